@@ -12,11 +12,11 @@ from _record import add_option
 from torch import Tensor
 
 import fp8manifold as fm
-from nanogpt_bench.compare.demonstration import Demonstration
 from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.data import prepare_stdlib
 from nanogpt_bench.data.batches import open_corpus
 from nanogpt_bench.setup.resolve import resolve
+from nanogpt_bench.sweep.comparison import Demonstration
 from nanogpt_bench.training.trainer import Trainer
 
 __all__ = ["RULES", "read_options", "text_for", "train", "trainer_of"]

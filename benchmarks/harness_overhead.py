@@ -34,7 +34,6 @@ import torch
 from _forms import add_form_options, text_table
 from _record import add_option, record
 
-from nanogpt_bench.compare.demonstration import Demonstration
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import find_config, load_config
 from nanogpt_bench.data import prepare_stdlib
@@ -42,6 +41,7 @@ from nanogpt_bench.data.batches import Corpus, load_corpus
 from nanogpt_bench.loop.outcome import Progress
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.setup.resolve import resolve
+from nanogpt_bench.sweep.comparison import Demonstration
 from nanogpt_bench.training.anomalies import Sentry
 from nanogpt_bench.training.trainer import Trainer, initial_model
 

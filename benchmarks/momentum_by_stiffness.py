@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 import fp8manifold as fm
-from nanogpt_bench.compare.demonstration import Demonstration
 from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.data.batches import open_corpus
 from nanogpt_bench.setup.resolve import resolve
+from nanogpt_bench.sweep.comparison import Demonstration
 from nanogpt_bench.training.trainer import Trainer
 
 DAMPING, CLIP = 2.0**-8, 2.0**4

@@ -22,13 +22,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanogpt_bench.compare.demonstration import Demonstration
-from nanogpt_bench.compare.pool import Pool
 from nanogpt_bench.config.rules import RULES, available_rules, check_available
 from nanogpt_bench.data import prepare_stdlib
 from nanogpt_bench.report.rows import row_label
 from nanogpt_bench.setup.formats import format_name
+from nanogpt_bench.sweep.comparison import Demonstration
 from nanogpt_bench.system.errors import BenchError
+from nanogpt_bench.workers.pool import Pool
 
 #: where the grid of an optimizer is centred, in its own unit
 CENTRES = {

@@ -9,18 +9,19 @@ from statistics import median
 
 from _markdown import markdown
 from _paired import in_figures
-from _study import FOLDER, by_text, measured_against, read, short
+from _study import against_baseline, short
 
 from nanogpt_bench.report.results import Result
+from nanogpt_bench.runs.environment import processor
 
-#: each line's file, its rule, what it is called, and the rule in float32 that it is compared with
+#: each line's files (one for all texts, or one a text), its rule, what it is called, and its baseline in float32
 LINES = (
     ("study_q1", "fp32", "AdamW, float32", "fp32"),
     ("study_q1", "E4M3 stochastic-8bit", "AdamW, E4M3", "fp32"),
     ("study_q1", "E4M3 nearest", "AdamW, E4M3, nearest", "fp32"),
     ("study_q1", "muon", "Muon, float32", "muon"),
     ("study_q1", "E4M3 muon-stochastic", "Muon, E4M3", "muon"),
-    ("study_q2_muon_e2m5", "E2M5 muon-stochastic", "Muon, E2M5", "muon"),
+    ("study_q12_e2m5 study_q12_law", "E2M5 muon-stochastic", "Muon, E2M5", "muon"),
 )
 #: more of the study's rules, for the page on optimizers
 MORE = (
@@ -32,7 +33,7 @@ MORE = (
     ("study_q1", "E4M3 nearest", "AdamW, E4M3, `nearest`", "fp32"),
     ("study_q1", "E4M3 muon-stochastic", 'Muon, E4M3, `moments="8bit"`', "muon"),
     ("study_q1", "E4M3 muon-residual8", "the same, `residual8`", "muon"),
-    ("study_q2_muon_e2m5", "E2M5 muon-stochastic", 'Muon, E2M5, `moments="8bit"`', "muon"),
+    ("study_q12_e2m5 study_q12_law", "E2M5 muon-stochastic", 'Muon, E2M5, `moments="8bit"`', "muon"),
 )
 #: all of the study's rules at 2,000 steps, for the results page
 FOUND = (
@@ -46,7 +47,7 @@ FOUND = (
     ("study_q1", "E4M3 riemannian", "`RiemannianAdam`, E4M3", "fp32"),
     ("study_q1", "E4M3 nearest", "AdamW, E4M3, nearest", "fp32"),
     ("study_q1", "muon", "Muon, float32", "muon"),
-    ("study_q2_muon_e2m5", "E2M5 muon-stochastic", "Muon, E2M5, one-byte moments", "muon"),
+    ("study_q12_e2m5 study_q12_law", "E2M5 muon-stochastic", "Muon, E2M5, one-byte moments", "muon"),
     ("study_q1", "E4M3 muon-stochastic", "Muon, E4M3, one-byte moments", "muon"),
     ("study_q1", "E4M3 muon-residual8", "Muon, E4M3, residual of 8 bits", "muon"),
 )
@@ -57,8 +58,6 @@ HEADER = (
     "loss above float32, EULAW",
     "time a step",
 )
-#: behind a loss: the runs of the two rows were made on two machines
-MARK = " †"
 
 
 def front_table(lines: Sequence[tuple[str, str, str, str]] = LINES) -> str:
@@ -66,12 +65,11 @@ def front_table(lines: Sequence[tuple[str, str, str, str]] = LINES) -> str:
     return markdown(HEADER, [_line(*line) for line in lines])
 
 
-def _line(stem: str, rule: str, name: str, baseline: str) -> list[str]:
-    texts = [results for _, results in by_text(measured_against(read(FOLDER / f"{stem}.json"), baseline))]
+def _line(stems: str, rule: str, name: str, baseline: str) -> list[str]:
+    texts = [results for _, results in against_baseline(stems, baseline)]
     own, exact = ([next(r for r in results if short(r) == wanted) for results in texts] for wanted in (rule, baseline))
     together = all(machines(one) == machines(other) for one, other in zip(own, exact, strict=True))
-    mark = "" if together else MARK
-    losses = ["0" if r.reference or r.difference is None else in_figures(r.difference) + mark for r in own]
+    losses = ["0" if r.reference or r.difference is None else in_figures(r.difference) for r in own]
     losses = [loss.replace(" ", "\N{NO-BREAK SPACE}") for loss in losses]
     ratio = median(seconds(own)) / median(seconds(exact))
     return [name, f"{own[0].bytes_per_parameter:.2f}", *losses, f"{ratio:.1f}" if together else "-"]
@@ -79,7 +77,7 @@ def _line(stem: str, rule: str, name: str, baseline: str) -> list[str]:
 
 def found_table(lines: Sequence[tuple[str, str, str, str]] = FOUND) -> str:
     """The same of the results page: beside the optimizer's own differences those to AdamW in float32."""
-    against = [[_line(stem, rule, name, by) for by in (own, "fp32")] for stem, rule, name, own in lines]
+    against = [[_line(stems, rule, name, by) for by in (own, "fp32")] for stems, rule, name, own in lines]
     header = ("training", "bytes", "above itself in float32, STDLIB", "EULAW", "above float32 AdamW, STDLIB", "EULAW")
     return markdown(header, [[*own[:4], *adamw[2:4]] for own, adamw in against])
 
@@ -89,9 +87,9 @@ def write_front(folder: Path) -> None:
     (folder / "study-found.md").write_text(found_table(), encoding="utf-8")
 
 
-def machines(result: Result) -> set[tuple[str, str]]:
-    """The processors and systems that a row's runs were made on."""
-    return {(str(run.environment.get("cpu")), str(run.environment.get("platform"))) for run in result.row.runs}
+def machines(result: Result) -> set[tuple[str, ...]]:
+    """The processors that a row's runs were made on."""
+    return {processor(run.environment) for run in result.row.runs}
 
 
 def seconds(results: list[Result]) -> list[float]:

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from _looks import EXACT, NEAREST, STOCHASTIC, STYLE
-from _study import FOLDER, by_text, measured_against, read, short
+from _study import against_baseline, short
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -17,7 +17,7 @@ from nanogpt_bench.report.results import Result
 PICTURE = Path(__file__).parent / "_static" / "frontier.png"
 NARROW = PICTURE.with_stem("frontier-narrow")
 MUON = "#009E73"
-#: each row's file, what it is called in the picture, its colour, and where that stands beside the point
+#: each row's files, what it is called in the picture, its colour, and where that stands beside the point
 ROWS = {
     "fp32": ("study_q1", "AdamW, float32", EXACT, (8, 8), "right"),
     "muon": ("study_q1", "Muon, float32", EXACT, (0, -15), "center"),
@@ -25,7 +25,7 @@ ROWS = {
     "E4M3 stochastic-8bit": ("study_q1", "AdamW, E4M3, stochastic,\n8-bit moments", STOCHASTIC, (9, -19), "left"),
     "E4M3 muon-stochastic": ("study_q1", "Muon, E4M3", MUON, (0, 11), "center"),
     "E4M3 muon-residual8": ("study_q1", "Muon, E4M3,\n8-bit residual", MUON, (9, -6), "left"),
-    "E2M5 muon-stochastic": ("study_q2_muon_e2m5", "Muon, E2M5", MUON, (0, -21), "center"),
+    "E2M5 muon-stochastic": ("study_q12_e2m5 study_q12_law", "Muon, E2M5", MUON, (0, -21), "center"),
 }
 Points = dict[str, dict[str, list[float]]]
 """By text and row: bytes a parameter, and the final loss less float32 AdamW's with the ends of its interval."""
@@ -34,9 +34,9 @@ Points = dict[str, dict[str, list[float]]]
 def points() -> Points:
     """What is drawn; float32 AdamW lies at 0."""
     found: Points = {}
-    for stem in dict.fromkeys(stem for stem, *_ in ROWS.values()):
-        for text, results in by_text(measured_against(read(FOLDER / f"{stem}.json"), "fp32")):
-            shown = [result for result in results if ROWS.get(short(result), ("",))[0] == stem]
+    for stems in dict.fromkeys(stems for stems, *_ in ROWS.values()):
+        for text, results in against_baseline(stems, "fp32"):
+            shown = [result for result in results if ROWS.get(short(result), ("",))[0] == stems]
             found.setdefault(text, {}).update((short(result), _point(result)) for result in shown)
     return found
 

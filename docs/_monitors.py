@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 
 from _markdown import markdown
 
-from nanogpt_bench.compare.plan import baseline_of
 from nanogpt_bench.report.predictors import LEVEL, TRIVIAL, Point, Predictor, early_points, rank_predictors
 from nanogpt_bench.report.results_file import Exported
 from nanogpt_bench.report.rows import Row, find_reference, setting_of
+from nanogpt_bench.sweep.plan import baseline_of
 
 #: every run's final gap is that to this row of its file, or to the file's own reference where it has no such row
 REFERENCE = "fp32"

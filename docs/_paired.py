@@ -1,6 +1,6 @@
 """What is paired by seed: final losses, and a difference in figures."""
 
-from nanogpt_bench.report.results import Difference
+from nanogpt_bench.report.results import MARK, Difference
 from nanogpt_bench.report.rows import Row
 
 
@@ -11,10 +11,10 @@ def losses_of(row: Row) -> dict[int, float]:
 
 
 def in_figures(found: Difference, sign: int = 1) -> str:
-    """Return a difference and half the width of its interval.
+    """Return a difference and half the width of its interval, marked if its runs are of two processors.
 
     >>> in_figures(Difference(-0.2, 5, -0.23, -0.17), -1), in_figures(Difference(-0.2, 1))
     ('0.200 ± 0.030', '-0.200')
     """
     half = "" if found.low is None or found.high is None else f" ± {(found.high - found.low) / 2:.3f}"
-    return f"{sign * found.mean:.3f}{half}"
+    return f"{sign * found.mean:.3f}{half}{MARK * found.apart}"

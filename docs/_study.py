@@ -21,11 +21,11 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from nanogpt_bench.compare.plan import baseline_of
-from nanogpt_bench.report.results import Result, difference_text, measure
+from nanogpt_bench.report.results import MARK, Result, difference_text, measure
 from nanogpt_bench.report.results_file import Exported, read_export
-from nanogpt_bench.report.rows import find_reference, references_of, row_label, shortfall
+from nanogpt_bench.report.rows import Row, find_reference, references_of, row_label, shortfall
 from nanogpt_bench.report.tables import format_figure, format_rates, tuning_table
+from nanogpt_bench.sweep.plan import baseline_of
 
 FOLDER = Path(__file__).parent / "measured" / "study"
 #: by the last part of `data.dir`
@@ -79,6 +79,17 @@ def measured_against(file: Exported, baseline: str) -> list[Result]:
     return measure(file.rows, find_reference(file.rows, baseline_of(baseline, file.rows)))
 
 
+def against_baseline(stems: str, baseline: str) -> Iterator[tuple[str, list[Result]]]:
+    """The rows of files, text by text, measured against a row of theirs, or, if they lack it, of Q1's on their text."""
+    for file in (read(FOLDER / f"{stem}.json") for stem in stems.split()):
+        if not any(row_label(row.rule, row.format) == baseline for row in file.rows):
+            texts = {text_of_row(row) for row in file.rows}
+            lent = read(FOLDER / "study_q1.json").rows
+            lent = tuple(row for row in lent if _brief(row.label) == baseline and text_of_row(row) in texts)
+            file = replace(file, rows=(*file.rows, *lent))
+        yield from by_text(measured_against(file, baseline))
+
+
 def baselines(file: Exported, stem: str = "") -> list[str]:
     """The rows that those of a file are measured against: float ones, or the file's own."""
     known = {name for row in file.rows for name in (row.label, row.rule, row_label(row.rule, row.format))}
@@ -88,7 +99,12 @@ def baselines(file: Exported, stem: str = "") -> list[str]:
 
 def text_of(result: Result) -> str:
     """What the row trained on: the last part of its `data.dir`."""
-    return Path(next((str(run.config["data"]["dir"]) for run in result.row.runs), "")).name
+    return text_of_row(result.row)
+
+
+def text_of_row(row: Row) -> str:
+    """The same of a row."""
+    return Path(next((str(run.config["data"]["dir"]) for run in row.runs), "")).name
 
 
 def short(result: Result) -> str:
@@ -152,7 +168,14 @@ def source(file: Exported) -> str:
     made = f"Commit {', '.join(commits)}, torch" if commits else "Torch"
     torches = dict.fromkeys(str(run.environment["libraries"]["torch"]) for run in runs)
     cpus = dict.fromkeys(str(run.environment.get("cpu")) for run in runs)
-    return f"{made} {', '.join(torches)}, {', '.join(cpus)}, one thread a run.\n"
+    note = "".join(f" {mark}: on two processors." for mark in [MARK.strip()] if _apart(file))
+    return f"{made} {', '.join(torches)}, {', '.join(cpus)}, one thread a run.{note}\n"
+
+
+def _apart(file: Exported) -> bool:
+    """Whether a row is paired across two processors with one that it may be measured against."""
+    each = [measured_against(file, name) for name in baselines(file)]
+    return any(result.difference.apart for results in each for result in results if result.difference)
 
 
 def decided(file: Exported, against: Sequence[str]) -> str:

@@ -116,6 +116,11 @@ def _in_rows(
     kind: type[FP8Tensor] = FP8Shard,
 ) -> FP8Tensor:
     """The tensor with ``change`` of every part that has rows; it is told what stands in a row that is new."""
+    if isinstance(x.block_size, tuple):
+        raise RuntimeError(
+            f"a tensor of shape {tuple(x.shape)} with a scale for each square of 128 x 128 can't be sharded, as its "
+            "rows share scales: take granularity='channel' or 'block'"
+        )
     if x.block_size and x.dim() == 1:
         raise RuntimeError(
             f"a tensor of shape {tuple(x.shape)} with a scale for each block of {BLOCK_SIZE} can't be sharded, as its "

@@ -1,7 +1,8 @@
-"""Layouts of other libraries, compressed-tensors' and torchao's, for the codes and scales that a model has."""
+"""Layouts of other libraries, for the codes and scales that a model has: compressed-tensors, torchao, DeepSeek's."""
 
 import copy
 import importlib
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8manifold._encoded.dispatch import FLOAT8
+from fp8manifold._encoded.squares import SQUARE
 from fp8manifold._numerics.checks import check_choice
 from fp8manifold._ranks import share_of
 from fp8manifold.formats import FloatFormat
@@ -20,14 +22,15 @@ from fp8manifold.nn._conv1d import QuantizedConv1D
 from fp8manifold.nn._in_place import in_place_parameters, parameter_names
 from fp8manifold.nn._linear import QuantizedLinear
 from fp8manifold.nn._parts import PARTS
-from fp8manifold.scaling import BLOCK_SIZE
+from fp8manifold.scaling import BLOCK_SIZE, SQUARE_SIZE
 from fp8manifold.tensor import FP8Tensor
 
 __all__ = ["ExchangeLayout", "export_model", "exported_state_dict"]
 
-ExchangeLayout = Literal["compressed-tensors", "torchao"]
+ExchangeLayout = Literal["compressed-tensors", "torchao", "fp8"]
 _FORMATS: Final = {
     "compressed-tensors": ("E4M3",),
+    "fp8": ("E4M3",),
     "torchao": tuple(fmt.name for fmt in FLOAT8),
 }
 _STRATEGIES: Final[dict[str, dict[str, Any]]] = {
@@ -35,6 +38,9 @@ _STRATEGIES: Final[dict[str, dict[str, Any]]] = {
     "channel": {"strategy": "channel"},
     "block": {"strategy": "group", "group_size": BLOCK_SIZE, "scale_dtype": "torch.uint8"},
 }
+_SQUARES: Final = "a scale for each square of 128 x 128"
+_OTHERS: Final = "one for a tensor, a row or a block of 32"
+_WAYS: Final = ("take layout='fp8'", "quantise with granularity='square', or take another layout")
 _E8M0_BIAS: Final = 127
 _OF_WEIGHT: Final = frozenset(f"weight{suffix}" for suffix in PARTS if suffix)
 _PLAIN, _BLOCKS, _MIXED = "float-quantized", "mxfp8-quantized", "mixed-precision"
@@ -51,6 +57,9 @@ def exported_state_dict(
       (format ``float-quantized``), or uint8 exponents ``(R, C/32)`` (E8M0, format ``mxfp8-quantized``) where blocks of
       32 have scales.
     - ``torchao``: ``weight`` is a ``Float8Tensor``, whose ``block_size`` is that of what shares a scale.
+    - ``fp8``: ``weight`` is float8_e4m3fn, ``weight_scale_inv`` float32 ``(R/128, C/128)``, rounded up: the layout of
+      DeepSeek-V3, which transformers (``FineGrainedFP8Config``), vLLM and SGLang read, of a model that was quantised
+      with ``granularity="square"``.  Rows and columns that 128 does not divide end in partial squares, as there.
 
     Only weights are described: how a layer quantises its input and its gradients when it is trained is not.  The
     weights that the other library decodes in float32 are :meth:`QuantizedLinear.quantized_weight` to the bit, and in
@@ -59,7 +68,8 @@ def exported_state_dict(
     Args:
         model: of :func:`quantize_model`, in any storage; what is not quantised stays as it is, and parameters in codes
             that are no linear layer's weight (experts, convolutions, embeddings) are written as the floats they are.
-        layout: ``compressed-tensors``, which takes E4M3, or ``torchao``, which takes E4M3, E5M2, E4M3FNUZ and E5M2FNUZ.
+        layout: ``compressed-tensors`` or ``fp8``, which take E4M3, or ``torchao``, which takes E4M3, E5M2, E4M3FNUZ
+            and E5M2FNUZ.  Squares of 128 x 128 are ``fp8``'s alone.
 
     Returns:
         The tensors, of which codes share the model's memory, and tied ones are there once; and the
@@ -68,8 +78,13 @@ def exported_state_dict(
     Raises:
         ImportError: torchao is missing.
         TypeError: no module, or one that several processes hold a part of each.
-        ValueError: an unknown layout, a format that it has no dtype for, a layer that it does not take (transformers'
-            ``Conv1D``), values between those of the format, a block scale that is no E8M0, or no quantised weight.
+        ValueError: an unknown layout, a format that it has no dtype for, scales of another shape than it takes, a layer
+            that it does not take (transformers' ``Conv1D``), values between those of the format, a block scale that is
+            no E8M0, or no quantised weight.
+
+    Warns:
+        UserWarning: with ``fp8``, of a matrix that ends in a partial square after a whole one, which transformers'
+            ``dequantize=True`` reads as squares of equal size, thus wrongly or not at all.
 
     Example:
         >>> from fp8manifold import quantize_model
@@ -81,7 +96,7 @@ def exported_state_dict(
         ('float-quantized', 'channel')
 
     Source: compressed-tensors (vllm-project) 0.20 and torchao 0.18, as transformers 5.23 reads them; OCP Microscaling
-    Formats 1.0 for E8M0.
+    Formats 1.0 for E8M0; DeepSeek-V3 (arXiv 2412.19437) for squares.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")
@@ -89,7 +104,7 @@ def exported_state_dict(
     weights = {weight.name: weight for weight in _quantized(model, layout)}
     if not weights:
         raise ValueError("the model has no quantised weight: call quantize_model first")
-    made = _compressed if layout == "compressed-tensors" else _float8_tensors
+    made = {"compressed-tensors": _compressed, "torchao": _float8_tensors, "fp8": _in_squares}[layout]
     tensors: dict[str, Tensor] = {}
     for name, value in _state(model):
         if name in weights:
@@ -101,7 +116,9 @@ def exported_state_dict(
         for name, module in model.named_modules()
         if is_linear(module) and f"{name}.weight".lstrip(".") not in weights
     ]
-    described = _compressed_config if layout == "compressed-tensors" else _torchao_config
+    if layout == "fp8":  # which knows linear layers, and experts by their name
+        left += sorted({name.rpartition(".")[0] for name in in_place_parameters(model)} - {*left, ""})
+    described = {"compressed-tensors": _compressed_config, "torchao": _torchao_config, "fp8": _squares_config}[layout]
     return tensors, described(list(weights.values()), left)
 
 
@@ -180,16 +197,19 @@ def needed(module: str, extra: str, by: str) -> Any:
 
 @dataclass(frozen=True)
 class _Weight:
-    """A quantised weight by its name: codes, and scales of shape (), (R, 1) or (R, C/32)."""
+    """A quantised weight by its name: codes, and scales of shape (), (R, 1), (R, C/32) or of squares."""
 
     name: str
     codes: Tensor
     scale: Tensor
     format: FloatFormat
     dtype: torch.dtype
+    in_squares: bool = False
 
     @property
     def shares(self) -> str:
+        if self.in_squares:
+            return "square"
         if not self.scale.dim():
             return "tensor"
         return "channel" if self.scale.shape[-1] == 1 else "block"
@@ -209,13 +229,17 @@ def _quantized(model: nn.Module, layout: str) -> Iterator[_Weight]:
             taken = ", ".join(allowed)
             raise ValueError(f"layer {name!r} is of {fmt.name}, which {layout} has no dtype for; allowed: {taken}")
         weight = layer.weight
+        in_squares = isinstance(weight, FP8Tensor) and weight.granularity == "square"
+        if in_squares != (layout == "fp8"):
+            has, takes = (_SQUARES, _OTHERS) if in_squares else (_OTHERS, _SQUARES)
+            raise ValueError(f"layer {name!r} has {has}, and layout={layout!r} takes {takes}: {_WAYS[layout == 'fp8']}")
         if isinstance(weight, FP8Tensor):
             codes, scale = weight.codes, weight.scale
         else:
             codes, scale = layer.weight_codes(), _one_each(layer.weight_scale(), layer)
             if not torch.equal(decode(codes, fmt) * layer.weight_scale(), layer.quantized_weight().float()):
                 raise ValueError(f"layer {name!r} holds values between those of {fmt.name}: quantise it first")
-        yield _Weight(f"{name}.weight".lstrip("."), codes, scale.float(), fmt, weight.dtype)
+        yield _Weight(f"{name}.weight".lstrip("."), codes, scale.float(), fmt, weight.dtype, in_squares)
 
 
 def _one_each(scale: Tensor, layer: QuantizedLinear) -> Tensor:
@@ -282,6 +306,26 @@ def _compressed_config(weights: list[_Weight], left: list[str]) -> dict[str, Any
         "format": next(iter(formats.values())) if len({*formats.values()}) == 1 else _MIXED,
         "config_groups": groups,
         "ignore": left,
+    }
+
+
+def _in_squares(weight: _Weight) -> dict[str, Tensor]:
+    rows, columns = weight.codes.shape
+    if any(size > SQUARE_SIZE and size % SQUARE_SIZE for size in (rows, columns)):
+        warnings.warn(
+            f"{weight.name!r} of shape {(rows, columns)} ends in partial squares of {SQUARE_SIZE} x {SQUARE_SIZE}: "
+            "servers of this layout read them, and transformers' dequantize=True reads wrong scales or refuses",
+            stacklevel=2,
+        )
+    return {weight.name: weight.codes.view(FLOAT8[weight.format]), f"{weight.name}_scale_inv": weight.scale}
+
+
+def _squares_config(weights: list[_Weight], left: list[str]) -> dict[str, Any]:
+    return {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [*SQUARE],
+        "modules_to_not_convert": left,
     }
 
 

@@ -282,6 +282,8 @@ def encode(
     .. math:: f > 1/2, \\text{ or } f = 1/2 \\text{ and } c \\text{ is odd (nearest)}; \\quad
               f > 0 \\text{ and the sign is that of the mode (up, down)}; \\quad bits < 2^{24} f \\text{ (stochastic)}
 
+    A negative number's draw is ``2^24 - 1 - bits``, so that one draw moves both signs in one direction on the line.
+
     Args:
         x: any number.
         fmt: a format or its name.
@@ -342,7 +344,7 @@ def _goes_on(code: int, fraction: Fraction, rounding: str, bits: int | None, *, 
         return fraction > Fraction(1, 2) or (fraction == Fraction(1, 2) and code % 2 == 1)
     if rounding == "stochastic":
         assert bits is not None
-        return bits < fraction * DRAWS
+        return (DRAWS - 1 - bits if negative else bits) < fraction * DRAWS
     return fraction > 0 and rounding == ("down" if negative else "up")
 
 

@@ -4,6 +4,7 @@ import math
 from typing import Final, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fp8manifold._numerics.blocks import in_pieces, pieces
@@ -29,8 +30,12 @@ __all__ = [
 
 Granularity = Literal["tensor", "channel", "block"]
 GRANULARITIES: Final = ("tensor", "channel", "block")
-StoredGranularity = Literal["tensor", "channel", "block", "row"]
-STORED_GRANULARITIES: Final = (*GRANULARITIES, "row")
+WeightGranularity = Literal["tensor", "channel", "block", "square"]
+WEIGHT_GRANULARITIES: Final = (*GRANULARITIES, "square")
+"""With what weights in codes have besides: a scale for each square of 128 x 128, as servers of such weights take."""
+
+StoredGranularity = Literal["tensor", "channel", "block", "square", "row"]
+STORED_GRANULARITIES: Final = (*WEIGHT_GRANULARITIES, "row")
 """With what codes of more than two dimensions have: a scale for each row of the last dimension."""
 
 ROUNDING_OF_SCALES: Final = 1 + 2.0**-20
@@ -38,6 +43,9 @@ ROUNDING_OF_SCALES: Final = 1 + 2.0**-20
 
 BLOCK_SIZE: Final = 32
 """Values along the last dimension that share a scale under the granularity ``block``, as in the OCP MX formats."""
+
+SQUARE_SIZE: Final = 128
+"""Rows and columns of the last two dimensions that share a scale under ``square``, as in DeepSeek-V3's checkpoints."""
 
 _DEPTH = 40  # binades kept below amax: S and S^2 of stored weights then stay within float32
 _HYSTERESIS = 2.0**4  # an amax that swings by less than this keeps its scale
@@ -110,11 +118,21 @@ def wide_amax(x: Tensor, granularity: str, axis: int = 0) -> Tensor:
     """The same in the dtype that ``x`` is computed in: float64 for float64."""
     check_choice("granularity", granularity, STORED_GRANULARITIES if axis == 0 else GRANULARITIES)
     if type(x.detach()) is Tensor and in_pieces(x) and axis == 0:
-        parts = [wide_amax(x[rows], granularity) for rows in pieces(x)]
+        some = pieces(x, SQUARE_SIZE if granularity == "square" and x.dim() == 2 else 1)
+        if len(some) == 1:
+            return _amax(x, granularity, axis)
+        parts = [wide_amax(x[rows], granularity) for rows in some]
         return torch.stack(parts).amax() if granularity == "tensor" else torch.cat(parts)
+    return _amax(x, granularity, axis)
+
+
+def _amax(x: Tensor, granularity: str, axis: int) -> Tensor:
+    """The same of a tensor that is taken at once."""
     magnitude = x.detach().abs() if x.dtype is torch.float64 else x.detach().float().abs()
     if granularity == "block":
         return _block_amax(magnitude)
+    if granularity == "square":
+        return square_amax(magnitude)
     if granularity == "row":
         return magnitude.amax(-1, keepdim=True) if x.numel() else magnitude.new_zeros((*x.shape[:-1], 1))
     if granularity == "tensor":
@@ -158,17 +176,18 @@ def storage_scale(
 
     Args:
         w, fmt, axis: as in :func:`amax_scale`.
-        granularity: one scale for the ``tensor``, for each ``channel``, for each ``row`` of the last dimension, or for
-            each ``block`` of 32 weights along it.
+        granularity: one scale for the ``tensor``, for each ``channel``, for each ``row`` of the last dimension, for
+            each ``block`` of 32 weights along it, or for each ``square`` of 128 x 128 in the last two.
         headroom: at least 1.  None takes 16, but in a format of few binades no more than keeps the largest weight at
             8 times the smallest normal, and no less than 2: more would leave most weights subnormal, or zero.
 
     Returns:
         float32 tensor of powers of two, 1 where all weights are 0 (+0 or -0) and for an empty tensor.  It broadcasts
-        against ``w``; under ``block`` it has the shape of ``w`` with a 32nd of the last dimension.
+        against ``w``; under ``block`` it has the shape of ``w`` with a 32nd of the last dimension, under ``square``
+        with a 128th of the last two, rounded up: the last squares are partial.
 
     Raises:
-        ValueError: as :func:`amax_scale`, a headroom below 1, or weights that are NaN or Inf.
+        ValueError: as :func:`amax_scale`, a headroom below 1, weights that are NaN or Inf, or squares of a vector.
 
     Example:
         >>> storage_scale(torch.tensor([[0.25, -0.5]]), "E4M3").item() == 2.0**-5
@@ -259,6 +278,30 @@ def _block_amax(x: Tensor) -> Tensor:
             "take 'channel' or 'tensor'"
         )
     return x.reshape(*x.shape[:-1], x.shape[-1] // BLOCK_SIZE, BLOCK_SIZE).amax(-1)
+
+
+def square_amax(x: Tensor) -> Tensor:
+    """The largest value in each square of a tensor without negative ones."""
+    shape = square_shape(x.shape)
+    if not x.numel():
+        return x.new_zeros(shape)
+    short = [-size % SQUARE_SIZE for size in x.shape[-2:]]
+    if short[1]:
+        x = F.pad(x, (0, short[1]))
+    x = x.unflatten(-1, (-1, SQUARE_SIZE)).amax(-1)
+    largest: Tensor = F.pad(x, (0, 0, 0, short[0])).unflatten(-2, (-1, SQUARE_SIZE)).amax(-2)
+    return largest
+
+
+def square_shape(shape: torch.Size) -> torch.Size:
+    """The shape of the scales of squares.
+
+    Raises:
+        ValueError: fewer than two dimensions.
+    """
+    if len(shape) < 2:
+        raise ValueError(f"granularity='square' needs two or more dimensions, not shape {tuple(shape)}: take 'tensor'")
+    return torch.Size((*shape[:-2], *(-(-size // SQUARE_SIZE) for size in shape[-2:])))
 
 
 def _power_of_two_above(x: Tensor) -> Tensor:

@@ -15,10 +15,12 @@ from fp8manifold._encoded.lent import check_current, check_own
 from fp8manifold._encoded.operators import adopt_parts, checked_scale
 from fp8manifold._encoded.refusals import check_not_unwrapped, guard_memory
 from fp8manifold._encoded.scaled import ScaledTensor
+from fp8manifold._encoded.squares import SQUARE, BlockSize, runs_of_rows, spread_rows
 from fp8manifold._encoded.stalled_average import is_average, warn_if_stalled
 from fp8manifold._encoded.storage import (
     checked_codes,
     codes_of,
+    decode_runs,
     dequantize_codes,
     expand_scale,
     is_traced,
@@ -62,8 +64,9 @@ class FP8Tensor(ScaledTensor):
         w: float tensor of any shape; rounded to nearest.
         fmt: a format or its name.
         granularity: one scale for the ``tensor``, for each ``channel`` (index of the first dimension), for each ``row``
-            (of the last dimension: of a matrix its channels), or for each ``block`` of 32 along the last.  A tensor of
-            fewer than two dimensions has one scale instead of channels.
+            (of the last dimension: of a matrix its channels), for each ``block`` of 32 along the last, or for each
+            ``square`` of 128 x 128 in the last two, which partial ones end.  A tensor of fewer than two dimensions has
+            one scale instead of channels.
         headroom: of the scale, as in :func:`fp8manifold.storage_scale`, but that None takes 1 in a format of few
             binades: our optimizers double a scale as soon as its end is reached.  Other optimizers need 2 or more.
         scale: the scale itself, in place of ``headroom``: a power of two, or a tensor of them of the granularity's
@@ -77,11 +80,12 @@ class FP8Tensor(ScaledTensor):
 
     Attributes:
         codes: uint8, in the shape of the tensor.
-        scale: float32 powers of two: ``()``, ``(R, 1, .., 1)``, ``(.., 1)`` or ``(.., C/32)``.  Of blocks it is a copy,
-            in which nothing is to be written: take :meth:`set_scale_`, or :meth:`rescale_` where values are to stay.
-        exponents: of blocks what is kept: uint8 ``(.., C/32)``, ``127 + log2(scale)``, as in E8M0; otherwise None.
+        scale: float32 powers of two: ``()``, ``(R, 1, .., 1)``, ``(.., 1)``, ``(.., C/32)`` or ``(.., R/128, C/128)``,
+            rounded up.  Of blocks and squares it is a copy, in which nothing is to be written: take
+            :meth:`set_scale_`, or :meth:`rescale_` where values are to stay.
+        exponents: of blocks and squares what is kept: uint8, ``127 + log2(scale)``, as in E8M0; otherwise None.
         format: the :class:`FloatFormat`.
-        block_size: 32, or None where no blocks have scales.
+        block_size: 32, ``(128, 128)`` of squares, or None where neither have scales.
         counter: int64, advanced by every stochastic write, so that no draw is used twice; part of the state.
         remainder: None, or int8: what the rounding of ``w`` left, in 1/256 of a chart step.  Writing drops it.
 
@@ -133,7 +137,7 @@ class FP8Tensor(ScaledTensor):
         if granularity in ("channel", "row"):
             granularity = "tensor" if w.dim() < 2 else "channel" if w.dim() == 2 else granularity
         room = own_headroom(fmt, headroom)
-        block_size = BLOCK_SIZE if granularity == "block" else None
+        block_size: BlockSize = BLOCK_SIZE if granularity == "block" else SQUARE if granularity == "square" else None
         kept = kept_fresh_scale(w, fmt, granularity, room) if scale is None else given_scale(scale, w, granularity)
         wide = expand_kept(kept, block_size, w.shape)
         codes, remainder = codes_of(w, wide, fmt, keep_remainder=keep_remainder)
@@ -164,7 +168,7 @@ class FP8Tensor(ScaledTensor):
         scale: float | Tensor,
         fmt: FormatLike,
         *,
-        block_size: int | None = None,
+        block_size: BlockSize | list[int] = None,
         counter: int | Tensor = 0,
         rounding: Rounding = "stochastic",
         seed: int | None = None,
@@ -177,10 +181,10 @@ class FP8Tensor(ScaledTensor):
 
         Args:
             codes: uint8, contiguous.
-            scale: float32 powers of two: ``()``, ``(R, 1, .., 1)``, ``(.., 1)``, or with ``block_size=32``
-                ``(.., C/32)``, which may be uint8 instead: exponents as in E8M0.
+            scale: float32 powers of two: ``()``, ``(R, 1, .., 1)``, ``(.., 1)``, with ``block_size=32`` ``(.., C/32)``,
+                or of squares ``(.., R/128, C/128)``, rounded up; of both it may be uint8: exponents as in E8M0.
             fmt, rounding, seed, dtype, draws: as in the constructor.
-            block_size: 32 for one scale a block, otherwise None.
+            block_size: 32 for one scale a block, ``(128, 128)`` for one a square, otherwise None.
             counter: number of stochastic writes so far.
             by_operator: whether the writing operator's name enters the key of its draws.
             requires_grad: whether autograd records what is done with it.
@@ -196,12 +200,13 @@ class FP8Tensor(ScaledTensor):
         """
         fmt = as_format(fmt)
         codes = checked_codes(codes, fmt)
-        if block_size not in (None, BLOCK_SIZE):
-            raise ValueError(f"block_size={block_size!r} must be {BLOCK_SIZE} or None")
+        block_size = tuple(block_size) if isinstance(block_size, list) else block_size  # type: ignore[assignment]
+        if block_size not in (None, BLOCK_SIZE, SQUARE):
+            raise ValueError(f"block_size={block_size!r} must be {BLOCK_SIZE}, {SQUARE} or None")
         rows = isinstance(scale, Tensor) and scale.dim() > 0
         of_rows = isinstance(scale, Tensor) and scale.shape == (*codes.shape[:-1], 1)
-        shared = "block" if block_size else "row" if of_rows else "channel" if rows else "tensor"
-        scale = given_scale(scale, codes, shared)
+        plain = "row" if of_rows else "channel" if rows else "tensor"
+        scale = given_scale(scale, codes, {BLOCK_SIZE: "block", SQUARE: "square"}.get(block_size, plain))
         count = torch.as_tensor(counter, dtype=torch.int64, device=codes.device)
         if count.dim():
             raise ValueError(f"counter has shape {tuple(count.shape)}: it must be a single number")
@@ -294,9 +299,12 @@ class FP8Tensor(ScaledTensor):
         if not takes_rows(replay) or self.dim() < 2 or is_traced(self.codes):
             return super()._dequantized_view(replay)
         check_current(self)
+        codes: Tensor = replay(self.codes).contiguous()
+        if isinstance(self.block_size, tuple) and self.dim() == 2:
+            rows = replay(spread_rows(self.scale, self.shape[0]))
+            return decode_runs(codes, runs_of_rows(rows, self.shape[1]), self.format, self.dtype)
         scale = replay(self.kept_scale) if self.kept_scale.dim() else self.kept_scale
         scale = decoded_scale(scale) if self.block_size else scale
-        codes: Tensor = replay(self.codes).contiguous()
         return dequantize_codes(codes, scale, self.format, self.dtype, self.block_size)
 
     def write(self, values: Tensor, operator: str = "write") -> None:

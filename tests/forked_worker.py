@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Mapping
 from typing import IO, Any
 
-from nanogpt_bench.compare import worker
+from nanogpt_bench.workers import worker
 
 PIPE, TimeoutExpired = subprocess.PIPE, subprocess.TimeoutExpired
 

@@ -38,8 +38,6 @@ PAGES = [
 ]
 MATHEMATICAL = [ROOT / "docs" / f"{name}.md" for name in ("geometry", "noise", "optimizers")]
 NAMESPACES = ("distributed", "huggingface", "monitor", "ops", "optim", "reference")
-MAIN_JOB = 'python3 -m venv .venv && . .venv/bin/activate && pip install -e ".[bench]" && nanogpt-bench compare'
-TESTS = 'python3 -m venv .venv && . .venv/bin/activate && pip install -e ".[test]" && pytest -n auto'
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -212,11 +210,6 @@ def test_start_page_code_runs(run_code: Callable[[str], str]) -> None:
     step = "\nmodel(torch.ones(4, 16)).sum().backward()\noptimizer.step()\nprint(type(model[0]).__name__)\n"
     code = "\n".join(blocks(ROOT / "docs" / "start.md", "python")) + step
     assert run_code(code).strip() == "QuantizedLinear"
-
-
-def test_readme_has_the_two_commands() -> None:
-    commands = [block.strip() for block in blocks(README, "sh")]
-    assert commands == [MAIN_JOB, TESTS]
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.suffix == ".md"], ids=lambda page: page.name)

@@ -34,7 +34,7 @@ BENCH = (
     ("observers", "report"),
     ("loop",),
     ("evaluation",),
-    ("compare",),
+    ("workers",),
     ("sweep",),
     ("commands",),
 )

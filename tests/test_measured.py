@@ -71,11 +71,6 @@ def test_the_page_has_the_table_of_every_file_and_the_table_every_figure(path: P
         assert facts[fact] in text
 
 
-def test_the_page_has_no_ratio_in_a_table_of_its_own() -> None:
-    own = re.sub(r"<!-- table: .*?<!-- end -->", "", PAGE, flags=re.DOTALL)
-    assert [line for line in own.splitlines() if line.startswith("|") and re.search(r"\d\.\d+x", line)] == []
-
-
 def test_what_a_benchmark_records_is_what_the_page_reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     recorder = load(ROOT / "benchmarks" / "_record.py")
     monkeypatch.setattr(recorder, "FOLDER", tmp_path)

@@ -5,6 +5,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from fp8manifold._encoded.squares import BlockSize
 from fp8manifold._encoded.storage import expand_scale, is_traced
 
 __all__ = ["ONE", "checked_exponents", "decoded_scale", "expand_kept", "exponents_of"]
@@ -39,7 +40,7 @@ def decoded_scale(exponents: Tensor) -> Tensor:
     return (exponents.to(torch.int32) << _MANTISSA_BITS).view(torch.float32)
 
 
-def expand_kept(kept: Tensor, block_size: int | None, shape: torch.Size) -> Tensor:
+def expand_kept(kept: Tensor, block_size: BlockSize, shape: torch.Size) -> Tensor:
     """Scales, as they are kept, in a shape that broadcasts against the values."""
     return expand_scale(decoded_scale(kept) if block_size else kept, block_size, shape)
 

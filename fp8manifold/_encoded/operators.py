@@ -23,8 +23,10 @@ from fp8manifold._encoded.exponents import decoded_scale
 from fp8manifold._encoded.lent import is_lent_here, lent
 from fp8manifold._encoded.refusals import refuse_collective
 from fp8manifold._encoded.scaled import as_kept
-from fp8manifold._encoded.storage import dequantize_codes, is_traced
+from fp8manifold._encoded.squares import runs_of_rows
+from fp8manifold._encoded.storage import decode_runs, dequantize_codes, is_traced
 from fp8manifold._encoded.stored_scale import broadcasts_to, check_covers, refit_scale_, scale_in_float32
+from fp8manifold.scaling import SQUARE_SIZE
 
 
 def adopt_parts(own: Any, other: Any) -> Tensor | None:
@@ -214,6 +216,9 @@ def _embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not _is_whole(x) or is_traced(x.codes):
         return NotImplemented
     codes, flat = x.codes[rows.reshape(-1)], rows.reshape(-1)
+    if isinstance(x.block_size, tuple):
+        runs = runs_of_rows(decoded_scale(x.kept_scale[flat // SQUARE_SIZE]), x.shape[1])
+        return decode_runs(codes, runs, x.format, x.dtype).view(*rows.shape, x.shape[1])
     scale = x.kept_scale[flat] if x.kept_scale.dim() else x.kept_scale
     scale = decoded_scale(scale) if x.block_size else scale
     values = dequantize_codes(codes, scale, x.format, x.dtype, x.block_size)

@@ -7,6 +7,7 @@ from torch import Tensor
 from fp8manifold._encoded.dispatch import EncodedTensor
 from fp8manifold._encoded.exponents import decoded_scale, expand_kept, exponents_of
 from fp8manifold._encoded.lent import Lent, check_own
+from fp8manifold._encoded.squares import BlockSize
 from fp8manifold._encoded.storage import largest_magnitude
 from fp8manifold._encoded.stored_scale import broadcasts_to, power_of_two, scale_in_float32
 from fp8manifold.formats import FloatFormat
@@ -20,12 +21,12 @@ class ScaledTensor(EncodedTensor):
     codes: Tensor
     exponents: Tensor | None
     format: FloatFormat
-    block_size: int | None
+    block_size: BlockSize
     lent_from: Lent | None
     """Of a cast under autocast, whose codes they are, and their versions."""
     _scale: Tensor | None
 
-    def _keep_scale(self, kept: Tensor, block_size: int | None) -> None:
+    def _keep_scale(self, kept: Tensor, block_size: BlockSize) -> None:
         """Hold the memory of scales, uint8 where blocks have them."""
         self.block_size, self.lent_from = block_size, None
         self._scale, self.exponents = (kept, None) if block_size is None else (None, kept)
@@ -51,7 +52,9 @@ class ScaledTensor(EncodedTensor):
 
     @property
     def granularity(self) -> str:
-        """``tensor``, ``channel``, ``row`` or ``block``: what shares a scale."""
+        """``tensor``, ``channel``, ``row``, ``block`` or ``square``: what shares a scale."""
+        if isinstance(self.block_size, tuple):
+            return "square"
         if self.block_size or not self.kept_scale.dim():
             return "block" if self.block_size else "tensor"
         return "row" if any(size != 1 for size in self.kept_scale.shape[1:]) else "channel"

@@ -7,6 +7,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from fp8manifold._encoded.squares import BlockSize, expand_squares, runs_of
 from fp8manifold._native._arrays import decoded
 from fp8manifold._numerics.blocks import BLOCK, in_pieces, pieces
 from fp8manifold._numerics.codec import decode_bits, encode_bits
@@ -14,6 +15,7 @@ from fp8manifold._numerics.fake import has_values
 from fp8manifold.formats import FloatFormat
 from fp8manifold.grid import check_codes, decode, decode_known, encode, to_chart
 from fp8manifold.random_bits import named_word
+from fp8manifold.scaling import square_amax
 
 
 def packed_length(length: int, bits: int) -> int:
@@ -47,25 +49,35 @@ def is_traced(x: Tensor) -> bool:
     return type(x) is not Tensor or x.is_meta
 
 
-def expand_scale(scale: Tensor, block_size: int | None, shape: torch.Size) -> Tensor:
+def expand_scale(scale: Tensor, block_size: BlockSize, shape: torch.Size) -> Tensor:
     """The scale in a shape that broadcasts against the values: blocks are spread out, the rest stays as it is."""
+    if isinstance(block_size, tuple):
+        return expand_squares(scale, shape)
     return scale if block_size is None else scale.repeat_interleave(block_size, dim=-1).view(shape)
 
 
 def dequantize_codes(
-    codes: Tensor, scale: Tensor, fmt: FloatFormat, dtype: torch.dtype, block_size: int | None
+    codes: Tensor, scale: Tensor, fmt: FloatFormat, dtype: torch.dtype, block_size: BlockSize
 ) -> Tensor:
     """``scale * decode(codes)`` in one pass: the only place where stored weights become floats.
 
     Args:
         codes: uint8.
-        scale: float32: ``()``, one entry an index of the first axis ``(R, 1, .., 1)``, or one a block of the last.
+        scale: float32: ``()``, one entry an index of the first axis ``(R, 1, .., 1)``, one a block of the last, or
+            one a square of the last two.
         fmt: the format of the codes.
         dtype: float32 or bfloat16, in which every product is exact.
-        block_size: length of the blocks, or None.
+        block_size: length of the blocks, the sides of squares, or None.
     """
     if is_traced(codes) or torch.compiler.is_compiling():
         return (decode_bits(codes, fmt) * expand_scale(scale, block_size, codes.shape)).to(dtype)
+    if isinstance(block_size, tuple):
+        scale = runs_of(scale, codes.shape)
+    return decode_runs(codes, scale, fmt, dtype)
+
+
+def decode_runs(codes: Tensor, scale: Tensor, fmt: FloatFormat, dtype: torch.dtype) -> Tensor:
+    """The same of codes in memory, with a scale for each of equal runs of them."""
     if (native := decoded(codes, fmt, dtype, scale)) is not None:
         return native
     out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
@@ -167,11 +179,14 @@ def checked_codes(codes: Tensor, fmt: FloatFormat) -> Tensor:
     return codes.contiguous()
 
 
-def largest_magnitude(codes: Tensor, scale: Tensor, fmt: FloatFormat, block_size: int | None) -> Tensor:
+def largest_magnitude(codes: Tensor, scale: Tensor, fmt: FloatFormat, block_size: BlockSize) -> Tensor:
     """The largest finite magnitude stored under each scale, in value; of the shape of ``scale``."""
     if not codes.numel():
         return torch.zeros_like(scale)
-    groups = (codes & (fmt.sign_bit - 1)).view(-1, block_size or codes.numel() // scale.numel())
+    groups = codes & (fmt.sign_bit - 1)
+    if isinstance(block_size, tuple):
+        return decode_known(square_amax(torch.where(groups > fmt.max_code, 0, groups)), fmt) * scale
+    groups = groups.view(-1, block_size or codes.numel() // scale.numel())
     top = groups.amax(1)
     if bool((top > fmt.max_code).any()):  # NaN: rare, and not worth a pass of its own
         top = torch.where(groups > fmt.max_code, 0, groups).amax(1)

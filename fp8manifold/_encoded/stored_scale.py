@@ -18,6 +18,7 @@ from fp8manifold.scaling import (
     UnderflowWarning,
     amax_of,
     refitted_scale,
+    square_shape,
     storage_scale,
     usual_headroom,
 )
@@ -39,6 +40,9 @@ __all__ = [
 ]
 
 
+IN_BLOCKS: Final = ("block", "square")
+"""Granularities whose scales are kept as exponents, a byte each."""
+
 _LOG: Final = logging.getLogger("fp8manifold")
 
 
@@ -52,7 +56,7 @@ def fresh_scale(w: Tensor, fmt: FloatFormat, granularity: StoredGranularity, hea
 def kept_fresh_scale(w: Tensor, fmt: FloatFormat, granularity: StoredGranularity, headroom: float | None) -> Tensor:
     """The same as it is kept: uint8 of blocks."""
     scale = fresh_scale(w, fmt, granularity, headroom)
-    return exponents_of(scale) if granularity == "block" else scale
+    return exponents_of(scale) if granularity in IN_BLOCKS else scale
 
 
 def own_headroom(fmt: FloatFormat, headroom: float | None) -> float:
@@ -69,7 +73,7 @@ def given_scale(scale: float | Tensor, w: Tensor, granularity: str) -> Tensor:
     """
     if not isinstance(scale, Tensor | int | float) or isinstance(scale, bool):
         raise TypeError(f"scale must be a number or a tensor, not {type(scale).__name__}")
-    tensor = _as_kept(scale, w.device, blocks=granularity == "block")
+    tensor = _as_kept(scale, w.device, blocks=granularity in IN_BLOCKS)
     shape = _scale_shape(w.shape, granularity)
     if tensor.shape == shape:
         return tensor
@@ -123,6 +127,8 @@ def check_covers(scale: Tensor, largest: Tensor, fmt: FloatFormat) -> None:
 def _scale_shape(shape: torch.Size, granularity: str) -> torch.Size:
     if granularity == "tensor":
         return torch.Size()
+    if granularity == "square":
+        return square_shape(shape)
     if granularity == "row":
         return torch.Size((*shape[:-1], 1))
     if granularity == "channel":

@@ -5,6 +5,7 @@ from typing import Any, Final, Literal, NamedTuple, Self, get_args
 
 import torch
 
+from fp8manifold._encoded.squares import BlockSize
 from fp8manifold._numerics.checks import check_choice, check_int
 from fp8manifold.formats import FloatFormat
 from fp8manifold.random_bits import Draws
@@ -23,7 +24,7 @@ class Traits(NamedTuple):
     rounding: Rounding
     seed: int
     dtype: torch.dtype
-    block_size: int | None
+    block_size: BlockSize
     #: whether the operator that writes is a word of the key of its draws
     by_operator: bool = True
     #: how the draws of one weight follow each other, write by write

@@ -101,9 +101,10 @@ INLINE float fitted_scale(float largest)
 INLINE uint16_t to_bfloat16(float x, uint32_t draw) { return (uint16_t)(((uint32_t)bits_of(x) + draw) >> 16); }
 INLINE float of_bfloat16(uint16_t x) { return float_of((int32_t)((uint32_t)x << 16)); }
 
+/* A draw of 16 bits stands for the middle of what 24 bits would make of it, so that mirroring keeps the odds. */
 INLINE int32_t to_codes(float x, float inverse, uint32_t draw)
 {
-    return encode_finite(&MOMENT, x * inverse, 1, (int32_t)(draw << 8), 1);
+    return encode_finite(&MOMENT, x * inverse, 1, (int32_t)(draw << 8 | 0x80), 1);
 }
 
 INLINE int32_t to_fitted_codes(float x, float inverse, uint32_t word)

@@ -81,10 +81,14 @@ INLINE int32_t encode_magnitude(
     return whole + below - lowest * (1 << m);
 }
 
+/* A draw by which a negative number, whose magnitude is rounded, moves in a positive one's direction. */
+INLINE int32_t mirrored(int32_t draw, int32_t bits) { return draw ^ ((bits >> 31) & 0xFFFFFF); }
+
 INLINE int32_t encode_finite(const Format *f, float x, int stochastic, int32_t draw, int fixed)
 {
     const int32_t bits = bits_of(x);
-    const int32_t code = encode_magnitude(f, float_of(bits & 0x7FFFFFFF), stochastic, draw, 0, fixed);
+    const int32_t code =
+        encode_magnitude(f, float_of(bits & 0x7FFFFFFF), stochastic, mirrored(draw, bits), 0, fixed);
     const int32_t sign = (bits >> (32 - f->bits)) & f->sign_bit;
     return f->signed_zero ? code | sign : code + ((code + (f->sign_bit - 1)) & sign);
 }
@@ -92,7 +96,8 @@ INLINE int32_t encode_finite(const Format *f, float x, int stochastic, int32_t d
 INLINE int32_t encode_signed(const Format *f, float x, int stochastic, int32_t draw, int32_t extra_bits, int fixed)
 {
     const int32_t bits = bits_of(x), negative = bits >> 31;
-    const int32_t code = encode_magnitude(f, float_of(bits & 0x7FFFFFFF), stochastic, draw, extra_bits, fixed);
+    const int32_t code =
+        encode_magnitude(f, float_of(bits & 0x7FFFFFFF), stochastic, mirrored(draw, bits), extra_bits, fixed);
     return (code ^ negative) - negative;
 }
 
@@ -145,7 +150,7 @@ INLINE float round_value(const Format *f, float x, int stochastic, int32_t draw)
         y = y / unit;
         const float steps = f->coarse ? floorf(y * 0x1p-24f) : floorf(y);
         y = y - steps * finer;
-        y = ceilf(bounded(y - (float)draw * (finer * 0x1p-24f), 0.0f, 1.0f));
+        y = ceilf(bounded(y - (float)mirrored(draw, bits_of(x)) * (finer * 0x1p-24f), 0.0f, 1.0f));
         y = (y + steps) * unit;
         if (f->coarse)
             y = y * finer;

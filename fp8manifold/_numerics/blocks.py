@@ -37,9 +37,10 @@ def in_pieces(x: Tensor) -> bool:
     return x.dim() > 1 and x.shape[0] > 1 and runs_in_blocks(x.device, x.numel()) and x.numel() > PIECE
 
 
-def pieces(x: Tensor) -> list[slice]:
-    """Runs of indices of the first dimension, of about as many elements each."""
+def pieces(x: Tensor, whole: int = 1) -> list[slice]:
+    """Runs of indices of the first dimension, of about as many elements each, and of a multiple of ``whole``."""
     length = max(1, PIECE * x.shape[0] // x.numel())
+    length = -(-length // whole) * whole
     return [slice(start, start + length) for start in range(0, x.shape[0], length)]
 
 

@@ -21,6 +21,7 @@ __all__ = [
     "encode_signed",
     "encoding_steps",
     "largest_bits",
+    "mirrored",
 ]
 
 _MANTISSA, _BIAS = 23, 127
@@ -58,8 +59,9 @@ def decode_signed(signed: Tensor, fmt: FloatFormat, extra_bits: int) -> tuple[Te
 def encode_signed(x: Tensor, fmt: FloatFormat, draws: Tensor | None, extra_bits: int) -> Tensor:
     """Signed codes (int32) of the rounded values of ``x``: :func:`encode_finite` short of the sign bit."""
     bits = x.view(torch.int32)
-    code = encode_magnitude((bits & _MAGNITUDE_MASK).view(torch.float32), fmt, draws, extra_bits)
     negative = bits >> 31
+    draws = None if draws is None else mirrored(draws, negative)
+    code = encode_magnitude((bits & _MAGNITUDE_MASK).view(torch.float32), fmt, draws, extra_bits)
     return (code ^ negative) - negative
 
 
@@ -94,10 +96,21 @@ def encode_finite(x: Tensor, fmt: FloatFormat, draws: Tensor | None = None, extr
         extra_bits: mantissa bits beyond the format's own, for a grid that much finer.
     """
     bits = x.view(torch.int32)
+    draws = None if draws is None else mirrored(draws, bits >> 31)
     code = encode_magnitude((bits & _MAGNITUDE_MASK).view(torch.float32), fmt, draws, extra_bits)
     sign = fmt.sign_bit << extra_bits
     signs = (bits >> (32 - fmt.bits - extra_bits)) & sign
     return code | signs if fmt.has_negative_zero else code + ((code + (sign - 1)) & signs)
+
+
+def mirrored(draws: Tensor, negative: Tensor) -> Tensor:
+    """Draws ``2^24 - 1 - r`` where ``negative`` is -1, and ``r`` where it is 0.
+
+    A magnitude rounds away from zero where its fraction exceeds the draw. With the mirrored draw a negative number
+    rounds in the same direction on the line as a positive one of the same draw, so draws that follow each other evenly
+    in time stay even where a weight crosses 0.
+    """
+    return draws ^ (negative & ((1 << RANDOM_BITS) - 1))
 
 
 def encode_magnitude(x: Tensor, fmt: FloatFormat, draws: Tensor | None = None, extra_bits: int = 0) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Final, Literal, get_args
 import torch
 from torch import Tensor
 
+from fp8manifold._numerics.codec import mirrored
 from fp8manifold._numerics.float_bits import binade, float_bits
 from fp8manifold.formats import FloatFormat
 from fp8manifold.random_bits import RANDOM_BITS
@@ -64,6 +65,9 @@ def _by_fraction(y: Tensor, fmt: FloatFormat, rounding: str, bits: Tensor | None
     finer = 1.0 if fmt.ulp_min <= 1 else 2.0**RANDOM_BITS
     if rounding in ("up", "down"):
         grows = (y.sign() if rounding == "up" else -y.sign()).clamp_(0.0, 1.0)
+    elif rounding == "stochastic":
+        assert bits is not None
+        draws = mirrored(bits, y.signbit().to(torch.int32).neg_())
     y.abs_()
     unit = binade(y, fmt.emin).mul_(2.0**-fmt.mantissa_bits / finer)
     y.div_(unit)
@@ -73,8 +77,7 @@ def _by_fraction(y: Tensor, fmt: FloatFormat, rounding: str, bits: Tensor | None
     else:
         y.sub_(steps, alpha=finer)  # the fraction of an ulp, in units
         if rounding == "stochastic":
-            assert bits is not None
-            y.sub_(bits.to(y.dtype), alpha=finer * 2.0**-RANDOM_BITS).clamp_(0.0, 1.0).ceil_()
+            y.sub_(draws.to(y.dtype), alpha=finer * 2.0**-RANDOM_BITS).clamp_(0.0, 1.0).ceil_()
         else:
             y.clamp_(0.0, 1.0).ceil_().mul_(grows)
     y.add_(steps).mul_(unit)

@@ -146,8 +146,16 @@ def encode_magnitude(bits, draw, F: tl.constexpr, EXTRA: tl.constexpr, STOCHASTI
 
 
 @triton.jit
+def mirrored(draw, bits):
+    """A draw by which a negative number, whose magnitude is rounded, moves in a positive one's direction."""
+    return draw ^ ((bits >> 31) & 0xFFFFFF)
+
+
+@triton.jit
 def encode_finite(x, draw, F: tl.constexpr, STOCHASTIC: tl.constexpr, FIXED: tl.constexpr):
     bits = bits_of(x)
+    if STOCHASTIC:
+        draw = mirrored(draw, bits)
     code = encode_magnitude(bits & 0x7FFFFFFF, draw, F, 0, STOCHASTIC, FIXED)
     sign = (bits >> (32 - F.BITS)) & F.SIGN
     if F.SIGNED_ZERO:
@@ -161,7 +169,7 @@ def encode_finite(x, draw, F: tl.constexpr, STOCHASTIC: tl.constexpr, FIXED: tl.
 def encode_signed(x, draw, F: tl.constexpr, EXTRA: tl.constexpr, FIXED: tl.constexpr):
     """A stochastic code of the format with EXTRA more bits, which counts up from the lowest value."""
     bits = bits_of(x)
-    code = encode_magnitude(bits & 0x7FFFFFFF, draw, F, EXTRA, True, FIXED)
+    code = encode_magnitude(bits & 0x7FFFFFFF, mirrored(draw, bits), F, EXTRA, True, FIXED)
     negative = bits >> 31
     return (code ^ negative) - negative
 
@@ -205,7 +213,7 @@ def round_value(x, draw, F: tl.constexpr, STOCHASTIC: tl.constexpr):
     """To a value of the grid, saturating; NaN stays."""
     y = bounded(x, -F.LARGEST, F.LARGEST)
     if STOCHASTIC:
-        y = _stochastic_value(y, draw, F)
+        y = _stochastic_value(y, mirrored(draw, bits_of(x)), F)
     else:
         y = _nearest_value(y, F)
     if F.SIGNED_ZERO or STOCHASTIC:

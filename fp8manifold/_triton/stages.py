@@ -293,7 +293,7 @@ def store_average(words, SLOT: tl.constexpr, at, inside, value, inverse, root, w
             bits = ((bits_of(value) + half) >> 16).to(tl.uint16)
             store(words, SLOT, tl.uint16, at, bits, inside, T.aligned)
         elif SLOT == 5:
-            draw = draw_of(word) if S.fitted else half << 8
+            draw = draw_of(word) if S.fitted else (half << 8) | 0x80
             code = encode_finite(value * inverse, draw, S.average, True, True)
             store(words, SLOT, tl.uint8, at, code.to(tl.uint8), inside, T.aligned)
         else:

@@ -20,6 +20,8 @@ def check_storage(storage: str, spec: LayerSpec, keep_remainder: bool) -> None:
     weight = spec.operands.get("weight")
     if weight is not None and weight.granularity == "block" and storage == "grid":
         raise ValueError(f"granularity='block' needs storage='fp8' or 'master', not storage={storage!r}")
+    if weight is not None and weight.granularity == "square" and storage != "fp8":
+        raise ValueError(f"granularity='square' needs storage='fp8', not storage={storage!r}")
     if keep_remainder and storage != "fp8":
         raise ValueError(f"keep_remainder=True needs storage='fp8', not storage={storage!r}")
     _check_stored(storage, spec)

@@ -11,7 +11,7 @@ from fp8manifold._numerics.fake import has_values
 from fp8manifold.formats import FloatFormat
 from fp8manifold.manifolds import FP8Manifold, StiffnessManifold
 from fp8manifold.random_bits import Draws
-from fp8manifold.scaling import Granularity
+from fp8manifold.scaling import WeightGranularity
 from fp8manifold.tensor import FP8Tensor
 
 __all__ = [
@@ -29,7 +29,7 @@ _BUFFERS: Final = ("format_fields", "seed_word", "counter")
 def grid_weight(
     weight: Tensor,
     fmt: FloatFormat,
-    granularity: Granularity,
+    granularity: WeightGranularity,
     headroom: float | None,
     rounding: Literal["nearest", "stochastic"],
     seed: int,
@@ -114,7 +114,7 @@ def prepare_grid_state(
     prefix: str,
     weight: Tensor,
     manifold: FP8Manifold,
-    granularity: Granularity,
+    granularity: WeightGranularity,
     headroom: float | None,
     seed: int,
 ) -> str | None:
@@ -159,7 +159,7 @@ def renew_grid_weight(
     weight: Tensor,
     manifold: StiffnessManifold,
     values: Tensor,
-    granularity: Granularity,
+    granularity: WeightGranularity,
     headroom: float | None,
     seed: int,
 ) -> None:
@@ -180,7 +180,7 @@ def renew_grid_weight(
 
 
 def _scale_of(
-    saved: Tensor, values: Tensor, manifold: FP8Manifold, granularity: Granularity, headroom: float | None
+    saved: Tensor, values: Tensor, manifold: FP8Manifold, granularity: WeightGranularity, headroom: float | None
 ) -> Tensor:
     """That of codes in the same format, which are taken exactly, or a fresh one."""
     own = manifold.scale

@@ -165,9 +165,13 @@ def _by_pattern(
 
 def _shares(model: nn.Module, name: str, parameter: Tensor, granularity: str) -> StoredGranularity:
     """What shares a scale: a filter of a convolution, otherwise a row of the last dimension."""
+    kernel = isinstance(model.get_submodule(name.rpartition(".")[0]), _ConvNd)
+    if granularity == "square" and kernel:
+        raise ValueError(
+            f"parameter {name!r} is that of a convolution, of which granularity='square' has no matrix: take 'channel'"
+        )
     if granularity != "channel":
         return granularity  # type: ignore[return-value]
-    kernel = isinstance(model.get_submodule(name.rpartition(".")[0]), _ConvNd)
     return "channel" if kernel or parameter.dim() == 2 else "row"
 
 

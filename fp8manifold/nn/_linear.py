@@ -35,7 +35,7 @@ from fp8manifold.nn._scalers import HISTORY, FixedScale, GlobalScale, Scale, Sca
 from fp8manifold.nn._spec import GLOBAL, NONE, OPERANDS, LayerSpec, OperandName, OperandSpec
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.random_bits import Draws, Stream
-from fp8manifold.scaling import BLOCK_SIZE, Granularity
+from fp8manifold.scaling import BLOCK_SIZE, WeightGranularity
 from fp8manifold.tensor import FP8Tensor
 
 __all__ = ["STORAGES", "QuantizedLinear", "Storage"]
@@ -334,7 +334,7 @@ class QuantizedLinear(nn.Linear):
         if hasattr(self, "draws"):
             self.draws.zero_()
 
-    def _placing(self) -> tuple[Granularity, float | None]:
+    def _placing(self) -> tuple[WeightGranularity, float | None]:
         """Granularity and headroom of a stored weight's scale."""
         granularity = self._operands["weight"].granularity
         assert granularity is not None
@@ -412,4 +412,5 @@ def _scaler(operand: OperandSpec, shared: SharedAmax | None) -> Scaler:
         return FixedScale(operand.scale)
     assert operand.granularity is not None
     assert operand.policy is not None
+    assert operand.granularity != "square"  # which stored weights alone have
     return Scale(operand.format, operand.granularity, operand.policy, history=operand.history or HISTORY)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fp8manifold._encoded.dispatch import DTYPES, FLOAT8, as_codes, as_float8, float8_format
 from fp8manifold._encoded.operators import checked_remainder
+from fp8manifold._encoded.squares import block_size_of, number_of
 from fp8manifold._encoded.traits import DRAWS, ROUNDINGS
 from fp8manifold.formats import LAYOUTS, FloatFormat
 from fp8manifold.parameter import FP8Parameter
@@ -30,7 +31,7 @@ def parts_of(name: str, weight: FP8Tensor) -> dict[str, Tensor]:
     traits = [
         *(fmt.exponent_bits, fmt.mantissa_bits, fmt.bias, LAYOUTS.index(fmt.layout)),
         *(ROUNDINGS.index(weight.rounding), weight.seed, DTYPES.index(weight.dtype)),
-        *(weight.block_size or 0, int(weight.by_operator), DRAWS.index(weight.draws)),
+        *(number_of(weight.block_size), int(weight.by_operator), DRAWS.index(weight.draws)),
     ]
     codes = as_float8(weight.codes, fmt)
     parts = (codes, weight.kept_scale, weight.counter, torch.tensor(traits, device=weight.device))
@@ -72,7 +73,7 @@ def _read_traits(name: str, traits: Tensor) -> dict[str, Any]:
             "rounding": _one_of(ROUNDINGS, rounding),
             "seed": seed,
             "dtype": _one_of(DTYPES, dtype),
-            "block_size": block or None,
+            "block_size": block_size_of(block),
             "by_operator": bool(by_operator),
             "draws": _one_of(DRAWS, draws),
         }

@@ -19,7 +19,7 @@ from fp8manifold.nn._patterns import literal, patterns_chosen
 from fp8manifold.nn._spec import Formats, LayerSpec, is_none, read_formats
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.random_bits import Draws
-from fp8manifold.scaling import Granularity
+from fp8manifold.scaling import WeightGranularity
 
 __all__ = ["TIED", "Plan", "Tied", "plan", "refuse_shared"]
 
@@ -138,7 +138,7 @@ def plan(
     formats: Formats,
     storage: str,
     *,
-    granularity: Granularity = "channel",
+    granularity: WeightGranularity = "channel",
     headroom: float | None = None,
     rounding: str = "stochastic",
     seed: int = 0,

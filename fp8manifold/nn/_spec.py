@@ -9,7 +9,7 @@ from fp8manifold._numerics.checks import check_choice, check_int, check_keys, ch
 from fp8manifold.fake_quant import STE, STES
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
 from fp8manifold.nn._scalers import HISTORY, POLICIES, Policy
-from fp8manifold.scaling import GRANULARITIES, Granularity
+from fp8manifold.scaling import WEIGHT_GRANULARITIES, WeightGranularity
 
 NONE: Final = "none"
 """The format that leaves an operand, or a pattern's layers, as they are."""
@@ -28,7 +28,8 @@ class OperandSpec:
     Args:
         format: a format or its name.
         granularity: one scale for the ``tensor``, for each ``channel`` (row: an output of a weight, a token of an
-            activation or gradient), or for each ``block`` of 32 along a row, a power of two (E8M0).
+            activation or gradient), for each ``block`` of 32 along a row, a power of two (E8M0), or, of stored weights,
+            for each ``square`` of 128 x 128.
         policy: of the scale, as in :class:`Scale`.
         history: of the policy ``delayed``, usually 16 to 100 tensors.
         rounding: ``nearest`` or ``stochastic``.
@@ -45,7 +46,7 @@ class OperandSpec:
     """
 
     format: FloatFormat
-    granularity: Granularity | None = None
+    granularity: WeightGranularity | None = None
     policy: Policy | None = None
     history: int | None = None
     rounding: OperandRounding | None = None
@@ -55,7 +56,7 @@ class OperandSpec:
     def __init__(
         self,
         format: FormatLike,  # noqa: A002  # what it is called everywhere
-        granularity: Granularity | None = None,
+        granularity: WeightGranularity | None = None,
         policy: Policy | None = None,
         history: int | None = None,
         rounding: OperandRounding | None = None,
@@ -103,7 +104,12 @@ class OperandSpec:
             raise ValueError(f"scale={self.scale!r} is one for the tensor, not granularity={self.granularity!r}")
 
 
-_OPERAND_CHOICES: Final = {"granularity": GRANULARITIES, "policy": POLICIES, "rounding": OPERAND_ROUNDINGS, "ste": STES}
+_OPERAND_CHOICES: Final = {
+    "granularity": WEIGHT_GRANULARITIES,
+    "policy": POLICIES,
+    "rounding": OPERAND_ROUNDINGS,
+    "ste": STES,
+}
 OperandLike = FormatLike | OperandSpec | Mapping[str, Any] | None
 
 
@@ -158,8 +164,9 @@ class LayerSpec:
     Args:
         weight: of the weight.
         activation: of the layer's input.
-        granularity: of the weight's scale: one for the ``tensor``, for each ``channel`` (row), or for each ``block``
-            of 32 along a row.  Activations and gradients have one scale a tensor, unless they say otherwise.
+        granularity: of the weight's scale: one for the ``tensor``, for each ``channel`` (row), for each ``block`` of 32
+            along a row, or of stored weights for each ``square`` of 128 x 128.  Activations and gradients have one
+            scale a tensor, unless they say otherwise.
         policy: of the measured scales, as in :class:`Scale`; None takes ``dynamic``.  Stored weights always have a
             static power-of-two scale.
         ste: the straight-through gradient of weight and activation, as in :func:`fake_quantize`; None takes
@@ -188,7 +195,7 @@ class LayerSpec:
     activation: OperandSpec | None
     activation_gradient: OperandSpec | None
     weight_gradient: OperandSpec | None
-    granularity: Granularity
+    granularity: WeightGranularity
     policy: Policy | None
     ste: STE | None
     rounding: LayerRounding | None
@@ -199,14 +206,14 @@ class LayerSpec:
         self,
         weight: OperandLike = None,
         activation: OperandLike = None,
-        granularity: Granularity = "channel",
+        granularity: WeightGranularity = "channel",
         policy: Policy | None = None,
         ste: STE | None = None,
         gradient: GradientLike = None,
         rounding: LayerRounding | None = None,
         history: int | None = None,
     ) -> None:
-        check_choice("granularity", granularity, GRANULARITIES)
+        check_choice("granularity", granularity, WEIGHT_GRANULARITIES)
         for name, given in (("policy", policy), ("ste", ste), ("rounding", rounding)):
             if given is not None:
                 check_choice(name, given, _CHOICES[name])
@@ -273,6 +280,8 @@ def _check_operand(name: str, spec: OperandSpec) -> None:
         raise ValueError(f"{name} has ste={spec.ste!r}: a gradient is quantised in the backward pass and has none")
     if not name.endswith("gradient") and spec.scale == GLOBAL:
         raise ValueError(f"{name} has scale='global', which is for gradients: give a number, or leave it out")
+    if name != "weight" and spec.granularity == "square":
+        raise ValueError(f"{name} has granularity='square', which is for weights: take 'tensor', 'channel' or 'block'")
     if name in ("activation", "activation_gradient") and spec.granularity != "tensor" and spec.policy != "dynamic":
         raise ValueError(
             f"{name} has granularity={spec.granularity!r} with policy={spec.policy!r}: its rows change from batch to "
@@ -314,7 +323,7 @@ def _read_gradients(gradient: GradientLike) -> tuple[OperandSpec | None, Operand
     return first, second
 
 
-def read_formats(formats: Formats, granularity: Granularity) -> dict[str, LayerSpec]:
+def read_formats(formats: Formats, granularity: WeightGranularity) -> dict[str, LayerSpec]:
     """A specification for every pattern; one format alone is that of the pattern ``*``."""
     if not isinstance(formats, Mapping):
         formats = {"*": formats}
@@ -326,7 +335,7 @@ def read_formats(formats: Formats, granularity: Granularity) -> dict[str, LayerS
     return {pattern: _read_spec(pattern, value, granularity) for pattern, value in formats.items()}
 
 
-def _read_spec(pattern: str, value: object, granularity: Granularity) -> LayerSpec:
+def _read_spec(pattern: str, value: object, granularity: WeightGranularity) -> LayerSpec:
     if isinstance(value, LayerSpec):
         return value
     if value is None or isinstance(value, str | FloatFormat):

@@ -18,7 +18,7 @@ from fp8manifold.nn._plan import TIED, Plan, Tied, plan, refuse_shared
 from fp8manifold.nn._spec import Formats, LayerSpec, read_formats
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.random_bits import Draws
-from fp8manifold.scaling import Granularity
+from fp8manifold.scaling import WeightGranularity
 from fp8manifold.tensor import FP8Tensor
 
 __all__ = [
@@ -36,7 +36,7 @@ def quantize_model(
     formats: Formats = "E4M3",
     storage: Storage = "master",
     *,
-    granularity: Granularity = "channel",
+    granularity: WeightGranularity = "channel",
     headroom: float | None = None,
     rounding: Literal["nearest", "stochastic"] = "stochastic",
     seed: int = 0,
@@ -68,7 +68,9 @@ def quantize_model(
             dict of :class:`LayerSpec`'s arguments, or ``"none"`` (leave as it is).
         storage: ``master`` (float copy, quantised forward), ``grid`` (float values on the grid, no master copy) or
             ``fp8`` (the same in one byte a weight).
-        granularity: of the weight scales, where a bare format is given.
+        granularity: of the weight scales, where a bare format is given: ``tensor``, ``channel`` (row), ``block`` (32 of
+            a row), or with ``fp8`` ``square`` (128 x 128, with partial ones at the ends: what is trained is what
+            :func:`export_model` writes for servers with ``layout="fp8"``).
         headroom, keep_remainder: as in :class:`QuantizedLinear`.
         rounding: of stored weights, where what writes has none of its own, as geoopt's and torch's optimizers.
         seed: the seeds of stored weights and of stochastic rounding derive from it, one a layer.
@@ -88,7 +90,8 @@ def quantize_model(
             ``"*.experts.*"`` or ``"conv"``: each becomes an :class:`FP8Parameter` where it is, and whoever reads it
             decodes it.  One pattern or several take the weight's format that ``formats`` has for ``*``; a mapping from
             pattern to format, or ``"none"``, has its own.  A row of the last dimension has a scale (experts:
-            ``(E, R, 1)``), of a convolution a filter, unless ``granularity`` is ``tensor`` or ``block``.
+            ``(E, R, 1)``), of a convolution a filter, unless ``granularity`` is ``tensor``, ``block`` or ``square``,
+            which convolutions do not have.
         embeddings: with ``fp8``, a format for every ``nn.Embedding``, or a mapping from pattern to format.  Only the
             rows that are looked up are decoded.  A head that shares the embedding's weight shares its codes then, and
             stays an ``nn.Linear``, unless it is untied.
@@ -145,7 +148,7 @@ def check_formats(
     layers: Mapping[str, tuple[int, int]],
     storage: Storage = "master",
     *,
-    granularity: Granularity = "channel",
+    granularity: WeightGranularity = "channel",
     keep_remainder: bool = False,
     shared: Mapping[str, tuple[str, ...]] | None = None,
     tied: Tied = "refuse",

@@ -436,7 +436,7 @@ def take_steady(optimizer: Any, slots: list[Slot], *, alone: bool = False) -> bo
     optimizer._check_options()
     optimizer._check_schedules(slots)
     optimizer._begin(slots)
-    waits = any(slot.group["on_nonfinite"] == "raise" for slot in slots) or any(map(_has_one_scale, slots))
+    waits = any(slot.group["on_nonfinite"] == "raise" for slot in slots) or any(map(_widens_here, slots))
     launched = _on_card(slots, widens=not waits)
     if launched is None:
         if taken := _all_finite_or_back(optimizer, slots):
@@ -458,8 +458,10 @@ def take_steady(optimizer: Any, slots: list[Slot], *, alone: bool = False) -> bo
     return None if not waits else True
 
 
-def _has_one_scale(slot: Slot) -> bool:
-    return isinstance(slot.parameter, FP8Tensor) and not slot.parameter.kept_scale.dim()
+def _widens_here(slot: Slot) -> bool:
+    """Whether the host doubles its scales: one for all, or one for a square, whose rows a kernel knows apart only."""
+    held = slot.parameter
+    return isinstance(held, FP8Tensor) and (not held.kept_scale.dim() or isinstance(held.block_size, tuple))
 
 
 def _all_finite_or_back(optimizer: Any, slots: list[Slot]) -> bool:

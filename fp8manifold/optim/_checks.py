@@ -18,7 +18,7 @@ from fp8manifold._numerics.checks import check_choice, check_int, check_number
 from fp8manifold._numerics.known import known
 from fp8manifold._ranks import check_share, local_of, share_of
 from fp8manifold.manifolds import StiffnessManifold
-from fp8manifold.optim._directions import AVERAGES, DIRECTIONS
+from fp8manifold.optim._directions import DIRECTIONS, MOMENT_NAMES
 from fp8manifold.optim._slot import own_manifold, slot_of
 from fp8manifold.optim._spec import BOUND_NAMES, MOMENTS, bounds_of
 from fp8manifold.optim._state import STORED, described
@@ -282,8 +282,8 @@ def check_combination(optimizer: str, direction: str, group: dict[str, Any]) -> 
         )
 
 
-def check_first_average(group: dict[str, Any]) -> None:
-    """Raise ValueError where Adam's first average is to take errors and keeps nothing."""
+def check_first_moment(group: dict[str, Any]) -> None:
+    """Raise ValueError where Adam's first moment is to take errors and keeps nothing."""
     if rule_of(group).injects and not group["betas"][0]:
         raise ValueError(
             f"writeback={group['writeback']!r} needs betas[0] > 0: there is no average to put the error into"
@@ -291,7 +291,7 @@ def check_first_average(group: dict[str, Any]) -> None:
 
 
 _DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_KEPT: Final = (*AVERAGES, "residual", *sorted(BOUND_NAMES))
+_KEPT: Final = (*MOMENT_NAMES, "residual", *sorted(BOUND_NAMES))
 
 
 def check_parameters(parameters: list[Tensor]) -> None:
@@ -382,7 +382,7 @@ def check_arrays(state: dict[str, Any], parameter: Tensor, group: dict[str, Any]
         kept, value = True, state[name]
         if not isinstance(value, Tensor):
             raise ValueError(f"{_state_of(parameter)} has {name}={value!r}: a tensor is needed")
-        if name in AVERAGES and value.shape != parameter.shape:
+        if name in MOMENT_NAMES and value.shape != parameter.shape:
             raise ValueError(f"{_state_of(parameter)} has {name} of shape {tuple(value.shape)}")
         if value.device != parameter.device:
             raise ValueError(
@@ -400,7 +400,7 @@ def _state_of(parameter: Tensor) -> str:
 
 
 def check_entry(entry: dict[str, Any], parameter: Tensor, group: dict[str, Any], *, stores_moments: bool) -> None:
-    """Raise ValueError unless averages and residual are kept as a group's options have it.
+    """Raise ValueError unless moments and residual are kept as a group's options have it.
 
     Args:
         entry: the parameter's state.
@@ -411,7 +411,7 @@ def check_entry(entry: dict[str, Any], parameter: Tensor, group: dict[str, Any],
     moments = group["moments"] if stores_moments else "float32"
     dtype = STORED[moments] or (torch.float64 if parameter.dtype is torch.float64 else torch.float32)
     bounds = bounds_of(group.get("direction")) if moments == "8bit" else {}
-    for name in AVERAGES:
+    for name in MOMENT_NAMES:
         if name in entry and entry[name].dtype != dtype:
             raise ValueError(
                 f"{_state_of(parameter)} has {name} in {entry[name].dtype}, but "
@@ -443,7 +443,7 @@ def _check_entry(entry: dict[str, Any], parameter: Tensor, index: int) -> None:
     """Check one parameter's state: its moments have the parameter's shape, and are of its format."""
     if entry and "step" in entry and "stream" not in entry:
         raise ValueError(f"the state of parameter {index} lacks its stream: it is not one of this library's optimizers")
-    for name in AVERAGES:
+    for name in MOMENT_NAMES:
         if name in entry and not isinstance(entry[name], Tensor):
             raise ValueError(f"the state of parameter {index} has {name}={entry[name]!r}: a tensor is needed")
         if name in entry and entry[name].shape != parameter.shape:

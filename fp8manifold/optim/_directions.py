@@ -9,7 +9,7 @@ from torch import Tensor
 from fp8manifold._numerics.stiffness import sqrt_exact
 
 NUMBERS: Final = (
-    "beta1",  # decay of the first average
+    "beta1",  # decay of the first moment
     "gain1",  # what the gradient adds to it
     "beta2",
     "gain2",
@@ -25,13 +25,13 @@ NUMBERS: Final = (
     "log_low",  # and their log2
     "log_high",
     "power",  # the stiffness exponent k
-    "inject",  # (1 - beta1) / beta1 / rate: how much of a rounding error goes into the average
+    "inject",  # (1 - beta1) / beta1 / rate: how much of a rounding error goes into the first moment
     "floor",  # magnitude below which a multiplicative step becomes additive
     "per_unit",  # what gradients with respect to codes are multiplied by, a power of two
 )
 
 KEYS: Final = 8
-"""int32 words a row of keys holds: three round keys and a phase for the weights' draws, as many for the averages'."""
+"""int32 words a row of keys holds: three round keys and a phase for the weights' draws, as many for the moments'."""
 
 
 Numbers = Mapping[str, Tensor]
@@ -44,16 +44,16 @@ def named(row: Tensor) -> Numbers:
 
 
 class Descent(NamedTuple):
-    """A direction, the averages after the step by name, and what a first average is divided by to give it."""
+    """A direction, the moments after the step by name, and what a first moment is divided by to give it."""
 
     direction: Tensor
-    averages: dict[str, Tensor]
+    moments: dict[str, Tensor]
     denominator: Tensor | None = None
     root: Tensor | None = None
-    """The square root of the second average, where it has been computed."""
+    """The square root of the second moment, where it has been computed."""
 
 
-def adam(gradient: Tensor, averages: dict[str, Tensor], numbers: Numbers) -> Descent:
+def adam(gradient: Tensor, moments: dict[str, Tensor], numbers: Numbers) -> Descent:
     """Adam's direction, short of the bias corrections, which are part of the rate and of eps.
 
     .. math:: m = \\beta_1 m + (1 - \\beta_1) g, \\quad v = \\beta_2 v + (1 - \\beta_2) g^2, \\quad
@@ -64,66 +64,66 @@ def adam(gradient: Tensor, averages: dict[str, Tensor], numbers: Numbers) -> Des
 
     Source: Kingma and Ba 2015; Reddi, Kale, Kumar 2018.
     """
-    first = averages["exp_avg"] * numbers["beta1"] + gradient * numbers["gain1"]
-    second = averages["exp_avg_sq"] * numbers["beta2"] + (gradient * numbers["gain2"]) * gradient
+    first = moments["exp_avg"] * numbers["beta1"] + gradient * numbers["gain1"]
+    second = moments["exp_avg_sq"] * numbers["beta2"] + (gradient * numbers["gain2"]) * gradient
     after = {"exp_avg": first, "exp_avg_sq": second}
     root = sqrt_exact(second)
-    if "max_exp_avg_sq" in averages:
-        after["max_exp_avg_sq"] = torch.maximum(averages["max_exp_avg_sq"], second)
+    if "max_exp_avg_sq" in moments:
+        after["max_exp_avg_sq"] = torch.maximum(moments["max_exp_avg_sq"], second)
         denominator = sqrt_exact(after["max_exp_avg_sq"]) + numbers["eps"]
     else:
         denominator = root + numbers["eps"]
     return Descent(first / denominator, after, denominator, root)
 
 
-def sgd(gradient: Tensor, averages: dict[str, Tensor], numbers: Numbers, *, nesterov: bool = False) -> Descent:
+def sgd(gradient: Tensor, moments: dict[str, Tensor], numbers: Numbers, *, nesterov: bool = False) -> Descent:
     """The gradient, or its momentum.
 
     .. math:: b = \\mu b + (1 - \\tau) g, \\qquad d = b \\text{ or, with Nesterov, } g + \\mu b
 
     Source: Sutskever et al. 2013, in torch's convention.
     """
-    if "momentum_buffer" not in averages:
+    if "momentum_buffer" not in moments:
         return Descent(gradient, {})
-    buffer = averages["momentum_buffer"] * numbers["beta1"] + gradient * numbers["gain1"]
+    buffer = moments["momentum_buffer"] * numbers["beta1"] + gradient * numbers["gain1"]
     direction = gradient + buffer * numbers["beta1"] if nesterov else buffer
     return Descent(direction, {"momentum_buffer": buffer})
 
 
-def muon(gradient: Tensor, averages: dict[str, Tensor], numbers: Numbers, *, nesterov: bool = False) -> Descent:
+def muon(gradient: Tensor, moments: dict[str, Tensor], numbers: Numbers, *, nesterov: bool = False) -> Descent:
     """The matrix that Muon takes the orthogonal factor of: the gradient, or its momentum.
 
     .. math:: m = \\mu m + (1 - \\mu) g, \\qquad u = m \\text{ or, with Nesterov, } (1 - \\mu) g + \\mu m
 
     Source: Jordan et al. 2024, in torch's convention.
     """
-    if "momentum_buffer" not in averages:
+    if "momentum_buffer" not in moments:
         return Descent(gradient, {})
-    average = averages["momentum_buffer"] * numbers["beta1"] + gradient * numbers["gain1"]
-    mixed = gradient * numbers["gain1"] + average * numbers["beta1"] if nesterov else average
-    return Descent(mixed, {"momentum_buffer": average})
+    moment = moments["momentum_buffer"] * numbers["beta1"] + gradient * numbers["gain1"]
+    mixed = gradient * numbers["gain1"] + moment * numbers["beta1"] if nesterov else moment
+    return Descent(mixed, {"momentum_buffer": moment})
 
 
-def lion(gradient: Tensor, averages: dict[str, Tensor], numbers: Numbers) -> Descent:
-    """The sign of an interpolation between the average and the gradient; 0 where that is 0.
+def lion(gradient: Tensor, moments: dict[str, Tensor], numbers: Numbers) -> Descent:
+    """The sign of an interpolation between the moment and the gradient; 0 where that is 0.
 
     .. math:: d = \\operatorname{sign}(\\beta_1 m + (1 - \\beta_1) g), \\qquad m = \\beta_2 m + (1 - \\beta_2) g
 
     Source: Chen et al. 2023 (Symbolic Discovery of Optimization Algorithms).
     """
-    average = averages["exp_avg"]
-    mixed = average * numbers["beta1"] + gradient * numbers["gain1"]
-    return Descent(mixed.sign(), {"exp_avg": average * numbers["beta2"] + gradient * numbers["gain2"]})
+    moment = moments["exp_avg"]
+    mixed = moment * numbers["beta1"] + gradient * numbers["gain1"]
+    return Descent(mixed.sign(), {"exp_avg": moment * numbers["beta2"] + gradient * numbers["gain2"]})
 
 
-def madam(gradient: Tensor, averages: dict[str, Tensor], numbers: Numbers) -> Descent:
+def madam(gradient: Tensor, moments: dict[str, Tensor], numbers: Numbers) -> Descent:
     """The gradient over its root mean square, bounded.
 
     .. math:: v = \\beta v + (1 - \\beta) g^2, \\qquad d = \\mathrm{clamp}(g / \\sqrt{v / (1 - \\beta^t)}, -c, c)
 
     Source: Bernstein et al. 2020 (Learning compositional functions via multiplicative weight updates).
     """
-    second = averages["exp_avg_sq"] * numbers["beta2"] + (gradient * numbers["gain2"]) * gradient
+    second = moments["exp_avg_sq"] * numbers["beta2"] + (gradient * numbers["gain2"]) * gradient
     root = sqrt_exact(second)
     normalised = (gradient * numbers["correction"]) / (root + numbers["eps"])
     largest = numbers["largest"]
@@ -132,10 +132,10 @@ def madam(gradient: Tensor, averages: dict[str, Tensor], numbers: Numbers) -> De
 
 
 class Direction(NamedTuple):
-    """A direction: its pure function, the averages that it keeps, by their names in the state, and what it refuses."""
+    """A direction: its pure function, the moments that it keeps, by their names in the state, and what it refuses."""
 
     descend: Callable[..., Descent]
-    averages: tuple[str, ...]
+    moments: tuple[str, ...]
     takes_no_error: str | None = None
     """The reason why no rounding error can be injected into its first moment; None where it can."""
     fitted: bool = False
@@ -146,8 +146,8 @@ DIRECTIONS: Final = {
     "adam": Direction(adam, ("exp_avg", "exp_avg_sq")),
     "sgd": Direction(sgd, ("momentum_buffer",)),
     "lion": Direction(lion, ("exp_avg",), "its step is a sign, which no share of a rounding error fits"),
-    "madam": Direction(madam, ("exp_avg_sq",), "it has no first average to put a rounding error into"),
+    "madam": Direction(madam, ("exp_avg_sq",), "it has no first moment to put a rounding error into"),
     "muon": Direction(muon, ("momentum_buffer",), fitted=True),
 }
-AVERAGES: Final = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
-"""All averages that there are, AMSGrad's included."""
+MOMENT_NAMES: Final = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
+"""All moments that there are, AMSGrad's included."""

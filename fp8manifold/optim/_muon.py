@@ -13,7 +13,7 @@ from fp8manifold.optim._backends import StepView, block_noise, blocks_of, run_al
 from fp8manifold.optim._directions import named
 from fp8manifold.optim._slot import Slot
 from fp8manifold.optim._spec import LARGEST
-from fp8manifold.optim._step import Outcome, load_weights, reciprocal_scale, stiffness_factor, store_averages
+from fp8manifold.optim._step import Outcome, load_weights, reciprocal_scale, stiffness_factor, store_moments
 from fp8manifold.random_bits import mixed_word
 
 COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
@@ -102,7 +102,7 @@ def first_half(slot: Slot) -> Slot:
     A momentum that an error is injected into later is kept as floats beside the state.
     """
     tensors = {name: slot.tensors[name] for name in _STATE if name in slot.tensors}
-    if slot.spec.injects and slot.spec.averages:
+    if slot.spec.injects and slot.spec.has_moments:
         tensors[_BUFFER] = tensors[_BUFFER].to(slot.dtype, copy=True)
     direction = torch.zeros(slot.view.dims, dtype=slot.dtype, device=slot.device)
     tensors |= {"weight": direction, "gradient": slot.tensors["gradient"]}
@@ -130,7 +130,7 @@ def _averaged_as_torch(slot: Slot) -> tuple[Tensor, Tensor]:
     """Advance the momentum with torch's roundings: products in bfloat16 magnify a difference in the last bit."""
     numbers, gradient = named(slot.row), slot.arrays["gradient"].to(slot.dtype)
     gradient = -gradient if slot.spec.maximize else gradient
-    if not slot.spec.averages:
+    if not slot.spec.has_moments:
         return gradient, gradient
     momentum = slot.arrays[_BUFFER]
     if slot.numbers.get("beta1") == 1:  # one more gradient of a step, or none that is left
@@ -243,7 +243,7 @@ def _write_alone(slot: Slot, half: Slot, momentum: Tensor, ratio: float) -> list
         if slot.spec.stiffness != "none":
             error = error / _stiffness(slot, arrays).square()
         noise = block_noise(slot, arrays["gradient"], start).get("moments")
-        stored = store_averages(slot.spec, {_BUFFER: part - error * inject}, arrays, noise, None)
+        stored = store_moments(slot.spec, {_BUFFER: part - error * inject}, arrays, noise, None)
         arrays[_BUFFER].copy_(stored[_BUFFER])
     return outcomes
 

@@ -35,7 +35,7 @@ _WEIGHTS: Final = {
     "plain": _FLOATS,
     "direction": _FLOATS,
 }
-_AVERAGES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
+_MOMENT_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
 
 
 def is_native(slot: Slot) -> bool:
@@ -132,7 +132,7 @@ def places_of(slot: Slot, gradient: Tensor, scale: Tensor | None, *, kept: bool 
         rest = (torch.uint8, packed_length(numel, spec.residual_bits))
     device = tensors["weight"].device
     blocks = numel // slot.view.dims[-1]
-    average = _AVERAGES[spec.moments]
+    dtype = _MOMENT_DTYPES[spec.moments]
     stores = spec.stores
     first = spec.first
     second = "exp_avg_sq" if "exp_avg_sq" in stores else None
@@ -141,8 +141,8 @@ def places_of(slot: Slot, gradient: Tensor, scale: Tensor | None, *, kept: bool 
         (gradient, _own(gradient), numel),
         (scale, torch.uint8 if kept and scale is not None and scale.dtype is torch.uint8 else torch.float32, None),
         (tensors["residual"] if spec.residual_bits else None, *rest),
-        (None if first is None else tensors[first], average, numel),
-        (None if second is None else tensors[second], average, numel),
+        (None if first is None else tensors[first], dtype, numel),
+        (None if second is None else tensors[second], dtype, numel),
         (tensors["max_exp_avg_sq"] if "max_exp_avg_sq" in stores else None, torch.float32, numel),
         (None if first is None or not slot.spec.blockwise else tensors[spec.bounds[first]], torch.float32, blocks),
         (None if second is None or not slot.spec.blockwise else tensors[spec.bounds[second]], torch.float32, blocks),

@@ -31,7 +31,7 @@ from fp8manifold.optim._checks import (
     refuse_recording,
     restore_dtypes,
 )
-from fp8manifold.optim._directions import AVERAGES
+from fp8manifold.optim._directions import MOMENT_NAMES
 from fp8manifold.optim._pending import Count, Pending, settle
 from fp8manifold.optim._slot import Slot, is_quantized, slot_of, stabilize
 from fp8manifold.optim._spec import BOUND_NAMES, Spec, spec_of
@@ -48,7 +48,7 @@ from fp8manifold.optim._state import (
 from fp8manifold.optim._triton_step import left_packed
 from fp8manifold.optim._writeback import rounds_at_random
 
-_RESET: Final = frozenset((*AVERAGES, *BOUND_NAMES))
+_RESET: Final = frozenset((*MOMENT_NAMES, *BOUND_NAMES))
 """Entries of the state that ``reset_every`` clears."""
 _COUNTS: Final = ("skipped_steps", "skipped_in_row", "widened_scales", "streams_begun")
 

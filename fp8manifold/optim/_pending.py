@@ -1,9 +1,9 @@
-"""Steps on a card whose verdict the host has not heard: what becomes of them once it does.
+"""Pending steps: launched on a GPU, with a verdict that the host has not read yet.
 
-The card decides by itself whether a step is taken and which scales double, so weights, codes, scales and averages are
-what they are on the CPU as soon as anything reads them there.  What the host has counted is put right before anybody
-can see it: at the start of the next step of the parameter, and wherever ``state``, ``skipped_steps``,
-``skipped_in_row`` or ``widened_scales`` is read, thus by ``state_dict``, copies and pickling.
+The GPU decides by itself whether a step is taken and which scales double.  Weights, codes, scales and moments are
+therefore those of a step on the CPU for whatever reads them there.  The host's counts are corrected before they are
+visible: at the start of the parameter's next step, and on every read of ``state``, ``skipped_steps``,
+``skipped_in_row`` or ``widened_scales``, thus by ``state_dict``, copies and pickling.
 """
 
 import logging
@@ -24,14 +24,14 @@ _LOG: Final = logging.getLogger("fp8manifold")
 
 
 class Count:
-    """A number of an optimizer's that is read when the verdict on its steps is known."""
+    """A descriptor for an optimizer's count: reading it settles the pending steps first."""
 
     def __set_name__(self, owner: type, name: str) -> None:
-        """Take the attribute's name."""
+        """Store the attribute's name."""
         self._name = name
 
     def __get__(self, optimizer: Any, owner: type | None = None) -> int:
-        """The number; of the class 0, as of a new optimizer."""
+        """The count after all pending steps; 0 on the class, as on a new optimizer."""
         if optimizer is None:
             return 0
         optimizer._settle()
@@ -39,43 +39,43 @@ class Count:
         return number
 
     def __set__(self, optimizer: Any, number: int) -> None:
-        """Set it, with all that is to be added to what it was added."""
+        """Set the count after all pending steps."""
         optimizer._settle()
         optimizer.__dict__[self._name] = number
 
 
 @dataclass(eq=False)
 class Pending:
-    """A step that has been launched; it holds no gradient."""
+    """A launched step.  It holds no gradient."""
 
     said: Said
     parameters: list[Tensor]
-    #: their counts of steps, which have been advanced
+    #: the parameters' ``step`` tensors, incremented already
     steps: list[Tensor]
-    #: whether it is a parameter's own step, in a backward pass
+    #: whether it is the step of one parameter, in a backward pass
     alone: bool
 
     def has(self, parameter: Tensor) -> bool:
-        """Whether it is a step of a parameter."""
+        """Whether the step includes a parameter."""
         return any(each is parameter for each in self.parameters)
 
 
 def pending_of(slots: Sequence[Slot], said: Said, *, alone: bool) -> Pending:
-    """A step that has been launched, with the counts to put right if it was not taken.
+    """The pending step of some slots.
 
     Args:
-        slots: what has been launched, in the order of ``said``.
-        said: what kernels say of it.
-        alone: whether it is one parameter's, in a backward pass.
+        slots: the slots launched, in the order of ``said``.
+        said: the kernels' verdicts.
+        alone: whether it is the step of one parameter, in a backward pass.
     """
     return Pending(said, [slot.parameter for slot in slots], [slot.state["step"] for slot in slots], alone)
 
 
 def settle(optimizer: Any, pending: Pending) -> None:
-    """Wait for a step's verdict, and count it: as taken, with the scales that it has doubled, or as left out.
+    """Wait for a step's verdict, and count the step as taken, with the scales that doubled, or as skipped.
 
     Warns:
-        RuntimeWarning: of a step that was left out, as ``step`` and :func:`step_in_backward` do.
+        RuntimeWarning: a skipped step, as ``step`` and :func:`step_in_backward` warn.
     """
     refused, words = pending.said.read()
     if refused:

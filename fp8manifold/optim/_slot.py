@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fp8manifold._encoded.exponents import decoded_scale
+from fp8manifold._encoded.squares import number_of, run_length, runs_of
 from fp8manifold._numerics.charts import Metric
 from fp8manifold._numerics.float_bits import working_dtype
 from fp8manifold._numerics.known import known
@@ -87,15 +88,17 @@ def view_of(shape: tuple[int, ...], scale_shape: tuple[int, ...] | None, block_s
     Args:
         shape: of the parameter.
         scale_shape: of its scale; None for an ordinary parameter.
-        block_size: length of the blocks that share a scale, where there are such.
+        block_size: length of the blocks that share a scale, where there are such; 1 where each weight has its own.
         blocks: whether moments are stored in blocks.
     """
     numel = math.prod(shape)
-    rows = shape[0] if len(shape) > 1 else 1
+    rows, each = shape[0] if len(shape) > 1 else 1, False
+    row_dims: tuple[int, ...] | None = ()
     if scale_shape is None or math.prod(scale_shape) == 1:
-        row_dims: tuple[int, ...] | None = ()
         if not blocks and scale_shape is None:
             rows = 1
+    elif block_size == 1:
+        each, rows = True, numel // shape[-1]
     elif block_size is not None:
         rows, row_dims = numel // block_size, None
     elif len(shape) > 1 and scale_shape == (rows, *(1,) * (len(shape) - 1)):
@@ -108,6 +111,8 @@ def view_of(shape: tuple[int, ...], scale_shape: tuple[int, ...] | None, block_s
     block = _block_length(length) if blocks else length
     repeats = length // block
     dims = (rows * repeats, block) if rows * repeats > 1 else (block,)
+    if each:
+        return View(dims, dims)
     row_dims = (rows * repeats, 1) if row_dims is None and len(dims) == 2 else ()
     return View(dims, row_dims, repeats if row_dims else 1)
 
@@ -150,6 +155,8 @@ class Slot:
     #: as it is kept: the exponents alone, uint8, where blocks have scales
     kept_scale: Tensor | None = None
     block_size: int | None = None
+    #: weights that share a scale in blocks or squares, and 0 where there are none
+    shared: int = 0
     metric: Metric = "ulp"
     rounding: str = "nearest"
     #: how the draws for the weight follow each other, step by step
@@ -204,7 +211,7 @@ class Slot:
         per_channel = int(scales > 1)
         layout = LAYOUTS.index(self.fmt.layout)
         fields = (self.fmt.exponent_bits, self.fmt.mantissa_bits, self.fmt.bias, layout)
-        return (*fields, self.block_size or per_channel)
+        return (*fields, self.shared or per_channel)
 
     @property
     def scale_is_power_of_two(self) -> bool:
@@ -304,6 +311,7 @@ def slot_of(group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> 
     draws: str | None = group.get("draws")
     done = int(state.get("step", 0))
     if isinstance(held, FP8Tensor):
+        scale, block_size = scales_in_runs(held)
         return Slot(
             group,
             parameter,
@@ -312,8 +320,9 @@ def slot_of(group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> 
             "codes",
             {"weight": held.codes},
             held.format,
-            held.kept_scale,
-            held.block_size,
+            scale,
+            block_size,
+            number_of(held.block_size),
             rounding=held.rounding,
             draws=draws or held.draws,
             share=share,
@@ -339,6 +348,19 @@ def slot_of(group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> 
         retraction=getattr(manifold, "retraction", "exponential"),
         in_place=in_place,
     )
+
+
+def scales_in_runs(held: FP8Tensor, scale: Tensor | None = None) -> tuple[Tensor, int | None]:
+    """The scales that a step takes, as they are kept, and the length of the runs that share one; made for squares.
+
+    Args:
+        held: the codes.
+        scale: in place of their own, in the shape of these, in floats.
+    """
+    scale = held.kept_scale if scale is None else scale
+    if not isinstance(held.block_size, tuple):
+        return scale, held.block_size
+    return runs_of(scale, held.shape), run_length(held.shape[-1])
 
 
 def _memory_of(floats: Tensor) -> tuple[Tensor, bool]:

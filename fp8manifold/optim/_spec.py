@@ -12,10 +12,10 @@ from fp8manifold.optim._writeback import WRITEBACKS, WriteBack
 MOMENTS: Final = ("float32", "bfloat16", "8bit")
 
 BOUNDS: Final = {"exp_avg": "avg_bound", "momentum_buffer": "avg_bound", "exp_avg_sq": "sq_bound"}
-"""The float32 bound of each block of an average: the same average, of the block's largest gradient.
+"""The float32 bound of each block of a moment: the running average of its largest gradient.
 
 No value of the block exceeds it but by rounding noise, so a scale taken from it leaves room and needs no second pass;
-only while gradients stay 0 for hundreds of steps does that noise, of averages on their way to 0, ever reach the end.
+only while gradients stay 0 for hundreds of steps does that noise, of moments on their way to 0, ever reach the end.
 """
 
 LARGEST: Final = "avg_largest"
@@ -62,7 +62,7 @@ class Spec:
     #: how S / S_ref enters a linear step: none, linear, sqrt, square or power
     stiffness: str = "none"
     decays: bool = False
-    averages: bool = True
+    has_moments: bool = True
     nesterov: bool = False
     amsgrad: bool = False
     maximize: bool = False
@@ -106,7 +106,7 @@ class Spec:
     @cached_property
     def stores(self) -> tuple[str, ...]:
         """The moments that the direction keeps, by their names in the state."""
-        moments = DIRECTIONS[self.direction].averages if self.averages else ()
+        moments = DIRECTIONS[self.direction].moments if self.has_moments else ()
         return (*moments, "max_exp_avg_sq") if self.amsgrad else moments
 
     @cached_property
@@ -161,7 +161,7 @@ class Spec:
     def second_half(self) -> "Spec":
         """The step along a direction that is given in place of the gradient: SGD's, without a moment."""
         writeback = self.rule.rounding if self.rule.injects else self.writeback
-        plain = replace(self, averages=False, nesterov=False, maximize=False, moments="float32")
+        plain = replace(self, has_moments=False, nesterov=False, maximize=False, moments="float32")
         return replace(plain, direction="sgd", writeback=writeback)
 
 

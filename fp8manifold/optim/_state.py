@@ -24,11 +24,12 @@ from fp8manifold.distributed import rows_of
 from fp8manifold.formats import LAYOUTS, FloatFormat
 from fp8manifold.manifolds import FP8Manifold
 from fp8manifold.optim._packing import pack_residual, unpack_residual, unpacked
-from fp8manifold.optim._slot import FOR_RESCALING, Slot, own_manifold, row_view, slot_of
+from fp8manifold.optim._slot import FOR_RESCALING, Slot, own_manifold, row_view, scales_in_runs, slot_of
 from fp8manifold.optim._spec import BOUND_NAMES
 from fp8manifold.optim._step import load_weights
 from fp8manifold.optim._writeback import rule_of, split_codes, unless_special
 from fp8manifold.random_bits import draw_of, mixed_word, word_range, words_at
+from fp8manifold.scaling import SQUARE_SIZE
 from fp8manifold.tensor import FP8Tensor
 
 
@@ -107,7 +108,8 @@ def described(fields: tuple[int, ...] | None) -> str:
     if fields is None:
         return "an ordinary parameter"
     exponent_bits, mantissa_bits, bias, layout, shares = fields
-    shared = {0: "tensor", 1: "channel"}.get(shares, f"block of {shares}")
+    squares = {SQUARE_SIZE**2: f"square of {SQUARE_SIZE} x {SQUARE_SIZE}"}
+    shared = ({0: "tensor", 1: "channel"} | squares).get(shares, f"block of {shares}")
     return f"{FloatFormat(exponent_bits, mantissa_bits, bias, LAYOUTS[layout]).name}, one scale a {shared}"
 
 
@@ -277,7 +279,7 @@ def content_word(x: Tensor, key: tuple[int, int, int], offset: int = 0) -> int:
 def rows_of_state(state_dict: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """An optimizer's whole state as one of its sharded parameters: what their ``load_state_dict`` takes.
 
-    What has a row for each of the parameter's is cut, as :func:`~fp8manifold.distributed.rows_of` does: averages with
+    What has a row for each of the parameter's is cut, as :func:`~fp8manifold.distributed.rows_of` does: moments with
     the magnitudes of their blocks, and residuals.  Counts, and what belongs to a parameter that is not sharded, stay as
     they are.
 
@@ -370,7 +372,7 @@ def widen(slot: Slot) -> int:
         return 0
     _LOG.info("%s of shape %s saturates: %s", fmt.name, tuple(held.shape), describe_change(old, new))
     if held.numel():
-        _rewrite(slot, new)
+        _rewrite(slot, scales_in_runs(held, new)[0])
     held.set_scale_(new)
     return count
 

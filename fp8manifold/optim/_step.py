@@ -48,20 +48,20 @@ def step(spec: Spec, arrays: dict[str, Tensor], row: Tensor, noise: dict[str, Te
         prepared = prepare(spec, arrays, gradient, numbers)
         bounds = {name: prepared.pop(name) for name in spec.bounds.values() if name in prepared}
         arrays = arrays | prepared
-    descent = average(spec, gradient, load_averages(spec, arrays, row.dtype), numbers)
-    target, stored, averages = write(spec, weights, descent, arrays, numbers, noise)
+    descent = average(spec, gradient, load_moments(spec, arrays, row.dtype), numbers)
+    target, stored, moments = write(spec, weights, descent, arrays, numbers, noise)
     if spec.fitted:
-        prepared = fit(averages[spec.stores[0]])
+        prepared = fit(moments[spec.stores[0]])
         bounds[LARGEST] = prepared.pop(LARGEST)
         arrays = arrays | prepared
-    kept = store_averages(spec, averages, arrays, noise.get("moments"), descent.root)
+    kept = store_moments(spec, moments, arrays, noise.get("moments"), descent.root)
     return Outcome(stored | kept | bounds, weights, target)
 
 
-def average(spec: Spec, gradient: Tensor, averages: dict[str, Tensor], numbers: Numbers) -> Descent:
+def average(spec: Spec, gradient: Tensor, moments: dict[str, Tensor], numbers: Numbers) -> Descent:
     """The first half of a step: the direction, and the moments after it."""
     descend = DIRECTIONS[spec.direction].descend
-    return descend(gradient, averages, numbers, **({"nesterov": True} if spec.nesterov else {}))
+    return descend(gradient, moments, numbers, **({"nesterov": True} if spec.nesterov else {}))
 
 
 def write(
@@ -75,12 +75,12 @@ def write(
     """The second half: the value asked for along a direction, what is stored of it, and the moments with the error."""
     if spec.storage == "direction":
         direction = torch.where(descent.direction == 0, 0.0, descent.direction)  # 0 has no sign, as in native code
-        return direction, {"weight": direction}, descent.averages
+        return direction, {"weight": direction}, descent.moments
     target = move(spec, weights, descent.direction, arrays, numbers)
     draws = (noise["weight"] >> 8) & 0xFFFFFF if spec.draws_for_weight else None
     stored, after = store_weights(spec, arrays, weights, target, draws)
     if not spec.injects:
-        return target, stored, descent.averages
+        return target, stored, descent.moments
     return target, stored, _with_error(spec, descent, weights, target, after, arrays, numbers)
 
 
@@ -117,7 +117,7 @@ def _with_error(
     if descent.denominator is not None:
         error = error * descent.denominator
     name = spec.stores[0]
-    return descent.averages | {name: descent.averages[name] - error * numbers["inject"]}
+    return descent.moments | {name: descent.moments[name] - error * numbers["inject"]}
 
 
 class Weights(NamedTuple):
@@ -245,9 +245,9 @@ _HEADROOM = 7  # the bound is placed at 2^7 of MOMENT_FORMAT's 448: rounding noi
 
 
 def prepare(spec: Spec, arrays: dict[str, Tensor], gradient: Tensor, numbers: Numbers) -> dict[str, Tensor]:
-    """What there is of 8-bit averages for each block, a row of the view.
+    """What there is of 8-bit moments for each block, a row of the view.
 
-    It is the scale of the stored average, and, where that does not follow from the average itself, the bound after the
+    It is the scale of the stored moment, and, where that does not follow from the moment itself, the bound after the
     step and 1 over its scale.
     """
     if spec.fitted:
@@ -266,49 +266,49 @@ def prepare(spec: Spec, arrays: dict[str, Tensor], gradient: Tensor, numbers: Nu
     return prepared
 
 
-def fit(average: Tensor) -> dict[str, Tensor]:
-    """The largest magnitude in each block of an average, and 1 over the scale that follows from it."""
-    largest = average.to(torch.float32).abs().amax(dim=-1, keepdim=True)
+def fit(moment: Tensor) -> dict[str, Tensor]:
+    """The largest magnitude in each block of a moment, and 1 over the scale that follows from it."""
+    largest = moment.to(torch.float32).abs().amax(dim=-1, keepdim=True)
     return {LARGEST: largest, "avg_inverse": _reciprocal(_fitted_scale(largest))}
 
 
-def load_averages(spec: Spec, arrays: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """The averages as floats."""
+def load_moments(spec: Spec, arrays: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The moments as floats."""
     if spec.moments != "8bit":
         return {name: arrays[name].to(dtype) for name in spec.stores}
-    averages = {}
+    moments = {}
     for name in spec.stores:
         if name == "exp_avg_sq":
             root = decode_magnitude(arrays[name].to(torch.int32), MOMENT_FORMAT)[0] * arrays["sq_scale"]
-            averages[name] = (root * root).to(dtype)
+            moments[name] = (root * root).to(dtype)
         else:
-            averages[name] = (decode_with_ulp(arrays[name], spec.first_format)[0] * arrays["avg_scale"]).to(dtype)
-    return averages
+            moments[name] = (decode_with_ulp(arrays[name], spec.first_format)[0] * arrays["avg_scale"]).to(dtype)
+    return moments
 
 
-def store_averages(
-    spec: Spec, averages: dict[str, Tensor], arrays: dict[str, Tensor], noise: Tensor | None, root: Tensor | None
+def store_moments(
+    spec: Spec, moments: dict[str, Tensor], arrays: dict[str, Tensor], noise: Tensor | None, root: Tensor | None
 ) -> dict[str, Tensor]:
-    """The averages as they are kept; ``noise`` is one 32-bit word a value, whose halves serve one average each.
+    """The moments as they are kept; ``noise`` is one 32-bit word a value, whose halves serve one moment each.
 
-    A fitted average has the draw of the whole word.  The root in 8 bits takes 24 of its bits: with the odds of 16 a
-    bias of ``2^-17`` a step would add up to 0.1% of a second moment of decay 0.999.  Of the first average's draw it
+    A fitted moment has the draw of the whole word.  The root in 8 bits takes 24 of its bits: with the odds of 16 a
+    bias of ``2^-17`` a step would add up to 0.1% of a second moment of decay 0.999.  Of the first moment's draw it
     shares no more than what is below these 16.
     """
-    if spec.moments == "float32" or not averages:
-        return averages
+    if spec.moments == "float32" or not moments:
+        return moments
     assert noise is not None
     halves = (noise & 0xFFFF, (noise >> 16) & 0xFFFF)
     kept = {}
-    for name, draws in zip(averages, halves, strict=False):
-        value = averages[name].to(torch.float32)
+    for name, draws in zip(moments, halves, strict=False):
+        value = moments[name].to(torch.float32)
         if spec.moments == "bfloat16":
             kept[name] = _to_bfloat16(value, draws)
         elif name == "exp_avg_sq":
             assert root is not None
             kept[name] = _root_codes(root.to(torch.float32), arrays["sq_inverse"], (noise >> 8) & 0xFFFFFF)
         else:
-            draws = draw_of(noise) if spec.fitted else draws << 8
+            draws = draw_of(noise) if spec.fitted else (draws << 8) | 0x80  # the middle of the odds
             kept[name] = encode_finite(value * arrays["avg_inverse"], spec.first_format, draws).to(torch.uint8)
     return kept
 

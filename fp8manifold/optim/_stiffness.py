@@ -75,7 +75,7 @@ def _field_numbers(reference: float, damping: float, clip: float, power: float) 
 
 
 def injected(rate: float, beta: float) -> float:
-    """``(1 - beta) / beta / rate``: how much of a rounding error an average is given; nothing at rate 0."""
+    """``(1 - beta) / beta / rate``: how much of a rounding error a moment is given; nothing at rate 0."""
     return (1 - beta) / beta / rate if rate and beta else 0.0
 
 

@@ -1,4 +1,4 @@
-"""A step on a GPU by Triton's kernels: the same records as native code's, one launch for all parameters of a kind."""
+"""Steps on a GPU by Triton kernels: the records of native code, and one launch for all parameters of a kind."""
 
 import warnings
 from collections.abc import Sequence
@@ -24,9 +24,9 @@ from fp8manifold.tensor import FP8Tensor
 __all__ = ["CompileUnavailableWarning", "Launched", "is_triton", "kernel_spec", "kind_of", "left_packed", "run_triton"]
 
 _ELEMENTS: Final = 2048
-"""Of a program: 16 a thread, which loads and stores bytes by 128 bits."""
+"""Elements of a program: 16 a thread, so that a thread loads and stores bytes by 128 bits."""
 _LONGEST: Final = 1024
-"""Of a row whose averages share a block and that a program takes at once."""
+"""The longest row with moments in blocks that one program steps at once."""
 _PIECES: Final = (256, 128, 64, 32, 16)
 _DTYPES: Final = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16", torch.uint8: "uint8"}
 
@@ -36,7 +36,7 @@ class CompileUnavailableWarning(UserWarning):
 
 
 def is_triton(slot: Slot) -> bool:
-    """Whether a kernel takes this step: what native code takes, on a GPU of NVIDIA."""
+    """Whether a Triton kernel runs this step: one that native code has, on an NVIDIA GPU."""
     weight, gradient = slot.tensors["weight"], slot.tensors["gradient"]
     return (
         weight.device.type == "cuda"
@@ -54,27 +54,27 @@ def left_packed(slots: Sequence[Slot]) -> set[Slot]:
 
 
 class Launched(NamedTuple):
-    """How many launches steps took, and what their kernels say, which is there once they have run."""
+    """The number of launches of some steps, and their kernels' verdicts, readable once these have run."""
 
     launches: int
     said: Said
 
     @property
     def refused(self) -> bool:
-        """Whether the steps were; the host waits for the card."""
+        """Whether the steps were refused.  The host waits for the GPU."""
         return self.said.read()[0]
 
 
 def run_triton(slots: Sequence[Slot], *, check: bool = False, widens: bool = False) -> Launched | None:
-    """Take the steps in place; None, with nothing changed and one warning ever, where kernels can't be compiled.
+    """Step the slots in place.  None where kernels can't be compiled: nothing changes, and the process warns once.
 
-    The host waits for the card once, at the end, for the verdict and for who reached the end of its range; where the
-    card doubles the scales of these it does not wait at all.
+    The host waits for the GPU once, at the end, for the verdict and for the slots that reached the end of their range.
+    With ``widens`` it does not wait.
 
     Args:
-        slots: what to step, on one device; none of them shares memory with another.
+        slots: the slots to step, on one device, of disjoint memory.
         check: refuse all steps where the square of any gradient is not finite.
-        widens: double scales on the card; there must be one for each row or block.
+        widens: double scales on the GPU, one scale for each row or block.
     """
     said = Said(len(slots), slots[0].device)
     scales = [_scale(slot) for slot in slots]
@@ -96,7 +96,7 @@ def run_triton(slots: Sequence[Slot], *, check: bool = False, widens: bool = Fal
 
 
 def _widenings(slots: Sequence[Slot], said: Said) -> Widenings | None:
-    """Of those with codes, what doubling their scales is."""
+    """The records for doubling the scales of slots with codes; None without such a slot."""
     places = [i for i, slot in enumerate(slots) if slot.spec.storage == "codes"]
     if not places:
         return None
@@ -118,7 +118,7 @@ def _widenings(slots: Sequence[Slot], said: Said) -> Widenings | None:
 
 
 def _records(slots: Sequence[Slot], scales: Sequence[Tensor | None], said: Said) -> tuple[NDArray[np.void], list[Kind]]:
-    """One a slot, short of keys and hyperparameters, and what it is stepped by."""
+    """One record a slot, still without keys and numbers, and the kernel of each."""
     records = np.zeros(len(slots), dtype=JOB)
     kinds, pointers, facts, sizes = [], [], [], []
     for i, (slot, scale) in enumerate(zip(slots, scales, strict=True)):
@@ -134,7 +134,7 @@ def _records(slots: Sequence[Slot], scales: Sequence[Tensor | None], said: Said)
 
 
 _given_up: Final[list[str]] = []
-"""Why there are no kernels, once that is known: it was warned of."""
+"""The first line of the error for which kernels were given up, after its warning."""
 
 
 def _give_up(error: Exception) -> None:
@@ -147,7 +147,7 @@ def _give_up(error: Exception) -> None:
 
 
 def _scale(slot: Slot) -> Tensor | None:
-    """The scale as it lies in memory: one in all, one a row, or one an element; of blocks the exponents."""
+    """The scale as the kernel reads it: one value, one a row, or one an element; of blocks the exponents."""
     if slot.kept_scale is None or slot.spec.storage == "plain":
         return None
     if slot.view.row_dims == slot.view.dims and slot.scale is not None:
@@ -156,10 +156,10 @@ def _scale(slot: Slot) -> Tensor | None:
 
 
 def kind_of(slot: Slot, places: Sequence[int] = ()) -> tuple[int, int, int, Kind]:
-    """Rows and length of what is stepped, what shares a scale, and the kernel for it.
+    """The number of rows, their length, the rows that share a scale, and the kernel of a slot.
 
     Args:
-        slot: the step.
+        slot: the slot.
         places: addresses of its arrays.
     """
     view = slot.view
@@ -168,7 +168,7 @@ def kind_of(slot: Slot, places: Sequence[int] = ()) -> tuple[int, int, int, Kind
     if slot.kept_scale is not None and view.row_dims:
         scales = "element" if view.row_dims == view.dims else "row"
     if not slot.spec.blockwise:
-        # a row of a matrix whose moments come in blocks, which are no part of this step, is whole again
+        # blocks are those of moments, which this step does not read: join them to whole rows
         rows, length, repeats, scales = _cut(rows // repeats, length * repeats, scales)
     long = slot.spec.blockwise and length > _LONGEST
     tiled = (scales == "row" and not long) or (slot.spec.blockwise and not long)
@@ -199,7 +199,7 @@ def _packs(slot: Slot, rows: int, length: int, width: int = _ELEMENTS) -> str:
 
 
 def _cut(rows: int, length: int, scales: str) -> tuple[int, int, int, str]:
-    """Rows, length, what shares a scale and how, where no averages are kept in blocks."""
+    """The number of rows, their length, the rows that share a scale and how, without moments in blocks."""
     if scales != "row":
         return 1, rows * length, 1, scales
     piece = next((piece for piece in _PIECES if length % piece == 0), 0)

@@ -15,7 +15,7 @@ from fp8manifold.formats import FloatFormat
 class WriteBack:
     r"""One way from the value that a step asks for to what is stored of it.
 
-    An update is lost where rounding undoes it and nothing of it is kept, put into an average or returned on average.
+    An update is lost where rounding undoes it and nothing of it is kept, put into a moment or returned on average.
     With :math:`t` asked for, :math:`u` uniform in one ULP, :math:`r` the remainder, and :math:`\rho_b` rounding, at
     random too, to :math:`2^{-b}` ULP:
 
@@ -28,7 +28,7 @@ class WriteBack:
         name: what optimizers call it.
         rounding: how a value goes to the grid, ``"nearest"`` or ``"stochastic"``.
         residual_bits: bits a weight in which the state keeps what the rounding left: 0, 2, 4 or 8.
-        injects: whether what the rounding took goes into the first average.
+        injects: whether what the rounding took goes into the first moment.
 
     Raises:
         ValueError: another number of residual bits.
@@ -45,7 +45,7 @@ class WriteBack:
     residual_bits: Literal[0, 2, 4, 8] = 0
     """Bits a weight in which the state keeps what the rounding left."""
     injects: bool = False
-    """Whether what the rounding took goes into the first average."""
+    """Whether what the rounding took goes into the first moment."""
 
     def __post_init__(self) -> None:
         """Refuse a width that no state is kept in."""

@@ -200,7 +200,7 @@ class FisherNaturalGradient(StiffnessOptimizer):
         if "gradient" not in slot.tensors:
             return fields
         # the stiffness is in the natural gradient already
-        return fields | {"direction": "sgd", "stiffness": "none", "averages": bool(slot.group["momentum"])}
+        return fields | {"direction": "sgd", "stiffness": "none", "has_moments": bool(slot.group["momentum"])}
 
     def _numbers(self, slot: Slot) -> dict[str, float]:
         group, lr, momentum = slot.group, lr_of(slot.group), slot.group["momentum"]

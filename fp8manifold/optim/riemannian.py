@@ -11,8 +11,8 @@ from fp8manifold._numerics.float_bits import working_dtype
 from fp8manifold._numerics.stiffness import bounded_share, bounds, reference_stiffness
 from fp8manifold._ranks import local_of, spread
 from fp8manifold.optim._agreement import in_every_process, squares_are_finite
-from fp8manifold.optim._checks import Charted, check_betas, check_finite, check_first_average, lr_of, spelt_out
-from fp8manifold.optim._directions import AVERAGES, DIRECTIONS
+from fp8manifold.optim._checks import Charted, check_betas, check_finite, check_first_moment, lr_of, spelt_out
+from fp8manifold.optim._directions import DIRECTIONS, MOMENT_NAMES
 from fp8manifold.optim._optimizer import ManifoldOptimizer
 from fp8manifold.optim._slot import Parameters, Slot, is_quantized, manifold_of
 from fp8manifold.optim._spec import BOUNDS
@@ -37,7 +37,7 @@ def unit_of(slot: Slot, reference: float) -> float:
 
 
 def change_unit(state: dict[str, Any], unit: float) -> None:
-    """Keep the averages in another unit, which moves no bit but of what underflows; a state without one has 1."""
+    """Keep the moments in another unit, which moves no bit but of what underflows; a state without one has 1."""
     old, state["unit"] = state.get("unit", 1.0), unit
     for name, power in _POWERS.items() if unit != old else ():
         for each in (name, BOUNDS.get(name, "")):
@@ -115,7 +115,7 @@ class Riemannian(ManifoldOptimizer):
         held, rows = {name: local_of(value) for name, value in slot.state.items()}, slot.share.local
         gradient = local_of(slot.parameter.grad)
         if not rows.numel():
-            held = {name: value for name, value in held.items() if name not in AVERAGES}
+            held = {name: value for name, value in held.items() if name not in MOMENT_NAMES}
             rows = torch.zeros((1, *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
             gradient = torch.zeros_like(rows)
         rows.grad = gradient
@@ -291,7 +291,7 @@ class RiemannianAdam(Riemannian):
 
         if group["amsgrad"] and group["moments"] != "float32":
             raise ValueError(f"amsgrad=True does not go with moments={group['moments']!r}: a maximum can't be rounded")
-        check_first_average(group)
+        check_first_moment(group)
 
     def _fields(self, slot: Slot) -> dict[str, Any]:
         return super()._fields(slot) | {"amsgrad": slot.group["amsgrad"]}
@@ -402,8 +402,8 @@ class RiemannianSGD(Riemannian):
         check_momentum(group)
 
     def _fields(self, slot: Slot) -> dict[str, Any]:
-        averages = {"averages": bool(slot.group["momentum"]), "nesterov": slot.group["nesterov"]}
-        return super()._fields(slot) | averages
+        moments = {"has_moments": bool(slot.group["momentum"]), "nesterov": slot.group["nesterov"]}
+        return super()._fields(slot) | moments
 
     def _numbers(self, slot: Slot) -> dict[str, float]:
         numbers = momentum_numbers(lr_of(slot.group), slot.group, first=slot.age == 1)
@@ -446,6 +446,6 @@ def _ascending(group: dict[str, Any], parameter: Tensor) -> Tensor:
 
 
 def _make_averages(group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> None:
-    for name in (*DIRECTIONS["adam"].averages, *(["max_exp_avg_sq"] if group["amsgrad"] else [])):
+    for name in (*DIRECTIONS["adam"].moments, *(["max_exp_avg_sq"] if group["amsgrad"] else [])):
         if name not in state:
             state[name] = torch.zeros(parameter.shape, dtype=working_dtype(parameter), device=parameter.device)

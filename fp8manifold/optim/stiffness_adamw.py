@@ -4,7 +4,7 @@ from typing import Any, Unpack
 
 from torch import Tensor
 
-from fp8manifold.optim._checks import Family, check_betas, check_finite, check_first_average, lr_of, spelt_out
+from fp8manifold.optim._checks import Family, check_betas, check_finite, check_first_moment, lr_of, spelt_out
 from fp8manifold.optim._slot import Parameters, Slot
 from fp8manifold.optim._stiffness import StiffnessOptimizer, adam_numbers
 
@@ -114,7 +114,7 @@ class StiffnessAdamW(StiffnessOptimizer):
         check_betas(group["betas"])
         check_finite("eps", group["eps"])
         super()._check_group(group)
-        check_first_average(group)
+        check_first_moment(group)
 
     def _numbers(self, slot: Slot) -> dict[str, float]:
         group = slot.group

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fp8manifold._numerics.checks import check_choice, check_int, check_number
 from fp8manifold.optim._backends import StepView
-from fp8manifold.optim._checks import Family, check_betas, check_finite, check_first_average, lr_of, spelt_out
+from fp8manifold.optim._checks import Family, check_betas, check_finite, check_first_moment, lr_of, spelt_out
 from fp8manifold.optim._muon import (
     ADJUSTMENTS,
     ALL_TAKEN_IN,
@@ -180,7 +180,7 @@ class StiffnessMuon(StiffnessOptimizer):
         check_betas(group["betas"])
         check_finite("adam_eps", group["adam_eps"])
         if group["direction"] == "adam":
-            check_first_average(group)
+            check_first_moment(group)
             return
         _check_muon(group)
         for parameter in group["params"]:
@@ -190,7 +190,7 @@ class StiffnessMuon(StiffnessOptimizer):
         fields = super()._fields(slot) | {"direction": slot.group["direction"]}
         if not _is_muons(slot):
             return fields
-        return fields | {"averages": bool(slot.group["momentum"]), "nesterov": slot.group["nesterov"]}
+        return fields | {"has_moments": bool(slot.group["momentum"]), "nesterov": slot.group["nesterov"]}
 
     def _numbers(self, slot: Slot) -> dict[str, float]:
         group, lr, shared = slot.group, lr_of(slot.group), self._shared_numbers(slot)

@@ -78,8 +78,8 @@ class StiffnessSGD(StiffnessOptimizer):
         check_momentum(group)
 
     def _fields(self, slot: Slot) -> dict[str, Any]:
-        averages = {"averages": bool(slot.group["momentum"]), "nesterov": slot.group["nesterov"]}
-        return super()._fields(slot) | averages
+        moments = {"has_moments": bool(slot.group["momentum"]), "nesterov": slot.group["nesterov"]}
+        return super()._fields(slot) | moments
 
     def _numbers(self, slot: Slot) -> dict[str, float]:
         numbers = momentum_numbers(lr_of(slot.group), slot.group, first=slot.age == 1)

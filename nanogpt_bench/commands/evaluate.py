@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 OF_REPORT = ("scales", "embeddings", "sensitivity", "budget", "calibrate")
 #: options that go with --model alone, and those that go without it
 ONLY_MODEL, NOT_MODEL = ("input", "windows"), ("config", "checkpoint", "average", "weights")
-SCALES = ("tensor", "channel", "block")
+SCALES = ("tensor", "channel", "block", "square")
 #: columns of the table where no terminal says how wide it is
 _WIDTH = 120
 
@@ -69,7 +69,7 @@ def add_evaluate(commands: Any) -> Any:
     own = parser.add_argument_group("a report, of a RUN or with --model")
     own.add_argument("--input", type=Path, metavar="FILE", help="--model: text to measure on: any UTF-8 file")
     own.add_argument("--windows", type=positive, metavar="N", help="--model: windows of the text (default: 24)")
-    own.add_argument("--scales", type=names, metavar="A,B", help="tensor, channel, block: rows for each")
+    own.add_argument("--scales", type=names, metavar="A,B", help="tensor, channel, block, square: rows for each")
     own.add_argument("--embeddings", action="store_true", help="round the embeddings, too, in the format of each row")
     own.add_argument(
         "--calibrate",

@@ -22,7 +22,7 @@ from nanogpt_bench.system.errors import BenchError, one_line
 from nanogpt_bench.system.lock import is_unused
 from nanogpt_bench.training.trainer import Trainer
 
-Layout = Literal["compressed-tensors", "torchao"]
+Layout = Literal["compressed-tensors", "torchao", "fp8"]
 CONFIG = "finetune.yaml"
 FLOAT = "float"
 #: of float32 AdamW: a weight, two averages and a gradient, four bytes each

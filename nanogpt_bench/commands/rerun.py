@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from nanogpt_bench.compare.plan import baseline_of
 from nanogpt_bench.config.metrics import VAL_LOSS
 from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.data.batches import open_corpus
@@ -21,9 +20,9 @@ from nanogpt_bench.runs.environment import DECIDING, MINOR, differing, environme
 from nanogpt_bench.runs.load import Run, load_run
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.setup.start import start_facts
-from nanogpt_bench.sweep.plan import PlannedPoint
-from nanogpt_bench.sweep.record import SweepRecord
+from nanogpt_bench.sweep.plan import PlannedRun, baseline_of
 from nanogpt_bench.sweep.session import Session
+from nanogpt_bench.sweep.sweep_json import SweepRecord
 from nanogpt_bench.system.errors import BenchError, printable
 from nanogpt_bench.system.lock import locked
 from nanogpt_bench.system.signals import RESUMABLE
@@ -70,17 +69,17 @@ def _chosen(row: Row, seed: int | None) -> list[Run]:
     return runs
 
 
-def _planned(row: Row, run: Run, data_dir: Path | None) -> PlannedPoint:
+def _planned(row: Row, run: Run, data_dir: Path | None) -> PlannedRun:
     """The same training once more: every setting as recorded, and the threads that it had."""
     settings = settings_of(run.config) | ({} if data_dir is None else {"data.dir": str(data_dir)})
     settings["runtime.threads"] = run.environment.get("threads") or settings.get("runtime.threads")
     if run.environment.get("gpu") is None:
         settings["runtime.device"] = "cpu"
     name = f"seed={run.seed}"
-    return PlannedPoint(row.label, row.rule, row.format, int(run.seed or 0), name, settings)
+    return PlannedRun(row.label, row.rule, row.format, int(run.seed or 0), name, settings)
 
 
-def _compare(runs: Sequence[Run], planned: Sequence[PlannedPoint], *, anyway: bool) -> None:
+def _compare(runs: Sequence[Run], planned: Sequence[PlannedRun], *, anyway: bool) -> None:
     """Refuse what would give other numbers, and say what may."""
     prepare_default(str(planned[0].settings["data.dir"]))
     config = resolve(build_config(planned[0].settings))

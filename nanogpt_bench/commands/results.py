@@ -8,13 +8,13 @@ from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.compare.plan import baseline_of
 from nanogpt_bench.report.ladders import LADDERS, cells_of, climbed
 from nanogpt_bench.report.predictors import FEWEST, Point, early_points, predictor_table, rank_predictors
 from nanogpt_bench.report.results import Result, measure
 from nanogpt_bench.report.results_file import TENTH, Exported, export, read_export, to_json
 from nanogpt_bench.report.rows import Row, find_reference
 from nanogpt_bench.report.tables import padded, to_csv, to_latex, to_markdown, tuning_table
+from nanogpt_bench.sweep.plan import baseline_of
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.files import write_text
 from nanogpt_bench.system.words import counted

@@ -57,7 +57,7 @@ def add_finetune(commands: Any) -> Any:
         "  nanogpt-bench prepare text --input law.txt --tokenizer models/smollm2 --out data/law\n"
         "  nanogpt-bench finetune --model models/smollm2 --data.dir data/law --rule muon-stochastic\n"
         "  nanogpt-bench finetune --model models/smollm2 --data.dir data/law --train.step_in_backward true "
-        "--optimizer.grad_clip 0 --train.recompute true --train.precision bf16-mixed --save models/law",
+        "--optimizer.clip_by previous --train.recompute true --train.precision bf16-mixed --save models/law",
     )
     parser.add_argument("--model", required=True, metavar="PATH", help="a folder, a .gguf file, or an id on the hub")
     parser.add_argument("--name", help="results go to runs/NAME (default: finetune, numbered)")
@@ -65,8 +65,9 @@ def add_finetune(commands: Any) -> Any:
     parser.add_argument("--save", type=Path, metavar="DIR", help="write the model as save_pretrained does")
     parser.add_argument(
         "--layout",
-        choices=("float", "compressed-tensors", "torchao"),
-        help="of --save: float values (default), or codes and scales as compressed-tensors or torchao keep them",
+        choices=("float", "compressed-tensors", "torchao", "fp8"),
+        help="of --save: float values (default), or codes and scales as compressed-tensors or torchao keep them, or "
+        "servers of squares of 128 x 128 (fp8)",
     )
     parser.set_defaults(handler=_finetune)
     return parser

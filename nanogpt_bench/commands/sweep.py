@@ -8,28 +8,24 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rich.console import Console
-
-from nanogpt_bench.compare.closing import print_results
-from nanogpt_bench.compare.cores import check_workers
-from nanogpt_bench.compare.executor import Executor
-from nanogpt_bench.compare.executors import check_executor, executor_of
-from nanogpt_bench.compare.plan import baseline_of
 from nanogpt_bench.config.schema import DEFAULT_DATA_DIR
 from nanogpt_bench.config.settings import parse_overrides
 from nanogpt_bench.data.default import prepare_default
 from nanogpt_bench.evaluation.sensitivity import gaps_table
 from nanogpt_bench.report.tables import tuning_table
+from nanogpt_bench.sweep.closing import close
 from nanogpt_bench.sweep.file import SweepFile, find_sweep, read_sweep
 from nanogpt_bench.sweep.lr_limits import Searches, limits_table
-from nanogpt_bench.sweep.plan import PlannedPoint, check_inputs, left_out_of_reference, plan_sweep
-from nanogpt_bench.sweep.record import SweepRecord
+from nanogpt_bench.sweep.plan import PlannedRun, baseline_of, check_inputs, left_out_of_reference, plan_sweep
 from nanogpt_bench.sweep.sensitivity import measure_gaps, plan_study, write_gaps
 from nanogpt_bench.sweep.session import Session, threads_set
+from nanogpt_bench.sweep.sweep_json import SweepRecord
 from nanogpt_bench.sweep.tuning import Tuning
-from nanogpt_bench.system.errors import BenchError, printable
+from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.lock import locked
-from nanogpt_bench.system.signals import RESUMABLE
+from nanogpt_bench.workers.cores import check_workers
+from nanogpt_bench.workers.executor import Executor
+from nanogpt_bench.workers.executors import check_executor, executor_of
 
 
 def main_sweep(args: argparse.Namespace) -> int:
@@ -94,13 +90,13 @@ def sweep_grid(sweep: SweepFile, out: Path, workers: int | None = None, executor
     record = SweepRecord(out, sweep.search, baseline_of(sweep.reference, planned))
     _check(sweep, record, planned, workers, executor)
     whole = Session(record, workers, executor=executor).train(planned)
-    return _finish(record, whole)
+    return close(record, whole=whole)
 
 
 def _check(
     sweep: SweepFile,
     record: SweepRecord,
-    planned: Sequence[PlannedPoint],
+    planned: Sequence[PlannedRun],
     workers: int | None,
     executor: Executor | None,
 ) -> None:
@@ -126,13 +122,13 @@ def tune_and_confirm(sweep: SweepFile, out: Path, workers: int | None = None, ex
     """
     record = SweepRecord(out, "tune")
     tuning = Tuning(sweep, record)
-    record.show(tuning.labels, tuning.baseline)
+    record.order, record.baseline = tuning.labels, tuning.baseline
     _check(sweep, record, tuning.checked(), workers, executor)
     session = Session(record, workers, tuning.to_come, executor)
     tuning.say = session.say
     whole = session.train(tuning.first(), tuning.after)
     tuning.write()
-    return _finish(record, whole, tuning_table(tuning.rows()), rows=True)
+    return close(record, whole=whole, table=tuning_table(tuning.rows()), rows=True)
 
 
 def find_lr_limits(sweep: SweepFile, out: Path, workers: int | None = None, executor: Executor | None = None) -> int:
@@ -146,7 +142,7 @@ def find_lr_limits(sweep: SweepFile, out: Path, workers: int | None = None, exec
     _check(sweep, record, first, workers, executor)
     whole = Session(record, workers, executor=executor).train(first, searches.after)
     searches.write()
-    return _finish(record, whole, limits_table(searches.rows()))
+    return close(record, whole=whole, table=limits_table(searches.rows()))
 
 
 def measure_sensitivity(
@@ -160,32 +156,13 @@ def measure_sensitivity(
     record = SweepRecord(out, "sensitivity", study.reference[0].label)
     _check(replace(sweep, reference=sweep.reference or {}), record, study.planned, workers, executor)
 
-    def after(_: PlannedPoint) -> Iterable[PlannedPoint]:
+    def after(_: PlannedRun) -> Iterable[PlannedRun]:
         write_gaps(study, record)
         return ()
 
     whole = Session(record, workers, executor=executor).train(study.planned, after)
     write_gaps(study, record)
-    return _finish(record, whole, gaps_table(measure_gaps(study, record)))
+    return close(record, whole=whole, table=gaps_table(measure_gaps(study, record)))
 
 
 MODES = {"tune": tune_and_confirm, "lr-limits": find_lr_limits, "sensitivity": measure_sensitivity}
-
-
-def _finish(record: SweepRecord, whole: bool, table: str | None = None, *, rows: bool = False) -> int:
-    """Write the report, print the table given, or else or with `rows` that of all runs; returns the exit code.
-
-    The last line printed is the page's path.
-    """
-    page = record.write_page(running=False)
-    if table is not None:
-        print("".join(f"{printable(line)}\n" for line in table.splitlines()))
-    if table is None or rows:
-        print_results(record.record.results(), Console())
-    print(page, flush=True)
-    if not whole:
-        return RESUMABLE
-    if left := record.left():
-        print(f"runs not brought to their end: {len(left)}; the same command goes on with them", file=sys.stderr)
-        return 1
-    return 0 if any(record.summary(run).get("status") == "finished" for run in record.planned) else 1

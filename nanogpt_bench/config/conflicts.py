@@ -175,9 +175,23 @@ def _in_backward(config: Config) -> Iterator[Row]:
     at_once = name == "fisher" or not (own in MANIFOLDS or name in ON_FLOATS)
     why = f"needs an optimizer of the library that steps weights one by one, not {name!r} with model.storage {own!r}"
     yield "train.step_in_backward", at_once, why
-    for key, allowed in (("optimizer.grad_clip", 0.0), ("train.accumulation", 1), ("shadow.enabled", False)):
-        why = f"can't be used with train.step_in_backward; give {allowed!r}"
-        yield key, train.step_in_backward and get(config, key) != allowed, why
+    within, several = train.step_in_backward, train.accumulation > 1
+    yield "shadow.enabled", within and config.shadow.enabled, "can't be used with train.step_in_backward; give False"
+    why = "with train.step_in_backward needs train.accumulate_in bfloat16 (a sum of two bytes a weight); or give 1"
+    yield "train.accumulation", within and several and train.accumulate_in is None, why
+    why = "needs train.step_in_backward and train.accumulation above 1; leave it out"
+    yield "train.accumulate_in", train.accumulate_in is not None and not (within and several), why
+    optimizer, compiled = config.optimizer, config.runtime.compile
+    why = (
+        "with train.step_in_backward needs optimizer.clip_by previous (by the norm of the step before, one backward "
+        "pass) or exact (two backward passes); or give 0"
+    )
+    asked = within and not several and optimizer.grad_clip > 0
+    yield "optimizer.grad_clip", asked and optimizer.clip_by is None, why
+    why = "needs train.step_in_backward, optimizer.grad_clip above 0 and train.accumulation 1; leave it out"
+    yield "optimizer.clip_by", optimizer.clip_by is not None and not asked, why
+    why = "can't be used with runtime.compile, whose graphs take one backward pass; give optimizer.grad_clip 0"
+    yield "optimizer.clip_by", optimizer.clip_by is not None and compiled, why
 
 
 def _constraint(config: Config) -> Iterator[Row]:

@@ -217,7 +217,7 @@ RULES: dict[str, Rule] = {
     ),
 }
 
-#: rules in a format's geometry that have a twin on float weights: the same step, never rounded
+#: rules in a format's geometry; each has a rule of the same step on float weights, which are never rounded
 WITH_TWIN = (
     "stiffness-k0.5",
     "stiffness-anneal",

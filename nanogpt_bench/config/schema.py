@@ -68,7 +68,7 @@ MOMENTS = ("float32", "bfloat16", "8bit")
 #: how the random draws of one weight follow each other, step by step
 DRAWS = ("independent", "dither")
 SCHEDULES = ("cosine", "trapezoid", "constant", "linear", "step")
-#: courses of an option from its value at the first step to that at the last
+#: schedules of an option from its value at the first step to that at the last
 COURSES = ("linear", "cosine", "step")
 PRECISIONS = ("float32", "bf16-mixed", "bf16-pure")
 STOPS = ("nan", "divergence", "plateau")
@@ -158,8 +158,8 @@ class ModelConfig:
         dict,
         "layer pattern -> weight format, none to leave the layer alone, or a mapping with keys weight, activation, "
         "gradient (each a format, or a mapping with key format and options of its own), granularity (tensor, "
-        "channel, block), policy (dynamic, static, delayed), history, rounding (nearest, stochastic, split), ste "
-        "(identity, clipped, relu, none)",
+        "channel, block, of weights in codes square), policy (dynamic, static, delayed), history, rounding (nearest, "
+        "stochastic, split), ste (identity, clipped, relu, none)",
         of_rule=True,
         of_formats=True,
         words=True,
@@ -191,9 +191,9 @@ class ModelConfig:
     )
     granularity: str | None = setting(
         None,
-        "one weight scale a tensor, a row (channel) or, with fp8 or master storage, a block of 32 in a row; null: "
-        "channel",
-        choices=("tensor", "channel", "block"),
+        "one weight scale a tensor, a row (channel), with fp8 or master storage a block of 32 in a row, or with fp8 "
+        "storage a square of 128 x 128; null: channel",
+        choices=("tensor", "channel", "block", "square"),
         of_rule=True,
         of_formats=True,
     )
@@ -266,6 +266,12 @@ class OptimizerConfig:
         minimum=0.0,
     )
     grad_clip: float = setting(1.0, "largest gradient norm; 0: no clipping", minimum=0.0, of_rule=False)
+    clip_by: str | None = setting(
+        None,
+        "train.step_in_backward: by which norm gradients are clipped to grad_clip, that of the step before (previous) "
+        "or of a backward pass of its own (exact)",
+        choices=("previous", "exact"),
+    )
     writeback: str | None = setting(
         None,
         "grid and fp8 storage: how a step is written back; null: the rule's, or stochastic",
@@ -306,13 +312,13 @@ class OptimizerConfig:
         None, "the same five: k at the last step, reached linearly; null: k stays", minimum=0.0, maximum=4.0
     )
     stiffness_schedule: str | None = setting(
-        None, "the same five: course of k to stiffness_end; null: linear", choices=COURSES
+        None, "the same five: schedule of k to stiffness_end; null: linear", choices=COURSES
     )
     weight_decay_end: float | None = setting(
         None, "weight_decay at the last step, by weight_decay_schedule; null: it stays", minimum=0.0
     )
     weight_decay_schedule: str | None = setting(
-        None, "course of weight_decay to weight_decay_end; null: linear", choices=COURSES
+        None, "schedule of weight_decay to weight_decay_end; null: linear", choices=COURSES
     )
     representation: str | None = setting(
         None, "fisher: what is kept of a layer's Fisher matrix; null: kfac", choices=("diagonal", "kfac", "ekfac")
@@ -341,7 +347,7 @@ class OptimizerConfig:
     )
     schedule: str = setting(
         "cosine",
-        "course of the learning rate after the warm-up: to min_lr_ratio, or none",
+        "schedule of the learning rate after the warm-up: to min_lr_ratio, or none",
         choices=SCHEDULES,
         of_rule=False,
     )
@@ -380,8 +386,14 @@ class TrainConfig:
     )
     step_in_backward: bool = setting(
         False,
-        "step each parameter as soon as its gradient is there, and free the gradient: the library's optimizers, "
-        "without clipping or accumulation; what is watched of gradients is left out",
+        "step each parameter as soon as its gradient is there, and free the gradient: the library's optimizers; "
+        "optimizer.clip_by and train.accumulate_in say how to clip and accumulate; what is watched of gradients is "
+        "left out",
+    )
+    accumulate_in: str | None = setting(
+        None,
+        "train.step_in_backward: what micro-batches are summed up in, two bytes a weight, rounded stochastically",
+        choices=("bfloat16",),
     )
     recompute: bool = setting(
         False, "model.pretrained: keep no activations inside a block, compute them once more in the backward pass"

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import math
 import re
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +25,19 @@ from nanogpt_bench.config.settings import build_config, parse_overrides
 from nanogpt_bench.data.batches import Corpus, load_corpus
 from nanogpt_bench.data.own_tokenizer import check_tokens, own_tokenizer
 from nanogpt_bench.data.text import read_text
-from nanogpt_bench.evaluation.rounding import EMBEDDINGS, mean_squares, rounded
+from nanogpt_bench.evaluation.measurement import Measurement, Row
+from nanogpt_bench.evaluation.rounding import EMBEDDINGS
 from nanogpt_bench.evaluation.sensitivity import FILE, best_mixture, gaps_table
 from nanogpt_bench.evaluation.weights import RunWeights, checked_overrides, folder_of, named_formats
-from nanogpt_bench.model.causal import Outline, is_linear, load_causal, outline, window_losses
-from nanogpt_bench.model.weights import save_weights
+from nanogpt_bench.model.causal import (
+    Outline,
+    find_model,
+    is_linear,
+    load_causal,
+    load_narrow,
+    outline,
+    skeleton,
+)
 from nanogpt_bench.report.build import facts_of, write_report
 from nanogpt_bench.report.rows import group_rows
 from nanogpt_bench.runs.environment import environment
@@ -41,7 +48,6 @@ from nanogpt_bench.system.errors import BenchError, one_line, printable
 from nanogpt_bench.system.files import write_json
 from nanogpt_bench.system.lock import is_unused, locked
 from nanogpt_bench.system.words import rough_time, say
-from nanogpt_bench.training.trainer import mean_and_error
 
 ROWS = "evaluation.json"
 FORMATS = ("E2M5", "E3M4", "E4M3", "E1M6", "E5M2", "E7M0")
@@ -83,15 +89,42 @@ def report_model(args: argparse.Namespace) -> int:
         found = outline(args.model)
         corpus = _text(args, config.data.dir if "data.dir" in given else None, found, config.model.block_size)
         block = config.model.block_size or min(BLOCK, found.positions, len(corpus.val) - 1)
-        model = load_causal(args.model).to(device)
+        anew = _reads_anew(args, given.get("model.formats") or {})
+        model = (load_narrow(args.model) if anew else None) or load_causal(args.model)
         windows = spread(corpus.val, args.windows or WINDOWS, block).to(device)
         batch = config.train.batch_size if "train.batch_size" in given else BATCH
         options = {"tied": config.model.tied or "leave", "headroom": config.model.headroom, "seed": config.seed}
         calibration = spread(corpus.train, args.calibrate, block).to(device) if args.calibrate else None
         say(f"{args.model}: {found.kind}, {found.parameters:,} parameters; {len(windows)} windows of {block} tokens")
-        at = Measurement(args.model, model, windows, corpus.val_tokens_per_byte, batch, options, calibration, args.save)
+        measured = (model.to(device), windows, corpus.val_tokens_per_byte, batch, options, calibration, args.save)
+        at = Measurement(args.model, *measured, reader=partial(_read, args.model, device) if anew else None)
+        del model, measured
         _report(at, args, dict(given.get("model.formats") or {}), out, environment(corpus, config.runtime.threads))
     return 0
+
+
+def _reads_anew(args: argparse.Namespace, own: Mapping[str, Any]) -> bool:
+    """Whether each row reads the model into codes, so that its floats are never beside them.
+
+    Floats that are measured against, or that only some are rounded of, stay. A .gguf file is read as floats alone.
+    """
+    beside = args.sensitivity or args.budget is not None or args.calibrate or args.embeddings or EMBEDDINGS in own
+    return not beside and "gguf_file" not in find_model(args.model)
+
+
+def _read(name: str, device: torch.device, formats: Mapping[str, Any], options: Mapping[str, Any]) -> nn.Module:
+    """The model with the weights of some layers in codes.
+
+    Raises:
+        BenchError: formats that can't be used with it.
+    """
+    asked = {"formats": dict(formats), **options}
+    try:
+        fm.quantize_model(skeleton(name).float(), asked["formats"], "fp8", **options)  # before a weight is read
+    except (ValueError, TypeError) as error:
+        raise BenchError(f"formats: {one_line(error)}") from None
+    read: nn.Module = load_causal(name, bytes_each=1.25, quantization=asked).to(device)
+    return read
 
 
 def report_run(run_dir: Path, args: argparse.Namespace) -> int:
@@ -166,109 +199,6 @@ def spread(tokens: Any, count: int, block: int) -> Tensor:
     count = max(1, min(count, (len(tokens) - 1) // block))
     starts = np.linspace(0, len(tokens) - block - 1, count).astype(np.int64)
     return torch.from_numpy(np.asarray(tokens)[starts[:, None] + np.arange(block + 1)].astype(np.int64))
-
-
-@dataclass(frozen=True)
-class Row:
-    """The model in one set of formats; losses in nats a token, `gap` to its weights as floats, window by window."""
-
-    format: str
-    scale: str
-    formats: Mapping[str, Any]
-    val_loss: float
-    val_loss_se: float | None
-    gap: float | None
-    gap_se: float | None
-    perplexity: float | None
-    bits_per_byte: float
-    bytes_per_parameter: float
-    quantized_parameters: int
-    seconds: float
-
-
-@dataclass
-class Measurement:
-    """A model on windows of a text: rows are measured one after the other, on the same weights."""
-
-    #: the path that a reader knows the model by
-    name: str
-    model: nn.Module
-    windows: Tensor
-    tokens_per_byte: float
-    batch: int
-    options: Mapping[str, Any]
-    #: windows of other text, by which scales are chosen
-    calibration: Tensor | None = None
-    #: where every row's weights are written
-    save: Path | None = None
-    #: loss of each window with float weights
-    floats: list[float] = field(default_factory=list)
-    #: loss of each window in the row before
-    losses: list[float] = field(default_factory=list)
-    #: what was not quantised in the row before, and why
-    left: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        """Find the layers, the size and the energies, which all rows share."""
-        owners = Counter(id(each) for _, each in self.model.named_parameters(remove_duplicate=False))
-        #: the linear layers with a weight of their own
-        self.layers = [
-            name for name, module in self.model.named_modules() if is_linear(module) and owners[id(module.weight)] == 1
-        ]
-        self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        self.energies: Mapping[str, Tensor] = (
-            {} if self.calibration is None else mean_squares(self.model, self.calibration, self.batch)
-        )
-
-    def row(
-        self,
-        name: str,
-        formats: Mapping[str, Any],
-        scale: str = "",
-        *,
-        saves: bool = True,
-        against: Sequence[float] = (),
-    ) -> Row:
-        """Measure one set of formats; the first of all has none. Where weights are written, those of rows that save.
-
-        The gap is to the losses that are given, window by window; to those of the float weights without any.
-
-        Raises:
-            BenchError: formats that can't be used with this model.
-        """
-        begun = time.perf_counter()
-        options = {**self.options, **({"granularity": scale} if scale else {})}
-        with rounded(self.model, formats, energies=self.energies, **options) as size:
-            losses = window_losses(self.model, self.windows, self.batch)
-            report = fm.quantization_report(self.model)
-            if self.save is not None and saves:
-                save_weights(self.model, self.save / f"{'-'.join(filter(None, (name, scale)))}.safetensors")
-        self.floats = self.floats or losses
-        tables = list(self.model.modules()) if formats.get(EMBEDDINGS, "none") != "none" else []
-        also = {id(table.weight): table.weight.numel() for table in tables if isinstance(table, nn.Embedding)}
-        self.left = [
-            f"{layer.name} ({layer.parameters:,}): {layer.detail}"
-            for layer in report.left
-            if not any(id(weight) in also for weight in self.model.get_submodule(layer.name).parameters(recurse=False))
-        ]
-        self.losses = losses
-        differences = [one - other for one, other in zip(losses, against or self.floats, strict=True)]
-        loss, error = mean_and_error(losses)
-        gap, gap_error = mean_and_error(differences) if formats else (None, None)
-        return Row(
-            format=name,
-            scale=scale,
-            formats=dict(formats),
-            val_loss=loss,
-            val_loss_se=error,
-            gap=gap,
-            gap_se=gap_error,
-            perplexity=math.exp(loss) if loss < 700 else None,
-            bits_per_byte=loss / math.log(2) * self.tokens_per_byte,
-            bytes_per_parameter=size / self.parameters,
-            quantized_parameters=report.quantized_parameters + sum(also.values()),
-            seconds=time.perf_counter() - begun,
-        )
 
 
 def _report(

@@ -139,7 +139,7 @@ def calibrate(model: nn.Module, before: Mapping[str, nn.Module], energies: Mappi
 
 def _least(weight: Any, values: Tensor, energy: Tensor) -> fm.FP8Parameter:
     """The parameter with, for each scale, the power of two of the least error."""
-    scale, granularity = weight.scale, _granularity(weight)
+    scale, granularity = weight.scale, weight.granularity
     best = torch.full_like(scale, torch.inf)
     chosen = scale.clone()
     for shift in SHIFTS:
@@ -152,14 +152,12 @@ def _least(weight: Any, values: Tensor, energy: Tensor) -> fm.FP8Parameter:
     return fm.FP8Parameter(values, weight.format, **options)
 
 
-def _granularity(weight: Any) -> Literal["tensor", "channel", "block"]:
-    if weight.block_size is not None:
-        return "block"
-    return "channel" if weight.scale.dim() else "tensor"
-
-
 def _summed(errors: Tensor, weight: Any) -> Tensor:
     """The sum over each group that shares a scale, in the scale's shape."""
-    if weight.block_size is not None:
+    if weight.granularity == "square":
+        size, (rows, columns) = weight.block_size[0], errors.shape
+        whole = nn.functional.pad(errors, (0, -columns % size, 0, -rows % size))
+        return whole.unflatten(1, (-1, size)).sum(-1).unflatten(0, (-1, size)).sum(1)
+    if weight.granularity == "block":
         return errors.unflatten(-1, (-1, weight.block_size)).sum(-1)
     return errors.sum(-1, keepdim=True) if weight.scale.dim() else errors.sum()

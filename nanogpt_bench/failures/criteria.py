@@ -21,7 +21,7 @@ KURTOSIS_OF_BLOCKS = metrics.KURTOSIS.by("residual").name
 #: what was not a number: the metric that says so, or the figure that then is null
 LOSSES = (metrics.LOSS_IS_NAN.name, LOSS, metrics.VAL_LOSS.name)
 GRADIENTS = (metrics.GRAD_HAS_NAN.name, metrics.GRAD_NORM.name)
-#: steps below which a course can't be judged
+#: steps below which a learning curve can't be judged
 SHORTEST = 20
 OTHER_BATCH = "a run with another batch size"
 #: settings in which runs of one series of batch sizes may differ

@@ -6,6 +6,7 @@ on the hub. Nothing is unpickled, and no code that comes with a model is run.
 
 from __future__ import annotations
 
+import copy
 import functools
 import io
 import logging
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import fp8manifold as fm
+from nanogpt_bench.model.halves import computes_in_float32, half_of_files
 from nanogpt_bench.system.errors import BenchError, one_line, shortened
 from nanogpt_bench.system.hub import hub_file
 from nanogpt_bench.system.memory import check_memory
@@ -233,6 +235,36 @@ def load_causal(name: str, *, bytes_each: float = 5.0, quantization: Mapping[str
     model.__class__ = type(own.__name__, (_WithLoss, own), {"__module__": own.__module__})
     _check_causal(model, name)
     return model.train()
+
+
+def load_narrow(name: str) -> Any | None:
+    """Return the model called `name` to be measured, with weights in 16 bits; None where it has to be in float32.
+
+    Its losses are those of `load_causal`, to the bit. Float32 it has to be of files that are not all of one such dtype,
+    and of models that would compute anything in it.
+
+    Raises:
+        BenchError: as `load_causal`.
+    """
+    where = find_model(name)
+    folder = Path(where["pretrained_model_name_or_path"])
+    dtype = None if "gguf_file" in where or not folder.is_dir() else half_of_files(folder)
+    if dtype is None:
+        return None
+    check_memory(outline(name).parameters * 2.5, f"model {name!r}, {outline(name).parameters:,} parameters,")
+    with reading(name) as transformers:
+        options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": False, "use_safetensors": True}
+        options |= {"config": copy.deepcopy(_settings(name)), "output_loading_info": True}
+        model, said = transformers.AutoModelForCausalLM.from_pretrained(**where, **options)
+    if said.get("missing_keys") or said.get("unexpected_keys") or not computes_in_float32(model):
+        return None
+    model.config.use_cache, model.config.dtype = False, torch.float32
+    _check_finite(model, name)
+    try:
+        _check_causal(model, name)
+    except RuntimeError:  # something is computed in the dtype of a weight
+        return None
+    return model.eval()
 
 
 def _detach(model: Any) -> None:

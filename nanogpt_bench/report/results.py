@@ -14,6 +14,7 @@ from nanogpt_bench.config.metrics import BESIDE_LOSS, COSINE, TOKENS, TRAIN_LOSS
 from nanogpt_bench.report.rows import REFERENCE_RULE, Row, differences, references_of, row_label, seed_of
 from nanogpt_bench.report.verdict import DEFAULTS, Evidence, Outcome, Thresholds, Verdict, judge
 from nanogpt_bench.runs.curves import smooth, smoothing_window
+from nanogpt_bench.runs.environment import processor
 from nanogpt_bench.runs.load import Run
 
 
@@ -148,7 +149,14 @@ def _measure_row(row: Row, reference: Row | None, thresholds: Thresholds, runnin
 def _difference(row: Row, reference: Row | None, name: str) -> Difference | None:
     if reference is None or row is reference:
         return None
-    return difference(_by_seed(row, name), _by_seed(reference, name))
+    found = difference(_by_seed(row, name), _by_seed(reference, name))
+    return None if found is None else replace(found, apart=_on_two_processors(row, reference))
+
+
+def _on_two_processors(row: Row, reference: Row) -> bool:
+    """True if the runs of some seed were made on two processors, as far as both records say."""
+    own, its = ({seed_of(run): processor(run.environment) for run in each.runs} for each in (row, reference))
+    return any(own[seed] != its[seed] for seed in own if seed in its and "None" not in (own[seed][0], its[seed][0]))
 
 
 def _errors(row: Row) -> Figure | None:
@@ -256,6 +264,8 @@ def twin_of(run: Run, others: tuple[Run, ...]) -> Run | None:
     return next((other for other in others if seed_of(other) == seed_of(run)), others[0] if others else None)
 
 
+#: behind the difference of runs on two processors
+MARK = " †"
 CONFIDENCE = 0.95
 ALPHA = 1 - CONFIDENCE
 
@@ -265,7 +275,8 @@ class Difference:
     """The mean of L - L_ref in nats over the seeds of both rows; for one seed nothing more.
 
     `low` and `high` are the ends of its 95% t-interval, `p` the p-value of the two-sided paired t-test, `holm` the same
-    adjusted for the number of rows tested.
+    adjusted for the number of rows tested. `apart` says that a pair's runs were made on two processors, whose kernels
+    sum in other orders: pairing by seed takes away little noise then.
     """
 
     mean: float
@@ -274,6 +285,7 @@ class Difference:
     high: float | None = None
     p: float | None = None
     holm: float | None = None
+    apart: bool = False
 
     @property
     def is_lead(self) -> bool:
@@ -336,9 +348,15 @@ def difference_text(found: Difference | None, digits: int = 3) -> str:
     'no difference found [-0.050, +0.010]'
     >>> difference_text(Difference(-0.02, 1)), difference_text(None)
     ('-0.020, one seed: a lead', '-')
+    >>> difference_text(Difference(-0.02, 1, apart=True))
+    '-0.020, one seed: a lead †'
     """
     if found is None:
         return "-"
+    return _difference_text(found, digits) + MARK * found.apart
+
+
+def _difference_text(found: Difference, digits: int) -> str:
     if found.low is None or found.high is None:
         return f"{found.mean:+z.{digits}f}, one seed: a lead"
     interval = f"[{found.low:+z.{digits}f}, {found.high:+z.{digits}f}]"

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from nanogpt_bench.config.metrics import BESIDE_LOSS, CODE_UNCHANGED
-from nanogpt_bench.report.results import Figure, Result, difference_text, reference_name
+from nanogpt_bench.report.results import MARK, Figure, Result, difference_text, reference_name
 from nanogpt_bench.report.rows import learning_rate, shortfall
 from nanogpt_bench.runs.read import finite
 from nanogpt_bench.system.csv_cells import cell
@@ -84,7 +84,9 @@ def shown_columns(results: Sequence[Result]) -> tuple[Column, ...]:
     measured = any(result.reference for result in results)
     left_out = ({PAIRED} if all(leads) else set()) | (set() if measured else {GAP})
     shown = [column for column in COLUMNS if column.heading not in left_out and _tells(column, results)]
+    apart = any(result.difference.apart for result in results if result.difference is not None)
     headings = {GAP: f"{GAP} to {reference_name(results)}", RUN: run_heading(results, lead=bool(leads) and all(leads))}
+    headings |= {PAIRED: f"{PAIRED}{MARK}: two processors"} if apart else {}
     widths = {c.heading: _width(headings.get(c.heading, c.heading), c, results) for c in shown}
     paired = PAIRED in widths
     for heading in FIRST_TO_GO:

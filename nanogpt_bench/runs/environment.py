@@ -46,6 +46,7 @@ def machine(threads: int | None = None) -> dict[str, Any]:
         "commit": commit(),
         "libraries": {name: _version(name) for name in _LIBRARIES} | {"torch": torch.__version__},
         "cpu": cpu_model(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),  # the width of its vectors, by torch's name
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "threads": threads or torch.get_num_threads(),
     }
@@ -109,7 +110,16 @@ MINOR = {
     "fp8manifold": ("libraries", "fp8manifold"),
     "commit": ("commit",),
     "CPU": ("cpu",),
+    "CPU capability": ("cpu_capability",),
 }
+
+
+def processor(environment: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return what tells the processor of a run from others: its name, its vectors if recorded, and the system.
+
+    One name may stand for several processors, so the system is part of it.
+    """
+    return tuple(str(environment.get(key)) for key in ("cpu", "cpu_capability", "platform"))
 
 
 def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Courses by name: of the learning rate as a factor of its peak, and of an option from its first value to its last."""
+"""Schedules by name: the learning rate as a factor of its peak, and an option from its first value to its last."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ def _pretrained(config: Config, corpus: Corpus) -> Any:
 def _bytes_each(config: Config) -> float:
     """Return what a parameter takes: its weight, gradient and averages, or while it is read its float and its codes."""
     state = {"float32": 8, "bfloat16": 4, "8bit": 2}[config.optimizer.moments or "float32"]
-    gradients = 0 if config.train.step_in_backward else 4
+    gradients = (2 if config.train.accumulate_in else 0) if config.train.step_in_backward else 4
     asked = read_as_codes(config)
     if asked is None:
         weights = 4 if config.model.storage in ("float32", "master") else 1

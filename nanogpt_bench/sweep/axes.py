@@ -16,7 +16,7 @@ from nanogpt_bench.system.errors import BenchError, unknown
 
 SCALES = ("log", "linear")
 RANGE_KEYS = ("min", "max", "scale", "points")
-#: of numbers drawn or spaced out between two bounds, so that they can be read
+#: significant digits of a number drawn or spaced out between two bounds, so that it can be read
 SIGNIFICANT_DIGITS = 4
 FORMATS = "model.formats."
 
@@ -62,7 +62,7 @@ class Axis:
 
     @property
     def size(self) -> int:
-        """How many values a grid has, at most: those of a range of whole numbers may fall on each other.
+        """The number of values of a grid, at most: rounded to whole numbers, values of a range may coincide.
 
         Raises:
             BenchError: a range without a number of points.

@@ -25,7 +25,7 @@ def _key(default: Any, text: str, **limits: Any) -> Any:
 
 @dataclass(frozen=True)
 class LrLimits:
-    """How `--lr-limits` searches, and what it calls stable."""
+    """The search of `--lr-limits`, and its criterion of a stable run."""
 
     resolution: float = _key(1.5, "stop when unstable over stable learning rate is at most this", above=1.0)
     span: float = _key(4096.0, "how far from the first learning rate to look, as a factor", above=1.0)
@@ -34,7 +34,7 @@ class LrLimits:
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """What `--sensitivity` quantises, one at a time."""
+    """The layers that `--sensitivity` quantises, one at a time."""
 
     patterns: tuple[str, ...] = _key(
         ("attn.qkv", "attn.proj", "mlp.fc", "mlp.proj", "lm_head", "*"), "layer patterns, one row each"
@@ -45,7 +45,7 @@ class Sensitivity:
 
 @dataclass(frozen=True)
 class Tune:
-    """How the best value of `keys` is searched at every combination of the axes, before the runs that count."""
+    """The search for the best values of `keys` at every combination of the axes, before the runs that count."""
 
     keys: tuple[str, ...] = _key(("optimizer.lr",), "what is searched; a rule that lacks a key is searched in the rest")
     start: Mapping[str, float] = field(default_factory=dict)
@@ -92,12 +92,12 @@ class SweepFile:
         return next((axis for axis in self.axes if axis.key == key), None)
 
 
-#: what a sweep file may hold
+#: keys of a sweep file
 KEYS = (
     *("config", "settings", "axes", "search", "samples", "sample_seed", "workers", "reference"),
     *("tune", "confirm", "smoke", "lr_limits", "sensitivity"),
 )
-#: what smoke may put another value in place of
+#: sections that smoke may change
 SMOKE = ("settings", "axes", "tune", "confirm")
 
 

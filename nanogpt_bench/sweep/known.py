@@ -19,13 +19,13 @@ from nanogpt_bench.runs.environment import DECIDING, MINOR, differing, machine, 
 from nanogpt_bench.runs.load import Run
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.setup.start import start_facts
-from nanogpt_bench.sweep.plan import PlannedPoint
+from nanogpt_bench.sweep.plan import PlannedRun
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.files import write_json, write_text
 
-#: settings that a run has from the machine
+#: settings that the machine decides
 _OF_MACHINE = ("runtime.threads", "runtime.device")
-#: what a machine has; another one of them, and no run of the file is one of here
+#: facts of the machine; where one differs, no run of the file is taken
 _INSTALLED = {name: DECIDING[name] for name in ("torch", "GPU")}
 _GIVEN = {name: keys for name, keys in DECIDING.items() if name not in _INSTALLED}
 
@@ -42,7 +42,7 @@ class Known:
         self.path, self.notes = path, dict[str, None]()
         self._runs = [run for row in (*file.rows, *file.trials) for run in row.runs]
         self._taken: set[int] = set()
-        #: places of runs by their settings; those of several texts may have the same
+        #: places of runs by their settings, which runs on several texts may share
         self._places: dict[str, list[int]] = {}
         here = machine()
         for place, run in enumerate(self._runs):
@@ -51,7 +51,7 @@ class Known:
                 raise BenchError(f"--from {str(path)!r}: {line}; its runs are not those that would be made here")
             self.notes |= dict.fromkeys(differing(run.environment, here, MINOR))
 
-    def write(self, planned: PlannedPoint, folder: Path) -> bool:
+    def write(self, planned: PlannedRun, folder: Path) -> bool:
         """Write the file's run of the same settings, text and first weights as that run's folder; False without one."""
         config = resolve(build_config(planned.settings))
         places = self._places.get(_settings(config), ())
@@ -83,7 +83,7 @@ def _settings(config: Config) -> str:
 
 @cache
 def _here(data_dir: str, init_from: str | None) -> Mapping[str, Any]:
-    """What environment.json of a run of that text and those first weights would say of both."""
+    """The facts that environment.json of a run here records of that text and those first weights."""
     config = Config()
     config.model.init_from = init_from
     return {"corpus": load_corpus(Path(data_dir), 0).meta, **start_facts(config)}

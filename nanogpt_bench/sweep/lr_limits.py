@@ -13,8 +13,8 @@ from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.runs.read import finite
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.sweep.file import LrLimits, SweepFile
-from nanogpt_bench.sweep.plan import PlannedPoint, plan_point, plan_sweep
-from nanogpt_bench.sweep.record import SweepRecord
+from nanogpt_bench.sweep.plan import PlannedRun, plan_point, plan_sweep
+from nanogpt_bench.sweep.sweep_json import SweepRecord
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.files import write_text
 
@@ -89,9 +89,9 @@ class Search:
     """The search at one point of the axes."""
 
     base: Mapping[str, Any]
-    point: PlannedPoint
+    point: PlannedRun
     options: LrLimits
-    tried: dict[float, PlannedPoint] = field(default_factory=dict)
+    tried: dict[float, PlannedRun] = field(default_factory=dict)
     stable: dict[float, bool] = field(default_factory=dict)
 
     @property
@@ -99,7 +99,7 @@ class Search:
         """The learning rate that the point's own settings give."""
         return rounded(resolve(build_config(self.point.settings)).optimizer.lr or 0.0)
 
-    def next(self) -> PlannedPoint | None:
+    def next(self) -> PlannedRun | None:
         """The next run, None when the search is over."""
         lr = next_lr(self.stable, self.options, self.first)
         if lr is None:
@@ -107,8 +107,8 @@ class Search:
         self.tried[lr] = plan_point(self.base, {**self.point.axes, KEY: lr})
         return self.tried[lr]
 
-    def learn(self, run: PlannedPoint, summary: Mapping[str, Any]) -> None:
-        """Take in how a run ended."""
+    def learn(self, run: PlannedRun, summary: Mapping[str, Any]) -> None:
+        """Record how a run ended."""
         self.stable[run.axes[KEY]] = is_stable(summary, self.options.tolerance)
 
 
@@ -124,17 +124,17 @@ class Searches:
         self.searches = [Search(sweep.base, point, sweep.lr_limits) for point in plan_sweep(sweep)]
         self._by_name: dict[str, Search] = {}
 
-    def first(self) -> list[PlannedPoint]:
+    def first(self) -> list[PlannedRun]:
         """The runs to begin with, one a search."""
         return [run for search in self.searches for run in self._next(search)]
 
-    def _next(self, search: Search) -> Iterable[PlannedPoint]:
+    def _next(self, search: Search) -> Iterable[PlannedRun]:
         run = search.next()
         if run is not None:
             self._by_name[run.name] = search
             yield run
 
-    def after(self, run: PlannedPoint) -> Iterable[PlannedPoint]:
+    def after(self, run: PlannedRun) -> Iterable[PlannedRun]:
         """The run that follows from one that has ended."""
         search = self._by_name[run.name]
         search.learn(run, self._record.summary(run))

@@ -1,4 +1,4 @@
-"""What a sweep is going to run: one training a point, its name, its settings, and that they make sense."""
+"""The plan of a sweep or a comparison: its runs, with their names and settings, checked before anything is trained."""
 
 from __future__ import annotations
 
@@ -11,19 +11,17 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
-from nanogpt_bench.compare.overrides import applies
-from nanogpt_bench.compare.plan import PlannedRun, check_count
-from nanogpt_bench.config.keys import get, keys_where
-from nanogpt_bench.config.rules import RULES, reference_settings
-from nanogpt_bench.config.schema import WITHOUT_FORMATS, Config
+from nanogpt_bench.config.keys import FIELDS, get, keys_where
+from nanogpt_bench.config.rules import RULES, Rule, has_moments, reference_settings
+from nanogpt_bench.config.schema import OPTION_NAMES, OPTIONS, PEER_WEIGHTS, ROUNDED, WITHOUT_FORMATS, Config
 from nanogpt_bench.config.settings import build_config
-from nanogpt_bench.report.rows import row_label
+from nanogpt_bench.report.rows import Row, row_label
 from nanogpt_bench.setup.formats import format_summary, weight_format
 from nanogpt_bench.setup.parallel import refuse_parallel
 from nanogpt_bench.setup.resolve import resolve, rule_name
 from nanogpt_bench.sweep.axes import Point, assemble, grid_points, random_points
 from nanogpt_bench.sweep.file import SweepFile
-from nanogpt_bench.system.errors import BenchError, printable
+from nanogpt_bench.system.errors import BenchError, printable, unknown
 
 LONGEST_NAME = 120
 FLOAT_LR = "optimizer.float_lr"
@@ -31,19 +29,64 @@ FLOAT_LR = "optimizer.float_lr"
 _SAID = ("rule", "model.format", "seed")
 
 
-@dataclass(frozen=True)
-class PlannedPoint(PlannedRun):
-    """One training of a sweep, and where it lies on the axes."""
+#: seconds a step relative to fp32's; a rule not listed counts as 1
+RELATIVE_COST = {
+    "fisher": 3.0,
+    "bf16-mixed": 2.0,
+    "bf16-pure": 2.0,
+    "bf16-stochastic": 2.0,
+    "stochastic-8bit": 1.7,
+    "residual8": 1.6,
+    "residual4": 1.6,
+    "residual2": 1.6,
+    "riemannian": 1.5,
+    "momentum": 1.4,
+    "master": 1.2,
+}
+#: most runs of a comparison or a sweep: checking their settings takes a minute, and their page has many megabytes
+MOST_RUNS = 10_000
 
+
+def check_count(runs: int, source: str) -> None:
+    """Refuse more runs than are planned, before any is.
+
+    Raises:
+        BenchError: more than `MOST_RUNS`; names `source`, which asks for them.
+    """
+    if runs > MOST_RUNS:
+        count = f"{runs:,}" if runs < 10**15 else f"about 10^{math.log10(runs):.0f}"
+        raise BenchError(f"{source} asks for {count} runs; at most {MOST_RUNS:,} are planned")
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One training: a row of the table at one seed, its folder's name and its settings by dotted key."""
+
+    label: str
+    rule: str
+    format: str
+    seed: int
+    name: str
+    settings: dict[str, Any]
+    #: the point of a sweep's axes that it trains at
     axes: Mapping[str, Any] = field(default_factory=dict)
+    #: True for a run that is no row of the table, only a trial for the settings of rows
+    aside: bool = field(default=False, kw_only=True)
+
+    @property
+    def lr(self) -> float | None:
+        """The peak learning rate that was asked for, else the rule's own; None for settings that follow no rule."""
+        given: float | None = self.settings.get("optimizer.lr")
+        return RULES[self.rule].lr if given is None and self.rule in RULES else given
 
     @property
     def cost(self) -> float:
-        train = {key: self.settings.get(f"train.{key}") or 1 for key in ("max_steps", "batch_size", "accumulation")}
-        return super().cost * train["max_steps"] * train["batch_size"] * train["accumulation"]
+        """The relative duration of the run: its sequences times the relative seconds a step of its rule."""
+        train = (self.settings.get(f"train.{key}") or 1 for key in ("max_steps", "batch_size", "accumulation"))
+        return RELATIVE_COST.get(self.rule, 1.0) * math.prod(train)
 
 
-def plan_sweep(sweep: SweepFile) -> list[PlannedPoint]:
+def plan_sweep(sweep: SweepFile) -> list[PlannedRun]:
     """Return every run of the file: the references at every seed first, then the points, each once.
 
     Raises:
@@ -57,13 +100,13 @@ def plan_sweep(sweep: SweepFile) -> list[PlannedPoint]:
     return named_once([*_told_apart(plan_reference(sweep, points), planned), *planned])
 
 
-def _told_apart(references: Iterable[PlannedPoint], planned: Iterable[PlannedPoint]) -> list[PlannedPoint]:
+def _told_apart(references: Iterable[PlannedRun], planned: Iterable[PlannedRun]) -> list[PlannedRun]:
     """The references; for one that a point is itself, that point, and where they share but the name, another label."""
     points = {run.name: run for run in planned}
     return [_apart_from(points.get(run.name, run), run) for run in references]
 
 
-def _apart_from(point: PlannedPoint, run: PlannedPoint) -> PlannedPoint:
+def _apart_from(point: PlannedRun, run: PlannedRun) -> PlannedRun:
     if resolve(build_config(point.settings)) == resolve(build_config(run.settings)):
         return point
     label = f"{run.label} (reference)"
@@ -105,7 +148,7 @@ def _at_sizes(sweep: SweepFile, point: Point) -> Iterator[Point]:
         yield {**point, "data.train_tokens": size, "train.max_steps": size // tokens}
 
 
-def plan_reference(sweep: SweepFile, points: Sequence[Point]) -> list[PlannedPoint]:
+def plan_reference(sweep: SweepFile, points: Sequence[Point]) -> list[PlannedRun]:
     """Return the file's reference at every seed that occurs; nothing where it gives no settings of one.
 
     There is one for every combination of values of the axes without which losses can't be set against each other, such
@@ -137,7 +180,7 @@ def left_out_of_reference(sweep: SweepFile) -> str:
     )
 
 
-def plan_point(base: Mapping[str, Any], point: Mapping[str, Any], label: str | None = None) -> PlannedPoint:
+def plan_point(base: Mapping[str, Any], point: Mapping[str, Any], label: str | None = None) -> PlannedRun:
     """Return the run at a point, checked; `label` instead of one made from the point.
 
     Raises:
@@ -159,7 +202,7 @@ def plan_point(base: Mapping[str, Any], point: Mapping[str, Any], label: str | N
         settings["optimizer.lr"] = config.optimizer.lr  # not in the settings of before, when it was another one
     label = printable(label or describe(config, axes))
     name = folder_name(f"{label} seed={config.seed}", axes)
-    return PlannedPoint(label, rule_name(config), format_summary(config), config.seed, name, settings, axes)
+    return PlannedRun(label, rule_name(config), format_summary(config), config.seed, name, settings, axes)
 
 
 def _idle(base: Mapping[str, Any], point: Mapping[str, Any]) -> frozenset[str]:
@@ -188,6 +231,32 @@ def _without_formats(base: Mapping[str, Any], point: Mapping[str, Any]) -> Point
             f"axes.{idle[0]}: rule {base['rule']!r} keeps float weights at every value; give another rule, or axes.rule"
         )
     return kept
+
+
+def applies(key: str, value: Any, rule: Rule) -> bool:
+    """Return whether a setting means something under a rule.
+
+    >>> applies("optimizer.momentum", 0.9, RULES["sgd"]), applies("optimizer.momentum", 0.9, RULES["fp32"])
+    (True, False)
+    """
+    section, _, option = key.partition(".")
+    if section == "optimizer" and option in OPTION_NAMES:
+        return option in OPTIONS[rule.optimizer]
+    if key == "optimizer.moments":
+        return has_moments(rule.storage, rule.optimizer)
+    if key in FIELDS and (storages := FIELDS[key].facts["storages"]):
+        return rule.storage in storages
+    if key in FIELDS and (optimizers := FIELDS[key].facts["optimizers"]):
+        return rule.optimizer in optimizers
+    if key == "model.storage":
+        return rule.storage == value or (rule.storage in ROUNDED and value in ROUNDED)
+    if key == "shadow.of":
+        return value != "master" or rule.storage not in ROUNDED
+    if key == "model.peer":
+        return rule.optimizer in PEER_WEIGHTS.get(value, ())
+    if key == "train.precision":
+        return rule.storage != "float32"
+    return rule.storage not in WITHOUT_FORMATS if key in FIELDS and FIELDS[key].facts["of_formats"] else True
 
 
 def _keeps_floats(base: Mapping[str, Any], point: Mapping[str, Any]) -> bool:
@@ -235,13 +304,33 @@ def folder_name(label: str, axes: Mapping[str, Any]) -> str:
     return f"{name[:LONGEST_NAME].rstrip('-')}-{digest}"
 
 
-def named_once(planned: Iterable[PlannedPoint]) -> list[PlannedPoint]:
+def baseline_of(reference: Mapping[str, Any] | str | None, planned: Sequence[PlannedRun | Row]) -> str | None:
+    """Return the label of the row to measure against, None for the first BF16 one.
+
+    `planned` begins with those of settings given as reference. A name is that of a row, or of the first with that rule
+    and format.
+
+    Raises:
+        BenchError: no such row; names the nearest one.
+    """
+    if not isinstance(reference, str):
+        return None if reference is None else planned[0].label
+    labels = [run.label for run in planned]
+    if reference in labels:
+        return reference
+    short = [row_label(run.rule, run.format) for run in planned]
+    if reference not in short:
+        raise unknown("reference", reference, list(dict.fromkeys(labels)))
+    return labels[short.index(reference)]
+
+
+def named_once(planned: Iterable[PlannedRun]) -> list[PlannedRun]:
     """Return the runs without repetitions of the same settings.
 
     Raises:
         BenchError: two runs of other settings would share a folder.
     """
-    by_name: dict[str, PlannedPoint] = {}
+    by_name: dict[str, PlannedRun] = {}
     for run in planned:
         other = by_name.setdefault(run.name, run)
         if other.settings != run.settings:
@@ -249,7 +338,7 @@ def named_once(planned: Iterable[PlannedPoint]) -> list[PlannedPoint]:
     return list(by_name.values())
 
 
-def check_inputs(planned: Iterable[PlannedPoint]) -> None:
+def check_inputs(planned: Iterable[PlannedRun]) -> None:
     """Refuse a corpus that a run could not use, before anything is written."""
     from nanogpt_bench.data.batches import open_corpus
 

@@ -1,234 +1,212 @@
-"""A sweep on disk: which runs it has, how each ended, and what is left to do when it is started again."""
+"""The runs of a sweep or a comparison on disk: what became of each, what is left to do, and the report over them."""
 
 from __future__ import annotations
 
-import csv
-import io
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import platform
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanogpt_bench.compare.record import Record
-from nanogpt_bench.config.metrics import BESIDE_LOSS
-from nanogpt_bench.runs.earlier import (
-    OF_TRAINING,
-    drop_checkpoints,
-    has_ended,
-    make_ready,
-    plain,
-    summary_of,
-    why_again,
-)
+from nanogpt_bench.failures import failures_of
+from nanogpt_bench.report.build import facts_of, write_report
+from nanogpt_bench.report.results import Result, measure
+from nanogpt_bench.report.results_file import with_given_up
+from nanogpt_bench.report.rows import Row, find_reference
+from nanogpt_bench.report.sweep_charts import read_studies
+from nanogpt_bench.runs.earlier import drop_checkpoints, has_ended, make_ready, summary_of, why_again
 from nanogpt_bench.runs.environment import command_line
-from nanogpt_bench.sweep.plan import PlannedPoint
-from nanogpt_bench.system.csv_cells import cell
-from nanogpt_bench.system.errors import BenchError, one_line
+from nanogpt_bench.runs.load import Run, is_run_folder, load_run
+from nanogpt_bench.sweep.plan import PlannedRun
+from nanogpt_bench.system.errors import one_line
 from nanogpt_bench.system.files import write_text
-from nanogpt_bench.system.lock import is_unused
-from nanogpt_bench.system.untrusted import read_json
 
 if TYPE_CHECKING:
     from nanogpt_bench.sweep.known import Known
 
-MANIFEST = "sweep.json"
-TABLE = "runs.csv"
-#: what is told of a run, from its summary.json
-OUTCOMES = (
-    *("status", "steps", "final_val_loss", "best_val_loss", "first_val_loss", "bytes_per_parameter", "stall"),
-    *("arrived", "tokens_per_s", "seconds"),
-)
-#: and what was found beside the loss
-_BESIDE = tuple(metric.figure for metric in BESIDE_LOSS)
+DATE = "%Y-%m-%d %H:%M UTC"
 
 
-class SweepRecord:
-    """Everything a sweep writes lies in `folder`: a folder a run, sweep.json, runs.csv and the report.
+class Record(ABC):
+    """Everything a sweep or a comparison writes lies in `folder`: a folder a run, a manifest of the runs, the report.
 
-    `mode` is grid, random, lr-limits or sensitivity, `baseline` the label that gaps are measured against. Runs are
-    added one by one, since some are planned by what others found out.
-
-    Raises:
-        BenchError: `folder` can't be used, or holds something else than a sweep of this mode.
+    Runs are added one by one, since some are planned by what others found. Gaps are measured against the row labelled
+    `baseline`, without one against the first BF16 row. The table has the rows labelled `order` first.
     """
 
-    def __init__(self, folder: Path, mode: str, baseline: str | None = None) -> None:
-        self.folder, self.mode = folder, mode
-        self.planned: list[PlannedPoint] = []
-        #: runs that need not be trained, since a results file has them
+    def __init__(self, folder: Path, title: str, baseline: str | None = None, order: Sequence[str] = ()) -> None:
+        self.folder, self.title, self.baseline, self.order = folder, title, baseline, order
+        self.started = datetime.now(UTC)
+        self.planned: list[PlannedRun] = []
+        #: results files whose runs need not be trained
         self.known: list[Known] = []
-        self.record = Record(folder, self.planned, title=f"nanogpt-bench sweep ({mode})", baseline=baseline)
-        self._known = self._entries_of_before()
-        #: what sweep.json says of every run that was added; the figures of one that has ended stay, whatever becomes
-        #: of its folder
-        self._entries: dict[str, dict[str, Any]] = {}
-        self._resumed: set[str] = set()
-        #: why runs that an earlier start had brought to an end are to be done again, by name
+        #: names of runs that an earlier start brought to their end
+        self.ended_before: set[str] = set()
+        #: reason, by name, for training again a run that an earlier start had brought to an end
         self.again: dict[str, str] = {}
+        self._ended: dict[str, bool] = {}
+        self._resumed: set[str] = set()
 
-    def show(self, order: Sequence[str], baseline: str | None) -> None:
-        """Show rows in this order of their labels, measured against that one; None: against the first BF16 one."""
-        self.record = replace(self.record, order=order, baseline=baseline)
+    @abstractmethod
+    def write_manifest(self) -> None:
+        """Write down which runs there are, and how they stand."""
 
-    def _entries_of_before(self) -> dict[str, dict[str, Any]]:
-        path = self.folder / MANIFEST
-        if not path.exists():
-            if not is_unused(self.folder):
-                raise BenchError(f"--out {str(self.folder)!r} is in use and holds no sweep; give a new folder")
-            return {}
-        try:
-            before = read_json(path, times=8)
-            entries, mode = {entry["name"]: entry for entry in before["runs"]}, before["mode"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise BenchError(f"{str(path)!r} can't be read ({one_line(error)}); give a new folder with --out") from None
-        if mode != self.mode:
-            raise BenchError(f"--out {str(self.folder)!r} holds a sweep of mode {mode!r}; give a new folder")
-        return entries
+    def prepare(self, say: Callable[[str], None]) -> None:  # noqa: B027  (most have nothing to prepare)
+        """Prepare what the runs read, while the workers start; nothing by default."""
 
-    def check(self, run: PlannedPoint) -> None:
-        """Refuse a run that an earlier start has done with other settings.
+    def check(self, run: PlannedRun) -> None:  # noqa: B027  (a comparison checks all runs at once)
+        """Refuse a run that an earlier start has done with other settings."""
 
-        Raises:
-            BenchError: names the first setting that differs.
-        """
-        before = self._known.get(run.name)
-        if before is None:
-            return
-        now, then = plain(run.settings), before.get("settings") or {}
-        for key in {**now, **then}:
-            if now.get(key) != then.get(key):
-                raise BenchError(
-                    f"--out {str(self.folder)!r} holds {run.name!r} with {key} {then.get(key)!r}, now "
-                    f"{now.get(key)!r}; give a new folder"
-                )
+    def note(self, run: PlannedRun, summary: Mapping[str, Any]) -> None:  # noqa: B027  (a comparison reads the folders)
+        """Keep what the manifest says of a run, whose summary.json is `summary`, {} while there is none."""
 
-    def add(self, run: PlannedPoint) -> bool:
-        """Take in a run; True when an earlier start has brought it to its end.
+    def add(self, run: PlannedRun) -> bool:
+        """Add a run; True when an earlier start has brought it to its end, or a file of `known` has it.
 
-        So is one that a file of `known` has. Otherwise what it left is removed, unless it has checkpoints to go on
-        from.
+        Otherwise what it left is removed, unless it has checkpoints to go on from.
         """
         self.check(run)
         self.planned.append(run)
-        if self._take(run):
+        if self._read(run):
             return True
         if not self.run_dir(run).exists() and any(known.write(run, self.run_dir(run)) for known in self.known):
-            return self._take(run)
-        before, summary = self._known.get(run.name, {}), self.summary(run)
-        if before.get("ended") or summary.get("status") == "failed":
+            return self._read(run)
+        summary = self.summary(run)
+        if run.name in self.ended_before or summary.get("status") == "failed":
             self.again[run.name] = why_again(summary)
         if make_ready(self.run_dir(run)):
             self._resumed.add(run.name)
         return False
 
-    def _take(self, run: PlannedPoint) -> bool:
-        """Take in what a run's folder says of it; whether it has come to its own end."""
+    def _read(self, run: PlannedRun) -> bool:
+        """Read what a run's folder says of it; whether it has come to its own end."""
         summary = self.summary(run)
-        ended = has_ended(summary)
-        self._entries[run.name] = self._entry(run, summary)
-        if ended:
+        self._ended[run.name] = has_ended(summary)
+        self.note(run, summary)
+        if self._ended[run.name]:
             drop_checkpoints(self.run_dir(run), run.settings)
-        return ended
+        return self._ended[run.name]
 
-    def resumes(self, run: PlannedPoint) -> bool:
-        """Whether a run that was added goes on from a checkpoint."""
+    def resumes(self, run: PlannedRun) -> bool:
+        """Return whether an added run resumes from a checkpoint."""
         return run.name in self._resumed
 
-    def run_dir(self, run: PlannedPoint) -> Path:
-        return self.record.run_dir(run)
+    def run_dir(self, run: PlannedRun) -> Path:
+        """The folder of a run."""
+        return self.folder / run.name
 
-    def summary(self, run: PlannedPoint) -> dict[str, Any]:
+    def summary(self, run: PlannedRun) -> dict[str, Any]:
         """The content of the run's summary.json; {} while there is none."""
         return summary_of(self.run_dir(run))
 
-    def end(self, run: PlannedPoint, error: Mapping[str, Any] | None = None) -> None:
-        """Note that a run has come to its end, with the error of one that could not write its own summary."""
+    def end(self, run: PlannedRun, error: Mapping[str, Any] | None = None) -> None:
+        """Record the end of a run, with the error of one that could not write its own summary."""
         if error is not None:
-            self.record.note_failure(run, error)
-        self._take(run)
-        self.write_manifest()
+            self.note_failure(run, error)
+        self._read(run)
 
-    def ended(self, run: PlannedPoint) -> bool:
-        """Whether a run has come to its own end, as one that was ended from outside has not."""
-        return bool(self._entries[run.name]["ended"])
+    def ended(self, run: PlannedRun) -> bool:
+        """Return whether a run came to its own end; one that was ended from outside did not."""
+        return self._ended[run.name]
 
-    def left(self) -> list[PlannedPoint]:
+    def left(self) -> list[PlannedRun]:
         """The runs that have not come to their own end, and those whose results are gone."""
         return [run for run in self.planned if not has_ended(self.summary(run))]
 
     def interrupt(self) -> None:
-        """Note where the runs stand once all workers have stopped, those included whose end was not yet reported."""
+        """Record the state of every run once all workers have stopped, whether or not its end was reported."""
         for run in self.planned:
             if not self.ended(run):
-                self._take(run)
-        self.record.note_interruption()
+                self._read(run)
+        for run in self.planned:
+            if is_run_folder(self.run_dir(run)):
+                self._write_summary(run, "stopped")
         self.write_manifest()
 
-    def write_manifest(self) -> None:
-        """Write sweep.json and runs.csv as things stand."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        entries = [self._entries[run.name] for run in self.planned]
-        # What an earlier start did beyond today's plan stays known: its settings guard its folder.
-        entries += [{**entry, "of_plan": False} for name, entry in self._known.items() if name not in self._entries]
-        told = {"mode": self.mode, "baseline": self.record.baseline, "order": list(self.record.order)}
-        content = {**told, "command": command_line(), "runs": entries}
-        write_text(self.folder / MANIFEST, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
-        write_text(self.folder / TABLE, self._table())
+    def rows(self) -> list[Row]:
+        """The rows in the order of the table, each with those of its runs that have begun; one given up has none."""
+        begun = [Row(runs[0].label, runs[0].rule, runs[0].format, tuple(self._loaded(runs))) for runs in self.by_row()]
+        return with_given_up(begun, read_studies([self.folder]).tunings, self.order)
 
-    def _entry(self, run: PlannedPoint, summary: Mapping[str, Any]) -> dict[str, Any]:
-        """What sweep.json says of a run; without an end of its own, what an earlier start had found."""
-        return {
+    def by_row(self) -> list[list[PlannedRun]]:
+        """The runs of every row of the table, in its order."""
+        grouped: dict[str, list[PlannedRun]] = {label: [] for label in self.order}
+        for run in self.planned:
+            if not run.aside:
+                grouped.setdefault(run.label, []).append(run)
+        return [runs for runs in grouped.values() if runs]
+
+    def _loaded(self, runs: Sequence[PlannedRun]) -> Iterator[Run]:
+        for run in runs:
+            if is_run_folder(self.run_dir(run)):
+                yield load_run(self.run_dir(run))
+
+    def results(self) -> list[Result]:
+        """The table as it stands."""
+        rows = self.rows()
+        return measure(rows, find_reference(rows, self.baseline))
+
+    def write_page(self, *, running: bool) -> Path:
+        """Write the tables and the page, and the figures when nothing is running; returns the page's path."""
+        return self._write_report(self.rows(), running)
+
+    def _write_report(self, rows: Sequence[Row], running: bool) -> Path:
+        facts = self.facts(rows)
+        return write_report(rows, self.folder, title=self.title, facts=facts, baseline=self.baseline, running=running)
+
+    def facts(self, rows: Sequence[Row]) -> dict[str, str]:
+        """The facts at the head of the report: command, machine, date, and what its runs share."""
+        own = {"Command": command_line(), "Machine": platform.platform(), "Date": self.started.strftime(DATE)}
+        return (
+            own | facts_of([run for row in rows for run in row.runs]) | {"Command": own["Command"], "Date": own["Date"]}
+        )
+
+    def note_failure(self, run: PlannedRun, error: Mapping[str, Any]) -> None:
+        """Write down how a run failed that could not do so itself, so that the folder alone tells the story.
+
+        A full disk or a kill is no failure of the run, which goes on when it is started again. Of a full disk the run
+        has told what it could, and nothing more is written to it. Any other error is told as one, with its traceback,
+        and the run is tried again as well.
+        """
+        told = {"kind": error["kind"], "message": one_line(str(error["message"]))}
+        if error["kind"] == "killed":
+            self._write_summary(run, "stopped", stop=told)
+        if error["kind"] in ("killed", "signal", "disk"):
+            return
+        self._write_summary(run, "failed", failure=told)
+        if error.get("traceback"):
+            write_text(self.run_dir(run) / "traceback.txt", error["traceback"])
+
+    def _write_summary(
+        self,
+        run: PlannedRun,
+        status: str,
+        *,
+        failure: dict[str, Any] | None = None,
+        stop: dict[str, Any] | None = None,
+    ) -> None:
+        """Write the summary of a run that wrote none."""
+        folder = self.run_dir(run)
+        if (folder / "summary.json").exists():
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        seen = load_run(folder) if is_run_folder(folder) else Run(folder)
+        summary: dict[str, Any] = {
             "name": run.name,
-            "label": run.label,
             "rule": run.rule,
             "format": run.format,
             "seed": run.seed,
-            "axes": plain(run.axes),
-            "ended": has_ended(summary),
-            **_outcome(summary, self._known.get(run.name, {})),
-            "settings": plain(run.settings),
+            "steps": seen.last_step or 0,
+            "steps_planned": run.settings["train.max_steps"],
+            **seen.summary,
+            "status": status,
+            "failure": failure and {**failure, "step": seen.last_step},
+            "stop": stop and {**stop, "step": seen.last_step},
         }
-
-    def _table(self) -> str:
-        axes = list(dict.fromkeys(key for run in self.planned for key in run.axes if key != "seed"))
-        beside = [name for name in _BESIDE if any(name in entry for entry in self._entries.values())]
-        header = ["name", "rule", "format", "seed", *(key for key in axes if key != "rule"), *OUTCOMES, *beside]
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow([*header, "failure", "failures"])
-        for run in self.planned:
-            entry = self._entries[run.name]
-            flat = entry["axes"] | entry
-            writer.writerow(
-                [*(_cell(flat.get(key)) for key in header), *map(cell, (entry["failure"], " ".join(entry["failures"])))]
-            )
-        return text.getvalue()
-
-    def write_page(self, *, running: bool) -> Path:
-        """Write the report over what there is; returns the page's path."""
-        return self.record.write_page(running=running)
-
-
-def _outcome(summary: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
-    """How a run ended: by its summary, or by the entry of an earlier sweep.json while it is done once more."""
-    keys = (*OUTCOMES, "failure", "failures")
-    found = before.get("status") in ("finished", "stopped") or before.get("failure") in OF_TRAINING
-    if not has_ended(summary) and (found or summary.get("status") != "failed"):
-        known = {key: before.get(key) for key in keys} | {key: before[key] for key in _BESIDE if key in before}
-        return known | {"failures": list(before.get("failures") or ())}
-    failure = (summary.get("failure") or {}).get("kind")
-    failures = list(dict.fromkeys(_kinds(summary)))
-    known = {key: summary.get(key) for key in OUTCOMES} | {key: summary[key] for key in _BESIDE if key in summary}
-    return known | {"failure": failure, "failures": failures}
-
-
-def _kinds(summary: Mapping[str, Any]) -> Iterator[str]:
-    """The kinds of failure that the classification found in a run."""
-    for finding in summary.get("failures") or ():
-        if isinstance(finding, Mapping) and finding.get("kind"):
-            yield str(finding["kind"])
-
-
-def _cell(value: Any) -> Any:
-    return json.dumps(value) if isinstance(value, dict | list) else cell(value)
+        if status == "failed":
+            summary["final_val_loss"] = None
+        summary["failures"] = failures_of(replace(seen, summary=summary))
+        write_text(folder / "summary.json", json.dumps(summary, indent=1) + "\n")

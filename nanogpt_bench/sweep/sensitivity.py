@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.compare.plan import check_count
 from nanogpt_bench.config.rules import float_rule, reference_settings
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import build_config
@@ -24,8 +23,8 @@ from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.setup.runtime import runtime
 from nanogpt_bench.sweep.axes import Axis
 from nanogpt_bench.sweep.file import Sensitivity, SweepFile, find_sweep, read_sweep
-from nanogpt_bench.sweep.plan import PlannedPoint, named_once, plan_point
-from nanogpt_bench.sweep.record import SweepRecord
+from nanogpt_bench.sweep.plan import PlannedRun, check_count, named_once, plan_point
+from nanogpt_bench.sweep.sweep_json import SweepRecord
 from nanogpt_bench.system.errors import BenchError, printable
 from nanogpt_bench.system.files import write_text
 from nanogpt_bench.system.lock import is_unused, locked
@@ -44,12 +43,12 @@ class Study:
     patterns: tuple[str, ...]
     formats: tuple[str, ...]
     operand: str
-    reference: tuple[PlannedPoint, ...]
+    reference: tuple[PlannedRun, ...]
     #: by (pattern, format), one run a seed
-    cells: Mapping[tuple[str, str], tuple[PlannedPoint, ...]]
+    cells: Mapping[tuple[str, str], tuple[PlannedRun, ...]]
 
     @property
-    def planned(self) -> list[PlannedPoint]:
+    def planned(self) -> list[PlannedRun]:
         """Every run, the references first."""
         return named_once([*self.reference, *(run for runs in self.cells.values() for run in runs)])
 
@@ -109,7 +108,7 @@ def _quantised_alone(pattern: str, fmt: str, operand: str) -> dict[str, Any]:
 
 def _references(
     sweep: SweepFile, base: Mapping[str, Any], fmt: str, points: Sequence[Mapping[str, Any]]
-) -> tuple[PlannedPoint, ...]:
+) -> tuple[PlannedRun, ...]:
     """The same training with float weights: as the file says, or AdamW at the precision of the others."""
     own = sweep.reference
     if own is None:
@@ -122,7 +121,7 @@ def _references(
 
 def _cell_run(
     base: Mapping[str, Any], options: Sensitivity, pattern: str, fmt: str, point: Mapping[str, Any]
-) -> PlannedPoint:
+) -> PlannedRun:
     settings = {**base, "model.formats": _quantised_alone(pattern, fmt, options.operand)}
     where = {"pattern": pattern, "model.format": fmt}
     run = plan_point(settings, point, f"{fmt} {pattern}")
@@ -156,12 +155,12 @@ def measure_gaps(study: Study, record: SweepRecord) -> dict[str, Any]:
     }
 
 
-def _gaps(record: SweepRecord, runs: Sequence[PlannedPoint], base: Mapping[int, float | None]) -> list[float]:
+def _gaps(record: SweepRecord, runs: Sequence[PlannedRun], base: Mapping[int, float | None]) -> list[float]:
     pairs = [(_loss(record, run), base[run.seed]) for run in runs]
     return [loss - of for loss, of in pairs if loss is not None and of is not None]
 
 
-def _loss(record: SweepRecord, run: PlannedPoint) -> float | None:
+def _loss(record: SweepRecord, run: PlannedRun) -> float | None:
     summary = record.summary(run)
     return finite(summary.get("final_val_loss")) if summary.get("status") == "finished" else None
 
@@ -170,8 +169,8 @@ def _mean(values: Sequence[float]) -> float | None:
     return statistics.fmean(values) if values else None
 
 
-def _status(record: SweepRecord, runs: Sequence[PlannedPoint]) -> str | None:
-    """How the cell's runs ended, by the failure's kind where there is one; null when all finished."""
+def _status(record: SweepRecord, runs: Sequence[PlannedRun]) -> str | None:
+    """The end of the cell's runs: the kind of the failure where there is one, None when all finished."""
     ends = []
     for run in runs:
         summary = record.summary(run)

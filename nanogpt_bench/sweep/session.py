@@ -1,4 +1,4 @@
-"""The training of a sweep: worker processes, a live table, and the files on disk, kept in step."""
+"""The training of a sweep or a comparison: worker processes, a live table, and the files on disk, kept in step."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from typing import Any
 
 from rich.console import Console
 
-from nanogpt_bench.compare.board import Board
-from nanogpt_bench.compare.cores import divide, threads_asked
-from nanogpt_bench.compare.executor import Executor
-from nanogpt_bench.compare.pool import Event, Local, Pool
 from nanogpt_bench.report.build import PAGE_SHARE, SECONDS_BETWEEN_PAGES
 from nanogpt_bench.runs.earlier import PASSING
-from nanogpt_bench.sweep.plan import PlannedPoint
-from nanogpt_bench.sweep.record import SweepRecord
+from nanogpt_bench.sweep.board import Board
+from nanogpt_bench.sweep.plan import PlannedRun
+from nanogpt_bench.sweep.record import Record
 from nanogpt_bench.system.signals import StopRequest, stop_requests
 from nanogpt_bench.system.words import counted
+from nanogpt_bench.workers.cores import divide, threads_asked
+from nanogpt_bench.workers.executor import Executor
+from nanogpt_bench.workers.pool import Event, Local, Pool
 
-#: told of a run that has ended, gives the runs that follow from it
-OnEnd = Callable[[PlannedPoint], Iterable[PlannedPoint]]
+#: called with a run that has ended; returns the runs that follow from it
+OnEnd = Callable[[PlannedRun], Iterable[PlannedRun]]
 
 
-def threads_set(runs: Iterable[PlannedPoint]) -> int | None:
+def threads_set(runs: Iterable[PlannedRun]) -> int | None:
     """Return the most threads that a run's own settings ask for, None where none does."""
     return max((run.settings.get("runtime.threads") or 0 for run in runs), default=0) or None
 
 
-def nothing_follows(_: PlannedPoint) -> Iterable[PlannedPoint]:
+def nothing_follows(_: PlannedRun) -> Iterable[PlannedRun]:
     """No run is planned by what another found."""
     return ()
 
@@ -41,22 +41,22 @@ class Session:
 
     def __init__(
         self,
-        record: SweepRecord,
+        record: Record,
         workers: int | None,
         to_come: Callable[[], Sequence[float]] = tuple,
         executor: Executor | None = None,
     ) -> None:
         self._record, self._workers, self._executor = record, workers, executor or Local()
         self._jobs: list[dict[str, Any]] = []
-        self._runs: list[PlannedPoint] = []
+        self._runs: list[PlannedRun] = []
         self._waiting: deque[int] = deque()
-        self._board = Board([], Console(stderr=True))
+        self._board = Board(Console(stderr=True))
         self._board.to_come = to_come
         self.say = self._board.say
         self._threads = 1
         self._written, self._pause = time.monotonic(), SECONDS_BETWEEN_PAGES
 
-    def train(self, planned: Iterable[PlannedPoint], on_end: OnEnd = nothing_follows) -> bool:
+    def train(self, planned: Iterable[PlannedRun], on_end: OnEnd = nothing_follows) -> bool:
         """Train the runs and those that follow from them; False when a signal ended it before."""
         todo = [run for first in planned for run in self._left(first, on_end)]
         self._record.write_manifest()
@@ -64,24 +64,27 @@ class Session:
             for line in known.told():
                 self.say(line)
         if not todo:
+            print(f"all runs of {self._record.folder} have ended; nothing is trained", file=sys.stderr)
             return True
         size, self._threads = divide(
             self._workers, len(todo), threads_set(todo), threads_asked(), self._executor.cores()
         )
         self._board.workers = size
         pool = Pool(size, self._threads, self._executor)
-        with pool, self._board, stop_requests(pool.kill) as stop:
+        with pool, self._board:
+            self._record.prepare(self.say)  # while the workers import torch
             self._announce(len(todo), size)
-            self._enqueue(todo)
-            self._follow(pool, on_end, stop)
-            if stop.asked:
-                self._board.say(f"{stop.name}: stopping the runs; the same command goes on from here")
-                pool.stop(patient=True)
-                self._record.interrupt()
-                return False
+            with stop_requests(pool.kill) as stop:
+                self._enqueue(todo)
+                self._follow(pool, on_end, stop)
+                if stop.asked:
+                    self.say(f"{stop.name}: stopping the runs; the same command goes on from here")
+                    pool.stop(patient=True)
+                    self._record.interrupt()
+                    return False
         return True
 
-    def _left(self, run: PlannedPoint, on_end: OnEnd) -> list[PlannedPoint]:
+    def _left(self, run: PlannedRun, on_end: OnEnd) -> list[PlannedRun]:
         """The run if it is still to be done, else what is to be done of those that follow from it."""
         if not self._record.add(run):
             return [run]
@@ -93,14 +96,14 @@ class Session:
         self._board.say(f"{counted(todo, 'run')}{before}; {size} at a time, {counted(self._threads, 'thread')} each")
         self._board.say_again(self._record.again)
 
-    def _enqueue(self, runs: Iterable[PlannedPoint]) -> None:
+    def _enqueue(self, runs: Iterable[PlannedRun]) -> None:
         for run in runs:
             self._add(run)
         order = sorted(self._waiting, key=lambda job: _turn(self._runs[job]))
         self._waiting.clear()
         self._waiting.extend(order)
 
-    def _add(self, run: PlannedPoint) -> None:
+    def _add(self, run: PlannedRun) -> None:
         run_dir, resume = self._record.run_dir(run), self._record.resumes(run)
         threads = _threads_of(run_dir) if resume else None  # as before, for the same sums in the same order
         settings = {"runtime.threads": threads or self._threads, **PASSING, **run.settings}
@@ -124,7 +127,7 @@ class Session:
         failure = summary.get("failure") if summary.get("status") == "failed" else None
         return event if failure is None else Event(event.job, "failed", {"error": failure})
 
-    def _end(self, event: Event, run: PlannedPoint, on_end: OnEnd) -> None:
+    def _end(self, event: Event, run: PlannedRun, on_end: OnEnd) -> None:
         self._record.end(run, event.data["error"] if event.kind == "failed" else None)
         if not self._record.ended(run):  # it was ended from outside: nothing follows from that
             return
@@ -139,8 +142,8 @@ class Session:
         self._pause = max(SECONDS_BETWEEN_PAGES, (self._written - begun) / PAGE_SHARE)
 
 
-def _turn(run: PlannedPoint) -> tuple[bool, int, float]:
-    """What others wait for first, one seed of every row before the next seed, and long runs before short ones."""
+def _turn(run: PlannedRun) -> tuple[bool, int, float]:
+    """The order of runs: trials, then one seed of every row before the next seed, and long runs before short ones."""
     return (not run.aside, run.seed, -run.cost)
 
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.compare.plan import baseline_of, check_count
 from nanogpt_bench.config.keys import FIELDS, get, keys_where
 from nanogpt_bench.config.rules import reference_settings
 from nanogpt_bench.config.settings import build_config, unknown_key
@@ -21,8 +20,8 @@ from nanogpt_bench.sweep.axes import Point
 from nanogpt_bench.sweep.file import SweepFile, Tune
 from nanogpt_bench.sweep.lr_limits import rounded
 from nanogpt_bench.sweep.pattern_search import FULL, Place, best_place, is_inside, next_places
-from nanogpt_bench.sweep.plan import PlannedPoint, count_points, plan_point, points_of
-from nanogpt_bench.sweep.record import SweepRecord
+from nanogpt_bench.sweep.plan import PlannedRun, baseline_of, check_count, count_points, plan_point, points_of
+from nanogpt_bench.sweep.sweep_json import SweepRecord
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.files import write_text
 
@@ -38,10 +37,10 @@ class Search:
     """
 
     base: Mapping[str, Any]
-    start: PlannedPoint
+    start: PlannedRun
     options: Tune
-    confirmed: list[PlannedPoint] = field(default_factory=list)
-    trials: dict[Place, list[PlannedPoint]] = field(default_factory=dict)
+    confirmed: list[PlannedRun] = field(default_factory=list)
+    trials: dict[Place, list[PlannedRun]] = field(default_factory=dict)
     losses: dict[Place, float] = field(default_factory=dict)
     #: names of the runs of the round at hand that have not ended
     pending: set[str] = field(default_factory=set)
@@ -49,7 +48,7 @@ class Search:
     def __post_init__(self) -> None:
         config = resolve(build_config(self.start.settings))
         first = {key: self.options.start.get(key, get(config, key)) for key in self.options.keys}
-        #: what each key begins with; a rule that has no such key does without it
+        #: first value of each key that the rule has
         self.first = {key: value for key, value in first.items() if get(config, key) is not None}
         if not self.first:
             raise BenchError(f"tune.keys: {self.start.label} has none of {', '.join(self.options.keys)}")
@@ -59,7 +58,7 @@ class Search:
 
     @property
     def reach(self) -> int:
-        """How many half steps a key may go from its start."""
+        """The most half steps of a key from its start."""
         return FULL * math.floor(math.log(self.options.span) / math.log(self.options.factor) + 1e-9)
 
     def values(self, place: Place) -> dict[str, float]:
@@ -68,7 +67,7 @@ class Search:
         items = zip(self.first.items(), place, strict=True)
         return {key: rounded(value * factor ** (index / FULL)) for (key, value), index in items}
 
-    def round(self) -> list[PlannedPoint]:
+    def round(self) -> list[PlannedRun]:
         """The runs to try next, all that can be told from those that have ended; none when the search is over."""
         while places := next_places(self.losses, len(self.first), self.reach):
             for place in places:
@@ -88,12 +87,12 @@ class Search:
                 raise
             self.losses[place] = math.inf
 
-    def _trial(self, place: Place, seed: int) -> PlannedPoint:
+    def _trial(self, place: Place, seed: int) -> PlannedRun:
         run = plan_point(self.base, {**self.start.axes, **self.values(place), "seed": seed})
         return replace(run, name=f"{TRIALS}/{run.name}", aside=True)
 
-    def ends(self, run: PlannedPoint, loss_of: Callable[[PlannedPoint], float | None]) -> bool:
-        """Take in that a run has ended; whether it was the last one of its round."""
+    def ends(self, run: PlannedRun, loss_of: Callable[[PlannedRun], float | None]) -> bool:
+        """Record the end of a run; returns whether it was the last of its round."""
         self.pending.discard(run.name)
         if self.pending:
             return False
@@ -110,7 +109,7 @@ class Search:
 
     @property
     def runs_to_come(self) -> int:
-        """How many trials will still be planned at least: those of the half steps."""
+        """The least number of trials that will still be planned: those of the half steps."""
         return 0 if not self.pending else 2 * len(self.first) * len(self.options.seeds)
 
 
@@ -128,7 +127,7 @@ class Tuning:
         self.sweep, self.tune, self.confirm, self._record = sweep, sweep.tune, sweep.confirm, record
         self.searches: list[Search] = []
         self._by_name: dict[str, Search] = {}
-        #: told of every search that is over
+        #: called with a line about every search that is over
         self.say: Callable[[str], None] = lambda _: None
         for base, point in _combinations(sweep):
             self._add(base, point)
@@ -153,28 +152,28 @@ class Tuning:
             self.searches.append(search)
         search.confirmed.append(confirmed)
 
-    def first(self) -> list[PlannedPoint]:
+    def first(self) -> list[PlannedRun]:
         """The trials to begin with."""
         return [run for search in self.searches for run in self._round(search)]
 
-    def confirmations(self, search: Search, values: Mapping[str, float]) -> Iterator[PlannedPoint]:
+    def confirmations(self, search: Search, values: Mapping[str, float]) -> Iterator[PlannedRun]:
         """Yield the runs that count, of every point of a search, at these values."""
         for point in search.confirmed:
             for seed in self.confirm.seeds:
                 run = plan_point(search.base, {**point.axes, **values, "seed": seed})
                 yield replace(run, label=point.label)
 
-    def checked(self) -> list[PlannedPoint]:
+    def checked(self) -> list[PlannedRun]:
         """Runs with all settings that will be trained, for finding out before anything is that they can't be."""
         own = (run for search in self.searches for run in self.confirmations(search, search.first))
         return [*self.first(), *own]
 
-    def _round(self, search: Search) -> list[PlannedPoint]:
+    def _round(self, search: Search) -> list[PlannedRun]:
         runs = search.round()
         self._by_name |= {run.name: search for run in runs}
         return runs
 
-    def after(self, run: PlannedPoint) -> Iterable[PlannedPoint]:
+    def after(self, run: PlannedRun) -> Iterable[PlannedRun]:
         """The runs that follow from one that has ended: the next trials, or the confirmation."""
         search = self._by_name.get(run.name)
         if search is None or not search.ends(run, self._loss):
@@ -186,7 +185,7 @@ class Tuning:
         self.write()
         return following
 
-    def _loss(self, run: PlannedPoint) -> float | None:
+    def _loss(self, run: PlannedRun) -> float | None:
         """The final loss of a trial that came to its last step; one that failed, or ended early, has none."""
         summary = self._record.summary(run)
         return finite(summary.get("final_val_loss")) if summary.get("status") == "finished" else None
@@ -283,7 +282,7 @@ def _check(sweep: SweepFile, tune: Tune) -> None:
 
 
 def _found(search: Search) -> str:
-    """What a search found, in a line."""
+    """The result of a search, in a line."""
     runs = sum(len(runs) for runs in search.trials.values())
     if search.best is None:
         return f"{search.start.label}: no trial of {runs} came to its end with a loss"

@@ -23,11 +23,11 @@ def clipping_of(model: nn.Module, optimizer: torch.optim.Optimizer, config: Conf
     Raises:
         BenchError: gradients that are sharded, and have a format.
     """
-    if config.train.step_in_backward:
-        return Unclipped([], 0.0)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     layers = [layer for layer in model.modules() if isinstance(layer, fm.QuantizedLinear)]
     bound = config.optimizer.grad_clip
+    if config.train.step_in_backward:
+        return _within(optimizer, config, any(layer.weight_gradient_scaler is not None for layer in layers))
     in_rows = ranks.size > 1 and config.train.parallel == "fsdp"
     if any(layer.weight_gradient_scaler is not None for layer in layers):
         if in_rows:
@@ -36,6 +36,26 @@ def clipping_of(model: nn.Module, optimizer: torch.optim.Optimizer, config: Conf
             )
         return ClippingFirst(parameters, bound, model, config.train.accumulation)
     return ClippingRows(parameters, bound, ranks) if in_rows else Clipping(parameters, bound)
+
+
+def _within(optimizer: torch.optim.Optimizer, config: Config, has_format: bool) -> Clipping:
+    """Let an optimizer step in the backward pass, and return the clipping that goes with it.
+
+    Raises:
+        BenchError: weights' gradients have a format, and would have it before they are clipped.
+    """
+    bound, own = config.optimizer.grad_clip, config.optimizer.clip_by
+    if bound and has_format:
+        raise BenchError(
+            "model.formats: gradient of a weight can't be used with train.step_in_backward and optimizer.grad_clip, "
+            "which comes before it; give optimizer.grad_clip 0, or leave it out"
+        )
+    options: dict[str, Any] = {"clip": own, "max_norm": bound} if own else {"accumulate": config.train.accumulate_in}
+    handle = fm.optim.step_in_backward(optimizer, **options)
+    if own:
+        return ClippingWithin(handle, bound, exact=own == "exact")
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return Clipping(parameters, bound) if config.train.accumulate_in else Unclipped([], 0.0)
 
 
 class Clipping:
@@ -49,6 +69,12 @@ class Clipping:
 
     def before_backward(self) -> None:
         """Called before every micro-batch's backward pass."""
+
+    def measure(self, loss: Tensor) -> None:
+        """Take the norm that gradients are clipped by before they are stepped with, where a pass has to give it."""
+
+    def passed(self) -> None:
+        """Called when a backward pass has stepped, before its step ends."""
 
     def after_backward(self) -> float:
         """Called after it; return what this micro-batch's gradient was multiplied by."""
@@ -69,6 +95,39 @@ class Unclipped(Clipping):
 
     def finish(self) -> tuple[None, bool]:
         return None, False
+
+
+class ClippingWithin(Clipping):
+    """Of gradients that step as they come: by the norm of the step before, or by that of a pass of its own.
+
+    The first step has none before it, and takes a pass of its own, too.
+    """
+
+    def __init__(self, handle: Any, bound: float, *, exact: bool) -> None:
+        groups = handle.optimizer.param_groups
+        super().__init__([parameter for group in groups for parameter in group["params"]], bound)
+        self._handle, self._exact = handle, exact
+        self._seen: tuple[float | None, bool] = None, False
+
+    def measure(self, loss: Tensor) -> None:
+        """The graph stays for the pass that steps: the same products, dropout and draws."""
+        if self._exact or self._before() is None:
+            with self._handle.measure():
+                loss.backward(retain_graph=True)
+
+    def passed(self) -> None:
+        """Note the norm, which the parameters' stand-ins know until the step ends."""
+        norm, before = get_total_norm([p.grad for p in self._parameters if p.grad is not None]).item(), self._before()
+        by = norm if self._exact or before is None else before
+        self._seen = norm, self._bound < by < math.inf
+
+    def finish(self) -> tuple[float | None, bool]:
+        seen, self._seen = self._seen, (None, False)
+        return seen
+
+    def _before(self) -> float | None:
+        norm: float | None = self._handle.optimizer.param_groups[0].get("previous_norm")
+        return norm
 
 
 class ClippingRows(Clipping):

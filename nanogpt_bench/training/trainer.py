@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import fp8manifold as fm
 from nanogpt_bench.config import metrics
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import Resolved
@@ -89,12 +88,10 @@ class Trainer:
         replicas = ranks.size > 1 and config.train.parallel == "ddp"
         #: what a training step passes in place of the model's loss
         self._replicated = replicated(self.model, self._model_loss) if replicas else None
-        self._clipping = clipping_of(self.model, self.optimizer, config, ranks)
         #: most bytes of gradients at once, in the first step that this process takes
         self.gradient_peak = GradientPeak(self.model)
+        self._clipping = clipping_of(self.model, self.optimizer, config, ranks)
         self.wire = Wire(ranks.size)
-        if config.train.step_in_backward:
-            fm.optim.step_in_backward(self.optimizer)
         #: by how many steps the batches are ahead of the steps, after rollbacks
         self.batches_left_out = 0
         self._eval_batches = [self._move(pair) for pair in self.task.held_out()]
@@ -200,9 +197,14 @@ class Trainer:
             total += loss.detach()
         return self.ranks.mean(total.item())
 
+    @property
+    def _steps_within(self) -> bool:
+        """Whether the backward pass steps, with gradients that are gone then: where none are summed up."""
+        return self.config.train.step_in_backward and self.config.train.accumulate_in is None
+
     def _backward(self, loss: Tensor, step: Step, observers: list[Observer]) -> None:
         """Take gradients; where steps are taken with them, tell observers before, and leave out a loss of NaN."""
-        if not self.config.train.step_in_backward:
+        if not self._steps_within:
             with self._products():
                 loss.backward()
         elif bool(loss.isfinite()):
@@ -210,8 +212,10 @@ class Trainer:
                 observer.before_step(step)
             # What a warning would say is in the record.
             with warnings.catch_warnings(action="ignore", category=RuntimeWarning), self._products():
+                self._clipping.measure(loss)
                 loss.backward()
-            self._end_steps()
+                self._clipping.passed()
+                self._end_steps()
         self.gradient_peak.known()
 
     def _end_steps(self) -> None:
@@ -230,10 +234,10 @@ class Trainer:
         return int(getattr(self.optimizer, "skipped_steps", 0))
 
     def _update(self, step: Step, observers: list[Observer]) -> None:
-        if not self.config.train.step_in_backward:
+        if not self._steps_within:
             for observer in observers:
                 observer.before_step(step)
-            self.optimizer.step()
+            self._end_steps() if self.config.train.step_in_backward else self.optimizer.step()
         for observer in observers:
             observer.after_step(step)
 

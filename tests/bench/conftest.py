@@ -9,7 +9,6 @@ from pathlib import Path
 import forked_worker
 import pytest
 
-from nanogpt_bench.compare import pool as pool_module
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.data import prepare_text
@@ -17,6 +16,7 @@ from nanogpt_bench.data.labelled import LabelledText
 from nanogpt_bench.data.tokenizers import ByteTokenizer
 from nanogpt_bench.data.write import write_corpus
 from nanogpt_bench.loop.train import run
+from nanogpt_bench.workers import pool as pool_module
 
 sys.path.insert(0, str(Path(__file__).parent))
 

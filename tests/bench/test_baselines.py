@@ -137,19 +137,6 @@ def test_float8_training_rounds_the_products_of_the_blocks(corpus_dir: Path, rec
     assert 0.9 < float(cosine) < 1 - 1e-6
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--rule=fp32", "--model.torchao_float8=rowwise"], "contradicts rule 'fp32'"),
-        (["--model.torchao_float8=rowise"], "did you mean 'rowwise'"),
-        (["--optimizer.name=torchao_adamwfp8", "--optimizer.momentum=0.5"], "not an option of torchao_adamwfp8"),
-    ],
-)
-def test_combinations_that_make_no_sense_are_refused(arguments: list[str], words: str) -> None:
-    with pytest.raises(BenchError, match=words):
-        resolve(load_config(None, arguments))
-
-
 def test_a_model_without_a_layer_for_float8_is_refused(corpus_dir: Path) -> None:
     pytest.importorskip("torchao")
     config = from_file("torchao_float8.yaml", corpus_dir, width=24)

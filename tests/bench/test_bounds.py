@@ -10,11 +10,10 @@ import pytest
 import yaml
 
 from nanogpt_bench.cli import main
-from nanogpt_bench.compare.plan import MOST_RUNS, check_count
 from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.sweep.axes import read_axis
 from nanogpt_bench.sweep.file import read_sweep
-from nanogpt_bench.sweep.plan import count_points, plan_sweep
+from nanogpt_bench.sweep.plan import MOST_RUNS, check_count, count_points, plan_sweep
 from nanogpt_bench.sweep.sensitivity import plan_study
 from nanogpt_bench.system.errors import LONGEST_MESSAGE, BenchError
 

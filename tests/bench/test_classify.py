@@ -169,19 +169,6 @@ def test_the_head_follows_its_pattern(classify: Tiny) -> None:
         assert trainer.model.lm_head.weight.shape == (8, 16)
 
 
-REFUSED = {
-    "task: 'clasify' is not known; did you mean 'classify'?": {"task": "clasify"},
-    "model.pooling: 'max' is not known; allowed: mean, last": {"model__pooling": "max"},
-}
-
-
-@pytest.mark.parametrize("reason", REFUSED)
-def test_what_is_misspelt_is_refused_by_name(classify: Tiny, reason: str) -> None:
-    with pytest.raises(BenchError) as caught:
-        resolve(classify(**REFUSED[reason]))
-    assert str(caught.value).startswith(reason)
-
-
 def test_a_text_without_labels_is_refused(classify: Tiny, corpus_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(BenchError, match=r"'classify' needs documents with labels.*prepare eurlex --task labels"):
         run(classify(data__dir=corpus_dir), tmp_path / "r")

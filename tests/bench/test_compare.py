@@ -16,16 +16,16 @@ import forked
 import pytest
 
 from nanogpt_bench.cli import main
-from nanogpt_bench.compare import pool as pool_module
-from nanogpt_bench.compare.demonstration import RELATIVE_COST, Demonstration
-from nanogpt_bench.compare.plan import choose_rows, longest_first, plan_runs
-from nanogpt_bench.compare.pool import Pool
 from nanogpt_bench.config.rules import RULES, Rule, available_rules
 from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.data import prepare_text
 from nanogpt_bench.report import build, report
 from nanogpt_bench.setup.resolve import resolve
+from nanogpt_bench.sweep.comparison import Demonstration, choose_rows, plan_runs
+from nanogpt_bench.sweep.plan import RELATIVE_COST
 from nanogpt_bench.system.errors import BenchError
+from nanogpt_bench.workers import pool as pool_module
+from nanogpt_bench.workers.pool import Pool
 
 
 @pytest.fixture
@@ -125,11 +125,7 @@ def test_seeds_and_data_are_shared_by_all_rows():
     assert len({(config.train.batch_size, config.eval.seed, config.eval.interval) for config in configs}) == 1
 
 
-def test_the_longest_runs_start_first():
-    demonstration = Demonstration()
-    planned = plan_runs(demonstration.rows, demonstration, seeds=1, max_steps=5, data_dir=Path("c"))
-    costs = [planned[index].cost for index in longest_first(planned)]
-    assert costs == sorted(costs, reverse=True)
+def test_what_a_step_costs_is_told_of_rules_that_there_are():
     assert set(RELATIVE_COST) <= set(RULES)
 
 
@@ -247,25 +243,6 @@ def test_a_comparison_from_start_to_report(run_cli, tmp_path, text_file, monkeyp
     assert float(nearest["difference"]) == pytest.approx(losses[0] - losses[1])
     assert json.loads((out / "compare.json").read_text(encoding="utf-8"))["baseline"] == "fp32"
     assert "gap to fp32" in (out / "table.md").read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named", "suggested"),
-    [
-        (("--rules", "stochastik"), "stochastik", "stochastic"),
-        (("--formats", "E4N3"), "E4N3", "E4M3"),
-        (("--max-step", "5"), "--max-step", "--max-steps"),
-        (("--seeds", "0"), "--seeds", "1"),
-        (("--data.dir", "absent"), "absent", "prepare stdlib"),
-    ],
-)
-def test_bad_arguments_end_with_2_and_leave_nothing(run_cli, tmp_path, arguments, named, suggested):
-    code, printed, errors = run_cli(*arguments)
-    (line,) = errors.strip().splitlines()
-    assert named in line
-    assert suggested in line
-    assert (code, printed) == (2, "")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_draws_are_a_setting_of_the_rules_that_round(run_cli, monkeypatch, tmp_path):

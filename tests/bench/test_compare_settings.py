@@ -20,13 +20,22 @@ ROWS = ["compare", "--formats", "E4M3", "--rules", "sgd,stochastic", "--out", "o
 def planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Return a function from a command line to the records of what it would have trained, by label."""
     records: list[Any] = []
+
+    class Planning(command.Session):
+        def train(self, planned: Any) -> bool:
+            records.append(planned)
+            for run in planned:
+                self._record.add(run)
+            self._record.write_manifest()
+            return True
+
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(command, "_train", lambda record, *_: records.append(record))
-    monkeypatch.setattr(command, "_finish", lambda record, whole: 0)
+    monkeypatch.setattr(command, "Session", Planning)
+    monkeypatch.setattr(command, "close", lambda *_, **__: 0)
 
     def plan(*words: str) -> Any:
         assert main([*ROWS, *words]) == 0
-        return {run.label: run for run in records[-1].planned}
+        return {run.label: run for run in records[-1]}
 
     return plan
 
@@ -74,8 +83,6 @@ def test_what_differs_from_an_earlier_start_is_named_by_its_option(
         (["--optimizer.name", "sgd"], ["--optimizer.name", "--rules"]),
         (["--optimizer.damping", "1"], ["--optimizer.damping", "any row", "bf16-mixed, sgd, E4M3 stochastic"]),
         (["--train.max_steps", "9", "--max-steps", "8"], ["--train.max_steps 9", "--max-steps 8"]),
-        (["--train.max_steps", "many"], ["train.max_steps", "'many'", "whole number"]),
-        (["--train.max_stps", "9"], ["train.max_stps", "'train.max_steps'"]),
         (["--model.n_embd", "130"], ["model.n_embd", "132", "in the row 'bf16-mixed'"]),
         (["--data.dir", "gone", "--model.block_size", "8"], ["gone", "prepare"]),
     ],

@@ -12,7 +12,6 @@ import torch
 
 import fp8manifold as fm
 from nanogpt_bench.cli import main
-from nanogpt_bench.compare.overrides import applies
 from nanogpt_bench.config.precedence import settle
 from nanogpt_bench.config.rules import RULES
 from nanogpt_bench.config.schema import Config
@@ -22,6 +21,7 @@ from nanogpt_bench.loop.train import run
 from nanogpt_bench.report.build import report
 from nanogpt_bench.setup.constraints import RowStiefel, constrained_weights
 from nanogpt_bench.setup.resolve import resolve
+from nanogpt_bench.sweep.plan import applies
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.training.trainer import Trainer, initial_model
 
@@ -196,8 +196,6 @@ REFUSED = {
         **dict.fromkeys(SHARDED_OFF, False),
         "train__parallel": "fsdp",
     },
-    r"train.parallel: 'ddp' can't be used with model.constraint": {"train__parallel": "ddp"},
-    r"model.constraint: 'stifel' is not known; did you mean 'stiefel'\?": {"model__constraint": "stifel"},
 }
 
 

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from nanogpt_bench.compare.demonstration import Demonstration
-from nanogpt_bench.compare.plan import plan_runs
-from nanogpt_bench.compare.record import Record
 from nanogpt_bench.loop.outcome import Outcome
 from nanogpt_bench.runs.earlier import has_ended, make_ready, why_again
+from nanogpt_bench.sweep.compare_json import ComparisonRecord
+from nanogpt_bench.sweep.comparison import Demonstration, plan_runs
 
 FAILED = {"status": "failed", "stop": None}
 
@@ -44,7 +43,8 @@ def test_a_run_can_fail_in_no_other_way() -> None:
 def test_a_comparison_tries_again_what_an_outside_cause_ended(tmp_path: Path, kind: str, again: bool) -> None:
     demonstration = Demonstration(rows=(("fp32", "none"),))
     (run,) = plan_runs(demonstration.rows, demonstration, seeds=1, max_steps=4, data_dir=tmp_path)
-    record = Record(tmp_path, [run])
+    record = ComparisonRecord(tmp_path, [run], tmp_path, {})
+    record.add(run)
     record.note_failure(run, {"kind": kind, "message": "it is gone", "traceback": "Traceback"})
     assert json.loads((tmp_path / run.name / "summary.json").read_text())["failure"]["kind"] == kind
     assert record.left() == ([run] if again else [])

@@ -114,12 +114,6 @@ def test_an_entry_beside_the_others_does_not_drop_them_whatever_the_order() -> N
     assert parse_overrides([*words[0], *words[1]]) == parse_overrides([*words[1], *words[0]]) == merged
 
 
-@pytest.mark.parametrize("number", ["010", "1:30", "-017"])
-def test_a_number_that_readers_differ_in_is_refused_on_the_command_line(number: str) -> None:
-    with pytest.raises(BenchError, match="is not allowed; give a whole number"):
-        load_config(None, [f"--train.max_steps={number}"])
-
-
 def test_keys_are_one_where_a_mapping_holds_them_as_one() -> None:
     with pytest.raises(ValueError, match="'0x1' is given twice"):
         parse_yaml("1: a\n0x1: b")

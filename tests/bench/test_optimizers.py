@@ -152,8 +152,3 @@ def test_draws_reach_the_optimizer_and_are_independent_unless_asked_for(name: st
     asked = on_one_byte(name, "--optimizer.draws=dither")
     assert {group["draws"] for group in asked.param_groups} == {"dither"}
     assert {group["draws"] for group in on_one_byte(name).param_groups} <= {"independent", None}
-
-
-def test_draws_are_spelt_right() -> None:
-    with pytest.raises(BenchError, match=r"optimizer.draws: .*did you mean 'dither'"):
-        load_config(None, [*ONE_BYTE, "--optimizer.draws=dithered"])

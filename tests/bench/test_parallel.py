@@ -249,10 +249,6 @@ def test_what_fails_in_one_fails_in_all(pools: dict[int, Pool], what: str) -> No
     ("overrides", "said"),
     [
         (
-            {"train__parallel": "fsdp"},
-            "train.parallel: 'fsdp' can't be used with monitor.ranges, monitor.bits, monitor.",
-        ),
-        (
             {"train__parallel": "ddp", "shadow__enabled": True},
             "can't be used with shadow.enabled; give --shadow.enabled",
         ),

@@ -90,7 +90,7 @@ def error_of(weight: Tensor, values: Tensor, energy: Tensor) -> Tensor:
     return (weight - values).square() * energy
 
 
-@pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
+@pytest.mark.parametrize("granularity", ["tensor", "channel", "block", "square"])
 @pytest.mark.parametrize("fmt", ["E1M6", "E4M3", "E2M1", "E7M0"])
 def test_scales_are_those_of_the_least_error(fmt: str, granularity: Any) -> None:
     """Against every group of weights tried by itself with every scale."""
@@ -110,7 +110,7 @@ def test_scales_are_those_of_the_least_error(fmt: str, granularity: Any) -> None
     assert after.scale.shape == before.scale.shape
     errors = [error_of(w.dequantize(), values, energy) for w in (after, before)]
     assert errors[0].sum() <= errors[1].sum()
-    groups = {"tensor": (1, 384), "channel": (6, 64), "block": (12, 32)}[granularity]
+    groups = {"tensor": (1, 384), "channel": (6, 64), "block": (12, 32), "square": (1, 384)}[granularity]
     weights, wanted = (t.reshape(groups) for t in (values, energy.expand(6, 64)))
     for i, scale in enumerate(before.scale.flatten().tolist()):
         tried = [
@@ -124,7 +124,8 @@ def test_scales_are_those_of_the_least_error(fmt: str, granularity: Any) -> None
         best = scale * 2.0 ** SHIFTS[min(range(len(SHIFTS)), key=tried.__getitem__)]
         chosen = float(after.scale.flatten()[i])
         assert tried[SHIFTS.index(round(torch.tensor(chosen / scale).log2().item()))] == pytest.approx(min(tried))
-        assert chosen == best or tried[0] == 0
+        tied = granularity == "square"  # of errors that are equal but for the order in which they are summed up
+        assert chosen == best or tried[0] == 0 or tied
 
 
 def test_calibration_helps_formats_of_few_binades() -> None:

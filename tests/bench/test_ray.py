@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 
 from nanogpt_bench.cli import main
-from nanogpt_bench.compare.executor import Messages
-from nanogpt_bench.compare.executors import check_executor, executor_of
-from nanogpt_bench.compare.pool import Event, Pool
 from nanogpt_bench.system.errors import BenchError
+from nanogpt_bench.workers.executor import Messages
+from nanogpt_bench.workers.executors import check_executor, executor_of
+from nanogpt_bench.workers.pool import Event, Pool
 
 pytest.importorskip("ray")
 
-from nanogpt_bench.compare.ray_cluster import RayCluster, RayWorker
+from nanogpt_bench.workers.ray_cluster import RayCluster, RayWorker
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
 
@@ -235,7 +235,7 @@ def test_what_there_is_not_is_refused(name: str, address: str | None, words: str
 @pytest.mark.slow  # Ray takes its time to give up
 def test_a_cluster_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     code = (
-        "from pathlib import Path; from nanogpt_bench.compare.executors import executor_of\n"
+        "from pathlib import Path; from nanogpt_bench.workers.executors import executor_of\n"
         "with executor_of('ray', '127.0.0.1:1', Path('.')): pass"
     )
     env = os.environ | {"RAY_gcs_rpc_server_connect_timeout_s": "1", "RAY_NUM_REDIS_GET_RETRIES": "1"}

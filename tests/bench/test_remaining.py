@@ -7,11 +7,10 @@ import io
 import pytest
 from rich.console import Console
 
-from nanogpt_bench.compare import board as board_module
-from nanogpt_bench.compare.board import Board
-from nanogpt_bench.compare.pool import Event
-from nanogpt_bench.compare.remaining import Work, seconds_left
+from nanogpt_bench.sweep import board as board_module
+from nanogpt_bench.sweep.board import Board, Work, seconds_left
 from nanogpt_bench.system.words import rough_time
+from nanogpt_bench.workers.pool import Event
 
 DONE = Work(done=1.0, seconds=60.0, ended=True)
 
@@ -73,7 +72,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def test_without_a_terminal_the_estimate_is_a_line_from_the_first_minute_on(clock: list[float]) -> None:
     text = io.StringIO()
-    board = Board([], Console(file=text, width=100))
+    board = Board(Console(file=text, width=100))
     for name in ("a", "b"):
         board.add(name)
     board.show(Event(0, "started"))
@@ -90,7 +89,7 @@ def test_without_a_terminal_the_estimate_is_a_line_from_the_first_minute_on(cloc
 
 
 def test_a_terminal_has_it_above_the_table(clock: list[float]) -> None:
-    board = Board([], Console(file=io.StringIO(), width=100, force_terminal=True), workers=1)
+    board = Board(Console(file=io.StringIO(), width=100, force_terminal=True), workers=1)
     for name in ("a", "b"):
         board.add(name)
     board.show(Event(0, "started"))

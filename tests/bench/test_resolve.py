@@ -118,29 +118,6 @@ def test_a_rule_whose_package_is_missing_says_how_to_get_it(monkeypatch: pytest.
         resolve(load_config(None, ["--rule", "absent"]))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "parts"),
-    [
-        (["--rule", "nearset"], ["nearset", "did you mean 'nearest'"]),
-        (["--model.format", "E4M9"], ["model.formats", "E4M9", "E4M3"]),
-        (["--rule", "nearest", "--model.format", "E4M3", "--model.storage", "master"], ["model.storage", "fp8"]),
-        (["--rule", "nearest", "--model.format", "E4M3", "--optimizer.writeback", "stochastic"], ["writeback"]),
-        (["--rule", "fp32", "--train.precision", "bf16-pure"], ["train.precision", "fp32"]),
-        (["--optimizer.writeback", "residual"], ["residual", "residual8"]),
-        (["--optimizer.moments", "8-bits"], ["optimizer.moments", "did you mean '8bit'"]),
-        (["--rule", "stochastic", "--model.format", "E4M3", "--optimizer.moments", "8bit"], ["moments", "float32"]),
-        (["--rule", "stochastic", *CONTINUOUS], ["model.storage", "continuous", "stochastic"]),
-        (["--model.n_embd", "130"], ["model.n_embd", "130", "132"]),
-    ],
-)
-def test_contradictions_are_refused_in_one_line(arguments: list[str], parts: list[str]) -> None:
-    with pytest.raises(BenchError) as caught:
-        resolve(load_config(None, arguments))
-    assert "\n" not in str(caught.value)
-    for part in parts:
-        assert part in str(caught.value)
-
-
 def differing(one: object, other: object, prefix: str = "") -> set[str]:
     found: set[str] = set()
     for item in dataclasses.fields(one):  # type: ignore[arg-type]
@@ -166,23 +143,6 @@ def test_the_anchor_has_nanogpt_s_settings() -> None:
     assert config.optimizer.lr == 1e-3
     assert config.optimizer.min_lr_ratio * config.optimizer.lr == pytest.approx(1e-4)
     assert config.train.max_steps == 2000
-
-
-@pytest.mark.parametrize(
-    ("arguments", "parts"),
-    [
-        (["--monitor.gradient_format", "E5M3"], ["monitor.gradient_format", "E5M3"]),
-        (["--alerts.at_most.grad/norm", "much"], ["alerts.at_most.grad/norm", "'much'", "number"]),
-        (["--alerts.at_least", "{grad/cosine: true}"], ["alerts.at_least.grad/cosine", "True"]),
-        (["--alerts.levels.overflw", "WARN"], ["alerts.levels", "'overflw'", "did you mean 'overflow'"]),
-        (["--alerts.levels.overflow", "WARNING"], ["alerts.levels.overflow", "did you mean 'WARN'"]),
-    ],
-)
-def test_monitors_that_mean_nothing_are_refused(arguments: list[str], parts: list[str]) -> None:
-    with pytest.raises(BenchError) as caught:
-        resolve(load_config(None, arguments))
-    for part in parts:
-        assert part in str(caught.value)
 
 
 def test_formats_to_measure_against_and_levels_take_their_own_spelling() -> None:

@@ -60,11 +60,6 @@ def test_entries_of_other_mappings_are_numbers() -> None:
     assert config.alerts.at_most == {"geometry/off_grid": 0.5, "train/loss": None}
 
 
-def test_a_whole_number_of_hundreds_of_digits_is_refused() -> None:
-    with pytest.raises(BenchError, match=r"seed: .* is out of range; give a whole number"):
-        load_config(None, ["--seed", "1" + "0" * 400])
-
-
 @pytest.mark.parametrize("word", ["null", "~"])
 def test_a_quoted_null_is_null_where_there_are_choices(tmp_path: Path, word: str) -> None:
     path = tmp_path / "my.yaml"
@@ -82,37 +77,6 @@ def test_null_clears_what_the_file_sets(tmp_path: Path) -> None:
 @pytest.mark.parametrize("given", ["StiffnessAdamW", "stiffness-adamw", "stiffness_adamw"])
 def test_choices_are_read_in_any_case(given: str) -> None:
     assert load_config(None, ["--optimizer.name", given]).optimizer.name == "stiffness_adamw"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "parts"),
-    [
-        (["--train.max_stps", "1"], ["train.max_stps", "did you mean 'train.max_steps'"]),
-        (["--max_steps", "1"], ["max_steps", "train.max_steps"]),
-        (["--train.zzz", "1"], ["train.zzz", "train.max_steps", "train.batch_size"]),
-        (["--train.max_steps", "many"], ["train.max_steps", "'many'", "whole number >= 1"]),
-        (["--train.max_steps", "1.5"], ["train.max_steps", "1.5", "whole number"]),
-        (["--train.max_steps", "0"], ["train.max_steps", "0", ">= 1", "nanogpt-bench evaluate"]),
-        (["--optimizer.lr", "nan"], ["optimizer.lr", "nan"]),
-        (["--optimizer.lr=-1"], ["optimizer.lr", "-1", "> 0"]),
-        (["--optimizer.beta1", "1"], ["optimizer.beta1", "1", "< 1"]),
-        (["--optimizer.schedule", "cosin"], ["optimizer.schedule", "'cosin'", "did you mean 'cosine'"]),
-        (["--model.bias", "perhaps"], ["model.bias", "'perhaps'", "true or false"]),
-        (["--model.formats", "7"], ["model.formats", "7", "mapping"]),
-        (["--alerts.at_most", "7"], ["alerts.at_most", "7", "mapping of metric"]),
-        (["--train.stop_on", "plateu"], ["train.stop_on", "'plateu'", "did you mean 'plateau'"]),
-        (["--shadow.of", "masters"], ["shadow.of", "'masters'", "did you mean 'master'"]),
-        (["--seed"], ["--seed", "needs a value"]),
-        (["seed=3"], ["seed=3", "--section.key"]),
-    ],
-)
-def test_wrong_settings_are_refused_in_one_line(arguments: list[str], parts: list[str]) -> None:
-    with pytest.raises(BenchError) as caught:
-        load_config(None, arguments)
-    message = str(caught.value)
-    assert "\n" not in message
-    for part in parts:
-        assert part in message
 
 
 @pytest.mark.parametrize(
@@ -140,9 +104,10 @@ def test_a_file_without_settings_gives_the_defaults_and_an_empty_one_is_refused(
     path = tmp_path / "empty.yaml"
     path.write_text("{}")
     assert load_config(path) == Config()
-    path.write_text("")
-    with pytest.raises(BenchError, match="is empty; give settings"):
-        load_config(path)
+    for content in ("", "# nothing\n", "\ufeff"):
+        path.write_text(content, encoding="utf-8")
+        with pytest.raises(BenchError, match="is empty; give settings"):
+            load_config(path)
 
 
 def test_the_written_yaml_reads_back_as_the_same_settings(tmp_path: Path) -> None:

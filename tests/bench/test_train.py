@@ -176,4 +176,4 @@ def test_the_environment_names_versions_corpus_and_command(tiny: Tiny, tmp_path:
     assert facts["libraries"]["torch"] == torch.__version__
     assert facts["threads"] == 1
     assert len(facts["corpus"]["splits"]["train"]["sha256"]) == 64
-    assert {"command", "cpu", "python", "tokenizer"} <= set(facts)
+    assert {"command", "cpu", "cpu_capability", "python", "tokenizer"} <= set(facts)

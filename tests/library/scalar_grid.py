@@ -65,7 +65,8 @@ class Codes:
     def round(self, x: float, draw: int | None) -> int:
         """The magnitude of the count of the rounded value: nearest, or stochastic with a draw."""
         rounding = "nearest" if draw is None else "stochastic"
-        return reference.encode(min(abs(x), self.fmt.max), self.finer, rounding, bits=draw)
+        code = reference.encode(math.copysign(min(abs(x), self.fmt.max), x), self.finer, rounding, bits=draw)
+        return code & (reference.sign_bit(self.finer) - 1)
 
     def signed(self, code: int) -> int:
         magnitude = code & (self.fmt.sign_bit - 1)

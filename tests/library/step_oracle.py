@@ -393,7 +393,7 @@ class Slow:
     def _code(self, name: str, i: int, value: F32, draw: int) -> int:
         e4m3 = Codes(fm.FloatFormat(4, 3))
         inverse = f32(2.0 ** -self._scale_exponent(self.bounds[name][i // self.block], False))
-        return e4m3.code(e4m3.round(float(f32(value * inverse)), draw << 8), bool(np.signbit(value)))
+        return e4m3.code(e4m3.round(float(f32(value * inverse)), draw << 8 | 0x80), bool(np.signbit(value)))
 
     def _root_code(self, i: int, value: F32 | None, draw: int) -> int:
         """The neighbour above with the odds that make the square right in the mean, never 0 but for 0."""

@@ -22,6 +22,11 @@ Float64 = NDArray[np.float64]
 Int64 = NDArray[np.int64]
 
 
+def mirrored(draws: Int64, x: Float64) -> Int64:
+    """The draws of negative numbers run from the other end: one draw moves both signs in one direction."""
+    return np.where(np.signbit(x), reference.DRAWS - 1 - draws, draws)
+
+
 def with_signed_zeros(rounded: Float64, x: Float64, fmt: Fields) -> Float64:
     zero = np.copysign(0.0, x) if reference.sign_bit(fmt) not in reference.nan_codes(fmt) else np.zeros_like(x)
     return np.where(rounded == 0, zero, rounded)
@@ -93,7 +98,7 @@ class StochasticSteps:
 
     def __call__(self, x: Float64, draws: Int64) -> Float64:
         code, excess, gap = self.split(x)
-        away = draws * gap < excess * reference.DRAWS
+        away = mirrored(draws, x) * gap < excess * reference.DRAWS
         rounded = np.copysign(self.results[code + away], x)
         return with_signed_zeros(np.where(np.isnan(x), np.nan, rounded), x, self.fmt)
 

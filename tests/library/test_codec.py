@@ -10,6 +10,7 @@ import pytest
 import torch
 from grid_inputs import NAMED, ODD, critical, random_float32, random_in_range
 from numpy.typing import NDArray
+from tables import mirrored
 
 import fp8manifold as fm
 from fp8manifold._numerics.codec import (
@@ -64,14 +65,14 @@ def fine(fmt: fm.FloatFormat, extra: int) -> tuple[Float64, Float64]:
 
 
 def expected_codes(x: torch.Tensor, fmt: fm.FloatFormat, extra: int, draws: torch.Tensor | None) -> Int64:
-    """Nearest with ties to even codes, or away from zero where the draw is below the fraction."""
+    """Nearest with ties to even codes, or away from zero where the draw, mirrored below 0, is below the fraction."""
     values, spacings = fine(fmt, extra)
     wide = x.double().numpy()
     a = np.minimum(np.abs(wide), values[-1])
     code = np.searchsorted(values, a, side="right") - 1
     fraction = (a - values[code]) / spacings[code]
     nearest = (fraction > 0.5) | ((fraction == 0.5) & (code % 2 == 1))
-    code = code + (nearest if draws is None else draws.numpy() < fraction * DRAWS)
+    code = code + (nearest if draws is None else mirrored(draws.numpy(), wide) < fraction * DRAWS)
     signed = np.signbit(wide) & (fmt.has_negative_zero | (code > 0))
     return code + signed * (fmt.sign_bit << extra)
 
@@ -84,7 +85,8 @@ def turning_draws(x: torch.Tensor, fmt: fm.FloatFormat, extra: int) -> list[torc
     turn = np.ceil((a - values[code]) / spacings[code] * DRAWS)
     random = np.random.default_rng(5).integers(0, DRAWS, len(a))
     given = [turn - 1, turn, np.zeros_like(a), np.full_like(a, DRAWS - 1), random]
-    return [torch.from_numpy(np.clip(d, 0, DRAWS - 1).astype(np.int32)) for d in given]
+    wide = x.double().numpy()
+    return [torch.from_numpy(mirrored(np.clip(d, 0, DRAWS - 1), wide).astype(np.int32)) for d in given]
 
 
 @cache

@@ -115,6 +115,20 @@ def test_no_stream_of_updates_is_worse_or_biased(name: str, steps: int) -> None:
     assert abs(left.mean()) < 4 * left.std() / N**0.5 + 1e-9
 
 
+@pytest.mark.parametrize("fmt", ["E4M3", "E5M2", "E2M5", "E4M3FNUZ"])
+@pytest.mark.parametrize("way", [1, -1], ids=["down", "up"])
+def test_a_weight_that_crosses_0_goes_no_further_than_asked(fmt: str, way: int) -> None:
+    """Twenty steps of a tenth of the smallest spacing, from one side of 0 to the other."""
+    ulp = fm.FloatFormat.from_string(fmt).ulp_min
+    for draws, spread in (("dither", 0.75), ("independent", 2.0)):
+        w = torch.full((20_000,), way * ulp)
+        for t in range(20):
+            w = fm.round_to_grid(w - way * 0.1 * ulp, fmt, "stochastic", seed=0, step=t, draws=draws)  # type: ignore[arg-type]
+        moved = way - w.double() / ulp
+        assert float(moved.mean()) == pytest.approx(2.0 * way, abs=4 * float(moved.std()) / 20_000**0.5)
+        assert float(moved.std()) < spread
+
+
 def test_an_even_stream_moves_by_what_was_asked_nearly_always() -> None:
     """Within an ULP in an epoch; independent draws leave the root of ``T d (1 - d)``."""
     assert np.abs(errors(constant(0.1), EPOCH - 2, "dither")).max() < 2

@@ -1,4 +1,4 @@
-"""Quantised models in the layouts of compressed-tensors and torchao: read back to the bit, and what is refused."""
+"""Quantised models in the layouts of other libraries: read back to the bit, and what is refused."""
 
 from __future__ import annotations
 
@@ -87,6 +87,82 @@ def test_transformers_reads_compressed_tensors(
         assert_same_weights(model, other)
     else:
         assert_same(model, read(tmp_path, **options))
+
+
+SQUARES = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 2, "num_hidden_layers": 1}
+
+
+def in_squares(**sizes: Any) -> Any:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(**{**SIZES, **SQUARES, **sizes}, tie_word_embeddings=False)
+        model = transformers.LlamaForCausalLM(config).eval()
+    for i, p in enumerate(model.parameters()):
+        with torch.no_grad():  # scales that differ
+            p.mul_(torch.exp2(torch.arange(p.shape[0]).remainder(128 + i % 3).div(16)).view(-1, *[1] * (p.dim() - 1)))
+    return quantize_model(model, {"*": "E4M3"}, "fp8", granularity="square")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize("vocabulary", [48, 256])
+def test_transformers_reads_what_was_trained_in_squares(
+    vocabulary: int, told: bool, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """A head of 48 rows is one partial square; untold, transformers dequantises by itself where no GPU is."""
+    model = in_squares(vocab_size=vocabulary)
+    optimizer = fm.optim.StiffnessMuon.for_model(model, lr=0.02, moments="8bit")
+    for _ in range(2):
+        model(TOKENS, labels=TOKENS).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    export_model(model, tmp_path, "fp8")
+    described = transformers.AutoConfig.from_pretrained(tmp_path).quantization_config
+    assert described["quant_method"] == "fp8"
+    assert described["weight_block_size"] == [128, 128]
+    saved = safetensors.load_file(tmp_path / "model.safetensors")
+    assert saved["model.layers.0.mlp.up_proj.weight"].dtype == torch.float8_e4m3fn
+    scale = saved["model.layers.0.mlp.up_proj.weight_scale_inv"]
+    assert (scale.dtype, scale.shape) == (torch.float32, (3, 2))
+    assert scale.unique().numel() > 1
+    if torch.cuda.is_available() and not told:
+        pytest.skip("transformers keeps the codes where there is a GPU")
+    how = {"quantization_config": transformers.FineGrainedFP8Config(dequantize=True)} if told else {}
+    other = read(tmp_path, dtype, **how)
+    for name, layer in model.named_modules():
+        if isinstance(layer, QuantizedLinear):
+            theirs = other.get_submodule(name).weight.detach()
+            assert theirs.dtype == dtype
+            assert torch.equal(theirs, layer.weight.dequantize().to(dtype)), name
+    if dtype is torch.float32:
+        assert torch.equal(logits(other), logits(model))
+
+
+def test_partial_squares_are_written_as_their_layout_has_them() -> None:
+    layer = quantize_model(nn.Linear(300, 200), "E4M3", "fp8", granularity="square")
+    with pytest.warns(UserWarning, match="ends in partial squares") as said:
+        tensors, config = exported_state_dict(nn.Sequential(layer), "fp8")
+    assert all("\n" not in str(each.message) for each in said)
+    codes, scale = tensors["0.weight"], tensors["0.weight_scale_inv"]
+    assert scale.shape == (2, 3)
+    for i in range(200):
+        row = codes[i].float() * scale[i // 128].repeat_interleave(128)[:300]
+        assert torch.equal(row, layer.weight.dequantize()[i])
+    assert config["modules_to_not_convert"] == []
+
+
+def test_squares_and_other_scales_have_layouts_of_their_own() -> None:
+    squares, rows = (
+        nn.Sequential(quantize_model(nn.Linear(8, 8), "E4M3", "fp8", granularity=granularity))
+        for granularity in ("square", "channel")
+    )
+    for layout in ("compressed-tensors", "torchao"):
+        with pytest.raises(ValueError, match="takes one for a tensor, a row or a block of 32: take layout='fp8'"):
+            exported_state_dict(squares, layout)
+    with pytest.raises(ValueError, match="quantise with granularity='square'"):
+        exported_state_dict(rows, "fp8")
+    with pytest.raises(ValueError, match=r"E5M2, which fp8 has no dtype for; allowed: E4M3"):
+        exported_state_dict(quantize_model(nn.Linear(8, 8), "E5M2", "fp8", granularity="square"), "fp8")
 
 
 @torchao

@@ -23,7 +23,7 @@ from grid_inputs import (
     random_in_range,
 )
 from numpy.typing import NDArray
-from tables import Int64, StochasticSteps, steps, stochastic_steps
+from tables import Int64, StochasticSteps, mirrored, steps, stochastic_steps
 
 import fp8manifold as fm
 from fp8manifold import reference
@@ -64,7 +64,7 @@ def critical_draws(x: NDArray[np.float64], table: StochasticSteps) -> list[Int64
     last = reference.DRAWS - 1
     random = np.random.default_rng(3).integers(0, last + 1, len(x))
     draws = [turn - 1, turn, np.zeros_like(x), np.full_like(x, last), random]
-    return [np.clip(d, 0, last).astype(np.int64) for d in draws]
+    return [mirrored(np.clip(d, 0, last).astype(np.int64), x) for d in draws]
 
 
 def bits_tensor(draws: Int64) -> torch.Tensor:
@@ -171,7 +171,7 @@ def test_any_other_format_in_16_bit_dtypes(fmt, compare_bits) -> None:
 @overflow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_stochastic_turns_at_the_exact_draw(fmt, overflow, dtype, compare_bits) -> None:
-    """Away from zero iff r < f * 2^24: on either side of that draw, for every critical point."""
+    """Away from zero iff r < f * 2^24, with 2^24 - 1 - r below 0: on either side, for every critical point."""
     x = torch.from_numpy(critical64(fmt)).to(dtype)
     table = stochastic_steps(fmt, overflow)
     for draws in critical_draws(as_float64(x), table):

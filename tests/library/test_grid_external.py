@@ -176,7 +176,9 @@ def test_16_bit_dtypes_against_gfloat(name: str, dtype: torch.dtype, compare_bit
 
 @gfloat_formats
 def test_stochastic_against_gfloat(name: str, compare_bits) -> None:
-    """Ours moves away iff r < f * 2^24; gfloat iff f * 2^24 + s >= 2^24: the same with s = 2^24 - 1 - r.
+    """Ours moves up iff r < f * 2^24; gfloat moves away iff f * 2^24 + s >= 2^24: the same with s = 2^24 - 1 - r.
+
+    Below 0 up is towards 0, and s = r: gfloat rounds magnitudes, ours has one direction on the line for both signs.
 
     gfloat first rounds f * 2^24 to an integer, ours does not: only values where it is one are compared
     (all but the subnormals of the format and the zeros below them).
@@ -192,7 +194,7 @@ def test_stochastic_against_gfloat(name: str, compare_bits) -> None:
         x.double().numpy(),
         gfloat.RoundMode.Stochastic,
         sat=True,
-        srbits=(2**24 - 1 - draws).numpy().astype(np.int64),
+        srbits=torch.where(x.signbit(), draws, 2**24 - 1 - draws).numpy().astype(np.int64),
         srnumbits=24,
     )
     compare_bits(fm.round_to_grid(x, fmt, "stochastic", bits=draws), expected, x, name)

@@ -17,6 +17,7 @@ import fp8manifold as fm
 from fp8manifold import LayerSpec, QuantizedLinear, SaturationWarning, dequantize_model, quantize_model
 
 storages = pytest.mark.parametrize("storage", ["master", "grid"])
+all_storages = pytest.mark.parametrize("storage", ["master", "grid", "fp8"])
 FORMATS = ("E4M3", "E5M2", "E3M4", "E1M6", "E7M0")
 
 
@@ -63,7 +64,7 @@ def test_grid_is_the_weight_itself(name: str, granularity: Any, bias: bool) -> N
     assert torch.allclose(layer.weight.grad, x.sum(0).expand(5, 64))
 
 
-@storages
+@all_storages
 def test_activations_are_quantised_too(storage: Any) -> None:
     layer = quantize_model(nn.Linear(8, 4), LayerSpec("E4M3", activation="E5M2"), storage)
     x = normal(3, 8, std=5.0).requires_grad_()
@@ -72,6 +73,7 @@ def test_activations_are_quantised_too(storage: Any) -> None:
     assert layer.activation_scaler.value.item() == pytest.approx(x.abs().max().item() / 57344, rel=1e-6)
     layer(x).sum().backward()
     assert torch.allclose(x.grad, layer.quantized_weight().detach().sum(0).expand(3, 8))  # type: ignore[arg-type]
+    assert type(layer.weight.grad) is Tensor
 
 
 def test_static_scales_are_frozen_after_the_first_forward() -> None:
@@ -89,20 +91,23 @@ def test_static_scales_are_frozen_after_the_first_forward() -> None:
         layer(x)
 
 
-@storages
+@all_storages
 def test_gradients_flow_to_what_they_did_before(storage: Any) -> None:
     """requires_grad, training mode and dtype are kept."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).eval()
+    dtype = torch.bfloat16 if storage == "fp8" else torch.float64
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(dtype).eval()
     model[0].weight.requires_grad_(False)
     quantize_model(model, "E4M3", storage)
     assert not model[0].training
-    model(torch.ones(1, 4)).sum().backward()
+    assert {layer.weight.dtype for layer in model} == {dtype}
+    out = model(torch.ones(1, 4, dtype=dtype))
+    assert out.dtype == dtype
+    out.sum().backward()
     assert model[0].weight.grad is None
     assert model[1].weight.grad is not None
-    assert quantize_model(nn.Linear(4, 4, dtype=torch.float64), "E4M3", storage).weight.dtype == torch.float64
 
 
-@pytest.mark.parametrize("storage", ["master", "grid", "fp8"])
+@all_storages
 def test_the_models_own_code_runs_unchanged(storage: Any) -> None:
     """Close to the float model with fine formats, differentiable to the embedding."""
     model = Model()
@@ -151,7 +156,7 @@ def test_the_state_of_another_format_is_refused() -> None:
         other.load_state_dict(model.state_dict())
 
 
-@storages
+@all_storages
 def test_a_deep_copy_is_independent(storage: Any) -> None:
     model = quantize_model(Model(), "E4M3", storage)
     twin = copy.deepcopy(model)
@@ -178,7 +183,7 @@ def test_a_grid_survives_a_change_of_dtype(dtype: torch.dtype) -> None:
     assert layer(torch.ones(1, 8, dtype=dtype)).dtype == dtype
 
 
-@storages
+@all_storages
 def test_dequantize_puts_plain_layers_back(storage: Any) -> None:
     """With the quantised values as plain parameters: the function stays, bias and all."""
     model = quantize_model(Model(), {"*": "E4M3", "lm_head": "none"}, storage)
@@ -197,9 +202,13 @@ def test_dequantize_puts_plain_layers_back(storage: Any) -> None:
     quantize_model(model, "E4M3", storage)
     fresh = Model()
     assert dequantize_model(fresh) is fresh
+    if storage == "fp8":  # values of the grid are those that rounding once more gives
+        assert torch.equal(
+            dequantize_model(model)(TOKENS), dequantize_model(quantize_model(fresh, "E4M3", "fp8"))(TOKENS)
+        )
 
 
-@storages
+@all_storages
 def test_repr_says_what_is_quantised(storage: Any) -> None:
     layer = quantize_model(nn.Linear(8, 4), LayerSpec("E4M3", activation="E5M2"), storage)
     assert f"weight=E4M3, activation=E5M2, storage={storage}" in repr(layer)

@@ -152,17 +152,6 @@ def test_exp_of_nothing_is_the_point_to_the_bit(kind: Any) -> None:
     assert same_bits([x], values([weight]))
 
 
-def test_maximize_climbs() -> None:
-    weights = [free_weight(normal(9, dtype=double)) for _ in range(2)]
-    up, down = RiemannianAdam(weights[:1], maximize=True), RiemannianAdam(weights[1:])
-    for t in range(10):
-        put_gradients(weights[:1], t)
-        weights[1].grad = -weights[0].grad  # type: ignore[operator]
-        up.step()
-        down.step()
-    assert torch.equal(weights[0], weights[1])
-
-
 # ------------------------------------------------------------------------------------------------ learning rates
 def test_default_learning_rates() -> None:
     for kind in (RiemannianAdam, RiemannianSGD):

@@ -293,7 +293,7 @@ def test_adams_direction_over_ten_million_elements(extreme: bool, compiler: None
 
     def directions(gradient: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, ...]:
         descent = adam(gradient, {"exp_avg": first, "exp_avg_sq": second}, named(numbers))
-        return descent.direction, descent.denominator, descent.root, *descent.averages.values()
+        return descent.direction, descent.denominator, descent.root, *descent.moments.values()
 
     given = any_floats if extreme else near_one
     gradient, first = given(MANY, 1), given(MANY, 2)

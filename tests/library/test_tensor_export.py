@@ -97,7 +97,7 @@ def test_another_format_is_refused() -> None:
         (described(format=8), "must be a str, not int"),
         (described(format="E2M1"), r"code \d+ is out of range for E2M1"),
         (described(block_size=32), r"needs \(4, 2\)"),
-        (described(block_size="32"), "block_size='32' must be 32 or None"),
+        (described(block_size="32"), r"block_size='32' must be 32, \(128, 128\) or None"),
         (described(rounding="up"), "rounding='up'"),
         (described(seed=-1), "seed=-1"),
         (described(seed="1"), "seed='1'"),

@@ -50,7 +50,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "riemannian": {"direction": "adam", "storage": "codes", "geometry": "exponential", "writeback": "momentum"},
     "tangent": {"direction": "sgd", "storage": "grid", "geometry": "tangent", "scale_is_power_of_two": False},
     "power": {"direction": "adam", "storage": "codes", "stiffness": "power", "writeback": "stochastic"},
-    "free": {"direction": "sgd", "storage": "free", "averages": False, "weight": torch.float16},
+    "free": {"direction": "sgd", "storage": "free", "has_moments": False, "weight": torch.float16},
     "muon": {"direction": "muon", "storage": "plain", "nesterov": True, "moments": "8bit"},
 }
 

@@ -151,10 +151,13 @@ def constrained_cases() -> Iterator[Case]:
 
 
 def watched_cases() -> Iterator[Case]:
-    """Another write-back for the last steps, and layers that are looked at in turn."""
+    """Another write-back for the last steps, steps in the backward pass, other monitors."""
     for rule in ("muon-stochastic", "stochastic-8bit"):
         course = {"optimizer.writeback_end": "residual8", "optimizer.step_at": 0.5}
         yield Case(f"writeback-end-{rule}", {"rule": rule, "model.format": "E4M3", **course})
+    within = {"train.step_in_backward": True, "optimizer.grad_clip": 0}
+    yield Case("in-backward", {"rule": "stochastic", "model.format": "E4M3", **within})
+    yield Case("without-trend", {"rule": "stochastic", "model.format": "E4M3", "monitor.trend": False})
     turns = {"monitor.turns": 3, "monitor.interval": 1, "rule": "stochastic", "model.format": "E4M3"}
     yield Case("monitors-in-turn", turns, 6)
 

@@ -191,7 +191,7 @@ for line in sys.stdin:
 def test_a_point_of_a_sweep_that_the_disk_ended_goes_on_with_the_same_command(
     small_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from nanogpt_bench.compare import pool
+    from nanogpt_bench.workers import pool
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(pool, "WORKER", (pool.WORKER[0], "-c", STUB))

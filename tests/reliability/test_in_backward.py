@@ -1,15 +1,14 @@
-"""Runs whose steps are taken in the backward pass: what goes on, after a signal or a rollback, trains as it had."""
+"""Runs whose steps are taken in the backward pass: what goes on after a rollback trains as it had."""
 
 from __future__ import annotations
 
 import json
 import math
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
-from small_runs import STEPS, differences, traces, words
+from small_runs import STEPS, words
 from torch import nn
 
 import fp8manifold as fm
@@ -17,7 +16,6 @@ from nanogpt_bench.config.settings import find_config, load_config
 from nanogpt_bench.loop import train
 from nanogpt_bench.observers import Alert
 from nanogpt_bench.system.errors import BenchError
-from nanogpt_bench.system.signals import StopRequest
 from nanogpt_bench.training.trainer import Trainer
 
 KIND = "fp8 stochastic"
@@ -31,21 +29,6 @@ def config(corpus: Path, **more: object) -> Any:
 
 def read_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
-
-
-def test_a_run_that_is_resumed_trains_on_with_the_same_bits(small_corpus: Path, tmp_path: Path) -> None:
-    settings = config(small_corpus)
-    train.run(settings, tmp_path / "whole" / "r")
-    for step in (7, STEPS):
-        stop = StopRequest()
-
-        def show(progress: train.Progress, step: int = step, stop: StopRequest = stop) -> None:
-            if progress.step == step < STEPS:
-                stop.note(signal.SIGTERM)
-
-        train.run(settings, tmp_path / "parts" / "r", resume=True, stop=stop, on_progress=show, say=lambda text: None)
-    assert differences(traces(tmp_path / "whole" / "r"), traces(tmp_path / "parts" / "r")) == []
-    assert read_json(tmp_path / "parts" / "r" / "summary.json")["alerts"] == {}
 
 
 def test_a_run_that_was_rolled_back_trains_on(

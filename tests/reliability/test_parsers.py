@@ -241,7 +241,7 @@ def test_a_command_ends_with_code_2_and_one_line(
 ) -> None:
     """A file that is taken finds no corpus; a sweep of more than some runs is left to the other tests."""
     monkeypatch.chdir(path.parent)
-    monkeypatch.setattr("nanogpt_bench.compare.plan.MOST_RUNS", parsed.MOST_PLANNED)
+    monkeypatch.setattr("nanogpt_bench.sweep.plan.MOST_RUNS", parsed.MOST_PLANNED)
 
     def once(given: tuple[bytes, list[str]]) -> None:
         path.write_bytes(given[0])

@@ -207,19 +207,6 @@ def test_a_finished_run_is_left_as_it_is(
     assert differences(traces(finished / RUN), traces(RUN)) == []
 
 
-def test_a_run_without_the_trend_goes_on_with_the_same_bits(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
-    more = {"monitor.trend": False}
-    shutil.rmtree(RUN)
-    assert main(line(more)) == 0
-    whole = traces(RUN)
-    shutil.rmtree(RUN / "checkpoints" / f"step-{STEPS}")
-    assert main(line(more)) == 0
-    assert taken_up_at(RUN) == [21]
-    assert differences(whole, traces(RUN)) == []
-    records = [json.loads(text) for text in (RUN / "metrics.jsonl").read_text().splitlines()]
-    assert not any("train/loss_smoothed" in record for record in records)
-
-
 class Clock:
     """A clock on which a training step takes a second and everything else nothing."""
 

@@ -20,16 +20,15 @@ from small_runs import differences, traces
 
 from nanogpt_bench.cli import main
 from nanogpt_bench.commands.compare import compare
-from nanogpt_bench.compare import pool
-from nanogpt_bench.compare.demonstration import Demonstration
-from nanogpt_bench.compare.plan import plan_runs
 from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.report import build
 from nanogpt_bench.runs.earlier import drop_checkpoints
+from nanogpt_bench.sweep.comparison import Demonstration, plan_runs
 from nanogpt_bench.sweep.file import read_sweep
 from nanogpt_bench.sweep.plan import plan_sweep
 from nanogpt_bench.system.signals import RESUMABLE
+from nanogpt_bench.workers import pool
 
 STEPS = 100
 SMALL = {
@@ -127,7 +126,7 @@ def test_an_interrupted_comparison_goes_on_and_ends_with_the_same_bits(interrupt
     first = (interrupted / "first.txt").read_text(encoding="utf-8").splitlines()
     command = f"nanogpt-bench compare --data.dir {small_corpus} --max-steps {STEPS} --seeds 1 --out out"
     assert [line for line in first if line.startswith("to go on: ")] == [f"to go on: {command}"]
-    assert "runs left: 2; ended before: 1" in said(interrupted / "again")
+    assert "2 runs, 1 done before" in said(interrupted / "again")
 
 
 def test_a_finished_comparison_is_only_reported_again(interrupted: Path, small_corpus: Path) -> None:
@@ -136,7 +135,7 @@ def test_a_finished_comparison_is_only_reported_again(interrupted: Path, small_c
     expected = table(out)
     (out / "results.csv").unlink()
     assert finish(start(interrupted / "again", comparison(small_corpus))) == 0
-    assert said(interrupted / "again").splitlines()[0] == "all runs of out have ended; its report is written again"
+    assert said(interrupted / "again").splitlines()[0] == "all runs of out have ended; nothing is trained"
     assert "running" not in said(interrupted / "again")
     assert {path: path.stat().st_mtime_ns for path in before} == before
     assert table(out) == expected
@@ -230,42 +229,27 @@ def test_a_run_whose_worker_is_killed_is_left_for_the_same_command(small_corpus:
     assert differences(traces(tmp_path / first.name), traces(out / first.name)) == []
 
 
-def test_a_point_whose_worker_is_killed_is_left_for_the_same_command(small_corpus: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("killed", [True, False], ids=["its worker is killed", "a signal"])
+def test_a_point_that_was_ended_from_outside_goes_on_with_the_same_command(
+    killed: bool, small_corpus: Path, tmp_path: Path
+) -> None:
     settings = {**SMALL, "data.dir": str(small_corpus), "rule": "stochastic", "runtime.threads": 1}
-    settings |= {"train.max_steps": STEPS, "checkpoint.every": 5, **IN_BACKWARD}
+    settings |= {"train.max_steps": STEPS} | ({"checkpoint.every": 5, **IN_BACKWARD} if killed else {})
     path = tmp_path / "my.yaml"
     path.write_text(yaml.safe_dump({"settings": settings, "axes": {"model.format": ["E4M3"]}}))
     (point,) = plan_sweep(read_sweep(path))
     words, run_dir = ["sweep", str(path), "--out", "out", "--workers", "1"], tmp_path / "out" / point.name
     pid = start(tmp_path, lambda: main(words))
-    kill_worker_in(pid, run_dir)
-    assert finish(pid) == 1, said(tmp_path)
-    assert "runs not brought to their end: 1; the same command goes on with them" in said(tmp_path)
-    assert [entry["ended"] for entry in read_json(tmp_path / "out" / "sweep.json")["runs"]] == [False]
+    if killed:
+        kill_worker_in(pid, run_dir)
+        assert finish(pid) == 1, said(tmp_path)
+        assert "runs not brought to their end: 1; the same command goes on with them" in said(tmp_path)
+        assert [entry["ended"] for entry in read_json(tmp_path / "out" / "sweep.json")["runs"]] == [False]
+    else:
+        assert interrupt_in(pid, run_dir / "metrics.jsonl") == RESUMABLE, said(tmp_path)
+        assert read_json(run_dir / "summary.json")["status"] == "stopped"
     assert finish(start(tmp_path, lambda: main(words))) == 0, said(tmp_path)
-    assert 5 <= taken_up_at(run_dir)[0] < STEPS
-    run(build_config(point.settings), tmp_path / "whole" / point.name)
-    assert differences(traces(tmp_path / "whole" / point.name), traces(run_dir)) == []
-
-
-def test_an_interrupted_sweep_goes_on_from_the_points_checkpoint(small_corpus: Path, tmp_path: Path) -> None:
-    settings = {
-        **SMALL,
-        "data.dir": str(small_corpus),
-        "rule": "stochastic",
-        "train.max_steps": STEPS,
-        "runtime.threads": 1,
-    }
-    path = tmp_path / "my.yaml"
-    path.write_text(yaml.safe_dump({"settings": settings, "axes": {"model.format": ["E4M3"]}}))
-    (point,) = plan_sweep(read_sweep(path))
-    words = ["sweep", str(path), "--out", "out", "--workers", "1"]
-    pid = start(tmp_path, lambda: main(words))
-    run_dir = tmp_path / "out" / point.name
-    assert interrupt_in(pid, run_dir / "metrics.jsonl") == RESUMABLE, said(tmp_path)
-    assert read_json(run_dir / "summary.json")["status"] == "stopped"
-    assert finish(start(tmp_path, lambda: main(words))) == 0, said(tmp_path)
-    assert 30 <= taken_up_at(run_dir)[0] < STEPS
+    assert (5 if killed else 30) <= taken_up_at(run_dir)[0] < STEPS
     run(build_config(point.settings), tmp_path / "whole" / point.name)
     assert differences(traces(tmp_path / "whole" / point.name), traces(run_dir)) == []
 

@@ -1,4 +1,4 @@
-"""Steps taken while gradients come: the hooks, clipping by a norm of another pass, sums of several passes."""
+"""Steps in the backward pass: the hooks, clipping by the norm of another pass, accumulation over several passes."""
 
 from fp8manifold.optim._in_backward.hooks import InBackward, step_in_backward
 

@@ -1,4 +1,4 @@
-"""Gradients of several backward passes, summed up as they come: into a momentum, or in bfloat16."""
+"""Gradient accumulation in the backward pass: into a momentum, or into a sum in bfloat16."""
 
 import warnings
 from typing import Any, Final
@@ -16,16 +16,16 @@ from fp8manifold.optim._state import new_stream, twins
 __all__ = ["KINDS", "Accumulation"]
 
 KINDS: Final = ("bfloat16", "momentum")
-_AVERAGE: Final = ("momentum_buffer", LARGEST)
+_MOMENTUM: Final = ("momentum_buffer", LARGEST)
 
 
 class Accumulation:
-    """What is done with each gradient until ``optimizer.step()``, which takes the steps of all parameters.
+    """The accumulated gradients of an optimizer's parameters between two calls of ``optimizer.step()``.
 
     Args:
-        optimizer: whose parameters they are of.
-        kind: ``bfloat16`` sums all of them up in ``grad``; ``momentum`` takes those of Muon's matrices into their
-            momentum, and sums up those of Adam's parameters.
+        optimizer: the optimizer; its ``step()`` steps all parameters.
+        kind: ``bfloat16`` accumulates every gradient in ``grad``.  ``momentum`` adds the gradients of Muon's matrices
+            to their momentum, and accumulates those of Adam's parameters in ``grad``.
     """
 
     def __init__(self, optimizer: Any, kind: str) -> None:
@@ -35,26 +35,26 @@ class Accumulation:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a momentum has gradients that no step was taken with: unlike a sum, it can't be dropped."""
+        """Whether a momentum contains gradients of a step that has not ended.  Unlike a sum it can't be dropped."""
         return any("micro_batches" in state for state in self.optimizer.state.values())
 
     def check(self) -> None:
-        """Raise ValueError unless gradients can be taken into a momentum, where they are to be."""
+        """Raise ValueError for ``momentum`` without a parameter whose momentum is linear in the gradient."""
         if self.kind != "momentum":
             return
         taken = [self.optimizer.takes_in(group) for group in self.optimizer.param_groups]
         if not any(taken):
             raise ValueError(
-                "accumulate='momentum' needs averages that are linear in the gradient, and "
+                "accumulate='momentum' needs moments that are linear in the gradient, and "
                 f"{type(self.optimizer).__name__} has none here, only matrices of StiffnessMuon do; give "
                 "accumulate='bfloat16', a sum of two bytes a weight"
             )
 
     def take(self, group: dict[str, Any], parameter: Tensor, place: tuple[int, int]) -> None:
-        """Take in a gradient, and free it.
+        """Accumulate the parameter's gradient, and free it.
 
         Raises:
-            RuntimeError: the sum was dropped by ``zero_grad()`` after a part of it had gone into the momentum.
+            RuntimeError: ``zero_grad()`` was called after a part of the sum had gone into the momentum.
         """
         if self.kind == "momentum" and self.optimizer.takes_in(group):
             self._into_momentum(group, parameter, place)
@@ -63,14 +63,14 @@ class Accumulation:
             parameter.grad = GradientSum(parameter, words)
 
     def finish(self) -> None:
-        """Take the steps, and free what was summed up."""
+        """Step every parameter that has accumulated a gradient, and free the sums."""
         members = [(group, p) for group in self.optimizer.param_groups for p in group["params"]]
         for group, p in members:
             if "micro_batches" in self.optimizer.state.get(p, {}):
                 p.grad = torch.zeros(p.shape, dtype=p.dtype, device=p.device)
                 state, kept = self.optimizer.state[p], {}
-                if group["moments"] == "8bit":  # what is complete is not rounded once more
-                    kept = {name: x.clone() for name, x in state.items() if name in _AVERAGE}
+                if group["moments"] == "8bit":  # the momentum is complete: the step must not round it again
+                    kept = {name: x.clone() for name, x in state.items() if name in _MOMENTUM}
                 self.optimizer.step_alone(group, p)
                 for name, x in kept.items():
                     state[name].copy_(x)
@@ -80,7 +80,7 @@ class Accumulation:
         self._twins = {}
 
     def _step_sums(self, slots: list[Slot]) -> None:
-        """Where one is not finite, no step is taken with any, and all stay until ``zero_grad()``."""
+        """Step by the sums in ``grad``.  Where one is not finite, skip every step and keep all sums."""
         if not slots:
             return
         if not self.optimizer._may_step(slots):
@@ -115,7 +115,7 @@ class Accumulation:
         return int(self.optimizer.state.get(parameter, {}).get("step", 0))
 
     def _stream(self, parameter: Tensor) -> int:
-        """The parameter's own, or before its first step that which it would be given now."""
+        """The parameter's stream of draws; before its first step, the stream that the step would assign."""
         state = self.optimizer.state.get(parameter, {})
         if "stream" in state:
             return int(state["stream"])

@@ -1,4 +1,4 @@
-"""Clipping by the norm of a whole gradient that is never in memory at once."""
+"""Clipping by the norm of all gradients, which are never in memory together."""
 
 import math
 from typing import Any, Final
@@ -12,21 +12,21 @@ __all__ = ["KINDS", "Clipping", "clip_factor", "norm_of"]
 
 KINDS: Final = ("previous", "exact")
 _FIRSTS: Final = ("refuse", "measure")
-_CLOSE: Final = 1e-5  # of two sums of the same squares in another order
+_CLOSE: Final = 1e-5  # relative difference of two sums of the same squares in another order
 
 Place = tuple[int, int]
-"""Of a parameter: its group, and its position there."""
+"""The index of a parameter's group, and its index there."""
 
 
 def norm_of(gradient: Tensor) -> Tensor:
-    """The 2-norm of a gradient, without dimensions, in float32, or in its dtype where that is wider."""
+    """The 2-norm of a gradient, of shape (), in float32 or in the gradient's dtype where that is wider."""
     dtype = torch.promote_types(gradient.dtype, torch.float32)
     norm: Tensor = torch.linalg.vector_norm(gradient, dtype=None if dtype is gradient.dtype else dtype)
     return norm
 
 
 def clip_factor(total: Tensor, max_norm: float) -> Tensor:
-    """What ``clip_grad_norm_`` multiplies by: at most 1.
+    """The factor of ``clip_grad_norm_``, at most 1.
 
     .. math:: c = \\min(1, \\mathrm{max\\_norm} / (\\lVert g \\rVert + 10^{-6}))
     """
@@ -34,15 +34,15 @@ def clip_factor(total: Tensor, max_norm: float) -> Tensor:
 
 
 class Clipping:
-    """The norms of the gradients that pass in a step, and the factor that they are multiplied by.
+    """The norm of every gradient of the step under way, and the factor that clips them.
 
-    The norm of the last step is ``previous_norm`` in every group, None before there is one.
+    Every group holds the norm of the last step as ``previous_norm``, None before the first.
 
     Args:
-        kind: whose norm the factor is taken from: that of the step before (``previous``), or of a pass of its own over
-            the same batch (``exact``).
-        max_norm: what the norm is clipped to; with inf the factor is 1, and norms are taken all the same.
-        first: without a previous norm ``refuse`` a pass, or ``measure`` it and take no step.
+        kind: the norm that gives the factor: that of the step before (``previous``), or of an extra pass over the same
+            batch (``exact``).
+        max_norm: the largest norm after clipping.  With inf the factor is 1, and norms are still measured.
+        first: without a previous norm ``refuse`` a pass, or ``measure`` its norm and step nothing.
     """
 
     def __init__(self, kind: str, max_norm: float | None, first: str) -> None:
@@ -56,31 +56,31 @@ class Clipping:
         self.kind, self.max_norm, self.first = kind, float(max_norm), first
         self.measuring = False
         self.norms: dict[Place, Tensor] = {}
-        self.is_left_out = False  # whether the pass under way is taken for its norm alone, or has no finite norm
+        self.is_left_out = False  # the pass under way steps nothing: it only measures, or its norm is not finite
         self._measured: Tensor | None = None
         self._now: Tensor | None = None
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a step has begun that has not ended."""
+        """Whether a step has begun and not ended."""
         return bool(self.norms)
 
     def watch(self, groups: list[dict[str, Any]]) -> None:
-        """Show in groups that there is no norm yet, where there is none; new ones get that of the others."""
+        """Add ``previous_norm`` to groups without one: that of the other groups, else None."""
         if self.kind == "previous":
             known = next((group["previous_norm"] for group in groups if "previous_norm" in group), None)
             for group in groups:
                 group.setdefault("previous_norm", known)
 
     def forget(self) -> None:
-        """Forget what has passed in a step that will not end."""
+        """Drop the norms of a step that will not end."""
         self.norms, self._measured, self.is_left_out = {}, None, False
 
     def lets(self, gradient: Tensor, place: Place, groups: list[dict[str, Any]]) -> bool:
-        """Take the norm of a gradient and clip it in place; whether a step may be taken with it.
+        """Measure the norm of a gradient and clip it in place; returns whether its parameter steps.
 
         Raises:
-            RuntimeError: there is no norm to clip by, or a gradient passes twice.
+            RuntimeError: no norm to clip by, or a second gradient of the same parameter.
         """
         if place in self.norms:
             end = "measure() takes the norm of one backward pass" if self.measuring else "call optimizer.step() after"
@@ -98,10 +98,10 @@ class Clipping:
         return True
 
     def measured(self, groups: list[dict[str, Any]]) -> None:
-        """Keep the norm of a pass that was taken for it.
+        """Keep the norm of a pass that only measured.
 
         Raises:
-            RuntimeError: no gradient has passed.
+            RuntimeError: the pass had no gradient.
         """
         if not self.norms:
             raise RuntimeError("measure() has seen no gradient: there was no backward pass in it, or none to step")
@@ -112,7 +112,7 @@ class Clipping:
             _keep(total, groups)
 
     def end(self, groups: list[dict[str, Any]]) -> bool:
-        """End a step: what has passed is what came before the next; whether it was left out."""
+        """End a step and keep its norm for the next; returns whether the step was skipped."""
         left_out = self.is_left_out and self.kind == "exact"
         if self.norms and self.kind == "previous":
             _keep(self._total(), groups)
@@ -120,14 +120,14 @@ class Clipping:
         return left_out
 
     def is_done_by(self, factor: float) -> bool:
-        """Whether a factor is 1, or that which ``clip_grad_norm_`` has for this step, whose gradients were clipped."""
+        """Whether a factor is 1, or that of ``clip_grad_norm_`` for this step, whose gradients are clipped already."""
         if factor == 1:
             return True
         own = float(clip_factor(self._total(), self.max_norm)) if self.norms else math.inf
         return math.isclose(factor, own, rel_tol=_CLOSE) or (math.isnan(factor) and math.isnan(own))
 
     def _factor(self, groups: list[dict[str, Any]]) -> Tensor | None:
-        """None where there is no norm yet and the pass is to give it."""
+        """The factor of the pass that begins; None for a pass that only measures the first norm."""
         if math.isinf(self.max_norm):
             return torch.ones(())
         if self.kind == "exact":
@@ -145,7 +145,7 @@ class Clipping:
         return None
 
     def _total(self) -> Tensor:
-        """Of all that passed, as ``clip_grad_norm_`` has it for the groups' parameters in their order."""
+        """The norm of all gradients of the step, in the order in which ``clip_grad_norm_`` reduces the parameters."""
         norms = [self.norms[place] for place in sorted(self.norms)]
         total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
         return total
@@ -159,7 +159,7 @@ def _without_norm(kind: str, when: str) -> str:
 
 
 def _keep(total: Tensor, groups: list[dict[str, Any]]) -> None:
-    """Show the norm in all groups; one that is not finite is no norm to clip by, and the one before stays."""
+    """Write the norm to all groups; one that is not finite leaves the previous one."""
     if math.isfinite(norm := float(total)):
         for group in groups:
             group["previous_norm"] = norm

@@ -1,4 +1,4 @@
-"""Steps taken while gradients come: each is used, and freed, before the next is there."""
+"""Steps in the backward pass: each gradient is used and freed before the next is computed."""
 
 import threading
 import warnings
@@ -50,11 +50,11 @@ class InBackward:
         self._clipping: Clipping | None = None
         self._accumulation: Accumulation | None = None
         self._hooks: list[RemovableHandle] = []
-        self._one_at_a_time = threading.Lock()  # devices have a thread each
-        self._last_places: dict[int, tuple[int, int]] = {}  # where to look first, and nothing that is relied upon
+        self._one_at_a_time = threading.Lock()  # autograd has one thread a device
+        self._last_places: dict[int, tuple[int, int]] = {}  # a first guess, checked on every use
 
     def __enter__(self) -> "InBackward":
-        """Nothing that the constructor has not done."""
+        """Return the handle; the hooks are there already."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -62,7 +62,7 @@ class InBackward:
         self.remove()
 
     def remove(self) -> None:
-        """Let the optimizer step as it did before; twice is once."""
+        """Remove the hooks, so that ``step()`` steps again.  A second call changes nothing."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -70,7 +70,7 @@ class InBackward:
             self.optimizer._in_backward = None
 
     def watch(self, group: dict[str, Any]) -> None:
-        """Take the steps of a group's parameters from now on, each with the options of the group that it is in then."""
+        """Hook a group's parameters.  Each steps with the options of the group that contains it at that time."""
         for parameter in group["params"]:
             if parameter.requires_grad:
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self._take))
@@ -79,17 +79,17 @@ class InBackward:
             self._clipping.watch(self.optimizer.param_groups)
 
     def listen(self, groups: list[dict[str, Any]]) -> None:
-        """Have torch call the hooks of groups: ``Module.to`` swaps encoded tensors, and forgets those that they had."""
+        """Register the parameters' hooks again: ``Module.to`` swaps encoded tensors and drops their hooks."""
         for group in groups:
             for parameter in group["params"]:
                 if (hooks := parameter._post_accumulate_grad_hooks) is not None:
                     parameter._post_accumulate_grad_hooks = hooks
 
     def loaded(self, groups: list[dict[str, Any]]) -> None:
-        """Go on from the state that was loaded: what has passed since the last step is no part of it.
+        """Continue from a loaded state, which has nothing of the step under way.
 
         Args:
-            groups: the optimizer's groups, which a load replaces.
+            groups: the optimizer's groups after the load.
         """
         self.listen(groups)
         if self._clipping is not None:
@@ -134,10 +134,10 @@ class InBackward:
         clipping.measured(self.optimizer.param_groups)
 
     def check_whole(self) -> None:
-        """Refuse to save in the middle of a step, of which a state would have a part.
+        """Refuse to save in the middle of a step, part of which the state would contain.
 
         Raises:
-            RuntimeError: gradients have been used that ``optimizer.step()`` has not ended the step of.
+            RuntimeError: gradients were used since the last ``optimizer.step()``.
         """
         under_way = [each for each in (self._clipping, self._accumulation) if each is not None and each.is_under_way]
         if under_way:
@@ -147,11 +147,11 @@ class InBackward:
             )
 
     def finish(self) -> None:
-        """What is left for ``optimizer.step()``: to end the step, and to take those of gradients that were summed up.
+        """Do what ``optimizer.step()`` has left: end the step, and step by accumulated gradients.
 
         Raises:
-            RuntimeError: a gradient came that no hook has seen.
-            FloatingPointError: the norm is not finite, with ``clip="exact"`` and ``on_nonfinite="raise"``.
+            RuntimeError: a gradient that no hook has seen.
+            FloatingPointError: a norm that is not finite, with ``clip="exact"`` and ``on_nonfinite="raise"``.
         """
         groups = self.optimizer.param_groups
         for i, group in enumerate(groups):
@@ -169,7 +169,7 @@ class InBackward:
             self._end_clipped(self._clipping.end(groups))
 
     def _end_clipped(self, left_out: bool) -> None:
-        """Count a step that was left out as a whole, as one without a finite gradient is."""
+        """Count a step that was skipped as a whole, as ``step()`` counts one with a gradient that is not finite."""
         if not left_out:
             self.optimizer.skipped_in_row = 0
             return
@@ -187,9 +187,9 @@ class InBackward:
         _check_alone()
         gradient = parameter.grad
         if isinstance(gradient, StandIn) and getattr(gradient, "arrived", None) is None:
-            return  # it was taken out and put back, and has been stepped for the hook of either time; or it sums up
+            return  # the sum grows; or the parameter left and came back, has two hooks, and the first has stepped
         if (place := self._place_of(parameter)) is None or gradient is None:
-            return  # it has been taken out: its gradient is somebody else's
+            return  # no group contains it any more: its gradient belongs to others
         group = self.optimizer.param_groups[place[0]]
         with self._one_at_a_time, torch.no_grad():
             if self._accumulation is not None:
@@ -210,7 +210,7 @@ class InBackward:
             parameter.grad = SpentGradient(parameter, clipping.norms[place], clipping.is_done_by)
 
     def _place_of(self, parameter: Tensor) -> tuple[int, int] | None:
-        """Which parameter of which group it is now: groups are others after ``load_state_dict``, and may change."""
+        """The parameter's place in the groups now: ``load_state_dict`` replaces groups, and users change them."""
         groups = self.optimizer.param_groups
         i, k = self._last_places.get(id(parameter), (0, 0))
         if i < len(groups) and k < len(groups[i]["params"]) and groups[i]["params"][k] is parameter:
@@ -260,7 +260,7 @@ def step_in_backward(
         ``clip``.
     ``accumulate="momentum"``
         gradients of Muon's matrices, without Nesterov, are added to their momentum: no more memory, and one rounding a
-        pass where ``moments`` are not float32.  Adam's parameters, whose second average is not linear, are summed up in
+        pass where ``moments`` are not float32.  Adam's parameters, whose second moment is not linear, are summed up in
         bfloat16.  No norm is known.
 
     A gradient that is not finite leaves out the step of its own parameter only, with a warning

@@ -1,4 +1,4 @@
-"""What stands in a parameter's ``grad`` while steps are taken in the backward pass: nothing, or a sum in two bytes."""
+"""Stand-ins for ``grad`` under steps in the backward pass: a spent gradient without memory, and a sum in bfloat16."""
 
 from collections.abc import Callable
 from typing import Any, Final
@@ -36,31 +36,31 @@ _NORMS: Final = (torch.ops.aten.linalg_vector_norm.default, torch.ops.aten._fore
 
 
 class StandIn(Tensor):
-    """The shape and dtype of a gradient, and no memory of that size; subclasses say what can be done with it."""
+    """A tensor with the shape and dtype of a gradient, without its memory; subclasses implement the operators."""
 
     @staticmethod
     def __new__(cls, parameter: Tensor, *_: Any, **__: Any) -> "StandIn":
-        """A stand-in of the parameter's shape."""
+        """Make a stand-in of the parameter's shape, dtype and device."""
         return Tensor._make_wrapper_subclass(cls, parameter.shape, dtype=parameter.dtype, device=parameter.device)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        """Say what became of it."""
+        """Show shape and dtype, since there are no values."""
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def added(self, gradient: Tensor) -> None:
-        """Take one more gradient, that of another backward pass."""
+        """Add the gradient of another backward pass."""
         raise NotImplementedError
 
     def scaled(self, factor: Any) -> None:
-        """Multiply by one number."""
+        """Multiply by one scalar."""
         raise NotImplementedError
 
     def zeroed(self) -> None:
-        """Become zeros."""
+        """Set to zero."""
         raise NotImplementedError
 
     def asked(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Answer any other operator."""
+        """Apply any other operator."""
         raise NotImplementedError
 
     @classmethod
@@ -71,7 +71,7 @@ class StandIn(Tensor):
         args: Any = (),
         kwargs: Any = None,
     ) -> Any:
-        """Leave to the stand-in what is done with it; torch detaches gradients that it sets to None."""
+        """Dispatch each operator to the stand-in's method.  torch detaches gradients before it sets them to None."""
         kwargs = kwargs or {}
         if func is torch.ops.aten.detach.default:
             return args[0]
@@ -102,17 +102,17 @@ def _stand_ins(args: Any, kwargs: Any) -> list[StandIn]:
 
 
 class SpentGradient(StandIn):
-    """What stands for a gradient that has been used: its shape and dtype, no memory, and a refusal of nearly all else.
+    """A gradient that has been used and freed: shape and dtype, and an error for nearly every operator.
 
     Args:
-        parameter: whose gradient it was.
-        norm: of the gradient, where it was taken: then it may be asked for.
-        may_scale: whether a factor is that of the clipping that was done already; None: no factor is.
-        accumulates: whether a gradient may come after it.
+        parameter: the parameter whose gradient it was.
+        norm: the gradient's 2-norm where it was measured, which ``clip_grad_norm_`` may read.
+        may_scale: returns whether a factor is that of the clipping done already; None refuses every factor.
+        accumulates: whether another gradient may follow.
     """
 
     arrived: Tensor | None = None
-    """The gradient that came after it, until somebody takes it."""
+    """The next gradient, until the hook removes it."""
 
     def __init__(
         self,
@@ -125,24 +125,24 @@ class SpentGradient(StandIn):
         self.norm_before, self.may_scale, self.accumulates = norm, may_scale, accumulates
 
     def added(self, gradient: Tensor) -> None:
-        """Keep it for the hook that comes next, or refuse it."""
+        """Keep the gradient for the hook that follows, or refuse it."""
         if not self.accumulates:
             raise RuntimeError(_SPENT)
         self.arrived = gradient
 
     def scaled(self, factor: Any) -> None:
-        """Nothing, if the gradient was clipped so before it was used."""
+        """Change nothing if the gradient was clipped by this factor before its use; refuse any other."""
         if self.may_scale is None:
             raise RuntimeError(_SPENT)
         if (isinstance(factor, Tensor) and factor.dim()) or not self.may_scale(float(factor)):
             raise RuntimeError(_CLIPPED)
 
     def zeroed(self) -> None:
-        """Refuse it by the name of what does it."""
+        """Refuse ``zero_grad(set_to_none=False)`` by name."""
         raise RuntimeError(_ZEROED)
 
     def asked(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The norm, where it is known; everything else is refused."""
+        """Return the 2-norm where it is known; refuse everything else."""
         order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
         whole = len(args) < 3 and not kwargs.get("dim") and not kwargs.get("keepdim")
         if func not in _NORMS or order != 2 or not whole or self.norm_before is None:
@@ -153,7 +153,7 @@ class SpentGradient(StandIn):
 
 
 FOR_SUMS: Final = 4
-"""A fourth key word: the draws of sums are none of a step's."""
+"""The fourth key word: sums draw from streams of their own, apart from those of steps."""
 
 
 class GradientSum(StandIn):
@@ -161,10 +161,10 @@ class GradientSum(StandIn):
 
     .. math:: s_1 = \\mathrm{round}(g_1), \\qquad s_i = \\mathrm{round}(s_{i-1} + g_i)
 
-    It can be read as the tensor that it stands for, in its dtype, and be scaled by one number, which is kept beside it.
+    It reads as a tensor of the gradient's dtype.  A scalar that it is multiplied by is kept beside it.
 
     Args:
-        parameter: whose gradients these are, with the first of them.
+        parameter: the parameter, with its first gradient in ``grad``.
         words: key words of the draws: seed, step and stream.
     """
 
@@ -176,7 +176,7 @@ class GradientSum(StandIn):
         self.added(parameter.grad)
 
     def added(self, gradient: Tensor) -> None:
-        """Round the sum to bfloat16, once a gradient."""
+        """Add a gradient, and round the sum to bfloat16 once."""
         if self.factor is not None:
             raise RuntimeError(f"{_HELD}; this one was scaled already, and another gradient comes: clip after the last")
         key = Stream((*self.words, FOR_SUMS, self.count))
@@ -185,24 +185,24 @@ class GradientSum(StandIn):
         self.count += 1
 
     def scaled(self, factor: Any) -> None:
-        """Keep a factor beside the sum."""
+        """Multiply the factor that is kept beside the sum."""
         if isinstance(factor, Tensor) and factor.dim():
             raise RuntimeError(_HELD)
         factor = torch.as_tensor(factor, dtype=torch.float32, device=self.held.device)
         self.factor = factor if self.factor is None else self.factor * factor
 
     def zeroed(self) -> None:
-        """Begin anew."""
+        """Set the sum to zero and the factor to 1."""
         self.held.zero_()
         self.factor = None
 
     def value(self) -> Tensor:
-        """A tensor of its own, in the parameter's dtype."""
+        """A copy of the scaled sum in the parameter's dtype."""
         whole = self.held.to(self.dtype, copy=True)
         return whole if self.factor is None else whole.mul_(self.factor)
 
     def asked(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Of the tensor that it stands for."""
+        """Apply an operator that changes nothing to the sum's value."""
         if func._schema.is_mutable:
             raise RuntimeError(_HELD)
         return func(*tree_map_only(GradientSum, GradientSum.value, args), **kwargs)

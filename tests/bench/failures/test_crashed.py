@@ -6,18 +6,34 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from nanogpt_bench.compare.plan import PlannedRun
-from nanogpt_bench.compare.record import Record
+import pytest
+
+from nanogpt_bench.sweep.compare_json import ComparisonRecord
+from nanogpt_bench.sweep.plan import PlannedRun
 
 Make = Callable[..., Path]
 
 
-def test_the_comparison_judges_what_a_dead_process_left(make: Make) -> None:
-    path = make("01-dead", loss=[5.0, 4.9, 30.0, 300.0], series={"grad/norm": [1.0, 1.2, 400.0, None]})
-    (path / "summary.json").unlink()
-    planned = PlannedRun("E4M3 nearest", "nearest", "E4M3", 42, path.name, {"train.max_steps": 100})
-    Record(path.parent, [planned]).note_failure(planned, {"kind": "crash", "message": "out of memory"})
-    summary = json.loads((path / "summary.json").read_text())
+@pytest.fixture
+def note(make: Make, tmp_path: Path) -> Make:
+    """Return a function that has a comparison note how a run without a summary failed; gives the summary's path."""
+    record = ComparisonRecord(tmp_path / "out", [], tmp_path, {})
+
+    def noting(error: dict[str, object], **look: object) -> Path:
+        path = make("01-dead", **look)
+        (path / "summary.json").unlink()
+        record.folder = path.parent
+        record.note_failure(
+            PlannedRun("E4M3 nearest", "nearest", "E4M3", 42, path.name, {"train.max_steps": 100}), error
+        )
+        return path / "summary.json"
+
+    return noting
+
+
+def test_the_comparison_judges_what_a_dead_process_left(note: Make) -> None:
+    look = {"loss": [5.0, 4.9, 30.0, 300.0], "series": {"grad/norm": [1.0, 1.2, 400.0, None]}}
+    summary = json.loads(note({"kind": "crash", "message": "out of memory"}, **look).read_text())
     assert (summary["status"], summary["failure"]["kind"]) == ("failed", "crash")
     assert {entry["kind"]: entry["step"] for entry in summary["failures"]} == {
         "divergence": 3,
@@ -26,9 +42,5 @@ def test_the_comparison_judges_what_a_dead_process_left(make: Make) -> None:
     }
 
 
-def test_nothing_is_written_of_a_run_that_a_full_disk_ended(make: Make) -> None:
-    path = make("01-full", loss=[5.0, 4.9])
-    (path / "summary.json").unlink()
-    planned = PlannedRun("E4M3 nearest", "nearest", "E4M3", 42, path.name, {"train.max_steps": 100})
-    Record(path.parent, [planned]).note_failure(planned, {"kind": "disk", "message": "no space", "step": 1})
-    assert not (path / "summary.json").exists()
+def test_nothing_is_written_of_a_run_that_a_full_disk_ended(note: Make) -> None:
+    assert not note({"kind": "disk", "message": "no space", "step": 1}, loss=[5.0, 4.9]).exists()

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from nanogpt_bench.compare.demonstration import Demonstration
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.observers.turns import Turns
+from nanogpt_bench.sweep.comparison import Demonstration
 from nanogpt_bench.training.points import Anomaly, Step
 
 Tiny = Callable[..., Config]

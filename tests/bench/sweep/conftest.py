@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from nanogpt_bench.compare import pool as pool_module
 from nanogpt_bench.report import build
+from nanogpt_bench.workers import pool as pool_module
 
 sys.path.insert(0, str(Path(__file__).parent))  # for the tests to find sweep_runs.py
 
@@ -32,7 +32,7 @@ for line in sys.stdin:
     summary |= {"status": "failed" if bad else "finished", "first_val_loss": 5.0, "best_val_loss": 2.0}
     summary |= {"failure": {"kind": "nan", "message": "train/loss is nan at step 3", "step": 3} if bad else None}
     summary |= {"failures": [{"kind": "divergence"}, {"kind": "nan"}] if bad else []}
-    summary |= {"final_val_loss": None if bad else 2.0 + lr / 10}
+    summary |= {"final_val_loss": None if bad else 2.0 + lr / 10, "threads": settings["runtime.threads"]}
     (folder / "summary.json").write_text(json.dumps(summary))
     with open("done.txt", "a") as log:
         print(folder.name, file=log)

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from nanogpt_bench.compare.pool import Event
 from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.report import build
 from nanogpt_bench.sweep import session
+from nanogpt_bench.workers.pool import Event
 
 
 class PoolOfNone:

@@ -17,10 +17,10 @@ from rich.console import Console
 from sweep_runs import read_json, runs_of, trained
 
 from nanogpt_bench.cli import main
-from nanogpt_bench.compare import pool as pool_module
-from nanogpt_bench.compare.board import Board
-from nanogpt_bench.compare.cores import cores
-from nanogpt_bench.sweep.record import SweepRecord
+from nanogpt_bench.sweep.board import Board
+from nanogpt_bench.sweep.sweep_json import SweepRecord
+from nanogpt_bench.workers import pool as pool_module
+from nanogpt_bench.workers.cores import cores
 
 # Sessions, with workers that only write what a training would have found
 
@@ -127,7 +127,7 @@ def test_other_settings_under_the_same_names_are_refused(write, capsys):
 
 
 def test_the_board_of_a_large_sweep_fits_on_the_terminal():
-    board = Board([], Console(height=12, width=100, force_terminal=True, file=io.StringIO()))
+    board = Board(Console(height=12, width=100, force_terminal=True, file=io.StringIO()))
     for number in range(30):
         board.add(f"run {number}")
     board.entries[29].state, board.entries[28].state = "running", "failed"

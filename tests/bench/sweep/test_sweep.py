@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,8 +11,6 @@ import torch
 
 import fp8manifold as fm
 from nanogpt_bench.cli import main
-from nanogpt_bench.compare import cores as cores_module
-from nanogpt_bench.compare.cores import divide, threads_asked
 from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.model.gpt import GPT
 from nanogpt_bench.setup.resolve import resolve
@@ -19,11 +18,13 @@ from nanogpt_bench.sweep import session as session_module
 from nanogpt_bench.sweep.axes import Axis, Range, assemble, grid_points, random_points
 from nanogpt_bench.sweep.file import FOLDER, find_sweep, read_sweep, shipped_sweeps
 from nanogpt_bench.sweep.plan import check_inputs, plan_point, plan_sweep
-from nanogpt_bench.sweep.record import SweepRecord
 from nanogpt_bench.sweep.sensitivity import plan_study
 from nanogpt_bench.sweep.session import threads_set
+from nanogpt_bench.sweep.sweep_json import SweepRecord
 from nanogpt_bench.sweep.tuning import Tuning
 from nanogpt_bench.system.errors import BenchError
+from nanogpt_bench.workers import cores as cores_module
+from nanogpt_bench.workers.cores import divide, threads_asked
 
 ON_GRID = {"rule": "nearest", "model.format": "E4M3", "model.storage": "grid"}
 
@@ -279,6 +280,7 @@ def test_the_runs_of_a_sweep_get_the_threads_asked_for(write, monkeypatch, capsy
     path.write_text(path.read_text().replace("runtime.threads: 1\n", ""))
     assert main(["sweep", str(path), "--out", "out", "--workers", "1"]) == 0
     assert "1 at a time, 2 threads each" in capsys.readouterr().err
+    assert json.loads(next(Path("out").glob("*/summary.json")).read_text())["threads"] == 2
 
 
 @pytest.mark.parametrize(

@@ -13,25 +13,27 @@ import pytest
 from sweep_runs import read_json, runs_of, train_here, trained
 
 from nanogpt_bench.cli import main
-from nanogpt_bench.compare import pool as pool_module
 from nanogpt_bench.report import build
 from nanogpt_bench.report.tables import tuning_table
 from nanogpt_bench.runs.find import find_runs
 from nanogpt_bench.sweep.file import read_sweep, shipped_sweeps
 from nanogpt_bench.sweep.pattern_search import best_place, is_inside, next_places
-from nanogpt_bench.sweep.record import SweepRecord
+from nanogpt_bench.sweep.sweep_json import SweepRecord
 from nanogpt_bench.sweep.tuning import Tuning
 from nanogpt_bench.system.errors import BenchError
+from nanogpt_bench.workers import pool as pool_module
 
 #: loss: a bowl over the logarithms of lr and float_lr, a little apart by seed; above a limit it diverges
 STUB = """
-import json, math, sys
+import json, math, os, sys
 from pathlib import Path
 BEST = {"fp32": 0.006, "sgd": 0.1, "muon": 0.03}
 for line in sys.stdin:
     job = json.loads(line)
     settings, folder = job["settings"], Path(job["run_dir"])
     rule, lr, seed, steps = (settings[key] for key in ("rule", "optimizer.lr", "seed", "train.max_steps"))
+    if seed == 2 and "STUB_DIES" in os.environ:
+        sys.exit(9)
     folder.mkdir(parents=True)
     best = 1e-12 if settings.get("optimizer.beta2") == 0.5 else BEST[rule]
     loss = 2.0 + math.log2(lr / best) ** 2 / 10 + seed / 1000 - steps / 1000
@@ -153,6 +155,24 @@ def test_it_goes_on_where_it_was(write):
     assert main(command) == 0
     assert trained() == []
     assert read_json(Path("out/tuning.json")) == whole
+
+
+@pytest.mark.usefixtures("_bowl")
+def test_nothing_follows_from_a_trial_that_was_ended_from_outside(write, monkeypatch):
+    command = [
+        "sweep",
+        str(write(axes={"rule": ["sgd"]}, tune=TUNE, confirm=CONFIRM)),
+        "--out",
+        "out",
+        "--workers",
+        "1",
+    ]
+    with monkeypatch.context() as patch:
+        patch.setenv("STUB_DIES", "yes")
+        assert main(command) == 1
+    assert [name.partition("/")[0] for name in trained()] == ["trials"] * 3  # the first round, of one seed
+    assert main(command) == 0
+    assert sum(not name.startswith("trials/") for name in trained()) == 3
 
 
 @pytest.mark.usefixtures("_bowl")

@@ -19,14 +19,13 @@ from rich.console import Console
 from test_browser import UNDRAWN
 
 from nanogpt_bench.cli import main
-from nanogpt_bench.compare.board import Board
-from nanogpt_bench.compare.closing import print_results
-from nanogpt_bench.compare.plan import PlannedRun
 from nanogpt_bench.report import report
 from nanogpt_bench.report.results import measure
 from nanogpt_bench.report.rows import find_reference, group_rows
 from nanogpt_bench.report.tables import to_text
 from nanogpt_bench.runs.load import load_run
+from nanogpt_bench.sweep.board import Board
+from nanogpt_bench.sweep.closing import print_results
 
 #: what the page says while a pointer goes over every chart
 TOLD = """[...document.querySelectorAll('.vega-embed')].flatMap((place) => {
@@ -111,7 +110,9 @@ def test_a_terminal_is_told_nothing(runs, capsys):
     print_results(results, Console())
     with Console(force_terminal=True, color_system=None, width=200).capture() as shown:
         print_results(results, Console(force_terminal=True, color_system=None, width=200))
-    board = Board([PlannedRun(t, t, t, 0, t, {}) for t in TEXTS], Console(width=200))
+    board = Board(Console(width=200))
+    for text in TEXTS:
+        board.add(text)
     board.say("".join(TEXTS))
     Console(width=200, height=200).print(board.table())
     assert main(["verify", *map(str, runs)]) == 1

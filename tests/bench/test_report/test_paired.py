@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import random
 
 import pytest
@@ -102,6 +103,21 @@ def test_every_table_has_the_interval_or_says_that_no_difference_was_found(tmp_p
     assert float(lines[1]["difference_high"]) == lower.high
     assert [line["difference_seeds"] for line in lines] == ["", "4", "4"]
     assert lines[0]["difference_p_holm"] == ""
+
+
+def test_a_pair_on_two_processors_is_marked(tmp_path, write_run):
+    paths = folders(tmp_path, write_run, seeds=3)
+    here = {"cpu": "one", "cpu_capability": "AVX2", "platform": "Linux"}
+    for path in paths:
+        place = path / "environment.json"
+        of_sgd = {"cpu_capability": "AVX512"} if path.name == "sgd-1" else {}
+        facts = json.loads(place.read_text()) if place.is_file() else {}
+        place.write_text(json.dumps(facts | here | of_sgd))
+    reference, marked, plain = measured(paths)
+    assert (reference.difference, marked.difference.apart, plain.difference.apart) == (None, True, False)
+    assert difference_text(marked.difference).endswith(" †")
+    assert "†: two processors" in to_text([reference, marked, plain])
+    assert "†" not in to_text(measured([path for path in paths if not path.name.startswith("sgd")]))
 
 
 def test_one_seed_is_a_lead_without_an_interval(tmp_path, write_run):

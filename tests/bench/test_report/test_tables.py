@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from nanogpt_bench.compare.board import Board, Entry
-from nanogpt_bench.compare.closing import print_results
 from nanogpt_bench.report.build import report
 from nanogpt_bench.report.results import Figure, Result, findings, measure
 from nanogpt_bench.report.rows import Row, find_reference, group_rows
@@ -28,6 +26,8 @@ from nanogpt_bench.report.tables import (
 )
 from nanogpt_bench.report.verdict import Outcome, Verdict
 from nanogpt_bench.runs.load import Run, load_run
+from nanogpt_bench.sweep.board import Board, Entry
+from nanogpt_bench.sweep.closing import print_results
 
 #: label, loss, bytes, stall, arrived, alerts
 ROWS = (
@@ -123,7 +123,7 @@ def test_what_only_one_row_has_is_shown_and_what_all_share_is_not() -> None:
 
 
 def test_the_board_has_no_column_that_no_run_fills() -> None:
-    board = Board([], Console(file=io.StringIO()))
+    board = Board(Console(file=io.StringIO()))
     board.entries = [Entry("fp32", progress={"step": 1, "max_steps": 2}), Entry("nearest")]
     assert not [column.header for column in board.table().columns if "mean" in str(column.header)]
     board.entries[1].progress = {"step": 1, "max_steps": 2, "stall": 0.5}

@@ -1,7 +1,8 @@
-"""What the terminal shows while runs go on: a live table, or plain lines where there is no terminal."""
+"""The terminal while runs train: a live table, or plain lines where there is no terminal, and the time left."""
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,16 +15,14 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from nanogpt_bench.compare.plan import PlannedRun
-from nanogpt_bench.compare.pool import Event
-from nanogpt_bench.compare.remaining import Work, seconds_left
 from nanogpt_bench.system.errors import printable
 from nanogpt_bench.system.words import counted, rough_time
+from nanogpt_bench.workers.pool import Event
 
-#: of a list that is said line by line
+#: most lines of a printed list
 MOST_LINES = 10
-#: after which the first estimate of the time left is printed where there is no terminal, and between two of them at
-#: least; in long ones a share of the time that has passed
+#: seconds before the first estimate of the time left, and between two estimates, where there is no terminal; in long
+#: runs two estimates are this share of the elapsed time apart
 FIRST_ESTIMATE, NEXT_ESTIMATE, ESTIMATE_SHARE = 20.0, 60.0, 1 / 6
 ENDED = ("done", "failed")
 #: columns that are left out while no run has them
@@ -39,7 +38,7 @@ class Entry:
     lr: float | None = None
     state: str = "waiting"
     note: str = ""
-    #: of the whole run, beside the others'
+    #: size of the whole run, in the unit of the other runs
     size: float = 1.0
     progress: Mapping[str, Any] = field(default_factory=dict)
 
@@ -47,13 +46,11 @@ class Entry:
 class Board:
     """Follows the events of a pool and shows them; a context manager, since a live table has to be left properly."""
 
-    def __init__(self, planned: Sequence[PlannedRun], console: Console, workers: int = 1) -> None:
-        several = len({run.seed for run in planned}) > 1
-        names = [f"{run.label} · seed {run.seed}" if several else run.label for run in planned]
-        self.entries = [Entry(name, run.lr, size=run.cost) for name, run in zip(names, planned, strict=True)]
-        #: how many runs train at a time
+    def __init__(self, console: Console, workers: int = 1) -> None:
+        self.entries: list[Entry] = []
+        #: number of runs that train at a time
         self.workers = workers
-        #: the sizes of runs that will be added, as far as they can be foreseen
+        #: sizes of the runs that will be added, as far as they are known
         self.to_come: Callable[[], Sequence[float]] = lambda: ()
         self._console = console
         self._next_estimate = FIRST_ESTIMATE
@@ -90,7 +87,7 @@ class Board:
         return time.monotonic() - self._begun
 
     def show(self, event: Event) -> None:
-        """Take an event in and bring the display up to date."""
+        """Apply an event, and update the display."""
         if event.job is not None:
             entry = self.entries[event.job]
             validated = event.data.get("val_loss") != entry.progress.get("val_loss")
@@ -192,3 +189,44 @@ def _line(entry: Entry) -> str:
 def number(value: float | None, spec: str) -> str:
     """The number in that format, or a dash when there is none yet."""
     return "-" if value is None else format(value, spec)
+
+
+@dataclass(frozen=True)
+class Work:
+    """One run as far as it is known: its size beside the others', and what has been done of it in how many seconds."""
+
+    #: size of the whole run, in a unit that all runs share
+    size: float = 1.0
+    #: share of its steps that have been taken
+    done: float = 0.0
+    #: seconds that these steps took
+    seconds: float = 0.0
+    running: bool = False
+    ended: bool = False
+
+
+def seconds_left(runs: Sequence[Work], workers: int) -> float | None:
+    """Return about how many seconds `workers` need for what is left, None before the first step of any run.
+
+    A run that goes on keeps its own pace. One that waits takes its size times the mean seconds a unit of all that has
+    been done, on the worker that is free first, the largest ones first.
+
+    >>> first, second = Work(done=1.0, seconds=60.0, ended=True), Work(done=0.5, seconds=40.0, running=True)
+    >>> seconds_left([first, second, Work()], workers=1), seconds_left([Work()], workers=1)
+    (106.66666666666667, None)
+    """
+    done = sum(run.size * run.done for run in runs)
+    if done <= 0.0:
+        return None
+    pace = sum(run.seconds for run in runs if run.done > 0.0) / done
+    free = [_rest(run, pace) for run in runs if run.running and not run.ended]
+    free += [0.0] * (workers - len(free))
+    heapq.heapify(free)
+    waiting = (run.size for run in runs if not (run.running or run.ended))
+    for size in sorted(waiting, reverse=True):
+        heapq.heapreplace(free, free[0] + size * pace)
+    return max(free)
+
+
+def _rest(run: Work, pace: float) -> float:
+    return run.seconds / run.done * (1.0 - run.done) if run.done > 0.0 else run.size * pace

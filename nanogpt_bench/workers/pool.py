@@ -1,4 +1,4 @@
-"""A few worker processes that share a list of jobs; what they say comes out as one stream of events."""
+"""A pool of worker processes over a list of jobs, with one stream of their events."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import IO, Any
 
-from nanogpt_bench.compare import cores
-from nanogpt_bench.compare.executor import AnyWorker, Executor, Messages
+from nanogpt_bench.workers import cores
+from nanogpt_bench.workers.executor import AnyWorker, Executor, Messages
 
-WORKER = (sys.executable, "-m", "nanogpt_bench.compare.worker")
+WORKER = (sys.executable, "-m", "nanogpt_bench.workers.worker")
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-#: after which a worker that has nothing to save, or was left by an error, is killed
+#: seconds before a worker that has nothing to save, or was left by an error, is killed
 SECONDS_TO_STOP = 10.0
 
 
@@ -69,7 +69,7 @@ class Worker:
             self.process.stdin.flush()
 
     def ended(self) -> dict[str, str]:
-        """How the process ended: killed from outside, or a failure of its own with the last line it wrote to stderr."""
+        """Return the end of the process: killed from outside, or a crash, with the last line of its stderr."""
         code = self.process.wait()
         if code == -signal.SIGKILL:
             return {"kind": "killed", "message": "its process was killed, as a system does that runs out of memory"}

@@ -1,4 +1,4 @@
-"""Where the workers of a comparison or a sweep run: as processes of this machine, or in a Ray cluster."""
+"""The executors by name: processes of this machine, or a Ray cluster."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from nanogpt_bench.compare.executor import Executor
-from nanogpt_bench.compare.pool import Local
-from nanogpt_bench.compare.ray_cluster import RayCluster
 from nanogpt_bench.system.errors import BenchError, unknown
+from nanogpt_bench.workers.executor import Executor
+from nanogpt_bench.workers.pool import Local
+from nanogpt_bench.workers.ray_cluster import RayCluster
 
 EXECUTORS = ("local", "ray")
 
 
 def check_executor(name: str, address: str | None) -> None:
-    """Refuse an executor that there is not, and an address that means nothing to it.
+    """Refuse an unknown executor, and an address without ray.
 
     Raises:
         BenchError: says so.

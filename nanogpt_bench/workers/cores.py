@@ -1,4 +1,4 @@
-"""How many runs train at a time, and with how many threads each: no more of either than there are cores for."""
+"""The number of runs at a time and of threads each, neither more than the cores take."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check_workers(workers: int | None, source: str, threads: int | None = None, 
     (None, None)
     """
     there = cores() if there is None else there
-    most = _most(threads, there)
+    most = most_workers(threads, there)
     if workers is not None and workers > most:
         each = "" if threads in (None, 1) else f" with runtime.threads {threads}"
         raise BenchError(f"{source}: {workers} is more than the {there} cores take{each}; give at most {most}")
@@ -49,9 +49,10 @@ def divide(
     (1, 1)
     """
     there = cores() if there is None else there
-    count = max(1, min(workers or _most(threads, there), runs))
+    count = max(1, min(workers or most_workers(threads, there), runs))
     return count, threads or max(1, min(there // count, asked))
 
 
-def _most(threads: int | None, there: int) -> int:
+def most_workers(threads: int | None, there: int) -> int:
+    """Return how many runs of so many threads each the cores take at a time, at least one."""
     return max(1, there // (threads or 1))

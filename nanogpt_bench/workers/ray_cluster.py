@@ -19,22 +19,22 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from nanogpt_bench.compare.cores import cores
-from nanogpt_bench.compare.executor import Messages
-from nanogpt_bench.compare.pool import SECONDS_TO_STOP, Worker
 from nanogpt_bench.system.errors import BenchError, one_line, shortened
+from nanogpt_bench.workers.cores import cores
+from nanogpt_bench.workers.executor import Messages
+from nanogpt_bench.workers.pool import SECONDS_TO_STOP, Worker
 
-#: how long a node may take to start its first process
+#: seconds that a node may take to start its first process
 SECONDS_TO_START = 120.0
 _LONGEST_REASON = 200
-#: of Ray: reports nobody asked for, and advice
+#: environment of Ray: no usage reports, no advice
 _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 #: bytes that Ray keeps for objects, of which there are none but lines of text
 _OBJECTS = 80 * 2**20
 
 
 class HeldWorker:
-    """What the actor is: a worker process on its node, whose messages wait until they are asked for.
+    """The actor: a worker process on its node, whose messages wait until they are fetched.
 
     Several calls are answered at once: one of them waits for the next message all the time.
     """
@@ -120,7 +120,7 @@ class RayWorker:
             return None
 
     def ended(self) -> dict[str, str]:
-        """How the process ended, as a local one says it; its actor or its node may be gone with it."""
+        """Return the end of the process as a local worker does; its actor or its node may be gone too."""
         found: dict[str, str] | None = None if self._lost else self._call("ended")
         return found or {"kind": "killed", "message": "its Ray actor was lost, with its node or by a kill"}
 
@@ -150,7 +150,7 @@ class RayCluster:
 
     def __init__(self, address: str | None, folder: Path) -> None:
         self.address, self.folder = address, folder.resolve()
-        #: a file that every node has to see
+        #: file by which a node proves that it sees the folder
         self.marker = self.folder / f".ray-{secrets.token_hex(8)}"
 
     def __enter__(self) -> RayCluster:

@@ -1,6 +1,6 @@
 """A worker process: reads jobs from standard input, trains, and reports on standard output, a JSON object a line.
 
-Started as `python -m nanogpt_bench.compare.worker` and used for one run after another, so that importing torch is
+Started as `python -m nanogpt_bench.workers.worker` and used for one run after another, so that importing torch is
 paid once. A job is {"settings": {dotted key: value}, "run_dir": path, "argv": [...], "resume": bool}; the answers are
 {"kind": "progress", ...} while it trains and {"kind": "done"} or {"kind": "failed", "error": {...}} at its end.
 """
@@ -75,7 +75,7 @@ def _serve(job: dict[str, Any], answers: TextIO) -> None:
 
 
 def _answer(summary: dict[str, Any]) -> dict[str, Any]:
-    """What became of a run that no signal ended; one that the disk ended goes on when it is started again."""
+    """The answer for a run that no signal ended.  A full disk is a failure, and the run resumes at the next start."""
     ended = summary["stop"] or {}
     return {"kind": "failed", "error": ended} if ended.get("kind") == "disk" else {"kind": "done"}
 

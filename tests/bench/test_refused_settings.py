@@ -1,4 +1,4 @@
-"""Settings that exclude each other: each row of the tables refuses what it is for, in one line."""
+"""Every setting that is refused, by its name and in one line: values that it can't have, and settings beside it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,11 @@ REFUSED: dict[str, dict[str, str]] = {
     "model.tie_weights": {f"{LABELS} model.tie_weights=true": "True can't be used with task 'classify', whose lm_head"},
     "data.train_tokens": {f"{LABELS} data.train_tokens=500": "500 can't be used with task 'classify', which trains on"},
     "eval.also": {f"{LABELS} eval.also=other": "'other' can't be used with task 'classify', whose labels another"},
-    "train.parallel": {f"{LABELS} train.parallel=ddp": "'ddp' can't be used with task 'classify', whose losses"},
+    "train.parallel": {
+        f"{LABELS} train.parallel=ddp": "'ddp' can't be used with task 'classify', whose losses",
+        "train.parallel=fsdp": "'fsdp' can't be used with monitor.stall, monitor.ranges, monitor.bits",
+        f"{STIEFEL} monitor.stall=false train.parallel=ddp": "'ddp' can't be used with model.constraint; give",
+    },
     "monitor.fisher": {f"{LABELS} monitor.fisher=true": "True can't be used with task 'classify', whose labels"},
     "model.headroom": {"model.headroom=4": "4.0 needs model.storage grid, fp8 or continuous, not 'float32'"},
     "optimizer.writeback": {
@@ -143,9 +147,23 @@ REFUSED: dict[str, dict[str, str]] = {
         "one, not 'adamw' with model.storage 'float32'",
         f"optimizer.name=fisher {FP8} train.step_in_backward=true": "True needs an optimizer of the library that steps",
     },
-    "optimizer.grad_clip": {WITHIN: "1.0 can't be used with train.step_in_backward; give 0.0"},
+    "optimizer.grad_clip": {
+        WITHIN: "1.0 with train.step_in_backward needs optimizer.clip_by previous (by the norm of the step before, one "
+        "backward pass) or exact (two backward passes); or give 0"
+    },
+    "optimizer.clip_by": {
+        f"rule=stochastic {E4M3} optimizer.clip_by=exact": "'exact' needs train.step_in_backward, optimizer.grad_clip",
+        f"{WITHIN} optimizer.grad_clip=0 optimizer.clip_by=exact": "'exact' needs train.step_in_backward, optimizer",
+        f"{WITHIN} optimizer.clip_by=previous train.accumulation=2 train.accumulate_in=bfloat16": "'previous' needs",
+        f"{WITHIN} optimizer.clip_by=exact runtime.compile=true": "'exact' can't be used with runtime.compile, whose",
+    },
+    "train.accumulate_in": {
+        f"{WITHIN} optimizer.grad_clip=0 train.accumulate_in=bfloat16": "'bfloat16' needs train.step_in_backward and",
+        f"rule=stochastic {E4M3} train.accumulation=2 train.accumulate_in=bfloat16": "'bfloat16' needs train.step_in",
+    },
     "train.accumulation": {
-        f"{WITHIN} optimizer.grad_clip=0 train.accumulation=2": "2 can't be used with train.step_in_backward; give 1"
+        f"{WITHIN} optimizer.grad_clip=0 train.accumulation=2": "2 with train.step_in_backward needs "
+        "train.accumulate_in bfloat16 (a sum of two bytes a weight); or give 1"
     },
     "model.constrained": {"model.constrained=[attn]": "['attn'] needs model.constraint stiefel or sphere"},
     "optimizer.constrained_lr": {"optimizer.constrained_lr=0.5": "0.5 needs model.constraint stiefel or sphere"},
@@ -185,6 +203,64 @@ for _key, _cases in REFUSED_PEERS.items():
 CASES = [(key, words, said) for key, cases in REFUSED.items() for words, said in cases.items()]
 
 
+#: how the line begins, by the words that are refused for their own sake
+UNREADABLE: dict[str, str] = {
+    "--train.max_stps 1": "unknown key 'train.max_stps'; did you mean 'train.max_steps'?",
+    "--max_steps 1": "unknown key 'max_steps'; did you mean 'train.max_steps'?",
+    "--train.zzz 1": "unknown key 'train.zzz'; allowed: train.max_steps, train.batch_size",
+    "--train.max_steps many": "train.max_steps: 'many' is not allowed; give a whole number >= 1",
+    "--train.max_steps 1.5": "train.max_steps: 1.5 is not allowed; give a whole number >= 1",
+    "--train.max_steps 0": "train.max_steps: 0 is out of range; give a whole number >= 1; nanogpt-bench evaluate",
+    **{
+        f"--train.max_steps {number}": f"train.max_steps: '{number}' is not allowed; give a whole number"
+        for number in ("010", "1:30", "-017")  # which readers of YAML differ in
+    },
+    "--optimizer.lr nan": "optimizer.lr: nan is out of range; give a number > 0 or null",
+    "--optimizer.lr=-1": "optimizer.lr: -1 is out of range; give a number > 0 or null",
+    "--optimizer.beta1 1": "optimizer.beta1: 1 is out of range; give a number >= 0 and < 1 or null",
+    "--optimizer.schedule cosin": "optimizer.schedule: 'cosin' is not known; did you mean 'cosine'?",
+    "--optimizer.writeback residual": "optimizer.writeback: 'residual' is not known; did you mean 'residual8'?",
+    "--optimizer.moments 8-bits": "optimizer.moments: '8-bits' is not known; did you mean '8bit'?",
+    "--optimizer.draws dithered": "optimizer.draws: 'dithered' is not known; did you mean 'dither'?",
+    "--optimizer.name stifness_sgd": "optimizer.name: 'stifness_sgd' is not known; did you mean 'stiffness_sgd'?",
+    "--model.bias perhaps": "model.bias: 'perhaps' is not allowed; give true or false or null",
+    "--model.n_embd 130": "model.n_embd: 130 is not a multiple of model.n_head 4; give a multiple of 4, such as 132",
+    "--model.storage fp9": "model.storage: 'fp9' is not known; did you mean 'fp8'?",
+    "--model.format E4M9": "model.formats.*: unknown float format 'E4M9'; did you mean 'E4M3'?",
+    "--model.formats 7": "model.formats: 7 is not allowed; give a mapping of layer pattern to format name",
+    "--model.pooling max": "model.pooling: 'max' is not known; allowed: mean, last",
+    "--model.constraint stifel": "model.constraint: 'stifel' is not known; did you mean 'stiefel'?",
+    "--model.torchao_float8 rowise": "model.torchao_float8: 'rowise' is not known; did you mean 'rowwise'?",
+    "--monitor.gradient_format E5M3": "monitor.gradient_format: unknown float format 'E5M3'; did you mean 'E5M2'?",
+    "--alerts.at_most 7": "alerts.at_most: 7 is not allowed; give a mapping of metric to its budget",
+    "--alerts.at_most.grad/norm much": "alerts.at_most.grad/norm: 'much' is not allowed; give a number or null",
+    "--alerts.at_least.grad/cosine true": "alerts.at_least.grad/cosine: True is not allowed; give a number or null",
+    "--alerts.levels.overflw WARN": "unknown alerts.levels key 'overflw'; did you mean 'overflow'?",
+    "--alerts.levels.overflow WARNING": "unknown alerts.levels.overflow 'WARNING'; did you mean 'WARN'?",
+    "--train.stop_on plateu": "train.stop_on: 'plateu' is not known; did you mean 'plateau'?",
+    "--shadow.of masters": "shadow.of: 'masters' is not known; did you mean 'master'?",
+    "--task clasify": "task: 'clasify' is not known; did you mean 'classify'?",
+    "--rule nearset": "unknown rule 'nearset'; did you mean 'nearest'?",
+    **{
+        f"--{key} {2**64}": f"{key}: {2**64} is out of range; give a whole number >= 0 and <= {2**64 - 1}"
+        for key in ("seed", "data.seed", "model.seed")
+    },
+    f"--seed {10**400}": "seed: 1000",
+    "--seed": "--seed needs a value; give a whole number >= 0",
+    "seed=3": "unexpected argument 'seed=3'; settings are written --section.key value",
+}
+NEAREST, STOCHASTIC = (f"rule={rule} {E4M3}" for rule in ("nearest", "stochastic"))
+#: settings that contradict a rule, and what the rule means
+CONTRADICTIONS = {
+    f"{NEAREST} model.storage=master": "model.storage: 'master' contradicts rule 'nearest', which means",
+    f"{STOCHASTIC} model.storage=continuous": "model.storage: 'continuous' contradicts rule 'stochastic', which means",
+    f"{NEAREST} optimizer.writeback=stochastic": "optimizer.writeback: 'stochastic' contradicts rule 'nearest', which",
+    f"{STOCHASTIC} optimizer.moments=8bit": "optimizer.moments: '8bit' contradicts rule 'stochastic', which means",
+    "rule=fp32 train.precision=bf16-pure": "train.precision: 'bf16-pure' contradicts rule 'fp32', which means",
+    "rule=fp32 model.torchao_float8=rowwise": "model.torchao_float8: 'rowwise' contradicts rule 'fp32', which",
+}
+
+
 @pytest.fixture(autouse=True)
 def _a_pretrained_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "outlined_shape", lambda name: SIZES["0.8M"])
@@ -196,12 +272,30 @@ def resolved(words: str) -> Config:
     return resolve(load_config(None, [f"--{pair}" for pair in pairs]))
 
 
+def assert_refused(caught: pytest.ExceptionInfo[BenchError], said: str) -> None:
+    assert str(caught.value).startswith(said)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("words", "said"), UNREADABLE.items())
+def test_what_a_setting_can_not_have_is_refused_by_name(words: str, said: str) -> None:
+    with pytest.raises(BenchError) as caught:
+        resolve(load_config(None, words.split()))
+    assert_refused(caught, said)
+
+
+@pytest.mark.parametrize(("words", "said"), CONTRADICTIONS.items())
+def test_what_a_rule_means_is_not_contradicted(words: str, said: str) -> None:
+    with pytest.raises(BenchError) as caught:
+        resolved(words)
+    assert_refused(caught, said)
+
+
 @pytest.mark.parametrize(("key", "words", "said"), CASES)
 def test_what_excludes_each_other_is_refused_by_name(key: str, words: str, said: str) -> None:
     with pytest.raises(BenchError) as caught:
         resolved(words)
-    assert str(caught.value).startswith(f"{key}: {said}")
-    assert "\n" not in str(caught.value)
+    assert_refused(caught, f"{key}: {said}")
 
 
 def test_every_row_of_the_tables_refuses_something(monkeypatch: pytest.MonkeyPatch) -> None:

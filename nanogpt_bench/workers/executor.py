@@ -1,4 +1,4 @@
-"""What a pool asks of its workers, and of what makes them, wherever they are."""
+"""The interface of a pool to its workers and to the executor that starts them, local or remote."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Messages = queue.SimpleQueue[tuple[Any, dict[str, Any] | None]]
 class AnyWorker(Protocol):
     """A worker process, wherever it is."""
 
-    #: what it is doing
+    #: the job that it runs
     job: int | None
 
     def give(self, job: int, content: Mapping[str, Any]) -> None:
         """Hand over a job."""
 
     def ended(self) -> dict[str, str]:
-        """How the process ended: `kind` and `message`."""
+        """Return the end of the process: `kind` and `message`."""
 
     def terminate(self) -> None:
         """Tell it to end, its run writing down what it has."""
@@ -33,7 +33,7 @@ class AnyWorker(Protocol):
 
 
 class Executor(Protocol):
-    """What makes workers."""
+    """Starts workers."""
 
     def cores(self) -> int:
         """Return how many threads there are cores for."""

@@ -1,0 +1,141 @@
+"""One model measured on windows of a text as floats and in sets of formats: a row for each."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fp8manifold as fm
+from nanogpt_bench.evaluation.rounding import EMBEDDINGS, mean_squares, rounded
+from nanogpt_bench.model.causal import is_linear, window_losses
+from nanogpt_bench.model.weights import save_weights
+from nanogpt_bench.setup.memory import memory_of
+from nanogpt_bench.training.trainer import mean_and_error
+
+
+@dataclass(frozen=True)
+class Row:
+    """The model in one set of formats; losses in nats a token, `gap` to its weights as floats, window by window."""
+
+    format: str
+    scale: str
+    formats: Mapping[str, Any]
+    val_loss: float
+    val_loss_se: float | None
+    gap: float | None
+    gap_se: float | None
+    perplexity: float | None
+    bits_per_byte: float
+    bytes_per_parameter: float
+    quantized_parameters: int
+    seconds: float
+
+
+@dataclass
+class Measurement:
+    """A model on windows of a text: rows are measured one after the other, on the same weights."""
+
+    #: the path that a reader knows the model by
+    name: str
+    model: nn.Module
+    windows: Tensor
+    tokens_per_byte: float
+    batch: int
+    options: Mapping[str, Any]
+    #: windows of other text, by which scales are chosen
+    calibration: Tensor | None = None
+    #: where every row's weights are written
+    save: Path | None = None
+    #: reads the model in formats, where each row has a model of its own
+    reader: Callable[[Mapping[str, Any], Mapping[str, Any]], nn.Module] | None = None
+    #: loss of each window with float weights
+    floats: list[float] = field(default_factory=list)
+    #: loss of each window in the row before
+    losses: list[float] = field(default_factory=list)
+    #: what was not quantised in the row before, and why
+    left: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Find the layers, the size and the energies, which all rows share."""
+        owners = Counter(id(each) for _, each in self.model.named_parameters(remove_duplicate=False))
+        #: the linear layers with a weight of their own
+        self.layers = [
+            name for name, module in self.model.named_modules() if is_linear(module) and owners[id(module.weight)] == 1
+        ]
+        self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        self.energies: Mapping[str, Tensor] = (
+            {} if self.calibration is None else mean_squares(self.model, self.calibration, self.batch)
+        )
+
+    def row(
+        self,
+        name: str,
+        formats: Mapping[str, Any],
+        scale: str = "",
+        *,
+        saves: bool = True,
+        against: Sequence[float] = (),
+    ) -> Row:
+        """Measure one set of formats; the first of all has none. Where weights are written, those of rows that save.
+
+        The gap is to the losses that are given, window by window; to those of the float weights without any.
+
+        Raises:
+            BenchError: formats that can't be used with this model.
+        """
+        begun = time.perf_counter()
+        options = {**self.options, **({"granularity": scale} if scale else {})}
+        with self._in(formats, options) as size:
+            losses = window_losses(self.model, self.windows, self.batch)
+            report = fm.quantization_report(self.model)
+            if self.save is not None and saves:
+                save_weights(self.model, self.save / f"{'-'.join(filter(None, (name, scale)))}.safetensors")
+        self.floats = self.floats or losses
+        tables = list(self.model.modules()) if formats.get(EMBEDDINGS, "none") != "none" else []
+        also = {id(table.weight): table.weight.numel() for table in tables if isinstance(table, nn.Embedding)}
+        self.left = [
+            f"{layer.name} ({layer.parameters:,}): {layer.detail}"
+            for layer in report.left
+            if not any(id(weight) in also for weight in self.model.get_submodule(layer.name).parameters(recurse=False))
+        ]
+        self.losses = losses
+        differences = [one - other for one, other in zip(losses, against or self.floats, strict=True)]
+        loss, error = mean_and_error(losses)
+        gap, gap_error = mean_and_error(differences) if formats else (None, None)
+        return Row(
+            format=name,
+            scale=scale,
+            formats=dict(formats),
+            val_loss=loss,
+            val_loss_se=error,
+            gap=gap,
+            gap_se=gap_error,
+            perplexity=math.exp(loss) if loss < 700 else None,
+            bits_per_byte=loss / math.log(2) * self.tokens_per_byte,
+            bytes_per_parameter=size / self.parameters,
+            quantized_parameters=report.quantized_parameters + sum(also.values()),
+            seconds=time.perf_counter() - begun,
+        )
+
+    @contextmanager
+    def _in(self, formats: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[int]:
+        """The model in formats, and the bytes of its weights."""
+        if self.reader is None:
+            with rounded(self.model, formats, energies=self.energies, **options) as size:
+                yield size
+            return
+        if formats:
+            self.model = nn.Identity()  # so that what was there is gone
+            self.model = self.reader(formats, options)
+        held = [*self.model.parameters(), *self.model.buffers()]
+        narrow = sum(x.nbytes for x in held if x.dtype in (torch.bfloat16, torch.float16))
+        yield memory_of(held) + narrow  # float32 is what they stand for

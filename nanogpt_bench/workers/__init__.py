@@ -1,0 +1,1 @@
+"""Worker processes that train several runs at a time, on this machine or in a Ray cluster."""

@@ -1,0 +1,380 @@
+"""Squares of 128 x 128 weights that share a scale: trained, saved and widened as one, by every path with its bits."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from optimizer_cases import frozen, normal, snapshot
+from torch import Tensor, nn
+
+import fp8manifold as fm
+from fp8manifold import optim
+from fp8manifold._shards import rows_between
+from fp8manifold.optim._slot import slot_of
+
+#: whole squares, one partial, partial ones of runs of 64, 32 and 1, and matrices of matrices
+SHAPES = ((256, 128), (5, 7), (130, 64), (200, 192), (257, 160), (130, 131), (2, 140, 256))
+PATHS: dict[str, Any] = {"native": None, "eager": False}
+
+
+def weight(shape: tuple[int, ...], name: str = "E4M3", seed: int = 0, **options: Any) -> fm.FP8Parameter:
+    w = normal(*shape, seed=seed) * torch.exp2(4 * normal(*shape[:-1], 1, seed=seed + 1).clamp(-1, 1))
+    return fm.FP8Parameter(w, name, granularity="square", **{"seed": seed, **options})
+
+
+def squares(shape: tuple[int, ...]) -> list[tuple[Any, ...]]:
+    """The indices of each square, and those of its scale."""
+    starts = [(i, j) for i in range(0, shape[-2], 128) for j in range(0, shape[-1], 128)]
+    return [((..., slice(i, i + 128), slice(j, j + 128)), (..., i // 128, j // 128)) for i, j in starts]
+
+
+# --------------------------------------------------------------------------------------------------------- storage
+@pytest.mark.parametrize("shape", [*SHAPES, (1, 1), (0, 5), (4200, 260)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_square_is_what_it_is_alone(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    w = normal(*shape, seed=2).to(dtype)
+    kept = w.numel() < 2**20
+    p = fm.FP8Tensor(w, "E4M3", granularity="square", keep_remainder=kept)
+    assert (p.granularity, p.block_size) == ("square", (128, 128))
+    assert p.exponents is not None
+    assert (p.exponents.dtype, p.scale.dtype) == (torch.uint8, torch.float32)
+    assert p.scale.shape == (*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128))
+    for where, scale in squares(shape) if len(shape) == 2 else ():
+        alone = fm.FP8Tensor(w[where], "E4M3", granularity="tensor", keep_remainder=kept)
+        assert torch.equal(p.scale[scale], alone.scale)
+        assert torch.equal(p.codes[where], alone.codes)
+        assert torch.equal(p.dequantize()[where], alone.dequantize())
+        assert torch.equal(p.largest()[scale], alone.largest())
+        if p.remainder is not None:
+            assert torch.equal(p.remainder[where], alone.remainder)  # type: ignore[arg-type]
+    expected = (fm.decode(p.codes, "E4M3") * p.expanded_scale()).to(dtype)
+    assert torch.equal(p.dequantize(), expected)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_views_and_rows_are_decoded_alone(shape: tuple[int, ...]) -> None:
+    p = weight(shape)
+    values = p.dequantize()
+    for view in (lambda x: x[1:], lambda x: x[-1], lambda x: x.mT, lambda x: x.split(1)[1], lambda x: x.unbind()[0]):
+        assert torch.equal(view(p), view(values))
+    if len(shape) == 2:
+        rows = torch.tensor([[shape[0] - 1, 0], [3, 3]])
+        assert torch.equal(nn.functional.embedding(rows, p), values[rows])
+        x = normal(3, shape[-1], seed=5)
+        assert torch.equal(nn.functional.linear(x, p), nn.functional.linear(x, values))
+
+
+def test_nan_is_kept_and_no_scale_sees_it() -> None:
+    codes = torch.zeros(130, 130, dtype=torch.uint8)
+    codes[0, 0], codes[0, 1], codes[129, 129] = 127, 56, 128
+    p = fm.FP8Tensor.from_codes(codes, torch.full((2, 2), 0.5), "E4M3", block_size=(128, 128))
+    assert p[0, 0].isnan()
+    assert p.largest().tolist() == [[0.5, 0.0], [0.0, 0.0]]
+
+
+def test_writing_and_rescaling() -> None:
+    p = weight((200, 192), rounding="nearest")
+    values, memory = p.dequantize(), p.exponents
+    p.rescale_(64 * p.scale)
+    assert p.adapt_scale_()
+    with torch.no_grad():
+        p.copy_(1000 * values)
+        torch.testing.assert_close(p.dequantize(), 1000 * values, rtol=2**-4, atol=20.0)
+        p.copy_(fm.FP8Tensor(values, "E4M3", granularity="square"))
+    torch.testing.assert_close(p.dequantize(), values, rtol=2**-4, atol=0.02)
+    assert p.exponents is memory
+    finer = fm.FP8Tensor(values, "E4M3", granularity="block")
+    with pytest.raises(ValueError, match="a scale for each block, this one for each square"):
+        p.detach().copy_(finer)
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "spelling": (
+        lambda: fm.FP8Tensor(torch.ones(2, 2), granularity="squares"),  # type: ignore[arg-type]
+        ValueError,
+        "did you mean 'square'",
+    ),
+    "vector": (lambda: fm.FP8Tensor(torch.ones(4), granularity="square"), ValueError, "needs two or more dimensions"),
+    "block": (
+        lambda: fm.FP8Tensor.from_codes(torch.zeros(4, 4).byte(), 1.0, "E4M3", block_size=(64, 64)),
+        ValueError,
+        r"block_size=\(64, 64\) must be 32, \(128, 128\) or None",
+    ),
+    "shape": (
+        lambda: fm.FP8Tensor(torch.ones(200, 4), granularity="square", scale=torch.ones(1, 1)),
+        ValueError,
+        r"needs \(2, 1\)",
+    ),
+    "grid": (
+        lambda: fm.quantize_model(nn.Linear(4, 4), "E4M3", storage="grid", granularity="square"),
+        ValueError,
+        "granularity='square' needs storage='fp8'",
+    ),
+    "master": (
+        lambda: fm.quantize_model(nn.Linear(4, 4), "E4M3", storage="master", granularity="square"),
+        ValueError,
+        "granularity='square' needs storage='fp8'",
+    ),
+    "input": (
+        lambda: fm.LayerSpec("E4M3", activation={"format": "E4M3", "granularity": "square"}),
+        ValueError,
+        "activation has granularity='square', which is for weights",
+    ),
+    "model": (
+        lambda: fm.quantize_model(nn.Linear(4, 4), "E4M3", storage="fp8", granularity="sqare"),  # type: ignore[arg-type]
+        ValueError,
+        "did you mean 'square'",
+    ),
+    "filter": (
+        lambda: fm.quantize_model(
+            nn.Sequential(nn.Conv2d(2, 2, 3), nn.Linear(4, 4)),
+            "E4M3",
+            storage="fp8",
+            granularity="square",
+            parameters="0",
+        ),
+        ValueError,
+        "parameter '0.weight' is that of a convolution",
+    ),
+    "shards": (
+        lambda: rows_between(weight((4, 4)), 0, 2),
+        RuntimeError,
+        "a scale for each square of 128 x 128 can't be sharded",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "error", "message"), REFUSED.values(), ids=REFUSED)
+def test_refused_in_one_line(call: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message) as refusal:
+        call()
+    assert "\n" not in str(refusal.value)
+
+
+# ----------------------------------------------------------------------------------------------------------- steps
+STEPS: dict[str, Callable[..., Any]] = {
+    "adamw": lambda p, **o: optim.StiffnessAdamW(p, lr=0.02, stiffness=1.0, **o),
+    "adamw bfloat16": lambda p, **o: optim.StiffnessAdamW(p, lr=0.02, moments="bfloat16", **o),
+    "adamw 8bit": lambda p, **o: optim.StiffnessAdamW(p, lr=0.02, moments="8bit", **o),
+    "residual8": lambda p, **o: optim.StiffnessAdamW(p, lr=0.02, writeback="residual8", **o),
+    "residual2": lambda p, **o: optim.StiffnessAdamW(p, lr=0.02, writeback="residual2", **o),
+    "muon": lambda p, **o: optim.StiffnessMuon(p, lr=0.05, **o),
+    "muon 8bit": lambda p, **o: optim.StiffnessMuon(p, lr=0.05, moments="8bit", **o),
+    "lion": lambda p, **o: optim.StiffnessLion(p, lr=0.02, **o),
+    "sgd": lambda p, **o: optim.StiffnessSGD(p, lr=0.1, momentum=0.9, **o),
+    "madam": lambda p, **o: optim.Madam(p, lr=0.05, **o),
+    "riemannian": lambda p, **o: optim.RiemannianAdam(p, lr=1.0, **o),
+}
+
+
+def step(optimizer: Any, parameters: list[Tensor], number: int) -> None:
+    for i, p in enumerate(parameters):
+        p.grad = normal(*p.shape, seed=100 * number + i)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("kind", STEPS)
+def test_paths_have_the_same_bits(kind: str) -> None:
+    """Through a scale that widens, too: gradients point outwards in one square."""
+    shapes = SHAPES[:-1] if kind.startswith("muon") else SHAPES
+    twins = [[weight(shape, seed=i) for i, shape in enumerate(shapes)] for _ in PATHS]
+    made = [STEPS[kind](p, seed=3, compile=path) for p, path in zip(twins, PATHS.values(), strict=True)]
+    for number in range(4):
+        for parameters, optimizer in zip(twins, made, strict=True):
+            step(optimizer, parameters, number)  # type: ignore[arg-type]
+    for i, (native, eager) in enumerate(zip(*twins, strict=True)):
+        assert torch.equal(native.codes, eager.codes)
+        assert torch.equal(native.scale, eager.scale)
+        assert not torch.equal(native.codes, weight(tuple(native.shape), seed=i).codes)
+    states = [frozen(snapshot(each)["state"]["state"]) for each in made]
+    assert states[0] == states[1]
+
+
+def test_scales_in_runs_cost_an_eighth_of_a_byte_at_most() -> None:
+    """But where rows of more than 128 have a length that 32 does not divide: each weight has one for the step."""
+    for columns, each in ((128, 128), (2048, 128), (576, 64), (160, 32), (100, 100), (131, 1)):
+        p = weight((6, columns))
+        slot = slot_of({}, p, {})
+        assert slot.scale is not None
+        assert (slot.scale.numel(), slot.shared) == (p.numel() // each, 128 * 128)
+
+
+@pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
+@pytest.mark.parametrize("writeback", ["stochastic", "residual4"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_at_equal_scales_it_is_the_step_of_one_scale(shape: tuple[int, ...], writeback: str, path: Any) -> None:
+    w = normal(*shape, seed=7).clamp(-3, 3)
+    both = [
+        fm.FP8Parameter(w, "E4M3", granularity=granularity, scale=2.0**-4, seed=1)  # type: ignore[arg-type]
+        for granularity in ("square", "tensor")
+    ]
+    for p in both:
+        optimizer = optim.StiffnessAdamW([p], lr=0.02, writeback=writeback, seed=5, compile=path)
+        for number in range(3):
+            step(optimizer, [p], number)
+    assert torch.equal(both[0].codes, both[1].codes)
+
+
+@pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
+@pytest.mark.parametrize("writeback", ["stochastic", "residual8"])
+@pytest.mark.parametrize("columns", [256, 192, 131])
+def test_a_square_widens_as_a_whole(columns: int, writeback: str, path: Any) -> None:
+    """Whatever else shares its rows stays; values stay on average, and those that the wider grid holds stay all."""
+    fmt = fm.FloatFormat.from_string("E4M3")
+    codes = torch.full((200, columns), fmt.max_code - 2, dtype=torch.uint8)
+    codes[:, 1::2] -= 8  # an even spacing lower
+    codes[150, 3] = fmt.max_code
+    p = fm.FP8Parameter.from_codes(codes, torch.ones(2, 2), fmt, block_size=(128, 128), requires_grad=True, seed=2)
+    before = p.dequantize()
+    optimizer = optim.StiffnessAdamW([p], lr=0.0, weight_decay=0.0, writeback=writeback, compile=path)
+    p.grad = torch.ones(200, columns)
+    optimizer.step()
+    assert p.scale.tolist() == [[1.0, 1.0], [2.0, 1.0]]
+    assert optimizer.widened_scales == 1
+    after = p.dequantize()
+    assert torch.equal(after, before)  # subnormals apart, each value of E4M3 is one of twice its scale, too
+
+
+def test_what_a_widened_square_rounds_is_right_on_average() -> None:
+    codes = torch.full((256, 256), 1, dtype=torch.uint8)  # the smallest subnormal: half of one at twice the scale
+    codes[0, 0] = 126
+    p = fm.FP8Parameter.from_codes(codes, torch.ones(2, 2), "E4M3", block_size=(128, 128), requires_grad=True, seed=2)
+    before = p.dequantize()
+    optimizer = optim.StiffnessAdamW([p], lr=0.0, weight_decay=0.0)
+    p.grad = torch.ones(256, 256)
+    optimizer.step()
+    inside, rest = p.dequantize()[:128, :128].flatten()[1:], p.dequantize()[128:]
+    assert torch.equal(rest, before[128:])
+    assert set((inside / before[0, 1]).tolist()) == {0.0, 2.0}
+    assert abs((inside / before[0, 1]).mean().item() - 1) < 4 / 128
+
+
+@pytest.mark.slow
+def test_compiled_steps_have_the_same_bits() -> None:
+    for kind in ("adamw 8bit", "muon 8bit", "residual2"):
+        twins = [[weight(shape, seed=i) for i, shape in enumerate(SHAPES[:-1])] for _ in range(2)]
+        for parameters, path in zip(twins, (None, True), strict=True):
+            optimizer = STEPS[kind](parameters, seed=3, compile=path)
+            for number in range(3):
+                step(optimizer, parameters, number)  # type: ignore[arg-type]
+        assert all(torch.equal(a.codes, b.codes) for a, b in zip(*twins, strict=True))
+
+
+# ---------------------------------------------------------------------------------------------------- models, files
+def net(**options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(140, 192), nn.Linear(192, 130), nn.Tanh(), nn.Linear(130, 200, bias=False))
+    how = {"storage": "fp8", "granularity": "square", "embeddings": "E4M3", **options}
+    return fm.quantize_model(model, "E4M3", **how)
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    pairs = zip(a.parameters(), b.parameters(), strict=True)
+    return all(
+        x.granularity == y.granularity
+        and torch.equal(x.codes, y.codes)
+        and torch.equal(x.scale, y.scale)
+        and (x.seed, int(x.counter)) == (y.seed, int(y.counter))
+        if isinstance(x, fm.FP8Tensor) and isinstance(y, fm.FP8Tensor)
+        else torch.equal(x, y)
+        for x, y in pairs
+    )
+
+
+def trained(model: nn.Module, optimizer: Any, steps: range) -> list[float]:
+    losses = []
+    for number in steps:
+        rows = torch.randint(0, 140, (4, 6), generator=torch.Generator().manual_seed(number))
+        loss = model(rows).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_pass_has_the_values_and_gradients_of_floats() -> None:
+    model = net()
+    floats = fm.dequantize_model(copy.deepcopy(model))
+    rows = torch.tensor([[3, 139], [0, 3]])
+    for each in (model, floats):
+        each(rows).square().sum().backward()
+    for a, b in zip(model.parameters(), floats.parameters(), strict=True):
+        assert a.grad is not None
+        assert b.grad is not None
+        torch.testing.assert_close(a.grad, b.grad)
+    assert torch.equal(model(rows), floats(rows))
+
+
+@pytest.mark.parametrize("kind", ["adamw 8bit", "muon 8bit"])
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_run_goes_on_from_a_file(kind: str, plain: bool) -> None:
+    def made() -> tuple[nn.Module, Any]:
+        model = net()
+        if plain:
+            fm.use_plain_state(model)
+        if kind.startswith("muon"):
+            return model, optim.StiffnessMuon.for_model(model, lr=0.05, moments="8bit", seed=1)
+        return model, STEPS[kind](model.parameters(), seed=1)
+
+    (model, optimizer), (other, later) = made(), made()
+    trained(model, optimizer, range(3))
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    other.load_state_dict(state["model"])
+    later.load_state_dict(state["optimizer"])
+    assert same(model, other)
+    assert trained(model, optimizer, range(3, 6)) == trained(other, later, range(3, 6))
+    assert same(model, other)
+
+
+def test_a_state_of_other_scales_is_refused() -> None:
+    model, other = net(), net(granularity="channel")
+    optimizer = optim.StiffnessAdamW(model.parameters())
+    trained(model, optimizer, range(1))
+    later = optim.StiffnessAdamW(other.parameters())
+    with pytest.raises(ValueError, match="one scale a square of 128 x 128") as refusal:
+        later.load_state_dict(optimizer.state_dict())
+    assert "\n" not in str(refusal.value)
+
+
+def test_safetensors_and_loading() -> None:
+    model = net()
+    tensors, metadata = fm.flatten_state_dict(model.state_dict())
+    assert tensors["1.weight_scale"].dtype == torch.uint8
+    back = fm.unflatten_state_dict(tensors, metadata, like=model.state_dict())
+    other = net(seed=9)
+    other.load_state_dict(back)
+    assert same(model, other)
+    floats = nn.Sequential(nn.Linear(192, 130), nn.Linear(130, 7))
+    with torch.device("meta"):
+        empty = nn.Sequential(nn.Linear(192, 130), nn.Linear(130, 7))
+    read = fm.load_quantized(empty, floats.state_dict(), "E4M3", granularity="square")
+    assert same(read, fm.quantize_model(floats, "E4M3", storage="fp8", granularity="square"))
+
+
+def test_memory_is_a_byte_a_weight() -> None:
+    p = fm.FP8Parameter(torch.ones(512, 512), granularity="square")
+    assert sum(x.nbytes for x in (p.codes, p.kept_scale)) == 512 * 512 + 16
+    report = fm.quantization_report(net())
+    assert report is not None
+
+
+def test_transformers_keep_it(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    settings = {"hidden_size": 160, "intermediate_size": 192, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(**settings, vocab_size=140, num_key_value_heads=2)
+    model = transformers.LlamaForCausalLM(config)
+    fm.quantize_model(model, "E4M3", storage="fp8", granularity="square", embeddings="E4M3")
+    fm.huggingface.attach(model).save_pretrained(tmp_path)
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert same(model, back)
