@@ -50,7 +50,7 @@ def refuse_on_card(right: Tensor, message: str) -> None:
         right: one truth value.
         message: one line.
     """
-    torch._assert_async(right, message)  # type: ignore[no-untyped-call]
+    torch._assert_async(right, message)
 
 
 def advance(x: Tensor, number: int) -> None:
