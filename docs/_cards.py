@@ -1,8 +1,8 @@
 """What training a language model of a Llama's shape takes in memory, by arithmetic, and which card that fits.
 
 Counted are weights, optimizer state and gradients, as ``nanogpt_bench.setup.memory`` counts them on live tensors: an
-embedding, norms and biases are float32, the state of every parameter is of 8 bits.  ``python docs/_cards.py`` prints
-the tables of the page on fine-tuning.
+embedding, norms, routers and biases are float32, the state of every parameter is of 8 bits.  ``python docs/_cards.py``
+prints the tables of the page on fine-tuning.
 """
 
 from dataclasses import dataclass
@@ -30,10 +30,17 @@ class Model:
     keys: int
     tied: bool
     biases: bool = False
+    experts: int = 0
+    """Experts of a layer, ``inner`` wide each, whose matrices are one parameter for all; 0: no mixture."""
+    head: int = 0
+    """Width of a head whose queries and keys have norms of their own."""
 
     def matrices(self) -> list[tuple[int, int]]:
-        """Rows and columns of the hidden layers' weights."""
+        """Rows and columns of the hidden layers' weights, of experts all rows together."""
         attention = [(self.queries, self.width), *[(self.keys, self.width)] * 2, (self.width, self.queries)]
+        if self.experts:
+            together = [(2 * self.experts * self.inner, self.width), (self.experts * self.width, self.inner)]
+            return [*attention, *together] * self.layers
         return [*attention, *[(self.inner, self.width)] * 2, (self.width, self.inner)] * self.layers
 
     def heads(self) -> list[tuple[int, int]]:
@@ -41,10 +48,15 @@ class Model:
         return [] if self.tied else [(self.vocab, self.width)]
 
     def floats(self) -> list[tuple[int, int]]:
-        """What stays float32: the embedding, norms, biases."""
-        norms = (2 * self.layers + 1, self.width)
+        """What stays float32: the embedding, and what is small."""
+        return [(self.vocab, self.width), *self.small()]
+
+    def small(self) -> list[tuple[int, int]]:
+        """Norms, routers, biases."""
+        norms = [(2 * self.layers + 1, self.width), (2 * self.layers, self.head)]
+        routers = [(self.experts, self.width)] * self.layers * bool(self.experts)
         biases = [(self.layers, self.queries + 2 * self.keys)] * self.biases
-        return [(self.vocab, self.width), norms, *biases]
+        return [*(each for each in norms if each[1]), *routers, *biases]
 
     def parameters(self) -> int:
         """How many there are."""
@@ -57,6 +69,7 @@ MODELS = (
     Model("Qwen2.5-3B", 36, 2048, 11008, 151936, 2048, 256, tied=True, biases=True),
     Model("Llama-2-7B", 32, 4096, 11008, 32000, 4096, 4096, tied=False),
     Model("Qwen2.5-14B", 48, 5120, 13824, 152064, 5120, 1024, tied=False, biases=True),
+    Model("Qwen3-30B-A3B", 48, 2048, 768, 151936, 4096, 512, tied=False, experts=128, head=128),
 )
 
 
@@ -85,6 +98,16 @@ def in_one_byte(model: Model, *, muon: bool) -> Memory:
     return Memory(hidden + heads + floats, *_gradients(model))
 
 
+def all_in_codes(model: Model) -> Memory:
+    """The same under Muon of a bfloat16 model with its embedding in a byte: gradients take two bytes."""
+    hidden = sum(_byte(*shape) + _average(*shape) for shape in model.matrices())
+    others = [*model.heads(), (model.vocab, model.width)]
+    heads = sum(_byte(*shape) + 2 * _average(*shape) for shape in others)
+    floats = sum(2 * rows * columns + 2 * _average(rows, columns) for rows, columns in model.small())
+    gradients, largest = _gradients(model)
+    return Memory(hidden + heads + floats, gradients / 2, largest / 2)
+
+
 def to_load(model: Model) -> float:
     """Bytes at the peak of reading it: each weight in codes or as it stays, in float32, and the largest tensor."""
     codes = sum(_byte(*shape) for shape in [*model.matrices(), *model.heads()])
@@ -110,11 +133,13 @@ def _gradients(model: Model) -> tuple[int, int]:
 def peaks(model: Model) -> dict[str, float]:
     """Bytes at the moment when they are most, by way of training."""
     exact, adam, muon = in_float32(model), in_one_byte(model, muon=False), in_one_byte(model, muon=True)
+    every = all_in_codes(model)
     return {
         "float32 AdamW": exact.held + exact.gradients,
         "one-byte AdamW, clipped": adam.held + adam.gradients,
         "one-byte AdamW, step in backward": adam.held + adam.largest,
         "one-byte Muon, step in backward": muon.held + muon.largest,
+        "the same, embedding too, bfloat16": every.held + every.largest,
     }
 
 
@@ -132,6 +157,7 @@ def memory_table() -> str:
     rows = []
     for model in MODELS:
         held = [in_float32(model).held, *(in_one_byte(model, muon=muon).held for muon in (False, False, True))]
+        held.append(all_in_codes(model).held)
         pairs = [f"{gb(size)} / {gb(peak)}" for size, peak in zip(held, peaks(model).values(), strict=True)]
         rows.append([model.name, f"{model.parameters() / 1e9:.2f}", *pairs, gb(to_load(model))])
     return markdown(("model", "parameters, billion", *peaks(MODELS[0]), "to load, main memory"), rows)

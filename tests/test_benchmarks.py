@@ -336,6 +336,19 @@ def test_loading_from_end_to_end() -> None:
 
 
 @pytest.mark.slow
+def test_a_whole_step_from_end_to_end() -> None:
+    printed = run("whole_step.py", "--weights", "0.2M", "--json")
+    rows = json.loads(printed[printed.index("[") :])
+    assert [row["what"] for row in rows] == [
+        "read into codes",
+        "read, and one step of StiffnessMuon",
+        "read, and one step of StiffnessAdamW",
+    ]
+    assert all(0 <= row["gb"] < 0.5 for row in rows)
+    run("whole_step.py", "--optimizers", "sgd", code=1)
+
+
+@pytest.mark.slow
 def test_reading_into_codes_takes_less_than_one_and_a_half_bytes_a_weight() -> None:
     """Of 277M bfloat16 weights in shards, beyond the largest tensor, as processes of their own have it."""
     done = subprocess.run(

@@ -19,7 +19,8 @@ FILES = sorted((ROOT / "docs" / "measured").glob("*.json"))
 PAGE = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
 #: tables that stand elsewhere
 ELSEWHERE = {
-    name: ROOT / "docs" / f"{page}.md" for name, page in (("arrived_share", "related-work"), ("loading", "finetune"))
+    name: ROOT / "docs" / f"{page}.md"
+    for name, page in (("arrived_share", "related-work"), ("loading", "finetune"), ("whole_step", "finetune"))
 }
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from fp8manifold._numerics.blocks import block_on
 from fp8manifold._numerics.float_bits import float_bits
 from fp8manifold._ranks import ALONE, Ranks
 from fp8manifold.formats import FloatFormat
@@ -20,9 +21,7 @@ def reference_stiffness(stiffness: Tensor, ranks: Ranks = ALONE) -> float:
     Equal values are counted exactly, so the result does not depend on how a tensor is cut up or summed.
     """
     fields = float_bits(stiffness.dtype)
-    exponents = (stiffness.view(fields.integer) >> fields.mantissa_bits).flatten()
-    if bool((stiffness.view(fields.integer) == exponents.view(stiffness.shape) << fields.mantissa_bits).all()):
-        counts = torch.bincount(exponents)
+    if (counts := _counted(stiffness)) is not None:
         counts = counts.cpu() if ranks.size == 1 else counts  # a few numbers: a card is waited for once, not for each
         used = counts.nonzero().flatten()
         values = torch.tensor([math.ldexp(1, i - fields.bias) for i in used.tolist()], dtype=torch.float64)
@@ -34,10 +33,25 @@ def reference_stiffness(stiffness: Tensor, ranks: Ranks = ALONE) -> float:
     return math.fsum(terms) / int(counts.sum())
 
 
+def _counted(stiffness: Tensor) -> Tensor | None:
+    """How many there are of each exponent, counted in pieces; None unless all are powers of two."""
+    fields = float_bits(stiffness.dtype)
+    counts = torch.zeros(2 * fields.bias + 2, dtype=torch.int64, device=stiffness.device)
+    for part in stiffness.flatten().split(block_on(stiffness.device)):
+        bits = part.view(fields.integer)
+        exponents = bits >> fields.mantissa_bits
+        if not bool((bits == exponents << fields.mantissa_bits).all()):
+            return None
+        counts += torch.bincount(exponents, minlength=len(counts))
+    return counts
+
+
 def bounded_share(stiffness: Tensor, reference: float, damping: float, clip: float, ranks: Ranks = ALONE) -> float:
     """Share of elements, of all processes, whose ratio to the reference lies outside ``[damping, clip]``."""
-    ratio = stiffness / reference
-    outside = ((ratio < damping) | (ratio > clip)).sum()
+    outside = torch.zeros((), dtype=torch.int64, device=stiffness.device)
+    for part in stiffness.flatten().split(block_on(stiffness.device)):
+        ratio = part / reference
+        outside += ((ratio < damping) | (ratio > clip)).sum()
     counts = ranks.total(torch.stack([outside, outside.new_tensor(stiffness.numel())]))
     beyond, total = counts.tolist()
     share: float = beyond / max(total, 1)

@@ -358,3 +358,15 @@ def test_a_language_model_is_read_by_others(tmp_path: Path) -> None:
         with reading(name) as transformers, torch.no_grad():
             other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32)
             assert torch.equal(other(tokens).logits, model(tokens).logits), name
+
+
+def test_a_gguf_beside_our_quantisation_is_refused_in_one_line(tmp_path: Path) -> None:
+    """By transformers itself, before a weight is read; the bench reads its floats first."""
+    gguf = pytest.importorskip("gguf", reason="needs the package gguf")
+    import transformers
+
+    causal_models.write_gguf(tmp_path / "model.gguf", gguf)
+    config = fm.huggingface.quantization_config("E4M3", tied="leave")
+    with pytest.raises(ValueError, match="combine Quantization and loading a model from a GGUF file") as refusal:
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", quantization_config=config)
+    assert "\n" not in str(refusal.value)
