@@ -141,7 +141,7 @@ class HostOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def measure(self) -> Iterator[None]:
-        """As :meth:`InBackward.measure`, of gradients that come from the device.
+        """As ``handle.measure()``, of gradients that come from the device.
 
         Raises:
             RuntimeError: as there, or without ``in_backward``.
