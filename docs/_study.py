@@ -49,6 +49,8 @@ AGAINST = {
     "study_q11_e2m5": ("muon", "E2M5 muon-stochastic draws=independent"),
     "study_q11_law": ("muon", "E2M5 muon-stochastic draws=independent"),
     "study_q11_e4m3": ("muon", "E4M3 muon-stochastic draws=independent"),
+    "study_q11_adamw": ("E4M3 stochastic draws=independent",),
+    "study_q11_riemannian": ("E4M3 riemannian draws=independent",),
     "study_q12_e2m5": ("muon",),
     "study_q12_law": ("muon",),
 }

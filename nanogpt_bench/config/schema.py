@@ -290,7 +290,7 @@ class OptimizerConfig:
     )
     draws: str | None = setting(
         None,
-        "grid and fp8 storage: draws of rounding, anew in every step or spread evenly over them; null: dither under Muon",
+        "grid and fp8 storage: draws of rounding, anew in every step or spread evenly over them; null: Muon's dither",
         choices=DRAWS,
         of_formats=True,
         storages=ROUNDED,
