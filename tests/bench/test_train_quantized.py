@@ -25,7 +25,14 @@ Tiny = Callable[..., Config]
 QUANTIZED = [name for name in available_rules() if name in rules_with_format()]
 ON_GRID = [name for name in QUANTIZED if RULES[name].storage in ROUNDED]
 #: larger than the defaults, for runs of few steps; the unit is the optimizer's
-LR = {"riemannian_adam": 0.5, "riemannian_sgd": 2e3, "sgd": 0.1, "stiffness_sgd": 0.02, "madam": 0.1}
+LR = {
+    "riemannian_adam": 0.5,
+    "riemannian_sgd": 2e3,
+    "sgd": 0.1,
+    "stiffness_sgd": 0.005,  # at four times this rate, and Lion's at six times, every second seed diverges
+    "stiffness_lion": 0.003,
+    "madam": 0.1,
+}
 ENUMERATED = list(enumerate(QUANTIZED))
 KEYS = ("storage", "optimizer", "writeback", "moments")
 SAMPLE = covering([{key: getattr(RULES[rule], key) for key in KEYS} for rule in QUANTIZED], 1)

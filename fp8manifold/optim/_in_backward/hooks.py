@@ -79,7 +79,11 @@ class InBackward:
             self._clipping.watch(self.optimizer.param_groups)
 
     def listen(self, groups: list[dict[str, Any]]) -> None:
-        """Register the parameters' hooks again: ``Module.to`` swaps encoded tensors and drops their hooks."""
+        """Register the parameters' hooks again: ``Module.to`` swaps encoded tensors and drops their hooks.
+
+        Args:
+            groups: the optimizer's groups, or some of them.
+        """
         for group in groups:
             for parameter in group["params"]:
                 if (hooks := parameter._post_accumulate_grad_hooks) is not None:
