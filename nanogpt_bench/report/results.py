@@ -14,7 +14,7 @@ from nanogpt_bench.config.metrics import BESIDE_LOSS, COSINE, TOKENS, TRAIN_LOSS
 from nanogpt_bench.report.rows import REFERENCE_RULE, Row, differences, references_of, row_label, seed_of
 from nanogpt_bench.report.verdict import DEFAULTS, Evidence, Outcome, Thresholds, Verdict, judge
 from nanogpt_bench.runs.curves import smooth, smoothing_window
-from nanogpt_bench.runs.environment import processor
+from nanogpt_bench.runs.environment import on_two_processors
 from nanogpt_bench.runs.load import Run
 
 
@@ -150,13 +150,13 @@ def _difference(row: Row, reference: Row | None, name: str) -> Difference | None
     if reference is None or row is reference:
         return None
     found = difference(_by_seed(row, name), _by_seed(reference, name))
-    return None if found is None else replace(found, apart=_on_two_processors(row, reference))
+    return None if found is None else replace(found, apart=_is_apart(row, reference))
 
 
-def _on_two_processors(row: Row, reference: Row) -> bool:
+def _is_apart(row: Row, reference: Row) -> bool:
     """True if the runs of some seed were made on two processors, as far as both records say."""
-    own, its = ({seed_of(run): processor(run.environment) for run in each.runs} for each in (row, reference))
-    return any(own[seed] != its[seed] for seed in own if seed in its and "None" not in (own[seed][0], its[seed][0]))
+    own, its = ({seed_of(run): run.environment for run in each.runs} for each in (row, reference))
+    return any(on_two_processors(own[seed], its[seed]) for seed in own if seed in its)
 
 
 def _errors(row: Row) -> Figure | None:

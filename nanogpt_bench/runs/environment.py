@@ -114,12 +114,13 @@ MINOR = {
 }
 
 
-def processor(environment: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return what tells the processor of a run from others: its name, its vectors if recorded, and the system.
+def on_two_processors(there: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
+    """Return whether two runs were made on two processors, by their names, vectors and systems.
 
-    One name may stand for several processors, so the system is part of it.
+    One name may stand for several processors, so the system counts. A fact that either record lacks is skipped.
     """
-    return tuple(str(environment.get(key)) for key in ("cpu", "cpu_capability", "platform"))
+    pairs = [(there.get(key), here.get(key)) for key in ("cpu", "cpu_capability", "platform")]
+    return any(then != now for then, now in pairs if None not in (then, now))
 
 
 def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -118,6 +118,8 @@ def test_a_pair_on_two_processors_is_marked(tmp_path, write_run):
     assert difference_text(marked.difference).endswith(" †")
     assert "†: two processors" in to_text([reference, marked, plain])
     assert "†" not in to_text(measured([path for path in paths if not path.name.startswith("sgd")]))
+    (paths[0] / "environment.json").write_text(json.dumps({"cpu": "one", "platform": "Linux"}))  # an older record
+    assert not measured(paths)[2].difference.apart
 
 
 def test_one_seed_is_a_lead_without_an_interval(tmp_path, write_run):
