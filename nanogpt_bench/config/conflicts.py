@@ -215,4 +215,4 @@ def _constraint(config: Config) -> Iterator[Row]:
 
 
 def _either(names: Sequence[str]) -> str:
-    return f"{', '.join(names[:-1])} or {names[-1]}"
+    return " or ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)

@@ -205,6 +205,13 @@ class ModelConfig:
         of_rule=True,
         of_formats=True,
     )
+    embeddings: str | None = setting(
+        None,
+        "fp8 storage: a format for the embeddings too, whose codes a head that shares their weight shares; null: float",
+        storages=("fp8",),
+        of_rule=True,
+        of_formats=True,
+    )
     constraint: str | None = setting(
         None,
         "where weights stay: stiefel (orthonormal columns, or rows if fewer) or sphere (rows of length 1); null: free",

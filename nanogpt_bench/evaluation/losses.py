@@ -135,7 +135,7 @@ def _untrained(config: Config, resolved: Resolved, fmt: str) -> Resolved:
     row.train.precision = resolved.train.precision
     if fmt == "none":
         row.model.format, row.model.formats = None, {}
-        row.model.storage = row.model.headroom = None
+        row.model.storage = row.model.headroom = row.model.embeddings = None
         return resolve(_without_formats(row))
     row.model.format = fmt
     # Under the other two storages nothing would be rounded.

@@ -134,8 +134,10 @@ class RunWeights:
         if not formats or all(value == "none" for value in formats.values()):
             row.model.formats = {}
             row.model.storage = row.model.granularity = row.model.headroom = row.model.tied = None
+            row.model.embeddings = None
             return row
         row.model.storage = self._storage()
+        row.model.embeddings = row.model.embeddings if row.model.storage == "fp8" else None
         row.model.granularity = self.given.get("model.granularity", row.model.granularity)
         headroom = row.model.headroom if row.model.storage in MANIFOLDS else None
         row.model.headroom = self.given.get("model.headroom", headroom)

@@ -31,8 +31,8 @@ from nanogpt_bench.system.words import counted
 #: where a run keeps the checkpoint of its lowest validation loss (`checkpoint.best`), apart from the others
 BEST = "best"
 EMBEDDING = "token_embedding.weight"
-#: an lm_head of its own, as floats or as codes
-HEADS = ("lm_head.weight", "lm_head.weight.codes")
+#: the embedding, and an lm_head of its own, as floats or as codes
+EMBEDDINGS, HEADS = ((name, f"{name}.codes") for name in (EMBEDDING, "lm_head.weight"))
 #: sections of a run's settings that say how its loss is measured
 _SECTIONS = ("rule", "seed", "task", "data", "model", "optimizer", "train", "eval", "runtime")
 #: beside config.yaml, what a folder has into which a run has written
@@ -206,8 +206,7 @@ def trained_shape(folder: Path) -> GPTShape:
         check_header(path)
         with safe_open(path, framework="pt") as file:
             names = set(file.keys())
-            embedding = file.get_slice(EMBEDDING).get_shape() if EMBEDDING in names else []
-            head = next((file.get_slice(name).get_shape() for name in HEADS if name in names), [0])
+            embedding, head = (_shape_in(file, spelt) for spelt in (EMBEDDINGS, HEADS))
     except (SafetensorError, OSError, ValueError) as error:
         raise BenchError(f"checkpoint {str(folder)!r}: its weights can't be read: {one_line(error)}") from None
     if len(embedding) != 2 or None in sizes.values():
@@ -221,9 +220,14 @@ def trained_shape(folder: Path) -> GPTShape:
         bias=bool(settings.bias),
         tie_weights=names.isdisjoint(HEADS),
         gelu=settings.gelu or "exact",
-        labels=head[0] if config.task == "classify" else 0,
+        labels=head[0] if head and config.task == "classify" else 0,
         pooling=settings.pooling or "mean",
     )
+
+
+def _shape_in(file: Any, spelt: Sequence[str]) -> list[int]:
+    found = next((name for name in spelt if name in file.keys()), None)  # noqa: SIM118 (it is no mapping)
+    return list(file.get_slice(found).get_shape()) if found else []
 
 
 def float_weights(trained: Trained) -> dict[str, Tensor]:

@@ -49,6 +49,7 @@ def resolve(config: Config, start: GPTShape | None = None) -> Resolved:
     _fill_sizes(config.model, start)
     _fill_seeds(config)
     formats = fill_formats(config.model)
+    _read_format(config.model, "embeddings", "model.embeddings")
     if config.model.pretrained and config.model.tie_weights and formats:
         _fill(config.model, tied="leave")
     if config.model.outliers == "clip_sigma":
@@ -222,11 +223,9 @@ def _check_agreement(config: Config, preset: Rule) -> None:
 
 def _read_monitors(config: Config) -> None:
     """Read formats to measure against, budgets and levels of alerts; refuse those that mean nothing."""
-    monitor, alerts = config.monitor, config.alerts
+    alerts = config.alerts
     for key in ("activation_format", "gradient_format"):
-        if getattr(monitor, key) is not None:
-            name = format_name(getattr(monitor, key), f"monitor.{key}")
-            setattr(monitor, key, None if name == "none" else name)
+        _read_format(config.monitor, key, f"monitor.{key}")
     for section in ("at_most", "at_least"):
         for metric, value in getattr(alerts, section).items():
             if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
@@ -235,6 +234,13 @@ def _read_monitors(config: Config) -> None:
         if kind not in ALERT_KINDS:
             raise unknown("alerts.levels key", kind, ALERT_KINDS)
         alerts.levels[kind] = _level(kind, level)
+
+
+def _read_format(section: Any, name: str, key: str) -> None:
+    """Give a format that is not of linear layers its canonical name; "none" is none."""
+    if getattr(section, name) is not None:
+        read = format_name(getattr(section, name), key)
+        setattr(section, name, None if read == "none" else read)
 
 
 def _level(kind: str, level: Any) -> str:

@@ -81,8 +81,9 @@ def _grid_options(config: Config) -> dict[str, Any]:
     options: dict[str, Any] = {"rounding": rule.rounding}
     if config.optimizer.draws is not None:
         options["draws"] = config.optimizer.draws  # for whatever else writes
-    if settings.headroom is not None:
-        options["headroom"] = settings.headroom
+    for name in ("headroom", "embeddings"):
+        if getattr(settings, name) is not None:
+            options[name] = getattr(settings, name)
     if settings.storage == "fp8" and rule.residual_bits:
         options["keep_remainder"] = True  # the residual starts from what rounding the initial weights leaves
     return options

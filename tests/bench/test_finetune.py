@@ -91,11 +91,12 @@ def test_the_first_loss_is_that_of_the_model(settings: Settings, model: Path, la
     assert trainer.validate() == load_causal(str(model)).loss(tokens, targets).item()
 
 
+@pytest.mark.parametrize("embeddings", [None, "E3M4"])
 @pytest.mark.parametrize("rule", ["stochastic-8bit", "muon-stochastic", "residual8"])
 def test_weights_are_read_as_codes(
-    settings: Settings, model: Path, law: Path, rule: str, monkeypatch: pytest.MonkeyPatch
+    settings: Settings, model: Path, law: Path, rule: str, embeddings: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = resolve(settings(rule=rule))
+    config = resolve(settings(rule=rule, **({"model.embeddings": embeddings} if embeddings else {})))
     wanted, _ = fm.flatten_state_dict(quantize(load_causal(str(model)), config).state_dict())
     monkeypatch.setattr(fm, "quantize_model", None)  # nothing is rounded after it was read
     trainer = Trainer(config, load_corpus(law, 16), torch.device("cpu"))
