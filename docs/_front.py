@@ -54,9 +54,9 @@ FOUND = (
 HEADER = (
     "training",
     "bytes a parameter",
-    "loss above float32, STDLIB",
-    "loss above float32, EULAW",
-    "time a step",
+    "loss above the same optimizer in float32, STDLIB",
+    "the same, EULAW",
+    "time a step, of the same",
 )
 
 

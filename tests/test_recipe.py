@@ -23,7 +23,7 @@ from nanogpt_bench.sweep.file import find_sweep, read_sweep
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGE = (ROOT / "docs" / "finetune.md").read_text(encoding="utf-8")
+PAGE, FITS = ((ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("finetune", "fits"))
 #: of the measured training
 STEPS, TOKENS, RULE = 200, 256, "stochastic-8bit"
 #: layers, width, inner width, vocabulary, width of all queries, and of all keys
@@ -83,6 +83,24 @@ def test_the_ten_lines_train(ran: dict[str, Any]) -> None:
     assert {code.dtype for code in codes} == {torch.uint8}
 
 
+def test_the_lines_for_a_card_train_and_what_they_save_is_read(llama: Path, tmp_path: Path) -> None:
+    """Those of 7B, the model's name replaced: everything but norms in codes, no gradient left."""
+    text = torch.randint(128, (1, 33), generator=torch.Generator().manual_seed(1))
+    names: dict[str, Any] = {"batches": [text] * 60, "device": "cpu"}
+    code = recipe(FITS).replace("meta-llama/Llama-2-7b-hf", llama.as_posix()).replace("lr=5e-4", "lr=5e-3")
+    code = code.replace('"trained"', repr((tmp_path / "trained").as_posix()))
+    assert code.count(llama.as_posix()) == 1
+    before = transformers.AutoModelForCausalLM.from_pretrained(llama)(input_ids=text, labels=text).loss.item()
+    exec(compile(code, "fits.md", "exec"), names)
+    model = names["model"]
+    assert model(input_ids=text, labels=text).loss.item() < before - 0.1
+    floats = [name for name, p in model.named_parameters() if not isinstance(p, fm.FP8Parameter)]
+    assert all("norm" in name for name in floats)
+    assert {type(p.grad).__name__ for p in model.parameters()} == {"SpentGradient"}  # nothing of it is in memory
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "trained", dtype=torch.bfloat16)
+    assert torch.equal(again(input_ids=text).logits, model.eval()(input_ids=text).logits)
+
+
 def test_the_ten_lines_are_the_rule_that_was_measured(ran: dict[str, Any], llama: Path) -> None:
     """That of the sweep over fine-tuning rules: the optimizer's options, every rate, the clipping, the weights."""
     base = read_sweep(find_sweep("finetune_rules.yaml")).base
@@ -126,8 +144,9 @@ def test_the_losses_beside_the_ten_lines_are_those_of_the_log(cards: ModuleType)
 def test_the_tables_of_memory_are_those_of_the_arithmetic(cards: ModuleType) -> None:
     for page in (README, PAGE):
         assert cards.recipe_table() in page
-    for made in (cards.memory_table(), cards.cards_table(), cards.measured_table()):
-        assert made in PAGE
+    assert cards.measured_table() in PAGE
+    assert cards.memory_table() in FITS
+    assert cards.cards_table() in FITS
 
 
 def test_the_arithmetic_gives_what_smollm2_was_measured_at(cards: ModuleType) -> None:
