@@ -121,6 +121,12 @@ def _peer(config: Config) -> Iterator[Row]:
     for key in ("model.tie_weights", "model.pretrained", "model.constraint", "shadow.enabled", "monitor.fisher"):
         yield key, own == "peer", f"can't be used with model.peer {peer!r}; leave it out"
     yield "runtime.compile", own == "peer", f"can't be used with model.peer {peer!r}; leave it out"
+    mixed = peer == "torchao-int8" and config.train.precision != "float32"
+    yield (
+        "train.precision",
+        mixed,
+        f"can't be used with model.peer {peer!r}, whose products have one dtype; give float32",
+    )
 
 
 def _optimizer(config: Config) -> Iterator[Row]:

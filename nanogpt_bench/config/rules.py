@@ -97,6 +97,7 @@ RULES: dict[str, Rule] = {
         "peer",
         "torchao_adamw8bit",
         2e-3,
+        "float32",
         peer="torchao-int8",
         needs=("torchao", "torchao"),
         help="torchao's AdamW8bit on its int8 weights, stochastic rounding, no master copy",

@@ -189,6 +189,9 @@ REFUSED_PEERS: dict[str, dict[str, str]] = {
         "optimizer.name=sdnq_muon": "'sdnq_muon' steps SDNQ's own weights; it can't be used with model.storage",
     },
     "model.formats": {f"{PEER} {E4M3}": "{'*': 'E4M3'} can't be used with storage peer, whose weights are another"},
+    "train.precision": {
+        f"{PEER} train.precision=bf16-mixed": "'bf16-mixed' can't be used with model.peer 'torchao-int8', whose products"
+    },
     "model.pretrained": {f"{PEER} {GIVEN}": "'a/model' can't be used with model.peer 'torchao-int8'; leave it out"},
     "model.constraint": {
         f"{PEER} model.storage=peer {STIEFEL}": "'stiefel' can't be used with model.peer 'torchao-int8'; leave it out"
