@@ -125,7 +125,7 @@ def _peer(config: Config) -> Iterator[Row]:
     yield (
         "train.precision",
         mixed,
-        f"can't be used with model.peer {peer!r}, whose products have one dtype; give float32",
+        f"can't be used with model.peer {peer!r}, of one dtype in products; give float32",
     )
 
 

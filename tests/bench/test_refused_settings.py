@@ -190,7 +190,7 @@ REFUSED_PEERS: dict[str, dict[str, str]] = {
     },
     "model.formats": {f"{PEER} {E4M3}": "{'*': 'E4M3'} can't be used with storage peer, whose weights are another"},
     "train.precision": {
-        f"{PEER} train.precision=bf16-mixed": "'bf16-mixed' can't be used with model.peer 'torchao-int8', whose products"
+        f"{PEER} train.precision=bf16-mixed": "'bf16-mixed' can't be used with model.peer 'torchao-int8', of one"
     },
     "model.pretrained": {f"{PEER} {GIVEN}": "'a/model' can't be used with model.peer 'torchao-int8'; leave it out"},
     "model.constraint": {
