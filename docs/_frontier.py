@@ -23,7 +23,7 @@ ROWS = {
     "muon": ("study_q1", "Muon, float32", EXACT, (0, -15), "center"),
     "E4M3 nearest": ("study_q1", "AdamW, E4M3,\nnearest rounding", NEAREST, (-9, -8), "right"),
     "E4M3 stochastic-8bit": ("study_q1", "AdamW, E4M3, stochastic,\n8-bit moments", STOCHASTIC, (9, -19), "left"),
-    "E4M3 muon-stochastic": ("study_q1", "Muon, E4M3", MUON, (0, 11), "center"),
+    "E4M3 muon-stochastic draws=dither": ("study_q11_e4m3 study_q11_e4m3_law", "Muon, E4M3", MUON, (0, 11), "center"),
     "E4M3 muon-residual8": ("study_q1", "Muon, E4M3,\n8-bit residual", MUON, (9, -6), "left"),
     "E2M5 muon-stochastic": ("study_q12_e2m5 study_q12_law", "Muon, E2M5", MUON, (0, -21), "center"),
 }

@@ -49,8 +49,10 @@ AGAINST = {
     "study_q11_e2m5": ("muon", "E2M5 muon-stochastic draws=independent"),
     "study_q11_law": ("muon", "E2M5 muon-stochastic draws=independent"),
     "study_q11_e4m3": ("muon", "E4M3 muon-stochastic draws=independent"),
+    "study_q11_e4m3_law": ("muon", "E4M3 muon-stochastic draws=independent"),
     "study_q11_adamw": ("E4M3 stochastic draws=independent",),
     "study_q11_riemannian": ("E4M3 riemannian draws=independent",),
+    "study_q11_anneal": ("E4M3 stiffness-anneal draws=independent",),
     "study_q12_e2m5": ("muon",),
     "study_q12_law": ("muon",),
 }
@@ -63,8 +65,9 @@ BESIDE = {
     "study_q5": ("study_q5_mixture",),
     "study_q9": ("study_q9_spacing",),
     "study_q11_e2m5": ("study_q11_scales", "study_q11_muon"),
-    "study_q11_law": ("study_q12_muon",),
+    "study_q11_law": ("study_q11_scales_law", "study_q12_muon"),
     "study_q11_e4m3": ("study_q11_muon",),
+    "study_q11_e4m3_law": ("study_q12_muon",),
     "study_q12_e2m5": ("study_q11_muon",),
     "study_q12_law": ("study_q12_muon",),
 }
