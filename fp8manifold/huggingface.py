@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from fp8manifold._trainer_optimizer import trainer_optimizer
 from fp8manifold.exchange import has_own_head, needed
 from fp8manifold.formats import FloatFormat
-from fp8manifold.nn._conv1d import QuantizedConv1D
-from fp8manifold.nn._hf_loading import Encode, Reader
 from fp8manifold.nn._in_place import in_place_parameters, parameter_names
-from fp8manifold.nn._linear import QuantizedLinear
+from fp8manifold.nn._linear import QuantizedConv1D, QuantizedLinear
+from fp8manifold.nn._loading import Encode, Reader
 from fp8manifold.nn._parts import PARTS, gather_parts
 from fp8manifold.nn._saved import (
     parameters_recipe_of,

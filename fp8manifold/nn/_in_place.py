@@ -12,7 +12,7 @@ from fp8manifold.formats import FloatFormat, FormatLike, as_format
 from fp8manifold.nn._carried import carry_weight
 from fp8manifold.nn._linear import QuantizedLinear
 from fp8manifold.nn._parts import PARTS, gather_parts, parts_of
-from fp8manifold.nn._patterns import check_matched, literal, matches, parts_of_name
+from fp8manifold.nn._selection import check_matched, literal, matches, parts_of_name
 from fp8manifold.nn._spec import LayerSpec, is_none
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.scaling import StoredGranularity

@@ -18,12 +18,11 @@ from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import Resolved
 from nanogpt_bench.data.batches import Corpus, open_also
 from nanogpt_bench.model.gpt import GPT
-from nanogpt_bench.setup.bfloat16 import bfloat16_products
-from nanogpt_bench.setup.compiled import CompiledLoss
 from nanogpt_bench.setup.memory import GradientPeak
 from nanogpt_bench.setup.optimizers import build_optimizer, peak_lr, stiffness_at
 from nanogpt_bench.setup.parallel import Loss, joined_model, replicated
 from nanogpt_bench.setup.peer_weights import keep_peer_weights
+from nanogpt_bench.setup.runtime import CompiledLoss, bfloat16_products
 from nanogpt_bench.setup.schedule import decay_course, lr_factor
 from nanogpt_bench.setup.start import model_shape, start_model
 from nanogpt_bench.setup.surgery import quantize
