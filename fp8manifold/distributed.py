@@ -1,17 +1,19 @@
 """The same model in every process: an exact start, and what processes that train it together have to share."""
 
 import json
+import sys
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from fp8manifold._ddp_start import start_ddp_with
 from fp8manifold._digest import check_digest, digest
-from fp8manifold._encoded.dispatch import as_codes
+from fp8manifold._encoded.dispatch import as_codes, implements
+from fp8manifold._encoded.operators import alias
 from fp8manifold._ranks import Ranks, Replicas, share_of, spread
 from fp8manifold._shards import rows_between
-from fp8manifold._uneven import refuse_uneven_inputs
 from fp8manifold.export import flatten_state_dict, unflatten_state_dict
 from fp8manifold.nn._scalers import share_magnitudes
 from fp8manifold.tensor import FP8Tensor
@@ -156,4 +158,46 @@ def _kinds(metadata: dict[str, str]) -> dict[str, Any]:
     return {name: [[], str([d["format"], d["block_size"], d["dtype"]])] for name, d in described.items()}
 
 
-start_ddp_with(sync)
+@implements(torch.ops.aten.detach.default)
+def _detach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Detach a tensor of codes; where it is DDP's start that does so, call :func:`sync` instead."""
+    utils = sys.modules.get("torch.distributed.utils")
+    start = None if utils is None else _call_of(utils._sync_module_states.__code__, sync.__code__)
+    if start is None:
+        return alias(func, args, kwargs)
+    held = start.f_locals
+    if not any(isinstance(x, _Sent) for x in held["module_states"]):
+        sync(held["module"], held["process_group"])
+    return torch.empty(0, dtype=args[0].dtype, device=args[0].device).as_subclass(_Sent)
+
+
+class _Sent(Tensor):
+    """Nothing, in the place of a weight that all processes have by now."""
+
+
+def _call_of(start: CodeType, instead: CodeType) -> FrameType | None:
+    """The call of DDP's start that detaches a parameter just now, and not within what takes its place."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code is not start:
+        frame = None if frame.f_code is instead else frame.f_back
+    return frame
+
+
+def refuse_uneven_inputs(model: nn.Module) -> None:
+    """Have a model raise, in every process, where it is run in a ``Join`` that would leave some of them behind."""
+    if _check_inputs not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(_check_inputs)
+
+
+def _check_inputs(model: nn.Module, inputs: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    wrapper = DistributedDataParallel._active_ddp_module
+    if wrapper is None or wrapper.process_group.size() == 1:
+        return
+    join = wrapper._join_config
+    if join.enable and not join.throw_on_early_termination:
+        raise RuntimeError(
+            "torch's Join goes on with the processes that have batches left, and steps and scales of this model are "
+            "agreed on by all of them: give every process as many batches, or Join throw_on_early_termination=True"
+        )

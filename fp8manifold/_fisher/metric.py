@@ -6,8 +6,7 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
-from fp8manifold._fisher.adapter import LayerFisher, check_definite
-from fp8manifold._fisher.capture import Rows
+from fp8manifold._fisher.capture import LayerFisher, Rows, check_definite
 
 __all__ = [
     "METRIC",

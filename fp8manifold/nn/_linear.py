@@ -8,11 +8,10 @@ from typing import Any, Final, Literal, Self
 import torch
 from torch import Tensor, nn
 
+from fp8manifold._encoded.scaled import Rounding
 from fp8manifold._encoded.storage import expand_scale
-from fp8manifold._encoded.traits import Rounding
 from fp8manifold._numerics.checks import check_choice, check_number
-from fp8manifold._numerics.fake import has_values
-from fp8manifold._numerics.known import advance, known
+from fp8manifold._numerics.reading import advance, has_values, known
 from fp8manifold.fake_quant import quantize_at
 from fp8manifold.formats import FloatFormat
 from fp8manifold.grid import encode
@@ -58,8 +57,6 @@ from fp8manifold.tensor import FP8Tensor
 Storage = Literal["master", "grid", "fp8"]
 STORAGES: Final = ("master", "grid", "fp8")
 _STREAMS: Final = {name: 2**32 + index for index, name in enumerate(OPERANDS)}
-
-
 """Random bits of the operands' rounding: far from the streams that optimizers use."""
 
 

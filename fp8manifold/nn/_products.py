@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from fp8manifold._encoded.dispatch import DTYPES
+from fp8manifold._encoded.scaled import Rounding
 from fp8manifold._encoded.storage import dequantize_codes
-from fp8manifold._encoded.traits import Rounding
 from fp8manifold._native._arrays import has_memory
-from fp8manifold._numerics.scaled_rounding import rounded_at
+from fp8manifold._numerics.rounding import rounded_at
 from fp8manifold.formats import FloatFormat
 from fp8manifold.nn._scalers import Scaler
 from fp8manifold.nn._spec import OperandSpec
@@ -22,6 +22,7 @@ from fp8manifold.scaling import StoredGranularity
 from fp8manifold.tensor import FP8Tensor
 
 Rounded = Callable[[Tensor], Tensor] | None
+"""From a gradient to its quantised values; None leaves it as it is."""
 
 
 def byte_weight(
@@ -137,9 +138,6 @@ class _CodesLinear(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             of_weight = (gradient.t() @ rows).to(weight.dtype)
         return of_x, of_weight, gradient.sum(0) if ctx.needs_input_grad[2] else None
-
-
-"""From a gradient to its quantised values; None leaves it as it is."""
 
 
 def linear_with_rounded_gradients(

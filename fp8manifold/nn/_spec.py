@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Final, Literal, TypeGuard
 
 from torch import Tensor, nn
 
-from fp8manifold._encoded.traits import DRAWS
+from fp8manifold._encoded.scaled import DRAWS
 from fp8manifold._numerics.checks import check_choice, check_int, check_keys, check_number
 from fp8manifold._ranks import share_of
 from fp8manifold.fake_quant import STE, STES
@@ -17,10 +17,7 @@ from fp8manifold.scaling import BLOCK_SIZE, WEIGHT_GRANULARITIES, WeightGranular
 from fp8manifold.tensor import FP8Tensor
 
 NONE: Final = "none"
-
-
 """The format that leaves an operand, or a pattern's layers, as they are."""
-
 OperandName = Literal["weight", "activation", "activation_gradient", "weight_gradient"]
 OPERANDS: Final[tuple[OperandName, ...]] = ("weight", "activation", "activation_gradient", "weight_gradient")
 OperandRounding = Literal["nearest", "stochastic"]

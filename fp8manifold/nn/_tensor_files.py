@@ -19,12 +19,10 @@ _MAPPINGS: Final = Path("/proc/self/smaps")
 _DONTNEED: Final = 4
 _EVERY: Final = 2**24
 _PARTS: Final = 64
+"""Memory is given back whenever so many bytes, or such a part of the files, were read: it takes milliseconds."""
 _INDEX: Final = "model.safetensors.index.json"
 _FLOATS: Final = ("F64", "F32", "F16", "BF16")
 Source = str | Path | Iterable[str | Path]
-
-
-"""Memory is given back whenever so many bytes, or such a part of the files, were read: it takes milliseconds."""
 
 
 class MappedFiles:

@@ -20,7 +20,7 @@ from fp8manifold._encoded.dispatch import EncodedTensor, implements
 from fp8manifold._encoded.storage import void_remainder
 from fp8manifold._numerics.blocks import block_on
 from fp8manifold._numerics.charts import chart_of
-from fp8manifold._numerics.eager import eager_only
+from fp8manifold._numerics.reading import eager_only
 from fp8manifold._ranks import local_of
 from fp8manifold.optim._native_step import is_native, run_native
 from fp8manifold.optim._packing import unpacked

@@ -16,8 +16,8 @@ from fp8manifold._native._arrays import content, spacings
 from fp8manifold._numerics.blocks import block_on
 from fp8manifold._numerics.charts import Metric, chart_of
 from fp8manifold._numerics.codec import decode_bits, decode_with_ulp, encode_finite, encode_signed
-from fp8manifold._numerics.eager import eager_only
 from fp8manifold._numerics.float_bits import working_dtype
+from fp8manifold._numerics.reading import eager_only
 from fp8manifold._ranks import Ranks, Share, local_of, share_of, spread
 from fp8manifold._triton.kinds import widest_scale
 from fp8manifold.distributed import rows_of
