@@ -26,10 +26,8 @@ from nanogpt_bench.sweep.session import Session, threads_set
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.lock import locked, new_folder
 from nanogpt_bench.system.words import say
-from nanogpt_bench.workers.cores import most_workers
-from nanogpt_bench.workers.executor import Executor
 from nanogpt_bench.workers.executors import check_executor, executor_of
-from nanogpt_bench.workers.pool import Local
+from nanogpt_bench.workers.pool import Executor, Local, most_workers
 
 DEFAULTS = Demonstration()
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from nanogpt_bench.config.metrics import VAL_LOSS
 from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.data.batches import open_corpus
-from nanogpt_bench.data.default import prepare_default
+from nanogpt_bench.data.stdlib import prepare_default
 from nanogpt_bench.report.results_file import read_export
 from nanogpt_bench.report.rows import Row
 from nanogpt_bench.report.tables import padded

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from nanogpt_bench.config.schema import DEFAULT_DATA_DIR
 from nanogpt_bench.config.settings import parse_overrides
-from nanogpt_bench.data.default import prepare_default
+from nanogpt_bench.data.stdlib import prepare_default
 from nanogpt_bench.evaluation.sensitivity import gaps_table
 from nanogpt_bench.report.tables import tuning_table
 from nanogpt_bench.sweep.closing import close
@@ -23,9 +23,8 @@ from nanogpt_bench.sweep.sweep_json import SweepRecord
 from nanogpt_bench.sweep.tuning import Tuning
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.lock import locked
-from nanogpt_bench.workers.cores import check_workers
-from nanogpt_bench.workers.executor import Executor
 from nanogpt_bench.workers.executors import check_executor, executor_of
+from nanogpt_bench.workers.pool import Executor, check_workers
 
 
 def main_sweep(args: argparse.Namespace) -> int:

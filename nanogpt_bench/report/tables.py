@@ -16,8 +16,8 @@ from nanogpt_bench.config.metrics import BESIDE_LOSS, CODE_UNCHANGED
 from nanogpt_bench.report.results import MARK, Figure, Result, difference_text, reference_name
 from nanogpt_bench.report.rows import learning_rate, shortfall
 from nanogpt_bench.runs.read import finite
-from nanogpt_bench.system.csv_cells import cell
 from nanogpt_bench.system.errors import one_line
+from nanogpt_bench.system.words import cell
 
 
 @dataclass(frozen=True)

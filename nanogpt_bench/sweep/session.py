@@ -18,9 +18,7 @@ from nanogpt_bench.sweep.plan import PlannedRun
 from nanogpt_bench.sweep.record import Record
 from nanogpt_bench.system.signals import StopRequest, stop_requests
 from nanogpt_bench.system.words import counted
-from nanogpt_bench.workers.cores import divide, threads_asked
-from nanogpt_bench.workers.executor import Executor
-from nanogpt_bench.workers.pool import Event, Local, Pool
+from nanogpt_bench.workers.pool import Event, Executor, Local, Pool, divide, threads_asked
 
 #: called with a run that has ended; returns the runs that follow from it
 OnEnd = Callable[[PlannedRun], Iterable[PlannedRun]]

@@ -18,11 +18,11 @@ from nanogpt_bench.runs.earlier import (
 from nanogpt_bench.runs.environment import command_line
 from nanogpt_bench.sweep.plan import PlannedRun
 from nanogpt_bench.sweep.record import Record
-from nanogpt_bench.system.csv_cells import cell
 from nanogpt_bench.system.errors import BenchError, one_line
 from nanogpt_bench.system.files import write_text
 from nanogpt_bench.system.lock import is_unused
 from nanogpt_bench.system.untrusted import read_json
+from nanogpt_bench.system.words import cell
 
 if TYPE_CHECKING:
     pass

@@ -18,7 +18,7 @@ import causal_models
 import fp8manifold as fm
 from nanogpt_bench.cli import main
 from nanogpt_bench.data.batches import load_corpus
-from nanogpt_bench.data.own_tokenizer import own_tokenizer
+from nanogpt_bench.data.tokenizers import own_tokenizer
 from nanogpt_bench.evaluation.rounding import EMBEDDINGS, rounded
 from nanogpt_bench.evaluation.sensitivity import best_mixture
 from nanogpt_bench.model import causal

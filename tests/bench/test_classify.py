@@ -253,7 +253,7 @@ def other_labels(folder: Path, out: Path, change: Callable[[dict[str, Any]], obj
 
 def flipped(folder: Path, out: Path) -> Path:
     """The same documents with the opposite labels."""
-    from nanogpt_bench.system.digest import sha256
+    from nanogpt_bench.system.files import sha256
 
     shutil.copytree(folder, out)
     meta = json.loads((out / "meta.json").read_text())

@@ -20,7 +20,7 @@ from nanogpt_bench.cli import main
 from nanogpt_bench.sweep.board import Board
 from nanogpt_bench.sweep.sweep_json import SweepRecord
 from nanogpt_bench.workers import pool as pool_module
-from nanogpt_bench.workers.cores import cores
+from nanogpt_bench.workers.pool import cores
 
 # Sessions, with workers that only write what a training would have found
 

@@ -23,8 +23,8 @@ from nanogpt_bench.sweep.session import threads_set
 from nanogpt_bench.sweep.sweep_json import SweepRecord
 from nanogpt_bench.sweep.tuning import Tuning
 from nanogpt_bench.system.errors import BenchError
-from nanogpt_bench.workers import cores as cores_module
-from nanogpt_bench.workers.cores import divide, threads_asked
+from nanogpt_bench.workers import pool as cores_module
+from nanogpt_bench.workers.pool import divide, threads_asked
 
 ON_GRID = {"rule": "nearest", "model.format": "E4M3", "model.storage": "grid"}
 
