@@ -160,7 +160,12 @@ def _kinds(metadata: dict[str, str]) -> dict[str, Any]:
 
 @implements(torch.ops.aten.detach.default)
 def _detach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Detach a tensor of codes; where it is DDP's start that does so, call :func:`sync` instead."""
+    """Detach a tensor of codes; where DDP's start does so, call :func:`sync` instead, once.
+
+    ``DistributedDataParallel`` detaches every parameter of its module and broadcasts what it gets.  Floats would be
+    rounded into other scales, so that DDP gets nothing of the weights to send.  Libraries that wrap a model by
+    themselves (accelerate, transformers' ``Trainer``) start with it.
+    """
     utils = sys.modules.get("torch.distributed.utils")
     start = None if utils is None else _call_of(utils._sync_module_states.__code__, sync.__code__)
     if start is None:

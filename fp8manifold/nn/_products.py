@@ -197,7 +197,11 @@ def round_gradient(gradient: Tensor, *, scaler: Scaler, operand: OperandSpec, ke
 
 
 def forbid_fused_operators(layer: nn.Module) -> None:
-    """Give the layer a hook that does nothing: torch's fused operators pass by a module that has one."""
+    """Give the layer a hook that does nothing: torch's fused operators pass by a module that has one.
+
+    ``nn.TransformerEncoderLayer`` hands the weights of its linear layers to one fused operator in evaluation, which
+    would pass over what a quantised layer does to weight and input.
+    """
     layer.register_forward_pre_hook(_is_called)
 
 
@@ -211,7 +215,10 @@ def _is_called(layer: nn.Module, args: Any) -> None:
 
 
 def over_nested(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """``forward`` of the rows of a nested tensor, which has no padding among them, in the same nesting."""
+    """``forward`` of the rows of a nested tensor, which has no padding among them, in the same nesting.
+
+    ``nn.TransformerEncoder`` makes nested tensors of a padded batch.
+    """
     if x.layout == torch.jagged:
         jagged: Any = x
         rows = forward(jagged.values())

@@ -9,8 +9,7 @@ from typing import Any
 from nanogpt_bench.config.metrics import ABOVE, ELAPSED
 from nanogpt_bench.config.watching import FailureConfig
 from nanogpt_bench.failures.criteria import KURTOSIS_OF_BLOCKS, findings
-from nanogpt_bench.failures.evidence import Evidence, read, worst
-from nanogpt_bench.failures.finding import Criterion, Diagnosis, Event, Finding, LeadTime
+from nanogpt_bench.failures.evidence import Criterion, Diagnosis, Event, Evidence, Finding, LeadTime, read, worst
 from nanogpt_bench.runs.load import Alert, Run
 from nanogpt_bench.runs.read import finite
 

@@ -1,4 +1,7 @@
-"""The executors by name: processes of this machine, or a Ray cluster."""
+"""The executors by name: processes of this machine, or the same processes in a Ray cluster, held by an actor of a node.
+
+Training inside Ray's own processes is not done: signals are Ray's there, and a run has to answer to them.
+"""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class AnyWorker(Protocol):
 class Executor(Protocol):
     """Starts workers."""
 
-    def pool(self) -> int:
+    def cores(self) -> int:
         """Return how many threads there are cores for."""
 
     def worker(self, messages: Messages, threads: int) -> AnyWorker:
@@ -186,7 +186,7 @@ class Worker:
 class Local:
     """Workers on this machine."""
 
-    def pool(self) -> int:
+    def cores(self) -> int:
         """Return the cores that this process may use."""
         return cores()
 
