@@ -17,7 +17,7 @@ LIBRARY = (
     ("_encoded", "manifolds"),
     ("tensor", "fake_quant"),
     ("parameter",),
-    ("_shards", "_digest"),
+    ("_shards",),
     ("nn", "export"),
     ("ops", "averages", "distributed", "exchange", "_fisher"),
     ("monitor", "optim"),

@@ -10,9 +10,8 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
-from nanogpt_bench.sweep.closing import close
-from nanogpt_bench.sweep.compare_json import ComparisonRecord
 from nanogpt_bench.sweep.comparison import (
+    ComparisonRecord,
     Demonstration,
     as_typed,
     check_given,
@@ -22,7 +21,7 @@ from nanogpt_bench.sweep.comparison import (
     steps_of,
 )
 from nanogpt_bench.sweep.plan import PlannedRun, baseline_of, check_count
-from nanogpt_bench.sweep.session import Session, threads_set
+from nanogpt_bench.sweep.session import Session, close, threads_set
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.lock import locked, new_folder
 from nanogpt_bench.system.words import say

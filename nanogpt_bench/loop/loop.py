@@ -30,8 +30,7 @@ from nanogpt_bench.loop.resume import (
 )
 from nanogpt_bench.observers import Alert, Observer, Step
 from nanogpt_bench.observers.build import build_observers
-from nanogpt_bench.observers.trackers import start_trackers
-from nanogpt_bench.observers.tracking import Trackers
+from nanogpt_bench.observers.trackers import Trackers, start_trackers
 from nanogpt_bench.runs.environment import config_history, history_comment
 from nanogpt_bench.runs.trained import BEST
 from nanogpt_bench.setup.memory import held_bytes

@@ -370,6 +370,7 @@ def _entries(file: Path) -> list[dict[str, Any]]:
 def computes_in_float32(model: nn.Module) -> bool:
     """Let a model of weights of 16 bits compute in float32; False, of one to be read as floats, where it may differ.
 
+    What it computes is what the model of float32 weights computes, to the bit, as every float of 16 bits is a float32.
     Linear layers and embeddings keep their weights and decode them as they run; everything else becomes float32. What
     a model has computed when it was made, in 16 bits then, can't be told from what it would have been.
     """

@@ -104,6 +104,7 @@ def train_in_float8(model: Model, config: Config, device: torch.device) -> Model
     """Replace the linear layers of the blocks by torchao's, where `model.torchao_float8` names a recipe of scales.
 
     lm_head stays as it is, and so does a layer whose sizes are no multiples of 16: no hardware multiplies it.
+    The weights stay float32. Without FP8 products in hardware, the same roundings are emulated in float32.
 
     Raises:
         BenchError: torchao is missing or refuses, or there is no layer to replace.
