@@ -17,8 +17,6 @@ from fp8manifold.parameter import FP8Parameter
 from fp8manifold.scaling import BLOCK_SIZE
 from fp8manifold.tensor import FP8Tensor
 
-__all__ = ["FP8Shard", "rows_between"]
-
 _aten = torch.ops.aten
 
 

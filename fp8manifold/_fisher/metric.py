@@ -8,17 +8,6 @@ from torch import Tensor, nn
 
 from fp8manifold._fisher.capture import LayerFisher, Rows, check_definite
 
-__all__ = [
-    "METRIC",
-    "REPRESENTATIONS",
-    "Layer",
-    "has_metric",
-    "mean_over_tokens",
-    "measure",
-    "natural_gradient",
-    "rank_one",
-]
-
 REPRESENTATIONS: Final = ("diagonal", "kfac", "ekfac")
 METRIC: Final = frozenset(
     {

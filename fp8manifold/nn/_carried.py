@@ -10,8 +10,6 @@ from fp8manifold.nn._linear import QuantizedLinear
 from fp8manifold.nn._products import forbid_fused_operators, is_our_hook
 from fp8manifold.nn._selection import is_conv1d
 
-__all__ = ["carry_over", "carry_weight", "check_can_be_carried"]
-
 _HOOKS: Final = (
     *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
     *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks"),

@@ -14,15 +14,6 @@ from fp8manifold.random_bits import Draws
 from fp8manifold.scaling import WeightGranularity
 from fp8manifold.tensor import FP8Tensor
 
-__all__ = [
-    "check_dtype_holds",
-    "check_on_manifold",
-    "grid_weight",
-    "keep_on_manifold",
-    "prepare_grid_state",
-    "renew_grid_weight",
-]
-
 _BUFFERS: Final = ("format_fields", "seed_word", "counter")
 
 

@@ -18,17 +18,6 @@ from fp8manifold.parameter import FP8Parameter
 from fp8manifold.scaling import StoredGranularity
 from fp8manifold.tensor import FP8Tensor
 
-__all__ = [
-    "Embeddings",
-    "InPlace",
-    "Parameters",
-    "in_place_parameters",
-    "parameter_names",
-    "planned_in_place",
-    "put_parameter",
-    "set_plain_state",
-]
-
 Parameters = str | Sequence[str] | Mapping[str, FormatLike | None]
 Embeddings = FormatLike | Mapping[str, FormatLike | None]
 _PLAIN: Final = "_fp8_plain_state"

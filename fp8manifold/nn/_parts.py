@@ -13,8 +13,6 @@ from fp8manifold.formats import LAYOUTS, FloatFormat
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.tensor import FP8Tensor
 
-__all__ = ["PARTS", "gather_parts", "holds_codes", "parts_of"]
-
 _LEFT: Final = "_remainder"
 PARTS: Final = ("", "_scale", "_counter", "_traits", _LEFT)
 """What is added to a weight's name for each of its parts; the last is there where a weight has kept it."""

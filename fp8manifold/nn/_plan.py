@@ -18,8 +18,6 @@ from fp8manifold.parameter import FP8Parameter
 from fp8manifold.random_bits import Draws
 from fp8manifold.scaling import WeightGranularity
 
-__all__ = ["TIED", "Plan", "Tied", "plan", "refuse_shared"]
-
 Tied = Literal["refuse", "untie", "leave"]
 TIED: Final = ("refuse", "untie", "leave")
 

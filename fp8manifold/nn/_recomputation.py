@@ -25,8 +25,6 @@ from fp8manifold._encoded.dispatch import is_backward
 from fp8manifold._numerics.reading import eager_only
 from fp8manifold.nn._scalers import Scaler
 
-__all__ = ["Pass", "pass_of"]
-
 
 @dataclass(eq=False)
 class Pass:

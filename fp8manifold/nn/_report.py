@@ -11,8 +11,6 @@ from fp8manifold.nn._linear import QuantizedLinear
 from fp8manifold.nn._selection import is_linear, obstacle
 from fp8manifold.parameter import FP8Parameter
 
-__all__ = ["QuantizationReport", "ReportedLayer", "quantization_report"]
-
 
 @dataclass(frozen=True)
 class ReportedLayer:

@@ -26,8 +26,8 @@ from nanogpt_bench.runs.load import Run, load_run
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.setup.start import start_facts
 from nanogpt_bench.sweep.plan import PlannedRun, baseline_of
+from nanogpt_bench.sweep.record import SweepRecord
 from nanogpt_bench.sweep.session import Session
-from nanogpt_bench.sweep.sweep_json import SweepRecord
 from nanogpt_bench.system.errors import BenchError, printable
 from nanogpt_bench.system.files import write_text
 from nanogpt_bench.system.lock import locked

@@ -16,9 +16,9 @@ from nanogpt_bench.report.tables import tuning_table
 from nanogpt_bench.sweep.file import SweepFile, find_sweep, read_sweep
 from nanogpt_bench.sweep.lr_limits import Searches, limits_table
 from nanogpt_bench.sweep.plan import PlannedRun, baseline_of, check_inputs, left_out_of_reference, plan_sweep
+from nanogpt_bench.sweep.record import SweepRecord
 from nanogpt_bench.sweep.sensitivity import measure_gaps, plan_study, write_gaps
 from nanogpt_bench.sweep.session import Session, close, threads_set
-from nanogpt_bench.sweep.sweep_json import SweepRecord
 from nanogpt_bench.sweep.tuning import Tuning
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.lock import locked

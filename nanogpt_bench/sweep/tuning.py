@@ -20,7 +20,7 @@ from nanogpt_bench.sweep.axes import Point
 from nanogpt_bench.sweep.file import SweepFile, Tune
 from nanogpt_bench.sweep.lr_limits import rounded
 from nanogpt_bench.sweep.plan import PlannedRun, baseline_of, check_count, count_points, plan_point, points_of
-from nanogpt_bench.sweep.sweep_json import SweepRecord
+from nanogpt_bench.sweep.record import SweepRecord
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.files import write_text
 

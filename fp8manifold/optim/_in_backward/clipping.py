@@ -8,8 +8,6 @@ from torch import Tensor
 
 from fp8manifold._numerics.checks import check_choice, check_number
 
-__all__ = ["KINDS", "Clipping", "clip_factor", "norm_of"]
-
 KINDS: Final = ("previous", "exact")
 _FIRSTS: Final = ("refuse", "measure")
 _CLOSE: Final = 1e-5  # relative difference of two sums of the same squares in another order

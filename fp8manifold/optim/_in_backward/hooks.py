@@ -16,8 +16,6 @@ from fp8manifold.optim._in_backward.clipping import Clipping
 from fp8manifold.optim._in_backward.gradients import Accumulation, SpentGradient, StandIn
 from fp8manifold.optim._optimizer import ManifoldOptimizer
 
-__all__ = ["InBackward", "step_in_backward"]
-
 
 class InBackward:
     """The hooks by which an optimizer steps in the backward pass, as :func:`step_in_backward` gives them.
