@@ -93,24 +93,24 @@ class Outcome:
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory, rows: Any, parquet: Parquet) -> dict[str, Outcome]:
+def outcomes(tmp_path_factory: pytest.TempPathFactory, hub: Any, parquet: Parquet) -> dict[str, Outcome]:
     """Prepare everything; lex_glue leaves the hub before the last."""
     place = tmp_path_factory.mktemp("place")
-    add_repository(rows.root, "coastalcph/lex_glue", "eurlex", parquet)
-    add_repository(rows.root, "coastalcph/multi_eurlex", "en", parquet)
-    add_repository(rows.root, "some/set", "en", parquet)
+    add_repository(hub.root, "coastalcph/lex_glue", "eurlex", parquet)
+    add_repository(hub.root, "coastalcph/multi_eurlex", "en", parquet)
+    add_repository(hub.root, "some/set", "en", parquet)
     add_repository(place, "local", "eurlex", parquet)
-    rows.leaves = {"fallback": "coastalcph/lex_glue"}
+    hub.leaves = {"fallback": "coastalcph/lex_glue"}
     plain = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
-    surroundings = {**plain, "HF_ENDPOINT": rows.url, "HF_HOME": str(place / "home"), "HF_HUB_DISABLE_TELEMETRY": "1"}
-    command = [sys.executable, "-c", PROCESS, rows.url]
+    surroundings = {**plain, "HF_ENDPOINT": hub.url, "HF_HOME": str(place / "home"), "HF_HUB_DISABLE_TELEMETRY": "1"}
+    command = [sys.executable, "-c", PROCESS, hub.url]
     text = json.dumps(COMMANDS)
     done = subprocess.run(
         command, input=text, env=surroundings, cwd=place, capture_output=True, text=True, timeout=240, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
     found = json.loads(done.stdout)
-    return {name: Outcome(*found[name], place / name, asked(rows.requests, name)) for name in COMMANDS}
+    return {name: Outcome(*found[name], place / name, asked(hub.requests, name)) for name in COMMANDS}
 
 
 def asked(requests: list[str], name: str) -> list[str]:
@@ -214,12 +214,12 @@ def test_a_hub_that_never_answers_is_given_up(at: Callable[[str], None], monkeyp
         assert time.monotonic() - started < 5
 
 
-def test_a_hub_in_trouble_is_said(at: Callable[[str], None], rows: Any) -> None:
-    at(rows.url)
-    rows.down = 503
+def test_a_hub_in_trouble_is_said(at: Callable[[str], None], hub: Any) -> None:
+    at(hub.url)
+    hub.down = 503
     with pytest.raises(BenchError, match=r"can't be reached \(.*503.*\)") as caught:
         find_commit("some/set", None)
-    rows.down = None
+    hub.down = None
     assert "\n" not in str(caught.value)
 
 
