@@ -18,15 +18,6 @@ from fp8manifold.random_bits import Draws
 from fp8manifold.scaling import WeightGranularity
 from fp8manifold.tensor import FP8Tensor
 
-__all__ = [
-    "TIED",
-    "Tied",
-    "check_formats",
-    "dequantize_model",
-    "quantize_model",
-    "quantize_weight_gradients",
-]
-
 
 def quantize_model(
     model: nn.Module,

@@ -45,10 +45,9 @@ def diagnose(
     return Diagnosis(found, _timeline(evidence, found), _lead_time(evidence, found))
 
 
-def failures_of(run: Run | Path, *, siblings: Iterable[Run | Path] = ()) -> list[dict[str, Any]]:
+def failures_of(run: Run | Path) -> list[dict[str, Any]]:
     """Return the list `failures` of summary.json: the classes found, in the order in which they set in."""
-    diagnosis = diagnose(run, siblings=siblings)
-    return [finding.summary_entry() for finding in diagnosis.found]
+    return [finding.summary_entry() for finding in diagnose(run).found]
 
 
 def _timeline(evidence: Evidence, judged: Sequence[Finding]) -> tuple[Event, ...]:
