@@ -440,14 +440,14 @@ def unpack_residual(packed: Tensor, shape: torch.Size, bits: int) -> Tensor:
 
 
 def is_packed(slot: Slot) -> bool:
-    """Whether a step finds a residual of which several share a byte."""
+    """True for a slot whose residual has several weights in a byte."""
     return slot.spec.packs and slot.tensors[_NAME].dtype is torch.uint8
 
 
 def stay_packed(slots: Sequence[Slot]) -> set[Slot]:
-    """Those whose residual a kernel reads as the state has it: packed flat, or in rows that fill their bytes.
+    """The slots whose residual a kernel reads as the state has it: packed flat, or in rows that fill their bytes.
 
-    Muon's steps have more to do with it, and those of gathered rows are of another residual.
+    Muon's steps unpack it, and so do those of gathered rows.
     """
     return {slot for slot in slots if slot.spec.packs and slot.spec.direction != "muon" and _lies_flat(slot)}
 

@@ -44,7 +44,7 @@ class CompileUnavailableWarning(UserWarning):
 
 
 def is_triton(slot: Slot) -> bool:
-    """Whether a Triton kernel runs this step: one that native code has, on an NVIDIA GPU."""
+    """True for a step that a Triton kernel runs: one that native code has, on an NVIDIA GPU."""
     weight, gradient = slot.tensors["weight"], slot.tensors["gradient"]
     return (
         weight.device.type == "cuda"
@@ -57,7 +57,7 @@ def is_triton(slot: Slot) -> bool:
 
 
 def left_packed(slots: Sequence[Slot]) -> set[Slot]:
-    """Those whose residual kernels are going to read as it is."""
+    """The slots whose packed residual a kernel reads as the state has it."""
     return {slot for slot in stay_packed(slots) if slot.group["compile"] is None and is_triton(slot)}
 
 
@@ -69,7 +69,7 @@ class Launched(NamedTuple):
 
     @property
     def refused(self) -> bool:
-        """Whether the steps were refused.  The host waits for the GPU."""
+        """True if the kernels refused the steps.  The host waits for the GPU."""
         return self.said.read()[0]
 
 
@@ -199,7 +199,7 @@ def kind_of(slot: Slot, places: Sequence[int] = ()) -> tuple[int, int, int, Kind
 
 
 def _packs(slot: Slot, rows: int, length: int, width: int = _ELEMENTS) -> str:
-    """Whether a residual shares bytes, and whether rows, which programs of that width step, share any of them."""
+    """``within`` where each byte of a packed residual belongs to one row of a program, else ``across``; empty unpacked."""
     if not is_packed(slot):
         return ""
     each = 8 // slot.spec.residual_bits
@@ -279,7 +279,7 @@ class Pending:
     alone: bool
 
     def has(self, parameter: Tensor) -> bool:
-        """Whether the step includes a parameter."""
+        """True if the step includes the parameter."""
         return any(each is parameter for each in self.parameters)
 
 

@@ -230,7 +230,7 @@ class Accumulation:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a momentum contains gradients of a step that has not ended.  Unlike a sum it can't be dropped."""
+        """True while a momentum contains gradients of a step that has not ended.  Unlike a sum it can't be dropped."""
         return any("micro_batches" in state for state in self.optimizer.state.values())
 
     def check(self) -> None:
