@@ -199,7 +199,7 @@ def kind_of(slot: Slot, places: Sequence[int] = ()) -> tuple[int, int, int, Kind
 
 
 def _packs(slot: Slot, rows: int, length: int, width: int = _ELEMENTS) -> str:
-    """``within`` where each byte of a packed residual belongs to one row of a program, else ``across``; empty unpacked."""
+    """``within`` where a byte of a packed residual belongs to one row of a program, else ``across``; empty unpacked."""
     if not is_packed(slot):
         return ""
     each = 8 // slot.spec.residual_bits
