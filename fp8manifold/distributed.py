@@ -19,6 +19,8 @@ from fp8manifold.export import flatten_state_dict, unflatten_state_dict
 from fp8manifold.nn._scalers import share_magnitudes
 from fp8manifold.tensor import FP8Tensor
 
+__all__ = ["check_digest", "digest", "in_rows_of", "rows_of", "sync"]
+
 NAME: Final = "digest"
 """The key under which a state keeps its own."""
 _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
