@@ -9,20 +9,6 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 
-__all__ = [
-    "ALONE",
-    "Ranks",
-    "Replicas",
-    "Share",
-    "check_share",
-    "local_of",
-    "ranks_of",
-    "ranks_of_each",
-    "replicas",
-    "share_of",
-    "spread",
-]
-
 _DISTRIBUTED: Final = torch.distributed.is_available()
 
 

@@ -10,14 +10,12 @@ from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from fp8manifold._encoded.dispatch import implements
-from fp8manifold._encoded.exponents import ONE
 from fp8manifold._encoded.refusals import is_sharded_by_torch, is_staged, is_taken_whole
+from fp8manifold._encoded.stored_scale import ONE
 from fp8manifold._ranks import Ranks
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.scaling import BLOCK_SIZE
 from fp8manifold.tensor import FP8Tensor
-
-__all__ = ["FP8Shard", "rows_between"]
 
 _aten = torch.ops.aten
 

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from fp8manifold._ranks import share_of
-from fp8manifold.nn._conv1d import QuantizedConv1D
-from fp8manifold.nn._linear import QuantizedLinear
+from fp8manifold.nn._linear import QuantizedConv1D, QuantizedLinear
 from fp8manifold.nn._surgery import dequantize_model
 
 __all__ = ["averaged_model"]

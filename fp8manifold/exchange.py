@@ -12,16 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from fp8manifold._encoded.dispatch import FLOAT8
-from fp8manifold._encoded.squares import SQUARE
+from fp8manifold._encoded.storage import SQUARE
 from fp8manifold._numerics.checks import check_choice
 from fp8manifold._ranks import share_of
 from fp8manifold.formats import FloatFormat
 from fp8manifold.grid import decode
-from fp8manifold.nn._candidates import is_linear
-from fp8manifold.nn._conv1d import QuantizedConv1D
 from fp8manifold.nn._in_place import in_place_parameters, parameter_names
-from fp8manifold.nn._linear import QuantizedLinear
+from fp8manifold.nn._linear import QuantizedConv1D, QuantizedLinear
 from fp8manifold.nn._parts import PARTS
+from fp8manifold.nn._selection import is_linear
 from fp8manifold.scaling import BLOCK_SIZE, SQUARE_SIZE
 from fp8manifold.tensor import FP8Tensor
 

@@ -1,6 +1,7 @@
 """Quantised models in transformers: ``from_pretrained``, ``save_pretrained`` and ``Trainer`` keep them to the bit."""
 
 import functools
+import math
 import re
 from collections.abc import Mapping
 from typing import Any, Final
@@ -9,13 +10,12 @@ import geoopt
 import torch
 from torch import Tensor, nn
 
-from fp8manifold._trainer_optimizer import trainer_optimizer
+from fp8manifold._numerics.checks import check_choice
 from fp8manifold.exchange import has_own_head, needed
 from fp8manifold.formats import FloatFormat
-from fp8manifold.nn._conv1d import QuantizedConv1D
-from fp8manifold.nn._hf_loading import Encode, Reader
 from fp8manifold.nn._in_place import in_place_parameters, parameter_names
-from fp8manifold.nn._linear import QuantizedLinear
+from fp8manifold.nn._linear import QuantizedConv1D, QuantizedLinear
+from fp8manifold.nn._loading import Encode, Reader
 from fp8manifold.nn._parts import PARTS, gather_parts
 from fp8manifold.nn._saved import (
     parameters_recipe_of,
@@ -28,6 +28,7 @@ from fp8manifold.nn._saved import (
 from fp8manifold.nn._scalers import Scale
 from fp8manifold.nn._spec import Formats, LayerSpec
 from fp8manifold.nn._surgery import dequantize_model
+from fp8manifold.optim import StiffnessAdamW, StiffnessMuon, step_in_backward
 from fp8manifold.tensor import FP8Tensor
 
 __all__ = ["attach", "quantization_config", "register", "trainer_optimizer"]
@@ -35,6 +36,7 @@ __all__ = ["attach", "quantization_config", "register", "trainer_optimizer"]
 _METHOD: Final = "fp8manifold"
 _BY: Final = "fp8manifold.huggingface"
 _FLOATS: Final = {"F64", "F32", "F16", "BF16", torch.float64, torch.float32, torch.float16, torch.bfloat16}
+_RULES: Final = ("adamw", "muon")
 
 
 def register() -> None:
@@ -355,3 +357,101 @@ class _Gather:
         if isinstance(layer, QuantizedLinear) and layer.manifold is not None:
             value = geoopt.ManifoldParameter(value, manifold=layer.manifold)
         return {full_layer_name: value}
+
+
+class TrainerOptimizer:
+    """What a trainer makes first, and then calls with the model and the second part of :func:`trainer_optimizer`."""
+
+    def __call__(
+        self, model: nn.Module, arguments: Any = None, *, rule: str, in_backward: dict[str, Any] | None, **options: Any
+    ) -> Any:
+        """Make the optimizer of a model that is where it is trained; axolotl gives it the arguments once more."""
+        made: Any
+        if rule == "muon":
+            made = StiffnessMuon.for_model(model, **options)
+        else:
+            made = StiffnessAdamW(_groups(model, options.pop("weight_decay")), **options)
+        if in_backward is not None:
+            step_in_backward(made, **in_backward)
+        return made
+
+
+def trainer_optimizer(
+    arguments: Any, rule: str = "adamw", *, in_backward: bool = False, **options: Any
+) -> tuple[type[Any], dict[str, Any]]:
+    """Give what a ``Trainer`` of transformers, or of a library on it, takes as ``optimizer_cls_and_kwargs``.
+
+    .. math:: (F, o) \\text{ with } F()(\\text{model}, **o) = \\text{the optimizer}
+
+    which is how other loops, whose factory sees the model, use it.  The learning rate, betas, eps and decay are those
+    of the arguments, and biases and norms don't decay.  Nothing of ``Trainer`` has to be overridden: it clips,
+    accumulates, logs the norm, saves and resumes to the bit.
+
+    With ``in_backward`` each parameter steps as soon as its gradient is there, by
+    :func:`fp8manifold.optim.step_in_backward`, and ``max_grad_norm`` and ``gradient_accumulation_steps`` say how:
+
+    - without accumulation, ``clip="previous"``: clipped by the norm of the step before.  The first step only takes its
+      norm, and trains nothing;
+    - with it, ``accumulate="bfloat16"``: sums in two bytes a weight, clipped by their own norm.
+
+    Args:
+        arguments: ``TrainingArguments``, or those of a library on it (``SFTConfig``).
+        rule: ``adamw`` (:class:`~fp8manifold.optim.StiffnessAdamW`) or ``muon``
+            (:class:`~fp8manifold.optim.StiffnessMuon`, by ``for_model``).
+        in_backward: whether to step in the backward pass.
+        options: the optimizer's, in place of the arguments'; for ``muon`` those of ``for_model`` too.
+
+    Returns:
+        A factory, and what it is called with beside the model.
+
+    Raises:
+        ImportError: in the factory, transformers is missing.
+        TypeError: no arguments of a trainer; in the factory, an option that there is not.
+        ValueError: another rule; ``fp16=True``, which scales gradients, with ``in_backward``; in the factory, options
+            of the optimizer's.
+        RuntimeError: in the factory, ``in_backward`` in several processes.
+
+    Example:
+        >>> from transformers import TrainingArguments
+        >>> from fp8manifold.huggingface import trainer_optimizer
+        >>> arguments = TrainingArguments("out", learning_rate=2e-5, use_cpu=True, report_to=[])
+        >>> factory, chosen = trainer_optimizer(arguments, "muon", moments="8bit", in_backward=True)
+        >>> chosen["lr"], chosen["moments"], chosen["in_backward"]
+        (2e-05, '8bit', {'clip': 'previous', 'max_norm': 1.0, 'first': 'measure'})
+        >>> optimizer = factory()(nn.Sequential(nn.Linear(4, 4)), **chosen)
+        >>> Trainer(model, arguments, optimizer_cls_and_kwargs=(factory, chosen))  # doctest: +SKIP
+
+    Source: the interface of transformers 5 for optimizers that see the model.
+    """
+    check_choice("rule", rule, _RULES)
+    for name in ("learning_rate", "max_grad_norm", "gradient_accumulation_steps"):
+        if not hasattr(arguments, name):
+            raise TypeError(f"arguments is a {type(arguments).__name__} without {name}: TrainingArguments are needed")
+    shared = {"lr": arguments.learning_rate, "weight_decay": arguments.weight_decay}
+    betas, eps = (arguments.adam_beta1, arguments.adam_beta2), arguments.adam_epsilon
+    shared |= {"betas": betas, "adam_eps" if rule == "muon" else "eps": eps}
+    return TrainerOptimizer, shared | options | {
+        "rule": rule,
+        "in_backward": _asked(arguments) if in_backward else None,
+    }
+
+
+def _asked(arguments: Any) -> dict[str, Any]:
+    """How steps are taken in the backward pass, by what a trainer would do after it."""
+    if getattr(arguments, "fp16", False):
+        raise ValueError("in_backward=True does not go with fp16=True, whose gradients are scaled: use bf16=True")
+    if arguments.gradient_accumulation_steps > 1:
+        return {"accumulate": "bfloat16"}
+    return {"clip": "previous", "max_norm": float(arguments.max_grad_norm or math.inf), "first": "measure"}
+
+
+def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """What decays and what doesn't, as Trainer has it."""
+    trainer = needed("transformers", "hf", "fp8manifold.huggingface.trainer_optimizer").Trainer
+    decays = set(trainer.get_decay_parameter_names(None, model))
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    groups = [
+        {"params": [each for each in named if (each[0] in decays) is decaying], "weight_decay": decay}
+        for decaying, decay in ((True, weight_decay), (False, 0.0))
+    ]
+    return [group for group in groups if group["params"]]

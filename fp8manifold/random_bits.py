@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fp8manifold._numerics.blocks import BLOCK, runs_in_blocks
 from fp8manifold._numerics.checks import check_choice
-from fp8manifold._numerics.eager import eager_only
+from fp8manifold._numerics.reading import eager_only
 
 __all__ = ["RANDOM_BITS", "random_bits"]
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from fp8manifold._numerics.blocks import in_pieces, pieces
 from fp8manifold._numerics.checks import check_choice, check_number
-from fp8manifold._numerics.fake import has_values
 from fp8manifold._numerics.float_bits import float_bits
+from fp8manifold._numerics.reading import has_values
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
 
 __all__ = [

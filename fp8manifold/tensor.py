@@ -10,14 +10,12 @@ from torch import Tensor
 
 import fp8manifold._encoded.operators  # noqa: F401  # registers them
 from fp8manifold._encoded.dispatch import DTYPES, TRACED_AS, Replay, takes_rows
-from fp8manifold._encoded.exponents import decoded_scale, expand_kept, exponents_of
-from fp8manifold._encoded.lent import check_current, check_own
-from fp8manifold._encoded.operators import adopt_parts, checked_scale
+from fp8manifold._encoded.operators import adopt_parts, checked_scale, is_average, warn_if_stalled
 from fp8manifold._encoded.refusals import check_not_unwrapped, guard_memory
-from fp8manifold._encoded.scaled import ScaledTensor
-from fp8manifold._encoded.squares import SQUARE, BlockSize, runs_of_rows, spread_rows
-from fp8manifold._encoded.stalled_average import is_average, warn_if_stalled
+from fp8manifold._encoded.scaled import Rounding, ScaledTensor, Traits, check_current, check_own
 from fp8manifold._encoded.storage import (
+    SQUARE,
+    BlockSize,
     checked_codes,
     codes_of,
     decode_runs,
@@ -25,18 +23,22 @@ from fp8manifold._encoded.storage import (
     expand_scale,
     is_traced,
     next_codes,
+    runs_of_rows,
+    spread_rows,
     void_remainder,
 )
 from fp8manifold._encoded.stored_scale import (
+    decoded_scale,
     describe_change,
     describe_scale,
+    expand_kept,
+    exponents_of,
     given_scale,
     kept_fresh_scale,
     own_headroom,
     warn_if_lost,
     warn_if_saturated,
 )
-from fp8manifold._encoded.traits import Rounding, Traits
 from fp8manifold._numerics.checks import check_choice
 from fp8manifold._numerics.float_bits import working_dtype
 from fp8manifold.formats import FloatFormat, FormatLike, as_format

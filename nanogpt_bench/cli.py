@@ -23,7 +23,7 @@ from nanogpt_bench.commands.studies import (
     add_sweep,
 )
 from nanogpt_bench.system.errors import BenchError, DiskError, disk_failure, nearest
-from nanogpt_bench.system.torchrun import as_rank, is_worker, joined
+from nanogpt_bench.system.ranks import as_rank, is_worker, joined
 
 #: what a wrong command line or setting ends with
 USAGE_ERROR = 2

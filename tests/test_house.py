@@ -12,16 +12,16 @@ MOST_ROOMS = 27
 #: from the ground up; what stands on one floor may import from its own and from those below
 LIBRARY = (
     ("formats", "_geoopt_import"),
-    ("_numerics", "_native", "_triton", "_ranks", "_uneven", "random_bits", "scaling"),
+    ("_numerics", "_native", "_triton", "_ranks", "random_bits", "scaling"),
     ("grid", "reference"),
     ("_encoded", "manifolds"),
     ("tensor", "fake_quant"),
     ("parameter",),
-    ("_shards", "_digest", "_ddp_start"),
+    ("_shards",),
     ("nn", "export"),
     ("ops", "averages", "distributed", "exchange", "_fisher"),
     ("monitor", "optim"),
-    ("huggingface", "_trainer_optimizer"),
+    ("huggingface",),
 )
 BENCH = (
     ("system",),

@@ -15,9 +15,8 @@ import fp8manifold as fm
 from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.model.causal import load_causal
 from nanogpt_bench.setup.memory import held_bytes
-from nanogpt_bench.setup.optimizers import build_optimizer
+from nanogpt_bench.setup.optimizers import build_optimizer, lr_factor
 from nanogpt_bench.setup.resolve import resolve
-from nanogpt_bench.setup.schedule import lr_factor
 from nanogpt_bench.setup.surgery import quantize
 from nanogpt_bench.sweep.file import find_sweep, read_sweep
 

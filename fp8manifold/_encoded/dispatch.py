@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from fp8manifold._encoded.refusals import NoStorage, check_not_distributed, guard_memory, is_staged, refuse_memory
 from fp8manifold._encoded.storage import is_traced
-from fp8manifold._numerics.eager import eager_only
+from fp8manifold._numerics.reading import eager_only
 from fp8manifold.formats import FloatFormat, as_format
 
 FLOAT8: Final[dict[FloatFormat, torch.dtype]] = {

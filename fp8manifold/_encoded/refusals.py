@@ -8,19 +8,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = [
-    "DDP_START",
-    "NoStorage",
-    "check_not_distributed",
-    "check_not_unwrapped",
-    "guard_memory",
-    "is_sharded_by_torch",
-    "is_staged",
-    "is_taken_whole",
-    "refuse_collective",
-    "refuse_memory",
-]
-
 _COLLECTIVES: Final = ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "symm_mem")
 _SHARDING: Final = (
     *("torch.nn.parallel.", "torch.distributed.fsdp.", "torch.distributed._composable.", "torch.distributed._shard."),

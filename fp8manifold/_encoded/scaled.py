@@ -1,18 +1,120 @@
-"""What codes are multiplied by: float32 powers of two, of which blocks keep the exponents alone, a byte each."""
+"""What a tensor of codes has beside its codes: constant traits, scales, and the weight that autocast made it of."""
 
-from typing import Any, Self
+from functools import lru_cache
+from typing import Any, Final, Literal, NamedTuple, Self, get_args
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from fp8manifold._encoded.dispatch import EncodedTensor
-from fp8manifold._encoded.exponents import decoded_scale, expand_kept, exponents_of
-from fp8manifold._encoded.lent import Lent, check_own
-from fp8manifold._encoded.squares import BlockSize
-from fp8manifold._encoded.storage import largest_magnitude
-from fp8manifold._encoded.stored_scale import broadcasts_to, power_of_two, scale_in_float32
+from fp8manifold._encoded.dispatch import EncodedTensor, View, runs_inside
+from fp8manifold._encoded.storage import BlockSize, is_traced, largest_magnitude
+from fp8manifold._encoded.stored_scale import (
+    broadcasts_to,
+    decoded_scale,
+    expand_kept,
+    exponents_of,
+    power_of_two,
+    scale_in_float32,
+)
+from fp8manifold._numerics.checks import check_choice, check_int
 from fp8manifold.formats import FloatFormat
+from fp8manifold.random_bits import Draws
 
-__all__ = ["ScaledTensor", "as_kept"]
+Rounding = Literal["nearest", "stochastic"]
+ROUNDINGS: Final = ("nearest", "stochastic")
+DRAWS: Final = get_args(Draws)
+_MOVES: Final = (nn.Module._apply.__code__,)
+
+
+class Traits(NamedTuple):
+    """Format, options and apparent dtype."""
+
+    format: FloatFormat
+    rounding: Rounding
+    seed: int
+    dtype: torch.dtype
+    block_size: BlockSize
+    #: whether the operator that writes is a word of the key of its draws
+    by_operator: bool = True
+    #: how the draws of one weight follow each other, write by write
+    draws: Draws = "independent"
+
+    @property
+    def flat(self) -> tuple[Any, ...]:
+        """With the format by name: what can be compared, hashed and unpickled without a class of ours."""
+        return (self.format.name, *self[1:])
+
+    def check(self) -> None:
+        """Raise TypeError or ValueError unless the options are valid."""
+        check_choice("rounding", self.rounding, ROUNDINGS)
+        check_choice("draws", self.draws, DRAWS)
+        check_int("seed", self.seed, 0, 2**63 - 1)
+
+    @classmethod
+    def in_graphs(cls, flat: tuple[Any, ...]) -> Self:
+        """Those that compiled code depends on: none is drawn there."""
+        return cls.from_flat(flat)._replace(seed=0, by_operator=True, draws="independent")
+
+    @classmethod
+    def from_flat(cls, flat: tuple[Any, ...]) -> Self:
+        """Read what `flat` gave."""
+        if len(flat) != len(cls._fields):
+            raise ValueError(f"{flat!r} are not the {len(cls._fields)} traits of a tensor: {', '.join(cls._fields)}")
+        return cls(_format_named(flat[0]), *flat[1:])
+
+
+@lru_cache(maxsize=256)
+def _format_named(name: str) -> FloatFormat:
+    return FloatFormat.from_string(name)
+
+
+def is_lent_here(x: Any) -> bool:
+    """Whether a cast of a tensor of codes may share them: under autocast, which casts every weight that it meets.
+
+    Not of what a module moves, or several processes hold, and not while a compiler looks on.
+    """
+    root = _root(x)
+    if root.is_share or is_traced(root.codes) or root.codes.is_inference():
+        return False
+    nesting = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return nesting > 0 and not runs_inside(_MOVES)
+
+
+def _root(x: Any) -> Any:
+    return _root(x.base) if isinstance(x, View) else x
+
+
+def lent(x: Any, dtype: torch.dtype) -> Any:
+    """A tensor of codes, or a view of one, under another dtype: in memory of its own it has nothing."""
+    if isinstance(x, View):
+        return View(lent(x.base, dtype), x.replay, x.size(), x.stride(), x.storage_offset())
+    twin = x.with_parts(lambda part: part, dtype)
+    twin.remainder = None
+    twin.lent_from = x.lent_from or tuple((part, part._version) for part in (x.codes, x.kept_scale))
+    return twin
+
+
+def check_current(x: Any) -> None:
+    """Raise RuntimeError where codes are lent, and no longer those of the cast."""
+    if x.lent_from is not None and any(part._version != version for part, version in x.lent_from):
+        raise RuntimeError(
+            f"an {type(x).__name__} has changed since it was cast under autocast, which shares its codes: leave the "
+            "autocast region before the optimizer's step, and take that after the backward pass; a clone() is a copy"
+        )
+
+
+def check_own(x: Any) -> None:
+    """Raise RuntimeError where codes are lent: to write to them would be to write to the weight."""
+    if x.lent_from is not None:
+        raise RuntimeError(
+            f"an {type(x).__name__} that was cast under autocast shares the codes of the one that was cast: write to "
+            "that, or to a clone() of it"
+        )
+
+
+Lent = tuple[tuple[Tensor, int], ...]
+"""Parts of the tensor that was cast, and their versions then."""
 
 
 class ScaledTensor(EncodedTensor):

@@ -6,19 +6,7 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
-from fp8manifold._fisher.adapter import LayerFisher, check_definite
-from fp8manifold._fisher.capture import Rows
-
-__all__ = [
-    "METRIC",
-    "REPRESENTATIONS",
-    "Layer",
-    "has_metric",
-    "mean_over_tokens",
-    "measure",
-    "natural_gradient",
-    "rank_one",
-]
+from fp8manifold._fisher.capture import LayerFisher, Rows, check_definite
 
 REPRESENTATIONS: Final = ("diagonal", "kfac", "ekfac")
 METRIC: Final = frozenset(

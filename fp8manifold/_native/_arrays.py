@@ -14,8 +14,6 @@ from fp8manifold._triton.whole import decode_on_gpu, encode_on_gpu, round_on_gpu
 from fp8manifold.formats import FloatFormat
 from fp8manifold.random_bits import Stream, round_keys, signed_word
 
-__all__ = ["content", "decoded", "encoded", "encoded_units", "has_memory", "is_plain", "rounded", "spacings"]
-
 _OUT: Final = (torch.float32, torch.bfloat16)
 
 

@@ -9,8 +9,6 @@ from numpy.typing import NDArray
 from fp8manifold._numerics.codec import largest_bits
 from fp8manifold.formats import FloatFormat
 
-__all__ = ["ARRAY", "FORMAT", "JOB", "SPEC", "format_record"]
-
 FORMAT: Final = np.dtype(
     [
         *[(name, np.int32) for name in ("mantissa_bits", "bias", "emin", "emax", "bits", "sign_bit", "max_code")],

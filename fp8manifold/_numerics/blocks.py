@@ -6,8 +6,6 @@ from typing import Final
 import torch
 from torch import Tensor
 
-__all__ = ["BLOCK", "block_on", "blockwise", "in_pieces", "pieces", "runs_in_blocks"]
-
 BLOCK: Final = 131_072
 """Elements a block: few enough that temporaries stay in the second-level cache, many enough to hide the calls."""
 

@@ -17,8 +17,6 @@ from fp8manifold._numerics.checks import check_choice
 from fp8manifold._numerics.float_bits import binade, float_bits
 from fp8manifold.formats import FloatFormat
 
-__all__ = ["METRICS", "Chart", "Metric", "UlpChart", "chart_of", "sign_of", "within"]
-
 METRICS: Final = ("ulp", "log", "euclidean")
 
 Metric = str | Callable[[Tensor, FloatFormat], Any]

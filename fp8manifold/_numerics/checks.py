@@ -5,8 +5,6 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-__all__ = ["check_choice", "check_entries", "check_int", "check_keys", "check_number"]
-
 
 def check_choice(name: str, value: object, allowed: Collection[str]) -> None:
     """Raise ValueError, naming the nearest spelling, unless ``value`` is one of ``allowed``."""

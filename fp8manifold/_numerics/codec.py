@@ -10,20 +10,6 @@ from torch import Tensor
 from fp8manifold.formats import FloatFormat
 from fp8manifold.random_bits import RANDOM_BITS
 
-__all__ = [
-    "decode_bits",
-    "decode_magnitude",
-    "decode_signed",
-    "decode_with_ulp",
-    "encode_bits",
-    "encode_finite",
-    "encode_magnitude",
-    "encode_signed",
-    "encoding_steps",
-    "largest_bits",
-    "mirrored",
-]
-
 _MANTISSA, _BIAS = 23, 127
 _EXPONENT_MASK, _MAGNITUDE_MASK, _SIGN = 0x7F800000, 0x7FFFFFFF, -(2**31)
 _IN_FIXED_POINT = 5  # mantissa bits up to which a whole number of steps and a draw fit in 31 bits

@@ -8,9 +8,6 @@ from torch import Tensor
 
 from fp8manifold.formats import FloatFormat
 
-__all__ = ["FloatBits", "binade", "check_holds", "float_bits", "working_dtype"]
-
-
 Exponent = TypeVar("Exponent", int, Tensor)
 
 

@@ -20,6 +20,7 @@ from fp8manifold.monitor.gradients import (
     gradient_figures,
     shadow_figures,
     update_to_noise,
+    zero_gradient_zone,
 )
 from fp8manifold.monitor.histogram import Histogram, magnitude_histogram, residual_histogram, stiffness_histogram
 from fp8manifold.monitor.ranges import RangeFigures, range_figures, scale_changes
@@ -33,7 +34,6 @@ from fp8manifold.monitor.stall import (
     update_arrived,
     update_lost,
 )
-from fp8manifold.monitor.zones import zero_gradient_zone
 
 __all__ = [
     "Arrival",

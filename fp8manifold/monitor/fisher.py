@@ -7,8 +7,15 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor, nn
 
-from fp8manifold._fisher.adapter import LayerFisher, load_nngeometry
-from fp8manifold._fisher.capture import Draws, Logits, call_model, linear_layers, rows_of_batches
+from fp8manifold._fisher.capture import (
+    Draws,
+    LayerFisher,
+    Logits,
+    call_model,
+    linear_layers,
+    load_nngeometry,
+    rows_of_batches,
+)
 from fp8manifold._fisher.metric import Layer, mean_over_tokens
 from fp8manifold._numerics.checks import check_choice, check_int
 

@@ -8,8 +8,7 @@ from torch import Tensor
 from fp8manifold._numerics.checks import check_int
 from fp8manifold._numerics.float_bits import float_bits
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
-from fp8manifold.monitor._passes import ScaleLike, blocks, fitting, plain, unit_blocks
-from fp8manifold.monitor._position import inside, spacing
+from fp8manifold.monitor._passes import ScaleLike, blocks, fitting, inside, plain, spacing, unit_blocks
 
 __all__ = ["Histogram", "magnitude_histogram", "residual_histogram", "stiffness_histogram"]
 

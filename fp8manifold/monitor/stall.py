@@ -8,8 +8,18 @@ from torch import Tensor
 from fp8manifold._encoded.storage import packed_length, packed_width
 from fp8manifold.formats import FormatLike, as_format
 from fp8manifold.grid import check_codes
-from fp8manifold.monitor._passes import ScaleLike, blocks, check_shapes, fitting, plain, share, unit_blocks
-from fp8manifold.monitor._position import chart_steps, inside, spacing
+from fp8manifold.monitor._passes import (
+    ScaleLike,
+    blocks,
+    chart_steps,
+    check_shapes,
+    fitting,
+    inside,
+    plain,
+    share,
+    spacing,
+    unit_blocks,
+)
 
 __all__ = [
     "Arrival",

@@ -6,11 +6,9 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
-from fp8manifold.nn._called_whole import forbid_fused_operators, is_our_hook
-from fp8manifold.nn._candidates import is_conv1d
 from fp8manifold.nn._linear import QuantizedLinear
-
-__all__ = ["carry_over", "carry_weight", "check_can_be_carried"]
+from fp8manifold.nn._products import forbid_fused_operators, is_our_hook
+from fp8manifold.nn._selection import is_conv1d
 
 _HOOKS: Final = (
     *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),

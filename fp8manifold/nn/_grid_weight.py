@@ -7,21 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from fp8manifold._encoded.stored_scale import fresh_scale, warn_if_saturated
-from fp8manifold._numerics.fake import has_values
+from fp8manifold._numerics.reading import has_values
 from fp8manifold.formats import FloatFormat
 from fp8manifold.manifolds import FP8Manifold, StiffnessManifold
 from fp8manifold.random_bits import Draws
 from fp8manifold.scaling import WeightGranularity
 from fp8manifold.tensor import FP8Tensor
-
-__all__ = [
-    "check_dtype_holds",
-    "check_on_manifold",
-    "grid_weight",
-    "keep_on_manifold",
-    "prepare_grid_state",
-    "renew_grid_weight",
-]
 
 _BUFFERS: Final = ("format_fields", "seed_word", "counter")
 

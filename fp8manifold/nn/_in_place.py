@@ -12,22 +12,11 @@ from fp8manifold.formats import FloatFormat, FormatLike, as_format
 from fp8manifold.nn._carried import carry_weight
 from fp8manifold.nn._linear import QuantizedLinear
 from fp8manifold.nn._parts import PARTS, gather_parts, parts_of
-from fp8manifold.nn._patterns import check_matched, literal, matches, parts_of_name
+from fp8manifold.nn._selection import check_matched, literal, matches, parts_of_name
 from fp8manifold.nn._spec import LayerSpec, is_none
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.scaling import StoredGranularity
 from fp8manifold.tensor import FP8Tensor
-
-__all__ = [
-    "Embeddings",
-    "InPlace",
-    "Parameters",
-    "in_place_parameters",
-    "parameter_names",
-    "planned_in_place",
-    "put_parameter",
-    "set_plain_state",
-]
 
 Parameters = str | Sequence[str] | Mapping[str, FormatLike | None]
 Embeddings = FormatLike | Mapping[str, FormatLike | None]

@@ -8,19 +8,14 @@ from typing import Any, Final, Literal, Self
 import torch
 from torch import Tensor, nn
 
+from fp8manifold._encoded.scaled import Rounding
 from fp8manifold._encoded.storage import expand_scale
-from fp8manifold._encoded.traits import Rounding
 from fp8manifold._numerics.checks import check_choice, check_number
-from fp8manifold._numerics.fake import has_values
-from fp8manifold._numerics.known import advance, known
+from fp8manifold._numerics.reading import advance, has_values, known
 from fp8manifold.fake_quant import quantize_at
 from fp8manifold.formats import FloatFormat
 from fp8manifold.grid import encode
 from fp8manifold.manifolds import FP8Manifold
-from fp8manifold.nn._called_whole import forbid_fused_operators, over_nested
-from fp8manifold.nn._checks import check_blocks, check_codes_fit, check_draws, check_storage, is_stored
-from fp8manifold.nn._codes_linear import byte_weight, linear
-from fp8manifold.nn._gradients import Rounded, linear_with_rounded_gradients, round_gradient
 from fp8manifold.nn._grid_weight import (
     check_dtype_holds,
     check_on_manifold,
@@ -29,16 +24,35 @@ from fp8manifold.nn._grid_weight import (
     prepare_grid_state,
     renew_grid_weight,
 )
-from fp8manifold.nn._parts import gather_parts, parts_of
+from fp8manifold.nn._parts import gather_parts, holds_codes, parts_of
+from fp8manifold.nn._products import (
+    Rounded,
+    byte_weight,
+    forbid_fused_operators,
+    linear,
+    linear_with_rounded_gradients,
+    over_nested,
+    round_gradient,
+)
 from fp8manifold.nn._recomputation import Pass, pass_of
 from fp8manifold.nn._scalers import HISTORY, FixedScale, GlobalScale, Scale, Scaler, SharedAmax, announce_gradients
-from fp8manifold.nn._spec import GLOBAL, NONE, OPERANDS, LayerSpec, OperandName, OperandSpec
+from fp8manifold.nn._spec import (
+    GLOBAL,
+    NONE,
+    OPERANDS,
+    LayerSpec,
+    OperandName,
+    OperandSpec,
+    check_blocks,
+    check_codes_fit,
+    check_draws,
+    check_storage,
+    is_stored,
+)
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.random_bits import Draws, Stream
 from fp8manifold.scaling import BLOCK_SIZE, WeightGranularity
 from fp8manifold.tensor import FP8Tensor
-
-__all__ = ["STORAGES", "QuantizedLinear", "Storage"]
 
 Storage = Literal["master", "grid", "fp8"]
 STORAGES: Final = ("master", "grid", "fp8")
@@ -414,3 +428,58 @@ def _scaler(operand: OperandSpec, shared: SharedAmax | None) -> Scaler:
     assert operand.policy is not None
     assert operand.granularity != "square"  # which stored weights alone have
     return Scale(operand.format, operand.granularity, operand.policy, history=operand.history or HISTORY)
+
+
+class QuantizedConv1D(QuantizedLinear):
+    """A :class:`QuantizedLinear` in place of a ``Conv1D``, whose weight is ``(in, out)``.
+
+    Its own is ``(out, in)``, so that an output has a row, and with it a scale.  A state dict has a float weight as
+    ``Conv1D`` has it, and takes it so, too; only codes lie in a state dict as they lie here.
+    """
+
+    def __init__(self, conv: nn.Module, spec: LayerSpec, storage: Storage = "master", **options: Any) -> None:
+        linear = conv if options.get("codes") is None else _without_values(conv)
+        super().__init__(linear_of(linear), spec, storage, **options)
+        self._restores, self.nf, self.nx = type(conv), self.out_features, self.in_features
+        self._own_names |= {"_restores", "nf", "nx"}
+
+    def restored(self, values: Tensor) -> nn.Module:
+        """A ``Conv1D`` with these values, ``(out, in)``, as its weight, and this layer's bias."""
+        conv = self._restores.__new__(self._restores)
+        nn.Module.__init__(conv)  # its own __init__ would draw random numbers
+        conv.nf, conv.nx = self.nf, self.nx  # type: ignore[assignment]
+        conv.weight = nn.Parameter(values.t().contiguous(), requires_grad=self.weight.requires_grad)
+        conv.bias = self.bias
+        return conv.train(self.training)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        weight = destination[prefix + "weight"]
+        destination[prefix + "weight"] = weight if holds_codes(weight) else weight.t()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        weight = state_dict.get(prefix + "weight")
+        if isinstance(weight, Tensor) and not holds_codes(weight):
+            state_dict[prefix + "weight"] = weight.t().contiguous()
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _without_values(conv: Any) -> nn.Module:
+    """The same layer, whose weight has only a shape: codes come from elsewhere."""
+    bare: Any = conv.__class__.__new__(conv.__class__)
+    nn.Module.__init__(bare)
+    bare.weight = nn.Parameter(torch.empty(conv.nx, conv.nf, device="meta"), requires_grad=conv.weight.requires_grad)
+    bare.bias = conv.bias
+    kept: nn.Module = bare.train(conv.training)
+    return kept
+
+
+def linear_of(layer: nn.Module) -> nn.Linear:
+    """An ``nn.Linear`` with a weight of its own, of the values of a linear layer or ``Conv1D``, and with its bias."""
+    weight, bias = layer.weight, layer.bias
+    assert isinstance(weight, Tensor)
+    values = weight.detach().clone() if isinstance(layer, nn.Linear) else weight.detach().t().contiguous()
+    linear = nn.Linear(values.shape[1], values.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(values, requires_grad=weight.requires_grad)
+    linear.bias = bias  # type: ignore[assignment]
+    return linear.train(layer.training)

@@ -7,13 +7,11 @@ from torch import Tensor
 
 from fp8manifold._encoded.dispatch import DTYPES, FLOAT8, as_codes, as_float8, float8_format
 from fp8manifold._encoded.operators import checked_remainder
-from fp8manifold._encoded.squares import block_size_of, number_of
-from fp8manifold._encoded.traits import DRAWS, ROUNDINGS
+from fp8manifold._encoded.scaled import DRAWS, ROUNDINGS
+from fp8manifold._encoded.storage import block_size_of, number_of
 from fp8manifold.formats import LAYOUTS, FloatFormat
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.tensor import FP8Tensor
-
-__all__ = ["PARTS", "gather_parts", "holds_codes", "parts_of"]
 
 _LEFT: Final = "_remainder"
 PARTS: Final = ("", "_scale", "_counter", "_traits", _LEFT)

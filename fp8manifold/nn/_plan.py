@@ -9,19 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from fp8manifold._numerics.checks import check_choice, check_int
-from fp8manifold.nn._candidates import is_conv1d, is_linear, obstacle
-from fp8manifold.nn._checks import check_draws, check_storage
-from fp8manifold.nn._codes_linear import byte_weight
-from fp8manifold.nn._conv1d import QuantizedConv1D, linear_of
 from fp8manifold.nn._in_place import Embeddings, InPlace, Parameters, planned_in_place, put_parameter
-from fp8manifold.nn._linear import STORAGES, QuantizedLinear
-from fp8manifold.nn._patterns import literal, patterns_chosen
-from fp8manifold.nn._spec import Formats, LayerSpec, is_none, read_formats
+from fp8manifold.nn._linear import STORAGES, QuantizedConv1D, QuantizedLinear, linear_of
+from fp8manifold.nn._products import byte_weight
+from fp8manifold.nn._selection import is_conv1d, is_linear, literal, obstacle, patterns_chosen
+from fp8manifold.nn._spec import Formats, LayerSpec, check_draws, check_storage, is_none, read_formats
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.random_bits import Draws
 from fp8manifold.scaling import WeightGranularity
-
-__all__ = ["TIED", "Plan", "Tied", "plan", "refuse_shared"]
 
 Tied = Literal["refuse", "untie", "leave"]
 TIED: Final = ("refuse", "untie", "leave")

@@ -22,10 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from fp8manifold._encoded.dispatch import is_backward
-from fp8manifold._numerics.eager import eager_only
+from fp8manifold._numerics.reading import eager_only
 from fp8manifold.nn._scalers import Scaler
-
-__all__ = ["Pass", "pass_of"]
 
 
 @dataclass(eq=False)

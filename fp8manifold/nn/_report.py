@@ -6,12 +6,10 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from fp8manifold.nn._candidates import is_linear, obstacle
 from fp8manifold.nn._in_place import in_place_parameters
 from fp8manifold.nn._linear import QuantizedLinear
+from fp8manifold.nn._selection import is_linear, obstacle
 from fp8manifold.parameter import FP8Parameter
-
-__all__ = ["QuantizationReport", "ReportedLayer", "quantization_report"]
 
 
 @dataclass(frozen=True)

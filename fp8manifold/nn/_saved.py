@@ -6,13 +6,12 @@ from typing import Any, Final
 
 from torch import nn
 
-from fp8manifold._encoded.traits import DRAWS
+from fp8manifold._encoded.scaled import DRAWS
 from fp8manifold._numerics.checks import check_int, check_keys
 from fp8manifold.manifolds import FP8Manifold
-from fp8manifold.nn._candidates import is_conv1d, obstacle
-from fp8manifold.nn._conv1d import QuantizedConv1D
 from fp8manifold.nn._in_place import in_place_parameters, parameter_names, put_parameter, set_plain_state
-from fp8manifold.nn._linear import QuantizedLinear
+from fp8manifold.nn._linear import QuantizedConv1D, QuantizedLinear
+from fp8manifold.nn._selection import is_conv1d, obstacle
 from fp8manifold.nn._spec import LayerSpec, OperandSpec
 from fp8manifold.nn._surgery import replace_layers
 from fp8manifold.parameter import FP8Parameter

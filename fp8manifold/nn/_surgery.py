@@ -7,28 +7,16 @@ from typing import Literal
 from torch import Tensor, nn
 
 from fp8manifold._numerics.checks import check_choice
-from fp8manifold.nn._candidates import obstacle
 from fp8manifold.nn._carried import carry_over, check_can_be_carried
-from fp8manifold.nn._checks import check_blocks, check_storage
-from fp8manifold.nn._conv1d import QuantizedConv1D
 from fp8manifold.nn._in_place import Embeddings, Parameters, in_place_parameters, parameter_names, put_parameter
-from fp8manifold.nn._linear import STORAGES, QuantizedLinear, Storage
-from fp8manifold.nn._patterns import patterns_chosen
+from fp8manifold.nn._linear import STORAGES, QuantizedConv1D, QuantizedLinear, Storage
 from fp8manifold.nn._plan import TIED, Plan, Tied, plan, refuse_shared
-from fp8manifold.nn._spec import Formats, LayerSpec, read_formats
+from fp8manifold.nn._selection import obstacle, patterns_chosen
+from fp8manifold.nn._spec import Formats, LayerSpec, check_blocks, check_storage, read_formats
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.random_bits import Draws
 from fp8manifold.scaling import WeightGranularity
 from fp8manifold.tensor import FP8Tensor
-
-__all__ = [
-    "TIED",
-    "Tied",
-    "check_formats",
-    "dequantize_model",
-    "quantize_model",
-    "quantize_weight_gradients",
-]
 
 
 def quantize_model(

@@ -16,11 +16,9 @@ from fp8manifold import _triton
 from fp8manifold._ranks import Ranks, Replicas, local_of, ranks_of, ranks_of_each, share_of
 from fp8manifold.optim._backends import note_changes
 from fp8manifold.optim._native_step import sum_of_squares
-from fp8manifold.optim._packing import stay_packed
-from fp8manifold.optim._pending import pending_of
 from fp8manifold.optim._slot import Slot
-from fp8manifold.optim._state import gathered
-from fp8manifold.optim._triton_step import Launched, is_triton, run_triton
+from fp8manifold.optim._state import gathered, stay_packed
+from fp8manifold.optim._triton_step import Launched, is_triton, pending_of, run_triton
 from fp8manifold.tensor import FP8Tensor
 
 _NONE: Final[Mapping[Tensor, Any]] = MappingProxyType({})
@@ -421,7 +419,7 @@ def _is_even(slot: Slot) -> bool:
 def take_steady(optimizer: Any, slots: list[Slot], *, alone: bool = False) -> bool | None:
     """Take the step of all, or of none where a gradient or its square is not finite, as the result says.
 
-    None: the card decides, and the host hears of it later (:mod:`fp8manifold.optim._pending`).  It waits where that
+    None: the card decides, and the host hears of it later (:mod:`fp8manifold.optim._triton_step`).  It waits where that
     would be too late: where a group raises, and where one scale is that of a whole parameter, for its S_ref is computed
     anew when it doubles.
 

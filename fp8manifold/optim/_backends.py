@@ -20,12 +20,12 @@ from fp8manifold._encoded.dispatch import EncodedTensor, implements
 from fp8manifold._encoded.storage import void_remainder
 from fp8manifold._numerics.blocks import block_on
 from fp8manifold._numerics.charts import chart_of
-from fp8manifold._numerics.eager import eager_only
+from fp8manifold._numerics.reading import eager_only
 from fp8manifold._ranks import local_of
 from fp8manifold.optim._native_step import is_native, run_native
-from fp8manifold.optim._packing import unpacked
 from fp8manifold.optim._slot import Slot, index_in, key_rows, row_of
 from fp8manifold.optim._spec import Spec
+from fp8manifold.optim._state import unpacked
 from fp8manifold.optim._step import Outcome, load_weights, step
 from fp8manifold.optim._triton_step import CompileUnavailableWarning, is_triton, run_triton
 from fp8manifold.random_bits import mix, word_range

@@ -6,7 +6,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
-from fp8manifold._numerics.eager import eager_only
+from fp8manifold._numerics.reading import eager_only
 from fp8manifold._numerics.stiffness import bounded_share, end_exponents, reference_stiffness
 from fp8manifold._ranks import local_of, share_of
 from fp8manifold.optim._agreement import (
@@ -32,7 +32,6 @@ from fp8manifold.optim._checks import (
     restore_dtypes,
 )
 from fp8manifold.optim._directions import MOMENT_NAMES
-from fp8manifold.optim._pending import Count, Pending, settle
 from fp8manifold.optim._slot import Slot, is_quantized, slot_of, stabilize
 from fp8manifold.optim._spec import BOUND_NAMES, Spec, spec_of
 from fp8manifold.optim._state import (
@@ -45,7 +44,7 @@ from fp8manifold.optim._state import (
     twins,
     widen,
 )
-from fp8manifold.optim._triton_step import left_packed
+from fp8manifold.optim._triton_step import Count, Pending, left_packed, settle
 from fp8manifold.optim._writeback import rounds_at_random
 
 _RESET: Final = frozenset((*MOMENT_NAMES, *BOUND_NAMES))

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from fp8manifold.nn._candidates import is_linear
+from fp8manifold.nn._selection import is_linear
 
 HEADS: Final = ("lm_head", "head", "classifier", "score", "embed_out", "output_projection")
 """Last parts of the names under which models keep the layer that gives their outputs."""

@@ -10,20 +10,19 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fp8manifold._encoded.storage import packed_width, void_remainder
+from fp8manifold._encoded.storage import packed_length, packed_width, void_remainder
 from fp8manifold._encoded.stored_scale import describe_change
 from fp8manifold._native._arrays import content, spacings
 from fp8manifold._numerics.blocks import block_on
 from fp8manifold._numerics.charts import Metric, chart_of
 from fp8manifold._numerics.codec import decode_bits, decode_with_ulp, encode_finite, encode_signed
-from fp8manifold._numerics.eager import eager_only
 from fp8manifold._numerics.float_bits import working_dtype
+from fp8manifold._numerics.reading import eager_only
 from fp8manifold._ranks import Ranks, Share, local_of, share_of, spread
 from fp8manifold._triton.kinds import widest_scale
 from fp8manifold.distributed import rows_of
 from fp8manifold.formats import LAYOUTS, FloatFormat
 from fp8manifold.manifolds import FP8Manifold
-from fp8manifold.optim._packing import pack_residual, unpack_residual, unpacked
 from fp8manifold.optim._slot import FOR_RESCALING, Slot, own_manifold, row_view, scales_in_runs, slot_of
 from fp8manifold.optim._spec import BOUND_NAMES
 from fp8manifold.optim._step import load_weights
@@ -31,6 +30,8 @@ from fp8manifold.optim._writeback import rule_of, split_codes, unless_special
 from fp8manifold.random_bits import draw_of, mixed_word, word_range, words_at
 from fp8manifold.scaling import SQUARE_SIZE
 from fp8manifold.tensor import FP8Tensor
+
+_NAME: Final = "residual"
 
 
 def first_residual(parameter: Tensor, bits: int) -> Tensor:
@@ -408,3 +409,62 @@ def _rounded(x: Tensor, fmt: FloatFormat, draws: Tensor, bits: int) -> tuple[Ten
     if not bits:
         return (codes := encode_finite(x, fmt, draws)), codes
     return split_codes(encode_signed(x, fmt, draws, bits), fmt, bits)
+
+
+def pack_residual(values: Tensor, bits: int, *, in_rows: bool = False) -> Tensor:
+    """Signed values (int8) of 8 bits as they are; of 4 or 2 bits uint8, the first in a byte's lowest bits.
+
+    They are packed flat, or each row in bytes of its own.
+    """
+    if bits == 8:
+        return values
+    flat = values.reshape(values.shape[0], values.shape[1:].numel()) if in_rows else values.reshape(-1)
+    length, each = flat.shape[-1], 8 // bits
+    padding = each * packed_length(length, bits) - length
+    if padding:
+        flat = torch.cat([flat, flat.new_zeros((*flat.shape[:-1], padding))], dim=-1)
+    fields = flat.to(torch.int16) & ((1 << bits) - 1)
+    packed = fields[..., 0::each]
+    for place in range(1, each):
+        packed = packed | (fields[..., place::each] << (bits * place))
+    return packed.to(torch.uint8)
+
+
+def unpack_residual(packed: Tensor, shape: torch.Size, bits: int) -> Tensor:
+    """Unpack to int8, contiguous."""
+    if bits == 8:
+        return packed.view(shape)
+    fields = [(packed << (8 - bits - place)).view(torch.int8) >> (8 - bits) for place in range(0, 8, bits)]
+    length = shape.numel() if packed.dim() == 1 else shape[1:].numel()
+    return torch.stack(fields, dim=-1).flatten(-2)[..., :length].reshape(shape).contiguous()
+
+
+def is_packed(slot: Slot) -> bool:
+    """True for a slot whose residual has several weights in a byte."""
+    return slot.spec.packs and slot.tensors[_NAME].dtype is torch.uint8
+
+
+def stay_packed(slots: Sequence[Slot]) -> set[Slot]:
+    """The slots whose residual a kernel reads as the state has it: packed flat, or in rows that fill their bytes.
+
+    Muon's steps unpack it, and so do those of gathered rows.
+    """
+    return {slot for slot in slots if slot.spec.packs and slot.spec.direction != "muon" and _lies_flat(slot)}
+
+
+def _lies_flat(slot: Slot) -> bool:
+    kept = local_of(slot.state[_NAME])
+    fills = kept.dim() == 1 or kept.shape[1] * 8 == slot.weight.shape[1:].numel() * slot.spec.residual_bits
+    return fills and not slot.whole
+
+
+@contextmanager
+def unpacked(slots: Sequence[Slot]) -> Iterator[None]:
+    """Give each weight of packed residuals a byte, and pack them again after the step."""
+    homes = {slot: slot.tensors[_NAME] for slot in slots if is_packed(slot)}
+    for slot, home in homes.items():
+        slot.tensors[_NAME] = unpack_residual(home, slot.weight.shape, slot.spec.residual_bits)
+    yield
+    for slot, home in homes.items():
+        home.copy_(pack_residual(slot.tensors[_NAME], slot.spec.residual_bits, in_rows=home.dim() > 1))
+        slot.tensors[_NAME] = home

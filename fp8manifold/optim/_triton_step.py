@@ -1,9 +1,18 @@
-"""Steps on a GPU by Triton kernels: the records of native code, and one launch for all parameters of a kind."""
+"""Steps on a GPU by Triton kernels: the records of native code, one launch for all parameters of a kind, pending steps.
 
+A pending step is launched, with a verdict that the host has not read yet: the GPU decides by itself whether a step is
+taken and which scales double.  Weights, codes, scales and moments are therefore those of a step on the CPU for whatever
+reads them there.  The host's counts are corrected before they are visible: at the start of the parameter's next step,
+and on every read of ``state``, ``skipped_steps``, ``skipped_in_row`` or ``widened_scales``, thus by ``state_dict``,
+copies and pickling.
+"""
+
+import logging
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -15,13 +24,11 @@ from fp8manifold._native._layouts import JOB
 from fp8manifold._triton.kinds import WIDENED, KernelSpec, Tile, Widening, format_of, widest_scale
 from fp8manifold._triton.launch import KernelsUnavailableError, Kind, Said, Widenings, launch
 from fp8manifold.optim._native_step import has_code, places_of
-from fp8manifold.optim._packing import is_packed, stay_packed
 from fp8manifold.optim._slot import FOR_RESCALING, Slot, key_rows, number_rows, row_view
 from fp8manifold.optim._spec import MOMENT_FORMAT, Spec
+from fp8manifold.optim._state import is_packed, stay_packed
 from fp8manifold.random_bits import round_key_rows
 from fp8manifold.tensor import FP8Tensor
-
-__all__ = ["CompileUnavailableWarning", "Launched", "is_triton", "kernel_spec", "kind_of", "left_packed", "run_triton"]
 
 _ELEMENTS: Final = 2048
 """Elements of a program: 16 a thread, so that a thread loads and stores bytes by 128 bits."""
@@ -29,6 +36,7 @@ _LONGEST: Final = 1024
 """The longest row with moments in blocks that one program steps at once."""
 _PIECES: Final = (256, 128, 64, 32, 16)
 _DTYPES: Final = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16", torch.uint8: "uint8"}
+_LOG: Final = logging.getLogger("fp8manifold")
 
 
 class CompileUnavailableWarning(UserWarning):
@@ -36,7 +44,7 @@ class CompileUnavailableWarning(UserWarning):
 
 
 def is_triton(slot: Slot) -> bool:
-    """Whether a Triton kernel runs this step: one that native code has, on an NVIDIA GPU."""
+    """True for a step that a Triton kernel runs: one that native code has, on an NVIDIA GPU."""
     weight, gradient = slot.tensors["weight"], slot.tensors["gradient"]
     return (
         weight.device.type == "cuda"
@@ -49,7 +57,7 @@ def is_triton(slot: Slot) -> bool:
 
 
 def left_packed(slots: Sequence[Slot]) -> set[Slot]:
-    """Those whose residual kernels are going to read as it is."""
+    """The slots whose packed residual a kernel reads as the state has it."""
     return {slot for slot in stay_packed(slots) if slot.group["compile"] is None and is_triton(slot)}
 
 
@@ -61,7 +69,7 @@ class Launched(NamedTuple):
 
     @property
     def refused(self) -> bool:
-        """Whether the steps were refused.  The host waits for the GPU."""
+        """True if the kernels refused the steps.  The host waits for the GPU."""
         return self.said.read()[0]
 
 
@@ -191,7 +199,7 @@ def kind_of(slot: Slot, places: Sequence[int] = ()) -> tuple[int, int, int, Kind
 
 
 def _packs(slot: Slot, rows: int, length: int, width: int = _ELEMENTS) -> str:
-    """Whether a residual shares bytes, and whether rows, which programs of that width step, share any of them."""
+    """``within`` where a byte of a packed residual belongs to one row of a program, else ``across``; empty unpacked."""
     if not is_packed(slot):
         return ""
     each = 8 // slot.spec.residual_bits
@@ -236,3 +244,75 @@ def kernel_spec(spec: Spec, weight: torch.dtype, gradient: torch.dtype, exponent
         fitted=spec.fitted,
         exponents=exponents,
     )
+
+
+class Count:
+    """A descriptor for an optimizer's count: reading it settles the pending steps first."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        """Store the attribute's name."""
+        self._name = name
+
+    def __get__(self, optimizer: Any, owner: type | None = None) -> int:
+        """The count after all pending steps; 0 on the class, as on a new optimizer."""
+        if optimizer is None:
+            return 0
+        optimizer._settle()
+        number: int = optimizer.__dict__.get(self._name, 0)
+        return number
+
+    def __set__(self, optimizer: Any, number: int) -> None:
+        """Set the count after all pending steps."""
+        optimizer._settle()
+        optimizer.__dict__[self._name] = number
+
+
+@dataclass(eq=False)
+class Pending:
+    """A launched step.  It holds no gradient."""
+
+    said: Said
+    parameters: list[Tensor]
+    #: the parameters' ``step`` tensors, incremented already
+    steps: list[Tensor]
+    #: whether it is the step of one parameter, in a backward pass
+    alone: bool
+
+    def has(self, parameter: Tensor) -> bool:
+        """True if the step includes the parameter."""
+        return any(each is parameter for each in self.parameters)
+
+
+def pending_of(slots: Sequence[Slot], said: Said, *, alone: bool) -> Pending:
+    """The pending step of some slots.
+
+    Args:
+        slots: the slots launched, in the order of ``said``.
+        said: the kernels' verdicts.
+        alone: whether it is the step of one parameter, in a backward pass.
+    """
+    return Pending(said, [slot.parameter for slot in slots], [slot.state["step"] for slot in slots], alone)
+
+
+def settle(optimizer: Any, pending: Pending) -> None:
+    """Wait for a step's verdict, and count the step as taken, with the scales that doubled, or as skipped.
+
+    Warns:
+        RuntimeWarning: a skipped step, as ``step`` and :func:`step_in_backward` warn.
+    """
+    refused, words = pending.said.read()
+    if refused:
+        torch._foreach_add_(pending.steps, -1)
+        culprits = [p for p, (*_, bad) in zip(pending.parameters, words, strict=True) if bad]
+        optimizer._count_skipped(culprits, alone=pending.alone)
+        return
+    if not pending.alone:
+        optimizer.skipped_in_row = 0
+    for parameter, (_, doubled, _) in zip(pending.parameters, words, strict=True):
+        if doubled and isinstance(parameter, FP8Tensor):
+            optimizer.widened_scales += doubled
+            scales = parameter.kept_scale.numel()
+            _LOG.info(
+                "%s of shape %s saturates: %d of %d scales changed, by 2^%+d to 2^+1",
+                *(parameter.format.name, tuple(parameter.shape), doubled, scales, int(doubled == scales)),
+            )

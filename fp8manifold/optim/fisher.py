@@ -9,8 +9,16 @@ from typing import Any, Literal, Unpack
 import torch
 from torch import Tensor, nn
 
-from fp8manifold._fisher.adapter import LayerFisher, load_nngeometry
-from fp8manifold._fisher.capture import Draws, Logits, call_model, linear_layers, rows_of_batches, take_batches
+from fp8manifold._fisher.capture import (
+    Draws,
+    LayerFisher,
+    Logits,
+    call_model,
+    linear_layers,
+    load_nngeometry,
+    rows_of_batches,
+    take_batches,
+)
 from fp8manifold._fisher.metric import METRIC, REPRESENTATIONS, Layer, has_metric, measure, natural_gradient
 from fp8manifold._numerics.checks import check_choice, check_int, check_number
 from fp8manifold._numerics.stiffness import power_of_ratio, reference_stiffness

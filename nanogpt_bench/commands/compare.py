@@ -10,9 +10,8 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
-from nanogpt_bench.sweep.closing import close
-from nanogpt_bench.sweep.compare_json import ComparisonRecord
 from nanogpt_bench.sweep.comparison import (
+    ComparisonRecord,
     Demonstration,
     as_typed,
     check_given,
@@ -22,14 +21,12 @@ from nanogpt_bench.sweep.comparison import (
     steps_of,
 )
 from nanogpt_bench.sweep.plan import PlannedRun, baseline_of, check_count
-from nanogpt_bench.sweep.session import Session, threads_set
+from nanogpt_bench.sweep.session import Session, close, threads_set
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.lock import locked, new_folder
 from nanogpt_bench.system.words import say
-from nanogpt_bench.workers.cores import most_workers
-from nanogpt_bench.workers.executor import Executor
 from nanogpt_bench.workers.executors import check_executor, executor_of
-from nanogpt_bench.workers.pool import Local
+from nanogpt_bench.workers.pool import Executor, Local, most_workers
 
 DEFAULTS = Demonstration()
 

@@ -167,7 +167,7 @@ def _losses(args: argparse.Namespace) -> int:
 def _first_losses(args: argparse.Namespace, run_dir: Path | None) -> list[Evaluation]:
     """The rows of a configuration's first weights, or of `--weights` in its place."""
     from nanogpt_bench.config.settings import find_config, load_config
-    from nanogpt_bench.data.default import prepare_default
+    from nanogpt_bench.data.stdlib import prepare_default
     from nanogpt_bench.evaluation.losses import common_settings, evaluate
 
     gave_way: list[str] = []

@@ -150,7 +150,7 @@ def float_config(settings: Mapping[str, Any]) -> Resolved:
 
 def _prepare(settings: Mapping[str, Any]) -> None:
     from nanogpt_bench.config.schema import DEFAULT_DATA_DIR
-    from nanogpt_bench.data.default import prepare_default
+    from nanogpt_bench.data.stdlib import prepare_default
 
     prepare_default(str(settings.get("data.dir", DEFAULT_DATA_DIR)))
 

@@ -1,22 +1,37 @@
-"""`nanogpt-bench results`: what a sweep has come to as one small file, and tables of such files."""
+"""`nanogpt-bench results`: a sweep as one small file, tables of such files, and rows of them trained again."""
 
 from __future__ import annotations
 
 import argparse
+import math
+import re
+import statistics
 import sys
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from nanogpt_bench.config.metrics import VAL_LOSS
+from nanogpt_bench.config.settings import build_config
+from nanogpt_bench.data.batches import open_corpus
+from nanogpt_bench.data.stdlib import prepare_default
 from nanogpt_bench.report.ladders import LADDERS, cells_of, climbed
 from nanogpt_bench.report.predictors import FEWEST, Point, early_points, predictor_table, rank_predictors
 from nanogpt_bench.report.results import Result, measure
 from nanogpt_bench.report.results_file import TENTH, Exported, export, read_export, to_json
 from nanogpt_bench.report.rows import Row, find_reference
 from nanogpt_bench.report.tables import padded, to_csv, to_latex, to_markdown, tuning_table
-from nanogpt_bench.sweep.plan import baseline_of
-from nanogpt_bench.system.errors import BenchError
+from nanogpt_bench.runs.environment import DECIDING, MINOR, differing, environment, settings_of
+from nanogpt_bench.runs.load import Run, load_run
+from nanogpt_bench.setup.resolve import resolve
+from nanogpt_bench.setup.start import start_facts
+from nanogpt_bench.sweep.plan import PlannedRun, baseline_of
+from nanogpt_bench.sweep.record import SweepRecord
+from nanogpt_bench.sweep.session import Session
+from nanogpt_bench.system.errors import BenchError, printable
 from nanogpt_bench.system.files import write_text
+from nanogpt_bench.system.lock import locked
+from nanogpt_bench.system.signals import RESUMABLE
 from nanogpt_bench.system.words import counted
 
 TABLES = {"markdown": to_markdown, "latex": to_latex, "csv": to_csv}
@@ -30,6 +45,9 @@ GO_WITH = {
     **dict.fromkeys(("at", "over"), ("monitors",)),
     **dict.fromkeys(("row", "seed", "data_dir", "anyway"), ("rerun",)),
 }
+MODE = "rerun"
+#: what the same loss to three decimals may differ by
+SAME = 5e-4
 
 
 def main_results(args: argparse.Namespace) -> int:
@@ -57,8 +75,6 @@ def main_results(args: argparse.Namespace) -> int:
 
 
 def _rerun(path: Path, args: argparse.Namespace) -> int:
-    from nanogpt_bench.commands.rerun import rerun  # brings torch along
-
     if args.row is None:
         rows = ", ".join(repr(row.label) for row in read_export(path).rows)
         raise BenchError(f"--row is missing: results rerun FILE.json --row ROW; the rows of {path.name}: {rows}")
@@ -122,3 +138,101 @@ def results_of(content: Exported, reference: str | None = None) -> list[Result]:
     baseline = content.baseline if reference is None else baseline_of(reference, content.rows)
     rows: list[Row] = list(content.rows)
     return measure(rows, find_reference(rows, baseline))
+
+
+def rerun(
+    path: Path, label: str, seed: int | None, data_dir: Path | None, out: Path | None, *, anyway: bool = False
+) -> int:
+    """Train the runs of a row again, with the settings, device and threads that they had, and print both losses.
+
+    Returns 0 where every final loss is the recorded one to three decimals, 1 where one is not, 75 when a signal ended
+    it: the same command goes on.
+
+    Raises:
+        BenchError: no such row or seed; another torch, GPU or text than the row's, unless `anyway`: it names them.
+    """
+    rows = read_export(path).rows
+    row = next(row for row in rows if row.label == baseline_of(label, rows))
+    runs = _chosen(row, seed)
+    planned = [_planned(row, run, data_dir) for run in runs]
+    _compare(runs, planned, anyway=anyway)
+    folder = out or Path("runs") / f"rerun-{path.stem}-{re.sub(r'[^A-Za-z0-9._=+-]+', '-', row.label)}"
+    with locked(folder, "--out"):
+        record = SweepRecord(folder, MODE)
+        for run in planned:
+            record.check(run)
+        if not Session(record, None).train(planned):
+            return RESUMABLE
+        again = [load_run(record.run_dir(run)) for run in planned]
+    print(padded(list(_cells(runs, again))), end="")
+    return _verdict(row, runs, again)
+
+
+def _chosen(row: Row, seed: int | None) -> list[Run]:
+    """The runs of a row that are to be made again."""
+    runs = [run for run in row.runs if run.status == "finished" and seed in (None, run.seed)]
+    if not runs:
+        there = ", ".join(str(run.seed) for run in row.runs if run.status == "finished") or "none"
+        raise BenchError(f"--seed {seed}: {row.label!r} has no finished run of it; finished seeds: {there}")
+    return runs
+
+
+def _planned(row: Row, run: Run, data_dir: Path | None) -> PlannedRun:
+    """The same training once more: every setting as recorded, and the threads that it had."""
+    settings = settings_of(run.config) | ({} if data_dir is None else {"data.dir": str(data_dir)})
+    settings["runtime.threads"] = run.environment.get("threads") or settings.get("runtime.threads")
+    if run.environment.get("gpu") is None:
+        settings["runtime.device"] = "cpu"
+    name = f"seed={run.seed}"
+    return PlannedRun(row.label, row.rule, row.format, int(run.seed or 0), name, settings)
+
+
+def _compare(runs: Sequence[Run], planned: Sequence[PlannedRun], *, anyway: bool) -> None:
+    """Refuse what would give other numbers, and say what may."""
+    prepare_default(str(planned[0].settings["data.dir"]))
+    config = resolve(build_config(planned[0].settings))
+    here = environment(open_corpus(config), config.runtime.threads) | start_facts(config)
+    deciding, minor = (
+        dict.fromkeys(line for run in runs for line in differing(run.environment, here, facts))
+        for facts in (DECIDING, MINOR)
+    )
+    if deciding and not anyway:
+        raise BenchError(f"not the same row: {'; '.join(deciding)}; --anyway trains it all the same")
+    for line in (*deciding, *minor):
+        print(printable(f"differs: {line}"), file=sys.stderr)
+
+
+def _cells(runs: Sequence[Run], again: Sequence[Run]) -> Iterator[list[str]]:
+    """Yield the table's lines: every validation of every seed, and the row's own number where there are several."""
+    yield ["seed", "step", "recorded", "here", "difference"]
+    for run, other in zip(runs, again, strict=True):
+        here = dict(zip(*other.curve(VAL_LOSS.name), strict=True))
+        for step, loss in zip(*run.curve(VAL_LOSS.name), strict=True):
+            yield [str(run.seed), f"{step:g}", *_numbers(loss, here.get(step))]
+    if len(runs) > 1:
+        yield ["mean", "final", *_numbers(*(_mean(each) for each in (runs, again)))]
+
+
+def _mean(runs: Sequence[Run]) -> float | None:
+    losses = [run.number("final_val_loss") for run in runs]
+    known = [loss for loss in losses if loss is not None]
+    return statistics.fmean(known) if len(known) == len(losses) else None
+
+
+def _numbers(loss: float | None, here: float | None) -> list[str]:
+    shown = ["-" if value is None else f"{value:.6f}" for value in (loss, here)]
+    return [*shown, "-" if loss is None or here is None else f"{here - loss:+z.6f}"]
+
+
+def _verdict(row: Row, runs: Sequence[Run], again: Sequence[Run]) -> int:
+    """Say whether the numbers are those of the file."""
+    losses = [[run.number("final_val_loss") for run in each] for each in (runs, again)]
+    apart = [
+        math.inf if then is None or now is None or other.status != "finished" else abs(now - then)
+        for then, now, other in zip(*losses, again, strict=True)
+    ]
+    same = max(apart) < SAME
+    words = "the recorded number" if same else "NOT the recorded number"
+    bits = ", to the bit" if not any(apart) else ""
+    print(printable(f"{row.label}: {words} to three decimals{bits}"))
+    return 0 if same else 1

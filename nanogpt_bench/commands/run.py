@@ -13,16 +13,15 @@ from rich.progress import Progress as Bar
 
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import find_config, load_config
-from nanogpt_bench.data.default import prepare_default
+from nanogpt_bench.data.stdlib import prepare_default
 from nanogpt_bench.loop.outcome import Progress
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.report.build import followed
 from nanogpt_bench.setup.resolve import resolve, resolve_for
 from nanogpt_bench.system.errors import BenchError, printable
 from nanogpt_bench.system.lock import new_folder
-from nanogpt_bench.system.ranks import Ranks
+from nanogpt_bench.system.ranks import Ranks, is_worker, joined
 from nanogpt_bench.system.signals import RESUMABLE, SIGNALS, stop_requests, stop_requests_once
-from nanogpt_bench.system.torchrun import is_worker, joined
 from nanogpt_bench.system.words import counted, say
 
 RUNS = Path("runs")

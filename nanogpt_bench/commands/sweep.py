@@ -10,22 +10,20 @@ from pathlib import Path
 
 from nanogpt_bench.config.schema import DEFAULT_DATA_DIR
 from nanogpt_bench.config.settings import parse_overrides
-from nanogpt_bench.data.default import prepare_default
+from nanogpt_bench.data.stdlib import prepare_default
 from nanogpt_bench.evaluation.sensitivity import gaps_table
 from nanogpt_bench.report.tables import tuning_table
-from nanogpt_bench.sweep.closing import close
 from nanogpt_bench.sweep.file import SweepFile, find_sweep, read_sweep
 from nanogpt_bench.sweep.lr_limits import Searches, limits_table
 from nanogpt_bench.sweep.plan import PlannedRun, baseline_of, check_inputs, left_out_of_reference, plan_sweep
+from nanogpt_bench.sweep.record import SweepRecord
 from nanogpt_bench.sweep.sensitivity import measure_gaps, plan_study, write_gaps
-from nanogpt_bench.sweep.session import Session, threads_set
-from nanogpt_bench.sweep.sweep_json import SweepRecord
+from nanogpt_bench.sweep.session import Session, close, threads_set
 from nanogpt_bench.sweep.tuning import Tuning
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.lock import locked
-from nanogpt_bench.workers.cores import check_workers
-from nanogpt_bench.workers.executor import Executor
 from nanogpt_bench.workers.executors import check_executor, executor_of
+from nanogpt_bench.workers.pool import Executor, check_workers
 
 
 def main_sweep(args: argparse.Namespace) -> int:
@@ -110,7 +108,7 @@ def _check(
     if said := left_out_of_reference(sweep):
         print(said, file=sys.stderr)
     if sweep.known:
-        from nanogpt_bench.sweep.known import Known  # brings torch along
+        from nanogpt_bench.sweep.record import Known  # brings torch along
 
         record.known = [Known(path) for path in sweep.known]
 

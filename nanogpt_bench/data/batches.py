@@ -13,8 +13,8 @@ from torch import Tensor
 
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.data.tokenizers import stored_as, tokenizer_from_meta
-from nanogpt_bench.system.digest import sha256
 from nanogpt_bench.system.errors import BenchError, one_line
+from nanogpt_bench.system.files import sha256
 from nanogpt_bench.system.untrusted import read_json
 
 SPLITS = ("train", "val")

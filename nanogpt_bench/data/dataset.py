@@ -9,10 +9,19 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.data.hub import NotOnHubError, find_commit
-from nanogpt_bench.data.local import local_facts, local_files
 from nanogpt_bench.data.references import reference_documents
-from nanogpt_bench.data.rows import LabelledRows, Stream, characters, names_in, open_streams, splits_of
+from nanogpt_bench.data.rows import (
+    LabelledRows,
+    NotOnHubError,
+    Stream,
+    characters,
+    find_commit,
+    local_facts,
+    local_files,
+    names_in,
+    open_streams,
+    splits_of,
+)
 from nanogpt_bench.data.tokenizers import make_tokenizer
 from nanogpt_bench.data.write import check_folder, split_limits, write_corpus
 from nanogpt_bench.system.errors import BenchError, unknown

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanogpt_bench.data.batches import Corpus, label_names
-from nanogpt_bench.data.labelled import ENDS, ENDS_TYPE, LABELS
+from nanogpt_bench.data.write import ENDS, ENDS_TYPE, LABELS
 from nanogpt_bench.model.gpt import PADDING
-from nanogpt_bench.system.digest import sha256
 from nanogpt_bench.system.errors import BenchError
+from nanogpt_bench.system.files import sha256
 
 
 @dataclass(frozen=True)

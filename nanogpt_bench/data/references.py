@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from nanogpt_bench.data.labelled import LabelledText
+from nanogpt_bench.data.write import LabelledText
 from nanogpt_bench.system.errors import BenchError
 
 #: what stands for the numbers of a reference

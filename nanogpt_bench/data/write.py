@@ -1,6 +1,6 @@
 """Writing a prepared corpus: train.bin, val.bin (uint16) and meta.json appear together or not at all.
 
-Of labelled documents (`nanogpt_bench.data.labelled`), their ends and their labels appear with them.
+Of labelled documents, their ends and their labels appear with them.
 """
 
 from __future__ import annotations
@@ -14,16 +14,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from nanogpt_bench.data.labelled import ENDS, LABELS, Given, LabelledText, write_labels
-from nanogpt_bench.data.progress import Advance, progress_bar
 from nanogpt_bench.data.tokenizers import Tokenizer, Tokens, stored_as
 from nanogpt_bench.system.errors import BenchError, refused
+from nanogpt_bench.system.files import sha256
 
-CORPUS_FILES = ("meta.json", *(name.format(split) for split in ("train", "val") for name in ("{}.bin", ENDS, LABELS)))
 #: a split must hold at least one block of the smallest named model and its shifted targets
 MIN_TOKENS = 65
 #: of a limited corpus the validation split holds one token for so many of training
@@ -34,6 +32,10 @@ CHUNK = 1 << 20
 REACH = 4096
 #: a blank between two words begins the second for GPT-2's tokenizer, so the tokens don't change if it is cut there
 CUT = re.compile(r"(?<=\S) (?=\S)")
+#: beside NAME.bin of each split: where its documents end, and their labels
+ENDS, LABELS = "{}.ends.bin", "{}.labels.bin"
+ENDS_TYPE = np.dtype("<u8")
+CORPUS_FILES = ("meta.json", *(name.format(split) for split in ("train", "val") for name in ("{}.bin", ENDS, LABELS)))
 
 
 def write_corpus(
@@ -208,3 +210,92 @@ def _replace(folder: Path, out: Path) -> None:
         shutil.rmtree(old)
     else:
         os.replace(folder, out)
+
+
+class LabelledText(str):
+    """A document's text, and the numbers of its labels.
+
+    >>> LabelledText("Article 1", [3, 5]).labels
+    (3, 5)
+    """
+
+    labels: tuple[int, ...]
+
+    def __new__(cls, text: str, labels: Sequence[int]) -> LabelledText:
+        made = super().__new__(cls, text)
+        made.labels = tuple(labels)
+        return made
+
+
+@dataclass
+class Given:
+    """What the documents of one split have: where each ends, in tokens, and its labels; None without labels."""
+
+    ends: list[int]
+    labels: list[tuple[int, ...] | None]
+
+
+def write_labels(folder: Path, splits: Mapping[str, Given], names: Sequence[str] | None) -> dict[str, Any]:
+    """Write ends and labels of every split, and return what meta.json says of them: the labels' names, and digests.
+
+    Labels are one byte each, 0 or 1, a row a document: shape (documents, labels). Without `names` the labels' numbers
+    are their names, as many as the largest one asks for.
+
+    Raises:
+        BenchError: no document has a label, or one has a number that has no name.
+    """
+    numbers = [number for split in splits.values() for labels in split.labels for number in labels or ()]
+    if not numbers:
+        raise BenchError("no document has a label; there is nothing to learn")
+    named = list(names) if names else list(map(str, range(max(numbers) + 1)))
+    if max(numbers) >= len(named):
+        raise BenchError(f"a document has label {max(numbers)}, the data set names {len(named)} labels")
+    return {
+        "labels": named,
+        "splits": {name: _write(folder, name, split, len(named)) for name, split in splits.items()},
+    }
+
+
+def _write(folder: Path, name: str, split: Given, width: int) -> dict[str, str]:
+    rows = np.zeros((len(split.labels), width), dtype=np.uint8)
+    for row, labels in zip(rows, split.labels, strict=True):
+        row[list(labels or ())] = 1
+    ends, labels_file = (folder / pattern.format(name) for pattern in (ENDS, LABELS))
+    ends.write_bytes(np.array(split.ends, dtype=ENDS_TYPE).tobytes())
+    labels_file.write_bytes(rows.tobytes())
+    return {"ends_sha256": sha256(ends), "labels_sha256": sha256(labels_file)}
+
+
+class Advance(Protocol):
+    """What tells the bar how far the writing has come."""
+
+    def __call__(self, *, characters: int, tokens: int) -> None: ...
+
+
+@contextmanager
+def progress_bar(
+    splits: Mapping[str, Iterable[str]], limits: Mapping[str, int | None], show: bool
+) -> Iterator[Advance]:
+    """Show a bar on standard error while its block runs, and yield the function that moves it."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    by_tokens = None not in limits.values()
+    total = sum(limit or 0 for limit in limits.values()) if by_tokens else _characters(splits.values())
+    columns = (TextColumn("tokenizing"), BarColumn(), TextColumn("{task.fields[tokens]:,} tokens"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=not show, transient=True) as progress:
+        task, written = progress.add_task("", total=total, tokens=0), 0
+
+        def advance(*, characters: int, tokens: int) -> None:
+            nonlocal written
+            written += tokens
+            progress.update(task, advance=tokens if by_tokens else characters, tokens=written)
+
+        yield advance
+
+
+def _characters(splits: Iterable[Iterable[str]]) -> int | None:
+    """Return the characters of all documents, None where they come in a stream."""
+    lists = [documents for documents in splits if isinstance(documents, Sequence)]
+    whole = len(lists) == len(list(splits))
+    return sum(len(text) for documents in lists for text in documents) if whole else None

@@ -18,7 +18,7 @@ from nanogpt_bench.config.schema import ROUNDED, WITHOUT_FORMATS, Config, Optimi
 from nanogpt_bench.config.settings import Resolved
 from nanogpt_bench.data.batches import Corpus, open_corpus
 from nanogpt_bench.evaluation.weights import OF_FORMATS, RunWeights, checked_overrides, folder_of, named_formats
-from nanogpt_bench.loop.summary import count
+from nanogpt_bench.loop.outcome import count
 from nanogpt_bench.model.weights import load_weights, save_weights
 from nanogpt_bench.runs.environment import environment
 from nanogpt_bench.runs.trained import choose, choose_last, load

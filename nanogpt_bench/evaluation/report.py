@@ -23,10 +23,9 @@ from torch import Tensor, nn
 import fp8manifold as fm
 from nanogpt_bench.config.settings import build_config, parse_overrides
 from nanogpt_bench.data.batches import Corpus, load_corpus
-from nanogpt_bench.data.own_tokenizer import check_tokens, own_tokenizer
 from nanogpt_bench.data.text import read_text
-from nanogpt_bench.evaluation.measurement import Measurement, Row
-from nanogpt_bench.evaluation.rounding import EMBEDDINGS
+from nanogpt_bench.data.tokenizers import check_tokens, own_tokenizer
+from nanogpt_bench.evaluation.measurement import EMBEDDINGS, Measurement, Row
 from nanogpt_bench.evaluation.sensitivity import FILE, best_mixture, gaps_table
 from nanogpt_bench.evaluation.weights import RunWeights, checked_overrides, folder_of, named_formats
 from nanogpt_bench.model.causal import (

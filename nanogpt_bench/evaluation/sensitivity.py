@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nanogpt_bench.evaluation.rounding import EMBEDDINGS
+from nanogpt_bench.evaluation.measurement import EMBEDDINGS
 
 FILE = "sensitivity.json"
 #: parts that a budget is cut into; the bytes of a choice are rounded up to one

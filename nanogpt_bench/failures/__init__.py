@@ -2,7 +2,7 @@
 
 from nanogpt_bench.failures.classify import classify, diagnose, failures_of
 from nanogpt_bench.failures.criteria import BatchEffect
-from nanogpt_bench.failures.finding import (
+from nanogpt_bench.failures.evidence import (
     CLEAR,
     FOUND,
     KINDS,

@@ -9,8 +9,7 @@ from typing import Any
 from nanogpt_bench.config.metrics import ABOVE, ELAPSED
 from nanogpt_bench.config.watching import FailureConfig
 from nanogpt_bench.failures.criteria import KURTOSIS_OF_BLOCKS, findings
-from nanogpt_bench.failures.evidence import Evidence, read, worst
-from nanogpt_bench.failures.finding import Criterion, Diagnosis, Event, Finding, LeadTime
+from nanogpt_bench.failures.evidence import Criterion, Diagnosis, Event, Evidence, Finding, LeadTime, read, worst
 from nanogpt_bench.runs.load import Alert, Run
 from nanogpt_bench.runs.read import finite
 
@@ -46,10 +45,9 @@ def diagnose(
     return Diagnosis(found, _timeline(evidence, found), _lead_time(evidence, found))
 
 
-def failures_of(run: Run | Path, *, siblings: Iterable[Run | Path] = ()) -> list[dict[str, Any]]:
+def failures_of(run: Run | Path) -> list[dict[str, Any]]:
     """Return the list `failures` of summary.json: the classes found, in the order in which they set in."""
-    diagnosis = diagnose(run, siblings=siblings)
-    return [finding.summary_entry() for finding in diagnosis.found]
+    return [finding.summary_entry() for finding in diagnose(run).found]
 
 
 def _timeline(evidence: Evidence, judged: Sequence[Finding]) -> tuple[Event, ...]:

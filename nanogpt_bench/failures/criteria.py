@@ -12,8 +12,19 @@ from typing import Any
 
 from nanogpt_bench.config import metrics
 from nanogpt_bench.config.metrics import ABOVE, BELOW
-from nanogpt_bench.failures.evidence import Evidence, Series, judge, over_median, worst
-from nanogpt_bench.failures.finding import CLEAR, FOUND, NOT_JUDGED, Criterion, Facts, Finding
+from nanogpt_bench.failures.evidence import (
+    CLEAR,
+    FOUND,
+    NOT_JUDGED,
+    Criterion,
+    Evidence,
+    Facts,
+    Finding,
+    Series,
+    judge,
+    over_median,
+    worst,
+)
 from nanogpt_bench.runs.curves import smooth
 
 LOSS, LOST, SIGNAL = metrics.TRAIN_LOSS.name, metrics.UPDATE_LOST.name, metrics.UPDATE_TO_NOISE.name

@@ -8,8 +8,7 @@ from pathlib import Path
 from nanogpt_bench.config.metrics import UPDATE_LOST, ZERO_GRADIENT_ZONE
 from nanogpt_bench.config.watching import FailureConfig
 from nanogpt_bench.failures.criteria import LOSS, SHORTEST, find_rest
-from nanogpt_bench.failures.evidence import Evidence, Series, read
-from nanogpt_bench.failures.finding import Facts, Prediction
+from nanogpt_bench.failures.evidence import Evidence, Facts, Prediction, Series, read
 from nanogpt_bench.runs.load import Run
 
 

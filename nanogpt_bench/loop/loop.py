@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import shutil
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -12,14 +13,14 @@ from signal import Signals
 from time import perf_counter
 from typing import Any
 
-from nanogpt_bench.checkpoint import CheckpointNotWritten, Contents, commit
+from nanogpt_bench.checkpoint import CheckpointNotWritten, Contents, commit, steps
+from nanogpt_bench.checkpoint.format import step_folder
 from nanogpt_bench.config import metrics
 from nanogpt_bench.config.rules import stall_counts
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import to_yaml
 from nanogpt_bench.failures import failures_of
-from nanogpt_bench.loop.best import commit_best, withdraw_best
-from nanogpt_bench.loop.outcome import Outcome, Progress
+from nanogpt_bench.loop.outcome import Outcome, Progress, summarize, weight_histograms
 from nanogpt_bench.loop.resume import (
     config_facts,
     found_by_all,
@@ -27,12 +28,11 @@ from nanogpt_bench.loop.resume import (
     remove_output,
     resumed_environment,
 )
-from nanogpt_bench.loop.summary import summarize, weight_histograms
 from nanogpt_bench.observers import Alert, Observer, Step
 from nanogpt_bench.observers.build import build_observers
-from nanogpt_bench.observers.trackers import start_trackers
-from nanogpt_bench.observers.tracking import Trackers
+from nanogpt_bench.observers.trackers import Trackers, start_trackers
 from nanogpt_bench.runs.environment import config_history, history_comment
+from nanogpt_bench.runs.trained import BEST
 from nanogpt_bench.setup.memory import held_bytes
 from nanogpt_bench.system.errors import BenchError, disk_failure
 from nanogpt_bench.system.files import remove_parts, write_json, write_text
@@ -359,3 +359,22 @@ class Loop:
         for observer in self.observers:
             with attempt:
                 observer.close()
+
+
+def commit_best(run_dir: Path, contents: Contents) -> None:
+    """Commit a checkpoint to best/checkpoints/step-N; the one before it is removed once this one is whole.
+
+    Raises:
+        CheckpointNotWritten: the disk does not take it; the one before it stays.
+    """
+    folder = run_dir / BEST
+    folder.mkdir(exist_ok=True)
+    commit(folder, contents, keep_last=1)
+
+
+def withdraw_best(run_dir: Path, after: int) -> None:
+    """Remove what was kept of steps after `after`, which are undone: the run may come to other weights there."""
+    for step in steps(run_dir / BEST):
+        if step > after:
+            with suppress(OSError):
+                shutil.rmtree(step_folder(run_dir / BEST, step))

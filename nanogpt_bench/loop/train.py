@@ -13,7 +13,7 @@ from nanogpt_bench.checkpoint import check_room
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.data.batches import open_corpus
 from nanogpt_bench.loop.loop import Loop
-from nanogpt_bench.loop.outcome import Outcome, Progress
+from nanogpt_bench.loop.outcome import Progress
 from nanogpt_bench.loop.resume import (
     check_unused,
     find_checkpoint,
@@ -29,14 +29,11 @@ from nanogpt_bench.setup.resolve import resolve_for
 from nanogpt_bench.setup.runtime import runtime
 from nanogpt_bench.setup.start import check_start, start_facts
 from nanogpt_bench.setup.surgery import left_in_float
-from nanogpt_bench.system.files import write_json
 from nanogpt_bench.system.lock import locked
 from nanogpt_bench.system.ranks import ALONE, Ranks
 from nanogpt_bench.system.signals import StopRequest
 from nanogpt_bench.training.run_state import expected_bytes
 from nanogpt_bench.training.trainer import Trainer
-
-__all__ = ["Outcome", "Progress", "run", "runtime", "write_json"]
 
 _LOG = logging.getLogger("nanogpt_bench")
 

@@ -9,11 +9,14 @@ from __future__ import annotations
 import copy
 import functools
 import io
+import json
 import logging
+import re
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,13 +26,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import fp8manifold as fm
-from nanogpt_bench.model.halves import computes_in_float32, half_of_files
 from nanogpt_bench.system.errors import BenchError, one_line, shortened
 from nanogpt_bench.system.hub import hub_file
-from nanogpt_bench.system.memory import check_memory
 
 #: of what transformers says when it refuses a file
 LONGEST_REASON = 300
+_HALVES = {"BF16": torch.bfloat16, "F16": torch.float16}
+#: bytes that say how long the description of a safetensors file is
+_LENGTH = 8
+_GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -348,3 +353,82 @@ def _check_causal(model: Any, name: str) -> None:
         raise BenchError(f"model {name!r}: its logits are not finite in float32, though its weights are")
     if not torch.allclose(one, other, rtol=1e-3, atol=1e-4):
         raise BenchError(f"model {name!r} looks at the tokens that follow: an encoder, no causal language model")
+
+
+def half_of_files(folder: Path) -> torch.dtype | None:
+    """Return the dtype of 16 bits that all tensors of a folder's safetensors files have; None of any others."""
+    kinds = {entry["dtype"] for file in folder.glob("*.safetensors") for entry in _entries(file)}
+    return _HALVES.get(kinds.pop()) if len(kinds) == 1 else None
+
+
+def _entries(file: Path) -> list[dict[str, Any]]:
+    with file.open("rb") as opened:
+        described = json.loads(opened.read(int.from_bytes(opened.read(_LENGTH), "little")))
+    return [entry for name, entry in described.items() if name != "__metadata__"]
+
+
+def computes_in_float32(model: nn.Module) -> bool:
+    """Let a model of weights of 16 bits compute in float32; False, of one to be read as floats, where it may differ.
+
+    What it computes is what the model of float32 weights computes, to the bit, as every float of 16 bits is a float32.
+    Linear layers and embeddings keep their weights and decode them as they run; everything else becomes float32. What
+    a model has computed when it was made, in 16 bits then, can't be told from what it would have been.
+    """
+    for module in model.modules():
+        made = [module._buffers[name] for name in module._non_persistent_buffers_set]
+        if any(x is not None and x.dtype in _HALVES.values() for x in made):
+            return False
+    kept = {id(module.weight) for module in model.modules() if _run_of(module) is not None}
+    for module in model.modules():
+        if (run := _run_of(module)) is not None:
+            module.forward = partial(run, module)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if id(tensor) not in kept and tensor.is_floating_point():
+            tensor.data = tensor.data.float()
+    return True
+
+
+def _run_of(module: nn.Module) -> Any:
+    """What stands for a module's forward pass, of those whose weight is decoded there."""
+    if type(module) is nn.Linear:
+        return _linear
+    if type(module) is nn.Embedding and module.max_norm is None:
+        return _embedding
+    return _conv1d if type(module).__name__ == "Conv1D" else None
+
+
+def _linear(module: Any, x: Tensor) -> Tensor:
+    return functional.linear(x, module.weight.float(), module.bias)
+
+
+def _embedding(module: Any, rows: Tensor) -> Tensor:
+    return functional.embedding(rows, module.weight).float()
+
+
+def _conv1d(module: Any, x: Tensor) -> Tensor:
+    flat = torch.addmm(module.bias, x.reshape(-1, x.shape[-1]), module.weight.float())
+    return flat.view(*x.shape[:-1], module.nf)
+
+
+def free_memory() -> int | None:
+    """Return the bytes that this process can still have, by the system and by its group's limit; None if unknown."""
+    found = []
+    with suppress(OSError, AttributeError):
+        text = Path("/proc/meminfo").read_text(encoding="ascii")
+        found.append(1024 * int(re.search(r"MemAvailable:\s+(\d+)", text)[1]))  # type: ignore[index]
+    with suppress(OSError, ValueError):
+        group = Path("/sys/fs/cgroup")
+        limit, used = ((group / f"memory.{name}").read_text(encoding="ascii") for name in ("max", "current"))
+        found.append(int(limit) - int(used))
+    return min(found, default=None)
+
+
+def check_memory(needed: float, what: str) -> None:
+    """Refuse what does not fit.
+
+    Raises:
+        BenchError: `what` needs more bytes than there are.
+    """
+    free = free_memory()
+    if free is not None and needed > free:
+        raise BenchError(f"{what} needs about {needed / _GIB:.1f} GiB of memory, {free / _GIB:.1f} GiB are free")

@@ -13,8 +13,7 @@ import fp8manifold as fm
 from nanogpt_bench.config.metrics import ENTROPY, ENTROPY_MIN
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.model.gpt import Attention
-from nanogpt_bench.observers.figures import Figures
-from nanogpt_bench.observers.turns import ALL, Turns
+from nanogpt_bench.observers.figures import ALL, Figures, Turns
 from nanogpt_bench.training.points import Observer, Step
 from nanogpt_bench.training.trainer import Trainer
 

@@ -12,8 +12,7 @@ import fp8manifold as fm
 from nanogpt_bench.config import metrics
 from nanogpt_bench.config.metrics import MonitorConfig
 from nanogpt_bench.observers.capture import Capture, flowing
-from nanogpt_bench.observers.figures import Monitor
-from nanogpt_bench.observers.turns import ALL, Turns
+from nanogpt_bench.observers.figures import ALL, Monitor, Turns
 from nanogpt_bench.setup.layers import is_rounded
 from nanogpt_bench.training.points import Step
 

@@ -16,6 +16,7 @@ from nanogpt_bench.observers.alerts import Alert, AlertObserver
 from nanogpt_bench.observers.anomaly import AnomalyObserver
 from nanogpt_bench.observers.bits import Bits
 from nanogpt_bench.observers.capture import Capture
+from nanogpt_bench.observers.figures import Turns
 from nanogpt_bench.observers.fisher import Fisher
 from nanogpt_bench.observers.geometry import Geometry
 from nanogpt_bench.observers.gradients import Gradients
@@ -24,7 +25,6 @@ from nanogpt_bench.observers.ranges import Ranges
 from nanogpt_bench.observers.shadow import ShadowObserver
 from nanogpt_bench.observers.stall import Stall, Zones
 from nanogpt_bench.observers.trend import TrendObserver
-from nanogpt_bench.observers.turns import Turns
 from nanogpt_bench.observers.updates import UpdateConsumer, UpdateObserver
 from nanogpt_bench.setup.constraints import constrained_weights
 from nanogpt_bench.setup.layers import linear_layers

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 import fp8manifold as fm
 from nanogpt_bench.config.metrics import MonitorConfig
 from nanogpt_bench.model.gpt import Block
-from nanogpt_bench.observers.turns import ALL, Turns
+from nanogpt_bench.observers.figures import ALL, Turns
 from nanogpt_bench.setup.layers import linear_layers
 from nanogpt_bench.training.points import Observer, Step
 

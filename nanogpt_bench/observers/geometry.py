@@ -12,8 +12,7 @@ from torch import Tensor
 import fp8manifold as fm
 from nanogpt_bench.config import metrics
 from nanogpt_bench.config.metrics import MonitorConfig
-from nanogpt_bench.observers.figures import Monitor
-from nanogpt_bench.observers.turns import ALL, Turns
+from nanogpt_bench.observers.figures import ALL, Monitor, Turns
 from nanogpt_bench.observers.updates import Update
 from nanogpt_bench.setup.constraints import constrained_weights
 from nanogpt_bench.setup.layers import forward_weight, is_rounded, plain

@@ -10,7 +10,7 @@ from torch import nn
 
 from nanogpt_bench.config import metrics
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.observers.turns import Turns
+from nanogpt_bench.observers.figures import Turns
 from nanogpt_bench.setup.layers import linear_layers
 from nanogpt_bench.training.points import Observer, Step
 from nanogpt_bench.training.trainer import Trainer

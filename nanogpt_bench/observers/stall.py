@@ -19,8 +19,7 @@ from nanogpt_bench.config import metrics
 from nanogpt_bench.config.metrics import ZERO_GRADIENT_ZONE, Metric
 from nanogpt_bench.config.schema import ROUNDED
 from nanogpt_bench.observers.capture import Capture
-from nanogpt_bench.observers.figures import Figures, Monitor
-from nanogpt_bench.observers.turns import ALL, Turns
+from nanogpt_bench.observers.figures import ALL, Figures, Monitor, Turns
 from nanogpt_bench.observers.updates import Update
 from nanogpt_bench.setup.layers import forward_weight, is_rounded
 from nanogpt_bench.training.points import Observer, Step

@@ -1,19 +1,142 @@
-"""From the `tracking` section to trackers."""
+"""Trackers: their protocol, a guard that drops one that fails, TensorBoard's event files, Weights & Biases."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Callable, Mapping
+import logging
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
+import wandb
+from torch import Tensor
+from torch.utils.tensorboard import SummaryWriter
+
+from nanogpt_bench.checkpoint import newest
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.observers.tracking import Tracker, Trackers, report_failure
-from nanogpt_bench.system.errors import BenchError
+from nanogpt_bench.observers.alerts import Alert
+from nanogpt_bench.runs.trained import BEST
+from nanogpt_bench.setup.layers import plain
+from nanogpt_bench.system.errors import BenchError, one_line
 from nanogpt_bench.system.files import write_text
+from nanogpt_bench.training.points import Observer, Step
 
+_LOG = logging.getLogger("nanogpt_bench")
 TRACKING_FILE = "tracking.json"
+FOLDER = "tensorboard"
+#: seconds to wait for the server before the training goes on without it
+SECONDS_TO_CONNECT = 30
+_NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9._-]")
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """A histogram of finite values: `counts` between `edges`, of which there is one more."""
+
+    counts: list[int]
+    edges: list[float]
+    total: float
+    squares: float
+
+
+def distribution(values: Tensor) -> Distribution | None:
+    """Return the histogram of a tensor's finite values over 64 bins of one width; None where there are none."""
+    found = values.detach().flatten().float()
+    found = found[found.isfinite()].double().cpu()
+    if not found.numel():
+        return None
+    counts, edges = np.histogram(found.numpy(), 64)
+    return Distribution(counts.tolist(), edges.tolist(), float(found.sum()), float(found.square().sum()))
+
+
+class Tracker(Protocol):
+    """A place that figures are sent to. Any of its methods may raise: it is then dropped."""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the run folder keeps of it: its name and how the run is found there."""
+
+    def log(self, step: int, record: Mapping[str, float]) -> None:
+        """Take the figures of one step, in one call; steps increase."""
+
+    def distributions(self, step: int, found: Mapping[str, Distribution]) -> None:
+        """Take the distributions of one step, before its figures."""
+
+    def alert(self, alert: Alert) -> None:
+        """Take an alert."""
+
+    def finish(self, summary: Mapping[str, Any] | None) -> None:
+        """Take the summary, None where the run broke off, and send what is waiting."""
+
+
+class Trackers(Observer):
+    """All trackers of a run; one that raises is reported once and dropped."""
+
+    def __init__(
+        self, trackers: Sequence[Tracker], dropped: Mapping[str, str] | None = None, interval: int | None = None
+    ) -> None:
+        #: steps between two records of the distributions of weights and gradients; None: none are made
+        self._interval = interval
+        self._found: dict[str, Distribution] = {}
+        self._live = {tracker.facts["name"]: tracker for tracker in trackers}
+        self._facts = {name: tracker.facts for name, tracker in self._live.items()}
+        #: what went wrong, by the name of the tracker that was dropped
+        self.dropped: dict[str, str] = dict(dropped or {})
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What is known of every tracker, those dropped among them; for summary.json."""
+        names = [*self._facts, *(name for name in self.dropped if name not in self._facts)]
+        return {name: {**self._facts.get(name, {}), "dropped": self.dropped.get(name)} for name in names}
+
+    def before_step(self, step: Step) -> None:
+        gradients = ((name, p.grad) for name, p in step.model.named_parameters() if p.grad is not None)
+        self._note("gradients", step, gradients)
+
+    def after_step(self, step: Step) -> None:
+        self._note("weights", step, step.model.named_parameters())
+
+    def _note(self, kind: str, step: Step, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        if self._live and self._interval is not None and step.due(self._interval):
+            found = {f"{kind}/{name}": distribution(plain(tensor)) for name, tensor in tensors}
+            self._found |= {name: spread for name, spread in found.items() if spread is not None}
+
+    def written(self, step: Step) -> None:
+        if self._found:
+            found, self._found = self._found, {}
+            self._each(lambda tracker: tracker.distributions(step.number, found))
+        record = {key: value for key, value in step.record.items() if value is not None and math.isfinite(value)}
+        self._each(lambda tracker: tracker.log(step.number, record))
+
+    def alert(self, alert: Alert) -> None:
+        """Pass an alert on."""
+        self._each(lambda tracker: tracker.alert(alert))
+
+    def finish(self, summary: Mapping[str, Any] | None) -> None:
+        """Close every tracker."""
+        self._each(lambda tracker: tracker.finish(summary))
+        self._live = {}
+
+    def _each(self, act: Callable[[Tracker], None]) -> None:
+        for name, tracker in list(self._live.items()):
+            try:
+                act(tracker)
+            except Exception as error:  # whatever it is, the training goes on
+                del self._live[name]
+                self.dropped[name] = report_failure(name, error)
+
+
+def report_failure(name: str, error: Exception) -> str:
+    """Say once that a tracker is dropped, and return why."""
+    why = f"{type(error).__name__}: {one_line(error)}"
+    _LOG.warning("tracker %s is dropped, the training goes on: %s", name, why)
+    return why
 
 
 def check_trackers(config: Config) -> None:
@@ -56,19 +179,125 @@ def _wanted(config: Config) -> list[str]:
     return [*(["wandb"] if tracking.wandb != "off" else []), *(["tensorboard"] if tracking.tensorboard else [])]
 
 
-def _wandb(config: Config, run_dir: Path, earlier: Mapping[str, Any], after: int) -> Tracker:
-    from nanogpt_bench.observers.wandb_tracker import WandbTracker
-
-    return WandbTracker(config, run_dir, earlier)
-
-
-def _tensorboard(config: Config, run_dir: Path, earlier: Mapping[str, Any], after: int) -> Tracker:
-    from nanogpt_bench.observers.tensorboard_tracker import TensorBoardTracker
-
-    return TensorBoardTracker(run_dir, after)
-
-
 _STARTERS: dict[str, Callable[[Config, Path, Mapping[str, Any], int], Tracker]] = {
-    "wandb": _wandb,
-    "tensorboard": _tensorboard,
+    "wandb": lambda config, run_dir, earlier, _: WandbTracker(config, run_dir, earlier),
+    "tensorboard": lambda _, run_dir, __, after: TensorBoardTracker(run_dir, after),
 }
+
+
+class TensorBoardTracker:
+    """Scalars of every step, distributions of weights and gradients, alerts as text.
+
+    What was written of steps beyond `after` is withdrawn.
+    """
+
+    def __init__(self, run_dir: Path, after: int = -1) -> None:
+        self._writer: Any = SummaryWriter(str(run_dir / FOLDER), purge_step=after + 1 if after >= 0 else None)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return {"name": "tensorboard", "folder": FOLDER}
+
+    def log(self, step: int, record: Mapping[str, float]) -> None:
+        for key, value in record.items():
+            self._writer.add_scalar(key, value, step)
+
+    def distributions(self, step: int, found: Mapping[str, Distribution]) -> None:
+        for name, spread in found.items():
+            self._writer.add_histogram_raw(
+                name,
+                min=spread.edges[0],
+                max=spread.edges[-1],
+                num=sum(spread.counts),
+                sum=spread.total,
+                sum_squares=spread.squares,
+                bucket_limits=spread.edges[1:],
+                bucket_counts=spread.counts,
+                global_step=step,
+            )
+
+    def alert(self, alert: Alert) -> None:
+        self._writer.add_text(f"alerts/{alert.kind}", f"{alert.level}: {alert.message}", alert.step)
+
+    def finish(self, summary: Mapping[str, Any] | None) -> None:
+        self._writer.close()
+
+
+class WandbTracker:
+    """One W&B run: a `log` call a step, distributions of weights and gradients, alerts; at the end the summary.
+
+    The summary is there as figures of the run and as a table, `summary`. With `tracking.wandb_artifacts` the last
+    checkpoint and the best are versions of an artifact of type model, with the aliases `latest` and `best`.
+
+    An id given to an online run, or known from an `earlier` one, resumes that run, which must exist; offline there is
+    nothing to resume, and the id tells a later `wandb sync` where the steps belong. Steps that W&B has already are
+    logged there no second time.
+    """
+
+    def __init__(self, config: Config, run_dir: Path, earlier: Mapping[str, Any] | None = None) -> None:
+        tracking, known = config.tracking, earlier or {}
+        mode = _mode(tracking.wandb)
+        run_id = tracking.wandb_id or known.get("id")
+        exists = tracking.wandb_id is not None or known.get("mode") == "online"
+        resume = {} if mode != "online" or run_id is None else {"resume": "must" if exists else "allow"}
+        self._run: Any = wandb.init(
+            dir=str(run_dir),
+            project=tracking.wandb_project,
+            entity=tracking.wandb_entity,
+            name=run_dir.name,
+            id=run_id,
+            tags=[*tracking.tags, *([config.rule] if config.rule else [])],
+            config=dataclasses.asdict(config),
+            mode=mode,
+            allow_val_change=bool(known),  # a resumed run may have been given another setting
+            settings=wandb.Settings(silent=True, console="off", init_timeout=SECONDS_TO_CONNECT),
+            **resume,
+        )
+        self._mode, self._run_dir, self._artifacts = mode, run_dir, tracking.wandb_artifacts
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return {"name": "wandb", "id": self._run.id, "mode": self._mode, "project": self._run.project}
+
+    def log(self, step: int, record: Mapping[str, float]) -> None:
+        self._run.log(dict(record), step=step)
+
+    def distributions(self, step: int, found: Mapping[str, Distribution]) -> None:
+        histograms = {
+            name: wandb.Histogram(np_histogram=(spread.counts, spread.edges)) for name, spread in found.items()
+        }
+        self._run.log(histograms, step=step)
+
+    def alert(self, alert: Alert) -> None:
+        level = wandb.AlertLevel.ERROR if alert.level == "ERROR" else wandb.AlertLevel.WARN
+        self._run.alert(title=alert.kind, text=alert.message, level=level, wait_duration=0)
+
+    def finish(self, summary: Mapping[str, Any] | None) -> None:
+        figures = {k: v for k, v in (summary or {}).items() if v is None or isinstance(v, str | int | float)}
+        for key, value in figures.items():
+            self._run.summary[key] = value
+        if figures:
+            rows = [[key, "" if value is None else str(value)] for key, value in figures.items()]
+            self._run.log({"summary": wandb.Table(columns=["figure", "value"], data=rows)})
+        if self._artifacts:
+            self._log_checkpoints()
+        failed = summary is None or summary["status"] == "failed"
+        self._run.finish(exit_code=1 if failed else 0)
+
+    def _log_checkpoints(self) -> None:
+        """Log the last whole checkpoint, and the best one where it is another step's."""
+        last, best = newest(self._run_dir)[0], newest(self._run_dir / BEST)[0]
+        same = last is not None and best is not None and last.name == best.name
+        for folder, aliases in ((best, ["best"]), (last, ["latest", "best"] if same else ["latest"])):
+            if folder is None or (same and folder == best):
+                continue
+            artifact = wandb.Artifact(f"{_NOT_IN_A_NAME.sub('-', self._run_dir.name)}-checkpoint", type="model")
+            artifact.add_dir(str(folder), policy="immutable")
+            self._run.log_artifact(artifact, aliases=[*aliases, folder.name])
+
+
+def _mode(wanted: str) -> Any:
+    """Return online or offline: without a key, a run that was not asked to be online is kept on disk."""
+    if wanted != "auto":
+        return wanted
+    return "online" if wandb.login(prompt=False, verify=False) else "offline"

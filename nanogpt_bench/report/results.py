@@ -337,7 +337,7 @@ def adjusted(found: Sequence[Difference | None]) -> list[Difference | None]:
     return [each if each is None or each.p is None else replace(each, holm=next(left)) for each in found]
 
 
-def difference_text(found: Difference | None, digits: int = 3) -> str:
+def difference_text(found: Difference | None) -> str:
     """Format a difference for tables; a dash without one.
 
     >>> difference_text(Difference(-0.02, 5, -0.03, -0.01, 0.001, 0.004))
@@ -353,14 +353,14 @@ def difference_text(found: Difference | None, digits: int = 3) -> str:
     """
     if found is None:
         return "-"
-    return _difference_text(found, digits) + MARK * found.apart
+    return _difference_text(found) + MARK * found.apart
 
 
-def _difference_text(found: Difference, digits: int) -> str:
+def _difference_text(found: Difference) -> str:
     if found.low is None or found.high is None:
-        return f"{found.mean:+z.{digits}f}, one seed: a lead"
-    interval = f"[{found.low:+z.{digits}f}, {found.high:+z.{digits}f}]"
+        return f"{found.mean:+z.3f}, one seed: a lead"
+    interval = f"[{found.low:+z.3f}, {found.high:+z.3f}]"
     if not found.is_found:
         return f"no difference found {interval}"
     after = "" if found.holm is None else f", p {found.holm:.2g}" + (" (not after Holm)" if found.holm >= ALPHA else "")
-    return f"{found.mean:+z.{digits}f} {interval}{after}"
+    return f"{found.mean:+z.3f} {interval}{after}"

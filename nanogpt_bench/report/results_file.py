@@ -112,7 +112,7 @@ def _without_folders(command: Any) -> Any:
 
 
 def _trials(rows: Sequence[PlannedRow], of_rows: Sequence[Mapping[int, Run]], columns: _Columns) -> dict[str, Any]:
-    """Return the trials of searches as rows, from which a search elsewhere continues (`nanogpt_bench.sweep.known`)."""
+    """Return the trials of searches as rows, from which a search elsewhere continues (`nanogpt_bench.sweep.record`)."""
     shared = _shared([_settings(run) for runs in of_rows for run in runs.values()])
     plain = replace(columns, figures=[])
     told = [_row(row, runs, shared, plain) for row, runs in zip(rows, of_rows, strict=True) if runs]

@@ -353,14 +353,14 @@ def _rate_point(rate: float, runs: Sequence[Run]) -> RatePoint:
     return RatePoint(rate, statistics.fmean(losses) if losses else None, len(runs) - len(losses))
 
 
-def rate_ticks(rates: Iterable[float], most: int = 4) -> list[float]:
-    """Return the learning rates to label on a logarithmic axis, far enough apart to be read.
+def rate_ticks(rates: Iterable[float]) -> list[float]:
+    """Return the learning rates to label on a logarithmic axis, at most five, far enough apart to be read.
 
     >>> rate_ticks([0.001, 0.0011, 0.01, 0.1])
     [0.001, 0.01, 0.1]
     """
     ordered = sorted(set(rates))
-    least = math.log(ordered[-1] / ordered[0]) / most if ordered else 0.0
+    least = math.log(ordered[-1] / ordered[0]) / 4 if ordered else 0.0
     kept: list[float] = []
     for rate in ordered:
         if not kept or math.log(rate / kept[-1]) >= least:

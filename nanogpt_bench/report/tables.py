@@ -16,8 +16,8 @@ from nanogpt_bench.config.metrics import BESIDE_LOSS, CODE_UNCHANGED
 from nanogpt_bench.report.results import MARK, Figure, Result, difference_text, reference_name
 from nanogpt_bench.report.rows import learning_rate, shortfall
 from nanogpt_bench.runs.read import finite
-from nanogpt_bench.system.csv_cells import cell
 from nanogpt_bench.system.errors import one_line
+from nanogpt_bench.system.words import cell
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def run_heading(results: Sequence[Result], *, lead: bool = False) -> str:
     return f"{RUN} ({said})" if said else RUN
 
 
-def format_figure(value: Figure | None, digits: int = 3) -> str:
+def format_figure(value: Figure | None) -> str:
     """Format the mean, and the spread over seeds if there is one; a dash if unknown.
 
     >>> format_figure(Figure(1.5, 0.0125)), format_figure(Figure(1.5)), format_figure(None)
@@ -139,7 +139,7 @@ def format_figure(value: Figure | None, digits: int = 3) -> str:
     """
     if value is None:
         return "-"
-    return f"{value.mean:.{digits}f}" + (f" ± {value.spread:.{digits}f}" if value.spread is not None else "")
+    return f"{value.mean:.3f}" + (f" ± {value.spread:.3f}" if value.spread is not None else "")
 
 
 def format_rates(result: Result) -> str:

@@ -22,7 +22,7 @@ from nanogpt_bench.checkpoint.read import read_manifest
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import build_config, flatten
 from nanogpt_bench.model.gpt import GPT, GPTShape
-from nanogpt_bench.model.packaged import PART
+from nanogpt_bench.model.weights import PART
 from nanogpt_bench.runs.environment import latest
 from nanogpt_bench.system.errors import BenchError, one_line
 from nanogpt_bench.system.untrusted import check_header

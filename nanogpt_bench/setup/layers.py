@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8manifold as fm
-from nanogpt_bench.model.packaged import is_packaged
+from nanogpt_bench.model.weights import is_packaged
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:

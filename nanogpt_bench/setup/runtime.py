@@ -1,14 +1,17 @@
-"""Threads, seed and device of a run, which hold while it lasts."""
+"""What a run computes with: threads, seed and device, the loss under torch.compile, products of bfloat16."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.system.errors import BenchError
+from nanogpt_bench.system.errors import BenchError, one_line
 
 
 @contextmanager
@@ -30,3 +33,74 @@ def runtime(config: Config) -> Iterator[torch.device]:
             yield device
     finally:
         torch.set_num_threads(threads)
+
+
+#: what `torch.backends.cpu.get_cpu_capability` calls processors on which torch's own product takes ten times float32's
+WITHOUT = ("NO AVX", "AVX2")
+_ATEN = torch.ops.aten
+PRODUCTS = (_ATEN.mm.default, _ATEN.addmm.default, _ATEN.bmm.default, _ATEN.baddbmm.default)
+
+
+class ProductsByFloat32(TorchDispatchMode):
+    """Take products of bfloat16 matrices as products of float32 ones, rounded once at the end.
+
+    A product of two bfloat16 numbers is exact in float32, in which the sums are kept anyway: operands, sums and the
+    rounded result are those of a unit for bfloat16, in another order of summation. Everything else is left alone.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Call one operation of torch."""
+        plain: Callable[..., Any] = func
+        if func in PRODUCTS and all(type(x) is torch.Tensor and x.dtype is torch.bfloat16 for x in args):
+            return plain(*(x.float() for x in args), **(kwargs or {})).bfloat16()
+        return plain(*args, **(kwargs or {}))
+
+
+def bfloat16_products(config: Config, device: torch.device) -> AbstractContextManager[Any]:
+    """Return the context in which a run's products of bfloat16 matrices are taken, forward and backward.
+
+    It is a `ProductsByFloat32` where the run has such products and the processor no instructions for them, else
+    nothing. Compiled models keep torch's own, since a compiler does not see through such a context.
+    """
+    wanted = config.train.precision in ("bf16-mixed", "bf16-pure") and not config.runtime.compile
+    if wanted and device.type == "cpu" and torch.backends.cpu.get_cpu_capability() in WITHOUT:
+        return ProductsByFloat32()
+    return nullcontext()
+
+
+class CompiledLoss:
+    """`model.loss`, compiled; as it is written while anybody has hooked himself into a layer.
+
+    Hooks come and go with the monitors' intervals: tracing them would compile the model anew each time, and hand out
+    tensors that the compiled step would not have kept.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._compiled = torch.compile(model.loss, dynamic=False)
+        self._own_hooks = _hooks(model)
+
+    def __call__(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean cross-entropy in nats, as `GPT.loss` does.
+
+        Raises:
+            BenchError: the model can't be compiled here, for want of a C++ compiler, say.
+        """
+        if _hooks(self._model) != self._own_hooks:
+            loss: Tensor = self._model.loss(tokens, targets)
+            return loss
+        try:
+            loss = self._compiled(tokens, targets)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            reason = one_line(str(error).partition("from user code")[0].partition("Set TORCH")[0])
+            raise BenchError(f"runtime.compile: the model can't be compiled: {reason}") from None
+        return loss
+
+
+def _hooks(model: nn.Module) -> int:
+    return sum(
+        len(module._forward_hooks) + len(module._forward_pre_hooks) + len(module._backward_hooks)
+        for module in model.modules()
+    )

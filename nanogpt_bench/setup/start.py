@@ -12,7 +12,7 @@ from nanogpt_bench.checkpoint.read import read_manifest
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import Resolved
 from nanogpt_bench.data.batches import Corpus, digests_of, label_names, open_corpus
-from nanogpt_bench.data.own_tokenizer import check_tokens
+from nanogpt_bench.data.tokenizers import check_tokens
 from nanogpt_bench.model import pretrained
 from nanogpt_bench.model.causal import add_adapters, load_causal, outline, recompute_activations
 from nanogpt_bench.model.gpt import GPT, GPTShape, build_model

@@ -14,7 +14,7 @@ from nanogpt_bench.runs.read import finite
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.sweep.file import LrLimits, SweepFile
 from nanogpt_bench.sweep.plan import PlannedRun, plan_point, plan_sweep
-from nanogpt_bench.sweep.sweep_json import SweepRecord
+from nanogpt_bench.sweep.record import SweepRecord
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.files import write_text
 

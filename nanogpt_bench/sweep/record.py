@@ -1,33 +1,69 @@
-"""The runs of a sweep or a comparison on disk: what became of each, what is left to do, and the report over them."""
+"""Runs of a sweep or comparison on disk: each one's outcome, those a results file has, sweep.json and runs.csv."""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import platform
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
+from nanogpt_bench.config.keys import get, keys_where
+from nanogpt_bench.config.metrics import BESIDE_LOSS
+from nanogpt_bench.config.schema import Config
+from nanogpt_bench.config.settings import build_config
+from nanogpt_bench.data.batches import load_corpus
 from nanogpt_bench.failures import failures_of
 from nanogpt_bench.report.build import facts_of, write_report
 from nanogpt_bench.report.results import Result, measure
-from nanogpt_bench.report.results_file import with_given_up
+from nanogpt_bench.report.results_file import read_export, with_given_up
 from nanogpt_bench.report.rows import Row, find_reference
 from nanogpt_bench.report.sweep_charts import read_studies
-from nanogpt_bench.runs.earlier import drop_checkpoints, has_ended, make_ready, summary_of, why_again
-from nanogpt_bench.runs.environment import command_line
+from nanogpt_bench.runs.earlier import (
+    OF_TRAINING,
+    drop_checkpoints,
+    has_ended,
+    make_ready,
+    plain,
+    summary_of,
+    why_again,
+)
+from nanogpt_bench.runs.environment import DECIDING, MINOR, command_line, differing, machine, settings_of
 from nanogpt_bench.runs.load import Run, is_run_folder, load_run
+from nanogpt_bench.setup.resolve import resolve
+from nanogpt_bench.setup.start import start_facts
 from nanogpt_bench.sweep.plan import PlannedRun
-from nanogpt_bench.system.errors import one_line
-from nanogpt_bench.system.files import write_text
+from nanogpt_bench.system.errors import BenchError, one_line
+from nanogpt_bench.system.files import write_json, write_text
+from nanogpt_bench.system.lock import is_unused
+from nanogpt_bench.system.untrusted import read_json
+from nanogpt_bench.system.words import cell
 
 if TYPE_CHECKING:
-    from nanogpt_bench.sweep.known import Known
+    pass
 
 DATE = "%Y-%m-%d %H:%M UTC"
+#: settings that the machine decides
+_OF_MACHINE = ("runtime.threads", "runtime.device")
+#: facts of the machine; where one differs, no run of the file is taken
+_INSTALLED = {name: DECIDING[name] for name in ("torch", "GPU")}
+MANIFEST = "sweep.json"
+TABLE = "runs.csv"
+#: figures of a run, from its summary.json
+OUTCOMES = (
+    *("status", "steps", "final_val_loss", "best_val_loss", "first_val_loss", "bytes_per_parameter", "stall"),
+    *("arrived", "tokens_per_s", "seconds"),
+)
+#: figures beside the loss
+_BESIDE = tuple(metric.figure for metric in BESIDE_LOSS)
 
 
 class Record(ABC):
@@ -210,3 +246,204 @@ class Record(ABC):
             summary["final_val_loss"] = None
         summary["failures"] = failures_of(replace(seen, summary=summary))
         write_text(folder / "summary.json", json.dumps(summary, indent=1) + "\n")
+
+
+_GIVEN = {name: keys for name, keys in DECIDING.items() if name not in _INSTALLED}
+
+
+class Known:
+    """The runs of a results file by their settings; `notes` says in words what of them was not taken, or may differ.
+
+    Raises:
+        BenchError: no results file, or its runs were made by another version of torch or on another GPU.
+    """
+
+    def __init__(self, path: Path) -> None:
+        file = read_export(path)
+        self.path, self.notes = path, dict[str, None]()
+        self._runs = [run for row in (*file.rows, *file.trials) for run in row.runs]
+        self._taken: set[int] = set()
+        #: places of runs by their settings, which runs on several texts may share
+        self._places: dict[str, list[int]] = {}
+        here = machine()
+        for place, run in enumerate(self._runs):
+            self._places.setdefault(_settings(resolve(build_config(settings_of(run.config)))), []).append(place)
+            for line in differing(run.environment, here, _INSTALLED):
+                raise BenchError(f"--from {str(path)!r}: {line}; its runs are not those that would be made here")
+            self.notes |= dict.fromkeys(differing(run.environment, here, MINOR))
+
+    def write(self, planned: PlannedRun, folder: Path) -> bool:
+        """Write the file's run of the same settings, text and first weights as that run's folder; False without one."""
+        config = resolve(build_config(planned.settings))
+        places = self._places.get(_settings(config), ())
+        here = _here(config.data.dir, config.model.init_from) if places else {}
+        other = {place: list(differing(self._runs[place].environment, here, _GIVEN)) for place in places}
+        place = next((place for place in places if not other[place]), None)
+        if place is None:
+            # one of another text by its name is another run, and not worth a word
+            named = [
+                place for place in places if settings_of(self._runs[place].config).get("data.dir") == config.data.dir
+            ]
+            self.notes |= dict.fromkeys(f"{line}: not taken" for place in named for line in other[place])
+            return False
+        self._taken.add(place)
+        _write(self._runs[place], folder, self.path)
+        return True
+
+    def told(self) -> Iterator[str]:
+        """Yield what became of the file, in lines."""
+        yield f"{len(self._taken)} of the {len(self._runs)} runs of {self.path} were taken from there"
+        yield from (f"{self.path.name}: {note}" for note in self.notes)
+
+
+def _settings(config: Config) -> str:
+    """All settings that change the numbers of a run, those of the machine apart, as one text."""
+    keys = (key for key in keys_where("changes_numbers") if key not in _OF_MACHINE)
+    return json.dumps({key: get(config, key) for key in keys}, default=str, sort_keys=True)
+
+
+@cache
+def _here(data_dir: str, init_from: str | None) -> Mapping[str, Any]:
+    """The facts that environment.json of a run here records of that text and those first weights."""
+    config = Config()
+    config.model.init_from = init_from
+    return {"corpus": load_corpus(Path(data_dir), 0).meta, **start_facts(config)}
+
+
+def _write(run: Run, folder: Path, source: Path) -> None:
+    """Write a run of a results file as the folder that it was, as far as the file has it; the summary, which says that
+    nothing is left to do, last.
+    """
+    records = {int(step): {"step": int(step), **look} for step, look in run.looks.items()}
+    for record in run.metrics:
+        known = {name: value for name, value in record.items() if value is not None}
+        step = int(known["step"] or 0)
+        records[step] = {**records.get(step, {}), **known, "step": step}
+    folder.mkdir(parents=True)
+    write_text(folder / "config.yaml", yaml.safe_dump(dict(run.config), sort_keys=False, allow_unicode=True))
+    write_json(folder / "environment.json", dict(run.environment))
+    write_text(folder / "metrics.jsonl", "".join(f"{json.dumps(records[step])}\n" for step in sorted(records)))
+    write_json(folder / "summary.json", {**run.summary, "seed": run.seed, "taken_from": str(source)})
+
+
+class SweepRecord(Record):
+    """The runs of a sweep, sweep.json and runs.csv.
+
+    `mode` is grid, random, tune, lr-limits or sensitivity, `baseline` the label that gaps are measured against.
+
+    Raises:
+        BenchError: `folder` can't be used, or holds something else than a sweep of this mode.
+    """
+
+    def __init__(self, folder: Path, mode: str, baseline: str | None = None) -> None:
+        super().__init__(folder, f"nanogpt-bench sweep ({mode})", baseline)
+        self.mode = mode
+        self._before = self._entries_of_before()
+        self.ended_before = {name for name, entry in self._before.items() if entry.get("ended")}
+        #: entry in sweep.json of every added run; the figures of an ended run stay even if its folder is removed
+        self._entries: dict[str, dict[str, Any]] = {}
+
+    def _entries_of_before(self) -> dict[str, dict[str, Any]]:
+        path = self.folder / MANIFEST
+        if not path.exists():
+            if not is_unused(self.folder):
+                raise BenchError(f"--out {str(self.folder)!r} is in use and holds no sweep; give a new folder")
+            return {}
+        try:
+            before = read_json(path, times=8)
+            entries, mode = {entry["name"]: entry for entry in before["runs"]}, before["mode"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise BenchError(f"{str(path)!r} can't be read ({one_line(error)}); give a new folder with --out") from None
+        if mode != self.mode:
+            raise BenchError(f"--out {str(self.folder)!r} holds a sweep of mode {mode!r}; give a new folder")
+        return entries
+
+    def check(self, run: PlannedRun) -> None:
+        """Refuse a run that an earlier start has done with other settings.
+
+        Raises:
+            BenchError: names the first setting that differs.
+        """
+        before = self._before.get(run.name)
+        if before is None:
+            return
+        now, then = plain(run.settings), before.get("settings") or {}
+        for key in {**now, **then}:
+            if now.get(key) != then.get(key):
+                raise BenchError(
+                    f"--out {str(self.folder)!r} holds {run.name!r} with {key} {then.get(key)!r}, now "
+                    f"{now.get(key)!r}; give a new folder"
+                )
+
+    def note(self, run: PlannedRun, summary: Mapping[str, Any]) -> None:
+        """Keep the run's entry of sweep.json."""
+        self._entries[run.name] = self._entry(run, summary)
+
+    def end(self, run: PlannedRun, error: Mapping[str, Any] | None = None) -> None:
+        """Record the end of a run, and write sweep.json."""
+        super().end(run, error)
+        self.write_manifest()
+
+    def write_manifest(self) -> None:
+        """Write sweep.json and runs.csv as things stand."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        entries = [self._entries[run.name] for run in self.planned]
+        # What an earlier start did beyond today's plan stays known: its settings guard its folder.
+        entries += [{**entry, "of_plan": False} for name, entry in self._before.items() if name not in self._entries]
+        told = {"mode": self.mode, "baseline": self.baseline, "order": list(self.order)}
+        content = {**told, "command": command_line(), "runs": entries}
+        write_text(self.folder / MANIFEST, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+        write_text(self.folder / TABLE, self._table())
+
+    def _entry(self, run: PlannedRun, summary: Mapping[str, Any]) -> dict[str, Any]:
+        """The entry of a run in sweep.json; before its end the figures that an earlier start had found."""
+        return {
+            "name": run.name,
+            "label": run.label,
+            "rule": run.rule,
+            "format": run.format,
+            "seed": run.seed,
+            "axes": plain(run.axes),
+            "ended": has_ended(summary),
+            **_outcome(summary, self._before.get(run.name, {})),
+            "settings": plain(run.settings),
+        }
+
+    def _table(self) -> str:
+        axes = list(dict.fromkeys(key for run in self.planned for key in run.axes if key != "seed"))
+        beside = [name for name in _BESIDE if any(name in entry for entry in self._entries.values())]
+        header = ["name", "rule", "format", "seed", *(key for key in axes if key != "rule"), *OUTCOMES, *beside]
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow([*header, "failure", "failures"])
+        for run in self.planned:
+            entry = self._entries[run.name]
+            flat = entry["axes"] | entry
+            writer.writerow(
+                [*(_cell(flat.get(key)) for key in header), *map(cell, (entry["failure"], " ".join(entry["failures"])))]
+            )
+        return text.getvalue()
+
+
+def _outcome(summary: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures of a run: from its summary, or from an earlier sweep.json while it is trained again."""
+    keys = (*OUTCOMES, "failure", "failures")
+    found = before.get("status") in ("finished", "stopped") or before.get("failure") in OF_TRAINING
+    if not has_ended(summary) and (found or summary.get("status") != "failed"):
+        known = {key: before.get(key) for key in keys} | {key: before[key] for key in _BESIDE if key in before}
+        return known | {"failures": list(before.get("failures") or ())}
+    failure = (summary.get("failure") or {}).get("kind")
+    failures = list(dict.fromkeys(_kinds(summary)))
+    known = {key: summary.get(key) for key in OUTCOMES} | {key: summary[key] for key in _BESIDE if key in summary}
+    return known | {"failure": failure, "failures": failures}
+
+
+def _kinds(summary: Mapping[str, Any]) -> Iterator[str]:
+    """The kinds of failure that the classification found in a run."""
+    for finding in summary.get("failures") or ():
+        if isinstance(finding, Mapping) and finding.get("kind"):
+            yield str(finding["kind"])
+
+
+def _cell(value: Any) -> Any:
+    return json.dumps(value) if isinstance(value, dict | list) else cell(value)

@@ -24,7 +24,7 @@ from nanogpt_bench.setup.runtime import runtime
 from nanogpt_bench.sweep.axes import Axis
 from nanogpt_bench.sweep.file import Sensitivity, SweepFile, find_sweep, read_sweep
 from nanogpt_bench.sweep.plan import PlannedRun, check_count, named_once, plan_point
-from nanogpt_bench.sweep.sweep_json import SweepRecord
+from nanogpt_bench.sweep.record import SweepRecord
 from nanogpt_bench.system.errors import BenchError, printable
 from nanogpt_bench.system.files import write_text
 from nanogpt_bench.system.lock import is_unused, locked

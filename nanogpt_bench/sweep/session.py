@@ -1,4 +1,4 @@
-"""The training of a sweep or a comparison: worker processes, a live table, and the files on disk, kept in step."""
+"""The training of a sweep or a comparison in worker processes, and its end: report, table and exit code."""
 
 from __future__ import annotations
 
@@ -9,21 +9,33 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, JustifyMethod
+from rich.table import Table
+from rich.text import Text
 
 from nanogpt_bench.report.build import PAGE_SHARE, SECONDS_BETWEEN_PAGES
+from nanogpt_bench.report.results import Result, findings
+from nanogpt_bench.report.tables import shown_columns, to_text
+from nanogpt_bench.report.verdict import Outcome
 from nanogpt_bench.runs.earlier import PASSING
 from nanogpt_bench.sweep.board import Board
 from nanogpt_bench.sweep.plan import PlannedRun
 from nanogpt_bench.sweep.record import Record
-from nanogpt_bench.system.signals import StopRequest, stop_requests
+from nanogpt_bench.system.errors import printable
+from nanogpt_bench.system.signals import RESUMABLE, StopRequest, stop_requests
 from nanogpt_bench.system.words import counted
-from nanogpt_bench.workers.cores import divide, threads_asked
-from nanogpt_bench.workers.executor import Executor
-from nanogpt_bench.workers.pool import Event, Local, Pool
+from nanogpt_bench.workers.pool import Event, Executor, Local, Pool, divide, threads_asked
 
 #: called with a run that has ended; returns the runs that follow from it
 OnEnd = Callable[[PlannedRun], Iterable[PlannedRun]]
+STYLES = {
+    Outcome.WITHIN: "green",
+    Outcome.BEHIND: "yellow",
+    Outcome.OUTSIDE: "red",
+    Outcome.FAILED: "red",
+    Outcome.DOUBTFUL: "yellow",
+    Outcome.REFERENCE: "bold",
+}
 
 
 def threads_set(runs: Iterable[PlannedRun]) -> int | None:
@@ -153,3 +165,49 @@ def _threads_of(run_dir: Path) -> int | None:
 
     path = run_dir / "config.yaml"
     return load_config(path).runtime.threads if path.is_file() else None
+
+
+def close(
+    record: Record, *, whole: bool, table: str | None = None, rows: bool = False, command: str | None = None
+) -> int:
+    """Write the report, print the table given, or else or with `rows` that of all runs; returns the exit code.
+
+    The last line printed is the page's path. What is left is said on standard error, with the `command` that goes on.
+    """
+    page = record.write_page(running=False)
+    if table is not None:
+        print("".join(f"{printable(line)}\n" for line in table.splitlines()))
+    if table is None or rows:
+        print_results(record.results(), Console())
+    print(page, flush=True)
+    if not whole:
+        if command is not None:
+            print(f"to go on: {command}", file=sys.stderr)
+        return RESUMABLE
+    if left := record.left():
+        going_on = "the same command goes on with them" if command is None else f"to go on: {command}"
+        print(f"runs not brought to their end: {len(left)}; {going_on}", file=sys.stderr)
+        return 1
+    return 0 if any(record.summary(run).get("status") == "finished" for run in record.planned) else 1
+
+
+def print_results(results: Sequence[Result], console: Console) -> None:
+    """Print the table, in plain text where there is no terminal, and a sentence on every row of nearest rounding."""
+    if console.is_terminal:
+        console.print(_table(results))
+    else:
+        print(to_text(results))
+    for sentence in findings(results):
+        console.print(Text(sentence), soft_wrap=True)
+    console.print()
+
+
+def _table(results: Sequence[Result]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    columns = shown_columns(results)
+    for column in columns:
+        justify: JustifyMethod = "right" if column.numeric else "left"
+        table.add_column(column.heading, justify=justify, no_wrap=column is columns[0], overflow="fold")
+    for result in results:
+        table.add_row(*(Text(column.cell(result)) for column in columns), style=STYLES.get(result.verdict.outcome, ""))
+    return table

@@ -1,7 +1,8 @@
-"""Files replaced whole: a reader sees the old one or the new one, and a failure leaves no part behind."""
+"""Files replaced whole, and their hashes: a reader sees the old one or the new one; a failure leaves no part behind."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -59,3 +60,9 @@ def write_text(path: Path, text: str) -> Path:
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None
     return path
+
+
+def sha256(path: Path) -> str:
+    """Return a file's sha256 in hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

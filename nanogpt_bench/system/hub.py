@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import queue
+import threading
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, TypeVar
 
-from nanogpt_bench.system.deadline import within
 from nanogpt_bench.system.errors import BenchError, one_line
 
 #: seconds that the hub has to answer before it counts as out of reach; its client alone tries for 23 s
 PATIENCE = 8.0
+T = TypeVar("T")
 
 
 def hub_file(repository: str, name: str, asked: str = "model.init_from:") -> Path:
@@ -59,3 +63,30 @@ def _fetched(repository: str, name: str, asked: str) -> Path:
             f"{asked} the hub is out of reach for {repository!r} ({type(error).__name__}: {one_line(error)}); "
             "give the folder of a local copy with config.json and model.safetensors"
         ) from None
+
+
+def within(seconds: float, call: Callable[[], T]) -> T:
+    """Return `call()`, or raise TimeoutError after `seconds`; what the call raises is raised here.
+
+    The call goes on in a daemon thread when time is up, so it must not hold anything that has to be closed.
+
+    >>> within(5.0, lambda: 2 + 2)
+    4
+    """
+    outcome: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
+
+    def work() -> None:
+        try:
+            outcome.put((True, call()))
+        except BaseException as error:
+            outcome.put((False, error))
+
+    threading.Thread(target=work, daemon=True).start()
+    try:
+        done, value = outcome.get(timeout=seconds)
+    except queue.Empty:
+        raise TimeoutError(f"no answer within {seconds:g} s") from None
+    if not done:
+        raise value
+    result: T = value
+    return result

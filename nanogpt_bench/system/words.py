@@ -1,10 +1,13 @@
-"""Counts, times and lines for a reader."""
+"""Counts, times and lines for a reader, and cells of a CSV file for a spreadsheet."""
 
 from __future__ import annotations
 
 import sys
 
 from nanogpt_bench.system.errors import printable
+
+#: with which a spreadsheet takes a text for a formula, to be computed when the file is opened
+BEGINS_A_FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
 def counted(number: int, what: str) -> str:
@@ -33,3 +36,24 @@ def rough_time(seconds: float) -> str:
 def say(line: str) -> None:
     """Print a line beside the results, on standard error."""
     print(printable(line), file=sys.stderr, flush=True)
+
+
+def cell(value: object) -> object:
+    """The value as it goes into a cell: nothing for None, a text that could be a formula behind an apostrophe.
+
+    Numbers stay as they are, negative ones and those given as text too.
+
+    >>> cell("=1+1"), cell("-x"), cell(-0.178), cell("-0.178"), cell("E4M3 nearest"), cell(None)
+    ("'=1+1", "'-x", -0.178, '-0.178', 'E4M3 nearest', '')
+    """
+    if isinstance(value, str) and value.startswith(BEGINS_A_FORMULA) and not _is_number(value):
+        return "'" + value
+    return "" if value is None else value
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return text.strip() == text

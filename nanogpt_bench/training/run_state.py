@@ -12,7 +12,7 @@ from nanogpt_bench.checkpoint import Contents
 from nanogpt_bench.checkpoint.tree import capture_tree, plain_copy, restore_tree
 from nanogpt_bench.model.weights import fill, gathered, tensors_of
 from nanogpt_bench.setup.layers import held
-from nanogpt_bench.setup.peer_weights import sdnq_state, sdnq_state_back
+from nanogpt_bench.setup.peers import sdnq_state, sdnq_state_back
 from nanogpt_bench.system.errors import BenchError, one_line
 from nanogpt_bench.training.points import Observer
 

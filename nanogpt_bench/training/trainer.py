@@ -18,22 +18,18 @@ from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import Resolved
 from nanogpt_bench.data.batches import Corpus, open_also
 from nanogpt_bench.model.gpt import GPT
-from nanogpt_bench.setup.bfloat16 import bfloat16_products
-from nanogpt_bench.setup.compiled import CompiledLoss
 from nanogpt_bench.setup.memory import GradientPeak
-from nanogpt_bench.setup.optimizers import build_optimizer, peak_lr, stiffness_at
-from nanogpt_bench.setup.parallel import Loss, joined_model, replicated
-from nanogpt_bench.setup.peer_weights import keep_peer_weights
-from nanogpt_bench.setup.schedule import decay_course, lr_factor
+from nanogpt_bench.setup.optimizers import build_optimizer, decay_course, lr_factor, peak_lr, stiffness_at
+from nanogpt_bench.setup.parallel import Loss, Wire, joined_model, replicated
+from nanogpt_bench.setup.peers import keep_peer_weights, train_in_float8
+from nanogpt_bench.setup.runtime import CompiledLoss, bfloat16_products
 from nanogpt_bench.setup.start import model_shape, start_model
 from nanogpt_bench.setup.surgery import quantize
 from nanogpt_bench.setup.task import Figures, Passes, task_of
-from nanogpt_bench.setup.torchao_float8 import train_in_float8
 from nanogpt_bench.system.errors import BenchError, one_line
 from nanogpt_bench.system.ranks import ALONE, Ranks
 from nanogpt_bench.training.clipping import clipping_of
 from nanogpt_bench.training.points import Observer, Step
-from nanogpt_bench.training.wire import Wire
 
 
 def initial_model(config: Config, corpus: Corpus) -> Any:

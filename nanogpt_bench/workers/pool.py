@@ -1,4 +1,4 @@
-"""A pool of worker processes over a list of jobs, with one stream of their events."""
+"""A pool of worker processes over a list of jobs, its executor and workers, and the number that the cores take."""
 
 from __future__ import annotations
 
@@ -16,15 +16,99 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
-from nanogpt_bench.workers import cores
-from nanogpt_bench.workers.executor import AnyWorker, Executor, Messages
+from nanogpt_bench.system.errors import BenchError
 
+Messages = queue.SimpleQueue[tuple[Any, dict[str, Any] | None]]
+"""(a worker, what it says), and (the worker, None) when it has ended."""
 WORKER = (sys.executable, "-m", "nanogpt_bench.workers.worker")
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 #: seconds before a worker that has nothing to save, or was left by an error, is killed
 SECONDS_TO_STOP = 10.0
+
+
+class AnyWorker(Protocol):
+    """A worker process, wherever it is."""
+
+    #: the job that it runs
+    job: int | None
+
+    def give(self, job: int, content: Mapping[str, Any]) -> None:
+        """Hand over a job."""
+
+    def ended(self) -> dict[str, str]:
+        """Return the end of the process: `kind` and `message`."""
+
+    def terminate(self) -> None:
+        """Tell it to end, its run writing down what it has."""
+
+    def kill(self) -> None:
+        """End it at once."""
+
+    def close(self, deadline: float | None) -> None:
+        """Wait for its end, until `deadline` (monotonic seconds) if there is one, then end it."""
+
+
+class Executor(Protocol):
+    """Starts workers."""
+
+    def cores(self) -> int:
+        """Return how many threads there are cores for."""
+
+    def worker(self, messages: Messages, threads: int) -> AnyWorker:
+        """Start a worker that computes with so many threads."""
+
+
+def cores() -> int:
+    """Return the number of CPU cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def threads_asked() -> int:
+    """Return the threads that this process would compute with: OMP_NUM_THREADS, or what torch makes of the machine."""
+    import torch
+
+    return torch.get_num_threads()
+
+
+def check_workers(workers: int | None, source: str, threads: int | None = None, there: int | None = None) -> None:
+    """Refuse more runs at a time than there are cores, or than have the `threads` each that their settings ask for.
+
+    `there` are the cores; those of this machine without.
+
+    Raises:
+        BenchError: names `source`, which asks for them, and how many there can be.
+
+    >>> check_workers(1, "--workers"), check_workers(None, "--workers")
+    (None, None)
+    """
+    there = cores() if there is None else there
+    most = most_workers(threads, there)
+    if workers is not None and workers > most:
+        each = "" if threads in (None, 1) else f" with runtime.threads {threads}"
+        raise BenchError(f"{source}: {workers} is more than the {there} cores take{each}; give at most {most}")
+
+
+def divide(
+    workers: int | None, runs: int, threads: int | None, asked: int, there: int | None = None
+) -> tuple[int, int]:
+    """Return (workers, threads of each): the cores shared out among as many workers as have something to do.
+
+    A run gets the `threads` that the settings give; otherwise its share of the cores, and no more than `asked`, which
+    is what this process computes with. Without `workers` there is one for every so many cores.
+
+    >>> divide(1, 10, None, asked=1)
+    (1, 1)
+    """
+    there = cores() if there is None else there
+    count = max(1, min(workers or most_workers(threads, there), runs))
+    return count, threads or max(1, min(there // count, asked))
+
+
+def most_workers(threads: int | None, there: int) -> int:
+    """Return how many runs of so many threads each the cores take at a time, at least one."""
+    return max(1, there // (threads or 1))
 
 
 @dataclass(frozen=True)
@@ -104,7 +188,7 @@ class Local:
 
     def cores(self) -> int:
         """Return the cores that this process may use."""
-        return cores.cores()
+        return cores()
 
     def worker(self, messages: Messages, threads: int) -> AnyWorker:
         """Start a process."""

@@ -18,12 +18,11 @@ import causal_models
 import fp8manifold as fm
 from nanogpt_bench.cli import main
 from nanogpt_bench.data.batches import load_corpus
-from nanogpt_bench.data.own_tokenizer import own_tokenizer
-from nanogpt_bench.evaluation.rounding import EMBEDDINGS, rounded
+from nanogpt_bench.data.tokenizers import own_tokenizer
+from nanogpt_bench.evaluation.measurement import EMBEDDINGS, rounded
 from nanogpt_bench.evaluation.sensitivity import best_mixture
 from nanogpt_bench.model import causal
 from nanogpt_bench.model.causal import load_causal, outline, reading, window_losses
-from nanogpt_bench.system import memory
 from nanogpt_bench.system.errors import BenchError
 
 Read = Callable[[], str]
@@ -302,7 +301,7 @@ def test_an_encoder_is_seen_by_its_logits(models: dict[str, Path]) -> None:
 def test_memory_that_is_not_there_is_said_before_a_weight_is_read(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "free_memory", lambda: 90_000)
+    monkeypatch.setattr(causal, "free_memory", lambda: 90_000)
     (real, opened) = (builtins.open, [])
     monkeypatch.setattr(builtins, "open", lambda path, *a, **k: (opened.append(str(path)), real(path, *a, **k))[1])
     with pytest.raises(BenchError, match=r"19,616 parameters, needs about 0\.0 GiB of memory"):

@@ -27,9 +27,9 @@ from nanogpt_bench.report.results import measure
 from nanogpt_bench.report.rows import find_reference, group_rows, loss_unit
 from nanogpt_bench.report.tables import to_csv, to_markdown
 from nanogpt_bench.runs.load import load_run
-from nanogpt_bench.setup.multilabel import document_losses, f1_scores, r_precision
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.setup.surgery import quantized_layers
+from nanogpt_bench.setup.task import document_losses, f1_scores, r_precision
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.training.trainer import Trainer
 
@@ -253,7 +253,7 @@ def other_labels(folder: Path, out: Path, change: Callable[[dict[str, Any]], obj
 
 def flipped(folder: Path, out: Path) -> Path:
     """The same documents with the opposite labels."""
-    from nanogpt_bench.system.digest import sha256
+    from nanogpt_bench.system.files import sha256
 
     shutil.copytree(folder, out)
     meta = json.loads((out / "meta.json").read_text())

@@ -9,8 +9,7 @@ import pytest
 
 from nanogpt_bench.loop.outcome import Outcome
 from nanogpt_bench.runs.earlier import has_ended, make_ready, why_again
-from nanogpt_bench.sweep.compare_json import ComparisonRecord
-from nanogpt_bench.sweep.comparison import Demonstration, plan_runs
+from nanogpt_bench.sweep.comparison import ComparisonRecord, Demonstration, plan_runs
 
 FAILED = {"status": "failed", "stop": None}
 

@@ -17,8 +17,7 @@ import transformers
 import fp8manifold as fm
 from nanogpt_bench.cli import main
 from nanogpt_bench.evaluation import measurement, report
-from nanogpt_bench.model.causal import is_linear, load_narrow, window_losses
-from nanogpt_bench.model.halves import computes_in_float32
+from nanogpt_bench.model.causal import computes_in_float32, is_linear, load_narrow, window_losses
 
 
 def written(folder: Path, kind: str, dtype: torch.dtype) -> Path:

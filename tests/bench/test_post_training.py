@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import fp8manifold as fm
 from nanogpt_bench.cli import main
+from nanogpt_bench.evaluation.measurement import SHIFTS, calibrate, mean_squares, rounded
 from nanogpt_bench.evaluation.report import ALL
-from nanogpt_bench.evaluation.rounding import SHIFTS, calibrate, mean_squares, rounded
 
 
 def report_of(run_dir: Path, out: Path, *more: str) -> dict[str, Any]:

@@ -16,13 +16,12 @@ import pytest
 
 from nanogpt_bench.cli import main
 from nanogpt_bench.system.errors import BenchError
-from nanogpt_bench.workers.executor import Messages
 from nanogpt_bench.workers.executors import check_executor, executor_of
-from nanogpt_bench.workers.pool import Event, Pool
+from nanogpt_bench.workers.pool import Event, Messages, Pool
 
 pytest.importorskip("ray")
 
-from nanogpt_bench.workers.ray_cluster import RayCluster, RayWorker
+from nanogpt_bench.workers.executors import RayCluster, RayWorker
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
 

@@ -16,8 +16,7 @@ from nanogpt_bench.commands.sample import Draw, sample_run
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.data import prepare_text
 from nanogpt_bench.loop.train import run
-from nanogpt_bench.model.generation import KeyValueCache, sample
-from nanogpt_bench.model.gpt import GPT, GPTShape, build_model
+from nanogpt_bench.model.gpt import GPT, GPTShape, KeyValueCache, build_model, sample
 from nanogpt_bench.system.errors import BenchError
 
 SMALL = GPTShape(n_layer=2, n_head=2, n_embd=32, block_size=8, vocab_size=50)

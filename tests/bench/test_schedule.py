@@ -11,9 +11,8 @@ import torch
 from nanogpt_bench.config.schema import COURSES, SCHEDULES, Config, OptimizerConfig
 from nanogpt_bench.data.batches import load_corpus
 from nanogpt_bench.loop.train import run
-from nanogpt_bench.setup.optimizers import stiffness_at
+from nanogpt_bench.setup.optimizers import lr_factor, stiffness_at
 from nanogpt_bench.setup.resolve import resolve
-from nanogpt_bench.setup.schedule import lr_factor
 from nanogpt_bench.training.trainer import Trainer
 
 

@@ -11,8 +11,8 @@ import torch
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.data.batches import batch, load_corpus
 from nanogpt_bench.observers import Observer, Step
+from nanogpt_bench.setup.optimizers import lr_factor
 from nanogpt_bench.setup.resolve import resolve
-from nanogpt_bench.setup.schedule import lr_factor
 from nanogpt_bench.training.trainer import Trainer
 
 Tiny = Callable[..., Config]

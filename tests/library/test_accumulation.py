@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fp8manifold as fm
 from fp8manifold import optim
-from fp8manifold.optim._in_backward.stand_ins import FOR_SUMS, GradientSum
+from fp8manifold.optim._in_backward.gradients import FOR_SUMS, GradientSum
 from fp8manifold.optim._state import twins
 from fp8manifold.optim._writeback import to_half
 from fp8manifold.random_bits import Stream, draw_range, mixed_word

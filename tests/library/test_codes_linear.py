@@ -11,7 +11,7 @@ from optimizer_cases import normal
 from torch import Tensor, nn
 
 import fp8manifold as fm
-from fp8manifold.nn import _codes_linear
+from fp8manifold.nn import _products
 
 
 def layer(features: int, dtype: torch.dtype, *, bias: bool, granularity: Any = "channel") -> nn.Module:
@@ -35,7 +35,7 @@ def dispatched(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def call(function: Any, *args: Any, **kwargs: Any) -> Any:
         with monkeypatch.context() as patch:
-            patch.setattr(_codes_linear, "_is_simple", lambda x, weight: False)
+            patch.setattr(_products, "_is_simple", lambda x, weight: False)
             return function(*args, **kwargs)
 
     return call

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import fp8manifold as fm
-from fp8manifold._digest import check_digest, digest
+from fp8manifold.distributed import check_digest, digest
 
 pytestmark = pytest.mark.skipif(
     torch.__version__ < (2, 9), reason="distributed checkpoints of torch 2.8 ask for a storage"

@@ -22,9 +22,9 @@ from fisher_metric_cases import (
 )
 from torch import Tensor, nn
 
-from fp8manifold._fisher.adapter import check_definite
 from fp8manifold._fisher.capture import (
     Draws,
+    check_definite,
     rows_of_batches,
 )
 from fp8manifold._fisher.metric import Layer, measure, natural_gradient, rank_one

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fp8manifold as fm
 from fp8manifold import huggingface, quantize_model
-from fp8manifold.nn import _hf_loading, _mapped_files
+from fp8manifold.nn import _loading, _tensor_files
 
 transformers = pytest.importorskip("transformers", reason="needs the package transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")  # what other libraries announce is their own business
@@ -103,7 +103,7 @@ def test_other_storages_are_quantised_at_the_end(storage: Any, tmp_path: Path) -
 def test_each_tensor_is_encoded_in_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llama(True).save_pretrained(tmp_path)
     before: list[Any] = []
-    most, own = 0, _hf_loading.Reader.encoded
+    most, own = 0, _loading.Reader.encoded
 
     def watched(self: Any, model: Any, name: str, value: Tensor) -> Tensor:
         nonlocal most
@@ -112,28 +112,28 @@ def test_each_tensor_is_encoded_in_its_turn(tmp_path: Path, monkeypatch: pytest.
         most = max(most, sum(ref() is not None for ref in before))
         return own(self, model, name, value)
 
-    monkeypatch.setattr(_hf_loading.Reader, "encoded", watched)
+    monkeypatch.setattr(_loading.Reader, "encoded", watched)
     model = read(tmp_path, {"*": "E4M3"}, tied="leave")
     assert (most, len(before)) == (1, sum(isinstance(m, fm.QuantizedLinear) for m in model.modules()))
 
 
 def test_pages_are_given_back_unless_they_were_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not _mapped_files._MAPPINGS.exists():
+    if not _tensor_files._MAPPINGS.exists():
         pytest.skip("this system does not say what is mapped")
     path = tmp_path / "some.bin"
     path.write_bytes(bytes(range(256)) * 1024)
 
     def resident() -> int:
-        lines = _mapped_files._MAPPINGS.read_text().splitlines()
+        lines = _tensor_files._MAPPINGS.read_text().splitlines()
         at = next(i for i, line in enumerate(lines) if line.endswith(str(path)))
         return int(next(line for line in lines[at:] if line.startswith("Rss:")).split()[1])
 
     def mapped() -> Tensor:
         return torch.from_file(str(path), shared=False, size=2**18, dtype=torch.uint8)
 
-    monkeypatch.setattr(_mapped_files, "_EVERY", 2**10)
-    monkeypatch.setattr(_mapped_files, "_PARTS", 2**10)
-    files = _mapped_files.MappedFiles([path])
+    monkeypatch.setattr(_tensor_files, "_EVERY", 2**10)
+    monkeypatch.setattr(_tensor_files, "_PARTS", 2**10)
+    files = _tensor_files.MappedFiles([path])
     values = mapped()
     assert int(values.sum()) > 0
     assert resident() == 256
@@ -145,11 +145,11 @@ def test_pages_are_given_back_unless_they_were_written_to(tmp_path: Path, monkey
     values[0] = 7  # a page of the process's own by now
     files.was_read(2**10)
     assert values[:3].tolist() == [7, 1, 2]
-    monkeypatch.setattr(_mapped_files, "_PARTS", 64)
-    before = _mapped_files.MappedFiles([path])
+    monkeypatch.setattr(_tensor_files, "_PARTS", 64)
+    before = _tensor_files.MappedFiles([path])
     del values
     kept = mapped()
-    other = _mapped_files.MappedFiles([path])
+    other = _tensor_files.MappedFiles([path])
     assert int(kept.sum()) > 0
     other.give_back()  # not its own
     assert resident() > 0

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fp8manifold as fm
 from fp8manifold.optim import Madam, RiemannianAdam, RiemannianSGD, StiffnessLion, StiffnessSGD
-from fp8manifold.optim._packing import unpack_residual
+from fp8manifold.optim._state import unpack_residual
 
 double = torch.float64
 FLOOR = 2.0**-4

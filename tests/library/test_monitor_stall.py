@@ -266,6 +266,6 @@ def test_zones_at_the_edges() -> None:
 def test_zones_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     w, x = on_grid("E4M3", 30, 50, std=0.2), normal(3, 50, seed=1)
     whole = zero_gradient_zone(w, x, "E4M3", output="E4M3")
-    monkeypatch.setattr("fp8manifold.monitor.zones.BLOCK", 120)
+    monkeypatch.setattr("fp8manifold.monitor.gradients.BLOCK", 120)
     assert zero_gradient_zone(w, x, "E4M3", output="E4M3") == whole
     assert 0 < whole < 1

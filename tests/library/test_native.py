@@ -23,7 +23,7 @@ import fp8manifold as fm
 from fp8manifold import _native, optim
 from fp8manifold._encoded.storage import dequantize_codes
 from fp8manifold._native import _arrays, _layouts, is_available
-from fp8manifold._numerics.scaled_rounding import rounded_at
+from fp8manifold._numerics.rounding import rounded_at
 from fp8manifold.optim import _native_step
 from fp8manifold.optim._state import content_word
 from fp8manifold.random_bits import stream_of

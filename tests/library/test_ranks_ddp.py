@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fp8manifold as fm
 from fp8manifold._ranks import ranks_of, replicas
-from fp8manifold._uneven import refuse_uneven_inputs
+from fp8manifold.distributed import refuse_uneven_inputs
 
 
 def equal_everywhere(each: list[Any]) -> None:

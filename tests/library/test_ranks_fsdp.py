@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import fp8manifold as fm
 from fp8manifold._shards import FP8Shard
 from fp8manifold.optim import WRITEBACKS
-from fp8manifold.optim._packing import unpack_residual
+from fp8manifold.optim._state import unpack_residual
 
 
 def sharded(net: Any, *, nested: bool = True, **options: Any) -> Any:

@@ -19,8 +19,8 @@ from fp8manifold import optim
 from fp8manifold._numerics.stiffness import reference_stiffness
 from fp8manifold.optim import anneal
 from fp8manifold.optim._backends import run_all
-from fp8manifold.optim._packing import unpack_residual
 from fp8manifold.optim._slot import Slot, View
+from fp8manifold.optim._state import unpack_residual
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "adamw stochastic": ("StiffnessAdamW", {"lr": 0.02, "weight_decay": 0.1}),

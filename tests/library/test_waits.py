@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fp8manifold as fm
 from fp8manifold import grid, optim
 from fp8manifold._encoded import dispatch, storage
-from fp8manifold._numerics import known
+from fp8manifold._numerics import reading
 from fp8manifold.formats import as_format
-from fp8manifold.nn import _codes_linear, _scalers
+from fp8manifold.nn import _products, _scalers
 from fp8manifold.optim import _backends
 
 
@@ -40,7 +40,7 @@ class Reads(TorchDispatchMode):
 @pytest.fixture
 def on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every number is one that the host would wait for."""
-    monkeypatch.setattr(known, "is_read_at_once", lambda x: False)
+    monkeypatch.setattr(reading, "is_read_at_once", lambda x: False)
     monkeypatch.setattr(_scalers, "is_read_at_once", lambda x: False)
     monkeypatch.setattr(grid, "is_read_at_once", lambda x: False)
 
@@ -89,7 +89,7 @@ def test_its_numbers_are_those_of_a_layer_that_reads(change: str, monkeypatch: p
     expected = losses(other, 0.1, 2)
     CHANGES[change](other, saved)
     expected += losses(other, 0.1, 2)
-    monkeypatch.setattr(known, "is_read_at_once", lambda x: False)
+    monkeypatch.setattr(reading, "is_read_at_once", lambda x: False)
     monkeypatch.setattr(_scalers, "is_read_at_once", lambda x: False)
     got = losses(model, 0.1, 2)
     CHANGES[change](model, saved)
@@ -334,8 +334,8 @@ def test_the_dtype_of_a_product_is_that_of_autocast_on_its_own_device(monkeypatc
     x, bias = torch.ones(2, 8), torch.ones(4)
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: asked.append(device) or True)
     monkeypatch.setattr(torch, "get_autocast_dtype", lambda device: asked.append(device) or torch.bfloat16)
-    cast = _codes_linear._in_one_dtype(x, weight, bias)
+    cast = _products._in_one_dtype(x, weight, bias)
     assert cast is not None
     assert [c.dtype for c in cast if c is not None] == [torch.bfloat16] * 2
     assert asked == ["cpu", "cpu"]
-    assert "cuda" in _codes_linear._DEVICES
+    assert "cuda" in _products._DEVICES

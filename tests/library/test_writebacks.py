@@ -15,7 +15,7 @@ import fp8manifold as fm
 from fp8manifold import optim
 from fp8manifold._encoded.storage import packed_length, packed_width
 from fp8manifold.optim import WRITEBACKS, RiemannianSGD, StiffnessAdamW, StiffnessSGD
-from fp8manifold.optim._packing import pack_residual, unpack_residual
+from fp8manifold.optim._state import pack_residual, unpack_residual
 
 PARTS = {"residual8": 256, "residual4": 16, "residual2": 4}
 every_residual = pytest.mark.parametrize("writeback", PARTS)

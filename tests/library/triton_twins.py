@@ -16,8 +16,8 @@ import torch
 
 from fp8manifold.optim import _backends
 from fp8manifold.optim._native_step import run_native
-from fp8manifold.optim._packing import pack_residual
 from fp8manifold.optim._slot import Slot
+from fp8manifold.optim._state import pack_residual
 from fp8manifold.optim._triton_step import run_triton
 
 COUNTS: Counter[str] = Counter()

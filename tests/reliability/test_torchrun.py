@@ -18,8 +18,8 @@ import pytest
 import small_runs
 
 from nanogpt_bench.commands.verify import verify_command
+from nanogpt_bench.system.ranks import LOST
 from nanogpt_bench.system.signals import RESUMABLE
-from nanogpt_bench.system.torchrun import LOST
 
 #: seconds within which a killed process has to end the run
 WITHIN_S = 10.0

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from fp8manifold._numerics.checks import check_choice, check_number
 
-__all__ = ["KINDS", "Clipping", "clip_factor", "norm_of"]
-
 KINDS: Final = ("previous", "exact")
 _FIRSTS: Final = ("refuse", "measure")
 _CLOSE: Final = 1e-5  # relative difference of two sums of the same squares in another order
@@ -62,7 +60,7 @@ class Clipping:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a step has begun and not ended."""
+        """True from a step's first gradient to its end."""
         return bool(self.norms)
 
     def watch(self, groups: list[dict[str, Any]]) -> None:
@@ -120,7 +118,7 @@ class Clipping:
         return left_out
 
     def is_done_by(self, factor: float) -> bool:
-        """Whether a factor is 1, or that of ``clip_grad_norm_`` for this step, whose gradients are clipped already."""
+        """True for 1, and for the factor of ``clip_grad_norm_`` in this step, whose gradients are clipped already."""
         if factor == 1:
             return True
         own = float(clip_factor(self._total(), self.max_norm)) if self.norms else math.inf

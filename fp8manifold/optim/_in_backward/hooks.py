@@ -12,12 +12,9 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from fp8manifold.optim._agreement import described
-from fp8manifold.optim._in_backward.accumulation import Accumulation
 from fp8manifold.optim._in_backward.clipping import Clipping
-from fp8manifold.optim._in_backward.stand_ins import SpentGradient, StandIn
+from fp8manifold.optim._in_backward.gradients import Accumulation, SpentGradient, StandIn
 from fp8manifold.optim._optimizer import ManifoldOptimizer
-
-__all__ = ["InBackward", "step_in_backward"]
 
 
 class InBackward:

@@ -15,8 +15,8 @@ from nanogpt_bench.data import prepare_eurlex, prepare_hub
 from nanogpt_bench.data.batches import load_corpus
 from nanogpt_bench.data.tokenizers import tokenizer_from_meta
 from nanogpt_bench.loop.train import run
-from nanogpt_bench.system.digest import sha256
 from nanogpt_bench.system.errors import BenchError
+from nanogpt_bench.system.files import sha256
 
 pytest.importorskip("datasets")
 

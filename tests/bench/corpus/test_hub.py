@@ -18,10 +18,10 @@ import pytest
 
 from nanogpt_bench.cli import main
 from nanogpt_bench.data import dataset
-from nanogpt_bench.data import hub as hub_module
-from nanogpt_bench.data.hub import NotOnHubError, find_commit
-from nanogpt_bench.system.deadline import within
+from nanogpt_bench.data import rows as hub_module
+from nanogpt_bench.data.rows import NotOnHubError, find_commit
 from nanogpt_bench.system.errors import BenchError
+from nanogpt_bench.system.hub import within
 
 pytest.importorskip("datasets")
 OfflineModeIsEnabled = pytest.importorskip("huggingface_hub.errors").OfflineModeIsEnabled

@@ -17,8 +17,8 @@ from nanogpt_bench.data.documents import Documents, documents_of, drawn, held_ou
 from nanogpt_bench.data.references import LEAST, masked, paragraphs, reference_documents
 from nanogpt_bench.data.tokenizers import ByteTokenizer
 from nanogpt_bench.model.gpt import PADDING
-from nanogpt_bench.system.digest import sha256
 from nanogpt_bench.system.errors import BenchError
+from nanogpt_bench.system.files import sha256
 
 pytest.importorskip("datasets")
 

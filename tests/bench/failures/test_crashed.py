@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nanogpt_bench.sweep.compare_json import ComparisonRecord
+from nanogpt_bench.sweep.comparison import ComparisonRecord
 from nanogpt_bench.sweep.plan import PlannedRun
 
 Make = Callable[..., Path]

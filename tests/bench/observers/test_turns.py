@@ -14,7 +14,7 @@ from torch import nn
 
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.loop.train import run
-from nanogpt_bench.observers.turns import Turns
+from nanogpt_bench.observers.figures import Turns
 from nanogpt_bench.sweep.comparison import Demonstration
 from nanogpt_bench.training.points import Anomaly, Step
 

@@ -19,7 +19,7 @@ from nanogpt_bench.report.rows import find_reference, group_rows
 from nanogpt_bench.runs.find import find_runs
 from nanogpt_bench.runs.load import load_run
 from nanogpt_bench.sweep.file import read_sweep
-from nanogpt_bench.sweep.sweep_json import SweepRecord
+from nanogpt_bench.sweep.record import SweepRecord
 from nanogpt_bench.sweep.tuning import Tuning
 
 DATA = LADDERS[1]

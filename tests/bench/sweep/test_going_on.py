@@ -18,9 +18,9 @@ from sweep_runs import read_json, runs_of, trained
 
 from nanogpt_bench.cli import main
 from nanogpt_bench.sweep.board import Board
-from nanogpt_bench.sweep.sweep_json import SweepRecord
+from nanogpt_bench.sweep.record import SweepRecord
 from nanogpt_bench.workers import pool as pool_module
-from nanogpt_bench.workers.cores import cores
+from nanogpt_bench.workers.pool import cores
 
 # Sessions, with workers that only write what a training would have found
 

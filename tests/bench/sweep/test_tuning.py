@@ -17,9 +17,8 @@ from nanogpt_bench.report import build
 from nanogpt_bench.report.tables import tuning_table
 from nanogpt_bench.runs.find import find_runs
 from nanogpt_bench.sweep.file import read_sweep, shipped_sweeps
-from nanogpt_bench.sweep.pattern_search import best_place, is_inside, next_places
-from nanogpt_bench.sweep.sweep_json import SweepRecord
-from nanogpt_bench.sweep.tuning import Tuning
+from nanogpt_bench.sweep.record import SweepRecord
+from nanogpt_bench.sweep.tuning import Tuning, best_place, is_inside, next_places
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.workers import pool as pool_module
 

@@ -25,7 +25,7 @@ from nanogpt_bench.report.rows import find_reference, group_rows
 from nanogpt_bench.report.tables import to_text
 from nanogpt_bench.runs.load import load_run
 from nanogpt_bench.sweep.board import Board
-from nanogpt_bench.sweep.closing import print_results
+from nanogpt_bench.sweep.session import print_results
 
 #: what the page says while a pointer goes over every chart
 TOLD = """[...document.querySelectorAll('.vega-embed')].flatMap((place) => {

@@ -27,7 +27,7 @@ from nanogpt_bench.report.tables import (
 from nanogpt_bench.report.verdict import Outcome, Verdict
 from nanogpt_bench.runs.load import Run, load_run
 from nanogpt_bench.sweep.board import Board, Entry
-from nanogpt_bench.sweep.closing import print_results
+from nanogpt_bench.sweep.session import print_results
 
 #: label, loss, bytes, stall, arrived, alerts
 ROWS = (

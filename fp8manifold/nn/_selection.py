@@ -1,6 +1,11 @@
-"""Which modules are linear layers, and what keeps some of them from being replaced by quantised ones."""
+"""Linear layers that can be quantised, what is in the way of the others, and patterns over their dotted names."""
 
+import difflib
+import fnmatch
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
 
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
@@ -8,7 +13,9 @@ from torch.nn.utils import parametrize, prune
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-__all__ = ["Obstacle", "is_conv1d", "is_linear", "obstacle"]
+from fp8manifold.nn._spec import LayerSpec
+
+_WILD: Final = frozenset("*?[")
 
 
 @dataclass(frozen=True)
@@ -76,3 +83,65 @@ def _what_computes(module: nn.Module, name: str) -> str:
         if isinstance(hook, SpectralNorm):
             return "spectral_norm: call torch.nn.utils.remove_spectral_norm(layer) first"
     return "something that put another tensor in place of the parameter: make it one first"
+
+
+def patterns_chosen(
+    specs: Mapping[str, LayerSpec], names: Sequence[str], left: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, str]:
+    """The pattern that every layer takes, by name; ``left`` says why layers are left that can't be quantised.
+
+    Raises:
+        ValueError: a pattern that matches no layer, or none that can be quantised.
+    """
+    parts = {name: parts_of_name(name) for name in names}
+    chosen: dict[str, str] = {}
+    for pattern in sorted(specs, key=lambda p: len(literal(p))):
+        matched = [name for name in names if matches(pattern, parts[name])]
+        if not matched or (left.keys() >= set(matched) and not specs[pattern].quantizes_nothing):
+            raise ValueError(_no_match(pattern, names, {name: left[name] for name in matched}, left))
+        chosen.update(dict.fromkeys(matched, pattern))
+    return chosen
+
+
+def check_matched(what: str, pattern: str, matched: Sequence[str], names: Sequence[str]) -> None:
+    """Raise ValueError for a pattern of an option called ``what`` that matches none of the parameters there are."""
+    if not matched:
+        raise ValueError(
+            f"{what}: pattern {pattern!r} matches none of the {len(names)} parameters of two or more dimensions that "
+            f"no pattern of formats has taken{_nearest(pattern, names)}"
+        )
+
+
+def _nearest(pattern: str, names: Sequence[str]) -> str:
+    parts = sorted({part for name in names for part in parts_of_name(name)})
+    nearest = difflib.get_close_matches(pattern, parts, n=1, cutoff=0.0)
+    return f"; did you mean {nearest[0]!r}?" if nearest else ""
+
+
+def literal(pattern: str) -> str:
+    """What of a pattern stands for itself."""
+    return pattern.replace("*", "").replace("?", "")
+
+
+def _no_match(pattern: str, names: Sequence[str], matched: Mapping[str, str], left: Collection[str]) -> str:
+    """What to say of a pattern that quantises nothing."""
+    count = sum(name not in left for name in names)
+    if matched:
+        name, reason = next(iter(matched.items()))
+        return (
+            f"pattern {pattern!r} matches none of the {count} linear layers that can be quantised, but {name!r}, which "
+            f"is left: {reason}"
+        )
+    return f"pattern {pattern!r} matches none of the {count} linear layers{_nearest(pattern, names)}"
+
+
+def parts_of_name(name: str) -> list[str]:
+    """Every run of whole dotted parts of a name."""
+    words = name.split(".")
+    return [".".join(words[i:j]) for i in range(len(words)) for j in range(i + 1, len(words) + 1)]
+
+
+def matches(pattern: str, parts: Sequence[str]) -> bool:
+    return pattern in parts or (
+        not _WILD.isdisjoint(pattern) and any(fnmatch.fnmatchcase(part, pattern) for part in parts)
+    )

@@ -1,20 +1,28 @@
-"""Weights of one byte in a layer: held as codes, and products with them without a float copy to keep."""
+"""The product of a quantised layer: over codes, with quantised gradients, of nested input, in no fused operator."""
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from fp8manifold._encoded.dispatch import DTYPES
+from fp8manifold._encoded.scaled import Rounding
 from fp8manifold._encoded.storage import dequantize_codes
-from fp8manifold._encoded.traits import Rounding
 from fp8manifold._native._arrays import has_memory
+from fp8manifold._numerics.rounding import rounded_at
 from fp8manifold.formats import FloatFormat
+from fp8manifold.nn._scalers import Scaler
+from fp8manifold.nn._spec import OperandSpec
 from fp8manifold.parameter import FP8Parameter
-from fp8manifold.random_bits import Draws
+from fp8manifold.random_bits import Draws, Stream
 from fp8manifold.scaling import StoredGranularity
 from fp8manifold.tensor import FP8Tensor
+
+Rounded = Callable[[Tensor], Tensor] | None
+"""From a gradient to its quantised values; None leaves it as it is."""
 
 
 def byte_weight(
@@ -130,3 +138,94 @@ class _CodesLinear(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             of_weight = (gradient.t() @ rows).to(weight.dtype)
         return of_x, of_weight, gradient.sum(0) if ctx.needs_input_grad[2] else None
+
+
+def linear_with_rounded_gradients(
+    x: Tensor, weight: Tensor, bias: Tensor | None, of_activation: Rounded, of_weight: Rounded
+) -> Tensor:
+    """``x W^T + b`` whose backward pass takes ``G' = of_activation(G)`` in place of the gradient G that arrives.
+
+    .. math:: dx = G' W, \\qquad dW = \\mathrm{of\\_weight}(G'^T x), \\qquad db = \\sum G
+
+    Args:
+        x: ``(..., in)``.
+        weight: ``(out, in)``; autograd keeps a weight of one byte as codes.
+        bias: ``(out,)``, or None; its gradient is left alone.
+        of_activation, of_weight: take and give a matrix; the weight's in float32, whatever the products were in.
+    """
+    apply: Callable[..., Tensor] = _Linear.apply  # typed in some releases of torch only
+    return apply(x, weight, bias, of_activation, of_weight)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, of_activation: Rounded, of_weight: Rounded
+    ) -> Tensor:
+        y = product(x, weight, bias)
+        # what the products were in under autocast, and less to keep
+        ctx.save_for_backward(x.to(y.dtype), weight)
+        ctx.dtypes = x.dtype, None if bias is None else bias.dtype
+        ctx.of_activation, ctx.of_weight = of_activation, of_weight
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        x_dtype, bias_dtype = ctx.dtypes
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        for_bias = rows.sum(0).to(bias_dtype) if needs_bias else None
+        if ctx.of_activation is not None:
+            rows = ctx.of_activation(rows)
+        for_x = (rows @ values_in(weight, rows)).view(x.shape).to(x_dtype) if needs_x else None
+        for_weight = _weight_gradient(rows, x, ctx.of_weight, weight.dtype) if needs_weight else None
+        return for_x, for_weight, for_bias, None, None
+
+
+def _weight_gradient(rows: Tensor, x: Tensor, rounded: Rounded, dtype: torch.dtype) -> Tensor:
+    product = rows.t() @ x.reshape(-1, x.shape[-1])
+    return product.to(dtype) if rounded is None else rounded(product.float()).to(dtype)
+
+
+def round_gradient(gradient: Tensor, *, scaler: Scaler, operand: OperandSpec, key: Stream) -> Tensor:
+    """Quantise a gradient; one that holds Inf or NaN becomes NaN, so that no saturation hides it."""
+    blocks, rounding = operand.granularity == "block", operand.rounding or "nearest"
+    zero_or_nan = gradient.sum(dtype=torch.float32) * 0.0
+    return rounded_at(gradient, scaler(gradient) + zero_or_nan, operand.format, rounding, key, blocks=blocks)
+
+
+def forbid_fused_operators(layer: nn.Module) -> None:
+    """Give the layer a hook that does nothing: torch's fused operators pass by a module that has one.
+
+    ``nn.TransformerEncoderLayer`` hands the weights of its linear layers to one fused operator in evaluation, which
+    would pass over what a quantised layer does to weight and input.
+    """
+    layer.register_forward_pre_hook(_is_called)
+
+
+def is_our_hook(hook: object) -> bool:
+    """Whether a forward pre-hook is the one of :func:`forbid_fused_operators`."""
+    return hook is _is_called
+
+
+def _is_called(layer: nn.Module, args: Any) -> None:
+    """A forward pre-hook; a function of the module, so that copies and pickles of the layer keep it."""
+
+
+def over_nested(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """``forward`` of the rows of a nested tensor, which has no padding among them, in the same nesting.
+
+    ``nn.TransformerEncoder`` makes nested tensors of a padded batch.
+    """
+    if x.layout == torch.jagged:
+        jagged: Any = x
+        rows = forward(jagged.values())
+        return torch.nested.nested_tensor_from_jagged(rows, offsets=jagged.offsets(), lengths=jagged.lengths())
+    parts = x.unbind()
+    rows = forward(torch.cat([part.reshape(-1, part.shape[-1]) for part in parts]))
+    split = rows.split([part.numel() // part.shape[-1] for part in parts])
+    return torch.nested.as_nested_tensor(
+        [row.view(*part.shape[:-1], -1) for row, part in zip(split, parts, strict=True)]
+    )

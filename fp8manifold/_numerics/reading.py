@@ -1,16 +1,23 @@
-"""Small numbers that lie on a card: read once, and not again before they change, for to read is to wait."""
+"""Reading a tensor's values: whether it has any, outside of compiled graphs alone, and those on a card once."""
 
 from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch._subclasses import FakeTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["LaterMaximum", "advance", "is_read_at_once", "known", "refuse_on_card"]
-
+# torch.compiler.disable does the same and imports the whole compiler at once: more than half of this library's import.
+eager_only = _disable_dynamo
 _READ: Final = WeakIdKeyDictionary()
 """By tensor: its version when it was read, and what was read of it."""
+
+
+def has_values(x: Tensor) -> bool:
+    """Whether there is anything to check or to round in ``x``."""
+    return not (x.is_meta or isinstance(x, FakeTensor))
 
 
 def is_read_at_once(x: Tensor) -> bool:
