@@ -74,9 +74,9 @@ def test_the_first_table_is_what_the_runs_say(monkeypatch: pytest.MonkeyPatch) -
     }
     content = json.loads((ROOT / "docs" / "measured" / "study" / "study_q1.json").read_text(encoding="utf-8"))
     rows = {row["label"]: {run["seed"]: run for run in row["runs"]} for row in content["rows"]}
-    own, exact = (rows[f"{rule} dir=data/stdlib"] for rule in ("E4M3 muon-stochastic", "muon"))
+    own, exact = (rows[f"{rule} dir=data/stdlib"] for rule in ("E4M3 stochastic-8bit", "fp32"))
     apart = [run["final_val_loss"] - exact[seed]["final_val_loss"] for seed, run in own.items()]
-    size, loss, _, time = found["Muon, E4M3"]
+    size, loss, _, time = found["AdamW, E4M3"]
     assert size == f"{own[42]['bytes_per_parameter']:.2f}"
     assert loss.startswith(f"{sum(apart) / len(apart):.3f}\N{NO-BREAK SPACE}±")
     assert float(time) > 0
