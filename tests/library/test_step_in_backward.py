@@ -252,35 +252,6 @@ def test_a_gradient_that_is_not_finite_ends_the_backward_pass_where_asked_to() -
         loss(model).backward()
 
 
-def test_groups_that_come_later_are_stepped_and_parameters_that_go_are_not(
-    stepping: tuple[nn.Module, Any, Any],
-) -> None:
-    model, optimizer, _ = stepping
-    late = nn.Parameter(torch.ones(3))
-    optimizer.add_param_group({"params": [late], "direction": "adam", "param_names": ["late"]})
-    late.sum().backward()
-    assert bool((late < 1).all())
-    optimizer.param_groups.pop()
-    late.grad = None
-    late.sum().backward()
-    assert late.grad is not None
-    assert torch.equal(late.grad, torch.ones(3))
-    assert model[1].weight.grad is None
-
-
-def test_a_parameter_that_was_frozen_is_not_forgotten() -> None:
-    model = network("fp8")
-    optimizer = OPTIMIZERS["adamw"](model)
-    model[5].bias.requires_grad_(False)
-    optim.step_in_backward(optimizer)
-    train(model, optimizer, 1)
-    model[5].bias.requires_grad_(True)
-    optimizer.zero_grad()
-    loss(model).backward()
-    with pytest.raises(RuntimeError, match=r"shape \(4,\)\) has a gradient that step_in_backward was not told of"):
-        optimizer.step()
-
-
 def test_a_parameter_that_was_moved_is_not_forgotten(stepping: tuple[nn.Module, Any, Any]) -> None:
     """``Module.to`` swaps encoded weights, and torch calls none of the hooks that they had."""
     model, optimizer, handle = stepping

@@ -189,12 +189,6 @@ def test_the_compiled_bits_of_other_variants(kind: str, make: Any, options: dict
     same_steps(kind, make, options, COMPILED)
 
 
-@pytest.mark.parametrize("way", [NATIVE, COMPILED], ids=["native", "compiled"])
-def test_axes_beyond_two_and_single_rows(way: bool | None, compiler: None) -> None:
-    make = lambda: of_codes(shapes=((5, 7), (3, 2, 11), (1, 70), (33, 1), (2, 2, 2, 2)))  # noqa: E731
-    same_steps(ADAMW, make, {"lr": 0.01, "writeback": "stochastic"}, way)
-
-
 def strided(g: Tensor, how: str) -> Tensor:
     """The same values in memory of another kind; of one row's worth, where they are expanded."""
     if how == "transposed":
