@@ -180,18 +180,6 @@ def test_torchao_reads_its_own(storage: Any, granularity: Any, tmp_path: Path) -
 
 @compressed
 @torchao
-def test_bfloat16_weights_are_exact_too(tmp_path: Path) -> None:
-    model = quantize_model(llama().bfloat16(), {"*": "E4M3"}, "fp8", tied="leave")
-    tensors, _ = exported_state_dict(model)
-    assert tensors["model.layers.0.mlp.up_proj.weight_scale"].dtype == torch.float32
-    for layout in ("compressed-tensors", "torchao"):
-        export_model(model, tmp_path / layout, layout)  # type: ignore[arg-type]
-        logits(other := read(tmp_path / layout, torch.bfloat16))
-        assert_same_weights(quantize_model(llama().bfloat16().float(), {"*": "E4M3"}, "fp8", tied="leave"), other)
-
-
-@compressed
-@torchao
 def test_granularities_and_layers_are_mixed(tmp_path: Path) -> None:
     """Float layers, scales of three kinds, an untied output layer, activations that only training quantises."""
     formats = {

@@ -323,12 +323,6 @@ def test_an_average_of_transposed_weights(storage: Any) -> None:
         assert torch.equal(ours.weight, (weight.dequantize() if storage == "fp8" else weight).t())
 
 
-@both
-def test_an_average_rounded_stochastically_is_unbiased(options: Any) -> None:
-    model = quantized("stochastic")
-    assert averaged(AveragedModel(model, **options), model, 35) == pytest.approx(1 - 0.9**35, abs=0.01)
-
-
 def test_a_float_master_copied_into_codes_is_no_average() -> None:
     p = fm.FP8Parameter(torch.ones(N), "E4M3", scale=1.0, rounding="nearest")
     with torch.no_grad():
