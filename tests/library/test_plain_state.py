@@ -135,38 +135,3 @@ def test_another_format_is_refused() -> None:
         made().load_state_dict(made("E3M4").state_dict())
     with pytest.raises(TypeError, match=r"must be an nn\.Module, not dict"):
         use_plain_state({})  # type: ignore[arg-type]
-
-
-# ------------------------------------------------------------------------------------------ writers of other libraries
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("optimizer", ["8bit", "residual4", "residual2", "momentum"])
-def test_accelerate_goes_on_to_the_same_bits(optimizer: str, tmp_path: Path) -> None:
-    """Two steps after what was saved, and two after what was loaded into a model and an optimizer made anew."""
-    accelerate = pytest.importorskip("accelerate")
-    options: Any = {"moments": "8bit"} if optimizer == "8bit" else {"writeback": optimizer}
-    ended = []
-    for load in (False, True):
-        accelerator = accelerate.Accelerator(cpu=True)
-        model = made()
-        model, steps = accelerator.prepare(model, fm.optim.StiffnessAdamW(model.parameters(), lr=0.1, **options))
-        if load:
-            accelerator.load_state(tmp_path)
-        for step in range(2, 4) if load else range(4):
-            if step == 2 and not load:
-                accelerator.save_state(tmp_path)
-            steps.zero_grad()
-            accelerator.backward(model(normal(8, 64) * (step + 1)).square().sum())
-            steps.step()
-        ended.append((model, steps.state_dict()["state"]))
-        accelerator.free_memory()
-        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    (one, state), (other, its) = ended
-    for index in (0, 2):
-        assert same_store(one[index].weight, other[index].weight)
-        assert int(one[index].weight.counter) == int(other[index].weight.counter)
-    for key, entry in state.items():
-        for name, value in entry.items():
-            same = torch.equal(value, its[key][name]) if isinstance(value, Tensor) else value == its[key][name]
-            assert same, (key, name)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,13 +14,6 @@ from test_ranks_fsdp import check_same, put_equal_gradients, sharded, stepped
 from torch import nn
 
 import fp8manifold as fm
-
-
-@pytest.fixture(scope="module")
-def single(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    pool = Pool(1, Path(tmp_path_factory.mktemp("single")))
-    yield pool
-    pool.end()
 
 
 @pytest.mark.parametrize("writeback", ["residual2", "residual4", "residual8", "stochastic"])
