@@ -135,17 +135,6 @@ def test_a_first_pass_without_a_norm_is_refused_or_measured() -> None:
     assert without_norms(everything(model, optimizer)) == everything(other, ordinary)
 
 
-def test_exact_without_a_measured_pass_is_refused_in_every_step() -> None:
-    model = network("fp8")
-    optimizer = OPTIMIZERS["adamw"](model)
-    handle = optim.step_in_backward(optimizer, clip="exact", max_norm=SMALL)
-    with handle.measure():
-        loss(model).backward()
-    train(model, optimizer, 1)
-    with pytest.raises(RuntimeError, match="clip='exact' has no norm to clip by: before each step"):
-        train(model, optimizer, 1)
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e30])
 def test_a_norm_that_is_not_finite_is_no_norm_to_clip_by(bad: float) -> None:
     """The step of the parameter at fault is left out, and the next clips by the last norm that was one."""

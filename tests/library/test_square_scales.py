@@ -205,22 +205,6 @@ def test_scales_in_runs_cost_an_eighth_of_a_byte_at_most() -> None:
 
 
 @pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
-@pytest.mark.parametrize("writeback", ["stochastic", "residual4"])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_at_equal_scales_it_is_the_step_of_one_scale(shape: tuple[int, ...], writeback: str, path: Any) -> None:
-    w = normal(*shape, seed=7).clamp(-3, 3)
-    both = [
-        fm.FP8Parameter(w, "E4M3", granularity=granularity, scale=2.0**-4, seed=1)  # type: ignore[arg-type]
-        for granularity in ("square", "tensor")
-    ]
-    for p in both:
-        optimizer = optim.StiffnessAdamW([p], lr=0.02, writeback=writeback, seed=5, compile=path)
-        for number in range(3):
-            step(optimizer, [p], number)
-    assert torch.equal(both[0].codes, both[1].codes)
-
-
-@pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
 @pytest.mark.parametrize("writeback", ["stochastic", "residual8"])
 @pytest.mark.parametrize("columns", [256, 192, 131])
 def test_a_square_widens_as_a_whole(columns: int, writeback: str, path: Any) -> None:
