@@ -61,6 +61,8 @@ def test_an_option_that_there_is_not_is_refused(name: str) -> None:
     unknown = "metrc" if name == "StiffnessAdamW" else "metric"
     with pytest.raises(TypeError, match=f"{name} got an unexpected keyword argument '{unknown}'"):
         getattr(optim, name)([torch.nn.Parameter(torch.ones(3))], **{unknown: "ulp"})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'foreech'; did you mean 'foreach'"):
+        getattr(optim, name)([torch.nn.Parameter(torch.ones(3))], foreech=True)
 
 
 def test_a_subclass_may_have_options_of_its_own() -> None:
