@@ -16,6 +16,7 @@ from optimizer_cases import (
     ROWS,
     bits_of,
     every_class,
+    free_weight,
     grid_weight,
     normal,
     on,
@@ -32,7 +33,7 @@ from torch import Tensor, nn
 
 import fp8manifold as fm
 from fp8manifold import optim
-from fp8manifold.optim import RiemannianAdam, RiemannianSGD
+from fp8manifold.optim import RiemannianAdam, RiemannianSGD, StiffnessAdamW
 
 # ------------------------------------------------------------------------ What every optimizer of the registry keeps to
 by_name = pytest.mark.parametrize("name", NAMES)
@@ -354,3 +355,21 @@ def test_a_wrapper_has_hooks_of_its_own() -> None:
 def test_what_is_no_state_is_refused(state: Any) -> None:
     with pytest.raises(TypeError, match="state_dict must be a dict"):
         stepped("StiffnessAdamW")[1].load_state_dict(state)
+
+
+@pytest.mark.parametrize("kind", [StiffnessAdamW, RiemannianAdam])
+def test_a_reset_starts_the_averages_anew(kind: Any) -> None:
+    """After it the step is that of a fresh optimizer at the same point (float64, no rounding)."""
+    weight = free_weight(normal(30, dtype=torch.float64))
+    optimizer = kind([weight], reset_every=4, refresh_every=1)
+    for t in range(4):
+        put_gradients([weight], t)
+        optimizer.step()
+    twin = free_weight(values([weight])[0])
+    fresh = kind([twin], refresh_every=1)
+    for t in range(4, 7):
+        put_gradients([weight], t)
+        put_gradients([twin], t)
+        optimizer.step()
+        fresh.step()
+        assert torch.equal(weight, twin)

@@ -264,3 +264,19 @@ def test_averages_follow_their_unit(moments: str) -> None:
         assert torch.equal(optimizer.state[p][name], expected)
     for name, power in (("avg_bound", -20), ("sq_bound", -40)):
         assert name not in bounds or torch.equal(optimizer.state[p][name], bounds[name] * 2.0**power)
+
+
+def test_a_state_of_before_there_were_units_goes_on() -> None:
+    """Its averages are those of ``S g`` itself, until S_ref is looked at the next time."""
+    weights = [fm.FP8Parameter(normal(8, 32), "E4M3", seed=0) for _ in range(2)]
+    ours, old = (RiemannianAdam([p], lr=0.7, refresh_every=3) for p in weights)
+    for t in range(7):
+        for p, optimizer in zip(weights, (ours, old), strict=True):
+            p.grad = normal(8, 32, seed=t)
+            optimizer.step()
+        state = old.state[weights[1]]
+        if t in (1, 4):
+            change_unit(state, 1.0)
+            del state["unit"]
+            old.load_state_dict(old.state_dict())
+        assert torch.equal(weights[0].codes, weights[1].codes), t
