@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from in_backward_cases import OPTIMIZERS, everything, network, train
+from in_backward_cases import OPTIMIZERS, eager, everything, network, train
 from torch import Tensor, nn
 
 import fp8manifold as fm
@@ -29,12 +29,6 @@ def pass_all(model: nn.Module, optimizer: Any, steps: int = 1) -> None:
         for tokens in BATCHES:
             loss(model, tokens).backward()
         optimizer.step()
-
-
-def eager(optimizer: Any) -> Any:
-    for group in optimizer.param_groups:
-        group["compile"] = False
-    return optimizer
 
 
 def rounded_sums(model: nn.Module, optimizer: Any) -> dict[Tensor, Tensor]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from in_backward_cases import OPTIMIZERS, everything, loss, network, train
+from in_backward_cases import OPTIMIZERS, eager, everything, loss, network, train
 from torch import Tensor, nn
 
 from fp8manifold import optim
@@ -18,12 +18,6 @@ SMALL = 1e-3
 
 def everyone(optimizer: Any) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def eager(optimizer: Any) -> Any:
-    for group in optimizer.param_groups:
-        group["compile"] = False
-    return optimizer
 
 
 def without_norms(saved: list[Any]) -> list[Any]:

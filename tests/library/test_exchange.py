@@ -28,12 +28,6 @@ STORED = [
 stored = pytest.mark.parametrize(("storage", "granularity"), STORED, ids="-".join)
 
 
-@pytest.fixture(autouse=True)
-def quiet() -> None:
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-
-
 def llama(tied: bool = True, **options: Any) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(0)

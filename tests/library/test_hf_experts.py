@@ -35,12 +35,6 @@ PARAMETERS: dict[str, Any] = {"*.experts.*": "E4M3", "*_bias": "none"}
 OPTIONS: dict[str, Any] = {"parameters": PARAMETERS, "embeddings": "E4M3"}
 
 
-@pytest.fixture(autouse=True)
-def quiet() -> None:
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-
-
 def mixture(kind: str, **more: Any) -> Any:
     config = getattr(transformers, f"{kind}Config")(**COMMON, **KINDS[kind], **more)
     with torch.random.fork_rng():

@@ -24,12 +24,6 @@ DELAYED = LayerSpec(
 )
 
 
-@pytest.fixture(autouse=True)
-def quiet() -> None:
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-
-
 def llama(tied: bool = True) -> Any:
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = transformers.LlamaConfig(**sizes, vocab_size=48, tie_word_embeddings=tied)
