@@ -285,3 +285,11 @@ def test_a_scale_is_read_in_compiled_code() -> None:
         for ours, its in zip(read(p), (p.scale, p.expanded_scale(), p.dequantize()), strict=True):
             assert torch.equal(ours, its)
         p.set_scale_(p.scale.flip(0))
+
+
+def test_rows_keep_the_scales_that_they_had() -> None:
+    """Float32, below 2^-126 too."""
+    p = parameter(granularity="channel")
+    assert p.set_scale_(2.0**-130).scale.flatten().tolist() == [2.0**-130] * 4
+    with pytest.raises(ValueError, match=r"scale holds 0\.3"):
+        p.set_scale_(0.3)

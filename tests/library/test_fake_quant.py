@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
 from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
 from optimizer_cases import bits_of, normal
 
 from fp8manifold import amax_scale, fake_quantize, round_to_grid
@@ -188,3 +190,41 @@ def test_compiled_values_and_gradients_are_the_eager_ones() -> None:
         z.backward(normal(3, 500, seed=3))
         results.append([bits_of(t) for t in (z, x.grad, y.grad)])  # type: ignore[arg-type]
     assert results[0] == results[1]
+
+
+def test_blocked_gradients_are_zero_whatever_comes_in() -> None:
+    upstream = torch.tensor([math.inf, math.nan, 1.0])
+    x = torch.tensor([1000.0, -1000.0, 1.0])
+    assert gradient_of(x, upstream, scale=1.0, ste="clipped").tolist() == [0.0, 0.0, 1.0]
+    assert gradient_of(-x, upstream, scale=1.0, ste="none").tolist() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(("dtype", "slack"), [(torch.float16, 2.0**-11), (torch.bfloat16, 2.0**-8)])
+def test_halves_are_computed_in_float32_and_keep_their_dtype(dtype: torch.dtype, slack: float) -> None:
+    x = normal(1000).to(dtype).requires_grad_()
+    y = fake_quantize(x, "E7M0", granularity="tensor")
+    assert y.dtype == dtype
+    wide = fake_quantize(x.detach().float(), "E7M0")
+    assert ((y.detach().float() - wide).abs() <= wide.abs() * slack).all()
+    y.sum().backward()
+    assert x.grad.dtype == dtype  # type: ignore[union-attr]
+    assert (x.grad == 1).all()  # type: ignore[union-attr]
+
+
+@settings
+@given(st.lists(st.floats(-(2.0**30), 2.0**30, width=32), min_size=1, max_size=20), st.booleans())
+def test_a_dynamic_scale_clips_nothing(x: list[float], channel: bool) -> None:
+    """amax itself is within the range, whatever the rounding of amax / max."""
+    tensor = torch.tensor(x)
+    granularity = "channel" if channel else "tensor"
+    assert (gradient_of(tensor, torch.ones(len(x)), ste="clipped", granularity=granularity) == 1).all()
+    doubles = gradient_of(tensor.double() * (1 + 1e-9), torch.ones(len(x)).double(), ste="clipped")
+    assert (doubles == 1).all()
+
+
+@pytest.mark.parametrize("rounding", ["toward_zero", "up", "down", "stochastic"])
+def test_the_other_roundings(rounding: Any) -> None:
+    x = normal(500)
+    key = {"seed": 3, "step": 7, "stream": 2} if rounding == "stochastic" else {}
+    y = fake_quantize(x, "E4M3", 0.5, rounding=rounding, **key)  # type: ignore[arg-type]
+    assert torch.equal(y, round_to_grid(x / 0.5, "E4M3", rounding, **key) * 0.5)  # type: ignore[arg-type]

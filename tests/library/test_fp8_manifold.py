@@ -172,3 +172,30 @@ def test_random_points_lie_on_the_grid_and_spread_over_the_codes(fmt, rounding) 
     expected[[0, -1]] /= 2
     chi2, freedom = float(((counts - expected).square() / expected).sum()), 2 * fmt.max_code
     assert abs(chi2 - freedom) <= 5 * math.sqrt(2 * freedom)
+
+
+every_format = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+
+
+@every_format
+@every_scale
+@both_roundings
+def test_retraction_from_every_code_lands_on_the_grid(fmt, scale, rounding) -> None:
+    """All codes, with steps from 2^-30 ULP to far beyond the range, both signs, float32 and float64."""
+    manifold = fm.FP8Manifold(fmt, scale, rounding)
+    steps = torch.tensor([0.0, 2.0**-30, 0.3, 0.5, 1.0, 7.7, 1e3, 1e12, math.inf])
+    for dtype in (torch.float32, torch.float64):
+        points = spread(grid(fmt, dtype), scale)
+        for step in torch.cat([steps, -steps]).to(dtype):
+            y = manifold.retr(points, manifold.stiffness(points) * step)
+            assert lands_on_grid(y, fmt, scale)
+            if step.isinf():
+                assert (y.abs() == spread(torch.tensor(fmt.max, dtype=dtype), scale)).all()
+
+
+@few_formats
+def test_stochastic_saturates_at_the_ends(fmt) -> None:
+    manifold = fm.FP8Manifold(fmt, 1.0, "stochastic")
+    x = torch.full((1000,), fmt.max)
+    assert same_bits(manifold.retr(x, 0.4 * manifold.stiffness(x)), x)
+    assert same_bits(manifold.retr(-x, -0.4 * manifold.stiffness(x)), -x)

@@ -381,3 +381,18 @@ def test_a_missing_or_old_package_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(sys.modules, "transformers.quantizers.auto", None)
     with pytest.raises(ImportError, match=r"needs transformers: pip install 'fp8manifold\[hf\]'"):
         huggingface.register()
+
+
+def test_scales_are_not_cast_with_the_model(tmp_path: Path) -> None:
+    """A power of two that bfloat16 does not have."""
+    model: Any = quantize_model(llama(), {"*": "E4M3"}, "fp8", tied="leave")
+    scale = model.model.layers[0].mlp.up_proj.weight.scale.fill_(2.0**-140)
+    huggingface.attach(model).save_pretrained(tmp_path)
+    assert torch.equal(read(tmp_path, dtype=torch.bfloat16).model.layers[0].mlp.up_proj.weight.scale, scale)
+
+
+def test_a_model_in_several_files_comes_back(tmp_path: Path) -> None:
+    model = huggingface.attach(quantize_model(llama(), {"*": "E3M4"}, "fp8", tied="leave"))
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    assert bits(read(tmp_path)) == bits(model)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from optimizer_cases import normal, through_disk
 from torch import Tensor, nn
 
+import fp8manifold as fm
 from fp8manifold import LayerSpec, OperandSpec, QuantizedLinear, fake_quantize, quantize_model
 
 storages = pytest.mark.parametrize("storage", ["master", "grid", "fp8"])
@@ -306,3 +307,21 @@ def gradients_of_compiled(layer: QuantizedLinear) -> tuple[Tensor, Tensor, Tenso
     layer.zero_grad()
     function(x).backward(G)
     return x.grad, layer.weight.grad, layer.bias.grad  # type: ignore[return-value]
+
+
+def test_a_gradient_without_quantised_weights() -> None:
+    layer = layer_of(LayerSpec(gradient="E5M2"))
+    plain = nn.Linear(32, 64)
+    plain.load_state_dict({"weight": layer.weight, "bias": layer.bias})
+    assert torch.equal(layer(X), plain(X))
+    assert close(gradients(layer)[0], fake_quantize(G, "E5M2") @ plain.weight)
+
+
+def test_master_weights_in_blocks_have_scales_that_are_powers_of_two() -> None:
+    layer = layer_of(LayerSpec("E4M3", granularity="block"))
+    scale = layer.weight_scale()
+    assert scale.shape == (64, 32)
+    assert layer.weight_scaler.preview(layer.weight).shape == (64, 1)  # type: ignore[union-attr]
+    assert (torch.frexp(scale).mantissa == 0.5).all()
+    assert torch.equal(fm.decode(layer.weight_codes(), "E4M3") * scale, layer.quantized_weight())
+    assert torch.equal(layer(X), F.linear(X, fake_quantize(layer.weight, "E4M3", granularity="block"), layer.bias))

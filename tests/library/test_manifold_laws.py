@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from manifold_cases import (
+    EPS,
     METRICS,
     SCALES,
     both_dtypes,
@@ -182,3 +183,36 @@ def test_projection_takes_the_nearest_point(fmt, scale, dtype) -> None:
     assert ((spread(x, scale) - y).abs() <= best + slack).all()
     kept = manifold.projx(points)
     assert same_bits(kept, points) if fmt.has_negative_zero else (kept == points).all()
+
+
+@every_format
+@every_metric
+@every_scale
+def test_transport_is_an_isometry_and_goes_back(fmt, metric, scale) -> None:
+    manifold = fm.StiffnessManifold(fmt, scale, metric)
+    x, y = interior_and_grid(fmt, scale)
+    u, v = manifold.stiffness(x) * 1.7, manifold.stiffness(x) * -0.6
+    there, other = manifold.transp(x, y, u), manifold.transp(x, y, v)
+    assert torch.allclose(manifold.norm(y, there), manifold.norm(x, u), rtol=8 * EPS, atol=0)
+    assert torch.allclose(manifold.inner(y, there, other), manifold.inner(x, u, v), rtol=16 * EPS, atol=0)
+    assert torch.allclose(manifold.transp(y, x, there), u, rtol=8 * EPS, atol=0)
+    assert same_bits(manifold.transp(x, x, u), u)
+
+
+def test_projection_of_the_continuous_manifold_keeps_what_is_inside() -> None:
+    manifold = fm.StiffnessManifold("E4M3", torch.tensor([[0.25], [2.0]]))
+    x = torch.tensor([[100.0, 200.0, -0.0], [800.0, -1e9, 897.0]])
+    assert same_bits(manifold.projx(x), torch.tensor([[100.0, 112.0, -0.0], [800.0, -896.0, 896.0]]))
+
+
+@few_formats
+@every_scale
+def test_chart_and_its_inverse_are_the_interpolation_of_codes(fmt, scale) -> None:
+    manifold = fm.StiffnessManifold(fmt, scale)
+    x = torch.cat([off_grid(fmt, 2000), grid(fmt)])
+    codes = torch.from_numpy(ruler(fmt).chart(x.numpy()))
+    points = spread(x, scale)
+    error = 16 * EPS * (2 ** (fmt.mantissa_bits + 1) + codes.abs())
+    assert ((manifold.to_chart(points) - codes).abs() <= error).all()
+    back = manifold.from_chart(codes.expand_as(points))
+    assert ((back - points).abs() <= error * manifold.stiffness(points)).all()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import fp8manifold as fm
 from fp8manifold.optim import StiffnessAdamW
 from fp8manifold.optim._spec import MOMENT_FORMAT
-from fp8manifold.optim._step import _scale, _to_bfloat16
+from fp8manifold.optim._step import _root_codes, _scale, _to_bfloat16
 
 WIDTH = 256
 ROWS = 16
@@ -61,3 +61,22 @@ def test_the_second_moment_is_right_in_the_mean(beta2: float, path: bool | None)
         if t in (99, 399):
             ratio = second_of(optimizer.state[p]).double() / exact
             assert abs(ratio.mean().item() - 1) < 4 * ratio.std().item() / len(ratio.flatten()) ** 0.5, t
+
+
+def test_a_value_of_bfloat16_stays() -> None:
+    patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    finite = patterns[patterns.isfinite()]
+    for draw in (0, 1, 0xFFFF):
+        kept = _to_bfloat16(finite.float(), torch.full(finite.shape, draw, dtype=torch.int32))
+        assert torch.equal(kept.view(torch.int16), finite.view(torch.int16))
+
+
+def test_a_root_of_a_code_stays_and_none_but_0_becomes_0() -> None:
+    """What lies below the smallest code is kept there, which overstates it: it is divided by."""
+    every = torch.arange(MOMENT_FORMAT.max_code + 1, dtype=torch.int32)
+    for draw in (0, 1, 0xFFFFFF):
+        draws = torch.full_like(every, draw)
+        codes = _root_codes(fm.decode(every.to(torch.uint8), MOMENT_FORMAT), torch.tensor(1.0), draws)
+        assert torch.equal(codes.int(), every)
+        for tiny in (2.0**-10, 1e-30, 2.0**-149):
+            assert (_root_codes(torch.full(every.shape, tiny), torch.tensor(1.0), draws) == 1).all()

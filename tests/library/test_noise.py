@@ -309,3 +309,15 @@ def test_an_average_of_transposed_weights(storage: Any) -> None:
     for ours, layer in zip(average.module, model, strict=True):
         weight = layer.weight.detach()
         assert torch.equal(ours.weight, (weight.dequantize() if storage == "fp8" else weight).t())
+
+
+def test_loading_a_state_does() -> None:
+    model = torch.nn.ParameterList([byte(6)])
+    saved, seen = copy.deepcopy(model.state_dict()), []
+    for _ in range(2):
+        with torch.no_grad():
+            model[0].add_(0.03)
+        seen.append(model[0].codes.clone())
+        model.load_state_dict(saved)
+        assert int(model[0].counter) == 0
+    assert torch.equal(*seen)

@@ -373,3 +373,12 @@ def test_a_reset_starts_the_averages_anew(kind: Any) -> None:
         optimizer.step()
         fresh.step()
         assert torch.equal(weight, twin)
+
+
+@every_class
+def test_a_scheduler_begins_from_the_lr_of_the_moment(kind: Any) -> None:
+    """As around torch's optimizers: the lr may have been set by hand before."""
+    optimizer = kind([grid_weight()], lr=0.2)
+    optimizer.param_groups[0]["lr"] = 0.05
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1.0)
+    assert scheduler.base_lrs == [0.05]

@@ -253,3 +253,24 @@ def test_what_can_not_be_exported_is_refused() -> None:
         for state in ({"w": parameter(), part: torch.ones(1)}, {part: torch.ones(1), "w": parameter()}):
             with pytest.raises(ValueError, match="called like a part of it"):
                 flatten_state_dict(state)
+
+
+def test_safetensors_writes_a_whole_model(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    model, other = made(), made(seed=1)
+    safetensors.save_model(model, str(tmp_path / "m"))
+    assert safetensors.load_model(other, str(tmp_path / "m")) == (set(), [])
+    assert same_store(other[0].weight, model[0].weight)
+
+
+@pytest.mark.filterwarnings("ignore")  # what other libraries announce is their own business
+def test_accelerate_writes_and_reads_a_model(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model, other, placed = made(), made(seed=1), made(seed=2)
+    kept = copy.deepcopy(placed[0].weight)
+    accelerate.Accelerator(cpu=True).save_model(model, tmp_path)
+    accelerate.load_checkpoint_in_model(other, tmp_path)
+    assert same_store(other[0].weight, model[0].weight)
+    with pytest.raises(ValueError, match="does not have a parameter or a buffer named weight_counter"):
+        accelerate.load_checkpoint_in_model(placed, tmp_path, device_map={"": "cpu"})
+    assert placed[0].weight.seed == kept.seed

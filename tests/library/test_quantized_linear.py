@@ -184,3 +184,16 @@ def test_dequantize_puts_plain_layers_back(storage: Any) -> None:
 def test_repr_says_what_is_quantised(storage: Any) -> None:
     layer = quantize_model(nn.Linear(8, 4), LayerSpec("E4M3", activation="E5M2"), storage)
     assert f"weight=E4M3, activation=E5M2, storage={storage}" in repr(layer)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_grid_survives_a_change_of_dtype(dtype: torch.dtype) -> None:
+    """Values of 8 bits at power-of-two scales are exact in bfloat16."""
+    layer = quantize_model(nn.Linear(8, 4), "E4M3", "grid")
+    codes = layer.weight_codes()
+    layer.to(dtype)
+    assert layer.weight.dtype == dtype
+    assert layer.weight.manifold is layer.manifold
+    assert on_grid(layer.weight)
+    assert torch.equal(layer.weight_codes(), codes)
+    assert layer(torch.ones(1, 8, dtype=dtype)).dtype == dtype

@@ -208,3 +208,20 @@ def test_numpys_rounds_are_torchs() -> None:
     first, second, third = round_keys((5, 6, 7), 0)
     index = torch.arange(2**17, dtype=torch.int32)
     assert torch.equal(draw_of(mix(index + first, second, third)), fm.random_bits(2**17, seed=5, step=6, stream=7))
+
+
+def test_high_offsets_are_not_low_ones() -> None:
+    low = draws(offset=0)
+    for offset in (2**32, 2**33, 2**40, 2**63):
+        assert_independent(low, draws(offset=offset), f"offset {offset}")
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_number_of_threads_does_not_matter(threads: int) -> None:
+    before = torch.get_num_threads()
+    expected = fm.random_bits((N,), seed=6)
+    try:
+        torch.set_num_threads(threads)
+        assert torch.equal(fm.random_bits((N,), seed=6), expected)
+    finally:
+        torch.set_num_threads(before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -218,3 +219,34 @@ def test_no_gradient_flows_through_a_scale() -> None:
 
 def test_repr() -> None:
     assert repr(Scale("E4M3", "channel", "static")) == "Scale(E4M3, channel, static)"
+
+
+def test_tiny_magnitudes_have_a_normal_scale() -> None:
+    """Dividing by a subnormal would give Inf."""
+    x = torch.tensor([2.0**-149, 0.0])
+    assert amax_scale(x, "E4M3").item() == 2.0**-126
+    assert (x / amax_scale(x, "E4M3")).isfinite().all()
+
+
+@settings
+@given(st.floats(2.0**-30, 2.0**30, width=32), st.sampled_from(FORMATS), st.sampled_from([1.0, 2.0, 16.0, 100.0]))
+def test_storage_leaves_headroom(amax: float, name: str, headroom: float) -> None:
+    """A power of two with which the largest weight may grow by headroom; half of it would not do."""
+    fmt = fm.FloatFormat.from_string(name)
+    scale = storage_scale(torch.tensor([[amax, -amax / 2]]), fmt, headroom=headroom)
+    assert is_power_of_two(scale)
+    assert scale.item() * fmt.max * (1 + 1e-6) >= amax * headroom
+    deep = scale.item() * fmt.ulp_min * 2.0**40 / 2 < amax  # 40 binades are enough
+    assert scale.item() / 2 * fmt.max < amax * headroom or deep
+
+
+@settings
+@given(st.lists(st.floats(-(2.0**40), 2.0**40, width=32), min_size=1, max_size=8), st.sampled_from(FORMATS))
+def test_what_a_scale_was_made_from_does_not_saturate(x: list[float], name: str) -> None:
+    """Whatever the rounding of amax / max."""
+    for pow2 in (False, True):
+        scale = Scale(name, policy="static", pow2=pow2)
+        scale(torch.tensor(x))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            scale(torch.tensor(x))

@@ -318,3 +318,13 @@ def test_safetensors_and_loading() -> None:
         empty = nn.Sequential(nn.Linear(192, 130), nn.Linear(130, 7))
     read = fm.load_quantized(empty, floats.state_dict(), "E4M3", granularity="square")
     assert same(read, fm.quantize_model(floats, "E4M3", storage="fp8", granularity="square"))
+
+
+def test_a_state_of_other_scales_is_refused() -> None:
+    model, other = net(), net(granularity="channel")
+    optimizer = optim.StiffnessAdamW(model.parameters())
+    trained(model, optimizer, range(1))
+    later = optim.StiffnessAdamW(other.parameters())
+    with pytest.raises(ValueError, match="one scale a square of 128 x 128") as refusal:
+        later.load_state_dict(optimizer.state_dict())
+    assert "\n" not in str(refusal.value)

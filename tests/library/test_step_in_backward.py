@@ -259,3 +259,24 @@ def test_what_it_cannot_be_over_is_refused(
     with pytest.raises(RuntimeError, match="one process, and here are 2"):
         loss(model).backward()
     assert everything(model, optimizer) == before
+
+
+def test_schedulers_see_their_steps(stepping: tuple[nn.Module, Any, Any], recwarn: pytest.WarningsRecorder) -> None:
+    model, optimizer, _ = stepping
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, 0.5, 10)
+    train(model, optimizer, 1)
+    schedule.step()
+    assert not recwarn.list
+
+
+def test_a_parameter_that_was_frozen_is_not_forgotten() -> None:
+    model = network("fp8")
+    optimizer = OPTIMIZERS["adamw"](model)
+    model[5].bias.requires_grad_(False)
+    optim.step_in_backward(optimizer)
+    train(model, optimizer, 1)
+    model[5].bias.requires_grad_(True)
+    optimizer.zero_grad()
+    loss(model).backward()
+    with pytest.raises(RuntimeError, match=r"shape \(4,\)\) has a gradient that step_in_backward was not told of"):
+        optimizer.step()

@@ -222,3 +222,15 @@ def test_a_metric_function_is_tabulated_once() -> None:
         put_gradients([weight], t)
         optimizer.step()
     assert len(asked) == 1
+
+
+def test_the_reference_is_refreshed_when_due() -> None:
+    weight = free_weight(torch.full((4,), 1.0, dtype=double), "E4M3")
+    optimizer = StiffnessAdamW([weight], lr=0.0, refresh_every=3)
+    seen = []
+    for t in range(7):
+        weight.data.fill_(2.0**t)
+        put_gradients([weight], t)
+        optimizer.step()
+        seen.append(optimizer.state[weight]["reference"] * 8)
+    assert seen == [1.0, 1.0, 1.0, 8.0, 8.0, 8.0, 64.0]

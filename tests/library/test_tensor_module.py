@@ -262,3 +262,38 @@ def test_a_layer_is_not_moved_while_a_graph_holds_its_weight() -> None:
     del loss
     assert layer.to(torch.bfloat16).weight.dtype is torch.bfloat16
     assert layer.weight.grad.dtype is torch.bfloat16
+
+
+def test_memory_for_meta_weights() -> None:
+    """to_empty gives codes, not floats; a state dict then fills them."""
+    net = stepped(Net())
+    with torch.device("meta"):
+        other = Net()
+    other.to_empty(device="cpu")
+    assert all(type(p) is fm.FP8Parameter and p.codes.dtype == torch.uint8 for p in other.stored)
+    other.load_state_dict(net.state_dict())
+    assert torch.equal(net(INPUT), other(INPUT))
+
+
+def test_a_deep_copy_of_a_module_is_independent() -> None:
+    net = stepped(Net())
+    twin = copy.deepcopy(net)
+    assert all(same_store(a, b) for a, b in zip(net.stored, twin.stored, strict=True))
+    expected = net(INPUT)
+    stepped(twin)
+    assert torch.equal(net(INPUT), expected)
+    assert not torch.equal(twin(INPUT), expected)
+    tied = nn.ModuleList([net.first, net.first])
+    copied = copy.deepcopy(tied)
+    assert copied[0].weight is copied[1].weight
+
+
+def test_hooks_see_the_parameter() -> None:
+    net, seen = Net(), []
+    net.first.weight.register_post_accumulate_grad_hook(lambda p: seen.append((type(p), p.grad.shape)))
+    net.first.weight.register_hook(lambda g: g * 2)
+    loss_of(net).backward()
+    assert seen == [(fm.FP8Parameter, (64, 32))]
+    plain = Net()
+    loss_of(plain).backward()
+    assert torch.equal(net.first.weight.grad, 2 * plain.first.weight.grad)  # type: ignore[operator, arg-type]

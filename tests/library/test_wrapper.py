@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -261,3 +262,39 @@ def test_it_wraps_optimizers_only() -> None:
     optimizer = StiffnessWrapper(SGD([grid_weight()], lr=0.1))
     with pytest.raises(ValueError, match="StiffnessWrapper"):
         optimizer.load_state_dict(SGD([grid_weight()], lr=0.1).state_dict())
+
+
+def test_scale_alone_scales_every_update() -> None:
+    parameters = [free_weight(normal(9, dtype=double)), nn.Parameter(normal(9, dtype=double))]
+    before = values(parameters)
+    put_gradients(parameters, 0)
+    StiffnessWrapper(SGD(parameters, lr=0.1), scale=0.25).step()
+    for p, old in zip(parameters, before, strict=True):
+        assert torch.allclose(p.detach(), old - 0.025 * p.grad, rtol=1e-13, atol=0)  # type: ignore[operator]
+
+
+def test_every_step_and_parameter_has_its_own_draws() -> None:
+    """Half an ULP each time, from the same place: which weights move is independent of the step and the parameter."""
+    weights = [on(fm.FP8Manifold("E4M3"), torch.full((4000,), 1.5)) for _ in range(2)]
+    optimizer = StiffnessWrapper(SGD(weights, lr=0.0625), writeback="stochastic")
+    moves = []
+    for _ in range(2):
+        for weight in weights:
+            weight.data.fill_(1.5)
+            weight.grad = torch.ones(4000)
+        optimizer.step()
+        moves += [(weight.detach() != 1.5).float() for weight in weights]
+    for i, a in enumerate(moves):
+        for b in moves[:i]:
+            assert abs(torch.corrcoef(torch.stack([a, b]))[0, 1]) < 4 / 4000**0.5
+
+
+def test_a_deep_copy_steps_its_own_parameters_alike() -> None:
+    model = fm.quantize_model(torch.nn.Sequential(torch.nn.Linear(4, 4)), "E4M3", storage="grid")
+    optimizer = fm.optim.StiffnessWrapper(torch.optim.SGD(model.parameters(), lr=0.1), exponent=1.0)
+    twin, other = copy.deepcopy((model, optimizer))
+    for m, o in ((model, optimizer), (twin, other)):
+        m(torch.ones(1, 4)).sum().backward()
+        o.step()
+    assert torch.equal(model[0].weight, twin[0].weight)
+    assert model[0].weight is not twin[0].weight

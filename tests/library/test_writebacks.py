@@ -13,6 +13,7 @@ from torch import Tensor
 import fp8manifold as fm
 from fp8manifold import optim
 from fp8manifold._encoded.storage import packed_length, packed_width
+from fp8manifold.optim import WRITEBACKS
 from fp8manifold.optim._packing import pack_residual, unpack_residual
 
 PARTS = {"residual8": 256, "residual4": 16, "residual2": 4}
@@ -149,3 +150,16 @@ def test_code_and_residual_are_one_number(writeback: str) -> None:
         position = position + step
         found = fm.to_chart(held(p, optimizer.state[p]), "E4M3")
         assert torch.equal(found, position)
+
+
+def test_what_is_out_of_range_saturates_and_comes_back() -> None:
+    for writeback in WRITEBACKS:
+        p = fm.FP8Parameter(torch.tensor([400.0, -400.0, 1.0]), "E4M3", scale=1.0)
+        options = {"lr": 1.0, "momentum": 0.5, "stiffness": 0.0, "writeback": writeback, "refresh_every": 10**6}
+        optimizer = move("StiffnessSGD", p, options, torch.tensor([-1e9, 1e9, 0.0]))
+        assert p.tolist() == [448.0, -448.0, 1.0]
+        assert held(p, optimizer.state[p]).abs().max() <= 448
+        optimizer.state[p]["momentum_buffer"].zero_()
+        p.grad = torch.tensor([64.0, -64.0, 0.0])
+        optimizer.step()
+        assert p.tolist() == [384.0, -384.0, 1.0]
