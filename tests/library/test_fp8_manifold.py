@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import numpy as np
@@ -17,6 +18,7 @@ from manifold_cases import (
     deterministic,
     grid,
     lands_on_grid,
+    off_grid,
     ruler,
     same_bits,
     spread,
@@ -28,13 +30,48 @@ pytestmark = pytest.mark.covering(2)
 
 DRAWS = 1_000_000
 
+every_format = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
 few_formats = pytest.mark.parametrize("fmt", FEW.values(), ids=FEW)
 every_scale = pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
 both_roundings = pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 every_metric = pytest.mark.parametrize("metric", METRICS.values(), ids=METRICS)
+any_float = st.floats(width=32, allow_nan=False)
 
 
 # ---------------------------------------------------------------------------------------- on the grid
+@deterministic
+@given(
+    name=st.sampled_from(sorted(FORMATS)),
+    scale=st.sampled_from([1.0, 2.0**-7, 0.3]),
+    rounding=st.sampled_from(["nearest", "stochastic"]),
+    retraction=st.sampled_from(["exponential", "euclidean"]),
+    metric=st.sampled_from(sorted(METRICS)),
+    pairs=st.lists(st.tuples(any_float, any_float), min_size=1),
+)
+def test_retraction_lands_on_the_grid(name, scale, rounding, retraction, metric, pairs) -> None:
+    """From any point of the grid along any float32, the tiny, the huge and Inf included."""
+    fmt = FORMATS[name]
+    manifold = fm.FP8Manifold(fmt, scale, rounding, seed=3, metric=METRICS[metric], retraction=retraction)
+    x, u = torch.tensor(pairs, dtype=torch.float32).unbind(1)
+    y = manifold.retr(manifold.projx(x), u)
+    assert lands_on_grid(y, fmt, scale)
+    assert manifold.check_point_on_manifold(y)
+
+
+@every_format
+@every_scale
+@both_roundings
+def test_retraction_from_every_code_lands_on_the_grid(fmt, scale, rounding) -> None:
+    """All codes, with steps from 2^-30 ULP to far beyond the range, both signs, float32 and float64."""
+    manifold = fm.FP8Manifold(fmt, scale, rounding)
+    steps = torch.tensor([0.0, 2.0**-30, 0.3, 0.5, 1.0, 7.7, 1e3, 1e12, math.inf])
+    for dtype in (torch.float32, torch.float64):
+        points = spread(grid(fmt, dtype), scale)
+        for step in torch.cat([steps, -steps]).to(dtype):
+            y = manifold.retr(points, manifold.stiffness(points) * step)
+            assert lands_on_grid(y, fmt, scale)
+            if step.isinf():
+                assert (y.abs() == spread(torch.tensor(fmt.max, dtype=dtype), scale)).all()
 
 
 @deterministic
@@ -72,6 +109,58 @@ def test_the_rest_is_the_ambient_manifold(fmt, metric, scale) -> None:
         assert not ours.check_point_on_manifold(ours.expmap(x, u))
     assert not ours.reversible
     assert ambient.reversible
+
+
+# ------------------------------------------------------------------------------------------- nearest
+@every_format
+@every_scale
+def test_nearest_stalls_below_half_an_ulp(fmt, scale) -> None:
+    """Bit stall: exactly the steps below half a code are lost, at every code but the ends, in both directions."""
+    manifold = fm.FP8Manifold(fmt, scale)
+    codes = torch.from_numpy(ruler(fmt).codes[1:-1])
+    x = spread(torch.from_numpy(ruler(fmt).values[1:-1]), scale)
+    for direction in (1.0, -1.0):
+        ulp = direction * manifold.stiffness(x)
+        next_point = spread(torch.from_numpy(ruler(fmt).inverse(codes.numpy() + direction)), scale)
+        assert (manifold.retr(x, 0.499 * ulp) == x).all()
+        assert (manifold.retr(x, 0.501 * ulp) == next_point).all()
+
+
+@every_format
+def test_nearest_breaks_ties_to_the_even_code(fmt) -> None:
+    manifold = fm.FP8Manifold(fmt)
+    codes, x = ruler(fmt).codes[1:-1], torch.from_numpy(ruler(fmt).values[1:-1])
+    moved = manifold.retr(x, 0.5 * manifold.stiffness(x))
+    even = np.where(codes % 2 == 0, codes, codes + 1)
+    assert (moved == torch.from_numpy(ruler(fmt).inverse(even))).all()
+
+
+@pytest.mark.parametrize("name", ["E4M3", "E5M2", "E3M4", "E7M0", "E6M1"])
+def test_inward_from_a_power_of_two_a_quarter_of_an_ulp_in_value_is_enough(name) -> None:
+    """x + u moves beyond S/4; exp halves the step there, so in ULPs of x its threshold is 1/2, in value also S/4."""
+    fmt = FORMATS[name]
+    x = torch.exp2(torch.arange(fmt.emin + 2, fmt.emax, dtype=torch.float64))
+    exponential, euclidean = (fm.FP8Manifold(fmt, retraction=kind) for kind in ("exponential", "euclidean"))
+    s = exponential.stiffness(x)
+    below = x - s / 2
+    assert (euclidean.retr(x, -0.2499 * s) == x).all()
+    assert (euclidean.retr(x, -0.2501 * s) == below).all()
+    assert (exponential.retr(x, -0.4999 * s) == x).all()
+    assert (exponential.retr(x, -0.5001 * s) == below).all()
+
+
+@pytest.mark.parametrize("name", ["E4M3", "E5M2", "E3M4", "E7M0", "E6M1"])
+@both_roundings
+def test_the_two_retractions_differ_across_a_power_of_two(name, rounding) -> None:
+    """One ULP inward from 2^k: exp goes one code down, x + u two (below the edge, codes are half as far apart)."""
+    fmt = FORMATS[name]
+    x = torch.exp2(torch.arange(fmt.emin + 3, fmt.emax, dtype=torch.float64))
+    exponential, euclidean = (fm.FP8Manifold(fmt, 1.0, rounding, retraction=k) for k in ("exponential", "euclidean"))
+    u = -exponential.stiffness(x)
+    assert same_bits(exponential.retr(x, u), x + u / 2)
+    lands = x + u if fmt.mantissa_bits else torch.zeros_like(x)
+    assert same_bits(euclidean.retr(x, u), lands)
+    assert same_bits(exponential.retr(x, -u), euclidean.retr(x, -u))
 
 
 # ----------------------------------------------------------------------------------------- stochastic
@@ -120,6 +209,45 @@ def test_stochastic_retraction_is_unbiased(fmt, where, step) -> None:
     assert abs(mean - expected) <= 4 * (high - low) * sigma / DRAWS + 1e-12 * abs(expected)
 
 
+@few_formats
+@every_scale
+def test_stochastic_is_unbiased_with_a_scale_and_off_the_grid(fmt, scale) -> None:
+    """From points off the grid, in float32, with any scale, 10^6 draws a row."""
+    manifold = fm.FP8Manifold(fmt, scale, "stochastic", seed=12)
+    start = off_grid(fmt, 20, seed=4, share=0.9)
+    x = spread(start.repeat_interleave(DRAWS // 20), scale).float()
+    u = 0.4 * manifold.stiffness(x)
+    y, expected = manifold.retr(x, u).double(), manifold.expmap(x, u).double()
+    scales = spread(torch.ones((), dtype=torch.float64), scale).expand(*x.shape[:-1], 1)
+    for rows in range(20):
+        part = slice(rows * (DRAWS // 20), (rows + 1) * (DRAWS // 20))
+        units = (expected[..., part.start : part.start + 1] / scales).numpy()
+        f = (c := ruler(fmt).chart(units)) - np.floor(c)
+        gap = torch.from_numpy(ruler(fmt).inverse(np.floor(c) + 1) - ruler(fmt).inverse(np.floor(c))) * scales
+        sigma = gap * torch.from_numpy(np.sqrt(f * (1 - f) / (DRAWS // 20)))
+        error = (y[..., part].mean(-1, keepdim=True) - expected[..., part.start : part.start + 1]).abs()
+        assert (error <= 4 * sigma + 1e-6 * gap).all()
+
+
+@pytest.mark.parametrize("name", ["E4M3", "E7M0", "E1M6"])
+def test_small_steps_add_up_under_stochastic_and_vanish_under_nearest(name) -> None:
+    """40 steps of 1/16 ULP: codes move by a Binomial(40, 1/16), draws of one step independent of those of another."""
+    fmt, n, steps, p = FORMATS[name], 100_000, 40, 1 / 16
+    code = start_code(fmt, "edge") + 2
+    stalled, moving = fm.FP8Manifold(fmt), fm.FP8Manifold(fmt, 1.0, "stochastic", seed=5)
+    x = torch.full((n,), float(ruler(fmt).inverse(np.float64(code))))
+    y, z = x, x
+    for _ in range(steps):
+        y = moving.retr(y, p * moving.stiffness(y))
+        z = stalled.retr(z, p * stalled.stiffness(z))
+    assert same_bits(z, x)
+    moved = moving.to_chart(y).double() - code
+    mean, variance = steps * p, steps * p * (1 - p)
+    fourth = variance * (1 + 3 * (steps - 2) * p * (1 - p))  # fourth central moment of a binomial
+    assert abs(moved.mean() - mean) <= 4 * math.sqrt(variance / n)
+    assert abs(moved.var() - variance) <= 4 * math.sqrt((fourth - variance**2) / n)
+
+
 def test_stochastic_under_the_log_metric_rounds_in_value() -> None:
     """On a logarithmic chart rounding the coordinate would be biased by some 4% (E7M0): the value is rounded."""
     manifold = fm.FP8Manifold("E7M0", 1.0, "stochastic", seed=6, metric="log")
@@ -131,7 +259,19 @@ def test_stochastic_under_the_log_metric_rounds_in_value() -> None:
     assert error <= 4 * 4 * math.sqrt(f * (1 - f) / DRAWS) + 1e-5
 
 
+@few_formats
+def test_stochastic_saturates_at_the_ends(fmt) -> None:
+    manifold = fm.FP8Manifold(fmt, 1.0, "stochastic")
+    x = torch.full((1000,), fmt.max)
+    assert same_bits(manifold.retr(x, 0.4 * manifold.stiffness(x)), x)
+    assert same_bits(manifold.retr(-x, -0.4 * manifold.stiffness(x)), -x)
+
+
 # -------------------------------------------------------------------------------- the counter and seed
+def walk(manifold: fm.FP8Manifold, x: torch.Tensor, steps: int) -> torch.Tensor:
+    for _ in range(steps):
+        x = manifold.retr(x, 0.3 * manifold.stiffness(x))
+    return x
 
 
 def test_every_stochastic_retraction_advances_the_counter() -> None:
@@ -156,6 +296,50 @@ def test_nothing_else_advances_the_counter() -> None:
     assert int(nearest.counter) == int(manifold.counter) == 0
 
 
+def test_resume_gives_the_same_bits() -> None:
+    manifold, x = (
+        fm.FP8Manifold("E4M3", 0.5, "stochastic", seed=9),
+        fm.FP8Manifold("E4M3", 0.5).projx(torch.randn(4096)),
+    )
+    middle = walk(manifold, x, 3)
+    saved = copy.deepcopy(manifold.state_dict())
+    end = walk(manifold, middle, 4)
+    resumed = fm.FP8Manifold("E4M3", 0.5, "stochastic", seed=0)
+    resumed.load_state_dict(saved)
+    assert same_bits(walk(resumed, middle, 4), end)
+    fresh = fm.FP8Manifold("E4M3", 0.5, "stochastic", seed=9)
+    assert not torch.equal(walk(fresh, middle, 4), end)
+
+
+def test_seeds_give_unrelated_draws() -> None:
+    """Of weights that move with probability 3/10 under two seeds, 9/100 move under both."""
+    x = torch.ones(DRAWS)
+    a, b = (fm.FP8Manifold("E4M3", 1.0, "stochastic", seed=seed) for seed in (1, 2))
+    u = 0.3125 * a.stiffness(x)
+    both = ((a.retr(x, u) != x) & (b.retr(x, u) != x)).double().mean()
+    p = 0.3125**2
+    assert abs(both - p) <= 4 * math.sqrt(p * (1 - p) / DRAWS)
+
+
+def test_draws_do_not_depend_on_torchs_generator() -> None:
+    results = []
+    for seed in (0, 1234):
+        torch.manual_seed(seed)
+        state = torch.get_rng_state()
+        results.append(walk(fm.FP8Manifold("E4M3", 1.0, "stochastic", seed=7), torch.ones(4096), 3))
+        assert torch.equal(torch.get_rng_state(), state)
+    assert same_bits(*results)
+
+
+def test_deepcopy_has_a_counter_of_its_own() -> None:
+    manifold, x = fm.FP8Manifold("E4M3", 1.0, "stochastic", seed=7), torch.ones(4096)
+    walk(manifold, x, 2)
+    twin = copy.deepcopy(manifold)
+    assert same_bits(walk(twin, x, 3), walk(manifold, x, 3))
+    walk(twin, x, 1)
+    assert int(twin.counter) == int(manifold.counter) + 1
+
+
 # --------------------------------------------------------------------------------------------- random
 @few_formats
 @both_roundings
@@ -174,28 +358,6 @@ def test_random_points_lie_on_the_grid_and_spread_over_the_codes(fmt, rounding) 
     assert abs(chi2 - freedom) <= 5 * math.sqrt(2 * freedom)
 
 
-every_format = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
-
-
-@every_format
-@every_scale
-@both_roundings
-def test_retraction_from_every_code_lands_on_the_grid(fmt, scale, rounding) -> None:
-    """All codes, with steps from 2^-30 ULP to far beyond the range, both signs, float32 and float64."""
-    manifold = fm.FP8Manifold(fmt, scale, rounding)
-    steps = torch.tensor([0.0, 2.0**-30, 0.3, 0.5, 1.0, 7.7, 1e3, 1e12, math.inf])
-    for dtype in (torch.float32, torch.float64):
-        points = spread(grid(fmt, dtype), scale)
-        for step in torch.cat([steps, -steps]).to(dtype):
-            y = manifold.retr(points, manifold.stiffness(points) * step)
-            assert lands_on_grid(y, fmt, scale)
-            if step.isinf():
-                assert (y.abs() == spread(torch.tensor(fmt.max, dtype=dtype), scale)).all()
-
-
-@few_formats
-def test_stochastic_saturates_at_the_ends(fmt) -> None:
-    manifold = fm.FP8Manifold(fmt, 1.0, "stochastic")
-    x = torch.full((1000,), fmt.max)
-    assert same_bits(manifold.retr(x, 0.4 * manifold.stiffness(x)), x)
-    assert same_bits(manifold.retr(-x, -0.4 * manifold.stiffness(x)), -x)
+def test_origin_is_zero() -> None:
+    origin = fm.FP8Manifold("E4M3", torch.ones(2, 1)).origin(2, 3, dtype=torch.float64)
+    assert same_bits(origin.detach().as_subclass(torch.Tensor), torch.zeros(2, 3, dtype=torch.float64))

@@ -7,12 +7,16 @@ import math
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from manifold_cases import (
     EPS,
+    FORMATS,
     METRICS,
     SCALES,
     both_dtypes,
     chart_error,
+    deterministic,
     every_format,
     every_metric,
     every_scale,
@@ -47,6 +51,17 @@ def test_dist_is_the_number_of_steps_for_all_pairs(fmt, scale, dtype, compare_bi
 
 
 @every_format
+@pytest.mark.parametrize("scale", [SCALES["0.3"], SCALES["rows"]], ids=["0.3", "rows"])
+def test_dist_with_any_scale(fmt, scale) -> None:
+    """A product value * scale is rounded, so the steps are whole to a few EPS of the codes."""
+    x, y = pairs(grid(fmt))
+    codes = torch.from_numpy(np.append(ruler(fmt).codes, 0.0))
+    expected = (codes[:, None] - codes[None, :]).abs().flatten()
+    dist = fm.StiffnessManifold(fmt, scale).dist(spread(x, scale), spread(y, scale))
+    assert (dist - expected).abs().max() <= 8 * EPS * 2 ** (fmt.mantissa_bits + 1) + 4 * EPS * fmt.max_code
+
+
+@every_format
 def test_signed_zeros_are_one_point(fmt) -> None:
     zero = torch.tensor(0.0)
     for metric in METRICS.values():
@@ -54,6 +69,21 @@ def test_signed_zeros_are_one_point(fmt) -> None:
         assert manifold.dist(zero, -zero) == 0
         assert manifold.logmap(-zero, zero) == 0
         assert manifold.stiffness(-zero) == manifold.stiffness(zero) > 0
+
+
+@few_formats
+@every_metric
+@every_scale
+def test_dist_is_a_metric(fmt, metric, scale) -> None:
+    """Symmetric, zero on the diagonal, additive along the line (so the triangle inequality is an equality)."""
+    manifold = fm.StiffnessManifold(fmt, scale, metric)
+    x, y = interior_and_grid(fmt, scale)
+    between = torch.minimum(x, y) + 0.25 * (x - y).abs()
+    assert same_bits(manifold.dist(x, y), manifold.dist(y, x))
+    assert (manifold.dist(x, x) == 0).all()
+    assert (manifold.dist(x, y)[x != y] > 0).all()
+    detour = manifold.dist(x, between) + manifold.dist(between, y) - manifold.dist(x, y)
+    assert (detour.abs() <= chart_error(manifold, x, y, between)).all()
 
 
 # ------------------------------------------------------------------------------------ chart, stiffness
@@ -66,6 +96,44 @@ def test_stiffness_is_the_gap_to_the_next_neighbour_outward(fmt, scale, dtype) -
     gaps = torch.from_numpy(ruler(fmt).stiffness(x.double().numpy())).to(dtype)
     manifold = fm.StiffnessManifold(fmt, scale)
     assert same_bits(manifold.stiffness(spread(x, scale)), spread(gaps, scale))
+
+
+@every_format
+def test_stiffness_on_both_sides_of_every_binade_edge(fmt) -> None:
+    """S is that of the lower binade up to the last number below a power of two, and jumps by two there."""
+    edges = torch.exp2(torch.arange(fmt.emin + 1, fmt.emax + 1, dtype=torch.float64))
+    for dtype in (torch.float32, torch.float64):
+        at = torch.cat([edges, -edges]).to(dtype)
+        below, above = torch.nextafter(at, at * 0), torch.nextafter(at, at * 2)
+        manifold = fm.StiffnessManifold(fmt)
+        assert same_bits(manifold.stiffness(at), 2 * manifold.stiffness(below))
+        assert same_bits(manifold.stiffness(at), at.abs() * 2.0**-fmt.mantissa_bits)
+        assert same_bits(manifold.stiffness(above), manifold.stiffness(at))
+
+
+@few_formats
+@every_scale
+def test_chart_and_its_inverse_are_the_interpolation_of_codes(fmt, scale) -> None:
+    manifold = fm.StiffnessManifold(fmt, scale)
+    x = torch.cat([off_grid(fmt, 2000), grid(fmt)])
+    codes = torch.from_numpy(ruler(fmt).chart(x.numpy()))
+    points = spread(x, scale)
+    error = 16 * EPS * (2 ** (fmt.mantissa_bits + 1) + codes.abs())
+    assert ((manifold.to_chart(points) - codes).abs() <= error).all()
+    back = manifold.from_chart(codes.expand_as(points))
+    assert ((back - points).abs() <= error * manifold.stiffness(points)).all()
+
+
+@few_formats
+@every_metric
+def test_stiffness_is_the_derivative_of_the_inverse_chart(fmt, metric) -> None:
+    """Central differences in the middle of the gaps, where no kink is near."""
+    manifold = fm.StiffnessManifold(fmt, metric=metric)
+    knots = grid(fmt)[:-1]
+    middle = (knots[1:] + knots[:-1]) / 2
+    c, h = manifold.to_chart(middle), 1e-4 * (knots[1:] - knots[:-1]) / manifold.stiffness(middle)
+    slope = (manifold.from_chart(c + h) - manifold.from_chart(c - h)) / (2 * h)
+    assert torch.allclose(slope, manifold.stiffness(middle), rtol=1e-6, atol=0)
 
 
 # ------------------------------------------------------------------------------------------- exp, log
@@ -82,6 +150,21 @@ def test_exp_undoes_log(fmt, metric, scale) -> None:
 
 
 @every_format
+@every_metric
+@every_scale
+def test_log_undoes_exp(fmt, metric, scale) -> None:
+    """log_x(exp_x(u)) is u as long as u stays inside, in ULPs of x."""
+    manifold = fm.StiffnessManifold(fmt, scale, metric)
+    x, y = interior_and_grid(fmt, scale)
+    steps = (manifold.to_chart(y) - manifold.to_chart(x)) * 0.73
+    u = steps * manifold.stiffness(x)
+    reached = manifold.expmap(x, u)
+    error = (manifold.logmap(x, reached) - u).abs() / manifold.stiffness(x)
+    assert (error <= chart_error(manifold, x, y)).all()
+    assert ((manifold.dist(x, reached) - steps.abs()).abs() <= chart_error(manifold, x, y)).all()
+
+
+@every_format
 @exact_scale
 @both_dtypes
 def test_whole_steps_from_code_to_code_are_exact(fmt, scale, dtype, compare_bits) -> None:
@@ -94,6 +177,89 @@ def test_whole_steps_from_code_to_code_are_exact(fmt, scale, dtype, compare_bits
     reached = manifold.expmap(spread(x, scale), u) + 0.0  # -0 and +0 are one point
     expected = spread(y, scale).double().numpy() + 0.0
     compare_bits(reached, expected, x, fmt.name)
+
+
+@few_formats
+def test_exp_in_float32_is_within_a_rounding_of_float64(fmt) -> None:
+    x, y = interior_and_grid(fmt, 1.0)
+    x = x.float()
+    manifold = fm.StiffnessManifold(fmt)
+    u = (manifold.logmap(x, y.float())).float()
+    error = manifold.dist(manifold.expmap(x, u).double(), manifold.expmap(x.double(), u.double()))
+    limit = torch.finfo(torch.float32).eps * (8 + manifold.dist(x, y.float()).double() + 2 ** (fmt.mantissa_bits + 1))
+    assert (error <= limit).all()
+
+
+@few_formats
+@every_metric
+def test_exp_is_odd(fmt, metric) -> None:
+    """exp_{-x}(-u) == -exp_x(u) exactly."""
+    manifold = fm.StiffnessManifold(fmt, 0.3, metric)
+    x, y = interior_and_grid(fmt, 0.3)
+    u = manifold.logmap(x, y) * 0.5
+    assert (manifold.expmap(-x, -u) == -manifold.expmap(x, u)).all()
+    assert same_bits(manifold.to_chart(-x), -manifold.to_chart(x))
+
+
+@pytest.mark.parametrize("name", ["E4M3", "E5M2", "E3M4", "E7M0", "E6M1"])
+def test_exp_is_not_addition_across_a_power_of_two(name) -> None:
+    """One step inward from 2^k is half of S(2^k); outward, and inside a binade, exp is addition."""
+    fmt = FORMATS[name]
+    manifold = fm.StiffnessManifold(fmt)
+    x = torch.exp2(torch.arange(fmt.emin + 1, fmt.emax, dtype=torch.float64))
+    step = manifold.stiffness(x)
+    assert same_bits(manifold.expmap(x, -step), x - step / 2)
+    assert same_bits(manifold.expmap(-x, step), -x + step / 2)
+    assert same_bits(manifold.expmap(x, step), x + step)
+    if fmt.mantissa_bits:
+        assert same_bits(manifold.expmap(x + step, -step), x)
+
+
+# ------------------------------------------------------------------------------------- inner, transport
+@every_format
+@every_metric
+@every_scale
+def test_norm_is_the_length_in_ulps(fmt, metric, scale) -> None:
+    manifold = fm.StiffnessManifold(fmt, scale, metric)
+    x, _ = interior_and_grid(fmt, scale)
+    u = manifold.stiffness(x) * torch.linspace(-3, 3, x.shape[-1], dtype=torch.float64)
+    steps = torch.linspace(-3, 3, x.shape[-1], dtype=torch.float64).abs().expand_as(x)
+    assert torch.allclose(manifold.norm(x, u), steps, rtol=4 * EPS, atol=0)
+    assert torch.allclose(manifold.inner(x, u), steps.square(), rtol=8 * EPS, atol=0)
+
+
+@every_format
+@every_metric
+@every_scale
+def test_transport_is_an_isometry_and_goes_back(fmt, metric, scale) -> None:
+    manifold = fm.StiffnessManifold(fmt, scale, metric)
+    x, y = interior_and_grid(fmt, scale)
+    u, v = manifold.stiffness(x) * 1.7, manifold.stiffness(x) * -0.6
+    there, other = manifold.transp(x, y, u), manifold.transp(x, y, v)
+    assert torch.allclose(manifold.norm(y, there), manifold.norm(x, u), rtol=8 * EPS, atol=0)
+    assert torch.allclose(manifold.inner(y, there, other), manifold.inner(x, u, v), rtol=16 * EPS, atol=0)
+    assert torch.allclose(manifold.transp(y, x, there), u, rtol=8 * EPS, atol=0)
+    assert same_bits(manifold.transp(x, x, u), u)
+
+
+@few_formats
+def test_transport_by_powers_of_two_is_exact_in_float32(fmt) -> None:
+    manifold = fm.StiffnessManifold(fmt)
+    x, y = (point.float() for point in interior_and_grid(fmt, 1.0))
+    u = torch.linspace(-1, 1, len(x)) * manifold.stiffness(x)
+    assert same_bits(manifold.transp(y, x, manifold.transp(x, y, u)), u)
+    assert same_bits(manifold.norm(y, manifold.transp(x, y, u)), manifold.norm(x, u))
+
+
+@few_formats
+@every_metric
+def test_velocity_of_a_geodesic_is_its_own_transport(fmt, metric) -> None:
+    """log at the far end, back to the start, is minus the transported velocity."""
+    manifold = fm.StiffnessManifold(fmt, 0.3, metric)
+    x, y = interior_and_grid(fmt, 0.3)
+    forward = manifold.transp(x, y, manifold.logmap(x, y))
+    error = (forward + manifold.logmap(y, x)).abs() / manifold.stiffness(y)
+    assert (error <= chart_error(manifold, x, y)).all()
 
 
 # ----------------------------------------------------------------------------------- ends of the range
@@ -129,6 +295,17 @@ def test_log_from_and_to_the_ends(fmt, metric) -> None:
     assert (manifold.expmap(end, -end / 8) < end).all()
 
 
+@every_format
+def test_beyond_the_range_counts_as_the_end(fmt) -> None:
+    manifold = fm.StiffnessManifold(fmt)
+    end = torch.tensor(fmt.max)
+    for beyond in (end * 1.5, torch.tensor(math.inf)):
+        assert manifold.dist(beyond, end) == 0
+        assert manifold.stiffness(beyond) == manifold.stiffness(end)
+        assert manifold.projx(beyond) == end
+        assert manifold.projx(-beyond) == -end
+
+
 @few_formats
 @every_metric
 def test_nan_stays_nan(fmt, metric) -> None:
@@ -152,6 +329,17 @@ def test_nan_stays_nan(fmt, metric) -> None:
 
 
 # ---------------------------------------------------------------------------------------- zero
+@every_format
+@every_scale
+def test_zero_has_the_smallest_ulp_and_codes_are_distances_from_it(fmt, scale) -> None:
+    manifold = fm.StiffnessManifold(fmt, scale)
+    zero = spread(torch.tensor(0.0, dtype=torch.float64), scale)
+    smallest = spread(torch.tensor(ruler(fmt).values[ruler(fmt).values > 0][0]), scale)
+    assert same_bits(manifold.stiffness(zero), smallest)
+    assert same_bits(manifold.expmap(zero, smallest), smallest)
+    assert same_bits(manifold.expmap(-zero, -smallest), -smallest)
+    assert same_bits(manifold.expmap(smallest, -2 * smallest), -smallest)
+    assert torch.allclose(manifold.dist(spread(grid(fmt)[-2], scale), zero), zero + fmt.max_code)
 
 
 @few_formats
@@ -167,6 +355,21 @@ def test_exp_of_zero_is_the_point_itself(fmt, metric) -> None:
 
 
 # ----------------------------------------------------------------------------------------- projection
+finite_or_not = st.floats(width=32, allow_nan=False, allow_infinity=True, allow_subnormal=True)
+
+
+@deterministic
+@given(name=st.sampled_from(sorted(FORMATS)), scale=st.sampled_from([1.0, 2.0**-7, 0.3]), xs=st.lists(finite_or_not))
+def test_projection_is_idempotent_monotone_and_sign_symmetric(name, scale, xs) -> None:
+    fmt, x = FORMATS[name], torch.tensor(sorted(xs), dtype=torch.float32)
+    for manifold in (fm.StiffnessManifold(fmt, scale), fm.FP8Manifold(fmt, scale)):
+        y = manifold.projx(x)
+        assert same_bits(manifold.projx(y), y)
+        assert (y.diff() >= 0).all()
+        assert (manifold.projx(-x) == -y).all()
+        assert (y.abs() <= fmt.max * manifold.scale).all()
+        assert manifold.check_point_on_manifold(y)
+    assert lands_on_grid(y, fmt, scale)
 
 
 @every_format
@@ -185,34 +388,7 @@ def test_projection_takes_the_nearest_point(fmt, scale, dtype) -> None:
     assert same_bits(kept, points) if fmt.has_negative_zero else (kept == points).all()
 
 
-@every_format
-@every_metric
-@every_scale
-def test_transport_is_an_isometry_and_goes_back(fmt, metric, scale) -> None:
-    manifold = fm.StiffnessManifold(fmt, scale, metric)
-    x, y = interior_and_grid(fmt, scale)
-    u, v = manifold.stiffness(x) * 1.7, manifold.stiffness(x) * -0.6
-    there, other = manifold.transp(x, y, u), manifold.transp(x, y, v)
-    assert torch.allclose(manifold.norm(y, there), manifold.norm(x, u), rtol=8 * EPS, atol=0)
-    assert torch.allclose(manifold.inner(y, there, other), manifold.inner(x, u, v), rtol=16 * EPS, atol=0)
-    assert torch.allclose(manifold.transp(y, x, there), u, rtol=8 * EPS, atol=0)
-    assert same_bits(manifold.transp(x, x, u), u)
-
-
 def test_projection_of_the_continuous_manifold_keeps_what_is_inside() -> None:
     manifold = fm.StiffnessManifold("E4M3", torch.tensor([[0.25], [2.0]]))
     x = torch.tensor([[100.0, 200.0, -0.0], [800.0, -1e9, 897.0]])
     assert same_bits(manifold.projx(x), torch.tensor([[100.0, 112.0, -0.0], [800.0, -896.0, 896.0]]))
-
-
-@few_formats
-@every_scale
-def test_chart_and_its_inverse_are_the_interpolation_of_codes(fmt, scale) -> None:
-    manifold = fm.StiffnessManifold(fmt, scale)
-    x = torch.cat([off_grid(fmt, 2000), grid(fmt)])
-    codes = torch.from_numpy(ruler(fmt).chart(x.numpy()))
-    points = spread(x, scale)
-    error = 16 * EPS * (2 ** (fmt.mantissa_bits + 1) + codes.abs())
-    assert ((manifold.to_chart(points) - codes).abs() <= error).all()
-    back = manifold.from_chart(codes.expand_as(points))
-    assert ((back - points).abs() <= error * manifold.stiffness(points)).all()

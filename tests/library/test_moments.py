@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from optimizer_cases import normal
 from torch import Tensor, nn
 
 import fp8manifold as fm
-from fp8manifold.optim import StiffnessAdamW
+from fp8manifold.optim import StiffnessAdamW, StiffnessLion, StiffnessSGD
 from fp8manifold.optim._spec import MOMENT_FORMAT
 from fp8manifold.optim._step import _root_codes, _scale, _to_bfloat16
+from fp8manifold.random_bits import word_range
 
 WIDTH = 256
 ROWS = 16
@@ -29,6 +31,13 @@ def root_scale(state: dict[str, Tensor]) -> Tensor:
     return _scale(state["sq_bound"], root=True)
 
 
+def first_of(state: dict[str, Tensor], name: str = "exp_avg") -> Tensor:
+    """The first average in float32."""
+    if state[name].dtype != torch.uint8:
+        return state[name].float()
+    return fm.decode(state[name], MOMENT_FORMAT) * _scale(state["avg_bound"], root=False)
+
+
 def second_of(state: dict[str, Tensor]) -> Tensor:
     if state["exp_avg_sq"].dtype != torch.uint8:
         return state["exp_avg_sq"].float()
@@ -43,6 +52,39 @@ def test_bfloat16_is_unbiased_over_all_draws(x: float) -> None:
     kept = _to_bfloat16(value.expand(len(DRAWS)).contiguous(), DRAWS).double()
     assert kept.mean().item() == value.double().item()
     assert len(kept.unique()) == (1 if value.bfloat16() == value else 2)
+
+
+def test_a_value_of_bfloat16_stays() -> None:
+    patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    finite = patterns[patterns.isfinite()]
+    for draw in (0, 1, 0xFFFF):
+        kept = _to_bfloat16(finite.float(), torch.full(finite.shape, draw, dtype=torch.int32))
+        assert torch.equal(kept.view(torch.int16), finite.view(torch.int16))
+
+
+@pytest.mark.parametrize("root", [1.03, 100.7, 15.96875, 2.0**-9, 1.5 * 2.0**-9, 6.01 * 2.0**-9, 447.9, 500.0])
+def test_squares_of_roots_are_unbiased(root: float) -> None:
+    """In units of their scale, over draws that lie evenly: the square of what is kept, not the root, has the mean."""
+    draws = (DRAWS << 8) + 128
+    codes = _root_codes(torch.full((len(DRAWS),), root), torch.tensor(1.0), draws)
+    kept = fm.decode(codes, MOMENT_FORMAT).double()
+    squares = kept.square()
+    wanted = min(torch.tensor(root).double().item(), MOMENT_FORMAT.max) ** 2
+    assert abs(squares.mean().item() - wanted) <= 2.0**-17 * (squares.max() - squares.min()).item() + 2.0**-22 * wanted
+    assert len(kept.unique()) == (1 if kept.max().item() == root or root > MOMENT_FORMAT.max else 2)
+    if kept.min() > 0:
+        assert kept.mean() <= root
+
+
+def test_a_root_of_a_code_stays_and_none_but_0_becomes_0() -> None:
+    """What lies below the smallest code is kept there, which overstates it: it is divided by."""
+    every = torch.arange(MOMENT_FORMAT.max_code + 1, dtype=torch.int32)
+    for draw in (0, 1, 0xFFFFFF):
+        draws = torch.full_like(every, draw)
+        codes = _root_codes(fm.decode(every.to(torch.uint8), MOMENT_FORMAT), torch.tensor(1.0), draws)
+        assert torch.equal(codes.int(), every)
+        for tiny in (2.0**-10, 1e-30, 2.0**-149):
+            assert (_root_codes(torch.full(every.shape, tiny), torch.tensor(1.0), draws) == 1).all()
 
 
 @pytest.mark.parametrize("path", [None, False])
@@ -63,20 +105,168 @@ def test_the_second_moment_is_right_in_the_mean(beta2: float, path: bool | None)
             assert abs(ratio.mean().item() - 1) < 4 * ratio.std().item() / len(ratio.flatten()) ** 0.5, t
 
 
-def test_a_value_of_bfloat16_stays() -> None:
-    patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-    finite = patterns[patterns.isfinite()]
-    for draw in (0, 1, 0xFFFF):
-        kept = _to_bfloat16(finite.float(), torch.full(finite.shape, draw, dtype=torch.int32))
-        assert torch.equal(kept.view(torch.int16), finite.view(torch.int16))
+def test_the_words_halves_are_uniform_and_uncorrelated() -> None:
+    """Each average has one half of a 32-bit word: also the eight bits that no weight's draw looks at."""
+    n = 1 << 20
+    for words in ((0, 1, 0, 1), (2**63, 77, 12, 1)):
+        word = word_range(0, n, words, "cpu").numpy().view(np.uint32)
+        ones = np.array([np.mean(word >> bit & 1) for bit in range(32)])
+        assert abs(2 * ones - 1).max() < 5 / np.sqrt(n)
+        low, high = (word & 0xFFFF).astype(float), (word >> 16).astype(float)
+        assert abs(np.corrcoef(low, high)[0, 1]) < 5 / np.sqrt(n)
+        assert abs(np.corrcoef(low[1:], low[:-1])[0, 1]) < 5 / np.sqrt(n)
+        of_weights = word_range(0, n, words[:3], "cpu").numpy().view(np.uint32).astype(float)
+        assert abs(np.corrcoef(of_weights, word.astype(float))[0, 1]) < 5 / np.sqrt(n)
 
 
-def test_a_root_of_a_code_stays_and_none_but_0_becomes_0() -> None:
-    """What lies below the smallest code is kept there, which overstates it: it is divided by."""
-    every = torch.arange(MOMENT_FORMAT.max_code + 1, dtype=torch.int32)
-    for draw in (0, 1, 0xFFFFFF):
-        draws = torch.full_like(every, draw)
-        codes = _root_codes(fm.decode(every.to(torch.uint8), MOMENT_FORMAT), torch.tensor(1.0), draws)
-        assert torch.equal(codes.int(), every)
-        for tiny in (2.0**-10, 1e-30, 2.0**-149):
-            assert (_root_codes(torch.full(every.shape, tiny), torch.tensor(1.0), draws) == 1).all()
+# ------------------------------------------------------------------------------------------------- no stalling
+def rounded_to_nearest(moments: str, decay: float, start: float, given: float, steps: int) -> float:
+    """The average that would be kept if it were rounded to nearest."""
+    value = torch.tensor(start)
+    for _ in range(steps):
+        value = value * decay + given * (1 - decay)
+        value = value.bfloat16().float() if moments == "bfloat16" else fm.round_to_grid(value, MOMENT_FORMAT)
+    return value.item()
+
+
+@pytest.mark.parametrize("moments", ["bfloat16", "8bit"])
+def test_averages_follow_where_nearest_rounding_freezes(moments: str) -> None:
+    """2000 steps of gradients of one size and 3000 of a quarter of it, beta 0.999 in both averages, 4096 of each.
+
+    The means of both averages are exact to 2%.
+    """
+    p, optimizer = optimizer_of(betas=(0.999, 0.999), moments=moments)
+    sizes = torch.exp2(torch.linspace(-3, 0, WIDTH)).expand(ROWS, WIDTH)
+    first = second = torch.zeros(ROWS, WIDTH, dtype=torch.float64)
+    for t in range(5000):
+        p.grad = sizes.clone() if t < 2000 else sizes / 4
+        optimizer.step()
+        first = first * 0.999 + p.grad.double() * 0.001
+        second = second * 0.999 + p.grad.double().square() * 0.001
+        if t in (500, 1999, 2500, 4999):
+            state = optimizer.state[p]
+            ratio = first_of(state).double() / first
+            assert abs(ratio.mean().item() - 1) < 0.02, t
+            share = second_of(state).double() / second
+            assert abs(share.mean().item() - 1) < 0.02, t
+    rising = rounded_to_nearest(moments, 0.999, 0.0, 64.0, 2000)  # 64 in units of a block's scale
+    assert rising < 0.6 * 64 * (1 - 0.999**2000)
+    falling = rounded_to_nearest(moments, 0.999, 64.0, 16.0, 3000)
+    assert falling == 64.0
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("moments", ["bfloat16", "8bit"])
+@pytest.mark.parametrize("kind", [StiffnessSGD, StiffnessLion])
+def test_a_single_average_follows(kind: Any, moments: str) -> None:
+    """Momentum 0.999 and Lion's second beta: mean within 2% where nearest rounding would have stayed."""
+    options = {"momentum": 0.999, "dampening": 0.999} if kind is StiffnessSGD else {"betas": (0.9, 0.999)}
+    p, optimizer = optimizer_of(kind, moments=moments, **options)
+    name = "momentum_buffer" if kind is StiffnessSGD else "exp_avg"
+    exact = torch.zeros(ROWS, WIDTH, dtype=torch.float64)
+    for t in range(3000):
+        p.grad = torch.full((ROWS, WIDTH), 1.0 if t < 1000 else -0.5)
+        optimizer.step()
+        gain = 1.0 if t == 0 and kind is StiffnessSGD else 0.001
+        exact = exact * 0.999 + p.grad.double() * gain
+        if t % 500 == 499:
+            mean = first_of(optimizer.state[p], name).double().mean().item()
+            assert abs(mean - exact.mean().item()) < 0.02, t
+
+
+# --------------------------------------------------------------------------------------------- blocks of 8 bits
+def test_small_second_moments_do_not_vanish() -> None:
+    """Seven decimal orders in one block: no second moment is 0, no step longer than four times Adam's."""
+    p, optimizer = optimizer_of(betas=(0.9, 0.999), moments="8bit")
+    sizes = torch.logspace(-7, 0, WIDTH).expand(ROWS, WIDTH)
+    for t in range(300):
+        before = p.detach().clone()
+        p.grad = sizes * normal(ROWS, WIDTH, seed=t)
+        optimizer.step()
+        assert (optimizer.state[p]["exp_avg_sq"] > 0).all(), t
+        assert (p - before).abs().max() < 4 * (1 - 0.9) / (1 - 0.999) ** 0.5, t
+    exact = sizes.square() * (1 - 0.999**300)
+    share = (second_of(optimizer.state[p]) / exact).mean(0)
+    assert ((share > 0.6) & (share < 1.6))[sizes[0] > 2.0**-13].all()
+
+
+def ordinary_but_one(t: int, outlier: float, until: int) -> Tensor:
+    g = normal(ROWS, WIDTH, seed=t).sign()
+    if t < until:
+        g[:, 7] = outlier
+    return g
+
+
+def test_an_outlier_of_a_million_holds_up_its_block_only_while_it_lasts() -> None:
+    """While it does, the others' steps are bounded and right in the mean; 300 steps later they are Adam's again."""
+    eight, exact = optimizer_of(moments="8bit"), optimizer_of()
+    ahead = torch.arange(WIDTH) != 7
+    for t in range(330):
+        moved = []
+        for p, optimizer in (eight, exact):
+            before = p.detach().clone()
+            p.grad = ordinary_but_one(t, 1e6, 30).abs()
+            optimizer.step()
+            moved.append((p.detach() - before)[:, ahead])
+        assert moved[0].abs().max() < 5, t
+        assert not bool((p.detach().isnan()).any())
+        if t == 29:  # the floor of the root is 2^-16 of the outlier's: 1e6 / 2^16 = 15 times the others
+            assert -0.2 < moved[0].mean() < -0.02
+    assert abs(moved[0].mean() / moved[1].mean() - 1) < 0.05
+    assert (moved[0] / moved[1] - 1).abs().max() < 0.6
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.95), (0.9, 0.999), (0.5, 0.5)])
+def test_nothing_saturates_when_gradients_jump_or_vanish(betas: tuple[float, float]) -> None:
+    """By a factor of a million up and down, to zero for a thousand steps, to subnormals, and back.
+
+    While gradients stay zero, rounding noise alone moves a value against its bound: one in a hundred may touch it.
+    """
+    p, optimizer = optimizer_of(betas=betas, moments="8bit", rows=4)
+    sizes = (
+        [1.0] * 40 + [1e6] * 40 + [1.0] * 40 + [0.0] * 1000 + [1e-40] * 5 + [1e-3] * 40 + [1e9, 1e-9] * 20 + [1e18] * 3
+    )
+    highest = touching = 0
+    for t, size in enumerate(sizes):
+        p.grad = normal(4, WIDTH, seed=t) * size
+        optimizer.step()
+        state = optimizer.state[p]
+        codes = torch.stack([state["exp_avg"] & 127, state["exp_avg_sq"]])
+        assert state["avg_bound"].isfinite().all()
+        assert state["sq_bound"].isfinite().all()
+        assert p.isfinite().all(), (t, size)
+        if size > 1e-10:
+            highest = max(highest, int(codes.max()))
+        else:
+            touching = max(touching, int((codes == MOMENT_FORMAT.max_code).sum()))
+    assert 0x60 < highest < MOMENT_FORMAT.max_code
+    assert touching <= 2 * 4 * WIDTH / 100
+
+
+def test_the_bound_is_that_of_the_blocks_largest_gradient() -> None:
+    """No value in a block exceeds it by more than the noise of rounding; it is the average of the largest."""
+    p, optimizer = optimizer_of(betas=(0.9, 0.99), moments="8bit")
+    bound = torch.zeros(ROWS, 1, dtype=torch.float64)
+    for t in range(100):
+        p.grad = normal(ROWS, WIDTH, seed=t) * 2.0 ** (t % 7)
+        optimizer.step()
+        bound = bound * 0.9 + 0.1 * p.grad.double().abs().amax(1, keepdim=True)
+        state = optimizer.state[p]
+        torch.testing.assert_close(state["avg_bound"].double(), bound, rtol=1e-5, atol=0)
+        assert (first_of(state).abs() <= 1.5 * state["avg_bound"]).all()
+        assert (second_of(state).sqrt() <= 1.5 * state["sq_bound"].sqrt()).all()
+
+
+@pytest.mark.parametrize("moments", ["bfloat16", "8bit"])
+def test_a_badly_scaled_quadratic_is_solved_as_with_float32(moments: str) -> None:
+    """Curvatures over three decades in every block: the loss after 100 steps is within 10% of float32's."""
+    losses = {}
+    curvature = torch.logspace(-2, 1, WIDTH)
+    for kept in ("float32", moments):
+        p, optimizer = optimizer_of(moments=kept, lr=0.02, betas=(0.9, 0.95))
+        target = normal(ROWS, WIDTH, seed=1)
+        for _ in range(100):
+            p.grad = curvature * (p.detach() - target)
+            optimizer.step()
+        losses[kept] = (curvature * (p.detach() - target).square()).mean().item()
+    assert abs(losses[moments] / losses["float32"] - 1) < 0.1

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from optimizer_cases import ROWS, normal
+from optimizer_cases import ROWS, normal, stored_weight
 
 import fp8manifold as fm
 from fp8manifold import reference
@@ -31,8 +31,25 @@ def finite_codes(fmt: fm.FloatFormat) -> list[int]:
     return [c for c in range(2**fmt.bits) if math.isfinite(reference.decode(c, fmt))]
 
 
+def histogram_of_codes(codes: list[int], fmt: fm.FloatFormat) -> torch.Tensor:
+    return code_histogram(torch.tensor(codes, dtype=torch.uint8), fmt)
+
+
 def entropy_of(items: list[int]) -> float:
     return -sum(items.count(i) / len(items) * math.log2(items.count(i) / len(items)) for i in set(items))
+
+
+@EVERY_FORMAT
+def test_every_code_used_alike(name: str) -> None:
+    fmt = of(name)
+    found = bit_figures(histogram_of_codes(finite_codes(fmt) * 3, fmt), fmt)
+    assert found.size == 3 * fmt.finite_codes
+    assert found.entropy == pytest.approx(math.log2(fmt.finite_codes))
+    assert found.uniformity == pytest.approx(1)
+    assert (found.codes_used, found.codes_ever_used, found.binades_occupied, found.longest_gap) == (1, 1, 1, 0)
+    assert all(0 < share < 1 for share in (*found.exponent_bits, *found.mantissa_bits))
+    assert (found.mantissa_utilisation is None) == (fmt.mantissa_bits == 0)
+    assert found.exponent_utilisation > 0.95
 
 
 @EVERY_FORMAT
@@ -57,6 +74,23 @@ def test_figures_are_the_counts(name: str) -> None:
         (found.mantissa_bits, mantissas, m),
     ):
         assert list(shares) == [sum(v >> i & 1 for v in values) / len(codes) for i in range(width)]
+
+
+def test_a_bit_never_used_reports_0() -> None:
+    small = torch.tensor([0.125, 0.25, 0.3125, -0.4375])  # multiples of 1/16 below 1/2: exponent fields 4 and 5
+    found = bit_figures(code_histogram(small, "E4M3"), "E4M3")
+    assert found.exponent_bits[3] == found.exponent_bits[1] == 0
+    assert found.exponent_bits[2] == 1
+    assert found.mantissa_bits[0] == 0
+    assert found.mantissa_bits[1] == 0.5  # of 0.3125 and 0.4375
+    assert found.top_exponent == 0
+
+
+def test_saturation_shows_in_the_top_exponent() -> None:
+    x = torch.cat([torch.full((3,), 1e6), torch.full((5,), 1.0)])
+    assert bit_figures(code_histogram(x, "E4M3"), "E4M3").top_exponent == 3 / 8
+    assert bit_figures(code_histogram(x, "E5M2"), "E5M2").top_exponent == 3 / 8
+    assert bit_figures(code_histogram(x, "E5M2", 1e4), "E5M2").top_exponent == 0
 
 
 def test_codes_of_earlier_steps_count_as_ever_used() -> None:
@@ -113,6 +147,13 @@ def test_counts_are_those_of_encode(name: str, dtype: torch.dtype) -> None:
     scale = ROWS.to(dtype) * 8
     codes = fm.encode(x.to(torch.promote_types(dtype, torch.float32)) / scale.to(torch.float32), fmt)
     assert torch.equal(code_histogram(x, fmt, scale), torch.bincount(codes.flatten(), minlength=2**fmt.bits))
+
+
+def test_codes_of_a_stored_weight() -> None:
+    weight = stored_weight("E5M2")
+    direct = code_histogram(weight.codes, "E5M2")
+    assert torch.equal(direct, code_histogram(weight, "E5M2", weight.expanded_scale()))
+    assert direct.sum() == weight.numel()
 
 
 # Histograms of magnitudes

@@ -8,9 +8,10 @@ import geoopt
 import numpy as np
 import pytest
 import torch
-from optimizer_cases import ROWS, grid_weight, normal
+from optimizer_cases import ROWS, grid_weight, normal, stored_weight
 
 import fp8manifold as fm
+from fp8manifold import reference
 from fp8manifold.monitor import (
     PathTracker,
     chart_distance,
@@ -53,6 +54,26 @@ def test_figures_are_the_definitions(name: str, columns: int) -> None:
     assert found.size == w.numel()
 
 
+def test_a_uniform_grid_is_not_warped() -> None:
+    """Below its largest binade E1M6 is fixed point: one stiffness everywhere, whatever the scale."""
+    for scale in (2.0**-6, 0.013):
+        w = normal(400, 400, std=0.1).clamp(-3.9 * scale, 3.9 * scale)
+        found = geometry_figures(w, "E1M6", scale, normal(400, 400))
+        assert (found.warp_spread, found.warp_slope) == (0.0, pytest.approx(0, abs=1e-12))
+        assert found.gradient_stiffness_correlation is None
+        assert found.stiffness_mean == pytest.approx(scale / 32)
+        assert found.metric_min_eigenvalue == pytest.approx(1)
+
+
+def test_a_logarithmic_grid_has_slope_1() -> None:
+    powers = torch.exp2(torch.arange(-20.0, 20.0))
+    found = geometry_figures(powers, "E7M0", gradient=powers.square())
+    assert found.warp_slope == pytest.approx(1)
+    assert found.warp_spread == pytest.approx(torch.arange(40.0).std(correction=0).item())
+    assert found.gradient_stiffness_correlation == pytest.approx(1)
+    assert geometry_figures(powers, "E7M0", gradient=1 / powers).gradient_stiffness_correlation == pytest.approx(-1)
+
+
 def test_the_smallest_eigenvalue_is_bounded_as_optimizers_bound_it() -> None:
     w = torch.cat([torch.full((1000,), 1.0), torch.tensor([2.0**40])])
     assert geometry_figures(w, "E7M0").metric_min_eigenvalue == pytest.approx(2.0**-8)
@@ -69,6 +90,16 @@ def test_the_off_grid_share(name: str) -> None:
     moved[1, :5] = 3 * fm.FloatFormat.from_string(name).max * ROWS[1] if name != "E7M0" else 2.0**100
     assert geometry_figures(moved, name, ROWS).off_grid == 42 / 6000
     assert geometry_figures(normal(3, 2000), name, ROWS).off_grid > 0.9
+
+
+def test_the_grid_of_any_scale_and_of_one_byte_weights() -> None:
+    x = normal(200, 200)
+    for name in ("E4M3", "E5M2", "E1M6"):
+        scale = fm.amax_scale(x, name)
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            assert geometry_figures(fm.fake_quantize(x.to(dtype), name, scale), name, scale).off_grid == 0
+    weight = stored_weight()
+    assert geometry_figures(weight, "E4M3", weight.expanded_scale()).off_grid == 0
 
 
 def test_fields_without_weights_or_numbers() -> None:
@@ -107,6 +138,19 @@ def test_warp_of_a_step_is_the_exponential_map_less_a_straight_line(name: str, s
     assert found.warp_crossings == (stiffness_of(end, name, ROWS) != stiffness).double().mean().item()
 
 
+def test_warp_of_steps_known_by_hand() -> None:
+    """From 1 (S = 1/8) by -1/8: one code inwards is 1/16, where the straight line goes two."""
+    found = warp_figures(torch.tensor([1.0]), torch.tensor([0.875]), "E4M3")
+    assert (found.warp_crossings, found.warp_distortion) == (1.0, 0.5)
+    inside = warp_figures(torch.tensor([1.0]), torch.tensor([1.9]), "E4M3")
+    assert (inside.warp_crossings, inside.warp_distortion) == (0.0, 0.0)
+    subnormal = warp_figures(torch.tensor([2.0**-8]), torch.tensor([-(2.0**-8)]), "E4M3")
+    assert (subnormal.warp_crossings, subnormal.warp_distortion) == (0.0, 0.0)
+    through_zero = warp_figures(torch.tensor([1.0]), torch.tensor([-1.0]), "E4M3")
+    assert through_zero.warp_crossings == 0
+    assert through_zero.warp_distortion > 8
+
+
 def test_warp_of_nothing_and_of_no_numbers() -> None:
     one = torch.ones(2)
     empty = warp_figures(one[:0], one[:0], "E4M3")
@@ -126,6 +170,17 @@ def test_distance_is_the_manifolds(name: str, columns: int) -> None:
     assert chart_distance(a, a, name, ROWS) == 0
 
 
+@pytest.mark.parametrize("name", ["E4M3", "E7M0", "P3109_8P4F"])
+def test_distance_counts_representable_steps(name: str) -> None:
+    fmt = fm.FloatFormat.from_string(name)
+    values = torch.tensor(sorted({v for v in fmt.values if abs(v) < 1e30}))
+    assert chart_distance(values[:-1], values[1:], fmt) == 1
+    assert chart_distance(values[:1], values[-1:], fmt) == len(values) - 1
+    somewhere = normal(200, std=3.0)
+    exact = [abs(reference.to_chart(v, fmt) - reference.to_chart(1.0, fmt)) for v in somewhere.tolist()]
+    assert chart_distance(somewhere, torch.ones(200), fmt) == pytest.approx(float(sum(exact)) / 200, rel=1e-6)
+
+
 def test_distance_keeps_the_digits_of_a_small_step() -> None:
     a = torch.full((10,), -300.0)
     assert chart_distance(a, torch.nextafter(a, torch.tensor(0.0)), "E4M3") == 2.0**-15 / 32
@@ -139,6 +194,20 @@ def test_distance_at_the_edges() -> None:
     assert chart_distance(one, -one, "E4M3") == 112
     with pytest.raises(ValueError, match="one shape"):
         chart_distance(one, one[:1], "E4M3")
+
+
+def test_a_path_there_and_back() -> None:
+    start = grid_weight("E4M3", (3, 50), ROWS).detach()
+    away = (start + 5 * fm.ulp(start / ROWS, "E4M3") * ROWS).clamp(-448 * 2.0**-6, 448 * 2.0**-6)
+    path = PathTracker(start, "E4M3")
+    path.update(start, ROWS)
+    assert (path.length, path.displacement) == (0, 0)
+    path.update(away, ROWS)
+    once = chart_distance(start, away, "E4M3", ROWS)
+    assert path.length == path.displacement == once > 0
+    path.update(start, ROWS)
+    assert path.length == pytest.approx(2 * once)
+    assert path.displacement == 0
 
 
 def test_a_path_remembers_values_and_not_tensors() -> None:

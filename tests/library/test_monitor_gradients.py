@@ -63,6 +63,16 @@ def test_gradients_of_every_dtype(dtype: torch.dtype) -> None:
 
 
 @SHAPES
+@SIZES
+def test_equal_gradients_have_cosine_1(shape: tuple[int, ...], size: float) -> None:
+    g = normal(*shape) * size
+    found = shadow_figures(g, g.clone())
+    assert (found.cosine, found.quant_snr_db) == (1.0, math.inf)
+    assert shadow_figures(g, -g).cosine == -1.0
+    assert shadow_figures(g, g / 3).cosine == pytest.approx(1, abs=1e-6)
+
+
+@SHAPES
 def test_cosine_and_noise_are_the_definitions(shape: tuple[int, ...]) -> None:
     reference = normal(*shape, seed=1) * 1e-6
     g = reference + normal(*shape, seed=2) * 3e-7
@@ -71,6 +81,16 @@ def test_cosine_and_noise_are_the_definitions(shape: tuple[int, ...]) -> None:
     noise = 10 * math.log10(b.square().sum() / (a - b).square().sum())
     assert found.quant_snr_db == pytest.approx(noise, rel=1e-4)
     assert found.size == g.numel()
+
+
+def test_gradients_of_other_size_still_have_an_angle() -> None:
+    g = normal(1000)
+    found = shadow_figures(g * 1e-30, g)
+    assert found.cosine == pytest.approx(1, abs=1e-6)
+    assert found.quant_snr_db == pytest.approx(0, abs=1e-5)
+    assert shadow_figures(g, g * 1e-30).quant_snr_db == pytest.approx(-600, rel=1e-3)
+    assert shadow_figures(g.bfloat16(), g).cosine == pytest.approx(1, abs=1e-4)
+    assert shadow_figures(g.double(), g).cosine == pytest.approx(1, abs=1e-6)
 
 
 def test_gradients_without_an_angle() -> None:
@@ -85,6 +105,13 @@ def test_gradients_without_an_angle() -> None:
     assert (invented.cosine, invented.quant_snr_db) == (None, -math.inf)
     with pytest.raises(ValueError, match="one shape"):
         shadow_figures(one, one[:2])
+
+
+def test_the_gradient_of_a_quantised_layer_has_a_smaller_cosine() -> None:
+    g = normal(64, 64)
+    cosines = [shadow_figures(fm.round_to_grid(g, name), g).cosine for name in ("E4M3", "E5M2", "E7M0")]
+    assert cosines == sorted(cosines, reverse=True)
+    assert all(0.9 < c < 1 for c in cosines)
 
 
 # Updates against rounding noise
@@ -115,6 +142,21 @@ def test_noise_at_the_edges() -> None:
 
 
 # Dead runs
+
+
+@pytest.mark.parametrize("shape", [(60,), (300, 500)])
+def test_runs_are_counted(shape: tuple[int, ...]) -> None:
+    runs, counts = DeadRuns(patience=3, threshold=0.5), torch.zeros(shape, dtype=torch.int64)
+    for step in range(8):
+        g = normal(*shape, seed=step)
+        runs.update(g)
+        counts = (counts + 1) * (g.abs() < 0.5)
+    assert runs.runs is not None
+    assert torch.equal(runs.runs.long(), counts)
+    assert runs.dead == (counts >= 3).double().mean().item()
+    lengths = runs.lengths()
+    inside = [(counts >= low) & (counts < high) for low, high in zip(lengths.edges, lengths.edges[1:], strict=False)]
+    assert list(lengths.counts) == [int(mask.sum()) for mask in inside]
 
 
 def test_dead_is_a_hundred_steps_below_the_threshold() -> None:

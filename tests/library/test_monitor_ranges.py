@@ -67,6 +67,15 @@ def test_37_overflowing_values_are_counted(scale: float | torch.Tensor, shape: t
     assert found.size == x.numel()
 
 
+def test_a_scale_for_each_channel() -> None:
+    x = normal(3, 50_000, std=0.1)
+    found = range_figures(x, "E4M3", ROWS * 2.0**-6)
+    units = x / (ROWS * 2.0**-6)
+    assert found.overflow == (units.abs() > 464).double().mean().item() > 0
+    assert found.scale == pytest.approx(2.0**-11)
+    assert found.amax == x.abs().max().item()
+
+
 @pytest.mark.parametrize("shape", [(7,), (400, 500)])
 @pytest.mark.parametrize("offset", [0.0, 3.0])
 def test_moments(shape: tuple[int, ...], offset: float) -> None:
@@ -79,6 +88,15 @@ def test_moments(shape: tuple[int, ...], offset: float) -> None:
     assert (found.overflow, found.clamped, found.underflow, found.subnormal) == (None,) * 4
 
 
+def test_kurtosis_of_distributions_that_are_known() -> None:
+    assert range_figures(normal(500_000)).kurtosis == pytest.approx(3, abs=0.05)
+    assert range_figures(torch.linspace(-1, 1, 200_001)).kurtosis == pytest.approx(1.8, abs=1e-3)
+    assert range_figures(torch.tensor([1.0, -1.0])).kurtosis == 1
+    one_in_a_thousand = torch.zeros(1000)
+    one_in_a_thousand[5] = 1e30  # fourth powers are beyond float32
+    assert range_figures(one_in_a_thousand).kurtosis == pytest.approx(0.998**2 / 0.999 * 1000, rel=1e-2)
+
+
 @pytest.mark.parametrize("shape", [(7,), (400, 500)])
 def test_moments_of_logarithms(shape: tuple[int, ...]) -> None:
     x = normal(*shape, seed=3, std=2.0) ** 3
@@ -88,6 +106,17 @@ def test_moments_of_logarithms(shape: tuple[int, ...]) -> None:
     assert found.log2_std == pytest.approx(logs.std(correction=0).item(), rel=1e-5)
     third = (logs - logs.mean()).pow(3).mean() / logs.std(correction=0) ** 3
     assert found.log2_skewness == pytest.approx(third.item(), rel=1e-4, abs=1e-5)
+
+
+def test_logarithms_of_distributions_that_are_known() -> None:
+    found = range_figures(normal(500_000))
+    # log |z| has variance pi^2 / 8 and third central moment -7 zeta(3) / 4
+    std = math.pi / math.sqrt(8)
+    assert found.log2_std == pytest.approx(std / math.log(2), abs=0.01)
+    assert found.log2_skewness == pytest.approx(-7 * 1.2020569 / 4 / std**3, abs=0.03)
+    x = normal(500_000, seed=5, std=3.0).exp2() * normal(500_000, seed=6).sign()
+    found = range_figures(x * 2.0**-60)
+    assert (found.log2_std, found.log2_skewness) == pytest.approx((3, 0), abs=0.02)
 
 
 @pytest.mark.parametrize("value", [0.0, 0.1, -7.3])
@@ -113,12 +142,26 @@ def test_what_is_not_finite_is_told_apart() -> None:
     assert empty.log2_std is nothing.log2_std is empty.log2_skewness is None
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_every_float_dtype(dtype: torch.dtype) -> None:
+    x = normal(1000, dtype=dtype, std=200.0)
+    found = range_figures(x, "E4M3")
+    assert found.overflow == (x.double().abs() > 464).double().mean().item() > 0
+    assert found.amax == x.abs().max().item()
+
+
 def test_one_byte_weights_and_graphs() -> None:
     weight = stored_weight()
     found = range_figures(weight, "E4M3", weight.expanded_scale())
     assert found.amax == weight.dequantize().abs().max().item()
     assert found.overflow == found.clamped == 0
     assert range_figures(torch.ones(2, requires_grad=True) * 2).amax == 2
+
+
+def test_the_largest_value_under_its_own_scale_is_not_clamped() -> None:
+    for seed in range(50):
+        x = normal(20, seed=seed)
+        assert range_figures(x, "E4M3", fm.amax_scale(x, "E4M3")).clamped == 0
 
 
 @pytest.mark.parametrize(

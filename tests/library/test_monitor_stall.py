@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from optimizer_cases import ROWS, normal, stored_weight
+from optimizer_cases import ROWS, grid_weight, normal, put_gradients, record, stored_weight
 
 import fp8manifold as fm
 from fp8manifold import reference
@@ -20,6 +20,7 @@ from fp8manifold.monitor import (
     update_lost,
     zero_gradient_zone,
 )
+from fp8manifold.optim import StiffnessAdamW
 
 NAMES = ["E4M3", "E5M2", "E1M6", "E7M0", "E2M1", "E4M3FNUZ"]
 EVERY_FORMAT = pytest.mark.parametrize("name", NAMES)
@@ -27,6 +28,21 @@ EVERY_FORMAT = pytest.mark.parametrize("name", NAMES)
 
 def on_grid(name: str, *shape: int, seed: int = 0, std: float = 1.0) -> torch.Tensor:
     return fm.round_to_grid(normal(*shape, seed=seed, std=std), name)
+
+
+def test_a_stalled_update_reports_the_stalled_share() -> None:
+    """Of 1000 weights at 1.0, 250 are not asked to move, 600 to move too little, 150 far enough."""
+    before = torch.ones(1000)
+    target = before.clone()
+    target[:600] += 0.03
+    target[600:750] += 0.11
+    after = fm.round_to_grid(target, "E4M3")
+    found = stall_figures(before, target, after, "E4M3")
+    assert found.update_lost == 0.6
+    assert found.update_success == 150 / 750
+    assert found.update_ulps == pytest.approx((600 * 0.03 + 150 * 0.11) / 0.125 / 1000, rel=1e-5)
+    assert found.move_probability == pytest.approx(found.update_ulps, rel=1e-5)
+    assert found.size == 1000
 
 
 @EVERY_FORMAT
@@ -46,6 +62,31 @@ def test_figures_are_the_definitions(name: str, size: float) -> None:
     assert found.update_lost == update_lost(before, target, after)
     asked = target != before
     assert found.update_success == pytest.approx(((after != before) & asked).sum().item() / asked.sum().item())
+
+
+@pytest.mark.parametrize("name", ["E4M3", "E7M0"])
+def test_move_probability_is_how_often_stochastic_rounding_moves(name: str) -> None:
+    before = on_grid(name, 200_000, seed=3)
+    target = before + normal(200_000, seed=4) * 0.2 * fm.ulp(before, name)
+    after = fm.round_to_grid(target, name, "stochastic", seed=5)
+    found = stall_figures(before, target, after, name)
+    assert (after != before).double().mean().item() == pytest.approx(found.move_probability, abs=4e-3)
+    assert found.update_success == pytest.approx(found.move_probability, abs=4e-3)
+
+
+@EVERY_FORMAT
+def test_what_arrives_is_all_under_stochastic_rounding_and_nothing_of_a_stalled_step(name: str) -> None:
+    fmt = fm.FloatFormat.from_string(name)
+    before = on_grid(name, 200_000, seed=3, std=0.2 * fmt.max if fmt.max < 100 else 1.0).clamp(
+        -fmt.max / 4, fmt.max / 4
+    )
+    before = fm.round_to_grid(before, fmt)
+    target = before + normal(200_000, seed=4).clamp(-1, 1) * 0.2 * fm.ulp(before, fmt)
+    stochastic = fm.round_to_grid(target, fmt, "stochastic", seed=5)
+    assert (stochastic == before).double().mean() > 0.7  # most stand still
+    assert update_arrived(before, target, stochastic).share == pytest.approx(1.0, abs=0.05)
+    assert update_arrived(before, target, before).share == 0.0
+    assert update_arrived(before, target, target).share == 1.0
 
 
 def test_what_arrives_is_the_definition_adds_up_and_counts_what_saturates() -> None:
@@ -81,6 +122,18 @@ def test_small_steps_keep_their_digits() -> None:
     target = torch.nextafter(before, torch.tensor(1e9))
     found = stall_figures(before, target, before, "E4M3")
     assert found.update_ulps == found.move_probability == 2.0**-15 / 32
+
+
+def test_figures_of_an_optimizer_that_stalls() -> None:
+    weight = grid_weight("E4M3", (3, 4000), ROWS, std=0.5)
+    optimizer = StiffnessAdamW([weight], lr=1e-4, stiffness=1.0, writeback="nearest")
+    views = record(optimizer)
+    put_gradients([weight], 0)
+    optimizer.step()
+    view = views[0]
+    found = stall_figures(view.before, view.target, view.after, "E4M3", ROWS)
+    assert (found.update_lost, found.update_success) == (1.0, 0.0)
+    assert 0 < found.move_probability < 0.1
 
 
 def test_nothing_asked_and_nothing_there() -> None:
@@ -122,6 +175,17 @@ def test_packed_residuals_at_their_ends() -> None:
     assert residual_saturation(packed.view(2, 1), 3 * 2) == 4 / 6
     with pytest.raises(ValueError, match="residual has 2 bytes: size=9 weights of 4 bits take 5, of 2 bits 3"):
         residual_saturation(packed, 9)
+
+
+@pytest.mark.parametrize(("writeback", "ends"), [("residual8", 2 / 256), ("residual4", 2 / 16), ("residual2", 2 / 4)])
+def test_residuals_of_an_optimizer_are_spread_evenly(writeback: str, ends: float) -> None:
+    weight = stored_weight("E4M3", (201, 99))
+    optimizer = StiffnessAdamW([weight], lr=0.01, writeback=writeback, seed=0)
+    for step in range(5):
+        put_gradients([weight], step)
+        optimizer.step()
+    found = residual_saturation(optimizer.state[weight]["residual"], weight.numel())
+    assert found == pytest.approx(ends, rel=0.15)
 
 
 @EVERY_FORMAT
@@ -171,6 +235,14 @@ def test_zones_are_found_by_trial(name: str, output: Any, rows: int) -> None:
     found = zero_gradient_zone(w, x, name, ROWS[0], output=output, output_scale=0.5)
     assert found == pytest.approx(zone_by_trial(w, x, name, ROWS[0], rounded), abs=1.5 / 200)
     assert 0 < found <= 1
+
+
+def test_more_rows_leave_fewer_zones() -> None:
+    w, x = on_grid("E4M3", 6, 50, std=0.2), normal(32, 50, seed=1)
+    shares = [zero_gradient_zone(w, x[:n], "E4M3", output="E4M3") for n in (0, 1, 4, 32)]
+    assert shares[0] == 1
+    assert shares == sorted(shares, reverse=True)
+    assert shares[-1] < shares[1]
 
 
 def test_zones_at_the_edges() -> None:

@@ -10,7 +10,7 @@ import geoopt
 import pytest
 import torch
 from optimizer_cases import normal, through_disk
-from tensor_cases import Net, loss_of, parameter, same_store, train
+from tensor_cases import INPUT, TARGET, Net, every_granularity, loss_of, parameter, same_store, train
 from torch import Tensor, optim
 
 import fp8manifold as fm
@@ -50,6 +50,10 @@ def in_ulps(params: Iterable[Tensor], lr: float, float_lr: float) -> list[dict[s
     return [{"params": own, "lr": lr}, {"params": [p for p in params if p not in set(own)], "lr": float_lr}]
 
 
+def stores(net: Net) -> tuple[list[Tensor], list[Tensor]]:
+    return [p.codes for p in net.stored], [p.scale for p in net.stored]
+
+
 @everyone
 def test_it_learns(make: Make, share: float) -> None:
     """The loss falls, codes move, and everything stays what it was: one byte a weight, on the grid."""
@@ -67,6 +71,45 @@ def test_it_learns(make: Make, share: float) -> None:
         assert torch.equal(p.scale, scale)
         assert p.manifold.check_point_on_manifold(p)
         assert int(p.counter) >= 40
+
+
+@everyone
+def test_runs_repeat_to_the_bit(make: Make, share: float) -> None:
+    """Whatever the global generator does meanwhile."""
+    nets = [Net(), Net()]
+    for i, net in enumerate(nets):
+        torch.manual_seed(i)
+        train(net, make(net.parameters()), 3)
+    assert all(same_store(a, b) for a, b in zip(nets[0].stored, nets[1].stored, strict=True))
+
+
+@pytest.mark.parametrize("name", ["E1M6", "E7M0", "E5M2", "E3M4", "E4M3FNUZ", "P3109_8P3", "E2M3", "E2M1"])
+@pytest.mark.parametrize("rule", ["AdamW", "AdamW-fused", "geoopt.RiemannianAdam"])
+def test_every_format_learns(name: str, rule: str) -> None:
+    net = Net(name, headroom=2.0)
+    first = loss_of(net).item()
+    make, _ = OPTIMIZERS[rule]
+    assert train(net, make(net.parameters())) < 0.8 * first
+    assert all(p.isfinite().all() for p in net.stored)
+
+
+@every_granularity
+@pytest.mark.parametrize("rule", ["AdamW", "geoopt.RiemannianAdam"])
+def test_every_granularity_learns(granularity: Any, rule: str) -> None:
+    net = Net(granularity=granularity)
+    first = loss_of(net).item()
+    make, share = OPTIMIZERS[rule]
+    assert train(net, make(net.parameters())) < share * first
+    assert {p.granularity for p in net.stored} == {granularity}
+
+
+@pytest.mark.parametrize("rule", ["AdamW", "AdamW-foreach", "AdamW-fused", "SGD-momentum", "Adafactor"])
+def test_bfloat16_models_learn(rule: str) -> None:
+    net = Net(dtype=torch.bfloat16)
+    first = loss_of(net, torch.bfloat16).item()
+    make, share = OPTIMIZERS[rule]
+    assert train(net, make(net.parameters()), dtype=torch.bfloat16) < max(2 * share, 0.8) * first
+    assert all(p.dtype == torch.bfloat16 for p in net.stored)
 
 
 def test_optimi() -> None:
@@ -92,6 +135,16 @@ def test_steps_are_the_operators_with_a_rounding_each() -> None:
     expected = fm.round_to_grid(stepped / scale, "E4M3", "stochastic", step=1, **addcdiv) * scale
     assert (p.dequantize() == expected).float().mean() > 0.99  # the last bits of the direction are torch's own
     assert int(p.counter) == 2
+
+
+def test_nearest_rounding_stalls_where_stochastic_moves() -> None:
+    shares = {}
+    for rounding in ("nearest", "stochastic"):
+        net = Net(rounding=rounding)
+        before = net.first.weight.codes.clone()
+        train(net, optim.AdamW(net.parameters(), 1e-4), 10)
+        shares[rounding] = (net.first.weight.codes != before).float().mean().item()  # type: ignore[operator]
+    assert shares["nearest"] < 0.2 * shares["stochastic"]
 
 
 def test_geoopt_steps_as_on_the_grid_of_floats() -> None:
@@ -126,6 +179,31 @@ def test_resuming_is_bit_exact() -> None:
         assert all(same_store(a, b) for a, b in zip(net.stored, again.stored, strict=True))
 
 
+def test_optimizer_state_is_plain() -> None:
+    net = Net()
+    optimizer = optim.AdamW(net.parameters(), 1e-2)
+    train(net, optimizer, 1)
+    for p in net.stored:
+        assert {type(x) for x in optimizer.state[p].values()} == {Tensor}
+
+
+def test_loss_scaling_and_schedules() -> None:
+    net = Net()
+    optimizer = optim.AdamW(net.parameters(), 1e-2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    schedule = optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
+    first = loss_of(net).item()
+    for _ in range(40):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(net)).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        schedule.step()
+    assert loss_of(net).item() < 0.2 * first
+
+
 def test_gradients_that_are_not_finite_never_become_numbers() -> None:
     for name in ("E1M6", "E4M3"):
         p = parameter(name)
@@ -138,3 +216,9 @@ def test_gradients_that_are_not_finite_never_become_numbers() -> None:
         else:
             optimizer.step()
             assert p.isnan().all()
+
+
+def test_the_data_is_what_it_should_be() -> None:
+    """The network of these tests has something to learn."""
+    assert TARGET.var() > 0.5
+    assert INPUT.shape[0] == TARGET.shape[0]
