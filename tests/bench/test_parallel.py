@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 import fp8manifold as fm
 from nanogpt_bench.checkpoint import CheckpointNotWritten, Contents, commit, read
-from nanogpt_bench.cli import main
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.data.batches import batch, load_corpus
 from nanogpt_bench.setup.resolve import resolve
@@ -272,24 +271,6 @@ def test_what_would_be_wrong_is_refused(tiny: Tiny, overrides: dict[str, Any], s
     with pytest.raises(BenchError) as refused:
         resolve(tiny(**({"monitor__stall": False} | overrides)))
     assert said in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["compare", "--rules", "fp32", "--train.parallel", "ddp"],
-        ["profile", "e4m3.yaml", "--train.parallel", "ddp", "--shadow.enabled", "false"],
-    ],
-    ids=lambda words: words[0],
-)
-def test_commands_of_one_process_refuse_it(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(words) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "train.parallel: 'ddp' is for torchrun -m nanogpt_bench run" in line
-    assert not any(tmp_path.iterdir())
 
 
 def test_a_sweep_refuses_it(tmp_path: Path) -> None:

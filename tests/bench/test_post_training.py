@@ -141,33 +141,6 @@ def test_calibration_helps_formats_of_few_binades() -> None:
     assert type(model[0]) is nn.Linear
 
 
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        (["--input", "x.txt"], r"--input goes with --model"),
-        (["--windows", "4", "--formats", "all"], r"--windows goes with --model"),
-        (["--scales", "row"], r"unknown --scales 'row'; allowed: tensor"),
-        (["--formats", "all,none"], r"'none' is what the gaps are measured against"),
-        (["--scales", "channel", "--model.storage", "grid"], r"--model.storage means nothing with a report"),
-        (["--scales", "channel", "--model.granularity", "block"], r"give --scales"),
-        (["--calibrate", "0"], r"--calibrate"),
-        (["--scales", "block"], r"block"),  # rows of 16
-        (["--scales", "channel", "--weights", "w.safetensors"], r"--weights says which weights"),
-    ],
-)
-def test_wrong_use_is_one_line(
-    trained: dict[str, Path], tmp_path: Path, more: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["evaluate", str(trained["float"]), "--out", str(tmp_path / "out"), *more]) == 2
-    assert re.search(words, capsys.readouterr().err.splitlines()[-1])
-    assert not (tmp_path / "out" / "evaluation.json").exists()
-
-
-def test_a_configuration_has_no_report(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["evaluate", "e4m3", "--calibrate", "3"]) == 2
-    assert "--calibrate: a report is of a run, or with --model PATH; 'e4m3' is no folder" in capsys.readouterr().err
-
-
 def test_a_map_and_a_mixture_leave_alone_what_the_command_line_speaks_of(
     trained: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -189,12 +162,6 @@ def test_a_map_and_a_mixture_leave_alone_what_the_command_line_speaks_of(
     (told,) = re.findall(r"^lowest gaps: (.*)$", capsys.readouterr().out, re.MULTILINE)
     assert main(["evaluate", str(trained["float"]), *told.split()]) == 0
     assert "given" in capsys.readouterr().out
-
-
-def test_a_map_of_no_layer_is_refused(trained: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    own = '{"*": "none", "embeddings": "none"}'
-    assert main(["evaluate", str(trained["float"]), "--sensitivity", "kinds", "--model.formats", own]) == 2
-    assert "model.formats says of every layer what becomes of it" in capsys.readouterr().err
 
 
 def test_the_lowest_gaps_are_settings_that_are_taken(

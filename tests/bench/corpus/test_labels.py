@@ -133,20 +133,6 @@ def test_labels_that_are_none_are_named(tmp_path: Path, labels: object, reason: 
     assert [path.name for path in tmp_path.iterdir()] == ["copy"]
 
 
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (["stdlib", "--task", "labels"], "--task 'labels' goes with prepare eurlex, not with prepare stdlib"),
-        (["eurlex", "--task", "label"], "--task: 'label' is not known; did you mean 'labels'?"),
-    ],
-)
-def test_a_task_that_means_nothing_is_refused(
-    words: list[str], reason: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["prepare", *words]) == 2
-    assert reason in capsys.readouterr().err
-
-
 def test_the_command_says_how_many_labels_there_are(
     tmp_path: Path, copy: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

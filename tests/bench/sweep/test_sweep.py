@@ -244,11 +244,6 @@ def test_a_wrong_file_is_one_line_and_leaves_nothing(write, content, options, pa
     assert [entry.name for entry in tmp_path.iterdir()] == ["my.yaml"]
 
 
-def test_a_name_that_is_no_file_is_answered_with_the_nearest(capsys):
-    assert main(["sweep", "lr_limit.yaml"]) == 2
-    assert "did you mean 'lr_limits.yaml'" in capsys.readouterr().err
-
-
 def test_cores_are_divided_among_the_workers(monkeypatch):
     monkeypatch.setattr(cores_module, "cores", lambda: 4)
     assert divide(None, 1000, None, 4) == (4, 1)

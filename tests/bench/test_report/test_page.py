@@ -113,7 +113,7 @@ def test_another_baseline_is_chosen_by_its_row_and_a_wrong_one_or_a_file_as_fold
     assert "+0.100 (+5.0%)" in page.text["td"]
 
 
-def test_thresholds_come_from_the_command_line(tmp_path, write_run, write_alerts, capsys):
+def test_thresholds_come_from_the_command_line(tmp_path, write_run, write_alerts):
     paths = [write_run(tmp_path / "a"), write_run(tmp_path / "b", rule="fp32", final=2.2)]
     write_alerts(paths[1], ("kurtosis", 7))
     words = ["report", *map(str, paths), "--out", str(tmp_path / "out")]
@@ -121,8 +121,6 @@ def test_thresholds_come_from_the_command_line(tmp_path, write_run, write_alerts
     assert "outside 4%" in (tmp_path / "out" / "table.md").read_text()
     assert main([*words, "--alerts", "0"]) == 0
     assert "within 10%; 1 alert" in (tmp_path / "out" / "table.md").read_text()
-    assert main([*words, "--cosine", "2"]) == 2
-    assert "cosine = 2.0" in capsys.readouterr().err
 
 
 def test_every_alert_is_listed_once_a_kind(tmp_path, write_run, write_alerts):
