@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -142,13 +141,3 @@ def test_a_model_without_a_layer_for_float8_is_refused(corpus_dir: Path) -> None
     config = from_file("torchao_float8.yaml", corpus_dir, width=24)
     with pytest.raises(BenchError, match="multiples of 16"):
         trainer_of(config)
-
-
-@pytest.mark.parametrize("rule", ["torchao-float8", "torchao-adamw8bit", "optimi-kahan"])
-def test_a_package_that_is_missing_is_named(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    import nanogpt_bench.config.rules as module
-
-    monkeypatch.setattr(module, "find_spec", lambda name: None)
-    extra: Any = RULES[rule].needs
-    with pytest.raises(BenchError, match=rf"pip install 'fp8manifold\[{extra[1]}\]'"):
-        resolve(load_config(None, ["--rule", rule]))

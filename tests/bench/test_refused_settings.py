@@ -182,7 +182,13 @@ REFUSED: dict[str, dict[str, str]] = {
 PEER = "model.peer=torchao-int8 optimizer.name=torchao_adamw8bit"
 #: the same of weights of other packages
 REFUSED_PEERS: dict[str, dict[str, str]] = {
-    "model.peer": {"rule=fp32 model.peer=sdnq-int8": "'sdnq-int8' needs model.storage peer, not 'float32'; leave"},
+    "model.peer": {
+        "rule=fp32 model.peer=sdnq-int8": "'sdnq-int8' needs model.storage peer, not 'float32'; leave",
+        "model.peer=sdnq-E2M4": "'sdnq-E2M4' is not known; did you mean 'sdnq-E2M5'?",
+    },
+    "train.precision": {f"{PEER} train.precision=bf16-pure": "'bf16-pure' can't be used with model.storage 'peer'"},
+    "train.parallel": {f"{PEER} train.parallel=ddp": "'ddp' can't be used with model.peer"},
+    "train.step_in_backward": {f"{PEER} train.step_in_backward=true": "True needs an optimizer of the library"},
     "model.storage": {"model.storage=peer": "'peer' needs model.peer sdnq-E2M5, sdnq-E4M3, sdnq-int8 or torchao-int8"},
     "optimizer.name": {
         "model.peer=sdnq-int8": "'adamw' can't step the weights of model.peer 'sdnq-int8'; allowed: sdnq_muon, sdnq_a",
