@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from bench_runs import trainer_of
 from torch import nn
 
 from nanogpt_bench.config.rules import RULES, available_rules
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import find_config, load_config
-from nanogpt_bench.data.batches import load_corpus
 from nanogpt_bench.loop.train import run
-from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.training.trainer import Trainer
 
@@ -87,12 +86,6 @@ def test_a_compiled_step_is_the_step_that_is_written(name: str, corpus_dir: Path
             trainer = trainer_of(from_file(name, corpus_dir))
             losses.append([one_step(trainer, number) for number in range(1, 6)])
     assert losses[0] == pytest.approx(losses[1], abs=1e-3)
-
-
-def trainer_of(config: Config) -> Trainer:
-    config = resolve(config)
-    corpus = load_corpus(Path(config.data.dir), config.model.block_size or 0)
-    return Trainer(config, corpus, torch.device("cpu"))
 
 
 def one_step(trainer: Trainer, number: int = 1) -> float:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from bench_runs import recorded
 from torch import Tensor
 from torch.nn import functional
 
@@ -115,17 +116,13 @@ def test_its_layers_have_the_names_of_a_language_models() -> None:
     assert own["lm_head.weight"].shape == (5, 32)
 
 
-def records(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-
-
 def test_a_run_learns_what_its_documents_say(classify: Tiny, tmp_path: Path) -> None:
     settings = {"train__max_steps": 150, "eval__interval": 50, "optimizer__lr": 1e-2, "train__batch_size": 16}
     config = classify(**settings, model__block_size=64, model__n_embd=32, eval__batches=4, rule="fp32")
     summary = run(config, tmp_path / "r")
-    validations = [record for record in records(tmp_path / "r") if "val/loss" in record]
+    validations = [record for record in recorded(tmp_path / "r") if "val/loss" in record]
     assert [record["step"] for record in validations] == [0, 50, 100, 150]
-    assert [set(FIGURES) <= set(record) for record in records(tmp_path / "r")].count(True) == 4
+    assert [set(FIGURES) <= set(record) for record in recorded(tmp_path / "r")].count(True) == 4
     assert not any(key in record for record in validations for key in ("val/perplexity", "val/bits_per_byte"))
     assert {summary[key.partition("/")[2]] for key in FIGURES} == {validations[-1][key] for key in FIGURES}
     assert summary["r_precision"] > 0.7 > validations[0]["val/r_precision"] + 0.2
@@ -136,7 +133,7 @@ def test_a_run_learns_what_its_documents_say(classify: Tiny, tmp_path: Path) -> 
 def test_a_language_run_has_no_figures_of_labels(tiny: Tiny, tmp_path: Path) -> None:
     summary = run(tiny(), tmp_path / "r")
     assert not {"micro_f1", "macro_f1", "r_precision"} & summary.keys()
-    assert not any(key in record for record in records(tmp_path / "r") for key in FIGURES)
+    assert not any(key in record for record in recorded(tmp_path / "r") for key in FIGURES)
 
 
 def test_a_validation_is_the_mean_over_different_documents(classify: Tiny) -> None:

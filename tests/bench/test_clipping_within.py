@@ -8,16 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from bench_runs import trainer_of
 from torch import Tensor
 
 from nanogpt_bench.cli import main
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import find_config, load_config
-from nanogpt_bench.data.batches import load_corpus
 from nanogpt_bench.observers import Step
-from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.system.errors import BenchError
-from nanogpt_bench.training.trainer import Trainer
 
 Tiny = Callable[..., Config]
 CLIP = 0.02
@@ -39,11 +37,6 @@ def settings_of(rule: str, **more: Any) -> dict[str, Any]:
     if "model__formats" in given:
         given.pop("model__format")
     return given | more
-
-
-def trainer_of(config: Config) -> Trainer:
-    config = resolve(config)
-    return Trainer(config, load_corpus(Path(config.data.dir), config.model.block_size or 0), torch.device("cpu"))
 
 
 def taken(config: Config) -> tuple[list[dict[str, Any]], list[Tensor]]:

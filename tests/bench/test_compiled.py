@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -109,7 +108,7 @@ def test_a_compiled_run_is_watched_like_any_other(tiny: Tiny, monkeypatch: pytes
         folder = tmp_path / str(compiled)
         settings = {"rule": "master", "model__format": "E4M3", "train__precision": "float32"}
         assert run(tiny(**settings, runtime__compile=compiled), folder)["status"] == "finished"
-        records.append([json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()])
+        records.append(records(folder))
     plain, watched = records
     assert [sorted(record) for record in watched] == [sorted(record) for record in plain]
     for name in ("train/loss", "val/loss", "quant/amax/activation/blocks.0.mlp.fc", "quant/amax/gradient"):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import geoopt
 import pytest
 import torch
+from bench_runs import recorded
 
 import fp8manifold as fm
 from nanogpt_bench.cli import main
@@ -105,10 +105,6 @@ def watched(tiny: Callable[..., Config], tmp_path_factory: pytest.TempPathFactor
     return folders
 
 
-def records(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-
-
 @pytest.mark.parametrize(
     ("name", "figure", "layers"),
     [
@@ -120,7 +116,7 @@ def records(folder: Path) -> list[dict[str, float]]:
 def test_the_monitor_watches_what_is_constrained(
     watched: dict[str, Path], name: str, figure: str, layers: tuple[str, ...]
 ) -> None:
-    looks = [record for record in records(watched[name]) if figure in record]
+    looks = [record for record in recorded(watched[name]) if figure in record]
     assert [record["step"] for record in looks] == [2, 4, 6]
     keys = [f"{figure}/blocks.0.{layer}.weight" for layer in layers]
     rounded = [key.replace(figure, "geometry/constraint_rounded") for key in keys]

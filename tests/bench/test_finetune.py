@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from bench_runs import recorded
 
 pytest.importorskip("transformers", reason="needs the extra hf")
 
@@ -68,14 +69,10 @@ def settings(model: Path, law: Path) -> Settings:
     return made
 
 
-def metrics_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.parametrize("rule", ["stochastic-8bit", "muon-stochastic", "residual8", "master", "fp32"])
 def test_a_rule_trains_a_pretrained_model(settings: Settings, tmp_path: Path, rule: str) -> None:
     summary = run(settings(rule=rule), tmp_path / "run")
-    records = metrics_of(tmp_path / "run")
+    records = recorded(tmp_path / "run")
     assert summary["status"] == "finished"
     assert summary["final_val_loss"] < summary["first_val_loss"]
     assert summary["quantized_parameters"] == (0 if rule == "fp32" else 17408)
@@ -114,7 +111,7 @@ def test_activations_in_a_format_are_looked_at_in_floats_first(settings: Setting
 def test_steps_in_the_backward_pass_are_those_after_it(settings: Settings, tmp_path: Path) -> None:
     for name, more in (("after", {"optimizer.grad_clip": 0}), ("within", IN_BACKWARD)):
         run(settings(rule="muon-stochastic", **{k.replace(".", "__"): v for k, v in more.items()}), tmp_path / name)
-    one, other = (metrics_of(tmp_path / name) for name in ("after", "within"))
+    one, other = (recorded(tmp_path / name) for name in ("after", "within"))
     for ours, theirs in zip(one, other, strict=True):
         assert (ours.get("train/loss"), ours.get("val/loss")) == (theirs.get("train/loss"), theirs.get("val/loss"))
         for key in ours.keys() & {"stall/arrived", "stall/update_lost"}:
@@ -170,7 +167,7 @@ def fm_values(tensor: torch.Tensor) -> torch.Tensor:
 
 def test_recomputed_activations_change_nothing(settings: Settings, tmp_path: Path) -> None:
     losses = [
-        [record.get("train/loss") for record in metrics_of(tmp_path / name)]
+        [record.get("train/loss") for record in recorded(tmp_path / name)]
         for name, recompute in (("kept", False), ("again", True))
         if run(settings(train__recompute=recompute), tmp_path / name)
     ]
@@ -181,7 +178,7 @@ def test_a_fine_tuning_goes_on_where_it_was(settings: Settings, tmp_path: Path) 
     run(settings(checkpoint__every=2), tmp_path / "whole")
     run(settings(train__max_steps=4, checkpoint__every=2, train__max_seconds=1e-9), tmp_path / "cut")
     run(settings(checkpoint__every=2), tmp_path / "cut", resume=True)
-    whole, cut = (metrics_of(tmp_path / name) for name in ("whole", "cut"))
+    whole, cut = (recorded(tmp_path / name) for name in ("whole", "cut"))
     assert [record.get("train/loss") for record in whole] == [record.get("train/loss") for record in cut]
 
 
@@ -283,7 +280,7 @@ def test_adapters_are_the_baseline(settings: Settings, tmp_path: Path) -> None:
 
 def test_what_is_forgotten_is_measured_beside(settings: Settings, law: Path, tmp_path: Path) -> None:
     run(settings(eval__also=law), tmp_path / "run")
-    losses = [(record.get("val/loss"), record.get("val/also_loss")) for record in metrics_of(tmp_path / "run")]
+    losses = [(record.get("val/loss"), record.get("val/also_loss")) for record in recorded(tmp_path / "run")]
     assert [also is None for _, also in losses] == [False, True, False, True, False]
     assert all(own == also for own, also in losses)
     first = load_run(tmp_path / "run")

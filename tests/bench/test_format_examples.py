@@ -8,17 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from bench_runs import trainer_of
 from torch import nn
 
 import fp8manifold as fm
 from nanogpt_bench.config.keys import FIELDS, get
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import FOLDER, find_config, load_config, to_yaml
-from nanogpt_bench.data.batches import load_corpus
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.setup.resolve import resolve
-from nanogpt_bench.training.trainer import Trainer
 
 OPERANDS = ("weight", "activation", "activation_gradient", "weight_gradient")
 SMALL = {
@@ -60,11 +58,6 @@ EXAMPLES: dict[str, dict[str, dict[tuple[str, ...], str]]] = {
 def small(name: str, corpus_dir: Path, *more: str) -> Config:
     settings = {**SMALL, "data.dir": str(corpus_dir)}
     return load_config(find_config(name), [*(f"--{key}={value}" for key, value in settings.items()), *more])
-
-
-def trainer_of(config: Config) -> Trainer:
-    config = resolve(config)
-    return Trainer(config, load_corpus(Path(config.data.dir), config.model.block_size or 0), torch.device("cpu"))
 
 
 def formats_of(model: nn.Module, operand: str) -> dict[str, str]:

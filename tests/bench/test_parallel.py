@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from bench_runs import trainer_of
 
 import fp8manifold as fm
 from nanogpt_bench.checkpoint import CheckpointNotWritten, Contents, commit, read
@@ -68,12 +69,6 @@ def settings(tiny: Tiny, kind: str, mode: str | None) -> Config:
 def own_ranks() -> Ranks:
     store: Any = dist.distributed_c10d._get_default_store()
     return Ranks(dist.get_rank(), dist.get_world_size(), dist.PrefixStore("bench", store))
-
-
-def trainer_of(config: Config, ranks: Ranks = ALONE) -> Trainer:
-    config = resolve(config)
-    corpus = load_corpus(Path(config.data.dir), config.model.block_size or 0)
-    return Trainer(config, corpus, torch.device("cpu"), ranks=ranks)
 
 
 def step_on_equal_gradients(trainer: Trainer, steps: range) -> None:

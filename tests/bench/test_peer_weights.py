@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from bench_runs import trainer_of
 
 from nanogpt_bench.config.rules import RULES, available_rules
 from nanogpt_bench.config.schema import PEER_WEIGHTS, Config
@@ -18,11 +19,9 @@ from nanogpt_bench.loop.train import run
 from nanogpt_bench.model.packaged import is_packaged
 from nanogpt_bench.setup.layers import forward_weight, linear_layers
 from nanogpt_bench.setup.memory import held_bytes, memory_of
-from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.sweep.file import find_sweep, read_sweep
 from nanogpt_bench.sweep.plan import plan_sweep
 from nanogpt_bench.system.errors import BenchError
-from nanogpt_bench.training.trainer import Trainer
 
 #: rule, weights, and the bytes of a quantised weight with its averages, of layers that SDNQ finds large enough
 PEERS = (
@@ -52,12 +51,6 @@ def peer_config(rule: str, peer: str | None, corpus_dir: Path, *arguments: str, 
     named = [f"--rule={rule}", *peers, "--train.precision=float32", f"--data.dir={corpus_dir}"]
     steps = [] if any("max_steps" in argument for argument in arguments) else ["--train.max_steps=12"]
     return load_config(None, [*named, *steps, *sizes, *lengths, *arguments])
-
-
-def trainer_of(config: Config) -> Trainer:
-    resolved = resolve(config)
-    corpus = load_corpus(Path(resolved.data.dir), resolved.model.block_size or 0)
-    return Trainer(resolved, corpus, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(("rule", "peer", "_"), PEERS)

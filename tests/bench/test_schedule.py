@@ -6,15 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
+from bench_runs import trainer_of
 
 from nanogpt_bench.config.schema import COURSES, SCHEDULES, Config, OptimizerConfig
-from nanogpt_bench.data.batches import load_corpus
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.setup.optimizers import stiffness_at
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.setup.schedule import lr_factor
-from nanogpt_bench.training.trainer import Trainer
 
 
 def factors(**settings: object) -> list[float]:
@@ -79,7 +77,7 @@ def test_weight_decay_follows_its_course_by_name_in_every_group_that_decays(
 ) -> None:
     options = {"optimizer__weight_decay_schedule": course, "train__max_steps": 8, "optimizer__weight_decay": 0.2}
     options |= {} if rule in ("fp32", "muon") else {"model__format": "E4M3"}
-    trainer = trainer_of(resolve(tiny(rule=rule, optimizer__weight_decay_end=0.1, **options)))
+    trainer = trainer_of(tiny(rule=rule, optimizer__weight_decay_end=0.1, **options))
     first = [group["weight_decay"] for group in trainer.optimizer.param_groups]
     assert any(first)
     seen = []
@@ -98,7 +96,7 @@ def test_the_last_steps_are_written_back_in_another_way(tiny: Callable[..., Conf
     """Residuals come to be at the fourth of six steps."""
     options = {"optimizer__writeback_end": "residual8", "optimizer__step_at": 0.5}
     config = tiny(rule=rule, model__format="E4M3", train__max_steps=6, **options)
-    trainer = trainer_of(resolve(config))
+    trainer = trainer_of(config)
     seen = []
     for number in range(1, 7):
         trainer.train_step(trainer.new_step(number, last=False), ())
@@ -113,13 +111,9 @@ def test_the_last_steps_are_written_back_in_another_way(tiny: Callable[..., Conf
 
 def test_the_rate_in_ulps_follows_the_schedule_of_the_learning_rate(tiny: Callable[..., Config]) -> None:
     options = {"optimizer__schedule": "step", "optimizer__warmup_steps": 0, "optimizer__min_lr_ratio": 0.5}
-    trainer = trainer_of(resolve(tiny(rule="riemannian", model__format="E4M3", train__max_steps=4, **options)))
+    trainer = trainer_of(tiny(rule="riemannian", model__format="E4M3", train__max_steps=4, **options))
     rates = []
     for number in range(1, 5):
         trainer.train_step(step := trainer.new_step(number, last=False), ())
         rates.append((step.record["lr"], trainer.optimizer.param_groups[0]["lr"]))
     assert rates == [(2.0, 2.0)] * 2 + [(1.0, 1.0)] * 2
-
-
-def trainer_of(config: Config) -> Trainer:
-    return Trainer(config, load_corpus(Path(config.data.dir), 16), torch.device("cpu"))

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
+from bench_runs import trainer_of
 
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.data.batches import batch, load_corpus
+from nanogpt_bench.data.batches import batch
 from nanogpt_bench.observers import Observer, Step
-from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.setup.schedule import lr_factor
 from nanogpt_bench.training.trainer import Trainer
 
 Tiny = Callable[..., Config]
-
-
-def trainer_of(config: Config) -> Trainer:
-    config = resolve(config)
-    corpus = load_corpus(Path(config.data.dir), config.model.block_size or 0)
-    return Trainer(config, corpus, torch.device("cpu"))
 
 
 def one_step(trainer: Trainer, number: int = 1, observers: tuple[Observer, ...] = ()) -> Step:

@@ -8,18 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from bench_runs import recorded, trainer_of
 from covering import covering
 
 import fp8manifold as fm
 from nanogpt_bench.config.rules import RULES, available_rules, rules_with_format
 from nanogpt_bench.config.schema import ROUNDED, Config
-from nanogpt_bench.data.batches import load_corpus
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.observers import Observer
 from nanogpt_bench.setup.optimizers import stiffness_at
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.setup.surgery import quantized_layers
-from nanogpt_bench.training.trainer import Trainer
 
 Tiny = Callable[..., Config]
 QUANTIZED = [name for name in available_rules() if name in rules_with_format()]
@@ -61,7 +60,7 @@ def test_a_rule_runs_and_reports(tiny: Tiny, tmp_path: Path, rule: str) -> None:
     summary = run(config, tmp_path / "a", on_progress=told.append)
     assert summary["final_val_loss"] < summary["first_val_loss"] - 0.2
     assert (summary["rule"], summary["format"], summary["storage"]) == (rule, "E4M3", RULES[rule].storage)
-    records = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
+    records = recorded(tmp_path / "a")
     assert ("stiffness/exponent" in records[1]) is (RULES[rule].stiffness is not None)
     metric = STALL.get(RULES[rule].storage)
     assert summary["stall_metric"] == metric
@@ -97,14 +96,9 @@ def test_weights_move_and_stay_on_their_grid(tiny: Tiny, rule: str, storage: str
         assert not torch.equal(layer.weight_codes(), before[name]), name
 
 
-def trainer_of(config: Config) -> Trainer:
-    config = resolve(config)
-    return Trainer(config, load_corpus(Path(config.data.dir), 16), torch.device("cpu"))
-
-
 def test_the_annealed_exponent_falls_from_one_to_zero(tiny: Tiny, tmp_path: Path) -> None:
     run(config_of(tiny, "stiffness-anneal", train__max_steps=4), tmp_path / "r")
-    records = [json.loads(line) for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()]
+    records = recorded(tmp_path / "r")
     assert [record["stiffness/exponent"] for record in records[1:]] == pytest.approx([1.0, 0.75, 0.5, 0.25])
 
 

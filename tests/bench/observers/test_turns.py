@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from bench_runs import recorded
 from torch import nn
 
 from nanogpt_bench.config.schema import Config
@@ -84,7 +85,7 @@ def test_a_run_that_goes_on_with_other_turns_begins_with_all_layers(count: int, 
 
 def records_of(config: Config, folder: Path, **more: Any) -> list[Record]:
     run(config, folder, **more)
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return recorded(folder)
 
 
 def watched(tiny: Tiny, turns: int, **more: object) -> Config:
@@ -108,7 +109,7 @@ def test_figures_are_those_of_the_step_and_over_all_layers_of_the_latest(
     folder = in_turn if rule == "stochastic" else tmp_path / "turns"
     if rule == "master":
         run(watched(tiny, 3, rule=rule), folder)
-    some = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][1:]
+    some = recorded(folder)[1:]
     assert [record["train/loss"] for record in some] == [record["train/loss"] for record in whole]
     metrics = [metric for metric in OF_THE_STEP if metric in whole[0]]
     assert len(metrics) == len(OF_THE_STEP) - (2 if rule == "master" else 0)
@@ -138,7 +139,7 @@ def check_turns(metric: str, some: list[Record], whole: list[Record]) -> None:
 
 
 def test_what_arrived_of_all_layers_is_of_the_latest_movement_of_each(tiny: Tiny, in_turn: Path) -> None:
-    some = [json.loads(line) for line in (in_turn / "metrics.jsonl").read_text().splitlines()][1:]
+    some = recorded(in_turn)[1:]
     shares = [record["stall/arrived"] for record in some]
     assert all(math.isfinite(share) for share in shares)
     summary = json.loads((in_turn / "summary.json").read_text())

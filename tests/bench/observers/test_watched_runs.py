@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from bench_runs import recorded
 
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.data.batches import load_corpus
@@ -28,11 +28,7 @@ GRID_FORMATS = "{'*': {weight: E4M3, activation: {format: E4M3, rounding: stocha
 
 def records_of(config: Config, folder: Path) -> list[dict[str, Any]]:
     run(config, folder)
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def histograms_in(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "histograms.jsonl").read_text().splitlines()]
+    return recorded(folder)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +100,7 @@ def test_every_figure_is_there_by_layer_and_over_all_layers(tiny: Tiny, tmp_path
 
 def test_distributions_are_written_at_the_last_step(tiny: Tiny, tmp_path: Path) -> None:
     run(tiny(rule="master", model__formats=ALL_FORMATS), tmp_path / "r")
-    found = histograms_in(tmp_path / "r")
+    found = recorded(tmp_path / "r", "histograms.jsonl")
     assert {histogram["step"] for histogram in found} == {6}
     kinds = {histogram["name"].rsplit("/", 1)[0] for histogram in found}
     operands = ("weight", "activation", "gradient", "weight_gradient")

@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 
 import pytest
+from bench_runs import recorded
 from sweep_runs import train_here
 
 from nanogpt_bench.cli import main
@@ -43,13 +44,9 @@ def swept(tmp_path_factory, corpus_dir):
     return folder / "out"
 
 
-def records(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 def test_every_length_has_the_whole_of_its_schedule(swept):
     for steps in (4, 8):
-        rates = [record["lr"] for record in records(swept / f"sgd-max_steps={steps}-seed=1")[1:]]
+        rates = [record["lr"] for record in recorded(swept / f"sgd-max_steps={steps}-seed=1")[1:]]
         peak = 0.1
         cosine = [0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * (step - 1) / (steps - 1))) for step in range(1, steps)]
         assert rates == pytest.approx([peak / 2, *(peak * factor for factor in cosine)])
@@ -89,7 +86,7 @@ def _loss(swept: Path, rule: str, steps: int, seed: int) -> float:
 
 def test_a_validation_states_its_standard_error(swept):
     for run in find_runs([swept]):
-        summary, last = json.loads((run / "summary.json").read_text()), records(run)[-1]
+        summary, last = json.loads((run / "summary.json").read_text()), recorded(run)[-1]
         assert 0 < summary["final_val_loss_se"] == last["val/loss_se"] < 1
     table = (swept / "table.md").read_text()
     assert "val s.e." not in table.splitlines()[0]  # several seeds: their intervals take its place
