@@ -229,14 +229,6 @@ def test_a_run_told_not_to_stop_goes_on(tiny: Tiny, tmp_path: Path, monkeypatch:
     assert not (tmp_path / "r" / "anomaly").exists()
 
 
-def test_tied_weights_are_kept_once(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Sabotage(monkeypatch, {2}, "loss")
-    run(tiny(rule="fp32", model__tie_weights=True, train__max_steps=2), tmp_path / "r")
-    saved = load_file(tmp_path / "r" / "anomaly" / "checkpoints" / "step-2" / "model.safetensors")
-    assert "token_embedding.weight" in saved
-    assert "lm_head.weight" not in saved
-
-
 def test_a_plateau_stops_the_run(tiny: Tiny, tmp_path: Path) -> None:
     settings = {"train__stop_on": "plateau", "alerts__plateau_evals": 2, "alerts__plateau": 0.5, "eval__interval": 1}
     summary = run(tiny(**settings), tmp_path / "r")

@@ -56,13 +56,6 @@ def test_a_sweep_of_too_many_runs(tmp_path, capsys, content, words, count):
     assert [each.name for each in tmp_path.iterdir()] == ["my.yaml"]
 
 
-def test_a_comparison_at_too_many_seeds(tmp_path, capsys):
-    out = tmp_path / "out"
-    said = refused(capsys, "compare", "--seeds", "1000000", "--out", str(out), "--formats", "E4M3")
-    assert "7 rows at --seeds 1,000,000 asks for 7,000,000 runs" in said
-    assert not out.exists()
-
-
 def test_as_many_as_are_allowed_are_counted_and_planned(tmp_path):
     found = read_sweep(sweep(tmp_path, axes={"seed": [1, 2, 3]}))
     assert count_points(found) == len(plan_sweep(found)) == 3

@@ -259,41 +259,6 @@ def test_a_model_that_does_not_fit_is_one_line(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        ("", "needs a text: --input FILE"),
-        ("--data.dir CHARS", "was written by the tokenizer 'char', which is not that of model"),
-        ("--input TEXT --data.dir OWN", "needs a text"),
-        ("--input TEXT --model.block_size 128", "128 is more than the 64 positions"),
-        ("--input TEXT --formats E4M33", "did you mean 'E4M3'"),
-        ("--input TEXT --formats none", "leave it out"),
-        ("--input TEXT --scales row", "unknown --scales 'row'"),
-        ("--input TEXT --model.formats.mpl E4M3", "did you mean 'mlp'"),
-        ("--input TEXT --train.max_steps 3", "means nothing to a pretrained model"),
-        ("--input TEXT --sensitivity heads", "'heads' is not known"),
-        ("--input TEXT --calibrate 2", "--calibrate needs a training text: --data.dir DIR"),
-        ("e4m3.yaml --input TEXT", "goes without --model"),
-    ],
-)
-def test_wrong_use_of_a_model_is_one_line(
-    more: str,
-    words: str,
-    models: dict[str, Path],
-    text_file: Path,
-    corpus_dir: Path,
-    text_in_tokens: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    capsys.readouterr()
-    places = {"TEXT": str(text_file), "CHARS": str(corpus_dir), "OWN": str(text_in_tokens)}
-    options = [places.get(word, word) for word in more.split()]
-    assert main(["evaluate", "--model", str(models["llama"]), "--out", str(tmp_path / "out"), *options]) == 2
-    printed = capsys.readouterr().err
-    assert words in printed.splitlines()[-1]
-
-
 def test_an_encoder_is_seen_by_its_logits(models: dict[str, Path]) -> None:
     with pytest.raises(BenchError, match="looks at the tokens that follow"):
         load_causal(str(models["bert"]))

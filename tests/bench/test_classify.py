@@ -109,13 +109,6 @@ def test_a_classifier_writes_no_text() -> None:
         next(build_model(SMALL, seed=0).generate(torch.tensor([[1]]), 1))
 
 
-def test_its_layers_have_the_names_of_a_language_models() -> None:
-    own, other = build_model(SMALL, seed=3).state_dict(), build_model(replace(SMALL, labels=0), seed=3).state_dict()
-    differing = [name for name in other if own[name].shape != other[name].shape]
-    assert (own.keys(), differing) == (other.keys(), ["lm_head.weight"])
-    assert own["lm_head.weight"].shape == (5, 32)
-
-
 def test_a_run_learns_what_its_documents_say(classify: Tiny, tmp_path: Path) -> None:
     settings = {"train__max_steps": 150, "eval__interval": 50, "optimizer__lr": 1e-2, "train__batch_size": 16}
     config = classify(**settings, model__block_size=64, model__n_embd=32, eval__batches=4, rule="fp32")
@@ -166,12 +159,6 @@ def test_the_head_follows_its_pattern(classify: Tiny) -> None:
         assert trainer.model.lm_head.weight.shape == (8, 16)
 
 
-def test_a_text_without_labels_is_refused(classify: Tiny, corpus_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(BenchError, match=r"'classify' needs documents with labels.*prepare eurlex --task labels"):
-        run(classify(data__dir=corpus_dir), tmp_path / "r")
-    assert not (tmp_path / "r").exists()
-
-
 def test_a_language_model_trains_on_the_same_folder(tiny: Tiny, labelled_dir: Path, tmp_path: Path) -> None:
     assert run(tiny(data__dir=labelled_dir), tmp_path / "r")["status"] == "finished"
 
@@ -199,18 +186,9 @@ def test_evaluate_measures_its_weights(classified: Path, capsys: pytest.CaptureF
     assert written[0]["r_precision"] == summary["r_precision"]
 
 
-def test_verify_knows_its_figures(classified: Path) -> None:
-    assert main(["verify", str(classified)]) == 0
-
-
 def test_sample_is_refused(classified: Path) -> None:
     with pytest.raises(BenchError, match="is of task 'classify': such weights write no text; nanogpt-bench evaluate"):
         sample_run(classified, Draw())
-
-
-def test_a_report_of_formats_is_refused(classified: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["evaluate", str(classified), "--formats", "all"]) == 2
-    assert "is of task 'classify', and a report of formats measures windows of a text;" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("task", ["language", "classify"])

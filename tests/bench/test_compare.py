@@ -20,9 +20,7 @@ from nanogpt_bench.config.rules import RULES, Rule, available_rules
 from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.data import prepare_text
 from nanogpt_bench.report import build, report
-from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.sweep.comparison import Demonstration, choose_rows, plan_runs
-from nanogpt_bench.sweep.plan import RELATIVE_COST
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.workers import pool as pool_module
 from nanogpt_bench.workers.pool import Pool
@@ -85,16 +83,6 @@ def test_all_leaves_out_what_is_not_installed_and_naming_it_says_so(monkeypatch)
         choose_rows(None, ["all", "absent"], Demonstration())
 
 
-@pytest.mark.parametrize("rule", available_rules())
-def test_every_rule_is_planned_at_its_own_learning_rate(rule):
-    demonstration = Demonstration()
-    rows = choose_rows(None, [rule], demonstration)
-    planned = plan_runs(rows, demonstration, seeds=1, max_steps=50, data_dir=Path("corpus"))
-    config = resolve(build_config(next(run for run in planned if run.rule == rule).settings))
-    assert config.rule == rule
-    assert config.optimizer.lr == RULES[rule].lr
-
-
 @pytest.mark.parametrize(
     ("formats", "rules", "named", "suggested"),
     [
@@ -123,10 +111,6 @@ def test_seeds_and_data_are_shared_by_all_rows():
         assert config.data.seed is None  # follows the run's seed
     assert [config.seed for config in configs] == [42, 43] * 12
     assert len({(config.train.batch_size, config.eval.seed, config.eval.interval) for config in configs}) == 1
-
-
-def test_what_a_step_costs_is_told_of_rules_that_there_are():
-    assert set(RELATIVE_COST) <= set(RULES)
 
 
 # The worker processes

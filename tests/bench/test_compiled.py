@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from bench_runs import recorded
 
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.data.batches import load_corpus
@@ -108,7 +109,7 @@ def test_a_compiled_run_is_watched_like_any_other(tiny: Tiny, monkeypatch: pytes
         folder = tmp_path / str(compiled)
         settings = {"rule": "master", "model__format": "E4M3", "train__precision": "float32"}
         assert run(tiny(**settings, runtime__compile=compiled), folder)["status"] == "finished"
-        records.append(records(folder))
+        records.append(recorded(folder))
     plain, watched = records
     assert [sorted(record) for record in watched] == [sorted(record) for record in plain]
     for name in ("train/loss", "val/loss", "quant/amax/activation/blocks.0.mlp.fc", "quant/amax/gradient"):

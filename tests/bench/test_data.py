@@ -106,11 +106,6 @@ def test_damage_is_named(tmp_path: Path, corpus_dir: Path, damage: Callable[[Pat
     assert "\n" not in str(caught.value)
 
 
-def test_a_block_longer_than_the_text_is_refused(corpus_dir: Path) -> None:
-    with pytest.raises(BenchError, match="a block of 100000 needs 100001"):
-        load_corpus(corpus_dir, 100_000)
-
-
 def test_a_run_can_train_on_the_first_tokens_only(tiny: Callable[..., Config]) -> None:
     config = resolve(tiny())
     whole = open_corpus(config)

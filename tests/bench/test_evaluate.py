@@ -13,7 +13,6 @@ import pytest
 from nanogpt_bench import data as corpus
 from nanogpt_bench.cli import main
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.config.settings import find_config
 from nanogpt_bench.data.batches import load_corpus
 from nanogpt_bench.evaluation.losses import evaluate
 from nanogpt_bench.system.errors import BenchError
@@ -112,7 +111,3 @@ def test_the_default_corpus_is_prepared(
 def test_nothing_to_compare_is_an_error(tiny: Tiny) -> None:
     with pytest.raises(BenchError, match="--formats"):
         evaluate(tiny())
-
-
-def test_the_shipped_file_starts_from_gpt2() -> None:
-    assert "init_from: gpt2\n" in find_config("gpt2").read_text(encoding="utf-8")

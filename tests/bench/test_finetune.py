@@ -30,7 +30,6 @@ from nanogpt_bench.report.tables import to_csv, to_markdown
 from nanogpt_bench.runs.load import load_run
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.setup.surgery import quantize, read_as_codes
-from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.training.trainer import Trainer
 
 Settings = Callable[..., Config]
@@ -228,46 +227,6 @@ def test_a_fine_tuned_model_is_saved_as_others_keep_it(
     assert size[0] < 0.6 * size[1]
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--layout", "torchao"], "--layout goes with --save DIR"),
-        (["--save", "s", "--layout", "torchao", "--rule", "fp32"], "--layout torchao takes quantised weights"),
-        (
-            ["--save", "s", "--layout", "compressed-tensors", "--rule", "stochastic", "--model.format", "E3M4"],
-            "--layout compressed-tensors: layer 'model.layers.0.self_attn.q_proj' is of E3M4",
-        ),
-    ],
-)
-def test_a_layout_that_can_not_hold_the_model_is_refused_before_it_trains(
-    options: list[str], words: str, model: Path, law: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["finetune", "--model", str(model), "--data.dir", str(law), "--model.block_size=16", *options]) == 2
-    assert words in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        ({"model__n_layer": 3}, "model.n_layer: 3 is not that of"),
-        ({"model__size": "10M"}, "model.size: '10M' can't be used with model.pretrained"),
-        ({"model__block_size": 65}, "65 is more than the 64 positions"),
-        ({"model__tie_weights": False}, "model.tied says what formats do"),
-        ({"model__formats": "{mlp.fc: E4M3}"}, "'mlp.fc' matches none of the 15 linear layers"),
-    ],
-)
-def test_settings_that_do_not_fit_are_refused(settings: Settings, more: dict[str, Any], words: str) -> None:
-    with pytest.raises(BenchError, match=words.replace("'", ".")):
-        resolve(settings(**more))
-
-
-def test_another_text_s_tokens_are_refused(settings: Settings, corpus_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(BenchError, match="was written by the tokenizer 'char'"):
-        run(settings(data__dir=corpus_dir), tmp_path / "run")
-
-
 def test_adapters_are_the_baseline(settings: Settings, tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="needs the extra lora")
     summary = run(settings(rule="fp32", model__lora_rank=2), tmp_path / "run")
@@ -293,11 +252,6 @@ def test_what_is_forgotten_is_measured_beside(settings: Settings, law: Path, tmp
     assert re.search(r"Loss on the other text \| +its difference \(95%\)", table)
     assert "+0.250, one seed: a lead" in table
     assert "also_loss" in to_csv(results).splitlines()[0]
-
-
-def test_the_other_text_has_the_same_tokens(settings: Settings, corpus_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(BenchError, match=r"eval\.also: .* has other tokens than"):
-        run(settings(eval__also=corpus_dir), tmp_path / "run")
 
 
 def test_one_learning_rate_is_for_all(settings: Settings) -> None:

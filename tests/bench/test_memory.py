@@ -119,13 +119,6 @@ def test_a_tied_weight_counts_once(tiny: Tiny, tmp_path: Path) -> None:
     assert tied["bytes_per_parameter"] == untied["bytes_per_parameter"] == 4
 
 
-@pytest.mark.parametrize(("precision", "per_parameter"), [("float32", 12), ("bf16-pure", 6)])
-def test_a_run_reports_what_its_tensors_hold(tiny: Tiny, tmp_path: Path, precision: str, per_parameter: int) -> None:
-    summary = run(tiny(train__precision=precision), tmp_path / "r")
-    assert summary["bytes_per_parameter"] == pytest.approx(per_parameter, rel=0.005)
-    assert summary["bytes_per_quantized_parameter"] is None
-
-
 class Asked(StopRequest):
     """A stop that is asked for once a step is reached."""
 

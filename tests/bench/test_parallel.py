@@ -17,9 +17,6 @@ import fp8manifold as fm
 from nanogpt_bench.checkpoint import CheckpointNotWritten, Contents, commit, read
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.data.batches import batch, load_corpus
-from nanogpt_bench.setup.resolve import resolve
-from nanogpt_bench.sweep.file import read_sweep
-from nanogpt_bench.sweep.plan import plan_sweep
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.ranks import ALONE, Ranks
 from nanogpt_bench.training.run_state import capture, restore
@@ -237,39 +234,3 @@ def test_what_fails_in_one_fails_in_all(pools: dict[int, Pool], what: str) -> No
         assert second[3:] == [("BenchError", None, "no")]
     else:
         assert first[3:] == second[3:] == []
-
-
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (
-            {"train__parallel": "ddp", "shadow__enabled": True},
-            "can't be used with shadow.enabled; give --shadow.enabled",
-        ),
-        (
-            {
-                "train__parallel": "fsdp",
-                **MONITORS,
-                "rule": "stochastic",
-                "model__format": "E4M3",
-                "model__storage": "grid",
-            },
-            "model.storage: 'grid' can't be sharded; allowed with fsdp: float32, master, fp8",
-        ),
-        (
-            {"train__parallel": "ddp", "rule": "stochastic", "model__format": "E4M3", "train__step_in_backward": True},
-            "train.step_in_backward",
-        ),
-    ],
-)
-def test_what_would_be_wrong_is_refused(tiny: Tiny, overrides: dict[str, Any], said: str) -> None:
-    with pytest.raises(BenchError) as refused:
-        resolve(tiny(**({"monitor__stall": False} | overrides)))
-    assert said in str(refused.value)
-
-
-def test_a_sweep_refuses_it(tmp_path: Path) -> None:
-    path = tmp_path / "s.yaml"
-    path.write_text("settings: {rule: fp32, train.parallel: ddp}\naxes: {seed: [1, 2]}\n", encoding="utf-8")
-    with pytest.raises(BenchError, match="'ddp' is for torchrun -m nanogpt_bench run; each run of a sweep"):
-        plan_sweep(read_sweep(path))

@@ -8,14 +8,26 @@ from pathlib import Path
 
 import pytest
 
-#: files of the folder that a command is given in; RUN is a run, TEXT a text, CHARS and LABELS corpora
+from nanogpt_bench.cli import main
+
+#: files of the folder that a command is given in; RUN is a run, MODEL a pretrained one, CHARS and OWN are corpora
 FILES = {
     "few.yaml": "axes: {model.format: [E4M3]}\n",
     "two.yaml": "axes: {model.format: [E4M3], seed: [1, 2]}\n",
     "gradient.yaml": "axes: {model.format: [E4M3]}\nsensitivity: {operand: gradient}\n",
     "nothing.yaml": "axes: {model.format: [E4M3]}\nsensitivity: {patterns: [mlp.fd]}\n",
     "fp32.yaml": "rule: fp32\n",
+    "parallel.yaml": "settings: {rule: fp32, train.parallel: ddp}\naxes: {seed: [1, 2]}\n",
 }
+#: a comparison of three rows
+ROWS = "compare --formats E4M3 --rules sgd,stochastic --out out"
+#: a tiny run on CHARS
+SMALL = "--model.n_layer=1 --model.n_embd=16 --model.n_head=2 --eval.batches=1"
+#: a measurement of a pretrained model, of a text and of none
+MODEL = "evaluate --out out --model MODEL"
+MEASURED = f"{MODEL} --input TEXT"
+#: a training of one
+TUNED = "finetune --model MODEL --data.dir OWN --model.block_size=16"
 COMPARED = "compare --task classify --rules fp32,stochastic --max-steps 4 --out none"
 #: what is said, its parts apart by " & ", by the words that are refused
 REFUSED: dict[str, str] = {
@@ -44,6 +56,8 @@ REFUSED: dict[str, str] = {
     "run e4m3.yaml --name a/b": "--name & a/b",
     "run e4m3.yaml --name ''": "--name & is not allowed",
     "run bf16_baseline.yaml --data.dir gone": "gone & prepare stdlib",
+    f"run bf16_baseline --data.dir=CHARS {SMALL} --model.block_size=5000": "a block of 5000 needs 5001; give a longer "
+    "text or a smaller --model.block_size",
     "run fp32 --train.max_steps=3 --train.max_steps 4": "error: --train.max_steps is given twice; keep one",
     "run fp32 --seed 3 --seed=3": "error: --seed is given twice; keep one",
     "run fp32.yaml --name=x --model.init_from=RUN --model.n_embd=32": "model.n_embd: 32 is not that of the checkpoint",
@@ -61,11 +75,20 @@ REFUSED: dict[str, str] = {
     "compare --draws dither --optimizer.draws dither": "--optimizer.draws is given twice",
     COMPARED: "--task classify needs --data.dir",
     f"{COMPARED} --data.dir CHARS --model.n_layer=1 --model.block_size=16": "needs documents with labels",
+    "compare --seeds 1000000 --formats E4M3": "7 rows at --seeds 1,000,000 asks for 7,000,000 runs",
+    f"{ROWS} --rule nearest": "--rule & did you mean '--rules'",
+    f"{ROWS} --model.format E4M3": "--model.format & --formats",
+    f"{ROWS} --optimizer.name sgd": "--optimizer.name & --rules",
+    f"{ROWS} --optimizer.damping 1": "--optimizer.damping & any row & bf16-mixed, sgd, E4M3 stochastic",
+    f"{ROWS} --train.max_steps 9 --max-steps 8": "--train.max_steps 9 & --max-steps 8",
+    f"{ROWS} --model.n_embd 130": "model.n_embd & 132 & in the row 'bf16-mixed'",
+    f"{ROWS} --data.dir gone --model.block_size 8": "gone & prepare",
     "report": "RUNS",
     "report runs --out a --out b": "error: --out is given twice; keep one",
     "report RUN --out out --cosine 2": "cosine = 2.0",
     "verify": "RUN",
     "verify gone": "gone & does not exist",
+    "sweep parallel.yaml": "'ddp' is for torchrun -m nanogpt_bench run; each run of a sweep",
     "sweep lr_limit.yaml": "did you mean 'lr_limits.yaml'",
     "sweep formats.yaml --executor rai": "unknown --executor 'rai'; did you mean 'ray'",
     "sweep formats.yaml --executor local --address 1.2.3.4:6379": "--address '1.2.3.4:6379' goes with --executor ray",
@@ -140,6 +163,30 @@ REFUSED: dict[str, str] = {
     "evaluate RUN --sensitivity kinds --model.formats '{\"*\": none, embeddings: none}'": "model.formats says of every "
     "layer what becomes of it",
     "evaluate e4m3 --calibrate 3": "--calibrate: a report is of a run, or with --model PATH; 'e4m3' is no folder",
+    # weights of a pretrained model
+    MODEL: "needs a text: --input FILE",
+    f"{MODEL} --data.dir CHARS": "was written by the tokenizer 'char', which is not that of model",
+    f"{MEASURED} --data.dir OWN": "needs a text",
+    f"{MEASURED} --model.block_size 128": "128 is more than the 64 positions",
+    f"{MEASURED} --formats E4M33": "did you mean 'E4M3'",
+    f"{MEASURED} --formats none": "leave it out",
+    f"{MEASURED} --scales row": "unknown --scales 'row'",
+    f"{MEASURED} --model.formats.mpl E4M3": "did you mean 'mlp'",
+    f"{MEASURED} --train.max_steps 3": "means nothing to a pretrained model",
+    f"{MEASURED} --sensitivity heads": "'heads' is not known",
+    f"{MEASURED} --calibrate 2": "--calibrate needs a training text: --data.dir DIR",
+    f"{MEASURED} e4m3.yaml": "goes without --model",
+    f"{TUNED} --layout torchao": "--layout goes with --save DIR",
+    f"{TUNED} --save s --layout torchao --rule fp32": "--layout torchao takes quantised weights",
+    f"{TUNED} --save s --layout compressed-tensors --rule stochastic --model.format E3M4": "--layout "
+    "compressed-tensors: layer 'model.layers.0.self_attn.q_proj' is of E3M4",
+    f"{TUNED} --model.n_layer 3": "model.n_layer: 3 is not that of",
+    f"{TUNED} --model.size 10M": "model.size: '10M' can't be used with model.pretrained",
+    "finetune --model MODEL --data.dir OWN --model.block_size 65": "65 is more than the 64 positions",
+    f"{TUNED} --model.tie_weights false": "model.tied says what formats do",
+    f"{TUNED} --model.formats.mlp.fc E4M3": "'mlp.fc' matches none of the 15 linear layers",
+    "finetune --model MODEL --data.dir CHARS --model.block_size=16": "was written by the tokenizer 'char'",
+    f"{TUNED} --eval.also CHARS": "eval.also: & has other tokens than",
     # weights of a run: which layers can be rounded
     "sweep few.yaml --of RUN": "with --sensitivity",
     "sweep few.yaml --sensitivity --of RUN --from my.json": "--from",
@@ -164,22 +211,37 @@ REFUSED: dict[str, str] = {
 }
 
 
+@pytest.fixture(scope="session")
+def pretrained(text_file: Path) -> dict[str, str]:
+    """A model of transformers, and the text in its tokens."""
+    pytest.importorskip("transformers", reason="needs the extra hf")
+    import causal_models
+
+    model, own = causal_models.write(text_file.parent / "pretrained"), text_file.parent / "own tokens"
+    assert main(["prepare", "text", "--input", str(text_file), "--tokenizer", str(model), "--out", str(own)]) == 0
+    return {"MODEL": str(model), "OWN": str(own)}
+
+
 @pytest.mark.parametrize("words", REFUSED)
 def test_a_wrong_command_line_is_refused_in_one_line(
     words: str,
     refused: Callable[..., str],
     trained: dict[str, Path],
     corpus_dir: Path,
+    text_file: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name, text in FILES.items():
         Path(name).write_text(text)
-    stand_ins = {"RUN": str(trained["float"]), "CHARS": str(corpus_dir), "LONG": "x" * 5000, "NUL": "\0"}
+    stand_ins = {"RUN": trained["float"], "CHARS": corpus_dir, "TEXT": text_file, "LONG": "x" * 5000, "NUL": "\0"}
+    if "MODEL" in words:
+        stand_ins |= request.getfixturevalue("pretrained")
     given = shlex.split(words)
     for word, meant in stand_ins.items():
-        given = [part.replace(word, meant) for part in given]
+        given = [part.replace(word, str(meant)) for part in given]
     said = refused(*given)
     assert said.isprintable()
     assert [part for part in REFUSED[words].split(" & ") if part not in said] == []

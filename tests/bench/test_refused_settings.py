@@ -23,6 +23,10 @@ MASTER = f"{E4M3} model.storage=master"
 LABELS = "task=classify"
 GIVEN = "model.pretrained=a/model"
 STIEFEL = "model.constraint=stiefel"
+#: monitors that look at whole weights, which rows are not
+WHOLE_OFF = " ".join(
+    f"monitor.{name}=false" for name in ("stall", "ranges", "bits", "attention", "gradients", "geometry")
+)
 WITHIN = f"rule=stochastic {E4M3} train.step_in_backward=true"
 
 #: of each setting: the settings that it is refused beside, and how the line goes on
@@ -39,6 +43,8 @@ REFUSED: dict[str, dict[str, str]] = {
         f"{LABELS} train.parallel=ddp": "'ddp' can't be used with task 'classify', whose losses",
         "train.parallel=fsdp": "'fsdp' can't be used with monitor.stall, monitor.ranges, monitor.bits",
         f"{STIEFEL} monitor.stall=false train.parallel=ddp": "'ddp' can't be used with model.constraint; give",
+        "train.parallel=ddp monitor.stall=false shadow.enabled=true": "'ddp' can't be used with shadow.enabled; give",
+        f"{WITHIN} optimizer.grad_clip=0 train.parallel=ddp": "'ddp' can't be used with train.step_in_backward; give",
     },
     "monitor.fisher": {f"{LABELS} monitor.fisher=true": "True can't be used with task 'classify', whose labels"},
     "model.headroom": {"model.headroom=4": "4.0 needs model.storage grid, fp8 or continuous, not 'float32'"},
@@ -85,7 +91,11 @@ REFUSED: dict[str, dict[str, str]] = {
         "rule=sgd model.granularity=channel": "'channel' means nothing under rule 'sgd', whose weights are floats",
     },
     "rule": {"rule=nearest": "'nearest' needs a format for the weights; give --model.format E4M3 or model.formats"},
-    "model.storage": {"model.storage=master": "'master' needs a format for the weights; give --model.format E4M3"},
+    "model.storage": {
+        "model.storage=master": "'master' needs a format for the weights; give --model.format E4M3",
+        f"{E4M3} model.storage=grid train.parallel=fsdp {WHOLE_OFF}": "'grid' can't be sharded; allowed with fsdp: "
+        "float32, master, fp8",
+    },
     "train.precision": {
         f"{E4M3} train.precision=bf16-pure": "'bf16-pure' can't be used with model.storage 'master'; allowed: float32,",
         f"{STIEFEL} train.precision=bf16-pure": "'bf16-pure' can't be used with model.constraint 'stiefel'; leave one",

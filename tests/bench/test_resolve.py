@@ -118,25 +118,6 @@ def test_a_rule_whose_package_is_missing_says_how_to_get_it(monkeypatch: pytest.
         resolve(load_config(None, ["--rule", "absent"]))
 
 
-def differing(one: object, other: object, prefix: str = "") -> set[str]:
-    found: set[str] = set()
-    for item in dataclasses.fields(one):  # type: ignore[arg-type]
-        left, right = getattr(one, item.name), getattr(other, item.name)
-        if dataclasses.is_dataclass(left):
-            found |= differing(left, right, f"{prefix}{item.name}.")
-        elif left != right:
-            found.add(prefix + item.name)
-    return found
-
-
-@pytest.mark.parametrize("name", ["e4m3.yaml", "e5m2.yaml"])
-def test_the_shipped_8_bit_configs_differ_from_the_baseline_in_format_storage_and_shadow_only(name: str) -> None:
-    baseline = resolve(load_config(find_config("bf16_baseline.yaml")))
-    other = resolve(load_config(find_config(name)))
-    assert baseline.seed == other.seed == 42
-    assert differing(baseline, other) == {"model.formats", "model.storage", "shadow.enabled"}
-
-
 def test_the_anchor_has_nanogpt_s_settings() -> None:
     config = resolve(load_config(find_config("nanogpt_cpu")))
     assert rule_name(config) == "fp32"

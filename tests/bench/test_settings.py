@@ -28,11 +28,6 @@ def test_nested_and_dotted_yaml_keys_are_the_same(tmp_path: Path) -> None:
     assert load_config(path).train.max_steps == 7
 
 
-def test_layer_patterns_from_the_command_line() -> None:
-    config = load_config(None, ["--model.formats", "{attn: E4M3}", "--model.formats.mlp.fc", "E3M4"])
-    assert config.model.formats == {"attn": "E4M3", "mlp.fc": "E3M4"}
-
-
 def test_one_layer_pattern_leaves_those_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text("model:\n  formats:\n    attn: E4M3\n    mlp: E3M4\n")

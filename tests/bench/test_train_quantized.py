@@ -15,9 +15,6 @@ import fp8manifold as fm
 from nanogpt_bench.config.rules import RULES, available_rules, rules_with_format
 from nanogpt_bench.config.schema import ROUNDED, Config
 from nanogpt_bench.loop.train import run
-from nanogpt_bench.observers import Observer
-from nanogpt_bench.setup.optimizers import stiffness_at
-from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.setup.surgery import quantized_layers
 
 Tiny = Callable[..., Config]
@@ -102,10 +99,6 @@ def test_the_annealed_exponent_falls_from_one_to_zero(tiny: Tiny, tmp_path: Path
     assert [record["stiffness/exponent"] for record in records[1:]] == pytest.approx([1.0, 0.75, 0.5, 0.25])
 
 
-def test_adamw_on_the_grid_has_no_exponent(tiny: Tiny) -> None:
-    assert stiffness_at(resolve(config_of(tiny, "nearest")), 0) is None
-
-
 @pytest.mark.parametrize(("rule", "storage"), [("stochastic", "grid"), ("master", "master")])
 def test_a_copy_or_a_simulated_grid_holds_floats(tiny: Tiny, tmp_path: Path, rule: str, storage: str) -> None:
     summary = run(config_of(tiny, rule, model__storage=storage), tmp_path / "r")
@@ -131,27 +124,9 @@ def test_float_layers_have_no_histogram(tiny: Tiny, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "f" / "weights.json").read_text()) == {}
 
 
-def test_watching_the_stall_changes_nothing(tiny: Tiny, tmp_path: Path) -> None:
-    losses = {
-        run(config_of(tiny, "stochastic", monitor__stall=stall), tmp_path / str(stall))["final_val_loss"]
-        for stall in ("true", "false")
-    }
-    assert len(losses) == 1
-
-
 def test_the_riemannian_rule_decays_quantised_weights_at_float_lr(tiny: Tiny) -> None:
     trainer = trainer_of(config_of(tiny, "riemannian", optimizer__weight_decay=0.2, optimizer__float_lr=0.01))
     decays = [group["weight_decay"] for group in trainer.optimizer.param_groups]
     assert decays == pytest.approx([0.002, 0.0])
     sizes = [sum(parameter.numel() for parameter in group["params"]) for group in trainer.optimizer.param_groups]
     assert sizes[0] == sum(layer.weight.numel() for layer in quantized_layers(trainer.model).values())
-
-
-def test_the_float_parameters_of_the_riemannian_rule_follow_the_schedule(tiny: Tiny) -> None:
-    moved = {}
-    for number in (1, 3):  # lr: a third of the peak at step 1, the peak at step 3
-        trainer = trainer_of(config_of(tiny, "riemannian", optimizer__float_lr=0.01))
-        before = trainer.model.position_embedding.weight.detach().clone()
-        trainer.train_step(trainer.new_step(number, last=False), (Observer(),))
-        moved[number] = (trainer.model.position_embedding.weight.detach() - before).abs().max().item()
-    assert moved[3] / moved[1] == pytest.approx(3.0, rel=0.01)

@@ -7,15 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from bench_runs import recorded
 
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.data.batches import load_corpus
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.observers import build
-from nanogpt_bench.observers.build import build_observers
-from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.training.trainer import Trainer
 
@@ -148,19 +144,6 @@ def test_the_shadow_holds_dequantised_weights_or_the_masters(tiny: Tiny, tmp_pat
 def test_the_shadow_has_the_models_own_shape(tiny: Tiny, tmp_path: Path, settings: dict[str, Any]) -> None:
     config = tiny(**{"shadow__enabled": True, "train__max_steps": 2, **settings})
     assert 0.9 < records_of(config, tmp_path / "r")[-1]["grad/cosine_min"] <= 1.0
-
-
-def test_the_shadow_is_cleared_between_looks(tiny: Tiny, tmp_path: Path) -> None:
-    config = resolve(tiny(rule="fp32", shadow__enabled=True, shadow__interval=1))
-    trainer = Trainer(config, load_corpus(Path(config.data.dir), 16), torch.device("cpu"))
-    watch = build_observers(config, trainer, tmp_path, baseline={}, tell=lambda alert: None)
-    assert watch.shadow is not None
-    for number in (1, 2, 3):
-        step = trainer.new_step(number, last=False)
-        trainer.train_step(step, watch.all)
-        assert step.record["grad/cosine"] == 1.0
-    for observer in watch.all:
-        observer.close()
 
 
 def test_fisher_information_at_the_weights_and_at_the_shadows(tiny: Tiny, tmp_path: Path) -> None:

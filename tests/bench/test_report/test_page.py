@@ -95,13 +95,6 @@ def test_a_page_of_running_runs_reloads_and_a_finished_one_does_not(tmp_path, wr
     assert {"unfinished at step 200", "not run"} <= set(Page(text).text["td"])
 
 
-def test_gaps_in_the_record_are_on_the_page(tmp_path, write_run):
-    folder = write_run(tmp_path / "a")
-    (folder / "environment.json").unlink()
-    page = Page(report([folder], out=tmp_path / "out").read_text(encoding="utf-8"))
-    assert "a: environment.json is missing" in page.text["li"]
-
-
 def test_another_baseline_is_chosen_by_its_row_and_a_wrong_one_or_a_file_as_folder_is_refused(tmp_path, write_run):
     paths = [write_run(tmp_path / "a"), write_run(tmp_path / "b", rule="fp32", final=2.0)]
     with pytest.raises(BenchError, match=r"config\.yaml"):

@@ -84,14 +84,6 @@ def test_a_run_that_has_not_finished_has_no_final_loss(
     assert "4.9" not in ",".join(line)
 
 
-def test_alone_it_has_its_best_loss_and_no_final_one(tmp_path: Path, reference: list[Path]):
-    part = write_run(tmp_path / "b", rule="sgd", final=4.9, seed=2, status="stopped")
-    (_, row) = measured([*reference, part])
-    assert row.final_val_loss is None
-    assert row.gap is None
-    assert row.best_val_loss.mean == pytest.approx(4.89)
-
-
 def test_the_share_of_a_gap_is_of_the_references_that_finished(tmp_path: Path, reference: list[Path]):
     part = write_run(tmp_path / "bf16-3", final=9.0, seed=3, status="stopped")
     other = write_run(tmp_path / "a", rule="sgd", final=3.2, seed=1)

@@ -7,7 +7,7 @@ import pytest
 from nanogpt_bench.cli import build_parser
 from nanogpt_bench.report.build import THRESHOLDS
 from nanogpt_bench.report.results import measure, tokens_to_gap
-from nanogpt_bench.report.rows import find_reference, group_rows
+from nanogpt_bench.report.rows import group_rows
 from nanogpt_bench.report.verdict import Evidence, Outcome, Thresholds, judge
 from nanogpt_bench.runs.load import load_run
 from nanogpt_bench.system.errors import BenchError
@@ -127,19 +127,6 @@ def test_thresholds_out_of_range_are_refused_by_name(name, value):
 def test_the_command_line_has_the_same_defaults():
     args, _ = build_parser()[0].parse_known_args(["report", "runs", "--out", "report"])
     assert Thresholds(**{name: getattr(args, name) for name in THRESHOLDS}) == Thresholds()
-
-
-def test_seeds_are_paired_with_the_reference_of_the_same_seed(tmp_path, write_run):
-    for seed, (base, other) in enumerate([(2.0, 2.2), (2.4, 2.5)]):
-        write_run(tmp_path / f"a{seed}", final=base, seed=seed)
-        write_run(tmp_path / f"b{seed}", rule="nearest", fmt="E4M3", final=other, seed=seed)
-    rows = group_rows([load_run(path) for path in sorted(tmp_path.iterdir())])
-    reference, nearest = measure(rows, find_reference(rows))
-    assert [row.label for row in rows] == ["bf16-mixed", "E4M3 nearest"]
-    assert nearest.gap.mean == pytest.approx(0.15)
-    assert nearest.gap.spread == pytest.approx(0.0707, abs=1e-4)  # that of the differences 0.2 and 0.1
-    assert nearest.gap_share == pytest.approx(0.15 / 2.2)
-    assert reference.verdict.outcome is Outcome.REFERENCE
 
 
 def test_the_standard_error_of_a_gap_is_over_batches_and_over_seeds_that_of_the_gaps(tmp_path, write_run):
