@@ -17,7 +17,6 @@ import causal_models
 
 import fp8manifold as fm
 from nanogpt_bench.cli import main
-from nanogpt_bench.data.batches import load_corpus
 from nanogpt_bench.data.own_tokenizer import own_tokenizer
 from nanogpt_bench.evaluation.rounding import EMBEDDINGS, rounded
 from nanogpt_bench.evaluation.sensitivity import best_mixture
@@ -166,14 +165,6 @@ def test_the_loss_of_a_text_is_that_of_its_tokens(
     losses = window_losses(load_causal(str(models["llama"])), windows, 4)
     assert rows[0]["val_loss"] == sum(losses) / 5
     assert rows[1]["quantized_parameters"] == 17408 + 2048
-
-
-def test_a_prepared_text_says_whose_tokens_it_has(text_in_tokens: Path, text_file: Path) -> None:
-    corpus = load_corpus(text_in_tokens, 16)
-    assert corpus.meta["tokenizer"].startswith("model-")
-    assert corpus.vocab_size == 23
-    meta = json.loads((text_in_tokens / "meta.json").read_text())
-    assert meta["splits"]["val"]["bytes"] < len(text_file.read_text())
 
 
 def test_a_gguf_is_floats_from_then_on(tmp_path: Path) -> None:

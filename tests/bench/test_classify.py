@@ -159,6 +159,12 @@ def test_the_head_follows_its_pattern(classify: Tiny) -> None:
         assert trainer.model.lm_head.weight.shape == (8, 16)
 
 
+def test_a_text_without_labels_is_refused(classify: Tiny, corpus_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(BenchError, match=r"'classify' needs documents with labels.*prepare eurlex --task labels"):
+        run(classify(data__dir=corpus_dir), tmp_path / "r")
+    assert not (tmp_path / "r").exists()
+
+
 def test_a_language_model_trains_on_the_same_folder(tiny: Tiny, labelled_dir: Path, tmp_path: Path) -> None:
     assert run(tiny(data__dir=labelled_dir), tmp_path / "r")["status"] == "finished"
 
@@ -189,6 +195,11 @@ def test_evaluate_measures_its_weights(classified: Path, capsys: pytest.CaptureF
 def test_sample_is_refused(classified: Path) -> None:
     with pytest.raises(BenchError, match="is of task 'classify': such weights write no text; nanogpt-bench evaluate"):
         sample_run(classified, Draw())
+
+
+def test_a_report_of_formats_is_refused(classified: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", str(classified), "--formats", "all"]) == 2
+    assert "is of task 'classify', and a report of formats measures windows of a text;" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("task", ["language", "classify"])

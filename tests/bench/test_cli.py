@@ -71,12 +71,6 @@ def test_prepare_then_run(text_file: Path, capsys: pytest.CaptureFixture[str]) -
     assert main(["run", "bf16_baseline.yaml", "--data.dir", "data/fox", "--name", "a", *QUICK]) == 2
 
 
-def test_runs_without_a_name_are_numbered(corpus_dir: Path) -> None:
-    for _ in range(2):
-        assert main(["run", "bf16_baseline", f"--data.dir={corpus_dir}", *QUICK]) == 0
-    assert sorted(path.name for path in Path("runs").iterdir()) == ["bf16_baseline", "bf16_baseline-2"]
-
-
 def test_a_failed_run_exits_with_1(corpus_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wild = ["--rule=sgd", "--optimizer.lr=1e30", "--optimizer.grad_clip=0", "--train.max_steps=30"]
     quick = [word for word in QUICK if not word.startswith("--train.max_steps")]

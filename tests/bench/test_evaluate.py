@@ -53,16 +53,6 @@ def test_formats_with_more_mantissa_bits_lose_less(
     assert "…" not in printed
 
 
-def test_without_formats_the_file_s_own_stands_beside_float(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(arguments) == 0
-    words = capsys.readouterr().out
-    assert "mixed" not in words
-    assert words.count("E4M3") == 1
-    assert words.count("none") == 1
-
-
 def test_a_granularity_is_that_of_the_rows_in_a_format(tiny: Tiny) -> None:
     losses = {}
     for granularity in ("tensor", "channel"):
@@ -70,15 +60,6 @@ def test_a_granularity_is_that_of_the_rows_in_a_format(tiny: Tiny) -> None:
         losses[granularity] = [row.val_loss for row in rows]
     assert losses["tensor"][0] == losses["channel"][0]
     assert losses["tensor"][1] != losses["channel"][1]
-
-
-def test_the_loss_is_the_first_of_a_run(tiny: Tiny, tmp_path: Path) -> None:
-    from nanogpt_bench.loop.train import run
-
-    config = tiny(rule="stochastic", model__format="E4M3")
-    rows = evaluate(config, ["E3M4", "E4M3"])
-    assert [row.storage for row in rows] == ["float32", "fp8", "fp8"]
-    assert rows[2].val_loss == run(config, tmp_path / "run")["first_val_loss"]
 
 
 @pytest.mark.parametrize("storage", ["master", "grid", "fp8"])

@@ -110,15 +110,6 @@ def test_an_optimizer_counts_with_everything_it_keeps_between_steps(make: Any, p
     assert held_bytes(layer, optimizer) == bytes_of([layer.weight], optimizer) == per_parameter * 2048 + steps
 
 
-def test_a_tied_weight_counts_once(tiny: Tiny, tmp_path: Path) -> None:
-    tied, untied = (
-        run(tiny(model__tie_weights=tie, optimizer__name="sgd", optimizer__momentum=0), tmp_path / str(tie))
-        for tie in (True, False)
-    )
-    assert tied["parameters"] < untied["parameters"]
-    assert tied["bytes_per_parameter"] == untied["bytes_per_parameter"] == 4
-
-
 class Asked(StopRequest):
     """A stop that is asked for once a step is reached."""
 

@@ -37,10 +37,6 @@ def test_trapezoid_stays_then_falls_linearly() -> None:
     assert values[80:] == pytest.approx([1 - step / 20 for step in range(21)])
 
 
-def test_constant_stays() -> None:
-    assert set(factors(warmup_steps=0, schedule="constant")) == {1.0}
-
-
 def test_linear_falls_along_a_line_from_the_end_of_the_warm_up() -> None:
     values = factors(warmup_steps=20, schedule="linear", min_lr_ratio=0.0)
     assert values[20:] == pytest.approx([1 - step / 80 for step in range(81)])

@@ -22,12 +22,6 @@ def test_yaml_and_overrides_meet_and_the_override_wins(tmp_path: Path) -> None:
     assert config.model.format == "E5M2"
 
 
-def test_nested_and_dotted_yaml_keys_are_the_same(tmp_path: Path) -> None:
-    path = tmp_path / "a.yaml"
-    path.write_text("train.max_steps: 7\n")
-    assert load_config(path).train.max_steps == 7
-
-
 def test_one_layer_pattern_leaves_those_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text("model:\n  formats:\n    attn: E4M3\n    mlp: E3M4\n")
@@ -61,12 +55,6 @@ def test_a_quoted_null_is_null_where_there_are_choices(tmp_path: Path, word: str
     path.write_text(f'optimizer: {{name: "{word}", lr: "{word}"}}')
     config = load_config(path)
     assert (config.optimizer.name, config.optimizer.lr) == (None, None)
-
-
-def test_null_clears_what_the_file_sets(tmp_path: Path) -> None:
-    path = tmp_path / "a.yaml"
-    path.write_text("optimizer:\n  lr: 0.1\n")
-    assert load_config(path, ["--optimizer.lr", "null"]).optimizer.lr is None
 
 
 @pytest.mark.parametrize("given", ["StiffnessAdamW", "stiffness-adamw", "stiffness_adamw"])

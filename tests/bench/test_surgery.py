@@ -28,17 +28,6 @@ def quantized(*arguments: str, tie: bool = False, said: bool | None = None, widt
     return quantize(model, resolve(load_config(None, [*shape, *arguments])))
 
 
-def test_a_layer_specification_reaches_the_layer() -> None:
-    model = quantized("--model.formats", "{mlp: {weight: e4m3, activation: E5M2, ste: clipped}}")
-    spec = model.get_submodule("blocks.0.mlp.fc").spec
-    assert spec == fm.LayerSpec("E4M3", activation="E5M2", ste="clipped")
-
-
-def test_a_layer_with_quantised_activations_only_has_no_quantised_weight() -> None:
-    model = quantized("--model.formats", "{mlp: {activation: E5M2}, attn: E4M3}")
-    assert not any("mlp" in name for name in quantized_layers(model))
-
-
 @pytest.mark.parametrize(
     ("writeback", "kept"), [("residual8", True), ("residual4", True), ("residual2", True), ("stochastic", False)]
 )
@@ -47,13 +36,6 @@ def test_a_residual_finds_what_rounding_the_weights_left(writeback: str, kept: b
     layers = quantized_layers(model).values()
     assert {isinstance(layer.weight, fm.FP8Parameter) for layer in layers} == {True}
     assert {layer.weight.remainder is not None for layer in layers} == {kept}
-
-
-def test_scales_of_blocks_reach_one_byte_weights_only() -> None:
-    model = quantized("--model.format=E4M3", "--model.storage=fp8", "--model.granularity=block", width=32)
-    assert {layer.weight.block_size for layer in quantized_layers(model).values()} == {32}
-    with pytest.raises(BenchError, match=r"granularity='block' needs storage='fp8'"):
-        quantized("--model.format=E4M3", "--model.storage=grid", "--model.granularity=block")
 
 
 def test_a_continuous_layer_holds_the_float_weights_on_its_format_s_manifold() -> None:

@@ -69,12 +69,6 @@ def test_every_document_is_written_once_with_an_end_of_text(tmp_path: Path, copy
     assert (train["documents"], train["bytes"]) == (len(TRAIN), sum(map(len, TRAIN)))
 
 
-def test_char_takes_its_vocabulary_from_both_splits(tmp_path: Path, copy: Path) -> None:
-    meta = prepare_eurlex(tmp_path / "out", "char", data_dir=copy)
-    assert meta["characters"] == "".join(sorted({*"".join(TRAIN), *"".join(VAL)}))
-    assert text_of(tmp_path / "out", "train") == "".join(TRAIN)
-
-
 def test_meta_names_the_source(tmp_path: Path, copy: Path) -> None:
     source = prepare_eurlex(tmp_path / "out", data_dir=copy)["source"]
     paths = [path for path in (copy / "eurlex").iterdir() if "test" not in path.name]
@@ -86,11 +80,6 @@ def test_meta_names_the_source(tmp_path: Path, copy: Path) -> None:
         "files": {path.name: sha256(path) for path in paths},
         "limit_tokens": None,
     }
-
-
-def test_files_may_lie_in_the_folder_itself(tmp_path: Path, copy: Path) -> None:
-    whole = prepare_eurlex(tmp_path / "a", data_dir=copy)
-    assert prepare_eurlex(tmp_path / "b", data_dir=copy / "eurlex") == whole
 
 
 def test_without_a_validation_split_every_tenth_document_is_for_it(tmp_path: Path, parquet: Parquet) -> None:

@@ -77,12 +77,6 @@ def test_labels_have_the_names_that_the_data_set_gives_them(tmp_path: Path) -> N
     assert documents_of(load_corpus(tmp_path / "out", 16), "val").labels.shape == (5, 7)
 
 
-def test_the_tokens_are_those_of_the_text_alone(tmp_path: Path, copy: Path, prepared: Path) -> None:
-    prepare_eurlex(tmp_path / "text", data_dir=copy)
-    for name in ("train.bin", "val.bin"):
-        assert (prepared / name).read_bytes() == (tmp_path / "text" / name).read_bytes()
-
-
 def test_a_limit_cuts_the_last_document_only(tmp_path: Path) -> None:
     texts = [f"{text} {text}" for text in TEXTS]
     folder = write_copy(tmp_path / "long", texts, [*LABELS])

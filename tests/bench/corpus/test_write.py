@@ -31,13 +31,6 @@ def test_files_and_meta_agree(tmp_path: Path) -> None:
     assert counts == {"documents": 2, "tokens": 152, "bytes": 150, "sha256": digest}
 
 
-def test_the_same_text_gives_the_same_bytes(tmp_path: Path) -> None:
-    write(tmp_path / "a")
-    write(tmp_path / "b")
-    for name in ("train.bin", "val.bin", "meta.json"):
-        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
-
-
 class Interrupted(ByteTokenizer):
     """Stops in the second document, as Ctrl-C would."""
 
@@ -60,13 +53,6 @@ def test_an_interruption_leaves_what_was_there(tmp_path: Path, there_before: boo
 
 def contents(root: Path) -> Iterator[tuple[str, bytes]]:
     return ((str(path), path.read_bytes()) for path in root.rglob("*") if path.is_file())
-
-
-def test_a_prepared_corpus_is_replaced(tmp_path: Path) -> None:
-    write(tmp_path / "out")
-    write_corpus(tmp_path / "out", {"train": ["x" * 70], "val": ["y" * 70]}, ByteTokenizer(), {}, progress=False)
-    assert json.loads((tmp_path / "out" / "meta.json").read_text())["splits"]["train"]["tokens"] == 71
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:

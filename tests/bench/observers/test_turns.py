@@ -16,7 +16,6 @@ from torch import nn
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.observers.turns import Turns
-from nanogpt_bench.sweep.comparison import Demonstration
 from nanogpt_bench.training.points import Anomaly, Step
 
 Tiny = Callable[..., Config]
@@ -144,28 +143,3 @@ def test_what_arrived_of_all_layers_is_of_the_latest_movement_of_each(tiny: Tiny
     assert all(math.isfinite(share) for share in shares)
     summary = json.loads((in_turn / "summary.json").read_text())
     assert summary["arrived"] == pytest.approx(sum(shares) / STEPS)
-
-
-@pytest.mark.parametrize("rule", ["stochastic", "master"])
-def test_a_default_comparison_looks_twenty_times_at_what_is_told_of_all_layers(
-    tiny: Tiny, tmp_path: Path, rule: str
-) -> None:
-    plan = Demonstration()
-    settings = plan.settings(rule, "E4M3", seed=1, max_steps=plan.max_steps, data_dir="data")
-    steps = 20
-    short = plan.settings(rule, "E4M3", seed=1, max_steps=steps, data_dir="data")
-    watch = {key: value for key, value in short.items() if key.startswith("monitor.")}
-    assert plan.max_steps // settings["monitor.interval"] >= 20
-    assert settings.keys() == short.keys()
-    overrides = {key.replace(".", "__"): value for key, value in watch.items()}
-    records = records_of(
-        tiny(rule=rule, model__format="E4M3", train__max_steps=steps, eval__interval=steps, **overrides), tmp_path / "r"
-    )
-    last = records[-1]
-    layers = ("lm_head", "mlp.fc", "mlp.proj", "attn.qkv", "attn.proj", "blocks.0")
-    told = ("quant/", "bits/", "stall/", "grad/", "geometry/", "attention/")
-    curves = [key for key in last if key.startswith(told) and not key.endswith(layers)]
-    assert len(curves) > 40
-    counts = {key: sum(key in record for record in records) for key in curves}
-    assert counts.pop("quant/scale_changes/weight", 19) == 19  # from look to look
-    assert {key: count for key, count in counts.items() if count < 20} == {}

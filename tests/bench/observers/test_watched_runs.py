@@ -191,11 +191,3 @@ def test_a_step_that_is_skipped_is_measured_too(tiny: Tiny, tmp_path: Path, monk
     assert [record["grad_has_nan"] for record in records[1:]] == [1, 1, 1]
     assert all("quant/overflow/activation" in record for record in records[1:])
     assert all("stall/update_lost" not in record for record in records[1:])
-
-
-def test_the_stall_may_be_watched_more_often_than_the_rest(tiny: Tiny, tmp_path: Path) -> None:
-    settings = {"rule": "nearest", "model__format": "E4M3", "monitor__interval": 6, "monitor__stall_interval": 2}
-    records = records_of(tiny(**settings), tmp_path / "r")
-    assert [record["step"] for record in records if "stall/update_lost" in record] == [2, 4, 6]
-    assert [record["step"] for record in records if "stall/update_ulps" in record] == [6]
-    assert [record["step"] for record in records if "quant/amax/weight" in record] == [6]

@@ -147,14 +147,6 @@ def test_granularities_of_a_float_rule_are_one_point(write):
     assert ["model.granularity" in one for one in settings] == [False, True]
 
 
-def test_a_reference_leaves_the_rules_own_settings_behind(write):
-    settings = {"rule": "stochastic", "model.format": "E4M3", "optimizer.lr": 0.5, "train.batch_size": 3}
-    sweep = read_sweep(write(settings=settings, axes={"optimizer.beta1": [0.8]}, reference={"rule": "fp32"}))
-    reference, other = (resolve(build_config(run.settings)) for run in plan_sweep(sweep))
-    assert (reference.rule, reference.optimizer.lr, reference.train.batch_size) == ("fp32", 2e-3, 3)
-    assert (other.rule, other.optimizer.lr, other.optimizer.beta1) == ("stochastic", 0.5, 0.8)
-
-
 def test_settings_come_from_the_configuration_the_file_and_the_command_line(write, tmp_path):
     (tmp_path / "base.yaml").write_text("train: {max_steps: 99, batch_size: 7}\nmodel: {format: E4M3}\n")
     path = write(config="base.yaml", axes={"seed": [1]})

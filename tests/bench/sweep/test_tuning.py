@@ -297,19 +297,6 @@ def test_the_smoke_version_of_every_study_runs(tmp_path, corpus_dir, monkeypatch
     assert main(["results", "export", str(out), "--out", "study.json"]) == 0
 
 
-@pytest.mark.usefixtures("_forked_workers")
-def test_the_small_version_of_small_steps_goes_on_from_a_run(tiny, trained, corpus_dir, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    train_here(monkeypatch)
-    given = {"data.dir": corpus_dir, "eval.also": corpus_dir, "model.init_from": trained["float"], "optimizer.lr": 5e-5}
-    options = [part for key, value in given.items() for part in (f"--{key}", str(value))]
-    assert main(["sweep", "finetune_small.yaml", "--smoke", "--workers", "1", "--out", "out", *options]) == 0
-    rows = {row["run"]: row for row in csv.DictReader(Path("out/results.csv").read_text().splitlines())}
-    assert list(rows) == ["fp32", "E4M3 nearest", "E4M3 residual8"]
-    assert {row["lr"] for row in rows.values()} == {"5e-05"}
-    assert all(float(row["also_loss"]) == float(row["final_val_loss"]) for row in rows.values())
-
-
 def test_a_search_goes_no_further_than_its_setting(write, tmp_path):
     """What lies beyond counts as diverged: the search ends inside, and the sweep goes on."""
     tune = {"keys": ["optimizer.min_lr_ratio"], "seeds": [1], "span": 64}

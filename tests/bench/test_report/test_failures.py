@@ -65,14 +65,6 @@ def test_the_chart_marks_the_first_step_of_each_class(exploded):
     assert chart.rows == ()  # shown whether or not the row is hidden elsewhere
 
 
-def test_many_pages_begin_closed(tmp_path, write_run):
-    failure = {"kind": "crash", "message": "gone", "step": None}
-    paths = [write_run(tmp_path / str(i), rule="fp32", status="failed", failure=failure, lr=i) for i in range(1, 7)]
-    _, section, _ = sections(write_run(tmp_path / "a"), *paths)
-    assert section.body.count('<details class="page"') == 6
-    assert " open>" not in section.body
-
-
 def test_e7m0_with_nearest_rounding_has_its_three_predictions_answered(tmp_path, write_run, write_metrics):
     folder = write_run(tmp_path / "b", rule="nearest", fmt="E7M0", final=5.2)
     _, _, unknown = sections(folder)

@@ -41,14 +41,6 @@ def test_the_same_seed_twice_is_one_seed(tmp_path: Path, reference: list[Path], 
     assert said in page.read_text(encoding="utf-8")
 
 
-def test_of_two_runs_of_a_seed_the_one_that_went_further_counts(tmp_path: Path, reference: list[Path]):
-    stopped = write_run(tmp_path / "a", rule="sgd", final=3.9, seed=1, status="stopped")
-    whole = write_run(tmp_path / "b", rule="sgd", final=3.2, seed=1)
-    (_, row) = measured([*reference, stopped, whole])
-    assert [run.path for run in row.row.runs] == [whole]
-    assert row.verdict.text.startswith(("within", "behind", "outside", "ahead", "no gap"))
-
-
 def test_a_seed_of_the_data_or_the_model_is_a_seed(tmp_path: Path):
     def own(run: Run, seed: int) -> Run:
         return replace(run, config={**run.config, "data": {**run.config.get("data", {}), "seed": seed}})

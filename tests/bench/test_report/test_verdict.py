@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from nanogpt_bench.cli import build_parser
-from nanogpt_bench.report.build import THRESHOLDS
 from nanogpt_bench.report.results import measure, tokens_to_gap
 from nanogpt_bench.report.rows import group_rows
 from nanogpt_bench.report.verdict import Evidence, Outcome, Thresholds, judge
@@ -122,11 +120,6 @@ def test_the_end_of_the_runs_outranks_the_loss(run):
 def test_thresholds_out_of_range_are_refused_by_name(name, value):
     with pytest.raises(BenchError, match=name):
         Thresholds(**{name: value})
-
-
-def test_the_command_line_has_the_same_defaults():
-    args, _ = build_parser()[0].parse_known_args(["report", "runs", "--out", "report"])
-    assert Thresholds(**{name: getattr(args, name) for name in THRESHOLDS}) == Thresholds()
 
 
 def test_the_standard_error_of_a_gap_is_over_batches_and_over_seeds_that_of_the_gaps(tmp_path, write_run):
