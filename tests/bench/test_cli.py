@@ -52,11 +52,6 @@ def test_all_of_the_help_lists_every_rule_and_setting(capsys: pytest.CaptureFixt
         assert entry.help in text
 
 
-def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 0
-    assert "usage: nanogpt-bench" in capsys.readouterr().out
-
-
 def test_help_loads_no_torch() -> None:
     code = "import sys, nanogpt_bench.cli as c; c.main([]); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
@@ -69,6 +64,12 @@ def test_prepare_then_run(text_file: Path, capsys: pytest.CaptureFixture[str]) -
     assert "finished after 3 steps" in capsys.readouterr().out
     assert json.loads(Path("runs/a/summary.json").read_text())["steps"] == 3
     assert main(["run", "bf16_baseline.yaml", "--data.dir", "data/fox", "--name", "a", *QUICK]) == 2
+
+
+def test_runs_without_a_name_are_numbered(corpus_dir: Path) -> None:
+    for _ in range(2):
+        assert main(["run", "bf16_baseline", f"--data.dir={corpus_dir}", *QUICK]) == 0
+    assert sorted(path.name for path in Path("runs").iterdir()) == ["bf16_baseline", "bf16_baseline-2"]
 
 
 def test_a_failed_run_exits_with_1(corpus_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -69,6 +69,12 @@ def test_every_document_is_written_once_with_an_end_of_text(tmp_path: Path, copy
     assert (train["documents"], train["bytes"]) == (len(TRAIN), sum(map(len, TRAIN)))
 
 
+def test_char_takes_its_vocabulary_from_both_splits(tmp_path: Path, copy: Path) -> None:
+    meta = prepare_eurlex(tmp_path / "out", "char", data_dir=copy)
+    assert meta["characters"] == "".join(sorted({*"".join(TRAIN), *"".join(VAL)}))
+    assert text_of(tmp_path / "out", "train") == "".join(TRAIN)
+
+
 def test_meta_names_the_source(tmp_path: Path, copy: Path) -> None:
     source = prepare_eurlex(tmp_path / "out", data_dir=copy)["source"]
     paths = [path for path in (copy / "eurlex").iterdir() if "test" not in path.name]

@@ -48,3 +48,8 @@ def test_files_that_are_refused(tmp_path: Path, content: bytes | None, reason: s
     with pytest.raises(BenchError, match=reason):
         prepare_text(path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_is_not_a_text(tmp_path: Path) -> None:
+    with pytest.raises(BenchError, match="can't be read"):
+        prepare_text(tmp_path, tmp_path / "out")

@@ -55,6 +55,13 @@ def contents(root: Path) -> Iterator[tuple[str, bytes]]:
     return ((str(path), path.read_bytes()) for path in root.rglob("*") if path.is_file())
 
 
+def test_a_prepared_corpus_is_replaced(tmp_path: Path) -> None:
+    write(tmp_path / "out")
+    write_corpus(tmp_path / "out", {"train": ["x" * 70], "val": ["y" * 70]}, ByteTokenizer(), {}, progress=False)
+    assert json.loads((tmp_path / "out" / "meta.json").read_text())["splits"]["train"]["tokens"] == 71
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("precious")
     with pytest.raises(BenchError, match=r"thesis\.tex"):

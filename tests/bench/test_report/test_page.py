@@ -116,6 +116,16 @@ def test_thresholds_come_from_the_command_line(tmp_path, write_run, write_alerts
     assert "within 10%; 1 alert" in (tmp_path / "out" / "table.md").read_text()
 
 
+def test_every_alert_is_listed_once_a_kind(tmp_path, write_run, write_alerts):
+    folder = write_run(tmp_path / "a")
+    write_alerts(folder, ("kurtosis", 7), ("overflow", 8), ("kurtosis", 9))
+    cells = Page(report([folder], out=tmp_path / "out").read_text(encoding="utf-8")).text["td"]
+    assert [cells[cells.index(kind) :][1:5] for kind in ("kurtosis", "overflow")] == [
+        ["WARN", "7", "2", "kurtosis rose"],
+        ["WARN", "8", "1", "overflow rose"],
+    ]
+
+
 @pytest.mark.slow
 def test_fifty_runs_of_two_thousand_steps_are_small_and_quick(tmp_path, write_run, write_metrics):
     layers = [f"blocks.{block}.{name}" for block in range(4) for name in ("qkv", "proj", "fc", "out")]
