@@ -52,6 +52,11 @@ def test_all_of_the_help_lists_every_rule_and_setting(capsys: pytest.CaptureFixt
         assert entry.help in text
 
 
+def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert "usage: nanogpt-bench" in capsys.readouterr().out
+
+
 def test_help_loads_no_torch() -> None:
     code = "import sys, nanogpt_bench.cli as c; c.main([]); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0

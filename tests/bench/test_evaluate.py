@@ -62,6 +62,15 @@ def test_a_granularity_is_that_of_the_rows_in_a_format(tiny: Tiny) -> None:
     assert losses["tensor"][1] != losses["channel"][1]
 
 
+def test_the_loss_is_the_first_of_a_run(tiny: Tiny, tmp_path: Path) -> None:
+    from nanogpt_bench.loop.train import run
+
+    config = tiny(rule="stochastic", model__format="E4M3")
+    rows = evaluate(config, ["E3M4", "E4M3"])
+    assert [row.storage for row in rows] == ["float32", "fp8", "fp8"]
+    assert rows[2].val_loss == run(config, tmp_path / "run")["first_val_loss"]
+
+
 @pytest.mark.parametrize("storage", ["master", "grid", "fp8"])
 def test_saved_weights_come_back_with_their_loss(tiny: Tiny, checkpoint: Path, tmp_path: Path, storage: str) -> None:
     config = tiny(model__init_from=checkpoint, model__n_layer=2, model__storage=storage, model__format="E3M4")
