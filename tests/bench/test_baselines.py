@@ -63,18 +63,6 @@ def test_a_baseline_trains(name: str, corpus_dir: Path, tmp_path: Path, uncompil
     assert BASELINES[name][1] <= summary["bytes_per_parameter"] <= BASELINES[name][1] + above
 
 
-@pytest.mark.parametrize("name", COMPILED)
-def test_the_bytes_of_a_large_weight_are_those_of_its_blocks(
-    name: str, corpus_dir: Path, tmp_path: Path, uncompiled: None
-) -> None:
-    trainer = trainer_of(from_file(name, corpus_dir))
-    one_step(trainer)
-    weight = trainer.model.blocks[0].mlp.fc.weight
-    state = trainer.optimizer.state[weight]
-    codes = [state[key].codes for key in ("exp_avg", "exp_avg_sq")]
-    assert [code.element_size() * code.numel() for code in codes] == [weight.numel()] * 2
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what the compiler imports and looks into
 @pytest.mark.parametrize("name", COMPILED)

@@ -16,7 +16,7 @@ import forked
 import pytest
 
 from nanogpt_bench.cli import main
-from nanogpt_bench.config.rules import RULES, Rule, available_rules
+from nanogpt_bench.config.rules import RULES, Rule
 from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.data import prepare_text
 from nanogpt_bench.report import build, report
@@ -55,25 +55,6 @@ def test_without_arguments_the_twelve_rows_in_order():
         ("nearest", "E7M0"),
         ("stochastic", "E7M0"),
     )
-
-
-def test_formats_cross_rules_and_the_reference_comes_first():
-    rows = choose_rows(["e4m3", "E7M0", "E4M3"], ["nearest", "fp32", "stochastic"], Demonstration())
-    assert rows == (
-        ("bf16-mixed", "none"),
-        ("fp32", "none"),
-        ("nearest", "E4M3"),
-        ("stochastic", "E4M3"),
-        ("nearest", "E7M0"),
-        ("stochastic", "E7M0"),
-    )
-
-
-def test_all_means_every_rule_once():
-    rows = choose_rows(None, ["all"], Demonstration())
-    assert {rule for rule, _ in rows} == set(available_rules())
-    assert len(rows) == len(available_rules())
-    assert choose_rows(None, ["all", "nearest"], Demonstration()) == rows
 
 
 def test_all_leaves_out_what_is_not_installed_and_naming_it_says_so(monkeypatch):

@@ -15,7 +15,7 @@ from nanogpt_bench.cli import main
 from nanogpt_bench.config.precedence import settle
 from nanogpt_bench.config.rules import RULES
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.config.settings import find_config, load_config
+from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.data.batches import open_corpus
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.report.build import report
@@ -221,9 +221,3 @@ def test_a_comparison_constrains_the_rows_that_can_be() -> None:
         kept, lines = settle(file, {"rule": "fp32"}, file | {"rule": "fp32"})
         assert kept == {"rule": "fp32"}
         assert "model.constraint 'stiefel'" in lines[0]
-
-
-@pytest.mark.parametrize("shipped", ["e4m3", "bf16_baseline"])
-def test_a_shipped_configuration_takes_a_constraint(shipped: str) -> None:
-    config = resolve(load_config(find_config(shipped), ["--model.constraint=stiefel"], say=lambda line: None))
-    assert (config.optimizer.name, config.optimizer.weight_decay) == ("riemannian_adam", 0.0)

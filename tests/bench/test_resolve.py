@@ -11,7 +11,6 @@ import pytest
 from nanogpt_bench.config.rules import RULES, available_rules
 from nanogpt_bench.config.schema import MANIFOLDS, OWN_OPTIMIZERS, ROUNDED, WITHOUT_FORMATS
 from nanogpt_bench.config.settings import load_config, to_yaml
-from nanogpt_bench.setup.formats import format_summary
 from nanogpt_bench.setup.resolve import resolve, rule_name
 
 FP8 = ("--model.format", "E4M3", "--model.storage", "fp8")
@@ -67,17 +66,6 @@ def test_settings_of_one_s_own_are_called_custom() -> None:
         None, ["--model.format", "E4M3", "--optimizer.name", "StiffnessAdamW", "--optimizer.stiffness=2"]
     )
     assert rule_name(resolve(config)) == "custom"
-
-
-def test_the_short_format_replaces_the_pattern_for_everything() -> None:
-    config = load_config(None, ["--model.formats", "{'*': E5M2, lm_head: NONE}", "--model.format", "e4m3"])
-    assert resolve(config).model.formats == {"*": "E4M3", "lm_head": "none"}
-    assert format_summary(resolve(config)) == "mixed"
-
-
-def test_an_explicit_learning_rate_wins_over_the_rule() -> None:
-    config = load_config(None, [*arguments_of("riemannian"), "--optimizer.lr", "0.25"])
-    assert resolve(config).optimizer.lr == 0.25
 
 
 @pytest.mark.parametrize("storage", ["grid", "fp8"])

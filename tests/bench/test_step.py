@@ -11,7 +11,6 @@ from bench_runs import trainer_of
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.data.batches import batch
 from nanogpt_bench.observers import Observer, Step
-from nanogpt_bench.setup.schedule import lr_factor
 from nanogpt_bench.training.trainer import Trainer
 
 Tiny = Callable[..., Config]
@@ -48,15 +47,6 @@ def test_the_points_of_a_step_come_in_their_order(tiny: Tiny) -> None:
     one_step(trainer_of(tiny(train__accumulation=2)), observers=(Recorder(),))
     micro = ["before_forward", "after_forward", "after_backward"]
     assert calls == [*micro, *micro, "before_step", "after_step"]
-
-
-def test_every_group_follows_the_schedule(tiny: Tiny) -> None:
-    trainer = trainer_of(tiny(rule="fp32"))
-    for number in (1, 2, 6):
-        step = one_step(trainer, number)
-        expected = trainer.config.optimizer.lr * lr_factor(trainer.config.optimizer, number - 1, 6)
-        assert step.record["lr"] == pytest.approx(expected)
-        assert all(group["lr"] == pytest.approx(expected) for group in trainer.optimizer.param_groups)
 
 
 def test_validation_changes_nothing_and_repeats(tiny: Tiny) -> None:

@@ -117,13 +117,6 @@ def test_histograms_list_every_value_of_the_format_once_in_order(tiny: Tiny, tmp
         assert layer["scale_min"] <= layer["scale_max"]
 
 
-def test_float_layers_have_no_histogram(tiny: Tiny, tmp_path: Path) -> None:
-    run(config_of(tiny, "nearest", model__formats="{lm_head: none}"), tmp_path / "r")
-    assert "lm_head" not in json.loads((tmp_path / "r" / "weights.json").read_text())
-    run(tiny(), tmp_path / "f")
-    assert json.loads((tmp_path / "f" / "weights.json").read_text()) == {}
-
-
 def test_the_riemannian_rule_decays_quantised_weights_at_float_lr(tiny: Tiny) -> None:
     trainer = trainer_of(config_of(tiny, "riemannian", optimizer__weight_decay=0.2, optimizer__float_lr=0.01))
     decays = [group["weight_decay"] for group in trainer.optimizer.param_groups]

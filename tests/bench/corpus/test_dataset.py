@@ -95,13 +95,6 @@ def test_without_a_validation_split_every_tenth_document_is_for_it(tmp_path: Pat
     assert [meta["splits"][split]["documents"] for split in ("train", "val")] == [36, 4]
 
 
-def test_rows_without_text_are_left_out(tmp_path: Path, parquet: Parquet) -> None:
-    parquet(tmp_path / "copy" / "train.parquet", ["", None, *TRAIN, None])
-    parquet(tmp_path / "copy" / "validation.parquet", [*VAL, ""])
-    meta = prepare_hub(tmp_path / "out", "some/set", "text", data_dir=tmp_path / "copy")
-    assert [meta["splits"][split]["documents"] for split in ("train", "val")] == [len(TRAIN), len(VAL)]
-
-
 def test_a_limit_ends_the_stream(tmp_path: Path, copy: Path) -> None:
     damage_the_middle(copy / "eurlex" / "train-00001-of-00002.parquet")  # never reached
     meta = prepare_eurlex(tmp_path / "out", data_dir=copy, limit=1000)

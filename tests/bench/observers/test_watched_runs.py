@@ -140,12 +140,6 @@ def test_the_shadow_holds_dequantised_weights_or_the_masters(tiny: Tiny, tmp_pat
     assert 0.5 < other["grad/cosine_min"] < 0.999
 
 
-@pytest.mark.parametrize("settings", [{"model__tie_weights": True}, {"rule": "bf16-pure"}, {"model__bias": True}])
-def test_the_shadow_has_the_models_own_shape(tiny: Tiny, tmp_path: Path, settings: dict[str, Any]) -> None:
-    config = tiny(**{"shadow__enabled": True, "train__max_steps": 2, **settings})
-    assert 0.9 < records_of(config, tmp_path / "r")[-1]["grad/cosine_min"] <= 1.0
-
-
 def test_fisher_information_at_the_weights_and_at_the_shadows(tiny: Tiny, tmp_path: Path) -> None:
     pytest.importorskip("nngeometry")
     settings = {"rule": "master", "model__format": "E2M1", "train__precision": "float32", "monitor__fisher": True}

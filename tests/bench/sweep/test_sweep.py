@@ -147,15 +147,6 @@ def test_granularities_of_a_float_rule_are_one_point(write):
     assert ["model.granularity" in one for one in settings] == [False, True]
 
 
-def test_settings_come_from_the_configuration_the_file_and_the_command_line(write, tmp_path):
-    (tmp_path / "base.yaml").write_text("train: {max_steps: 99, batch_size: 7}\nmodel: {format: E4M3}\n")
-    path = write(config="base.yaml", axes={"seed": [1]})
-    (run,) = plan_sweep(read_sweep(path, ["--model.formats.attn", "E5M2", "--eval.batches=1"]))
-    config = resolve(build_config(run.settings))
-    assert (config.train.max_steps, config.train.batch_size, config.eval.batches) == (4, 4, 1)
-    assert config.model.formats == {"*": "E4M3", "attn": "E5M2"}
-
-
 @pytest.mark.parametrize("name", shipped_sweeps())
 def test_shipped_sweeps_can_be_planned(name, tmp_path):
     sweep = read_sweep(find_sweep(name))

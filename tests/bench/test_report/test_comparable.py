@@ -75,22 +75,6 @@ def test_the_verdict_names_what_differs_and_gap_and_marks_stay_empty(judged, dif
     assert (result.gap, result.gap_share, result.tokens_to_gap) == (None, None, None)
 
 
-def test_folders_that_do_not_say_what_they_were_trained_on_are_judged(tmp_path, write_run):
-    old, new = write_run(tmp_path / "old"), described(write_run(tmp_path / "new", rule="fp32"), text="hen")
-    short = write_run(tmp_path / "short", rule="sgd", steps=100)  # the summary says so
-    rows = group_rows([load_run(path) for path in (old, new, short)])
-    texts = [result.verdict.text for result in measure(rows, rows[0])]
-    assert texts == ["reference", "within 10%", "not comparable: steps"]
-
-
-def test_no_reference_is_drawn_beside_a_run_that_can_not_be_compared(tmp_path, write_run):
-    base = group_rows([load_run(described(write_run(tmp_path / "a")))])[0]
-    same = load_run(described(write_run(tmp_path / "b")))
-    other = load_run(described(write_run(tmp_path / "c"), text="hen"))
-    assert [row.label for row in reference_beside(same, [base])] == ["bf16-mixed"]
-    assert reference_beside(other, [base]) == reference_beside(same, []) == []
-
-
 @pytest.fixture
 def grid(tmp_path, write_run):
     """The rows of every rule given at 100 and 200 steps; the losses of the longer runs are 1 lower."""

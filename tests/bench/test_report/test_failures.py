@@ -35,11 +35,6 @@ def exploded(tmp_path, write_run, write_metrics, write_alerts):
     return sections(write_run(tmp_path / "a"), folder)
 
 
-def test_a_run_without_a_failure_or_of_another_rounding_has_no_page(tmp_path, write_run):
-    healthy = write_run(tmp_path / "b", rule="stochastic", fmt="E7M0")
-    assert sections(write_run(tmp_path / "a"), healthy) == ([], None, None)
-
-
 def test_the_page_has_what_was_found_when_and_what_is_missing(exploded):
     (failed,), section, _ = exploded
     kinds = [finding.kind for finding in failed.diagnosis.found]

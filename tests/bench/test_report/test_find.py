@@ -46,12 +46,6 @@ def test_links_are_not_followed_and_are_counted(runs, tmp_path, write_run):
     assert len(find_runs([tmp_path / "links" / "d"])) == 1  # one that is named is meant
 
 
-def test_nothing_is_looked_for_inside_a_run_or_a_hidden_folder(runs, write_run):
-    write_run(runs / "e4m3" / "checkpoints" / "inner", steps=20)
-    write_run(runs / ".partial" / "x", steps=20)
-    assert len(find_runs([runs])) == 5
-
-
 def test_the_search_has_a_bound(runs, monkeypatch):
     monkeypatch.setattr(find, "MOST_FOLDERS", 3)
     with pytest.raises(BenchError, match="more than 3 folders below it"):

@@ -74,11 +74,3 @@ def test_a_run_that_has_not_finished_has_no_final_loss(
     assert row.val_loss_se is None
     line = to_csv([row]).splitlines()[1].split(",")
     assert "4.9" not in ",".join(line)
-
-
-def test_the_share_of_a_gap_is_of_the_references_that_finished(tmp_path: Path, reference: list[Path]):
-    part = write_run(tmp_path / "bf16-3", final=9.0, seed=3, status="stopped")
-    other = write_run(tmp_path / "a", rule="sgd", final=3.2, seed=1)
-    (first, row) = measured([*reference, part, other])
-    assert first.final_val_loss.mean == pytest.approx(3.6)
-    assert row.gap_share == pytest.approx(row.gap.mean / 3.6)

@@ -15,7 +15,6 @@ from nanogpt_bench.report.build import report
 from nanogpt_bench.report.results import Figure, Result, findings, measure
 from nanogpt_bench.report.rows import Row, find_reference, group_rows
 from nanogpt_bench.report.tables import (
-    COLUMNS,
     CSV_FIELDS,
     WIDEST,
     shown_columns,
@@ -173,12 +172,6 @@ def test_text_from_a_run_is_escaped(tmp_path, write_run):
     latex = to_latex(results)
     assert r"50\% | a\_b \& \textless{}i\textgreater{} \textbackslash{} \$1 \{x\} \#" in latex
     assert latex.count(" & ") == 2 * (len(shown_columns(results)) - 1)
-
-
-def test_unknown_numbers_are_dashes(tmp_path, write_run):
-    folder = write_run(tmp_path / "a", final_val_loss=None, best_val_loss=float("nan"), bytes_per_parameter=None)
-    (result,) = measured([folder])
-    assert [column.cell(result) for column in COLUMNS[2:7]] == ["-"] * 5
 
 
 def test_without_a_reference_nothing_speaks_of_one(tmp_path, write_run):

@@ -163,18 +163,6 @@ def test_runs_that_differ_in_more_than_the_seed_are_rows_named_by_what_differs(t
     assert labels(*runs) == [("fp32 (old-1, old-2)", 2), ("fp32 (new-1, new-2, new-3 and 2 more)", 5)]
 
 
-def test_alerts_and_cosine_come_from_the_run_folders(tmp_path, write_run, write_alerts, write_metrics):
-    base = write_run(tmp_path / "a")
-    folder = write_run(tmp_path / "b", rule="nearest", fmt="E4M3", final=2.15)
-    write_metrics(folder, {"grad/cosine": lambda step: 0.7 + 0.001 * step}, every=100)
-    write_alerts(folder, ("kurtosis", 10), ("overflow", 20), ("kurtosis", 30))
-    rows = group_rows([load_run(base), load_run(folder)])
-    result = measure(rows, rows[0])[1]
-    assert result.cosine.mean == pytest.approx(0.8)
-    assert result.alerts == {"kurtosis": 2, "overflow": 1}
-    assert (result.verdict.outcome, result.verdict.text) == (Outcome.DOUBTFUL, "within 10%; cosine 0.80")
-
-
 def test_tokens_to_gap_are_the_first_at_which_the_smoothed_loss_left_the_reference(tmp_path, write_run, write_metrics):
     base, far = write_run(tmp_path / "a"), write_run(tmp_path / "b", rule="fp32")
     for folder in (base, far):
