@@ -53,6 +53,16 @@ def test_formats_with_more_mantissa_bits_lose_less(
     assert "…" not in printed
 
 
+def test_without_formats_the_file_s_own_stands_beside_float(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 0
+    words = capsys.readouterr().out
+    assert "mixed" not in words
+    assert words.count("E4M3") == 1
+    assert words.count("none") == 1
+
+
 def test_a_granularity_is_that_of_the_rows_in_a_format(tiny: Tiny) -> None:
     losses = {}
     for granularity in ("tensor", "channel"):

@@ -38,6 +38,12 @@ def test_untouched_weights_have_the_loss_that_the_run_recorded(
     assert [row.format for row in rows[1:]] == ([] if kind in ("float", "tied") else ["none"])
 
 
+def test_one_byte_weights_are_the_same_as_floats(trained: dict[str, Path]) -> None:
+    stored, floats = evaluate_run(trained["one byte"])
+    assert (stored.storage, floats.storage, floats.quantized_parameters) == ("fp8", "float32", 0)
+    assert floats.gap == pytest.approx(0, abs=1e-6)
+
+
 def test_rounding_a_run_is_rounding_what_starts_from_it(tiny: Tiny, trained: dict[str, Path]) -> None:
     own, *rows = evaluate_run(trained["float"], formats=["E4M3", "e2m1"])
     config = tiny(model__init_from=trained["float"], runtime__threads=1)

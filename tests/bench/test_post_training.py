@@ -40,6 +40,13 @@ def test_every_format_and_scale_of_a_run_beside_its_floats(trained: dict[str, Pa
     assert all(name in page for name in ALL)
 
 
+def test_one_byte_weights_of_a_run_are_the_floats_that_are_rounded(trained: dict[str, Path], tmp_path: Path) -> None:
+    rows = report_of(trained["one byte"], tmp_path / "out", "--formats", "E4M3,E2M1", "--scales", "channel")["rows"]
+    recorded = json.loads((trained["one byte"] / "summary.json").read_text())["final_val_loss"]
+    assert rows[0]["val_loss"] == pytest.approx(recorded, rel=1e-4)  # the run computed in bfloat16
+    assert abs(rows[1]["gap"]) < 1e-4 < abs(rows[2]["gap"])
+
+
 def test_the_best_mixture_keeps_to_its_bytes_and_is_written(trained: dict[str, Path], tmp_path: Path) -> None:
     words = ["--formats", "E4M3,E2M5", "--budget", "2.0", "--save", str(tmp_path / "w"), "--calibrate", "2"]
     found = report_of(trained["float"], tmp_path / "out", *words)

@@ -102,3 +102,16 @@ def test_what_arrives_is_all_where_the_write_back_is_unbiased_and_nothing_where_
     if writeback == "stochastic":
         assert (stall.mean or 0.0) > 0.8  # which says nothing here
     assert {key for key in records[0] if "arrived" in key} == {*("stall/arrived", "stall/arrived/0", "stall/arrived/1")}
+
+
+def test_what_arrived_of_all_layers_is_of_their_movement_together() -> None:
+    """A layer that was asked for next to nothing says next to nothing, however many weights it has."""
+    model = model_on("grid")
+    optimizer = fm.optim.StiffnessAdamW(
+        [{"params": [model[0].weight], "lr": 1e-9}, {"params": [model[1].weight], "lr": 1.0}],
+        stiffness=0.0,
+        writeback="nearest",
+    )
+    record = step_once(model, optimizer, watch(model, "grid")[1], 1).record
+    assert record["stall/arrived/0"] == 0.0
+    assert record["stall/arrived"] == pytest.approx(record["stall/arrived/1"])
