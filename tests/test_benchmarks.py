@@ -29,6 +29,7 @@ from nanogpt_bench.loop.outcome import Progress
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 NAMES = ("_forms", "_timing", "_contenders", "_write_back", "optimizer_step", "linear_forward", "harness_overhead")
 NAMES += ("write_back_noise", "moment_formats", "arrived_share")
+SIZES = ("--model.n_layer=1", "--model.n_head=1", "--model.n_embd=8", "--model.block_size=8")
 
 
 def run(script: str, *arguments: str, code: int | None = 0, **environment: str) -> str:
@@ -70,6 +71,15 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
     torch.set_num_threads(threads)
     for name in NAMES:
         sys.modules.pop(name, None)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A few kilobytes in the tokens of bytes; its text lies beside it."""
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "text.txt").write_text("The quick brown fox. " * 400, encoding="utf-8")
+    prepare_text(folder / "text.txt", folder / "data", "byte")
+    return folder / "data"
 
 
 @pytest.fixture
@@ -376,18 +386,17 @@ def test_harness_overhead_from_end_to_end(
     modules: dict[str, ModuleType],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
+    corpus: Path,
 ) -> None:
     script = modules["harness_overhead"]
-    text = tmp_path / "text"
-    text.write_text("The quick brown fox. " * 300, encoding="utf-8")
-    monkeypatch.setattr(script, "prepare_stdlib", lambda folder: prepare_text(text, folder, "byte"))
-    sizes = ("--model.n_layer=1", "--model.n_head=1", "--model.n_embd=8", "--model.block_size=8")
+    monkeypatch.setattr(
+        script, "prepare_stdlib", lambda folder: prepare_text(corpus.with_name("text.txt"), folder, "byte")
+    )
     whole = script.config_of
-    monkeypatch.setattr(script, "config_of", lambda folder, steps, *more: whole(folder, steps, *sizes, *more))
+    monkeypatch.setattr(script, "config_of", lambda folder, steps, *more: whole(folder, steps, *SIZES, *more))
     quantised = ("--train.precision=float32", "--model.format=E4M3")
     monkeypatch.setattr(
-        script, "row_of", lambda folder, rule, _: whole(folder, 30, *sizes, *quantised, f"--rule={rule}")
+        script, "row_of", lambda folder, rule, _: whole(folder, 30, *SIZES, *quantised, f"--rule={rule}")
     )
     monkeypatch.setattr(sys, "argv", ["harness_overhead.py", "--steps", "100", "--markdown"])
     script.main()
@@ -426,18 +435,12 @@ def test_harness_overhead_measures_what_a_step_takes(
     assert script.goal(script.figure("bench / plain loop", "float32", [(1.0, 0.9)])) == ">= 0.97, NOT met"
 
 
-def test_the_plain_loop_learns_and_the_step_alone_is_the_bench_s(
-    modules: dict[str, ModuleType], tmp_path: Path
-) -> None:
+def test_the_plain_loop_learns_and_the_step_alone_is_the_bench_s(modules: dict[str, ModuleType], corpus: Path) -> None:
     script = modules["harness_overhead"]
-    text = tmp_path / "text"
-    text.write_text("The quick brown fox. " * 300, encoding="utf-8")
-    prepare_text(text, tmp_path / "corpus", "byte")
-    sizes = ("--model.n_layer=1", "--model.n_head=1", "--model.n_embd=8", "--model.block_size=8", "--optimizer.lr=0.1")
-    config = script.config_of(tmp_path / "corpus", 30, *sizes, "--optimizer.warmup_steps=0")
-    corpus = load_corpus(tmp_path / "corpus", 8)
-    loops = [script.step_alone(config, corpus, checked=checked) for checked in (False, True)]
-    curves = [[loop() for _ in range(30)] for loop in (script.plain_loop(config, corpus), *loops)]
+    config = script.config_of(corpus, 30, *SIZES, "--optimizer.lr=0.1", "--optimizer.warmup_steps=0")
+    opened = load_corpus(corpus, 8)
+    loops = [script.step_alone(config, opened, checked=checked) for checked in (False, True)]
+    curves = [[loop() for _ in range(30)] for loop in (script.plain_loop(config, opened), *loops)]
     for losses in curves:
         assert losses[0] == pytest.approx(math.log(257), abs=0.1)
         assert losses[-1] < losses[0] - 1.5
@@ -445,20 +448,15 @@ def test_the_plain_loop_learns_and_the_step_alone_is_the_bench_s(
 
 
 def test_the_checked_step_is_checked(
-    modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, corpus: Path
 ) -> None:
     script, calls = modules["harness_overhead"], []
     for name in ("before", "after"):
         monkeypatch.setattr(script.Sentry, name, lambda self, *step, name=name: calls.append(name))
-    text = tmp_path / "text"
-    text.write_text("The quick brown fox. " * 300, encoding="utf-8")
-    prepare_text(text, tmp_path / "corpus", "byte")
-    sizes = ("--model.n_layer=1", "--model.n_head=1", "--model.n_embd=8", "--model.block_size=8")
-    config = script.config_of(tmp_path / "corpus", 30, *sizes)
-    corpus = load_corpus(tmp_path / "corpus", 8)
-    script.step_alone(config, corpus, checked=False)()
+    config, opened = script.config_of(corpus, 30, *SIZES), load_corpus(corpus, 8)
+    script.step_alone(config, opened, checked=False)()
     assert calls == []
-    script.step_alone(config, corpus, checked=True)()
+    script.step_alone(config, opened, checked=True)()
     assert calls == ["before", "after"]
 
 
@@ -472,20 +470,16 @@ def test_checkpoint_from_end_to_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_momentum_by_stiffness_from_end_to_end(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("".join(f"Line {n} of a text.\n" for n in range(400)), encoding="utf-8")
-    prepare_text(tmp_path / "text.txt", tmp_path / "data", "byte")
+def test_momentum_by_stiffness_from_end_to_end(corpus: Path) -> None:
     words = ("--max-steps", "2", "--formats", "E4M3", "--seeds", "1", "--powers", "library,0,0.5")
-    printed = run("momentum_by_stiffness.py", "--data-dir", str(tmp_path / "data"), *words)
+    printed = run("momentum_by_stiffness.py", "--data-dir", str(corpus), *words)
     for power in ("library", "0.0", "0.5"):
         assert re.search(rf"^E4M3 seed 1 p {power} beta1 0.9: \d\.\d{{4}}$", printed, re.MULTILINE)
     assert re.search(r"^E4M3 p 0.0: \d\.\d{4}, less p 0: \+0.0000$", printed, re.MULTILINE)
 
 
-def test_write_back_noise_from_end_to_end(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("".join(f"Line {n} of a text.\n" for n in range(400)), encoding="utf-8")
-    prepare_text(tmp_path / "text.txt", tmp_path / "data", "byte")
-    options = ("--data-dir", str(tmp_path / "data"), "--max-steps", "2", "--layers", "3")
+def test_write_back_noise_from_end_to_end(corpus: Path) -> None:
+    options = ("--data-dir", str(corpus), "--max-steps", "2", "--layers", "3")
     printed = run("write_back_noise.py", *options)
     for optimizer in ("Muon (muon-stochastic)", "AdamW (stochastic)"):
         part = printed.partition(f"{optimizer}:")[2]
@@ -502,11 +496,9 @@ def test_write_back_noise_from_end_to_end(tmp_path: Path) -> None:
     )
 
 
-def test_moment_formats_from_end_to_end(tmp_path: Path) -> None:
+def test_moment_formats_from_end_to_end(corpus: Path) -> None:
     """Of two steps; an even grid that is fitted loses less than E4M3 under Muon, and more bits less than fewer."""
-    (tmp_path / "text.txt").write_text("".join(f"Line {n} of a text.\n" for n in range(400)), encoding="utf-8")
-    prepare_text(tmp_path / "text.txt", tmp_path / "data", "byte")
-    printed = run("moment_formats.py", "--data-dir", str(tmp_path / "data"), "--max-steps", "2", "--layers", "3")
+    printed = run("moment_formats.py", "--data-dir", str(corpus), "--max-steps", "2", "--layers", "3")
     for optimizer, own in (("Muon (muon-stochastic)", "E2M5"), ("AdamW (stochastic)", "E4M3")):
         part = printed.partition(f"{optimizer}:")[2]
         rows = {cells[0]: cells[1:] for cells in (line[2:].split(" | ") for line in part.splitlines()[4:14])}

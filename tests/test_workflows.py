@@ -137,11 +137,3 @@ def test_one_version_everywhere_and_a_first_release_that_differs_from_nothing() 
     assert newest == version
     assert len(text.splitlines()) <= 80
     assert re.findall(r"### (?:Changed|Fixed|Removed)|[Dd]iffer from (?:before|the first version)", text) == []
-
-
-def test_there_is_a_way_to_report_a_vulnerability_and_a_list_for_a_release() -> None:
-    text = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
-    assert all(heading in text for heading in ("## Supported versions", "## Reporting a vulnerability"))
-    contributing = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    assert "## A release" in contributing
-    assert "python docs/_generated.py --write" in contributing

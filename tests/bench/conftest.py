@@ -9,6 +9,7 @@ from pathlib import Path
 import forked_worker
 import pytest
 
+from nanogpt_bench.cli import main
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.data import prepare_text
@@ -74,6 +75,23 @@ def tiny(corpus_dir: Path) -> Callable[..., Config]:
         return load_config(None, [f"--{key}={value}" for key, value in settings.items()])
 
     return config
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Return a function that has a command line refused: code 2, no output, one line of an error, which it returns."""
+
+    def line(*words: object) -> str:
+        capsys.readouterr()
+        assert main([str(word) for word in words]) == 2
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        *before, last = printed.err.splitlines()
+        assert last.startswith("nanogpt-bench: error: ")
+        assert not [said for said in before if "error: " in said]
+        return last
+
+    return line
 
 
 @pytest.fixture

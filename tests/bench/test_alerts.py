@@ -229,14 +229,6 @@ def test_a_run_told_not_to_stop_goes_on(tiny: Tiny, tmp_path: Path, monkeypatch:
     assert not (tmp_path / "r" / "anomaly").exists()
 
 
-def test_tied_weights_are_kept_once(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Sabotage(monkeypatch, {2}, "loss")
-    run(tiny(rule="fp32", model__tie_weights=True, train__max_steps=2), tmp_path / "r")
-    saved = load_file(tmp_path / "r" / "anomaly" / "checkpoints" / "step-2" / "model.safetensors")
-    assert "token_embedding.weight" in saved
-    assert "lm_head.weight" not in saved
-
-
 def test_a_plateau_stops_the_run(tiny: Tiny, tmp_path: Path) -> None:
     settings = {"train__stop_on": "plateau", "alerts__plateau_evals": 2, "alerts__plateau": 0.5, "eval__interval": 1}
     summary = run(tiny(**settings), tmp_path / "r")
@@ -274,20 +266,3 @@ def test_alerts_can_be_turned_off(tiny: Tiny, tmp_path: Path, monkeypatch: pytes
     summary = run(tiny(rule="fp32", alerts__enabled=False), tmp_path / "r")
     assert summary["alerts"] == {}
     assert not (tmp_path / "r" / "alerts.jsonl").exists()
-
-
-def test_without_the_trend_nothing_diverges(tiny: Tiny, tmp_path: Path) -> None:
-    """The run that alerts of early divergence with it."""
-    settings = {"rule": "fp32", "optimizer__lr": 3.0, "optimizer__grad_clip": 0.0, "eval__interval": 1}
-    alerts = {"alerts__divergence_evals": 1, "alerts__divergence": 1e-3}
-    kinds = {}
-    for trend in (True, False):
-        folder = tmp_path / str(trend)
-        run(tiny(**settings, **alerts, monitor__trend=trend), folder)
-        kinds[trend] = (
-            {a["kind"] for a in lines(folder / "alerts.jsonl")} if (folder / "alerts.jsonl").exists() else set()
-        )
-        found = any("train/loss_smoothed" in record for record in lines(folder / "metrics.jsonl"))
-        assert found is trend
-    assert "early_divergence" in kinds[True]
-    assert kinds[False] == kinds[True] - {"early_divergence"}

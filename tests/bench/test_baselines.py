@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from bench_runs import trainer_of
 from torch import nn
 
 from nanogpt_bench.config.rules import RULES, available_rules
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import find_config, load_config
-from nanogpt_bench.data.batches import load_corpus
 from nanogpt_bench.loop.train import run
-from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.training.trainer import Trainer
 
@@ -65,18 +63,6 @@ def test_a_baseline_trains(name: str, corpus_dir: Path, tmp_path: Path, uncompil
     assert BASELINES[name][1] <= summary["bytes_per_parameter"] <= BASELINES[name][1] + above
 
 
-@pytest.mark.parametrize("name", COMPILED)
-def test_the_bytes_of_a_large_weight_are_those_of_its_blocks(
-    name: str, corpus_dir: Path, tmp_path: Path, uncompiled: None
-) -> None:
-    trainer = trainer_of(from_file(name, corpus_dir))
-    one_step(trainer)
-    weight = trainer.model.blocks[0].mlp.fc.weight
-    state = trainer.optimizer.state[weight]
-    codes = [state[key].codes for key in ("exp_avg", "exp_avg_sq")]
-    assert [code.element_size() * code.numel() for code in codes] == [weight.numel()] * 2
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what the compiler imports and looks into
 @pytest.mark.parametrize("name", COMPILED)
@@ -88,12 +74,6 @@ def test_a_compiled_step_is_the_step_that_is_written(name: str, corpus_dir: Path
             trainer = trainer_of(from_file(name, corpus_dir))
             losses.append([one_step(trainer, number) for number in range(1, 6)])
     assert losses[0] == pytest.approx(losses[1], abs=1e-3)
-
-
-def trainer_of(config: Config) -> Trainer:
-    config = resolve(config)
-    corpus = load_corpus(Path(config.data.dir), config.model.block_size or 0)
-    return Trainer(config, corpus, torch.device("cpu"))
 
 
 def one_step(trainer: Trainer, number: int = 1) -> float:
@@ -142,13 +122,3 @@ def test_a_model_without_a_layer_for_float8_is_refused(corpus_dir: Path) -> None
     config = from_file("torchao_float8.yaml", corpus_dir, width=24)
     with pytest.raises(BenchError, match="multiples of 16"):
         trainer_of(config)
-
-
-@pytest.mark.parametrize("rule", ["torchao-float8", "torchao-adamw8bit", "optimi-kahan"])
-def test_a_package_that_is_missing_is_named(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    import nanogpt_bench.config.rules as module
-
-    monkeypatch.setattr(module, "find_spec", lambda name: None)
-    extra: Any = RULES[rule].needs
-    with pytest.raises(BenchError, match=rf"pip install 'fp8manifold\[{extra[1]}\]'"):
-        resolve(load_config(None, ["--rule", rule]))

@@ -56,13 +56,6 @@ def test_a_sweep_of_too_many_runs(tmp_path, capsys, content, words, count):
     assert [each.name for each in tmp_path.iterdir()] == ["my.yaml"]
 
 
-def test_a_comparison_at_too_many_seeds(tmp_path, capsys):
-    out = tmp_path / "out"
-    said = refused(capsys, "compare", "--seeds", "1000000", "--out", str(out), "--formats", "E4M3")
-    assert "7 rows at --seeds 1,000,000 asks for 7,000,000 runs" in said
-    assert not out.exists()
-
-
 def test_as_many_as_are_allowed_are_counted_and_planned(tmp_path):
     found = read_sweep(sweep(tmp_path, axes={"seed": [1, 2, 3]}))
     assert count_points(found) == len(plan_sweep(found)) == 3
@@ -107,31 +100,3 @@ def test_what_a_file_holds_is_quoted_in_one_short_line(tmp_path, text, part):
     assert part in str(caught.value)
     assert str(caught.value).isprintable()
     assert len(str(caught.value)) <= LONGEST_MESSAGE
-
-
-@pytest.mark.parametrize("name", ["x" * 5000, "\0", "a\0b.yaml", "/dev/null"])
-@pytest.mark.parametrize("command", ["run", "sweep", "evaluate", "profile"])
-def test_a_name_that_no_file_can_have(capsys, command, name):
-    assert refused(capsys, command, name)[:-1].isprintable()
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["report", "LONG", "--out", "o"],
-        ["report", "\0", "--out", "o"],
-        ["verify", "LONG"],
-        ["compare", "--out", "LONG"],
-        ["run", "bf16_baseline", "--name", "LONG"],
-        ["run", "bf16_baseline", "--data.dir", "LONG"],
-        ["run", "bf16_baseline", "--data.dir", "\0"],
-        ["run", "gpt2.yaml", "--model.init_from", "LONG"],
-        ["run", "gpt2.yaml", "--model.init_from", "\0"],
-        ["sweep", "formats.yaml", "--out", "LONG"],
-    ],
-)
-def test_a_folder_that_can_not_be(tmp_path, monkeypatch, capsys, words):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "stdlib").mkdir()
-    refused(capsys, *(word.replace("LONG", "x" * 5000) for word in words))

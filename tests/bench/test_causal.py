@@ -17,7 +17,6 @@ import causal_models
 
 import fp8manifold as fm
 from nanogpt_bench.cli import main
-from nanogpt_bench.data.batches import load_corpus
 from nanogpt_bench.data.tokenizers import own_tokenizer
 from nanogpt_bench.evaluation.measurement import EMBEDDINGS, rounded
 from nanogpt_bench.evaluation.sensitivity import best_mixture
@@ -167,14 +166,6 @@ def test_the_loss_of_a_text_is_that_of_its_tokens(
     assert rows[1]["quantized_parameters"] == 17408 + 2048
 
 
-def test_a_prepared_text_says_whose_tokens_it_has(text_in_tokens: Path, text_file: Path) -> None:
-    corpus = load_corpus(text_in_tokens, 16)
-    assert corpus.meta["tokenizer"].startswith("model-")
-    assert corpus.vocab_size == 23
-    meta = json.loads((text_in_tokens / "meta.json").read_text())
-    assert meta["splits"]["val"]["bytes"] < len(text_file.read_text())
-
-
 def test_a_gguf_is_floats_from_then_on(tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf")
     path = tmp_path / "tiny.gguf"
@@ -256,41 +247,6 @@ def test_a_model_that_does_not_fit_is_one_line(
     assert words in printed
     assert printed.count("\n") == 1
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        ("", "needs a text: --input FILE"),
-        ("--data.dir CHARS", "was written by the tokenizer 'char', which is not that of model"),
-        ("--input TEXT --data.dir OWN", "needs a text"),
-        ("--input TEXT --model.block_size 128", "128 is more than the 64 positions"),
-        ("--input TEXT --formats E4M33", "did you mean 'E4M3'"),
-        ("--input TEXT --formats none", "leave it out"),
-        ("--input TEXT --scales row", "unknown --scales 'row'"),
-        ("--input TEXT --model.formats.mpl E4M3", "did you mean 'mlp'"),
-        ("--input TEXT --train.max_steps 3", "means nothing to a pretrained model"),
-        ("--input TEXT --sensitivity heads", "'heads' is not known"),
-        ("--input TEXT --calibrate 2", "--calibrate needs a training text: --data.dir DIR"),
-        ("e4m3.yaml --input TEXT", "goes without --model"),
-    ],
-)
-def test_wrong_use_of_a_model_is_one_line(
-    more: str,
-    words: str,
-    models: dict[str, Path],
-    text_file: Path,
-    corpus_dir: Path,
-    text_in_tokens: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    capsys.readouterr()
-    places = {"TEXT": str(text_file), "CHARS": str(corpus_dir), "OWN": str(text_in_tokens)}
-    options = [places.get(word, word) for word in more.split()]
-    assert main(["evaluate", "--model", str(models["llama"]), "--out", str(tmp_path / "out"), *options]) == 2
-    printed = capsys.readouterr().err
-    assert words in printed.splitlines()[-1]
 
 
 def test_an_encoder_is_seen_by_its_logits(models: dict[str, Path]) -> None:

@@ -22,54 +22,6 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "parts"),
-    [
-        (["cmpare"], ["cmpare", "did you mean 'compare'"]),
-        (["prepare", "stdlb"], ["stdlb", "did you mean 'stdlib'"]),
-        (["prepare", "eurlx"], ["eurlx", "did you mean 'eurlex'", "allowed: stdlib, eurlex, hub, text"]),
-        (["prepare", "stdlib", "--data-dir", "x"], ["--data-dir 'x'", "prepare eurlex and hub"]),
-        (["prepare", "eurlex", "--dataset", "x"], ["--dataset 'x'", "prepare hub"]),
-        (["prepare", "eurlex", "--data-dir", "gone"], ["--data-dir 'gone'", "not a folder"]),
-        (["prepare", "eurlex", "--data-dir", "x", "--revision", "main"], ["--revision 'main'", "--data-dir"]),
-        (["prepare", "hub", "--column", "text"], ["prepare hub needs --dataset ID"]),
-        (["prepare", "hub", "--dataset", "a/b"], ["prepare hub needs --column COL"]),
-        (["prepare", "stdlib", "--limit-tokens", "0"], ["--limit-tokens", "'0'", ">= 1"]),
-        (["prepare", "stdlib", "--limit-tokens", "649"], ["--limit-tokens 649", "650 or more"]),
-        (["prepare", "stdlib", "--tokenizer", "gpt3"], ["gpt3", "did you mean 'gpt2'", "allowed: byte, char, gpt2"]),
-        (["prepare", "stdlib", "--ouy", "x"], ["--ouy", "did you mean '--out'"]),
-        (["prepare", "stdlib", "--input", "x"], ["--input", "prepare text"]),
-        (["prepare", "text"], ["--input FILE"]),
-        (["prepare", "text", "--input", "gone.txt"], ["gone.txt", "does not exist"]),
-        (["run"], ["CONFIG.yaml"]),
-        (["run", "e4m3.yml"], ["e4m3.yml", "did you mean 'e4m3.yaml'"]),
-        (["run", "e4m3.yaml", "--train.max_stps", "3"], ["train.max_stps", "train.max_steps"]),
-        (["run", "e4m3.yaml", "--name", "a/b"], ["--name", "a/b"]),
-        (["run", "e4m3.yaml", "--name", ""], ["--name", "is not allowed"]),
-        (["run", "bf16_baseline.yaml", "--data.dir", "gone"], ["gone", "prepare stdlib"]),
-        (["compare", "--fromats", "E4M3"], ["--fromats", "did you mean '--formats'"]),
-        (["compare", "--rules", "stochastik"], ["stochastik", "'stochastic'"]),
-        (["compare", "--data.dir", "absent"], ["absent", "prepare stdlib"]),
-        (["compare", "--seeds", "0"], ["--seeds", "'0'", ">= 1"]),
-        (["compare", "--formats", ","], ["--formats", "','"]),
-        (["report"], ["RUNS"]),
-        (["verify"], ["RUN"]),
-        (["verify", "gone"], ["gone", "does not exist"]),
-    ],
-)
-def test_wrong_use_is_one_line_and_exit_code_2(
-    arguments: list[str], parts: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    assert main(arguments) == 2
-    output = capsys.readouterr()
-    assert output.out == ""
-    assert len(output.err.splitlines()) == 1
-    assert output.err.startswith("nanogpt-bench: error: ")
-    for part in parts:
-        assert part in output.err
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
     "command", [[], ["prepare"], ["run"], ["compare"], ["sweep"], ["profile"], ["report"], ["verify"]]
 )
 def test_help_has_examples(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,12 +41,6 @@ def test_the_run_help_is_short_and_names_topics(capsys: pytest.CaptureFixture[st
         assert f"\n  {topic} " in text
         assert main(["run", "--help", topic]) == 0
         assert capsys.readouterr().out.strip()
-
-
-@pytest.mark.parametrize("command", ["run", "evaluate", "compare", "sweep", "profile"])
-def test_a_topic_that_is_none_is_answered_with_the_nearest(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([command, "--help", "optimiser"]) == 2
-    assert "did you mean 'optimizer'" in capsys.readouterr().err
 
 
 def test_all_of_the_help_lists_every_rule_and_setting(capsys: pytest.CaptureFixture[str]) -> None:

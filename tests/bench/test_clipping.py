@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from bench_runs import trainer_of
 from torch import Tensor
 
 import fp8manifold as fm
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.data.batches import load_corpus
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.observers import Observer, Step
-from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.training.clipping import Clipping, ClippingFirst
 from nanogpt_bench.training.trainer import Trainer
 
@@ -49,11 +48,6 @@ def grads_of(model: Any) -> Grads:
 
 def norm_of(gradients: Grads) -> float:
     return torch.stack([gradient.square().sum() for gradient in gradients.values()]).sum().sqrt().item()
-
-
-def trainer_of(config: Config) -> Trainer:
-    config = resolve(config)
-    return Trainer(config, load_corpus(Path(config.data.dir), config.model.block_size or 0), torch.device("cpu"))
 
 
 def settings_of(weight: dict[str, Any] | None, accumulation: int, clip: float, **more: Any) -> dict[str, Any]:

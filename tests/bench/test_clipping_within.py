@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from bench_runs import trainer_of
 from torch import Tensor
 
 from nanogpt_bench.cli import main
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import find_config, load_config
-from nanogpt_bench.data.batches import load_corpus
-from nanogpt_bench.loop.train import run
 from nanogpt_bench.observers import Step
-from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.system.errors import BenchError
-from nanogpt_bench.system.signals import StopRequest
-from nanogpt_bench.training.trainer import Trainer
 
 Tiny = Callable[..., Config]
 CLIP = 0.02
@@ -43,11 +37,6 @@ def settings_of(rule: str, **more: Any) -> dict[str, Any]:
     if "model__formats" in given:
         given.pop("model__format")
     return given | more
-
-
-def trainer_of(config: Config) -> Trainer:
-    config = resolve(config)
-    return Trainer(config, load_corpus(Path(config.data.dir), config.model.block_size or 0), torch.device("cpu"))
 
 
 def taken(config: Config) -> tuple[list[dict[str, Any]], list[Tensor]]:
@@ -94,29 +83,6 @@ def test_sums_are_those_of_the_plain_loop_but_for_their_rounding(clip: float, ti
     assert [record["grad/clipped"] for record in plain] == [record["grad/clipped"] for record in within]
     for one, other in zip(plain, within, strict=True):
         assert other["grad/norm"] == pytest.approx(one["grad/norm"], rel=0.02)
-
-
-@pytest.mark.parametrize(
-    "how", [{"optimizer__clip_by": "previous"}, {"train__accumulation": 2, "train__accumulate_in": "bfloat16"}]
-)
-def test_a_run_goes_on_where_it_stopped(how: dict[str, Any], tiny: Tiny, tmp_path: Path) -> None:
-    given = settings_of("adamw", train__step_in_backward=True, **how)
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    run(tiny(**given), whole)
-    stop = StopRequest()
-
-    def ask(progress: Any) -> None:
-        if progress.step == 3:
-            stop.note(signal.SIGTERM)
-
-    run(tiny(**given), parts, stop=stop, on_progress=ask)
-    run(tiny(**given), parts, resume=True)
-    metrics = [
-        [{k: v for k, v in json.loads(line).items() if k in KEYS} for line in lines]
-        for lines in ((each / "metrics.jsonl").read_text().splitlines() for each in (whole, parts))
-    ]
-    assert metrics[0] == metrics[1]
-    assert any("grad/norm" in record for record in metrics[0])
 
 
 def test_gradients_of_weights_with_a_format_are_refused(tiny: Tiny) -> None:

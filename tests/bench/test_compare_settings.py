@@ -73,26 +73,3 @@ def test_what_differs_from_an_earlier_start_is_named_by_its_option(
     assert main([*ROWS, "--eval.batches", "3"]) == 2
     line = capsys.readouterr().err.splitlines()[-1]
     assert "--optimizer.lr was 0.1, is not given, --eval.batches was not given, is 3" in line
-
-
-@pytest.mark.parametrize(
-    ("words", "parts"),
-    [
-        (["--rule", "nearest"], ["--rule", "did you mean '--rules'"]),
-        (["--model.format", "E4M3"], ["--model.format", "--formats"]),
-        (["--optimizer.name", "sgd"], ["--optimizer.name", "--rules"]),
-        (["--optimizer.damping", "1"], ["--optimizer.damping", "any row", "bf16-mixed, sgd, E4M3 stochastic"]),
-        (["--train.max_steps", "9", "--max-steps", "8"], ["--train.max_steps 9", "--max-steps 8"]),
-        (["--model.n_embd", "130"], ["model.n_embd", "132", "in the row 'bf16-mixed'"]),
-        (["--data.dir", "gone", "--model.block_size", "8"], ["gone", "prepare"]),
-    ],
-)
-def test_settings_that_no_comparison_takes_are_refused_in_one_line(
-    words: list[str], parts: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: Any
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main([*ROWS, *words]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    for part in parts:
-        assert part in line
-    assert not list(tmp_path.iterdir())

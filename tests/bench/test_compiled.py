@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from bench_runs import recorded
 
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.data.batches import load_corpus
@@ -109,7 +109,7 @@ def test_a_compiled_run_is_watched_like_any_other(tiny: Tiny, monkeypatch: pytes
         folder = tmp_path / str(compiled)
         settings = {"rule": "master", "model__format": "E4M3", "train__precision": "float32"}
         assert run(tiny(**settings, runtime__compile=compiled), folder)["status"] == "finished"
-        records.append([json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()])
+        records.append(recorded(folder))
     plain, watched = records
     assert [sorted(record) for record in watched] == [sorted(record) for record in plain]
     for name in ("train/loss", "val/loss", "quant/amax/activation/blocks.0.mlp.fc", "quant/amax/gradient"):

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import geoopt
 import pytest
 import torch
+from bench_runs import recorded
 
 import fp8manifold as fm
 from nanogpt_bench.cli import main
 from nanogpt_bench.config.precedence import settle
 from nanogpt_bench.config.rules import RULES
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.config.settings import find_config, load_config
+from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.data.batches import open_corpus
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.report.build import report
@@ -105,10 +105,6 @@ def watched(tiny: Callable[..., Config], tmp_path_factory: pytest.TempPathFactor
     return folders
 
 
-def records(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-
-
 @pytest.mark.parametrize(
     ("name", "figure", "layers"),
     [
@@ -120,7 +116,7 @@ def records(folder: Path) -> list[dict[str, float]]:
 def test_the_monitor_watches_what_is_constrained(
     watched: dict[str, Path], name: str, figure: str, layers: tuple[str, ...]
 ) -> None:
-    looks = [record for record in records(watched[name]) if figure in record]
+    looks = [record for record in recorded(watched[name]) if figure in record]
     assert [record["step"] for record in looks] == [2, 4, 6]
     keys = [f"{figure}/blocks.0.{layer}.weight" for layer in layers]
     rounded = [key.replace(figure, "geometry/constraint_rounded") for key in keys]
@@ -225,9 +221,3 @@ def test_a_comparison_constrains_the_rows_that_can_be() -> None:
         kept, lines = settle(file, {"rule": "fp32"}, file | {"rule": "fp32"})
         assert kept == {"rule": "fp32"}
         assert "model.constraint 'stiefel'" in lines[0]
-
-
-@pytest.mark.parametrize("shipped", ["e4m3", "bf16_baseline"])
-def test_a_shipped_configuration_takes_a_constraint(shipped: str) -> None:
-    config = resolve(load_config(find_config(shipped), ["--model.constraint=stiefel"], say=lambda line: None))
-    assert (config.optimizer.name, config.optimizer.weight_decay) == ("riemannian_adam", 0.0)

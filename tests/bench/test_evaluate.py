@@ -13,7 +13,6 @@ import pytest
 from nanogpt_bench import data as corpus
 from nanogpt_bench.cli import main
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.config.settings import find_config
 from nanogpt_bench.data.batches import load_corpus
 from nanogpt_bench.evaluation.losses import evaluate
 from nanogpt_bench.system.errors import BenchError
@@ -112,26 +111,3 @@ def test_the_default_corpus_is_prepared(
 def test_nothing_to_compare_is_an_error(tiny: Tiny) -> None:
     with pytest.raises(BenchError, match="--formats"):
         evaluate(tiny())
-
-
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        (["--formats", "E4M33"], "did you mean 'E4M3'"),
-        (["--formats", "E4M3", "--weights", "x"], "leave --formats out"),
-        (["--weights", "nowhere.safetensors"], "can't be read"),
-        (["--model.n_layer=7"], "model.n_layer: 7 is not that of the checkpoint"),
-        (["--fromats", "E4M3"], "did you mean '--formats'"),
-    ],
-)
-def test_wrong_use_is_one_line_and_code_2(
-    arguments: list[str], more: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*arguments, *more]) == 2
-    printed = capsys.readouterr().err
-    assert words in printed
-    assert printed.count("\n") == 1
-
-
-def test_the_shipped_file_starts_from_gpt2() -> None:
-    assert "init_from: gpt2\n" in find_config("gpt2").read_text(encoding="utf-8")

@@ -80,10 +80,8 @@ def test_an_earlier_checkpoint_and_the_table_as_json(trained: dict[str, Path], t
     assert json.loads(out.read_text())[0]["val_loss"] == rows[0]["val_loss"]
 
 
-def test_the_mean_of_the_last_checkpoints_is_measured_too(
-    tiny: Tiny, trained: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It is what a model filled with their mean has; fewer than are asked for are refused."""
+def test_the_mean_of_the_last_checkpoints_is_measured_too(tiny: Tiny, tmp_path: Path) -> None:
+    """It is what a model filled with their mean has."""
     options = {"checkpoint__every": 1, "checkpoint__keep": 3, "train__max_steps": 3, "rule": "stochastic"}
     run(tiny(**options, model__format="E4M3"), tmp_path / "a")
     own, floats, rounded = evaluate_run(tmp_path / "a", formats=["E4M3"], average=2)
@@ -97,12 +95,6 @@ def test_the_mean_of_the_last_checkpoints_is_measured_too(
         trainer = fresh.rounded({}, corpus, device)
         assert trainer.model.load_state_dict(mean, strict=False).unexpected_keys == []
         assert trainer.validate() == floats.val_loss
-    assert main(["evaluate", str(tmp_path / "a"), "--average", "4"]) == 2
-    assert "--average 4: " in (said := capsys.readouterr().err)
-    assert "has kept 3 checkpoints up to step-3" in said
-    assert main(["evaluate", str(tmp_path / "a"), "--average", "2", "--scales", "channel"]) == 2
-    assert main(["evaluate", "e4m3.yaml", "--average", "2"]) == 2
-    assert "are those of a run" in capsys.readouterr().err
 
 
 def test_it_says_why_a_loss_is_another_one(trained: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
@@ -150,37 +142,6 @@ def test_a_configuration_with_a_tied_head_has_a_way_out(
     assert "--model.tied untie, --model.tied leave" in capsys.readouterr().err
     for more in (["--model.tied=untie"], ["--model.tied=leave"], ["--model.tied=leave", "--rule", "stochastic"]):
         assert main([*command, *more]) == 0
-
-
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        (["--checkpoint", "step-4"], r"'step-4' is not there; allowed: best, last, step-3, step-6"),
-        (["--checkpoint", "newest"], r"'newest' is not there; allowed: best, last"),
-        (["--model.n_layer=3"], r"--model.n_layer: the weights of a run have been trained; allowed: data.dir, eval"),
-        (["--model.format=E4M3"], r"give the formats to round to as --formats"),
-        (["--formats", "E4M3", "--model.storage=continuous"], r"'continuous' rounds nothing; allowed: master, grid"),
-        (["--formats", "E4M33"], r"did you mean 'E4M3'"),
-        (["--weights", "w.safetensors", "--checkpoint=last"], r"--weights says which weights"),
-    ],
-)
-def test_wrong_use_is_one_line_and_code_2(
-    trained: dict[str, Path], more: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["evaluate", str(trained["float"]), *more]) == 2
-    printed = capsys.readouterr().err.splitlines()
-    assert len([line for line in printed if "error" in line]) == 1
-    assert re.search(words, printed[-1]), printed
-
-
-def test_a_folder_that_is_no_run_is_named(trained: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    run_dir = trained["float"]
-    assert main(["evaluate", "e4m3", "--checkpoint", "best"]) == 2
-    assert "'e4m3' is no folder of a run" in capsys.readouterr().err
-    assert main(["evaluate", str(run_dir.parent)]) == 2
-    assert f"no folder of a run; it holds: {run_dir.parent}/bfloat16, {run_dir}" in capsys.readouterr().err
-    assert main(["evaluate", str(run_dir / "checkpoints" / "step-3")]) == 2
-    assert "is a checkpoint; give its run's folder and --checkpoint step-3" in capsys.readouterr().err
 
 
 def test_without_a_checkpoint_one_line_says_how_to_get_one(

@@ -8,17 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from bench_runs import trainer_of
 from torch import nn
 
 import fp8manifold as fm
 from nanogpt_bench.config.keys import FIELDS, get
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.config.settings import FOLDER, find_config, load_config, to_yaml
-from nanogpt_bench.data.batches import load_corpus
+from nanogpt_bench.config.settings import FOLDER, find_config, load_config
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.setup.resolve import resolve
-from nanogpt_bench.training.trainer import Trainer
 
 OPERANDS = ("weight", "activation", "activation_gradient", "weight_gradient")
 SMALL = {
@@ -62,11 +60,6 @@ def small(name: str, corpus_dir: Path, *more: str) -> Config:
     return load_config(find_config(name), [*(f"--{key}={value}" for key, value in settings.items()), *more])
 
 
-def trainer_of(config: Config) -> Trainer:
-    config = resolve(config)
-    return Trainer(config, load_corpus(Path(config.data.dir), config.model.block_size or 0), torch.device("cpu"))
-
-
 def formats_of(model: nn.Module, operand: str) -> dict[str, str]:
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, fm.QuantizedLinear)}
     found = {name: getattr(layer.spec, operand) for name, layer in layers.items()}
@@ -85,28 +78,11 @@ def test_an_example_quantises_what_it_says_and_trains(name: str, corpus_dir: Pat
     assert summary["final_val_loss"] < summary["first_val_loss"] - 0.2
 
 
-def test_e5m2_is_the_baseline_but_for_format_storage_and_shadow() -> None:
-    baseline, e5m2 = (resolve(load_config(find_config(name))) for name in ("bf16_baseline", "e5m2"))
-    differing = {key for key in FIELDS if get(baseline, key) != get(e5m2, key)}
-    assert differing == {"model.formats", "model.storage", "shadow.enabled"}
-    assert baseline.seed == e5m2.seed == 42
-    assert e5m2.shadow.enabled
-    assert baseline.model.formats == {}
-    assert e5m2.model.formats == {"*": "E5M2"}
-
-
 @pytest.mark.parametrize("name", [name for name in EXAMPLES if name != "bf16_baseline"])
 def test_every_example_differs_from_the_baseline_in_nothing_else(name: str) -> None:
     baseline, example = (resolve(load_config(FOLDER / f"{file}.yaml")) for file in ("bf16_baseline", name))
     differing = {key for key in FIELDS if get(baseline, key) != get(example, key)}
     assert differing == {"model.formats", "model.storage", "shadow.enabled"}
-
-
-@pytest.mark.parametrize("name", ["e4m3_uniform", "e1m6_normalised"])
-def test_a_resolved_configuration_with_nested_formats_reads_back(name: str, tmp_path: Path) -> None:
-    config = resolve(load_config(find_config(name)))
-    (tmp_path / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
-    assert resolve(load_config(tmp_path / "config.yaml")) == config
 
 
 #: one of every option that surgery has, on small layers of 32 x n

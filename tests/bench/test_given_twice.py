@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from nanogpt_bench.cli import main
 from nanogpt_bench.config.settings import load_config, parse_overrides
 from nanogpt_bench.sweep.file import read_sweep
 from nanogpt_bench.system.errors import BenchError
@@ -77,21 +76,6 @@ def test_a_small_version_changes_one_setting_of_a_section_and_leaves_the_others(
     )
     small = read_sweep(written(text), smoke=True).base
     assert (small["train.max_steps"], small["train.batch_size"]) == (2, 4)
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["run", "fp32", "--train.max_steps=3", "--train.max_steps", "4"],
-        ["run", "fp32", "--seed", "3", "--seed=3"],
-        ["compare", "--max-steps", "1", "--max-steps=2"],
-        ["report", "runs", "--out", "a", "--out", "b"],
-    ],
-)
-def test_an_option_is_given_once(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(words) == 2
-    option = words[-1].partition("=")[0] if "=" in words[-1] else words[-2]
-    assert capsys.readouterr().err.strip() == f"nanogpt-bench: error: {option} is given twice; keep one"
 
 
 @pytest.mark.parametrize(

@@ -68,17 +68,6 @@ def test_what_is_measured_beside_floats_holds_them(
     assert main([*words, "--formats", "E4M3", *options, "--out", str(tmp_path / "out")]) == 0
 
 
-def test_wrong_formats_are_one_line_before_a_weight_is_read(
-    text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = written(tmp_path / "llama", "llama", torch.bfloat16)
-    words = ["evaluate", "--model", str(model), "--input", str(text_file), "--windows", "2", "--model.block_size=16"]
-    assert main([*words, "--model.formats.mlpp", "E4M3", "--out", str(tmp_path / "out")]) == 2
-    last = capsys.readouterr().err.strip().splitlines()[-1]
-    assert "formats" in last
-    assert "mlpp" in last
-
-
 def test_models_that_compute_in_16_bits_are_measured_in_float32(tmp_path: Path) -> None:
     assert load_narrow(str(causal_models.write(tmp_path / "floats"))) is None
     narrow = load_narrow(str(written(tmp_path / "llama", "llama", torch.bfloat16)))

@@ -110,22 +110,6 @@ def test_an_optimizer_counts_with_everything_it_keeps_between_steps(make: Any, p
     assert held_bytes(layer, optimizer) == bytes_of([layer.weight], optimizer) == per_parameter * 2048 + steps
 
 
-def test_a_tied_weight_counts_once(tiny: Tiny, tmp_path: Path) -> None:
-    tied, untied = (
-        run(tiny(model__tie_weights=tie, optimizer__name="sgd", optimizer__momentum=0), tmp_path / str(tie))
-        for tie in (True, False)
-    )
-    assert tied["parameters"] < untied["parameters"]
-    assert tied["bytes_per_parameter"] == untied["bytes_per_parameter"] == 4
-
-
-@pytest.mark.parametrize(("precision", "per_parameter"), [("float32", 12), ("bf16-pure", 6)])
-def test_a_run_reports_what_its_tensors_hold(tiny: Tiny, tmp_path: Path, precision: str, per_parameter: int) -> None:
-    summary = run(tiny(train__precision=precision), tmp_path / "r")
-    assert summary["bytes_per_parameter"] == pytest.approx(per_parameter, rel=0.005)
-    assert summary["bytes_per_quantized_parameter"] is None
-
-
 class Asked(StopRequest):
     """A stop that is asked for once a step is reached."""
 

@@ -11,7 +11,7 @@ import fp8manifold as fm
 from nanogpt_bench.config.schema import OPTIONS
 from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.model.gpt import GPT, GPTShape
-from nanogpt_bench.setup.optimizers import build_optimizer, parameter_groups, stiffness_at
+from nanogpt_bench.setup.optimizers import build_optimizer, parameter_groups
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.setup.surgery import quantize
 from nanogpt_bench.system.errors import BenchError
@@ -48,12 +48,6 @@ def test_options_reach_the_optimizer() -> None:
     assert isinstance(optimizer, torch.optim.AdamW)
     group = optimizer.param_groups[0]
     assert (group["lr"], group["betas"], group["eps"]) == (0.5, (0.8, 0.7), 1e-6)
-
-
-def test_sgd_has_its_momentum() -> None:
-    optimizer = build_optimizer(GPT(SHAPE), resolve(load_config(None, ["--rule", "sgd", "--optimizer.momentum=0.5"])))
-    assert isinstance(optimizer, torch.optim.SGD)
-    assert optimizer.param_groups[0]["momentum"] == 0.5
 
 
 def on_one_byte(name: str, *arguments: str) -> torch.optim.Optimizer:
@@ -141,10 +135,6 @@ def test_fisher_takes_its_options_and_names_its_package_where_it_is_missing(monk
     assert type(optimizer) is fm.optim.FisherNaturalGradient
     for group in optimizer.param_groups:
         assert (group["representation"], group["refresh"], group["damping"]) == ("diagonal", 7, 0.5)
-
-
-def test_a_float_rule_has_no_stiffness() -> None:
-    assert stiffness_at(resolve(load_config(None, [])), 0) is None
 
 
 @pytest.mark.parametrize("name", ["stiffness_adamw", "stiffness_muon", "riemannian_adam", "adamw", "madam"])

@@ -11,15 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from bench_runs import trainer_of
 
 import fp8manifold as fm
 from nanogpt_bench.checkpoint import CheckpointNotWritten, Contents, commit, read
-from nanogpt_bench.cli import main
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.data.batches import batch, load_corpus
-from nanogpt_bench.setup.resolve import resolve
-from nanogpt_bench.sweep.file import read_sweep
-from nanogpt_bench.sweep.plan import plan_sweep
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.ranks import ALONE, Ranks
 from nanogpt_bench.training.run_state import capture, restore
@@ -69,12 +66,6 @@ def settings(tiny: Tiny, kind: str, mode: str | None) -> Config:
 def own_ranks() -> Ranks:
     store: Any = dist.distributed_c10d._get_default_store()
     return Ranks(dist.get_rank(), dist.get_world_size(), dist.PrefixStore("bench", store))
-
-
-def trainer_of(config: Config, ranks: Ranks = ALONE) -> Trainer:
-    config = resolve(config)
-    corpus = load_corpus(Path(config.data.dir), config.model.block_size or 0)
-    return Trainer(config, corpus, torch.device("cpu"), ranks=ranks)
 
 
 def step_on_equal_gradients(trainer: Trainer, steps: range) -> None:
@@ -243,57 +234,3 @@ def test_what_fails_in_one_fails_in_all(pools: dict[int, Pool], what: str) -> No
         assert second[3:] == [("BenchError", None, "no")]
     else:
         assert first[3:] == second[3:] == []
-
-
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (
-            {"train__parallel": "ddp", "shadow__enabled": True},
-            "can't be used with shadow.enabled; give --shadow.enabled",
-        ),
-        (
-            {
-                "train__parallel": "fsdp",
-                **MONITORS,
-                "rule": "stochastic",
-                "model__format": "E4M3",
-                "model__storage": "grid",
-            },
-            "model.storage: 'grid' can't be sharded; allowed with fsdp: float32, master, fp8",
-        ),
-        (
-            {"train__parallel": "ddp", "rule": "stochastic", "model__format": "E4M3", "train__step_in_backward": True},
-            "train.step_in_backward",
-        ),
-    ],
-)
-def test_what_would_be_wrong_is_refused(tiny: Tiny, overrides: dict[str, Any], said: str) -> None:
-    with pytest.raises(BenchError) as refused:
-        resolve(tiny(**({"monitor__stall": False} | overrides)))
-    assert said in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["compare", "--rules", "fp32", "--train.parallel", "ddp"],
-        ["profile", "e4m3.yaml", "--train.parallel", "ddp", "--shadow.enabled", "false"],
-    ],
-    ids=lambda words: words[0],
-)
-def test_commands_of_one_process_refuse_it(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(words) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "train.parallel: 'ddp' is for torchrun -m nanogpt_bench run" in line
-    assert not any(tmp_path.iterdir())
-
-
-def test_a_sweep_refuses_it(tmp_path: Path) -> None:
-    path = tmp_path / "s.yaml"
-    path.write_text("settings: {rule: fp32, train.parallel: ddp}\naxes: {seed: [1, 2]}\n", encoding="utf-8")
-    with pytest.raises(BenchError, match="'ddp' is for torchrun -m nanogpt_bench run; each run of a sweep"):
-        plan_sweep(read_sweep(path))

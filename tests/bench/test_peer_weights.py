@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import math
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from bench_runs import trainer_of
 
 from nanogpt_bench.config.rules import RULES, available_rules
 from nanogpt_bench.config.schema import PEER_WEIGHTS, Config
 from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.data.batches import load_corpus
-from nanogpt_bench.loop.train import Progress, run
+from nanogpt_bench.loop.train import run
 from nanogpt_bench.model.weights import is_packaged
 from nanogpt_bench.setup.layers import forward_weight, linear_layers
 from nanogpt_bench.setup.memory import held_bytes, memory_of
-from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.sweep.file import find_sweep, read_sweep
 from nanogpt_bench.sweep.plan import plan_sweep
 from nanogpt_bench.system.errors import BenchError
-from nanogpt_bench.system.signals import StopRequest
-from nanogpt_bench.training.trainer import Trainer
 
 #: rule, weights, and the bytes of a quantised weight with its averages, of layers that SDNQ finds large enough
 PEERS = (
@@ -54,12 +51,6 @@ def peer_config(rule: str, peer: str | None, corpus_dir: Path, *arguments: str, 
     named = [f"--rule={rule}", *peers, "--train.precision=float32", f"--data.dir={corpus_dir}"]
     steps = [] if any("max_steps" in argument for argument in arguments) else ["--train.max_steps=12"]
     return load_config(None, [*named, *steps, *sizes, *lengths, *arguments])
-
-
-def trainer_of(config: Config) -> Trainer:
-    resolved = resolve(config)
-    corpus = load_corpus(Path(resolved.data.dir), resolved.model.block_size or 0)
-    return Trainer(resolved, corpus, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(("rule", "peer", "_"), PEERS)
@@ -105,24 +96,6 @@ def test_the_first_update_is_about_as_large_as_ours(rule: str, peer: str, _: flo
     assert 0.7 < sizes[0] / sizes[1] < 2.0
 
 
-@pytest.mark.parametrize(("rule", "peer", "_"), PEERS)
-def test_a_run_taken_up_ends_as_one_that_went_through(
-    rule: str, peer: str, _: float, corpus_dir: Path, tmp_path: Path
-) -> None:
-    through = ["--train.max_steps=6", "--checkpoint.every=3"]
-    whole = run(peer_config(rule, peer, corpus_dir, *through, width=128), tmp_path / "whole")
-    stop = StopRequest()
-
-    def ask(progress: Progress) -> None:
-        if progress.step == 3:
-            stop.note(signal.SIGTERM)
-
-    part = run(peer_config(rule, peer, corpus_dir, *through, width=128), tmp_path / "part", on_progress=ask, stop=stop)
-    assert (part["status"], part["steps"]) == ("stopped", 3)
-    resumed = run(peer_config(rule, peer, corpus_dir, *through, width=128), tmp_path / "part", resume=True)
-    assert resumed["final_val_loss"] == whole["final_val_loss"]
-
-
 @pytest.mark.parametrize("name", PEER_WEIGHTS)
 def test_what_layers_hold_is_the_packages_own(name: str, corpus_dir: Path) -> None:
     rule = "sdnq-adamw" if name.startswith("sdnq") else "torchao-int8"
@@ -136,29 +109,6 @@ def test_what_layers_hold_is_the_packages_own(name: str, corpus_dir: Path) -> No
         assert type(mine) is torch.Tensor
         assert 0 < float((mine - theirs).norm() / theirs.norm()) < 0.06
         assert math.isclose(float(mine.std()), float(theirs.std()), rel_tol=0.02)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ("--rule=fp32 --model.peer=sdnq-int8", "needs model.storage peer, not 'float32'"),
-        ("--rule=torchao-int8 --model.peer=sdnq-int8", "contradicts|can't step the weights of model.peer 'sdnq-int8'"),
-        ("--rule=torchao-int8 --model.format=E4M3", "whose weights are another package's"),
-        ("--rule=torchao-int8 --model.tie_weights=true", "can't be used with model.peer 'torchao-int8'"),
-        ("--rule=torchao-int8 --shadow.enabled=true", "can't be used with model.peer"),
-        ("--rule=torchao-int8 --monitor.fisher=true", "can't be used with model.peer"),
-        ("--rule=torchao-int8 --runtime.compile=true", "can't be used with model.peer"),
-        ("--rule=torchao-int8 --train.precision=bf16-pure", "can't be used with model.storage 'peer'"),
-        ("--rule=torchao-int8 --train.parallel=ddp", "can't be used with model.peer"),
-        ("--rule=torchao-int8 --train.step_in_backward=true", "needs an optimizer of the library"),
-        ("--model.storage=peer", "needs model.peer sdnq-E2M5"),
-        ("--optimizer.name=sdnq_muon", "steps SDNQ's own weights"),
-        ("--model.peer=sdnq-E2M4", "did you mean 'sdnq-E2M5'"),
-    ],
-)
-def test_what_can_not_be_is_refused(arguments: str, words: str) -> None:
-    with pytest.raises(BenchError, match=words):
-        resolve(load_config(None, arguments.split()))
 
 
 def test_a_checkpoint_of_them_starts_no_other_run(corpus_dir: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fp8manifold as fm
 from nanogpt_bench.cli import main
-from nanogpt_bench.evaluation.measurement import SHIFTS, calibrate, mean_squares, rounded
+from nanogpt_bench.evaluation.measurement import SHIFTS, calibrate, mean_squares
 from nanogpt_bench.evaluation.report import ALL
 
 
@@ -63,14 +63,6 @@ def test_the_best_mixture_keeps_to_its_bytes_and_is_written(trained: dict[str, P
     weights = [value for value in state.values() if isinstance(value, fm.FP8Tensor)]
     assert len(weights) == 5
     assert {weight.format.name for weight in weights} == {"E2M5"}
-
-
-def test_layers_that_are_to_stay_float_do(trained: dict[str, Path], tmp_path: Path) -> None:
-    rows = report_of(
-        trained["float"], tmp_path / "out", "--formats", "E4M3", "--scales", "channel", "--model.formats.attn", "none"
-    )["rows"]
-    whole = report_of(trained["float"], tmp_path / "b", "--formats", "E4M3", "--scales", "channel")["rows"]
-    assert whole[1]["quantized_parameters"] - rows[1]["quantized_parameters"] == 4 * 16**2
 
 
 def test_mean_squares_are_those_of_the_inputs() -> None:
@@ -128,46 +120,6 @@ def test_scales_are_those_of_the_least_error(fmt: str, granularity: Any) -> None
         assert chosen == best or tried[0] == 0 or tied
 
 
-def test_calibration_helps_formats_of_few_binades() -> None:
-    torch.manual_seed(2)
-    model = nn.Sequential(nn.Linear(64, 64, bias=False))
-    nn.init.normal_(model[0].weight)  # of far outliers: a narrower scale, which cuts them off, errs less
-    values, energies = model[0].weight.detach().clone(), {"0": torch.ones(64)}
-    errors = []
-    for given in ({}, energies):
-        with rounded(model, {"*": "E2M1"}, energies=given):
-            errors.append(float((model[0].weight.dequantize() - values).square().sum()))
-    assert errors[1] < errors[0]
-    assert type(model[0]) is nn.Linear
-
-
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        (["--input", "x.txt"], r"--input goes with --model"),
-        (["--windows", "4", "--formats", "all"], r"--windows goes with --model"),
-        (["--scales", "row"], r"unknown --scales 'row'; allowed: tensor"),
-        (["--formats", "all,none"], r"'none' is what the gaps are measured against"),
-        (["--scales", "channel", "--model.storage", "grid"], r"--model.storage means nothing with a report"),
-        (["--scales", "channel", "--model.granularity", "block"], r"give --scales"),
-        (["--calibrate", "0"], r"--calibrate"),
-        (["--scales", "block"], r"block"),  # rows of 16
-        (["--scales", "channel", "--weights", "w.safetensors"], r"--weights says which weights"),
-    ],
-)
-def test_wrong_use_is_one_line(
-    trained: dict[str, Path], tmp_path: Path, more: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["evaluate", str(trained["float"]), "--out", str(tmp_path / "out"), *more]) == 2
-    assert re.search(words, capsys.readouterr().err.splitlines()[-1])
-    assert not (tmp_path / "out" / "evaluation.json").exists()
-
-
-def test_a_configuration_has_no_report(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["evaluate", "e4m3", "--calibrate", "3"]) == 2
-    assert "--calibrate: a report is of a run, or with --model PATH; 'e4m3' is no folder" in capsys.readouterr().err
-
-
 def test_a_map_and_a_mixture_leave_alone_what_the_command_line_speaks_of(
     trained: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -189,17 +141,3 @@ def test_a_map_and_a_mixture_leave_alone_what_the_command_line_speaks_of(
     (told,) = re.findall(r"^lowest gaps: (.*)$", capsys.readouterr().out, re.MULTILINE)
     assert main(["evaluate", str(trained["float"]), *told.split()]) == 0
     assert "given" in capsys.readouterr().out
-
-
-def test_a_map_of_no_layer_is_refused(trained: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    own = '{"*": "none", "embeddings": "none"}'
-    assert main(["evaluate", str(trained["float"]), "--sensitivity", "kinds", "--model.formats", own]) == 2
-    assert "model.formats says of every layer what becomes of it" in capsys.readouterr().err
-
-
-def test_the_lowest_gaps_are_settings_that_are_taken(
-    trained: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    report_of(trained["float"], tmp_path / "out", "--formats", "E4M3", "--sensitivity", "kinds")
-    (told,) = re.findall(r"^lowest gaps: (.*)$", capsys.readouterr().out, re.MULTILINE)
-    assert main(["evaluate", str(trained["float"]), *told.split()]) == 0

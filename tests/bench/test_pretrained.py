@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.config.settings import load_config, to_yaml
+from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.data.batches import load_corpus
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.model.gpt import GPT, SIZES, GPTShape
@@ -60,19 +60,6 @@ def test_the_logits_are_those_of_transformers(tmp_path: Path, function: str, tie
     assert float(expected.std()) > 0.5  # logits that say something
     torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
     assert (ours.lm_head.weight is ours.token_embedding.weight) is tied
-
-
-def test_the_shape_is_the_checkpoint_s(folder: Path) -> None:
-    model = resolve(load_config(None, ["--model.init_from", str(folder)])).model
-    assert (model.n_layer, model.n_head, model.n_embd, model.block_size) == (2, 2, 16, 32)
-    assert (model.bias, model.tie_weights, model.gelu, model.size) == (True, True, "tanh", None)
-
-
-def test_a_resolved_configuration_resolves_to_itself(folder: Path, tmp_path: Path) -> None:
-    config = resolve(load_config(None, ["--model.init_from", str(folder), "--model.block_size=8"]))
-    (tmp_path / "resolved.yaml").write_text(to_yaml(config))
-    assert resolve(load_config(tmp_path / "resolved.yaml")) == config
-    assert config.model.block_size == 8
 
 
 def test_gpt2_s_own_size_has_gpt2_s_parameters() -> None:

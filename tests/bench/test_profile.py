@@ -238,32 +238,3 @@ def test_the_configuration_trains_in_float():
     assert (config.model.storage, config.model.formats, config.rule) == ("float32", {}, "bf16-mixed")
     assert (config.train.batch_size, config.optimizer.lr, config.train.precision) == (3, 2e-3, "bf16-mixed")
     assert float_config({"rule": "sgd", "optimizer.lr": 0.3}).optimizer.lr == 0.3
-
-
-@pytest.mark.parametrize(
-    ("words", "parts"),
-    [
-        (["ranges"], ["expected CONFIG.yaml"]),
-        (["range", "e4m3.yaml"], ["profile range e4m3.yaml", "the word ranges"]),
-        (["e4m4.yaml"], ["e4m4.yaml", "did you mean 'e4m3.yaml'"]),
-        (["e4m3.yaml", "--batch-sizes", "0"], ["--batch-sizes", "'0'", ">= 1"]),
-        (["e4m3.yaml", "--batch-size", "8"], ["--batch-size", "did you mean '--batch-sizes'"]),
-        (["e4m3.yaml", "--overflow", "0.1"], ["--overflow", "profile ranges"]),
-        (["ranges", "e4m3.yaml", "--overflow", "2"], ["--overflow", "'2'", "from 0 to 1"]),
-        (["ranges", "e4m3.yaml", "--formats", "E4M33"], ["--formats", "E4M33", "E4M3"]),
-        (["ranges", "e4m3.yaml", "--batch-sizes", "8"], ["--batch-sizes", "profile CONFIG.yaml"]),
-        (["e4m3.yaml", "--train.batch_sizes", "8"], ["train.batch_sizes", "'train.batch_size'"]),
-        (["e4m3.yaml", "--train.batch_size", "8"], ["train.batch_size", "--batch-sizes"]),
-        (["e4m3.yaml", "--data.dir", "gone"], ["gone", "prepare"]),
-    ],
-)
-def test_wrong_use_is_one_line_and_leaves_nothing(words, parts, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert main(["profile", *words, "--out", "out"]) == 2
-    output = capsys.readouterr()
-    line = output.err.strip().splitlines()[-1]
-    assert line.startswith("nanogpt-bench: error: ")
-    for part in parts:
-        assert part in line
-    assert output.out == ""
-    assert list(tmp_path.iterdir()) == []

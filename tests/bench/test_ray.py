@@ -16,7 +16,6 @@ import pytest
 
 from nanogpt_bench.cli import main
 from nanogpt_bench.system.errors import BenchError
-from nanogpt_bench.workers.executors import check_executor, executor_of
 from nanogpt_bench.workers.pool import Event, Messages, Pool
 
 pytest.importorskip("ray")
@@ -214,21 +213,6 @@ def test_a_command_that_dies_leaves_no_process_and_the_same_one_goes_on(
     assert main(["sweep", str(whole), "--workers", "1", "--out", str(tmp_path / "whole")]) == 0
     for run in ("fp32-seed=1", "sgd-seed=1"):
         assert loss_of(tmp_path / "out" / run) == loss_of(tmp_path / "whole" / run)
-
-
-@pytest.mark.parametrize(
-    ("name", "address", "words"),
-    [
-        ("rai", None, "unknown --executor 'rai'; did you mean 'ray'"),
-        ("local", "1.2.3.4:6379", "--address '1.2.3.4:6379' goes with --executor ray"),
-    ],
-)
-def test_what_there_is_not_is_refused(name: str, address: str | None, words: str, tmp_path: Path) -> None:
-    with pytest.raises(BenchError, match=words.replace("?", r"\?")):
-        check_executor(name, address)
-    with pytest.raises(BenchError), executor_of(name, address, tmp_path):
-        pass
-    assert main(["sweep", "formats.yaml", "--executor", name, *(["--address", address] if address else [])]) == 2
 
 
 @pytest.mark.slow  # Ray takes its time to give up

@@ -23,6 +23,10 @@ MASTER = f"{E4M3} model.storage=master"
 LABELS = "task=classify"
 GIVEN = "model.pretrained=a/model"
 STIEFEL = "model.constraint=stiefel"
+#: monitors that look at whole weights, which rows are not
+WHOLE_OFF = " ".join(
+    f"monitor.{name}=false" for name in ("stall", "ranges", "bits", "attention", "gradients", "geometry")
+)
 WITHIN = f"rule=stochastic {E4M3} train.step_in_backward=true"
 
 #: of each setting: the settings that it is refused beside, and how the line goes on
@@ -39,6 +43,8 @@ REFUSED: dict[str, dict[str, str]] = {
         f"{LABELS} train.parallel=ddp": "'ddp' can't be used with task 'classify', whose losses",
         "train.parallel=fsdp": "'fsdp' can't be used with monitor.stall, monitor.ranges, monitor.bits",
         f"{STIEFEL} monitor.stall=false train.parallel=ddp": "'ddp' can't be used with model.constraint; give",
+        "train.parallel=ddp monitor.stall=false shadow.enabled=true": "'ddp' can't be used with shadow.enabled; give",
+        f"{WITHIN} optimizer.grad_clip=0 train.parallel=ddp": "'ddp' can't be used with train.step_in_backward; give",
     },
     "monitor.fisher": {f"{LABELS} monitor.fisher=true": "True can't be used with task 'classify', whose labels"},
     "model.headroom": {"model.headroom=4": "4.0 needs model.storage grid, fp8 or continuous, not 'float32'"},
@@ -85,7 +91,11 @@ REFUSED: dict[str, dict[str, str]] = {
         "rule=sgd model.granularity=channel": "'channel' means nothing under rule 'sgd', whose weights are floats",
     },
     "rule": {"rule=nearest": "'nearest' needs a format for the weights; give --model.format E4M3 or model.formats"},
-    "model.storage": {"model.storage=master": "'master' needs a format for the weights; give --model.format E4M3"},
+    "model.storage": {
+        "model.storage=master": "'master' needs a format for the weights; give --model.format E4M3",
+        f"{E4M3} model.storage=grid train.parallel=fsdp {WHOLE_OFF}": "'grid' can't be sharded; allowed with fsdp: "
+        "float32, master, fp8",
+    },
     "train.precision": {
         f"{E4M3} train.precision=bf16-pure": "'bf16-pure' can't be used with model.storage 'master'; allowed: float32,",
         f"{STIEFEL} train.precision=bf16-pure": "'bf16-pure' can't be used with model.constraint 'stiefel'; leave one",
@@ -182,16 +192,22 @@ REFUSED: dict[str, dict[str, str]] = {
 PEER = "model.peer=torchao-int8 optimizer.name=torchao_adamw8bit"
 #: the same of weights of other packages
 REFUSED_PEERS: dict[str, dict[str, str]] = {
-    "model.peer": {"rule=fp32 model.peer=sdnq-int8": "'sdnq-int8' needs model.storage peer, not 'float32'; leave"},
+    "model.peer": {
+        "rule=fp32 model.peer=sdnq-int8": "'sdnq-int8' needs model.storage peer, not 'float32'; leave",
+        "model.peer=sdnq-E2M4": "'sdnq-E2M4' is not known; did you mean 'sdnq-E2M5'?",
+    },
+    "train.precision": {
+        f"{PEER} train.precision=bf16-pure": "'bf16-pure' can't be used with model.storage 'peer'",
+        f"{PEER} train.precision=bf16-mixed": "'bf16-mixed' can't be used with model.peer 'torchao-int8', of one",
+    },
+    "train.parallel": {f"{PEER} train.parallel=ddp": "'ddp' can't be used with model.peer"},
+    "train.step_in_backward": {f"{PEER} train.step_in_backward=true": "True needs an optimizer of the library"},
     "model.storage": {"model.storage=peer": "'peer' needs model.peer sdnq-E2M5, sdnq-E4M3, sdnq-int8 or torchao-int8"},
     "optimizer.name": {
         "model.peer=sdnq-int8": "'adamw' can't step the weights of model.peer 'sdnq-int8'; allowed: sdnq_muon, sdnq_a",
         "optimizer.name=sdnq_muon": "'sdnq_muon' steps SDNQ's own weights; it can't be used with model.storage",
     },
     "model.formats": {f"{PEER} {E4M3}": "{'*': 'E4M3'} can't be used with storage peer, whose weights are another"},
-    "train.precision": {
-        f"{PEER} train.precision=bf16-mixed": "'bf16-mixed' can't be used with model.peer 'torchao-int8', of one"
-    },
     "model.pretrained": {f"{PEER} {GIVEN}": "'a/model' can't be used with model.peer 'torchao-int8'; leave it out"},
     "model.constraint": {
         f"{PEER} model.storage=peer {STIEFEL}": "'stiefel' can't be used with model.peer 'torchao-int8'; leave it out"

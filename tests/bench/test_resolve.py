@@ -8,12 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from nanogpt_bench.config.rules import RULES, Rule, available_rules
+from nanogpt_bench.config.rules import RULES, available_rules
 from nanogpt_bench.config.schema import MANIFOLDS, OWN_OPTIMIZERS, ROUNDED, WITHOUT_FORMATS
-from nanogpt_bench.config.settings import find_config, load_config, to_yaml
-from nanogpt_bench.setup.formats import format_summary
+from nanogpt_bench.config.settings import load_config, to_yaml
 from nanogpt_bench.setup.resolve import resolve, rule_name
-from nanogpt_bench.system.errors import BenchError
 
 FP8 = ("--model.format", "E4M3", "--model.storage", "fp8")
 MASTER = ("--model.format", "E4M3", "--model.storage", "master")
@@ -70,27 +68,6 @@ def test_settings_of_one_s_own_are_called_custom() -> None:
     assert rule_name(resolve(config)) == "custom"
 
 
-def test_the_short_format_replaces_the_pattern_for_everything() -> None:
-    config = load_config(None, ["--model.formats", "{'*': E5M2, lm_head: NONE}", "--model.format", "e4m3"])
-    assert resolve(config).model.formats == {"*": "E4M3", "lm_head": "none"}
-    assert format_summary(resolve(config)) == "mixed"
-
-
-def test_formats_that_are_all_none_are_a_float_run() -> None:
-    config = resolve(load_config(None, ["--model.format", "none"]))
-    assert (config.model.storage, format_summary(config), rule_name(config)) == ("float32", "none", "bf16-mixed")
-
-
-def test_explicit_numbers_win_over_the_named_size() -> None:
-    model = resolve(load_config(None, ["--model.size", "124M", "--model.n_layer", "2"])).model
-    assert (model.n_layer, model.n_head, model.n_embd, model.block_size) == (2, 12, 768, 1024)
-
-
-def test_an_explicit_learning_rate_wins_over_the_rule() -> None:
-    config = load_config(None, [*arguments_of("riemannian"), "--optimizer.lr", "0.25"])
-    assert resolve(config).optimizer.lr == 0.25
-
-
 @pytest.mark.parametrize("storage", ["grid", "fp8"])
 def test_a_rule_keeps_its_name_where_one_byte_is_simulated_in_floats(storage: str) -> None:
     config = resolve(load_config(None, [*arguments_of("stiffness"), "--model.storage", storage]))
@@ -109,40 +86,6 @@ def test_an_optimizer_alone_calls_for_a_grid_and_has_defaults(name: str) -> None
     assert (optimizer.stiffness is not None) is name.startswith(("stiffness", "fisher"))
     assert (optimizer.momentum is not None) is name.endswith(("sgd", "fisher", "muon"))
     assert (optimizer.representation is not None) is (name == "fisher")
-
-
-def test_a_rule_whose_package_is_missing_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(RULES, "absent", Rule("float32", "adamw", 1e-3, needs=("no_such_package", "fisher")))
-    assert "absent" not in available_rules()
-    with pytest.raises(BenchError, match=r"'absent' needs no_such_package; .*fp8manifold\[fisher\]"):
-        resolve(load_config(None, ["--rule", "absent"]))
-
-
-def differing(one: object, other: object, prefix: str = "") -> set[str]:
-    found: set[str] = set()
-    for item in dataclasses.fields(one):  # type: ignore[arg-type]
-        left, right = getattr(one, item.name), getattr(other, item.name)
-        if dataclasses.is_dataclass(left):
-            found |= differing(left, right, f"{prefix}{item.name}.")
-        elif left != right:
-            found.add(prefix + item.name)
-    return found
-
-
-@pytest.mark.parametrize("name", ["e4m3.yaml", "e5m2.yaml"])
-def test_the_shipped_8_bit_configs_differ_from_the_baseline_in_format_storage_and_shadow_only(name: str) -> None:
-    baseline = resolve(load_config(find_config("bf16_baseline.yaml")))
-    other = resolve(load_config(find_config(name)))
-    assert baseline.seed == other.seed == 42
-    assert differing(baseline, other) == {"model.formats", "model.storage", "shadow.enabled"}
-
-
-def test_the_anchor_has_nanogpt_s_settings() -> None:
-    config = resolve(load_config(find_config("nanogpt_cpu")))
-    assert rule_name(config) == "fp32"
-    assert config.optimizer.lr == 1e-3
-    assert config.optimizer.min_lr_ratio * config.optimizer.lr == pytest.approx(1e-4)
-    assert config.train.max_steps == 2000
 
 
 def test_formats_to_measure_against_and_levels_take_their_own_spelling() -> None:

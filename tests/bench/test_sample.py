@@ -131,27 +131,3 @@ def test_weights_that_are_not_finite_are_refused(of_bytes: Path, monkeypatch: py
     monkeypatch.setattr(GPT, "forward", lambda *_: torch.full((1, 1, 257), math.nan))
     with pytest.raises(BenchError, match=r"^none \(as trained\): the logits are not finite"):
         sample_run(of_bytes, Draw())
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["nothing"], "'nothing' is no folder of a run"),
-        (["RUN", "--formats", "E4M33"], "did you mean 'E4M3'"),
-        (["RUN", "--tokens", "0"], "'0' is not allowed; give a whole number >= 1"),
-        (["RUN", "--seed", "-1"], "give a whole number >= 0"),
-        (["RUN", "--seed", "99999999999999999999"], "give a whole number >= 0"),
-        (["RUN", "--temperature", "nan"], "give a number >= 0"),
-        (["RUN", "--temperature", "-1"], "give a number >= 0"),
-        (["RUN", "--top-k", "x"], "give a whole number >= 1"),
-        (["RUN", "--checkpoint", "step-4"], "step-4"),
-        (["RUN", "--optimizer.lr", "1"], "the weights of a run have been trained"),
-        (["RUN", "--promt", "x"], "did you mean '--prompt'"),
-    ],
-)
-def test_what_makes_no_sense_is_one_line(
-    trained: dict[str, Path], words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["sample", *(word.replace("RUN", str(trained["float"])) for word in words)]) == 2
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    assert message in line

@@ -9,7 +9,7 @@ import pytest
 from nanogpt_bench.commands.help_topics import describe, keys_of, text_on, topics
 from nanogpt_bench.config.keys import FIELDS
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.config.settings import build_config, load_config, to_yaml
+from nanogpt_bench.config.settings import build_config, load_config
 from nanogpt_bench.system.errors import BenchError
 
 
@@ -20,24 +20,6 @@ def test_yaml_and_overrides_meet_and_the_override_wins(tmp_path: Path) -> None:
     assert (config.seed, config.train.max_steps, config.train.batch_size) == (3, 20, 2)
     assert config.optimizer.lr == 0.01
     assert config.model.format == "E5M2"
-
-
-def test_nested_and_dotted_yaml_keys_are_the_same(tmp_path: Path) -> None:
-    path = tmp_path / "a.yaml"
-    path.write_text("train.max_steps: 7\n")
-    assert load_config(path).train.max_steps == 7
-
-
-def test_layer_patterns_from_the_command_line() -> None:
-    config = load_config(None, ["--model.formats", "{attn: E4M3}", "--model.formats.mlp.fc", "E3M4"])
-    assert config.model.formats == {"attn": "E4M3", "mlp.fc": "E3M4"}
-
-
-def test_one_layer_pattern_leaves_those_of_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "a.yaml"
-    path.write_text("model:\n  formats:\n    attn: E4M3\n    mlp: E3M4\n")
-    config = load_config(path, ["--model.formats.mlp", "none", "--model.formats.blocks.0=E5M2"])
-    assert config.model.formats == {"attn": "E4M3", "mlp": "none", "blocks.0": "E5M2"}
 
 
 def test_lists_of_words_from_files_and_the_command_line(tmp_path: Path) -> None:
@@ -66,12 +48,6 @@ def test_a_quoted_null_is_null_where_there_are_choices(tmp_path: Path, word: str
     path.write_text(f'optimizer: {{name: "{word}", lr: "{word}"}}')
     config = load_config(path)
     assert (config.optimizer.name, config.optimizer.lr) == (None, None)
-
-
-def test_null_clears_what_the_file_sets(tmp_path: Path) -> None:
-    path = tmp_path / "a.yaml"
-    path.write_text("optimizer:\n  lr: 0.1\n")
-    assert load_config(path, ["--optimizer.lr", "null"]).optimizer.lr is None
 
 
 @pytest.mark.parametrize("given", ["StiffnessAdamW", "stiffness-adamw", "stiffness_adamw"])
@@ -108,13 +84,6 @@ def test_a_file_without_settings_gives_the_defaults_and_an_empty_one_is_refused(
         path.write_text(content, encoding="utf-8")
         with pytest.raises(BenchError, match="is empty; give settings"):
             load_config(path)
-
-
-def test_the_written_yaml_reads_back_as_the_same_settings(tmp_path: Path) -> None:
-    config = load_config(None, ["--model.formats", "{attn: E4M3}", "--optimizer.lr", "1e-4", "--optimizer.eps", "1e-9"])
-    path = tmp_path / "c.yaml"
-    path.write_text(to_yaml(config))
-    assert load_config(path) == config
 
 
 def test_every_setting_is_described_and_every_default_is_allowed() -> None:

@@ -38,11 +38,6 @@ def adamw(parameters: Any) -> Any:
     return fm.optim.StiffnessAdamW(parameters, 0.1)
 
 
-def test_a_run_that_moves_raises_nothing() -> None:
-    run = Run(adamw)
-    assert [run.go(), run.go()] == [[], []]
-
-
 def test_steps_that_are_not_taken_and_weights_that_stay() -> None:
     run = Run(adamw)
     assert run.go() == []

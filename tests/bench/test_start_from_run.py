@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 import torch
 
 from nanogpt_bench.checkpoint import Contents, commit, read
-from nanogpt_bench.cli import main
 from nanogpt_bench.commands.verify import check_run
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import load_config
@@ -87,31 +85,6 @@ def test_a_named_size_that_is_the_run_s_own_is_no_contradiction(tiny: Tiny, trai
     assert resolve(said).model.size is None
     with pytest.raises(BenchError, match=r"model.size: '10M' can't be used"):
         resolve(load_config(None, ["--model.size=10M", f"--model.init_from={trained['float']}"]))
-
-
-@pytest.mark.parametrize(
-    ("path", "more", "words"),
-    [
-        ("", ["--model.n_embd=32"], "model.n_embd: 32 is not that of the checkpoint"),
-        ("", ["--model.block_size=99"], "model.block_size: 99 is more than the 16 positions"),
-        ("checkpoints/step-5", [], "step-5' does not exist; give a run's folder, or one of its checkpoints: .*step-6"),
-        ("nothing", [], "nothing' does not exist; give"),
-    ],
-)
-def test_what_does_not_fit_is_one_line(
-    trained: dict[str, Path],
-    tmp_path: Path,
-    path: str,
-    more: list[str],
-    words: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    (tmp_path / "my.yaml").write_text("rule: fp32\n")
-    start = f"--model.init_from={trained['float'] / path}"
-    assert main(["run", str(tmp_path / "my.yaml"), start, "--name=x", *more]) == 2
-    printed = capsys.readouterr().err
-    assert printed.count("\n") == 1
-    assert re.search(words, printed), printed
 
 
 def test_a_run_without_checkpoints_says_how_to_get_one(tiny: Tiny, trained: dict[str, Path], tmp_path: Path) -> None:

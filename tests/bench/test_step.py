@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
+from bench_runs import trainer_of
 
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.data.batches import batch, load_corpus
+from nanogpt_bench.data.batches import batch
 from nanogpt_bench.observers import Observer, Step
-from nanogpt_bench.setup.optimizers import lr_factor
-from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.training.trainer import Trainer
 
 Tiny = Callable[..., Config]
-
-
-def trainer_of(config: Config) -> Trainer:
-    config = resolve(config)
-    corpus = load_corpus(Path(config.data.dir), config.model.block_size or 0)
-    return Trainer(config, corpus, torch.device("cpu"))
 
 
 def one_step(trainer: Trainer, number: int = 1, observers: tuple[Observer, ...] = ()) -> Step:
@@ -43,22 +35,6 @@ def test_accumulation_is_the_mean_over_the_micro_batches(tiny: Tiny) -> None:
     assert step.record["grad/norm"] == pytest.approx(norm.item(), rel=1e-5)
 
 
-@pytest.mark.parametrize(("clip", "clipped"), [(1e-3, 1), (1e3, 0), (0, 0)])
-def test_clipping_bounds_the_gradient_and_reports_the_norm_before(tiny: Tiny, clip: float, clipped: int) -> None:
-    class Watch(Observer):
-        norm = 0.0
-
-        def before_step(self, step: Step) -> None:
-            gradients = [parameter.grad for parameter in step.model.parameters()]
-            self.norm = float(torch.sqrt(sum((gradient**2).sum() for gradient in gradients)))
-
-    watch = Watch()
-    record = one_step(trainer_of(tiny(rule="fp32", optimizer__grad_clip=clip)), observers=(watch,)).record
-    assert record["grad/clipped"] == clipped
-    assert record["grad/norm"] > 0.05
-    assert watch.norm == pytest.approx(clip if clipped else record["grad/norm"], rel=1e-3)
-
-
 def test_the_points_of_a_step_come_in_their_order(tiny: Tiny) -> None:
     calls: list[str] = []
 
@@ -71,24 +47,6 @@ def test_the_points_of_a_step_come_in_their_order(tiny: Tiny) -> None:
     one_step(trainer_of(tiny(train__accumulation=2)), observers=(Recorder(),))
     micro = ["before_forward", "after_forward", "after_backward"]
     assert calls == [*micro, *micro, "before_step", "after_step"]
-
-
-def test_every_group_follows_the_schedule(tiny: Tiny) -> None:
-    trainer = trainer_of(tiny(rule="fp32"))
-    for number in (1, 2, 6):
-        step = one_step(trainer, number)
-        expected = trainer.config.optimizer.lr * lr_factor(trainer.config.optimizer, number - 1, 6)
-        assert step.record["lr"] == pytest.approx(expected)
-        assert all(group["lr"] == pytest.approx(expected) for group in trainer.optimizer.param_groups)
-
-
-def test_a_loss_that_is_not_finite_leaves_the_weights(tiny: Tiny) -> None:
-    trainer = trainer_of(tiny(rule="fp32"))
-    with torch.no_grad():
-        trainer.model.final_norm.weight[0] = float("nan")
-    before = trainer.model.lm_head.weight.clone()
-    one_step(trainer)
-    assert torch.equal(trainer.model.lm_head.weight, before)
 
 
 def test_validation_changes_nothing_and_repeats(tiny: Tiny) -> None:

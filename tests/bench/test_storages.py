@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from bench_runs import recorded, trainer_of
 
 import fp8manifold as fm
 from nanogpt_bench.config.rules import RULES, WITH_TWIN, available_rules
 from nanogpt_bench.config.schema import ROUNDED, Config
-from nanogpt_bench.data.batches import load_corpus
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.setup.memory import bytes_of
-from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.setup.surgery import quantized_layers
 from nanogpt_bench.training.trainer import Trainer
 
@@ -42,11 +40,6 @@ HELD = {
     "stiffness-sgd": 5.0,
     "riemannian-sgd": 5.0,
 }
-
-
-def trainer_of(config: Config) -> Trainer:
-    config = resolve(config)
-    return Trainer(config, load_corpus(Path(config.data.dir), 16), torch.device("cpu"))
 
 
 def train(trainer: Trainer, steps: int) -> list[float]:
@@ -92,7 +85,7 @@ def test_an_unrounded_rule_moves_weights_off_the_grid_and_has_no_stall(tiny: Tin
     assert summary["final_val_loss"] < summary["first_val_loss"] - 0.2
     assert (summary["storage"], summary["stall"], summary["stall_metric"]) == ("continuous", None, None)
     assert 12 <= summary["bytes_per_quantized_parameter"] < 12.5
-    records = [json.loads(line) for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()]
+    records = recorded(tmp_path / "r")
     assert records[1]["stiffness/exponent"] == 1.0
 
 
@@ -137,12 +130,3 @@ def test_a_float_twin_takes_the_step_of_its_rule_without_its_rounding(tiny: Tiny
     quantized = {id(layer.weight) for layer in (*layers.values(), *quantized_layers(twin.model).values())}
     for own, other in zip(twin.model.parameters(), rounded.model.parameters(), strict=True):
         assert id(own) in quantized or torch.equal(own, other)
-
-
-def test_rounding_is_what_tells_the_unrounded_rule_from_stiffness(tiny: Tiny) -> None:
-    unrounded, rounded = (
-        train(trainer_of(tiny(rule=rule, model__format="E4M3", optimizer__lr=0.01)), 6)
-        for rule in ("stiffness-unrounded", "stiffness")
-    )
-    assert unrounded != rounded
-    assert unrounded == pytest.approx(rounded, abs=0.3)

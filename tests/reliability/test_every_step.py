@@ -126,8 +126,9 @@ def global_case() -> Case:
 
 def baseline_cases() -> Iterator[Case]:
     for name, rule in RULES.items():
-        if rule.storage == "float32":
-            yield Case(f"baseline-{name}", {"rule": name, "model.n_embd": 64})
+        if rule.storage in ("float32", "peer"):
+            peer = {"model.n_embd": 128, "train.precision": "float32"} if rule.storage == "peer" else {}
+            yield Case(f"baseline-{name}", {"rule": name, "model.n_embd": 64, **peer})
 
 
 def long_cases() -> Iterator[Case]:
@@ -150,12 +151,16 @@ def constrained_cases() -> Iterator[Case]:
 
 
 def watched_cases() -> Iterator[Case]:
-    """Another write-back for the last steps, steps in the backward pass, other monitors."""
+    """Another write-back for the last steps, steps in the backward pass and what they keep, other monitors."""
     for rule in ("muon-stochastic", "stochastic-8bit"):
         course = {"optimizer.writeback_end": "residual8", "optimizer.step_at": 0.5}
         yield Case(f"writeback-end-{rule}", {"rule": rule, "model.format": "E4M3", **course})
     within = {"train.step_in_backward": True, "optimizer.grad_clip": 0}
     yield Case("in-backward", {"rule": "stochastic", "model.format": "E4M3", **within})
+    clipped = {"optimizer.clip_by": "previous", "optimizer.grad_clip": 0.02}
+    summed = {"train.accumulation": 2, "train.accumulate_in": "bfloat16", "optimizer.grad_clip": 0.02}
+    for name, how in (("clipped", clipped), ("summed", summed)):
+        yield Case(f"in-backward-{name}", {"rule": "stochastic-8bit", "model.format": "E4M3", **within, **how})
     yield Case("without-trend", {"rule": "stochastic", "model.format": "E4M3", "monitor.trend": False})
     turns = {"monitor.turns": 3, "monitor.interval": 1, "rule": "stochastic", "model.format": "E4M3"}
     yield Case("monitors-in-turn", turns, 6)

@@ -1,4 +1,4 @@
-"""Nothing in the two packages unpickles, evaluates or hands text to a shell: every call and import is looked at."""
+"""Nothing in packages, examples and pages unpickles, evaluates or hands text to a shell: every call is looked at."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FILES = sorted(path for name in ("fp8manifold", "nanogpt_bench") for path in (ROOT / name).rglob("*.py"))
+FILES = sorted(path for name in ("fp8manifold", "nanogpt_bench", "examples") for path in (ROOT / name).rglob("*.py"))
+FILES += sorted((ROOT / "docs").glob("*.py"))
 #: modules that run what they read
 MODULES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "code", "jsonpickle"}
 #: calls that run what they read, by the last part of their name
@@ -65,9 +66,9 @@ def test_no_source_runs_what_it_reads(path: Path) -> None:
     assert list(offences(ast.parse(path.read_text(encoding="utf-8")))) == []
 
 
-def test_both_packages_were_looked_at(tally: Callable[..., None]) -> None:
+def test_everything_was_looked_at(tally: Callable[..., None]) -> None:
     names = {path.relative_to(ROOT).parts[0] for path in FILES}
-    assert names == {"fp8manifold", "nanogpt_bench"}
+    assert names == {"fp8manifold", "nanogpt_bench", "examples", "docs"}
     assert len(FILES) > 100
     tally("sources without pickle, eval, exec, unsafe YAML or shell", len(FILES))
 

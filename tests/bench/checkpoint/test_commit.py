@@ -49,15 +49,6 @@ def assert_same(found: Contents, wanted: Contents) -> None:
             assert tensor.reshape(-1).view(torch.uint8).equal(other.reshape(-1).view(torch.uint8))
 
 
-def test_what_was_committed_comes_back(tmp_path: Path) -> None:
-    folder = commit(tmp_path, contents(7, best=True), keep_last=2)
-    assert folder == tmp_path / "checkpoints" / "step-7"
-    assert sorted(os.listdir(folder)) == ["manifest.json", "model.safetensors", "optimizer.safetensors", "state.json"]
-    assert os.listdir(folder.parent) == ["step-7"]
-    verify(folder)
-    assert_same(read(folder), contents(7, best=True))
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_comes_back_bit_for_bit_and_may_be_written_to(tmp_path: Path, dtype: torch.dtype) -> None:
     bits = torch.randint(0, 2, (64,), dtype=torch.uint8).repeat(4) if dtype is torch.bool else torch.arange(256).byte()
@@ -105,36 +96,12 @@ def test_a_broken_checkpoint_is_not_the_best_one(tmp_path: Path) -> None:
     assert steps(tmp_path) == [1, 4, 5]
 
 
-def test_a_checkpoint_of_the_same_step_is_replaced_and_later_ones_are_left(tmp_path: Path) -> None:
-    for step in (5, 9):
-        commit(tmp_path, contents(step), keep_last=3)
-    other = contents(5)
-    other.facts["seconds"] = 1.5
-    commit(tmp_path, other, keep_last=1)
-    assert steps(tmp_path) == [5, 9]
-    assert read(tmp_path / "checkpoints" / "step-5").facts["seconds"] == 1.5
-    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step-5", "step-9"]
-
-
 def test_without_checkpoints_there_is_none(tmp_path: Path) -> None:
     assert newest(tmp_path) == (None, [])
     clean(tmp_path)
     assert os.listdir(tmp_path) == []
     with pytest.raises(BrokenCheckpoint, match="step-3': is no folder"):
         verify(tmp_path / "checkpoints" / "step-3")
-
-
-def test_the_newest_that_verifies_is_found_and_the_others_are_named(tmp_path: Path) -> None:
-    for step in (1, 2, 10):
-        commit(tmp_path, contents(step), keep_last=3)
-    folder = tmp_path / "checkpoints"
-    (folder / "step-10" / "model.safetensors").unlink()
-    (folder / "step-2" / "state.json").write_text("{}")
-    found, skipped = newest(tmp_path)
-    assert found == folder / "step-1"
-    assert len(skipped) == 2
-    assert "step-10': model.safetensors: No such file" in skipped[0]
-    assert "step-2': state.json: has 2 bytes, its manifest says" in skipped[1]
 
 
 def test_litter_is_removed_and_nothing_else(tmp_path: Path) -> None:

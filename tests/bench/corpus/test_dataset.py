@@ -88,23 +88,11 @@ def test_meta_names_the_source(tmp_path: Path, copy: Path) -> None:
     }
 
 
-def test_files_may_lie_in_the_folder_itself(tmp_path: Path, copy: Path) -> None:
-    whole = prepare_eurlex(tmp_path / "a", data_dir=copy)
-    assert prepare_eurlex(tmp_path / "b", data_dir=copy / "eurlex") == whole
-
-
 def test_without_a_validation_split_every_tenth_document_is_for_it(tmp_path: Path, parquet: Parquet) -> None:
     parquet(tmp_path / "copy" / "train.parquet", [*TRAIN])
     meta = prepare_hub(tmp_path / "out", "some/set", "text", data_dir=tmp_path / "copy")
     assert text_of(tmp_path / "out", "val") == "".join(f"{text}|" for text in TRAIN[9::10])
     assert [meta["splits"][split]["documents"] for split in ("train", "val")] == [36, 4]
-
-
-def test_rows_without_text_are_left_out(tmp_path: Path, parquet: Parquet) -> None:
-    parquet(tmp_path / "copy" / "train.parquet", ["", None, *TRAIN, None])
-    parquet(tmp_path / "copy" / "validation.parquet", [*VAL, ""])
-    meta = prepare_hub(tmp_path / "out", "some/set", "text", data_dir=tmp_path / "copy")
-    assert [meta["splits"][split]["documents"] for split in ("train", "val")] == [len(TRAIN), len(VAL)]
 
 
 def test_a_limit_ends_the_stream(tmp_path: Path, copy: Path) -> None:

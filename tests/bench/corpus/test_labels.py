@@ -77,12 +77,6 @@ def test_labels_have_the_names_that_the_data_set_gives_them(tmp_path: Path) -> N
     assert documents_of(load_corpus(tmp_path / "out", 16), "val").labels.shape == (5, 7)
 
 
-def test_the_tokens_are_those_of_the_text_alone(tmp_path: Path, copy: Path, prepared: Path) -> None:
-    prepare_eurlex(tmp_path / "text", data_dir=copy)
-    for name in ("train.bin", "val.bin"):
-        assert (prepared / name).read_bytes() == (tmp_path / "text" / name).read_bytes()
-
-
 def test_a_limit_cuts_the_last_document_only(tmp_path: Path) -> None:
     texts = [f"{text} {text}" for text in TEXTS]
     folder = write_copy(tmp_path / "long", texts, [*LABELS])
@@ -131,20 +125,6 @@ def test_labels_that_are_none_are_named(tmp_path: Path, labels: object, reason: 
         prepare_eurlex(tmp_path / "out", data_dir=tmp_path / "copy", task="labels")
     assert "\n" not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["copy"]
-
-
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (["stdlib", "--task", "labels"], "--task 'labels' goes with prepare eurlex, not with prepare stdlib"),
-        (["eurlex", "--task", "label"], "--task: 'label' is not known; did you mean 'labels'?"),
-    ],
-)
-def test_a_task_that_means_nothing_is_refused(
-    words: list[str], reason: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["prepare", *words]) == 2
-    assert reason in capsys.readouterr().err
 
 
 def test_the_command_says_how_many_labels_there_are(

@@ -31,13 +31,6 @@ def test_files_and_meta_agree(tmp_path: Path) -> None:
     assert counts == {"documents": 2, "tokens": 152, "bytes": 150, "sha256": digest}
 
 
-def test_the_same_text_gives_the_same_bytes(tmp_path: Path) -> None:
-    write(tmp_path / "a")
-    write(tmp_path / "b")
-    for name in ("train.bin", "val.bin", "meta.json"):
-        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
-
-
 class Interrupted(ByteTokenizer):
     """Stops in the second document, as Ctrl-C would."""
 

@@ -47,16 +47,8 @@ def test_a_plateau_of_drowning_updates_that_falls_with_the_batch_size_is_found_i
         assert finding.evidence["level_batch_4"] == pytest.approx(3.51, abs=0.01)
 
 
-def test_a_plateau_that_stays_is_not_noise(make: Make) -> None:
-    assert noise(*series_of(make, 3.5, 3.5)).state == "clear"
-
-
 def test_updates_above_their_noise_are_not_drowned(make: Make) -> None:
     assert noise(*series_of(make, 3.5, 3.2, dict.fromkeys(range(20, 201, 20), 5.0))).state == "clear"
-
-
-def test_without_a_plateau_there_is_none(make: Make) -> None:
-    assert noise(make(settings=STOCHASTIC, series={"grad/update_to_noise": DROWNING})).state == "clear"
 
 
 def test_nearest_rounding_makes_none(make: Make) -> None:

@@ -63,17 +63,6 @@ def test_with_a_master_copy_the_codes_are_compared(lr: float, stalled: float) ->
     assert record["stall/code_unchanged"] == pytest.approx(stalled, abs=0.25)
 
 
-def test_layers_weigh_by_their_size() -> None:
-    model = model_on("grid")
-    optimizer = fm.optim.StiffnessAdamW(
-        [{"params": [model[0].weight], "lr": 1e-6}, {"params": [model[1].weight], "lr": 10.0}],
-        stiffness=0.0,
-        writeback="nearest",
-    )
-    record = step_once(model, optimizer, watch(model, "grid")[1], 1).record
-    assert record["stall/update_lost"] == pytest.approx(64 / 80)
-
-
 def test_it_looks_at_its_interval_and_at_the_last_step() -> None:
     model = model_on("grid")
     optimizer = fm.optim.StiffnessAdamW(model.parameters(), lr=1e-3)
@@ -126,21 +115,3 @@ def test_what_arrived_of_all_layers_is_of_their_movement_together() -> None:
     record = step_once(model, optimizer, watch(model, "grid")[1], 1).record
     assert record["stall/arrived/0"] == 0.0
     assert record["stall/arrived"] == pytest.approx(record["stall/arrived/1"])
-
-
-def test_the_means_go_on_from_a_state() -> None:
-    model, optimizer = larger_model("nearest")
-    stall, observer = watch(model, "fp8")
-    step_once(model, optimizer, observer, 1)
-    state = stall.state()
-    same = watch(model, "fp8")[0]
-    same.load_state(state)
-    assert (same.mean, same.arrived) == (stall.mean, stall.arrived) == (1.0, 0.0)
-
-
-def test_with_a_master_copy_nothing_needs_to_arrive() -> None:
-    model = model_on("master")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    stall, observer = watch(model, "master")
-    assert "stall/arrived" not in step_once(model, optimizer, observer, 1).record
-    assert stall.arrived is None

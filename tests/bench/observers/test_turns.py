@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from bench_runs import recorded
 from torch import nn
 
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.observers.figures import Turns
-from nanogpt_bench.sweep.comparison import Demonstration
 from nanogpt_bench.training.points import Anomaly, Step
 
 Tiny = Callable[..., Config]
@@ -84,7 +84,7 @@ def test_a_run_that_goes_on_with_other_turns_begins_with_all_layers(count: int, 
 
 def records_of(config: Config, folder: Path, **more: Any) -> list[Record]:
     run(config, folder, **more)
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return recorded(folder)
 
 
 def watched(tiny: Tiny, turns: int, **more: object) -> Config:
@@ -108,7 +108,7 @@ def test_figures_are_those_of_the_step_and_over_all_layers_of_the_latest(
     folder = in_turn if rule == "stochastic" else tmp_path / "turns"
     if rule == "master":
         run(watched(tiny, 3, rule=rule), folder)
-    some = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][1:]
+    some = recorded(folder)[1:]
     assert [record["train/loss"] for record in some] == [record["train/loss"] for record in whole]
     metrics = [metric for metric in OF_THE_STEP if metric in whole[0]]
     assert len(metrics) == len(OF_THE_STEP) - (2 if rule == "master" else 0)
@@ -138,33 +138,8 @@ def check_turns(metric: str, some: list[Record], whole: list[Record]) -> None:
 
 
 def test_what_arrived_of_all_layers_is_of_the_latest_movement_of_each(tiny: Tiny, in_turn: Path) -> None:
-    some = [json.loads(line) for line in (in_turn / "metrics.jsonl").read_text().splitlines()][1:]
+    some = recorded(in_turn)[1:]
     shares = [record["stall/arrived"] for record in some]
     assert all(math.isfinite(share) for share in shares)
     summary = json.loads((in_turn / "summary.json").read_text())
     assert summary["arrived"] == pytest.approx(sum(shares) / STEPS)
-
-
-@pytest.mark.parametrize("rule", ["stochastic", "master"])
-def test_a_default_comparison_looks_twenty_times_at_what_is_told_of_all_layers(
-    tiny: Tiny, tmp_path: Path, rule: str
-) -> None:
-    plan = Demonstration()
-    settings = plan.settings(rule, "E4M3", seed=1, max_steps=plan.max_steps, data_dir="data")
-    steps = 20
-    short = plan.settings(rule, "E4M3", seed=1, max_steps=steps, data_dir="data")
-    watch = {key: value for key, value in short.items() if key.startswith("monitor.")}
-    assert plan.max_steps // settings["monitor.interval"] >= 20
-    assert settings.keys() == short.keys()
-    overrides = {key.replace(".", "__"): value for key, value in watch.items()}
-    records = records_of(
-        tiny(rule=rule, model__format="E4M3", train__max_steps=steps, eval__interval=steps, **overrides), tmp_path / "r"
-    )
-    last = records[-1]
-    layers = ("lm_head", "mlp.fc", "mlp.proj", "attn.qkv", "attn.proj", "blocks.0")
-    told = ("quant/", "bits/", "stall/", "grad/", "geometry/", "attention/")
-    curves = [key for key in last if key.startswith(told) and not key.endswith(layers)]
-    assert len(curves) > 40
-    counts = {key: sum(key in record for record in records) for key in curves}
-    assert counts.pop("quant/scale_changes/weight", 19) == 19  # from look to look
-    assert {key: count for key, count in counts.items() if count < 20} == {}

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from bench_runs import recorded
 
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.data.batches import load_corpus
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.observers import build
-from nanogpt_bench.observers.build import build_observers
-from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.training.trainer import Trainer
 
@@ -28,11 +24,7 @@ GRID_FORMATS = "{'*': {weight: E4M3, activation: {format: E4M3, rounding: stocha
 
 def records_of(config: Config, folder: Path) -> list[dict[str, Any]]:
     run(config, folder)
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def histograms_in(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "histograms.jsonl").read_text().splitlines()]
+    return recorded(folder)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +96,7 @@ def test_every_figure_is_there_by_layer_and_over_all_layers(tiny: Tiny, tmp_path
 
 def test_distributions_are_written_at_the_last_step(tiny: Tiny, tmp_path: Path) -> None:
     run(tiny(rule="master", model__formats=ALL_FORMATS), tmp_path / "r")
-    found = histograms_in(tmp_path / "r")
+    found = recorded(tmp_path / "r", "histograms.jsonl")
     assert {histogram["step"] for histogram in found} == {6}
     kinds = {histogram["name"].rsplit("/", 1)[0] for histogram in found}
     operands = ("weight", "activation", "gradient", "weight_gradient")
@@ -146,25 +138,6 @@ def test_the_shadow_holds_dequantised_weights_or_the_masters(tiny: Tiny, tmp_pat
     other = records_of(tiny(**settings, shadow__of="master"), tmp_path / "master")[-1]
     assert same["grad/cosine_min"] > 1 - 1e-6  # the straight-through gradient is that at the dequantised weights
     assert 0.5 < other["grad/cosine_min"] < 0.999
-
-
-@pytest.mark.parametrize("settings", [{"model__tie_weights": True}, {"rule": "bf16-pure"}, {"model__bias": True}])
-def test_the_shadow_has_the_models_own_shape(tiny: Tiny, tmp_path: Path, settings: dict[str, Any]) -> None:
-    config = tiny(**{"shadow__enabled": True, "train__max_steps": 2, **settings})
-    assert 0.9 < records_of(config, tmp_path / "r")[-1]["grad/cosine_min"] <= 1.0
-
-
-def test_the_shadow_is_cleared_between_looks(tiny: Tiny, tmp_path: Path) -> None:
-    config = resolve(tiny(rule="fp32", shadow__enabled=True, shadow__interval=1))
-    trainer = Trainer(config, load_corpus(Path(config.data.dir), 16), torch.device("cpu"))
-    watch = build_observers(config, trainer, tmp_path, baseline={}, tell=lambda alert: None)
-    assert watch.shadow is not None
-    for number in (1, 2, 3):
-        step = trainer.new_step(number, last=False)
-        trainer.train_step(step, watch.all)
-        assert step.record["grad/cosine"] == 1.0
-    for observer in watch.all:
-        observer.close()
 
 
 def test_fisher_information_at_the_weights_and_at_the_shadows(tiny: Tiny, tmp_path: Path) -> None:
@@ -212,11 +185,3 @@ def test_a_step_that_is_skipped_is_measured_too(tiny: Tiny, tmp_path: Path, monk
     assert [record["grad_has_nan"] for record in records[1:]] == [1, 1, 1]
     assert all("quant/overflow/activation" in record for record in records[1:])
     assert all("stall/update_lost" not in record for record in records[1:])
-
-
-def test_the_stall_may_be_watched_more_often_than_the_rest(tiny: Tiny, tmp_path: Path) -> None:
-    settings = {"rule": "nearest", "model__format": "E4M3", "monitor__interval": 6, "monitor__stall_interval": 2}
-    records = records_of(tiny(**settings), tmp_path / "r")
-    assert [record["step"] for record in records if "stall/update_lost" in record] == [2, 4, 6]
-    assert [record["step"] for record in records if "stall/update_ulps" in record] == [6]
-    assert [record["step"] for record in records if "quant/amax/weight" in record] == [6]

@@ -18,7 +18,6 @@ from sweep_runs import read_json, runs_of, trained
 
 from nanogpt_bench.cli import main
 from nanogpt_bench.sweep.board import Board
-from nanogpt_bench.sweep.record import SweepRecord
 from nanogpt_bench.workers import pool as pool_module
 from nanogpt_bench.workers.pool import cores
 
@@ -86,27 +85,6 @@ def test_a_run_whose_folder_was_deleted_is_trained_again_and_its_figures_stay(wr
     assert trained() == [gone]
     assert Path("out/runs.csv").read_text() == before
     assert {row["seeds"] for row in csv.DictReader(Path("out/results.csv").read_text().splitlines())} == {"2"}
-
-
-@pytest.mark.usefixtures("_stub_workers")
-def test_a_folder_deleted_while_the_sweep_goes_on_is_said(write, capsys, monkeypatch):
-    path = write(axes={"optimizer.lr": [0.1, 0.2]}, settings={"rule": "sgd"})
-    whole = SweepRecord.end
-
-    def losing(record, run, error=None):
-        whole(record, run, error)
-        if run.axes["optimizer.lr"] == 0.1:
-            shutil.rmtree(record.run_dir(run))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(SweepRecord, "end", losing)
-        assert main(["sweep", str(path), "--out", "out", "--workers", "1"]) == 1
-    assert "runs not brought to their end: 1; the same command goes on" in capsys.readouterr().err
-    table = {line["name"]: line for line in csv.DictReader(Path("out/runs.csv").read_text().splitlines())}
-    assert table["sgd-lr=0.1-seed=42"]["final_val_loss"] == "2.01"
-    trained()
-    assert main(["sweep", str(path), "--out", "out"]) == 0
-    assert trained() == ["sgd-lr=0.1-seed=42"]
 
 
 @pytest.mark.usefixtures("_stub_workers")

@@ -35,21 +35,7 @@ def test_numbers_that_six_digits_do_not_tell_apart_are_written_in_full(write):
     assert labels == ["fp32 lr=0.001", "fp32 lr=0.00100000001"]
 
 
-def test_a_format_among_the_settings_is_for_the_rules_of_the_axis_that_have_one(write):
-    settings = {"model.format": "E4M3", "model.headroom": 4.0}
-    fp32, nearest = plan_sweep(read_sweep(write(axes={"rule": ["fp32", "nearest"]}, settings=settings)))
-    assert (fp32.label, nearest.label) == ("fp32", "E4M3 nearest")
-    assert resolve(build_config(fp32.settings)).model.formats == {}
-
-
 def test_an_axis_of_formats_under_a_rule_without_any_is_refused(write):
     axes = {"model.format": ["E4M3", "E7M0"]}
     with pytest.raises(BenchError, match=r"axes\.model\.format: rule 'fp32' keeps float weights at every value"):
         plan_sweep(read_sweep(write(axes=axes, settings={"rule": "fp32"})))
-
-
-def test_a_learning_rate_that_no_setting_gives_stands_in_the_plan(write):
-    settings = {"model.format": "E4M3"}
-    (run,) = plan_sweep(read_sweep(write(axes={"seed": [1]}, settings=settings)))
-    assert run.settings["optimizer.lr"] == run.lr == 2e-3
-    assert run.label == "E4M3 master"

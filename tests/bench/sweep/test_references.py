@@ -38,17 +38,6 @@ def test_a_reference_trains_on_what_the_points_measured_against_it_train_on(writ
     assert {run.lr for run in references} == {0.002}
 
 
-def test_what_the_reference_gives_itself_is_no_axis_of_it(write):
-    axes = {"rule": ["nearest"], "train.max_steps": [3, 4]}
-    references, _ = planned(write, axes, reference={**BF16, "train.max_steps": 5})
-    assert [(run.label, run.settings["train.max_steps"]) for run in references] == [("bf16-mixed", 5)]
-
-
-def test_axes_on_which_no_comparison_depends_have_one_reference(write):
-    references, _ = planned(write, {"rule": ["nearest"], "optimizer.lr": [0.1, 0.2], "seed": [1]}, reference=BF16)
-    assert [(run.label, run.name) for run in references] == [("bf16-mixed", "bf16-mixed-seed=1")]
-
-
 def test_a_point_that_is_the_reference_is_trained_once_and_one_of_its_name_stays_another(write):
     axes = {"rule": ["fp32", "nearest"], "train.max_steps": [3, 4]}
     references, runs = planned(write, axes, reference={"rule": "fp32"})

@@ -218,7 +218,6 @@ def test_runs_of_another_torch_or_text_are_not_taken(study, tmp_path, monkeypatc
     assert "--from 'my.json': torch was 1.0, is 2." in capsys.readouterr().err
     assert main([*sweep[:-4], "--from", "my.yaml"]) == 2
     assert "'my.yaml' can't be read" in capsys.readouterr().err
-    assert main(["sweep", "--sensitivity", "--of", "runs/x", "--from", "my.json"]) == 2
 
 
 def test_monitors_tell_of_the_final_gap_or_why_they_do_not(study, tmp_path, monkeypatch, capsys):
@@ -292,25 +291,6 @@ def test_no_label_commands_the_terminal(study, tmp_path, capsys):
     path.write_text(json.dumps(content))
     assert main(["results", "show", str(path)]) == 0
     assert "\x1b" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["export", "."], "--out is missing"),
-        (["export", ".", "--out", "x.json"], "holds no results"),
-        (["export", ".", "--out", "x.txt"], "ends in .json"),
-        (["show", "x.json", "--out", "y.json"], "--out goes with results export"),
-        (["show", "x.json"], "can't be read"),
-        (["show", "x.json", "y.json"], "takes one path, not 2"),
-        (["show", "x.json", "--row", "a"], "--row goes with results rerun"),
-        (["rerun", "x.json", "--row", "a"], "can't be read"),
-    ],
-)
-def test_words_and_options_that_do_not_go_together_are_refused(tmp_path, monkeypatch, capsys, words, message):
-    monkeypatch.chdir(tmp_path)
-    assert main(["results", *words]) == 2
-    assert message in capsys.readouterr().err
 
 
 def test_the_commit_is_that_of_the_checkout():

@@ -59,32 +59,3 @@ def test_the_shipped_formats_and_the_newest_checkpoint_are_the_default(
     assert re.search(r"\| lm_head \| (left in float \| ){4}left in float \|", printed.out)
     assert table("runs/sensitivity-of-tied")["step"] == 3
     assert main([*command, "--model.tied=leave", "--eval.batches=1"]) == 0  # a table of this kind is replaced
-
-
-@pytest.mark.parametrize(
-    ("command", "words"),
-    [
-        (["--of", "RUN"], "with --sensitivity"),
-        (["--sensitivity", "--of", "nowhere"], "'nowhere' is no folder of a run"),
-        (["--sensitivity", "--of", "RUN", "--workers", "2"], "--workers: with --of nothing is trained"),
-        (
-            ["--sensitivity", "--of", "RUN", "--optimizer.lr=1"],
-            "--optimizer.lr: the weights of a run",
-        ),
-        (["--sensitivity", "--of", "RUN", "--model.formats.attn=E4M3"], "said by sensitivity.patterns"),
-        (["--sensitivity", "--of", "RUN", "--out", "."], "'.' is in use"),
-        (["bad.yaml", "--sensitivity", "--of", "RUN"], "axis model.format alone: seed can't vary"),
-        (["gradient.yaml", "--sensitivity", "--of", "RUN"], "'gradient' means nothing without training"),
-        (["nothing.yaml", "--sensitivity", "--of", "RUN"], "pattern 'mlp.fd'"),
-        (["--sensitivity"], "FILE.yaml is missing"),
-    ],
-)
-def test_wrong_use_is_one_line_and_code_2(
-    trained: dict[str, Path], command: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    Path("bad.yaml").write_text("axes: {model.format: [E4M3], seed: [1, 2]}\n")
-    Path("gradient.yaml").write_text("axes: {model.format: [E4M3]}\nsensitivity: {operand: gradient}\n")
-    Path("nothing.yaml").write_text("axes: {model.format: [E4M3]}\nsensitivity: {patterns: [mlp.fd]}\n")
-    run = str(trained["float"])
-    assert main(["sweep", *(run if word == "RUN" else word for word in command)]) == 2
-    assert words in capsys.readouterr().err.splitlines()[-1]

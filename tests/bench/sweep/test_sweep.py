@@ -147,23 +147,6 @@ def test_granularities_of_a_float_rule_are_one_point(write):
     assert ["model.granularity" in one for one in settings] == [False, True]
 
 
-def test_a_reference_leaves_the_rules_own_settings_behind(write):
-    settings = {"rule": "stochastic", "model.format": "E4M3", "optimizer.lr": 0.5, "train.batch_size": 3}
-    sweep = read_sweep(write(settings=settings, axes={"optimizer.beta1": [0.8]}, reference={"rule": "fp32"}))
-    reference, other = (resolve(build_config(run.settings)) for run in plan_sweep(sweep))
-    assert (reference.rule, reference.optimizer.lr, reference.train.batch_size) == ("fp32", 2e-3, 3)
-    assert (other.rule, other.optimizer.lr, other.optimizer.beta1) == ("stochastic", 0.5, 0.8)
-
-
-def test_settings_come_from_the_configuration_the_file_and_the_command_line(write, tmp_path):
-    (tmp_path / "base.yaml").write_text("train: {max_steps: 99, batch_size: 7}\nmodel: {format: E4M3}\n")
-    path = write(config="base.yaml", axes={"seed": [1]})
-    (run,) = plan_sweep(read_sweep(path, ["--model.formats.attn", "E5M2", "--eval.batches=1"]))
-    config = resolve(build_config(run.settings))
-    assert (config.train.max_steps, config.train.batch_size, config.eval.batches) == (4, 4, 1)
-    assert config.model.formats == {"*": "E4M3", "attn": "E5M2"}
-
-
 @pytest.mark.parametrize("name", shipped_sweeps())
 def test_shipped_sweeps_can_be_planned(name, tmp_path):
     sweep = read_sweep(find_sweep(name))
@@ -242,11 +225,6 @@ def test_a_wrong_file_is_one_line_and_leaves_nothing(write, content, options, pa
         assert part in line
     assert output.out == ""
     assert [entry.name for entry in tmp_path.iterdir()] == ["my.yaml"]
-
-
-def test_a_name_that_is_no_file_is_answered_with_the_nearest(capsys):
-    assert main(["sweep", "lr_limit.yaml"]) == 2
-    assert "did you mean 'lr_limits.yaml'" in capsys.readouterr().err
 
 
 def test_cores_are_divided_among_the_workers(monkeypatch):

@@ -271,17 +271,6 @@ def test_the_table_says_where_the_best_was_not_inside():
     assert "| sgd | optimizer.lr | - | - |" in tuning_table([json.loads(json.dumps(nothing))])
 
 
-def test_a_real_tuning_ends_with_a_page(write, monkeypatch):
-    train_here(monkeypatch)
-    settings = {"train.max_steps": 6, "model.format": "E4M3"}
-    tune = {"seeds": [1], "steps": 2, "span": 2.0}
-    path = write(settings=settings, axes={"rule": ["stochastic"]}, tune=tune, confirm={"seeds": [3, 4]})
-    assert main(["sweep", str(path), "--out", "out", "--workers", "1"]) == 0
-    (row,) = read_json(Path("out/tuning.json"))["rows"]
-    assert row["cost"]["runs"] == len(row["trials"]) >= 4
-    assert {summary["steps"] for summary in map(read_json, Path("out").glob("E4M3*/summary.json"))} == {6}
-
-
 STUDIES = [name for name in shipped_sweeps() if name.startswith("study_")]
 #: studies that a mode of the sweep makes
 MODES = {"study_q3.yaml": "sensitivity", "study_q6.yaml": "lr-limits", "study_q5_mixture.yaml": "grid"}
@@ -305,32 +294,6 @@ def test_the_smoke_version_of_every_study_runs(tmp_path, corpus_dir, monkeypatch
         assert {row["seeds"] for row in rows} == {"2"}
     assert rows
     assert main(["results", "export", str(out), "--out", "study.json"]) == 0
-
-
-@pytest.mark.usefixtures("_forked_workers")
-def test_the_small_version_of_bfloat16_weights_runs(corpus_dir, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    train_here(monkeypatch)
-    shutil.copytree(corpus_dir, "data/stdlib")
-    assert main(["sweep", "bf16_weights.yaml", "--smoke", "--workers", "1", "--out", "out"]) == 0
-    rows = {row["run"]: row for row in csv.DictReader(Path("out/results.csv").read_text().splitlines())}
-    assert list(rows) == ["fp32", "bf16-pure", "bf16-stochastic"]
-    held = [float(row["bytes_per_parameter"]) for row in rows.values()]
-    assert held[:2] == pytest.approx([12, 6], abs=0.01)
-    assert 4 < held[2] < 4.3  # the float32 of a row of 32 for either moment
-
-
-@pytest.mark.usefixtures("_forked_workers")
-def test_the_small_version_of_small_steps_goes_on_from_a_run(tiny, trained, corpus_dir, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    train_here(monkeypatch)
-    given = {"data.dir": corpus_dir, "eval.also": corpus_dir, "model.init_from": trained["float"], "optimizer.lr": 5e-5}
-    options = [part for key, value in given.items() for part in (f"--{key}", str(value))]
-    assert main(["sweep", "finetune_small.yaml", "--smoke", "--workers", "1", "--out", "out", *options]) == 0
-    rows = {row["run"]: row for row in csv.DictReader(Path("out/results.csv").read_text().splitlines())}
-    assert list(rows) == ["fp32", "E4M3 nearest", "E4M3 residual8"]
-    assert {row["lr"] for row in rows.values()} == {"5e-05"}
-    assert all(float(row["also_loss"]) == float(row["final_val_loss"]) for row in rows.values())
 
 
 def test_a_search_goes_no_further_than_its_setting(write, tmp_path):

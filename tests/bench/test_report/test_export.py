@@ -23,16 +23,6 @@ def test_a_damaged_folder_is_refused_in_a_line(tmp_path, write_run, capsys, name
     assert str(folder) in capsys.readouterr().err
 
 
-def test_what_an_earlier_plan_left_is_not_exported(tmp_path, write_run):
-    for name in ("new", "old"):
-        write_run(tmp_path / "study" / name)
-    runs = [{"name": "new", "label": "a"}, {"name": "old", "label": "a", "of_plan": False}]
-    (tmp_path / "study" / "sweep.json").write_text(json.dumps({"order": ["a"], "runs": runs}))
-    assert main(["results", "export", str(tmp_path / "study"), "--out", str(tmp_path / "x.json")]) == 0
-    (row,) = json.loads((tmp_path / "x.json").read_text())["rows"]
-    assert len(row["runs"]) == 1
-
-
 @pytest.fixture
 def unfinished(tmp_path, write_run):
     """A sweep of four rows and two seeds: three runs ended, one half done, two not begun; one row was given up."""

@@ -35,11 +35,6 @@ def exploded(tmp_path, write_run, write_metrics, write_alerts):
     return sections(write_run(tmp_path / "a"), folder)
 
 
-def test_a_run_without_a_failure_or_of_another_rounding_has_no_page(tmp_path, write_run):
-    healthy = write_run(tmp_path / "b", rule="stochastic", fmt="E7M0")
-    assert sections(write_run(tmp_path / "a"), healthy) == ([], None, None)
-
-
 def test_the_page_has_what_was_found_when_and_what_is_missing(exploded):
     (failed,), section, _ = exploded
     kinds = [finding.kind for finding in failed.diagnosis.found]
@@ -63,14 +58,6 @@ def test_the_chart_marks_the_first_step_of_each_class(exploded):
         assert [moment["x"] for moment in layer["data"]["values"]] == steps
     assert {line["row"] for line in chart.values} == {"fp32", "bf16-mixed"}
     assert chart.rows == ()  # shown whether or not the row is hidden elsewhere
-
-
-def test_many_pages_begin_closed(tmp_path, write_run):
-    failure = {"kind": "crash", "message": "gone", "step": None}
-    paths = [write_run(tmp_path / str(i), rule="fp32", status="failed", failure=failure, lr=i) for i in range(1, 7)]
-    _, section, _ = sections(write_run(tmp_path / "a"), *paths)
-    assert section.body.count('<details class="page"') == 6
-    assert " open>" not in section.body
 
 
 def test_e7m0_with_nearest_rounding_has_its_three_predictions_answered(tmp_path, write_run, write_metrics):

@@ -10,8 +10,6 @@ import pytest
 
 from nanogpt_bench.checkpoint import steps
 from nanogpt_bench.cli import main
-from nanogpt_bench.observers.jsonl import LineFile
-from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.files import remove_parts, replacing, write_text
 
 SECRET = "what was there before"
@@ -23,13 +21,6 @@ def secret(tmp_path: Path) -> Path:
     path.parent.mkdir()
     path.write_text(SECRET)
     return path
-
-
-def test_a_link_is_replaced_and_what_it_points_to_stays(tmp_path: Path, secret: Path) -> None:
-    path = tmp_path / "report.html"
-    path.symlink_to(secret)
-    write_text(path, "new")
-    assert (path.read_text(), path.is_symlink(), secret.read_text()) == ("new", False, SECRET)
 
 
 def test_a_failure_leaves_the_old_file_and_no_part(tmp_path: Path) -> None:
@@ -66,15 +57,6 @@ def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path: Path) 
 
 def test_a_long_name_and_half_a_surrogate_pair_are_written(tmp_path: Path) -> None:
     assert write_text(tmp_path / ("x" * 250), "\ud800").read_bytes() == b"\\ud800"
-
-
-def test_lines_are_not_added_to_what_a_link_points_to(tmp_path: Path, secret: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.symlink_to(secret)
-    for act in (lambda file: file.append(["{}"]), lambda file: file.cut(3)):
-        with pytest.raises(BenchError, match="symbolic link"):
-            act(LineFile(path))
-    assert secret.read_text() == SECRET
 
 
 SMALL = ("--model.n_layer=1", "--model.n_head=1", "--model.n_embd=8", "--model.block_size=8", "--eval.batches=1")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from nanogpt_bench.cli import main
 from nanogpt_bench.runs import find
 from nanogpt_bench.runs.find import find_runs
 from nanogpt_bench.system.errors import BenchError
@@ -33,12 +32,6 @@ def test_all_runs_below_a_folder_are_found_and_it_is_said_where(runs):
     ]
 
 
-def test_a_run_that_is_named_is_itself_and_nothing_is_said(runs):
-    said: list[str] = []
-    assert find_runs([runs / "e4m3", runs / "e4m3"], said.append) == [runs / "e4m3"]
-    assert said == []
-
-
 def test_links_are_not_followed_and_are_counted(runs, tmp_path, write_run):
     write_run(tmp_path / "elsewhere" / "d", steps=20)
     (runs / "linked").symlink_to(tmp_path / "elsewhere")
@@ -53,25 +46,7 @@ def test_links_are_not_followed_and_are_counted(runs, tmp_path, write_run):
     assert len(find_runs([tmp_path / "links" / "d"])) == 1  # one that is named is meant
 
 
-def test_nothing_is_looked_for_inside_a_run_or_a_hidden_folder(runs, write_run):
-    write_run(runs / "e4m3" / "checkpoints" / "inner", steps=20)
-    write_run(runs / ".partial" / "x", steps=20)
-    assert len(find_runs([runs])) == 5
-
-
 def test_the_search_has_a_bound(runs, monkeypatch):
     monkeypatch.setattr(find, "MOST_FOLDERS", 3)
     with pytest.raises(BenchError, match="more than 3 folders below it"):
         find_runs([runs])
-
-
-def test_verify_and_report_take_the_whole_of_runs(runs, tmp_path, capsys):
-    main(["verify", str(runs)])
-    output = capsys.readouterr()
-    assert output.out.count("steps up to 20") == 5
-    assert output.err.splitlines()[0] == f"{runs}: 5 runs found in 4 folders"
-    study = '{"patterns": ["attn"], "formats": ["E4M3"], "gap": [[0.1]]}'
-    (runs / "sweep-lr" / "lr-limits" / "sensitivity.json").write_text(study)
-    assert main(["report", str(runs), "--out", str(tmp_path / "out")]) == 0
-    assert "5 runs found in 4 folders" in capsys.readouterr().err
-    assert "chart-sensitivity" in (tmp_path / "out" / "report.html").read_text()

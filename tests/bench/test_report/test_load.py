@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
-from nanogpt_bench.runs.find import find_runs
 from nanogpt_bench.runs.load import load_run
-from nanogpt_bench.system.errors import BenchError
 
 
 def test_a_whole_run_is_read_without_notes(tmp_path, write_run):
@@ -72,29 +69,9 @@ def test_without_a_summary_the_records_speak(tmp_path, write_run):
     assert run.stall_metric == "stall/update_lost"
 
 
-def test_values_that_are_not_finite_are_gaps(tmp_path, write_run):
-    folder = write_run(tmp_path / "a")
-    (folder / "metrics.jsonl").write_text('{"step": 0, "train/loss": 1.5}\n{"step": 1, "train/loss": NaN}\n')
-    assert load_run(folder).curve("train/loss") == ([0.0, 1.0], [1.5, None])
-
-
 def test_a_histogram_that_does_not_fit_together_is_left_out(tmp_path, write_run):
     folder = write_run(tmp_path / "a", rule="nearest", fmt="E4M3")
     (folder / "weights.json").write_text(json.dumps({"x": {"format": "E4M3", "values": [0, 1], "counts": [3]}}))
     run = load_run(folder)
     assert run.weights == {}
     assert "layer x" in run.notes[0]
-
-
-def test_a_folder_of_runs_stands_for_its_runs(tmp_path, write_run):
-    second, first = write_run(tmp_path / "c" / "02-b"), write_run(tmp_path / "c" / "01-a")
-    (tmp_path / "c" / "corpus").mkdir()
-    assert find_runs([tmp_path / "c", second]) == [first, second]
-
-
-@pytest.mark.parametrize("name", ["absent", "empty", "file.txt"])
-def test_what_is_no_run_folder_is_refused_by_name(tmp_path, name):
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "file.txt").write_text("x")
-    with pytest.raises(BenchError, match=name):
-        find_runs([Path(tmp_path / name)])

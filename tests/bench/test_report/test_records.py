@@ -49,13 +49,6 @@ def test_columns_say_what_the_records_said(seed: int) -> None:
             assert columns.curve(name, against) == ([x for x, _ in points], [y for _, y in points])
 
 
-def test_no_records_have_no_curves() -> None:
-    empty = Records()
-    assert (len(empty), list(empty), empty.names, empty.last_step) == (0, [], (), None)
-    assert empty.curve("val/loss") == ([], [])
-    assert not empty
-
-
 def test_a_run_is_read_into_less_than_half_the_size_of_its_file(tmp_path):
     """Of its records alone: to read a small file takes a buffer for the largest that is read."""
     draw = random.Random(0)

@@ -41,14 +41,6 @@ def test_the_same_seed_twice_is_one_seed(tmp_path: Path, reference: list[Path], 
     assert said in page.read_text(encoding="utf-8")
 
 
-def test_of_two_runs_of_a_seed_the_one_that_went_further_counts(tmp_path: Path, reference: list[Path]):
-    stopped = write_run(tmp_path / "a", rule="sgd", final=3.9, seed=1, status="stopped")
-    whole = write_run(tmp_path / "b", rule="sgd", final=3.2, seed=1)
-    (_, row) = measured([*reference, stopped, whole])
-    assert [run.path for run in row.row.runs] == [whole]
-    assert row.verdict.text.startswith(("within", "behind", "outside", "ahead", "no gap"))
-
-
 def test_a_seed_of_the_data_or_the_model_is_a_seed(tmp_path: Path):
     def own(run: Run, seed: int) -> Run:
         return replace(run, config={**run.config, "data": {**run.config.get("data", {}), "seed": seed}})
@@ -82,19 +74,3 @@ def test_a_run_that_has_not_finished_has_no_final_loss(
     assert row.val_loss_se is None
     line = to_csv([row]).splitlines()[1].split(",")
     assert "4.9" not in ",".join(line)
-
-
-def test_alone_it_has_its_best_loss_and_no_final_one(tmp_path: Path, reference: list[Path]):
-    part = write_run(tmp_path / "b", rule="sgd", final=4.9, seed=2, status="stopped")
-    (_, row) = measured([*reference, part])
-    assert row.final_val_loss is None
-    assert row.gap is None
-    assert row.best_val_loss.mean == pytest.approx(4.89)
-
-
-def test_the_share_of_a_gap_is_of_the_references_that_finished(tmp_path: Path, reference: list[Path]):
-    part = write_run(tmp_path / "bf16-3", final=9.0, seed=3, status="stopped")
-    other = write_run(tmp_path / "a", rule="sgd", final=3.2, seed=1)
-    (first, row) = measured([*reference, part, other])
-    assert first.final_val_loss.mean == pytest.approx(3.6)
-    assert row.gap_share == pytest.approx(row.gap.mean / 3.6)

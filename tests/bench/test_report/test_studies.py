@@ -16,7 +16,6 @@ from nanogpt_bench.report.sweep_charts import (
     NOTHING,
     limit_chart,
     parallel,
-    parallel_chart,
     rate_chart,
     rate_curves,
     read_studies,
@@ -127,19 +126,6 @@ def test_parallel_coordinates_have_an_axis_for_everything_that_differs(tmp_path,
     assert by_name["learning rate"].places == pytest.approx([0.0, 1.0, 0.5])  # logarithmic
     assert by_name["final val loss"].places == [0.0, 1.0, NOTHING]
     assert parallel(rows_of(paths[:1])) is None
-
-
-def test_settings_that_differ_within_a_rule_become_axes(tmp_path, write_run):
-    paths = [write_run(tmp_path / str(n), rule="fp32", final=2 + n / 10, tokens_per_s=n) for n in (1, 2)]
-    (paths[0] / "config.yaml").write_text("{rule: fp32, train: {batch_size: 8}}")
-    (paths[1] / "config.yaml").write_text("{rule: fp32, train: {batch_size: 64}}")
-    rows = rows_of(paths)
-    assert [row.label for row in rows] == ["fp32 batch_size=8", "fp32 batch_size=64"]
-    chart = parallel_chart(rows, looks(rows, None))
-    heads = chart.spec["layer"][-1]["data"]["values"]
-    assert [head["text"] for head in heads] == ["batch_size", "tokens/s", "final val loss"]
-    assert [line["row"] for line in chart.values] == [row.label for row in rows]
-    assert set(chart.rows) == {row.label for row in rows}  # those that the legend hides
 
 
 @pytest.fixture

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from nanogpt_bench.cli import build_parser
-from nanogpt_bench.report.build import THRESHOLDS
 from nanogpt_bench.report.results import measure, tokens_to_gap
-from nanogpt_bench.report.rows import find_reference, group_rows
+from nanogpt_bench.report.rows import group_rows
 from nanogpt_bench.report.verdict import Evidence, Outcome, Thresholds, judge
 from nanogpt_bench.runs.load import load_run
 from nanogpt_bench.system.errors import BenchError
@@ -124,24 +122,6 @@ def test_thresholds_out_of_range_are_refused_by_name(name, value):
         Thresholds(**{name: value})
 
 
-def test_the_command_line_has_the_same_defaults():
-    args, _ = build_parser()[0].parse_known_args(["report", "runs", "--out", "report"])
-    assert Thresholds(**{name: getattr(args, name) for name in THRESHOLDS}) == Thresholds()
-
-
-def test_seeds_are_paired_with_the_reference_of_the_same_seed(tmp_path, write_run):
-    for seed, (base, other) in enumerate([(2.0, 2.2), (2.4, 2.5)]):
-        write_run(tmp_path / f"a{seed}", final=base, seed=seed)
-        write_run(tmp_path / f"b{seed}", rule="nearest", fmt="E4M3", final=other, seed=seed)
-    rows = group_rows([load_run(path) for path in sorted(tmp_path.iterdir())])
-    reference, nearest = measure(rows, find_reference(rows))
-    assert [row.label for row in rows] == ["bf16-mixed", "E4M3 nearest"]
-    assert nearest.gap.mean == pytest.approx(0.15)
-    assert nearest.gap.spread == pytest.approx(0.0707, abs=1e-4)  # that of the differences 0.2 and 0.1
-    assert nearest.gap_share == pytest.approx(0.15 / 2.2)
-    assert reference.verdict.outcome is Outcome.REFERENCE
-
-
 def test_the_standard_error_of_a_gap_is_over_batches_and_over_seeds_that_of_the_gaps(tmp_path, write_run):
     def said(name, finals, error):
         paths = [
@@ -181,18 +161,6 @@ def test_runs_that_differ_in_more_than_the_seed_are_rows_named_by_what_differs(t
     many = [("old", 2, 0), ("new", 5, 1)]
     runs = [(f"{name}-{seed}", seed, 1e-3, value) for name, count, value in many for seed in range(1, count + 1)]
     assert labels(*runs) == [("fp32 (old-1, old-2)", 2), ("fp32 (new-1, new-2, new-3 and 2 more)", 5)]
-
-
-def test_alerts_and_cosine_come_from_the_run_folders(tmp_path, write_run, write_alerts, write_metrics):
-    base = write_run(tmp_path / "a")
-    folder = write_run(tmp_path / "b", rule="nearest", fmt="E4M3", final=2.15)
-    write_metrics(folder, {"grad/cosine": lambda step: 0.7 + 0.001 * step}, every=100)
-    write_alerts(folder, ("kurtosis", 10), ("overflow", 20), ("kurtosis", 30))
-    rows = group_rows([load_run(base), load_run(folder)])
-    result = measure(rows, rows[0])[1]
-    assert result.cosine.mean == pytest.approx(0.8)
-    assert result.alerts == {"kurtosis": 2, "overflow": 1}
-    assert (result.verdict.outcome, result.verdict.text) == (Outcome.DOUBTFUL, "within 10%; cosine 0.80")
 
 
 def test_tokens_to_gap_are_the_first_at_which_the_smoothed_loss_left_the_reference(tmp_path, write_run, write_metrics):

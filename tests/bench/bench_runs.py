@@ -1,0 +1,24 @@
+"""What tests of runs share: a trainer without its loop, and what a run has recorded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanogpt_bench.config.schema import Config
+from nanogpt_bench.data.batches import open_corpus
+from nanogpt_bench.setup.resolve import Resolved, resolve
+from nanogpt_bench.system.ranks import ALONE, Ranks
+from nanogpt_bench.training.trainer import Trainer
+
+
+def trainer_of(config: Config, ranks: Ranks = ALONE) -> Trainer:
+    config = config if isinstance(config, Resolved) else resolve(config)
+    return Trainer(config, open_corpus(config), torch.device("cpu"), ranks=ranks)
+
+
+def recorded(run_dir: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / name).read_text(encoding="utf-8").splitlines()]

@@ -1,0 +1,194 @@
+"""Sweeps over the length and over the size of the data: a reference for each, and the gap by it."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+from sweep_runs import train_here
+
+from nanogpt_bench.cli import main
+from nanogpt_bench.report.chart import looks
+from nanogpt_bench.report.figures import chosen
+from nanogpt_bench.report.ladders import LADDERS, appearance, cells_of, climbed, ladder_chart
+from nanogpt_bench.report.results import Difference, measure
+from nanogpt_bench.report.rows import find_reference, group_rows
+from nanogpt_bench.runs.find import find_runs
+from nanogpt_bench.runs.load import load_run
+from nanogpt_bench.sweep.file import read_sweep
+from nanogpt_bench.sweep.record import SweepRecord
+from nanogpt_bench.sweep.tuning import Tuning
+
+LENGTH, DATA, _ = LADDERS
+TUNE = {"keys": ["optimizer.lr"], "seeds": [3], "steps": 2}
+
+
+def sweep_file(folder: Path, corpus_dir: Path, **more: object) -> Path:
+    path = folder / "sizes.yaml"
+    settings = {
+        "data.dir": str(corpus_dir),
+        "model": {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 16},
+        "train": {"batch_size": 4, "precision": "float32"},
+        "eval": {"interval": 100, "batches": 5},
+        "optimizer": {"warmup_steps": 1, "stiffness_end": None},
+        "runtime.threads": 1,
+    }
+    axes = {"rule": ["fp32", "sgd"], "seed": [1, 2]}
+    path.write_text(json.dumps({"settings": settings, "axes": axes, "reference": {"rule": "fp32"}} | more))
+    return path
+
+
+def swept(folder: Path, path: Path, *more: str) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        train_here(patch)
+        assert main(["sweep", str(path), "--out", str(folder / "out"), "--workers", "1", *more]) == 0
+    return folder / "out"
+
+
+@pytest.fixture(scope="module")
+def lengths(tmp_path_factory: pytest.TempPathFactory, corpus_dir: Path) -> Path:
+    """Two rules, two seeds and two lengths, trained."""
+    folder = tmp_path_factory.mktemp("lengths")
+    axes = {"rule": ["fp32", "sgd"], "train.max_steps": [4, 8], "seed": [1, 2]}
+    return swept(folder, sweep_file(folder, corpus_dir, axes=axes, reference="fp32"))
+
+
+@pytest.fixture(scope="module")
+def sizes(tmp_path_factory: pytest.TempPathFactory, corpus_dir: Path) -> Path:
+    """Two rules, two seeds and two sizes, trained."""
+    folder = tmp_path_factory.mktemp("sizes")
+    return swept(folder, sweep_file(folder, corpus_dir), "--data-sizes", "800,200")
+
+
+def read(run: Path) -> dict[str, Any]:
+    return dict(json.loads((run / "summary.json").read_text()))
+
+
+def records(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_every_length_has_the_whole_of_its_schedule(lengths: Path) -> None:
+    for steps in (4, 8):
+        rates = [record["lr"] for record in records(lengths / f"sgd-max_steps={steps}-seed=1")[1:]]
+        cosine = [0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * (step - 1) / (steps - 1))) for step in range(1, steps)]
+        assert rates == pytest.approx([0.05, *(0.1 * factor for factor in cosine)])
+
+
+def test_every_run_goes_once_through_its_text(sizes: Path) -> None:
+    runs = find_runs([sizes])
+    assert len(runs) == 8  # the reference is one of the rows
+    for run in runs:
+        size = yaml.safe_load((run / "config.yaml").read_text())["data"]["train_tokens"]
+        assert size in (200, 800)
+        assert read(run)["steps"] == size // 64
+
+
+@pytest.mark.parametrize("ladder", [LENGTH, DATA], ids=["length", "data"])
+def test_each_rung_is_measured_against_the_reference_of_its_own(ladder: Any, lengths: Path, sizes: Path) -> None:
+    out, name, rungs = (lengths, "length", (4, 8)) if ladder is LENGTH else (sizes, "data", (200, 800))
+    labels = {r: f"max_steps={r}" if ladder is LENGTH else f"train_tokens={r} max_steps={r // 64}" for r in rungs}
+    rows = group_rows([load_run(path) for path in find_runs([out])])
+    results = measure(rows, find_reference(rows, f"fp32 {labels[rungs[0]]}"))
+    found = climbed(ladder, results)
+    assert list(found) == ["sgd"]
+    for rung, result in found["sgd"].items():
+        ends = {
+            rule: [read(out / f"{rule}-{labels[rung].replace(' ', '-')}-seed={seed}") for seed in (1, 2)]
+            for rule in ("sgd", "fp32")
+        }
+        apart = [a["final_val_loss"] - b["final_val_loss"] for a, b in zip(ends["sgd"], ends["fp32"], strict=True)]
+        assert result.difference.mean == pytest.approx(sum(apart) / 2)
+        assert result.difference.seeds == 2
+    heading, line = cells_of(ladder, found)
+    page = (out / "report.html").read_text()
+    assert all(part in page for part in (f'id="{name}"', f'id="chart-{name}"', line[1]))
+    assert [path.name for path in out.glob("gap_by_*.md")] == [f"gap_by_{name}.md"]
+    chart = ladder_chart(ladder, results, {**looks(rows), "sgd": looks(rows)[f"sgd {labels[rungs[0]]}"]})
+    assert chosen([chart]) == {f"gap_by_{name}": [chart]}
+    (drawn,) = chart.values
+    assert (drawn["row"], drawn["x"]) == ("sgd", [*map(float, rungs)])
+    assert drawn["y"] == [found["sgd"][rung].difference.mean for rung in rungs]
+    bars, *_ = (layer["data"]["values"] for layer in chart.spec["layer"] if "data" in layer)
+    assert [(bar["low"], bar["high"]) for bar in bars] == [
+        (each.low, each.high) for each in (found["sgd"][rung].difference for rung in rungs)
+    ]
+    if ladder is LENGTH:
+        assert heading == ["run", "4 steps", "8 steps"]
+        return
+    assert heading == ["run", "200 tokens", "800 tokens", "gap appears at"]
+    appears = appearance(found["sgd"])
+    assert line[-1] == {None: "-", 200: "200", 800: "800"}[appears]
+    points = [layer for layer in chart.spec["layer"] if layer["mark"].get("type") == "point" and "data" in layer]
+    at = [ring["x"] for layer in points for ring in layer["data"]["values"]]
+    assert at == pytest.approx([size for size in rungs if size == appears])
+
+
+def test_a_validation_states_its_standard_error(lengths: Path) -> None:
+    for run in find_runs([lengths]):
+        assert 0 < read(run)["final_val_loss_se"] == records(run)[-1]["val/loss_se"] < 1
+    assert "val s.e." not in (lengths / "table.md").read_text().splitlines()[0]  # intervals of seeds take its place
+    head, *lines = csv.reader((lengths / "results.csv").read_text().splitlines())
+    assert all(0 < float(line[head.index("final_val_loss_se")]) < 1 for line in lines)
+
+
+def test_a_gap_appears_where_an_interval_first_leaves_0_out() -> None:
+    def rung(low: float, high: float) -> SimpleNamespace:
+        return SimpleNamespace(difference=Difference((low + high) / 2, 3, low, high))
+
+    rungs = {400: rung(0.01, 0.03), 100: rung(-0.02, 0.02), 200: rung(-0.01, 0.03), 800: rung(-0.01, 0.1)}
+    assert appearance(rungs) == 400
+    assert appearance({100: rungs[100]}) is None
+    assert appearance({100: SimpleNamespace(difference=Difference(0.5, 1)), 400: rungs[400]}) == 400
+    assert appearance({50: rung(-0.03, -0.01), **rungs}) == 50
+
+
+@pytest.mark.parametrize(
+    ("more", "options", "words"),
+    [
+        ({}, ["--data-sizes", "63"], "63 tokens are less than a step takes, which is 64"),
+        ({}, ["--data-sizes", "100000000"], "data.train_tokens: 100000000 is not allowed"),
+        ({}, ["--data-sizes", "200", "--lr-limits"], "leave --lr-limits out"),
+        ({}, ["--data-sizes", "200", "--train.max_steps", "4"], "what train.max_steps is, and it is given"),
+        ({"axes": {"data.train_tokens": [200, 400]}}, ["--data-sizes", "200"], "sizes.yaml has it as an axis"),
+        (
+            {"axes": {"rule": ["fp32"]}, "reference": None, "tune": TUNE, "confirm": {"seeds": [1], "steps": 4}},
+            ["--data-sizes", "200"],
+            "so does confirm.steps of sizes.yaml",
+        ),
+        ({}, ["--data-sizes", "few"], "few"),
+    ],
+)
+def test_what_can_t_be_is_one_line(
+    tmp_path: Path,
+    corpus_dir: Path,
+    more: dict[str, object],
+    options: list[str],
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = sweep_file(tmp_path, corpus_dir, **more)
+    assert main(["sweep", str(path), "--out", str(tmp_path / "out"), *options]) == 2
+    assert words in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "out").exists() or not list((tmp_path / "out").glob("*/config.yaml"))
+
+
+@pytest.mark.parametrize(("settings", "searches"), [({}, 4), ({"data.train_tokens": None}, 2)])
+def test_sizes_share_a_search_where_the_trials_have_one_text(
+    settings: dict[str, object], searches: int, tmp_path: Path, corpus_dir: Path
+) -> None:
+    tune, axes = TUNE | {"settings": settings}, {"rule": ["fp32", "sgd"]}
+    path = sweep_file(tmp_path, corpus_dir, axes=axes, reference=None, tune=tune, confirm={"seeds": [1]})
+    sweep = replace(read_sweep(path), data_sizes=(200, 800))
+    tuning = Tuning(sweep, SweepRecord(tmp_path / "out", "tune"))
+    assert len(tuning.searches) == searches
+    confirmed = [run for search in tuning.searches for run in search.confirmed]
+    sizes = [(run.settings["data.train_tokens"], run.settings["train.max_steps"]) for run in confirmed]
+    assert sorted(sizes) == [(200, 3), (200, 3), (800, 12), (800, 12)]

@@ -1,0 +1,248 @@
+"""Every wrong command line is one line that names what is wrong, code 2, and nothing left behind."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from nanogpt_bench.cli import main
+
+#: files of the folder that a command is given in; RUN is a run, MODEL a pretrained one, CHARS and OWN are corpora
+FILES = {
+    "few.yaml": "axes: {model.format: [E4M3]}\n",
+    "two.yaml": "axes: {model.format: [E4M3], seed: [1, 2]}\n",
+    "gradient.yaml": "axes: {model.format: [E4M3]}\nsensitivity: {operand: gradient}\n",
+    "nothing.yaml": "axes: {model.format: [E4M3]}\nsensitivity: {patterns: [mlp.fd]}\n",
+    "fp32.yaml": "rule: fp32\n",
+    "parallel.yaml": "settings: {rule: fp32, train.parallel: ddp}\naxes: {seed: [1, 2]}\n",
+}
+#: a comparison of three rows
+ROWS = "compare --formats E4M3 --rules sgd,stochastic --out out"
+#: a tiny run on CHARS
+SMALL = "--model.n_layer=1 --model.n_embd=16 --model.n_head=2 --eval.batches=1"
+#: a measurement of a pretrained model, of a text and of none
+MODEL = "evaluate --out out --model MODEL"
+MEASURED = f"{MODEL} --input TEXT"
+#: a training of one
+TUNED = "finetune --model MODEL --data.dir OWN --model.block_size=16"
+COMPARED = "compare --task classify --rules fp32,stochastic --max-steps 4 --out none"
+#: what is said, its parts apart by " & ", by the words that are refused
+REFUSED: dict[str, str] = {
+    "cmpare": "did you mean 'compare'",
+    # options of commands
+    "prepare stdlb": "stdlb & did you mean 'stdlib'",
+    "prepare eurlx": "did you mean 'eurlex' & allowed: stdlib, eurlex, hub, text",
+    "prepare stdlib --data-dir x": "--data-dir 'x' & prepare eurlex and hub",
+    "prepare eurlex --dataset x": "--dataset 'x' & prepare hub",
+    "prepare eurlex --data-dir gone": "--data-dir 'gone' & not a folder",
+    "prepare eurlex --data-dir x --revision main": "--revision 'main' & --data-dir",
+    "prepare eurlex --task label": "--task: 'label' is not known; did you mean 'labels'?",
+    "prepare stdlib --task labels": "--task 'labels' goes with prepare eurlex, not with prepare stdlib",
+    "prepare hub --column text": "prepare hub needs --dataset ID",
+    "prepare hub --dataset a/b": "prepare hub needs --column COL",
+    "prepare stdlib --limit-tokens 0": "--limit-tokens & '0' & >= 1",
+    "prepare stdlib --limit-tokens 649": "--limit-tokens 649 & 650 or more",
+    "prepare stdlib --tokenizer gpt3": "gpt3 & did you mean 'gpt2' & allowed: byte, char, gpt2",
+    "prepare stdlib --ouy x": "--ouy & did you mean '--out'",
+    "prepare stdlib --input x": "--input & prepare text",
+    "prepare text": "--input FILE",
+    "prepare text --input gone.txt": "gone.txt & does not exist",
+    "run": "CONFIG.yaml",
+    "run e4m3.yml": "e4m3.yml & did you mean 'e4m3.yaml'",
+    "run e4m3.yaml --train.max_stps 3": "train.max_stps & train.max_steps",
+    "run e4m3.yaml --name a/b": "--name & a/b",
+    "run e4m3.yaml --name ''": "--name & is not allowed",
+    "run bf16_baseline.yaml --data.dir gone": "gone & prepare stdlib",
+    f"run bf16_baseline --data.dir=CHARS {SMALL} --model.block_size=5000": "a block of 5000 needs 5001; give a longer "
+    "text or a smaller --model.block_size",
+    "run fp32 --train.max_steps=3 --train.max_steps 4": "error: --train.max_steps is given twice; keep one",
+    "run fp32 --seed 3 --seed=3": "error: --seed is given twice; keep one",
+    "run fp32.yaml --name=x --model.init_from=RUN --model.n_embd=32": "model.n_embd: 32 is not that of the checkpoint",
+    "run fp32.yaml --model.init_from=RUN --model.block_size=99": "model.block_size: 99 is more than the 16 positions",
+    "run fp32.yaml --model.init_from=RUN/nothing": "nothing' does not exist; give",
+    "run fp32.yaml --model.init_from=RUN/checkpoints/step-5": "step-5' does not exist; give a run's folder, or one of "
+    "its checkpoints: & step-6",
+    "compare --fromats E4M3": "--fromats & did you mean '--formats'",
+    "compare --rules stochastik": "stochastik & 'stochastic'",
+    "compare --data.dir absent": "absent & prepare stdlib",
+    "compare --seeds 0": "--seeds & '0' & >= 1",
+    "compare --formats ,": "--formats & ','",
+    "compare --max-steps 1 --max-steps=2": "error: --max-steps is given twice; keep one",
+    "compare --rules fp32 --train.parallel ddp": "train.parallel: 'ddp' is for torchrun -m nanogpt_bench run",
+    "compare --draws dither --optimizer.draws dither": "--optimizer.draws is given twice",
+    COMPARED: "--task classify needs --data.dir",
+    f"{COMPARED} --data.dir CHARS --model.n_layer=1 --model.block_size=16": "needs documents with labels",
+    "compare --seeds 1000000 --formats E4M3": "7 rows at --seeds 1,000,000 asks for 7,000,000 runs",
+    f"{ROWS} --rule nearest": "--rule & did you mean '--rules'",
+    f"{ROWS} --model.format E4M3": "--model.format & --formats",
+    f"{ROWS} --optimizer.name sgd": "--optimizer.name & --rules",
+    f"{ROWS} --optimizer.damping 1": "--optimizer.damping & any row & bf16-mixed, sgd, E4M3 stochastic",
+    f"{ROWS} --train.max_steps 9 --max-steps 8": "--train.max_steps 9 & --max-steps 8",
+    f"{ROWS} --model.n_embd 130": "model.n_embd & 132 & in the row 'bf16-mixed'",
+    f"{ROWS} --data.dir gone --model.block_size 8": "gone & prepare",
+    "report": "RUNS",
+    "report runs --out a --out b": "error: --out is given twice; keep one",
+    "report RUN --out out --cosine 2": "cosine = 2.0",
+    "verify": "RUN",
+    "verify gone": "gone & does not exist",
+    "sweep parallel.yaml": "'ddp' is for torchrun -m nanogpt_bench run; each run of a sweep",
+    "sweep lr_limit.yaml": "did you mean 'lr_limits.yaml'",
+    "sweep formats.yaml --executor rai": "unknown --executor 'rai'; did you mean 'ray'",
+    "sweep formats.yaml --executor local --address 1.2.3.4:6379": "--address '1.2.3.4:6379' goes with --executor ray",
+    **{
+        f"{command} --help optimiser": "did you mean 'optimizer'"
+        for command in ("run", "evaluate", "compare", "sweep", "profile")
+    },
+    # profiles
+    "profile ranges": "expected CONFIG.yaml",
+    "profile range e4m3.yaml": "profile range e4m3.yaml & the word ranges",
+    "profile e4m4.yaml": "e4m4.yaml & did you mean 'e4m3.yaml'",
+    "profile e4m3.yaml --batch-sizes 0": "--batch-sizes & '0' & >= 1",
+    "profile e4m3.yaml --batch-size 8": "--batch-size & did you mean '--batch-sizes'",
+    "profile e4m3.yaml --overflow 0.1": "--overflow & profile ranges",
+    "profile ranges e4m3.yaml --overflow 2": "--overflow & '2' & from 0 to 1",
+    "profile ranges e4m3.yaml --formats E4M33": "--formats & E4M33 & E4M3",
+    "profile ranges e4m3.yaml --batch-sizes 8": "--batch-sizes & profile CONFIG.yaml",
+    "profile e4m3.yaml --train.batch_sizes 8": "train.batch_sizes & 'train.batch_size'",
+    "profile e4m3.yaml --train.batch_size 8": "train.batch_size & --batch-sizes",
+    "profile e4m3.yaml --data.dir gone": "gone & prepare",
+    "profile e4m3.yaml --train.parallel ddp --shadow.enabled false": "train.parallel: 'ddp' is for torchrun -m",
+    # results files
+    "results export .": "--out is missing",
+    "results export . --out x.json": "holds no results",
+    "results export . --out x.txt": "ends in .json",
+    "results show x.json --out y.json": "--out goes with results export",
+    "results show x.json": "can't be read",
+    "results show x.json y.json": "takes one path, not 2",
+    "results show x.json --row a": "--row goes with results rerun",
+    "results rerun x.json --row a": "can't be read",
+    # weights of a run: samples
+    "sample nothing": "'nothing' is no folder of a run",
+    "sample RUN --formats E4M33": "did you mean 'E4M3'",
+    "sample RUN --tokens 0": "'0' is not allowed; give a whole number >= 1",
+    "sample RUN --seed -1": "give a whole number >= 0",
+    "sample RUN --seed 99999999999999999999": "give a whole number >= 0",
+    "sample RUN --temperature nan": "give a number >= 0",
+    "sample RUN --temperature -1": "give a number >= 0",
+    "sample RUN --top-k x": "give a whole number >= 1",
+    "sample RUN --checkpoint step-4": "step-4",
+    "sample RUN --optimizer.lr 1": "the weights of a run have been trained",
+    "sample RUN --promt x": "did you mean '--prompt'",
+    # weights of a run: losses
+    "evaluate RUN --checkpoint step-4": "'step-4' is not there; allowed: best, last, step-3, step-6",
+    "evaluate RUN --checkpoint newest": "'newest' is not there; allowed: best, last",
+    "evaluate RUN --model.n_layer=3": "--model.n_layer: the weights of a run have been trained; allowed: data.dir",
+    "evaluate RUN --model.format=E4M3": "give the formats to round to as --formats",
+    "evaluate RUN --formats E4M3 --model.storage=continuous": "'continuous' rounds nothing; allowed: master, grid",
+    "evaluate RUN --formats E4M33": "did you mean 'E4M3'",
+    "evaluate RUN --weights w.safetensors --checkpoint=last": "--weights says which weights",
+    "evaluate RUN --average 2 --scales channel": "--average",
+    "evaluate RUN --average 4": "--average 4: & has kept 2 checkpoints up to step-6",
+    "evaluate e4m3.yaml --average 2": "are those of a run",
+    "evaluate e4m3 --checkpoint best": "'e4m3' is no folder of a run",
+    "evaluate RUN/..": "no folder of a run; it holds: & /bfloat16, & /float, ",
+    "evaluate RUN/checkpoints/step-3": "is a checkpoint; give its run's folder and --checkpoint step-3",
+    "evaluate e4m3 --data.dir=CHARS --formats E4M33": "did you mean 'E4M3'",
+    "evaluate e4m3 --model.n_heads=2": "model.n_head",
+    "evaluate e4m3 --fromats E4M3": "did you mean '--formats'",
+    "evaluate e4m3 --data.dir=CHARS --formats E4M3 --weights x": "leave --formats out",
+    "evaluate e4m3 --data.dir=CHARS --weights nowhere.safetensors": "can't be read",
+    # weights of a run: reports of formats
+    "evaluate RUN --out out --input x.txt": "--input goes with --model",
+    "evaluate RUN --out out --windows 4 --formats all": "--windows goes with --model",
+    "evaluate RUN --out out --scales row": "unknown --scales 'row'; allowed: tensor",
+    "evaluate RUN --out out --formats all,none": "'none' is what the gaps are measured against",
+    "evaluate RUN --out out --scales channel --model.storage grid": "--model.storage means nothing with a report",
+    "evaluate RUN --out out --scales channel --model.granularity block": "give --scales",
+    "evaluate RUN --out out --calibrate 0": "--calibrate",
+    "evaluate RUN --out out --scales block": "block",  # rows of 16
+    "evaluate RUN --out out --scales channel --weights w.safetensors": "--weights says which weights",
+    "evaluate RUN --sensitivity kinds --model.formats '{\"*\": none, embeddings: none}'": "model.formats says of every "
+    "layer what becomes of it",
+    "evaluate e4m3 --calibrate 3": "--calibrate: a report is of a run, or with --model PATH; 'e4m3' is no folder",
+    # weights of a pretrained model
+    MODEL: "needs a text: --input FILE",
+    f"{MODEL} --data.dir CHARS": "was written by the tokenizer 'char', which is not that of model",
+    f"{MEASURED} --data.dir OWN": "needs a text",
+    f"{MEASURED} --model.block_size 128": "128 is more than the 64 positions",
+    f"{MEASURED} --formats E4M33": "did you mean 'E4M3'",
+    f"{MEASURED} --formats none": "leave it out",
+    f"{MEASURED} --scales row": "unknown --scales 'row'",
+    f"{MEASURED} --model.formats.mpl E4M3": "did you mean 'mlp'",
+    f"{MEASURED} --train.max_steps 3": "means nothing to a pretrained model",
+    f"{MEASURED} --sensitivity heads": "'heads' is not known",
+    f"{MEASURED} --calibrate 2": "--calibrate needs a training text: --data.dir DIR",
+    f"{MEASURED} e4m3.yaml": "goes without --model",
+    f"{TUNED} --layout torchao": "--layout goes with --save DIR",
+    f"{TUNED} --save s --layout torchao --rule fp32": "--layout torchao takes quantised weights",
+    f"{TUNED} --save s --layout compressed-tensors --rule stochastic --model.format E3M4": "--layout "
+    "compressed-tensors: layer 'model.layers.0.self_attn.q_proj' is of E3M4",
+    f"{TUNED} --model.n_layer 3": "model.n_layer: 3 is not that of",
+    f"{TUNED} --model.size 10M": "model.size: '10M' can't be used with model.pretrained",
+    "finetune --model MODEL --data.dir OWN --model.block_size 65": "65 is more than the 64 positions",
+    f"{TUNED} --model.tie_weights false": "model.tied says what formats do",
+    f"{TUNED} --model.formats.mlp.fc E4M3": "'mlp.fc' matches none of the 15 linear layers",
+    "finetune --model MODEL --data.dir CHARS --model.block_size=16": "was written by the tokenizer 'char'",
+    f"{TUNED} --eval.also CHARS": "eval.also: & has other tokens than",
+    # weights of a run: which layers can be rounded
+    "sweep few.yaml --of RUN": "with --sensitivity",
+    "sweep few.yaml --sensitivity --of RUN --from my.json": "--from",
+    "sweep --sensitivity": "FILE.yaml is missing",
+    "sweep --sensitivity --of nowhere": "'nowhere' is no folder of a run",
+    "sweep --sensitivity --of RUN --workers 2": "--workers: with --of nothing is trained",
+    "sweep --sensitivity --of RUN --optimizer.lr=1": "--optimizer.lr: the weights of a run",
+    "sweep --sensitivity --of RUN --model.formats.attn=E4M3": "said by sensitivity.patterns",
+    "sweep --sensitivity --of RUN --out .": "'.' is in use",
+    "sweep two.yaml --sensitivity --of RUN": "axis model.format alone: seed can't vary",
+    "sweep gradient.yaml --sensitivity --of RUN": "'gradient' means nothing without training",
+    "sweep nothing.yaml --sensitivity --of RUN": "pattern 'mlp.fd'",
+    # names that no file can have
+    **{
+        f"{command} {name}": ""
+        for command in ("run", "sweep", "evaluate", "profile")
+        for name in ("LONG", "NUL", "aNUL.yaml", "/dev/null")
+    },
+    **dict.fromkeys(("report LONG --out o", "report NUL --out o", "verify LONG", "compare --out LONG"), ""),
+    **dict.fromkeys(("run fp32.yaml --data.dir=CHARS --name LONG", "sweep formats.yaml --out LONG"), ""),
+    **{f"run gpt2.yaml --{key} {name}": "" for key in ("data.dir", "model.init_from") for name in ("LONG", "NUL")},
+}
+
+
+@pytest.fixture(scope="session")
+def pretrained(text_file: Path) -> dict[str, str]:
+    """A model of transformers, and the text in its tokens."""
+    pytest.importorskip("transformers", reason="needs the extra hf")
+    import causal_models
+
+    model, own = causal_models.write(text_file.parent / "pretrained"), text_file.parent / "own tokens"
+    assert main(["prepare", "text", "--input", str(text_file), "--tokenizer", str(model), "--out", str(own)]) == 0
+    return {"MODEL": str(model), "OWN": str(own)}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_a_wrong_command_line_is_refused_in_one_line(
+    words: str,
+    refused: Callable[..., str],
+    trained: dict[str, Path],
+    corpus_dir: Path,
+    text_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, text in FILES.items():
+        Path(name).write_text(text)
+    stand_ins = {"RUN": trained["float"], "CHARS": corpus_dir, "TEXT": text_file, "LONG": "x" * 5000, "NUL": "\0"}
+    if "MODEL" in words:
+        stand_ins |= request.getfixturevalue("pretrained")
+    given = shlex.split(words)
+    for word, meant in stand_ins.items():
+        given = [part.replace(word, str(meant)) for part in given]
+    said = refused(*given)
+    assert said.isprintable()
+    assert [part for part in REFUSED[words].split(" & ") if part not in said] == []
+    assert {path.name for path in tmp_path.iterdir()} == FILES.keys()
