@@ -57,6 +57,18 @@ def test_without_arguments_the_twelve_rows_in_order():
     )
 
 
+def test_formats_cross_rules_and_the_reference_comes_first():
+    rows = choose_rows(["e4m3", "E7M0", "E4M3"], ["nearest", "fp32", "stochastic"], Demonstration())
+    assert rows == (
+        ("bf16-mixed", "none"),
+        ("fp32", "none"),
+        ("nearest", "E4M3"),
+        ("stochastic", "E4M3"),
+        ("nearest", "E7M0"),
+        ("stochastic", "E7M0"),
+    )
+
+
 def test_all_leaves_out_what_is_not_installed_and_naming_it_says_so(monkeypatch):
     monkeypatch.setitem(RULES, "absent", Rule("float32", "adamw", 1e-3, needs=("no_such_package", "fisher")))
     assert "absent" not in {rule for rule, _ in choose_rows(None, ["all"], Demonstration())}
