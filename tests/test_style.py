@@ -1,4 +1,4 @@
-"""README and the pages it leads to are short, and written in short sentences with few figures."""
+"""README and the pages it leads to are written in short sentences, with few figures, in words that a reader has."""
 
 import re
 from pathlib import Path
@@ -14,6 +14,11 @@ PAGES = [page for page in PAGES if page.stem not in FROZEN and not {"_build", "g
 #: words a sentence on the average and the longest, figures in a hundred words, lines of a page but for generated tables
 MEAN, LONGEST, FIGURES, LINES = 18, 35, 4, 300
 GENERATED = re.compile(r"<!-- table: [\w-]+ -->.*?<!-- end -->", re.DOTALL)
+#: ordinary words that have been used with a meaning of our own
+HOUSE = (
+    *("kept", "asked for", "arrived", "goes on", "stands", "lies", "of its own", "bears", "anew", "is said"),
+    *("look", "looks", "lead", "leads", "twin", "twins", "course", "courses", "row", "rows"),
+)
 WORD = re.compile(r"\S*\w\S*")
 FIGURE = re.compile(r"(?<![\w.])\d[\d,.]*")
 END = re.compile(r"[.!?][)\"'”]?\s+(?=[A-Z0-9`(“\"])")
@@ -41,6 +46,19 @@ def sentences(text: str) -> list[str]:
     return [sentence for sentence in found if len(WORD.findall(sentence)) >= 3]
 
 
+def explained() -> set[str]:
+    """The words that the glossary has; several may share an entry."""
+    heads = re.findall(r"^(\S.*)\n: ", (DOCS / "glossary.md").read_text(encoding="utf-8"), re.MULTILINE)
+    return {word.strip() for head in heads for word in head.split(",")}
+
+
+def house_words(text: str, known: set[str]) -> list[str]:
+    """House words of a text that are not explained, in the singular or the plural."""
+    words = [word for word in HOUSE if not {word, word.removesuffix("s")} & known]
+    plain = re.sub(r"`[^`]*`", " ", " ".join(prose(text))).lower()
+    return [word for word in words if re.search(rf"\b{word}\b", plain)]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_a_page_reads_easily(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
@@ -50,6 +68,7 @@ def test_a_page_reads_easily(page: Path) -> None:
     assert sum(lengths) / len(lengths) <= MEAN
     assert [sentence for sentence, length in zip(each, lengths, strict=True) if length > LONGEST] == []
     assert 100 * figures / sum(lengths) <= FIGURES
+    assert house_words(text, explained()) == []
     assert len(GENERATED.sub("", text).splitlines()) <= LINES
 
 
@@ -81,9 +100,14 @@ def test_only_what_is_dated_is_exempt() -> None:
     assert {page.stem for page in DOCS.glob("*.md")} - {page.stem for page in PAGES} == FROZEN
 
 
+def test_the_glossary_has_the_words_of_the_pages() -> None:
+    assert {"ULP", "stiffness", "write-back", "residual", "moments", "bytes a parameter"} <= explained()
+
+
 def test_the_check_sees_what_is_hard_to_read() -> None:
     text = "# A lead\n\nOne of its own. Two `lead` here, twins.\n\n| lead |\n\n```sh\nlead\n```\n"
     text += "\n- A *look* [here](x.md)\n"
     assert prose(text) == ["One of its own. Two `lead` here, twins.", "A look here"]
     assert sentences(text) == ["One of its own. ", "Two `lead` here, twins.", "A look here"]
+    assert house_words(text, {"look"}) == ["of its own", "twins"]
     assert FIGURE.findall("0.86M and E4M3, 2,000 steps ± 0.1") == ["0.86", "2,000", "0.1"]
