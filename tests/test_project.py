@@ -19,6 +19,9 @@ SHIPPED = [*LIBRARY, *BENCH, *sorted((ROOT / "examples").glob("*.py")), *sorted(
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PARTS = {"optim": fm.optim, "ops": fm.ops, "monitor": fm.monitor, "reference": fm.reference}
 NAMESPACES = {"fp8manifold": fm, **{f"fp8manifold.{name}": part for name, part in PARTS.items()}}
+#: modules that run or unpickle whatever a file says
+FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
+FORBIDDEN_CALLS = {"eval", "exec", "yaml.load", "yaml.unsafe_load", "yaml.full_load", "torch.save", "os.system"}
 
 
 def run_tool(*arguments: str) -> str:
@@ -53,6 +56,23 @@ def dotted(node: ast.AST) -> str | None:
     if isinstance(node, ast.Attribute) and (before := dotted(node.value)):
         return f"{before}.{node.attr}"
     return None
+
+
+def offences(source: ast.AST) -> list[str]:
+    """Uses of what could run code found in a file."""
+    found = [name for name, _ in imports(source) if name.split(".")[0] in FORBIDDEN_MODULES]
+    for call in (node for node in ast.walk(source) if isinstance(node, ast.Call)):
+        name = dotted(call.func)
+        keywords = {keyword.arg: keyword.value for keyword in call.keywords}
+        if name in FORBIDDEN_CALLS or (name == "torch.load" and not is_true(keywords.get("weights_only"))):
+            found.append(f"{name} in line {call.lineno}")
+        if is_true(keywords.get("allow_pickle")) or is_true(keywords.get("shell")):
+            found.append(f"{name} in line {call.lineno}")
+    return found
+
+
+def is_true(node: ast.expr | None) -> bool:
+    return isinstance(node, ast.Constant) and node.value is True
 
 
 def private_uses(source: ast.Module) -> list[str]:
@@ -126,6 +146,34 @@ def test_the_library_imports_its_core_dependencies_only() -> None:
 @pytest.mark.parametrize("path", [*BENCH, *sorted((ROOT / "examples").glob("*.py"))], ids=relative)
 def test_only_the_public_surface_is_used(path: Path) -> None:
     assert private_uses(tree(path)) == []
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=relative)
+def test_nothing_runs_code_from_data(path: Path) -> None:
+    assert offences(tree(path)) == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "eval('1')",
+        "exec('1')",
+        "import yaml\nyaml.load(f)",
+        "torch.load(f)",
+        "torch.load(f, weights_only=False)",
+        "numpy.load(f, allow_pickle=True)",
+        "subprocess.run('ls', shell=True)",
+    ],
+)
+def test_the_check_sees_what_could_run_code(code: str) -> None:
+    assert offences(ast.parse(code)) != []
+
+
+@pytest.mark.parametrize("code", ["torch.load(f, weights_only=True)", "yaml.safe_load(f)", "model.eval()"])
+def test_the_check_lets_the_rest_pass(code: str) -> None:
+    assert offences(ast.parse(code)) == []
 
 
 @pytest.mark.parametrize(
