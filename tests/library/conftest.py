@@ -36,14 +36,6 @@ def first_mismatches(ours: torch.Tensor, expected: torch.Tensor, x: torch.Tensor
     return f"{len(where)} of {len(ours)} differ: " + "; ".join(cases)
 
 
-@pytest.fixture(autouse=True)
-def quiet(request: pytest.FixtureRequest) -> None:
-    """What transformers announces, and its progress bars, in the modules that have it, are its own business."""
-    if transformers := vars(request.module).get("transformers"):
-        transformers.utils.logging.set_verbosity_error()
-        transformers.utils.logging.disable_progress_bar()
-
-
 @pytest.fixture
 def compare_bits(request: pytest.FixtureRequest) -> CompareBits:
     """Assert that a result has the bits of what is expected (float64, exact in the result's dtype)."""

@@ -54,9 +54,3 @@ def flat(value: Any) -> list[Any]:
 def everything(model: nn.Module, optimizer: Any) -> list[Any]:
     tensors, _ = fm.flatten_state_dict(model.state_dict())
     return flat(tensors) + flat(optimizer.state_dict())
-
-
-def eager(optimizer: Any) -> Any:
-    for group in optimizer.param_groups:
-        group["compile"] = False
-    return optimizer

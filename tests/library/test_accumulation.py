@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from in_backward_cases import OPTIMIZERS, eager, everything, network, train
+from in_backward_cases import OPTIMIZERS, everything, network, train
 from torch import Tensor, nn
 
 import fp8manifold as fm
@@ -29,6 +29,12 @@ def pass_all(model: nn.Module, optimizer: Any, steps: int = 1) -> None:
         for tokens in BATCHES:
             loss(model, tokens).backward()
         optimizer.step()
+
+
+def eager(optimizer: Any) -> Any:
+    for group in optimizer.param_groups:
+        group["compile"] = False
+    return optimizer
 
 
 def rounded_sums(model: nn.Module, optimizer: Any) -> dict[Tensor, Tensor]:
@@ -72,6 +78,19 @@ def test_sums_are_the_gradients_of_an_ordinary_step(name: str, storage: str | No
         optimizer.step()
         assert repr(model[1].weight.grad).startswith("SpentGradient")
     assert everything(model, optimizer) == everything(plain, ordinary)
+
+
+def test_sums_are_right_on_average() -> None:
+    """A gradient far below the spacing of the sum moves it as often as it should."""
+    weight = nn.Parameter(torch.zeros(4000))
+    optimizer = optim.StiffnessAdamW([weight])
+    optim.step_in_backward(optimizer, accumulate="bfloat16")
+    weight.sum().backward()
+    for _ in range(8):
+        (weight * 2.0**-10).sum().backward()
+    assert isinstance(weight.grad, GradientSum)
+    assert abs(float(weight.grad.float().mean()) - (1 + 2.0**-7)) < 4 * 2.0**-7 * 0.33 / math.sqrt(4000)
+    assert set(weight.grad.held.tolist()) <= {1 + k * 2.0**-7 for k in range(9)}
 
 
 def test_draws_before_the_first_step_are_those_of_the_stream_to_come() -> None:

@@ -166,6 +166,20 @@ def test_what_is_due_is_done(options: dict[str, Any], path: str) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
+def test_raising_changes_nothing(path: str) -> None:
+    parameters, optimizer = build("adamw-8bit", on_nonfinite="raise", compile=PATHS[path])
+    for t in range(3):
+        put(parameters, t)
+        optimizer.step()
+    before = everything(parameters, optimizer)
+    put(parameters, 3)
+    nan_gradient(parameters, optimizer)
+    with pytest.raises(FloatingPointError):
+        optimizer.step()
+    assert same(everything(parameters, optimizer), before)
+
+
+@pytest.mark.parametrize("path", PATHS)
 def test_a_changed_weight_is_seen_by_autograd(path: str) -> None:
     """What a graph saved is no longer there after a step."""
     parameters, optimizer = build("adamw", compile=PATHS[path])
@@ -176,6 +190,16 @@ def test_a_changed_weight_is_seen_by_autograd(path: str) -> None:
         optimizer.step()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
+
+
+def test_an_observer_sees_every_step() -> None:
+    parameters, optimizer = build("adamw")
+    seen: list[Any] = []
+    for t in range(6):
+        put(parameters, t)
+        optimizer.observer = seen.append if t in (3, 4) else None
+        optimizer.step()
+    assert len(seen) == 2 * 2
 
 
 # ------------------------------------------------------------------------------- nothing is remembered beside the state

@@ -12,9 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from rank_cases import batch, loss_of, model
+from rank_pool import Pool
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tensor_cases import INPUT, Net, decoded, parameter, same_store
+from test_ranks_fsdp import check_same, sharded
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -177,6 +180,14 @@ def test_what_is_no_scale_is_refused(call: Any, error: type[Exception], message:
     assert same_store(p, before)
 
 
+def test_rows_keep_the_scales_that_they_had() -> None:
+    """Float32, below 2^-126 too."""
+    p = parameter(granularity="channel")
+    assert p.set_scale_(2.0**-130).scale.flatten().tolist() == [2.0**-130] * 4
+    with pytest.raises(ValueError, match=r"scale holds 0\.3"):
+        p.set_scale_(0.3)
+
+
 # -------------------------------------------------------------------------------------------------- round trips
 def through_state_dict(p: fm.FP8Parameter, folder: Path) -> Any:
     source, target = (nn.ParameterDict({"w": x}) for x in (p, parameter(granularity="block", seed=9)))
@@ -287,9 +298,32 @@ def test_a_scale_is_read_in_compiled_code() -> None:
         p.set_scale_(p.scale.flip(0))
 
 
-def test_rows_keep_the_scales_that_they_had() -> None:
-    """Float32, below 2^-126 too."""
-    p = parameter(granularity="channel")
-    assert p.set_scale_(2.0**-130).scale.flatten().tolist() == [2.0**-130] * 4
-    with pytest.raises(ValueError, match=r"scale holds 0\.3"):
-        p.set_scale_(0.3)
+# ---------------------------------------------------------------------------------------------------- processes
+def sharded_blocks(rows: int) -> tuple[int, int]:
+    """Bytes of the own rows, which the passes gather with extreme scales among them."""
+    whole = model("block", rows=rows)
+    first = whole[0].weight
+    scale = first.scale
+    scale[0, 0], scale[-1, -1] = 2.0**-126, 2.0**20
+    first.set_scale_(scale)
+    parts = sharded(copy.deepcopy(whole))
+    with torch.no_grad():
+        assert torch.equal(parts(batch(0)), whole(batch(0)))
+    parts.reshard()
+    loss_of(parts, batch(1)).backward()
+    parts.reshard()
+    check_same(parts, whole)
+    own: Any = parts[0].weight
+    full, rows_held = own.full_tensor(), own._local_tensor.exponents
+    assert torch.equal(full.exponents, first.exponents)
+    assert same_store(full, first)
+    return rows_held.nbytes, own._local_tensor.codes.nbytes
+
+
+@pytest.mark.parametrize("rows", [22, 7])
+def test_rows_hold_a_byte_a_block(pools: dict[int, Pool], rows: int) -> None:
+    """Rows that 2 divides, sent with the codes, and rows that neither 2 nor 3 divides, gathered beforehand."""
+    for size in (1, 2, 3):
+        each = pools[size].run(sharded_blocks, rows)
+        assert sum(scales for scales, _ in each) == 2 * rows
+        assert all(32 * scales == codes for scales, codes in each)

@@ -1,4 +1,4 @@
-"""What hangs on a layer goes over to the one that takes its place, and comes back; shared weights; what is refused."""
+"""What hangs on a layer goes over to the one that takes its place, and comes back; what can't is refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from optimizer_cases import normal
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune, remove_spectral_norm, remove_weight_norm
 
-import fp8manifold as fm
 from fp8manifold import (
     LayerSpec,
     QuantizedLinear,
@@ -21,7 +20,6 @@ from fp8manifold import (
     use_plain_state,
 )
 
-# ------------------------------------------------------ What hangs on a layer goes over to the one that takes its place
 storages = pytest.mark.parametrize("storage", ["master", "grid", "fp8"])
 X = normal(3, 8)
 
@@ -268,34 +266,3 @@ def test_what_a_model_holds_is_reported() -> None:
     assert quantization_report(nn.ReLU()).layers == ()
     with pytest.raises(TypeError, match="not dict"):
         quantization_report({})  # type: ignore[arg-type]
-
-
-# ------------------------------------------ Layers that share their weight with another module: refused, untied or left
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.lm_head = nn.Embedding(16, 8), nn.Linear(8, 16, bias=False)
-        self.lm_head.weight = self.embedding.weight
-
-
-def test_a_tied_head_is_untied_or_left() -> None:
-    model = quantize_model(Tied(), "E4M3", "fp8", tied="untie")
-    assert isinstance(model.lm_head.weight, fm.FP8Parameter)  # type: ignore[union-attr]
-    assert type(model.embedding.weight) is nn.Parameter  # type: ignore[union-attr]
-    model = quantize_model(Tied(), "E4M3", tied="untie")
-    assert model.lm_head.weight is not model.embedding.weight  # type: ignore[union-attr]
-    assert torch.equal(model.lm_head.weight, model.embedding.weight)  # type: ignore[arg-type,union-attr]
-    model = quantize_model(Tied(), "E4M3", tied="leave")
-    assert type(model.lm_head) is nn.Linear
-    assert model.lm_head.weight is model.embedding.weight  # type: ignore[union-attr]
-    with pytest.raises(ValueError, match="tied='untie' for a copy of its own, or leave it alone with tied='leave'"):
-        quantize_model(Tied(), "E4M3")
-    with pytest.raises(ValueError, match=r"tied='keep'.*refuse, untie, leave"):
-        quantize_model(Tied(), "E4M3", tied="keep")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("tied", ["untie", "leave"])
-def test_a_layer_in_two_places_can_not_be_untied(tied: Any) -> None:
-    layer = nn.Linear(4, 4)
-    with pytest.raises(ValueError, match="the layer '0' is shared"):
-        quantize_model(nn.Sequential(layer, nn.ReLU(), layer), "E4M3", tied=tied)

@@ -8,7 +8,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from grid_inputs import NAMED, ODD, critical, critical64, every_16_bit, float16_holds
+from grid_inputs import NAMED, ODD, critical, critical64, every_16_bit, float16_holds, random_in_range
 
 import fp8manifold as fm
 from fp8manifold import reference
@@ -60,6 +60,18 @@ def test_ulp_everywhere(fmt, compare_bits) -> None:
         compare_bits(fm.ulp(x, fmt), np.array([float(v) for v in expected]), x, fmt.name)
 
 
+@named
+def test_ulp_steps_exactly_at_powers_of_two(fmt) -> None:
+    """One float32 below 2^k belongs to the binade below: where a rounded log2 would be wrong."""
+    exponents = torch.arange(-126, 127, dtype=torch.float64)
+    edge = torch.exp2(exponents).float()
+    below = torch.nextafter(edge, torch.zeros(()))
+    for x, exponent in ((edge, exponents), (below, exponents - 1)):
+        inside = x <= fmt.max
+        expected = torch.exp2(exponent.clamp(min=fmt.emin) - fmt.mantissa_bits)
+        assert torch.equal(fm.ulp(x, fmt)[inside].double(), expected[inside])
+
+
 # -------------------------------------------------------------------------------------------- to_chart
 @every
 def test_chart_of_a_grid_point_is_its_signed_code(fmt, compare_bits) -> None:
@@ -86,6 +98,34 @@ def test_chart_is_the_definition_float64(fmt, compare_bits) -> None:
     compare_bits(fm.to_chart(x, fmt), expected, x, fmt.name)
 
 
+@named
+def test_chart_increases(fmt) -> None:
+    """Never down; strictly up, in float64, between any two neighbouring critical points."""
+    x = finite_in_range(torch.from_numpy(critical(fmt)), fmt).unique()
+    assert (fm.to_chart(x, fmt).diff() > 0).all()
+    assert (fm.to_chart(x.float(), fmt).diff() >= 0).all()
+
+
+@named
+def test_chart_is_continuous(fmt) -> None:
+    """Across every code, a change of one float64 ULP moves the chart by hardly anything."""
+    values, codes = grid(fmt, torch.float64)
+    for direction in (torch.inf, -torch.inf):
+        beside = finite_in_range(torch.nextafter(values, torch.tensor(direction, dtype=torch.float64)), fmt)
+        inside = torch.nextafter(values, torch.tensor(direction, dtype=torch.float64)).abs() <= fmt.max
+        assert (fm.to_chart(beside, fmt) - codes[inside]).abs().max() < 1e-13
+
+
+@named
+def test_chart_has_slope_one_over_ulp(fmt) -> None:
+    """phi' = 1/S: a quarter of an ulp outwards from a code is a quarter of a step."""
+    values, codes = grid(fmt, torch.float64)
+    outward = torch.where(values.signbit(), -1.0, 1.0)
+    inner = codes.abs() < reference.max_code(fmt)
+    moved = fm.to_chart(values + 0.25 * outward * fm.ulp(values, fmt), fmt)
+    assert torch.equal(moved[inner], (codes + 0.25 * outward)[inner])
+
+
 # ------------------------------------------------------------------------------------------ from_chart
 @named
 def test_from_chart_is_the_definition(fmt, compare_bits) -> None:
@@ -94,6 +134,24 @@ def test_from_chart_is_the_definition(fmt, compare_bits) -> None:
     expected = np.array([float(reference.from_chart(v, fmt)) for v in c.tolist()])
     compare_bits(fm.from_chart(c, fmt), expected, c, fmt.name)
     compare_bits(fm.from_chart(c.float(), fmt), expected, c.float(), fmt.name)
+
+
+@named
+def test_chart_and_its_inverse_undo_each_other(fmt) -> None:
+    x = finite_in_range(torch.cat([torch.from_numpy(critical(fmt)), random_in_range(fmt.max, 20_000).double()]), fmt)
+    back = fm.from_chart(fm.to_chart(x, fmt), fmt)
+    ulps = (back - x).abs() / fm.ulp(x, fmt)
+    assert ulps.max() <= 2.0**-45
+    c = torch.linspace(-reference.max_code(fmt), reference.max_code(fmt), 20_001, dtype=torch.float64)
+    assert (fm.to_chart(fm.from_chart(c, fmt), fmt) - c).abs().max() <= 2.0**-44
+
+
+@named
+def test_round_trip_of_float32_is_within_its_resolution(fmt) -> None:
+    x = random_in_range(fmt.max / 2, 20_000)
+    c = fm.to_chart(x, fmt)
+    resolution = torch.finfo(torch.float32).eps * c.abs().clamp(min=1e-30)
+    assert ((fm.from_chart(c, fmt) - x).abs() / fm.ulp(x, fmt) <= resolution).all()
 
 
 @named

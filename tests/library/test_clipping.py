@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from in_backward_cases import OPTIMIZERS, eager, everything, loss, network, train
+from in_backward_cases import OPTIMIZERS, everything, loss, network, train
 from torch import Tensor, nn
 
 from fp8manifold import optim
@@ -18,6 +18,12 @@ SMALL = 1e-3
 
 def everyone(optimizer: Any) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def eager(optimizer: Any) -> Any:
+    for group in optimizer.param_groups:
+        group["compile"] = False
+    return optimizer
 
 
 def without_norms(saved: list[Any]) -> list[Any]:
@@ -127,6 +133,17 @@ def test_a_first_pass_without_a_norm_is_refused_or_measured() -> None:
     ordinary = OPTIMIZERS["adamw"](other)
     clipped_by_hand(other, ordinary, 1, torch.tensor(norm), SMALL)
     assert without_norms(everything(model, optimizer)) == everything(other, ordinary)
+
+
+def test_exact_without_a_measured_pass_is_refused_in_every_step() -> None:
+    model = network("fp8")
+    optimizer = OPTIMIZERS["adamw"](model)
+    handle = optim.step_in_backward(optimizer, clip="exact", max_norm=SMALL)
+    with handle.measure():
+        loss(model).backward()
+    train(model, optimizer, 1)
+    with pytest.raises(RuntimeError, match="clip='exact' has no norm to clip by: before each step"):
+        train(model, optimizer, 1)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e30])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
@@ -204,3 +205,33 @@ def refused(folder: str, kind: str) -> str:
 
 def taken(folder: str, kind: str) -> None:
     check_digest(read(folder, kind))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_a_process_killed_at_any_moment_leaves_whole_saves_or_none(tmp_path: Path) -> None:
+    random, folders = Random(2), []
+    for turn in range(12):
+        child = os.fork()
+        if child == 0:
+            state = plain_state()
+            state["digest"] = digest(state)
+            for number in range(10_000):
+                dcp.save(state, checkpoint_id=tmp_path / f"{turn}-{number}", no_dist=True)
+        time.sleep(0.3 + random.random() * 0.3)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        folders += sorted(tmp_path.glob(f"{turn}-*"), key=lambda path: path.stat().st_mtime)[-2:]
+    whole = 0
+    for folder in folders:
+        state = plain_state()
+        state["model"]["b"].zero_()
+        state["digest"] = torch.zeros((), dtype=torch.int64)
+        if not (folder / ".metadata").exists():
+            with pytest.raises(CheckpointException):
+                dcp.load(state, checkpoint_id=folder, no_dist=True)
+            continue
+        dcp.load(state, checkpoint_id=folder, no_dist=True)
+        check_digest(state)
+        whole += 1
+    assert whole > 6

@@ -28,6 +28,21 @@ def alike(found: Any, expected: Any) -> bool:
     return bool(found == expected) and math.copysign(1, found) == math.copysign(1, expected)
 
 
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (fm.ulp, [NAN, 32.0, 2.0**-9, 2.0**-9]),
+        (fm.round_to_grid, [NAN, 448.0, -0.0, 0.0]),
+        (fm.to_chart, [NAN, 126.0, -0.0, 0.0]),
+        (fm.from_chart, [NAN, 448.0, -0.0, 0.0]),
+        (fm.fake_quantize, [NAN, 448.0, -0.0, 0.0]),  # at the scale 1, which is that of an Inf
+    ],
+)
+def test_maps(function: Callable[..., Tensor], expected: list[float]) -> None:
+    assert alike(function(of(NAN, INF, -0.0, 0.0), "E4M3").tolist(), expected)
+    assert function(NONE, "E4M3").shape == (0,)
+
+
 def test_codes() -> None:
     assert fm.encode(of(NAN, INF, -0.0), "E4M3").tolist() == [127, 126, 128]
     assert fm.encode(of(-0.0), "E4M3FNUZ").tolist() == [0]

@@ -28,6 +28,12 @@ STORED = [
 stored = pytest.mark.parametrize(("storage", "granularity"), STORED, ids="-".join)
 
 
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+
+
 def llama(tied: bool = True, **options: Any) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -170,6 +176,18 @@ def test_torchao_reads_its_own(storage: Any, granularity: Any, tmp_path: Path) -
         assert_same(model, own)
         export_model(model, tmp_path / fmt, "torchao")
         assert_same(model, read(tmp_path / fmt))
+
+
+@compressed
+@torchao
+def test_bfloat16_weights_are_exact_too(tmp_path: Path) -> None:
+    model = quantize_model(llama().bfloat16(), {"*": "E4M3"}, "fp8", tied="leave")
+    tensors, _ = exported_state_dict(model)
+    assert tensors["model.layers.0.mlp.up_proj.weight_scale"].dtype == torch.float32
+    for layout in ("compressed-tensors", "torchao"):
+        export_model(model, tmp_path / layout, layout)  # type: ignore[arg-type]
+        logits(other := read(tmp_path / layout, torch.bfloat16))
+        assert_same_weights(quantize_model(llama().bfloat16().float(), {"*": "E4M3"}, "fp8", tied="leave"), other)
 
 
 @compressed

@@ -38,6 +38,14 @@ def test_value_is_the_scaled_rounding(name: str, scale: Any, dtype: torch.dtype)
         assert y.dtype == dtype
 
 
+@pytest.mark.parametrize("rounding", ["toward_zero", "up", "down", "stochastic"])
+def test_the_other_roundings(rounding: Any) -> None:
+    x = normal(500)
+    key = {"seed": 3, "step": 7, "stream": 2} if rounding == "stochastic" else {}
+    y = fake_quantize(x, "E4M3", 0.5, rounding=rounding, **key)  # type: ignore[arg-type]
+    assert torch.equal(y, round_to_grid(x / 0.5, "E4M3", rounding, **key) * 0.5)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("pow2", [False, True])
 @pytest.mark.parametrize(("granularity", "axis"), [("tensor", 0), ("channel", 0), ("channel", 1), ("channel", -1)])
 def test_without_a_scale_amax_gives_it(granularity: Any, axis: int, pow2: bool) -> None:
@@ -60,6 +68,18 @@ def test_float64_has_scales_of_its_own(granularity: Any, pow2: bool, size: float
     given = fake_quantize(x / size, "E4M3", 1.0) * 2.0**150
     assert torch.equal(fake_quantize(x / size * 2.0**150, "E4M3", 2.0**150), given)
     assert torch.equal(fake_quantize(x / size * 2.0**-150, "E4M3", 2.0**-150) * 2.0**300, given)
+
+
+@pytest.mark.parametrize(("dtype", "slack"), [(torch.float16, 2.0**-11), (torch.bfloat16, 2.0**-8)])
+def test_halves_are_computed_in_float32_and_keep_their_dtype(dtype: torch.dtype, slack: float) -> None:
+    x = normal(1000).to(dtype).requires_grad_()
+    y = fake_quantize(x, "E7M0", granularity="tensor")
+    assert y.dtype == dtype
+    wide = fake_quantize(x.detach().float(), "E7M0")
+    assert ((y.detach().float() - wide).abs() <= wide.abs() * slack).all()
+    y.sum().backward()
+    assert x.grad.dtype == dtype  # type: ignore[union-attr]
+    assert (x.grad == 1).all()  # type: ignore[union-attr]
 
 
 def test_special_values() -> None:
@@ -99,6 +119,11 @@ def test_gradients_with_scales_of_blocks(ste: Any) -> None:
     assert torch.equal(passes, gradient_of(x, torch.ones(4, 64), scale=2.0**-8, ste=ste))
 
 
+def test_values_do_not_depend_on_strides() -> None:
+    x = normal(4, 5, 6).permute(2, 0, 1)
+    assert torch.equal(fake_quantize(x, "E3M4", 0.1), fake_quantize(x.contiguous(), "E3M4", 0.1))
+
+
 # ------------------------------------------------------------------------------------------------------- gradients
 def gradient_of(x: torch.Tensor, upstream: torch.Tensor, **options: Any) -> torch.Tensor:
     leaf = x.clone().requires_grad_()
@@ -125,11 +150,36 @@ def test_the_four_gradients(ste: str, passes: list[int]) -> None:
     assert torch.equal(gradient_of(X, upstream, scale=0.5, ste=ste), upstream * torch.tensor(passes))
 
 
+@settings
+@given(st.lists(st.floats(-(2.0**30), 2.0**30, width=32), min_size=1, max_size=20), st.booleans())
+def test_a_dynamic_scale_clips_nothing(x: list[float], channel: bool) -> None:
+    """amax itself is within the range, whatever the rounding of amax / max."""
+    tensor = torch.tensor(x)
+    granularity = "channel" if channel else "tensor"
+    assert (gradient_of(tensor, torch.ones(len(x)), ste="clipped", granularity=granularity) == 1).all()
+    doubles = gradient_of(tensor.double() * (1 + 1e-9), torch.ones(len(x)).double(), ste="clipped")
+    assert (doubles == 1).all()
+
+
+def test_blocked_gradients_are_zero_whatever_comes_in() -> None:
+    upstream = torch.tensor([math.inf, math.nan, 1.0])
+    x = torch.tensor([1000.0, -1000.0, 1.0])
+    assert gradient_of(x, upstream, scale=1.0, ste="clipped").tolist() == [0.0, 0.0, 1.0]
+    assert gradient_of(-x, upstream, scale=1.0, ste="none").tolist() == [0.0, 0.0, 0.0]
+
+
 def test_gradients_of_special_values_are_finite() -> None:
     x = torch.tensor([math.nan, math.inf, -math.inf, 0.0, 2.0**-149, 3e38])
     for ste in STES:
         assert gradient_of(x, torch.ones(6), ste=ste).isfinite().all()
     assert gradient_of(x, torch.ones(6), ste="clipped", scale=1.0).tolist() == [0.0, 0.0, 0.0, 1.0, 1.0, 0.0]
+
+
+def test_the_straight_through_gradient_is_the_slope_over_many_steps() -> None:
+    """Against the secant over a whole binade, as Q follows x up to half an ULP."""
+    x = torch.linspace(1.0, 2.0, 9, dtype=torch.float64)
+    secant = (fake_quantize(x + 1, "E4M3", 1.0) - fake_quantize(x, "E4M3", 1.0)) / 1
+    assert ((secant - gradient_of(x, torch.ones(9).double(), scale=1.0)).abs() <= 0.1875).all()
 
 
 def test_chain_rule_and_scale_without_gradient() -> None:
@@ -190,41 +240,3 @@ def test_compiled_values_and_gradients_are_the_eager_ones() -> None:
         z.backward(normal(3, 500, seed=3))
         results.append([bits_of(t) for t in (z, x.grad, y.grad)])  # type: ignore[arg-type]
     assert results[0] == results[1]
-
-
-def test_blocked_gradients_are_zero_whatever_comes_in() -> None:
-    upstream = torch.tensor([math.inf, math.nan, 1.0])
-    x = torch.tensor([1000.0, -1000.0, 1.0])
-    assert gradient_of(x, upstream, scale=1.0, ste="clipped").tolist() == [0.0, 0.0, 1.0]
-    assert gradient_of(-x, upstream, scale=1.0, ste="none").tolist() == [0.0, 0.0, 0.0]
-
-
-@pytest.mark.parametrize(("dtype", "slack"), [(torch.float16, 2.0**-11), (torch.bfloat16, 2.0**-8)])
-def test_halves_are_computed_in_float32_and_keep_their_dtype(dtype: torch.dtype, slack: float) -> None:
-    x = normal(1000).to(dtype).requires_grad_()
-    y = fake_quantize(x, "E7M0", granularity="tensor")
-    assert y.dtype == dtype
-    wide = fake_quantize(x.detach().float(), "E7M0")
-    assert ((y.detach().float() - wide).abs() <= wide.abs() * slack).all()
-    y.sum().backward()
-    assert x.grad.dtype == dtype  # type: ignore[union-attr]
-    assert (x.grad == 1).all()  # type: ignore[union-attr]
-
-
-@settings
-@given(st.lists(st.floats(-(2.0**30), 2.0**30, width=32), min_size=1, max_size=20), st.booleans())
-def test_a_dynamic_scale_clips_nothing(x: list[float], channel: bool) -> None:
-    """amax itself is within the range, whatever the rounding of amax / max."""
-    tensor = torch.tensor(x)
-    granularity = "channel" if channel else "tensor"
-    assert (gradient_of(tensor, torch.ones(len(x)), ste="clipped", granularity=granularity) == 1).all()
-    doubles = gradient_of(tensor.double() * (1 + 1e-9), torch.ones(len(x)).double(), ste="clipped")
-    assert (doubles == 1).all()
-
-
-@pytest.mark.parametrize("rounding", ["toward_zero", "up", "down", "stochastic"])
-def test_the_other_roundings(rounding: Any) -> None:
-    x = normal(500)
-    key = {"seed": 3, "step": 7, "stream": 2} if rounding == "stochastic" else {}
-    y = fake_quantize(x, "E4M3", 0.5, rounding=rounding, **key)  # type: ignore[arg-type]
-    assert torch.equal(y, round_to_grid(x / 0.5, "E4M3", rounding, **key) * 0.5)  # type: ignore[arg-type]

@@ -65,6 +65,29 @@ def test_normalized_step_has_the_size_of_lr(representation: str) -> None:
                 assert (new - old).square().mean().sqrt().item() == pytest.approx(0.02, rel=1e-4)
 
 
+@EVERY
+def test_step_descends(representation: str) -> None:
+    model = tagger("plain")
+    optimizer = optimizer_of(model, representation=representation, momentum=0.0)
+    put_gradients(model)
+    before = values([model.hidden.weight, model.head.weight])
+    optimizer.step()
+    for weight, old in zip((model.hidden.weight, model.head.weight), before, strict=True):
+        assert (weight.grad * (weight.detach() - old)).sum() < 0
+
+
+def test_undamped_step_does_not_depend_on_the_coordinates() -> None:
+    moved = []
+    for k in (0.0, 1.0):
+        model = tagger("grid")
+        model.hidden.weight.manifold.__class__ = fm.StiffnessManifold  # steps in value, unrounded
+        optimizer = optimizer_of(model, representation="diagonal", damping=1e-9, stiffness=k, normalize=False, lr=1e-3)
+        before = values([model.hidden.weight])[0]
+        train(model, optimizer, 1)
+        moved.append(values([model.hidden.weight])[0] - before)
+    torch.testing.assert_close(moved[0], moved[1], rtol=1e-3, atol=1e-6)
+
+
 def test_reference_stiffness_is_kept_between_its_refreshes() -> None:
     model = tagger()
     optimizer = optimizer_of(model, lr=0.1, refresh_every=4, representation="diagonal")
@@ -94,6 +117,17 @@ def test_direction_averages_and_decays() -> None:
         assert direction.square().mean().sqrt().item() == pytest.approx(1.0, rel=1e-4)
         expected = before * (1 - 0.005) - 0.01 / (1 - 0.75**step) * buffer
         torch.testing.assert_close(values([weight])[0], expected)
+
+
+def test_maximize_ascends_by_the_same_step() -> None:
+    moved = []
+    for maximize in (False, True):
+        model = tagger("plain")
+        before = values(model.parameters())
+        train(model, optimizer_of(model, maximize=maximize), 1)
+        moved.append([new - old for new, old in zip(values(model.parameters()), before, strict=True)])
+    for down, up in zip(*moved, strict=True):
+        torch.testing.assert_close(down, -up, rtol=1e-3, atol=1e-6)
 
 
 # What it leaves alone
@@ -130,3 +164,14 @@ def test_gradients_generators_and_the_model_stay_as_they_are() -> None:
     assert torch.equal(state, torch.get_rng_state())
     assert model.training
     assert model.insert.training
+
+
+def test_result_does_not_depend_on_the_global_generator() -> None:
+    results = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        model = tagger()
+        loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*batch()), 2, shuffle=True)
+        train(model, optimizer_of(model, loader, refresh=2), 4)
+        results.append(values(model.parameters()))
+    assert same_bits(*results)

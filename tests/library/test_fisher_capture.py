@@ -123,6 +123,15 @@ def test_labels_are_drawn_from_the_softmax_in_proportion() -> None:
     assert (((counts - expected) ** 2)[expected > 0] / expected[expected > 0]).sum() < 16.3  # chi-square, 3 df, 0.1%
 
 
+def test_labels_depend_on_their_key_alone() -> None:
+    scores = normal(500, 11)
+    first = sample_labels(scores, seed=3, step=1, stream=2)
+    torch.manual_seed(1)
+    assert torch.equal(sample_labels(scores, seed=3, step=1, stream=2), first)
+    for key in ({"seed": 4}, {"step": 2}, {"stream": 3}):
+        assert not torch.equal(sample_labels(scores, **{"seed": 3, "step": 1, "stream": 2} | key), first)
+
+
 def test_the_smallest_draw_finds_no_label_of_probability_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fp8manifold._fisher.capture.random_bits", lambda n, **_: torch.zeros(n, dtype=torch.int32))
     assert sample_labels(torch.tensor([[-torch.inf, -torch.inf, 1.0]]), seed=0, step=0, stream=0).tolist() == [2]

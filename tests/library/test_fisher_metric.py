@@ -50,6 +50,21 @@ def test_diagonal_is_the_mean_square_of_gradients_taken_one_by_one() -> None:
         assert metric["fisher_damping"] == pytest.approx(0.1 * expected.mean().item())
 
 
+def test_diagonal_approaches_the_exact_fisher_of_the_model() -> None:
+    model, batch = classifier(), normal(20, 6)
+    layers = layers_of(model)
+    found = measure("diagonal", layers, passes_over(model, layers, [batch], samples=400), damping=0.1, decay=0.0)
+    probabilities = model(batch).softmax(-1).detach()
+    for layer, metric in zip(layers, found, strict=True):
+        exact = sum(
+            (gradients_by_token(model, layer.module.weight, batch, torch.full((20,), label)) ** 2)
+            .mul(probabilities[:, label, None, None])
+            .mean(0)
+            for label in range(4)
+        )
+        assert ((metric["fisher_diagonal"] - exact).abs().sum() / exact.sum()).item() < 0.05
+
+
 def test_diagonal_of_the_head_of_a_gpt_is_that_of_its_tokens() -> None:
     model, batch = small_gpt(), tokens()
     layers = layers_of(model)
@@ -125,6 +140,19 @@ def test_rank_one_is_the_least_squares_fit_of_the_logarithm() -> None:
     design = torch.cat([torch.eye(5).repeat_interleave(6, 0), torch.eye(6).repeat(5, 1)], 1)
     fit = design @ torch.linalg.lstsq(design, stretch.log2().flatten()[:, None], driver="gelsd").solution
     torch.testing.assert_close(torch.outer(r, c).log2().flatten(), fit[:, 0], atol=1e-4, rtol=1e-4)
+
+
+@EVERY
+def test_heavy_damping_gives_the_riemannian_gradient(representation: str) -> None:
+    model, batch = classifier(), normal(50, 6)
+    layers = layers_of(model, stretches_of(model))
+    found = measure(representation, layers, passes_over(model, layers, [batch]), damping=1e10, decay=0.0)
+    for layer, metric in zip(layers, found, strict=True):
+        gradient = normal(*layer.fisher.shape, seed=9)
+        ours = natural_gradient(representation, layer.fisher, metric, gradient, layer.stretch)
+        t = layer.stretch if representation == "diagonal" else torch.outer(*rank_one(layer.stretch))
+        expected = t**2 * gradient
+        torch.testing.assert_close(ours / ours.norm(), expected / expected.norm(), rtol=1e-3, atol=1e-4)
 
 
 @EVERY

@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from fisher_cases import EVERY, STORAGES, batch, optimizer_of, put_gradients, tagger, train, values
+from fisher_cases import COMBINATIONS, EVERY, STORAGES, batch, optimizer_of, put_gradients, tagger, train, values
 from optimizer_cases import frozen, same_bits, through_disk
+from torch import nn
 
+import fp8manifold as fm
 from fp8manifold.optim import FisherNaturalGradient, StiffnessAdamW
+from nanogpt_bench.model.gpt import SIZES, build_model
 
 pytest.importorskip("nngeometry", reason="extra fisher")
 
@@ -36,6 +39,12 @@ def resumes(storage: str, steps: int, **options: Any) -> None:
         assert frozen(optimizer.state_dict()) == frozen(again.state_dict()), f"after step {step}"
 
 
+@pytest.mark.covering(1)
+@pytest.mark.parametrize(("writeback", "moments"), COMBINATIONS)
+def test_resume_is_bit_exact_after_every_step(writeback: str, moments: str) -> None:
+    resumes("fp8", 50, writeback=writeback, moments=moments, refresh=6, reset_every=17)
+
+
 @EVERY
 @pytest.mark.parametrize("storage", STORAGES)
 def test_resume_is_bit_exact_for_every_representation(representation: str, storage: str) -> None:
@@ -52,6 +61,53 @@ def test_state_of_another_optimizer_is_refused() -> None:
 # Learning
 
 
+@EVERY
+@pytest.mark.parametrize("storage", STORAGES)
+def test_learns(representation: str, storage: str) -> None:
+    model = tagger(storage)
+    optimizer = optimizer_of(model, lr=0.03, representation=representation)
+    first = put_gradients(model)
+    train(model, optimizer, 80)
+    assert first > 1.4
+    assert put_gradients(model) < 0.35
+
+
+@EVERY
+def test_smallest_gpt_learns_in_one_byte_a_weight(representation: str) -> None:
+    model = fm.quantize_model(build_model(SIZES["0.8M"], seed=0), "E4M3", storage="fp8")
+    text = torch.randint(0, 257, (2, 32), generator=torch.Generator().manual_seed(0))
+    optimizer = FisherNaturalGradient(
+        model.parameters(), model, [text], lr=2e-3, representation=representation, refresh=4, compile=False
+    )
+    losses = []
+    for _ in range(9):
+        model.zero_grad()
+        loss = model.loss(text, text.roll(-1, 1))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    natural = {name for name, p in model.named_parameters() if "momentum_buffer" in optimizer.state[p]}
+    assert natural == {name for name, p in model.named_parameters() if isinstance(p, fm.FP8Tensor)}
+    assert len(natural) == 17
+    assert losses[0] > 5.3
+    assert losses[-1] < losses[0] - 1.0
+    assert optimizer.skipped_steps == 0
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
+@pytest.mark.parametrize("fmt", ["E7M0", "E1M6", "E5M2"])
+def test_learns_in_every_format_and_granularity(fmt: str, granularity: str) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(13, 32), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 5))
+    fm.quantize_model(model, fm.LayerSpec(fmt, granularity=granularity), storage="fp8")  # type: ignore[arg-type]
+    optimizer = optimizer_of(model, lr=0.01, representation="diagonal")
+    first = put_gradients(model)
+    train(model, optimizer, 40)
+    assert put_gradients(model) < 0.6 * first
+    assert optimizer.skipped_steps == 0
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_learns_in_other_dtypes(dtype: torch.dtype) -> None:
     model = tagger("plain").to(dtype)
@@ -62,6 +118,15 @@ def test_learns_in_other_dtypes(dtype: torch.dtype) -> None:
     metric = optimizer.state[model.head.weight]
     assert {metric[name].dtype for name in ("inverse_inputs", "fisher_outputs")} == {torch.float32}
     assert metric["momentum_buffer"].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+def test_compiled_step_has_the_bits_of_the_eager_one(cpp_compiler: None) -> None:
+    results = []
+    for compiled in (False, True):
+        model = tagger()
+        train(model, optimizer_of(model, compile=compiled, refresh=2), 4)
+        results.append(values(model.parameters()))
+    assert same_bits(*results)
 
 
 # Refusals

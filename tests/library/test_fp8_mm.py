@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from optimizer_cases import normal
-from torch import Tensor
+from torch import Tensor, nn
 
 import fp8manifold as fm
 from fp8manifold import amax_scale, fake_quantize, ops
@@ -84,6 +84,14 @@ def test_doubles_are_added_up_in_doubles() -> None:
     a, b = normal(4, 600, seed=1, dtype=torch.float64), normal(600, 4, seed=2, dtype=torch.float64)
     exact = fake_quantize(a, "E4M3", 0.25) @ fake_quantize(b, "E4M3", 0.25)
     assert close(fp8_mm(a, b, a_scale=0.25, b_scale=0.25), exact, 1e-14)
+
+
+def test_strides_and_large_operands_change_nothing() -> None:
+    """Quantised in the order of memory, and in pieces."""
+    a, b = normal(300, 600, seed=1), normal(500, 600, seed=2)
+    assert torch.equal(fp8_mm(a, b.t()), fp8_mm(a.t().contiguous().t(), b.t().contiguous()))
+    expected = fake_quantize(a, "E4M3", granularity="channel") @ fake_quantize(b, "E4M3", granularity="channel").t()
+    assert close(fp8_mm(a, b.t(), granularity="channel"), expected)
 
 
 def test_special_values() -> None:
@@ -217,3 +225,41 @@ def test_on_a_gpu_it_is_what_it_is_on_the_cpu(granularity: Any) -> None:
     expected = both_gradients(a, b, g, granularity=granularity)
     got = both_gradients(a.cuda(), b.cuda(), g.cuda(), granularity=granularity)
     assert all(close(x.cpu(), y, 1e-3) for x, y in zip(got, expected, strict=True))
+
+
+# ----------------------------------------------------------------------------------------------------------- torchao
+def float8_linear(weight: Tensor, granularity: str, pow2: bool) -> nn.Module:
+    """torchao's layer with E5M2 gradients, emulated."""
+    float8 = pytest.importorskip("torchao.float8", reason="torchao is not installed")
+    config = pytest.importorskip("torchao.float8.config")
+    rows = config.ScalingGranularity.AXISWISE if granularity == "channel" else config.ScalingGranularity.TENSORWISE
+    casts = {
+        name: config.CastConfig(scaling_granularity=rows, target_dtype=dtype)
+        for name, dtype in (
+            ("cast_config_input", torch.float8_e4m3fn),
+            ("cast_config_weight", torch.float8_e4m3fn),
+            ("cast_config_grad_output", torch.float8_e5m2),
+        )
+    }
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    linear.weight.data = weight.clone()
+    options = config.Float8LinearConfig(**casts, emulate=True, round_scales_to_power_of_2=pow2)
+    return float8.convert_to_float8_training(nn.Sequential(linear), config=options)[0]
+
+
+@pytest.mark.filterwarnings("ignore")  # what torchao's import announces is its own business
+@granularities
+@pytest.mark.parametrize("pow2", [True, False])
+def test_it_is_torchaos_float8_linear(granularity: Any, pow2: bool) -> None:
+    """Within 1e-6: at scales that are powers of two all quantised values are equal, and only sums differ.
+
+    At others torchao multiplies by the reciprocal of our scale: a value at the edge of two codes may go either way.
+    """
+    x, weight, g = normal(64, 48, seed=1), normal(32, 48, seed=2, std=0.05), normal(64, 32, seed=3, std=1e-3)
+    layer, leaf = float8_linear(weight, granularity, pow2), x.clone().requires_grad_()
+    theirs = layer(leaf)
+    theirs.backward(g)
+    ours = both_gradients(x, weight.t(), g, granularity=granularity, pow2=pow2)
+    assert close(ours[0], theirs.detach())
+    assert close(ours[1], leaf.grad)  # type: ignore[arg-type]
+    assert close(ours[2].t(), layer.weight.grad)  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from fractions import Fraction
 from functools import cache
 
 import numpy as np
@@ -17,6 +18,7 @@ from grid_inputs import (
     critical64,
     every_16_bit,
     float16_holds,
+    random_float32,
     random_float64,
     random_in_range,
 )
@@ -31,6 +33,7 @@ pytestmark = pytest.mark.covering(2)
 
 DETERMINISTIC = ROUNDINGS[:4]
 named = pytest.mark.parametrize("fmt", NAMED.values(), ids=NAMED)
+odd = pytest.mark.parametrize("fmt", ODD.values(), ids=ODD)
 COVERING = covering([{"e": f.exponent_bits, "m": f.mantissa_bits, "layout": f.layout} for f in ODD.values()], 2)
 #: every two of these together in the default run: a table of every way of rounding is made by asking the oracle
 odd_in_turn = pytest.mark.parametrize(
@@ -69,6 +72,15 @@ def bits_tensor(draws: Int64) -> torch.Tensor:
 
 
 # --------------------------------------------------------------------------- the oracle and its tables
+@pytest.mark.parametrize("name", ["E4M3", "E5M2", "E7M0", "E1M6", "E4M3FNUZ", "P3109_8P7", "E2M1"])
+def test_oracle_nearest_is_the_closest_value_with_the_even_code(name: str) -> None:
+    fmt = fm.FloatFormat.from_string(name)
+    codes = {m: reference.magnitude(m, fmt) for m in range(reference.max_code(fmt) + 1)}
+    for x in critical(fmt)[: len(critical(fmt)) // 2]:
+        if math.isfinite(x) and x <= float(max(codes.values())):
+            exact = Fraction(float(x))
+            closest = min(codes, key=lambda m: (abs(codes[m] - exact), m % 2))
+            assert abs(reference.round_to_grid(float(x), fmt)) == float(codes[closest])
 
 
 @named
@@ -126,6 +138,15 @@ def test_every_16_bit_pattern(fmt, rounding, overflow, dtype, compare_bits) -> N
     compare_bits(fm.round_to_grid(x, fmt, rounding, overflow), expected, x, fmt.name)
 
 
+@named
+@rounding
+@overflow
+def test_a_million_random_float32_patterns(fmt, rounding, overflow, compare_bits) -> None:
+    x = torch.cat([random_float32(), random_in_range(fmt.max)])
+    expected = steps(fmt, rounding, overflow)(as_float64(x))
+    compare_bits(fm.round_to_grid(x, fmt, rounding, overflow), expected, x, fmt.name)
+
+
 @odd_in_turn
 def test_any_other_format(fmt, compare_bits) -> None:
     """Every ExMy up to eight bits in every layout."""
@@ -134,6 +155,15 @@ def test_any_other_format(fmt, compare_bits) -> None:
     for x, mode, policy in itertools.product((x64, x32), DETERMINISTIC, OVERFLOWS):
         expected = steps(fmt, mode, policy)(as_float64(x))
         compare_bits(fm.round_to_grid(x, fmt, mode, policy), expected, x, f"{fmt.name} {mode} {policy}")
+
+
+@odd_in_turn
+def test_any_other_format_in_16_bit_dtypes(fmt, compare_bits) -> None:
+    for dtype in (torch.bfloat16, torch.float16)[: 2 if float16_holds(fmt) else 1]:
+        x = every_16_bit(dtype)
+        for mode in DETERMINISTIC:
+            expected = steps(fmt, mode, "inf_or_nan")(as_float64(x))
+            compare_bits(fm.round_to_grid(x, fmt, mode, "inf_or_nan"), expected, x, f"{fmt.name} {mode}")
 
 
 # ---------------------------------------------------------------------------------- stochastic rounding
@@ -164,6 +194,31 @@ def test_stochastic_every_16_bit_pattern(fmt, overflow, dtype, compare_bits) -> 
 
 
 @named
+@overflow
+def test_stochastic_a_million_random_float32_patterns(fmt, overflow, compare_bits) -> None:
+    x = torch.cat([random_float32(), random_in_range(fmt.max)])
+    check_random_draws(x, fmt, overflow, compare_bits)
+    check_random_draws(random_float64(fmt.max), fmt, overflow, compare_bits)
+
+
+def check_random_draws(x: torch.Tensor, fmt: fm.FloatFormat, overflow: str, compare_bits) -> None:
+    draws = np.random.default_rng(5).integers(0, reference.DRAWS, len(x))
+    expected = stochastic_steps(fmt, overflow)(as_float64(x), draws)
+    ours = fm.round_to_grid(x, fmt, "stochastic", overflow, bits=bits_tensor(draws))
+    compare_bits(ours, expected, x, fmt.name)
+
+
+@odd
+def test_stochastic_any_other_format(fmt, compare_bits) -> None:
+    x = torch.from_numpy(critical(fmt)).float()
+    for policy in OVERFLOWS:
+        table = stochastic_steps(fmt, policy)
+        for draws in critical_draws(as_float64(x), table):
+            ours = fm.round_to_grid(x, fmt, "stochastic", policy, bits=bits_tensor(draws))
+            compare_bits(ours, table(as_float64(x), draws), x, f"{fmt.name} {policy}")
+
+
+@named
 def test_stochastic_with_a_seed_uses_random_bits(fmt, compare_bits) -> None:
     x = random_in_range(fmt.max, 20_000)
     key = {"seed": 11, "step": 5, "stream": 3, "offset": 2**33 + 17}
@@ -176,6 +231,22 @@ def test_stochastic_with_a_seed_uses_random_bits(fmt, compare_bits) -> None:
     compare_bits(without_offset, expected, x, fmt.name)
 
 
+def test_stochastic_is_unbiased() -> None:
+    """The mean of 2^20 roundings is within four sigma of the value, in a subnormal and in a normal binade."""
+    for value in (2.0**-9 * 0.3, 2.0**-9 * 3.7, 1.0 + 0.125 * 0.71, -300.0):
+        x = torch.full((1 << 20,), value)
+        rounded = fm.round_to_grid(x, "E4M3", "stochastic", seed=4).double()
+        ulp = float(reference.ulp(value, fm.FloatFormat.from_string("E4M3")))
+        f = abs(x[0].item()) / ulp % 1
+        sigma = ulp * math.sqrt(f * (1 - f) / len(x))
+        assert abs(rounded.mean().item() - x[0].item()) < 4 * sigma + ulp * 2.0**-24
+
+
+def test_stochastic_needs_its_randomness() -> None:
+    with pytest.raises(ValueError, match="seed"):
+        fm.round_to_grid(torch.ones(3), "E4M3", "stochastic")
+
+
 # ------------------------------------------------------------------------------------- codes
 @named
 def test_decode_every_code(fmt, compare_bits) -> None:
@@ -185,6 +256,13 @@ def test_decode_every_code(fmt, compare_bits) -> None:
     for dtype in dtypes:
         decoded = fm.decode(codes, fmt, dtype)
         compare_bits(decoded, expected, torch.empty(len(codes), dtype=dtype), fmt.name)
+    compare_bits(fm.decode(codes, fmt), expected, torch.empty(len(codes)), fmt.name)
+
+
+@odd
+def test_decode_every_code_of_any_other_format(fmt, compare_bits) -> None:
+    codes = torch.arange(1 << fmt.bits, dtype=torch.int32).to(torch.uint8)
+    expected = np.array([reference.decode(code, fmt) for code in codes.tolist()])
     compare_bits(fm.decode(codes, fmt), expected, torch.empty(len(codes)), fmt.name)
 
 
@@ -204,6 +282,18 @@ def test_encode_gives_the_code_of_the_rounded_value(fmt, dtype) -> None:
 
 
 @named
+def test_decode_of_encode_is_round_to_grid(fmt, compare_bits) -> None:
+    has_nan = bool(reference.nan_codes(fmt))
+    for x in (random_float32(), every_16_bit(torch.bfloat16), torch.from_numpy(critical64(fmt))):
+        x = x if has_nan else x[~x.isnan()]
+        for mode, policy in itertools.product(ROUNDINGS, OVERFLOWS):
+            key = {"seed": 9, "step": 2, "stream": 1} if mode == "stochastic" else {}
+            codes = fm.encode(x, fmt, rounding=mode, overflow=policy, **key)
+            rounded = as_float64(fm.round_to_grid(x, fmt, mode, policy, **key))
+            compare_bits(fm.decode(codes, fmt, x.dtype), rounded, x, f"{fmt.name} {mode} {policy}")
+
+
+@named
 def test_encode_nan(fmt) -> None:
     x = torch.tensor([1.0, math.nan, -math.nan])
     if not reference.nan_codes(fmt):
@@ -215,7 +305,18 @@ def test_encode_nan(fmt) -> None:
     assert {codes[1], codes[2]} <= set(reference.nan_codes(fmt))
 
 
+@named
+def test_encode_of_an_overflow_to_nan_without_nan_never_happens(fmt) -> None:
+    """A format without NaN saturates, so encode can't meet a NaN that was not in the input."""
+    x = torch.tensor([1e38, -1e38, math.inf, -math.inf])
+    decoded = fm.decode(fm.encode(x, fmt, overflow="inf_or_nan"), fmt)
+    assert decoded.isnan().all() if fmt.layout in ("fn", "fnuz", "p3109f") else not decoded.isnan().any()
+
+
 # ------------------------------------------------------------------------------------- properties of tensors
+def test_rounded_once_from_float64() -> None:
+    x = torch.tensor([1.0625 + 2.0**-40, 1.0625, 1.0625 - 2.0**-40], dtype=torch.float64)
+    assert fm.round_to_grid(x, "E4M3").tolist() == [1.125, 1.0, 1.0]
 
 
 @pytest.mark.parametrize("mode", ROUNDINGS)
@@ -253,6 +354,21 @@ def test_every_chunk_is_rounded(size: int, compare_bits) -> None:
     draws = fm.random_bits((size,), seed=3, step=1, stream=2)
     expected = stochastic_steps(fmt, "saturate")(as_float64(x), draws.numpy().astype(np.int64))
     compare_bits(fm.round_to_grid(x, fmt, "stochastic", seed=3, step=1, stream=2), expected, x, "stochastic")
+
+
+def test_requires_grad_input_is_accepted_and_left_alone() -> None:
+    x = torch.linspace(-3, 3, 101, requires_grad=True)
+    assert torch.equal(fm.round_to_grid(x, "E4M3"), fm.round_to_grid(x.detach(), "E4M3"))
+    assert torch.equal(fm.encode(x, "E4M3"), fm.encode(x.detach(), "E4M3"))
+    assert x.grad is None
+
+
+def test_a_name_is_as_good_as_a_format() -> None:
+    x, fmt = torch.linspace(-9, 9, 99), fm.FloatFormat.from_string("E3M4")
+    assert torch.equal(fm.round_to_grid(x, "e3m4"), fm.round_to_grid(x, fmt))
+    assert torch.equal(fm.encode(x, "E3M4"), fm.encode(x, fmt))
+    assert torch.equal(fm.decode(fm.encode(x, fmt), "E3M4"), fm.round_to_grid(x, fmt))
+    assert torch.equal(fm.ulp(x, "E3M4"), fm.ulp(x, fmt))
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (2, 0, 3)])

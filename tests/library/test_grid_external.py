@@ -9,7 +9,7 @@ import pytest
 import torch
 from gfloat.formats import format_info_p3109
 from gfloat.types import Domain, FormatInfo
-from grid_inputs import critical, critical64, every_16_bit, random_float32, random_in_range
+from grid_inputs import critical, critical64, every_16_bit, float16_holds, random_float32, random_in_range
 from numpy.typing import NDArray
 
 import fp8manifold as fm
@@ -111,6 +111,16 @@ def test_nearest_against_ml_dtypes(name: str, compare_bits) -> None:
 
 
 @ml_dtypes_formats
+def test_saturation_against_ml_dtypes(name: str, compare_bits) -> None:
+    """Clamped before the cast, ml_dtypes saturates too."""
+    fmt, dtype = fm.FloatFormat.from_string(name), ML_DTYPES[name]
+    for label, x in inputs_float32(fmt).items():
+        x = x[~x.isnan()]
+        expected = x.clamp(-fmt.max, fmt.max).numpy().astype(dtype).astype(np.float64)
+        compare_bits(fm.round_to_grid(x, fmt), expected, x, f"{name} {label}")
+
+
+@ml_dtypes_formats
 def test_codes_against_ml_dtypes(name: str, compare_bits) -> None:
     fmt, dtype = fm.FloatFormat.from_string(name), ML_DTYPES[name]
     codes = np.arange(1 << fmt.bits, dtype=np.uint8)
@@ -149,3 +159,55 @@ def test_rounding_against_gfloat(name: str, rounding: str, overflow: str, compar
     for x in (gfloat_inputs(fmt), torch.from_numpy(critical64(fmt))):
         expected = gfloat_round(name, x.double().numpy(), rounding, saturate)
         compare_bits(fm.round_to_grid(x, fmt, rounding, overflow), expected, x, f"{name} {rounding}")
+
+
+@gfloat_formats
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_16_bit_dtypes_against_gfloat(name: str, dtype: torch.dtype, compare_bits) -> None:
+    fmt = fm.FloatFormat.from_string(name)
+    x = every_16_bit(dtype)
+    if dtype == torch.float16 and not float16_holds(fmt):
+        with pytest.raises(TypeError, match="float16"):
+            fm.round_to_grid(x, fmt)
+        return
+    expected = gfloat_round(name, x.double().numpy(), "nearest", saturate=True)
+    compare_bits(fm.round_to_grid(x, fmt), expected, x, name)
+
+
+@gfloat_formats
+def test_stochastic_against_gfloat(name: str, compare_bits) -> None:
+    """Ours moves up iff r < f * 2^24; gfloat moves away iff f * 2^24 + s >= 2^24: the same with s = 2^24 - 1 - r.
+
+    Below 0 up is towards 0, and s = r: gfloat rounds magnitudes, ours has one direction on the line for both signs.
+
+    gfloat first rounds f * 2^24 to an integer, ours does not: only values where it is one are compared
+    (all but the subnormals of the format and the zeros below them).
+    """
+    fmt = fm.FloatFormat.from_string(name)
+    x = gfloat_inputs(fmt)
+    x = x[x.isfinite() & (x.abs() <= fmt.max)]
+    draws_to_go_away = x.double() / fm.ulp(x.double(), fmt) * 2.0**24
+    x = x[draws_to_go_away == draws_to_go_away.round()]
+    draws = fm.random_bits(x.shape, seed=17)
+    expected = gfloat.round_ndarray(
+        GFLOAT[name],
+        x.double().numpy(),
+        gfloat.RoundMode.Stochastic,
+        sat=True,
+        srbits=torch.where(x.signbit(), draws, 2**24 - 1 - draws).numpy().astype(np.int64),
+        srnumbits=24,
+    )
+    compare_bits(fm.round_to_grid(x, fmt, "stochastic", bits=draws), expected, x, name)
+
+
+@gfloat_formats
+def test_codes_against_gfloat(name: str, compare_bits) -> None:
+    fmt, info = fm.FloatFormat.from_string(name), GFLOAT[name]
+    codes = torch.arange(1 << fmt.bits, dtype=torch.int32).to(torch.uint8)
+    expected = np.array([gfloat.decode_float(info, code).fval for code in codes.tolist()])
+    compare_bits(fm.decode(codes, fmt), expected, torch.empty(len(codes)), name)
+    finite_codes = codes[torch.from_numpy(np.isfinite(expected))]
+    values = fm.decode(finite_codes, fmt)
+    ours = fm.encode(values, fmt).tolist()
+    assert ours == [gfloat.encode_float(info, value) for value in values.tolist()]
+    assert ours == finite_codes.tolist()

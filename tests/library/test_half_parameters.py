@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from optimizer_cases import free_weight, muon_groups, normal
+from optimizer_cases import free_weight, muon_groups, normal, snapshot, through_disk
 from torch import Tensor, nn
 
 import fp8manifold as fm
@@ -69,12 +69,46 @@ def test_rounding_is_that_of_the_definition(dtype: torch.dtype) -> None:
         assert torch.equal(found.isinf(), x.isinf())
 
 
+@both
+@pytest.mark.parametrize("x", [1.00001, -3.14159, 1e-6, 1.5001 * 2.0**-24, 1023.99])
+def test_rounding_is_unbiased_over_all_draws(x: float, dtype: torch.dtype) -> None:
+    draws = torch.arange(1 << 16, dtype=torch.int32) << 8
+    kept = to_half(torch.full(draws.shape, x), dtype, draws).double()
+    gap = kept.max() - kept.min()
+    assert abs(kept.mean().item() - torch.tensor(x).double().item()) <= 2.0**-16 * float(gap)
+    assert len(kept.unique()) == 2
+
+
 # ---------------------------------------------------------------------------------------------- what arrives
 def made(name: str, weights: Tensor, compiled: bool | None = None, **options: Any) -> tuple[list[nn.Parameter], Any]:
     """A matrix and a vector."""
     parameters = [nn.Parameter(weights.clone()), nn.Parameter(weights[0].clone())]
     given: Any = muon_groups(parameters) if name == "StiffnessMuon" else parameters
     return parameters, getattr(optim, name)(given, **{**OPTIONS[name], "compile": compiled, **options})
+
+
+@both
+@pytest.mark.parametrize("name", OPTIONS)
+def test_what_is_asked_for_arrives(name: str, dtype: torch.dtype) -> None:
+    """Steps of 1e-5 of the weights: the sum of all movements is that of float32's, within five standard errors."""
+    steps, weights = 12, (torch.rand(256, 256, generator=torch.Generator().manual_seed(0)) / 4 + 0.6).to(dtype)
+    lr = {"StiffnessSGD": 1e-6, "StiffnessMuon": 1e-3}.get(name, 1e-5)
+    sums, lost = [], []
+    for each, options in ((weights, {}), (weights.float(), {}), (weights, {"writeback": "nearest"})):
+        parameters, optimizer = made(name, each, lr=lr, weight_decay=0.0, **options)
+        for _ in range(steps):
+            for p in parameters:
+                p.grad = torch.ones_like(p)
+            optimizer.step()
+        (sums if not options else lost).append([float((p.double() - each.double()).sum()) for p in parameters[:1]])
+        if each.dtype is dtype:
+            assert optimizer.state[parameters[0]].get("exp_avg", torch.zeros(1)).dtype is torch.float32
+    (found,), (asked,) = sums
+    error = (torch.finfo(dtype).eps / 2 * abs(asked)) ** 0.5
+    assert abs(found / asked - 1) < 5 * error / abs(asked)
+    assert 5 * error < 0.4 * abs(asked)
+    if dtype is torch.bfloat16:
+        assert lost == [[0.0]]
 
 
 def test_one_step_by_the_definition() -> None:
@@ -107,6 +141,23 @@ def test_compiled_steps_have_the_same_bits(name: str, dtype: torch.dtype, cpp_co
         run(optimizer, parameters, range(3))
         found.append([p.detach().view(torch.int16) for p in parameters])
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+
+
+@both
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_resumed_run_has_the_same_bits(name: str, dtype: torch.dtype) -> None:
+    weights = normal(8, 33).to(dtype)
+    parameters, optimizer = made(name, weights, lr=1e-3)
+    run(optimizer, parameters, range(3))
+    saved, kept = through_disk(optimizer.state_dict()), [p.detach().clone() for p in parameters]
+    run(optimizer, parameters, range(3, 6))
+    again, other = made(name, weights, lr=1e-3)
+    with torch.no_grad():
+        for p, value in zip(again, kept, strict=True):
+            p.copy_(value)
+    other.load_state_dict(saved)
+    run(other, again, range(3, 6))
+    assert snapshot(optimizer)["parameters"] == snapshot(other)["parameters"]
 
 
 @both

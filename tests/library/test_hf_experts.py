@@ -35,6 +35,12 @@ PARAMETERS: dict[str, Any] = {"*.experts.*": "E4M3", "*_bias": "none"}
 OPTIONS: dict[str, Any] = {"parameters": PARAMETERS, "embeddings": "E4M3"}
 
 
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+
+
 def mixture(kind: str, **more: Any) -> Any:
     config = getattr(transformers, f"{kind}Config")(**COMMON, **KINDS[kind], **more)
     with torch.random.fork_rng():
@@ -87,6 +93,26 @@ def test_logits_and_gradients_are_those_of_the_values(kind: str) -> None:
         for each in (model, floats):
             each.set_experts_implementation(way)
         assert torch.equal(model(TOKENS).logits, floats(TOKENS).logits), way
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("muon", [False, True])
+def test_they_are_trained(kind: str, muon: bool) -> None:
+    model = quantized(kind).train()
+    if muon:
+        optimizer: Any = fm.optim.StiffnessMuon.for_model(model, 2e-3, moments="8bit")
+    else:
+        optimizer = fm.optim.StiffnessAdamW(model.parameters(), lr=2e-3, moments="8bit", compile=False)
+    before = model.model.layers[1].mlp.experts.down_proj.codes.clone()
+    losses = []
+    for _ in range(6):
+        loss = loss_of(model)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    assert not torch.equal(model.model.layers[1].mlp.experts.down_proj.codes, before)
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))

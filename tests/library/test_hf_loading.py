@@ -27,6 +27,12 @@ SIZES: dict[str, Any] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+
+
 def seeded(kind: str, config: Any) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(0)

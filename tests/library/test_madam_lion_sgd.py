@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import pytest
 import torch
-from optimizer_cases import free_weight, normal
+from optimizer_cases import ROWS, free_weight, normal
 from torch import Tensor, nn
 
 import fp8manifold as fm
-from fp8manifold.optim import Madam, StiffnessLion
+from fp8manifold.optim import Madam, RiemannianAdam, RiemannianSGD, StiffnessLion, StiffnessSGD
+from fp8manifold.optim._state import unpack_residual
 
 double = torch.float64
 FLOOR = 2.0**-4
@@ -60,6 +62,19 @@ def test_madam_multiplies_above_the_floor_and_adds_below() -> None:
         assert crossed[near & (x != 0)].any()
 
 
+def test_madam_is_continuous_with_its_slope_at_the_floor() -> None:
+    """Just above and just below it weights take the same small step, to second order in the step."""
+    x = torch.ones(1000, dtype=double)
+    for _ in range(3):  # the two are part of the mean that makes the floor
+        floor = floor_of(x, "E4M3")
+        x[:2] = torch.tensor([floor * (1 - 1e-9), floor * (1 + 1e-9)], dtype=double)
+    for lr in (1e-2, 1e-3):
+        p, optimizer = madam_on(x, lr=lr)
+        moved = stepped(optimizer, p, torch.ones_like(x))[:2] / floor
+        assert abs(moved[0] - moved[1]) < lr**2
+        assert abs(moved[0] + lr) < 1e-6 * lr
+
+
 def test_madams_direction_is_bounded_and_normalised() -> None:
     """Gradients of any size move a weight by the same factor; one that jumps by no more than the bound's."""
     x = torch.ones(8, dtype=double)
@@ -80,6 +95,33 @@ def test_madams_direction_is_bounded_and_normalised() -> None:
     assert (plain(p) / before >= math.exp(-0.3) * (1 - 1e-6)).all()
 
 
+@pytest.mark.parametrize("fmt", ["E7M0", "E4M3", "E5M2"])
+def test_madam_crosses_zero(fmt: str) -> None:
+    """Codes from -1 and from zero reach +1/2 and stay near it; a purely multiplicative step never could."""
+    p = fm.FP8Parameter(torch.tensor([-1.0, -0.01, 0.0, 0.3, 2.0] * 20), fmt)
+    optimizer = Madam([p], lr=0.05, compile=False)
+    for t in range(600):
+        optimizer.param_groups[0]["lr"] = 0.05 if t < 400 else 0.02
+        p.grad = p.dequantize() - 0.5
+        optimizer.step()
+    found = p.dequantize()
+    assert (found > 0).all()
+    assert abs(found.mean() - 0.5) < 0.1
+    assert (found - 0.5).abs().max() <= 0.5
+
+
+def test_madams_steps_are_right_in_the_mean_on_powers_of_two() -> None:
+    """E7M0 has nothing between 1 and 2: the step is taken in value and rounded once, which keeps its mean."""
+    n = 1 << 17
+    for sign, factor in ((-1.0, math.exp(0.1)), (1.0, math.exp(-0.1))):
+        p = fm.FP8Parameter(torch.ones(n), "E7M0", scale=1.0)
+        optimizer = Madam([p], lr=0.1, compile=False)
+        p.grad = torch.full((n,), sign)
+        optimizer.step()
+        values = p.dequantize().double()
+        assert abs(values.mean() - factor) < 4 * values.std() / math.sqrt(n)
+
+
 def test_madam_gives_ordinary_parameters_adamw() -> None:
     """At float_lr, which follows the schedule of lr."""
     weight = nn.Parameter(normal(30, seed=1, dtype=double))
@@ -97,6 +139,21 @@ def test_madam_gives_ordinary_parameters_adamw() -> None:
 
 
 # -------------------------------------------------------------------------------------------------------- Lion
+def test_a_step_of_lion_is_the_same_number_of_ulps_everywhere() -> None:
+    """``lr / S_ref`` at k = 1, between the bounds; at k = 0 it is ``lr`` in value."""
+    x = normal(400, seed=1, dtype=double).mul_(torch.exp2(normal(400, seed=2, dtype=double)))
+    stiffness = fm.ulp(x, "E4M3")
+    reference = stiffness.mean().item()
+    free = (stiffness / reference > 2.0**-8) & (stiffness / reference < 2.0**4)
+    assert len(stiffness[free].unique()) > 5
+    for k, expected in ((1.0, 1e-3 * stiffness / reference), (0.0, torch.full_like(x, 1e-3))):
+        p = free_weight(x)
+        optimizer = StiffnessLion([p], lr=1e-3, stiffness=k, compile=False)
+        g = normal(400, seed=3, dtype=double)
+        g[::5] = 0.0
+        moved = stepped(optimizer, p, g)
+        torch.testing.assert_close(moved[free], (-g.sign() * expected)[free], rtol=1e-9, atol=0)
+        assert (moved[::5] == 0).all()
 
 
 def test_lion_is_the_published_algorithm() -> None:
@@ -121,3 +178,53 @@ SGD: dict[str, dict[str, Any]] = {
     "nesterov": {"momentum": 0.9, "nesterov": True},
     "maximize": {"momentum": 0.5, "maximize": True},
 }
+
+
+@pytest.mark.parametrize("options", SGD.values(), ids=SGD)
+@pytest.mark.parametrize("quantised", [True, False], ids=["manifold", "ordinary"])
+def test_sgd_without_stiffness_is_torchs_where_nothing_is_rounded(options: dict[str, Any], quantised: bool) -> None:
+    x = normal(3, 20, seed=1, dtype=double, std=0.1)
+    p: Any = free_weight(x, "E4M3", ROWS.double()) if quantised else nn.Parameter(x.clone())
+    twin = nn.Parameter(plain(p))
+    ours = StiffnessSGD([p], **{"lr": 0.003, "momentum": 0.0, "stiffness": 0.0, "compile": False, **options})
+    torchs = torch.optim.SGD([twin], lr=0.003, **options)
+    for t in range(100):
+        p.grad = normal(3, 20, seed=t, dtype=double)
+        twin.grad = p.grad.clone()
+        ours.step()
+        torchs.step()
+    torch.testing.assert_close(plain(p), plain(twin), rtol=0, atol=1e-13)
+
+
+def test_sgd_at_k_2_is_the_riemannian_step_to_first_order() -> None:
+    """S^2 g: the linear step of StiffnessSGD and the geodesic of RiemannianSGD agree where no binade is left."""
+    x = 1.0 + torch.rand(200, generator=torch.Generator().manual_seed(1), dtype=double) * 0.8
+    x = x * torch.exp2(torch.arange(200) % 5)
+    linear, geodesic = free_weight(x), free_weight(x)
+    g = normal(200, seed=2, dtype=double)
+    reference = fm.ulp(x, "E4M3").mean().item()
+    a = stepped(StiffnessSGD([linear], lr=1e-3 * reference**2, momentum=0.0, stiffness=2.0, compile=False), linear, g)
+    b = stepped(RiemannianSGD([geodesic], lr=1e-3, compile=False), geodesic, g)
+    torch.testing.assert_close(a, b, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize(("writeback", "bits"), [("residual8", 8), ("residual4", 4), ("residual2", 2)])
+def test_riemannian_adam_over_codes_is_adam_on_codes(writeback: str, bits: int) -> None:
+    """torch's Adam over the chart's coordinate, with gradient S g; codes and residual follow it to a few parts."""
+    p = fm.FP8Parameter(normal(40, 25, seed=1, std=0.1), "E4M3", seed=1)
+    scale = p.expanded_scale().double()
+    code = nn.Parameter(fm.to_chart(p.dequantize().double() / scale, "E4M3"))
+    options = {"lr": 0.05, "betas": (0.9, 0.99), "eps": 0.0}
+    ours = RiemannianAdam([p], writeback=writeback, damping=0.0, clip=math.inf, compile=False, **options)
+    torchs = torch.optim.Adam([code], **options)
+    for t in range(60):
+        p.grad = normal(40, 25, seed=100 + t)
+        code.grad = fm.ulp(fm.from_chart(code.detach(), "E4M3"), "E4M3") * scale * p.grad.double()
+        ours.step()
+        torchs.step()
+    residual, parts = unpack_residual(ours.state[p]["residual"], p.shape, bits), 1 << bits
+    position = fm.to_chart(p.dequantize().double() / scale, "E4M3") + residual / parts
+    away = (position - code.detach()).abs() * parts
+    assert away.mean() < math.sqrt(60) / 2  # 60 roundings of a part, half a part each at most
+    # the few that cross a power of two a step before or after their twin have half or twice its gradient there
+    assert away.quantile(0.99) < 4 * math.sqrt(60)

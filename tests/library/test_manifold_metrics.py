@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from manifold_cases import (
@@ -17,6 +18,8 @@ from manifold_cases import (
     grid,
     interior_and_grid,
     off_grid,
+    pairs,
+    ruler,
     same_bits,
     smooth_function,
     spread,
@@ -64,6 +67,21 @@ def test_gradient_of_exp_is_the_ratio_of_stiffnesses(fmt, metric, scale) -> None
     assert same_bits(derivative(manifold.expmap(x, still), still), torch.ones_like(x))
 
 
+@pytest.mark.parametrize("name", ["E4M3", "E3M4", "E1M6", "E2M1"])
+@every_metric
+def test_gradcheck_away_from_the_kinks(name, metric) -> None:
+    """Both arguments of exp, log and dist against finite differences."""
+    fmt = FORMATS[name]
+    manifold = fm.StiffnessManifold(fmt, 0.3, metric)
+    middle = torch.from_numpy(ruler(fmt).inverse(ruler(fmt).codes[3:-3:5] + 0.37)) * manifold.scale.double()
+    x, y = middle.clone().requires_grad_(), middle.flip(0).clone().requires_grad_()
+    u = (manifold.stiffness(x) * 0.31).detach().requires_grad_()
+    checked = {"eps": 1e-4 * fmt.ulp_min, "atol": 1e-4, "rtol": 1e-4}
+    assert torch.autograd.gradcheck(manifold.expmap, (x, u), **checked)
+    assert torch.autograd.gradcheck(manifold.logmap, (x, y), **checked)
+    assert torch.autograd.gradcheck(manifold.dist, (x, y), **checked)
+
+
 # ------------------------------------------------------------------------------------------- callables
 @every_format
 @every_scale
@@ -78,6 +96,14 @@ def test_a_function_equal_to_ulp_is_the_ulp_metric(fmt, scale) -> None:
     assert same_bits(ours.egrad2rgrad(x, y), named.egrad2rgrad(x, y))
     u = named.logmap(x, y) * 0.61
     assert (named.dist(ours.expmap(x, u), named.expmap(x, u)) <= chart_error(named, x, y)).all()
+
+
+@every_format
+def test_a_function_equal_to_ulp_counts_codes_exactly(fmt, compare_bits) -> None:
+    x, y = pairs(grid(fmt, torch.float32))
+    codes = np.append(ruler(fmt).codes, 0.0)
+    dist = fm.StiffnessManifold(fmt, metric=ulp_as_function).dist(x, y)
+    compare_bits(dist, np.abs(codes[:, None] - codes[None, :]).flatten(), x, fmt.name)
 
 
 @few_formats
@@ -104,6 +130,17 @@ def test_a_function_holds_its_middle_value_between_neighbours(fmt) -> None:
 def test_a_bad_function_is_refused_at_once(function, error, named) -> None:
     with pytest.raises(error, match=f"metric function gave .*{named}"):
         fm.StiffnessManifold("E4M3", metric=function)
+
+
+def test_a_constant_function_scales_the_euclidean_metric() -> None:
+    manifold, euclidean = (
+        fm.StiffnessManifold("E4M3", metric=lambda x, fmt: 0.5),
+        fm.StiffnessManifold("E4M3", metric="euclidean"),
+    )
+    x, y = interior_and_grid(FORMATS["E4M3"], 1.0)
+    assert torch.allclose(manifold.dist(x, y), 2 * euclidean.dist(x, y), rtol=1e-12)
+    u = torch.linspace(-1, 1, len(x), dtype=torch.float64)
+    assert torch.allclose(manifold.expmap(x, u), euclidean.expmap(x, u), rtol=1e-12)
 
 
 # ----------------------------------------------------------------------------------- metrics, by formula
@@ -154,3 +191,12 @@ def test_integers_are_refused() -> None:
     for method in (manifold.projx, manifold.stiffness, manifold.to_chart, manifold.from_chart):
         with pytest.raises(TypeError, match="int64"):
             method(x)
+
+
+@few_formats
+def test_strides_do_not_matter(fmt) -> None:
+    x = grid(fmt)[:12].view(3, 4)
+    manifold, u = fm.FP8Manifold(fmt, 0.5), torch.ones(4, 3, dtype=torch.float64) * fmt.ulp_max
+    assert same_bits(manifold.retr(x.T, u), manifold.retr(x.T.contiguous(), u))
+    assert same_bits(manifold.projx(x.T), manifold.projx(x).T)
+    assert same_bits(manifold.dist(x.T, u), manifold.dist(x.T.contiguous(), u))

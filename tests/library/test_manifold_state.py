@@ -101,6 +101,12 @@ def test_a_layer_registers_its_manifold() -> None:
     assert torch.equal(other.weight, layer.weight)
 
 
+def test_deepcopy_of_a_layer_keeps_parameter_and_manifold_together() -> None:
+    layer = copy.deepcopy(Layer(fm.FP8Manifold("E4M3", ROWS, "stochastic")))
+    assert isinstance(layer.weight, geoopt.ManifoldParameter)
+    assert layer.weight.manifold is layer.manifold
+
+
 # ------------------------------------------------------------------------------------- another format
 @pytest.mark.parametrize(
     ("saved", "into"),
@@ -253,6 +259,11 @@ def test_bad_arguments_are_refused_in_one_line(kind, changed, error, message) ->
 @pytest.mark.parametrize(("changed", "error", "message"), REFUSED_FP8, ids=lambda x: str(x)[:30])
 def test_bad_arguments_of_the_grid_are_refused_in_one_line(changed, error, message) -> None:
     refuse(fm.FP8Manifold, changed, error, message)
+
+
+def test_random_refuses_a_shape_that_the_scale_does_not_fit() -> None:
+    with pytest.raises(ValueError, match=r"\(3,\).*\(2, 1\)"):
+        fm.FP8Manifold("E4M3", ROWS).random(3)
 
 
 # ------------------------------------------------------------------------------------------------ repr

@@ -9,10 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from optimizer_cases import ROWS, grid_weight, normal
+from optimizer_cases import ROWS, grid_weight, normal, put_gradients, record
 
 import fp8manifold as fm
 from fp8manifold.monitor import code_histogram, code_unchanged, update_lost
+from fp8manifold.optim import StiffnessAdamW
 
 settings = hypothesis_settings(derandomize=True, deadline=None, database=None, max_examples=100)
 small = st.integers(0, 2).map(float)
@@ -45,6 +46,22 @@ def test_special_values() -> None:
     assert update_lost(torch.zeros(1), -torch.zeros(1), torch.zeros(1)) == 0.0
     assert update_lost(torch.empty(0), torch.empty(0), torch.empty(0)) == 0.0
     assert update_lost(torch.tensor(1.0), torch.tensor(1.1), torch.tensor(1.0)) == 1.0
+
+
+@pytest.mark.parametrize(("writeback", "lost"), [("nearest", 1.0), ("stochastic", None)])
+def test_a_stalled_optimizer_loses_every_update(writeback: str, lost: float | None) -> None:
+    """Steps of a thousandth of an ULP: nearest loses them all, stochastic all but as many as its draws say."""
+    weight = grid_weight("E4M3", (3, 4000), ROWS, std=0.5)
+    optimizer = StiffnessAdamW([weight], lr=1e-4, stiffness=1.0, writeback=writeback)
+    views = record(optimizer)
+    put_gradients([weight], 0)
+    optimizer.step()
+    view = views[0]
+    share = update_lost(view.before, view.target, view.after)
+    moved = (view.after != view.before).double().mean().item()
+    assert (view.target != view.before).all()
+    assert share == pytest.approx(1 - moved)
+    assert share == 1.0 if lost else 0.9 < share < 1.0
 
 
 def test_shapes_that_differ_are_refused() -> None:

@@ -70,6 +70,28 @@ def same(ours: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 @needs_native
+@formats
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("n", [1, 17, 100_003])
+def test_rounding_and_codes(name: str, rounding: Any, n: int, plain: Any) -> None:
+    x = any_floats(max(n, 6), 3)[:n]
+    options = {} if rounding == "nearest" else {"seed": 2**63, "step": 7, "stream": 2**40, "offset": 2**32 - 5 * n}
+    assert same(fm.round_to_grid(x, name, rounding, **options), plain(fm.round_to_grid, x, name, rounding, **options))
+    numbers = x[~x.isnan()] if fm.FloatFormat.from_string(name).nan_code is None else x
+    assert same(fm.encode(numbers, name, rounding, **options), plain(fm.encode, numbers, name, rounding, **options))
+
+
+@needs_native
+@formats
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_all_codes(name: str, dtype: torch.dtype, plain: Any) -> None:
+    fmt = fm.FloatFormat.from_string(name)
+    codes = torch.arange(2 * fmt.sign_bit, dtype=torch.uint8).repeat(20)
+    for n in (1, len(codes), 37):
+        assert same(fm.decode(codes[:n], fmt, dtype), plain(fm.decode, codes[:n], fmt, dtype))
+
+
+@needs_native
 @pytest.mark.parametrize("name", ["E4M3", "E7M0", "E5M2"])
 @pytest.mark.parametrize(
     ("shape", "scale", "block"), [((7, 33), (), None), ((7, 2048), (7, 1), None), ((3, 96), (3, 3), 32)]

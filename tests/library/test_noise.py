@@ -207,6 +207,18 @@ def test_putting_a_snapshot_back_does_not_rewind_the_draws(snapshot: Any) -> Non
     assert_unrelated(moves)
 
 
+def test_loading_a_state_does() -> None:
+    model = torch.nn.ParameterList([byte(6)])
+    saved, seen = copy.deepcopy(model.state_dict()), []
+    for _ in range(2):
+        with torch.no_grad():
+            model[0].add_(0.03)
+        seen.append(model[0].codes.clone())
+        model.load_state_dict(saved)
+        assert int(model[0].counter) == 0
+    assert torch.equal(*seen)
+
+
 # ---------------------------------------------------------------------------------------------------------- averages
 def quantized(rounding: Any) -> torch.nn.Module:
     torch.manual_seed(0)
@@ -311,13 +323,13 @@ def test_an_average_of_transposed_weights(storage: Any) -> None:
         assert torch.equal(ours.weight, (weight.dequantize() if storage == "fp8" else weight).t())
 
 
-def test_loading_a_state_does() -> None:
-    model = torch.nn.ParameterList([byte(6)])
-    saved, seen = copy.deepcopy(model.state_dict()), []
-    for _ in range(2):
-        with torch.no_grad():
-            model[0].add_(0.03)
-        seen.append(model[0].codes.clone())
-        model.load_state_dict(saved)
-        assert int(model[0].counter) == 0
-    assert torch.equal(*seen)
+@both
+def test_an_average_rounded_stochastically_is_unbiased(options: Any) -> None:
+    model = quantized("stochastic")
+    assert averaged(AveragedModel(model, **options), model, 35) == pytest.approx(1 - 0.9**35, abs=0.01)
+
+
+def test_a_float_master_copied_into_codes_is_no_average() -> None:
+    p = fm.FP8Parameter(torch.ones(N), "E4M3", scale=1.0, rounding="nearest")
+    with torch.no_grad():
+        p.copy_(torch.full((N,), 1.01))

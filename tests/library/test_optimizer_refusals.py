@@ -93,6 +93,24 @@ def test_sparse_and_complex_gradients_are_refused(kind: Any) -> None:
         kind([nn.Parameter(torch.ones(3, dtype=torch.complex64))])
 
 
+@every_class
+@pytest.mark.parametrize("flag", ["foreach", "fused", "capturable", "differentiable"])
+def test_flags_that_would_be_ignored_are_refused(kind: Any, flag: str) -> None:
+    with pytest.raises(ValueError, match=f"{flag}=True is not supported by {kind.__name__}"):
+        kind([grid_weight()], **{flag: True})
+    with pytest.raises(ValueError, match=f"{flag}=True"):
+        kind([{"params": [grid_weight()], flag: True}])
+    kind([grid_weight()], **{flag: False})
+
+
+@every_class
+def test_unknown_keywords_are_refused_with_the_nearest(kind: Any) -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'foreech'; did you mean 'foreach'"):
+        kind([grid_weight()], foreech=True)
+    with pytest.raises(TypeError, match="'learning_rate'"):
+        kind([grid_weight()], learning_rate=0.1)
+
+
 REFUSED: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     *[
         (kind, options, error, message)

@@ -107,6 +107,21 @@ def test_gradients_flow_to_what_they_did_before(storage: Any) -> None:
     assert model[1].weight.grad is not None
 
 
+@all_storages
+def test_the_models_own_code_runs_unchanged(storage: Any) -> None:
+    """Close to the float model with fine formats, differentiable to the embedding."""
+    model = Model()
+    expected = model(TOKENS)
+    quantize_model(model, {"*": "E4M3", "lm_head": "none"}, storage)
+    logits = model(TOKENS)
+    error = (logits - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+    assert 0 < error < 0.2
+    logits.square().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert model(TOKENS).dtype == torch.bfloat16
+
+
 def test_every_manifold_has_a_seed_of_its_own() -> None:
     model = quantize_model(Model(), "E4M3", "grid", seed=3)
     manifolds = [m.manifold for m in model.modules() if isinstance(m, QuantizedLinear)]
@@ -155,6 +170,19 @@ def test_a_deep_copy_is_independent(storage: Any) -> None:
     assert layer.weight.abs().sum() > 0
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_grid_survives_a_change_of_dtype(dtype: torch.dtype) -> None:
+    """Values of 8 bits at power-of-two scales are exact in bfloat16."""
+    layer = quantize_model(nn.Linear(8, 4), "E4M3", "grid")
+    codes = layer.weight_codes()
+    layer.to(dtype)
+    assert layer.weight.dtype == dtype
+    assert layer.weight.manifold is layer.manifold
+    assert on_grid(layer.weight)
+    assert torch.equal(layer.weight_codes(), codes)
+    assert layer(torch.ones(1, 8, dtype=dtype)).dtype == dtype
+
+
 @all_storages
 def test_dequantize_puts_plain_layers_back(storage: Any) -> None:
     """With the quantised values as plain parameters: the function stays, bias and all."""
@@ -186,14 +214,50 @@ def test_repr_says_what_is_quantised(storage: Any) -> None:
     assert f"weight=E4M3, activation=E5M2, storage={storage}" in repr(layer)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_a_grid_survives_a_change_of_dtype(dtype: torch.dtype) -> None:
-    """Values of 8 bits at power-of-two scales are exact in bfloat16."""
-    layer = quantize_model(nn.Linear(8, 4), "E4M3", "grid")
-    codes = layer.weight_codes()
-    layer.to(dtype)
-    assert layer.weight.dtype == dtype
-    assert layer.weight.manifold is layer.manifold
-    assert on_grid(layer.weight)
-    assert torch.equal(layer.weight_codes(), codes)
-    assert layer(torch.ones(1, 8, dtype=dtype)).dtype == dtype
+# -------------------------------------------------------------------------------------------------------- training
+def trained_loss(storage: str, make: Any, steps: int = 150) -> tuple[float, float, nn.Module]:
+    """A tiny regression, y = x0 x1 + x2: loss at the start and at the end."""
+    model = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 1))
+    for i, p in enumerate(model.parameters()):
+        p.data = normal(*p.shape, seed=i, std=0.3)
+    quantize_model(model, "E4M3", storage)  # type: ignore[arg-type]
+    optimizer = make(model.parameters())
+    x = normal(256, 6, seed=99)
+    y = x[:, :1] * x[:, 1:2] + x[:, 2:3]
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = (model(x) - y).square().mean()
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+    return losses[0], sum(losses[-10:]) / 10, model
+
+
+TRAINERS: dict[str, Any] = {
+    "master-adamw": ("master", lambda p: torch.optim.AdamW(p, lr=0.01)),
+    "grid-stiffness": ("grid", lambda p: fm.optim.StiffnessAdamW(p, lr=0.01)),
+    "grid-anneal": ("grid", lambda p: fm.optim.StiffnessAdamW(p, lr=0.01, stiffness=fm.optim.anneal(1.0, 0.0, 150))),
+    "grid-riemannian": ("grid", lambda p: fm.optim.RiemannianAdam(p, lr=0.5, float_lr=0.01)),
+    "grid-wrapped": ("grid", lambda p: fm.optim.StiffnessWrapper(torch.optim.AdamW(p, lr=0.01), exponent=1.0)),
+}
+
+
+@pytest.mark.parametrize(("storage", "make"), TRAINERS.values(), ids=TRAINERS)
+def test_a_small_network_learns(storage: str, make: Any) -> None:
+    """To a fifth of the loss it began with, on weights of eight bits."""
+    first, last, model = trained_loss(storage, make)
+    assert last < 0.2 * first
+    if storage == "grid":
+        assert all(on_grid(m.weight) for m in model.modules() if isinstance(m, QuantizedLinear))
+
+
+def test_nearest_rounding_stalls_where_stochastic_learns() -> None:
+    """Steps a thousandth in size: what the library is about, in one comparison."""
+    ends = {
+        rule: trained_loss(
+            "grid", lambda p, rule=rule: fm.optim.StiffnessAdamW(p, 1e-3, stiffness=0.0, writeback=rule)
+        )[1]
+        for rule in ("nearest", "stochastic")
+    }
+    assert ends["stochastic"] < 0.8 * ends["nearest"]

@@ -28,11 +28,19 @@ KEYS = [
     {"seed": 123, "step": 99_999, "stream": 147, "offset": 2**32 - N // 2},
     {"seed": 7, "step": 2**40, "stream": 2**35, "offset": 2**50 + 3},
 ]
+LAGS = (1, 2, 3, 4, 7, 8, 16, 31, 64, 127, 128, 129, 256, 512, 768, 1000, 1024, 4096, 65535, 65536, 131072)
 every_key = pytest.mark.parametrize("key", KEYS, ids=str)
 
 
 def draws(n: int = N, **key: int) -> NDArray[np.int64]:
     return fm.random_bits((n,), **{"seed": 0, **key}).numpy().astype(np.int64)
+
+
+def members(x: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Of all values that a draw may have, which occur."""
+    occur = np.zeros(RANGE, dtype=bool)
+    occur[x] = True
+    return occur
 
 
 def correlation(a: NDArray[np.int64], b: NDArray[np.int64]) -> float:
@@ -57,6 +65,13 @@ def assert_independent(a: NDArray[np.int64], b: NDArray[np.int64], context: str)
     assert (a == b).sum() <= expected + 6 * math.sqrt(expected) + 4, context
 
 
+def chi_square_sigmas(counts: NDArray[np.int64]) -> float:
+    """How many standard deviations chi-square is from its mean under a uniform distribution."""
+    expected, freedom = counts.sum() / len(counts), len(counts) - 1
+    chi_square = float(((counts - expected) ** 2).sum() / expected)
+    return (chi_square - freedom) / math.sqrt(2 * freedom)
+
+
 # ------------------------------------------------------------------------------------------ one stream
 @every_key
 def test_range_and_dtype(key: dict[str, int]) -> None:
@@ -73,6 +88,66 @@ def test_each_bit_is_uniform(key: dict[str, int]) -> None:
     x = draws(**key)
     ones = np.array([np.mean(x >> bit & 1) for bit in range(BITS)])
     assert abs(2 * ones - 1).max() < 1.25 * BOUND
+
+
+@every_key
+def test_bits_of_a_draw_are_independent(key: dict[str, int]) -> None:
+    signs = np.stack([1.0 - 2 * (draws(**key) >> bit & 1) for bit in range(BITS)])
+    correlations = signs @ signs.T / N
+    assert abs(correlations - np.eye(BITS)).max() < 1.3 * BOUND  # the largest of 276
+
+
+@every_key
+def test_bytes_are_uniform(key: dict[str, int]) -> None:
+    x = draws(**key)
+    for shift in (0, 4, 8, 12, 16):
+        assert abs(chi_square_sigmas(np.bincount(x >> shift & 255, minlength=256))) < 4.5
+    for shift in (0, 8, 12):
+        assert abs(chi_square_sigmas(np.bincount(x >> shift & 4095, minlength=4096))) < 4.5
+
+
+@every_key
+def test_pairs_and_triples_are_uniform(key: dict[str, int]) -> None:
+    """The top bits of successive draws fill the square and the cube."""
+    x = draws(**key)
+    pairs = (x[:-1] >> 18) << 6 | x[1:] >> 18
+    triples = (x[:-2] >> 20) << 8 | (x[1:-1] >> 20) << 4 | x[2:] >> 20
+    low_pairs = (x[:-1] & 63) << 6 | x[1:] & 63
+    for cells in (pairs, triples, low_pairs):
+        assert abs(chi_square_sigmas(np.bincount(cells, minlength=4096))) < 4.5
+
+
+@every_key
+def test_moments(key: dict[str, int]) -> None:
+    u = (draws(**key) + 0.5) / RANGE
+    for power in (1, 2, 3, 4):
+        sigma = math.sqrt((1 / (2 * power + 1) - 1 / (power + 1) ** 2) / N)
+        assert abs(np.mean(u**power) - 1 / (power + 1)) < 4 * sigma
+
+
+@every_key
+def test_lags_are_uncorrelated(key: dict[str, int]) -> None:
+    x = draws(**key)
+    for lag in LAGS:
+        assert_independent(x[lag:], x[:-lag], f"lag {lag}")
+
+
+@every_key
+def test_xor_lags_are_uncorrelated(key: dict[str, int]) -> None:
+    """Elements whose indices differ in one bit."""
+    x, index = draws(**key), np.arange(N)
+    for bit in range(20):
+        clear = index[index >> bit & 1 == 0]  # every pair once
+        assert_independent(x[clear], x[clear | 1 << bit], f"index bit {bit}")
+
+
+@every_key
+def test_draws_repeat_as_often_as_chance_has_them(key: dict[str, int]) -> None:
+    """2^20 independent draws out of 2^24 leave RANGE * (1 - exp(-1/16)) distinct values."""
+    rate = N / RANGE
+    expected = RANGE * (1 - math.exp(-rate))
+    sigma = math.sqrt(RANGE * math.exp(-rate) * (1 - (1 + rate) * math.exp(-rate)))
+    assert abs(members(draws(**key)).sum() - expected) < 5 * sigma
 
 
 # ------------------------------------------------------------------------------ one stream and another
@@ -100,6 +175,31 @@ def test_one_stream_is_no_shift_of_another(one: dict[str, int], other: dict[str,
         assert_independent(b[shift:], a[:-shift], f"shift -{shift}")
 
 
+@consecutive
+def test_one_stream_is_no_xor_permutation_of_another(one: dict[str, int], other: dict[str, int]) -> None:
+    a, b, index = draws(**one), draws(**other), np.arange(N)
+    for mask in (*range(1, 16), *(1 << k for k in range(4, 20)), N - 1):
+        assert_independent(a, b[index ^ mask], f"index ^ {mask}")
+
+
+@consecutive
+def test_one_stream_is_no_permutation_of_another(one: dict[str, int], other: dict[str, int]) -> None:
+    """As sets, two streams share what chance gives: whatever the order, and whatever constant is xored in."""
+    in_a, b = members(draws(**one)), np.flatnonzero(members(draws(**other)))
+    expected = in_a.sum() * len(b) / RANGE
+    for mask in (0, RANGE - 1, 1, 1 << 23):
+        assert abs(in_a[b ^ mask].sum() - expected) < 5 * math.sqrt(expected)
+
+
+@neighbours
+def test_the_difference_of_two_streams_is_no_constant(one: dict[str, int], other: dict[str, int]) -> None:
+    """Neither their sum, difference nor xor favours any value: not shifted noise."""
+    a, b = draws(**one), draws(**other)
+    for combined in ((a - b) % RANGE, (a + b) % RANGE, a ^ b):
+        for shift in (0, 12):
+            assert abs(chi_square_sigmas(np.bincount(combined >> shift & 4095, minlength=4096))) < 4.5
+
+
 def test_every_bit_of_every_key_word_changes_half_of_the_bits() -> None:
     """Avalanche: one flipped bit of a key or of the high half of the offset flips 12 of 24 bits on average."""
     n = 4096
@@ -109,6 +209,34 @@ def test_every_bit_of_every_key_word_changes_half_of_the_bits() -> None:
         flipped = draws(n, **(base | {word: base[word] ^ (1 << bit)}))
         changed = np.mean([(original ^ flipped) >> k & 1 for k in range(BITS)])
         assert abs(changed - 0.5) < 5 * 0.5 / math.sqrt(n * BITS), (word, bit)
+
+
+def test_many_small_keys_give_unrelated_draws() -> None:
+    """Along (seed, step, stream) at one element: each key word is a coordinate as good as the index."""
+    for word in WORDS:
+        along = np.array([draws(1, **{word: value})[0] for value in range(1 << 14)])
+        assert abs(correlation(along[1:], along[:-1])) < 4 / math.sqrt(len(along))
+        assert abs(chi_square_sigmas(np.bincount(along >> 16, minlength=256))) < 4.5
+        assert abs(chi_square_sigmas(np.bincount(along & 255, minlength=256))) < 4.5
+
+
+def test_no_two_of_many_keys_share_a_sequence() -> None:
+    """6^3 keys, the first 64 draws of each at every alignment: no run of three draws occurs twice."""
+    runs: set[tuple[int, ...]] = set()
+    keys = list(itertools.product(range(6), repeat=3))
+    for key in keys:
+        x = draws(66, **dict(zip(WORDS, key, strict=True))).tolist()
+        runs |= {tuple(x[i : i + 3]) for i in range(64)}
+    assert len(runs) == 64 * len(keys)
+
+
+def test_sums_over_streams_are_as_spread_as_independent_ones() -> None:
+    """The mean of 256 streams at each element has the variance of a mean of 256 independent draws."""
+    streams = np.stack([draws(1 << 12, seed=5, step=2, stream=s) for s in range(256)])
+    mean, variance = (RANGE - 1) / 2, (RANGE**2 - 1) / 12
+    z = (streams.mean(axis=0) - mean) / math.sqrt(variance / 256)
+    assert abs(z.mean()) < 4 / math.sqrt(len(z))
+    assert abs(z.var() - 1) < 4 * math.sqrt(2 / len(z))
 
 
 # ------------------------------------------------------------------------- a function of the key alone
@@ -130,6 +258,19 @@ def test_shape_is_row_major() -> None:
     assert torch.equal(fm.random_bits(torch.Size([4]), seed=3), flat[:4])
 
 
+def test_high_offsets_are_not_low_ones() -> None:
+    low = draws(offset=0)
+    for offset in (2**32, 2**33, 2**40, 2**63):
+        assert_independent(low, draws(offset=offset), f"offset {offset}")
+
+
+def test_an_answer_is_not_a_view_of_a_cache() -> None:
+    first = fm.random_bits((1000,), seed=1)
+    kept = first.clone()
+    first.zero_()
+    assert torch.equal(fm.random_bits((1000,), seed=1), kept)
+
+
 def test_global_random_state_is_neither_used_nor_changed() -> None:
     torch.manual_seed(0)
     state = torch.get_rng_state()
@@ -137,6 +278,17 @@ def test_global_random_state_is_neither_used_nor_changed() -> None:
     assert torch.equal(torch.get_rng_state(), state)
     torch.manual_seed(999)
     assert torch.equal(fm.random_bits((1000,), seed=1), first)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_number_of_threads_does_not_matter(threads: int) -> None:
+    before = torch.get_num_threads()
+    expected = fm.random_bits((N,), seed=6)
+    try:
+        torch.set_num_threads(threads)
+        assert torch.equal(fm.random_bits((N,), seed=6), expected)
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("word", ["seed", "step", "stream", "offset"])
@@ -149,6 +301,11 @@ def test_words_out_of_range_are_named(word: str) -> None:
         with pytest.raises(TypeError, match=word):
             fm.random_bits((3,), **(key | {word: value}))  # type: ignore[arg-type]
     assert fm.random_bits((3,), **(key | {word: 2**64 - 1})).shape == (3,)
+
+
+def test_the_seed_is_required() -> None:
+    with pytest.raises(TypeError, match="seed"):
+        fm.random_bits((3,))  # type: ignore[call-arg]
 
 
 @pytest.mark.usefixtures("cpp_compiler")
@@ -208,20 +365,3 @@ def test_numpys_rounds_are_torchs() -> None:
     first, second, third = round_keys((5, 6, 7), 0)
     index = torch.arange(2**17, dtype=torch.int32)
     assert torch.equal(draw_of(mix(index + first, second, third)), fm.random_bits(2**17, seed=5, step=6, stream=7))
-
-
-def test_high_offsets_are_not_low_ones() -> None:
-    low = draws(offset=0)
-    for offset in (2**32, 2**33, 2**40, 2**63):
-        assert_independent(low, draws(offset=offset), f"offset {offset}")
-
-
-@pytest.mark.parametrize("threads", [1, 2, 4])
-def test_number_of_threads_does_not_matter(threads: int) -> None:
-    before = torch.get_num_threads()
-    expected = fm.random_bits((N,), seed=6)
-    try:
-        torch.set_num_threads(threads)
-        assert torch.equal(fm.random_bits((N,), seed=6), expected)
-    finally:
-        torch.set_num_threads(before)

@@ -53,6 +53,11 @@ def load(net: Any, optimizer: Any) -> None:
         optimizer.load_state_dict(other.state_dict())
 
 
+def out_of_range(net: Any, optimizer: Any) -> None:
+    if dist.get_rank():
+        optimizer.param_groups[0]["weight_decay"] = -1.0
+
+
 SPOILED: dict[str, tuple[Spoil, str]] = {
     "gradients": (forget_a_gradient, "whether there is a gradient of parameter 0 of group 0"),
     "seed": (another("seed", 9), "seed of group 0"),

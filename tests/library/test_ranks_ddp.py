@@ -109,6 +109,31 @@ def as_launched() -> None:
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size, ACCELERATE_USE_CPU="true")
 
 
+def prepared() -> Any:
+    """A model that accelerate wraps, steps, and saves."""
+    from accelerate import Accelerator
+
+    as_launched()
+    accelerator = Accelerator(cpu=True)
+    net = model(seed=dist.get_rank())
+    wrapped, optimizer = accelerator.prepare(net, fm.optim.StiffnessAdamW(net.parameters(), lr=0.01))
+    assert isinstance(wrapped, DistributedDataParallel)
+    for step in range(2):
+        optimizer.zero_grad()
+        accelerator.backward(loss_of(wrapped, batch(step, dist.get_rank())))
+        optimizer.step()
+    return stored(net), seeds(net)
+
+
+@pytest.mark.filterwarnings("ignore")  # what other libraries announce is their own business
+def test_accelerate_starts_several_processes(pair: Pool) -> None:
+    pytest.importorskip("accelerate", reason="needs the package accelerate")
+    each = pair.run(prepared)
+    equal_everywhere(each)
+    assert each[0][1] == seeds(model(seed=0))
+    assert each[0][0] != stored(model(seed=0))
+
+
 def trained_by_others(folder: str) -> Any:
     """Six steps of transformers' Trainer, and a resume from its checkpoint after three."""
     from test_huggingface import DELAYED, bits, llama, losses, trained

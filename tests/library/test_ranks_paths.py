@@ -3,17 +3,45 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from optimizer_cases import normal
-from rank_cases import batch, model
+from rank_cases import batch, loss_of, model
 from rank_pool import Pool
 from test_ranks_fsdp import check_same, put_equal_gradients, sharded, stepped
 from torch import nn
 
 import fp8manifold as fm
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    pool = Pool(1, Path(tmp_path_factory.mktemp("single")))
+    yield pool
+    pool.end()
+
+
+def trained_alone(granularity: str) -> None:
+    parts, whole = sharded(model(granularity)), model(granularity)
+    optimizers = [fm.optim.StiffnessAdamW(each.parameters(), lr=0.01) for each in (parts, whole)]
+    for step in range(3):
+        losses = [loss_of(each, batch(step)) for each in (parts, whole)]
+        assert losses[0].item() == losses[1].item()
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    parts.reshard()
+    check_same(parts, whole)
+
+
+@pytest.mark.parametrize("granularity", ["channel", "tensor", "block"])
+def test_one_process_holds_all_rows(single: Pool, granularity: str) -> None:
+    single.run(trained_alone, granularity)
 
 
 @pytest.mark.parametrize("writeback", ["residual2", "residual4", "residual8", "stochastic"])

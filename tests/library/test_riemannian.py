@@ -16,6 +16,9 @@ from optimizer_cases import (
     normal,
     on,
     pull_to,
+    put_gradients,
+    record,
+    same_bits,
     values,
 )
 from torch import Tensor, nn
@@ -101,6 +104,23 @@ def test_adam_is_adam_on_codes(name: str, scale: str) -> None:
     assert crossings >= 5
 
 
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_adam_with_an_epsilon_of_reference_ulps(name: str, amsgrad: bool) -> None:
+    """``eps S_ref`` in place of eps; AMSGrad too."""
+    chart = Chart(name, SCALES["0.3"])
+    reference = chart.stiffness(start_and_targets(chart)[0]).mean().item()
+    worst, crossings = follow(
+        name,
+        SCALES["0.3"],
+        lambda p: RiemannianAdam(p, 0.5, (0.8, 0.97), 1e-5, amsgrad=amsgrad, refresh_every=1000, **UNBOUNDED),
+        lambda p: torch.optim.Adam(p, 0.5, (0.8, 0.97), 1e-5 * reference, amsgrad=amsgrad),
+        steps=100,
+    )
+    assert worst < 1e-10
+    assert crossings >= 1 or name == "E7M0"  # this epsilon outweighs the gradients of codes near its zero
+
+
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "options",
@@ -120,6 +140,16 @@ def test_sgd_is_sgd_on_codes(name: str, options: dict[str, Any]) -> None:
     )
     assert worst < 1e-10
     assert crossings >= 1 or name == "E7M0"  # near zero its steps are all but nothing
+
+
+@pytest.mark.parametrize("kind", [RiemannianAdam, RiemannianSGD])
+def test_exp_of_nothing_is_the_point_to_the_bit(kind: Any) -> None:
+    """Also in float32 and on a scale that the chart has to divide by."""
+    x = torch.cat([normal(5000), torch.tensor([0.0, -0.0])])
+    weight = free_weight(x, "E4M3", 0.3)
+    weight.grad = torch.zeros_like(x)
+    kind([weight]).step()
+    assert same_bits([x], values([weight]))
 
 
 # ------------------------------------------------------------------------------------------------ learning rates
@@ -209,7 +239,30 @@ def test_decay_follows_the_schedule_and_not_the_size_of_lr(kind: Any, tensor: bo
     assert torch.allclose(weight.detach(), x * 0.9 * 0.95 * 0.975, rtol=1e-13, atol=0)
 
 
+def test_decay_and_step_are_rounded_together() -> None:
+    """The target of a grid weight is the decayed value, moved in the chart."""
+    weight = grid_weight("E4M3", (3, 20), ROWS, std=0.3)
+    optimizer = RiemannianSGD([weight], lr=100.0, weight_decay=0.01, **UNBOUNDED)
+    views = record(optimizer)
+    put_gradients([weight], 1)
+    optimizer.step()
+    view, ambient = views[0], fm.StiffnessManifold("E4M3", ROWS.double())
+    before, gradient = view.before.double(), weight.grad.double()  # type: ignore[union-attr]
+    codes = ambient.to_chart(before * 0.99) - 100.0 * ambient.stiffness(before) * gradient
+    assert (ambient.to_chart(view.target.double()) - codes.clamp(-126, 126)).abs().max() < 1e-4
+
+
 # --------------------------------------------------------------------------------------------------------- bounds
+def test_bounds_keep_the_chart_between_two_powers_of_two() -> None:
+    """E7M0, S = 2^floor(log2 w): bounds around a mean of 4106/6 are 2 (damping 2^-8) and 1024 (clip 1)."""
+    x = torch.tensor([1.0, -1.5, 2.0, -3.0, 7.0, 5000.0], dtype=double)
+    weight = free_weight(x, "E7M0")
+    weight.grad = torch.ones(6, dtype=double)
+    optimizer = RiemannianAdam([weight], lr=2.0**-10, eps=0.0, damping=2.0**-8, clip=1.0)
+    optimizer.step()
+    moved = (x - weight.detach()) * 2.0**10
+    assert torch.allclose(moved, torch.tensor([2.0, 2.0, 2.0, 2.0, 4.0, 1024.0], dtype=double), rtol=1e-9, atol=0)
+    assert optimizer.bounded_share == 3 / 6
 
 
 @pytest.mark.parametrize("scale", [0.3, ROWS.double() * 1.7], ids=["0.3", "rows"])
@@ -225,6 +278,25 @@ def test_the_bounded_share_counts_what_is_bounded(scale: Any) -> None:
     share = ((moved / own - 1).abs() > 1e-6).double().mean().item()
     assert 0.1 < share < 0.9
     assert optimizer.bounded_share == pytest.approx(share, abs=1e-12)
+
+
+def crosses_zero(steps: int, **options: Any) -> bool:
+    """Whether weights of E7M0 asked to change sign have all done so."""
+    weight = on(fm.FP8Manifold("E7M0", rounding="stochastic"), torch.tensor([0.25, 0.25, 0.25, 0.25, 1.0, 0.5]))
+    targets = torch.tensor([-0.25] * 4 + [1.0, 0.5])
+    optimizer = RiemannianAdam([weight], 0.5, **options)
+    crossed = torch.zeros(4, dtype=torch.bool)
+    for _ in range(steps):
+        pull_to([weight], [targets])
+        optimizer.step()
+        crossed |= weight.detach()[:4] < 0
+    return bool(crossed.all())
+
+
+def test_weights_cross_zero_in_e7m0_within_500_steps() -> None:
+    """With the default bounds; without any, sixty binades lie in between."""
+    assert crosses_zero(500)
+    assert not crosses_zero(1000, **UNBOUNDED)
 
 
 # ------------------------------------------------------------------------------------------------- sizes of weights

@@ -11,6 +11,7 @@ import pytest
 import torch
 from optimizer_cases import (
     normal,
+    on_grid,
     values,
 )
 from torch import Tensor, nn
@@ -111,6 +112,33 @@ def test_sgd_elsewhere_starts_momentum_from_the_riemannian_gradient(options: dic
     RiemannianSGD([point], 0.1, **options).step()
     factor = 1.9 if "nesterov" in options else 1.0
     assert (point.detach() - sphere.retr(x, -0.1 * factor * tangent)).abs().max() < 1e-15
+
+
+@pytest.mark.parametrize("kind", [geoopt.optim.RiemannianAdam, geoopt.optim.RiemannianSGD])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_geoopts_optimizers_run_on_a_quantised_model(kind: Any, rounding: Any) -> None:
+    """Unchanged, over grid weights and float biases; every weight stays on its grid and the loss falls."""
+    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 1))
+    with torch.no_grad():
+        for i, p in enumerate(model.parameters()):
+            p.copy_(normal(*p.shape, seed=i, std=0.3))
+    model = fm.quantize_model(model, "E4M3", "grid", rounding=rounding)
+    weights = [p for p in model.parameters() if isinstance(p, geoopt.ManifoldParameter)]
+    biases = [p for p in model.parameters() if not isinstance(p, geoopt.ManifoldParameter)]
+    lr = 0.7 if kind is geoopt.optim.RiemannianAdam else 30.0
+    optimizers = [kind(weights, lr=lr), kind(biases, lr=0.02)]
+    x = normal(64, 6, seed=9)
+    y = x[:, :1] * x[:, 1:2] + x[:, 2:3]
+    losses = []
+    for _ in range(120):
+        loss = (model(x) - y).square().mean()
+        losses.append(loss.item())
+        model.zero_grad()
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        assert all(on_grid(w) for w in weights)
+    assert min(losses[-10:]) < 0.75 * losses[0]
 
 
 @pytest.mark.parametrize("make", [fm.optim.RiemannianAdam, fm.optim.RiemannianSGD])

@@ -84,7 +84,24 @@ def test_what_has_no_magnitude_has_scale_one(granularity: Any) -> None:
     assert amax_scale(torch.empty(3, 0), "E4M3", "channel").tolist() == [[1.0], [1.0], [1.0]]
 
 
+def test_tiny_magnitudes_have_a_normal_scale() -> None:
+    """Dividing by a subnormal would give Inf."""
+    x = torch.tensor([2.0**-149, 0.0])
+    assert amax_scale(x, "E4M3").item() == 2.0**-126
+    assert (x / amax_scale(x, "E4M3")).isfinite().all()
+
+
 # -------------------------------------------------------------------------------------------------- storage_scale
+@settings
+@given(st.floats(2.0**-30, 2.0**30, width=32), st.sampled_from(FORMATS), st.sampled_from([1.0, 2.0, 16.0, 100.0]))
+def test_storage_leaves_headroom(amax: float, name: str, headroom: float) -> None:
+    """A power of two with which the largest weight may grow by headroom; half of it would not do."""
+    fmt = fm.FloatFormat.from_string(name)
+    scale = storage_scale(torch.tensor([[amax, -amax / 2]]), fmt, headroom=headroom)
+    assert is_power_of_two(scale)
+    assert scale.item() * fmt.max * (1 + 1e-6) >= amax * headroom
+    deep = scale.item() * fmt.ulp_min * 2.0**40 / 2 < amax  # 40 binades are enough
+    assert scale.item() / 2 * fmt.max < amax * headroom or deep
 
 
 def test_storage_is_per_row_by_default() -> None:
@@ -144,6 +161,18 @@ def test_static_is_frozen_and_warns_when_it_saturates(granularity: Any) -> None:
     with pytest.warns(SaturationWarning, match="E4M3 scale saturates: the largest magnitude is 2 times"):
         assert torch.equal(scale(x * 2), first)
     assert torch.equal(scale(x), first)
+
+
+@settings
+@given(st.lists(st.floats(-(2.0**40), 2.0**40, width=32), min_size=1, max_size=8), st.sampled_from(FORMATS))
+def test_what_a_scale_was_made_from_does_not_saturate(x: list[float], name: str) -> None:
+    """Whatever the rounding of amax / max."""
+    for pow2 in (False, True):
+        scale = Scale(name, policy="static", pow2=pow2)
+        scale(torch.tensor(x))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            scale(torch.tensor(x))
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "channel"])
@@ -221,32 +250,12 @@ def test_repr() -> None:
     assert repr(Scale("E4M3", "channel", "static")) == "Scale(E4M3, channel, static)"
 
 
-def test_tiny_magnitudes_have_a_normal_scale() -> None:
-    """Dividing by a subnormal would give Inf."""
-    x = torch.tensor([2.0**-149, 0.0])
-    assert amax_scale(x, "E4M3").item() == 2.0**-126
-    assert (x / amax_scale(x, "E4M3")).isfinite().all()
-
-
-@settings
-@given(st.floats(2.0**-30, 2.0**30, width=32), st.sampled_from(FORMATS), st.sampled_from([1.0, 2.0, 16.0, 100.0]))
-def test_storage_leaves_headroom(amax: float, name: str, headroom: float) -> None:
-    """A power of two with which the largest weight may grow by headroom; half of it would not do."""
-    fmt = fm.FloatFormat.from_string(name)
-    scale = storage_scale(torch.tensor([[amax, -amax / 2]]), fmt, headroom=headroom)
-    assert is_power_of_two(scale)
-    assert scale.item() * fmt.max * (1 + 1e-6) >= amax * headroom
-    deep = scale.item() * fmt.ulp_min * 2.0**40 / 2 < amax  # 40 binades are enough
-    assert scale.item() / 2 * fmt.max < amax * headroom or deep
-
-
-@settings
-@given(st.lists(st.floats(-(2.0**40), 2.0**40, width=32), min_size=1, max_size=8), st.sampled_from(FORMATS))
-def test_what_a_scale_was_made_from_does_not_saturate(x: list[float], name: str) -> None:
-    """Whatever the rounding of amax / max."""
-    for pow2 in (False, True):
-        scale = Scale(name, policy="static", pow2=pow2)
-        scale(torch.tensor(x))
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            scale(torch.tensor(x))
+@pytest.mark.parametrize(
+    ("name", "headroom"), [("E4M3", 16), ("E5M2", 16), ("E7M0", 16), ("E3M4", 7.75), ("E2M5", 2), ("E2M1", 2)]
+)
+def test_default_headroom_leaves_weights_their_precision(name: str, headroom: float) -> None:
+    w = torch.randn(4, 256, generator=torch.Generator().manual_seed(0)) * 0.02
+    scale = storage_scale(w, name)
+    assert torch.equal(scale, storage_scale(w, name, headroom=headroom))
+    # The coarsest is E2M1: amax, about 3 sd, lies in (1.5, 3], and what is below 0.25 is lost: at most P(|z| < 1/2).
+    assert (fm.round_to_grid(w / scale, name) == 0).float().mean() < 0.39

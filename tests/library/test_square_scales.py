@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -205,6 +206,22 @@ def test_scales_in_runs_cost_an_eighth_of_a_byte_at_most() -> None:
 
 
 @pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
+@pytest.mark.parametrize("writeback", ["stochastic", "residual4"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_at_equal_scales_it_is_the_step_of_one_scale(shape: tuple[int, ...], writeback: str, path: Any) -> None:
+    w = normal(*shape, seed=7).clamp(-3, 3)
+    both = [
+        fm.FP8Parameter(w, "E4M3", granularity=granularity, scale=2.0**-4, seed=1)  # type: ignore[arg-type]
+        for granularity in ("square", "tensor")
+    ]
+    for p in both:
+        optimizer = optim.StiffnessAdamW([p], lr=0.02, writeback=writeback, seed=5, compile=path)
+        for number in range(3):
+            step(optimizer, [p], number)
+    assert torch.equal(both[0].codes, both[1].codes)
+
+
+@pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
 @pytest.mark.parametrize("writeback", ["stochastic", "residual8"])
 @pytest.mark.parametrize("columns", [256, 192, 131])
 def test_a_square_widens_as_a_whole(columns: int, writeback: str, path: Any) -> None:
@@ -222,6 +239,20 @@ def test_a_square_widens_as_a_whole(columns: int, writeback: str, path: Any) -> 
     assert optimizer.widened_scales == 1
     after = p.dequantize()
     assert torch.equal(after, before)  # subnormals apart, each value of E4M3 is one of twice its scale, too
+
+
+def test_what_a_widened_square_rounds_is_right_on_average() -> None:
+    codes = torch.full((256, 256), 1, dtype=torch.uint8)  # the smallest subnormal: half of one at twice the scale
+    codes[0, 0] = 126
+    p = fm.FP8Parameter.from_codes(codes, torch.ones(2, 2), "E4M3", block_size=(128, 128), requires_grad=True, seed=2)
+    before = p.dequantize()
+    optimizer = optim.StiffnessAdamW([p], lr=0.0, weight_decay=0.0)
+    p.grad = torch.ones(256, 256)
+    optimizer.step()
+    inside, rest = p.dequantize()[:128, :128].flatten()[1:], p.dequantize()[128:]
+    assert torch.equal(rest, before[128:])
+    assert set((inside / before[0, 1]).tolist()) == {0.0, 2.0}
+    assert abs((inside / before[0, 1]).mean().item() - 1) < 4 / 128
 
 
 @pytest.mark.slow
@@ -305,6 +336,16 @@ def test_a_run_goes_on_from_a_file(kind: str, plain: bool) -> None:
     assert same(model, other)
 
 
+def test_a_state_of_other_scales_is_refused() -> None:
+    model, other = net(), net(granularity="channel")
+    optimizer = optim.StiffnessAdamW(model.parameters())
+    trained(model, optimizer, range(1))
+    later = optim.StiffnessAdamW(other.parameters())
+    with pytest.raises(ValueError, match="one scale a square of 128 x 128") as refusal:
+        later.load_state_dict(optimizer.state_dict())
+    assert "\n" not in str(refusal.value)
+
+
 def test_safetensors_and_loading() -> None:
     model = net()
     tensors, metadata = fm.flatten_state_dict(model.state_dict())
@@ -320,11 +361,20 @@ def test_safetensors_and_loading() -> None:
     assert same(read, fm.quantize_model(floats, "E4M3", storage="fp8", granularity="square"))
 
 
-def test_a_state_of_other_scales_is_refused() -> None:
-    model, other = net(), net(granularity="channel")
-    optimizer = optim.StiffnessAdamW(model.parameters())
-    trained(model, optimizer, range(1))
-    later = optim.StiffnessAdamW(other.parameters())
-    with pytest.raises(ValueError, match="one scale a square of 128 x 128") as refusal:
-        later.load_state_dict(optimizer.state_dict())
-    assert "\n" not in str(refusal.value)
+def test_memory_is_a_byte_a_weight() -> None:
+    p = fm.FP8Parameter(torch.ones(512, 512), granularity="square")
+    assert sum(x.nbytes for x in (p.codes, p.kept_scale)) == 512 * 512 + 16
+    report = fm.quantization_report(net())
+    assert report is not None
+
+
+def test_transformers_keep_it(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    settings = {"hidden_size": 160, "intermediate_size": 192, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(**settings, vocab_size=140, num_key_value_heads=2)
+    model = transformers.LlamaForCausalLM(config)
+    fm.quantize_model(model, "E4M3", storage="fp8", granularity="square", embeddings="E4M3")
+    fm.huggingface.attach(model).save_pretrained(tmp_path)
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert same(model, back)

@@ -2,13 +2,15 @@
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from in_backward_cases import OPTIMIZERS, TOKENS, everything, loss, network, train
+from in_backward_cases import OPTIMIZERS, TOKENS, everything, flat, loss, network, train
 from torch import Tensor, nn
 
+import fp8manifold as fm
 from fp8manifold import optim
 
 
@@ -178,6 +180,33 @@ def test_groups_come_and_go_after_a_state_is_loaded(stepping: tuple[nn.Module, A
     assert {int(state["step"]) for state in optimizer.state.values()} == {2}
 
 
+def test_accelerate_and_its_resume_step_in_backward(tmp_path: Path) -> None:
+    """``prepare`` and ``load_state`` load the state that the optimizer has, or another."""
+    accelerate = pytest.importorskip("accelerate")
+    whole = network("fp8")
+    uninterrupted = OPTIMIZERS["muon"](whole)
+    train(whole, uninterrupted, 4)
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = fm.use_plain_state(network("fp8"))
+    own = OPTIMIZERS["muon"](model)
+    optim.step_in_backward(own)
+    model, optimizer = accelerator.prepare(model, own)
+
+    def go(steps: int) -> None:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            accelerator.backward(loss(model))
+            optimizer.step()
+
+    go(2)
+    accelerator.save_state(tmp_path / "half")
+    go(1)
+    accelerator.load_state(tmp_path / "half")
+    go(2)
+    assert flat(own.state_dict()) == flat(uninterrupted.state_dict())
+    assert all(torch.equal(a.detach(), b.detach()) for a, b in zip(model.parameters(), whole.parameters(), strict=True))
+
+
 def test_scaled_gradients_are_refused(stepping: tuple[nn.Module, Any, Any]) -> None:
     model, optimizer, _ = stepping
     scaler = torch.amp.GradScaler("cpu")
@@ -223,6 +252,35 @@ def test_a_gradient_that_is_not_finite_ends_the_backward_pass_where_asked_to() -
         loss(model).backward()
 
 
+def test_groups_that_come_later_are_stepped_and_parameters_that_go_are_not(
+    stepping: tuple[nn.Module, Any, Any],
+) -> None:
+    model, optimizer, _ = stepping
+    late = nn.Parameter(torch.ones(3))
+    optimizer.add_param_group({"params": [late], "direction": "adam", "param_names": ["late"]})
+    late.sum().backward()
+    assert bool((late < 1).all())
+    optimizer.param_groups.pop()
+    late.grad = None
+    late.sum().backward()
+    assert late.grad is not None
+    assert torch.equal(late.grad, torch.ones(3))
+    assert model[1].weight.grad is None
+
+
+def test_a_parameter_that_was_frozen_is_not_forgotten() -> None:
+    model = network("fp8")
+    optimizer = OPTIMIZERS["adamw"](model)
+    model[5].bias.requires_grad_(False)
+    optim.step_in_backward(optimizer)
+    train(model, optimizer, 1)
+    model[5].bias.requires_grad_(True)
+    optimizer.zero_grad()
+    loss(model).backward()
+    with pytest.raises(RuntimeError, match=r"shape \(4,\)\) has a gradient that step_in_backward was not told of"):
+        optimizer.step()
+
+
 def test_a_parameter_that_was_moved_is_not_forgotten(stepping: tuple[nn.Module, Any, Any]) -> None:
     """``Module.to`` swaps encoded weights, and torch calls none of the hooks that they had."""
     model, optimizer, handle = stepping
@@ -235,6 +293,14 @@ def test_a_parameter_that_was_moved_is_not_forgotten(stepping: tuple[nn.Module, 
     optim.step_in_backward(optimizer)
     train(model, optimizer, 1)
     assert int(optimizer.state[model[1].weight]["step"]) == 1
+
+
+def test_schedulers_see_their_steps(stepping: tuple[nn.Module, Any, Any], recwarn: pytest.WarningsRecorder) -> None:
+    model, optimizer, _ = stepping
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, 0.5, 10)
+    train(model, optimizer, 1)
+    schedule.step()
+    assert not recwarn.list
 
 
 def test_what_it_cannot_be_over_is_refused(
@@ -259,24 +325,3 @@ def test_what_it_cannot_be_over_is_refused(
     with pytest.raises(RuntimeError, match="one process, and here are 2"):
         loss(model).backward()
     assert everything(model, optimizer) == before
-
-
-def test_schedulers_see_their_steps(stepping: tuple[nn.Module, Any, Any], recwarn: pytest.WarningsRecorder) -> None:
-    model, optimizer, _ = stepping
-    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, 0.5, 10)
-    train(model, optimizer, 1)
-    schedule.step()
-    assert not recwarn.list
-
-
-def test_a_parameter_that_was_frozen_is_not_forgotten() -> None:
-    model = network("fp8")
-    optimizer = OPTIMIZERS["adamw"](model)
-    model[5].bias.requires_grad_(False)
-    optim.step_in_backward(optimizer)
-    train(model, optimizer, 1)
-    model[5].bias.requires_grad_(True)
-    optimizer.zero_grad()
-    loss(model).backward()
-    with pytest.raises(RuntimeError, match=r"shape \(4,\)\) has a gradient that step_in_backward was not told of"):
-        optimizer.step()

@@ -15,8 +15,8 @@ import fp8manifold as fm
 from fp8manifold import optim
 from fp8manifold._numerics.charts import UlpChart
 from fp8manifold._numerics.stiffness import exp2_exact
-from fp8manifold.optim import CompileUnavailableWarning, _backends
-from fp8manifold.optim._directions import madam, named
+from fp8manifold.optim import CompileUnavailableWarning, _backends, anneal
+from fp8manifold.optim._directions import adam, madam, named
 from fp8manifold.optim._slot import row_of
 
 #: Rows that share nothing, square, long, short, odd: all of them one spec, whose graph has no size in it.
@@ -116,18 +116,60 @@ FAST: dict[str, Case] = {
         lambda: [grid_weight("E4M3", (33, 5), 0.3)],
         {"lr": 0.05, "stiffness": 1.0, **DECAY},
     ),
+}
+WIDE: dict[str, Case] = {
+    "adamw residual4, annealed": (
+        ADAMW,
+        lambda: of_codes("E5M2"),
+        {"lr": 0.01, "writeback": "residual4", "stiffness": anneal(1.0, 0.0, 3)},
+    ),
     "sgd, 8 bits": ("StiffnessSGD", of_codes, {"lr": 0.1, "moments": "8bit", "stiffness": 2.0, **DECAY}),
+    "madam free": (MADAM, lambda: [free_weight(normal(801, 97), "E7M0", 1.0)], {"lr": 0.1}),
+    "riemannian adam, 8 bits": (
+        "RiemannianAdam",
+        of_codes,
+        {"lr": 1.7, "writeback": "stochastic", "moments": "8bit"},
+    ),
+    "adamw nearest, E7M0": (
+        ADAMW,
+        lambda: of_codes("E7M0"),
+        {"lr": 0.05, "writeback": "nearest", "maximize": True, "stiffness": 1.0},
+    ),
     "adamw in blocks": (
         ADAMW,
         lambda: of_codes("E4M3FNUZ", "block", ((3, 64), (5, 32), (64, 64))),
         {"lr": 0.01, "stiffness": 2.0, "moments": "8bit"},
     ),
-    "madam, bfloat16": (MADAM, of_codes, {"lr": 0.1, "writeback": "residual8", "moments": "bfloat16"}),
+    "adamw vectors": (
+        ADAMW,
+        lambda: of_codes(shapes=((7,), (64,), (1001,))),
+        {"lr": 0.01, "writeback": "residual8", "stiffness": 1.0},
+    ),
+    "adamw bfloat16": (ADAMW, lambda: of_codes(dtype=torch.bfloat16), {"lr": 0.01, "moments": "bfloat16", **DECAY}),
+    "adamw k = 0, P3109": (ADAMW, lambda: of_codes("P3109_8P3"), {"lr": 0.01}),
+    "adamw injected": (ADAMW, of_codes, {"lr": 0.01, "writeback": "momentum", **DECAY}),
+    "sgd nesterov, E2M1": ("StiffnessSGD", lambda: of_codes("E2M1"), {"lr": 0.1, "nesterov": True}),
+    "sgd injected": ("StiffnessSGD", of_codes, {"lr": 0.1, "writeback": "momentum", "stiffness": 1.0}),
+    "lion, 8 bits": (LION, lambda: of_codes("E5M2FNUZ"), {"lr": 0.01, "moments": "8bit", **DECAY}),
+    "lion plain": (LION, lambda: [nn.Parameter(normal(n, seed=n)) for n in (70_001, 31)], {"lr": 0.01}),
+    "madam residual8, bfloat16": (MADAM, of_codes, {"lr": 0.1, "writeback": "residual8", "moments": "bfloat16"}),
+    "madam, 8 bits": (MADAM, of_codes, {"lr": 0.1, "moments": "8bit"}),
     "riemannian adam injected": ("RiemannianAdam", of_codes, {"lr": 1.7, "writeback": "momentum"}),
+    "riemannian adam nearest, E7M0": (
+        "RiemannianAdam",
+        lambda: of_codes("E7M0"),
+        {"lr": 1.7, "writeback": "nearest"},
+    ),
+    "riemannian sgd nesterov, 8 bits": (
+        "RiemannianSGD",
+        of_codes,
+        {"lr": 90.0, "momentum": 0.9, "nesterov": True, "moments": "8bit", "writeback": "stochastic"},
+    ),
+    "grid residual8": (ADAMW, lambda: [grid_weight("E4M3", (33, 5))], {"lr": 0.01, "writeback": "residual8"}),
 }
 
 
-@pytest.mark.parametrize(("kind", "make", "options"), FAST.values(), ids=FAST)
+@pytest.mark.parametrize(("kind", "make", "options"), (FAST | WIDE).values(), ids=FAST | WIDE)
 def test_native_steps_have_the_bits_of_eager_ones(kind: str, make: Any, options: dict[str, Any]) -> None:
     same_steps(kind, make, options, NATIVE)
 
@@ -139,6 +181,18 @@ def test_compiled_steps_have_the_bits_of_eager_ones(
     if (kind, options.get("moments")) == ("StiffnessSGD", "8bit") and torch.__version__ < (2, 9):
         pytest.skip("torch 2.8 does not compile this one: it is eager there, after a warning")
     same_steps(kind, make, options, COMPILED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "make", "options"), WIDE.values(), ids=WIDE)
+def test_the_compiled_bits_of_other_variants(kind: str, make: Any, options: dict[str, Any], compiler: None) -> None:
+    same_steps(kind, make, options, COMPILED)
+
+
+@pytest.mark.parametrize("way", [NATIVE, COMPILED], ids=["native", "compiled"])
+def test_axes_beyond_two_and_single_rows(way: bool | None, compiler: None) -> None:
+    make = lambda: of_codes(shapes=((5, 7), (3, 2, 11), (1, 70), (33, 1), (2, 2, 2, 2)))  # noqa: E731
+    same_steps(ADAMW, make, {"lr": 0.01, "writeback": "stochastic"}, way)
 
 
 def strided(g: Tensor, how: str) -> Tensor:
@@ -205,6 +259,7 @@ def test_options_that_change_between_steps(way: bool | None, compiler: None) -> 
 
 
 # ------------------------------------------------------------------------------- intermediate results, bit for bit
+MANY = 10_000_000
 
 
 def any_floats(n: int, seed: int, *, positive: bool = False, top: int = 100) -> Tensor:
@@ -230,6 +285,21 @@ def same_bits_compiled(function: Any, *arguments: Tensor) -> None:
 
 
 NUMBERS = {"beta1": 0.9, "gain1": 0.1, "beta2": 0.95, "gain2": 0.05, "eps": 1e-8, "correction": 0.3, "largest": 10.0}
+
+
+@pytest.mark.parametrize("extreme", [True, False], ids=["all floats", "near one"])
+def test_adams_direction_over_ten_million_elements(extreme: bool, compiler: None) -> None:
+    numbers = torch.tensor(row_of(NUMBERS, torch.float32), dtype=torch.float32)
+
+    def directions(gradient: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, ...]:
+        descent = adam(gradient, {"exp_avg": first, "exp_avg_sq": second}, named(numbers))
+        return descent.direction, descent.denominator, descent.root, *descent.moments.values()
+
+    given = any_floats if extreme else near_one
+    gradient, first = given(MANY, 1), given(MANY, 2)
+    gradient = gradient.clamp(-1e18, 1e18)
+    second = any_floats(MANY, 3, positive=True) if extreme else near_one(MANY, 3).square_()
+    same_bits_compiled(directions, gradient, first, second)
 
 
 def test_the_other_intermediate_results(compiler: None) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from optimizer_cases import ROWS, free_weight, grid_weight, normal, pull_to, put_gradients, values
+from optimizer_cases import ROWS, free_weight, grid_weight, normal, on, pull_to, put_gradients, record, values
 from torch import Tensor, nn
 
 import fp8manifold as fm
@@ -139,6 +139,44 @@ def test_without_stiffness_and_rounding_it_is_adamw(maximize: bool) -> None:
         assert (a - b).abs().max() < 1e-12
 
 
+def test_the_euclidean_metric_is_adamw_at_every_exponent() -> None:
+    """S is constant, so S / S_ref is 1."""
+    weight = free_weight(normal(20, dtype=double), "E4M3", 0.5)
+    plain = nn.Parameter(values([weight])[0])
+    mine = StiffnessAdamW([weight], LR, BETAS, EPS, DECAY, stiffness=1.7, metric="euclidean")
+    reference = torch.optim.AdamW([plain], LR, BETAS, EPS, DECAY)
+    for t in range(50):
+        put_gradients([weight], t)
+        put_gradients([plain], t)
+        mine.step()
+        reference.step()
+    assert (weight - plain).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("name", ["E4M3", "E7M0", "E1M6"])
+@pytest.mark.parametrize("scale", [0.3, ROWS.double()], ids=["0.3", "rows"])
+def test_without_stiffness_each_step_is_adamw_then_nearest(name: str, scale: Any) -> None:
+    """From the same point and averages, torch's AdamW and one rounding land on the same value."""
+    weight = grid_weight(name, (3, 30), scale, dtype=double, std=0.3)
+    optimizer = StiffnessAdamW([weight], 0.02, BETAS, EPS, DECAY, stiffness=0.0, writeback="nearest")
+    moved = 0
+    for t in range(40):
+        plain = nn.Parameter(values([weight])[0])
+        reference = torch.optim.AdamW([plain], 0.02, BETAS, EPS, DECAY)
+        if t:
+            state = optimizer.state[weight]
+            reference.state[plain] = {k: state[k].clone() for k in ("step", "exp_avg", "exp_avg_sq")}
+        put_gradients([weight], t)
+        put_gradients([plain], t)
+        before = values([weight])[0]
+        optimizer.step()
+        reference.step()
+        unit = weight.manifold.scale.double()
+        assert torch.equal(weight.detach(), fm.round_to_grid(plain / unit, name) * unit)
+        moved += int((weight.detach() != before).sum())
+    assert moved > 100
+
+
 # ------------------------------------------------------------------------------------------- decay, damping, clip
 def constructed() -> Tensor:
     """S is 1, 1, 2, 2, 4 and 4096 times 2^-20 in E7M0: the mean is 4106/6, the ratios from 0.0015 to 6."""
@@ -166,6 +204,12 @@ def test_damping_and_clip_bound_the_ratio(damping: float, clip: float, share: fl
     assert optimizer.bounded_share == share
 
 
+def test_bounds_act_on_the_ratio_before_the_power() -> None:
+    factors, _ = first_factors(stiffness=-1.0, damping=0.004, clip=5.0)
+    ratio = torch.tensor([1.0, 1.0, 2.0, 2.0, 4.0, 4096.0], dtype=double) / (4106 / 6)
+    assert torch.allclose(factors, 1 / ratio.clamp(0.004, 5.0), rtol=1e-9, atol=0)
+
+
 def test_the_bounded_share_is_weighted_by_size() -> None:
     """Six weights with a third bounded, and eighteen with none."""
     weights = [free_weight(constructed(), "E7M0"), free_weight(torch.ones(18, dtype=double), "E7M0")]
@@ -174,6 +218,73 @@ def test_the_bounded_share_is_weighted_by_size() -> None:
     put_gradients(weights, 1)
     optimizer.step()
     assert optimizer.bounded_share == 2 / 24
+
+
+@pytest.mark.parametrize("metric", ["ulp", "log", fancy])
+@pytest.mark.parametrize("dtype", [torch.float32, double])
+def test_the_reference_is_the_exact_mean_in_any_order(metric: Any, dtype: torch.dtype) -> None:
+    x = normal(1001, dtype=dtype, std=5.0)
+    order = torch.randperm(1001, generator=torch.Generator().manual_seed(3))
+    references = []
+    for points in (x, x[order], x[order].view(7, 143).t().contiguous()):
+        weight = on(fm.FP8Manifold("E7M0", 0.3), points)
+        put_gradients([weight], 0)
+        optimizer = StiffnessAdamW([weight], metric=metric)
+        views = record(optimizer)
+        optimizer.step()
+        references.append(optimizer.state[weight]["reference"])
+        field = views[0].stiffness.flatten().tolist()
+        assert references[-1] == pytest.approx(float(sum(map(Fraction, field)) / 1001), rel=2**-52)
+    assert references[0] == references[1] == references[2]
+
+
+def test_the_reference_is_refreshed_when_due() -> None:
+    weight = free_weight(torch.full((4,), 1.0, dtype=double), "E4M3")
+    optimizer = StiffnessAdamW([weight], lr=0.0, refresh_every=3)
+    seen = []
+    for t in range(7):
+        weight.data.fill_(2.0**t)
+        put_gradients([weight], t)
+        optimizer.step()
+        seen.append(optimizer.state[weight]["reference"] * 8)
+    assert seen == [1.0, 1.0, 1.0, 8.0, 8.0, 8.0, 64.0]
+
+
+def test_a_schedule_is_asked_with_the_steps_taken() -> None:
+    asked: list[int] = []
+
+    def schedule(step: int) -> float:
+        asked.append(step)
+        return 1.0
+
+    weight = grid_weight()
+    optimizer = StiffnessAdamW([weight], stiffness=schedule)
+    asked.clear()
+    for t in range(5):
+        put_gradients([weight], t)
+        optimizer.step()
+    assert asked == [0, 1, 2, 3, 4]
+
+
+# ------------------------------------------------------------------------------------------- zero crossing in E7M0
+def crosses_zero(damping: float, steps: int) -> bool:
+    """Whether weights of E7M0 asked to change sign have all done so."""
+    weight = on(fm.FP8Manifold("E7M0", rounding="stochastic"), torch.tensor([0.25, 0.25, 0.25, 0.25, 1.0, 0.5]))
+    targets = torch.tensor([-0.25] * 4 + [1.0, 0.5])
+    optimizer = StiffnessAdamW([weight], lr=0.02, stiffness=1.0, damping=damping, clip=16.0)
+    for _ in range(steps):
+        pull_to([weight], [targets])
+        optimizer.step()
+    return bool((weight[:4] < 0).all())
+
+
+def test_weights_cross_zero_in_e7m0_within_200_steps() -> None:
+    assert crosses_zero(2.0**-8, 200)
+
+
+def test_without_damping_they_don_t() -> None:
+    """Each step is a fraction of the weight, so that it halves for ever."""
+    assert not crosses_zero(0.0, 200)
 
 
 # -------------------------------------------------------------------------------------------------------- schedule
@@ -222,15 +333,3 @@ def test_a_metric_function_is_tabulated_once() -> None:
         put_gradients([weight], t)
         optimizer.step()
     assert len(asked) == 1
-
-
-def test_the_reference_is_refreshed_when_due() -> None:
-    weight = free_weight(torch.full((4,), 1.0, dtype=double), "E4M3")
-    optimizer = StiffnessAdamW([weight], lr=0.0, refresh_every=3)
-    seen = []
-    for t in range(7):
-        weight.data.fill_(2.0**t)
-        put_gradients([weight], t)
-        optimizer.step()
-        seen.append(optimizer.state[weight]["reference"] * 8)
-    assert seen == [1.0, 1.0, 1.0, 8.0, 8.0, 8.0, 64.0]

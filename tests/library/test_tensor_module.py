@@ -11,7 +11,7 @@ import geoopt
 import pytest
 import torch
 from optimizer_cases import normal, through_disk
-from tensor_cases import FORMATS, INPUT, Net, every_granularity, loss_of, parameter, same_store
+from tensor_cases import FORMATS, INPUT, TARGET, Net, every_format, every_granularity, loss_of, parameter, same_store
 from torch import Tensor, nn
 
 import fp8manifold as fm
@@ -64,11 +64,25 @@ def test_a_copy_is_the_same_and_apart(make: Any, granularity: Any, kind: Any) ->
     assert not torch.equal(p.codes, q.codes)
 
 
+def test_detaching_shares() -> None:
+    p = parameter(keep_remainder=True)
+    q = p.detach()
+    assert type(q) is fm.FP8Parameter
+    assert not q.requires_grad
+    pairs = ((p.codes, q.codes), (p.scale, q.scale), (p.counter, q.counter), (p.remainder, q.remainder))
+    assert all(a.data_ptr() == b.data_ptr() for a, b in pairs if a is not None and b is not None)
+
+
 def test_files_are_one_byte_a_weight() -> None:
     p = parameter(shape=(256, 1024))
     file = io.BytesIO()
     torch.save(p, file)
     assert file.tell() < 256 * 1024 + 256 * 4 + 4000
+
+
+@every_format
+def test_files_name_the_format(name: str) -> None:
+    assert loaded(parameter(name)).format == fm.FloatFormat.from_string(name)
 
 
 def test_saved_views_are_values() -> None:
@@ -153,6 +167,17 @@ def test_moving_a_module_keeps_class_and_codes(swap: bool) -> None:
     assert net(torch.empty(3, 32, device="meta")).shape == (3, 1)
 
 
+def test_memory_for_meta_weights() -> None:
+    """to_empty gives codes, not floats; a state dict then fills them."""
+    net = stepped(Net())
+    with torch.device("meta"):
+        other = Net()
+    other.to_empty(device="cpu")
+    assert all(type(p) is fm.FP8Parameter and p.codes.dtype == torch.uint8 for p in other.stored)
+    other.load_state_dict(net.state_dict())
+    assert torch.equal(net(INPUT), other(INPUT))
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
 def test_other_dtypes_are_refused_by_modules_and_plain_elsewhere(dtype: torch.dtype) -> None:
     net = Net()
@@ -161,6 +186,19 @@ def test_other_dtypes_are_refused_by_modules_and_plain_elsewhere(dtype: torch.dt
     converted = net.first.weight.to(dtype)
     assert type(converted) is Tensor
     assert converted.dtype == dtype
+
+
+def test_a_deep_copy_of_a_module_is_independent() -> None:
+    net = stepped(Net())
+    twin = copy.deepcopy(net)
+    assert all(same_store(a, b) for a, b in zip(net.stored, twin.stored, strict=True))
+    expected = net(INPUT)
+    stepped(twin)
+    assert torch.equal(net(INPUT), expected)
+    assert not torch.equal(twin(INPUT), expected)
+    tied = nn.ModuleList([net.first, net.first])
+    copied = copy.deepcopy(tied)
+    assert copied[0].weight is copied[1].weight
 
 
 # -------------------------------------------------------------------------------------------------------- its manifold
@@ -240,6 +278,17 @@ def test_gradient_helpers() -> None:
     assert p.grad.sum() == 256
 
 
+def test_hooks_see_the_parameter() -> None:
+    net, seen = Net(), []
+    net.first.weight.register_post_accumulate_grad_hook(lambda p: seen.append((type(p), p.grad.shape)))
+    net.first.weight.register_hook(lambda g: g * 2)
+    loss_of(net).backward()
+    assert seen == [(fm.FP8Parameter, (64, 32))]
+    plain = Net()
+    loss_of(plain).backward()
+    assert torch.equal(net.first.weight.grad, 2 * plain.first.weight.grad)  # type: ignore[operator, arg-type]
+
+
 def test_parameters_to_vector_and_back() -> None:
     net = Net()
     vector = nn.utils.parameters_to_vector(net.parameters())
@@ -249,6 +298,38 @@ def test_parameters_to_vector_and_back() -> None:
     nn.utils.vector_to_parameters(torch.zeros_like(vector), net.parameters())
     assert all(not p.detach().any() for p in net.parameters())
     assert all(type(p) is fm.FP8Parameter for p in net.stored)
+
+
+def test_initialisers_write_into_the_codes() -> None:
+    p = parameter()
+    nn.init.uniform_(p, -0.1, 0.1)
+    assert 0.05 < p.abs().max() <= 0.11
+    nn.init.zeros_(p)
+    assert not p.any()
+
+
+def test_an_average_of_models() -> None:
+    net = Net()
+    average = torch.optim.swa_utils.AveragedModel(net, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
+    average.update_parameters(net)
+    stepped(net, 30)
+    average.update_parameters(net)
+    start, now = Net().first.weight.abs().mean(), net.first.weight.abs().mean()
+    assert now < average.module.first.weight.abs().mean() < start
+
+
+def test_calling_with_other_parameters() -> None:
+    net, other = Net(), Net()
+    stepped(other)
+    assert torch.equal(torch.func.functional_call(net, dict(other.named_parameters()), (INPUT,)), other(INPUT))
+
+
+def test_checkpointed_activations() -> None:
+    net, again = Net(), Net()
+    loss_of(net).backward()
+    out = torch.utils.checkpoint.checkpoint(again, INPUT, use_reentrant=False)
+    (out - TARGET).square().mean().backward()
+    assert torch.equal(net.first.weight.grad, again.first.weight.grad)  # type: ignore[arg-type]
 
 
 def test_a_layer_is_not_moved_while_a_graph_holds_its_weight() -> None:
@@ -262,38 +343,3 @@ def test_a_layer_is_not_moved_while_a_graph_holds_its_weight() -> None:
     del loss
     assert layer.to(torch.bfloat16).weight.dtype is torch.bfloat16
     assert layer.weight.grad.dtype is torch.bfloat16
-
-
-def test_memory_for_meta_weights() -> None:
-    """to_empty gives codes, not floats; a state dict then fills them."""
-    net = stepped(Net())
-    with torch.device("meta"):
-        other = Net()
-    other.to_empty(device="cpu")
-    assert all(type(p) is fm.FP8Parameter and p.codes.dtype == torch.uint8 for p in other.stored)
-    other.load_state_dict(net.state_dict())
-    assert torch.equal(net(INPUT), other(INPUT))
-
-
-def test_a_deep_copy_of_a_module_is_independent() -> None:
-    net = stepped(Net())
-    twin = copy.deepcopy(net)
-    assert all(same_store(a, b) for a, b in zip(net.stored, twin.stored, strict=True))
-    expected = net(INPUT)
-    stepped(twin)
-    assert torch.equal(net(INPUT), expected)
-    assert not torch.equal(twin(INPUT), expected)
-    tied = nn.ModuleList([net.first, net.first])
-    copied = copy.deepcopy(tied)
-    assert copied[0].weight is copied[1].weight
-
-
-def test_hooks_see_the_parameter() -> None:
-    net, seen = Net(), []
-    net.first.weight.register_post_accumulate_grad_hook(lambda p: seen.append((type(p), p.grad.shape)))
-    net.first.weight.register_hook(lambda g: g * 2)
-    loss_of(net).backward()
-    assert seen == [(fm.FP8Parameter, (64, 32))]
-    plain = Net()
-    loss_of(plain).backward()
-    assert torch.equal(net.first.weight.grad, 2 * plain.first.weight.grad)  # type: ignore[operator, arg-type]

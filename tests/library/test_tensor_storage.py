@@ -9,9 +9,11 @@ from typing import Any
 import geoopt
 import pytest
 import torch
+from hypothesis import given
 from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
 from optimizer_cases import normal, same_bits
-from tensor_cases import decoded, every_format, every_granularity, parameter
+from tensor_cases import decoded, every_format, every_granularity, parameter, same_store
 from torch import Tensor, nn
 
 import fp8manifold as fm
@@ -76,6 +78,13 @@ def test_every_code_survives(name: str) -> None:
     again = fm.FP8Parameter(values, fmt, scale=scale)
     canonical = fm.encode(fm.decode(codes, fmt), fmt)
     assert torch.equal(again.codes, canonical.expand(3, -1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_it_appears_as(dtype: torch.dtype) -> None:
+    p = parameter(dtype=dtype)
+    assert p.dtype == p.dequantize().dtype == dtype
+    assert torch.equal(p.dequantize().double(), decoded(p))
 
 
 @pytest.mark.parametrize(
@@ -231,3 +240,16 @@ CODES = torch.zeros(2, 64, dtype=torch.uint8)
 def test_refusals(call: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()
+
+
+# ------------------------------------------------------------------------------------------------------------- codes
+@settings
+@given(st.sampled_from(["E4M3", "E7M0", "E1M6"]), st.integers(0, 2**31), st.sampled_from([(), (2, 1), (2, 2)]))
+def test_parts_make_the_tensor(name: str, seed: int, shape: tuple[int, ...]) -> None:
+    """from_codes of a tensor's own parts is that tensor, sharing them."""
+    granularity: Any = {(): "tensor", (2, 1): "channel", (2, 2): "block"}[shape]
+    p = parameter(name, (2, 64), seed, granularity=granularity)
+    q = fm.FP8Parameter.from_codes(p.codes, p.scale, name, block_size=p.block_size, seed=seed)
+    assert same_store(p, q)
+    assert q.codes.data_ptr() == p.codes.data_ptr()
+    assert (q.seed, q.rounding, q.requires_grad) == (seed, "stochastic", False)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from typing import Any
 
 import pytest
 import torch
-from optimizer_cases import normal
+from optimizer_cases import free_weight, normal
 from torch import Tensor
 
 import fp8manifold as fm
 from fp8manifold import optim
 from fp8manifold._encoded.storage import packed_length, packed_width
-from fp8manifold.optim import WRITEBACKS
+from fp8manifold.optim import WRITEBACKS, RiemannianSGD, StiffnessAdamW, StiffnessSGD
 from fp8manifold.optim._state import pack_residual, unpack_residual
 
 PARTS = {"residual8": 256, "residual4": 16, "residual2": 4}
@@ -81,6 +82,33 @@ def test_a_step_is_right_in_the_mean(start: float, asked: float, writeback: str)
     assert abs(values.mean().item() - wanted) < 4 * sigma
 
 
+@pytest.mark.parametrize("fmt", ["E4M3", "E7M0", "E1M6"])
+def test_small_steps_add_up(fmt: str) -> None:
+    """300 steps of a hundredth of an ULP, each rounded to the grid: 3 ULPs, to four sigma; nearest moves nothing."""
+    n, steps = 1 << 14, 300
+    p, still = constant(1.0, n, fmt), constant(1.0, n, fmt)
+    size = 0.01 * ulp_of(p)[0].item()
+    options = {"lr": 1.0, "momentum": 0.0, "stiffness": 0.0}
+    move("StiffnessSGD", p, options, torch.full((n,), -size), steps)
+    move("StiffnessSGD", still, options | {"writeback": "nearest"}, torch.full((n,), -size), steps)
+    assert (still.dequantize() == 1).all()
+    moved = p.dequantize().double() - 1
+    assert abs(moved.mean().item() - steps * size) < 4 * moved.std().item() / math.sqrt(n)
+
+
+def test_what_is_out_of_range_saturates_and_comes_back() -> None:
+    for writeback in WRITEBACKS:
+        p = fm.FP8Parameter(torch.tensor([400.0, -400.0, 1.0]), "E4M3", scale=1.0)
+        options = {"lr": 1.0, "momentum": 0.5, "stiffness": 0.0, "writeback": writeback, "refresh_every": 10**6}
+        optimizer = move("StiffnessSGD", p, options, torch.tensor([-1e9, 1e9, 0.0]))
+        assert p.tolist() == [448.0, -448.0, 1.0]
+        assert held(p, optimizer.state[p]).abs().max() <= 448
+        optimizer.state[p]["momentum_buffer"].zero_()
+        p.grad = torch.tensor([64.0, -64.0, 0.0])
+        optimizer.step()
+        assert p.tolist() == [384.0, -384.0, 1.0]
+
+
 # ---------------------------------------------------------------------------------------------------- residuals
 @pytest.mark.parametrize("bits", [4, 2])
 def test_packed_values_come_back_and_their_size_tells_their_width(bits: int) -> None:
@@ -120,6 +148,19 @@ def test_what_arrives_and_what_is_kept_are_what_was_asked_in_the_mean(
     assert abs(values.mean().item() - wanted) <= 4 * sigma
 
 
+@pytest.mark.parametrize("shape", [(1,), (2,), (3, 1), (2, 2), (3, 5)])
+@pytest.mark.parametrize(("kept", "wanted"), [(4, 2), (2, 4)])
+def test_a_residual_of_another_width_is_refused(kept: int, wanted: int, shape: tuple[int, ...]) -> None:
+    """Also of one or two weights, whose bits would fit a byte in either width."""
+    p = fm.FP8Parameter(torch.ones(shape), "E4M3")
+    optimizer = move("StiffnessAdamW", p, {"writeback": f"residual{kept}"}, torch.ones(shape))
+    optimizer.param_groups[0]["writeback"] = f"residual{wanted}"
+    codes = p.codes.clone()
+    with pytest.raises(ValueError, match=rf"has a residual of {kept} bits, but writeback='residual{wanted}' keeps one"):
+        optimizer.step()
+    assert torch.equal(p.codes, codes)
+
+
 @every_residual
 def test_residuals_start_from_the_float_weights(writeback: str) -> None:
     """Half a part of an ULP away from them before the first step, but where the last part is already half an ULP."""
@@ -131,6 +172,45 @@ def test_residuals_start_from_the_float_weights(writeback: str) -> None:
     assert away.max() <= 1.5 / PARTS[writeback]
     assert share < 1.0 / PARTS[writeback]
     assert ((w.double() - p.dequantize().double()).abs() / ulp_of(p)).mean() > 0.2
+
+
+@every_residual
+def test_a_quadratic_is_followed_like_float32(writeback: str) -> None:
+    """AdamW for 300 steps at a falling rate, towards targets off the grid: the weights that code and residual stand for
+    are float32's but for the noise of rounding, which the gradients pull back: in the mean below one part of an ULP."""
+    w, targets = normal(64, 32, seed=1, std=0.2), normal(64, 32, seed=2, std=0.2)
+    p = fm.FP8Parameter(w, "E4M3", granularity="tensor", keep_remainder=True)
+    free = free_weight(w, "E4M3", p.scale.item())
+    options = {"weight_decay": 0.1, "compile": False, "stiffness": 0.0}
+    ours = StiffnessAdamW([p], lr=1.0, writeback=writeback, **options)
+    exact = StiffnessAdamW([free], lr=1.0, **options)
+    for t in range(300):
+        for optimizer in (ours, exact):
+            optimizer.param_groups[0]["lr"] = 0.01 * (1 - t / 300)
+        p.grad = ((held(p, ours.state[p]) if t else w.double()) - targets).float()
+        free.grad = free.detach().as_subclass(Tensor) - targets
+        ours.step()
+        exact.step()
+    away = (held(p, ours.state[p]) - free.detach().as_subclass(Tensor).double()).abs() / ulp_of(p)
+    parts = PARTS[writeback]
+    assert away.mean() < 1 / parts
+    assert away.quantile(0.99) < 4 / parts
+    nearest = fm.round_to_grid(free.detach().as_subclass(Tensor) / p.scale, "E4M3") * p.scale
+    assert (p.dequantize() == nearest).double().mean() > 1 - 1.5 / parts
+
+
+@every_residual
+def test_steps_far_below_an_ulp_are_not_lost(writeback: str) -> None:
+    """2000 steps of 1/2000 of an ULP, at most an eighth of a part: one ULP in the mean; nearest rounding keeps 0."""
+    n, steps = 4096, 2000
+    p = constant(1.0, n)
+    size = ulp_of(p)[0].item() / steps
+    options = {"lr": 1.0, "momentum": 0.0, "stiffness": 0.0, "writeback": writeback}
+    optimizer = move("StiffnessSGD", p, options, torch.full((n,), -size), steps)
+    moved = (held(p, optimizer.state[p]) - 1) / ulp_of(p)
+    noise = math.sqrt(steps * (1 / steps) / PARTS[writeback])  # variance of one step: size * part, in ULPs
+    assert moved.std() < 1.1 * noise
+    assert abs(moved.mean() - 1) < 4 * noise / math.sqrt(n)
 
 
 @every_residual
@@ -152,14 +232,102 @@ def test_code_and_residual_are_one_number(writeback: str) -> None:
         assert torch.equal(found, position)
 
 
-def test_what_is_out_of_range_saturates_and_comes_back() -> None:
-    for writeback in WRITEBACKS:
-        p = fm.FP8Parameter(torch.tensor([400.0, -400.0, 1.0]), "E4M3", scale=1.0)
-        options = {"lr": 1.0, "momentum": 0.5, "stiffness": 0.0, "writeback": writeback, "refresh_every": 10**6}
-        optimizer = move("StiffnessSGD", p, options, torch.tensor([-1e9, 1e9, 0.0]))
-        assert p.tolist() == [448.0, -448.0, 1.0]
-        assert held(p, optimizer.state[p]).abs().max() <= 448
-        optimizer.state[p]["momentum_buffer"].zero_()
-        p.grad = torch.tensor([64.0, -64.0, 0.0])
+# ---------------------------------------------------------------------------------------------- error injection
+def test_the_injected_error_keeps_the_invariant_in_exact_arithmetic() -> None:
+    """``w - eta beta / (1 - beta) m`` after a rounded step and after an unrounded one: equal as fractions."""
+    beta, eta = Fraction(9, 10), Fraction(3, 1000)
+    for target, after, m in (
+        (Fraction(1, 3), Fraction(3, 8), Fraction(2, 7)),
+        (Fraction(-5, 7), Fraction(-5, 8), Fraction(0)),
+    ):
+        injected = m + (1 - 1 / beta) / eta * (target - after)
+        assert after - eta * beta / (1 - beta) * injected == target - eta * beta / (1 - beta) * m
+
+
+FIXED: dict[str, dict[str, Any]] = {
+    "k = 0": {"stiffness": 0.0},
+    "dampening": {"stiffness": 0.0, "dampening": 0.5},
+}
+
+
+@pytest.mark.parametrize("options", FIXED.values(), ids=FIXED)
+def test_weight_and_momentum_together_move_as_if_nothing_were_rounded(options: dict[str, Any]) -> None:
+    """Over 200 steps with given gradients: codes of E4M3 against float64, to the rounding of float32."""
+    lr, beta = 0.01, 0.9
+    w = normal(40, 25, seed=1)
+    p = fm.FP8Parameter(w, "E4M3")
+    exact, m = p.dequantize().double(), torch.zeros(40, 25, dtype=double)
+    optimizer = StiffnessSGD([p], lr=lr, momentum=beta, writeback="momentum", compile=False, **options)
+    for t in range(200):
+        g = normal(40, 25, seed=10 + t)
+        p.grad = g
         optimizer.step()
-        assert p.tolist() == [384.0, -384.0, 1.0]
+        m = beta * m + g.double() * (1.0 if t == 0 else 1 - options.get("dampening", 0.0))
+        exact = exact - lr * m
+        ours = p.dequantize().double() - lr * beta / (1 - beta) * optimizer.state[p]["momentum_buffer"].double()
+        torch.testing.assert_close(ours, exact - lr * beta / (1 - beta) * m, rtol=0, atol=2e-5)
+    assert (p.dequantize().double() - exact).abs().max() > 0.01
+
+
+def injected_step(make: Any, kind: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Tensor], Tensor, Tensor]:
+    """The third step of an injecting optimizer, and the same step without rounding or injection."""
+    p = make()
+    optimizer = kind([p], writeback="momentum", compile=False, **options)
+    for t in range(3):
+        p.grad = normal(*p.shape, seed=t)
+        if t < 2:
+            optimizer.step()
+    start, before = (
+        p.dequantize().double(),
+        {k: v.clone() for k, v in optimizer.state[p].items() if isinstance(v, Tensor)},
+    )
+    optimizer.step()
+    return optimizer, before, start, p.dequantize().double()
+
+
+@pytest.mark.parametrize("k", [0.0, 0.5, 1.0])
+def test_adams_invariant_element_by_element(k: float) -> None:
+    """With the rate that each momentum has in the step: lr (S/S_ref)^k / denominator, bias corrections included."""
+    lr, beta1, beta2 = 0.02, 0.9, 0.95
+    make = lambda: fm.FP8Parameter(normal(40, 25, seed=1), "E4M3")  # noqa: E731
+    optimizer, before, start, after = injected_step(make, StiffnessAdamW, {"lr": lr, "stiffness": k})
+    (p,) = optimizer.state
+    state, g = optimizer.state[p], p.grad.double()
+    m = beta1 * before["exp_avg"].double() + (1 - beta1) * g
+    v = beta2 * before["exp_avg_sq"].double() + (1 - beta2) * g * g
+    scale = p.expanded_scale().double()
+    ratio = (fm.ulp(start / scale, "E4M3") * scale / state["reference"]).clamp(2.0**-8, 16.0)
+    rate = lr * ratio**k / (1 - beta1**3) / ((v / (1 - beta2**3)).sqrt() + 1e-8)
+    target = start - rate * m
+    unrounded = target - rate * beta1 / (1 - beta1) * m
+    rounded = after - rate * beta1 / (1 - beta1) * state["exp_avg"].double()
+    torch.testing.assert_close(rounded, unrounded, rtol=0, atol=2e-6)
+    assert (after - target).abs().max() > 0.01
+
+
+def test_the_riemannian_invariant_is_that_of_the_chart() -> None:
+    """In ULPs: the code's position takes the place of the weight."""
+    lr, beta = 30.0, 0.9
+    make = lambda: fm.FP8Parameter(normal(40, 25, seed=1), "E4M3")  # noqa: E731
+    options = {"lr": lr, "momentum": beta, "damping": 0.0, "clip": math.inf}
+    optimizer, before, start, after = injected_step(make, RiemannianSGD, options)
+    (p,) = optimizer.state
+    scale = p.expanded_scale().double()
+    g = fm.ulp(start / scale, "E4M3") * scale * p.grad.double()
+    m = beta * before["momentum_buffer"].double() + g
+    target = fm.to_chart(start / scale, "E4M3") - lr * m
+    unrounded = target - lr * beta / (1 - beta) * m
+    found = fm.to_chart(after / scale, "E4M3") - lr * beta / (1 - beta) * optimizer.state[p]["momentum_buffer"].double()
+    torch.testing.assert_close(found, unrounded, rtol=0, atol=2e-3)
+
+
+def test_injection_does_not_stall() -> None:
+    """Gradients of one direction whose steps are a thousandth of an ULP: after 3000 steps 3 ULPs in the mean."""
+    n, steps = 4096, 3000
+    p = constant(1.0, n)
+    lr = 1e-3 * ulp_of(p)[0].item()
+    options = {"lr": lr, "momentum": 0.9, "dampening": 0.9, "stiffness": 0.0, "writeback": "momentum"}
+    move("StiffnessSGD", p, options, -torch.ones(n), steps)
+    moved = (p.dequantize().double() - 1) / ulp_of(p)[0]
+    assert abs(moved.mean() - 3) < 0.1
+    assert moved.std() < 0.2  # without injection: 1.7

@@ -1,0 +1,189 @@
+"""quantize_model(draws=): what a model's own weights draw by, which writes take it, and that it is kept."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import geoopt
+import pytest
+import torch
+from optimizer_cases import normal, put_gradients, through_disk
+from torch import nn
+
+import fp8manifold as fm
+from fp8manifold import quantize_model
+
+STORED = pytest.mark.parametrize("storage", ["fp8", "grid"])
+
+
+def network(storage: Any = "fp8", draws: Any = "dither", **options: Any) -> Any:
+    net = nn.Sequential(nn.Linear(64, 33), nn.Tanh(), nn.Linear(33, 8, bias=False))
+    with torch.no_grad():
+        for i, p in enumerate(net.parameters()):
+            p.copy_(normal(*p.shape, seed=i, std=0.1))
+    return quantize_model(net, "E4M3", storage, seed=3, draws=draws, **options)
+
+
+def owned(net: nn.Module) -> list[str]:
+    """The kind of draws of each quantised weight, wherever it says so."""
+    layers = [layer for layer in net.modules() if isinstance(layer, fm.QuantizedLinear)]
+    return [layer.weight.manifold.draws for layer in layers]  # type: ignore[operator, union-attr]
+
+
+def values(net: nn.Module) -> list[list[float]]:
+    layers = [layer for layer in net.modules() if isinstance(layer, fm.QuantizedLinear)]
+    return [layer.quantized_weight().detach().dequantize().flatten().tolist() for layer in layers]
+
+
+def stepped(net: Any, make: Any) -> list[list[float]]:
+    weights = [net[0].weight, net[2].weight]
+    optimizer = make(weights)
+    for step in range(3):
+        put_gradients(weights, step)
+        optimizer.step()
+    return values(net)
+
+
+# ------------------------------------------------------------------------------------------------------- the option
+@STORED
+def test_the_weights_say_which_draws_they_have(storage: Any) -> None:
+    assert owned(network(storage)) == ["dither"] * 2
+    assert owned(network(storage, "independent")) == owned(quantize_model(nn.Linear(2, 2), "E4M3", storage)) * 2
+    assert owned(quantize_model(nn.Linear(2, 2), "E4M3", storage)) == ["independent"]
+
+
+@STORED
+def test_reports_and_layers_show_draws_that_are_not_the_default(storage: Any) -> None:
+    net, plain = network(storage), network(storage, "independent")
+    said = f"weight=E4M3, activation=none, storage={storage}"
+    assert [layer.detail for layer in fm.quantization_report(net).quantized] == [f"{said}, draws=dither"] * 2
+    assert [layer.detail for layer in fm.quantization_report(plain).quantized] == [said] * 2
+    assert "draws=dither" in repr(net[0])
+    assert "draws" not in repr(plain)
+    assert "rounding=stochastic, draws=dither" in repr(net[0].weight.manifold)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"draws": "dithr"}, "draws='dithr' is unknown: one of independent, dither; did you mean 'dither'?"),
+        (
+            {"storage": "master"},
+            "draws='dither' needs storage='fp8' or 'grid', not storage='master', whose weights are floats: "
+            "nothing is drawn for them",
+        ),
+    ],
+)
+def test_what_is_not_drawn_is_refused_in_a_line_and_the_model_left_alone(options: Any, message: str) -> None:
+    linear = nn.Linear(8, 4)
+    model = nn.Sequential(linear)
+    options = {"storage": "fp8", "draws": "dither", **options}
+    for call in (
+        lambda: quantize_model(model, "E4M3", **options),
+        lambda: quantize_model(model, {"*": "none"}, **options),
+        lambda: fm.QuantizedLinear(linear, fm.LayerSpec("E4M3"), **options),
+    ):
+        with pytest.raises(ValueError, match="draws") as caught:
+            call()
+        assert str(caught.value) == message
+    assert model[0] is linear
+    quantize_model(model, "E4M3", "master", draws="independent")
+
+
+# ------------------------------------------------------------------------------------------------------ who takes it
+ADAM: dict[str, Any] = {"lr": 0.6, "writeback": "stochastic"}
+
+
+@STORED
+def test_an_optimizer_without_draws_takes_the_weights(storage: Any) -> None:
+    """Ours with draws=None, and geoopt's, which write by the manifold; torch's into codes."""
+    named = stepped(network(storage, "independent"), lambda p: fm.optim.RiemannianAdam(p, **ADAM, draws="dither"))
+    assert stepped(network(storage), lambda p: fm.optim.RiemannianAdam(p, **ADAM)) == named
+    assert stepped(network(storage), lambda p: fm.optim.RiemannianAdam(p, **ADAM, draws="independent")) != named
+    others: list[Any] = [lambda p: geoopt.optim.RiemannianAdam(p, lr=0.6)]
+    others += [lambda p: fm.optim.StiffnessWrapper(torch.optim.SGD(p, lr=1e-3), exponent=1.0)]
+    others += [lambda p: torch.optim.SGD(p, lr=1e-3)] if storage == "fp8" else []
+    for make in others:
+        assert stepped(network(storage), make) != stepped(network(storage, "independent"), make)
+
+
+@STORED
+@pytest.mark.parametrize("name", ["StiffnessAdamW", "StiffnessMuon", "StiffnessSGD", "StiffnessLion", "Madam"])
+def test_an_optimizers_own_draws_go_before_the_weights(storage: Any, name: str) -> None:
+    def make(**draws: Any) -> Any:
+        return lambda p: getattr(fm.optim, name)([{"params": p}], lr=0.01, **draws)
+
+    plain = stepped(network(storage, "independent"), make(draws="independent"))
+    assert stepped(network(storage), make(draws="independent")) == plain
+    assert stepped(network(storage), make()) == stepped(network(storage, "independent"), make())
+    dithered = stepped(network(storage), make(draws="dither"))
+    assert dithered == stepped(network(storage, "independent"), make(draws="dither")) != plain
+
+
+# ------------------------------------------------------------------------------------------------- what is kept of it
+@STORED
+def test_what_is_made_of_the_model_keeps_them(storage: Any, tmp_path: Path) -> None:
+    net = network(storage)
+    assert owned(copy.deepcopy(net)) == ["dither"] * 2
+    assert owned(net.to(torch.bfloat16).float()) == ["dither"] * 2
+    net[0].reset_parameters()
+    assert owned(net) == ["dither"] * 2
+    net.load_state_dict(nn.Sequential(nn.Linear(64, 33), nn.Tanh(), nn.Linear(33, 8, bias=False)).state_dict(), False)
+    assert owned(net) == ["dither"] * 2  # floats say nothing of draws
+    again = network(storage)
+    again.load_state_dict(through_disk(net.state_dict()))
+    assert owned(again) == ["dither"] * 2
+    lr = {"lr": 1e-3}
+    assert stepped(again, lambda p: geoopt.optim.RiemannianSGD(p, **lr)) == stepped(
+        net, lambda p: geoopt.optim.RiemannianSGD(p, **lr)
+    )
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_state_of_codes_says_which_they_were(plain: bool, tmp_path: Path) -> None:
+    net, other = network(), network(draws="independent")
+    if plain:
+        fm.use_plain_state(net)
+    other.load_state_dict(through_disk(net.state_dict()))
+    assert owned(other) == ["dither"] * 2
+
+
+def test_an_export_says_which_they_were() -> None:
+    tensors, metadata = fm.flatten_state_dict(network().state_dict())
+    assert json.loads(metadata["fp8:0.weight"])["draws"] == "dither"
+    other = network(draws="independent")
+    other.load_state_dict(fm.unflatten_state_dict(tensors, metadata))
+    assert owned(other) == ["dither"] * 2
+
+
+def test_codes_of_another_library_leave_the_layers_own() -> None:
+    net = network()
+    tensors, _ = fm.exported_state_dict(net)
+    net.load_state_dict(dict(tensors))
+    assert owned(net) == ["dither"] * 2
+
+
+# ----------------------------------------------------------------------------------------------------- transformers
+@pytest.mark.filterwarnings("ignore")  # what other libraries announce is their own business
+@STORED
+def test_a_model_of_transformers_keeps_them(storage: Any, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="needs the package transformers")
+    transformers.utils.logging.disable_progress_bar()
+    sizes = {"n_layer": 1, "n_head": 2, "n_embd": 32, "n_positions": 16, "vocab_size": 48}
+    transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).save_pretrained(tmp_path / "floats")
+    asked = fm.huggingface.quantization_config({"*": "E4M3"}, storage, tied="leave", draws="dither")
+    read = transformers.AutoModelForCausalLM.from_pretrained
+    model = read(tmp_path / "floats", quantization_config=asked)
+    assert owned(model) == ["dither"] * 4
+    model.save_pretrained(tmp_path / "saved")
+    said = json.loads((tmp_path / "saved" / "config.json").read_text())["quantization_config"]
+    assert [group["draws"] for group in said["layers"]] == ["dither"]
+    assert owned(read(tmp_path / "saved")) == ["dither"] * 4
+    quantize_model(
+        plain := transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)), storage=storage, tied="leave"
+    )
+    fm.huggingface.attach(plain)
+    assert all("draws" not in group for group in plain.config.quantization_config.layers)
