@@ -23,10 +23,6 @@ CLOCK = ("time/elapsed_s", "time/tokens_per_s")
 MACHINE = (*CLOCK, "memory/peak_bytes", "shadow/overhead", "mfu")
 
 
-def without_clock(run_dir: Path) -> list[dict[str, Any]]:
-    return [{key: value for key, value in record.items() if key not in MACHINE} for record in recorded(run_dir)]
-
-
 def test_a_run_writes_its_files_and_the_summary_it_returns(tiny: Tiny, tmp_path: Path) -> None:
     summary = run(tiny(monitor__gradients=False, alerts__kurtosis=1e9), tmp_path / "r")
     names = {"config.yaml", "environment.json", "metrics.jsonl", "summary.json", "weights.json", "checkpoints"}

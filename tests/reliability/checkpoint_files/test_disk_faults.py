@@ -57,10 +57,6 @@ class Watched(Disk):
         return operation
 
 
-def total_bytes(step: int) -> int:
-    return sum(tensor.nbytes for tensors in small(step).tensors.values() for tensor in tensors.values())
-
-
 def spread(length: int, number: int) -> list[int]:
     return sorted({round(i * (length - 1) / (number - 1)) for i in range(number)})
 
