@@ -207,7 +207,7 @@ class ModelConfig:
     )
     embeddings: str | None = setting(
         None,
-        "fp8 storage: a format for the embeddings too, whose codes a head that shares their weight shares; null: float",
+        "of embeddings, and of a head that shares one; null: float",
         storages=("fp8",),
         of_rule=True,
         of_formats=True,

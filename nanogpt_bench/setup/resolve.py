@@ -183,7 +183,8 @@ def _fill_rule(config: Config, preset: Rule) -> None:
     _fill(config.model, torchao_float8=preset.torchao_float8)
     if config.model.storage == "peer":
         _fill(config.model, peer=preset.peer)
-    _fill(config.train, precision=preset.precision)
+    one_dtype = config.model.peer == "torchao-int8"  # in its products
+    _fill(config.train, precision="float32" if one_dtype else preset.precision)
     _fill(optimizer, name=preset.optimizer)
     if config.model.storage in ROUNDED:
         _fill(optimizer, writeback=preset.writeback or "stochastic")
