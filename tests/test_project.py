@@ -114,6 +114,28 @@ def unresolved(parts: list[str]) -> list[str]:
     return unresolved([inner, *parts[2:]]) if inner in NAMESPACES else []
 
 
+#: what `pip install .` brings, and what the extra `bench` does
+OF_LIBRARY = {"torch", "geoopt", "numpy"}
+OF_BENCH = {"pydantic", "yaml", "rich", "safetensors", "scipy", "statsmodels", "vl_convert"}
+
+
+def imported_at_once(source: ast.Module) -> Iterator[str]:
+    """Modules that a file imports when it is imported itself, whatever is installed."""
+    for node in source.body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from {module for module, _ in imports(ast.Module([node], []))}
+
+
+@pytest.mark.parametrize("path", [*LIBRARY, *BENCH], ids=relative)
+def test_a_package_of_another_extra_is_imported_where_it_is_used(path: Path) -> None:
+    known = {*sys.stdlib_module_names, "fp8manifold", "nanogpt_bench", *OF_LIBRARY}
+    known |= OF_BENCH if path in BENCH else set()
+    known |= {"triton"} if path.parent.name == "_triton" else set()
+    found = set(imported_at_once(tree(path)))
+    assert {module for module in found if module.split(".")[0] not in known} == set()
+    assert "torch.utils.tensorboard" not in found  # needs tensorboard
+
+
 def test_ruff_finds_nothing() -> None:
     run_tool("ruff", "check", ".")
 

@@ -9,14 +9,13 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import wandb
 from torch import Tensor
-from torch.utils.tensorboard import SummaryWriter
 
 from nanogpt_bench.checkpoint import newest
 from nanogpt_bench.config.schema import Config
@@ -192,6 +191,8 @@ class TensorBoardTracker:
     """
 
     def __init__(self, run_dir: Path, after: int = -1) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # of an extra, as wandb is
+
         self._writer: Any = SummaryWriter(str(run_dir / FOLDER), purge_step=after + 1 if after >= 0 else None)
 
     @property
@@ -236,11 +237,12 @@ class WandbTracker:
 
     def __init__(self, config: Config, run_dir: Path, earlier: Mapping[str, Any] | None = None) -> None:
         tracking, known = config.tracking, earlier or {}
-        mode = _mode(tracking.wandb)
+        self._wandb: Any = import_module("wandb")
+        mode = _mode(self._wandb, tracking.wandb)
         run_id = tracking.wandb_id or known.get("id")
         exists = tracking.wandb_id is not None or known.get("mode") == "online"
         resume = {} if mode != "online" or run_id is None else {"resume": "must" if exists else "allow"}
-        self._run: Any = wandb.init(
+        self._run: Any = self._wandb.init(
             dir=str(run_dir),
             project=tracking.wandb_project,
             entity=tracking.wandb_entity,
@@ -250,7 +252,7 @@ class WandbTracker:
             config=dataclasses.asdict(config),
             mode=mode,
             allow_val_change=bool(known),  # a resumed run may have been given another setting
-            settings=wandb.Settings(silent=True, console="off", init_timeout=SECONDS_TO_CONNECT),
+            settings=self._wandb.Settings(silent=True, console="off", init_timeout=SECONDS_TO_CONNECT),
             **resume,
         )
         self._mode, self._run_dir, self._artifacts = mode, run_dir, tracking.wandb_artifacts
@@ -264,12 +266,12 @@ class WandbTracker:
 
     def distributions(self, step: int, found: Mapping[str, Distribution]) -> None:
         histograms = {
-            name: wandb.Histogram(np_histogram=(spread.counts, spread.edges)) for name, spread in found.items()
+            name: self._wandb.Histogram(np_histogram=(spread.counts, spread.edges)) for name, spread in found.items()
         }
         self._run.log(histograms, step=step)
 
     def alert(self, alert: Alert) -> None:
-        level = wandb.AlertLevel.ERROR if alert.level == "ERROR" else wandb.AlertLevel.WARN
+        level = self._wandb.AlertLevel.ERROR if alert.level == "ERROR" else self._wandb.AlertLevel.WARN
         self._run.alert(title=alert.kind, text=alert.message, level=level, wait_duration=0)
 
     def finish(self, summary: Mapping[str, Any] | None) -> None:
@@ -278,7 +280,7 @@ class WandbTracker:
             self._run.summary[key] = value
         if figures:
             rows = [[key, "" if value is None else str(value)] for key, value in figures.items()]
-            self._run.log({"summary": wandb.Table(columns=["figure", "value"], data=rows)})
+            self._run.log({"summary": self._wandb.Table(columns=["figure", "value"], data=rows)})
         if self._artifacts:
             self._log_checkpoints()
         failed = summary is None or summary["status"] == "failed"
@@ -291,12 +293,12 @@ class WandbTracker:
         for folder, aliases in ((best, ["best"]), (last, ["latest", "best"] if same else ["latest"])):
             if folder is None or (same and folder == best):
                 continue
-            artifact = wandb.Artifact(f"{_NOT_IN_A_NAME.sub('-', self._run_dir.name)}-checkpoint", type="model")
+            artifact = self._wandb.Artifact(f"{_NOT_IN_A_NAME.sub('-', self._run_dir.name)}-checkpoint", type="model")
             artifact.add_dir(str(folder), policy="immutable")
             self._run.log_artifact(artifact, aliases=[*aliases, folder.name])
 
 
-def _mode(wanted: str) -> Any:
+def _mode(wandb: Any, wanted: str) -> Any:
     """Return online or offline: without a key, a run that was not asked to be online is kept on disk."""
     if wanted != "auto":
         return wanted
