@@ -1,5 +1,6 @@
 """The ten lines that fine-tune a Hugging Face model run, are the rule that was measured, and take what is said."""
 
+import copy
 import re
 from importlib import import_module
 from pathlib import Path
@@ -98,6 +99,21 @@ def test_the_lines_for_a_card_train_and_what_they_save_is_read(llama: Path, tmp_
     assert {type(p.grad).__name__ for p in model.parameters()} == {"SpentGradient"}  # nothing of it is in memory
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "trained", dtype=torch.bfloat16)
     assert torch.equal(again(input_ids=text).logits, model.eval()(input_ids=text).logits)
+
+
+def test_each_way_of_saving_keeps_what_the_model_computes(ran: dict[str, Any], tmp_path: Path) -> None:
+    """The page's three: codes to train on, codes for others, floats."""
+    code = PAGE.partition("Afterwards, one of these:\n\n```python\n")[2].partition("```")[0]
+    ways = {line.split('"')[1]: line for line in code.splitlines()}
+    assert set(ways) == {"codes", "served", "floats"}
+    tokens, trained = torch.arange(8).view(1, 8), copy.deepcopy(ran["model"]).eval()
+    logits = trained(input_ids=tokens).logits
+    fm.huggingface.register()
+    for folder, line in ways.items():
+        names = {"model": copy.deepcopy(trained), "fm": fm}
+        exec(compile(line.replace(f'"{folder}"', repr((tmp_path / folder).as_posix())), "finetune.md", "exec"), names)
+        read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / folder, dtype=torch.float32)
+        assert torch.equal(read.eval()(input_ids=tokens).logits, logits), folder
 
 
 def test_the_ten_lines_are_the_rule_that_was_measured(ran: dict[str, Any], llama: Path) -> None:

@@ -206,7 +206,7 @@ class ModelConfig:
         of_formats=True,
     )
     embeddings: str | None = setting(
-        None, "of embeddings, and a head that shares one; null: float", storages=("fp8",), of_rule=True, of_formats=True
+        None, "format of embeddings (and a tied head); null: float", storages=("fp8",), of_rule=True, of_formats=True
     )
     constraint: str | None = setting(
         None,
