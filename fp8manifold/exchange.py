@@ -3,10 +3,10 @@
 import copy
 import importlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from fp8manifold.tensor import FP8Tensor
 __all__ = ["ExchangeLayout", "export_model", "exported_state_dict"]
 
 ExchangeLayout = Literal["compressed-tensors", "torchao", "fp8"]
+Activations = Literal["float", "E4M3"]
 _FORMATS: Final = {
     "compressed-tensors": ("E4M3",),
     "fp8": ("E4M3",),
@@ -37,6 +38,12 @@ _STRATEGIES: Final[dict[str, dict[str, Any]]] = {
     "channel": {"strategy": "channel"},
     "block": {"strategy": "group", "group_size": BLOCK_SIZE, "scale_dtype": "torch.uint8"},
 }
+#: of a layer's inputs, which a server rounds as they come: a scale a token, or one for 32 of its values (MXFP8)
+_DYNAMIC: Final[dict[str, dict[str, Any]]] = {
+    "tensor": {"strategy": "token"},
+    "channel": {"strategy": "token"},
+    "block": _STRATEGIES["block"],
+}
 _SQUARES: Final = "a scale for each square of 128 x 128"
 _OTHERS: Final = "one for a tensor, a row or a block of 32"
 _WAYS: Final = ("take layout='fp8'", "quantise with granularity='square', or take another layout")
@@ -46,7 +53,7 @@ _PLAIN, _BLOCKS, _MIXED = "float-quantized", "mxfp8-quantized", "mixed-precision
 
 
 def exported_state_dict(
-    model: nn.Module, layout: ExchangeLayout = "compressed-tensors"
+    model: nn.Module, layout: ExchangeLayout = "compressed-tensors", *, activations: Activations = "float"
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Give a model's state as another library keeps it, with the codes and scales that it has: nothing is rounded.
 
@@ -69,6 +76,10 @@ def exported_state_dict(
             that are no linear layer's weight (experts, convolutions, embeddings) are written as the floats they are.
         layout: ``compressed-tensors`` or ``fp8``, which take E4M3, or ``torchao``, which takes E4M3, E5M2, E4M3FNUZ
             and E5M2FNUZ.  Squares of 128 x 128 are ``fp8``'s alone.
+        activations: what the reader multiplies the weights with.  ``float`` leaves a layer's inputs as they are
+            (W8A16).  ``E4M3`` lets a server round them as they come, by a scale a token, or one for 32 values where
+            blocks have scales, and multiply in FP8 (W8A8, the schemes ``FP8_DYNAMIC`` and ``MXFP8``): of
+            ``compressed-tensors`` alone.  With ``fp8`` the reader decides.
 
     Returns:
         The tensors, of which codes share the model's memory, and tied ones are there once; and the
@@ -77,12 +88,12 @@ def exported_state_dict(
     Raises:
         ImportError: torchao is missing.
         TypeError: no module, or one that several processes hold a part of each.
-        ValueError: an unknown layout, a format that it has no dtype for, scales of another shape than it takes, a layer
-            that it does not take (transformers' ``Conv1D``), values between those of the format, a block scale that is
-            no E8M0, or no quantised weight.
+        ValueError: an unknown layout, activations that it can't describe, a format that it has no dtype for, scales of
+            another shape than it takes, a layer that it does not take (transformers' ``Conv1D``), values between those
+            of the format, a block scale that is no E8M0, or no quantised weight.
 
     Warns:
-        UserWarning: with ``fp8``, of a matrix that ends in a partial square after a whole one, which transformers'
+        UserWarning: with ``fp8``, once, of matrices that end in a partial square after a whole one, which transformers'
             ``dequantize=True`` reads as squares of equal size, thus wrongly or not at all.
 
     Example:
@@ -100,10 +111,15 @@ def exported_state_dict(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")
     check_choice("layout", layout, tuple(_FORMATS))
+    check_choice("activations", activations, get_args(Activations))
+    if activations != "float" and layout != "compressed-tensors":
+        raise ValueError(f"activations={activations!r} goes with layout='compressed-tensors', not with {layout!r}")
     weights = {weight.name: weight for weight in _quantized(model, layout)}
     if not weights:
         raise ValueError("the model has no quantised weight: call quantize_model first")
     made = {"compressed-tensors": _compressed, "torchao": _float8_tensors, "fp8": _in_squares}[layout]
+    if layout == "fp8":
+        _warn_of_partial_squares(weights.values())
     tensors: dict[str, Tensor] = {}
     for name, value in _state(model):
         if name in weights:
@@ -117,11 +133,19 @@ def exported_state_dict(
     ]
     if layout == "fp8":  # which knows linear layers, and experts by their name
         left += sorted({name.rpartition(".")[0] for name in in_place_parameters(model)} - {*left, ""})
-    described = {"compressed-tensors": _compressed_config, "torchao": _torchao_config, "fp8": _squares_config}[layout]
-    return tensors, described(list(weights.values()), left)
+    found = list(weights.values())
+    if layout == "compressed-tensors":
+        return tensors, _compressed_config(found, left, rounded=activations != "float")
+    return tensors, {"torchao": _torchao_config, "fp8": _squares_config}[layout](found, left)
 
 
-def export_model(model: Any, folder: str | Path, layout: ExchangeLayout = "compressed-tensors") -> None:
+def export_model(
+    model: Any,
+    folder: str | Path,
+    layout: ExchangeLayout = "compressed-tensors",
+    *,
+    activations: Activations = "float",
+) -> None:
     """Write a model of transformers as a folder that ``from_pretrained`` reads as another library's.
 
     Written is what :func:`exported_state_dict` gives, in safetensors, beside a ``config.json`` that says so; the model
@@ -131,6 +155,7 @@ def export_model(model: Any, folder: str | Path, layout: ExchangeLayout = "compr
         model: of transformers, and of :func:`quantize_model`.
         folder: as of ``save_pretrained``.
         layout: as in :func:`exported_state_dict`.
+        activations: as there.
 
     Raises:
         ImportError: transformers or torchao is missing.
@@ -152,7 +177,7 @@ safetensors.torch.save_file
             "safetensors.torch.save_file"
         )
     base = needed("transformers.quantizers.base", "hf", "export_model").HfQuantizer
-    tensors, described = exported_state_dict(model, layout)
+    tensors, described = exported_state_dict(model, layout, activations=activations)
     metadata: dict[str, str] = {}
     if layout == "torchao":
         support = needed("torchao.prototype.safetensors.safetensors_support", "torchao", "layout='torchao'")
@@ -285,17 +310,18 @@ def _compressed(weight: _Weight) -> dict[str, Tensor]:
     return {weight.name: weight.codes.view(FLOAT8[weight.format]), f"{weight.name}_scale": scale}
 
 
-def _compressed_config(weights: list[_Weight], left: list[str]) -> dict[str, Any]:
+def _compressed_config(weights: list[_Weight], left: list[str], rounded: bool) -> dict[str, Any]:
     kinds = {shares: [w.name.rpartition(".")[0] for w in weights if w.shares == shares] for shares in _STRATEGIES}
     kinds = {shares: names for shares, names in kinds.items() if names}
     formats = {shares: _BLOCKS if shares == "block" else _PLAIN for shares in kinds}
+    number = {"num_bits": 8, "type": "float", "symmetric": True}
     groups = {
         f"group_{index}": {
             "targets": ["Linear"] if len(kinds) == 1 else names,
             "format": formats[shares],
-            "input_activations": None,
+            "input_activations": {**number, "dynamic": True, **_DYNAMIC[shares]} if rounded else None,
             "output_activations": None,
-            "weights": {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, **_STRATEGIES[shares]},
+            "weights": {**number, "dynamic": False, **_STRATEGIES[shares]},
         }
         for index, (shares, names) in enumerate(kinds.items())
     }
@@ -309,14 +335,18 @@ def _compressed_config(weights: list[_Weight], left: list[str]) -> dict[str, Any
 
 
 def _in_squares(weight: _Weight) -> dict[str, Tensor]:
-    rows, columns = weight.codes.shape
-    if any(size > SQUARE_SIZE and size % SQUARE_SIZE for size in (rows, columns)):
-        warnings.warn(
-            f"{weight.name!r} of shape {(rows, columns)} ends in partial squares of {SQUARE_SIZE} x {SQUARE_SIZE}: "
-            "servers of this layout read them, and transformers' dequantize=True reads wrong scales or refuses",
-            stacklevel=2,
-        )
     return {weight.name: weight.codes.view(FLOAT8[weight.format]), f"{weight.name}_scale_inv": weight.scale}
+
+
+def _warn_of_partial_squares(weights: Iterable[_Weight]) -> None:
+    partial = [w for w in weights if any(size > SQUARE_SIZE and size % SQUARE_SIZE for size in w.codes.shape)]
+    if partial:
+        first, others = partial[0], f" and {len(partial) - 1} more end" if partial[1:] else " ends"
+        warnings.warn(
+            f"{first.name!r} of shape {tuple(first.codes.shape)}{others} in partial squares of 128 x 128: servers of "
+            "this layout read them, and transformers' dequantize=True reads wrong scales or refuses",
+            stacklevel=3,
+        )
 
 
 def _squares_config(weights: list[_Weight], left: list[str]) -> dict[str, Any]:

@@ -89,6 +89,34 @@ def test_transformers_reads_compressed_tensors(
         assert_same(model, read(tmp_path, **options))
 
 
+@compressed
+@pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
+def test_a_server_may_round_what_it_multiplies(granularity: Any, tmp_path: Path) -> None:
+    """By a scale a token, which transformers emulates: the same logits as from inputs rounded by hand."""
+    model = quantize_model(llama(), {"*": "E4M3", "lm_head": "none"}, "fp8", granularity=granularity, tied="leave")
+    export_model(model, tmp_path, activations="E4M3")
+    (group,) = transformers.AutoConfig.from_pretrained(tmp_path).quantization_config["config_groups"].values()
+    weights, inputs = group["weights"], group["input_activations"]
+    assert (weights["dynamic"], inputs["dynamic"]) == (False, True)
+    assert all(inputs[key] == weights[key] for key in ("num_bits", "type", "symmetric"))
+    if granularity == "block":  # MXFP8, whose weights become bfloat16
+        assert all(inputs[key] == weights[key] for key in ("strategy", "group_size", "scale_dtype"))
+        assert (logits(read(tmp_path, torch.bfloat16)) - logits(model)).abs().max() > 2e-3
+        return
+    assert inputs["strategy"] == "token"
+    other, floats = read(tmp_path), logits(model)
+    for layer in model.modules():
+        if isinstance(layer, QuantizedLinear):
+            layer.register_forward_pre_hook(lambda _, x: rounded_by_token(x[0]))
+    torch.testing.assert_close(logits(other), logits(model), rtol=1e-5, atol=1e-6)
+    assert (logits(other) - floats).abs().max() > 1e-3
+
+
+def rounded_by_token(x: Tensor) -> Tensor:
+    scale = x.abs().amax(-1, keepdim=True) / 448
+    return (x / scale).to(torch.float8_e4m3fn).to(x.dtype) * scale
+
+
 SQUARES = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 2, "num_hidden_layers": 1}
 
 
@@ -140,9 +168,12 @@ def test_transformers_reads_what_was_trained_in_squares(
 
 def test_partial_squares_are_written_as_their_layout_has_them() -> None:
     layer = quantize_model(nn.Linear(300, 200), "E4M3", "fp8", granularity="square")
-    with pytest.warns(UserWarning, match="ends in partial squares") as said:
+    with pytest.warns(UserWarning, match=r"'0\.weight' of shape \(200, 300\) ends in partial squares"):
         tensors, config = exported_state_dict(nn.Sequential(layer), "fp8")
-    assert all("\n" not in str(each.message) for each in said)
+    with pytest.warns(UserWarning, match=r"'0\.weight' of shape .* and 2 more end in partial squares") as said:
+        exported_state_dict(nn.Sequential(layer, *(copy.deepcopy(layer) for _ in range(2))), "fp8")
+    assert len(said) == 1
+    assert "\n" not in str(said[0].message)
     codes, scale = tensors["0.weight"], tensors["0.weight_scale_inv"]
     assert scale.shape == (2, 3)
     for i in range(200):
@@ -267,6 +298,10 @@ def test_what_no_layout_takes_is_refused(tmp_path: Path) -> None:
         exported_state_dict({})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="did you mean 'compressed-tensors'"):
         exported_state_dict(plain, "compressed_tensors")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="activations='fp8' is unknown: one of float, E4M3"):
+        exported_state_dict(plain, activations="fp8")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="'E4M3' goes with layout='compressed-tensors', not with 'torchao'"):
+        exported_state_dict(plain, "torchao", activations="E4M3")
     quantized = quantize_model(plain, "E4M3", "fp8")
     with pytest.raises(TypeError, match="Sequential, no model of transformers: write what exported_state_dict gives"):
         export_model(quantized, tmp_path)
