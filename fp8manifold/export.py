@@ -119,7 +119,7 @@ def _description(value: FP8Tensor) -> dict[str, Any]:
 
 def _taken(state: dict[str, Tensor], name: str) -> Tensor:
     if name not in state:
-        raise ValueError(f"tensors lack {name!r}, which the metadata speak of")
+        raise ValueError(f"tensors lack {name!r}, which the metadata name")
     return state.pop(name)
 
 

@@ -277,7 +277,7 @@ def check_combination(optimizer: str, direction: str, group: dict[str, Any]) -> 
         raise ValueError(f"writeback={writeback!r} does not go with {optimizer}: {reason}; one of {others}")
     if moments == "8bit":
         raise ValueError(
-            f"writeback={writeback!r} does not go with moments='8bit': injected errors exceed the averages' blocks; "
+            f"writeback={writeback!r} does not go with moments='8bit': errors put into the momentum exceed its blocks; "
             "use moments='float32' or 'bfloat16', or a residual"
         )
 
@@ -286,7 +286,7 @@ def check_first_moment(group: dict[str, Any]) -> None:
     """Raise ValueError where Adam's first moment is to take errors and keeps nothing."""
     if rule_of(group).injects and not group["betas"][0]:
         raise ValueError(
-            f"writeback={group['writeback']!r} needs betas[0] > 0: there is no average to put the error into"
+            f"writeback={group['writeback']!r} needs betas[0] > 0: there is no momentum to put the error into"
         )
 
 

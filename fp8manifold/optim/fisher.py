@@ -197,10 +197,10 @@ class FisherNaturalGradient(StiffnessOptimizer):
             raise TypeError(f"normalize={group['normalize']!r} must be True or False")
         super()._check_group(group)
         if rule_of(group).injects and not (group["betas"][0] and group["momentum"]):
-            raise ValueError("writeback='momentum' needs momentum > 0 and betas[0] > 0: errors go into averages")
+            raise ValueError("writeback='momentum' needs momentum > 0 and betas[0] > 0: errors go into the momentum")
         if group["moments"] != "float32" and not group["momentum"]:
             raise ValueError(
-                f"moments={group['moments']!r} needs momentum > 0: without it there is no average to store"
+                f"moments={group['moments']!r} needs momentum > 0: without it there is no momentum to store"
             )
 
     def _fields(self, slot: Slot) -> dict[str, Any]:

@@ -277,7 +277,7 @@ def _check_muon(group: dict[str, Any]) -> None:
         raise TypeError(f"ns_dtype={group['ns_dtype']!r} must be a float dtype of torch, or None")
     if not momentum and (group["moments"] != "float32" or rule_of(group).injects):
         option = "moments" if group["moments"] != "float32" else "writeback"
-        raise ValueError(f"{option}={group[option]!r} needs momentum > 0: without it there is no average")
+        raise ValueError(f"{option}={group[option]!r} needs momentum > 0: without it there is none")
 
 
 def _check_matrix(parameter: Tensor, matrix_shape: str) -> None:

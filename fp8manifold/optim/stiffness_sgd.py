@@ -108,4 +108,4 @@ def check_momentum(group: dict[str, Any]) -> None:
             f"nesterov={group['nesterov']}"
         )
     if group["moments"] != "float32" and not momentum:
-        raise ValueError(f"moments={group['moments']!r} needs momentum > 0: without it there is no average to store")
+        raise ValueError(f"moments={group['moments']!r} needs momentum > 0: without it there is no momentum to store")

@@ -66,8 +66,8 @@ def add_finetune(commands: Any) -> Any:
     parser.add_argument(
         "--layout",
         choices=("float", "compressed-tensors", "torchao", "fp8"),
-        help="of --save: float values (default), or codes and scales as compressed-tensors or torchao keep them, or "
-        "servers of squares of 128 x 128 (fp8)",
+        help="of --save: floats (default), codes and scales in the layout of compressed-tensors or torchao, or fp8: in "
+        "that of DeepSeek-V3, squares of 128 x 128",
     )
     parser.set_defaults(handler=_finetune)
     return parser
@@ -202,7 +202,7 @@ def add_results(commands: Any) -> Any:
     parser.add_argument("--seed", type=int, metavar="N", help="rerun: this seed alone (default: all of the row's)")
     parser.add_argument("--data.dir", dest="data_dir", type=Path, metavar="DIR", help="rerun: where its text lies here")
     parser.add_argument("--anyway", action="store_true", help="rerun: though torch, GPU or text differ")
-    parser.add_argument("--at", choices=("tenth", "end"), help="monitors: which look of a run (default: tenth)")
+    parser.add_argument("--at", choices=("tenth", "end"), help="monitors: the figures after a tenth, or at the end")
     parser.add_argument("--over", choices=("row", "format"), help="monitors: what intervals draw from (default: row)")
     parser.set_defaults(handler=_results)
     return parser

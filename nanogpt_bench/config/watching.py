@@ -33,7 +33,7 @@ class ShadowConfig:
 
 @dataclass
 class AlertsConfig:
-    """When a run speaks up: an alert goes to alerts.jsonl, the terminal and the trackers."""
+    """When a run raises an alert, which goes to alerts.jsonl, the terminal and the trackers."""
 
     enabled: bool = setting(True, "watch the thresholds below")
     nan_patience: int = setting(

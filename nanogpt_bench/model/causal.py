@@ -84,7 +84,9 @@ def find_model(name: str) -> dict[str, Any]:
 
 def _require(package: str, extra: str = "hf") -> None:
     if find_spec(package) is None:
-        raise BenchError(f"models of transformers need the package {package}; pip install 'fp8manifold[{extra}]'")
+        raise BenchError(
+            f"models of transformers need the package {package}; get it with pip install 'fp8manifold[{extra}]'"
+        )
 
 
 def _check_gguf(path: Path) -> None:

@@ -70,18 +70,17 @@ class Thresholds:
     gap: float = 0.10  # nats per token by which the training loss leaves the reference's (tokens to gap)
 
     def __post_init__(self) -> None:
-        if not 0 < self.within < float("inf"):
-            raise BenchError(f"within = {self.within!r}: expected a positive share, 0.10 for 10%")
-        if not 0 < self.stall <= 1:
-            raise BenchError(f"stall = {self.stall!r}: expected a share above 0 and at most 1")
-        if not -1 <= self.cosine <= 1:
-            raise BenchError(f"cosine = {self.cosine!r}: expected a cosine, from -1 to 1")
-        if self.alerts is not None and self.alerts < 0:
-            raise BenchError(f"alerts = {self.alerts!r}: expected a number of alerts, 0 or more")
-        if not 0 < self.behind < float("inf"):
-            raise BenchError(f"behind = {self.behind!r}: expected a positive number of nats")
-        if not 0 < self.gap < float("inf"):
-            raise BenchError(f"gap = {self.gap!r}: expected a positive number of nats")
+        inf = float("inf")
+        for name, fits, needed in (
+            ("within", 0 < self.within < inf, "a positive share, such as 0.10 for 10%"),
+            ("stall", 0 < self.stall <= 1, "a share above 0 and at most 1"),
+            ("cosine", -1 <= self.cosine <= 1, "a number from -1 to 1"),
+            ("alerts", self.alerts is None or self.alerts >= 0, "a number of alerts, 0 or more"),
+            ("behind", 0 < self.behind < inf, "a positive number of nats"),
+            ("gap", 0 < self.gap < inf, "a positive number of nats"),
+        ):
+            if not fits:
+                raise BenchError(f"--{name}: {getattr(self, name)!r} is not allowed; give {needed}")
 
 
 DEFAULTS = Thresholds()

@@ -182,7 +182,7 @@ class RayCluster:
 
     def __enter__(self) -> RayCluster:
         if find_spec("ray") is None:
-            raise BenchError("--executor ray needs the package ray; pip install 'fp8manifold[ray]'")
+            raise BenchError("--executor ray needs the package ray; get it with pip install 'fp8manifold[ray]'")
         os.environ.update({key: value for key, value in _QUIET.items() if key not in os.environ})
         import ray
 

@@ -85,7 +85,7 @@ REFUSED: dict[str, str] = {
     f"{ROWS} --data.dir gone --model.block_size 8": "gone & prepare",
     "report": "RUNS",
     "report runs --out a --out b": "error: --out is given twice; keep one",
-    "report RUN --out out --cosine 2": "cosine = 2.0",
+    "report RUN --out out --cosine 2": "--cosine: 2.0 is not allowed; give a number from -1 to 1",
     "verify": "RUN",
     "verify gone": "gone & does not exist",
     "sweep parallel.yaml": "'ddp' is for torchrun -m nanogpt_bench run; each run of a sweep",
