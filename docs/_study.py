@@ -6,6 +6,7 @@ from pathlib import Path
 
 import matplotlib
 from _along import Course, course, drawn_along, table_along
+from _clock import table_by_clock
 from _failures import failures_table
 from _lengths import drawn_by, gap_by, ladder_of
 from _limits import is_search, limit_table, tuned_rates
@@ -236,6 +237,18 @@ def _tables_along(file: Exported, name: str) -> str:
     return "\n".join(f"Less the loss of `{name}`, {text}:\n\n{table_along(courses)}" for text, courses in each)
 
 
+def _tables_by_clock(file: Exported, name: str) -> str:
+    reference = find_reference(file.rows, baseline_of(name, file.rows))
+    against = references_of(file.rows, reference)
+    tables = []
+    for text, results in by_text(measure(file.rows, reference)):
+        there = [result for result in results if result.row.label in against]
+        rules = {short(result): result.row.runs for result in there}
+        references = {short(result): against[result.row.label].runs for result in there}
+        tables.append(f"{text}:\n\n{table_by_clock(rules, references, name)}")
+    return "\n".join(tables)
+
+
 def forest(file: Exported, name: str) -> Figure:
     """Every row's paired difference to a baseline with its 95% interval, a panel a text."""
     panels = list(by_text(measured_against(file, name)))
@@ -286,6 +299,7 @@ def parts(stem: str, file: Exported) -> Iterator[tuple[str, str]]:
         yield f"-{ladder.name}", gap_by(ladder, file)
     else:
         yield "-along", "\n".join(_tables_along(file, name) for name in against)
+        yield "-clock", _tables_by_clock(file, against[0])
         if shares := recovered(file):
             yield "-recovered", shares
         if stiffness := stiffness_table(file):

@@ -14,6 +14,8 @@ from scipy.stats import spearmanr
 from nanogpt_bench.report.predictors import early_points
 from nanogpt_bench.report.results_file import read_export
 from nanogpt_bench.report.rows import find_reference, setting_of
+from nanogpt_bench.runs.load import Run
+from nanogpt_bench.runs.read import Records
 from nanogpt_bench.sweep.file import shipped_sweeps
 from nanogpt_bench.sweep.plan import baseline_of
 
@@ -114,7 +116,7 @@ def test_lengths_courses_and_what_is_brought_back_are_drawn_from_a_file(
         (tmp_path / f"{name}.json").write_text(json.dumps(written), encoding="utf-8")
     import_module("_study").write_study(tmp_path, tmp_path)
     found = {path.name for path in tmp_path.glob("*.*")} - {"one.json", "two.json"}
-    ends = {"one": ("-recovered.md", "-along.md", "-along.svg"), "two": ("-length.md", "-length.svg")}
+    ends = {"one": ("-recovered.md", "-along.md", "-along.svg", "-clock.md"), "two": ("-length.md", "-length.svg")}
     assert found == {name + end for name in ends for end in (".md", ".svg", *ends[name], *OF_EVERY_FILE)}
     lengths = (tmp_path / "two-length.md").read_text(encoding="utf-8").splitlines()
     assert [cell.strip() for cell in lengths[0].split("|")][1:-1] == ["rule", "250 steps", "1,000 steps"]
@@ -129,6 +131,27 @@ def test_lengths_courses_and_what_is_brought_back_are_drawn_from_a_file(
         apart = [loss - losses[baseline][seed] for seed, loss in lost.items() if seed in losses[baseline]]
         (line,) = re.findall(rf"`{baseline}`, [^`]*?\n\n(?:\|.*\n)*?\| `E4M3 nearest \S+` (\|.*\|)\n", along)
         assert f"{sum(apart) / len(apart):+.3f} [" in line.split("|")[-2]
+
+
+def test_what_is_reached_in_the_time_of_another_is_between_two_validations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rule as fast as its baseline, and the same at half the pace: at the end it is where the first was midway."""
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    clock = import_module("_clock")
+    curve = [(0, 5.0, 0.0), (100, 3.0, 10.0), (200, 2.0, 20.0)]
+
+    def trained(seed: int, pace: float, lower: float = 0.0) -> Run:
+        records = [
+            {"step": step, "val/loss": loss + 0.1 * seed - lower, "time/elapsed_s": at * pace}
+            for step, loss, at in curve
+        ]
+        return Run(Path(f"run-{seed}"), {"seed": seed}, {}, Records(records), {})
+
+    fast, slow, better = ([trained(seed, *how) for seed in (1, 2, 3)] for how in ((1.0,), (2.0,), (2.0, 1.5)))
+    assert clock.line(fast, fast) == ("20", "-", "after 100% of its time")
+    seconds, apart, reached = clock.line(slow, fast)
+    assert (seconds, apart.split()[0], reached) == ("40", "+1.000", "after 200% of its time")
+    assert clock.line(better, fast) == ("40", "-0.500 [-0.500, -0.500]", "before 100% of its time")
+    assert clock.line(fast, better)[2] == "not"
 
 
 def test_logarithms_of_weights_are_told_where_runs_looked_at_them(
