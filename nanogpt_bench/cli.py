@@ -30,7 +30,7 @@ USAGE_ERROR = 2
 #: and what a signal ends it with, with the signal's number, where nothing can be gone on with
 INTERRUPTED = 128
 FAILED = 1
-TOKENIZER_CHOICES = Tokenizers(("byte", "char", "gpt2"))
+TOKENIZER_CHOICES = Tokenizers(("byte", "char", "gpt2", "bpe-N"))
 SOURCES = ("stdlib", "eurlex", "hub", "text")
 PREPARED = ("text", "labels", "references")
 #: commands that take the settings of a run as `--section.key VALUE`
@@ -248,8 +248,9 @@ def _add_prepare(commands: Any) -> Parser:
         "--tokenizer",
         choices=TOKENIZER_CHOICES,
         default="byte",
-        metavar="{byte,char,gpt2,MODEL}",
+        metavar="{byte,char,gpt2,bpe-N,MODEL}",
         help="byte: 256 bytes and an end of text; char: the text's own characters; gpt2: GPT-2's 50257 byte pairs; "
+        "bpe-N: N tokens of the text's own byte pairs, such as bpe-4096; "
         "folder/of/a_model, model.gguf or an id on the hub: that model's own tokens (default: byte)",
     )
     parser.set_defaults(handler=_prepare)

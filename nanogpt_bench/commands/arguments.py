@@ -9,10 +9,15 @@ from nanogpt_bench.system.errors import BenchError
 
 
 class Tokenizers(tuple[str, ...]):
-    """The tokenizers by name, and whatever names a model, whose own is meant then."""
+    """The tokenizers by name, `bpe-N`, and whatever names a model, whose own is meant then."""
 
     def __contains__(self, word: object) -> bool:
-        return super().__contains__(word) or "/" in str(word) or str(word).endswith(".gguf")
+        return (
+            super().__contains__(word)
+            or str(word).startswith("bpe-")
+            or "/" in str(word)
+            or str(word).endswith(".gguf")
+        )
 
 
 def names(text: str) -> list[str]:

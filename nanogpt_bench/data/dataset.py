@@ -22,7 +22,7 @@ from nanogpt_bench.data.rows import (
     open_streams,
     splits_of,
 )
-from nanogpt_bench.data.tokenizers import make_tokenizer
+from nanogpt_bench.data.tokenizers import check_tokenizer, make_tokenizer
 from nanogpt_bench.data.write import check_folder, split_limits, write_corpus
 from nanogpt_bench.system.errors import BenchError, unknown
 
@@ -110,11 +110,10 @@ def prepare_hub(
     _require_packages()
     check_folder(out)
     limits = split_limits(limit)
-    if tokenizer != "char":
-        make_tokenizer(tokenizer, "")  # what is wrong with it should be said before anything is fetched
+    check_tokenizer(tokenizer)
     streams, facts = _open(dataset, config, revision, data_dir)
     splits, labels = TASKS[task](streams, column, f"data set {dataset!r}")
-    made = make_tokenizer(tokenizer, characters(splits, limits) if tokenizer == "char" else "")
+    made = make_tokenizer(tokenizer, characters(splits, limits) if tokenizer == "char" else "", splits["train"])
     source = {**facts, "dataset": dataset, "config": config, "column": column, "limit_tokens": limit}
     source |= {} if task == "text" else {"task": task}
     return write_corpus(out, splits, made, source, progress, limit, labels)

@@ -52,7 +52,7 @@ def prepare_stdlib(
         "sha256": hashlib.sha256(text.encode("utf-8")).hexdigest(),
         "documents": len(documents),
     }
-    return write_corpus(out, splits, make_tokenizer(tokenizer, text), source, progress, limit)
+    return write_corpus(out, splits, make_tokenizer(tokenizer, text, splits["train"]), source, progress, limit)
 
 
 def stdlib_documents(root: Path | None = None) -> list[str]:

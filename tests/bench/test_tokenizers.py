@@ -1,21 +1,28 @@
-"""Byte, char and GPT-2 tokenizers."""
+"""Byte, char, GPT-2 and byte-pair tokenizers."""
 
 from __future__ import annotations
 
+import base64
+import functools
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanogpt_bench.data import tokenizers
+from nanogpt_bench.data import byte_pairs, tokenizers
 from nanogpt_bench.data.tokenizers import (
     ByteTokenizer,
     CharTokenizer,
     Gpt2Tokenizer,
+    Tokenizer,
+    check_tokenizer,
     make_tokenizer,
+    tokenizer_from_meta,
 )
 from nanogpt_bench.data.write import pieces
 from nanogpt_bench.system.errors import BenchError
@@ -66,11 +73,78 @@ def test_pieces_make_up_the_text(text: str, size: int) -> None:
     assert max(map(len, cut)) <= size
 
 
-@given(st.sampled_from(["byte", "char", "gpt2"]), texts.filter(bool), st.integers(1, 20))
+TEXT = "the same words, and the same other words: naïve, wörter\n" * 40
+
+
+@functools.cache
+def own_pairs() -> Tokenizer:
+    return make_tokenizer("bpe-280", "", [TEXT])
+
+
+@given(st.sampled_from(["byte", "char", "gpt2", "bpe"]), texts.filter(bool), st.integers(1, 20))
 def test_the_bytes_of_some_tokens_and_of_the_rest_are_those_of_the_text(name: str, text: str, place: int) -> None:
-    tokenizer = make_tokenizer(name, text)
+    tokenizer = own_pairs() if name == "bpe" else make_tokenizer(name, text)
     tokens = tokenizer.encode(text)
     assert tokenizer.byte_count(tokens[:place]) + tokenizer.byte_count(tokens[place:]) == len(text.encode())
+
+
+@given(texts)
+def test_a_texts_own_byte_pairs_encode_any_text(text: str) -> None:
+    tokenizer = own_pairs()
+    tokens = tokenizer.encode(text)
+    assert tokens.dtype == np.uint16
+    assert tokenizer.decode([*tokens.tolist(), tokenizer.end_of_text or 0]) == text
+
+
+def test_byte_pairs_are_those_of_the_training_split_and_survive_meta_json() -> None:
+    tokenizer = own_pairs()
+    assert (tokenizer.name, tokenizer.vocab_size, tokenizer.end_of_text) == ("bpe-280", 280, 279)
+    assert {b" the", b" words"} <= {*byte_pairs.from_meta(tokenizer.meta()).tokens}
+    assert len(tokenizer.encode(TEXT)) < 0.4 * len(TEXT)
+    assert tokenizer_from_meta(json.loads(json.dumps(tokenizer.meta()))) == tokenizer
+    assert make_tokenizer("bpe-280", "", [TEXT]) == tokenizer
+    assert len(byte_pairs._bytes_by_character()) == 256
+
+
+@pytest.mark.parametrize("name", ["bpe-", "bpe-257", "bpe-65537", "bpe-4k", "bpe-N", "bpe--1", "bpe-٣٠٠"])
+def test_a_number_of_byte_pairs_out_of_range_is_refused(name: str) -> None:
+    with pytest.raises(BenchError, match=r"is not allowed; give bpe-N with N from 258 to 65536, such as bpe-4096"):
+        check_tokenizer(name)
+
+
+def test_a_text_of_too_few_byte_pairs_is_refused_with_those_it_has() -> None:
+    with pytest.raises(BenchError, match=r"--tokenizer bpe-300: the text has 25\d tokens; give bpe-25\d$"):
+        make_tokenizer("bpe-300", "", ["ab"])
+
+
+@pytest.mark.parametrize("missing", ["tokenizers", "tiktoken"])
+def test_byte_pairs_without_a_package_name_the_extra(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(byte_pairs, "find_spec", lambda name: None if name == missing else True)
+    with pytest.raises(BenchError, match=rf"needs {missing}; get it with pip install 'fp8manifold\[\S+\]'"):
+        check_tokenizer("bpe-300")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"pairs": "aa"},
+        {"pairs": [1]},
+        {"pairs": ["!"]},
+        {"pairs": []},
+        {"pairs": ["YQ=="] * 279},
+        {"tokenizer": "bpe-281"},
+    ],
+)
+def test_damaged_byte_pairs_are_refused(change: dict[str, Any]) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        tokenizer_from_meta(own_pairs().meta() | change)
+
+
+def test_a_missing_byte_is_refused() -> None:
+    meta = own_pairs().meta()
+    kept = [pair for pair in meta["pairs"] if base64.b64decode(pair) != b"a"] + [base64.b64encode(b"qqq").decode()]
+    with pytest.raises(ValueError, match="lack a single byte"):
+        tokenizer_from_meta(meta | {"pairs": kept})
 
 
 @given(texts.filter(bool))
@@ -87,7 +161,9 @@ def test_an_unknown_character_is_refused() -> None:
 
 
 def test_an_unknown_tokenizer_is_named_with_what_there_is() -> None:
-    with pytest.raises(BenchError, match=r"unknown tokenizer 'bite'; did you mean 'byte'\? allowed: byte, char, gpt2"):
+    with pytest.raises(
+        BenchError, match=r"unknown tokenizer 'bite'; did you mean 'byte'\? allowed: byte, char, gpt2, bpe-N"
+    ):
         make_tokenizer("bite", "")
 
 
