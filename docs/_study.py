@@ -56,6 +56,7 @@ AGAINST = {
     "study_q11_anneal": ("E4M3 stiffness-anneal draws=independent",),
     "study_q12_e2m5": ("muon",),
     "study_q12_law": ("muon",),
+    "study_embeddings": ("E4M3 stochastic-8bit embeddings=none",),
 }
 #: nats; a smaller difference is not worth a sentence
 WORTH = 0.005
