@@ -1,4 +1,4 @@
-/* The chart of the spacing and the power of two of a polynomial, as fp8manifold/_charts.py and _field.py have them. */
+/* The chart of the spacing and the power of two of a polynomial, as fp8manifold/_numerics/charts.py and stiffness.py have them. */
 #ifndef FP8MANIFOLD_CHART_H
 #define FP8MANIFOLD_CHART_H
 

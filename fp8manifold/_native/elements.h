@@ -1,5 +1,5 @@
-/* The stages of a step, element by element: what fp8manifold/optim/_step.py, _directions.py, _numerics/stiffness.py,
- * _moments.py and _injection.py say of whole tensors. */
+/* The stages of a step, element by element: what fp8manifold/optim/_step.py and _directions.py and
+ * fp8manifold/_numerics/stiffness.py say of whole tensors. */
 #ifndef FP8MANIFOLD_ELEMENTS_H
 #define FP8MANIFOLD_ELEMENTS_H
 

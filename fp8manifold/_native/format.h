@@ -1,4 +1,4 @@
-/* Codes to values and back, as fp8manifold/_codec.py has them, and rounding to the grid, as fp8manifold/_rounding.py. */
+/* Codes to values and back, as fp8manifold/_numerics/codec.py has them, and rounding to the grid, as rounding.py there. */
 #ifndef FP8MANIFOLD_FORMAT_H
 #define FP8MANIFOLD_FORMAT_H
 

@@ -15,7 +15,7 @@ enum { FIELD_NONE, FIELD_LINEAR, FIELD_SQRT, FIELD_SQUARE, FIELD_POWER };
 enum { METRIC_ULP, METRIC_EUCLIDEAN };
 enum { ONE_SCALE, SCALE_A_ROW, SCALE_AN_ELEMENT };
 
-/* The numbers of a step: fp8manifold/optim/_hyper.py. */
+/* The numbers of a step: those of fp8manifold/optim/_slot.py, by name. */
 typedef struct {
     float beta1, gain1, beta2, gain2, eps, rate, keep, correction, largest, inverse_reference, log_reference;
     float low, high, log_low, log_high, power, inject, floor, per_unit;
