@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -237,6 +238,29 @@ def test_error_injection_arrives_where_nearest_rounding_stalls() -> None:
             optimizer.step()
         left[writeback] = float((value_of(weight) - target).square().mean())
     assert left["momentum"] < 0.5 * left["nearest"], left
+
+
+@pytest.mark.parametrize("stiffness", [0.0, 0.5])
+def test_the_momentum_is_given_what_rounding_took(stiffness: float) -> None:
+    """Beside the momentum of another write-back: less by a positive multiple of (asked - stored), made up for next."""
+    momenta, stored, start = {}, {}, grid_weight("E4M3", (16, 16), 2.0**-5, std=0.1)
+    options: dict[str, Any] = {"lr": 2e-3, "weight_decay": 0.0, "nesterov": False, "ns_dtype": torch.float32}
+    for writeback in ("nearest", "momentum"):
+        weight = copy.deepcopy(start)
+        weight.grad = normal(16, 16, seed=9)
+        optimizer = StiffnessMuon([weight], stiffness=stiffness, writeback=writeback, **options)
+        optimizer.step()
+        momenta[writeback], stored[writeback] = optimizer.state[weight]["momentum_buffer"], value_of(weight)
+    exact = nn.Parameter(value_of(start).clone())
+    exact.grad = normal(16, 16, seed=9)
+    StiffnessMuon([exact], **options).step()
+    taken = exact.detach() - stored["momentum"]
+    given = momenta["nearest"] - momenta["momentum"]
+    if not stiffness:  # then floats ask for the same, and every element has one rate
+        ratio = given / taken
+        assert torch.allclose(ratio, ratio.median(), rtol=1e-2)
+        assert ratio.median() > 0
+    assert (given * taken)[taken.abs() > taken.abs().median()].gt(0).float().mean() > 0.9
 
 
 def test_adams_groups_are_stiffness_adamw() -> None:
