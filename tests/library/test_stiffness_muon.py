@@ -287,7 +287,7 @@ def test_resume_is_bit_exact(writeback: str) -> None:
     assert same_bits(weights, again)
 
 
-# ----------------------------------------------------------------------------------------------------------- refusals
+# ------------------------------------------------------------------------------------------------- what is not finite
 
 
 def test_a_gradient_that_is_not_finite_leaves_the_whole_step_out() -> None:
