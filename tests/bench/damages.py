@@ -85,6 +85,12 @@ def tensors(**values: Any) -> Damage:
     return damage
 
 
+def tensor_file(shape: list[int], size: int) -> bytes:
+    """A file of one tensor of that shape, whose data are said to take `size` bytes."""
+    header = json.dumps({"wte.weight": {"dtype": "F32", "shape": shape, "data_offsets": [0, size]}}).encode()
+    return len(header).to_bytes(8, "little") + header + bytes(20_000)
+
+
 def gone() -> Damage:
     return lambda path: path.unlink()
 
@@ -131,15 +137,24 @@ GARBAGE: dict[str, Damage] = {
     "laughs": text(LAUGHS),
     "digits": text('{"step": ' + "9" * 100_000 + "}"),
     "every byte": text(bytes(range(256)) * 40),
+    "merges": text("a: &a {x: 1}\nb: &b {<<: [*a, *a, *a]}\nc: {<<: [*b, *b], d: &d [*d]}\n"),
+    "deep blocks": text("".join(" " * n + "a:\n" for n in range(900))),
+    "wide": text("[" + "x," * 500_000 + "]"),
+    "wide and whole": text("[" + "[]," * (2 * MIB) + "1]"),
+    "sixties": text("seed: " + "1:" * 400_000 + "1"),
     "pickle": text(pickle.dumps(Payload())),
     "tag": text("seed: !!python/object/apply:os.system ['touch executed']\n"),
+    "tag of a class": text("seed: !!python/object/new:subprocess.Popen [['touch', 'executed']]\n"),
+    "tag of a module": text("seed: !!python/module:antigravity\n"),
     "class": text(json.dumps({"py/object": "os.system", "__reduce__": ["os.system", ["touch executed"]]})),
     "huge": text(b" " * (9 * MIB) + b"{}"),
+    "huge comment": text(b"# " + b"x" * (64 * MIB)),
     "header of a petabyte": text((2**50).to_bytes(8, "little") + b"{}" + bytes(200)),
     "folder": instead(Path.mkdir),
     "pipe": instead(os.mkfifo),
     "link to nothing": linked("nothing"),
     "endless": linked("/dev/zero"),
+    "link to a secret": linked("/etc/passwd"),
 }
 
 

@@ -7,12 +7,14 @@ import io
 import json
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import gpt2_checkpoints
 import torch
+from forked import without_drawing
 from safetensors.torch import save_file
 from torch import nn
 
@@ -36,6 +38,8 @@ sys.path.insert(0, str(Path(__file__).parent / "test_report"))
 from run_folders import write_run
 
 SMALL = ("--model.n_layer=1", "--model.n_embd=16", "--model.n_head=2", "--model.block_size=16", "--eval.batches=1")
+
+FROM_GPT2 = ("run", "bf16_baseline", "--model.block_size=16", "--eval.batches=1")
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,15 @@ def verified(folder: Path) -> list[str]:
     first, *lines = out.getvalue().splitlines()
     assert code == any(line.startswith("  problem: ") for line in lines) == first.startswith(f"{folder}: not whole, ")
     return lines
+
+
+def reported(folder: Path) -> tuple[str, ...]:
+    """What is noted of a run whose page has nothing of what a link leads to; figures are empty from then on."""
+    without_drawing()
+    with tempfile.TemporaryDirectory() as out:
+        commanded("report", folder, "--out", out)
+        assert "root:" not in Path(out, "report.html").read_text(encoding="utf-8")
+    return load_run(folder).notes
 
 
 def small_model() -> GPT:
@@ -136,11 +149,14 @@ OPTIONAL = ("gone", "folder", "pipe", "link to nothing", "endless")
 
 def readers(corpus: Path, labelled: Path, run: Path) -> dict[str, Reader]:
     """Every reader by name; corpora and the run are copied."""
-    any_text = ("deep", "deep and whole", "digits", "laughs", "huge", "zeros", "half", "header of a petabyte")
-    few_words = ("of another kind", "tag", "class", "pipe", "endless")
+    any_text = ("deep", "deep and whole", "digits", "laughs", "huge", "zeros", "half", "header of a petabyte", "wide")
+    any_text += ("merges", "deep blocks", "wide and whole", "sixties", "huge comment", "link to a secret")
+    few_words = ("of another kind", "tag", "tag of a class", "tag of a module", "class", "pipe", "endless")
     metrics = {"metrics.jsonl": ("empty", "pipe", "endless")}
     settings = dict.fromkeys(("environment.json", "summary.json", "weights.json"), ("class",))
     weights = {f"checkpoints/step-6/{name}": () for name in ("state.json", "model.safetensors")}
+    unbounded = ("deep", "deep and whole", "every byte", "wide and whole")
+    of_run = {"config.yaml": ("half", "class"), **metrics, **settings, "histograms.jsonl": (*OPTIONAL, "empty")}
     return {
         "config": Reader(
             written("a.yaml", "seed: 1"), lambda f: load_config(f / "a.yaml"), {"a.yaml": ("empty", "class")}
@@ -162,13 +178,21 @@ def readers(corpus: Path, labelled: Path, run: Path) -> dict[str, Reader]:
             {"train.ends.bin": (), "train.labels.bin": ()},
         ),
         "gpt2": Reader(gpt2_checkpoints.write, load_gpt2, {"config.json": (), "model.safetensors": ()}),
+        "run from gpt2": Reader(
+            lambda f: gpt2_checkpoints.write(f, vocab_size=load_corpus(corpus, 16).vocab_size, n_positions=16),
+            lambda f: commanded(*FROM_GPT2, f"--data.dir={corpus}", f"--model.init_from={f}"),
+            {"config.json": (), "model.safetensors": ()},
+        ),
         "weights": Reader(
             lambda f: save_weights(small_model(), f / "w"), lambda f: load_weights(small_model(), f / "w"), {"w": ()}
         ),
         "floats": Reader(
             lay_floats,
             load_floats,
-            {"a.safetensors": (), "model.safetensors.index.json": (*OPTIONAL, "deep", "deep and whole", "every byte")},
+            {
+                "a.safetensors": (),
+                "model.safetensors.index.json": (*OPTIONAL, *unbounded),
+            },
             errors=(ValueError, FileNotFoundError),
         ),
         "results": Reader(lay_results, lambda f: commanded("results", "show", f / "x.json"), {"x.json": ()}),
@@ -180,11 +204,8 @@ def readers(corpus: Path, labelled: Path, run: Path) -> dict[str, Reader]:
         "tables": Reader(
             lay_tables, lambda f: read_studies([f]).notes, {"sensitivity.json": OPTIONAL, "lr_limits.json": OPTIONAL}
         ),
-        "run": Reader(
-            copy_of(run),
-            lambda f: load_run(f).notes,
-            {"config.yaml": ("half", "class"), **metrics, **settings, "histograms.jsonl": (*OPTIONAL, "empty")},
-        ),
+        "run": Reader(copy_of(run), lambda f: load_run(f).notes, of_run),
+        "report on a run": Reader(copy_of(run), reported, of_run),
         "verify": Reader(
             copy_of(run),
             verified,

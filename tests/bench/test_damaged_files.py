@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 from damages import GARBAGE, LAUGHS, Damage, contents
 from readers import Reader, readers
+from watched import MIB, watched
 
 from nanogpt_bench.checkpoint import Contents, commit
 from nanogpt_bench.config.schema import Config
@@ -128,6 +130,15 @@ DAMAGED: dict[str, dict[str, str]] = {
         "model.safetensors: tensors(h__2__ln_1__bias=torch.zeros(16))": "a tensor too many, 'h.2.ln_1.bias'",
         "model.safetensors: tensors(ln_f__bias=torch.zeros(17))": "shape (17,), final_norm.bias has (16,)",
     },
+    "run from gpt2": {
+        "config.json: put('n_layer', 10**9)": "model.init_from: config.json of & speaks of 3,072,000,000,384 weights",
+        "config.json: put('n_embd', 10**9)": "model.init_from: config.json of & speaks of 24,000,000,024,000,000,000 "
+        "weights",
+        "model.safetensors: text(tensor_file([2**25, 2**23], 2**50))": "model.init_from: model.safetensors of & can't "
+        "be read",
+        "model.safetensors: text(tensor_file([2**25, 2**23], 20_000))": "model.init_from: model.safetensors of & "
+        "can't be read",
+    },
     "weights": {
         "w: gone()": "can't be read",
         "w: text('no weights')": "can't be read",
@@ -235,7 +246,11 @@ def every(
         (place := folder / name).mkdir()
         reader.lay(place)
         made[name] = (reader, place)
-        if "on a corpus" not in name:  # those would train
+        if name == "report on a run":  # which draws
+            continue
+        if " on a " in name or " from " in name:  # those would train
+            assert reader.said(folder / "missing")
+        else:
             assert reader.said(Path(shutil.copytree(place, folder / "copies" / name))) == []
     return made
 
@@ -245,8 +260,12 @@ def said_of(reader: Reader, whole: Path, file: str, damage: Damage, tmp_path: Pa
     folder = Path(shutil.copytree(whole, tmp_path / "it"))
     damage(folder / file)
     before = contents(tmp_path)
-    said = reader.said(folder)
+    size = sum(len(data or b"") for data in before.values())
+    found = watched(lambda: reader.said(folder))
+    assert (found.raised, found.executions) == ("", [])
     assert contents(tmp_path) == before
+    assert found.grown <= 2 * size + 64 * MIB
+    said: list[str] = found.returned
     assert all(line.isprintable() and len(line) < 1000 for line in said), said
     return said
 
@@ -263,6 +282,7 @@ def test_a_damage_is_named(
     assert len(said) == 1 or name == "verify"
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("name", "file", "garbage"), PLACES)
 def test_garbage_is_refused_by_every_reader(
     name: str,
@@ -275,3 +295,8 @@ def test_garbage_is_refused_by_every_reader(
     monkeypatch.chdir(tmp_path)
     said = said_of(*every[name], file, GARBAGE[garbage], tmp_path)
     assert any(Path(file).name in line or str(tmp_path / "it") in line for line in said), said
+
+
+def test_an_execution_would_be_seen() -> None:
+    found = watched(lambda: [exec("1"), os.system("true")])
+    assert {"exec", "compile", "os.system"} <= {event.split()[0] for event in found.executions}
