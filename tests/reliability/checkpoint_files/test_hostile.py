@@ -25,7 +25,9 @@ def said_of(look: Callable[[Path], Any], folder: Path) -> str:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_each_is_refused_in_one_line_or_read(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_is_refused_in_one_line_or_read(
+    case: str, tmp_path: Path, attacks: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     folder = Path(case)
     folder.mkdir()
@@ -36,6 +38,7 @@ def test_each_is_refused_in_one_line_or_read(case: str, tmp_path: Path, monkeypa
     assert (found.raised, found.executions) == ("", [])
     assert [path.name for path in tmp_path.iterdir()] == [case]
     assert found.grown <= 2 * size + 64 * MIB
+    attacks.append(found.grown)
     for said in found.returned:
         assert (said == "") == (case in WHOLE), said
         assert "\n" not in said
