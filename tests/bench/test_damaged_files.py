@@ -285,6 +285,9 @@ def test_a_damage_is_named(
     words = DAMAGED[name][damage].split(" & ")
     assert any(all(word in line for word in words) for line in said), said
     assert len(said) == 1 or name == "verify"
+    names = (Path(file).name, str(tmp_path / "it"))
+    if name not in ("config", "sweep") and "text is too short" not in said[0]:  # which name a setting, and nothing
+        assert any(part in line for line in said for part in names), said
 
 
 @pytest.mark.covering(1)
