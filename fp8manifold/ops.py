@@ -22,6 +22,7 @@ _GRANULARITIES: Final = ("tensor", "channel")
 _HARDWARE: Final = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
 _OUT: Final = (torch.float32, torch.bfloat16, torch.float16)
 _ALIGNMENT: Final = 16
+_LINES: Final = ("row", "column")
 
 
 def fp8_mm(
@@ -144,7 +145,14 @@ def _given_scale(x: Tensor, scale: Tensor | float, granularity: ProductGranulari
     given = as_scale(x, scale)
     if granularity == "tensor" and given.numel() != 1:
         raise ValueError(f"scale of shape {tuple(given.shape)} is not one number, as granularity='tensor' has it")
-    return given.reshape(()) if granularity == "tensor" else given.expand(shape).contiguous()
+    if granularity == "tensor":
+        return given.reshape(())
+    try:
+        return given.expand(shape).contiguous()
+    except RuntimeError:
+        raise ValueError(
+            f"scale of shape {tuple(given.shape)} does not fit {tuple(shape)}, one a {_LINES[axis]}"
+        ) from None
 
 
 @torch.library.custom_op("fp8manifold::fp8_mm", mutates_args=())

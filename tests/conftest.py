@@ -102,6 +102,15 @@ def tally(pytestconfig: pytest.Config) -> Callable[..., None]:
     return count
 
 
+@pytest.fixture(scope="module")
+def attacks(request: pytest.FixtureRequest, tally: Callable[..., None]) -> Iterator[list[int]]:
+    """By how many bytes each attack made memory grow, for the tally."""
+    grown: list[int] = []
+    yield grown
+    most = max(grown, default=0) / 2**20
+    tally(f"attacks of {request.module.__name__}", len(grown), f"0 executions, most memory {most:.0f} MiB")
+
+
 @pytest.fixture(autouse=True)
 def no_accelerator_is_left() -> Iterator[None]:
     """Accelerate keeps one accelerator a process, Trainer's too, and the next test wants another."""

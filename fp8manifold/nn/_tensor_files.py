@@ -21,6 +21,8 @@ _EVERY: Final = 2**24
 _PARTS: Final = 64
 """Memory is given back whenever so many bytes, or such a part of the files, were read: it takes milliseconds."""
 _INDEX: Final = "model.safetensors.index.json"
+#: bytes; those of the largest models have ten million
+_LARGEST_INDEX: Final = 2**26
 _FLOATS: Final = ("F64", "F32", "F16", "BF16")
 Source = str | Path | Iterable[str | Path]
 
@@ -192,9 +194,12 @@ def files_of(source: Source) -> list[Path]:
 def _indexed(index: Path) -> list[Path]:
     """The files that an index names, which lie beside it."""
     try:
+        if (size := index.stat().st_size) > _LARGEST_INDEX:
+            raise ValueError(f"it has {size} bytes, {_LARGEST_INDEX} are read at most")
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{str(index)!r} can't be read as an index of safetensors files: {error!r}") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        why = f"{error!r:.200}"
+        raise ValueError(f"{str(index)!r} can't be read as an index of safetensors files: {why}") from None
     if wrong := [name for name in names if not isinstance(name, str) or Path(name).name != name]:
         raise ValueError(f"{str(index)!r} names {wrong[0]!r}, which is no file beside it")
     return [index.parent / name for name in names]

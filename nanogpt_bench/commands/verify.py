@@ -31,6 +31,7 @@ from nanogpt_bench.runs.find import find_runs, say_aside
 from nanogpt_bench.runs.read import finite
 from nanogpt_bench.runs.trained import BEST
 from nanogpt_bench.system.errors import BenchError, one_line, printable
+from nanogpt_bench.system.untrusted import Refused, open_file
 
 #: bytes of a JSON file, and of one line of a file of records
 LIMIT = 1 << 25
@@ -140,7 +141,7 @@ def check_run(path: Path) -> Findings:
 
 def _mapping(path: Path, found: Findings, optional: str | None = None) -> dict[str, Any]:
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             content = parse(file.read(LIMIT + 1), limit=LIMIT)
         if isinstance(content, dict):
             return content
@@ -185,7 +186,7 @@ def _check_sparse(path: Path, ended: bool, found: Findings) -> None:
 def _records(path: Path, ended: bool, found: Findings) -> Iterator[tuple[int, int, Mapping[str, Any]]]:
     """Yield number, step and record of every whole line; what is no record is said."""
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             number = 0
             while line := file.readline(LIMIT):
                 number += 1
@@ -199,8 +200,8 @@ def _records(path: Path, ended: bool, found: Findings) -> Iterator[tuple[int, in
                     said = found.problems if ended or file.read(1) else found.notes
                     said.append(f"{path.name}: line {number} is cut off")
                     return
-    except OSError as error:
-        found.problems.append(f"{path.name} can't be read: {error.strerror or error}")
+    except (OSError, Refused) as error:
+        found.problems.append(f"{path.name} can't be read: {getattr(error, 'strerror', None) or error}")
 
 
 def _record(line: bytes) -> dict[str, Any] | None:

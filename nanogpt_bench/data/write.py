@@ -62,7 +62,7 @@ def write_corpus(
             split: _write_split(folder / f"{split}.bin", documents, written[split])
             for split, documents in splits.items()
         }
-        _check_counts(counts)
+        _check_counts(counts, source)
         meta = {**tokenizer.meta(), "source": source, "splits": counts}
         if any(None not in split.given.labels for split in written.values()):
             found = write_labels(folder, {name: split.given for name, split in written.items()}, labels)
@@ -167,12 +167,13 @@ def pieces(text: str, size: int = CHUNK) -> Iterator[str]:
     yield text[start:]
 
 
-def _check_counts(counts: dict[str, dict[str, Any]]) -> None:
+def _check_counts(counts: dict[str, dict[str, Any]], source: Mapping[str, Any]) -> None:
+    called = next((source[key] for key in ("file", "dataset", "kind") if source.get(key)), "")
     for split, count in counts.items():
         if count["tokens"] < MIN_TOKENS:
             raise BenchError(
-                f"text is too short: its {split} split has {count['tokens']} tokens, at least {MIN_TOKENS} are "
-                "needed; give a longer text (the last tenth is the validation split)"
+                f"text {called!r} is too short: its {split} split has {count['tokens']} tokens, at least {MIN_TOKENS} "
+                "are needed; give a longer text (the last tenth is the validation split)"
             )
 
 

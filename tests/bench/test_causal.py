@@ -7,6 +7,7 @@ import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch
 pytest.importorskip("transformers", reason="needs the extra hf")
 
 import causal_models
+from damages import Damage, both, cut, put, renamed
 
 import fp8manifold as fm
 from nanogpt_bench.cli import main
@@ -179,73 +181,44 @@ def test_a_gguf_is_floats_from_then_on(tmp_path: Path) -> None:
     assert torch.equal(again.eval()(tokens).logits, model.eval()(tokens).logits)
 
 
-def broken(folder: Path, kind: str) -> Path:
-    """A folder or file that no model can be read from."""
-    if kind == "quantised":
-        path = causal_models.write(folder)
-        change(path, quantization_config={"quant_method": "fp8"})
-    elif kind == "sequence to sequence":
-        path = causal_models.write(folder)
-        change(path, model_type="t5", architectures=["T5ForConditionalGeneration"], is_encoder_decoder=True)
-    elif kind == "masked":
-        path = causal_models.write(folder, "bert")
-        change(path, architectures=["BertForMaskedLM"])
-    elif kind == "without tokenizer":
-        path = causal_models.write(folder)
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            (path / name).unlink()
-    elif kind == "small":
-        path = causal_models.write(folder, vocab_size=16)
-    elif kind == "cut":
-        path = causal_models.write(folder)
-        weights = path / "model.safetensors"
-        weights.write_bytes(weights.read_bytes()[:-100])
-    elif kind == "other layers":
-        path = causal_models.write(folder)
-        change(path, num_hidden_layers=3)
-    elif kind == "pickle":
-        path = causal_models.write(folder)
-        (path / "model.safetensors").rename(path / "pytorch_model.bin")
-    elif kind == "gguf":
-        path = folder / "x.gguf"
-        path.write_bytes(b"GGUF" + bytes(200))
-    elif kind == "other file":
-        path = folder / "x.gguf"
-        path.write_bytes(b"hello")
-    else:
-        path = folder
-    return path
+def written(kind: str = "llama", **more: Any) -> Callable[[Path], Path]:
+    return lambda folder: causal_models.write(folder, kind, **more)
 
 
-def change(folder: Path, **settings: object) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+def in_a_file(content: bytes) -> Callable[[Path], Path]:
+    def write(folder: Path) -> Path:
+        (folder / "x.gguf").write_bytes(content)
+        return folder / "x.gguf"
+
+    return write
 
 
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        ("quantised", "is quantised already (fp8)"),
-        ("sequence to sequence", "is T5ForConditionalGeneration, no causal language model"),
-        ("masked", "is BertForMaskedLM, no causal language model"),
-        ("without tokenizer", "tokenizer"),
-        ("small", "has 16 token embeddings, its tokenizer makes 22 of"),
-        ("cut", "can't be read"),
-        ("other layers", "missing weight 'model.layers.2."),
-        ("pickle", "can't be read"),
-        ("gguf", "can't be read"),
-        ("other file", "is no GGUF file"),
-        ("empty", "has no config.json and 0 .gguf files"),
-    ],
+T5 = both(
+    put("model_type", "t5"), put("architectures", ["T5ForConditionalGeneration"]), put("is_encoder_decoder", True)
 )
+#: what is said of a model, how it is made, and what is done then to which of its files
+UNFIT: list[tuple[str, Callable[[Path], Path], str, Damage]] = [
+    ("is quantised already (fp8)", written(), "config.json", put("quantization_config", {"quant_method": "fp8"})),
+    ("is T5ForConditionalGeneration, no causal language model", written(), "config.json", T5),
+    ("is BertForMaskedLM, no causal", written("bert"), "config.json", put("architectures", ["BertForMaskedLM"])),
+    ("tokenizer", written(), "tokenizer.json", lambda path: [p.unlink() for p in path.parent.glob("tokenizer*")]),
+    ("has 16 token embeddings, its tokenizer makes 22 of", written(vocab_size=16), "", both()),
+    ("can't be read", written(), "model.safetensors", cut(100)),
+    ("missing weight 'model.layers.2.", written(), "config.json", put("num_hidden_layers", 3)),
+    ("can't be read", written(), "model.safetensors", renamed("pytorch_model.bin")),
+    ("can't be read", in_a_file(b"GGUF" + bytes(200)), "", both()),
+    ("is no GGUF file", in_a_file(b"hello"), "", both()),
+    ("has no config.json and 0 .gguf files", lambda folder: folder, "", both()),
+]
+
+
+@pytest.mark.parametrize(("words", "make", "file", "damage"), UNFIT)
 def test_a_model_that_does_not_fit_is_one_line(
-    kind: str, words: str, tmp_path: Path, text_file: Path, capsys: pytest.CaptureFixture[str]
+    words: str, make: Any, file: str, damage: Damage, tmp_path: Path, text_file: Path, refused: Callable[..., str]
 ) -> None:
-    path = broken(tmp_path, kind)
-    assert main(["evaluate", "--model", str(path), "--input", str(text_file), "--out", str(tmp_path / "out")]) == 2
-    printed = capsys.readouterr().err
-    assert words in printed
-    assert printed.count("\n") == 1
+    path = make(tmp_path)
+    damage(path / file)
+    assert words in refused("evaluate", "--model", path, "--input", text_file, "--out", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

@@ -207,6 +207,7 @@ REFUSED: dict[str, str] = {
     },
     **dict.fromkeys(("report LONG --out o", "report NUL --out o", "verify LONG", "compare --out LONG"), ""),
     **dict.fromkeys(("run fp32.yaml --data.dir=CHARS --name LONG", "sweep formats.yaml --out LONG"), ""),
+    **{f"run fp32.yaml --data.dir=CHARS --name {name}": "--name" for name in ("../out", "/tmp/out", ".hidden", "..")},
     **{f"run gpt2.yaml --{key} {name}": "" for key in ("data.dir", "model.init_from") for name in ("LONG", "NUL")},
 }
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-import fp8manifold as fm
 from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.model.gpt import GPTShape, build_model
 from nanogpt_bench.model.weights import load_weights, save_weights
@@ -69,13 +68,3 @@ def test_weights_of_another_model_are_refused(tmp_path: Path, there: dict[str, o
         load_weights(model, tmp_path / "w")
     for name, layer in quantized_layers(model).items():
         assert torch.equal(layer.weight_codes(), before[name])
-
-
-def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
-    model = wrapped("fp8", 0)
-    with pytest.raises(BenchError, match="can't be read"):
-        load_weights(model, tmp_path / "absent")
-    (tmp_path / "text").write_text("no weights")
-    with pytest.raises(BenchError, match="can't be read"):
-        load_weights(model, tmp_path / "text")
-    assert isinstance(model.get_submodule("blocks.0.attn.qkv").weight, fm.FP8Tensor)

@@ -185,7 +185,7 @@ def test_the_ends_zero_and_nan(fmt, dtype) -> None:
 
 
 @pytest.mark.parametrize("function", [fm.ulp, fm.to_chart, fm.from_chart])
-def test_shapes_strides_and_bad_types(function) -> None:
+def test_shapes_and_strides(function) -> None:
     x = torch.linspace(-3, 3, 60).reshape(3, 4, 5)
     whole = function(x, "E4M3")
     assert torch.equal(function(x.permute(2, 0, 1), "E4M3"), whole.permute(2, 0, 1))
@@ -193,7 +193,3 @@ def test_shapes_strides_and_bad_types(function) -> None:
     assert function(x[1, 2, 3], "E4M3").shape == ()
     assert function(x[:0], "E4M3").shape == (0, 4, 5)
     assert torch.equal(function(x.clone().requires_grad_(), "E4M3").detach(), whole)
-    with pytest.raises(TypeError, match="int32"):
-        function(torch.ones(3, dtype=torch.int32), "E4M3")
-    with pytest.raises(ValueError, match="E4N3"):
-        function(x, "E4N3")

@@ -57,19 +57,6 @@ def test_parts_have_the_draws_of_the_whole() -> None:
     assert torch.equal(whole, torch.cat(parts))
 
 
-def test_an_unknown_kind_is_refused() -> None:
-    for call in (
-        lambda: fm.random_bits(3, seed=0, draws="dithered"),  # type: ignore[arg-type]
-        lambda: fm.round_to_grid(torch.ones(2), "E4M3", "stochastic", seed=0, draws="even"),  # type: ignore[arg-type]
-        lambda: fm.FP8Manifold("E4M3", draws="even"),  # type: ignore[arg-type]
-        lambda: fm.FP8Parameter(torch.ones(2), "E4M3", draws="even"),  # type: ignore[arg-type]
-        lambda: fm.optim.StiffnessAdamW([fm.FP8Parameter(torch.ones(2), "E4M3")], draws="even"),
-        lambda: fm.optim.StiffnessWrapper(torch.optim.SGD([torch.ones(2)], 0.1), draws="even"),  # type: ignore[arg-type]
-    ):
-        with pytest.raises(ValueError, match=r"draws='(dithered|even)' is unknown: one of independent, dither"):
-            call()
-
-
 # --------------------------------------------------------------------------------------------- streams of updates
 def constant(size: float) -> Updates:
     return lambda t, noise: np.full(N, size)

@@ -99,26 +99,6 @@ def test_an_empty_weight_has_no_zone(shape: tuple[int, int]) -> None:
     assert monitor.zero_gradient_zone(torch.empty(shape), torch.ones(2, shape[1]), "E4M3") == 0.0
 
 
-@pytest.mark.parametrize(
-    "figure",
-    [
-        lambda: monitor.update_lost([1.0], of(1.0), of(1.0)),  # type: ignore[arg-type]
-        lambda: monitor.code_drift([1], [1], "E4M3"),  # type: ignore[arg-type]
-        lambda: monitor.residual_saturation([1]),  # type: ignore[arg-type]
-        lambda: monitor.code_histogram([1.0], "E4M3"),  # type: ignore[arg-type]
-    ],
-)
-def test_lists_are_no_tensors(figure: Callable[[], Any]) -> None:
-    with pytest.raises(TypeError, match=r"tensor, (not|got) list"):
-        figure()
-
-
-@pytest.mark.parametrize("value", [NAN, INF, -INF])
-def test_a_schedule_has_finite_ends(value: float) -> None:
-    with pytest.raises(ValueError, match=r"end=.* is out of range: \(-inf, inf\)"):
-        fm.optim.anneal(1.0, value, 10)
-
-
 @pytest.mark.parametrize("tracker", [monitor.DeadRuns(), monitor.PathTracker(of(1.0), "E4M3")], ids=["dead", "path"])
 def test_a_state_that_lacks_something_is_refused(tracker: Any) -> None:
     state = tracker.state_dict()

@@ -286,28 +286,3 @@ def test_attributes_gradients_and_what_is_not_trained_go_over() -> None:
     model(TOKENS).sum().backward()
     assert seen == ["seen"]
     assert model.experts.up.grad is None
-
-
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        ({"parameters": "expert"}, "pattern 'expert' matches none of the 2 parameters .* did you mean 'experts'"),
-        ({"parameters": {"inner": "E4M3"}}, "pattern 'inner' matches none"),
-        ({"parameters": {3: "E4M3"}}, "parameters has 3: a pattern must be a string"),
-        ({"parameters": {"*": "E9M9"}}, "E9M9"),
-        ({"embeddings": {"inner": "E4M3"}}, "embeddings: pattern 'inner' matches none"),
-        ({"parameters": "*", "storage": "grid"}, "become codes with storage='fp8', not with storage='grid'"),
-        ({"embeddings": "E5M2"}, "the weight of 'head' is shared"),
-        ({"parameters": "*.up", "formats": {"inner": "E4M3"}}, r"give parameters=\{'\*\.up': 'E4M3'\}"),
-        ({"embeddings": "E4M3", "granularity": "block", "formats": {"*": "E4M3"}, "tied": "never"}, "tied"),
-    ],
-)
-def test_what_is_refused(options: dict[str, Any], line: str) -> None:
-    given = {"formats": "E4M3", "storage": "fp8", **options}
-    with pytest.raises((ValueError, TypeError), match=line):
-        quantize_model(seeded(Language), **given)
-    with pytest.raises(ValueError, match=r"has no nn\.Embedding"):
-        quantize_model(nn.Linear(2, 2), "E4M3", "fp8", embeddings="E4M3")
-    model = quantize_model(seeded(Language), "E4M3", "fp8", parameters="*.up", tied="leave")
-    with pytest.raises(ValueError, match=r"parameter 'experts\.up' is in E4M3 already"):
-        quantize_model(model, {"*": "none"}, "fp8", parameters={"*.up": "E5M2"})

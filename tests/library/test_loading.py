@@ -206,31 +206,14 @@ def test_what_does_not_fit_is_one_line_and_nothing_is_loaded(changes: Any, line:
 
 
 def test_what_else_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"parameter 'tokens\.weight' has values already"):
-        load_quantized(made(), {}, tied="leave")
-    with pytest.raises(ValueError, match=r"the weight of 'head' is shared"):
-        load_quantized(bare(), {})
-    with pytest.raises(TypeError, match="has no storage"):
-        load_quantized(bare(), {}, storage="grid")
     model = bare()
     model.register_buffer("angles", torch.zeros(2, device="meta"), persistent=False)
-    with pytest.raises(ValueError, match="buffer 'angles' has no values and is in no state dict"):
-        load_quantized(model, state_of(made()), tied="leave")
     model.angles = torch.zeros(2)
     assert load_quantized(model, state_of(made()), tied="leave").angles.tolist() == [0, 0]
     with pytest.raises(FileNotFoundError, match=r"no \*\.safetensors"):
         load_quantized(bare(), tmp_path, tied="leave")
     with pytest.raises(FileNotFoundError, match="does not exist"):
         load_quantized(bare(), tmp_path / "none.safetensors", tied="leave")
-    (tmp_path / "bad.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
-    with pytest.raises(ValueError, match="is no whole safetensors file"):
-        load_quantized(bare(), tmp_path, tied="leave")
-    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../b.safetensors"}}')
-    with pytest.raises(ValueError, match="is no file beside it"):
-        load_quantized(bare(), tmp_path, tied="leave")
-    (tmp_path / "model.safetensors.index.json").write_text("[]")
-    with pytest.raises(ValueError, match="can't be read as an index"):
-        load_quantized(bare(), tmp_path, tied="leave")
     for name in ("a", "b"):
         safetensors.save_file({"w": torch.zeros(1)}, tmp_path / f"{name}.safetensors")
     with pytest.raises(ValueError, match="give one of them"):

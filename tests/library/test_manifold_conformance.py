@@ -280,5 +280,3 @@ def test_random_points_and_the_origin_are_on_the_manifold(case: Case) -> None:
         assert point.shape == SHAPE
         assert point.dtype == torch.float64
         assert case.manifold.check_point_on_manifold(point)
-    with pytest.raises(ValueError, match="scale of shape"):
-        fm.StiffnessManifold("E4M3", ROWS).random(3)

@@ -129,15 +129,6 @@ def test_both_zeros_fill_one_gap() -> None:
     assert gap_lengths(torch.zeros(16, dtype=torch.int64), "E2M1") == []
 
 
-def test_a_histogram_of_another_format_is_refused() -> None:
-    counts = code_histogram(torch.ones(1), "E2M1")
-    for refused in (lambda: bit_figures(counts, "E4M3"), lambda: gap_lengths(counts, "E4M3")):
-        with pytest.raises(ValueError, match=r"counts has shape.*256 codes"):
-            refused()
-    with pytest.raises(ValueError, match="ever has shape"):
-        bit_figures(torch.zeros(256), "E4M3", counts)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @EVERY_FORMAT
 def test_counts_are_those_of_encode(name: str, dtype: torch.dtype) -> None:
@@ -214,5 +205,3 @@ def test_residuals_at_the_ends() -> None:
     found = residual_histogram(torch.tensor([1e9, -1e9, math.nan, math.inf, 1.0]), "E4M3", bins=4)
     assert found.counts == (1, 0, 1, 1)
     assert residual_histogram(torch.empty(0), "E4M3", bins=2).counts == (0, 0)
-    with pytest.raises(ValueError, match="bins=0"):
-        residual_histogram(torch.ones(1), "E4M3", bins=0)

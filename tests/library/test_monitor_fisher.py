@@ -105,29 +105,17 @@ def test_the_ratio_of_layers_that_both_have() -> None:
         "b": None,
         "c": 0.25,
     }
-    with pytest.raises(TypeError, match="float"):
-        fisher_ratio({"a": 1.0}, {"a": one})  # type: ignore[dict-item]
 
 
 def test_eigenvalues_are_compared_rank_by_rank() -> None:
     ours, theirs = FisherFigures(9.0, (6.0, 3.0, 1.0)), FisherFigures(9.0, (4.0, 0.0))
     assert eigenvalue_ratios({"a": ours, "b": ours}, {"a": theirs}) == {"a": (1.5, None)}
-    with pytest.raises(TypeError, match="float"):
-        eigenvalue_ratios({"a": ours}, {"a": 1.0})  # type: ignore[dict-item]
 
 
-def test_layers_that_are_left_out_and_options_that_are_refused() -> None:
+def test_layers_that_are_left_out() -> None:
     model = classifier()
     assert fisher_figures(model, [batch()], max_features=5).keys() == {"2"}
     assert fisher_figures(nn.Sequential(nn.Tanh()), [batch()]) == {}
-    with pytest.raises(ValueError, match="representation='ekfac'"):
-        fisher_figures(model, [batch()], representation="ekfac")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="no batch"):
-        fisher_figures(model, [])
-    with pytest.raises(ValueError, match="eigenvalues=0"):
-        fisher_figures(model, [batch()], eigenvalues=0)
-    with pytest.raises(ValueError, match="samples=0"):
-        fisher_figures(model, [batch()], samples=0)
 
 
 def test_weights_that_are_no_numbers_have_no_figures() -> None:

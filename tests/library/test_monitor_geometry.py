@@ -114,10 +114,6 @@ def test_fields_without_weights_or_numbers() -> None:
     assert math.isnan(bad.metric_min_eigenvalue)
     assert bad.warp_slope is None
     assert bad.off_grid == pytest.approx(1 / 3)
-    with pytest.raises(ValueError, match="one shape"):
-        geometry_figures(torch.ones(4), "E4M3", gradient=torch.ones(3))
-    with pytest.raises(ValueError, match=r"clip=0\.5"):
-        geometry_figures(torch.ones(4), "E4M3", clip=0.5)
 
 
 # Steps and paths
@@ -157,8 +153,6 @@ def test_warp_of_nothing_and_of_no_numbers() -> None:
     assert (empty.size, empty.warp_crossings, empty.warp_distortion) == (0, 0, 0)
     assert math.isnan(warp_figures(one, one * math.nan, "E4M3").warp_distortion)
     assert warp_figures(one * 448, one * 1e9, "E4M3").warp_distortion == 0
-    with pytest.raises(ValueError, match="one shape"):
-        warp_figures(one, one[:1], "E4M3")
 
 
 @EVERY_FORMAT
@@ -192,8 +186,6 @@ def test_distance_at_the_edges() -> None:
     assert chart_distance(one * math.inf, one * 448, "E4M3") == 0
     assert math.isnan(chart_distance(one, one * math.nan, "E4M3"))
     assert chart_distance(one, -one, "E4M3") == 112
-    with pytest.raises(ValueError, match="one shape"):
-        chart_distance(one, one[:1], "E4M3")
 
 
 def test_a_path_there_and_back() -> None:
@@ -218,10 +210,6 @@ def test_a_path_remembers_values_and_not_tensors() -> None:
     w.fill_(4.0)
     path.update(w)
     assert (path.length, path.displacement) == (16, 16)
-    with pytest.raises(ValueError, match="one shape"):
-        path.update(torch.ones(2))
-    with pytest.raises(TypeError, match="start"):
-        PathTracker(torch.ones(2, dtype=torch.int32), "E4M3")
 
 
 # Metrics and constraints
@@ -238,8 +226,6 @@ def test_the_smallest_eigenvalue() -> None:
     assert metric_min_eigenvalue(torch.tensor([3.0, 2.0]), 1.0) == 3
     assert metric_min_eigenvalue(torch.empty(0)) == math.inf
     assert math.isnan(metric_min_eigenvalue(torch.tensor([[1.0, math.nan], [math.nan, 1.0]])))
-    with pytest.raises(ValueError, match=r"\(2, 3\)"):
-        metric_min_eigenvalue(torch.ones(2, 3))
 
 
 def test_orthogonality_of_a_constrained_parameter() -> None:
@@ -249,5 +235,3 @@ def test_orthogonality_of_a_constrained_parameter() -> None:
     assert orthogonality(torch.eye(4)) == 0
     assert orthogonality(torch.empty(0, 3)[:, :0]) == 0
     assert math.isnan(orthogonality(torch.full((2, 2), math.nan)))
-    with pytest.raises(ValueError, match=r"\(2, 3\)"):
-        orthogonality(torch.ones(2, 3))

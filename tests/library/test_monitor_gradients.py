@@ -55,8 +55,6 @@ def test_gradients_that_are_not_finite(bad: float, shape: tuple[int, ...]) -> No
 def test_gradients_of_every_dtype(dtype: torch.dtype) -> None:
     g = normal(1000, dtype=dtype)
     assert gradient_figures(g).l2 == pytest.approx(g.double().norm().item(), rel=1e-5)
-    with pytest.raises(TypeError, match="g has dtype"):
-        gradient_figures(g.int())
 
 
 # Against the shadow
@@ -103,8 +101,6 @@ def test_gradients_without_an_angle() -> None:
     assert (lost.cosine, lost.quant_snr_db) == (None, 0)
     invented = shadow_figures(one, zero)
     assert (invented.cosine, invented.quant_snr_db) == (None, -math.inf)
-    with pytest.raises(ValueError, match="one shape"):
-        shadow_figures(one, one[:2])
 
 
 def test_the_gradient_of_a_quantised_layer_has_a_smaller_cosine() -> None:
@@ -202,11 +198,3 @@ def test_runs_before_anything_and_of_nothing() -> None:
     assert (runs.dead, runs.lengths()) == (0, Histogram((0.0, 1.0), (0,)))
     runs.update(torch.empty(0))
     assert (runs.dead, runs.lengths()) == (0, Histogram((0.0, 1.0), (0,)))
-    with pytest.raises(ValueError, match=r"\(2,\)"):
-        runs.update(torch.zeros(2))
-    with pytest.raises(ValueError, match="patience=0"):
-        DeadRuns(patience=0)
-    with pytest.raises(ValueError, match="threshold=-1"):
-        DeadRuns(threshold=-1.0)
-    with pytest.raises(ValueError, match="steps=0"):
-        runs.update(torch.empty(0), steps=0)

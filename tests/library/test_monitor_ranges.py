@@ -164,23 +164,10 @@ def test_the_largest_value_under_its_own_scale_is_not_clamped() -> None:
         assert range_figures(x, "E4M3", fm.amax_scale(x, "E4M3")).clamped == 0
 
 
-@pytest.mark.parametrize(
-    ("scale", "error"),
-    [(torch.ones(3), ValueError), (0.0, ValueError), (-1.0, ValueError), (math.inf, ValueError), ("1", TypeError)],
-)
-def test_scales_that_are_refused(scale: object, error: type[Exception]) -> None:
-    with pytest.raises(error, match="scale"):
-        range_figures(torch.ones(4), "E4M3", scale)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="float"):
-        range_figures(torch.ones(4, dtype=torch.int64))
-
-
 def test_scale_changes() -> None:
     assert scale_changes(1.0, 1.0) == 0
     assert scale_changes(torch.tensor(1.0), torch.tensor(2.0)) == 1
     assert scale_changes(ROWS, ROWS * torch.tensor([[1.0], [2.0], [1.0]])) == pytest.approx(1 / 3)
-    with pytest.raises(ValueError, match=r"\(3, 1\)"):
-        scale_changes(ROWS, 1.0)
 
 
 # Attention
@@ -217,7 +204,3 @@ def test_entropy_in_pieces_and_at_the_edges(monkeypatch: pytest.MonkeyPatch) -> 
     query[0, 1, 0, 0] = math.nan
     assert attention_entropy(query, key).isnan().tolist() == [False, True]
     assert attention_entropy(query[:0], key[:0]).tolist() == [0, 0]
-    with pytest.raises(ValueError, match=r"\(5, 2, 6, 4\) and \(5, 2, 6, 3\)"):
-        attention_entropy(query, key[..., :3])
-    with pytest.raises(TypeError, match="query"):
-        attention_entropy(query.int(), key)

@@ -100,10 +100,6 @@ def test_what_arrives_is_the_definition_adds_up_and_counts_what_saturates() -> N
     assert update_arrived(top, top + 64, fm.round_to_grid(top + 64, "E4M3")).share == 0.0
     tiny = torch.full((3,), 1e-30)  # its square is below float32's smallest
     assert update_arrived(tiny, 2 * tiny, 1.5 * tiny).share == pytest.approx(0.5)
-    with pytest.raises(ValueError, match="one shape"):
-        update_arrived(before, target, target[:1])
-    with pytest.raises(TypeError):
-        update_arrived(before, target, target.long())
 
 
 def test_what_arrives_of_one_byte_weights_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,10 +142,6 @@ def test_nothing_asked_and_nothing_there() -> None:
     assert found.update_lost == 1
     assert math.isnan(found.update_ulps)
     assert math.isnan(found.move_probability)
-    with pytest.raises(ValueError, match="one shape"):
-        stall_figures(x, x, x[0], "E4M3")
-    with pytest.raises(ValueError, match="does not fit"):
-        stall_figures(x, x, x, "E4M3", torch.ones(3))
 
 
 # Residuals and codes
@@ -161,8 +153,6 @@ def test_residuals_at_their_ends() -> None:
     assert residual_saturation(residual) == 0.12
     assert residual_saturation(torch.arange(-128, 128).to(torch.int8)) == 2 / 256
     assert residual_saturation(torch.empty(0, dtype=torch.int8)) == 0
-    with pytest.raises(TypeError, match="float32"):
-        residual_saturation(torch.zeros(3))
 
 
 def test_packed_residuals_at_their_ends() -> None:
@@ -173,8 +163,6 @@ def test_packed_residuals_at_their_ends() -> None:
     assert residual_saturation(packed, 4) == 0
     assert residual_saturation(packed.view(2, 1), 8) == 4 / 8
     assert residual_saturation(packed.view(2, 1), 3 * 2) == 4 / 6
-    with pytest.raises(ValueError, match="residual has 2 bytes: size=9 weights of 4 bits take 5, of 2 bits 3"):
-        residual_saturation(packed, 9)
 
 
 @pytest.mark.parametrize(("writeback", "ends"), [("residual8", 2 / 256), ("residual4", 2 / 16), ("residual2", 2 / 4)])
@@ -201,10 +189,6 @@ def test_drift_of_zeros_and_of_nothing() -> None:
     zeros = fm.encode(torch.tensor([0.0, -0.0]), "E4M3")
     assert code_drift(zeros, zeros.flip(0), "E4M3") == 0
     assert code_drift(zeros[:0], zeros[:0], "E4M3") == 0
-    with pytest.raises(TypeError, match=r"start must be a uint8 tensor, not torch\.int32"):
-        code_drift(zeros.int(), zeros, "E4M3")
-    with pytest.raises(ValueError, match="one shape"):
-        code_drift(zeros, zeros[:1], "E4M3")
 
 
 # Zero-gradient zones
@@ -257,10 +241,6 @@ def test_zones_at_the_edges() -> None:
         assert zero_gradient_zone(one, torch.tensor([[96.0]]), "E4M3", output="E4M3", bias=near - sign * 59) == 0
     assert zero_gradient_zone(torch.empty(0, 3), torch.ones(1, 3), "E4M3") == 0
     assert zero_gradient_zone(stored_weight(), torch.ones(2, 2, 7), "E4M3") < 1
-    with pytest.raises(ValueError, match=r"\(2, 3\) and \(4, 2\)"):
-        zero_gradient_zone(w, torch.ones(4, 2), "E4M3")
-    with pytest.raises(TypeError, match="float64"):
-        zero_gradient_zone(w, torch.ones(4, 3), "E4M3", output=torch.float64)
 
 
 def test_zones_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -257,8 +257,6 @@ def test_an_average_in_floats_arrives(options: Any) -> None:
     average = fm.averaged_model(model, **options)
     assert averaged(average, model, 35) == pytest.approx(1 - 0.9**35, abs=1e-3)
     assert average.module[0].bias.shape == model[0].bias.shape
-    with pytest.raises(ValueError, match="use_buffers=True"):
-        fm.averaged_model(model, use_buffers=True)
 
 
 class Averaged(torch.nn.Module):

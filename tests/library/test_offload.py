@@ -179,33 +179,3 @@ def test_what_is_not_finite_leaves_all_out() -> None:
     optimizer.step()
     assert same(model, before)
     assert optimizer.inner.skipped_steps == 1
-
-
-REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "class": (
-        lambda: HostOptimizer(net().parameters(), lambda groups: torch.optim.SGD(groups)),
-        TypeError,
-        "no optimizer of fp8manifold",
-    ),
-    "names": (
-        lambda: HostOptimizer(net().named_parameters(), optim.StiffnessAdamW),
-        TypeError,
-        "params has a tuple",
-    ),
-    "grid": (
-        lambda: HostOptimizer(fm.quantize_model(nn.Linear(4, 4), "E4M3", "grid").parameters(), optim.StiffnessAdamW),
-        ValueError,
-        "is on a manifold",
-    ),
-    "zeros": (lambda: there("adamw", net()).zero_grad(set_to_none=False), ValueError, "set_to_none=False"),
-    "groups": (lambda: there("adamw", net()).add_param_group({}), NotImplementedError, "make one with all"),
-    "measure": (lambda: there("adamw", net()).measure().__enter__(), RuntimeError, "give in_backward="),
-    "closure": (lambda: there("adamw", net()).step(lambda: 1.0), ValueError, "takes no closure"),  # type: ignore[arg-type]
-}
-
-
-@pytest.mark.parametrize(("call", "error", "message"), REFUSED.values(), ids=REFUSED)
-def test_refused_in_one_line(call: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message) as refusal:
-        call()
-    assert "\n" not in str(refusal.value)

@@ -56,13 +56,6 @@ def test_groups_have_what_the_signature_has(name: str) -> None:
     assert optimizer.defaults.keys() == options
 
 
-@pytest.mark.parametrize("name", ["StiffnessAdamW", "Madam", "RiemannianSGD"])
-def test_an_option_that_there_is_not_is_refused(name: str) -> None:
-    unknown = "metrc" if name == "StiffnessAdamW" else "metric"
-    with pytest.raises(TypeError, match=f"{name} got an unexpected keyword argument '{unknown}'"):
-        getattr(optim, name)([torch.nn.Parameter(torch.ones(3))], **{unknown: "ulp"})
-
-
 def test_a_subclass_may_have_options_of_its_own() -> None:
     class Mine(optim.StiffnessLion):
         def __init__(self, params: object, speed: float = 2.0) -> None:

@@ -230,17 +230,6 @@ def test_averages_of_bfloat16_parameters_are_as_wide_as_asked_and_stay_so(make: 
     assert parameters[0].dtype == torch.bfloat16
 
 
-@every_class
-def test_the_state_of_another_optimizer_is_refused(kind: Any) -> None:
-    weight = grid_weight()
-    foreign = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1)
-    with pytest.raises(ValueError, match=kind.__name__):
-        kind([weight]).load_state_dict(foreign.state_dict())
-    two = kind([grid_weight(), grid_weight()])
-    with pytest.raises(ValueError, match="size"):
-        kind([weight]).load_state_dict(two.state_dict())
-
-
 def test_a_schedule_is_not_saved_and_survives_loading() -> None:
     weight = grid_weight()
     optimizer = StiffnessAdamW([weight], stiffness=anneal(1.0, 0.0, 10))

@@ -103,40 +103,6 @@ def test_codes_and_scales_alone_are_taken(granularity: Any) -> None:
     assert (other[0].weight.seed, int(other[0].weight.counter)) == (1 << 32, 0)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"0.weight_scale": None}, "0.weight holds codes .*, and 0.weight_scale is missing"),
-        ({"0.weight_scale": torch.full((4, 1), 0.3)}, "0.weight can't be put together from its parts: scale holds 0.3"),
-        ({"0.weight_scale": torch.ones(3, 1)}, r"scale has shape \(3, 1\)"),
-        ({"0.weight_traits": torch.zeros(10, dtype=torch.int64)}, "0.weight_traits can't be read: .*exponent_bits=0"),
-        ({"0.weight_traits": torch.zeros(9, dtype=torch.int64)}, "0.weight_traits can't be read: .*expected 10"),
-        ({"0.weight_traits": torch.tensor([4, 3, 7, 9, 0, 0, 0, 0, 1, 0])}, "9 is out of range: 0 to 5"),
-        ({"0.weight_traits": torch.tensor([4, 3, 7, 1, 0, -1, 0, 0, 1, 0])}, "seed=-1"),
-        ({"0.weight_counter": torch.zeros(2, dtype=torch.int64)}, "counter has shape"),
-        ({"0.weight": torch.zeros(4, 64, dtype=torch.uint8), "0.weight_traits": None}, "which say of which format"),
-        (
-            {"0.weight": torch.zeros(4, 64).to(torch.float8_e5m2), "0.weight_traits": None},
-            "is of E5M2, but this layer's",
-        ),
-    ],
-)
-def test_parts_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
-    model = made()
-    kept = copy.deepcopy(model[0].weight)
-    state = {name: x for name, x in (model.state_dict() | changes).items() if x is not None}
-    with pytest.raises(RuntimeError, match=message):
-        model.load_state_dict(state)
-    assert same_store(model[0].weight, kept)
-
-
-def test_another_format_is_refused() -> None:
-    with pytest.raises(RuntimeError, match=r"0.weight is of E3M4, but this layer's is of E4M3"):
-        made().load_state_dict(made("E3M4").state_dict())
-    with pytest.raises(TypeError, match=r"must be an nn\.Module, not dict"):
-        use_plain_state({})  # type: ignore[arg-type]
-
-
 # ------------------------------------------------------------------------------------------ writers of other libraries
 def test_safetensors_writes_a_whole_model(tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")

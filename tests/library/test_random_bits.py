@@ -292,20 +292,9 @@ def test_number_of_threads_does_not_matter(threads: int) -> None:
 
 
 @pytest.mark.parametrize("word", ["seed", "step", "stream", "offset"])
-def test_words_out_of_range_are_named(word: str) -> None:
+def test_the_largest_word_is_taken(word: str) -> None:
     key = {"seed": 0}
-    for value in (-1, 2**64):
-        with pytest.raises(ValueError, match=rf"{word}={value}"):
-            fm.random_bits((3,), **(key | {word: value}))
-    for value in (1.5, "1", None, True):
-        with pytest.raises(TypeError, match=word):
-            fm.random_bits((3,), **(key | {word: value}))  # type: ignore[arg-type]
     assert fm.random_bits((3,), **(key | {word: 2**64 - 1})).shape == (3,)
-
-
-def test_the_seed_is_required() -> None:
-    with pytest.raises(TypeError, match="seed"):
-        fm.random_bits((3,))  # type: ignore[call-arg]
 
 
 @pytest.mark.usefixtures("cpp_compiler")

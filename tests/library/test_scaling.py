@@ -67,13 +67,9 @@ def test_other_dtypes_have_float32_scales(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
-def test_what_no_float32_scale_covers_is_refused(granularity: Any) -> None:
+def test_infinities_have_the_scale_1(granularity: Any) -> None:
     x = torch.full((2, 32), -1e60, dtype=torch.float64)
-    with pytest.raises(ValueError, match=r"a magnitude of 1e\+60 is beyond float32"):
-        amax_scale(x, "E4M3", granularity)
     assert (amax_scale(x * math.inf, "E4M3", granularity) == 1).all()
-    with pytest.raises(ValueError, match="beyond float32"):
-        storage_scale(x, "E4M3", granularity)
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "channel"])
@@ -117,31 +113,6 @@ def test_squares_of_the_stiffness_of_stored_weights_stay_within_float32() -> Non
     assert stiffness.square().isfinite().all()
     assert (stiffness.square() > 0).all()
     assert (manifold.projx(w).abs() >= w.abs() / 2).all()
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_weights_that_are_not_finite_can_not_be_stored(bad: float) -> None:
-    with pytest.raises(ValueError, match=r"\(2, 2\) hold NaN or Inf.*E4M3"):
-        storage_scale(torch.tensor([[1.0, 2.0], [bad, 0.0]]), "E4M3")
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda x: amax_scale(x, "E4M3", "row"), "granularity='row'"),
-        (lambda x: storage_scale(x, "E4M3", "row", axis=1), "granularity='row'"),
-        (lambda x: amax_scale(x, "E4M3", "chanel"), "did you mean 'channel'"),
-        (lambda x: amax_scale(x, "E4M3", "channel", axis=2), "axis=2"),
-        (lambda x: amax_scale(x, "E4MM3"), "E4MM3"),
-        (lambda x: storage_scale(x, "E4M3", headroom=0.5), r"headroom=0\.5"),
-        (lambda x: storage_scale(x, "E4M3", headroom=math.nan), "headroom=nan"),
-        (lambda x: Scale("E4M3", policy="frozen"), "policy='frozen'"),
-        (lambda x: Scale("E4M3", "blocks"), "granularity='blocks'"),
-    ],
-)
-def test_refusals(call: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        call(torch.ones(2, 2))
 
 
 # ----------------------------------------------------------------------------------------------------------- Scale
@@ -226,17 +197,6 @@ def test_blocks_have_scales_that_are_powers_of_two() -> None:
     assert torch.equal(quantized, fm.fake_quantize(x, "E3M4", scale, granularity="block"))
     assert torch.equal(quantized, fm.fake_quantize(x, "E3M4", scale.repeat_interleave(32, 1)))
     assert amax_scale(torch.empty(0, 32), "E3M4", "block").shape == (0, 1)
-    for bad in (torch.ones(3, 33), torch.tensor(1.0)):
-        with pytest.raises(ValueError, match="granularity='block' needs a last dimension that 32 divides"):
-            amax_scale(bad, "E3M4", "block")
-    with pytest.raises(ValueError, match=r"scale of shape \(3, 2\) does not fit \(3, 3\), the blocks of x"):
-        fm.fake_quantize(x, "E3M4", torch.ones(3, 2), granularity="block")
-
-
-@pytest.mark.parametrize(("history", "error"), [(0, ValueError), (1.5, TypeError)])
-def test_a_history_is_a_positive_integer(history: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match=f"history={history}"):
-        Scale("E4M3", policy="delayed", history=history)
 
 
 def test_no_gradient_flows_through_a_scale() -> None:

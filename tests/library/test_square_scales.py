@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 import fp8manifold as fm
 from fp8manifold import optim
-from fp8manifold._shards import rows_between
 from fp8manifold.optim._slot import slot_of
 
 #: whole squares, one partial, partial ones of runs of 64, 32 and 1, and matrices of matrices
@@ -89,72 +88,6 @@ def test_writing_and_rescaling() -> None:
         p.copy_(fm.FP8Tensor(values, "E4M3", granularity="square"))
     torch.testing.assert_close(p.dequantize(), values, rtol=2**-4, atol=0.02)
     assert p.exponents is memory
-    finer = fm.FP8Tensor(values, "E4M3", granularity="block")
-    with pytest.raises(ValueError, match="a scale for each block, this one for each square"):
-        p.detach().copy_(finer)
-
-
-REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "spelling": (
-        lambda: fm.FP8Tensor(torch.ones(2, 2), granularity="squares"),  # type: ignore[arg-type]
-        ValueError,
-        "did you mean 'square'",
-    ),
-    "vector": (lambda: fm.FP8Tensor(torch.ones(4), granularity="square"), ValueError, "needs two or more dimensions"),
-    "block": (
-        lambda: fm.FP8Tensor.from_codes(torch.zeros(4, 4).byte(), 1.0, "E4M3", block_size=(64, 64)),
-        ValueError,
-        r"block_size=\(64, 64\) must be 32, \(128, 128\) or None",
-    ),
-    "shape": (
-        lambda: fm.FP8Tensor(torch.ones(200, 4), granularity="square", scale=torch.ones(1, 1)),
-        ValueError,
-        r"needs \(2, 1\)",
-    ),
-    "grid": (
-        lambda: fm.quantize_model(nn.Linear(4, 4), "E4M3", storage="grid", granularity="square"),
-        ValueError,
-        "granularity='square' needs storage='fp8'",
-    ),
-    "master": (
-        lambda: fm.quantize_model(nn.Linear(4, 4), "E4M3", storage="master", granularity="square"),
-        ValueError,
-        "granularity='square' needs storage='fp8'",
-    ),
-    "input": (
-        lambda: fm.LayerSpec("E4M3", activation={"format": "E4M3", "granularity": "square"}),
-        ValueError,
-        "activation has granularity='square', which is for weights",
-    ),
-    "model": (
-        lambda: fm.quantize_model(nn.Linear(4, 4), "E4M3", storage="fp8", granularity="sqare"),  # type: ignore[arg-type]
-        ValueError,
-        "did you mean 'square'",
-    ),
-    "filter": (
-        lambda: fm.quantize_model(
-            nn.Sequential(nn.Conv2d(2, 2, 3), nn.Linear(4, 4)),
-            "E4M3",
-            storage="fp8",
-            granularity="square",
-            parameters="0",
-        ),
-        ValueError,
-        "parameter '0.weight' is that of a convolution",
-    ),
-    "shards": (
-        lambda: rows_between(weight((4, 4)), 0, 2),
-        RuntimeError,
-        "a scale for each square of 128 x 128 can't be sharded",
-    ),
-}
-
-
-@pytest.mark.parametrize(("call", "error", "message"), REFUSED.values(), ids=REFUSED)
-def test_refused_in_one_line(call: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message) as refusal:
-        call()
-    assert "\n" not in str(refusal.value)
 
 
 # ----------------------------------------------------------------------------------------------------------- steps

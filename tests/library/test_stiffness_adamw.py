@@ -293,20 +293,6 @@ def test_anneal_is_linear_and_stops() -> None:
     assert [k(0), k(5), k(10), k(11), k(10**9)] == [1.0, 0.25, -0.5, -0.5, -0.5]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ((1.0, 0.0, 0), ValueError, "steps=0"),
-        ((1.0, 0.0, 2.5), TypeError, "steps=2.5"),
-        (("1", 0.0, 5), TypeError, "start='1'"),
-        ((1.0, math.nan, 5), ValueError, "end=nan"),
-    ],
-)
-def test_anneal_refuses(arguments: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        anneal(*arguments)
-
-
 def test_a_schedule_that_leaves_its_range_changes_nothing() -> None:
     parameters = [grid_weight(), grid_weight()]
     optimizer = fm.optim.StiffnessAdamW(parameters, stiffness=lambda step: 0.0 if step < 1 else 99.0)

@@ -311,36 +311,7 @@ def test_resume_is_bit_exact(writeback: str) -> None:
     assert same_bits(weights, again)
 
 
-# ----------------------------------------------------------------------------------------------------------- refusals
-@pytest.mark.parametrize(
-    ("shape", "options", "says"),
-    [
-        ((5,), {}, "no matrix.*direction='adam'"),
-        ((), {}, "no matrix"),
-        ((2, 3, 4), {}, "matrix_shape='flatten'"),
-        ((2, 3, 4, 5), {"matrix_shape": "batch"}, "matrix_shape"),
-        ((2, 3), {"matrix_shape": "rows"}, "matrix_shape"),
-        ((2, 3), {"momentum": 1.0}, "momentum"),
-        ((2, 3), {"momentum": 0.0, "moments": "8bit"}, "momentum > 0"),
-        ((2, 3), {"momentum": 0.0, "writeback": "momentum"}, "momentum > 0"),
-        ((2, 3), {"ns_steps": 100}, "ns_steps"),
-        ((2, 3), {"adjust_lr_fn": "rms"}, "adjust_lr_fn"),
-        ((2, 3), {"direction": "sgd"}, "direction"),
-        ((2, 3), {"eps": -1.0}, "eps"),
-        ((2, 3), {"ns_coefficients": (1.0, math.nan, 0.0)}, "ns_coefficients"),
-        ((2, 3), {"writeback": "momentum", "moments": "8bit"}, "8bit"),
-        ((2, 3), {"foreach": True}, "foreach"),
-    ],
-)
-def test_what_it_refuses(shape: tuple[int, ...], options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        StiffnessMuon([nn.Parameter(torch.ones(shape))], **options)
-
-
-@pytest.mark.parametrize("options", [{"ns_dtype": torch.int8}, {"ns_coefficients": 3.0}, {"nesterov": 1}])
-def test_options_of_another_type(options: dict[str, Any]) -> None:
-    with pytest.raises(TypeError):
-        StiffnessMuon([nn.Parameter(torch.ones(2, 2))], **options)
+# ------------------------------------------------------------------------------------------------- what is not finite
 
 
 def test_a_gradient_that_is_not_finite_leaves_the_whole_step_out() -> None:

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from optimizer_cases import normal
 from safetensors import safe_open
@@ -71,71 +70,3 @@ def test_without_stored_weights_nothing_changes() -> None:
     assert metadata == {}
     assert torch.equal(unflatten_state_dict(tensors, None)["b"], state["b"])
     assert unflatten_state_dict(tensors, {"fp8": "no prefix", "format": "pt"}).keys() == state.keys()
-
-
-# --------------------------------------------------------------------------------------------------------- refusals
-def flat() -> tuple[dict[str, Tensor], dict[str, str]]:
-    return flatten_state_dict({"w": parameter()})
-
-
-def described(**changes: Any) -> dict[str, str]:
-    description = json.loads(flat()[1]["fp8:w"]) | changes
-    return {"fp8:w": json.dumps({key: value for key, value in description.items() if value != "gone"})}
-
-
-def test_another_format_is_refused() -> None:
-    with pytest.raises(ValueError, match="'w' is of E4M3, but E5M2 is expected"):
-        unflatten_state_dict(*flat(), like={"w": parameter("E5M2")})
-    with pytest.raises(ValueError, match="'w' is of E4M3, but E4M3FNUZ is expected"):
-        unflatten_state_dict(*flat(), like={"w": parameter("E4M3FNUZ")})
-
-
-@pytest.mark.parametrize(
-    ("metadata", "message"),
-    [
-        (described(format="E9M9"), "'w' can't be put together.*E9M9"),
-        (described(format=8), "must be a str, not int"),
-        (described(format="E2M1"), r"code \d+ is out of range for E2M1"),
-        (described(block_size=32), r"needs \(4, 2\)"),
-        (described(block_size="32"), r"block_size='32' must be 32, \(128, 128\) or None"),
-        (described(rounding="up"), "rounding='up'"),
-        (described(seed=-1), "seed=-1"),
-        (described(seed="1"), "seed='1'"),
-        (described(dtype="float16"), "dtype='float16' is unknown: one of float32, bfloat16"),
-        (described(dtype="gone"), "expected the keys format, block_size"),
-        (described(more=1), "expected the keys format, block_size"),
-        (described(by_operator="gone"), "expected the keys format, block_size"),
-        (described(draws="gone"), "expected the keys format, block_size"),
-        ({"fp8:w": "{"}, "'w' can't be put together from '{'"),
-        ({"fp8:w": "[]"}, "expected the keys"),
-        ({"fp8:v": described()["fp8:w"]}, "lack 'v'"),
-    ],
-)
-def test_metadata_that_do_not_fit_are_refused(metadata: dict[str, str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        unflatten_state_dict(flat()[0], metadata)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"w": torch.zeros(4, 64)}, "codes must be a uint8 tensor, not torch.float32"),
-        ({"w_scale": torch.full((4, 1), 0.3)}, r"scale holds 0\.3"),
-        ({"w_scale": torch.ones(3, 1)}, r"\(3, 1\).*needs \(4, 1\)"),
-        ({"w": torch.zeros(5, 64, dtype=torch.uint8)}, r"needs \(5, 1\)"),
-        ({"w_counter": torch.zeros(2, dtype=torch.int64)}, "counter"),
-    ],
-)
-def test_tensors_that_do_not_fit_are_refused(changes: dict[str, Tensor], message: str) -> None:
-    tensors, metadata = flat()
-    with pytest.raises(ValueError, match=message):
-        unflatten_state_dict(tensors | changes, metadata)
-
-
-def test_what_can_not_be_exported_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"state\['step'\] is of int"):
-        flatten_state_dict({"step": 3})
-    for part in ("w_scale", "w_counter", "w_remainder"):
-        for state in ({"w": parameter(), part: torch.ones(1)}, {part: torch.ones(1), "w": parameter()}):
-            with pytest.raises(ValueError, match="called like a part of it"):
-                flatten_state_dict(state)

@@ -1,10 +1,7 @@
-"""Layers that share their weight with another module: refused, untied or left."""
+"""Layers that share their weight with another module: untied or left."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
 import torch
 from torch import nn
 
@@ -29,14 +26,3 @@ def test_a_tied_head_is_untied_or_left() -> None:
     model = quantize_model(Tied(), "E4M3", tied="leave")
     assert type(model.lm_head) is nn.Linear
     assert model.lm_head.weight is model.embedding.weight  # type: ignore[union-attr]
-    with pytest.raises(ValueError, match="tied='untie' for a copy of its own, or leave it alone with tied='leave'"):
-        quantize_model(Tied(), "E4M3")
-    with pytest.raises(ValueError, match=r"tied='keep'.*refuse, untie, leave"):
-        quantize_model(Tied(), "E4M3", tied="keep")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("tied", ["untie", "leave"])
-def test_a_layer_in_two_places_can_not_be_untied(tied: Any) -> None:
-    layer = nn.Linear(4, 4)
-    with pytest.raises(ValueError, match="the layer '0' is shared"):
-        quantize_model(nn.Sequential(layer, nn.ReLU(), layer), "E4M3", tied=tied)

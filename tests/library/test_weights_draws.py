@@ -66,33 +66,6 @@ def test_reports_and_layers_show_draws_that_are_not_the_default(storage: Any) ->
     assert "rounding=stochastic, draws=dither" in repr(net[0].weight.manifold)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"draws": "dithr"}, "draws='dithr' is unknown: one of independent, dither; did you mean 'dither'?"),
-        (
-            {"storage": "master"},
-            "draws='dither' needs storage='fp8' or 'grid', not storage='master', whose weights are floats: "
-            "nothing is drawn for them",
-        ),
-    ],
-)
-def test_what_is_not_drawn_is_refused_in_a_line_and_the_model_left_alone(options: Any, message: str) -> None:
-    linear = nn.Linear(8, 4)
-    model = nn.Sequential(linear)
-    options = {"storage": "fp8", "draws": "dither", **options}
-    for call in (
-        lambda: quantize_model(model, "E4M3", **options),
-        lambda: quantize_model(model, {"*": "none"}, **options),
-        lambda: fm.QuantizedLinear(linear, fm.LayerSpec("E4M3"), **options),
-    ):
-        with pytest.raises(ValueError, match="draws") as caught:
-            call()
-        assert str(caught.value) == message
-    assert model[0] is linear
-    quantize_model(model, "E4M3", "master", draws="independent")
-
-
 # ------------------------------------------------------------------------------------------------------ who takes it
 ADAM: dict[str, Any] = {"lr": 0.6, "writeback": "stochastic"}
 

@@ -288,35 +288,6 @@ def test_resume_is_exact_mid_schedule(inner: Any) -> None:
         assert same_bits(values(weights), values(others))
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"scale": -1.0}, ValueError, r"scale=-1\.0"),
-        ({"scale": "1"}, TypeError, "scale='1'"),
-        ({"exponent": 9.0}, ValueError, r"exponent=9\.0"),
-        ({"exponent": lambda step: 10.0}, ValueError, r"exponent=10\.0"),
-        ({"on": "updates"}, ValueError, "on='updates'.*did you mean 'update'"),
-        ({"metric": "ul"}, ValueError, "metric='ul'.*'ulp'"),
-        ({"damping": 2.0}, ValueError, r"damping=2\.0"),
-        ({"clip": 0.1}, ValueError, r"clip=0\.1"),
-        ({"refresh_every": 0}, ValueError, "refresh_every=0"),
-        ({"writeback": "near"}, ValueError, "writeback='near'.*'nearest'"),
-        ({"seed": -1}, ValueError, "seed=-1"),
-    ],
-)
-def test_refusals(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        StiffnessWrapper(SGD([grid_weight()], lr=0.1), **options)
-
-
-def test_it_wraps_optimizers_only() -> None:
-    with pytest.raises(TypeError, match="not list"):
-        StiffnessWrapper([grid_weight()])  # type: ignore[arg-type]
-    optimizer = StiffnessWrapper(SGD([grid_weight()], lr=0.1))
-    with pytest.raises(ValueError, match="StiffnessWrapper"):
-        optimizer.load_state_dict(SGD([grid_weight()], lr=0.1).state_dict())
-
-
 def test_a_deep_copy_steps_its_own_parameters_alike() -> None:
     model = fm.quantize_model(torch.nn.Sequential(torch.nn.Linear(4, 4)), "E4M3", storage="grid")
     optimizer = fm.optim.StiffnessWrapper(torch.optim.SGD(model.parameters(), lr=0.1), exponent=1.0)

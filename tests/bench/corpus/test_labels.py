@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -218,41 +216,6 @@ def test_drawing_depends_on_seed_step_and_micro_step_only(prepared: Path) -> Non
     assert [len(part) for part in batches] == [4, 4, 4, 3]
     assert sorted(np.concatenate(batches)) == list(range(15))
     assert [len(part) for part in held_out(found, 2, 4, seed=7)] == [4, 4]
-
-
-def change_meta(folder: Path, change: Callable[[dict[str, object]], object]) -> None:
-    meta = json.loads((folder / "meta.json").read_text())
-    change(meta)
-    (folder / "meta.json").write_text(json.dumps(meta))
-
-
-def rewrite(folder: Path, name: str, data: bytes) -> None:
-    """Another content, with the digest that belongs to it."""
-    path = folder / f"train.{name}.bin"
-    path.write_bytes(data)
-    change_meta(folder, lambda meta: meta["splits"]["train"].update({f"{name}_sha256": sha256(path)}))  # type: ignore[index]
-
-
-@pytest.mark.parametrize(
-    ("damage", "reason"),
-    [
-        (lambda folder: (folder / "train.labels.bin").unlink(), r"train\.labels\.bin' does not exist"),
-        (lambda folder: (folder / "train.ends.bin").write_bytes(b"12345678"), "does not have the sha256"),
-        (lambda folder: rewrite(folder, "ends", b"1234567"), "does not have the sha256"),
-        (lambda folder: rewrite(folder, "ends", b""), "are not those of its tokens"),
-        (lambda folder: rewrite(folder, "ends", np.array([900, 800], "<u8").tobytes()), "are not those of its tokens"),
-        (lambda folder: rewrite(folder, "labels", bytes(10)), "are not those of its tokens"),
-        (lambda folder: rewrite(folder, "labels", b"\2" * 75), "a label of 'train' is 2, not 0 or 1"),
-        (lambda folder: change_meta(folder, lambda meta: meta.update(labels=["a"])), "are not those of its tokens"),
-        (lambda folder: change_meta(folder, lambda meta: meta.update(labels=[1])), r"is damaged \(labels\)"),
-        (lambda folder: change_meta(folder, lambda meta: meta.pop("labels")), "needs documents with labels"),
-    ],
-)
-def test_damaged_labels_are_named(prepared: Path, damage: Callable[[Path], object], reason: str) -> None:
-    damage(prepared)
-    with pytest.raises(BenchError, match=reason) as caught:
-        documents_of(load_corpus(prepared, 16), "train")
-    assert "\n" not in str(caught.value)
 
 
 def test_a_text_over_labelled_documents_leaves_none_of_their_files(prepared: Path, tmp_path: Path) -> None:

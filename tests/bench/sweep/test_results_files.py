@@ -258,24 +258,6 @@ def test_monitors_tell_of_the_final_gap_or_why_they_do_not(study, tmp_path, monk
     assert rows["training loss"][:2] == ["8", of_loss]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"kind": "else"}, "holds no results"),
-        ({"version": 99}, "is of version 99"),
-        ({"rows": 3}, "can't be read"),
-        ({"environments": []}, "can't be read"),
-        ({"environments": ["x", "y", "z"]}, "can't be read"),
-        ({"tuning": {"rows": 3}}, "can't be read"),
-    ],
-)
-def test_a_file_that_is_none_is_refused_in_a_line(study, tmp_path, capsys, change, message):
-    path = tmp_path / "other.json"
-    path.write_text(json.dumps(json.loads(study[0].read_text()) | change))
-    assert main(["results", "show", str(path)]) == 2
-    assert message in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("rows", [["x"], [{"start": {"lr": 1}, "trials": 5}], [{"start": 3, "cost": []}]])
 def test_what_was_tuned_is_left_out_where_it_says_nothing(study, tmp_path, capsys, rows):
     path = tmp_path / "other.json"

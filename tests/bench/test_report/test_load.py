@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
+from damages import cut
 
+from nanogpt_bench.cli import main
+from nanogpt_bench.report import build
 from nanogpt_bench.runs.load import load_run
 
 
@@ -43,21 +46,6 @@ def test_damaged_and_repeated_lines_are_named(tmp_path, write_run):
     assert [note.split(":")[1].split()[1] for note in run.notes] == ["2", "4"]
 
 
-@pytest.mark.parametrize("name", ["config.yaml", "environment.json", "metrics.jsonl", "summary.json", "weights.json"])
-def test_a_missing_file_is_named(tmp_path, write_run, name):
-    folder = write_run(tmp_path / "a", rule="nearest", fmt="E4M3")
-    (folder / name).unlink()
-    assert load_run(folder).notes == (f"{name} is missing",)
-
-
-@pytest.mark.parametrize(("name", "text"), [("summary.json", "[1]"), ("config.yaml", "a: [b"), ("weights.json", "{")])
-def test_a_damaged_file_is_named(tmp_path, write_run, name, text):
-    folder = write_run(tmp_path / "a", rule="nearest", fmt="E4M3")
-    (folder / name).write_text(text)
-    (note,) = load_run(folder).notes
-    assert note.startswith(name)
-
-
 def test_without_a_summary_the_records_speak(tmp_path, write_run):
     folder = write_run(tmp_path / "a", rule="nearest", fmt="E4M3", final=2.5)
     (folder / "summary.json").unlink()
@@ -75,3 +63,13 @@ def test_a_histogram_that_does_not_fit_together_is_left_out(tmp_path, write_run)
     run = load_run(folder)
     assert run.weights == {}
     assert "layer x" in run.notes[0]
+
+
+def test_the_page_says_what_is_cut_off(tmp_path, write_run, monkeypatch):
+    monkeypatch.setattr(build, "write_figures", lambda *_: None)
+    metrics = write_run(tmp_path / "a") / "metrics.jsonl"
+    cut(7)(metrics)
+    whole = metrics.read_bytes()
+    assert main(["report", str(tmp_path / "a"), "--out", str(tmp_path / "page")]) == 0
+    assert "the last line is cut off" in (tmp_path / "page" / "report.html").read_text(encoding="utf-8")
+    assert metrics.read_bytes() == whole

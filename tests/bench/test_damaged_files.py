@@ -1,0 +1,311 @@
+"""What is wrong with a file is one line that names it; nothing is written, changed or run, whoever reads it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import damages
+import numpy as np
+import pytest
+import torch
+from damages import GARBAGE, LAUGHS, Damage, contents
+from readers import Reader, readers
+from watched import MIB, watched
+
+from nanogpt_bench.checkpoint import Contents, commit
+from nanogpt_bench.config.schema import Config
+from nanogpt_bench.loop.train import run
+from nanogpt_bench.system.untrusted import MOST_YAML_VALUES
+
+#: what a YAML file says that is refused, whatever it is for
+YAML = {
+    f"text({LAUGHS!r})": f"more than {MOST_YAML_VALUES:,} values",
+    "text('a: &a {<<: [*a]}')": "contains it",
+    "text('&a [*a]')": "contains it",
+    f"text('[' + 'x,' * {MOST_YAML_VALUES} + ']')": "values",
+    "text('seed: ' + '9' * 5000)": "a number of 5,000 characters",
+    "text('seed: ' + '1:' * 5000 + '1')": "a number of 10,001 characters",
+    "text('seed: !!python/object/apply:os.system [touch executed]')": "could not determine a constructor",
+    "text('seed: !!python/name:os.system')": "could not determine a constructor",
+    **{
+        f"text({said!r})": "a value can't be read"
+        for said in ("!!int x", "!!int ''", "!!timestamp x", "!!bool x", "2001-99-99")
+    },
+    "text('{[1]: 2}')": "unhashable",
+    "text('- 1\\n---\\n- 2')": "single document",
+    "text('\\0')": "not allowed",
+    "text('[' * 51 + ']' * 51)": "nests more than 50 deep",
+    "text('1: a\\n0x1: b')": "'0x1' is given twice",
+}
+DAMAGED: dict[str, dict[str, str]] = {
+    "config": {
+        **{f"a.yaml: {damage}": said for damage, said in YAML.items()},
+        "a.yaml: text('model:\\n  n_layer: 1\\nseed: 3\\nmodel:\\n  n_head: 1')": "'model' is given twice, on lines 1 "
+        "and 4; keep one",
+        "a.yaml: text('train: {max_steps: 3, max_steps: 4}')": "'max_steps' is given twice, on line 1; keep one",
+        "a.yaml: text('train.max_steps: 3\\ntrain:\\n  max_steps: 4')": "train.max_steps is given twice in & a.yaml', "
+        "on lines 1 and 3",
+        "a.yaml: text('train:\\n  max_steps: 010')": "line 2: 010 is not allowed",
+        "a.yaml: text('train:\\n  max_seconds: 1:30')": "line 2: 1:30 is not allowed",
+        "a.yaml: text('train:\\n  max_seconds: 1:30.5')": "line 2: 1:30.5 is not allowed",
+        "a.yaml: text(\"train:\\n  max_steps: '010'\")": "train.max_steps: '010' is not allowed",
+    },
+    "sweep": {
+        **{f"a.yaml: {damage}": said for damage, said in YAML.items()},
+        "a.yaml: text('axes: {seed: [1]}\\nconfig: fp32\\naxes: {seed: [2]}')": "'axes' is given twice, on lines 1 "
+        "and 3",
+        "a.yaml: text('settings:\\n  train.max_steps: 3\\n  train:\\n    max_steps: 4\\naxes: {seed: [1]}')": (
+            "settings.train.max_steps is given twice in & a.yaml', on lines 2 and 4"
+        ),
+        "a.yaml: text('settings:\\n  model.formats: {attn: E4M3}\\n  model.formats.attn: E5M2\\naxes: {seed: [1]}')": (
+            "settings.model.formats.attn is given twice in & a.yaml', on lines 2 and 3"
+        ),
+        "a.yaml: text('axes: {seed: [010]}')": "line 1: 010 is not allowed",
+    },
+    "text": {
+        "a.txt: gone()": "does not exist",
+        "a.txt: text('')": "is empty",
+        "a.txt: text(' \\n\\n')": "is empty",
+        "a.txt: text('hello')": "too short",
+        "a.txt: text(b'fine so far \\xff and on' * 100)": "not UTF-8: byte 0xff at position 12",
+        "a.txt: text('na\\u00efve'.encode('utf-16') * 100)": "not UTF-8",
+        "a.txt: instead(Path.mkdir)": "can't be read",
+    },
+    "corpus": {
+        "train.bin: cut(1)": "odd number",
+        "train.bin: cut(10)": "tokens, meta.json says",
+        "val.bin: gone()": "val.bin' does not exist",
+        "val.bin: text(b'')": "is empty",
+        "val.bin: flipped()": "val.bin' does not have the sha256 that meta.json gives",
+        "meta.json: gone()": "no meta.json; prepare it with",
+        "meta.json: text('{')": "is damaged",
+        "meta.json: text('[]')": "is damaged",
+        "meta.json: put('splits', {})": "is damaged",
+        "meta.json: put('splits.train.sha256', '0' * 64)": "train.bin' does not have the sha256",
+        "meta.json: put('splits.train.sha256', GONE)": "is damaged & sha256",
+        "meta.json: put('splits.train.tokens', 'many')": "is damaged",
+        "meta.json: put('vocab_size', 3)": "a vocabulary of 3, its char tokenizer has",
+        "meta.json: both(put('vocab_size', 3), put('characters', 'abc'))": "holds token & the vocabulary has 3",
+        "meta.json: put('tokenizer', 'byte')": "a vocabulary of & its byte tokenizer has 257",
+        "meta.json: put('tokenizer', 'gpt2')": "a vocabulary of & its gpt2 tokenizer has 50257",
+        "meta.json: put('tokenizer', 'gpt5')": "meta.json': unknown tokenizer 'gpt5'",
+        "meta.json: put('characters', None)": "is damaged",
+    },
+    **{
+        f"{command} on a corpus": {
+            "val.bin: flipped()": "does not have the sha256 that meta.json gives",
+            "meta.json: gone()": "has no meta.json",
+        }
+        for command in ("run", "compare")
+    },
+    "labels": {
+        "train.labels.bin: gone()": "train.labels.bin' does not exist",
+        "train.ends.bin: text('12345678')": "does not have the sha256",
+        "train.ends.bin: signed(b'1234567')": "does not have the sha256",
+        "train.ends.bin: signed(b'')": "are not those of its tokens",
+        "train.ends.bin: signed(np.array([900, 800], '<u8').tobytes())": "are not those of its tokens",
+        "train.labels.bin: signed(bytes(10))": "are not those of its tokens",
+        "train.labels.bin: signed(b'\\2' * 1920)": "a label of 'train' is 2, not 0 or 1",
+        "meta.json: put('labels', ['a'])": "are not those of its tokens",
+        "meta.json: put('labels', [1])": "is damaged (labels)",
+        "meta.json: put('labels', GONE)": "needs documents with labels",
+    },
+    "gpt2": {
+        "config.json: gone()": "has no readable config.json",
+        "config.json: text('{')": "damaged",
+        "config.json: text('[1]')": "only gpt2",
+        "config.json: put('model_type', 'llama')": "model_type 'llama'",
+        "config.json: put('activation_function', 'relu')": "activation_function 'relu'",
+        "config.json: put('n_inner', 48)": "n_inner 48",
+        "config.json: put('layer_norm_epsilon', 1e-6)": "layer_norm_epsilon 1e-06",
+        "config.json: put('scale_attn_by_inverse_layer_idx', True)": "scale_attn_by_inverse_layer_idx True",
+        "config.json: put('n_positions', GONE)": "n_positions None",
+        "model.safetensors: cut(100)": "can't be read",
+        "model.safetensors: gone()": "has no model.safetensors",
+        "model.safetensors: tensors(h__1__mlp__c_fc__bias=GONE)": "lacks the tensor 'h.1.mlp.c_fc.bias'",
+        "model.safetensors: tensors(h__2__ln_1__bias=torch.zeros(16))": "a tensor too many, 'h.2.ln_1.bias'",
+        "model.safetensors: tensors(ln_f__bias=torch.zeros(17))": "shape (17,), final_norm.bias has (16,)",
+    },
+    "run from gpt2": {
+        "config.json: put('n_layer', 10**9)": "model.init_from: config.json of & speaks of 3,072,000,",
+        "config.json: put('n_embd', 10**9)": "model.init_from: config.json of & speaks of 24,000,000,",
+        "model.safetensors: text(tensor_file([2**25, 2**23], 2**50))": "model.init_from: model.safetensors of & can't "
+        "be read",
+        "model.safetensors: text(tensor_file([2**25, 2**23], 20_000))": "model.init_from: model.safetensors of & "
+        "can't be read",
+    },
+    "weights": {
+        "w: gone()": "can't be read",
+        "w: text('no weights')": "can't be read",
+        "w: text('')": "too short",
+        "w: text('1234567')": "too short",
+        **{
+            f"w: text(({n}).to_bytes(8, 'little') + b'{{}}      ')": f"claims {n:,} bytes, the file has 16"
+            for n in (9, 2**50, 2**64 - 1)
+        },
+    },
+    "floats": {
+        "a.safetensors: text(b'\\x10\\0\\0\\0\\0\\0\\0\\0{')": "is no whole safetensors file",
+        "model.safetensors.index.json: put('weight_map', {'a': '../b.safetensors'})": "is no file beside it",
+        "model.safetensors.index.json: text('[]')": "can't be read as an index",
+    },
+    "results": {
+        "x.json: put('kind', 'else')": "holds no results",
+        "x.json: put('version', 99)": "is of version 99",
+        "x.json: put('rows', 3)": "can't be read",
+        "x.json: put('environments', [])": "can't be read",
+        "x.json: put('environments', ['x', 'y', 'z'])": "can't be read",
+        "x.json: put('tuning', {'rows': 3})": "can't be read",
+        'x.json: text(\'{"rows": [{"label": 1, "label": 2}]}\')': "gives the name 'label' twice",
+    },
+    "study": {
+        "sweep.json: put('runs', [1])": "/it'",
+        "sweep.json: both(text('{\"rows\": [{}]}'), renamed('compare.json'))": "/it'",
+        "tuning.json: text('{')": "/it/tuning.json'",
+    },
+    "run": {
+        **{
+            f"{name}: gone()": f"{name} is missing"
+            for name in ("config.yaml", "environment.json", "metrics.jsonl", "summary.json", "weights.json")
+        },
+        "summary.json: text('[1]')": "summary.json",
+        "config.yaml: text('a: [b')": "config.yaml",
+        "weights.json: text('{')": "weights.json",
+    },
+    "verify": {
+        "metrics.jsonl: without_line(4)": "problem: metrics.jsonl: line 4 is of step 4, after 2 comes 3",
+        "metrics.jsonl: more('{\"step\": 6}\\n')": "problem: metrics.jsonl: line 8 is of step 6, after 6 comes 7",
+        "metrics.jsonl: more('{\"step\": NaN}\\n')": "problem: metrics.jsonl: line 8 is no record with a step",
+        "metrics.jsonl: more('[' * 9000 + '\\n')": "problem: metrics.jsonl: line 8 is no record with a step",
+        "metrics.jsonl: cut()": "problem: metrics.jsonl: line 7 is cut off",
+        "histograms.jsonl: cut()": "problem: histograms.jsonl: line & is cut off",
+        "histograms.jsonl: more('{\"step\": 9}\\n')": "problem: & goes on to step 9, metrics.jsonl to 6",
+        'alerts.jsonl: more(\'{"step": 5}\\n{"step": 2}\\n\')': "problem: & line 2 is of step 2, after step 5",
+        "metrics.jsonl: gone()": "problem: metrics.jsonl can't be read: No such file",
+        "config.yaml: text('a: [1')": "problem: & config.yaml' is not YAML",
+        "environment.json: gone()": "problem: environment.json is missing",
+        "summary.json: cut()": "problem: summary.json can't be read: it is no JSON",
+        "summary.json: text('[]')": "problem: summary.json holds no mapping",
+        "summary.json: put('steps', 7)": "problem: summary.json counts 7 steps, metrics.jsonl ends with 6",
+        "summary.json: put('status', 'failed')": "problem: & has final_val_loss & a failed run has none",
+        "summary.json: put('bytes_per_parameter', 3.0)": "problem: & bytes_per_parameter 3, held_bytes over parameters",
+        "summary.json: both(put('held_bytes', 3), put('bytes_per_parameter', 0.75))": "problem: & has "
+        "bytes_per_parameter 0.75",
+        **{
+            f"summary.json: put('{key}', {value})": f"problem: & has {key} {shown}, {against}"
+            for key, value, shown, against in (
+                ("final_val_loss", "1.0", "1", "the last validation "),
+                ("final_val_loss", "None", "none", "the last validation "),
+                ("final_val_loss_se", "9.0", "9", "the last validation "),
+                ("best_val_loss", "1.0", "1", "the lowest validation "),
+                ("first_val_loss", "1.0", "1", "the first validation "),
+                ("stall", "0.5", "0.5", "the mean of the records "),
+                ("arrived", "0.5", "0.5", "the mean of the records "),
+                ("tokens", "5", "5", "the last record "),
+                ("tokens_per_s", "5.0", "5", "the records come to "),
+            )
+        },
+        "checkpoints/step-4/state.json: cut()": "problem: & step-4': state.json: has & bytes, its manifest says",
+        "checkpoints: commit_to(8)": "problem: & step-8': metrics.jsonl ends with step 6",
+    },
+}
+ROWS = [(name, damage) for name, rows in DAMAGED.items() for damage in rows]
+
+
+def commit_to(step: int) -> Damage:
+    return lambda path: commit(path.parent, Contents(step, {}), keep_last=9)
+
+
+NAMES: dict[str, Any] = {**vars(damages), "np": np, "torch": torch, "commit_to": commit_to}
+PLACES = [
+    (name, file, garbage)
+    for name, reader in readers(Path(), Path(), Path()).items()
+    for file, takes in reader.files.items()
+    for garbage in GARBAGE
+    if garbage not in takes
+]
+
+
+@pytest.fixture(scope="module")
+def every(
+    corpus_dir: Path, labelled_dir: Path, tiny: Callable[..., Config], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Reader, Path]]:
+    """Every reader with what it reads, whole."""
+    folder = tmp_path_factory.mktemp("whole")
+    run(tiny(model__format="E4M3", monitor__interval=3), folder / "a")
+    shutil.rmtree(folder / "a" / "checkpoints", ignore_errors=True)
+    for step in (4, 6):
+        commit(folder / "a", Contents(step, {"model": {"w": torch.full((5,), float(step))}}), keep_last=2)
+    made = {}
+    for name, reader in readers(corpus_dir, labelled_dir, folder / "a").items():
+        (place := folder / name).mkdir()
+        reader.lay(place)
+        made[name] = (reader, place)
+        if name == "report on a run":  # which draws
+            continue
+        if " on a " in name or " from " in name:  # those would train
+            assert reader.said(folder / "missing")
+        else:
+            assert reader.said(Path(shutil.copytree(place, folder / "copies" / name))) == []
+    return made
+
+
+def said_of(reader: Reader, whole: Path, file: str, damage: Damage, tmp_path: Path, grown: list[int]) -> list[str]:
+    """What is said of a damaged copy, each in a line; nothing is written, changed or run."""
+    folder = Path(shutil.copytree(whole, tmp_path / "it"))
+    damage(folder / file)
+    before = contents(tmp_path)
+    size = sum(len(data or b"") for data in before.values())
+    found = watched(lambda: reader.said(folder))
+    assert (found.raised, found.executions) == ("", [])
+    assert contents(tmp_path) == before
+    assert found.grown <= 2 * size + 64 * MIB
+    grown.append(found.grown)
+    said: list[str] = found.returned
+    assert all(line.isprintable() and len(line) < 1000 for line in said), said
+    return said
+
+
+@pytest.mark.parametrize(("name", "damage"), ROWS)
+def test_a_damage_is_named(
+    name: str,
+    damage: str,
+    every: dict[str, tuple[Reader, Path]],
+    tmp_path: Path,
+    attacks: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file, _, expression = damage.partition(": ")
+    said = said_of(*every[name], file, eval(expression, NAMES), tmp_path, attacks)
+    words = DAMAGED[name][damage].split(" & ")
+    assert any(all(word in line for word in words) for line in said), said
+    assert len(said) == 1 or name == "verify"
+    names = (Path(file).name, str(tmp_path / "it"))
+    if name not in ("config", "sweep"):  # which name a setting
+        assert any(part in line for line in said for part in names), said
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize(("name", "file", "garbage"), PLACES)
+def test_garbage_is_refused_by_every_reader(
+    name: str,
+    file: str,
+    garbage: str,
+    every: dict[str, tuple[Reader, Path]],
+    tmp_path: Path,
+    attacks: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = said_of(*every[name], file, GARBAGE[garbage], tmp_path, attacks)
+    assert any(Path(file).name in line or str(tmp_path / "it") in line for line in said), said
+
+
+def test_an_execution_would_be_seen() -> None:
+    found = watched(lambda: [exec("1"), os.system("true")])
+    assert {"exec", "compile", "os.system"} <= {event.split()[0] for event in found.executions}

@@ -1,0 +1,405 @@
+"""What one-byte tensors, layers, surgery and their files don't take: a line each, and nothing is changed."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from refused import check_refused
+from surgery_models import Model
+from tensor_cases import Net, parameter
+from test_in_place import Language, seeded
+from test_loading import bare, made
+from test_plain_state import made as plain
+from torch import Tensor, nn
+
+import fp8manifold as fm
+from fp8manifold._shards import rows_between
+
+
+def flat() -> tuple[dict[str, Tensor], dict[str, str]]:
+    return fm.flatten_state_dict({"w": parameter()})
+
+
+def described(**changes: Any) -> dict[str, str]:
+    """The metadata of `flat` with changes; what is "gone" is left out."""
+    description = json.loads(flat()[1]["fp8:w"]) | changes
+    return {"fp8:w": json.dumps({key: value for key, value in description.items() if value != "gone"})}
+
+
+def state(of: nn.Module, **changes: Tensor | None) -> dict[str, Tensor]:
+    """A state with changes of the parts of its first weight; what is None is left out."""
+    changed = of.state_dict() | {f"0.weight{part}": x for part, x in changes.items()}
+    return {name: x for name, x in changed.items() if x is not None}
+
+
+def of(fmt: str, storage: Any) -> nn.Module:
+    return fm.use_plain_state(fm.quantize_model(Model(), fmt, storage))
+
+
+def twice() -> nn.Module:
+    """A layer in two places: to replace it in one would untie it silently."""
+    return nn.Sequential(layer := nn.Linear(4, 4), nn.ReLU(), layer)
+
+
+def unfinite() -> nn.Module:
+    model = Model()
+    with torch.no_grad():
+        model.lm_head.weight[3, 2], model.blocks[11].attn.proj.weight[0, 0] = torch.nan, torch.inf
+    return model
+
+
+def two_buffers() -> nn.Module:
+    model = bare()
+    model.register_buffer("angles", torch.zeros(2, device="meta"), persistent=False)
+    return model
+
+
+SUBJECTS: dict[str, Any] = {
+    "w": lambda: torch.ones(2, 64),
+    "codes": lambda: torch.zeros(2, 64, dtype=torch.uint8),
+    "left": lambda: torch.zeros(4, 64, dtype=torch.uint8),
+    "p": parameter,
+    "q": lambda: parameter("E5M2"),
+    "blocks": lambda: parameter(granularity="block"),
+    "rows": lambda: fm.FP8Tensor(torch.ones(4, 64)),
+    "whole": lambda: parameter(granularity="tensor"),
+    "squares": lambda: fm.FP8Parameter(torch.ones(200, 64), granularity="square"),
+    "flat": flat,
+    "plain": plain,
+    "linear": lambda: nn.Linear(8, 4),
+    "two": lambda: nn.Sequential(nn.Linear(64, 40), nn.Linear(40, 8)),
+    "model": Model,
+    "half": lambda: fm.quantize_model(Model(), {"mlp": "E4M3"}, "grid"),
+    "tied": lambda: Model(tied=True),
+    "twice": twice,
+    "unfinite": unfinite,
+    "language": lambda: seeded(Language),
+    "experts": lambda: fm.quantize_model(seeded(Language), "E4M3", "fp8", parameters="*.up", tied="leave"),
+    "bare": bare,
+    "buffered": two_buffers,
+    "valued": made,
+    "net": lambda: Net("E5M2"),
+    "inputs": lambda: fm.quantize_model(nn.Linear(8, 4), fm.LayerSpec(activation="E4M3")),
+    "exported": lambda: fm.quantize_model(nn.Sequential(nn.Linear(8, 8)), "E4M3", "fp8", granularity="square"),
+}
+MORE: dict[str, Any] = {"described": described, "state": state, "of": of, "parameter": parameter, "Net": Net}
+MORE["rows_between"] = rows_between
+SIZES = {name: (m.in_features, m.out_features) for name, m in Model().named_modules() if isinstance(m, nn.Linear)}
+
+TENSORS = {
+    "FP8Parameter(w, 'E4MM3')": "ValueError: E4MM3",
+    "FP8Parameter(w, 8)": "TypeError: FloatFormat or its name, not int",
+    "FP8Parameter([1.0])": "TypeError: w must be a tensor, not list",
+    "FP8Parameter(w.int())": "TypeError: w has dtype torch.int32",
+    "FP8Parameter(w, granularity='blok')": "ValueError: granularity='blok' & did you mean 'block'",
+    "FP8Parameter(w[:, :40], granularity='block')": "ValueError: 32 divides, not shape (2, 40)",
+    "FP8Parameter(w[0, 0], granularity='block')": "ValueError: 32 divides, not shape ()",
+    "FP8Parameter(w, rounding='up')": "ValueError: rounding='up'",
+    "FP8Parameter(w, seed=-1)": "ValueError: seed=-1",
+    "FP8Parameter(w, seed=0.5)": "TypeError: seed=0.5",
+    "FP8Parameter(w, headroom=0.5)": "ValueError: headroom=0.5",
+    "FP8Parameter(w, dtype=float64)": "TypeError: dtype=torch.float64 & float32 or torch.bfloat16",
+    "FP8Parameter(w, scale=0.3)": "ValueError: scale holds 0.3 & power of two",
+    "FP8Parameter(w, scale=-1.0)": "ValueError: scale holds -1",
+    "FP8Parameter(w, scale=inf)": "ValueError: scale holds inf",
+    "FP8Parameter(w, scale=0.0)": "ValueError: scale holds 0",
+    "FP8Parameter(w, scale='1')": "TypeError: scale must be a number or a tensor, not str",
+    "FP8Parameter(w, scale=ones(64))": "ValueError: (64,): & 'channel' & needs (2, 1)",
+    "FP8Parameter(w, granularity='block', scale=ones(2, 1))": "ValueError: needs (2, 2)",
+    "FP8Tensor.from_codes(codes.int(), w[:, :1], 'E4M3')": "TypeError: uint8 tensor, not torch.int32",
+    "FP8Tensor.from_codes(codes + 64, w[:, :1], 'E2M3')": "ValueError: code 64 is out of range for E2M3",
+    "FP8Tensor.from_codes(codes, w, 'E4M3')": "ValueError: needs (2, 1)",
+    "FP8Tensor.from_codes(codes, w[:, :2], 'E4M3', block_size=16)": "ValueError: block_size=16",
+    "FP8Tensor.from_codes(codes, '1', 'E4M3')": "TypeError: scale must be a number or a tensor, not str",
+    "FP8Tensor.from_codes(codes, 1.0, 'E4M3', counter=ones(2))": "ValueError: counter & (2,)",
+    **{
+        f"FP8Parameter(tensor([[1.0, {bad}]]), 'E4M3')": "ValueError: (1, 2) hold NaN or Inf & E4M3"
+        for bad in ("nan", "inf", "-inf")
+    },
+    # copies, views and casts
+    "p.copy_(q)": "ValueError: of E5M2, but this one is of E4M3",
+    "p.copy_(parameter(shape=(4, 32)))": "ValueError: shape",
+    "whole.copy_(p)": "ValueError: a scale for each channel, this one for each tensor",
+    "whole.copy_(blocks)": "ValueError: a scale for each block, this one for each tensor",
+    "p.copy_(blocks)": "ValueError: a scale for each block, this one for each channel",
+    "squares.copy_(FP8Tensor(ones(200, 64), granularity='block'))": "ValueError: a scale for each block, this one for "
+    "each square",
+    "p.t().view(-1)": "RuntimeError: view size is not compatible",
+    "p.t_()": "RuntimeError: in place",
+    "p.unsqueeze_(0)": "RuntimeError: in place",
+    "p.resize_(2, 2)": "RuntimeError: resize",
+    "f'{p:.2f}'": "TypeError: unsupported format string",
+}
+SCALES = {
+    "blocks.set_scale_(0.3)": "ValueError: scale holds 0.3: every entry must be a power of two",
+    "blocks.set_scale_(0.0)": "ValueError: scale holds 0: every entry must be a power of two",
+    "blocks.set_scale_(-1.0)": "ValueError: scale holds -1: every entry must be a power of two",
+    "blocks.set_scale_(inf)": "ValueError: scale holds inf",
+    "blocks.set_scale_(nan)": "ValueError: scale holds nan",
+    "blocks.set_scale_(2.0**-127)": "ValueError: those of blocks from 2^-126 to 2^127",
+    "blocks.set_scale_(ones(3, 1))": "ValueError: shape (3, 1): it must fit (4, 2)",
+    "blocks.set_scale_(full((4, 2), 128).byte())": "TypeError: scale is torch.uint8",
+    "setattr(blocks, 'scale', full((4, 2), 3.0))": "ValueError: scale holds 3",
+    "blocks.rescale_(3.0)": "ValueError: scale holds 3",
+    "blocks.rescale_(2.0**-127)": "ValueError: those of blocks from 2^-126 to 2^127",
+    "blocks.rescale_(tensor(128).byte())": "TypeError: scale is torch.uint8",
+    "parameter(granularity='block', scale=2.0**-127)": "ValueError: blocks from 2^-126 to 2^127",
+    "FP8Parameter.from_codes(left, 0.3, 'E4M3', block_size=32)": "ValueError: scale holds 0.3",
+    "FP8Parameter.from_codes(left, left[:, :2], 'E4M3', block_size=32)": "ValueError: scale holds the exponent 0: "
+    "those of blocks are 1 to 254",
+    "FP8Parameter.from_codes(left, left[:, :2] + 255, 'E4M3', block_size=32)": "ValueError: scale holds the exponent "
+    "255",
+    "FP8Parameter.from_codes(left, left[:, :1] + 127, 'E4M3')": "TypeError: scale is torch.uint8, in which blocks keep "
+    "exponents",
+    "blocks.detach().copy_(FP8Parameter.from_codes(left, 2.0**-130, 'E4M3'))": "ValueError: those of blocks from "
+    "2^-126 to 2^127",
+    "rows.set_scale_(0.3)": "ValueError: scale holds 0.3",
+    # of squares
+    "FP8Tensor(w, granularity='squares')": "ValueError: did you mean 'square'",
+    "FP8Tensor(w[0], granularity='square')": "ValueError: needs two or more dimensions",
+    "FP8Tensor.from_codes(codes, 1.0, 'E4M3', block_size=(64, 64))": "ValueError: block_size=(64, 64) must be 32, "
+    "(128, 128) or None",
+    "FP8Tensor(ones(200, 4), granularity='square', scale=ones(1, 1))": "ValueError: needs (2, 1)",
+    "rows_between(squares, 0, 2)": "RuntimeError: a scale for each square of 128 x 128 can't be sharded",
+    "LayerSpec('E4M3', activation={'format': 'E4M3', 'granularity': 'square'})": "ValueError: activation has "
+    "granularity='square', which is for weights",
+    "quantize_model(linear, 'E4M3', 'grid', granularity='square')": "ValueError: granularity='square' needs "
+    "storage='fp8'",
+    "quantize_model(linear, 'E4M3', 'master', granularity='square')": "ValueError: granularity='square' needs "
+    "storage='fp8'",
+    "quantize_model(linear, 'E4M3', 'fp8', granularity='sqare')": "ValueError: did you mean 'square'",
+    "quantize_model(nn.Sequential(nn.Conv2d(2, 2, 3), linear), 'E4M3', 'fp8', granularity='square', parameters='0')": (
+        "ValueError: parameter '0.weight' is that of a convolution"
+    ),
+}
+SPECS = {
+    "weight={'formt': 'E4M3'}": "ValueError: weight has an unknown key 'formt' & did you mean 'format'",
+    "weight={'rounding': 'nearest'}": "ValueError: weight has options but no format",
+    "weight={'format': 'E4M3', 'rounding': 'split'}": "ValueError: rounding='split' & nearest, stochastic",
+    "weight={'format': 'E4M3', 'scale': 'global'}": "ValueError: weight has scale='global'",
+    "weight={'format': 'E4M3', 'scale': 'globl'}": "ValueError: scale='globl'",
+    "weight={'format': 'E4M3', 'scale': 0}": "ValueError: scale=0 is out of range",
+    "weight={'format': 'E4M3', 'scale': 1.0, 'policy': 'static'}": "ValueError: scale=1.0 & policy='static'",
+    "weight={'format': 'E4M3', 'scale': 1.0, 'granularity': 'block'}": "ValueError: granularity='block'",
+    "weight={'format': 'E4M3', 'history': 20}": "ValueError: history=20 belongs to policy='delayed'",
+    "weight={'format': 'E4M3', 'policy': 'delayed', 'history': 0}": "ValueError: history=0",
+    "weight='E4M3', history=20": "ValueError: history=20 belongs to policy='delayed', which no operand",
+    "weight='E4M3', history=1.5": "TypeError: history=1.5",
+    "weight='E4M3', rounding='splitt'": "ValueError: rounding='splitt' & did you mean 'split'",
+    "activation={'format': 'E4M3', 'granularity': 'channel', 'policy': 'static'}": "ValueError: batch",
+    "activation={'format': 'E4M3', 'granularity': 'block'}, policy='delayed'": "ValueError: batch",
+    "gradient={'format': 'E5M2', 'ste': 'relu'}": "ValueError: activation_gradient has ste='relu'",
+    "gradient={'weights': 'E5M2'}": "ValueError: gradient has an unknown key 'weights' & 'weight'",
+    "gradient={'weight': 'E5M2', 'rounding': 'nearest'}": "ValueError: gradient has an unknown key 'rounding'",
+    "gradient={'rounding': 'nearest'}": "ValueError: gradient has options but no format",
+    "gradient={'weight': 'E9M9'}": "ValueError: E9M9",
+    "weight=3": "TypeError: int",
+}
+#: of a model with 49 linear layers
+FORMATS = {
+    "{'atn': 'E4M3'}": "ValueError: pattern 'atn' matches none of the 49 linear layers; did you mean 'attn'",
+    "{'*': 'E4M3', 'blocks.12': 'E4M3'}": "ValueError: 'blocks.12'",
+    "{'att': 'E4M3'}": "ValueError: 'att'",
+    "{'*': 'E4M3', 'embedding': 'none'}": "ValueError: 'embedding'",
+    "'E4M33'": "ValueError: E4M33",
+    "{'attn': 'E9M9'}": "ValueError: E9M9",
+    "{'attn': {'weights': 'E4M3'}}": "ValueError: unknown key 'weights' & did you mean 'weight'",
+    "{'attn': {'weight': 'E4M3', 'ste': 'clip'}}": "ValueError: ste='clip' & 'clipped'",
+    "{'attn': {'weight': 'E4M3', 'ste': 'clipped'}}": "ValueError: ste='clipped', which no operand takes",
+    "{'attn': {'activation': 'E4M3', 'granularity': 'tensor'}}": "ValueError: granularity='tensor' & of a weight",
+    "{'attn': {'weight': 'E4M3', 'policy': 'late'}}": "ValueError: policy='late'",
+    "{'attn': 4}": "TypeError: formats['attn'] & int",
+    "{4: 'E4M3'}": "TypeError: key 4",
+    "['E4M3']": "TypeError: list",
+    "{}": "ValueError: empty",
+}
+OPTIONS = {
+    "storage='fp8x'": "ValueError: storage='fp8x'",
+    "storage='gird'": "ValueError: did you mean 'grid'",
+    "granularity='row', storage='grid'": "ValueError: granularity='row'",
+    "rounding='up', storage='grid'": "ValueError: rounding='up'",
+    "headroom=0.5, storage='grid'": "ValueError: headroom=0.5",
+    "headroom=0.5, storage='master'": "ValueError: headroom=0.5",
+    "headroom='16', storage='grid'": "TypeError: headroom='16'",
+    "seed=-1, storage='grid'": "ValueError: seed=-1",
+    "seed=1.0, storage='grid'": "TypeError: seed=1.0",
+    "storage='grid', granularity='block'": "ValueError: granularity='block' needs storage='fp8' or 'master', not "
+    "storage='grid'",
+    "storage='grid', keep_remainder=True": "ValueError: keep_remainder=True needs storage='fp8'",
+    "storage='master', keep_remainder=True": "ValueError: keep_remainder=True needs storage='fp8'",
+}
+SURGERY = {
+    **{f"LayerSpec({given})": said for given, said in SPECS.items()},
+    **{f"quantize_model(model, {given}, 'grid')": said for given, said in FORMATS.items()},
+    **{f"quantize_model(model, 'E4M3', {given})": said for given, said in OPTIONS.items()},
+    **{
+        f"{call}, '{storage}')": f"ValueError: {said}"
+        for storage in ("master", "grid", "fp8")
+        for call, said in {
+            "quantize_model(unfinite, {'*': 'E4M3', 'proj': 'none'}": "NaN or Inf",
+            "quantize_model(unfinite, {'*': 'E4M3', 'lm_head': 'none'}": "NaN or Inf",
+            "quantize_model(tied, 'E4M3'": "'lm_head' is shared (embedding.weight, lm_head.weight) & tied='untie' for "
+            "a copy of its own, or leave it alone with tied='leave'",
+            "quantize_model(twice, 'E4M3'": "the layer '0' is shared",
+        }.items()
+    },
+    "quantize_model(tied, 'E4M3', tied='keep')": "ValueError: tied='keep' & refuse, untie, leave",
+    "quantize_model(twice, 'E4M3', tied='untie')": "ValueError: the layer '0' is shared",
+    "quantize_model(twice, 'E4M3', tied='leave')": "ValueError: the layer '0' is shared",
+    "quantize_model(half, 'E5M2', 'grid')": "ValueError: 'blocks.0.mlp.fc' is quantised already",
+    "quantize_model(two, 'E4M3', 'fp8', granularity='block')": "ValueError: of weight needs rows whose length 32 "
+    "divides, not 40",
+    "quantize_model(nn.Linear(8, 4, dtype=float64), 'E4M3', 'fp8')": "TypeError: storage='fp8' takes float32 or "
+    "bfloat16",
+    "quantize_model(nn.Linear(8, 4, dtype=float16), 'E4M3', 'fp8')": "TypeError: storage='fp8' takes float32 or "
+    "bfloat16",
+    "quantize_model({}, 'E4M3')": "TypeError: dict",
+    "quantize_model(nn.Sequential(nn.ReLU()), 'E4M3')": "ValueError: matches none of the 0 linear layers",
+    "QuantizedLinear(nn.Conv1d(1, 1, 1), LayerSpec('E4M3'))": "TypeError: Conv1d",
+    "inputs.weight_codes()": "ValueError: this layer has weight=None: only a weight with a format has codes",
+    "quantization_report({})": "TypeError: not dict",
+    "averaged_model(linear, use_buffers=True)": "ValueError: use_buffers=True",
+    # draws
+    **{
+        f"{call}, {given})": f"ValueError: {said}"
+        for call in (
+            *(f"quantize_model(linear, {formats}" for formats in ("'E4M3'", "{'*': 'none'}")),
+            "QuantizedLinear(linear, LayerSpec('E4M3')",
+        )
+        for given, said in {
+            "storage='fp8', draws='dithr'": "draws='dithr' is unknown: one of independent, dither; did you mean "
+            "'dither'?",
+            "storage='master', draws='dither'": "draws='dither' needs storage='fp8' or 'grid', not storage='master', "
+            "whose weights are floats: nothing is drawn for them",
+        }.items()
+    },
+    # parameters and embeddings
+    **{
+        f"quantize_model(language, 'E4M3', 'fp8', {given})": said
+        for given, said in {
+            "parameters='expert'": "ValueError: pattern 'expert' matches none of the 2 parameters & did you mean "
+            "'experts'",
+            "parameters={'inner': 'E4M3'}": "ValueError: pattern 'inner' matches none",
+            "parameters={3: 'E4M3'}": "TypeError: parameters has 3: a pattern must be a string",
+            "parameters={'*': 'E9M9'}": "ValueError: E9M9",
+            "embeddings={'inner': 'E4M3'}": "ValueError: embeddings: pattern 'inner' matches none",
+            "embeddings='E5M2'": "ValueError: the weight of 'head' is shared",
+            "embeddings='E4M3', granularity='block', tied='never'": "ValueError: tied",
+        }.items()
+    },
+    "quantize_model(language, 'E4M3', 'grid', parameters='*')": "ValueError: become codes with storage='fp8', not with "
+    "storage='grid'",
+    "quantize_model(language, {'inner': 'E4M3'}, 'fp8', parameters='*.up')": "ValueError: give "
+    "parameters={'*.up': 'E4M3'}",
+    "quantize_model(linear, 'E4M3', 'fp8', embeddings='E4M3')": "ValueError: has no nn.Embedding",
+    "quantize_model(experts, {'*': 'none'}, 'fp8', parameters={'*.up': 'E5M2'})": "ValueError: parameter 'experts.up' "
+    "is in E4M3 already",
+}
+FILES = {
+    # states that are loaded
+    **{
+        f"plain.load_state_dict(state(plain, {given}))": f"RuntimeError: {said}"
+        for given, said in {
+            "_scale=None": "0.weight holds codes & and 0.weight_scale is missing",
+            "_scale=full((4, 1), 0.3)": "0.weight can't be put together from its parts: scale holds 0.3",
+            "_scale=ones(3, 1)": "scale has shape (3, 1)",
+            "_traits=zeros(10).long()": "0.weight_traits can't be read: & exponent_bits=0",
+            "_traits=zeros(9).long()": "0.weight_traits can't be read: & expected 10",
+            "_traits=tensor([4, 3, 7, 9, 0, 0, 0, 0, 1, 0])": "9 is out of range: 0 to 5",
+            "_traits=tensor([4, 3, 7, 1, 0, -1, 0, 0, 1, 0])": "seed=-1",
+            "_counter=zeros(2).long()": "counter has shape",
+            "_traits=None, **{'': zeros(4, 64).byte()}": "which say of which format",
+            "_traits=None, **{'': zeros(4, 64).to(float8_e5m2)}": "is of E5M2, but this layer's",
+        }.items()
+    },
+    "of('E5M2', 'fp8').load_state_dict(of('E4M3', 'fp8').state_dict())": "RuntimeError: lm_head.weight is of E4M3, but "
+    "this layer's is of E5M2",
+    "of('E5M2', 'fp8').load_state_dict(of('E4M3', 'fp8').state_dict(), assign=True)": "RuntimeError: lm_head.weight is "
+    "of E4M3, but this layer's is of E5M2",
+    "of('E5M2', 'grid').load_state_dict(of('E4M3', 'grid').state_dict())": "RuntimeError: E4M3, but this manifold is "
+    "of E5M2",
+    "net.load_state_dict(Net('E4M3').state_dict())": "RuntimeError: first.weight & is of E4M3, but this one is of E5M2",
+    "FP8Manifold('E4M3').load_state_dict(FP8Manifold('E4M3', ones(2, 1)).state_dict())": "RuntimeError: size mismatch "
+    "for scale",
+    "use_plain_state({})": "TypeError: must be an nn.Module, not dict",
+    # tensors and metadata apart
+    "unflatten_state_dict(*flat, like={'w': q})": "ValueError: 'w' is of E4M3, but E5M2 is expected",
+    "unflatten_state_dict(*flat, like={'w': parameter('E4M3FNUZ')})": "ValueError: 'w' is of E4M3, but E4M3FNUZ is "
+    "expected",
+    **{
+        f"unflatten_state_dict(flat[0], described({given}))": f"ValueError: {said}"
+        for given, said in {
+            "format='E9M9'": "'w' can't be put together & E9M9",
+            "format=8": "must be a str, not int",
+            "format='E2M1'": "is out of range for E2M1",
+            "block_size=32": "needs (4, 2)",
+            "block_size='32'": "block_size='32' must be 32, (128, 128) or None",
+            "rounding='up'": "rounding='up'",
+            "seed=-1": "seed=-1",
+            "seed='1'": "seed='1'",
+            "dtype='float16'": "dtype='float16' is unknown: one of float32, bfloat16",
+            **dict.fromkeys(
+                ("dtype='gone'", "more=1", "by_operator='gone'", "draws='gone'"), "expected the keys format, block_size"
+            ),
+        }.items()
+    },
+    "unflatten_state_dict(flat[0], {'fp8:w': '{'})": "ValueError: 'w' can't be put together from '{'",
+    "unflatten_state_dict(flat[0], {'fp8:w': '[]'})": "ValueError: expected the keys",
+    "unflatten_state_dict(flat[0], {'fp8:v': described()['fp8:w']})": "ValueError: lack 'v'",
+    **{
+        f"unflatten_state_dict(flat[0] | {given}, flat[1])": f"ValueError: {said}"
+        for given, said in {
+            "{'w': zeros(4, 64)}": "codes must be a uint8 tensor, not torch.float32",
+            "{'w_scale': full((4, 1), 0.3)}": "scale holds 0.3",
+            "{'w_scale': ones(3, 1)}": "(3, 1) & needs (4, 1)",
+            "{'w': zeros(5, 64).byte()}": "needs (5, 1)",
+            "{'w_counter': zeros(2).long()}": "counter",
+        }.items()
+    },
+    "flatten_state_dict({'step': 3})": "TypeError: state['step'] is of int",
+    **{
+        f"flatten_state_dict({given})": "ValueError: called like a part of it"
+        for part in ("w_scale", "w_counter", "w_remainder")
+        for given in (f"{{'w': p, '{part}': ones(1)}}", f"{{'{part}': ones(1), 'w': p}}")
+    },
+    # models read and written
+    "load_quantized(valued, {}, tied='leave')": "ValueError: parameter 'tokens.weight' has values already",
+    "load_quantized(bare, {})": "ValueError: the weight of 'head' is shared",
+    "load_quantized(bare, {}, storage='grid')": "TypeError: has no storage",
+    "load_quantized(buffered, valued.state_dict(), tied='leave')": "ValueError: buffer 'angles' has no values and is "
+    "in no state dict",
+    "exported_state_dict(two)": "ValueError: no quantised weight: call quantize_model",
+    "exported_state_dict({})": "TypeError: must be an nn.Module, not dict",
+    "exported_state_dict(two, 'compressed_tensors')": "ValueError: did you mean 'compressed-tensors'",
+    "exported_state_dict(exported, activations='fp8')": "ValueError: activations='fp8' is unknown: one of float, E4M3",
+    "exported_state_dict(exported, 'torchao', activations='E4M3')": "ValueError: 'E4M3' goes with "
+    "layout='compressed-tensors', not with 'torchao'",
+    **{
+        f"exported_state_dict(exported, '{layout}')": "ValueError: takes one for a tensor, a row or a block of 32: "
+        "take layout='fp8'"
+        for layout in ("compressed-tensors", "torchao")
+    },
+    "exported_state_dict(half, 'fp8')": "ValueError: quantise with granularity='square'",
+    "exported_state_dict(quantize_model(linear, 'E5M2', 'fp8', granularity='square'), 'fp8')": "ValueError: E5M2, "
+    "which fp8 has no dtype for; allowed: E4M3",
+    "export_model(exported, 'nowhere')": "TypeError: Sequential, no model of transformers: write what "
+    "exported_state_dict gives",
+}
+REFUSED = {**TENSORS, **SCALES, **SURGERY, **FILES}
+
+
+@pytest.mark.parametrize("call", REFUSED)
+def test_a_call_is_refused_in_one_line_and_nothing_is_changed(call: str) -> None:
+    check_refused(call, REFUSED[call], SUBJECTS, **MORE)
+
+
+@pytest.mark.parametrize("formats", FORMATS)
+def test_what_is_not_allowed_is_known_without_a_model(formats: str) -> None:
+    said = [
+        check_refused(call, FORMATS[formats], SUBJECTS, SIZES=SIZES)
+        for call in (f"quantize_model(model, {formats}, 'grid')", f"check_formats({formats}, SIZES, 'grid')")
+    ]
+    assert len({*said}) == 1

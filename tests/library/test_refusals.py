@@ -1,0 +1,296 @@
+"""What formats, grids, scales, manifolds and monitors don't take: a line each, with all that is said of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from optimizer_cases import normal, stored_weight
+from refused import check_refused
+from tensor_cases import parameter
+
+import fp8manifold as fm
+from fp8manifold.ops import fp8_mm
+
+#: two rows with a scale each
+ROWS = torch.tensor([[0.25], [2.0]])
+MORE: dict[str, Any] = {"fp8_mm": fp8_mm, "normal": normal, "ROWS": ROWS, "read": fm.FloatFormat.from_string}
+
+
+def begun() -> fm.monitor.DeadRuns:
+    runs = fm.monitor.DeadRuns()
+    runs.update(torch.empty(0))
+    return runs
+
+
+#: what a refused call leaves as it was
+SUBJECTS = {
+    "x": lambda: torch.ones(2, 3),
+    "p": parameter,
+    "one": lambda: torch.ones(2),
+    "codes": lambda: torch.zeros(3, dtype=torch.uint8),
+    "counts": lambda: fm.monitor.code_histogram(torch.ones(1), "E2M1"),
+    "path": lambda: fm.monitor.PathTracker(torch.ones(3), "E4M3"),
+    "runs": begun,
+    "stored": stored_weight,
+    "chart": lambda: fm.StiffnessManifold("E4M3", 0.3),
+}
+
+FORMATS = {
+    **{f"read('E4M3').decode_code({code})": f"ValueError: {code}" for code in (-1, 256, 1000)},
+    "read('E2M1').decode_code(16)": "ValueError: 16",
+    "read('E4N3')": "ValueError: did you mean 'E4M3'",
+    "read('E4M3FNUS')": "ValueError: did you mean 'E4M3FNUZ'",
+    "read('E5M')": "ValueError: did you mean 'E5M2'",
+    "read('P3109_8Q4')": "ValueError: did you mean 'P3109_8P4'",
+    **{
+        f"read({value})": f"TypeError: format name must be a str & {value}"
+        for value in ("None", "43", "4.3", "b'E4M3'", "['E4M3']")
+    },
+    "FloatFormat(0, 3)": "ValueError: exponent_bits=0",
+    "FloatFormat(-1, 3)": "ValueError: exponent_bits=-1",
+    "FloatFormat(4, -1)": "ValueError: mantissa_bits=-1",
+    "FloatFormat(4, 4)": "ValueError: mantissa_bits=4",
+    "FloatFormat(8, 0)": "ValueError: exponent_bits=8",
+    "FloatFormat(4, 3, 1000)": "ValueError: bias=1000",
+    "FloatFormat(4, 3, -1000)": "ValueError: bias=-1000",
+    "FloatFormat(4, 3, 7, 'fnn')": "ValueError: 'fnn'",
+    "FloatFormat(1, 0, 0, 'ieee')": "ValueError: ieee",
+    "FloatFormat(4.0, 3)": "TypeError: exponent_bits=4.0",
+    "FloatFormat('4', 3)": "TypeError: exponent_bits='4'",
+    "FloatFormat(4, None)": "TypeError: mantissa_bits=None",
+    "FloatFormat(4, 3, 7.5)": "TypeError: bias=7.5",
+    "FloatFormat(True, 3)": "TypeError: exponent_bits=True",
+}
+BITS = {
+    "random_bits((3,))": "TypeError: seed",
+    **{
+        f"random_bits((3,), **{{'seed': 0, '{word}': {value!r}}})": f"{error}: {word}={value!r}"
+        for word in ("seed", "step", "stream", "offset")
+        for error, values in (("ValueError", (-1, 2**64)), ("TypeError", (1.5, "1", None, True)))
+        for value in values
+    },
+    "random_bits(3, seed=0, draws='dithered')": "ValueError: draws='dithered' is unknown: one of independent, dither",
+    **dict.fromkeys(
+        (
+            "round_to_grid(one, 'E4M3', 'stochastic', seed=0, draws='even')",
+            "FP8Manifold('E4M3', draws='even')",
+            "FP8Parameter(one, 'E4M3', draws='even')",
+            "StiffnessAdamW([FP8Parameter(one, 'E4M3')], draws='even')",
+            "StiffnessWrapper(SGD([one], 0.1), draws='even')",
+        ),
+        "ValueError: draws='even' is unknown: one of independent, dither",
+    ),
+}
+GRID = {
+    "round_to_grid(x, 'E4M3', 'nearest_even')": "ValueError: nearest_even & nearest",
+    "round_to_grid(x, 'E4M3', overflow='saturated')": "ValueError: saturated & saturate",
+    "round_to_grid(x, 'E4N3')": "ValueError: E4N3 & E4M3",
+    "round_to_grid(x.long(), 'E4M3')": "TypeError: int64",
+    "round_to_grid([1.0, 2.0], 'E4M3')": "TypeError: list",
+    "round_to_grid(x, 43)": "TypeError: 43",
+    "round_to_grid(x, 'E4M3', 'stochastic', bits=zeros(4).int())": "ValueError: bits & (4,)",
+    "round_to_grid(x, 'E4M3', 'stochastic', bits=zeros(2, 3))": "ValueError: bits must be int32",
+    "round_to_grid(x.half(), 'E7M0')": "TypeError: float16",  # why halves go through float32
+    "decode(x, 'E4M3')": "TypeError: uint8",
+    "decode(codes, 'E7M0', float16)": "TypeError: float16",
+    **{
+        f"{name}(x, 'E3M4', {options})": f"ValueError: {said}"
+        for name in ("encode", "round_to_grid")
+        for options, said in {
+            "overflow='wrap'": "overflow='wrap'",
+            "'odd'": "rounding='odd'",
+            "'stochastic'": "needs seed",
+            "'stochastic', seed=1, offset=-1": "offset=-1 is out of range",
+        }.items()
+    },
+    **{f"{name}(x.int(), 'E4M3')": "TypeError: int32" for name in ("ulp", "to_chart", "from_chart")},
+    **{f"{name}(x, 'E4N3')": "ValueError: E4N3" for name in ("ulp", "to_chart", "from_chart")},
+}
+FAKE_QUANTIZE = {
+    "'E4M3', ste='clip'": "ValueError: ste='clip' & did you mean 'clipped'",
+    "'E4M3', granularity='rows'": "ValueError: granularity='rows'",
+    "'E4M3', granularity='channel', axis=5": "ValueError: axis=5",
+    "'E4M3', rounding='up_down'": "ValueError: rounding='up_down'",
+    "'E4M3', rounding='stochastic'": "ValueError: seed",
+    "'E4M3', scale=0.0": "ValueError: scale holds 0.0",
+    "'E4M3', scale=-1.0": "ValueError: scale holds -1.0",
+    "'E4M3', scale=nan": "ValueError: scale holds nan",
+    "'E4M3', scale=inf": "ValueError: scale holds inf",
+    "'E4M3', scale=tensor([1.0, -2.0, 3.0])": "ValueError: scale holds -2.0",
+    "'E4M3', scale=ones(4)": "ValueError: scale of shape (4,) does not fit x of shape (2, 3)",
+    "'E4M3', scale=ones(2, 2, 3)": "ValueError: scale of shape (2, 2, 3)",
+    "'E4M4'": "ValueError: E4M4",
+    "3": "TypeError: int",
+}
+PRODUCT = {
+    "ones(4), x": "ValueError: a has shape (4,): it must be a matrix",
+    "x, x": "ValueError: a of shape (2, 3) and b of shape (2, 3) can't be multiplied",
+    "x, x.T.long()": "TypeError: b has dtype torch.int64",
+    "[[1.0]], x": "TypeError: a must be a tensor, not list",
+    "x, x.T, a_format='E4M33'": "ValueError: E4M33",
+    "x, x.T, gradient_format=5": "TypeError: int",
+    "x, x.T, granularity='block'": "ValueError: granularity='block' is unknown: one of tensor, channel",
+    "x, x.T, a_scale=-1.0": "ValueError: scale holds -1.0",
+    "x, x.T, a_scale=ones(2, 1)": "ValueError: not one number, as granularity='tensor'",
+    "x, x.T, b_scale=ones(4, 1), granularity='channel'": "ValueError: does not fit x of shape",
+    "x, x.T, b_scale=ones(3, 1), granularity='channel'": "ValueError: scale of shape (3, 1) does not fit (1, 2), one "
+    "a column",
+    "x, x.T, a_scale=ones(1, 3), granularity='channel'": "ValueError: scale of shape (1, 3) does not fit (2, 1), one "
+    "a row",
+}
+SCALES = {
+    "amax_scale(x, 'E4M3', 'row')": "ValueError: granularity='row'",
+    "storage_scale(x, 'E4M3', 'row', axis=1)": "ValueError: granularity='row'",
+    "amax_scale(x, 'E4M3', 'chanel')": "ValueError: did you mean 'channel'",
+    "amax_scale(x, 'E4M3', 'channel', axis=2)": "ValueError: axis=2",
+    "amax_scale(x, 'E4MM3')": "ValueError: E4MM3",
+    "storage_scale(x, 'E4M3', headroom=0.5)": "ValueError: headroom=0.5",
+    "storage_scale(x, 'E4M3', headroom=nan)": "ValueError: headroom=nan",
+    "Scale('E4M3', policy='frozen')": "ValueError: policy='frozen'",
+    "Scale('E4M3', 'blocks')": "ValueError: granularity='blocks'",
+    "Scale('E4M3', policy='delayed', history=0)": "ValueError: history=0",
+    "Scale('E4M3', policy='delayed', history=1.5)": "TypeError: history=1.5",
+    "widened_scale(x, ones(2, 1), 'E4M3', 0.9)": "ValueError: headroom=0.9",
+    "fake_quantize(ones(3, 96), 'E3M4', ones(3, 2), granularity='block')": "ValueError: scale of shape (3, 2) does not "
+    "fit (3, 3), the blocks of x",
+    **{
+        f"{name}(full((2, 32), -1e60, dtype=float64), 'E4M3', '{granularity}')": "ValueError: a magnitude of 1e+60 is "
+        "beyond float32"
+        for name in ("amax_scale", "storage_scale")
+        for granularity in ("tensor", "channel", "block")
+    },
+    **{
+        f"{name}(ones({shape}), 'E4M3', 'block')": "ValueError: granularity='block' needs a last dimension that 32 "
+        "divides"
+        for name in ("amax_scale", "storage_scale")
+        for shape in ((4, 33), (4, 1), ())
+    },
+    **{
+        f"storage_scale(tensor([[1.0, 2.0], [{bad}, 0.0]]), 'E4M3')": "ValueError: (2, 2) hold NaN or Inf & E4M3"
+        for bad in ("nan", "inf", "-inf")
+    },
+    "storage_scale(full((1, 32), nan), 'E4M3', 'block')": "ValueError: NaN or Inf",
+    "p.rescale_(0.3)": "ValueError: scale holds 0.3",
+    "p.rescale_(tensor([1.0, nan, 1.0, 1.0])[:, None])": "ValueError: scale holds nan",
+    "p.rescale_(ones(4, 2))": "ValueError: (4, 2): it must fit (4, 1)",
+    "p.rescale_(ones(3, 1))": "ValueError: (3, 1): it must fit (4, 1)",
+    "p.rescale_(2.0**-30)": "ValueError: too narrow: a stored value of 0.3125 needs one of at least 0.0006975",
+}
+#: of both manifolds, and of the grid alone
+EITHER = {
+    "'E9M9'": "ValueError: E9M9",
+    "'E4M4'": "ValueError: 'E4M4' & did you mean",
+    "8": "TypeError: int & 8",
+    **{f"'E4M3', {bad}": f"ValueError: scale & {bad}" for bad in ("0.0", "-2.0", "nan", "inf")},
+    "'E4M3', 1e-60": "ValueError: scale & 0.0",
+    "'E4M3', tensor([1.0, -3.0])": "ValueError: scale & -3.0",
+    "'E4M3', '1'": "TypeError: scale & str",
+    "'E4M3', None": "TypeError: scale & NoneType",
+    "'E4M3', True": "TypeError: scale & bool",
+    "'E4M3', metric='ulps'": "ValueError: metric='ulps' & ulp, log, euclidean & 'ulp'",
+    "'E4M3', metric=5": "TypeError: metric & int: 5",
+    "'E4M3', metric=None": "TypeError: metric & NoneType",
+}
+MANIFOLDS = {
+    **{f"{kind}({given})": EITHER[given] for kind in ("StiffnessManifold", "FP8Manifold") for given in EITHER},
+    "FP8Manifold('E4M3', rounding='nearset')": "ValueError: rounding='nearset' & nearest, stochastic & 'nearest'",
+    "FP8Manifold('E4M3', rounding='up')": "ValueError: rounding='up' & nearest, stochastic",
+    "FP8Manifold('E4M3', rounding=None)": "ValueError: rounding=None",
+    "FP8Manifold('E4M3', retraction='exp')": "ValueError: retraction='exp' & exponential",
+    "FP8Manifold('E4M3', seed=-1)": "ValueError: seed=-1",
+    "FP8Manifold('E4M3', seed=2**63)": f"ValueError: seed={2**63}",
+    "FP8Manifold('E4M3', seed=1.5)": "TypeError: seed=1.5",
+    "FP8Manifold('E4M3', seed=True)": "TypeError: seed=True",
+    "FP8Manifold('E4M3', ROWS).random(3)": "ValueError: scale of shape & (3,) & (2, 1)",
+    "StiffnessManifold('E4M3', ROWS).random(3)": "ValueError: scale of shape & (3,) & (2, 1)",
+    **{
+        f"StiffnessManifold('E4M3', metric=lambda x, fmt: {given})": f"{error}: metric function gave & {named}"
+        for given, error, named in (
+            ("-x", "ValueError", "-"),
+            ("0.0", "ValueError", "0.0"),
+            ("x * nan", "ValueError", "nan"),
+            ("x / 0", "ValueError", "inf"),
+            ("ones(3)", "ValueError", "(3,)"),
+            ("'wide'", "TypeError", "str"),
+        )
+    },
+    **{  # they would truncate the scale
+        f"chart.{method}(tensor([1, 2]))": "TypeError: int64"
+        for method in ("projx", "stiffness", "to_chart", "from_chart")
+    },
+}
+MONITORS = {
+    # shapes that differ
+    "update_lost(x, x[0], x)": "ValueError: before has (2, 3), target has (3,), after has (2, 3)",
+    "code_unchanged(codes, codes, ones(3), tensor(1.0))": "ValueError: one shape",
+    "geometry_figures(x, 'E4M3', gradient=x[0])": "ValueError: one shape",
+    "warp_figures(x, x[0], 'E4M3')": "ValueError: one shape",
+    "chart_distance(x, x[0], 'E4M3')": "ValueError: one shape",
+    "path.update(one)": "ValueError: one shape",
+    "shadow_figures(x, x[0])": "ValueError: one shape",
+    "update_arrived(x, x, x[0])": "ValueError: one shape",
+    "stall_figures(x, x, x[0], 'E4M3')": "ValueError: one shape",
+    "code_drift(codes, codes[:1], 'E4M3')": "ValueError: one shape",
+    "runs.update(one)": "ValueError: (2,)",
+    "metric_min_eigenvalue(x)": "ValueError: (2, 3)",
+    "orthogonality(x)": "ValueError: (2, 3)",
+    "scale_changes(ones(3, 1), 1.0)": "ValueError: (3, 1)",
+    "zero_gradient_zone(x, ones(4, 2), 'E4M3')": "ValueError: (2, 3) and (4, 2)",
+    "attention_entropy(ones(5, 2, 6, 4), ones(5, 2, 6, 3))": "ValueError: (5, 2, 6, 4) and (5, 2, 6, 3)",
+    "bit_figures(counts, 'E4M3')": "ValueError: counts has shape & 256 codes",
+    "gap_lengths(counts, 'E4M3')": "ValueError: counts has shape & 256 codes",
+    "bit_figures(zeros(256), 'E4M3', counts)": "ValueError: ever has shape",
+    "residual_saturation(zeros(2).byte(), 9)": "ValueError: residual has 2 bytes: size=9 weights of 4 bits take 5, of "
+    "2 bits 3",
+    # scales
+    "stall_figures(x, x, x, 'E4M3', ones(2))": "ValueError: does not fit",
+    "code_histogram(ones(4), 'E4M3', ones(3, 1))": "ValueError: does not fit x of shape",
+    "code_histogram(ones(4), 'E4M3', ones(5))": "ValueError: does not fit x of shape",
+    "range_figures(ones(4), 'E4M3', '1')": "TypeError: scale",
+    **{f"range_figures(ones(4), 'E4M3', {bad})": "ValueError: scale" for bad in ("ones(3)", "0.0", "-1.0", "inf")},
+    # types
+    "code_histogram([1.0], 'E4M3')": "TypeError: tensor & list",
+    "update_lost([1.0], one, one)": "TypeError: tensor & list",
+    "code_drift([1], [1], 'E4M3')": "TypeError: tensor & list",
+    "residual_saturation([1])": "TypeError: tensor & list",
+    "residual_saturation(x)": "TypeError: float32",
+    "update_arrived(x, x, x.long())": "TypeError: int64",
+    "code_drift(codes.int(), codes, 'E4M3')": "TypeError: start must be a uint8 tensor, not torch.int32",
+    "zero_gradient_zone(x, ones(4, 3), 'E4M3', output=float64)": "TypeError: float64",
+    "gradient_figures(x.int())": "TypeError: g has dtype",
+    "range_figures(x.long())": "TypeError: float",
+    "attention_entropy(ones(5, 2, 6, 4).int(), ones(5, 2, 6, 4))": "TypeError: query",
+    "PathTracker(x.int(), 'E4M3')": "TypeError: start",
+    "fisher_ratio({'a': 1.0}, {'a': FisherFigures(1.0, (1.0,))})": "TypeError: float",
+    "eigenvalue_ratios({'a': FisherFigures(1.0, (1.0,))}, {'a': 1.0})": "TypeError: float",
+    # values
+    "code_histogram(tensor([nan]), 'E7M0')": "ValueError: NaN",
+    "geometry_figures(x, 'E4M3', clip=0.5)": "ValueError: clip=0.5",
+    "residual_histogram(x, 'E4M3', bins=0)": "ValueError: bins=0",
+    "DeadRuns(patience=0)": "ValueError: patience=0",
+    "DeadRuns(threshold=-1.0)": "ValueError: threshold=-1",
+    "runs.update(x, steps=0)": "ValueError: steps=0",
+    "fisher_figures(nn.Linear(2, 2), [one], representation='ekfac')": "ValueError: representation='ekfac'",
+    "fisher_figures(nn.Linear(2, 2), [])": "ValueError: no batch",
+    "fisher_figures(nn.Linear(2, 2), [one], eigenvalues=0)": "ValueError: eigenvalues=0",
+    "fisher_figures(nn.Linear(2, 2), [one], samples=0)": "ValueError: samples=0",
+}
+REFUSED = {
+    **FORMATS,
+    **BITS,
+    **GRID,
+    **{f"fake_quantize(x, {given})": said for given, said in FAKE_QUANTIZE.items()},
+    "fake_quantize(x.long(), 'E4M3')": "TypeError: int64",
+    "fake_quantize([1.0], 'E4M3')": "TypeError: list",
+    **{f"fp8_mm({given})": said for given, said in PRODUCT.items()},
+    **SCALES,
+    **MANIFOLDS,
+    **MONITORS,
+}
+
+
+@pytest.mark.parametrize("call", REFUSED)
+def test_a_call_is_refused_in_one_line_and_nothing_is_changed(call: str) -> None:
+    check_refused(call, REFUSED[call], SUBJECTS, **MORE)
