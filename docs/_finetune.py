@@ -32,8 +32,13 @@ TEXTS: dict[str, Of] = {
 
 def rate(file: Exported) -> float:
     """The learning rate that all runs of a file have."""
-    (one,) = {float(run.config["optimizer"]["lr"]) for row in file.rows for run in row.runs}
+    (one,) = rates(file)
     return one
+
+
+def rates(file: Exported) -> list[float]:
+    """The learning rates of a file's runs, upward."""
+    return sorted({float(run.config["optimizer"]["lr"]) for row in file.rows for run in row.runs})
 
 
 def named(rate: float) -> str:
@@ -49,7 +54,7 @@ def groups(files: Path = FOLDER) -> Iterator[tuple[str, list[Exported]]]:
     """What was measured at several rates (`NAME-RATE.json`), or at one (`NAME.json`), by its name; rates upward."""
     paths = sorted(files.glob("*.json"))
     for name, of in groupby(paths, key=lambda path: path.stem.split("-")[0]):
-        yield name, sorted(map(read_export, of), key=rate)
+        yield name, sorted(map(read_export, of), key=rates)
 
 
 def tables(files: Sequence[Exported]) -> str:
@@ -59,6 +64,28 @@ def tables(files: Sequence[Exported]) -> str:
     parts = [*map(_came_from, each, each.values())]
     parts += [f"{fmt}, losses less those of `{BASELINE}` on either text:\n\n{_grid(each, fmt)}" for fmt in formats]
     return "\n\n".join([*parts, source(replace(files[0], rows=tuple(row for file in files for row in file.rows)))])
+
+
+def table_of_rows(files: Sequence[Exported]) -> str:
+    """A line a row, where rows have rates of their own: either text's loss, and its distance to float32's."""
+    file = replace(files[0], rows=tuple(row for each in files for row in each.rows))
+    results = measured_against(file, BASELINE)
+    header = ("rule", "lr", "bytes", "seeds", "new text", f"less `{BASELINE}`", "old text", f"less `{BASELINE}`")
+    rows = []
+    for result in results:
+        runs = result.row.runs
+        lr = ", ".join(named(each) for each in sorted({float(run.config["optimizer"]["lr"]) for run in runs}))
+        old = [loss for run in runs if (loss := run.number("also_loss")) is not None]
+        held = result.bytes_per_parameter
+        cells = [f"`{result.row.rule}`", lr, "-" if held is None else f"{held:.2f}", str(len(runs))]
+        cells += [format_figure(result.final_val_loss), _apart(result, result.difference)]
+        cells += [f"{sum(old) / len(old):.3f}" if old else "-", _apart(result, result.also_difference)]
+        rows.append(cells)
+    return f"{markdown(header, rows)}\n{source(file)}"
+
+
+def _apart(result: Result, found: Difference | None) -> str:
+    return "" if result.reference else written(found)
 
 
 def _came_from(rate: float, results: Sequence[Result]) -> str:
@@ -124,6 +151,9 @@ def _panel(axis: Axes, files: Sequence[Exported], of: Of) -> None:
 def write_finetune(folder: Path, files: Path = FOLDER) -> None:
     """Write the tables of every group of results files into the folder, and the figure of those at several rates."""
     for name, of in groups(files):
+        if any(len(rates(file)) > 1 for file in of):
+            (folder / f"finetune-{name}.md").write_text(table_of_rows(of), encoding="utf-8")
+            continue
         (folder / f"finetune-{name}.md").write_text(tables(of), encoding="utf-8")
         if len(of) == 1:
             continue
