@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 
 from nanogpt_bench.report.results import Difference, Result
 from nanogpt_bench.report.results_file import Exported, read_export
+from nanogpt_bench.report.rows import row_label
 from nanogpt_bench.report.tables import format_figure
 
 FOLDER = Path(__file__).parent / "measured" / "finetune"
@@ -72,12 +73,17 @@ def table_of_rows(files: Sequence[Exported]) -> str:
     results = measured_against(file, BASELINE)
     header = ("rule", "lr", "bytes", "seeds", "new text", f"less `{BASELINE}`", "old text", f"less `{BASELINE}`")
     rows = []
-    for result in results:
+    for result in (result for result in results if result.row.runs):
         runs = result.row.runs
         lr = ", ".join(named(each) for each in sorted({float(run.config["optimizer"]["lr"]) for run in runs}))
         old = [loss for run in runs if (loss := run.number("also_loss")) is not None]
         held = result.bytes_per_parameter
-        cells = [f"`{result.row.rule}`", lr, "-" if held is None else f"{held:.2f}", str(len(runs))]
+        cells = [
+            f"`{row_label(result.row.rule, result.row.format)}`",
+            lr,
+            "-" if held is None else f"{held:.2f}",
+            str(len(runs)),
+        ]
         cells += [format_figure(result.final_val_loss), _apart(result, result.difference)]
         cells += [f"{sum(old) / len(old):.3f}" if old else "-", _apart(result, result.also_difference)]
         rows.append(cells)

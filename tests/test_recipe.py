@@ -87,7 +87,7 @@ def test_the_lines_for_a_card_train_and_what_they_save_is_read(llama: Path, tmp_
     """Those of 7B, the model's name replaced: everything but norms in codes, no gradient left."""
     text = torch.randint(128, (1, 33), generator=torch.Generator().manual_seed(1))
     names: dict[str, Any] = {"batches": [text] * 60, "device": "cpu"}
-    code = recipe(FITS).replace("meta-llama/Llama-2-7b-hf", llama.as_posix()).replace("lr=5e-4", "lr=5e-3")
+    code = recipe(FITS).replace("meta-llama/Llama-2-7b-hf", llama.as_posix()).replace("lr=2e-4", "lr=5e-3")
     code = code.replace('"trained"', repr((tmp_path / "trained").as_posix()))
     assert code.count(llama.as_posix()) == 1
     before = transformers.AutoModelForCausalLM.from_pretrained(llama)(input_ids=text, labels=text).loss.item()

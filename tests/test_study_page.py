@@ -32,12 +32,17 @@ STUDY = sorted((ROOT / "docs" / "measured" / "study").glob("*.json"))
 
 @pytest.mark.parametrize("path", STUDY, ids=lambda path: path.stem)
 def test_the_study_shows_every_results_file_that_has_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = "\n".join(PAGES.values())
+    page = "\n".join([*PAGES.values(), (ROOT / "docs" / "finetune.md").read_text(encoding="utf-8")])
     monkeypatch.syspath_prepend(ROOT / "docs")
     drawn_with = import_module("_study").BESIDE.values()
     shown = page.count(f"<!-- table: {path.stem} -->\n")
     shown += any(path.stem in names for names in drawn_with)
-    assert shown == any(row["runs"] for row in json.loads(path.read_text(encoding="utf-8"))["rows"])
+    assert shown == has_runs(path)
+
+
+def has_runs(path: Path) -> bool:
+    """Whether a results file has more than searches."""
+    return path.exists() and any(row["runs"] for row in json.loads(path.read_text(encoding="utf-8"))["rows"])
 
 
 @pytest.mark.parametrize("sweep", [sweep for sweep in shipped_sweeps() if sweep.startswith("study_")])
@@ -45,7 +50,7 @@ def test_a_planned_sweep_has_results_or_is_listed_with_its_command(sweep: str) -
     page = PAGES["study-protocol"]
     left_out = page[page.index("## What did not fit") : page.index("## A row made again")]
     path = ROOT / "docs" / "measured" / "study" / f"{Path(sweep).stem}.json"
-    assert (sweep in left_out) != path.exists()
+    assert (sweep in left_out) != has_runs(path)
 
 
 def test_what_was_announced_is_frozen() -> None:
@@ -242,12 +247,29 @@ def test_what_is_drawn_of_fine_tuning_stands_on_its_page_once(finetuned: Path) -
     page = (ROOT / "docs" / "finetune.md").read_text(encoding="utf-8")
     assert {path.name for path in finetuned.iterdir()} >= {"finetune-small.md", "finetune-small.svg"}
     for path in finetuned.iterdir():
-        assert path.stat().st_size > 500
+        assert path.stat().st_size > 300
         shown = f"(figures/{path.name})\n" if path.suffix == ".svg" else f"<!-- table: {path.stem} -->\n"
         assert page.count(shown) == 1
 
 
-@pytest.mark.parametrize("path", FINETUNED, ids=lambda path: path.stem)
+def test_rows_of_other_rates_are_told_with_both_texts(finetuned: Path) -> None:
+    """Each line's mean loss, and its paired difference, made anew from the runs."""
+    files = sorted((path for path in FINETUNED if path.stem.startswith("card")), key=lambda path: path.stem)
+    rows = [row for path in files for row in json.loads(path.read_text(encoding="utf-8"))["rows"] if row["runs"]]
+    told = (finetuned / "finetune-card.md").read_text(encoding="utf-8").splitlines()[2:]
+    assert len(rows) == 3
+    for row, line in zip(rows, told, strict=False):
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        for key, place in (("final_val_loss", 4), ("also_loss", 6)):
+            own, exact = ({run["seed"]: run[key] for run in of["runs"]} for of in (row, rows[0]))
+            assert cells[place].startswith(f"{sum(own.values()) / len(own):.3f}")
+            apart = [own[seed] - exact[seed] for seed in own]
+            assert cells[place + 1].startswith("" if row is rows[0] else f"{sum(apart) / len(apart):+.3f}")
+        name = row["rule"] if row["format"] == "none" else f"{row['format']} {row['rule']}"
+        assert cells[:1] + cells[3:4] == [f"`{name}`", str(len(row["runs"]))]
+
+
+@pytest.mark.parametrize("path", [p for p in FINETUNED if "card" not in p.stem], ids=lambda path: path.stem)
 def test_fine_tuned_rules_are_told_format_by_format(path: Path, finetuned: Path) -> None:
     """Of every file one cell for each text is made anew from the runs."""
     rows = {row["label"]: row["runs"] for row in json.loads(path.read_text(encoding="utf-8"))["rows"]}
