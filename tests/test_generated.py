@@ -20,6 +20,8 @@ SHOWS = (
     re.compile(r"<(?:img|source)[^>]* (?:src|srcset)=\"([^\"]+)\""),
 )
 
+FINETUNED = {"finetune-card.md", "finetune-small.md", "finetune-small.svg"}
+
 
 @pytest.fixture
 def generated(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
@@ -76,7 +78,7 @@ def test_what_is_stale_is_named_with_the_command(generated: ModuleType, monkeypa
     assert line.endswith("`python docs/_generated.py --write` makes them again")
     monkeypatch.setattr(generated, "shown", lambda: there)
     monkeypatch.setattr(generated, "recorded", lambda: record | {"finetune": record["finetune"] | {"made_from": ""}})
-    assert set(generated.stale()) == record["finetune"]["pieces"].keys() == {"finetune-small.md", "finetune-small.svg"}
+    assert set(generated.stale()) == record["finetune"]["pieces"].keys() == FINETUNED
 
 
 def test_what_a_piece_is_made_from_has_its_results_and_the_modules_it_needs(
