@@ -246,7 +246,7 @@ def test_a_package_that_is_missing_is_named(
     find = importlib.util.find_spec
     monkeypatch.setattr(causal, "find_spec", lambda name: None if name == package else find(name))
     assert main(["evaluate", "--model", str(tmp_path / "x.gguf"), "--input", str(text_file)]) == 2
-    assert f"need the package {package}; pip install 'fp8manifold[hf]'" in capsys.readouterr().err
+    assert f"need the package {package}; get it with pip install 'fp8manifold[hf]'" in capsys.readouterr().err
 
 
 @pytest.mark.slow
