@@ -88,9 +88,9 @@ def learned(name: str, documents: Iterable[str]) -> BytePairTokenizer:
     Raises:
         BenchError: as `size_of`, or a text that has too few pairs.
     """
+    size = size_of(name)  # before the package is imported, which may not be there
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-    size = size_of(name)
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()

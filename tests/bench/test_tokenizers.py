@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import functools
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -120,8 +121,10 @@ def test_a_text_of_too_few_byte_pairs_is_refused_with_those_it_has() -> None:
 @pytest.mark.parametrize("missing", ["tokenizers", "tiktoken"])
 def test_byte_pairs_without_a_package_name_the_extra(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(byte_pairs, "find_spec", lambda name: None if name == missing else True)
-    with pytest.raises(BenchError, match=rf"needs {missing}; get it with pip install 'fp8manifold\[\S+\]'"):
-        check_tokenizer("bpe-300")
+    monkeypatch.setitem(sys.modules, missing, None)
+    for ask in (lambda: check_tokenizer("bpe-300"), lambda: make_tokenizer("bpe-300", "", [TEXT])):
+        with pytest.raises(BenchError, match=rf"needs {missing}; get it with pip install 'fp8manifold\[\S+\]'"):
+            ask()
 
 
 @pytest.mark.parametrize(
