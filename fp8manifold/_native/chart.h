@@ -1,4 +1,5 @@
-/* The chart of the spacing and the power of two of a polynomial, as fp8manifold/_numerics/charts.py and stiffness.py have them. */
+/* The chart of the spacing and the power of two of a polynomial, as charts.py and stiffness.py of fp8manifold/_numerics
+ * have them. */
 #ifndef FP8MANIFOLD_CHART_H
 #define FP8MANIFOLD_CHART_H
 

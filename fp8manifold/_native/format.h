@@ -1,4 +1,4 @@
-/* Codes to values and back, as fp8manifold/_numerics/codec.py has them, and rounding to the grid, as rounding.py there. */
+/* Codes to values and back, and rounding to the grid, as codec.py and rounding.py of fp8manifold/_numerics have them. */
 #ifndef FP8MANIFOLD_FORMAT_H
 #define FP8MANIFOLD_FORMAT_H
 
