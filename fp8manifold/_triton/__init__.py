@@ -6,14 +6,16 @@ something to launch: an installed Triton without a driver fails late.
 
 import importlib.util
 import os
+import warnings
 from functools import cache
+from importlib import metadata
 from typing import Final
 
 import torch
 
-__all__ = ["is_available", "is_installed", "options"]
+__all__ = ["is_available", "is_installed", "is_interpreted", "options"]
 
-_INTERPRETED: Final = "TRITON_INTERPRET"
+_KEEPS_SUBNORMALS: Final = (3, 6)
 
 
 @cache
@@ -24,8 +26,27 @@ def is_installed() -> bool:
 
 def is_available() -> bool:
     """Whether kernels run on this machine's GPU: CUDA's, for no other compiler's code was looked at."""
-    interpreted = os.environ.get(_INTERPRETED, "0").lower() in ("1", "true", "on", "yes", "y")
-    return torch.version.cuda is not None and is_installed() and not interpreted
+    return torch.version.cuda is not None and is_installed() and not is_interpreted() and _keeps_subnormals()
+
+
+def is_interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, on the CPU."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
+
+
+@cache
+def _keeps_subnormals() -> bool:
+    """Whether this Triton can compile without flushing subnormals to zero; the process is warned once if not."""
+    version = metadata.version("triton")
+    if tuple(int(part) for part in version.split(".")[:2]) >= _KEEPS_SUBNORMALS:
+        return True
+    warnings.warn(
+        f"Triton {version} flushes subnormals to zero: GPU kernels need Triton 3.6, which PyTorch 2.10 brings; "
+        "PyTorch's own operations run instead, with the same results, slower",
+        UserWarning,
+        stacklevel=2,
+    )
+    return False
 
 
 @cache

@@ -4,15 +4,27 @@ A kernel is compiled for each such value; nothing here needs Triton.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any, Final
 
 import numpy as np
 
 from fp8manifold._native._layouts import format_record
+from fp8manifold._triton import is_interpreted
 from fp8manifold.formats import FloatFormat
 
-__all__ = ["SAID", "WIDENED", "Format", "KernelSpec", "Tile", "Widening", "format_of", "registers_of", "widest_scale"]
+__all__ = [
+    "SAID",
+    "WIDENED",
+    "Format",
+    "KernelSpec",
+    "Tile",
+    "Widening",
+    "as_constants",
+    "format_of",
+    "registers_of",
+    "widest_scale",
+]
 
 SAID: Final = 3
 """What kernels say of each parameter, after one word for all: whether a weight is at the end of its range, how many
@@ -147,6 +159,42 @@ class Tile:
     """Whether a program takes a row in turns, after a pass that finds its largest gradient."""
     packs: str = ""
     """Of residuals that share bytes: ``within`` programs' rows alone, or ``across`` them; else empty."""
+
+
+class Constants:
+    """A dataclass of this file as a kernel takes it: each of its values is a ``constexpr``.
+
+    Triton below 3.8 takes an attribute that a function is called with for a value of the GPU's.
+    """
+
+    def __init__(self, known: Any) -> None:
+        self._known = known
+
+    def __getattr__(self, name: str) -> Any:
+        """The value of that name, for the compiler."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        from triton.language import constexpr
+
+        value = getattr(self._known, name)
+        return constexpr(as_constants(value))
+
+    def __eq__(self, other: object) -> bool:
+        """True for the same values: they share a kernel."""
+        return isinstance(other, Constants) and self._known == other._known
+
+    def __hash__(self) -> int:
+        """That of the values."""
+        return hash(self._known)
+
+    def __repr__(self) -> str:
+        """The values: Triton keeps compiled code on disk by it."""
+        return repr(self._known)
+
+
+def as_constants(fact: Any) -> Any:
+    """What a kernel is called with for what it is compiled for; the interpreter reads a dataclass as it is."""
+    return Constants(fact) if is_dataclass(fact) and not is_interpreted() else fact
 
 
 _REGISTERS: Final = 168

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fp8manifold._triton import options
-from fp8manifold._triton.kinds import SAID, KernelSpec, Tile, Widening, registers_of
+from fp8manifold._triton.kinds import SAID, KernelSpec, Tile, Widening, as_constants, registers_of
 
 __all__ = ["KernelsUnavailableError", "Kind", "Said", "chunks_of", "launch"]
 
@@ -149,7 +149,7 @@ def launch(
             _compile(table, calls)
         for table, calls in tables:
             for kernel, chunks, facts in calls:
-                kernel[(len(chunks),)](table, chunks, *facts, **_options(*facts))
+                kernel[(len(chunks),)](table, chunks, *map(as_constants, facts), **_options(*facts))
     return sum(len(calls) for _, calls in tables)
 
 
@@ -230,7 +230,8 @@ def _compile(table: Tensor, calls: Sequence[Call]) -> None:
         if known in _compiled or table.device.type != "cuda":
             continue
         try:
-            kernel.warmup(table, chunks, refused, *facts, grid=(len(chunks),), **_options(refused, *facts))
+            known_ones = map(as_constants, facts)
+            kernel.warmup(table, chunks, refused, *known_ones, grid=(len(chunks),), **_options(refused, *facts))
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever a compiler's absence or failure raises

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fp8manifold._triton import options
-from fp8manifold._triton.kinds import Format, format_of
+from fp8manifold._triton.kinds import Format, as_constants, format_of
 from fp8manifold.formats import FloatFormat
 
 __all__ = ["decode_on_gpu", "encode_on_gpu", "round_on_gpu"]
@@ -108,7 +108,7 @@ def _matrix(x: Tensor, scale: Tensor | None) -> Matrix | None:
 
 def _launch(kernel: Any, grid: int, x: Tensor, arguments: tuple[Any, ...]) -> None:
     with torch.cuda.device(x.device if x.is_cuda else -1):
-        kernel[(grid,)](*arguments, **options())
+        kernel[(grid,)](*map(as_constants, arguments), **options())
 
 
 @lru_cache(maxsize=256)

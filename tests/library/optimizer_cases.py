@@ -130,7 +130,7 @@ def bits_of(x: Tensor) -> bytes:
     """Everything that is stored of a tensor."""
     if isinstance(x, fm.FP8Tensor):
         return b"".join(bits_of(part) for part in (x.codes, x.scale, x.counter))
-    return x.detach().as_subclass(Tensor).contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return x.detach().as_subclass(Tensor).cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def same_bits(a: Iterable[Tensor], b: Iterable[Tensor]) -> bool:

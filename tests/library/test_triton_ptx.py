@@ -20,7 +20,7 @@ import torch
 
 from fp8manifold import _triton
 from fp8manifold._triton import launch
-from fp8manifold._triton.kinds import KernelSpec, Tile, Widening, format_of, registers_of, widest_scale
+from fp8manifold._triton.kinds import KernelSpec, Tile, Widening, as_constants, format_of, registers_of, widest_scale
 from fp8manifold.formats import as_format
 from fp8manifold.optim._spec import spec_of
 from fp8manifold.optim._triton_step import kernel_spec
@@ -92,7 +92,7 @@ def build(
     source = ASTSource(
         fn=kernel,
         signature=kinds,
-        constexprs={(names.index(name),): value for name, value in constants.items()},
+        constexprs={(names.index(name),): as_constants(value) for name, value in constants.items()},
         attrs={(i,): [["tt.divisibility", 16]] for i in wide},
     )
     made = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=_triton.options(registers))

@@ -1,4 +1,4 @@
-"""What kernels do that no other test has: run by ``test_triton_interpreted.py`` in a process with the interpreter."""
+"""What kernels do that no other test has: run by ``test_triton_interpreted.py``, interpreted, and on a card."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from optimizer_cases import free_weight, frozen, normal, same_bits, snapshot
 from scalar_grid import Codes
 from torch import Tensor
-from triton_twins import different, twin
+from triton_twins import CARD, different, twin
 
 import fp8manifold as fm
 from fp8manifold import optim
@@ -140,16 +140,17 @@ def test_arrays_against_native_code(name: str) -> None:
     first, second, third = round_keys(key.words, 0)
     keys = (signed_word(first + offset), second, third, key.phase)
     scale = torch.exp2(normal(30, seed=5).mul(3).round())
+    there, scale_there = x.to(CARD), scale.to(CARD)
     for given, key_or_not in ((keys, key), (None, None)):
         at = offset if key_or_not else 0
         expected = _arrays.encoded(x, fmt, key_or_not, at)
         assert expected is not None
-        ours = encode_on_gpu(x, fmt, given)
+        ours = encode_on_gpu(there, fmt, given)
         assert ours is not None
         assert not different(ours, expected)
         for s in (None, scale, scale[:1] * 0.3):
             for rescale in (True, False):
-                ours = round_on_gpu(x, fmt, given, s, rescale=rescale)
+                ours = round_on_gpu(there, fmt, given, None if s is None else s.to(CARD), rescale=rescale)
                 expected = _arrays.rounded(x, fmt, key_or_not, at, s, rescale=rescale)
                 assert ours is not None
                 assert expected is not None
@@ -157,16 +158,19 @@ def test_arrays_against_native_code(name: str) -> None:
     codes = torch.randint(0, 2 * fmt.sign_bit, (3000,), dtype=torch.uint8)
     for floats in (x, x.bfloat16()):
         units = floats.float().view(30, 100) / scale.view(-1, 1)
-        ours, expected = encode_on_gpu(floats, fmt, None, scale), _arrays.encoded(units, fmt)
+        ours, expected = encode_on_gpu(floats.to(CARD), fmt, None, scale_there), _arrays.encoded(units, fmt)
         assert ours is not None
         assert expected is not None
         assert not different(ours, expected.view(-1))
     for s in (scale, scale[:1]):
         for dtype in (torch.float32, torch.bfloat16):
-            ours = decode_on_gpu(codes, fmt, dtype, s, spacing=False)
+            ours = decode_on_gpu(codes.to(CARD), fmt, dtype, s.to(CARD), spacing=False)
             assert ours is not None
             assert not different(ours, dequantize_codes(codes.view(30, 100), s.view(-1, 1), fmt, dtype, None).view(-1))
-        ours, expected = decode_on_gpu(codes, fmt, torch.float32, s, spacing=True), _arrays.spacings(codes, fmt, s)
+        ours, expected = (
+            decode_on_gpu(codes.to(CARD), fmt, torch.float32, s.to(CARD), spacing=True),
+            _arrays.spacings(codes, fmt, s),
+        )
         assert ours is not None
         assert expected is not None
         assert not different(ours, expected)
@@ -177,7 +181,7 @@ def test_codes_against_their_definition(name: str) -> None:
     """Every code's value, and the code of values between all codes, one at a time."""
     fmt, own = as_format(name), Codes(as_format(name))
     codes = torch.arange(2 * fmt.sign_bit, dtype=torch.int32).to(torch.uint8)
-    values = decode_on_gpu(codes, fmt, torch.float32, None, spacing=False)
+    values = decode_on_gpu(codes.to(CARD), fmt, torch.float32, None, spacing=False)
     assert values is not None
     expected = torch.tensor([fmt.decode_code(code) for code in codes.tolist()], dtype=torch.float64).float()
     assert not different(values, expected)
@@ -189,7 +193,7 @@ def test_codes_against_their_definition(name: str) -> None:
     ]
     x = torch.tensor([*between, finite[-1] * 2] if finite[-1] < 1e38 else between)
     wanted = torch.tensor([own.code(own.round(v, None), False) for v in x.tolist()], dtype=torch.int32)
-    codes = encode_on_gpu(x, fmt, None)
+    codes = encode_on_gpu(x.to(CARD), fmt, None)
     assert codes is not None
     assert codes.int().tolist() == wanted.tolist()
 
@@ -197,19 +201,20 @@ def test_codes_against_their_definition(name: str) -> None:
 # ---------------------------------------------------------------------------------------------- the way on a GPU
 @pytest.fixture
 def on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps go the way that they go on a GPU, and their kernels are interpreted."""
+    """Steps go the way that they go on a GPU, and their kernels are interpreted where there is none."""
     monkeypatch.setattr(_agreement, "on_gpu", lambda device: True)
     monkeypatch.setattr(_agreement, "is_triton", lambda slot: True)
 
 
 def pair(stored: Any = None, **options: Any) -> tuple[Any, Any]:
-    """Two optimizers over equal weights, some of which soon reach the end of their range."""
+    """Two optimizers over equal weights, some of which soon reach the end of their range: on the card, on the CPU."""
     made = []
-    for _ in range(2):
+    for device in (CARD, torch.device("cpu")):
         how: Any = {"fmt": "E4M3", "headroom": 1.0, **(stored or {})}
         second = (3, 64) if how.get("granularity") == "block" else (3, 37)  # rows that share bytes of a residual
         weights = [fm.FP8Parameter(normal(*shape, seed=s), seed=s, **how) for s, shape in ((1, (4, 64)), (2, second))]
         weights.append(torch.nn.Parameter(normal(7, seed=3)))  # type: ignore[arg-type]
+        weights = [torch.nn.Parameter(p.detach().to(device)) for p in weights]  # type: ignore[misc]
         made.append(optim.StiffnessAdamW(weights, 1.0, **options))
     return made[0], made[1]
 
@@ -219,6 +224,7 @@ def put(optimizer: Any, step: int, bad: float | None = None) -> None:
         p.grad = normal(*p.shape, seed=10 * step + i) - 3.0
         if bad is not None and i == 1:
             p.grad.view(-1)[-1] = bad
+        p.grad = p.grad.to(p.device)
 
 
 WIDENED: dict[str, dict[str, Any]] = {
@@ -250,7 +256,7 @@ def test_steady_steps_widen_and_are_refused_as_native_ones(
             monkeypatch.setattr(_agreement, "on_gpu", lambda device, gpu=optimizer is ours: gpu)
             optimizer.step()
         assert len(ours._pending) == (deferred and step > 0)
-        assert all(same_bits([a], [b]) for a, b in zip(*parameters, strict=True))
+        assert all(same_bits([a.cpu()], [b]) for a, b in zip(*parameters, strict=True))
     assert ours.widened_scales == native.widened_scales > 0
     assert ours.skipped_steps == native.skipped_steps == 3
     assert ours.skipped_in_row == 0
@@ -263,24 +269,25 @@ def test_scales_of_codes_without_a_number_double_as_they_do_on_the_host(
     """NaN, rows longer than a program's, some at their end and some not, and the widest scale there is."""
     caplog.set_level("INFO", "fp8manifold")
     made, said = [], []
-    for _ in range(2):
+    for device in (CARD, torch.device("cpu")):
         p = fm.FP8Parameter(normal(5, 1301, seed=4), "E5M2", seed=4, scale=2.0**-10, keep_remainder=False)
         p.codes[0, 7], p.codes[2, 0], p.codes[3, 1300] = 0x7F, 0x7B, 0xFB
         p.scale[3] = 2.0**112
+        p = torch.nn.Parameter(p.detach().to(device))  # type: ignore[assignment]
         made.append(optim.StiffnessAdamW([p], 1e-9, writeback="residual8", weight_decay=0.0))
     for step in range(2):
         for optimizer in made:
             monkeypatch.setattr(_agreement, "on_gpu", lambda device, gpu=optimizer is made[0]: gpu)
             (p,) = optimizer.param_groups[0]["params"]
-            p.grad = torch.zeros(p.shape)
+            p.grad = torch.zeros(p.shape, device=p.device)
             if step:
                 p.codes[1, 5] = 0x7B
             optimizer.step()
             said.append([r.getMessage() for r in caplog.records] if optimizer.widened_scales >= 0 else [])
             caplog.clear()
         a, b = (optimizer.param_groups[0]["params"][0] for optimizer in made)
-        assert same_bits([a], [b])
-        assert torch.equal(a.scale, b.scale)
+        assert same_bits([a.cpu()], [b])
+        assert torch.equal(a.scale.cpu(), b.scale)
     assert frozen(made[0].state_dict()) == frozen(made[1].state_dict())
     assert said[2] == said[3] != []
 

@@ -1,7 +1,8 @@
-"""A plugin of pytest's, for a process with ``TRITON_INTERPRET=1``: whatever native code steps, a kernel steps too.
+"""A plugin of pytest's: whatever native code steps, a Triton kernel steps too, interpreted or on a card.
 
-Every step that a test has native code take is taken by Triton's kernels on copies, in its interpreter, and both have to
-leave the same bits.  A test against the scalar oracle is then one of all three.
+Every step that a test has native code take is taken by Triton's kernels on copies, in its interpreter where
+``TRITON_INTERPRET=1`` and on the GPU otherwise, and both have to leave the same bits.  A test against the scalar oracle
+is then one of all three.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from fp8manifold.optim._state import pack_residual
 from fp8manifold.optim._triton_step import run_triton
 
 COUNTS: Counter[str] = Counter()
+CARD = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def different(ours: torch.Tensor, expected: torch.Tensor) -> int:
     """How many elements differ in a bit; NaN is NaN."""
-    ours, expected = ours.detach().contiguous(), expected.detach().contiguous()
+    ours, expected = ours.detach().cpu().contiguous(), expected.detach().cpu().contiguous()
     integer = _INTEGERS[ours.element_size()]
     other = ours.view(integer) != expected.view(integer)
     if ours.is_floating_point():
@@ -42,8 +44,10 @@ def as_kept(slot: Slot) -> dict[str, torch.Tensor]:
 
 
 def twin(slot: Slot) -> Slot:
-    """The same step of copies."""
-    return slot.replaced(tensors={name: tensor.clone() for name, tensor in as_kept(slot).items()}, reached=[])
+    """The same step of copies, on the card."""
+    tensors = {name: tensor.to(CARD, copy=True) for name, tensor in as_kept(slot).items()}
+    scale = None if slot.kept_scale is None else slot.kept_scale.to(CARD)
+    return slot.replaced(tensors=tensors, kept_scale=scale, reached=[])
 
 
 def step_both(slots: Sequence[Slot]) -> None:
@@ -63,7 +67,7 @@ def step_both(slots: Sequence[Slot]) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    assert os.environ.get("TRITON_INTERPRET") == "1"
+    assert CARD.type == "cpu" or torch.cuda.is_available()
     vars(_backends)["run_native"] = step_both
 
 

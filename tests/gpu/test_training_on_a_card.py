@@ -1,0 +1,224 @@
+"""Models and optimizers on a card beside the same on the CPU; skipped where there is none."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fp8manifold as fm
+from fp8manifold import optim
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+CARD = torch.device("cuda")
+
+
+def normal(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def parts(x: Any) -> Any:
+    """Everything that is stored, on the CPU, with tensors as their bytes."""
+    if isinstance(x, fm.FP8Tensor):
+        return [parts(part) for part in (x.codes, x.scale, x.counter)]
+    if isinstance(x, Tensor):
+        return str(x.dtype), tuple(x.shape), x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).tolist()
+    if isinstance(x, dict):
+        return {key: parts(value) for key, value in x.items()}
+    return [parts(value) for value in x] if isinstance(x, list | tuple) else x
+
+
+def parameters(device: torch.device) -> list[nn.Parameter]:
+    """Codes with scales of rows, blocks and one in all, values on a grid, and ordinary floats."""
+    made: list[Any] = [
+        fm.FP8Parameter(normal(24, 256, seed=1) * 0.1, "E4M3", seed=1),
+        fm.FP8Parameter(normal(6, 64, seed=2) * 0.1, "E2M5", granularity="block", seed=2, draws="dither"),
+        fm.FP8Parameter(normal(300, seed=3) * 0.1, "E5M2", granularity="tensor", seed=3),
+        nn.Parameter(normal(5, 77, seed=4)),
+    ]
+    return [nn.Parameter(p.detach().to(device)) for p in made]
+
+
+def put_gradients(some: list[nn.Parameter], step: int) -> None:
+    for i, p in enumerate(some):
+        p.grad = normal(*p.shape, seed=10 * step + i).to(p.device)
+
+
+KINDS: dict[str, Callable[[Any], Any]] = {
+    "AdamW": partial(optim.StiffnessAdamW, lr=1e-2, weight_decay=0.1),
+    "AdamW residual4": partial(optim.StiffnessAdamW, lr=1e-2, moments="8bit", writeback="residual4"),
+    "AdamW eager": partial(optim.StiffnessAdamW, lr=1e-2, moments="8bit", compile=False),
+    "AdamW compiled": partial(optim.StiffnessAdamW, lr=1e-2, writeback="stochastic", compile=True),
+    "SGD": partial(optim.StiffnessSGD, lr=1e-2, momentum=0.9, writeback="stochastic"),
+    "Lion": partial(optim.StiffnessLion, lr=1e-3, moments="8bit", writeback="stochastic"),
+    "Madam": partial(optim.Madam, lr=1e-2),
+    "RiemannianAdam": partial(optim.RiemannianAdam, lr=1.0, float_lr=1e-3),
+    "RiemannianSGD": partial(optim.RiemannianSGD, lr=1.0, float_lr=1e-3),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_leaves_the_bits_of_one_on_the_cpu(kind: str) -> None:
+    ours, there = parameters(torch.device("cpu")), parameters(CARD)
+    made = [KINDS[kind](some) for some in (ours, there)]
+    for step in range(4):
+        for optimizer, some in zip(made, (ours, there), strict=True):
+            put_gradients(some, step)
+            optimizer.step()
+    for i, (p, q) in enumerate(zip(ours, there, strict=True)):
+        assert parts(p) == parts(q), f"parameter {i}"
+    states = [parts(optimizer.state_dict()["state"]) for optimizer in made]
+    assert states[0] == states[1]
+
+
+@pytest.mark.parametrize("moments", ["float32", "8bit"])
+def test_muon_goes_the_way_of_the_cpus(moments: Any) -> None:
+    """Its products are of other precision, so not to the bit: within a spacing of the format, and on average closer."""
+    ours, there = ([fm.FP8Parameter(normal(64, 128, seed=1) * 0.1, "E2M5", seed=1)] for _ in range(2))
+    there = [nn.Parameter(p.detach().to(CARD)) for p in there]  # type: ignore[misc]
+    for some in (ours, there):
+        optimizer = optim.StiffnessMuon(some, lr=0.02, moments=moments)
+        for step in range(3):
+            put_gradients(some, step)  # type: ignore[arg-type]
+            optimizer.step()
+    begun = fm.FP8Parameter(normal(64, 128, seed=1) * 0.1, "E2M5", seed=1).dequantize()
+    one, other = ours[0].dequantize() - begun, there[0].dequantize().cpu() - begun  # type: ignore[attr-defined]
+    assert float(nn.functional.cosine_similarity(one.flatten(), other.flatten(), 0)) > 0.95
+    assert 0.9 < float(one.norm() / other.norm()) < 1.1
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.LayerNorm(64), nn.Linear(64, 32))
+    return fm.quantize_model(net, "E4M3", storage="fp8", seed=1)
+
+
+def losses(model: nn.Module, optimizer: Any, steps: int, *, autocast: bool = True) -> list[float]:
+    found = []
+    device = next(model.parameters()).device
+    for step in range(steps):
+        x, y = normal(128, 64, seed=step).to(device), normal(128, 64, seed=step)[:, :32].to(device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+            loss = nn.functional.mse_loss(model(x).float(), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach())
+    return [float(x) for x in found]
+
+
+@pytest.mark.parametrize("compiled", [False, "default", "reduce-overhead"])
+def test_a_model_learns(compiled: Any) -> None:
+    model = network().to(CARD)
+    forward = torch.compile(model, mode=compiled) if compiled else model
+    found = losses(forward, optim.StiffnessAdamW(model.parameters(), 3e-3, moments="8bit"), 60)
+    assert sum(found[-5:]) < 0.6 * sum(found[:5])
+
+
+def test_a_run_goes_on_from_its_state_dict_on_either_device() -> None:
+    model = network().to(CARD)
+    optimizer = optim.StiffnessAdamW(model.parameters(), 3e-3, moments="8bit", writeback="residual4")
+    losses(model, optimizer, 5)
+    kept = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    again = network()
+    again.load_state_dict(kept[0])
+    resumed = optim.StiffnessAdamW(again.parameters(), 3e-3, moments="8bit", writeback="residual4")
+    resumed.load_state_dict(kept[1])
+    for p, q in zip(model.parameters(), again.parameters(), strict=True):
+        assert parts(p) == parts(q)
+        p.grad = normal(*p.shape, seed=7).to(CARD)
+        q.grad = normal(*q.shape, seed=7)
+    optimizer.step()
+    resumed.step()
+    for p, q in zip(model.parameters(), again.parameters(), strict=True):
+        assert parts(p) == parts(q)
+    assert parts(optimizer.state_dict()["state"]) == parts(resumed.state_dict()["state"])
+
+
+def test_training_makes_no_wait() -> None:
+    model = network().to(CARD)
+    optimizer = optim.StiffnessAdamW(model.parameters(), 3e-3, moments="8bit")
+    x = normal(128, 64, seed=1).to(CARD)
+
+    def train() -> None:
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model(x).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(3):
+        train()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        train()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_steps_in_backward_and_on_the_host_leave_the_bits_of_a_step() -> None:
+    found = []
+    for way in ("step", "in backward", "host", "host in backward"):
+        model = network().to(CARD)
+        make = partial(optim.StiffnessAdamW, lr=3e-3, moments="8bit", writeback="stochastic")
+        optimizer: Any = make(model.parameters())
+        if way.startswith("host"):
+            options: Any = {} if way == "host in backward" else None
+            optimizer = optim.HostOptimizer(
+                model.parameters(),
+                optim.StiffnessAdamW,
+                lr=3e-3,
+                moments="8bit",
+                writeback="stochastic",
+                in_backward=options,
+            )
+        handle = optim.step_in_backward(optimizer) if way == "in backward" else None
+        for step in range(4):
+            loss = model(normal(128, 64, seed=step).to(CARD)).square().mean()
+            loss.backward()
+            if way in ("step", "host"):
+                optimizer.step()
+            optimizer.zero_grad()
+        if handle is not None:
+            handle.remove()
+        torch.cuda.synchronize()
+        found.append([parts(p) for p in model.parameters()])
+    assert found[1] == found[0]
+    assert found[2] == found[0]
+    assert found[3] == found[0]
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "channel"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_cards_fp8_products(granularity: Any, dtype: torch.dtype) -> None:
+    """Beside the sum of the same rounded numbers in float64."""
+    a, b = normal(64, 128, seed=1), normal(128, 96, seed=2)
+    options: Any = {"granularity": granularity, "out_dtype": dtype}
+    expected = fm.ops.fp8_mm(a.double(), b.double(), granularity=granularity)
+    on_card = [x.to(CARD).requires_grad_() for x in (a, b)]
+    product = fm.ops.fp8_mm(*on_card, **options)
+    assert product.dtype is dtype
+    error = (product.detach().cpu().double() - expected).norm() / expected.norm()
+    assert error < (5e-3 if dtype is torch.bfloat16 else 1e-3)
+    product.float().square().sum().backward()
+    assert all(x.grad is not None and x.grad.isfinite().all() for x in on_card)
+
+
+@pytest.mark.parametrize("fmt", ["E4M3", "E2M1", "E2M5", "E7M0"])
+def test_tensors_round_print_and_travel(fmt: str) -> None:
+    here = fm.FP8Parameter(normal(8, 64, seed=1), fmt, seed=1)
+    there = nn.Parameter(here.detach().to(CARD))
+    assert parts(there) == parts(here)
+    assert parts(there.cpu()) == parts(here.detach())
+    assert torch.equal(there.dequantize().cpu(), here.dequantize())  # type: ignore[attr-defined]
+    assert fmt in repr(there)
+    with torch.no_grad():
+        for p in (here, there):
+            p.copy_(normal(8, 64, seed=2).to(p.device))
+            p.mul_(1.1)
+    assert parts(there) == parts(here)
