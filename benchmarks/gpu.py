@@ -71,6 +71,16 @@ class Session:
             times.append(start.elapsed_time(end))
         return sorted(times)[len(times) // 2]
 
+    def busy(self, call: Callable[[], object]) -> float:
+        """Milliseconds that kernels run for in one call: what is left of a call where the host runs ahead."""
+        if self.dry:
+            return 0.0
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            call()
+            torch.cuda.synchronize()
+        return sum(event.self_device_time_total for event in profile.key_averages()) / 1e3
+
 
 @contextlib.contextmanager
 def on_card(session: Session) -> Iterator[None]:
@@ -176,7 +186,8 @@ def timed(session: Session, count: int, one_byte: bool, make: Callable[[Any], An
     optimizer = make(parameters)
     optimizer.step()
     used = 0 if session.dry else torch.cuda.memory_allocated() - before
-    return {"ms": session.milliseconds(optimizer.step), "bytes": used / count}
+    times = {"ms": session.milliseconds(optimizer.step), "kernels ms": session.busy(optimizer.step)}
+    return times | {"bytes": used / count}
 
 
 def rivals(session: Session) -> dict[str, Any]:
@@ -249,6 +260,7 @@ def training(session: Session) -> dict[str, Any]:
         ms = session.milliseconds(step, repeats=8)
         products = 6 * tokens * sum(p.numel() for p in model.parameters() if p.dim() == 2)
         found[label] = {"tokens/s": 1e3 * tokens / ms, "MFU": products / (PEAK * ms / 1e3)}
+        found[label]["kernels ms"] = session.busy(step)
         found[label]["peak GB"] = 0 if session.dry else torch.cuda.max_memory_allocated() / 1e9
         del model, optimizer
     return found
