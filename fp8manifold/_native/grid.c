@@ -194,12 +194,15 @@ EXPORT void fp8manifold_encode(const Array *a, int threads)
     run(a, !a->stochastic ? encode_nearest : fixed ? encode_stochastic_fixed : encode_stochastic, threads);
 }
 
-/* sum(bits_i r_i) mod 2^64 of float32 bits and the words drawn at their positions, both as signed numbers. */
+/* sum(bits_i r_i) mod 2^64 of float32 bits and the words drawn at their positions, both as signed numbers.
+   Every NaN counts as the quiet one: a GPU's arithmetic gives other bits than a CPU's. */
 CLONED static uint64_t content_of(const int32_t *bits, int64_t n, Keys keys)
 {
     uint64_t sum = 0;
-    for (int64_t i = 0; i < n; i++)
-        sum += (uint64_t)(int64_t)bits[i] * (uint64_t)(int64_t)(int32_t)random_word(keys, (uint32_t)i);
+    for (int64_t i = 0; i < n; i++) {
+        int32_t value = (bits[i] & 0x7FFFFFFF) > 0x7F800000 ? 0x7FC00000 : bits[i];
+        sum += (uint64_t)(int64_t)value * (uint64_t)(int64_t)(int32_t)random_word(keys, (uint32_t)i);
+    }
     return sum;
 }
 

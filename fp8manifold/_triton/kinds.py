@@ -4,7 +4,8 @@ A kernel is compiled for each such value; nothing here needs Triton.
 """
 
 import math
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -23,6 +24,7 @@ __all__ = [
     "as_constants",
     "format_of",
     "registers_of",
+    "widening_of",
     "widest_scale",
 ]
 
@@ -41,6 +43,15 @@ WIDENED: Final = np.dtype(
     align=True,
 )
 """A parameter whose scales may double."""
+
+
+def _kept_hash(known: Any) -> int:
+    """The hash of a frozen dataclass, made once: a kernel is looked up by it for every parameter of every step."""
+    if "_hash" not in vars(known):
+        values = tuple(getattr(known, field.name) for field in fields(known))
+        object.__setattr__(known, "_hash", hash(values))
+    found: int = vars(known)["_hash"]
+    return found
 
 
 @dataclass(frozen=True)
@@ -65,12 +76,15 @@ class Format:
     LARGEST: float
     NAN_CODE: int
 
+    __hash__ = _kept_hash
+
     def fixed(self, extra: int = 0) -> bool:
         """Whether steps in parts of 2^-24 fit in 31 bits, and float32 has what takes a value there."""
         m = self.M + extra
         return m <= 5 and all(-127 < m + 24 - e <= 127 for e in (self.EMIN, self.EMAX))
 
 
+@lru_cache(maxsize=256)
 def format_of(fmt: FloatFormat) -> Format:
     """A format as kernels know it: what native code reads of it."""
     facts: tuple[Any, ...] = (*format_record(fmt)[0].item(), fmt.nan_code or 0)
@@ -112,6 +126,8 @@ class KernelSpec:
     exponents: bool = False
     """Whether scales are kept as exponents, a byte each."""
 
+    __hash__ = _kept_hash
+
     @property
     def covector(self) -> bool:
         """Whether the direction is taken in coordinates of a chart."""
@@ -137,6 +153,22 @@ class Widening:
     packs: str = ""
     """As a tile's."""
 
+    __hash__ = _kept_hash
+
+
+@lru_cache(maxsize=256)
+def widening_of(fmt: FloatFormat, residual_bits: int, exponents: bool, packs: str) -> Widening:
+    """How the scales of codes double.
+
+    Args:
+        fmt: the codes' format.
+        residual_bits: of a weight's residual.
+        exponents: whether scales are kept as exponents.
+        packs: as a tile's.
+    """
+    known = format_of(fmt)
+    return Widening(known, residual_bits, known.fixed(residual_bits), widest_scale(fmt), exponents, packs)
+
 
 def widest_scale(fmt: FloatFormat) -> float:
     """The largest power of two under which the format's largest value is still a float32."""
@@ -159,6 +191,8 @@ class Tile:
     """Whether a program takes a row in turns, after a pass that finds its largest gradient."""
     packs: str = ""
     """Of residuals that share bytes: ``within`` programs' rows alone, or ``across`` them; else empty."""
+
+    __hash__ = _kept_hash
 
 
 class Constants:
@@ -194,7 +228,15 @@ class Constants:
 
 def as_constants(fact: Any) -> Any:
     """What a kernel is called with for what it is compiled for; the interpreter reads a dataclass as it is."""
-    return Constants(fact) if is_dataclass(fact) and not is_interpreted() else fact
+    if not is_dataclass(fact) or is_interpreted():
+        return fact
+    known: Any = fact
+    return _constants(known)
+
+
+@lru_cache(maxsize=1024)
+def _constants(known: Any) -> Constants:
+    return Constants(known)
 
 
 _REGISTERS: Final = 168

@@ -197,6 +197,7 @@ def _doublings(records: NDArray[np.void], widenings: Sequence[Widening], said: T
     return calls
 
 
+@lru_cache(maxsize=256)
 def _rows_of(widening: Widening) -> Tile:
     """Some whole rows a program, in turns."""
     width = 32 if widening.exponents else 256

@@ -258,6 +258,8 @@ def _whole_word(parameter: Tensor, held: Tensor, key: tuple[int, int, int]) -> i
 def content_word(x: Tensor, key: tuple[int, int, int], offset: int = 0) -> int:
     """``sum(bits_i r_i) mod 2^64`` over all elements, with ``r`` drawn by position: that of parts is their sum.
 
+    Every NaN counts as the quiet one, for a GPU's arithmetic gives other bits than a CPU's.
+
     Args:
         x: float tensor of any shape; positions count in row-major order.
         key: of ``r``.
@@ -268,9 +270,10 @@ def content_word(x: Tensor, key: tuple[int, int, int], offset: int = 0) -> int:
     flat = x.reshape(-1)
     total = torch.zeros((), dtype=torch.int64, device=x.device)  # where x is: it is waited for once
     size = block_on(x.device)
-    bits = flat.view(_INTEGERS[flat.element_size()])
-    for start in range(0, bits.numel(), size):
-        part = bits[start : start + size].to(torch.int64)
+    quiet = int(torch.tensor(torch.nan, dtype=flat.dtype).view(integer := _INTEGERS[flat.element_size()]))
+    for start in range(0, flat.numel(), size):
+        values = flat[start : start + size]
+        part = values.view(integer).masked_fill(values.isnan(), quiet).to(torch.int64)
         words = word_range(offset + start, part.numel(), key, x.device).to(torch.int64)
         total += (part * words).sum()
     return int(total) % 2**64

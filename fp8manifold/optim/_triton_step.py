@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fp8manifold import _triton
 from fp8manifold._native._layouts import JOB
-from fp8manifold._triton.kinds import WIDENED, KernelSpec, Tile, Widening, format_of, widest_scale
+from fp8manifold._triton.kinds import WIDENED, KernelSpec, Tile, format_of, widening_of
 from fp8manifold._triton.launch import KernelsUnavailableError, Kind, Said, Widenings, launch
 from fp8manifold.optim._native_step import has_code, places_of
 from fp8manifold.optim._slot import FOR_RESCALING, Slot, key_rows, number_rows, row_view
@@ -116,9 +116,7 @@ def _widenings(slots: Sequence[Slot], said: Said) -> Widenings | None:
         residual = slot.tensors["residual"].data_ptr() if bits else 0
         record["pointers"] = (slot.tensors["weight"].data_ptr(), residual, scale.data_ptr(), said.place(i))
         rows, length = record["rows"], record["length"] = scale.numel(), slot.view.numel // scale.numel()
-        known, exponents = format_of(held.format), scale.dtype is torch.uint8
-        packs = _packs(slot, rows, length)
-        made.append(Widening(known, bits, known.fixed(bits), widest_scale(held.format), exponents, packs))
+        made.append(widening_of(held.format, bits, scale.dtype is torch.uint8, _packs(slot, rows, length)))
     words = [slots[i].key for i in places]
     streams = np.array([stream for *_, stream in words], dtype=np.uint64)
     records["keys"][:, :3] = round_key_rows([each[:2] for each in words], streams, FOR_RESCALING)
@@ -184,7 +182,7 @@ def kind_of(slot: Slot, places: Sequence[int] = ()) -> tuple[int, int, int, Kind
     aligned = length % 16 == 0 and not any(place % 16 for place in places)
     packs = _packs(slot, rows, length, width)
     elements = _ELEMENTS // 2 if packs == "across" else _ELEMENTS  # a field at a time takes more registers
-    tile = Tile(
+    tile = _tile(
         rows=1 if long or not tiled else elements // width,
         width=_LONGEST if long else width,
         length=length if tiled else 0,
@@ -196,6 +194,10 @@ def kind_of(slot: Slot, places: Sequence[int] = ()) -> tuple[int, int, int, Kind
     weight, gradient = slot.tensors["weight"].dtype, slot.tensors["gradient"].dtype
     exponents = slot.kept_scale is not None and slot.kept_scale.dtype is torch.uint8 and scales != "element"
     return rows, length, repeats, (kernel_spec(slot.spec, weight, gradient, exponents), tile)
+
+
+_tile = lru_cache(maxsize=1024)(Tile)
+"""The same tile for parameters of one kind, so that its hash is made once."""
 
 
 def _packs(slot: Slot, rows: int, length: int, width: int = _ELEMENTS) -> str:

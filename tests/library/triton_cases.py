@@ -221,10 +221,10 @@ def pair(stored: Any = None, **options: Any) -> tuple[Any, Any]:
 
 def put(optimizer: Any, step: int, bad: float | None = None) -> None:
     for i, p in enumerate(optimizer.param_groups[0]["params"]):
-        p.grad = normal(*p.shape, seed=10 * step + i) - 3.0
+        gradient = normal(*p.shape, seed=10 * step + i) - 3.0
         if bad is not None and i == 1:
-            p.grad.view(-1)[-1] = bad
-        p.grad = p.grad.to(p.device)
+            gradient.view(-1)[-1] = bad
+        p.grad = gradient.to(p.device)
 
 
 WIDENED: dict[str, dict[str, Any]] = {
