@@ -11,12 +11,14 @@ geoopt; torchao and bitsandbytes are left out where they are not installed.
 
 import argparse
 import contextlib
+import copy
 import json
 import platform
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -180,6 +182,14 @@ def step_times(session: Session) -> dict[str, Any]:
     return found
 
 
+def muon(session: Session) -> dict[str, Any]:
+    """The same of Muon, whose products are most of a step."""
+    count = session.weights[0]
+    with on_card(session):
+        found = {"StiffnessMuon": timed(session, count, True, lambda p: fm.optim.StiffnessMuon(p, 1e-3))}
+    return found | {"torch Muon": timed(session, count, False, lambda p: torch.optim.Muon(p, 1e-3))}
+
+
 def timed(session: Session, count: int, one_byte: bool, make: Callable[[Any], Any]) -> dict[str, float]:
     before = 0 if session.dry else torch.cuda.memory_allocated()
     parameters = weights(session, count, one_byte)
@@ -211,16 +221,21 @@ def rivals(session: Session) -> dict[str, Any]:
 
 
 def decoding(session: Session) -> dict[str, Any]:
-    """Milliseconds to decode a matrix to bfloat16, and of products with it."""
+    """Milliseconds to decode a matrix to bfloat16, and of a layer's product with 8192 rows."""
     found: dict[str, Any] = {}
     for d in (256,) if session.dry else (1024, 4096, 8192):
-        w = fm.FP8Parameter(torch.randn(d, d, device=session.device) * 0.02, "E4M3", dtype=torch.bfloat16, seed=1)
+        dense = nn.Linear(d, d, bias=False, device=session.device, dtype=torch.bfloat16)
+        layer = fm.quantize_model(nn.Sequential(copy.deepcopy(dense)), "E4M3", storage="fp8")[0]  # type: ignore[index]
         x = torch.randn(8 if session.dry else 8192, d, device=session.device, dtype=torch.bfloat16)
-        dense = w.dequantize()
-        found[str(d)] = {
-            "decode": session.milliseconds(w.dequantize),
-            "bfloat16 product": session.milliseconds(lambda x=x, dense=dense: x @ dense.t()),
-            "layer": session.milliseconds(lambda x=x, w=w: nn.functional.linear(x, w)),
+        calls = {
+            "decoding": layer.weight.dequantize,
+            "nn.Linear": partial(dense, x),
+            "one-byte layer": partial(layer, x),
+        }
+        found[f"{d} x {d}"] = {
+            f"{name}, {unit}": measured(call)
+            for name, call in calls.items()
+            for unit, measured in (("ms", session.milliseconds), ("kernels ms", session.busy))
         }
     return found
 
@@ -234,20 +249,21 @@ def training(session: Session) -> dict[str, Any]:
     """Tokens a second, peak memory and the share of the card's products, of blocks as GPT-2's 124M has them."""
     d, layers, vocabulary, tokens = (32, 1, 64, 16) if session.dry else (768, 12, 50_304, 8192)
     found: dict[str, Any] = {}
-    for label in ("float32", "bfloat16", "one byte"):
+    for label in ("float32", "bfloat16", "one byte", "bfloat16, compiled", "one byte, compiled"):
         if not session.has_time:
             break
         torch.manual_seed(0)
         model: nn.Module = nn.Sequential(nn.Embedding(vocabulary, d), *(m for _ in range(layers) for m in block(d)))
         model = model.append(nn.Linear(d, vocabulary)).to(session.device)  # type: ignore[operator]
-        if label == "one byte":
+        if "one byte" in label:
             model = fm.quantize_model(model, "E4M3", storage="fp8")
             optimizer: Any = fm.optim.StiffnessAdamW(model.parameters(), 1e-3, moments="8bit")
         else:
             optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=not session.dry)
         text = torch.randint(0, vocabulary, (tokens,), device=session.device)
+        forward = torch.compile(model) if "compiled" in label and not session.dry else model
 
-        def step(model: Any = model, optimizer: Any = optimizer, text: Tensor = text, label: str = label) -> None:
+        def step(model: Any = forward, optimizer: Any = optimizer, text: Tensor = text, label: str = label) -> None:
             with torch.autocast(session.device.type, torch.bfloat16, enabled=label != "float32"):
                 loss = nn.functional.cross_entropy(model(text).float(), text)
             loss.backward()
@@ -262,7 +278,7 @@ def training(session: Session) -> dict[str, Any]:
         found[label] = {"tokens/s": 1e3 * tokens / ms, "MFU": products / (PEAK * ms / 1e3)}
         found[label]["kernels ms"] = session.busy(step)
         found[label]["peak GB"] = 0 if session.dry else torch.cuda.max_memory_allocated() / 1e9
-        del model, optimizer
+        del model, forward, optimizer, step
     return found
 
 
@@ -291,7 +307,7 @@ def launches(session: Session) -> dict[str, Any]:
     return {name: sum(e.count for e in events if key in e.key) for name, key in wanted.items()}
 
 
-PARTS: Final = (exact_steps, exact_arrays, step_times, training, launches, decoding, rivals)
+PARTS: Final = (exact_steps, exact_arrays, step_times, launches, decoding, rivals, muon, training)
 
 
 def run(session: Session, only: list[str], out: Path) -> dict[str, Any]:
@@ -336,7 +352,7 @@ def rows(result: dict[str, Any]) -> list[tuple[str, str, float]]:
         made.append(
             (f"{part.replace('_', ' ')}: bytes that differ from the CPU's", "bytes", float(sum(figures.values())))
         )
-    for part in ("step_times", "rivals", "decoding", "training"):
+    for part in ("step_times", "rivals", "muon", "decoding", "training"):
         for case, figures in result["parts"].get(part, {}).get("figures", {}).items():
             if isinstance(figures, dict):
                 made += [(case, unit, round(float(value), 3)) for unit, value in figures.items()]

@@ -240,7 +240,11 @@ def _codes_of(x: Tensor, scale: Tensor, fmt: str) -> Tensor:
             return rounded_units(part, unit, as_format(fmt)).to(_HARDWARE[fmt])
         return codes.view(_HARDWARE[fmt])
 
-    return _in_own_order(x, scale, rounded)
+    if not scale.dim():
+        return _in_own_order(x, scale, rounded)
+    if scale.shape[1] == 1:  # a kernel has a scale for each row: it walks over rows, whatever the order of memory
+        return rounded(x.contiguous(), scale)
+    return rounded(x.t().contiguous(), scale.t()).t()
 
 
 def _has_units_for(a: Tensor, b: Tensor, a_format: str, b_format: str) -> bool:

@@ -20,9 +20,6 @@ Kind = tuple[KernelSpec, Tile]
 _CHECKED: Final = 2048
 """Elements that a program looks at for the verdict on finiteness."""
 
-_BUFFERS: Final = 4
-"""How many tables are being uploaded at a time: a step's two are filled while the last two may be on their way."""
-
 
 class KernelsUnavailableError(RuntimeError):
     """A kernel could not be compiled; nothing has been launched."""
@@ -62,35 +59,12 @@ class Said:
         return bool(refused), [words[i : i + SAID] for i in range(0, len(words), SAID)]
 
 
-class _Staging:
-    """Pinned memory in turns, each with the event after which it may be written again."""
-
-    def __init__(self) -> None:
-        self._buffers: list[tuple[Tensor, torch.cuda.Event] | None] = [None] * _BUFFERS
-        self._next = 0
-
-    def upload(self, table: NDArray[np.int32], device: torch.device) -> Tensor:
-        """A copy on the device, which is there before what is launched next."""
-        source = torch.from_numpy(table)
-        if device.type == "cpu":
-            return source
-        turn, self._next = self._next, (self._next + 1) % _BUFFERS
-        kept = self._buffers[turn]
-        if kept is not None:
-            kept[1].synchronize()  # of the upload before the last, which is long done
-        if kept is None or kept[0].numel() < source.numel():
-            kept = (torch.empty(2 * source.numel(), dtype=torch.int32, pin_memory=True), torch.cuda.Event())
-        buffer, event = kept
-        buffer[: source.numel()].copy_(source)
-        uploaded = buffer[: source.numel()].to(device, non_blocking=True)
-        event.record()
-        self._buffers[turn] = kept
-        return uploaded
-
-
-@lru_cache(maxsize=16)
-def _staging(device: torch.device) -> _Staging:
-    return _Staging()
+def _uploaded(table: NDArray[np.int32], device: torch.device) -> Tensor:
+    """A copy on the device, which is there before what is launched next; torch reuses its pinned memory after that."""
+    source = torch.from_numpy(table)
+    if device.type == "cpu":
+        return source
+    return torch.empty_like(source, pin_memory=True).copy_(source).to(device, non_blocking=True)
 
 
 @lru_cache(maxsize=256)
@@ -142,9 +116,9 @@ def launch(
     """
     device = said.device
     with torch.cuda.device(device if device.type == "cuda" else -1):
-        tables = [(_staging(device).upload(records.view(np.int32), device), _steps(records, kinds, said, check=check))]
+        tables = [(_uploaded(records.view(np.int32), device), _steps(records, kinds, said, check=check))]
         if widenings is not None:
-            tables.append((_staging(device).upload(widenings[0].view(np.int32), device), _doublings(*widenings, said)))
+            tables.append((_uploaded(widenings[0].view(np.int32), device), _doublings(*widenings, said)))
         for table, calls in tables:
             _compile(table, calls)
         for table, calls in tables:

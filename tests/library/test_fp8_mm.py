@@ -161,10 +161,21 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 NONE = "none"
 
 
+def codes_by_runs(x: Tensor, fmt: fm.FloatFormat, scale: Tensor) -> Tensor:
+    """Stands for the kernel, which knows a scale for each of equal runs of memory and nothing of shapes."""
+    runs = x.contiguous().float().reshape(scale.numel(), -1)
+    return fm.encode((runs / scale.reshape(-1, 1)).view(x.shape), fmt)
+
+
 @granularities
+@pytest.mark.parametrize("by_kernel", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_hardware_is_given_scales_and_dtype(granularity: Any, dtype: torch.dtype, products: Any) -> None:
+def test_the_hardware_is_given_scales_and_dtype(
+    granularity: Any, dtype: torch.dtype, by_kernel: bool, products: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nothing is left to multiply, but by the scales of rows of a result that is not bfloat16."""
+    if by_kernel:
+        monkeypatch.setattr(ops, "encoded_units", codes_by_runs)
     a, b, g = normal(32, 64, seed=1).to(dtype), normal(48, 64, seed=2).to(dtype), normal(32, 48, seed=3).to(dtype)
     got = both_gradients(a, b.t(), g, granularity=granularity, pow2=True)
     assert len(products) == 3
@@ -177,6 +188,8 @@ def test_the_hardware_is_given_scales_and_dtype(granularity: Any, dtype: torch.d
         without.setattr(ops, "_has_units_for", lambda *_: False)
         expected = both_gradients(a, b.t(), g, granularity=granularity, pow2=True)
     assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
+    other_order = both_gradients(a.t().contiguous().t(), b.t().contiguous(), g, granularity=granularity, pow2=True)
+    assert all(torch.equal(x, y) for x, y in zip(other_order, expected, strict=True))
 
 
 def test_operands_for_the_hardware_are_made_by_one_kernel(products: Any, monkeypatch: pytest.MonkeyPatch) -> None:
