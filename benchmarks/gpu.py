@@ -173,13 +173,17 @@ def step_times(session: Session) -> dict[str, Any]:
             if session.has_time:
                 with on_card(session):
                     options: Any = {"writeback": writeback, "moments": moments}
-                    found[f"{count} {writeback} {moments}"] = timed(
+                    found[f"{millions(count)}, {writeback}, {moments} moments"] = timed(
                         session, count, True, lambda p, o=options: fm.optim.StiffnessAdamW(p, 1e-3, **o)
                     )
-        found[f"{count} torch AdamW fused"] = timed(
+        found[f"{millions(count)}, torch's fused AdamW"] = timed(
             session, count, False, lambda p: torch.optim.AdamW(p, fused=not session.dry)
         )
     return found
+
+
+def millions(count: int) -> str:
+    return f"{count // 10**6:,}M weights"
 
 
 def muon(session: Session) -> dict[str, Any]:
@@ -276,7 +280,7 @@ def training(session: Session) -> dict[str, Any]:
         ms = session.milliseconds(step, repeats=8)
         products = 6 * tokens * sum(p.numel() for p in model.parameters() if p.dim() == 2)
         found[label] = {"tokens/s": 1e3 * tokens / ms, "MFU": products / (PEAK * ms / 1e3)}
-        found[label]["kernels ms"] = session.busy(step)
+        found[label] |= {"ms": ms, "kernels ms": session.busy(step)}
         found[label]["peak GB"] = 0 if session.dry else torch.cuda.max_memory_allocated() / 1e9
         del model, forward, optimizer, step
     return found
@@ -344,20 +348,35 @@ def failures(result: dict[str, Any]) -> list[str]:
     return found
 
 
-def rows(result: dict[str, Any]) -> list[tuple[str, str, float]]:
-    """The table of the page: what, in what, how much."""
-    made: list[tuple[str, str, float]] = []
-    for part in ("exact_steps", "exact_arrays"):
-        figures = result["parts"].get(part, {}).get("figures", {})
-        made.append(
-            (f"{part.replace('_', ' ')}: bytes that differ from the CPU's", "bytes", float(sum(figures.values())))
-        )
-    for part in ("step_times", "rivals", "muon", "decoding", "training"):
-        for case, figures in result["parts"].get(part, {}).get("figures", {}).items():
-            if isinstance(figures, dict):
-                made += [(case, unit, round(float(value), 3)) for unit, value in figures.items()]
-    counted = result["parts"].get("launches", {}).get("figures", {})
-    return made + [("a steady step of 290 parameters", unit, float(value)) for unit, value in counted.items()]
+COLUMNS: Final = ("what", "a call, ms", "its kernels, ms", "bytes a weight", "tokens a second", "peak GB", "count")
+
+
+def row(
+    what: str, figures: dict[str, float], times: tuple[str, str] = ("ms", "kernels ms")
+) -> list[str | float | None]:
+    """A row of the page's table, empty where nothing was measured."""
+    columns = (*times, "bytes", "tokens/s", "peak GB")
+    return [what, *(figures.get(name) for name in columns), None]
+
+
+def rows(result: dict[str, Any]) -> list[list[str | float | None]]:
+    """The table of the page: times are of one call of the step, of a layer, or of a whole step of training."""
+    of = {name: part["figures"] for name, part in result["parts"].items()}
+    made = [
+        [f"bytes that differ from the CPU's, {part.removeprefix('exact_')}", *(None,) * 5, sum(of[part].values())]
+        for part in ("exact_steps", "exact_arrays")
+        if part in of
+    ]
+    made += [row(what, figures) for what, figures in of.get("step_times", {}).items()]
+    for part in ("rivals", "muon"):
+        cases = of.get(part, {}).items()
+        made += [row(f"124M weights, {what}", figures) for what, figures in cases if isinstance(figures, dict)]
+    for size, figures in of.get("decoding", {}).items():
+        for what in dict.fromkeys(name.partition(",")[0] for name in figures):
+            made.append(row(f"{size}, {what}", figures, (f"{what}, ms", f"{what}, kernels ms")))
+    made += [row(f"training, {what}", figures) for what, figures in of.get("training", {}).items()]
+    counted = of.get("launches", {}).items()
+    return made + [[f"a steady step of 290 parameters: {what}", *(None,) * 5, count] for what, count in counted]
 
 
 def main() -> int:
@@ -374,7 +393,7 @@ def main() -> int:
     found = failures(result) + [f"no kernels: {reason}" for reason in _triton_step._given_up]
     print("\n".join(found) or "every part ran, and every bit is the CPU's")
     if asked.record and not asked.dry and not found:
-        record("", ("what", "in", "measured"), rows(result), "cuda", ("triton", "torchao", "bitsandbytes"))
+        record("", COLUMNS, rows(result), "cuda", ("triton", "torchao", "bitsandbytes"))
     return bool(found)
 
 

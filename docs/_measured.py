@@ -6,16 +6,6 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent / "measured"
-#: what nobody has measured yet: a benchmark, with the rows that it is going to have
-AWAITED = {
-    "gpu": (
-        "bits that differ from the CPU's",
-        "a step of 124M and of 1,000M weights, beside fused AdamW, torchao and bitsandbytes",
-        "training matrices as GPT-2 124M has them, in float32, bfloat16 and one byte: tokens a second, memory, MFU",
-        "launches and waits of a steady step",
-        "decoding a matrix, and the layer, beside the product in bfloat16",
-    )
-}
 
 
 def shown(cell: Any, decimals: int = 2) -> str:
@@ -57,12 +47,6 @@ def table(facts: dict[str, Any]) -> str:
 
 def write_measured(folder: Path) -> None:
     """Write the table of every file into the folder."""
-    for name, what in AWAITED.items():
-        if not (FOLDER / f"{name}.json").exists():
-            lines = ("| what | measured |", "| --- | --- |", *(f"| {row} | not measured |" for row in what))
-            source = f"`python benchmarks/{name}.py --record` writes this table."
-            text = "\n".join(lines) + f"\n\n{source}\n"
-            (folder / f"measured-{name}.md").write_text(text, encoding="utf-8")
     for path in sorted(FOLDER.glob("*.json")):
         facts = json.loads(path.read_text(encoding="utf-8"))
         (folder / f"measured-{path.stem}.md").write_text(table(facts), encoding="utf-8")

@@ -28,7 +28,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 @needs_triton
 def test_a_dry_run_goes_through_every_part(tmp_path: Path) -> None:
-    out = tmp_path / "gpu.json"
+    out, recorded = tmp_path / "gpu.json", FOLDER.parent / "docs" / "measured" / "gpu.json"
+    before = recorded.read_bytes()
     command = [sys.executable, str(FOLDER / "gpu.py"), "--dry", "--record", "--out", str(out)]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path, check=False)
@@ -36,12 +37,12 @@ def test_a_dry_run_goes_through_every_part(tmp_path: Path) -> None:
     assert "every bit is the CPU's" in done.stdout
     parts = json.loads(out.read_text(encoding="utf-8"))["parts"]
     assert list(parts) == [
-        *("exact_steps", "exact_arrays", "step_times", "training", "launches", "decoding", "rivals"),
+        *("exact_steps", "exact_arrays", "step_times", "launches", "decoding", "rivals", "muon", "training"),
     ]
     assert set(parts["exact_steps"]["figures"].values()) == {0}
     assert parts["launches"]["figures"] == {"steps": 3}
     assert not [name for name, part in parts.items() if "error" in part["figures"]]
-    assert not (FOLDER.parent / "docs" / "measured" / "gpu.json").exists()  # a dry run records nothing
+    assert recorded.read_bytes() == before  # a dry run records nothing
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -28,7 +28,7 @@ class HostOptimizer(torch.optim.Optimizer):
 
     The step is that of the optimizer it is made of, to the bit.  On the device remain the weights, one byte each where
     they are codes.  On a GPU copies are of pinned memory and overlap: with ``in_backward`` a parameter steps here while
-    the device computes the gradients of others.  **It has not run on a GPU yet**, but between two homes on the CPU.
+    the device computes the gradients of others.
 
     Args:
         params: the parameters that a model computes with, on any device, or groups of them with their options, as

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import dataclasses
 import pickle
 from collections import Counter
 from types import SimpleNamespace
@@ -15,9 +17,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8manifold as fm
-from fp8manifold import optim
+from fp8manifold import _triton, optim
 from fp8manifold._numerics.blocks import BLOCK, block_on
 from fp8manifold._triton import launch
+from fp8manifold._triton.kinds import KernelSpec, as_constants, format_of
+from fp8manifold.formats import as_format
 from fp8manifold.optim import _agreement, _backends, _state, _triton_step
 from fp8manifold.optim._backends import blocks_of, exact_options
 from fp8manifold.optim._checks import restore_dtypes
@@ -334,6 +338,48 @@ def test_a_first_step_waits_once_for_the_word_of_its_values(monkeypatch: pytest.
     with Watch(set(), counts):
         assert _state.content_word(x, (1, 2, 3)) == expected
     assert counts["_local_scalar_dense"] == 1
+
+
+def test_every_nan_counts_alike_in_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's arithmetic gives other bits of it than a CPU's."""
+    patterns = [0x7FC00000, 0x7FFFFFFF, 0x7F800001, -0x400000]
+    x = [torch.tensor([1, bits, 0x7F800000], dtype=torch.int32).view(torch.float32) for bits in patterns]
+    native = {_state.content_word(values, (1, 2, 3)) for values in x}
+    monkeypatch.setattr(_state, "content", lambda *_: None)
+    assert native == {_state.content_word(values, (1, 2, 3)) for values in x}
+    assert len(native) == 1
+
+
+@pytest.mark.parametrize(("version", "can"), [("3.5.1", False), ("3.6.0", True), ("3.10.0+git", True)])
+def test_a_triton_that_flushes_subnormals_has_no_kernels(
+    version: str, can: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(_triton.metadata, "version", lambda name: version)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    _triton._keeps_subnormals.cache_clear()
+    try:
+        with contextlib.nullcontext() if can else pytest.warns(UserWarning, match=f"Triton {version} flushes"):
+            assert _triton.is_available() is can
+        assert _triton.is_available() is can  # and not warned of again
+    finally:
+        _triton._keeps_subnormals.cache_clear()
+
+
+def test_every_value_that_a_kernel_is_compiled_for_is_a_constant() -> None:
+    """Triton below 3.8 takes a bare attribute for one of the GPU's."""
+    language = pytest.importorskip("triton.language", reason="Triton is not installed")
+    spec = KernelSpec(
+        *["adam"] * 7, *[True] * 8, 0, True, "float32", "float32", *[format_of(as_format("E4M3"))] * 2, True
+    )
+    known = as_constants(spec)
+    assert as_constants(spec) is known
+    for field in dataclasses.fields(spec):
+        assert type(getattr(known, field.name)) is language.constexpr
+    assert type(known.format.value.LARGEST) is language.constexpr
+    assert repr(known) == repr(spec)
+    assert hash(known) == hash(spec)
+    assert as_constants("float32") == "float32"
 
 
 def test_no_cuda_graph_records_a_step() -> None:
