@@ -56,6 +56,7 @@ AGAINST = {
     "study_q11_anneal": ("E4M3 stiffness-anneal draws=independent",),
     "study_q12_e2m5": ("muon",),
     "study_q12_law": ("muon",),
+    "study_q13_peers": ("fp32", "muon", "E2M5 muon-stochastic"),
     "study_embeddings": ("E4M3 stochastic-8bit embeddings=none",),
 }
 #: nats; a smaller difference is not worth a sentence
@@ -72,6 +73,7 @@ BESIDE = {
     "study_q11_e4m3_law": ("study_q12_muon",),
     "study_q12_e2m5": ("study_q11_muon",),
     "study_q12_law": ("study_q12_muon",),
+    "study_q13_peers": ("study_q13_adamw", "study_q11_muon", "study_q12_e2m5"),
 }
 
 

@@ -192,7 +192,8 @@ class HostOptimizer(torch.optim.Optimizer):
 
     def _pinned(self, gradient: Tensor) -> tuple[Tensor, Any]:
         """A copy on a stream of its own, behind what the device was told so far, and the event of its end."""
-        stream = self._streams.setdefault(gradient.device, torch.cuda.Stream(gradient.device))
+        if (stream := self._streams.get(gradient.device)) is None:
+            stream = self._streams[gradient.device] = torch.cuda.Stream(gradient.device)
         stream.wait_stream(torch.cuda.current_stream(gradient.device))
         with torch.cuda.stream(stream):
             copied = torch.empty(gradient.shape, dtype=gradient.dtype, pin_memory=True)
