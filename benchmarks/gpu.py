@@ -355,8 +355,8 @@ def row(
     what: str, figures: dict[str, float], times: tuple[str, str] = ("ms", "kernels ms")
 ) -> list[str | float | None]:
     """A row of the page's table, empty where nothing was measured."""
-    columns = (*times, "bytes", "tokens/s", "peak GB")
-    return [what, *(figures.get(name) for name in columns), None]
+    found = [figures.get(name) for name in (*times, "bytes", "tokens/s", "peak GB")]
+    return [what, *(None if x is None else round(x, n) for x, n in zip(found, (3, 3, 2, None, 1), strict=True)), None]
 
 
 def rows(result: dict[str, Any]) -> list[list[str | float | None]]:
