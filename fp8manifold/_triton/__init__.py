@@ -4,11 +4,11 @@ Only ``format``, ``chart``, ``step`` and ``arrays`` import Triton, and only ``la
 something to launch: an installed Triton without a driver fails late.
 """
 
+import importlib
 import importlib.util
 import os
 import warnings
 from functools import cache
-from importlib import metadata
 from typing import Final
 
 import torch
@@ -37,7 +37,7 @@ def is_interpreted() -> bool:
 @cache
 def _keeps_subnormals() -> bool:
     """Whether this Triton can compile without flushing subnormals to zero; the process is warned once if not."""
-    version = metadata.version("triton")
+    version = importlib.import_module("triton").__version__  # under whatever name it was installed
     if tuple(int(part) for part in version.split(".")[:2]) >= _KEEPS_SUBNORMALS:
         return True
     warnings.warn(
