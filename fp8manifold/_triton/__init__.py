@@ -7,6 +7,7 @@ something to launch: an installed Triton without a driver fails late.
 import importlib
 import importlib.util
 import os
+import re
 import warnings
 from functools import cache
 from typing import Final
@@ -38,7 +39,7 @@ def is_interpreted() -> bool:
 def _keeps_subnormals() -> bool:
     """Whether this Triton can compile without flushing subnormals to zero; the process is warned once if not."""
     version = importlib.import_module("triton").__version__  # under whatever name it was installed
-    if tuple(int(part) for part in version.split(".")[:2]) >= _KEEPS_SUBNORMALS:
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) >= _KEEPS_SUBNORMALS:
         return True
     warnings.warn(
         f"Triton {version} flushes subnormals to zero: GPU kernels need Triton 3.6, which PyTorch 2.10 brings; "
