@@ -59,6 +59,8 @@ AGAINST = {
     "study_q13_peers": ("fp32", "muon", "E2M5 muon-stochastic"),
     "study_embeddings": ("E4M3 stochastic-8bit embeddings=none",),
 }
+#: files that Q8 has asked, as its page says
+MONITORED = ("study_q1", "study_q2", "study_q2_muon_spacing", "study_q2_muon_e2m5", "study_q9_length")
 #: nats; a smaller difference is not worth a sentence
 WORTH = 0.005
 #: files that are drawn with another, whose rows theirs stand beside
@@ -326,7 +328,7 @@ def write_study(folder: Path, files: Path = FOLDER) -> None:
         else:
             _write_rows(folder, stem, file)
 
-    if len(early := [file for file in found.values() if looked_early(file)]) > 1:
+    if len(early := [file for stem, file in found.items() if stem in MONITORED and looked_early(file)]) > 1:
         (folder / "study_monitors.md").write_text(monitors(*early), encoding="utf-8")
 
 
