@@ -190,8 +190,9 @@ def muon(session: Session) -> dict[str, Any]:
     """The same of Muon, whose products are most of a step."""
     count = session.weights[0]
     with on_card(session):
-        found = {"StiffnessMuon": timed(session, count, True, lambda p: fm.optim.StiffnessMuon(p, 1e-3))}
-    return found | {"torch Muon": timed(session, count, False, lambda p: torch.optim.Muon(p, 1e-3))}
+        ours = timed(session, count, True, lambda p: fm.optim.StiffnessMuon(p, 1e-3))
+    theirs = timed(session, count, False, lambda p: torch.optim.Muon(p, 1e-3))
+    return {f"{millions(count)}, StiffnessMuon": ours, f"{millions(count)}, torch Muon": theirs}
 
 
 def timed(session: Session, count: int, one_byte: bool, make: Callable[[Any], Any]) -> dict[str, float]:
@@ -212,15 +213,16 @@ def rivals(session: Session) -> dict[str, Any]:
         ("torchao.optim", "AdamWFp8"),
         ("bitsandbytes.optim", "AdamW8bit"),
     ):
+        label = f"{millions(session.weights[0])}, {package}.{name}"
         try:
             kind = getattr(__import__(package, fromlist=[name]), name)
         except Exception as error:
-            found[f"{package}.{name}"] = f"not installed: {type(error).__name__}"
+            found[label] = f"not installed: {type(error).__name__}"
             continue
         if session.dry:
-            found[f"{package}.{name}"] = "dry"
+            found[label] = "dry"
             continue
-        found[f"{package}.{name}"] = timed(session, session.weights[0], False, kind)
+        found[label] = timed(session, session.weights[0], False, kind)
     return found
 
 
@@ -348,35 +350,47 @@ def failures(result: dict[str, Any]) -> list[str]:
     return found
 
 
-COLUMNS: Final = ("what", "a call, ms", "its kernels, ms", "bytes a weight", "tokens a second", "peak GB", "count")
+COLUMNS: Final = (
+    "what",
+    "a call, ms",
+    "its kernels, ms",
+    "bytes a weight",
+    "tokens a second",
+    "MFU",
+    "peak GB",
+    "count",
+)
 
 
 def row(
     what: str, figures: dict[str, float], times: tuple[str, str] = ("ms", "kernels ms")
 ) -> list[str | float | None]:
     """A row of the page's table, empty where nothing was measured."""
-    found = [figures.get(name) for name in (*times, "bytes", "tokens/s", "peak GB")]
-    return [what, *(None if x is None else round(x, n) for x, n in zip(found, (3, 3, 2, None, 1), strict=True)), None]
+    found = [figures.get(name) for name in (*times, "bytes", "tokens/s", "MFU", "peak GB")]
+    return [
+        what,
+        *(None if x is None else round(x, n) for x, n in zip(found, (3, 3, 2, None, 2, 1), strict=True)),
+        None,
+    ]
 
 
 def rows(result: dict[str, Any]) -> list[list[str | float | None]]:
     """The table of the page: times are of one call of the step, of a layer, or of a whole step of training."""
     of = {name: part["figures"] for name, part in result["parts"].items()}
     made = [
-        [f"bytes that differ from the CPU's, {part.removeprefix('exact_')}", *(None,) * 5, sum(of[part].values())]
+        [f"bytes that differ from the CPU's, {part.removeprefix('exact_')}", *(None,) * 6, sum(of[part].values())]
         for part in ("exact_steps", "exact_arrays")
         if part in of
     ]
-    made += [row(what, figures) for what, figures in of.get("step_times", {}).items()]
-    for part in ("rivals", "muon"):
+    for part in ("step_times", "rivals", "muon"):
         cases = of.get(part, {}).items()
-        made += [row(f"124M weights, {what}", figures) for what, figures in cases if isinstance(figures, dict)]
+        made += [row(what, figures) for what, figures in cases if isinstance(figures, dict)]
     for size, figures in of.get("decoding", {}).items():
         for what in dict.fromkeys(name.partition(",")[0] for name in figures):
             made.append(row(f"{size}, {what}", figures, (f"{what}, ms", f"{what}, kernels ms")))
     made += [row(f"training, {what}", figures) for what, figures in of.get("training", {}).items()]
     counted = of.get("launches", {}).items()
-    return made + [[f"a steady step of 290 parameters: {what}", *(None,) * 5, count] for what, count in counted]
+    return made + [[f"a steady step of 290 parameters: {what}", *(None,) * 6, count] for what, count in counted]
 
 
 def main() -> int:

@@ -43,7 +43,7 @@ def _keeps_subnormals() -> bool:
         return True
     warnings.warn(
         f"Triton {version} flushes subnormals to zero: GPU kernels need Triton 3.6, which PyTorch 2.10 brings; "
-        "PyTorch's own operations run instead, with the same results, slower",
+        "PyTorch's own operations run instead, slower",
         UserWarning,
         stacklevel=2,
     )

@@ -210,8 +210,7 @@ class Constants:
             raise AttributeError(name)
         from triton.language import constexpr
 
-        value = getattr(self._known, name)
-        return constexpr(as_constants(value))
+        return constexpr(as_constants(getattr(self._known, name)))
 
     def __eq__(self, other: object) -> bool:
         """True for the same values: they share a kernel."""
@@ -228,10 +227,8 @@ class Constants:
 
 def as_constants(fact: Any) -> Any:
     """What a kernel is called with for what it is compiled for; the interpreter reads a dataclass as it is."""
-    if not is_dataclass(fact) or is_interpreted():
-        return fact
-    known: Any = fact
-    return _constants(known)
+    compiles = is_dataclass(fact) and not is_interpreted()
+    return _constants(fact) if compiles else fact
 
 
 @lru_cache(maxsize=1024)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fp8manifold._triton import options
-from fp8manifold._triton.kinds import Format, as_constants, format_of
+from fp8manifold._triton.kinds import as_constants, format_of
 from fp8manifold.formats import FloatFormat
 
 __all__ = ["decode_on_gpu", "encode_on_gpu", "round_on_gpu"]
@@ -37,7 +37,7 @@ def decode_on_gpu(
     scale, shape, grid, tile = matrix
     out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
     bits = out.view(torch.uint16) if dtype is torch.bfloat16 else out
-    _launch(decode_kernel, grid, codes, (codes, scale, bits, *shape, _format(fmt), spacing, *tile))
+    _launch(decode_kernel, grid, codes, (codes, scale, bits, *shape, format_of(fmt), spacing, *tile))
     return out
 
 
@@ -60,7 +60,7 @@ def round_on_gpu(
 
     places, shape, grid, tile = matrix
     out = torch.empty_like(x)
-    facts = (_format(fmt), keys is not None, scale is not None, rescale)
+    facts = (format_of(fmt), keys is not None, scale is not None, rescale)
     _launch(round_kernel, grid, x, (x, places, out, _words(keys, x.device), *shape, *facts, *tile))
     return out
 
@@ -84,7 +84,7 @@ def encode_on_gpu(
     places, shape, grid, tile = matrix
     out = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     bits = x.view(torch.uint16) if x.dtype is torch.bfloat16 else x
-    known = _format(fmt)
+    known = format_of(fmt)
     facts = (known, keys is not None, known.fixed(), scale is not None)
     _launch(encode_kernel, grid, x, (bits, places, out, _words(keys, x.device), *shape, *facts, *tile))
     return out
@@ -109,11 +109,6 @@ def _matrix(x: Tensor, scale: Tensor | None) -> Matrix | None:
 def _launch(kernel: Any, grid: int, x: Tensor, arguments: tuple[Any, ...]) -> None:
     with torch.cuda.device(x.device if x.is_cuda else -1):
         kernel[(grid,)](*map(as_constants, arguments), **options())
-
-
-@lru_cache(maxsize=256)
-def _format(fmt: FloatFormat) -> Format:
-    return format_of(fmt)
 
 
 @lru_cache(maxsize=16)

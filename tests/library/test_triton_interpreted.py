@@ -24,10 +24,19 @@ pytestmark = [
 ]
 
 
-def run(*arguments: str, package: Path = PACKAGE) -> tuple[int, str, dict[str, int]]:
-    """A session of pytest's in a process with the interpreter: its exit code, its output, and what it compared."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(package.parent), str(HERE)])
+#: a file, what of it native code steps, and how many steps or elements are compared at least
+SESSIONS = {
+    "test_step_oracle.py": ("native and not (test_options or in_one_loop or residual_of or widened)", "slots", 400),
+    "test_fitted_momentum.py": ("definition and native", "slots", 60),
+    "triton_cases.py": ("", "elements", 100_000),
+}
+
+
+def run(*arguments: str, package: Path = PACKAGE, interpreted: bool = True) -> tuple[int, str, dict[str, int]]:
+    """A session of pytest's in a process of its own: its exit code, its output, and what it compared."""
+    environment = {**os.environ, "TRITON_INTERPRET": str(int(interpreted)), "OMP_NUM_THREADS": "1"}
+    path = [str(package.parent), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment["PYTHONPATH"] = os.pathsep.join(path)
     quiet = ("-q", "-x", "--no-header", "-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning")  # NumPy's, of NaN
     command = (sys.executable, "-P", "-m", "pytest", "-p", "triton_twins", *quiet, *arguments)
     done = subprocess.run(command, cwd=HERE.parent.parent, env=environment, capture_output=True, text=True, check=False)
@@ -37,28 +46,14 @@ def run(*arguments: str, package: Path = PACKAGE) -> tuple[int, str, dict[str, i
     return done.returncode, output, {name: int(n) for name, n in re.findall(r"'(\w+)': (\d+)", counted[1])}
 
 
-def test_steps_have_the_bits_of_native_code_and_of_the_oracle() -> None:
-    """Every optimizer, write-back and kind of average, and a covering set of formats, shapes and storages."""
-    code, output, counts = run(
-        str(HERE / "test_step_oracle.py"),
-        "-k",
-        "native and not (test_options or in_one_loop or residual_of or widened)",
-    )
+@pytest.mark.parametrize("file", SESSIONS)
+def test_kernels_have_the_bits_of_native_code_and_of_the_oracle(file: str) -> None:
+    """Every optimizer, write-back and kind of average; a covering set of formats, shapes, dtypes and storages."""
+    which, counted, least = SESSIONS[file]
+    code, output, counts = run(str(HERE / file), "-k", which)
     assert code == 0, output[-3000:]
-    assert counts["slots"] > 400
+    assert counts[counted] > least
     assert counts["launches"] > 0
-
-
-def test_the_fitted_momentum_has_the_bits_of_native_code_and_of_its_definition() -> None:
-    code, output, counts = run(str(HERE / "test_fitted_momentum.py"), "-k", "definition and native")
-    assert code == 0, output[-3000:]
-    assert counts["slots"] > 60
-
-
-def test_shapes_dtypes_and_whole_arrays() -> None:
-    code, output, counts = run(str(HERE / "triton_cases.py"))
-    assert code == 0, output[-3000:]
-    assert counts["elements"] > 100_000
 
 
 @pytest.mark.slow
