@@ -1,11 +1,17 @@
-"""Loss against time: what each rule has reached when the baseline ends, by the runs' own clocks."""
+"""Loss against time: what each rule has reached when the baseline ends, by the runs' own clocks or a measured step."""
 
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from statistics import mean, median
 
 import numpy as np
 from _along import losses
+from _looks import EXACT, STOCHASTIC
 from _markdown import markdown
+from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from nanogpt_bench.config.metrics import ELAPSED
 from nanogpt_bench.report.results import difference, difference_text
@@ -13,18 +19,34 @@ from nanogpt_bench.runs.load import Run
 
 Clock = Mapping[int, float]
 """Seconds by step: of each the median over the runs, some of which were made beside other work."""
+STEPS = Path(__file__).parent / "measured" / "study_steps.json"
+DASHES = ("-", (0, (4, 1.5)))
 
 
-def table_by_clock(rules: Mapping[str, Sequence[Run]], references: Mapping[str, Sequence[Run]], name: str) -> str:
-    """A line a rule; between validations losses are interpolated."""
+def paces_of(stem: str) -> dict[str, float]:
+    """Seconds a step of a sweep's rules, each measured alone (`benchmarks/study_steps.py`); none for other sweeps."""
+    rows = json.loads(STEPS.read_text(encoding="utf-8"))["rows"]
+    return {label: ms / 1e3 for sweep, label, ms, _ in rows if sweep == stem}
+
+
+def table_by_clock(
+    rules: Mapping[str, Sequence[Run]], references: Mapping[str, Sequence[Run]], name: str, paces: Mapping[str, float]
+) -> str:
+    """A line a rule; between validations losses are interpolated. `paces` of rules stand in place of runs' clocks."""
     header = ("rule", "seconds a run", f"loss when `{name}` ends, less its own", f"`{name}`'s final loss is reached")
-    return markdown(header, [(f"`{label}`", *line(runs, references[label])) for label, runs in rules.items()])
+    rows = [
+        (f"`{label}`", *line(runs, references[label], paces.get(label), paces.get(name)))
+        for label, runs in rules.items()
+    ]
+    return markdown(header, rows)
 
 
-def line(runs: Sequence[Run], reference: Sequence[Run]) -> tuple[str, str, str]:
+def line(
+    runs: Sequence[Run], reference: Sequence[Run], pace: float | None = None, its: float | None = None
+) -> tuple[str, str, str]:
     """Seconds, the paired difference at the baseline's end, and the share of the baseline's time until its loss."""
     own, others = losses(runs), losses(reference)
-    times, end = clock(runs), max(clock(reference).values())
+    times, end = clock(runs, pace), max(clock(reference, its).values())
     final = others[max(others)]
     then = {seed: at(end, times, own, seed) for seed in final.keys() & own[max(own)].keys()}
     found = difference(then, final)
@@ -36,9 +58,11 @@ def line(runs: Sequence[Run], reference: Sequence[Run]) -> tuple[str, str, str]:
     )
 
 
-def clock(runs: Sequence[Run]) -> Clock:
-    """The median time of every step that has a validation."""
+def clock(runs: Sequence[Run], pace: float | None = None) -> Clock:
+    """The median time of every step that has a validation; of a measured pace, the steps alone."""
     steps = losses(runs)
+    if pace is not None:
+        return {step: step * pace for step in steps}
     each = [dict(zip(*run.curve(ELAPSED.name), strict=True)) for run in runs]
     return {step: float(median(found[step] for found in each if step in found)) for step in steps}
 
@@ -58,3 +82,23 @@ def reached(level: float, times: Sequence[float], means: Sequence[float], end: f
             part = (means[i - 1] - level) / (means[i - 1] - loss)
             return f"after {(times[i - 1] + part * (times[i] - times[i - 1])) / end:.0%} of its time"
     return "not"
+
+
+def drawn_by_clock(rules: Mapping[str, Sequence[Run]], paces: Mapping[str, float]) -> Figure:
+    """Mean losses over seconds of training, a line a rule; black are float weights, dashed is the second of a kind."""
+    figure, axis = plt.subplots(figsize=(7, 3.2), layout="constrained")
+    drawn = {EXACT: 0, STOCHASTIC: 0}
+    for label, runs in rules.items():
+        colour = EXACT if label in ("fp32", "muon") else STOCHASTIC
+        each = sorted(losses(runs).items())
+        times = [step * paces[label] for step, _ in each]
+        means = [mean(of.values()) for _, of in each]
+        axis.plot(times, means, color=colour, linestyle=DASHES[drawn[colour]], marker="o", markersize=3.5, label=label)
+        drawn[colour] += 1
+    axis.set(xscale="log", xlabel="seconds of training steps", ylabel="validation loss, nats a token")
+    axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axis.xaxis.set_minor_formatter(NullFormatter())
+    axis.grid(color="#e5e5e5", linewidth=0.8)
+    axis.legend(fontsize="small", handlelength=3.5)
+    return figure

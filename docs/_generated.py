@@ -50,7 +50,7 @@ MAKERS = {
     "formats": Maker("_format_pages", "write_formats", quick=True),
     "performance": Maker("_measured", "write_measured", "measured/*.json", quick=True),
     "results": Maker("_front", "write_front", "measured/study/study_q[12]*.json"),
-    "study": Maker("_study", "write_study", "measured/study/*.json"),
+    "study": Maker("_study", "write_study", "measured/**/study*.json"),
     "finetune": Maker("_finetune", "write_finetune", "measured/finetune/*.json"),
     "geometry": Maker("_figures", "draw_all"),
     "number lines": Maker("_format_pages", "draw_formats"),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import matplotlib
 from _along import Course, course, drawn_along, table_along
-from _clock import table_by_clock
+from _clock import drawn_by_clock, paces_of, table_by_clock
 from _failures import failures_table
 from _lengths import drawn_by, gap_by, ladder_of
 from _limits import is_search, limit_table, tuned_rates
@@ -30,7 +30,7 @@ from nanogpt_bench.sweep.plan import baseline_of
 
 FOLDER = Path(__file__).parent / "measured" / "study"
 #: by the last part of `data.dir`
-TEXTS = {"stdlib": "STDLIB", "eurlex": "EULAW"}
+TEXTS = {"stdlib": "STDLIB", "eurlex": "EULAW", "stdlib_pairs": "STDLIB in byte pairs"}
 #: float rows that the others are measured against, where a file has them
 BASELINES = ("fp32", "muon")
 #: rows that those of a file are measured against, where it is not these
@@ -60,7 +60,7 @@ AGAINST = {
     "study_embeddings": ("E4M3 stochastic-8bit embeddings=none",),
 }
 #: files that Q8 has asked, as its page says
-MONITORED = ("study_q1", "study_q2", "study_q2_muon_spacing", "study_q2_muon_e2m5", "study_q9_length")
+MONITORED = ("study_q1", "study_q2", "study_q2_muon_spacing", "study_q2_muon_e2m5", "study_q9_length_cpu")
 #: nats; a smaller difference is not worth a sentence
 WORTH = 0.005
 #: files that are drawn with another, whose rows theirs stand beside
@@ -182,9 +182,10 @@ def source(file: Exported) -> str:
     commits = dict.fromkeys(str(known)[:7] for run in runs if (known := run.environment.get("commit")))
     made = f"Commit {', '.join(commits)}, torch" if commits else "Torch"
     torches = dict.fromkeys(str(run.environment["libraries"]["torch"]) for run in runs)
-    cpus = dict.fromkeys(str(run.environment.get("cpu")) for run in runs)
+    on = dict.fromkeys(str(run.environment.get("gpu") or run.environment.get("cpu")) for run in runs)
+    how = "several runs at a time" if any(run.environment.get("gpu") for run in runs) else "one thread a run"
     note = "".join(f" {mark}: on two processors." for mark in [MARK.strip()] if _apart(file))
-    return f"{made} {', '.join(torches)}, {', '.join(cpus)}, one thread a run.{note}\n"
+    return f"{made} {', '.join(torches)}, {', '.join(on)}, {how}.{note}\n"
 
 
 def _apart(file: Exported) -> bool:
@@ -242,7 +243,7 @@ def _tables_along(file: Exported, name: str) -> str:
     return "\n".join(f"Less the loss of `{name}`, {text}:\n\n{table_along(courses)}" for text, courses in each)
 
 
-def _tables_by_clock(file: Exported, name: str) -> str:
+def _tables_by_clock(file: Exported, name: str, paces: Mapping[str, float]) -> str:
     reference = find_reference(file.rows, baseline_of(name, file.rows))
     against = references_of(file.rows, reference)
     tables = []
@@ -250,7 +251,7 @@ def _tables_by_clock(file: Exported, name: str) -> str:
         there = [result for result in results if result.row.label in against]
         rules = {short(result): result.row.runs for result in there}
         references = {short(result): against[result.row.label].runs for result in there}
-        tables.append(f"{text}:\n\n{table_by_clock(rules, references, name)}")
+        tables.append(f"{text}:\n\n{table_by_clock(rules, references, name, paces)}")
     return "\n".join(tables)
 
 
@@ -304,7 +305,7 @@ def parts(stem: str, file: Exported) -> Iterator[tuple[str, str]]:
         yield f"-{ladder.name}", gap_by(ladder, file)
     else:
         yield "-along", "\n".join(_tables_along(file, name) for name in against)
-        yield "-clock", _tables_by_clock(file, against[0])
+        yield "-clock", _tables_by_clock(file, against[0], paces_of(stem))
         if shares := recovered(file):
             yield "-recovered", shares
         if stiffness := stiffness_table(file):
@@ -344,6 +345,8 @@ def _write_rows(folder: Path, stem: str, file: Exported) -> None:
         drawn = {"": forest(file, name)}
         if ladder is None:
             drawn["-along"] = drawn_along(along(file, name), name)
+        if paces := paces_of(stem):
+            drawn["-clock"] = drawn_by_clock({short(r): r.row.runs for r in measured_against(file, name)}, paces)
         if is_drawn(formats := spaced(file)):
             drawn["-spacing"] = drawn_spacing(formats, TEXTS, (file.baseline or "").split()[0])
         for end, picture in drawn.items():

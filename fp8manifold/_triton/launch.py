@@ -12,7 +12,7 @@ from torch import Tensor
 from fp8manifold._triton import options
 from fp8manifold._triton.kinds import SAID, KernelSpec, Tile, Widening, as_constants, registers_of
 
-__all__ = ["KernelsUnavailableError", "Kind", "Said", "chunks_of", "launch"]
+__all__ = ["KernelsUnavailableError", "Kind", "Said", "chunks_of", "double", "launch"]
 
 Kind = tuple[KernelSpec, Tile]
 """What a kernel is compiled for."""
@@ -114,16 +114,41 @@ def launch(
     Raises:
         KernelsUnavailableError: a kernel could not be compiled.
     """
-    device = said.device
-    with torch.cuda.device(device if device.type == "cuda" else -1):
-        tables = [(_uploaded(records.view(np.int32), device), _steps(records, kinds, said, check=check))]
+    with _on(said.device):
+        tables = [(_uploaded(records.view(np.int32), said.device), _steps(records, kinds, said, check=check))]
         if widenings is not None:
-            tables.append((_uploaded(widenings[0].view(np.int32), device), _doublings(*widenings, said)))
-        for table, calls in tables:
-            _compile(table, calls)
-        for table, calls in tables:
-            for kernel, chunks, facts in calls:
-                kernel[(len(chunks),)](table, chunks, *map(as_constants, facts), **_options(*facts))
+            tables.append(_to_double(widenings, said))
+        return _run(tables)
+
+
+def double(widenings: Widenings, said: Tensor) -> int:
+    """Double the scales of the rows that have a weight at the end of its range, and say in how many launches.
+
+    Args:
+        widenings: whose scales, and what they are.
+        said: int32, on the device, as after a step that left such a weight in each parameter.
+
+    Raises:
+        KernelsUnavailableError: a kernel could not be compiled; nothing has changed.
+    """
+    with _on(said.device):
+        return _run([_to_double(widenings, said)])
+
+
+def _on(device: torch.device) -> torch.cuda.device:
+    return torch.cuda.device(device if device.type == "cuda" else -1)
+
+
+def _to_double(widenings: Widenings, said: Tensor) -> tuple[Tensor, list[Call]]:
+    return _uploaded(widenings[0].view(np.int32), said.device), _doublings(*widenings, said)
+
+
+def _run(tables: Sequence[tuple[Tensor, list[Call]]]) -> int:
+    for table, calls in tables:
+        _compile(table, calls)
+    for table, calls in tables:
+        for kernel, chunks, facts in calls:
+            kernel[(len(chunks),)](table, chunks, *map(as_constants, facts), **_options(*facts))
     return sum(len(calls) for _, calls in tables)
 
 

@@ -18,7 +18,7 @@ from fp8manifold.optim._backends import note_changes
 from fp8manifold.optim._native_step import sum_of_squares
 from fp8manifold.optim._slot import Slot
 from fp8manifold.optim._state import gathered, stay_packed
-from fp8manifold.optim._triton_step import Launched, is_triton, pending_of, run_triton
+from fp8manifold.optim._triton_step import Launched, has_rows, is_triton, pending_of, run_triton
 from fp8manifold.tensor import FP8Tensor
 
 _NONE: Final[Mapping[Tensor, Any]] = MappingProxyType({})
@@ -457,9 +457,8 @@ def take_steady(optimizer: Any, slots: list[Slot], *, alone: bool = False) -> bo
 
 
 def _widens_here(slot: Slot) -> bool:
-    """Whether the host doubles its scales: one for all, or one for a square, whose rows a kernel knows apart only."""
-    held = slot.parameter
-    return isinstance(held, FP8Tensor) and (not held.kept_scale.dim() or isinstance(held.block_size, tuple))
+    """Whether the host doubles its scales, which no kernel knows apart."""
+    return isinstance(slot.parameter, FP8Tensor) and not has_rows(slot)
 
 
 def _all_finite_or_back(optimizer: Any, slots: list[Slot]) -> bool:

@@ -44,7 +44,7 @@ from fp8manifold.optim._state import (
     twins,
     widen,
 )
-from fp8manifold.optim._triton_step import Count, Pending, left_packed, settle
+from fp8manifold.optim._triton_step import Count, Pending, double_on_card, doubles_on_card, left_packed, settle
 from fp8manifold.optim._writeback import rounds_at_random
 
 _RESET: Final = frozenset((*MOMENT_NAMES, *BOUND_NAMES))
@@ -369,8 +369,11 @@ class ManifoldOptimizer(torch.optim.Optimizer):
 
     def _widen(self, slots: list[Slot]) -> None:
         """Double the scales that the step has left a weight at the end of."""
-        for slot in at_an_end(slots):
-            changed = widen(slot)
+        full = at_an_end(slots)
+        doubled = double_on_card([slot for slot in full if doubles_on_card(slot)])
+        note_changes([slot.kept_scale for slot in doubled if slot.kept_scale is not None])
+        for slot in full:
+            changed = doubled[slot] if slot in doubled else widen(slot)
             assert slot.kept_scale is not None
             one = not slot.kept_scale.dim()
             self.widened_scales += 0 if one and slot.ranks.rank else changed  # of one that all share, the first counts

@@ -374,7 +374,8 @@ def widen(slot: Slot) -> int:
     new = torch.where(largest >= old * fmt.max, old * 2, old).clamp(max=widest_scale(fmt)).maximum(old)
     if not (count := int((new != old).sum())):
         return 0
-    _LOG.info("%s of shape %s saturates: %s", fmt.name, tuple(held.shape), describe_change(old, new))
+    if _LOG.isEnabledFor(logging.INFO):
+        _LOG.info("%s of shape %s saturates: %s", fmt.name, tuple(held.shape), describe_change(old, new))
     if held.numel():
         _rewrite(slot, scales_in_runs(held, new)[0])
     held.set_scale_(new)

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from fp8manifold import _triton
 from fp8manifold._native._layouts import JOB
-from fp8manifold._triton.kinds import WIDENED, KernelSpec, Tile, format_of, widening_of
-from fp8manifold._triton.launch import KernelsUnavailableError, Kind, Said, Widenings, launch
+from fp8manifold._triton.kinds import SAID, WIDENED, KernelSpec, Tile, format_of, widening_of
+from fp8manifold._triton.launch import KernelsUnavailableError, Kind, Said, Widenings, double, launch
 from fp8manifold.optim._native_step import has_code, places_of
 from fp8manifold.optim._slot import FOR_RESCALING, Slot, key_rows, number_rows, row_view
 from fp8manifold.optim._spec import MOMENT_FORMAT, Spec
@@ -101,6 +101,50 @@ def run_triton(slots: Sequence[Slot], *, check: bool = False, widens: bool = Fal
             if slot.spec.storage == "codes" and not refused:
                 slot.reached.append(bool(reached))
     return Launched(count, said)
+
+
+def doubles_on_card(slot: Slot) -> bool:
+    """True where a kernel doubles the scales of codes on an NVIDIA GPU: of rows or blocks that one process holds."""
+    return (
+        slot.device.type == "cuda"
+        and has_rows(slot)
+        and slot.share is None
+        and slot.view.numel <= 2**32
+        and not _given_up
+        and _triton.is_available()
+    )
+
+
+def has_rows(slot: Slot) -> bool:
+    """True for codes with a scale a row or a block of it: neither one for all, nor one for a square of several rows."""
+    held = slot.parameter
+    return isinstance(held, FP8Tensor) and held.kept_scale.dim() > 0 and not isinstance(held.block_size, tuple)
+
+
+def double_on_card(slots: Sequence[Slot]) -> dict[Slot, int]:
+    """Double full scales in one launch a format, and say of each slot how many.
+
+    The host waits for the numbers. Where the kernel can't be compiled nothing changes, and there are no numbers.
+
+    Args:
+        slots: on one device, each with a weight at the end of its range.
+    """
+    if not slots:
+        return {}
+    said = Said(len(slots), slots[0].device)
+    said.on_card[1::SAID] = 1
+    widenings = _widenings(slots, said)
+    assert widenings is not None
+    try:
+        double(widenings, said.on_card)
+    except KernelsUnavailableError as error:
+        _give_up(error)
+        return {}
+    said.send()
+    found = {slot: doubled for slot, (_, doubled, _) in zip(slots, said.read()[1], strict=True)}
+    for slot, doubled in found.items():
+        _tell(slot.parameter, doubled)
+    return found
 
 
 def _widenings(slots: Sequence[Slot], said: Said) -> Widenings | None:
@@ -313,8 +357,13 @@ def settle(optimizer: Any, pending: Pending) -> None:
     for parameter, (_, doubled, _) in zip(pending.parameters, words, strict=True):
         if doubled and isinstance(parameter, FP8Tensor):
             optimizer.widened_scales += doubled
-            scales = parameter.kept_scale.numel()
-            _LOG.info(
-                "%s of shape %s saturates: %d of %d scales changed, by 2^%+d to 2^+1",
-                *(parameter.format.name, tuple(parameter.shape), doubled, scales, int(doubled == scales)),
-            )
+            _tell(parameter, doubled)
+
+
+def _tell(parameter: Tensor, doubled: int) -> None:
+    if doubled and isinstance(parameter, FP8Tensor):
+        scales = parameter.kept_scale.numel()
+        _LOG.info(
+            "%s of shape %s saturates: %d of %d scales changed, by 2^%+d to 2^+1",
+            *(parameter.format.name, tuple(parameter.shape), doubled, scales, int(doubled == scales)),
+        )

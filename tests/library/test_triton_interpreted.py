@@ -42,7 +42,7 @@ def run(*arguments: str, package: Path = PACKAGE, interpreted: bool = True) -> t
     done = subprocess.run(command, cwd=HERE.parent.parent, env=environment, capture_output=True, text=True, check=False)
     output = done.stdout + done.stderr
     counted = re.search(r"compared: (\{.*\})", output)
-    assert counted, output[-3000:]
+    assert counted, f"exit code {done.returncode}, {output[-3000:]!r}"
     return done.returncode, output, {name: int(n) for name, n in re.findall(r"'(\w+)': (\d+)", counted[1])}
 
 

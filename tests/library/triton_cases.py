@@ -21,7 +21,7 @@ from fp8manifold._encoded.storage import dequantize_codes
 from fp8manifold._native import _arrays
 from fp8manifold._triton.whole import decode_on_gpu, encode_on_gpu, round_on_gpu
 from fp8manifold.formats import as_format
-from fp8manifold.optim import _agreement, _backends, _optimizer
+from fp8manifold.optim import _agreement, _backends, _optimizer, _triton_step
 from fp8manifold.optim._triton_step import run_triton
 from fp8manifold.random_bits import round_keys, signed_word, stream_of
 
@@ -290,6 +290,46 @@ def test_scales_of_codes_without_a_number_double_as_they_do_on_the_host(
         assert torch.equal(a.scale.cpu(), b.scale)
     assert frozen(made[0].state_dict()) == frozen(made[1].state_dict())
     assert said[2] == said[3] != []
+
+
+@pytest.mark.parametrize(
+    ("fmt", "granularity", "writeback"),
+    [
+        *[("E2M5", "channel", "stochastic"), ("E4M3", "block", "residual8"), ("E5M2", "channel", "residual4")],
+        *[("E4M3FNUZ", "block", "stochastic"), ("E3M4", "tensor", "stochastic")],
+    ],
+)
+def test_full_scales_of_matrices_double_in_one_launch(
+    fmt: str, granularity: Any, writeback: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Muon's steps, which wait for the card anyway: all its full rows at once, as the host doubles them one by one."""
+    made: list[Any] = []
+    launches: list[int] = []
+    largest = as_format(fmt).max_code
+    monkeypatch.setattr(_triton_step, "double", lambda *a, own=_triton_step.double: launches.append(own(*a)))
+    for device in (CARD, torch.device("cpu")):
+        shapes = ((4, 64), (6, 32)) if granularity == "block" else ((4, 64), (3, 37))
+        how = {"granularity": granularity, "keep_remainder": False}
+        weights = [fm.FP8Parameter(normal(*shape, seed=7), fmt, seed=7, **how) for shape in shapes]
+        weights = [torch.nn.Parameter(p.detach().to(device)) for p in weights]  # type: ignore[misc]
+        options: Any = {"writeback": writeback, "moments": "8bit", "weight_decay": 0.0}
+        made.append(optim.StiffnessMuon(weights, 1e-9, **options))
+    for step in range(3):
+        for optimizer in made:
+            chosen = _triton_step.has_rows if optimizer is made[0] else lambda slot: False
+            monkeypatch.setattr(_optimizer, "doubles_on_card", chosen)
+            for p in optimizer.param_groups[0]["params"]:
+                p.grad = torch.zeros(p.shape, device=p.device)
+                p.codes[step, 5 + step] = largest
+                p.codes[2, 3] = largest | as_format(fmt).sign_bit
+            optimizer.step()
+        (a, b), (c, d) = (optimizer.param_groups[0]["params"] for optimizer in made)
+        assert same_bits([a.cpu(), b.cpu()], [c, d])
+        assert torch.equal(a.scale.cpu(), c.scale)
+    assert made[0].widened_scales == made[1].widened_scales > 0
+    assert frozen(made[0].state_dict()) == frozen(made[1].state_dict())
+    kinds = 2 if writeback == "residual4" else 1  # rows that fill their bytes of a residual, and others
+    assert launches == ([] if granularity == "tensor" else [kinds] * 3)
 
 
 def test_a_refused_step_raises_where_it_is_asked_to(on_a_card: None) -> None:

@@ -1,0 +1,71 @@
+"""Milliseconds that a training step of the study's rows takes, each alone on the machine, and the memory at its peak.
+
+    python benchmarks/study_steps.py [--sweeps study_q14_size,...] [--data-dir DIR] [--steps 40] [--turns 2] [--record]
+
+Runs that share a GPU measure no time; this does.  Settings are those of shipped sweeps, each in its own ``data.dir``
+unless one is given; learning rates are the rules' defaults.  The median of the steps after two that warm up, in turns
+over all rows, and the mean of the turns.  A peak is known on a GPU alone.
+"""
+
+import argparse
+import statistics
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from _record import Cell, add_option, record
+
+from nanogpt_bench.loop.profile import profile_batch_sizes
+from nanogpt_bench.sweep.file import find_sweep, read_sweep
+
+SWEEPS = ("study_q14_size", "study_q14_tokens", "study_q9_length")
+COLUMNS = ("sweep", "rule", "ms a step", "peak MiB")
+FLOAT_RULES = ("fp32", "muon")
+
+
+def rows_of(sweep: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """A row's label and settings, for every rule and format of a shipped sweep; float rules have no format."""
+    file = read_sweep(find_sweep(f"{sweep}.yaml"))
+    axes = {axis.key: axis.values for axis in file.axes}
+    for rule in axes["rule"]:
+        for fmt in [None] if rule in FLOAT_RULES else axes["model.format"]:
+            chosen = {"rule": rule} if fmt is None else {"rule": rule, "model.format": fmt}
+            yield " ".join(filter(None, (fmt, rule))), {**file.base, **chosen}
+
+
+def measured(settings: Mapping[str, Any], steps: int) -> tuple[float, float | None]:
+    """Milliseconds of a step, and MiB at the peak."""
+    size = settings.get("train.batch_size", 12)
+    (row,) = profile_batch_sizes(settings, [size], steps, say=lambda _: None)
+    peak = row["peak_bytes"]
+    return 1e3 * row["seconds_per_step"], None if peak is None else peak / 2**20
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sweeps", default=",".join(SWEEPS), help="shipped sweeps, without .yaml")
+    parser.add_argument("--data-dir", help="prepared text in place of each sweep's own")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--turns", type=int, default=2)
+    add_option(parser)
+    options = parser.parse_args()
+    if min(options.steps, options.turns) < 1:
+        parser.error(f"--steps {options.steps} --turns {options.turns}: at least 1 each")
+    own = {} if options.data_dir is None else {"data.dir": options.data_dir}
+    cases = [(sweep, *row) for sweep in options.sweeps.split(",") for row in rows_of(sweep)]
+    found: dict[int, list[tuple[float, float | None]]] = {}
+    for _ in range(options.turns):
+        for number, (sweep, label, settings) in enumerate(cases):
+            found.setdefault(number, []).append(measured({**settings, **own}, options.steps))
+            print(f"{sweep} {label}: {found[number][-1][0]:.2f} ms", flush=True)
+    rows: list[list[Cell]] = []
+    for number, (sweep, label, _) in enumerate(cases):
+        times, peaks = zip(*found[number], strict=True)
+        peak = None if peaks[0] is None else round(peaks[0])
+        rows.append([sweep, label, round(statistics.fmean(times), 1), peak])
+    if options.record:
+        print(record("", COLUMNS, rows, "cuda" if torch.cuda.is_available() else "cpu", ("geoopt", "triton")))
+
+
+if __name__ == "__main__":
+    main()
