@@ -1,6 +1,7 @@
 """Milliseconds that a training step of the study's rows takes, each alone on the machine, and the memory at its peak.
 
-    python benchmarks/study_steps.py [--sweeps study_q14_size,...] [--data-dir DIR] [--steps 40] [--turns 2] [--record]
+    python benchmarks/study_steps.py [--sweeps study_q14_size,...] [--data-dir DIR] [--steps 40] [--turns 2] [--smoke]
+                                     [--record]
 
 Runs that share a GPU measure no time; this does.  Settings are those of shipped sweeps, each in its own ``data.dir``
 unless one is given; learning rates are the rules' defaults.  The median of the steps after two that warm up, in turns
@@ -23,9 +24,9 @@ COLUMNS = ("sweep", "rule", "ms a step", "peak MiB")
 FLOAT_RULES = ("fp32", "muon")
 
 
-def rows_of(sweep: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def rows_of(sweep: str, *, smoke: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
     """A row's label and settings, for every rule and format of a shipped sweep; float rules have no format."""
-    file = read_sweep(find_sweep(f"{sweep}.yaml"))
+    file = read_sweep(find_sweep(f"{sweep}.yaml"), smoke=smoke)
     axes = {axis.key: axis.values for axis in file.axes}
     for rule in axes["rule"]:
         for fmt in [None] if rule in FLOAT_RULES else axes["model.format"]:
@@ -34,7 +35,7 @@ def rows_of(sweep: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def measured(settings: Mapping[str, Any], steps: int) -> tuple[float, float | None]:
-    """Milliseconds of a step, and MiB at the peak."""
+    """Milliseconds of a step, and MiB at the peak on a GPU."""
     size = settings.get("train.batch_size", 12)
     (row,) = profile_batch_sizes(settings, [size], steps, say=lambda _: None)
     peak = row["peak_bytes"]
@@ -47,12 +48,13 @@ def main() -> None:
     parser.add_argument("--data-dir", help="prepared text in place of each sweep's own")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--smoke", action="store_true", help="the tiny models of the sweeps' section smoke")
     add_option(parser)
     options = parser.parse_args()
     if min(options.steps, options.turns) < 1:
         parser.error(f"--steps {options.steps} --turns {options.turns}: at least 1 each")
     own = {} if options.data_dir is None else {"data.dir": options.data_dir}
-    cases = [(sweep, *row) for sweep in options.sweeps.split(",") for row in rows_of(sweep)]
+    cases = [(sweep, *row) for sweep in options.sweeps.split(",") for row in rows_of(sweep, smoke=options.smoke)]
     found: dict[int, list[tuple[float, float | None]]] = {}
     for _ in range(options.turns):
         for number, (sweep, label, settings) in enumerate(cases):

@@ -345,6 +345,16 @@ def test_loading_from_end_to_end() -> None:
     assert all(row["gb"] < 1 for row in rows.values())
 
 
+def test_study_steps_from_end_to_end(corpus: Path) -> None:
+    options = ("--sweeps", "study_q14_size", "--data-dir", str(corpus), "--steps", "1", "--turns", "1", "--smoke")
+    printed = run("study_steps.py", *options).splitlines()
+    assert [line.rpartition(":")[0] for line in printed if "_size" in line] == [
+        *("study_q14_size fp32", "study_q14_size E2M5 muon-stochastic"),
+    ]
+    assert all(re.search(r": \d+\.\d\d ms$", line) for line in printed if "_size" in line)
+    assert "at least 1 each" in run("study_steps.py", "--turns", "0", code=2)
+
+
 @pytest.mark.slow
 def test_a_whole_step_from_end_to_end() -> None:
     printed = run("whole_step.py", "--weights", "0.2M", "--json")

@@ -20,7 +20,10 @@ PAGE = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
 #: tables that stand elsewhere
 ELSEWHERE = {
     name: ROOT / "docs" / f"{page}.md"
-    for name, page in (("arrived_share", "related-work"), ("loading", "fits"), ("whole_step", "fits"))
+    for name, page in (
+        *(("arrived_share", "related-work"), ("loading", "fits"), ("whole_step", "fits")),
+        ("study_steps", "study-q14"),
+    )
 }
 
 

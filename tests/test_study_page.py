@@ -157,6 +157,12 @@ def test_what_is_reached_in_the_time_of_another_is_between_two_validations(monke
     assert (seconds, apart.split()[0], reached) == ("40", "+1.000", "after 200% of its time")
     assert clock.line(better, fast) == ("40", "-0.500 [-0.500, -0.500]", "before 100% of its time")
     assert clock.line(fast, better)[2] == "not"
+    # seconds a step that were measured apart stand in place of the runs' own
+    assert clock.line(slow, fast, 0.1, 0.1)[::2] == clock.line(fast, fast)[::2]
+    assert clock.line(fast, fast, 0.2, 0.1)[::2] == ("40", "after 200% of its time")
+    rows = json.loads((ROOT / "docs" / "measured" / "study_steps.json").read_text(encoding="utf-8"))["rows"]
+    assert clock.paces_of("study_q14_size")["fp32"] == rows[0][2] / 1e3
+    assert clock.paces_of("study_q1") == {}
 
 
 def test_logarithms_of_weights_are_told_where_runs_looked_at_them(
