@@ -49,11 +49,12 @@ def line(
     times, end = clock(runs, pace), max(clock(reference, its).values())
     final = others[max(others)]
     then = {seed: at(end, times, own, seed) for seed in final.keys() & own[max(own)].keys()}
-    found = difference(then, final)
+    known = {seed: loss for seed, loss in then.items() if loss is not None}
+    found = difference(known, final)
     level, means = mean(final.values()), [mean(each.values()) for _, each in sorted(own.items())]
     return (
         f"{max(times.values()):.0f}",
-        "-" if found is None or runs is reference else difference_text(found),
+        "-" if runs is reference else difference_text(found) if found else "before its first validation",
         reached(level, [times[step] for step in sorted(own)], means, end),
     )
 
@@ -67,9 +68,11 @@ def clock(runs: Sequence[Run], pace: float | None = None) -> Clock:
     return {step: float(median(found[step] for found in each if step in found)) for step in steps}
 
 
-def at(end: float, times: Clock, own: Mapping[int, Mapping[int, float]], seed: int) -> float:
-    """A seed's loss at a time; its last where it has ended before."""
+def at(end: float, times: Clock, own: Mapping[int, Mapping[int, float]], seed: int) -> float | None:
+    """A seed's loss at a time; its last where it has ended before, and None before its first."""
     steps = sorted(step for step in own if seed in own[step])
+    if end < times[steps[0]]:
+        return None
     return float(np.interp(end, [times[step] for step in steps], [own[step][seed] for step in steps]))
 
 

@@ -147,7 +147,7 @@ def table(file: Exported, against: Sequence[str]) -> str:
     """Every text's rows: rates, bytes, losses and the paired differences to each baseline."""
     each = {name: {r.row.label: r for r in measured_against(file, name)} for name in against}
     first = list(next(iter(each.values())).values())
-    parts = [f"({missing}: the others are still to come.)\n"] if (missing := shortfall(file.rows)) else []
+    parts = [f"({missing} were made.)\n"] if (missing := shortfall(file.rows)) else []
     for text, results in by_text(first):
         header = ["rule", "lr", "bytes a parameter", "seeds", "final loss ± s.d."]
         header += [f"less that of {_brief(name)}" for name in each]
