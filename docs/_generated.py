@@ -27,7 +27,7 @@ FIGURE = re.compile(r"!\[[^]]*\]\(figures/(?P<name>[\w-]+\.svg)\)")
 
 @dataclass(frozen=True)
 class Maker:
-    """A function of a module here that writes pieces into a folder, and the files it reads."""
+    """A function of a module here that writes pieces into a folder, and the files it reads: patterns, blanks between."""
 
     module: str
     function: str
@@ -40,7 +40,8 @@ class Maker:
 
     def made_from(self) -> str:
         """A digest of the files it reads and of the modules here that it needs."""
-        files = [*sorted(needed(self.module)), *sorted(HERE.glob(self.reads) if self.reads else ())]
+        read = sorted(path for pattern in self.reads.split() for path in HERE.glob(pattern))
+        files = [*sorted(needed(self.module)), *read]
         parts = [f"{path.name} {digest(path.read_text(encoding='utf-8'))}" for path in files]
         return digest("\n".join(parts))
 
@@ -50,7 +51,7 @@ MAKERS = {
     "formats": Maker("_format_pages", "write_formats", quick=True),
     "performance": Maker("_measured", "write_measured", "measured/*.json", quick=True),
     "results": Maker("_front", "write_front", "measured/study/study_q[12]*.json"),
-    "study": Maker("_study", "write_study", "measured/**/study*.json"),
+    "study": Maker("_study", "write_study", "measured/study/*.json measured/study_steps.json"),
     "finetune": Maker("_finetune", "write_finetune", "measured/finetune/*.json"),
     "geometry": Maker("_figures", "draw_all"),
     "number lines": Maker("_format_pages", "draw_formats"),
