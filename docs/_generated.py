@@ -27,7 +27,7 @@ FIGURE = re.compile(r"!\[[^]]*\]\(figures/(?P<name>[\w-]+\.svg)\)")
 
 @dataclass(frozen=True)
 class Maker:
-    """A function of a module here that writes pieces into a folder, and the files it reads: patterns, blanks between."""
+    """A function of a module here that writes pieces into a folder, and patterns of the files it reads."""
 
     module: str
     function: str
