@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from _record import Cell, add_option, record
 
+from nanogpt_bench.config.rules import RULES
 from nanogpt_bench.loop.profile import profile_batch_sizes
 from nanogpt_bench.sweep.file import find_sweep, read_sweep
 
 SWEEPS = ("study_q14_size", "study_q14_tokens", "study_q9_length")
 COLUMNS = ("sweep", "rule", "ms a step", "peak MiB")
-FLOAT_RULES = ("fp32", "muon")
 
 
 def rows_of(sweep: str, *, smoke: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -29,7 +29,7 @@ def rows_of(sweep: str, *, smoke: bool = False) -> Iterator[tuple[str, dict[str,
     file = read_sweep(find_sweep(f"{sweep}.yaml"), smoke=smoke)
     axes = {axis.key: axis.values for axis in file.axes}
     for rule in axes["rule"]:
-        for fmt in [None] if rule in FLOAT_RULES else axes["model.format"]:
+        for fmt in [None] if RULES[rule].storage == "float32" else axes["model.format"]:
             chosen = {"rule": rule} if fmt is None else {"rule": rule, "model.format": fmt}
             yield " ".join(filter(None, (fmt, rule))), {**file.base, **chosen}
 

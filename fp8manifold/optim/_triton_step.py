@@ -122,15 +122,21 @@ def has_rows(slot: Slot) -> bool:
 
 
 def double_on_card(slots: Sequence[Slot]) -> dict[Slot, int]:
-    """Double full scales in one launch a format, and say of each slot how many.
+    """Double full scales in one launch a format and device, and say of each slot how many.
 
     The host waits for the numbers. Where the kernel can't be compiled nothing changes, and there are no numbers.
 
     Args:
-        slots: on one device, each with a weight at the end of its range.
+        slots: each with a weight at the end of its range.
     """
-    if not slots:
-        return {}
+    found: dict[Slot, int] = {}
+    for device in dict.fromkeys(slot.device for slot in slots):
+        found |= _double_there([slot for slot in slots if slot.device == device])
+    return found
+
+
+def _double_there(slots: Sequence[Slot]) -> dict[Slot, int]:
+    """The same of slots on one device."""
     said = Said(len(slots), slots[0].device)
     said.on_card[1::SAID] = 1
     widenings = _widenings(slots, said)
