@@ -58,12 +58,14 @@ def pytest_report_header() -> str:
     """The processor, and what torch makes of it: numbers may differ, and which code runs does."""
     import torch
 
+    from fp8manifold.optim._muon import product_dtype
+
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     model = models[0] if models else platform.processor() or platform.machine()
-    products = "" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "no "
-    return f"processor: {model}; torch: {torch.backends.cpu.get_cpu_capability()}, {products}products in bfloat16"
+    products = str(product_dtype(torch.device("cpu"))).removeprefix("torch.")
+    return f"processor: {model}; torch: {torch.backends.cpu.get_cpu_capability()}, products in {products}"
 
 
 def pytest_collection_finish() -> None:

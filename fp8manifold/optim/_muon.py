@@ -322,5 +322,6 @@ def product_dtype(device: torch.device) -> torch.dtype:
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
     if device.type == "cpu":
-        return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+        there = torch.backends.mkldnn.is_available()  # builds for Macs of ARM lack it, and the operator
+        return torch.bfloat16 if there and torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
     return torch.bfloat16
