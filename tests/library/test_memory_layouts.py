@@ -101,9 +101,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "ulp": lambda x: fm.ulp(x, "E4M3"),
     "tensor": lambda x: fm.fake_quantize(x, "E4M3"),
     "channel": lambda x: fm.fake_quantize(x, "E4M3", granularity="channel"),
-    "channel, stochastic": lambda x: fm.fake_quantize(
-        x, "E4M3", granularity="channel", rounding="stochastic", seed=3
-    ),
+    "channel, stochastic": lambda x: fm.fake_quantize(x, "E4M3", granularity="channel", rounding="stochastic", seed=3),
     "block": lambda x: fm.fake_quantize(x, "E4M3", granularity="block"),
     "gradient": lambda x: quantized_gradient(x, "channel"),
     "magnitudes": lambda x: torch.tensor(fm.monitor.magnitude_histogram(x).counts),
@@ -125,7 +123,7 @@ def test_functions(
         assert as_bytes(FUNCTIONS[name](change(x))) == as_bytes(FUNCTIONS[name](x))
 
 
-# ----------------------------------------------------------------------------------------------------------------- bytes
+# --------------------------------------------------------------------------------------------------------------- bytes
 @changes
 @pytest.mark.parametrize("shape", [(3, 4), (4, 1), (1, 4), (5,), (1,), (0, 3), ()], ids=str)
 def test_bytes_are_those_of_a_contiguous_copy(shape: tuple[int, ...], change: Change) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import platform
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ def flags_of_this_processor() -> set[str]:
 
 
 @pytest.fixture(params=WIDTHS, scope="module")
-def narrow(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def narrow(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a library of one width alone."""
     if platform.machine() != "x86_64" or shutil.which("gcc") is None:
         pytest.skip("code of several widths is made by gcc for x86-64 alone")
@@ -40,7 +39,7 @@ def narrow(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CC", "gcc")
         assert build_hook().build(folder, print, ("-DONE_CLONE", f"-march={request.param}")) is not None
-    yield folder
+    return folder
 
 
 def results() -> dict[str, Any]:
