@@ -16,6 +16,13 @@ BENCHMARKS = (
     "checkpoint",
 )
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+#: torch, oneDNN, MKL and the C library as on a processor without AVX, which has no products in bfloat16 either
+BASELINE = {
+    "ATEN_CPU_CAPABILITY": "default",
+    "ONEDNN_MAX_CPU_ISA": "SSE41",
+    "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",
+    "GLIBC_TUNABLES": "glibc.cpu.hwcaps=-AVX2,-FMA,-FMA4,-AVX512F",
+}
 
 
 @nox.session
@@ -30,6 +37,12 @@ def lint(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """The default tests; arguments after -- go to pytest."""
     session.run("pytest", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
+def baseline(session: nox.Session) -> None:
+    """The default tests as on a processor without AVX: other kernels, and no products in bfloat16."""
+    session.run("pytest", *session.posargs, env=ONE_THREAD | BASELINE)
 
 
 @nox.session

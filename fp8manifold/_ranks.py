@@ -135,7 +135,7 @@ class Share:
         """All rows of a matrix in one process; None in the others."""
         if self.ranks.size == 1:
             return own
-        part = _bytes_of(self.padded(own))
+        part = bytes_of(self.padded(own))
         parts = [torch.empty_like(part) for _ in range(self.ranks.size)] if self.ranks.rank == owner else None
         torch.distributed.gather(part, parts, group=self.ranks.group, group_dst=owner)
         return None if parts is None else torch.cat(parts).view(own.dtype).reshape(-1, *own.shape[1:])[: self.shape[0]]
@@ -145,11 +145,11 @@ class Share:
         if self.ranks.size == 1:
             assert whole is not None
             return whole
-        part, parts = torch.empty_like(_bytes_of(self.padded(like))), None
+        part, parts = torch.empty_like(bytes_of(self.padded(like))), None
         if whole is not None:
             missing = self.rows * self.ranks.size - len(whole)
             rows = torch.cat([whole, whole.new_zeros(missing, *whole.shape[1:])])
-            parts = list(_bytes_of(rows).split(part.numel()))
+            parts = list(bytes_of(rows).split(part.numel()))
         torch.distributed.scatter(part, parts, group=self.ranks.group, group_src=owner)
         return part.view(like.dtype).reshape(-1, *like.shape[1:])[: len(like)]
 
@@ -164,9 +164,9 @@ class Share:
         return torch.cat([own, own.new_zeros((short, *own.shape[1:]))]) if short else own.contiguous()
 
 
-def _bytes_of(x: Tensor) -> Tensor:
-    """Flat: of one column torch may hold any stride for contiguous, and such are no bytes."""
-    return x.contiguous().flatten().view(torch.uint8)
+def bytes_of(x: Tensor) -> Tensor:
+    """Flat, its memory where that is contiguous: of one column or element torch may hold any stride for such."""
+    return x.contiguous().resolve_neg().as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
 def local_of(x: Any) -> Any:

@@ -12,7 +12,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from fp8manifold._encoded.dispatch import implements
 from fp8manifold._encoded.refusals import is_sharded_by_torch, is_staged, is_taken_whole
 from fp8manifold._encoded.stored_scale import ONE
-from fp8manifold._ranks import Ranks
+from fp8manifold._ranks import Ranks, bytes_of
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.scaling import BLOCK_SIZE
 from fp8manifold.tensor import FP8Tensor
@@ -62,7 +62,8 @@ class FP8Shard(FP8Tensor):
         if not kept.dim() or ranks.size == 1:
             return (codes,), (outer_size, kept)
         if outer_size[0] % ranks.size == 0:
-            return (codes, kept.contiguous().view(torch.uint8)), (outer_size, None)
+            *dims, last = kept.shape
+            return (codes, bytes_of(kept).view(*dims, last * kept.itemsize)), (outer_size, None)
         return (codes,), (outer_size, ranks.gathered(_padded(kept, rows, _one_in(kept)))[: outer_size[0]])
 
     def fsdp_post_all_gather(

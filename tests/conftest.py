@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import platform
 import sys
 from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
@@ -51,6 +52,20 @@ def _values(item: Any) -> dict[str, Hashable]:
     """What a case stands for, by parameter: the string or number, or which object it is."""
     given = item.callspec.params
     return {name: value if isinstance(value, str | int) else id(value) for name, value in given.items()}
+
+
+def pytest_report_header() -> str:
+    """The processor, and what torch makes of it: numbers may differ, and which code runs does."""
+    import torch
+
+    from fp8manifold.optim._muon import product_dtype
+
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    model = models[0] if models else platform.processor() or platform.machine()
+    products = str(product_dtype(torch.device("cpu"))).removeprefix("torch.")
+    return f"processor: {model}; torch: {torch.backends.cpu.get_cpu_capability()}, products in {products}"
 
 
 def pytest_collection_finish() -> None:
@@ -109,6 +124,20 @@ def attacks(request: pytest.FixtureRequest, tally: Callable[..., None]) -> Itera
     yield grown
     most = max(grown, default=0) / 2**20
     tally(f"attacks of {request.module.__name__}", len(grown), f"0 executions, most memory {most:.0f} MiB")
+
+
+@pytest.fixture(params=["bfloat16", "float32"])
+def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The dtype that Muon multiplies in by default, as on a processor with products in bfloat16 and on one without.
+
+    Children that are forked in the test have it too; those that start anew ask the processor.
+    """
+    import torch
+
+    from fp8manifold.optim import _muon
+
+    monkeypatch.setattr(_muon, "product_dtype", lambda device: getattr(torch, request.param))
+    return str(request.param)
 
 
 @pytest.fixture(autouse=True)

@@ -47,7 +47,7 @@ def blockwise(function: Callable[[Tensor, int, Tensor | None], Tensor], x: Tenso
 
     ``out`` is where the block's result belongs; a function that can't use it returns a tensor of its own.
     """
-    flat = x.reshape(-1)
+    flat = x.reshape(-1).resolve_neg()  # functions look at bits
     if not runs_in_blocks(x.device, flat.numel()):
         return function(flat, 0, None).to(dtype).view(x.shape)
     whole = torch.empty(flat.numel(), dtype=dtype, device=x.device)

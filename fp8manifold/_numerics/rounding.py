@@ -167,7 +167,7 @@ def _by_pieces(
         unit = scale if single else scale[start : start + length]
         units = part.to(out.dtype) / unit
         bits = draws(start * x.shape[1], part.numel())
-        flat = round_block(units.view(-1), fmt, rounding, "saturate", bits, target.view(-1))
+        flat = round_block(units.reshape(-1), fmt, rounding, "saturate", bits, target.view(-1))
         if rescale:
             flat.view(part.shape).mul_(unit)
 

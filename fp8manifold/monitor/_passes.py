@@ -68,7 +68,7 @@ def _fits(shape: torch.Size, whole: torch.Size) -> bool:
 
 def blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Flat pieces of tensors of one shape, in their working dtype; one empty piece of empty tensors."""
-    flat = [t.reshape(-1) for t in tensors]
+    flat = [t.reshape(-1).resolve_neg() for t in tensors]  # of some the bits are looked at
     numel = flat[0].numel()
     size = BLOCK if runs_in_blocks(flat[0].device, numel) else max(numel, 1)
     for start in range(0, max(numel, 1), size):

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fp8manifold import _triton
-from fp8manifold._ranks import Ranks, Replicas, local_of, ranks_of, ranks_of_each, share_of
+from fp8manifold._ranks import Ranks, Replicas, bytes_of, local_of, ranks_of, ranks_of_each, share_of
 from fp8manifold.optim._backends import note_changes
 from fp8manifold.optim._native_step import sum_of_squares
 from fp8manifold.optim._slot import Slot
@@ -107,7 +107,7 @@ def _word_of_start(parameter: Tensor, state: dict[str, Any]) -> int:
         parts += [] if share is not None or held.remainder is None else [held.remainder]
     parts += [value for _, value in sorted(state.items()) if isinstance(value, Tensor)]
     for part in parts:
-        digest.update(part.as_subclass(Tensor).reshape(-1).view(torch.uint8).cpu().numpy().tobytes())
+        digest.update(bytes_of(part.detach().as_subclass(Tensor)).cpu().numpy().tobytes())
     return int.from_bytes(digest.digest(), "little", signed=True)
 
 

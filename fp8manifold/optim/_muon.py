@@ -212,7 +212,8 @@ def _ratio(mixed: Tensor, factor: Tensor) -> float:
 def second_half(slot: Slot, direction: Tensor) -> Slot:
     """The step of a slot along a direction."""
     tensors = {name: tensor for name, tensor in slot.tensors.items() if name not in _STATE}
-    direction = direction.to(slot.dtype, memory_format=torch.contiguous_format).reshape(slot.view.dims)
+    # asked for twice: a conversion to the dtype it has already leaves the factor of a tall matrix transposed
+    direction = direction.to(slot.dtype, memory_format=torch.contiguous_format).contiguous().view(slot.view.dims)
     return slot.replaced(spec=slot.spec.second_half, tensors=tensors | {"gradient": direction})
 
 
@@ -321,5 +322,6 @@ def product_dtype(device: torch.device) -> torch.dtype:
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
     if device.type == "cpu":
-        return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+        there = torch.backends.mkldnn.is_available()  # builds for Macs of ARM lack it, and the operator
+        return torch.bfloat16 if there and torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
     return torch.bfloat16

@@ -267,7 +267,7 @@ def content_word(x: Tensor, key: tuple[int, int, int], offset: int = 0) -> int:
     """
     if (native := content(x, key, offset)) is not None:
         return native
-    flat = x.reshape(-1)
+    flat = x.reshape(-1).resolve_neg()
     total = torch.zeros((), dtype=torch.int64, device=x.device)  # where x is: it is waited for once
     size = block_on(x.device)
     quiet = int(torch.tensor(torch.nan, dtype=flat.dtype).view(integer := _INTEGERS[flat.element_size()]))

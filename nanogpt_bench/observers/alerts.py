@@ -264,5 +264,6 @@ def _hash(model: nn.Module) -> int:
     found = 0
     for parameter in model.parameters():
         for part in plain_tensors(parameter) if parameter.requires_grad else ():
-            found = zlib.crc32(part.detach().reshape(-1).cpu().view(torch.uint8).numpy().data, found)
+            flat = torch.empty(part.numel(), dtype=part.dtype).copy_(part.detach().reshape(-1))  # of any strides
+            found = zlib.crc32(flat.view(torch.uint8).numpy().data, found)
     return found

@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.watching import AlertsConfig
 from nanogpt_bench.loop.outcome import Progress
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.observers import Alert, AlertObserver, Step, TrendObserver
+from nanogpt_bench.observers.alerts import _hash
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.training.trainer import Trainer
 
@@ -259,6 +261,17 @@ def test_a_baseline_that_is_none_is_refused(tiny: Tiny, tmp_path: Path) -> None:
     with pytest.raises(BenchError, match=r"alerts.baseline: .*gone' is no run folder"):
         run(tiny(alerts__baseline=tmp_path / "gone"), tmp_path / "r")
     assert not (tmp_path / "r").exists()
+
+
+def test_weights_of_any_strides_have_the_hash_of_their_values() -> None:
+    """A column of a matrix that was left is no run of bytes."""
+    x = torch.arange(12.0).reshape(4, 3)
+    hashes = []
+    for values in (x[:, 0], x[:, 0].clone()):
+        model = nn.Module()
+        model.scale = nn.Parameter(values)
+        hashes.append(_hash(model))
+    assert hashes[0] == hashes[1]
 
 
 def test_alerts_can_be_turned_off(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

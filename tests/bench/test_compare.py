@@ -222,6 +222,16 @@ def test_a_comparison_from_start_to_report(run_cli, tmp_path, text_file, monkeyp
     assert "gap to fp32" in (out / "table.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.usefixtures("_forked_workers")
+def test_every_row_takes_two_steps_on_every_processor(run_cli, tmp_path, corpus_dir, products, monkeypatch):
+    monkeypatch.setattr(build, "write_figures", lambda *_: None)
+    small = ("--data.dir", str(corpus_dir), "--model.n_layer", "1", "--model.n_embd", "32", "--model.block_size", "16")
+    code, _, errors = run_cli(*small, "--max-steps", "2", "--out", "out")
+    assert code == 0, errors
+    rows = json.loads((tmp_path / "out" / "compare.json").read_text(encoding="utf-8"))["rows"]
+    assert [list(row["status"].values()) for row in rows] == [["finished"]] * len(Demonstration().rows)
+
+
 def test_draws_are_a_setting_of_the_rules_that_round(run_cli, monkeypatch):
     asked = {}
     command = importlib.import_module("nanogpt_bench.commands.compare")

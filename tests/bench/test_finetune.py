@@ -108,6 +108,7 @@ def test_activations_in_a_format_are_looked_at_in_floats_first(settings: Setting
     assert read_as_codes(resolve(settings(rule="stochastic-8bit", **mlp))) is None
 
 
+@pytest.mark.usefixtures("products")
 def test_steps_in_the_backward_pass_are_those_after_it(settings: Settings, tmp_path: Path) -> None:
     for name, more in (("after", {"optimizer.grad_clip": 0}), ("within", IN_BACKWARD)):
         run(settings(rule="muon-stochastic", **{k.replace(".", "__"): v for k, v in more.items()}), tmp_path / name)

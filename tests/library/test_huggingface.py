@@ -287,6 +287,7 @@ class WithoutNorms(transformers.Trainer):  # type: ignore[misc,name-defined]
 ONE_BY_ONE: dict[str, Any] = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "max_grad_norm": 0.0}
 
 
+@pytest.mark.usefixtures("products")
 def test_a_trainer_steps_in_the_backward_pass(tmp_path: Path) -> None:
     """Which ``accelerate`` prepares, and resumes: to the numbers of steps that come after."""
     after, inside, again = (quantize_model(llama(), "E4M3", "fp8", tied="leave") for _ in range(3))

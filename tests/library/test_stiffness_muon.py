@@ -214,6 +214,7 @@ def test_a_step_in_the_chart_is_the_one_written_out(k: float) -> None:
     assert on_grid(weight)
 
 
+@pytest.mark.usefixtures("products")
 @pytest.mark.parametrize(("writeback", "moments"), [c[1:] for c in VALID if c[0] == "StiffnessMuon"])
 def test_one_byte_and_its_simulation_take_the_same_steps(writeback: str, moments: str) -> None:
     stored = stored_weight(shape=(6, 32), granularity="tensor", headroom=16.0)
@@ -288,6 +289,7 @@ def test_two_bytes_a_weight() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- resume
+@pytest.mark.usefixtures("products")
 @pytest.mark.parametrize("writeback", ["stochastic", "residual4", "residual2", "momentum"])
 def test_resume_is_bit_exact(writeback: str) -> None:
     moments = "bfloat16" if writeback == "momentum" else "8bit"

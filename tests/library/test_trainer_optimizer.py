@@ -100,6 +100,7 @@ IN_BACKWARD: dict[int, dict[str, Any]] = {
 }
 
 
+@pytest.mark.usefixtures("products")
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("in_backward", [False, True])
@@ -134,6 +135,7 @@ def test_a_trainer_is_the_plain_loop_and_resumes_to_the_bit(
     assert losses(resumed)[-3:] == losses(trainer)[-3:]
 
 
+@pytest.mark.usefixtures("products")
 def test_without_clipping_norms_are_logged_and_no_step_is_missing(tmp_path: Path) -> None:
     model, plain = quantised(), quantised()
     arguments = transformers.TrainingArguments(**settings(tmp_path, 1, max_grad_norm=0.0))

@@ -1,0 +1,136 @@
+"""Tensors whose memory is not that of their indices: what is computed of them has the bits of a contiguous copy's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import geoopt
+import pytest
+import torch
+from family_cases import NAMES, make
+from optimizer_cases import normal, stored_weight
+from torch import Tensor, nn
+
+import fp8manifold as fm
+from fp8manifold import _native
+from fp8manifold._ranks import bytes_of
+from fp8manifold.optim._agreement import _word_of_start
+
+
+def transposed(x: Tensor) -> Tensor:
+    return x.transpose(0, -1).contiguous().transpose(0, -1)
+
+
+def every_second(x: Tensor) -> Tensor:
+    wide = x.new_zeros([2 * size for size in x.shape])
+    places = tuple(slice(None, None, 2) for _ in x.shape)
+    wide[places] = x
+    return wide[places]
+
+
+def negated_later(x: Tensor) -> Tensor:
+    return (-x)._neg_view()
+
+
+def of_odd_strides(x: Tensor) -> Tensor:
+    """Contiguous to torch all the same, where a dimension has one entry."""
+    strides = [7 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)]
+    return x.as_strided(x.shape, strides)
+
+
+Change = Callable[[Tensor], Tensor]
+CHANGES: dict[str, Change] = {f.__name__: f for f in (transposed, every_second, negated_later, of_odd_strides)}
+changes = pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+
+
+def as_bytes(x: Tensor) -> bytes:
+    return bytes_of(x.detach().as_subclass(Tensor)).numpy().tobytes()
+
+
+# ---------------------------------------------------------------------------------------------------------- optimizers
+def weight_of(storage: str, shape: tuple[int, ...], change: Change) -> Any:
+    if storage == "codes":
+        return stored_weight(shape=shape)
+    x = normal(*shape, std=0.1)
+    if storage == "grid":
+        manifold = fm.FP8Manifold("E4M3", 2.0**-5, "stochastic")
+        return geoopt.ManifoldParameter(change(manifold.projx(x)), manifold=manifold)
+    return nn.Parameter(change(x.to(getattr(torch, storage))))
+
+
+def stepped(name: str, storage: str, shape: tuple[int, ...], change: Change, compiles: bool | None) -> list[bytes]:
+    """Weight and state after steps, the last of which finds a state of another layout."""
+    weight = weight_of(storage, shape, change)
+    optimizer = make(name, [weight], compile=compiles)
+    for step in range(3):
+        weight.grad = change(normal(*shape, seed=step + 1, std=0.1).to(weight.dtype))
+        for x in optimizer.state[weight].values() if step == 2 else ():
+            if isinstance(x, Tensor) and x.shape == weight.shape:
+                x.data = change(x)
+        optimizer.step()
+    parts = [weight.codes, weight.scale] if storage == "codes" else [weight]
+    return [as_bytes(x) for x in (*parts, *optimizer.state[weight].values()) if isinstance(x, Tensor)]
+
+
+@pytest.mark.covering(2)
+@changes
+@pytest.mark.parametrize("compiles", [None, False])
+@pytest.mark.parametrize("shape", [(24, 8), (1, 33), (33, 1), (6, 3, 2, 2), (17,)], ids=str)
+@pytest.mark.parametrize("storage", ["codes", "grid", "float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "FisherNaturalGradient"])
+def test_steps(
+    name: str, storage: str, shape: tuple[int, ...], compiles: bool | None, change: Change, products: str
+) -> None:
+    assert stepped(name, storage, shape, change, compiles) == stepped(name, storage, shape, torch.clone, compiles)
+
+
+# ------------------------------------------------------------------------------------------------------------ functions
+def quantized_gradient(x: Tensor, granularity: Any) -> Tensor:
+    x = x.detach().requires_grad_()
+    fm.fake_quantize(x, "E4M3", granularity=granularity, ste="clipped").square().sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "nearest": lambda x: fm.round_to_grid(x, "E4M3"),
+    "stochastic": lambda x: fm.round_to_grid(x, "E4M3", "stochastic", seed=3),
+    "up": lambda x: fm.round_to_grid(x, "E4M3", "up"),
+    "encode": lambda x: fm.encode(x, "E4M3"),
+    "ulp": lambda x: fm.ulp(x, "E4M3"),
+    "tensor": lambda x: fm.fake_quantize(x, "E4M3"),
+    "channel": lambda x: fm.fake_quantize(x, "E4M3", granularity="channel"),
+    "channel, stochastic": lambda x: fm.fake_quantize(x, "E4M3", granularity="channel", rounding="stochastic", seed=3),
+    "block": lambda x: fm.fake_quantize(x, "E4M3", granularity="block"),
+    "gradient": lambda x: quantized_gradient(x, "channel"),
+    "magnitudes": lambda x: torch.tensor(fm.monitor.magnitude_histogram(x).counts),
+}
+
+
+@changes
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions(
+    name: str, dtype: torch.dtype, native: bool, change: Change, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of few elements, of so many that they are taken piece by piece, and of one row."""
+    if not native:
+        monkeypatch.setattr(_native, "_found", lambda: (None, []))
+    for shape in ((5, 64), (900, 320), (1, 32)):
+        x = normal(*shape, seed=1).to(dtype)
+        assert as_bytes(FUNCTIONS[name](change(x))) == as_bytes(FUNCTIONS[name](x))
+
+
+# --------------------------------------------------------------------------------------------------------------- bytes
+@changes
+@pytest.mark.parametrize("shape", [(3, 4), (4, 1), (1, 4), (5,), (1,), (0, 3), ()], ids=str)
+def test_bytes_are_those_of_a_contiguous_copy(shape: tuple[int, ...], change: Change) -> None:
+    if not shape and change is transposed:
+        pytest.skip("a number has no dimensions")
+    for x in (normal(*shape), normal(*shape).bfloat16()):
+        expected = x.view(torch.uint8) if shape else x.reshape(1).view(torch.uint8)
+        assert as_bytes(change(x)) == expected.numpy().tobytes()
+        words = [_word_of_start(nn.Parameter(each), {}) for each in (change(x), x)]
+        assert words[0] == words[1]

@@ -1,0 +1,62 @@
+"""What the processor decides: that the tests name it, and that they can be run as on another."""
+
+from __future__ import annotations
+
+import ast
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fp8manifold.optim import _muon
+
+ROOT = Path(__file__).parents[1]
+ASK = """
+import torch
+from fp8manifold.optim._muon import product_dtype
+print(torch.backends.cpu.get_cpu_capability(), product_dtype(torch.device("cpu")))
+"""
+
+
+def baseline() -> dict[str, str]:
+    """The environment of nox's session, read without nox."""
+    tree = ast.parse((ROOT / "noxfile.py").read_text(encoding="utf-8"))
+    (found,) = (n.value for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "BASELINE")
+    variables: dict[str, str] = ast.literal_eval(found)
+    return variables
+
+
+def test_the_first_lines_name_processor_capability_and_products(pytestconfig: pytest.Config) -> None:
+    (said,) = (line for line in _header(pytestconfig) if line.startswith("processor: "))
+    dtype = "bfloat16" if _muon.product_dtype(torch.device("cpu")) is torch.bfloat16 else "float32"
+    assert said.endswith(f"; torch: {torch.backends.cpu.get_cpu_capability()}, products in {dtype}")
+
+
+def _header(config: Any) -> list[str]:
+    answers = config.hook.pytest_report_header(config=config, start_path=ROOT)
+    return [line for each in answers for line in ([each] if isinstance(each, str) else each)]
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the variables are those of x86-64")
+def test_the_baseline_is_a_processor_without_products_in_bfloat16() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ASK], capture_output=True, text=True, check=True, env=os.environ | baseline()
+    )
+    assert done.stdout.split() == ["DEFAULT", "torch.float32"]
+
+
+@pytest.mark.parametrize(("has_onednn", "found"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_torch_without_onednn_has_products_in_float32(
+    has_onednn: bool, found: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its builds for Macs of ARM lack the operator that is asked, too."""
+    operators = SimpleNamespace(_is_mkldnn_bf16_supported=lambda: True) if has_onednn else SimpleNamespace()
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: has_onednn)
+    monkeypatch.setattr(torch.ops, "mkldnn", operators)
+    assert _muon.product_dtype(torch.device("cpu")) is found
