@@ -252,7 +252,7 @@ class FP8Manifold(StiffnessManifold):
             where a step crosses a power of two).
         draws: how the random bits of one element follow each other, retraction by retraction: ``independent``, or
             ``dither``, spread evenly (:func:`fp8manifold.random_bits`): a weight that is asked for a tenth of an ULP
-            ten times then moves by one, nearly always.
+            ten times then moves by one, nearly always, and weights are pulled towards 0.
 
     The stochastic manifold counts its retractions in the int64 buffer ``counter``, which is part of ``state_dict``:
     after loading it, the same random bits follow.

@@ -80,8 +80,9 @@ def random_bits(
               + \\mathtt{9E3779B9}_{16} (\\text{step} \\bmod 256) \\bmod 2^{32}) \\rfloor
 
     so that each draw is uniform still, and those of different elements and streams are independent.  Those of one
-    element are not: rounding with them is right on average where what is rounded does not depend on earlier draws,
-    which a spacing that changes from write to write makes it do (a little in E2M5, the most in E7M0).
+    element are not: rounding with them is right on average where what is rounded does not depend on earlier draws.  A
+    spacing that changes from write to write makes it do so, and so does decay: weights are pulled towards 0 (a little
+    in E2M5, the most in E7M0).
 
     Args:
         shape: shape of the result; positions count in row-major order.

@@ -77,7 +77,8 @@ class FP8Tensor(ScaledTensor):
         seed: key of the random bits of ``stochastic``, one for each tensor; None: from torch's default generator.
         dtype: what it appears as, float32 or bfloat16; by default that of ``w``, or float32.
         keep_remainder: keep what the rounding of ``w`` left in ``remainder``.
-        draws: of ``stochastic``, write by write: ``independent``, or ``dither`` (:func:`fp8manifold.random_bits`).
+        draws: of ``stochastic`` in steps of an optimizer without draws of its own: ``independent``, or ``dither``
+            (:func:`fp8manifold.random_bits`).  Operators that write have independent draws always.
         requires_grad: whether autograd records what is done with it.
 
     Attributes:

@@ -28,7 +28,7 @@ from nanogpt_bench.loop.outcome import Progress
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 NAMES = ("_forms", "_timing", "_contenders", "_write_back", "optimizer_step", "linear_forward", "harness_overhead")
-NAMES += ("write_back_noise", "moment_formats", "arrived_share")
+NAMES += ("write_back_noise", "moment_formats", "arrived_share", "draws")
 SIZES = ("--model.n_layer=1", "--model.n_head=1", "--model.n_embd=8", "--model.block_size=8")
 
 
@@ -204,6 +204,8 @@ def test_a_goal_that_is_missed_says_so(modules: dict[str, ModuleType]) -> None:
         ("moment_formats", ("--layers", "16"), "--layers 16: numbers from 0 to 15"),
         ("arrived_share", ("--movement", "4"), "--movement 4: 1 to 3"),
         ("arrived_share", ("--rows", "0"), "--rows 0: at least 1"),
+        ("draws", ("--rows", "0"), "--rows 0: at least 1"),
+        ("draws", ("--steps", "0"), "--steps 0: at least 1"),
     ],
 )
 def test_bad_options_end_with_code_2(
@@ -579,6 +581,18 @@ def test_a_package_that_is_missing_is_said_and_left_out(
     lines = script.rows(["here"], argparse.Namespace(movement=1, rows=1, seed=0))
     assert [line[:2] for line in lines][-2:] == [("E1M6", "normal"), ("int8", "whole")]
     assert lines[-1][2] is None
+
+
+def test_draws_from_end_to_end(modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+    script = modules["draws"]
+    monkeypatch.setattr(script, "FORMATS", ("E5M2",))
+    options = script.build_parser().parse_args(["--steps", "200", "--rows", "50"])
+    header, lines = ("format", "draws", *script.STREAMS), script.rows(options)
+    found = {line[1]: dict(zip(header, line, strict=True)) for line in lines}
+    assert list(found) == ["independent", "dither"]
+    pull, error = map(float, found["dither"]["every fifth"].split(" ± "))
+    assert pull < -2 * error < 0
+    assert all(re.fullmatch(r"[+-]\d+\.\d ± \d+\.\d", cell) for line in lines for cell in line[2:])
 
 
 def steps_of_spacings(count: int, spacing: float) -> tuple[Tensor, list[Tensor]]:

@@ -36,7 +36,7 @@ class Traits(NamedTuple):
     block_size: BlockSize
     #: whether the operator that writes is a word of the key of its draws
     by_operator: bool = True
-    #: how the draws of one weight follow each other, write by write
+    #: how the draws of one weight follow each other, step by step of an optimizer; operators draw independently
     draws: Draws = "independent"
 
     @property

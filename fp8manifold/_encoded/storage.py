@@ -260,6 +260,9 @@ def largest_magnitude(codes: Tensor, scale: Tensor, fmt: FloatFormat, block_size
 def next_codes(own: Any, values: Tensor, scale: Tensor, rounding: str, operator: str) -> Tensor:
     """Codes of what is to be written into a tensor of codes; stochastic rounding advances its counter.
 
+    The draws are independent, whatever the tensor's own are: what an average or a loaded snapshot asks for depends on
+    the draws before it.
+
     Args:
         own: the tensor.
         values: in its shape.
@@ -274,6 +277,6 @@ def next_codes(own: Any, values: Tensor, scale: Tensor, rounding: str, operator:
         return encode(steps, own.format)
     stream = named_word(operator) if own.by_operator else 0
     key = {"seed": own.seed, "step": int(own.counter), "stream": stream}
-    codes = encode(steps, own.format, "stochastic", draws=own.draws, **key)
+    codes = encode(steps, own.format, "stochastic", **key)
     own.counter.add_(1)
     return codes

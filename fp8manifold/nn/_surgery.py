@@ -67,12 +67,13 @@ def quantize_model(
         tied: what to do with a layer whose weight is another module's too, such as an output layer that shares the
             embedding's: ``refuse``, ``untie`` it (it gets a copy, and the embedding stays float) or ``leave`` it as it
             is.  The embedding stays float unless ``embeddings`` asks for codes.
-        draws: random draws of one stored weight, write by write: ``independent``, or ``dither``, which spreads them
-            evenly (:func:`fp8manifold.random_bits`).  As with ``rounding``, an optimizer's own option goes before it:
-            the optimizers here that have a write-back of their own have draws of their own, too, ``independent``
-            unless told otherwise.  Those that may have none (``draws=None`` in ``RiemannianAdam``, ``RiemannianSGD``
-            and ``StiffnessWrapper``), and everything else that writes, take the weight's.  A state dict has it with
-            ``fp8``; with ``grid``, as rounding, it is the layer's.
+        draws: random draws of one stored weight, step by step: ``independent``, or ``dither``, which spreads them
+            evenly, with less noise and a pull towards 0 (:func:`fp8manifold.random_bits`).  As with ``rounding``, an
+            optimizer's own option goes before it: the optimizers here that have a write-back of their own have draws
+            of their own, too, ``independent`` unless told otherwise.  Those that may have none (``draws=None`` in
+            ``RiemannianAdam``, ``RiemannianSGD`` and ``StiffnessWrapper``), and geoopt's, take the weight's.  Operators
+            that write have independent ones.  A state dict has it with ``fp8``; with ``grid``, as rounding, it is the
+            layer's.
 
         parameters: with ``fp8``, any others of two or more dimensions by patterns over their names, such as
             ``"*.experts.*"`` or ``"conv"``: each becomes an :class:`FP8Parameter` where it is, and whoever reads it

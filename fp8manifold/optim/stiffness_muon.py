@@ -60,8 +60,7 @@ class StiffnessMuon(StiffnessOptimizer):
         ns_dtype: what the products are computed in; None is bfloat16 where the device has it, float32 elsewhere.
         betas, adam_eps: of groups with ``direction="adam"``.
         stiffness, metric, writeback, draws, moments, seed, damping, clip, refresh_every, compile, maximize,
-            on_nonfinite, stabilize_every, reset_every: as in :class:`StiffnessAdamW`, but that ``draws`` are ``dither``
-            unless told otherwise: Muon's losses fall with the noise of its write-back.  ``moments`` and
+            on_nonfinite, stabilize_every, reset_every: as in :class:`StiffnessAdamW`.  ``moments`` and
             ``writeback="momentum"`` need ``momentum`` > 0; the latter gives the momentum what the rounding took as
             if the step were linear in it.
         flags: torch's ``foreach``, ``fused``, ``capturable`` and ``differentiable``, which must be False or None.
@@ -91,7 +90,7 @@ class StiffnessMuon(StiffnessOptimizer):
 
     direction = "muon"
 
-    @spelt_out(draws="dither")
+    @spelt_out()
     def __init__(
         self,
         params: Parameters,

@@ -19,13 +19,15 @@ from fp8manifold.optim._checks import Schedule, check_unshared, scheduled
 from fp8manifold.optim._slot import own_manifold
 from fp8manifold.optim._state import new_stream, twins
 from fp8manifold.optim._writeback import WRITEBACKS, rounds_at_random, to_half
-from fp8manifold.random_bits import Draws, random_bits
+from fp8manifold.random_bits import Draws, mixed_word, random_bits
 from fp8manifold.tensor import FP8Tensor
 
 __all__ = ["StiffnessWrapper"]
 
 _ALONE = tuple(rule.name for rule in WRITEBACKS.values() if not (rule.state or rule.injects))
 """Write-backs that need nothing of the optimizer around them."""
+_OVER_DRAWN = 3
+"""A word of the streams of parameters that the wrapped optimizer rounds too, with one made of the same values."""
 
 
 class StiffnessWrapper(torch.optim.Optimizer):
@@ -239,9 +241,11 @@ class StiffnessWrapper(torch.optim.Optimizer):
             if not is_new:
                 continue
             used = {each: {"stream": stream} for each, stream in self.streams.items()}
-            self.streams[p] = new_stream(
+            stream = new_stream(
                 p, numbers[p], used, self.streams_begun, draws=True, alone=len(parameters) == 1, values=values
             )
+            drawn = "stream" in self.optimizer.state.get(p, {})  # by an optimizer of this library: it is the same word
+            self.streams[p] = mixed_word(stream, _OVER_DRAWN) if drawn else stream
             self.streams_begun += 1
 
     def _factor(self, parameter: Tensor) -> Tensor | float:

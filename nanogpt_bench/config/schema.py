@@ -293,7 +293,7 @@ class OptimizerConfig:
     )
     draws: str | None = setting(
         None,
-        "grid and fp8 storage: draws of rounding, anew in every step or spread evenly over them; null: Muon's dither",
+        "grid and fp8 storage: draws of rounding, anew in every step (null: so, too) or spread evenly over them",
         choices=DRAWS,
         of_formats=True,
         storages=ROUNDED,

@@ -80,7 +80,7 @@ def _grid_options(config: Config) -> dict[str, Any]:
     rule = fm.optim.WRITEBACKS[writeback or "stochastic"]
     options: dict[str, Any] = {"rounding": rule.rounding}
     if config.optimizer.draws is not None:
-        options["draws"] = config.optimizer.draws  # for whatever else writes
+        options["draws"] = config.optimizer.draws  # for optimizers that have none of their own
     for name in ("headroom", "embeddings"):
         if getattr(settings, name) is not None:
             options[name] = getattr(settings, name)

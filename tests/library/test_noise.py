@@ -173,6 +173,62 @@ def test_an_average_does_not_draw_what_its_weights_do() -> None:
     assert_unrelated([weight.dequantize() - 1, average.dequantize() - 1])
 
 
+def moved_in_turn(writers: list[Any], draws: str, times: int = 64) -> list[Tensor]:
+    """Which elements each writer has moved up from 1, time after time, of one weight: a row a time."""
+    parameter = fm.FP8Parameter(torch.ones(N), "E4M3", scale=1.0, seed=0, draws=draws)  # type: ignore[arg-type]
+    ones, moves = parameter.codes.clone(), [torch.empty(times, N) for _ in writers]
+    parameter.grad = torch.full((N,), -0.03)
+    for time in range(times):
+        for writer, moved in zip(writers, moves, strict=True):
+            writer(parameter)
+            moved[time] = (parameter.codes != ones).float()
+            parameter.codes.copy_(ones)
+    return moves
+
+
+@pytest.mark.parametrize("draws", ["independent", "dither"])
+def test_operators_and_a_step_that_write_in_turn_draw_apart(draws: str) -> None:
+    """At one time and at times that follow each other, of one element too, whose draws of two streams may go in step.
+
+    The seeds of the tensor and of the optimizer are the same, and their counts go over the same numbers.
+    """
+    optimizer: list[Any] = []
+
+    @torch.no_grad()
+    def step(parameter: Any) -> None:
+        optimizer[:] = optimizer or [optim.StiffnessSGD([parameter], lr=1.0, momentum=0.0, seed=0)]
+        optimizer[0].step()
+
+    @torch.no_grad()
+    def added(parameter: Any) -> None:
+        parameter.add_(0.03)
+
+    @torch.no_grad()
+    def scaled(parameter: Any) -> None:
+        parameter.mul_(1.03)
+
+    moves = [each - 0.24 for each in moved_in_turn([added, scaled, step], draws)]
+    for each in moves:
+        assert abs(each.mean()) < LIMIT / 8
+    for a, b in itertools.combinations_with_replacement(moves, 2):
+        for lag in range(a is b, 8):
+            products = a[: len(a) - lag] * b[lag:] / (0.24 * 0.76)
+            assert abs(products.mean()) < 5 / math.sqrt(products.numel())
+            in_step = products.mean(0).square().mean() * len(products)  # 1 where no element's draws are related
+            assert float(in_step) == pytest.approx(1.0, abs=0.15)
+
+
+def test_a_wrapper_draws_apart_from_an_optimizer_that_draws_itself() -> None:
+    parameters = [byte(0), byte(0), torch.nn.Parameter(value().bfloat16())]
+    inner = optim.StiffnessSGD(parameters, lr=2.0**-4, momentum=0.0)
+    optimizer = optim.StiffnessWrapper(inner, 0.5, writeback="stochastic")
+    for p in parameters:
+        p.grad = torch.ones_like(p.detach().float()).to(p.dtype)
+    optimizer.step()
+    streams = [*optimizer.streams.values(), *(inner.state[p]["stream"] for p in parameters)]
+    assert len(set(streams)) == 6
+
+
 def test_draws_without_the_operator_s_name_stay_so_where_they_are_copied_loaded_and_exported() -> None:
     new = byte(4)
     own = fm.FP8Parameter.from_codes(new.codes, new.scale, "E4M3", seed=4, by_operator=False)

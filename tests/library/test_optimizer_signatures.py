@@ -25,8 +25,7 @@ SIGNATURES = {
     "StiffnessLion": "lr=0.0001, betas=(0.9, 0.99), weight_decay=0.0, *, stiffness=0.0, metric='ulp', " + ROUNDED,
     "StiffnessMuon": "lr=0.001, weight_decay=0.1, momentum=0.95, nesterov=True, "
     "ns_coefficients=(3.4445, -4.775, 2.0315), eps=1e-07, ns_steps=5, adjust_lr_fn=None, *, direction='muon', "
-    "matrix_shape='auto', ns_dtype=None, betas=(0.9, 0.95), adam_eps=1e-08, stiffness=0.0, metric='ulp', "
-    + ROUNDED.replace("independent", "dither"),
+    "matrix_shape='auto', ns_dtype=None, betas=(0.9, 0.95), adam_eps=1e-08, stiffness=0.0, metric='ulp', " + ROUNDED,
     "Madam": "lr=0.01, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.0, *, float_lr=0.001, max_direction=10.0, "
     "escape=0.0625, " + ROUNDED,
     "RiemannianAdam": "lr=None, betas=(0.9, 0.999), eps=1e-08, weight_decay=0, amsgrad=False, *, stabilize=None, "

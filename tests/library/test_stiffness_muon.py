@@ -270,7 +270,6 @@ def test_adams_groups_are_stiffness_adamw() -> None:
 
     ours, theirs = weights(), weights()
     options: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1, "stiffness": 1.0, "moments": "8bit", "seed": 4}
-    options["draws"] = "dither"  # the default of one of them
     one = StiffnessMuon(ours, direction="adam", compile=False, **options)
     other = StiffnessAdamW(theirs, compile=False, **options)
     run(one, ours, range(5))

@@ -72,15 +72,17 @@ ADAM: dict[str, Any] = {"lr": 0.6, "writeback": "stochastic"}
 
 @STORED
 def test_an_optimizer_without_draws_takes_the_weights(storage: Any) -> None:
-    """Ours with draws=None, and geoopt's, which write by the manifold; torch's into codes."""
+    """Ours with draws=None, and geoopt's, which write by the manifold; torch's write by operators, which do not."""
     named = stepped(network(storage, "independent"), lambda p: fm.optim.RiemannianAdam(p, **ADAM, draws="dither"))
     assert stepped(network(storage), lambda p: fm.optim.RiemannianAdam(p, **ADAM)) == named
     assert stepped(network(storage), lambda p: fm.optim.RiemannianAdam(p, **ADAM, draws="independent")) != named
     others: list[Any] = [lambda p: geoopt.optim.RiemannianAdam(p, lr=0.6)]
     others += [lambda p: fm.optim.StiffnessWrapper(torch.optim.SGD(p, lr=1e-3), exponent=1.0)]
-    others += [lambda p: torch.optim.SGD(p, lr=1e-3)] if storage == "fp8" else []
     for make in others:
         assert stepped(network(storage), make) != stepped(network(storage, "independent"), make)
+    torchs: list[Any] = [lambda p: torch.optim.SGD(p, lr=1e-3), lambda p: torch.optim.AdamW(p, lr=1e-3)]
+    for make in torchs:
+        assert stepped(network(storage), make) == stepped(network(storage, "independent"), make)
 
 
 @STORED
