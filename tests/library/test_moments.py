@@ -67,14 +67,14 @@ def test_a_value_of_bfloat16_stays() -> None:
 def test_roots_of_roots_are_unbiased(root: float) -> None:
     """In units of their scale, over draws that lie evenly: the root of what is kept has the mean.
 
-    To 2^-14 of what lies between its neighbours; among the fewer than eight spacings of the lowest binade to 2^-10.
+    To 2^-13 of what lies between its neighbours; among the fewer than eight spacings of the lowest binade to 2^-10.
     """
     draws = (DRAWS << 8) + 128
     codes = _root_codes(torch.full((len(DRAWS),), root), torch.tensor(1.0), draws)
     kept = fm.decode(codes, MOMENT_FORMAT).double()
     roots = kept.sqrt()
     wanted = min(torch.tensor(root).double().item(), MOMENT_FORMAT.max) ** 0.5
-    near = 2.0**-14 if root >= MOMENT_FORMAT.min_normal else 2.0**-10
+    near = 2.0**-13 if root >= MOMENT_FORMAT.min_normal else 2.0**-10
     assert abs(roots.mean().item() - wanted) <= near * (roots.max() - roots.min()).item() + 2.0**-22 * wanted
     assert len(kept.unique()) == (1 if kept.max().item() == root or root > MOMENT_FORMAT.max else 2)
     if kept.min() > 0:
@@ -116,18 +116,18 @@ def lengthening(beta2: float, growth: float, path: bool | None) -> list[float]:
 @pytest.mark.parametrize("path", [None, False])
 @pytest.mark.parametrize("beta2", [0.95, 0.99, 0.999])
 def test_steps_are_as_long_as_with_exact_averages(beta2: float, path: bool | None) -> None:
-    """400 steps of random gradients.
+    """400 steps of random gradients: by less than 0.6%, which the average's beginning takes for 0.999; later 0.2%.
 
     With a second average that is right in the mean they are 1.8% longer for 0.95, 2.9% for 0.99, 3.1% for 0.999.
     """
-    assert all(abs(longer) < 0.003 for longer in lengthening(beta2, 0.0, path))
+    assert all(abs(longer) < 0.006 for longer in lengthening(beta2, 0.0, path))
 
 
 @pytest.mark.parametrize("growth", [-0.3, 0.3])
 @pytest.mark.parametrize("beta2", [0.95, 0.99, 0.999])
 def test_steps_are_as_long_where_gradients_fall_and_rise(beta2: float, growth: float) -> None:
-    """By a factor of e in variance over three to four times what the average looks back; 1.3 to 3.5% longer before."""
-    assert all(abs(longer) < 0.003 for longer in lengthening(beta2, growth, None))
+    """In variance by 30% while the average forgets what is a factor of e; right for v they are 1.4 to 3.5% longer."""
+    assert all(abs(longer) < 0.006 for longer in lengthening(beta2, growth, None))
 
 
 def test_the_words_halves_are_uniform_and_uncorrelated() -> None:
