@@ -112,7 +112,7 @@ INLINE int32_t to_fitted_codes(float x, float inverse, uint32_t word)
     return encode_finite(&MOMENTUM, x * inverse, 1, draw_of(word), 1);
 }
 
-/* A root whose square is right in the mean; one that is not zero stays so, for it is divided by. */
+/* A root that 1 over it is right in the mean of, over steps; one that is not zero stays so, for it is divided by. */
 INLINE int32_t root_to_codes(float root, float inverse, uint32_t word)
 {
     const int32_t m = 3, lowest = 127 - 6; /* of MOMENT */
@@ -120,8 +120,8 @@ INLINE int32_t root_to_codes(float root, float inverse, uint32_t word)
     const int32_t power = most(magnitude & 0x7F800000, lowest * (1 << 23));
     const float steps = float_of(magnitude) * float_of((254 + m - (power >> 23)) * (1 << 23));
     const int32_t whole = (int32_t)steps;
-    const float twice = (float)(whole + whole), part = steps - (float)whole;
-    const int32_t away = (float)draw_of(word) * 0x1p-24f * (twice + 1.0f) < part * (part + twice);
+    const float unit = (float)(4 * whole + 2), part = steps - (float)whole;
+    const int32_t away = (float)draw_of(word) * 0x1p-24f * unit < part * (unit + (1.0f - part));
     return most(whole + away + (power >> (23 - m)) - lowest * (1 << m), least(bits_of(root), 1));
 }
 

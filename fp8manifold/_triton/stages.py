@@ -274,11 +274,11 @@ def load_average(words, SLOT: tl.constexpr, at, inside, scale, S: tl.constexpr, 
 
 @triton.jit
 def _root_code(root, inverse, draw, S: tl.constexpr):
-    """A root whose square is right in the mean; one that is not zero stays so, for it is divided by."""
+    """A root that 1 over it is right in the mean of, over steps; one that is not zero stays so: it is divided by."""
     steps, below = encoding_steps(bits_of(root * inverse), S.average, 0, 0)
     whole = steps.to(tl.int32)
-    twice, part = (whole + whole).to(tl.float32), steps - whole.to(tl.float32)
-    away = draw.to(tl.float32) * 5.9604644775390625e-08 * (twice + 1.0) < part * (part + twice)
+    unit, part = (4 * whole + 2).to(tl.float32), steps - whole.to(tl.float32)
+    away = draw.to(tl.float32) * 5.9604644775390625e-08 * unit < part * (unit + (1.0 - part))
     return tl.maximum(whole + below + away.to(tl.int32), tl.minimum(bits_of(root), 1))
 
 

@@ -41,8 +41,9 @@ class StiffnessAdamW(StiffnessOptimizer):
             (:func:`fp8manifold.random_bits`).  Those of moments are independent.  A weight's own ``draws`` are for
             optimizers that have none.
         moments: how the averages are stored: ``float32``, ``bfloat16`` or ``8bit`` (block-wise E4M3, the second as its
-            square root; of Muon E2M5), the last two with stochastic rounding that is right in the mean: of the second
-            average itself, not of its root.  float64 parameters have float64 averages under ``float32``.
+            square root; of Muon E2M5), the last two with stochastic rounding that is right in the mean.  Of the second
+            average in 8 bits that is ``1 / sqrt(v)``, which a step goes with; ``v`` itself is 4 to 6% above.  float64
+            parameters have float64 averages under ``float32``.
         seed: key of all random bits; they also depend on the step and on the parameter's position.
         damping: lower bound of S / S_ref, so that weights near zero keep moving in formats of many binades.
         clip: upper bound of S / S_ref, so that outliers do not run away.

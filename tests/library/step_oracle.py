@@ -396,13 +396,13 @@ class Slow:
         return e4m3.code(e4m3.round(float(f32(value * inverse)), draw << 8 | 0x80), bool(np.signbit(value)))
 
     def _root_code(self, i: int, value: F32 | None, draw: int) -> int:
-        """The neighbour above with the odds that make the square right in the mean, never 0 but for 0."""
+        """The neighbour above with the odds that make 1 over the root right in the mean, never 0 but for 0."""
         assert value is not None
         e4m3 = Codes(fm.FloatFormat(4, 3))
         inverse = f32(2.0 ** -self._scale_exponent(self.bounds["exp_avg_sq"][i // self.block], True))
         r = min(f32(value * inverse), f32(e4m3.fmt.max))
         below = max(n for n in range(e4m3.fmt.max_code + 1) if e4m3.value(n) <= r)
         whole, part = divmod(Fraction(float(r)) / Fraction(e4m3.step_at(below)), 1)
-        part, twice = f32(float(part)), f32(2 * whole)  # neither of them rounds
-        odds = f32(part * f32(part + twice))
-        return max(below + int(f32(f32(draw * 2.0**-24) * f32(twice + f32(1))) < odds), int(value > 0))
+        part, unit = f32(float(part)), f32(4 * whole + 2)  # neither of them rounds
+        odds = f32(part * f32(unit + f32(f32(1) - part)))
+        return max(below + int(f32(f32(draw * 2.0**-24) * unit) < odds), int(value > 0))

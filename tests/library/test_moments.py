@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -63,17 +64,21 @@ def test_a_value_of_bfloat16_stays() -> None:
 
 
 @pytest.mark.parametrize("root", [1.03, 100.7, 15.96875, 2.0**-9, 1.5 * 2.0**-9, 6.01 * 2.0**-9, 447.9, 500.0])
-def test_squares_of_roots_are_unbiased(root: float) -> None:
-    """In units of their scale, over draws that lie evenly: the square of what is kept, not the root, has the mean."""
+def test_roots_of_roots_are_unbiased(root: float) -> None:
+    """In units of their scale, over draws that lie evenly: the root of what is kept has the mean.
+
+    To 2^-13 of what lies between its neighbours; among the fewer than eight spacings of the lowest binade to 2^-10.
+    """
     draws = (DRAWS << 8) + 128
     codes = _root_codes(torch.full((len(DRAWS),), root), torch.tensor(1.0), draws)
     kept = fm.decode(codes, MOMENT_FORMAT).double()
-    squares = kept.square()
-    wanted = min(torch.tensor(root).double().item(), MOMENT_FORMAT.max) ** 2
-    assert abs(squares.mean().item() - wanted) <= 2.0**-17 * (squares.max() - squares.min()).item() + 2.0**-22 * wanted
+    roots = kept.sqrt()
+    wanted = min(torch.tensor(root).double().item(), MOMENT_FORMAT.max) ** 0.5
+    near = 2.0**-13 if root >= MOMENT_FORMAT.min_normal else 2.0**-10
+    assert abs(roots.mean().item() - wanted) <= near * (roots.max() - roots.min()).item() + 2.0**-22 * wanted
     assert len(kept.unique()) == (1 if kept.max().item() == root or root > MOMENT_FORMAT.max else 2)
     if kept.min() > 0:
-        assert kept.mean() <= root
+        assert kept.mean() >= min(root, MOMENT_FORMAT.max)
 
 
 def test_a_root_of_a_code_stays_and_none_but_0_becomes_0() -> None:
@@ -87,22 +92,42 @@ def test_a_root_of_a_code_stays_and_none_but_0_becomes_0() -> None:
             assert (_root_codes(torch.full(every.shape, tiny), torch.tensor(1.0), draws) == 1).all()
 
 
-@pytest.mark.parametrize("path", [None, False])
-@pytest.mark.parametrize("beta2", [0.95, 0.99, 0.999])
-def test_the_second_moment_is_right_in_the_mean(beta2: float, path: bool | None) -> None:
-    """400 steps of random gradients: the mean over 65,536 weights is that of exact averages within its error.
+def lengthening(beta2: float, growth: float, path: bool | None) -> list[float]:
+    """How much longer than with exact averages a step is, after 100 and 400 steps, in the mean over 65,536 weights.
 
-    With a root that is right in the mean it is 2.3% above for 0.95, 3.6% for 0.99, and rising towards 4.1% for 0.999.
+    Args:
+        beta2: decay of the second average.
+        growth: of the gradients' variance, in natural logarithms for each ``1 / (1 - beta2)`` steps.
+        path: how steps are run.
     """
     p, optimizer = optimizer_of(rows=256, lr=1e-3, betas=(0.9, beta2), moments="8bit", compile=path)
-    exact = torch.zeros(256, WIDTH, dtype=torch.float64)
+    exact, found = torch.zeros(256, WIDTH, dtype=torch.float64), []
     for t in range(400):
-        p.grad = normal(256, WIDTH, seed=t)
-        optimizer.step()
-        exact = exact * beta2 + p.grad.double().square() * (1 - beta2)
+        p.grad = normal(256, WIDTH, seed=t) * math.exp(growth * (1 - beta2) * t / 2)
+        new = p.grad.double().square() * (1 - beta2)
+        exact = exact * beta2 + new
         if t in (99, 399):
-            ratio = second_of(optimizer.state[p]).double() / exact
-            assert abs(ratio.mean().item() - 1) < 4 * ratio.std().item() / len(ratio.flatten()) ** 0.5, t
+            read = second_of(optimizer.state[p]).double() * beta2 + new
+            found.append((exact / read).sqrt().mean().item() - 1)
+        optimizer.step()
+    return found
+
+
+@pytest.mark.parametrize("path", [None, False])
+@pytest.mark.parametrize("beta2", [0.95, 0.99, 0.999])
+def test_steps_are_as_long_as_with_exact_averages(beta2: float, path: bool | None) -> None:
+    """400 steps of random gradients: by less than 0.6%, which the average's beginning takes for 0.999; later 0.2%.
+
+    With a second average that is right in the mean they are 1.8% longer for 0.95, 2.9% for 0.99, 3.1% for 0.999.
+    """
+    assert all(abs(longer) < 0.006 for longer in lengthening(beta2, 0.0, path))
+
+
+@pytest.mark.parametrize("growth", [-0.3, 0.3])
+@pytest.mark.parametrize("beta2", [0.95, 0.99, 0.999])
+def test_steps_are_as_long_where_gradients_fall_and_rise(beta2: float, growth: float) -> None:
+    """In variance by 30% while the average forgets what is a factor of e; right for v they are 1.4 to 3.5% longer."""
+    assert all(abs(longer) < 0.006 for longer in lengthening(beta2, growth, None))
 
 
 def test_the_words_halves_are_uniform_and_uncorrelated() -> None:
@@ -133,7 +158,7 @@ def rounded_to_nearest(moments: str, decay: float, start: float, given: float, s
 def test_averages_follow_where_nearest_rounding_freezes(moments: str) -> None:
     """2000 steps of gradients of one size and 3000 of a quarter of it, beta 0.999 in both averages, 4096 of each.
 
-    The means of both averages are exact to 2%.
+    The mean of the first average is exact to 2%, and that of 1 over the root of the second.
     """
     p, optimizer = optimizer_of(betas=(0.999, 0.999), moments=moments)
     sizes = torch.exp2(torch.linspace(-3, 0, WIDTH)).expand(ROWS, WIDTH)
@@ -147,8 +172,8 @@ def test_averages_follow_where_nearest_rounding_freezes(moments: str) -> None:
             state = optimizer.state[p]
             ratio = first_of(state).double() / first
             assert abs(ratio.mean().item() - 1) < 0.02, t
-            share = second_of(state).double() / second
-            assert abs(share.mean().item() - 1) < 0.02, t
+            length = (second / second_of(state).double()).sqrt()
+            assert abs(length.mean().item() - 1) < 0.02, t
     rising = rounded_to_nearest(moments, 0.999, 0.0, 64.0, 2000)  # 64 in units of a block's scale
     assert rising < 0.6 * 64 * (1 - 0.999**2000)
     falling = rounded_to_nearest(moments, 0.999, 64.0, 16.0, 3000)

@@ -1,0 +1,148 @@
+"""How much longer a step is for the rounding of its second moment, by what the rounding keeps right in the mean.
+
+    python benchmarks/second_moment.py [--elements 32768] [--lookbacks 4] [--seed 1] [--json] [--record]
+
+A step of Adam goes with ``1 / sqrt(v)``.  Gradients of independent weights, whose sizes are within a factor of eight,
+are averaged over ``lookbacks / (1 - beta2)`` steps, exactly and in every way that a column names.  Shown is the mean of
+``sqrt(exact / v) - 1`` in percent, for the ``v`` that a step reads, over the last quarter of the steps and the weights
+that have had a gradient.
+
+The first three columns keep the root of ``v`` in E4M3, rounded up or down by odds that are right for ``v``, for its
+root, or for its fourth root.  The last are the library's: ``moments="8bit"`` with the mean of its ``v``, and
+``bfloat16``.  Gradients are normal, but for those of *constant size* and those of which *one in ten* is not 0.  The
+variance of *falling* and *rising* ones moves by 30% in ``1 / (1 - beta2)`` steps.  *A sixteenth* is what it falls to
+where the last quarter begins.
+"""
+
+import argparse
+import json
+import math
+import sys
+from typing import Any, Final
+
+import torch
+from _forms import text_table
+from _record import Cell, add_option, record
+from torch import Tensor
+
+import fp8manifold as fm
+from fp8manifold.optim._step import _scale
+
+BETAS: Final = (0.95, 0.99, 0.999)
+ROW: Final = 256
+LOOKS: Final = 10
+KINDS: Final = ("steady", "falling", "rising", "a sixteenth", "constant size", "one in ten")
+POWERS: Final = {"right for v": 2.0, "for its root": 1.0, "for its fourth root": 0.5}
+HEADER: Final = ("gradients", "beta2", *POWERS, "8bit", "8bit, mean of v", "bfloat16")
+
+
+def rounded(root: Tensor, power: float, draws: Tensor) -> Tensor:
+    """To E4M3's spacing above its lowest binade, with the mean of ``root ** power``."""
+    spacing = torch.exp2(torch.floor(torch.log2(root)) - 3)
+    steps = root / spacing
+    below = steps.floor()
+    at, low, high = steps**power, below**power, (below + 1) ** power
+    return (below + (draws < (at - low) / (high - low)).to(root.dtype)) * spacing
+
+
+class Library:
+    """The second moment of an optimizer of the library, as it is in its state."""
+
+    def __init__(self, sizes: Tensor, moments: str, beta2: float, seed: int) -> None:
+        self.weight = torch.nn.Parameter(torch.zeros(sizes.shape))
+        options: dict[str, Any] = {"lr": 0.0, "betas": (0.9, beta2), "moments": moments, "seed": seed}
+        self.optimizer = fm.optim.StiffnessAdamW([self.weight], **options)
+
+    def read(self) -> Tensor:
+        """What it is now."""
+        state = self.optimizer.state.get(self.weight)
+        if not state:
+            return torch.zeros(self.weight.shape, dtype=torch.float64)
+        kept = state["exp_avg_sq"]
+        if kept.dtype is torch.uint8:
+            return (fm.decode(kept, "E4M3") * _scale(state["sq_bound"], root=True)).double().square()
+        return kept.double()
+
+    def step(self, gradient: Tensor) -> None:
+        """Take a step."""
+        self.weight.grad = gradient.float()
+        self.optimizer.step()
+
+
+def gradient_of(kind: str, sizes: Tensor, done: float, beta2: float, t: int, draw: torch.Generator) -> Tensor:
+    """The gradients of step ``t``, when a share of ``done`` of all steps is."""
+    normal = torch.randn(sizes.shape, generator=draw, dtype=torch.float64) * sizes
+    if kind == "constant size":
+        return sizes * normal.sign()
+    if kind == "one in ten":
+        return normal * (torch.rand(sizes.shape, generator=draw) < 0.1) * math.sqrt(10)
+    if kind == "a sixteenth":
+        return normal / 4 if done >= 0.75 else normal
+    drift = {"steady": 0.0, "falling": -0.3, "rising": 0.3}[kind]
+    return normal * math.exp(drift * (1 - beta2) * t / 2)
+
+
+def lengths(kind: str, beta2: float, options: argparse.Namespace) -> list[float]:
+    """The figures of one line, in percent."""
+    draw = torch.Generator().manual_seed(options.seed)
+    shape = (options.elements // ROW, ROW)
+    sizes = torch.exp2(torch.rand(shape, generator=draw, dtype=torch.float64) * 3)
+    steps = round(options.lookbacks / (1 - beta2))
+    every = max(1, steps // 4 // LOOKS)
+    exact, ours = torch.zeros(shape, dtype=torch.float64), [torch.zeros(shape, dtype=torch.float64) for _ in POWERS]
+    library = [Library(sizes, moments, beta2, options.seed) for moments in ("8bit", "bfloat16")]
+    found: list[list[float]] = []
+    for t in range(steps):
+        gradient = gradient_of(kind, sizes, t / steps, beta2, t, draw)
+        new = gradient.square() * (1 - beta2)
+        exact = exact * beta2 + new
+        ours = [kept * beta2 + new for kept in ours]
+        if 4 * (t + 1) > 3 * steps and (steps - 1 - t) % every == 0:
+            read = [*ours, *(one.read() * beta2 + new for one in library)]
+            there = exact > 0
+            longer = [100 * ((exact / v)[there].sqrt().mean().item() - 1) for v in read]
+            above = 100 * ((read[-2] / exact)[there].mean().item() - 1)
+            found.append([*longer[:-1], above, longer[-1]])
+        draws = torch.rand(shape, generator=draw)
+        ours = [
+            torch.where(v > 0, rounded(v.sqrt().clamp(min=1e-30), power, draws), 0.0).square()
+            for v, power in zip(ours, POWERS.values(), strict=True)
+        ]
+        for one in library:
+            one.step(gradient)
+    return [math.fsum(column) / len(column) for column in zip(*found, strict=True)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--elements", type=int, default=1 << 15, help=f"weights, a multiple of {ROW}")
+    parser.add_argument("--lookbacks", type=float, default=4.0, help="steps, in 1 / (1 - beta2)")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", action="store_true", help="print every figure as JSON")
+    add_option(parser)
+    options = parser.parse_args()
+    if options.elements < ROW or options.elements % ROW:
+        parser.error(f"--elements {options.elements}: a multiple of {ROW}")
+    if not 0.2 <= options.lookbacks < math.inf:
+        parser.error(f"--lookbacks {options.lookbacks}: at least 0.2")
+    torch.set_num_threads(1)
+    rows: list[list[Cell]] = []
+    for kind in KINDS:
+        for beta2 in BETAS:
+            print(f"{kind}, {beta2}", file=sys.stderr, flush=True)
+            rows.append([kind, str(beta2), *(round(figure, 2) for figure in lengths(kind, beta2, options))])
+    if options.json:
+        print(json.dumps(rows))
+    else:
+        print(
+            f"torch {torch.__version__}, {options.elements} weights, {options.lookbacks} / (1 - beta2) steps; percent\n"
+        )
+        texts = [tuple(f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in row) for row in rows]
+        print(text_table([HEADER, *texts], ("---", *["---:"] * (len(HEADER) - 1)), markdown=True))
+    if options.record:
+        record("", HEADER, rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
