@@ -58,10 +58,9 @@ def check_save(config: Resolved, out: Path, layout: Layout | Literal["float"]) -
     """Refuse, before a training, what would be in the way of writing its model after it; no weight is read.
 
     Raises:
-        BenchError: a folder in use or without room, settings under which no last weights are kept, a model without a
-            tokenizer, or a layout that can't hold it.
+        BenchError: a folder in use or without room, settings under which no last weights are kept, or a layout that
+            can't hold the model.
     """
-    name = config.model.pretrained or ""
     if not is_unused(out):
         raise BenchError(f"--save {str(out)!r} is in use; give a new folder")
     if config.model.lora_rank:
@@ -70,9 +69,7 @@ def check_save(config: Resolved, out: Path, layout: Layout | Literal["float"]) -
         raise BenchError("--save writes the weights of the last checkpoint; leave --checkpoint.last false out")
     if layout != FLOAT:
         check_layout(config, layout)
-    with reading(name) as transformers:
-        transformers.AutoTokenizer.from_pretrained(**find_model(name))
-    check_room(out, 4 * outline(name).parameters, "--save")
+    check_room(out, 4 * outline(config.model.pretrained or "").parameters, "--save")
 
 
 @contextmanager
