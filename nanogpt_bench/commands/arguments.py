@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 from nanogpt_bench.system.errors import BenchError
 
@@ -81,13 +82,7 @@ def share(text: str) -> float:
     >>> share("1e-3")
     0.001
     """
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0.0 <= value <= 1.0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; give a number from 0 to 1")
-    return value
+    return _number(text, lambda value: 0.0 <= value <= 1.0, "a number from 0 to 1")
 
 
 def at_least_0(text: str) -> float:
@@ -96,12 +91,25 @@ def at_least_0(text: str) -> float:
     Raises:
         argparse.ArgumentTypeError: anything else.
     """
+    return _number(text, lambda value: 0.0 <= value < math.inf, "a number >= 0")
+
+
+def above_0(text: str) -> float:
+    """Return a finite number above 0.
+
+    Raises:
+        argparse.ArgumentTypeError: anything else.
+    """
+    return _number(text, lambda value: 0.0 < value < math.inf, "a number > 0")
+
+
+def _number(text: str, is_allowed: Callable[[float], bool], what: str) -> float:
     try:
         value = float(text)
     except ValueError:
-        value = -1.0
-    if not 0.0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; give a number >= 0")
+        value = math.nan
+    if not is_allowed(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; give {what}")
     return value
 
 

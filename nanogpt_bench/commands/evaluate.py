@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanogpt_bench.commands.arguments import names, positive
+from nanogpt_bench.commands.arguments import above_0, names, positive
 from nanogpt_bench.system.errors import BenchError, unknown
 from nanogpt_bench.system.words import say
 
@@ -85,7 +85,7 @@ def add_evaluate(commands: Any) -> Any:
         metavar="BY",
         help="each kind of layer (default), block or layer, and the embeddings, alone in each format: a map of gaps",
     )
-    own.add_argument("--budget", type=float, metavar="X", help="the best mixture of the map in X bytes a parameter")
+    own.add_argument("--budget", type=above_0, metavar="X", help="the best mixture of the map in X bytes a parameter")
     parser.set_defaults(handler=main_evaluate)
     return parser
 

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import argparse
 import copy
+import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
 import fp8manifold as fm
+from nanogpt_bench.checkpoint import check_room
 from nanogpt_bench.commands.run import exit_code, trained
 from nanogpt_bench.config.settings import Resolved, build_config, find_config, load_config
 from nanogpt_bench.data.batches import open_corpus
-from nanogpt_bench.model.causal import find_model, reading, skeleton
+from nanogpt_bench.model.causal import find_model, outline, reading, skeleton
 from nanogpt_bench.model.weights import fill
 from nanogpt_bench.runs.trained import choose, load
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.setup.runtime import runtime
-from nanogpt_bench.system.errors import BenchError, one_line
-from nanogpt_bench.system.lock import is_unused
-from nanogpt_bench.training.trainer import Trainer
+from nanogpt_bench.system.errors import BenchError, one_line, refused
+from nanogpt_bench.system.lock import LOCK, is_unused, locked
+from nanogpt_bench.training.trainer import trained_model
 
 Layout = Literal["compressed-tensors", "torchao", "fp8"]
 CONFIG = "finetune.yaml"
@@ -34,24 +36,68 @@ def main_finetune(args: argparse.Namespace) -> int:
     """The command line's entry: train, say what memory it took, and write the model where one is asked for.
 
     Raises:
-        BenchError: a model, a text or settings that can't be used.
+        BenchError: a model, a text or settings that can't be used, or a model that can't be written.
     """
-    if args.save is not None and not is_unused(args.save):
-        raise BenchError(f"--save {str(args.save)!r} is in use; give a new folder")
-    if args.save is not None and any(word.startswith("--model.lora_rank") for word in args.overrides):
-        raise BenchError("--save writes a model whose own weights were trained, and model.lora_rank freezes them")
     overrides = [*args.overrides, "--model.pretrained", args.model]
     layout: Any = args.layout or FLOAT
     if args.layout is not None and args.save is None:
         raise BenchError("--layout goes with --save DIR, which is what it is the layout of")
-    if layout != FLOAT:
-        check_layout(resolve(load_config(find_config(CONFIG), overrides)), layout)
-    summary, run_dir = trained(CONFIG, args.name, overrides, resume=args.resume)
-    print(memory_line(summary))
-    if args.save is not None and exit_code(summary) == 0:
-        save_model(run_dir, args.save, layout)
-        print(args.save)
+    if args.save is not None:
+        check_save(resolve(load_config(find_config(CONFIG), overrides)), args.save, layout)
+    with nullcontext() if args.save is None else locked(args.save, "--save"):
+        summary, run_dir = trained(CONFIG, args.name, overrides, resume=args.resume)
+        print(memory_line(summary))
+        if args.save is not None and exit_code(summary) == 0:
+            with _kept(run_dir, args.save):
+                save_model(run_dir, args.save, layout)
+            print(args.save)
     return exit_code(summary)
+
+
+def check_save(config: Resolved, out: Path, layout: Layout | Literal["float"]) -> None:
+    """Refuse, before a training, what would be in the way of writing its model after it; no weight is read.
+
+    Raises:
+        BenchError: a folder in use or without room, settings under which no last weights are kept, or a layout that
+            can't hold the model.
+    """
+    if not is_unused(out):
+        raise BenchError(f"--save {str(out)!r} is in use; give a new folder")
+    if config.model.lora_rank:
+        raise BenchError("--save writes a model whose own weights were trained, and model.lora_rank freezes them")
+    if not config.checkpoint.last:
+        raise BenchError("--save writes the weights of the last checkpoint; leave --checkpoint.last false out")
+    if layout != FLOAT:
+        check_layout(config, layout)
+    check_room(out, 4 * outline(config.model.pretrained or "").parameters, "--save")
+
+
+@contextmanager
+def _kept(run_dir: Path, out: Path) -> Iterator[None]:
+    """Leave no part of a model that could not be written, and say that its weights are not lost."""
+    try:
+        yield
+    except BenchError as error:
+        for path in out.iterdir():
+            if path.name != LOCK:
+                path.unlink() if path.is_file() else shutil.rmtree(path)
+        how = f"--resume --name {run_dir.name} and --save DIR"
+        raise type(error)(
+            f"--save: {error}; the weights are kept in {str(run_dir)!r}: the same command with {how} writes them"
+        ) from None
+
+
+@contextmanager
+def _written(out: Path) -> Iterator[None]:
+    """Turn whatever transformers raises while it writes a model into one line."""
+    try:
+        yield
+    except BenchError:
+        raise
+    except OSError as error:
+        raise refused(f"{str(out)!r} can't be written", error) from None
+    except Exception as error:
+        raise BenchError(f"{str(out)!r} can't be written: {type(error).__name__}: {one_line(error)}") from None
 
 
 def memory_line(summary: dict[str, Any]) -> str:
@@ -98,20 +144,23 @@ def save_model(run_dir: Path, out: Path, layout: Layout | Literal["float"] = "fl
     config = resolve(build_config(dict(found.settings)))
     name = config.model.pretrained or ""
     with runtime(config) as device:
-        trainer = Trainer(config, open_corpus(config), device)
-    fill(trainer.model, found.tensors, found.metadata, f"checkpoint {str(found.folder)!r}")
-    model: Any = trainer.model if layout != FLOAT else fm.dequantize_model(trainer.model)
+        model = trained_model(config, open_corpus(config), device)
+    fill(model, found.tensors, found.metadata, f"checkpoint {str(found.folder)!r}")
+    with reading(name) as transformers, _written(out):
+        _write(fm.dequantize_model(model) if layout == FLOAT else model, out, layout)
+        transformers.AutoTokenizer.from_pretrained(**find_model(name)).save_pretrained(out)
+
+
+def _write(model: Any, out: Path, layout: Layout | Literal["float"]) -> None:
     head = model.get_output_embeddings()
     settings = model.config = copy.deepcopy(model.config)
     settings.use_cache = True
     settings.tie_word_embeddings = head is not None and head.weight is model.get_input_embeddings().weight
-    with reading(name) as transformers:
-        if layout == "float":
-            model.save_pretrained(out)
-        else:
-            with _refusals(layout):
-                fm.export_model(model, out, layout)
-        transformers.AutoTokenizer.from_pretrained(**find_model(name)).save_pretrained(out)
+    if layout == "float":
+        model.save_pretrained(out)
+    else:
+        with _refusals(layout):
+            fm.export_model(model, out, layout)
 
 
 @contextmanager

@@ -199,7 +199,7 @@ def add_results(commands: Any) -> Any:
     )
     parser.add_argument("--table", choices=("markdown", "latex", "csv"), help="show: this form of the table alone")
     parser.add_argument("--row", metavar="ROW", help="rerun: the row, by its label, or by its format and rule")
-    parser.add_argument("--seed", type=int, metavar="N", help="rerun: this seed alone (default: all of the row's)")
+    parser.add_argument("--seed", type=natural, metavar="N", help="rerun: this seed alone (default: all of the row's)")
     parser.add_argument("--data.dir", dest="data_dir", type=Path, metavar="DIR", help="rerun: where its text lies here")
     parser.add_argument("--anyway", action="store_true", help="rerun: though torch, GPU or text differ")
     parser.add_argument("--at", choices=("tenth", "end"), help="monitors: the figures after a tenth, or at the end")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import functools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanogpt_bench.system.errors import BenchError
+from nanogpt_bench.system.hub import within
 
 #: GPT-2's own split into words, before pairs are merged within each
 WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -22,6 +23,9 @@ PREFIX = "bpe-"
 SIZES = range(258, 2**16 + 1)
 #: characters of the training split that pairs are learned from
 LEARNED = 2**25
+#: characters of a word; a longer one is cut, since the time that its pairs take grows with the square of its length
+LONGEST = 2**10
+_RUN = re.compile(r"\S+|\s+")
 
 
 def is_byte_pairs(name: str) -> bool:
@@ -66,7 +70,8 @@ class BytePairTokenizer:
         return len(self.tokens)
 
     def encode(self, text: str) -> NDArray[np.uint16]:
-        return np.array(_encoding(self.tokens).encode_ordinary(text), dtype=np.uint16)
+        encoding = _encoding(self.tokens)
+        return np.concatenate([np.array(encoding.encode_ordinary(part), dtype=np.uint16) for part in in_parts(text)])
 
     def decode(self, tokens: Sequence[int] | NDArray[Any]) -> str:
         return self._bytes(tokens).decode("utf-8", errors="replace")
@@ -95,7 +100,8 @@ def learned(name: str, documents: Iterable[str]) -> BytePairTokenizer:
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=size - 1, initial_alphabet=alphabet, show_progress=False)
-    made.train_from_iterator(_beginning(documents), trainer)
+    # In a thread of its own, so that a signal is heard in the minutes that it may take.
+    within(None, lambda: made.train_from_iterator(_beginning(documents), trainer))
     bytes_of = _bytes_by_character()
     ranked = sorted(made.get_vocab().items(), key=lambda item: item[1])
     tokens = tuple(bytes(bytes_of[character] for character in word) for word, _ in ranked)
@@ -104,10 +110,33 @@ def learned(name: str, documents: Iterable[str]) -> BytePairTokenizer:
     return BytePairTokenizer(tokens)
 
 
+def in_parts(text: str) -> Iterator[str]:
+    """Yield a text in parts without a word of more than `LONGEST` characters; whole if there is none in it.
+
+    >>> [len(part) for part in in_parts("one " + "a" * 2500 + " two")]
+    [1028, 1024, 456]
+    """
+    start = 0
+    for run in _RUN.finditer(text):
+        if run.end() - run.start() > LONGEST:
+            for word in _words().finditer(text, run.start(), run.end()):
+                for end in range(word.start() + LONGEST, word.end(), LONGEST):
+                    yield text[start:end]
+                    start = end
+    yield text[start:]
+
+
+@functools.cache
+def _words() -> Any:
+    import regex  # which tiktoken brings
+
+    return regex.compile(WORDS)
+
+
 def _beginning(documents: Iterable[str]) -> Iterable[str]:
     left = LEARNED
     for document in documents:
-        yield document[:left]
+        yield from in_parts(document[:left])
         left -= len(document)
         if left <= 0:
             return

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8manifold as fm
-from nanogpt_bench.model.causal import is_linear, window_losses
+from nanogpt_bench.model.causal import is_linear, rows_of_outputs, window_losses
 from nanogpt_bench.model.weights import save_weights
 from nanogpt_bench.setup.memory import memory_of
 from nanogpt_bench.system.errors import BenchError, one_line
@@ -139,8 +139,7 @@ def calibrate(model: nn.Module, before: Mapping[str, nn.Module], energies: Mappi
     """
     for name, layer in model.named_modules():
         if isinstance(layer, fm.QuantizedLinear) and isinstance(layer.weight, fm.FP8Tensor) and name in energies:
-            floats: Any = before[name]
-            values = floats.weight.detach() if isinstance(floats, nn.Linear) else floats.weight.detach().mT.contiguous()
+            values = rows_of_outputs(before[name]).detach()
             layer.weight = _least(layer.weight, values, energies[name].to(layer.weight.device))
 
 

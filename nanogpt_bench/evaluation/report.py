@@ -175,7 +175,9 @@ def _text(args: argparse.Namespace, folder: str | None, found: Outline, block: i
         raise BenchError(f"model.block_size: {block} is more than the {found.positions} positions of {args.model!r}")
     if folder is not None:
         corpus = load_corpus(Path(folder), block or 1)
-        check_tokens(str(corpus.meta["tokenizer"]), args.model, found.vocab_size, folder, int(corpus.val.max()))
+        read = (corpus.val, corpus.train) if args.calibrate else (corpus.val,)
+        largest = max(int(tokens.max()) for tokens in read)
+        check_tokens(str(corpus.meta["tokenizer"]), args.model, found.vocab_size, folder, largest)
         return corpus
     text, tokenizer = read_text(args.input), own_tokenizer(args.model)
     tokens = tokenizer.encode(text)

@@ -303,7 +303,8 @@ class Loop:
         self.outcome.final_val_loss = loss
         beside = (metric for metric in metrics.BESIDE_LOSS if metric.name in step.record)
         self.outcome.final_figures = {metric.figure: step.record[metric.name] for metric in beside}
-        self.outcome.best_val_loss = min(loss, self.outcome.best_val_loss or math.inf)
+        best = self.outcome.best_val_loss
+        self.outcome.best_val_loss = loss if best is None else min(loss, best)
 
     def _write(self, step: Step) -> None:
         step.record[metrics.TOKENS.name] = self.outcome.tokens

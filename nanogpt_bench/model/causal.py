@@ -202,8 +202,14 @@ def is_linear(module: nn.Module) -> bool:
     return type(module) is nn.Linear or type(module).__name__ == "Conv1D"
 
 
+def rows_of_outputs(module: Any) -> Tensor:
+    """Return a linear layer's weight as (outputs, inputs), which transformers' GPT-2 has transposed."""
+    weight: Tensor = module.weight
+    return weight if isinstance(module, nn.Linear) else weight.mT.contiguous()
+
+
 def _sizes(module: Any) -> tuple[int, int]:
-    outputs, inputs = module.weight.shape if isinstance(module, nn.Linear) else module.weight.shape[::-1]
+    outputs, inputs = rows_of_outputs(module).shape
     return int(inputs), int(outputs)
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import fp8manifold as fm
-from nanogpt_bench.system.errors import BenchError, one_line
+from nanogpt_bench.system.errors import BenchError, DiskError, one_line
 from nanogpt_bench.system.files import replacing
 from nanogpt_bench.system.untrusted import check_header
 
@@ -70,11 +70,17 @@ def save_weights(model: nn.Module, path: Path) -> None:
     """Write a model's parameters and buffers, so that a reader sees all of the file or none; a tied weight once.
 
     One-byte weights are written as codes, scales and the counter of their random bits (`fm.flatten_state_dict`).
+
+    Raises:
+        DiskError: the disk does not take them.
     """
     tensors, metadata = tensors_of(model)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as file:
-        save_file(tensors, file.name, metadata)
+    try:
+        with replacing(path) as file:
+            save_file(tensors, file.name, metadata)
+    except SafetensorError as error:  # by which it says what the system said
+        raise DiskError(f"weights {str(path)!r} can't be written: {one_line(error)}") from None
 
 
 def tensors_of(model: nn.Module, *, kept: bool = True) -> tuple[dict[str, Tensor], dict[str, str]]:

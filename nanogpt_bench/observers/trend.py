@@ -121,5 +121,18 @@ class TrendObserver(Observer):
         reference = self._baseline.get(step.number) if self._baseline else self._own_best
         if reference is None:  # the baseline was shorter
             return
-        self.excess = step.record[metrics.EXCESS.name] = self._smoothed / reference - 1
+        self.excess = share_above(self._smoothed, reference)
+        if math.isfinite(self.excess):
+            step.record[metrics.EXCESS.name] = self.excess
         self.evals_above = self.evals_above + 1 if self.excess > self._settings.divergence else 0
+
+
+def share_above(loss: float, reference: float) -> float:
+    """Return a loss over a reference, less one; of a reference of 0, which a text of one character has, inf or 0.
+
+    >>> share_above(3.0, 2.0), share_above(1.0, 0.0), share_above(0.0, 0.0)
+    (0.5, inf, 0.0)
+    """
+    if reference > 0:
+        return loss / reference - 1
+    return math.inf if loss > reference else 0.0

@@ -88,7 +88,8 @@ def _point(run: Run, twin: Run, at: float) -> Point | None:
     if not own or base is None or run.status not in ("finished", "failed"):
         return None
     gap = math.inf if loss is None or run.status == "failed" else loss - base
-    early = {LOSS: _loss(own), LOSS_GAP: None if (then := _loss(its)) is None else (_loss(own) or math.nan) - then}
+    now, then = _loss(own), _loss(its)
+    early = {LOSS: now, LOSS_GAP: None if then is None else (math.nan if now is None else now) - then}
     known = {name: value for name, value in early.items() if value is not None and math.isfinite(value)}
     return Point(own | known, gap, gap > BEHIND * base)
 

@@ -319,12 +319,13 @@ def planned_rows(manifest: Mapping[str, Any], tuning: Mapping[str, Any]) -> list
     the reason in `why`.
     """
     rows = {str(label): PlannedRow(str(label)) for label in manifest.get("order") or ()}
-    for row in manifest.get("rows") or ():  # a comparison's
-        settings = manifest.get("settings") or {}
-        _planned_row(rows, row).runs += [
-            (_planned_seed(settings.get(name)), str(name)) for name in dict.fromkeys(row["runs"])
-        ]
-    for run in manifest.get("runs") or ():  # a sweep's
+    # A comparison lists its runs by row, and says under "runs" how many there are.
+    by_row, in_a_list = (manifest["rows"], ()) if "rows" in manifest else ((), manifest.get("runs") or ())
+    settings = manifest.get("settings") or {}
+    for row in by_row:
+        of_row = [(_planned_seed(settings.get(name)), str(name)) for name in dict.fromkeys(row["runs"])]
+        _planned_row(rows, row).runs += of_row
+    for run in in_a_list:
         if run.get("of_plan", True) and not str(run["name"]).startswith(f"{TRIALS}/"):
             _planned_row(rows, run).runs.append((run.get("seed"), str(run["name"])))
     seeds = (tuning.get("confirm") or {}).get("seeds") or ()

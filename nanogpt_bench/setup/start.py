@@ -11,7 +11,7 @@ from nanogpt_bench.checkpoint import steps
 from nanogpt_bench.checkpoint.read import read_manifest
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import Resolved
-from nanogpt_bench.data.batches import Corpus, digests_of, label_names, open_corpus
+from nanogpt_bench.data.batches import Corpus, digests_of, label_names, open_also, open_corpus
 from nanogpt_bench.data.tokenizers import check_tokens
 from nanogpt_bench.model import pretrained
 from nanogpt_bench.model.causal import add_adapters, load_causal, outline, recompute_activations
@@ -152,8 +152,10 @@ def _with_head(language: GPT, shape: GPTShape, seed: int) -> GPT:
 
 def _pretrained(config: Config, corpus: Corpus) -> Any:
     name = config.model.pretrained or ""
-    largest = max(int(corpus.train.max()), int(corpus.val.max()))
-    check_tokens(str(corpus.meta["tokenizer"]), name, outline(name).vocab_size, str(corpus.folder), largest)
+    also = open_also(config, corpus)
+    for text, splits in [(corpus, (corpus.train, corpus.val)), *([(also, (also.val,))] if also else [])]:
+        largest = max(int(tokens.max()) for tokens in splits)
+        check_tokens(str(corpus.meta["tokenizer"]), name, outline(name).vocab_size, str(text.folder), largest)
     model = load_causal(name, bytes_each=_bytes_each(config), quantization=read_as_codes(config))
     if config.model.lora_rank:
         add_adapters(model, config.model.lora_rank, config.model.seed or 0)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import fp8manifold as fm
 from nanogpt_bench.config.schema import MANIFOLDS, Config
 from nanogpt_bench.config.settings import Resolved
+from nanogpt_bench.model.causal import is_linear, rows_of_outputs
 from nanogpt_bench.setup.constraints import constrain
 from nanogpt_bench.system.errors import BenchError, one_line
 from nanogpt_bench.system.words import counted
@@ -90,7 +91,9 @@ def _grid_options(config: Config) -> dict[str, Any]:
 
 
 def _float_weights(model: nn.Module) -> dict[str, Tensor]:
-    return {name: module.weight.detach().clone() for name, module in model.named_modules() if type(module) is nn.Linear}
+    """The weights of linear layers as rows of outputs, as quantised layers have them."""
+    linear = {name: module for name, module in model.named_modules() if is_linear(module)}
+    return {name: rows_of_outputs(module).detach().clone() for name, module in linear.items()}
 
 
 def _put_back(model: nn.Module, weights: dict[str, Tensor]) -> None:

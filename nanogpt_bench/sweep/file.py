@@ -284,7 +284,7 @@ def _value(key: str, value: Any, hint: Any, metadata: Mapping[str, Any]) -> Any:
         raise BenchError(f"{key}: {value!r} is not allowed; give {_WORDS[kind]}{bounds(metadata)}")
     if metadata["choices"] and value not in metadata["choices"]:
         raise unknown(key, value, metadata["choices"])
-    if kind in (int, float) and not inside(value, metadata):
+    if kind in (int, float) and not (is_finite(value) and inside(value, metadata)):
         raise BenchError(f"{key}: {value!r} is out of range; give {_WORDS[kind]}{bounds(metadata)}")
     return value
 

@@ -65,10 +65,11 @@ def _fetched(repository: str, name: str, asked: str) -> Path:
         ) from None
 
 
-def within(seconds: float, call: Callable[[], T]) -> T:
-    """Return `call()`, or raise TimeoutError after `seconds`; what the call raises is raised here.
+def within(seconds: float | None, call: Callable[[], T]) -> T:
+    """Return `call()`, or raise TimeoutError after `seconds`, if any; what the call raises is raised here.
 
-    The call goes on in a daemon thread when time is up, so it must not hold anything that has to be closed.
+    The call goes on in a daemon thread when time is up or a signal interrupts the waiting, so it must not hold anything
+    that has to be closed.
 
     >>> within(5.0, lambda: 2 + 2)
     4

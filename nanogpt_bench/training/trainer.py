@@ -41,6 +41,20 @@ def initial_model(config: Config, corpus: Corpus) -> Any:
     return start_model(model_shape(config, corpus), config, corpus)
 
 
+def trained_model(config: Resolved, corpus: Corpus, device: torch.device, start: GPT | None = None) -> Any:
+    """Return the model that a resolved configuration trains: its layers quantised, in its precision, on its device.
+
+    `start` is its float model, if there is one already. Nothing of a training is hung on it yet.
+
+    Raises:
+        BenchError: as `initial_model`, or weights that can't be quantised.
+    """
+    model = initial_model(config, corpus) if start is None else start
+    dtype = torch.bfloat16 if config.train.precision == "bf16-pure" else torch.float32
+    model = quantize(train_in_float8(model, config, device), config).to(device, dtype)
+    return keep_peer_weights(model, config)
+
+
 def mean_and_error(losses: Sequence[float]) -> tuple[float, float | None]:
     """Return the mean of losses and its standard error, their standard deviation over the root of their number.
 
@@ -70,11 +84,7 @@ class Trainer:
     ) -> None:
         self.config, self.corpus, self.device, self.ranks = config, corpus, device, ranks
         self.task = task_of(config, corpus)
-        model = initial_model(config, corpus) if start is None else start
-        dtype = torch.bfloat16 if config.train.precision == "bf16-pure" else torch.float32
-        model = quantize(train_in_float8(model, config, device), config).to(device, dtype)
-        model = keep_peer_weights(model, config)
-        self.model: Any = joined_model(model, config, ranks, device)
+        self.model: Any = joined_model(trained_model(config, corpus, device, start), config, ranks, device)
         self.optimizer = build_optimizer(self.model, config, self._fresh_batches)
         self._decay = decay_course(config.optimizer, config.train.max_steps)
         #: each group's own decay at the first step; the checkpoint of a later one holds what it had come to

@@ -222,6 +222,29 @@ def test_a_model_that_does_not_fit_is_one_line(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("evaluate --model MODEL --data.dir DIGITS --calibrate 2 --formats E4M3 --out out", "DIGITS"),
+        ("finetune --model MODEL --data.dir PLAIN --eval.also PLAIN2 --train.max_steps 1 --model.block_size 8", ""),
+        ("finetune --model MODEL --data.dir PLAIN --eval.also ALSO --train.max_steps 1 --model.block_size 8", "ALSO"),
+    ],
+)
+def test_every_text_that_is_read_has_tokens_of_the_model(
+    words: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    causal_models.write(tmp_path / "MODEL", vocab_size=16)  # digits from 3 on are tokens from 16 on
+    plain, digits = "the quick brown fox .\n" * 200, "7 8 9\n" * 400
+    for name, text in (("DIGITS", digits * 3 + plain * 2), ("PLAIN", plain), ("PLAIN2", plain), ("ALSO", digits)):
+        Path(f"{name}.txt").write_text(text)
+        prepare = ["prepare", "text", "--input", f"{name}.txt", "--tokenizer", str(tmp_path / "MODEL"), "--out", name]
+        assert main(prepare) == 0
+    told = f"model 'MODEL' has 16 token embeddings, its tokenizer makes 22 of '{named}'"
+    code = main(words.replace("MODEL", "./MODEL").split())
+    assert (code, told.replace("MODEL", "./MODEL") in capsys.readouterr().err) == ((2, True) if named else (0, False))
+
+
 def test_an_encoder_is_seen_by_its_logits(models: dict[str, Path]) -> None:
     with pytest.raises(BenchError, match="looks at the tokens that follow"):
         load_causal(str(models["bert"]))

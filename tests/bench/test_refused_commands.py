@@ -158,6 +158,11 @@ REFUSED: dict[str, str] = {
     "evaluate RUN --out out --scales channel --model.storage grid": "--model.storage means nothing with a report",
     "evaluate RUN --out out --scales channel --model.granularity block": "give --scales",
     "evaluate RUN --out out --calibrate 0": "--calibrate",
+    **{
+        f"evaluate RUN --out out --budget {word}": f"--budget: '{word}' is not allowed; give a number > 0"
+        for word in ("nan", "-1", "inf", "0", "much")
+    },
+    "results rerun x.json --row E4M3 --seed -1": "--seed: '-1' is not allowed; give a whole number >= 0",
     "evaluate RUN --out out --scales block": "block",  # rows of 16
     "evaluate RUN --out out --scales channel --weights w.safetensors": "--weights says which weights",
     "evaluate RUN --sensitivity kinds --model.formats '{\"*\": none, embeddings: none}'": "model.formats says of every "

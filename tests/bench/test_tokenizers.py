@@ -5,7 +5,10 @@ from __future__ import annotations
 import base64
 import functools
 import json
+import os
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -105,6 +108,62 @@ def test_byte_pairs_are_those_of_the_training_split_and_survive_meta_json() -> N
     assert tokenizer_from_meta(json.loads(json.dumps(tokenizer.meta()))) == tokenizer
     assert make_tokenizer("bpe-280", "", [TEXT]) == tokenizer
     assert len(byte_pairs._bytes_by_character()) == 256
+
+
+def longest_word(text: str) -> int:
+    """The characters of a text's longest word, a blank before it left out."""
+    words = (found[0] for found in byte_pairs._words().finditer(text))
+    return max((len(word if word.isspace() else word.removeprefix(" ")) for word in words), default=0)
+
+
+@pytest.mark.parametrize("word", ["acgt", "  ", "=", "12", "\n", "é"])
+def test_a_word_of_a_text_without_blanks_is_cut(word: str) -> None:
+    most, text = byte_pairs.LONGEST, "a word " + word * 3000 + " and more " + TEXT
+    parts = list(byte_pairs.in_parts(text))
+    assert "".join(parts) == text
+    assert max(map(longest_word, parts)) == most
+    tokenizer = make_tokenizer("bpe-280", "", [text])
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    longest = (word * most)[: most - 2]
+    for short in (f"a word {longest} and more", f"{longest}x.x{longest}", TEXT):  # whose pairs are what they were
+        assert list(byte_pairs.in_parts(short)) == [short]
+
+
+@settings(deadline=None)
+@given(st.text(st.sampled_from("ab1. \n'sé"), max_size=60))
+def test_parts_are_cut_where_a_long_word_is(text: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(byte_pairs, "LONGEST", 4)
+        parts = list(byte_pairs.in_parts(text))
+    assert "".join(parts) == text
+    assert (len(parts) > 1) == (longest_word(text) > 4)
+    assert max(map(longest_word, parts)) <= 4
+
+
+def test_a_signal_is_heard_while_pairs_are_learned() -> None:
+    begun, ends = threading.Event(), threading.Event()
+    readers: list[threading.Thread] = []
+
+    def documents() -> Iterator[str]:
+        readers.append(threading.current_thread())
+        begun.set()
+        ends.wait(60)
+        yield TEXT
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    sender = threading.Thread(target=lambda: (begun.wait(), os.kill(os.getpid(), signal.SIGTERM)))
+    sender.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            byte_pairs.learned("bpe-280", documents())
+        assert readers != [threading.main_thread()]  # which can't hear a signal while the package learns
+    finally:
+        ends.set()
+        sender.join()
+        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.parametrize("name", ["bpe-", "bpe-257", "bpe-65537", "bpe-4k", "bpe-N", "bpe--1", "bpe-٣٠٠"])

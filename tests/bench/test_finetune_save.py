@@ -1,0 +1,127 @@
+"""`finetune --save`: every kind of layer is written, and what would be in the way of it is said before the training."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs the extra hf")
+
+import causal_models
+
+import nanogpt_bench.commands.finetune as finetune
+from nanogpt_bench.checkpoint import write
+from nanogpt_bench.cli import main
+from nanogpt_bench.config.settings import find_config, load_config
+from nanogpt_bench.data.batches import load_corpus
+from nanogpt_bench.model.causal import _settings, outline
+from nanogpt_bench.setup.resolve import resolve
+from nanogpt_bench.training.trainer import Trainer
+
+SMALL = ["--model.block_size", "16", "--train.max_steps", "2", "--train.batch_size", "2", "--eval.batches", "1"]
+SMALL += ["--optimizer.warmup_steps", "0", "--optimizer.lr", "1e-2"]
+
+
+def prepared(folder: Path, text_file: Path, kind: str, **more: Any) -> list[str]:
+    """A model and its text in a folder, and the words of a small fine-tuning of it."""
+    model = causal_models.write(folder / "model", kind, **more)
+    out = folder / "law"
+    words = ["prepare", "text", "--input", str(text_file), "--tokenizer", str(model), "--out", str(out)]
+    assert main([*words, "--limit-tokens", "2000"]) == 0
+    return ["finetune", "--model", str(model), "--data.dir", str(out), *SMALL]
+
+
+@pytest.fixture
+def words(tmp_path: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.chdir(tmp_path)
+    return prepared(tmp_path, text_file, "llama")
+
+
+@pytest.mark.parametrize(
+    ("kind", "tied", "more", "rule"),
+    [
+        ("gpt2", True, [], "stochastic"),
+        ("gpt2", True, [], "stiffness-unrounded"),
+        ("gpt2", True, ["--model.tied", "untie"], "stochastic"),
+        ("gpt2", True, ["--model.embeddings", "E4M3"], "stochastic"),
+        ("gpt2", False, [], "master"),
+        ("mixtral", True, [], "stochastic"),
+        ("llama", True, ["--model.embeddings", "E4M3"], "stochastic"),
+    ],
+)
+def test_every_kind_of_layer_is_saved(
+    kind: str, tied: bool, more: list[str], rule: str, tmp_path: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = prepared(tmp_path, text_file, kind, tied=tied)
+    assert main([*words, *more, "--rule", rule, "--train.precision", "float32", "--save", "saved"]) == 0
+    loss = json.loads((tmp_path / "runs" / "finetune" / "summary.json").read_text())["final_val_loss"]
+    for cache in (_settings, outline):  # of another case's folder "saved"
+        cache.cache_clear()
+    again = load_config(
+        find_config("finetune"), [*SMALL, "--model.pretrained=./saved", "--data.dir=law", "--rule=fp32"]
+    )
+    trainer = Trainer(resolve(again), load_corpus(Path("law"), 16), torch.device("cpu"))
+    assert trainer.validate() == pytest.approx(loss, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (["--checkpoint.last", "false"], "leave --checkpoint.last false out"),
+        (["--model.lora_rank", "2"], "model.lora_rank freezes them"),
+        (["--save", "model/config.json/saved"], "--save 'model/config.json/saved' can't be used: Not a directory"),
+        (["--layout", "gguf"], "--layout: 'gguf' is not known"),
+    ],
+)
+def test_what_is_in_the_way_of_saving_is_said_before_the_training(
+    more: list[str], told: str, words: list[str], capsys: Any
+) -> None:
+    given = more if "--save" in more else [*more, "--save", "saved"]
+    assert main([*words, "--rule", "fp32", *given]) == 2
+    assert told in capsys.readouterr().err
+    assert not Path("runs").exists()
+    assert not Path("saved").exists()
+
+
+def test_a_model_without_a_tokenizer_is_refused_before_the_training(words: list[str], capsys: Any) -> None:
+    for path in Path("model").glob("tokenizer*"):
+        path.unlink()
+    shutil.copytree("model", "bare")
+    words[words.index("--model") + 1] = str(Path("bare").absolute())
+    assert main([*words, "--save", "saved"]) == 2
+    assert "tokenizer" in capsys.readouterr().err
+    assert not Path("runs").exists()
+
+
+def test_a_disk_without_room_is_told_before_the_training(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(write.Disk, "free", lambda *_: 1000)
+    assert main([*words, "--save", "saved"]) == 2
+    assert "--save needs 1.1 MB below 'saved', 0.0 MB are free" in capsys.readouterr().err
+    assert not Path("runs").exists()
+
+
+def test_weights_that_could_not_be_written_are_not_lost(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def fails(*_: Any) -> None:
+        Path("saved", "model.safetensors").write_text("the beginning")
+        raise ValueError("of whatever kind")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(finetune, "_write", fails)
+        assert main([*words, "--save", "saved"]) == 2
+    assert (
+        "--save: 'saved' can't be written: ValueError: of whatever kind; the weights are kept in 'runs/finetune': the "
+        "same command with --resume --name finetune and --save DIR writes them"
+    ) in capsys.readouterr().err
+    assert not Path("saved").exists()
+    assert main([*words, "--resume", "--name", "finetune", "--save", "saved"]) == 0
+    assert Path("saved", "model.safetensors").is_file()
