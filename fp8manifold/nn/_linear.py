@@ -24,6 +24,7 @@ from fp8manifold.nn._grid_weight import (
     prepare_grid_state,
     renew_grid_weight,
 )
+from fp8manifold.nn._only_floats import FLOATS
 from fp8manifold.nn._parts import gather_parts, holds_codes, parts_of
 from fp8manifold.nn._products import (
     Rounded,
@@ -253,6 +254,8 @@ class QuantizedLinear(nn.Linear):
         operand = self._operands.get("weight")
         if operand is None:
             return
+        if weight.dtype not in FLOATS:
+            raise TypeError(f"a weight has dtype {weight.dtype}: float64, float32, float16 or bfloat16 is needed")
         if has_values(weight) and not bool(weight.isfinite().all()):
             raise ValueError(f"a weight of shape {tuple(weight.shape)} holds NaN or Inf: it can't be quantised")
         if self.storage == "grid":
