@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-import geoopt
 import torch
 from torch import Tensor, nn
 
@@ -14,6 +13,7 @@ from fp8manifold._numerics.checks import check_choice
 from fp8manifold.exchange import has_own_head, needed
 from fp8manifold.formats import FloatFormat
 from fp8manifold.nn._float_files import check_floats
+from fp8manifold.nn._grid_parameter import GridParameter
 from fp8manifold.nn._in_place import in_place_parameters, parameter_names
 from fp8manifold.nn._linear import QuantizedConv1D, QuantizedLinear
 from fp8manifold.nn._loading import Encode, Reader
@@ -360,7 +360,7 @@ class _Gather:
             value = value.to(self.dtype) if value.dtype in FLOATS else value
             value = value.t().contiguous() if isinstance(layer, QuantizedConv1D) else value
         if isinstance(layer, QuantizedLinear) and layer.manifold is not None:
-            value = geoopt.ManifoldParameter(value, manifold=layer.manifold)
+            value = GridParameter(value, manifold=layer.manifold)
         return {full_layer_name: value}
 
 
