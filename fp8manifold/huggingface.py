@@ -6,16 +6,18 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-import geoopt
 import torch
 from torch import Tensor, nn
 
 from fp8manifold._numerics.checks import check_choice
 from fp8manifold.exchange import has_own_head, needed
 from fp8manifold.formats import FloatFormat
+from fp8manifold.nn._float_files import check_floats
+from fp8manifold.nn._grid_parameter import GridParameter
 from fp8manifold.nn._in_place import in_place_parameters, parameter_names
 from fp8manifold.nn._linear import QuantizedConv1D, QuantizedLinear
 from fp8manifold.nn._loading import Encode, Reader
+from fp8manifold.nn._only_floats import FLOATS
 from fp8manifold.nn._parts import PARTS, gather_parts
 from fp8manifold.nn._saved import (
     parameters_recipe_of,
@@ -31,11 +33,10 @@ from fp8manifold.nn._surgery import dequantize_model
 from fp8manifold.optim import StiffnessAdamW, StiffnessMuon, step_in_backward
 from fp8manifold.tensor import FP8Tensor
 
-__all__ = ["attach", "quantization_config", "register", "trainer_optimizer"]
+__all__ = ["attach", "check_floats", "quantization_config", "register", "trainer_optimizer"]
 
 _METHOD: Final = "fp8manifold"
 _BY: Final = "fp8manifold.huggingface"
-_FLOATS: Final = {"F64", "F32", "F16", "BF16", torch.float64, torch.float32, torch.float16, torch.bfloat16}
 _RULES: Final = ("adamw", "muon")
 
 
@@ -70,7 +71,8 @@ def quantization_config(formats: Formats = "E4M3", storage: str = "fp8", **optio
     Returns:
         A configuration of transformers.  With ``storage="fp8"`` each weight becomes codes as it is read, one at a time,
         of one file of safetensors or of shards, in any float dtype; they are those that
-        :func:`fp8manifold.quantize_model` gives a float model.  transformers itself refuses it beside ``gguf_file``.
+        :func:`fp8manifold.quantize_model` gives a float model.  Files of codes are refused (:func:`check_floats`), and
+        so is ``state_dict=``.  transformers itself refuses it beside ``gguf_file``.
 
     Raises:
         ImportError: as :func:`register`.
@@ -214,7 +216,7 @@ class _Quantizer:
         for operation in (each for each in getattr(converter, "operations", ()) if isinstance(each, _Gather)):
             operation.dtype = dtype
             return None
-        return dtype if (param.get_dtype() if hasattr(param, "get_dtype") else param.dtype) in _FLOATS else None
+        return dtype if (param.get_dtype() if hasattr(param, "get_dtype") else param.dtype) in FLOATS else None
 
     def get_weight_conversions(self) -> list[Any]:
         if not self.pre_quantized:
@@ -230,6 +232,9 @@ class _Quantizer:
     def _process_model_before_weight_loading(self, model: nn.Module, checkpoint_files: Any = None, **_: Any) -> None:
         wanted = self.quantization_config
         if not self.pre_quantized:
+            if checkpoint_files is None:  # tensors in memory are cast before anybody is asked
+                raise ValueError("state_dict= goes with no quantization_config here: call quantize_model on the model")
+            check_floats(model, checkpoint_files)
             self.reader = Reader(model, wanted.formats, wanted.storage, wanted.options, checkpoint_files)
         else:
             dtype = torch.get_default_dtype()  # that of the weights, and not of measured scales
@@ -352,10 +357,10 @@ class _Gather:
                 raise ValueError(f"{full_layer_name} is {its} in the file, and {wanted} by config.json")
             value = value.with_parts(lambda part: part, self.dtype).requires_grad_(own.requires_grad)
         else:
-            value = value.to(self.dtype) if value.dtype in _FLOATS else value
+            value = value.to(self.dtype) if value.dtype in FLOATS else value
             value = value.t().contiguous() if isinstance(layer, QuantizedConv1D) else value
         if isinstance(layer, QuantizedLinear) and layer.manifold is not None:
-            value = geoopt.ManifoldParameter(value, manifold=layer.manifold)
+            value = GridParameter(value, manifold=layer.manifold)
         return {full_layer_name: value}
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils import _pytree as pytree
 
+from fp8manifold._encoded.merging import warn_if_merged
 from fp8manifold._encoded.refusals import NoStorage, check_not_distributed, guard_memory, is_staged, refuse_memory
 from fp8manifold._encoded.storage import is_traced
 from fp8manifold._numerics.reading import eager_only
@@ -172,6 +173,7 @@ class EncodedTensor(torch.Tensor):
     def data(self, values: Tensor) -> None:
         if values.dtype not in DTYPES:
             raise TypeError(f"{type(self).__name__} appears as float32 or bfloat16, not {values.dtype}")
+        warn_if_merged(self)
         with torch.no_grad():
             self.copy_(values)
 

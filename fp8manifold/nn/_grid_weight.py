@@ -1,5 +1,6 @@
 """A layer's weight on the grid: it stays there when a state is loaded, when the module moves, or is made anew."""
 
+import warnings
 from typing import Any, Final, Literal
 
 import geoopt
@@ -10,6 +11,7 @@ from fp8manifold._encoded.stored_scale import fresh_scale, warn_if_saturated
 from fp8manifold._numerics.reading import has_values
 from fp8manifold.formats import FloatFormat
 from fp8manifold.manifolds import FP8Manifold, StiffnessManifold
+from fp8manifold.nn._grid_parameter import GridParameter
 from fp8manifold.random_bits import Draws
 from fp8manifold.scaling import WeightGranularity
 from fp8manifold.tensor import FP8Tensor
@@ -25,7 +27,7 @@ def grid_weight(
     rounding: Literal["nearest", "stochastic"],
     seed: int,
     draws: Draws,
-) -> tuple[geoopt.ManifoldParameter, FP8Manifold]:
+) -> tuple[GridParameter, FP8Manifold]:
     """The nearest points of a grid at a scale of its own, and their manifold.
 
     Args:
@@ -47,7 +49,7 @@ def grid_weight(
     manifold = FP8Manifold(fmt, fresh_scale(values, fmt, granularity, headroom), rounding, seed, draws=draws)
     check_dtype_holds(manifold, weight.dtype)
     projected = manifold.projx(values) if has_values(weight) else values.clone()
-    return geoopt.ManifoldParameter(projected, manifold=manifold, requires_grad=weight.requires_grad), manifold
+    return GridParameter(projected, manifold=manifold, requires_grad=weight.requires_grad), manifold
 
 
 def check_dtype_holds(manifold: FP8Manifold, dtype: torch.dtype) -> None:
@@ -93,10 +95,26 @@ def check_on_manifold(layer: nn.Module) -> None:
         )
 
 
+def warn_off_grid(weight: Tensor | None, manifold: StiffnessManifold | None) -> None:
+    """Warn where values that are saved are no points of the grid: an operator wrote past ``data`` and the manifold."""
+    if weight is None or not isinstance(manifold, FP8Manifold):  # computed from another parameter, or on no grid
+        return
+    if not (has_values(weight) and has_values(manifold.scale)):
+        return
+    values = weight.detach()
+    off = int((manifold.projx(values) != values).sum())
+    if off:
+        warnings.warn(
+            f"{off} of {values.numel()} weights are off the grid of storage='grid', where something wrote in place: "
+            "who loads them rounds them; assign to weight.data, which rounds, or step with this library's optimizers",
+            stacklevel=3,
+        )
+
+
 def keep_on_manifold(weight: Tensor, manifold: FP8Manifold) -> None:
     """Give a parameter that torch has made anew its manifold back; it stays the object that it is."""
     if not isinstance(weight, geoopt.ManifoldParameter):
-        weight.__class__ = geoopt.ManifoldParameter
+        weight.__class__ = GridParameter
         weight.manifold = manifold  # type: ignore[attr-defined]
 
 
@@ -140,7 +158,7 @@ def prepare_grid_state(
         warn_if_saturated(values, scale, manifold.format)
     if refusal := _lacks_points(manifold.format, scale, weight.dtype):
         return f"{key} can't be loaded into {refusal}"
-    state[key] = geoopt.ManifoldParameter(
+    state[key] = GridParameter(
         _projected(values, scale, manifold), manifold=manifold, requires_grad=weight.requires_grad
     )
     return None

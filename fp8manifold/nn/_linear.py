@@ -23,7 +23,9 @@ from fp8manifold.nn._grid_weight import (
     keep_on_manifold,
     prepare_grid_state,
     renew_grid_weight,
+    warn_off_grid,
 )
+from fp8manifold.nn._only_floats import FLOATS
 from fp8manifold.nn._parts import gather_parts, holds_codes, parts_of
 from fp8manifold.nn._products import (
     Rounded,
@@ -235,6 +237,7 @@ class QuantizedLinear(nn.Linear):
             raise ValueError("this layer has weight=None: only a weight with a format has codes; see spec")
         if is_stored(self.weight):
             return self.weight.codes.clone()
+        warn_off_grid(self._parameters.get("weight"), self.manifold)
         return encode(self.quantized_weight().detach() / self.weight_scale(), self.weight_format)
 
     def extra_repr(self) -> str:
@@ -253,6 +256,8 @@ class QuantizedLinear(nn.Linear):
         operand = self._operands.get("weight")
         if operand is None:
             return
+        if weight.dtype not in FLOATS:
+            raise TypeError(f"a weight has dtype {weight.dtype}: float64, float32, float16 or bfloat16 is needed")
         if has_values(weight) and not bool(weight.isfinite().all()):
             raise ValueError(f"a weight of shape {tuple(weight.shape)} holds NaN or Inf: it can't be quantised")
         if self.storage == "grid":
@@ -377,6 +382,7 @@ class QuantizedLinear(nn.Linear):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """One-byte weights as they are, with what rounding left, or in their parts."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        warn_off_grid(self._parameters.get("weight"), self.manifold)
         saved = destination.get(prefix + "weight")
         if isinstance(saved, FP8Tensor) and not keep_vars and self.has_plain_state:
             destination.update(parts_of(prefix + "weight", saved))

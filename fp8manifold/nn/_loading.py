@@ -7,10 +7,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from fp8manifold.nn._only_floats import refuse_codes
 from fp8manifold.nn._plan import Plan, plan
 from fp8manifold.nn._spec import Formats
 from fp8manifold.nn._surgery import carry_out, check_layers
-from fp8manifold.nn._tensor_files import FileTensors, GivenTensors, MappedFiles, Source, Tensors, files_of, in_floats
+from fp8manifold.nn._tensor_files import FileTensors, GivenTensors, MappedFiles, Source, Tensors, files_of
 from fp8manifold.parameter import FP8Parameter
 
 _NAMED: Final = 3
@@ -154,6 +155,9 @@ def _check_names(model: nn.Module, tensors: Tensors) -> dict[str, list[str]]:
         if not chosen[names[0]]:
             missing.append(names[0])
         for name in chosen[names[0]]:
+            dtype, file = tensors.held(name)
+            if entry.is_floating_point() and dtype is not None:
+                refuse_codes(name, dtype, there, file)
             unfit += _unfit(name, entry, *tensors.described(name))
     unexpected = [name for name in tensors.names() if name not in known]
     if missing:
@@ -186,10 +190,10 @@ def _hint(unexpected: Sequence[str]) -> str:
 def _read(tensors: Tensors, names: Sequence[str], entry: Tensor) -> Tensor:
     """The value of one entry."""
     value = tensors.read(names[0])
+    if entry.is_floating_point():
+        refuse_codes(names[0], value.dtype, tensors.names(), tensors.held(names[0])[1])
     for problem in _unfit(names[0], entry, tuple(value.shape), value.is_floating_point()):
         raise ValueError(problem)
-    if entry.is_floating_point() and not in_floats(value):
-        raise ValueError(f"{names[0]!r} is of {value.dtype}: the source has to hold float weights")
     for other in names[1:]:
         if not torch.equal(tensors.read(other), value):
             raise ValueError(f"{names[0]!r} and {other!r} differ in the source, and are one tensor in the model")

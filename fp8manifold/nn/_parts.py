@@ -10,6 +10,7 @@ from fp8manifold._encoded.operators import checked_remainder
 from fp8manifold._encoded.scaled import DRAWS, ROUNDINGS
 from fp8manifold._encoded.storage import block_size_of, number_of
 from fp8manifold.formats import LAYOUTS, FloatFormat
+from fp8manifold.nn._only_floats import refuse_codes
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.tensor import FP8Tensor
 
@@ -43,13 +44,14 @@ def gather_parts(state: dict[str, Any], name: str, weight: Tensor) -> None:
     Codes and scales alone are taken too, of a file that another library wrote: the count then begins anew.
 
     Raises:
-        ValueError: parts that do not fit together, or codes that nothing says the format of.
+        ValueError: parts that do not fit together, codes that nothing says the format or the scales of, or integers.
     """
     saved = state.get(name)
-    if not isinstance(saved, Tensor) or isinstance(saved, FP8Tensor) or not holds_codes(saved):
+    if not isinstance(saved, Tensor) or isinstance(saved, FP8Tensor):
         return
-    if name + "_scale" not in state:
-        raise ValueError(f"{name} holds codes ({saved.dtype}), and {name}_scale is missing")
+    if not holds_codes(saved) or name + "_scale" not in state:
+        refuse_codes(name, saved.dtype, state)
+        return
     scale, counter, traits, left = (state.pop(name + suffix, None) for suffix in PARTS[1:])
     options = _read_traits(name, traits) if traits is not None else _assumed(name, saved, weight)
     scale = scale if scale.dtype == torch.uint8 else scale.float()  # bytes are exponents of blocks

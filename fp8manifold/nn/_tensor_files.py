@@ -15,6 +15,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from fp8manifold.nn._only_floats import FLOATS
+
 _MAPPINGS: Final = Path("/proc/self/smaps")
 _DONTNEED: Final = 4
 _EVERY: Final = 2**24
@@ -23,7 +25,6 @@ _PARTS: Final = 64
 _INDEX: Final = "model.safetensors.index.json"
 #: bytes; those of the largest models have ten million
 _LARGEST_INDEX: Final = 2**26
-_FLOATS: Final = ("F64", "F32", "F16", "BF16")
 Source = str | Path | Iterable[str | Path]
 
 
@@ -91,6 +92,11 @@ class GivenTensors:
             raise TypeError(f"{name!r} is of {type(value).__name__}: a state dict has tensors")
         return tuple(value.shape), value.is_floating_point()
 
+    def held(self, name: str) -> tuple[torch.dtype | str | None, str]:
+        """The dtype, None if it is not known yet, and the name of the file."""
+        value = self._given[name] if isinstance(self._given, dict) else None
+        return (value.dtype if isinstance(value, Tensor) else None), ""
+
     def read(self, name: str) -> Tensor:
         """The tensor itself."""
         value = self._given[name]
@@ -142,7 +148,12 @@ class FileTensors:
     def described(self, name: str) -> tuple[tuple[int, ...] | None, bool | None]:
         """Shape and whether it holds floats."""
         part = self._where[name][1].get_slice(name)
-        return tuple(part.get_shape()), part.get_dtype() in _FLOATS
+        return tuple(part.get_shape()), part.get_dtype() in FLOATS
+
+    def held(self, name: str) -> tuple[torch.dtype | str | None, str]:
+        """The dtype as files have it, and the name of the file."""
+        path, file = self._where[name]
+        return file.get_slice(name).get_dtype(), path.name
 
     def read(self, name: str) -> Tensor:
         """The tensor itself."""
@@ -167,6 +178,12 @@ def _safe_open(path: Path) -> Any:
     except ImportError as error:
         raise ImportError("load_quantized needs safetensors: pip install 'fp8manifold[hf]'") from error
     return safe_open(path, framework="pt")
+
+
+def dtypes_in(path: str | Path) -> dict[str, str]:
+    """What the tensors of a safetensors file are, by their names; none is read."""
+    with _safe_open(Path(path)) as file:
+        return {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118 (it is no mapping)
 
 
 def files_of(source: Source) -> list[Path]:
@@ -203,8 +220,3 @@ def _indexed(index: Path) -> list[Path]:
     if wrong := [name for name in names if not isinstance(name, str) or Path(name).name != name]:
         raise ValueError(f"{str(index)!r} names {wrong[0]!r}, which is no file beside it")
     return [index.parent / name for name in names]
-
-
-def in_floats(value: Tensor) -> bool:
-    """Whether a tensor holds numbers that weights can be."""
-    return value.dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)

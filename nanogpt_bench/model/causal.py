@@ -26,8 +26,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import fp8manifold as fm
+from nanogpt_bench.model.gguf import check_taken
 from nanogpt_bench.system.errors import BenchError, one_line, shortened
 from nanogpt_bench.system.hub import hub_file
+from nanogpt_bench.system.words import say
 
 #: of what transformers says when it refuses a file
 LONGEST_REASON = 300
@@ -236,6 +238,10 @@ def load_causal(name: str, *, bytes_each: float = 5.0, quantization: Mapping[str
         if quantization is not None and not copies:
             options["quantization_config"] = fm.huggingface.quantization_config(**quantization)
         model, said = transformers.AutoModelForCausalLM.from_pretrained(**where, config=_settings(name), **options)
+    if copies:
+        said["unexpected_keys"] = _check_taken(model, where, said)
+    else:
+        _check_floats(model, name)
     for kind in ("missing", "unexpected"):
         keys = sorted(said.get(f"{kind}_keys") or ())
         if keys:
@@ -248,6 +254,28 @@ def load_causal(name: str, *, bytes_each: float = 5.0, quantization: Mapping[str
     model.__class__ = type(own.__name__, (_WithLoss, own), {"__module__": own.__module__})
     _check_causal(model, name)
     return model.train()
+
+
+def _check_taken(model: Any, where: Mapping[str, Any], said: Mapping[str, Any]) -> tuple[()]:
+    """Refuse a GGUF file with tensors that the model was read without, but name those that change nothing."""
+    path = Path(where["pretrained_model_name_or_path"]) / where["gguf_file"]
+    with reading(str(path)):
+        left = check_taken(model, path, said.get("unexpected_keys") or ())
+    if left:
+        say(f"{path.name}: {', '.join(left)} left out, of values that change nothing")
+    return ()
+
+
+def _check_floats(model: Any, name: str) -> None:
+    """Refuse files that hold codes where weights are to be: transformers reads them as numbers."""
+    if getattr(model, "hf_quantizer", None) is not None:  # which has looked at them
+        return
+    folder = Path(name) if Path(name).is_dir() else hub_file(name, "config.json", asked="model").parent
+    whole = folder / "model.safetensors"
+    try:
+        fm.huggingface.check_floats(model, whole if whole.is_file() else folder)
+    except ValueError as error:
+        raise BenchError(f"model {name!r}: {one_line(error)}") from None
 
 
 def load_narrow(name: str) -> Any | None:

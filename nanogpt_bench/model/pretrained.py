@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+import fp8manifold as fm
 from nanogpt_bench.model.gpt import GPT, GPTShape
 from nanogpt_bench.system.errors import BenchError, one_line
 from nanogpt_bench.system.hub import hub_file
@@ -149,6 +150,7 @@ def load_checkpoint(model: GPT, name: str, tokenizer: str) -> None:
     _check_vocabulary(model.shape, checkpoint, tokenizer)
     try:
         check_header(checkpoint.weights)
+        fm.huggingface.check_floats(model, checkpoint.weights)
         with safe_open(checkpoint.weights, framework="pt") as file:
             stored = {key.removeprefix("transformer."): key for key in sorted(file.keys()) if not key.endswith(_MASKS)}
             sources = _sources(checkpoint.shape)

@@ -63,8 +63,8 @@ def write_tokenizer(folder: Path, words: int = len(WORDS)) -> Path:
     return folder
 
 
-def write_gguf(path: Path, gguf: Any) -> None:
-    """Write a Llama of one layer, and a tokenizer of letters and one pair of them, as a GGUF file."""
+def write_gguf(path: Path, gguf: Any, more: dict[str, np.ndarray[Any, np.dtype[np.float32]]] | None = None) -> None:
+    """Write a Llama of one layer, and a tokenizer of letters and one pair of them, as a GGUF file; tensors, too."""
     draw, width, inner = np.random.default_rng(0), 32, 48
     made = gguf.GGUFWriter(str(path), "llama")
     made.add_context_length(64)
@@ -87,6 +87,8 @@ def write_gguf(path: Path, gguf: Any) -> None:
         made.add_tensor(f"{name}.weight", draw.normal(0, 0.02, size).astype(np.float32))
     for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"):
         made.add_tensor(f"{name}.weight", np.ones(width, np.float32))
+    for name, values in (more or {}).items():
+        made.add_tensor(name, values)
     made.write_header_to_file()
     made.write_kv_data_to_file()
     made.write_tensors_to_file()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import builtins
 import importlib.util
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,6 +18,7 @@ pytest.importorskip("transformers", reason="needs the extra hf")
 
 import causal_models
 from damages import Damage, both, cut, put, renamed
+from safetensors.torch import load_file, save_file
 
 import fp8manifold as fm
 from nanogpt_bench.cli import main
@@ -179,6 +182,63 @@ def test_a_gguf_is_floats_from_then_on(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "saved")
     again, tokens = load_causal(str(tmp_path / "saved")), torch.arange(20)[None]
     assert torch.equal(again.eval()(tokens).logits, model.eval()(tokens).logits)
+
+
+LEFT_OUT = {
+    "rope_freqs.weight": "'rope_freqs.weight' scales rotary frequencies by up to 8, and transformers leaves it out",
+    **{
+        name: f"unexpected weight {name!r}, which transformers leaves out"
+        for name in (
+            *("blk.0.attn_q.bias", "output_norm.bias", "blk.0.attn_q_norm.weight", "blk.1.attn_q.weight"),
+            *("rope_factors_long.weight", "anything.weight"),
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_what_transformers_leaves_out_of_a_gguf_is_refused(name: str, tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf", reason="needs the package gguf")
+    causal_models.write_gguf(tmp_path / "x.gguf", gguf, {name: np.arange(1, 9, dtype=np.float32)})
+    with pytest.raises(BenchError, match=re.escape(LEFT_OUT[name])):
+        load_causal(str(tmp_path))
+
+
+def test_what_changes_nothing_in_a_gguf_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    gguf = pytest.importorskip("gguf", reason="needs the package gguf")
+    causal_models.write_gguf(tmp_path / "plain.gguf", gguf)
+    plain = load_causal(str(tmp_path / "plain.gguf")).eval()
+    assert capsys.readouterr().err == ""
+    more = {"rope_freqs.weight": np.ones(8, np.float32), "output.weight": np.full((32, 32), 0.1, np.float32)}
+    causal_models.write_gguf(tmp_path / "x.gguf", gguf, {"rope_freqs.weight": more["rope_freqs.weight"]})
+    model, tokens = load_causal(str(tmp_path / "x.gguf")).eval(), torch.arange(20)[None]
+    assert capsys.readouterr().err == "x.gguf: rope_freqs.weight left out, of values that change nothing\n"
+    assert torch.equal(model(tokens).logits, plain(tokens).logits)
+    causal_models.write_gguf(tmp_path / "head.gguf", gguf, {"output.weight": more["output.weight"]})
+    assert torch.equal(load_causal(str(tmp_path / "head.gguf")).lm_head.weight, torch.full((32, 32), 0.1))
+
+
+CODES = {
+    "E4M3, with scales": (torch.float8_e4m3fn, "weight_scale_inv", "F8_E4M3"),
+    "E4M3": (torch.float8_e4m3fn, "", "F8_E4M3"),
+    "int8": (torch.int8, "", "I8"),
+}
+
+
+@pytest.mark.parametrize("kind", CODES)
+@pytest.mark.parametrize("quantization", [None, {"formats": {"*": "E4M3"}, "tied": "leave"}])
+def test_codes_are_not_read_as_weights(kind: str, quantization: Any, tmp_path: Path) -> None:
+    """By whatever reader: floats of ``finetune`` and ``evaluate``, or codes as they are read."""
+    dtype, beside, called = CODES[kind]
+    path = causal_models.write(tmp_path) / "model.safetensors"
+    name = "model.layers.0.mlp.down_proj.weight"
+    state = load_file(path)
+    state[name] = (state[name] * 1000).to(dtype)
+    if beside:
+        state[name.removesuffix("weight") + beside] = torch.full((1, 1), 0.001)
+    save_file(state, path, {"format": "pt"})
+    with pytest.raises(BenchError, match=rf"{re.escape(name)} of 'model\.safetensors' holds codes \({called}\)"):
+        load_causal(str(tmp_path), quantization=quantization)
 
 
 def written(kind: str = "llama", **more: Any) -> Callable[[Path], Path]:

@@ -100,6 +100,16 @@ def test_bfloat16_weights_are_read_as_float32(tmp_path: Path) -> None:
     assert torch.equal(weight, weight.bfloat16().float())
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_codes_are_not_read_as_weights(dtype: torch.dtype, tmp_path: Path, folder: Path) -> None:
+    def edit(stored: dict[str, torch.Tensor]) -> None:
+        stored["h.0.mlp.c_fc.weight"] = (stored["h.0.mlp.c_fc.weight"] * 100).to(dtype)
+
+    made = gpt2_checkpoints.change(gpt2_checkpoints.write(tmp_path), edit)
+    with pytest.raises(BenchError, match=r"h\.0\.mlp\.c_fc\.weight of 'model\.safetensors' holds codes \([FI]8"):
+        loaded(made)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

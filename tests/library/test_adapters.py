@@ -1,0 +1,210 @@
+"""PEFT over stored weights: what is merged into them is rounded once and said, and a grid is never left silently."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import geoopt
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize, prune
+
+import fp8manifold as fm
+from fp8manifold import dequantize_model, quantize_model
+
+MERGED = r"an adapter is merged into a weight in E4M3, or taken out of it: the sum is rounded"
+OFF = r"\d+ of \d+ weights are off the grid of storage='grid', where something wrote in place"
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(16, 32)
+        self.fc = nn.Linear(32, 32)
+        self.head = nn.Linear(32, 16)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(torch.relu(self.fc(self.emb(tokens))))  # type: ignore[no-any-return]
+
+
+def made(storage: Any, **options: Any) -> Any:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return quantize_model(Net(), "E4M3", storage, **options)
+
+
+def is_on_grid(layer: Any) -> bool:
+    values = layer.weight.detach()
+    return torch.equal(layer.manifold.projx(values), values)
+
+
+@pytest.fixture
+def peft() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what it announces as it is imported
+        return pytest.importorskip("peft", reason="needs the extra lora")
+
+
+#: adapters by name: PEFT's configuration and its options
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "LoRA": ("LoraConfig", {"r": 4}),
+    "LoRA with a bias": ("LoraConfig", {"r": 4, "lora_bias": True}),
+    "DoRA": ("LoraConfig", {"r": 4, "use_dora": True}),
+    "LoRA beside a whole head": ("LoraConfig", {"r": 4, "modules_to_save": ["head"]}),
+    "IA3": ("IA3Config", {"feedforward_modules": []}),
+    "LoHa": ("LoHaConfig", {"r": 4}),
+    "LoKr": ("LoKrConfig", {"r": 4}),
+}
+
+
+def adapted(peft: Any, kind: str, model: Any, target: str = "fc") -> Any:
+    """The model with adapters of values that say something."""
+    name, options = KINDS[kind]
+    with warnings.catch_warnings(), torch.random.fork_rng():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(1)
+        wrapped = peft.get_peft_model(model, getattr(peft, name)(target_modules=[target], **copy.deepcopy(options)))
+        with torch.no_grad():
+            for parameter in wrapped.parameters():
+                if parameter.requires_grad and not isinstance(parameter, geoopt.ManifoldParameter):
+                    parameter.add_(torch.randn_like(parameter) * 0.1)
+    return wrapped
+
+
+@pytest.mark.filterwarnings("ignore:Unmerge result can be inaccurate")  # IA3's own
+@pytest.mark.parametrize("storage", ["grid", "fp8"])
+@pytest.mark.parametrize("safe", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_merge_is_said_and_stays_on_the_grid(kind: str, safe: bool, storage: Any, peft: Any) -> None:
+    model = made(storage)
+    layer, wrapped = model.fc, adapted(peft, kind, model)
+    before = torch.as_tensor(layer.weight.detach().clone())
+    with pytest.warns(UserWarning, match=MERGED):
+        wrapped.merge_adapter(safe_merge=safe)
+    assert not torch.equal(torch.as_tensor(layer.weight.detach()), before)
+    assert storage == "fp8" or is_on_grid(layer)
+    with pytest.warns(UserWarning, match=MERGED):
+        wrapped.unmerge_adapter()
+    assert storage == "fp8" or is_on_grid(layer)
+    with pytest.warns(UserWarning, match=MERGED):
+        merged = wrapped.merge_and_unload(safe_merge=safe)
+    assert type(merged.fc) is fm.QuantizedLinear
+    again = made(storage)
+    again.load_state_dict(merged.state_dict())  # what is saved is what there is
+    assert torch.equal(again(torch.arange(16)), merged(torch.arange(16)))
+
+
+def test_a_merge_takes_a_scale_that_holds_the_sum(peft: Any) -> None:
+    model = made("grid")
+    layer, wrapped = model.fc, adapted(peft, "LoRA", model)
+    with torch.no_grad():
+        wrapped.base_model.model.fc.lora_B["default"].weight.mul_(1000)
+    wanted = layer.weight.detach() + wrapped.base_model.model.fc.get_delta_weight("default").detach()
+    with pytest.warns(UserWarning, match=MERGED):
+        wrapped.merge_adapter()
+    assert is_on_grid(layer)
+    row = wanted.abs().amax(1, keepdim=True)
+    assert bool(
+        ((layer.weight.detach() - wanted).abs() <= row / 16).all()
+    )  # half an ULP of E4M3 at the end of the range
+
+
+def test_adapters_of_an_embedding_in_codes(peft: Any) -> None:
+    model = made("fp8", embeddings="E4M3")
+    wrapped = adapted(peft, "LoRA", model, "emb")
+    before = model.emb.weight.dequantize()
+    with pytest.warns(UserWarning, match=MERGED):
+        merged = wrapped.merge_and_unload()
+    assert isinstance(merged.emb.weight, fm.FP8Parameter)
+    assert not torch.equal(merged.emb.weight.dequantize(), before)
+
+
+@pytest.mark.parametrize("storage", ["grid", "fp8"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_decoded_merged_and_quantised(kind: str, storage: Any, peft: Any) -> None:
+    """As the page has it: the sum is rounded once, to the nearest, and nothing is said."""
+    wrapped = adapted(peft, kind, made(storage)).eval()
+    decoded = dequantize_model(wrapped)
+    expected = decoded(torch.arange(16))
+    merged = decoded.merge_and_unload()
+    torch.testing.assert_close(merged(torch.arange(16)), expected)
+    floats = merged.fc.weight.detach().clone()
+    assert type(merged.fc) is nn.Linear
+    quantize_model(merged, "E4M3", storage)
+    assert torch.equal(
+        torch.as_tensor(merged.fc.quantized_weight().detach()),
+        torch.as_tensor(quantize_model(layer_of(floats), "E4M3", storage)[0].quantized_weight().detach()),
+    )
+
+
+def layer_of(weight: Tensor) -> Any:
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    layer.weight = nn.Parameter(weight)
+    return nn.Sequential(layer)
+
+
+# Others that write
+
+
+def test_what_is_assigned_is_rounded() -> None:
+    """As values assigned to codes are; nothing is said where nobody merges."""
+    layer = made("grid").fc
+    layer.weight.data = layer.weight.data * 1.01
+    layer.weight.data *= 1.01
+    assert is_on_grid(layer)
+    scale = layer.manifold.scale.clone()
+    layer.weight.data = layer.weight.data * 1000
+    assert is_on_grid(layer)
+    assert bool((layer.manifold.scale > scale).all())
+    same = layer.weight.detach().clone()
+    layer.weight.data = same  # points stay as they are, in the memory given
+    assert layer.weight.data_ptr() == same.data_ptr()
+    assert torch.equal(layer.weight, same)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_a_model_that_moves_keeps_its_points(dtype: torch.dtype) -> None:
+    model = made("grid")
+    values = model.fc.weight.detach().clone()
+    model.to(dtype)
+    assert torch.equal(model.fc.weight.detach().float(), values)
+    assert is_on_grid(model.fc)
+
+
+def test_a_copy_of_a_model_keeps_its_points_too(tmp_path: Path) -> None:
+    torch.save(made("grid"), tmp_path / "model.pt")
+    for model in (copy.deepcopy(made("grid")), torch.load(tmp_path / "model.pt", weights_only=False)):
+        model.fc.weight.data *= 1.01
+        assert is_on_grid(model.fc)
+    model.load_state_dict(made("grid").state_dict(), assign=True)
+    model.fc.weight.data *= 1.01
+    assert is_on_grid(model.fc)
+
+
+@pytest.mark.parametrize("write", ["weight.mul_(1.01)", "weight.data.mul_(1.01)", "nn.init.normal_(weight)"])
+def test_weights_off_the_grid_are_not_saved_without_a_word(write: str) -> None:
+    """An operator in place can't be seen; what is saved is looked at."""
+    layer = made("grid").fc
+    with torch.no_grad():
+        eval(write, {"weight": layer.weight, "nn": nn})
+    for saved in (layer.state_dict, layer.weight_codes):
+        with pytest.warns(UserWarning, match=OFF):
+            saved()
+
+
+def test_what_is_computed_from_points_is_nobody_s_grid() -> None:
+    layer = parametrizations.spectral_norm(made("grid").fc)
+    layer.state_dict()
+    parametrize.remove_parametrizations(layer, "weight")
+    with pytest.warns(UserWarning, match=OFF):
+        layer.state_dict()
+    pruned = made("grid").fc
+    prune.l1_unstructured(pruned, "weight", 0.5)
+    pruned.state_dict()
+    prune.remove(pruned, "weight")
+    assert is_on_grid(pruned)
+    assert int((pruned.weight == 0).sum()) >= 512
