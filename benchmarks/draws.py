@@ -83,8 +83,8 @@ def ends(fmt: str, draws: Draws, stream: Stream, options: argparse.Namespace) ->
         weight.grad = exact.grad = -stream.asked(step, torch.randn(shape, generator=generator)) * ulp
         for optimizer in optimizers:
             optimizer.step()
-    side = start.sign()
-    return tuple((each * side).double() for each in (start, exact.detach(), weight.dequantize()))
+    side = start.double().sign()
+    return start * side, exact.detach() * side, weight.dequantize() * side
 
 
 def figure(name: str, start: Tensor, exact: Tensor, rounded: Tensor) -> tuple[float, float]:

@@ -175,7 +175,7 @@ def test_an_average_does_not_draw_what_its_weights_do() -> None:
 
 def moved_in_turn(writers: list[Any], draws: str, times: int = 64) -> list[Tensor]:
     """Which elements each writer has moved up from 1, time after time, of one weight: a row a time."""
-    parameter = fm.FP8Parameter(torch.ones(N), "E4M3", scale=1.0, seed=0, draws=draws)  # type: ignore[arg-type]
+    parameter = fm.FP8Parameter(torch.ones(N), "E4M3", scale=1.0, seed=0, draws=draws)
     ones, moves = parameter.codes.clone(), [torch.empty(times, N) for _ in writers]
     parameter.grad = torch.full((N,), -0.03)
     for time in range(times):
