@@ -127,7 +127,7 @@ class ModelConfig:
         minimum=1,
         rows_by="--rules",
     )
-    n_layer: int | None = setting(None, "transformer blocks; null: the size's", minimum=1, of_task=True)
+    n_layer: int | None = setting(None, "transformer blocks; null: the size's", minimum=1, maximum=4096, of_task=True)
     n_head: int | None = setting(None, "attention heads; null: the size's", minimum=1, of_task=True)
     n_embd: int | None = setting(None, "width, a multiple of n_head; null: the size's", minimum=1, of_task=True)
     block_size: int | None = setting(None, "context length in tokens; null: the size's", minimum=1, of_task=True)
@@ -446,7 +446,7 @@ class RuntimeConfig:
     """The machine."""
 
     device: str = setting("auto", "auto takes a GPU when there is one", choices=("auto", "cpu", "cuda"))
-    threads: int | None = setting(None, "CPU threads; null: torch's own choice", minimum=1)
+    threads: int | None = setting(None, "CPU threads; null: torch's own choice", minimum=1, maximum=1024)
     compile: bool = setting(
         False,
         "compile the model with torch.compile: the first step and the first validation take long; steps into which a "

@@ -17,6 +17,7 @@ from nanogpt_bench.model import pretrained
 from nanogpt_bench.model.causal import add_adapters, load_causal, outline, recompute_activations
 from nanogpt_bench.model.gpt import GPT, GPTShape, build_model
 from nanogpt_bench.runs.trained import Trained, choose, fill_floats, is_checkpoint, is_run, load, trained_shape
+from nanogpt_bench.setup.memory import check_fits
 from nanogpt_bench.setup.surgery import read_as_codes
 from nanogpt_bench.system.errors import BenchError, one_line
 
@@ -122,9 +123,10 @@ def start_model(shape: GPTShape, config: Config, corpus: Corpus) -> Any:
     """Return the float model of that shape with the weights that a resolved configuration starts from.
 
     Raises:
-        BenchError: weights that do not fit the corpus or the model.
+        BenchError: weights that do not fit the corpus or the model, or more than there is memory for.
     """
     name, seed = config.model.init_from, config.model.seed or 0
+    check_fits(shape, config)
     if config.model.pretrained:
         return _pretrained(config, corpus)
     if not name:
