@@ -169,12 +169,14 @@ def _first_losses(args: argparse.Namespace, run_dir: Path | None) -> list[Evalua
     from nanogpt_bench.config.settings import find_config, load_config
     from nanogpt_bench.data.stdlib import prepare_default
     from nanogpt_bench.evaluation.losses import common_settings, evaluate
+    from nanogpt_bench.setup.runtime import check_device
 
     gave_way: list[str] = []
     path = run_dir / "config.yaml" if run_dir else find_config(args.config)
     config = load_config(path, args.overrides, gave_way.append)
     if args.weights and args.formats:
         raise BenchError("--weights holds weights in the formats of the config; leave --formats out")
+    check_device(config.runtime.device)
     prepare_default(common_settings(config, args.formats or ()).data.dir)
     rows = evaluate(config, args.formats or (), weights=args.weights, save=args.save)
     for line in gave_way:

@@ -61,6 +61,7 @@ def main_profile(args: argparse.Namespace) -> int:
     settings = load_settings(find_config(name), args.overrides, gave_way.append)
     _check_out(args.out)
     _refuse_processes(settings)
+    _check_device(settings)
     if ranges:
         _refuse(args, "goes with profile CONFIG.yaml, not with profile ranges", ("batch_sizes",))
         code = _ranges(settings, args)
@@ -91,6 +92,12 @@ def _refuse_processes(settings: Mapping[str, Any]) -> None:
     from nanogpt_bench.setup.parallel import refuse_parallel
 
     refuse_parallel(settings.get("train.parallel"), "profile")
+
+
+def _check_device(settings: Mapping[str, Any]) -> None:
+    from nanogpt_bench.setup.runtime import check_device
+
+    check_device(str(settings.get("runtime.device")))
 
 
 def _check_out(out: Path | None) -> None:

@@ -18,6 +18,7 @@ from nanogpt_bench.loop.outcome import Progress
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.report.build import followed
 from nanogpt_bench.setup.resolve import resolve, resolve_for
+from nanogpt_bench.setup.runtime import check_device
 from nanogpt_bench.system.errors import BenchError, printable
 from nanogpt_bench.system.lock import new_folder
 from nanogpt_bench.system.ranks import Ranks, is_worker, joined
@@ -68,6 +69,7 @@ def trained(
     named = None if name is None else RUNS / checked_name(name)
     earlier = Path(ranks.told(str(named or latest_name(path.stem)))) if resume else None
     config = resolve(given) if earlier is None else resolve_for(given, earlier, resume=True)
+    check_device(config.runtime.device)
     with ranks.together():
         if ranks.first:
             prepare_default(config.data.dir)

@@ -208,6 +208,17 @@ class RayCluster:
         """Return the cores of all nodes."""
         return max(1, int(self._ray.cluster_resources().get("CPU", 1)))
 
+    def check_device(self, wanted: str) -> None:
+        """Refuse a GPU where no node has one.
+
+        Raises:
+            BenchError: says so.
+        """
+        from nanogpt_bench.setup.runtime import CUDA, no_device
+
+        if wanted == CUDA and not self._ray.cluster_resources().get("GPU"):
+            raise no_device("any node of the cluster")
+
     def worker(self, messages: Messages, threads: int) -> RayWorker:
         """Start a worker on a node with so many cores free, where the folder is seen."""
         self.marker.touch()  # in the folder by now is what says whose it is

@@ -56,6 +56,9 @@ class Executor(Protocol):
     def cores(self) -> int:
         """Return how many threads there are cores for."""
 
+    def check_device(self, wanted: str) -> None:
+        """Refuse a device that no worker has."""
+
     def worker(self, messages: Messages, threads: int) -> AnyWorker:
         """Start a worker that computes with so many threads."""
 
@@ -189,6 +192,16 @@ class Local:
     def cores(self) -> int:
         """Return the cores that this process may use."""
         return cores()
+
+    def check_device(self, wanted: str) -> None:
+        """Refuse a device that this machine does not have.
+
+        Raises:
+            BenchError: says so.
+        """
+        from nanogpt_bench.setup.runtime import check_device
+
+        check_device(wanted)
 
     def worker(self, messages: Messages, threads: int) -> AnyWorker:
         """Start a process."""
