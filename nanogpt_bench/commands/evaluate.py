@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanogpt_bench.commands.arguments import names, positive
 from nanogpt_bench.system.errors import BenchError, unknown
+from nanogpt_bench.system.overwriting import holds, refuse_to_replace, rows_with
 from nanogpt_bench.system.words import say
 
 if TYPE_CHECKING:
@@ -144,6 +145,8 @@ def _losses(args: argparse.Namespace) -> int:
     from nanogpt_bench.evaluation.losses import evaluate_run
     from nanogpt_bench.runs.trained import run_folder
 
+    if args.out:
+        refuse_to_replace("--out", args.out, holds(rows_with("format", "storage", "val_loss")), "a name of its own")
     run_dir = run_folder(args.config)
     if run_dir is not None and args.weights is None:
         options = {"save": args.save, "average": args.average or 1}

@@ -21,6 +21,7 @@ from nanogpt_bench.setup.formats import format_summary
 from nanogpt_bench.setup.runtime import runtime
 from nanogpt_bench.system.errors import BenchError, printable
 from nanogpt_bench.system.files import write_json
+from nanogpt_bench.system.overwriting import holds, refuse_to_replace, rows_with
 from nanogpt_bench.training.trainer import Trainer
 
 #: columns that a text needs to stand beside another one
@@ -149,6 +150,8 @@ def sample_command(
     run_dir = run_folder(name)
     if run_dir is None:
         raise BenchError(f"{name!r} is no folder of a run; give one that run has written, such as runs/e4m3")
+    if out:
+        refuse_to_replace("--out", out, holds(rows_with("draw", "text", "format")), "a name of its own")
     found = sample_run(run_dir, draw, checkpoint or "last", formats, overrides)
     _show(found, draw.prompt)
     if out:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -127,16 +128,8 @@ def open_also(config: Config, corpus: Corpus) -> Corpus | None:
 
 def _read_meta(folder: Path) -> dict[str, Any]:
     path = folder / "meta.json"
-    if not folder.exists() and not folder.is_absolute():
-        raise BenchError(
-            f"data.dir {str(folder)!r} has no meta.json, nor is it there, in {str(Path.cwd())!r}: start in the folder "
-            "that it is relative to, or give its whole path as --data.dir; a new one is made by: nanogpt-bench prepare "
-            f"stdlib --out {folder}"
-        )
     if not path.is_file():
-        raise BenchError(
-            f"data.dir {str(folder)!r} has no meta.json; prepare it with: nanogpt-bench prepare stdlib --out {folder}"
-        )
+        raise _no_meta(folder)
     try:
         meta = read_json(path)
         checked = [int(meta["vocab_size"]), meta["tokenizer"]]
@@ -155,6 +148,26 @@ def _read_meta(folder: Path) -> dict[str, Any]:
             f"{tokenizer.vocab_size}; prepare the corpus again"
         )
     return dict(meta)
+
+
+def _no_meta(folder: Path) -> BenchError:
+    """Return the error of a folder without meta.json; what is in one that is there is somebody's, and stays."""
+    said = f"data.dir {str(folder)!r} has no meta.json"
+    if folder.exists() and not folder.is_dir():
+        return BenchError(f"{said}: it is a file; give a folder that prepare wrote")
+    there = sorted(item.name for item in folder.iterdir()) if folder.is_dir() else []
+    if there:
+        return BenchError(
+            f"{said} and holds {there[0]!r}, which prepare did not write; prepare the text into a folder of its own: "
+            "nanogpt-bench prepare text --input FILE --out DIR"
+        )
+    command = f"nanogpt-bench prepare stdlib --out {shlex.quote(str(folder))}"
+    if folder.exists() or folder.is_absolute():
+        return BenchError(f"{said}; prepare it with: {command}")
+    return BenchError(
+        f"{said}, nor is it there, in {str(Path.cwd())!r}: start in the folder that it is relative to, or give its "
+        f"whole path as --data.dir; a new one is made by: {command}"
+    )
 
 
 def _check_counts(meta: dict[str, Any]) -> None:

@@ -46,6 +46,7 @@ from nanogpt_bench.setup.runtime import runtime
 from nanogpt_bench.system.errors import BenchError, one_line, printable
 from nanogpt_bench.system.files import write_json
 from nanogpt_bench.system.lock import is_unused, locked
+from nanogpt_bench.system.overwriting import holds, mapping_with
 from nanogpt_bench.system.words import rough_time, say
 
 ROWS = "evaluation.json"
@@ -230,7 +231,8 @@ def _report(
 
 def _check_folder(out: Path) -> None:
     """Refuse a folder of something else."""
-    if not is_unused(out) and not (out / ROWS).is_file():
+    wrote = holds(mapping_with("model", "environment", "rows"))
+    if not is_unused(out) and not wrote(out / ROWS):
         raise BenchError(f"--out {str(out)!r} is in use and holds no evaluation of a model; give a new folder")
 
 

@@ -217,6 +217,11 @@ def is_export(path: Path) -> bool:
     return path.suffix == ".json" and path.is_file()
 
 
+def is_of_kind(content: Any) -> bool:
+    """Whether the content of a JSON file says that it is a results file."""
+    return isinstance(content, Mapping) and content.get("kind") == KIND
+
+
 def read_export(path: Path) -> Exported:
     """Read a results file.
 
@@ -225,7 +230,7 @@ def read_export(path: Path) -> Exported:
     """
     try:
         content = cleaned(read_json(path, times=8))
-        if not isinstance(content, Mapping) or content.get("kind") != KIND:
+        if not is_of_kind(content):
             raise BenchError(
                 f"{str(path)!r} holds no results; nanogpt-bench results export SWEEP --out FILE.json writes some"
             )
