@@ -29,13 +29,14 @@ from nanogpt_bench.config.settings import read_yaml
 from nanogpt_bench.runs.environment import history_lines
 from nanogpt_bench.runs.find import find_runs, say_aside
 from nanogpt_bench.runs.read import finite
+from nanogpt_bench.runs.sums import not_as_written
 from nanogpt_bench.runs.trained import BEST
 from nanogpt_bench.system.errors import BenchError, one_line, printable
 from nanogpt_bench.system.untrusted import Refused, open_file
 
 #: bytes of a JSON file, and of one line of a file of records
 LIMIT = 1 << 25
-METRICS = "metrics.jsonl"
+METRICS, WEIGHTS = "metrics.jsonl", "weights.json"
 #: written at some steps only, several lines a step
 SPARSE = ("histograms.jsonl", "alerts.jsonl")
 
@@ -133,9 +134,12 @@ def check_run(path: Path) -> Findings:
     _check_metrics(path / METRICS, ended, found)
     for name in SPARSE:
         _check_sparse(path / name, ended, found)
+    if (path / WEIGHTS).exists():
+        _mapping(path / WEIGHTS, found)
     _check_summary(summary, found)
     _check_checkpoints(path, found)
     _check_bytes(path, summary, found)
+    _check_sums(path, found, ended=(path / "summary.json").exists())
     return found
 
 
@@ -236,6 +240,13 @@ def _check_bytes(path: Path, summary: dict[str, Any], found: Findings) -> None:
     held = outcome.get("held_bytes") if isinstance(outcome, dict) else None
     if held is not None and summary.get("held_bytes") != held:
         found.problems.append(f"summary.json has held_bytes {summary.get('held_bytes')!r}, the last checkpoint {held}")
+
+
+def _check_sums(path: Path, found: Findings, *, ended: bool) -> None:
+    """Every file is the one that was written; what was said of a file already is not said again."""
+    for name, wrong in not_as_written(path, ended=ended):
+        if not any(name in problem for problem in found.problems):
+            found.problems.append(f"{name} {wrong}")
 
 
 def _check_checkpoints(path: Path, found: Findings) -> None:

@@ -32,6 +32,7 @@ from nanogpt_bench.observers import Alert, Observer, Step
 from nanogpt_bench.observers.build import build_observers
 from nanogpt_bench.observers.trackers import Trackers, start_trackers
 from nanogpt_bench.runs.environment import config_history, history_comment
+from nanogpt_bench.runs.sums import AT_START, SUMS, write_sums
 from nanogpt_bench.runs.trained import BEST
 from nanogpt_bench.setup.memory import held_bytes
 from nanogpt_bench.system.errors import BenchError, disk_failure
@@ -86,11 +87,13 @@ class Loop:
             self.run_dir.mkdir(parents=True, exist_ok=True)
             remove_output(self.run_dir)
         else:
-            (self.run_dir / "summary.json").unlink(missing_ok=True)  # it spoke of the end of what goes on now
+            for name in (SUMS, "summary.json"):  # they spoke of the end of what goes on now
+                (self.run_dir / name).unlink(missing_ok=True)
         withdraw_best(self.run_dir, after)
         remove_parts(self.run_dir)
         write_text(self.run_dir / "config.yaml", history_comment(self.environment) + to_yaml(self.config))
         write_json(self.run_dir / "environment.json", self.environment)
+        write_sums(self.run_dir, AT_START)
         self.trackers = start_trackers(self.config, self.run_dir, earlier, after)
 
     def _take_up(self, found: Contents) -> None:
@@ -352,6 +355,7 @@ class Loop:
         summary["trackers"] = self.trackers.facts
         with attempt:
             write_json(self.run_dir / "summary.json", summary)
+            write_sums(self.run_dir)
         return summary
 
     def _close(self) -> None:

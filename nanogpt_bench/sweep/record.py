@@ -38,6 +38,7 @@ from nanogpt_bench.runs.earlier import (
 )
 from nanogpt_bench.runs.environment import DECIDING, MINOR, command_line, differing, machine, settings_of
 from nanogpt_bench.runs.load import Run, is_run_folder, load_run
+from nanogpt_bench.runs.sums import write_sums
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.setup.start import start_facts
 from nanogpt_bench.sweep.plan import PlannedRun
@@ -324,6 +325,7 @@ def _write(run: Run, folder: Path, source: Path) -> None:
     write_json(folder / "environment.json", dict(run.environment))
     write_text(folder / "metrics.jsonl", "".join(f"{json.dumps(records[step])}\n" for step in sorted(records)))
     write_json(folder / "summary.json", {**run.summary, "seed": run.seed, "taken_from": str(source)})
+    write_sums(folder)
 
 
 class SweepRecord(Record):
