@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 
 from nanogpt_bench.system.errors import BenchError
 
@@ -17,6 +18,7 @@ class Tokenizers(tuple[str, ...]):
             or str(word).startswith("bpe-")
             or "/" in str(word)
             or str(word).endswith(".gguf")
+            or Path(str(word)).is_dir()
         )
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from nanogpt_bench.commands.arguments import names, positive
 from nanogpt_bench.system.errors import BenchError, unknown
 from nanogpt_bench.system.overwriting import holds, refuse_to_replace, rows_with
-from nanogpt_bench.system.words import say
+from nanogpt_bench.system.words import counted, say
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -155,7 +155,8 @@ def _losses(args: argparse.Namespace) -> int:
         return 0
     if args.average is not None:
         raise BenchError(
-            f"--average: {args.average} checkpoints are those of a run; {args.config!r} with what is given is none"
+            f"--average: the mean of {counted(args.average, 'checkpoint')} is one of a run; {args.config!r} with "
+            "what is given is none"
         )
     if args.checkpoint is not None:
         no_run = f"{args.config!r} is no folder of a run"

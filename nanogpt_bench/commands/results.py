@@ -154,7 +154,7 @@ def rerun(
         BenchError: no such row or seed; another torch, GPU or text than the row's, unless `anyway`: it names them.
     """
     rows = read_export(path).rows
-    row = next(row for row in rows if row.label == baseline_of(label, rows))
+    row = next(row for row in rows if row.label == baseline_of(label, rows, "--row"))
     runs = _chosen(row, seed)
     planned = [_planned(row, run, data_dir) for run in runs]
     _compare(runs, planned, anyway=anyway)

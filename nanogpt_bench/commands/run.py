@@ -92,10 +92,11 @@ def _warmup(config: Config) -> list[str]:
     steps, of_run = config.optimizer.warmup_steps or 0, config.train.max_steps
     if steps < of_run:
         return []
+    verb = "is" if steps == 1 else "are"
     highest = (config.optimizer.lr or 0.0) * of_run / (steps + 1)
     return [
-        f"optimizer.warmup_steps: {steps} steps of warm-up are no fewer than the run's {of_run}: the learning rate "
-        f"rises to {highest:.3g} and never reaches optimizer.lr"
+        f"optimizer.warmup_steps: {counted(steps, 'step')} of warm-up {verb} no fewer than the run's {of_run}: the "
+        f"learning rate rises to {highest:.3g} and never reaches optimizer.lr"
     ]
 
 

@@ -33,6 +33,7 @@ from nanogpt_bench.runs.sums import not_as_written
 from nanogpt_bench.runs.trained import BEST
 from nanogpt_bench.system.errors import BenchError, one_line, printable
 from nanogpt_bench.system.untrusted import Refused, open_file
+from nanogpt_bench.system.words import counted
 
 #: bytes of a JSON file, and of one line of a file of records
 LIMIT = 1 << 25
@@ -117,7 +118,7 @@ def verify_command(paths: Sequence[Path]) -> int:
 
 def _headline(path: Path, found: Findings) -> str:
     recorded = "no steps" if found.last_step is None else f"steps up to {found.last_step:,}"
-    whole = f"{len(found.whole)} whole checkpoint{'' if len(found.whole) == 1 else 's'}"
+    whole = counted(len(found.whole), "whole checkpoint")
     return f"{path}: {'not whole' if found.problems else 'whole'}, {recorded}, {whole}"
 
 
@@ -224,9 +225,10 @@ def _check_summary(summary: dict[str, Any], found: Findings) -> None:
 
     Where a disk or an interrupt ended the run, the last validation may be one that could not be recorded.
     """
-    counted = summary.get("steps")
-    if summary and (not isinstance(counted, int) or counted > (found.last_step or 0)):
-        found.problems.append(f"summary.json counts {counted!r} steps, {METRICS} ends with {found.last_step}")
+    steps = summary.get("steps")
+    if summary and (not isinstance(steps, int) or steps > (found.last_step or 0)):
+        told = f"{steps!r} steps" if not isinstance(steps, int) else counted(steps, "step")
+        found.problems.append(f"summary.json counts {told}, {METRICS} ends with {found.last_step}")
     stop = summary.get("stop")
     broken_off = summary.get("status") == "stopped" and (not isinstance(stop, dict) or stop.get("kind") == "disk")
     (found.notes if broken_off else found.problems).extend(_contradictions(summary, found.added))

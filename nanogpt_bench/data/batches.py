@@ -17,6 +17,7 @@ from nanogpt_bench.data.tokenizers import stored_as, tokenizer_from_meta
 from nanogpt_bench.system.errors import BenchError, one_line
 from nanogpt_bench.system.files import sha256
 from nanogpt_bench.system.untrusted import read_json
+from nanogpt_bench.system.words import counted
 
 SPLITS = ("train", "val")
 #: of a split of labelled documents in meta.json, beside that of its tokens
@@ -185,16 +186,18 @@ def _open_split(folder: Path, split: str, meta: dict[str, Any], block_size: int)
     size, stored = path.stat().st_size, stored_as(int(meta["vocab_size"]))
     if size % stored.itemsize:
         odd = "an odd number; uint16 tokens take two" if stored.itemsize == 2 else "uint32 tokens take four"
-        raise BenchError(f"{str(path)!r} has {size} bytes, {odd} each")
+        raise BenchError(f"{str(path)!r} has {counted(size, 'byte')}, {odd} each")
     if size == 0:
         raise BenchError(f"{str(path)!r} is empty; prepare the corpus again")
     tokens = np.memmap(path, dtype=stored, mode="r")
     expected = int(meta["splits"][split]["tokens"])
     if len(tokens) != expected:
-        raise BenchError(f"{str(path)!r} has {len(tokens)} tokens, meta.json says {expected}; prepare the corpus again")
+        raise BenchError(
+            f"{str(path)!r} has {counted(len(tokens), 'token')}, meta.json says {expected}; prepare the corpus again"
+        )
     if len(tokens) <= block_size:
         raise BenchError(
-            f"{str(path)!r} has {len(tokens)} tokens, a block of {block_size} needs {block_size + 1}; "
+            f"{str(path)!r} has {counted(len(tokens), 'token')}, a block of {block_size} needs {block_size + 1}; "
             "give a longer text or a smaller --model.block_size"
         )
     if int(tokens.max()) >= int(meta["vocab_size"]):

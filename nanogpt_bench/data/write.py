@@ -22,6 +22,7 @@ from nanogpt_bench.data.tokenizers import Tokenizer, Tokens, stored_as
 from nanogpt_bench.system.errors import BenchError, refused
 from nanogpt_bench.system.files import sha256
 from nanogpt_bench.system.untrusted import read_json
+from nanogpt_bench.system.words import counted
 
 #: a split must hold at least one block of the smallest named model and its shifted targets
 MIN_TOKENS = 65
@@ -174,8 +175,8 @@ def _check_counts(counts: dict[str, dict[str, Any]], source: Mapping[str, Any]) 
     for split, count in counts.items():
         if count["tokens"] < MIN_TOKENS:
             raise BenchError(
-                f"text {called!r} is too short: its {split} split has {count['tokens']} tokens, at least {MIN_TOKENS} "
-                "are needed; give a longer text (the last tenth is the validation split)"
+                f"text {called!r} is too short: its {split} split has {counted(count['tokens'], 'token')}, at least "
+                f"{MIN_TOKENS} are needed; give a longer text (the last tenth is the validation split)"
             )
 
 

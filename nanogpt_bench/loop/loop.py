@@ -38,6 +38,7 @@ from nanogpt_bench.setup.memory import held_bytes
 from nanogpt_bench.system.errors import BenchError, disk_failure
 from nanogpt_bench.system.files import remove_parts, write_json, write_text
 from nanogpt_bench.system.signals import StopRequest
+from nanogpt_bench.system.words import counted
 from nanogpt_bench.training.anomalies import Sentry, figure_of
 from nanogpt_bench.training.points import Anomaly
 from nanogpt_bench.training.run_state import capture, restore
@@ -222,7 +223,7 @@ class Loop:
         if anomaly.lasting:
             outcome.fail("nan", f"{anomaly.where} is not finite at step {step.number}", step.number)
         elif outcome.anomalies >= patience and ("nan" in train.stop_on or train.on_anomaly == "rollback"):
-            rest = f", and not finite in the {patience - 1} steps before" if patience > 1 else ""
+            rest = f", and not finite in the {counted(patience - 1, 'step')} before" if patience > 1 else ""
             message = f"{figure_of(step)} at step {step.number}{rest}; first seen in {anomaly.where}"
             outcome.fail("nan", message, outcome.first_anomaly)
 
@@ -232,7 +233,7 @@ class Loop:
         if failure is None or failure["kind"] != "nan" or self.config.train.on_anomaly != "rollback":
             return False
         if len(earlier) >= self.config.train.max_rollbacks:
-            failure["message"] += f", after {len(earlier)} rollbacks"
+            failure["message"] += f", after {counted(len(earlier), 'rollback')}"
             return False
         found = found_by_all(self.ranks, self.run_dir, partial(newest_whole, self.run_dir))
         if found is None:

@@ -46,7 +46,7 @@ from nanogpt_bench.system.errors import BenchError, one_line
 from nanogpt_bench.system.files import write_json, write_text
 from nanogpt_bench.system.lock import is_unused
 from nanogpt_bench.system.untrusted import read_json
-from nanogpt_bench.system.words import cell
+from nanogpt_bench.system.words import cell, counted
 
 if TYPE_CHECKING:
     pass
@@ -293,7 +293,7 @@ class Known:
 
     def told(self) -> Iterator[str]:
         """Yield what became of the file, in lines."""
-        yield f"{len(self._taken)} of the {len(self._runs)} runs of {self.path} were taken from there"
+        yield f"{len(self._taken)} of the {counted(len(self._runs), 'run')} of {self.path} were taken from there"
         yield from (f"{self.path.name}: {note}" for note in self.notes)
 
 

@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import IO, Any, Protocol
 
 from nanogpt_bench.system.errors import BenchError
+from nanogpt_bench.system.words import counted
 
 Messages = queue.SimpleQueue[tuple[Any, dict[str, Any] | None]]
 """(a worker, what it says), and (the worker, None) when it has ended."""
@@ -90,7 +91,10 @@ def check_workers(workers: int | None, source: str, threads: int | None = None, 
     most = most_workers(threads, there)
     if workers is not None and workers > most:
         each = "" if threads in (None, 1) else f" with runtime.threads {threads}"
-        raise BenchError(f"{source}: {workers} is more than the {there} cores take{each}; give at most {most}")
+        take = "takes" if there == 1 else "take"
+        raise BenchError(
+            f"{source}: {workers} is more than the {counted(there, 'core')} {take}{each}; give at most {most}"
+        )
 
 
 def divide(
