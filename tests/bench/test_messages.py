@@ -67,7 +67,7 @@ def test_an_alert_says_what_becomes_of_the_step(
 
 
 def test_a_long_verdict_is_folded_and_widens_no_other_line() -> None:
-    why = "runtime.device: 'cuda' is not available on this machine; allowed: auto, cpu, and so on " * 3
+    why = "runtime.device: 'cuda' is not available on this machine; allowed: auto, cpu, and so on " * 2
     failed = {"status": "failed", "failure": {"kind": "BenchError", "message": why.strip(), "step": 0}, "seed": 1}
     good = {"status": "finished", "final_val_loss": 2.0, "best_val_loss": 2.0, "seed": 1}
     rows = [
@@ -77,7 +77,10 @@ def test_a_long_verdict_is_folded_and_widens_no_other_line() -> None:
     results = measure(rows, rows[0])
     text = to_text(results).splitlines()
     assert max(map(len, text)) <= WIDEST
-    assert "".join(why.split()) in "".join(line.rpartition("| ")[2].rstrip(" |") for line in text).replace(" ", "")
+    assert len(results[1].verdict.text) > WIDEST
+    assert "".join(results[1].verdict.text.split()) in "".join(
+        line.rpartition("| ")[2].rstrip(" |") for line in text
+    ).replace(" ", "")
     heading, rule, first, _ = to_markdown(results).splitlines()
     assert max(map(len, (heading, rule, first))) <= WIDEST
 
