@@ -119,3 +119,11 @@ def test_a_copy_of_the_embedding_is_the_tied_head_and_none_is_refused(tmp_path: 
     (other / "config.json").write_text(json.dumps({**settings, "tie_word_embeddings": False}))
     with pytest.raises(BenchError, match=r"does not fit its config\.json: missing weight 'lm_head\.weight'"):
         load_causal(str(other))
+
+
+def test_the_page_is_printed_whole() -> None:
+    from importlib import resources
+
+    rules = resources.files("nanogpt_bench.report").joinpath("page.css").read_text().partition("@media print")[2]
+    assert ".scroll, pre { overflow: visible; }" in rules
+    assert "break-inside: avoid" in rules
