@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from nanogpt_bench.system.errors import BenchError
 
@@ -18,6 +19,7 @@ class Tokenizers(tuple[str, ...]):
             or str(word).startswith("bpe-")
             or "/" in str(word)
             or str(word).endswith(".gguf")
+            or Path(str(word)).is_dir()
         )
 
 

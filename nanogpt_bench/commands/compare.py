@@ -24,7 +24,7 @@ from nanogpt_bench.sweep.plan import PlannedRun, baseline_of, check_count
 from nanogpt_bench.sweep.session import Session, close, threads_set
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.lock import locked, new_folder
-from nanogpt_bench.system.words import say
+from nanogpt_bench.system.words import counted, say
 from nanogpt_bench.workers.executors import check_executor, executor_of
 from nanogpt_bench.workers.pool import Executor, Local, most_workers
 
@@ -78,7 +78,7 @@ def compare(
     """
     check_executor(executor, address)
     rows = choose_rows(formats, rules, demonstration)
-    check_count(len(rows) * seeds, f"{len(rows)} rows at --seeds {seeds:,}")
+    check_count(len(rows) * seeds, f"{counted(len(rows), 'row')} at --seeds {seeds:,}")
     given = read_given(overrides)
     steps = steps_of(given, max_steps) or demonstration.max_steps
     demonstration = replace(demonstration, first_seed=given.pop("seed", demonstration.first_seed))

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from nanogpt_bench.commands.arguments import above_0, names, positive
 from nanogpt_bench.system.errors import BenchError, unknown
-from nanogpt_bench.system.words import say
+from nanogpt_bench.system.overwriting import holds, refuse_to_replace, rows_with
+from nanogpt_bench.system.words import counted, say
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -144,6 +145,8 @@ def _losses(args: argparse.Namespace) -> int:
     from nanogpt_bench.evaluation.losses import evaluate_run
     from nanogpt_bench.runs.trained import run_folder
 
+    if args.out:
+        refuse_to_replace("--out", args.out, holds(rows_with("format", "storage", "val_loss")), "a name of its own")
     run_dir = run_folder(args.config)
     if run_dir is not None and args.weights is None:
         options = {"save": args.save, "average": args.average or 1}
@@ -152,7 +155,8 @@ def _losses(args: argparse.Namespace) -> int:
         return 0
     if args.average is not None:
         raise BenchError(
-            f"--average: {args.average} checkpoints are those of a run; {args.config!r} with what is given is none"
+            f"--average: the mean of {counted(args.average, 'checkpoint')} is one of a run; {args.config!r} with "
+            "what is given is none"
         )
     if args.checkpoint is not None:
         no_run = f"{args.config!r} is no folder of a run"
@@ -169,12 +173,14 @@ def _first_losses(args: argparse.Namespace, run_dir: Path | None) -> list[Evalua
     from nanogpt_bench.config.settings import find_config, load_config
     from nanogpt_bench.data.stdlib import prepare_default
     from nanogpt_bench.evaluation.losses import common_settings, evaluate
+    from nanogpt_bench.setup.runtime import check_device
 
     gave_way: list[str] = []
     path = run_dir / "config.yaml" if run_dir else find_config(args.config)
     config = load_config(path, args.overrides, gave_way.append)
     if args.weights and args.formats:
         raise BenchError("--weights holds weights in the formats of the config; leave --formats out")
+    check_device(config.runtime.device)
     prepare_default(common_settings(config, args.formats or ()).data.dir)
     rows = evaluate(config, args.formats or (), weights=args.weights, save=args.save)
     for line in gave_way:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanogpt_bench.commands.arguments import names, positive, positives, share
 from nanogpt_bench.system.errors import BenchError
+from nanogpt_bench.system.overwriting import holds, mapping_with, refuse_to_replace
 from nanogpt_bench.system.words import say
 
 if TYPE_CHECKING:
@@ -59,8 +60,9 @@ def main_profile(args: argparse.Namespace) -> int:
     name, ranges = _what(args.words)
     gave_way: list[str] = []
     settings = load_settings(find_config(name), args.overrides, gave_way.append)
-    _check_out(args.out)
+    _check_out(args.out, RANGES if ranges else "profile")
     _refuse_processes(settings)
+    _check_device(settings)
     if ranges:
         _refuse(args, "goes with profile CONFIG.yaml, not with profile ranges", ("batch_sizes",))
         code = _ranges(settings, args)
@@ -93,10 +95,21 @@ def _refuse_processes(settings: Mapping[str, Any]) -> None:
     refuse_parallel(settings.get("train.parallel"), "profile")
 
 
-def _check_out(out: Path | None) -> None:
-    """Refuse a folder for the tables that is a file, before any work is done."""
-    if out is not None and out.exists() and not out.is_dir():
+def _check_device(settings: Mapping[str, Any]) -> None:
+    from nanogpt_bench.setup.runtime import check_device
+
+    check_device(str(settings.get("runtime.device")))
+
+
+def _check_out(out: Path | None, name: str) -> None:
+    """Refuse a folder for the tables that is a file, or has others of their names, before any work is done."""
+    if out is None:
+        return
+    if out.exists() and not out.is_dir():
         raise BenchError(f"--out {str(out)!r} is a file; give a folder")
+    wrote, table = holds(mapping_with("rows")), out / f"{name}.json"
+    refuse_to_replace("--out", table, wrote, "a folder of its own")
+    refuse_to_replace("--out", out / f"{name}.csv", lambda _: wrote(table), "a folder of its own")
 
 
 def _throughput(settings: Mapping[str, Any], args: argparse.Namespace) -> int:

@@ -18,7 +18,7 @@ from nanogpt_bench.data.stdlib import prepare_default
 from nanogpt_bench.report.ladders import LADDERS, cells_of, climbed
 from nanogpt_bench.report.predictors import FEWEST, Point, early_points, predictor_table, rank_predictors
 from nanogpt_bench.report.results import Result, measure
-from nanogpt_bench.report.results_file import TENTH, Exported, export, read_export, to_json
+from nanogpt_bench.report.results_file import TENTH, Exported, export, is_of_kind, read_export, to_json
 from nanogpt_bench.report.rows import Row, find_reference
 from nanogpt_bench.report.tables import padded, to_csv, to_latex, to_markdown, tuning_table
 from nanogpt_bench.runs.environment import DECIDING, MINOR, differing, environment, settings_of
@@ -31,6 +31,7 @@ from nanogpt_bench.sweep.session import Session
 from nanogpt_bench.system.errors import BenchError, printable
 from nanogpt_bench.system.files import write_text
 from nanogpt_bench.system.lock import locked
+from nanogpt_bench.system.overwriting import holds, refuse_to_replace
 from nanogpt_bench.system.signals import RESUMABLE
 from nanogpt_bench.system.words import counted
 
@@ -84,6 +85,7 @@ def _rerun(path: Path, args: argparse.Namespace) -> int:
 def _export(folder: Path, out: Path) -> int:
     if out.suffix != ".json":
         raise BenchError(f"--out {str(out)!r} is not allowed; give a name that ends in .json")
+    refuse_to_replace("--out", out, holds(is_of_kind), "a name of its own")
     content: dict[str, Any] = export(folder)
     write_text(out, to_json(content))
     ended, planned = content["runs"]["ended"], content["runs"]["planned"]
@@ -152,7 +154,7 @@ def rerun(
         BenchError: no such row or seed; another torch, GPU or text than the row's, unless `anyway`: it names them.
     """
     rows = read_export(path).rows
-    row = next(row for row in rows if row.label == baseline_of(label, rows))
+    row = next(row for row in rows if row.label == baseline_of(label, rows, "--row"))
     runs = _chosen(row, seed)
     planned = [_planned(row, run, data_dir) for run in runs]
     _compare(runs, planned, anyway=anyway)

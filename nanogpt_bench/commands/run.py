@@ -18,6 +18,7 @@ from nanogpt_bench.loop.outcome import Progress
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.report.build import followed
 from nanogpt_bench.setup.resolve import resolve, resolve_for
+from nanogpt_bench.setup.runtime import check_device
 from nanogpt_bench.system.errors import BenchError, printable
 from nanogpt_bench.system.lock import new_folder
 from nanogpt_bench.system.ranks import Ranks, is_worker, joined
@@ -68,6 +69,7 @@ def trained(
     named = None if name is None else RUNS / checked_name(name)
     earlier = Path(ranks.told(str(named or latest_name(path.stem)))) if resume else None
     config = resolve(given) if earlier is None else resolve_for(given, earlier, resume=True)
+    check_device(config.runtime.device)
     with ranks.together():
         if ranks.first:
             prepare_default(config.data.dir)
@@ -90,10 +92,11 @@ def _warmup(config: Config) -> list[str]:
     steps, of_run = config.optimizer.warmup_steps or 0, config.train.max_steps
     if steps < of_run:
         return []
+    verb = "is" if steps == 1 else "are"
     highest = (config.optimizer.lr or 0.0) * of_run / (steps + 1)
     return [
-        f"optimizer.warmup_steps: {steps} steps of warm-up are no fewer than the run's {of_run}: the learning rate "
-        f"rises to {highest:.3g} and never reaches optimizer.lr"
+        f"optimizer.warmup_steps: {counted(steps, 'step')} of warm-up {verb} no fewer than the run's {of_run}: the "
+        f"learning rate rises to {highest:.3g} and never reaches optimizer.lr"
     ]
 
 

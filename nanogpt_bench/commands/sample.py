@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -21,6 +22,8 @@ from nanogpt_bench.setup.formats import format_summary
 from nanogpt_bench.setup.runtime import runtime
 from nanogpt_bench.system.errors import BenchError, printable
 from nanogpt_bench.system.files import write_json
+from nanogpt_bench.system.overwriting import holds, refuse_to_replace, rows_with
+from nanogpt_bench.system.words import counted
 from nanogpt_bench.training.trainer import Trainer
 
 #: columns that a text needs to stand beside another one
@@ -71,7 +74,7 @@ def sample_run(
     if trained.config.task != "language":
         raise BenchError(
             f"{folder_of(trained.folder)} is of task {trained.config.task!r}: such weights write no text; "
-            f"nanogpt-bench evaluate {run_dir} measures them"
+            f"nanogpt-bench evaluate {shlex.quote(str(run_dir))} measures them"
         )
     weights = RunWeights(trained, checked_overrides(overrides))
     corpus = weights.open_text()
@@ -149,6 +152,8 @@ def sample_command(
     run_dir = run_folder(name)
     if run_dir is None:
         raise BenchError(f"{name!r} is no folder of a run; give one that run has written, such as runs/e4m3")
+    if out:
+        refuse_to_replace("--out", out, holds(rows_with("draw", "text", "format")), "a name of its own")
     found = sample_run(run_dir, draw, checkpoint or "last", formats, overrides)
     _show(found, draw.prompt)
     if out:
@@ -167,7 +172,7 @@ def _show(rows: Sequence[Sample], prompt: str) -> None:
         console.print(table)
         return
     for row, text in zip(rows, texts, strict=True):
-        print(f"--- {row.format}, {row.tokens} tokens ---")
+        print(f"--- {row.format}, {counted(row.tokens, 'token')} ---")
         print(f"{text.plain}\n")
 
 

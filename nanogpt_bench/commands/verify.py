@@ -29,13 +29,15 @@ from nanogpt_bench.config.settings import read_yaml
 from nanogpt_bench.runs.environment import history_lines
 from nanogpt_bench.runs.find import find_runs, say_aside
 from nanogpt_bench.runs.read import finite
+from nanogpt_bench.runs.sums import not_as_written
 from nanogpt_bench.runs.trained import BEST
 from nanogpt_bench.system.errors import BenchError, one_line, printable
 from nanogpt_bench.system.untrusted import Refused, open_file
+from nanogpt_bench.system.words import counted
 
 #: bytes of a JSON file, and of one line of a file of records
 LIMIT = 1 << 25
-METRICS = "metrics.jsonl"
+METRICS, WEIGHTS = "metrics.jsonl", "weights.json"
 #: written at some steps only, several lines a step
 SPARSE = ("histograms.jsonl", "alerts.jsonl")
 
@@ -116,7 +118,7 @@ def verify_command(paths: Sequence[Path]) -> int:
 
 def _headline(path: Path, found: Findings) -> str:
     recorded = "no steps" if found.last_step is None else f"steps up to {found.last_step:,}"
-    whole = f"{len(found.whole)} whole checkpoint{'' if len(found.whole) == 1 else 's'}"
+    whole = counted(len(found.whole), "whole checkpoint")
     return f"{path}: {'not whole' if found.problems else 'whole'}, {recorded}, {whole}"
 
 
@@ -133,9 +135,12 @@ def check_run(path: Path) -> Findings:
     _check_metrics(path / METRICS, ended, found)
     for name in SPARSE:
         _check_sparse(path / name, ended, found)
+    if (path / WEIGHTS).exists():
+        _mapping(path / WEIGHTS, found)
     _check_summary(summary, found)
     _check_checkpoints(path, found)
     _check_bytes(path, summary, found)
+    _check_sums(path, found, ended=(path / "summary.json").exists())
     return found
 
 
@@ -220,9 +225,10 @@ def _check_summary(summary: dict[str, Any], found: Findings) -> None:
 
     Where a disk or an interrupt ended the run, the last validation may be one that could not be recorded.
     """
-    counted = summary.get("steps")
-    if summary and (not isinstance(counted, int) or counted > (found.last_step or 0)):
-        found.problems.append(f"summary.json counts {counted!r} steps, {METRICS} ends with {found.last_step}")
+    steps = summary.get("steps")
+    if summary and (not isinstance(steps, int) or steps > (found.last_step or 0)):
+        told = f"{steps!r} steps" if not isinstance(steps, int) else counted(steps, "step")
+        found.problems.append(f"summary.json counts {told}, {METRICS} ends with {found.last_step}")
     stop = summary.get("stop")
     broken_off = summary.get("status") == "stopped" and (not isinstance(stop, dict) or stop.get("kind") == "disk")
     (found.notes if broken_off else found.problems).extend(_contradictions(summary, found.added))
@@ -236,6 +242,13 @@ def _check_bytes(path: Path, summary: dict[str, Any], found: Findings) -> None:
     held = outcome.get("held_bytes") if isinstance(outcome, dict) else None
     if held is not None and summary.get("held_bytes") != held:
         found.problems.append(f"summary.json has held_bytes {summary.get('held_bytes')!r}, the last checkpoint {held}")
+
+
+def _check_sums(path: Path, found: Findings, *, ended: bool) -> None:
+    """Every file is the one that was written; what was said of a file already is not said again."""
+    for name, wrong in not_as_written(path, ended=ended):
+        if not any(name in problem for problem in found.problems):
+            found.problems.append(f"{name} {wrong}")
 
 
 def _check_checkpoints(path: Path, found: Findings) -> None:

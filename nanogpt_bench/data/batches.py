@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from nanogpt_bench.data.tokenizers import stored_as, tokenizer_from_meta
 from nanogpt_bench.system.errors import BenchError, one_line
 from nanogpt_bench.system.files import sha256
 from nanogpt_bench.system.untrusted import read_json
+from nanogpt_bench.system.words import counted
 
 SPLITS = ("train", "val")
 #: of a split of labelled documents in meta.json, beside that of its tokens
@@ -127,16 +129,8 @@ def open_also(config: Config, corpus: Corpus) -> Corpus | None:
 
 def _read_meta(folder: Path) -> dict[str, Any]:
     path = folder / "meta.json"
-    if not folder.exists() and not folder.is_absolute():
-        raise BenchError(
-            f"data.dir {str(folder)!r} has no meta.json, nor is it there, in {str(Path.cwd())!r}: start in the folder "
-            "that it is relative to, or give its whole path as --data.dir; a new one is made by: nanogpt-bench prepare "
-            f"stdlib --out {folder}"
-        )
     if not path.is_file():
-        raise BenchError(
-            f"data.dir {str(folder)!r} has no meta.json; prepare it with: nanogpt-bench prepare stdlib --out {folder}"
-        )
+        raise _no_meta(folder)
     try:
         meta = read_json(path)
         checked = [int(meta["vocab_size"]), meta["tokenizer"]]
@@ -157,6 +151,26 @@ def _read_meta(folder: Path) -> dict[str, Any]:
     return dict(meta)
 
 
+def _no_meta(folder: Path) -> BenchError:
+    """Return the error of a folder without meta.json; what is in one that is there is somebody's, and stays."""
+    said = f"data.dir {str(folder)!r} has no meta.json"
+    if folder.exists() and not folder.is_dir():
+        return BenchError(f"{said}: it is a file; give a folder that prepare wrote")
+    there = sorted(item.name for item in folder.iterdir()) if folder.is_dir() else []
+    if there:
+        return BenchError(
+            f"{said} and holds {there[0]!r}, which prepare did not write; prepare the text into a folder of its own: "
+            "nanogpt-bench prepare text --input FILE --out DIR"
+        )
+    command = f"nanogpt-bench prepare stdlib --out {shlex.quote(str(folder))}"
+    if folder.exists() or folder.is_absolute():
+        return BenchError(f"{said}; prepare it with: {command}")
+    return BenchError(
+        f"{said}, nor is it there, in {str(Path.cwd())!r}: start in the folder that it is relative to, or give its "
+        f"whole path as --data.dir; a new one is made by: {command}"
+    )
+
+
 def _check_counts(meta: dict[str, Any]) -> None:
     if not 1 <= int(meta["vocab_size"]) <= 2**31:
         raise ValueError(f"vocab_size {meta['vocab_size']}; 1 to {2**31} are allowed")
@@ -172,16 +186,18 @@ def _open_split(folder: Path, split: str, meta: dict[str, Any], block_size: int)
     size, stored = path.stat().st_size, stored_as(int(meta["vocab_size"]))
     if size % stored.itemsize:
         odd = "an odd number; uint16 tokens take two" if stored.itemsize == 2 else "uint32 tokens take four"
-        raise BenchError(f"{str(path)!r} has {size} bytes, {odd} each")
+        raise BenchError(f"{str(path)!r} has {counted(size, 'byte')}, {odd} each")
     if size == 0:
         raise BenchError(f"{str(path)!r} is empty; prepare the corpus again")
     tokens = np.memmap(path, dtype=stored, mode="r")
     expected = int(meta["splits"][split]["tokens"])
     if len(tokens) != expected:
-        raise BenchError(f"{str(path)!r} has {len(tokens)} tokens, meta.json says {expected}; prepare the corpus again")
+        raise BenchError(
+            f"{str(path)!r} has {counted(len(tokens), 'token')}, meta.json says {expected}; prepare the corpus again"
+        )
     if len(tokens) <= block_size:
         raise BenchError(
-            f"{str(path)!r} has {len(tokens)} tokens, a block of {block_size} needs {block_size + 1}; "
+            f"{str(path)!r} has {counted(len(tokens), 'token')}, a block of {block_size} needs {block_size + 1}; "
             "give a longer text or a smaller --model.block_size"
         )
     if int(tokens.max()) >= int(meta["vocab_size"]):

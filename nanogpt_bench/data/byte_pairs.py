@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.hub import within
+from nanogpt_bench.system.words import counted
 
 #: GPT-2's own split into words, before pairs are merged within each
 WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -106,7 +107,9 @@ def learned(name: str, documents: Iterable[str]) -> BytePairTokenizer:
     ranked = sorted(made.get_vocab().items(), key=lambda item: item[1])
     tokens = tuple(bytes(bytes_of[character] for character in word) for word, _ in ranked)
     if len(tokens) < size - 1:
-        raise BenchError(f"--tokenizer {name}: the text has {len(tokens) + 1} tokens; give {PREFIX}{len(tokens) + 1}")
+        raise BenchError(
+            f"--tokenizer {name}: the text has {counted(len(tokens) + 1, 'token')}; give {PREFIX}{len(tokens) + 1}"
+        )
     return BytePairTokenizer(tokens)
 
 

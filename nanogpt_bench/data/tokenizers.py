@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import shlex
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -171,7 +172,7 @@ def check_tokenizer(name: str) -> None:
 def make_tokenizer(name: str, text: str, training: Iterable[str] = ()) -> Tokenizer:
     """Return the tokenizer called `name`: its characters are those of `text`, its byte pairs those of `training`.
 
-    A name with a slash in it, or that of a .gguf file, is a model's, and means the model's own tokenizer.
+    A name with a slash in it, or that of a folder or a .gguf file, is a model's, and means the model's own tokenizer.
 
     Raises:
         BenchError: no such tokenizer, or its package or files are missing.
@@ -192,7 +193,7 @@ def make_tokenizer(name: str, text: str, training: Iterable[str] = ()) -> Tokeni
 
 def names_model(name: str) -> bool:
     """Whether a tokenizer is given by the model that it belongs to."""
-    return "/" in name or name.endswith(".gguf")
+    return "/" in name or name.endswith(".gguf") or Path(name).is_dir()
 
 
 def tokenizer_from_meta(meta: dict[str, Any]) -> Tokenizer:
@@ -368,10 +369,15 @@ def check_tokens(tokenizer: str, model: str, rows: int, corpus: str, largest: in
     if tokenizer != own.name:
         raise BenchError(
             f"{corpus!r} was written by the tokenizer {tokenizer!r}, which is not that of model {model!r}; prepare the "
-            f"text with --tokenizer {model}"
+            f"text with: nanogpt-bench prepare text --input FILE --tokenizer {shlex.quote(_as_path(model))} --out DIR"
         )
     if largest >= rows:
         raise BenchError(f"model {model!r} has {rows} token embeddings, its tokenizer makes {largest} of {corpus!r}")
+
+
+def _as_path(model: str) -> str:
+    """Return a model's name as no other tokenizer's: a folder here called gpt2 is ./gpt2."""
+    return model if "/" in model or not Path(model).is_dir() else f"./{model}"
 
 
 @functools.lru_cache(maxsize=4)

@@ -21,6 +21,8 @@ import numpy as np
 from nanogpt_bench.data.tokenizers import Tokenizer, Tokens, stored_as
 from nanogpt_bench.system.errors import BenchError, refused
 from nanogpt_bench.system.files import sha256
+from nanogpt_bench.system.untrusted import read_json
+from nanogpt_bench.system.words import counted
 
 #: a split must hold at least one block of the smallest named model and its shifted targets
 MIN_TOKENS = 65
@@ -69,6 +71,7 @@ def write_corpus(
             meta["labels"] = found["labels"]
             meta["splits"] = {name: {**counts[name], **found["splits"][name]} for name in splits}
         (folder / "meta.json").write_text(json.dumps(meta, indent=1, ensure_ascii=False), encoding="utf-8")
+        check_folder(out)  # that it may be replaced was looked at before the work
         _replace(folder, out)
     return meta
 
@@ -172,22 +175,56 @@ def _check_counts(counts: dict[str, dict[str, Any]], source: Mapping[str, Any]) 
     for split, count in counts.items():
         if count["tokens"] < MIN_TOKENS:
             raise BenchError(
-                f"text {called!r} is too short: its {split} split has {count['tokens']} tokens, at least {MIN_TOKENS} "
-                "are needed; give a longer text (the last tenth is the validation split)"
+                f"text {called!r} is too short: its {split} split has {counted(count['tokens'], 'token')}, at least "
+                f"{MIN_TOKENS} are needed; give a longer text (the last tenth is the validation split)"
             )
 
 
 def check_folder(out: Path) -> None:
-    """Refuse to write a corpus over anything else.
+    """Refuse to write a corpus over anything but a corpus that was prepared.
 
     Raises:
-        BenchError: `out` is a file, or a folder with other files than a corpus's.
+        BenchError: `out` is a file, a link, or a folder with other files than a corpus's, or with files of these names
+            whose SHA-256 is not the one that meta.json has of them.
     """
-    if out.exists() and not out.is_dir():
-        raise BenchError(f"--out {str(out)!r} is a file; give a folder")
-    foreign = sorted(item.name for item in out.iterdir() if item.name not in CORPUS_FILES) if out.exists() else []
+    if out.is_symlink() or (out.exists() and not out.is_dir()):
+        raise BenchError(f"--out {str(out)!r} is a {'link' if out.is_symlink() else 'file'}; give a folder")
+    there = sorted(item.name for item in out.iterdir()) if out.exists() else []
+    foreign = [name for name in there if name not in CORPUS_FILES]
     if foreign:
         raise BenchError(f"--out {str(out)!r} holds {foreign[0]!r}, not only a prepared corpus; give an empty folder")
+    if there and (other := _not_prepared(out, there)):
+        raise BenchError(f"--out {str(out)!r} holds {other}, which prepare did not write; give an empty folder")
+
+
+def _not_prepared(out: Path, names: Sequence[str]) -> str | None:
+    """Return what of a folder is not as it was prepared, None where all of it is."""
+    try:
+        meta = read_json(out / "meta.json", times=8)
+        known = {"meta.json": None, **_digests(meta["splits"])}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        why = "without a meta.json" if isinstance(error, FileNotFoundError) else "with a meta.json that can't be read"
+        return f"{next(name for name in (*names, 'meta.json') if name != 'meta.json')!r} {why}"
+    for name in names:
+        if name not in known:
+            return f"{name!r}, of which its meta.json does not know"
+        if known[name] is not None and not (out / name).is_file():
+            return f"{name!r}, no ordinary file"
+        if known[name] is not None and sha256(out / name) != known[name]:
+            return f"{name!r} with another sha256 than its meta.json gives"
+    return None
+
+
+def _digests(splits: Mapping[str, Any]) -> dict[str, str]:
+    """Return the SHA-256 of every file of a corpus by its name, as meta.json gives them."""
+    kinds = {"{}.bin": "sha256", ENDS: "ends_sha256", LABELS: "labels_sha256"}
+    of_split = {split: dict(splits[split]) for split in ("train", "val")}
+    return {
+        name.format(split): str(facts[key])
+        for split, facts in of_split.items()
+        for name, key in kinds.items()
+        if key in facts
+    }
 
 
 @contextmanager

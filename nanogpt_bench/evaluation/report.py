@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,7 +47,8 @@ from nanogpt_bench.setup.runtime import runtime
 from nanogpt_bench.system.errors import BenchError, one_line, printable
 from nanogpt_bench.system.files import write_json
 from nanogpt_bench.system.lock import is_unused, locked
-from nanogpt_bench.system.words import rough_time, say
+from nanogpt_bench.system.overwriting import holds, mapping_with
+from nanogpt_bench.system.words import counted, rough_time, say
 
 ROWS = "evaluation.json"
 FORMATS = ("E2M5", "E3M4", "E4M3", "E1M6", "E5M2", "E7M0")
@@ -94,7 +96,8 @@ def report_model(args: argparse.Namespace) -> int:
         batch = config.train.batch_size if "train.batch_size" in given else BATCH
         options = {"tied": config.model.tied or "leave", "headroom": config.model.headroom, "seed": config.seed}
         calibration = spread(corpus.train, args.calibrate, block).to(device) if args.calibrate else None
-        say(f"{args.model}: {found.kind}, {found.parameters:,} parameters; {len(windows)} windows of {block} tokens")
+        read = f"{counted(len(windows), 'window')} of {counted(block, 'token')}"
+        say(f"{args.model}: {found.kind}, {found.parameters:,} parameters; {read}")
         measured = (model.to(device), windows, corpus.val_tokens_per_byte, batch, options, calibration, args.save)
         at = Measurement(args.model, *measured, reader=partial(_read, args.model, device) if anew else None)
         del model, measured
@@ -143,7 +146,7 @@ def report_run(run_dir: Path, args: argparse.Namespace) -> int:
     if trained.config.task != "language":
         raise BenchError(
             f"{where} is of task {trained.config.task!r}, and a report of formats measures windows of a text; "
-            f"nanogpt-bench evaluate {run_dir} --formats A,B rounds its weights to formats"
+            f"nanogpt-bench evaluate {shlex.quote(str(run_dir))} --formats A,B rounds its weights to formats"
         )
     weights = RunWeights(trained, given)
     config, corpus = weights.own, weights.open_text()
@@ -156,7 +159,7 @@ def report_run(run_dir: Path, args: argparse.Namespace) -> int:
         calibration = spread(corpus.train, args.calibrate, block).to(device) if args.calibrate else None
         tied, headroom = given.get("model.tied") or "leave", given.get("model.headroom")
         options = {"tied": tied, "headroom": headroom, "seed": config.seed or 0}
-        say(f"weights of {where}; {len(windows)} windows of {block} tokens, in float32")
+        say(f"weights of {where}; {counted(len(windows), 'window')} of {counted(block, 'token')}, in float32")
         per_byte = corpus.val_tokens_per_byte
         at = Measurement(str(run_dir), trainer.model, windows, per_byte, batch, options, calibration, args.save)
         _report(at, args, weights.formats, out, environment(corpus, config.runtime.threads))
@@ -183,7 +186,9 @@ def _text(args: argparse.Namespace, folder: str | None, found: Outline, block: i
     tokens = tokenizer.encode(text)
     check_tokens(tokenizer.name, args.model, found.vocab_size, str(args.input), int(tokens.max(initial=0)))
     if len(tokens) <= (block or 1):
-        raise BenchError(f"--input {str(args.input)!r} has {len(tokens)} tokens, a window needs {(block or 1) + 1}")
+        raise BenchError(
+            f"--input {str(args.input)!r} has {counted(len(tokens), 'token')}, a window needs {(block or 1) + 1}"
+        )
     counts = {"tokens": len(tokens), "bytes": len(text.encode("utf-8"))}
     meta = {**tokenizer.meta(), "source": {"kind": "text", "file": args.input.name}, "splits": {"val": counts}}
     return Corpus(args.input, tokens, tokens, meta)
@@ -196,7 +201,7 @@ def spread(tokens: Any, count: int, block: int) -> Tensor:
         BenchError: it is shorter than one.
     """
     if len(tokens) <= block:
-        raise BenchError(f"the text has {len(tokens)} tokens, a window of {block} needs {block + 1}")
+        raise BenchError(f"the text has {counted(len(tokens), 'token')}, a window of {block} needs {block + 1}")
     count = max(1, min(count, (len(tokens) - 1) // block))
     starts = np.linspace(0, len(tokens) - block - 1, count).astype(np.int64)
     return torch.from_numpy(np.asarray(tokens)[starts[:, None] + np.arange(block + 1)].astype(np.int64))
@@ -232,7 +237,8 @@ def _report(
 
 def _check_folder(out: Path) -> None:
     """Refuse a folder of something else."""
-    if not is_unused(out) and not (out / ROWS).is_file():
+    wrote = holds(mapping_with("model", "environment", "rows"))
+    if not is_unused(out) and not wrote(out / ROWS):
         raise BenchError(f"--out {str(out)!r} is in use and holds no evaluation of a model; give a new folder")
 
 

@@ -26,6 +26,7 @@ from nanogpt_bench.failures.evidence import (
     worst,
 )
 from nanogpt_bench.runs.curves import smooth
+from nanogpt_bench.system.words import counted
 
 LOSS, LOST, SIGNAL = metrics.TRAIN_LOSS.name, metrics.UPDATE_LOST.name, metrics.UPDATE_TO_NOISE.name
 KURTOSIS_OF_BLOCKS = metrics.KURTOSIS.by("residual").name
@@ -417,7 +418,8 @@ def _rest_criterion(rest: Rest, latest: float, looks: int) -> Criterion:
 def _too_short(kind: str, series: Series, needed: int) -> Finding:
     if not series:
         return _not_judged(kind, LOSS)
-    return _not_judged(kind, why=f"not judged: {len(series)} steps are too few, {needed} would tell")
+    verb = "is" if len(series) == 1 else "are"
+    return _not_judged(kind, why=f"not judged: {counted(len(series), 'step')} {verb} too few, {needed} would tell")
 
 
 def divergence(evidence: Evidence) -> Finding:

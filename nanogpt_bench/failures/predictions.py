@@ -10,6 +10,7 @@ from nanogpt_bench.config.watching import FailureConfig
 from nanogpt_bench.failures.criteria import LOSS, SHORTEST, find_rest
 from nanogpt_bench.failures.evidence import Evidence, Facts, Prediction, Series, read
 from nanogpt_bench.runs.load import Run
+from nanogpt_bench.system.words import counted
 
 
 def is_e7m0_nearest(run: Run | Path) -> bool:
@@ -33,13 +34,13 @@ def predictions(run: Run | Path, thresholds: FailureConfig | None = None) -> tup
 def _plateau(evidence: Evidence) -> Prediction:
     """Compare the mean loss just after the predicted step with the lowest the run reached."""
     limits, series = evidence.limits, evidence.series(LOSS)
-    statement = f"plateau within {limits.early_plateau} steps: the training loss does not fall after that"
+    statement = f"plateau within {counted(limits.early_plateau, 'step')}: the training loss does not fall after that"
     rest = find_rest(series, limits.smoothing, limits.plateau)
     early = _after(series, limits.early_plateau, limits.smoothing)
     if rest is None or early is None:
         short = max(SHORTEST, limits.early_plateau + 1)
         return Prediction(
-            "plateau", statement, None, f"the run has {len(series)} steps; {short} would tell", {}, (LOSS,)
+            "plateau", statement, None, f"the run has {counted(len(series), 'step')}; {short} would tell", {}, (LOSS,)
         )
     later = max(early - rest.level, 0.0)
     share = later / rest.fall if rest.fall > 0 else 0.0

@@ -32,11 +32,13 @@ from nanogpt_bench.observers import Alert, Observer, Step
 from nanogpt_bench.observers.build import build_observers
 from nanogpt_bench.observers.trackers import Trackers, start_trackers
 from nanogpt_bench.runs.environment import config_history, history_comment
+from nanogpt_bench.runs.sums import AT_START, SUMS, write_sums
 from nanogpt_bench.runs.trained import BEST
 from nanogpt_bench.setup.memory import held_bytes
 from nanogpt_bench.system.errors import BenchError, disk_failure
 from nanogpt_bench.system.files import remove_parts, write_json, write_text
 from nanogpt_bench.system.signals import StopRequest
+from nanogpt_bench.system.words import counted
 from nanogpt_bench.training.anomalies import Sentry, figure_of
 from nanogpt_bench.training.points import Anomaly
 from nanogpt_bench.training.run_state import capture, restore
@@ -86,11 +88,13 @@ class Loop:
             self.run_dir.mkdir(parents=True, exist_ok=True)
             remove_output(self.run_dir)
         else:
-            (self.run_dir / "summary.json").unlink(missing_ok=True)  # it spoke of the end of what goes on now
+            for name in (SUMS, "summary.json"):  # they spoke of the end of what goes on now
+                (self.run_dir / name).unlink(missing_ok=True)
         withdraw_best(self.run_dir, after)
         remove_parts(self.run_dir)
         write_text(self.run_dir / "config.yaml", history_comment(self.environment) + to_yaml(self.config))
         write_json(self.run_dir / "environment.json", self.environment)
+        write_sums(self.run_dir, AT_START)
         self.trackers = start_trackers(self.config, self.run_dir, earlier, after)
 
     def _take_up(self, found: Contents) -> None:
@@ -219,7 +223,7 @@ class Loop:
         if anomaly.lasting:
             outcome.fail("nan", f"{anomaly.where} is not finite at step {step.number}", step.number)
         elif outcome.anomalies >= patience and ("nan" in train.stop_on or train.on_anomaly == "rollback"):
-            rest = f", and not finite in the {patience - 1} steps before" if patience > 1 else ""
+            rest = f", and not finite in the {counted(patience - 1, 'step')} before" if patience > 1 else ""
             message = f"{figure_of(step)} at step {step.number}{rest}; first seen in {anomaly.where}"
             outcome.fail("nan", message, outcome.first_anomaly)
 
@@ -229,7 +233,7 @@ class Loop:
         if failure is None or failure["kind"] != "nan" or self.config.train.on_anomaly != "rollback":
             return False
         if len(earlier) >= self.config.train.max_rollbacks:
-            failure["message"] += f", after {len(earlier)} rollbacks"
+            failure["message"] += f", after {counted(len(earlier), 'rollback')}"
             return False
         found = found_by_all(self.ranks, self.run_dir, partial(newest_whole, self.run_dir))
         if found is None:
@@ -353,6 +357,7 @@ class Loop:
         summary["trackers"] = self.trackers.facts
         with attempt:
             write_json(self.run_dir / "summary.json", summary)
+            write_sums(self.run_dir)
         return summary
 
     def _close(self) -> None:

@@ -15,12 +15,13 @@ from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.data.batches import digests_of
 from nanogpt_bench.runs.environment import latest
+from nanogpt_bench.runs.sums import SUMS
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.lock import is_unused
 from nanogpt_bench.system.ranks import Ranks
 
 #: what a run leaves behind that begins anew; its other files are written over
-_OUTPUT = ("metrics.jsonl", "histograms.jsonl", "alerts.jsonl", "summary.json", "weights.json", "tracking.json")
+_OUTPUT = (SUMS, "metrics.jsonl", "histograms.jsonl", "alerts.jsonl", "summary.json", "weights.json", "tracking.json")
 Say = Callable[[str], None]
 
 

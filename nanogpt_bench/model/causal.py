@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -149,7 +150,26 @@ def _settings(name: str) -> Any:
         what = saved[0] if saved else f"of type {found.model_type!r}"
         raise BenchError(f"model {name!r} is {what}, no causal language model (one that predicts the next token)")
     _check_attention(found, name)
+    if "gguf_file" not in where and _has_own_head(found, name):  # which transformers reads, whatever the settings say
+        found.tie_word_embeddings = found.get_text_config().tie_word_embeddings = False
     return found
+
+
+def _has_own_head(settings: Any, name: str) -> bool:
+    """Whether the files of a folder have a head beside an embedding that, by the settings, is the head too."""
+    if not Path(name).is_dir():
+        return False
+    model = _from_settings(settings, name)
+    if not _shares_head(model):
+        return False
+    shared = model.get_input_embeddings().weight
+    names = [key for key, value in model.named_parameters(remove_duplicate=False) if value is shared]
+    values = []
+    for file in sorted(Path(name).glob("model*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            known = [key for key in sorted(opened.keys()) if any(f".{own}".endswith(f".{key}") for own in names)]
+            values += [opened.get_tensor(key) for key in known]
+    return len(values) > 1 and not all(torch.equal(values[0], other) for other in values[1:])
 
 
 def _check_attention(settings: Any, name: str) -> None:
@@ -159,6 +179,11 @@ def _check_attention(settings: Any, name: str) -> None:
             f"model {name!r} is of type {settings.model_type!r}, without attention (no num_attention_heads in its "
             "config.json); only models with attention can be measured and trained here, such as llama, gpt2 or mixtral"
         )
+
+
+def _shares_head(model: Any) -> bool:
+    head = model.get_output_embeddings()
+    return head is not None and head.weight is model.get_input_embeddings().weight
 
 
 @functools.lru_cache(maxsize=4)
@@ -194,7 +219,10 @@ def skeleton(name: str) -> Any:
     Raises:
         BenchError: as `outline`.
     """
-    settings = _settings(name)
+    return _from_settings(_settings(name), name)
+
+
+def _from_settings(settings: Any, name: str) -> Any:
     with reading(name) as transformers, torch.device("meta"):
         return transformers.AutoModelForCausalLM.from_config(settings, trust_remote_code=False)
 
@@ -246,6 +274,7 @@ def load_causal(name: str, *, bytes_each: float = 5.0, quantization: Mapping[str
         keys = sorted(said.get(f"{kind}_keys") or ())
         if keys:
             raise BenchError(f"model {name!r} does not fit its config.json: {kind} weight {keys[0]!r}")
+    _check_head(model, name)
     model.config.use_cache = False
     if getattr(model, "hf_quantizer", None) is not None:
         _detach(model)
@@ -278,6 +307,16 @@ def _check_floats(model: Any, name: str) -> None:
         raise BenchError(f"model {name!r}: {one_line(error)}") from None
 
 
+def _check_head(model: Any, name: str) -> None:
+    """Refuse a model whose head is shared or not otherwise than was planned before it was read."""
+    shared = _shares_head(model)
+    if _shares_head(skeleton(name)) != shared:
+        raise BenchError(
+            f"model {name!r} has {'no' if shared else 'a'} head of its own, and its config.json says otherwise; set "
+            f"tie_word_embeddings to {str(shared).lower()} there"
+        )
+
+
 def load_narrow(name: str) -> Any | None:
     """Return the model called `name` to be measured, with weights in 16 bits; None where it has to be in float32.
 
@@ -299,6 +338,7 @@ def load_narrow(name: str) -> Any | None:
         model, said = transformers.AutoModelForCausalLM.from_pretrained(**where, **options)
     if said.get("missing_keys") or said.get("unexpected_keys") or not computes_in_float32(model):
         return None
+    _check_head(model, name)
     model.config.use_cache, model.config.dtype = False, torch.float32
     _check_finite(model, name)
     try:

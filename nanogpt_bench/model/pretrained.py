@@ -155,6 +155,8 @@ def load_checkpoint(model: GPT, name: str, tokenizer: str) -> None:
             stored = {key.removeprefix("transformer."): key for key in sorted(file.keys()) if not key.endswith(_MASKS)}
             sources = _sources(checkpoint.shape)
             _check_names(sources, stored, name)
+            if checkpoint.shape.tie_weights and "lm_head.weight" in stored:
+                _check_head(*(file.get_tensor(stored[key]) for key in ("wte.weight", "lm_head.weight")), name)
             for ours, parameter in model.named_parameters():
                 theirs, transposed = sources[ours]
                 value = file.get_tensor(stored[theirs])
@@ -198,6 +200,15 @@ def _check_names(sources: dict[str, tuple[str, bool]], stored: dict[str, str], n
     if missing or unknown:
         what = f"lacks the tensor {min(missing)!r}" if missing else f"has a tensor too many, {min(unknown)!r}"
         raise BenchError(f"model.init_from: {WEIGHTS} of {name!r} {what}; it does not agree with its {CONFIG}")
+
+
+def _check_head(table: Tensor, head: Tensor, name: str) -> None:
+    """Refuse a head of its own where the settings say that the embedding is the head: it would be left out."""
+    if not torch.equal(table, head):
+        raise BenchError(
+            f"model.init_from: {WEIGHTS} of {name!r} has a 'lm_head.weight' of its own, and its {CONFIG} says that it "
+            "is tied; set tie_word_embeddings to false there"
+        )
 
 
 def _copy(parameter: Tensor, value: Tensor, ours: str, source: str) -> None:

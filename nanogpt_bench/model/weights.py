@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import fp8manifold as fm
 from nanogpt_bench.system.errors import BenchError, DiskError, one_line
 from nanogpt_bench.system.files import replacing
+from nanogpt_bench.system.overwriting import refuse_to_replace
 from nanogpt_bench.system.untrusted import check_header
 
 #: between the name of a packaged tensor and that of a plain one inside it, in a checkpoint
@@ -73,14 +74,26 @@ def save_weights(model: nn.Module, path: Path) -> None:
 
     Raises:
         DiskError: the disk does not take them.
+        BenchError: there is another file of that name, not of such a model's weights.
     """
     tensors, metadata = tensors_of(model)
+    refuse_to_replace("--save", path, lambda _: _names_in(path) == tensors.keys(), "a folder of its own")
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with replacing(path) as file:
             save_file(tensors, file.name, metadata)
     except SafetensorError as error:  # by which it says what the system said
         raise DiskError(f"weights {str(path)!r} can't be written: {one_line(error)}") from None
+
+
+def _names_in(path: Path) -> set[str]:
+    """Return the names of a safetensors file's tensors; of another file none."""
+    try:
+        check_header(path)
+        with safe_open(path, framework="pt") as file:
+            return set(file.keys())
+    except (SafetensorError, OSError, ValueError):
+        return set()
 
 
 def tensors_of(model: nn.Module, *, kept: bool = True) -> tuple[dict[str, Tensor], dict[str, str]]:

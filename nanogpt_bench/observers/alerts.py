@@ -57,11 +57,13 @@ class AlertObserver(Observer):
         trend: TrendObserver | None,
         *,
         stall: bool,
+        ends: bool = False,
         tell: Callable[[Alert], None] = lambda alert: None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self._settings, self._lines, self._trend, self._stall = settings, LineFile(path), trend, stall
         self._tell, self._clock = tell, clock
+        self._becomes = "the run ends" if ends else "the step is skipped"
         self._at_most = {**_AT_MOST, **settings.at_most}
         self._budgets_given = {**settings.at_most, **settings.at_least}
         self._recorded: set[str] = set()
@@ -139,11 +141,11 @@ class AlertObserver(Observer):
         self._streak = self._streak + 1 if found else 0
         patience = self._settings.nan_patience
         for kind in found:
-            text = f"{_not_finite(step, kind)} at step {step.number}{_origin(step)}"
+            text = f"{_not_finite(step, kind)} at step {step.number}{_origin(step, self._becomes)}"
             yield Alert(step.number, "WARN", kind, text, None, None)
         if self._streak == patience:
             kind = found[0]
-            text = f"{kind} for {patience} steps in a row, up to step {step.number}"
+            text = f"{kind} for {counted(patience, 'step')} in a row, up to step {step.number}"
             yield Alert(step.number, "ERROR", kind, text, float(self._streak), float(patience))
 
     def _worst(self, step: Step, metric: Metric, alarm: Alarm) -> Iterator[Alert]:
@@ -189,11 +191,11 @@ def _not_finite(step: Step, kind: str) -> str:
     return f"{name} is {step.record.get(name)}"
 
 
-def _origin(step: Step) -> str:
-    """Where it was first seen, if that is known, and whether the step is left out."""
+def _origin(step: Step, becomes: str) -> str:
+    """Where it was first seen, if that is known, and what becomes of it; what lasts ends the run in any case."""
     if step.anomaly is None:
-        return "; the step is skipped"
-    return f"; first seen in {step.anomaly.where}{'' if step.anomaly.lasting else '; the step is skipped'}"
+        return f"; {becomes}"
+    return f"; first seen in {step.anomaly.where}; {'the run ends' if step.anomaly.lasting else becomes}"
 
 
 def _number(value: float) -> float | None:

@@ -159,4 +159,5 @@ def _alerts(
     if not config.alerts.enabled:
         return None
     stall = loses_steps(config.model.storage, config.optimizer.writeback) is True
-    return AlertObserver(config.alerts, run_dir / "alerts.jsonl", trend, stall=stall, tell=tell)
+    ends = config.train.on_anomaly == "stop" and "nan" in config.train.stop_on
+    return AlertObserver(config.alerts, run_dir / "alerts.jsonl", trend, stall=stall, ends=ends, tell=tell)

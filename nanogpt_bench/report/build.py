@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nanogpt_bench.report.chart import looks
-from nanogpt_bench.report.figures import write_figures
+from nanogpt_bench.report.figures import drawn_in, write_figures
 from nanogpt_bench.report.ladders import LADDERS, cells_of, climbed, line_looks
 from nanogpt_bench.report.page import Page, all_sections, render
 from nanogpt_bench.report.results import Result, measure
@@ -28,8 +28,12 @@ from nanogpt_bench.runs.find import find_runs, say_aside
 from nanogpt_bench.runs.load import Run, load_run
 from nanogpt_bench.system.errors import BenchError, refused, unknown
 from nanogpt_bench.system.files import write_text
+from nanogpt_bench.system.overwriting import refuse_to_replace
 
 PAGE = "report.html"
+TABLES = ("results.csv", "table.md", "table.tex")
+#: bytes of a page that have its title
+_HEAD = 4096
 #: the shortest time between two drawings of a page
 SECONDS_BETWEEN_PAGES = 20.0
 #: the largest share of one core for drawing, which takes seconds with many long runs
@@ -101,10 +105,35 @@ def _check_baseline(rows: Sequence[Row], label: str | None) -> None:
 
 
 def main_report(args: argparse.Namespace) -> int:
-    """Rebuild a report from the command line, and print the page's path."""
+    """Rebuild a report from the command line, and print the page's path.
+
+    Raises:
+        BenchError: as `report`, or a folder with files of a report's names that no report wrote.
+    """
+    _check_folder(args.out)
     thresholds = Thresholds(**{name: getattr(args, name) for name in THRESHOLDS})
     print(report(args.runs, out=args.out, thresholds=thresholds, baseline=args.baseline, say=say_aside))
     return 0
+
+
+def _check_folder(out: Path) -> None:
+    """Refuse a folder whose page, tables or figures are somebody else's; those of a report have its page beside them.
+
+    Raises:
+        BenchError: names the file.
+    """
+    page = out / PAGE
+    ladders = (out / f"gap_by_{ladder.name}.md" for ladder in LADDERS)
+    for path in (page, *(out / name for name in TABLES), *ladders, *drawn_in(out / "figures")):
+        refuse_to_replace("--out", path, lambda _: _is_page(page), "a folder of its own")
+
+
+def _is_page(path: Path) -> bool:
+    """Whether a file is the page of a report: its title says so."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return b"<title>nanogpt-bench" in file.read(_HEAD)
 
 
 def write_report(
@@ -146,9 +175,8 @@ def write_report(
 
 def write_tables(results: Sequence[Result], out: Path) -> None:
     """Write results.csv, table.md, table.tex, and for rows on a ladder gap_by_length.md and the like."""
-    write_text(out / "results.csv", to_csv(results))
-    write_text(out / "table.md", to_markdown(results))
-    write_text(out / "table.tex", to_latex(results))
+    for name, made in zip(TABLES, (to_csv, to_markdown, to_latex), strict=True):
+        write_text(out / name, made(results))
     for ladder in LADDERS:
         if found := climbed(ladder, results):
             write_text(out / f"gap_by_{ladder.name}.md", padded(cells_of(ladder, found)))

@@ -16,6 +16,7 @@ from nanogpt_bench.report.results import Result
 from nanogpt_bench.report.rows import Row, loss_unit, reference_beside, setting_without
 from nanogpt_bench.report.verdict import class_name, describe_ending
 from nanogpt_bench.runs.load import Run
+from nanogpt_bench.system.words import counted
 
 POINTS = 150  # of a curve: there may be a chart for each of many runs
 OPEN_PAGES = 4  # more failure pages start closed
@@ -185,7 +186,8 @@ def _lead(failed: Failed) -> str:
         return ""
     seconds = "" if lead.seconds is None else f" ({abs(lead.seconds):.3g} s)"
     order = "before" if lead.steps >= 0 else "after"
-    words = f"Lead time of the kurtosis alert: at step {lead.alert_step}, {abs(lead.steps)} steps{seconds} {order} the"
+    apart = f"{counted(abs(lead.steps), 'step')}{seconds} {order}"
+    words = f"Lead time of the kurtosis alert: at step {lead.alert_step}, {apart} the"
     return f"<p>{escape(words)} {escape(class_name(lead.failure_kind))} at step {lead.failure_step}.</p>"
 
 

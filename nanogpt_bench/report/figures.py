@@ -77,6 +77,12 @@ def write_figures(charts: Sequence[Chart], looks: Mapping[str, Look], folder: Pa
     return written
 
 
+def drawn_in(folder: Path) -> list[Path]:
+    """Return the files of a folder that have names of figures."""
+    names = re.compile(rf"({'|'.join(FIGURES)}|sensitivity(_\d+)?)\.(svg|png|pdf)")
+    return sorted(path for path in folder.glob("*") if names.fullmatch(path.name))
+
+
 def chosen(charts: Sequence[Chart]) -> dict[str, list[Chart]]:
     """Return the charts of each figure by its name; each table of sensitivities is its own figure."""
     found = {

@@ -28,6 +28,7 @@ from nanogpt_bench.runs.load import Run, is_run_folder, load_run
 from nanogpt_bench.runs.read import Records, cleaned, finite
 from nanogpt_bench.system.errors import BenchError, one_line
 from nanogpt_bench.system.untrusted import read_json
+from nanogpt_bench.system.words import counted
 
 KIND = "nanogpt-bench results"
 VERSION = 1
@@ -217,15 +218,25 @@ def is_export(path: Path) -> bool:
     return path.suffix == ".json" and path.is_file()
 
 
+def is_of_kind(content: Any) -> bool:
+    """Whether the content of a JSON file says that it is a results file."""
+    return isinstance(content, Mapping) and content.get("kind") == KIND
+
+
 def read_export(path: Path) -> Exported:
     """Read a results file.
 
     Raises:
         BenchError: the file can't be read or is no results file; in one line.
     """
+    if not path.exists():
+        raise BenchError(f"results file {str(path)!r} does not exist")
+    if path.is_dir():
+        advice = f"nanogpt-bench results export {shlex.quote(str(path))} --out FILE.json"
+        raise BenchError(f"{str(path)!r} is a folder, no results file; of a sweep's folder one is made by: {advice}")
     try:
         content = cleaned(read_json(path, times=8))
-        if not isinstance(content, Mapping) or content.get("kind") != KIND:
+        if not is_of_kind(content):
             raise BenchError(
                 f"{str(path)!r} holds no results; nanogpt-bench results export SWEEP --out FILE.json writes some"
             )
@@ -373,7 +384,7 @@ def given_up(search: Mapping[str, Any]) -> str:
         return ""
     trials = search.get("trials")
     runs = sum(len(trial.get("runs") or ()) for trial in trials) if isinstance(trials, Sequence) else 0
-    return f"failed: none of {runs} trials came to its end with a loss"
+    return f"failed: none of {counted(runs, 'trial')} came to its end with a loss"
 
 
 #: share of a run's steps at which monitored figures are exported, beside the end

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import io
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -253,24 +254,43 @@ CSV_FIELDS: dict[str, Callable[[Result], object]] = {
 
 
 def to_text(results: Sequence[Result]) -> str:
-    """Return the table in plain text, columns aligned."""
-    return _padded(results, one_line)
+    """Return the table in plain text, columns aligned; a verdict too long for its line goes on in the next ones."""
+    columns = shown_columns(results)
+    lines = [[one_line(column.cell(result)) for column in columns] for result in results]
+    return _padded(columns, [folded for line in lines for folded in _folded(line, _room(columns, lines))])
 
 
 def to_markdown(results: Sequence[Result]) -> str:
     """Return a GitHub table, columns padded so that it reads as plain text too."""
-    return _padded(results, _markdown_cell)
-
-
-def _padded(results: Sequence[Result], cell: Callable[[str], str]) -> str:
     columns = shown_columns(results)
-    lines = [[column.heading for column in columns]]
-    lines += [[cell(column.cell(result)) for column in columns] for result in results]
-    return padded(lines, [column.numeric for column in columns])
+    return _padded(columns, [[_markdown_cell(column.cell(result)) for column in columns] for result in results])
 
 
-def padded(lines: Sequence[Sequence[str]], numeric: Sequence[bool] | None = None) -> str:
+def _padded(columns: Sequence[Column], lines: Sequence[Sequence[str]]) -> str:
+    headings = [column.heading for column in columns]
+    return padded([headings, *lines], [column.numeric for column in columns], _room(columns, lines))
+
+
+def _room(columns: Sequence[Column], lines: Sequence[Sequence[str]]) -> int:
+    """Return the characters that the others leave to the last column, the verdict."""
+    others = [max(len(column.heading), *(len(line[i]) for line in lines)) for i, column in enumerate(columns[:-1])]
+    return max(WIDEST_VERDICT, WIDEST - line_width([*others, 0]))
+
+
+def _folded(line: Sequence[str], room: int) -> Iterator[list[str]]:
+    """Yield a line of cells, its last one on as many lines as it takes."""
+    *others, last = line
+    first, *rest = textwrap.wrap(last, room) or [""]
+    yield [*others, first]
+    yield from ([*("" for _ in others), more] for more in rest)
+
+
+def padded(
+    lines: Sequence[Sequence[str]], numeric: Sequence[bool] | None = None, most_of_last: int | None = None
+) -> str:
     """Return lines of cells, the heading first, as a GitHub table; by default all columns but the first are numeric.
+
+    A cell of the last column that has more than `most_of_last` characters makes its own line longer, and no other.
 
     >>> print(padded([["run", "loss"], ["fp32", "2.1"]]), end="")
     | run  | loss |
@@ -279,6 +299,8 @@ def padded(lines: Sequence[Sequence[str]], numeric: Sequence[bool] | None = None
     """
     numbers = [place > 0 for place in range(len(lines[0]))] if numeric is None else numeric
     widths = [max(len(line[i]) for line in lines) for i in range(len(numbers))]
+    if most_of_last is not None:
+        widths[-1] = min(widths[-1], most_of_last)
     rule = ["-" * (w - 1) + ":" if number else "-" * w for number, w in zip(numbers, widths, strict=True)]
     every = [lines[0], rule, *lines[1:]]
     return "".join(f"| {' | '.join(_aligned(line, numbers, widths))} |\n" for line in every)

@@ -16,6 +16,7 @@ import fp8manifold as fm
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.ranks import ALONE, Ranks
+from nanogpt_bench.system.words import counted
 
 #: what compares gradients, or measures them, in passes of one process, and manifolds of whole matrices
 _OF_ONE_PROCESS = ("shadow.enabled", "monitor.fisher", "train.step_in_backward", "model.constraint", "model.peer")
@@ -68,8 +69,8 @@ def check_ranks(config: Config, ranks: Ranks) -> None:
         refuse_parallel(config.train.parallel, "this")
     if config.train.batch_size % size:
         raise BenchError(
-            f"train.batch_size: {config.train.batch_size} sequences can't be divided among {size} processes; "
-            f"give a multiple of {size}"
+            f"train.batch_size: {counted(config.train.batch_size, 'sequence')} can't be divided among {size} "
+            f"processes; give a multiple of {size}"
         )
     here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", size)), torch.cuda.device_count()
     if size > 1 and config.runtime.device != "cpu" and 0 < gpus < here:

@@ -13,6 +13,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.system.errors import BenchError, one_line
 
+CUDA = "cuda"
+
+
+def check_device(wanted: str) -> None:
+    """Refuse a GPU that is asked for and not there.
+
+    Raises:
+        BenchError: says what can be asked for.
+    """
+    if wanted == CUDA and not torch.cuda.is_available():
+        raise no_device("this machine")
+
+
+def no_device(where: str) -> BenchError:
+    """Return the error of a GPU that is asked for and not there."""
+    return BenchError(f"runtime.device: {CUDA!r} is not available on {where}; allowed: auto, cpu")
+
 
 @contextmanager
 def runtime(config: Config) -> Iterator[torch.device]:
@@ -22,8 +39,7 @@ def runtime(config: Config) -> Iterator[torch.device]:
         BenchError: a GPU is asked for and there is none.
     """
     wanted = config.runtime.device
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise BenchError("runtime.device: 'cuda' is not available on this machine; allowed: auto, cpu")
+    check_device(wanted)
     device = torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
     threads = torch.get_num_threads()
     torch.set_num_threads(config.runtime.threads or threads)

@@ -258,6 +258,7 @@ class ComparisonRecord(Record):
         super().__init__(folder, "nanogpt-bench compare", baseline)
         self.asked, self.corpus = asked, corpus
         before = read_earlier(folder)
+        self._begins = before is None
         if before is not None:
             settings = {run.name: plain(run.settings) for run in planned}
             check_same(folder, before, asked, settings, self._corpus_digests())
@@ -287,7 +288,7 @@ class ComparisonRecord(Record):
         try:
             prepare_stdlib(self.corpus)
         except BaseException:
-            if not any(self.run_dir(run).exists() for run in self.planned):
+            if self._begins and not any(self.run_dir(run).exists() for run in self.planned):
                 shutil.rmtree(self.folder, ignore_errors=True)
             raise
         self.write_manifest()

@@ -22,6 +22,7 @@ from nanogpt_bench.setup.resolve import resolve, rule_name
 from nanogpt_bench.sweep.axes import Point, assemble, grid_points, random_points
 from nanogpt_bench.sweep.file import SweepFile
 from nanogpt_bench.system.errors import BenchError, printable, unknown
+from nanogpt_bench.system.words import counted
 
 LONGEST_NAME = 120
 FLOAT_LR = "optimizer.float_lr"
@@ -144,7 +145,8 @@ def _at_sizes(sweep: SweepFile, point: Point) -> Iterator[Point]:
     tokens = config.train.batch_size * config.train.accumulation * (config.model.block_size or 0)
     for size in sweep.data_sizes:
         if size < tokens:
-            raise BenchError(f"--data-sizes: {size} tokens are less than a step takes, which is {tokens}")
+            verb = "is" if size == 1 else "are"
+            raise BenchError(f"--data-sizes: {counted(size, 'token')} {verb} less than a step takes, which is {tokens}")
         yield {**point, "data.train_tokens": size, "train.max_steps": size // tokens}
 
 
@@ -304,7 +306,9 @@ def folder_name(label: str, axes: Mapping[str, Any]) -> str:
     return f"{name[:LONGEST_NAME].rstrip('-')}-{digest}"
 
 
-def baseline_of(reference: Mapping[str, Any] | str | None, planned: Sequence[PlannedRun | Row]) -> str | None:
+def baseline_of(
+    reference: Mapping[str, Any] | str | None, planned: Sequence[PlannedRun | Row], what: str = "reference"
+) -> str | None:
     """Return the label of the row to measure against, None for the first BF16 one.
 
     `planned` begins with those of settings given as reference. A name is that of a row, or of the first with that rule
@@ -320,7 +324,7 @@ def baseline_of(reference: Mapping[str, Any] | str | None, planned: Sequence[Pla
         return reference
     short = [row_label(run.rule, run.format) for run in planned]
     if reference not in short:
-        raise unknown("reference", reference, list(dict.fromkeys(labels)))
+        raise unknown(what, reference, list(dict.fromkeys(labels)))
     return labels[short.index(reference)]
 
 

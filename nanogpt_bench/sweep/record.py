@@ -38,6 +38,7 @@ from nanogpt_bench.runs.earlier import (
 )
 from nanogpt_bench.runs.environment import DECIDING, MINOR, command_line, differing, machine, settings_of
 from nanogpt_bench.runs.load import Run, is_run_folder, load_run
+from nanogpt_bench.runs.sums import write_sums
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.setup.start import start_facts
 from nanogpt_bench.sweep.plan import PlannedRun
@@ -45,7 +46,7 @@ from nanogpt_bench.system.errors import BenchError, one_line
 from nanogpt_bench.system.files import write_json, write_text
 from nanogpt_bench.system.lock import is_unused
 from nanogpt_bench.system.untrusted import read_json
-from nanogpt_bench.system.words import cell
+from nanogpt_bench.system.words import cell, counted
 
 if TYPE_CHECKING:
     pass
@@ -292,7 +293,7 @@ class Known:
 
     def told(self) -> Iterator[str]:
         """Yield what became of the file, in lines."""
-        yield f"{len(self._taken)} of the {len(self._runs)} runs of {self.path} were taken from there"
+        yield f"{len(self._taken)} of the {counted(len(self._runs), 'run')} of {self.path} were taken from there"
         yield from (f"{self.path.name}: {note}" for note in self.notes)
 
 
@@ -324,6 +325,7 @@ def _write(run: Run, folder: Path, source: Path) -> None:
     write_json(folder / "environment.json", dict(run.environment))
     write_text(folder / "metrics.jsonl", "".join(f"{json.dumps(records[step])}\n" for step in sorted(records)))
     write_json(folder / "summary.json", {**run.summary, "seed": run.seed, "taken_from": str(source)})
+    write_sums(folder)
 
 
 class SweepRecord(Record):

@@ -69,8 +69,14 @@ class Session:
         self._written, self._pause = time.monotonic(), SECONDS_BETWEEN_PAGES
 
     def train(self, planned: Iterable[PlannedRun], on_end: OnEnd = nothing_follows) -> bool:
-        """Train the runs and those that follow from them; False when a signal ended it before."""
+        """Train the runs and those that follow from them; False when a signal ended it before.
+
+        Raises:
+            BenchError: a run asks for a device that no worker has; nothing is trained.
+        """
         todo = [run for first in planned for run in self._left(first, on_end)]
+        for device in {str(run.settings.get("runtime.device")) for run in todo}:
+            self._executor.check_device(device)
         self._record.write_manifest()
         for known in self._record.known:
             for line in known.told():

@@ -23,6 +23,7 @@ from nanogpt_bench.sweep.plan import PlannedRun, baseline_of, check_count, count
 from nanogpt_bench.sweep.record import SweepRecord
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.files import write_text
+from nanogpt_bench.system.words import counted
 
 FILE = "tuning.json"
 STEPS = "train.max_steps"
@@ -289,7 +290,7 @@ def _found(search: Search) -> str:
     if search.best is None:
         return f"{search.start.label}: no trial of {runs} came to its end with a loss"
     values = ", ".join(f"{key} {value:g}" for key, value in search.best.items())
-    return f"{search.start.label}: best at {values} ({runs} runs)"
+    return f"{search.start.label}: best at {values} ({counted(runs, 'run')})"
 
 
 def next_places(losses: Mapping[Place, float], keys: int, reach: int) -> list[Place]:

@@ -36,7 +36,8 @@ def locked(folder: Path, what: str) -> Iterator[None]:
     finally:
         if file is not None:
             with contextlib.suppress(OSError):
-                (folder / LOCK).unlink()
+                if not os.fstat(file).st_size:  # ours is empty
+                    (folder / LOCK).unlink()
             os.close(file)
         for path in made:
             with contextlib.suppress(OSError):  # it has come into use

@@ -27,8 +27,12 @@ EXECUTORS = ("local", "ray")
 #: seconds that a node may take to start its first process
 SECONDS_TO_START = 120.0
 _LONGEST_REASON = 200
-#: environment of Ray: no usage reports, no advice
-_QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+#: environment of Ray: no usage reports, no advice, no log among the results
+_QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_BACKEND_LOG_LEVEL": "fatal",  # its C++ part writes to standard error itself, such as how it waits for a node
+}
 #: bytes that Ray keeps for objects, of which there are none but lines of text
 _OBJECTS = 80 * 2**20
 
@@ -207,6 +211,17 @@ class RayCluster:
     def cores(self) -> int:
         """Return the cores of all nodes."""
         return max(1, int(self._ray.cluster_resources().get("CPU", 1)))
+
+    def check_device(self, wanted: str) -> None:
+        """Refuse a GPU where no node has one.
+
+        Raises:
+            BenchError: says so.
+        """
+        from nanogpt_bench.setup.runtime import CUDA, no_device
+
+        if wanted == CUDA and not self._ray.cluster_resources().get("GPU"):
+            raise no_device("any node of the cluster")
 
     def worker(self, messages: Messages, threads: int) -> RayWorker:
         """Start a worker on a node with so many cores free, where the folder is seen."""

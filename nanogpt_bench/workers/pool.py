@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import IO, Any, Protocol
 
 from nanogpt_bench.system.errors import BenchError
+from nanogpt_bench.system.words import counted
 
 Messages = queue.SimpleQueue[tuple[Any, dict[str, Any] | None]]
 """(a worker, what it says), and (the worker, None) when it has ended."""
@@ -56,6 +57,9 @@ class Executor(Protocol):
     def cores(self) -> int:
         """Return how many threads there are cores for."""
 
+    def check_device(self, wanted: str) -> None:
+        """Refuse a device that no worker has."""
+
     def worker(self, messages: Messages, threads: int) -> AnyWorker:
         """Start a worker that computes with so many threads."""
 
@@ -87,7 +91,10 @@ def check_workers(workers: int | None, source: str, threads: int | None = None, 
     most = most_workers(threads, there)
     if workers is not None and workers > most:
         each = "" if threads in (None, 1) else f" with runtime.threads {threads}"
-        raise BenchError(f"{source}: {workers} is more than the {there} cores take{each}; give at most {most}")
+        take = "takes" if there == 1 else "take"
+        raise BenchError(
+            f"{source}: {workers} is more than the {counted(there, 'core')} {take}{each}; give at most {most}"
+        )
 
 
 def divide(
@@ -189,6 +196,16 @@ class Local:
     def cores(self) -> int:
         """Return the cores that this process may use."""
         return cores()
+
+    def check_device(self, wanted: str) -> None:
+        """Refuse a device that this machine does not have.
+
+        Raises:
+            BenchError: says so.
+        """
+        from nanogpt_bench.setup.runtime import check_device
+
+        check_device(wanted)
 
     def worker(self, messages: Messages, threads: int) -> AnyWorker:
         """Start a process."""

@@ -30,6 +30,7 @@ from nanogpt_bench.model.pretrained import find_checkpoint, load_checkpoint
 from nanogpt_bench.model.weights import load_weights, save_weights
 from nanogpt_bench.report.sweep_charts import read_studies
 from nanogpt_bench.runs.load import load_run
+from nanogpt_bench.runs.sums import AT_END, SUMS
 from nanogpt_bench.sweep.file import read_sweep
 from nanogpt_bench.system.errors import BenchError
 
@@ -205,7 +206,7 @@ def readers(corpus: Path, labelled: Path, run: Path) -> dict[str, Reader]:
         "verify": Reader(
             copy_of(run),
             verified,
-            {"config.yaml": ("half", "class"), "metrics.jsonl": ("empty",), "summary.json": ("huge",), **weights},
+            {name: () for name in AT_END if name != "alerts.jsonl"} | {SUMS: ("gone",)} | weights,
         ),
         "checkpoint": Reader(
             lay_checkpoint,

@@ -216,7 +216,7 @@ def test_patience_ends_the_run(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.M
     assert (summary["status"], summary["steps"], summary["final_val_loss"]) == ("failed", 3, None)
     assert summary["failure"] == {
         "kind": "nan",
-        "message": "grad/norm is nan at step 5, and not finite in the 1 steps before; first seen in gradient of "
+        "message": "grad/norm is nan at step 5, and not finite in the 1 step before; first seen in gradient of "
         "lm_head.weight",
         "step": 4,
     }

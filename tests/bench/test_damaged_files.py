@@ -81,7 +81,7 @@ DAMAGED: dict[str, dict[str, str]] = {
         "val.bin: gone()": "val.bin' does not exist",
         "val.bin: text(b'')": "is empty",
         "val.bin: flipped()": "val.bin' does not have the sha256 that meta.json gives",
-        "meta.json: gone()": "no meta.json; prepare it with",
+        "meta.json: gone()": "no meta.json and holds 'train.bin', which prepare did not write",
         "meta.json: text('{')": "is damaged",
         "meta.json: text('[]')": "is damaged",
         "meta.json: put('splits', {})": "is damaged",

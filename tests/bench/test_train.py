@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Callable
@@ -25,8 +26,10 @@ MACHINE = (*CLOCK, "memory/peak_bytes", "shadow/overhead", "mfu")
 
 def test_a_run_writes_its_files_and_the_summary_it_returns(tiny: Tiny, tmp_path: Path) -> None:
     summary = run(tiny(monitor__gradients=False, alerts__kurtosis=1e9), tmp_path / "r")
-    names = {"config.yaml", "environment.json", "metrics.jsonl", "summary.json", "weights.json", "checkpoints"}
-    assert {path.name for path in (tmp_path / "r").iterdir()} == names
+    names = {"config.yaml", "environment.json", "metrics.jsonl", "summary.json", "weights.json"}
+    assert {path.name for path in (tmp_path / "r").iterdir()} == names | {"SHA256SUMS", "checkpoints"}
+    sums = dict(reversed(line.split("  ")) for line in (tmp_path / "r" / "SHA256SUMS").read_text().splitlines())
+    assert sums == {name: hashlib.sha256((tmp_path / "r" / name).read_bytes()).hexdigest() for name in names}
     assert json.loads((tmp_path / "r" / "summary.json").read_text()) == summary
     assert (summary["name"], summary["rule"], summary["format"], summary["status"]) == (
         "r",

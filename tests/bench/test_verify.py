@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from damages import cut, put
+from damages import changed, cut, put, text
 
 from nanogpt_bench.checkpoint import Contents, commit
 from nanogpt_bench.cli import main
 from nanogpt_bench.commands.verify import check_run
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.loop.train import run
+from nanogpt_bench.runs.sums import AT_END, AT_START, SUMS
 
 Tiny = Callable[..., Config]
 
@@ -79,3 +80,55 @@ def test_a_folder_of_runs_stands_for_the_runs_in_it(folder: Path, capsys: pytest
     assert "e4m3: not whole" in output
     assert "step-6': manifest.json: does not end with its own sha256" in output
     assert "other: whole, steps up to 6, 0 whole checkpoints\n  note: there are no checkpoints\n" in output
+
+
+def by_lines(data: bytes) -> bytes:
+    """The first lines of a file, so that what is left can be read; of a single line a part."""
+    return data[: data.index(b"\n", len(data) // 2) + 1] if data.count(b"\n") > 1 else data[:-2]
+
+
+def digit_changed(data: bytes) -> bytes:
+    """A digit changed into its neighbour, so that whatever the file is it can still be read."""
+    place = next(place for place in range(len(data) // 2, len(data)) if data[place : place + 1].isdigit())
+    return data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
+
+
+DAMAGES = {
+    "cut between lines": changed(by_lines),
+    "cut": changed(lambda data: data[: len(data) // 2]),
+    "emptied": text(""),
+    "a digit changed": changed(digit_changed),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", [*(name for name in AT_END if name != "alerts.jsonl"), SUMS])
+def test_no_file_of_a_finished_run_is_damaged_without_a_word(folder: Path, name: str, damage: str) -> None:
+    DAMAGES[damage](folder / name)
+    problems = check_run(folder).problems
+    assert problems
+    assert name == SUMS or any(name in problem for problem in problems)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", AT_START)
+def test_nor_are_settings_and_environment_of_a_run_that_was_killed(folder: Path, name: str, damage: str) -> None:
+    known = (folder / SUMS).read_text().splitlines(keepends=True)
+    (folder / SUMS).write_text("".join(known[: len(AT_START)]))
+    (folder / "summary.json").unlink()
+    assert check_run(folder).problems == []
+    DAMAGES[damage](folder / name)
+    assert any(name in problem for problem in check_run(folder).problems)
+
+
+def test_runs_of_older_versions_have_no_digests(folder: Path) -> None:
+    (folder / SUMS).unlink()
+    assert check_run(folder).problems == []
+
+
+def test_digests_are_those_of_the_run_that_goes_on(tiny: Tiny, tmp_path: Path) -> None:
+    config = {"checkpoint__every": 2, "monitor__gradients": False}
+    run(tiny(train__max_steps=4, **config), tmp_path / "r")
+    run(tiny(train__max_steps=6, **config), tmp_path / "r", resume=True, allow_config_change=True)
+    assert check_run(tmp_path / "r").problems == []
+    assert "summary.json" in (tmp_path / "r" / SUMS).read_text()

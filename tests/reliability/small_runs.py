@@ -73,8 +73,8 @@ def traces(run_dir: Path) -> dict[str, Any]:
     left: dict[str, Any] = {}
     for path in sorted(run_dir.rglob("*")):
         name = path.relative_to(run_dir).as_posix()
-        if path.is_dir() or path.name in ("environment.json", "manifest.json"):
-            left[name] = None  # what a manifest says follows from the files
+        if path.is_dir() or path.name in ("environment.json", "manifest.json", "SHA256SUMS"):
+            left[name] = None  # what manifest and digests say follows from the files
         elif path.suffix == ".json":
             left[name] = without_machine(json.loads(path.read_text(encoding="utf-8")))
         elif path.suffix == ".jsonl":

@@ -1,0 +1,129 @@
+"""What is said in words: numbers of one, names of what is missing, what becomes of a step, tables that fit a screen."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from nanogpt_bench.config.schema import Config
+from nanogpt_bench.loop.train import run
+from nanogpt_bench.model.gpt import GPT
+from nanogpt_bench.report.results import measure
+from nanogpt_bench.report.rows import Row
+from nanogpt_bench.report.tables import WIDEST, to_markdown, to_text
+from nanogpt_bench.runs.load import Run
+from nanogpt_bench.sweep.plan import baseline_of
+from nanogpt_bench.system.errors import BenchError
+from nanogpt_bench.workers.pool import check_workers
+
+Refused = Callable[..., str]
+Tiny = Callable[..., Config]
+
+
+@pytest.mark.parametrize("words", ["show", "rerun", "monitors"])
+def test_a_results_file_that_is_not_there_is_said_to_be_missing(words: str, tmp_path: Path, refused: Refused) -> None:
+    said = refused("results", words, tmp_path / "gone.json")
+    assert said == f"nanogpt-bench: error: results file {str(tmp_path / 'gone.json')!r} does not exist"
+    said = refused("results", words, tmp_path)
+    assert (
+        f"is a folder, no results file; of a sweep's folder one is made by: nanogpt-bench results export {tmp_path}"
+        in said
+    )
+
+
+def test_an_unknown_row_is_no_unknown_reference() -> None:
+    row = Row("E4M3 nearest", "nearest", "E4M3", ())
+    with pytest.raises(BenchError, match="unknown --row 'E4M3 nearst'; did you mean 'E4M3 nearest'"):
+        baseline_of("E4M3 nearst", [row], "--row")
+
+
+def test_one_core_takes() -> None:
+    with pytest.raises(BenchError, match="2 is more than the 1 core takes; give at most 1"):
+        check_workers(2, "--workers", there=1)
+
+
+@pytest.mark.parametrize(("policy", "becomes"), [("skip", "the step is skipped"), ("stop", "the run ends")])
+def test_an_alert_says_what_becomes_of_the_step(
+    policy: str, becomes: str, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loss, calls = GPT.loss, []
+
+    def broken(model: GPT, *data: torch.Tensor) -> torch.Tensor:
+        calls.append(0)
+        value = loss(model, *data)
+        return value * float("nan") if model.training and torch.is_grad_enabled() else value
+
+    monkeypatch.setattr(GPT, "loss", broken)
+    run(tiny(train__on_anomaly=policy, train__max_steps=1, monitor__gradients=False), tmp_path / "r")
+    lines = [json.loads(line) for line in (tmp_path / "r" / "alerts.jsonl").read_text().splitlines()]
+    said = [line["message"] for line in lines if line["kind"].startswith("train/loss") or "is nan" in line["message"]]
+    assert said
+    assert all(message.endswith(f"; {becomes}") for message in said if "in a row" not in message), said
+
+
+def test_a_long_verdict_is_folded_and_widens_no_other_line() -> None:
+    why = "runtime.device: 'cuda' is not available on this machine; allowed: auto, cpu, and so on " * 2
+    failed = {"status": "failed", "failure": {"kind": "BenchError", "message": why.strip(), "step": 0}, "seed": 1}
+    good = {"status": "finished", "final_val_loss": 2.0, "best_val_loss": 2.0, "seed": 1}
+    rows = [
+        Row("fp32", "fp32", "none", (Run(Path("a"), summary=good),)),
+        Row("E4M3 nearest", "nearest", "E4M3", (Run(Path("b"), summary=failed),)),
+    ]
+    results = measure(rows, rows[0])
+    text = to_text(results).splitlines()
+    assert max(map(len, text)) <= WIDEST
+    assert len(results[1].verdict.text) > WIDEST
+    assert "".join(results[1].verdict.text.split()) in "".join(
+        line.rpartition("| ")[2].rstrip(" |") for line in text
+    ).replace(" ", "")
+    heading, rule, first, _ = to_markdown(results).splitlines()
+    assert max(map(len, (heading, rule, first))) <= WIDEST
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_head_of_its_own_counts_whatever_the_settings_say(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="needs the extra hf")
+    import causal_models
+
+    from nanogpt_bench.model.causal import load_causal, outline
+
+    folder = causal_models.write(tmp_path / kind, kind, tied=False)
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**settings, "tie_word_embeddings": True}))
+    found, model = outline(str(folder)), load_causal(str(folder))
+    assert model.get_output_embeddings().weight is not model.get_input_embeddings().weight
+    assert found.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert not found.shared
+
+
+def test_a_copy_of_the_embedding_is_the_tied_head_and_none_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="needs the extra hf")
+    import causal_models
+
+    from nanogpt_bench.model.causal import load_causal, outline
+
+    folder = causal_models.write(tmp_path / "same")
+    file = folder / "model.safetensors"
+    held = load_file(file)
+    save_file({**held, "lm_head.weight": held["model.embed_tokens.weight"].clone()}, file, {"format": "pt"})
+    found, model = outline(str(folder)), load_causal(str(folder))
+    assert list(found.shared) == ["lm_head"]
+    assert found.parameters == sum(parameter.numel() for parameter in model.parameters())
+    other = causal_models.write(tmp_path / "none")
+    settings = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**settings, "tie_word_embeddings": False}))
+    with pytest.raises(BenchError, match=r"does not fit its config\.json: missing weight 'lm_head\.weight'"):
+        load_causal(str(other))
+
+
+def test_the_page_is_printed_whole() -> None:
+    from importlib import resources
+
+    rules = resources.files("nanogpt_bench.report").joinpath("page.css").read_text().partition("@media print")[2]
+    assert ".scroll, pre { overflow: visible; }" in rules
+    assert "break-inside: avoid" in rules

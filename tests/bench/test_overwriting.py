@@ -1,0 +1,223 @@
+"""What is named on a command line and holds somebody's files stays as it is: one line, code 2, not a byte changed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nanogpt_bench.cli import main
+from nanogpt_bench.data.tokenizers import ByteTokenizer, Tokens
+from nanogpt_bench.data.write import write_corpus
+from nanogpt_bench.sweep import comparison
+from nanogpt_bench.system.errors import BenchError
+from nanogpt_bench.system.lock import locked
+
+Refused = Callable[..., str]
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+def own_tokens(folder: Path) -> Path:
+    """A user's own tokens, as nanoGPT's scripts write them."""
+    folder.mkdir()
+    for name in ("train.bin", "val.bin"):
+        np.arange(1000, dtype=np.uint16).tofile(folder / name)
+    return folder
+
+
+def prepare(text: Path, out: Path) -> list[str]:
+    return ["prepare", "text", "--input", str(text), "--out", str(out)]
+
+
+def test_tokens_without_meta_json_are_not_to_be_prepared_over(
+    tmp_path: Path, text_file: Path, refused: Refused
+) -> None:
+    folder = own_tokens(tmp_path / "mine")
+    before = contents(folder)
+    said = refused("run", "fp32.yaml", "--data.dir", folder, "--name", "none")
+    assert f"data.dir {str(folder)!r} has no meta.json and holds 'train.bin', which prepare did not write" in said
+    assert f"--out {folder}" not in said
+    for words in (["prepare", "stdlib", "--out", str(folder)], prepare(text_file, folder)):
+        assert "holds 'train.bin' without a meta.json, which prepare did not write" in refused(*words)
+    assert contents(folder) == before
+
+
+def _none(folder: Path) -> None:
+    (folder / "meta.json").unlink()
+
+
+def _other_meta(folder: Path) -> None:
+    (folder / "meta.json").write_text('{"vocab_size": 65}')
+
+
+def _cut_meta(folder: Path) -> None:
+    text = (folder / "meta.json").read_text()
+    (folder / "meta.json").write_text(text[: len(text) // 2])
+
+
+def _other_tokens(folder: Path) -> None:
+    np.arange(1000, dtype=np.uint16).tofile(folder / "val.bin")
+
+
+def _labels(folder: Path) -> None:
+    (folder / "train.labels.bin").write_bytes(b"mine")
+
+
+def _folder(folder: Path) -> None:
+    (folder / "val.bin").unlink()
+    (folder / "val.bin").mkdir()
+
+
+CHANGES = {
+    "'train.bin' without a meta.json": _none,
+    "'train.bin' with a meta.json that can't be read": _other_meta,
+    "'train.bin' with a meta.json that can't be read,": _cut_meta,
+    "'val.bin' with another sha256 than its meta.json gives": _other_tokens,
+    "'train.labels.bin', of which its meta.json does not know": _labels,
+    "'val.bin', no ordinary file": _folder,
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_prepare_replaces_what_it_made_and_nothing_else(
+    what: str, tmp_path: Path, text_file: Path, refused: Refused, corpus_dir: Path
+) -> None:
+    folder = tmp_path / "corpus"
+    shutil.copytree(corpus_dir, folder)
+    assert main(prepare(text_file, folder)) == 0
+    assert json.loads((folder / "meta.json").read_text())["tokenizer"] == "byte"
+    CHANGES[what](folder)
+    before = contents(folder)
+    assert f"--out {str(folder)!r} holds {what}" in refused(*prepare(text_file, folder))
+    assert contents(folder) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["corpus"]
+
+
+def test_what_comes_while_a_text_is_prepared_stays(tmp_path: Path) -> None:
+    out, told = tmp_path / "out", []
+
+    class Slow(ByteTokenizer):
+        def encode(self, text: str) -> Tokens:
+            if not out.exists():
+                told.append(own_tokens(out))
+            return super().encode(text)
+
+    with pytest.raises(BenchError, match=r"holds 'train\.bin' without a meta\.json"):
+        write_corpus(out, {"train": ["a" * 99], "val": ["b" * 99]}, Slow(), {}, progress=False)
+    assert told == [out]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_link_to_a_folder_is_no_folder_to_prepare(tmp_path: Path, text_file: Path, refused: Refused) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "there")
+    assert "out' is a link; give a folder" in refused(*prepare(text_file, tmp_path / "out"))
+
+
+#: what is written, by the command that would; each holds something of the user's
+WRITTEN = {
+    "evaluate RUN --out FILE": "table.json",
+    "sample RUN --tokens 2 --out FILE": "texts.json",
+    "results export SWEEP --out FILE": "results.json",
+    "evaluate RUN --formats E4M3 --save DIR": "dir/none-as-trained.safetensors",
+    "evaluate RUN --formats all --out DIR": "dir/evaluation.json",
+    "evaluate fp32.yaml --formats E4M3 --data.dir CORPUS --model.block_size 16 --out FILE": "first.json",
+    "report RUN --out DIR": "dir/results.csv",
+    "report RUN --out DIR ": "dir/figures/loss_curves.png",
+    "report RUN --out DIR  ": "dir/report.html",
+    "report RUN --out DIR   ": "dir/table.tex",
+    "profile fp32.yaml --data.dir CORPUS --model.block_size 16 --batch-sizes 1 --steps 1 --out DIR": "dir/profile.json",
+    "profile fp32.yaml --data.dir CORPUS --model.block_size 16 --batch-sizes 1 --steps 1 --out DIR ": "dir/profile.csv",
+    "profile ranges fp32.yaml --data.dir CORPUS --model.block_size 16 --steps 1 --out DIR": "dir/ranges.csv",
+    "sweep formats.yaml --data.dir CORPUS --out DIR": "dir/sweep.json",
+    "compare --data.dir CORPUS --out DIR": "dir/compare.json",
+    "sweep --sensitivity --of RUN --out DIR": "dir/sensitivity.json",
+    "finetune --model gone --data.dir CORPUS --save DIR": "dir/model.safetensors",
+}
+MINE = '{"mine": [1, 2, 3]}\n'
+
+
+@pytest.mark.parametrize("words", WRITTEN)
+@pytest.mark.parametrize("own", [MINE, "no JSON\n"], ids=["json", "text"])
+def test_a_file_of_the_users_stays(
+    words: str,
+    own: str,
+    trained: dict[str, Path],
+    corpus_dir: Path,
+    tmp_path: Path,
+    refused: Refused,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / WRITTEN[words]
+    file.parent.mkdir(exist_ok=True, parents=True)
+    file.write_text(own)
+    sweep = tmp_path / "a sweep"
+    shutil.copytree(trained["float"], sweep / "run")
+    places = {"RUN": trained["float"], "CORPUS": corpus_dir, "FILE": file, "DIR": tmp_path / "dir", "SWEEP": sweep}
+    said = refused(*(places.get(word, word) for word in words.split()))
+    assert str(file) in said or str(tmp_path / "dir") in said
+    assert file.read_text() == own
+    assert [path.name for path in file.parent.iterdir() if path != sweep] == [file.name]
+
+
+AGAIN = (
+    "evaluate RUN --out FILE",
+    "sample RUN --tokens 2 --out FILE",
+    "report RUN --out DIR",
+)
+
+
+@pytest.mark.parametrize("words", [*AGAIN, "evaluate RUN --formats E4M3 --save DIR"])
+@pytest.mark.usefixtures("_no_figures")
+def test_what_a_command_wrote_it_writes_again(
+    words: str, trained: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(trained["float"], tmp_path / "sweep" / "run")
+    Path("x.json").touch()  # as mktemp leaves one
+    places = {"RUN": str(trained["float"]), "FILE": "x.json", "DIR": "dir", "SWEEP": "sweep"}
+    for _ in range(2):
+        assert main([places.get(word, word) for word in words.split()]) == 0
+
+
+@pytest.fixture
+def _no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nanogpt_bench.report.build.write_figures", lambda *_: None)
+
+
+def test_a_device_is_no_file_to_replace(trained: dict[str, Path], refused: Refused) -> None:
+    assert "no ordinary file" in refused("evaluate", trained["float"], "--out", "/dev/null")
+
+
+def test_a_lock_file_of_somebody_else_stays(tmp_path: Path) -> None:
+    (tmp_path / ".lock").write_text("mine")
+    with locked(tmp_path, "--out"):
+        pass
+    assert (tmp_path / ".lock").read_text() == "mine"
+
+
+def test_a_comparison_that_cant_prepare_its_text_again_keeps_its_folder(
+    tmp_path: Path, corpus_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "out"
+    record = comparison.ComparisonRecord(folder, [], corpus_dir, {})
+    folder.mkdir()
+    record.write_manifest()
+    (folder / "notes.txt").write_text("mine")
+
+    def broken(_: Path) -> None:
+        raise BenchError("no text")
+
+    monkeypatch.setattr("nanogpt_bench.data.prepare_stdlib", broken)
+    record = comparison.ComparisonRecord(folder, [], folder / "corpus", {})
+    with pytest.raises(BenchError, match="no text"):
+        record.prepare(lambda _: None)
+    assert (folder / "notes.txt").read_text() == "mine"
