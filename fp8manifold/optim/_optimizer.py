@@ -32,6 +32,7 @@ from fp8manifold.optim._checks import (
     restore_dtypes,
 )
 from fp8manifold.optim._directions import MOMENT_NAMES
+from fp8manifold.optim._fitting import fit_scales, mark_zero, narrow, note_filled, take_fitted
 from fp8manifold.optim._slot import Slot, is_quantized, slot_of, stabilize
 from fp8manifold.optim._spec import BOUND_NAMES, Spec, spec_of
 from fp8manifold.optim._state import (
@@ -49,7 +50,7 @@ from fp8manifold.optim._writeback import rounds_at_random
 
 _RESET: Final = frozenset((*MOMENT_NAMES, *BOUND_NAMES))
 """Entries of the state that ``reset_every`` clears."""
-_COUNTS: Final = ("skipped_steps", "skipped_in_row", "widened_scales", "streams_begun")
+_COUNTS: Final = ("skipped_steps", "skipped_in_row", "widened_scales", "fitted_scales", "streams_begun")
 
 
 class Hooks(Protocol):
@@ -81,6 +82,8 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         warn_after: a ``RuntimeWarning`` names the parameters at fault when so many have come in a row.
         widened_scales: how many scales of one-byte weights this process has doubled, as a weight had reached the end.
             On a GPU the card decides on both by itself; to read these three numbers, or ``state``, waits for its steps.
+        fitted_scales: how many it has fitted anew: in the step that gave weights that all were 0 their first values, or
+            where they had become 16 times too large.
         streams_begun: how many parameters have been given random bits of their own (``stream`` in their state); those
             of parameters that are removed are not given again.
     """
@@ -91,6 +94,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     skipped_in_row = Count()
     warn_after: int = 10
     widened_scales = Count()
+    fitted_scales: int = 0
     streams_begun: int = 0
     _pending: tuple[Pending, ...] = ()
     _in_backward: Hooks | None = None
@@ -297,6 +301,8 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         """Fill a slot: its spec, S_ref when it is due, its view, the tensors that the step changes, and its numbers."""
         slot.spec = self._spec(slot)
         if slot.storage != "plain" and (slot.done % slot.group["refresh_every"] == 0 or "reference" not in slot.state):
+            if slot.storage == "codes" and slot.done:
+                self.fitted_scales += narrow(slot)
             self._refresh(slot)
         # the blocks of a vector's moments are cut by other processes' rows: each of them steps all of it
         slot.whole = slot.share is not None and slot.spec.blockwise and slot.parameter.dim() == 1
@@ -344,17 +350,21 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         return bounded_share(stiffness, reference, low, high, slot.ranks)
 
     def _take(self, slots: list[Slot]) -> None:
-        """Take the steps that have begun: gather, run, put back; show them; double scales that are full."""
+        """Take the steps that have begun: gather, run, put back; show them; fit scales, and double those that are full."""
+        mark_zero(slots)
         with gathered(slots, left_packed(slots) if self.observer is None else ()):
             views = self._run(slots)
         for view in views:
             if self.observer is not None:
                 self.observer(view)
+        take_fitted(self, slots)
         self._widen(slots)
         note_changes([slot.parameter for slot in slots])
+        note_filled(slots)
 
     def _run(self, slots: list[Slot]) -> list[StepView]:
         """Run the steps, each by the backend that has it; observed ones eagerly, one by one."""
+        fit_scales(slots)
         if self.observer is None:
             run_all(slots)
             return []
