@@ -182,7 +182,8 @@ def storage_scale(
             8 times the smallest normal, and no less than 2: more would leave most weights subnormal, or zero.
 
     Returns:
-        float32 tensor of powers of two, 1 where all weights are 0 (+0 or -0) and for an empty tensor.  It broadcasts
+        float32 tensor of powers of two, 1 where all weights are 0 (+0 or -0; our optimizers fit such a scale of codes
+        in the step that moves them) and for an empty tensor.  It broadcasts
         against ``w``; under ``block`` it has the shape of ``w`` with a 32nd of the last dimension, under ``square``
         with a 128th of the last two, rounded up: the last squares are partial.
 

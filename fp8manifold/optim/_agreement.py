@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from fp8manifold import _triton
 from fp8manifold._ranks import Ranks, Replicas, local_of, ranks_of, ranks_of_each, share_of
 from fp8manifold.optim._backends import note_changes
-from fp8manifold.optim._fitting import note_filled, zero_scales
+from fp8manifold.optim._fitting import zero_scales
 from fp8manifold.optim._native_step import sum_of_squares
 from fp8manifold.optim._slot import Slot
 from fp8manifold.optim._state import gathered, stay_packed
@@ -449,7 +449,6 @@ def take_steady(optimizer: Any, slots: list[Slot], *, alone: bool = False) -> bo
     note_changes([tensor for slot in slots for tensor in slot.changed])
     if waits:
         optimizer._widen(slots)
-        note_filled(slots)
     else:
         note_changes([slot.parameter.kept_scale for slot in slots if isinstance(slot.parameter, FP8Tensor)])
         optimizer._pending += (pending_of(slots, launched.said, alone=alone),)

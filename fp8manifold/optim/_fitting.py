@@ -1,9 +1,9 @@
 """Scales fitted anew: in the step that gives weights their first values, and where they have become far too large.
 
-The scale of weights that all are 0 says nothing of those to come: it is 1, where nobody has given another.  The step that
-moves such weights is computed as any other; only its write-back is under a scale for what it asks for.  That is known
-from what is stored alone, so shards and resumed runs have the same bits.  Where a step is counted in spacings of the
-format (a chart's, a factor's) there is nothing to fit: its size follows from the scale.
+The scale of weights that all are 0 says nothing of those to come: it is 1, where nobody has given another.  The step
+that moves such weights is computed as any other; only its write-back is under a scale for what it asks for.  That is
+known from what is stored alone, so shards and resumed runs have the same bits.  Where a step is counted in spacings of
+the format (a chart's, a factor's) there is nothing to fit: its size follows from the scale.
 
 A scale that is 16 times what a new parameter of these weights had is narrowed on a step that computes S_ref anew, which
 looks at all codes anyway.  It is exact: powers of two further down the grid has every value that it has above.  A scale
@@ -127,10 +127,10 @@ def _fit(slot: Slot, zero: Tensor) -> None:
         for arrays, start in blocks_of(slot):
             target = step(slot.spec, arrays, slot.row, block_noise(slot, arrays["gradient"], start)).target
             asked = target.abs().to(torch.float32)
-            some = groups[row : row + len(asked)] if groups.dim() else groups
+            some = groups[row : row + len(target)] if groups.dim() else groups
             asked = asked if some.shape == asked.shape else asked.amax(-1) if some.dim() else asked.amax()
             largest.scatter_reduce_(0, some.flatten(), asked.flatten(), "amax")
-            row += len(asked)
+            row += len(target)
     largest = largest.view(old.shape) * old
     largest = largest if old.dim() else slot.ranks.largest(largest)
     fresh = refitted_scale(largest, old, held.format, _ROOM).clamp(max=widest_scale(held.format))
@@ -141,16 +141,21 @@ def _fit(slot: Slot, zero: Tensor) -> None:
 
 
 def take_fitted(optimizer: Any, slots: Sequence[Slot]) -> None:
-    """Set the scales that steps have fitted, count them, and compute S_ref anew where it is read: spacings are others."""
+    """Set the scales that steps have fitted, count them, and compute S_ref anew: spacings are others."""
     kept = [slot for slot in slots if slot.spec.storage == "codes"]
     fitted = {slot: sum(_change(slot, new, "begins") for new in slot.next_scale) for slot in kept}
-    optimizer.fitted_scales += sum(_own(slot, count) for slot, count in fitted.items())
+    optimizer.fitted_scales += sum(own_count(slot, count) for slot, count in fitted.items())
     for slot in _with_new_reference(fitted):
         optimizer._refresh(slot)
 
 
 def narrow(slot: Slot) -> int:
-    """Narrow the scales of codes that have become far too large, and return how many there were; no value moves."""
+    """Narrow the scales of codes that have become far too large, and return how many there were; no value moves.
+
+    A first step leaves those that somebody has given.
+    """
+    if slot.storage != "codes" or not slot.done:
+        return 0
     held = _held(slot)
     largest = held.largest() if held.kept_scale.dim() else slot.ranks.largest(held.largest())
     new = narrowed_scale(largest, held.scale, held.format)
@@ -158,7 +163,7 @@ def narrow(slot: Slot) -> int:
         return 0
     if held.numel():
         rewrite(slot, scales_in_runs(held, new)[0])
-    return _own(slot, _change(slot, new, "has shrunk"))
+    return own_count(slot, _change(slot, new, "has shrunk"))
 
 
 def _change(slot: Slot, new: Tensor, what: str) -> int:
@@ -174,13 +179,13 @@ def _change(slot: Slot, new: Tensor, what: str) -> int:
     return count
 
 
-def _own(slot: Slot, count: int) -> int:
+def own_count(slot: Slot, count: int) -> int:
     """How many of some scales this process counts: of one that all share, the first does."""
     return 0 if has_one_scale(slot) and slot.ranks.rank else count
 
 
 def _with_new_reference(fitted: Mapping[Slot, int]) -> list[Slot]:
-    """The slots whose S_ref follows fitted scales at once, in every process; of rows it waits where no step reads it."""
+    """The slots whose S_ref follows fitted scales at once, in every process: of rows where steps read it."""
     changed = {s: bool(n) for s, n in fitted.items() if has_one_scale(s) or s.spec.stiffness != "none"}
     rows = {s: [int(flag)] for s, flag in changed.items() if s.share is not None and not has_one_scale(s)}
     changed |= {slot: bool(flag) for slot, (flag,) in largest_anywhere(rows).items()}

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from numbers_of import normal
+from family_cases import is_valid
+from optimizer_cases import normal
 from test_step_oracle import OPTIONS, follow, stored
 from torch import Tensor
 
@@ -35,7 +36,7 @@ def zeros(fmt: str = "E2M5", shape: tuple[int, ...] = SHAPE, **options: Any) -> 
     return fm.FP8Parameter(torch.zeros(shape), fmt, seed=0, **options)
 
 
-def loss_left(p: Any, optimizer: Any, steps: int = 200) -> float:
+def loss_left(p: Any, optimizer: Any, steps: int = 300) -> float:
     """A linear regression; what is left of the variance of its weights."""
     generator = torch.Generator().manual_seed(0)
     wanted = torch.randn(p.shape, generator=generator) * 0.1
@@ -86,20 +87,26 @@ def test_paths_have_the_same_bits(kind: str, granularity: Any) -> None:
         p = fm.FP8Parameter(w, "E2M5", granularity=granularity, seed=0)
         optimizer = MAKE[kind if kind in MAKE else "adamw"](p, compile=compiled, **more)
         for t in range(5):
-            p.grad = normal(160, 160, seed=t)
+            p.grad = normal(160, 160, seed=t) * (0.001 if kind == "sgd" else 1.0)
             p.grad[:4] *= t > 1
             optimizer.step()
         found.append((p, optimizer))
     (a, ours), (b, its) = found
     assert torch.equal(a.codes, b.codes)
     assert torch.equal(a.scale, b.scale)
-    assert ours.fitted_scales == its.fitted_scales > (granularity == "tensor") - 1
+    assert ours.fitted_scales == its.fitted_scales
+    assert (ours.fitted_scales == 0) == (granularity == "tensor")
     for name, value in ours.state[a].items():
         other = its.state[b][name]
         assert torch.equal(value, other) if isinstance(value, Tensor) else value == other, name
 
 
-ORACLE = [(kind, rule) for kind in ("StiffnessAdamW", "StiffnessSGD", "StiffnessLion") for rule in WRITEBACKS]
+ORACLE = [
+    (kind, rule)
+    for kind in ("StiffnessAdamW", "StiffnessSGD", "StiffnessLion")
+    for rule in WRITEBACKS
+    if is_valid(kind, rule, "float32")
+]
 
 
 @pytest.mark.parametrize(("kind", "writeback"), ORACLE)
@@ -161,8 +168,7 @@ def test_a_run_resumed_among_first_steps_has_the_same_bits(kind: str) -> None:
             p.grad = normal(*SHAPE, seed=t)
             p.grad[2] *= t > 3
             if t == 5:
-                with torch.no_grad():
-                    p.codes[1] = 0
+                p.codes[1], p.scale[1] = 0, 1.0
             optimizer.step()
 
     whole, part = zeros(), zeros()
