@@ -182,7 +182,8 @@ def storage_scale(
             8 times the smallest normal, and no less than 2: more would leave most weights subnormal, or zero.
 
     Returns:
-        float32 tensor of powers of two, 1 where all weights are 0 (+0 or -0) and for an empty tensor.  It broadcasts
+        float32 tensor of powers of two, 1 where all weights are 0 (+0 or -0; our optimizers fit such a scale of codes
+        in the step that moves them) and for an empty tensor.  It broadcasts
         against ``w``; under ``block`` it has the shape of ``w`` with a 32nd of the last dimension, under ``square``
         with a 128th of the last two, rounded up: the last squares are partial.
 
@@ -201,17 +202,23 @@ def storage_scale(
     return _placing_scale(amax, top)
 
 
-def refitted_scale(amax: Tensor, scale: Tensor, fmt: FloatFormat) -> Tensor:
+def refitted_scale(amax: Tensor, scale: Tensor, fmt: FloatFormat, least: float = 1.0) -> Tensor:
     """The scale for weights whose values have all been replaced: the present one where it suits them, a fresh one else.
 
     It suits them where none saturates and :func:`widened_scale` would not narrow it; what is no power of two (memory
-    without values) suits nothing.
+    without values) suits nothing.  ``least`` is the least :func:`usual_headroom` of a fresh one.
     """
-    fresh = _placing_scale(amax, _placed_at(fmt, usual_headroom(fmt, 1.0)))
+    fresh = _placing_scale(amax, _placed_at(fmt, usual_headroom(fmt, least)))
     made = (torch.frexp(scale).mantissa == 0.5) & scale.isfinite()
     beyond = amax >= scale * (fmt.max + fmt.ulp_max / 2)
     shrunk = (amax > 0) & (fresh * _HYSTERESIS <= scale)
     return torch.where(beyond | shrunk | ~made, fresh, scale)
+
+
+def narrowed_scale(amax: Tensor, scale: Tensor, fmt: FloatFormat) -> Tensor:
+    """The narrowing half of :func:`widened_scale`, for codes: a fresh scale where the present one is 16 times that."""
+    fresh = _placing_scale(amax, _placed_at(fmt, usual_headroom(fmt, 1.0)))
+    return torch.where((amax > 0) & (fresh * _HYSTERESIS <= scale), fresh, scale)
 
 
 def widened_scale(amax: Tensor, scale: Tensor, fmt: FormatLike, headroom: float | None = None) -> Tensor:

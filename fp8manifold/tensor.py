@@ -115,6 +115,8 @@ class FP8Tensor(ScaledTensor):
     seed: int
     by_operator: bool
     draws: Draws
+    filled: int | None = None
+    """The version of ``codes`` at which an optimizer knew that no scale had weights of 0 alone."""
 
     @staticmethod
     def __new__(

@@ -12,13 +12,13 @@ CLONED static void draw_words(const Keys *given, Tile *t)
     LOOP(t->words[i] = random_word(keys, (uint32_t)(t->at + i));)
 }
 
-/* Whether one of the codes is that of the largest magnitude. */
-CLONED static int holds_last(const Format *f, const uint8_t *codes, int n)
+/* Whether one of the codes is that of the largest magnitude, and, as 2, whether all are 0. */
+CLONED static int ends_of(const Format *f, const uint8_t *codes, int n)
 {
     const uint8_t magnitude = (uint8_t)(f->sign_bit - 1), last = (uint8_t)f->max_code;
-    uint8_t found = 0;
-    LOOP(found |= (uint8_t)((codes[i] & magnitude) == last);)
-    return found;
+    uint8_t found = 0, any = 0;
+    LOOP(const uint8_t code = codes[i] & magnitude; found |= (uint8_t)(code == last); any |= code;)
+    return found | (any ? 0 : 2);
 }
 
 static void take_tile(const Job *j, const Local *l, const Block *b, Tile *t)
@@ -147,7 +147,7 @@ static void take_row(const Job *j, int64_t row, int64_t start, int64_t stop, int
                 l = local_at(j, row, at, exact);
             if (pass == 1) {
                 (loop ? loop : take_tile)(j, &l, &block, t);
-                reached |= codes && holds_last(&j->spec->format, codes + at, t->n);
+                reached |= codes ? ends_of(&j->spec->format, codes + at, t->n) : 0;
                 continue;
             }
             const float here = fitted ? largest_average(j, &l, &block, t) : largest_of(j, &l, t);
@@ -158,8 +158,10 @@ static void take_row(const Job *j, int64_t row, int64_t start, int64_t stop, int
         else if (pass == 0)
             block = next_block(j, largest, row);
     }
-    if (reached)
+    if (reached & 1)
         SET(j->reached);
+    if (reached & 2)
+        SET(j->reached + 1);
 }
 
 /* Parts that a job can be cut into: rows, or pieces of them. */

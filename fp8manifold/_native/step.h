@@ -38,7 +38,7 @@ typedef struct {
     void *first, *second;    /* averages: float32, bfloat16 or codes */
     float *largest;          /* AMSGrad's */
     float *first_bound, *second_bound; /* of each row; the largest magnitude of a fitted first average */
-    int32_t *reached;        /* set where a code is the format's last, to either side */
+    int32_t *reached;        /* set where a code is the format's last, to either side; the next where a tile is all 0 */
     int64_t rows, length;
     int32_t scales;          /* ONE_SCALE, ... */
     int32_t repeats;         /* rows that share one scale */

@@ -28,9 +28,10 @@ __all__ = [
     "widest_scale",
 ]
 
-SAID: Final = 3
+SAID: Final = 4
 """What kernels say of each parameter, after one word for all: whether a weight is at the end of its range, how many
-scales have been doubled, and whether its gradient or a square of it is not finite."""
+scales have been doubled, whether its gradient or a square of it is not finite, and whether some weights in a row are 0
+throughout."""
 
 WIDENED: Final = np.dtype(
     [

@@ -99,7 +99,11 @@ def _store_weights(words, place, old, rest, x, target, scale, word, S: tl.conste
         if S.format.MANY_NANS or S.format.ONE_NAN >= 0:
             code = tl.where(is_special(old, S.format), old, code)
         last = (((code & (S.format.SIGN - 1)) == S.format.MAX_CODE) & inside).to(tl.int32)
-        tl.store(pointer(words, 10, tl.int32, False) + tl.zeros((T.rows,), tl.int32), 1, mask=tl.max(last, axis=1) > 0)
+        flags = pointer(words, 10, tl.int32, False) + tl.zeros((T.rows,), tl.int32)
+        tl.store(flags, 1, mask=tl.max(last, axis=1) > 0)
+        used = tl.where(inside, code & (S.format.SIGN - 1), 0)
+        there = tl.max((inside & (code >= 0)).to(tl.int32), axis=1)
+        tl.store(flags + 3, 1, mask=(there > 0) & (tl.max(used, axis=1) == 0))
         store(words, 1, tl.uint8, at, code.to(tl.uint8), inside, T.aligned)
     return after
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8manifold._numerics.checks import check_choice, check_int
+from fp8manifold.nn._adapters import without_adapters
 from fp8manifold.nn._in_place import Embeddings, InPlace, Parameters, planned_in_place, put_parameter
 from fp8manifold.nn._linear import STORAGES, QuantizedConv1D, QuantizedLinear, linear_of
 from fp8manifold.nn._products import byte_weight
@@ -208,6 +209,7 @@ def _matched_specs(model: nn.Module, specs: dict[str, LayerSpec]) -> dict[str, L
     reasons = {name: found.reason for name, found in left.items()}
     chosen = patterns_chosen(specs, list(linears), reasons)
     chosen = {name: pattern for name, pattern in chosen.items() if not specs[pattern].quantizes_nothing}
+    chosen = without_adapters(model, chosen)
     for name, pattern in chosen.items():
         if isinstance(linears[name], QuantizedLinear):
             raise ValueError(f"layer {name!r} is quantised already: call dequantize_model first")

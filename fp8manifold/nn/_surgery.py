@@ -44,6 +44,9 @@ def quantize_model(
     precision, unless ``parameters`` or ``embeddings`` asks for codes.  :func:`quantization_report` says what was
     replaced and what was left, and why.
 
+    PEFT's adapters (``lora_A``, ``lora_B``) are what is trained beside frozen layers.  They stay as they are, with a
+    warning that names them, unless a pattern names their part: ``{"*": "E4M3", "lora_*": "E4M3"}``.
+
     What was hung on a layer goes over to the new one: hooks of every kind, those of its weight, attributes, the
     gradient.  A layer whose weight is computed (pruned, parametrised, ``weight_norm``, ``spectral_norm``) or whose
     ``forward`` was replaced is left by ``*`` and refused where a pattern names it.  A ``Conv1D`` becomes a

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from fp8manifold import _triton
 from fp8manifold._ranks import Ranks, Replicas, bytes_of, local_of, ranks_of, ranks_of_each, share_of
 from fp8manifold.optim._backends import note_changes
+from fp8manifold.optim._fitting import zero_scales
 from fp8manifold.optim._native_step import sum_of_squares
 from fp8manifold.optim._slot import Slot
 from fp8manifold.optim._state import gathered, stay_packed
@@ -410,7 +411,7 @@ def _is_even(slot: Slot) -> bool:
         return False
     if group["compile"] is not None or not parameter.numel():
         return False
-    if isinstance(parameter, FP8Tensor) and parameter.remainder is not None:
+    if isinstance(parameter, FP8Tensor) and (parameter.remainder is not None or zero_scales(parameter) is not None):
         return False
     due = [group[name] for name in ("refresh_every", "stabilize_every", "reset_every") if group[name]]
     return bool(slot.done) and all(slot.done % every for every in due)
@@ -440,9 +441,7 @@ def take_steady(optimizer: Any, slots: list[Slot], *, alone: bool = False) -> bo
         if taken := _all_finite_or_back(optimizer, slots):
             optimizer._take(slots)
         return taken
-    if not waits:
-        optimizer._pending += (pending_of(slots, launched.said, alone=alone),)
-    elif launched.refused:
+    if waits and launched.refused:
         _count_back(slots)
         for slot in slots:
             squares_are_finite(slot)  # which raises where it is asked to
@@ -452,6 +451,7 @@ def take_steady(optimizer: Any, slots: list[Slot], *, alone: bool = False) -> bo
         optimizer._widen(slots)
     else:
         note_changes([slot.parameter.kept_scale for slot in slots if isinstance(slot.parameter, FP8Tensor)])
+        optimizer._pending += (pending_of(slots, launched.said, alone=alone),)
     note_changes([slot.parameter for slot in slots])
     return None if not waits else True
 

@@ -54,11 +54,14 @@ def run_all(slots: Sequence[Slot]) -> None:
 
 
 def _split(slots: Sequence[Slot], takes: Callable[[Slot], bool]) -> tuple[list[Slot], list[Slot]]:
-    """Split slots into those that a backend takes, unless their group asks for PyTorch, and the others."""
+    """Split slots into those that a backend takes, unless their group asks for PyTorch, and the others.
+
+    A step that fits scales is PyTorch's: there are few of them.
+    """
     taken: list[Slot] = []
     others: list[Slot] = []
     for slot in slots:
-        (taken if slot.group["compile"] is None and takes(slot) else others).append(slot)
+        (taken if slot.group["compile"] is None and slot.zero is None and takes(slot) else others).append(slot)
     return taken, others
 
 
@@ -92,7 +95,7 @@ def uploaded(rows: Tensor, device: torch.device) -> Tensor:
 def _run_alone(slot: Slot) -> None:
     """Take a step compiled, where that is asked for or usual on its device, or eagerly."""
     wanted = slot.group["compile"]
-    compiles = wanted or (wanted is None and slot.device.type != "cpu")
+    compiles = slot.zero is None and (wanted or (wanted is None and slot.device.type != "cpu"))
     if not (compiles and can_compile(slot) and run_compiled(slot)):
         run_eager(slot)
 
@@ -179,7 +182,7 @@ def viewed(slot: Slot, take: Callable[[], list[Outcome]]) -> StepView:
     x = torch.cat([outcome.before.x for outcome in outcomes])
     assert slot.spec.fmt is not None
     stiffness = chart_of(slot.spec.fmt, slot.spec.metric).stiffness(x) * scale
-    after = load_weights(slot.spec, slot.arrays, slot.dtype).x * scale
+    after = load_weights(slot.spec, slot.arrays, slot.dtype).x * slot.arrays.get("next_scale", scale)
     return StepView(slot.parameter, *(x.reshape(shape) for x in (before, target, after, stiffness)))
 
 

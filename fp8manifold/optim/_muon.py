@@ -11,9 +11,17 @@ from torch import Tensor
 
 from fp8manifold.optim._backends import StepView, block_noise, blocks_of, run_all, run_eager, viewed
 from fp8manifold.optim._directions import named
+from fp8manifold.optim._fitting import fit_scales
 from fp8manifold.optim._slot import Slot
 from fp8manifold.optim._spec import LARGEST
-from fp8manifold.optim._step import Outcome, load_weights, reciprocal_scale, stiffness_factor, store_moments
+from fp8manifold.optim._step import (
+    Outcome,
+    load_weights,
+    reciprocal_scale,
+    rescaled,
+    stiffness_factor,
+    store_moments,
+)
 from fp8manifold.random_bits import mixed_word
 
 COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
@@ -222,6 +230,7 @@ def _write(
 ) -> list[StepView]:
     """Write weights along their factors; those of injected errors and observed ones eagerly, one by one."""
     halves = {slot: second_half(slot, f) for slot, (f, _) in zip(slots, factors, strict=True) if slot.weight.numel()}
+    fit_scales([halves.get(slot, slot) for slot in slots])
     run_all([half for slot, half in halves.items() if not (slot.spec.injects or slot in observed)])
     views: list[StepView] = []
     for slot, momentum, (_, ratio) in zip(slots, momenta, factors, strict=True):
@@ -237,8 +246,12 @@ def _write_alone(slot: Slot, half: Slot, momentum: Tensor, ratio: float) -> list
     outcomes = run_eager(half, observed=True)
     if not slot.spec.injects:
         return outcomes
+    if slot.next_scale:
+        slot.arrays["next_scale"] = half.arrays["next_scale"]
     inject, target = ratio * named(slot.row)["inject"], torch.cat([outcome.target for outcome in outcomes])
     for (arrays, part, start), (_, asked, _) in zip(_parts(slot, momentum), _parts(slot, target), strict=True):
+        ratio, arrays = rescaled(arrays)
+        asked = asked if ratio is None else asked * ratio
         weights = load_weights(slot.spec, arrays, slot.dtype)
         error = (asked - weights.x) / reciprocal_scale(slot.spec, arrays)
         if slot.spec.stiffness != "none":

@@ -63,7 +63,7 @@ def run_native(slots: Sequence[Slot]) -> None:
     records = np.zeros(len(slots), dtype=JOB)
     kept: list[object] = []
     pointers, sizes, facts = [], [], []
-    wide, reached = [], np.zeros(len(slots), dtype=np.int32)
+    wide, reached = [], np.zeros((len(slots), 2), dtype=np.int32)
     for slot in slots:
         if slot.weight.dtype in _FLOATS[1:]:  # halves are stepped in float32, and rounded once
             slot = slot.replaced(tensors=slot.tensors | {"weight": slot.weight.float()})
@@ -74,7 +74,7 @@ def run_native(slots: Sequence[Slot]) -> None:
         pointers.append([spec.ctypes.data, *places_of(slot, gradient, scale)])
         sizes.append((rows, length))
         facts.append((kind, slot.view.repeats, *slot.ends))
-    places = reached.ctypes.data + reached.itemsize * np.arange(len(slots), dtype=np.uint64)
+    places = reached.ctypes.data + reached.strides[0] * np.arange(len(slots), dtype=np.uint64)
     records["pointers"] = np.column_stack([np.array(pointers, dtype=np.uint64), places])
     records["facts"], records["keys"], records["hyper"] = facts, key_rows(slots), number_rows(slots)
     records["rows"], records["length"] = zip(*sizes, strict=True)
@@ -82,7 +82,8 @@ def run_native(slots: Sequence[Slot]) -> None:
     kernels.fp8manifold_step(ctypes.c_void_p(records.ctypes.data), len(slots), threads)
     for slot, stepped, found in zip(slots, wide, reached.tolist(), strict=True):
         if slot.spec.storage == "codes":
-            slot.reached.append(bool(found))
+            slot.reached.append(bool(found[0]))
+            slot.emptied.append(bool(found[1]))
         if stepped is not slot:
             _store_halves(slot, stepped.weight)
 

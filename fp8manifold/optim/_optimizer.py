@@ -32,11 +32,13 @@ from fp8manifold.optim._checks import (
     restore_dtypes,
 )
 from fp8manifold.optim._directions import MOMENT_NAMES
+from fp8manifold.optim._fitting import fit_scales, mark_zero, narrow, note_filled, own_count, take_fitted
 from fp8manifold.optim._slot import Slot, is_quantized, slot_of, stabilize
 from fp8manifold.optim._spec import BOUND_NAMES, Spec, spec_of
 from fp8manifold.optim._state import (
     at_an_end,
     gathered,
+    has_one_scale,
     make_state,
     new_stream,
     stiffness_field,
@@ -49,7 +51,7 @@ from fp8manifold.optim._writeback import rounds_at_random
 
 _RESET: Final = frozenset((*MOMENT_NAMES, *BOUND_NAMES))
 """Entries of the state that ``reset_every`` clears."""
-_COUNTS: Final = ("skipped_steps", "skipped_in_row", "widened_scales", "streams_begun")
+_COUNTS: Final = ("skipped_steps", "skipped_in_row", "widened_scales", "fitted_scales", "streams_begun")
 
 
 class Hooks(Protocol):
@@ -81,6 +83,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         warn_after: a ``RuntimeWarning`` names the parameters at fault when so many have come in a row.
         widened_scales: how many scales of one-byte weights this process has doubled, as a weight had reached the end.
             On a GPU the card decides on both by itself; to read these three numbers, or ``state``, waits for its steps.
+        fitted_scales: how many it has fitted to first values, of weights that all were 0, or has narrowed by far.
         streams_begun: how many parameters have been given random bits of their own (``stream`` in their state); those
             of parameters that are removed are not given again.
     """
@@ -91,6 +94,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     skipped_in_row = Count()
     warn_after: int = 10
     widened_scales = Count()
+    fitted_scales: int = 0
     streams_begun: int = 0
     _pending: tuple[Pending, ...] = ()
     _in_backward: Hooks | None = None
@@ -297,6 +301,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         """Fill a slot: its spec, S_ref when it is due, its view, the tensors that the step changes, and its numbers."""
         slot.spec = self._spec(slot)
         if slot.storage != "plain" and (slot.done % slot.group["refresh_every"] == 0 or "reference" not in slot.state):
+            self.fitted_scales += narrow(slot)
             self._refresh(slot)
         # the blocks of a vector's moments are cut by other processes' rows: each of them steps all of it
         slot.whole = slot.share is not None and slot.spec.blockwise and slot.parameter.dim() == 1
@@ -340,21 +345,23 @@ class ManifoldOptimizer(torch.optim.Optimizer):
 
     def _bounded(self, slot: Slot, stiffness: Tensor, reference: float) -> float:
         """The share of a field that lies outside the bounds."""
-        low, high = slot.group[self.damping_option], slot.group["clip"]
-        return bounded_share(stiffness, reference, low, high, slot.ranks)
+        return bounded_share(stiffness, reference, slot.group[self.damping_option], slot.group["clip"], slot.ranks)
 
     def _take(self, slots: list[Slot]) -> None:
-        """Take the steps that have begun: gather, run, put back; show them; double scales that are full."""
+        """Take the steps that have begun: gather, run, put back; show them; fit scales, double full ones."""
+        mark_zero(slots)
         with gathered(slots, left_packed(slots) if self.observer is None else ()):
             views = self._run(slots)
         for view in views:
             if self.observer is not None:
                 self.observer(view)
+        take_fitted(self, slots)
         self._widen(slots)
         note_changes([slot.parameter for slot in slots])
 
     def _run(self, slots: list[Slot]) -> list[StepView]:
         """Run the steps, each by the backend that has it; observed ones eagerly, one by one."""
+        fit_scales(slots)
         if self.observer is None:
             run_all(slots)
             return []
@@ -374,11 +381,10 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         note_changes([slot.kept_scale for slot in doubled if slot.kept_scale is not None])
         for slot in full:
             changed = doubled[slot] if slot in doubled else widen(slot)
-            assert slot.kept_scale is not None
-            one = not slot.kept_scale.dim()
-            self.widened_scales += 0 if one and slot.ranks.rank else changed  # of one that all share, the first counts
-            if changed and one:
+            self.widened_scales += own_count(slot, changed)
+            if changed and has_one_scale(slot):
                 self._refresh(slot)
+        note_filled(slots)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, checking its options and parameters like the constructor's."""
@@ -418,8 +424,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         saved = super().state_dict()
         for group in saved["param_groups"]:
             group.update({name: None for name, value in group.items() if callable(value)})
-        saved |= {name: getattr(self, name) for name in _COUNTS}
-        saved["optimizer"] = type(self).__name__
+        saved |= {name: getattr(self, name) for name in _COUNTS} | {"optimizer": type(self).__name__}
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -340,16 +340,31 @@ def at_an_end(slots: Sequence[Slot]) -> list[Slot]:
     all-reduced.
     """
     kept = [slot for slot in slots if slot.spec.storage == "codes"]
-    found = [_holds_last(slot) for slot in kept]
-    shared: dict[int, tuple[Ranks, list[int]]] = {}
-    for i, slot in enumerate(kept):
-        if slot.kept_scale is not None and not slot.kept_scale.dim() and slot.share is not None:
-            shared.setdefault(id(slot.ranks.group), (slot.ranks, []))[1].append(i)
-    for ranks, places in shared.values():
-        flags = torch.tensor([found[i] for i in places], dtype=torch.int32, device=kept[places[0]].device)
-        for i, flag in zip(places, ranks.largest(flags).tolist(), strict=True):
-            found[i] = bool(flag)
-    return [slot for slot, here in zip(kept, found, strict=True) if here]
+    found = {slot: _holds_last(slot) for slot in kept}
+    shared = {slot: [int(found[slot])] for slot in kept if has_one_scale(slot) and slot.share is not None}
+    found |= {slot: bool(flag) for slot, (flag,) in largest_anywhere(shared).items()}
+    return [slot for slot in kept if found[slot]]
+
+
+def has_one_scale(slot: Slot) -> bool:
+    """True where all weights share a scale, those of other processes too."""
+    return slot.kept_scale is not None and not slot.kept_scale.dim()
+
+
+def largest_anywhere(flags: dict[Slot, list[int]]) -> dict[Slot, list[int]]:
+    """The largest of each flag of sharded slots over their processes, by one all-reduce for each group of these.
+
+    Args:
+        flags: as many for each slot.
+    """
+    together: dict[int, tuple[Ranks, list[Slot]]] = {}
+    for slot in flags:
+        together.setdefault(id(slot.ranks.group), (slot.ranks, []))[1].append(slot)
+    found: dict[Slot, list[int]] = {}
+    for ranks, slots in together.values():
+        here = torch.tensor([flags[slot] for slot in slots], dtype=torch.int32, device=slots[0].device)
+        found |= dict(zip(slots, ranks.largest(here).tolist(), strict=True))
+    return found
 
 
 def _holds_last(slot: Slot) -> bool:
@@ -377,13 +392,18 @@ def widen(slot: Slot) -> int:
     if _LOG.isEnabledFor(logging.INFO):
         _LOG.info("%s of shape %s saturates: %s", fmt.name, tuple(held.shape), describe_change(old, new))
     if held.numel():
-        _rewrite(slot, scales_in_runs(held, new)[0])
+        rewrite(slot, scales_in_runs(held, new)[0])
     held.set_scale_(new)
     return count
 
 
-def _rewrite(slot: Slot, new: Tensor) -> None:
-    """Round the weights of every scale that changes to its new grid."""
+def rewrite(slot: Slot, new: Tensor) -> None:
+    """Round the weights of every scale that changes to its new grid.
+
+    Args:
+        slot: of codes.
+        new: scales as :func:`scales_in_runs` has them, in floats.
+    """
     fmt, scale, view, bits = slot.fmt, slot.scale, slot.view_in(blocks=False), slot.spec.residual_bits
     assert fmt is not None
     assert scale is not None

@@ -78,10 +78,22 @@ def write(
         return direction, {"weight": direction}, descent.moments
     target = move(spec, weights, descent.direction, arrays, numbers)
     draws = (noise["weight"] >> 8) & 0xFFFFFF if spec.draws_for_weight else None
-    stored, after = store_weights(spec, arrays, weights, target, draws)
+    ratio, under = rescaled(arrays)
+    stored, after = store_weights(spec, under, weights, target if ratio is None else target * ratio, draws)
+    after = after if ratio is None else after / ratio
     if not spec.injects:
         return target, stored, descent.moments
     return target, stored, _with_error(spec, descent, weights, target, after, arrays, numbers)
+
+
+def rescaled(arrays: dict[str, Tensor]) -> tuple[Tensor | None, dict[str, Tensor]]:
+    """The arrays under the scales that this step fits, and the old scales in units of these; None where it fits none.
+
+    These are powers of two, so that the write-back alone rounds.
+    """
+    if "next_scale" not in arrays:
+        return None, arrays
+    return arrays["scale"] / arrays["next_scale"], arrays | {"scale": arrays["next_scale"]}
 
 
 def _gradient(spec: Spec, arrays: dict[str, Tensor], dtype: torch.dtype) -> Tensor:

@@ -97,9 +97,10 @@ def run_triton(slots: Sequence[Slot], *, check: bool = False, widens: bool = Fal
     said.send()
     if not widens and (check or any(slot.spec.storage == "codes" for slot in slots)):
         refused, words = said.read()
-        for slot, (reached, *_) in zip(slots, words, strict=True):
+        for slot, (reached, _, _, emptied) in zip(slots, words, strict=True):
             if slot.spec.storage == "codes" and not refused:
                 slot.reached.append(bool(reached))
+                slot.emptied.append(bool(emptied))
     return Launched(count, said)
 
 
@@ -147,7 +148,7 @@ def _double_there(slots: Sequence[Slot]) -> dict[Slot, int]:
         _give_up(error)
         return {}
     said.send()
-    found = {slot: doubled for slot, (_, doubled, _) in zip(slots, said.read()[1], strict=True)}
+    found = {slot: doubled for slot, (_, doubled, *_) in zip(slots, said.read()[1], strict=True)}
     for slot, doubled in found.items():
         _tell(slot.parameter, doubled)
     return found
@@ -329,6 +330,8 @@ class Pending:
     steps: list[Tensor]
     #: whether it is the step of one parameter, in a backward pass
     alone: bool
+    #: versions of codes after the step was launched, by their parameters
+    versions: dict[FP8Tensor, int]
 
     def has(self, parameter: Tensor) -> bool:
         """True if the step includes the parameter."""
@@ -343,7 +346,9 @@ def pending_of(slots: Sequence[Slot], said: Said, *, alone: bool) -> Pending:
         said: the kernels' verdicts.
         alone: whether it is the step of one parameter, in a backward pass.
     """
-    return Pending(said, [slot.parameter for slot in slots], [slot.state["step"] for slot in slots], alone)
+    parameters = [slot.parameter for slot in slots]
+    versions = {p: p.codes._version for p in parameters if isinstance(p, FP8Tensor) and not p.codes.is_inference()}
+    return Pending(said, parameters, [slot.state["step"] for slot in slots], alone, versions)
 
 
 def settle(optimizer: Any, pending: Pending) -> None:
@@ -353,14 +358,17 @@ def settle(optimizer: Any, pending: Pending) -> None:
         RuntimeWarning: a skipped step, as ``step`` and :func:`step_in_backward` warn.
     """
     refused, words = pending.said.read()
+    for parameter, (*_, emptied) in zip(pending.parameters, words, strict=True):
+        if parameter in pending.versions and not emptied:
+            parameter.filled = pending.versions[parameter]  # type: ignore[attr-defined]
     if refused:
         torch._foreach_add_(pending.steps, -1)
-        culprits = [p for p, (*_, bad) in zip(pending.parameters, words, strict=True) if bad]
+        culprits = [p for p, (_, _, bad, _) in zip(pending.parameters, words, strict=True) if bad]
         optimizer._count_skipped(culprits, alone=pending.alone)
         return
     if not pending.alone:
         optimizer.skipped_in_row = 0
-    for parameter, (_, doubled, _) in zip(pending.parameters, words, strict=True):
+    for parameter, (_, doubled, *_) in zip(pending.parameters, words, strict=True):
         if doubled and isinstance(parameter, FP8Tensor):
             optimizer.widened_scales += doubled
             _tell(parameter, doubled)

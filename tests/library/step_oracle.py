@@ -162,6 +162,8 @@ class Slow:
     def step(self, gradient: Sequence[float]) -> None:
         options, n = self.options, len(self.stored)
         if self.storage != "plain" and self.steps % options["refresh_every"] == 0:
+            if self.steps and self.storage == "codes":
+                self._narrow()
             self._refresh()
         self.steps += 1
         self.numbers = self._numbers()
@@ -172,19 +174,69 @@ class Slow:
         gradients = [self._gradient(f32(g), w) for g, w in zip(gradient, weights, strict=True)]
         averages = [{name: self.average(name, i) for name in self.names} for i in range(n)]
         self._advance_bounds(gradients)
-        for i, (weight, g) in enumerate(zip(weights, gradients, strict=True)):
-            descent = self._descend(g, averages[i])
-            target = self._move(weight, descent.direction)
-            after = self._store(i, weight, target, draws[i])
+        descents = [self._descend(g, old) for g, old in zip(gradients, averages, strict=True)]
+        targets = [self._move(weight, d.direction) for weight, d in zip(weights, descents, strict=True)]
+        fitted = self._fitted(targets)
+        for i, (weight, descent, target) in enumerate(zip(weights, descents, targets, strict=True)):
+            ratio = f32(self.scales[i] / fitted[i])
+            after = f32(self._store(i, weight, f32(target * ratio), draws[i]) / ratio)
             if self.rule.injects and self.rounds:
                 self._inject(weight, descent, target, after)
             self._keep(i, descent, noise[i])
+        if self._rescale(fitted) and (self.one_scale or options["stiffness"] != 0.0):
+            self._refresh()
         if self._widen() and self.one_scale:
             self._refresh()
 
     def _refresh(self) -> None:
         self.reference = self._mean_stiffness()
         self._change_unit()
+
+    def _rescale(self, new: list[float]) -> bool:
+        changed, self.scales = new != self.scales, new
+        return changed
+
+    def _under_each_scale(self, values: Sequence[float]) -> dict[int, float]:
+        """The largest magnitude, in value, of each entry of the scale; NaN counts as 0."""
+        largest: dict[int, float] = {}
+        for group, value, scale in zip(self.groups, values, self.scales, strict=True):
+            here = 0.0 if math.isnan(value) else abs(float(value)) * scale
+            largest[group] = max(largest.get(group, 0.0), here)
+        return largest
+
+    def _fresh_scale(self, largest: float, headroom: float) -> float:
+        """The power of two that leaves a headroom, 16 or what keeps the largest at 8 times the smallest normal."""
+        room = min(16.0, max(headroom, self.fmt.max / (8 * self.fmt.min_normal)))
+        top = min(self.fmt.max / room, self.fmt.ulp_min * 2.0**40)
+        return 2.0 ** math.ceil(math.log2(largest / top))
+
+    def _fitted(self, targets: list[F32]) -> list[float]:
+        """Scales whose weights all are 0 suit what is asked for; where steps are counted in spacings nothing does."""
+        if self.storage != "codes" or self.riemannian or self.kind == "Madam":
+            return self.scales
+        held = self._under_each_scale([self.fmt.decode_code(c) if c != 0x80 else 0.0 for c in self.stored])
+        nan = {g for g, c in zip(self.groups, self.stored, strict=True) if math.isnan(self.fmt.decode_code(c))}
+        asked = self._under_each_scale([float(t) for t in targets])
+        new = []
+        for group, scale in zip(self.groups, self.scales, strict=True):
+            if held[group] == 0 and group not in nan and asked[group] > 0:
+                fresh = self._fresh_scale(asked[group], 2.0)
+                beyond = asked[group] >= scale * (self.fmt.max + self.fmt.ulp_max / 2)
+                scale = fresh if beyond or 16 * fresh <= scale else scale
+            new.append(scale)
+        return new
+
+    def _narrow(self) -> None:
+        """Scales 16 times as large as fresh ones come down to these; their weights stay what they are."""
+        held, new = self._under_each_scale([self.fmt.decode_code(c) for c in self.stored]), []
+        for group, scale in zip(self.groups, self.scales, strict=True):
+            fresh = self._fresh_scale(held[group], 1.0) if held[group] else scale
+            new.append(fresh if 16 * fresh <= scale else scale)
+        for i, scale in enumerate(new):
+            if scale != self.scales[i]:
+                x = float(self.weight(i).x) * self.scales[i] / scale
+                self._put(i, Codes(self.fmt, self.extra).round(x, 0), math.copysign(1.0, x) < 0, f32(1))
+        self.scales = new
 
     def _widen(self) -> bool:
         """Scales whose largest code is the last one double, and their weights rounded stochastically."""

@@ -129,6 +129,7 @@ EVENTS: list[Callable[[list[Tensor], Any], None]] = [
 def forget(optimizer: Any) -> None:
     """Take away all that is neither torch's, nor a count that ``state_dict`` has; it is no part of any result."""
     known = {"state", "param_groups", "defaults", "skipped_steps", "skipped_in_row", "widened_scales", "streams_begun"}
+    known |= {"fitted_scales"}
     for name in [name for name in vars(optimizer) if name not in known and not name.startswith("_optimizer_")]:
         if name.startswith("_") and name not in torch.optim.SGD([torch.zeros(1)]).__dict__:
             del optimizer.__dict__[name]

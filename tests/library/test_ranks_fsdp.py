@@ -89,6 +89,38 @@ def same_count(ours: Any, its: Any) -> int:
     return int(count)
 
 
+def stepped_from_zeros(name: str, granularity: Any, options: dict[str, Any]) -> None:
+    """Of some parameters all weights are 0 at first, of others some rows; and a scale is far too large."""
+    made = []
+    for _ in range(2):
+        made.append(model(granularity=granularity))
+        for i, p in enumerate(p for p in made[-1].parameters() if isinstance(p, fm.FP8Tensor)):
+            p.codes[i:].zero_()
+            p.scale[0 if p.scale.dim() and i else ...] *= 2.0**12
+    whole, parts = made[0], sharded(made[1])
+    optimizers = [make(name, each.parameters(), writeback="residual8", **options) for each in (parts, whole)]
+    for step in range(4):
+        put_equal_gradients(parts, whole, step)
+        for optimizer in optimizers:
+            optimizer.step()
+        check_same(parts, whole)
+    ours, its = (optimizer.fitted_scales for optimizer in optimizers)
+    count = torch.tensor(ours)
+    torch.distributed.all_reduce(count)
+    assert int(count) == its > 0
+    for p, q in zip(parts.parameters(), whole.parameters(), strict=True):
+        assert optimizers[0].state[p].get("reference") == optimizers[1].state[q].get("reference")
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "channel"])
+@pytest.mark.parametrize(
+    ("name", "stiffness"), [("StiffnessAdamW", 0.0), ("StiffnessAdamW", 1.0), ("StiffnessMuon", 0.0)]
+)
+def test_rows_of_zeros_begin_as_the_whole_does(pool: Pool, name: str, stiffness: float, granularity: str) -> None:
+    options = {"stiffness": stiffness, "moments": "8bit", "refresh_every": 2}
+    pool.run(stepped_from_zeros, name, granularity, options)
+
+
 COMBINATIONS = [c for c in VALID if c[0] != "FisherNaturalGradient"]
 #: every optimizer, every write-back and every kind of averages, in the default run
 SOME = COMBINATIONS[1::5]

@@ -263,6 +263,38 @@ def test_steady_steps_widen_and_are_refused_as_native_ones(
     assert frozen(ours.state_dict()) == frozen(native.state_dict())
 
 
+@pytest.mark.parametrize("granularity", ["channel", "block", "tensor"])
+@pytest.mark.parametrize("writeback", ["stochastic", "residual4"])
+def test_weights_of_zeros_begin_as_on_the_cpu(
+    writeback: Any, granularity: Any, on_a_card: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps wait for the card while some scale has weights of 0 alone, and no longer."""
+    made: list[Any] = []
+    for device in (CARD, torch.device("cpu")):
+        w = normal(6, 64, seed=1)
+        w[: 6 if granularity == "tensor" else 3] = 0.0
+        p = fm.FP8Parameter(w, "E2M5", granularity=granularity, seed=1)
+        p = torch.nn.Parameter(p.detach().to(device))  # type: ignore[assignment]
+        options: Any = {"writeback": writeback, "moments": "8bit", "refresh_every": 4}
+        made.append(optim.StiffnessAdamW([p], 1e-3, **options))
+    (a,), (b,) = (optimizer.param_groups[0]["params"] for optimizer in made)
+    pending = []
+    for step in range(8):
+        for optimizer, p in zip(made, (a, b), strict=True):
+            gradient = normal(6, 64, seed=step)
+            gradient[:3] *= step > 1
+            gradient[3:] *= granularity != "tensor" or step > 1
+            p.grad = gradient.to(p.device)
+            monkeypatch.setattr(_agreement, "on_gpu", lambda device, gpu=optimizer is made[0]: gpu)
+            optimizer.step()
+        pending.append(len(made[0]._pending))
+        assert same_bits([a.cpu()], [b])
+        assert torch.equal(a.scale.cpu(), b.scale)
+    assert pending == [0, 0, 0, *([0] * 5 if granularity == "tensor" else [1, 0, 1, 1, 1])]
+    assert made[0].fitted_scales == made[1].fitted_scales > 0
+    assert frozen(made[0].state_dict()) == frozen(made[1].state_dict())
+
+
 def test_scales_of_codes_without_a_number_double_as_they_do_on_the_host(
     on_a_card: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,0 +1,192 @@
+"""Scales fitted anew: in the step that gives weights their first values, and where they have become far too large.
+
+The scale of weights that all are 0 says nothing of those to come: it is 1, where nobody has given another.  The step
+that moves such weights is computed as any other; only its write-back is under a scale for what it asks for.  That is
+known from what is stored alone, so shards and resumed runs have the same bits.  Where a step is counted in spacings of
+the format (a chart's, a factor's) there is nothing to fit: its size follows from the scale.
+
+A scale that is 16 times what a new parameter of these weights had is narrowed on a step that computes S_ref anew, which
+looks at all codes anyway.  It is exact: powers of two further down the grid has every value that it has above.  A scale
+that has come down has to be doubled four times before it may come down again.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from fp8manifold._encoded.stored_scale import describe_change
+from fp8manifold._ranks import local_of
+from fp8manifold._triton.kinds import widest_scale
+from fp8manifold.optim._backends import block_noise, blocks_of
+from fp8manifold.optim._slot import Slot, row_view, scales_in_runs
+from fp8manifold.optim._state import has_one_scale, largest_anywhere, rewrite
+from fp8manifold.optim._step import step
+from fp8manifold.scaling import narrowed_scale, refitted_scale
+from fp8manifold.tensor import FP8Tensor
+
+_LOG: Final = logging.getLogger("fp8manifold")
+_FEW: Final = 16
+"""Codes at the start of a row, one of which nearly always is not 0."""
+_ROOM: Final = 2.0
+"""The next step of weights that were 0 asks for as much again."""
+
+
+def _held(slot: Slot) -> FP8Tensor:
+    held = local_of(slot.parameter)
+    assert isinstance(held, FP8Tensor)
+    return held
+
+
+def zero_scales(held: FP8Tensor) -> Tensor | None:
+    """The scales whose weights all are 0, as a mask in their shape; None where there are none.
+
+    Nothing is looked at while the codes are those of a step that left none.
+    """
+    if not held.codes.numel() or (not held.codes.is_inference() and held.filled == held.codes._version):
+        return None
+    if isinstance(held.block_size, tuple):
+        zero = held.largest() == 0  # a NaN beside zeros stays one
+    else:
+        codes = held.codes.view(held.kept_scale.numel(), -1)
+        zero = ~_used(held, codes[:, :_FEW])
+        if (some := zero.nonzero().flatten()).numel():
+            zero[some] = ~_used(held, codes[some])
+        zero = zero.view(held.kept_scale.shape)
+    if bool(zero.any()):
+        return zero
+    _fill(held)
+    return None
+
+
+def _fill(held: FP8Tensor) -> None:
+    """Remember that no scale has weights of 0 alone, until codes change."""
+    if not held.codes.is_inference():
+        held.filled = held.codes._version
+
+
+def _used(held: FP8Tensor, rows: Tensor) -> Tensor:
+    """Rows with a code that is neither 0 nor -0."""
+    negative = held.format.sign_bit if held.format.has_negative_zero else 0
+    return ((rows & (0xFF ^ negative)) != 0).any(1)
+
+
+def note_filled(slots: Sequence[Slot]) -> None:
+    """Remember of which parameters a step has left no part of a row at 0, as backends know that look at each code."""
+    for slot in slots:
+        if slot.emptied and not any(slot.emptied):
+            _fill(_held(slot))
+
+
+def mark_zero(slots: Sequence[Slot]) -> None:
+    """Mark in each slot the scales that its step fits: their weights all are 0, and are about to move.
+
+    Of one scale for the rows of several processes they agree on it.
+    """
+    flags: dict[Slot, list[int]] = {}
+    for slot in slots:
+        if slot.spec.storage == "codes" and slot.spec.geometry == "linear":
+            zero = zero_scales(_held(slot))
+            moves = zero is not None and _moves(slot, zero)
+            slot.zero = zero if moves else None
+            if has_one_scale(slot) and slot.share is not None:
+                flags[slot] = [int(zero is None and slot.weight.numel() > 0), int(moves)]
+    for slot, (used, moves) in largest_anywhere(flags).items():
+        slot.zero = torch.ones((), dtype=torch.bool, device=slot.device) if moves and not used else None
+
+
+def _moves(slot: Slot, zero: Tensor) -> bool:
+    """True where a gradient or a first average of weights that all are 0 is not."""
+    tensors = [slot.tensors["gradient"], *([slot.tensors[slot.spec.first]] if slot.spec.first else [])]
+    if zero.dim():
+        view = slot.view_in(blocks=False)
+        rows = row_view(scales_in_runs(_held(slot), zero)[0], slot.weight.shape, view)
+        if rows.dim() and rows.shape != view.dims:
+            rows = rows.flatten().nonzero().flatten()  # few, mostly: those of a padding token
+        tensors = [tensor.view(view.dims)[rows] for tensor in tensors]
+    return any(bool(((t & 0x7F) if t.dtype is torch.uint8 else t).any()) for t in tensors)
+
+
+def fit_scales(slots: Sequence[Slot]) -> None:
+    """Fit the marked scales to the values that the steps ask for; the steps themselves are still to be taken."""
+    for slot in slots:
+        if slot.zero is not None:
+            _fit(slot, slot.zero)
+
+
+def _fit(slot: Slot, zero: Tensor) -> None:
+    held = _held(slot)
+    old = held.scale
+    largest = torch.zeros(old.numel(), dtype=torch.float32, device=old.device)
+    if slot.weight.numel():
+        index = torch.arange(old.numel(), device=old.device).view(old.shape)
+        groups = row_view(scales_in_runs(held, index)[0], slot.weight.shape, slot.view)
+        row = 0
+        for arrays, start in blocks_of(slot):
+            target = step(slot.spec, arrays, slot.row, block_noise(slot, arrays["gradient"], start)).target
+            asked = target.abs().to(torch.float32)
+            some = groups[row : row + len(target)] if groups.dim() else groups
+            asked = asked if some.shape == asked.shape else asked.amax(-1) if some.dim() else asked.amax()
+            largest.scatter_reduce_(0, some.flatten(), asked.flatten(), "amax")
+            row += len(target)
+    largest = largest.view(old.shape) * old
+    largest = largest if old.dim() else slot.ranks.largest(largest)
+    fresh = refitted_scale(largest, old, held.format, _ROOM).clamp(max=widest_scale(held.format))
+    new = torch.where(zero, fresh, old)
+    slot.next_scale.append(new)
+    if slot.weight.numel():
+        slot.arrays["next_scale"] = row_view(scales_in_runs(held, new)[0], slot.weight.shape, slot.view)
+
+
+def take_fitted(optimizer: Any, slots: Sequence[Slot]) -> None:
+    """Set the scales that steps have fitted, count them, and compute S_ref anew: spacings are others."""
+    kept = [slot for slot in slots if slot.spec.storage == "codes"]
+    fitted = {slot: sum(_change(slot, new, "begins") for new in slot.next_scale) for slot in kept}
+    optimizer.fitted_scales += sum(own_count(slot, count) for slot, count in fitted.items())
+    for slot in _with_new_reference(fitted):
+        optimizer._refresh(slot)
+
+
+def narrow(slot: Slot) -> int:
+    """Narrow the scales of codes that have become far too large, and return how many there were; no value moves.
+
+    A first step leaves those that somebody has given.
+    """
+    if slot.storage != "codes" or not slot.done:
+        return 0
+    held = _held(slot)
+    largest = held.largest() if held.kept_scale.dim() else slot.ranks.largest(held.largest())
+    new = narrowed_scale(largest, held.scale, held.format)
+    if bool((new == held.scale).all()) or (slot.spec.residual_bits and "residual" not in slot.state):
+        return 0
+    if held.numel():
+        rewrite(slot, scales_in_runs(held, new)[0])
+    return own_count(slot, _change(slot, new, "has shrunk"))
+
+
+def _change(slot: Slot, new: Tensor, what: str) -> int:
+    """Set other scales, whose codes are there already."""
+    held = _held(slot)
+    if not (count := int((new != held.scale).sum())):
+        return 0
+    _LOG.info("%s of shape %s %s: %s", held.format.name, tuple(held.shape), what, describe_change(held.scale, new))
+    held.set_scale_(new)
+    slot.kept_scale, _ = scales_in_runs(held)
+    for stale in ("scale", "arrays"):
+        slot.__dict__.pop(stale, None)
+    return count
+
+
+def own_count(slot: Slot, count: int) -> int:
+    """How many of some scales this process counts: of one that all share, the first does."""
+    return 0 if has_one_scale(slot) and slot.ranks.rank else count
+
+
+def _with_new_reference(fitted: Mapping[Slot, int]) -> list[Slot]:
+    """The slots whose S_ref follows fitted scales at once, in every process: of rows where steps read it."""
+    changed = {s: bool(n) for s, n in fitted.items() if has_one_scale(s) or s.spec.stiffness != "none"}
+    rows = {s: [int(flag)] for s, flag in changed.items() if s.share is not None and not has_one_scale(s)}
+    changed |= {slot: bool(flag) for slot, (flag,) in largest_anywhere(rows).items()}
+    return [slot for slot, flag in changed.items() if flag]

@@ -1,0 +1,215 @@
+"""Scales fitted anew: in the step that moves weights that all are 0, and where they have become far too large."""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from family_cases import is_valid
+from optimizer_cases import normal
+from test_step_oracle import OPTIONS, follow, stored
+from torch import Tensor
+
+import fp8manifold as fm
+from fp8manifold import optim
+from fp8manifold.optim import WRITEBACKS
+
+SHAPE = (4, 64)
+MAKE: dict[str, Any] = {
+    "adamw": lambda p, **o: optim.StiffnessAdamW([p], lr=3e-3, weight_decay=0.0, **o),
+    "adamw8": lambda p, **o: optim.StiffnessAdamW([p], lr=3e-3, weight_decay=0.0, moments="8bit", **o),
+    "stiff": lambda p, **o: optim.StiffnessAdamW([p], lr=3e-3, weight_decay=0.0, stiffness=1.0, **o),
+    "muon": lambda p, **o: optim.StiffnessMuon([p], lr=1e-2, weight_decay=0.0, ns_dtype=torch.float32, **o),
+    "sgd": lambda p, **o: optim.StiffnessSGD([p], lr=0.3, **o),
+    "lion": lambda p, **o: optim.StiffnessLion([p], lr=1e-3, weight_decay=0.0, **o),
+}
+IN_SPACINGS: dict[str, Any] = {
+    "riemannian": lambda p: optim.RiemannianAdam([p], lr=0.5, refresh_every=20),
+    "madam": lambda p: optim.Madam([p], lr=0.03, refresh_every=20),
+}
+#: what is left of the variance of the weights looked for: from zeros, and from the same steps of small random weights
+LEFT = {"E4M3": 0.005, "E2M5": 0.001, "E1M6": 0.003, "E5M2": 0.02}
+GRANULARITIES = ("tensor", "channel", "block", "square")
+
+
+def zeros(fmt: str = "E2M5", shape: tuple[int, ...] = SHAPE, **options: Any) -> fm.FP8Parameter:
+    return fm.FP8Parameter(torch.zeros(shape), fmt, seed=0, **options)
+
+
+def loss_left(p: Any, optimizer: Any, steps: int = 300) -> float:
+    """A linear regression; what is left of the variance of its weights."""
+    generator = torch.Generator().manual_seed(0)
+    wanted = torch.randn(p.shape, generator=generator) * 0.1
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for t in range(steps):
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * (1 - t / steps)
+        x = torch.randn(64, p.shape[1], generator=generator)
+        optimizer.zero_grad()
+        (x @ (p - wanted).T).square().mean().backward()
+        optimizer.step()
+    return float((p.detach() - wanted).square().sum() / wanted.square().sum())
+
+
+@pytest.mark.parametrize("fmt", LEFT)
+@pytest.mark.parametrize("kind", MAKE)
+def test_a_layer_of_zeros_learns(kind: str, fmt: str) -> None:
+    p = zeros(fmt, (8, 32))
+    optimizer = MAKE[kind](p)
+    bound = {"lion": 0.2, "stiff": 5 * LEFT[fmt], "sgd": 2 * LEFT[fmt]}.get(kind, LEFT[fmt])
+    assert loss_left(p, optimizer) < bound
+    assert optimizer.fitted_scales >= 8
+
+
+@pytest.mark.parametrize("fmt", ["E2M5", "E1M6"])
+@pytest.mark.parametrize("kind", IN_SPACINGS)
+def test_where_steps_are_counted_in_spacings_a_scale_of_zeros_comes_down_later(kind: str, fmt: str) -> None:
+    p = zeros(fmt, (8, 32))
+    optimizer = IN_SPACINGS[kind](p)
+    p.grad = normal(8, 32, seed=1)
+    optimizer.step()
+    assert (p.scale == 1).all()
+    assert optimizer.fitted_scales == 0
+    loss_left(p, optimizer, 60)
+    assert optimizer.fitted_scales >= 8
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("kind", [*MAKE, "residual8", "residual4", "momentum"])
+def test_paths_have_the_same_bits(kind: str, granularity: Any) -> None:
+    """Rows of zeros beside others, some without a gradient at first."""
+    w = normal(160, 160, seed=2) * 0.02
+    w[:130, :130] = 0.0
+    w[140] = 0.0
+    more: Any = {} if kind in MAKE else {"writeback": kind}
+    found = []
+    for compiled in (None, False):
+        p = fm.FP8Parameter(w, "E2M5", granularity=granularity, seed=0)
+        optimizer = MAKE[kind if kind in MAKE else "adamw"](p, compile=compiled, **more)
+        for t in range(5):
+            p.grad = normal(160, 160, seed=t) * (0.001 if kind == "sgd" else 1.0)
+            p.grad[:4] *= t > 1
+            optimizer.step()
+        found.append((p, optimizer))
+    (a, ours), (b, its) = found
+    assert torch.equal(a.codes, b.codes)
+    assert torch.equal(a.scale, b.scale)
+    assert ours.fitted_scales == its.fitted_scales
+    assert (ours.fitted_scales == 0) == (granularity == "tensor")
+    for name, value in ours.state[a].items():
+        other = its.state[b][name]
+        assert torch.equal(value, other) if isinstance(value, Tensor) else value == other, name
+
+
+ORACLE = [
+    (kind, rule)
+    for kind in ("StiffnessAdamW", "StiffnessSGD", "StiffnessLion")
+    for rule in WRITEBACKS
+    if is_valid(kind, rule, "float32")
+]
+
+
+@pytest.mark.parametrize(("kind", "writeback"), ORACLE)
+@pytest.mark.parametrize("scale", ["rows", "one"])
+def test_fitted_scales_are_those_of_the_definition(kind: str, writeback: str, scale: str) -> None:
+    p = stored("E4M3", **({"scale": 2.0**-4} if scale == "one" else {}))
+    p.codes[1] = 0
+    if scale == "one":
+        p.codes.zero_()
+    p.codes[1, 3] = 0x80
+    follow(kind, p, OPTIONS[kind] | {"lr": 1e-4, "writeback": writeback, "weight_decay": 0.05}, moved=0.02)
+
+
+@pytest.mark.parametrize("kind", ["StiffnessAdamW", "StiffnessLion", "Madam", "RiemannianAdam"])
+@pytest.mark.parametrize("writeback", ["stochastic", "residual8"])
+def test_narrowed_scales_are_those_of_the_definition(kind: str, writeback: str) -> None:
+    p = stored("E4M3")
+    p.codes[2] = p.codes[2] & 0x87
+    before = p.scale.clone()
+    options = OPTIONS[kind] | {"lr": 1e-4, "writeback": writeback, "refresh_every": 2}
+    follow(kind, p, options, steps=3, moved=0.0)
+    assert p.scale[2] <= before[2] / 16
+
+
+def test_narrowing_moves_no_weight_and_does_not_flap(caplog: pytest.LogCaptureFixture) -> None:
+    p = fm.FP8Parameter(normal(*SHAPE, seed=3) * 1e-3, "E2M5", scale=1 / 64, seed=0)
+    before = p.dequantize()
+    optimizer = optim.StiffnessAdamW([p], lr=0.0, refresh_every=2)
+    with caplog.at_level(logging.INFO, logger="fp8manifold"):
+        for _ in range(9):
+            p.grad = normal(*SHAPE, seed=4)
+            optimizer.step()
+    assert torch.equal(p.dequantize(), before)
+    assert (p.scale <= 2.0**-10).all()
+    assert optimizer.fitted_scales == 4
+    assert optimizer.widened_scales == 0
+    assert caplog.text.count("has shrunk: 4 of 4 scales changed") == 1
+
+
+def test_rows_without_a_gradient_stay_as_they_are() -> None:
+    """A padding token's; its scale too, and no step of the others is slower for it."""
+    p = fm.FP8Parameter(torch.cat([torch.zeros(1, 64), normal(3, 64, seed=1)]), "E2M5", seed=0)
+    optimizer = optim.StiffnessAdamW([p], lr=1e-3)
+    for t in range(3):
+        p.grad = normal(*SHAPE, seed=t)
+        p.grad[0] = 0.0
+        optimizer.step()
+    assert p.scale[0] == 1
+    assert not p.codes[0].any()
+    assert optimizer.fitted_scales == 0
+
+
+@pytest.mark.parametrize("kind", ["adamw8", "muon", "stiff"])
+def test_a_run_resumed_among_first_steps_has_the_same_bits(kind: str) -> None:
+    """Also one whose weights somebody sets to 0 on the way."""
+
+    def steps(p: fm.FP8Parameter, optimizer: Any, some: range) -> None:
+        for t in some:
+            p.grad = normal(*SHAPE, seed=t)
+            p.grad[2] *= t > 3
+            if t == 5:
+                p.codes[1], p.scale[1] = 0, 1.0
+            optimizer.step()
+
+    whole, part = zeros(), zeros()
+    ours, first = MAKE[kind](whole), MAKE[kind](part)
+    steps(whole, ours, range(9))
+    steps(part, first, range(3))
+    resumed = fm.FP8Parameter.from_codes(part.codes.clone(), part.scale.clone(), "E2M5", seed=0, requires_grad=True)
+    second = MAKE[kind](resumed)
+    second.load_state_dict(first.state_dict())
+    steps(resumed, second, range(3, 9))
+    assert torch.equal(whole.codes, resumed.codes)
+    assert torch.equal(whole.scale, resumed.scale)
+    assert ours.fitted_scales == second.fitted_scales > 4
+
+
+@pytest.mark.parametrize("shape", [(64,), (4, 3, 5, 5), (2, 8, 32)])
+def test_every_shape_of_zeros_begins_with_a_scale_of_its_own(shape: tuple[int, ...]) -> None:
+    """A bias, a convolution and experts."""
+    p = zeros(shape=shape, granularity="row" if len(shape) == 3 else "channel")
+    optimizer = optim.StiffnessAdamW([p], lr=1e-3)
+    p.grad = normal(*shape, seed=1)
+    optimizer.step()
+    assert (p.scale <= 2.0**-11).all()
+    assert optimizer.fitted_scales == p.scale.numel()
+    assert torch.allclose(p.detach(), -1e-3 * p.grad.sign(), rtol=0.1)
+
+
+def test_an_observer_sees_what_was_stored() -> None:
+    p = zeros()
+    optimizer, views = optim.StiffnessAdamW([p], lr=1e-3), []
+    optimizer.observer = views.append
+    p.grad = normal(*SHAPE, seed=1)
+    optimizer.step()
+    assert torch.equal(views[0].after, p.dequantize())
+    assert torch.allclose(views[0].target, views[0].after, rtol=0.1)
+
+
+def test_no_step_that_moves_nothing_fits() -> None:
+    p = zeros()
+    optimizer = optim.StiffnessAdamW([p], lr=0.0)
+    p.grad = normal(*SHAPE, seed=1)
+    optimizer.step()
+    assert optimizer.fitted_scales == 0
+    assert (p.scale == 1).all()
