@@ -56,7 +56,7 @@ class Hooks(Protocol):
     """The hooks that take steps in the backward pass, where there are such."""
 
     def watch(self, group: dict[str, Any]) -> None:
-        """Take the steps of a group's parameters from now on."""
+        """Take the steps of a group's parameters from now on, or raise where others do."""
 
     def loaded(self, groups: list[dict[str, Any]]) -> None:
         """Go on with the groups of a state that was loaded."""
@@ -387,13 +387,13 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         try:
             check_parameters(group["params"])
             self._check_group(group)
-        except (TypeError, ValueError):
+            if self._in_backward is not None:
+                self._in_backward.watch(group)
+        except (TypeError, ValueError, RuntimeError):
             self.param_groups.pop()
             raise
         self.__dict__.setdefault("_checked_options", {})[id(group)] = group | CHANGING
         self._has_started = False
-        if self._in_backward is not None:
-            self._in_backward.watch(group)
 
     def __getstate__(self) -> dict[str, Any]:
         """torch's part, the counts and ``warn_after``; who observes does not go with a copy."""
