@@ -36,6 +36,7 @@ from fp8manifold.optim._slot import Slot, is_quantized, slot_of, stabilize
 from fp8manifold.optim._spec import BOUND_NAMES, Spec, spec_of
 from fp8manifold.optim._state import (
     at_an_end,
+    claim,
     gathered,
     make_state,
     new_stream,
@@ -277,6 +278,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         """Give a parameter its state; stabilise and reset it when that is due."""
         group, parameter = slot.group, slot.parameter
         state = slot.state = self.state.setdefault(parameter, slot.state)  # somebody may have put a plain dict there
+        claim(self, parameter)
         if not isinstance(state.get("step"), Tensor):  # older states of torch's have a number
             state["step"] = torch.tensor(state.get("step", 0.0), dtype=torch.float32)
         if "stream" not in state:
