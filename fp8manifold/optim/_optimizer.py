@@ -32,6 +32,7 @@ from fp8manifold.optim._checks import (
     restore_dtypes,
 )
 from fp8manifold.optim._directions import MOMENT_NAMES
+from fp8manifold.optim._groups import unshare, warn_of_overridden
 from fp8manifold.optim._slot import Slot, is_quantized, slot_of, stabilize
 from fp8manifold.optim._spec import BOUND_NAMES, Spec, spec_of
 from fp8manifold.optim._state import (
@@ -386,6 +387,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         """Add a group, checking its options and parameters like the constructor's."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
+        unshare(self.param_groups)
         try:
             check_parameters(group["params"])
             self._check_group(group)
@@ -438,7 +440,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         if not isinstance(state_dict, dict):
             check_state(self, state_dict)
         schedules = [{k: v for k, v in group.items() if callable(v)} for group in self.param_groups]
-        loaded: list[dict[str, Any]] = []
+        before, loaded = self.param_groups, list[dict[str, Any]]()
 
         def check(_: object, given: dict[str, Any]) -> None:
             self._check_loaded(given, schedules)
@@ -448,6 +450,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             for group, ours in zip(self.param_groups, schedules, strict=True):
                 group.update({name: value for name, value in ours.items() if group.get(name) is None})
             restore_dtypes(self, loaded[0])
+            unshare(self.param_groups)
             self._has_started = False
             for name in _COUNTS:
                 setattr(self, name, int(loaded[0].get(name, 0)))
@@ -456,15 +459,14 @@ class ManifoldOptimizer(torch.optim.Optimizer):
                 self._in_backward.loaded(self.param_groups)
 
         # after the hooks that change what is loaded, and before those that change what was
-        hooks = [
-            self.register_load_state_dict_pre_hook(check),
-            self.register_load_state_dict_post_hook(take_over, prepend=True),
-        ]
+        hooks = [self.register_load_state_dict_pre_hook(check)]
+        hooks.append(self.register_load_state_dict_post_hook(take_over, prepend=True))
         try:
             super().load_state_dict(state_dict)
         finally:
             for hook in hooks:
                 hook.remove()
+        warn_of_overridden(self, before)
 
     def _check_loaded(self, state_dict: dict[str, Any], schedules: list[dict[str, Any]]) -> None:
         """Raise before anything has changed unless a state is one for these parameters, with options in range."""
