@@ -43,10 +43,18 @@ def gather_parts(state: dict[str, Any], name: str, weight: Tensor) -> None:
     Codes and scales alone are taken too, of a file that another library wrote: the count then begins anew.
 
     Raises:
-        ValueError: parts that do not fit together, or codes that nothing says the format of.
+        ValueError: parts that do not fit together, codes that nothing says the format of, or numbers that codes were
+            averaged or cast to, beside what says of which format they are.
     """
     saved = state.get(name)
-    if not isinstance(saved, Tensor) or isinstance(saved, FP8Tensor) or not holds_codes(saved):
+    if not isinstance(saved, Tensor) or isinstance(saved, FP8Tensor):
+        return
+    if not holds_codes(saved):
+        if (traits := name + "_traits") in state:
+            raise ValueError(
+                f"{name} holds {saved.dtype}, and by {traits} it is codes, which can't be averaged or cast: average "
+                f"decoded weights (fm.averaged_model), or leave out {name}_scale, {name}_counter and {traits}"
+            )
         return
     if name + "_scale" not in state:
         raise ValueError(f"{name} holds codes ({saved.dtype}), and {name}_scale is missing")
