@@ -151,13 +151,12 @@ def test_momentum_that_is_tangent_stays_as_it_is_on_geoopts_stiefel() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::geoopt.optim.rlinesearch.LineSearchWarning")  # of the last steps, on a grid
-@pytest.mark.parametrize("method", ["armijo", "wolfe"])
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-def test_geoopts_line_search_takes_a_loss_that_is_a_number(method: str, rounding: Any) -> None:
+def test_geoopts_line_search_takes_a_loss_that_is_a_number(rounding: Any) -> None:
     """A loss that is a tensor ends in NumPy, on geoopt's own manifolds too."""
     weight = on_manifold(fm.FP8Manifold("E4M3", rounding=rounding))
     target = normal(3, 5, seed=2)
-    search = geoopt.optim.RiemannianLineSearch([weight], line_search_method=method)
+    search = geoopt.optim.RiemannianLineSearch([weight])
 
     def closure() -> float:
         search.zero_grad()
@@ -165,9 +164,11 @@ def test_geoopts_line_search_takes_a_loss_that_is_a_number(method: str, rounding
         loss.backward()
         return loss.item()
 
-    losses = [float(search.step(closure)) for _ in range(12)]
+    first = closure()
+    for _ in range(12):
+        search.step(closure)
     assert on_grid(weight)
-    assert closure() < 0.5 * losses[0]
+    assert closure() < 0.5 * first
 
 
 def on_manifold(manifold: Any) -> Any:
