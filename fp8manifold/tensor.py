@@ -359,8 +359,7 @@ class FP8Tensor(ScaledTensor):
     def rescale_(self, scale: float | Tensor) -> Self:
         """Change the scale: one stochastic, so unbiased, rounding, exact wherever the new grid holds the value.
 
-        What rounding left (``remainder``, or the residual of the optimizer that steps it) goes with it: the sum of
-        both stays, rounded to 1/256 of a step.
+        The residual of the optimizer that steps it goes with it: the sum of both stays, rounded to 1/256 of a step.
 
         Args:
             scale: powers of two; a number, or a tensor that broadcasts to the shape of ``scale``.
@@ -374,7 +373,7 @@ class FP8Tensor(ScaledTensor):
             >>> w.rescale_(2.0).tolist()
             [1.0, 0.25]
         """
-        left = left_beside(self, entry := entry_of(self))
+        left = left_beside(entry := entry_of(self))
         new = checked_scale(self, scale, largest_of(self, left))
         _LOG.info("%s of shape %s: %s", self.format.name, tuple(self.shape), describe_change(self.scale, new))
         if left is not None:
@@ -383,11 +382,7 @@ class FP8Tensor(ScaledTensor):
             values = dequantize_codes(self.codes, self.scale, self.format, torch.float32, self.block_size)
             self.codes.copy_(next_codes(self, values, new, "stochastic", "rescale_"))
         entry.pop("reference", None)  # S_ref is of the old spacing: the next step computes it anew
-        if left is self.remainder:
-            self.remainder = None  # it is not void
-        self.set_scale_(new)
-        self.remainder = None if "residual" in entry else left
-        return self
+        return self.set_scale_(new)
 
     def adapt_scale_(self, headroom: float | None = None) -> bool:
         """Widen or narrow each scale whose weights left its middle, as :func:`fp8manifold.widened_scale` has it.
@@ -406,7 +401,7 @@ class FP8Tensor(ScaledTensor):
             >>> w.adapt_scale_(headroom=2.0), w.scale.item(), w.tolist(), w.adapt_scale_(headroom=2.0)
             (True, 2.0, [448.0, 1.0], False)
         """
-        largest = largest_of(self, left_beside(self, entry_of(self)))
+        largest = largest_of(self, left_beside(entry_of(self)))
         new = widened_scale(largest, self.scale, self.format, own_headroom(self.format, headroom))
         if changes := bool((new != self.scale).any()):
             self.rescale_(new)

@@ -20,13 +20,13 @@ def entry_of(own: Any) -> dict[str, Any]:
     return next((entry for p, entry in entries.items() if getattr(p, "codes", None) is own.codes), {})
 
 
-def left_beside(own: Any, entry: dict[str, Any]) -> Tensor | None:
-    """What goes with the codes, in 1/256 of a step: an optimizer's residual, or the remainder of the first rounding.
+def left_beside(entry: dict[str, Any]) -> Tensor | None:
+    """What goes with the codes, in 1/256 of a step: an optimizer's residual.
 
     Raises:
         ValueError: one of fewer bits.
     """
-    kept: Tensor | None = entry.get("residual", own.remainder)
+    kept: Tensor | None = entry.get("residual")
     if kept is not None and kept.dtype != torch.int8:
         raise ValueError(
             "the optimizer keeps a residual of less than 8 bits in units of the present scale, which can't change: "

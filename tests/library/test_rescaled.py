@@ -105,22 +105,6 @@ def test_a_scale_that_stays_moves_nothing() -> None:
     assert not torch.equal(p.codes[5], codes[5])
 
 
-@GRANULARITIES
-def test_a_remainder_goes_with_the_weight_to_the_optimizer(granularity: str) -> None:
-    floats = normal(64, 64, seed=1, std=0.1)
-    p = fm.FP8Parameter(floats, "E4M3", granularity=granularity, headroom=4, keep_remainder=True)
-    assert p.remainder is not None
-    before = whole(p, p.remainder)
-    p.rescale_(p.scale * 2)
-    assert p.remainder is not None
-    assert bool(((whole(p, p.remainder) - before).abs() <= step_of_chart(p) / 128).all())
-    optimizer = StiffnessAdamW([p], 0.0, writeback="residual8")
-    p.grad = torch.zeros(64, 64)
-    optimizer.step()
-    assert p.remainder is None
-    assert bool(((whole(p, optimizer.state[p]["residual"]) - floats).abs() <= step_of_chart(p) / 64).all())
-
-
 def test_the_reference_is_computed_anew() -> None:
     """All spacings have doubled, and S_ref with them, in the next step and not at the next refresh."""
     p = weight("E2M5", scale=2.0**-4)
