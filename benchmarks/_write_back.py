@@ -7,9 +7,8 @@ from typing import Final, Literal, NamedTuple
 from torch import Tensor
 
 import fp8manifold as fm
-from fp8manifold._numerics.codec import decode_signed, decode_with_ulp, encode_signed
+from fp8manifold._numerics.codec import decode_signed, decode_with_ulp, encode_signed, split_codes
 from fp8manifold.formats import as_format
-from fp8manifold.optim._writeback import split_codes
 from fp8manifold.random_bits import Draws
 from fp8manifold.scaling import BLOCK_SIZE, amax_of, amax_scale, storage_scale, widened_scale
 

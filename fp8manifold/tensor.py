@@ -12,6 +12,7 @@ import fp8manifold._encoded.operators  # noqa: F401  # registers them
 from fp8manifold._encoded.dispatch import DTYPES, TRACED_AS, Replay, takes_rows
 from fp8manifold._encoded.operators import adopt_parts, checked_scale, is_average, warn_if_stalled
 from fp8manifold._encoded.refusals import check_not_unwrapped, guard_memory
+from fp8manifold._encoded.rescaled import entry_of, largest_of, left_beside, rewrite_together
 from fp8manifold._encoded.scaled import Rounding, ScaledTensor, Traits, check_current, check_own
 from fp8manifold._encoded.storage import (
     SQUARE,
@@ -264,7 +265,9 @@ class FP8Tensor(ScaledTensor):
         check_current(self)
         remainder = None if self.remainder is None else change(self.remainder)
         parts = (change(self.codes), change(self.kept_scale), change(self.counter), remainder)
-        return self._wrap(*parts, self._traits(dtype))
+        changed = self._wrap(*parts, self._traits(dtype))
+        changed.stepped_by = self.stepped_by
+        return changed
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         """The parts that a compiler sees, by name, and everything else that makes the tensor.
@@ -359,21 +362,29 @@ class FP8Tensor(ScaledTensor):
     def rescale_(self, scale: float | Tensor) -> Self:
         """Change the scale: one stochastic, so unbiased, rounding, exact wherever the new grid holds the value.
 
+        The residual of the optimizer that steps it goes with it: the sum of both stays, rounded to 1/256 of a step.
+
         Args:
             scale: powers of two; a number, or a tensor that broadcasts to the shape of ``scale``.
 
         Raises:
-            ValueError: a scale that is no power of two, does not fit, or is too narrow for a stored value.
+            ValueError: a scale that is no power of two, does not fit, or is too narrow for a stored value; an optimizer
+                that keeps a residual of 4 or 2 bits.
 
         Example:
             >>> w = FP8Tensor(torch.tensor([1.0, 0.25]), "E4M3", scale=0.125)
             >>> w.rescale_(2.0).tolist()
             [1.0, 0.25]
         """
-        new = checked_scale(self, scale)
+        left = left_beside(entry := entry_of(self))
+        new = checked_scale(self, scale, largest_of(self, left))
         _LOG.info("%s of shape %s: %s", self.format.name, tuple(self.shape), describe_change(self.scale, new))
-        values = dequantize_codes(self.codes, self.scale, self.format, torch.float32, self.block_size)
-        self.codes.copy_(next_codes(self, values, new, "stochastic", "rescale_"))
+        if left is not None:
+            rewrite_together(self, left, new)
+        else:
+            values = dequantize_codes(self.codes, self.scale, self.format, torch.float32, self.block_size)
+            self.codes.copy_(next_codes(self, values, new, "stochastic", "rescale_"))
+        entry.pop("reference", None)  # S_ref is of the old spacing: the next step computes it anew
         return self.set_scale_(new)
 
     def adapt_scale_(self, headroom: float | None = None) -> bool:
@@ -393,7 +404,8 @@ class FP8Tensor(ScaledTensor):
             >>> w.adapt_scale_(headroom=2.0), w.scale.item(), w.tolist(), w.adapt_scale_(headroom=2.0)
             (True, 2.0, [448.0, 1.0], False)
         """
-        new = widened_scale(self.largest(), self.scale, self.format, own_headroom(self.format, headroom))
+        largest = largest_of(self, left_beside(entry_of(self)))
+        new = widened_scale(largest, self.scale, self.format, own_headroom(self.format, headroom))
         if changes := bool((new != self.scale).any()):
             self.rescale_(new)
         return changes

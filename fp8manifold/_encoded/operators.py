@@ -87,8 +87,13 @@ def adopt_parts(own: Any, other: Any) -> Tensor | None:
     return None if other.remainder is None else other.remainder.to(own.codes.device, copy=True)
 
 
-def checked_scale(own: Any, scale: float | Tensor) -> Tensor:
+def checked_scale(own: Any, scale: float | Tensor, largest: Tensor) -> Tensor:
     """A new scale in the shape of the old one.
+
+    Args:
+        own: the tensor.
+        scale: what is asked for.
+        largest: the largest magnitude under each scale.
 
     Raises:
         TypeError: uint8, which might be exponents.
@@ -99,7 +104,7 @@ def checked_scale(own: Any, scale: float | Tensor) -> Tensor:
     if not broadcasts_to(new.shape, shape):
         raise ValueError(f"scale has shape {tuple(new.shape)}: it must fit {tuple(shape)}")
     new = new.expand(shape)
-    check_covers(new, own.largest(), own.format)
+    check_covers(new, largest, own.format)
     return new
 
 

@@ -1,5 +1,6 @@
 """What a tensor of codes has beside its codes: constant traits, scales, and the weight that autocast made it of."""
 
+import weakref
 from functools import lru_cache
 from typing import Any, Final, Literal, NamedTuple, Self, get_args
 
@@ -126,6 +127,8 @@ class ScaledTensor(EncodedTensor):
     block_size: BlockSize
     lent_from: Lent | None
     """Of a cast under autocast, whose codes they are, and their versions."""
+    stepped_by: "weakref.ref[Any] | None" = None
+    """The optimizer whose state has something in units of the scale."""
     _scale: Tensor | None
 
     def _keep_scale(self, kept: Tensor, block_size: BlockSize) -> None:

@@ -173,3 +173,28 @@ def _nearest(steps: Tensor, below: Tensor, mantissa_bits: int) -> Tensor:
     if mantissa_bits:
         return whole
     return whole - (steps == 1.5).to(torch.int32) * (below & 1)
+
+
+# Codes with what rounding left beside them
+
+
+def joined_codes(codes: Tensor, residual: Tensor, fmt: FloatFormat, bits: int) -> Tensor:
+    """Code and residual as one signed code of the format with that many more mantissa bits."""
+    negative = -((codes & fmt.sign_bit) >> (fmt.bits - 1))
+    signed = ((codes & (fmt.sign_bit - 1)) ^ negative) - negative
+    return (signed << bits) + residual
+
+
+def split_codes(signed: Tensor, fmt: FloatFormat, bits: int) -> tuple[Tensor, Tensor]:
+    """The nearest code and what is left, between ``-2^(bits-1)`` and ``2^(bits-1) - 1`` parts of a step."""
+    nearest = (signed + (1 << (bits - 1))) >> bits
+    return nearest.abs() | (nearest & fmt.sign_bit), signed - (nearest << bits)
+
+
+def unless_special(codes: Tensor, old: Tensor, fmt: FloatFormat) -> Tensor:
+    """Codes (int32) as bytes, but codes of NaN stay what they are: the step knows only finite weights."""
+    if fmt.nan_codes:
+        old = old.to(torch.int32)
+        special = old == fmt.nan_codes[0] if len(fmt.nan_codes) == 1 else (old & (fmt.sign_bit - 1)) > fmt.max_code
+        codes = torch.where(special, old, codes)
+    return codes.to(torch.uint8)

@@ -44,11 +44,18 @@ def gather_parts(state: dict[str, Any], name: str, weight: Tensor) -> None:
     Codes and scales alone are taken too, of a file that another library wrote: the count then begins anew.
 
     Raises:
-        ValueError: parts that do not fit together, codes that nothing says the format or the scales of, or integers.
+        ValueError: parts that do not fit together, codes that nothing says the format or the scales of, integers, or
+            numbers that codes were averaged or cast to, beside what says of which format they are.
     """
     saved = state.get(name)
     if not isinstance(saved, Tensor) or isinstance(saved, FP8Tensor):
         return
+    known = name + "_traits"
+    if not holds_codes(saved) and known in state:
+        raise ValueError(
+            f"{name} holds {saved.dtype}, and by {known} it is codes, which can't be averaged or cast: average "
+            f"decoded weights (fm.averaged_model), or leave out {name}_scale, {name}_counter and {known}"
+        )
     if not holds_codes(saved) or name + "_scale" not in state:
         refuse_codes(name, saved.dtype, state)
         return

@@ -21,7 +21,7 @@ from fp8manifold.manifolds import StiffnessManifold
 from fp8manifold.optim._directions import DIRECTIONS, MOMENT_NAMES
 from fp8manifold.optim._slot import own_manifold, slot_of
 from fp8manifold.optim._spec import BOUND_NAMES, MOMENTS, bounds_of
-from fp8manifold.optim._state import STORED, described
+from fp8manifold.optim._state import STORED, claim, described
 from fp8manifold.optim._writeback import WRITEBACKS, rule_of
 from fp8manifold.random_bits import Draws
 from fp8manifold.tensor import FP8Tensor
@@ -468,6 +468,7 @@ def restore_dtypes(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any])
     saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for index, parameter in zip(saved_ids, parameters, strict=True):
+        claim(optimizer, parameter)
         for name, value in state_dict["state"].get(index, {}).items():
             if isinstance(value, Tensor):
                 device = "cpu" if name in ("step", "grid") else parameter.device

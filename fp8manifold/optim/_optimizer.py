@@ -33,10 +33,12 @@ from fp8manifold.optim._checks import (
 )
 from fp8manifold.optim._directions import MOMENT_NAMES
 from fp8manifold.optim._fitting import fit_scales, mark_zero, narrow, note_filled, own_count, take_fitted
+from fp8manifold.optim._groups import unshare, warn_of_overridden
 from fp8manifold.optim._slot import Slot, is_quantized, slot_of, stabilize
 from fp8manifold.optim._spec import BOUND_NAMES, Spec, spec_of
 from fp8manifold.optim._state import (
     at_an_end,
+    claim,
     gathered,
     has_one_scale,
     make_state,
@@ -58,7 +60,7 @@ class Hooks(Protocol):
     """The hooks that take steps in the backward pass, where there are such."""
 
     def watch(self, group: dict[str, Any]) -> None:
-        """Take the steps of a group's parameters from now on."""
+        """Take the steps of a group's parameters from now on, or raise where others do."""
 
     def loaded(self, groups: list[dict[str, Any]]) -> None:
         """Go on with the groups of a state that was loaded."""
@@ -281,6 +283,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         """Give a parameter its state; stabilise and reset it when that is due."""
         group, parameter = slot.group, slot.parameter
         state = slot.state = self.state.setdefault(parameter, slot.state)  # somebody may have put a plain dict there
+        claim(self, parameter)
         if not isinstance(state.get("step"), Tensor):  # older states of torch's have a number
             state["step"] = torch.tensor(state.get("step", 0.0), dtype=torch.float32)
         if "stream" not in state:
@@ -390,16 +393,17 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         """Add a group, checking its options and parameters like the constructor's."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
+        unshare(self.param_groups)
         try:
             check_parameters(group["params"])
             self._check_group(group)
-        except (TypeError, ValueError):
+            if self._in_backward is not None:
+                self._in_backward.watch(group)
+        except (TypeError, ValueError, RuntimeError):
             self.param_groups.pop()
             raise
         self.__dict__.setdefault("_checked_options", {})[id(group)] = group | CHANGING
         self._has_started = False
-        if self._in_backward is not None:
-            self._in_backward.watch(group)
 
     def __getstate__(self) -> dict[str, Any]:
         """torch's part, the counts and ``warn_after``; who observes does not go with a copy."""
@@ -441,7 +445,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         if not isinstance(state_dict, dict):
             check_state(self, state_dict)
         schedules = [{k: v for k, v in group.items() if callable(v)} for group in self.param_groups]
-        loaded: list[dict[str, Any]] = []
+        before, loaded = self.param_groups, list[dict[str, Any]]()
 
         def check(_: object, given: dict[str, Any]) -> None:
             self._check_loaded(given, schedules)
@@ -451,6 +455,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             for group, ours in zip(self.param_groups, schedules, strict=True):
                 group.update({name: value for name, value in ours.items() if group.get(name) is None})
             restore_dtypes(self, loaded[0])
+            unshare(self.param_groups)
             self._has_started = False
             for name in _COUNTS:
                 setattr(self, name, int(loaded[0].get(name, 0)))
@@ -459,15 +464,14 @@ class ManifoldOptimizer(torch.optim.Optimizer):
                 self._in_backward.loaded(self.param_groups)
 
         # after the hooks that change what is loaded, and before those that change what was
-        hooks = [
-            self.register_load_state_dict_pre_hook(check),
-            self.register_load_state_dict_post_hook(take_over, prepend=True),
-        ]
+        hooks = [self.register_load_state_dict_pre_hook(check)]
+        hooks.append(self.register_load_state_dict_post_hook(take_over, prepend=True))
         try:
             super().load_state_dict(state_dict)
         finally:
             for hook in hooks:
                 hook.remove()
+        warn_of_overridden(self, before)
 
     def _check_loaded(self, state_dict: dict[str, Any], schedules: list[dict[str, Any]]) -> None:
         """Raise before anything has changed unless a state is one for these parameters, with options in range."""

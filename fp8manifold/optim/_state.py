@@ -1,6 +1,7 @@
 """State of a parameter between steps: residual and moments, its stream of random bits, its rows, a wider scale."""
 
 import logging
+import weakref
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,14 @@ from fp8manifold._encoded.stored_scale import describe_change
 from fp8manifold._native._arrays import content, spacings
 from fp8manifold._numerics.blocks import block_on
 from fp8manifold._numerics.charts import Metric, chart_of
-from fp8manifold._numerics.codec import decode_bits, decode_with_ulp, encode_finite, encode_signed
+from fp8manifold._numerics.codec import (
+    decode_bits,
+    decode_with_ulp,
+    encode_finite,
+    encode_signed,
+    split_codes,
+    unless_special,
+)
 from fp8manifold._numerics.float_bits import working_dtype
 from fp8manifold._numerics.reading import eager_only
 from fp8manifold._ranks import Ranks, Share, local_of, share_of, spread
@@ -26,7 +34,7 @@ from fp8manifold.manifolds import FP8Manifold
 from fp8manifold.optim._slot import FOR_RESCALING, Slot, own_manifold, row_view, scales_in_runs, slot_of
 from fp8manifold.optim._spec import BOUND_NAMES
 from fp8manifold.optim._step import load_weights
-from fp8manifold.optim._writeback import rule_of, split_codes, unless_special
+from fp8manifold.optim._writeback import rule_of
 from fp8manifold.random_bits import draw_of, mixed_word, word_range, words_at
 from fp8manifold.scaling import SQUARE_SIZE
 from fp8manifold.tensor import FP8Tensor
@@ -50,6 +58,12 @@ def _coarser(remainder: Tensor, bits: int) -> Tensor:
         return remainder
     cut, end = 8 - bits, 1 << (bits - 1)
     return ((remainder.to(torch.int16) + (1 << (cut - 1))) >> cut).clamp_(-end, end - 1).to(torch.int8)
+
+
+def claim(optimizer: torch.optim.Optimizer, parameter: Tensor) -> None:
+    """Let a tensor of codes find its state, which has to follow where somebody else changes its scale."""
+    if isinstance(parameter, FP8Tensor):
+        parameter.stepped_by = weakref.ref(optimizer)
 
 
 def take_remainder(group: dict[str, Any], parameter: Tensor, state: dict[Tensor, Any]) -> None:

@@ -13,13 +13,14 @@ from fp8manifold._numerics.codec import (
     decode_with_ulp,
     encode_finite,
     encoding_steps,
+    joined_codes,
     largest_bits,
 )
 from fp8manifold._numerics.rounding import round_block
 from fp8manifold._numerics.stiffness import exp2_exact, factor
 from fp8manifold.optim._directions import DIRECTIONS, Descent, Numbers, named
 from fp8manifold.optim._spec import BOUNDS, LARGEST, MOMENT_FORMAT, MOMENTUM_FORMAT, Spec
-from fp8manifold.optim._writeback import joined_codes, to_half
+from fp8manifold.optim._writeback import to_half
 from fp8manifold.random_bits import RANDOM_BITS, draw_of
 
 

@@ -6,7 +6,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor
 
-from fp8manifold._numerics.codec import decode_with_ulp, encode_finite, encode_signed
+from fp8manifold._numerics.codec import decode_with_ulp, encode_finite, encode_signed, split_codes, unless_special
 from fp8manifold._numerics.rounding import round_block
 from fp8manifold.formats import FloatFormat
 
@@ -122,28 +122,6 @@ WRITEBACKS: Final[dict[str, WriteBack]] = {
 def rule_of(group: dict[str, Any]) -> WriteBack:
     """A group's write-back; None is a manifold's own rounding, which keeps and injects as little as nearest does."""
     return WRITEBACKS[group["writeback"] or "nearest"]
-
-
-def joined_codes(codes: Tensor, residual: Tensor, fmt: FloatFormat, bits: int) -> Tensor:
-    """Code and residual as one signed code of the format with that many more mantissa bits."""
-    negative = -((codes & fmt.sign_bit) >> (fmt.bits - 1))
-    signed = ((codes & (fmt.sign_bit - 1)) ^ negative) - negative
-    return (signed << bits) + residual
-
-
-def split_codes(signed: Tensor, fmt: FloatFormat, bits: int) -> tuple[Tensor, Tensor]:
-    """The nearest code and what is left, between ``-2^(bits-1)`` and ``2^(bits-1) - 1`` parts of a step."""
-    nearest = (signed + (1 << (bits - 1))) >> bits
-    return nearest.abs() | (nearest & fmt.sign_bit), signed - (nearest << bits)
-
-
-def unless_special(codes: Tensor, old: Tensor, fmt: FloatFormat) -> Tensor:
-    """Codes (int32) as bytes, but codes of NaN stay what they are: the step knows only finite weights."""
-    if fmt.nan_codes:
-        old = old.to(torch.int32)
-        special = old == fmt.nan_codes[0] if len(fmt.nan_codes) == 1 else (old & (fmt.sign_bit - 1)) > fmt.max_code
-        codes = torch.where(special, old, codes)
-    return codes.to(torch.uint8)
 
 
 _HALVES: Final = (torch.bfloat16, torch.float16)

@@ -221,7 +221,9 @@ class RiemannianAdam(Riemannian):
         lr: ULPs a step on our manifolds; by default 0.5 there, and geoopt's 1e-3 for a group without any.
         betas, eps, weight_decay, amsgrad: as in geoopt; on our manifolds decay is decoupled, a fraction
             ``weight_decay * lr / initial_lr`` of the weight a step, ``initial_lr`` being the one given here.
-        stabilize: project every so many steps (geoopt's name of ``stabilize_every``).
+        stabilize: project every so many steps (geoopt's name of ``stabilize_every``).  The momentum stays as it was
+            transported, which is tangent; geoopt's projects it, too, with a ``proju`` that on its canonical Stiefel
+            manifold is no projection and doubles a part of it, so that there the steps differ.
         float_lr: learning rate of the parameters that are not on our manifolds; it follows ``lr``'s schedule and is
             required where a list mixes both kinds.
         writeback, draws, moments: as in :class:`StiffnessAdamW`; a write-back of None takes the manifold's own rounding

@@ -116,6 +116,9 @@ def _restore_optimizer(contents: Contents, trainer: Trainer, classes: Sequence[t
     state = sdnq_state_back(tree["state"], trainer.optimizer) if _of_sdnq(trainer) else tree["state"]
     if trainer.in_rows:
         state = fm.optim.rows_of_state(state, trainer.optimizer)
+    if trainer.config.optimizer.writeback_end is not None:  # which a state of the last steps has already
+        for group, saved in zip(trainer.optimizer.param_groups, state["param_groups"], strict=True):
+            group["writeback"] = saved["writeback"]
     trainer.optimizer.load_state_dict(state)
 
 

@@ -255,7 +255,8 @@ def test_the_options_of_a_file_are_taken_over(name: str) -> None:
         run.step(t)
     other = Run(lambda p: make(name, p, moments="8bit", writeback="nearest", seed=1), seed=40)
     other.step(0)
-    other.load(run.saved())
+    with pytest.warns(UserWarning, match=f"^{name} goes on with options of the loaded state, .* in place of '8bit'"):
+        other.load(run.saved())
     for t in range(4, 7):
         run.step(t)
         other.step(t)

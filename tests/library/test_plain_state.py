@@ -155,3 +155,39 @@ def test_accelerate_goes_on_to_the_same_bits(optimizer: str, tmp_path: Path) -> 
         for name, value in entry.items():
             same = torch.equal(value, its[key][name]) if isinstance(value, Tensor) else value == its[key][name]
             assert same, (key, name)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("storage", ["fp8", "grid", "master"])
+@pytest.mark.parametrize("name", ["E4M3", "E2M5"])
+def test_codes_that_were_averaged_are_refused(name: str, storage: Any, strict: bool) -> None:
+    """They were taken for floats, 128 for 0.18, where ``strict=False`` lets the other parts pass."""
+    first, second = (made(name, seed=seed).state_dict() for seed in (0, 1))
+    averaged = {key: (first[key].float() + second[key].float()) / 2 for key in first}
+    model = made(name, storage=storage)
+    before = model[0].weight.detach().clone()
+    line = r"0\.weight holds torch\.float32, and by 0\.weight_traits it is codes, .* average decoded weights \(fm\.aver"
+    with pytest.raises(RuntimeError, match=line):
+        model.load_state_dict(averaged, strict=strict)
+    assert torch.equal(model[0].weight.detach(), before)
+
+
+def test_codes_of_parameters_that_were_averaged_are_refused() -> None:
+    def embedded(seed: int) -> Any:
+        net = nn.Sequential(nn.Embedding(8, 32), nn.Linear(32, 4))
+        return use_plain_state(quantize_model(net, "E2M5", "fp8", embeddings="E2M5", seed=seed))
+
+    first, second = embedded(0).state_dict(), embedded(1).state_dict()
+    averaged = {key: (first[key].float() + second[key].float()) / 2 for key in first}
+    with pytest.raises(RuntimeError, match=r"0\.weight_traits it is codes, which can't be averaged or cast"):
+        embedded(2).load_state_dict(averaged, strict=False)
+
+
+def test_floats_alone_are_rounded_as_ever() -> None:
+    model = made("E2M5")
+    values = {
+        key: torch.full_like(x, 0.5) for key, x in use_plain_state(made("E2M5"), plain=False).state_dict().items()
+    }
+    floats = {key: x.dequantize() if isinstance(x, fm.FP8Tensor) else x for key, x in values.items()}
+    model.load_state_dict(floats, strict=False)
+    assert torch.equal(model[0].weight.dequantize(), torch.full((4, 64), 0.5))

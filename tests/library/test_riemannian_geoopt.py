@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import inspect
 from typing import Any
@@ -99,6 +100,93 @@ def test_sgd_elsewhere_takes_geoopts_steps(name: str, weight_decay: float) -> No
         lambda p: RiemannianSGD(p, 0.02, weight_decay=weight_decay),
         lambda p: geoopt.optim.RiemannianSGD(p, 0.02, weight_decay=weight_decay),
     )
+
+
+class Projecting(type(geoopt.Stiefel())):  # type: ignore[misc]  # the class of the canonical one
+    """Stiefel with a projection of vectors; geoopt's ``x (x^T u - u^T x) + ...`` doubles a part of what is tangent."""
+
+    def proju(self, x: Tensor, u: Tensor) -> Tensor:
+        symmetric = x.mT @ u
+        return u - x @ (symmetric + symmetric.mT) / 2
+
+
+STABLE: dict[str, Any] = {
+    **FOREIGN,
+    "stiefel": (Projecting(), (5, 3)),
+    "euclidean stiefel": (geoopt.EuclideanStiefel(), (5, 3)),
+}
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("name", STABLE)
+def test_stabilising_elsewhere_is_geoopts(name: str, every: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where geoopt's projection of the momentum is one: what was transported is tangent, and stays."""
+    monkeypatch.setitem(FOREIGN, name, STABLE[name])
+    for ours, theirs in (
+        (RiemannianAdam, geoopt.optim.RiemannianAdam),
+        (RiemannianSGD, geoopt.optim.RiemannianSGD),
+    ):
+        assert_follows_geoopt(
+            name,
+            lambda p, kind=ours: kind(p, 0.02, stabilize=every),
+            lambda p, kind=theirs: kind(p, 0.02, stabilize=every),
+        )
+
+
+def test_momentum_that_is_tangent_stays_as_it_is_on_geoopts_stiefel() -> None:
+    """Its ``proju`` is no projection there, and geoopt's own steps with ``stabilize`` end elsewhere."""
+    (mine, peer), target = pairs("stiefel")
+    optimizer = RiemannianAdam([mine], 0.02, stabilize=1)
+    theirs = geoopt.optim.RiemannianAdam([peer], 0.02, stabilize=1)
+    for t in range(20):
+        for p in (mine, peer):
+            p.grad = p.detach().as_subclass(Tensor) - target + normal(*p.shape, seed=t, dtype=double, std=0.1)
+        optimizer.step()
+        theirs.step()
+    momentum, point = optimizer.state[mine]["exp_avg"], mine.detach().as_subclass(Tensor)
+    assert (point.mT @ momentum + momentum.mT @ point).abs().max() < 1e-12
+    again = mine.manifold.proju(point, momentum)  # type: ignore[attr-defined]
+    assert (again - momentum).abs().max() > 0.1 * momentum.abs().max()
+    assert (mine - peer).abs().max() > 0.01
+
+
+@pytest.mark.filterwarnings("ignore::geoopt.optim.rlinesearch.LineSearchWarning")  # of the last steps, on a grid
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_geoopts_line_search_takes_a_loss_that_is_a_number(rounding: Any) -> None:
+    """A loss that is a tensor ends in NumPy, on geoopt's own manifolds too."""
+    weight = on_manifold(fm.FP8Manifold("E4M3", rounding=rounding))
+    target = normal(3, 5, seed=2)
+    search = geoopt.optim.RiemannianLineSearch([weight])
+
+    def closure() -> float:
+        search.zero_grad()
+        loss = (weight - target).square().sum()
+        loss.backward()
+        return loss.item()
+
+    first = closure()
+    for _ in range(12):
+        search.step(closure)
+    assert on_grid(weight)
+    assert closure() < 0.5 * first
+
+
+def on_manifold(manifold: Any) -> Any:
+    return geoopt.ManifoldParameter(manifold.projx(normal(3, 5, seed=1)), manifold=manifold)
+
+
+def test_a_loss_that_is_a_tensor_ends_geoopts_line_search_on_its_own_manifolds() -> None:
+    weight = on_manifold(geoopt.Euclidean())
+    search = geoopt.optim.RiemannianLineSearch([weight], line_search_method="wolfe")
+
+    def closure() -> Tensor:
+        search.zero_grad()
+        loss = (weight - normal(3, 5, seed=2)).square().sum()
+        loss.backward()
+        return loss
+
+    with pytest.raises(RuntimeError, match="numpy"):
+        collections.deque((search.step(closure) for _ in range(12)), maxlen=0)
 
 
 @pytest.mark.parametrize("options", [{"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}], ids=str)

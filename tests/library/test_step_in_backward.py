@@ -1,6 +1,8 @@
 """Stepping in the backward pass: the numbers of an ordinary step, no gradient kept, and what cannot work refused."""
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -268,17 +270,25 @@ def test_groups_that_come_later_are_stepped_and_parameters_that_go_are_not(
     assert model[1].weight.grad is None
 
 
-def test_a_parameter_that_was_frozen_is_not_forgotten() -> None:
+@pytest.mark.parametrize("ends_steps", [False, True])
+@pytest.mark.parametrize("name", ["1.weight", "5.bias"])
+def test_a_parameter_that_was_frozen_is_not_forgotten(name: str, ends_steps: bool) -> None:
+    """It trains from where it is unfrozen on, in a loop without ``step()`` too."""
     model = network("fp8")
     optimizer = OPTIMIZERS["adamw"](model)
-    model[5].bias.requires_grad_(False)
+    late = model.get_parameter(name)
+    late.requires_grad_(False)
     optim.step_in_backward(optimizer)
     train(model, optimizer, 1)
-    model[5].bias.requires_grad_(True)
-    optimizer.zero_grad()
-    loss(model).backward()
-    with pytest.raises(RuntimeError, match=r"shape \(4,\)\) has a gradient that step_in_backward was not told of"):
-        optimizer.step()
+    assert not late.requires_grad
+    assert late not in optimizer.state
+    late.requires_grad_(True)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss(model).backward()
+        if ends_steps:
+            optimizer.step()
+    assert int(optimizer.state[late]["step"]) == 2
 
 
 def test_a_parameter_that_was_moved_is_not_forgotten(stepping: tuple[nn.Module, Any, Any]) -> None:
@@ -325,3 +335,112 @@ def test_what_it_cannot_be_over_is_refused(
     with pytest.raises(RuntimeError, match="one process, and here are 2"):
         loss(model).backward()
     assert everything(model, optimizer) == before
+
+
+# ----------------------------------------------------------------------------------------------- whose steps they are
+
+
+@pytest.mark.parametrize("keeps_handle", [False, True])
+def test_steps_end_with_their_optimizer(keeps_handle: bool) -> None:
+    """Of two over the same parameters the first, which was deleted, went on stepping and the second never did."""
+    gc.disable()
+    try:
+        model = network("fp8")
+        first = OPTIMIZERS["muon"](model)
+        handle = optim.step_in_backward(first) if keeps_handle else None
+        if not keeps_handle:
+            optim.step_in_backward(first)
+        train(model, first, 1)
+        first.zero_grad()
+        gone = weakref.ref(first)
+        del first
+        assert gone() is None
+        second = OPTIMIZERS["adamw"](model)
+        optim.step_in_backward(second)
+        train(model, second, 2)
+        assert {int(state["step"]) for state in second.state.values()} == {2}
+        assert len(second.state) == len(list(model.parameters()))
+        assert all(len(p._post_accumulate_grad_hooks) == 1 for p in model.parameters())  # type: ignore[arg-type]
+        if handle is not None:
+            with pytest.raises(RuntimeError, match="has been deleted"):
+                _ = handle.optimizer
+    finally:
+        gc.enable()
+
+
+def test_gradients_are_the_users_again_once_an_optimizer_is_gone() -> None:
+    model = network("fp8")
+    optimizer = OPTIMIZERS["muon"](model)
+    handle = optim.step_in_backward(optimizer)
+    train(model, optimizer, 1)
+    optimizer.zero_grad()
+    del optimizer
+    loss(model).backward()
+    assert all(type(p.grad) is Tensor for p in model.parameters())
+    handle.remove()
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+def test_an_optimizer_that_nobody_has_kept_is_told_of_in_the_first_pass() -> None:
+    model = network("fp8")
+    handle = optim.step_in_backward(OPTIMIZERS["muon"](model))
+    with pytest.raises(RuntimeError, match="has been deleted: keep it in a variable"):
+        loss(model).backward()
+    handle.remove()
+    model.zero_grad()
+    loss(model).backward()
+
+
+def test_a_parameter_that_steps_with_another_is_refused() -> None:
+    model = network("fp8")
+    first = OPTIMIZERS["muon"](model)
+    handle = optim.step_in_backward(first)
+    train(model, first, 1)
+    first.zero_grad()
+    second = optim.StiffnessAdamW([nn.Parameter(torch.ones(2)), model[3].weight], 1e-2)
+    line = (
+        r"parameter 1 of group 0 \(shape \(16, 16\)\) steps in backward already, with another StiffnessMuon, .*: "
+        r"remove\(\) the handle of that one, or delete it"
+    )
+    with pytest.raises(RuntimeError, match=line):
+        optim.step_in_backward(second)
+    train(model, first, 1)
+    first.zero_grad()
+    third = optim.StiffnessAdamW([nn.Parameter(torch.ones(2))], 1e-2)
+    optim.step_in_backward(third)
+    with pytest.raises(RuntimeError, match=r"parameter 0 of group 0 .*steps in backward already, with another"):
+        third.add_param_group({"params": [model[3].weight]})
+    assert len(third.param_groups) == 1
+    train(model, first, 1)
+    assert int(first.state[model[3].weight]["step"]) == 3
+    first.zero_grad()
+    handle.remove()
+    optim.step_in_backward(second)
+    loss(model).backward()
+    assert int(second.state[model[3].weight]["step"]) == 1
+    assert int(first.state[model[3].weight]["step"]) == 3
+
+
+def test_an_optimizer_in_a_cycle_of_garbage_is_nobody() -> None:
+    model = network("fp8")
+    first = OPTIMIZERS["muon"](model)
+    first.itself = first
+    optim.step_in_backward(first)
+    del first
+    second = OPTIMIZERS["muon"](model)
+    optim.step_in_backward(second)
+    train(model, second, 1)
+    assert len(second.state) == len(list(model.parameters()))
+
+
+def test_a_gradient_that_another_hook_has_freed_is_told_of() -> None:
+    model = network("fp8")
+
+    def free(parameter: Tensor) -> None:
+        parameter.grad = None
+
+    model[3].weight.register_post_accumulate_grad_hook(free)
+    optimizer = OPTIMIZERS["muon"](model)
+    optim.step_in_backward(optimizer)
+    with pytest.raises(RuntimeError, match=r"'3.weight', shape \(16, 16\)\) was freed by another hook"):
+        loss(model).backward()

@@ -1,6 +1,7 @@
 """Gradients under steps in the backward pass: spent ones without memory, and sums in bfloat16 or in Muon's momentum."""
 
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -225,8 +226,15 @@ class Accumulation:
 
     def __init__(self, optimizer: Any, kind: str) -> None:
         check_choice("accumulate", kind, KINDS)
-        self.optimizer, self.kind = optimizer, kind
+        self._of, self.kind = weakref.ref(optimizer), kind
         self._twins: dict[Tensor, int] = {}
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer, which is not kept alive."""
+        optimizer = self._of()
+        assert optimizer is not None
+        return optimizer
 
     @property
     def is_under_way(self) -> bool:

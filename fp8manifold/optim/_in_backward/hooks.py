@@ -1,7 +1,9 @@
 """Steps in the backward pass: each gradient is used and freed before the next is computed."""
 
+import gc
 import threading
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,19 +19,30 @@ from fp8manifold.optim._in_backward.gradients import Accumulation, SpentGradient
 from fp8manifold.optim._optimizer import ManifoldOptimizer
 
 
+class _Hook:
+    """Autograd calls it with a parameter whose gradient is there; it keeps neither handle nor optimizer alive."""
+
+    def __init__(self, handle: "InBackward") -> None:
+        self.handle = weakref.ref(handle)
+
+    def __call__(self, parameter: Tensor) -> None:
+        """Take the parameter's step, if there is anybody left to take it."""
+        if (handle := self.handle()) is not None:
+            handle._take(parameter)
+
+
 class InBackward:
     """The hooks by which an optimizer steps in the backward pass, as :func:`step_in_backward` gives them.
 
-    A context manager that removes them at its end.
+    A context manager that removes them at its end.  The optimizer keeps it, it does not keep the optimizer: when that
+    is deleted, no step is taken any more.
 
     Args:
         optimizer: whose parameters step.
 
-    Attributes:
-        optimizer: the same.
-
     Raises:
-        RuntimeError: in a backward pass, where there are several processes by then.
+        RuntimeError: in a backward pass, where there are several processes by then, where another hook has freed a
+            gradient, or where the optimizer was deleted before its first step.
         FloatingPointError: in a backward pass, for a gradient that is not finite, with ``on_nonfinite="raise"``.
 
     Example:
@@ -43,12 +56,26 @@ class InBackward:
     """
 
     def __init__(self, optimizer: Any) -> None:
-        self.optimizer = optimizer
+        self._of = weakref.ref(optimizer)
+        self._hook = _Hook(self)
+        self._has_stepped = False
         self._clipping: Clipping | None = None
         self._accumulation: Accumulation | None = None
         self._hooks: list[RemovableHandle] = []
         self._one_at_a_time = threading.Lock()  # autograd has one thread a device
         self._last_places: dict[int, tuple[int, int]] = {}  # a first guess, checked on every use
+        weakref.finalize(self, _remove_all, self._hooks).atexit = False
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer whose parameters step.
+
+        Raises:
+            RuntimeError: it was deleted.
+        """
+        if (optimizer := self._of()) is None:
+            raise RuntimeError(_GONE)
+        return optimizer
 
     def __enter__(self) -> "InBackward":
         """Return the handle; the hooks are there already."""
@@ -60,20 +87,55 @@ class InBackward:
 
     def remove(self) -> None:
         """Remove the hooks, so that ``step()`` steps again.  A second call changes nothing."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-        if self.optimizer._in_backward is self:
-            self.optimizer._in_backward = None
+        _remove_all(self._hooks)
+        optimizer = self._of()
+        if optimizer is not None and optimizer._in_backward is self:
+            optimizer._in_backward = None
 
     def watch(self, group: dict[str, Any]) -> None:
-        """Hook a group's parameters.  Each steps with the options of the group that contains it at that time."""
+        """Hook a group's parameters.  Each steps with the options of the group that contains it at that time.
+
+        Raises:
+            RuntimeError: another optimizer steps one of them in backward; nothing is hooked then.
+        """
+        self.check_free([group])
         for parameter in group["params"]:
-            if parameter.requires_grad:
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._take))
+            if self._hook not in _hooks_of(parameter):
+                self._hooks.append(_registered(parameter, self._hook))
         self.listen([group])
         if self._clipping is not None:
             self._clipping.watch(self.optimizer.param_groups)
+
+    def check_free(self, groups: list[dict[str, Any]]) -> None:
+        """Refuse parameters that another optimizer steps in backward, whose hooks would take their gradients.
+
+        Args:
+            groups: of the optimizer, or to become one of its.
+
+        Raises:
+            RuntimeError: there is such a parameter.
+        """
+        if self._taken(groups) is None:
+            return
+        gc.collect()  # what nothing but a cycle keeps is nobody
+        if (found := self._taken(groups)) is not None:
+            name, other = found
+            raise RuntimeError(
+                f"{name} steps in backward already, with another {type(other).__name__}, which would use its gradient "
+                "and free it: remove() the handle of that one, or delete it"
+            )
+
+    def _taken(self, groups: list[dict[str, Any]]) -> tuple[str, Any] | None:
+        """The first parameter that another optimizer steps, in words, and that optimizer."""
+        for i, group in enumerate(groups):
+            for k, parameter in enumerate(group["params"]):
+                for hook in _hooks_of(parameter):
+                    other = hook.handle() if isinstance(hook, _Hook) and hook is not self._hook else None
+                    if other is not None and (optimizer := other._of()) is None:
+                        other.remove()
+                    elif other is not None and other._place_of(parameter) is not None:
+                        return described(group, i, k), optimizer
+        return None
 
     def listen(self, groups: list[dict[str, Any]]) -> None:
         """Register the parameters' hooks again: ``Module.to`` swaps encoded tensors and drops their hooks.
@@ -159,9 +221,8 @@ class InBackward:
             for k, parameter in enumerate(group["params"]):
                 if parameter.grad is not None and not isinstance(parameter.grad, StandIn):
                     raise RuntimeError(
-                        f"{described(group, i, k)} has a gradient that step_in_backward was not told of: it was frozen "
-                        "when that was called, or moved since (model.to), or its gradient was set by hand; remove() "
-                        "and call it again"
+                        f"{described(group, i, k)} has a gradient that step_in_backward was not told of: it was given "
+                        "one by hand, or moved since (model.to); remove() and call it again"
                     )
         if self._accumulation is not None:
             with torch.no_grad():
@@ -185,13 +246,23 @@ class InBackward:
         )
 
     def _take(self, parameter: Tensor) -> None:
+        if self._of() is None:
+            if not self._has_stepped:  # a loop without step() would never notice
+                raise RuntimeError(_GONE)
+            return
+        self._has_stepped = True
         _check_alone()
         gradient = parameter.grad
         if isinstance(gradient, StandIn) and getattr(gradient, "arrived", None) is None:
-            return  # the sum grows; or the parameter left and came back, has two hooks, and the first has stepped
-        if (place := self._place_of(parameter)) is None or gradient is None:
+            return  # the sum grows
+        if (place := self._place_of(parameter)) is None:
             return  # no group contains it any more: its gradient belongs to others
         group = self.optimizer.param_groups[place[0]]
+        if gradient is None:
+            raise RuntimeError(
+                f"the gradient of {described(group, *place)} was freed by another hook "
+                "(register_post_accumulate_grad_hook) before step_in_backward could use it: remove that one"
+            )
         with self._one_at_a_time, torch.no_grad():
             if self._accumulation is not None:
                 self._accumulation.take(group, parameter, place)
@@ -222,6 +293,29 @@ class InBackward:
                     self._last_places[id(parameter)] = i, k
                     return i, k
         return None
+
+
+_GONE = (
+    "the optimizer that step_in_backward was given has been deleted: keep it in a variable, its handle does not keep it"
+)
+
+
+def _hooks_of(parameter: Tensor) -> list[Any]:
+    return list((parameter._post_accumulate_grad_hooks or {}).values())
+
+
+def _registered(parameter: Tensor, hook: _Hook) -> RemovableHandle:
+    """Register a hook, of a frozen parameter too, which autograd would refuse: it may train later."""
+    trains = parameter.requires_grad
+    handle: RemovableHandle = parameter.requires_grad_(True).register_post_accumulate_grad_hook(hook)
+    parameter.requires_grad_(trains)
+    return handle
+
+
+def _remove_all(hooks: list[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
+    hooks.clear()
 
 
 def step_in_backward(
@@ -278,14 +372,15 @@ def step_in_backward(
         accumulate: None, ``bfloat16`` or ``momentum``.
 
     Returns:
-        A handle with ``remove()``, which is a context manager too.  Groups added later are stepped alike.
+        A handle with ``remove()``, which is a context manager too.  Groups added later are stepped alike, and so are
+        parameters that are frozen now.  Steps end with the optimizer, which the handle does not keep.
 
     Raises:
         TypeError: another optimizer.
         ValueError: ``max_norm`` without ``clip`` or ``clip`` without it, ``clip`` with ``accumulate``, an unknown
             choice; ``accumulate="momentum"`` without a matrix of Muon's, or with ``nesterov=True``.
-        RuntimeError: a gradient is there already, the optimizer steps in backward already, or there are several
-            processes.
+        RuntimeError: a gradient is there already, the optimizer or another one of a parameter's steps in backward
+            already, or there are several processes.
 
     Example:
         >>> import fp8manifold as fm
@@ -319,6 +414,7 @@ def step_in_backward(
     options = _options(optimizer, clip, max_norm, first, accumulate)
     handle = InBackward(optimizer)
     handle._clipping, handle._accumulation = options
+    handle.check_free(optimizer.param_groups)
     optimizer._in_backward = handle
     for group in optimizer.param_groups:
         handle.watch(group)
