@@ -14,7 +14,7 @@ _SHOWN: Final = 3
 
 def adapters_of(model: nn.Module) -> dict[str, str]:
     """The modules inside PEFT's adapters by name, with the name of the adapters' part, such as ``lora_A``."""
-    found = {}
+    found: dict[str, str] = {}
     for name, module in model.named_modules():
         if not _is_tuned(module):
             continue

@@ -22,8 +22,8 @@ from fp8manifold._ranks import local_of
 from fp8manifold._triton.kinds import widest_scale
 from fp8manifold.optim._backends import block_noise, blocks_of
 from fp8manifold.optim._slot import Slot, row_view, scales_in_runs
-from fp8manifold.optim._state import has_one_scale, largest_anywhere, rewrite
 from fp8manifold.optim._step import step
+from fp8manifold.optim._widening import has_one_scale, largest_anywhere, rewrite
 from fp8manifold.scaling import narrowed_scale, refitted_scale
 from fp8manifold.tensor import FP8Tensor
 
@@ -93,8 +93,8 @@ def mark_zero(slots: Sequence[Slot]) -> None:
             slot.zero = zero if moves else None
             if has_one_scale(slot) and slot.share is not None:
                 flags[slot] = [int(zero is None and slot.weight.numel() > 0), int(moves)]
-    for slot, (used, moves) in largest_anywhere(flags).items():
-        slot.zero = torch.ones((), dtype=torch.bool, device=slot.device) if moves and not used else None
+    for slot, (used, moved) in largest_anywhere(flags).items():
+        slot.zero = torch.ones((), dtype=torch.bool, device=slot.device) if moved and not used else None
 
 
 def _moves(slot: Slot, zero: Tensor) -> bool:

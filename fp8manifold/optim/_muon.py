@@ -250,8 +250,8 @@ def _write_alone(slot: Slot, half: Slot, momentum: Tensor, ratio: float) -> list
         slot.arrays["next_scale"] = half.arrays["next_scale"]
     inject, target = ratio * named(slot.row)["inject"], torch.cat([outcome.target for outcome in outcomes])
     for (arrays, part, start), (_, asked, _) in zip(_parts(slot, momentum), _parts(slot, target), strict=True):
-        ratio, arrays = rescaled(arrays)
-        asked = asked if ratio is None else asked * ratio
+        shift, arrays = rescaled(arrays)
+        asked = asked if shift is None else asked * shift
         weights = load_weights(slot.spec, arrays, slot.dtype)
         error = (asked - weights.x) / reciprocal_scale(slot.spec, arrays)
         if slot.spec.stiffness != "none":

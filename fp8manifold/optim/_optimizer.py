@@ -36,19 +36,9 @@ from fp8manifold.optim._fitting import fit_scales, mark_zero, narrow, note_fille
 from fp8manifold.optim._groups import unshare, warn_of_overridden
 from fp8manifold.optim._slot import Slot, is_quantized, slot_of, stabilize
 from fp8manifold.optim._spec import BOUND_NAMES, Spec, spec_of
-from fp8manifold.optim._state import (
-    at_an_end,
-    claim,
-    gathered,
-    has_one_scale,
-    make_state,
-    new_stream,
-    stiffness_field,
-    take_remainder,
-    twins,
-    widen,
-)
+from fp8manifold.optim._state import claim, gathered, make_state, new_stream, stiffness_field, take_remainder, twins
 from fp8manifold.optim._triton_step import Count, Pending, double_on_card, doubles_on_card, left_packed, settle
+from fp8manifold.optim._widening import at_an_end, has_one_scale, widen
 from fp8manifold.optim._writeback import rounds_at_random
 
 _RESET: Final = frozenset((*MOMENT_NAMES, *BOUND_NAMES))

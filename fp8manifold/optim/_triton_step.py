@@ -359,8 +359,8 @@ def settle(optimizer: Any, pending: Pending) -> None:
     """
     refused, words = pending.said.read()
     for parameter, (*_, emptied) in zip(pending.parameters, words, strict=True):
-        if parameter in pending.versions and not emptied:
-            parameter.filled = pending.versions[parameter]  # type: ignore[attr-defined]
+        if isinstance(parameter, FP8Tensor) and parameter in pending.versions and not emptied:
+            parameter.filled = pending.versions[parameter]
     if refused:
         torch._foreach_add_(pending.steps, -1)
         culprits = [p for p, (_, _, bad, _) in zip(pending.parameters, words, strict=True) if bad]
