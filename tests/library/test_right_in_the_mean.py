@@ -14,9 +14,9 @@ from torch import Tensor, nn
 import fp8manifold as fm
 from fp8manifold import optim
 
-SIDE, SPREAD = 200, 0.05  # 40,000 weights, and their standard deviation
-SEED = 15
-"""Of these many figures one in twenty is two standard errors off by chance: this seed has none such."""
+SIDE, SPREAD, SEED = 200, 0.05, 0  # 40,000 weights, and their standard deviation
+BOUND = 4
+"""Standard errors: of some hundred figures one is beyond by chance in one seed of a hundred; dithered draws are by 7."""
 by_format = pytest.mark.parametrize("fmt", ["E4M3", "E5M2", "E2M5"])
 
 
@@ -38,9 +38,9 @@ def outward(start: Tensor, error: Tensor) -> tuple[float, float]:
 
 
 def is_right(found: tuple[float, float], within: float = 0.0) -> bool:
-    """Whether a figure is 0 by two standard errors, or nearly."""
+    """True where a figure is 0 by its standard error, or nearly."""
     error, deviation = found
-    return abs(error) <= max(2 * deviation, within)
+    return abs(error) <= max(BOUND * deviation, within)
 
 
 # ---------------------------------------------------------------------------------------------- streams without a drift
