@@ -16,7 +16,7 @@ from fp8manifold import optim
 
 SIDE, SPREAD, SEED = 200, 0.05, 0  # 40,000 weights, and their standard deviation
 BOUND = 4
-"""Standard errors: of some hundred figures one is beyond by chance in one seed of a hundred; dithered draws are by 7."""
+"""Standard errors: of a hundred figures chance takes one beyond in one seed of a hundred; dithered draws are 7 off."""
 by_format = pytest.mark.parametrize("fmt", ["E4M3", "E5M2", "E2M5"])
 
 
