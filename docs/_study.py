@@ -57,6 +57,7 @@ AGAINST = {
     "study_q12_e2m5": ("muon",),
     "study_q12_law": ("muon",),
     "study_q13_peers": ("fp32", "muon", "E2M5 muon-stochastic"),
+    "study_q15_draws": ("E4M3 muon-stochastic", "E5M2 muon-stochastic", "E7M0 muon-stochastic"),
     "study_embeddings": ("E4M3 stochastic-8bit embeddings=none",),
 }
 #: files that Q8 has asked, as its page says
@@ -75,6 +76,7 @@ BESIDE = {
     "study_q11_e4m3_law": ("study_q12_muon",),
     "study_q12_e2m5": ("study_q11_muon",),
     "study_q12_law": ("study_q12_muon",),
+    "study_q15_draws": ("study_q15_decay_E4M3", "study_q15_decay_E5M2", "study_q15_decay_E7M0"),
     "study_q13_peers": ("study_q13_adamw", "study_q13_ours", "study_q13_muon"),
 }
 
