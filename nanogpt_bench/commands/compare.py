@@ -109,7 +109,7 @@ def compare(
         with executor_of(executor, address, folder) as found:
             workers = _workers(demonstration.workers, planned, found)
             whole = Session(record, workers, executor=found).train(planned)
-        return close(record, whole=whole, command=_command(record))
+        return close(record, whole=whole, command=_command(record, executor, address))
 
 
 def _check_corpus(data_dir: Path, demonstration: Demonstration, block_size: int | None, task: str) -> None:
@@ -129,10 +129,11 @@ def _workers(workers: int, planned: Sequence[PlannedRun], executor: Executor) ->
     return min(workers, most) if isinstance(executor, Local) else most
 
 
-def _command(record: ComparisonRecord) -> str:
-    """The command that goes on with a comparison."""
+def _command(record: ComparisonRecord, executor: str, address: str | None) -> str:
+    """The command that goes on with a comparison, where it was."""
     words = ["nanogpt-bench", "compare"]
-    for option, value in {**record.asked, "--out": record.folder}.items():
+    where = {} if executor == "local" else {"--executor": executor, "--address": address}
+    for option, value in {**record.asked, "--out": record.folder, **where}.items():
         if value is not None:
             words += [option, ",".join(value) if isinstance(value, list) else str(value)]
     return shlex.join(words)

@@ -114,11 +114,12 @@ def _check_out(out: Path | None, name: str) -> None:
 
 def _throughput(settings: Mapping[str, Any], args: argparse.Namespace) -> int:
     from nanogpt_bench.config.settings import parse_overrides
-    from nanogpt_bench.loop.profile import BATCH_COLUMNS, batch_cells, profile_batch_sizes
+    from nanogpt_bench.loop.profile import BATCH_COLUMNS, batch_cells, configs_of, profile_batch_sizes
 
     if "train.batch_size" in parse_overrides(args.overrides):
         raise BenchError("--train.batch_size is what profile varies; give --batch-sizes")
     sizes = args.batch_sizes or BATCH_SIZES
+    configs_of(settings, sizes)  # before a text is prepared
     _prepare(settings)
     rows = profile_batch_sizes(settings, sizes, args.steps or THROUGHPUT_STEPS, say=say)
     print(markdown(BATCH_COLUMNS, [batch_cells(row) for row in rows]), end="")
@@ -135,13 +136,16 @@ def _ranges(settings: Mapping[str, Any], args: argparse.Namespace) -> int:
         range_cells,
         read_formats,
     )
+    from nanogpt_bench.setup.fits import check_fits
 
     formats = read_formats(args.formats)
     tolerance = Tolerance(
         OVERFLOW if args.overflow is None else args.overflow, UNDERFLOW if args.underflow is None else args.underflow
     )
+    config = float_config(settings)
+    check_fits(config)
     _prepare(settings)
-    rows = profile_ranges(float_config(settings), formats, tolerance, args.steps or RANGE_STEPS, say=say)
+    rows = profile_ranges(config, formats, tolerance, args.steps or RANGE_STEPS, say=say)
     print(markdown(RANGE_COLUMNS, [range_cells(row) for row in merged(rows)]), end="")
     write_tables(args.out, "ranges", rows)
     return 0

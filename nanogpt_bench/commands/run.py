@@ -17,6 +17,7 @@ from nanogpt_bench.data.stdlib import prepare_default
 from nanogpt_bench.loop.outcome import Progress
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.report.build import followed
+from nanogpt_bench.setup.fits import check_fits
 from nanogpt_bench.setup.resolve import resolve, resolve_for
 from nanogpt_bench.setup.runtime import check_device
 from nanogpt_bench.system.errors import BenchError, printable
@@ -70,6 +71,7 @@ def trained(
     earlier = Path(ranks.told(str(named or latest_name(path.stem)))) if resume else None
     config = resolve(given) if earlier is None else resolve_for(given, earlier, resume=True)
     check_device(config.runtime.device)
+    check_fits(config)
     with ranks.together():
         if ranks.first:
             prepare_default(config.data.dir)

@@ -13,17 +13,18 @@ from nanogpt_bench.config.settings import parse_overrides
 from nanogpt_bench.data.stdlib import prepare_default
 from nanogpt_bench.evaluation.sensitivity import gaps_table
 from nanogpt_bench.report.tables import tuning_table
+from nanogpt_bench.runs.earlier import has_ended
 from nanogpt_bench.sweep.file import SweepFile, find_sweep, read_sweep
 from nanogpt_bench.sweep.lr_limits import Searches, limits_table
 from nanogpt_bench.sweep.plan import PlannedRun, baseline_of, check_inputs, left_out_of_reference, plan_sweep
 from nanogpt_bench.sweep.record import SweepRecord
 from nanogpt_bench.sweep.sensitivity import measure_gaps, plan_study, write_gaps
-from nanogpt_bench.sweep.session import Session, close, threads_set
+from nanogpt_bench.sweep.session import Session, check_machine, close, threads_set
 from nanogpt_bench.sweep.tuning import Tuning
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.lock import locked
 from nanogpt_bench.workers.executors import check_executor, executor_of
-from nanogpt_bench.workers.pool import Executor, check_workers
+from nanogpt_bench.workers.pool import Executor, Local, check_workers
 
 
 def main_sweep(args: argparse.Namespace) -> int:
@@ -102,6 +103,8 @@ def _check(
     check_workers(workers, "workers", threads_set(planned), None if executor is None else executor.cores())
     for run in planned:
         record.check(run)
+    if not sweep.known:  # whose runs need no machine
+        check_machine([run for run in planned if not has_ended(record.summary(run))], executor or Local())
     for folder in {str(run.settings.get("data.dir", DEFAULT_DATA_DIR)) for run in planned}:
         prepare_default(folder)
     check_inputs(planned)

@@ -350,6 +350,7 @@ class Loop:
             write_json(self.run_dir / "weights.json", histograms, None)
         summary["config_history"] = config_history(self.environment)
         with attempt:
+            (self.run_dir / SUMS).unlink(missing_ok=True)  # which has none of the summary, until all is written
             write_json(self.run_dir / "summary.json", summary)
             # Judged from what the folder now holds, summary included, as anyone can repeat later.
             summary["failures"] = failures_of(self.run_dir)

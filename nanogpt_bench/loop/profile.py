@@ -17,6 +17,7 @@ import fp8manifold as fm
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import Resolved, build_config
 from nanogpt_bench.data.batches import Corpus, open_corpus
+from nanogpt_bench.setup.fits import check_fits
 from nanogpt_bench.setup.formats import format_name
 from nanogpt_bench.setup.layers import forward_weight, linear_layers
 from nanogpt_bench.setup.memory import held_bytes, plain_tensors
@@ -52,7 +53,7 @@ def profile_batch_sizes(
     Raises:
         BenchError: settings or a corpus that can't be used.
     """
-    configs = [resolve(build_config({**settings, "train.batch_size": size})) for size in sizes]
+    configs = configs_of(settings, sizes)
     rows: list[dict[str, Any]] = []
     for config in configs:
         say(f"batch size {config.train.batch_size}: {WARMUP_STEPS + steps} steps")
@@ -66,9 +67,22 @@ def profile_batch_sizes(
     return rows
 
 
+def configs_of(settings: Mapping[str, Any], sizes: Sequence[int]) -> list[Resolved]:
+    """Return a configuration a batch size, resolved.
+
+    Raises:
+        BenchError: settings that can't be used, or more than there is memory for.
+    """
+    configs = [resolve(build_config({**settings, "train.batch_size": size})) for size in sizes]
+    for config in configs:
+        check_fits(config)
+    return configs
+
+
 def _measure(config: Resolved, corpus: Corpus, device: torch.device, steps: int) -> dict[str, Any]:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
+    check_fits(config, corpus)
     trainer = Trainer(config, corpus, device)
     # The first step makes the optimizer's state and what the library compiles or looks up once.
     _take_step(trainer, 1)
@@ -310,7 +324,9 @@ def profile_ranges(
     moments = sorted({1 + round(place * (steps - 1) / (LOOKS - 1)) for place in range(LOOKS)})
     say(f"{counted(steps, 'step')} in {config.train.precision}, looking at {', '.join(map(str, moments))}")
     with runtime(config) as device:
-        trainer = Trainer(config, open_corpus(config), device)
+        corpus = open_corpus(config)
+        check_fits(config, corpus)
+        trainer = Trainer(config, corpus, device)
         observer = RangeObserver(trainer.model, formats, tolerance.overflow, moments)
         for number in range(1, steps + 1):
             trainer.train_step(trainer.new_step(number, last=number == steps), (observer,))

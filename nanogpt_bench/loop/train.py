@@ -24,6 +24,7 @@ from nanogpt_bench.observers import baseline_curve
 from nanogpt_bench.observers.build import check_monitors
 from nanogpt_bench.observers.trackers import check_trackers
 from nanogpt_bench.runs.environment import environment
+from nanogpt_bench.setup.fits import check_fits
 from nanogpt_bench.setup.parallel import check_ranks, processes
 from nanogpt_bench.setup.resolve import resolve_for
 from nanogpt_bench.setup.runtime import runtime
@@ -69,6 +70,7 @@ def run(
     check_ranks(config, ranks)
     with runtime(config) as device:
         corpus = open_corpus(config)
+        check_fits(config, corpus)
         facts = environment(corpus, config.runtime.threads) | start_facts(config) | processes(config, ranks)
         baseline = baseline_curve(config.alerts)
         check_trackers(config)

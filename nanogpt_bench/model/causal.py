@@ -11,10 +11,9 @@ import functools
 import io
 import json
 import logging
-import re
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr, suppress
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -27,8 +26,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import fp8manifold as fm
+from nanogpt_bench.model.as_read import check_causal, check_finite, check_floats, check_head, shares_head
 from nanogpt_bench.model.gguf import check_taken
 from nanogpt_bench.system.errors import BenchError, one_line, shortened
+from nanogpt_bench.system.free_memory import check_memory
 from nanogpt_bench.system.hub import hub_file
 from nanogpt_bench.system.words import say
 
@@ -37,7 +38,6 @@ LONGEST_REASON = 300
 _HALVES = {"BF16": torch.bfloat16, "F16": torch.float16}
 #: bytes that say how long the description of a safetensors file is
 _LENGTH = 8
-_GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def _has_own_head(settings: Any, name: str) -> bool:
     if not Path(name).is_dir():
         return False
     model = _from_settings(settings, name)
-    if not _shares_head(model):
+    if not shares_head(model):
         return False
     shared = model.get_input_embeddings().weight
     names = [key for key, value in model.named_parameters(remove_duplicate=False) if value is shared]
@@ -179,11 +179,6 @@ def _check_attention(settings: Any, name: str) -> None:
             f"model {name!r} is of type {settings.model_type!r}, without attention (no num_attention_heads in its "
             "config.json); only models with attention can be measured and trained here, such as llama, gpt2 or mixtral"
         )
-
-
-def _shares_head(model: Any) -> bool:
-    head = model.get_output_embeddings()
-    return head is not None and head.weight is model.get_input_embeddings().weight
 
 
 @functools.lru_cache(maxsize=4)
@@ -267,54 +262,26 @@ def load_causal(name: str, *, bytes_each: float = 5.0, quantization: Mapping[str
             options["quantization_config"] = fm.huggingface.quantization_config(**quantization)
         model, said = transformers.AutoModelForCausalLM.from_pretrained(**where, config=_settings(name), **options)
     if copies:
-        said["unexpected_keys"] = _check_taken(model, where, said)
+        file = Path(where["pretrained_model_name_or_path"]) / where["gguf_file"]
+        with reading(str(file)):
+            left = check_taken(model, file, said.pop("unexpected_keys", None) or ())
+        if left:
+            say(f"{file.name}: {', '.join(left)} left out, of values that change nothing")
     else:
-        _check_floats(model, name)
+        check_floats(model, name)
     for kind in ("missing", "unexpected"):
         keys = sorted(said.get(f"{kind}_keys") or ())
         if keys:
             raise BenchError(f"model {name!r} does not fit its config.json: {kind} weight {keys[0]!r}")
-    _check_head(model, name)
+    check_head(model, skeleton(name), name)
     model.config.use_cache = False
     if getattr(model, "hf_quantizer", None) is not None:
         _detach(model)
-    _check_finite(model, name)
+    check_finite(model, name)
     own = type(model)
     model.__class__ = type(own.__name__, (_WithLoss, own), {"__module__": own.__module__})
-    _check_causal(model, name)
+    check_causal(model, name)
     return model.train()
-
-
-def _check_taken(model: Any, where: Mapping[str, Any], said: Mapping[str, Any]) -> tuple[()]:
-    """Refuse a GGUF file with tensors that the model was read without, but name those that change nothing."""
-    path = Path(where["pretrained_model_name_or_path"]) / where["gguf_file"]
-    with reading(str(path)):
-        left = check_taken(model, path, said.get("unexpected_keys") or ())
-    if left:
-        say(f"{path.name}: {', '.join(left)} left out, of values that change nothing")
-    return ()
-
-
-def _check_floats(model: Any, name: str) -> None:
-    """Refuse files that hold codes where weights are to be: transformers reads them as numbers."""
-    if getattr(model, "hf_quantizer", None) is not None:  # which has looked at them
-        return
-    folder = Path(name) if Path(name).is_dir() else hub_file(name, "config.json", asked="model").parent
-    whole = folder / "model.safetensors"
-    try:
-        fm.huggingface.check_floats(model, whole if whole.is_file() else folder)
-    except ValueError as error:
-        raise BenchError(f"model {name!r}: {one_line(error)}") from None
-
-
-def _check_head(model: Any, name: str) -> None:
-    """Refuse a model whose head is shared or not otherwise than was planned before it was read."""
-    shared = _shares_head(model)
-    if _shares_head(skeleton(name)) != shared:
-        raise BenchError(
-            f"model {name!r} has {'no' if shared else 'a'} head of its own, and its config.json says otherwise; set "
-            f"tie_word_embeddings to {str(shared).lower()} there"
-        )
 
 
 def load_narrow(name: str) -> Any | None:
@@ -338,11 +305,11 @@ def load_narrow(name: str) -> Any | None:
         model, said = transformers.AutoModelForCausalLM.from_pretrained(**where, **options)
     if said.get("missing_keys") or said.get("unexpected_keys") or not computes_in_float32(model):
         return None
-    _check_head(model, name)
+    check_head(model, skeleton(name), name)
     model.config.use_cache, model.config.dtype = False, torch.float32
-    _check_finite(model, name)
+    check_finite(model, name)
     try:
-        _check_causal(model, name)
+        check_causal(model, name)
     except RuntimeError:  # something is computed in the dtype of a weight
         return None
     return model.eval()
@@ -407,30 +374,6 @@ def window_losses(model: Any, windows: Tensor, batch: int) -> list[float]:
     return losses
 
 
-@torch.no_grad()
-def _check_finite(model: nn.Module, name: str) -> None:
-    """Refuse weights that are not finite: nothing can be measured of them, or trained from them."""
-    for weight, parameter in model.named_parameters():
-        bad = parameter.numel() - int(parameter.isfinite().sum())
-        if bad:
-            raise BenchError(
-                f"model {name!r}: {weight} holds NaN or infinity in {bad:,} of its {parameter.numel():,} values; give "
-                "a model of finite weights"
-            )
-
-
-@torch.no_grad()
-def _check_causal(model: Any, name: str) -> None:
-    """Refuse a model whose logits depend on later tokens: its loss would be that of a text it has seen."""
-    tokens = torch.zeros(2, 4, dtype=torch.long)
-    tokens[1, -1] = 1
-    one, other = model.eval()(input_ids=tokens).logits[:, :-1]
-    if not bool(one.isfinite().all() and other.isfinite().all()):
-        raise BenchError(f"model {name!r}: its logits are not finite in float32, though its weights are")
-    if not torch.allclose(one, other, rtol=1e-3, atol=1e-4):
-        raise BenchError(f"model {name!r} looks at the tokens that follow: an encoder, no causal language model")
-
-
 def half_of_files(folder: Path) -> torch.dtype | None:
     """Return the dtype of 16 bits that all tensors of a folder's safetensors files have; None of any others."""
     kinds = {entry["dtype"] for file in folder.glob("*.safetensors") for entry in _entries(file)}
@@ -484,27 +427,3 @@ def _embedding(module: Any, rows: Tensor) -> Tensor:
 def _conv1d(module: Any, x: Tensor) -> Tensor:
     flat = torch.addmm(module.bias, x.reshape(-1, x.shape[-1]), module.weight.float())
     return flat.view(*x.shape[:-1], module.nf)
-
-
-def free_memory() -> int | None:
-    """Return the bytes that this process can still have, by the system and by its group's limit; None if unknown."""
-    found = []
-    with suppress(OSError, AttributeError):
-        text = Path("/proc/meminfo").read_text(encoding="ascii")
-        found.append(1024 * int(re.search(r"MemAvailable:\s+(\d+)", text)[1]))  # type: ignore[index]
-    with suppress(OSError, ValueError):
-        group = Path("/sys/fs/cgroup")
-        limit, used = ((group / f"memory.{name}").read_text(encoding="ascii") for name in ("max", "current"))
-        found.append(int(limit) - int(used))
-    return min(found, default=None)
-
-
-def check_memory(needed: float, what: str) -> None:
-    """Refuse what does not fit.
-
-    Raises:
-        BenchError: `what` needs more bytes than there are.
-    """
-    free = free_memory()
-    if free is not None and needed > free:
-        raise BenchError(f"{what} needs about {needed / _GIB:.1f} GiB of memory, {free / _GIB:.1f} GiB are free")

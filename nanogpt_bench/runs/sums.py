@@ -28,7 +28,8 @@ def write_sums(run_dir: Path, names: Sequence[str] = AT_END) -> None:
 def not_as_written(run_dir: Path, *, ended: bool) -> Iterator[tuple[str, str]]:
     """Yield name and what is wrong for every file that is not what was written; nothing of a run without digests.
 
-    Of a run that has not `ended` only what it began with is looked at: the rest grows, or was being written.
+    Of a run that has not `ended` only what it began with is looked at: the rest grows, or was being written. In one
+    that has, every file has a digest.
     """
     try:
         known = _read(run_dir / SUMS)
@@ -37,6 +38,8 @@ def not_as_written(run_dir: Path, *, ended: bool) -> Iterator[tuple[str, str]]:
     except (OSError, ValueError) as error:
         yield SUMS, f"can't be read: {one_line(error)}"
         return
+    if ended and (without := [name for name in AT_END if name not in known and (run_dir / name).is_file()]):
+        yield SUMS, f"has no sha256 of {', '.join(without)}: it was cut off or changed"
     for name, digest in known.items():
         if not ended and name not in AT_START:
             continue

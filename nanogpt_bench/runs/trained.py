@@ -197,9 +197,12 @@ def trained_shape(folder: Path) -> GPTShape:
     config, path = load(folder, weights=False).config, folder / "model.safetensors"
     settings = config.model
     if settings.pretrained:
+        run_dir = folder.resolve().parent.parent
+        name = shlex.quote((run_dir.parent if run_dir.name == BEST else run_dir).name)
+        command = f"nanogpt-bench finetune --model {shlex.quote(settings.pretrained)} --resume --name {name} --save DIR"
         raise BenchError(
-            f"checkpoint {str(folder)!r} is of the pretrained model {settings.pretrained!r}; finetune --resume --save "
-            "DIR writes it as a model, which evaluate --model DIR and finetune --model DIR take"
+            f"checkpoint {str(folder)!r} is of the pretrained model {settings.pretrained!r}; {command} writes it as a "
+            "model, from its settings, which evaluate --model DIR and finetune --model DIR take"
         )
     sizes = {key: getattr(settings, key) for key in ("n_layer", "n_head", "n_embd", "block_size")}
     try:

@@ -9,47 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanogpt_bench.config.schema import Config
-from nanogpt_bench.model.causal import check_memory
-from nanogpt_bench.model.gpt import GPTShape
-
-#: bytes of an optimizer's one average of a weight, by `optimizer.moments`; many have two
-_AVERAGE = {"float32": 4, "bfloat16": 2, "8bit": 1}
-
-
-def check_fits(shape: GPTShape, config: Config) -> None:
-    """Refuse a model or batches of more than the memory that is free, before anything of them is allocated.
-
-    Counted is what no training does without: weights, gradients and one average of each; logits and what a block
-    keeps for the backward pass; the validation batches. On a GPU, of which nothing is asked here, weights alone.
-
-    Raises:
-        BenchError: what was asked for, and what is free.
-    """
-    model, train = config.model, config.train
-    on_cpu = config.runtime.device == "cpu" or not torch.cuda.is_available()
-    parameters = 0 if model.pretrained else parameters_of(shape)  # whose weights are looked at where they are read
-    tokens = train.batch_size * shape.block_size
-    needed = 4 * parameters
-    if on_cpu:
-        weights = 4 if model.storage in (None, "float32", "master", "continuous") else 1
-        needed = (weights + 4 + _AVERAGE[config.optimizer.moments or "float32"]) * parameters
-        needed += 4 * tokens * (2 * max(shape.vocab_size, shape.labels) + 4 * shape.n_layer * shape.n_embd)
-    needed += 16 * tokens * config.eval.batches
-    sizes = ", ".join(f"model.{name} {getattr(shape, name)}" for name in ("n_layer", "n_embd", "block_size"))
-    asked = f"{sizes}, train.batch_size {train.batch_size} and eval.batches {config.eval.batches}"
-    check_memory(float(min(needed, 10**300)), f"a training with {asked}")
-
-
-def parameters_of(shape: GPTShape) -> int:
-    """Return the weights of a GPT's matrices and embeddings, by arithmetic.
-
-    >>> parameters_of(GPTShape(n_layer=1, n_head=1, n_embd=8, block_size=4, vocab_size=10, tie_weights=True))
-    880
-    """
-    outputs = shape.labels or (0 if shape.tie_weights else shape.vocab_size)
-    return shape.n_embd * (12 * shape.n_layer * shape.n_embd + shape.vocab_size + shape.block_size + outputs)
-
 
 def held_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Return the bytes of the parameters, the buffers and the optimizer's state and groups.

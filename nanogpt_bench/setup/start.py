@@ -17,15 +17,14 @@ from nanogpt_bench.model import pretrained
 from nanogpt_bench.model.causal import add_adapters, load_causal, outline, recompute_activations
 from nanogpt_bench.model.gpt import GPT, GPTShape, build_model
 from nanogpt_bench.runs.trained import Trained, choose, fill_floats, is_checkpoint, is_run, load, trained_shape
-from nanogpt_bench.setup.memory import check_fits
 from nanogpt_bench.setup.surgery import read_as_codes
 from nanogpt_bench.system.errors import BenchError, one_line
 
 KEY = "model.init_from"
 
 
-def model_shape(config: Config, corpus: Corpus) -> GPTShape:
-    """Return the shape of a resolved configuration's model, whose tokens and labels are a corpus's.
+def model_shape(config: Config, corpus: Corpus | None) -> GPTShape:
+    """Return the shape of a resolved configuration's model, whose tokens and labels are a corpus's, none without one.
 
     Raises:
         BenchError: a corpus without the labels that the task needs.
@@ -36,12 +35,12 @@ def model_shape(config: Config, corpus: Corpus) -> GPTShape:
         n_head=settings.n_head or 0,
         n_embd=settings.n_embd or 0,
         block_size=settings.block_size or 0,
-        vocab_size=corpus.vocab_size,
+        vocab_size=corpus.vocab_size if corpus else 0,
         dropout=settings.dropout,
         bias=bool(settings.bias),
         tie_weights=bool(settings.tie_weights),
         gelu=settings.gelu or "exact",
-        labels=len(label_names(corpus)) if config.task == "classify" else 0,
+        labels=len(label_names(corpus)) if corpus and config.task == "classify" else 0,
         pooling=settings.pooling or "mean",
     )
 
@@ -123,10 +122,9 @@ def start_model(shape: GPTShape, config: Config, corpus: Corpus) -> Any:
     """Return the float model of that shape with the weights that a resolved configuration starts from.
 
     Raises:
-        BenchError: weights that do not fit the corpus or the model, or more than there is memory for.
+        BenchError: weights that do not fit the corpus or the model.
     """
     name, seed = config.model.init_from, config.model.seed or 0
-    check_fits(shape, config)
     if config.model.pretrained:
         return _pretrained(config, corpus)
     if not name:

@@ -16,7 +16,10 @@ from nanogpt_bench.config import metrics
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.data.batches import Corpus, batch, eval_batches
 from nanogpt_bench.data.documents import documents_of, drawn, held_out
+from nanogpt_bench.system.free_memory import check_memory
 
+#: bytes that a token of a held batch takes, as an input and as a target
+BYTES_HELD = 16
 #: inputs and targets
 Pair = tuple[Tensor, Tensor]
 Figures = dict[str, float | None]
@@ -92,8 +95,14 @@ class Language:
         return train.batch_size * train.accumulation * self._block
 
     def held_out(self) -> list[Pair]:
-        """Return the fixed validation batches."""
+        """Return the fixed validation batches.
+
+        Raises:
+            BenchError: more than there is memory for.
+        """
         evaluation, size = self._config.eval, self._config.train.batch_size
+        what = f"eval.batches {evaluation.batches} with train.batch_size {size} and model.block_size {self._block}"
+        check_memory(BYTES_HELD * evaluation.batches * size * self._block, what)
         return eval_batches(self._corpus.val, evaluation.batches, size, self._block, seed=evaluation.seed)
 
     def losses(self, passes: Passes, batches: Sequence[Pair]) -> list[float]:

@@ -38,7 +38,7 @@ from nanogpt_bench.runs.earlier import (
 )
 from nanogpt_bench.runs.environment import DECIDING, MINOR, command_line, differing, machine, settings_of
 from nanogpt_bench.runs.load import Run, is_run_folder, load_run
-from nanogpt_bench.runs.sums import write_sums
+from nanogpt_bench.runs.sums import SUMS, write_sums
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.setup.start import start_facts
 from nanogpt_bench.sweep.plan import PlannedRun
@@ -246,7 +246,9 @@ class Record(ABC):
         if status == "failed":
             summary["final_val_loss"] = None
         summary["failures"] = failures_of(replace(seen, summary=summary))
+        (folder / SUMS).unlink(missing_ok=True)
         write_text(folder / "summary.json", json.dumps(summary, indent=1) + "\n")
+        write_sums(folder)
 
 
 _GIVEN = {name: keys for name, keys in DECIDING.items() if name not in _INSTALLED}

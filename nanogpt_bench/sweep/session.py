@@ -13,11 +13,13 @@ from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
+from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.report.build import PAGE_SHARE, SECONDS_BETWEEN_PAGES
 from nanogpt_bench.report.results import Result, findings
 from nanogpt_bench.report.tables import shown_columns, to_text
 from nanogpt_bench.report.verdict import Outcome
 from nanogpt_bench.runs.earlier import PASSING
+from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.sweep.board import Board
 from nanogpt_bench.sweep.plan import PlannedRun
 from nanogpt_bench.sweep.record import Record
@@ -41,6 +43,26 @@ STYLES = {
 def threads_set(runs: Iterable[PlannedRun]) -> int | None:
     """Return the most threads that a run's own settings ask for, None where none does."""
     return max((run.settings.get("runtime.threads") or 0 for run in runs), default=0) or None
+
+
+def check_machine(runs: Sequence[PlannedRun], executor: Executor) -> None:
+    """Refuse runs that ask for what no worker has.
+
+    Raises:
+        BenchError: a device that is not there, or, on this machine, more memory than is free.
+    """
+    from nanogpt_bench.setup.fits import DECIDING, check_fits
+
+    for device in {str(run.settings.get("runtime.device")) for run in runs}:
+        executor.check_device(device)
+    if not isinstance(executor, Local):
+        return
+    for settings in {repr(_those_of(run, DECIDING)): run.settings for run in runs}.values():
+        check_fits(resolve(build_config(settings)))
+
+
+def _those_of(run: PlannedRun, keys: Sequence[str]) -> list[tuple[str, Any]]:
+    return [(key, value) for key, value in run.settings.items() if key.startswith(tuple(keys))]
 
 
 def nothing_follows(_: PlannedRun) -> Iterable[PlannedRun]:
@@ -72,11 +94,10 @@ class Session:
         """Train the runs and those that follow from them; False when a signal ended it before.
 
         Raises:
-            BenchError: a run asks for a device that no worker has; nothing is trained.
+            BenchError: as `check_machine`; nothing is trained.
         """
         todo = [run for first in planned for run in self._left(first, on_end)]
-        for device in {str(run.settings.get("runtime.device")) for run in todo}:
-            self._executor.check_device(device)
+        check_machine(todo, self._executor)
         self._record.write_manifest()
         for known in self._record.known:
             for line in known.told():

@@ -18,6 +18,7 @@ from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import Resolved
 from nanogpt_bench.data.batches import Corpus, open_also
 from nanogpt_bench.model.gpt import GPT
+from nanogpt_bench.setup.fits import check_fits
 from nanogpt_bench.setup.memory import GradientPeak
 from nanogpt_bench.setup.optimizers import build_optimizer, decay_course, lr_factor, peak_lr, stiffness_at
 from nanogpt_bench.setup.parallel import Loss, Wire, joined_model, replicated
@@ -36,8 +37,9 @@ def initial_model(config: Config, corpus: Corpus) -> Any:
     """Return the float model that a resolved configuration starts from: random weights, or those of a checkpoint.
 
     Raises:
-        BenchError: a checkpoint that does not fit the corpus or the model.
+        BenchError: a checkpoint that does not fit the corpus or the model, or more than there is memory for.
     """
+    check_fits(config, corpus, trained=False)
     return start_model(model_shape(config, corpus), config, corpus)
 
 

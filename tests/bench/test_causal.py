@@ -27,6 +27,7 @@ from nanogpt_bench.evaluation.measurement import EMBEDDINGS, rounded
 from nanogpt_bench.evaluation.sensitivity import best_mixture
 from nanogpt_bench.model import causal
 from nanogpt_bench.model.causal import load_causal, outline, reading, window_losses
+from nanogpt_bench.system import free_memory
 from nanogpt_bench.system.errors import BenchError
 
 Read = Callable[[], str]
@@ -313,7 +314,7 @@ def test_an_encoder_is_seen_by_its_logits(models: dict[str, Path]) -> None:
 def test_memory_that_is_not_there_is_said_before_a_weight_is_read(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(causal, "free_memory", lambda: 90_000)
+    monkeypatch.setattr(free_memory, "free_memory", lambda: 90_000)
     (real, opened) = (builtins.open, [])
     monkeypatch.setattr(builtins, "open", lambda path, *a, **k: (opened.append(str(path)), real(path, *a, **k))[1])
     with pytest.raises(BenchError, match=r"19,616 parameters, needs about 0\.0 GiB of memory"):

@@ -20,7 +20,7 @@ from nanogpt_bench.config.rules import RULES, Rule
 from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.data import prepare_text
 from nanogpt_bench.report import build, report
-from nanogpt_bench.sweep.comparison import Demonstration, choose_rows, plan_runs
+from nanogpt_bench.sweep.comparison import ComparisonRecord, Demonstration, choose_rows, plan_runs
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.workers import pool as pool_module
 from nanogpt_bench.workers.pool import Pool
@@ -290,3 +290,12 @@ def _wait_until(condition, seconds: float = 240.0) -> None:
     while not condition():
         assert time.monotonic() < end, "nothing happened in time"
         time.sleep(0.1)
+
+
+def test_the_command_that_goes_on_says_where(tmp_path: Path) -> None:
+    compare = importlib.import_module("nanogpt_bench.commands.compare")
+    record = ComparisonRecord(tmp_path, [], tmp_path, {"--formats": ["E4M3", "E5M2"], "--reference": None})
+    here = f"nanogpt-bench compare --formats E4M3,E5M2 --out {tmp_path}"
+    assert compare._command(record, "local", None) == here
+    assert compare._command(record, "ray", None) == f"{here} --executor ray"
+    assert compare._command(record, "ray", "node:6379") == f"{here} --executor ray --address node:6379"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -159,7 +160,10 @@ def test_a_gradient_that_is_not_finite_is_told_of_in_the_backward_pass(settings:
 def test_a_run_of_a_pretrained_model_is_no_gpt(settings: Settings, tmp_path: Path, capsys: Any) -> None:
     run(settings(), tmp_path / "run")
     assert main(["evaluate", str(tmp_path / "run")]) == 2
-    assert "is of the pretrained model" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "is of the pretrained model" in said
+    name = shlex.quote(str(settings().model.pretrained))
+    assert f"nanogpt-bench finetune --model {name} --resume --name run --save DIR writes it as a model" in said
 
 
 def fm_values(tensor: torch.Tensor) -> torch.Tensor:

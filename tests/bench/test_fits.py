@@ -1,4 +1,4 @@
-"""More than a machine has is refused in one line, before anything of it is allocated."""
+"""More than a machine has is refused in one line, before anything of it is made; what fits is not refused."""
 
 from __future__ import annotations
 
@@ -9,46 +9,100 @@ import pytest
 import torch
 
 from nanogpt_bench.cli import main
+from nanogpt_bench.config.rules import available_rules
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.config.settings import load_config
+from nanogpt_bench.config.settings import build_config, find_config, load_config, shipped_configs
 from nanogpt_bench.data.batches import open_corpus
-from nanogpt_bench.model import causal
 from nanogpt_bench.model.gpt import build_model
-from nanogpt_bench.setup.memory import parameters_of
+from nanogpt_bench.setup.fits import bytes_each, check_fits, parameters_of
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.setup.start import model_shape
+from nanogpt_bench.sweep.file import find_sweep, read_sweep, shipped_sweeps
+from nanogpt_bench.sweep.plan import plan_sweep
+from nanogpt_bench.system import free_memory
+from nanogpt_bench.system.errors import BenchError
+from nanogpt_bench.workers import pool
 
+GIB = 2**30
 TOO_MUCH = (
     "model.n_embd 2000000",
+    f"model.n_embd {10**200}",
     "train.batch_size 1000000000",
     "eval.batches 100000000000",
 )
+AXES = "axes: {seed: [1, 2]}\nsettings: {rule: stochastic, model.format: E4M3}\n"
+TUNED = "tune: {seeds: [1]}\nconfirm: {seeds: [2]}\n"
+TRAINING = {
+    "run": "run fp32.yaml",
+    "run in a format": "run e4m3.yaml --train.precision bf16-mixed",
+    "compare": "compare --max-steps 2",
+    "sweep": "sweep axes.yaml --out out",
+    "tune": "sweep tuned.yaml --out out",
+    "profile": "profile fp32.yaml",
+    "profile ranges": "profile ranges fp32.yaml",
+}
 
 
-@pytest.mark.parametrize("command", ["run fp32.yaml", "run e4m3.yaml", "evaluate fp32.yaml --formats E4M3"])
-@pytest.mark.parametrize("asked", [*TOO_MUCH, f"model.n_embd {10**200}"])
-def test_what_there_is_no_memory_for_is_refused_before_it_is_made(
-    asked: str,
-    command: str,
-    corpus_dir: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with sweep files, on a machine without a GPU and with 4 GiB free, where no worker can be started."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(free_memory, "free_memory", lambda: 4 * GIB)
+    monkeypatch.setattr(pool, "WORKER", ("no worker is to be started",))
+    monkeypatch.chdir(tmp_path)
+    Path("axes.yaml").write_text(AXES)
+    Path("tuned.yaml").write_text(AXES.replace("seed: [1, 2]", "optimizer.beta1: [0.9]") + TUNED)
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", TRAINING.values(), ids=TRAINING)
+@pytest.mark.parametrize("asked", TOO_MUCH)
+def test_a_training_that_does_not_fit_is_refused_before_a_text_is_prepared(
+    asked: str, command: str, folder: Path, refused: Callable[..., str]
+) -> None:
+    key, value = asked.split()
+    before = sorted(folder.iterdir())
+    if command.startswith("profile ") and key == "train.batch_size":
+        given = ["--batch-sizes", f"8,{value}"] if "ranges" not in command else ["--train.batch_size", value]
+    else:
+        given = [f"--{key}", value]
+    said = refused(*command.split(), "--model.n_head", "1", *given)
+    assert f"{key} {value}" in said
+    assert "GiB are free" in said
+    assert sorted(folder.iterdir()) == before
+
+
+@pytest.mark.parametrize("asked", TOO_MUCH)
+def test_nor_are_weights_measured_that_do_not_fit(
+    asked: str, folder: Path, corpus_dir: Path, refused: Callable[..., str]
+) -> None:
     key, value = asked.split()
     small = ["--data.dir", str(corpus_dir), "--model.block_size", "16", "--model.n_head", "1"]
-    assert main([*command.split(), *small, f"--{key}", value]) == 2
-    told = capsys.readouterr().err.splitlines()[-1]
-    assert f"{key} {value}" in told
-    assert "GiB are free" in told
-    assert not Path("runs").exists()
+    said = refused("evaluate", "fp32.yaml", "--formats", "E4M3", *small, f"--{key}", value)
+    assert f"{key} {value}" in said
+    assert "GiB are free" in said
 
 
-def test_threads_have_a_limit(corpus_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "fp32.yaml", "--data.dir", str(corpus_dir), "--runtime.threads", "100000"]) == 2
-    assert "runtime.threads: 100000 is out of range; give a whole number >= 1 and <= 1024" in capsys.readouterr().err
+@pytest.mark.parametrize("asked", TOO_MUCH[2:])
+def test_nor_is_a_model_trained_further(
+    asked: str, folder: Path, corpus_dir: Path, refused: Callable[..., str]
+) -> None:
+    pytest.importorskip("transformers", reason="needs the extra hf")
+    import causal_models
+
+    model = causal_models.write(folder / "model")
+    before = sorted(folder.iterdir())
+    said = refused("finetune", "--model", model, "--model.block_size", "16", f"--{asked.split()[0]}", asked.split()[1])
+    assert asked in said
+    assert "GiB are free" in said
+    assert sorted(folder.iterdir()) == before
+
+
+def test_layers_and_threads_have_a_limit(corpus_dir: Path, refused: Callable[..., str]) -> None:
+    said = refused("run", "e4m3.yaml", "--data.dir", corpus_dir, "--runtime.threads", "100000")
+    assert "runtime.threads: 100000 is out of range; give a whole number >= 1 and <= 1024" in said
+    said = refused("run", "e4m3.yaml", "--data.dir", corpus_dir, "--model.n_layer", str(10**9))
+    assert f"model.n_layer: {10**9} is out of range; give a whole number >= 1 and <= 4096" in said
 
 
 def test_what_is_counted_is_what_a_model_has(tiny: Callable[..., Config]) -> None:
@@ -58,11 +112,61 @@ def test_what_is_counted_is_what_a_model_has(tiny: Callable[..., Config]) -> Non
     assert parameters_of(shape) == sum(parameter.numel() for parameter in matrices)
 
 
-def test_what_fits_is_trained(corpus_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.parametrize(
+    ("rule", "fmt", "fewest"),
+    [("fp32", None, 12), ("bf16-pure", None, 6), ("stochastic", "E4M3", 9), ("stochastic-8bit", "E4M3", 6)],
+)
+def test_no_weight_takes_fewer_bytes(rule: str, fmt: str | None, fewest: int) -> None:
+    assert bytes_each(resolve(build_config({"rule": rule} | ({"model.format": fmt} if fmt else {})))) == fewest
+
+
+def test_shipped_files_are_for_a_machine_of_24_gigabytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(causal, "free_memory", lambda: 10_000_000)
+    monkeypatch.setattr(free_memory, "free_memory", lambda: 20 * GIB)
+    there = available_rules()
+    for name in shipped_configs():
+        config = load_config(find_config(name))
+        if config.rule in (None, *there) and not config.model.pretrained and not config.model.init_from:
+            check_fits(resolve(config))
+    for name in shipped_sweeps():
+        sweep = read_sweep(find_sweep(name), [])
+        rules = sweep.axis("rule")
+        if sweep.axes and {sweep.base.get("rule"), *(rules.grid() if rules else ())} <= {None, *there}:
+            for run in plan_sweep(sweep):
+                check_fits(resolve(build_config(run.settings)))
+    check_fits(resolve(build_config({"rule": "fp32", "model.size": "124M", "train.batch_size": 12})))
+
+
+def test_the_smallest_size_needs_less_than_a_gigabyte(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(free_memory, "free_memory", lambda: GIB)
+    check_fits(resolve(Config()))
+    with pytest.raises(BenchError, match="GiB are free"):
+        check_fits(resolve(build_config({"model.size": "124M"})))
+
+
+def test_batches_of_few_documents_are_not_counted(labelled_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(free_memory, "free_memory", lambda: GIB)
+    config = build_config({"task": "classify", "data.dir": str(labelled_dir), "eval.batches": 10**11})
+    check_fits(resolve(config), open_corpus(resolve(config)))
+
+
+def test_what_was_read_counts_as_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:   8000 kB\n")
+    monkeypatch.setattr(free_memory, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(free_memory, "_GROUP", tmp_path)
+    assert free_memory.free_memory() == 8000 * 1024
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("900000\n")
+    assert free_memory.free_memory() == 8000 * 1024
+    (tmp_path / "memory.max").write_text("1000000\n")
+    assert free_memory.free_memory() == 100_000
+    (tmp_path / "memory.stat").write_text("anon 100000\ninactive_anon 7\ninactive_file 500000\nactive_file 300000\n")
+    assert free_memory.free_memory() == 900_000
+
+
+def test_what_fits_is_trained(corpus_dir: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(free_memory, "free_memory", lambda: 10_000_000)
     small = ["--model.block_size", "16", "--model.n_layer", "1", "--model.n_head", "1", "--train.batch_size", "2"]
     words = ["run", "fp32.yaml", "--data.dir", str(corpus_dir), "--model.n_embd", "32", *small]
     assert main([*words, "--train.max_steps", "1", "--eval.batches", "1"]) == 0
-    assert load_config(None).runtime.threads is None

@@ -27,6 +27,8 @@ COMMANDS = {
     "sweep": f"sweep formats.yaml --data.dir CORPUS {DEVICE}",
     "sweep, in the file": "sweep axes.yaml --out out",
     "sweep, an axis": "sweep device.yaml --out out",
+    "sweep of the default text": "sweep default.yaml --out out",
+    "tuned on the default text": "sweep tuned_default.yaml --out out",
     "lr-limits": f"sweep lr_limits.yaml --lr-limits --data.dir CORPUS {DEVICE}",
     "sensitivity": f"sweep sensitivity.yaml --sensitivity --data.dir CORPUS {DEVICE}",
     "tuned": "sweep tuned.yaml --out out",
@@ -42,6 +44,10 @@ def places(tmp_path: Path, corpus_dir: Path, monkeypatch: pytest.MonkeyPatch) ->
     files = {"axes.yaml": AXES, "tuned.yaml": AXES + TUNED, "device.yaml": AXES.replace("cuda", "cpu")}
     files["device.yaml"] = files["device.yaml"].replace("axes: {", "axes: {runtime.device: [cpu, cuda], ")
     files["device.yaml"] = files["device.yaml"].replace("runtime.device: cpu, ", "")
+    files |= {
+        name: files[of].replace(", data.dir: CORPUS", "")
+        for name, of in (("default.yaml", "axes.yaml"), ("tuned_default.yaml", "tuned.yaml"))
+    }
     for name, text in files.items():
         Path(name).write_text(text.replace("CORPUS", str(corpus_dir)))
     return {"CORPUS": str(corpus_dir)}

@@ -15,6 +15,7 @@ from nanogpt_bench.checkpoint import Contents, commit
 from nanogpt_bench.cli import main
 from nanogpt_bench.commands.verify import check_run
 from nanogpt_bench.config.schema import Config
+from nanogpt_bench.loop import loop
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.runs.sums import AT_END, AT_START, SUMS
 
@@ -119,6 +120,26 @@ def test_nor_are_settings_and_environment_of_a_run_that_was_killed(folder: Path,
     assert check_run(folder).problems == []
     DAMAGES[damage](folder / name)
     assert any(name in problem for problem in check_run(folder).problems)
+
+
+@pytest.mark.parametrize("left", [*range(1, len(AT_END) - 1), -1])
+def test_digests_cut_to_whole_lines_are_noticed(folder: Path, left: int) -> None:
+    lines = (folder / SUMS).read_text().splitlines(keepends=True)
+    kept = lines[:left] if left > 0 else lines[:2] + lines[3:]
+    (folder / SUMS).write_text("".join(kept))
+    assert any(SUMS in problem for problem in check_run(folder).problems)
+    assert len(kept) < len(lines)
+
+
+def test_a_kill_before_the_digests_leaves_none(folder: Path, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loop, "failures_of", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run(tiny(train__max_steps=2), folder.parent / "killed")
+    assert json.loads((folder.parent / "killed" / "summary.json").read_text())["status"] == "finished"
+    assert check_run(folder.parent / "killed").problems == []
 
 
 def test_runs_of_older_versions_have_no_digests(folder: Path) -> None:

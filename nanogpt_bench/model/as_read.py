@@ -1,0 +1,65 @@
+"""The refusals of a model that transformers has read: codes taken for weights, its head, values, and looking ahead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import fp8manifold as fm
+from nanogpt_bench.system.errors import BenchError, one_line
+from nanogpt_bench.system.hub import hub_file
+
+
+def check_floats(model: Any, name: str) -> None:
+    """Refuse files that hold codes where weights are to be: transformers reads them as numbers."""
+    if getattr(model, "hf_quantizer", None) is not None:  # which has looked at them
+        return
+    folder = Path(name) if Path(name).is_dir() else hub_file(name, "config.json", asked="model").parent
+    whole = folder / "model.safetensors"
+    try:
+        fm.huggingface.check_floats(model, whole if whole.is_file() else folder)
+    except ValueError as error:
+        raise BenchError(f"model {name!r}: {one_line(error)}") from None
+
+
+def shares_head(model: Any) -> bool:
+    """Return whether a model's head is its embedding."""
+    head = model.get_output_embeddings()
+    return head is not None and head.weight is model.get_input_embeddings().weight
+
+
+def check_head(model: Any, planned: Any, name: str) -> None:
+    """Refuse a model whose head is shared or not otherwise than in the one that was planned before it was read."""
+    shared = shares_head(model)
+    if shares_head(planned) != shared:
+        raise BenchError(
+            f"model {name!r} has {'no' if shared else 'a'} head of its own, and its config.json says otherwise; set "
+            f"tie_word_embeddings to {str(shared).lower()} there"
+        )
+
+
+@torch.no_grad()
+def check_finite(model: nn.Module, name: str) -> None:
+    """Refuse weights that are not finite: nothing can be measured of them, or trained from them."""
+    for weight, parameter in model.named_parameters():
+        bad = parameter.numel() - int(parameter.isfinite().sum())
+        if bad:
+            raise BenchError(
+                f"model {name!r}: {weight} holds NaN or infinity in {bad:,} of its {parameter.numel():,} values; give "
+                "a model of finite weights"
+            )
+
+
+@torch.no_grad()
+def check_causal(model: Any, name: str) -> None:
+    """Refuse a model whose logits depend on later tokens: its loss would be that of a text it has seen."""
+    tokens = torch.zeros(2, 4, dtype=torch.long)
+    tokens[1, -1] = 1
+    one, other = model.eval()(input_ids=tokens).logits[:, :-1]
+    if not bool(one.isfinite().all() and other.isfinite().all()):
+        raise BenchError(f"model {name!r}: its logits are not finite in float32, though its weights are")
+    if not torch.allclose(one, other, rtol=1e-3, atol=1e-4):
+        raise BenchError(f"model {name!r} looks at the tokens that follow: an encoder, no causal language model")
