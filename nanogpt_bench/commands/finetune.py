@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import fp8manifold as fm
 from nanogpt_bench.checkpoint import check_room
@@ -26,7 +26,7 @@ from nanogpt_bench.training.trainer import trained_model
 
 Layout = Literal["compressed-tensors", "torchao", "fp8"]
 CONFIG = "finetune.yaml"
-FLOAT = "float"
+FLOAT: Final = "float"
 #: of float32 AdamW: a weight, two averages and a gradient, four bytes each
 ADAMW_BYTES = 16
 _MIB = 2**20

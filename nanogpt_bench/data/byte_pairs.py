@@ -131,7 +131,7 @@ def in_parts(text: str) -> Iterator[str]:
 
 @functools.cache
 def _words() -> Any:
-    import regex  # which tiktoken brings
+    import regex  # type: ignore[import-untyped]  # which tiktoken brings
 
     return regex.compile(WORDS)
 

@@ -166,7 +166,7 @@ def _has_own_head(settings: Any, name: str) -> bool:
     names = [key for key, value in model.named_parameters(remove_duplicate=False) if value is shared]
     values = []
     for file in sorted(Path(name).glob("model*.safetensors")):
-        with safe_open(file, framework="pt") as opened:
+        with reading(str(file)), safe_open(file, framework="pt") as opened:
             known = [key for key in sorted(opened.keys()) if any(f".{own}".endswith(f".{key}") for own in names)]
             values += [opened.get_tensor(key) for key in known]
     return len(values) > 1 and not all(torch.equal(values[0], other) for other in values[1:])
@@ -273,7 +273,8 @@ def load_causal(name: str, *, bytes_each: float = 5.0, quantization: Mapping[str
         keys = sorted(said.get(f"{kind}_keys") or ())
         if keys:
             raise BenchError(f"model {name!r} does not fit its config.json: {kind} weight {keys[0]!r}")
-    check_head(model, skeleton(name), name)
+    if (quantization or {}).get("tied") != "untie":  # which gives it a head of its own
+        check_head(model, skeleton(name), name)
     model.config.use_cache = False
     if getattr(model, "hf_quantizer", None) is not None:
         _detach(model)

@@ -156,7 +156,7 @@ def load_checkpoint(model: GPT, name: str, tokenizer: str) -> None:
             sources = _sources(checkpoint.shape)
             _check_names(sources, stored, name)
             if checkpoint.shape.tie_weights and "lm_head.weight" in stored:
-                _check_head(*(file.get_tensor(stored[key]) for key in ("wte.weight", "lm_head.weight")), name)
+                _check_head(file.get_tensor(stored["wte.weight"]), file.get_tensor(stored["lm_head.weight"]), name)
             for ours, parameter in model.named_parameters():
                 theirs, transposed = sources[ours]
                 value = file.get_tensor(stored[theirs])

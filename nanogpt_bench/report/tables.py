@@ -273,7 +273,7 @@ def _padded(columns: Sequence[Column], lines: Sequence[Sequence[str]]) -> str:
 
 def _room(columns: Sequence[Column], lines: Sequence[Sequence[str]]) -> int:
     """Return the characters that the others leave to the last column, the verdict."""
-    others = [max(len(column.heading), *(len(line[i]) for line in lines)) for i, column in enumerate(columns[:-1])]
+    others = [max([len(column.heading), *(len(line[i]) for line in lines)]) for i, column in enumerate(columns[:-1])]
     return max(WIDEST_VERDICT, WIDEST - line_width([*others, 0]))
 
 

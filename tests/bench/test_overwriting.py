@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -193,8 +194,10 @@ def _no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nanogpt_bench.report.build.write_figures", lambda *_: None)
 
 
-def test_a_device_is_no_file_to_replace(trained: dict[str, Path], refused: Refused) -> None:
-    assert "no ordinary file" in refused("evaluate", trained["float"], "--out", "/dev/null")
+def test_a_pipe_is_no_file_to_replace(trained: dict[str, Path], refused: Refused, tmp_path: Path) -> None:
+    """Nor is a device, such as /dev/null, which a test that failed would take from the whole machine."""
+    os.mkfifo(tmp_path / "pipe")
+    assert "no ordinary file" in refused("evaluate", trained["float"], "--out", tmp_path / "pipe")
 
 
 def test_a_lock_file_of_somebody_else_stays(tmp_path: Path) -> None:

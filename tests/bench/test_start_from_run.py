@@ -119,7 +119,7 @@ def test_a_damaged_checkpoint_and_another_text_are_refused(
         ({"config": {"modle": {}}}, "has no weights of a GPT"),  # a section nobody asks for is not looked at
         (
             {"config": {"model": {"n_layer": 10**9, "n_head": 1, "n_embd": 8, "block_size": 4}}},
-            "settings for 768,000,0",
+            "model.n_layer: 1000000000 is out of range",
         ),
     ],
 )

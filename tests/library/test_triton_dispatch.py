@@ -21,7 +21,7 @@ import fp8manifold as fm
 from fp8manifold import _triton, optim
 from fp8manifold._numerics.blocks import BLOCK, block_on
 from fp8manifold._triton import launch
-from fp8manifold._triton.kinds import KernelSpec, as_constants, format_of
+from fp8manifold._triton.kinds import SAID, KernelSpec, as_constants, format_of
 from fp8manifold.formats import as_format
 from fp8manifold.optim import _agreement, _backends, _state, _triton_step
 from fp8manifold.optim._backends import blocks_of, exact_options
@@ -204,7 +204,7 @@ def test_parameters_at_fault_are_named_though_their_gradients_are_gone(on_a_card
     optimizer.step()
     optimizer.step()
     said = optimizer._pending[0].said.on_card
-    said[0] = said[1 + 2 * 3 - 1] = 1
+    said[0] = said[1 + SAID + 2] = 1  # that a gradient of the second is not finite
     optimizer.zero_grad()
     with pytest.warns(RuntimeWarning, match=r"parameter 1 of group 0 \('b', shape \(4, 512\)\) is not finite"):
         assert optimizer.skipped_steps == 1

@@ -217,7 +217,7 @@ def test_runs_of_another_torch_or_text_are_not_taken(study, tmp_path, monkeypatc
     assert main(sweep) == 2
     assert "--from 'my.json': torch was 1.0, is 2." in capsys.readouterr().err
     assert main([*sweep[:-4], "--from", "my.yaml"]) == 2
-    assert "'my.yaml' can't be read" in capsys.readouterr().err
+    assert "'my.yaml' does not exist" in capsys.readouterr().err
 
 
 def test_monitors_tell_of_the_final_gap_or_why_they_do_not(study, tmp_path, monkeypatch, capsys):

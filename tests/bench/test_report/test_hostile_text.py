@@ -106,7 +106,8 @@ def test_figures_are_pictures_and_tables_are_tables(page):
 def test_a_terminal_is_told_nothing(runs, capsys):
     rows = group_rows([load_run(path) for path in runs])
     results = measure(rows, find_reference(rows))
-    assert len(to_text(results).splitlines()) == len(runs) + 2
+    lines = to_text(results).splitlines()  # a verdict that is too long goes on below, in rows without a name
+    assert len([line for line in lines if not line.startswith("|  ")]) == len(runs) + 2
     print_results(results, Console())
     with Console(force_terminal=True, color_system=None, width=200).capture() as shown:
         print_results(results, Console(force_terminal=True, color_system=None, width=200))
