@@ -43,6 +43,8 @@ def main_finetune(args: argparse.Namespace) -> int:
     if args.layout is not None and args.save is None:
         raise BenchError("--layout goes with --save DIR, which is what it is the layout of")
     if args.save is not None:
+        if not is_unused(args.save):
+            raise BenchError(f"--save {str(args.save)!r} is in use; give a new folder")
         check_save(resolve(load_config(find_config(CONFIG), overrides)), args.save, layout)
     with nullcontext() if args.save is None else locked(args.save, "--save"):
         summary, run_dir = trained(CONFIG, args.name, overrides, resume=args.resume)
@@ -58,11 +60,9 @@ def check_save(config: Resolved, out: Path, layout: Layout | Literal["float"]) -
     """Refuse, before a training, what would be in the way of writing its model after it; no weight is read.
 
     Raises:
-        BenchError: a folder in use or without room, settings under which no last weights are kept, or a layout that
+        BenchError: a folder without room, settings under which no last weights are kept, or a layout that
             can't hold the model.
     """
-    if not is_unused(out):
-        raise BenchError(f"--save {str(out)!r} is in use; give a new folder")
     if config.model.lora_rank:
         raise BenchError("--save writes a model whose own weights were trained, and model.lora_rank freezes them")
     if not config.checkpoint.last:

@@ -38,7 +38,8 @@ def check_fits(config: Config, corpus: Corpus | None = None, *, trained: bool = 
     needed += BYTES_HELD * tokens * config.eval.batches
     sizes = ", ".join(f"model.{name} {getattr(shape, name)}" for name in ("n_layer", "n_embd", "block_size"))
     asked = f"{sizes}, train.batch_size {train.batch_size} and eval.batches {config.eval.batches}"
-    check_memory(needed, f"a training with {asked}" if trained else f"a model with {asked}")
+    source = "" if config.model.init_from is None else f" from {str(config.model.init_from)!r}"
+    check_memory(needed, f"a training{source} with {asked}" if trained else f"a model{source} with {asked}")
 
 
 def bytes_each(config: Config) -> int:

@@ -131,8 +131,8 @@ DAMAGED: dict[str, dict[str, str]] = {
         "model.safetensors: tensors(ln_f__bias=torch.zeros(17))": "shape (17,), final_norm.bias has (16,)",
     },
     "run from gpt2": {
-        "config.json: put('n_layer', 10**9)": "model.init_from: config.json of & speaks of 3,072,000,",
-        "config.json: put('n_embd', 10**9)": "model.init_from: config.json of & speaks of 24,000,000,",
+        "config.json: put('n_layer', 10**9)": "a training from & with model.n_layer 1000000000,",
+        "config.json: put('n_embd', 10**9)": "a training from & with model.n_layer 2, model.n_embd 1000000000,",
         "model.safetensors: text(tensor_file([2**25, 2**23], 2**50))": "model.init_from: model.safetensors of & can't "
         "be read",
         "model.safetensors: text(tensor_file([2**25, 2**23], 20_000))": "model.init_from: model.safetensors of & "

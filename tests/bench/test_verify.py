@@ -138,7 +138,7 @@ def test_a_kill_before_the_digests_leaves_none(folder: Path, tiny: Tiny, monkeyp
     monkeypatch.setattr(loop, "failures_of", killed)
     with pytest.raises(KeyboardInterrupt):
         run(tiny(train__max_steps=2), folder.parent / "killed")
-    assert json.loads((folder.parent / "killed" / "summary.json").read_text())["status"] == "finished"
+    assert (folder.parent / "killed" / "summary.json").is_file()
     assert check_run(folder.parent / "killed").problems == []
 
 
