@@ -76,7 +76,7 @@ BESIDE = {
     "study_q11_e4m3_law": ("study_q12_muon",),
     "study_q12_e2m5": ("study_q11_muon",),
     "study_q12_law": ("study_q12_muon",),
-    "study_q15_draws": ("study_q15_decay_E4M3", "study_q15_decay_E5M2", "study_q15_decay_E7M0"),
+    "study_q15_draws": ("study_q15_decay", "study_q15_decay_E5M2", "study_q15_decay_E7M0"),
     "study_q13_peers": ("study_q13_adamw", "study_q13_ours", "study_q13_muon"),
 }
 
