@@ -72,7 +72,7 @@ SCHEDULES = ("cosine", "trapezoid", "constant", "linear", "step")
 COURSES = ("linear", "cosine", "step")
 PRECISIONS = ("float32", "bf16-mixed", "bf16-pure")
 STOPS = ("nan", "divergence", "plateau")
-PARALLEL = ("ddp", "fsdp")
+PARALLEL = ("ddp",)
 ANOMALY_POLICIES = ("skip", "stop", "rollback")
 #: what is learnt: the next token, or the labels of a document
 TASKS = ("language", "classify")
@@ -403,8 +403,8 @@ class TrainConfig:
     )
     parallel: str | None = setting(
         None,
-        "how the processes of torchrun share a run: ddp (each holds the model) or fsdp (each holds rows of every "
-        "weight), and train.batch_size / processes sequences of every batch; null: one process",
+        "how the processes of torchrun share a run: ddp, each holds the model and takes train.batch_size / processes "
+        "sequences of every batch; null: one process",
         choices=PARALLEL,
         changes_numbers=False,
     )

@@ -142,8 +142,7 @@ class Loop:
     def _measure(self) -> None:
         """Count what is held once a step has given the optimizer its state; a run that goes on knows it already."""
         if self.outcome.steps and (self.stepped or self.outcome.held_bytes is None):
-            held = held_bytes(self.trainer.model, self.trainer.optimizer)
-            self.outcome.held_bytes = int(sum(self.ranks.each(held))) if self.trainer.in_rows else held
+            self.outcome.held_bytes = held_bytes(self.trainer.model, self.trainer.optimizer)
             self.outcome.gradient_peak_bytes = self.trainer.gradient_peak.bytes
 
     def _save_if_due(self, step: Step) -> None:

@@ -131,8 +131,6 @@ def summarize(name: str, config: Config, trainer: Trainer, outcome: Outcome, wat
     model, loss, stall = trainer.model, outcome.final_val_loss, watch.stall
     weights = _weights(model, config)
     of_weights = None if outcome.held_bytes is None else bytes_of(weights, trainer.optimizer)
-    if trainer.in_rows and of_weights is not None:
-        of_weights = int(sum(trainer.ranks.each(of_weights)))
     return {
         "name": name,
         "rule": rule_name(config),
@@ -211,21 +209,7 @@ def count(parameters: Iterable[Tensor]) -> int:
 @torch.no_grad()
 def weight_histograms(model: nn.Module, config: Config) -> dict[str, Any]:
     """Return, per quantised layer, how many weights lie on each value of the format, in increasing order."""
-    return {name: _whole_histogram(model, name, layer) for name, layer in _layers(model, config).items()}
-
-
-def _whole_histogram(model: nn.Module, name: str, layer: fm.QuantizedLinear) -> dict[str, Any]:
-    """Of a layer that is sharded once all processes have its weight, for as long as that takes."""
-    parts = name.split(".")
-    above = [model.get_submodule(".".join(parts[:length])) for length in range(len(parts), -1, -1)]
-    sharded: Any = next((module for module in above if hasattr(module, "unshard")), None)
-    if sharded is None:
-        return _histogram(layer)
-    sharded.unshard()
-    try:
-        return _histogram(layer)
-    finally:
-        sharded.reshard()
+    return {name: _histogram(layer) for name, layer in _layers(model, config).items()}
 
 
 def _histogram(layer: fm.QuantizedLinear) -> dict[str, Any]:

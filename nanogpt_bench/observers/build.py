@@ -80,9 +80,7 @@ def build_observers(
     if run_dir is not None:
         sinks = [JsonlObserver(run_dir / "metrics.jsonl"), HistogramObserver(run_dir / "histograms.jsonl"), alerts]
     anomaly = AnomalyObserver(run_dir, trainer) if config.alerts.save_on_anomaly else None
-    # Where it gathers from all processes it comes first, as a disk that is full must not keep this one from it.
-    last = [anomaly, *sinks] if trainer.in_rows else [*sinks, anomaly]
-    ordered = [shadow, *monitors, turns, trend, *alone, fisher, *last]
+    ordered = [shadow, *monitors, turns, trend, *alone, fisher, *sinks, anomaly]
     return Observers(trend, stall, shadow, alerts, [observer for observer in ordered if observer is not None])
 
 

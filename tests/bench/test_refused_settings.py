@@ -23,10 +23,6 @@ MASTER = f"{E4M3} model.storage=master"
 LABELS = "task=classify"
 GIVEN = "model.pretrained=a/model"
 STIEFEL = "model.constraint=stiefel"
-#: monitors that look at whole weights, which rows are not
-WHOLE_OFF = " ".join(
-    f"monitor.{name}=false" for name in ("stall", "ranges", "bits", "attention", "gradients", "geometry")
-)
 WITHIN = f"rule=stochastic {E4M3} train.step_in_backward=true"
 
 #: of each setting: the settings that it is refused beside, and how the line goes on
@@ -41,7 +37,7 @@ REFUSED: dict[str, dict[str, str]] = {
     "eval.also": {f"{LABELS} eval.also=other": "'other' can't be used with task 'classify', whose labels another"},
     "train.parallel": {
         f"{LABELS} train.parallel=ddp": "'ddp' can't be used with task 'classify', whose losses",
-        "train.parallel=fsdp": "'fsdp' can't be used with monitor.stall, monitor.ranges, monitor.bits",
+        "train.parallel=fsdp": "'fsdp' is not known; allowed: ddp",
         f"{STIEFEL} monitor.stall=false train.parallel=ddp": "'ddp' can't be used with model.constraint; give",
         "train.parallel=ddp monitor.stall=false shadow.enabled=true": "'ddp' can't be used with shadow.enabled; give",
         f"{WITHIN} optimizer.grad_clip=0 train.parallel=ddp": "'ddp' can't be used with train.step_in_backward; give",
@@ -93,8 +89,6 @@ REFUSED: dict[str, dict[str, str]] = {
     "rule": {"rule=nearest": "'nearest' needs a format for the weights; give --model.format E4M3 or model.formats"},
     "model.storage": {
         "model.storage=master": "'master' needs a format for the weights; give --model.format E4M3",
-        f"{E4M3} model.storage=grid train.parallel=fsdp {WHOLE_OFF}": "'grid' can't be sharded; allowed with fsdp: "
-        "float32, master, fp8",
     },
     "train.precision": {
         f"{E4M3} train.precision=bf16-pure": "'bf16-pure' can't be used with model.storage 'master'; allowed: float32,",
