@@ -63,8 +63,6 @@ def check_save(config: Resolved, out: Path, layout: Layout | Literal["float"]) -
     """
     if not is_unused(out):
         raise BenchError(f"--save {str(out)!r} is in use; give a new folder")
-    if config.model.lora_rank:
-        raise BenchError("--save writes a model whose own weights were trained, and model.lora_rank freezes them")
     if not config.checkpoint.last:
         raise BenchError("--save writes the weights of the last checkpoint; leave --checkpoint.last false out")
     if layout != FLOAT:

@@ -33,7 +33,7 @@ class AnomalyObserver(Observer):
         if self._saved or step.anomaly is None:
             return
         self._saved = True
-        facts = {"anomaly": dataclasses.asdict(step.anomaly), "batches_left_out": self._trainer.batches_left_out}
+        facts = {"anomaly": dataclasses.asdict(step.anomaly)}
         contents = capture(step.number, self._trainer, [], facts)
         if self._folder is None or contents is None:
             return

@@ -98,15 +98,13 @@ class Trainer:
         self.gradient_peak = GradientPeak(self.model)
         self._clipping = clipping_of(self.model, self.optimizer, config)
         self.wire = Wire(ranks.size)
-        #: by how many steps the batches are ahead of the steps, after rollbacks
-        self.batches_left_out = 0
         self._eval_batches = [self._move(pair) for pair in self.task.held_out()]
         also = open_also(config, corpus)
         self._also_batches = [] if also is None else [self._move(pair) for pair in task_of(config, also).held_out()]
 
     def tokens_in(self, number: int) -> int:
         """Return how many tokens step `number` (from 1) trains on."""
-        return self.task.tokens(number - 1 + self.batches_left_out)
+        return self.task.tokens(number - 1)
 
     def new_step(self, number: int, *, last: bool) -> Step:
         """Return the state of step `number` (from 1) before anything has happened."""
@@ -335,7 +333,7 @@ class Trainer:
         return self.task.bits_per_byte(loss)
 
     def _draw(self, index: int, micro_step: int) -> tuple[Tensor, Tensor]:
-        drawn = self.task.batch(index + self.batches_left_out, micro_step)
+        drawn = self.task.batch(index, micro_step)
         share = self.config.train.batch_size // self.ranks.size
         own = slice(self.ranks.rank * share, (self.ranks.rank + 1) * share)
         return drawn[0][own], drawn[1][own]

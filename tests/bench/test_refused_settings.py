@@ -73,7 +73,6 @@ REFUSED: dict[str, dict[str, str]] = {
         "optimizer.stiffness=1": "1.0 is not an option of adamw; it belongs to stiffness_adamw",
         "optimizer.name=stiffness_muon optimizer.stiffness=1": "1.0 means nothing with storage 'float32', whose",
     },
-    "model.outlier_sigma": {"model.outlier_sigma=3": "3.0 needs model.outliers clip_sigma"},
     "model.tied": {
         f"model.tied=leave {E4M3}": "'leave' needs model.tie_weights and a format; leave it out",
         "model.tied=leave model.tie_weights=true": "'leave' needs model.tie_weights and a format; leave it out",
@@ -137,14 +136,6 @@ REFUSED: dict[str, dict[str, str]] = {
     },
     "runtime.compile": {f"{GIVEN} runtime.compile=true": "True can't be used with model.pretrained; leave it out"},
     "model.dropout": {f"{GIVEN} model.dropout=0.5": "0.5 can't be used with model.pretrained; leave it out"},
-    "model.outliers": {
-        f"{GIVEN} model.outliers=clip_sigma": "'clip_sigma' can't be used with model.pretrained; leave it"
-    },
-    "model.lora_rank": {
-        "model.lora_rank=2": "2 needs model.pretrained, and adamw or sgd to step it",
-        f"{GIVEN} model.lora_rank=2 rule=stochastic {E4M3}": "2 can't be used with formats: what they round would be",
-        f"{GIVEN} model.lora_rank=2 rule=muon": "2 needs model.pretrained, and adamw or sgd to step it",
-    },
     "train.recompute": {"train.recompute=true": "True needs model.pretrained; the GPT here keeps its activations"},
     "train.step_in_backward": {
         "rule=fp32 train.step_in_backward=true": "True needs an optimizer of the library that steps weights one by "
@@ -345,7 +336,7 @@ def test_every_row_of_the_tables_refuses_something(monkeypatch: pytest.MonkeyPat
         ),
         f"{WITHIN} optimizer.grad_clip=0",
         f"rule=nearest {E4M3} model.granularity=tensor",
-        f"{GIVEN} model.lora_rank=2 train.recompute=true",
+        f"{GIVEN} train.recompute=true",
         f"{LABELS} model.pooling=last",
         "optimizer.weight_decay_end=0 optimizer.weight_decay_schedule=step",
     ],
