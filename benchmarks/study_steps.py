@@ -11,16 +11,22 @@ over all rows, and the mean of the turns.  A peak is known on a GPU alone.
 import argparse
 import statistics
 from collections.abc import Iterator, Mapping
+from time import perf_counter
 from typing import Any
 
 import torch
 from _record import Cell, add_option, record
 
 from nanogpt_bench.config.rules import RULES
-from nanogpt_bench.loop.profile import profile_batch_sizes
+from nanogpt_bench.config.settings import build_config
+from nanogpt_bench.data.batches import open_corpus
+from nanogpt_bench.setup.resolve import resolve
+from nanogpt_bench.setup.runtime import runtime
 from nanogpt_bench.sweep.file import find_sweep, read_sweep
+from nanogpt_bench.training.trainer import Trainer
 
 SWEEPS = ("study_q14_size", "study_q14_tokens", "study_q9_length")
+WARMUP_STEPS = 2
 COLUMNS = ("sweep", "rule", "ms a step", "peak MiB")
 
 
@@ -36,10 +42,24 @@ def rows_of(sweep: str, *, smoke: bool = False) -> Iterator[tuple[str, dict[str,
 
 def measured(settings: Mapping[str, Any], steps: int) -> tuple[float, float | None]:
     """Milliseconds of a step, and MiB at the peak on a GPU."""
-    size = settings.get("train.batch_size", 12)
-    (row,) = profile_batch_sizes(settings, [size], steps, say=lambda _: None)
-    peak = row["peak_bytes"]
-    return 1e3 * row["seconds_per_step"], None if peak is None else peak / 2**20
+    config = resolve(build_config(dict(settings)))
+    with runtime(config) as device:
+        on_gpu = device.type == "cuda"
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(device)
+        trainer = Trainer(config, open_corpus(config), device)
+        seconds = [timed(trainer, number, on_gpu=on_gpu) for number in range(1, WARMUP_STEPS + steps + 1)]
+        peak = torch.cuda.max_memory_allocated(device) / 2**20 if on_gpu else None
+    return 1e3 * statistics.median(seconds[WARMUP_STEPS:]), peak
+
+
+def timed(trainer: Trainer, number: int, *, on_gpu: bool) -> float:
+    """Seconds of one step."""
+    begun = perf_counter()
+    trainer.train_step(trainer.new_step(number, last=False), ())
+    if on_gpu:
+        torch.cuda.synchronize(trainer.device)
+    return perf_counter() - begun
 
 
 def main() -> None:

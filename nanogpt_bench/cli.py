@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 
 from nanogpt_bench.commands.arguments import Tokenizers, positive, refuse_repeated
 from nanogpt_bench.commands.evaluate import add_evaluate
-from nanogpt_bench.commands.profile import add_profile
 from nanogpt_bench.commands.studies import (
     add_compare,
     add_finetune,
@@ -34,7 +33,7 @@ TOKENIZER_CHOICES = Tokenizers(("byte", "char", "gpt2", "bpe-N"))
 SOURCES = ("stdlib", "eurlex", "hub", "text")
 PREPARED = ("text", "labels", "references")
 #: commands that take the settings of a run as `--section.key VALUE`
-TAKE_SETTINGS = ("run", "evaluate", "sample", "finetune", "compare", "sweep", "profile")
+TAKE_SETTINGS = ("run", "evaluate", "sample", "finetune", "compare", "sweep")
 #: the options of `run` that are no settings
 RUN_OPTIONS = ("--name", "--resume", "--allow-config-change", "--page")
 
@@ -207,7 +206,6 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
         "finetune": add_finetune(commands),
         "compare": add_compare(commands),
         "sweep": add_sweep(commands),
-        "profile": add_profile(commands),
         "report": _add_report(commands),
         "results": add_results(commands),
         "verify": _add_verify(commands),

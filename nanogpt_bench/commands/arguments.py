@@ -75,18 +75,6 @@ def positives(text: str) -> list[int]:
     return sorted({positive(name) for name in names(text)})
 
 
-def share(text: str) -> float:
-    """Return a number from 0 to 1.
-
-    Raises:
-        argparse.ArgumentTypeError: anything else.
-
-    >>> share("1e-3")
-    0.001
-    """
-    return _number(text, lambda value: 0.0 <= value <= 1.0, "a number from 0 to 1")
-
-
 def at_least_0(text: str) -> float:
     """Return a finite number of at least 0.
 

@@ -63,8 +63,6 @@ def check_save(config: Resolved, out: Path, layout: Layout | Literal["float"]) -
         BenchError: a folder without room, settings under which no last weights are kept, or a layout that
             can't hold the model.
     """
-    if config.model.lora_rank:
-        raise BenchError("--save writes a model whose own weights were trained, and model.lora_rank freezes them")
     if not config.checkpoint.last:
         raise BenchError("--save writes the weights of the last checkpoint; leave --checkpoint.last false out")
     if layout != FLOAT:

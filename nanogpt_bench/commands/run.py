@@ -109,7 +109,7 @@ def _check_torchrun(parallel: str | None) -> None:
             "nanogpt_bench run, or give --train.parallel null"
         )
     if parallel is None and is_worker():
-        raise BenchError("torchrun started this and train.parallel is null; give --train.parallel ddp or fsdp")
+        raise BenchError("torchrun started this and train.parallel is null; give --train.parallel ddp")
 
 
 def exit_code(summary: dict[str, Any]) -> int:

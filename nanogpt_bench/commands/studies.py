@@ -1,4 +1,4 @@
-"""The command lines of `evaluate`, `compare`, `sweep`, `profile`, `results`, whose needs are imported when they run."""
+"""The command lines of `evaluate`, `compare`, `sweep`, `results`, whose needs are imported when they run."""
 
 from __future__ import annotations
 

@@ -93,7 +93,6 @@ def _storage(config: Config) -> Iterator[Row]:
     model, own = config.model, config.model.storage
     floats, impure = own in WITHOUT_FORMATS, config.train.precision == "bf16-pure"
     by, kept = f"rule {config.rule!r}" if config.rule else f"storage {own}", _KEPT.get(own or "", "")
-    yield "model.outlier_sigma", model.outliers != "clip_sigma", "needs model.outliers clip_sigma"
     tied = bool(model.tie_weights and model.formats)
     yield "model.tied", not tied, "needs model.tie_weights and a format; leave it out"
     others = f"give another --rule: {', '.join(rules_with_format())}"
@@ -165,13 +164,9 @@ def _watching(config: Config) -> Iterator[Row]:
 
 def _pretrained(config: Config) -> Iterator[Row]:
     """What knows the GPT's own modules, and what only models of transformers have."""
-    model, given = config.model, config.model.pretrained is not None
-    for key in ("shadow.enabled", "runtime.compile", "model.torchao_float8", "model.dropout", "model.outliers"):
+    given = config.model.pretrained is not None
+    for key in ("shadow.enabled", "runtime.compile", "model.torchao_float8", "model.dropout"):
         yield key, given and get(config, key) != 0, "can't be used with model.pretrained; leave it out"
-    steps = config.optimizer.name in ("adamw", "sgd")
-    yield "model.lora_rank", not (given and steps), "needs model.pretrained, and adamw or sgd to step it"
-    why = "can't be used with formats: what they round would be frozen; --rule fp32"
-    yield "model.lora_rank", model.storage != "float32", why
     yield "train.recompute", not given, "needs model.pretrained; the GPT here keeps its activations"
 
 

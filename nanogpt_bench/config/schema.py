@@ -72,8 +72,8 @@ SCHEDULES = ("cosine", "trapezoid", "constant", "linear", "step")
 COURSES = ("linear", "cosine", "step")
 PRECISIONS = ("float32", "bf16-mixed", "bf16-pure")
 STOPS = ("nan", "divergence", "plateau")
-PARALLEL = ("ddp", "fsdp")
-ANOMALY_POLICIES = ("skip", "stop", "rollback")
+PARALLEL = ("ddp",)
+ANOMALY_POLICIES = ("skip", "stop")
 #: what is learnt: the next token, or the labels of a document
 TASKS = ("language", "classify")
 POOLINGS = ("mean", "last")
@@ -119,13 +119,6 @@ class ModelConfig:
         "a causal language model of transformers (extra hf) in place of the GPT: a folder that save_pretrained wrote, "
         "a .gguf file, or an id on the hub; its layers have its own names; null: the GPT",
         of_task=True,
-    )
-    lora_rank: int | None = setting(
-        None,
-        "model.pretrained: train adapters of this rank beside every linear layer, which is frozen (extra lora); null: "
-        "train all weights",
-        minimum=1,
-        rows_by="--rules",
     )
     n_layer: int | None = setting(None, "transformer blocks; null: the size's", minimum=1, maximum=4096, of_task=True)
     n_head: int | None = setting(None, "attention heads; null: the size's", minimum=1, of_task=True)
@@ -218,13 +211,6 @@ class ModelConfig:
     constrained: list[str] = setting(
         list, "layer patterns of constraint; empty: attn.qkv, attn.proj", of_rule=True, optimizers=RIEMANNIAN
     )
-    outliers: str = setting(
-        "none",
-        "clip_sigma: clamp what a block adds up to, its residual output, to its mean and outlier_sigma standard "
-        "deviations to either side",
-        choices=("none", "clip_sigma"),
-    )
-    outlier_sigma: float | None = setting(None, "outliers clip_sigma: null: 6", above=0.0)
 
 
 @dataclass
@@ -403,8 +389,8 @@ class TrainConfig:
     )
     parallel: str | None = setting(
         None,
-        "how the processes of torchrun share a run: ddp (each holds the model) or fsdp (each holds rows of every "
-        "weight), and train.batch_size / processes sequences of every batch; null: one process",
+        "how the processes of torchrun share a run: ddp, each holds the model and takes train.batch_size / processes "
+        "sequences of every batch; null: one process",
         choices=PARALLEL,
         changes_numbers=False,
     )
@@ -414,11 +400,10 @@ class TrainConfig:
     on_anomaly: str = setting(
         "skip",
         "what becomes of a step whose loss or gradient is not finite: skip it, and end the run after "
-        "alerts.nan_patience of them in a row; stop at the first; rollback: skip, and then go back to the newest "
-        "checkpoint and read on with other batches. Weights or optimizer state that are not finite are never skipped",
+        "alerts.nan_patience of them in a row; stop at the first. Weights or optimizer state that are not finite are "
+        "never skipped",
         choices=ANOMALY_POLICIES,
     )
-    max_rollbacks: int = setting(3, "on_anomaly rollback: times that a run goes back before it fails", minimum=0)
     stop_on: list[str] = setting(
         lambda: ["nan"],
         "end the run on alerts.nan_patience steps in a row whose loss or gradient is not finite (nan), on a loss "

@@ -123,11 +123,15 @@ def once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+#: settings that earlier files have, each with the value that asked for nothing
+GONE = {"model.lora_rank": None, "model.outliers": "none", "model.outlier_sigma": None, "train.max_rollbacks": 3}
+
+
 def flatten(tree: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (dotted key, value) of nested sections, the keys checked.
 
     Raises:
-        BenchError: an unknown key, or a value in place of a section.
+        BenchError: an unknown key, a value in place of a section, or one that asks for what is gone.
     """
     for name, value in tree.items():
         key = f"{prefix}{name}"
@@ -135,6 +139,9 @@ def flatten(tree: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             if not isinstance(value, dict):
                 raise BenchError(f"{key}: {value!r} is not a section; give its keys, such as {_first_key(key)}")
             yield from flatten(value, f"{key}.")
+        elif key in GONE:
+            if value != GONE[key]:
+                raise BenchError(f"{key}: {value!r} asks for what is no longer here; leave {key} out")
         elif key not in FIELDS:
             raise unknown_key(".".join([key, *_first_path(value)]))
         else:

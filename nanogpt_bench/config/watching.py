@@ -11,7 +11,7 @@ from nanogpt_bench.config.metrics import LIMITS
 WANDB_MODES = ("off", "auto", "offline", "online")
 #: what an alert can be about, and how loud it is
 ALERT_KINDS = (
-    *("loss_is_nan", "grad_has_nan", "weight_has_nan", "state_has_nan", "rollback"),
+    *("loss_is_nan", "grad_has_nan", "weight_has_nan", "state_has_nan"),
     *("no_step", "no_change", "bit_stall", "overflow", "kurtosis", "entropy_collapse"),
     *("early_divergence", "geometry_budget", "budget"),
 )

@@ -23,8 +23,6 @@ from nanogpt_bench.failures import failures_of
 from nanogpt_bench.loop.outcome import Outcome, Progress, summarize, weight_histograms
 from nanogpt_bench.loop.resume import (
     config_facts,
-    found_by_all,
-    newest_whole,
     remove_output,
     resumed_environment,
 )
@@ -100,9 +98,11 @@ class Loop:
     def _take_up(self, found: Contents) -> None:
         restore(found, self.trainer, self.watch.all)
         facts = found.facts
-        self.outcome, self.done = Outcome(**facts["outcome"]), found.step
+        outcome = {**facts["outcome"]}
+        if outcome.pop("rollbacks", None):  # its batches would be others
+            raise BenchError("the run has gone back to a checkpoint by train.on_anomaly rollback; begin it anew")
+        self.outcome, self.done = Outcome(**outcome), found.step
         self.outcome.go_on()
-        self.trainer.batches_left_out = self.outcome.batches_left_out
         self.started = perf_counter() - facts["elapsed_s"]
         self.environment = resumed_environment(found, self.environment, self.config)
 
@@ -142,8 +142,7 @@ class Loop:
     def _measure(self) -> None:
         """Count what is held once a step has given the optimizer its state; a run that goes on knows it already."""
         if self.outcome.steps and (self.stepped or self.outcome.held_bytes is None):
-            held = held_bytes(self.trainer.model, self.trainer.optimizer)
-            self.outcome.held_bytes = int(sum(self.ranks.each(held))) if self.trainer.in_rows else held
+            self.outcome.held_bytes = held_bytes(self.trainer.model, self.trainer.optimizer)
             self.outcome.gradient_peak_bytes = self.trainer.gradient_peak.bytes
 
     def _save_if_due(self, step: Step) -> None:
@@ -202,8 +201,6 @@ class Loop:
             self._skip(step, step.anomaly)
         self._validate_if_due(step)
         self._write(step)
-        if self._rolled_back(step):
-            return
         self._end_if_asked(step)
         self._end_if_told(step)
         self.done = step.number
@@ -222,33 +219,10 @@ class Loop:
         outcome.skip(step.number)
         if anomaly.lasting:
             outcome.fail("nan", f"{anomaly.where} is not finite at step {step.number}", step.number)
-        elif outcome.anomalies >= patience and ("nan" in train.stop_on or train.on_anomaly == "rollback"):
+        elif outcome.anomalies >= patience and "nan" in train.stop_on:
             rest = f", and not finite in the {counted(patience - 1, 'step')} before" if patience > 1 else ""
             message = f"{figure_of(step)} at step {step.number}{rest}; first seen in {anomaly.where}"
             outcome.fail("nan", message, outcome.first_anomaly)
-
-    def _rolled_back(self, step: Step) -> bool:
-        """Undo a step that was not finite, and those since the last checkpoint, where the run is told to."""
-        failure, earlier = self.outcome.failure, self.outcome.rollbacks
-        if failure is None or failure["kind"] != "nan" or self.config.train.on_anomaly != "rollback":
-            return False
-        if len(earlier) >= self.config.train.max_rollbacks:
-            failure["message"] += f", after {counted(len(earlier), 'rollback')}"
-            return False
-        found = found_by_all(self.ranks, self.run_dir, partial(newest_whole, self.run_dir))
-        if found is None:
-            failure["message"] += ", and there is no checkpoint to go back to"
-            return False
-        restore(found, self.trainer, self.watch.all)
-        gone_back = {"step": step.number, "to": found.step, "why": failure["message"]}
-        if self.ranks.first:
-            withdraw_best(self.run_dir, found.step)
-        self.outcome, self.done = Outcome(**found.facts["outcome"]), found.step
-        self.outcome.go_back([*earlier, gone_back])
-        self.trainer.batches_left_out = self.outcome.batches_left_out
-        if self.watch.alerts is not None:
-            self.watch.alerts.tell_rollback(**gone_back)
-        return True
 
     def _end_if_asked(self, step: Step) -> None:
         """End the run on what `train.stop_on` names, seen in this step's validation."""
@@ -281,9 +255,7 @@ class Loop:
         self._write(step)
         self.done = 0
         self._end_if_told(step)
-        # A rollback needs a checkpoint to go back to, however early.
-        needed = self.config.train.on_anomaly == "rollback" and self.outcome.failure is None
-        if needed or self.outcome.ended_by_signal:
+        if self.outcome.ended_by_signal:
             self.save(step)
         self._save_if_best(step)
 
@@ -299,8 +271,7 @@ class Loop:
         step.record |= self.trainer.also_loss()
         if not math.isfinite(loss):
             self.outcome.final_val_loss = None
-            asked = "nan" in self.config.train.stop_on or self.config.train.on_anomaly == "rollback"
-            if asked or step.last or self.outcome.status == "stopped":
+            if "nan" in self.config.train.stop_on or step.last or self.outcome.status == "stopped":
                 self.outcome.fail("nan", f"{metrics.VAL_LOSS.name} is {loss} at step {step.number}", step.number)
             return
         step.record |= self.trainer.figures(loss)

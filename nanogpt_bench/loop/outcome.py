@@ -72,8 +72,6 @@ class Outcome:
     #: steps in a row with a loss or gradient that was not finite, and where they began
     anomalies: int = 0
     first_anomaly: int = 0
-    #: {"step", "to", "why"} of every return to a checkpoint
-    rollbacks: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def ended_by_signal(self) -> bool:
@@ -81,19 +79,9 @@ class Outcome:
         return self.stop is not None and self.stop["kind"] == "signal"
 
     @property
-    def batches_left_out(self) -> int:
-        """By how many steps the batches are ahead: those of steps that were undone are not read again."""
-        return sum(gone_back["step"] - gone_back["to"] for gone_back in self.rollbacks)
-
-    @property
     def ended_by_disk(self) -> bool:
         """Whether a file could not be written."""
         return self.stop is not None and self.stop["kind"] == "disk"
-
-    def go_back(self, rollbacks: list[dict[str, Any]]) -> None:
-        """Take up what was committed, after these rollbacks, the last of which led here."""
-        self.status, self.failure, self.stop = "finished", None, None
-        self.rollbacks, self.anomalies = rollbacks, 0
 
     def fail(self, kind: str, message: str, step: int) -> None:
         """Record how the run failed; a failed run has no final loss."""
@@ -131,8 +119,6 @@ def summarize(name: str, config: Config, trainer: Trainer, outcome: Outcome, wat
     model, loss, stall = trainer.model, outcome.final_val_loss, watch.stall
     weights = _weights(model, config)
     of_weights = None if outcome.held_bytes is None else bytes_of(weights, trainer.optimizer)
-    if trainer.in_rows and of_weights is not None:
-        of_weights = int(sum(trainer.ranks.each(of_weights)))
     return {
         "name": name,
         "rule": rule_name(config),
@@ -146,7 +132,6 @@ def summarize(name: str, config: Config, trainer: Trainer, outcome: Outcome, wat
         "status": outcome.status,
         "failure": outcome.failure,
         "stop": outcome.stop,
-        "rollbacks": outcome.rollbacks,
         "alerts": dict(watch.alerts.counts) if watch.alerts else {},
         "final_val_loss": loss,
         "final_val_loss_se": outcome.final_val_loss_se,
@@ -211,21 +196,7 @@ def count(parameters: Iterable[Tensor]) -> int:
 @torch.no_grad()
 def weight_histograms(model: nn.Module, config: Config) -> dict[str, Any]:
     """Return, per quantised layer, how many weights lie on each value of the format, in increasing order."""
-    return {name: _whole_histogram(model, name, layer) for name, layer in _layers(model, config).items()}
-
-
-def _whole_histogram(model: nn.Module, name: str, layer: fm.QuantizedLinear) -> dict[str, Any]:
-    """Of a layer that is sharded once all processes have its weight, for as long as that takes."""
-    parts = name.split(".")
-    above = [model.get_submodule(".".join(parts[:length])) for length in range(len(parts), -1, -1)]
-    sharded: Any = next((module for module in above if hasattr(module, "unshard")), None)
-    if sharded is None:
-        return _histogram(layer)
-    sharded.unshard()
-    try:
-        return _histogram(layer)
-    finally:
-        sharded.reshard()
+    return {name: _histogram(layer) for name, layer in _layers(model, config).items()}
 
 
 def _histogram(layer: fm.QuantizedLinear) -> dict[str, Any]:

@@ -61,12 +61,6 @@ def find_checkpoint(
     return contents
 
 
-def newest_whole(run_dir: Path) -> Contents | None:
-    """Return the newest checkpoint that verifies, None where there is none."""
-    folder, _ = newest(run_dir)
-    return None if folder is None else read(folder)
-
-
 def found_by_all(ranks: Ranks, run_dir: Path, find: Callable[[], Contents | None]) -> Contents | None:
     """Return in every process what the first one finds: the others read the same checkpoint from the same folder.
 

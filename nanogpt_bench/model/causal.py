@@ -331,26 +331,6 @@ def recompute_activations(model: Any) -> None:
     enable()
 
 
-def add_adapters(model: Any, rank: int, seed: int) -> None:
-    """Put low-rank adapters (LoRA) beside every linear layer but the head, and freeze all else.
-
-    Raises:
-        BenchError: the package peft is missing.
-    """
-    _require("peft", "lora")
-    from peft import LoraConfig, inject_adapter_in_model
-
-    model.requires_grad_(False)
-    names = [name for name, module in model.named_modules() if is_linear(module)]
-    names = [name for name in names if model.get_submodule(name) is not model.get_output_embeddings()]
-    with torch.random.fork_rng(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.manual_seed(seed)
-        inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names), model)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("lora_" in name)
-
-
 class _WithLoss:
     """Put before a model's class, whose names of layers, name and files stay what they are."""
 

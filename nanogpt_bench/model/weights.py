@@ -96,28 +96,11 @@ def _names_in(path: Path) -> set[str]:
         return set()
 
 
-def tensors_of(model: nn.Module, *, kept: bool = True) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return a model's parameters and buffers as the plain tensors and the texts of such a file.
-
-    Those that are sharded are gathered, which all processes have to do; where they are not `kept`, nothing is returned.
-    """
+def tensors_of(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return a model's parameters and buffers as the plain tensors and the texts of such a file."""
     ties = _ties(model)
-    state = {name: gathered(value, kept=kept) for name, value in model.state_dict().items() if name not in ties}
-    return fm.flatten_state_dict(taken_apart(state)) if kept else ({}, {})
-
-
-@torch.no_grad()
-def gathered(value: Any, *, kept: bool = True) -> Any:
-    """Return the whole of a tensor that is sharded, on the CPU, and anything else as it is.
-
-    All processes have to ask; one in which it is not `kept` gets None.
-    """
-    if not hasattr(value, "full_tensor"):
-        return value
-    from torch.distributed.tensor import Replicate
-
-    whole = value.redistribute(placements=[Replicate()]).to_local()
-    return whole.cpu() if kept else None
+    state = {name: value for name, value in model.state_dict().items() if name not in ties}
+    return fm.flatten_state_dict(taken_apart(state))
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
@@ -150,8 +133,7 @@ def fill(model: nn.Module, tensors: Mapping[str, Tensor], metadata: Mapping[str,
         raise BenchError(f"{source} can't be read: {one_line(error)}") from None
     state |= {name: state[first] for name, first in _ties(model).items() if first in state}
     _check(state, own, source, _measured(model))
-    rows = {name: fm.distributed.rows_of(value, own[name]) for name, value in state.items()}
-    model.load_state_dict(put_back(rows, whole))
+    model.load_state_dict(put_back(state, whole))
 
 
 def _measured(model: nn.Module) -> set[str]:
@@ -181,6 +163,5 @@ def _check(state: dict[str, Tensor], own: dict[str, Tensor], source: str, measur
 def _described(tensor: Tensor | None) -> str:
     if tensor is None:
         return "absent"
-    held = getattr(tensor, "_local_tensor", tensor)
-    form = f"{held.format.name} codes" if isinstance(held, fm.FP8Tensor) else str(tensor.dtype).split(".")[-1]
+    form = f"{tensor.format.name} codes" if isinstance(tensor, fm.FP8Tensor) else str(tensor.dtype).split(".")[-1]
     return f"{form} {tuple(tensor.shape)}"

@@ -104,11 +104,6 @@ class AlertObserver(Observer):
         self.counts = Counter(state["counts"])
         self._standstill.load_state(state["standstill"])
 
-    def tell_rollback(self, step: int, to: int, why: str) -> None:
-        """Say that the steps up to `step` were undone and the run goes on after step `to`."""
-        text = f"back from step {step} to step {to}, and on with other batches: {why}"
-        self._raise(Alert(to, "ERROR", "rollback", text, None, None))
-
     def _raise(self, alert: Alert) -> None:
         level = str(self._settings.levels.get(alert.kind, alert.level))
         if alert.level == "ERROR" and level != "off":

@@ -22,7 +22,7 @@ class AnomalyObserver(Observer):
     """Commits one checkpoint as anomaly/checkpoints/step-N, apart from those that a run goes on from.
 
     Where step N was left out, it holds the weights and the optimizer state that the step began with. Without a folder
-    this process helps another one to do so.
+    another process does so.
     """
 
     def __init__(self, run_dir: Path | None, trainer: Trainer) -> None:
@@ -33,7 +33,7 @@ class AnomalyObserver(Observer):
         if self._saved or step.anomaly is None:
             return
         self._saved = True
-        facts = {"anomaly": dataclasses.asdict(step.anomaly), "batches_left_out": self._trainer.batches_left_out}
+        facts = {"anomaly": dataclasses.asdict(step.anomaly)}
         contents = capture(step.number, self._trainer, [], facts)
         if self._folder is None or contents is None:
             return

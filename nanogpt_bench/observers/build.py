@@ -28,7 +28,7 @@ from nanogpt_bench.observers.trend import TrendObserver
 from nanogpt_bench.observers.updates import UpdateConsumer, UpdateObserver
 from nanogpt_bench.setup.constraints import constrained_weights
 from nanogpt_bench.setup.layers import linear_layers
-from nanogpt_bench.setup.surgery import clip_residual_outputs, quantized_layers
+from nanogpt_bench.setup.surgery import quantized_layers
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.training.points import Observer
 from nanogpt_bench.training.trainer import Trainer
@@ -80,9 +80,7 @@ def build_observers(
     if run_dir is not None:
         sinks = [JsonlObserver(run_dir / "metrics.jsonl"), HistogramObserver(run_dir / "histograms.jsonl"), alerts]
     anomaly = AnomalyObserver(run_dir, trainer) if config.alerts.save_on_anomaly else None
-    # Where it gathers from all processes it comes first, as a disk that is full must not keep this one from it.
-    last = [anomaly, *sinks] if trainer.in_rows else [*sinks, anomaly]
-    ordered = [shadow, *monitors, turns, trend, *alone, fisher, *last]
+    ordered = [shadow, *monitors, turns, trend, *alone, fisher, *sinks, anomaly]
     return Observers(trend, stall, shadow, alerts, [observer for observer in ordered if observer is not None])
 
 
@@ -135,8 +133,6 @@ def _shadow(config: Config, trainer: Trainer) -> ShadowObserver | None:
     shape: GPTShape = trainer.model.shape
     tied = trainer.model.lm_head.weight is trainer.model.token_embedding.weight
     model: GPT = build_model(replace(shape, tie_weights=tied), 0).to(trainer.device)
-    if config.model.outliers == "clip_sigma":  # part of the function that is trained, not of its rounding
-        clip_residual_outputs(model, config.model.outlier_sigma or 0.0)
     return ShadowObserver(model, config.shadow.interval, config.shadow.of)
 
 

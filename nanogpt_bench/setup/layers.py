@@ -20,12 +20,6 @@ def is_rounded(layer: fm.QuantizedLinear) -> bool:
     return layer.weight_format is not None and not continuous
 
 
-def held(tensor: Tensor) -> Tensor:
-    """Return the rows that this process holds of a tensor that is sharded; any other as it is."""
-    rows: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return rows
-
-
 def plain(tensor: Tensor) -> Tensor:
     """Return a tensor's values without its subclass, detached; a copy only where codes have to be decoded."""
     if isinstance(tensor, fm.FP8Tensor) or is_packaged(tensor):

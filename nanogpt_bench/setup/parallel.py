@@ -20,11 +20,6 @@ from nanogpt_bench.system.words import counted
 
 #: what compares gradients, or measures them, in passes of one process, and manifolds of whole matrices
 _OF_ONE_PROCESS = ("shadow.enabled", "monitor.fisher", "train.step_in_backward", "model.constraint", "model.peer")
-#: what looks at weights or gradients as a whole, of which FSDP leaves rows in each process
-_OF_WHOLE_WEIGHTS = (
-    *(f"monitor.{name}" for name in ("stall", "ranges", "bits", "attention", "gradients", "geometry")),
-    *("runtime.compile", "model.pretrained", "model.torchao_float8"),
-)
 #: collectives whose first argument is what a process gives; of the others it is the second
 _IN_PLACE = ("allreduce", "broadcast", "reduce_", "send")
 
@@ -38,19 +33,15 @@ def check_parallel(config: Config) -> None:
     mode = config.train.parallel
     if mode is None:
         return
-    keys = (*_OF_ONE_PROCESS, *(_OF_WHOLE_WEIGHTS if mode == "fsdp" else ()))
-    given = [key for key in keys if _value(config, key)]
+    given = [key for key in _OF_ONE_PROCESS if _value(config, key)]
     if given:
         raise BenchError(
             f"train.parallel: {mode!r} can't be used with {', '.join(given)}; give --{given[0]} "
             f"{'null' if isinstance(_value(config, given[0]), str) else 'false'}"
             f"{', and so with the others' if len(given) > 1 else ''}"
         )
-    name, storage = config.optimizer.name or "", config.model.storage
-    if mode == "fsdp" and storage not in _SHARDED:
-        raise BenchError(f"model.storage: {storage!r} can't be sharded; allowed with fsdp: {', '.join(_SHARDED)}")
-    if name == "fisher" or (mode == "fsdp" and name.startswith(("torchao", "optimi"))):
-        raise BenchError(f"optimizer.name: {name!r} can't be used with train.parallel {mode!r}; leave one of them out")
+    if config.optimizer.name == "fisher":
+        raise BenchError(f"optimizer.name: 'fisher' can't be used with train.parallel {mode!r}; leave one of them out")
 
 
 def _value(config: Config, key: str) -> Any:
@@ -97,8 +88,6 @@ def processes(config: Config, ranks: Ranks) -> dict[str, Any]:
     return {"parallel": config.train.parallel, "processes": ranks.size} if ranks.size > 1 else {}
 
 
-#: storages whose weights a process can hold some rows of
-_SHARDED = ("float32", "master", "fp8")
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -119,32 +108,10 @@ class _Loss(nn.Module):
         return self._loss(tokens, targets)
 
 
-def joined_model(model: nn.Module, config: Config, ranks: Ranks, device: torch.device) -> nn.Module:
-    """Return the first process' model, to the bit, in every process; under fsdp its rows.
-
-    Raises:
-        BenchError: what can't be sharded.
-    """
-    if ranks.size == 1:
-        return model
-    fm.distributed.sync(model)
-    return _in_rows(model, config, ranks, device) if config.train.parallel == "fsdp" else model
-
-
-def _in_rows(model: nn.Module, config: Config, ranks: Ranks, device: torch.device) -> nn.Module:
-    """Shard every block, and what is left; after each pass a process has its rows only."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    if any(isinstance(module, fm.Scale) and module.policy == "static" for module in model.modules()):
-        raise BenchError(
-            "model.formats: policy static can't be used with train.parallel 'fsdp'; give dynamic or delayed"
-        )
-    mesh = init_device_mesh(device.type, (ranks.size,))
-    for blocks in [module for module in model.modules() if isinstance(module, nn.ModuleList)]:
-        for block in blocks:
-            fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+def joined_model(model: nn.Module, ranks: Ranks) -> nn.Module:
+    """Return the first process' model, to the bit, in every process."""
+    if ranks.size > 1:
+        fm.distributed.sync(model)
     return model
 
 

@@ -52,8 +52,6 @@ def resolve(config: Config, start: GPTShape | None = None) -> Resolved:
     _read_format(config.model, "embeddings", "model.embeddings")
     if config.model.pretrained and config.model.tie_weights and formats:
         _fill(config.model, tied="leave")
-    if config.model.outliers == "clip_sigma":
-        _fill(config.model, outlier_sigma=6.0)
     fill_constraint(config)
     _fill_rule(config, preset)
     refuse_conflicts(config)

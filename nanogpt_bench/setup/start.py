@@ -14,7 +14,7 @@ from nanogpt_bench.config.settings import Resolved
 from nanogpt_bench.data.batches import Corpus, digests_of, label_names, open_also, open_corpus
 from nanogpt_bench.data.tokenizers import check_tokens
 from nanogpt_bench.model import pretrained
-from nanogpt_bench.model.causal import add_adapters, load_causal, outline, recompute_activations
+from nanogpt_bench.model.causal import load_causal, outline, recompute_activations
 from nanogpt_bench.model.gpt import GPT, GPTShape, build_model
 from nanogpt_bench.runs.trained import Trained, choose, fill_floats, is_checkpoint, is_run, load, trained_shape
 from nanogpt_bench.setup.surgery import read_as_codes
@@ -157,8 +157,6 @@ def _pretrained(config: Config, corpus: Corpus) -> Any:
         largest = max(int(tokens.max()) for tokens in splits)
         check_tokens(str(corpus.meta["tokenizer"]), name, outline(name).vocab_size, str(text.folder), largest)
     model = load_causal(name, bytes_each=_bytes_each(config), quantization=read_as_codes(config))
-    if config.model.lora_rank:
-        add_adapters(model, config.model.lora_rank, config.model.seed or 0)
     if config.train.recompute:
         recompute_activations(model)
     return model

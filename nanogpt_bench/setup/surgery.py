@@ -28,8 +28,6 @@ def quantize(model: nn.Module, config: Resolved) -> nn.Module:
         BenchError: weights that can't be quantised or constrained.
     """
     settings = config.model
-    if settings.outliers == "clip_sigma":
-        clip_residual_outputs(model, settings.outlier_sigma or 0.0)
     if config.layers and not quantized_layers(model):  # of a pretrained model they may have been read so
         model = _in_formats(model, config)
     constrain(model, settings)
@@ -103,28 +101,6 @@ def _put_back(model: nn.Module, weights: dict[str, Tensor]) -> None:
         manifold = fm.StiffnessManifold(layer.weight_format, layer.weight_scale())
         layer.manifold = manifold
         layer.weight = geoopt.ManifoldParameter(weights[name], manifold=manifold)
-
-
-def clip_residual_outputs(model: nn.Module, sigma: float) -> None:
-    """Clamp every block's output to `sigma` standard deviations around its mean, both measured on the tensor itself.
-
-    What is clamped has no gradient there. A block is what holds a layer called `attn` and one called `mlp`.
-    """
-    for block in model.modules():
-        if hasattr(block, "attn") and hasattr(block, "mlp"):
-            block.register_forward_hook(_Clip(sigma))
-
-
-class _Clip:
-    """A forward hook; an object, so that a copy of the model keeps it."""
-
-    def __init__(self, sigma: float) -> None:
-        self.sigma = sigma
-
-    def __call__(self, block: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        values = output.detach()
-        reach, mean = self.sigma * values.std(correction=0), values.mean()
-        return output.clamp(mean - reach, mean + reach)
 
 
 def left_in_float(model: nn.Module) -> str:

@@ -13,7 +13,7 @@ from torch.nn.utils import get_total_norm
 
 import fp8manifold as fm
 from nanogpt_bench.config import metrics
-from nanogpt_bench.setup.layers import held, plain
+from nanogpt_bench.setup.layers import plain
 from nanogpt_bench.system.ranks import ALONE, Ranks
 from nanogpt_bench.training.points import Anomaly, Step
 
@@ -66,7 +66,7 @@ class Sentry:
         return not self._trainer.ranks.any(not self._is_whole_here())
 
     def _is_whole_here(self) -> bool:
-        weights = [held(weight) for weight in self._trainer.model.parameters() if _can_be_bad(held(weight))]
+        weights = [weight for weight in self._trainer.model.parameters() if _can_be_bad(weight)]
         # Codes are decoded a layer at a time: all of them would take four times what the weights do.
         norms = [plain(weight).norm() for weight in weights if isinstance(weight, fm.FP8Tensor)]
         floats = [plain(weight) for weight in weights if not isinstance(weight, fm.FP8Tensor)]
@@ -92,8 +92,8 @@ def first_bad_weight(model: nn.Module, ranks: Ranks = ALONE) -> str | None:
     >>> first_bad_weight(layer)
     'weight of weight'
     """
-    own = {name: held(weight) for name, weight in model.named_parameters()}
-    return _first_bad("weight of ", {name: plain(rows) for name, rows in own.items() if _can_be_bad(rows)}, ranks)
+    values = {name: plain(weight) for name, weight in model.named_parameters() if _can_be_bad(weight)}
+    return _first_bad("weight of ", values, ranks)
 
 
 def first_bad_state(trainer: Trainer) -> str | None:
@@ -148,7 +148,7 @@ def _first_bad_activation(trainer: Trainer, model: Any, batch: tuple[Tensor, Ten
 
 def _last_bad_gradient(model: nn.Module, ranks: Ranks = ALONE) -> str | None:
     named = [(name, parameter.grad) for name, parameter in model.named_parameters() if parameter.grad is not None]
-    return _first_bad("gradient of ", {name: held(gradient) for name, gradient in reversed(named)}, ranks)
+    return _first_bad("gradient of ", dict(reversed(named)), ranks)
 
 
 def _first_bad(prefix: str, tensors: Mapping[str, Tensor], ranks: Ranks = ALONE) -> str | None:

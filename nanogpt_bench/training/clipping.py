@@ -12,30 +12,19 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 import fp8manifold as fm
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.setup.layers import held
 from nanogpt_bench.system.errors import BenchError
-from nanogpt_bench.system.ranks import ALONE, Ranks
 
 
-def clipping_of(model: nn.Module, optimizer: torch.optim.Optimizer, config: Config, ranks: Ranks = ALONE) -> Clipping:
-    """Return the clipping of a run's gradients: of their sum, or where a weight's has a format of every micro-batch.
-
-    Raises:
-        BenchError: gradients that are sharded, and have a format.
-    """
+def clipping_of(model: nn.Module, optimizer: torch.optim.Optimizer, config: Config) -> Clipping:
+    """Return the clipping of a run's gradients: of their sum, or where a weight's has a format of every micro-batch."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     layers = [layer for layer in model.modules() if isinstance(layer, fm.QuantizedLinear)]
     bound = config.optimizer.grad_clip
     if config.train.step_in_backward:
         return _within(optimizer, config, any(layer.weight_gradient_scaler is not None for layer in layers))
-    in_rows = ranks.size > 1 and config.train.parallel == "fsdp"
     if any(layer.weight_gradient_scaler is not None for layer in layers):
-        if in_rows:
-            raise BenchError(
-                "model.formats: gradient can't be used with train.parallel 'fsdp'; give ddp, or leave it out"
-            )
         return ClippingFirst(parameters, bound, model, config.train.accumulation)
-    return ClippingRows(parameters, bound, ranks) if in_rows else Clipping(parameters, bound)
+    return Clipping(parameters, bound)
 
 
 def _within(optimizer: torch.optim.Optimizer, config: Config, has_format: bool) -> Clipping:
@@ -128,23 +117,6 @@ class ClippingWithin(Clipping):
     def _before(self) -> float | None:
         norm: float | None = self._handle.optimizer.param_groups[0].get("previous_norm")
         return norm
-
-
-class ClippingRows(Clipping):
-    """Of gradients of which every process has rows; the norm is that of all of them, summed up in float64."""
-
-    def __init__(self, parameters: Sequence[Tensor], bound: float, ranks: Ranks) -> None:
-        super().__init__(parameters, bound)
-        self._ranks = ranks
-
-    def finish(self) -> tuple[float, bool]:
-        rows = [held(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
-        (squares,) = self._ranks.total([sum(float(part.double().square().sum()) for part in rows)])
-        norm = math.sqrt(squares)
-        clipped = 0 < self._bound < norm < math.inf
-        if clipped:
-            torch._foreach_mul_(rows, self._bound / (norm + 1e-6))
-        return norm, clipped
 
 
 class ClippingFirst(Clipping):

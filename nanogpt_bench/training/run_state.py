@@ -10,8 +10,7 @@ import torch
 import fp8manifold as fm
 from nanogpt_bench.checkpoint import Contents
 from nanogpt_bench.checkpoint.tree import capture_tree, plain_copy, restore_tree
-from nanogpt_bench.model.weights import fill, gathered, tensors_of
-from nanogpt_bench.setup.layers import held
+from nanogpt_bench.model.weights import fill, tensors_of
 from nanogpt_bench.setup.peers import sdnq_state, sdnq_state_back
 from nanogpt_bench.system.errors import BenchError, one_line
 from nanogpt_bench.training.points import Observer
@@ -29,15 +28,12 @@ def capture(step: int, trainer: Trainer, observers: Sequence[Observer], facts: d
     Model, optimizer, observers and random generators are taken. Batches and schedules are functions of the step, and
     need not be. Scales, histories of magnitudes and counters of random bits are the model's.
 
-    What is sharded is gathered: of several processes, which all have to ask, the first gets it and the others None.
+    Of several processes, which hold the same, the first gets it and the others None.
     """
-    kept = trainer.ranks.first
-    tensors, metadata = tensors_of(trainer.model, kept=kept)
-    optimizer = {"state": _saved(trainer), "remainders": _remainders(trainer)}
-    if trainer.in_rows:
-        optimizer = _gathered(optimizer, kept=kept)
-    if not kept:
+    if not trainer.ranks.first:
         return None
+    tensors, metadata = tensors_of(trainer.model)
+    optimizer = {"state": _saved(trainer), "remainders": _remainders(trainer)}
     files = {"model": {name: plain_copy(tensor) for name, tensor in tensors.items()}}
     outlines = {}
     for stem, tree in (
@@ -74,15 +70,6 @@ def _saved(trainer: Trainer) -> dict[str, Any]:
     return sdnq_state(state) if _of_sdnq(trainer) else state
 
 
-def _gathered(tree: Any, *, kept: bool) -> Any:
-    """A tree with every tensor in it whole, in the first process."""
-    if isinstance(tree, dict):
-        return {key: _gathered(value, kept=kept) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return type(tree)(_gathered(value, kept=kept) for value in tree)
-    return gathered(tree, kept=kept)
-
-
 def expected_bytes(trainer: Trainer) -> int:
     """Return about what a checkpoint will take: the model and two float32 averages of every weight."""
     tensors, _ = tensors_of(trainer.model)
@@ -108,14 +95,10 @@ def _tree(contents: Contents, stem: str, classes: Sequence[type] = (), device: t
 def _restore_optimizer(contents: Contents, trainer: Trainer, classes: Sequence[type]) -> None:
     tree = _tree(contents, "optimizer", classes)
     for name, parameter in trainer.model.named_parameters():
-        own = held(parameter)
-        if isinstance(own, fm.FP8Tensor):
+        if isinstance(parameter, fm.FP8Tensor):
             kept = tree["remainders"].get(name)
-            rows = None if kept is None else held(fm.distributed.rows_of(kept, parameter))
-            own.remainder = None if rows is None else rows.to(parameter.device)
+            parameter.remainder = None if kept is None else kept.to(parameter.device)
     state = sdnq_state_back(tree["state"], trainer.optimizer) if _of_sdnq(trainer) else tree["state"]
-    if trainer.in_rows:
-        state = fm.optim.rows_of_state(state, trainer.optimizer)
     if trainer.config.optimizer.writeback_end is not None:  # which a state of the last steps has already
         for group, saved in zip(trainer.optimizer.param_groups, state["param_groups"], strict=True):
             group["writeback"] = saved["writeback"]
@@ -147,9 +130,8 @@ def _remainders(trainer: Trainer) -> dict[str, Any]:
     """What rounding the first weights left, until the optimizer's first step takes it."""
     kept = {}
     for name, parameter in trainer.model.named_parameters():
-        own = held(parameter)
-        if isinstance(own, fm.FP8Tensor) and own.remainder is not None:
-            kept[name] = fm.distributed.in_rows_of(parameter, own.remainder)
+        if isinstance(parameter, fm.FP8Tensor) and parameter.remainder is not None:
+            kept[name] = parameter.remainder
     return kept
 
 

@@ -86,7 +86,7 @@ class Trainer:
     ) -> None:
         self.config, self.corpus, self.device, self.ranks = config, corpus, device, ranks
         self.task = task_of(config, corpus)
-        self.model: Any = joined_model(trained_model(config, corpus, device, start), config, ranks, device)
+        self.model: Any = joined_model(trained_model(config, corpus, device, start), ranks)
         self.optimizer = build_optimizer(self.model, config, self._fresh_batches)
         self._decay = decay_course(config.optimizer, config.train.max_steps)
         #: each group's own decay at the first step; the checkpoint of a later one holds what it had come to
@@ -98,22 +98,15 @@ class Trainer:
         self._replicated = replicated(self.model, self._model_loss) if replicas else None
         #: most bytes of gradients at once, in the first step that this process takes
         self.gradient_peak = GradientPeak(self.model)
-        self._clipping = clipping_of(self.model, self.optimizer, config, ranks)
+        self._clipping = clipping_of(self.model, self.optimizer, config)
         self.wire = Wire(ranks.size)
-        #: by how many steps the batches are ahead of the steps, after rollbacks
-        self.batches_left_out = 0
         self._eval_batches = [self._move(pair) for pair in self.task.held_out()]
         also = open_also(config, corpus)
         self._also_batches = [] if also is None else [self._move(pair) for pair in task_of(config, also).held_out()]
 
-    @property
-    def in_rows(self) -> bool:
-        """Whether this process holds rows of the weights, of their gradients and of the optimizer's state."""
-        return self.ranks.size > 1 and self.config.train.parallel == "fsdp"
-
     def tokens_in(self, number: int) -> int:
         """Return how many tokens step `number` (from 1) trains on."""
-        return self.task.tokens(number - 1 + self.batches_left_out)
+        return self.task.tokens(number - 1)
 
     def new_step(self, number: int, *, last: bool) -> Step:
         """Return the state of step `number` (from 1) before anything has happened."""
@@ -342,7 +335,7 @@ class Trainer:
         return self.task.bits_per_byte(loss)
 
     def _draw(self, index: int, micro_step: int) -> tuple[Tensor, Tensor]:
-        drawn = self.task.batch(index + self.batches_left_out, micro_step)
+        drawn = self.task.batch(index, micro_step)
         share = self.config.train.batch_size // self.ranks.size
         own = slice(self.ranks.rank * share, (self.ranks.rank + 1) * share)
         return drawn[0][own], drawn[1][own]

@@ -16,7 +16,7 @@ from nanogpt_bench.config.settings import parse_overrides
 
 SOURCES = sorted(Path(nanogpt_bench.__file__).parent.rglob("*.py"))
 COMMAND = re.compile(
-    r"nanogpt-bench ((?:prepare|run|evaluate|sample|finetune|compare|sweep|profile|report|results|verify) [^\n;]*)"
+    r"nanogpt-bench ((?:prepare|run|evaluate|sample|finetune|compare|sweep|report|results|verify) [^\n;]*)"
 )
 #: a word that is there in place of a number
 NUMBERS = {"N": "3", "NAME": "name", "word": "./word"}

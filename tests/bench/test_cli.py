@@ -21,9 +21,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "command", [[], ["prepare"], ["run"], ["compare"], ["sweep"], ["profile"], ["report"], ["verify"]]
-)
+@pytest.mark.parametrize("command", [[], ["prepare"], ["run"], ["compare"], ["sweep"], ["report"], ["verify"]])
 def test_help_has_examples(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main([*command, "--help"])

@@ -175,7 +175,6 @@ def test_a_constraint_fills_in_what_it_calls_for() -> None:
 
 
 #: monitors that look at whole weights, which rows are not
-SHARDED_OFF = [f"monitor__{name}" for name in ("stall", "ranges", "bits", "attention", "gradients", "geometry")]
 REFUSED = {
     r"the weight of 'blocks.0.attn.qkv' has format E4M3 under model.storage 'fp8'.*; give it the format none, or "
     "model.storage master": {"rule": "riemannian", **MASTER},
@@ -188,10 +187,7 @@ REFUSED = {
         "model__constrained": "[lm_head]",
         "model__tie_weights": True,
     },
-    r"train.parallel: 'fsdp' can't be used with model.constraint; give --model.constraint null": {
-        **dict.fromkeys(SHARDED_OFF, False),
-        "train__parallel": "fsdp",
-    },
+    r"train.parallel: 'ddp' can't be used with .*model.constraint; give": {"train__parallel": "ddp"},
 }
 
 

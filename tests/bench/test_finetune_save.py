@@ -74,7 +74,6 @@ def test_every_kind_of_layer_is_saved(
     ("more", "told"),
     [
         (["--checkpoint.last", "false"], "leave --checkpoint.last false out"),
-        (["--model.lora_rank", "2"], "model.lora_rank freezes them"),
         (["--save", "model/config.json/saved"], "--save 'model/config.json/saved' can't be used: Not a directory"),
         (["--layout", "gguf"], "--layout: 'gguf' is not known"),
     ],

@@ -20,8 +20,6 @@ COMMANDS = {
     "run, resumed": f"run fp32.yaml --name gone --resume {DEVICE}",
     "finetune": f"finetune --model MODEL --data.dir CORPUS --model.block_size 16 {DEVICE}",
     "evaluate": f"evaluate e4m3.yaml {DEVICE}",
-    "profile": f"profile fp32.yaml --out out {DEVICE}",
-    "profile ranges": f"profile ranges fp32.yaml --out out {DEVICE}",
     "compare": f"compare --max-steps 2 {DEVICE}",
     "compare of a text": f"compare --max-steps 2 --data.dir CORPUS --out out {DEVICE}",
     "sweep": f"sweep formats.yaml --data.dir CORPUS {DEVICE}",
@@ -71,7 +69,7 @@ def test_a_gpu_that_is_not_there_is_refused_in_one_line(
 
 
 @pytest.mark.parametrize("name", ["cuda:7", "mps", "gpu", ""])
-@pytest.mark.parametrize("command", ["run fp32.yaml", "compare", "sweep formats.yaml", "profile fp32.yaml"])
+@pytest.mark.parametrize("command", ["run fp32.yaml", "compare", "sweep formats.yaml"])
 def test_other_devices_are_not_known(command: str, name: str, refused: Callable[..., str]) -> None:
     said = refused(*command.split(), "--runtime.device", name)
     assert f"runtime.device: {name!r} is not known" in said

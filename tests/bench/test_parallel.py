@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from bench_runs import trainer_of
 
-import fp8manifold as fm
 from nanogpt_bench.checkpoint import CheckpointNotWritten, Contents, commit, read
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.data.batches import batch, load_corpus
@@ -69,12 +68,11 @@ def own_ranks() -> Ranks:
 
 
 def step_on_equal_gradients(trainer: Trainer, steps: range) -> None:
-    """What a reduction would have left, the same bits in whole and in rows."""
+    """What a reduction would have left, the same bits in every process."""
     for step in steps:
         for index, parameter in enumerate(trainer.model.parameters()):
             drawn = torch.Generator().manual_seed(100 * step + index)
-            gradient = torch.randn(parameter.shape, generator=drawn).to(parameter.dtype) * 0.1
-            parameter.grad = fm.distributed.rows_of(gradient, parameter)
+            parameter.grad = torch.randn(parameter.shape, generator=drawn).to(parameter.dtype) * 0.1
         trainer.optimizer.step()
 
 
@@ -121,13 +119,13 @@ def gone_on(config: Config, folder: str, begun: int) -> list[float]:
 def test_one_two_and_three_go_on_from_each_others_checkpoints_to_the_bit(
     tiny: Tiny, pools: dict[int, Pool], tmp_path: Path, kind: str, begun: int
 ) -> None:
-    """One process begins, two go on by rows, three, two as replicas, one: as the one that went all the way alone."""
+    """One process begins, two go on, three, one: as the one that went all the way alone."""
     alone = trainer_of(settings(tiny, kind, None))
     step_on_equal_gradients(alone, range(begun))
     commit(tmp_path, captured(alone, begun), keep_last=9)
-    for size, mode in ((2, "fsdp"), (3, "fsdp"), (2, "ddp")):
+    for size in (2, 3):
         expected = alone.validation_losses()
-        said = pools[size].run(gone_on, settings(tiny, kind, mode), str(tmp_path), begun)
+        said = pools[size].run(gone_on, settings(tiny, kind, "ddp"), str(tmp_path), begun)
         for losses in said:
             assert losses == (pytest.approx(expected, rel=1e-4) if kind in OF_TORCH else expected)
         step_on_equal_gradients(alone, range(begun, begun + 3))
@@ -137,9 +135,8 @@ def test_one_two_and_three_go_on_from_each_others_checkpoints_to_the_bit(
             check_close(found, whole)
             continue
         assert bits(found, ("model",)) == bits(whole, ("model",))
-        packed = {name for name in bits(whole) if name.endswith("/residual") and kind in ("residual4", "residual2")}
         ours, theirs = bits(found), bits(whole)
-        assert {name for name in theirs if ours[name] != theirs[name]} <= packed  # rows in bytes of their own
+        assert {name for name in theirs if ours[name] != theirs[name]} == set()
     again = trainer_of(settings(tiny, kind, None))
     restore(read(tmp_path / "checkpoints" / f"step-{begun}"), again, [])
     for trainer in (again, alone):
@@ -166,33 +163,25 @@ def trained(config: Config, size: int) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("kind", ["stochastic-8bit", "fp32", "delayed"])
 def test_processes_train_on_the_batch_of_one(tiny: Tiny, pools: dict[int, Pool], kind: str) -> None:
-    """Sums of another order apart, which change the last bits; replicas and rows are the same to the bit."""
-    found = {}
-    for mode in ("ddp", "fsdp"):
-        config = settings(tiny, kind, mode)
-        config.optimizer.grad_clip = 0.0
-        first, second = pools[2].run(trained, config, 2)
-        assert first[0] == second[0]
-        found[mode] = first
+    """Sums of another order apart, which change the last bits."""
+    config = settings(tiny, kind, "ddp")
+    config.optimizer.grad_clip = 0.0
+    first, second = pools[2].run(trained, config, 2)
+    assert first[0] == second[0]
     alone = settings(tiny, kind, None)
     alone.optimizer.grad_clip = 0.0
     records, _, sent = trained(alone, 1)
     assert sent is None
-    torch.testing.assert_close(torch.tensor(found["ddp"][0][:1]), torch.tensor(records[:1]), rtol=1e-5, atol=0)
-    torch.testing.assert_close(torch.tensor(found["ddp"][0]), torch.tensor(records), rtol=2e-3, atol=0)
-    assert [loss for loss, _ in found["ddp"][0]] == [loss for loss, _ in found["fsdp"][0]]
-    assert found["ddp"][1] == found["fsdp"][1]
-    assert found["ddp"][2] > 0
+    torch.testing.assert_close(torch.tensor(first[0][:1]), torch.tensor(records[:1]), rtol=1e-5, atol=0)
+    torch.testing.assert_close(torch.tensor(first[0]), torch.tensor(records), rtol=2e-3, atol=0)
+    assert first[2] > 0
 
 
 def test_bytes_sent_are_those_of_the_gradients(tiny: Tiny, pools: dict[int, Pool]) -> None:
-    """Replicas send every gradient once, and to one number's worth of agreement; rows of codes a byte a weight."""
+    """Replicas send every gradient once, and to one number's worth of agreement."""
     parameters = sum(p.numel() for p in trainer_of(settings(tiny, "stochastic-8bit", None)).model.parameters())
-    replicas, rows = (
-        pools[2].run(trained, settings(tiny, "stochastic-8bit", mode), 2)[0][2] for mode in ("ddp", "fsdp")
-    )
-    assert 4 * parameters <= replicas <= 4 * parameters + 500
-    assert rows < replicas
+    sent = pools[2].run(trained, settings(tiny, "stochastic-8bit", "ddp"), 2)[0][2]
+    assert 4 * parameters <= sent <= 4 * parameters + 500
 
 
 def drawn_by(config: Config) -> list[list[int]]:

@@ -93,23 +93,8 @@ REFUSED: dict[str, str] = {
     "sweep formats.yaml --executor rai": "unknown --executor 'rai'; did you mean 'ray'",
     "sweep formats.yaml --executor local --address 1.2.3.4:6379": "--address '1.2.3.4:6379' goes with --executor ray",
     **{
-        f"{command} --help optimiser": "did you mean 'optimizer'"
-        for command in ("run", "evaluate", "compare", "sweep", "profile")
+        f"{command} --help optimiser": "did you mean 'optimizer'" for command in ("run", "evaluate", "compare", "sweep")
     },
-    # profiles
-    "profile ranges": "expected CONFIG.yaml",
-    "profile range e4m3.yaml": "profile range e4m3.yaml & the word ranges",
-    "profile e4m4.yaml": "e4m4.yaml & did you mean 'e4m3.yaml'",
-    "profile e4m3.yaml --batch-sizes 0": "--batch-sizes & '0' & >= 1",
-    "profile e4m3.yaml --batch-size 8": "--batch-size & did you mean '--batch-sizes'",
-    "profile e4m3.yaml --overflow 0.1": "--overflow & profile ranges",
-    "profile ranges e4m3.yaml --overflow 2": "--overflow & '2' & from 0 to 1",
-    "profile ranges e4m3.yaml --formats E4M33": "--formats & E4M33 & E4M3",
-    "profile ranges e4m3.yaml --batch-sizes 8": "--batch-sizes & profile CONFIG.yaml",
-    "profile e4m3.yaml --train.batch_sizes 8": "train.batch_sizes & 'train.batch_size'",
-    "profile e4m3.yaml --train.batch_size 8": "train.batch_size & --batch-sizes",
-    "profile e4m3.yaml --data.dir gone": "gone & prepare",
-    "profile e4m3.yaml --train.parallel ddp --shadow.enabled false": "train.parallel: 'ddp' is for torchrun -m",
     # results files
     "results export .": "--out is missing",
     "results export . --out x.json": "holds no results",
@@ -207,7 +192,7 @@ REFUSED: dict[str, str] = {
     # names that no file can have
     **{
         f"{command} {name}": ""
-        for command in ("run", "sweep", "evaluate", "profile")
+        for command in ("run", "sweep", "evaluate")
         for name in ("LONG", "NUL", "aNUL.yaml", "/dev/null")
     },
     **dict.fromkeys(("report LONG --out o", "report NUL --out o", "verify LONG", "compare --out LONG"), ""),

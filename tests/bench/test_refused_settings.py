@@ -23,10 +23,6 @@ MASTER = f"{E4M3} model.storage=master"
 LABELS = "task=classify"
 GIVEN = "model.pretrained=a/model"
 STIEFEL = "model.constraint=stiefel"
-#: monitors that look at whole weights, which rows are not
-WHOLE_OFF = " ".join(
-    f"monitor.{name}=false" for name in ("stall", "ranges", "bits", "attention", "gradients", "geometry")
-)
 WITHIN = f"rule=stochastic {E4M3} train.step_in_backward=true"
 
 #: of each setting: the settings that it is refused beside, and how the line goes on
@@ -41,7 +37,7 @@ REFUSED: dict[str, dict[str, str]] = {
     "eval.also": {f"{LABELS} eval.also=other": "'other' can't be used with task 'classify', whose labels another"},
     "train.parallel": {
         f"{LABELS} train.parallel=ddp": "'ddp' can't be used with task 'classify', whose losses",
-        "train.parallel=fsdp": "'fsdp' can't be used with monitor.stall, monitor.ranges, monitor.bits",
+        "train.parallel=fsdp": "'fsdp' is not known; allowed: ddp",
         f"{STIEFEL} monitor.stall=false train.parallel=ddp": "'ddp' can't be used with model.constraint; give",
         "train.parallel=ddp monitor.stall=false shadow.enabled=true": "'ddp' can't be used with shadow.enabled; give",
         f"{WITHIN} optimizer.grad_clip=0 train.parallel=ddp": "'ddp' can't be used with train.step_in_backward; give",
@@ -77,7 +73,6 @@ REFUSED: dict[str, dict[str, str]] = {
         "optimizer.stiffness=1": "1.0 is not an option of adamw; it belongs to stiffness_adamw",
         "optimizer.name=stiffness_muon optimizer.stiffness=1": "1.0 means nothing with storage 'float32', whose",
     },
-    "model.outlier_sigma": {"model.outlier_sigma=3": "3.0 needs model.outliers clip_sigma"},
     "model.tied": {
         f"model.tied=leave {E4M3}": "'leave' needs model.tie_weights and a format; leave it out",
         "model.tied=leave model.tie_weights=true": "'leave' needs model.tie_weights and a format; leave it out",
@@ -93,8 +88,6 @@ REFUSED: dict[str, dict[str, str]] = {
     "rule": {"rule=nearest": "'nearest' needs a format for the weights; give --model.format E4M3 or model.formats"},
     "model.storage": {
         "model.storage=master": "'master' needs a format for the weights; give --model.format E4M3",
-        f"{E4M3} model.storage=grid train.parallel=fsdp {WHOLE_OFF}": "'grid' can't be sharded; allowed with fsdp: "
-        "float32, master, fp8",
     },
     "train.precision": {
         f"{E4M3} train.precision=bf16-pure": "'bf16-pure' can't be used with model.storage 'master'; allowed: float32,",
@@ -143,14 +136,6 @@ REFUSED: dict[str, dict[str, str]] = {
     },
     "runtime.compile": {f"{GIVEN} runtime.compile=true": "True can't be used with model.pretrained; leave it out"},
     "model.dropout": {f"{GIVEN} model.dropout=0.5": "0.5 can't be used with model.pretrained; leave it out"},
-    "model.outliers": {
-        f"{GIVEN} model.outliers=clip_sigma": "'clip_sigma' can't be used with model.pretrained; leave it"
-    },
-    "model.lora_rank": {
-        "model.lora_rank=2": "2 needs model.pretrained, and adamw or sgd to step it",
-        f"{GIVEN} model.lora_rank=2 rule=stochastic {E4M3}": "2 can't be used with formats: what they round would be",
-        f"{GIVEN} model.lora_rank=2 rule=muon": "2 needs model.pretrained, and adamw or sgd to step it",
-    },
     "train.recompute": {"train.recompute=true": "True needs model.pretrained; the GPT here keeps its activations"},
     "train.step_in_backward": {
         "rule=fp32 train.step_in_backward=true": "True needs an optimizer of the library that steps weights one by "
@@ -351,7 +336,7 @@ def test_every_row_of_the_tables_refuses_something(monkeypatch: pytest.MonkeyPat
         ),
         f"{WITHIN} optimizer.grad_clip=0",
         f"rule=nearest {E4M3} model.granularity=tensor",
-        f"{GIVEN} model.lora_rank=2 train.recompute=true",
+        f"{GIVEN} train.recompute=true",
         f"{LABELS} model.pooling=last",
         "optimizer.weight_decay_end=0 optimizer.weight_decay_schedule=step",
     ],

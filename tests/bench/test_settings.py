@@ -86,6 +86,15 @@ def test_a_file_without_settings_gives_the_defaults_and_an_empty_one_is_refused(
             load_config(path)
 
 
+def test_a_setting_that_is_gone_is_read_where_it_asked_for_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "earlier.yaml"
+    path.write_text("model: {outliers: none, lora_rank: null}\ntrain: {max_rollbacks: 3, max_steps: 7}\n")
+    assert load_config(path).train.max_steps == 7
+    path.write_text("model: {outliers: clip_sigma}\n")
+    with pytest.raises(BenchError, match=r"model\.outliers: 'clip_sigma' asks for what is no longer here; leave model"):
+        load_config(path)
+
+
 def test_every_setting_is_described_and_every_default_is_allowed() -> None:
     text = describe(FIELDS)
     assert all(f"--{key} " in text for key in FIELDS)

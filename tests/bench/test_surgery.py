@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from contextlib import nullcontext
 
 import pytest
@@ -85,44 +84,6 @@ def test_a_tied_head_is_untied_or_left_as_asked(storage: str) -> None:
     assert model.lm_head.weight is model.token_embedding.weight
     with pytest.raises(BenchError, match=r"model.formats: .*'lm_head' is shared .*tied='untie'.*tied='leave'"):
         quantized(*options, tie=True)
-
-
-def residual_outputs(model: nn.Module) -> list[torch.Tensor]:
-    """What every block gives, and what the first one takes."""
-    seen: list[torch.Tensor] = []
-    handles = [block.register_forward_hook(lambda _b, _i, output: seen.append(output)) for block in model.blocks]
-    model(torch.arange(11).view(1, 11))
-    for handle in handles:
-        handle.remove()
-    return seen
-
-
-@pytest.mark.parametrize("formats", [(), ("--model.format=E4M3",)])
-def test_residual_outputs_are_clipped_at_so_many_standard_deviations(formats: tuple[str, ...]) -> None:
-    free = residual_outputs(quantized(*formats))
-    clipped = residual_outputs(quantized(*formats, "--model.outliers=clip_sigma", "--model.outlier_sigma=1.5"))
-    reach, mean = 1.5 * free[0].std(correction=0), free[0].mean()
-    assert torch.allclose(clipped[0], free[0].clamp(mean - reach, mean + reach))
-    assert not torch.equal(clipped[0], free[0])
-    far = residual_outputs(quantized(*formats, "--model.outliers=clip_sigma", "--model.outlier_sigma=100"))
-    assert all(torch.equal(a, b) for a, b in zip(far, free, strict=True))
-
-
-def test_what_is_clipped_has_no_gradient_and_a_copy_clips_too() -> None:
-    model = copy.deepcopy(quantized("--model.outliers=clip_sigma", "--model.outlier_sigma=0.5"))
-    taken: list[torch.Tensor] = []
-    model.blocks[1].mlp.register_forward_hook(lambda _m, _i, output: taken.append(output))
-    (output,) = residual_outputs(model)[1:]
-    taken[0].retain_grad()
-    output.sum().backward()
-    shares = (taken[0].grad == 0).float().mean().item()
-    assert 0.3 < shares < 0.9
-    assert ((taken[0].grad == 0) | (taken[0].grad == 1)).all()
-
-
-def test_six_standard_deviations_unless_told_otherwise() -> None:
-    assert resolve(load_config(None, ["--model.outliers=clip_sigma"])).model.outlier_sigma == 6.0
-    assert resolve(load_config(None, [])).model.outlier_sigma is None
 
 
 @pytest.mark.parametrize(

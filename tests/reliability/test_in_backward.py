@@ -1,14 +1,13 @@
-"""Runs whose steps are taken in the backward pass: what goes on after a rollback trains as it had."""
+"""Runs whose steps are taken in the backward pass: a gradient that is left, and steps that are not taken, are said."""
 
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
-from small_runs import STEPS, words
+from small_runs import words
 from torch import nn
 
 import fp8manifold as fm
@@ -29,32 +28,6 @@ def config(corpus: Path, **more: object) -> Any:
 
 def read_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
-
-
-def test_a_run_that_was_rolled_back_trains_on(
-    small_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = Trainer._loss
-
-    def spoil(trainer: Trainer, tokens: Any, targets: Any, of: Any = None) -> Any:
-        loss = real(trainer, tokens, targets, of)
-        spoilt = trainer.model.training and trainer.batches_left_out == 0 and trainer.seen == 8
-        return loss * math.nan if spoilt else loss
-
-    def count(trainer: Trainer, step: Any, observers: Any, once: Any = Trainer.train_step) -> Any:
-        trainer.seen = step.number
-        return once(trainer, step, observers)
-
-    monkeypatch.setattr(Trainer, "_loss", spoil)
-    monkeypatch.setattr(Trainer, "train_step", count)
-    settings = config(small_corpus, train__on_anomaly="rollback", alerts__nan_patience=1)
-    summary = train.run(settings, tmp_path / "r")
-    assert [(gone["step"], gone["to"]) for gone in summary["rollbacks"]] == [(8, 6)]
-    assert summary["steps"] == STEPS
-    assert set(summary["alerts"]) == {"rollback"}
-    lines = (tmp_path / "r" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    arrived = [json.loads(line).get("stall/arrived") for line in lines]
-    assert [number for number, share in enumerate(arrived) if share is not None] == [4, 8, 12, 16, 20, 24]
 
 
 def test_a_gradient_that_no_step_has_used_ends_the_run_with_a_line(

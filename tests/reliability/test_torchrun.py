@@ -8,9 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +24,11 @@ from nanogpt_bench.system.signals import RESUMABLE
 WITHIN_S = 10.0
 PATIENCE_S = 180.0
 ENDLESS = 100_000
-_MONITORS = ("stall", "ranges", "bits", "attention", "gradients", "geometry")
-#: a run by rows has nobody who looks at whole weights, and no clipping, whose norm is summed up by rows
-MODES: Mapping[str, Mapping[str, object]] = {
-    "ddp": {"train.parallel": "ddp", "model.dropout": 0.1},
-    "fsdp": {
-        "train.parallel": "fsdp",
-        "model.dropout": 0.1,
-        "optimizer.grad_clip": 0,
-        **{f"monitor.{name}": False for name in _MONITORS},
-    },
-}
+REPLICAS: Mapping[str, object] = {"train.parallel": "ddp", "model.dropout": 0.1}
 
 
-def words(corpus: Path, mode: str, **more: object) -> list[str]:
-    settings = {"checkpoint.every": 3, "shadow.enabled": False, **MODES[mode]}
+def words(corpus: Path, **more: object) -> list[str]:
+    settings = {"checkpoint.every": 3, "shadow.enabled": False, **REPLICAS}
     return small_runs.words("fp8 residual8", corpus, settings | {k.replace("__", "."): v for k, v in more.items()})
 
 
@@ -97,14 +86,10 @@ def wait_for_step(child: subprocess.Popen[bytes], run_dir: Path, step: int) -> N
         time.sleep(0.02)
 
 
-#: memory as it is counted: that of a last row's padding, which FSDP keeps and a resumed run does not have
-COUNTED = ("held_bytes", "bytes_per_parameter", "bytes_per_quantized_parameter", "peak_bytes")
-
-
-def without_counts(left: Any) -> Any:
+def without_peaks(left: Any) -> Any:
     if isinstance(left, dict):
-        return {key: without_counts(value) for key, value in left.items() if key not in COUNTED}
-    return [without_counts(value) for value in left] if isinstance(left, list) else left
+        return {key: without_peaks(value) for key, value in left.items() if key != "peak_bytes"}
+    return [without_peaks(value) for value in left] if isinstance(left, list) else left
 
 
 def losses(run_dir: Path) -> list[Any]:
@@ -113,36 +98,24 @@ def losses(run_dir: Path) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def whole(small_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
-    """What a run of two processes leaves that nobody has interrupted, by mode."""
-
-    @cache
-    def left(mode: str) -> dict[str, Any]:
-        folder = tmp_path_factory.mktemp(mode)
-        assert finished(folder, words(small_corpus, mode), 2) == 0, (folder / "output.txt").read_text()
-        assert verify_command([folder / "runs" / "r"]) == 0
-        return without_counts(small_runs.traces(folder / "runs" / "r"))
-
+def whole(small_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a run of two processes leaves that nobody has interrupted."""
+    folder = tmp_path_factory.mktemp("ddp")
+    assert finished(folder, words(small_corpus), 2) == 0, (folder / "output.txt").read_text()
+    assert verify_command([folder / "runs" / "r"]) == 0
+    left: dict[str, Any] = without_peaks(small_runs.traces(folder / "runs" / "r"))
     return left
 
 
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize(
-    ("mode", "to"),
-    [
-        ("fsdp", "torchrun"),
-        pytest.param("fsdp", "a rank", marks=SLOW),
-        pytest.param("ddp", "torchrun", marks=SLOW),
-        pytest.param("ddp", "a rank", marks=SLOW),
-    ],
-)
+@pytest.mark.parametrize("to", ["torchrun", pytest.param("a rank", marks=SLOW)])
 def test_a_signal_stops_all_and_as_many_go_on_to_the_bit(
-    small_corpus: Path, tmp_path: Path, whole: Callable[[str], dict[str, Any]], mode: str, to: str
+    small_corpus: Path, tmp_path: Path, whole: dict[str, Any], to: str
 ) -> None:
     run_dir = tmp_path / "runs" / "r"
-    with started(tmp_path, words(small_corpus, mode), 2) as child:
+    with started(tmp_path, words(small_corpus), 2) as child:
         wait_for_step(child, run_dir, 6)
         if to == "torchrun":
             child.terminate()
@@ -155,19 +128,17 @@ def test_a_signal_stops_all_and_as_many_go_on_to_the_bit(
     assert (run_dir / "checkpoints" / f"step-{stopped}").is_dir()
     assert to == "torchrun" or f"exitcode  : {RESUMABLE}" in (tmp_path / "output.txt").read_text()
     assert verify_command([run_dir]) == 0
-    assert finished(tmp_path, words(small_corpus, mode), 2) == 0
-    left = without_counts(small_runs.traces(run_dir))
-    gone = [name for name in small_runs.differences(left, whole(mode)) if not name.startswith("config")]
+    assert finished(tmp_path, words(small_corpus), 2) == 0
+    left = without_peaks(small_runs.traces(run_dir))
+    gone = [name for name in small_runs.differences(left, whole) if not name.startswith("config")]
     assert {name.partition("/")[0] for name in gone} <= {"checkpoints"}, gone  # the stop's own, and what it displaced
-    assert left["checkpoints/step-24/model.safetensors"] == whole(mode)["checkpoints/step-24/model.safetensors"]
+    assert left["checkpoints/step-24/model.safetensors"] == whole["checkpoints/step-24/model.safetensors"]
 
 
-@pytest.mark.parametrize(("mode", "dying", "then"), [("ddp", 1, 1), pytest.param("fsdp", 0, 3, marks=SLOW)])
-def test_a_killed_rank_ends_the_run_and_others_go_on(
-    small_corpus: Path, tmp_path: Path, mode: str, dying: int, then: int
-) -> None:
+@pytest.mark.parametrize(("dying", "then"), [(1, 1), pytest.param(0, 3, marks=SLOW)])
+def test_a_killed_rank_ends_the_run_and_others_go_on(small_corpus: Path, tmp_path: Path, dying: int, then: int) -> None:
     run_dir = tmp_path / "runs" / "r"
-    with started(tmp_path, words(small_corpus, mode, train__max_steps=ENDLESS, train__batch_size=6), 2) as child:
+    with started(tmp_path, words(small_corpus, train__max_steps=ENDLESS, train__batch_size=6), 2) as child:
         wait_for_step(child, run_dir, 6)
         begun = time.monotonic()
         os.kill(ranks_of(child)[dying], signal.SIGKILL)
@@ -179,9 +150,9 @@ def test_a_killed_rank_ends_the_run_and_others_go_on(
     more = {"train__max_steps": ENDLESS, "train__max_seconds": 1e-9, "train__batch_size": 6}
     if then == 1:
         more["train__parallel"] = None
-    if then == 3 and mode == "fsdp":
+    if then == 3:
         (tmp_path / "output.txt").unlink()
-    assert finished(tmp_path, words(small_corpus, mode, **more), then) == 0
+    assert finished(tmp_path, words(small_corpus, **more), then) == 0
     records = losses(run_dir)
     assert [record[0] for record in records] == [*range(step + 2)]
     output = (tmp_path / "output.txt").read_text()
@@ -203,7 +174,7 @@ def test_one_line_and_nothing_on_the_disk(
     small_corpus: Path, tmp_path: Path, processes: int, settings: dict[str, Any], line: str
 ) -> None:
     given = {key.replace(".", "__"): value for key, value in settings.items()}
-    code = finished(tmp_path, words(small_corpus, "ddp", **given), processes)
+    code = finished(tmp_path, words(small_corpus, **given), processes)
     (only,) = said(tmp_path)
     assert only.startswith(f"nanogpt-bench: error: {line}")
     assert code == (2 if processes == 1 else 1)
