@@ -220,18 +220,6 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         if self.skipped_in_row == self.warn_after:
             warn_of_skips(self, culprits)
 
-    def takes_in(self, group: dict[str, Any]) -> bool:
-        """True where a moment of a group's parameters is linear in the gradient, so that it takes in one after another.
-
-        Raises:
-            ValueError: it is, but a step needs more than the moment.
-        """
-        return False
-
-    def take_in(self, group: dict[str, Any], parameter: Tensor) -> bool:
-        """Take a gradient into the moment of a parameter, and no step; False where it is not finite."""
-        raise NotImplementedError
-
     def _slots(self) -> list[Slot]:
         """The slots of the parameters that have a gradient."""
         return [self._slot(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
@@ -284,8 +272,6 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             state["stream"] = new_stream(parameter, twin, self.state, self.streams_begun, draws=draws, alone=alone)
             self.streams_begun += 1
         done = slot.done
-        if "micro_batches" in state:
-            return  # what was due is done: this step has begun
         if done and group["stabilize_every"] and done % group["stabilize_every"] == 0:
             stabilize(slot)
         if done and group["reset_every"] and done % group["reset_every"] == 0:
