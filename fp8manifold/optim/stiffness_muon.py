@@ -57,7 +57,7 @@ class StiffnessMuon(StiffnessOptimizer):
             first of its three (experts).  With ``auto`` such a parameter is refused.
         ns_dtype: what the products are computed in; None is bfloat16 where the device has it, float32 elsewhere.
         betas, adam_eps: of groups with ``direction="adam"``.
-        stiffness, metric, writeback, draws, moments, seed, damping, clip, refresh_every, compile, maximize,
+        stiffness, metric, writeback, draws, moments, seed, damping, clip, refresh_every, maximize,
             on_nonfinite, stabilize_every, reset_every: as in :class:`StiffnessAdamW`.  ``moments`` and
             ``writeback="momentum"`` need ``momentum`` > 0; the latter gives the momentum what the rounding took as
             if the step were linear in it.

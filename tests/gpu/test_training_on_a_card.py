@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import fp8manifold as fm
 from fp8manifold import optim
+from fp8manifold.optim import _agreement, _backends
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 CARD = torch.device("cuda")
@@ -52,8 +53,7 @@ def put_gradients(some: list[nn.Parameter], step: int) -> None:
 KINDS: dict[str, Callable[[Any], Any]] = {
     "AdamW": partial(optim.StiffnessAdamW, lr=1e-2, weight_decay=0.1),
     "AdamW residual4": partial(optim.StiffnessAdamW, lr=1e-2, moments="8bit", writeback="residual4"),
-    "AdamW eager": partial(optim.StiffnessAdamW, lr=1e-2, moments="8bit", compile=False),
-    "AdamW compiled": partial(optim.StiffnessAdamW, lr=1e-2, writeback="stochastic", compile=True),
+    "AdamW eager": partial(optim.StiffnessAdamW, lr=1e-2, moments="8bit"),
     "SGD": partial(optim.StiffnessSGD, lr=1e-2, momentum=0.9, writeback="stochastic"),
     "Lion": partial(optim.StiffnessLion, lr=1e-3, moments="8bit", writeback="stochastic"),
     "Madam": partial(optim.Madam, lr=1e-2),
@@ -63,7 +63,10 @@ KINDS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_step_leaves_the_bits_of_one_on_the_cpu(kind: str) -> None:
+def test_a_step_leaves_the_bits_of_one_on_the_cpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "eager" in kind:  # as where there are no kernels
+        monkeypatch.setattr(_agreement, "on_gpu", lambda device: False)
+        monkeypatch.setattr(_backends, "is_triton", lambda slot: False)
     ours, there = parameters(torch.device("cpu")), parameters(CARD)
     made = [KINDS[kind](some) for some in (ours, there)]
     for step in range(4):

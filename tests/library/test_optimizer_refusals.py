@@ -57,8 +57,6 @@ EVERY = {
     "on_nonfinite='skipp'": "ValueError: on_nonfinite='skipp' & did you mean 'skip'",
     "moments='8bits'": "ValueError: moments='8bits' & did you mean '8bit'",
     "moments=8": "ValueError: moments=8",
-    "compile=1": "TypeError: compile=1",
-    "compile='yes'": "TypeError: compile='yes'",
     "maximize=1": "TypeError: maximize=1",
     **{f"{flag}=True": f"ValueError: {flag}=True" for flag in ("foreach", "fused", "capturable", "differentiable")},
 }
