@@ -9,7 +9,6 @@ from fp8manifold.optim._triton_step import CompileUnavailableWarning
 from fp8manifold.optim._writeback import WRITEBACKS, WriteBack
 from fp8manifold.optim.fisher import FisherNaturalGradient
 from fp8manifold.optim.madam import Madam
-from fp8manifold.optim.offload import HostOptimizer
 from fp8manifold.optim.riemannian import RiemannianAdam, RiemannianSGD
 from fp8manifold.optim.stiffness_adamw import StiffnessAdamW
 from fp8manifold.optim.stiffness_lion import StiffnessLion
@@ -21,7 +20,6 @@ __all__ = [
     "WRITEBACKS",
     "CompileUnavailableWarning",
     "FisherNaturalGradient",
-    "HostOptimizer",
     "InBackward",
     "Madam",
     "MuonReport",

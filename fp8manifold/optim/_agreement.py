@@ -253,8 +253,8 @@ def _culprits(optimizer: Any) -> list[str]:
 # One verdict in every process
 
 
-_APART: Final = ("params", "param_names", "compile")
-"""Entries of a group that may differ: names, and the backend of a step, which has the same bits."""
+_APART: Final = ("params", "param_names")
+"""Entries of a group that may differ: parameters, and their names."""
 
 Fact = tuple[tuple[Any, ...], Any]
 """A fact that has to be the same in all processes: its kind, group and place, and its value here."""
@@ -409,7 +409,7 @@ def _is_even(slot: Slot) -> bool:
         return False
     if type(gradient) is not Tensor or gradient.layout is not torch.strided or gradient.dtype not in _GRADIENTS:
         return False
-    if group["compile"] is not None or not parameter.numel():
+    if not parameter.numel():
         return False
     if isinstance(parameter, FP8Tensor) and (parameter.remainder is not None or zero_scales(parameter) is not None):
         return False

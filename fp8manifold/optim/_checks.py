@@ -86,7 +86,6 @@ DEFAULTS: Final[dict[str, Any]] = {
     "damping": 2.0**-8,
     "clip": 2.0**4,
     "refresh_every": 100,
-    "compile": None,
     "maximize": False,
     "on_nonfinite": "skip",
     "stabilize_every": None,
@@ -108,7 +107,6 @@ class Shared(TypedDict, total=False):
     seed: int
     clip: float
     refresh_every: int
-    compile: bool | None
     maximize: bool
     on_nonfinite: str
     stabilize_every: int | None
@@ -248,8 +246,6 @@ def check_shared(optimizer: str, group: dict[str, Any], damping: str) -> None:
     check_choice("on_nonfinite", group["on_nonfinite"], ("skip", "raise"))
     if not isinstance(maximize := group["maximize"], bool):
         raise TypeError(f"maximize={maximize!r} must be True or False, not {type(maximize).__name__}")
-    if group["compile"] is not None and not isinstance(group["compile"], bool):
-        raise TypeError(f"compile={group['compile']!r} must be None, True or False")
     if group.get("previous_norm") is not None:
         check_finite("previous_norm", group["previous_norm"])
     for name in ("stabilize_every", "reset_every"):

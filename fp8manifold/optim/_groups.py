@@ -9,7 +9,6 @@ from torch import Tensor
 
 _MOVING: Final = ("lr", "float_lr", "betas", "momentum", "weight_decay")
 """Options that schedules change, so that those of a run under way are expected to be other than at its start."""
-_APART: Final = frozenset((*_MOVING, "compile"))
 
 
 def unshare(groups: Sequence[dict[str, Any]]) -> None:
@@ -32,7 +31,7 @@ def warn_of_overridden(optimizer: Any, before: Sequence[dict[str, Any]]) -> None
     """
     found: dict[str, None] = {}
     for given, loaded in zip(before, optimizer.param_groups, strict=True):
-        for name in sorted(optimizer.defaults.keys() - _APART):
+        for name in sorted(optimizer.defaults.keys() - _MOVING):
             ours, theirs = _plain(given.get(name)), _plain(loaded.get(name))
             if ours != theirs:
                 found[f"{name}={theirs!r} in place of {ours!r}"] = None

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator, Sequence, Set
-from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -22,7 +21,6 @@ from fp8manifold.optim._step import (
     stiffness_factor,
     store_moments,
 )
-from fp8manifold.random_bits import mixed_word
 
 COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
 """Of the quintic that takes singular values of 0 .. 1 to about 1 (Jordan et al. 2024)."""
@@ -32,9 +30,6 @@ ADJUSTMENTS: Final = ("original", "match_rms_adamw", "spectral_unclamped")
 
 SHAPES: Final = ("auto", "flatten", "batch")
 """Readings of a parameter of more than two dimensions: refused, one matrix, or one matrix an entry."""
-
-ALL_TAKEN_IN: Final = {"beta1": 1.0, "gain1": 0.0}
-"""The numbers of a step whose momentum is complete, along a gradient of zeros."""
 
 _BUFFER = "momentum_buffer"
 _STATE: Final = (_BUFFER, LARGEST)
@@ -87,23 +82,6 @@ def average(slots: Sequence[Slot]) -> list[tuple[Tensor, Tensor]]:
     return [_averaged(slot, halves.get(slot)) for slot in slots]
 
 
-def take_in(slot: Slot, before: int) -> None:
-    """Take one of several gradients into a momentum, and no step: those of a step count as their sum.
-
-    .. math:: m \\leftarrow \\mu m + (1 - \\mu) g_1, \\qquad m \\leftarrow m + (1 - \\mu) g_i
-
-    Args:
-        slot: of a step with the gradient; its numbers are those of one.
-        before: how many gradients of the step there were; each rounding of the momentum has draws of its own.
-    """
-    momentum = slot.group["momentum"]
-    slot.numbers |= {"beta1": 1.0 if before else momentum, "gain1": 1 - momentum}
-    slot.key = slot.key._replace(stream=mixed_word(slot.key.stream, before)) if before else slot.key
-    if slot.spec.injects:
-        slot.spec = replace(slot.spec, writeback=slot.spec.rule.rounding)
-    average([slot])
-
-
 def first_half(slot: Slot) -> Slot:
     """The step of a slot as far as its direction, in place of its weight.
 
@@ -141,10 +119,7 @@ def _averaged_as_torch(slot: Slot) -> tuple[Tensor, Tensor]:
     if not slot.spec.has_moments:
         return gradient, gradient
     momentum = slot.arrays[_BUFFER]
-    if slot.numbers.get("beta1") == 1:  # one more gradient of a step, or none that is left
-        momentum.add_(gradient * numbers["gain1"])
-    else:
-        momentum.lerp_(gradient, numbers["gain1"])
+    momentum.lerp_(gradient, numbers["gain1"])
     return momentum, torch.lerp(gradient, momentum, numbers["beta1"]) if slot.spec.nesterov else momentum
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fp8manifold._numerics.reading import eager_only
 from fp8manifold._numerics.stiffness import bounded_share, end_exponents, reference_stiffness
-from fp8manifold._ranks import local_of, share_of
+from fp8manifold._ranks import local_of
 from fp8manifold.optim._agreement import (
     all_finite,
     in_every_process,
@@ -18,7 +18,7 @@ from fp8manifold.optim._agreement import (
     warn_of_one,
     warn_of_skips,
 )
-from fp8manifold.optim._backends import StepView, new_number, note_changes, observed_step, run_all, step_as_a_node
+from fp8manifold.optim._backends import StepView, note_changes, observed_step, run_all
 from fp8manifold.optim._checks import (
     CHANGING,
     check_arrays,
@@ -95,10 +95,8 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     damping_option = "damping"  # the lower bound of S / S_ref
     stores_all_moments = True  # ``moments`` is for ordinary parameters too
     steps_alone = True  # a step of one parameter depends on nothing of the others
-    steps_in_graphs = True  # a step goes through no backward pass, which an operator has no part in
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
-        self._number = new_number(self)
         self._elsewhere = ranks_elsewhere()
         super().__init__(params, defaults)
 
@@ -108,9 +106,10 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         shares = [(p.numel(), float(s["bounded"])) for p, s in self.state.items() if "bounded" in s]
         return float(sum(n * share for n, share in shares) / max(sum(n for n, _ in shares), 1))
 
+    @eager_only  # it counts, and calls code that no compiler sees into
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step; in a graph of ``torch.compile`` it is one node, a closure apart.
+        """Take one step; in a function that ``torch.compile`` compiles it is taken between two graphs.
 
         If any gradient is not finite, or so large that its square is not, nothing changes at all, step counts
         included: the step is counted in ``skipped_steps``, or a ``FloatingPointError`` is raised
@@ -127,20 +126,6 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             FloatingPointError: a gradient is not finite and ``on_nonfinite`` is ``raise``.
             RuntimeError: a CUDA graph is being recorded.
         """
-        if closure is None and torch.compiler.is_compiling() and self._is_a_node():
-            step_as_a_node(self._number, [p for group in self.param_groups for p in group["params"]])
-            return None
-        return self._step(closure)
-
-    def _is_a_node(self) -> bool:
-        """True where a graph has everything a step reads: gradients that are still there, and no tensor but these."""
-        rated = any(isinstance(group["lr"], Tensor) for group in self.param_groups)
-        everyone = [p for group in self.param_groups for p in group["params"]]
-        sharded = any(share_of(p) is not None for p in everyone)  # processes agree on steps outside of graphs
-        return self.steps_in_graphs and self._in_backward is None and not rated and not sharded
-
-    @eager_only  # it counts, and calls code that is compiled already
-    def _step(self, closure: Callable[[], Any] | None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -216,18 +201,6 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         if self.skipped_in_row == self.warn_after:
             warn_of_skips(self, culprits)
 
-    def takes_in(self, group: dict[str, Any]) -> bool:
-        """True where a moment of a group's parameters is linear in the gradient, so that it takes in one after another.
-
-        Raises:
-            ValueError: it is, but a step needs more than the moment.
-        """
-        return False
-
-    def take_in(self, group: dict[str, Any], parameter: Tensor) -> bool:
-        """Take a gradient into the moment of a parameter, and no step; False where it is not finite."""
-        raise NotImplementedError
-
     def _slots(self) -> list[Slot]:
         """The slots of the parameters that have a gradient."""
         return [self._slot(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
@@ -281,8 +254,6 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             state["stream"] = new_stream(parameter, twin, self.state, self.streams_begun, draws=draws, alone=alone)
             self.streams_begun += 1
         done = slot.done
-        if "micro_batches" in state:
-            return  # what was due is done: this step has begun
         if done and group["stabilize_every"] and done % group["stabilize_every"] == 0:
             stabilize(slot)
         if done and group["reset_every"] and done % group["reset_every"] == 0:
@@ -302,7 +273,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         make_state(slot)
         slot.tensors |= {name: local_of(slot.state[name]) for name in slot.spec.keeps}
         if "gradient" not in slot.tensors:
-            slot.tensors["gradient"] = local_of(slot.parameter.grad).contiguous().resolve_neg()  # compilers see memory
+            slot.tensors["gradient"] = local_of(slot.parameter.grad).contiguous().resolve_neg()  # code sees memory
         if slot.fmt is not None and slot.spec.bounds_chart:
             bounds = (slot.state["reference"], slot.group["damping"], slot.group["clip"])
             slot.ends = end_exponents(*bounds, slot.fmt.mantissa_bits)
@@ -398,12 +369,6 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """torch's part, the counts and ``warn_after``; who observes does not go with a copy."""
         return super().__getstate__() | {name: getattr(self, name) for name in (*_COUNTS, "warn_after")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """torch's part; a copy is another optimizer in graphs."""
-        super().__setstate__(state)
-        if "_number" not in self.__dict__:
-            self._number = new_number(self)
 
     def state_dict(self) -> dict[str, Any]:
         """The state, with everything a bit-exact resume needs; of schedules (functions) the name, and None.

@@ -57,20 +57,6 @@ class View:
         """Number of elements."""
         return math.prod(self.dims)
 
-    @property
-    def compiles(self) -> bool:
-        """True for a view whose graph serves others too: a dimension of 1 is compiled for anew."""
-        return min(self.dims) > 1
-
-
-def index_in(shape: torch.Size, device: torch.device) -> Tensor:
-    """The position of every element of a view, int32."""
-    columns = torch.arange(shape[-1], dtype=torch.int32, device=device)
-    if len(shape) == 1:
-        return columns
-    rows = torch.arange(shape[0], dtype=torch.int32, device=device) * shape[1]
-    return rows.unsqueeze(1) + columns
-
 
 def row_view(scale: Tensor, shape: tuple[int, ...], view: View) -> Tensor:
     """Broadcast one value per scale group to one value per row of a view."""
@@ -133,7 +119,7 @@ class Key(NamedTuple):
     stream: int
 
 
-_FOLLOWING: Final = frozenset(("scale", "arrays", "row", "keys", "rounding_key", "moments_key"))
+_FOLLOWING: Final = frozenset(("scale", "arrays", "row", "rounding_key", "moments_key"))
 """Attributes of a slot that follow from the others."""
 
 
@@ -272,11 +258,6 @@ class Slot:
     def row(self) -> Tensor:
         """The numbers in the order of :data:`NUMBERS`, where the step is taken and in the dtype it is computed in."""
         return torch.tensor(row_of(self.numbers, self.dtype), dtype=self.dtype).to(self.device, non_blocking=True)
-
-    @cached_property
-    def keys(self) -> Tensor:
-        """The :func:`key_row`, where the step is taken."""
-        return torch.tensor(key_row(self), dtype=torch.int32).to(self.device, non_blocking=True)
 
     @cached_property
     def arrays(self) -> dict[str, Tensor]:

@@ -40,7 +40,7 @@ _LOG: Final = logging.getLogger("fp8manifold")
 
 
 class CompileUnavailableWarning(UserWarning):
-    """Steps run without ``torch.compile``: the same results, slower on some devices."""
+    """Steps on a GPU run without Triton's kernels: the same results, slower."""
 
 
 def is_triton(slot: Slot) -> bool:
@@ -58,7 +58,7 @@ def is_triton(slot: Slot) -> bool:
 
 def left_packed(slots: Sequence[Slot]) -> set[Slot]:
     """The slots whose packed residual a kernel reads as the state has it."""
-    return {slot for slot in stay_packed(slots) if slot.group["compile"] is None and is_triton(slot)}
+    return {slot for slot in stay_packed(slots) if is_triton(slot)}
 
 
 class Launched(NamedTuple):

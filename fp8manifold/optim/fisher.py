@@ -83,7 +83,7 @@ class FisherNaturalGradient(StiffnessOptimizer):
         logits: function (model, batch) to the logits (..., V); the default calls the model with the batch, or its first
             entry if it is a sequence, and takes ``.logits`` of the result if there is such a thing.
         stiffness: the exponent k (0 by default) of both kinds of step: a number, or a function of the steps taken.
-        metric, writeback, draws, moments, seed, clip, refresh_every, compile, maximize, stabilize_every: as in
+        metric, writeback, draws, moments, seed, clip, refresh_every, maximize, stabilize_every: as in
             :class:`StiffnessAdamW`; the labels depend on ``seed`` too.
         floor: lower bound of S / S_ref, called ``damping`` there.
         on_nonfinite: what happens when a gradient is not finite, or a damped ``F`` not positive definite: ``skip``
@@ -116,7 +116,6 @@ class FisherNaturalGradient(StiffnessOptimizer):
     direction = "adam"
     damping_option = "floor"
     steps_alone = False  # the gradients of a layer's weight and bias go together
-    steps_in_graphs = False  # the curvature takes backward passes of its own
 
     @spelt_out()
     def __init__(

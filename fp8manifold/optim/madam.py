@@ -35,7 +35,7 @@ class Madam(StiffnessOptimizer):
         float_lr: learning rate of ordinary parameters; it follows ``lr``'s schedule.
         max_direction: the bound ``c``.
         escape: the floor, as a share of the tensor's mean binade.
-        writeback, draws, moments, seed, damping, clip, refresh_every, compile, maximize, on_nonfinite,
+        writeback, draws, moments, seed, damping, clip, refresh_every, maximize, on_nonfinite,
             stabilize_every, reset_every: as in :class:`StiffnessAdamW`, without ``writeback="momentum"``; ``damping``
             and ``clip`` only say what ``bounded_share`` counts.
         flags: torch's ``foreach``, ``fused``, ``capturable`` and ``differentiable``, which must be False or None.

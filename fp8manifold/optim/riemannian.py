@@ -234,7 +234,7 @@ class RiemannianAdam(Riemannian):
         damping, clip: bounds of S / S_ref, taken to powers of two, inside which the chart is the format's own; outside
             it is linear.  Metrics other than ``ulp`` are not bounded.
         refresh_every: steps between two computations of S_ref.
-        compile, maximize, on_nonfinite, stabilize_every, reset_every: as in :class:`StiffnessAdamW`.
+        maximize, on_nonfinite, stabilize_every, reset_every: as in :class:`StiffnessAdamW`.
         flags: torch's ``foreach``, ``fused``, ``capturable`` and ``differentiable``, which must be False or None.
 
     Attributes:
@@ -351,7 +351,7 @@ class RiemannianSGD(Riemannian):
         lr: ULPs a step for a code gradient ``S g`` of 1; by default 0.5 on our manifolds, 1e-3 elsewhere.
         momentum, dampening, nesterov: as in ``torch.optim.SGD``.
         weight_decay: as in :class:`RiemannianAdam`.
-        stabilize, float_lr, writeback, draws, moments, seed, damping, clip, refresh_every, compile, maximize,
+        stabilize, float_lr, writeback, draws, moments, seed, damping, clip, refresh_every, maximize,
             on_nonfinite, stabilize_every, reset_every: as in :class:`RiemannianAdam`.
         flags: torch's ``foreach``, ``fused``, ``capturable`` and ``differentiable``, which must be False or None.
 

@@ -48,10 +48,6 @@ class StiffnessAdamW(StiffnessOptimizer):
         damping: lower bound of S / S_ref, so that weights near zero keep moving in formats of many binades.
         clip: upper bound of S / S_ref, so that outliers do not run away.
         refresh_every: steps between two computations of S_ref (and of ``bounded_share``).
-        compile: how steps are run, with the same results to the bit.  None takes the fastest that is right: native code
-            on the CPU, ``torch.compile`` on other devices, and plain PyTorch for what neither has (parameters that are
-            not float32 or codes, the metric ``log``, a metric of one's own).  True asks ``torch.compile`` everywhere
-            (:class:`CompileUnavailableWarning` where it fails), False plain PyTorch.
         maximize: ascend instead.
         on_nonfinite: ``skip`` leaves out a whole step with a gradient that is not finite, ``raise`` raises.
         stabilize_every: project parameters to their manifold every so many steps.

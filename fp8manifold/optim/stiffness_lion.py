@@ -26,7 +26,7 @@ class StiffnessLion(StiffnessOptimizer):
         lr: learning rate, Lion's: a third to a tenth of AdamW's.
         betas: of the interpolation, and of the average.
         weight_decay: decoupled decay, times ``lr`` a step.
-        stiffness, metric, writeback, draws, moments, seed, damping, clip, refresh_every, compile, maximize,
+        stiffness, metric, writeback, draws, moments, seed, damping, clip, refresh_every, maximize,
             on_nonfinite, stabilize_every, reset_every: as in :class:`StiffnessAdamW`, without ``writeback="momentum"``.
         flags: torch's ``foreach``, ``fused``, ``capturable`` and ``differentiable``, which must be False or None.
 

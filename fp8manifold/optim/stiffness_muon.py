@@ -12,12 +12,10 @@ from fp8manifold.optim._backends import StepView
 from fp8manifold.optim._checks import Family, check_betas, check_finite, check_first_moment, lr_of, spelt_out
 from fp8manifold.optim._muon import (
     ADJUSTMENTS,
-    ALL_TAKEN_IN,
     COEFFICIENTS,
     SHAPES,
     adjusted_rate,
     as_matrices,
-    take_in,
     take_muon_steps,
 )
 from fp8manifold.optim._slot import Parameters, Slot
@@ -59,7 +57,7 @@ class StiffnessMuon(StiffnessOptimizer):
             first of its three (experts).  With ``auto`` such a parameter is refused.
         ns_dtype: what the products are computed in; None is bfloat16 where the device has it, float32 elsewhere.
         betas, adam_eps: of groups with ``direction="adam"``.
-        stiffness, metric, writeback, draws, moments, seed, damping, clip, refresh_every, compile, maximize,
+        stiffness, metric, writeback, draws, moments, seed, damping, clip, refresh_every, maximize,
             on_nonfinite, stabilize_every, reset_every: as in :class:`StiffnessAdamW`.  ``moments`` and
             ``writeback="momentum"`` need ``momentum`` > 0; the latter gives the momentum what the rounding took as
             if the step were linear in it.
@@ -200,44 +198,7 @@ class StiffnessMuon(StiffnessOptimizer):
         rows, columns = as_matrices(shape, group["matrix_shape"]).shape[-2:]
         rate, momentum = adjusted_rate(lr, group["adjust_lr_fn"], rows, columns), group["momentum"]
         numbers = {"beta1": momentum, "gain1": 1 - momentum, "rate": rate, "inject": injected(rate, momentum)}
-        return numbers | (ALL_TAKEN_IN if "micro_batches" in slot.state else {}) | shared
-
-    def takes_in(self, group: dict[str, Any]) -> bool:
-        """True for matrices, whose momentum is linear in the gradient.
-
-        Args:
-            group: one of the optimizer's groups.
-
-        Raises:
-            ValueError: there is no momentum, or the step needs the gradient beside it (``nesterov=True``).
-        """
-        if group["direction"] != "muon":
-            return False
-        if group["nesterov"] or not group["momentum"]:
-            option = "nesterov=True" if group["nesterov"] else "momentum=0"
-            raise ValueError(
-                f"accumulate='momentum' does not go with {option}: its step needs the sum of the gradients beside the "
-                "momentum; give nesterov=False and momentum > 0, or accumulate='bfloat16', a sum of two bytes a weight"
-            )
-        return True
-
-    def take_in(self, group: dict[str, Any], parameter: Tensor) -> bool:
-        """Take a gradient into the momentum of a matrix, and no step; False, and counted, where it is not finite.
-
-        Args:
-            group: the parameter's group.
-            parameter: a matrix, with its gradient in ``grad``.
-        """
-        slots = [self._slot(group, parameter)]
-        if not self._may_step(slots):
-            self.skipped_steps += 1
-            return False
-        for slot in self._begin(slots):
-            before = slot.state.get("micro_batches", 0)
-            take_in(slot, before)
-            slot.state["step"] -= 1
-            slot.state["micro_batches"] = before + 1
-        return True
+        return numbers | shared
 
     def _run(self, slots: list[Slot]) -> list[StepView]:
         """Run Adam's steps as everywhere, and those of matrices in two halves."""

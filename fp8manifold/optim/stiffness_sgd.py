@@ -29,7 +29,7 @@ class StiffnessSGD(StiffnessOptimizer):
         lr: learning rate, SGD's.
         momentum, dampening, nesterov: as in ``torch.optim.SGD``; the buffer starts from the first gradient.
         weight_decay: decoupled decay, times ``lr`` a step.
-        stiffness, metric, writeback, draws, moments, seed, damping, clip, refresh_every, compile, maximize,
+        stiffness, metric, writeback, draws, moments, seed, damping, clip, refresh_every, maximize,
             on_nonfinite, stabilize_every, reset_every: as in :class:`StiffnessAdamW`; ``writeback="momentum"``
             and ``moments`` need ``momentum`` > 0, the former without Nesterov.
         flags: torch's ``foreach``, ``fused``, ``capturable`` and ``differentiable``, which must be False or None.

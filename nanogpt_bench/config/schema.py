@@ -328,12 +328,6 @@ class OptimizerConfig:
     reset_every: int | None = setting(
         None, "the library's optimizers: steps after which running averages begin anew; null: never", minimum=1
     )
-    compile: bool = setting(
-        False,
-        "the library's optimizers: take their steps through torch.compile and not in native code, with the same result",
-        of_formats=True,
-        storages=MANIFOLDS,
-    )
     schedule: str = setting(
         "cosine",
         "schedule of the learning rate after the warm-up: to min_lr_ratio, or none",

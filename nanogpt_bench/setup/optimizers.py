@@ -140,7 +140,6 @@ def _own_options(config: Config) -> dict[str, Any]:
     return {
         "moments": settings.moments or "float32",
         "seed": config.seed,
-        "compile": settings.compile or None,
         **written,
         **given,
     }

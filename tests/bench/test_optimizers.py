@@ -73,9 +73,7 @@ def test_what_all_of_the_library_s_optimizers_take_reaches_them(name: str, built
     optimizer = on_one_byte(name, *options)
     assert type(optimizer) is built
     for group in optimizer.param_groups:
-        assert [group[key] for key in ("lr", "writeback", "moments", "seed", "compile")] == [
-            *(0.5, "residual8", "bfloat16", 7, None)
-        ]
+        assert [group[key] for key in ("lr", "writeback", "moments", "seed")] == [0.5, "residual8", "bfloat16", 7]
 
 
 @pytest.mark.parametrize(
@@ -87,7 +85,6 @@ def test_what_all_of_the_library_s_optimizers_take_reaches_them(name: str, built
         ("madam", "float_lr", 0.25),
         ("madam", "eps", 0.25),
         ("stiffness_lion", "stiffness", 0.5),
-        ("stiffness_sgd", "compile", True),
         *(
             (name, option, value)
             for name in OPTIONS

@@ -70,7 +70,7 @@ def by_its_settings(config: Config) -> Config:
     rule = RULES[config.rule or ""]
     plain = Config()
     plain.model, plain.data, plain.train = config.model, config.data, config.train
-    for name in ("name", "writeback", "moments", "stiffness", "stiffness_end", "grad_clip", "compile", "schedule"):
+    for name in ("name", "writeback", "moments", "stiffness", "stiffness_end", "grad_clip", "schedule"):
         setattr(plain.optimizer, name, getattr(config.optimizer, name))
     assert meaning(rule)["optimizer.name"] == plain.optimizer.name
     return resolve(plain)

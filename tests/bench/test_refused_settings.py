@@ -56,7 +56,6 @@ REFUSED: dict[str, dict[str, str]] = {
         f"optimizer.moments=8bit {MASTER}": "'8bit' needs model.storage grid, fp8 or continuous, not 'master', or "
         "optimizer.name stiffness_adamw or stiffness_muon",
     },
-    "optimizer.compile": {"optimizer.compile=true": "True needs model.storage grid, fp8 or continuous, not 'float32'"},
     "optimizer.momentum": {"optimizer.momentum=0.5": "0.5 is not an option of adamw; it belongs to sgd, stiffness_sgd"},
     "optimizer.beta1": {
         "rule=sgd optimizer.beta1=0.5": "0.5 is not an option of sgd; it belongs to adamw",

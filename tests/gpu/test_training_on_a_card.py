@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import fp8manifold as fm
 from fp8manifold import optim
+from fp8manifold.optim import _agreement, _backends
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 CARD = torch.device("cuda")
@@ -52,8 +53,7 @@ def put_gradients(some: list[nn.Parameter], step: int) -> None:
 KINDS: dict[str, Callable[[Any], Any]] = {
     "AdamW": partial(optim.StiffnessAdamW, lr=1e-2, weight_decay=0.1),
     "AdamW residual4": partial(optim.StiffnessAdamW, lr=1e-2, moments="8bit", writeback="residual4"),
-    "AdamW eager": partial(optim.StiffnessAdamW, lr=1e-2, moments="8bit", compile=False),
-    "AdamW compiled": partial(optim.StiffnessAdamW, lr=1e-2, writeback="stochastic", compile=True),
+    "AdamW eager": partial(optim.StiffnessAdamW, lr=1e-2, moments="8bit"),
     "SGD": partial(optim.StiffnessSGD, lr=1e-2, momentum=0.9, writeback="stochastic"),
     "Lion": partial(optim.StiffnessLion, lr=1e-3, moments="8bit", writeback="stochastic"),
     "Madam": partial(optim.Madam, lr=1e-2),
@@ -63,7 +63,10 @@ KINDS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_step_leaves_the_bits_of_one_on_the_cpu(kind: str) -> None:
+def test_a_step_leaves_the_bits_of_one_on_the_cpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "eager" in kind:  # as where there are no kernels
+        monkeypatch.setattr(_agreement, "on_gpu", lambda device: False)
+        monkeypatch.setattr(_backends, "is_triton", lambda slot: False)
     ours, there = parameters(torch.device("cpu")), parameters(CARD)
     made = [KINDS[kind](some) for some in (ours, there)]
     for step in range(4):
@@ -162,22 +165,12 @@ def test_training_makes_no_wait() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_steps_in_backward_and_on_the_host_leave_the_bits_of_a_step() -> None:
+def test_steps_in_backward_leave_the_bits_of_a_step() -> None:
     found = []
-    for way in ("step", "in backward", "host", "host in backward"):
+    for way in ("step", "in backward"):
         model = network().to(CARD)
         make = partial(optim.StiffnessAdamW, lr=3e-3, moments="8bit", writeback="stochastic")
         optimizer: Any = make(model.parameters())
-        if way.startswith("host"):
-            options: Any = {} if way == "host in backward" else None
-            optimizer = optim.HostOptimizer(
-                model.parameters(),
-                optim.StiffnessAdamW,
-                lr=3e-3,
-                moments="8bit",
-                writeback="stochastic",
-                in_backward=options,
-            )
         handle = optim.step_in_backward(optimizer) if way == "in backward" else None
         for step in range(4):
             loss = model(normal(128, 64, seed=step).to(CARD)).square().mean()
@@ -190,8 +183,6 @@ def test_steps_in_backward_and_on_the_host_leave_the_bits_of_a_step() -> None:
         torch.cuda.synchronize()
         found.append([parts(p) for p in model.parameters()])
     assert found[1] == found[0]
-    assert found[2] == found[0]
-    assert found[3] == found[0]
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "channel"])

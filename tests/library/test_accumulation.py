@@ -1,6 +1,5 @@
-"""Gradients of several backward passes, summed up while they are freed: in bfloat16, or in Muon's momentum."""
+"""Gradients of several backward passes, summed up in bfloat16 while they are freed."""
 
-import copy
 import math
 from typing import Any
 
@@ -9,12 +8,11 @@ import torch
 from in_backward_cases import OPTIMIZERS, everything, network, train
 from torch import Tensor, nn
 
-import fp8manifold as fm
 from fp8manifold import optim
 from fp8manifold.optim._in_backward.gradients import FOR_SUMS, GradientSum
 from fp8manifold.optim._state import twins
 from fp8manifold.optim._writeback import to_half
-from fp8manifold.random_bits import Stream, draw_range, mixed_word
+from fp8manifold.random_bits import Stream, draw_range
 
 BATCHES = [torch.arange(10), torch.arange(5, 10), torch.arange(3)]
 
@@ -29,12 +27,6 @@ def pass_all(model: nn.Module, optimizer: Any, steps: int = 1) -> None:
         for tokens in BATCHES:
             loss(model, tokens).backward()
         optimizer.step()
-
-
-def eager(optimizer: Any) -> Any:
-    for group in optimizer.param_groups:
-        group["compile"] = False
-    return optimizer
 
 
 def rounded_sums(model: nn.Module, optimizer: Any) -> dict[Tensor, Tensor]:
@@ -56,7 +48,7 @@ def rounded_sums(model: nn.Module, optimizer: Any) -> dict[Tensor, Tensor]:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_sums_are_the_gradients_of_an_ordinary_step(name: str, storage: str | None, clips: bool) -> None:
     plain, model = network(storage), network(storage)
-    ordinary, optimizer = eager(OPTIMIZERS[name](plain)), eager(OPTIMIZERS[name](model))
+    ordinary, optimizer = OPTIMIZERS[name](plain), OPTIMIZERS[name](model)
     train(plain, ordinary, 1)
     train(model, optimizer, 1)
     optimizer.zero_grad()
@@ -158,193 +150,3 @@ def test_what_a_sum_cannot_do_is_refused() -> None:
     optimizer.step()
     with pytest.raises(RuntimeError, match="used and freed"):
         loss(model, BATCHES[0]).backward()
-
-
-# ----------------------------------------------------------------------------------------------------------- momentum
-def muon(model: nn.Module, **options: Any) -> Any:
-    return optim.StiffnessMuon.for_model(model, 1e-2, **{"nesterov": False, **options})
-
-
-@pytest.mark.parametrize("storage", ["fp8", None])
-@pytest.mark.parametrize("maximize", [False, True])
-@pytest.mark.parametrize("writeback", ["stochastic", "residual8", "residual4", "momentum"])
-def test_a_momentum_takes_in_gradients_one_by_one(writeback: str, maximize: bool, storage: str | None) -> None:
-    """Exactly but for the order of additions in float32, in which the sum of the gradients is not added at once."""
-    plain, model = network(storage), network(storage)
-    options: dict[str, Any] = {"writeback": writeback, "maximize": maximize, "ns_dtype": torch.float64}
-    ordinary, optimizer = muon(plain, **options), muon(model, **options)
-    optim.step_in_backward(optimizer, accumulate="momentum")
-    for step in range(3):
-        pass_all(plain, ordinary)
-        pass_all(model, optimizer)
-        for (name, one), (_, other) in zip(plain.named_parameters(), model.named_parameters(), strict=True):
-            if "momentum_buffer" not in optimizer.state[other]:
-                continue
-            mine, its = (by.state[p]["momentum_buffer"] for by, p in ((ordinary, one), (optimizer, other)))
-            if writeback != "momentum" or storage is None:  # which adds what the last rounding took
-                torch.testing.assert_close(its, mine, rtol=2e-5, atol=1e-7, msg=f"{name} in step {step}")
-            assert int(optimizer.state[other]["step"]) == step + 1
-            assert "micro_batches" not in optimizer.state[other]
-        for p, q in zip(plain.parameters(), model.parameters(), strict=True):  # from one start again
-            with torch.no_grad():
-                q.copy_(p.detach())
-        model.load_state_dict(plain.state_dict())
-        optimizer.load_state_dict(copy.deepcopy(ordinary.state_dict()))
-
-
-def test_one_gradient_in_float32_is_an_ordinary_step_to_the_bit() -> None:
-    plain, ordinary, model, optimizer = after_one_pass()
-    ordinary.step()
-    optimizer.step()
-    for name in ("1.weight", "3.weight"):
-        assert torch.equal(plain.get_parameter(name).detach(), model.get_parameter(name).detach())
-
-
-def after_one_pass() -> tuple[Any, Any, Any, Any]:
-    """A model and its Muon, and the same with gradients taken into the momentum, after the same backward pass."""
-    plain, model = network("fp8"), network("fp8")
-    ordinary, optimizer = muon(plain), muon(model)
-    optim.step_in_backward(optimizer, accumulate="momentum")
-    for each, by in ((plain, ordinary), (model, optimizer)):
-        by.zero_grad()
-        loss(each, BATCHES[0]).backward()
-    return plain, ordinary, model, optimizer
-
-
-def averages(optimizer: Any, weight: Tensor) -> dict[str, Tensor]:
-    return {
-        name: x.clone() for name, x in optimizer.state[weight].items() if name in ("momentum_buffer", "avg_largest")
-    }
-
-
-def averaged(before: dict[str, Tensor], gradient: Tensor, stream: int, beta: float, moments: str) -> dict[str, Tensor]:
-    """A momentum after one more gradient, as a step of float weights at rate 0 has it, at the same step of a stream."""
-    weight = nn.Parameter(torch.zeros_like(gradient))
-    optimizer: Any = optim.StiffnessMuon([weight], 0.0, nesterov=False, moments=moments)
-    weight.grad = torch.zeros_like(gradient)
-    optimizer.step()
-    state, numbers = optimizer.state[weight], optimizer._numbers
-    state |= before | {"step": torch.tensor(0.0), "stream": stream}
-    optimizer._numbers = lambda *parts: numbers(*parts) | {"beta1": beta, "gain1": 1 - 0.95}
-    weight.grad = gradient
-    optimizer.step()
-    return averages(optimizer, weight)
-
-
-@pytest.mark.parametrize("moments", ["bfloat16", "8bit"])
-def test_a_momentum_in_fewer_bits_is_rounded_once_a_gradient(moments: str) -> None:
-    """With draws of its own each time; the step then leaves the momentum as it is."""
-    weight = fm.FP8Parameter(torch.randn(32, 32, generator=torch.Generator().manual_seed(0)), "E4M3", seed=1)
-    optimizer = optim.StiffnessMuon([weight], 0.1, nesterov=False, moments=moments)
-    optim.step_in_backward(optimizer, accumulate="momentum")
-    kept: dict[str, Tensor] = {}
-    for i in range(3):
-        gradient = torch.randn(32, 32, generator=torch.Generator().manual_seed(1 + i))
-        (weight * gradient).sum().backward()
-        state = optimizer.state[weight]
-        stream = mixed_word(state["stream"], i) if i else state["stream"]
-        kept = averaged(kept, gradient, stream, 1.0 if i else 0.95, moments)
-        assert same(averages(optimizer, weight), kept)
-        assert state["micro_batches"] == i + 1
-    codes = weight.codes.clone()
-    optimizer.step()
-    assert same(averages(optimizer, weight), kept)
-    assert not torch.equal(weight.codes, codes)
-    assert int(optimizer.state[weight]["step"]) == 1
-
-
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(x, other[name]) for name, x in one.items())
-
-
-def test_a_pass_without_a_parameter_and_fewer_passes_than_usual_are_steps_too() -> None:
-    """Nothing counts the passes: what came until ``step()`` is the step."""
-    plain, ordinary, model, optimizer = after_one_pass()
-    for each, by in ((plain, ordinary), (model, optimizer)):
-        each[5].weight.square().sum().backward()
-        by.step()
-    for name in ("1.weight", "3.weight", "5.weight"):
-        mine, its = (by.state[each.get_parameter(name)] for by, each in ((ordinary, plain), (optimizer, model)))
-        torch.testing.assert_close(its["momentum_buffer"], mine["momentum_buffer"])
-
-
-def test_resets_and_refreshes_happen_once_a_step() -> None:
-    plain, model = network("fp8"), network("fp8")
-    options: dict[str, Any] = {"reset_every": 2, "stabilize_every": 1, "refresh_every": 1, "stiffness": 1.0}
-    ordinary, optimizer = muon(plain, **options), muon(model, **options)
-    optim.step_in_backward(optimizer, accumulate="momentum")
-    pass_all(plain, ordinary, 2)
-    pass_all(model, optimizer, 2)
-    model.load_state_dict(plain.state_dict())
-    optimizer.load_state_dict(copy.deepcopy(ordinary.state_dict()))
-    pass_all(plain, ordinary)
-    pass_all(model, optimizer)
-    for name in ("1.weight", "3.weight"):
-        mine, its = (by.state[each.get_parameter(name)] for by, each in ((ordinary, plain), (optimizer, model)))
-        assert its["since"] == mine["since"] == 2
-        torch.testing.assert_close(its["momentum_buffer"], mine["momentum_buffer"])
-
-
-def test_a_half_taken_step_is_neither_saved_nor_dropped() -> None:
-    model = network("fp8")
-    optimizer = muon(model)
-    optim.step_in_backward(optimizer, accumulate="momentum")
-    start = copy.deepcopy(optimizer.state_dict())
-    loss(model, BATCHES[0]).backward()
-    assert optimizer.state[model[1].weight]["micro_batches"] == 1
-    with pytest.raises(RuntimeError, match=r"a step is under way: .* save the state after it"):
-        optimizer.state_dict()
-    with pytest.raises(RuntimeError, match="used and freed"):
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.zero_grad()
-    with pytest.raises(RuntimeError, match=r"zero_grad\(\) was called before the step, .* in the momentum already"):
-        loss(model, BATCHES[0]).backward()
-    optimizer.load_state_dict(start)  # which drops it all
-    optimizer.zero_grad()
-    assert everything(model, optimizer) == everything(network("fp8"), muon(network("fp8")))
-
-
-def test_a_gradient_that_is_not_finite_is_left_out_of_its_momentum() -> None:
-    plain, ordinary, model, optimizer = after_one_pass()
-    hook = model[3].weight.register_hook(lambda g: g * math.inf)
-    with pytest.warns(RuntimeWarning, match=r"'3.weight'.* is not finite in one of the backward passes"):
-        (loss(model, BATCHES[1]) * 0 + model[3].weight.sum()).backward()
-    hook.remove()
-    ordinary.step()
-    optimizer.step()
-    assert optimizer.skipped_steps == 1
-    assert torch.equal(
-        optimizer.state[model[3].weight]["momentum_buffer"], ordinary.state[plain[3].weight]["momentum_buffer"]
-    )
-
-
-def test_adams_parameters_are_summed_up_beside_a_momentum() -> None:
-    model = network("fp8")
-    optimizer = muon(model)
-    optim.step_in_backward(optimizer, accumulate="momentum")
-    loss(model, BATCHES[0]).backward()
-    kinds = {name: type(p.grad).__name__ for name, p in model.named_parameters()}
-    assert kinds == {
-        name: "SpentGradient" if name in ("1.weight", "3.weight", "5.weight") else "GradientSum" for name in kinds
-    }
-    optimizer.step()
-    assert {int(state["step"]) for state in optimizer.state.values()} == {1}
-
-
-@pytest.mark.parametrize(
-    ("make", "match"),
-    [
-        (lambda m: optim.StiffnessAdamW(m.parameters()), "StiffnessAdamW has none here, .* give accumulate='bfloat16'"),
-        (lambda m: optim.StiffnessSGD(m.parameters(), 0.1), "StiffnessSGD has none here"),
-        (lambda m: muon(m, nesterov=True), "does not go with nesterov=True: .* give nesterov=False .*'bfloat16'"),
-        (lambda m: muon(m, momentum=0.0), "does not go with momentum=0: "),
-        (lambda m: muon(m, others=["*"]), "StiffnessMuon has none here"),
-    ],
-)
-def test_what_no_momentum_can_take_in_is_refused(make: Any, match: str) -> None:
-    optimizer = make(network("fp8"))
-    with pytest.raises(ValueError, match=match):
-        optim.step_in_backward(optimizer, accumulate="momentum")
-    with pytest.raises(ValueError, match=r"accumulate='momentun' is unknown: .* did you mean 'momentum'"):
-        optim.step_in_backward(optimizer, accumulate="momentun")
-    optim.step_in_backward(optimizer, accumulate="bfloat16")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from paths import PATHS, by
 from torch import Tensor
 
 import fp8manifold as fm
@@ -26,10 +27,7 @@ OPTIMIZERS = {
     "lion-8bit": (optim.StiffnessLion, {"lr": 1e-3, "moments": "8bit"}),
     "madam": (optim.Madam, {"lr": 1e-2}),
 }
-#: ``compile``: native where that was built, plain PyTorch, and torch.compile
-PATHS = {"native": None, "eager": False, "compiled": True}
-COMPILED = ("adamw", "adamw-8bit")
-CASES = [(name, path) for name in OPTIMIZERS for path in PATHS if path != "compiled" or name in COMPILED]
+CASES = [(name, path) for name in OPTIMIZERS for path in PATHS]
 by_path = pytest.mark.parametrize(("name", "path"), CASES, ids=["-".join(case) for case in CASES])
 
 
@@ -45,11 +43,11 @@ def put(parameters: list[Tensor], t: int) -> None:
         p.grad = torch.randn(p.shape, generator=generator) * 0.1
 
 
-def build(name: str, **options: Any) -> tuple[list[Tensor], Any]:
+def build(name: str, path: str = "eager", **options: Any) -> tuple[list[Tensor], Any]:
     kind, defaults = OPTIMIZERS[name]
     parameters = weights()
     groups = [{"params": parameters[:1]}, {"params": parameters[1:], "lr": defaults["lr"] / 2}]
-    return parameters, kind(groups, **{"refresh_every": 5, "compile": False, **defaults, **options})
+    return parameters, by(path, kind(groups, **{"refresh_every": 5, **defaults, **options}))
 
 
 def everything(parameters: list[Tensor], optimizer: Any) -> list[Tensor]:
@@ -129,7 +127,7 @@ EVENTS: list[Callable[[list[Tensor], Any], None]] = [
 def forget(optimizer: Any) -> None:
     """Take away all that is neither torch's, nor a count that ``state_dict`` has; it is no part of any result."""
     known = {"state", "param_groups", "defaults", "skipped_steps", "skipped_in_row", "widened_scales", "streams_begun"}
-    known |= {"fitted_scales"}
+    known |= {"fitted_scales", "_run"}  # the last says by which path it steps
     for name in [name for name in vars(optimizer) if name not in known and not name.startswith("_optimizer_")]:
         if name.startswith("_") and name not in torch.optim.SGD([torch.zeros(1)]).__dict__:
             del optimizer.__dict__[name]
@@ -137,8 +135,7 @@ def forget(optimizer: Any) -> None:
 
 def compare(name: str, path: str, event: Callable[..., None] | None, steps: int, at: int, **options: Any) -> Any:
     """The bits of plain PyTorch in an optimizer that forgets everything before each step; the two optimizers."""
-    ours = build(name, **options | {"compile": PATHS[path]})
-    plain = build(name, **options | {"compile": False})
+    ours, plain = (build(name, by_which, **options) for by_which in (path, "eager"))
     for t in range(steps):
         for parameters, optimizer in (ours, plain):
             put(parameters, t)
@@ -168,7 +165,7 @@ def test_what_is_due_is_done(options: dict[str, Any], path: str) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_raising_changes_nothing(path: str) -> None:
-    parameters, optimizer = build("adamw-8bit", on_nonfinite="raise", compile=PATHS[path])
+    parameters, optimizer = build("adamw-8bit", path, on_nonfinite="raise")
     for t in range(3):
         put(parameters, t)
         optimizer.step()
@@ -183,7 +180,7 @@ def test_raising_changes_nothing(path: str) -> None:
 @pytest.mark.parametrize("path", PATHS)
 def test_a_changed_weight_is_seen_by_autograd(path: str) -> None:
     """What a graph saved is no longer there after a step."""
-    parameters, optimizer = build("adamw", compile=PATHS[path])
+    parameters, optimizer = build("adamw", path)
     plain = parameters[2]
     for t in range(4):
         loss = (plain * plain).sum()
@@ -297,7 +294,7 @@ BETWEEN: list[Callable[[list[Tensor], Any], None]] = [
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("event", BETWEEN, ids=lambda e: e.__name__)
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("name", [*COMPILED, "sgd"])
+@pytest.mark.parametrize("name", ["adamw", "adamw-8bit", "sgd"])
 def test_the_next_step_starts_from_what_the_state_holds(name: str, path: str, event: Callable[..., None]) -> None:
     compare(name, path, event, steps=6, at=3)
 
@@ -330,7 +327,7 @@ def test_the_events_matter() -> None:
 def test_an_average_that_cannot_be_stepped_is_refused(
     path: str, change: Callable[[Tensor], Tensor], message: str
 ) -> None:
-    parameters, optimizer = build("adamw", compile=PATHS[path])
+    parameters, optimizer = build("adamw", path)
     for t in range(3):
         put(parameters, t)
         optimizer.step()
@@ -348,7 +345,7 @@ def test_an_average_that_cannot_be_stepped_is_refused(
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("i", [0, 2])
 def test_a_parameter_taken_out_is_let_go(i: int, path: str) -> None:
-    parameters, optimizer = build("adamw", compile=PATHS[path])
+    parameters, optimizer = build("adamw", path)
     for t in range(3):
         put(parameters, t)
         optimizer.step()

@@ -1,4 +1,4 @@
-"""The codec of the compiled steps: bit for bit the grid's own encode, decode and ulp, and a grid that is finer."""
+"""The codec of steps: bit for bit the grid's own encode, decode and ulp, and a grid that is finer."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def test_it_computes_what_fake_quantisation_by_hand_does(made: Any, storage: Any
 @storages
 def test_it_learns_and_generates(made: Any, storage: Any) -> None:
     model = quantized(made, storage).train()
-    optimizer = fm.optim.StiffnessAdamW(model.parameters(), lr=1e-2, compile=False)
+    optimizer = fm.optim.StiffnessAdamW(model.parameters(), lr=1e-2)
     losses = []
     for _ in range(12):
         loss = model(TOKENS, labels=TOKENS).loss

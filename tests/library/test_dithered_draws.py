@@ -8,6 +8,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from optimizer_cases import normal, put_gradients, same_bits, snapshot
+from paths import PATHS, by
 from torch import Tensor
 
 import fp8manifold as fm
@@ -149,11 +150,11 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def stepped(name: str, steps: int, draws: str | None, way: bool | None, own: str = "independent") -> Any:
+def stepped(name: str, steps: int, draws: str | None, path: str, own: str = "independent") -> Any:
     kind, options = CASES[name]
     weights = [fm.FP8Parameter(normal(33, 64, seed=k), "E4M3", seed=k, draws=own) for k in range(2)]
     given = {} if draws is None else {"draws": draws}
-    optimizer = kind(weights, **options, **given, compile=way)
+    optimizer = by(path, kind(weights, **options, **given))
     for t in range(steps):
         put_gradients(weights, t)
         optimizer.step()
@@ -161,28 +162,27 @@ def stepped(name: str, steps: int, draws: str | None, way: bool | None, own: str
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_native_eager_and_compiled_steps_have_the_same_bits(name: str) -> None:
-    ways = [None, False] if name != "adamw" else [None, False, True]
-    ours = [snapshot(stepped(name, 3, "dither", way)) for way in ways]
+def test_native_and_eager_steps_have_the_same_bits(name: str) -> None:
+    ours = [snapshot(stepped(name, 3, "dither", path)) for path in PATHS]
     assert all(each["parameters"] == ours[0]["parameters"] for each in ours)
-    assert ours[0]["parameters"] != snapshot(stepped(name, 3, "independent", None))["parameters"]
+    assert ours[0]["parameters"] != snapshot(stepped(name, 3, "independent", "native"))["parameters"]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_no_optimizer_dithers_unless_told_to(name: str) -> None:
-    unsaid, said = (snapshot(stepped(name, 2, draws, None)) for draws in (None, "independent"))
+    unsaid, said = (snapshot(stepped(name, 2, draws, "native")) for draws in (None, "independent"))
     assert unsaid["parameters"] == said["parameters"]
 
 
 def test_a_tensors_own_draws_are_taken_where_the_optimizer_has_none() -> None:
-    named = snapshot(stepped("riemannian", 3, "dither", None))
-    assert snapshot(stepped("riemannian", 3, None, None, "dither"))["parameters"] == named["parameters"]
-    assert snapshot(stepped("riemannian", 3, "independent", None, "dither"))["parameters"] != named["parameters"]
+    named = snapshot(stepped("riemannian", 3, "dither", "native"))
+    assert snapshot(stepped("riemannian", 3, None, "native", "dither"))["parameters"] == named["parameters"]
+    assert snapshot(stepped("riemannian", 3, "independent", "native", "dither"))["parameters"] != named["parameters"]
 
 
 def test_a_resumed_run_draws_on() -> None:
-    through = snapshot(stepped("muon", 6, "dither", None))
-    first = stepped("muon", 3, "dither", None)
+    through = snapshot(stepped("muon", 6, "dither", "native"))
+    first = stepped("muon", 3, "dither", "native")
     weights = [fm.FP8Parameter(normal(33, 64, seed=k + 7), "E4M3", seed=k) for k in range(2)]
     for weight, saved in zip(weights, first.param_groups[0]["params"], strict=True):
         weight.data = saved.detach().clone()

@@ -70,7 +70,7 @@ def test_smallest_gpt_learns_in_one_byte_a_weight(representation: str) -> None:
     model = fm.quantize_model(build_model(SIZES["0.8M"], seed=0), "E4M3", storage="fp8")
     text = torch.randint(0, 257, (2, 32), generator=torch.Generator().manual_seed(0))
     optimizer = FisherNaturalGradient(
-        model.parameters(), model, [text], lr=2e-3, representation=representation, refresh=4, compile=False
+        model.parameters(), model, [text], lr=2e-3, representation=representation, refresh=4
     )
     losses = []
     for _ in range(9):
@@ -111,15 +111,6 @@ def test_learns_in_other_dtypes(dtype: torch.dtype) -> None:
     metric = optimizer.state[model.head.weight]
     assert {metric[name].dtype for name in ("inverse_inputs", "fisher_outputs")} == {torch.float32}
     assert metric["momentum_buffer"].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-
-
-def test_compiled_step_has_the_bits_of_the_eager_one(cpp_compiler: None) -> None:
-    results = []
-    for compiled in (False, True):
-        model = tagger()
-        train(model, optimizer_of(model, compile=compiled, refresh=2), 4)
-        results.append(values(model.parameters()))
-    assert same_bits(*results)
 
 
 # Where it measures

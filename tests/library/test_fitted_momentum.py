@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from optimizer_cases import normal, stored_weight
+from paths import PATHS, by
 from scalar_grid import F32, Codes, exponent_of, f32
 from torch import Tensor, nn
 
@@ -21,7 +22,6 @@ from fp8manifold.optim._spec import MOMENTUM_FORMAT
 from fp8manifold.optim._step import _fitted_scale, fit
 from fp8manifold.random_bits import word_range
 
-PATHS: dict[str, bool | None] = {"native": None, "eager": False}
 E2M5 = Codes(MOMENTUM_FORMAT)
 MU = 0.95
 
@@ -87,7 +87,7 @@ def test_codes_and_largest_are_those_of_the_definition(
     rows: int, columns: int, block: int, path: str, draws: str
 ) -> None:
     weight = stored_weight(shape=(rows, columns))
-    optimizer = StiffnessMuon([weight], 0.01, momentum=MU, seed=5, moments="8bit", draws=draws, compile=PATHS[path])
+    optimizer = by(path, StiffnessMuon([weight], 0.01, momentum=MU, seed=5, moments="8bit", draws=draws))
     slow = None
     for t in range(4):
         weight.grad = gradient((rows, columns), t)
@@ -99,13 +99,13 @@ def test_codes_and_largest_are_those_of_the_definition(
         assert state["avg_largest"].view(-1).tolist() == [float(x) for x in slow.largest], t
 
 
-def test_the_compiled_step_has_the_same_bits() -> None:
+def test_both_paths_have_the_same_bits() -> None:
     """Codes, scales and weights, of a matrix in blocks and of a batch of matrices."""
     found = []
-    for path in (None, True):
+    for path in PATHS:
         weights: list[Any] = [stored_weight(shape=(6, 300)), nn.Parameter(normal(3, 8, 14))]
-        options: dict[str, Any] = {"moments": "8bit", "draws": "dither", "matrix_shape": "batch", "compile": path}
-        optimizer = StiffnessMuon(weights, 0.01, **options)
+        options: dict[str, Any] = {"moments": "8bit", "draws": "dither", "matrix_shape": "batch"}
+        optimizer = by(path, StiffnessMuon(weights, 0.01, **options))
         for t in range(3):
             for i, p in enumerate(weights):
                 p.grad = gradient(tuple(p.shape), t + i)

@@ -48,7 +48,7 @@ def test_a_state_is_taken_to_the_bit(assign: bool) -> None:
     other.load_state_dict(through_disk(layer.state_dict()), assign=assign)
     assert is_on_grid(other)
     assert all(torch.equal(a, b) for a, b in zip(layer.state_dict().values(), other.state_dict().values(), strict=True))
-    optimizer = fm.optim.StiffnessAdamW(other.parameters(), lr=0.1, compile=False)
+    optimizer = fm.optim.StiffnessAdamW(other.parameters(), lr=0.1)
     other(normal(3, 8)).sum().backward()
     optimizer.step()
     assert is_on_grid(other)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from optimizer_cases import free_weight, muon_groups, normal, snapshot, through_disk
+from paths import PATHS, by
 from torch import Tensor, nn
 
 import fp8manifold as fm
@@ -80,11 +81,11 @@ def test_rounding_is_unbiased_over_all_draws(x: float, dtype: torch.dtype) -> No
 
 
 # ---------------------------------------------------------------------------------------------- what arrives
-def made(name: str, weights: Tensor, compiled: bool | None = None, **options: Any) -> tuple[list[nn.Parameter], Any]:
+def made(name: str, weights: Tensor, path: str = "native", **options: Any) -> tuple[list[nn.Parameter], Any]:
     """A matrix and a vector."""
     parameters = [nn.Parameter(weights.clone()), nn.Parameter(weights[0].clone())]
     given: Any = muon_groups(parameters) if name == "StiffnessMuon" else parameters
-    return parameters, getattr(optim, name)(given, **{**OPTIONS[name], "compile": compiled, **options})
+    return parameters, by(path, getattr(optim, name)(given, **{**OPTIONS[name], **options}))
 
 
 @both
@@ -134,10 +135,10 @@ def run(optimizer: Any, parameters: list[nn.Parameter], steps: range) -> None:
 
 @both
 @pytest.mark.parametrize("name", ["StiffnessAdamW", "StiffnessMuon", "Madam"])
-def test_compiled_steps_have_the_same_bits(name: str, dtype: torch.dtype, cpp_compiler: None) -> None:
+def test_both_paths_have_the_same_bits(name: str, dtype: torch.dtype) -> None:
     found = []
-    for compiled in (None, False, True):
-        parameters, optimizer = made(name, normal(8, 33).to(dtype), compiled, lr=1e-3)
+    for path in PATHS:
+        parameters, optimizer = made(name, normal(8, 33).to(dtype), path, lr=1e-3)
         run(optimizer, parameters, range(3))
         found.append([p.detach().view(torch.int16) for p in parameters])
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
@@ -168,11 +169,11 @@ def test_native_steps_have_the_bits_of_eager_ones(dtype: torch.dtype, monkeypatc
     monkeypatch.setattr(_backends, "run_native", lambda slots: (taken.append(len(slots)), run_native(slots)))
     for writeback in ("stochastic", "nearest"):
         found = []
-        for compiled in (None, False):
+        for path in PATHS:
             weights = normal(300, 257).to(dtype)
             parameters = [nn.Parameter(weights.clone()), free_weight(weights.clone()), nn.Parameter(weights[0].clone())]
-            options: Any = {"lr": 1e-3, "writeback": writeback, "compile": compiled}
-            run(optim.StiffnessAdamW(parameters, **options), parameters, range(3))
+            options: Any = {"lr": 1e-3, "writeback": writeback}
+            run(by(path, optim.StiffnessAdamW(parameters, **options)), parameters, range(3))
             found.append([p.detach().view(torch.int16) for p in parameters])
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     assert taken == [3] * 6

@@ -102,7 +102,7 @@ def test_they_are_trained(kind: str, muon: bool) -> None:
     if muon:
         optimizer: Any = fm.optim.StiffnessMuon.for_model(model, 2e-3, moments="8bit")
     else:
-        optimizer = fm.optim.StiffnessAdamW(model.parameters(), lr=2e-3, moments="8bit", compile=False)
+        optimizer = fm.optim.StiffnessAdamW(model.parameters(), lr=2e-3, moments="8bit")
     before = model.model.layers[1].mlp.experts.down_proj.codes.clone()
     losses = []
     for _ in range(6):
@@ -118,7 +118,7 @@ def test_they_are_trained(kind: str, muon: bool) -> None:
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_they_are_saved_and_read(kind: str, tmp_path: Path) -> None:
     model = quantized(kind, seed=3)
-    optimizer = fm.optim.StiffnessAdamW(model.parameters(), lr=1e-2, compile=False)
+    optimizer = fm.optim.StiffnessAdamW(model.parameters(), lr=1e-2)
     loss_of(model).backward()
     optimizer.step()
     huggingface.attach(model).save_pretrained(tmp_path)

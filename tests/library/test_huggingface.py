@@ -78,7 +78,7 @@ def bits(model: nn.Module) -> dict[str, Any]:
 
 def learnt(model: Any, steps: int = 2) -> Any:
     """The model after a few steps, so that its counts, histories and draws are not those of the start."""
-    optimizer = fm.optim.StiffnessAdamW(model.train().parameters(), lr=1e-2, compile=False)
+    optimizer = fm.optim.StiffnessAdamW(model.train().parameters(), lr=1e-2)
     for _ in range(steps):
         model(TOKENS, labels=TOKENS).loss.backward()
         optimizer.step()

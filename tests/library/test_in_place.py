@@ -132,7 +132,7 @@ def test_of_a_view_of_some_experts_no_others_are_decoded(granularity: Any, monke
 def test_experts_step_as_the_rows_that_they_are(options: Any) -> None:
     weight = seeded(torch.randn, 3, 4, 32)
     own, flat = (FP8Parameter(weight.view(s), "E4M3", granularity="row", seed=1) for s in ((3, 4, 32), (12, 32)))
-    steppers = [fm.optim.StiffnessAdamW([p], lr=3e-2, compile=False, **options) for p in (own, flat)]
+    steppers = [fm.optim.StiffnessAdamW([p], lr=3e-2, **options) for p in (own, flat)]
     for step in range(4):
         gradient = torch.randn(3, 4, 32, generator=torch.Generator().manual_seed(step))
         for parameter, optimizer in zip((own, flat), steppers, strict=True):
@@ -213,7 +213,7 @@ def test_a_tied_embedding_is_one_tensor_of_three_bytes_under_muon() -> None:
 def test_states_are_saved_and_loaded() -> None:
     options: dict[str, Any] = {"parameters": {"*.up": "E3M4"}, "embeddings": "E5M2"}
     model = quantize_model(seeded(Language, False), "E4M3", "fp8", **options)
-    optimizer = fm.optim.StiffnessAdamW(model.parameters(), lr=1e-2, compile=False)
+    optimizer = fm.optim.StiffnessAdamW(model.parameters(), lr=1e-2)
     model(TOKENS).square().sum().backward()
     optimizer.step()
     for plain in (False, True):

@@ -34,7 +34,7 @@ def stepped(optimizer: Any, p: Tensor, gradient: Tensor) -> Tensor:
 def madam_on(x: Tensor, fmt: str = "E4M3", **options: Any) -> tuple[Any, Madam]:
     """Weights that nothing rounds; of one gradient the first direction is its sign."""
     p = free_weight(x, fmt)
-    return p, Madam([p], **{"lr": 0.1, "compile": False, **options})
+    return p, Madam([p], **{"lr": 0.1, **options})
 
 
 def floor_of(x: Tensor, fmt: str, escape: float = FLOOR) -> float:
@@ -99,7 +99,7 @@ def test_madams_direction_is_bounded_and_normalised() -> None:
 def test_madam_crosses_zero(fmt: str) -> None:
     """Codes from -1 and from zero reach +1/2 and stay near it; a purely multiplicative step never could."""
     p = fm.FP8Parameter(torch.tensor([-1.0, -0.01, 0.0, 0.3, 2.0] * 20), fmt)
-    optimizer = Madam([p], lr=0.05, compile=False)
+    optimizer = Madam([p], lr=0.05)
     for t in range(600):
         optimizer.param_groups[0]["lr"] = 0.05 if t < 400 else 0.02
         p.grad = p.dequantize() - 0.5
@@ -115,7 +115,7 @@ def test_madams_steps_are_right_in_the_mean_on_powers_of_two() -> None:
     n = 1 << 17
     for sign, factor in ((-1.0, math.exp(0.1)), (1.0, math.exp(-0.1))):
         p = fm.FP8Parameter(torch.ones(n), "E7M0", scale=1.0)
-        optimizer = Madam([p], lr=0.1, compile=False)
+        optimizer = Madam([p], lr=0.1)
         p.grad = torch.full((n,), sign)
         optimizer.step()
         values = p.dequantize().double()
@@ -126,7 +126,7 @@ def test_madam_gives_ordinary_parameters_adamw() -> None:
     """At float_lr, which follows the schedule of lr."""
     weight = nn.Parameter(normal(30, seed=1, dtype=double))
     twin = nn.Parameter(weight.detach().clone())
-    ours = Madam([weight], lr=0.2, float_lr=3e-3, betas=(0.8, 0.99), weight_decay=0.1, compile=False)
+    ours = Madam([weight], lr=0.2, float_lr=3e-3, betas=(0.8, 0.99), weight_decay=0.1)
     torchs = torch.optim.AdamW([twin], lr=3e-3, betas=(0.8, 0.99), weight_decay=0.1)
     for t in range(50):
         if t == 20:
@@ -148,7 +148,7 @@ def test_a_step_of_lion_is_the_same_number_of_ulps_everywhere() -> None:
     assert len(stiffness[free].unique()) > 5
     for k, expected in ((1.0, 1e-3 * stiffness / reference), (0.0, torch.full_like(x, 1e-3))):
         p = free_weight(x)
-        optimizer = StiffnessLion([p], lr=1e-3, stiffness=k, compile=False)
+        optimizer = StiffnessLion([p], lr=1e-3, stiffness=k)
         g = normal(400, seed=3, dtype=double)
         g[::5] = 0.0
         moved = stepped(optimizer, p, g)
@@ -160,7 +160,7 @@ def test_lion_is_the_published_algorithm() -> None:
     """The sign of an interpolation, then the other beta into the average, decoupled decay; on ordinary weights."""
     w = normal(50, seed=1, dtype=double)
     p, m = nn.Parameter(w.clone()), torch.zeros(50, dtype=double)
-    optimizer = StiffnessLion([p], lr=0.01, betas=(0.9, 0.99), weight_decay=0.5, compile=False)
+    optimizer = StiffnessLion([p], lr=0.01, betas=(0.9, 0.99), weight_decay=0.5)
     for t in range(60):
         g = normal(50, seed=10 + t, dtype=double)
         p.grad = g
@@ -186,7 +186,7 @@ def test_sgd_without_stiffness_is_torchs_where_nothing_is_rounded(options: dict[
     x = normal(3, 20, seed=1, dtype=double, std=0.1)
     p: Any = free_weight(x, "E4M3", ROWS.double()) if quantised else nn.Parameter(x.clone())
     twin = nn.Parameter(plain(p))
-    ours = StiffnessSGD([p], **{"lr": 0.003, "momentum": 0.0, "stiffness": 0.0, "compile": False, **options})
+    ours = StiffnessSGD([p], **{"lr": 0.003, "momentum": 0.0, "stiffness": 0.0, **options})
     torchs = torch.optim.SGD([twin], lr=0.003, **options)
     for t in range(100):
         p.grad = normal(3, 20, seed=t, dtype=double)
@@ -203,8 +203,8 @@ def test_sgd_at_k_2_is_the_riemannian_step_to_first_order() -> None:
     linear, geodesic = free_weight(x), free_weight(x)
     g = normal(200, seed=2, dtype=double)
     reference = fm.ulp(x, "E4M3").mean().item()
-    a = stepped(StiffnessSGD([linear], lr=1e-3 * reference**2, momentum=0.0, stiffness=2.0, compile=False), linear, g)
-    b = stepped(RiemannianSGD([geodesic], lr=1e-3, compile=False), geodesic, g)
+    a = stepped(StiffnessSGD([linear], lr=1e-3 * reference**2, momentum=0.0, stiffness=2.0), linear, g)
+    b = stepped(RiemannianSGD([geodesic], lr=1e-3), geodesic, g)
     torch.testing.assert_close(a, b, rtol=1e-9, atol=0)
 
 
@@ -215,7 +215,7 @@ def test_riemannian_adam_over_codes_is_adam_on_codes(writeback: str, bits: int) 
     scale = p.expanded_scale().double()
     code = nn.Parameter(fm.to_chart(p.dequantize().double() / scale, "E4M3"))
     options = {"lr": 0.05, "betas": (0.9, 0.99), "eps": 0.0}
-    ours = RiemannianAdam([p], writeback=writeback, damping=0.0, clip=math.inf, compile=False, **options)
+    ours = RiemannianAdam([p], writeback=writeback, damping=0.0, clip=math.inf, **options)
     torchs = torch.optim.Adam([code], **options)
     for t in range(60):
         p.grad = normal(40, 25, seed=100 + t)

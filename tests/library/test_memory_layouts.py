@@ -10,6 +10,7 @@ import pytest
 import torch
 from family_cases import NAMES, make
 from optimizer_cases import normal, stored_weight
+from paths import PATHS, by
 from torch import Tensor, nn
 
 import fp8manifold as fm
@@ -59,10 +60,10 @@ def weight_of(storage: str, shape: tuple[int, ...], change: Change) -> Any:
     return nn.Parameter(change(x.to(getattr(torch, storage))))
 
 
-def stepped(name: str, storage: str, shape: tuple[int, ...], change: Change, compiles: bool | None) -> list[bytes]:
+def stepped(name: str, storage: str, shape: tuple[int, ...], change: Change, path: str) -> list[bytes]:
     """Weight and state after steps, the last of which finds a state of another layout."""
     weight = weight_of(storage, shape, change)
-    optimizer = make(name, [weight], compile=compiles)
+    optimizer = by(path, make(name, [weight]))
     for step in range(3):
         weight.grad = change(normal(*shape, seed=step + 1, std=0.1).to(weight.dtype))
         for x in optimizer.state[weight].values() if step == 2 else ():
@@ -75,14 +76,12 @@ def stepped(name: str, storage: str, shape: tuple[int, ...], change: Change, com
 
 @pytest.mark.covering(2)
 @changes
-@pytest.mark.parametrize("compiles", [None, False])
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("shape", [(24, 8), (1, 33), (33, 1), (6, 3, 2, 2), (17,)], ids=str)
 @pytest.mark.parametrize("storage", ["codes", "grid", "float32", "bfloat16", "float64"])
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "FisherNaturalGradient"])
-def test_steps(
-    name: str, storage: str, shape: tuple[int, ...], compiles: bool | None, change: Change, products: str
-) -> None:
-    assert stepped(name, storage, shape, change, compiles) == stepped(name, storage, shape, torch.clone, compiles)
+def test_steps(name: str, storage: str, shape: tuple[int, ...], path: str, change: Change, products: str) -> None:
+    assert stepped(name, storage, shape, change, path) == stepped(name, storage, shape, torch.clone, path)
 
 
 # ------------------------------------------------------------------------------------------------------------ functions

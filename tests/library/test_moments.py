@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from optimizer_cases import normal
+from paths import PATHS, by
 from torch import Tensor, nn
 
 import fp8manifold as fm
@@ -25,7 +26,7 @@ DRAWS = torch.arange(1 << 16, dtype=torch.int32)
 def optimizer_of(kind: Any = StiffnessAdamW, rows: int = ROWS, **options: Any) -> tuple[nn.Parameter, Any]:
     """Ordinary weights, whose averages come in blocks of a row; they keep every bit of a step."""
     p = nn.Parameter(torch.zeros(rows, WIDTH))
-    return p, kind([p], **{"lr": 1.0, "compile": False, **options})
+    return p, kind([p], **{"lr": 1.0, **options})
 
 
 def root_scale(state: dict[str, Tensor]) -> Tensor:
@@ -92,7 +93,7 @@ def test_a_root_of_a_code_stays_and_none_but_0_becomes_0() -> None:
             assert (_root_codes(torch.full(every.shape, tiny), torch.tensor(1.0), draws) == 1).all()
 
 
-def lengthening(beta2: float, growth: float, path: bool | None) -> list[float]:
+def lengthening(beta2: float, growth: float, path: str) -> list[float]:
     """How much longer than with exact averages a step is, after 100 and 400 steps, in the mean over 65,536 weights.
 
     Args:
@@ -100,7 +101,8 @@ def lengthening(beta2: float, growth: float, path: bool | None) -> list[float]:
         growth: of the gradients' variance, in natural logarithms for each ``1 / (1 - beta2)`` steps.
         path: how steps are run.
     """
-    p, optimizer = optimizer_of(rows=256, lr=1e-3, betas=(0.9, beta2), moments="8bit", compile=path)
+    p, optimizer = optimizer_of(rows=256, lr=1e-3, betas=(0.9, beta2), moments="8bit")
+    by(path, optimizer)
     exact, found = torch.zeros(256, WIDTH, dtype=torch.float64), []
     for t in range(400):
         p.grad = normal(256, WIDTH, seed=t) * math.exp(growth * (1 - beta2) * t / 2)
@@ -113,9 +115,9 @@ def lengthening(beta2: float, growth: float, path: bool | None) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("path", [None, False])
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("beta2", [0.95, 0.99, 0.999])
-def test_steps_are_as_long_as_with_exact_averages(beta2: float, path: bool | None) -> None:
+def test_steps_are_as_long_as_with_exact_averages(beta2: float, path: str) -> None:
     """400 steps of random gradients: by less than 0.6%, which the average's beginning takes for 0.999; later 0.2%.
 
     With a second average that is right in the mean they are 1.8% longer for 0.95, 2.9% for 0.99, 3.1% for 0.999.
@@ -127,7 +129,7 @@ def test_steps_are_as_long_as_with_exact_averages(beta2: float, path: bool | Non
 @pytest.mark.parametrize("beta2", [0.95, 0.99, 0.999])
 def test_steps_are_as_long_where_gradients_fall_and_rise(beta2: float, growth: float) -> None:
     """In variance by 30% while the average forgets what is a factor of e; right for v they are 1.4 to 3.5% longer."""
-    assert all(abs(longer) < 0.006 for longer in lengthening(beta2, growth, None))
+    assert all(abs(longer) < 0.006 for longer in lengthening(beta2, growth, "native"))
 
 
 def test_the_words_halves_are_uniform_and_uncorrelated() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from family_cases import VALID
 from optimizer_cases import bits_of, frozen, grid_weight, normal, put_gradients, stored_weight
+from paths import PATHS, by
 from rank_pool import Pool
 from test_ranks_fsdp import stepped
 from torch import Tensor, nn
@@ -49,9 +50,9 @@ def test_native_steps_have_the_bits_of_eager_ones(
     products: str, shape: str, storage: str, writeback: str, moments: str
 ) -> None:
     found = []
-    for compiles in (None, False):
+    for path in PATHS:
         weight = weight_of(storage, SHAPES[shape])
-        optimizer = muon(weight, shape, writeback=writeback, moments=moments, compile=compiles)
+        optimizer = by(path, muon(weight, shape, writeback=writeback, moments=moments))
         for step in range(3):
             put_gradients([weight], step)
             optimizer.step()

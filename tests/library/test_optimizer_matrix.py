@@ -35,7 +35,7 @@ by_name = pytest.mark.parametrize("name", NAMES)
 def test_the_matrix_is_the_registry() -> None:
     """Every row is an optimizer of the public surface, and almost every combination is one."""
     steps = {name for name in fm.optim.__all__ if hasattr(getattr(fm.optim, name), "step")}
-    assert set(NAMES) == steps - {"StiffnessWrapper", "HostOptimizer"}
+    assert set(NAMES) == steps - {"StiffnessWrapper"}
     assert set(NAMES) == set(OPTIONS)
     assert len(COMBINATIONS) == len(WRITEBACKS) * len(MOMENTS) * len(NAMES) == len(VALID) + len(INVALID)
     assert len(VALID) >= 90

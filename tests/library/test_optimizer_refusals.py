@@ -25,7 +25,6 @@ from optimizer_cases import (
     stored_weight,
 )
 from refused import check_refused
-from test_offload import net, there
 from torch import nn
 
 import fp8manifold as fm
@@ -58,8 +57,6 @@ EVERY = {
     "on_nonfinite='skipp'": "ValueError: on_nonfinite='skipp' & did you mean 'skip'",
     "moments='8bits'": "ValueError: moments='8bits' & did you mean '8bit'",
     "moments=8": "ValueError: moments=8",
-    "compile=1": "TypeError: compile=1",
-    "compile='yes'": "TypeError: compile='yes'",
     "maximize=1": "TypeError: maximize=1",
     **{f"{flag}=True": f"ValueError: {flag}=True" for flag in ("foreach", "fused", "capturable", "differentiable")},
 }
@@ -242,15 +239,6 @@ OTHERS = {
     "anneal('1', 0.0, 5)": "TypeError: start='1'",
     **{f"anneal(1.0, {end}, 5)": f"ValueError: end={end} is out of range: (-inf, inf)" for end in (math.nan, math.inf)},
     "anneal(1.0, -inf, 5)": "ValueError: end=-inf is out of range: (-inf, inf)",
-    # on the host
-    "HostOptimizer(net().parameters(), lambda groups: SGD(groups))": "TypeError: no optimizer of fp8manifold",
-    "HostOptimizer(net().named_parameters(), StiffnessAdamW)": "TypeError: params has a tuple",
-    "HostOptimizer(quantize_model(nn.Linear(4, 4), 'E4M3', 'grid').parameters(), StiffnessAdamW)": "ValueError: is on "
-    "a manifold",
-    "host.zero_grad(set_to_none=False)": "ValueError: set_to_none=False",
-    "host.add_param_group({})": "NotImplementedError: make one with all",
-    "host.measure().__enter__()": "RuntimeError: give in_backward=",
-    "host.step(lambda: 1.0)": "ValueError: takes no closure",
     # of a metric that is measured
     **{f"fisher(tagger(), {given})": said for given, said in FISHER.items()},
     "fisher(tags).load_state_dict(StiffnessAdamW([weight]).state_dict())": "ValueError: FisherNaturalGradient",
@@ -299,13 +287,11 @@ SUBJECTS: dict[str, Callable[[], Any]] = {
     **{f"own_{name}": partial(trained, kind, stored_weight()) for name, kind in KINDS.items()},
     "weight": grid_weight,
     "sphere": lambda: geoopt.ManifoldParameter(geoopt.Sphere().projx(normal(4)), manifold=geoopt.Sphere()),
-    "host": lambda: there("adamw", net()),
     "tags": tagger,
 }
 MORE: dict[str, Any] = {
     "sparse": sparse,
     "on": on,
-    "net": net,
     "tagger": tagger,
     "fisher": optimizer_of,
     "optim": torch.optim,

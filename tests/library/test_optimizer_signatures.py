@@ -10,10 +10,7 @@ import torch
 
 from fp8manifold import optim
 
-REST = (
-    "refresh_every=100, compile=None, maximize=False, on_nonfinite='skip', stabilize_every=None, reset_every=None, "
-    "**flags"
-)
+REST = "refresh_every=100, maximize=False, on_nonfinite='skip', stabilize_every=None, reset_every=None, **flags"
 BOUNDS = f"damping=0.00390625, clip=16.0, {REST}"
 ROUNDED = f"writeback='stochastic', draws='independent', moments='float32', seed=0, {BOUNDS}"
 CHARTED = f"float_lr=None, writeback=None, draws=None, moments='float32', seed=0, {BOUNDS}"

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from family_cases import VALID, ids, make
 from optimizer_cases import frozen
+from paths import by
 from rank_cases import batch, loss_of, model, stored
 from rank_pool import Pool
 from test_ranks_fsdp import check_same, put_equal_gradients, sharded
@@ -53,13 +54,15 @@ def keeps(kind: tuple[str, str, str]) -> dict[str, Any]:
 
 
 # ----------------------------------------------------------------------------------------------------------- rows
-def rows_stepped(kind: tuple[str, str, str], net: dict[str, Any], *, own: bool = False, **more: Any) -> bool:
+def rows_stepped(
+    kind: tuple[str, str, str], net: dict[str, Any], *, path: str = "native", own: bool = False, **more: Any
+) -> bool:
     """Steps of rows and of the whole; whether draws that are anew in each step had led elsewhere."""
     dtype, taken = net.pop("dtype", torch.float32), {"draws": None} if own else {}
     whole, other, parts = (model(**net, **keeps(kind)).to(dtype) for _ in range(3))
     parts = sharded(parts)
-    ours, its = (dithering(kind, each, **taken, **more) for each in (parts, whole))
-    anew = dithering(kind, other, draws="independent", **more)
+    ours, its = (by(path, dithering(kind, each, **taken, **more)) for each in (parts, whole))
+    anew = by(path, dithering(kind, other, draws="independent", **more))
     for step in range(5):
         put_equal_gradients(parts, whole, step)
         for p, q in zip(whole.parameters(), other.parameters(), strict=True):
@@ -74,16 +77,14 @@ def rows_stepped(kind: tuple[str, str, str], net: dict[str, Any], *, own: bool =
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize(
-    ("granularity", "compile_"), [("channel", None), ("tensor", False), ("block", None)], ids=lambda x: str(x)
-)
+@pytest.mark.parametrize(("granularity", "path"), [("channel", "native"), ("tensor", "eager"), ("block", "native")])
 @combined
 def test_rows_draw_as_the_whole(
-    pool: Pool, name: str, writeback: str, moments: str, granularity: str, compile_: bool | None
+    pool: Pool, name: str, writeback: str, moments: str, granularity: str, path: str
 ) -> None:
     """22, 64 and 5 rows in 3 processes, natively and by torch's own operators."""
     kind = (name, writeback, moments)
-    differs = pool.run(rows_stepped, kind, {"granularity": granularity}, compile=compile_)
+    differs = pool.run(rows_stepped, kind, {"granularity": granularity}, path=path)
     assert differs == [writeback != "nearest"] * 3
 
 

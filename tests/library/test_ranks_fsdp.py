@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from family_cases import VALID, make
 from optimizer_cases import bits_of, normal
+from paths import by
 from rank_cases import batch, loss_of, model
 from rank_pool import Pool
 from torch import Tensor, nn
@@ -61,12 +62,12 @@ def put_equal_gradients(net: nn.Module, alone: nn.Module, step: int) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------ steps
-def stepped(name: str, writeback: str, moments: str, net: dict[str, Any], options: dict[str, Any]) -> int:
+def stepped(name: str, writeback: str, moments: str, net: dict[str, Any], path: str = "native") -> int:
     """Steps of rows and of the whole from equal gradients, natively unless told otherwise; how many scales widened."""
     whole = model(**net, keep_remainder=writeback.startswith("residual"))
     parts = sharded(model(**net, keep_remainder=writeback.startswith("residual")))
-    options = {"writeback": writeback, "moments": moments, "refresh_every": 2, "compile": None, **options}
-    optimizers = [make(name, each.parameters(), **options) for each in (parts, whole)]
+    options = {"writeback": writeback, "moments": moments, "refresh_every": 2}
+    optimizers = [by(path, make(name, each.parameters(), **options)) for each in (parts, whole)]
     for step in range(4):
         put_equal_gradients(parts, whole, step)
         for optimizer in optimizers:
@@ -128,14 +129,14 @@ SOME = COMBINATIONS[1::5]
 EAGER = [*SOME[2::5], ("StiffnessMuon", "residual4", "8bit"), ("Madam", "residual4", "bfloat16")]
 
 
-def path_of(combination: tuple[str, str, str]) -> bool | None:
-    return False if combination in EAGER else None
+def path_of(combination: tuple[str, str, str]) -> str:
+    return "eager" if combination in EAGER else "native"
 
 
 @pytest.mark.parametrize("combination", SOME, ids=lambda c: "-".join(c))
 def test_rows_are_stepped_as_the_whole(pool: Pool, combination: tuple[str, str, str]) -> None:
     """22, 64 and 5 rows in 3 processes: none of which has as many as the others."""
-    pool.run(stepped, *combination, {"granularity": "channel"}, {"compile": path_of(combination)})
+    pool.run(stepped, *combination, {"granularity": "channel"}, path_of(combination))
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "block"])
@@ -161,11 +162,11 @@ def test_rows_of_floats(pair: Pool, name: str, moments: str) -> None:
     pair.run(stepped, name, "stochastic", moments, {"storage": "float"}, {})
 
 
-def stepped_halves(name: str, dtype: torch.dtype, compile_: bool | None) -> None:
+def stepped_halves(name: str, dtype: torch.dtype, path: str) -> None:
     """Steps of rows and of the whole, with half an ULP's draws by the position in the whole."""
-    options: dict[str, Any] = {"writeback": "stochastic", "moments": "float32", "compile": compile_}
+    options: dict[str, Any] = {"writeback": "stochastic", "moments": "float32"}
     whole, parts = model(storage="float").to(dtype), sharded(model(storage="float").to(dtype))
-    optimizers = [make(name, each.parameters(), **options) for each in (parts, whole)]
+    optimizers = [by(path, make(name, each.parameters(), **options)) for each in (parts, whole)]
     for step in range(3):
         put_equal_gradients(parts, whole, step)
         for optimizer in optimizers:
@@ -176,7 +177,7 @@ def stepped_halves(name: str, dtype: torch.dtype, compile_: bool | None) -> None
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["StiffnessAdamW", "StiffnessMuon", "RiemannianAdam", "RiemannianSGD"])
 def test_rows_of_halves_draw_as_the_whole(pair: Pool, name: str, dtype: torch.dtype) -> None:
-    pair.run(stepped_halves, name, dtype, False if (name, dtype) == ("StiffnessMuon", torch.float16) else None)
+    pair.run(stepped_halves, name, dtype, "eager" if (name, dtype) == ("StiffnessMuon", torch.float16) else "native")
 
 
 @pytest.mark.slow
@@ -187,9 +188,9 @@ def test_every_combination(
     pool: Pool, pair: Pool, combination: tuple[str, str, str], granularity: str, size: int
 ) -> None:
     """Natively, and in one of the six by torch's own operators."""
-    options = {"compile": False} if (size, granularity) == (3, "block") else {}
+    path = "eager" if (size, granularity) == (3, "block") else "native"
     for net in ({}, {"rows": 7}, {"storage": "float"}):
-        (pair if size == 2 else pool).run(stepped, *combination, {"granularity": granularity, **net}, options)
+        (pair if size == 2 else pool).run(stepped, *combination, {"granularity": granularity, **net}, path)
 
 
 def trained(
@@ -282,10 +283,10 @@ class Vectors(nn.Module):
         return sum(((p * x[0, 0]).sum() for p in self.parameters()), torch.zeros(()))
 
 
-def vectors_stepped(name: str, writeback: str, moments: str, compile_: bool | None) -> tuple[int, float]:
+def vectors_stepped(name: str, writeback: str, moments: str, path: str) -> tuple[int, float]:
     whole, parts = Vectors(), fully_shard(Vectors(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    options = {"writeback": writeback, "moments": moments, "refresh_every": 1, "compile": compile_}
-    optimizers = [make(name, each.parameters(), **options) for each in (parts, whole)]
+    options = {"writeback": writeback, "moments": moments, "refresh_every": 1}
+    optimizers = [by(path, make(name, each.parameters(), **options)) for each in (parts, whole)]
     for step in range(5):
         put_equal_gradients(parts, whole, step)
         for p, q in zip(parts.parameters(), whole.parameters(), strict=True):  # one way, so that scales get too narrow

@@ -21,6 +21,7 @@ from optimizer_cases import (
     same_bits,
     values,
 )
+from paths import PATHS, by
 from torch import Tensor, nn
 
 import fp8manifold as fm
@@ -300,14 +301,14 @@ def test_weights_cross_zero_in_e7m0_within_500_steps() -> None:
 
 
 # ------------------------------------------------------------------------------------------------- sizes of weights
-@pytest.mark.parametrize("compiled", [None, False], ids=["native", "eager"])
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("amsgrad", [False, True])
-def test_weights_of_any_size_take_the_same_steps(amsgrad: bool, compiled: bool | None) -> None:
+def test_weights_of_any_size_take_the_same_steps(amsgrad: bool, path: str) -> None:
     """Weights times a power of two have the same codes and so the same steps, to the last bit; draws follow values."""
     taken = []
     for exponent in (0, -40, -64, -80, -100, 60, 90):
         p = fm.FP8Parameter(normal(8, 32) * 2.0**exponent, "E4M3", seed=0)
-        optimizer = RiemannianAdam([p], lr=0.7, writeback="nearest", refresh_every=2, amsgrad=amsgrad, compile=compiled)
+        optimizer = by(path, RiemannianAdam([p], lr=0.7, writeback="nearest", refresh_every=2, amsgrad=amsgrad))
         for t in range(6):
             p.grad = normal(8, 32, seed=t)
             optimizer.step()

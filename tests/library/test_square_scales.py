@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from optimizer_cases import frozen, normal, snapshot
+from paths import PATHS, by
 from torch import Tensor, nn
 
 import fp8manifold as fm
@@ -19,7 +20,6 @@ from fp8manifold.optim._slot import slot_of
 
 #: whole squares, one partial, partial ones of runs of 64, 32 and 1, and matrices of matrices
 SHAPES = ((256, 128), (5, 7), (130, 64), (200, 192), (257, 160), (130, 131), (2, 140, 256))
-PATHS: dict[str, Any] = {"native": None, "eager": False}
 
 
 def weight(shape: tuple[int, ...], name: str = "E4M3", seed: int = 0, **options: Any) -> fm.FP8Parameter:
@@ -117,7 +117,7 @@ def test_paths_have_the_same_bits(kind: str) -> None:
     """Through a scale that widens, too: gradients point outwards in one square."""
     shapes = SHAPES[:-1] if kind.startswith("muon") else SHAPES
     twins = [[weight(shape, seed=i) for i, shape in enumerate(shapes)] for _ in PATHS]
-    made = [STEPS[kind](p, seed=3, compile=path) for p, path in zip(twins, PATHS.values(), strict=True)]
+    made = [by(path, STEPS[kind](p, seed=3)) for p, path in zip(twins, PATHS, strict=True)]
     for number in range(4):
         for parameters, optimizer in zip(twins, made, strict=True):
             step(optimizer, parameters, number)  # type: ignore[arg-type]
@@ -138,26 +138,26 @@ def test_scales_in_runs_cost_an_eighth_of_a_byte_at_most() -> None:
         assert (slot.scale.numel(), slot.shared) == (p.numel() // each, 128 * 128)
 
 
-@pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("writeback", ["stochastic", "residual4"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_at_equal_scales_it_is_the_step_of_one_scale(shape: tuple[int, ...], writeback: str, path: Any) -> None:
+def test_at_equal_scales_it_is_the_step_of_one_scale(shape: tuple[int, ...], writeback: str, path: str) -> None:
     w = normal(*shape, seed=7).clamp(-3, 3)
     both = [
         fm.FP8Parameter(w, "E4M3", granularity=granularity, scale=2.0**-4, seed=1)  # type: ignore[arg-type]
         for granularity in ("square", "tensor")
     ]
     for p in both:
-        optimizer = optim.StiffnessAdamW([p], lr=0.02, writeback=writeback, seed=5, compile=path)
+        optimizer = by(path, optim.StiffnessAdamW([p], lr=0.02, writeback=writeback, seed=5))
         for number in range(3):
             step(optimizer, [p], number)
     assert torch.equal(both[0].codes, both[1].codes)
 
 
-@pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("writeback", ["stochastic", "residual8"])
 @pytest.mark.parametrize("columns", [256, 192, 131])
-def test_a_square_widens_as_a_whole(columns: int, writeback: str, path: Any) -> None:
+def test_a_square_widens_as_a_whole(columns: int, writeback: str, path: str) -> None:
     """Whatever else shares its rows stays; values stay on average, and those that the wider grid holds stay all."""
     fmt = fm.FloatFormat.from_string("E4M3")
     codes = torch.full((200, columns), fmt.max_code - 2, dtype=torch.uint8)
@@ -165,7 +165,7 @@ def test_a_square_widens_as_a_whole(columns: int, writeback: str, path: Any) -> 
     codes[150, 3] = fmt.max_code
     p = fm.FP8Parameter.from_codes(codes, torch.ones(2, 2), fmt, block_size=(128, 128), requires_grad=True, seed=2)
     before = p.dequantize()
-    optimizer = optim.StiffnessAdamW([p], lr=0.0, weight_decay=0.0, writeback=writeback, compile=path)
+    optimizer = by(path, optim.StiffnessAdamW([p], lr=0.0, weight_decay=0.0, writeback=writeback))
     p.grad = torch.ones(200, columns)
     optimizer.step()
     assert p.scale.tolist() == [[1.0, 1.0], [2.0, 1.0]]
@@ -186,17 +186,6 @@ def test_what_a_widened_square_rounds_is_right_on_average() -> None:
     assert torch.equal(rest, before[128:])
     assert set((inside / before[0, 1]).tolist()) == {0.0, 2.0}
     assert abs((inside / before[0, 1]).mean().item() - 1) < 4 / 128
-
-
-@pytest.mark.slow
-def test_compiled_steps_have_the_same_bits() -> None:
-    for kind in ("adamw 8bit", "muon 8bit", "residual2"):
-        twins = [[weight(shape, seed=i) for i, shape in enumerate(SHAPES[:-1])] for _ in range(2)]
-        for parameters, path in zip(twins, (None, True), strict=True):
-            optimizer = STEPS[kind](parameters, seed=3, compile=path)
-            for number in range(3):
-                step(optimizer, parameters, number)  # type: ignore[arg-type]
-        assert all(torch.equal(a.codes, b.codes) for a, b in zip(*twins, strict=True))
 
 
 # ---------------------------------------------------------------------------------------------------- models, files

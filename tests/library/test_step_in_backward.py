@@ -30,8 +30,6 @@ def test_the_numbers_are_those_of_an_ordinary_step(name: str, storage: str | Non
     for in_backward in (False, True):
         model = network(storage)
         optimizer = OPTIMIZERS[name](model)
-        for group in optimizer.param_groups:
-            group["compile"] = False
         if in_backward:
             optim.step_in_backward(optimizer)
         train(model, optimizer, 4)
@@ -39,7 +37,7 @@ def test_the_numbers_are_those_of_an_ordinary_step(name: str, storage: str | Non
     assert ends[0] == ends[1]
 
 
-def test_compiled_steps_and_tied_weights_and_recomputation_are_the_same() -> None:
+def test_tied_weights_and_recomputation_are_the_same() -> None:
     ends = []
     for in_backward in (False, True):
         torch.manual_seed(0)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from family_cases import NAMES, is_valid
 from optimizer_cases import normal, on
+from paths import PATHS
 from scalar_grid import exp2, f32
 from step_oracle import Slow
 from torch import Tensor
@@ -17,22 +18,21 @@ from torch import Tensor
 import fp8manifold as fm
 from fp8manifold import optim
 from fp8manifold._numerics.stiffness import exp2_exact
-from fp8manifold.optim import anneal
+from fp8manifold.optim import _backends, anneal
 from fp8manifold.optim._spec import MOMENTS
 from fp8manifold.optim._writeback import WRITEBACKS
 
 SCALES = torch.tensor([[2.0**-5], [2.0**-3], [2.0**-9]])
 STEPS = 4
-PATHS = {"native": None, "eager": False}
 
 
 @pytest.fixture(params=PATHS, autouse=True)
 def _path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test of this module is one of each way to run a step."""
-    monkeypatch.setitem(HOW, "compile", PATHS[request.param])
+    if request.param == "eager":
+        monkeypatch.setattr(_backends, "is_native", lambda slot: False)
 
 
-HOW: dict[str, bool | None] = {}
 #: Large enough that most weights move and some cross binades, zero and the ends.
 OPTIONS: dict[str, dict[str, Any]] = {
     "StiffnessAdamW": {"lr": 0.02, "betas": (0.9, 0.95), "stiffness": 1.0},
@@ -148,7 +148,7 @@ def follow(
     kind: str, p: fm.FP8Parameter, options: dict[str, Any], steps: int = STEPS, moved: float = 0.2, **more: Any
 ) -> None:
     """Step both and compare after every step; more than a share of the weights have to move."""
-    optimizer = getattr(optim, kind)([p], **HOW, **options)
+    optimizer = getattr(optim, kind)([p], **options)
     slow = slow_of(kind, p, options, **more)
     before = p.codes.clone()
     for t in range(steps):
@@ -290,7 +290,7 @@ def test_the_stream_of_a_parameter_and_the_seed_key_its_draws(kind: str) -> None
     """The second of two equal weights, whose gradient is the same."""
     p, twin = stored("E4M3"), stored("E4M3")
     options = OPTIONS[kind] | {"seed": 2**64 - 1, "writeback": "residual8", "moments": "bfloat16"}
-    optimizer = getattr(optim, kind)([twin, p], **HOW, **options)
+    optimizer = getattr(optim, kind)([twin, p], **options)
     slow = slow_of(kind, p, options)
     for t in range(2):
         p.grad = twin.grad = gradient(p, t)
@@ -346,7 +346,7 @@ FLOATS = [
 def test_floats(storage: str, scale: Any, kind: str, options: dict[str, Any]) -> None:
     weight = on_manifold(stored("E4M3"), storage, scale)
     given = OPTIONS[kind] | options
-    optimizer = getattr(optim, kind)([weight], **HOW, **given)
+    optimizer = getattr(optim, kind)([weight], **given)
     if storage == "plain" and kind == "Madam":
         given = given | {"lr": 1e-3}
     first = weight.detach().as_subclass(Tensor).view(-1).numpy().copy()

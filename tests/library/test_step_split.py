@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 import torch
 from optimizer_cases import normal, snapshot
+from paths import PATHS
 from torch import Tensor
 
 import fp8manifold as fm
 from fp8manifold import optim
 from fp8manifold._numerics.stiffness import reference_stiffness
-from fp8manifold.optim import anneal
+from fp8manifold.optim import _backends, anneal
 from fp8manifold.optim._backends import run_all
 from fp8manifold.optim._slot import Slot, View
 from fp8manifold.optim._state import unpack_residual
@@ -46,18 +47,16 @@ SHAPES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 }
 
 
-HOW: dict[str, bool | None] = {"compile": False}
-
-
-@pytest.fixture(params={"native": None, "eager": False}, autouse=True)
+@pytest.fixture(params=PATHS, autouse=True)
 def _path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test of this module is one of each way to run a step."""
-    monkeypatch.setitem(HOW, "compile", {"native": None, "eager": False}[request.param])
+    if request.param == "eager":
+        monkeypatch.setattr(_backends, "is_native", lambda slot: False)
 
 
 def third_step(kind: str, p: Any, options: dict[str, Any]) -> Slot:
     """The slot of the third step."""
-    optimizer = getattr(optim, kind)([p], compile=False, seed=2**40 + 1, **options)
+    optimizer = getattr(optim, kind)([p], seed=2**40 + 1, **options)
     for t in range(3):
         p.grad = normal(*p.shape, seed=t)
         if t < 2:
@@ -78,10 +77,7 @@ def stepped(slot: Slot, arrays: dict[str, Tensor], dims: tuple[int, ...], offset
     """Take the step of a part, whose first element has a position in the whole."""
     rows = (dims[0], *slot.view.row_dims[1:]) if slot.view.row_dims else ()
     tensors = {name: array for name, array in arrays.items() if name not in ("scale", "lowest", "highest")}
-    group = slot.group | HOW
-    run_all(
-        [slot.replaced(group=group, view=View(dims, rows), tensors=tensors, kept_scale=arrays["scale"], offset=offset)]
-    )
+    run_all([slot.replaced(view=View(dims, rows), tensors=tensors, kept_scale=arrays["scale"], offset=offset)])
 
 
 def parts_of(array: Tensor, start: int, end: int, rows: int) -> Tensor:
@@ -165,7 +161,7 @@ def test_the_reference_stiffness_is_the_exact_mean(name: str) -> None:
 def test_global_random_numbers_are_neither_used_nor_advanced(kind: str, options: dict[str, Any]) -> None:
     def run_with(seed: int) -> dict[str, Any]:
         p = fm.FP8Parameter(normal(9, 31, seed=3, std=0.1), "E4M3", seed=3)
-        optimizer = getattr(optim, kind)([p], compile=False, **options)
+        optimizer = getattr(optim, kind)([p], **options)
         for t in range(3):
             torch.manual_seed(seed + t)
             np.random.seed(seed + t)  # noqa: NPY002  # the global state is what this is about

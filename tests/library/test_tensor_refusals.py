@@ -197,7 +197,7 @@ def test_data_parallel_training(storage: Any, options: dict[str, Any]) -> None:
     model, losses = layer(storage), []
     twin = copy.deepcopy(model)
     for each in (nn.parallel.DistributedDataParallel(model, **options), twin):
-        optimizer = fm.optim.StiffnessAdamW(each.parameters(), lr=0.01, compile=False)
+        optimizer = fm.optim.StiffnessAdamW(each.parameters(), lr=0.01)
         for t in range(3):
             optimizer.zero_grad()
             loss = each(normal(8, 64, seed=t)).square().mean()

@@ -33,7 +33,7 @@ WRITES: dict[str, Callable[[fm.FP8Parameter], Any]] = {
 }
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "StiffnessAdamW": lambda ps: fm.optim.StiffnessAdamW(ps, compile=False),
+    "StiffnessAdamW": lambda ps: fm.optim.StiffnessAdamW(ps),
     "RiemannianSGD": lambda ps: fm.optim.RiemannianSGD(ps, float_lr=0.01),
     "Madam": lambda ps: fm.optim.Madam(ps, float_lr=0.01),
     "AdamW": lambda ps: torch.optim.AdamW(ps, foreach=True),
@@ -103,7 +103,7 @@ def test_stepping_in_hooks_of_the_gradient() -> None:
     model = fm.quantize_model(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), "E4M3", "fp8")
     before = [layer.weight.codes.clone() for layer in model]
     for i, p in enumerate(model.parameters()):
-        step = fm.optim.StiffnessAdamW([p], lr=0.1, seed=i, compile=False).step
+        step = fm.optim.StiffnessAdamW([p], lr=0.1, seed=i).step
         p.register_post_accumulate_grad_hook(lambda _, step=step: step())
     model(normal(3, 8)).square().sum().backward()
     assert all(not torch.equal(layer.weight.codes, old) for layer, old in zip(model, before, strict=True))

@@ -24,7 +24,7 @@ from fp8manifold._triton import launch
 from fp8manifold._triton.kinds import SAID, KernelSpec, as_constants, format_of
 from fp8manifold.formats import as_format
 from fp8manifold.optim import _agreement, _backends, _state, _triton_step
-from fp8manifold.optim._backends import blocks_of, exact_options
+from fp8manifold.optim._backends import blocks_of
 from fp8manifold.optim._checks import restore_dtypes
 from fp8manifold.optim._slot import Slot
 
@@ -235,11 +235,11 @@ def test_parameters_of_every_storage_step_steadily(on_a_card: Counter[str]) -> N
     assert len(optimizer._pending) == 1
 
 
-@pytest.mark.parametrize("due", ["first", "refresh", "remainder", "observer", "compile"])
+@pytest.mark.parametrize("due", ["first", "refresh", "remainder", "observer"])
 def test_steps_that_plan_more_have_their_verdict_first(due: str, on_a_card: Counter[str]) -> None:
     p = fm.FP8Parameter(normal(4, 256), "E4M3", seed=1)
     options: dict[str, Any] = {"refresh_every": 1} if due == "refresh" else {}
-    optimizer = optim.StiffnessAdamW([p], 1e-3, compile=False if due == "compile" else None, **options)
+    optimizer = optim.StiffnessAdamW([p], 1e-3, **options)
     p.grad = torch.ones(p.shape)
     assert not _agreement.is_steady(optimizer, optimizer._slots())
     if due == "first":
@@ -266,36 +266,6 @@ def stepped(p: Any, **options: Any) -> list[Slot]:
     optimizer._take = slots.extend  # type: ignore[method-assign]
     optimizer.step()
     return slots
-
-
-# ------------------------------------------------------------------------------------------------------- other devices
-def test_inductor_is_asked_for_exact_arithmetic_on_other_devices() -> None:
-    """And for nothing on the CPU, whose code is exact."""
-    from torch._inductor import config
-
-    known = config.get_config_copy()
-    options = exact_options("cuda")
-    assert exact_options("cpu") is None
-    assert options
-    assert set(options) == {name for name in _backends._EXACT if name in known}
-    assert all(options.values())
-
-
-def test_out_of_memory_is_no_failure_of_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_memory(*_: Any, **__: Any) -> Any:
-        def fail(*_: Any) -> None:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-
-        return fail
-
-    monkeypatch.setattr(_backends, "_functions", {})
-    monkeypatch.setattr(torch, "compile", no_memory)
-    p = torch.nn.Parameter(normal(3, 5))
-    p.grad = torch.ones(3, 5)
-    optimizer = optim.StiffnessAdamW([p], 1e-3, compile=True)
-    with pytest.raises(torch.OutOfMemoryError):
-        optimizer.step()
-    assert not _backends._failed
 
 
 def test_eager_blocks_are_those_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,10 +352,6 @@ def test_every_value_that_a_kernel_is_compiled_for_is_a_constant() -> None:
     assert repr(known) == repr(spec)
     assert hash(known) == hash(spec)
     assert as_constants("float32") == "float32"
-
-
-def test_no_cuda_graph_records_a_step() -> None:
-    assert torch.Tag.cudagraph_unsafe in torch.ops.fp8manifold.optimizer_step.default.tags
 
 
 @pytest.mark.parametrize("in_backward", [False, True])

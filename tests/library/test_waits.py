@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from optimizer_cases import normal
+from paths import by
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -166,19 +167,16 @@ def test_what_has_no_code_and_what_is_none_stops_the_card(on_a_card: None) -> No
         fm.decode(torch.tensor([3, 16], dtype=torch.uint8), "E2M1")
 
 
-def test_what_steps_are_told_is_uploaded_once_and_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_steps_are_told_is_uploaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     uploads = []
     original = _backends.uploaded
     monkeypatch.setattr(_backends, "uploaded", lambda rows, device: uploads.append(rows.shape) or rows)
     weights = [fm.FP8Parameter(normal(4, 8 + i), "E4M3", seed=i) for i in range(3)]
     for p in weights:
         p.grad = torch.ones(p.shape)
-    optim.StiffnessAdamW(weights, 1e-3, compile=False).step()
-    assert [shape[0] for shape in uploads] == [3, 3]
-    for shape, dtype in zip(uploads, (torch.float32, torch.int32), strict=True):
-        there = original(torch.ones(shape, dtype=dtype), torch.device("meta"))
-        assert there.shape == shape
-        assert there.stride(0) * there.itemsize % 16 == 0
+    by("eager", optim.StiffnessAdamW(weights, 1e-3)).step()
+    assert [shape[0] for shape in uploads] == [3]
+    assert original(torch.ones(uploads[0]), torch.device("meta")).shape == uploads[0]
 
 
 def test_a_learning_rate_on_a_card_is_read_once_each_time_it_is_set(on_a_card: None) -> None:

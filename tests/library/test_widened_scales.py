@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from paths import PATHS, by
 from torch import Tensor
 
 import fp8manifold as fm
@@ -12,7 +13,6 @@ from fp8manifold.optim import RiemannianAdam, StiffnessAdamW, StiffnessLion, Sti
 from fp8manifold.random_bits import word_range, words_at
 
 ROWS, COLUMNS = 6, 64
-PATHS = pytest.mark.parametrize("compiled", [None, False], ids=["native", "eager"])
 
 
 def at_the_end(fmt: str = "E2M5", granularity: Any = "channel", seed: int = 0) -> fm.FP8Parameter:
@@ -42,11 +42,11 @@ STEPS = {
 }
 
 
-@PATHS
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("kind", STEPS)
-def test_a_scale_doubles_in_the_step_that_reaches_its_end(kind: str, compiled: bool | None) -> None:
+def test_a_scale_doubles_in_the_step_that_reaches_its_end(kind: str, path: str) -> None:
     p = at_the_end()
-    optimizer = STEPS[kind](p, compile=compiled)
+    optimizer = by(path, STEPS[kind](p))
     seen: list[int] = []
     for _ in range(12):
         before = p.scale.flatten().clone()
@@ -60,12 +60,12 @@ def test_a_scale_doubles_in_the_step_that_reaches_its_end(kind: str, compiled: b
     assert optimizer.widened_scales == sum(seen)
 
 
-@PATHS
-def test_only_the_rows_of_the_scale_are_rewritten(compiled: bool | None) -> None:
+@pytest.mark.parametrize("path", PATHS)
+def test_only_the_rows_of_the_scale_are_rewritten(path: str) -> None:
     p, twin = at_the_end(), at_the_end()
     twin.codes[1, 3] = twin.codes[4, 60] = 7  # nothing near an end
     for each in (p, twin):
-        optimizer = StiffnessAdamW([each], lr=2.0**-8, weight_decay=0.0, writeback="nearest", compile=compiled)
+        optimizer = by(path, StiffnessAdamW([each], lr=2.0**-8, weight_decay=0.0, writeback="nearest"))
         each.grad = upwards(each)
         optimizer.step()
     assert p.scale.flatten().tolist() == [2.0**-6, 2.0**-5, 2.0**-6, 2.0**-6, 2.0**-5, 2.0**-6]
@@ -79,8 +79,8 @@ def test_only_the_rows_of_the_scale_are_rewritten(compiled: bool | None) -> None
 def test_paths_have_the_same_bits(granularity: str, writeback: str) -> None:
     weights = [at_the_end(granularity=granularity, seed=3) for _ in range(2)]
     optimizers = [
-        StiffnessAdamW([p], lr=2.0**-7, writeback=writeback, moments="8bit", compile=path, seed=5)
-        for p, path in zip(weights, (None, False), strict=True)
+        by(path, StiffnessAdamW([p], lr=2.0**-7, writeback=writeback, moments="8bit", seed=5))
+        for p, path in zip(weights, PATHS, strict=True)
     ]
     for step in range(8):
         for p, optimizer in zip(weights, optimizers, strict=True):

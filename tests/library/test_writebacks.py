@@ -46,7 +46,7 @@ def ulp_of(p: fm.FP8Parameter) -> Tensor:
 
 
 def move(kind: str, p: Any, options: dict[str, Any], gradient: Tensor, steps: int = 1) -> Any:
-    optimizer = getattr(optim, kind)([p], compile=False, **options)
+    optimizer = getattr(optim, kind)([p], **options)
     for _ in range(steps):
         p.grad = gradient.clone()
         optimizer.step()
@@ -181,7 +181,7 @@ def test_a_quadratic_is_followed_like_float32(writeback: str) -> None:
     w, targets = normal(64, 32, seed=1, std=0.2), normal(64, 32, seed=2, std=0.2)
     p = fm.FP8Parameter(w, "E4M3", granularity="tensor", keep_remainder=True)
     free = free_weight(w, "E4M3", p.scale.item())
-    options = {"weight_decay": 0.1, "compile": False, "stiffness": 0.0}
+    options = {"weight_decay": 0.1, "stiffness": 0.0}
     ours = StiffnessAdamW([p], lr=1.0, writeback=writeback, **options)
     exact = StiffnessAdamW([free], lr=1.0, **options)
     for t in range(300):
@@ -220,7 +220,7 @@ def test_code_and_residual_are_one_number(writeback: str) -> None:
     steps = [1 / parts, 3 / parts, 100 / parts, -1 / parts, 5.0, -104 / parts, -5.0, 1 / parts]
     codes = torch.arange(0, 94, dtype=torch.uint8)  # 100 parts of 2 bits are 25 codes: none reaches the end
     p = fm.FP8Parameter.from_codes(torch.cat([codes, codes + 128]), 1.0, "E4M3", requires_grad=True)
-    optimizer = optim.RiemannianSGD([p], lr=1.0, writeback=writeback, damping=0.0, clip=math.inf, compile=False)
+    optimizer = optim.RiemannianSGD([p], lr=1.0, writeback=writeback, damping=0.0, clip=math.inf)
     position = fm.to_chart(p.dequantize().double(), "E4M3")
     for step in steps:
         at = held(p, optimizer.state.get(p, {}))
@@ -257,7 +257,7 @@ def test_weight_and_momentum_together_move_as_if_nothing_were_rounded(options: d
     w = normal(40, 25, seed=1)
     p = fm.FP8Parameter(w, "E4M3")
     exact, m = p.dequantize().double(), torch.zeros(40, 25, dtype=double)
-    optimizer = StiffnessSGD([p], lr=lr, momentum=beta, writeback="momentum", compile=False, **options)
+    optimizer = StiffnessSGD([p], lr=lr, momentum=beta, writeback="momentum", **options)
     for t in range(200):
         g = normal(40, 25, seed=10 + t)
         p.grad = g
@@ -272,7 +272,7 @@ def test_weight_and_momentum_together_move_as_if_nothing_were_rounded(options: d
 def injected_step(make: Any, kind: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Tensor], Tensor, Tensor]:
     """The third step of an injecting optimizer, and the same step without rounding or injection."""
     p = make()
-    optimizer = kind([p], writeback="momentum", compile=False, **options)
+    optimizer = kind([p], writeback="momentum", **options)
     for t in range(3):
         p.grad = normal(*p.shape, seed=t)
         if t < 2:

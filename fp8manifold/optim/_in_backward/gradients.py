@@ -1,6 +1,5 @@
-"""Gradients under steps in the backward pass: spent ones without memory, and sums in bfloat16 or in Muon's momentum."""
+"""Gradients under steps in the backward pass: spent ones without memory, and sums in bfloat16."""
 
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any, Final
@@ -9,10 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from fp8manifold._numerics.checks import check_choice
-from fp8manifold.optim._agreement import described
 from fp8manifold.optim._slot import Slot
-from fp8manifold.optim._spec import LARGEST
 from fp8manifold.optim._state import new_stream, twins
 from fp8manifold.optim._writeback import to_half
 from fp8manifold.random_bits import Stream, draw_range
@@ -38,8 +34,6 @@ _ADD: Final = torch.ops.aten.add_.Tensor
 _SCALES: Final = (torch.ops.aten.mul_.Tensor, torch.ops.aten._foreach_mul_.Tensor, torch.ops.aten._foreach_mul_.Scalar)
 _ZEROING: Final = (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default)
 _NORMS: Final = (torch.ops.aten.linalg_vector_norm.default, torch.ops.aten._foreach_norm.Scalar)
-KINDS: Final = ("bfloat16", "momentum")
-_MOMENTUM: Final = ("momentum_buffer", LARGEST)
 
 
 class StandIn(Tensor):
@@ -115,27 +109,19 @@ class SpentGradient(StandIn):
         parameter: the parameter whose gradient it was.
         norm: the gradient's 2-norm where it was measured, which ``clip_grad_norm_`` may read.
         may_scale: returns whether a factor is that of the clipping done already; None refuses every factor.
-        accumulates: whether another gradient may follow.
     """
-
-    arrived: Tensor | None = None
-    """The next gradient, until the hook removes it."""
 
     def __init__(
         self,
         parameter: Tensor,
         norm: Tensor | None = None,
         may_scale: Callable[[float], bool] | None = None,
-        *,
-        accumulates: bool = False,
     ) -> None:
-        self.norm_before, self.may_scale, self.accumulates = norm, may_scale, accumulates
+        self.norm_before, self.may_scale = norm, may_scale
 
     def added(self, gradient: Tensor) -> None:
-        """Keep the gradient for the hook that follows, or refuse it."""
-        if not self.accumulates:
-            raise RuntimeError(_SPENT)
-        self.arrived = gradient
+        """Refuse the gradient of another backward pass."""
+        raise RuntimeError(_SPENT)
 
     def scaled(self, factor: Any) -> None:
         """Change nothing if the gradient was clipped by this factor before its use; refuse any other."""
@@ -220,13 +206,10 @@ class Accumulation:
 
     Args:
         optimizer: the optimizer; its ``step()`` steps all parameters.
-        kind: ``bfloat16`` accumulates every gradient in ``grad``.  ``momentum`` adds the gradients of Muon's matrices
-            to their momentum, and accumulates those of Adam's parameters in ``grad``.
     """
 
-    def __init__(self, optimizer: Any, kind: str) -> None:
-        check_choice("accumulate", kind, KINDS)
-        self._of, self.kind = weakref.ref(optimizer), kind
+    def __init__(self, optimizer: Any) -> None:
+        self._of = weakref.ref(optimizer)
         self._twins: dict[Tensor, int] = {}
 
     @property
@@ -236,49 +219,14 @@ class Accumulation:
         assert optimizer is not None
         return optimizer
 
-    @property
-    def is_under_way(self) -> bool:
-        """True while a momentum contains gradients of a step that has not ended.  Unlike a sum it can't be dropped."""
-        return any("micro_batches" in state for state in self.optimizer.state.values())
-
-    def check(self) -> None:
-        """Raise ValueError for ``momentum`` without a parameter whose momentum is linear in the gradient."""
-        if self.kind != "momentum":
-            return
-        taken = [self.optimizer.takes_in(group) for group in self.optimizer.param_groups]
-        if not any(taken):
-            raise ValueError(
-                "accumulate='momentum' needs moments that are linear in the gradient, and "
-                f"{type(self.optimizer).__name__} has none here, only matrices of StiffnessMuon do; give "
-                "accumulate='bfloat16', a sum of two bytes a weight"
-            )
-
-    def take(self, group: dict[str, Any], parameter: Tensor, place: tuple[int, int]) -> None:
-        """Accumulate the parameter's gradient, and free it.
-
-        Raises:
-            RuntimeError: ``zero_grad()`` was called after a part of the sum had gone into the momentum.
-        """
-        if self.kind == "momentum" and self.optimizer.takes_in(group):
-            self._into_momentum(group, parameter, place)
-        else:
-            words = (group["seed"], self._steps(parameter) + 1, self._stream(parameter))
-            parameter.grad = GradientSum(parameter, words)
+    def take(self, group: dict[str, Any], parameter: Tensor) -> None:
+        """Accumulate the parameter's gradient, and free it."""
+        words = (group["seed"], self._steps(parameter) + 1, self._stream(parameter))
+        parameter.grad = GradientSum(parameter, words)
 
     def finish(self) -> None:
         """Step every parameter that has accumulated a gradient, and free the sums."""
         members = [(group, p) for group in self.optimizer.param_groups for p in group["params"]]
-        for group, p in members:
-            if "micro_batches" in self.optimizer.state.get(p, {}):
-                p.grad = torch.zeros(p.shape, dtype=p.dtype, device=p.device)
-                state, kept = self.optimizer.state[p], {}
-                if group["moments"] == "8bit":  # the momentum is complete: the step must not round it again
-                    kept = {name: x.clone() for name, x in state.items() if name in _MOMENTUM}
-                self.optimizer.step_alone(group, p)
-                for name, x in kept.items():
-                    state[name].copy_(x)
-                del state["micro_batches"]
-                p.grad = SpentGradient(p)
         self._step_sums([self.optimizer._slot(group, p) for group, p in members if isinstance(p.grad, GradientSum)])
         self._twins = {}
 
@@ -295,24 +243,6 @@ class Accumulation:
             p.grad = p.grad.value()
             self.optimizer.step_alone(group, p)
             p.grad = SpentGradient(p)
-
-    def _into_momentum(self, group: dict[str, Any], parameter: Tensor, place: tuple[int, int]) -> None:
-        held = parameter.grad
-        if isinstance(held, SpentGradient):
-            parameter.grad, held.arrived = held.arrived, None
-        elif "micro_batches" in self.optimizer.state.get(parameter, {}):
-            raise RuntimeError(
-                "zero_grad() was called before the step, but what came before is in the momentum already, under "
-                "accumulate='momentum': call optimizer.step() first"
-            )
-        if not self.optimizer.take_in(group, parameter):
-            warnings.warn(
-                f"step_in_backward: the gradient (or its square) of {described(group, *place)} is not finite in one of "
-                "the backward passes of a step, and was left out of its momentum",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-        parameter.grad = SpentGradient(parameter, accumulates=True)
 
     def _steps(self, parameter: Tensor) -> int:
         return int(self.optimizer.state.get(parameter, {}).get("step", 0))

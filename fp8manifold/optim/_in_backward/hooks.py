@@ -6,17 +6,20 @@ import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from fp8manifold._numerics.checks import check_choice
 from fp8manifold.optim._agreement import described
 from fp8manifold.optim._in_backward.clipping import Clipping
 from fp8manifold.optim._in_backward.gradients import Accumulation, SpentGradient, StandIn
 from fp8manifold.optim._optimizer import ManifoldOptimizer
+
+_SUMS: Final = ("bfloat16",)
 
 
 class _Hook:
@@ -202,8 +205,7 @@ class InBackward:
         Raises:
             RuntimeError: gradients were used since the last ``optimizer.step()``.
         """
-        under_way = [each for each in (self._clipping, self._accumulation) if each is not None and each.is_under_way]
-        if under_way:
+        if self._clipping is not None and self._clipping.is_under_way:
             raise RuntimeError(
                 "a step is under way: gradients have been used that optimizer.step() has not ended the step of; save "
                 "the state after it"
@@ -253,8 +255,8 @@ class InBackward:
         self._has_stepped = True
         _check_alone()
         gradient = parameter.grad
-        if isinstance(gradient, StandIn) and getattr(gradient, "arrived", None) is None:
-            return  # the sum grows
+        if isinstance(gradient, StandIn):
+            return  # the sum grows; or the parameter left and came back, has two hooks, and the first has stepped
         if (place := self._place_of(parameter)) is None:
             return  # no group contains it any more: its gradient belongs to others
         group = self.optimizer.param_groups[place[0]]
@@ -265,7 +267,7 @@ class InBackward:
             )
         with self._one_at_a_time, torch.no_grad():
             if self._accumulation is not None:
-                self._accumulation.take(group, parameter, place)
+                self._accumulation.take(group, parameter)
             else:
                 self._step(group, parameter, gradient, place)
 
@@ -353,10 +355,6 @@ def step_in_backward(
         gradients of several passes are summed up in bfloat16, each rounded stochastically, 2 bytes a weight, and
         ``optimizer.step()`` takes the steps.  The sums are in ``grad``: ``clip_grad_norm_`` works as ever, without
         ``clip``.
-    ``accumulate="momentum"``
-        gradients of Muon's matrices, without Nesterov, are added to their momentum: no more memory, and one rounding a
-        pass where ``moments`` are not float32.  Adam's parameters, whose second moment is not linear, are summed up in
-        bfloat16.  No norm is known.
 
     A gradient that is not finite leaves out the step of its own parameter only, with a warning
     (``on_nonfinite="raise"``: ends the backward pass); with ``clip="exact"`` and of sums it leaves out all steps.
@@ -369,7 +367,7 @@ def step_in_backward(
             backward pass, with the same ``max_norm`` or with inf, and gives the norm.
         max_norm: what the norm of the whole gradient is clipped to; inf only takes norms.
         first: what ``clip="previous"`` does without a norm: ``refuse``, or ``measure``.
-        accumulate: None, ``bfloat16`` or ``momentum``.
+        accumulate: None or ``bfloat16``.
 
     Returns:
         A handle with ``remove()``, which is a context manager too.  Groups added later are stepped alike, and so are
@@ -378,7 +376,7 @@ def step_in_backward(
     Raises:
         TypeError: another optimizer.
         ValueError: ``max_norm`` without ``clip`` or ``clip`` without it, ``clip`` with ``accumulate``, an unknown
-            choice; ``accumulate="momentum"`` without a matrix of Muon's, or with ``nesterov=True``.
+            choice.
         RuntimeError: a gradient is there already, the optimizer or another one of a parameter's steps in backward
             already, or there are several processes.
 
@@ -431,12 +429,14 @@ def _options(
         )
     if clip is None and first != "refuse":
         raise ValueError(f"first={first!r} is for clip='previous', and nothing is clipped here")
+    if accumulate is not None:
+        check_choice("accumulate", accumulate, _SUMS)
     if clip is not None and accumulate is not None:
-        by = "sums can be clipped by clip_grad_norm_" if accumulate == "bfloat16" else "no norm of a sum is known"
-        raise ValueError(f"clip={clip!r} does not go with accumulate={accumulate!r}: {by}; leave out clip")
-    accumulation = None if accumulate is None else Accumulation(optimizer, accumulate)
-    if accumulation is not None:
-        accumulation.check()
+        raise ValueError(
+            f"clip={clip!r} does not go with accumulate={accumulate!r}: sums can be clipped by clip_grad_norm_; leave "
+            "out clip"
+        )
+    accumulation = None if accumulate is None else Accumulation(optimizer)
     return None if clip is None else Clipping(clip, max_norm, first), accumulation
 
 

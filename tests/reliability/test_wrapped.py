@@ -1,8 +1,7 @@
-"""Optimizers that no configuration of a quick run names, through a checkpoint on disk: wrapped ones, compiled ones."""
+"""Optimizers that no configuration of a quick run names, through a checkpoint on disk: wrapped ones."""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -101,26 +100,3 @@ def test_a_wrapped_adamw_goes_on_with_the_same_bits(
         return fm.optim.StiffnessWrapper(inner, **options)
 
     check_through_the_disk(config, tmp_path / "run", wrap)
-
-
-@pytest.fixture
-def cpp_compiler() -> None:
-    if not any(shutil.which(name) for name in ("c++", "g++", "clang++")):
-        pytest.skip("torch.compile needs a C++ compiler, and there is none here")
-
-
-@pytest.mark.usefixtures("cpp_compiler")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_compiled_riemannian_adam_goes_on_with_the_same_bits(
-    configuration: Callable[[Settings], Config], tmp_path: Path
-) -> None:
-    settings = {"optimizer.name": "riemannian_adam", "optimizer.writeback": "stochastic", "optimizer.lr": 0.05}
-    compiled = configuration(settings | {"optimizer.compile": True})
-    check_through_the_disk(compiled, tmp_path / "run", None)
-    # A checkpoint of the compiled one is that of the eager one, too: the same steps, bit for bit.
-    found = []
-    for config in (compiled, configuration(settings)):
-        trainer = trainer_of(config, None)
-        restore(read(tmp_path / "run" / "checkpoints" / f"step-{HALF}"), trainer, [])
-        found.append((take(trainer, HALF + 1, ALL), bits(capture(ALL, trainer, [], {}))))
-    assert found[0] == found[1]
