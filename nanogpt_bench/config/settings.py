@@ -158,8 +158,17 @@ def _check_key(key: str) -> None:
         raise unknown_key(key)
 
 
+#: settings of earlier versions that are gone, with what there is instead
+REMOVED = dict.fromkeys(
+    ("monitor.fisher", "monitor.fisher_matrix", "monitor.fisher_eigenvalues"),
+    "leave it out; nngeometry's FIM_MonteCarlo measures a model's Fisher matrix",
+)
+
+
 def unknown_key(key: str) -> BenchError:
     """Return the error for a key that does not exist: its nearest spelling, or the keys of its section."""
+    if key in REMOVED:
+        return BenchError(f"{key} is no setting any more: {REMOVED[key]}")
     guess = nearest(key, FIELDS) or _same_last_word(key)
     if guess:
         return BenchError(f"unknown key {key!r}; did you mean {guess!r}?")

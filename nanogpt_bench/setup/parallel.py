@@ -18,7 +18,7 @@ from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.ranks import ALONE, Ranks
 
 #: what compares gradients, or measures them, in passes of one process, and manifolds of whole matrices
-_OF_ONE_PROCESS = ("shadow.enabled", "monitor.fisher", "train.step_in_backward", "model.constraint", "model.peer")
+_OF_ONE_PROCESS = ("shadow.enabled", "train.step_in_backward", "model.constraint", "model.peer")
 #: what looks at weights or gradients as a whole, of which FSDP leaves rows in each process
 _OF_WHOLE_WEIGHTS = (
     *(f"monitor.{name}" for name in ("stall", "ranges", "bits", "attention", "gradients", "geometry")),
