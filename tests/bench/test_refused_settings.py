@@ -225,7 +225,7 @@ CASES = [(key, words, said) for key, cases in REFUSED.items() for words, said in
 UNREADABLE: dict[str, str] = {
     "--train.max_stps 1": "unknown key 'train.max_stps'; did you mean 'train.max_steps'?",
     "--max_steps 1": "unknown key 'max_steps'; did you mean 'train.max_steps'?",
-    "--monitor.fisher true": "monitor.fisher is no setting any more: leave it out; nngeometry's FIM_MonteCarlo measures",
+    "--monitor.fisher true": "monitor.fisher is no setting any more: leave it out; nngeometry's FIM_MonteCarlo",
     "--train.zzz 1": "unknown key 'train.zzz'; allowed: train.max_steps, train.batch_size",
     "--train.max_steps many": "train.max_steps: 'many' is not allowed; give a whole number >= 1",
     "--train.max_steps 1.5": "train.max_steps: 1.5 is not allowed; give a whole number >= 1",
