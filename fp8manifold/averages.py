@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.swa_utils import AveragedModel
 
 from fp8manifold._ranks import share_of
 from fp8manifold.nn._linear import QuantizedConv1D, QuantizedLinear
 from fp8manifold.nn._surgery import dequantize_model
+from fp8manifold.tensor import FP8Tensor
 
 __all__ = ["averaged_model"]
 
@@ -18,14 +20,13 @@ _SHARD_BOTH: Final = "call averaged_model before fully_shard, then fully_shard o
 
 
 def averaged_model(model: nn.Module, **options: Any) -> AveragedModel:
-    """An ``AveragedModel`` of torch's over a quantised model, with the average in floats.
+    """An ``AveragedModel`` of torch's over a quantised model, with the average in float32.
 
     .. math:: a \\leftarrow a + (w - a) / (n + 1)
 
-    ``AveragedModel(model)`` itself copies the weights with their storage, and in one byte, rounded to nearest, an
-    average stalls.  ``update_parameters(model)`` works as ever; :func:`quantize_model` takes the average's ``module``
-    back to a format.  Under ``fully_shard`` each process averages its rows: the average is made of the whole model, and
-    its ``module`` is sharded as the model is.
+    ``AveragedModel(model)`` itself would average codes, which stall, and is refused.  ``update_parameters(model)``
+    works as ever; :func:`quantize_model` takes the average's ``module`` back to a format.  Under ``fully_shard`` each
+    process averages its rows: the average is made of the whole model, and its ``module`` is sharded as the model is.
 
     Args:
         model: is not changed; its quantised layers are ordinary ``nn.Linear`` in the average.
@@ -53,7 +54,7 @@ def averaged_model(model: nn.Module, **options: Any) -> AveragedModel:
         raise ValueError("use_buffers=True is not supported: quantised layers have buffers that the average lacks")
     if _sharded_of(model):
         raise ValueError(f"averaged_model can't copy a model that fully_shard has cut into rows: {_SHARD_BOTH}")
-    return _Average(dequantize_model(copy.deepcopy(model)), **options)
+    return _Average(_decoded(dequantize_model(copy.deepcopy(model)).float()), **options)
 
 
 class _Average(AveragedModel):
@@ -62,21 +63,24 @@ class _Average(AveragedModel):
     def update_parameters(self, model: nn.Module) -> None:
         """Take a model's parameters into the average; other buffers than those of quantised layers are copied."""
         floats = _AsFloats(model)
-        if _sharded_of(model) or _sharded_of(self.module):
-            self._check_rows(model, floats)
-        super().update_parameters(floats)  # type: ignore[arg-type]  # which asks for these two only
-
-    def _check_rows(self, model: nn.Module, floats: "_AsFloats") -> None:
-        """Raise ValueError, before anything has changed, unless the average has the rows that the model has.
-
-        What a forward pass has left whole is sharded again first: what is written into it would be lost.
-        """
-        for module in (*_sharded_of(model), *_sharded_of(self.module)):
-            module.reshard()
-        names = [name for name, _ in self.module.named_parameters()]
-        for name, own, its in zip(names, self.module.parameters(), floats.parameters(), strict=True):
-            if _rows_of(own) != _rows_of(its):
+        sharded = (*_sharded_of(model), *_sharded_of(self.module))
+        for module in sharded:
+            module.reshard()  # what is written into rows that a forward pass has left whole would be lost
+        for (name, own), its in zip(self.module.named_parameters(), floats.parameters(), strict=bool(sharded)):
+            if sharded and _rows_of(own) != _rows_of(its):
                 raise ValueError(f"{name!r} of the average has other rows than that of the model: {_SHARD_BOTH}")
+        super().update_parameters(floats)  # type: ignore[arg-type]  # which asks for parameters and buffers only
+
+
+def _decoded(model: nn.Module) -> nn.Module:
+    """The model with float32 in place of the one-byte parameters that belong to no quantised layer."""
+    found: dict[Tensor, nn.Parameter] = {}
+    for module in model.modules():
+        for name, p in module.named_parameters(recurse=False):
+            if isinstance(p, FP8Tensor):
+                values = found.setdefault(p, nn.Parameter(p.dequantize().float(), p.requires_grad))
+                setattr(module, name, values)
+    return model
 
 
 def _sharded_of(model: nn.Module) -> list[Any]:
@@ -102,7 +106,8 @@ class _AsFloats:
 
     def parameters(self) -> Iterator[Tensor]:
         transposed = {id(layer.weight) for layer in self.layers if isinstance(layer, QuantizedConv1D)}
-        return (p.detach().t() if id(p) in transposed else p for p in self.model.parameters())
+        floats = ((p.detach().float(), id(p) in transposed) for p in self.model.parameters())
+        return (p.t() if turned else p for p, turned in floats)
 
     def buffers(self) -> Iterator[Tensor]:
         own = {id(buffer) for layer in self.layers for buffer in _own_buffers(layer)}
@@ -114,3 +119,17 @@ def _own_buffers(layer: QuantizedLinear) -> Iterator[Tensor]:
     for name, buffer in layer.named_buffers():
         if name.partition(".")[0] in layer._own_names:
             yield buffer
+
+
+def _refuse_codes(module: nn.Module, name: str, averaged: Any) -> None:
+    """Refuse ``AveragedModel`` of one-byte weights, as it takes its copy of the model."""
+    if isinstance(module, AveragedModel) and name == "module":
+        found = next((own for own, p in averaged.named_parameters() if isinstance(p, FP8Tensor)), None)
+        if found is not None:
+            raise TypeError(
+                f"AveragedModel would average the codes of {found!r}, which stall: use "
+                "fp8manifold.averaged_model(model), whose average is in float32"
+            )
+
+
+register_module_module_registration_hook(_refuse_codes)

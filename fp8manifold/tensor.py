@@ -10,7 +10,7 @@ from torch import Tensor
 
 import fp8manifold._encoded.operators  # noqa: F401  # registers them
 from fp8manifold._encoded.dispatch import DTYPES, TRACED_AS, Replay, takes_rows
-from fp8manifold._encoded.operators import adopt_parts, checked_scale, is_average, warn_if_stalled
+from fp8manifold._encoded.operators import adopt_parts, checked_scale
 from fp8manifold._encoded.refusals import check_not_unwrapped, guard_memory
 from fp8manifold._encoded.rescaled import entry_of, largest_of, left_beside, rewrite_together
 from fp8manifold._encoded.scaled import Rounding, ScaledTensor, Traits, check_current, check_own
@@ -318,16 +318,14 @@ class FP8Tensor(ScaledTensor):
     def write(self, values: Tensor, operator: str = "write") -> None:
         """Round ``values`` of the tensor's shape, in its own mode, and store their codes in place.
 
-        Warns where some saturate, where all under a scale are lost, and where rounding to nearest loses a running
-        average.  ``operator`` is what writes, a word of the key of the draws.
+        Warns where some saturate, and where all under a scale are lost.  ``operator`` is what writes, a word of the
+        key of the draws.
         """
         check_own(self)
         scale = self.scale
         warn_if_saturated(values, expand_scale(scale, self.block_size, self.codes.shape), self.format)
         warn_if_lost(values, scale, self.format, self.granularity)
         codes = next_codes(self, values, scale, self.rounding, operator)
-        if self.rounding == "nearest" and is_average(operator) and not is_traced(self.codes):
-            warn_if_stalled(values, self.dequantize(), codes == self.codes)
         self.codes.copy_(codes)
         self._changed()
 

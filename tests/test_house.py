@@ -19,7 +19,7 @@ LIBRARY = (
     ("parameter",),
     ("_shards",),
     ("nn", "export"),
-    ("ops", "averages", "distributed", "exchange", "_fisher"),
+    ("ops", "averages", "distributed", "exchange"),
     ("monitor", "optim"),
     ("huggingface",),
 )

@@ -8,7 +8,6 @@ from typing import Any, Final, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
 from torch.utils import _pytree as pytree
 
 from fp8manifold._encoded.merging import warn_if_merged
@@ -68,17 +67,11 @@ def is_backward() -> bool:
 
 
 _LOADS: Final = (nn.Module.load_state_dict.__code__, nn.Module._load_from_state_dict.__code__)
-_AVERAGES: Final = (AveragedModel.update_parameters.__code__,)
 
 
 def is_loading() -> bool:
     """Whether the caller runs inside ``Module.load_state_dict``: to a tensor that is a ``copy_`` like any other."""
     return runs_inside(_LOADS)
-
-
-def is_averaging() -> bool:
-    """Whether the caller runs inside ``AveragedModel.update_parameters``."""
-    return runs_inside(_AVERAGES)
 
 
 def is_sent_as_floats() -> bool:

@@ -1,6 +1,5 @@
 """Operators that tensors of codes have an implementation of their own for, and what one takes over from another."""
 
-import warnings
 from collections.abc import Callable
 from functools import reduce
 from typing import Any, Final
@@ -14,7 +13,6 @@ from fp8manifold._encoded.dispatch import (
     Replay,
     View,
     implements,
-    is_averaging,
     is_loading,
     is_sent_as_floats,
     name_of,
@@ -26,33 +24,6 @@ from fp8manifold._encoded.scaled import as_kept, is_lent_here, lent
 from fp8manifold._encoded.storage import decode_runs, dequantize_codes, is_traced, runs_of_rows
 from fp8manifold._encoded.stored_scale import broadcasts_to, check_covers, decoded_scale, refit_scale_, scale_in_float32
 from fp8manifold.scaling import SQUARE_SIZE
-
-
-class StalledAverageWarning(UserWarning):
-    """A running average lies in weights rounded to nearest, which lose most of its updates."""
-
-
-def is_average(operator: str) -> bool:
-    """Whether an operator that writes is a step of a running average: ``lerp_``, or what ``AveragedModel`` copies."""
-    return operator == "lerp_" or (operator == "copy_" and is_averaging())
-
-
-def warn_if_stalled(wanted: Tensor, before: Tensor, unchanged: Tensor) -> None:
-    """Warn where more than half of the updates are lost, once by Python's own filter: the words are always the same.
-
-    Args:
-        wanted: the values asked for.
-        before: the values stored.
-        unchanged: where the stored codes are the same as before.
-    """
-    asked = wanted != before
-    if 2 * int((asked & unchanged).sum()) > int(asked.sum()):
-        warnings.warn(
-            "a running average in one-byte weights that are rounded to nearest loses most of its updates and stalls: "
-            "use fm.averaged_model(model), which averages floats, or weights with rounding='stochastic'",
-            StalledAverageWarning,
-            stacklevel=2,
-        )
 
 
 def adopt_parts(own: Any, other: Any) -> Tensor | None:

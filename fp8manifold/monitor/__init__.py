@@ -2,7 +2,6 @@
 
 from fp8manifold.monitor.attention import attention_entropy
 from fp8manifold.monitor.bits import BitFigures, bit_figures, code_histogram, gap_lengths
-from fp8manifold.monitor.fisher import FisherFigures, eigenvalue_ratios, fisher_figures, fisher_ratio
 from fp8manifold.monitor.geometry import (
     GeometryFigures,
     PathTracker,
@@ -39,7 +38,6 @@ __all__ = [
     "Arrival",
     "BitFigures",
     "DeadRuns",
-    "FisherFigures",
     "GeometryFigures",
     "GradientFigures",
     "Histogram",
@@ -54,9 +52,6 @@ __all__ = [
     "code_drift",
     "code_histogram",
     "code_unchanged",
-    "eigenvalue_ratios",
-    "fisher_figures",
-    "fisher_ratio",
     "gap_lengths",
     "geometry_figures",
     "gradient_figures",

@@ -2,26 +2,16 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
-from typing import Any, Literal, Unpack
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, NamedTuple, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from fp8manifold._fisher.capture import (
-    Draws,
-    LayerFisher,
-    Logits,
-    call_model,
-    linear_layers,
-    load_nngeometry,
-    rows_of_batches,
-    take_batches,
-)
-from fp8manifold._fisher.metric import METRIC, REPRESENTATIONS, Layer, has_metric, measure, natural_gradient
 from fp8manifold._numerics.checks import check_choice, check_int, check_number
 from fp8manifold._numerics.stiffness import power_of_ratio, reference_stiffness
+from fp8manifold.optim import _nngeometry as fisher
 from fp8manifold.optim._checks import Stiffness, check_betas, check_finite, check_unshared, lr_of, spelt_out
 from fp8manifold.optim._slot import Parameters, Slot
 from fp8manifold.optim._state import stiffness_field
@@ -29,6 +19,12 @@ from fp8manifold.optim._stiffness import StiffnessOptimizer, adam_numbers, injec
 from fp8manifold.optim._writeback import rule_of
 
 __all__ = ["FisherNaturalGradient"]
+
+
+class _Layer(NamedTuple):
+    name: str
+    module: nn.Linear
+    slot: Slot
 
 
 class FisherNaturalGradient(StiffnessOptimizer):
@@ -41,8 +37,7 @@ class FisherNaturalGradient(StiffnessOptimizer):
               T = \\mathrm{clamp}(S / S_{ref}, floor, clip)^k
 
     where ``f`` is the mean eigenvalue of ``T F T`` and ``delta`` the damping.  With ``k = 1`` that is the damped
-    natural gradient step taken on codes and carried back to values: an undamped one would not depend on the
-    coordinates, but its damping is the stiffness metric ``S^-2`` itself.  Little of it gives ``F^-1 g``, much of it the
+    natural gradient step taken on codes and carried back to values: little damping gives ``F^-1 g``, much of it the
     Riemannian gradient ``S^2 g``; ``k = 0`` and ordinary parameters give the usual natural gradient.  Then
 
     .. math:: d = \\Delta / \\mathrm{rms}(\\Delta), \\qquad m \\leftarrow \\mu m + (1 - \\mu) d, \\qquad
@@ -53,10 +48,8 @@ class FisherNaturalGradient(StiffnessOptimizer):
     ``F`` is the Fisher information of a token under labels drawn from the model's own softmax, layer by layer:
     its ``diagonal``, or the Kronecker product of the second moments of inputs and output gradients (``kfac``), or that
     product's eigenbasis with second moments measured in it (``ekfac``); tokens count as independent.  The last two
-    take for ``T`` the outer product that is nearest to it in the logarithm, at the last refresh: with another one there
-    is no inverse to be had, and a ``T`` outside that differs from the one inside would scale even an undamped step.
-    ``F`` is computed by nngeometry in float32, in
-    evaluation mode, and changes neither the model, nor its gradients, nor the global generator.
+    take for ``T`` the outer product that is nearest to it in the logarithm, at the last refresh.  ``F`` is computed by
+    nngeometry in float32, in evaluation mode, and changes neither model, nor gradients, nor the global generator.
 
     A natural step is taken by the weight of every ``nn.Linear`` or :class:`~fp8manifold.QuantizedLinear` of ``model``
     that is among the parameters and belongs to no other module.  Everything else (biases, norms, embeddings, tied or
@@ -106,8 +99,8 @@ class FisherNaturalGradient(StiffnessOptimizer):
         >>> optimizer = FisherNaturalGradient(model.parameters(), model, [(x, y)], lr=0.01)
         >>> nn.functional.cross_entropy(model(x), y).backward()
         >>> optimizer.step()
-        >>> sorted(name for name in optimizer.state[model[0].weight] if name.startswith("inverse"))
-        ['inverse_inputs', 'inverse_outputs']
+        >>> optimizer.state[model[0].weight]["inverse_inputs"].shape
+        torch.Size([4, 4])
 
     Source: Amari 1998; Martens and Grosse 2015 (KFAC); Eschenhagen et al. 2023 for tokens that share a weight; George
     et al. 2018 (EKFAC).  Damping in the stiffness metric is this library's.
@@ -115,6 +108,7 @@ class FisherNaturalGradient(StiffnessOptimizer):
 
     direction = "adam"
     damping_option = "floor"
+    _metrics: dict[Tensor, dict[str, Any]]  # what a step has measured and not taken yet
     steps_alone = False  # the gradients of a layer's weight and bias go together
 
     @spelt_out()
@@ -137,31 +131,17 @@ class FisherNaturalGradient(StiffnessOptimizer):
         samples: int = 1,
         normalize: bool = True,
         max_features: int = 4096,
-        logits: Logits = call_model,
+        logits: Callable[[nn.Module, Any], Tensor] = fisher.call_model,
         floor: float = 2.0**-8,
         **options: Unpack[Stiffness],
     ) -> None:
-        _check_sources(model, loader, logits)
-        load_nngeometry()
+        fisher.check_sources(model, loader, logits)
+        fisher.load_nngeometry()
         self.model, self.loader, self.logits = model, loader, logits
-        self._start()
-        own = {
-            "lr": lr,
-            "momentum": momentum,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "representation": representation,
-            "refresh": refresh,
-            "damping": damping,
-            "decay": decay,
-            "batches": batches,
-            "samples": samples,
-            "normalize": normalize,
-            "max_features": max_features,
-            "floor": floor,
-        }
-        super().__init__(params, own | options)
+        own: dict[str, Any] = {"lr": lr, "momentum": momentum, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        own |= {"representation": representation, "refresh": refresh, "damping": damping, "decay": decay}
+        own |= {"batches": batches, "samples": samples, "normalize": normalize, "max_features": max_features}
+        super().__init__(params, own | {"floor": floor} | options)
         if not any(self._layers(group) for group in self.param_groups):
             raise ValueError(
                 "none of the parameters is the weight of a linear layer of model (tied and very wide ones do not "
@@ -172,21 +152,12 @@ class FisherNaturalGradient(StiffnessOptimizer):
         """The base's part, and what ``F`` is measured with."""
         return super().__getstate__() | {"model": self.model, "loader": self.loader, "logits": self.logits}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Caches are not copied."""
-        super().__setstate__(state)
-        self._start()
-
-    def _start(self) -> None:
-        self._fishers: dict[Tensor, LayerFisher] = {}
-        self._metrics: dict[Tensor, dict[str, Any]] = {}
-
     def _check_group(self, group: dict[str, Any]) -> None:
         check_unshared(type(self).__name__, group["params"])
         check_betas(group["betas"])
         check_finite("eps", group["eps"])
         check_number("momentum", group["momentum"], 0.0, 1.0, open_high=True)
-        check_choice("representation", group["representation"], REPRESENTATIONS)
+        check_choice("representation", group["representation"], tuple(fisher.NEEDED))
         check_finite("damping", group["damping"])
         check_number("decay", group["decay"], 0.0, 1.0, open_high=True)
         check_number("floor", group["floor"], 0.0, 1.0)
@@ -220,7 +191,7 @@ class FisherNaturalGradient(StiffnessOptimizer):
 
     def _prepare(self, slot: Slot) -> None:
         if metric := self._metrics.pop(slot.parameter, None):
-            for name in METRIC & slot.state.keys():
+            for name in [name for name in slot.state if name.startswith(fisher.METRIC)]:
                 del slot.state[name]
             slot.state.update(metric)
         super()._prepare(slot)
@@ -242,52 +213,58 @@ class FisherNaturalGradient(StiffnessOptimizer):
 
     def _precondition(self, group: dict[str, Any], slots: dict[Tensor, Slot]) -> None:
         """Replace the gradients of a group's layers by natural ones, measuring the Fisher metric where it is due."""
-        layers = [(layer, slots[weight]) for layer in self._layers(group) if (weight := layer.module.weight) in slots]
-        due: dict[int, list[tuple[Layer, Slot]]] = {}
-        for layer, slot in layers:
-            if _is_due(slot):
-                due.setdefault(slot.done, []).append((layer, slot))
+        layers = [_Layer(*found, slots[weight]) for weight, found in self._layers(group).items() if weight in slots]
+        due: dict[int, list[_Layer]] = {}
+        for layer in layers:
+            if _is_due(layer.slot):
+                due.setdefault(layer.slot.done, []).append(layer)
         for done, together in due.items():
             self._measure(group, together, done)
-        for layer, slot in layers:
-            slot.tensors["gradient"] = self._natural(layer, slot)
+        for layer in layers:
+            layer.slot.tensors["gradient"] = self._natural(layer)
 
-    def _layers(self, group: dict[str, Any]) -> list[Layer]:
-        """The layers of a group that take natural steps."""
+    def _layers(self, group: dict[str, Any]) -> dict[Tensor, tuple[str, nn.Linear]]:
+        """Name and layer of each weight of the group that belongs to one linear layer of the model alone."""
         widest = 2**62 if group["representation"] == "diagonal" else group["max_features"]
-        found = linear_layers(self.model, group["params"], widest)
-        for weight, (name, _) in found.items():
-            if weight not in self._fishers or self._fishers[weight].device != weight.device:
-                self._fishers[weight] = LayerFisher(name, weight)
-        return [Layer(module, self._fishers[weight]) for weight, (_, module) in found.items()]
+        owners: Counter[Tensor] = Counter(p for m in self.model.modules() for p in m.parameters(recurse=False))
+        wanted = set(group["params"])
+        return {
+            module.weight: (name, module)
+            for name, module in self.model.named_modules()
+            if isinstance(module, nn.Linear) and module.weight in wanted and owners[module.weight] == 1
+            if module.weight.numel() and max(module.in_features, module.out_features) <= widest
+        }
 
-    def _measure(self, group: dict[str, Any], layers: list[tuple[Layer, Slot]], done: int) -> None:
-        batches = take_batches(self.loader, group["batches"], seed=group["seed"], step=done)
+    def _measure(self, group: dict[str, Any], layers: list[_Layer], done: int) -> None:
+        batches = fisher.first_batches(self.loader, group["batches"], seed=group["seed"], step=done)
         if not batches:
             raise ValueError("the loader gave no batch to measure the Fisher metric with")
-        draws = Draws(group["seed"], done, group["samples"])
-        modules = [layer.module for layer, _ in layers]
-        found = measure(
-            group["representation"],
-            [
-                replace(layer, stretch=self._stretch(slot), earlier={} if _resets(slot) else slot.state)
-                for layer, slot in layers
-            ],
-            lambda: rows_of_batches(self.model, modules, batches, self.logits, draws),
+        samples = group["samples"]
+
+        def loss(index: int) -> Tensor:
+            scores = self.logits(self.model, batches[index // samples])
+            return fisher.likelihood(scores, seed=group["seed"], step=done, stream=index)
+
+        found = fisher.measure(
+            self.model,
+            [fisher.Layer(x.name, x.module, self._stretch(x.slot), _earlier(x.slot)) for x in layers],
+            loss,
+            len(batches) * samples,
+            representation=group["representation"],
             damping=float(group["damping"]),
             decay=float(group["decay"]),
         )
-        self._metrics |= {slot.parameter: metric for (_, slot), metric in zip(layers, found, strict=True)}
+        self._metrics |= {layer.slot.parameter: metric for layer, metric in zip(layers, found, strict=True)}
 
-    def _natural(self, layer: Layer, slot: Slot) -> Tensor:
-        group, representation = slot.group, slot.group["representation"]
+    def _natural(self, layer: _Layer) -> Tensor:
+        slot, group = layer.slot, layer.slot.group
         assert slot.parameter.grad is not None
-        metric = self._metrics.get(slot.parameter) or slot.state
-        stretch = self._stretch(slot) if representation == "diagonal" else None
-        gradient = natural_gradient(representation, layer.fisher, metric, slot.parameter.grad, stretch)
+        metric, kind = self._metrics.get(slot.parameter) or slot.state, group["representation"]
+        stretch = self._stretch(slot) if kind == "diagonal" else None
+        gradient = fisher.natural_gradient(kind, metric, slot.parameter.grad.float(), stretch)
         norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
         if not math.isfinite(norm):
-            raise FloatingPointError(f"layer {layer.fisher.name!r}: its natural gradient is not finite; raise damping")
+            raise FloatingPointError(f"layer {layer.name!r}: its natural gradient is not finite; raise damping")
         if group["normalize"] and norm:
             gradient = gradient * (gradient.numel() ** 0.5 / norm)
         return gradient.contiguous().resolve_neg()
@@ -307,8 +284,8 @@ class FisherNaturalGradient(StiffnessOptimizer):
 
 def _is_due(slot: Slot) -> bool:
     """True where the Fisher metric is measured in this step."""
-    representation, renewed = slot.group["representation"], slot.done % slot.group["refresh"] == 0
-    return not has_metric(representation, slot.state) or renewed or _resets(slot)
+    renewed = slot.done % slot.group["refresh"] == 0
+    return fisher.NEEDED[slot.group["representation"]] not in slot.state or renewed or _resets(slot)
 
 
 def _resets(slot: Slot) -> bool:
@@ -316,12 +293,6 @@ def _resets(slot: Slot) -> bool:
     return bool(slot.done and every and slot.done % every == 0)
 
 
-def _check_sources(model: Any, loader: Any, logits: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")
-    if not callable(logits):
-        raise TypeError(f"logits must be a function (model, batch) -> Tensor, not {type(logits).__name__}")
-    if not callable(loader) and not isinstance(loader, Iterable):
-        raise TypeError(f"loader must be iterable, or a function of the step, not {type(loader).__name__}")
-    if isinstance(loader, Iterator):
-        raise TypeError(f"loader is a {type(loader).__name__}, used up after one pass: give a DataLoader or a list")
+def _earlier(slot: Slot) -> dict[str, Any]:
+    """What the state has of measurements that count still."""
+    return {} if _resets(slot) else slot.state

@@ -155,8 +155,7 @@ class StiffnessWrapper(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state, the step count, reference stiffness and stream of each parameter."""
-        for before in self._optimizer_state_dict_pre_hooks.values():
-            before(self)
+        self._hooked("state_dict_pre")
         parameters = self._parameters()
         saved = {
             "optimizer": self.optimizer.state_dict(),
@@ -165,9 +164,8 @@ class StiffnessWrapper(torch.optim.Optimizer):
             "streams": [self.streams.get(p) for p in parameters],
             "streams_begun": self.streams_begun,
         }
-        for after in self._optimizer_state_dict_post_hooks.values():
-            saved = saved if (changed := after(self, saved)) is None else changed
-        return saved
+        changed: dict[str, Any] = self._hooked("state_dict_post", saved)
+        return changed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` gave.
@@ -178,9 +176,7 @@ class StiffnessWrapper(torch.optim.Optimizer):
         Raises:
             ValueError: the state of another kind of optimizer, or of another number of parameters.
         """
-        state_dict = state_dict.copy()
-        for before in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = state_dict if (changed := before(self, state_dict)) is None else changed
+        state_dict = self._hooked("load_state_dict_pre", state_dict.copy())
         if missing := {"optimizer", "steps_taken", "references", "streams", "streams_begun"} - state_dict.keys():
             raise ValueError(f"this state is not one of StiffnessWrapper: it lacks {', '.join(sorted(missing))}")
         self.optimizer.load_state_dict(state_dict["optimizer"])
@@ -190,8 +186,14 @@ class StiffnessWrapper(torch.optim.Optimizer):
         streams = zip(self._parameters(), state_dict["streams"], strict=True)
         self.streams = {p: int(stream) for p, stream in streams if stream is not None}
         self.streams_begun = max(int(state_dict["streams_begun"]), len(self.streams))
-        for after in self._optimizer_load_state_dict_post_hooks.values():
-            after(self)
+        self._hooked("load_state_dict_post")
+
+    def _hooked(self, when: str, *state_dict: dict[str, Any]) -> Any:
+        """What the hooks that torch has registered make of a state; some get the wrapper alone."""
+        for hook in getattr(self, f"_optimizer_{when}_hooks").values():
+            changed = hook(self, *state_dict)
+            state_dict = (changed,) if state_dict and changed is not None else state_dict
+        return state_dict[0] if state_dict else None
 
     @eager_only  # it writes codes, and counts
     @torch.no_grad()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from nanogpt_bench.commands.arguments import above_0, names, positive
 from nanogpt_bench.system.errors import BenchError, unknown
 from nanogpt_bench.system.overwriting import holds, refuse_to_replace, rows_with
-from nanogpt_bench.system.words import counted, say
+from nanogpt_bench.system.words import say
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 #: options that go with a report
 OF_REPORT = ("scales", "embeddings", "sensitivity", "budget", "calibrate")
 #: options that go with --model alone, and those that go without it
-ONLY_MODEL, NOT_MODEL = ("input", "windows"), ("config", "checkpoint", "average", "weights")
+ONLY_MODEL, NOT_MODEL = ("input", "windows"), ("config", "checkpoint", "weights")
 SCALES = ("tensor", "channel", "block", "square")
 #: columns of the table where no terminal says how wide it is
 _WIDTH = 120
@@ -31,7 +31,7 @@ def add_evaluate(commands: Any) -> Any:
     parser = commands.add_parser(
         "evaluate",
         help="validation loss of one set of weights in several formats, without training",
-        usage="nanogpt-bench evaluate RUN|CONFIG.yaml [--checkpoint best|last|step-N] [--average N] "
+        usage="nanogpt-bench evaluate RUN|CONFIG.yaml [--checkpoint best|last|step-N] "
         "[--formats A,B] [--section.key VALUE ...]\n"
         "       nanogpt-bench evaluate RUN|--model PATH [--input FILE|--data.dir DIR] [--formats A,B|all]\n"
         "                              [--scales A,B] [--calibrate N] [--sensitivity [kinds|blocks|layers]]\n"
@@ -56,9 +56,6 @@ def add_evaluate(commands: Any) -> Any:
         "--model", metavar="PATH", help="a folder of save_pretrained, a .gguf file, or an id on the hub"
     )
     parser.add_argument("--checkpoint", metavar="WHICH", help="of a run: best, last (the default) or step-N")
-    parser.add_argument(
-        "--average", type=positive, metavar="N", help="of a run: the mean of the weights of its last N checkpoints, too"
-    )
     parser.add_argument(
         "--formats", type=names, metavar="A,B", help="formats of all weights, one row each; all: all of eight bits"
     )
@@ -111,8 +108,6 @@ def _check(args: argparse.Namespace) -> None:
         if (value := getattr(args, name)) is not None:
             word = repr(value) if name == "config" else f"--{name}"
             raise BenchError(f"{word} goes {'without' if args.model else 'with'} --model; leave one of them out")
-    if args.average is not None and _wants_report(args):
-        raise BenchError("--average goes with --formats A,B alone: what a report measures is one checkpoint")
     if not args.model and args.config is None:
         raise BenchError("evaluate needs a run, a CONFIG.yaml, or --model PATH")
     for scale in args.scales or ():
@@ -149,15 +144,9 @@ def _losses(args: argparse.Namespace) -> int:
         refuse_to_replace("--out", args.out, holds(rows_with("format", "storage", "val_loss")), "a name of its own")
     run_dir = run_folder(args.config)
     if run_dir is not None and args.weights is None:
-        options = {"save": args.save, "average": args.average or 1}
-        rows = evaluate_run(run_dir, args.checkpoint or "last", args.formats or (), args.overrides, **options)
+        rows = evaluate_run(run_dir, args.checkpoint or "last", args.formats or (), args.overrides, save=args.save)
         _show(rows, "gap to as trained", args.out)
         return 0
-    if args.average is not None:
-        raise BenchError(
-            f"--average: the mean of {counted(args.average, 'checkpoint')} is one of a run; {args.config!r} with "
-            "what is given is none"
-        )
     if args.checkpoint is not None:
         no_run = f"{args.config!r} is no folder of a run"
         what = "--weights says which weights; leave one out" if args.weights else no_run

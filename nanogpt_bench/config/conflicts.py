@@ -34,7 +34,6 @@ _NOT_CLASSIFY = {
     "data.train_tokens": "which trains on documents; --limit-tokens of prepare makes fewer of them",
     "eval.also": "whose labels another text does not have",
     "train.parallel": "whose losses are a document's each",
-    "monitor.fisher": "whose labels are not drawn from a softmax",
 }
 
 
@@ -117,7 +116,7 @@ def _peer(config: Config) -> Iterator[Row]:
     yield "optimizer.name", bool(steppers) and name not in steppers, why
     why = f"steps SDNQ's own weights; it can't be used with model.storage {own!r}"
     yield "optimizer.name", not steppers and name.startswith("sdnq"), why
-    for key in ("model.tie_weights", "model.pretrained", "model.constraint", "shadow.enabled", "monitor.fisher"):
+    for key in ("model.tie_weights", "model.pretrained", "model.constraint", "shadow.enabled"):
         yield key, own == "peer", f"can't be used with model.peer {peer!r}; leave it out"
     yield "runtime.compile", own == "peer", f"can't be used with model.peer {peer!r}; leave it out"
     mixed = peer == "torchao-int8" and config.train.precision != "float32"

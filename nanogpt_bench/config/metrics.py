@@ -128,9 +128,6 @@ class MonitorConfig:
         "of early divergence, and train.stop_on takes neither divergence nor plateau",
     )
     resources: bool = setting(True, "memory, and the share of the machine's speed, at every validation")
-    fisher: bool = setting(False, "trace and largest eigenvalues of the Fisher matrix (extra fisher)")
-    fisher_matrix: str = setting("kfac", "what stands for a layer's Fisher matrix", choices=("kfac", "diagonal"))
-    fisher_eigenvalues: int = setting(5, "how many of each layer's largest eigenvalues are recorded", minimum=1)
     interval: int = setting(100, "steps between two looks", minimum=1)
     stall_interval: int | None = setting(
         None, "steps between two looks at the stall; null: monitor.interval", minimum=1
@@ -411,15 +408,6 @@ ORTHOGONALITY = _constraint("geometry/orthogonality", "Off the Stiefel manifold"
 OFF_SPHERE = _constraint("geometry/off_sphere", "Off the sphere", meaning="Rows' lengths less 1.", at_most=1e-4)
 _ROUNDED = "The same of what their formats make of them."
 CONSTRAINT_ROUNDED = _constraint("geometry/constraint_rounded", "Constraints, rounded", meaning=_ROUNDED)
-_fisher = partial(Metric, monitor="fisher", over=MEAN)
-FISHER_RATIO = _fisher(
-    "geometry/fisher_ratio", "Fisher trace against the shadow's", RATIO, "At the same batch.", chart=LOG
-)
-FISHER_TRACE = _fisher("geometry/fisher_trace", "Fisher trace", "", "Sum of the eigenvalues.")
-FISHER_TOP = _fisher("geometry/fisher_top_I", "Fisher eigenvalue I", "", "The I-th largest, from 1.")
-SHADOW_TRACE = _fisher("geometry/fisher_shadow_trace", "The shadow's Fisher trace", "", "With a shadow only.")
-SHADOW_TOP = _fisher("geometry/fisher_shadow_top_I", "The shadow's Fisher eigenvalue I", "", "With a shadow only.")
-TOP_RATIO = _fisher("geometry/fisher_top_ratio_I", "Fisher eigenvalue I to the shadow's", RATIO, "With a shadow only.")
 
 _spread = partial(Spread, chart=LOG)
 MAGNITUDES = _spread(

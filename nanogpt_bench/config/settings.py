@@ -123,8 +123,17 @@ def once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-#: settings that earlier files have, each with the value that asked for nothing
-GONE = {"model.lora_rank": None, "model.outliers": "none", "model.outlier_sigma": None, "train.max_rollbacks": 3}
+#: settings that earlier files have, each with the value that it had where nobody asked for another
+GONE = {
+    "model.lora_rank": None,
+    "model.outliers": "none",
+    "model.outlier_sigma": None,
+    "monitor.fisher": False,
+    "monitor.fisher_matrix": "kfac",
+    "monitor.fisher_eigenvalues": 5,
+    "optimizer.compile": False,
+    "train.max_rollbacks": 3,
+}
 
 
 def flatten(tree: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -167,6 +176,8 @@ def _check_key(key: str) -> None:
 
 def unknown_key(key: str) -> BenchError:
     """Return the error for a key that does not exist: its nearest spelling, or the keys of its section."""
+    if key in GONE:
+        return BenchError(f"{key} is no setting any more; leave it out")
     guess = nearest(key, FIELDS) or _same_last_word(key)
     if guess:
         return BenchError(f"unknown key {key!r}; did you mean {guess!r}?")

@@ -21,7 +21,7 @@ from nanogpt_bench.evaluation.weights import OF_FORMATS, RunWeights, checked_ove
 from nanogpt_bench.loop.outcome import count
 from nanogpt_bench.model.weights import load_weights, save_weights
 from nanogpt_bench.runs.environment import environment
-from nanogpt_bench.runs.trained import choose, choose_last, load
+from nanogpt_bench.runs.trained import choose, load
 from nanogpt_bench.setup.formats import format_name, format_summary
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.setup.runtime import runtime
@@ -160,7 +160,6 @@ def evaluate_run(
     overrides: Sequence[str] = (),
     *,
     save: Path | None = None,
-    average: int = 1,
 ) -> list[Evaluation]:
     """Return the validation losses of a run's weights: as trained, as floats where that differs, and in each format.
 
@@ -172,17 +171,13 @@ def evaluate_run(
         formats: each is that of every weight, in place of the run's.
         overrides: settings of the measurement, and of the rows in a format.
         save: folder to write the weights of every row to.
-        average: all rows but the first are of the mean of the weights of that many checkpoints, the last of them the
-            one named.
 
     Raises:
-        BenchError: no such checkpoint, fewer than are to be averaged, another text, or formats that don't go with the
-            model.
+        BenchError: no such checkpoint, another text, or formats that don't go with the model.
     """
     names, given = named_formats(formats), checked_overrides(overrides)
-    folders = choose_last(run_dir, checkpoint, average) if average > 1 else [choose(run_dir, checkpoint)]
-    trained, *earlier = map(load, folders)
-    weights = RunWeights(trained, given, earlier)
+    trained = load(choose(run_dir, checkpoint))
+    weights = RunWeights(trained, given)
     corpus = weights.open_text()
     say(f"weights of {folder_of(trained.folder)}; text {corpus.folder}, tokenizer {corpus.meta['tokenizer']}")
     rows: list[Evaluation] = []
@@ -198,10 +193,10 @@ def evaluate_run(
 def _file_name(row: str) -> str:
     """A row's name as that of a file.
 
-    >>> _file_name("E4M3 (as trained)"), _file_name("none, mean of 3")
-    ('E4M3-as-trained', 'none-mean-of-3')
+    >>> _file_name("E4M3 (as trained)")
+    'E4M3-as-trained'
     """
-    return re.sub(r"[ (),]+", "-", row).strip("-")
+    return re.sub(r"[ ()]+", "-", row).strip("-")
 
 
 def _trainers(
@@ -209,14 +204,13 @@ def _trainers(
 ) -> Iterator[tuple[str, Trainer]]:
     """Yield name and model of every row."""
     yield f"{format_summary(weights.own)} (as trained)", weights.as_trained(corpus, device)
-    of = f", mean of {1 + len(weights.earlier)}" if weights.earlier else ""
-    if not weights.is_plain or "none" in names or of:
-        yield f"none{of}", weights.rounded({}, corpus, device)
+    if not weights.is_plain or "none" in names:
+        yield "none", weights.rounded({}, corpus, device)
     for name in names:
         if name != "none":
-            yield f"{name}{of}", weights.rounded(weights.requantised(name), corpus, device)
+            yield name, weights.rounded(weights.requantised(name), corpus, device)
     if not names and any(key in weights.given for key in OF_FORMATS):
-        yield f"given{of}", weights.rounded({**weights.own.model.formats, **weights.formats}, corpus, device)
+        yield "given", weights.rounded({**weights.own.model.formats, **weights.formats}, corpus, device)
 
 
 def _comparison(weights: RunWeights, loss: float, now: Mapping[str, Any]) -> str:

@@ -51,15 +51,14 @@ def checked_overrides(overrides: Sequence[str]) -> dict[str, Any]:
 class RunWeights:
     """A checkpoint's weights, from which trainers are made.
 
-    `given` are settings as `checked_overrides` returns them. With `earlier` checkpoints of the same run, every model
-    but that of the weights as trained has the mean of all.
+    `given` are settings as `checked_overrides` returns them.
 
     Raises:
         BenchError: settings that can't be used.
     """
 
-    def __init__(self, trained: Trained, given: Mapping[str, Any], earlier: Sequence[Trained] = ()) -> None:
-        self.trained, self.given, self.earlier = trained, given, tuple(earlier)
+    def __init__(self, trained: Trained, given: Mapping[str, Any]) -> None:
+        self.trained, self.given = trained, given
         self.formats: dict[str, Any] = dict(given.get("model.formats") or {})
         self._shape = trained_shape(trained.folder)
         measure = {key: value for key, value in given.items() if key not in OF_FORMATS}
@@ -156,7 +155,7 @@ class RunWeights:
         if self._start is None:
             row = self._row({})
             self._start = build_model(model_shape(row, corpus), 0)
-            fill_floats(self._start, self.trained, _CALLED, *self.earlier)
+            fill_floats(self._start, self.trained, _CALLED)
         return self._start
 
 

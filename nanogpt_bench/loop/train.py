@@ -21,7 +21,6 @@ from nanogpt_bench.loop.resume import (
 )
 from nanogpt_bench.model.gpt import build_model
 from nanogpt_bench.observers import baseline_curve
-from nanogpt_bench.observers.build import check_monitors
 from nanogpt_bench.observers.trackers import check_trackers
 from nanogpt_bench.runs.environment import environment
 from nanogpt_bench.setup.fits import check_fits
@@ -74,7 +73,6 @@ def run(
         facts = environment(corpus, config.runtime.threads) | start_facts(config) | processes(config, ranks)
         baseline = baseline_curve(config.alerts)
         check_trackers(config)
-        check_monitors(config)
         if not resume:
             check_unused(run_dir)
         trainer = Trainer(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 
 from nanogpt_bench.config.metrics import MonitorConfig
@@ -17,7 +16,6 @@ from nanogpt_bench.observers.anomaly import AnomalyObserver
 from nanogpt_bench.observers.bits import Bits
 from nanogpt_bench.observers.capture import Capture
 from nanogpt_bench.observers.figures import Turns
-from nanogpt_bench.observers.fisher import Fisher
 from nanogpt_bench.observers.geometry import Geometry
 from nanogpt_bench.observers.gradients import Gradients
 from nanogpt_bench.observers.jsonl import HistogramObserver, JsonlObserver
@@ -29,12 +27,11 @@ from nanogpt_bench.observers.updates import UpdateConsumer, UpdateObserver
 from nanogpt_bench.setup.constraints import constrained_weights
 from nanogpt_bench.setup.layers import linear_layers
 from nanogpt_bench.setup.surgery import quantized_layers
-from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.training.points import Observer
 from nanogpt_bench.training.trainer import Trainer
 
 #: monitors that are put together here, as they share what they look at; of every other the module of its name builds it
-SHARING = ("stall", "ranges", "bits", "gradients", "geometry", "trend", "fisher")
+SHARING = ("stall", "ranges", "bits", "gradients", "geometry", "trend")
 ON_THEIR_OWN = tuple(f.name for f in fields(MonitorConfig) if f.type == "bool" and f.name not in SHARING)
 
 
@@ -47,16 +44,6 @@ class Observers:
     shadow: ShadowObserver | None
     alerts: AlertObserver | None
     all: list[Observer]
-
-
-def check_monitors(config: Config) -> None:
-    """Refuse a monitor whose package is missing.
-
-    Raises:
-        BenchError: names the extra that brings it.
-    """
-    if config.monitor.fisher and find_spec("nngeometry") is None:
-        raise BenchError("monitor.fisher needs nngeometry; get it with pip install 'fp8manifold[fisher]'")
 
 
 def build_observers(
@@ -74,13 +61,12 @@ def build_observers(
     turns = _turns(config, trainer)
     stall, monitors = _monitors(config, trainer, turns)
     alone = [_built(name, config, trainer, turns) for name in ON_THEIR_OWN if getattr(config.monitor, name)]
-    fisher = _fisher(config, trainer, shadow) if config.monitor.fisher else None
     # What adds to a record once it is complete comes before what writes it.
     sinks: list[Observer | None] = []
     if run_dir is not None:
         sinks = [JsonlObserver(run_dir / "metrics.jsonl"), HistogramObserver(run_dir / "histograms.jsonl"), alerts]
     anomaly = AnomalyObserver(run_dir, trainer) if config.alerts.save_on_anomaly else None
-    ordered = [shadow, *monitors, turns, trend, *alone, fisher, *sinks, anomaly]
+    ordered = [shadow, *monitors, turns, trend, *alone, *sinks, anomaly]
     return Observers(trend, stall, shadow, alerts, [observer for observer in ordered if observer is not None])
 
 
@@ -134,19 +120,6 @@ def _shadow(config: Config, trainer: Trainer) -> ShadowObserver | None:
     tied = trainer.model.lm_head.weight is trainer.model.token_embedding.weight
     model: GPT = build_model(replace(shape, tie_weights=tied), 0).to(trainer.device)
     return ShadowObserver(model, config.shadow.interval, config.shadow.of)
-
-
-def _fisher(config: Config, trainer: Trainer, shadow: ShadowObserver | None) -> Fisher:
-    current = None if shadow is None else shadow.current
-    monitor = config.monitor
-    return Fisher(
-        trainer.eval_batch,
-        current,
-        monitor.interval,
-        matrix=monitor.fisher_matrix,
-        eigenvalues=monitor.fisher_eigenvalues,
-        seed=config.seed,
-    )
 
 
 def _alerts(

@@ -62,12 +62,6 @@ class ShadowObserver(Observer):
         self._overheads += overhead
         self._looks += 1
 
-    def current(self, step: Step) -> nn.Module:
-        """Return the shadow with the weights of this moment."""
-        self._copy(step)
-        model: nn.Module = self.model
-        return model
-
     def state(self) -> dict[str, Any]:
         """Return the times: the shadow's weights are copied from the model whenever it is asked."""
         return {"overheads": self._overheads, "looks": self._looks, "plain_step": self._plain_step}

@@ -26,7 +26,6 @@ from nanogpt_bench.model.weights import PART
 from nanogpt_bench.runs.environment import latest
 from nanogpt_bench.system.errors import BenchError, one_line
 from nanogpt_bench.system.untrusted import check_header
-from nanogpt_bench.system.words import counted
 
 #: where a run keeps the checkpoint of its lowest validation loss (`checkpoint.best`), apart from the others
 BEST = "best"
@@ -101,22 +100,6 @@ def choose(run_dir: Path, which: str = "last") -> Path:
     return known[which]
 
 
-def choose_last(run_dir: Path, which: str, count: int) -> list[Path]:
-    """Return the folders of a run's checkpoint and of those before it, `count` in all, the chosen one first.
-
-    Raises:
-        BenchError: it has kept fewer.
-    """
-    chosen = choose(run_dir, which)
-    kept = [step for step in steps(run_dir) if step <= (step_of(chosen.name) or 0)]
-    if count > len(kept) or chosen != step_folder(run_dir, kept[-1]):
-        raise BenchError(
-            f"--average {count}: {str(run_dir)!r} has kept {counted(len(kept), 'checkpoint')} up to {chosen.name}; "
-            f"{_again(run_dir, f'--checkpoint.every {_apart(chosen, count)} --checkpoint.keep {count}', 'as many')}"
-        )
-    return [step_folder(run_dir, step) for step in reversed(kept[-count:])]
-
-
 def _best(run_dir: Path, folders: list[Path]) -> Path:
     """The checkpoint of the lowest validation loss of the whole run, if it has been kept."""
     for folder in folders:
@@ -148,14 +131,9 @@ def _lowest(run_dir: Path) -> float | None:
     return load(choose(run_dir), weights=False).best_val_loss
 
 
-def _apart(chosen: Path, count: int) -> int:
-    """Steps between checkpoints of which there are `count` up to the chosen one, 1 where that is not possible."""
-    return max(1, (step_of(chosen.name) or 0) // count)
-
-
-def _again(run_dir: Path, option: str, kept: str = "one") -> str:
+def _again(run_dir: Path, option: str) -> str:
     command = shlex.join(["nanogpt-bench", "run", str(run_dir / "config.yaml")])
-    return f"{command} {option} trains it once more and keeps {kept}"
+    return f"{command} {option} trains it once more and keeps one"
 
 
 def load(folder: Path, *, weights: bool = True) -> Trained:
@@ -254,28 +232,9 @@ def float_weights(trained: Trained) -> dict[str, Tensor]:
     }
 
 
-def mean_weights(each: Sequence[Trained]) -> dict[str, Tensor]:
-    """Return the mean of the weights of some checkpoints, as float32.
-
-    Raises:
-        BenchError: checkpoints that don't hold the same tensors.
-    """
-    first = float_weights(each[0])
-    if len(each) == 1:
-        return first
-    sums = {name: value.double() for name, value in first.items()}
-    for other in each[1:]:
-        state = float_weights(other)
-        if {name: value.shape for name, value in state.items()} != {name: value.shape for name, value in sums.items()}:
-            raise BenchError(f"checkpoints {str(each[0].folder)!r} and {str(other.folder)!r} are of different models")
-        for name, value in state.items():
-            sums[name] += value
-    return {name: (value / len(each)).float() for name, value in sums.items()}
-
-
 @torch.no_grad()
-def fill_floats(model: GPT, trained: Trained, called: str, *others: Trained) -> None:
-    """Fill a float model with the weights of a checkpoint, or their mean with those of others of the same run.
+def fill_floats(model: GPT, trained: Trained, called: str) -> None:
+    """Fill a float model with the weights of a checkpoint.
 
     `called` is what an error calls them.
 
@@ -284,7 +243,7 @@ def fill_floats(model: GPT, trained: Trained, called: str, *others: Trained) -> 
     Raises:
         BenchError: tensors that are missing, of another shape, or unknown.
     """
-    state = mean_weights([trained, *others])
+    state = float_weights(trained)
     state.setdefault("lm_head.weight", state.get(EMBEDDING, torch.empty(0)))
     own = dict(model.named_parameters(remove_duplicate=False))
     missing, unknown = own.keys() - state.keys(), state.keys() - own.keys()

@@ -19,7 +19,7 @@ from nanogpt_bench.system.ranks import ALONE, Ranks
 from nanogpt_bench.system.words import counted
 
 #: what compares gradients, or measures them, in passes of one process, and manifolds of whole matrices
-_OF_ONE_PROCESS = ("shadow.enabled", "monitor.fisher", "train.step_in_backward", "model.constraint", "model.peer")
+_OF_ONE_PROCESS = ("shadow.enabled", "train.step_in_backward", "model.constraint", "model.peer")
 #: collectives whose first argument is what a process gives; of the others it is the second
 _IN_PLACE = ("allreduce", "broadcast", "reduce_", "send")
 

@@ -326,10 +326,6 @@ class Trainer:
         finally:  # who has seen enough ends the pass
             self.model.train()
 
-    def eval_batch(self) -> list[tuple[Tensor, Tensor]]:
-        """Return the first validation batch."""
-        return self._eval_batches[:1]
-
     def bits_per_byte(self, loss: float) -> float | None:
         """Return a validation loss in nats a token as bits a UTF-8 byte; None of one that is in nats a label."""
         return self.task.bits_per_byte(loss)

@@ -13,12 +13,8 @@ import pytest
 from nanogpt_bench.cli import main
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.data import prepare_text
-from nanogpt_bench.data.batches import open_corpus
 from nanogpt_bench.evaluation.losses import evaluate, evaluate_run
-from nanogpt_bench.evaluation.weights import RunWeights
 from nanogpt_bench.loop.train import run
-from nanogpt_bench.runs.trained import choose, float_weights, load
-from nanogpt_bench.setup.runtime import runtime
 
 Tiny = Callable[..., Config]
 
@@ -78,23 +74,6 @@ def test_an_earlier_checkpoint_and_the_table_as_json(trained: dict[str, Path], t
     again = [*command[:2], "--weights", str(tmp_path / "w" / names[0]), "--out", str(out)]
     assert main(again) == 0
     assert json.loads(out.read_text())[0]["val_loss"] == rows[0]["val_loss"]
-
-
-def test_the_mean_of_the_last_checkpoints_is_measured_too(tiny: Tiny, tmp_path: Path) -> None:
-    """It is what a model filled with their mean has."""
-    options = {"checkpoint__every": 1, "checkpoint__keep": 3, "train__max_steps": 3, "rule": "stochastic"}
-    run(tiny(**options, model__format="E4M3"), tmp_path / "a")
-    own, floats, rounded = evaluate_run(tmp_path / "a", formats=["E4M3"], average=2)
-    assert [row.format for row in (own, floats, rounded)] == ["E4M3 (as trained)", "none, mean of 2", "E4M3, mean of 2"]
-    assert own.val_loss == summary(tmp_path / "a")["final_val_loss"] != floats.val_loss
-    states = [float_weights(load(choose(tmp_path / "a", f"step-{step}"))) for step in (2, 3)]
-    mean = {name: (states[0][name].double() + states[1][name].double()).div(2).float() for name in states[0]}
-    fresh = RunWeights(load(choose(tmp_path / "a")), {})
-    corpus = open_corpus(fresh.own)
-    with runtime(fresh.own) as device:
-        trainer = fresh.rounded({}, corpus, device)
-        assert trainer.model.load_state_dict(mean, strict=False).unexpected_keys == []
-        assert trainer.validate() == floats.val_loss
 
 
 def test_it_says_why_a_loss_is_another_one(trained: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:

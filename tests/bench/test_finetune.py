@@ -84,7 +84,7 @@ def test_a_rule_trains_a_pretrained_model(settings: Settings, tmp_path: Path, ru
 
 def test_the_first_loss_is_that_of_the_model(settings: Settings, model: Path, law: Path, tmp_path: Path) -> None:
     trainer = Trainer(resolve(settings(rule="fp32")), load_corpus(law, 16), torch.device("cpu"))
-    tokens, targets = trainer.eval_batch()[0]
+    tokens, targets = trainer._eval_batches[0]
     assert trainer.validate() == load_causal(str(model)).loss(tokens, targets).item()
 
 

@@ -7,7 +7,6 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import fields
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -92,7 +91,7 @@ def test_no_metric_is_named_outside_the_registry() -> None:
     [
         ("a = 'train/loss'", [1]),
         ("a = f'quant/overflow/{b}'\nc = f'the train/loss is {b}'", [1, 2]),
-        ("a = f'grad/{b}'\nc = 'bits/exponent_bit_3/weight', f'geometry/fisher_top_{b}'", [1, 2, 2]),
+        ("a = f'grad/{b}'\nc = 'bits/exponent_bit_3/weight', f'bits/mantissa_bit_{b}'", [1, 2, 2]),
         ("'''train/loss'''\ndef f():\n    '''train/loss'''", []),
         ("a = record['lr']\nstep.record['tokens'] = 1\nb = step.record.get('mfu'), run.curve('tokens')", [1, 2, 3, 3]),
         ("a = summary['tokens'], group['lr'], 'retrain/losses', 'train/losses', 'a/grad/norm', 'val loss'", []),
@@ -134,14 +133,14 @@ def registered(key: str) -> Metric | None:
 def test_all_that_a_watched_run_writes_is_registered(
     tiny: Callable[..., Config], corpus_dir: Path, labelled_dir: Path, tmp_path: Path
 ) -> None:
-    fisher = {"monitor__fisher": find_spec("nngeometry") is not None, "shadow__enabled": True, "shadow__interval": 2}
+    shadow = {"shadow__enabled": True, "shadow__interval": 2}
     speed = {"runtime__peak_tflops": 1.0, "monitor__histogram_interval": 2, "eval__also": str(corpus_dir)}
     formats = "{'*': {weight: E4M3, activation: E4M3, gradient: E5M2}}"
     seen: set[str] = set()
     residual = {"rule": "muon-residual8", "model__formats": "{'*': {weight: E4M3, gradient: E5M2}}"}
     for name, settings in {
-        "residual": {**residual, **fisher, **speed},
-        "master": {"rule": "master", "model__formats": formats, **fisher, **speed},
+        "residual": {**residual, **shadow, **speed},
+        "master": {"rule": "master", "model__formats": formats, **shadow, **speed},
         "stiefel": {"model__constraint": "stiefel", "model__format": "E4M3", **speed},
         "sphere": {"model__constraint": "sphere", **speed},
         "labels": {"rule": "fp32", "task": "classify", "data__dir": str(labelled_dir)},
@@ -154,5 +153,4 @@ def test_all_that_a_watched_run_writes_is_registered(
         seen |= {json.loads(line)["name"] for line in lines}
     found = {key: registered(key) for key in seen}
     assert [key for key, metric in found.items() if metric is None] == []
-    left = {metric.name for metric in EVERY if metric not in found.values()}
-    assert left <= {m.name for m in EVERY if m.monitor == "fisher"}
+    assert [metric.name for metric in EVERY if metric not in found.values()] == []

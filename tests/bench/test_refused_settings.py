@@ -42,7 +42,6 @@ REFUSED: dict[str, dict[str, str]] = {
         "train.parallel=ddp monitor.stall=false shadow.enabled=true": "'ddp' can't be used with shadow.enabled; give",
         f"{WITHIN} optimizer.grad_clip=0 train.parallel=ddp": "'ddp' can't be used with train.step_in_backward; give",
     },
-    "monitor.fisher": {f"{LABELS} monitor.fisher=true": "True can't be used with task 'classify', whose labels"},
     "model.headroom": {"model.headroom=4": "4.0 needs model.storage grid, fp8 or continuous, not 'float32'"},
     "optimizer.writeback": {
         "optimizer.writeback=nearest": "'nearest' needs model.storage grid or fp8, not 'float32'",
@@ -198,7 +197,7 @@ REFUSED_PEERS: dict[str, dict[str, str]] = {
     },
     **{
         key: {f"{PEER} {key}=true": "True can't be used with model.peer 'torchao-int8'; leave it out"}
-        for key in ("model.tie_weights", "shadow.enabled", "monitor.fisher", "runtime.compile")
+        for key in ("model.tie_weights", "shadow.enabled", "runtime.compile")
     },
 }
 for _key, _cases in REFUSED_PEERS.items():
@@ -210,6 +209,7 @@ CASES = [(key, words, said) for key, cases in REFUSED.items() for words, said in
 UNREADABLE: dict[str, str] = {
     "--train.max_stps 1": "unknown key 'train.max_stps'; did you mean 'train.max_steps'?",
     "--max_steps 1": "unknown key 'max_steps'; did you mean 'train.max_steps'?",
+    "--monitor.fisher true": "monitor.fisher is no setting any more; leave it out",
     "--train.zzz 1": "unknown key 'train.zzz'; allowed: train.max_steps, train.batch_size",
     "--train.max_steps many": "train.max_steps: 'many' is not allowed; give a whole number >= 1",
     "--train.max_steps 1.5": "train.max_steps: 1.5 is not allowed; give a whole number >= 1",

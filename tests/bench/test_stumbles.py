@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import re
-import shlex
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -61,18 +59,6 @@ def test_a_corpus_that_is_not_there_from_here_is_not_to_be_prepared_anew(
     assert main(["evaluate", "../there/r", "--formats", "E4M3"]) == 2
     said = capsys.readouterr().err
     assert "start in the folder that it is relative to, or give its whole path as --data.dir" in said
-
-
-def test_the_command_that_keeps_as_many_checkpoints_runs(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    run(tiny(train__max_steps=6), tmp_path / "r")
-    assert main(["evaluate", "r", "--average", "3"]) == 2
-    said = capsys.readouterr().err
-    (command,) = re.findall(r"nanogpt-bench (run .*) trains it once more and keeps as many", said)
-    assert main([*shlex.split(command), "--name", "again"]) == 0
-    assert main(["evaluate", "runs/again", "--average", "3"]) == 0
 
 
 @pytest.mark.parametrize(

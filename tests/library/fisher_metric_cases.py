@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,18 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp8manifold._fisher.capture import (
-    Draws,
-    LayerFisher,
-    call_model,
-    linear_layers,
-    rows_of_batches,
-    sample_labels,
-)
-from fp8manifold._fisher.metric import REPRESENTATIONS, Layer
+from fp8manifold.optim._nngeometry import NEEDED, Layer, call_model, likelihood, measure, sample_labels
 from nanogpt_bench.model.gpt import GPTShape, build_model
 
-EVERY = pytest.mark.parametrize("representation", REPRESENTATIONS)
+EVERY = pytest.mark.parametrize("representation", NEEDED)
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -43,28 +34,49 @@ def tokens(rows: int = 3, seed: int = 0) -> Tensor:
 
 
 def layers_of(model: nn.Module, stretches: Any = None) -> list[Layer]:
-    found = linear_layers(model, model.parameters(), 4096)
+    found = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     stretches = stretches or [None] * len(found)
-    return [
-        Layer(module, LayerFisher(name, weight), stretch, {})
-        for (weight, (name, module)), stretch in zip(found.items(), stretches, strict=True)
-    ]
+    return [Layer(name, module, t, {}) for (name, module), t in zip(found, stretches, strict=True)]
 
 
 def stretches_of(model: nn.Module, *, product: bool = False) -> list[Tensor]:
     """Powers of two, as stiffness ratios are; ``product`` makes them an outer product."""
     fields = []
-    for i, weight in enumerate(linear_layers(model, model.parameters(), 4096)):
-        exponents = (normal(*weight.shape, seed=i) * 1.5).round()
+    for i, layer in enumerate(layers_of(model)):
+        exponents = (normal(*layer.module.weight.shape, seed=i) * 1.5).round()
         fields.append(torch.exp2(exponents[:, :1] + exponents[:1] if product else exponents))
     return fields
 
 
-def passes_over(model: nn.Module, layers: list[Layer], batches: list[Tensor], samples: int = 1) -> Any:
-    def begin() -> Iterator[Any]:
-        return rows_of_batches(model, [x.module for x in layers], batches, call_model, Draws(7, 2, samples))
+def measured(
+    representation: str,
+    model: nn.Module,
+    layers: list[Layer],
+    batches: list[Tensor],
+    *,
+    samples: int = 1,
+    logits: Any = call_model,
+    **options: float,
+) -> list[dict[str, Any]]:
+    def loss(index: int) -> Tensor:
+        return likelihood(logits(model, batches[index // samples]), seed=7, step=2, stream=index)
 
-    return begin
+    options = {"damping": 0.1, "decay": 0.0, **options}
+    return measure(model, layers, loss, len(batches) * samples, representation=representation, **options)
+
+
+def rows_of(model: nn.Module, layer: nn.Linear, batch: Tensor) -> tuple[Tensor, Tensor]:
+    """Inputs and output gradients of a layer that is called once, with the labels that the measurement draws."""
+    seen: dict[str, Tensor] = {}
+
+    def keep(_: nn.Module, inputs: Any, output: Tensor) -> None:
+        seen["x"] = inputs[0].detach().flatten(0, -2)
+        output.register_hook(lambda g: seen.update(y=g.flatten(0, -2)))
+
+    hook = layer.register_forward_hook(keep)
+    F.cross_entropy(model(batch).flatten(0, -2), labels_of(model, batch), reduction="sum").backward()
+    hook.remove()
+    return seen["x"], seen["y"]
 
 
 def labels_of(model: nn.Module, batch: Tensor, stream: int = 0) -> Tensor:

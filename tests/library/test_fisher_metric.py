@@ -14,20 +14,16 @@ from fisher_metric_cases import (
     labels_of,
     layers_of,
     mean_eigenvalue,
+    measured,
     normal,
-    passes_over,
+    rows_of,
     small_gpt,
     stretches_of,
     tokens,
 )
 from torch import Tensor, nn
 
-from fp8manifold._fisher.capture import (
-    Draws,
-    check_definite,
-    rows_of_batches,
-)
-from fp8manifold._fisher.metric import Layer, measure, natural_gradient, rank_one
+from fp8manifold.optim._nngeometry import Layer, _check_definite, _rank_one, natural_gradient
 
 pytest.importorskip("nngeometry", reason="extra fisher")
 
@@ -38,7 +34,7 @@ pytest.importorskip("nngeometry", reason="extra fisher")
 def test_diagonal_is_the_mean_square_of_gradients_taken_one_by_one() -> None:
     model, batches = classifier(), [normal(9, 6, seed=1), normal(14, 6, seed=2)]
     layers = layers_of(model)
-    found = measure("diagonal", layers, passes_over(model, layers, batches, samples=2), damping=0.1, decay=0.0)
+    found = measured("diagonal", model, layers, batches, samples=2)
     for layer, metric in zip(layers, found, strict=True):
         alone = [
             gradients_by_token(model, layer.module.weight, batch, labels_of(model, batch, 2 * i + sample))
@@ -53,7 +49,7 @@ def test_diagonal_is_the_mean_square_of_gradients_taken_one_by_one() -> None:
 def test_diagonal_approaches_the_exact_fisher_of_the_model() -> None:
     model, batch = classifier(), normal(20, 6)
     layers = layers_of(model)
-    found = measure("diagonal", layers, passes_over(model, layers, [batch], samples=400), damping=0.1, decay=0.0)
+    found = measured("diagonal", model, layers, [batch], samples=400)
     probabilities = model(batch).softmax(-1).detach()
     for layer, metric in zip(layers, found, strict=True):
         exact = sum(
@@ -68,7 +64,7 @@ def test_diagonal_approaches_the_exact_fisher_of_the_model() -> None:
 def test_diagonal_of_the_head_of_a_gpt_is_that_of_its_tokens() -> None:
     model, batch = small_gpt(), tokens()
     layers = layers_of(model)
-    found = measure("diagonal", layers, passes_over(model, layers, [batch]), damping=0.1, decay=0.0)
+    found = measured("diagonal", model, layers, [batch])
     expected = gradients_by_token(model, model.lm_head.weight, batch, labels_of(model, batch)).square().mean(0)
     assert layers[-1].module is model.lm_head
     torch.testing.assert_close(found[-1]["fisher_diagonal"], expected)
@@ -79,10 +75,9 @@ def test_kfac_is_two_covariances(build: Any) -> None:
     model = build()
     batch = normal(30, 6) if build is classifier else tokens()
     layers = layers_of(model)
-    passes = passes_over(model, layers, [batch])
-    rows = next(passes())
-    for layer, metric in zip(layers, measure("kfac", layers, passes, damping=0.25, decay=0.5), strict=True):
-        ((x, y),) = rows[layer.module]
+    found = measured("kfac", model, layers, [batch], damping=0.25, decay=0.5)
+    for layer, metric in zip(layers, found, strict=True):
+        x, y = rows_of(model, layer.module, batch)
         inputs, outputs = x.T @ x / len(x), y.T @ y / len(y)
         torch.testing.assert_close(metric["fisher_inputs"], inputs)
         torch.testing.assert_close(metric["fisher_outputs"], outputs)
@@ -95,13 +90,12 @@ def test_diagonal_step_is_damped_in_the_stiffness_metric() -> None:
     """``T (T F T + c)^-1 T g = (F + c T^-2)^-1 g``."""
     model, batch = classifier(), normal(30, 6)
     layers = layers_of(model, stretches_of(model))
-    for layer, metric in zip(
-        layers, measure("diagonal", layers, passes_over(model, layers, [batch]), damping=0.3, decay=0.0), strict=True
-    ):
-        gradient = normal(*layer.fisher.shape, seed=9)
+    for layer, metric in zip(layers, measured("diagonal", model, layers, [batch], damping=0.3), strict=True):
+        assert layer.stretch is not None
+        gradient = normal(*layer.module.weight.shape, seed=9)
         fisher, t = metric["fisher_diagonal"].double(), layer.stretch.double()
         added = 0.3 * (fisher * t * t).mean()
-        ours = natural_gradient("diagonal", layer.fisher, metric, gradient, layer.stretch)
+        ours = natural_gradient("diagonal", metric, gradient, layer.stretch)
         torch.testing.assert_close(ours.double(), gradient / (fisher + added / t**2), rtol=1e-5, atol=0)
 
 
@@ -111,12 +105,11 @@ def test_kronecker_steps_solve_the_dense_system(representation: str, product: bo
     """``T`` is the outer product nearest to the stretch; where the stretch is one, nothing is approximated."""
     model, batch = classifier(), normal(50, 6)
     layers = layers_of(model, stretches_of(model, product=product))
-    passes = passes_over(model, layers, [batch])
-    rows = next(passes())
-    for layer, metric in zip(layers, measure(representation, layers, passes, damping=0.2, decay=0.0), strict=True):
-        r, c = rank_one(layer.stretch)
+    for layer, metric in zip(layers, measured(representation, model, layers, [batch], damping=0.2), strict=True):
+        assert layer.stretch is not None
+        c, r = _rank_one(layer.stretch) or ()
         assert torch.allclose(torch.outer(r, c), layer.stretch) == product
-        ((x, y),) = rows[layer.module]
+        x, y = rows_of(model, layer.module, batch)
         x, y = (x * c).double(), (y * r).double()
         inputs, outputs = x.T @ x / len(x), y.T @ y / len(y)
         if representation == "kfac":
@@ -127,16 +120,16 @@ def test_kronecker_steps_solve_the_dense_system(representation: str, product: bo
             each = (y[:, :, None] * x[:, None]).flatten(1) @ basis
             values = each.square().mean(0)
             dense = basis @ torch.diag(values + 0.2 * values.mean()) @ basis.T
-        gradient = normal(*layer.fisher.shape, seed=9)
+        gradient = normal(*layer.module.weight.shape, seed=9)
         expected = dense_solution(dense, torch.outer(r, c), gradient)
-        ours = natural_gradient(representation, layer.fisher, metric, gradient, None)
+        ours = natural_gradient(representation, metric, gradient, None)
         torch.testing.assert_close(ours.double(), expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item())
         assert (gradient * ours).sum() > 0
 
 
 def test_rank_one_is_the_least_squares_fit_of_the_logarithm() -> None:
     stretch = stretches_of(classifier())[0]
-    r, c = rank_one(stretch)
+    c, r = _rank_one(stretch) or ()
     design = torch.cat([torch.eye(5).repeat_interleave(6, 0), torch.eye(6).repeat(5, 1)], 1)
     fit = design @ torch.linalg.lstsq(design, stretch.log2().flatten()[:, None], driver="gelsd").solution
     torch.testing.assert_close(torch.outer(r, c).log2().flatten(), fit[:, 0], atol=1e-4, rtol=1e-4)
@@ -146,11 +139,11 @@ def test_rank_one_is_the_least_squares_fit_of_the_logarithm() -> None:
 def test_heavy_damping_gives_the_riemannian_gradient(representation: str) -> None:
     model, batch = classifier(), normal(50, 6)
     layers = layers_of(model, stretches_of(model))
-    found = measure(representation, layers, passes_over(model, layers, [batch]), damping=1e10, decay=0.0)
+    found = measured(representation, model, layers, [batch], damping=1e10)
     for layer, metric in zip(layers, found, strict=True):
-        gradient = normal(*layer.fisher.shape, seed=9)
-        ours = natural_gradient(representation, layer.fisher, metric, gradient, layer.stretch)
-        t = layer.stretch if representation == "diagonal" else torch.outer(*rank_one(layer.stretch))
+        gradient = normal(*layer.module.weight.shape, seed=9)
+        ours = natural_gradient(representation, metric, gradient, layer.stretch)
+        t = layer.stretch if representation == "diagonal" else torch.outer(*(_rank_one(layer.stretch) or ())[::-1])
         expected = t**2 * gradient
         torch.testing.assert_close(ours / ours.norm(), expected / expected.norm(), rtol=1e-3, atol=1e-4)
 
@@ -162,8 +155,8 @@ def test_earlier_measurements_count_with_their_decay(representation: str) -> Non
     names = {"diagonal": ("fisher_diagonal",)}.get(representation, ("fisher_inputs", "fisher_outputs"))
 
     def found(batch: Tensor, earlier: list[Any]) -> list[Any]:
-        again = [Layer(x.module, x.fisher, None, e) for x, e in zip(layers, earlier, strict=True)]
-        return measure(representation, again, passes_over(model, again, [batch]), damping=0.1, decay=0.75)
+        again = [Layer(x.name, x.module, None, e) for x, e in zip(layers, earlier, strict=True)]
+        return measured(representation, model, again, [batch], decay=0.75)
 
     first, fresh = found(normal(30, 6, seed=1), [{}, {}]), found(normal(30, 6, seed=2), [{}, {}])
     both = found(normal(30, 6, seed=2), first)
@@ -184,8 +177,8 @@ def test_a_singular_metric_without_damping_is_refused(representation: str) -> No
     if representation == "diagonal":
         batch[:, 2] = 0  # an input that is never there
     with pytest.raises(FloatingPointError, match=r"layer '0'.*not positive definite.*raise damping"):
-        measure(representation, layers, passes_over(model, layers, [batch]), damping=0.0, decay=0.0)
-    measure(representation, layers, passes_over(model, layers, [batch]), damping=0.01, decay=0.0)
+        measured(representation, model, layers, [batch], damping=0.0)
+    measured(representation, model, layers, [batch], damping=0.01)
 
 
 @EVERY
@@ -195,7 +188,7 @@ def test_dead_and_overflowing_layers_are_refused_whatever_the_damping(representa
     layers = layers_of(model)[:1]
     batch = torch.full((8, 6), value)
     with pytest.raises(FloatingPointError, match="layer '0'"):
-        measure(representation, layers, passes_over(model, layers, [batch]), damping=1.0, decay=0.0)
+        measured(representation, model, layers, [batch], damping=1.0)
 
 
 def test_a_layer_that_the_batches_do_not_reach_is_refused() -> None:
@@ -203,20 +196,12 @@ def test_a_layer_that_the_batches_do_not_reach_is_refused() -> None:
     model.add_module("spare", nn.Linear(4, 4))
     layers = layers_of(model)
     with pytest.raises(FloatingPointError, match=r"layer 'spare' was not reached"):
-        measure(
-            "kfac",
-            layers,
-            lambda: rows_of_batches(
-                model, [x.module for x in layers], [normal(5, 6)], lambda m, b: m[:3](b), Draws(0, 0, 1)
-            ),
-            damping=0.1,
-            decay=0.0,
-        )
+        measured("kfac", model, layers, [normal(5, 6)], logits=lambda m, b: m[:3](b))
 
 
 def test_definiteness_has_a_margin() -> None:
-    check_definite(torch.eye(3), 0.0, 1.0, "it")
-    check_definite(torch.diag(torch.tensor([1.0, 1.0, 0.0])), 1e-6, 2 / 3, "it")
+    _check_definite("it", torch.eye(3), 0.0, 1.0)
+    _check_definite("it", torch.diag(torch.tensor([1.0, 1.0, 0.0])), 1e-6, 2 / 3)
     for matrix, added in ((torch.diag(torch.tensor([1.0, 1.0, 0.0])), 1e-8), (torch.tensor([[1.0, 2], [2, 1]]), 0.9)):
         with pytest.raises(FloatingPointError, match="not positive definite"):
-            check_definite(matrix, added, 1.0, "it")
+            _check_definite("it", matrix, added, 1.0)

@@ -301,10 +301,33 @@ both = pytest.mark.parametrize("options", EMAS, ids=["foreach lerp", "copy"])
 
 
 @both
-def test_an_average_that_stalls_is_warned_of(options: Any) -> None:
-    model = quantized("nearest")
-    with pytest.warns(fm.StalledAverageWarning, match=r"use fm\.averaged_model"):
-        assert averaged(AveragedModel(model, **options), model, 35) < 0.8
+def test_an_average_of_codes_is_refused(options: Any) -> None:
+    with pytest.raises(TypeError, match=r"codes of '0\.weight', which stall: use fp8manifold\.averaged_model\(model\)"):
+        AveragedModel(quantized("nearest"), **options)
+    AveragedModel(fm.quantize_model(Averaged(), "E4M3", "master"), **options)
+
+
+def test_an_average_of_bare_parameters_is_in_floats() -> None:
+    model = torch.nn.Module()
+    model.first = model.tied = byte(0)
+    average = fm.averaged_model(model)
+    with torch.no_grad():
+        model.first.copy_(torch.full((N,), 2.0))
+    for _ in range(2):
+        average.update_parameters(model)
+    assert average.module.first is average.module.tied
+    assert type(average.module.first) is torch.nn.Parameter
+    assert torch.equal(average.module.first, torch.full((N,), 2.0))
+
+
+def test_an_average_of_bfloat16_is_in_float32() -> None:
+    model = quantized("nearest").to(torch.bfloat16)
+    average = fm.averaged_model(model)
+    for _ in range(2):
+        average.update_parameters(model)
+    for ours, its in zip(average.module.parameters(), model.parameters(), strict=True):
+        assert ours.dtype == torch.float32
+        assert torch.equal(ours, its.dequantize().float() if isinstance(its, fm.FP8Tensor) else its.float())
 
 
 @both
@@ -375,15 +398,3 @@ def test_an_average_of_transposed_weights(storage: Any) -> None:
     for ours, layer in zip(average.module, model, strict=True):
         weight = layer.weight.detach()
         assert torch.equal(ours.weight, (weight.dequantize() if storage == "fp8" else weight).t())
-
-
-@both
-def test_an_average_rounded_stochastically_is_unbiased(options: Any) -> None:
-    model = quantized("stochastic")
-    assert averaged(AveragedModel(model, **options), model, 35) == pytest.approx(1 - 0.9**35, abs=0.01)
-
-
-def test_a_float_master_copied_into_codes_is_no_average() -> None:
-    p = fm.FP8Parameter(torch.ones(N), "E4M3", scale=1.0, rounding="nearest")
-    with torch.no_grad():
-        p.copy_(torch.full((N,), 1.01))

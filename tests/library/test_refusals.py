@@ -263,8 +263,6 @@ MONITORS = {
     "range_figures(x.long())": "TypeError: float",
     "attention_entropy(ones(5, 2, 6, 4).int(), ones(5, 2, 6, 4))": "TypeError: query",
     "PathTracker(x.int(), 'E4M3')": "TypeError: start",
-    "fisher_ratio({'a': 1.0}, {'a': FisherFigures(1.0, (1.0,))})": "TypeError: float",
-    "eigenvalue_ratios({'a': FisherFigures(1.0, (1.0,))}, {'a': 1.0})": "TypeError: float",
     # values
     "code_histogram(tensor([nan]), 'E7M0')": "ValueError: NaN",
     "geometry_figures(x, 'E4M3', clip=0.5)": "ValueError: clip=0.5",
@@ -272,10 +270,6 @@ MONITORS = {
     "DeadRuns(patience=0)": "ValueError: patience=0",
     "DeadRuns(threshold=-1.0)": "ValueError: threshold=-1",
     "runs.update(x, steps=0)": "ValueError: steps=0",
-    "fisher_figures(nn.Linear(2, 2), [one], representation='ekfac')": "ValueError: representation='ekfac'",
-    "fisher_figures(nn.Linear(2, 2), [])": "ValueError: no batch",
-    "fisher_figures(nn.Linear(2, 2), [one], eigenvalues=0)": "ValueError: eigenvalues=0",
-    "fisher_figures(nn.Linear(2, 2), [one], samples=0)": "ValueError: samples=0",
 }
 REFUSED = {
     **FORMATS,

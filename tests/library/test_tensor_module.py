@@ -303,16 +303,6 @@ def test_initialisers_write_into_the_codes() -> None:
     assert not p.any()
 
 
-def test_an_average_of_models() -> None:
-    net = Net()
-    average = torch.optim.swa_utils.AveragedModel(net, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
-    average.update_parameters(net)
-    stepped(net, 30)
-    average.update_parameters(net)
-    start, now = Net().first.weight.abs().mean(), net.first.weight.abs().mean()
-    assert now < average.module.first.weight.abs().mean() < start
-
-
 def test_calling_with_other_parameters() -> None:
     net, other = Net(), Net()
     stepped(other)

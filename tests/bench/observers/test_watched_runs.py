@@ -11,8 +11,6 @@ from bench_runs import recorded
 
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.loop.train import run
-from nanogpt_bench.observers import build
-from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.training.trainer import Trainer
 
 Tiny = Callable[..., Config]
@@ -135,38 +133,6 @@ def test_the_shadow_holds_dequantised_weights_or_the_masters(tiny: Tiny, tmp_pat
     other = records_of(tiny(**settings, shadow__of="master"), tmp_path / "master")[-1]
     assert same["grad/cosine_min"] > 1 - 1e-6  # the straight-through gradient is that at the dequantised weights
     assert 0.5 < other["grad/cosine_min"] < 0.999
-
-
-def test_fisher_information_at_the_weights_and_at_the_shadows(tiny: Tiny, tmp_path: Path) -> None:
-    pytest.importorskip("nngeometry")
-    settings = {"rule": "master", "model__format": "E2M1", "train__precision": "float32", "monitor__fisher": True}
-    shadow = {"shadow__enabled": True, "shadow__of": "master", "train__max_steps": 2}
-    last = records_of(tiny(**settings, **shadow), tmp_path / "r")[-1]
-    tops = [last[f"geometry/fisher_top_{rank}/lm_head"] for rank in (1, 2, 3, 4, 5)]
-    assert last["geometry/fisher_trace/lm_head"] >= tops[0] > 0
-    assert tops == sorted(tops, reverse=True)
-    assert "geometry/fisher_top_6" not in last
-    shadows = [last[f"geometry/fisher_shadow_top_{rank}/lm_head"] for rank in (1, 2, 3, 4, 5)]
-    ratios = [last[f"geometry/fisher_top_ratio_{rank}/lm_head"] for rank in (1, 2, 3, 4, 5)]
-    assert ratios == [top / shadow for top, shadow in zip(tops, shadows, strict=True)]
-    assert tops != shadows
-    traces = last["geometry/fisher_trace/lm_head"] / last["geometry/fisher_shadow_trace/lm_head"]
-    assert last["geometry/fisher_ratio/lm_head"] == traces
-    assert 0.2 < last["geometry/fisher_ratio"] < 5
-    assert last["geometry/fisher_ratio"] != 1.0
-    other = {"monitor__fisher_matrix": "diagonal", "monitor__fisher_eigenvalues": 1}
-    diagonal = records_of(tiny(**settings, **shadow, **other), tmp_path / "d")[-1]
-    assert 0 < diagonal["geometry/fisher_top_1/lm_head"] != tops[0]
-    assert "geometry/fisher_top_2/lm_head" not in diagonal
-
-
-def test_fisher_without_its_package_is_refused_before_the_run_begins(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(build, "find_spec", lambda name: None)
-    with pytest.raises(BenchError, match=r"monitor\.fisher needs nngeometry; .*fp8manifold\[fisher\]"):
-        run(tiny(rule="fp32", monitor__fisher=True), tmp_path / "r")
-    assert not (tmp_path / "r").exists()
 
 
 def test_a_step_that_is_skipped_is_measured_too(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
