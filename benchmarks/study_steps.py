@@ -3,7 +3,7 @@
     python benchmarks/study_steps.py [--sweeps study_q14_size,...] [--data-dir DIR] [--steps 40] [--turns 2] [--smoke]
                                      [--record]
 
-Runs that share a GPU measure no time; this does.  Settings are those of shipped sweeps, each in its own ``data.dir``
+Runs that share a GPU measure no time; this does.  Settings are those of the study's sweeps, each in its ``data.dir``
 unless one is given; learning rates are the rules' defaults.  The median of the steps after two that warm up, in turns
 over all rows, and the mean of the turns.  A peak is known on a GPU alone.
 """
@@ -11,6 +11,7 @@ over all rows, and the mean of the turns.  A peak is known on a GPU alone.
 import argparse
 import statistics
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -22,17 +23,18 @@ from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.data.batches import open_corpus
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.setup.runtime import runtime
-from nanogpt_bench.sweep.file import find_sweep, read_sweep
+from nanogpt_bench.sweep.file import read_sweep
 from nanogpt_bench.training.trainer import Trainer
 
+FOLDER = Path(__file__).parent.parent / "study" / "sweeps"
 SWEEPS = ("study_q14_size", "study_q14_tokens", "study_q9_length")
 WARMUP_STEPS = 2
 COLUMNS = ("sweep", "rule", "ms a step", "peak MiB")
 
 
 def rows_of(sweep: str, *, smoke: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
-    """A row's label and settings, for every rule and format of a shipped sweep; float rules have no format."""
-    file = read_sweep(find_sweep(f"{sweep}.yaml"), smoke=smoke)
+    """A row's label and settings, for every rule and format of a sweep; float rules have no format."""
+    file = read_sweep(FOLDER / f"{sweep}.yaml", smoke=smoke)
     axes = {axis.key: axis.values for axis in file.axes}
     for rule in axes["rule"]:
         for fmt in [None] if RULES[rule].storage == "float32" else axes["model.format"]:
@@ -64,7 +66,7 @@ def timed(trainer: Trainer, number: int, *, on_gpu: bool) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sweeps", default=",".join(SWEEPS), help="shipped sweeps, without .yaml")
+    parser.add_argument("--sweeps", default=",".join(SWEEPS), help="sweeps of the study, without .yaml")
     parser.add_argument("--data-dir", help="prepared text in place of each sweep's own")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--turns", type=int, default=2)

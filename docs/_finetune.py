@@ -1,13 +1,13 @@
-"""The tables and the figure of fine-tuning rules against each other, from the files in `measured/finetune` alone."""
+"""The tables and the figure of fine-tuning rules against each other, from the results files alone."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
+from _compared import measured_against, source, table
 from _looks import STYLE
 from _markdown import markdown
-from _study import measured_against, source
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -18,7 +18,10 @@ from nanogpt_bench.report.rows import row_label
 from nanogpt_bench.report.tables import format_figure
 
 FOLDER = Path(__file__).parent / "measured" / "finetune"
+EMBEDDINGS = Path(__file__).parent / "measured" / "embeddings" / "study_embeddings.json"
 BASELINE = "fp32"
+#: what embeddings in one byte are measured against
+WITHOUT = "E4M3 stochastic-8bit embeddings=none"
 #: what is drawn
 FORMAT = "E4M3"
 #: nats; beyond, the axis of the figure is logarithmic
@@ -156,6 +159,9 @@ def _panel(axis: Axes, files: Sequence[Exported], of: Of) -> None:
 
 def write_finetune(folder: Path, files: Path = FOLDER) -> None:
     """Write the tables of every group of results files into the folder, and the figure of those at several rates."""
+    embeddings = read_export(EMBEDDINGS)
+    text = f"{table(embeddings, [WITHOUT])}\n{source(embeddings)}"
+    (folder / f"{EMBEDDINGS.stem}.md").write_text(text, encoding="utf-8")
     for name, of in groups(files):
         if any(len(rates(file)) > 1 for file in of):
             (folder / f"finetune-{name}.md").write_text(table_of_rows(of), encoding="utf-8")

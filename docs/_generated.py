@@ -12,22 +12,20 @@ import json
 import re
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-RECORD = HERE / "_generated.json"
-COMMAND = "python docs/_generated.py --write"
 TABLE = re.compile(r"(?P<start><!-- table: (?P<name>[\w-]+) -->\n)(?P<text>.*?)(?P<end><!-- end -->)", re.DOTALL)
 FIGURE = re.compile(r"!\[[^]]*\]\(figures/(?P<name>[\w-]+\.svg)\)")
 
 
 @dataclass(frozen=True)
 class Maker:
-    """A function of a module here that writes pieces into a folder, and patterns of the files it reads."""
+    """A function of a module that writes pieces into a folder, and patterns of the files it reads."""
 
     module: str
     function: str
@@ -38,24 +36,12 @@ class Maker:
         """Write every piece."""
         getattr(import_module(self.module), self.function)(folder)
 
-    def made_from(self) -> str:
-        """A digest of the files it reads and of the modules here that it needs."""
-        read = sorted(path for pattern in self.reads.split() for path in HERE.glob(pattern))
-        files = [*sorted(needed(self.module)), *read]
+    def made_from(self, folder: Path) -> str:
+        """A digest of the files it reads, by patterns in a folder, and of the modules there and here that it needs."""
+        read = sorted(path for pattern in self.reads.split() for path in folder.glob(pattern))
+        files = [*sorted(needed(self.module, folder)), *read]
         parts = [f"{path.name} {digest(path.read_text(encoding='utf-8'))}" for path in files]
         return digest("\n".join(parts))
-
-
-MAKERS = {
-    "tables": Maker("_tables", "write_all", quick=True),
-    "formats": Maker("_format_pages", "write_formats", quick=True),
-    "performance": Maker("_measured", "write_measured", "measured/*.json", quick=True),
-    "results": Maker("_front", "write_front", "measured/study/study_q[12]*.json"),
-    "study": Maker("_study", "write_study", "measured/study/*.json measured/study_steps.json"),
-    "finetune": Maker("_finetune", "write_finetune", "measured/finetune/*.json"),
-    "geometry": Maker("_figures", "draw_all"),
-    "number lines": Maker("_format_pages", "draw_formats"),
-}
 
 
 def digest(text: str) -> str:
@@ -63,33 +49,17 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def needed(module: str, found: set[Path] | None = None) -> set[Path]:
-    """The files of a module here and of all modules here that it imports."""
+def needed(module: str, folder: Path = HERE, found: set[Path] | None = None) -> set[Path]:
+    """The files of a module, in a folder or here, and of all such modules that it imports."""
     found = set() if found is None else found
-    path = HERE / f"{module}.py"
-    if path.exists() and path not in found:
+    path = next((path for path in (folder / f"{module}.py", HERE / f"{module}.py") if path.exists()), None)
+    if path is not None and path not in found:
         found.add(path)
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = [node.module] if isinstance(node, ast.ImportFrom) else []
             names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             for name in names:
-                needed(name or "", found)
-    return found
-
-
-def pages() -> dict[Path, str]:
-    """The text of every page."""
-    return {path: path.read_text(encoding="utf-8") for path in sorted(HERE.glob("*.md"))}
-
-
-def shown() -> dict[str, str | None]:
-    """The pieces on pages, as they stand: tables by `NAME.md`, figures by `NAME.svg`, None where one is missing."""
-    found: dict[str, str | None] = {}
-    for text in pages().values():
-        found |= {f"{match['name']}.md": match["text"].strip() for match in TABLE.finditer(text)}
-        for match in FIGURE.finditer(text):
-            path = HERE / "figures" / match["name"]
-            found[match["name"]] = path.read_text(encoding="utf-8") if path.exists() else None
+                needed(name or "", folder, found)
     return found
 
 
@@ -111,77 +81,114 @@ def as_committed(path: Path) -> str:
     return re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE)
 
 
-def recorded() -> dict[str, Any]:
-    """What `_generated.json` holds: of every slow maker what it was made from, and the digests of its pieces."""
-    held: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
-    return held
+@dataclass
+class Pages:
+    """The pages of a folder with their tables and figures, what makes these, and the command that does."""
+
+    folder: Path
+    makers: Mapping[str, Maker]
+    command: str
+
+    @property
+    def record(self) -> Path:
+        """The file that says what was made, and from what."""
+        return self.folder / "_generated.json"
+
+    def pages(self) -> dict[Path, str]:
+        """The text of every page."""
+        return {path: path.read_text(encoding="utf-8") for path in sorted(self.folder.glob("*.md"))}
+
+    def shown(self) -> dict[str, str | None]:
+        """The pieces on pages, as they stand: tables by `NAME.md`, figures by `NAME.svg`, None where one is missing."""
+        found: dict[str, str | None] = {}
+        for text in self.pages().values():
+            found |= {f"{match['name']}.md": match["text"].strip() for match in TABLE.finditer(text)}
+            for match in FIGURE.finditer(text):
+                path = self.folder / "figures" / match["name"]
+                found[match["name"]] = path.read_text(encoding="utf-8") if path.exists() else None
+        return found
+
+    def recorded(self) -> dict[str, Any]:
+        """What `_generated.json` holds: of every slow maker what it was made from, and the digests of its pieces."""
+        held: dict[str, Any] = json.loads(self.record.read_text(encoding="utf-8")) if self.record.exists() else {}
+        return held
+
+    def stale(self) -> list[str]:
+        """The pieces on pages that are missing, edited by hand, or older than what they are made from."""
+        record, there = self.recorded(), self.shown()
+        quick = made(maker for maker in self.makers.values() if maker.quick)
+        fresh = {name: digest(text) for name, text in quick.items()}
+        for name, maker in self.makers.items():
+            if not maker.quick and record.get(name, {}).get("made_from") == maker.made_from(self.folder):
+                fresh |= record[name]["pieces"]
+        return [name for name, text in there.items() if text is None or digest(text) != fresh.get(name)]
+
+    def write(self, everything: bool = False) -> None:
+        """Make what is stale, or everything, and put it where the pages show it."""
+        record, of_makers = self.recorded(), {}
+        wrong = set(self.stale())
+        for name, maker in self.makers.items():
+            known = record.get(name, {})
+            unchanged = (
+                known.get("made_from") == maker.made_from(self.folder) and not wrong & known.get("pieces", {}).keys()
+            )
+            if maker.quick or everything or not unchanged:
+                of_makers[name] = made([maker])
+        self.put(of_makers)
+
+    def put(self, of_makers: dict[str, dict[str, str]]) -> None:
+        """Write what makers made into pages, `figures` and the record."""
+        record = self.recorded()
+        for name, pieces in of_makers.items():
+            wanted = self.shown().keys()  # a table that was just written may show figures
+            used = {piece: text for piece, text in pieces.items() if piece in wanted}
+            self.write_figures(used)
+            self.write_tables(used)
+            if not self.makers[name].quick:
+                digests = {piece: digest(text) for piece, text in sorted(used.items())}
+                record[name] = {"made_from": self.makers[name].made_from(self.folder), "pieces": digests}
+        kept = {piece for piece in self.shown() if piece.endswith(".svg")}
+        for path in (self.folder / "figures").glob("*.svg"):
+            if path.name not in kept:
+                path.unlink()
+        self.record.write_text(json.dumps(record, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+    def write_figures(self, pieces: dict[str, str]) -> None:
+        """Write figures into their folder."""
+        (self.folder / "figures").mkdir(exist_ok=True)
+        for name, text in pieces.items():
+            if name.endswith(".svg"):
+                (self.folder / "figures" / name).write_text(text, encoding="utf-8")
+
+    def write_tables(self, pieces: dict[str, str]) -> None:
+        """Put tables between their markers, on whatever page has these."""
+
+        def with_text(match: re.Match[str]) -> str:
+            text = pieces.get(f"{match['name']}.md")
+            return match[0] if text is None else f"{match['start']}\n{text}\n\n{match['end']}"
+
+        for path, text in self.pages().items():
+            if (new := TABLE.sub(with_text, text)) != text:
+                path.write_text(new, encoding="utf-8")
+
+    def report(self, names: list[str]) -> Iterator[str]:
+        """What to say of stale pieces."""
+        if names:
+            yield f"stale: {', '.join(names)}; `{self.command}` makes them again"
 
 
-def stale() -> list[str]:
-    """The pieces on pages that are missing, edited by hand, or older than what they are made from."""
-    record, there = recorded(), shown()
-    quick = made(maker for maker in MAKERS.values() if maker.quick)
-    fresh = {name: digest(text) for name, text in quick.items()}
-    for name, maker in MAKERS.items():
-        if not maker.quick and record.get(name, {}).get("made_from") == maker.made_from():
-            fresh |= record[name]["pieces"]
-    return [name for name, text in there.items() if text is None or digest(text) != fresh.get(name)]
-
-
-def write(everything: bool = False) -> None:
-    """Make what is stale, or everything, and put it where the pages show it."""
-    record, of_makers = recorded(), {}
-    wrong = set(stale())
-    for name, maker in MAKERS.items():
-        known = record.get(name, {})
-        unchanged = known.get("made_from") == maker.made_from() and not wrong & known.get("pieces", {}).keys()
-        if maker.quick or everything or not unchanged:
-            of_makers[name] = made([maker])
-    put(of_makers)
-
-
-def put(of_makers: dict[str, dict[str, str]]) -> None:
-    """Write what makers made into pages, `figures` and the record."""
-    record = recorded()
-    for name, pieces in of_makers.items():
-        wanted = shown().keys()  # a table that was just written may show figures
-        used = {piece: text for piece, text in pieces.items() if piece in wanted}
-        write_figures(used)
-        write_tables(used)
-        if not MAKERS[name].quick:
-            digests = {piece: digest(text) for piece, text in sorted(used.items())}
-            record[name] = {"made_from": MAKERS[name].made_from(), "pieces": digests}
-    kept = {piece for piece in shown() if piece.endswith(".svg")}
-    for path in (HERE / "figures").glob("*.svg"):
-        if path.name not in kept:
-            path.unlink()
-    RECORD.write_text(json.dumps(record, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def write_figures(pieces: dict[str, str]) -> None:
-    """Write figures into their folder."""
-    (HERE / "figures").mkdir(exist_ok=True)
-    for name, text in pieces.items():
-        if name.endswith(".svg"):
-            (HERE / "figures" / name).write_text(text, encoding="utf-8")
-
-
-def write_tables(pieces: dict[str, str]) -> None:
-    """Put tables between their markers, on whatever page has these."""
-
-    def with_text(match: re.Match[str]) -> str:
-        text = pieces.get(f"{match['name']}.md")
-        return match[0] if text is None else f"{match['start']}\n{text}\n\n{match['end']}"
-
-    for path, text in pages().items():
-        if (new := TABLE.sub(with_text, text)) != text:
-            path.write_text(new, encoding="utf-8")
-
-
-def report(names: list[str]) -> Iterator[str]:
-    """What to say of stale pieces."""
-    if names:
-        yield f"stale: {', '.join(names)}; `{COMMAND}` makes them again"
+DOCS = Pages(
+    HERE,
+    {
+        "tables": Maker("_tables", "write_all", quick=True),
+        "formats": Maker("_format_pages", "write_formats", quick=True),
+        "performance": Maker("_measured", "write_measured", "measured/*.json", quick=True),
+        "finetune": Maker("_finetune", "write_finetune", "measured/finetune/*.json measured/embeddings/*.json"),
+        "geometry": Maker("_figures", "draw_all"),
+        "number lines": Maker("_format_pages", "draw_formats"),
+    },
+    "python docs/_generated.py --write",
+)
 
 
 def main() -> int:
@@ -191,8 +198,8 @@ def main() -> int:
     parser.add_argument("--all", action="store_true", help="with --write: make everything, minutes")
     arguments = parser.parse_args()
     if arguments.write:
-        write(arguments.all)
-    lines = list(report(stale()))
+        DOCS.write(arguments.all)
+    lines = list(DOCS.report(DOCS.stale()))
     print("\n".join(lines) or "every table and figure is fresh")
     return 1 if lines else 0
 

@@ -24,6 +24,7 @@ project_copyright = "the fp8manifold authors"
 release = version = installed_version("fp8manifold")
 
 extensions = [
+    "_elsewhere",
     "_mathml",
     "myst_parser",
     "sphinx.ext.autodoc",

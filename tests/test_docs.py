@@ -34,6 +34,7 @@ PAGES = [
     ROOT / "CONTRIBUTING.md",
     ROOT / "CHANGELOG.md",
     *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "study").glob("*.md")),
     *sorted((ROOT / "docs" / "api").glob("*.*")),
 ]
 MATHEMATICAL = [ROOT / "docs" / f"{name}.md" for name in ("geometry", "noise", "optimizers")]
@@ -59,11 +60,11 @@ def load(path: Path) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module  # doctest looks for functions of this very module
-    sys.path.insert(0, str(path.parent))  # as in the build
+    sys.path[:0] = folders = [str(path.parent), str(ROOT / "docs")]  # as in the build
     try:
         spec.loader.exec_module(module)
     finally:
-        sys.path.remove(str(path.parent))
+        del sys.path[: len(folders)]
     return module
 
 
@@ -86,6 +87,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ignored = shutil.ignore_patterns("_build", "generated", "examples", "__pycache__")
     shutil.copytree(ROOT / "docs", folder / "docs", ignore=ignored)
     shutil.copytree(ROOT / "examples", folder / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "study", folder / "study", ignore=shutil.ignore_patterns("__pycache__", "*.json", "*.yaml"))
     shutil.copy(README, folder)
     sphinx(folder, "html", "site")
     return folder / "site"
@@ -182,12 +184,14 @@ def test_formulas_are_laid_out_by_the_browser(site: Path) -> None:
     assert sum(built) == written > 50
 
 
-WRITERS = ("_cards", "_tables", "_mathml", "_study", "_paired", "_failures", "_limits", "_recovered", "_weights")
+WRITERS = [ROOT / "docs" / f"{name}.py" for name in ("_cards", "_tables", "_mathml", "_elsewhere", "_compared")]
+OF_STUDY = ("_study", "_paired", "_failures", "_limits", "_recovered", "_weights")
+WRITERS += [ROOT / "study" / f"{name}.py" for name in OF_STUDY]
 
 
-@pytest.mark.parametrize("module", WRITERS)
-def test_the_doctests_of_the_page_writers_pass(module: str) -> None:
-    result = doctest.testmod(load(ROOT / "docs" / f"{module}.py"))
+@pytest.mark.parametrize("path", WRITERS, ids=lambda path: path.stem)
+def test_the_doctests_of_the_page_writers_pass(path: Path) -> None:
+    result = doctest.testmod(load(path))
     assert result.attempted > 0
     assert result.failed == 0
 
@@ -230,5 +234,5 @@ def test_commands_of_the_pages_are_understood(command: str) -> None:
 
 
 def test_pages_know_nothing_of_the_machine_they_were_written_on() -> None:
-    for page in [*PAGES, *(ROOT / "docs" / "measured").rglob("*.json")]:
+    for page in [*PAGES, *(ROOT / "docs" / "measured").rglob("*.json"), *(ROOT / "study").rglob("*.json")]:
         assert re.findall(r"/tmp/|/work/|/root/|/home/", page.read_text(encoding="utf-8")) == [], page.name

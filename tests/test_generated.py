@@ -5,11 +5,16 @@ import subprocess
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "docs").rglob("*.rst"))]
+FOLDERS = (ROOT / "docs", ROOT / "study")
+PAGES = [
+    *sorted(ROOT.glob("*.md")),
+    *(page for end in ("md", "rst") for of in FOLDERS for page in sorted(of.rglob(f"*.{end}"))),
+]
 #: folders that the site's build writes: never committed
 BUILT = ("_build", "generated", "examples")
 #: what shows a file in the place where it stands
@@ -20,13 +25,26 @@ SHOWS = (
     re.compile(r"<(?:img|source)[^>]* (?:src|srcset)=\"([^\"]+)\""),
 )
 
-FINETUNED = {"finetune-card.md", "finetune-small.md", "finetune-small.svg"}
+FINETUNED = {"finetune-card.md", "finetune-small.md", "finetune-small.svg", "study_embeddings.md"}
 
 
 @pytest.fixture
 def generated(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(ROOT / "docs")
+    for folder in FOLDERS:
+        monkeypatch.syspath_prepend(folder)
     return import_module("_generated")
+
+
+@pytest.fixture
+def docs(generated: ModuleType) -> Any:
+    """The site's pages."""
+    return generated.DOCS
+
+
+@pytest.fixture
+def study(generated: ModuleType) -> Any:
+    """The study's pages."""
+    return import_module("make").STUDY
 
 
 def committed() -> set[Path] | None:
@@ -63,46 +81,60 @@ def test_a_reader_of_the_repository_sees_tables_and_generated_figures() -> None:
         assert text.count("<!-- table: ") == text.count("<!-- end -->")
 
 
-def test_every_table_and_figure_is_fresh(generated: ModuleType) -> None:
-    assert list(generated.report(generated.stale())) == []
+@pytest.mark.parametrize("folder", ["docs", "study"])
+def test_every_table_and_figure_is_fresh(folder: str, request: pytest.FixtureRequest) -> None:
+    pages = request.getfixturevalue(folder)
+    assert list(pages.report(pages.stale())) == []
 
 
-def test_what_is_stale_is_named_with_the_command(generated: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_stale_is_named_with_the_command(docs: Any, study: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A table edited by hand, a figure that is gone, and results that changed after they were drawn."""
-    there, record = generated.shown(), generated.recorded()
-    edited = there | {"study_q3.md": str(there["study_q3.md"]).replace("1", "2", 1), "study_q3.svg": None}
-    edited |= {"formats.md": f"{there['formats.md']}\n| E9M9 |"}
-    monkeypatch.setattr(generated, "shown", lambda: edited)
-    assert set(generated.stale()) == {"study_q3.md", "study_q3.svg", "formats.md"}
-    (line,) = generated.report(generated.stale())
+    there, record = docs.shown(), docs.recorded()
+    edited = there | {"formats.md": f"{there['formats.md']}\n| E9M9 |"}
+    monkeypatch.setattr(docs, "shown", lambda: edited)
+    assert set(docs.stale()) == {"formats.md"}
+    (line,) = docs.report(docs.stale())
     assert line.endswith("`python docs/_generated.py --write` makes them again")
-    monkeypatch.setattr(generated, "shown", lambda: there)
-    monkeypatch.setattr(generated, "recorded", lambda: record | {"finetune": record["finetune"] | {"made_from": ""}})
-    assert set(generated.stale()) == record["finetune"]["pieces"].keys() == FINETUNED
+    monkeypatch.setattr(docs, "shown", lambda: there)
+    monkeypatch.setattr(docs, "recorded", lambda: record | {"finetune": record["finetune"] | {"made_from": ""}})
+    assert set(docs.stale()) == record["finetune"]["pieces"].keys() == FINETUNED
+    of_study = study.shown()
+    of_study |= {"study_q3.md": str(of_study["study_q3.md"]).replace("1", "2", 1), "study_q3.svg": None}
+    monkeypatch.setattr(study, "shown", lambda: of_study)
+    assert set(study.stale()) == {"study_q3.md", "study_q3.svg"}
+    (line,) = study.report(study.stale())
+    assert line.endswith("`python study/make.py` makes them again")
 
 
 def test_what_a_piece_is_made_from_has_its_results_and_the_modules_it_needs(
-    generated: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    generated: ModuleType, tmp_path: Path
 ) -> None:
     needed = {path.name for path in generated.needed("_finetune")}
-    assert {"_finetune.py", "_study.py", "_looks.py", "_markdown.py"} <= needed
+    assert {"_finetune.py", "_compared.py", "_looks.py", "_markdown.py"} <= needed
     assert "_tables.py" not in needed  # the rules of the bench change no result
+    needed = {path.relative_to(ROOT).as_posix() for path in generated.needed("_study", ROOT / "study")}
+    assert {"study/_study.py", "study/_along.py", "docs/_compared.py", "docs/_looks.py"} <= needed
     (tmp_path / "_own.py").write_text("def draw(folder):\n    (folder / 'own.md').write_text('| a |')\n")
     (tmp_path / "one.json").write_text("1")
-    monkeypatch.setattr(generated, "HERE", tmp_path)
     maker = generated.Maker("_own", "draw", "*.json")
-    before = maker.made_from()
-    assert maker.made_from() == before
+    before = maker.made_from(tmp_path)
+    assert maker.made_from(tmp_path) == before
     (tmp_path / "one.json").write_text("2")
-    assert maker.made_from() != before
+    assert maker.made_from(tmp_path) != before
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["results", "study", "finetune", "geometry", "number lines"])
-def test_what_is_made_again_is_what_stands_there(generated: ModuleType, name: str) -> None:
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [("study", "results"), ("study", "study"), ("docs", "finetune"), ("docs", "geometry"), ("docs", "number lines")],
+)
+def test_what_is_made_again_is_what_stands_there(
+    generated: ModuleType, folder: str, name: str, request: pytest.FixtureRequest
+) -> None:
     """Tables whole; of figures, whose bytes are those of a release of matplotlib, that they are drawn."""
-    again, there = generated.made([generated.MAKERS[name]]), generated.shown()
-    of_maker = generated.recorded()[name]["pieces"]
+    pages = request.getfixturevalue(folder)
+    again, there = generated.made([pages.makers[name]]), pages.shown()
+    of_maker = pages.recorded()[name]["pieces"]
     assert of_maker.keys() <= again.keys()
     for piece in of_maker:
         if piece.endswith(".md"):

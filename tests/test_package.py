@@ -84,6 +84,7 @@ def test_the_sdist_has_everything_and_nothing_else(built: Path) -> None:
     for needed in ("fp8manifold/__init__.py", "tests/test_package.py", "examples/geoopt_drop_in.py", "docs/conf.py"):
         assert needed in names
     assert {"docs/figures/number-line.svg", "docs/_generated.json", "SECURITY.md", "hatch_urls.py"} <= names
+    assert {"study/make.py", "study/study.md", "study/results/study_q1.json", "study/sweeps/study_q1.yaml"} <= names
     assert {"CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "noxfile.py"} <= names
     assert [name for name in names if name.startswith(("runs/", "data/", "docs/_build", "docs/generated"))] == []
 
@@ -95,6 +96,7 @@ def test_the_wheel_has_both_packages_and_no_tests(built: Path) -> None:
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"fp8manifold", "nanogpt_bench"}
     shipped = {path.relative_to(ROOT).as_posix() for path in (ROOT / "nanogpt_bench").rglob("*.yaml")}
     assert shipped | {"fp8manifold/py.typed", "nanogpt_bench/report/page.js"} <= set(names)
+    assert [name for name in names if "study_" in name] == []  # the study's sweeps are in the repository alone
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = sorted((ROOT / "fp8manifold").rglob("*.py"))
 BENCH = sorted((ROOT / "nanogpt_bench").rglob("*.py"))
 SHIPPED = [*LIBRARY, *BENCH, *sorted((ROOT / "examples").glob("*.py")), *sorted((ROOT / "docs").glob("*.py"))]
+SHIPPED += sorted((ROOT / "study").glob("*.py"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PARTS = {"optim": fm.optim, "ops": fm.ops, "monitor": fm.monitor, "reference": fm.reference}
 NAMESPACES = {"fp8manifold": fm, **{f"fp8manifold.{name}": part for name, part in PARTS.items()}}

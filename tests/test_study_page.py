@@ -16,24 +16,30 @@ from nanogpt_bench.report.results_file import read_export
 from nanogpt_bench.report.rows import find_reference, setting_of
 from nanogpt_bench.runs.load import Run
 from nanogpt_bench.runs.read import Records
-from nanogpt_bench.sweep.file import shipped_sweeps
 from nanogpt_bench.sweep.plan import baseline_of
 
 ROOT = Path(__file__).parent.parent
 
 OF_EVERY_FILE = ("-weights.md", "-monitors.md", "-failures.md")
 
-PAGES = {page.stem: page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs").glob("study*.md"))}
+PAGES = {page.stem: page.read_text(encoding="utf-8") for page in sorted((ROOT / "study").glob("*.md"))}
 #: of what was announced up to 2026-11-24, at the start of its page
 ANNOUNCED, CHARACTERS = "252ff7c1e281d3de6eb6b13c5c193d7ce131a4e98593f1f04df209ce78ff0e31", 20_627
 
-STUDY = sorted((ROOT / "docs" / "measured" / "study").glob("*.json"))
+STUDY = sorted((ROOT / "study" / "results").glob("*.json"))
+SWEEPS = sorted(path.name for path in (ROOT / "study" / "sweeps").glob("*.yaml"))
+
+
+@pytest.fixture(autouse=True)
+def _on_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What draws the study's pages can be imported."""
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    monkeypatch.syspath_prepend(ROOT / "study")
 
 
 @pytest.mark.parametrize("path", STUDY, ids=lambda path: path.stem)
-def test_the_study_shows_every_results_file_that_has_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = "\n".join([*PAGES.values(), (ROOT / "docs" / "finetune.md").read_text(encoding="utf-8")])
-    monkeypatch.syspath_prepend(ROOT / "docs")
+def test_the_study_shows_every_results_file_that_has_runs(path: Path) -> None:
+    page = "\n".join(PAGES.values())
     drawn_with = import_module("_study").BESIDE.values()
     shown = page.count(f"<!-- table: {path.stem} -->\n")
     shown += any(path.stem in names for names in drawn_with)
@@ -45,22 +51,22 @@ def has_runs(path: Path) -> bool:
     return path.exists() and any(row["runs"] for row in json.loads(path.read_text(encoding="utf-8"))["rows"])
 
 
-@pytest.mark.parametrize("sweep", [sweep for sweep in shipped_sweeps() if sweep.startswith("study_")])
+@pytest.mark.parametrize("sweep", SWEEPS)
 def test_a_planned_sweep_has_results_or_is_listed_with_its_command(sweep: str) -> None:
     page = PAGES["study-protocol"]
     left_out = page[page.index("## What did not fit") : page.index("## A row made again")]
-    path = ROOT / "docs" / "measured" / "study" / f"{Path(sweep).stem}.json"
+    path = ROOT / "study" / "results" / f"{Path(sweep).stem}.json"
     assert (sweep in left_out) != has_runs(path)
 
 
 def test_what_was_announced_is_frozen() -> None:
-    """Amendments keep their words; newer ones come after them."""
-    entries = PAGES["study-amendments"].partition("<!-- frozen -->\n\n")[2][:CHARACTERS]
+    """Amendments keep their words, though not the folder of what they lead to; newer ones come after them."""
+    text = PAGES["study-amendments"].replace("](../docs/", "](")
+    entries = text.partition("<!-- frozen -->\n\n")[2][:CHARACTERS]
     assert hashlib.sha256(entries.encode()).hexdigest() == ANNOUNCED
 
 
-def test_the_first_tables_are_drawn_from_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "docs")
+def test_the_first_tables_are_drawn_from_the_results() -> None:
     front = import_module("_front")
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert front.front_table() in readme
@@ -72,14 +78,13 @@ def test_the_first_tables_are_drawn_from_the_results(monkeypatch: pytest.MonkeyP
     assert [cell[2:] for cell in cells if cell[0].endswith(", float32")] == [["0", "0", "1.0"]] * 2
 
 
-def test_the_first_table_is_what_the_runs_say(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_table_is_what_the_runs_say() -> None:
     """One difference anew from the file; and rows whose runs were made on two machines bear a mark and no time."""
-    monkeypatch.syspath_prepend(ROOT / "docs")
     table = import_module("_front").front_table()
     found = {
         line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]] for line in table.splitlines()
     }
-    content = json.loads((ROOT / "docs" / "measured" / "study" / "study_q1.json").read_text(encoding="utf-8"))
+    content = json.loads((ROOT / "study" / "results" / "study_q1.json").read_text(encoding="utf-8"))
     rows = {row["label"]: {run["seed"]: run for run in row["runs"]} for row in content["rows"]}
     own, exact = (rows[f"{rule} dir=data/stdlib"] for rule in ("E4M3 stochastic-8bit", "fp32"))
     apart = [run["final_val_loss"] - exact[seed]["final_val_loss"] for seed, run in own.items()]
@@ -90,7 +95,7 @@ def test_the_first_table_is_what_the_runs_say(monkeypatch: pytest.MonkeyPatch) -
     on = [
         {
             str(place["platform"])
-            for place in json.loads((ROOT / "docs" / "measured" / "study" / f"{stem}.json").read_text())["environments"]
+            for place in json.loads((ROOT / "study" / "results" / f"{stem}.json").read_text())["environments"]
         }
         for stem in ("study_q12_e2m5", "study_q11_muon")
     ]
@@ -98,8 +103,7 @@ def test_the_first_table_is_what_the_runs_say(monkeypatch: pytest.MonkeyPatch) -
     assert ("†" in found["Muon, E2M5"][1], found["Muon, E2M5"][3] == "-") == (apart, apart)
 
 
-def test_the_first_picture_shows_what_the_study_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "docs")
+def test_the_first_picture_shows_what_the_study_found() -> None:
     frontier = import_module("_frontier")
     found = frontier.points()
     for path in (frontier.PICTURE, frontier.NARROW):
@@ -108,12 +112,9 @@ def test_the_first_picture_shows_what_the_study_found(monkeypatch: pytest.Monkey
         assert f"docs/_static/{path.name}" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_lengths_courses_and_what_is_brought_back_are_drawn_from_a_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lengths_courses_and_what_is_brought_back_are_drawn_from_a_file(tmp_path: Path) -> None:
     """Q1's runs on one text, once as they are and once as if each rule had been trained for two lengths."""
-    monkeypatch.syspath_prepend(ROOT / "docs")
-    content = json.loads((ROOT / "docs" / "measured" / "study" / "study_q1.json").read_text(encoding="utf-8"))
+    content = json.loads((ROOT / "study" / "results" / "study_q1.json").read_text(encoding="utf-8"))
     rows = [row for row in content["rows"] if row["label"].endswith(" dir=data/stdlib")]
     of_steps = {steps: [as_trained_for(row, steps) for row in rows] for steps in (250, 1000)}
     for name, shown in {"one": of_steps[250], "two": [*of_steps[250], *of_steps[1000]]}.items():
@@ -138,9 +139,8 @@ def test_lengths_courses_and_what_is_brought_back_are_drawn_from_a_file(
         assert f"{sum(apart) / len(apart):+.3f} [" in line.split("|")[-2]
 
 
-def test_what_is_reached_in_the_time_of_another_is_between_two_validations(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_reached_in_the_time_of_another_is_between_two_validations() -> None:
     """One rule as fast as its baseline, and the same at half the pace: at the end it is where the first was midway."""
-    monkeypatch.syspath_prepend(ROOT / "docs")
     clock = import_module("_clock")
     curve = [(0, 5.0, 0.0), (100, 3.0, 10.0), (200, 2.0, 20.0)]
 
@@ -165,12 +165,9 @@ def test_what_is_reached_in_the_time_of_another_is_between_two_validations(monke
     assert clock.paces_of("study_q1") == {}
 
 
-def test_logarithms_of_weights_are_told_where_runs_looked_at_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logarithms_of_weights_are_told_where_runs_looked_at_them(tmp_path: Path) -> None:
     """Q1's runs did not: two figures that they have stand for these."""
-    monkeypatch.syspath_prepend(ROOT / "docs")
-    text = (ROOT / "docs" / "measured" / "study" / "study_q1.json").read_text(encoding="utf-8")
+    text = (ROOT / "study" / "results" / "study_q1.json").read_text(encoding="utf-8")
     told = import_module("_weights").logarithms_table
     (tmp_path / "before.json").write_text(text, encoding="utf-8")
     assert told(read_export(tmp_path / "before.json")) is None
@@ -185,9 +182,8 @@ def test_logarithms_of_weights_are_told_where_runs_looked_at_them(
     assert line.split("|")[3].strip() == f"{std:.2f}, {skewness:+.2f}"
 
 
-def test_a_look_that_came_later_is_not_told_as_that_of_a_tenth(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_look_that_came_later_is_not_told_as_that_of_a_tenth() -> None:
     """Runs of 1,000 steps that look every 200 have none within their first 100."""
-    monkeypatch.syspath_prepend(ROOT / "docs")
     told = import_module("_weights").kurtosis_table(read_export(STUDY[0].with_stem("study_q4"))).splitlines()
     cells = [[cell.strip() for cell in line.split("|")[2:4]] for line in told[2:]]
     assert {tenth for tenth, _ in cells} == {"-"}
@@ -196,8 +192,7 @@ def test_a_look_that_came_later_is_not_told_as_that_of_a_tenth(monkeypatch: pyte
     assert "| - |" not in told
 
 
-def test_classes_of_failure_and_what_k_is_worth_are_told_format_by_format(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "docs")
+def test_classes_of_failure_and_what_k_is_worth_are_told_format_by_format() -> None:
     path = STUDY[0].with_stem("study_q4")
     rows = {row["label"]: row["runs"] for row in json.loads(path.read_text(encoding="utf-8"))["rows"]}
     file = read_export(path)
@@ -216,8 +211,7 @@ def test_classes_of_failure_and_what_k_is_worth_are_told_format_by_format(monkey
         assert f"| `{fmt}` | {sum(apart) / len(apart):+.3f} [" in worth
 
 
-def test_what_spacing_costs_is_told_with_the_mean_ulp_of_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "docs")
+def test_what_spacing_costs_is_told_with_the_mean_ulp_of_the_runs() -> None:
     spacing = import_module("_spacing")
     path = STUDY[0].with_stem("study_q2_muon_formats")
     content = json.loads(path.read_text(encoding="utf-8"))
@@ -289,9 +283,8 @@ def test_fine_tuned_rules_are_told_format_by_format(path: Path, finetuned: Path)
         assert line.split("|")[place].strip().startswith(f"{sum(apart) / len(apart):+.3f}")
 
 
-def test_what_is_brought_back_is_told_text_by_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "docs")
-    path = ROOT / "docs" / "measured" / "study" / "study_q1.json"
+def test_what_is_brought_back_is_told_text_by_text() -> None:
+    path = ROOT / "study" / "results" / "study_q1.json"
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
     losses = {
         tuple(row["label"].split()[-2:]): {run["seed"]: run["final_val_loss"] for run in row["runs"]} for row in rows
@@ -305,9 +298,8 @@ def test_what_is_brought_back_is_told_text_by_text(monkeypatch: pytest.MonkeyPat
         assert cell.startswith(f"{sum(shares) / len(shares):.0%} [")
 
 
-def test_what_monitors_foretell_is_taken_from_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_monitors_foretell_is_taken_from_the_runs() -> None:
     """The rank correlation of one figure with the gaps to float32 AdamW, by scipy from the results files themselves."""
-    monkeypatch.syspath_prepend(ROOT / "docs")
     # The second's own reference is Muon.
     paths = [STUDY[0].with_stem(stem) for stem in ("study_q1", "study_q2_muon_spacing")]
     pairs: dict[tuple[str, ...], tuple[float, float]] = {}
@@ -348,10 +340,9 @@ def as_trained_for(row: dict[str, Any], steps: int) -> dict[str, Any]:
     return row | {"label": label, "runs": runs, "settings": row["settings"] | {"train": train}}
 
 
-def test_a_map_and_a_search_for_limits_are_drawn_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_map_and_a_search_for_limits_are_drawn_from_a_file(tmp_path: Path) -> None:
     """Q1's runs of two rules, told as those of two layer patterns in two formats, and as those of four rates."""
-    monkeypatch.syspath_prepend(ROOT / "docs")
-    text = (ROOT / "docs" / "measured" / "study" / "study_q1.json").read_text(encoding="utf-8")
+    text = (ROOT / "study" / "results" / "study_q1.json").read_text(encoding="utf-8")
     rows = {row["label"]: row for row in json.loads(text)["rows"] if row["label"].endswith(" dir=data/stdlib")}
     fp32, nearest, own = (rows[f"{label} dir=data/stdlib"] for label in ("fp32", "E4M3 nearest", "E4M3 stochastic"))
     places = {("attn.qkv", "E4M3"): nearest, ("*", "E4M3"): own, ("attn.qkv", "E7M0"): own, ("*", "E7M0"): nearest}

@@ -9,7 +9,8 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 #: what is dated keeps its words: a notebook, and what was announced before runs
 FROZEN = {"log", "study-amendments"}
-PAGES = [*(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY")), *sorted(DOCS.rglob("*.md"))]
+PAGES = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY")]
+PAGES += [*sorted(DOCS.rglob("*.md")), *sorted((ROOT / "study").glob("*.md"))]
 PAGES = [page for page in PAGES if page.stem not in FROZEN and not {"_build", "generated"} & {*page.parts}]
 #: words a sentence on the average and the longest, figures in a hundred words, lines of a page but for generated tables
 MEAN, LONGEST, FIGURES, LINES = 18, 35, 4, 300
@@ -85,7 +86,7 @@ def linked(page: Path) -> set[Path]:
 def test_every_page_is_two_clicks_from_readme() -> None:
     first = linked(ROOT / "README.md")
     second = first | {there for page in first if page.suffix == ".md" for there in linked(page)}
-    pages = {page for page in DOCS.rglob("*") if page.suffix in (".md", ".rst")}
+    pages = {page for folder in (DOCS, ROOT / "study") for page in folder.rglob("*") if page.suffix in (".md", ".rst")}
     built = [DOCS / name for name in ("_build", "generated", "examples")]
     assert [page.name for page in sorted(pages - second) if not any(page.is_relative_to(each) for each in built)] == []
 
@@ -97,7 +98,8 @@ def test_readme_is_short_and_soon_at_code() -> None:
 
 
 def test_only_what_is_dated_is_exempt() -> None:
-    assert {page.stem for page in DOCS.glob("*.md")} - {page.stem for page in PAGES} == FROZEN
+    there = {page.stem for folder in (DOCS, ROOT / "study") for page in folder.glob("*.md")}
+    assert there - {page.stem for page in PAGES} == FROZEN
 
 
 def test_the_glossary_has_the_words_of_the_pages() -> None:

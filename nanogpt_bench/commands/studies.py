@@ -122,7 +122,7 @@ def add_sweep(commands: Any) -> Any:
         "  nanogpt-bench sweep sensitivity.yaml --sensitivity --data.dir data/book\n"
         "  nanogpt-bench sweep formats.yaml --data-sizes 100000,300000,900000\n"
         "  nanogpt-bench sweep --sensitivity --of runs/bf16_baseline\n"
-        "  nanogpt-bench sweep study_q1.yaml --from docs/measured/study/study_q1.json",
+        "  nanogpt-bench sweep study/sweeps/study_q1.yaml --from study/results/study_q1.json",
     )
     parser.add_argument("file", nargs="?", metavar="FILE.yaml", help="a sweep file, or the name of a shipped one")
     mode = parser.add_mutually_exclusive_group()

@@ -41,7 +41,7 @@ _PLACE = "data.dir"
 class Demonstration:
     """A GPT of about 0.8M parameters on the standard library's prose, long enough to tell the rules apart.
 
-    `riemannian` is not among the rows: it leads after 300 steps and is behind after 2,000 (Q1 of docs/study.md). Muon
+    `riemannian` is not among the rows: it leads after 300 steps and is behind after 2,000 (Q1 of study/study.md). Muon
     has its row in E2M5 as well, where one byte costs it least (Q2).
     """
 

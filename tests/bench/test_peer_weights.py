@@ -19,7 +19,7 @@ from nanogpt_bench.loop.train import run
 from nanogpt_bench.model.weights import is_packaged
 from nanogpt_bench.setup.layers import forward_weight, linear_layers
 from nanogpt_bench.setup.memory import held_bytes, memory_of
-from nanogpt_bench.sweep.file import find_sweep, read_sweep
+from nanogpt_bench.sweep.file import read_sweep
 from nanogpt_bench.sweep.plan import plan_sweep
 from nanogpt_bench.system.errors import BenchError
 
@@ -128,7 +128,7 @@ def test_a_checkpoint_of_them_starts_no_other_run(corpus_dir: Path, tmp_path: Pa
 def test_the_sweep_of_peers_has_each_of_them_once(name: str, labels: set[str]) -> None:
     if not {"sdnq-muon", "torchao-int8"} <= set(available_rules()):
         pytest.skip("sdnq or torchao is not installed")
-    sweep = read_sweep(find_sweep(name))
+    sweep = read_sweep(Path(__file__).parents[2] / "study" / "sweeps" / name)
     planned = plan_sweep(sweep)
     assert len({point.label for point in planned}) == len(planned)
     assert {point.label for point in planned if RULES[point.rule].storage == "peer"} == labels

@@ -284,7 +284,7 @@ def test_the_commit_is_that_of_the_checkout():
     assert commit().rstrip("+") == said.stdout.strip()
 
 
-STUDY = Path(__file__).parents[3] / "docs" / "measured" / "study"
+STUDY = Path(__file__).parents[3] / "study" / "results"
 
 
 @pytest.mark.slow

@@ -147,15 +147,18 @@ def test_granularities_of_a_float_rule_are_one_point(write):
     assert ["model.granularity" in one for one in settings] == [False, True]
 
 
-@pytest.mark.parametrize("name", shipped_sweeps())
-def test_shipped_sweeps_can_be_planned(name, tmp_path):
-    sweep = read_sweep(find_sweep(name))
-    if "sdnq" in find_sweep(name).read_text(encoding="utf-8"):
+STUDIES = sorted((Path(__file__).parents[3] / "study" / "sweeps").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", [*map(find_sweep, shipped_sweeps()), *STUDIES], ids=lambda path: path.name)
+def test_shipped_sweeps_and_the_studys_can_be_planned(path, tmp_path):
+    sweep = read_sweep(path)
+    if "sdnq" in path.read_text(encoding="utf-8"):
         pytest.importorskip("sdnq", reason="the rules' package is no extra of the tests: it is under GPL-3.0")
     if sweep.tune is not None:
         tuning = Tuning(sweep, SweepRecord(tmp_path, "tune"))
         assert len(tuning.checked()) >= (2 if sweep.axes else 1) * (len(sweep.tune.seeds) + len(sweep.confirm.seeds))
-    elif name == "sensitivity.yaml":
+    elif path.name == "sensitivity.yaml":
         study = plan_study(sweep)
         assert len(study.planned) == 1 + len(study.patterns) * len(study.formats) == 1 + (6 + 4) * 5
     else:
@@ -164,7 +167,11 @@ def test_shipped_sweeps_can_be_planned(name, tmp_path):
         for axis in sweep.axes:
             if not isinstance(axis.values, Range):
                 assert set(axis.values) == {run.axes[axis.key] for run in planned if axis.key in run.axes}
-    assert find_sweep(f"sweeps/{name}") == FOLDER / name
+    if path.parent == FOLDER:
+        assert find_sweep(f"sweeps/{path.name}") == path
+    else:  # found by its path alone
+        assert path.name not in shipped_sweeps()
+        assert find_sweep(str(path)) == path
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from nanogpt_bench.cli import main
 from nanogpt_bench.report import build
 from nanogpt_bench.report.tables import tuning_table
 from nanogpt_bench.runs.find import find_runs
-from nanogpt_bench.sweep.file import read_sweep, shipped_sweeps
+from nanogpt_bench.sweep.file import read_sweep
 from nanogpt_bench.sweep.record import SweepRecord
 from nanogpt_bench.sweep.tuning import Tuning, best_place, is_inside, next_places
 from nanogpt_bench.system.errors import BenchError
@@ -271,22 +271,24 @@ def test_the_table_says_where_the_best_was_not_inside():
     assert "| sgd | optimizer.lr | - | - |" in tuning_table([json.loads(json.dumps(nothing))])
 
 
-STUDIES = [name for name in shipped_sweeps() if name.startswith("study_")]
+STUDIES = sorted((Path(__file__).parents[3] / "study" / "sweeps").glob("*.yaml"))
 #: studies that a mode of the sweep makes
 MODES = {"study_q3.yaml": "sensitivity", "study_q6.yaml": "lr-limits", "study_q5_mixture.yaml": "grid"}
 
 
 @pytest.mark.usefixtures("_forked_workers")
 @pytest.mark.parametrize(
-    "name", [name if index == 0 else pytest.param(name, marks=pytest.mark.slow) for index, name in enumerate(STUDIES)]
+    "path",
+    [path if index == 0 else pytest.param(path, marks=pytest.mark.slow) for index, path in enumerate(STUDIES)],
+    ids=lambda path: path.name,
 )
-def test_the_smoke_version_of_every_study_runs(tmp_path, corpus_dir, monkeypatch, name):
+def test_the_smoke_version_of_every_study_runs(tmp_path, corpus_dir, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
     train_here(monkeypatch)
     shutil.copytree(corpus_dir, "data/stdlib")
-    mode = MODES.get(name, "tune")
+    mode = MODES.get(path.name, "tune")
     option = [f"--{mode}"] if mode in ("sensitivity", "lr-limits") else []
-    assert main(["sweep", name, "--smoke", "--workers", "1", *option]) == 0
+    assert main(["sweep", str(path), "--smoke", "--workers", "1", *option]) == 0
     (out,) = Path("runs").glob(f"*/{mode}-smoke")
     rows = list(csv.DictReader((out / "results.csv").read_text().splitlines()))
     if mode == "tune":

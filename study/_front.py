@@ -1,0 +1,104 @@
+"""Tables of optimizers on one-byte weights beside themselves in float32, from the study's results files.
+
+``python study/make.py --front`` prints README's and that of the page on optimizers; the results' is between markers.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+
+from _compared import short
+from _markdown import markdown
+from _paired import in_figures
+from _study import against_baseline
+
+from nanogpt_bench.report.results import Result
+from nanogpt_bench.runs.environment import on_two_processors
+
+#: each line's files (one for all texts, or one a text), its rule, what it is called, and its baseline in float32
+LINES = (
+    ("study_q1", "fp32", "AdamW, float32", "fp32"),
+    ("study_q1", "E4M3 stochastic-8bit", "AdamW, E4M3", "fp32"),
+    ("study_q1", "E4M3 nearest", "AdamW, E4M3, nearest", "fp32"),
+    ("study_q1", "muon", "Muon, float32", "muon"),
+    ("study_q11_e4m3 study_q11_e4m3_law", "E4M3 muon-stochastic draws=dither", "Muon, E4M3", "muon"),
+    ("study_q12_e2m5 study_q12_law", "E2M5 muon-stochastic", "Muon, E2M5", "muon"),
+)
+#: more of the study's rules, for the page on optimizers
+MORE = (
+    ("study_q1", "E4M3 stochastic-8bit", 'AdamW, E4M3, `moments="8bit"`', "fp32"),
+    ("study_q1", "E4M3 stochastic", "AdamW, E4M3, float32 moments", "fp32"),
+    ("study_q1", "E4M3 residual8", "AdamW, E4M3, `residual8`", "fp32"),
+    ("study_q1", "E4M3 stiffness-anneal", "AdamW, E4M3, `stiffness` from 1 to 0", "fp32"),
+    ("study_q1", "E4M3 riemannian", "`RiemannianAdam`, E4M3, against AdamW", "fp32"),
+    ("study_q1", "E4M3 nearest", "AdamW, E4M3, `nearest`", "fp32"),
+    ("study_q11_e4m3 study_q11_e4m3_law", "E4M3 muon-stochastic draws=dither", 'Muon, E4M3, `moments="8bit"`', "muon"),
+    ("study_q1", "E4M3 muon-residual8", "the same, `residual8`", "muon"),
+    ("study_q12_e2m5 study_q12_law", "E2M5 muon-stochastic", 'Muon, E2M5, `moments="8bit"`', "muon"),
+)
+#: all of the study's rules at 2,000 steps, for the results page
+FOUND = (
+    ("study_q1", "fp32", "AdamW, float32", "fp32"),
+    ("study_q1", "bf16-mixed", "AdamW, bfloat16 autocast", "fp32"),
+    ("study_q1", "E4M3 master", "AdamW, E4M3, float32 copy", "fp32"),
+    ("study_q1", "E4M3 stochastic-8bit", "AdamW, E4M3, one-byte moments", "fp32"),
+    ("study_q1", "E4M3 stochastic", "AdamW, E4M3, float32 moments", "fp32"),
+    ("study_q1", "E4M3 stiffness-anneal", "AdamW, E4M3, stiffness from 1 to 0", "fp32"),
+    ("study_q1", "E4M3 residual8", "AdamW, E4M3, residual of 8 bits", "fp32"),
+    ("study_q1", "E4M3 riemannian", "`RiemannianAdam`, E4M3", "fp32"),
+    ("study_q1", "E4M3 nearest", "AdamW, E4M3, nearest", "fp32"),
+    ("study_q1", "muon", "Muon, float32", "muon"),
+    ("study_q12_e2m5 study_q12_law", "E2M5 muon-stochastic", "Muon, E2M5, one-byte moments", "muon"),
+    ("study_q11_e4m3 study_q11_e4m3_law", "E4M3 muon-stochastic draws=dither", "Muon, E4M3, one-byte moments", "muon"),
+    ("study_q1", "E4M3 muon-residual8", "Muon, E4M3, residual of 8 bits", "muon"),
+)
+#: files whose runs were made beside other work, and the file and rule whose times stand in for theirs
+BUSY = {"study_q11_e4m3 study_q11_e4m3_law": ("study_q1", "E4M3 muon-stochastic")}
+HEADER = (
+    "training",
+    "bytes a parameter",
+    "loss above the same optimizer in float32, STDLIB",
+    "the same, EULAW",
+    "time a step, of the same",
+)
+
+
+def front_table(lines: Sequence[tuple[str, str, str, str]] = LINES) -> str:
+    """Bytes, differences of final losses on two texts with half of their 95% intervals, times as a ratio."""
+    return markdown(HEADER, [_line(*line) for line in lines])
+
+
+def _line(stems: str, rule: str, name: str, baseline: str) -> list[str]:
+    texts = [results for _, results in against_baseline(stems, baseline)]
+    own, exact = ([next(r for r in results if short(r) == wanted) for results in texts] for wanted in (rule, baseline))
+    together = not any(apart(one, other) for one, other in zip(own, exact, strict=True))
+    losses = ["0" if r.reference or r.difference is None else in_figures(r.difference) for r in own]
+    losses = [loss.replace(" ", "\N{NO-BREAK SPACE}") for loss in losses]
+    size = f"{own[0].bytes_per_parameter:.2f}"
+    if stems in BUSY:
+        return [name, size, *losses, _line(*BUSY[stems], name, baseline)[-1]]
+    ratio = median(seconds(own)) / median(seconds(exact))
+    return [name, size, *losses, f"{ratio:.1f}" if together else "-"]
+
+
+def found_table(lines: Sequence[tuple[str, str, str, str]] = FOUND) -> str:
+    """The same of the results page: beside the optimizer's own differences those to AdamW in float32."""
+    against = [[_line(stems, rule, name, by) for by in (own, "fp32")] for stems, rule, name, own in lines]
+    header = ("training", "bytes", "above itself in float32, STDLIB", "EULAW", "above float32 AdamW, STDLIB", "EULAW")
+    return markdown(header, [[*own[:4], *adamw[2:4]] for own, adamw in against])
+
+
+def write_front(folder: Path) -> None:
+    """Write the table of the results page."""
+    (folder / "study-found.md").write_text(found_table(), encoding="utf-8")
+
+
+def apart(one: Result, other: Result) -> bool:
+    """Whether some runs of two rows were made on two processors, so that their times can't be compared."""
+    return any(on_two_processors(a.environment, b.environment) for a in one.row.runs for b in other.row.runs)
+
+
+def seconds(results: list[Result]) -> list[float]:
+    """Of a step, run by run, all that a run does between its steps included."""
+    known = [(run.number("seconds"), run.number("steps")) for result in results for run in result.row.runs]
+    return [time / steps for time, steps in known if time and steps]

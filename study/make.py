@@ -1,0 +1,44 @@
+"""The tables and figures of the study's pages, made from the files in `results`: what is stale, or everything.
+
+With --front instead the first tables of README and of the page on optimizers, printed, and README's first picture.
+What these share with the site's other pages is in `docs`.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "docs")]
+
+from _front import MORE, front_table  # noqa: E402
+from _frontier import write_pictures  # noqa: E402
+from _generated import Maker, Pages  # noqa: E402
+
+STUDY = Pages(
+    HERE,
+    {
+        "steps": Maker("_measured", "write_measured", quick=True),
+        "results": Maker("_front", "write_front", "results/study_q[12]*.json"),
+        "study": Maker("_study", "write_study", "results/*.json ../docs/measured/study_steps.json"),
+    },
+    "python study/make.py",
+)
+
+
+def main() -> None:
+    """Make them and write them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--all", action="store_true", help="make everything, minutes")
+    parser.add_argument("--front", action="store_true", help="print the first tables and draw the first picture")
+    arguments = parser.parse_args()
+    if arguments.front:
+        print(f"{front_table()}\n{front_table(MORE)}")
+        write_pictures()
+    else:
+        STUDY.write(arguments.all)
+        print("\n".join(STUDY.report(STUDY.stale())) or "every table and figure is fresh")
+
+
+if __name__ == "__main__":
+    main()
