@@ -11,9 +11,9 @@ from typing import Any, Final, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from fp8manifold._base.checks import check_choice
 from fp8manifold._encoded.dispatch import FLOAT8
 from fp8manifold._encoded.storage import SQUARE
-from fp8manifold._numerics.checks import check_choice
 from fp8manifold._ranks import share_of
 from fp8manifold.formats import FloatFormat
 from fp8manifold.grid import decode

@@ -6,11 +6,12 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor
 
+from fp8manifold._base.checks import check_choice
+from fp8manifold._base.float_bits import working_dtype
 from fp8manifold._encoded.storage import is_traced
 from fp8manifold._encoded.stored_scale import broadcasts_to
-from fp8manifold._numerics.checks import check_choice
-from fp8manifold._numerics.float_bits import working_dtype
-from fp8manifold._numerics.rounding import ROUNDINGS, Rounding, rounded_at
+from fp8manifold._native._scaled import rounded_at
+from fp8manifold._numerics.rounding import ROUNDINGS, Rounding
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
 from fp8manifold.random_bits import Stream, check_words
 from fp8manifold.scaling import BLOCK_SIZE, GRANULARITIES, ROUNDING_OF_SCALES, Granularity, scale_of_amax, wide_amax

@@ -7,12 +7,12 @@ from typing import get_args
 import torch
 from torch import Tensor
 
+from fp8manifold._base.blocks import blockwise
+from fp8manifold._base.checks import check_choice
+from fp8manifold._base.float_bits import binade, check_holds, float_bits, working_dtype
+from fp8manifold._base.reading import is_read_at_once, refuse_on_card
 from fp8manifold._native._arrays import decoded, encoded, rounded
-from fp8manifold._numerics.blocks import blockwise
 from fp8manifold._numerics.charts import UlpChart, within
-from fp8manifold._numerics.checks import check_choice
-from fp8manifold._numerics.float_bits import binade, check_holds, float_bits, working_dtype
-from fp8manifold._numerics.reading import is_read_at_once, refuse_on_card
 from fp8manifold._numerics.rounding import OVERFLOWS, ROUNDINGS, Overflow, Rounding, round_block
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
 from fp8manifold.random_bits import Draws, Stream, check_words, draw_range, stream_of

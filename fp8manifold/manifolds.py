@@ -6,10 +6,10 @@ import geoopt
 import torch
 from torch import Tensor
 
+from fp8manifold._base.checks import check_choice, check_int
+from fp8manifold._base.float_bits import working_dtype
+from fp8manifold._base.reading import has_values
 from fp8manifold._numerics.charts import Metric, chart_of, within
-from fp8manifold._numerics.checks import check_choice, check_int
-from fp8manifold._numerics.float_bits import working_dtype
-from fp8manifold._numerics.reading import has_values
 from fp8manifold.formats import LAYOUTS, FloatFormat, FormatLike, as_format
 from fp8manifold.grid import round_to_grid
 from fp8manifold.random_bits import Draws

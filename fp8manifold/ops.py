@@ -6,10 +6,10 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor
 
+from fp8manifold._base.checks import check_choice
+from fp8manifold._base.float_bits import working_dtype
 from fp8manifold._native._arrays import encoded_units
-from fp8manifold._numerics.checks import check_choice
-from fp8manifold._numerics.float_bits import working_dtype
-from fp8manifold._numerics.rounding import rounded_units
+from fp8manifold._native._scaled import rounded_units
 from fp8manifold.fake_quant import as_scale
 from fp8manifold.formats import FormatLike, as_format
 from fp8manifold.nn._spec import NONE, is_none

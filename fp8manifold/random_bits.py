@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fp8manifold._numerics.blocks import BLOCK, runs_in_blocks
-from fp8manifold._numerics.checks import check_choice
-from fp8manifold._numerics.reading import eager_only
+from fp8manifold._base.blocks import BLOCK, runs_in_blocks
+from fp8manifold._base.checks import check_choice
+from fp8manifold._base.reading import eager_only
 
 __all__ = ["RANDOM_BITS", "random_bits"]
 

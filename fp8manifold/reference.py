@@ -9,7 +9,7 @@ from fractions import Fraction
 from functools import cache, lru_cache
 from typing import Final, Protocol
 
-from fp8manifold._numerics.checks import check_choice
+from fp8manifold._base.checks import check_choice
 from fp8manifold.formats import as_format
 
 __all__ = [

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8manifold._numerics.blocks import in_pieces, pieces
-from fp8manifold._numerics.checks import check_choice, check_number
-from fp8manifold._numerics.float_bits import float_bits
-from fp8manifold._numerics.reading import has_values
+from fp8manifold._base.blocks import in_pieces, pieces
+from fp8manifold._base.checks import check_choice, check_number
+from fp8manifold._base.float_bits import float_bits
+from fp8manifold._base.reading import has_values
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
 
 __all__ = [

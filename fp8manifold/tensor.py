@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 import fp8manifold._encoded.operators  # noqa: F401  # registers them
+from fp8manifold._base.checks import check_choice
+from fp8manifold._base.float_bits import working_dtype
 from fp8manifold._encoded.dispatch import DTYPES, TRACED_AS, Replay, takes_rows
 from fp8manifold._encoded.operators import adopt_parts, checked_scale
 from fp8manifold._encoded.refusals import check_not_unwrapped, guard_memory
@@ -40,8 +42,6 @@ from fp8manifold._encoded.stored_scale import (
     warn_if_lost,
     warn_if_saturated,
 )
-from fp8manifold._numerics.checks import check_choice
-from fp8manifold._numerics.float_bits import working_dtype
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
 from fp8manifold.manifolds import FP8Manifold
 from fp8manifold.random_bits import Draws, fresh_seed

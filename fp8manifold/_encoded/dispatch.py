@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from fp8manifold._base.reading import eager_only
 from fp8manifold._encoded.merging import warn_if_merged
 from fp8manifold._encoded.refusals import NoStorage, check_not_distributed, guard_memory, is_staged, refuse_memory
 from fp8manifold._encoded.storage import is_traced
-from fp8manifold._numerics.reading import eager_only
 from fp8manifold.formats import FloatFormat, as_format
 
 FLOAT8: Final[dict[FloatFormat, torch.dtype]] = {

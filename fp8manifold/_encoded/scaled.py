@@ -7,6 +7,7 @@ from typing import Any, Final, Literal, NamedTuple, Self, get_args
 import torch
 from torch import Tensor, nn
 
+from fp8manifold._base.checks import check_choice, check_int
 from fp8manifold._encoded.dispatch import EncodedTensor, View, runs_inside
 from fp8manifold._encoded.storage import BlockSize, is_traced, largest_magnitude
 from fp8manifold._encoded.stored_scale import (
@@ -17,7 +18,6 @@ from fp8manifold._encoded.stored_scale import (
     power_of_two,
     scale_in_float32,
 )
-from fp8manifold._numerics.checks import check_choice, check_int
 from fp8manifold.formats import FloatFormat
 from fp8manifold.random_bits import Draws
 

@@ -11,10 +11,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from fp8manifold._base.blocks import BLOCK, in_pieces, pieces
+from fp8manifold._base.reading import has_values
 from fp8manifold._native._arrays import decoded
-from fp8manifold._numerics.blocks import BLOCK, in_pieces, pieces
 from fp8manifold._numerics.codec import decode_bits, encode_bits
-from fp8manifold._numerics.reading import has_values
 from fp8manifold.formats import FloatFormat
 from fp8manifold.grid import check_codes, decode, decode_known, encode, to_chart
 from fp8manifold.random_bits import named_word

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fp8manifold import _triton
 from fp8manifold._native import library, threads_for
-from fp8manifold._native._layouts import ARRAY, format_record
+from fp8manifold._numerics.records import ARRAY, format_record
 from fp8manifold._triton.whole import decode_on_gpu, encode_on_gpu, round_on_gpu
 from fp8manifold.formats import FloatFormat
 from fp8manifold.random_bits import Stream, round_keys, signed_word

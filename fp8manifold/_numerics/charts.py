@@ -13,8 +13,8 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
-from fp8manifold._numerics.checks import check_choice
-from fp8manifold._numerics.float_bits import binade, float_bits
+from fp8manifold._base.checks import check_choice
+from fp8manifold._base.float_bits import binade, float_bits
 from fp8manifold.formats import FloatFormat
 
 METRICS: Final = ("ulp", "log", "euclidean")

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from fp8manifold._numerics.blocks import block_on
-from fp8manifold._numerics.float_bits import float_bits
+from fp8manifold._base.blocks import block_on
+from fp8manifold._base.float_bits import float_bits
 from fp8manifold._ranks import ALONE, Ranks
 from fp8manifold.formats import FloatFormat
 

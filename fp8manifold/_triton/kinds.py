@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from fp8manifold._native._layouts import format_record
+from fp8manifold._numerics.records import format_record
 from fp8manifold._triton import is_interpreted
 from fp8manifold.formats import FloatFormat
 

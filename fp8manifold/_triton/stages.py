@@ -7,7 +7,7 @@
 import triton
 import triton.language as tl
 
-from fp8manifold._native._layouts import JOB
+from fp8manifold._numerics.records import JOB
 from fp8manifold._triton.chart import chart_forward, chart_shift, chart_stiffness, exp2_exact, field_factor, sign_of
 from fp8manifold._triton.format import (
     bits_of,

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fp8manifold._numerics.blocks import BLOCK, runs_in_blocks
-from fp8manifold._numerics.float_bits import binade, float_bits, working_dtype
+from fp8manifold._base.blocks import BLOCK, runs_in_blocks
+from fp8manifold._base.float_bits import binade, float_bits, working_dtype
 from fp8manifold.formats import FloatFormat
 from fp8manifold.tensor import FP8Tensor
 

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from fp8manifold._numerics.float_bits import working_dtype
+from fp8manifold._base.float_bits import working_dtype
 
 __all__ = ["attention_entropy"]
 

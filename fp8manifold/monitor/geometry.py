@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8manifold._base.checks import check_entries, check_number
+from fp8manifold._base.float_bits import float_bits
 from fp8manifold._numerics.charts import UlpChart
-from fp8manifold._numerics.checks import check_entries, check_number
-from fp8manifold._numerics.float_bits import float_bits
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
 from fp8manifold.monitor._passes import (
     ScaleLike,

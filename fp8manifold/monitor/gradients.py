@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8manifold._numerics.blocks import BLOCK, runs_in_blocks
-from fp8manifold._numerics.checks import check_entries, check_int, check_number
-from fp8manifold._numerics.float_bits import working_dtype
+from fp8manifold._base.blocks import BLOCK, runs_in_blocks
+from fp8manifold._base.checks import check_entries, check_int, check_number
+from fp8manifold._base.float_bits import working_dtype
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
 from fp8manifold.grid import from_chart, round_to_grid, to_chart, ulp
 from fp8manifold.monitor._passes import ScaleLike, blocks, check_shapes, fitting, inside, plain, spacing, unit_blocks

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fp8manifold._numerics.checks import check_int
-from fp8manifold._numerics.float_bits import float_bits
+from fp8manifold._base.checks import check_int
+from fp8manifold._base.float_bits import float_bits
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
 from fp8manifold.monitor._passes import ScaleLike, blocks, fitting, inside, plain, spacing, unit_blocks
 

@@ -6,8 +6,8 @@ import geoopt
 import torch
 from torch import Tensor
 
+from fp8manifold._base.reading import has_values
 from fp8manifold._encoded.merging import warn_if_merged
-from fp8manifold._numerics.reading import has_values
 from fp8manifold.manifolds import FP8Manifold
 from fp8manifold.scaling import amax_of, refitted_scale, storage_scale
 

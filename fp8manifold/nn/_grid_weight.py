@@ -7,8 +7,8 @@ import geoopt
 import torch
 from torch import Tensor, nn
 
+from fp8manifold._base.reading import has_values
 from fp8manifold._encoded.stored_scale import fresh_scale, warn_if_saturated
-from fp8manifold._numerics.reading import has_values
 from fp8manifold.formats import FloatFormat
 from fp8manifold.manifolds import FP8Manifold, StiffnessManifold
 from fp8manifold.nn._grid_parameter import GridParameter

@@ -8,10 +8,10 @@ from typing import Any, Final, Literal, Self
 import torch
 from torch import Tensor, nn
 
+from fp8manifold._base.checks import check_choice, check_number
+from fp8manifold._base.reading import advance, has_values, known
 from fp8manifold._encoded.scaled import Rounding
 from fp8manifold._encoded.storage import expand_scale
-from fp8manifold._numerics.checks import check_choice, check_number
-from fp8manifold._numerics.reading import advance, has_values, known
 from fp8manifold.fake_quant import quantize_at
 from fp8manifold.formats import FloatFormat
 from fp8manifold.grid import encode

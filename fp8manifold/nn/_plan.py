@@ -8,7 +8,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor, nn
 
-from fp8manifold._numerics.checks import check_choice, check_int
+from fp8manifold._base.checks import check_choice, check_int
 from fp8manifold.nn._adapters import without_adapters
 from fp8manifold.nn._in_place import Embeddings, InPlace, Parameters, planned_in_place, put_parameter
 from fp8manifold.nn._linear import STORAGES, QuantizedConv1D, QuantizedLinear, linear_of

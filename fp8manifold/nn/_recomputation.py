@@ -21,8 +21,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from fp8manifold._base.reading import eager_only
 from fp8manifold._encoded.dispatch import is_backward
-from fp8manifold._numerics.reading import eager_only
 from fp8manifold.nn._scalers import Scaler
 
 

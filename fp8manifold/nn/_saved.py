@@ -6,8 +6,8 @@ from typing import Any, Final
 
 from torch import nn
 
+from fp8manifold._base.checks import check_int, check_keys
 from fp8manifold._encoded.scaled import DRAWS
-from fp8manifold._numerics.checks import check_int, check_keys
 from fp8manifold.manifolds import FP8Manifold
 from fp8manifold.nn._in_place import in_place_parameters, parameter_names, put_parameter, set_plain_state
 from fp8manifold.nn._linear import QuantizedConv1D, QuantizedLinear

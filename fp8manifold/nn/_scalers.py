@@ -7,9 +7,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from fp8manifold._base.checks import check_choice, check_int
+from fp8manifold._base.reading import LaterMaximum, has_values, is_read_at_once, known
 from fp8manifold._encoded.dispatch import is_backward
-from fp8manifold._numerics.checks import check_choice, check_int
-from fp8manifold._numerics.reading import LaterMaximum, has_values, is_read_at_once, known
 from fp8manifold._ranks import ALONE, Ranks
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
 from fp8manifold.scaling import (

@@ -7,8 +7,8 @@ from typing import Any, ClassVar, Final, Literal, TypeGuard
 
 from torch import Tensor, nn
 
+from fp8manifold._base.checks import check_choice, check_int, check_keys, check_number
 from fp8manifold._encoded.scaled import DRAWS
-from fp8manifold._numerics.checks import check_choice, check_int, check_keys, check_number
 from fp8manifold._ranks import share_of
 from fp8manifold.fake_quant import STE, STES
 from fp8manifold.formats import FloatFormat, FormatLike, as_format

@@ -6,7 +6,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from fp8manifold._numerics.checks import check_choice
+from fp8manifold._base.checks import check_choice
 from fp8manifold.nn._carried import carry_over, check_can_be_carried
 from fp8manifold.nn._in_place import Embeddings, Parameters, in_place_parameters, parameter_names, put_parameter
 from fp8manifold.nn._linear import STORAGES, QuantizedConv1D, QuantizedLinear, Storage

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fp8manifold._base.blocks import block_on
+from fp8manifold._base.reading import eager_only
 from fp8manifold._encoded.storage import void_remainder
-from fp8manifold._numerics.blocks import block_on
 from fp8manifold._numerics.charts import chart_of
-from fp8manifold._numerics.reading import eager_only
 from fp8manifold._ranks import local_of
 from fp8manifold.optim._native_step import is_native, run_native
 from fp8manifold.optim._slot import Slot, row_of

@@ -11,11 +11,11 @@ from typing import Any, Concatenate, Final, ParamSpec, TypedDict, TypeVar, get_a
 import torch
 from torch import Tensor
 
+from fp8manifold._base.checks import check_choice, check_int, check_number
+from fp8manifold._base.reading import known
 from fp8manifold._encoded.storage import packed_width
 from fp8manifold._encoded.stored_scale import broadcasts_to
 from fp8manifold._numerics.charts import Metric
-from fp8manifold._numerics.checks import check_choice, check_int, check_number
-from fp8manifold._numerics.reading import known
 from fp8manifold._ranks import check_share, local_of, share_of
 from fp8manifold.manifolds import StiffnessManifold
 from fp8manifold.optim._directions import DIRECTIONS, MOMENT_NAMES

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fp8manifold._encoded.storage import packed_length
 from fp8manifold._native import library, threads_for
-from fp8manifold._native._layouts import JOB, SPEC, format_record
+from fp8manifold._numerics.records import JOB, SPEC, format_record
 from fp8manifold.formats import FloatFormat
 from fp8manifold.optim._slot import Slot, key_rows, number_rows, row_view
 from fp8manifold.optim._spec import MOMENTS, Geometry, Spec

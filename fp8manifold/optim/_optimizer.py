@@ -6,7 +6,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
-from fp8manifold._numerics.reading import eager_only
+from fp8manifold._base.reading import eager_only
 from fp8manifold._numerics.stiffness import bounded_share, end_exponents, reference_stiffness
 from fp8manifold._ranks import local_of
 from fp8manifold.optim._agreement import (

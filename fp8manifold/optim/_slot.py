@@ -12,11 +12,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fp8manifold._base.float_bits import working_dtype
+from fp8manifold._base.reading import known
 from fp8manifold._encoded.storage import number_of, run_length, runs_of
 from fp8manifold._encoded.stored_scale import decoded_scale
 from fp8manifold._numerics.charts import Metric
-from fp8manifold._numerics.float_bits import working_dtype
-from fp8manifold._numerics.reading import known
 from fp8manifold._numerics.stiffness import bounded_ends
 from fp8manifold._ranks import ALONE, Ranks, Share, local_of, share_of
 from fp8manifold.formats import LAYOUTS, FloatFormat

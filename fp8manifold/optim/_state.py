@@ -10,16 +10,16 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from fp8manifold._base.blocks import block_on
+from fp8manifold._base.float_bits import working_dtype
+from fp8manifold._base.reading import eager_only
 from fp8manifold._encoded.storage import packed_length, packed_width, void_remainder
 from fp8manifold._native._arrays import content, spacings
-from fp8manifold._numerics.blocks import block_on
 from fp8manifold._numerics.charts import Metric, chart_of
 from fp8manifold._numerics.codec import (
     decode_bits,
     decode_with_ulp,
 )
-from fp8manifold._numerics.float_bits import working_dtype
-from fp8manifold._numerics.reading import eager_only
 from fp8manifold._ranks import Share, local_of, share_of, spread
 from fp8manifold.distributed import rows_of
 from fp8manifold.formats import LAYOUTS, FloatFormat

@@ -4,8 +4,8 @@ import math
 from functools import lru_cache
 from typing import Any
 
+from fp8manifold._base.checks import check_choice
 from fp8manifold._numerics.charts import chart_of
-from fp8manifold._numerics.checks import check_choice
 from fp8manifold._numerics.stiffness import log2_bounded
 from fp8manifold.formats import FloatFormat
 from fp8manifold.optim._checks import lr_of, scheduled

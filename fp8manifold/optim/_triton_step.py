@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fp8manifold import _triton
-from fp8manifold._native._layouts import JOB
+from fp8manifold._numerics.records import JOB
 from fp8manifold._triton.kinds import SAID, WIDENED, KernelSpec, Tile, format_of, widening_of
 from fp8manifold._triton.launch import KernelsUnavailableError, Kind, Said, Widenings, double, launch
 from fp8manifold.optim._native_step import has_code, places_of

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, Unpack
 import torch
 from torch import Tensor, nn
 
-from fp8manifold._numerics.checks import check_choice, check_int, check_number
+from fp8manifold._base.checks import check_choice, check_int, check_number
 from fp8manifold._numerics.stiffness import power_of_ratio, reference_stiffness
 from fp8manifold.optim import _nngeometry as fisher
 from fp8manifold.optim._checks import Stiffness, check_betas, check_finite, check_unshared, lr_of, spelt_out

@@ -5,7 +5,7 @@ from typing import Any, Unpack
 
 from torch import Tensor
 
-from fp8manifold._numerics.checks import check_number
+from fp8manifold._base.checks import check_number
 from fp8manifold.optim._checks import Bounded, check_betas, check_finite, lr_of, spelt_out
 from fp8manifold.optim._slot import Parameters, Slot
 from fp8manifold.optim._stiffness import StiffnessOptimizer, adam_numbers

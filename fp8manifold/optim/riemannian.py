@@ -7,7 +7,7 @@ import geoopt
 import torch
 from torch import Tensor
 
-from fp8manifold._numerics.float_bits import working_dtype
+from fp8manifold._base.float_bits import working_dtype
 from fp8manifold._numerics.stiffness import bounded_share, bounds, reference_stiffness
 from fp8manifold._ranks import local_of, spread
 from fp8manifold.optim._agreement import in_every_process, squares_are_finite

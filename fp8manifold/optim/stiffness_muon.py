@@ -7,7 +7,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
-from fp8manifold._numerics.checks import check_choice, check_int, check_number
+from fp8manifold._base.checks import check_choice, check_int, check_number
 from fp8manifold.optim._backends import StepView
 from fp8manifold.optim._checks import Family, check_betas, check_finite, check_first_moment, lr_of, spelt_out
 from fp8manifold.optim._muon import (

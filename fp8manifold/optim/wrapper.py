@@ -7,10 +7,10 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from fp8manifold._base.checks import check_choice, check_int, check_number
+from fp8manifold._base.float_bits import working_dtype
+from fp8manifold._base.reading import eager_only
 from fp8manifold._numerics.charts import Metric, chart_of
-from fp8manifold._numerics.checks import check_choice, check_int, check_number
-from fp8manifold._numerics.float_bits import working_dtype
-from fp8manifold._numerics.reading import eager_only
 from fp8manifold._numerics.stiffness import power_of_ratio, reference_stiffness
 from fp8manifold.formats import FloatFormat
 from fp8manifold.grid import round_to_grid

@@ -22,13 +22,14 @@ from optimizer_cases import normal
 import fp8manifold as fm
 from fp8manifold import _native, optim
 from fp8manifold._encoded.storage import dequantize_codes
-from fp8manifold._native import _arrays, _layouts, is_available
-from fp8manifold._numerics.rounding import rounded_at
+from fp8manifold._native import _arrays, is_available
+from fp8manifold._native._scaled import rounded_at
+from fp8manifold._numerics import records as _layouts
 from fp8manifold.optim import _native_step
 from fp8manifold.optim._state import content_word
 from fp8manifold.random_bits import stream_of
 
-FOLDER = Path(_layouts.__file__).parent
+FOLDER = Path(_arrays.__file__).parent
 ROOT = FOLDER.parent.parent
 FORMATS = (
     *("E4M3", "E5M2", "E3M4", "E1M6", "E7M0", "E2M5", "E2M1", "E2M3", "E6M1", "E4M3FNUZ", "E5M2FNUZ", "E4M3IEEE"),

@@ -12,7 +12,7 @@ from optimizer_cases import normal
 from torch import Tensor
 
 import fp8manifold as fm
-from fp8manifold._numerics.blocks import BLOCK
+from fp8manifold._base.blocks import BLOCK
 from fp8manifold._numerics.stiffness import bounded_share, reference_stiffness
 
 

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8manifold as fm
 from fp8manifold import _triton, optim
-from fp8manifold._numerics.blocks import BLOCK, block_on
+from fp8manifold._base.blocks import BLOCK, block_on
 from fp8manifold._triton import launch
 from fp8manifold._triton.kinds import SAID, KernelSpec, as_constants, format_of
 from fp8manifold.formats import as_format

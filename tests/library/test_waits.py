@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8manifold as fm
 from fp8manifold import grid, optim
+from fp8manifold._base import reading
 from fp8manifold._encoded import dispatch, storage
-from fp8manifold._numerics import reading
 from fp8manifold.formats import as_format
 from fp8manifold.nn import _products, _scalers
 from fp8manifold.optim import _backends

@@ -6,7 +6,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fp8manifold._numerics.checks import check_choice, check_number
+from fp8manifold._base.checks import check_choice, check_number
 
 KINDS: Final = ("previous", "exact")
 _FIRSTS: Final = ("refuse", "measure")

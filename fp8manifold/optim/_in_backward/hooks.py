@@ -13,7 +13,7 @@ import torch.distributed
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from fp8manifold._numerics.checks import check_choice
+from fp8manifold._base.checks import check_choice
 from fp8manifold.optim._agreement import described
 from fp8manifold.optim._in_backward.clipping import Clipping
 from fp8manifold.optim._in_backward.gradients import Accumulation, SpentGradient, StandIn
