@@ -7,6 +7,7 @@ import pytest
 import torch
 from family_cases import is_valid
 from optimizer_cases import normal
+from paths import PATHS, by
 from test_step_oracle import OPTIONS, follow, stored
 from torch import Tensor
 
@@ -83,9 +84,9 @@ def test_paths_have_the_same_bits(kind: str, granularity: Any) -> None:
     w[140] = 0.0
     more: Any = {} if kind in MAKE else {"writeback": kind}
     found = []
-    for compiled in (None, False):
+    for path in PATHS:
         p = fm.FP8Parameter(w, "E2M5", granularity=granularity, seed=0)
-        optimizer = MAKE[kind if kind in MAKE else "adamw"](p, compile=compiled, **more)
+        optimizer = by(path, MAKE[kind if kind in MAKE else "adamw"](p, **more))
         for t in range(5):
             p.grad = normal(160, 160, seed=t) * (0.001 if kind == "sgd" else 1.0)
             p.grad[:4] *= t > 1

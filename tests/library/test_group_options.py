@@ -102,7 +102,7 @@ def test_what_a_loaded_state_has_otherwise_is_said_once(saved: dict[str, Any], g
 def test_what_schedules_change_and_schedules_themselves_are_not_said() -> None:
     first = stepped(stiffness=lambda t: 1 / (1 + t), betas=(0.8, 0.9), weight_decay=0.1)
     first.param_groups[0]["lr"] = 1e-4
-    second = stepped(stiffness=lambda t: 1 / (2 + t), compile=False)
+    second = stepped(stiffness=lambda t: 1 / (2 + t))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         second.load_state_dict(first.state_dict())
