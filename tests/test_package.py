@@ -139,3 +139,8 @@ def needed_by_core(name: str) -> bool:
         stem == word or stem.startswith((f"{word}_", f"{word}.")) or name.lower().startswith(f"{word}-")
         for word in (*core, *more)
     )
+
+
+def test_the_command_line_begins_without_its_packages() -> None:
+    """So that it can say which are missing."""
+    assert not {name.partition(".")[0] for name in modules_after("import nanogpt_bench.cli")} & {*NOT_WITHOUT_EXTRAS}

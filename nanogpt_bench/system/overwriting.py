@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from nanogpt_bench.system.errors import BenchError
-from nanogpt_bench.system.untrusted import read_json
 
 
 def refuse_to_replace(option: str, path: Path, wrote: Callable[[Path], bool], instead: str) -> None:
@@ -31,6 +30,8 @@ def holds(shape: Callable[[Any], bool]) -> Callable[[Path], bool]:
     """Return the function that tells whether a JSON file's content is of a shape."""
 
     def wrote(path: Path) -> bool:
+        from nanogpt_bench.system.untrusted import read_json  # which needs the extra that a command line may lack
+
         with suppress(OSError, ValueError):
             return shape(read_json(path, times=8))
         return False
