@@ -120,12 +120,12 @@ def in_parts(text: str) -> Iterator[str]:
     [1028, 1024, 456]
     """
     start = 0
-    for run in _RUN.finditer(text):
-        if run.end() - run.start() > LONGEST:
-            for word in _words().finditer(text, run.start(), run.end()):
-                for end in range(word.start() + LONGEST, word.end(), LONGEST):
-                    yield text[start:end]
-                    start = end
+    if any(run.end() - run.start() > LONGEST for run in _RUN.finditer(text)):  # else no word is long
+        for word in _words().finditer(text):
+            blank = word[0][0] == " " and not word[0].isspace()
+            for end in range(word.start() + blank + LONGEST, word.end(), LONGEST):
+                yield text[start:end]
+                start = end
     yield text[start:]
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nanogpt_bench.data import byte_pairs, tokenizers
@@ -131,6 +131,8 @@ def test_a_word_of_a_text_without_blanks_is_cut(word: str) -> None:
 
 @settings(deadline=None)
 @given(st.text(st.sampled_from("ab1. \n'sé"), max_size=60))
+@example(" 'saaaa")
+@example("     a")
 def test_parts_are_cut_where_a_long_word_is(text: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(byte_pairs, "LONGEST", 4)
