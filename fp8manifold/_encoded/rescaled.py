@@ -65,7 +65,7 @@ def rewrite_together(own: Any, left: Tensor, new: Tensor) -> None:
     ratio = own.expanded_scale() / expand_scale(new, own.block_size, codes.shape)
     stream = named_word("rescale_") if own.by_operator else 0
     key = {"seed": own.seed, "step": int(own.counter), "stream": stream}
-    draws = random_bits(codes.shape, device=codes.device, draws=own.draws, **key)
+    draws = random_bits(codes.shape, device=codes.device, **key)  # independent, as of every operator
     own.counter.add_(1)
     rounded, rest = split_codes(encode_signed(_units(own, left) * ratio, fmt, draws, _BITS), fmt, _BITS)
     left.copy_(torch.where(ratio == 1, left, rest.to(torch.int8)))

@@ -20,7 +20,7 @@ def unshare(groups: Sequence[dict[str, Any]]) -> None:
 
 
 def warn_of_overridden(optimizer: Any, before: Sequence[dict[str, Any]]) -> None:
-    """Say with which options an optimizer was made for nothing, as the loaded state has others, and name both values.
+    """Warn where options of a loaded state take the place of those that an optimizer was made with; both are named.
 
     Args:
         optimizer: with ``defaults``, which name the options, after the load.
