@@ -18,7 +18,7 @@ from fp8manifold.grid import encode
 from fp8manifold.manifolds import FP8Manifold
 from fp8manifold.nn._grid_weight import (
     check_dtype_holds,
-    check_on_manifold,
+    check_kept,
     grid_weight,
     keep_on_manifold,
     prepare_grid_state,
@@ -26,7 +26,7 @@ from fp8manifold.nn._grid_weight import (
     warn_off_grid,
 )
 from fp8manifold.nn._only_floats import FLOATS
-from fp8manifold.nn._parts import gather_parts, holds_codes, parts_of
+from fp8manifold.nn._parts import gather_parts, holds_codes, is_in_codes, name_parts, write_parts
 from fp8manifold.nn._products import (
     Rounded,
     byte_weight,
@@ -151,7 +151,8 @@ class QuantizedLinear(nn.Linear):
         self.weight = linear.weight
         self.register_parameter("bias", linear.bias)
         self._headroom, self._keep_remainder, self._seed = headroom, keep_remainder, seed
-        self._defers, self.has_plain_state = defer_weight_gradient, False
+        self._defers = defer_weight_gradient
+        name_parts(self, "weight")
         self._operands = spec.operands
         check_blocks(self._operands, linear.in_features, linear.out_features)
         if codes is None:
@@ -178,8 +179,8 @@ class QuantizedLinear(nn.Linear):
         this = self._pass()
         draw = this.draw
         weight = self.weight
-        if self.manifold is not None and not torch.compiler.is_compiling():
-            check_on_manifold(self)
+        if self.storage != "master" and not torch.compiler.is_compiling():
+            check_kept(self, self.storage)
         if self.weight_scaler is not None:
             weight = self._fake_quantized("weight", weight, this.scale("weight", self.weight_scaler, weight), draw)
         quantized = input
@@ -380,12 +381,10 @@ class QuantizedLinear(nn.Linear):
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """One-byte weights as they are, with what rounding left, or in their parts."""
+        """One-byte weights in their parts."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         warn_off_grid(self._parameters.get("weight"), self.manifold)
-        saved = destination.get(prefix + "weight")
-        if isinstance(saved, FP8Tensor) and not keep_vars and self.has_plain_state:
-            destination.update(parts_of(prefix + "weight", saved))
+        write_parts(self, destination, prefix)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Take what hooks have made of the state: codes as they are, floats rounded."""
@@ -407,6 +406,9 @@ class QuantizedLinear(nn.Linear):
         weight = self.weight
         try:
             gather_parts(state_dict, prefix + "weight", weight)
+            for name, own in self._parameters.items():
+                if name != "weight" and own is not None and is_in_codes(own):
+                    gather_parts(state_dict, prefix + name, own)
         except ValueError as error:
             return str(error)
         saved = state_dict.get(prefix + "weight")
@@ -419,8 +421,6 @@ class QuantizedLinear(nn.Linear):
             state_dict[prefix + "weight"] = self._encoded(floats, weight)
         elif saved.format != weight.format:
             return f"{prefix}weight is of {saved.format.name}, but this layer's is of {weight.format.name}"
-        else:
-            weight.seed = saved.seed
         return None
 
 

@@ -66,7 +66,7 @@ def read(folder: Path, **options: Any) -> Any:
 
 def bits(model: nn.Module) -> dict[str, Any]:
     """Everything that a model holds, as bytes, and what each of its layers was made as."""
-    state = fm.use_plain_state(copy.deepcopy(model)).state_dict()
+    state = copy.deepcopy(model).state_dict()
     held = {name: (str(x.dtype), x.contiguous().view(-1).view(torch.uint8).tolist()) for name, x in state.items()}
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, QuantizedLinear)}
     made = {
@@ -378,7 +378,7 @@ def test_a_model_is_dequantised_and_exported(maker: Any, tmp_path: Path) -> None
 
 
 def test_what_can_not_be_attached_is_refused() -> None:
-    with pytest.raises(TypeError, match="Linear, no model of transformers: use_plain_state is for others"):
+    with pytest.raises(TypeError, match="Linear, no model of transformers: others save their state_dict"):
         huggingface.attach(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="no quantised layer: call quantize_model first"):
         huggingface.attach(llama())

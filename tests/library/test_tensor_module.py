@@ -135,7 +135,7 @@ def test_a_float_model_takes_the_values() -> None:
     net, floats = Net(), Net()
     for layer in (floats.first, floats.second):
         layer.weight = nn.Parameter(torch.zeros_like(layer.weight))
-    floats.load_state_dict(net.state_dict())
+    floats.load_state_dict(fm.unflatten_state_dict(net.state_dict()))
     assert type(floats.first.weight) is nn.Parameter
     assert torch.equal(floats.first.weight, net.first.weight.dequantize())
 
