@@ -16,7 +16,7 @@ from fp8manifold.scaling import WeightGranularity, amax_of, refitted_scale, stor
 from fp8manifold.tensor import FP8Tensor
 
 _BUFFERS: Final = ("format_fields", "seed_word", "counter")
-_DATA: Final[Any] = vars(torch._C.TensorBase)["data"]
+_DATA: Final[Any] = Tensor.data
 
 
 class GridParameter(geoopt.ManifoldParameter):  # type: ignore[misc]  # geoopt is untyped
