@@ -13,12 +13,11 @@ from fp8manifold._base.checks import check_choice
 from fp8manifold.exchange import has_own_head, needed
 from fp8manifold.formats import FloatFormat
 from fp8manifold.nn._float_files import check_floats
-from fp8manifold.nn._grid_parameter import GridParameter
+from fp8manifold.nn._grid_weight import GridParameter
 from fp8manifold.nn._in_place import in_place_parameters, parameter_names
 from fp8manifold.nn._linear import QuantizedConv1D, QuantizedLinear
 from fp8manifold.nn._loading import Encode, Reader
-from fp8manifold.nn._only_floats import FLOATS
-from fp8manifold.nn._parts import PARTS, gather_parts
+from fp8manifold.nn._parts import FLOATS, PARTS, gather_parts
 from fp8manifold.nn._saved import (
     parameters_recipe_of,
     put_layers,

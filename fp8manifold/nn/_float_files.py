@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fp8manifold.nn._only_floats import is_scale, refuse_codes, scale_of
+from fp8manifold.nn._parts import is_scale, refuse_codes, scale_of
 from fp8manifold.nn._tensor_files import Source, dtypes_in, files_of
 
 Dtypes = Mapping[str, torch.dtype | str]

@@ -25,8 +25,7 @@ from fp8manifold.nn._grid_weight import (
     renew_grid_weight,
     warn_off_grid,
 )
-from fp8manifold.nn._only_floats import FLOATS
-from fp8manifold.nn._parts import gather_parts, holds_codes, parts_of
+from fp8manifold.nn._parts import FLOATS, gather_parts, holds_codes, parts_of
 from fp8manifold.nn._products import (
     Rounded,
     byte_weight,

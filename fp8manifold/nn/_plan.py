@@ -279,8 +279,9 @@ def _settled(
 def _serves(entry: Entry, names: Sequence[str], spec: LayerSpec) -> bool:
     """Whether a parameter becomes the codes that a layer which has it for its weight asks for, and nothing more."""
     weight = spec.operands.get("weight")
-    alone = weight is not None and set(spec.operands) == {"weight"}
-    return alone and entry.name in names and (weight.format, weight.granularity) == (entry.format, entry.granularity)
+    if weight is None or len(spec.operands) > 1 or entry.name not in names:
+        return False
+    return (weight.format, weight.granularity) == (entry.format, entry.granularity)
 
 
 def _replaced(model: nn.Module, name: str, spec: LayerSpec, linear: _Linear, storage: str) -> Entry:

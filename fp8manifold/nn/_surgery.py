@@ -138,14 +138,13 @@ def layers_of(planned: Plan, codes: Mapping[str, FP8Parameter] = MappingProxyTyp
     first_global: QuantizedLinear | None = None
     for entry in planned.layers:
         transposed = is_conv1d(entry.module)
-        kind = QuantizedConv1D if transposed else QuantizedLinear
+        kind: Any = QuantizedConv1D if transposed else QuantizedLinear
         old: Any = linear_of(entry.module) if entry.is_copied and not transposed else entry.module
         own = None if entry.is_copied else codes.get(entry.parameters[0])
         options = {**planned.options, "seed": entry.seed, "codes": own, "global_with": first_global}
-        layer = kind(old, entry.spec, planned.storage, **options)
+        layer = made[entry.name] = kind(old, entry.spec, planned.storage, **options)
         if first_global is None and layer.shared_amax is not None:
             first_global = layer
-        made[entry.name] = layer
     return made
 
 

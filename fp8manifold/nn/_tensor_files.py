@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fp8manifold.nn._only_floats import FLOATS
+from fp8manifold.nn._parts import FLOATS
 
 _MAPPINGS: Final = Path("/proc/self/smaps")
 _DONTNEED: Final = 4
