@@ -353,7 +353,6 @@ class QuantizedLinear(nn.Linear):
             self.draws.zero_()
 
     def _placing(self) -> tuple[WeightGranularity, float | None]:
-        """Granularity and headroom of a stored weight's scale."""
         granularity = self._operands["weight"].granularity
         assert granularity is not None
         return granularity, self._headroom

@@ -121,11 +121,7 @@ def _groups(model: nn.Module) -> dict[int, tuple[list[str], Tensor]]:
 
 
 def _check_names(model: nn.Module, tensors: Tensors) -> dict[str, list[str]]:
-    """The names under which each entry is there, by the first it has in the model.
-
-    Raises:
-        ValueError: tensors that are missing, too many, or do not fit.
-    """
+    """The names under which each entry is there, by the first it has in the model."""
     there = set(tensors.names())
     chosen: dict[str, list[str]] = {}
     known: set[str] = set()
@@ -169,7 +165,6 @@ def _hint(unexpected: Sequence[str]) -> str:
 
 
 def _read(tensors: Tensors, names: Sequence[str], entry: Tensor) -> Tensor:
-    """The value of one entry."""
     value = tensors.read(names[0])
     if entry.is_floating_point():
         refuse_codes(names[0], value.dtype, tensors.names(), tensors.held(names[0])[1])
@@ -205,18 +200,10 @@ def _like(entry: Tensor, value: Tensor) -> Tensor:
 
 
 class Reader:
-    """What is to become codes of a model that has no values yet, and what did.
+    """What is to become codes of a model of transformers that has no values yet, and what did.
 
     Left to the floats, and so to the end, is what transformers may tie, and what it reads in another dtype than the
-    model's.
-
-    Args:
-        model: of transformers, without values; ``torch.get_default_dtype()`` is the dtype it is loaded in.
-        formats, storage, options: of :func:`fp8manifold.quantize_model`.
-        files: that the model is read from.
-
-    Raises:
-        TypeError, ValueError: as :func:`fp8manifold.quantize_model`, before a weight is read.
+    model's, which is ``torch.get_default_dtype()``.
     """
 
     def __init__(
@@ -239,7 +226,6 @@ class Reader:
         return plan(model, formats, storage, **options)
 
     def wants(self, name: str) -> bool:
-        """Whether the tensor of that name becomes codes."""
         return name in self._wanted
 
     def encoded(self, model: nn.Module, name: str, value: Tensor) -> Tensor:
@@ -254,11 +240,7 @@ class Reader:
         return value
 
     def finish(self, model: nn.Module) -> None:
-        """Put the quantised layers in, around the codes that are there already.
-
-        Raises:
-            TypeError, ValueError: as :func:`fp8manifold.quantize_model`.
-        """
+        """Put the quantised layers in, around the codes that are there already."""
         planned = self._planned(model)
         codes = {name: weight for name, weight in self._codes.items() if model.get_parameter(name) is weight}
         known = {name for entry in planned.layers for name in entry.parameters}

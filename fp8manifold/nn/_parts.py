@@ -42,10 +42,6 @@ def gather_parts(state: dict[str, Any], name: str, weight: Tensor) -> None:
     """Put one weight together again in the place of its parts, where a state has them; ``weight`` is the layer's own.
 
     Codes and scales alone are taken too, of a file that another library wrote: the count then begins anew.
-
-    Raises:
-        ValueError: parts that do not fit together, codes that nothing says the format or the scales of, integers, or
-            numbers that codes were averaged or cast to, beside what says of which format they are.
     """
     saved = state.get(name)
     if not isinstance(saved, Tensor) or isinstance(saved, FP8Tensor):
@@ -120,13 +116,7 @@ _SCALES: Final = ("scale", "scb", "absmax")
 
 
 def refuse_codes(name: str, dtype: torch.dtype | str, others: Iterable[str] = (), file: str = "") -> None:
-    """Raise ValueError unless a tensor that a float weight is read from holds floats.
-
-    Args:
-        name, dtype: of the tensor; the dtype may be as safetensors files name it.
-        others: names of what lies beside it, its scales perhaps.
-        file: where it lies.
-    """
+    """Raise ValueError unless a tensor that a float weight is read from holds floats."""
     if dtype in FLOATS:
         return
     scale = scale_of(name, others)

@@ -95,11 +95,7 @@ def plan(
     parameters: Parameters | None = None,
     embeddings: Embeddings | None = None,
 ) -> Plan:
-    """What :func:`fp8manifold.quantize_model` is going to do; without formats all is left.
-
-    Raises:
-        TypeError, ValueError: as that function, but for what the weights' values decide.
-    """
+    """What :func:`fp8manifold.quantize_model` is going to do; without formats all is left."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")
     check_choice("storage", storage, STORAGES)
@@ -203,7 +199,6 @@ def _linears(model: nn.Module, names: Mapping[int, tuple[str, ...]]) -> dict[str
 
 
 def _chosen_specs(linears: Mapping[str, _Linear], specs: Mapping[str, LayerSpec]) -> dict[str, LayerSpec]:
-    """The spec of every layer to replace, as far as patterns say it."""
     left = {name: linear.obstacle for name, linear in linears.items() if linear.obstacle is not None}
 
     def check(pattern: str, matched: list[str]) -> None:
@@ -231,7 +226,6 @@ def _chosen_specs(linears: Mapping[str, _Linear], specs: Mapping[str, LayerSpec]
 
 
 def _without_adapters(chosen: dict[str, str], linears: Mapping[str, _Linear]) -> dict[str, str]:
-    """Leave adapters of PEFT that no pattern names; one warning says which."""
     adapters = {name: linears[name].adapter for name in chosen}
     left = [name for name, part in adapters.items() if part is not None and not names_part(chosen[name], part)]
     if left:

@@ -41,7 +41,6 @@ class Pass:
     delayed: dict[str, Tensor] = field(default_factory=dict)
 
     def scale(self, operand: str, scaler: Scaler, x: Tensor) -> Tensor:
-        """The scale of an operand in this pass."""
         if self.repeats:
             return self.delayed[operand] if operand in self.delayed else scaler.preview(x)
         scale: Tensor = scaler(x)
@@ -71,16 +70,7 @@ _NOTES: Final[WeakKeyDictionary[Any, _Notes]] = WeakKeyDictionary()
 
 
 def pass_of(layer: nn.Module, draws: Callable[[], int], remembers: bool) -> Pass:
-    """The forward pass that a layer begins.
-
-    Args:
-        layer: the layer.
-        draws: gives a new pass its number, and counts it.
-        remembers: whether the layer draws random bits in this pass, or takes scales from the past.
-
-    Raises:
-        RuntimeError: the layer remembers, and is run within a backward pass by something unknown.
-    """
+    """The forward pass that a layer begins, which draws bits or takes scales from the past where it ``remembers``."""
     if remembers:
         return _remembered_pass(layer, draws)
     in_backward = not torch.compiler.is_compiling() and is_backward()

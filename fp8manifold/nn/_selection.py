@@ -18,8 +18,6 @@ _WILD: Final = frozenset("*?[")
 
 @dataclass(frozen=True)
 class Obstacle:
-    """Why a linear layer can't be replaced."""
-
     reason: str
     is_done_to_it: bool
     """Something that was done to the layer, and can be undone; otherwise it is its class."""
@@ -31,7 +29,6 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a pattern may mean this module."""
     return isinstance(module, nn.Linear) or is_conv1d(module)
 
 
@@ -123,7 +120,6 @@ def names_part(pattern: str, part: str) -> bool:
 
 
 def nearest(pattern: str, names: Iterable[str]) -> str:
-    """What to say of the part of some name that a pattern is most like."""
     parts = sorted({part for name in names for part in _parts(name)})
     found = difflib.get_close_matches(pattern, parts, n=1, cutoff=0.0)
     return f"; did you mean {found[0]!r}?" if found else ""

@@ -165,11 +165,7 @@ def parameters_of(
 
 @torch.no_grad()
 def encoded(planned: Plan, entry: Entry, weight: Tensor, *, requires_grad: bool) -> FP8Parameter:
-    """The codes of a float weight, which is as its module has it.
-
-    Raises:
-        TypeError, ValueError: a dtype that codes can't appear as, or values that are not finite.
-    """
+    """The codes of a float weight, which is as its module has it."""
     assert entry.format is not None
     assert entry.granularity is not None
     transposed = entry.spec is not None and is_conv1d(entry.module)

@@ -187,12 +187,7 @@ def dtypes_in(path: str | Path) -> dict[str, str]:
 
 
 def files_of(source: Source) -> list[Path]:
-    """The safetensors files that a path, a folder or several paths mean.
-
-    Raises:
-        FileNotFoundError: a folder without any.
-        ValueError: no path at all, or an index that can't be read.
-    """
+    """The safetensors files that a path, a folder or several paths mean."""
     if not isinstance(source, str | Path):
         paths = [Path(each) for each in source]
         if not paths:
