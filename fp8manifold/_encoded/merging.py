@@ -6,7 +6,11 @@ from typing import Any
 
 
 def warn_if_merged(stored: Any) -> None:
-    """Warn where PEFT assigns to the ``data`` of a weight; called by the setter of that."""
+    """Warn where PEFT assigns to the ``data`` of a weight; called by the setter of that.
+
+    Args:
+        stored: the weight, or its manifold: what has its format.
+    """
     if sys._getframe(2).f_globals.get("__name__", "").startswith("peft."):
         warnings.warn(
             f"an adapter is merged into a weight in {stored.format.name}, or taken out of it: the sum is rounded, so "

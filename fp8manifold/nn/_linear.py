@@ -25,7 +25,7 @@ from fp8manifold.nn._grid_weight import (
     renew_grid_weight,
     warn_off_grid,
 )
-from fp8manifold.nn._parts import FLOATS, gather_parts, holds_codes, parts_of
+from fp8manifold.nn._parts import gather_parts, holds_codes, parts_of
 from fp8manifold.nn._products import (
     Rounded,
     byte_weight,
@@ -50,6 +50,7 @@ from fp8manifold.nn._spec import (
     check_storage,
     is_stored,
 )
+from fp8manifold.nn._tensor_files import FLOATS
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.random_bits import Draws, Stream
 from fp8manifold.scaling import BLOCK_SIZE, WeightGranularity

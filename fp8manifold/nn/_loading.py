@@ -7,11 +7,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from fp8manifold.nn._parts import refuse_codes
 from fp8manifold.nn._plan import Plan, plan
 from fp8manifold.nn._spec import Formats
 from fp8manifold.nn._surgery import carry_out, check_layers, encoded, layers_of, parameters_of
-from fp8manifold.nn._tensor_files import FileTensors, GivenTensors, MappedFiles, Source, Tensors, files_of
+from fp8manifold.nn._tensor_files import FileTensors, GivenTensors, MappedFiles, Source, Tensors, files_of, refuse_codes
 from fp8manifold.parameter import FP8Parameter
 
 _NAMED: Final = 3

@@ -1,6 +1,5 @@
 """Parts of a one-byte weight in a state of plain tensors: codes, scales, a count, and numbers that say what it is."""
 
-from collections.abc import Iterable
 from typing import Any, Final
 
 import torch
@@ -11,6 +10,7 @@ from fp8manifold._encoded.operators import checked_remainder
 from fp8manifold._encoded.scaled import DRAWS, ROUNDINGS
 from fp8manifold._encoded.storage import block_size_of, number_of
 from fp8manifold.formats import LAYOUTS, FloatFormat
+from fp8manifold.nn._tensor_files import refuse_codes
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.tensor import FP8Tensor
 
@@ -42,6 +42,10 @@ def gather_parts(state: dict[str, Any], name: str, weight: Tensor) -> None:
     """Put one weight together again in the place of its parts, where a state has them; ``weight`` is the layer's own.
 
     Codes and scales alone are taken too, of a file that another library wrote: the count then begins anew.
+
+    Raises:
+        ValueError: parts that do not fit together, codes that nothing says the format or the scales of, integers, or
+            numbers that codes were averaged or cast to, beside what says of which format they are.
     """
     saved = state.get(name)
     if not isinstance(saved, Tensor) or isinstance(saved, FP8Tensor):
@@ -104,40 +108,3 @@ def _assumed(name: str, saved: Tensor, weight: Tensor) -> dict[str, Any]:
         "block_size": own.block_size if own is not None else None,
         "draws": own.draws if own is not None else DRAWS[0],
     }
-
-
-# Codes where float weights are to be read
-
-
-FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16", torch.float64, torch.float32, torch.float16, torch.bfloat16})
-"""What weights are read from, as files and as torch name it."""
-_SCALES: Final = ("scale", "scb", "absmax")
-"""How names of scales go: weight_scale_inv, weight_scale, scales, SCB."""
-
-
-def refuse_codes(name: str, dtype: torch.dtype | str, others: Iterable[str] = (), file: str = "") -> None:
-    """Raise ValueError unless a tensor that a float weight is read from holds floats."""
-    if dtype in FLOATS:
-        return
-    scale = scale_of(name, others)
-    beside = f"at the scales of {scale!r}, which are not read" if scale else f"and {name}_scale is missing"
-    where = f" of {file!r}" if file else ""
-    raise ValueError(
-        f"{name}{where} holds codes ({dtype}), {beside}: weights are read from float64, float32, float16 or bfloat16; "
-        "decode it first, values times scales"
-    )
-
-
-def is_scale(entry: str) -> bool:
-    """Whether a tensor is called a scale."""
-    return any(word in entry.lower() for word in _SCALES)
-
-
-def scale_of(name: str, others: Iterable[str]) -> str | None:
-    """The name of a tensor's scale among those that lie beside it, or None."""
-    owner, _, entry = name.rpartition(".")
-    stem = entry.removesuffix("_blocks").removesuffix("_packed")
-    near = sorted(each for each in others if each.rpartition(".")[0] == owner and is_scale(each.rpartition(".")[2]))
-    named = [each for each in near if each.rpartition(".")[2].startswith(stem)]
-    plain = [each for each in near if each.rpartition(".")[2].lower().startswith(_SCALES)]
-    return next(iter(named + plain), None)

@@ -28,12 +28,9 @@ from fp8manifold.nn._scalers import Scaler
 
 @dataclass(eq=False)
 class Pass:
-    """One forward pass of a layer.
+    """One forward pass of a layer: the number of its random bits, and by operand the scales that came from the past.
 
-    Args:
-        draw: number of its random bits.
-        repeats: whether it is one that was there before; nothing is remembered in it then.
-        delayed: by operand, the scales that came from the past, which has gone on since.
+    Nothing is remembered in one that repeats another.
     """
 
     draw: int

@@ -1,16 +1,11 @@
-"""The model that is operated on, and what a model holds, to compare two."""
+"""The model that is operated on."""
 
 from __future__ import annotations
-
-import copy
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from optimizer_cases import normal
 from torch import Tensor, nn
-
-import fp8manifold as fm
 
 
 class Attention(nn.Module):
@@ -57,11 +52,3 @@ TOKENS = torch.arange(10).view(2, 5)
 LINEARS = [f"blocks.{i}.{part}" for i in range(12) for part in ("attn.qkv", "attn.proj", "mlp.fc", "mlp.out")] + [
     "lm_head"
 ]
-
-
-def bits(model: nn.Module) -> dict[str, Any]:
-    """Everything that a model holds, as bytes, and what its parameters and modules are."""
-    state = fm.use_plain_state(copy.deepcopy(model)).state_dict()
-    held = {name: (str(x.dtype), x.contiguous().view(-1).view(torch.uint8).tolist()) for name, x in state.items()}
-    kinds = {name: (p.requires_grad, type(p).__name__) for name, p in model.named_parameters(remove_duplicate=False)}
-    return {"held": held, "parameters": kinds, "modules": [repr(m) for m in model.modules()]}

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from surgery_models import bits
 from torch import Tensor
 
 import fp8manifold as fm
@@ -66,6 +65,13 @@ def in_floats(model: Any) -> Any:
 
 def loss_of(model: Any) -> Tensor:
     return model(TOKENS, labels=TOKENS).loss  # type: ignore[no-any-return]
+
+
+def bits(model: Any) -> dict[str, Any]:
+    state = fm.use_plain_state(copy.deepcopy(model)).state_dict()
+    held = {name: (str(x.dtype), x.contiguous().view(-1).view(torch.uint8).tolist()) for name, x in state.items()}
+    kinds = {name: type(p).__name__ for name, p in model.named_parameters(remove_duplicate=False)}
+    return {"held": held, "kinds": kinds}
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))

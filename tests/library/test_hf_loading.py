@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from surgery_models import bits
-from torch import Tensor
+from torch import Tensor, nn
 
 import fp8manifold as fm
 from fp8manifold import huggingface, quantize_model
@@ -54,6 +53,13 @@ def qwen(tied: bool) -> Any:
 
 
 MAKERS = {"llama": llama, "gpt2": gpt2, "qwen": qwen}
+
+
+def bits(model: nn.Module) -> dict[str, Any]:
+    state = fm.use_plain_state(model).state_dict()
+    held = {name: (str(x.dtype), x.contiguous().view(-1).view(torch.uint8).tolist()) for name, x in state.items()}
+    grads = {name: (p.requires_grad, type(p).__name__) for name, p in model.named_parameters(remove_duplicate=False)}
+    return {"held": held, "parameters": grads, "modules": [repr(m) for m in model.modules()]}
 
 
 def read(folder: Path, formats: Any = "E4M3", *, dtype: Any = "auto", storage: str = "fp8", **options: Any) -> Any:

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from surgery_models import bits
 from torch import Tensor, nn
 
 import fp8manifold as fm
@@ -57,6 +56,14 @@ def bare(dtype: torch.dtype = torch.float32, tied: bool = True) -> Small:
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def bits(model: nn.Module) -> dict[str, Any]:
+    held = {}
+    for name, x in fm.use_plain_state(model).state_dict().items():
+        held[name] = (str(x.dtype), x.contiguous().view(-1).view(torch.uint8).tolist())
+    grads = {name: (p.requires_grad, type(p).__name__) for name, p in model.named_parameters(remove_duplicate=False)}
+    return {"held": held, "parameters": grads, "modules": [repr(m) for m in model.modules()]}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
