@@ -21,7 +21,11 @@ def entry_of(own: Any) -> dict[str, Any]:
 
 
 def left_beside(entry: dict[str, Any]) -> Tensor | None:
-    """What goes with the codes, in 1/256 of a step: an optimizer's residual; one of fewer bits is refused."""
+    """What goes with the codes, in 1/256 of a step: an optimizer's residual.
+
+    Raises:
+        ValueError: one of fewer bits.
+    """
     kept: Tensor | None = entry.get("residual")
     if kept is not None and kept.dtype != torch.int8:
         raise ValueError(
@@ -51,6 +55,11 @@ def rewrite_together(own: Any, left: Tensor, new: Tensor) -> None:
     """Write codes, and what is left beside them, at other scales: their sum stays, rounded at random to 1/256 step.
 
     .. math:: s' (w' + r') = s (w + r) \\text{ on average,} \\qquad |r'| \\le 1/2 \\text{ step}
+
+    Args:
+        own: the tensor, at its old scales.
+        left: int8, in 1/256 of a step of the chart.
+        new: the other scales, in the shape of its own.
     """
     fmt, codes = own.format, own.codes
     ratio = own.expanded_scale() / expand_scale(new, own.block_size, codes.shape)

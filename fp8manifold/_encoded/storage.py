@@ -87,7 +87,12 @@ def packed_length(length: int, bits: int) -> int:
 
 
 def packed_width(packed: Sequence[int], shape: Sequence[int]) -> int | None:
-    """The bits of values of a shape that are packed flat or, in two dimensions, by rows; None if it is neither."""
+    """The bits of values of a shape that are packed flat or, in two dimensions, by rows; None if it is neither.
+
+    Args:
+        packed: the shape of the bytes.
+        shape: that of the values.
+    """
     length = math.prod(shape if len(packed) == 1 else shape[1:])
     return next((bits for bits in (4, 2) if packed[-1:] == (packed_length(length, bits),)), None)
 

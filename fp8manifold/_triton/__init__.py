@@ -52,7 +52,11 @@ def _keeps_subnormals() -> bool:
 
 @cache
 def options(registers: int | None = None) -> dict[str, bool | int]:
-    """What a kernel is compiled with, short of what this Triton doesn't know: no contraction, and subnormals."""
+    """What a kernel is compiled with, short of what this Triton doesn't know: no contraction, and subnormals.
+
+    Args:
+        registers: the most that a thread may have; None: as many as the compiler takes.
+    """
     from triton.backends.nvidia.compiler import CUDAOptions
 
     wanted: dict[str, bool | int] = {"num_warps": 4, "enable_fp_fusion": False, "enable_reflect_ftz": False}

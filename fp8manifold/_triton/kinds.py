@@ -159,7 +159,14 @@ class Widening:
 
 @lru_cache(maxsize=256)
 def widening_of(fmt: FloatFormat, residual_bits: int, exponents: bool, packs: str) -> Widening:
-    """How the scales of codes double."""
+    """How the scales of codes double.
+
+    Args:
+        fmt: the codes' format.
+        residual_bits: of a weight's residual.
+        exponents: whether scales are kept as exponents.
+        packs: as a tile's.
+    """
     known = format_of(fmt)
     return Widening(known, residual_bits, known.fixed(residual_bits), widest_scale(fmt), exponents, packs)
 

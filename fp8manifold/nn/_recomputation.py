@@ -28,9 +28,12 @@ from fp8manifold.nn._scalers import Scaler
 
 @dataclass(eq=False)
 class Pass:
-    """One forward pass of a layer: the number of its random bits, and by operand the scales that came from the past.
+    """One forward pass of a layer.
 
-    Nothing is remembered in one that repeats another.
+    Args:
+        draw: number of its random bits.
+        repeats: whether it is one that was there before; nothing is remembered in it then.
+        delayed: by operand, the scales that came from the past, which has gone on since.
     """
 
     draw: int
@@ -38,6 +41,7 @@ class Pass:
     delayed: dict[str, Tensor] = field(default_factory=dict)
 
     def scale(self, operand: str, scaler: Scaler, x: Tensor) -> Tensor:
+        """The scale of an operand in this pass."""
         if self.repeats:
             return self.delayed[operand] if operand in self.delayed else scaler.preview(x)
         scale: Tensor = scaler(x)
@@ -67,7 +71,16 @@ _NOTES: Final[WeakKeyDictionary[Any, _Notes]] = WeakKeyDictionary()
 
 
 def pass_of(layer: nn.Module, draws: Callable[[], int], remembers: bool) -> Pass:
-    """The forward pass that a layer begins, which draws bits or takes scales from the past where it ``remembers``."""
+    """The forward pass that a layer begins.
+
+    Args:
+        layer: the layer.
+        draws: gives a new pass its number, and counts it.
+        remembers: whether the layer draws random bits in this pass, or takes scales from the past.
+
+    Raises:
+        RuntimeError: the layer remembers, and is run within a backward pass by something unknown.
+    """
     if remembers:
         return _remembered_pass(layer, draws)
     in_backward = not torch.compiler.is_compiling() and is_backward()
