@@ -29,7 +29,6 @@ class Ranks:
         return Ranks, ()
 
     def largest(self, x: Tensor) -> Tensor:
-        """The largest of each element over the processes."""
         return self._reduced(x, "MAX")
 
     def total(self, x: Tensor) -> Tensor:
@@ -37,7 +36,6 @@ class Ranks:
         return self._reduced(x, "SUM")
 
     def any(self, flag: bool, device: torch.device) -> bool:
-        """Whether it is so in one of the processes."""
         return flag if self.size == 1 else bool(self.largest(torch.tensor([int(flag)], device=device)))
 
     def gathered(self, x: Tensor) -> Tensor:

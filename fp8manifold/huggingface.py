@@ -16,7 +16,6 @@ from fp8manifold.nn._grid_weight import GridParameter
 from fp8manifold.nn._in_place import in_place_parameters, parameter_names
 from fp8manifold.nn._linear import QuantizedConv1D, QuantizedLinear
 from fp8manifold.nn._loading import Encode, Reader
-from fp8manifold.nn._only_floats import FLOATS
 from fp8manifold.nn._parts import PARTS, gather_parts
 from fp8manifold.nn._saved import (
     parameters_recipe_of,
@@ -28,7 +27,7 @@ from fp8manifold.nn._saved import (
 from fp8manifold.nn._scalers import Scale
 from fp8manifold.nn._spec import Formats, LayerSpec
 from fp8manifold.nn._surgery import dequantize_model
-from fp8manifold.nn._tensor_files import check_floats
+from fp8manifold.nn._tensor_files import FLOATS, check_floats
 from fp8manifold.optim import StiffnessAdamW, StiffnessMuon, step_in_backward
 from fp8manifold.tensor import FP8Tensor
 

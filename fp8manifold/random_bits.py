@@ -143,7 +143,6 @@ def draw_of(word: Tensor) -> Tensor:
 
 
 def top_bits(word: Tensor, bits: int) -> Tensor:
-    """The upper bits of 32-bit words as numbers."""
     return word if bits == 32 else (word >> (32 - bits)) & ((1 << bits) - 1)  # int32 shifts copy the sign: clear it
 
 

@@ -243,12 +243,10 @@ def from_chart(c: float | Fraction, fmt: Fields | str) -> Fraction:
 
 @lru_cache(maxsize=4096)  # more than float64 has binades
 def _power(exponent: int) -> Fraction:
-    """``2 ** exponent``."""
     return Fraction(2) ** exponent
 
 
 def _spacing(exponent: int, fmt: Fields) -> Fraction:
-    """That of a binade."""
     return _power(exponent - fmt.mantissa_bits)
 
 

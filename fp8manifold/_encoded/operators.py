@@ -27,14 +27,7 @@ from fp8manifold.scaling import SQUARE_SIZE
 def adopt_parts(own: Any, other: Any) -> Tensor | None:
     """Codes and scale exactly, and the counter: the larger one, or of one that resumes that, with its seed.
 
-    Args:
-        own, other: tensors of codes.
-
-    Returns:
-        What rounding left in the other, in memory of its own.
-
-    Raises:
-        ValueError: another format or shape, or scales finer than the own.
+    What rounding left in the other is returned, in memory of its own; scales finer than the own are refused.
     """
     if other.format != own.format:
         raise ValueError(f"the other tensor is of {other.format.name}, but this one is of {own.format.name}")
@@ -57,17 +50,7 @@ def adopt_parts(own: Any, other: Any) -> Tensor | None:
 
 
 def checked_scale(own: Any, scale: float | Tensor, largest: Tensor) -> Tensor:
-    """A new scale in the shape of the old one.
-
-    Args:
-        own: the tensor.
-        scale: what is asked for.
-        largest: the largest magnitude under each scale.
-
-    Raises:
-        TypeError: uint8, which might be exponents.
-        ValueError: a scale that is no power of two, does not fit, or is too narrow for a stored value.
-    """
+    """A new scale in the shape of the old one, unless it is too narrow for the ``largest`` magnitude under it."""
     new, shape = scale_in_float32(scale, own.device), own.kept_scale.shape
     as_kept(own, new)  # or refused
     if not broadcasts_to(new.shape, shape):
@@ -78,11 +61,7 @@ def checked_scale(own: Any, scale: float | Tensor, largest: Tensor) -> Tensor:
 
 
 def checked_remainder(left: Tensor | None, codes: Tensor) -> Tensor | None:
-    """What rounding left, as it was saved, if it was.
-
-    Raises:
-        ValueError: another dtype or shape.
-    """
+    """What rounding left, as it was saved, if it was."""
     if left is not None and (left.dtype != torch.int8 or left.shape != codes.shape):
         raise ValueError(
             f"remainder is {left.dtype} of shape {tuple(left.shape)}: it must be torch.int8 of {tuple(codes.shape)}"

@@ -205,9 +205,5 @@ class ScaledTensor(EncodedTensor):
 
 
 def as_kept(own: Any, scale: Tensor) -> Tensor:
-    """A float32 scale as a tensor of codes keeps its own.
-
-    Raises:
-        ValueError: an entry that is no power of two, or of blocks one beyond 2^-126 to 2^127.
-    """
+    """A float32 scale as a tensor of codes keeps its own."""
     return exponents_of(scale) if own.block_size else power_of_two(scale)

@@ -70,18 +70,7 @@ def grid_weight(
     seed: int,
     draws: Draws,
 ) -> tuple[GridParameter, FP8Manifold]:
-    """The nearest points of a grid at a scale of its own, and their manifold.
-
-    Args:
-        weight: float tensor.
-        fmt: format of the grid.
-        granularity, headroom: of the scale.
-        rounding, seed, draws: of the manifold.
-
-    Raises:
-        TypeError: a dtype that lacks points of the grid.
-        RuntimeError: a fake tensor.
-    """
+    """The nearest points of a grid at a scale of its own, and their manifold."""
     if not (has_values(weight) or weight.is_meta):
         raise RuntimeError(
             "storage='grid' can't be made under a FakeTensorMode, as geoopt's parameters are no fake tensors: "
@@ -174,18 +163,7 @@ def prepare_grid_state(
     headroom: float | None,
     seed: int,
 ) -> str | None:
-    """Put what is saved of a weight on the grid: at the scale that is saved with it, or without one at its own.
-
-    Args:
-        state: of the module; the entries of weight and manifold are replaced.
-        prefix: of the module's entries.
-        weight, manifold: those of the layer.
-        granularity, headroom: of a scale that has to be made.
-        seed: of a manifold that has no values yet.
-
-    Returns:
-        Why the state is refused, or None.
-    """
+    """Put what is saved of a weight on the grid, at the scale saved with it or a fresh one, or say why not."""
     key, scale_key = f"{prefix}weight", f"{prefix}manifold.scale"
     saved, scale = state.get(key), state.get(scale_key)
     if saved is None and scale is not None:

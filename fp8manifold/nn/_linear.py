@@ -26,7 +26,6 @@ from fp8manifold.nn._grid_weight import (
     renew_grid_weight,
     warn_off_grid,
 )
-from fp8manifold.nn._only_floats import FLOATS
 from fp8manifold.nn._parts import gather_parts, holds_codes, is_in_codes, name_parts, write_parts
 from fp8manifold.nn._products import (
     Rounded,
@@ -51,6 +50,7 @@ from fp8manifold.nn._spec import (
     check_storage,
     is_stored,
 )
+from fp8manifold.nn._tensor_files import FLOATS
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.random_bits import Draws, Stream
 from fp8manifold.scaling import BLOCK_SIZE, WeightGranularity
@@ -370,7 +370,6 @@ class QuantizedLinear(nn.Linear):
             self.draws.zero_()
 
     def _placing(self) -> tuple[WeightGranularity, float | None]:
-        """Granularity and headroom of a stored weight's scale."""
         granularity = self._operands["weight"].granularity
         assert granularity is not None
         return granularity, self._headroom

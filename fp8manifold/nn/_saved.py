@@ -21,11 +21,7 @@ _OPTIONS: Final = ("storage", "rounding", "draws", "headroom", "keep_remainder",
 
 
 def recipe_of(model: nn.Module) -> list[dict[str, Any]]:
-    """The quantised layers of a model: those made alike together, each with its seed by its name.
-
-    Raises:
-        ValueError: a layer whose weight was put on another manifold.
-    """
+    """The quantised layers of a model: those made alike together, each with its seed by its name."""
     groups: list[dict[str, Any]] = []
     for name, layer in model.named_modules():
         if not isinstance(layer, QuantizedLinear):
@@ -54,11 +50,7 @@ def parameters_recipe_of(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def put_parameters(model: nn.Module, recipe: Sequence[Mapping[str, Any]]) -> None:
-    """Put parameters as :func:`parameters_recipe_of` described them into a model, at values that are to be loaded.
-
-    Raises:
-        TypeError, ValueError: a recipe that can't be read, or one of another model.
-    """
+    """Put parameters as :func:`parameters_recipe_of` described them into a model, at values that are to be loaded."""
     known = {names[0]: names for names in parameter_names(model).values()}
     for group in recipe:
         check_keys("parameters", group, ("format", "granularity", "rounding", "draws", "seeds"))
@@ -73,11 +65,7 @@ def put_parameters(model: nn.Module, recipe: Sequence[Mapping[str, Any]]) -> Non
 
 
 def put_layers(model: nn.Module, recipe: Sequence[Mapping[str, Any]]) -> None:
-    """Put layers as :func:`recipe_of` described them into a model, at values that are to be loaded.
-
-    Raises:
-        TypeError, ValueError: a recipe that can't be read, or one of another model.
-    """
+    """Put layers as :func:`recipe_of` described them into a model, at values that are to be loaded."""
     made: dict[str, Mapping[str, Any]] = {}
     for group in recipe:
         check_keys("layers", group, ("spec", "seeds", *_OPTIONS))

@@ -1,4 +1,4 @@
-"""Files of tensors: read a tensor at a time, with their memory given back, and looked at before for codes among floats.
+"""Tensors that weights are read from, and files of them: floats alone, and memory given back once they are read.
 
 A page of a file that was read counts as memory of the process until it is given back; the file still has it.
 """
@@ -16,8 +16,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from fp8manifold.nn._only_floats import FLOATS, is_scale, refuse_codes, scale_of
-
+FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16", torch.float64, torch.float32, torch.float16, torch.bfloat16})
+"""What weights are read from, as files and as torch name it."""
+_SCALES: Final = ("scale", "scb", "absmax")
+"""How names of scales go: weight_scale_inv, weight_scale, scales, SCB."""
 _MAPPINGS: Final = Path("/proc/self/smaps")
 _DONTNEED: Final = 4
 _EVERY: Final = 2**24
@@ -27,6 +29,7 @@ _INDEX: Final = "model.safetensors.index.json"
 #: bytes; those of the largest models have ten million
 _LARGEST_INDEX: Final = 2**26
 Source = str | Path | Iterable[str | Path]
+Dtypes = Mapping[str, torch.dtype | str]
 
 
 class MappedFiles:
@@ -188,12 +191,7 @@ def dtypes_in(path: str | Path) -> dict[str, str]:
 
 
 def files_of(source: Source) -> list[Path]:
-    """The safetensors files that a path, a folder or several paths mean.
-
-    Raises:
-        FileNotFoundError: a folder without any.
-        ValueError: no path at all, or an index that can't be read.
-    """
+    """The safetensors files that a path, a folder or several paths mean."""
     if not isinstance(source, str | Path):
         paths = [Path(each) for each in source]
         if not paths:
@@ -223,10 +221,35 @@ def _indexed(index: Path) -> list[Path]:
     return [index.parent / name for name in names]
 
 
-# Codes where a model has floats
+# Codes where float weights are to be read
 
 
-Dtypes = Mapping[str, torch.dtype | str]
+def refuse_codes(name: str, dtype: torch.dtype | str, others: Iterable[str] = (), file: str = "") -> None:
+    """Raise ValueError unless a tensor that a float weight is read from holds floats."""
+    if dtype in FLOATS:
+        return
+    scale = scale_of(name, others)
+    beside = f"at the scales of {scale!r}, which are not read" if scale else f"and {name}_scale is missing"
+    where = f" of {file!r}" if file else ""
+    raise ValueError(
+        f"{name}{where} holds codes ({dtype}), {beside}: weights are read from float64, float32, float16 or bfloat16; "
+        "decode it first, values times scales"
+    )
+
+
+def is_scale(entry: str) -> bool:
+    """Whether a tensor is called a scale."""
+    return any(word in entry.lower() for word in _SCALES)
+
+
+def scale_of(name: str, others: Iterable[str]) -> str | None:
+    """The name of a tensor's scale among those that lie beside it, or None."""
+    owner, _, entry = name.rpartition(".")
+    stem = entry.removesuffix("_blocks").removesuffix("_packed")
+    near = sorted(each for each in others if each.rpartition(".")[0] == owner and is_scale(each.rpartition(".")[2]))
+    named = [each for each in near if each.rpartition(".")[2].startswith(stem)]
+    plain = [each for each in near if each.rpartition(".")[2].lower().startswith(_SCALES)]
+    return next(iter(named + plain), None)
 
 
 def check_floats(model: nn.Module, source: Source) -> None:

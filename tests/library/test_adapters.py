@@ -169,15 +169,6 @@ def test_what_is_assigned_is_rounded() -> None:
     assert torch.equal(layer.weight, same)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_a_model_that_moves_keeps_its_points(dtype: torch.dtype) -> None:
-    model = made("grid")
-    values = model.fc.weight.detach().clone()
-    model.to(dtype)
-    assert torch.equal(model.fc.weight.detach().float(), values)
-    assert is_on_grid(model.fc)
-
-
 def test_a_copy_of_a_model_keeps_its_points_too(tmp_path: Path) -> None:
     torch.save(made("grid"), tmp_path / "model.pt")
     for model in (copy.deepcopy(made("grid")), torch.load(tmp_path / "model.pt", weights_only=False)):

@@ -131,15 +131,3 @@ def test_gradients_and_hooks_of_a_transposed_weight(made: Any) -> None:
     with pytest.raises(ValueError, match="hooks, which would be given the transposed gradient: remove them first"):
         quantize_model(model, {"c_proj": LayerSpec("E4M3")})
     assert type(model.transformer.h[0].mlp.c_proj) is type(conv)
-
-
-@storages
-def test_parameters_keep_their_order(made: Any, storage: Any) -> None:
-    def names(each: nn.Module) -> list[str]:
-        return [name for name, _ in each.named_parameters(remove_duplicate=False)]
-
-    model, expected = quantized(made, storage), names(made)
-    assert [names(each) for each in (model, copy.deepcopy(model))] == [expected] * 2
-    model.load_state_dict(copy.deepcopy(model).state_dict(), assign=True)
-    assert names(model) == expected
-    assert names(dequantize_model(model)) == expected

@@ -48,19 +48,6 @@ def test_the_weight_is_the_grids_in_one_byte(name: str, granularity: Any) -> Non
         assert torch.equal(layer(x), grid(x))
 
 
-def test_options_reach_the_weights() -> None:
-    model = stored(rounding="nearest", seed=3, headroom=4.0, granularity="tensor", keep_remainder=True)
-    weights = [layer.weight for layer in layers(model)]
-    assert len({w.seed for w in weights}) == len(weights) == 49
-    assert {w.rounding for w in weights} == {"nearest"}
-    assert {w.granularity for w in weights} == {"tensor"}
-    assert all(w.remainder is not None and w.remainder.count_nonzero() > 0 for w in weights)
-    plain = Model()
-    expected = fm.storage_scale(plain.lm_head.weight, "E4M3", "tensor", headroom=4.0)
-    assert torch.equal(model.lm_head.weight.scale, expected)
-    assert all(layer.weight.remainder is None for layer in layers(stored()))
-
-
 # --------------------------------------------------------------------------------------------- copies, files, and back
 def test_state_dict_round_trip_with_seeds() -> None:
     """Codes, scale, counter and seed come from the file; what is drawn next is the same."""
