@@ -9,14 +9,22 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, NamedTuple
 
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import ParametrizationList
 
 from fp8manifold._base.checks import check_choice, check_int
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
 from fp8manifold.nn._in_place import parameter_names
 from fp8manifold.nn._linear import STORAGES, QuantizedLinear, Storage
-from fp8manifold.nn._selection import Obstacle, adapters_of, is_linear, literal, names_part, nearest, obstacle
+from fp8manifold.nn._selection import (
+    CONVOLUTIONS,
+    Obstacle,
+    adapters_of,
+    is_linear,
+    literal,
+    names_part,
+    nearest,
+    obstacle,
+)
 from fp8manifold.nn._selection import patterns_chosen as by_pattern
 from fp8manifold.nn._spec import Formats, LayerSpec, check_blocks, check_draws, check_storage, is_none, read_formats
 from fp8manifold.random_bits import Draws
@@ -367,7 +375,7 @@ def _formats_chosen(
 
 def _shares(name: str, module: nn.Module, parameter: Tensor, granularity: str) -> StoredGranularity:
     """What shares a scale: a filter of a convolution, otherwise a row of the last dimension."""
-    kernel = isinstance(module, _ConvNd)
+    kernel = isinstance(module, CONVOLUTIONS)
     if granularity == "square" and kernel:
         raise ValueError(
             f"parameter {name!r} is that of a convolution, of which granularity='square' has no matrix: take 'channel'"

@@ -39,7 +39,7 @@ def test_a_gradient_that_is_never_finite_is_warned_of_once(make: Any, bad: float
     for t in range(40):
         put(model, bad)
         if t == 9:
-            with pytest.warns(RuntimeWarning, match=message) as caught:
+            with pytest.warns(RuntimeWarning, match=message):
                 optimizer.step()
         else:  # any other warning is an error
             optimizer.step()
