@@ -29,7 +29,7 @@ def refuse_part_of_buffer(values: Tensor) -> None:
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()) or hasattr(values, "is_share"):
         return
-    if values.untyped_storage().nbytes() > values.nbytes:
+    if values._base is not None or values.untyped_storage().nbytes() > values.nbytes:
         raise RuntimeError(
             "an FP8Tensor can't become part of a buffer of floats, as its values are codes: take "
             "parameters_as_bucket_view=False, or copy_() where values alone are meant"

@@ -85,7 +85,7 @@ def _read_parts(module: nn.Module, state: dict[str, Any], prefix: str, *args: An
         if isinstance(saved, FP8Tensor) and isinstance(own, FP8Parameter) and saved.format != own.format:
             args[-1].append(f"{key} is of {saved.format.name}, but this parameter is of {own.format.name}")
         elif isinstance(own, FP8Parameter) and hasattr(module, _AT_OWN_SCALE) and _fits(saved, own):
-            state[key] = encoded_like(saved, own)
+            state[key] = encoded_like(state[key], own)
 
 
 def _fits(saved: Any, own: Tensor) -> bool:
