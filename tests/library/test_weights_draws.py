@@ -117,12 +117,6 @@ def test_what_is_made_of_the_model_keeps_them(storage: Any, tmp_path: Path) -> N
     )
 
 
-def test_a_state_of_codes_says_which_they_were() -> None:
-    net, other = network(), network(draws="independent")
-    other.load_state_dict(through_disk(net.state_dict()))
-    assert owned(other) == ["dither"] * 2
-
-
 def test_codes_of_another_library_leave_the_layers_own() -> None:
     net = network()
     tensors, _ = fm.exported_state_dict(net)
