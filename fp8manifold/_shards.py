@@ -182,7 +182,7 @@ def _same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     stays = tuple(size) == tuple(x.shape) and (not strides or (tuple(strides[0]), *strides[1:]) in _unmoved(x))
     if not isinstance(x, FP8Tensor) or not (stays or (x.is_share and tuple(size) == (-1,))):
         return NotImplemented
-    return alias(func, (x,), {})
+    return alias(_aten.detach.default, (x,), {})
 
 
 def _unmoved(x: Tensor) -> tuple[Any, ...]:

@@ -207,6 +207,21 @@ def test_rows_are_cut_from_the_whole(pools: dict[int, Pool], kind: str, from_row
         pools[size].run(cut, kind, from_rows)
 
 
+def filled() -> None:
+    """A model that was sharded before it had values takes whole codes, and its own rows of the rest."""
+    with torch.device("meta"):
+        parts = model(seed=5)
+    parts = sharded(parts).to_empty(device="cpu")
+    whole, own = model(seed=0), parts.state_dict()
+    parts.load_state_dict({name: fm.distributed.rows_of(x, own[name]) for name, x in whole.state_dict().items()})
+    check_same(parts, whole)
+
+
+def test_a_model_made_on_meta_is_sharded_and_filled(pools: dict[int, Pool]) -> None:
+    for size in (1, 3):
+        pools[size].run(filled)
+
+
 def uncut() -> str:
     parts = sharded(model())
     try:
