@@ -381,8 +381,14 @@ class QuantizedLinear(nn.Linear):
             raise TypeError(f"a layer with storage='fp8' can't be {dtype}: take float32 or bfloat16")
         if self.manifold is not None:
             check_dtype_holds(self.manifold, dtype)
+
+        def moved(x: Tensor) -> Tensor:
+            made = fn(x)
+            lent = isinstance(made, FP8Tensor) and made.lent_from is not None  # as autocast casts what a layer reads
+            return x.with_parts(Tensor.clone, made.dtype) if lent else made
+
         try:
-            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+            super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             if not isinstance(self.weight, FP8Tensor) or "Couldn't swap" not in str(error):
                 raise
