@@ -289,7 +289,6 @@ class QuantizedLinear(nn.Linear):
         )
 
     def _rounded(self, name: OperandName, draw: int) -> Rounded:
-        """What quantises a gradient, a matrix."""
         scaler: Scaler | None = getattr(self, f"{name}_scaler")
         if scaler is None:
             return None
@@ -304,7 +303,6 @@ class QuantizedLinear(nn.Linear):
         return 0 if draws is None else int(known(draws, Tensor.item))
 
     def _last_draw(self) -> int:
-        """Number of the last forward pass."""
         return max(self._draw() - 1 if self.training else self._draw(), 0)
 
     def _pass(self) -> Pass:

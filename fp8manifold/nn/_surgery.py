@@ -281,6 +281,5 @@ def replace_layers(model: nn.Module, layers: Mapping[str, nn.Module]) -> nn.Modu
 
 
 def check_layers(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
-    """Raise ValueError for a layer that can't take the place of the one it is for."""
     for name, layer in layers.items():
         check_can_be_carried(name, model.get_submodule(name), layer)
