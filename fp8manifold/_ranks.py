@@ -187,6 +187,11 @@ def check_share(parameter: Tensor) -> None:
     if tensors is None or not isinstance(parameter, tensors.DTensor):
         return
     mesh, placements = parameter.device_mesh, tuple(parameter.placements)
+    if not getattr(local_of(parameter), "is_share", True):
+        raise ValueError(
+            f"a parameter of shape {tuple(parameter.shape)} in codes was made a DTensor in another way than "
+            "fully_shard makes it, with rows and their scales: use fully_shard, or DistributedDataParallel"
+        )
     if mesh.ndim != 1 or type(placements[0]) is not tensors.Shard or placements[0].dim != 0:
         raise ValueError(
             f"a parameter of shape {tuple(parameter.shape)} is spread as {placements} over a mesh of {mesh.ndim} "

@@ -193,6 +193,6 @@ def test_the_checks_see_what_is_missing() -> None:
     assert section(text, "Returns") == ""
     assert takes_tensors(fm.ulp)
     assert not takes_tensors(fm.random_bits)
-    assert own_raises(fm.flatten_state_dict)
+    assert own_raises(fm.unflatten_state_dict)
     assert not own_raises(fm.ulp)
     assert not FIRST.match("one.")

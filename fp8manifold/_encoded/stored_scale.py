@@ -197,6 +197,17 @@ def warn_if_lost(values: Tensor, scale: Tensor, fmt: FloatFormat, granularity: s
         )
 
 
+def warn_of_rounding(fmt: FloatFormat) -> None:
+    """Warn that values that were assigned to the ``data`` of a weight are not those that it has then."""
+    warnings.warn(
+        f"what was assigned to the data of a weight in {fmt.name} is rounded; of an adapter that is merged into it, or "
+        "taken out again, outputs may differ, and unmerging does not give the weight back: to round once, call "
+        "dequantize_model, merge_and_unload and quantize_model",
+        UserWarning,
+        stacklevel=3,
+    )
+
+
 def refit_scale_(x: Any, values: Tensor, *, fresh: bool) -> None:
     """Set the scale for values that are to take the place of all there are; it may be memory without values.
 

@@ -4,14 +4,16 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from fp8manifold.nn._carried import carry_weight
 from fp8manifold.nn._linear import QuantizedLinear
-from fp8manifold.nn._parts import PARTS, gather_parts, parts_of
+from fp8manifold.nn._parts import PARTS, gather_parts, is_in_codes, name_parts, write_parts
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.tensor import FP8Tensor
 
-_PLAIN: Final = "_fp8_plain_state"
+_KEPT: Final = "_fp8_in_states"
+_AT_OWN_SCALE: Final = "_fp8_at_own_scale"
 
 
 def parameter_names(model: nn.Module) -> dict[int, list[str]]:
@@ -40,40 +42,36 @@ def put_parameter(model: nn.Module, names: Sequence[str], parameter: Tensor) -> 
         owner, _, entry = name.rpartition(".")
         module = model.get_submodule(owner)
         setattr(module, entry, parameter)
-        _keep_in_states(module)
+        setattr(module, _AT_OWN_SCALE, True)
 
 
-def set_plain_state(module: nn.Module, plain: bool) -> None:
-    """Let a module's state have parts of what it holds in codes, or the codes as parameters."""
-    _keep_in_states(module)
-    if hasattr(module, _PLAIN):
-        setattr(module, _PLAIN, plain)
+# Every module writes what it holds in codes as parts
 
 
-def _keep_in_states(module: nn.Module) -> None:
-    """Let a module save and load what it holds in codes, if it does: others may have tied it to that."""
-    if _own(module) and not hasattr(module, _PLAIN):
-        setattr(module, _PLAIN, False)
-        module.register_state_dict_post_hook(_write_parts)
-        module.register_load_state_dict_pre_hook(_read_parts)
+def _keep_in_states(module: nn.Module, name: str, parameter: Any) -> None:
+    """Let a module that is given a parameter in codes save and load it as parts; quantised layers do it themselves."""
+    if isinstance(parameter, FP8Parameter) and not isinstance(module, QuantizedLinear):
+        name_parts(module, name)
+        if not hasattr(module, _KEPT):
+            setattr(module, _KEPT, True)
+            module.register_state_dict_post_hook(_write_parts)
+            module.register_load_state_dict_pre_hook(_read_parts)
 
 
-def _own(module: nn.Module) -> dict[str, FP8Parameter]:
-    if isinstance(module, QuantizedLinear):
-        return {}
-    return {name: p for name, p in module._parameters.items() if isinstance(p, FP8Parameter)}
+register_module_parameter_registration_hook(_keep_in_states)
 
 
 def _write_parts(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
     """A hook of a module's state dict, which is a module's own function, so that copies and pickles keep it."""
-    for name in _own(module) if getattr(module, _PLAIN, False) else ():
-        if isinstance(saved := state.get(prefix + name), FP8Tensor):
-            state.update(parts_of(prefix + name, saved))
+    if not isinstance(module, QuantizedLinear):  # which has taken the hooks over from the layer in its place
+        write_parts(module, state, prefix)
 
 
 def _read_parts(module: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
-    """The way back, before a module loads: of parts, and of floats, which are rounded at a scale of their own."""
-    for name, own in _own(module).items():
+    """The way back, before a module loads: of parts, and of floats, for a scale of their own where we quantised it."""
+    for name, own in module._parameters.items():
+        if own is None or not is_in_codes(own) or isinstance(module, QuantizedLinear):
+            continue
         key = prefix + name
         try:
             gather_parts(state, key, own)
@@ -84,10 +82,14 @@ def _read_parts(module: nn.Module, state: dict[str, Any], prefix: str, *args: An
                 state.pop(key + suffix, None)
             continue
         saved = state.get(key)
-        if isinstance(saved, FP8Tensor) and saved.format != own.format:
+        if isinstance(saved, FP8Tensor) and isinstance(own, FP8Parameter) and saved.format != own.format:
             args[-1].append(f"{key} is of {saved.format.name}, but this parameter is of {own.format.name}")
-        elif isinstance(saved, Tensor) and not isinstance(saved, FP8Tensor) and saved.shape == own.shape:
-            state[key] = encoded_like(saved, own)
+        elif isinstance(own, FP8Parameter) and hasattr(module, _AT_OWN_SCALE) and _fits(saved, own):
+            state[key] = encoded_like(state[key], own)
+
+
+def _fits(saved: Any, own: Tensor) -> bool:
+    return isinstance(saved, Tensor) and not isinstance(saved, FP8Tensor) and saved.shape == own.shape
 
 
 def encoded_like(values: Tensor, own: FP8Parameter) -> FP8Parameter:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, NamedTuple
 
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import ParametrizationList
 
 from fp8manifold._base.checks import check_choice, check_int
@@ -17,6 +16,7 @@ from fp8manifold.formats import FloatFormat, FormatLike, as_format
 from fp8manifold.nn._in_place import parameter_names
 from fp8manifold.nn._linear import STORAGES, QuantizedLinear, Storage
 from fp8manifold.nn._selection import (
+    CONVOLUTIONS,
     Obstacle,
     adapters_of,
     by_pattern,
@@ -375,7 +375,7 @@ def _formats_chosen(
 
 def _shares(name: str, module: nn.Module, parameter: Tensor, granularity: str) -> StoredGranularity:
     """What shares a scale: a filter of a convolution, otherwise a row of the last dimension."""
-    kernel = isinstance(module, _ConvNd)
+    kernel = isinstance(module, CONVOLUTIONS)
     if granularity == "square" and kernel:
         raise ValueError(
             f"parameter {name!r} is that of a convolution, of which granularity='square' has no matrix: take 'channel'"

@@ -17,7 +17,6 @@ from fp8manifold import (
     dequantize_model,
     quantization_report,
     quantize_model,
-    use_plain_state,
 )
 
 storages = pytest.mark.parametrize("storage", ["master", "grid", "fp8"])
@@ -127,7 +126,7 @@ def test_parameters_and_state_keep_their_order(storage: Any, tied: Any) -> None:
     assert orders(copy.deepcopy(net), known) == expected
     net.load_state_dict(copy.deepcopy(net).state_dict(), assign=True)
     assert orders(net, known) == expected
-    assert orders(use_plain_state(copy.deepcopy(net)), known) == expected
+    assert orders(copy.deepcopy(net), known) == expected
     assert orders(dequantize_model(net), known) == expected
 
 

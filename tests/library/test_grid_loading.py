@@ -179,7 +179,8 @@ def test_what_a_hook_makes_of_a_state_is_loaded(storage: Any, assign: bool) -> N
     def hook(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
         assert module is layer
         state[prefix + "weight"] = floats
-        state.pop(prefix + "manifold.scale", None)
+        for name in ("manifold.scale", *(f"weight_{part}" for part in ("scale", "counter", "traits"))):
+            state.pop(prefix + name, None)
 
     layer.register_load_state_dict_pre_hook(hook)
     layer.load_state_dict(layer.state_dict(), assign=assign)

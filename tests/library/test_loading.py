@@ -60,7 +60,7 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
 
 def bits(model: nn.Module) -> dict[str, Any]:
     held = {}
-    for name, x in fm.use_plain_state(model).state_dict().items():
+    for name, x in model.state_dict().items():
         held[name] = (str(x.dtype), x.contiguous().view(-1).view(torch.uint8).tolist())
     grads = {name: (p.requires_grad, type(p).__name__) for name, p in model.named_parameters(remove_duplicate=False)}
     return {"held": held, "parameters": grads, "modules": [repr(m) for m in model.modules()]}
