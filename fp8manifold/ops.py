@@ -229,8 +229,6 @@ def _units(x: Tensor, scale: Tensor, fmt: str) -> Tensor:
 
 
 def _codes_of(x: Tensor, scale: Tensor, fmt: str) -> Tensor:
-    """The operand in the device's own dtype, by one kernel where there is one."""
-
     def rounded(part: Tensor, unit: Tensor) -> Tensor:
         codes = encoded_units(part.float() if part.dtype == torch.float16 else part, as_format(fmt), unit)
         if codes is None:

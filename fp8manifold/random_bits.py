@@ -124,7 +124,6 @@ def random_bits(
 
 
 def check_words(**words: int) -> None:
-    """Raise TypeError or ValueError unless every key word is an int of 64 bits."""
     for name, word in words.items():
         if not isinstance(word, int) or isinstance(word, bool):
             raise TypeError(f"{name}={word!r} must be an int, not {type(word).__name__}")

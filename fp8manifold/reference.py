@@ -264,7 +264,6 @@ def _position(a: Fraction, fmt: Fields) -> Fraction:
 
 
 def _within(x: float | Fraction, fmt: Fields) -> Fraction:
-    """The magnitude of a number, at most the largest of the format."""
     largest = magnitude(max_code(fmt), fmt)
     return largest if abs(x) == math.inf else min(abs(Fraction(x)), largest)
 
@@ -356,7 +355,6 @@ def _code_beyond(fmt: Fields, rounding: str, overflow: str, *, negative: bool, i
 
 
 def _nan_code(fmt: Fields) -> int:
-    """The positive quiet NaN, where there is more than one."""
     codes, infinity = nan_codes(fmt), inf_code(fmt)
     if not codes:
         raise ValueError(f"x is NaN, and E{fmt.exponent_bits}M{fmt.mantissa_bits} has no code for NaN")

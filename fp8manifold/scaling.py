@@ -123,7 +123,6 @@ def wide_amax(x: Tensor, granularity: str, axis: int = 0) -> Tensor:
 
 
 def _amax(x: Tensor, granularity: str, axis: int) -> Tensor:
-    """The same of a tensor that is taken at once."""
     magnitude = x.detach().abs() if x.dtype is torch.float64 else x.detach().float().abs()
     if granularity == "block":
         return _block_amax(magnitude)

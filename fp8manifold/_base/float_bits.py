@@ -33,7 +33,6 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 def float_bits(dtype: torch.dtype) -> FloatBits:
-    """The fields of a dtype we compute in."""
     return _FIELDS[dtype]
 
 

@@ -139,7 +139,6 @@ def _on_gpu(
     rescale: bool,
     spacing: bool,
 ) -> Tensor | None:
-    """The same by Triton's kernels."""
     if scale is not None:
         if not (has_memory(scale) and scale.dtype is torch.float32):
             return None

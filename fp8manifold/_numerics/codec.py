@@ -128,7 +128,6 @@ def encode_bits(x: Tensor, fmt: FloatFormat, draws: Tensor | None = None) -> Ten
 
 
 def largest_bits(fmt: FloatFormat) -> int:
-    """float32 bits of the format's largest value."""
     field = max(fmt.max_code >> fmt.mantissa_bits, 1)
     steps = fmt.max_code - ((field - 1) << fmt.mantissa_bits)
     leading = steps.bit_length() - 1

@@ -263,7 +263,7 @@ class QuantizedLinear(nn.Linear):
         if self.storage == "grid":
             self.weight, self.manifold = grid_weight(weight, operand.format, *self._placing(), rounding, seed, draws)
         elif self.storage == "fp8":
-            self.weight = self._in_codes(weight, operand.format, rounding, seed, draws)
+            self.weight = self._in_codes(weight, operand.format, rounding=rounding, seed=seed, draws=draws)
 
     def _make_scalers(self, shared: SharedAmax | None) -> None:
         """One for every operand whose scale is not stored with it."""
@@ -289,7 +289,6 @@ class QuantizedLinear(nn.Linear):
         )
 
     def _rounded(self, name: OperandName, draw: int) -> Rounded:
-        """What quantises a gradient, a matrix."""
         scaler: Scaler | None = getattr(self, f"{name}_scaler")
         if scaler is None:
             return None
@@ -304,7 +303,6 @@ class QuantizedLinear(nn.Linear):
         return 0 if draws is None else int(known(draws, Tensor.item))
 
     def _last_draw(self) -> int:
-        """Number of the last forward pass."""
         return max(self._draw() - 1 if self.training else self._draw(), 0)
 
     def _pass(self) -> tuple[int, bool]:
@@ -335,14 +333,16 @@ class QuantizedLinear(nn.Linear):
             advance(self.draws, draw)
         return draw
 
-    def _in_codes(self, weight: Tensor, *how: Any) -> FP8Parameter:
+    def _in_codes(self, weight: Tensor, fmt: FloatFormat, **how: Any) -> FP8Parameter:
         granularity, headroom = self._placing()
-        kept = self._keep_remainder
-        return byte_weight(weight, *how, granularity=granularity, headroom=headroom, keep_remainder=kept)
+        return byte_weight(
+            weight, fmt, granularity=granularity, headroom=headroom, keep_remainder=self._keep_remainder, **how
+        )
 
     def _encoded(self, values: Tensor, weight: FP8Tensor) -> FP8Parameter:
         """Floats as the layer's own weight is: in its format, with its rounding, seed and draws."""
-        return self._in_codes(values, weight.format, weight.rounding, weight.seed, weight.draws)
+        how = {"rounding": weight.rounding, "seed": weight.seed, "draws": weight.draws}
+        return self._in_codes(values, weight.format, **how)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -470,8 +470,10 @@ class QuantizedConv1D(QuantizedLinear):
     """
 
     def __init__(self, conv: nn.Module, spec: LayerSpec, storage: Storage = "master", **options: Any) -> None:
-        linear = conv if options.get("codes") is None else _without_values(conv)
-        super().__init__(linear_of(linear), spec, storage, **options)
+        own: Any = conv
+        bare = options.get("codes") is not None
+        linear = linear_around(torch.empty(own.nf, own.nx, device="meta"), own) if bare else linear_of(own)
+        super().__init__(linear, spec, storage, **options)
         self._restores, self.nf, self.nx = type(conv), self.out_features, self.in_features
         self._own_names |= {"_restores", "nf", "nx"}
 
@@ -496,22 +498,15 @@ class QuantizedConv1D(QuantizedLinear):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def _without_values(conv: Any) -> nn.Module:
-    """The same layer, whose weight has only a shape: codes come from elsewhere."""
-    bare: Any = conv.__class__.__new__(conv.__class__)
-    nn.Module.__init__(bare)
-    bare.weight = nn.Parameter(torch.empty(conv.nx, conv.nf, device="meta"), requires_grad=conv.weight.requires_grad)
-    bare.bias = conv.bias
-    kept: nn.Module = bare.train(conv.training)
-    return kept
-
-
-def linear_of(layer: nn.Module) -> nn.Linear:
+def linear_of(layer: Any) -> nn.Linear:
     """An ``nn.Linear`` with a weight of its own, of the values of a linear layer or ``Conv1D``, and with its bias."""
-    weight, bias = layer.weight, layer.bias
-    assert isinstance(weight, Tensor)
-    values = weight.detach().clone() if isinstance(layer, nn.Linear) else weight.detach().t().contiguous()
+    weight = layer.weight.detach()
+    return linear_around(weight.clone() if isinstance(layer, nn.Linear) else weight.t().contiguous(), layer)
+
+
+def linear_around(values: Tensor, layer: Any) -> nn.Linear:
+    """An ``nn.Linear`` with these values, ``(out, in)``, for its weight, and everything else of a layer."""
     linear = nn.Linear(values.shape[1], values.shape[0], bias=False, device="meta")
-    linear.weight = nn.Parameter(values, requires_grad=weight.requires_grad)
-    linear.bias = bias  # type: ignore[assignment]
+    linear.weight = nn.Parameter(values, requires_grad=layer.weight.requires_grad)
+    linear.bias = layer.bias
     return linear.train(layer.training)

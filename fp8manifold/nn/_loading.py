@@ -10,7 +10,16 @@ from torch import Tensor, nn
 from fp8manifold.nn._plan import Plan, plan
 from fp8manifold.nn._spec import Formats
 from fp8manifold.nn._surgery import carry_out, check_layers, encoded, layers_of, parameters_of
-from fp8manifold.nn._tensor_files import FileTensors, GivenTensors, MappedFiles, Source, Tensors, files_of, refuse_codes
+from fp8manifold.nn._tensor_files import (
+    FLOATS,
+    FileTensors,
+    GivenTensors,
+    MappedFiles,
+    Source,
+    Tensors,
+    files_of,
+    refuse_codes,
+)
 from fp8manifold.parameter import FP8Parameter
 
 _NAMED: Final = 3
@@ -131,13 +140,14 @@ def _check_names(model: nn.Module, tensors: Tensors) -> dict[str, list[str]]:
         if not chosen[names[0]]:
             missing.append(names[0])
         for name in chosen[names[0]]:
-            dtype, file = tensors.held(name)
-            if entry.is_floating_point() and dtype is not None:
+            shape, dtype, file = tensors.known(name)
+            if dtype is not None and entry.is_floating_point():
                 refuse_codes(name, dtype, there, file)
-            unfit += _unfit(name, entry, *tensors.described(name))
+            unfit += _unfit(name, entry, shape, dtype)
     unexpected = [name for name in tensors.names() if name not in known]
     if missing:
-        raise ValueError(f"the model has {_some(missing)}, which the source lacks{_hint(unexpected)}")
+        hint = f" (it has {_some(unexpected)}, which the model lacks)" if unexpected else ""
+        raise ValueError(f"the model has {_some(missing)}, which the source lacks{hint}")
     if unexpected:
         raise ValueError(f"the source has {_some(unexpected)}, which the model lacks")
     if unfit:
@@ -145,10 +155,11 @@ def _check_names(model: nn.Module, tensors: Tensors) -> dict[str, list[str]]:
     return chosen
 
 
-def _unfit(name: str, entry: Tensor, shape: tuple[int, ...] | None, is_float: bool | None) -> list[str]:
+def _unfit(name: str, entry: Tensor, shape: tuple[int, ...] | None, dtype: torch.dtype | str | None) -> list[str]:
     if shape is not None and shape != tuple(entry.shape):
         return [f"{name!r} has shape {shape} in the source, and {tuple(entry.shape)} in the model"]
-    if is_float is not None and is_float != entry.is_floating_point():
+    is_float = dtype.is_floating_point if isinstance(dtype, torch.dtype) else dtype in FLOATS
+    if dtype is not None and is_float != entry.is_floating_point():
         kinds = ("floats", "no floats")
         return [f"{name!r} holds {kinds[not is_float]} in the source, and {kinds[is_float]} in the model"]
     return []
@@ -159,15 +170,11 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names[:_NAMED])) + more
 
 
-def _hint(unexpected: Sequence[str]) -> str:
-    return f" (it has {_some(unexpected)}, which the model lacks)" if unexpected else ""
-
-
 def _read(tensors: Tensors, names: Sequence[str], entry: Tensor) -> Tensor:
     value = tensors.read(names[0])
     if entry.is_floating_point():
-        refuse_codes(names[0], value.dtype, tensors.names(), tensors.held(names[0])[1])
-    for problem in _unfit(names[0], entry, tuple(value.shape), value.is_floating_point()):
+        refuse_codes(names[0], value.dtype, tensors.names(), tensors.known(names[0])[2])
+    for problem in _unfit(names[0], entry, tuple(value.shape), value.dtype):
         raise ValueError(problem)
     for other in names[1:]:
         if not torch.equal(tensors.read(other), value):

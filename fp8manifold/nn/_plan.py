@@ -19,13 +19,13 @@ from fp8manifold.nn._selection import (
     CONVOLUTIONS,
     Obstacle,
     adapters_of,
+    by_pattern,
     is_linear,
     literal,
     names_part,
     nearest,
     obstacle,
 )
-from fp8manifold.nn._selection import patterns_chosen as by_pattern
 from fp8manifold.nn._spec import Formats, LayerSpec, check_blocks, check_draws, check_storage, is_none, read_formats
 from fp8manifold.random_bits import Draws
 from fp8manifold.scaling import StoredGranularity, WeightGranularity
@@ -115,7 +115,7 @@ def plan(
     names = {key: tuple(its) for key, its in parameter_names(model).items()}
     linears = _linears(model, names)
     specs = _chosen_specs(linears, read)
-    _check_in_one_place(model, [name for name in specs if linears[name].is_shared], linears)
+    _check_in_one_place(model, specs, linears)
     placed: list[Entry] = []
     if parameters is not None or not (embeddings is None or is_none(embeddings)):
         if storage != "fp8":
@@ -247,9 +247,9 @@ def _without_adapters(chosen: dict[str, str], linears: Mapping[str, _Linear]) ->
     return {name: pattern for name, pattern in chosen.items() if name not in left}
 
 
-def _check_in_one_place(model: nn.Module, shared: Iterable[str], linears: Mapping[str, _Linear]) -> None:
+def _check_in_one_place(model: nn.Module, layers: Iterable[str], linears: Mapping[str, _Linear]) -> None:
     """Refuse a layer that is in two places: replacing it in one would untie it silently."""
-    for name in shared:
+    for name in (name for name in layers if linears[name].is_shared):
         names, layer = linears[name].names, model.get_submodule(name)
         if sum(model.get_submodule(owner) is layer for owner in {each.rpartition(".")[0] for each in names}) > 1:
             raise ValueError(f"the layer {name!r} is shared ({', '.join(names)}): leave it alone, or give it a copy")

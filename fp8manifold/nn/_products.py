@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from fp8manifold._encoded.dispatch import DTYPES
-from fp8manifold._encoded.scaled import Rounding
 from fp8manifold._encoded.storage import dequantize_codes
 from fp8manifold._native._arrays import has_memory
 from fp8manifold._native._scaled import rounded_at
@@ -17,39 +16,18 @@ from fp8manifold.formats import FloatFormat
 from fp8manifold.nn._scalers import Scaler
 from fp8manifold.nn._spec import OperandSpec
 from fp8manifold.parameter import FP8Parameter
-from fp8manifold.random_bits import Draws, Stream
-from fp8manifold.scaling import StoredGranularity
+from fp8manifold.random_bits import Stream
 from fp8manifold.tensor import FP8Tensor
 
 Rounded = Callable[[Tensor], Tensor] | None
 """From a gradient to its quantised values; None leaves it as it is."""
 
 
-def byte_weight(
-    weight: Tensor,
-    fmt: FloatFormat,
-    rounding: Rounding,
-    seed: int,
-    draws: Draws,
-    *,
-    granularity: StoredGranularity,
-    headroom: float | None,
-    keep_remainder: bool,
-) -> FP8Parameter:
-    """The codes of a float weight at a scale of its own."""
+def byte_weight(weight: Tensor, fmt: FloatFormat, **how: Any) -> FP8Parameter:
+    """The codes of a float weight at a scale of its own, with options of :class:`FP8Parameter`."""
     if weight.dtype not in (torch.float32, torch.bfloat16):
         raise TypeError(f"a weight has dtype {weight.dtype}: storage='fp8' takes float32 or bfloat16 layers")
-    return FP8Parameter(
-        weight.detach(),
-        fmt,
-        granularity=granularity,
-        headroom=headroom,
-        rounding=rounding,
-        seed=seed,
-        draws=draws,
-        keep_remainder=keep_remainder,
-        requires_grad=weight.requires_grad,
-    )
+    return FP8Parameter(weight.detach(), fmt, requires_grad=weight.requires_grad, **how)
 
 
 # Products with codes

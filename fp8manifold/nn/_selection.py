@@ -34,7 +34,6 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def obstacle(module: nn.Module) -> Obstacle | None:
-    """What keeps a linear layer from being replaced."""
     done = _done(module)
     if done is not None:
         return Obstacle(done, True)
@@ -94,7 +93,7 @@ def adapters_of(model: nn.Module) -> dict[str, str]:
 # Patterns
 
 
-def patterns_chosen(
+def by_pattern(
     patterns: Iterable[str], names: Mapping[str, Sequence[str]], check: Callable[[str, list[str]], None]
 ) -> dict[str, str]:
     """The pattern that each thing takes: the most literal that one of its names matches, of two alike the later one.

@@ -395,7 +395,6 @@ def check_blocks(operands: Mapping[OperandName, OperandSpec], in_features: int, 
 
 
 def check_codes_fit(codes: FP8Tensor, linear: nn.Linear, spec: LayerSpec, storage: str) -> None:
-    """Refuse codes that are not those of the layer that is to hold them."""
     operand = spec.operands.get("weight")
     if storage != "fp8" or operand is None:
         raise ValueError(

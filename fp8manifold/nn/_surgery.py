@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fp8manifold.nn._carried import carry_over, check_can_be_carried
 from fp8manifold.nn._in_place import in_place_parameters, parameter_names, put_parameter
-from fp8manifold.nn._linear import QuantizedConv1D, QuantizedLinear, Storage, linear_of
+from fp8manifold.nn._linear import QuantizedConv1D, QuantizedLinear, Storage, linear_around, linear_of
 from fp8manifold.nn._plan import Embeddings, Entry, Parameters, Plan, Tied, plan
 from fp8manifold.nn._products import byte_weight
 from fp8manifold.nn._selection import is_conv1d, obstacle
@@ -251,17 +251,9 @@ def dequantize_model(model: nn.Module) -> nn.Module:
 def _dequantized(name: str, layer: QuantizedLinear) -> nn.Module:
     if (found := obstacle(layer)) is not None and found.is_done_to_it:
         raise ValueError(f"layer {name!r} can't be dequantised: {found.reason}")
-    values = _float_values(layer.quantized_weight().detach())
-    if isinstance(layer, QuantizedConv1D):
-        return layer.restored(values)
-    linear = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
-    linear.weight = nn.Parameter(values, requires_grad=layer.weight.requires_grad)
-    linear.bias = layer.bias
-    return linear.train(layer.training)
-
-
-def _float_values(weight: Tensor) -> Tensor:
-    return weight.dequantize() if isinstance(weight, FP8Tensor) else weight.clone().as_subclass(Tensor)
+    weight = layer.quantized_weight().detach()
+    values = weight.dequantize() if isinstance(weight, FP8Tensor) else weight.clone().as_subclass(Tensor)
+    return layer.restored(values) if isinstance(layer, QuantizedConv1D) else linear_around(values, layer)
 
 
 def replace_layers(model: nn.Module, layers: Mapping[str, nn.Module]) -> nn.Module:
@@ -281,6 +273,5 @@ def replace_layers(model: nn.Module, layers: Mapping[str, nn.Module]) -> nn.Modu
 
 
 def check_layers(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
-    """Raise ValueError for a layer that can't take the place of the one it is for."""
     for name, layer in layers.items():
         check_can_be_carried(name, model.get_submodule(name), layer)

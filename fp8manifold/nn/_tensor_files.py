@@ -87,19 +87,12 @@ class GivenTensors:
         """What there is."""
         return list(self._given)
 
-    def described(self, name: str) -> tuple[tuple[int, ...] | None, bool | None]:
-        """Shape and whether it holds floats; None of what is not known yet."""
-        value = self._given[name] if isinstance(self._given, dict) else None
-        if value is None:
-            return None, None
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{name!r} is of {type(value).__name__}: a state dict has tensors")
-        return tuple(value.shape), value.is_floating_point()
-
-    def held(self, name: str) -> tuple[torch.dtype | str | None, str]:
-        """The dtype, None if it is not known yet, and the name of the file."""
-        value = self._given[name] if isinstance(self._given, dict) else None
-        return (value.dtype if isinstance(value, Tensor) else None), ""
+    def known(self, name: str) -> tuple[tuple[int, ...] | None, torch.dtype | str | None, str]:
+        """Shape and dtype, None before it is made, and the name of the file."""
+        if not isinstance(self._given, dict):
+            return None, None, ""
+        value = self.read(name)
+        return tuple(value.shape), value.dtype, ""
 
     def read(self, name: str) -> Tensor:
         """The tensor itself."""
@@ -109,7 +102,7 @@ class GivenTensors:
         return value.detach()
 
     def was_read(self, size: int) -> None:
-        """Whoever made the tensor has its memory."""
+        """Count bytes of tensors that nobody needs any more; whoever made these has their memory."""
 
     def close(self) -> None:
         """Nothing is open."""
@@ -146,30 +139,21 @@ class FileTensors:
             self._where[name] = path, file
 
     def names(self) -> list[str]:
-        """What there is, in the files' order."""
         return list(self._where)
 
-    def described(self, name: str) -> tuple[tuple[int, ...] | None, bool | None]:
-        """Shape and whether it holds floats."""
-        part = self._where[name][1].get_slice(name)
-        return tuple(part.get_shape()), part.get_dtype() in FLOATS
-
-    def held(self, name: str) -> tuple[torch.dtype | str | None, str]:
-        """The dtype as files have it, and the name of the file."""
+    def known(self, name: str) -> tuple[tuple[int, ...], str, str]:
         path, file = self._where[name]
-        return file.get_slice(name).get_dtype(), path.name
+        part = file.get_slice(name)
+        return tuple(part.get_shape()), part.get_dtype(), path.name
 
     def read(self, name: str) -> Tensor:
-        """The tensor itself."""
         tensor: Tensor = self._where[name][1].get_tensor(name)
         return tensor
 
     def was_read(self, size: int) -> None:
-        """Count bytes of tensors that nobody needs any more."""
         self._pages.was_read(size)
 
     def close(self) -> None:
-        """Close all files."""
         self._opened.close()
 
 

@@ -61,27 +61,6 @@ def test_it_computes_what_fake_quantisation_by_hand_does(made: Any, storage: Any
 
 
 @storages
-def test_it_learns_and_generates(made: Any, storage: Any) -> None:
-    model = quantized(made, storage).train()
-    optimizer = fm.optim.StiffnessAdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(12):
-        loss = model(TOKENS, labels=TOKENS).loss
-        losses.append(loss.item())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert losses[-1] < losses[0] - 0.5
-    model.eval()
-    out = model.generate(
-        TOKENS, attention_mask=torch.ones_like(TOKENS), max_new_tokens=2, do_sample=False, pad_token_id=0
-    )
-    step = logits(model)[:, -1].argmax(-1)
-    assert out.shape == (2, 7)
-    assert torch.equal(out[:, 5], step)
-
-
-@storages
 @pytest.mark.parametrize("assign", [False, True])
 def test_state_dicts_of_every_kind(made: Any, storage: Any, assign: bool) -> None:
     """Its own; that of the float model, in Conv1D's layout, square weights among them; and back into a float model."""
@@ -94,8 +73,9 @@ def test_state_dicts_of_every_kind(made: Any, storage: Any, assign: bool) -> Non
     other.load_state_dict(through_disk(state), assign=assign)
     assert torch.equal(logits(other), logits(model))
     if storage != "grid":  # whose scales are part of its state
-        other = quantized(made, storage)
-        other.load_state_dict({**other.state_dict(), **through_disk(made.state_dict())}, assign=assign)
+        other, parts = quantized(made, storage), ("_scale", "_counter", "_traits")
+        rest = {name: x for name, x in other.state_dict().items() if not name.endswith(parts)}
+        other.load_state_dict({**rest, **through_disk(made.state_dict())}, assign=assign)
         assert torch.equal(logits(other), logits(model))
     if storage != "fp8":
         floats = copy.deepcopy(made)

@@ -243,7 +243,6 @@ OPTIONS = {
 }
 SURGERY = {
     **{f"LayerSpec({given})": said for given, said in SPECS.items()},
-    **{f"quantize_model(model, {given}, 'grid')": said for given, said in FORMATS.items()},
     **{f"quantize_model(model, 'E4M3', {given})": said for given, said in OPTIONS.items()},
     **{
         f"{call}, '{storage}')": f"ValueError: {said}"

@@ -103,17 +103,6 @@ def test_shards_of_another_dtype(tmp_path: Path) -> None:
         assert bits(load_quantized(bare(tied=False), source)) == wanted
 
 
-def test_conv1d_of_transformers() -> None:
-    utils = pytest.importorskip("transformers.pytorch_utils", reason="needs the package transformers")
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = nn.Sequential(utils.Conv1D(32, 32), utils.Conv1D(8, 32))
-    with torch.device("meta"):
-        other = nn.Sequential(utils.Conv1D(32, 32), utils.Conv1D(8, 32))
-    state = state_of(model)
-    assert bits(load_quantized(other, state)) == bits(quantize_model(model, "E4M3", "fp8"))
-
-
 class Watched(Mapping[str, Tensor]):
     """Makes each tensor when it is asked for, and counts how many floats of those are alive then."""
 

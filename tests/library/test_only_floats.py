@@ -172,8 +172,9 @@ def read(hf: Any, folder: Path, storage: str = "fp8", **how: Any) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore")  # what other libraries announce is their own business
-@pytest.mark.parametrize("storage", ["fp8", "grid", "master"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "storage"), [*((layout, "fp8") for layout in LAYOUTS), ("raw int8", "grid"), ("raw E4M3", "master")]
+)
 def test_from_pretrained(layout: str, storage: str, hf: Any, tmp_path: Path) -> None:
     folder = folder_of(hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES)), layout, tmp_path)
     line = said(layout, FIRST, "model.safetensors")

@@ -204,12 +204,6 @@ def test_dequantize_puts_plain_layers_back(storage: Any) -> None:
         )
 
 
-@all_storages
-def test_repr_says_what_is_quantised(storage: Any) -> None:
-    layer = quantize_model(nn.Linear(8, 4), LayerSpec("E4M3", activation="E5M2"), storage)
-    assert f"weight=E4M3, activation=E5M2, storage={storage}" in repr(layer)
-
-
 # -------------------------------------------------------------------------------------------------------- training
 def trained_loss(storage: str, make: Any, formats: Any = "E4M3", steps: int = 150) -> tuple[float, float, nn.Module]:
     """A tiny regression, y = x0 x1 + x2: loss at the start and at the end."""
