@@ -31,7 +31,7 @@ INTERRUPTED = 128
 FAILED = 1
 TOKENIZER_CHOICES = Tokenizers(("byte", "char", "gpt2", "bpe-N"))
 SOURCES = ("stdlib", "eurlex", "hub", "text")
-PREPARED = ("text", "labels", "references")
+PREPARED = ("text", "labels")
 #: commands that take the settings of a run as `--section.key VALUE`
 TAKE_SETTINGS = ("run", "evaluate", "sample", "finetune", "compare", "sweep")
 #: the options of `run` that are no settings
