@@ -126,7 +126,9 @@ def test_settings_for_another_model_are_refused(folder: Path, arguments: list[st
 
 
 def test_a_model_of_another_kind_is_refused(tmp_path: Path) -> None:
-    gpt2_checkpoints.write(tmp_path, model_type="llama", hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    gpt2_checkpoints.write(
+        tmp_path, model_type="llama", hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
     with pytest.raises(BenchError, match=r"model_type 'llama'; only gpt2 can be loaded"):
         checkpoint_shape(str(tmp_path))
 
