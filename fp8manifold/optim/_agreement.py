@@ -18,7 +18,7 @@ from fp8manifold.optim._backends import note_changes
 from fp8manifold.optim._fitting import zero_scales
 from fp8manifold.optim._native_step import sum_of_squares
 from fp8manifold.optim._slot import Slot
-from fp8manifold.optim._state import gathered, stay_packed
+from fp8manifold.optim._state import gathered
 from fp8manifold.optim._triton_step import Launched, has_rows, is_triton, pending_of, run_triton
 from fp8manifold.tensor import FP8Tensor
 
@@ -477,7 +477,7 @@ def _on_card(slots: list[Slot], *, widens: bool) -> Launched | None:
     """The step's launches; None, with nothing changed, where kernels don't take all of it."""
     if not all(slot.in_place and is_triton(slot) for slot in slots):
         return None
-    with gathered(slots, stay_packed(slots)):
+    with gathered(slots):
         return run_triton(slots, check=True, widens=widens)
 
 

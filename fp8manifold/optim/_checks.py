@@ -13,7 +13,6 @@ from torch import Tensor
 
 from fp8manifold._base.checks import check_choice, check_int, check_number
 from fp8manifold._base.reading import known
-from fp8manifold._encoded.storage import packed_width
 from fp8manifold._encoded.stored_scale import broadcasts_to
 from fp8manifold._numerics.charts import Metric
 from fp8manifold._ranks import check_share, local_of, share_of
@@ -418,21 +417,17 @@ def check_entry(entry: dict[str, Any], parameter: Tensor, group: dict[str, Any],
                 f"{_state_of(parameter)} has {name} in 8 bits without {bounds[name]}, which says how its blocks are "
                 "scaled: it was kept in another format, which is not read; begin with a new state"
             )
-    kept = entry.get("residual")
-    if kept is not None and (bits := rule_of(group).residual_bits) and (found := _width_of(kept, parameter)) != bits:
-        width = f"of {found} bits" if found else f"of shape {tuple(kept.shape)} in {kept.dtype}"
+    if rule_of(group).state and "residual" in entry:
+        _check_residual(entry["residual"], _state_of(parameter))
+
+
+def _check_residual(residual: Any, state: str) -> None:
+    """Raise ValueError for a residual of several weights in a byte, as earlier releases kept of 4 and 2 bits."""
+    if isinstance(residual, Tensor) and residual.dtype is not torch.int8:
         raise ValueError(
-            f"{_state_of(parameter)} has a residual {width}, but writeback={group['writeback']!r} keeps one of "
-            f"{bits} bits: its width can't change over a run"
+            f"{state} has a residual in {residual.dtype}: those of 4 and 2 bits are not read any more; only "
+            "writeback='residual8' keeps one, in torch.int8: begin with a new state"
         )
-
-
-def _width_of(residual: Tensor, parameter: Tensor) -> int | None:
-    """The bits a weight of a residual; None of what is none of this parameter's."""
-    if residual.dtype == torch.int8:
-        return 8
-    held, parameter = local_of(residual), local_of(parameter)
-    return packed_width(held.shape, parameter.shape) if residual.dtype == torch.uint8 else None
 
 
 def _check_entry(entry: dict[str, Any], parameter: Tensor, index: int) -> None:
@@ -447,6 +442,7 @@ def _check_entry(entry: dict[str, Any], parameter: Tensor, index: int) -> None:
                 f"the state of parameter {index} has {name} of shape {tuple(entry[name].shape)}: "
                 f"the parameter's is {tuple(parameter.shape)}"
             )
+    _check_residual(entry.get("residual"), f"the state of parameter {index}")
     if entry:
         here = slot_of({}, parameter, {}).fields
         made_for = tuple(int(field) for field in entry["grid"]) if "grid" in entry else None

@@ -13,7 +13,6 @@ from fp8manifold._ranks import Ranks, local_of
 from fp8manifold._triton.kinds import widest_scale
 from fp8manifold.formats import FloatFormat
 from fp8manifold.optim._slot import FOR_RESCALING, Slot, row_view, scales_in_runs
-from fp8manifold.optim._state import pack_residual, unpack_residual
 from fp8manifold.optim._step import load_weights
 from fp8manifold.random_bits import draw_of, words_at
 from fp8manifold.tensor import FP8Tensor
@@ -101,8 +100,7 @@ def rewrite(slot: Slot, new: Tensor) -> None:
     weight = codes.view(len(of_rows[0]), -1)
     arrays = {"weight": weight[rows]}
     if bits:
-        kept = local_of(slot.state["residual"])
-        residual = unpack_residual(kept, codes.shape, bits).view(weight.shape)
+        residual = local_of(slot.state["residual"]).view(weight.shape)
         arrays["residual"] = residual[rows]
     x = load_weights(slot.spec, arrays, torch.float32).x * (of_rows[0] / of_rows[1])[rows]
     offset = 0 if slot.share is None else slot.share.offset
@@ -112,8 +110,6 @@ def rewrite(slot: Slot, new: Tensor) -> None:
     weight[rows] = unless_special(rounded, arrays["weight"], fmt)
     if bits:
         residual[rows] = rest.to(torch.int8)
-        if bits != 8:
-            kept.copy_(pack_residual(residual.view(codes.shape), bits, in_rows=kept.dim() > 1))
 
 
 def _rounded(x: Tensor, fmt: FloatFormat, draws: Tensor, bits: int) -> tuple[Tensor, Tensor]:

@@ -32,10 +32,10 @@ class StiffnessAdamW(StiffnessOptimizer):
         stiffness: the exponent k, 0 for AdamW: a number, or a function of the steps taken, such as :func:`anneal`.
         metric: what S is: ``ulp``, ``log``, ``euclidean`` or a function S(x, fmt).
         writeback: how what was asked for becomes a point of the grid.  ``nearest`` and ``stochastic`` round.
-            ``residual8``, ``residual4`` and ``residual2`` keep what rounding leaves in 8, 4 or 2 bits a weight, rounded
-            stochastically to 1/256, 1/16 or 1/4 of an ULP (a -0 becomes +0).  ``momentum`` rounds stochastically and
-            gives the error to the first average.  Ordinary bfloat16 and float16 parameters are rounded to their dtype:
-            to nearest under ``nearest``, stochastically under all others, finite values saturating.
+            ``residual8`` keeps what rounding leaves in a byte a weight, rounded stochastically to 1/256 of an ULP (a -0
+            becomes +0).  ``momentum`` rounds stochastically and gives the error to the first average.  Ordinary
+            bfloat16 and float16 parameters are rounded to their dtype: to nearest under ``nearest``, stochastically
+            under all others, finite values saturating.
         draws: random draws of one weight, step by step: ``independent``, or ``dither``, which spreads them evenly, so
             that less noise adds up, and pulls weights towards 0: decay is 7% too strong in E4M3, 12% in E5M2
             (:func:`fp8manifold.random_bits`).  Those of moments are independent.  A weight's own ``draws`` are for

@@ -31,7 +31,7 @@ combined = pytest.mark.parametrize(("name", "writeback", "moments"), COMBINATION
 KINDS = {
     "riemannian": ("RiemannianAdam", "stochastic", "8bit"),
     "muon": ("StiffnessMuon", "stochastic", "8bit"),
-    "residual": ("StiffnessAdamW", "residual4", "bfloat16"),
+    "residual": ("StiffnessAdamW", "residual8", "bfloat16"),
 }
 
 

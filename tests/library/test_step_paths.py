@@ -80,12 +80,11 @@ FAST: dict[str, Case] = {
         {"lr": 0.01, **DECAY},
     ),
     "adamw free": (ADAMW, lambda: [free_weight(normal(801, 97), "E4M3", 2.0**-5)], {"lr": 0.01, "stiffness": 0.37}),
-    "lion residual4, k = 1": (LION, lambda: of_codes("E3M4"), {"lr": 0.01, "writeback": "residual4", "stiffness": 1.0}),
-    "adamw residual2": (ADAMW, of_codes, {"lr": 0.01, "writeback": "residual2", **DECAY}),
-    "riemannian adam residual2, dithered": (
+    "lion residual8, k = 1": (LION, lambda: of_codes("E3M4"), {"lr": 0.01, "writeback": "residual8", "stiffness": 1.0}),
+    "riemannian adam residual8, dithered": (
         "RiemannianAdam",
         lambda: of_codes("E2M5"),
-        {"lr": 1.7, "writeback": "residual2", "draws": "dither"},
+        {"lr": 1.7, "writeback": "residual8", "draws": "dither"},
     ),
     "madam": (MADAM, lambda: of_codes("E7M0"), {"lr": 0.1, **DECAY}),
     "riemannian adam free": (
@@ -101,10 +100,10 @@ FAST: dict[str, Case] = {
     ),
 }
 WIDE: dict[str, Case] = {
-    "adamw residual4, annealed": (
+    "adamw residual8, annealed": (
         ADAMW,
         lambda: of_codes("E5M2"),
-        {"lr": 0.01, "writeback": "residual4", "stiffness": anneal(1.0, 0.0, 3)},
+        {"lr": 0.01, "writeback": "residual8", "stiffness": anneal(1.0, 0.0, 3)},
     ),
     "sgd, 8 bits": ("StiffnessSGD", of_codes, {"lr": 0.1, "moments": "8bit", "stiffness": 2.0, **DECAY}),
     "madam free": (MADAM, lambda: [free_weight(normal(801, 97), "E7M0", 1.0)], {"lr": 0.1}),

@@ -47,8 +47,7 @@ _SHARED: list[dict[str, Any]] = [
     {"weight_decay": 0.1},
     {"weight_decay": 0.1, "maximize": True},
     {"writeback": "residual8", "moments": "8bit"},
-    {"writeback": "residual4", "moments": "bfloat16"},
-    {"writeback": "residual2", "moments": "float32"},
+    {"moments": "bfloat16"},
     {"writeback": "nearest", "refresh_every": 2, "stabilize_every": 3, "reset_every": 4},
 ]
 _ALWAYS = {"StiffnessMuon": {"direction": "adam"}}  # their models have vectors
