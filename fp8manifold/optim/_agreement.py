@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from fp8manifold import _triton
 from fp8manifold._ranks import Ranks, Replicas, bytes_of, local_of, ranks_of, ranks_of_each, share_of
 from fp8manifold.optim._backends import note_changes
-from fp8manifold.optim._fitting import zero_scales
 from fp8manifold.optim._native_step import sum_of_squares
+from fp8manifold.optim._scales import zero_scales
 from fp8manifold.optim._slot import Slot
 from fp8manifold.optim._state import gathered
 from fp8manifold.optim._triton_step import Launched, has_rows, is_triton, pending_of, run_triton

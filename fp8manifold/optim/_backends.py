@@ -60,7 +60,6 @@ def _upload(slots: Sequence[Slot], device: torch.device) -> None:
 
 
 def uploaded(rows: Tensor, device: torch.device) -> Tensor:
-    """Rows on a device."""
     if device.type == "cpu":
         return rows
     pinned = rows.pin_memory() if device.type == "cuda" else rows
@@ -112,7 +111,6 @@ def block_noise(slot: Slot, part: Tensor, start: int) -> dict[str, Tensor]:
 
 
 def _rows(array: Tensor, start: int, rows: int, total: int) -> Tensor:
-    """The rows of an array that has them; an array of one value is for all."""
     return array[start : start + rows] if array.dim() and array.shape[0] == total else array
 
 

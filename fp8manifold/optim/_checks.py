@@ -1,12 +1,12 @@
-"""Options, schedules, states and parameters: checked before anything changes."""
+"""Options, schedules, states and parameters: checked before anything changes, and what a loaded state changes."""
 
 import difflib
 import math
-from collections.abc import Callable, Iterable
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import wraps
-from inspect import Parameter, signature
-from typing import Any, Concatenate, Final, ParamSpec, TypedDict, TypeVar, get_args, get_type_hints
+from typing import Any, Final, get_args
 
 import torch
 from torch import Tensor
@@ -14,7 +14,6 @@ from torch import Tensor
 from fp8manifold._base.checks import check_choice, check_int, check_number
 from fp8manifold._base.reading import known
 from fp8manifold._encoded.stored_scale import broadcasts_to
-from fp8manifold._numerics.charts import Metric
 from fp8manifold._ranks import check_share, local_of, share_of
 from fp8manifold.manifolds import StiffnessManifold
 from fp8manifold.optim._directions import DIRECTIONS, MOMENT_NAMES
@@ -68,120 +67,26 @@ def anneal(start: float, end: float, steps: int) -> Callable[[int], float]:
 
 
 def scheduled(name: str, value: Schedule, step: int, low: float, high: float) -> float:
-    """The value at a step, checked."""
     current = value(step) if callable(value) else value
     check_number(name, current, low, high)
     return current
 
 
 UNSUPPORTED_FLAGS: Final = ("foreach", "fused", "capturable", "differentiable")
-DEFAULTS: Final[dict[str, Any]] = {
-    "stiffness": 0.0,
-    "metric": "ulp",
-    "writeback": "stochastic",
-    "draws": "independent",
-    "moments": "float32",
-    "seed": 0,
-    "damping": 2.0**-8,
-    "clip": 2.0**4,
-    "refresh_every": 100,
-    "maximize": False,
-    "on_nonfinite": "skip",
-    "stabilize_every": None,
-    "reset_every": None,
-}
-"""Of the options below, where an optimizer does not say otherwise, in the order of signatures and groups."""
-
 FUNCTIONS: Final = ("stiffness", "metric")
 """Options that may be functions, in whose place a state has None."""
-
-P = ParamSpec("P")
-Self = TypeVar("Self")
+_NO_OPTIONS: Final = ("self", "params", "flags", "__class__")
 
 
-class Shared(TypedDict, total=False):
-    """Options of every optimizer, and the flags of torch's that must be False or None."""
-
-    moments: str
-    seed: int
-    clip: float
-    refresh_every: int
-    maximize: bool
-    on_nonfinite: str
-    stabilize_every: int | None
-    reset_every: int | None
-    foreach: bool | None
-    fused: bool | None
-    capturable: bool | None
-    differentiable: bool | None
-
-
-class Charted(Shared, total=False):
-    """Options of an optimizer that steps in the chart, where a manifold may have a rounding of its own."""
-
-    damping: float
-    writeback: str | None
-    draws: Draws | None
-
-
-class Written(Shared, total=False):
-    """Options of an optimizer with a write-back of its own."""
-
-    writeback: str
-    draws: Draws
-
-
-class Bounded(Written, total=False):
-    """Options of an optimizer whose lower bound of S / S_ref is called damping."""
-
-    damping: float
-
-
-class Stiffness(Written, total=False):
-    """Options of an optimizer whose step has a power of the stiffness."""
-
-    stiffness: Schedule
-    metric: Metric
-
-
-class Family(Bounded, Stiffness, total=False):
-    """Options of the stiffness family."""
-
-
-def spelt_out(
-    **differing: Any,
-) -> Callable[[Callable[Concatenate[Self, P], None]], Callable[Concatenate[Self, P], None]]:
-    """Decorate a constructor that ends in ``**options: Unpack[...]``: it gets all of them, and its signature has them.
-
-    Args:
-        differing: defaults of this optimizer's own.
+def options_in(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The options among a constructor's ``locals()``.
 
     Raises:
-        TypeError: when constructed, an option that there is not.
-        ValueError: when constructed, a flag of torch's that would be ignored.
+        TypeError: an option that there is not.
+        ValueError: a flag of torch's that would be ignored.
     """
-
-    def decorate(init: Callable[Concatenate[Self, P], None]) -> Callable[Concatenate[Self, P], None]:
-        hints = get_type_hints(get_args(init.__annotations__["options"])[0])
-        own = list(signature(init).parameters.values())[:-1]
-        defaults = {name: differing.get(name, default) for name, default in DEFAULTS.items() if name in hints}
-        known = defaults.keys() | {parameter.name for parameter in own}
-
-        @wraps(init)
-        def filled(self: Self, /, *args: P.args, **given: P.kwargs) -> None:
-            reject_flags(type(self).__name__, {name: given[name] for name in given.keys() - known})
-            every: Any = defaults | {name: value for name, value in given.items() if name in known}
-            init(self, *args, **every)
-
-        shared = [
-            Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=hints[name])
-            for name, default in defaults.items()
-        ]
-        flags = Parameter("flags", Parameter.VAR_KEYWORD, annotation=Any)
-        vars(filled)["__signature__"] = signature(init).replace(parameters=[*own, *shared, flags])
-        return filled
-
-    return decorate
+    reject_flags(type(arguments["self"]).__name__, arguments["flags"])
+    return {name: value for name, value in arguments.items() if name not in _NO_OPTIONS}
 
 
 def check_finite(name: str, value: Any) -> None:
@@ -465,3 +370,44 @@ def restore_dtypes(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any])
             if isinstance(value, Tensor):
                 device = "cpu" if name in ("step", "grid") else parameter.device
                 optimizer.state[parameter][name] = value.detach().to(device, copy=True)
+
+
+_MOVING: Final = ("lr", "float_lr", "betas", "momentum", "weight_decay")
+"""Options that schedules change, so that those of a run under way are expected to be other than at its start."""
+
+
+def unshare(groups: Sequence[dict[str, Any]]) -> None:
+    """Give each group tensors of its own: what schedulers write in place, a group at a time, they would write twice."""
+    held = Counter(value.data_ptr() for group in groups for value in group.values() if isinstance(value, Tensor))
+    for group in groups:
+        shared = [name for name, value in group.items() if isinstance(value, Tensor) and held[value.data_ptr()] > 1]
+        group.update({name: group[name].clone() for name in shared})
+
+
+def warn_of_overridden(optimizer: Any, before: Sequence[dict[str, Any]]) -> None:
+    """Warn where options of a loaded state take the place of those that an optimizer was made with; both are named.
+
+    Args:
+        optimizer: with ``defaults``, which name the options, after the load.
+        before: its groups before it.
+
+    Warns:
+        UserWarning: there are some.
+    """
+    found: dict[str, None] = {}
+    for given, loaded in zip(before, optimizer.param_groups, strict=True):
+        for name in sorted(optimizer.defaults.keys() - _MOVING):
+            ours, theirs = _comparable(given.get(name)), _comparable(loaded.get(name))
+            if ours != theirs:
+                found[f"{name}={theirs!r} in place of {ours!r}"] = None
+    if found:
+        warnings.warn(
+            f"{type(optimizer).__name__} goes on with options of the loaded state, not with those that it was made "
+            f"with: {', '.join(found)}",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
+def _comparable(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value

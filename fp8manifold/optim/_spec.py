@@ -69,7 +69,6 @@ class Spec:
 
     @cached_property
     def rule(self) -> WriteBack:
-        """The write-back."""
         return WRITEBACKS[self.writeback]
 
     @cached_property

@@ -123,7 +123,6 @@ def _first_bounds(slot: Slot) -> Tensor:
 
 
 def _values_of(slot: Slot) -> Tensor:
-    """The weights in units of their scale."""
     if slot.storage == "codes":
         assert slot.fmt is not None
         return decode_bits(slot.weight, slot.fmt)
@@ -145,7 +144,6 @@ def stiffness_field(slot: Slot, metric: Metric) -> Tensor:
 
 
 def expanded(scale: Tensor, shape: torch.Size, block_size: int | None) -> Tensor:
-    """A scale that broadcasts against the weights."""
     return scale if block_size is None else scale.repeat_interleave(block_size, dim=-1).view(shape)
 
 
@@ -207,7 +205,6 @@ def _seed_words(parameter: Tensor) -> tuple[int, ...]:
 
 
 def _seed_of(parameter: Tensor) -> int | None:
-    """The seed of what is rounded to a grid."""
     if isinstance(held := local_of(parameter), FP8Tensor):
         return held.seed
     manifold = own_manifold(parameter)

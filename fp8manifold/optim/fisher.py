@@ -4,19 +4,21 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, NamedTuple, Unpack
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fp8manifold._base.checks import check_choice, check_int, check_number
+from fp8manifold._numerics.charts import Metric
 from fp8manifold._numerics.stiffness import power_of_ratio, reference_stiffness
 from fp8manifold.optim import _nngeometry as fisher
-from fp8manifold.optim._checks import Stiffness, check_betas, check_finite, check_unshared, lr_of, spelt_out
+from fp8manifold.optim._checks import Schedule, check_betas, check_finite, check_unshared, lr_of, options_in
 from fp8manifold.optim._slot import Parameters, Slot
 from fp8manifold.optim._state import stiffness_field
-from fp8manifold.optim._stiffness import StiffnessOptimizer, adam_numbers, injected
 from fp8manifold.optim._writeback import rule_of
+from fp8manifold.optim.stiffness import StiffnessOptimizer, adam_numbers, injected
+from fp8manifold.random_bits import Draws
 
 __all__ = ["FisherNaturalGradient"]
 
@@ -111,7 +113,6 @@ class FisherNaturalGradient(StiffnessOptimizer):
     _metrics: dict[Tensor, dict[str, Any]]  # what a step has measured and not taken yet
     steps_alone = False  # the gradients of a layer's weight and bias go together
 
-    @spelt_out()
     def __init__(
         self,
         params: Parameters,
@@ -133,15 +134,26 @@ class FisherNaturalGradient(StiffnessOptimizer):
         max_features: int = 4096,
         logits: Callable[[nn.Module, Any], Tensor] = fisher.call_model,
         floor: float = 2.0**-8,
-        **options: Unpack[Stiffness],
+        stiffness: Schedule = 0.0,
+        metric: Metric = "ulp",
+        writeback: str = "stochastic",
+        draws: Draws = "independent",
+        moments: str = "float32",
+        seed: int = 0,
+        clip: float = 2.0**4,
+        refresh_every: int = 100,
+        maximize: bool = False,
+        on_nonfinite: str = "skip",
+        stabilize_every: int | None = None,
+        reset_every: int | None = None,
+        **flags: Any,
     ) -> None:
+        options = options_in(locals())
+        model, loader, logits = (options.pop(name) for name in ("model", "loader", "logits"))
         fisher.check_sources(model, loader, logits)
         fisher.load_nngeometry()
         self.model, self.loader, self.logits = model, loader, logits
-        own: dict[str, Any] = {"lr": lr, "momentum": momentum, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        own |= {"representation": representation, "refresh": refresh, "damping": damping, "decay": decay}
-        own |= {"batches": batches, "samples": samples, "normalize": normalize, "max_features": max_features}
-        super().__init__(params, own | {"floor": floor} | options)
+        super().__init__(params, options)
         if not any(self._layers(group) for group in self.param_groups):
             raise ValueError(
                 "none of the parameters is the weight of a linear layer of model (tied and very wide ones do not "
@@ -283,7 +295,6 @@ class FisherNaturalGradient(StiffnessOptimizer):
 
 
 def _is_due(slot: Slot) -> bool:
-    """True where the Fisher metric is measured in this step."""
     renewed = slot.done % slot.group["refresh"] == 0
     return fisher.NEEDED[slot.group["representation"]] not in slot.state or renewed or _resets(slot)
 
