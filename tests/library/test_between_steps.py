@@ -264,7 +264,7 @@ def test_the_next_step_starts_from_what_the_state_holds(name: str, path: str, ev
 
 def test_the_events_matter() -> None:
     """Each makes a difference to the run, but for those that put back what was there."""
-    harmless = {strided_gradient, strided_average, away_and_back, reload}
+    harmless = {strided_gradient, strided_average, away_and_back, reload, new_group}
     results = []
     for event in (None, *EVENTS):
         parameters, optimizer = build("adamw")

@@ -88,13 +88,6 @@ def test_rows_draw_as_the_whole(
     assert differs == [writeback != "nearest"] * 3
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", ["RiemannianAdam", "StiffnessAdamW"])  # one steps them in value, one in a chart
-def test_rows_of_halves_draw_as_the_whole(pool: Pool, name: str, dtype: torch.dtype) -> None:
-    kind = (name, "stochastic", "float32")
-    assert pool.run(rows_stepped, kind, {"storage": "float", "dtype": dtype}) == [True] * 3
-
-
 @pytest.mark.parametrize("name", ["RiemannianAdam", "RiemannianSGD"])
 def test_rows_draw_by_the_weights_own(pool: Pool, name: str) -> None:
     """Of an optimizer without draws of its own, with those that the model was made with."""
