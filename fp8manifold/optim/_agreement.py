@@ -267,10 +267,6 @@ def in_every_process(optimizer: Any, may_step: Callable[[], bool]) -> bool:
     parameters have a gradient, and how far their states are.  The parameters themselves, and loaded states, are
     compared in all processes before the first step after one of them has begun or loaded a state.
 
-    Args:
-        optimizer: of this library.
-        may_step: whether the step may be taken, by what there is here.
-
     Raises:
         RuntimeError: something differs, or another process raises.
         FloatingPointError: another process raises it.

@@ -267,14 +267,7 @@ def check_state(optimizer: torch.optim.Optimizer, state_dict: Any) -> None:
 
 
 def check_arrays(state: dict[str, Any], parameter: Tensor, group: dict[str, Any], *, stores_moments: bool) -> None:
-    """Raise ValueError unless a state that may have been edited can be stepped; called before anything changes.
-
-    Args:
-        state: the parameter's.
-        parameter: what it is the state of.
-        group: the options.
-        stores_moments: whether ``moments`` is for this parameter.
-    """
+    """Raise ValueError unless a state that may have been edited can be stepped; called before anything changes."""
     kept = False
     for name in _KEPT:
         if name not in state:
@@ -300,14 +293,7 @@ def _state_of(parameter: Tensor) -> str:
 
 
 def check_entry(entry: dict[str, Any], parameter: Tensor, group: dict[str, Any], *, stores_moments: bool) -> None:
-    """Raise ValueError unless moments and residual are kept as a group's options have it.
-
-    Args:
-        entry: the parameter's state.
-        parameter: what it is the state of.
-        group: the options.
-        stores_moments: whether ``moments`` is for this parameter.
-    """
+    """Raise ValueError unless moments and residual are kept as a group's options have it."""
     moments = group["moments"] if stores_moments else "float32"
     dtype = STORED[moments] or (torch.float64 if parameter.dtype is torch.float64 else torch.float32)
     bounds = bounds_of(group.get("direction")) if moments == "8bit" else {}
@@ -386,10 +372,6 @@ def unshare(groups: Sequence[dict[str, Any]]) -> None:
 
 def warn_of_overridden(optimizer: Any, before: Sequence[dict[str, Any]]) -> None:
     """Warn where options of a loaded state take the place of those that an optimizer was made with; both are named.
-
-    Args:
-        optimizer: with ``defaults``, which name the options, after the load.
-        before: its groups before it.
 
     Warns:
         UserWarning: there are some.

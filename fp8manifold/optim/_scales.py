@@ -66,11 +66,7 @@ def has_one_scale(slot: Slot) -> bool:
 
 
 def largest_anywhere(flags: dict[Slot, list[int]]) -> dict[Slot, list[int]]:
-    """The largest of each flag of sharded slots over their processes, by one all-reduce for each group of these.
-
-    Args:
-        flags: as many for each slot.
-    """
+    """The largest of each flag of sharded slots over their processes, by one all-reduce for each group of these."""
     together: dict[int, tuple[Ranks, list[Slot]]] = {}
     for slot in flags:
         together.setdefault(id(slot.ranks.group), (slot.ranks, []))[1].append(slot)
@@ -111,12 +107,7 @@ def widen(slot: Slot) -> int:
 
 
 def rewrite(slot: Slot, new: Tensor) -> None:
-    """Round the weights of every scale that changes to its new grid.
-
-    Args:
-        slot: of codes.
-        new: scales as :func:`scales_in_runs` has them, in floats.
-    """
+    """Round the weights of every scale that changes to its new grid; ``new`` is as :func:`scales_in_runs` has it."""
     fmt, scale, view, bits = slot.fmt, slot.scale, slot.view_in(blocks=False), slot.spec.residual_bits
     assert fmt is not None
     assert scale is not None

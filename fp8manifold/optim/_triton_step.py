@@ -120,9 +120,6 @@ def double_on_card(slots: Sequence[Slot]) -> dict[Slot, int]:
     """Double full scales in one launch a format and device, and say of each slot how many.
 
     The host waits for the numbers. Where the kernel can't be compiled nothing changes, and there are no numbers.
-
-    Args:
-        slots: each with a weight at the end of its range.
     """
     found: dict[Slot, int] = {}
     for device in dict.fromkeys(slot.device for slot in slots):
@@ -207,12 +204,7 @@ def _scale(slot: Slot) -> Tensor | None:
 
 
 def kind_of(slot: Slot, places: Sequence[int] = ()) -> tuple[int, int, int, Kind]:
-    """The number of rows, their length, the rows that share a scale, and the kernel of a slot.
-
-    Args:
-        slot: the slot.
-        places: addresses of its arrays.
-    """
+    """The number of rows, their length, the rows that share a scale, and the kernel of a slot."""
     view = slot.view
     rows, length = view.dims if len(view.dims) == 2 else (1, view.dims[0])
     repeats, scales = view.repeats, "one"

@@ -193,11 +193,7 @@ class GradientSum(StandIn):
 
 
 class Accumulation:
-    """The accumulated gradients of an optimizer's parameters between two calls of ``optimizer.step()``.
-
-    Args:
-        optimizer: the optimizer; its ``step()`` steps all parameters.
-    """
+    """The accumulated gradients of an optimizer's parameters between two calls of ``optimizer.step()``."""
 
     def __init__(self, optimizer: Any) -> None:
         self._of = weakref.ref(optimizer)
