@@ -111,6 +111,9 @@ class InBackward:
     def check_free(self, groups: list[dict[str, Any]]) -> None:
         """Refuse parameters that another optimizer steps in backward, whose hooks would take their gradients.
 
+        Args:
+            groups: of the optimizer, or to become one of its.
+
         Raises:
             RuntimeError: there is such a parameter.
         """
@@ -137,14 +140,22 @@ class InBackward:
         return None
 
     def listen(self, groups: list[dict[str, Any]]) -> None:
-        """Register the parameters' hooks again: ``Module.to`` swaps encoded tensors and drops their hooks."""
+        """Register the parameters' hooks again: ``Module.to`` swaps encoded tensors and drops their hooks.
+
+        Args:
+            groups: the optimizer's groups, or some of them.
+        """
         for group in groups:
             for parameter in group["params"]:
                 if (hooks := parameter._post_accumulate_grad_hooks) is not None:
                     parameter._post_accumulate_grad_hooks = hooks
 
     def loaded(self, groups: list[dict[str, Any]]) -> None:
-        """Continue from a loaded state, which has nothing of the step under way."""
+        """Continue from a loaded state, which has nothing of the step under way.
+
+        Args:
+            groups: the optimizer's groups after the load.
+        """
         self.listen(groups)
         if self._clipping is not None:
             self._clipping.forget()
