@@ -226,7 +226,6 @@ def digest(state: Mapping[str, Any]) -> Tensor:
     checked by one or three.  Save it with the state; ``torch.distributed.checkpoint`` has no checksums of its own, and
     reads a flipped bit as a number.  It tells damage, not forgery.  Of an :class:`~fp8manifold.FP8Tensor` codes,
     scales and the counter count, and not the seed; of NaN and -0 the bits; empty tensors count by their name.
-    Residuals of two or four bits are packed otherwise in rows than in one process, where the digest is another one.
 
     Args:
         state: nested dicts and lists of tensors, DTensors of rows, numbers, strings and None, as ``get_state_dict``
