@@ -248,7 +248,6 @@ CONTENDERS: Final[dict[str, Contender]] = {
     "stiffness-adamw-residual8-8bit": stiffness_adamw(
         "residual8, 8-bit moments", writeback="residual8", moments="8bit"
     ),
-    "stiffness-adamw-residual4": stiffness_adamw("residual4, float32 moments", writeback="residual4"),
     "stiffness-adamw-nearest": stiffness_adamw("nearest, float32 moments", writeback="nearest"),
     "stiffness-adamw-momentum": stiffness_adamw("momentum, float32 moments", writeback="momentum"),
     "stiffness-adamw-k0": stiffness_adamw("stochastic, k = 0", stiffness=0.0),

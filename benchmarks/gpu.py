@@ -37,7 +37,6 @@ WAYS: Final = (
     ("stochastic", "bfloat16"),
     ("residual8", "8bit"),
     ("nearest", "8bit"),
-    ("residual2", "8bit"),
 )
 FORMATS: Final = ("E4M3", "E5M2", "E3M4", "E2M5", "E7M0", "E4M3FNUZ")
 

@@ -172,20 +172,14 @@ BYTES: dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]] = 
     'StiffnessAdamW(..., writeback="residual8", moments="8bit")': lambda p: fm.optim.StiffnessAdamW(
         p, writeback="residual8", moments="8bit"
     ),
-    'StiffnessAdamW(..., writeback="residual4", moments="8bit")': lambda p: fm.optim.StiffnessAdamW(
-        p, writeback="residual4", moments="8bit"
-    ),
-    'StiffnessAdamW(..., writeback="residual2", moments="8bit")': lambda p: fm.optim.StiffnessAdamW(
-        p, writeback="residual2", moments="8bit"
-    ),
     'StiffnessAdamW(..., writeback="momentum")': lambda p: fm.optim.StiffnessAdamW(p, writeback="momentum"),
     "RiemannianAdam(...)": lambda p: fm.optim.RiemannianAdam(p),
     "StiffnessSGD(...)": lambda p: fm.optim.StiffnessSGD(p),
     "StiffnessSGD(..., momentum=0)": lambda p: fm.optim.StiffnessSGD(p, momentum=0.0),
     "StiffnessMuon(...)": lambda p: fm.optim.StiffnessMuon(p),
     'StiffnessMuon(..., moments="8bit")': lambda p: fm.optim.StiffnessMuon(p, moments="8bit"),
-    'StiffnessMuon(..., writeback="residual2", moments="8bit")': lambda p: fm.optim.StiffnessMuon(
-        p, writeback="residual2", moments="8bit"
+    'StiffnessMuon(..., writeback="residual8", moments="8bit")': lambda p: fm.optim.StiffnessMuon(
+        p, writeback="residual8", moments="8bit"
     ),
     "StiffnessLion(...)": lambda p: fm.optim.StiffnessLion(p),
     'StiffnessLion(..., moments="8bit")': lambda p: fm.optim.StiffnessLion(p, moments="8bit"),

@@ -206,8 +206,6 @@ def digest(state: Mapping[str, Any]) -> Tensor:
     reads a flipped bit as a number.  It tells damage, not forgery.  Of NaN and -0 the bits count; empty tensors
     count by their name.
 
-    Residuals of two or four bits are packed otherwise in rows than in one process, where the digest is another one.
-
     Args:
         state: nested dicts and lists of tensors, DTensors of rows, numbers, strings and None, as ``get_state_dict``
             gives them; an entry ``digest`` on top is left out.  All processes have to ask, of the same names.

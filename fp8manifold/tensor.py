@@ -14,7 +14,7 @@ from fp8manifold._base.float_bits import working_dtype
 from fp8manifold._encoded.dispatch import DTYPES, TRACED_AS, Replay, takes_rows
 from fp8manifold._encoded.operators import adopt_parts, checked_scale
 from fp8manifold._encoded.refusals import guard_memory
-from fp8manifold._encoded.rescaled import entry_of, largest_of, left_beside, rewrite_together
+from fp8manifold._encoded.rescaled import entry_of, largest_of, rewrite_together
 from fp8manifold._encoded.scaled import Rounding, ScaledTensor, Traits, check_current, check_own
 from fp8manifold._encoded.storage import (
     SQUARE,
@@ -369,15 +369,14 @@ class FP8Tensor(ScaledTensor):
             scale: powers of two; a number, or a tensor that broadcasts to the shape of ``scale``.
 
         Raises:
-            ValueError: a scale that is no power of two, does not fit, or is too narrow for a stored value; an optimizer
-                that keeps a residual of 4 or 2 bits.
+            ValueError: a scale that is no power of two, does not fit, or is too narrow for a stored value.
 
         Example:
             >>> w = FP8Tensor(torch.tensor([1.0, 0.25]), "E4M3", scale=0.125)
             >>> w.rescale_(2.0).tolist()
             [1.0, 0.25]
         """
-        left = left_beside(entry := entry_of(self))
+        left = (entry := entry_of(self)).get("residual")
         new = checked_scale(self, scale, largest_of(self, left))
         _LOG.info("%s of shape %s: %s", self.format.name, tuple(self.shape), describe_change(self.scale, new))
         if left is not None:
@@ -405,7 +404,7 @@ class FP8Tensor(ScaledTensor):
             >>> w.adapt_scale_(headroom=2.0), w.scale.item(), w.tolist(), w.adapt_scale_(headroom=2.0)
             (True, 2.0, [448.0, 1.0], False)
         """
-        largest = largest_of(self, left_beside(entry_of(self)))
+        largest = largest_of(self, entry_of(self).get("residual"))
         new = widened_scale(largest, self.scale, self.format, own_headroom(self.format, headroom))
         if changes := bool((new != self.scale).any()):
             self.rescale_(new)

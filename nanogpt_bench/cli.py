@@ -31,7 +31,7 @@ INTERRUPTED = 128
 FAILED = 1
 TOKENIZER_CHOICES = Tokenizers(("byte", "char", "gpt2", "bpe-N"))
 SOURCES = ("stdlib", "eurlex", "hub", "text")
-PREPARED = ("text", "labels", "references")
+PREPARED = ("text", "labels")
 #: commands that take the settings of a run as `--section.key VALUE`
 TAKE_SETTINGS = ("run", "evaluate", "sample", "finetune", "compare", "sweep")
 #: the options of `run` that are no settings
@@ -260,8 +260,7 @@ def _add_source_options(parser: Parser) -> None:
     parser.add_argument(
         "--task",
         choices=PREPARED,
-        help="eurlex: text; labels: documents with their EUROVOC labels; references: paragraphs with the articles they "
-        "refer to, the numbers masked (default: text)",
+        help="eurlex: text; labels: documents with their EUROVOC labels (default: text)",
     )
     parser.add_argument("--input", type=Path, metavar="FILE", help="the UTF-8 file (text)")
     parser.add_argument("--dataset", metavar="ID", help="the data set's id on the hub, such as OWNER/NAME (hub)")

@@ -20,21 +20,6 @@ def entry_of(own: Any) -> dict[str, Any]:
     return next((entry for p, entry in entries.items() if getattr(p, "codes", None) is own.codes), {})
 
 
-def left_beside(entry: dict[str, Any]) -> Tensor | None:
-    """What goes with the codes, in 1/256 of a step: an optimizer's residual.
-
-    Raises:
-        ValueError: one of fewer bits.
-    """
-    kept: Tensor | None = entry.get("residual")
-    if kept is not None and kept.dtype != torch.int8:
-        raise ValueError(
-            "the optimizer keeps a residual of less than 8 bits in units of the present scale, which can't change: "
-            "take writeback='residual8', or change the scale before the first step"
-        )
-    return kept
-
-
 def largest_of(own: Any, left: Tensor | None) -> Tensor:
     """The largest magnitude under each scale, in value, with what is left beside the codes."""
     if left is None or not own.codes.numel():

@@ -19,13 +19,7 @@ typedef struct {
 /* Of a power of two. */
 INLINE float reciprocal(float power) { return float_of(254 * (1 << 23) - bits_of(power)); }
 
-INLINE int extra_bits(const Spec *s)
-{
-    return s->writeback == WRITE_RESIDUAL8   ? 8
-           : s->writeback == WRITE_RESIDUAL4 ? 4
-           : s->writeback == WRITE_RESIDUAL2 ? 2
-                                             : 0;
-}
+INLINE int extra_bits(const Spec *s) { return s->writeback == WRITE_RESIDUAL8 ? 8 : 0; }
 
 INLINE int rounds(const Spec *s) { return s->storage == CODES || s->storage == GRID; }
 

@@ -15,10 +15,6 @@ CLONED void load_weights(const Job *j, const Local *l, Tile *t)
     Decoded w;
     if (s->storage == CODES && s->writeback == WRITE_RESIDUAL8)
         LOOP(w = load_codes(f, codes[i], residual[i], 8); t->x[i] = w.value; t->ulp[i] = w.ulp;)
-    else if (s->storage == CODES && s->writeback == WRITE_RESIDUAL4)
-        LOOP(w = load_codes(f, codes[i], residual[i], 4); t->x[i] = w.value; t->ulp[i] = w.ulp;)
-    else if (s->storage == CODES && s->writeback == WRITE_RESIDUAL2)
-        LOOP(w = load_codes(f, codes[i], residual[i], 2); t->x[i] = w.value; t->ulp[i] = w.ulp;)
     else if (s->storage == CODES)
         LOOP(w = load_codes(f, codes[i], 0, 0); t->x[i] = w.value; t->ulp[i] = w.ulp;)
     else if (s->storage == PLAIN)
@@ -63,10 +59,6 @@ CLONED void store_weights(const Job *j, const Local *l, Tile *t)
              floats[i] = y == t->x[i] ? floats[i] : y * l->scale;)
     } else if (s->writeback == WRITE_RESIDUAL8) {
         store_with_residual(j, l, t, 8);
-    } else if (s->writeback == WRITE_RESIDUAL4) {
-        store_with_residual(j, l, t, 4);
-    } else if (s->writeback == WRITE_RESIDUAL2) {
-        store_with_residual(j, l, t, 2);
     } else if (s->storage == GRID) {
         LOOP_FOR(stochastic, y = round_value(f, t->target[i], FLAG, FLAG ? draw_of(t->words[i]) : 0);
                  t->after[i] = y; floats[i] = y * l->scale;)

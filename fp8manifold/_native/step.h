@@ -8,7 +8,7 @@
 
 enum { ADAM, SGD, LION, MADAM, MUON };                      /* directions */
 enum { CODES, GRID, FREE, PLAIN };                          /* storages */
-enum { WRITE_NEAREST, WRITE_STOCHASTIC, WRITE_RESIDUAL8, WRITE_RESIDUAL4, WRITE_RESIDUAL2, WRITE_MOMENTUM };
+enum { WRITE_NEAREST, WRITE_STOCHASTIC, WRITE_RESIDUAL8, WRITE_MOMENTUM };
 enum { FLOAT32, BFLOAT16, EIGHT_BITS };                     /* moments */
 enum { LINEAR, EXPONENTIAL, TANGENT, MULTIPLICATIVE };      /* geometries */
 enum { FIELD_NONE, FIELD_LINEAR, FIELD_SQRT, FIELD_SQUARE, FIELD_POWER };

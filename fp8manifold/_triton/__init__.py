@@ -51,15 +51,9 @@ def _keeps_subnormals() -> bool:
 
 
 @cache
-def options(registers: int | None = None) -> dict[str, bool | int]:
-    """What a kernel is compiled with, short of what this Triton doesn't know: no contraction, and subnormals.
-
-    Args:
-        registers: the most that a thread may have; None: as many as the compiler takes.
-    """
+def options() -> dict[str, bool | int]:
+    """What a kernel is compiled with, short of what this Triton doesn't know: no contraction, and subnormals."""
     from triton.backends.nvidia.compiler import CUDAOptions
 
     wanted: dict[str, bool | int] = {"num_warps": 4, "enable_fp_fusion": False, "enable_reflect_ftz": False}
-    if registers is not None:
-        wanted["maxnreg"] = registers
     return {name: value for name, value in wanted.items() if name in CUDAOptions.__dataclass_fields__}

@@ -23,7 +23,6 @@ __all__ = [
     "Widening",
     "as_constants",
     "format_of",
-    "registers_of",
     "widening_of",
     "widest_scale",
 ]
@@ -151,24 +150,21 @@ class Widening:
     """The largest scale."""
     exponents: bool
     """Whether scales are kept as exponents, a byte each."""
-    packs: str = ""
-    """As a tile's."""
 
     __hash__ = _kept_hash
 
 
 @lru_cache(maxsize=256)
-def widening_of(fmt: FloatFormat, residual_bits: int, exponents: bool, packs: str) -> Widening:
+def widening_of(fmt: FloatFormat, residual_bits: int, exponents: bool) -> Widening:
     """How the scales of codes double.
 
     Args:
         fmt: the codes' format.
         residual_bits: of a weight's residual.
         exponents: whether scales are kept as exponents.
-        packs: as a tile's.
     """
     known = format_of(fmt)
-    return Widening(known, residual_bits, known.fixed(residual_bits), widest_scale(fmt), exponents, packs)
+    return Widening(known, residual_bits, known.fixed(residual_bits), widest_scale(fmt), exponents)
 
 
 def widest_scale(fmt: FloatFormat) -> float:
@@ -190,8 +186,6 @@ class Tile:
     """Whether all arrays begin at multiples of 16 bytes, and have a multiple of 16 elements."""
     long: bool = False
     """Whether a program takes a row in turns, after a pass that finds its largest gradient."""
-    packs: str = ""
-    """Of residuals that share bytes: ``within`` programs' rows alone, or ``across`` them; else empty."""
 
     __hash__ = _kept_hash
 
@@ -235,12 +229,3 @@ def as_constants(fact: Any) -> Any:
 @lru_cache(maxsize=1024)
 def _constants(known: Any) -> Constants:
     return Constants(known)
-
-
-_REGISTERS: Final = 168
-"""Of a thread, where a processor has three programs of 128 at a time."""
-
-
-def registers_of(spec: KernelSpec, tile: Tile) -> int | None:
-    """A bound that the compiler meets without spilling, where it takes a few more unless it is told; else None."""
-    return _REGISTERS if tile.packs == "within" and tile.aligned and not spec.covector else None

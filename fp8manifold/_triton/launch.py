@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fp8manifold._triton import options
-from fp8manifold._triton.kinds import SAID, KernelSpec, Tile, Widening, as_constants, registers_of
+from fp8manifold._triton.kinds import SAID, KernelSpec, Tile, Widening, as_constants
 
 __all__ = ["KernelsUnavailableError", "Kind", "Said", "chunks_of", "double", "launch"]
 
@@ -129,13 +129,8 @@ def _run(tables: Sequence[tuple[Tensor, list[Call]]]) -> int:
         _compile(table, calls)
     for table, calls in tables:
         for kernel, chunks, facts in calls:
-            kernel[(len(chunks),)](table, chunks, *map(as_constants, facts), **_options(*facts))
+            kernel[(len(chunks),)](table, chunks, *map(as_constants, facts), **options())
     return sum(len(calls) for _, calls in tables)
-
-
-def _options(said: Tensor, *facts: Any) -> dict[str, bool | int]:
-    """What a kernel of such facts is compiled with."""
-    return options(registers_of(*facts) if isinstance(facts[0], KernelSpec) else None)
 
 
 def _kernels() -> tuple[Any, Any, Any]:
@@ -181,7 +176,7 @@ def _doublings(records: NDArray[np.void], widenings: Sequence[Widening], said: T
 def _rows_of(widening: Widening) -> Tile:
     """Some whole rows a program, in turns."""
     width = 32 if widening.exponents else 256
-    return Tile(_CHECKED // width, width, 0, "row", aligned=False, long=True, packs=widening.packs)
+    return Tile(_CHECKED // width, width, 0, "row", aligned=False, long=True)
 
 
 def _groups(kinds: Sequence[Any]) -> dict[Any, list[int]]:
@@ -212,7 +207,7 @@ def _compile(table: Tensor, calls: Sequence[Call]) -> None:
             continue
         try:
             known_ones = map(as_constants, facts)
-            kernel.warmup(table, chunks, refused, *known_ones, grid=(len(chunks),), **_options(refused, *facts))
+            kernel.warmup(table, chunks, refused, *known_ones, grid=(len(chunks),), **options())
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever a compiler's absence or failure raises

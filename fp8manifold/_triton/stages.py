@@ -23,7 +23,6 @@ from fp8manifold._triton.format import (
     reciprocal,
     round_value,
 )
-from fp8manifold._triton.packed import load_packed, store_packed
 
 _WORD = 4
 
@@ -76,6 +75,16 @@ def load_float(words, SLOT: tl.constexpr, KIND: tl.constexpr, at, inside, ALIGNE
     else:
         x = load(words, SLOT, tl.float32, at, inside, ALIGNED)
     return x
+
+
+@triton.jit
+def place_of(row, in_rows, start, length, T: tl.constexpr):
+    """Positions of a tile's elements and which of them there are; it begins at column ``start`` of its rows."""
+    column = start + tl.arange(0, T.width)[None, :]
+    inside = in_rows[:, None]
+    if T.length != T.width:
+        inside = inside & (column < length)
+    return (row.to(tl.int64) * length)[:, None] + column, inside
 
 
 # ------------------------------------------------------------------------------------------------------------ scales
@@ -150,32 +159,11 @@ def decoded(code, rest, S: tl.constexpr):
 
 
 @triton.jit
-def load_rest(words, SLOT: tl.constexpr, place, BITS: tl.constexpr, T: tl.constexpr):
-    """A residual, int32, whether it has a byte of its own or not."""
-    at, inside, _, _ = place
-    if T.packs != "":
-        rest = load_packed(words, SLOT, place, BITS, T)
-    else:
-        rest = load(words, SLOT, tl.int8, at, inside, T.aligned).to(tl.int32)
-    return rest
-
-
-@triton.jit
-def store_rest(words, SLOT: tl.constexpr, place, old, rest, BITS: tl.constexpr, T: tl.constexpr):
-    at, inside, _, _ = place
-    if T.packs != "":
-        store_packed(words, SLOT, place, old, rest, BITS, T)
-    else:
-        store(words, SLOT, tl.int8, at, rest.to(tl.int8), inside, T.aligned)
-
-
-@triton.jit
-def load_weights(words, place, scale, S: tl.constexpr, T: tl.constexpr):
-    """What is stored, with the residual, the weights in units of the scale, and their spacing in the same."""
-    at, inside, _, _ = place
+def load_weights(words, at, inside, scale, S: tl.constexpr, T: tl.constexpr):
+    """What is stored, the weights in units of the scale, and their spacing in the same."""
     rest = 0
     if S.extra:
-        rest = load_rest(words, 4, place, S.extra, T)
+        rest = load(words, 4, tl.int8, at, inside, T.aligned).to(tl.int32)
     if S.storage == "codes":
         old = load(words, 1, tl.uint8, at, inside, T.aligned).to(tl.int32)
         x, ulp = decoded(old, rest, S)
@@ -190,7 +178,7 @@ def load_weights(words, place, scale, S: tl.constexpr, T: tl.constexpr):
                 x, ulp = decoded(encode_finite(x, 0, S.format, False, False), rest, S)
             else:
                 ulp = chart_stiffness(x, S.format.EMIN, tl.full((), S.format.EMAX, tl.int32), S.format)
-    return old, rest, x, ulp
+    return old, x, ulp
 
 
 @triton.jit

@@ -19,7 +19,6 @@ from fp8manifold._triton.format import (
     random_word,
     round_value,
 )
-from fp8manifold._triton.packed import place_of
 from fp8manifold._triton.stages import (
     KEYS,
     LENGTH,
@@ -34,12 +33,12 @@ from fp8manifold._triton.stages import (
     load_weights,
     move,
     next_bounds,
+    place_of,
     pointer,
     refit,
     scale_at,
     store,
     store_average,
-    store_rest,
     with_error,
 )
 
@@ -60,18 +59,17 @@ def _store_float(words, at, inside, value, word, S: tl.constexpr, T: tl.constexp
 
 
 @triton.jit
-def _split(words, place, rest, target, draw, S: tl.constexpr, T: tl.constexpr):
-    """The nearest code of a finer one; what is left is kept beside it, in place of ``rest``."""
+def _split(words, at, inside, target, draw, S: tl.constexpr, T: tl.constexpr):
+    """The nearest code of a finer one; what is left is kept beside it."""
     signed = encode_signed(target, draw, S.format, S.extra, S.fixed)
     nearest = (signed + (1 << (S.extra - 1))) >> S.extra
-    store_rest(words, 4, place, rest, signed - (nearest << S.extra), S.extra, T)
+    store(words, 4, tl.int8, at, (signed - (nearest << S.extra)).to(tl.int8), inside, T.aligned)
     return tl.abs(nearest) | (nearest & S.format.SIGN)
 
 
 @triton.jit
-def _store_weights(words, place, old, rest, x, target, scale, word, S: tl.constexpr, T: tl.constexpr):
+def _store_weights(words, at, inside, old, x, target, scale, word, S: tl.constexpr, T: tl.constexpr):
     """Round once; what is stored, in units of the scale, where somebody asks for it."""
-    at, inside, _, _ = place
     after, draw = target, 0
     STOCHASTIC: tl.constexpr = S.writeback != "nearest"
     if STOCHASTIC and (S.storage == "codes" or S.storage == "grid"):
@@ -83,7 +81,7 @@ def _store_weights(words, place, old, rest, x, target, scale, word, S: tl.conste
         _store_float(words, at, inside, tl.where(after == x, old, after * scale), word, S, T)
     elif S.storage == "grid":
         if S.extra:
-            value = code_value(_split(words, place, rest, target, draw, S, T), S.format) * scale
+            value = code_value(_split(words, at, inside, target, draw, S, T), S.format) * scale
             value = tl.where(old != old, old, value)
         else:
             after = round_value(target, draw, S.format, STOCHASTIC)
@@ -91,7 +89,7 @@ def _store_weights(words, place, old, rest, x, target, scale, word, S: tl.conste
         store(words, 1, tl.float32, at, value, inside, T.aligned)
     else:
         if S.extra:
-            code = _split(words, place, rest, target, draw, S, T)
+            code = _split(words, at, inside, target, draw, S, T)
         else:
             code = encode_finite(target, draw, S.format, STOCHASTIC, S.fixed)
             if S.writeback == "momentum":
@@ -109,27 +107,27 @@ def _store_weights(words, place, old, rest, x, target, scale, word, S: tl.conste
 
 
 @triton.jit
-def _place(words, row, start, S: tl.constexpr, T: tl.constexpr):
-    """Positions of a tile's elements and which of them there are, the same of its residual's bytes, and its rows."""
+def _place(words, row, start, T: tl.constexpr):
+    """Positions of a tile's elements, which of them there are, and which of its rows."""
     in_rows = row < tl.load((words + ROWS).to(tl.pointer_type(tl.int64)))
     length = T.length
     if T.length == 0:
         length = tl.load((words + LENGTH).to(tl.pointer_type(tl.int64)))
         if T.aligned:
             length = tl.multiple_of(length, 16)
-    return place_of(row, in_rows, start, length, S.extra, T), in_rows
+    at, inside = place_of(row, in_rows, start, length, T)
+    return at, inside, in_rows
 
 
 @triton.jit
 def _largest(words, row, start, S: tl.constexpr, T: tl.constexpr):
     """float32 bits of the largest gradient of each row."""
-    place, in_rows = _place(words, row, start, S, T)
-    at, inside, _, _ = place
+    at, inside, in_rows = _place(words, row, start, T)
     x, scale, lowest, highest = 0, 0, 0, 0
     if S.covector:
         scale = scale_at(words, row, at, inside, in_rows, S, T)
         lowest, highest = ends_at(words, scale, S)
-        _, _, x, _ = load_weights(words, place, scale, S, T)
+        _, x, _ = load_weights(words, at, inside, scale, S, T)
     g = load_gradient(words, at, inside, x, scale, lowest, highest, S, T)
     return tl.max(bits_of(g) & 0x7FFFFFFF, axis=1)
 
@@ -137,8 +135,7 @@ def _largest(words, row, start, S: tl.constexpr, T: tl.constexpr):
 @triton.jit
 def _largest_average(words, row, start, scales, S: tl.constexpr, T: tl.constexpr):
     """float32 bits of the largest magnitude of each row's average after the step; weights are of no matter to it."""
-    place, _ = _place(words, row, start, S, T)
-    at, inside, _, _ = place
+    at, inside, _ = _place(words, row, start, T)
     g = load_gradient(words, at, inside, 0, 0, 0, 0, S, T)
     m = load_average(words, 5, at, inside, scales, S, T)
     _, m, _, _, _ = descend(words, at, inside, g, m, g, S, T)
@@ -148,12 +145,11 @@ def _largest_average(words, row, start, scales, S: tl.constexpr, T: tl.constexpr
 @triton.jit
 def _take(words, row, start, blocks, S: tl.constexpr, T: tl.constexpr):
     """Step a tile; ``blocks`` are the scales of its rows' averages, or None where the tile has all of its rows."""
-    place, in_rows = _place(words, row, start, S, T)
-    at, inside, _, _ = place
+    at, inside, in_rows = _place(words, row, start, T)
     scale = scale_at(words, row, at, inside, in_rows, S, T)
     inverse = inverse_of(scale, S)
     lowest, highest = ends_at(words, scale, S)
-    old, rest, x, ulp = load_weights(words, place, scale, S, T)
+    old, x, ulp = load_weights(words, at, inside, scale, S, T)
     g = load_gradient(words, at, inside, x, scale, lowest, highest, S, T)
     if S.fitted and not T.long:
         blocks = (fitted_scales(words, row, in_rows, S), 0, 0, 0)
@@ -173,7 +169,7 @@ def _take(words, row, start, blocks, S: tl.constexpr, T: tl.constexpr):
     word, noise = position, position
     if S.draws:
         word = random_word((words + KEYS).to(tl.pointer_type(tl.uint32)), position)
-    after = _store_weights(words, place, old, rest, x, target, scale, word, S, T)
+    after = _store_weights(words, at, inside, old, x, target, scale, word, S, T)
     if S.writeback == "momentum" and (S.storage == "codes" or S.storage == "grid"):
         m = with_error(words, m, target, after, ulp, denominator, scale, inverse, lowest, highest, S)
     if S.moments != "float32":

@@ -5,8 +5,7 @@ import triton.language as tl
 
 from fp8manifold._triton.format import draw_of, encode_finite, encode_signed, is_special, random_word
 from fp8manifold._triton.kinds import WIDENED
-from fp8manifold._triton.packed import place_of
-from fp8manifold._triton.stages import decoded, load, load_rest, load_scales, pointer, store, store_rest
+from fp8manifold._triton.stages import decoded, load, load_scales, place_of, pointer, store
 
 __all__ = ["widen_kernel"]
 
@@ -27,19 +26,18 @@ def _double(words, row, doubles, scale, S: tl.constexpr):
 
 
 @triton.jit
-def _rewrite(words, place, S: tl.constexpr, T: tl.constexpr):
+def _rewrite(words, at, inside, S: tl.constexpr):
     """Half of each value, rounded stochastically once."""
-    at, inside, _, _ = place
     old = load(words, 0, tl.uint8, at, inside, False).to(tl.int32)
     rest = 0
     if S.extra:
-        rest = load_rest(words, 1, place, S.extra, T)
+        rest = load(words, 1, tl.int8, at, inside, False).to(tl.int32)
     x, _ = decoded(old, rest, S)
     draw = draw_of(random_word((words + KEYS).to(tl.pointer_type(tl.uint32)), at.to(tl.uint32)))
     if S.extra:
         signed = encode_signed(x * 0.5, draw, S.format, S.extra, S.fixed)
         nearest = (signed + (1 << (S.extra - 1))) >> S.extra
-        store_rest(words, 1, place, rest, signed - (nearest << S.extra), S.extra, T)
+        store(words, 1, tl.int8, at, (signed - (nearest << S.extra)).to(tl.int8), inside, False)
         code = tl.abs(nearest) | (nearest & S.format.SIGN)
     else:
         code = encode_finite(x * 0.5, draw, S.format, True, S.fixed)
@@ -65,13 +63,14 @@ def widen_kernel(table, chunks, refused, S: tl.constexpr, T: tl.constexpr):
         tiles = ((length + (T.width - 1)) // T.width).to(tl.int32)
         ends = tl.zeros((T.rows,), tl.int32)
         for tile in range(tiles):
-            at, inside, _, _ = place_of(row, in_rows, tile * T.width, length, S.extra, T)
+            at, inside = place_of(row, in_rows, tile * T.width, length, T)
             code = load(words, 0, tl.uint8, at, inside, False).to(tl.int32)
             last = ((code & (S.format.SIGN - 1)) == S.format.MAX_CODE) & inside
             ends = tl.maximum(ends, tl.max(last.to(tl.int32), axis=1))
         scale = load_scales(words, 2, row, in_rows, S)
         doubles = in_rows & (ends > 0) & (scale < S.widest)
         for tile in range(tiles):
-            _rewrite(words, place_of(row, doubles, tile * T.width, length, S.extra, T), S, T)
+            at, inside = place_of(row, doubles, tile * T.width, length, T)
+            _rewrite(words, at, inside, S)
         _double(words, row, doubles, scale, S)
         tl.atomic_add(flags + 1, tl.sum(doubles.to(tl.int32), axis=0))

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fp8manifold._encoded.storage import packed_length, packed_width
 from fp8manifold.formats import FormatLike, as_format
 from fp8manifold.grid import check_codes
 from fp8manifold.monitor._passes import (
@@ -215,55 +214,30 @@ def stall_figures(
     )
 
 
-def residual_saturation(residual: Tensor, size: int | None = None) -> float:
+def residual_saturation(residual: Tensor) -> float:
     """Share of ULP residuals that stand at an end of their range.
 
-    .. math:: \\frac1n \\#\\{i : r_i \\in \\{-2^{b - 1}, 2^{b - 1} - 1\\}\\}, \\qquad b \\in \\{8, 4, 2\\} \\text{ bits}
+    .. math:: \\frac1n \\#\\{i : r_i \\in \\{-128, 127\\}\\}
 
     Args:
-        residual: what an optimizer with ``writeback="residual8"`` keeps as ``state[p]["residual"]``, int8; or with
-            ``residual4`` or ``residual2``, uint8, two or four a byte.
-        size: the number of weights, where they are packed: with that of the bytes it says in how many bits; None is
-            two in each byte.
+        residual: what an optimizer with ``writeback="residual8"`` keeps as ``state[p]["residual"]``, int8.
 
     Returns:
-        A number in [0, 1]; 0 for an empty tensor.  Of residuals spread evenly it is 2/256, 2/16 and 2/4, for what
-        exceeds an end is carried to the code.
+        A number in [0, 1]; 0 for an empty tensor.  Of residuals spread evenly it is 2/256, for what exceeds an end is
+        carried to the code.
 
     Raises:
-        TypeError: neither int8 nor uint8.
-        ValueError: bytes that do not hold ``size`` weights in 4 or 2 bits.
+        TypeError: no tensor of int8.
 
     Example:
         >>> residual_saturation(torch.tensor([-128, 5, 127, 0], dtype=torch.int8))
         0.5
-        >>> residual_saturation(torch.tensor([0x80, 0x07], dtype=torch.uint8), size=3)  # 0, -8 and 7
-        0.6666666666666666
     """
     if not isinstance(residual, Tensor):
         raise TypeError(f"residual must be a tensor, not {type(residual).__name__}")
-    if residual.dtype is torch.int8:
-        return share((residual == -128) | (residual == 127))
-    if residual.dtype is not torch.uint8:
-        raise TypeError(f"residual has dtype {residual.dtype}: int8, or uint8 with two or four in a byte, is needed")
-    bits = 4 if size is None else _packed_bits(residual, size)
-    fields = [(residual >> place) & ((1 << bits) - 1) for place in range(0, 8, bits)]
-    largest = (1 << (bits - 1)) - 1
-    ends = sum(int(((field == largest) | (field == largest + 1)).sum()) for field in fields)
-    return ends / max(2 * residual.numel() if size is None else size, 1)
-
-
-def _packed_bits(residual: Tensor, size: int) -> int:
-    """The bits that each of so many values has."""
-    rows = residual.shape[0] if residual.dim() > 1 else 1
-    shape = (size,) if residual.dim() == 1 else (rows, size // max(rows, 1))
-    bits = packed_width(residual.shape, shape)
-    if bits is None or (residual.dim() > 1 and size % max(rows, 1)):
-        raise ValueError(
-            f"residual has {residual.numel()} bytes: size={size} weights of 4 bits take {packed_length(size, 4)}, "
-            f"of 2 bits {packed_length(size, 2)}"
-        )
-    return bits
+    if residual.dtype is not torch.int8:
+        raise TypeError(f"residual has dtype {residual.dtype}: int8 is needed")
+    return share((residual == -128) | (residual == 127))
 
 
 def code_drift(start: Tensor, now: Tensor, fmt: FormatLike) -> float:

@@ -10,10 +10,8 @@ from fp8manifold.optim._writeback import WRITEBACKS, WriteBack
 from fp8manifold.optim.fisher import FisherNaturalGradient
 from fp8manifold.optim.madam import Madam
 from fp8manifold.optim.riemannian import RiemannianAdam, RiemannianSGD
-from fp8manifold.optim.stiffness_adamw import StiffnessAdamW
-from fp8manifold.optim.stiffness_lion import StiffnessLion
+from fp8manifold.optim.stiffness import StiffnessAdamW, StiffnessLion, StiffnessSGD
 from fp8manifold.optim.stiffness_muon import StiffnessMuon
-from fp8manifold.optim.stiffness_sgd import StiffnessSGD
 from fp8manifold.optim.wrapper import StiffnessWrapper
 
 __all__ = [

@@ -16,10 +16,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fp8manifold import _triton
 from fp8manifold._ranks import Ranks, Replicas, bytes_of, local_of, ranks_of, ranks_of_each, share_of
 from fp8manifold.optim._backends import note_changes
-from fp8manifold.optim._fitting import zero_scales
 from fp8manifold.optim._native_step import sum_of_squares
+from fp8manifold.optim._scales import zero_scales
 from fp8manifold.optim._slot import Slot
-from fp8manifold.optim._state import gathered, stay_packed
+from fp8manifold.optim._state import gathered
 from fp8manifold.optim._triton_step import Launched, has_rows, is_triton, pending_of, run_triton
 from fp8manifold.tensor import FP8Tensor
 
@@ -258,10 +258,6 @@ def in_every_process(optimizer: Any, may_step: Callable[[], bool]) -> bool:
     parameters have a gradient, and how far their states are.  The parameters themselves, and loaded states, are
     compared in all processes before the first step after one of them has begun or loaded a state.
 
-    Args:
-        optimizer: of this library.
-        may_step: whether the step may be taken, by what there is here.
-
     Raises:
         RuntimeError: something differs, or another process raises.
         FloatingPointError: another process raises it.
@@ -468,7 +464,7 @@ def _on_card(slots: list[Slot], *, widens: bool) -> Launched | None:
     """The step's launches; None, with nothing changed, where kernels don't take all of it."""
     if not all(slot.in_place and is_triton(slot) for slot in slots):
         return None
-    with gathered(slots, stay_packed(slots)):
+    with gathered(slots):
         return run_triton(slots, check=True, widens=widens)
 
 

@@ -13,7 +13,6 @@ from fp8manifold._numerics.charts import chart_of
 from fp8manifold._ranks import local_of
 from fp8manifold.optim._native_step import is_native, run_native
 from fp8manifold.optim._slot import Slot, row_of
-from fp8manifold.optim._state import unpacked
 from fp8manifold.optim._step import Outcome, load_weights, step
 from fp8manifold.optim._triton_step import is_triton, run_triton
 from fp8manifold.random_bits import word_range
@@ -36,8 +35,7 @@ def run_all(slots: Sequence[Slot]) -> None:
         if rest:
             _upload(rest, device)
         for slot in rest:
-            with unpacked([slot]):  # of those that were left to kernels
-                run_eager(slot)
+            run_eager(slot)
         note_changes([tensor for slot in together for tensor in slot.changed])
 
 
@@ -62,7 +60,6 @@ def _upload(slots: Sequence[Slot], device: torch.device) -> None:
 
 
 def uploaded(rows: Tensor, device: torch.device) -> Tensor:
-    """Rows on a device."""
     if device.type == "cpu":
         return rows
     pinned = rows.pin_memory() if device.type == "cuda" else rows
@@ -114,7 +111,6 @@ def block_noise(slot: Slot, part: Tensor, start: int) -> dict[str, Tensor]:
 
 
 def _rows(array: Tensor, start: int, rows: int, total: int) -> Tensor:
-    """The rows of an array that has them; an array of one value is for all."""
     return array[start : start + rows] if array.dim() and array.shape[0] == total else array
 
 

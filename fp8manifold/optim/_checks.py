@@ -1,21 +1,19 @@
-"""Options, schedules, states and parameters: checked before anything changes."""
+"""Options, schedules, states and parameters: checked before anything changes, and what a loaded state changes."""
 
 import difflib
 import math
-from collections.abc import Callable, Iterable
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import wraps
-from inspect import Parameter, signature
-from typing import Any, Concatenate, Final, ParamSpec, TypedDict, TypeVar, get_args, get_type_hints
+from typing import Any, Final, get_args
 
 import torch
 from torch import Tensor
 
 from fp8manifold._base.checks import check_choice, check_int, check_number
 from fp8manifold._base.reading import known
-from fp8manifold._encoded.storage import packed_width
 from fp8manifold._encoded.stored_scale import broadcasts_to
-from fp8manifold._numerics.charts import Metric
 from fp8manifold._ranks import check_share, local_of, share_of
 from fp8manifold.manifolds import StiffnessManifold
 from fp8manifold.optim._directions import DIRECTIONS, MOMENT_NAMES
@@ -69,120 +67,26 @@ def anneal(start: float, end: float, steps: int) -> Callable[[int], float]:
 
 
 def scheduled(name: str, value: Schedule, step: int, low: float, high: float) -> float:
-    """The value at a step, checked."""
     current = value(step) if callable(value) else value
     check_number(name, current, low, high)
     return current
 
 
 UNSUPPORTED_FLAGS: Final = ("foreach", "fused", "capturable", "differentiable")
-DEFAULTS: Final[dict[str, Any]] = {
-    "stiffness": 0.0,
-    "metric": "ulp",
-    "writeback": "stochastic",
-    "draws": "independent",
-    "moments": "float32",
-    "seed": 0,
-    "damping": 2.0**-8,
-    "clip": 2.0**4,
-    "refresh_every": 100,
-    "maximize": False,
-    "on_nonfinite": "skip",
-    "stabilize_every": None,
-    "reset_every": None,
-}
-"""Of the options below, where an optimizer does not say otherwise, in the order of signatures and groups."""
-
 FUNCTIONS: Final = ("stiffness", "metric")
 """Options that may be functions, in whose place a state has None."""
-
-P = ParamSpec("P")
-Self = TypeVar("Self")
+_NO_OPTIONS: Final = ("self", "params", "flags", "__class__")
 
 
-class Shared(TypedDict, total=False):
-    """Options of every optimizer, and the flags of torch's that must be False or None."""
-
-    moments: str
-    seed: int
-    clip: float
-    refresh_every: int
-    maximize: bool
-    on_nonfinite: str
-    stabilize_every: int | None
-    reset_every: int | None
-    foreach: bool | None
-    fused: bool | None
-    capturable: bool | None
-    differentiable: bool | None
-
-
-class Charted(Shared, total=False):
-    """Options of an optimizer that steps in the chart, where a manifold may have a rounding of its own."""
-
-    damping: float
-    writeback: str | None
-    draws: Draws | None
-
-
-class Written(Shared, total=False):
-    """Options of an optimizer with a write-back of its own."""
-
-    writeback: str
-    draws: Draws
-
-
-class Bounded(Written, total=False):
-    """Options of an optimizer whose lower bound of S / S_ref is called damping."""
-
-    damping: float
-
-
-class Stiffness(Written, total=False):
-    """Options of an optimizer whose step has a power of the stiffness."""
-
-    stiffness: Schedule
-    metric: Metric
-
-
-class Family(Bounded, Stiffness, total=False):
-    """Options of the stiffness family."""
-
-
-def spelt_out(
-    **differing: Any,
-) -> Callable[[Callable[Concatenate[Self, P], None]], Callable[Concatenate[Self, P], None]]:
-    """Decorate a constructor that ends in ``**options: Unpack[...]``: it gets all of them, and its signature has them.
-
-    Args:
-        differing: defaults of this optimizer's own.
+def options_in(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The options among a constructor's ``locals()``.
 
     Raises:
-        TypeError: when constructed, an option that there is not.
-        ValueError: when constructed, a flag of torch's that would be ignored.
+        TypeError: an option that there is not.
+        ValueError: a flag of torch's that would be ignored.
     """
-
-    def decorate(init: Callable[Concatenate[Self, P], None]) -> Callable[Concatenate[Self, P], None]:
-        hints = get_type_hints(get_args(init.__annotations__["options"])[0])
-        own = list(signature(init).parameters.values())[:-1]
-        defaults = {name: differing.get(name, default) for name, default in DEFAULTS.items() if name in hints}
-        known = defaults.keys() | {parameter.name for parameter in own}
-
-        @wraps(init)
-        def filled(self: Self, /, *args: P.args, **given: P.kwargs) -> None:
-            reject_flags(type(self).__name__, {name: given[name] for name in given.keys() - known})
-            every: Any = defaults | {name: value for name, value in given.items() if name in known}
-            init(self, *args, **every)
-
-        shared = [
-            Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=hints[name])
-            for name, default in defaults.items()
-        ]
-        flags = Parameter("flags", Parameter.VAR_KEYWORD, annotation=Any)
-        vars(filled)["__signature__"] = signature(init).replace(parameters=[*own, *shared, flags])
-        return filled
-
-    return decorate
+    reject_flags(type(arguments["self"]).__name__, arguments["flags"])
+    return {name: value for name, value in arguments.items() if name not in _NO_OPTIONS}
 
 
 def check_finite(name: str, value: Any) -> None:
@@ -363,14 +267,7 @@ def check_state(optimizer: torch.optim.Optimizer, state_dict: Any) -> None:
 
 
 def check_arrays(state: dict[str, Any], parameter: Tensor, group: dict[str, Any], *, stores_moments: bool) -> None:
-    """Raise ValueError unless a state that may have been edited can be stepped; called before anything changes.
-
-    Args:
-        state: the parameter's.
-        parameter: what it is the state of.
-        group: the options.
-        stores_moments: whether ``moments`` is for this parameter.
-    """
+    """Raise ValueError unless a state that may have been edited can be stepped; called before anything changes."""
     kept = False
     for name in _KEPT:
         if name not in state:
@@ -396,14 +293,7 @@ def _state_of(parameter: Tensor) -> str:
 
 
 def check_entry(entry: dict[str, Any], parameter: Tensor, group: dict[str, Any], *, stores_moments: bool) -> None:
-    """Raise ValueError unless moments and residual are kept as a group's options have it.
-
-    Args:
-        entry: the parameter's state.
-        parameter: what it is the state of.
-        group: the options.
-        stores_moments: whether ``moments`` is for this parameter.
-    """
+    """Raise ValueError unless moments and residual are kept as a group's options have it."""
     moments = group["moments"] if stores_moments else "float32"
     dtype = STORED[moments] or (torch.float64 if parameter.dtype is torch.float64 else torch.float32)
     bounds = bounds_of(group.get("direction")) if moments == "8bit" else {}
@@ -418,21 +308,17 @@ def check_entry(entry: dict[str, Any], parameter: Tensor, group: dict[str, Any],
                 f"{_state_of(parameter)} has {name} in 8 bits without {bounds[name]}, which says how its blocks are "
                 "scaled: it was kept in another format, which is not read; begin with a new state"
             )
-    kept = entry.get("residual")
-    if kept is not None and (bits := rule_of(group).residual_bits) and (found := _width_of(kept, parameter)) != bits:
-        width = f"of {found} bits" if found else f"of shape {tuple(kept.shape)} in {kept.dtype}"
+    if rule_of(group).state and "residual" in entry:
+        _check_residual(entry["residual"], _state_of(parameter))
+
+
+def _check_residual(residual: Any, state: str) -> None:
+    """Raise ValueError for a residual of several weights in a byte, as earlier releases kept of 4 and 2 bits."""
+    if isinstance(residual, Tensor) and residual.dtype is not torch.int8:
         raise ValueError(
-            f"{_state_of(parameter)} has a residual {width}, but writeback={group['writeback']!r} keeps one of "
-            f"{bits} bits: its width can't change over a run"
+            f"{state} has a residual in {residual.dtype}: those of 4 and 2 bits are not read any more; only "
+            "writeback='residual8' keeps one, in torch.int8: begin with a new state"
         )
-
-
-def _width_of(residual: Tensor, parameter: Tensor) -> int | None:
-    """The bits a weight of a residual; None of what is none of this parameter's."""
-    if residual.dtype == torch.int8:
-        return 8
-    held, parameter = local_of(residual), local_of(parameter)
-    return packed_width(held.shape, parameter.shape) if residual.dtype == torch.uint8 else None
 
 
 def _check_entry(entry: dict[str, Any], parameter: Tensor, index: int) -> None:
@@ -447,6 +333,7 @@ def _check_entry(entry: dict[str, Any], parameter: Tensor, index: int) -> None:
                 f"the state of parameter {index} has {name} of shape {tuple(entry[name].shape)}: "
                 f"the parameter's is {tuple(parameter.shape)}"
             )
+    _check_residual(entry.get("residual"), f"the state of parameter {index}")
     if entry:
         here = slot_of({}, parameter, {}).fields
         made_for = tuple(int(field) for field in entry["grid"]) if "grid" in entry else None
@@ -469,3 +356,40 @@ def restore_dtypes(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any])
             if isinstance(value, Tensor):
                 device = "cpu" if name in ("step", "grid") else parameter.device
                 optimizer.state[parameter][name] = value.detach().to(device, copy=True)
+
+
+_MOVING: Final = ("lr", "float_lr", "betas", "momentum", "weight_decay")
+"""Options that schedules change, so that those of a run under way are expected to be other than at its start."""
+
+
+def unshare(groups: Sequence[dict[str, Any]]) -> None:
+    """Give each group tensors of its own: what schedulers write in place, a group at a time, they would write twice."""
+    held = Counter(value.data_ptr() for group in groups for value in group.values() if isinstance(value, Tensor))
+    for group in groups:
+        shared = [name for name, value in group.items() if isinstance(value, Tensor) and held[value.data_ptr()] > 1]
+        group.update({name: group[name].clone() for name in shared})
+
+
+def warn_of_overridden(optimizer: Any, before: Sequence[dict[str, Any]]) -> None:
+    """Warn where options of a loaded state take the place of those that an optimizer was made with; both are named.
+
+    Warns:
+        UserWarning: there are some.
+    """
+    found: dict[str, None] = {}
+    for given, loaded in zip(before, optimizer.param_groups, strict=True):
+        for name in sorted(optimizer.defaults.keys() - _MOVING):
+            ours, theirs = _comparable(given.get(name)), _comparable(loaded.get(name))
+            if ours != theirs:
+                found[f"{name}={theirs!r} in place of {ours!r}"] = None
+    if found:
+        warnings.warn(
+            f"{type(optimizer).__name__} goes on with options of the loaded state, not with those that it was made "
+            f"with: {', '.join(found)}",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
+def _comparable(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value

@@ -39,7 +39,6 @@ Numbers = Mapping[str, Tensor]
 
 
 def named(row: Tensor) -> Numbers:
-    """The entries of a row, by name."""
     return dict(zip(NUMBERS, row.unbind(), strict=True))
 
 

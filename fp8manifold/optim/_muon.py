@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fp8manifold.optim._backends import StepView, block_noise, blocks_of, run_all, run_eager, viewed
 from fp8manifold.optim._directions import named
-from fp8manifold.optim._fitting import fit_scales
+from fp8manifold.optim._scales import fit_scales
 from fp8manifold.optim._slot import Slot
 from fp8manifold.optim._spec import LARGEST
 from fp8manifold.optim._step import (
@@ -185,7 +185,6 @@ def _product_dtype(slot: Slot) -> torch.dtype:
 
 
 def _ratio(mixed: Tensor, factor: Tensor) -> float:
-    """The size of a matrix over that of its factor."""
     return float(mixed.double().norm() / factor.double().norm().clamp(min=1e-30))
 
 
@@ -193,7 +192,6 @@ def _ratio(mixed: Tensor, factor: Tensor) -> float:
 
 
 def second_half(slot: Slot, direction: Tensor) -> Slot:
-    """The step of a slot along a direction."""
     tensors = {name: tensor for name, tensor in slot.tensors.items() if name not in _STATE}
     # asked for twice: a conversion to the dtype it has already leaves the factor of a tall matrix transposed
     direction = direction.to(slot.dtype, memory_format=torch.contiguous_format).contiguous().view(slot.view.dims)

@@ -10,19 +10,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fp8manifold._encoded.storage import packed_length
 from fp8manifold._native import library, threads_for
 from fp8manifold._numerics.records import JOB, SPEC, format_record
 from fp8manifold.formats import FloatFormat
 from fp8manifold.optim._slot import Slot, key_rows, number_rows, row_view
 from fp8manifold.optim._spec import MOMENTS, Geometry, Spec
-from fp8manifold.optim._state import is_packed
 from fp8manifold.optim._writeback import to_half
 from fp8manifold.random_bits import draw_range
 
 #: what there is native code for, in its order; all else takes its steps in PyTorch
 _DIRECTIONS: Final = ("adam", "sgd", "lion", "madam", "muon")
-_WRITEBACKS: Final = ("nearest", "stochastic", "residual8", "residual4", "residual2", "momentum")
+_WRITEBACKS: Final = ("nearest", "stochastic", "residual8", "momentum")
 _STORAGES: Final = ("codes", "grid", "free", "plain")
 _STIFFNESSES: Final = ("none", "linear", "sqrt", "square", "power")
 _METRICS: Final = ("ulp", "euclidean")
@@ -125,12 +123,9 @@ def places_of(slot: Slot, gradient: Tensor, scale: Tensor | None, *, kept: bool 
     Args:
         slot: the step.
         gradient, scale: as they are read.
-        kept: whether a residual may be packed, and scales be exponents, as they are kept.
+        kept: whether scales may be exponents, as they are kept.
     """
     tensors, numel, spec = slot.tensors, slot.view.numel, slot.spec
-    rest = (torch.int8, numel)
-    if kept and is_packed(slot):
-        rest = (torch.uint8, packed_length(numel, spec.residual_bits))
     device = tensors["weight"].device
     blocks = numel // slot.view.dims[-1]
     dtype = _MOMENT_DTYPES[spec.moments]
@@ -141,7 +136,7 @@ def places_of(slot: Slot, gradient: Tensor, scale: Tensor | None, *, kept: bool 
         (tensors["weight"], torch.uint8 if spec.storage == "codes" else _own(tensors["weight"]), numel),
         (gradient, _own(gradient), numel),
         (scale, torch.uint8 if kept and scale is not None and scale.dtype is torch.uint8 else torch.float32, None),
-        (tensors["residual"] if spec.residual_bits else None, *rest),
+        (tensors["residual"] if spec.residual_bits else None, torch.int8, numel),
         (None if first is None else tensors[first], dtype, numel),
         (None if second is None else tensors[second], dtype, numel),
         (tensors["max_exp_avg_sq"] if "max_exp_avg_sq" in stores else None, torch.float32, numel),

@@ -29,15 +29,25 @@ from fp8manifold.optim._checks import (
     check_state,
     refuse_recording,
     restore_dtypes,
+    unshare,
+    warn_of_overridden,
 )
 from fp8manifold.optim._directions import MOMENT_NAMES
-from fp8manifold.optim._fitting import fit_scales, mark_zero, narrow, note_filled, own_count, take_fitted
-from fp8manifold.optim._groups import unshare, warn_of_overridden
+from fp8manifold.optim._scales import (
+    at_an_end,
+    fit_scales,
+    has_one_scale,
+    mark_zero,
+    narrow,
+    note_filled,
+    own_count,
+    take_fitted,
+    widen,
+)
 from fp8manifold.optim._slot import Slot, is_quantized, slot_of, stabilize
 from fp8manifold.optim._spec import BOUND_NAMES, Spec, spec_of
 from fp8manifold.optim._state import claim, gathered, make_state, new_stream, stiffness_field, take_remainder, twins
-from fp8manifold.optim._triton_step import Count, Pending, double_on_card, doubles_on_card, left_packed, settle
-from fp8manifold.optim._widening import at_an_end, has_one_scale, widen
+from fp8manifold.optim._triton_step import Count, Pending, double_on_card, doubles_on_card, settle
 from fp8manifold.optim._writeback import rounds_at_random
 
 _RESET: Final = frozenset((*MOMENT_NAMES, *BOUND_NAMES))
@@ -311,7 +321,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     def _take(self, slots: list[Slot]) -> None:
         """Take the steps that have begun: gather, run, put back; show them; fit scales, double full ones."""
         mark_zero(slots)
-        with gathered(slots, left_packed(slots) if self.observer is None else ()):
+        with gathered(slots):
             views = self._run(slots)
         for view in views:
             if self.observer is not None:

@@ -49,12 +49,10 @@ class View:
 
     @property
     def block_dims(self) -> tuple[int, ...]:
-        """Dimensions of an array with one value per block."""
         return (*self.dims[:-1], 1)
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.dims)
 
 
@@ -173,12 +171,10 @@ class Slot:
 
     @property
     def weight(self) -> Tensor:
-        """The memory of the weight."""
         return self.tensors["weight"]
 
     @property
     def device(self) -> torch.device:
-        """The device that it is stepped on."""
         return self.weight.device
 
     @cached_property

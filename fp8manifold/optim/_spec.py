@@ -69,7 +69,6 @@ class Spec:
 
     @cached_property
     def rule(self) -> WriteBack:
-        """The write-back."""
         return WRITEBACKS[self.writeback]
 
     @cached_property
@@ -115,11 +114,6 @@ class Spec:
         return self.moments == "8bit" and bool(self.stores)
 
     @cached_property
-    def packs(self) -> bool:
-        """True where several weights share a byte of the residual."""
-        return self.rule.packs
-
-    @cached_property
     def first(self) -> str | None:
         """The first moment, by its name in the state."""
         return next((name for name in ("exp_avg", "momentum_buffer") if name in self.stores), None)
@@ -142,8 +136,8 @@ class Spec:
 
     @cached_property
     def keeps(self) -> tuple[str, ...]:
-        """Entries of the state that a step changes in place: moments, their bounds, and a residual of a byte."""
-        return (*self.stores, *self.bounds.values(), *(() if self.packs else self.rule.state))
+        """Entries of the state that a step changes in place: moments, their bounds, and a residual."""
+        return (*self.stores, *self.bounds.values(), *self.rule.state)
 
     @cached_property
     def bounds_chart(self) -> bool:

@@ -2,7 +2,7 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import Any, Final
@@ -13,7 +13,7 @@ from torch import Tensor
 from fp8manifold._base.blocks import block_on
 from fp8manifold._base.float_bits import working_dtype
 from fp8manifold._base.reading import eager_only
-from fp8manifold._encoded.storage import packed_length, packed_width, void_remainder
+from fp8manifold._encoded.storage import void_remainder
 from fp8manifold._native._arrays import content, spacings
 from fp8manifold._numerics.charts import Metric, chart_of
 from fp8manifold._numerics.codec import (
@@ -31,25 +31,15 @@ from fp8manifold.random_bits import mixed_word, word_range
 from fp8manifold.scaling import SQUARE_SIZE
 from fp8manifold.tensor import FP8Tensor
 
-_NAME: Final = "residual"
 
-
-def first_residual(parameter: Tensor, bits: int) -> Tensor:
+def first_residual(parameter: Tensor) -> Tensor:
     """The remainder that the parameter has kept from rounding its float weights; zeros where it has none."""
     held: Any = local_of(parameter)
     start = torch.zeros(held.shape, dtype=torch.int8, device=held.device)
     if isinstance(held, FP8Tensor) and held.remainder is not None:
         start = held.remainder.clone()
         void_remainder(held)
-    return spread(parameter, pack_residual(_coarser(start, bits), bits, in_rows=held is not parameter))
-
-
-def _coarser(remainder: Tensor, bits: int) -> Tensor:
-    """Parts of 1/256 of a step as parts of ``2^-bits``, half up."""
-    if bits == 8:
-        return remainder
-    cut, end = 8 - bits, 1 << (bits - 1)
-    return ((remainder.to(torch.int16) + (1 << (cut - 1))) >> cut).clamp_(-end, end - 1).to(torch.int8)
+    return spread(parameter, start)
 
 
 def claim(optimizer: torch.optim.Optimizer, parameter: Tensor) -> None:
@@ -60,54 +50,36 @@ def claim(optimizer: torch.optim.Optimizer, parameter: Tensor) -> None:
 
 def take_remainder(group: dict[str, Any], parameter: Tensor, state: dict[Tensor, Any]) -> None:
     """Move the remainder of the first rounding into the state, before anything can be saved without it."""
-    bits, held = rule_of(group).residual_bits, local_of(parameter)
-    if not bits or not isinstance(held, FP8Tensor) or held.remainder is None:
+    held = local_of(parameter)
+    if not rule_of(group).state or not isinstance(held, FP8Tensor) or held.remainder is None:
         return
     entry = state.setdefault(parameter, {})
     if "residual" in entry:  # a loaded state knows better
         void_remainder(held)
     else:
         entry["grid"] = torch.tensor(slot_of(group, parameter, entry).fields)
-        entry["residual"] = first_residual(parameter, bits)
+        entry["residual"] = first_residual(parameter)
 
 
 @contextmanager
-def gathered(slots: Sequence[Slot], packed: Container[Slot] = ()) -> Iterator[None]:
-    """Gather all rows of each slot that is stepped whole and unpack residuals to int8; put both back after the step.
+def gathered(slots: Sequence[Slot]) -> Iterator[None]:
+    """Gather all rows of each slot that is stepped whole, and put them back after the step.
 
     Collectives follow the order of the slots and of their tensors.  Bounds are whole in every process.
-
-    Args:
-        slots: of a step.
-        packed: those whose residual stays as it is.
     """
-    homes = []
-    for slot in slots:
-        home = slot.tensors | ({"residual": local_of(slot.state["residual"])} if slot.spec.packs else {})
-        if slot.whole:
-            assert slot.share is not None
-            slot.tensors = {n: own if n in BOUND_NAMES else slot.share.gathered(own) for n, own in home.items()}
-        else:
-            slot.tensors = dict(home)
-        homes.append(home)
-    with unpacked([slot for slot in slots if slot not in packed]):
-        yield
-    for slot, home in zip(slots, homes, strict=True):
-        for name in home.keys() - {"gradient"}:
-            _put_back(slot, name, home[name])
+    homes = {slot: slot.tensors for slot in slots if slot.whole}
+    for slot, home in homes.items():
+        assert slot.share is not None
+        slot.tensors = {n: own if n in BOUND_NAMES else slot.share.gathered(own) for n, own in home.items()}
+    yield
+    for slot, home in homes.items():
+        assert slot.share is not None
+        for name in home.keys() - {"gradient"} - BOUND_NAMES:
+            home[name].copy_(slot.share.own(slot.tensors[name]))
         slot.tensors = home
+    for slot in slots:
         if not slot.in_place:
             local_of(slot.parameter).copy_(slot.weight)
-
-
-def _put_back(slot: Slot, name: str, home: Tensor) -> None:
-    """Copy the own rows of a tensor that was gathered."""
-    tensor = slot.tensors[name]
-    if slot.whole and name not in BOUND_NAMES:
-        assert slot.share is not None
-        tensor = slot.share.own(tensor)
-    if tensor is not home:
-        home.copy_(tensor)
 
 
 def described(fields: tuple[int, ...] | None) -> str:
@@ -129,7 +101,7 @@ def make_state(slot: Slot) -> None:
     spec, parameter, state = slot.spec, slot.parameter, slot.state
     if slot.fmt is not None and "grid" not in state:
         state["grid"] = torch.tensor(slot.fields)
-    if all(map(state.__contains__, spec.keeps)) and not spec.packs:
+    if all(map(state.__contains__, spec.keeps)):
         return
     held = local_of(parameter)
     for name in spec.stores:
@@ -139,7 +111,7 @@ def make_state(slot: Slot) -> None:
         if name in spec.bounds and spec.bounds[name] not in state:
             state[spec.bounds[name]] = _first_bounds(slot)
     if spec.residual_bits and "residual" not in state:
-        state["residual"] = first_residual(parameter, spec.residual_bits)
+        state["residual"] = first_residual(parameter)
 
 
 def _first_bounds(slot: Slot) -> Tensor:
@@ -151,7 +123,6 @@ def _first_bounds(slot: Slot) -> Tensor:
 
 
 def _values_of(slot: Slot) -> Tensor:
-    """The weights in units of their scale."""
     if slot.storage == "codes":
         assert slot.fmt is not None
         return decode_bits(slot.weight, slot.fmt)
@@ -173,7 +144,6 @@ def stiffness_field(slot: Slot, metric: Metric) -> Tensor:
 
 
 def expanded(scale: Tensor, shape: torch.Size, block_size: int | None) -> Tensor:
-    """A scale that broadcasts against the weights."""
     return scale if block_size is None else scale.repeat_interleave(block_size, dim=-1).view(shape)
 
 
@@ -235,7 +205,6 @@ def _seed_words(parameter: Tensor) -> tuple[int, ...]:
 
 
 def _seed_of(parameter: Tensor) -> int | None:
-    """The seed of what is rounded to a grid."""
     if isinstance(held := local_of(parameter), FP8Tensor):
         return held.seed
     manifold = own_manifold(parameter)
@@ -298,7 +267,7 @@ def rows_of_state(state_dict: dict[str, Any], optimizer: torch.optim.Optimizer) 
         optimizer: of this library or of torch's, over parameters after ``fully_shard``.
 
     Raises:
-        ValueError: entries with other rows than the parameter's, or a residual of another size.
+        ValueError: entries with other rows than the parameter's.
 
     Example:
         >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
@@ -320,76 +289,6 @@ def _entry(name: str, value: Any, parameter: Tensor, share: Share) -> Any:
         return value
     if name in BOUND_NAMES:
         in_rows = value.reshape(share.shape[0], -1) if len(share.shape) > 1 else None
-    elif name == "residual" and value.dtype == torch.uint8:
-        in_rows = _residual_in_rows(value, share.shape)
     else:
         in_rows = value if value.shape == share.shape else None
     return value if in_rows is None else rows_of(in_rows, parameter)
-
-
-def _residual_in_rows(packed: Tensor, shape: torch.Size) -> Tensor:
-    if packed.dim() > 1:
-        return packed
-    bits = packed_width(packed.shape, shape)
-    if bits is None:
-        raise ValueError(f"a residual of {packed.numel()} bytes is none of a parameter of shape {tuple(shape)}")
-    return pack_residual(unpack_residual(packed, shape, bits), bits, in_rows=True)
-
-
-def pack_residual(values: Tensor, bits: int, *, in_rows: bool = False) -> Tensor:
-    """Signed values (int8) of 8 bits as they are; of 4 or 2 bits uint8, the first in a byte's lowest bits.
-
-    They are packed flat, or each row in bytes of its own.
-    """
-    if bits == 8:
-        return values
-    flat = values.reshape(values.shape[0], values.shape[1:].numel()) if in_rows else values.reshape(-1)
-    length, each = flat.shape[-1], 8 // bits
-    padding = each * packed_length(length, bits) - length
-    if padding:
-        flat = torch.cat([flat, flat.new_zeros((*flat.shape[:-1], padding))], dim=-1)
-    fields = flat.to(torch.int16) & ((1 << bits) - 1)
-    packed = fields[..., 0::each]
-    for place in range(1, each):
-        packed = packed | (fields[..., place::each] << (bits * place))
-    return packed.to(torch.uint8)
-
-
-def unpack_residual(packed: Tensor, shape: torch.Size, bits: int) -> Tensor:
-    """Unpack to int8, contiguous."""
-    if bits == 8:
-        return packed.view(shape)
-    fields = [(packed << (8 - bits - place)).view(torch.int8) >> (8 - bits) for place in range(0, 8, bits)]
-    length = shape.numel() if packed.dim() == 1 else shape[1:].numel()
-    return torch.stack(fields, dim=-1).flatten(-2)[..., :length].reshape(shape).contiguous()
-
-
-def is_packed(slot: Slot) -> bool:
-    """True for a slot whose residual has several weights in a byte."""
-    return slot.spec.packs and slot.tensors[_NAME].dtype is torch.uint8
-
-
-def stay_packed(slots: Sequence[Slot]) -> set[Slot]:
-    """The slots whose residual a kernel reads as the state has it: packed flat, or in rows that fill their bytes.
-
-    Muon's steps unpack it, and so do those of gathered rows.
-    """
-    return {slot for slot in slots if slot.spec.packs and slot.spec.direction != "muon" and _lies_flat(slot)}
-
-
-def _lies_flat(slot: Slot) -> bool:
-    kept = local_of(slot.state[_NAME])
-    fills = kept.dim() == 1 or kept.shape[1] * 8 == slot.weight.shape[1:].numel() * slot.spec.residual_bits
-    return fills and not slot.whole
-
-
-@contextmanager
-def unpacked(slots: Sequence[Slot]) -> Iterator[None]:
-    """Give each weight of packed residuals a byte, and pack them again after the step."""
-    homes = {slot: slot.tensors[_NAME] for slot in slots if is_packed(slot)}
-    for slot, home in homes.items():
-        slot.tensors[_NAME] = unpack_residual(home, slot.weight.shape, slot.spec.residual_bits)
-    yield
-    for slot, home in homes.items():
-        home.copy_(pack_residual(slot.tensors[_NAME], slot.spec.residual_bits, in_rows=home.dim() > 1))
-        slot.tensors[_NAME] = home

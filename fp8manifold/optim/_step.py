@@ -286,7 +286,6 @@ def fit(moment: Tensor) -> dict[str, Tensor]:
 
 
 def load_moments(spec: Spec, arrays: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """The moments as floats."""
     if spec.moments != "8bit":
         return {name: arrays[name].to(dtype) for name in spec.stores}
     moments = {}

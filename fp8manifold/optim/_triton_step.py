@@ -26,7 +26,6 @@ from fp8manifold._triton.launch import KernelsUnavailableError, Kind, Said, Wide
 from fp8manifold.optim._native_step import has_code, places_of
 from fp8manifold.optim._slot import FOR_RESCALING, Slot, key_rows, number_rows, row_view
 from fp8manifold.optim._spec import MOMENT_FORMAT, Spec
-from fp8manifold.optim._state import is_packed, stay_packed
 from fp8manifold.random_bits import round_key_rows
 from fp8manifold.tensor import FP8Tensor
 
@@ -54,11 +53,6 @@ def is_triton(slot: Slot) -> bool:
         and not _given_up
         and _triton.is_available()
     )
-
-
-def left_packed(slots: Sequence[Slot]) -> set[Slot]:
-    """The slots whose packed residual a kernel reads as the state has it."""
-    return {slot for slot in stay_packed(slots) if is_triton(slot)}
 
 
 class Launched(NamedTuple):
@@ -126,9 +120,6 @@ def double_on_card(slots: Sequence[Slot]) -> dict[Slot, int]:
     """Double full scales in one launch a format and device, and say of each slot how many.
 
     The host waits for the numbers. Where the kernel can't be compiled nothing changes, and there are no numbers.
-
-    Args:
-        slots: each with a weight at the end of its range.
     """
     found: dict[Slot, int] = {}
     for device in dict.fromkeys(slot.device for slot in slots):
@@ -166,8 +157,8 @@ def _widenings(slots: Sequence[Slot], said: Said) -> Widenings | None:
         bits, scale = slot.spec.residual_bits, held.kept_scale
         residual = slot.tensors["residual"].data_ptr() if bits else 0
         record["pointers"] = (slot.tensors["weight"].data_ptr(), residual, scale.data_ptr(), said.place(i))
-        rows, length = record["rows"], record["length"] = scale.numel(), slot.view.numel // scale.numel()
-        made.append(widening_of(held.format, bits, scale.dtype is torch.uint8, _packs(slot, rows, length)))
+        record["rows"], record["length"] = scale.numel(), slot.view.numel // scale.numel()
+        made.append(widening_of(held.format, bits, scale.dtype is torch.uint8))
     words = [slots[i].key for i in places]
     streams = np.array([stream for *_, stream in words], dtype=np.uint64)
     records["keys"][:, :3] = round_key_rows([each[:2] for each in words], streams, FOR_RESCALING)
@@ -213,12 +204,7 @@ def _scale(slot: Slot) -> Tensor | None:
 
 
 def kind_of(slot: Slot, places: Sequence[int] = ()) -> tuple[int, int, int, Kind]:
-    """The number of rows, their length, the rows that share a scale, and the kernel of a slot.
-
-    Args:
-        slot: the slot.
-        places: addresses of its arrays.
-    """
+    """The number of rows, their length, the rows that share a scale, and the kernel of a slot."""
     view = slot.view
     rows, length = view.dims if len(view.dims) == 2 else (1, view.dims[0])
     repeats, scales = view.repeats, "one"
@@ -231,16 +217,13 @@ def kind_of(slot: Slot, places: Sequence[int] = ()) -> tuple[int, int, int, Kind
     tiled = (scales == "row" and not long) or (slot.spec.blockwise and not long)
     width = _ELEMENTS if not tiled else 1 << (length - 1).bit_length()
     aligned = length % 16 == 0 and not any(place % 16 for place in places)
-    packs = _packs(slot, rows, length, width)
-    elements = _ELEMENTS // 2 if packs == "across" else _ELEMENTS  # a field at a time takes more registers
     tile = _tile(
-        rows=1 if long or not tiled else elements // width,
+        rows=1 if long or not tiled else _ELEMENTS // width,
         width=_LONGEST if long else width,
         length=length if tiled else 0,
         scales=scales,
         aligned=aligned,
         long=long,
-        packs=packs,
     )
     weight, gradient = slot.tensors["weight"].dtype, slot.tensors["gradient"].dtype
     exponents = slot.kept_scale is not None and slot.kept_scale.dtype is torch.uint8 and scales != "element"
@@ -249,14 +232,6 @@ def kind_of(slot: Slot, places: Sequence[int] = ()) -> tuple[int, int, int, Kind
 
 _tile = lru_cache(maxsize=1024)(Tile)
 """The same tile for parameters of one kind, so that its hash is made once."""
-
-
-def _packs(slot: Slot, rows: int, length: int, width: int = _ELEMENTS) -> str:
-    """``within`` where a byte of a packed residual belongs to one row of a program, else ``across``; empty unpacked."""
-    if not is_packed(slot):
-        return ""
-    each = 8 // slot.spec.residual_bits
-    return "within" if width >= each and (rows == 1 or length % each == 0) else "across"
 
 
 def _cut(rows: int, length: int, scales: str) -> tuple[int, int, int, str]:

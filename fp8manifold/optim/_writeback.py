@@ -27,7 +27,7 @@ class WriteBack:
     Args:
         name: what optimizers call it.
         rounding: how a value goes to the grid, ``"nearest"`` or ``"stochastic"``.
-        residual_bits: bits a weight in which the state keeps what the rounding left: 0, 2, 4 or 8.
+        residual_bits: bits a weight in which the state keeps what the rounding left: 0 or 8.
         injects: whether what the rounding took goes into the first moment.
 
     Raises:
@@ -42,15 +42,15 @@ class WriteBack:
     """What optimizers call it."""
     rounding: Literal["nearest", "stochastic"] = "stochastic"
     """How a value goes to the grid."""
-    residual_bits: Literal[0, 2, 4, 8] = 0
+    residual_bits: Literal[0, 8] = 0
     """Bits a weight in which the state keeps what the rounding left."""
     injects: bool = False
     """Whether what the rounding took goes into the first moment."""
 
     def __post_init__(self) -> None:
         """Refuse a width that no state is kept in."""
-        if self.residual_bits not in (0, 2, 4, 8):
-            raise ValueError(f"residual_bits={self.residual_bits!r} is not kept: 0, 2 (four weights a byte), 4 or 8")
+        if self.residual_bits not in (0, 8):
+            raise ValueError(f"residual_bits={self.residual_bits!r} is not kept: 0 or 8")
 
     @property
     def draws(self) -> bool:
@@ -66,11 +66,6 @@ class WriteBack:
     def state(self) -> tuple[str, ...]:
         """Names of what it keeps in a parameter's state."""
         return ("residual",) if self.residual_bits else ()
-
-    @property
-    def packs(self) -> bool:
-        """Whether several weights share a byte of what it keeps."""
-        return self.residual_bits in (2, 4)
 
     @property
     def bytes_per_weight(self) -> float:
@@ -111,8 +106,6 @@ WRITEBACKS: Final[dict[str, WriteBack]] = {
         WriteBack("nearest", "nearest"),
         WriteBack("stochastic"),
         WriteBack("residual8", residual_bits=8),
-        WriteBack("residual4", residual_bits=4),
-        WriteBack("residual2", residual_bits=2),
         WriteBack("momentum", injects=True),
     )
 }

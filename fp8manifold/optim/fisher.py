@@ -4,27 +4,23 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, NamedTuple, Unpack
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from fp8manifold._base.checks import check_choice, check_int, check_number
+from fp8manifold._numerics.charts import Metric
 from fp8manifold._numerics.stiffness import power_of_ratio, reference_stiffness
 from fp8manifold.optim import _nngeometry as fisher
-from fp8manifold.optim._checks import Stiffness, check_betas, check_finite, check_unshared, lr_of, spelt_out
+from fp8manifold.optim._checks import Schedule, check_betas, check_finite, check_unshared, lr_of, options_in
 from fp8manifold.optim._slot import Parameters, Slot
 from fp8manifold.optim._state import stiffness_field
-from fp8manifold.optim._stiffness import StiffnessOptimizer, adam_numbers, injected
 from fp8manifold.optim._writeback import rule_of
+from fp8manifold.optim.stiffness import StiffnessOptimizer, adam_numbers, injected
+from fp8manifold.random_bits import Draws
 
 __all__ = ["FisherNaturalGradient"]
-
-
-class _Layer(NamedTuple):
-    name: str
-    module: nn.Linear
-    slot: Slot
 
 
 class FisherNaturalGradient(StiffnessOptimizer):
@@ -111,7 +107,6 @@ class FisherNaturalGradient(StiffnessOptimizer):
     _metrics: dict[Tensor, dict[str, Any]]  # what a step has measured and not taken yet
     steps_alone = False  # the gradients of a layer's weight and bias go together
 
-    @spelt_out()
     def __init__(
         self,
         params: Parameters,
@@ -133,15 +128,26 @@ class FisherNaturalGradient(StiffnessOptimizer):
         max_features: int = 4096,
         logits: Callable[[nn.Module, Any], Tensor] = fisher.call_model,
         floor: float = 2.0**-8,
-        **options: Unpack[Stiffness],
+        stiffness: Schedule = 0.0,
+        metric: Metric = "ulp",
+        writeback: str = "stochastic",
+        draws: Draws = "independent",
+        moments: str = "float32",
+        seed: int = 0,
+        clip: float = 2.0**4,
+        refresh_every: int = 100,
+        maximize: bool = False,
+        on_nonfinite: str = "skip",
+        stabilize_every: int | None = None,
+        reset_every: int | None = None,
+        **flags: Any,
     ) -> None:
+        options = options_in(locals())
+        model, loader, logits = (options.pop(name) for name in ("model", "loader", "logits"))
         fisher.check_sources(model, loader, logits)
         fisher.load_nngeometry()
         self.model, self.loader, self.logits = model, loader, logits
-        own: dict[str, Any] = {"lr": lr, "momentum": momentum, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        own |= {"representation": representation, "refresh": refresh, "damping": damping, "decay": decay}
-        own |= {"batches": batches, "samples": samples, "normalize": normalize, "max_features": max_features}
-        super().__init__(params, own | {"floor": floor} | options)
+        super().__init__(params, options)
         if not any(self._layers(group) for group in self.param_groups):
             raise ValueError(
                 "none of the parameters is the weight of a linear layer of model (tied and very wide ones do not "
@@ -213,15 +219,15 @@ class FisherNaturalGradient(StiffnessOptimizer):
 
     def _precondition(self, group: dict[str, Any], slots: dict[Tensor, Slot]) -> None:
         """Replace the gradients of a group's layers by natural ones, measuring the Fisher metric where it is due."""
-        layers = [_Layer(*found, slots[weight]) for weight, found in self._layers(group).items() if weight in slots]
-        due: dict[int, list[_Layer]] = {}
-        for layer in layers:
-            if _is_due(layer.slot):
-                due.setdefault(layer.slot.done, []).append(layer)
+        layers = {slots[weight]: found for weight, found in self._layers(group).items() if weight in slots}
+        due: dict[int, list[Slot]] = {}
+        for slot in layers:
+            if _is_due(slot):
+                due.setdefault(slot.done, []).append(slot)
         for done, together in due.items():
-            self._measure(group, together, done)
-        for layer in layers:
-            layer.slot.tensors["gradient"] = self._natural(layer)
+            self._measure(group, {slot: layers[slot] for slot in together}, done)
+        for slot, (name, _) in layers.items():
+            slot.tensors["gradient"] = self._natural(name, slot)
 
     def _layers(self, group: dict[str, Any]) -> dict[Tensor, tuple[str, nn.Linear]]:
         """Name and layer of each weight of the group that belongs to one linear layer of the model alone."""
@@ -235,7 +241,7 @@ class FisherNaturalGradient(StiffnessOptimizer):
             if module.weight.numel() and max(module.in_features, module.out_features) <= widest
         }
 
-    def _measure(self, group: dict[str, Any], layers: list[_Layer], done: int) -> None:
+    def _measure(self, group: dict[str, Any], layers: dict[Slot, tuple[str, nn.Linear]], done: int) -> None:
         batches = fisher.first_batches(self.loader, group["batches"], seed=group["seed"], step=done)
         if not batches:
             raise ValueError("the loader gave no batch to measure the Fisher metric with")
@@ -247,24 +253,24 @@ class FisherNaturalGradient(StiffnessOptimizer):
 
         found = fisher.measure(
             self.model,
-            [fisher.Layer(x.name, x.module, self._stretch(x.slot), _earlier(x.slot)) for x in layers],
+            [fisher.Layer(*x, self._stretch(s), {} if _resets(s) else s.state) for s, x in layers.items()],
             loss,
             len(batches) * samples,
             representation=group["representation"],
             damping=float(group["damping"]),
             decay=float(group["decay"]),
         )
-        self._metrics |= {layer.slot.parameter: metric for layer, metric in zip(layers, found, strict=True)}
+        self._metrics |= {slot.parameter: metric for slot, metric in zip(layers, found, strict=True)}
 
-    def _natural(self, layer: _Layer) -> Tensor:
-        slot, group = layer.slot, layer.slot.group
+    def _natural(self, name: str, slot: Slot) -> Tensor:
+        group = slot.group
         assert slot.parameter.grad is not None
         metric, kind = self._metrics.get(slot.parameter) or slot.state, group["representation"]
         stretch = self._stretch(slot) if kind == "diagonal" else None
         gradient = fisher.natural_gradient(kind, metric, slot.parameter.grad.float(), stretch)
         norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
         if not math.isfinite(norm):
-            raise FloatingPointError(f"layer {layer.name!r}: its natural gradient is not finite; raise damping")
+            raise FloatingPointError(f"layer {name!r}: its natural gradient is not finite; raise damping")
         if group["normalize"] and norm:
             gradient = gradient * (gradient.numel() ** 0.5 / norm)
         return gradient.contiguous().resolve_neg()
@@ -283,7 +289,6 @@ class FisherNaturalGradient(StiffnessOptimizer):
 
 
 def _is_due(slot: Slot) -> bool:
-    """True where the Fisher metric is measured in this step."""
     renewed = slot.done % slot.group["refresh"] == 0
     return fisher.NEEDED[slot.group["representation"]] not in slot.state or renewed or _resets(slot)
 
@@ -291,8 +296,3 @@ def _is_due(slot: Slot) -> bool:
 def _resets(slot: Slot) -> bool:
     every = slot.group["reset_every"]
     return bool(slot.done and every and slot.done % every == 0)
-
-
-def _earlier(slot: Slot) -> dict[str, Any]:
-    """What the state has of measurements that count still."""
-    return {} if _resets(slot) else slot.state

@@ -1,14 +1,15 @@
 """Madam: multiplicative steps, additive near zero."""
 
 import math
-from typing import Any, Unpack
+from typing import Any
 
 from torch import Tensor
 
 from fp8manifold._base.checks import check_number
-from fp8manifold.optim._checks import Bounded, check_betas, check_finite, lr_of, spelt_out
+from fp8manifold.optim._checks import check_betas, check_finite, lr_of, options_in
 from fp8manifold.optim._slot import Parameters, Slot
-from fp8manifold.optim._stiffness import StiffnessOptimizer, adam_numbers
+from fp8manifold.optim.stiffness import StiffnessOptimizer, adam_numbers
+from fp8manifold.random_bits import Draws
 
 __all__ = ["Madam"]
 
@@ -59,7 +60,6 @@ class Madam(StiffnessOptimizer):
 
     direction = "madam"
 
-    @spelt_out()
     def __init__(
         self,
         params: Parameters,
@@ -71,18 +71,20 @@ class Madam(StiffnessOptimizer):
         float_lr: float = 1e-3,
         max_direction: float = 10.0,
         escape: float = 2.0**-4,
-        **options: Unpack[Bounded],
+        writeback: str = "stochastic",
+        draws: Draws = "independent",
+        moments: str = "float32",
+        seed: int = 0,
+        damping: float = 2.0**-8,
+        clip: float = 2.0**4,
+        refresh_every: int = 100,
+        maximize: bool = False,
+        on_nonfinite: str = "skip",
+        stabilize_every: int | None = None,
+        reset_every: int | None = None,
+        **flags: Any,
     ) -> None:
-        own = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "float_lr": float_lr,
-            "max_direction": max_direction,
-            "escape": escape,
-        }
-        super().__init__(params, own | options)
+        super().__init__(params, options_in(locals()))
 
     def _check_group(self, group: dict[str, Any]) -> None:
         check_betas(group["betas"])

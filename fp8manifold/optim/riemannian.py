@@ -1,7 +1,7 @@
 """RiemannianAdam and RiemannianSGD: geoopt's signatures, with steps counted in ULPs on this library's manifolds."""
 
 import math
-from typing import Any, Final, Unpack
+from typing import Any, Final
 
 import geoopt
 import torch
@@ -11,16 +11,15 @@ from fp8manifold._base.float_bits import working_dtype
 from fp8manifold._numerics.stiffness import bounded_share, bounds, reference_stiffness
 from fp8manifold._ranks import local_of, spread
 from fp8manifold.optim._agreement import in_every_process, squares_are_finite
-from fp8manifold.optim._checks import Charted, check_betas, check_finite, check_first_moment, lr_of, spelt_out
+from fp8manifold.optim._checks import check_betas, check_finite, check_first_moment, lr_of, options_in
 from fp8manifold.optim._directions import DIRECTIONS, MOMENT_NAMES
 from fp8manifold.optim._optimizer import ManifoldOptimizer
 from fp8manifold.optim._slot import Parameters, Slot, is_quantized, manifold_of
 from fp8manifold.optim._spec import BOUNDS
 from fp8manifold.optim._state import expanded, stiffness_field
-from fp8manifold.optim._stiffness import adam_numbers
 from fp8manifold.optim._writeback import rounds_at_random, to_half
-from fp8manifold.optim.stiffness_sgd import check_momentum, momentum_numbers
-from fp8manifold.random_bits import draw_range
+from fp8manifold.optim.stiffness import adam_numbers, check_momentum, momentum_numbers
+from fp8manifold.random_bits import Draws, draw_range
 
 __all__ = ["Riemannian", "RiemannianAdam", "RiemannianSGD", "change_unit", "unit_of", "with_l2"]
 
@@ -172,7 +171,6 @@ class Riemannian(ManifoldOptimizer):
 
 
 def _largest(slot: Slot, field: Tensor) -> float:
-    """The largest value of a field, over all processes."""
     return float(slot.ranks.largest(field.max() if field.numel() else field.new_zeros(())))
 
 
@@ -262,7 +260,6 @@ class RiemannianAdam(Riemannian):
 
     direction = "adam"
 
-    @spelt_out(writeback=None, draws=None)
     def __init__(
         self,
         params: Parameters,
@@ -274,17 +271,23 @@ class RiemannianAdam(Riemannian):
         *,
         stabilize: int | None = None,
         float_lr: float | None = None,
-        **options: Unpack[Charted],
+        writeback: str | None = None,
+        draws: Draws | None = None,
+        moments: str = "float32",
+        seed: int = 0,
+        damping: float = 2.0**-8,
+        clip: float = 2.0**4,
+        refresh_every: int = 100,
+        maximize: bool = False,
+        on_nonfinite: str = "skip",
+        stabilize_every: int | None = None,
+        reset_every: int | None = None,
+        **flags: Any,
     ) -> None:
-        own = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-            "float_lr": float_lr,
-        }
-        super().__init__(params, own | options | ({} if stabilize is None else {"stabilize_every": stabilize}))
+        options = options_in(locals())
+        if (every := options.pop("stabilize")) is not None:
+            options["stabilize_every"] = every
+        super().__init__(params, options)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
@@ -375,7 +378,6 @@ class RiemannianSGD(Riemannian):
 
     direction = "sgd"
 
-    @spelt_out(writeback=None, draws=None)
     def __init__(
         self,
         params: Parameters,
@@ -387,17 +389,23 @@ class RiemannianSGD(Riemannian):
         stabilize: int | None = None,
         *,
         float_lr: float | None = None,
-        **options: Unpack[Charted],
+        writeback: str | None = None,
+        draws: Draws | None = None,
+        moments: str = "float32",
+        seed: int = 0,
+        damping: float = 2.0**-8,
+        clip: float = 2.0**4,
+        refresh_every: int = 100,
+        maximize: bool = False,
+        on_nonfinite: str = "skip",
+        stabilize_every: int | None = None,
+        reset_every: int | None = None,
+        **flags: Any,
     ) -> None:
-        own = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "float_lr": float_lr,
-        }
-        super().__init__(params, own | options | ({} if stabilize is None else {"stabilize_every": stabilize}))
+        options = options_in(locals())
+        if (every := options.pop("stabilize")) is not None:
+            options["stabilize_every"] = every
+        super().__init__(params, options)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)

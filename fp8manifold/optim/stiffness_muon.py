@@ -2,14 +2,22 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fp8manifold._base.checks import check_choice, check_int, check_number
+from fp8manifold._numerics.charts import Metric
 from fp8manifold.optim._backends import StepView
-from fp8manifold.optim._checks import Family, check_betas, check_finite, check_first_moment, lr_of, spelt_out
+from fp8manifold.optim._checks import (
+    Schedule,
+    check_betas,
+    check_finite,
+    check_first_moment,
+    lr_of,
+    options_in,
+)
 from fp8manifold.optim._muon import (
     ADJUSTMENTS,
     COEFFICIENTS,
@@ -20,8 +28,9 @@ from fp8manifold.optim._muon import (
 )
 from fp8manifold.optim._slot import Parameters, Slot
 from fp8manifold.optim._sorting import sorted_groups
-from fp8manifold.optim._stiffness import StiffnessOptimizer, adam_numbers, injected
 from fp8manifold.optim._writeback import rule_of
+from fp8manifold.optim.stiffness import StiffnessOptimizer, adam_numbers, injected
+from fp8manifold.random_bits import Draws
 
 _DIRECTIONS = ("muon", "adam")
 _PRODUCTS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -88,7 +97,6 @@ class StiffnessMuon(StiffnessOptimizer):
 
     direction = "muon"
 
-    @spelt_out()
     def __init__(
         self,
         params: Parameters,
@@ -106,24 +114,22 @@ class StiffnessMuon(StiffnessOptimizer):
         ns_dtype: torch.dtype | None = None,
         betas: tuple[float, float] = (0.9, 0.95),
         adam_eps: float = 1e-8,
-        **options: Unpack[Family],
+        stiffness: Schedule = 0.0,
+        metric: Metric = "ulp",
+        writeback: str = "stochastic",
+        draws: Draws = "independent",
+        moments: str = "float32",
+        seed: int = 0,
+        damping: float = 2.0**-8,
+        clip: float = 2.0**4,
+        refresh_every: int = 100,
+        maximize: bool = False,
+        on_nonfinite: str = "skip",
+        stabilize_every: int | None = None,
+        reset_every: int | None = None,
+        **flags: Any,
     ) -> None:
-        own = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "ns_coefficients": ns_coefficients,
-            "eps": eps,
-            "ns_steps": ns_steps,
-            "adjust_lr_fn": adjust_lr_fn,
-            "direction": direction,
-            "matrix_shape": matrix_shape,
-            "ns_dtype": ns_dtype,
-            "betas": betas,
-            "adam_eps": adam_eps,
-        }
-        super().__init__(params, own | options)
+        super().__init__(params, options_in(locals()))
 
     @classmethod
     def for_model(
@@ -212,7 +218,6 @@ def _is_muons(slot: Slot) -> bool:
 
 
 def _check_muon(group: dict[str, Any]) -> None:
-    """Raise unless Muon's own options are valid and fit each other."""
     if "max_momentum" in group:
         raise ValueError(
             "cycle_momentum=True, the default of OneCycleLR and CyclicLR, cycles the betas of every group, and a group "

@@ -124,8 +124,6 @@ RULES: dict[str, Rule] = {
     "stochastic": _one_byte("adamw", 2e-3, "stochastic", "AdamW, stochastic rounding"),
     "stochastic-8bit": _one_byte("adamw", 2e-3, "stochastic", "stochastic with 8-bit moments", moments="8bit"),
     "residual8": _one_byte("adamw", 2e-3, "residual8", "AdamW, what rounding loses kept in 8 bits a weight"),
-    "residual4": _one_byte("adamw", 2e-3, "residual4", "AdamW, what rounding loses kept in 4 bits a weight"),
-    "residual2": _one_byte("adamw", 2e-3, "residual2", "AdamW, what rounding loses kept in 2 bits a weight"),
     "momentum": _one_byte("adamw", 2e-3, "momentum", "AdamW, what rounding loses put into the momentum"),
     "muon": Rule(
         "float32",

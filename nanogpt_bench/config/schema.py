@@ -62,7 +62,7 @@ ON_FLOATS = ("stiffness_adamw", "stiffness_muon")
 #: torchao's own names of its ways to scale
 FLOAT8_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 #: those of fp8manifold.optim, which brings torch, and which of them lose updates; a test compares the two
-WRITEBACKS = ("nearest", "stochastic", "residual8", "residual4", "residual2", "momentum")
+WRITEBACKS = ("nearest", "stochastic", "residual8", "momentum")
 LOSING = ("nearest",)
 MOMENTS = ("float32", "bfloat16", "8bit")
 #: how the random draws of one weight follow each other, step by step

@@ -132,6 +132,8 @@ GONE = {
     "monitor.fisher_matrix": "kfac",
     "monitor.fisher_eigenvalues": 5,
     "optimizer.compile": False,
+    "tracking.tags": [],
+    "tracking.wandb_entity": None,
     "train.max_rollbacks": 3,
 }
 

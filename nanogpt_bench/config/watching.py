@@ -81,13 +81,13 @@ class TrackingConfig:
     wandb: str = setting(
         "off", "Weights & Biases; auto: online with an API key, otherwise offline", choices=WANDB_MODES
     )
-    wandb_project: str = setting("nanogpt-bench", "project of the runs")
-    wandb_entity: str | None = setting(None, "user or team; null: the key's own")
+    wandb_project: str = setting(
+        "nanogpt-bench", "project of the runs; W&B reads user, team and tags from WANDB_ENTITY and WANDB_TAGS"
+    )
     wandb_id: str | None = setting(None, "run to resume, online only; null: a new one")
     wandb_artifacts: bool = setting(
-        False, "at the end, keep the last and the best checkpoint there, as artifacts with the aliases latest and best"
+        False, "at the end, keep the last checkpoint there, as an artifact with the alias latest"
     )
-    tags: list[str] = setting(list, "words to find the run by")
     tensorboard: bool = setting(False, "write TensorBoard's event files into the run folder")
 
 

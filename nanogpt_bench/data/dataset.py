@@ -5,19 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from importlib.util import find_spec
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.data.references import reference_documents
 from nanogpt_bench.data.rows import (
     LabelledRows,
     NotOnHubError,
     Stream,
     characters,
     find_commit,
-    local_facts,
-    local_files,
+    local_copy,
     names_in,
     open_streams,
     splits_of,
@@ -42,15 +39,10 @@ def _with_labels(streams: Mapping[str, Stream], column: str, what: str) -> Prepa
     return splits_of(streams, column, what, LabelledRows), names_in(streams["train"])
 
 
-def _with_references(streams: Mapping[str, Stream], column: str, what: str) -> Prepared:
-    return reference_documents(chain.from_iterable(splits_of(streams, column, what).values()))
-
-
-#: what is prepared of a data set: its text, documents with the labels it gives them, or with the references in them
+#: what is prepared of a data set: its text, or documents with the labels it gives them
 TASKS: Mapping[str, Callable[[Mapping[str, Stream], str, str], Prepared]] = {
     "text": _as_text,
     "labels": _with_labels,
-    "references": _with_references,
 }
 
 
@@ -98,8 +90,7 @@ def prepare_hub(
 
     The training and validation splits become train.bin and val.bin; where there is no validation split, every tenth
     document is for validation. With `data_dir` a local copy is read and no network is used. `task` is one of `TASKS`:
-    with `labels` the documents have those of the column `labels`, with `references` they are paragraphs that have the
-    articles they refer to (`nanogpt_bench.data.references`).
+    with `labels` the documents have those of the column `labels`.
 
     Raises:
         BenchError: no such data set, configuration, revision, column or tokenizer; the hub is out of reach; a damaged
@@ -124,10 +115,8 @@ def _open(
 ) -> tuple[Mapping[str, Stream], dict[str, Any]]:
     """Return the rows of each split, and what tells this text from others of the same name."""
     if data_dir is not None:
-        files = local_files(data_dir, config)
-        names = {split: [str(path) for path in paths] for split, paths in files.items()}
-        streams = open_streams("the local copy", "parquet", data_files=names)
-        return streams, {"kind": "copy", "files": local_facts(files)}
+        streams, files = local_copy(data_dir, config)
+        return streams, {"kind": "copy", "files": files}
     commit = find_commit(dataset, revision)
     streams = open_streams(f"data set {dataset!r}", dataset, config, revision=commit)
     return streams, {"kind": "hub", "revision": commit}

@@ -55,8 +55,7 @@ def open_streams(what: str, *arguments: Any, **options: Any) -> dict[str, Stream
     """
     import datasets
 
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what goes wrong is raised, and said once
+    quiet()
     with reading(what):
         return dict(datasets.load_dataset(*arguments, streaming=True, **options))
 
@@ -200,39 +199,27 @@ def _out_of_reach(dataset: str, error: Exception) -> BenchError:
     )
 
 
-SPLITS = ("train", *VAL_NAMES)
-
-
-def local_files(folder: Path, config: str | None) -> dict[str, list[Path]]:
-    """Return the parquet files of each split in FOLDER/CONFIG or else in FOLDER, in the order of their names.
+def local_copy(folder: Path, config: str | None) -> tuple[dict[str, Stream], dict[str, str]]:
+    """Return the rows of each split in FOLDER/CONFIG or else in FOLDER, and the sha256 of the files that are read.
 
     Raises:
-        BenchError: no such folder, no training split in it, or a file that is no whole parquet file.
+        BenchError: no such folder, or no files of a data set in it.
     """
+    import datasets
+
     if not folder.is_dir():
         raise BenchError(f"--data-dir {str(folder)!r} is not a folder")
     inner = folder / config if config and (folder / config).is_dir() else folder
-    paths = sorted(path for path in inner.glob("*.parquet") if path.is_file())
-    found = {split: [path for path in paths if _split(path) == split] for split in SPLITS}
-    if not found["train"]:
-        expected = f"{config}/train-*.parquet or train-*.parquet" if config else "train-*.parquet"
-        raise BenchError(f"--data-dir {str(folder)!r} holds no {expected}")
-    for path in paths:
-        _check_whole(path)
-    return {split: paths for split, paths in found.items() if paths}
+    quiet()
+    with reading(f"--data-dir {str(inner)!r}"):
+        builder = datasets.load_dataset_builder(str(inner))
+        paths = [Path(path) for name in ("train", *VAL_NAMES) for path in builder.config.data_files.get(name, ())]
+        return dict(builder.as_streaming_dataset()), {path.name: sha256(path) for path in paths}
 
 
-def _split(path: Path) -> str:
-    return path.stem.partition("-")[0]
+def quiet() -> None:
+    """Leave it to errors to say what goes wrong, once."""
+    import datasets
 
-
-def _check_whole(path: Path) -> None:
-    import pyarrow.parquet
-
-    with reading(repr(str(path))):
-        pyarrow.parquet.read_schema(path)
-
-
-def local_facts(files: Mapping[str, list[Path]]) -> dict[str, Any]:
-    """Return what tells one copy from another: the sha256 of every file by its name."""
-    return {path.name: sha256(path) for paths in files.values() for path in paths}
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)

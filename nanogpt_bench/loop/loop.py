@@ -156,7 +156,6 @@ class Loop:
 
     def _tell(self, alert: Alert) -> None:
         self.raised.append(alert)
-        self.trackers.alert(alert)
 
     def go(self) -> dict[str, Any]:
         try:

@@ -25,6 +25,17 @@ def check_floats(model: Any, name: str) -> None:
         raise BenchError(f"model {name!r}: {one_line(error)}") from None
 
 
+def check_size(settings: Any, name: str) -> None:
+    """Refuse a folder whose config.json speaks of more weights than its files have bytes, before any model is made."""
+    least = settings.hidden_size * (settings.vocab_size + settings.num_hidden_layers)  # embedding, a norm a block
+    files = list(Path(name).glob("*.safetensors")) if Path(name).is_dir() else []
+    size = sum(file.stat().st_size for file in files)
+    if files and least > size:
+        raise BenchError(
+            f"model {name!r}: its config.json speaks of {least:,} weights or more, its .safetensors have {size:,} bytes"
+        )
+
+
 def shares_head(model: Any) -> bool:
     """Return whether a model's head is its embedding."""
     head = model.get_output_embeddings()

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import fp8manifold as fm
-from nanogpt_bench.model.as_read import check_causal, check_finite, check_floats, check_head, shares_head
+from nanogpt_bench.model.as_read import check_causal, check_finite, check_floats, check_head, check_size, shares_head
 from nanogpt_bench.model.gguf import check_taken
 from nanogpt_bench.system.errors import BenchError, one_line, shortened
 from nanogpt_bench.system.free_memory import check_memory
@@ -35,6 +35,8 @@ from nanogpt_bench.system.words import say
 
 #: of what transformers says when it refuses a file
 LONGEST_REASON = 300
+#: a constant that GPT-2's older files carry beside the weights, which transformers calls unexpected
+_MASK = ".attn.masked_bias"
 _HALVES = {"BF16": torch.bfloat16, "F16": torch.float16}
 #: bytes that say how long the description of a safetensors file is
 _LENGTH = 8
@@ -133,8 +135,12 @@ def reading(name: str) -> Iterator[Any]:
 
 
 @functools.lru_cache(maxsize=4)
-def _settings(name: str) -> Any:
-    """Return the model's settings as transformers' object, of a model that can be trained and measured here."""
+def settings_of(name: str) -> Any:
+    """Return the model's settings as transformers' object, of a model that can be trained and measured here.
+
+    Raises:
+        BenchError: as `find_model`, or a model that is quantised, no causal language model, or without attention.
+    """
     where = find_model(name)
     with reading(name) as transformers:
         found = transformers.AutoConfig.from_pretrained(**where, trust_remote_code=False)
@@ -150,6 +156,7 @@ def _settings(name: str) -> Any:
         what = saved[0] if saved else f"of type {found.model_type!r}"
         raise BenchError(f"model {name!r} is {what}, no causal language model (one that predicts the next token)")
     _check_attention(found, name)
+    check_size(found.get_text_config(), name)
     if "gguf_file" not in where and _has_own_head(found, name):  # which transformers reads, whatever the settings say
         found.tie_word_embeddings = found.get_text_config().tie_word_embeddings = False
     return found
@@ -188,7 +195,7 @@ def outline(name: str) -> Outline:
     Raises:
         BenchError: as `find_model`, or not a causal language model of float weights.
     """
-    settings, model = _settings(name), skeleton(name)
+    settings, model = settings_of(name), skeleton(name)
     owners: dict[int, list[str]] = {}
     for weight, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(weight)
@@ -214,7 +221,7 @@ def skeleton(name: str) -> Any:
     Raises:
         BenchError: as `outline`.
     """
-    return _from_settings(_settings(name), name)
+    return _from_settings(settings_of(name), name)
 
 
 def _from_settings(settings: Any, name: str) -> Any:
@@ -260,7 +267,7 @@ def load_causal(name: str, *, bytes_each: float = 5.0, quantization: Mapping[str
         options |= {} if copies else {"use_safetensors": True}
         if quantization is not None and not copies:
             options["quantization_config"] = fm.huggingface.quantization_config(**quantization)
-        model, said = transformers.AutoModelForCausalLM.from_pretrained(**where, config=_settings(name), **options)
+        model, said = transformers.AutoModelForCausalLM.from_pretrained(**where, config=settings_of(name), **options)
     if copies:
         file = Path(where["pretrained_model_name_or_path"]) / where["gguf_file"]
         with reading(str(file)):
@@ -270,7 +277,7 @@ def load_causal(name: str, *, bytes_each: float = 5.0, quantization: Mapping[str
     else:
         check_floats(model, name)
     for kind in ("missing", "unexpected"):
-        keys = sorted(said.get(f"{kind}_keys") or ())
+        keys = sorted(key for key in said.get(f"{kind}_keys") or () if not key.endswith(_MASK))
         if keys:
             raise BenchError(f"model {name!r} does not fit its config.json: {kind} weight {keys[0]!r}")
     if (quantization or {}).get("tied") != "untie":  # which gives it a head of its own
@@ -302,7 +309,7 @@ def load_narrow(name: str) -> Any | None:
     check_memory(outline(name).parameters * 2.5, f"model {name!r}, {outline(name).parameters:,} parameters,")
     with reading(name) as transformers:
         options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": False, "use_safetensors": True}
-        options |= {"config": copy.deepcopy(_settings(name)), "output_loading_info": True}
+        options |= {"config": copy.deepcopy(settings_of(name)), "output_loading_info": True}
         model, said = transformers.AutoModelForCausalLM.from_pretrained(**where, **options)
     if said.get("missing_keys") or said.get("unexpected_keys") or not computes_in_float32(model):
         return None

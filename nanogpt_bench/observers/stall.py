@@ -115,7 +115,7 @@ class Stall(Observer):
             self._note(metric, update, getattr(found, metric.figure))
         state: dict[str, Any] = step.optimizer.state.get(update.layer.weight, {})
         if self._grid and (residual := state.get("residual")) is not None:
-            saturated = fm.monitor.residual_saturation(residual, update.before.numel())
+            saturated = fm.monitor.residual_saturation(residual)
             self._note(metrics.RESIDUAL_SATURATION, update, saturated)
         self._note(metrics.CODE_DRIFT, update, self._start[update.name].drift(update))
 

@@ -19,8 +19,6 @@ from torch import Tensor
 
 from nanogpt_bench.checkpoint import newest
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.observers.alerts import Alert
-from nanogpt_bench.runs.trained import BEST
 from nanogpt_bench.setup.layers import plain
 from nanogpt_bench.system.errors import BenchError, one_line
 from nanogpt_bench.system.files import write_text
@@ -67,9 +65,6 @@ class Tracker(Protocol):
     def distributions(self, step: int, found: Mapping[str, Distribution]) -> None:
         """Take the distributions of one step, before its figures."""
 
-    def alert(self, alert: Alert) -> None:
-        """Take an alert."""
-
     def finish(self, summary: Mapping[str, Any] | None) -> None:
         """Take the summary, None where the run broke off, and send what is waiting."""
 
@@ -112,10 +107,6 @@ class Trackers(Observer):
             self._each(lambda tracker: tracker.distributions(step.number, found))
         record = {key: value for key, value in step.record.items() if value is not None and math.isfinite(value)}
         self._each(lambda tracker: tracker.log(step.number, record))
-
-    def alert(self, alert: Alert) -> None:
-        """Pass an alert on."""
-        self._each(lambda tracker: tracker.alert(alert))
 
     def finish(self, summary: Mapping[str, Any] | None) -> None:
         """Close every tracker."""
@@ -185,7 +176,7 @@ _STARTERS: dict[str, Callable[[Config, Path, Mapping[str, Any], int], Tracker]] 
 
 
 class TensorBoardTracker:
-    """Scalars of every step, distributions of weights and gradients, alerts as text.
+    """Scalars of every step, histograms of weights and gradients.
 
     What was written of steps beyond `after` is withdrawn.
     """
@@ -217,22 +208,16 @@ class TensorBoardTracker:
                 global_step=step,
             )
 
-    def alert(self, alert: Alert) -> None:
-        self._writer.add_text(f"alerts/{alert.kind}", f"{alert.level}: {alert.message}", alert.step)
-
     def finish(self, summary: Mapping[str, Any] | None) -> None:
         self._writer.close()
 
 
 class WandbTracker:
-    """One W&B run: a `log` call a step, distributions of weights and gradients, alerts; at the end the summary.
+    """One W&B run: a `log` call a step, histograms of weights and gradients; at the end the summary.
 
-    The summary is there as figures of the run and as a table, `summary`. With `tracking.wandb_artifacts` the last
-    checkpoint and the best are versions of an artifact of type model, with the aliases `latest` and `best`.
-
-    An id given to an online run, or known from an `earlier` one, resumes that run, which must exist; offline there is
-    nothing to resume, and the id tells a later `wandb sync` where the steps belong. Steps that W&B has already are
-    logged there no second time.
+    With `tracking.wandb_artifacts` the last checkpoint is a version of an artifact of type model. An online run that
+    has an id, given or that of an `earlier` part, is resumed; offline the id tells a later `wandb sync` where the steps
+    belong. Steps that W&B has already are logged there no second time.
     """
 
     def __init__(self, config: Config, run_dir: Path, earlier: Mapping[str, Any] | None = None) -> None:
@@ -241,14 +226,13 @@ class WandbTracker:
         mode = _mode(self._wandb, tracking.wandb)
         run_id = tracking.wandb_id or known.get("id")
         exists = tracking.wandb_id is not None or known.get("mode") == "online"
-        resume = {} if mode != "online" or run_id is None else {"resume": "must" if exists else "allow"}
+        resume = {"resume": "must" if exists else "allow"} if run_id and mode == "online" else {}
         self._run: Any = self._wandb.init(
             dir=str(run_dir),
             project=tracking.wandb_project,
-            entity=tracking.wandb_entity,
             name=run_dir.name,
             id=run_id,
-            tags=[*tracking.tags, *([config.rule] if config.rule else [])],
+            tags=[config.rule] if config.rule else [],
             config=dataclasses.asdict(config),
             mode=mode,
             allow_val_change=bool(known),  # a resumed run may have been given another setting
@@ -270,32 +254,16 @@ class WandbTracker:
         }
         self._run.log(histograms, step=step)
 
-    def alert(self, alert: Alert) -> None:
-        level = self._wandb.AlertLevel.ERROR if alert.level == "ERROR" else self._wandb.AlertLevel.WARN
-        self._run.alert(title=alert.kind, text=alert.message, level=level, wait_duration=0)
-
     def finish(self, summary: Mapping[str, Any] | None) -> None:
-        figures = {k: v for k, v in (summary or {}).items() if v is None or isinstance(v, str | int | float)}
-        for key, value in figures.items():
-            self._run.summary[key] = value
-        if figures:
-            rows = [[key, "" if value is None else str(value)] for key, value in figures.items()]
-            self._run.log({"summary": self._wandb.Table(columns=["figure", "value"], data=rows)})
-        if self._artifacts:
-            self._log_checkpoints()
+        for key, value in (summary or {}).items():
+            if value is None or isinstance(value, str | int | float):
+                self._run.summary[key] = value
+        if self._artifacts and (checkpoint := newest(self._run_dir)[0]) is not None:
+            artifact = self._wandb.Artifact(f"{_NOT_IN_A_NAME.sub('-', self._run_dir.name)}-checkpoint", type="model")
+            artifact.add_dir(str(checkpoint), policy="immutable")
+            self._run.log_artifact(artifact, aliases=["latest", checkpoint.name])
         failed = summary is None or summary["status"] == "failed"
         self._run.finish(exit_code=1 if failed else 0)
-
-    def _log_checkpoints(self) -> None:
-        """Log the last whole checkpoint, and the best one where it is another step's."""
-        last, best = newest(self._run_dir)[0], newest(self._run_dir / BEST)[0]
-        same = last is not None and best is not None and last.name == best.name
-        for folder, aliases in ((best, ["best"]), (last, ["latest", "best"] if same else ["latest"])):
-            if folder is None or (same and folder == best):
-                continue
-            artifact = self._wandb.Artifact(f"{_NOT_IN_A_NAME.sub('-', self._run_dir.name)}-checkpoint", type="model")
-            artifact.add_dir(str(folder), policy="immutable")
-            self._run.log_artifact(artifact, aliases=[*aliases, folder.name])
 
 
 def _mode(wandb: Any, wanted: str) -> Any:

@@ -13,9 +13,9 @@ from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import Resolved
 from nanogpt_bench.data.batches import Corpus, digests_of, label_names, open_also, open_corpus
 from nanogpt_bench.data.tokenizers import check_tokens
-from nanogpt_bench.model import pretrained
 from nanogpt_bench.model.causal import load_causal, outline, recompute_activations
 from nanogpt_bench.model.gpt import GPT, GPTShape, build_model
+from nanogpt_bench.model.pretrained import checkpoint_shape, load_checkpoint
 from nanogpt_bench.runs.trained import Trained, choose, fill_floats, is_checkpoint, is_run, load, trained_shape
 from nanogpt_bench.setup.surgery import read_as_codes
 from nanogpt_bench.system.errors import BenchError, one_line
@@ -88,7 +88,10 @@ def start_shape(name: str) -> GPTShape:
         return shape
     if _looks_like_one(path):
         raise BenchError(f"{KEY}: {name!r} does not exist; give a run's folder, or one of its {_others(path)}")
-    return pretrained.find_checkpoint(name).shape
+    try:
+        return checkpoint_shape(name)
+    except BenchError as error:
+        raise BenchError(f"{KEY}: {error}") from None
 
 
 def _looks_like_one(path: Path) -> bool:
@@ -130,16 +133,21 @@ def start_model(shape: GPTShape, config: Config, corpus: Corpus) -> Any:
     if not name:
         return build_model(shape, seed)
     trained = _loaded(name) if is_checkpoint(Path(name)) else None
-    if trained is None:
-        pretrained.check_size(name)
-    else:
+    if trained is not None:
         check_text(trained, corpus, f"{KEY}: {name!r}")
     language = build_model(replace(shape, labels=0), seed)
-    if trained is None:
-        pretrained.load_checkpoint(language, name, str(corpus.meta["tokenizer"]))
-    else:
+    if trained is not None:
         fill_floats(language, trained, f"{KEY}: {name!r}")
+    else:
+        _fill(language, name, corpus)
     return _with_head(language, shape, seed) if shape.labels else language
+
+
+def _fill(language: GPT, name: str, corpus: Corpus) -> None:
+    try:
+        load_checkpoint(language, name, str(corpus.meta["tokenizer"]))
+    except BenchError as error:
+        raise BenchError(f"{KEY}: {error}") from None
 
 
 def _with_head(language: GPT, shape: GPTShape, seed: int) -> GPT:

@@ -38,8 +38,6 @@ RELATIVE_COST = {
     "bf16-stochastic": 2.0,
     "stochastic-8bit": 1.7,
     "residual8": 1.6,
-    "residual4": 1.6,
-    "residual2": 1.6,
     "riemannian": 1.5,
     "momentum": 1.4,
     "master": 1.2,

@@ -26,7 +26,7 @@ from nanogpt_bench.data import prepare_text
 from nanogpt_bench.data.batches import load_corpus
 from nanogpt_bench.data.documents import documents_of
 from nanogpt_bench.model.gpt import GPT, GPTShape
-from nanogpt_bench.model.pretrained import find_checkpoint, load_checkpoint
+from nanogpt_bench.model.pretrained import checkpoint_shape, load_checkpoint
 from nanogpt_bench.model.weights import load_weights, save_weights
 from nanogpt_bench.report.sweep_charts import read_studies
 from nanogpt_bench.runs.load import load_run
@@ -96,7 +96,7 @@ def small_model() -> GPT:
 
 
 def load_gpt2(folder: Path) -> None:
-    load_checkpoint(GPT(find_checkpoint(str(folder)).shape), str(folder), "char")
+    load_checkpoint(GPT(checkpoint_shape(str(folder))), str(folder), "char")
 
 
 def load_floats(folder: Path) -> None:

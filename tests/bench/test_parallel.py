@@ -25,18 +25,17 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "library"))
 from rank_pool import Pool
 
 MONITORS = {f"monitor__{name}": False for name in ("stall", "ranges", "bits", "attention", "gradients", "geometry")}
-#: 8-bit averages with and without residuals, orthogonal steps, packed residuals, ULPs, floats, delayed scales
+#: 8-bit averages with and without residuals, orthogonal steps, ULPs, floats, delayed scales
 KINDS: dict[str, dict[str, Any]] = {
     "stochastic-8bit": {"rule": "stochastic-8bit", "model__format": "E4M3"},
     "muon-residual8": {"rule": "muon-residual8", "model__format": "E5M2"},
-    "residual4": {
+    "residual8-8bit": {
         "model__storage": "fp8",
         "model__format": "E4M3",
         "optimizer__name": "stiffness_adamw",
-        "optimizer__writeback": "residual4",
+        "optimizer__writeback": "residual8",
         "optimizer__moments": "8bit",
     },
-    "residual2": {"rule": "residual2", "model__format": "E4M3"},
     "riemannian": {"rule": "riemannian", "model__format": "E3M4"},
     "fp32": {"rule": "fp32"},
     "delayed": {

@@ -20,7 +20,7 @@ from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.data.batches import load_corpus
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.model.gpt import GPT, SIZES, GPTShape
-from nanogpt_bench.model.pretrained import HUB_IDS, find_checkpoint, load_checkpoint
+from nanogpt_bench.model.pretrained import checkpoint_shape, load_checkpoint
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.system import hub
 from nanogpt_bench.system.errors import BenchError
@@ -35,8 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def loaded(folder: Path, **shape: Any) -> GPT:
-    checkpoint = find_checkpoint(str(folder)).shape
-    model = GPT(GPTShape(**{**vars(checkpoint), **shape})).eval()
+    model = GPT(GPTShape(**{**vars(checkpoint_shape(str(folder))), **shape})).eval()
     load_checkpoint(model, str(folder), "char")
     return model
 
@@ -124,6 +123,14 @@ def test_codes_are_not_read_as_weights(dtype: torch.dtype, tmp_path: Path, folde
 def test_settings_for_another_model_are_refused(folder: Path, arguments: list[str], words: str) -> None:
     with pytest.raises(BenchError, match=words):
         resolve(load_config(None, ["--model.init_from", str(folder), *arguments]))
+
+
+def test_a_model_of_another_kind_is_refused(tmp_path: Path) -> None:
+    gpt2_checkpoints.write(
+        tmp_path, model_type="llama", hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    with pytest.raises(BenchError, match=r"model_type 'llama'; only gpt2 can be loaded"):
+        checkpoint_shape(str(tmp_path))
 
 
 def test_a_tied_head_can_t_take_a_head_of_its_own(tmp_path: Path) -> None:
@@ -218,20 +225,10 @@ def server(folder: Path) -> Iterator[str]:
         thread.join()
 
 
-def test_a_checkpoint_is_fetched_once(hub_client: Callable[[str], None], server: str, folder: Path) -> None:
-    hub_client(server)
-    checkpoint = find_checkpoint("gpt2")
-    assert checkpoint.shape == find_checkpoint(str(folder)).shape
-    assert checkpoint.weights.read_bytes() == (folder / "model.safetensors").read_bytes()
-    hub_client("http://127.0.0.1:9")  # nobody answers there: both files are in the cache
-    again = find_checkpoint(HUB_IDS["gpt2"])
-    assert again.weights == checkpoint.weights
-
-
 def test_what_the_hub_does_not_have_is_named(hub_client: Callable[[str], None], server: str, folder: Path) -> None:
     hub_client(server)
     with pytest.raises(BenchError, match=r"'someone/else' is neither a folder here nor a model on the hub"):
-        find_checkpoint("someone/else")
+        checkpoint_shape("someone/else")
     with pytest.raises(BenchError, match=r"on the hub has no pytorch_model\.bin"):
         hub.hub_file("openai-community/gpt2", "pytorch_model.bin")
 
@@ -246,7 +243,7 @@ def test_a_hub_out_of_reach_is_one_line_within_ten_seconds(
     hub_client(f"http://127.0.0.1:{port}")
     begun = time.monotonic()
     with pytest.raises(BenchError, match=r"the hub is out of reach.*local copy") as caught:
-        find_checkpoint("gpt2")
+        checkpoint_shape("gpt2")
     assert time.monotonic() - begun < 5
     assert "\n" not in str(caught.value)
 
@@ -254,10 +251,10 @@ def test_a_hub_out_of_reach_is_one_line_within_ten_seconds(
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "find_spec", lambda name: None)
     with pytest.raises(BenchError, match=r"fp8manifold\[hub\]"):
-        find_checkpoint("gpt2")
+        checkpoint_shape("gpt2")
 
 
 @pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "gpt3"])
 def test_a_path_that_does_not_exist_is_no_id(name: str) -> None:
     with pytest.raises(BenchError, match="does not exist"):
-        find_checkpoint(name)
+        checkpoint_shape(name)

@@ -20,7 +20,7 @@ from nanogpt_bench.training.trainer import Trainer
 Tiny = Callable[..., Config]
 ONE_BYTE = [name for name in available_rules() if RULES[name].storage in ROUNDED]
 #: they begin with what rounding the float weights left, which a simulated byte does not keep
-RESIDUAL = ("residual8", "residual4", "residual2")
+RESIDUAL = ("residual8",)
 #: what a weight and its optimizer state hold in one-byte storage, scales and block scales left out
 HELD = {
     "nearest": 9.0,
@@ -29,8 +29,6 @@ HELD = {
     "stiffness": 9.0,
     "riemannian": 9.0,
     "residual8": 10.0,
-    "residual4": 9.5,
-    "residual2": 9.25,
     "stochastic-8bit": 3.0,
     "stiffness-lion": 5.0,
     "muon-stochastic": 2.0,

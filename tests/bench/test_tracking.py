@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.loop.train import run
-from nanogpt_bench.observers import Alert
 from nanogpt_bench.observers import trackers as build
 from nanogpt_bench.observers.trackers import Distribution, Trackers, distribution
 from nanogpt_bench.system.errors import BenchError
@@ -46,9 +45,6 @@ class Recorder:
 
     def distributions(self, step: int, found: Mapping[str, Distribution]) -> None:
         self._note("distributions", (step, dict(found)))
-
-    def alert(self, alert: Alert) -> None:
-        self._note("alert", alert.kind)
 
     def finish(self, summary: Mapping[str, Any] | None) -> None:
         self._note("finish", summary)
@@ -80,13 +76,13 @@ def test_a_tracker_gets_every_record_once_and_the_summary(tiny: Tiny, tmp_path: 
     assert json.loads((tmp_path / "r" / "tracking.json").read_text()) == summary["trackers"]
 
 
-@pytest.mark.parametrize("point", ["log", "distributions", "alert", "finish"])
+@pytest.mark.parametrize("point", ["log", "distributions", "finish"])
 def test_a_tracker_that_raises_is_reported_once_and_dropped(
     tiny: Tiny, tmp_path: Path, recorder: Recorder, caplog: pytest.LogCaptureFixture, point: str
 ) -> None:
     recorder.fails_in = point
     with caplog.at_level(logging.WARNING, "nanogpt_bench"):
-        summary = run(tracked(tiny, alerts__at_most="{train/loss: 0}", alerts__cooldown_s=0), tmp_path / "r")
+        summary = run(tracked(tiny), tmp_path / "r")
     assert (summary["status"], summary["steps"]) == ("finished", 3)
     assert [call for call, _ in recorder.calls].count(point) == 1
     assert [record.getMessage() for record in caplog.records] == [
@@ -149,13 +145,12 @@ def test_an_interrupted_run_finishes_its_trackers(tiny: Tiny, tmp_path: Path, re
 
 
 def test_trackers_are_told_apart_by_name() -> None:
-    first, second = Recorder("alert"), Recorder()
+    first, second = Recorder("finish"), Recorder()
     second.__class__ = type("Other", (Recorder,), {"facts": {"name": "wandb"}})
     trackers = Trackers([first, second])
-    alert = Alert(1, "WARN", "overflow", "", None, None)
-    trackers.alert(alert)
-    trackers.alert(alert)
-    assert (len(first.calls), len(second.calls)) == (1, 2)
+    trackers.finish(None)
+    assert (len(first.calls), len(second.calls)) == (1, 1)
+    assert list(trackers.dropped) == ["tensorboard"]
 
 
 def test_a_missing_package_is_named_before_anything_is_written(
@@ -181,9 +176,8 @@ def assert_every_loss_is_in_tensorboard(run_dir: Path) -> Any:
 
 def test_tensorboard_holds_every_scalar(tiny: Tiny, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    run(tracked(tiny, alerts__at_most="{train/loss: 0}"), tmp_path / "r")
+    run(tracked(tiny), tmp_path / "r")
     events = assert_every_loss_is_in_tensorboard(tmp_path / "r")
-    assert "alerts/budget/text_summary" in events.Tags()["tensors"]
     (event,) = events.Histograms("weights/lm_head.weight")
     weight = load_file(tmp_path / "r" / "checkpoints" / "step-3" / "model.safetensors")["lm_head.weight"]
     spread = event.histogram_value
@@ -200,7 +194,6 @@ class FakeWandb:
         wandb = pytest.importorskip("wandb")
         self.given: dict[str, Any] = {}
         self.logged: list[tuple[int, dict[str, float]]] = []
-        self.alerts: list[dict[str, Any]] = []
         self.summary: dict[str, Any] = {}
         self.exit_code: int | None = None
         self.id, self.project = "abc123", "p"
@@ -214,9 +207,6 @@ class FakeWandb:
     def log(self, record: dict[str, float], step: int | None = None) -> None:
         if (step is not None and "train/loss" in record) or step == 0:
             self.logged.append((step, record))
-
-    def alert(self, **given: Any) -> None:
-        self.alerts.append(given)
 
     def finish(self, exit_code: int) -> None:
         self.exit_code = exit_code
@@ -242,13 +232,12 @@ def test_wandb_is_told_its_mode_and_resumes_online_only(
     resume: str | None,
 ) -> None:
     fake = FakeWandb(monkeypatch, key)
-    settings = {"tracking__wandb": wanted, "tracking__tags": "a, b", "alerts__at_most": "{train/loss: 0}"}
+    settings = {"tracking__wandb": wanted}
     summary = run(tiny(rule="fp32", tracking__wandb_id=run_id or "null", **settings), tmp_path / "r")
     assert (fake.given["mode"], fake.given.get("resume"), fake.given["id"]) == (mode, resume, run_id)
-    assert fake.given["tags"] == ["a", "b", "fp32"]
+    assert fake.given["tags"] == ["fp32"]
     assert fake.given["config"]["train"]["max_steps"] == 6
     assert [step for step, _ in fake.logged] == list(range(7))
-    assert [alert["title"] for alert in fake.alerts] == ["budget"]
     assert fake.summary["final_val_loss"] == summary["final_val_loss"]
     assert fake.exit_code == 0
     assert summary["trackers"]["wandb"] == {
@@ -282,10 +271,9 @@ def records_of(file: Path) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("best", [False, True])
-def test_wandb_offline_holds_histograms_artifacts_and_a_table(tiny: Tiny, tmp_path: Path, best: bool) -> None:
+def test_wandb_offline_holds_histograms_and_an_artifact(tiny: Tiny, tmp_path: Path) -> None:
     wandb = pytest.importorskip("wandb")
-    settings = {"tracking__wandb": "offline", "tracking__wandb_artifacts": True, "checkpoint__best": best}
+    settings = {"tracking__wandb": "offline", "tracking__wandb_artifacts": True}
     run(tiny(rule="fp32", eval__interval=2, checkpoint__every=2, **settings), tmp_path / "my run")
     wandb.teardown()  # its process writes the file to its end
     (file,) = (tmp_path / "my run" / "wandb").glob("offline-run-*/run-*.wandb")
@@ -297,17 +285,11 @@ def test_wandb_offline_holds_histograms_artifacts_and_a_table(tiny: Tiny, tmp_pa
     for kind in ("weights", "gradients"):
         histogram = logged[f"{kind}/lm_head.weight"]
         assert (histogram["_type"], len(histogram["values"]), len(histogram["bins"])) == ("histogram", 64, 65)
-    told = logged["summary"]
-    table = json.loads((file.parent / "files" / told["path"]).read_text())
-    assert table["columns"] == ["figure", "value"]
-    assert "final_val_loss" in dict(table["data"])
     artifacts = [record.request.log_artifact.artifact for record in records if record.request.HasField("log_artifact")]
     artifacts += [record.artifact for record in records if record.HasField("artifact")]
-    artifacts = [artifact for artifact in artifacts if artifact.type == "model"]  # the table is one, too
-    assert {artifact.name for artifact in artifacts} == {"my-run-checkpoint"}
+    assert {(artifact.name, artifact.type) for artifact in artifacts} == {("my-run-checkpoint", "model")}
     aliases = {alias for artifact in artifacts for alias in artifact.aliases}
     assert {"latest", "step-6"} <= aliases
-    assert ("best" in aliases) is best
 
 
 def broken_off(config: Config, run_dir: Path, at: int) -> None:

@@ -52,7 +52,7 @@ def put_gradients(some: list[nn.Parameter], step: int) -> None:
 
 KINDS: dict[str, Callable[[Any], Any]] = {
     "AdamW": partial(optim.StiffnessAdamW, lr=1e-2, weight_decay=0.1),
-    "AdamW residual4": partial(optim.StiffnessAdamW, lr=1e-2, moments="8bit", writeback="residual4"),
+    "AdamW residual8": partial(optim.StiffnessAdamW, lr=1e-2, moments="8bit", writeback="residual8"),
     "AdamW eager": partial(optim.StiffnessAdamW, lr=1e-2, moments="8bit"),
     "SGD": partial(optim.StiffnessSGD, lr=1e-2, momentum=0.9, writeback="stochastic"),
     "Lion": partial(optim.StiffnessLion, lr=1e-3, moments="8bit", writeback="stochastic"),
@@ -126,12 +126,12 @@ def test_a_model_learns(compiled: Any) -> None:
 
 def test_a_run_goes_on_from_its_state_dict_on_either_device() -> None:
     model = network().to(CARD)
-    optimizer = optim.StiffnessAdamW(model.parameters(), 3e-3, moments="8bit", writeback="residual4")
+    optimizer = optim.StiffnessAdamW(model.parameters(), 3e-3, moments="8bit", writeback="residual8")
     losses(model, optimizer, 5)
     kept = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     again = network()
     again.load_state_dict(kept[0])
-    resumed = optim.StiffnessAdamW(again.parameters(), 3e-3, moments="8bit", writeback="residual4")
+    resumed = optim.StiffnessAdamW(again.parameters(), 3e-3, moments="8bit", writeback="residual8")
     resumed.load_state_dict(kept[1])
     for p, q in zip(model.parameters(), again.parameters(), strict=True):
         assert parts(p) == parts(q)

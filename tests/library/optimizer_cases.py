@@ -221,22 +221,22 @@ OURS: dict[str, Make] = {
     "sgd": _riemannian(RiemannianSGD, lr=300.0),
     "sgd-momentum": _riemannian(RiemannianSGD, lr=300.0, momentum=0.9, dampening=0.2, writeback="stochastic"),
     "stiffness-residual8": _stiffness(writeback="residual8", stiffness=0.5),
-    "stiffness-residual4-8bit": _stiffness(writeback="residual4", moments="8bit", refresh_every=3),
+    "stiffness-residual8-8bit": _stiffness(writeback="residual8", moments="8bit", refresh_every=3),
     "stiffness-momentum-bfloat16": _stiffness(writeback="momentum", moments="bfloat16", stiffness=0.0),
     "stiffness-sgd": _made(StiffnessSGD, lr=0.005, stiffness=2.0, refresh_every=3),
     "stiffness-sgd-momentum": _made(StiffnessSGD, lr=0.005, writeback="momentum", stiffness=anneal(2.0, 0.0, 15)),
     "muon": _muon(),
-    "muon-residual4-8bit": _muon(writeback="residual4", moments="8bit", refresh_every=3, maximize=True),
-    "muon-residual2-8bit": _muon(writeback="residual2", moments="8bit", draws="dither"),
+    "muon-residual8-8bit": _muon(writeback="residual8", moments="8bit", refresh_every=3, maximize=True),
+    "muon-dither-8bit": _muon(moments="8bit", draws="dither"),
     "muon-momentum-bfloat16": _muon(writeback="momentum", moments="bfloat16", stiffness=anneal(1.0, 0.0, 15)),
     "lion": _made(StiffnessLion, lr=0.01),
-    "lion-residual4-8bit": _made(
-        StiffnessLion, lr=0.01, stiffness=1.0, writeback="residual4", moments="8bit", maximize=True
+    "lion-residual8-8bit": _made(
+        StiffnessLion, lr=0.01, stiffness=1.0, writeback="residual8", moments="8bit", maximize=True
     ),
     "madam": _made(Madam, lr=0.05, refresh_every=3),
     "madam-residual8-8bit": _made(Madam, lr=0.2, writeback="residual8", moments="8bit"),
     "adam-momentum": _riemannian(RiemannianAdam, writeback="momentum", moments="bfloat16"),
-    "adam-residual4-8bit": _riemannian(RiemannianAdam, writeback="residual4", moments="8bit"),
+    "adam-residual8-8bit": _riemannian(RiemannianAdam, writeback="residual8", moments="8bit"),
     "sgd-residual8": _riemannian(RiemannianSGD, lr=300.0, writeback="residual8"),
     "sgd-nesterov": _riemannian(RiemannianSGD, lr=300.0, momentum=0.9, nesterov=True, writeback="nearest"),
 }

@@ -180,20 +180,6 @@ def test_a_tensors_own_draws_are_taken_where_the_optimizer_has_none() -> None:
     assert snapshot(stepped("riemannian", 3, "independent", "native", "dither"))["parameters"] != named["parameters"]
 
 
-def test_a_resumed_run_draws_on() -> None:
-    through = snapshot(stepped("muon", 6, "dither", "native"))
-    first = stepped("muon", 3, "dither", "native")
-    weights = [fm.FP8Parameter(normal(33, 64, seed=k + 7), "E4M3", seed=k) for k in range(2)]
-    for weight, saved in zip(weights, first.param_groups[0]["params"], strict=True):
-        weight.data = saved.detach().clone()
-    again = fm.optim.StiffnessMuon(weights, draws="dither", **CASES["muon"][1])
-    again.load_state_dict(first.state_dict())
-    for t in range(3, 6):
-        put_gradients(weights, t)
-        again.step()
-    assert snapshot(again)["parameters"] == through["parameters"]
-
-
 def test_operators_write_into_codes_with_independent_draws() -> None:
     """torch's SGD asks for a tenth of an ULP, forty times."""
     moved = {}

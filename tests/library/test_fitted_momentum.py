@@ -99,23 +99,6 @@ def test_codes_and_largest_are_those_of_the_definition(
         assert state["avg_largest"].view(-1).tolist() == [float(x) for x in slow.largest], t
 
 
-def test_both_paths_have_the_same_bits() -> None:
-    """Codes, scales and weights, of a matrix in blocks and of a batch of matrices."""
-    found = []
-    for path in PATHS:
-        weights: list[Any] = [stored_weight(shape=(6, 300)), nn.Parameter(normal(3, 8, 14))]
-        options: dict[str, Any] = {"moments": "8bit", "draws": "dither", "matrix_shape": "batch"}
-        optimizer = by(path, StiffnessMuon(weights, 0.01, **options))
-        for t in range(3):
-            for i, p in enumerate(weights):
-                p.grad = gradient(tuple(p.shape), t + i)
-            optimizer.step()
-        state = [tensor for p in weights for tensor in optimizer.state[p].values() if isinstance(tensor, Tensor)]
-        found.append([*state, weights[0].codes, weights[1].detach()])
-    for ours, theirs in zip(*found, strict=True):
-        assert torch.equal(ours, theirs)
-
-
 # ------------------------------------------------------------------------------------------------------ the scale
 def test_the_scale_is_the_smallest_that_holds_the_largest() -> None:
     """At every power of two, at the format's largest in each binade and one above it; none below 2^-126."""

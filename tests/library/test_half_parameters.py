@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from optimizer_cases import free_weight, muon_groups, normal, snapshot, through_disk
+from optimizer_cases import free_weight, muon_groups, normal
 from paths import PATHS, by
 from torch import Tensor, nn
 
@@ -131,34 +131,6 @@ def run(optimizer: Any, parameters: list[nn.Parameter], steps: range) -> None:
         for i, p in enumerate(parameters):
             p.grad = normal(*p.shape, seed=10 * t + i).to(p.dtype)
         optimizer.step()
-
-
-@both
-@pytest.mark.parametrize("name", ["StiffnessAdamW", "StiffnessMuon", "Madam"])
-def test_both_paths_have_the_same_bits(name: str, dtype: torch.dtype) -> None:
-    found = []
-    for path in PATHS:
-        parameters, optimizer = made(name, normal(8, 33).to(dtype), path, lr=1e-3)
-        run(optimizer, parameters, range(3))
-        found.append([p.detach().view(torch.int16) for p in parameters])
-    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
-
-
-@both
-@pytest.mark.parametrize("name", OPTIONS)
-def test_a_resumed_run_has_the_same_bits(name: str, dtype: torch.dtype) -> None:
-    weights = normal(8, 33).to(dtype)
-    parameters, optimizer = made(name, weights, lr=1e-3)
-    run(optimizer, parameters, range(3))
-    saved, kept = through_disk(optimizer.state_dict()), [p.detach().clone() for p in parameters]
-    run(optimizer, parameters, range(3, 6))
-    again, other = made(name, weights, lr=1e-3)
-    with torch.no_grad():
-        for p, value in zip(again, kept, strict=True):
-            p.copy_(value)
-    other.load_state_dict(saved)
-    run(other, again, range(3, 6))
-    assert snapshot(optimizer)["parameters"] == snapshot(other)["parameters"]
 
 
 @both

@@ -35,7 +35,7 @@ def test_groups_of_different_options_step_as_optimizers_of_their_own(name: str) 
     """Position in the whole list keys the noise, so the others are there too, held still by having no gradient."""
     lr = OPTIONS[name]["lr"]
     chosen: list[dict[str, Any]] = [
-        {"lr": 0.5 * lr, "writeback": "residual4", "moments": "8bit"},
+        {"lr": 0.5 * lr, "writeback": "residual8", "moments": "8bit"},
         {"weight_decay": 0.1, "maximize": True, "seed": 4},
         {"writeback": "nearest", "moments": "bfloat16", "refresh_every": 2},
     ]

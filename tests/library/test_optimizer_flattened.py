@@ -19,8 +19,8 @@ from fp8manifold import optim
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 KINDS: dict[str, Any] = {
-    "adamw": lambda p: optim.StiffnessAdamW(p, lr=1e-2, moments="8bit", writeback="residual4"),
-    "lion": lambda p: optim.StiffnessLion(p, lr=1e-2, writeback="residual2"),
+    "adamw": lambda p: optim.StiffnessAdamW(p, lr=1e-2, moments="8bit", writeback="residual8"),
+    "lion": lambda p: optim.StiffnessLion(p, lr=1e-2, writeback="residual8"),
     "sgd": lambda p: optim.StiffnessSGD(p, lr=1e-1, momentum=0.5, writeback="momentum"),
     "riemannian": lambda p: optim.RiemannianAdam(p, lr=0.5, float_lr=1e-2),
     "madam": lambda p: optim.Madam(p, lr=1e-2),

@@ -24,7 +24,6 @@ from optimizer_cases import (
 from torch import Tensor, nn
 
 import fp8manifold as fm
-from fp8manifold._encoded.storage import packed_length
 from fp8manifold.optim._spec import MOMENTS
 from fp8manifold.optim._writeback import WRITEBACKS
 
@@ -38,7 +37,7 @@ def test_the_matrix_is_the_registry() -> None:
     assert set(NAMES) == steps - {"StiffnessWrapper"}
     assert set(NAMES) == set(OPTIONS)
     assert len(COMBINATIONS) == len(WRITEBACKS) * len(MOMENTS) * len(NAMES) == len(VALID) + len(INVALID)
-    assert len(VALID) >= 90
+    assert len(VALID) >= 80
     assert {c[0] for c in VALID} == set(NAMES)
 
 
@@ -120,8 +119,8 @@ def expected_bytes(name: str, p: Tensor, writeback: str, moments: str) -> tuple[
         moments = "float32"
     wide = 8 if p.dtype == torch.float64 else 4
     total, names = len(averages) * n * {"float32": wide, "bfloat16": 2, "8bit": 1}[moments], set(averages)
-    if (bits := WRITEBACKS[writeback].residual_bits) and isinstance(getattr(p, "manifold", None), fm.FP8Manifold):
-        total, names = total + packed_length(n, bits), names | {"residual"}
+    if WRITEBACKS[writeback].residual_bits and isinstance(getattr(p, "manifold", None), fm.FP8Manifold):
+        total, names = total + n, names | {"residual"}
     return total, names
 
 
@@ -233,12 +232,11 @@ def test_a_step_is_left_out_as_a_whole(name: str, writeback: str, moments: str) 
 
 
 @by_name
-@pytest.mark.parametrize("bits", [8, 4])
-def test_what_the_first_rounding_left_survives_a_step_left_out(name: str, bits: int) -> None:
+def test_what_the_first_rounding_left_survives_a_step_left_out(name: str) -> None:
     """It moves from the parameter into the state, which is saved; no code changes."""
     kept = stored_weight("E4M3", (3, 7), seed=1, keep_remainder=True)
     remainder, codes = kept.remainder.clone(), kept.codes.clone()
-    optimizer = make(name, [kept], writeback=f"residual{bits}")
+    optimizer = make(name, [kept], writeback="residual8")
     kept.grad = torch.full((3, 7), math.nan)
     optimizer.step()
     assert torch.equal(kept.codes, codes)
@@ -246,7 +244,7 @@ def test_what_the_first_rounding_left_survives_a_step_left_out(name: str, bits: 
     if kept.remainder is None:
         state = optimizer.state_dict()["state"][0]
         assert "step" not in state
-        assert bits == 4 or torch.equal(state["residual"], remainder)
+        assert torch.equal(state["residual"], remainder)
     else:
         assert torch.equal(kept.remainder, remainder)
 

@@ -345,8 +345,7 @@ def test_a_learning_rate_that_went_astray_is_refused_by_the_step(kind: Any, lr: 
     [
         ({"weight_decay": math.nan}, ValueError, "weight_decay=nan"),
         ({"writeback": "residual"}, ValueError, "writeback='residual'"),
-        ({"writeback": "residual4"}, ValueError, "residual of 8 bits, but writeback='residual4' keeps one of 4 bits"),
-        ({"writeback": "residual2"}, ValueError, "residual of 8 bits, but writeback='residual2' keeps one of 2 bits"),
+        ({"writeback": "residual4"}, ValueError, "writeback='residual4'.*residual8"),
         ({"moments": "8bit"}, ValueError, "moments='8bit'"),
         ({"moments": "bfloat16"}, ValueError, "moments='bfloat16'"),
         ({"seed": -1}, ValueError, "seed=-1"),

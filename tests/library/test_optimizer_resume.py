@@ -172,7 +172,7 @@ def test_runs_with_schedules_groups_and_resets_resume(name: str, schedule: str) 
     lr = OPTIONS[name]["lr"]
 
     def groups(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
-        first = {"params": parameters[:3], "writeback": "residual4", "moments": "8bit", "reset_every": 13, **annealed}
+        first = {"params": parameters[:3], "writeback": "residual8", "moments": "8bit", "reset_every": 13, **annealed}
         rest = {"lr": torch.tensor(lr / 2), "stabilize_every": 11, "maximize": True, "refresh_every": 3}
         return [first, {"params": parameters[3:], "writeback": "stochastic", "moments": "bfloat16", **rest}]
 
@@ -207,12 +207,12 @@ def test_a_run_loads_into_its_own_past(name: str) -> None:
 
 @by_name
 def test_a_file_may_be_loaded_before_or_after_the_weights_and_is_not_changed(name: str) -> None:
-    run = Run(lambda p: make(name, p, moments="8bit", writeback="residual4"))
+    run = Run(lambda p: make(name, p, moments="8bit", writeback="residual8"))
     for t in range(5):
         run.step(t)
     parts = copy.deepcopy(run.parts())
     kept = frozen(parts)
-    others = [Run(lambda p: make(name, p, moments="8bit", writeback="residual4"), seed=50) for _ in range(2)]
+    others = [Run(lambda p: make(name, p, moments="8bit", writeback="residual8"), seed=50) for _ in range(2)]
     others[0].module.load_state_dict(parts["module"])
     for other in others:
         other.optimizer.load_state_dict(parts["optimizer"])

@@ -14,7 +14,6 @@ from optimizer_cases import (
     everyone,
     grid_weight,
     mixed_parameters,
-    normal,
     on,
     on_grid,
     ours,
@@ -119,38 +118,6 @@ def test_what_a_zero_gradient_leaves_is_the_same_to_the_bit(make: Any) -> None:
     assert torch.equal(before[0], weight) if residual else same_bits(before, values([weight]))
 
 
-def test_stochastic_write_back_is_unbiased_over_many_steps() -> None:
-    """E4M3, 20,000 equal weights, 60 steps of a 40th of an ULP, down through a power of two: the mean follows."""
-    weight = on(fm.FP8Manifold("E4M3"), torch.full((20_000,), 1.125))
-    optimizer = StiffnessAdamW([weight], lr=0.125 / 40, stiffness=0.0, eps=0.0)
-    for t in range(1, 61):
-        weight.grad = torch.ones(20_000)
-        optimizer.step()
-        if t % 20 == 0:
-            x = weight.detach().double()
-            sigma = x.std().item() / math.sqrt(20_000)
-            assert abs(x.mean().item() - (1.125 - t * 0.125 / 40)) < 4 * sigma
-    assert len(weight.detach().unique()) > 2
-    again = on(fm.FP8Manifold("E4M3"), torch.full((20_000,), 1.125))
-    nearest = StiffnessAdamW([again], lr=0.125 / 40, stiffness=0.0, eps=0.0, writeback="nearest")
-    for _ in range(60):
-        again.grad = torch.ones(20_000)
-        nearest.step()
-    assert (again == 1.125).all()  # stalled: what the other rule is for
-
-
-@pytest.mark.parametrize("kind", [RiemannianAdam, RiemannianSGD])
-def test_stochastic_riemannian_steps_are_unbiased(kind: Any) -> None:
-    weight = on(fm.FP8Manifold("E4M3", rounding="stochastic"), torch.full((100_000,), -1.5))
-    optimizer = kind([weight], 0.3)
-    views = record(optimizer)
-    weight.grad = torch.ones(100_000)
-    optimizer.step()
-    x = views[0].after.double()
-    assert views[0].target.unique().numel() == 1
-    assert abs(x.mean() - views[0].target[0].double()) < 4 * x.std() / math.sqrt(100_000)
-
-
 # -------------------------------------------------------------------------------------------------------- noise
 def equal_weights(count: int, n: int = 4000) -> list[nn.Parameter]:
     return [on(fm.FP8Manifold("E4M3"), torch.full((n,), 0.8125)) for _ in range(count)]
@@ -212,24 +179,6 @@ def test_a_parameter_keeps_its_stream(kind: Any) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------- resume
-@ours
-def test_averages_of_bfloat16_parameters_are_as_wide_as_asked_and_stay_so(make: Any) -> None:
-    parameters = [nn.Parameter(normal(64).bfloat16())]
-    optimizer = make(parameters)
-    put_gradients(parameters, 0)
-    optimizer.step()
-    averages = {k: v for k, v in optimizer.state[parameters[0]].items() if isinstance(v, Tensor)}
-    riemannian = isinstance(optimizer, RIEMANNIAN)
-    stored = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
-    expected = stored["float32" if riemannian else optimizer.param_groups[0]["moments"]]
-    assert {v.dtype for k, v in averages.items() if k != "step" and "bound" not in k} <= {expected}
-    fresh = make(same_parameters(parameters))
-    fresh.load_state_dict(through_disk(optimizer.state_dict()))
-    loaded = fresh.state[fresh.param_groups[0]["params"][0]]
-    assert all(torch.equal(loaded[k], v) and loaded[k].dtype == v.dtype for k, v in averages.items())
-    assert parameters[0].dtype == torch.bfloat16
-
-
 def test_a_schedule_is_not_saved_and_survives_loading() -> None:
     weight = grid_weight()
     optimizer = StiffnessAdamW([weight], stiffness=anneal(1.0, 0.0, 10))

@@ -32,9 +32,9 @@ pytestmark = pytest.mark.skipif(
 
 
 KINDS: dict[str, Any] = {
-    "adamw": (fm.optim.StiffnessAdamW, {"lr": 0.01, "writeback": "residual4", "moments": "8bit", "refresh_every": 3}),
+    "adamw": (fm.optim.StiffnessAdamW, {"lr": 0.01, "writeback": "residual8", "moments": "8bit", "refresh_every": 3}),
     "muon": (fm.optim.StiffnessMuon.for_model, {"lr": 0.02, "moments": "8bit", "writeback": "residual8"}),
-    "lion": (fm.optim.StiffnessLion, {"lr": 0.01, "writeback": "residual2", "draws": "dither"}),
+    "lion": (fm.optim.StiffnessLion, {"lr": 0.01, "writeback": "residual8", "draws": "dither"}),
     "momentum": (fm.optim.StiffnessAdamW, {"lr": 0.01, "writeback": "momentum", "moments": "bfloat16"}),
     "blocks": (fm.optim.StiffnessAdamW, {"lr": 0.05, "writeback": "stochastic", "moments": "8bit"}),
     "riemannian": (fm.optim.RiemannianAdam, {"float_lr": 0.01, "writeback": "stochastic", "amsgrad": True}),

@@ -242,8 +242,6 @@ MONITORS = {
     "bit_figures(counts, 'E4M3')": "ValueError: counts has shape & 256 codes",
     "gap_lengths(counts, 'E4M3')": "ValueError: counts has shape & 256 codes",
     "bit_figures(zeros(256), 'E4M3', counts)": "ValueError: ever has shape",
-    "residual_saturation(zeros(2).byte(), 9)": "ValueError: residual has 2 bytes: size=9 weights of 4 bits take 5, of "
-    "2 bits 3",
     # scales
     "stall_figures(x, x, x, 'E4M3', ones(2))": "ValueError: does not fit",
     "code_histogram(ones(4), 'E4M3', ones(3, 1))": "ValueError: does not fit x of shape",

@@ -133,18 +133,6 @@ def test_a_scale_that_the_sum_does_not_fit_is_refused() -> None:
     assert torch.equal(whole(p, optimizer.state[p]["residual"]), before)
 
 
-@pytest.mark.parametrize("bits", [4, 2])
-def test_a_residual_of_fewer_bits_is_refused(bits: int) -> None:
-    p = weight()
-    optimizer = StiffnessAdamW([p], 1e-2, writeback=f"residual{bits}")
-    step(p, optimizer, 0)
-    before = [p.codes.clone(), p.scale.clone()]
-    with pytest.raises(ValueError, match=r"keeps a residual of less than 8 bits .*: take writeback='residual8'"):
-        p.rescale_(p.scale * 2)
-    assert torch.equal(p.codes, before[0])
-    assert torch.equal(p.scale, before[1])
-
-
 @pytest.mark.parametrize("writeback", ["stochastic", "residual8"])
 def test_without_a_residual_nothing_is_other_than_it_was(writeback: str) -> None:
     """One that a stochastic optimizer steps, and one whose optimizer is gone, draw as one that nobody steps."""

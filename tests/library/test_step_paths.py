@@ -1,4 +1,4 @@
-"""Native steps have the bits of eager ones: weights, residuals and averages, for every kind of step."""
+"""Native steps have the bits of eager ones where the scalar definition is too slow: larger shapes, strides, changes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import fp8manifold as fm
 from fp8manifold import optim
 from fp8manifold._numerics.stiffness import exp2_exact
-from fp8manifold.optim import anneal
 
 #: Rows that share nothing, square, long, short, odd: all of them one spec, whose graph has no size in it.
 SHAPES = ((5, 7), (64, 33), (2, 300), (96, 96))
@@ -65,9 +64,8 @@ def everything(optimizer: Any) -> dict[tuple[int, str], Any]:
 Case = tuple[str, Any, dict[str, Any]]
 ADAMW, LION, MADAM = "StiffnessAdamW", "StiffnessLion", "Madam"
 DECAY = {"weight_decay": 0.1, "seed": 7}
-FAST: dict[str, Case] = {
+CASES: dict[str, Case] = {
     "adamw stochastic": (ADAMW, of_codes, {"lr": 0.01, **DECAY}),
-    "adamw k = 1": (ADAMW, of_codes, {"lr": 0.01, "stiffness": 1.0, **DECAY}),
     "adamw residual8, 8 bits": (ADAMW, of_codes, {"lr": 0.01, "writeback": "residual8", "moments": "8bit"}),
     "adamw injected, bfloat16, k = 1/2": (
         ADAMW,
@@ -80,43 +78,11 @@ FAST: dict[str, Case] = {
         {"lr": 0.01, **DECAY},
     ),
     "adamw free": (ADAMW, lambda: [free_weight(normal(801, 97), "E4M3", 2.0**-5)], {"lr": 0.01, "stiffness": 0.37}),
-    "lion residual4, k = 1": (LION, lambda: of_codes("E3M4"), {"lr": 0.01, "writeback": "residual4", "stiffness": 1.0}),
-    "adamw residual2": (ADAMW, of_codes, {"lr": 0.01, "writeback": "residual2", **DECAY}),
-    "riemannian adam residual2, dithered": (
-        "RiemannianAdam",
-        lambda: of_codes("E2M5"),
-        {"lr": 1.7, "writeback": "residual2", "draws": "dither"},
-    ),
     "madam": (MADAM, lambda: of_codes("E7M0"), {"lr": 0.1, **DECAY}),
     "riemannian adam free": (
         "RiemannianAdam",
         lambda: [free_weight(normal(801, 97), "E4M3", 2.0**-5)],
         {"lr": 1.7, "amsgrad": True, "weight_decay": 0.01},
-    ),
-    "riemannian sgd residual8": ("RiemannianSGD", of_codes, {"lr": 90.0, "momentum": 0.9, "writeback": "residual8"}),
-    "grid, no power of two": (
-        ADAMW,
-        lambda: [grid_weight("E4M3", (33, 5), 0.3)],
-        {"lr": 0.05, "stiffness": 1.0, **DECAY},
-    ),
-}
-WIDE: dict[str, Case] = {
-    "adamw residual4, annealed": (
-        ADAMW,
-        lambda: of_codes("E5M2"),
-        {"lr": 0.01, "writeback": "residual4", "stiffness": anneal(1.0, 0.0, 3)},
-    ),
-    "sgd, 8 bits": ("StiffnessSGD", of_codes, {"lr": 0.1, "moments": "8bit", "stiffness": 2.0, **DECAY}),
-    "madam free": (MADAM, lambda: [free_weight(normal(801, 97), "E7M0", 1.0)], {"lr": 0.1}),
-    "riemannian adam, 8 bits": (
-        "RiemannianAdam",
-        of_codes,
-        {"lr": 1.7, "writeback": "stochastic", "moments": "8bit"},
-    ),
-    "adamw nearest, E7M0": (
-        ADAMW,
-        lambda: of_codes("E7M0"),
-        {"lr": 0.05, "writeback": "nearest", "maximize": True, "stiffness": 1.0},
     ),
     "adamw in blocks": (
         ADAMW,
@@ -129,37 +95,25 @@ WIDE: dict[str, Case] = {
         {"lr": 0.01, "writeback": "residual8", "stiffness": 1.0},
     ),
     "adamw bfloat16": (ADAMW, lambda: of_codes(dtype=torch.bfloat16), {"lr": 0.01, "moments": "bfloat16", **DECAY}),
-    "adamw k = 0, P3109": (ADAMW, lambda: of_codes("P3109_8P3"), {"lr": 0.01}),
-    "adamw injected": (ADAMW, of_codes, {"lr": 0.01, "writeback": "momentum", **DECAY}),
-    "sgd nesterov, E2M1": ("StiffnessSGD", lambda: of_codes("E2M1"), {"lr": 0.1, "nesterov": True}),
-    "sgd injected": ("StiffnessSGD", of_codes, {"lr": 0.1, "writeback": "momentum", "stiffness": 1.0}),
+    "sgd, 8 bits": ("StiffnessSGD", of_codes, {"lr": 0.1, "moments": "8bit", "stiffness": 2.0, **DECAY}),
     "lion, 8 bits": (LION, lambda: of_codes("E5M2FNUZ"), {"lr": 0.01, "moments": "8bit", **DECAY}),
-    "lion plain": (LION, lambda: [nn.Parameter(normal(n, seed=n)) for n in (70_001, 31)], {"lr": 0.01}),
-    "madam residual8, bfloat16": (MADAM, of_codes, {"lr": 0.1, "writeback": "residual8", "moments": "bfloat16"}),
-    "madam, 8 bits": (MADAM, of_codes, {"lr": 0.1, "moments": "8bit"}),
-    "riemannian adam injected": ("RiemannianAdam", of_codes, {"lr": 1.7, "writeback": "momentum"}),
-    "riemannian adam nearest, E7M0": (
-        "RiemannianAdam",
-        lambda: of_codes("E7M0"),
-        {"lr": 1.7, "writeback": "nearest"},
+    "riemannian adam, 8 bits": ("RiemannianAdam", of_codes, {"lr": 1.7, "writeback": "stochastic", "moments": "8bit"}),
+    "axes beyond two and single rows": (
+        ADAMW,
+        lambda: of_codes(shapes=((5, 7), (3, 2, 11), (1, 70), (33, 1), (2, 2, 2, 2))),
+        {"lr": 0.01, "writeback": "stochastic"},
     ),
-    "riemannian sgd nesterov, 8 bits": (
-        "RiemannianSGD",
-        of_codes,
-        {"lr": 90.0, "momentum": 0.9, "nesterov": True, "moments": "8bit", "writeback": "stochastic"},
+    "grid, no power of two": (
+        ADAMW,
+        lambda: [grid_weight("E4M3", (33, 5), 0.3)],
+        {"lr": 0.05, "stiffness": 1.0, **DECAY},
     ),
-    "grid residual8": (ADAMW, lambda: [grid_weight("E4M3", (33, 5))], {"lr": 0.01, "writeback": "residual8"}),
 }
 
 
-@pytest.mark.parametrize(("kind", "make", "options"), (FAST | WIDE).values(), ids=FAST | WIDE)
+@pytest.mark.parametrize(("kind", "make", "options"), CASES.values(), ids=CASES)
 def test_native_steps_have_the_bits_of_eager_ones(kind: str, make: Any, options: dict[str, Any]) -> None:
     same_steps(kind, make, options)
-
-
-def test_axes_beyond_two_and_single_rows() -> None:
-    make = lambda: of_codes(shapes=((5, 7), (3, 2, 11), (1, 70), (33, 1), (2, 2, 2, 2)))  # noqa: E731
-    same_steps(ADAMW, make, {"lr": 0.01, "writeback": "stochastic"})
 
 
 def strided(g: Tensor, how: str) -> Tensor:

@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 import itertools
-import math
-import random
-from fractions import Fraction
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from optimizer_cases import normal, snapshot
+from optimizer_cases import normal
 from paths import PATHS
 from torch import Tensor
 
 import fp8manifold as fm
 from fp8manifold import optim
-from fp8manifold._numerics.stiffness import reference_stiffness
 from fp8manifold.optim import _backends, anneal
 from fp8manifold.optim._backends import run_all
 from fp8manifold.optim._slot import Slot, View
-from fp8manifold.optim._state import unpack_residual
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "adamw stochastic": ("StiffnessAdamW", {"lr": 0.02, "weight_decay": 0.1}),
     "adamw residual8, 8 bits": ("StiffnessAdamW", {"lr": 0.02, "writeback": "residual8", "moments": "8bit"}),
-    "adamw residual4, annealed": (
+    "adamw residual8, annealed": (
         "StiffnessAdamW",
-        {"lr": 0.02, "writeback": "residual4", "stiffness": anneal(1.0, 0.0, 5)},
+        {"lr": 0.02, "writeback": "residual8", "stiffness": anneal(1.0, 0.0, 5), "draws": "dither"},
     ),
-    "adamw residual2": ("StiffnessAdamW", {"lr": 0.02, "writeback": "residual2", "draws": "dither"}),
     "sgd injected, bfloat16": ("StiffnessSGD", {"lr": 0.3, "writeback": "momentum", "moments": "bfloat16"}),
     "lion, 8 bits": ("StiffnessLion", {"lr": 0.02, "moments": "8bit"}),
     "madam": ("Madam", {"lr": 0.1, "moments": "bfloat16"}),
@@ -64,8 +57,6 @@ def third_step(kind: str, p: Any, options: dict[str, Any]) -> Slot:
     slots = [optimizer._slot(optimizer.param_groups[0], p)]
     optimizer._check_schedules(slots)
     slot: Slot = optimizer._begin(slots)[0]
-    if slot.spec.rule.packs:
-        slot.tensors["residual"] = unpack_residual(slot.state["residual"], p.shape, slot.spec.residual_bits)
     return slot
 
 
@@ -137,41 +128,3 @@ def test_the_blocks_in_which_eager_code_runs_are_not_seen(monkeypatch: pytest.Mo
             results.append(copied(slot) | {"after": same_in_parts(slot, [4])["weight"]})
         for other in results[1:]:
             assert all(torch.equal(results[0][name], array) for name, array in other.items())
-
-
-# ------------------------------------------------------------------------------------------------------- S_ref
-@pytest.mark.parametrize("name", ["E4M3", "E7M0", "E5M2", "E1M6"])
-def test_the_reference_stiffness_is_the_exact_mean(name: str) -> None:
-    """To the last bit of float64, and in any order the same: over dozens of binades and with scales of their own."""
-    fmt = fm.FloatFormat.from_string(name)
-    for seed in range(20):
-        generator = torch.Generator().manual_seed(seed)
-        codes = torch.randint(0, fmt.max_code + 1, (997,), generator=generator)
-        field = fm.ulp(torch.tensor(fmt.values)[codes], fmt) * torch.exp2(
-            torch.randint(-9, 9, (997,), generator=generator)
-        )
-        exact = float(sum(Fraction(s) for s in field.tolist()) / len(field))
-        found = reference_stiffness(field)
-        assert abs(found - exact) <= math.ulp(exact)
-        assert reference_stiffness(field[torch.randperm(997, generator=generator)]) == found
-
-
-# ------------------------------------------------------------------------------------- random numbers of others
-@cases
-def test_global_random_numbers_are_neither_used_nor_advanced(kind: str, options: dict[str, Any]) -> None:
-    def run_with(seed: int) -> dict[str, Any]:
-        p = fm.FP8Parameter(normal(9, 31, seed=3, std=0.1), "E4M3", seed=3)
-        optimizer = getattr(optim, kind)([p], **options)
-        for t in range(3):
-            torch.manual_seed(seed + t)
-            np.random.seed(seed + t)  # noqa: NPY002  # the global state is what this is about
-            random.seed(seed + t)
-            p.grad = normal(*p.shape, seed=t)
-            before = (torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate())  # noqa: NPY002
-            optimizer.step()
-            assert torch.equal(torch.get_rng_state(), before[0])
-            assert (np.random.get_state()[1] == before[1]).all()  # noqa: NPY002
-            assert random.getstate() == before[2]
-        return snapshot(optimizer) | {"codes": p.codes.tolist()}
-
-    assert run_with(0) == run_with(12345)

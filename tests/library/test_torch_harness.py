@@ -47,8 +47,7 @@ _SHARED: list[dict[str, Any]] = [
     {"weight_decay": 0.1},
     {"weight_decay": 0.1, "maximize": True},
     {"writeback": "residual8", "moments": "8bit"},
-    {"writeback": "residual4", "moments": "bfloat16"},
-    {"writeback": "residual2", "moments": "float32"},
+    {"moments": "bfloat16"},
     {"writeback": "nearest", "refresh_every": 2, "stabilize_every": 3, "reset_every": 4},
 ]
 _ALWAYS = {"StiffnessMuon": {"direction": "adam"}}  # their models have vectors
@@ -223,25 +222,6 @@ class TestFamily(TestCase):
             optimizer.step()
             assert same_bits(before, values(parameters))
             assert not any("step" in entry for entry in optimizer.state_dict()["state"].values())
-
-    @optims(INFOS)
-    def test_state_dict_deterministic(self, device: str, dtype: Any, optim_info: Any) -> None:
-        """Interrupted and not, through a file of plain types; saved again, it is the same."""
-        for kwargs in configurations(optim_info):
-            parameters, loss = model()
-            optimizer = made(optim_info.name, parameters, **kwargs)
-            run(optimizer, loss, 5)
-            others, other_loss = model()
-            for p, q in zip(others, parameters, strict=True):
-                p.data.copy_(q.data)
-            state = through_disk(optimizer.state_dict())
-            other = made(optim_info.name, others, **kwargs)
-            other.load_state_dict(state)
-            assert frozen(other.state_dict()) == frozen(optimizer.state_dict())
-            run(optimizer, loss, 3)
-            run(other, other_loss, 3)
-            assert same_bits(values(parameters), values(others)), str(kwargs)
-            assert frozen(other.state_dict()) == frozen(optimizer.state_dict())
 
     @optims(INFOS)
     def test_load_nontensor_step(self, device: str, dtype: Any, optim_info: Any) -> None:

@@ -20,7 +20,7 @@ import torch
 
 from fp8manifold import _triton
 from fp8manifold._triton import launch
-from fp8manifold._triton.kinds import KernelSpec, Tile, Widening, as_constants, format_of, registers_of, widest_scale
+from fp8manifold._triton.kinds import KernelSpec, Tile, Widening, as_constants, format_of, widest_scale
 from fp8manifold.formats import as_format
 from fp8manifold.optim._spec import spec_of
 from fp8manifold.optim._triton_step import kernel_spec
@@ -37,15 +37,13 @@ THREADS, ELEMENTS = 128, 2048
 STEPS: dict[str, tuple[str, str, Tile]] = {
     "stochastic, 8-bit moments": ("stochastic", "8bit", Tile(8, 256, 256, "row", True)),
     "residual8, 8-bit moments": ("residual8", "8bit", Tile(8, 256, 256, "row", True)),
-    "residual4, 8-bit moments": ("residual4", "8bit", Tile(8, 256, 256, "row", True, packs="within")),
-    "residual2, 8-bit moments": ("residual2", "8bit", Tile(8, 256, 256, "row", True, packs="within")),
     "nearest, 8-bit moments": ("nearest", "8bit", Tile(8, 256, 256, "row", True)),
     "stochastic, float32 moments": ("stochastic", "float32", Tile(8, 256, 256, "row", True)),
     "stochastic, bfloat16 moments": ("stochastic", "bfloat16", Tile(1, 2048, 0, "one", True)),
 }
 OTHERS: dict[str, dict[str, Any]] = {
     "plain bfloat16": {"direction": "adam", "storage": "plain", "writeback": "stochastic", "weight": torch.bfloat16},
-    "lion": {"direction": "lion", "storage": "codes", "writeback": "residual4", "stiffness": "linear"},
+    "lion": {"direction": "lion", "storage": "codes", "writeback": "residual8", "stiffness": "linear"},
     "madam": {"direction": "madam", "storage": "codes", "geometry": "multiplicative", "moments": "8bit"},
     "riemannian": {"direction": "adam", "storage": "codes", "geometry": "exponential", "writeback": "momentum"},
     "tangent": {"direction": "sgd", "storage": "grid", "geometry": "tangent", "scale_is_power_of_two": False},
@@ -95,7 +93,7 @@ def build(
         constexprs={(names.index(name),): as_constants(value) for name, value in constants.items()},
         attrs={(i,): [["tt.divisibility", 16]] for i in wide},
     )
-    made = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=_triton.options(registers))
+    made = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=_triton.options())
     (tmp / "kernel.cubin").write_bytes(made.asm["cubin"])
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     told = [
@@ -109,7 +107,7 @@ def step(spec: KernelSpec, tile: Tile, architecture: int, tmp: Path) -> Built:
     from fp8manifold._triton.step import step_kernel
 
     pointers = {"table": "*i32", "chunks": "*i32", "refused": "*i32"}
-    return build(step_kernel, pointers, {"S": spec, "T": tile}, architecture, tmp, registers_of(spec, tile))
+    return build(step_kernel, pointers, {"S": spec, "T": tile}, architecture, tmp)
 
 
 def spec(writeback: str, moments: str) -> KernelSpec:
@@ -147,7 +145,7 @@ def test_a_step_of_codes(name: str, architecture: int, tmp_path: Path) -> None:
     writeback, moments, tile = STEPS[name]
     built = step(spec(writeback, moments), tile, architecture, tmp_path)
     assert list(faults(built)) == []
-    assert narrow(built) == ["v2.b32"] * 2 * (writeback == "residual4")  # 16 residuals a thread have 8 bytes
+    assert narrow(built) == []
     bytes_a_weight = {"8bit": 1, "bfloat16": 2, "float32": 4}[moments]
     loads = 1 + 4 + 2 * bytes_a_weight + (writeback == "residual8")
     assert len(re.findall(r"ld\.global\S*\.v4\.b32", built.ptx)) == loads  # 16 elements a thread: 16 bytes of each byte
@@ -173,10 +171,8 @@ def test_other_steps(name: str, architecture: int, tmp_path: Path) -> None:
 ODD: dict[str, tuple[str, str, Tile]] = {
     "long": ("stochastic", "8bit", Tile(1, 1024, 0, "row", False, True)),
     "runs": ("stochastic", "float32", Tile(1, 2048, 0, "run", False)),
-    "runs that pack": ("residual4", "bfloat16", Tile(1, 2048, 0, "run", False, packs="within")),
-    "rows that share bytes": ("residual2", "8bit", Tile(8, 128, 77, "row", False, packs="across")),
+    "short rows": ("residual8", "8bit", Tile(16, 128, 77, "row", False)),
     "scales of blocks": ("stochastic", "8bit", Tile(64, 32, 32, "row", True)),
-    "long rows that share bytes": ("residual4", "8bit", Tile(1, 1024, 0, "row", False, True, packs="across")),
 }
 
 
@@ -213,27 +209,17 @@ def test_whole_arrays(kernel: str, architecture: int, tmp_path: Path) -> None:
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize(
-    ("name", "bits", "exponents", "packs"),
-    [("E4M3", 0, False, ""), ("E5M2", 8, True, ""), ("E4M3FNUZ", 2, True, "within"), ("E4M3", 4, False, "across")],
+    ("name", "bits", "exponents"),
+    [("E4M3", 0, False), ("E5M2", 8, True), ("E4M3FNUZ", 8, True)],
 )
-def test_scales_that_double(
-    name: str, bits: int, exponents: bool, packs: str, architecture: int, tmp_path: Path
-) -> None:
+def test_scales_that_double(name: str, bits: int, exponents: bool, architecture: int, tmp_path: Path) -> None:
     from fp8manifold._triton.widen import widen_kernel
 
     fmt = format_of(as_format(name))
-    widening = Widening(fmt, bits, fmt.fixed(bits), widest_scale(as_format(name)), exponents, packs)
+    widening = Widening(fmt, bits, fmt.fixed(bits), widest_scale(as_format(name)), exponents)
     pointers = {"table": "*i32", "chunks": "*i32", "refused": "*i32"}
     constants = {"S": widening, "T": launch._rows_of(widening)}
     assert list(faults(build(widen_kernel, pointers, constants, architecture, tmp_path))) == []
-
-
-def test_steps_are_launched_as_they_are_compiled_here() -> None:
-    said = torch.zeros(1)
-    for writeback, moments, tile in (STEPS["residual4, 8-bit moments"], STEPS["residual8, 8-bit moments"]):
-        known = spec(writeback, moments)
-        assert launch._options(said, known, tile) == _triton.options(registers_of(known, tile))
-    assert launch._options(said, "bfloat16", 2048) == _triton.options()
 
 
 def test_contraction_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,7 +236,7 @@ def test_the_page_has_the_recorded_costs_as_arithmetic() -> None:
     assert recorded.keys() == STEPS.keys()
     for name, (writeback, moments, _) in STEPS.items():
         moved = 2 + 8 + 4 * {"8bit": 1, "bfloat16": 2, "float32": 4}[moments]
-        moved += 2 * {"residual8": 8, "residual4": 4, "residual2": 2}.get(writeback, 0) / 8
+        moved += 2 * (writeback == "residual8")
         needed = recorded[name]["instructions"]
         issue, move = needed * 124e6 / (132 * 128 * 1.74e9) * 1e3, moved * 124e6 / 3e12 * 1e3
         assert f"| {name} | {needed:.0f} | {moved:g} | {issue:.2f} | {move:.2f} |\n" in page

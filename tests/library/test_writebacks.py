@@ -13,12 +13,10 @@ from torch import Tensor
 
 import fp8manifold as fm
 from fp8manifold import optim
-from fp8manifold._encoded.storage import packed_length, packed_width
 from fp8manifold.optim import WRITEBACKS, RiemannianSGD, StiffnessAdamW, StiffnessSGD
-from fp8manifold.optim._state import pack_residual, unpack_residual
 
-PARTS = {"residual8": 256, "residual4": 16, "residual2": 4}
-every_residual = pytest.mark.parametrize("writeback", PARTS)
+PARTS = 256
+"""Of an ULP, in which a residual is counted."""
 double = torch.float64
 
 
@@ -29,14 +27,10 @@ def constant(value: float, count: int, fmt: str = "E4M3") -> fm.FP8Parameter:
 
 def held(p: fm.FP8Parameter, state: dict[str, Any]) -> Tensor:
     """What code and residual stand for, in float64: a position on the chart between two codes."""
-    residual, parts = state.get("residual"), 256
-    if residual is None:
+    if "residual" not in state:
         return p.dequantize().double()
-    if residual.dtype == torch.uint8:
-        bits = packed_width(residual.shape, p.shape)
-        residual, parts = unpack_residual(residual, p.shape, bits), 1 << bits
     scale = p.expanded_scale().double()
-    position = fm.to_chart(p.dequantize().double() / scale, p.format) + residual.double() / parts
+    position = fm.to_chart(p.dequantize().double() / scale, p.format) + state["residual"].double() / PARTS
     return fm.from_chart(position, p.format) * scale
 
 
@@ -110,79 +104,62 @@ def test_what_is_out_of_range_saturates_and_comes_back() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------- residuals
-@pytest.mark.parametrize("bits", [4, 2])
-def test_packed_values_come_back_and_their_size_tells_their_width(bits: int) -> None:
-    """Flat and in rows of any length, empty ones too; the first value has the lowest bits, as it always had."""
-    for length in range(13):
-        for shape in ((length,), (3, length), (1, length, 2)):
-            values = torch.randint(-(1 << (bits - 1)), 1 << (bits - 1), shape, dtype=torch.int8)
-            for in_rows in (False, True):
-                packed = pack_residual(values, bits, in_rows=in_rows)
-                row = math.prod(shape[1:]) if in_rows else values.numel()
-                assert packed.dtype == torch.uint8
-                assert packed.shape[-1] == packed_length(row, bits)
-                assert packed.shape[-1] >= row * bits / 8
-                assert packed_width(packed.shape, shape) == (bits if row else 4)  # none are of either
-                assert torch.equal(unpack_residual(packed, values.shape, bits), values)
-    values = torch.tensor([1, -1, 0, -2], dtype=torch.int8)
-    assert pack_residual(values, bits).tolist() == ([0xF1, 0xE0] if bits == 4 else [0b10_00_11_01])
-
-
-@every_residual
 @pytest.mark.parametrize("draws", ["independent", "dither"])
 @pytest.mark.parametrize(("start", "asked"), ASKED)
-def test_what_arrives_and_what_is_kept_are_what_was_asked_in_the_mean(
-    start: float, asked: float, draws: str, writeback: str
-) -> None:
+def test_what_arrives_and_what_is_kept_are_what_was_asked_in_the_mean(start: float, asked: float, draws: str) -> None:
     """Code and residual together are one of two neighbours a part of an ULP apart, right in the mean to four sigma."""
     n = 1 << 16
     p = constant(start, n)
-    options = {"lr": 1.0, "momentum": 0.0, "stiffness": 0.0, "writeback": writeback, "draws": draws}
+    options = {"lr": 1.0, "momentum": 0.0, "stiffness": 0.0, "writeback": "residual8", "draws": draws}
     optimizer = move("StiffnessSGD", p, options, torch.full((n,), start - asked))
     values = held(p, optimizer.state[p])
     low, high = values.min().item(), values.max().item()
     wanted = torch.tensor(start).sub(torch.tensor(start - asked)).double().item()
     assert low <= wanted <= high
-    assert high - low <= ulp_of(p).max().item() / PARTS[writeback]
+    assert high - low <= ulp_of(p).max().item() / PARTS
     sigma = math.sqrt((wanted - low) * (high - wanted) / n)
     assert abs(values.mean().item() - wanted) <= 4 * sigma
 
 
-@pytest.mark.parametrize("shape", [(1,), (2,), (3, 1), (2, 2), (3, 5)])
-@pytest.mark.parametrize(("kept", "wanted"), [(4, 2), (2, 4)])
-def test_a_residual_of_another_width_is_refused(kept: int, wanted: int, shape: tuple[int, ...]) -> None:
-    """Also of one or two weights, whose bits would fit a byte in either width."""
-    p = fm.FP8Parameter(torch.ones(shape), "E4M3")
-    optimizer = move("StiffnessAdamW", p, {"writeback": f"residual{kept}"}, torch.ones(shape))
-    optimizer.param_groups[0]["writeback"] = f"residual{wanted}"
-    codes = p.codes.clone()
-    with pytest.raises(ValueError, match=rf"has a residual of {kept} bits, but writeback='residual{wanted}' keeps one"):
+@pytest.mark.parametrize("bits", [4, 2])
+def test_a_residual_of_several_weights_a_byte_is_refused(bits: int) -> None:
+    """As earlier releases kept them, in a state that is loaded and in one that somebody has put there."""
+    p = fm.FP8Parameter(torch.ones(3, 5), "E4M3")
+    optimizer = move("StiffnessAdamW", p, {"writeback": "residual8"}, torch.ones(3, 5))
+    state, codes = optimizer.state_dict(), p.codes.clone()
+    state["state"][0] = state["state"][0] | {"residual": torch.zeros(15 * bits // 8 + 1, dtype=torch.uint8)}
+    state["param_groups"][0]["writeback"] = f"residual{bits}"
+    message = r"residual in torch\.uint8: those of 4 and 2 bits are not read any more; only writeback='residual8' keeps"
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(state)
+    optimizer.state[p]["residual"] = state["state"][0]["residual"]
+    with pytest.raises(ValueError, match=message):
         optimizer.step()
     assert torch.equal(p.codes, codes)
+    with pytest.raises(ValueError, match=f"writeback='residual{bits}'.*residual8"):
+        StiffnessAdamW([p], writeback=f"residual{bits}")
 
 
-@every_residual
-def test_residuals_start_from_the_float_weights(writeback: str) -> None:
+def test_residuals_start_from_the_float_weights() -> None:
     """Half a part of an ULP away from them before the first step, but where the last part is already half an ULP."""
     w = normal(64, 33, seed=1, std=0.2)
     p = fm.FP8Parameter(w, "E4M3", keep_remainder=True)
-    optimizer = move("StiffnessAdamW", p, {"lr": 0.0, "writeback": writeback}, torch.zeros(64, 33))
+    optimizer = move("StiffnessAdamW", p, {"lr": 0.0, "writeback": "residual8"}, torch.zeros(64, 33))
     away = (held(p, optimizer.state[p]) - w.double()).abs() / ulp_of(p)
-    share = (away > 0.5 / PARTS[writeback] + 1 / 512).double().mean()
-    assert away.max() <= 1.5 / PARTS[writeback]
-    assert share < 1.0 / PARTS[writeback]
+    share = (away > 0.5 / PARTS + 1 / 512).double().mean()
+    assert away.max() <= 1.5 / PARTS
+    assert share < 1.0 / PARTS
     assert ((w.double() - p.dequantize().double()).abs() / ulp_of(p)).mean() > 0.2
 
 
-@every_residual
-def test_a_quadratic_is_followed_like_float32(writeback: str) -> None:
+def test_a_quadratic_is_followed_like_float32() -> None:
     """AdamW for 300 steps at a falling rate, towards targets off the grid: the weights that code and residual stand for
     are float32's but for the noise of rounding, which the gradients pull back: in the mean below one part of an ULP."""
     w, targets = normal(64, 32, seed=1, std=0.2), normal(64, 32, seed=2, std=0.2)
     p = fm.FP8Parameter(w, "E4M3", granularity="tensor", keep_remainder=True)
     free = free_weight(w, "E4M3", p.scale.item())
     options = {"weight_decay": 0.1, "stiffness": 0.0}
-    ours = StiffnessAdamW([p], lr=1.0, writeback=writeback, **options)
+    ours = StiffnessAdamW([p], lr=1.0, writeback="residual8", **options)
     exact = StiffnessAdamW([free], lr=1.0, **options)
     for t in range(300):
         for optimizer in (ours, exact):
@@ -192,35 +169,31 @@ def test_a_quadratic_is_followed_like_float32(writeback: str) -> None:
         ours.step()
         exact.step()
     away = (held(p, ours.state[p]) - free.detach().as_subclass(Tensor).double()).abs() / ulp_of(p)
-    parts = PARTS[writeback]
-    assert away.mean() < 1 / parts
-    assert away.quantile(0.99) < 4 / parts
+    assert away.mean() < 1 / PARTS
+    assert away.quantile(0.99) < 4 / PARTS
     nearest = fm.round_to_grid(free.detach().as_subclass(Tensor) / p.scale, "E4M3") * p.scale
-    assert (p.dequantize() == nearest).double().mean() > 1 - 1.5 / parts
+    assert (p.dequantize() == nearest).double().mean() > 1 - 1.5 / PARTS
 
 
-@every_residual
-def test_steps_far_below_an_ulp_are_not_lost(writeback: str) -> None:
+def test_steps_far_below_an_ulp_are_not_lost() -> None:
     """2000 steps of 1/2000 of an ULP, at most an eighth of a part: one ULP in the mean; nearest rounding keeps 0."""
     n, steps = 4096, 2000
     p = constant(1.0, n)
     size = ulp_of(p)[0].item() / steps
-    options = {"lr": 1.0, "momentum": 0.0, "stiffness": 0.0, "writeback": writeback}
+    options = {"lr": 1.0, "momentum": 0.0, "stiffness": 0.0, "writeback": "residual8"}
     optimizer = move("StiffnessSGD", p, options, torch.full((n,), -size), steps)
     moved = (held(p, optimizer.state[p]) - 1) / ulp_of(p)
-    noise = math.sqrt(steps * (1 / steps) / PARTS[writeback])  # variance of one step: size * part, in ULPs
+    noise = math.sqrt(steps * (1 / steps) / PARTS)  # variance of one step: size * part, in ULPs
     assert moved.std() < 1.1 * noise
     assert abs(moved.mean() - 1) < 4 * noise / math.sqrt(n)
 
 
-@every_residual
-def test_code_and_residual_are_one_number(writeback: str) -> None:
+def test_code_and_residual_are_one_number() -> None:
     """Steps of whole parts are exact, forth and back, over binades, subnormals and zero."""
-    parts = PARTS[writeback]
-    steps = [1 / parts, 3 / parts, 100 / parts, -1 / parts, 5.0, -104 / parts, -5.0, 1 / parts]
-    codes = torch.arange(0, 94, dtype=torch.uint8)  # 100 parts of 2 bits are 25 codes: none reaches the end
+    steps = [1 / PARTS, 3 / PARTS, 100 / PARTS, -1 / PARTS, 5.0, -104 / PARTS, -5.0, 1 / PARTS]
+    codes = torch.arange(0, 94, dtype=torch.uint8)
     p = fm.FP8Parameter.from_codes(torch.cat([codes, codes + 128]), 1.0, "E4M3", requires_grad=True)
-    optimizer = optim.RiemannianSGD([p], lr=1.0, writeback=writeback, damping=0.0, clip=math.inf)
+    optimizer = optim.RiemannianSGD([p], lr=1.0, writeback="residual8", damping=0.0, clip=math.inf)
     position = fm.to_chart(p.dequantize().double(), "E4M3")
     for step in steps:
         at = held(p, optimizer.state.get(p, {}))

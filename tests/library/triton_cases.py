@@ -30,11 +30,7 @@ FORMATS = (
     *("P3109_8P3", "P3109_8P4F", "E5M2_B30", "E7M0_B100", "E7M0_B30"),
 )
 SHAPES = (((16, 256), "channel"), ((5, 77), "channel"), ((1000,), "tensor"), ((7, 64), "block"), ((2, 1301), "channel"))
-WAYS = tuple(
-    (w, m)
-    for w in ("nearest", "stochastic", "residual8", "residual4", "residual2")
-    for m in ("float32", "bfloat16", "8bit")
-)
+WAYS = tuple((w, m) for w in ("nearest", "stochastic", "residual8") for m in ("float32", "bfloat16", "8bit"))
 
 
 def gradient(shape: torch.Size, kind: int, seed: int) -> Tensor:
@@ -230,8 +226,6 @@ def put(optimizer: Any, step: int, bad: float | None = None) -> None:
 WIDENED: dict[str, dict[str, Any]] = {
     "stochastic": {},
     "residual8": {"granularity": "block"},
-    "residual4": {},
-    "residual2": {"fmt": "E4M3FNUZ", "granularity": "block"},
     "nearest": {"granularity": "tensor"},
     "momentum": {"fmt": "E4M3IEEE"},
 }
@@ -264,7 +258,7 @@ def test_steady_steps_widen_and_are_refused_as_native_ones(
 
 
 @pytest.mark.parametrize("granularity", ["channel", "block", "tensor"])
-@pytest.mark.parametrize("writeback", ["stochastic", "residual4"])
+@pytest.mark.parametrize("writeback", ["stochastic", "residual8"])
 def test_weights_of_zeros_begin_as_on_the_cpu(
     writeback: Any, granularity: Any, on_a_card: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -327,7 +321,7 @@ def test_scales_of_codes_without_a_number_double_as_they_do_on_the_host(
 @pytest.mark.parametrize(
     ("fmt", "granularity", "writeback"),
     [
-        *[("E2M5", "channel", "stochastic"), ("E4M3", "block", "residual8"), ("E5M2", "channel", "residual4")],
+        *[("E2M5", "channel", "stochastic"), ("E4M3", "block", "residual8"), ("E5M2", "channel", "residual8")],
         *[("E4M3FNUZ", "block", "stochastic"), ("E3M4", "tensor", "stochastic")],
     ],
 )
@@ -360,8 +354,7 @@ def test_full_scales_of_matrices_double_in_one_launch(
         assert torch.equal(a.scale.cpu(), c.scale)
     assert made[0].widened_scales == made[1].widened_scales > 0
     assert frozen(made[0].state_dict()) == frozen(made[1].state_dict())
-    kinds = 2 if writeback == "residual4" else 1  # rows that fill their bytes of a residual, and others
-    assert launches == ([] if granularity == "tensor" else [kinds] * 3)
+    assert launches == ([] if granularity == "tensor" else [1] * 3)
 
 
 def test_a_refused_step_raises_where_it_is_asked_to(on_a_card: None) -> None:

@@ -18,7 +18,6 @@ import torch
 from fp8manifold.optim import _backends
 from fp8manifold.optim._native_step import run_native
 from fp8manifold.optim._slot import Slot
-from fp8manifold.optim._state import pack_residual
 from fp8manifold.optim._triton_step import run_triton
 
 COUNTS: Counter[str] = Counter()
@@ -36,16 +35,9 @@ def different(ours: torch.Tensor, expected: torch.Tensor) -> int:
     return int(other.sum())
 
 
-def as_kept(slot: Slot) -> dict[str, torch.Tensor]:
-    """The tensors of a step, with a residual as the state has it: what kernels find."""
-    packs = slot.spec.packs and slot.tensors["residual"].dtype is torch.int8
-    packed = {"residual": pack_residual(slot.tensors["residual"], slot.spec.residual_bits)} if packs else {}
-    return slot.tensors | packed
-
-
 def twin(slot: Slot) -> Slot:
     """The same step of copies, on the card."""
-    tensors = {name: tensor.to(CARD, copy=True) for name, tensor in as_kept(slot).items()}
+    tensors = {name: tensor.to(CARD, copy=True) for name, tensor in slot.tensors.items()}
     scale = None if slot.kept_scale is None else slot.kept_scale.to(CARD)
     return slot.replaced(tensors=tensors, kept_scale=scale, reached=[])
 
@@ -61,7 +53,7 @@ def step_both(slots: Sequence[Slot]) -> None:
         COUNTS["slots"] += 1
         COUNTS["elements"] += slot.view.numel
         assert other.reached == slot.reached[-len(other.reached) :]
-        found = {name: different(other.tensors[name], tensor) for name, tensor in as_kept(slot).items()}
+        found = {name: different(other.tensors[name], tensor) for name, tensor in slot.tensors.items()}
         wrong = {name: count for name, count in found.items() if count}
         assert not wrong, f"{wrong} of {slot.view.numel} of a step of {slot.spec} over {slot.view}"
 

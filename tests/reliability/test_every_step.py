@@ -132,7 +132,7 @@ def baseline_cases() -> Iterator[Case]:
 
 
 def long_cases() -> Iterator[Case]:
-    for rule in ("stochastic-8bit", "residual4", "bf16-mixed"):
+    for rule in ("stochastic-8bit", "residual8", "bf16-mixed"):
         more = {} if rule == "bf16-mixed" else {"model.format": "E4M3"}
         yield Case(f"{MANY}-steps-{rule}", {"rule": rule, "shadow.enabled": True, "shadow.interval": 7} | more, MANY)
 

@@ -60,7 +60,6 @@ class Clipping:
 
     @property
     def is_under_way(self) -> bool:
-        """True from a step's first gradient to its end."""
         return bool(self.norms)
 
     def watch(self, groups: list[dict[str, Any]]) -> None:
@@ -71,7 +70,6 @@ class Clipping:
                 group.setdefault("previous_norm", known)
 
     def forget(self) -> None:
-        """Drop the norms of a step that will not end."""
         self.norms, self._measured, self.is_left_out = {}, None, False
 
     def lets(self, gradient: Tensor, place: Place, groups: list[dict[str, Any]]) -> bool:

@@ -41,27 +41,21 @@ class StandIn(Tensor):
 
     @staticmethod
     def __new__(cls, parameter: Tensor, *_: Any, **__: Any) -> "StandIn":
-        """Make a stand-in of the parameter's shape, dtype and device."""
         return Tensor._make_wrapper_subclass(cls, parameter.shape, dtype=parameter.dtype, device=parameter.device)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        """Show shape and dtype, since there are no values."""
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def added(self, gradient: Tensor) -> None:
-        """Add the gradient of another backward pass."""
         raise NotImplementedError
 
     def scaled(self, factor: Any) -> None:
-        """Multiply by one scalar."""
         raise NotImplementedError
 
     def zeroed(self) -> None:
-        """Set to zero."""
         raise NotImplementedError
 
     def asked(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Apply any other operator."""
         raise NotImplementedError
 
     @classmethod
@@ -120,7 +114,6 @@ class SpentGradient(StandIn):
         self.norm_before, self.may_scale = norm, may_scale
 
     def added(self, gradient: Tensor) -> None:
-        """Refuse the gradient of another backward pass."""
         raise RuntimeError(_SPENT)
 
     def scaled(self, factor: Any) -> None:
@@ -131,7 +124,6 @@ class SpentGradient(StandIn):
             raise RuntimeError(_CLIPPED)
 
     def zeroed(self) -> None:
-        """Refuse ``zero_grad(set_to_none=False)`` by name."""
         raise RuntimeError(_ZEROED)
 
     def asked(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -185,7 +177,6 @@ class GradientSum(StandIn):
         self.factor = factor if self.factor is None else self.factor * factor
 
     def zeroed(self) -> None:
-        """Set the sum to zero and the factor to 1."""
         self.held.zero_()
         self.factor = None
 
@@ -202,11 +193,7 @@ class GradientSum(StandIn):
 
 
 class Accumulation:
-    """The accumulated gradients of an optimizer's parameters between two calls of ``optimizer.step()``.
-
-    Args:
-        optimizer: the optimizer; its ``step()`` steps all parameters.
-    """
+    """The accumulated gradients of an optimizer's parameters between two calls of ``optimizer.step()``."""
 
     def __init__(self, optimizer: Any) -> None:
         self._of = weakref.ref(optimizer)
@@ -214,13 +201,11 @@ class Accumulation:
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer, which is not kept alive."""
         optimizer = self._of()
         assert optimizer is not None
         return optimizer
 
     def take(self, group: dict[str, Any], parameter: Tensor) -> None:
-        """Accumulate the parameter's gradient, and free it."""
         words = (group["seed"], self._steps(parameter) + 1, self._stream(parameter))
         parameter.grad = GradientSum(parameter, words)
 

@@ -29,7 +29,6 @@ class _Hook:
         self.handle = weakref.ref(handle)
 
     def __call__(self, parameter: Tensor) -> None:
-        """Take the parameter's step, if there is anybody left to take it."""
         if (handle := self.handle()) is not None:
             handle._take(parameter)
 

@@ -112,10 +112,10 @@ def test_a_limit_ends_the_stream(tmp_path: Path, copy: Path) -> None:
         (
             lambda path: path.rename(path.with_name("tests-0.parquet")),
             {},
-            ["--data-dir", "holds no", "train-*.parquet"],
+            ["has no split 'train'"],
         ),
-        (lambda path: path.write_bytes(b"not parquet"), {}, ["train-0.parquet' can't be read", "arquet"]),
-        (lambda path: path.write_bytes(path.read_bytes()[:-100]), {}, ["train-0.parquet' can't be read"]),
+        (lambda path: path.write_bytes(b"not parquet"), {}, ["can't be read", "arquet"]),
+        (lambda path: path.write_bytes(path.read_bytes()[:-100]), {}, ["can't be read"]),
         (damage_the_middle, {}, ["data set 'some/set' can't be read"]),
         (too_little, {}, ["train split has 6 tokens"]),
         (lambda path: path, {"limit": 649}, ["--limit-tokens 649", "650 or more"]),

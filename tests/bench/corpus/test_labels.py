@@ -12,7 +12,6 @@ from nanogpt_bench.cli import main
 from nanogpt_bench.data import prepare_eurlex, prepare_text
 from nanogpt_bench.data.batches import label_names, load_corpus
 from nanogpt_bench.data.documents import Documents, documents_of, drawn, held_out
-from nanogpt_bench.data.references import LEAST, masked, paragraphs, reference_documents
 from nanogpt_bench.data.tokenizers import ByteTokenizer
 from nanogpt_bench.model.gpt import PADDING
 from nanogpt_bench.system.errors import BenchError
@@ -135,61 +134,17 @@ def test_the_command_says_how_many_labels_there_are(
     assert "; 5 labels, 15 documents for training, 5 for validation" in said
 
 
-@pytest.mark.parametrize("task", ["labels", "references"])
-def test_the_sample_of_eu_law_is_read(tmp_path: Path, task: str) -> None:
+def test_the_sample_of_eu_law_is_read(tmp_path: Path) -> None:
     """The real layout; every label in it is 0."""
     if not SAMPLE.is_dir():
         pytest.skip("the sample of EU legislation is not there")
-    words = ["prepare", "eurlex", "--task", task, "--data-dir", str(SAMPLE), "--out", str(tmp_path / "out")]
+    words = ["prepare", "eurlex", "--task", "labels", "--data-dir", str(SAMPLE), "--out", str(tmp_path / "out")]
     assert main(words) == 0
     corpus = load_corpus(tmp_path / "out", 16)
     train, val = (documents_of(corpus, split) for split in ("train", "val"))
-    if task == "labels":
-        assert (label_names(corpus), len(train), len(val)) == (["0"], 183, 15)
-        assert train.labels.all()
-        assert val.labels.all()
-    else:
-        assert (len(label_names(corpus)), len(train), len(val)) == (50, 209, 61)
-        assert train.labels.sum(0).min() >= LEAST
-        assert train.labels.any(1).all()
-        assert all("Article #" in text or "Articles #" in text for text in texts_of(train))
-
-
-@pytest.mark.parametrize(
-    ("text", "expected", "articles"),
-    [
-        ("referred to in Article 6(1), point (a)", "referred to in Article #, point (a)", {6}),
-        ("Articles 13, 14 and 15(2) apply", "Articles # apply", {13, 14, 15}),
-        ("Articles 102 to 104 apply", "Articles # apply", {102, 103, 104}),
-        ("Article 5 or 50", "Article #", {5, 50}),
-        ("Article 5 and (EU) 2016/680", "Article # and (EU) 2016/680", {5}),
-        ("Article 22(1) and (4) and, at least", "Article # and, at least", {22}),
-        ("Article 6 of this Regulation", "Article # of this Regulation", {6}),
-        ("Article 10(1) of Regulation (EU) 2018/1725", "Article # of Regulation (EU) 2018/1725", set()),
-        ("Article 16 TFEU", "Article # TFEU", set()),
-        ("This Article, and Annex 3, paragraph 4", "This Article, and Annex 3, paragraph 4", set()),
-    ],
-)
-def test_references_are_found_and_masked(text: str, expected: str, articles: set[int]) -> None:
-    assert masked(text) == (expected, articles)
-
-
-def test_paragraphs_are_documents_and_rare_articles_no_labels() -> None:
-    act = "Scope 1. See Article 7. 2. Nothing. 3. Under Articles 7 and 8 of this Regulation."
-    assert paragraphs(act) == [
-        "Scope 1. See Article 7.",
-        "2. Nothing.",
-        "3. Under Articles 7 and 8 of this Regulation.",
-    ]
-    splits, names = reference_documents([act] * 10 + ["Here Article 9 is meant."])
-    assert names == ["Article 7", "Article 8"]
-    assert [len(splits[split]) for split in ("train", "val")] == [15, 5]
-    assert {document: document.labels for document in splits["train"]} == {
-        "Scope 1. See Article #.": (0,),
-        "3. Under Articles # of this Regulation.": (0, 1),
-    }
-    with pytest.raises(BenchError, match="1 articles to which 5 paragraphs refer by number; at least 2"):
-        reference_documents(["See Article 7."] * 10)
+    assert (label_names(corpus), len(train), len(val)) == (["0"], 183, 15)
+    assert train.labels.all()
+    assert val.labels.all()
 
 
 def test_rows_are_first_tokens_with_padding_behind(prepared: Path) -> None:

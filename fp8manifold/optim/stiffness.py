@@ -1,0 +1,408 @@
+"""The stiffness family: AdamW, SGD and Lion whose step is scaled, weight by weight, with a power of the local ULP."""
+
+import math
+from functools import lru_cache
+from typing import Any
+
+from torch import Tensor
+
+from fp8manifold._base.checks import check_choice, check_number
+from fp8manifold._numerics.charts import Metric, chart_of
+from fp8manifold._numerics.stiffness import log2_bounded
+from fp8manifold.formats import FloatFormat
+from fp8manifold.optim._checks import (
+    Schedule,
+    check_betas,
+    check_finite,
+    check_first_moment,
+    lr_of,
+    options_in,
+    scheduled,
+)
+from fp8manifold.optim._optimizer import ManifoldOptimizer
+from fp8manifold.optim._slot import Parameters, Slot, manifold_of, own_manifold
+from fp8manifold.optim._writeback import WRITEBACKS, rule_of
+from fp8manifold.random_bits import Draws
+
+_LARGEST_POWER = 8.0
+_MODES = {0.0: "none", 1.0: "linear", 0.5: "sqrt", 2.0: "square"}
+"""Exponents whose power is computed exactly; any other goes through :func:`exp2_exact`."""
+
+
+class StiffnessOptimizer(ManifoldOptimizer):
+    """``w - lr (S / S_ref)^k d``: subclasses name the direction ``d`` and give its numbers."""
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        super()._check_group(group)
+        check_choice("writeback", group["writeback"], WRITEBACKS)  # None is for manifolds
+        if "stiffness" in group:
+            scheduled("stiffness", group["stiffness"], 0, -_LARGEST_POWER, _LARGEST_POWER)
+            chart_of(FloatFormat(4, 3), group["metric"])
+        for parameter in group["params"]:
+            if manifold_of(parameter) is not None and own_manifold(parameter) is None:
+                raise ValueError(
+                    f"{type(self).__name__} can't step a parameter on {manifold_of(parameter)}: "
+                    "use fp8manifold.optim.RiemannianAdam"
+                )
+
+    def _check_schedules(self, slots: list[Slot]) -> None:
+        """Set the exponent of each slot; a schedule is called once a step, for all parameters that are as far."""
+        powers: dict[tuple[int, int], float] = {}
+        for slot in slots:
+            power, key = slot.group.get("stiffness", 0.0), (id(slot.group), slot.done)
+            if callable(power):
+                if key not in powers:
+                    powers[key] = scheduled("stiffness", power, slot.done, -_LARGEST_POWER, _LARGEST_POWER)
+                power = powers[key]
+            slot.power = power
+
+    def _fields(self, slot: Slot) -> dict[str, Any]:
+        if slot.fmt is None:
+            return {"direction": self.direction}
+        k = slot.group["stiffness"]
+        mode = "power" if callable(k) else _MODES.get(float(k), "power")
+        return {"direction": self.direction, "metric": slot.group["metric"], "stiffness": mode}
+
+    def _shared_numbers(self, slot: Slot) -> dict[str, float]:
+        """Decay, and of a quantised parameter S_ref, its bounds and the exponent."""
+        group, state = slot.group, slot.state
+        numbers = {"keep": 1 - lr_of(group) * group["weight_decay"]}
+        if "reference" in state:
+            numbers |= _field_numbers(state["reference"], group[self.damping_option], group["clip"], slot.power)
+        return numbers
+
+
+@lru_cache(maxsize=4096)
+def _field_numbers(reference: float, damping: float, clip: float, power: float) -> dict[str, float]:
+    return {
+        "inverse_reference": 1 / reference,
+        "log_reference": log2_bounded(reference),
+        "low": damping,
+        "high": clip,
+        "log_low": log2_bounded(damping),
+        "log_high": log2_bounded(clip),
+        "power": power,
+    }
+
+
+def injected(rate: float, beta: float) -> float:
+    """``(1 - beta) / beta / rate``: how much of a rounding error a moment is given; nothing at rate 0."""
+    return (1 - beta) / beta / rate if rate and beta else 0.0
+
+
+@lru_cache(maxsize=256)
+def adam_numbers(lr: float, betas: tuple[float, float], eps: float, step: int) -> dict[str, float]:
+    """Adam's numbers, with its bias corrections in the rate and in eps."""
+    beta1, beta2 = betas
+    correction = math.sqrt(1 - beta2**step)
+    rate = lr * correction / (1 - beta1**step)
+    return {
+        "beta1": beta1,
+        "gain1": 1 - beta1,
+        "beta2": beta2,
+        "gain2": 1 - beta2,
+        "eps": eps * correction,
+        "rate": rate,
+        "inject": injected(rate, beta1),
+    }
+
+
+class StiffnessAdamW(StiffnessOptimizer):
+    """AdamW over weights that live on a grid, with steps proportional to a power of the local spacing.
+
+    .. math:: w \\leftarrow \\mathrm{round}\\left( (1 - \\eta \\lambda) w
+              - \\eta \\left( \\mathrm{clamp}(S(w) / S_{ref}, damping, clip) \\right)^k d \\right)
+
+    with Adam's direction ``d`` (of size about 1), learning rate ``eta``, decoupled decay ``lambda`` and ``S_ref`` the
+    mean of ``S`` over the tensor.  Everything is computed in float32 (float64 for float64 parameters) and rounded
+    once.  ``k = 0``, the default, is AdamW with a rounded write-back; ``k = 1`` approximates the Riemannian step.
+
+    An :class:`~fp8manifold.FP8Parameter` and a parameter on an :class:`~fp8manifold.FP8Manifold` are rounded to their
+    grid, one on a :class:`~fp8manifold.StiffnessManifold` is stepped without rounding, and an ordinary one gets plain
+    AdamW with the same learning rate; all may share a list.
+
+    Args:
+        params: parameters, or groups of them with options of their own, as for any ``torch.optim`` optimizer.
+        lr: learning rate in value, AdamW's: a number or a tensor of one element.
+        betas: decay rates of the running averages.
+        eps: added to the denominator.
+        weight_decay: decoupled decay, times ``lr`` a step.
+        stiffness: the exponent k, 0 for AdamW: a number, or a function of the steps taken, such as :func:`anneal`.
+        metric: what S is: ``ulp``, ``log``, ``euclidean`` or a function S(x, fmt).
+        writeback: how what was asked for becomes a point of the grid.  ``nearest`` and ``stochastic`` round.
+            ``residual8`` keeps what rounding leaves in a byte a weight, rounded stochastically to 1/256 of an ULP (a -0
+            becomes +0).  ``momentum`` rounds stochastically and gives the error to the first average.  Ordinary
+            bfloat16 and float16 parameters are rounded to their dtype: to nearest under ``nearest``, stochastically
+            under all others, finite values saturating.
+        draws: random draws of one weight, step by step: ``independent``, or ``dither``, which spreads them evenly, so
+            that less noise adds up, and pulls weights towards 0: decay is 7% too strong in E4M3, 12% in E5M2
+            (:func:`fp8manifold.random_bits`).  Those of moments are independent.  A weight's own ``draws`` are for
+            optimizers that have none.
+        moments: how the averages are stored: ``float32``, ``bfloat16`` or ``8bit`` (block-wise E4M3, the second as its
+            square root; of Muon E2M5), the last two with stochastic rounding that is right in the mean.  Of the second
+            average in 8 bits that is ``1 / sqrt(v)``, which a step goes with; ``v`` itself is 4 to 6% above.  float64
+            parameters have float64 averages under ``float32``.
+        seed: key of all random bits; they also depend on the step and on the parameter's position.
+        damping: lower bound of S / S_ref, so that weights near zero keep moving in formats of many binades.
+        clip: upper bound of S / S_ref, so that outliers do not run away.
+        refresh_every: steps between two computations of S_ref (and of ``bounded_share``).
+        maximize: ascend instead.
+        on_nonfinite: ``skip`` leaves out a whole step with a gradient that is not finite, ``raise`` raises.
+        stabilize_every: project parameters to their manifold every so many steps.
+        reset_every: clear the running averages every so many steps.
+        flags: torch's ``foreach``, ``fused``, ``capturable`` and ``differentiable``, which must be False or None.
+
+    Attributes:
+        bounded_share: share of the quantised weights whose ratio met ``damping`` or ``clip`` at the last refresh.
+
+    Raises:
+        TypeError: an option of another type.
+        ValueError: an option out of range, an unsupported torch flag or combination, no parameters, or a parameter on
+            a manifold of another library (use :class:`RiemannianAdam` there).
+
+    Example:
+        >>> import fp8manifold as fm, torch
+        >>> weight = fm.FP8Parameter(torch.linspace(-1, 1, 5), "E4M3", seed=0)
+        >>> optimizer = StiffnessAdamW([weight], lr=0.05)
+        >>> for _ in range(300):
+        ...     optimizer.zero_grad()
+        ...     (weight - 0.5).square().sum().backward()
+        ...     optimizer.step()
+        >>> bool((weight - 0.5).abs().max() < 0.15)
+        True
+
+    What differs from ``torch.optim.AdamW``:
+
+    ==================  ==================================  ========================================================
+    option              ``torch.optim.AdamW``               here
+    ==================  ==================================  ========================================================
+    ``betas``           (0.9, 0.999)                        (0.9, 0.95)
+    ``weight_decay``    0.01                                0.0; decoupled alike, times ``lr``
+    ``eps``             1e-8, added to sqrt(v / (1 - b^t))  the same
+    write-back          each operation rounds in place      float32 (float64) throughout, rounded once
+    averages            in the parameter's dtype            float32, bfloat16 or 8 bits (``moments``)
+    non-finite          steps, and the weights become NaN   the step is left out and counted (``on_nonfinite``)
+    ``amsgrad``         offered                             not offered
+    torch's flags       ``foreach``, ``fused``, ...         refused: native code steps all parameters in one call
+    ==================  ==================================  ========================================================
+
+    With ``betas=(0.9, 0.999), weight_decay=0.01`` the steps of float32 parameters are torch's to within rounding.
+
+    Source: Loshchilov and Hutter 2019 for the decoupled decay; the stiffness factor is this library's.
+    """
+
+    direction = "adam"
+
+    def __init__(
+        self,
+        params: Parameters,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        stiffness: Schedule = 0.0,
+        metric: Metric = "ulp",
+        writeback: str = "stochastic",
+        draws: Draws = "independent",
+        moments: str = "float32",
+        seed: int = 0,
+        damping: float = 2.0**-8,
+        clip: float = 2.0**4,
+        refresh_every: int = 100,
+        maximize: bool = False,
+        on_nonfinite: str = "skip",
+        stabilize_every: int | None = None,
+        reset_every: int | None = None,
+        **flags: Any,
+    ) -> None:
+        super().__init__(params, options_in(locals()))
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        check_betas(group["betas"])
+        check_finite("eps", group["eps"])
+        super()._check_group(group)
+        check_first_moment(group)
+
+    def _numbers(self, slot: Slot) -> dict[str, float]:
+        group = slot.group
+        numbers = adam_numbers(lr_of(group), tuple(group["betas"]), group["eps"], slot.age)
+        return numbers | self._shared_numbers(slot)
+
+
+class StiffnessSGD(StiffnessOptimizer):
+    """SGD with momentum over weights that live on a grid.
+
+    .. math:: b = \\mu b + (1 - \\tau) g, \\qquad w \\leftarrow \\mathrm{round}\\left( (1 - \\eta \\lambda) w
+              - \\eta \\left( \\mathrm{clamp}(S(w) / S_{ref}, damping, clip) \\right)^k b \\right)
+
+    ``k = 0``, the default, is SGD with a rounded write-back.  A gradient is a covector, so that its Riemannian step is
+    ``S^2 g``: ``stiffness=2.0``.  Unlike ``torch.optim.SGD`` the decay is decoupled from the gradient.  Ordinary
+    parameters get plain SGD with the same learning rate.
+
+    Args:
+        params: parameters or groups, quantised and ordinary ones mixed.
+        lr: learning rate, SGD's.
+        momentum, dampening, nesterov: as in ``torch.optim.SGD``; the buffer starts from the first gradient.
+        weight_decay: decoupled decay, times ``lr`` a step.
+        stiffness, metric, writeback, draws, moments, seed, damping, clip, refresh_every, maximize,
+            on_nonfinite, stabilize_every, reset_every: as in :class:`StiffnessAdamW`; ``writeback="momentum"``
+            and ``moments`` need ``momentum`` > 0, the former without Nesterov.
+        flags: torch's ``foreach``, ``fused``, ``capturable`` and ``differentiable``, which must be False or None.
+
+    Raises:
+        TypeError, ValueError: as :class:`StiffnessAdamW`; Nesterov needs momentum and no dampening.
+
+    Example:
+        >>> import fp8manifold as fm, torch
+        >>> weight = fm.FP8Parameter(torch.linspace(0.25, 1, 4), "E4M3", seed=0)
+        >>> optimizer = StiffnessSGD([weight], lr=0.1, momentum=0.5)
+        >>> for _ in range(200):
+        ...     optimizer.zero_grad()
+        ...     (weight - 0.5).square().sum().backward()
+        ...     optimizer.step()
+        >>> bool((weight - 0.5).abs().max() < 0.1)
+        True
+
+    Source: Bonnabel 2013 for Riemannian SGD; the momentum is torch's.
+    """
+
+    direction = "sgd"
+
+    def __init__(
+        self,
+        params: Parameters,
+        lr: float | Tensor = 1e-1,
+        momentum: float = 0.9,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        stiffness: Schedule = 0.0,
+        metric: Metric = "ulp",
+        writeback: str = "stochastic",
+        draws: Draws = "independent",
+        moments: str = "float32",
+        seed: int = 0,
+        damping: float = 2.0**-8,
+        clip: float = 2.0**4,
+        refresh_every: int = 100,
+        maximize: bool = False,
+        on_nonfinite: str = "skip",
+        stabilize_every: int | None = None,
+        reset_every: int | None = None,
+        **flags: Any,
+    ) -> None:
+        super().__init__(params, options_in(locals()))
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        super()._check_group(group)
+        check_momentum(group)
+
+    def _fields(self, slot: Slot) -> dict[str, Any]:
+        moments = {"has_moments": bool(slot.group["momentum"]), "nesterov": slot.group["nesterov"]}
+        return super()._fields(slot) | moments
+
+    def _numbers(self, slot: Slot) -> dict[str, float]:
+        numbers = momentum_numbers(lr_of(slot.group), slot.group, first=slot.age == 1)
+        return numbers | self._shared_numbers(slot)
+
+
+def momentum_numbers(rate: float, group: dict[str, Any], *, first: bool) -> dict[str, float]:
+    """SGD's numbers; the buffer starts from the whole gradient."""
+    momentum = group["momentum"]
+    gain = 1.0 if first else 1 - group["dampening"]
+    return {"beta1": momentum, "gain1": gain, "rate": rate, "inject": injected(rate, momentum)}
+
+
+def check_momentum(group: dict[str, Any]) -> None:
+    """Raise ValueError unless momentum, dampening and Nesterov fit each other, the write-back and the moments."""
+    momentum = group["momentum"]
+    check_number("momentum", momentum, 0.0, math.inf, open_high=True)
+    check_number("dampening", group["dampening"], -math.inf)
+    if group["nesterov"] and (momentum <= 0 or group["dampening"] != 0):
+        raise ValueError(
+            f"nesterov=True needs momentum > 0 and dampening = 0: momentum={momentum}, dampening={group['dampening']}"
+        )
+    if rule_of(group).injects and (not 0 < momentum < 1 or group["nesterov"]):
+        raise ValueError(
+            f"writeback={group['writeback']!r} needs 0 < momentum < 1 without Nesterov: momentum={momentum}, "
+            f"nesterov={group['nesterov']}"
+        )
+    if group["moments"] != "float32" and not momentum:
+        raise ValueError(f"moments={group['moments']!r} needs momentum > 0: without it there is no momentum to store")
+
+
+class StiffnessLion(StiffnessOptimizer):
+    """Lion over weights that live on a grid: one average, and steps of one size for all weights of a binade.
+
+    .. math:: w \\leftarrow \\mathrm{round}\\left( (1 - \\eta \\lambda) w
+              - \\eta \\left( \\mathrm{clamp}(S(w) / S_{ref}, damping, clip) \\right)^k
+              \\operatorname{sign}(\\beta_1 m + (1 - \\beta_1) g) \\right), \\quad m = \\beta_2 m + (1 - \\beta_2) g
+
+    ``k = 0``, the default, is Lion with a rounded write-back; with ``k = 1`` a step is ``lr / S_ref`` ULPs everywhere
+    between the bounds.  Ordinary parameters get plain Lion.
+
+    Args:
+        params: parameters or groups, quantised and ordinary ones mixed.
+        lr: learning rate, Lion's: a third to a tenth of AdamW's.
+        betas: of the interpolation, and of the average.
+        weight_decay: decoupled decay, times ``lr`` a step.
+        stiffness, metric, writeback, draws, moments, seed, damping, clip, refresh_every, maximize,
+            on_nonfinite, stabilize_every, reset_every: as in :class:`StiffnessAdamW`, without ``writeback="momentum"``.
+        flags: torch's ``foreach``, ``fused``, ``capturable`` and ``differentiable``, which must be False or None.
+
+    Raises:
+        TypeError, ValueError: as :class:`StiffnessAdamW`.
+
+    Example:
+        >>> import fp8manifold as fm, torch
+        >>> weight = fm.FP8Parameter(torch.linspace(0.25, 1, 4), "E4M3", seed=0)
+        >>> optimizer = StiffnessLion([weight], lr=0.02)
+        >>> schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+        >>> for _ in range(600):
+        ...     optimizer.zero_grad()
+        ...     (weight - 0.5).square().sum().backward()
+        ...     optimizer.step()
+        ...     schedule.step()
+        >>> bool((weight - 0.5).abs().max() < 0.15)
+        True
+
+    Source: Chen et al. 2023 (Symbolic Discovery of Optimization Algorithms).
+    """
+
+    direction = "lion"
+
+    def __init__(
+        self,
+        params: Parameters,
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        stiffness: Schedule = 0.0,
+        metric: Metric = "ulp",
+        writeback: str = "stochastic",
+        draws: Draws = "independent",
+        moments: str = "float32",
+        seed: int = 0,
+        damping: float = 2.0**-8,
+        clip: float = 2.0**4,
+        refresh_every: int = 100,
+        maximize: bool = False,
+        on_nonfinite: str = "skip",
+        stabilize_every: int | None = None,
+        reset_every: int | None = None,
+        **flags: Any,
+    ) -> None:
+        super().__init__(params, options_in(locals()))
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        check_betas(group["betas"])
+        super()._check_group(group)
+
+    def _numbers(self, slot: Slot) -> dict[str, float]:
+        beta1, beta2 = slot.group["betas"]
+        rate = lr_of(slot.group)
+        numbers = {"beta1": beta1, "gain1": 1 - beta1, "beta2": beta2, "gain2": 1 - beta2, "rate": rate}
+        return numbers | self._shared_numbers(slot)
