@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from fp8manifold._base.checks import check_choice, check_number
-from fp8manifold._base.reading import advance, eager_only, has_values, known
+from fp8manifold._base.reading import advance, has_values, known
 from fp8manifold._encoded.dispatch import is_backward
-from fp8manifold._encoded.scaled import Rounding
+from fp8manifold._encoded.scaled import Rounding, own_codes
 from fp8manifold._encoded.storage import expand_scale
 from fp8manifold.fake_quant import quantize_at
 from fp8manifold.formats import FloatFormat
@@ -34,9 +34,19 @@ from fp8manifold.nn._products import (
     linear,
     linear_with_rounded_gradients,
     over_nested,
+    refuse_repetition,
     round_gradient,
 )
-from fp8manifold.nn._scalers import HISTORY, FixedScale, GlobalScale, Scale, Scaler, SharedAmax, announce_gradients
+from fp8manifold.nn._scalers import (
+    HISTORY,
+    FixedScale,
+    GlobalScale,
+    Scale,
+    Scaler,
+    SharedAmax,
+    announce_gradients,
+    scale_of,
+)
 from fp8manifold.nn._spec import (
     GLOBAL,
     NONE,
@@ -181,11 +191,11 @@ class QuantizedLinear(nn.Linear):
         if self.storage != "master" and not torch.compiler.is_compiling():
             check_kept(self, self.storage)
         if self.weight_scaler is not None:
-            weight = self._fake_quantized("weight", weight, _scale_of(self.weight_scaler, weight, repeats), draw)
+            weight = self._fake_quantized("weight", weight, scale_of(self.weight_scaler, weight, repeats), draw)
         quantized = input
         if self.activation_scaler is not None:
             rows = self._rows(input)
-            scale = _scale_of(self.activation_scaler, rows, repeats)
+            scale = scale_of(self.activation_scaler, rows, repeats)
             quantized = self._fake_quantized("activation", rows, scale, draw).view(input.shape)
         of_weight = None if self._defers else self._rounded("weight_gradient", draw)
         backward = self._rounded("activation_gradient", draw), of_weight
@@ -306,26 +316,13 @@ class QuantizedLinear(nn.Linear):
         return max(self._draw() - 1 if self.training else self._draw(), 0)
 
     def _pass(self) -> tuple[int, bool]:
-        """Number of a forward pass, and whether it runs in a backward pass, as activation checkpointing has it.
-
-        The second time a layer has to round as it did the first time, which one with random bits, or with scales of the
-        past, does not.
-        """
+        """Number of a forward pass, and whether it is one that activation checkpointing runs again."""
         scalers = (self.weight_scaler, self.activation_scaler)
         remembers = hasattr(self, "draws") or any(scaler is not None and scaler.remembers for scaler in scalers)
         if self.training and remembers:
-            self._refuse_repetition()
+            refuse_repetition(self)
             return self._next_draw(), False
         return self._next_draw(), not torch.compiler.is_compiling() and is_backward()
-
-    @eager_only  # a graph would do the same whether or not it is run again
-    def _refuse_repetition(self) -> None:
-        if is_backward() and torch.is_grad_enabled():
-            raise RuntimeError(
-                f"{type(self).__name__}({self.extra_repr()}) runs again in a backward pass, where its random bits or "
-                "delayed scales would be others: leave it out of activation checkpointing, or take rounding='nearest' "
-                "and policy='dynamic'; what is new there is run under torch.no_grad()"
-            )
 
     def _next_draw(self) -> int:
         draw = self._draw()
@@ -381,14 +378,8 @@ class QuantizedLinear(nn.Linear):
             raise TypeError(f"a layer with storage='fp8' can't be {dtype}: take float32 or bfloat16")
         if self.manifold is not None:
             check_dtype_holds(self.manifold, dtype)
-
-        def moved(x: Tensor) -> Tensor:
-            made = fn(x)
-            lent = isinstance(made, FP8Tensor) and made.lent_from is not None  # as autocast casts what a layer reads
-            return x.with_parts(Tensor.clone, made.dtype) if lent else made
-
         try:
-            super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
+            super()._apply(lambda x: own_codes(x, fn(x)), recurse)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             if not isinstance(self.weight, FP8Tensor) or "Couldn't swap" not in str(error):
                 raise
@@ -442,12 +433,6 @@ class QuantizedLinear(nn.Linear):
         elif saved.format != weight.format:
             return f"{prefix}weight is of {saved.format.name}, but this layer's is of {weight.format.name}"
         return None
-
-
-def _scale_of(scaler: Scaler, x: Tensor, repeats: bool) -> Tensor:
-    """The scale of an operand; it is not remembered twice."""
-    scale: Tensor = scaler.preview(x) if repeats else scaler(x)
-    return scale
 
 
 def _scaler(operand: OperandSpec, shared: SharedAmax | None) -> Scaler:
