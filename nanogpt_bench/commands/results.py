@@ -20,7 +20,7 @@ from nanogpt_bench.report.predictors import FEWEST, Point, early_points, predict
 from nanogpt_bench.report.results import Result, measure
 from nanogpt_bench.report.results_file import TENTH, Exported, export, is_of_kind, read_export, to_json
 from nanogpt_bench.report.rows import Row, find_reference
-from nanogpt_bench.report.tables import padded, to_csv, to_latex, to_markdown, tuning_table
+from nanogpt_bench.report.tables import padded, to_csv, to_markdown, tuning_table
 from nanogpt_bench.runs.environment import DECIDING, MINOR, differing, environment, settings_of
 from nanogpt_bench.runs.load import Run, load_run
 from nanogpt_bench.setup.resolve import resolve
@@ -35,7 +35,7 @@ from nanogpt_bench.system.overwriting import holds, refuse_to_replace
 from nanogpt_bench.system.signals import RESUMABLE
 from nanogpt_bench.system.words import counted
 
-TABLES = {"markdown": to_markdown, "latex": to_latex, "csv": to_csv}
+TABLES = {"markdown": to_markdown, "csv": to_csv}
 #: when figures are taken, as a share of a run's steps
 TIMES = {"tenth": TENTH, "end": 1.0}
 #: options, and the words that they go with

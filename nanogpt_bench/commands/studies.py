@@ -175,7 +175,7 @@ def add_results(commands: Any) -> Any:
         "results",
         help="results of a sweep as one small JSON file; its tables, and any row of it made again",
         usage="nanogpt-bench results export SWEEP --out FILE.json\n"
-        "       nanogpt-bench results show FILE.json [--reference ROW] [--table markdown|latex|csv]\n"
+        "       nanogpt-bench results show FILE.json [--reference ROW] [--table markdown|csv]\n"
         "       nanogpt-bench results rerun FILE.json --row ROW [--seed N] [--data.dir DIR] [--anyway] [--out DIR]\n"
         "       nanogpt-bench results monitors FILE.json ... [--reference ROW] [--at tenth|end] [--over row|format]",
         description="export: write what the runs of a sweep or a comparison have come to, their settings, their\n"
@@ -197,7 +197,7 @@ def add_results(commands: Any) -> Any:
     parser.add_argument(
         "--reference", metavar="ROW", help="show, monitors: row to measure against (default: the file's)"
     )
-    parser.add_argument("--table", choices=("markdown", "latex", "csv"), help="show: this form of the table alone")
+    parser.add_argument("--table", choices=("markdown", "csv"), help="show: this form of the table alone")
     parser.add_argument("--row", metavar="ROW", help="rerun: the row, by its label, or by its format and rule")
     parser.add_argument("--seed", type=natural, metavar="N", help="rerun: this seed alone (default: all of the row's)")
     parser.add_argument("--data.dir", dest="data_dir", type=Path, metavar="DIR", help="rerun: where its text lies here")

@@ -22,7 +22,7 @@ from nanogpt_bench.report.results import Result, measure
 from nanogpt_bench.report.results_file import is_export, merged_rows, read_export, with_given_up
 from nanogpt_bench.report.rows import Row, counted_once, find_reference, left_aside, shortfall
 from nanogpt_bench.report.sweep_charts import Studies, read_studies
-from nanogpt_bench.report.tables import padded, to_csv, to_latex, to_markdown
+from nanogpt_bench.report.tables import padded, to_csv, to_markdown
 from nanogpt_bench.report.verdict import DEFAULTS, Thresholds
 from nanogpt_bench.runs.find import find_runs, say_aside
 from nanogpt_bench.runs.load import Run, load_run
@@ -31,7 +31,7 @@ from nanogpt_bench.system.files import write_text
 from nanogpt_bench.system.overwriting import refuse_to_replace
 
 PAGE = "report.html"
-TABLES = ("results.csv", "table.md", "table.tex")
+TABLES = ("results.csv", "table.md")
 #: bytes of a page that have its title
 _HEAD = 4096
 #: the shortest time between two drawings of a page
@@ -174,8 +174,8 @@ def write_report(
 
 
 def write_tables(results: Sequence[Result], out: Path) -> None:
-    """Write results.csv, table.md, table.tex, and for rows on a ladder gap_by_length.md and the like."""
-    for name, made in zip(TABLES, (to_csv, to_markdown, to_latex), strict=True):
+    """Write results.csv, table.md, and for rows on a ladder gap_by_length.md and the like."""
+    for name, made in zip(TABLES, (to_csv, to_markdown), strict=True):
         write_text(out / name, made(results))
     for ladder in LADDERS:
         if found := climbed(ladder, results):

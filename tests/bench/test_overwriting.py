@@ -133,7 +133,7 @@ WRITTEN = {
     "report RUN --out DIR": "dir/results.csv",
     "report RUN --out DIR ": "dir/figures/loss_curves.png",
     "report RUN --out DIR  ": "dir/report.html",
-    "report RUN --out DIR   ": "dir/table.tex",
+    "report RUN --out DIR   ": "dir/table.md",
     "sweep formats.yaml --data.dir CORPUS --out DIR": "dir/sweep.json",
     "compare --data.dir CORPUS --out DIR": "dir/compare.json",
     "sweep --sensitivity --of RUN --out DIR": "dir/sensitivity.json",

@@ -55,7 +55,7 @@ def test_the_folder_holds_page_tables_and_figures_and_no_litter(built):
     names = sorted(path.relative_to(built.parent).as_posix() for path in built.parent.rglob("*") if path.is_file())
     drawn = ("code_use", "gap", "loss_curves", "stall", "stiffness", "weights")
     figures = [f"figures/{name}.{kind}" for name in drawn for kind in ("pdf", "png", "svg")]
-    assert names == [*figures, "report.html", "results.csv", "table.md", "table.tex"]
+    assert names == [*figures, "report.html", "results.csv", "table.md"]
 
 
 def test_nothing_is_loaded_from_elsewhere(built):
