@@ -131,7 +131,7 @@ WRITTEN = {
     "evaluate RUN --formats all --out DIR": "dir/evaluation.json",
     "evaluate fp32.yaml --formats E4M3 --data.dir CORPUS --model.block_size 16 --out FILE": "first.json",
     "report RUN --out DIR": "dir/results.csv",
-    "report RUN --out DIR ": "dir/figures/loss_curves.png",
+    "report RUN --out DIR ": "dir/figures/loss_curves.svg",
     "report RUN --out DIR  ": "dir/report.html",
     "report RUN --out DIR   ": "dir/table.md",
     "sweep formats.yaml --data.dir CORPUS --out DIR": "dir/sweep.json",
