@@ -35,7 +35,7 @@ PREPARED = ("text", "labels", "references")
 #: commands that take the settings of a run as `--section.key VALUE`
 TAKE_SETTINGS = ("run", "evaluate", "sample", "finetune", "compare", "sweep")
 #: the options of `run` that are no settings
-RUN_OPTIONS = ("--name", "--resume", "--allow-config-change", "--page")
+RUN_OPTIONS = ("--name", "--resume", "--allow-config-change")
 
 
 class Parser(argparse.ArgumentParser):
@@ -280,7 +280,7 @@ def _add_run(commands: Any) -> Parser:
     parser: Parser = commands.add_parser(
         "run",
         help="train one model",
-        usage="nanogpt-bench run CONFIG.yaml [--name NAME] [--resume] [--page] [--section.key VALUE ...]",
+        usage="nanogpt-bench run CONFIG.yaml [--name NAME] [--resume] [--section.key VALUE ...]",
         description="Train one model as CONFIG.yaml says; every setting can be overridden on the command line.",
     )
     parser.add_argument("config", metavar="CONFIG.yaml", help="a file, or the name of a shipped one (see below)")
@@ -295,9 +295,6 @@ def _add_run(commands: Any) -> Parser:
         "--allow-config-change",
         action="store_true",
         help="--resume: go on with settings or a corpus that change the numbers",
-    )
-    parser.add_argument(
-        "--page", action="store_true", help="keep runs/NAME/report/report.html up to date while the run goes on"
     )
     parser.set_defaults(handler=_run)
     parser.make_epilog = _run_epilog
@@ -379,7 +376,7 @@ def _prepare(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace) -> int:
     from nanogpt_bench.commands.run import run_command
 
-    options = {"resume": args.resume, "allow_config_change": args.allow_config_change, "page": args.page}
+    options = {"resume": args.resume, "allow_config_change": args.allow_config_change}
     return run_command(args.config, args.name, args.overrides, **options)
 
 

@@ -46,7 +46,6 @@ DIFFERENCE_NOTE = (
     "Paired difference: that of the final validation losses of the same seed, mean with its 95% t-interval and the "
     "p-value of the paired t-test, adjusted over the rows of the table (Holm); of one seed it is a lead and no more. "
 )
-RELOAD_SECONDS = 15
 # Only the page's own content may run or be shown: a report from elsewhere can't call home.
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 # The page uses Vega's drawing and the interpreter that reads expressions instead of compiling them.
@@ -55,7 +54,7 @@ VEGA = "window.vegaEmbed = vegaEmbed;"
 
 @dataclass(frozen=True)
 class Page:
-    """The content of the page: title, facts of the runs (in order), results, and whether runs still go on."""
+    """The content of the page: title, facts of the runs (in order), and results."""
 
     title: str
     facts: Mapping[str, str]
@@ -63,7 +62,6 @@ class Page:
     looks: Mapping[str, Look]
     thresholds: Thresholds = field(default_factory=Thresholds)
     studies: Studies = field(default_factory=Studies)
-    running: bool = False
 
     @property
     def rows(self) -> list[Row]:
@@ -78,8 +76,7 @@ class Page:
 
 
 def all_sections(page: Page) -> list[Section]:
-    """Return all sections with data, in reading order; failures only once all runs ended."""
-    ended = not page.running
+    """Return all sections with data, in reading order."""
     found: list[Section | None] = [
         _what(page),
         _results(page),
@@ -87,15 +84,15 @@ def all_sections(page: Page) -> list[Section]:
         *(ladder_section(ladder, page.results, page.looks) for ladder in LADDERS),
         tuned_section(page.studies.tunings),
         _loss(page),
-        e7m0_section(predicted_runs(page.results), page.references, page.looks) if ended else None,
-        failure_section(failed_runs(page.results), page.references, page.looks) if ended else None,
+        e7m0_section(predicted_runs(page.results), page.references, page.looks),
+        failure_section(failed_runs(page.results), page.references, page.looks),
         _studies(page),
         _stall(page),
         *(_watched(page, namespace) for namespace in CHARTED if namespace != UPDATE_LOST.namespace),
         _spreads(page),
         _weights(page),
         _alerts(page),
-        _endings(page) if ended else None,
+        _endings(page),
         _configs(page),
     ]
     return [section for section in found if section is not None]
@@ -346,13 +343,12 @@ def _tuning_html(rows: Sequence[Mapping[str, Any]]) -> str:
 def render(page: Page, sections: Sequence[Section]) -> str:
     """Return the page as one string of HTML; all text of a run is escaped."""
     drawn = [chart for section in sections for chart in section.charts]
-    reload = f'<meta http-equiv="refresh" content="{RELOAD_SECONDS}">' if page.running else ""
     return "".join(
         (
             '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
             f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f'<meta name="color-scheme" content="light dark">{reload}',
+            f'<meta name="color-scheme" content="light dark">',
             f"<title>{escape(page.title)}</title><style>{_theme()}{_asset('page.css')}</style></head>\n<body><main>",
             _header(page, sections),
             *(section.html() for section in sections),
@@ -419,6 +415,5 @@ def _css(value: str | Sequence[str]) -> str:
 
 
 def _header(page: Page, sections: Sequence[Section]) -> str:
-    live = f'<p class="live">Still running: this page reloads every {RELOAD_SECONDS} seconds.</p>'
     links = "".join(f'<a href="#{section.name}">{escape(section.title)}</a>' for section in sections)
-    return f"<h1>{escape(page.title)}</h1>{live if page.running else ''}<nav>{links}</nav>"
+    return f"<h1>{escape(page.title)}</h1><nav>{links}</nav>"

@@ -81,12 +81,10 @@ def reference_name(results: Sequence[Result]) -> str:
     return rows[0].label if len(rows) == 1 else row_label(rows[0].rule, rows[0].format)
 
 
-def measure(
-    rows: Sequence[Row], reference: Row | None, thresholds: Thresholds = DEFAULTS, *, running: bool = False
-) -> list[Result]:
-    """Return each row's result, in order; `running` marks runs without a summary as still going."""
+def measure(rows: Sequence[Row], reference: Row | None, thresholds: Thresholds = DEFAULTS) -> list[Result]:
+    """Return each row's result, in order."""
     against = references_of(rows, reference)
-    results = [_measure_row(row, against.get(row.label), thresholds, running) for row in rows]
+    results = [_measure_row(row, against.get(row.label), thresholds) for row in rows]
     family, also = (
         adjusted([getattr(result, name) for result in results]) for name in ("difference", "also_difference")
     )
@@ -94,7 +92,7 @@ def measure(
     return [replace(result, difference=found, also_difference=other) for result, found, other in each]
 
 
-def _measure_row(row: Row, reference: Row | None, thresholds: Thresholds, running: bool) -> Result:
+def _measure_row(row: Row, reference: Row | None, thresholds: Thresholds) -> Result:
     is_reference = row is reference
     unlike = () if reference is None or is_reference else differences(row.runs, reference.runs)
     measured = None if unlike else reference
@@ -120,7 +118,7 @@ def _measure_row(row: Row, reference: Row | None, thresholds: Thresholds, runnin
             gaps, [getattr(_errors(each), "mean", None) for each in (row, measured) if each is not None]
         ),
     )
-    verdict = judge(row.runs, evidence, thresholds=thresholds, running=running)
+    verdict = judge(row.runs, evidence, thresholds=thresholds)
     if row.why:
         verdict = Verdict(Outcome.FAILED, row.why)
     return Result(

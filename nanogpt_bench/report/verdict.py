@@ -125,17 +125,13 @@ class Evidence:
     gap_error: float | None = None
 
 
-def judge(
-    runs: Sequence[Run], evidence: Evidence, *, thresholds: Thresholds = DEFAULTS, running: bool = False
-) -> Verdict:
+def judge(runs: Sequence[Run], evidence: Evidence, *, thresholds: Thresholds = DEFAULTS) -> Verdict:
     """Return the verdict on the runs of one row (its seeds).
 
     A failure outranks an early end, which outranks the comparison of losses. A row within reach of the reference is
     doubtful if its gradient cosine or alerts exceed their limits or its loss diverged. A row out of reach is named by
     its failure classes first, and by its stall at or above the limit; a row of unknown gap by those of the loss alone.
     """
-    if running and (not runs or any(run.status == "incomplete" for run in runs)):
-        return Verdict(Outcome.UNKNOWN, f"running, step {runs[-1].last_step or 0}" if runs else "waiting")
     outcome, text = _ending(runs) or _comparison(evidence, thresholds)
     if outcome in (Outcome.WITHIN, Outcome.REFERENCE):
         return _near(outcome, text, runs, evidence, thresholds)

@@ -89,8 +89,8 @@ def test_a_diverged_row_within_reach_is_doubtful_and_seeds_are_counted(run):
 
 
 def test_the_end_of_the_runs_outranks_the_loss(run):
-    def ended(*runs, **more):
-        verdict = judge(runs, Evidence(0.01), **more)
+    def ended(*runs):
+        verdict = judge(runs, Evidence(0.01))
         return verdict.outcome, verdict.text
 
     failed = run(status="failed", failure=NAN)
@@ -99,7 +99,6 @@ def test_the_end_of_the_runs_outranks_the_loss(run):
     assert ended(run(status="stopped"), failed)[0] is Outcome.FAILED
     assert ended(run(status="stopped")) == (Outcome.UNFINISHED, "stopped at step 200")
     assert ended() == (Outcome.UNFINISHED, "not run")
-    assert ended(running=True) == (Outcome.UNKNOWN, "waiting")
     # a class that ended the run is said once
     assert ended(run("nan", "plateau", status="failed", failure=NAN))[1].startswith("plateau; failed at step 37")
 
