@@ -158,10 +158,3 @@ class FailureConfig:
     divergence: float = setting(
         0.5, "divergence: nats above the first loss, or above the lowest so far and never back", above=0.0
     )
-    early_plateau: int = setting(10, "E7M0's prediction: step from which on the loss does not fall", minimum=1)
-    sparsity: float = setting(
-        0.9, "E7M0's prediction: share of the weights whose requested update is lost", above=0.0, maximum=1.0
-    )
-    zero_zone: float = setting(
-        0.5, "E7M0's prediction: share of the weights that half a ULP leaves without effect", above=0.0, maximum=1.0
-    )

@@ -1,4 +1,4 @@
-"""How a run failed: ten classes of failure judged from its folder, a timeline, and what was predicted of E7M0."""
+"""How a run failed: ten classes of failure judged from its folder, and a timeline."""
 
 from nanogpt_bench.failures.classify import classify, diagnose, failures_of
 from nanogpt_bench.failures.criteria import BatchEffect
@@ -12,9 +12,7 @@ from nanogpt_bench.failures.evidence import (
     Event,
     Finding,
     LeadTime,
-    Prediction,
 )
-from nanogpt_bench.failures.predictions import is_e7m0_nearest, predictions
 
 __all__ = [
     "CLEAR",
@@ -27,10 +25,7 @@ __all__ = [
     "Event",
     "Finding",
     "LeadTime",
-    "Prediction",
     "classify",
     "diagnose",
     "failures_of",
-    "is_e7m0_nearest",
-    "predictions",
 ]

@@ -119,21 +119,6 @@ class Diagnosis:
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """A prediction about a run, and what the records say: confirmed, refuted, or None when they don't tell."""
-
-    #: plateau, update_sparsity or zero_gradient_zones
-    name: str
-    #: the prediction as a sentence, with its threshold
-    statement: str
-    confirmed: bool | None
-    #: the answer as a sentence, with its figures
-    text: str
-    figures: Facts = field(default_factory=dict)
-    missing: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class Series:
     """One metric over the steps at which it was recorded with a finite value."""
 

@@ -66,17 +66,6 @@ def _line(row: Row, run: Run, key: str, against: str, smoothed: bool, limit: int
     return Line(row.label, run.seed, [xs[i] for i in kept], [ys[i] for i in kept])
 
 
-def first_lines(rows: Sequence[Row], key: str, steps: int) -> list[Line]:
-    """Return the curves of `key` up to step `steps`, as recorded."""
-    found = []
-    for row in rows:
-        for run in row.runs:
-            xs, ys = run.curve(key)
-            kept = [(x, y) for x, y in zip(xs, ys, strict=True) if x <= steps]
-            found.append(Line(row.label, run.seed, [x for x, _ in kept], [y for _, y in kept]))
-    return [line for line in found if any(y is not None for y in line.ys)]
-
-
 def marks(rows: Sequence[Row], drawn: Sequence[Line], against: str = BY_STEP) -> list[Mark]:
     """Return the first alert of early divergence and the end of a failed run as marks on the runs' curves."""
     curves = {(line.label, line.seed): line for line in drawn}

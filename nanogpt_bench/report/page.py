@@ -23,7 +23,7 @@ from nanogpt_bench.report.curve_charts import (
     stall_chart,
     watched_charts,
 )
-from nanogpt_bench.report.failure_pages import e7m0_section, failed_runs, failure_section, predicted_runs
+from nanogpt_bench.report.failure_pages import failed_runs, failure_section
 from nanogpt_bench.report.ladders import LADDERS, ladder_section
 from nanogpt_bench.report.markup import Cell, Section, chart_places, legend, table
 from nanogpt_bench.report.results import Result, findings
@@ -84,7 +84,6 @@ def all_sections(page: Page) -> list[Section]:
         *(ladder_section(ladder, page.results, page.looks) for ladder in LADDERS),
         tuned_section(page.studies.tunings),
         _loss(page),
-        e7m0_section(predicted_runs(page.results), page.references, page.looks),
         failure_section(failed_runs(page.results), page.references, page.looks),
         _studies(page),
         _stall(page),

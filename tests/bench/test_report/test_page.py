@@ -72,7 +72,7 @@ def test_nothing_is_loaded_from_elsewhere(built):
 def test_it_has_every_section_and_chart(built):
     page = Page(built.read_text(encoding="utf-8"))
     sections = [attributes["id"] for tag, attributes in page.elements if tag == "section"]
-    assert sections == ["what", "results", "loss", "e7m0", "failures", "settings", "stall", "gradients", *SAME]
+    assert sections == ["what", "results", "loss", "failures", "settings", "stall", "gradients", *SAME]
     charts = page.charts()
     names = {chart["name"] for chart in charts}
     assert names >= {"val-step", "val-seconds", "train-step", "train-seconds", "stall"}
