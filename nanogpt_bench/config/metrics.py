@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 from nanogpt_bench.config.field import setting
 
@@ -19,24 +19,11 @@ OPERANDS: Final = ("weight", "activation", "gradient", "weight_gradient", "resid
 OF_LAYERS: Final = OPERANDS[:-1]
 #: the side on which a figure is bad
 ABOVE, BELOW = "above", "below"
-#: limits that the settings `alerts` (of a run as it goes), `failure` (of its records) and `compare` share by default
-LIMITS: Final = {"stall": 0.5, "overflow": 0.01, "kurtosis": 10.0}
 #: how the figures of all layers make one; TOGETHER: as one layer, which its observer sees to
 MEAN, LARGEST, SMALLEST, TOGETHER = "mean", "largest", "smallest", "together"
 #: scale of a chart
 LINEAR, LOG = "linear", "log"
 SHARE, NATS, ULPS, RATIO = "share", "nats", "ULPs", "ratio"
-
-
-@dataclass(frozen=True)
-class Alarm:
-    """The alert that a figure raises: its kind, the setting of `alerts` that is its limit, and what is said."""
-
-    kind: str
-    setting: str
-    #: with the `value`, and `where` it is of: a layer, or an operand of one
-    text: str
-    leaves_out: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -59,9 +46,6 @@ class Metric:
     operands: tuple[str, ...] = ()
     #: ABOVE or BELOW; neither where no side is
     bad: str = ""
-    alarm: Alarm | None = None
-    #: budget beyond which an alert is raised, unless `alerts.at_most` says otherwise
-    at_most: float | None = None
     #: LINEAR or LOG where the report has a chart of it; none where it has not, or where it stands in another one
     chart: str = ""
 
@@ -92,14 +76,6 @@ class Metric:
     def each(self) -> tuple[Metric, ...]:
         """The metric by operand, or itself where there is one only."""
         return tuple(map(self.by, self.operands)) or (self,)
-
-    def in_record(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the figures of one record that an alarm is about: of every layer, of operands as `OPERAND/LAYER`."""
-        if not self.over:
-            return {"": record[self.name]} if self.name in record else {}
-        start, depth = f"{self.name}/", self.name.count("/") + 1 + bool(self.operands)
-        found = {key: value for key, value in record.items() if key.startswith(start) and key.count("/") == depth}
-        return {key.removeprefix(start): value for key, value in found.items()}
 
 
 @dataclass(frozen=True)
@@ -254,7 +230,6 @@ UPDATE_LOST = _stall(
     SHARE,
     "Weights that a requested update left where they were, of those without a copy.",
     bad=ABOVE,
-    alarm=Alarm("bit_stall", "stall", "{value:.1%} of the weights of {where} lost their update"),
 )
 CODE_UNCHANGED = _stall(
     "stall/code_unchanged", "Codes unchanged", SHARE, "Weights whose master copy moved while their code did not."
@@ -303,7 +278,6 @@ OVERFLOW = _ranges(
     SHARE,
     "Values beyond the format's largest.",
     bad=ABOVE,
-    alarm=Alarm("overflow", "overflow", "{value:.2%} of the values are beyond the range: {where}"),
     chart=LINEAR,
 )
 UNDERFLOW = _ranges(
@@ -316,8 +290,6 @@ KURTOSIS = _ranges(
     "The largest of the layers.",
     over=LARGEST,
     bad=ABOVE,
-    # gradients have heavy tails in every healthy run: most tokens are predicted well, some are not
-    alarm=Alarm("kurtosis", "kurtosis", "kurtosis {value:.1f}: {where}", leaves_out=("gradient", "weight_gradient")),
     chart=LOG,
 )
 AMAX_OVER_STD = _ranges(
@@ -368,7 +340,6 @@ ENTROPY_MIN = _attention(
     "Lowest attention entropy",
     NATS,
     "The most collapsed head.",
-    alarm=Alarm("entropy_collapse", "attention_entropy", "an attention head's mean entropy is {value:.3g} nats"),
 )
 
 _geometry = partial(Metric, monitor="geometry", over=MEAN)
@@ -388,7 +359,6 @@ OFF_GRID = _geometry(
     SHARE,
     "Weights that are no grid value; must stay 0.",
     bad=ABOVE,
-    at_most=0.0,
     chart=LINEAR,
 )
 METRIC_MIN = _geometry(
@@ -404,8 +374,8 @@ WARP_CROSSINGS = _geometry("geometry/warp_crossings", "Binades crossed", SHARE, 
 WARP_DISTORTION = _geometry("geometry/warp_distortion", "Distortion of a step", ULPS, "Mean of |exp_x(u) - (x + u)|.")
 _constraint = partial(_geometry, unit="distance", over=LARGEST, bad=ABOVE, chart=LOG)
 _ORTHONORMAL = "|Q^T Q - I| of parameters on geoopt's."
-ORTHOGONALITY = _constraint("geometry/orthogonality", "Off the Stiefel manifold", meaning=_ORTHONORMAL, at_most=1e-4)
-OFF_SPHERE = _constraint("geometry/off_sphere", "Off the sphere", meaning="Rows' lengths less 1.", at_most=1e-4)
+ORTHOGONALITY = _constraint("geometry/orthogonality", "Off the Stiefel manifold", meaning=_ORTHONORMAL)
+OFF_SPHERE = _constraint("geometry/off_sphere", "Off the sphere", meaning="Rows' lengths less 1.")
 _ROUNDED = "The same of what their formats make of them."
 CONSTRAINT_ROUNDED = _constraint("geometry/constraint_rounded", "Constraints, rounded", meaning=_ROUNDED)
 

@@ -1,30 +1,30 @@
-"""How a run failed: ten classes of failure judged from its folder, and a timeline."""
+"""How a run failed: one table of criteria, a judge that reads a run's records by it, and a timeline."""
 
-from nanogpt_bench.failures.classify import classify, diagnose, failures_of
-from nanogpt_bench.failures.criteria import BatchEffect
-from nanogpt_bench.failures.evidence import (
+from nanogpt_bench.failures.judge import (
     CLEAR,
     FOUND,
-    KINDS,
     NOT_JUDGED,
     Criterion,
     Diagnosis,
     Event,
     Finding,
-    LeadTime,
+    classify,
+    diagnose,
+    failures_of,
 )
+from nanogpt_bench.failures.table import CLASSES, KINDS, Row
 
 __all__ = [
+    "CLASSES",
     "CLEAR",
     "FOUND",
     "KINDS",
     "NOT_JUDGED",
-    "BatchEffect",
     "Criterion",
     "Diagnosis",
     "Event",
     "Finding",
-    "LeadTime",
+    "Row",
     "classify",
     "diagnose",
     "failures_of",

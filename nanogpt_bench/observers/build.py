@@ -8,10 +8,9 @@ from importlib import import_module
 from pathlib import Path
 
 from nanogpt_bench.config.metrics import MonitorConfig
-from nanogpt_bench.config.rules import loses_steps
 from nanogpt_bench.config.schema import ROUNDED, Config
 from nanogpt_bench.model.gpt import GPT, Block, GPTShape, build_model
-from nanogpt_bench.observers.alerts import Alert, AlertObserver
+from nanogpt_bench.observers.alerts import AlertObserver
 from nanogpt_bench.observers.anomaly import AnomalyObserver
 from nanogpt_bench.observers.bits import Bits
 from nanogpt_bench.observers.capture import Capture
@@ -24,6 +23,7 @@ from nanogpt_bench.observers.shadow import ShadowObserver
 from nanogpt_bench.observers.stall import Stall, Zones
 from nanogpt_bench.observers.trend import TrendObserver
 from nanogpt_bench.observers.updates import UpdateConsumer, UpdateObserver
+from nanogpt_bench.runs.load import Alert
 from nanogpt_bench.setup.constraints import constrained_weights
 from nanogpt_bench.setup.layers import linear_layers
 from nanogpt_bench.setup.surgery import quantized_layers
@@ -55,8 +55,8 @@ def build_observers(
     tell: Callable[[Alert], None],
 ) -> Observers:
     """Return the observers of a resolved configuration; files in `run_dir` are opened, where there is one."""
-    trend = TrendObserver(config.alerts, baseline) if config.monitor.trend else None
-    alerts = None if run_dir is None else _alerts(config, run_dir, trend, tell)
+    trend = TrendObserver(baseline) if config.monitor.trend else None
+    alerts = AlertObserver(config, run_dir, tell) if run_dir is not None and config.alerts.enabled else None
     shadow = _shadow(config, trainer)
     turns = _turns(config, trainer)
     stall, monitors = _monitors(config, trainer, turns)
@@ -120,13 +120,3 @@ def _shadow(config: Config, trainer: Trainer) -> ShadowObserver | None:
     tied = trainer.model.lm_head.weight is trainer.model.token_embedding.weight
     model: GPT = build_model(replace(shape, tie_weights=tied), 0).to(trainer.device)
     return ShadowObserver(model, config.shadow.interval, config.shadow.of)
-
-
-def _alerts(
-    config: Config, run_dir: Path, trend: TrendObserver | None, tell: Callable[[Alert], None]
-) -> AlertObserver | None:
-    if not config.alerts.enabled:
-        return None
-    stall = loses_steps(config.model.storage, config.optimizer.writeback) is True
-    ends = config.train.on_anomaly == "stop" and "nan" in config.train.stop_on
-    return AlertObserver(config.alerts, run_dir / "alerts.jsonl", trend, stall=stall, ends=ends, tell=tell)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nanogpt_bench.checkpoint import newest
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.observers.alerts import Alert
+from nanogpt_bench.runs.load import Alert
 from nanogpt_bench.runs.trained import BEST
 from nanogpt_bench.setup.layers import plain
 from nanogpt_bench.system.errors import BenchError, one_line

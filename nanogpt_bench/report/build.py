@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from nanogpt_bench.report.results_file import is_export, merged_rows, read_expor
 from nanogpt_bench.report.rows import Row, counted_once, find_reference, left_aside, shortfall
 from nanogpt_bench.report.sweep_charts import Studies, read_studies
 from nanogpt_bench.report.tables import padded, to_csv, to_markdown
-from nanogpt_bench.report.verdict import DEFAULTS, Thresholds
 from nanogpt_bench.runs.find import find_runs, say_aside
 from nanogpt_bench.runs.load import Run, load_run
 from nanogpt_bench.system.errors import BenchError, refused, unknown
@@ -28,14 +27,12 @@ PAGE = "report.html"
 TABLES = ("results.csv", "table.md")
 #: bytes of a page that have its title
 _HEAD = 4096
-THRESHOLDS = tuple(field.name for field in fields(Thresholds))
 
 
 def report(
     runs: Sequence[Path],
     *,
     out: Path,
-    thresholds: Thresholds = DEFAULTS,
     baseline: str | None = None,
     say: Callable[[str], None] | None = None,
 ) -> Path:
@@ -74,7 +71,6 @@ def report(
         out,
         title=title,
         facts=facts,
-        thresholds=thresholds,
         baseline=baseline,
         studies=replace(studies, tunings=tunings),
     )
@@ -93,8 +89,7 @@ def main_report(args: argparse.Namespace) -> int:
         BenchError: as `report`, or a folder with files of a report's names that no report wrote.
     """
     _check_folder(args.out)
-    thresholds = Thresholds(**{name: getattr(args, name) for name in THRESHOLDS})
-    print(report(args.runs, out=args.out, thresholds=thresholds, baseline=args.baseline, say=say_aside))
+    print(report(args.runs, out=args.out, baseline=args.baseline, say=say_aside))
     return 0
 
 
@@ -124,7 +119,6 @@ def write_report(
     *,
     title: str,
     facts: Mapping[str, str],
-    thresholds: Thresholds = DEFAULTS,
     baseline: str | None = None,
     studies: Studies | None = None,
 ) -> Path:
@@ -140,12 +134,12 @@ def write_report(
     except OSError as error:
         raise refused(f"output folder {str(out)!r} can't be made", error) from error
     reference = find_reference(rows, baseline)
-    results = measure(rows, reference, thresholds)
+    results = measure(rows, reference)
     chosen = looks(rows, reference, *(result.row for result in results if result.reference))
     for ladder in LADDERS:
         chosen |= line_looks(ladder, results, chosen)
     found = read_studies([out]) if studies is None else studies
-    sections = all_sections(shown := Page(title, facts, results, chosen, thresholds, found))
+    sections = all_sections(shown := Page(title, facts, results, chosen, found))
     page = write_text(out / PAGE, render(shown, sections))
     write_tables(results, out)
     write_figures([chart for section in sections for chart in section.charts], chosen, out / "figures")

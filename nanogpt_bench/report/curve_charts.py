@@ -30,7 +30,8 @@ from nanogpt_bench.runs.load import Distribution, Run
 
 BY_STEP, BY_TIME = "step", ELAPSED.name
 FEWEST_POINTS, MOST_POINTS = 60, 50 * MAX_POINTS  # of a curve, and of all curves of a chart
-EARLY_DIVERGENCE = "early_divergence"
+#: alerts of a loss that rises: as they are called, and were in earlier runs
+EARLY_DIVERGENCE = ("divergence", "early_divergence")
 BAR_HEIGHT = 42
 #: titles of namespaces that differ from the capitalised name
 TITLES = {"grad": "Gradients", "quant": "Ranges", "val": "Labels"}
@@ -79,8 +80,8 @@ def marks(rows: Sequence[Row], drawn: Sequence[Line], against: str = BY_STEP) ->
 
 def _moments(run: Run) -> list[tuple[int, str]]:
     """Return (step, text) of each event that a loss curve marks."""
-    early = next((alert for alert in run.alerts if alert.kind == EARLY_DIVERGENCE), None)
-    moments = [(early.step, f"early divergence at step {early.step}")] if early else []
+    early = next((alert for alert in run.alerts if alert.kind in EARLY_DIVERGENCE), None)
+    moments = [(early.step, f"divergence told at step {early.step}")] if early else []
     if run.status == "failed" and run.last_step is not None:
         moments.append((run.last_step, f"failed at step {run.last_step}"))
     return moments

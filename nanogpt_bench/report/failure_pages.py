@@ -13,14 +13,12 @@ from nanogpt_bench.report.chart import DOTTED, Chart, Look, Spec, ink, lines, ov
 from nanogpt_bench.report.curve_charts import lines_of, loss_range
 from nanogpt_bench.report.markup import Section, chart_places
 from nanogpt_bench.report.results import Result
-from nanogpt_bench.report.rows import Row, loss_unit, reference_beside, setting_without
+from nanogpt_bench.report.rows import Row, loss_unit, reference_beside
 from nanogpt_bench.report.verdict import class_name, describe_ending
 from nanogpt_bench.runs.load import Run
-from nanogpt_bench.system.words import counted
 
 POINTS = 150  # of a curve: there may be a chart for each of many runs
 OPEN_PAGES = 4  # more failure pages start closed
-BATCH_KEYS = frozenset({"train.batch_size", "train.accumulation"})
 
 
 @dataclass(frozen=True)
@@ -34,26 +32,13 @@ class Failed:
 
 def failed_runs(results: Sequence[Result]) -> list[Failed]:
     """Return the runs that failed or have a failure class in their records, in the order of the table."""
-    series = _batch_series([run for result in results for run in result.row.runs])
     judged = [
-        Failed(
-            result.row.label,
-            run,
-            diagnose(run, siblings=[other for other in series[setting_without(run, BATCH_KEYS)] if other is not run]),
-        )
+        Failed(result.row.label, run, diagnose(run))
         for result in results
         for run in result.row.runs
         if run.metrics or run.status == "failed"
     ]
     return [failed for failed in judged if failed.run.status == "failed" or failed.diagnosis.found]
-
-
-def _batch_series(runs: Sequence[Run]) -> Mapping[str, list[Run]]:
-    """Group runs that differ in batch size and seeds only: together they separate noise from a floor."""
-    groups: dict[str, list[Run]] = {}
-    for run in runs:
-        groups.setdefault(setting_without(run, BATCH_KEYS), []).append(run)
-    return groups
 
 
 def failure_section(failed: Sequence[Failed], references: Sequence[Row], looks: Mapping[str, Look]) -> Section | None:
@@ -63,10 +48,7 @@ def failure_section(failed: Sequence[Failed], references: Sequence[Row], looks: 
     pages = [
         _failure_page(i, entry, references, looks, opened=len(failed) <= OPEN_PAGES) for i, entry in enumerate(failed)
     ]
-    words = (
-        "One page for each run that failed or in whose records a class of failure was found; the criteria and their "
-        "thresholds are those of the run's own configuration, section failure."
-    )
+    words = "One page for each run that failed or in whose records a class of failure was found."
     body = f'<p class="muted">{words}</p>' + "".join(body for body, _ in pages)
     return Section("failures", "Failures", body, [chart for _, charts in pages for chart in charts])
 
@@ -79,7 +61,7 @@ def _failure_page(
     body = (
         f'<details class="page" id="failure-{place}"{" open" if opened else ""}>'
         f"<summary><h3>{escape(_title(failed))}</h3><span>{escape(_how(failed))}</span></summary>"
-        f"{_ending(failed)}{_timeline(failed)}{_evidence(failed.diagnosis)}{_lead(failed)}{chart_places(charts)}</details>"
+        f"{_ending(failed)}{_timeline(failed)}{_evidence(failed.diagnosis)}{chart_places(charts)}</details>"
     )
     return body, charts
 
@@ -150,18 +132,6 @@ def _others(title: str, listed: Sequence[Finding]) -> str:
         return ""
     items = [class_name(f.kind) + (f" (no {', '.join(f.missing)})" if f.missing else "") for f in listed]
     return f'<p class="muted">{title}: {escape("; ".join(items))}.</p>'
-
-
-def _lead(failed: Failed) -> str:
-    """Return the lead time of the kurtosis alert before the failure."""
-    lead = failed.diagnosis.lead_time
-    if lead is None:
-        return ""
-    seconds = "" if lead.seconds is None else f" ({abs(lead.seconds):.3g} s)"
-    order = "before" if lead.steps >= 0 else "after"
-    apart = f"{counted(abs(lead.steps), 'step')}{seconds} {order}"
-    words = f"Lead time of the kurtosis alert: at step {lead.alert_step}, {apart} the"
-    return f"<p>{escape(words)} {escape(class_name(lead.failure_kind))} at step {lead.failure_step}.</p>"
 
 
 def _loss_chart(place: int, failed: Failed, references: Sequence[Row], looks: Mapping[str, Look]) -> Chart | None:

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from nanogpt_bench.config.metrics import CHARTED, COSINE, UPDATE_LOST, charted
+from nanogpt_bench.failures.table import VERDICT
 from nanogpt_bench.report import figures, sweep_charts, weight_charts
 from nanogpt_bench.report.chart import CONFIG, THEMES, Chart, Look, Spec, short, theme_colours
 from nanogpt_bench.report.curve_charts import (
@@ -30,7 +31,7 @@ from nanogpt_bench.report.results import Result, findings
 from nanogpt_bench.report.rows import Row, left_aside, loss_unit
 from nanogpt_bench.report.sweep_charts import Studies
 from nanogpt_bench.report.tables import TUNING_HEADINGS, TUNING_WORDS, Column, shown_columns, tuning_cells
-from nanogpt_bench.report.verdict import Thresholds, describe_ending
+from nanogpt_bench.report.verdict import describe_ending
 from nanogpt_bench.runs.environment import history_comment
 from nanogpt_bench.runs.load import Run
 from nanogpt_bench.runs.read import finite
@@ -60,7 +61,6 @@ class Page:
     facts: Mapping[str, str]
     results: Sequence[Result]
     looks: Mapping[str, Look]
-    thresholds: Thresholds = field(default_factory=Thresholds)
     studies: Studies = field(default_factory=Studies)
 
     @property
@@ -130,7 +130,6 @@ def _results_line(result: Result, columns: Sequence[Column]) -> list[Cell]:
 
 def _results_note(page: Page) -> str:
     seeds = max((len(result.row.runs) for result in page.results), default=1)
-    limits = page.thresholds
     measured = bool(page.references)
     return (
         f"Losses in {loss_unit(page.rows)}"
@@ -139,24 +138,22 @@ def _results_note(page: Page) -> str:
         + ". "
         + (DIFFERENCE_NOTE if any(result.difference is not None for result in page.results) else "")
         + (
-            f"Tokens to gap: the first at which the smoothed training loss lay {limits.gap:g} nats above the "
-            "reference's. " * measured
+            f"Tokens to gap: the first at which the smoothed training loss lay {VERDICT['tokens to gap'].bound:g} nats "
+            "above the reference's. " * measured
         )
         + "Bytes a parameter: measured on the tensors alive after the training, quantised and other "
         "weights, scales and optimizer state together. Stall, a mean over the looks: share of weights that a nonzero "
         "requested update left on the same grid value, where that loses it; (code) marks a float32 master copy, where "
         "the update is kept though the code is the same. Arrived, a mean over the looks: the share of the requested "
-        "movement that the write-back made, about 100% where it is unbiased."
-        + (_verdict_note(limits) if measured else "")
+        "movement that the write-back made, about 100% where it is unbiased." + (_verdict_note() if measured else "")
     )
 
 
-def _verdict_note(limits: Thresholds) -> str:
+def _verdict_note() -> str:
     return (
-        f" Verdict: final validation loss at most {100 * limits.within:.4g}% above the reference's"
-        + f", doubtful with a mean gradient cosine of {limits.cosine:g} or less"
-        + ("" if limits.alerts is None else f" or more than {limits.alerts} alerts")
-        + f"; a stall of {limits.stall:.0%} or more is named where it is short of the reference."
+        f" Verdict: final validation loss at most {VERDICT['outside'].bound:.0%} above the reference's"
+        + f", doubtful with a mean gradient cosine of {VERDICT['cosine'].bound:g} or less; a stall of "
+        f"{VERDICT['stall'].bound:.0%} or more is named where it is short of the reference."
     )
 
 
@@ -164,7 +161,7 @@ def _loss(page: Page) -> Section | None:
     label = page.references[0].label if page.references else None
     drawn = loss_charts(page.rows, page.looks, label)
     marked = any("tooltip" in layer["encoding"] for chart in drawn for layer in chart.spec["layer"])
-    words = '<p class="muted">Open diamonds: an early-divergence alert, or the end of a run that failed.</p>'
+    words = '<p class="muted">Open diamonds: an alert of divergence, or the end of a run that failed.</p>'
     return _curves(page, "loss", "Loss curves", drawn, below=words if marked else "")
 
 
@@ -206,7 +203,7 @@ def _stall(page: Page) -> Section | None:
 
 def _watched(page: Page, namespace: str) -> Section | None:
     title = TITLES.get(namespace, namespace.capitalize())
-    drawn = watched_charts(page.rows, page.looks, charted(namespace), {COSINE.name: page.thresholds.cosine})
+    drawn = watched_charts(page.rows, page.looks, charted(namespace), {COSINE.name: VERDICT["cosine"].bound})
     return _curves(page, title.lower(), title, drawn)
 
 
@@ -347,7 +344,7 @@ def render(page: Page, sections: Sequence[Section]) -> str:
             '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
             f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f'<meta name="color-scheme" content="light dark">',
+            '<meta name="color-scheme" content="light dark">',
             f"<title>{escape(page.title)}</title><style>{_theme()}{_asset('page.css')}</style></head>\n<body><main>",
             _header(page, sections),
             *(section.html() for section in sections),

@@ -126,7 +126,7 @@ def test_the_monitor_watches_what_is_constrained(
             assert "geometry/constraint_rounded" not in record
         else:  # a rounded matrix is close to the manifold, and not on it
             assert all(1e-3 < record[key] < 1 for key in rounded)
-    assert not (watched[name] / "alerts.jsonl").exists() or "orthogonality" not in (
+    assert not (watched[name] / "alerts.jsonl").exists() or "off_manifold" not in (
         watched[name] / "alerts.jsonl"
     ).read_text(encoding="utf-8")
 

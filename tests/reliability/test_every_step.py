@@ -226,7 +226,6 @@ def settings_of(case: Case, corpus: Path) -> list[str]:
         "monitor.histogram_interval": 2,
         "checkpoint.every": None,
         "checkpoint.keep": 1,
-        "alerts.cooldown_s": 0,
         **case.settings,
     }
     return [f"--{key}={'null' if value is None else value}" for key, value in settings.items()]

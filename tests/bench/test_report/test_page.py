@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from nanogpt_bench.cli import main
 from nanogpt_bench.report import report, write_report
 from nanogpt_bench.report.build import facts_of
 from nanogpt_bench.report.page import processes_section
@@ -99,16 +98,6 @@ def test_another_baseline_is_chosen_by_its_row_and_a_wrong_one_or_a_file_as_fold
     assert not (tmp_path / "out").exists()
     page = Page(report(paths, out=tmp_path / "out", baseline="fp32").read_text(encoding="utf-8"))
     assert "+0.100 (+5.0%)" in page.text["td"]
-
-
-def test_thresholds_come_from_the_command_line(tmp_path, write_run, write_alerts):
-    paths = [write_run(tmp_path / "a"), write_run(tmp_path / "b", rule="fp32", final=2.2)]
-    write_alerts(paths[1], ("kurtosis", 7))
-    words = ["report", *map(str, paths), "--out", str(tmp_path / "out")]
-    assert main([*words, "--within", "0.04"]) == 0
-    assert "outside 4%" in (tmp_path / "out" / "table.md").read_text()
-    assert main([*words, "--alerts", "0"]) == 0
-    assert "within 10%; 1 alert" in (tmp_path / "out" / "table.md").read_text()
 
 
 def test_every_alert_is_listed_once_a_kind(tmp_path, write_run, write_alerts):
