@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from nanogpt_bench.evaluation.losses import Evaluation
 
 #: options that go with a report
-OF_REPORT = ("scales", "embeddings", "sensitivity", "budget", "calibrate")
+OF_REPORT = ("scales", "embeddings", "sensitivity", "budget")
 #: options that go with --model alone, and those that go without it
 ONLY_MODEL, NOT_MODEL = ("input", "windows"), ("config", "checkpoint", "weights")
 SCALES = ("tensor", "channel", "block", "square")
@@ -34,18 +34,18 @@ def add_evaluate(commands: Any) -> Any:
         usage="nanogpt-bench evaluate RUN|CONFIG.yaml [--checkpoint best|last|step-N] "
         "[--formats A,B] [--section.key VALUE ...]\n"
         "       nanogpt-bench evaluate RUN|--model PATH [--input FILE|--data.dir DIR] [--formats A,B|all]\n"
-        "                              [--scales A,B] [--calibrate N] [--sensitivity [kinds|blocks|layers]]\n"
+        "                              [--scales A,B] [--sensitivity [kinds|blocks|layers]]\n"
         "                              [--budget BYTES] [--save DIR] [--out DIR]",
         description="Measure the loss of the weights that a run has trained, as they are and rounded to each format;\n"
         "or of those that CONFIG.yaml starts from (model.init_from, say), in float and in each format. With\n"
-        "--scales, --calibrate, --sensitivity, --budget or --formats all a run's weights get a report; with --model\n"
+        "--scales, --sensitivity, --budget or --formats all a run's weights get a report; with --model\n"
         "those of any causal language model of transformers, with its own tokenizer.",
         epilog="examples:\n  nanogpt-bench evaluate runs/bf16_baseline --formats E4M3,E5M2,E3M4\n"
         "  nanogpt-bench evaluate runs/e4m3 --checkpoint best --formats E7M0 --model.formats.lm_head none\n"
         "  nanogpt-bench evaluate gpt2.yaml --formats E4M3,E5M2,E3M4,E1M6,E7M0\n"
         "  nanogpt-bench evaluate my.yaml --model.init_from models/gpt2 --formats E4M3 --save weights\n"
         "  nanogpt-bench evaluate my.yaml --model.format E4M3 --weights weights/E4M3.safetensors\n"
-        "  nanogpt-bench evaluate runs/fp32 --formats all --scales channel,block --calibrate 16 --budget 1.5\n"
+        "  nanogpt-bench evaluate runs/fp32 --formats all --scales channel,block --budget 1.5\n"
         "  nanogpt-bench evaluate --model SmolLM2-135M.gguf --input law.txt --scales tensor,channel,block\n"
         "  nanogpt-bench evaluate --model models/smollm2 --data.dir data/law --sensitivity --budget 1.2",
     )
@@ -69,12 +69,6 @@ def add_evaluate(commands: Any) -> Any:
     own.add_argument("--windows", type=positive, metavar="N", help="--model: windows of the text (default: 24)")
     own.add_argument("--scales", type=names, metavar="A,B", help="tensor, channel, block, square: rows for each")
     own.add_argument("--embeddings", action="store_true", help="round the embeddings, too, in the format of each row")
-    own.add_argument(
-        "--calibrate",
-        type=positive,
-        metavar="N",
-        help="choose each scale by the error of its layer's output on N windows of the training text",
-    )
     own.add_argument(
         "--sensitivity",
         nargs="?",

@@ -95,10 +95,9 @@ def report_model(args: argparse.Namespace) -> int:
         windows = spread(corpus.val, args.windows or WINDOWS, block).to(device)
         batch = config.train.batch_size if "train.batch_size" in given else BATCH
         options = {"tied": config.model.tied or "leave", "headroom": config.model.headroom, "seed": config.seed}
-        calibration = spread(corpus.train, args.calibrate, block).to(device) if args.calibrate else None
         read = f"{counted(len(windows), 'window')} of {counted(block, 'token')}"
         say(f"{args.model}: {found.kind}, {found.parameters:,} parameters; {read}")
-        measured = (model.to(device), windows, corpus.val_tokens_per_byte, batch, options, calibration, args.save)
+        measured = (model.to(device), windows, corpus.val_tokens_per_byte, batch, options, args.save)
         at = Measurement(args.model, *measured, reader=partial(_read, args.model, device) if anew else None)
         del model, measured
         _report(at, args, dict(given.get("model.formats") or {}), out, environment(corpus, config.runtime.threads))
@@ -110,7 +109,7 @@ def _reads_anew(args: argparse.Namespace, own: Mapping[str, Any]) -> bool:
 
     Floats that are measured against, or that only some are rounded of, stay. A .gguf file is read as floats alone.
     """
-    beside = args.sensitivity or args.budget is not None or args.calibrate or args.embeddings or EMBEDDINGS in own
+    beside = args.sensitivity or args.budget is not None or args.embeddings or EMBEDDINGS in own
     return not beside and "gguf_file" not in find_model(args.model)
 
 
@@ -156,12 +155,11 @@ def report_run(run_dir: Path, args: argparse.Namespace) -> int:
         trainer = weights.rounded({}, corpus, device)
         windows, batch = trainer.validation_windows(), config.train.batch_size
         block = windows.shape[1] - 1
-        calibration = spread(corpus.train, args.calibrate, block).to(device) if args.calibrate else None
         tied, headroom = given.get("model.tied") or "leave", given.get("model.headroom")
         options = {"tied": tied, "headroom": headroom, "seed": config.seed or 0}
         say(f"weights of {where}; {counted(len(windows), 'window')} of {counted(block, 'token')}, in float32")
         per_byte = corpus.val_tokens_per_byte
-        at = Measurement(str(run_dir), trainer.model, windows, per_byte, batch, options, calibration, args.save)
+        at = Measurement(str(run_dir), trainer.model, windows, per_byte, batch, options, args.save)
         _report(at, args, weights.formats, out, environment(corpus, config.runtime.threads))
     return 0
 
@@ -172,14 +170,11 @@ def _text(args: argparse.Namespace, folder: str | None, found: Outline, block: i
         raise BenchError(
             "--model needs a text: --input FILE, or --data.dir DIR, prepared with --tokenizer and the model"
         )
-    if args.calibrate and folder is None:
-        raise BenchError("--calibrate needs a training text: --data.dir DIR, prepared with --tokenizer and the model")
     if block is not None and block > found.positions:
         raise BenchError(f"model.block_size: {block} is more than the {found.positions} positions of {args.model!r}")
     if folder is not None:
         corpus = load_corpus(Path(folder), block or 1)
-        read = (corpus.val, corpus.train) if args.calibrate else (corpus.val,)
-        largest = max(int(tokens.max()) for tokens in read)
+        largest = int(corpus.val.max())
         check_tokens(str(corpus.meta["tokenizer"]), args.model, found.vocab_size, folder, largest)
         return corpus
     text, tokenizer = read_text(args.input), own_tokenizer(args.model)

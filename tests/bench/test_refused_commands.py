@@ -139,7 +139,6 @@ REFUSED: dict[str, str] = {
     "evaluate RUN --out out --formats all,none": "'none' is what the gaps are measured against",
     "evaluate RUN --out out --scales channel --model.storage grid": "--model.storage means nothing with a report",
     "evaluate RUN --out out --scales channel --model.granularity block": "give --scales",
-    "evaluate RUN --out out --calibrate 0": "--calibrate",
     **{
         f"evaluate RUN --out out --budget {word}": f"--budget: '{word}' is not allowed; give a number > 0"
         for word in ("nan", "-1", "inf", "0", "much")
@@ -149,7 +148,6 @@ REFUSED: dict[str, str] = {
     "evaluate RUN --out out --scales channel --weights w.safetensors": "--weights says which weights",
     "evaluate RUN --sensitivity kinds --model.formats '{\"*\": none, embeddings: none}'": "model.formats says of every "
     "layer what becomes of it",
-    "evaluate e4m3 --calibrate 3": "--calibrate: a report is of a run, or with --model PATH; 'e4m3' is no folder",
     # weights of a pretrained model
     MODEL: "needs a text: --input FILE",
     f"{MODEL} --data.dir CHARS": "was written by the tokenizer 'char', which is not that of model",
@@ -161,7 +159,6 @@ REFUSED: dict[str, str] = {
     f"{MEASURED} --model.formats.mpl E4M3": "did you mean 'mlp'",
     f"{MEASURED} --train.max_steps 3": "means nothing to a pretrained model",
     f"{MEASURED} --sensitivity heads": "'heads' is not known",
-    f"{MEASURED} --calibrate 2": "--calibrate needs a training text: --data.dir DIR",
     f"{MEASURED} e4m3.yaml": "goes without --model",
     f"{TUNED} --layout torchao": "--layout goes with --save DIR",
     f"{TUNED} --save s --layout torchao --rule fp32": "--layout torchao takes quantised weights",
