@@ -33,10 +33,6 @@ def main_sweep(args: argparse.Namespace) -> int:
     Raises:
         BenchError: options that don't go together, or no file where one is needed.
     """
-    if args.of is not None:
-        from nanogpt_bench.sweep.sensitivity import sensitivity_of
-
-        return sensitivity_of(args)
     if args.file is None:
         raise BenchError("FILE.yaml is missing: a sweep file, or the name of a shipped one")
     sweep = read_sweep(find_sweep(args.file), args.overrides, smoke=args.smoke)

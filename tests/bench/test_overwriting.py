@@ -136,7 +136,6 @@ WRITTEN = {
     "report RUN --out DIR   ": "dir/table.md",
     "sweep formats.yaml --data.dir CORPUS --out DIR": "dir/sweep.json",
     "compare --data.dir CORPUS --out DIR": "dir/compare.json",
-    "sweep --sensitivity --of RUN --out DIR": "dir/sensitivity.json",
     "finetune --model gone --data.dir CORPUS --save DIR": "dir/model.safetensors",
 }
 MINE = '{"mine": [1, 2, 3]}\n'
