@@ -13,9 +13,7 @@ from nanogpt_bench.system.overwriting import holds, refuse_to_replace, rows_with
 from nanogpt_bench.system.words import say
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
-    from nanogpt_bench.evaluation.losses import Evaluation
+    from nanogpt_bench.evaluation.measurement import Row
 
 #: options that go with a report
 OF_REPORT = ("scales", "embeddings", "sensitivity", "budget")
@@ -151,7 +149,7 @@ def _losses(args: argparse.Namespace) -> int:
     return 0
 
 
-def _first_losses(args: argparse.Namespace, run_dir: Path | None) -> list[Evaluation]:
+def _first_losses(args: argparse.Namespace, run_dir: Path | None) -> list[Row]:
     """The rows of a configuration's first weights, or of `--weights` in its place."""
     from nanogpt_bench.config.settings import find_config, load_config
     from nanogpt_bench.data.stdlib import prepare_default
@@ -181,37 +179,17 @@ def _no_run(path: Path) -> str:
     return f"{str(path)!r} is no folder of a run" + (f"; it holds: {', '.join(runs)}" if runs else "")
 
 
-def _show(rows: Sequence[Evaluation], gap: str, out: Path | None) -> None:
+def _show(rows: Sequence[Row], gap: str, out: Path | None) -> None:
     """Print the table, whose gaps are called `gap`, and write it to `out` as JSON where one is given."""
     from rich.console import Console
 
+    from nanogpt_bench.evaluation.losses import WRITTEN
+    from nanogpt_bench.evaluation.sensitivity import rows_table
     from nanogpt_bench.system.files import write_json
 
     console = Console()
     console.width = console.width if console.is_terminal else _WIDTH
-    console.print(_table(rows, gap))
+    console.print(rows_table(rows, gap))
     if out:
         out.parent.mkdir(parents=True, exist_ok=True)
-        write_json(out, [row.facts for row in rows])
-
-
-def _table(rows: Sequence[Evaluation], gap_name: str) -> Table:
-    from rich.table import Table
-
-    from nanogpt_bench.config.metrics import OF_LABELS
-
-    table = Table("format", "storage")
-    of_labels = [metric for metric in OF_LABELS if any(row.of_labels for row in rows)]
-    beside = [metric.title for metric in of_labels] or ["perplexity", "bits/byte"]
-    for name in ("val loss", gap_name, *beside, "quantised"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        found = [_cell(row.of_labels.get(metric.figure)) for metric in of_labels]
-        found = found or [_cell(row.perplexity, ".2f"), _cell(row.bits_per_byte)]
-        gap = _cell(row.gap, "+.4f")
-        table.add_row(row.format, row.storage, _cell(row.val_loss), gap, *found, f"{row.quantized_parameters:,}")
-    return table
-
-
-def _cell(value: float | None, spec: str = ".4f") -> str:
-    return "-" if value is None else format(value, spec)
+        write_json(out, [row.facts(WRITTEN) for row in rows])

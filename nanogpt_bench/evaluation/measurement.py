@@ -96,20 +96,30 @@ def _quantized(model: nn.Module, formats: Any, **options: Any) -> Any:
 
 @dataclass(frozen=True)
 class Row:
-    """The model in one set of formats; losses in nats a token, `gap` to its weights as floats, window by window."""
+    """One set of weights in one set of formats; losses in nats a token, or a label."""
 
     format: str
-    scale: str
-    formats: Mapping[str, Any]
     val_loss: float
-    val_loss_se: float | None
+    #: to the weights as floats window by window, with its standard error; of a run's to those as trained
     gap: float | None
-    gap_se: float | None
     perplexity: float | None
-    bits_per_byte: float
-    bytes_per_parameter: float
+    bits_per_byte: float | None
     quantized_parameters: int
-    seconds: float
+    storage: str = ""
+    scale: str = ""
+    formats: Mapping[str, Any] = field(default_factory=dict)
+    val_loss_se: float | None = None
+    gap_se: float | None = None
+    bytes_per_parameter: float | None = None
+    seconds: float | None = None
+    #: of a run
+    checkpoint: str | None = None
+    #: of the task classify, by `config.metric.Metric.figure`
+    of_labels: Mapping[str, float | None] = field(default_factory=dict)
+
+    def facts(self, names: Sequence[str]) -> dict[str, Any]:
+        """Return the row as it is written to a file: these figures, and those of labels."""
+        return {name: getattr(self, name) for name in names} | dict(self.of_labels)
 
 
 @dataclass

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import Progress as Bar
-from rich.table import Table
 from torch import Tensor, nn
 
 import fp8manifold as fm
@@ -27,7 +25,7 @@ from nanogpt_bench.data.batches import Corpus, load_corpus
 from nanogpt_bench.data.text import read_text
 from nanogpt_bench.data.tokenizers import check_tokens, own_tokenizer
 from nanogpt_bench.evaluation.measurement import EMBEDDINGS, Measurement, Row
-from nanogpt_bench.evaluation.sensitivity import FILE, best_mixture, gaps_table
+from nanogpt_bench.evaluation.sensitivity import FILE, best_mixture, gaps_table, rows_table
 from nanogpt_bench.evaluation.weights import RunWeights, checked_overrides, folder_of, named_formats
 from nanogpt_bench.model.causal import (
     Outline,
@@ -51,6 +49,11 @@ from nanogpt_bench.system.overwriting import holds, mapping_with
 from nanogpt_bench.system.words import counted, rough_time, say
 
 ROWS = "evaluation.json"
+#: what it has of a row
+WRITTEN = (
+    *("format", "scale", "formats", "val_loss", "val_loss_se", "gap", "gap_se", "perplexity", "bits_per_byte"),
+    *("bytes_per_parameter", "quantized_parameters", "seconds"),
+)
 FORMATS = ("E2M5", "E3M4", "E4M3", "E1M6", "E5M2", "E7M0")
 #: `--formats all`
 ALL = ("E1M6", "E2M5", "E3M4", "E4M3", "E5M2", "E6M1", "E7M0")
@@ -224,7 +227,7 @@ def _report(
         args.sensitivity = "kinds"
     rows, table = _measure(at, args, formats, own)
     page = _write(out, at.name, rows, table, facts, at.windows.shape[1] - 1)
-    Console(width=None if sys.stdout.isatty() else _WIDTH).print(_table(rows))
+    Console(width=None if sys.stdout.isatty() else _WIDTH).print(rows_table(rows))
     if table is not None:
         print("".join(f"{printable(line)}\n" for line in gaps_table(table).splitlines()))
     print(page)
@@ -374,7 +377,7 @@ def _write(out: Path, model: str, rows: Sequence[Row], table: Any, facts: Mappin
     (out / FILE).unlink(missing_ok=True)
     if table is not None:
         write_json(out / FILE, table)
-    write_json(out / ROWS, {"model": model, "environment": facts, "rows": [asdict(row) for row in rows]})
+    write_json(out / ROWS, {"model": model, "environment": facts, "rows": [row.facts(WRITTEN) for row in rows]})
     runs = [_as_run(row, model, facts, block) for row in rows]
     grouped, title = group_rows(runs), f"nanogpt-bench evaluate: {Path(model).name}"
     return write_report(grouped, out, title=title, facts=facts_of(runs), baseline=grouped[0].label)
@@ -397,20 +400,3 @@ def _as_run(row: Row, model: str, facts: Mapping[str, Any], block: int) -> Run:
         "bits_per_byte": row.bits_per_byte,
     }
     return Run(Path(summary["name"]), {"rule": rule, "model": settings}, facts, summary=summary)
-
-
-def _table(rows: Sequence[Row]) -> Table:
-    table = Table("format", "scales")
-    for name in ("loss", "gap to float", "perplexity", "bits/byte", "bytes/param", "quantised", "seconds"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        gap = "-" if row.gap is None else f"{row.gap:+.4f}{_error(row.gap_se)}"
-        perplexity = "-" if row.perplexity is None else f"{row.perplexity:.2f}"
-        figures = (f"{row.bits_per_byte:.4f}", f"{row.bytes_per_parameter:.3f}", f"{row.quantized_parameters:,}")
-        losses = (f"{row.val_loss:.4f}{_error(row.val_loss_se)}", gap, perplexity)
-        table.add_row(row.format, row.scale, *losses, *figures, f"{row.seconds:.1f}")
-    return table
-
-
-def _error(error: float | None) -> str:
-    return "" if error is None else f" ± {error:.4f}"
