@@ -25,11 +25,15 @@ from nanogpt_bench.failures.evidence import (
     over_median,
     worst,
 )
+from nanogpt_bench.monitors.attention import ENTROPY
+from nanogpt_bench.monitors.gradients import GRAD_DEAD, GRAD_ZERO, UPDATE_TO_NOISE
+from nanogpt_bench.monitors.ranges import CLAMPED, KURTOSIS, OVERFLOW
+from nanogpt_bench.monitors.stall import UPDATE_LOST
 from nanogpt_bench.runs.curves import smooth
 from nanogpt_bench.system.words import counted
 
-LOSS, LOST, SIGNAL = metrics.TRAIN_LOSS.name, metrics.UPDATE_LOST.name, metrics.UPDATE_TO_NOISE.name
-KURTOSIS_OF_BLOCKS = metrics.KURTOSIS.by("residual").name
+LOSS, LOST, SIGNAL = metrics.TRAIN_LOSS.name, UPDATE_LOST.name, UPDATE_TO_NOISE.name
+KURTOSIS_OF_BLOCKS = KURTOSIS.by("residual").name
 #: what was not a number: the metric that says so, or the figure that then is null
 LOSSES = (metrics.LOSS_IS_NAN.name, LOSS, metrics.VAL_LOSS.name)
 GRADIENTS = (metrics.GRAD_HAS_NAN.name, metrics.GRAD_NORM.name)
@@ -89,7 +93,7 @@ def stall(evidence: Evidence) -> Finding:
     series = evidence.series(LOST)
     if not series:
         return _not_judged("stall", LOST)
-    criterion = judge(series, metrics.UPDATE_LOST.bad, evidence.limits.stall, evidence.limits.patience)
+    criterion = judge(series, UPDATE_LOST.bad, evidence.limits.stall, evidence.limits.patience)
     layer, share = evidence.worst_layer(LOST)
     facts: Facts = {"metric": LOST, "threshold": criterion.threshold, "mean": series.mean, "looks": len(series)}
     facts |= {"worst_layer": layer, "worst_share": share}
@@ -111,7 +115,7 @@ def rounding_noise(evidence: Evidence, rested: Finding, effect: BatchEffect | No
     late = evidence.series(SIGNAL).since(rested.step)
     if not late:
         return _not_judged(kind, SIGNAL)
-    noise = judge(late, metrics.UPDATE_TO_NOISE.bad, limits.noise, limits.patience)
+    noise = judge(late, UPDATE_TO_NOISE.bad, limits.noise, limits.patience)
     facts: Facts = {"metric": SIGNAL, "threshold": noise.threshold, "lowest": noise.extreme}
     said = f"the power of the updates on the plateau was down to {noise.extreme:.3g} of the variance of their rounding"
     if noise.step is None:
@@ -181,14 +185,14 @@ def _fixed(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def overflow(evidence: Evidence) -> Finding:
     """Values beyond the format's largest, which saturate."""
-    shares = (*metrics.OVERFLOW.each, *metrics.CLAMPED.each)
+    shares = (*OVERFLOW.each, *CLAMPED.each)
     watched = [series for share in shares if (series := worst(evidence, share.name))]
     if not watched and not evidence.quantized:
         return _clear("overflow", "nothing is quantised")
     if not watched:
-        return _not_judged("overflow", metrics.OVERFLOW.name)
+        return _not_judged("overflow", OVERFLOW.name)
     limits = evidence.limits
-    criteria = [judge(series, metrics.OVERFLOW.bad, limits.overflow, limits.patience) for series in watched]
+    criteria = [judge(series, OVERFLOW.bad, limits.overflow, limits.patience) for series in watched]
     shown = _earliest(criteria) or max(criteria, key=lambda criterion: criterion.extreme or 0.0)
     layer, share = evidence.worst_layer(shown.metric)
     facts: Facts = {"metric": shown.metric, "threshold": limits.overflow, "highest": shown.extreme}
@@ -212,7 +216,7 @@ def outlier_explosion(evidence: Evidence) -> Finding:
     if len(series) < 2:
         return _not_judged(kind, why="not judged: one look at the kurtosis does not show it grow")
     bound = max(limits.kurtosis, limits.kurtosis_growth * series.values[0])
-    criterion = judge(series, metrics.KURTOSIS.bad, bound, limits.patience, cut_off=evidence.died)
+    criterion = judge(series, KURTOSIS.bad, bound, limits.patience, cut_off=evidence.died)
     facts: Facts = {
         "metric": KURTOSIS_OF_BLOCKS,
         "threshold": bound,
@@ -229,18 +233,18 @@ def attention_collapse(evidence: Evidence) -> Finding:
     """Attention that looks at one token only: its entropy, meant over the heads, goes towards 0."""
     kind, series, block = (
         "attention_collapse",
-        evidence.series(metrics.ENTROPY.name),
+        evidence.series(ENTROPY.name),
         evidence.setting("model.block_size"),
     )
     if not series:
-        return _not_judged(kind, metrics.ENTROPY.name)
+        return _not_judged(kind, ENTROPY.name)
     if not isinstance(block, int) or block < 2:
         return _not_judged(kind, why="not judged: the config does not give model.block_size")
     uniform = uniform_entropy(block)
-    criterion = judge(series, metrics.ENTROPY.bad, evidence.limits.entropy * uniform, evidence.limits.patience)
-    head, entropy = evidence.worst_layer(metrics.ENTROPY.name, lowest=True)
+    criterion = judge(series, ENTROPY.bad, evidence.limits.entropy * uniform, evidence.limits.patience)
+    head, entropy = evidence.worst_layer(ENTROPY.name, lowest=True)
     facts: Facts = {
-        "metric": metrics.ENTROPY.name,
+        "metric": ENTROPY.name,
         "threshold": criterion.threshold,
         "uniform": uniform,
         "lowest": criterion.extreme,
@@ -264,8 +268,8 @@ def zero_gradients(evidence: Evidence) -> Finding:
     kind, limits = "zero_gradients", evidence.limits
     bounds = (
         (metrics.GRAD_NORM.name, BELOW, limits.gradient_norm),
-        (metrics.GRAD_ZERO.name, metrics.GRAD_ZERO.bad, limits.zero_gradients),
-        (metrics.GRAD_DEAD.name, metrics.GRAD_DEAD.bad, limits.zero_gradients),
+        (GRAD_ZERO.name, GRAD_ZERO.bad, limits.zero_gradients),
+        (GRAD_DEAD.name, GRAD_DEAD.bad, limits.zero_gradients),
     )
     watched = [(series, side, bound) for name, side, bound in bounds if (series := evidence.series(name))]
     if not watched:
@@ -273,7 +277,7 @@ def zero_gradients(evidence: Evidence) -> Finding:
     criteria = [judge(series, side, bound, limits.patience) for series, side, bound in watched]
     facts: Facts = {criterion.metric: criterion.extreme for criterion in criteria}
     if (first := _earliest(criteria)) is not None:
-        layer = evidence.worst_layer(metrics.GRAD_ZERO.name)[0]
+        layer = evidence.worst_layer(GRAD_ZERO.name)[0]
         facts |= {"metric": first.metric, "threshold": first.threshold, "worst_layer": layer}
     return _judged(kind, criteria, facts, _zero_text(criteria), "; from step {step} on")
 
@@ -281,8 +285,8 @@ def zero_gradients(evidence: Evidence) -> Finding:
 def _zero_text(criteria: list[Criterion]) -> str:
     words = {
         metrics.GRAD_NORM.name: "gradient norm down to {:.2g}",
-        metrics.GRAD_ZERO.name: "up to {:.1%} of it zero",
-        metrics.GRAD_DEAD.name: "up to {:.1%} dead",
+        GRAD_ZERO.name: "up to {:.1%} of it zero",
+        GRAD_DEAD.name: "up to {:.1%} dead",
     }
     return ", ".join(words[criterion.metric].format(criterion.extreme) for criterion in criteria)
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import statistics
 from pathlib import Path
 
-from nanogpt_bench.config.metrics import UPDATE_LOST, ZERO_GRADIENT_ZONE
 from nanogpt_bench.config.watching import FailureConfig
 from nanogpt_bench.failures.criteria import LOSS, SHORTEST, find_rest
 from nanogpt_bench.failures.evidence import Evidence, Facts, Prediction, Series, read
+from nanogpt_bench.monitors.stall import UPDATE_LOST
+from nanogpt_bench.monitors.zones import ZERO_GRADIENT_ZONE
 from nanogpt_bench.runs.load import Run
 from nanogpt_bench.system.words import counted
 

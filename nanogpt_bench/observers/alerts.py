@@ -19,17 +19,20 @@ from torch import nn
 from nanogpt_bench.config import metrics
 from nanogpt_bench.config.metrics import ABOVE, Alarm, Metric
 from nanogpt_bench.config.watching import AlertsConfig
+from nanogpt_bench.monitors import METRICS
+from nanogpt_bench.monitors.geometry import OFF_GRID
+from nanogpt_bench.monitors.points import Observer, Step
+from nanogpt_bench.monitors.stall import UPDATE_LOST
 from nanogpt_bench.observers.jsonl import LineFile
 from nanogpt_bench.observers.trend import TrendObserver
 from nanogpt_bench.setup.memory import plain_tensors
 from nanogpt_bench.system.errors import nearest
 from nanogpt_bench.system.words import counted
-from nanogpt_bench.training.points import Observer, Step
 
 _LOG = logging.getLogger("nanogpt_bench")
 NAN_KINDS = tuple(flag.name for flag in metrics.FLAGS)
-_AT_MOST = {metric.name: metric.at_most for metric in metrics.METRICS if metric.at_most is not None}
-_ALARMS = tuple((metric, metric.alarm) for metric in metrics.METRICS if metric.alarm is not None)
+_AT_MOST = {metric.name: metric.at_most for metric in METRICS if metric.at_most is not None}
+_ALARMS = tuple((metric, metric.alarm) for metric in METRICS if metric.alarm is not None)
 
 
 @dataclass(frozen=True)
@@ -126,7 +129,7 @@ class AlertObserver(Observer):
         for kind, text in self._standstill.see(step):
             yield Alert(step.number, "WARN", kind, text, None, None)
         for metric, alarm in _ALARMS:
-            if self._stall or metric is not metrics.UPDATE_LOST:
+            if self._stall or metric is not UPDATE_LOST:
                 yield from self._worst(step, metric, alarm)
         yield from self._divergence(step)
         yield from self._budgets(step)
@@ -174,7 +177,7 @@ class AlertObserver(Observer):
             for metric, limit in limits.items():
                 value = step.record.get(metric)
                 if limit is not None and value is not None and beyond(float(value), float(limit)):
-                    kind = "geometry_budget" if metric.startswith(f"{metrics.OFF_GRID.namespace}/") else "budget"
+                    kind = "geometry_budget" if metric.startswith(f"{OFF_GRID.namespace}/") else "budget"
                     text = f"{metric} is {value:.4g}, {word} its budget of {limit:g}, at step {step.number}"
                     yield Alert(step.number, "WARN", kind, text, _number(value), float(limit))
 
@@ -213,7 +216,7 @@ class _Look:
 class Standstill:
     """Compares every validation with the one before; a state of it lets a run that goes on compare with that before.
 
-    >>> from nanogpt_bench.training.points import Step
+    >>> from nanogpt_bench.monitors.points import Step
     >>> layer = nn.Linear(2, 1)
     >>> adamw = torch.optim.AdamW(layer.parameters())
     >>> seen = Standstill()

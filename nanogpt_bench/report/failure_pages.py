@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from nanogpt_bench.config.metrics import TRAIN_LOSS, UPDATE_LOST, ZERO_GRADIENT_ZONE
+from nanogpt_bench.config.metrics import TRAIN_LOSS
 from nanogpt_bench.failures import Diagnosis, Event, Finding, Prediction, diagnose, is_e7m0_nearest, predictions
+from nanogpt_bench.monitors.stall import UPDATE_LOST
+from nanogpt_bench.monitors.zones import ZERO_GRADIENT_ZONE
 from nanogpt_bench.report.chart import DOTTED, Chart, Look, Spec, ink, limit_line, lines, over, quantity
 from nanogpt_bench.report.curve_charts import first_lines, lines_of, loss_range
 from nanogpt_bench.report.markup import Section, chart_places

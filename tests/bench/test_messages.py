@@ -59,7 +59,7 @@ def test_an_alert_says_what_becomes_of_the_step(
         return value * float("nan") if model.training and torch.is_grad_enabled() else value
 
     monkeypatch.setattr(GPT, "loss", broken)
-    run(tiny(train__on_anomaly=policy, train__max_steps=1, monitor__gradients=False), tmp_path / "r")
+    run(tiny(train__on_anomaly=policy, train__max_steps=1, monitor__watch="[trend]"), tmp_path / "r")
     lines = [json.loads(line) for line in (tmp_path / "r" / "alerts.jsonl").read_text().splitlines()]
     said = [line["message"] for line in lines if line["kind"].startswith("train/loss") or "is nan" in line["message"]]
     assert said
