@@ -63,12 +63,11 @@ def rules_table() -> str:
 
 def metrics_tables() -> str:
     """A table of the figures that are always recorded, and one for every monitor, from the registry of metrics."""
-    from nanogpt_bench.config.metrics import METRICS
+    from nanogpt_bench.monitors import METRICS
 
     parts = []
     for monitor in dict.fromkeys(metric.monitor for metric in METRICS):
-        section = "shadow.enabled" if monitor == "shadow" else f"monitor.{monitor}"
-        title = f"With `{section}`:" if monitor else "Always:"
+        title = {"": "Always:", "shadow": "With `shadow.enabled`:"}.get(monitor, f"With `{monitor}`:")
         rows = [_metric_row(metric) for metric in METRICS if metric.monitor == monitor]
         parts.append(f"{title}\n\n" + markdown(("metric", "what it is", "unit", "all layers", "bad"), rows))
     return "\n".join(parts)
@@ -83,7 +82,7 @@ def _metric_row(metric: Any) -> tuple[str, ...]:
 
 def failures_table() -> str:
     """The rows that runs are judged by."""
-    from nanogpt_bench.config.metrics import CLAMPED, OVERFLOW
+    from nanogpt_bench.monitors.ranges import CLAMPED, OVERFLOW
     from nanogpt_bench.failures import CLASSES
 
     sides = {"above": "at least", "below": "at most"}

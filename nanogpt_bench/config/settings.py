@@ -23,6 +23,7 @@ from nanogpt_bench.config.keys import (
     parse_text,
     type_name,
 )
+from nanogpt_bench.config.metrics import WATCHED
 from nanogpt_bench.config.precedence import settle
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.system import untrusted
@@ -160,9 +161,14 @@ GONE: dict[str, Any] = {
     "model.lora_rank": None,
     "model.outliers": "none",
     "model.outlier_sigma": None,
+    **dict.fromkeys((f"monitor.{name}" for name in WATCHED if name != "zones"), True),
+    "monitor.dead_steps": 100,
+    "monitor.dead_threshold": 1e-8,
     "monitor.fisher": False,
     "monitor.fisher_matrix": "kfac",
     "monitor.fisher_eigenvalues": 5,
+    "monitor.histogram_interval": 500,
+    "monitor.stall_interval": None,
     "optimizer.compile": False,
     "train.max_rollbacks": 3,
 }

@@ -19,13 +19,13 @@ from nanogpt_bench.data.batches import Corpus, open_corpus
 from nanogpt_bench.evaluation.measurement import Row
 from nanogpt_bench.evaluation.weights import OF_FORMATS, RunWeights, checked_overrides, folder_of, named_formats
 from nanogpt_bench.loop.outcome import count
+from nanogpt_bench.model.layers import quantized_layers
 from nanogpt_bench.model.weights import load_weights, save_weights
 from nanogpt_bench.runs.environment import environment
 from nanogpt_bench.runs.trained import choose, load
 from nanogpt_bench.setup.formats import format_name, format_summary
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.setup.runtime import runtime
-from nanogpt_bench.setup.surgery import quantized_layers
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.words import say
 from nanogpt_bench.training.trainer import Trainer

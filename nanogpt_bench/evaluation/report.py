@@ -320,12 +320,16 @@ def _mixture(at: Measurement, base: Row, found: Mapping[tuple[str, str], Row], b
     count = at.parameters
     choices: dict[str, list[tuple[str, float, float]]] = {}
     for (pattern, name), row in found.items():
-        saved = (base.bytes_per_parameter - row.bytes_per_parameter) * count
+        saved = (_size(base) - _size(row)) * count
         choices.setdefault(pattern, []).append((name, row.gap or 0.0, -saved))
     for each in choices.values():
         each.append(("none", 0.0, 0.0))
-    chosen = best_mixture(choices, (budget - base.bytes_per_parameter) * count)
+    chosen = best_mixture(choices, (budget - _size(base)) * count)
     return None if chosen is None else {pattern: name for pattern, name in chosen.items() if name != "none"}
+
+
+def _size(row: Row) -> float:
+    return row.bytes_per_parameter or 0.0
 
 
 def _sensitivity(

@@ -15,6 +15,8 @@ from nanogpt_bench.config import metrics
 from nanogpt_bench.config.rules import loses_steps
 from nanogpt_bench.config.schema import ROUNDED
 from nanogpt_bench.failures.table import ATTENTION, OVER_FIRST, OVER_LOWEST, OVER_MEDIAN, REST, Row
+from nanogpt_bench.monitors.attention import ENTROPY
+from nanogpt_bench.monitors.ranges import CLAMPED, OVERFLOW
 from nanogpt_bench.runs.curves import smooth
 from nanogpt_bench.runs.load import Run, load_run
 
@@ -103,7 +105,7 @@ class Evidence:
         if kind == "overflow":
             peers = self.setting("model.torchao_float8"), self.setting("model.peer")
             floats = self.setting("model.formats") == {} and all(peer is None for peer in peers)
-            watched = (*metrics.OVERFLOW.each, *metrics.CLAMPED.each)
+            watched = (*OVERFLOW.each, *CLAMPED.each)
             if floats and not any(worst(self, share.name) for share in watched):
                 return "nothing is quantised"
         return None
@@ -152,7 +154,7 @@ def _over_median(evidence: Evidence) -> Series:
 
 def _of_uniform(evidence: Evidence) -> Series:
     """Attention's entropy, meant over the heads, over that of attention that looks at all tokens alike."""
-    series, block = evidence.series(metrics.ENTROPY.name), evidence.setting("model.block_size")
+    series, block = evidence.series(ENTROPY.name), evidence.setting("model.block_size")
     if not isinstance(block, int) or block < 2:
         return Series()
     uniform = uniform_entropy(block)
@@ -247,4 +249,4 @@ DERIVED: Final[Mapping[str, Callable[[Evidence], Series]]] = {
     metrics.GRAD_HAS_NAN.name: _not_finite(metrics.GRAD_HAS_NAN.name, metrics.GRAD_NORM.name),
 }
 #: metrics that the table's figures are made of, beside those that are its rows' own
-SOURCES: Final = ("step", LOSS, metrics.VAL_LOSS.name, metrics.GRAD_NORM.name, metrics.ENTROPY.name)
+SOURCES: Final = ("step", LOSS, metrics.VAL_LOSS.name, metrics.GRAD_NORM.name, ENTROPY.name)

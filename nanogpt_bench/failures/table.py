@@ -7,16 +7,22 @@ from typing import Final
 
 from nanogpt_bench.config import metrics
 from nanogpt_bench.config.metrics import ABOVE, BELOW
+from nanogpt_bench.monitors.attention import ENTROPY
+from nanogpt_bench.monitors.geometry import OFF_GRID, OFF_SPHERE, ORTHOGONALITY
+from nanogpt_bench.monitors.gradients import GRAD_DEAD, GRAD_ZERO
+from nanogpt_bench.monitors.ranges import CLAMPED, KURTOSIS, OVERFLOW
+from nanogpt_bench.monitors.shadow import COSINE
+from nanogpt_bench.monitors.stall import UPDATE_LOST
 
 #: figures that `failures.evidence` makes of those of the records
 OVER_MEDIAN: Final = f"{metrics.GRAD_NORM.name} over its median so far"
 OVER_FIRST: Final = f"{metrics.TRAIN_LOSS.name} over its first"
 OVER_LOWEST: Final = f"{metrics.TRAIN_LOSS.name} over its lowest"
-ATTENTION: Final = f"{metrics.ENTROPY.name} over that of uniform attention"
+ATTENTION: Final = f"{ENTROPY.name} over that of uniform attention"
 REST: Final = f"share of the run until {metrics.TRAIN_LOSS.name} rests"
 FLATNESS: Final = f"{metrics.VAL_LOSS.name} over its lowest before, less one"
 #: what blocks add up; other activations pass any bound on their kurtosis in runs that are well
-OF_BLOCKS: Final = metrics.KURTOSIS.by("residual").name
+OF_BLOCKS: Final = KURTOSIS.by("residual").name
 
 
 @dataclass(frozen=True)
@@ -73,13 +79,13 @@ _OFF = "was up to {extreme:.2g}"
 
 #: the classes of failure: one is found where any of its rows holds
 CLASSES: Final = (
-    Row("stall", metrics.UPDATE_LOST.name, ABOVE, 0.5, 3, _LOST),
-    *(_overflow(metric) for metric in (*metrics.OVERFLOW.each, *metrics.CLAMPED.each)),
+    Row("stall", UPDATE_LOST.name, ABOVE, 0.5, 3, _LOST),
+    *(_overflow(metric) for metric in (*OVERFLOW.each, *CLAMPED.each)),
     Row("outlier_explosion", OF_BLOCKS, ABOVE, 10.0, 3, _HEAVY, layers=True, growth=3.0, broken_off=True),
     Row("attention_collapse", ATTENTION, BELOW, 0.1, 3, _NARROW),
     Row("zero_gradients", metrics.GRAD_NORM.name, BELOW, 1e-8, 3, "the gradient norm was down to {extreme:.2g}"),
-    Row("zero_gradients", metrics.GRAD_ZERO.name, ABOVE, 0.9, 3, "up to {extreme:.1%} of the gradient was zero"),
-    Row("zero_gradients", metrics.GRAD_DEAD.name, ABOVE, 0.9, 3, "up to {extreme:.1%} of the gradient was dead"),
+    Row("zero_gradients", GRAD_ZERO.name, ABOVE, 0.9, 3, "up to {extreme:.1%} of the gradient was zero"),
+    Row("zero_gradients", GRAD_DEAD.name, ABOVE, 0.9, 3, "up to {extreme:.1%} of the gradient was dead"),
     Row("exploding_gradients", OVER_MEDIAN, ABOVE, 100.0, 3, _STEEP, broken_off=True),
     Row("nan", metrics.LOSS_IS_NAN.name, ABOVE, 1.0, 1, "the loss was not finite"),
     Row("nan", metrics.GRAD_HAS_NAN.name, ABOVE, 1.0, 1, "the gradient was not finite"),
@@ -89,9 +95,9 @@ CLASSES: Final = (
     Row("divergence", OVER_FIRST, ABOVE, 0.5, 3, _RISEN + "first", broken_off=True),
     Row("divergence", OVER_LOWEST, ABOVE, 0.5, 3, _RISEN + "lowest", broken_off=True, lasting=True),
     Row("divergence", metrics.EXCESS.name, ABOVE, 0.1, 3, _EXCESS, filled=True),
-    Row("off_manifold", metrics.OFF_GRID.name, ABOVE, 1e-12, 1, f"the share of weights off the grid {_OFF}"),
-    Row("off_manifold", metrics.ORTHOGONALITY.name, ABOVE, 1e-4, 1, f"|Q^T Q - I| {_OFF}"),
-    Row("off_manifold", metrics.OFF_SPHERE.name, ABOVE, 1e-4, 1, f"the rows' lengths less 1 {_OFF}"),
+    Row("off_manifold", OFF_GRID.name, ABOVE, 1e-12, 1, f"the share of weights off the grid {_OFF}"),
+    Row("off_manifold", ORTHOGONALITY.name, ABOVE, 1e-4, 1, f"|Q^T Q - I| {_OFF}"),
+    Row("off_manifold", OFF_SPHERE.name, ABOVE, 1e-4, 1, f"the rows' lengths less 1 {_OFF}"),
 )
 #: their names, in the order in which they are listed
 KINDS: Final = tuple(dict.fromkeys(row.kind for row in CLASSES))
@@ -107,7 +113,7 @@ ENDINGS: Final = {
 VERDICT: Final = {
     "outside": Row("outside", "gap over the reference's loss", ABOVE, 0.10, 1, ""),
     "behind": Row("behind", "gap in nats", ABOVE, 0.05, 1, ""),
-    "cosine": Row("doubtful", metrics.COSINE.name, BELOW, 0.90, 1, ""),
-    "stall": Row("stall", metrics.UPDATE_LOST.name, ABOVE, 0.5, 1, ""),
+    "cosine": Row("doubtful", COSINE.name, BELOW, 0.90, 1, ""),
+    "stall": Row("stall", UPDATE_LOST.name, ABOVE, 0.5, 1, ""),
     "tokens to gap": Row("tokens to gap", "smoothed gap in nats", ABOVE, 0.10, 1, ""),
 }

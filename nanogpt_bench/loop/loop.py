@@ -27,7 +27,8 @@ from nanogpt_bench.loop.resume import (
     remove_output,
     resumed_environment,
 )
-from nanogpt_bench.observers import Alert, Observer, Step
+from nanogpt_bench.monitors.points import Anomaly, Observer, Step
+from nanogpt_bench.observers import Alert
 from nanogpt_bench.observers.build import build_observers
 from nanogpt_bench.observers.trackers import Trackers, start_trackers
 from nanogpt_bench.runs.environment import config_history, history_comment
@@ -39,7 +40,6 @@ from nanogpt_bench.system.files import remove_parts, write_json, write_text
 from nanogpt_bench.system.signals import StopRequest
 from nanogpt_bench.system.words import counted
 from nanogpt_bench.training.anomalies import Sentry, figure_of
-from nanogpt_bench.training.points import Anomaly
 from nanogpt_bench.training.run_state import capture, restore
 from nanogpt_bench.training.trainer import Trainer, mean_and_error
 

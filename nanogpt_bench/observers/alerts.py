@@ -19,16 +19,17 @@ from nanogpt_bench.config.schema import Config
 from nanogpt_bench.failures.evidence import SOURCES, Evidence
 from nanogpt_bench.failures.judge import Finding, judge
 from nanogpt_bench.failures.table import CLASSES
+from nanogpt_bench.monitors.points import Observer, Step
+from nanogpt_bench.monitors.stall import UPDATE_LOST
 from nanogpt_bench.observers.jsonl import LineFile
 from nanogpt_bench.runs.load import Alert, Run
 from nanogpt_bench.runs.read import Records, records
 from nanogpt_bench.setup.memory import plain_tensors
 from nanogpt_bench.system.words import counted
-from nanogpt_bench.training.points import Observer, Step
 
 #: what is judged of a record: figures by their names, and those of layers by what their names begin with
 _JUDGED = frozenset((*SOURCES, *(row.figure for row in CLASSES)))
-_OF_LAYERS = tuple(f"{row.figure}/" for row in CLASSES if row.layers or row.figure == metrics.UPDATE_LOST.name)
+_OF_LAYERS = tuple(f"{row.figure}/" for row in CLASSES if row.layers or row.figure == UPDATE_LOST.name)
 #: a long run is judged again once it has grown by this share, so that judging takes the same share of its time
 _GROWTH = 0.01
 
@@ -109,7 +110,7 @@ class _Look:
 class Standstill:
     """Compares every validation with the one before; a state of it lets a run that goes on compare with that before.
 
-    >>> from nanogpt_bench.training.points import Step
+    >>> from nanogpt_bench.monitors.points import Step
     >>> layer = nn.Linear(2, 1)
     >>> adamw = torch.optim.AdamW(layer.parameters())
     >>> seen = Standstill()

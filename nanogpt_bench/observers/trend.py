@@ -10,8 +10,8 @@ from typing import Any
 from nanogpt_bench.config import metrics
 from nanogpt_bench.failures.judge import holds_now
 from nanogpt_bench.failures.table import ENDINGS
+from nanogpt_bench.monitors.points import Observer, Step
 from nanogpt_bench.system.errors import BenchError
-from nanogpt_bench.training.points import Observer, Step
 
 #: weight of a new loss in the smoothed one: it remembers about twenty steps
 SMOOTHING = 0.05

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from nanogpt_bench.config.metrics import ELAPSED, LOG, SHARE, SPREADS, TRAIN_LOSS, VAL_LOSS, Metric, Spread
+from nanogpt_bench.config.metrics import ELAPSED, LOG, SHARE, TRAIN_LOSS, VAL_LOSS, Metric, Spread
+from nanogpt_bench.monitors import SPREADS
 from nanogpt_bench.report.chart import (
     PERCENT,
     Chart,

@@ -12,8 +12,10 @@ from typing import Any
 
 import yaml
 
-from nanogpt_bench.config.metrics import CHARTED, COSINE, UPDATE_LOST, charted
 from nanogpt_bench.failures.table import VERDICT
+from nanogpt_bench.monitors import CHARTED, charted
+from nanogpt_bench.monitors.shadow import COSINE
+from nanogpt_bench.monitors.stall import UPDATE_LOST
 from nanogpt_bench.report import figures, sweep_charts, weight_charts
 from nanogpt_bench.report.chart import CONFIG, THEMES, Chart, Look, Spec, short, theme_colours
 from nanogpt_bench.report.curve_charts import (

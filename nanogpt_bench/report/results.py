@@ -10,8 +10,9 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from nanogpt_bench.config.metrics import BESIDE_LOSS, COSINE, TOKENS, TRAIN_LOSS, VAL_ALSO_LOSS
+from nanogpt_bench.config.metrics import BESIDE_LOSS, TOKENS, TRAIN_LOSS, VAL_ALSO_LOSS
 from nanogpt_bench.failures.table import VERDICT
+from nanogpt_bench.monitors.shadow import COSINE
 from nanogpt_bench.report.rows import REFERENCE_RULE, Row, differences, references_of, row_label, seed_of
 from nanogpt_bench.report.verdict import Evidence, Outcome, Verdict, judge
 from nanogpt_bench.runs.curves import smooth, smoothing_window

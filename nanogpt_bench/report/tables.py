@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from nanogpt_bench.config.metrics import BESIDE_LOSS, CODE_UNCHANGED
+from nanogpt_bench.config.metrics import BESIDE_LOSS
+from nanogpt_bench.monitors.stall import CODE_UNCHANGED
 from nanogpt_bench.report.results import MARK, Figure, Result, difference_text, reference_name
 from nanogpt_bench.report.rows import learning_rate, shortfall
 from nanogpt_bench.runs.read import finite

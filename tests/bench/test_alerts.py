@@ -17,7 +17,8 @@ from torch import nn
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.loop.outcome import Progress
 from nanogpt_bench.loop.train import run
-from nanogpt_bench.observers import Alert, AlertObserver, Step, TrendObserver
+from nanogpt_bench.monitors import Step
+from nanogpt_bench.observers import Alert, AlertObserver, TrendObserver
 from nanogpt_bench.observers.alerts import _hash
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.system.errors import BenchError

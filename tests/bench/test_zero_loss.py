@@ -14,23 +14,15 @@ from bench_runs import recorded
 from nanogpt_bench.cli import main
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.loop.train import run
-from nanogpt_bench.observers import Step, TrendObserver
+from nanogpt_bench.monitors import Step
+from nanogpt_bench.observers import TrendObserver
 from nanogpt_bench.report.predictors import LOSS_GAP, _point
 from nanogpt_bench.runs.load import load_run
 from nanogpt_bench.training.trainer import Trainer
 
 SMALL = ["--model.n_layer", "1", "--model.n_head", "1", "--model.n_embd", "32", "--model.block_size", "16"]
 SMALL += ["--train.batch_size", "2", "--eval.batches", "2", "--eval.interval", "2", "--optimizer.warmup_steps", "1"]
-LOOKED_AT = [
-    "--shadow.enabled",
-    "true",
-    "--shadow.interval",
-    "2",
-    "--monitor.interval",
-    "2",
-    "--monitor.ranges",
-    "true",
-]
+LOOKED_AT = ["--shadow.enabled", "true", "--shadow.interval", "2", "--monitor.interval", "2"]
 
 
 def test_a_text_of_one_character_is_trained_on_and_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,6 @@ _BASE = {
     "eval.batches": 1,
     "optimizer.warmup_steps": 4,
     "monitor.interval": 4,
-    "monitor.dead_steps": 4,
     "checkpoint.every": 3,
     "checkpoint.keep": 2,
 }

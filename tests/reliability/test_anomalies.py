@@ -18,8 +18,8 @@ from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.data import prepare_text
 from nanogpt_bench.loop.train import run
+from nanogpt_bench.monitors.points import Observer, Step
 from nanogpt_bench.training.anomalies import first_bad_weight
-from nanogpt_bench.training.points import Observer, Step
 from nanogpt_bench.training.run_state import capture
 from nanogpt_bench.training.trainer import Trainer
 
@@ -58,7 +58,7 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Config]:
         "optimizer.warmup_steps": 0,
         "checkpoint.every": 2,
         "monitor.interval": 1000,
-        "monitor.attention": False,
+        "monitor.watch": "[stall, zones, ranges, bits, gradients, geometry, resources, trend]",
     }
 
     def config(**overrides: object) -> Config:
