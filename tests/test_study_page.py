@@ -5,13 +5,14 @@ import json
 import re
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from PIL import Image
 from scipy.stats import spearmanr
 
-from nanogpt_bench.report.predictors import early_points
+from nanogpt_bench.report.results import Difference
 from nanogpt_bench.report.results_file import read_export
 from nanogpt_bench.report.rows import find_reference, setting_of
 from nanogpt_bench.runs.load import Run
@@ -322,7 +323,7 @@ def test_what_monitors_foretell_is_taken_from_the_runs() -> None:
 def test_a_setting_that_two_files_hold_is_one_draw() -> None:
     """Q2 has three of Q1's five runs, under a label of its own."""
     files = [read_export(STUDY[0].with_stem(stem)) for stem in ("study_q1", "study_q2")]
-    found = {}
+    found, early_points = {}, import_module("_predictors").early_points
     for file in files:
         found |= early_points(file.rows, find_reference(file.rows, baseline_of("fp32", file.rows)))
     labels = {"E4M3 stochastic dir=data/stdlib", "E4M3 stochastic max_steps=2000"}
@@ -330,6 +331,19 @@ def test_a_setting_that_two_files_hold_is_one_draw() -> None:
     (setting,) = {setting_of(run) for row in rows for run in row.runs}
     assert [len(row.runs) for row in rows] == [5, 3]
     assert sum(point.of == setting for point in found.values()) == 5
+
+
+def test_a_gap_appears_where_an_interval_first_leaves_0_out() -> None:
+    _ladders = import_module("_ladders")
+
+    def rung(low: float, high: float) -> SimpleNamespace:
+        return SimpleNamespace(difference=Difference((low + high) / 2, 3, low, high))
+
+    rungs = {400: rung(0.01, 0.03), 100: rung(-0.02, 0.02), 200: rung(-0.01, 0.03), 800: rung(-0.01, 0.1)}
+    assert _ladders.appearance(rungs) == 400
+    assert _ladders.appearance({100: rungs[100]}) is None
+    assert _ladders.appearance({100: SimpleNamespace(difference=Difference(0.5, 1)), 400: rungs[400]}) == 400
+    assert _ladders.appearance({50: rung(-0.03, -0.01), **rungs}) == 50
 
 
 def as_trained_for(row: dict[str, Any], steps: int) -> dict[str, Any]:

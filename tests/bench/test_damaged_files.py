@@ -170,11 +170,10 @@ DAMAGED: dict[str, dict[str, str]] = {
     "run": {
         **{
             f"{name}: gone()": f"{name} is missing"
-            for name in ("config.yaml", "environment.json", "metrics.jsonl", "summary.json", "weights.json")
+            for name in ("config.yaml", "environment.json", "metrics.jsonl", "summary.json")
         },
         "summary.json: text('[1]')": "summary.json",
         "config.yaml: text('a: [b')": "config.yaml",
-        "weights.json: text('{')": "weights.json",
     },
     "verify": {
         "metrics.jsonl: without_line(4)": "problem: metrics.jsonl: line 4 is of step 4, after 2 comes 3",

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from scipy.stats import spearmanr
 from sweep_runs import train_here
 
 from nanogpt_bench.cli import main
@@ -218,44 +217,6 @@ def test_runs_of_another_torch_or_text_are_not_taken(study, tmp_path, monkeypatc
     assert "--from 'my.json': torch was 1.0, is 2." in capsys.readouterr().err
     assert main([*sweep[:-4], "--from", "my.yaml"]) == 2
     assert "'my.yaml' does not exist" in capsys.readouterr().err
-
-
-def test_monitors_tell_of_the_final_gap_or_why_they_do_not(study, tmp_path, monkeypatch, capsys):
-    """Runs are made up of two real ones: one figure goes with the gap, one does not, and the loss says nothing."""
-    content = json.loads(study[0].read_text())
-    assert main(["results", "monitors", str(study[0])]) == 2
-    assert "too few runs" in capsys.readouterr().err
-    reference, other = (row["runs"][0] for row in content["rows"])
-    names = ["train/loss_smoothed", "grad/norm", "quant/kurtosis/weight", "stall/arrived"]
-
-    def made(run, seed, figures, **changes):
-        return {**run, "seed": seed, "steps_planned": 40, "looks": {"4": figures, "40": figures}, **changes}
-
-    losses = [3.0, 3.2, 3.1, 3.4, 3.3, 3.0, 3.2, 3.1]
-    content["monitors"] = names
-    content["rows"][0]["runs"] = [made(reference, seed, [3.0, 1.0, 3.0, None], final_val_loss=2.0) for seed in range(8)]
-    runs = [
-        made(other, seed, [loss, float(seed % 3), seed + 3.0, 0.5], final_val_loss=2.0 + 0.015 * (seed - 2))
-        for seed, loss in enumerate(losses)
-    ]
-    runs[-1] |= {"status": "failed", "final_val_loss": None}
-    row = content["rows"][1]
-    settings = [row["settings"] | {"optimizer": row["settings"]["optimizer"] | {"lr": 0.001 + at}} for at in range(8)]
-    content["rows"][1:] = [
-        {**row, "label": f"row {at}", "runs": [run], "settings": settings[at]} for at, run in enumerate(runs)
-    ]
-    (path := tmp_path / "many.json").write_text(json.dumps(content))
-    assert main(["results", "monitors", str(path), str(path)]) == 0  # what both hold counts once
-    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()]
-    rows = {line[0]: line[1:] for line in lines if line}
-    order = [*range(7), 8]  # of the gaps, the failed run's last
-    of_loss = f"{spearmanr(losses, order).statistic:+.2f}"
-    pairs = [(late > early) + (late == early) / 2 for late in losses[4:] for early in losses[:4]]
-    assert rows["quant/kurtosis/weight"][:4] == ["8", "+1.00", "[+1.00, +1.00]", of_loss]
-    assert rows["quant/kurtosis/weight"][4:6] == ["1.00", f"{sum(pairs) / len(pairs):.2f}"]
-    assert float(rows["quant/kurtosis/weight"][-1]) < 0.05 < float(rows["grad/norm"][-1])
-    assert "stall/arrived" not in rows  # the same everywhere
-    assert rows["training loss"][:2] == ["8", of_loss]
 
 
 @pytest.mark.parametrize("rows", [["x"], [{"start": {"lr": 1}, "trials": 5}], [{"start": 3, "cost": []}]])

@@ -78,9 +78,8 @@ def test_the_page_has_no_element_of_theirs(page):
 def test_nothing_of_theirs_is_an_expression(page):
     text = page.read_text(encoding="utf-8").split('type="application/json">')[1].split("</script>")[0]
     found = {words for chart in json.loads(text)["charts"] for words in expressions(chart["spec"])}
-    assert 5 < len(found) < 40
-    labels = r"\{(\"-?[\d.e+]+\": \"[-+^\d.e]+\"(, )?)+\}\[datum\.value\]|format\(pow\(10, datum\.value\), '~p'\)"
-    plain = re.compile(rf"[\w .,()<>&|+*-]+|{labels}")
+    assert 3 < len(found) < 20
+    plain = re.compile(r"[\w .,()<>&|+*-]+")
     assert [words for words in found if not plain.fullmatch(words)] == []
     assert not [words for words in found if any(t[:12] in words for t in TEXTS)]
 
@@ -128,7 +127,7 @@ def test_a_browser_runs_none_of_it_and_draws_every_chart(page, tmp_path):
         assert browser.said == []
         assert browser.evaluate("window.broken === undefined")
         assert browser.evaluate(UNDRAWN) == []
-        assert browser.evaluate("document.querySelectorAll('.vega-embed').length") > 30
+        assert browser.evaluate("document.querySelectorAll('.vega-embed').length") > 20
         assert browser.evaluate("document.querySelectorAll('img, iframe, object').length") == 0
         assert browser.evaluate("document.querySelectorAll('[onerror], [onload]').length") == 0
         shown = browser.evaluate("document.body.innerText")
