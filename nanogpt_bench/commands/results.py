@@ -9,14 +9,13 @@ import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from nanogpt_bench.config.metrics import VAL_LOSS
 from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.data.batches import open_corpus
 from nanogpt_bench.data.stdlib import prepare_default
 from nanogpt_bench.report.results import Result, measure
-from nanogpt_bench.report.results_file import Exported, export, is_of_kind, read_export, to_json
+from nanogpt_bench.report.results_file import MISSING, RUN, Exported, export, is_of_kind, read_export, to_json
 from nanogpt_bench.report.rows import Row, find_reference
 from nanogpt_bench.report.tables import padded, to_csv, to_markdown, tuning_table
 from nanogpt_bench.runs.environment import DECIDING, MINOR, differing, environment, settings_of
@@ -77,12 +76,10 @@ def _export(folder: Path, out: Path) -> int:
     if out.suffix != ".json":
         raise BenchError(f"--out {str(out)!r} is not allowed; give a name that ends in .json")
     refuse_to_replace("--out", out, holds(is_of_kind), "a name of its own")
-    content: dict[str, Any] = export(folder)
+    content = export(folder)
     write_text(out, to_json(content))
-    ended, planned = content["runs"]["ended"], content["runs"]["planned"]
-    partial = (
-        f" of {planned}; {planned - ended} are missing, and every table of the file says so" if planned > ended else ""
-    )
+    ended, missing = (sum(entry["kind"] == kind for entry in content) for kind in (RUN, MISSING))
+    partial = f" of {ended + missing}; {missing} are missing, and every table of the file says so" if missing else ""
     print(f"{out}: {counted(ended, 'run')}{partial}", file=sys.stderr)
     return 0
 

@@ -111,7 +111,7 @@ def add_sweep(commands: Any) -> Any:
         "sweep",
         help="train over any settings: grid, random, tuned rates, learning rate limits, sensitivity of layers",
         usage="nanogpt-bench sweep FILE.yaml [--lr-limits | --sensitivity [--of RUN]] [--reference ROW] [--smoke]\n"
-        "                           [--data-sizes A,B] [--from FILE.json ...] [--workers N] [--out DIR]\n"
+        "                           [--data-sizes A,B] [--workers N] [--out DIR]\n"
         "                           [--section.key VALUE ...]",
         description="Train one run for every point of FILE.yaml's axes, several at a time, and write a report. With\n"
         "tune and confirm in the file: find the best learning rate of every point first, then train it on other\n"
@@ -121,8 +121,7 @@ def add_sweep(commands: Any) -> Any:
         "  nanogpt-bench sweep lr_limits.yaml --lr-limits\n"
         "  nanogpt-bench sweep sensitivity.yaml --sensitivity --data.dir data/book\n"
         "  nanogpt-bench sweep formats.yaml --data-sizes 100000,300000,900000\n"
-        "  nanogpt-bench sweep --sensitivity --of runs/bf16_baseline\n"
-        "  nanogpt-bench sweep study/sweeps/study_q1.yaml --from study/results/study_q1.json",
+        "  nanogpt-bench sweep --sensitivity --of runs/bf16_baseline",
     )
     parser.add_argument("file", nargs="?", metavar="FILE.yaml", help="a sweep file, or the name of a shipped one")
     mode = parser.add_mutually_exclusive_group()
@@ -141,15 +140,6 @@ def add_sweep(commands: Any) -> Any:
         type=positives,
         metavar="A,B",
         help="train every point on the first A, B, ... tokens of the text, once through: where does a gap appear?",
-    )
-    parser.add_argument(
-        "--from",
-        dest="known",
-        type=Path,
-        nargs="+",
-        default=(),
-        metavar="FILE.json",
-        help="take runs and trials that results files have from there (results export), and train the others",
     )
     parser.add_argument("--smoke", action="store_true", help="with what the file's section smoke says: the same, small")
     parser.add_argument("--workers", type=positive, metavar="N", help="runs at a time (default: the file's, or cores)")

@@ -42,8 +42,6 @@ def main_sweep(args: argparse.Namespace) -> int:
     sweep = read_sweep(find_sweep(args.file), args.overrides, smoke=args.smoke)
     if args.reference is not None:
         sweep = replace(sweep, reference=args.reference)
-    if args.known:
-        sweep = replace(sweep, known=tuple(args.known))
     if args.data_sizes:
         sweep = _with_sizes(sweep, args)
     check_executor(args.executor, args.address)
@@ -103,17 +101,12 @@ def _check(
     check_workers(workers, "workers", threads_set(planned), None if executor is None else executor.cores())
     for run in planned:
         record.check(run)
-    if not sweep.known:  # whose runs need no machine
-        check_machine([run for run in planned if not has_ended(record.summary(run))], executor or Local())
+    check_machine([run for run in planned if not has_ended(record.summary(run))], executor or Local())
     for folder in {str(run.settings.get("data.dir", DEFAULT_DATA_DIR)) for run in planned}:
         prepare_default(folder)
     check_inputs(planned)
     if said := left_out_of_reference(sweep):
         print(said, file=sys.stderr)
-    if sweep.known:
-        from nanogpt_bench.sweep.record import Known  # brings torch along
-
-        record.known = [Known(path) for path in sweep.known]
 
 
 def tune_and_confirm(sweep: SweepFile, out: Path, workers: int | None = None, executor: Executor | None = None) -> int:

@@ -125,6 +125,9 @@ def once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 #: settings that earlier files have, each with the value that it had where nobody asked for another
 GONE = {
+    "failure.early_plateau": 10,
+    "failure.sparsity": 0.9,
+    "failure.zero_zone": 0.5,
     "model.lora_rank": None,
     "model.outliers": "none",
     "model.outlier_sigma": None,

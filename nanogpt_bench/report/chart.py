@@ -7,7 +7,6 @@ never in the name of a field or in an expression: nothing evaluates it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -84,8 +84,6 @@ class SweepFile:
     sensitivity: Sensitivity = field(default_factory=Sensitivity)
     #: tokens of text that every point is trained on once, each in turn (`--data-sizes`)
     data_sizes: tuple[int, ...] = ()
-    #: results files whose runs are not trained again (`--from`)
-    known: tuple[Path, ...] = ()
 
     def axis(self, key: str) -> Axis | None:
         """The axis of a setting, None when it is none."""

@@ -1,4 +1,4 @@
-"""Runs of a sweep or comparison on disk: each one's outcome, those a results file has, sweep.json and runs.csv."""
+"""Runs of a sweep or comparison on disk: each one's outcome, sweep.json and runs.csv."""
 
 from __future__ import annotations
 
@@ -10,21 +10,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
-from nanogpt_bench.config.keys import get, keys_where
 from nanogpt_bench.config.metrics import BESIDE_LOSS
-from nanogpt_bench.config.schema import Config
-from nanogpt_bench.config.settings import build_config
-from nanogpt_bench.data.batches import load_corpus
 from nanogpt_bench.failures import failures_of
 from nanogpt_bench.report.build import facts_of, write_report
 from nanogpt_bench.report.results import Result, measure
-from nanogpt_bench.report.results_file import read_export, with_given_up
+from nanogpt_bench.report.results_file import with_given_up
 from nanogpt_bench.report.rows import Row, find_reference
 from nanogpt_bench.report.sweep_charts import read_studies
 from nanogpt_bench.runs.earlier import (
@@ -36,26 +29,20 @@ from nanogpt_bench.runs.earlier import (
     summary_of,
     why_again,
 )
-from nanogpt_bench.runs.environment import DECIDING, MINOR, command_line, differing, machine, settings_of
+from nanogpt_bench.runs.environment import command_line
 from nanogpt_bench.runs.load import Run, is_run_folder, load_run
 from nanogpt_bench.runs.sums import SUMS, write_sums
-from nanogpt_bench.setup.resolve import resolve
-from nanogpt_bench.setup.start import start_facts
 from nanogpt_bench.sweep.plan import PlannedRun
 from nanogpt_bench.system.errors import BenchError, one_line
-from nanogpt_bench.system.files import write_json, write_text
+from nanogpt_bench.system.files import write_text
 from nanogpt_bench.system.lock import is_unused
 from nanogpt_bench.system.untrusted import read_json
-from nanogpt_bench.system.words import cell, counted
+from nanogpt_bench.system.words import cell
 
 if TYPE_CHECKING:
     pass
 
 DATE = "%Y-%m-%d %H:%M UTC"
-#: settings that the machine decides
-_OF_MACHINE = ("runtime.threads", "runtime.device")
-#: facts of the machine; where one differs, no run of the file is taken
-_INSTALLED = {name: DECIDING[name] for name in ("torch", "GPU")}
 MANIFEST = "sweep.json"
 TABLE = "runs.csv"
 #: figures of a run, from its summary.json
@@ -78,8 +65,6 @@ class Record(ABC):
         self.folder, self.title, self.baseline, self.order = folder, title, baseline, order
         self.started = datetime.now(UTC)
         self.planned: list[PlannedRun] = []
-        #: results files whose runs need not be trained
-        self.known: list[Known] = []
         #: names of runs that an earlier start brought to their end
         self.ended_before: set[str] = set()
         #: reason, by name, for training again a run that an earlier start had brought to an end
@@ -101,7 +86,7 @@ class Record(ABC):
         """Keep what the manifest says of a run, whose summary.json is `summary`, {} while there is none."""
 
     def add(self, run: PlannedRun) -> bool:
-        """Add a run; True when an earlier start has brought it to its end, or a file of `known` has it.
+        """Add a run; True when an earlier start has brought it to its end.
 
         Otherwise what it left is removed, unless it has checkpoints to go on from.
         """
@@ -109,8 +94,6 @@ class Record(ABC):
         self.planned.append(run)
         if self._read(run):
             return True
-        if not self.run_dir(run).exists() and any(known.write(run, self.run_dir(run)) for known in self.known):
-            return self._read(run)
         summary = self.summary(run)
         if run.name in self.ended_before or summary.get("status") == "failed":
             self.again[run.name] = why_again(summary)
@@ -248,85 +231,6 @@ class Record(ABC):
         (folder / SUMS).unlink(missing_ok=True)
         write_text(folder / "summary.json", json.dumps(summary, indent=1) + "\n")
         write_sums(folder)
-
-
-_GIVEN = {name: keys for name, keys in DECIDING.items() if name not in _INSTALLED}
-
-
-class Known:
-    """The runs of a results file by their settings; `notes` says in words what of them was not taken, or may differ.
-
-    Raises:
-        BenchError: no results file, or its runs were made by another version of torch or on another GPU.
-    """
-
-    def __init__(self, path: Path) -> None:
-        file = read_export(path)
-        self.path, self.notes = path, dict[str, None]()
-        self._runs = [run for row in (*file.rows, *file.trials) for run in row.runs]
-        self._taken: set[int] = set()
-        #: places of runs by their settings, which runs on several texts may share
-        self._places: dict[str, list[int]] = {}
-        here = machine()
-        for place, run in enumerate(self._runs):
-            self._places.setdefault(_settings(resolve(build_config(settings_of(run.config)))), []).append(place)
-            for line in differing(run.environment, here, _INSTALLED):
-                raise BenchError(f"--from {str(path)!r}: {line}; its runs are not those that would be made here")
-            self.notes |= dict.fromkeys(differing(run.environment, here, MINOR))
-
-    def write(self, planned: PlannedRun, folder: Path) -> bool:
-        """Write the file's run of the same settings, text and first weights as that run's folder; False without one."""
-        config = resolve(build_config(planned.settings))
-        places = self._places.get(_settings(config), ())
-        here = _here(config.data.dir, config.model.init_from) if places else {}
-        other = {place: list(differing(self._runs[place].environment, here, _GIVEN)) for place in places}
-        place = next((place for place in places if not other[place]), None)
-        if place is None:
-            # one of another text by its name is another run, and not worth a word
-            named = [
-                place for place in places if settings_of(self._runs[place].config).get("data.dir") == config.data.dir
-            ]
-            self.notes |= dict.fromkeys(f"{line}: not taken" for place in named for line in other[place])
-            return False
-        self._taken.add(place)
-        _write(self._runs[place], folder, self.path)
-        return True
-
-    def told(self) -> Iterator[str]:
-        """Yield what became of the file, in lines."""
-        yield f"{len(self._taken)} of the {counted(len(self._runs), 'run')} of {self.path} were taken from there"
-        yield from (f"{self.path.name}: {note}" for note in self.notes)
-
-
-def _settings(config: Config) -> str:
-    """All settings that change the numbers of a run, those of the machine apart, as one text."""
-    keys = (key for key in keys_where("changes_numbers") if key not in _OF_MACHINE)
-    return json.dumps({key: get(config, key) for key in keys}, default=str, sort_keys=True)
-
-
-@cache
-def _here(data_dir: str, init_from: str | None) -> Mapping[str, Any]:
-    """The facts that environment.json of a run here records of that text and those first weights."""
-    config = Config()
-    config.model.init_from = init_from
-    return {"corpus": load_corpus(Path(data_dir), 0).meta, **start_facts(config)}
-
-
-def _write(run: Run, folder: Path, source: Path) -> None:
-    """Write a run of a results file as the folder that it was, as far as the file has it; the summary, which says that
-    nothing is left to do, last.
-    """
-    records = {int(step): {"step": int(step), **look} for step, look in run.looks.items()}
-    for record in run.metrics:
-        known = {name: value for name, value in record.items() if value is not None}
-        step = int(known["step"] or 0)
-        records[step] = {**records.get(step, {}), **known, "step": step}
-    folder.mkdir(parents=True)
-    write_text(folder / "config.yaml", yaml.safe_dump(dict(run.config), sort_keys=False, allow_unicode=True))
-    write_json(folder / "environment.json", dict(run.environment))
-    write_text(folder / "metrics.jsonl", "".join(f"{json.dumps(records[step])}\n" for step in sorted(records)))
-    write_json(folder / "summary.json", {**run.summary, "seed": run.seed, "taken_from": str(source)})
-    write_sums(folder)
 
 
 class SweepRecord(Record):

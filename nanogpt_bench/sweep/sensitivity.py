@@ -197,8 +197,6 @@ def sensitivity_of(args: argparse.Namespace) -> int:
         raise BenchError("--of: the weights of a run can be rounded one layer at a time, with --sensitivity")
     if args.workers:
         raise BenchError("--workers: with --of nothing is trained, one table is measured by one process; leave it out")
-    if args.known:
-        raise BenchError("--from: with --of nothing is trained, so no run need be taken from a file; leave it out")
     run_dir, folder = _checkpoint(args.of)
     sweep = read_sweep(find_sweep(args.file or SHIPPED))
     formats = _formats_to_round(sweep)

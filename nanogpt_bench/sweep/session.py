@@ -96,9 +96,6 @@ class Session:
         todo = [run for first in planned for run in self._left(first, on_end)]
         check_machine(todo, self._executor)
         self._record.write_manifest()
-        for known in self._record.known:
-            for line in known.told():
-                self.say(line)
         if not todo:
             print(f"all runs of {self._record.folder} have ended; nothing is trained", file=sys.stderr)
             return True

@@ -176,7 +176,6 @@ REFUSED: dict[str, str] = {
     f"{TUNED} --eval.also CHARS": "eval.also: & has other tokens than",
     # weights of a run: which layers can be rounded
     "sweep few.yaml --of RUN": "with --sensitivity",
-    "sweep few.yaml --sensitivity --of RUN --from my.json": "--from",
     "sweep --sensitivity": "FILE.yaml is missing",
     "sweep --sensitivity --of nowhere": "'nowhere' is no folder of a run",
     "sweep --sensitivity --of RUN --workers 2": "--workers: with --of nothing is trained",
