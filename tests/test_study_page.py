@@ -49,7 +49,7 @@ def test_the_study_shows_every_results_file_that_has_runs(path: Path) -> None:
 
 def has_runs(path: Path) -> bool:
     """Whether a results file has more than searches."""
-    return path.exists() and any(rows_of(path).values())
+    return path.exists() and bool(rows_of(path))
 
 
 def entries_of(path: Path) -> list[dict[str, Any]]:
@@ -61,8 +61,8 @@ def entries_of(path: Path) -> list[dict[str, Any]]:
 def rows_of(path: Path) -> dict[str, list[dict[str, Any]]]:
     """The runs of a results file by the label of their row."""
     rows: dict[str, list[dict[str, Any]]] = {}
-    for entry in entries_of(path):
-        rows.setdefault(entry["label"], []).extend([entry] if entry["kind"] == "run" else [])
+    for run in (entry for entry in entries_of(path) if entry["kind"] == "run"):
+        rows.setdefault(run["label"], []).append(run)
     return rows
 
 
@@ -131,7 +131,7 @@ def test_the_first_picture_shows_what_the_study_found() -> None:
 def test_lengths_courses_and_what_is_brought_back_are_drawn_from_a_file(tmp_path: Path) -> None:
     """Q1's runs on one text, once as they are and once as if each rule had been trained for two lengths."""
     every = rows_of(ROOT / "study" / "results" / "study_q1.json")
-    rows = {label: runs for label, runs in every.items() if label.endswith(" dir=data/stdlib") and runs}
+    rows = {label: runs for label, runs in every.items() if label.endswith(" dir=data/stdlib")}
     of_steps = {steps: [as_trained_for(run, steps) for runs in rows.values() for run in runs] for steps in (250, 1000)}
     for name, shown in {"one": of_steps[250], "two": [*of_steps[250], *of_steps[1000]]}.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(measured_against(shown[0]["label"], shown)), encoding="utf-8")
@@ -269,7 +269,7 @@ def test_what_is_drawn_of_fine_tuning_stands_on_its_page_once(finetuned: Path) -
 def test_rows_of_other_rates_are_told_with_both_texts(finetuned: Path) -> None:
     """Each line's mean loss, and its paired difference, made anew from the runs."""
     files = sorted((path for path in FINETUNED if path.stem.startswith("card")), key=lambda path: path.stem)
-    rows = [runs for path in files for runs in rows_of(path).values() if runs]
+    rows = [runs for path in files for runs in rows_of(path).values()]
     told = (finetuned / "finetune-card.md").read_text(encoding="utf-8").splitlines()[2:]
     assert len(rows) == 3
     for row, line in zip(rows, told, strict=False):
