@@ -75,12 +75,6 @@ class PlannedRun:
     aside: bool = field(default=False, kw_only=True)
 
     @property
-    def lr(self) -> float | None:
-        """The peak learning rate that was asked for, else the rule's own; None for settings that follow no rule."""
-        given: float | None = self.settings.get("optimizer.lr")
-        return RULES[self.rule].lr if given is None and self.rule in RULES else given
-
-    @property
     def cost(self) -> float:
         """The relative duration of the run: its sequences times the relative seconds a step of its rule."""
         train = (self.settings.get(f"train.{key}") or 1 for key in ("max_steps", "batch_size", "accumulation"))
