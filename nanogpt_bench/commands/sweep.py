@@ -51,6 +51,8 @@ def main_sweep(args: argparse.Namespace) -> int:
     plain = sweep.search if sweep.tune is None else "tune"
     mode = "lr-limits" if args.lr_limits else "sensitivity" if args.sensitivity else plain
     out = args.out or Path("runs") / f"sweep-{sweep.path.stem}" / (mode + "-smoke" * args.smoke)
+    if sweep.rows and mode in MODES:
+        raise BenchError(f"rows in {sweep.path.name} go with a grid; {mode} takes axes, such as rule and model.format")
     with locked(out, "--out"), executor_of(args.executor, args.address, out) as executor:
         return MODES.get(mode, sweep_grid)(sweep, out, workers, executor)
 
@@ -74,8 +76,18 @@ def _with_sizes(sweep: SweepFile, args: argparse.Namespace) -> SweepFile:
     return replace(sweep, data_sizes=tuple(args.data_sizes))
 
 
-def sweep_grid(sweep: SweepFile, out: Path, workers: int | None = None, executor: Executor | None = None) -> int:
+def sweep_grid(
+    sweep: SweepFile,
+    out: Path,
+    workers: int | None = None,
+    executor: Executor | None = None,
+    *,
+    mode: str | None = None,
+    again: str | None = None,
+) -> int:
     """Train every point of the file and report; the last line is the report's path.
+
+    `mode` is told in sweep.json in place of the search. `again` is the command that goes on, where it is not the same.
 
     Returns 0, 1 when not one run finished or one was ended from outside (a full disk, a kill, a crash), 75 when a
     signal ended it (the report then covers what there is).
@@ -84,10 +96,10 @@ def sweep_grid(sweep: SweepFile, out: Path, workers: int | None = None, executor
         BenchError: a file, corpus or output folder that can't be used; nothing is trained.
     """
     planned = plan_sweep(sweep)
-    record = SweepRecord(out, sweep.search, baseline_of(sweep.reference, planned))
+    record = SweepRecord(out, mode or sweep.search, baseline_of(sweep.reference, planned))
     _check(sweep, record, planned, workers, executor)
     whole = Session(record, workers, executor=executor).train(planned)
-    return close(record, whole=whole)
+    return close(record, whole=whole, command=again)
 
 
 def _check(

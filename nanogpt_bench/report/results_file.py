@@ -30,7 +30,6 @@ from nanogpt_bench.system.errors import BenchError, one_line
 from nanogpt_bench.system.untrusted import read_json
 from nanogpt_bench.system.words import counted
 
-COMPARISON = "compare.json"
 #: kinds of entries: a run, a seed that is missing, a row that was given up, what a search of rates has found
 RUN, MISSING, GIVEN_UP, SEARCH = KINDS = ("run", "missing", "given up", "search")
 #: keys of summary.json; its other keys follow from the settings or name files
@@ -88,9 +87,8 @@ def _read(path: Path) -> Any:
 
 
 def _manifest(folder: Path) -> Mapping[str, Any]:
-    for name in (SWEEP, COMPARISON):
-        if (folder / name).is_file() and isinstance(content := _read(folder / name), Mapping):
-            return content
+    if (folder / SWEEP).is_file() and isinstance(content := _read(folder / SWEEP), Mapping):
+        return content
     raise BenchError(f"{str(folder)!r} holds no results: give the folder of a sweep, with {SWEEP}")
 
 
@@ -275,19 +273,13 @@ class PlannedRow:
 
 
 def planned_rows(manifest: Mapping[str, Any], tuning: Mapping[str, Any]) -> list[PlannedRow]:
-    """Return the rows of sweep.json or compare.json, and those of tuning.json, in the order of the table.
+    """Return the rows of sweep.json, and those of tuning.json, in the order of the table.
 
     A row under tuning has a run planned at each seed of the confirmation; a row whose trials all failed has none, and
     the reason in `why`.
     """
     rows = {str(label): PlannedRow(str(label)) for label in manifest.get("order") or ()}
-    # A comparison lists its runs by row, and says under "runs" how many there are.
-    by_row, in_a_list = (manifest["rows"], ()) if "rows" in manifest else ((), manifest.get("runs") or ())
-    settings = manifest.get("settings") or {}
-    for row in by_row:
-        of_row = [(_planned_seed(settings.get(name)), str(name)) for name in dict.fromkeys(row["runs"])]
-        _planned_row(rows, row).runs += of_row
-    for run in in_a_list:
+    for run in manifest.get("runs") or ():
         if run.get("of_plan", True) and not str(run["name"]).startswith(f"{TRIALS}/"):
             _planned_row(rows, run).runs.append((run.get("seed"), str(run["name"])))
     seeds = (tuning.get("confirm") or {}).get("seeds") or ()
@@ -298,11 +290,6 @@ def planned_rows(manifest: Mapping[str, Any], tuning: Mapping[str, Any]) -> list
                 told.why = given_up(search)
                 told.runs = [] if told.why else [(seed, None) for seed in seeds]
     return list(rows.values())
-
-
-def _planned_seed(settings: Any) -> int | None:
-    seed: int | None = (settings or {}).get("seed")
-    return seed
 
 
 def _planned_row(rows: dict[str, PlannedRow], told: Mapping[str, Any]) -> PlannedRow:

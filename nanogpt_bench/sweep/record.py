@@ -1,4 +1,4 @@
-"""Runs of a sweep or comparison on disk: each one's outcome, sweep.json and runs.csv."""
+"""The runs of a sweep on disk: each one's outcome, sweep.json and runs.csv."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import csv
 import io
 import json
 import platform
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nanogpt_bench.config.metrics import BESIDE_LOSS
 from nanogpt_bench.failures import failures_of
@@ -39,9 +38,6 @@ from nanogpt_bench.system.lock import is_unused
 from nanogpt_bench.system.untrusted import read_json
 from nanogpt_bench.system.words import cell
 
-if TYPE_CHECKING:
-    pass
-
 DATE = "%Y-%m-%d %H:%M UTC"
 MANIFEST = "sweep.json"
 TABLE = "runs.csv"
@@ -54,36 +50,29 @@ OUTCOMES = (
 _BESIDE = tuple(metric.figure for metric in BESIDE_LOSS)
 
 
-class Record(ABC):
-    """Everything a sweep or a comparison writes lies in `folder`: a folder a run, a manifest of the runs, the report.
+class SweepRecord:
+    """Everything a sweep writes lies in `folder`: a folder a run, sweep.json and runs.csv, the report.
 
-    Runs are added one by one, since some are planned by what others found. Gaps are measured against the row labelled
-    `baseline`, without one against the first BF16 row. The table has the rows labelled `order` first.
+    Runs are added one by one, since some are planned by what others found. `mode` is grid, random, compare, tune,
+    lr-limits, sensitivity or rerun. Gaps are measured against the row labelled `baseline`, without one against the
+    first BF16 row. The table has the rows labelled `order` first.
+
+    Raises:
+        BenchError: `folder` can't be used, or holds something else than a sweep of this mode.
     """
 
-    def __init__(self, folder: Path, title: str, baseline: str | None = None, order: Sequence[str] = ()) -> None:
-        self.folder, self.title, self.baseline, self.order = folder, title, baseline, order
-        self.started = datetime.now(UTC)
+    def __init__(self, folder: Path, mode: str, baseline: str | None = None) -> None:
+        self.folder, self.mode, self.baseline = folder, mode, baseline
+        self.order: Sequence[str] = ()
         self.planned: list[PlannedRun] = []
-        #: names of runs that an earlier start brought to their end
-        self.ended_before: set[str] = set()
         #: reason, by name, for training again a run that an earlier start had brought to an end
         self.again: dict[str, str] = {}
+        self._started = datetime.now(UTC)
         self._ended: dict[str, bool] = {}
         self._resumed: set[str] = set()
-
-    @abstractmethod
-    def write_manifest(self) -> None:
-        """Write down which runs there are, and how they stand."""
-
-    def prepare(self, say: Callable[[str], None]) -> None:  # noqa: B027  (most have nothing to prepare)
-        """Prepare what the runs read, while the workers start; nothing by default."""
-
-    def check(self, run: PlannedRun) -> None:  # noqa: B027  (a comparison checks all runs at once)
-        """Refuse a run that an earlier start has done with other settings."""
-
-    def note(self, run: PlannedRun, summary: Mapping[str, Any]) -> None:  # noqa: B027  (a comparison reads the folders)
-        """Keep what the manifest says of a run, whose summary.json is `summary`, {} while there is none."""
+        self._before = self._entries_of_before()
+        #: entry in sweep.json of every added run; the figures of an ended run stay even if its folder is removed
+        self._entries: dict[str, dict[str, Any]] = {}
 
     def add(self, run: PlannedRun) -> bool:
         """Add a run; True when an earlier start has brought it to its end.
@@ -95,7 +84,7 @@ class Record(ABC):
         if self._read(run):
             return True
         summary = self.summary(run)
-        if run.name in self.ended_before or summary.get("status") == "failed":
+        if self._before.get(run.name, {}).get("ended") or summary.get("status") == "failed":
             self.again[run.name] = why_again(summary)
         if make_ready(self.run_dir(run)):
             self._resumed.add(run.name)
@@ -105,7 +94,7 @@ class Record(ABC):
         """Read what a run's folder says of it; whether it has come to its own end."""
         summary = self.summary(run)
         self._ended[run.name] = has_ended(summary)
-        self.note(run, summary)
+        self._entries[run.name] = self._entry(run, summary)
         if self._ended[run.name]:
             drop_checkpoints(self.run_dir(run), run.settings)
         return self._ended[run.name]
@@ -123,10 +112,11 @@ class Record(ABC):
         return summary_of(self.run_dir(run))
 
     def end(self, run: PlannedRun, error: Mapping[str, Any] | None = None) -> None:
-        """Record the end of a run, with the error of one that could not write its own summary."""
+        """Record the end of a run, with the error of one that could not write its own summary; write sweep.json."""
         if error is not None:
             self.note_failure(run, error)
         self._read(run)
+        self.write_manifest()
 
     def ended(self, run: PlannedRun) -> bool:
         """Return whether a run came to its own end; one that was ended from outside did not."""
@@ -171,14 +161,13 @@ class Record(ABC):
 
     def write_page(self) -> Path:
         """Write the tables, the page and the figures; returns the page's path."""
-        return self._write_report(self.rows())
+        rows = self.rows()
+        title = f"nanogpt-bench {self.mode if self.mode == 'compare' else f'sweep ({self.mode})'}"
+        return write_report(rows, self.folder, title=title, facts=self._facts(rows), baseline=self.baseline)
 
-    def _write_report(self, rows: Sequence[Row]) -> Path:
-        return write_report(rows, self.folder, title=self.title, facts=self.facts(rows), baseline=self.baseline)
-
-    def facts(self, rows: Sequence[Row]) -> dict[str, str]:
+    def _facts(self, rows: Sequence[Row]) -> dict[str, str]:
         """The facts at the head of the report: command, machine, date, and what its runs share."""
-        own = {"Command": command_line(), "Machine": platform.platform(), "Date": self.started.strftime(DATE)}
+        own = {"Command": command_line(), "Machine": platform.platform(), "Date": self._started.strftime(DATE)}
         return (
             own | facts_of([run for row in rows for run in row.runs]) | {"Command": own["Command"], "Date": own["Date"]}
         )
@@ -232,24 +221,6 @@ class Record(ABC):
         write_text(folder / "summary.json", json.dumps(summary, indent=1) + "\n")
         write_sums(folder)
 
-
-class SweepRecord(Record):
-    """The runs of a sweep, sweep.json and runs.csv.
-
-    `mode` is grid, random, tune, lr-limits or sensitivity, `baseline` the label that gaps are measured against.
-
-    Raises:
-        BenchError: `folder` can't be used, or holds something else than a sweep of this mode.
-    """
-
-    def __init__(self, folder: Path, mode: str, baseline: str | None = None) -> None:
-        super().__init__(folder, f"nanogpt-bench sweep ({mode})", baseline)
-        self.mode = mode
-        self._before = self._entries_of_before()
-        self.ended_before = {name for name, entry in self._before.items() if entry.get("ended")}
-        #: entry in sweep.json of every added run; the figures of an ended run stay even if its folder is removed
-        self._entries: dict[str, dict[str, Any]] = {}
-
     def _entries_of_before(self) -> dict[str, dict[str, Any]]:
         path = self.folder / MANIFEST
         if not path.exists():
@@ -281,15 +252,6 @@ class SweepRecord(Record):
                     f"--out {str(self.folder)!r} holds {run.name!r} with {key} {then.get(key)!r}, now "
                     f"{now.get(key)!r}; give a new folder"
                 )
-
-    def note(self, run: PlannedRun, summary: Mapping[str, Any]) -> None:
-        """Keep the run's entry of sweep.json."""
-        self._entries[run.name] = self._entry(run, summary)
-
-    def end(self, run: PlannedRun, error: Mapping[str, Any] | None = None) -> None:
-        """Record the end of a run, and write sweep.json."""
-        super().end(run, error)
-        self.write_manifest()
 
     def write_manifest(self) -> None:
         """Write sweep.json and runs.csv as things stand."""

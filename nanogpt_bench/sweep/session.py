@@ -1,4 +1,4 @@
-"""The training of a sweep or a comparison in worker processes, and its end: report, table and exit code."""
+"""The training of a sweep in worker processes, and its end: report, table and exit code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from nanogpt_bench.runs.earlier import PASSING
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.sweep.plan import PlannedRun
 from nanogpt_bench.sweep.progress import Bar
-from nanogpt_bench.sweep.record import Record
+from nanogpt_bench.sweep.record import SweepRecord
 from nanogpt_bench.system.errors import printable
 from nanogpt_bench.system.signals import RESUMABLE, StopRequest, stop_requests
 from nanogpt_bench.system.words import counted
@@ -73,7 +73,7 @@ class Session:
 
     def __init__(
         self,
-        record: Record,
+        record: SweepRecord,
         workers: int | None,
         to_come: Callable[[], Sequence[float]] = tuple,
         executor: Executor | None = None,
@@ -104,7 +104,6 @@ class Session:
         )
         pool = Pool(size, self._threads, self._executor)
         with pool, self._bar:
-            self._record.prepare(self.say)  # while the workers import torch
             self._announce(len(todo), size)
             with stop_requests(pool.kill) as stop:
                 self._enqueue(todo)
@@ -179,7 +178,7 @@ def _threads_of(run_dir: Path) -> int | None:
 
 
 def close(
-    record: Record, *, whole: bool, table: str | None = None, rows: bool = False, command: str | None = None
+    record: SweepRecord, *, whole: bool, table: str | None = None, rows: bool = False, command: str | None = None
 ) -> int:
     """Write the report, print the table given, or else or with `rows` that of all runs; returns the exit code.
 

@@ -162,7 +162,6 @@ DAMAGED: dict[str, dict[str, str]] = {
     },
     "study": {
         "sweep.json: put('runs', [1])": "/it'",
-        "sweep.json: both(text('{\"rows\": [{}]}'), renamed('compare.json'))": "/it'",
         "tuning.json: text('{')": "/it/tuning.json'",
     },
     "run": {

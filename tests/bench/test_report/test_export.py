@@ -7,8 +7,6 @@ import pytest
 
 from nanogpt_bench.cli import main
 from nanogpt_bench.report import build
-from nanogpt_bench.sweep.comparison import ComparisonRecord
-from nanogpt_bench.sweep.plan import PlannedRun
 
 
 @pytest.fixture
@@ -81,19 +79,3 @@ def test_what_several_files_hold_counts_once(tmp_path, unfinished, monkeypatch, 
         assert float(lines["E4M3 nearest"]["difference"]) == pytest.approx(0.3)
         assert lines["sgd"]["verdict"].startswith("failed: none of 3 trials")
         assert [line.get("partial") for line in lines.values()] == ["4 of 6 runs"] * 4
-
-
-def test_a_comparison_that_is_not_finished_is_exported_as_far_as_it_is(tmp_path, write_run, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    names = ["01-fp32-seed42", "01-fp32-seed43"]
-    write_run(tmp_path / "out" / names[0], rule="fp32", fmt="none", final=2.0, seed=42)
-    planned = [PlannedRun("fp32", "fp32", "none", 42 + at, name, {"seed": 42 + at}) for at, name in enumerate(names)]
-    record = ComparisonRecord(tmp_path / "new", planned, tmp_path / "corpus", {})
-    record.folder = tmp_path / "out"  # which an earlier start has filled
-    for run in planned:
-        record.add(run)
-    record.write_manifest()
-    assert json.loads((tmp_path / "out" / "compare.json").read_text(encoding="utf-8"))["runs"] == "1"
-    assert main(["results", "export", "out", "--out", "results.json"]) == 0
-    content = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
-    assert [(entry["kind"], entry["seed"]) for entry in content] == [("run", 42), ("missing", 43)]

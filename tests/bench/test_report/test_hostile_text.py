@@ -23,8 +23,9 @@ from nanogpt_bench.report.results import measure
 from nanogpt_bench.report.rows import find_reference, group_rows
 from nanogpt_bench.report.tables import to_text
 from nanogpt_bench.runs.load import load_run
-from nanogpt_bench.sweep.board import Board
+from nanogpt_bench.sweep.progress import Bar
 from nanogpt_bench.sweep.session import print_results
+from nanogpt_bench.workers.pool import Event
 
 #: what the page says while a pointer goes over every chart
 TOLD = """[...document.querySelectorAll('.vega-embed')].flatMap((place) => {
@@ -105,11 +106,10 @@ def test_a_terminal_is_told_nothing(runs, capsys):
     print_results(results, Console())
     with Console(force_terminal=True, color_system=None, width=200).capture() as shown:
         print_results(results, Console(force_terminal=True, color_system=None, width=200))
-    board = Board(Console(width=200))
-    for text in TEXTS:
-        board.add(text)
-    board.say("".join(TEXTS))
-    Console(width=200, height=200).print(board.table())
+    bar = Bar(Console(width=200))
+    for at, text in enumerate(TEXTS):
+        bar.add(text)
+        bar.show(Event(at, "failed", {"error": {"message": text}}))
     assert main(["verify", *map(str, runs)]) == 1
     assert main(["run", "\x1b[2J\u202e\ud800.yaml"]) == 2
     assert main(["report", "\x1b[2J", "--out", "x"]) == 2
