@@ -168,7 +168,7 @@ def kill_worker_in(pid: int, run_dir: Path) -> None:
 
 
 def test_a_run_whose_worker_is_killed_is_left_for_the_same_command(small_corpus: Path, tmp_path: Path) -> None:
-    saving = {"checkpoint.every": 5, **IN_BACKWARD}  # and time enough to be killed after one
+    saving = {"checkpoint.every": 5}
     _, first, second = planned_of(small_corpus, **saving)
     pid, out = start(tmp_path, comparison(small_corpus, **saving)), tmp_path / "out"
     kill_worker_in(pid, out / first.name)
