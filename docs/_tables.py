@@ -82,8 +82,8 @@ def _metric_row(metric: Any) -> tuple[str, ...]:
 
 def failures_table() -> str:
     """The rows that runs are judged by."""
-    from nanogpt_bench.monitors.ranges import CLAMPED, OVERFLOW
     from nanogpt_bench.failures import CLASSES
+    from nanogpt_bench.monitors.ranges import CLAMPED, OVERFLOW
 
     sides = {"above": "at least", "below": "at most"}
     names = {each.name: f"{metric.name}/OPERAND" for metric in (OVERFLOW, CLAMPED) for each in metric.each}
