@@ -42,6 +42,8 @@ class Bar:
         self.to_come: Callable[[], Sequence[float]] = tuple
         self._console = console
         self._next_estimate, self._begun = FIRST_ESTIMATE, time.monotonic()
+        #: time and share of the first steps, before which processes were started
+        self._first: tuple[float, float] | None = None
         words = TextColumn("{task.description}")
         self._bar = Progress(BarColumn(), words, console=console, transient=True, disable=not console.is_terminal)
         self._task = self._bar.add_task("", total=1.0)
@@ -79,12 +81,13 @@ class Bar:
             entry = self.entries[event.job]
             if event.kind == "progress":
                 entry.done, entry.loss = event.data["step"] / event.data["max_steps"], event.data.get("val_loss")
+                self._first = self._first or (self.elapsed(), self.share())
             elif event.kind != "started":
                 entry.ended, entry.done = True, 1.0
                 self.say(_line(entry, event))
         self._bar.update(self._task, completed=self.share(), description=self.words())
         elapsed = self.elapsed()
-        if not self._console.is_terminal and elapsed >= self._next_estimate and self.share():
+        if not self._console.is_terminal and elapsed >= self._next_estimate and self.left():
             self._next_estimate = elapsed + max(NEXT_ESTIMATE, elapsed * ESTIMATE_SHARE)
             self.say(self.words())
 
@@ -94,13 +97,17 @@ class Bar:
         return sum(entry.size * entry.done for entry in self.entries) / sum(sizes) if sizes else 0.0
 
     def words(self) -> str:
-        """How many runs have ended, and about how long the others take at the pace so far.
+        """How many runs have ended, and the time left."""
+        return f"{sum(entry.ended for entry in self.entries)} of {len(self.entries)} runs ended{self.left()}"
+
+    def left(self) -> str:
+        """About how long the rest takes at the pace since the first steps, in words; "" while nothing is known of it.
 
         The last runs keep fewer workers busy, so that this is too little by about a run's length.
         """
-        ended, share = sum(entry.ended for entry in self.entries), self.share()
-        left = f", {rough_time(self.elapsed() * (1.0 - share) / share)} left" if share else ""
-        return f"{ended} of {len(self.entries)} runs ended{left}"
+        since, before = self._first or (0.0, self.share())
+        done = self.share() - before
+        return f", {rough_time((self.elapsed() - since) * (1.0 - self.share()) / done)} left" if done > 0 else ""
 
 
 def _line(entry: Entry, event: Event) -> str:

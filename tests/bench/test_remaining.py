@@ -33,8 +33,10 @@ def test_runs_count_by_their_size_and_those_to_come_too(clock: list[float]) -> N
     bar = Bar(Console(file=io.StringIO()))
     for size in (3.0, 1.0):
         bar.add(f"run {size}", size)
+    clock[0] = 30.0
+    bar.show(Event(0, "progress", progress(0)))
     assert bar.words() == "0 of 2 runs ended"
-    clock[0] = 60.0
+    clock[0] = 90.0
     bar.show(Event(0, "progress", progress(50)))
     assert (bar.share(), bar.words()) == (1.5 / 4, "0 of 2 runs ended, about 2 min left")
     bar.to_come = lambda: [4.0]
