@@ -92,9 +92,10 @@ def test_a_tracker_that_raises_is_reported_once_and_dropped(
 
 
 def test_a_tracker_gets_histograms_of_weights_and_gradients_when_they_are_due(
-    tiny: Tiny, tmp_path: Path, recorder: Recorder
+    tiny: Tiny, tmp_path: Path, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = {"rule": "stochastic", "model__format": "E4M3", "monitor__histogram_interval": 2}
+    monkeypatch.setattr(build, "HISTOGRAM_INTERVAL", 2)
+    settings = {"rule": "stochastic", "model__format": "E4M3"}
     config = tiny(tracking__tensorboard=True, train__max_steps=5, **settings)
     run(config, tmp_path / "r")
     calls = [(call, content[0]) for call, content in recorder.calls if call in ("distributions", "log")]
