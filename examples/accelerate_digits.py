@@ -4,7 +4,7 @@ Under Hugging Face accelerate
 
 ``Accelerator.prepare`` takes a quantised model and its optimizer as it takes any other: mixed precision (bfloat16),
 gradient accumulation and clipping work on weights of one byte each.  A small MLP learns scikit-learn's digits.
-``use_plain_state`` lets ``save_state`` write these weights; what ``load_state`` reads goes on to the same bits.
+``save_state`` writes these weights as plain tensors; what ``load_state`` reads goes on to the same bits.
 
 Needs accelerate and scikit-learn (``pip install 'fp8manifold[examples]'``).  Expected output::
 
@@ -66,7 +66,7 @@ def main() -> None:
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2)
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
-    model = fm.use_plain_state(fm.quantize_model(model, "E4M3", storage="fp8"))
+    model = fm.quantize_model(model, "E4M3", storage="fp8")
     optimizer = fm.optim.StiffnessAdamW(model.parameters(), lr=5e-3)
     loader, test_x, test_y = data()
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)

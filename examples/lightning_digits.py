@@ -62,7 +62,7 @@ def report(when: str, model: Digits, x: Tensor, y: Tensor) -> None:
 
 def held(model: Digits, trainer: lightning.Trainer) -> list[list[float]]:
     """Every number of the model, and of the optimizer's averages."""
-    tensors, _ = fm.flatten_state_dict(model.state_dict())
+    tensors = model.state_dict()
     averages = [x for entry in trainer.optimizers[0].state.values() for x in entry.values() if isinstance(x, Tensor)]
     return [x.double().flatten().tolist() for x in (*tensors.values(), *averages)]
 

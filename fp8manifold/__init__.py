@@ -4,18 +4,18 @@ from fp8manifold import _geoopt_import, _shards, distributed, huggingface, ops, 
 from fp8manifold._native import NativeUnavailableWarning
 from fp8manifold.averages import averaged_model
 from fp8manifold.exchange import export_model, exported_state_dict
-from fp8manifold.export import flatten_state_dict, unflatten_state_dict
 from fp8manifold.fake_quant import fake_quantize
 from fp8manifold.formats import NAMED_FORMATS, FloatFormat
 from fp8manifold.grid import decode, encode, from_chart, round_to_grid, to_chart, ulp
 from fp8manifold.manifolds import FP8Manifold, StiffnessManifold
 from fp8manifold.nn import QuantizedLinear
 from fp8manifold.nn._loading import load_quantized
+from fp8manifold.nn._parts import unflatten_state_dict
+from fp8manifold.nn._plan import check_formats
 from fp8manifold.nn._report import QuantizationReport, ReportedLayer, quantization_report
-from fp8manifold.nn._saved import use_plain_state
 from fp8manifold.nn._scalers import Scale
 from fp8manifold.nn._spec import LayerSpec, OperandSpec
-from fp8manifold.nn._surgery import check_formats, dequantize_model, quantize_model, quantize_weight_gradients
+from fp8manifold.nn._surgery import dequantize_model, quantize_model, quantize_weight_gradients
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.random_bits import random_bits
 from fp8manifold.scaling import SaturationWarning, UnderflowWarning, amax_scale, storage_scale, widened_scale
@@ -47,7 +47,6 @@ __all__ = [
     "export_model",
     "exported_state_dict",
     "fake_quantize",
-    "flatten_state_dict",
     "from_chart",
     "huggingface",
     "load_quantized",
@@ -63,6 +62,5 @@ __all__ = [
     "to_chart",
     "ulp",
     "unflatten_state_dict",
-    "use_plain_state",
     "widened_scale",
 ]

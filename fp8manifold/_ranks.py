@@ -29,7 +29,6 @@ class Ranks:
         return Ranks, ()
 
     def largest(self, x: Tensor) -> Tensor:
-        """The largest of each element over the processes."""
         return self._reduced(x, "MAX")
 
     def total(self, x: Tensor) -> Tensor:
@@ -37,7 +36,6 @@ class Ranks:
         return self._reduced(x, "SUM")
 
     def any(self, flag: bool, device: torch.device) -> bool:
-        """Whether it is so in one of the processes."""
         return flag if self.size == 1 else bool(self.largest(torch.tensor([int(flag)], device=device)))
 
     def gathered(self, x: Tensor) -> Tensor:
@@ -189,6 +187,11 @@ def check_share(parameter: Tensor) -> None:
     if tensors is None or not isinstance(parameter, tensors.DTensor):
         return
     mesh, placements = parameter.device_mesh, tuple(parameter.placements)
+    if not getattr(local_of(parameter), "is_share", True):
+        raise ValueError(
+            f"a parameter of shape {tuple(parameter.shape)} in codes was made a DTensor in another way than "
+            "fully_shard makes it, with rows and their scales: use fully_shard, or DistributedDataParallel"
+        )
     if mesh.ndim != 1 or type(placements[0]) is not tensors.Shard or placements[0].dim != 0:
         raise ValueError(
             f"a parameter of shape {tuple(parameter.shape)} is spread as {placements} over a mesh of {mesh.ndim} "

@@ -1,7 +1,6 @@
 """The rows of a tensor of codes that one of several processes holds, as FSDP2 asks for them: one byte a weight."""
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any, NoReturn
 
 import torch
@@ -9,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from fp8manifold._encoded.dispatch import implements
-from fp8manifold._encoded.refusals import is_sharded_by_torch, is_staged, is_taken_whole
+from fp8manifold._encoded.dispatch import View, implements, takes_rows
+from fp8manifold._encoded.operators import alias
 from fp8manifold._encoded.stored_scale import ONE
 from fp8manifold._ranks import Ranks, bytes_of
 from fp8manifold.parameter import FP8Parameter
@@ -31,19 +30,19 @@ class FP8Shard(FP8Tensor):
     def check_writable(self) -> NoReturn:
         """Refuse what knows nothing of the other rows."""
         raise RuntimeError(
-            "a sharded FP8Tensor is written by the optimizers of fp8manifold.optim, by load_state_dict and by "
-            "distributed checkpoints only, as its random bits and scales are those of the whole: fill it, or change "
-            "its scale, before fully_shard, or take storage='master'"
+            "a sharded FP8Tensor is written by the optimizers of fp8manifold.optim and by load_state_dict only, as its "
+            "random bits and scales are those of the whole: fill it, or change its scale, before fully_shard, or take "
+            "storage='master'; for plain zeros in place of new_zeros take torch.zeros_like"
         )
 
     def rescale_(self, scale: float | Tensor) -> NoReturn:
         """Refused, as :meth:`check_writable` says."""
         self.check_writable()
 
-    def adopt(self, other: FP8Tensor) -> None:
+    def adopt(self, other: FP8Tensor | View) -> None:
         """As any other does; what the first rounding left stays in its memory, which may be that of padding."""
         memory = self.remainder
-        super().adopt(other)
+        super().adopt(_rows_of(other) if isinstance(other, View) else other)
         if memory is not None and self.remainder is not None:
             self.remainder = memory.copy_(self.remainder)
 
@@ -104,15 +103,10 @@ def _one_in(kept: Tensor) -> float:
     return ONE if kept.dtype == torch.uint8 else 1.0
 
 
-def _is_by_rows(x: Any) -> bool:
-    return isinstance(x, FP8Tensor) and (x.is_share or is_sharded_by_torch())
-
-
 def _in_rows(
     x: FP8Tensor,
     change: Callable[[Tensor, float], Tensor],
     counter: Tensor | None = None,
-    kind: type[FP8Tensor] = FP8Shard,
 ) -> FP8Tensor:
     """The tensor with ``change`` of every part that has rows; it is told what stands in a row that is new."""
     if isinstance(x.block_size, tuple):
@@ -125,7 +119,6 @@ def _in_rows(
             f"a tensor of shape {tuple(x.shape)} with a scale for each block of {BLOCK_SIZE} can't be sharded, as its "
             "rows are single numbers: take granularity='tensor'"
         )
-    _register_gathering()
     scale = x.kept_scale
     if scale.dim():
         scale = change(scale, _one_in(scale))
@@ -133,93 +126,49 @@ def _in_rows(
         scale = scale.clone()
     remainder = None if x.remainder is None else change(x.remainder, 0)
     counter = x.counter if counter is None else counter
-    return kind._wrap(change(x.codes, 0), scale, counter, remainder, x._traits())
+    return FP8Shard._wrap(change(x.codes, 0), scale, counter, remainder, x._traits())
 
 
-def rows_between(x: FP8Tensor, first: int, count: int) -> FP8Tensor:
-    """Some rows of a whole tensor, in memory of their own."""
-    rows = _in_rows(x, lambda part, _: part[first : first + count].clone(), x.counter.clone())
-    if x.remainder is not None:
-        rows.remainder = x.remainder[first : first + count].clone()
-    return rows
+def _rows_of(view: View) -> FP8Tensor:
+    """What a view of some rows of a whole tensor shows, on the same memory.
 
-
-@cache
-def _register_gathering() -> None:
-    """Once there are shards: only then has torch defined these operators."""
-    functional = torch.ops._c10d_functional
-
-    @implements(functional.all_gather_into_tensor.default)
-    def _gather(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The whole of a tensor whose rows are gathered, as ``full_tensor`` and full state dicts have it.
-
-        What the first rounding left is part of it where all processes hold it: if one did not, the others would wait.
-        """
-        x, *group = args
-
-        def gathered(part: Tensor, _: float) -> Tensor:
-            whole: Tensor = functional.wait_tensor(func(part.contiguous(), *group))
-            return whole
-
-        kept = x.counter.new_full((1,), x.remainder is not None)
-        if not bool(functional.wait_tensor(functional.all_reduce(kept, "min", group[-1]))):
-            x = x._wrap(x.codes, x.kept_scale, x.counter, None, x._traits())
-        return _as_whole(_in_rows(x, gathered, x.counter.clone()))
-
-    names = [name for name in ("wait_tensor", "_wrap_tensor_autograd") if hasattr(functional, name)]
-
-    @implements(*(getattr(functional, name).default for name in names))
-    def _wait(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return args[0]
-
-
-def _as_whole(x: FP8Tensor) -> FP8Tensor:
-    """The tensor as any other, on the same parts."""
-    return FP8Tensor._wrap(x.codes, x.kept_scale, x.counter, x.remainder, x._traits())
-
-
-def _refuse_columns(x: Tensor, dim: int) -> None:
-    if dim % max(x.dim(), 1):
+    Raises:
+        RuntimeError: a view of something else.
+    """
+    whole = view.base
+    if not isinstance(whole, FP8Tensor) or not takes_rows(view.replay):
         raise RuntimeError(
-            f"an FP8Tensor of shape {tuple(x.shape)} can be sharded along its first dimension only, not along {dim}: "
-            "its scales are those of rows; leave shard_placement_fn out"
+            f"a view of shape {tuple(view.shape)} can't become rows of a sharded FP8Tensor, whose scales are those of "
+            "rows: shard along the first dimension, and leave shard_placement_fn out"
         )
-
-
-@implements(_aten.split.Tensor)
-def _split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x, length, *rest = args
-    if not _is_by_rows(x):
-        return NotImplemented
-    _refuse_columns(x, kwargs.get("dim", rest[0] if rest else 0))
-
-    def rows(start: int) -> FP8Tensor:
-        return _in_rows(x, lambda part, _: part[start : start + length])
-
-    return [rows(start) for start in range(0, max(x.shape[0], 1), length)]
+    return _in_rows(whole, lambda part, _: view.replay(part))
 
 
 @implements(_aten.slice.Tensor)
 def _slice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Rows of rows, as FSDP2 cuts its padding off."""
     x = args[0]
-    if not _is_by_rows(x):
+    if not x.is_share:
         return NotImplemented
     defaults: tuple[Any, ...] = (0, None, None, 1)
     dim, start, end, step = args[1:] + defaults[len(args) - 1 :]
-    if dim % max(x.dim(), 1) and (start or 0) == 0 and (end is None or end >= x.shape[dim]) and step == 1:
-        return x.with_parts(lambda part: part.detach())
-    _refuse_columns(x, dim)
-    end = x.shape[0] if end is None else end
-    return _in_rows(x, lambda part, _: part[slice(start or 0, end)], kind=type(x))
+    if dim % max(x.dim(), 1) or step != 1:
+        raise RuntimeError(
+            f"an FP8Tensor of shape {tuple(x.shape)} can be sharded along its first dimension only, not along {dim}: "
+            "its scales are those of rows; leave shard_placement_fn out"
+        )
+    return _in_rows(x, lambda part, _: part[slice(start or 0, x.shape[0] if end is None else end)])
 
 
-@implements(_aten.new_zeros.default, _aten.new_empty.default)
-def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Rows of the same kind: of zeros, at a scale of 1."""
+@implements(_aten.new_zeros.default)
+def _new_zeros(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Rows like those that the tensor has, of zeros, at a scale of 1: what FSDP2 makes of a parameter.
+
+    Only an optimizer writes into them; any other shape or dtype is a plain tensor.
+    """
     x, size = args[:2]
-    if isinstance(x, FP8Tensor) and is_staged():
-        return x.with_parts(lambda part: torch.empty_like(part, device=kwargs.get("device")))
-    if not _is_by_rows(x) or not (len(size) == x.dim() or size[0] == 0) or kwargs.get("dtype") not in (None, x.dtype):
+    alike = isinstance(x, FP8Tensor) and len(size) == x.dim() and tuple(size[1:]) == tuple(x.shape[1:])
+    if not alike or kwargs.get("dtype") not in (None, x.dtype):
         return NotImplemented
     rows, device = size[0], kwargs.get("device")
     fresh = x.counter.new_zeros((), device=device)
@@ -228,18 +177,14 @@ def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @implements(_aten.as_strided.default, _aten.view.default)
 def _same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The tensor itself, where its geometry stays; flat too, where FSDP keeps it to know its memory again."""
-    x, size = args[:2]
-    if isinstance(x, FP8Tensor) and is_taken_whole():
-        return _as_whole(x.with_parts(lambda part: part.detach()))
-    if not _is_by_rows(x) or (tuple(size) not in ((-1,), tuple(x.shape))):
+    """The tensor itself, where its geometry stays; rows flat too, where FSDP2 keeps them to know their memory again."""
+    x, size, *strides = args
+    stays = tuple(size) == tuple(x.shape) and (not strides or (tuple(strides[0]), *strides[1:]) in _unmoved(x))
+    if not isinstance(x, FP8Tensor) or not (stays or (x.is_share and tuple(size) == (-1,))):
         return NotImplemented
-    return x.with_parts(lambda part: part.detach())
+    return alias(_aten.detach.default, (x,), {})
 
 
-@implements(_aten.constant_pad_nd.default)
-def _pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x, padding = args[:2]
-    if not _is_by_rows(x) or any(padding[:-1]):
-        return NotImplemented
-    return _in_rows(x, lambda part, value: _padded(part, part.shape[0] + padding[-1], value))
+def _unmoved(x: Tensor) -> tuple[Any, ...]:
+    """How ``as_strided`` is asked for what is there already."""
+    return (x.stride(),), (x.stride(), 0), (x.stride(), None)

@@ -54,7 +54,7 @@ def averaged_model(model: nn.Module, **options: Any) -> AveragedModel:
         raise ValueError("use_buffers=True is not supported: quantised layers have buffers that the average lacks")
     if _sharded_of(model):
         raise ValueError(f"averaged_model can't copy a model that fully_shard has cut into rows: {_SHARD_BOTH}")
-    return _Average(_decoded(dequantize_model(copy.deepcopy(model)).float()), **options)
+    return _Average(dequantize_model(copy.deepcopy(model)).float(), **options)
 
 
 class _Average(AveragedModel):
@@ -70,17 +70,6 @@ class _Average(AveragedModel):
             if sharded and _rows_of(own) != _rows_of(its):
                 raise ValueError(f"{name!r} of the average has other rows than that of the model: {_SHARD_BOTH}")
         super().update_parameters(floats)  # type: ignore[arg-type]  # which asks for parameters and buffers only
-
-
-def _decoded(model: nn.Module) -> nn.Module:
-    """The model with float32 in place of the one-byte parameters that belong to no quantised layer."""
-    found: dict[Tensor, nn.Parameter] = {}
-    for module in model.modules():
-        for name, p in module.named_parameters(recurse=False):
-            if isinstance(p, FP8Tensor):
-                values = found.setdefault(p, nn.Parameter(p.dequantize().float(), p.requires_grad))
-                setattr(module, name, values)
-    return model
 
 
 def _sharded_of(model: nn.Module) -> list[Any]:

@@ -1,21 +1,16 @@
 """The same model in every process: an exact start, and what processes that train it together have to share."""
 
 import json
-import sys
 from collections.abc import Iterator, Mapping
 from hashlib import blake2b
-from types import CodeType, FrameType
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from fp8manifold._encoded.dispatch import as_codes, implements
-from fp8manifold._encoded.operators import alias
-from fp8manifold._ranks import ALONE, Ranks, Replicas, Share, share_of, spread
-from fp8manifold._shards import rows_between
-from fp8manifold.export import flatten_state_dict, unflatten_state_dict
+from fp8manifold._ranks import ALONE, Ranks, Replicas, Share, replicas, share_of, spread
 from fp8manifold.nn._scalers import share_magnitudes
 from fp8manifold.tensor import FP8Tensor
 
@@ -78,12 +73,14 @@ def sync(model: nn.Module, group: Any = None) -> None:
 
 @torch.no_grad()
 def rows_of(whole: Tensor, like: Tensor) -> Tensor:
-    """The rows of a whole tensor that this process holds, as a DTensor: what ``load_state_dict`` of shards takes.
+    """The rows of a whole tensor that this process holds, as a DTensor: of an entry of a state, say.
+
+    ``load_state_dict`` of a sharded model takes whole one-byte weights as they are, and cuts their rows itself.
 
     Args:
-        whole: the same in every process, with as many rows as ``like``; codes, scales, counter, seed and what the
-            first rounding left go with them.  NaN, Inf and -0 are kept, no rows are an empty tensor.
-        like: a parameter after ``fully_shard``; of any other the whole is returned as it is.
+        whole: plain, the same in every process, with as many rows as ``like``.  NaN, Inf and -0 are kept, no rows
+            are an empty tensor.
+        like: spread over processes, as by ``fully_shard``; of any other the whole is returned as it is.
 
     Raises:
         ValueError: another number of rows.
@@ -100,9 +97,7 @@ def rows_of(whole: Tensor, like: Tensor) -> Tensor:
         return whole
     if whole.shape[:1] != share.shape[:1]:
         raise ValueError(f"whole has shape {tuple(whole.shape)}: {share.shape[0]} rows are needed")
-    first = min(share.ranks.rank * share.rows, share.shape[0])
-    own = rows_between(whole, first, share.local.shape[0]) if isinstance(whole, FP8Tensor) else share.own(whole).clone()
-    return spread(like, own.to(share.local.device))
+    return spread(like, share.own(whole).clone().to(share.local.device))
 
 
 def in_rows_of(parameter: Tensor, own: Tensor) -> Tensor:
@@ -124,10 +119,9 @@ def _send(model: nn.Module, ranks: Ranks) -> None:
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     hidden = {f"hidden buffer {name}": b for name, b in model.named_buffers() if name not in state}
-    tensors, metadata = flatten_state_dict(state | hidden)
-    tensors = {name: as_codes(tensor) for name, tensor in tensors.items()}  # no process group sends a float8
-    own = {name: [list(x.shape), str(x.dtype)] for name, x in tensors.items()} | _kinds(metadata)
-    first_own, metadata = json.loads(_text_sent(json.dumps([own, metadata]), ranks, device))
+    tensors = {name: value.detach().contiguous() for name, value in (state | hidden).items()}
+    own = {name: [list(x.shape), str(x.dtype)] for name, x in tensors.items()} | _kinds(model)
+    first_own = json.loads(_text_sent(json.dumps(own), ranks, device))
     refusal = _difference(own, first_own)
     if ranks.any(refusal is not None, device):
         raise RuntimeError(f"the models differ: {refusal or 'in another process'}")
@@ -137,7 +131,7 @@ def _send(model: nn.Module, ranks: Ranks) -> None:
         return
     for name, buffer in hidden.items():
         buffer.copy_(tensors.pop(name))
-    model.load_state_dict(unflatten_state_dict(tensors, metadata, like=state), strict=False)
+    model.load_state_dict(tensors, strict=False)
 
 
 def _difference(own: dict[str, Any], first: dict[str, Any]) -> str | None:
@@ -160,40 +154,25 @@ def _text_sent(text: str, ranks: Ranks, device: torch.device) -> str:
     return bytes(data.cpu().tolist()).decode()
 
 
-def _kinds(metadata: dict[str, str]) -> dict[str, Any]:
-    """What tensors of codes are, as entries of shape and kind, but for their seeds."""
-    described = {name: json.loads(text) for name, text in metadata.items()}
-    return {name: [[], str([d["format"], d["block_size"], d["dtype"]])] for name, d in described.items()}
+def _kinds(model: nn.Module) -> dict[str, Any]:
+    """What parameters in codes are, as entries of shape and kind, but for their seeds and how they are rounded."""
+    found = {name: p for name, p in model.named_parameters() if isinstance(p, FP8Tensor)}
+    return {f"format of {name}": [[], f"{p.format.name}, {p.block_size}, {p.dtype}"] for name, p in found.items()}
 
 
-@implements(torch.ops.aten.detach.default)
-def _detach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Detach a tensor of codes; where DDP's start does so, call :func:`sync` instead, once.
+def _start_together(wrapper: nn.Module, name: str, model: Any) -> None:
+    """Call :func:`sync` where a module becomes that of DDP, whose own start would send one-byte weights as floats.
 
-    ``DistributedDataParallel`` detaches every parameter of its module and broadcasts what it gets.  Floats would be
-    rounded into other scales, so that DDP gets nothing of the weights to send.  Libraries that wrap a model by
-    themselves (accelerate, transformers' ``Trainer``) start with it.
+    DDP then sends what all processes have already, which writes nothing.  Libraries that wrap a model by themselves
+    (accelerate, transformers' ``Trainer``) need not know.
     """
-    utils = sys.modules.get("torch.distributed.utils")
-    start = None if utils is None else _call_of(utils._sync_module_states.__code__, sync.__code__)
-    if start is None:
-        return alias(func, args, kwargs)
-    held = start.f_locals
-    if not any(isinstance(x, _Sent) for x in held["module_states"]):
-        sync(held["module"], held["process_group"])
-    return torch.empty(0, dtype=args[0].dtype, device=args[0].device).as_subclass(_Sent)
+    if isinstance(wrapper, DistributedDataParallel) and isinstance(model, nn.Module):
+        stored = [m for m in model.modules() if any(isinstance(p, FP8Tensor) for p in m._parameters.values())]
+        if any(module not in replicas for module in stored):
+            sync(model, wrapper.process_group)
 
 
-class _Sent(Tensor):
-    """Nothing, in the place of a weight that all processes have by now."""
-
-
-def _call_of(start: CodeType, instead: CodeType) -> FrameType | None:
-    """The call of DDP's start that detaches a parameter just now, and not within what takes its place."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code is not start:
-        frame = None if frame.f_code is instead else frame.f_back
-    return frame
+register_module_module_registration_hook(_start_together)
 
 
 def refuse_uneven_inputs(model: nn.Module) -> None:
@@ -224,8 +203,8 @@ def digest(state: Mapping[str, Any]) -> Tensor:
 
     A sum over elements is the same however rows are divided among processes, so that what two processes have saved is
     checked by one or three.  Save it with the state; ``torch.distributed.checkpoint`` has no checksums of its own, and
-    reads a flipped bit as a number.  It tells damage, not forgery.  Of an :class:`~fp8manifold.FP8Tensor` codes,
-    scales and the counter count, and not the seed; of NaN and -0 the bits; empty tensors count by their name.
+    reads a flipped bit as a number.  It tells damage, not forgery.  Of NaN and -0 the bits count; empty tensors
+    count by their name.
 
     Args:
         state: nested dicts and lists of tensors, DTensors of rows, numbers, strings and None, as ``get_state_dict``
@@ -306,28 +285,17 @@ def _share(value: Any) -> Share | None:
 def _word(name: str, value: Any, ranks: Ranks) -> Tensor:
     """The sum over what is held here; of what every process holds it is the first one's."""
     share, first = _share(value), ranks.rank == 0
-    if not isinstance(value, Tensor):
+    if not isinstance(value, Tensor) or isinstance(value, FP8Tensor):
         if not isinstance(value, str | int | float | bool | None):
             raise TypeError(f"state entry {name!r} is of {type(value).__name__}: tensors, numbers and strings count")
         return torch.tensor(_key(name, value) if first else 0)
     held = getattr(value, "_local_tensor", value)
     row = 0 if share is None else min(ranks.rank * share.rows, share.shape[0])
     word = torch.tensor(_key(name, tuple(value.shape), value.dtype) if first else 0)
-    for part, tensor, in_rows in _parts(held, share is not None):
-        if in_rows or first:
-            begin = row * tensor.shape[1:].numel() if in_rows else 0
-            word = word + _sum(_key(name, part), tensor, begin).cpu()
+    if share is not None or first:
+        begin = row * held.shape[1:].numel() if share is not None else 0
+        word = word + _sum(_key(name, ""), held, begin).cpu()
     return word
-
-
-def _parts(held: Tensor, spread: bool) -> Iterator[tuple[str, Tensor, bool]]:
-    """Plain tensors by name, and whether each has the rows of its whole."""
-    if not isinstance(held, FP8Tensor):
-        yield "", held, spread
-        return
-    yield "codes", held.codes, spread
-    yield "scale", held.scale, spread and bool(held.scale.dim())
-    yield "counter", held.counter, False
 
 
 def _key(*parts: object) -> int:

@@ -207,11 +207,7 @@ def has_own_head(model: Any) -> bool:
 
 
 def needed(module: str, extra: str, by: str) -> Any:
-    """A module of a package that only some need.
-
-    Raises:
-        ImportError: the package is not installed.
-    """
+    """A module of a package that only some need."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

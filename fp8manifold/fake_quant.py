@@ -123,7 +123,6 @@ class _FakeQuantize(torch.autograd.Function):
 
 
 def _inside(x: Tensor, scale: Tensor, fmt: FloatFormat, blocks: bool) -> Tensor:
-    """Where ``x`` is within the range at its scale."""
     work = working_dtype(x)
     spread = scale.repeat_interleave(BLOCK_SIZE, -1) if blocks else scale
     return (x.to(work) / spread.to(work)).abs() <= fmt.max * ROUNDING_OF_SCALES
@@ -156,7 +155,6 @@ def as_scale(x: Tensor, scale: Tensor | float, blocks: bool = False, dtype: torc
 
 
 def _of_blocks(x: Tensor, scale: Tensor) -> Tensor:
-    """A scale for every block of ``x``."""
     if x.dim() == 0 or x.shape[-1] % BLOCK_SIZE:
         raise ValueError(f"granularity='block' needs a last dimension that {BLOCK_SIZE} divides, not {tuple(x.shape)}")
     shape = torch.Size((*x.shape[:-1], x.shape[-1] // BLOCK_SIZE))

@@ -65,7 +65,6 @@ class FloatFormat:
     def __init__(
         self, exponent_bits: int, mantissa_bits: int, bias: int | None = None, layout: str | None = None
     ) -> None:
-        """Fill in the defaults and check every field."""
         e, m = exponent_bits, mantissa_bits
         for field, value in (("exponent_bits", e), ("mantissa_bits", m)):
             if not isinstance(value, int) or isinstance(value, bool):
@@ -146,7 +145,6 @@ class FloatFormat:
         return f"E{e}M{m}{suffix}{bias}"
 
     def __str__(self) -> str:
-        """The format's name."""
         return self.name
 
     @property
@@ -271,16 +269,7 @@ FormatLike = FloatFormat | str
 
 
 def as_format(fmt: FormatLike) -> FloatFormat:
-    """A format from itself or from its name.
-
-    Raises:
-        TypeError: neither a :class:`FloatFormat` nor a string.
-        ValueError: a name that can't be read.
-
-    Example:
-        >>> as_format("E7M0").max == 2.0**64
-        True
-    """
+    """A format from itself or from its name."""
     if isinstance(fmt, FloatFormat):
         return fmt
     if not isinstance(fmt, str):

@@ -231,7 +231,6 @@ def decode_known(codes: Tensor, fmt: FloatFormat, dtype: torch.dtype = torch.flo
 
 
 def check_codes(codes: Tensor, name: str = "codes") -> None:
-    """Raise TypeError unless ``codes`` is a uint8 tensor."""
     if not isinstance(codes, Tensor) or codes.dtype != torch.uint8:
         got = codes.dtype if isinstance(codes, Tensor) else type(codes).__name__
         raise TypeError(f"{name} must be a uint8 tensor, not {got}")

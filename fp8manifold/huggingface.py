@@ -12,12 +12,10 @@ from torch import Tensor, nn
 from fp8manifold._base.checks import check_choice
 from fp8manifold.exchange import has_own_head, needed
 from fp8manifold.formats import FloatFormat
-from fp8manifold.nn._float_files import check_floats
-from fp8manifold.nn._grid_parameter import GridParameter
+from fp8manifold.nn._grid_weight import GridParameter
 from fp8manifold.nn._in_place import in_place_parameters, parameter_names
 from fp8manifold.nn._linear import QuantizedConv1D, QuantizedLinear
 from fp8manifold.nn._loading import Encode, Reader
-from fp8manifold.nn._only_floats import FLOATS
 from fp8manifold.nn._parts import PARTS, gather_parts
 from fp8manifold.nn._saved import (
     parameters_recipe_of,
@@ -25,11 +23,11 @@ from fp8manifold.nn._saved import (
     put_parameters,
     recipe_of,
     spec_as_json,
-    use_plain_state,
 )
 from fp8manifold.nn._scalers import Scale
 from fp8manifold.nn._spec import Formats, LayerSpec
 from fp8manifold.nn._surgery import dequantize_model
+from fp8manifold.nn._tensor_files import FLOATS, check_floats
 from fp8manifold.optim import StiffnessAdamW, StiffnessMuon, step_in_backward
 from fp8manifold.tensor import FP8Tensor
 
@@ -90,7 +88,7 @@ def quantization_config(formats: Formats = "E4M3", storage: str = "fp8", **optio
 def attach(model: Any) -> Any:
     """Let transformers save a model that :func:`fp8manifold.quantize_model` has changed, and its ``Trainer`` train it.
 
-    ``save_pretrained`` then writes codes, scales, counts and seeds, as :func:`fp8manifold.use_plain_state` names them,
+    ``save_pretrained`` then writes codes, scales, counts and seeds, as :func:`fp8manifold.unflatten_state_dict` says,
     and ``config.json`` says what each layer is.  ``from_pretrained`` gives the model back to the bit, and ``Trainer``
     goes on so with ``resume_from_checkpoint``, the optimizer's state included.  NaN and -0 are kept.  What
     ``from_pretrained`` has read or quantised is attached already.
@@ -119,7 +117,7 @@ def attach(model: Any) -> Any:
     Source: the interface of transformers 5 for quantisers (``register_quantizer``).
     """
     if not hasattr(model, "save_pretrained") or not hasattr(model, "config"):
-        raise TypeError(f"model is a {type(model).__name__}, no model of transformers: use_plain_state is for others")
+        raise TypeError(f"model is a {type(model).__name__}, no model of transformers: others save their state_dict()")
     register()
     config, quantizer = _classes()
     layers, parameters = recipe_of(model), parameters_recipe_of(model)
@@ -128,7 +126,7 @@ def attach(model: Any) -> Any:
     model.hf_quantizer = quantizer(config(layers=layers, parameters=parameters), pre_quantized=True)
     model.is_quantized, model.quantization_method = True, _METHOD
     _describe(model)
-    return use_plain_state(model)
+    return model
 
 
 @functools.cache
@@ -212,9 +210,8 @@ class _Quantizer:
         return 1.0 if isinstance(param, FP8Tensor) else float(param.element_size())
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: Any) -> Any:
-        """Codes, their scales and counts stay what they are; ``_Gather`` lets the weight appear as the dtype."""
-        for operation in (each for each in getattr(converter, "operations", ()) if isinstance(each, _Gather)):
-            operation.dtype = dtype
+        """Codes, their scales and counts stay what they are; ``_Gather`` lets the weight appear as the layer's own."""
+        if _is_ours(converter):
             return None
         return dtype if (param.get_dtype() if hasattr(param, "get_dtype") else param.dtype) in FLOATS else None
 
@@ -265,7 +262,7 @@ class _Quantizer:
         """What is saved, of the model as it is now; its settings are written after that."""
         _describe(model)
         _keep_whole(model)
-        state, names = use_plain_state(model).state_dict(), parameter_names(model)
+        state, names = model.state_dict(), parameter_names(model)
         for own in in_place_parameters(model).values():
             for name in names[id(own)][1:]:  # transformers knows of one tied weight, and not of its parts
                 for suffix in PARTS:
@@ -340,24 +337,26 @@ def _part(pattern: str) -> str:
 
 
 class _Gather:
-    """From what a file has under a weight's name to the parameter that the layer takes, in the dtype asked for."""
+    """From what a file has under a weight's name to the parameter that the layer takes, in the dtype of its own."""
 
-    dtype: torch.dtype | None = None
-
-    def convert(self, input_dict: dict[str, Any], *, model: Any, full_layer_name: str, **_: Any) -> dict[str, Tensor]:
+    def convert(
+        self, input_dict: dict[str, Any], *, model: Any, full_layer_name: str, missing_keys: Any = None, **_: Any
+    ) -> dict[str, Tensor]:
         parts = {_part(name): value[0] if isinstance(value, list) else value for name, value in input_dict.items()}
         owner, entry = full_layer_name.rpartition(".")[::2]
         layer = model.get_submodule(owner)
         own = getattr(layer, entry)  # without values
+        if missing_keys is not None:  # names of the model's state, of which one alone stands for all parts
+            missing_keys.difference_update({full_layer_name + suffix for suffix in PARTS if suffix})
         gather_parts(parts, "weight", own)
         value = parts["weight"]
         if isinstance(value, FP8Tensor):
             if isinstance(own, FP8Tensor) and (value.format, value.scale.shape) != (own.format, own.scale.shape):
                 its, wanted = ((x.format.name, x.granularity) for x in (value, own))
                 raise ValueError(f"{full_layer_name} is {its} in the file, and {wanted} by config.json")
-            value = value.with_parts(lambda part: part, self.dtype).requires_grad_(own.requires_grad)
+            value = value.with_parts(lambda part: part, own.dtype).requires_grad_(own.requires_grad)
         else:
-            value = value.to(self.dtype) if value.dtype in FLOATS else value
+            value = value.to(own.dtype) if value.dtype in FLOATS else value
             value = value.t().contiguous() if isinstance(layer, QuantizedConv1D) else value
         if isinstance(layer, QuantizedLinear) and layer.manifold is not None:
             value = GridParameter(value, manifold=layer.manifold)

@@ -102,7 +102,6 @@ def _product(
     pow2: bool,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """The operator, with the scales that are not there yet."""
     left = _measured_scale(a, a_format, granularity, 0, pow2) if a_scale is None or a_format == NONE else a_scale
     right = _measured_scale(b, b_format, granularity, 1, pow2) if b_scale is None or b_format == NONE else b_scale
     result: Tensor = _fp8_mm(a, b, left, right, a_format, b_format, gradient_format, granularity, pow2, out_dtype)
@@ -110,7 +109,6 @@ def _product(
 
 
 def _name_of(fmt: FormatLike | None) -> str:
-    """What an operator can take: a format by name."""
     return NONE if fmt is None or is_none(fmt) else as_format(fmt).name
 
 
@@ -225,15 +223,12 @@ def _in_own_order(x: Tensor, scale: Tensor, rounded: Callable[[Tensor, Tensor], 
 
 
 def _units(x: Tensor, scale: Tensor, fmt: str) -> Tensor:
-    """The operand's values of the format, in units of the scale."""
     if fmt == NONE:
         return x.to(working_dtype(x))
     return _in_own_order(x, scale, lambda part, unit: rounded_units(part, unit, as_format(fmt)))
 
 
 def _codes_of(x: Tensor, scale: Tensor, fmt: str) -> Tensor:
-    """The operand in the device's own dtype, by one kernel where there is one."""
-
     def rounded(part: Tensor, unit: Tensor) -> Tensor:
         codes = encoded_units(part.float() if part.dtype == torch.float16 else part, as_format(fmt), unit)
         if codes is None:
@@ -248,7 +243,6 @@ def _codes_of(x: Tensor, scale: Tensor, fmt: str) -> Tensor:
 
 
 def _has_units_for(a: Tensor, b: Tensor, a_format: str, b_format: str) -> bool:
-    """Whether the device multiplies these formats itself."""
     if a.device.type != "cuda" or torch.version.hip is not None or not {a_format, b_format} <= set(_HARDWARE):
         return False
     aligned = b.shape[0] % _ALIGNMENT == 0 and b.shape[1] % _ALIGNMENT == 0

@@ -50,7 +50,6 @@ class FP8Parameter(FP8Tensor, geoopt.ManifoldParameter):  # type: ignore[misc]  
 
     @classmethod
     def _around(cls, w: FP8Tensor, requires_grad: bool) -> Self:
-        """The parameter that holds what ``w`` holds."""
         return cls._wrap(w.codes, w.kept_scale, w.counter, w.remainder, w._traits(), requires_grad)
 
 

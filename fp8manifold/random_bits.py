@@ -124,7 +124,6 @@ def random_bits(
 
 
 def check_words(**words: int) -> None:
-    """Raise TypeError or ValueError unless every key word is an int of 64 bits."""
     for name, word in words.items():
         if not isinstance(word, int) or isinstance(word, bool):
             raise TypeError(f"{name}={word!r} must be an int, not {type(word).__name__}")
@@ -143,7 +142,6 @@ def draw_of(word: Tensor) -> Tensor:
 
 
 def top_bits(word: Tensor, bits: int) -> Tensor:
-    """The upper bits of 32-bit words as numbers."""
     return word if bits == 32 else (word >> (32 - bits)) & ((1 << bits) - 1)  # int32 shifts copy the sign: clear it
 
 

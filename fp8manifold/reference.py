@@ -243,12 +243,10 @@ def from_chart(c: float | Fraction, fmt: Fields | str) -> Fraction:
 
 @lru_cache(maxsize=4096)  # more than float64 has binades
 def _power(exponent: int) -> Fraction:
-    """``2 ** exponent``."""
     return Fraction(2) ** exponent
 
 
 def _spacing(exponent: int, fmt: Fields) -> Fraction:
-    """That of a binade."""
     return _power(exponent - fmt.mantissa_bits)
 
 
@@ -266,7 +264,6 @@ def _position(a: Fraction, fmt: Fields) -> Fraction:
 
 
 def _within(x: float | Fraction, fmt: Fields) -> Fraction:
-    """The magnitude of a number, at most the largest of the format."""
     largest = magnitude(max_code(fmt), fmt)
     return largest if abs(x) == math.inf else min(abs(Fraction(x)), largest)
 
@@ -358,7 +355,6 @@ def _code_beyond(fmt: Fields, rounding: str, overflow: str, *, negative: bool, i
 
 
 def _nan_code(fmt: Fields) -> int:
-    """The positive quiet NaN, where there is more than one."""
     codes, infinity = nan_codes(fmt), inf_code(fmt)
     if not codes:
         raise ValueError(f"x is NaN, and E{fmt.exponent_bits}M{fmt.mantissa_bits} has no code for NaN")

@@ -103,11 +103,7 @@ def scale_of_amax(amax: Tensor, fmt: FloatFormat, *, pow2: bool) -> Tensor:
 
 
 def amax_of(x: Tensor, granularity: str, axis: int = 0) -> Tensor:
-    """The largest magnitude under each scale, float32; NaN where there is one.
-
-    Raises:
-        ValueError: a finite one in float64 is not in float32.
-    """
+    """The largest magnitude under each scale, float32; NaN where there is one."""
     amax = wide_amax(x, granularity, axis)
     if amax.dtype is torch.float64:
         _check_fits(amax)
@@ -127,7 +123,6 @@ def wide_amax(x: Tensor, granularity: str, axis: int = 0) -> Tensor:
 
 
 def _amax(x: Tensor, granularity: str, axis: int) -> Tensor:
-    """The same of a tensor that is taken at once."""
     magnitude = x.detach().abs() if x.dtype is torch.float64 else x.detach().float().abs()
     if granularity == "block":
         return _block_amax(magnitude)
@@ -301,11 +296,7 @@ def square_amax(x: Tensor) -> Tensor:
 
 
 def square_shape(shape: torch.Size) -> torch.Size:
-    """The shape of the scales of squares.
-
-    Raises:
-        ValueError: fewer than two dimensions.
-    """
+    """The shape of the scales of squares."""
     if len(shape) < 2:
         raise ValueError(f"granularity='square' needs two or more dimensions, not shape {tuple(shape)}: take 'tensor'")
     return torch.Size((*shape[:-2], *(-(-size // SQUARE_SIZE) for size in shape[-2:])))

@@ -13,7 +13,7 @@ from fp8manifold._base.checks import check_choice
 from fp8manifold._base.float_bits import working_dtype
 from fp8manifold._encoded.dispatch import DTYPES, TRACED_AS, Replay, takes_rows
 from fp8manifold._encoded.operators import adopt_parts, checked_scale
-from fp8manifold._encoded.refusals import check_not_unwrapped, guard_memory
+from fp8manifold._encoded.refusals import guard_memory
 from fp8manifold._encoded.rescaled import entry_of, largest_of, rewrite_together
 from fp8manifold._encoded.scaled import Rounding, ScaledTensor, Traits, check_current, check_own
 from fp8manifold._encoded.storage import (
@@ -35,12 +35,12 @@ from fp8manifold._encoded.stored_scale import (
     describe_change,
     describe_scale,
     expand_kept,
-    exponents_of,
     given_scale,
     kept_fresh_scale,
     own_headroom,
     warn_if_lost,
     warn_if_saturated,
+    warn_of_rounding,
 )
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
 from fp8manifold.manifolds import FP8Manifold
@@ -274,7 +274,6 @@ class FP8Tensor(ScaledTensor):
 
         Without the remainder: a graph has no use for it, and would be compiled anew when an optimizer takes it.
         """
-        check_not_unwrapped(self)
         check_current(self)
         return ["codes", "exponents" if self.block_size else "scale", "counter"], self._traits().flat
 
@@ -287,9 +286,7 @@ class FP8Tensor(ScaledTensor):
     def __tensor_unflatten__(cls, parts: dict[str, Tensor], rest: tuple[Any, ...], size: Any, stride: Any) -> Self:
         """The way back."""
         traits = Traits.from_flat(rest)
-        kept = parts["exponents" if traits.block_size and "scale" not in parts else "scale"]
-        if traits.block_size and kept.dtype == torch.float32:  # saved before blocks had a byte each
-            kept = exponents_of(kept)
+        kept = parts["exponents" if traits.block_size else "scale"]
         return cls._wrap(parts["codes"], kept, parts["counter"], parts.get("remainder"), traits)
 
     def _stable_hash_for_caching(self) -> str:
@@ -342,6 +339,12 @@ class FP8Tensor(ScaledTensor):
         left = adopt_parts(self, other)
         self._changed()
         self.remainder = left
+
+    def _writes(self) -> int:
+        return self.codes._version
+
+    def _warn_of_rounding(self) -> None:
+        warn_of_rounding(self.format)
 
     def _changed(self) -> None:
         """After every write: autograd, which knows of no codes, refuses what it saved; the last remainder is void."""

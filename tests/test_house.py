@@ -22,7 +22,7 @@ LIBRARY = (
     ("tensor", "fake_quant"),
     ("parameter",),
     ("_shards",),
-    ("nn", "export"),
+    ("nn",),
     ("ops", "averages", "distributed", "exchange"),
     ("optim",),
     ("huggingface",),
@@ -111,3 +111,58 @@ def test_no_modules_import_each_other() -> None:
 def test_there_are_few_rooms() -> None:
     rooms = {path.parent for path in modules().values()}
     assert len(rooms) <= MOST_ROOMS
+
+
+#: names of torch that are private and have no public way, each with what it is for; whoever adds one says why here
+PRIVATE = {
+    "torch.Tensor._make_wrapper_subclass": "a tensor around others: codes, scale, counter",
+    "torch._C": "of the three below",
+    "torch._C._current_graph_task_id": "whether a backward pass runs: what is decoded or refused in it",
+    "torch._C._disabled_torch_function_impl": "a subclass that torch's documentation makes so",
+    "torch._C._set_throw_on_mutable_data_ptr": "C++ code that asks for an address where there is none fails",
+    "torch._assert_async": "a verdict on a device without a wait",
+    "torch._compile._disable_dynamo": "torch.compiler.disable that does not load the compiler",
+    "torch._foreach_add_": "counts of many steps at once, as torch's own optimizers do it",
+    "torch._scaled_mm": "products of FP8 on a card",
+    "torch._subclasses.FakeTensor": "tensors without values, by their class",
+    "torch.autograd.forward_ad._current_level": "whether forward mode looks on",
+    "torch.autograd.grad_mode._unsafe_preserve_version_counter": "FSDP's memory is filled anew, as FSDP fills its own",
+    "torch.ops.aten._foreach_mul_": "what clipping runs, seen by a dispatch mode",
+    "torch.ops.aten._foreach_norm": "the same",
+    "torch.ops.aten._foreach_zero_": "the same",
+    "torch.ops.mkldnn._is_mkldnn_bf16_supported": "the dtype in which a processor multiplies",
+    "torch.utils._python_dispatch._disable_current_modes": "random bits under a mode",
+    "torch.utils._pytree": "arguments of an operator, nested; public from a later release on",
+    "torch.utils._pytree.tree_map_only": "the same",
+}
+
+
+def torch_names(tree: ast.AST) -> set[str]:
+    """Dotted names of torch that a module imports, or reads attribute by attribute."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            found |= {f"{node.module}.{name.name}" for name in node.names}
+        parts: list[str] = []
+        while isinstance(node, ast.Attribute):
+            parts, node = [node.attr, *parts], node.value
+        if parts and isinstance(node, ast.Name) and node.id == "torch":
+            found.add(".".join(["torch", *parts]))
+    return found
+
+
+def is_private(name: str) -> bool:
+    return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+
+
+def test_private_names_of_torch_are_listed_with_their_reasons() -> None:
+    """And nothing looks at the stack of calls."""
+    found = set()
+    for name, path in modules().items():
+        if name.startswith("fp8manifold"):
+            text = path.read_text(encoding="utf-8")
+            assert "_getframe" not in text, name
+            assert "f_back" not in text, name
+            found |= {each for each in torch_names(ast.parse(text)) if is_private(each)}
+    overloads = {name for name in found if name.startswith("torch.ops.aten.") and name.count(".") > 3}
+    assert found - overloads == PRIVATE.keys()

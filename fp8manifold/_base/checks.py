@@ -17,7 +17,6 @@ def check_choice(name: str, value: object, allowed: Collection[str]) -> None:
 def check_number(
     name: str, value: Any, low: float, high: float = math.inf, *, open_low: bool = False, open_high: bool = False
 ) -> None:
-    """Raise TypeError unless ``value`` is a number, ValueError unless it lies between ``low`` and ``high``."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name}={value!r} must be a number, not {type(value).__name__}")
     inside = (low < value if open_low else low <= value) and (value < high if open_high else value <= high)
@@ -27,7 +26,6 @@ def check_number(
 
 
 def check_int(name: str, value: Any, low: int, high: int) -> None:
-    """Raise TypeError unless ``value`` is an int, ValueError unless ``low <= value <= high``."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}={value!r} must be an int, not {type(value).__name__}")
     if not low <= value <= high:

@@ -22,7 +22,6 @@ class FloatBits:
     sign_mask: int
 
     def power_of_two(self, exponent: Exponent) -> Exponent:
-        """The bit pattern of ``2^exponent``."""
         return (exponent + self.bias) << self.mantissa_bits
 
 
@@ -34,16 +33,11 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 def float_bits(dtype: torch.dtype) -> FloatBits:
-    """The fields of a dtype we compute in."""
     return _FIELDS[dtype]
 
 
 def working_dtype(x: Tensor, name: str = "x") -> torch.dtype:
-    """The dtype ``x`` is computed in: float64 for float64, float32 for every other float.
-
-    Raises:
-        TypeError: ``x`` is not a tensor of float16, bfloat16, float32 or float64.
-    """
+    """The dtype ``x`` is computed in: float64 for float64, float32 for every other float."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor, not {type(x).__name__}")
     if x.dtype in _HALVES:

@@ -26,15 +26,7 @@ def is_read_at_once(x: Tensor) -> bool:
 
 
 def known(x: Tensor, read: Callable[[Tensor], Any]) -> Any:
-    """``read(x)``; of a tensor on a card it is kept until the tensor is written to, as autograd counts it.
-
-    Args:
-        x: a buffer, which is always read in the same way.
-        read: to a number.
-
-    Raises:
-        RuntimeError: a CUDA graph is being recorded, which would go on with the number as it is now.
-    """
+    """``read(x)``, always in the same way; of a card kept until the tensor is written to, as autograd counts it."""
     if is_read_at_once(x) or torch.compiler.is_compiling() or type(x) is not Tensor or x.is_inference():
         return read(x)
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -52,10 +44,6 @@ def refuse_on_card(right: Tensor, message: str) -> None:
     """Have a card stop where something is not right, as it does at an index out of range: nobody waits for it.
 
     Nothing that is computed afterwards can be read; the error is raised where the host waits next.
-
-    Args:
-        right: one truth value.
-        message: one line.
     """
     torch._assert_async(right, message)
 

@@ -7,12 +7,11 @@ from functools import reduce
 from typing import Any, Final, NoReturn, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fp8manifold._base.reading import eager_only
-from fp8manifold._encoded.merging import warn_if_merged
-from fp8manifold._encoded.refusals import NoStorage, check_not_distributed, guard_memory, is_staged, refuse_memory
+from fp8manifold._encoded.refusals import NoStorage, check_not_sent, guard_memory, refuse_memory, refuse_part_of_buffer
 from fp8manifold._encoded.storage import is_traced
 from fp8manifold.formats import FloatFormat, as_format
 
@@ -23,14 +22,6 @@ FLOAT8: Final[dict[FloatFormat, torch.dtype]] = {
     as_format("E5M2FNUZ"): torch.float8_e5m2fnuz,
 }
 """The formats whose codes torch reads as numbers, and the dtypes in which it does."""
-
-_IN_FILES: Final = ("E4M3", "E5M2")
-"""Those that every release of safetensors can write."""
-
-
-def as_float8(codes: Tensor, fmt: FloatFormat) -> Tensor:
-    """Codes as the numbers that files hold, where they have a dtype for them; the others stay uint8."""
-    return codes.view(FLOAT8[fmt]) if fmt.name in _IN_FILES else codes
 
 
 def as_codes(tensor: Tensor) -> Tensor:
@@ -61,33 +52,6 @@ def is_backward() -> bool:
     """Whether autograd is in a backward pass, in this thread."""
     running: Any = torch._C._current_graph_task_id()
     return bool(running != -1)
-
-
-# -------------------------------------------------------------------------------------------------------------- loading
-
-
-_LOADS: Final = (nn.Module.load_state_dict.__code__, nn.Module._load_from_state_dict.__code__)
-
-
-def is_loading() -> bool:
-    """Whether the caller runs inside ``Module.load_state_dict``: to a tensor that is a ``copy_`` like any other."""
-    return runs_inside(_LOADS)
-
-
-def is_sent_as_floats() -> bool:
-    """Whether torch's helpers send a full state from one process to others, who have made ready for floats."""
-    helpers = sys.modules.get("torch.distributed._state_dict_utils")
-    return helpers is not None and runs_inside((helpers._broadcast_tensors.__code__,))
-
-
-def runs_inside(codes: tuple[object, ...]) -> bool:
-    """Whether the caller's caller runs inside a function of these codes."""
-    frame = sys._getframe(2)
-    while frame is not None:
-        if frame.f_code in codes:
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
 
 
 # ------------------------------------------------------------------------------------------------------------- dispatch
@@ -130,7 +94,7 @@ class EncodedTensor(torch.Tensor):
         """
         if "torch._dynamo" in sys.modules:
             EncodedTensor.__torch_dispatch__ = classmethod(_hidden)  # type: ignore[assignment]
-        check_not_distributed(func, args)
+        check_not_sent(func)
         return _run(func, args, kwargs or {})
 
     def dequantize(self) -> Tensor:
@@ -159,16 +123,29 @@ class EncodedTensor(torch.Tensor):
 
     @property
     def data(self) -> Tensor:
-        """The tensor without its history, sharing its codes; assigning writes values into them."""
-        return self.detach()
+        """The tensor without its history, sharing its codes; assigning writes into them, and warns where it rounds."""
+        twin: Any = self.detach()
+        twin.writes_before = self._writes()
+        return twin  # type: ignore[no-any-return]
 
     @data.setter
     def data(self, values: Tensor) -> None:
         if values.dtype not in DTYPES:
             raise TypeError(f"{type(self).__name__} appears as float32 or bfloat16, not {values.dtype}")
-        warn_if_merged(self)
+        refuse_part_of_buffer(values)
+        before: int | None = getattr(values, "writes_before", None)  # of x.data += y, and of a clone that was added to
+        rounded = isinstance(values, EncodedTensor) and before not in (None, values._writes())
         with torch.no_grad():
             self.copy_(values)
+        if rounded or not torch.equal(plain(values), self.dequantize()):
+            self._warn_of_rounding()
+
+    def _writes(self) -> int:
+        """How often it was written to."""
+        return 0
+
+    def _warn_of_rounding(self) -> None:
+        """Warn of values that were assigned to ``data`` and are not those that it has then."""
 
     def share_memory_(self) -> Self:
         """Move every part into memory that processes share."""
@@ -194,7 +171,7 @@ class EncodedTensor(torch.Tensor):
 
     def data_ptr(self) -> int:
         """Refused: there is nothing at that address."""
-        return 0 if is_staged() else refuse_memory("address")
+        refuse_memory("address")
 
     def __dlpack__(self, **options: Any) -> NoReturn:
         """Refused: there are no floats to share."""
@@ -359,7 +336,7 @@ def _root(x: Any) -> Any:
 @eager_only
 def _hidden(cls: type[EncodedTensor], func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     """The same, where a compiler does not see it."""
-    check_not_distributed(func, args)
+    check_not_sent(func)
     return _run(func, args, kwargs or {})
 
 

@@ -13,8 +13,6 @@ from fp8manifold._encoded.dispatch import (
     Replay,
     View,
     implements,
-    is_loading,
-    is_sent_as_floats,
     name_of,
     plain,
     view_of,
@@ -27,16 +25,9 @@ from fp8manifold.scaling import SQUARE_SIZE
 
 
 def adopt_parts(own: Any, other: Any) -> Tensor | None:
-    """Codes and scale exactly, and the counter: the larger one, or while a module loads the other's, with its seed.
+    """Codes and scale exactly, and the counter: the larger one, or of one that resumes that, with its seed.
 
-    Args:
-        own, other: tensors of codes.
-
-    Returns:
-        What rounding left in the other, in memory of its own.
-
-    Raises:
-        ValueError: another format or shape, or scales finer than the own.
+    What rounding left in the other is returned, in memory of its own; scales finer than the own are refused.
     """
     if other.format != own.format:
         raise ValueError(f"the other tensor is of {other.format.name}, but this one is of {own.format.name}")
@@ -49,7 +40,7 @@ def adopt_parts(own: Any, other: Any) -> Tensor | None:
         )
     kept = other.kept_scale if other.block_size == own.block_size else as_kept(own, scale)
     counter = other.counter
-    if is_loading():
+    if other.resumes:
         own.seed, own.by_operator, own.draws = other.seed, other.by_operator, other.draws
     else:
         counter = torch.maximum(own.counter, counter.to(own.counter.device))
@@ -59,17 +50,7 @@ def adopt_parts(own: Any, other: Any) -> Tensor | None:
 
 
 def checked_scale(own: Any, scale: float | Tensor, largest: Tensor) -> Tensor:
-    """A new scale in the shape of the old one.
-
-    Args:
-        own: the tensor.
-        scale: what is asked for.
-        largest: the largest magnitude under each scale.
-
-    Raises:
-        TypeError: uint8, which might be exponents.
-        ValueError: a scale that is no power of two, does not fit, or is too narrow for a stored value.
-    """
+    """A new scale in the shape of the old one, unless it is too narrow for the ``largest`` magnitude under it."""
     new, shape = scale_in_float32(scale, own.device), own.kept_scale.shape
     as_kept(own, new)  # or refused
     if not broadcasts_to(new.shape, shape):
@@ -80,11 +61,7 @@ def checked_scale(own: Any, scale: float | Tensor, largest: Tensor) -> Tensor:
 
 
 def checked_remainder(left: Tensor | None, codes: Tensor) -> Tensor | None:
-    """What rounding left, as it was saved, if it was.
-
-    Raises:
-        ValueError: another dtype or shape.
-    """
+    """What rounding left, as it was saved, if it was."""
     if left is not None and (left.dtype != torch.int8 or left.shape != codes.shape):
         raise ValueError(
             f"remainder is {left.dtype} of shape {tuple(left.shape)}: it must be torch.int8 of {tuple(codes.shape)}"
@@ -126,7 +103,12 @@ def alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @implements(_aten.clone.default)
 def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x = args[0]
-    return x.with_parts(Tensor.clone) if _is_whole(x) else NotImplemented
+    if not _is_whole(x):
+        return NotImplemented
+    twin = x.with_parts(Tensor.clone)
+    if hasattr(x, "writes_before"):
+        twin.writes_before = twin._writes()
+    return twin
 
 
 @implements(_aten._to_copy.default)
@@ -150,7 +132,25 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if _is_whole(x) and _is_whole(source):
         x.adopt(source)
         return x
+    if _is_whole(x) and x.is_share and isinstance(source, View):
+        x.adopt(source)
+        return x
+    not_waiting = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+    if not_waiting and _is_whole(x) and not is_traced(x.codes) and _is_there(x, source):
+        return x
     return _replace(func, x, lambda values: values.copy_(plain(source)), fresh=False)
+
+
+def _is_there(x: Any, source: Any) -> bool:
+    """Whether values are copied that are those already, to the sign of a zero.
+
+    DDP's own start does so with ``non_blocking``, of weights that :func:`fp8manifold.distributed.sync` has made equal.
+    """
+    values = source.dequantize() if isinstance(source, EncodedTensor) else source
+    if values.shape != x.shape or values.device != x.device:
+        return False
+    own = x.dequantize().float()
+    return bool(((own == values) & (own.signbit() == values.signbit()) | (own.isnan() & values.isnan())).all())
 
 
 @implements(*_FILLS)
@@ -181,19 +181,15 @@ def _replace(func: Any, x: Any, put: Callable[[Tensor], Any], *, fresh: bool) ->
 def _broadcast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Every part of a whole tensor; format, seed and rounding are not sent."""
     (x,), rest = args[0], args[1:]
+    if isinstance(x, View) and x.numel() == x.base.numel():  # all of it, flat, as DDP's own start has a single one
+        x = x.base
     if not _is_whole(x):
         refuse_collective(func)
-    if is_sent_as_floats():
-        func([x.dequantize()], *rest, **kwargs)[1].wait()  # what the others wait for, who refuse it
-        raise RuntimeError(
-            "broadcast_from_rank0 would send an FP8Tensor as floats, to be rounded at other scales: give every process "
-            "the full state and load fp8manifold.distributed.rows_of each tensor, or use torch.distributed.checkpoint"
-        )
     for part in (x.kept_scale, x.counter):
         func([part], *rest, **kwargs)[1].wait()
     _, work = func([x.codes], *rest, **kwargs)
     x._changed()
-    return [x], work
+    return args[0], work
 
 
 if torch.distributed.is_available():

@@ -5,10 +5,10 @@ from functools import lru_cache
 from typing import Any, Final, Literal, NamedTuple, Self, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fp8manifold._base.checks import check_choice, check_int
-from fp8manifold._encoded.dispatch import EncodedTensor, View, runs_inside
+from fp8manifold._encoded.dispatch import EncodedTensor, View
 from fp8manifold._encoded.storage import BlockSize, is_traced, largest_magnitude
 from fp8manifold._encoded.stored_scale import (
     broadcasts_to,
@@ -24,7 +24,6 @@ from fp8manifold.random_bits import Draws
 Rounding = Literal["nearest", "stochastic"]
 ROUNDINGS: Final = ("nearest", "stochastic")
 DRAWS: Final = get_args(Draws)
-_MOVES: Final = (nn.Module._apply.__code__,)
 
 
 class Traits(NamedTuple):
@@ -72,14 +71,14 @@ def _format_named(name: str) -> FloatFormat:
 def is_lent_here(x: Any) -> bool:
     """Whether a cast of a tensor of codes may share them: under autocast, which casts every weight that it meets.
 
-    Not of what a module moves, or several processes hold, and not while a compiler looks on.
+    Not of what several processes hold, and not while a compiler looks on.
     """
     root = _root(x)
     if root.is_share or is_traced(root.codes) or root.codes.is_inference():
         return False
     nesting = torch.autocast_increment_nesting() - 1
     torch.autocast_decrement_nesting()
-    return nesting > 0 and not runs_inside(_MOVES)
+    return nesting > 0
 
 
 def _root(x: Any) -> Any:
@@ -129,6 +128,8 @@ class ScaledTensor(EncodedTensor):
     """Of a cast under autocast, whose codes they are, and their versions."""
     stepped_by: "weakref.ref[Any] | None" = None
     """The optimizer whose state has something in units of the scale."""
+    resumes = False
+    """Whether it came from a state dict: whoever copies it goes on with its count and seed."""
     _scale: Tensor | None
 
     def _keep_scale(self, kept: Tensor, block_size: BlockSize) -> None:
@@ -204,9 +205,5 @@ class ScaledTensor(EncodedTensor):
 
 
 def as_kept(own: Any, scale: Tensor) -> Tensor:
-    """A float32 scale as a tensor of codes keeps its own.
-
-    Raises:
-        ValueError: an entry that is no power of two, or of blocks one beyond 2^-126 to 2^127.
-    """
+    """A float32 scale as a tensor of codes keeps its own."""
     return exponents_of(scale) if own.block_size else power_of_two(scale)

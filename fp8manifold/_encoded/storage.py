@@ -33,11 +33,7 @@ def number_of(block_size: BlockSize) -> int:
 
 
 def block_size_of(number: int) -> BlockSize:
-    """The way back.
-
-    Raises:
-        ValueError: a number that no block has.
-    """
+    """The way back."""
     if number not in _KNOWN:
         raise ValueError(f"blocks of {number} weights are unknown: {', '.join(map(str, _KNOWN))}")
     return _KNOWN[number]
@@ -105,13 +101,8 @@ def dequantize_codes(
 ) -> Tensor:
     """``scale * decode(codes)`` in one pass: the only place where stored weights become floats.
 
-    Args:
-        codes: uint8.
-        scale: float32: ``()``, one entry an index of the first axis ``(R, 1, .., 1)``, one a block of the last, or
-            one a square of the last two.
-        fmt: the format of the codes.
-        dtype: float32 or bfloat16, in which every product is exact.
-        block_size: length of the blocks, the sides of squares, or None.
+    A float32 scale is ``()``, one entry an index of the first axis ``(R, 1, .., 1)``, one a block of the last, or one a
+    square of the last two.  In float32 and bfloat16 every product is exact.
     """
     if is_traced(codes) or torch.compiler.is_compiling():
         return (decode_bits(codes, fmt) * expand_scale(scale, block_size, codes.shape)).to(dtype)
@@ -142,11 +133,7 @@ def _decode_pieces(codes: Tensor, scale: Tensor, out: Tensor, fmt: FloatFormat, 
 
 
 def encode_in_graph(units: Tensor, fmt: FloatFormat, rounding: str) -> Tensor:
-    """Codes of values in units of their scale, in a graph: rounded to nearest, as no draw can be counted there.
-
-    Raises:
-        RuntimeError: ``rounding`` is ``stochastic``, and the values will be there.
-    """
+    """Codes of values in units of their scale, in a graph: rounded to nearest, as no draw can be counted there."""
     if rounding == "stochastic" and not units.is_meta:
         raise RuntimeError(
             "compiled code can't write to an FP8Tensor in place with rounding='stochastic', whose draws are counted "
@@ -156,14 +143,7 @@ def encode_in_graph(units: Tensor, fmt: FloatFormat, rounding: str) -> Tensor:
 
 
 def codes_of(w: Tensor, scale: Tensor, fmt: FloatFormat, *, keep_remainder: bool) -> tuple[Tensor, Tensor | None]:
-    """Codes of the values of ``w`` rounded to nearest, and what that left where it is kept; some rows at a time.
-
-    Args:
-        w: float values.
-        scale: broadcasts against ``w``.
-        fmt: the format.
-        keep_remainder: whether to give what :func:`remainder_of` does.
-    """
+    """Codes of the values of ``w`` rounded to nearest, and what that left where it is kept; some rows at a time."""
     if not has_values(w):
         codes = torch.empty_like(w, dtype=torch.uint8)
     elif not is_traced(w) and in_pieces(w):
@@ -187,12 +167,6 @@ def remainder_of(w: Tensor, codes: Tensor, scale: Tensor, fmt: FloatFormat) -> T
     """What rounding ``w`` left, in 1/256 of a chart step: int8 of ``w``'s shape, 0 for NaN.
 
     .. math:: \\operatorname{round}(256 (\\varphi(w / s) - \\varphi(q))) \\in [-128, 127]
-
-    Args:
-        w: float values.
-        codes: their codes.
-        scale: broadcasts against ``w``.
-        fmt: the format.
     """
     if not has_values(w):
         return torch.empty_like(w, dtype=torch.int8)
@@ -208,12 +182,7 @@ def void_remainder(own: Any) -> None:
 
 
 def checked_codes(codes: Tensor, fmt: FloatFormat) -> Tensor:
-    """The codes, contiguous.
-
-    Raises:
-        TypeError: no uint8 tensor.
-        ValueError: the code of an infinity, or one beyond the format's width.
-    """
+    """The codes, contiguous; an infinity's, or one beyond the format's width, is refused."""
     check_codes(codes)
     if not is_traced(codes) and codes.numel():
         if int(codes.max()) >= 2 * fmt.sign_bit:
@@ -238,17 +207,10 @@ def largest_magnitude(codes: Tensor, scale: Tensor, fmt: FloatFormat, block_size
 
 
 def next_codes(own: Any, values: Tensor, scale: Tensor, rounding: str, operator: str) -> Tensor:
-    """Codes of what is to be written into a tensor of codes; stochastic rounding advances its counter.
+    """Codes of what ``operator`` writes into a tensor of codes; stochastic rounding advances its counter.
 
     The draws are independent, whatever the tensor's own are: what an average or a loaded snapshot asks for depends on
     the draws before it.
-
-    Args:
-        own: the tensor.
-        values: in its shape.
-        scale: in the shape of its own.
-        rounding: ``nearest`` or ``stochastic``.
-        operator: what writes, a word of the key of the draws.
     """
     steps = values / expand_scale(scale, own.block_size, own.codes.shape)
     if is_traced(own.codes):

@@ -31,14 +31,7 @@ _ENDS: Final = "from 2^-126 to 2^127"
 
 
 def exponents_of(scale: Tensor) -> Tensor:
-    """The byte ``e`` of each scale ``2^(e - 127)``.
-
-    Args:
-        scale: float32.
-
-    Raises:
-        ValueError: an entry that is no power of two from 2^-126 to 2^127.
-    """
+    """The byte ``e`` of each scale ``2^(e - 127)``."""
     bits = scale.view(torch.int32)
     exponents = bits >> _MANTISSA_BITS
     if not is_traced(scale):
@@ -60,11 +53,7 @@ def expand_kept(kept: Tensor, block_size: BlockSize, shape: torch.Size) -> Tenso
 
 
 def checked_exponents(exponents: Tensor) -> Tensor:
-    """Bytes as files have them.
-
-    Raises:
-        ValueError: 0 or 255, which stand for 2^-127 and NaN.
-    """
+    """Bytes as files have them; 0 and 255, which stand for 2^-127 and NaN, are refused."""
     if not is_traced(exponents):
         wrong = (exponents == 0) | (exponents == 255)
         if bool(wrong.any()):
@@ -95,12 +84,7 @@ def own_headroom(fmt: FloatFormat, headroom: float | None) -> float:
 
 
 def given_scale(scale: float | Tensor, w: Tensor, granularity: str) -> Tensor:
-    """A scale that the caller chose, as it is kept: float32, of blocks uint8, in the granularity's shape.
-
-    Raises:
-        TypeError: neither a number nor a tensor, or bytes where no blocks have scales.
-        ValueError: no power of two, of blocks one beyond 2^-126 to 2^127, or another shape.
-    """
+    """A scale that the caller chose, as it is kept: float32, of blocks uint8, in the granularity's shape."""
     if not isinstance(scale, Tensor | int | float) or isinstance(scale, bool):
         raise TypeError(f"scale must be a number or a tensor, not {type(scale).__name__}")
     tensor = _as_kept(scale, w.device, blocks=granularity in IN_BLOCKS)
@@ -123,22 +107,14 @@ def _as_kept(scale: float | Tensor, device: torch.device, *, blocks: bool) -> Te
 
 
 def scale_in_float32(scale: float | Tensor, device: torch.device) -> Tensor:
-    """A number or a tensor as float32.
-
-    Raises:
-        TypeError: uint8, in which blocks keep exponents.
-    """
+    """A number or a tensor as float32."""
     if isinstance(scale, Tensor) and scale.dtype == torch.uint8:
         raise TypeError("scale is torch.uint8, in which blocks keep exponents: take powers of two in float32")
     return torch.as_tensor(scale, dtype=torch.float32, device=device)
 
 
 def power_of_two(scale: Tensor) -> Tensor:
-    """The scale itself.
-
-    Raises:
-        ValueError: an entry that is no positive power of two.
-    """
+    """The scale itself, if every entry is a positive power of two."""
     if not is_traced(scale):
         wrong = ~((torch.frexp(scale).mantissa == 0.5) & scale.isfinite())
         if bool(wrong.any()):
@@ -221,14 +197,22 @@ def warn_if_lost(values: Tensor, scale: Tensor, fmt: FloatFormat, granularity: s
         )
 
 
-def refit_scale_(x: Any, values: Tensor, *, fresh: bool) -> None:
-    """Set the scale for values that are to take the place of all there are.
+def warn_of_rounding(fmt: FloatFormat) -> None:
+    """Warn that values that were assigned to the ``data`` of a weight are not those that it has then."""
+    warnings.warn(
+        f"what was assigned to the data of a weight in {fmt.name} is rounded; of an adapter that is merged into it, or "
+        "taken out again, outputs may differ, and unmerging does not give the weight back: to round once, call "
+        "dequantize_model, merge_and_unload and quantize_model",
+        UserWarning,
+        stacklevel=3,
+    )
 
-    Args:
-        x: the tensor of codes; its scale may be memory without values.
-        values: float32, of the tensor's shape.
-        fresh: take a fresh scale for all that are not zero; otherwise only where the present one does not suit them
-            and they are not points of its grid already, as those of a step are.
+
+def refit_scale_(x: Any, values: Tensor, *, fresh: bool) -> None:
+    """Set the scale for values that are to take the place of all there are; it may be memory without values.
+
+    It is a fresh one for all that are not zero, or unless ``fresh`` only where the present one does not suit them and
+    they are not points of its grid already, as those of a step are.
     """
     amax = amax_of(values, x.granularity)
     if not bool(amax.isfinite().all()):

@@ -54,7 +54,6 @@ def threads_for(elements: int) -> int:
 
 
 def is_available() -> bool:
-    """Whether there is native code to run."""
     return library() is not None
 
 

@@ -1,4 +1,8 @@
-"""Decoding, rounding and encoding whole arrays in native code: None where that is not to be had."""
+"""Decoding, rounding and encoding whole arrays in native code: None where that is not to be had.
+
+Codes are uint8, and values float32 where nothing else is said.  A scale is one in all or one for each of equal runs.
+Rounding is to nearest without a key of draws, which begin at the position ``offset``.
+"""
 
 import ctypes
 from typing import Final
@@ -20,27 +24,14 @@ _OUT: Final = (torch.float32, torch.bfloat16)
 def decoded(
     codes: Tensor, fmt: FloatFormat, dtype: torch.dtype = torch.float32, scale: Tensor | None = None
 ) -> Tensor | None:
-    """``scale * decode(codes)``.
-
-    Args:
-        codes: uint8.
-        fmt: their format.
-        dtype: float32 or bfloat16, to nearest.
-        scale: float32, one in all or one for each of equal runs of ``codes``.
-    """
+    """``scale * decode(codes)``."""
     if dtype not in _OUT or codes.dtype is not torch.uint8:
         return None
     return _made("fp8manifold_decode", codes, fmt, dtype, scale, bfloat16=dtype is torch.bfloat16)
 
 
 def spacings(codes: Tensor, fmt: FloatFormat, scale: Tensor) -> Tensor | None:
-    """``scale * ulp(decode(codes))``, float32.
-
-    Args:
-        codes: uint8.
-        fmt: their format.
-        scale: float32, one in all or one for each of equal runs of ``codes``.
-    """
+    """``scale * ulp(decode(codes))``, float32."""
     return _made("fp8manifold_decode", codes, fmt, torch.float32, scale, spacing=True)
 
 
@@ -53,56 +44,28 @@ def rounded(
     *,
     rescale: bool = True,
 ) -> Tensor | None:
-    """``scale * round(x / scale)``, saturating: to nearest, or stochastically under a key.
-
-    Args:
-        x: float32.
-        fmt: the format.
-        key: of the draws; None rounds to nearest.
-        offset: position of the first element.
-        scale: float32, one in all or one for each of equal runs of ``x``; None for 1.
-        rescale: whether what has been divided by the scale is multiplied by it again.
-    """
+    """``scale * round(x / scale)``, or in units of the scale unless ``rescale``, saturating."""
     if x.dtype is not torch.float32:
         return None
     return _made("fp8manifold_round", x, fmt, torch.float32, scale, key, offset, rescale=rescale)
 
 
 def encoded(x: Tensor, fmt: FloatFormat, key: Stream | None = None, offset: int = 0) -> Tensor | None:
-    """The codes of ``x``, saturating; NaN has the format's code for it, or that of zero where there is none.
-
-    Args:
-        x: float32.
-        fmt: the format.
-        key: of the draws; None rounds to nearest.
-        offset: position of the first element.
-    """
+    """The codes of ``x``, saturating; NaN has the format's code for it, or that of zero where there is none."""
     if x.dtype is not torch.float32:
         return None
     return _made("fp8manifold_encode", x, fmt, torch.uint8, None, key, offset)
 
 
 def encoded_units(x: Tensor, fmt: FloatFormat, scale: Tensor) -> Tensor | None:
-    """The codes of ``x / scale``, to nearest and saturating, on a GPU alone.
-
-    Args:
-        x: float32 or bfloat16.
-        fmt: the format.
-        scale: float32, one in all or one for each of equal runs of ``x``.
-    """
+    """The codes of ``x / scale``, to nearest and saturating, on a GPU alone."""
     if x.dtype not in _OUT or x.device.type == "cpu":
         return None
     return _made("fp8manifold_encode", x, fmt, torch.uint8, scale)
 
 
 def content(x: Tensor, key: tuple[int, ...], offset: int = 0) -> int | None:
-    """``sum(bits_i r_i) mod 2^64`` over float32 elements, with ``r`` the random words drawn by position.
-
-    Args:
-        x: float32.
-        key: of ``r``.
-        offset: position of the first element.
-    """
+    """``sum(bits_i r_i) mod 2^64`` over float32 elements, with ``r`` the random words drawn by position."""
     kernels, (high, low) = library(), divmod(offset, 2**32)
     if kernels is None or x.dtype is not torch.float32 or low + x.numel() >= 2**32 or not is_plain(x):
         return None
@@ -176,7 +139,6 @@ def _on_gpu(
     rescale: bool,
     spacing: bool,
 ) -> Tensor | None:
-    """The same by Triton's kernels."""
     if scale is not None:
         if not (has_memory(scale) and scale.dtype is torch.float32):
             return None

@@ -19,16 +19,7 @@ Draws = Callable[[int, int], Tensor | None]
 def rounded_at(
     x: Tensor, scale: Tensor, fmt: FloatFormat, rounding: str = "nearest", key: Stream | None = None, *, blocks: bool
 ) -> Tensor:
-    """``s round(x / s)`` in ``x``'s dtype, detached, saturating.
-
-    Args:
-        x: float tensor.
-        scale: float32, broadcasting against ``x``, or with ``blocks`` one for every 32 values of a row.
-        fmt: the format.
-        rounding: any of the modes of :func:`fp8manifold.round_to_grid`.
-        key: of ``stochastic``.
-        blocks: whether the scales are of blocks.
-    """
+    """``s round(x / s)`` in ``x``'s dtype, detached, saturating; with ``blocks`` a scale is for 32 values of a row."""
     return _walk(x, scale, fmt, rounding, key, blocks, rescale=True).to(x.dtype)
 
 

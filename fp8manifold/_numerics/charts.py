@@ -126,7 +126,6 @@ class LogChart:
         return value * sign * 2.0**self.lowest
 
     def shift(self, x: Tensor, steps: Tensor) -> Tensor:
-        """Through the coordinate."""
         return self.inverse(self.forward(x) + steps)
 
 
@@ -134,19 +133,15 @@ class EuclideanChart:
     """The identity: one step is one unit of the scale."""
 
     def stiffness(self, x: Tensor) -> Tensor:
-        """One everywhere."""
         return x * 0 + 1
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x``."""
         return x
 
     def inverse(self, c: Tensor) -> Tensor:
-        """``c``."""
         return c
 
     def shift(self, x: Tensor, steps: Tensor) -> Tensor:
-        """``x + steps``."""
         return x + steps
 
 
@@ -180,13 +175,11 @@ class TabulatedChart:
         return (coordinates[gap] + (x * sign - knots[gap]) / gaps[gap]) * sign
 
     def inverse(self, c: Tensor) -> Tensor:
-        """The way back through the table."""
         knots, coordinates, gaps = self._tables(c)
         gap, sign = _gap(coordinates, c), sign_of(c)
         return (knots[gap] + (c * sign - coordinates[gap]) * gaps[gap]) * sign
 
     def shift(self, x: Tensor, steps: Tensor) -> Tensor:
-        """Through the coordinate."""
         return self.inverse(self.forward(x) + steps)
 
     def _tables(self, like: Tensor) -> tuple[Tensor, ...]:

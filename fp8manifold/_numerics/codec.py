@@ -20,13 +20,7 @@ def decode_with_ulp(codes: Tensor, fmt: FloatFormat, extra_bits: int = 0) -> tup
 
     .. math:: S = 2^{\\max(E, 1) - bias - M}, \\qquad x = \\pm (code - (\\max(E, 1) - 1) 2^M) S
 
-    Args:
-        codes: uint8, or int32 with ``extra_bits`` more mantissa bits and the sign in the same place above them.
-        fmt: the format.
-        extra_bits: mantissa bits beyond the format's own.
-
-    Returns:
-        Two float32 tensors of ``codes``' shape, in units of the scale.
+    uint8, or int32 with ``extra_bits`` more mantissa bits and the sign in the same place above them.
     """
     sign = fmt.sign_bit << extra_bits
     code = codes.to(torch.int32)
@@ -75,11 +69,7 @@ def decode_bits(codes: Tensor, fmt: FloatFormat) -> Tensor:
 def encode_finite(x: Tensor, fmt: FloatFormat, draws: Tensor | None = None, extra_bits: int = 0) -> Tensor:
     """Codes (int32) of the rounded values of ``x``, which holds no NaN; what is out of range saturates.
 
-    Args:
-        x: float32, in units of the scale.
-        fmt: the format.
-        draws: 24-bit int32 draws for stochastic rounding; None rounds to nearest, ties to even codes.
-        extra_bits: mantissa bits beyond the format's own, for a grid that much finer.
+    Draws of 24 bits round stochastically; without, ties go to even codes.  ``extra_bits`` are a finer grid's.
     """
     bits = x.view(torch.int32)
     draws = None if draws is None else mirrored(draws, bits >> 31)
@@ -138,7 +128,6 @@ def encode_bits(x: Tensor, fmt: FloatFormat, draws: Tensor | None = None) -> Ten
 
 
 def largest_bits(fmt: FloatFormat) -> int:
-    """float32 bits of the format's largest value."""
     field = max(fmt.max_code >> fmt.mantissa_bits, 1)
     steps = fmt.max_code - ((field - 1) << fmt.mantissa_bits)
     leading = steps.bit_length() - 1

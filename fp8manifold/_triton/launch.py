@@ -69,13 +69,7 @@ def _uploaded(table: NDArray[np.int32], device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=256)
 def chunks_of(tile: Tile, sizes: tuple[tuple[int, int, int], ...], device: torch.device) -> Tensor:
-    """The parameter and the start of every program, int32: (programs, 2).
-
-    Args:
-        tile: how they walk.
-        sizes: index, rows and length of each parameter.
-        device: where the table lies.
-    """
+    """The parameter and the start of every program, int32: (programs, 2)."""
     parts = []
     for index, rows, length in sizes:
         step = tile.rows if tile.length or tile.long else tile.width
@@ -102,17 +96,9 @@ def launch(
 ) -> int:
     """Take the steps of some records in place, and say in how many launches.
 
-    All kernels are compiled before the first is launched: what fails has changed nothing.
-
-    Args:
-        records: one a parameter, as native code reads them, with addresses of the device.
-        kinds: what each is stepped by.
-        said: int32, on the device: nothing is stepped where the first is not 0.
-        check: set that, and step nothing, where the square of any gradient is not finite.
-        widenings: whose scales are doubled afterwards, where the step has left a weight at the end of its range.
-
-    Raises:
-        KernelsUnavailableError: a kernel could not be compiled.
+    All kernels are compiled before the first is launched: what fails has changed nothing.  Nothing is stepped where the
+    first of ``said`` is not 0; ``check`` sets it where the square of a gradient is not finite.  ``widenings`` are
+    doubled afterwards, where the step has left a weight at the end of its range.
     """
     with _on(said.device):
         tables = [(_uploaded(records.view(np.int32), said.device), _steps(records, kinds, said, check=check))]
@@ -124,12 +110,7 @@ def launch(
 def double(widenings: Widenings, said: Tensor) -> int:
     """Double the scales of the rows that have a weight at the end of its range, and say in how many launches.
 
-    Args:
-        widenings: whose scales, and what they are.
-        said: int32, on the device, as after a step that left such a weight in each parameter.
-
-    Raises:
-        KernelsUnavailableError: a kernel could not be compiled; nothing has changed.
+    Kernels that can't be compiled raise ``KernelsUnavailableError`` before anything has changed.
     """
     with _on(said.device):
         return _run([_to_double(widenings, said)])

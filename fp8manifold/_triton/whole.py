@@ -20,15 +20,7 @@ _ELEMENTS: Final = 2048
 def decode_on_gpu(
     codes: Tensor, fmt: FloatFormat, dtype: torch.dtype, scale: Tensor | None, *, spacing: bool
 ) -> Tensor | None:
-    """``scale * decode(codes)``, or the spacings; 3 bytes a weight move for bfloat16.
-
-    Args:
-        codes: uint8, contiguous.
-        fmt: their format.
-        dtype: float32 or bfloat16.
-        scale: float32, one in all or one for each of equal runs.
-        spacing: whether the spacings are asked for.
-    """
+    """``scale * decode(codes)``, or the spacings; 3 bytes a weight move for bfloat16."""
     matrix = _matrix(codes, scale)
     if matrix is None:
         return None
@@ -46,12 +38,7 @@ def round_on_gpu(
 ) -> Tensor | None:
     """``scale * round(x / scale)``.
 
-    Args:
-        x: float32, contiguous.
-        fmt: the format.
-        keys: three round keys and a phase, the first with the position of the first element; None rounds to nearest.
-        scale: float32, one in all or one for each of equal runs; None for 1.
-        rescale: whether what has been divided by the scale is multiplied by it again.
+    Keys are three round keys and a phase, the first with the position of the first element.
     """
     matrix = _matrix(x, scale)
     if matrix is None:
@@ -68,14 +55,7 @@ def round_on_gpu(
 def encode_on_gpu(
     x: Tensor, fmt: FloatFormat, keys: tuple[int, ...] | None, scale: Tensor | None = None
 ) -> Tensor | None:
-    """The codes of ``x / scale``.
-
-    Args:
-        x: float32 or bfloat16, contiguous.
-        fmt: the format.
-        keys: as in :func:`round_on_gpu`.
-        scale: float32, one in all or one for each of equal runs; None for 1.
-    """
+    """The codes of ``x / scale``."""
     matrix = _matrix(x, scale)
     if matrix is None:
         return None

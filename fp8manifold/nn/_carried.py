@@ -7,6 +7,7 @@ from typing import Any, Final
 from torch import Tensor, nn
 
 from fp8manifold.nn._linear import QuantizedLinear
+from fp8manifold.nn._parts import PARTS
 from fp8manifold.nn._products import forbid_fused_operators, is_our_hook
 from fp8manifold.nn._selection import is_conv1d
 
@@ -15,7 +16,10 @@ _HOOKS: Final = (
     *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks"),
     *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
 )
-_LINEAR: Final = frozenset({*vars(nn.Module()), "_compiled_call_impl", "in_features", "out_features", "weight", "bias"})
+_LINEAR: Final = frozenset(
+    {*vars(nn.Module()), "_compiled_call_impl", "in_features", "out_features", "weight", "bias"}
+    | {f"weight{suffix}" for suffix in PARTS}  # of one that was in codes
+)
 _TENSOR_HOOKS: Final = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 

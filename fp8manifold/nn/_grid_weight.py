@@ -1,4 +1,4 @@
-"""A layer's weight on the grid: it stays there when a state is loaded, when the module moves, or is made anew."""
+"""A layer's weight on the grid: it stays there when it is assigned to, loaded, moved with its module, or made anew."""
 
 import warnings
 from typing import Any, Final, Literal
@@ -8,15 +8,57 @@ import torch
 from torch import Tensor, nn
 
 from fp8manifold._base.reading import has_values
-from fp8manifold._encoded.stored_scale import fresh_scale, warn_if_saturated
+from fp8manifold._encoded.stored_scale import fresh_scale, warn_if_saturated, warn_of_rounding
 from fp8manifold.formats import FloatFormat
 from fp8manifold.manifolds import FP8Manifold, StiffnessManifold
-from fp8manifold.nn._grid_parameter import GridParameter
 from fp8manifold.random_bits import Draws
-from fp8manifold.scaling import WeightGranularity
+from fp8manifold.scaling import WeightGranularity, amax_of, refitted_scale, storage_scale
 from fp8manifold.tensor import FP8Tensor
 
 _BUFFERS: Final = ("format_fields", "seed_word", "counter")
+_DATA: Final[Any] = Tensor.data
+
+
+class GridParameter(geoopt.ManifoldParameter):  # type: ignore[misc]  # geoopt is untyped
+    """A ``geoopt.ManifoldParameter`` whose values stay points of its grid: what is assigned is rounded to the nearest.
+
+    Its scale becomes another where the values would saturate at it, or be lost, as that of codes does.
+    """
+
+    @property
+    def data(self) -> Tensor:
+        """The values, sharing memory."""
+        values: Tensor = _DATA.__get__(self)
+        return values
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        if isinstance(self.manifold, FP8Manifold):
+            values = _on_grid(self, self.manifold, values)
+        _DATA.__set__(self, values)
+
+
+@torch.no_grad()
+def _on_grid(weight: Tensor, manifold: FP8Manifold, values: Tensor) -> Tensor:
+    """The nearest points; values that are points, or another dtype's or device's, as of a weight that moves, stay."""
+    moved = (values.dtype, values.device, values.shape) != (weight.dtype, weight.device, weight.shape)
+    scale = manifold.scale
+    if moved or not (has_values(values) and has_values(scale)) or scale.device != values.device:
+        return values
+    points = manifold.projx(values)
+    if torch.equal(points, values):
+        return values
+    warn_of_rounding(manifold.format)
+    shared: Literal["channel", "tensor"] = "channel" if scale.dim() else "tensor"
+    amax = amax_of(values, shared)
+    if not bool(amax.isfinite().all()):
+        return points
+    old = scale.float()
+    fits = refitted_scale(amax.view_as(old), old, manifold.format) == old
+    if bool(fits.all()):
+        return points
+    scale.copy_(torch.where(fits, old, storage_scale(values, manifold.format, shared).view_as(old)))
+    return manifold.projx(values)
 
 
 def grid_weight(
@@ -28,18 +70,7 @@ def grid_weight(
     seed: int,
     draws: Draws,
 ) -> tuple[GridParameter, FP8Manifold]:
-    """The nearest points of a grid at a scale of its own, and their manifold.
-
-    Args:
-        weight: float tensor.
-        fmt: format of the grid.
-        granularity, headroom: of the scale.
-        rounding, seed, draws: of the manifold.
-
-    Raises:
-        TypeError: a dtype that lacks points of the grid.
-        RuntimeError: a fake tensor.
-    """
+    """The nearest points of a grid at a scale of its own, and their manifold."""
     if not (has_values(weight) or weight.is_meta):
         raise RuntimeError(
             "storage='grid' can't be made under a FakeTensorMode, as geoopt's parameters are no fake tensors: "
@@ -72,11 +103,17 @@ def _lacks_points(fmt: FloatFormat, scale: Tensor, dtype: torch.dtype) -> str | 
     )
 
 
-def check_on_manifold(layer: nn.Module) -> None:
-    """Raise RuntimeError where somebody has put another parameter in the place of the weight, without its manifold.
+_LOST: Final = {
+    "grid": "has lost its manifold: steps would take it off the grid",
+    "fp8": "is no longer in codes: steps would be those of floats",
+}
+
+
+def check_kept(layer: nn.Module, storage: str) -> None:
+    """Raise RuntimeError where somebody has put another parameter in the place of the weight, without its storage.
 
     A tensor that stands there for one call is a functional call's, and what pruning and parametrisations compute is
-    computed from a parameter that is still on its manifold.
+    computed from a parameter that is still what it was.  Parameters in codes are on a manifold, too.
     """
     weight = layer._parameters.get("weight")
     if isinstance(weight, geoopt.ManifoldParameter):
@@ -89,9 +126,8 @@ def check_on_manifold(layer: nn.Module) -> None:
         kept = not isinstance(weight, nn.Parameter)
     if not kept:
         raise RuntimeError(
-            "the weight of a layer with storage='grid' has lost its manifold: steps would take it off the grid; "
-            "sharding (FSDP, tensor parallelism) takes it away: use DistributedDataParallel, or storage='fp8' or "
-            "'master' with fully_shard"
+            f"the weight of a layer with storage={storage!r} {_LOST[storage]}; sharding (FSDP, tensor parallelism) "
+            "takes it away: use DistributedDataParallel, or storage='fp8' or 'master' with fully_shard"
         )
 
 
@@ -127,18 +163,7 @@ def prepare_grid_state(
     headroom: float | None,
     seed: int,
 ) -> str | None:
-    """Put what is saved of a weight on the grid: at the scale that is saved with it, or without one at its own.
-
-    Args:
-        state: of the module; the entries of weight and manifold are replaced.
-        prefix: of the module's entries.
-        weight, manifold: those of the layer.
-        granularity, headroom: of a scale that has to be made.
-        seed: of a manifold that has no values yet.
-
-    Returns:
-        Why the state is refused, or None.
-    """
+    """Put what is saved of a weight on the grid, at the scale saved with it or a fresh one, or say why not."""
     key, scale_key = f"{prefix}weight", f"{prefix}manifold.scale"
     saved, scale = state.get(key), state.get(scale_key)
     if saved is None and scale is not None:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from fp8manifold._base.checks import check_choice, check_number
-from fp8manifold._base.reading import advance, has_values, known
+from fp8manifold._base.reading import advance, eager_only, has_values, known
+from fp8manifold._encoded.dispatch import is_backward
 from fp8manifold._encoded.scaled import Rounding
 from fp8manifold._encoded.storage import expand_scale
 from fp8manifold.fake_quant import quantize_at
@@ -18,15 +19,14 @@ from fp8manifold.grid import encode
 from fp8manifold.manifolds import FP8Manifold
 from fp8manifold.nn._grid_weight import (
     check_dtype_holds,
-    check_on_manifold,
+    check_kept,
     grid_weight,
     keep_on_manifold,
     prepare_grid_state,
     renew_grid_weight,
     warn_off_grid,
 )
-from fp8manifold.nn._only_floats import FLOATS
-from fp8manifold.nn._parts import gather_parts, holds_codes, parts_of
+from fp8manifold.nn._parts import gather_parts, holds_codes, is_in_codes, name_parts, write_parts
 from fp8manifold.nn._products import (
     Rounded,
     byte_weight,
@@ -36,7 +36,6 @@ from fp8manifold.nn._products import (
     over_nested,
     round_gradient,
 )
-from fp8manifold.nn._recomputation import Pass, pass_of
 from fp8manifold.nn._scalers import HISTORY, FixedScale, GlobalScale, Scale, Scaler, SharedAmax, announce_gradients
 from fp8manifold.nn._spec import (
     GLOBAL,
@@ -51,6 +50,7 @@ from fp8manifold.nn._spec import (
     check_storage,
     is_stored,
 )
+from fp8manifold.nn._tensor_files import FLOATS
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.random_bits import Draws, Stream
 from fp8manifold.scaling import BLOCK_SIZE, WeightGranularity
@@ -99,14 +99,14 @@ class QuantizedLinear(nn.Linear):
     give the operands their scales; the last one given is the ``value`` of each.  An operand that is not quantised
     has None there, and so has a stored weight.  The rows of a nested tensor share their scale as those of a batch do.
     A forward pre-hook that does nothing keeps the fused operators of ``nn.TransformerEncoderLayer`` away, which would
-    read the weight and never call the layer.  Under activation checkpointing a pass that runs again in the backward
-    pass takes the random bits and the delayed scales that it had, and counts once.
+    read the weight and never call the layer.  Under activation checkpointing a pass runs again in the backward pass to
+    the same bits; a layer that draws random bits or delays its scales refuses it.
 
     Raises:
         TypeError: ``linear`` is no ``nn.Linear``; with ``fp8`` a weight that is neither float32 nor bfloat16.
         ValueError: an unknown storage, weights that are not finite, or an option that the storage does not have.
-        RuntimeError: in a call within a backward pass, with gradients enabled, that repeats no forward pass known, of a
-            layer that draws random bits or delays its scales.
+        RuntimeError: in a call within a backward pass, with gradients enabled, of a layer that draws random bits or
+            delays its scales; in a call, where something has taken the weight's manifold or codes away.
 
     Example:
         >>> layer = QuantizedLinear(nn.Linear(4, 2), LayerSpec("E4M3", gradient="E5M2"), "grid")
@@ -151,7 +151,8 @@ class QuantizedLinear(nn.Linear):
         self.weight = linear.weight
         self.register_parameter("bias", linear.bias)
         self._headroom, self._keep_remainder, self._seed = headroom, keep_remainder, seed
-        self._defers, self.has_plain_state = defer_weight_gradient, False
+        self._defers = defer_weight_gradient
+        name_parts(self, "weight")
         self._operands = spec.operands
         check_blocks(self._operands, linear.in_features, linear.out_features)
         if codes is None:
@@ -175,23 +176,22 @@ class QuantizedLinear(nn.Linear):
         """``Q_a(x) Q_w(W)^T + b``, in the dtype (or autocast dtype) of an ``nn.Linear``."""
         if input.is_nested:
             return over_nested(self.forward, input)
-        this = self._pass()
-        draw = this.draw
+        draw, repeats = self._pass()
         weight = self.weight
-        if self.manifold is not None and not torch.compiler.is_compiling():
-            check_on_manifold(self)
+        if self.storage != "master" and not torch.compiler.is_compiling():
+            check_kept(self, self.storage)
         if self.weight_scaler is not None:
-            weight = self._fake_quantized("weight", weight, this.scale("weight", self.weight_scaler, weight), draw)
+            weight = self._fake_quantized("weight", weight, _scale_of(self.weight_scaler, weight, repeats), draw)
         quantized = input
         if self.activation_scaler is not None:
             rows = self._rows(input)
-            scale = this.scale("activation", self.activation_scaler, rows)
+            scale = _scale_of(self.activation_scaler, rows, repeats)
             quantized = self._fake_quantized("activation", rows, scale, draw).view(input.shape)
         of_weight = None if self._defers else self._rounded("weight_gradient", draw)
         backward = self._rounded("activation_gradient", draw), of_weight
         if not torch.is_grad_enabled() or backward == (None, None):
             return linear(quantized, weight, self.bias)
-        if self.training and not this.repeats:
+        if self.training and not repeats:
             announce_gradients(self, input)
         return linear_with_rounded_gradients(quantized, weight, self.bias, *backward)
 
@@ -263,7 +263,7 @@ class QuantizedLinear(nn.Linear):
         if self.storage == "grid":
             self.weight, self.manifold = grid_weight(weight, operand.format, *self._placing(), rounding, seed, draws)
         elif self.storage == "fp8":
-            self.weight = self._in_codes(weight, operand.format, rounding, seed, draws)
+            self.weight = self._in_codes(weight, operand.format, rounding=rounding, seed=seed, draws=draws)
 
     def _make_scalers(self, shared: SharedAmax | None) -> None:
         """One for every operand whose scale is not stored with it."""
@@ -289,7 +289,6 @@ class QuantizedLinear(nn.Linear):
         )
 
     def _rounded(self, name: OperandName, draw: int) -> Rounded:
-        """What quantises a gradient, a matrix."""
         scaler: Scaler | None = getattr(self, f"{name}_scaler")
         if scaler is None:
             return None
@@ -304,14 +303,29 @@ class QuantizedLinear(nn.Linear):
         return 0 if draws is None else int(known(draws, Tensor.item))
 
     def _last_draw(self) -> int:
-        """Number of the last forward pass."""
         return max(self._draw() - 1 if self.training else self._draw(), 0)
 
-    def _pass(self) -> Pass:
-        """A new forward pass, or the one that is run again."""
+    def _pass(self) -> tuple[int, bool]:
+        """Number of a forward pass, and whether it runs in a backward pass, as activation checkpointing has it.
+
+        The second time a layer has to round as it did the first time, which one with random bits, or with scales of the
+        past, does not.
+        """
         scalers = (self.weight_scaler, self.activation_scaler)
         remembers = hasattr(self, "draws") or any(scaler is not None and scaler.remembers for scaler in scalers)
-        return pass_of(self, self._next_draw, self.training and remembers)
+        if self.training and remembers:
+            self._refuse_repetition()
+            return self._next_draw(), False
+        return self._next_draw(), not torch.compiler.is_compiling() and is_backward()
+
+    @eager_only  # a graph would do the same whether or not it is run again
+    def _refuse_repetition(self) -> None:
+        if is_backward() and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{type(self).__name__}({self.extra_repr()}) runs again in a backward pass, where its random bits or "
+                "delayed scales would be others: leave it out of activation checkpointing, or take rounding='nearest' "
+                "and policy='dynamic'; what is new there is run under torch.no_grad()"
+            )
 
     def _next_draw(self) -> int:
         draw = self._draw()
@@ -319,14 +333,16 @@ class QuantizedLinear(nn.Linear):
             advance(self.draws, draw)
         return draw
 
-    def _in_codes(self, weight: Tensor, *how: Any) -> FP8Parameter:
+    def _in_codes(self, weight: Tensor, fmt: FloatFormat, **how: Any) -> FP8Parameter:
         granularity, headroom = self._placing()
-        kept = self._keep_remainder
-        return byte_weight(weight, *how, granularity=granularity, headroom=headroom, keep_remainder=kept)
+        return byte_weight(
+            weight, fmt, granularity=granularity, headroom=headroom, keep_remainder=self._keep_remainder, **how
+        )
 
     def _encoded(self, values: Tensor, weight: FP8Tensor) -> FP8Parameter:
         """Floats as the layer's own weight is: in its format, with its rounding, seed and draws."""
-        return self._in_codes(values, weight.format, weight.rounding, weight.seed, weight.draws)
+        how = {"rounding": weight.rounding, "seed": weight.seed, "draws": weight.draws}
+        return self._in_codes(values, weight.format, **how)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -354,7 +370,6 @@ class QuantizedLinear(nn.Linear):
             self.draws.zero_()
 
     def _placing(self) -> tuple[WeightGranularity, float | None]:
-        """Granularity and headroom of a stored weight's scale."""
         granularity = self._operands["weight"].granularity
         assert granularity is not None
         return granularity, self._headroom
@@ -366,8 +381,14 @@ class QuantizedLinear(nn.Linear):
             raise TypeError(f"a layer with storage='fp8' can't be {dtype}: take float32 or bfloat16")
         if self.manifold is not None:
             check_dtype_holds(self.manifold, dtype)
+
+        def moved(x: Tensor) -> Tensor:
+            made = fn(x)
+            lent = isinstance(made, FP8Tensor) and made.lent_from is not None  # as autocast casts what a layer reads
+            return x.with_parts(Tensor.clone, made.dtype) if lent else made
+
         try:
-            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+            super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             if not isinstance(self.weight, FP8Tensor) or "Couldn't swap" not in str(error):
                 raise
@@ -380,12 +401,10 @@ class QuantizedLinear(nn.Linear):
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """One-byte weights as they are, with what rounding left, or in their parts."""
+        """One-byte weights in their parts."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         warn_off_grid(self._parameters.get("weight"), self.manifold)
-        saved = destination.get(prefix + "weight")
-        if isinstance(saved, FP8Tensor) and not keep_vars and self.has_plain_state:
-            destination.update(parts_of(prefix + "weight", saved))
+        write_parts(self, destination, prefix)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Take what hooks have made of the state: codes as they are, floats rounded."""
@@ -407,6 +426,9 @@ class QuantizedLinear(nn.Linear):
         weight = self.weight
         try:
             gather_parts(state_dict, prefix + "weight", weight)
+            for name, own in self._parameters.items():
+                if name != "weight" and own is not None and is_in_codes(own):
+                    gather_parts(state_dict, prefix + name, own)
         except ValueError as error:
             return str(error)
         saved = state_dict.get(prefix + "weight")
@@ -419,9 +441,13 @@ class QuantizedLinear(nn.Linear):
             state_dict[prefix + "weight"] = self._encoded(floats, weight)
         elif saved.format != weight.format:
             return f"{prefix}weight is of {saved.format.name}, but this layer's is of {weight.format.name}"
-        else:
-            weight.seed = saved.seed
         return None
+
+
+def _scale_of(scaler: Scaler, x: Tensor, repeats: bool) -> Tensor:
+    """The scale of an operand; it is not remembered twice."""
+    scale: Tensor = scaler.preview(x) if repeats else scaler(x)
+    return scale
 
 
 def _scaler(operand: OperandSpec, shared: SharedAmax | None) -> Scaler:
@@ -444,8 +470,10 @@ class QuantizedConv1D(QuantizedLinear):
     """
 
     def __init__(self, conv: nn.Module, spec: LayerSpec, storage: Storage = "master", **options: Any) -> None:
-        linear = conv if options.get("codes") is None else _without_values(conv)
-        super().__init__(linear_of(linear), spec, storage, **options)
+        own: Any = conv
+        bare = options.get("codes") is not None
+        linear = linear_around(torch.empty(own.nf, own.nx, device="meta"), own) if bare else linear_of(own)
+        super().__init__(linear, spec, storage, **options)
         self._restores, self.nf, self.nx = type(conv), self.out_features, self.in_features
         self._own_names |= {"_restores", "nf", "nx"}
 
@@ -470,22 +498,15 @@ class QuantizedConv1D(QuantizedLinear):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def _without_values(conv: Any) -> nn.Module:
-    """The same layer, whose weight has only a shape: codes come from elsewhere."""
-    bare: Any = conv.__class__.__new__(conv.__class__)
-    nn.Module.__init__(bare)
-    bare.weight = nn.Parameter(torch.empty(conv.nx, conv.nf, device="meta"), requires_grad=conv.weight.requires_grad)
-    bare.bias = conv.bias
-    kept: nn.Module = bare.train(conv.training)
-    return kept
-
-
-def linear_of(layer: nn.Module) -> nn.Linear:
+def linear_of(layer: Any) -> nn.Linear:
     """An ``nn.Linear`` with a weight of its own, of the values of a linear layer or ``Conv1D``, and with its bias."""
-    weight, bias = layer.weight, layer.bias
-    assert isinstance(weight, Tensor)
-    values = weight.detach().clone() if isinstance(layer, nn.Linear) else weight.detach().t().contiguous()
+    weight = layer.weight.detach()
+    return linear_around(weight.clone() if isinstance(layer, nn.Linear) else weight.t().contiguous(), layer)
+
+
+def linear_around(values: Tensor, layer: Any) -> nn.Linear:
+    """An ``nn.Linear`` with these values, ``(out, in)``, for its weight, and everything else of a layer."""
     linear = nn.Linear(values.shape[1], values.shape[0], bias=False, device="meta")
-    linear.weight = nn.Parameter(values, requires_grad=weight.requires_grad)
-    linear.bias = bias  # type: ignore[assignment]
+    linear.weight = nn.Parameter(values, requires_grad=layer.weight.requires_grad)
+    linear.bias = layer.bias
     return linear.train(layer.training)

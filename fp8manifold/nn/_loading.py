@@ -1,17 +1,25 @@
 """A model read into one byte a weight: no float of a weight that becomes codes outlives its own turn."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing, suppress
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
-from fp8manifold.nn._only_floats import refuse_codes
 from fp8manifold.nn._plan import Plan, plan
 from fp8manifold.nn._spec import Formats
-from fp8manifold.nn._surgery import carry_out, check_layers
-from fp8manifold.nn._tensor_files import FileTensors, GivenTensors, MappedFiles, Source, Tensors, files_of
+from fp8manifold.nn._surgery import carry_out, check_layers, encoded, layers_of, parameters_of
+from fp8manifold.nn._tensor_files import (
+    FLOATS,
+    FileTensors,
+    GivenTensors,
+    MappedFiles,
+    Source,
+    Tensors,
+    files_of,
+    refuse_codes,
+)
 from fp8manifold.parameter import FP8Parameter
 
 _NAMED: Final = 3
@@ -67,39 +75,28 @@ def load_quantized(
         raise TypeError("load_quantized has no storage: weights are read into 'fp8', one byte each")
     planned = plan(model, formats, "fp8", **options)
     _check_without_values(model)
-    check_layers(model, planned.layers(model))  # without values, so that a file is opened for what can be made alone
-    planned.parameters(model)
-    with closing(_opened(source)) as tensors:
+    # without values, so that a file is opened for what can be made alone
+    check_layers(model, layers_of(planned))
+    parameters_of(model, planned)
+    becomes_codes = planned.encoded
+    tensors: Tensors = GivenTensors(source) if isinstance(source, Mapping) else FileTensors(files_of(source))
+    with closing(tensors):
         chosen = _check_names(model, tensors)
         codes: dict[str, FP8Parameter] = {}
-        in_place: dict[str, FP8Parameter] = {}
         floats: dict[str, Tensor] = {}
-        for names, entry, layer in _entries(model, planned):
-            value = _read(tensors, chosen[names[0]], entry)
-            if names[0] in planned.in_place and not planned.needs_floats(names):
-                placed = value.to(device=device, dtype=entry.dtype)
-                in_place[names[0]] = planned.encoded(names[0], placed, requires_grad=entry.requires_grad)
+        for names, own in _groups(model).values():
+            value = _read(tensors, chosen[names[0]], own)
+            if entry := becomes_codes.get(names[0]):
+                placed = value.to(device=device, dtype=own.dtype)
+                codes[names[0]] = encoded(planned, entry, placed, requires_grad=own.requires_grad)
                 del placed
-            elif layer is None:
-                floats[names[0]] = value.to(device=device, dtype=entry.dtype, copy=True)
             else:
-                codes[layer] = _codes(planned, model, layer, value.to(device=device, dtype=entry.dtype))
+                floats[names[0]] = value.to(device=device, dtype=own.dtype, copy=True)
             tensors.was_read(value.nbytes)
             del value
-    _put(model, floats, planned, device)
-    made = carry_out(model, planned, codes, in_place)
+    _put(model, floats, device)
+    made = carry_out(model, planned, codes)
     return made if torch.device(device).type == "cpu" else made.to(device)
-
-
-def _opened(source: Mapping[str, Any] | Source) -> Tensors:
-    return GivenTensors(source) if isinstance(source, Mapping) else FileTensors(files_of(source))
-
-
-def _codes(planned: Plan, model: nn.Module, layer: str, value: Tensor) -> FP8Parameter:
-    try:
-        return planned.codes(layer, model.get_submodule(layer), value)
-    except ValueError as error:
-        raise ValueError(f"the weight of {layer!r}: {error}") from None
 
 
 def _check_without_values(model: nn.Module) -> None:
@@ -131,20 +128,8 @@ def _groups(model: nn.Module) -> dict[int, tuple[list[str], Tensor]]:
     return found
 
 
-def _entries(model: nn.Module, planned: Plan) -> Iterator[tuple[list[str], Tensor, str | None]]:
-    """What is to be read: its names, what it takes the place of, and the layer that wants it as codes."""
-    for names, entry in _groups(model).values():
-        layers = [name.rpartition(".")[0] for name in names if name.rpartition(".")[2] == "weight"]
-        wants = [layer for layer in layers if planned.takes(layer) and layer not in planned.shared]
-        yield names, entry, wants[0] if wants else None
-
-
 def _check_names(model: nn.Module, tensors: Tensors) -> dict[str, list[str]]:
-    """The names under which each entry is there, by the first it has in the model.
-
-    Raises:
-        ValueError: tensors that are missing, too many, or do not fit.
-    """
+    """The names under which each entry is there, by the first it has in the model."""
     there = set(tensors.names())
     chosen: dict[str, list[str]] = {}
     known: set[str] = set()
@@ -155,13 +140,14 @@ def _check_names(model: nn.Module, tensors: Tensors) -> dict[str, list[str]]:
         if not chosen[names[0]]:
             missing.append(names[0])
         for name in chosen[names[0]]:
-            dtype, file = tensors.held(name)
-            if entry.is_floating_point() and dtype is not None:
+            shape, dtype, file = tensors.known(name)
+            if dtype is not None and entry.is_floating_point():
                 refuse_codes(name, dtype, there, file)
-            unfit += _unfit(name, entry, *tensors.described(name))
+            unfit += _unfit(name, entry, shape, dtype)
     unexpected = [name for name in tensors.names() if name not in known]
     if missing:
-        raise ValueError(f"the model has {_some(missing)}, which the source lacks{_hint(unexpected)}")
+        hint = f" (it has {_some(unexpected)}, which the model lacks)" if unexpected else ""
+        raise ValueError(f"the model has {_some(missing)}, which the source lacks{hint}")
     if unexpected:
         raise ValueError(f"the source has {_some(unexpected)}, which the model lacks")
     if unfit:
@@ -169,10 +155,11 @@ def _check_names(model: nn.Module, tensors: Tensors) -> dict[str, list[str]]:
     return chosen
 
 
-def _unfit(name: str, entry: Tensor, shape: tuple[int, ...] | None, is_float: bool | None) -> list[str]:
+def _unfit(name: str, entry: Tensor, shape: tuple[int, ...] | None, dtype: torch.dtype | str | None) -> list[str]:
     if shape is not None and shape != tuple(entry.shape):
         return [f"{name!r} has shape {shape} in the source, and {tuple(entry.shape)} in the model"]
-    if is_float is not None and is_float != entry.is_floating_point():
+    is_float = dtype.is_floating_point if isinstance(dtype, torch.dtype) else dtype in FLOATS
+    if dtype is not None and is_float != entry.is_floating_point():
         kinds = ("floats", "no floats")
         return [f"{name!r} holds {kinds[not is_float]} in the source, and {kinds[is_float]} in the model"]
     return []
@@ -183,16 +170,11 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names[:_NAMED])) + more
 
 
-def _hint(unexpected: Sequence[str]) -> str:
-    return f" (it has {_some(unexpected)}, which the model lacks)" if unexpected else ""
-
-
 def _read(tensors: Tensors, names: Sequence[str], entry: Tensor) -> Tensor:
-    """The value of one entry."""
     value = tensors.read(names[0])
     if entry.is_floating_point():
-        refuse_codes(names[0], value.dtype, tensors.names(), tensors.held(names[0])[1])
-    for problem in _unfit(names[0], entry, tuple(value.shape), value.is_floating_point()):
+        refuse_codes(names[0], value.dtype, tensors.names(), tensors.known(names[0])[2])
+    for problem in _unfit(names[0], entry, tuple(value.shape), value.dtype):
         raise ValueError(problem)
     for other in names[1:]:
         if not torch.equal(tensors.read(other), value):
@@ -200,7 +182,7 @@ def _read(tensors: Tensors, names: Sequence[str], entry: Tensor) -> Tensor:
     return value
 
 
-def _put(model: nn.Module, floats: Mapping[str, Tensor], planned: Plan, device: torch.device | str) -> None:
+def _put(model: nn.Module, floats: Mapping[str, Tensor], device: torch.device | str) -> None:
     """Give the model what stays float, under all the names that each has, and move the buffers it had already."""
     made: dict[int, Tensor] = {}
     for names, entry in _groups(model).values():
@@ -224,18 +206,10 @@ def _like(entry: Tensor, value: Tensor) -> Tensor:
 
 
 class Reader:
-    """What is to become codes of a model that has no values yet, and what did.
+    """What is to become codes of a model of transformers that has no values yet, and what did.
 
     Left to the floats, and so to the end, is what transformers may tie, and what it reads in another dtype than the
-    model's.
-
-    Args:
-        model: of transformers, without values; ``torch.get_default_dtype()`` is the dtype it is loaded in.
-        formats, storage, options: of :func:`fp8manifold.quantize_model`.
-        files: that the model is read from.
-
-    Raises:
-        TypeError, ValueError: as :func:`fp8manifold.quantize_model`, before a weight is read.
+    model's, which is ``torch.get_default_dtype()``.
     """
 
     def __init__(
@@ -248,67 +222,38 @@ class Reader:
         ties: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
         dtype, tied = torch.get_default_dtype(), {*ties, *ties.values()}
         self._wanted = {
-            f"{name}.weight".lstrip(".")
-            for name in self._plan.specs
-            if self._plan.takes(name) and _weight(model, name).dtype == dtype
-        } - tied
-        self._placed = {name for name in self._plan.in_place if model.get_parameter(name).dtype == dtype} - tied
-        self._in_place: dict[str, FP8Parameter] = {}
+            name: entry
+            for name, entry in self._plan.encoded.items()
+            if name not in tied and model.get_parameter(name).dtype == dtype
+        }
 
     def _planned(self, model: Any) -> Plan:
         formats, storage, options = self._how
         return plan(model, formats, storage, **options)
 
     def wants(self, name: str) -> bool:
-        """Whether the tensor of that name becomes codes."""
-        return name in self._wanted or name in self._placed
+        return name in self._wanted
 
     def encoded(self, model: nn.Module, name: str, value: Tensor) -> Tensor:
         """The codes of a tensor that was read; what does not fit stays as it is, for those to refuse who do."""
-        if name in self._placed:
-            return self._encoded_in_place(model.get_parameter(name), name, value)
-        layer = name.rpartition(".")[0]
-        if name not in self._wanted or value.shape != _weight(model, layer).shape:
-            self._wanted.discard(name)
-            return value
-        try:
-            self._codes[layer] = self._plan.codes(layer, model.get_submodule(layer), value)
-        except (TypeError, ValueError):
-            self._wanted.discard(name)
-            return value
-        self._files.was_read(value.nbytes)
-        return self._codes[layer]
-
-    def _encoded_in_place(self, own: Tensor, name: str, value: Tensor) -> Tensor:
-        try:
-            if value.shape != own.shape:
-                raise ValueError(f"parameter {name!r} is of another shape")
-            self._in_place[name] = self._plan.encoded(name, value, requires_grad=own.requires_grad)
-        except (TypeError, ValueError):
-            self._placed.discard(name)
-            return value
-        self._files.was_read(value.nbytes)
-        return self._in_place[name]
+        entry = self._wanted.get(name)
+        with suppress(TypeError, ValueError):
+            if entry is not None and value.shape == (own := model.get_parameter(name)).shape:
+                self._codes[name] = encoded(self._plan, entry, value, requires_grad=own.requires_grad)
+                self._files.was_read(value.nbytes)
+                return self._codes[name]
+        self._wanted.pop(name, None)
+        return value
 
     def finish(self, model: nn.Module) -> None:
-        """Put the quantised layers in, around the codes that are there already.
-
-        Raises:
-            TypeError, ValueError: as :func:`fp8manifold.quantize_model`.
-        """
+        """Put the quantised layers in, around the codes that are there already."""
         planned = self._planned(model)
-        codes = {name: weight for name, weight in self._codes.items() if _weight(model, name) is weight}
-        if lost := sorted(codes.keys() - planned.specs.keys()):
-            raise ValueError(
-                f"the weight of {lost[0]!r} was tied while it was loaded, which the model did not say it is"
-            )
-        placed = {name: weight for name, weight in self._in_place.items() if model.get_parameter(name) is weight}
-        carry_out(model, planned, codes, {name: placed[name] for name in placed.keys() & planned.in_place.keys()})
-
-
-def _weight(model: nn.Module, layer: str) -> Tensor:
-    weight: Any = model.get_submodule(layer).weight
-    return weight  # type: ignore[no-any-return]
+        codes = {name: weight for name, weight in self._codes.items() if model.get_parameter(name) is weight}
+        known = {name for entry in planned.layers for name in entry.parameters}
+        if lost := sorted(name for name in codes.keys() - known if self._wanted[name].spec is not None):
+            layer = self._wanted[lost[0]].name
+            raise ValueError(f"the weight of {layer!r} was tied while it was loaded, which the model did not say it is")
+        carry_out(model, planned, codes)
 
 
 class Encode:

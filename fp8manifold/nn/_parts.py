@@ -1,54 +1,104 @@
-"""Parts of a one-byte weight in a state of plain tensors: codes, scales, a count, and numbers that say what it is."""
+"""One-byte weights in state dicts: codes, scales, a count, what rounding left, and a line of numbers that says what."""
 
+import json
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fp8manifold._encoded.dispatch import DTYPES, FLOAT8, as_codes, as_float8, float8_format
+from fp8manifold._encoded.dispatch import DTYPES, FLOAT8, as_codes, float8_format
 from fp8manifold._encoded.operators import checked_remainder
-from fp8manifold._encoded.scaled import DRAWS, ROUNDINGS
+from fp8manifold._encoded.scaled import DRAWS, ROUNDINGS, Traits
 from fp8manifold._encoded.storage import block_size_of, number_of
+from fp8manifold._ranks import local_of, share_of, spread
 from fp8manifold.formats import LAYOUTS, FloatFormat
-from fp8manifold.nn._only_floats import refuse_codes
+from fp8manifold.nn._tensor_files import refuse_codes
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.tensor import FP8Tensor
 
 _LEFT: Final = "_remainder"
 PARTS: Final = ("", "_scale", "_counter", "_traits", _LEFT)
 """What is added to a weight's name for each of its parts; the last is there where a weight has kept it."""
+_EARLIER: Final = "fp8:"
+
+
+def is_in_codes(value: Any) -> bool:
+    """Whether a tensor, or what this process holds of it, is a tensor of codes."""
+    return isinstance(local_of(value), FP8Tensor)
 
 
 def holds_codes(saved: Any) -> bool:
     """Whether what a state has for a weight are codes, by themselves or with their scales."""
-    return isinstance(saved, FP8Tensor) or saved.dtype == torch.uint8 or saved.dtype in FLOAT8.values()
+    return is_in_codes(saved) or saved.dtype == torch.uint8 or saved.dtype in FLOAT8.values()
 
 
-def parts_of(name: str, weight: FP8Tensor) -> dict[str, Tensor]:
-    """The parts by name, which share the weight's memory."""
-    fmt = weight.format
-    traits = [
+def name_parts(module: nn.Module, name: str) -> None:
+    """Let a module have attributes that are called as its parts: torch looks names of a state up in the model.
+
+    ``torch.distributed.checkpoint.state_dict`` does so; it makes nothing of what it finds.
+    """
+    for suffix in PARTS[1:]:
+        if not hasattr(module, name + suffix):
+            vars(module)[name + suffix] = None
+
+
+def write_parts(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+    """Put parts in the place of every parameter in codes that a module has written; variables stay what they are."""
+    for name, own in module._parameters.items():
+        if is_in_codes(own) and state.get(prefix + name, own) is not own:
+            assert own is not None
+            parts = parts_of(prefix + name, own)
+            if taken := [key for key in parts if key in state and key != prefix + name]:
+                raise ValueError(
+                    f"{prefix + name} is in codes, and {taken[0]} is called like a part of it: rename that"
+                )
+            state.update(parts)
+
+
+def parts_of(name: str, weight: Tensor) -> dict[str, Tensor]:
+    """The parts by name, which share the weight's memory; those that have its rows are spread over processes as it is.
+
+    Args:
+        name: of the weight in the state.
+        weight: in codes, or by rows.
+    """
+    held: FP8Tensor = local_of(weight)
+    scale = spread(weight, held.kept_scale) if held.kept_scale.dim() else held.kept_scale
+    traits = torch.tensor(_numbers(held._traits()), device=held.device)
+    left = [] if held.remainder is None else [spread(weight, held.remainder)]
+    parts = (spread(weight, held.codes), scale, held.counter, traits, *left)
+    return {name + suffix: part for suffix, part in zip(PARTS, parts, strict=False)}
+
+
+def _numbers(traits: Traits) -> list[int]:
+    fmt = traits.format
+    return [
         *(fmt.exponent_bits, fmt.mantissa_bits, fmt.bias, LAYOUTS.index(fmt.layout)),
-        *(ROUNDINGS.index(weight.rounding), weight.seed, DTYPES.index(weight.dtype)),
-        *(number_of(weight.block_size), int(weight.by_operator), DRAWS.index(weight.draws)),
+        *(ROUNDINGS.index(traits.rounding), traits.seed, DTYPES.index(traits.dtype)),
+        *(number_of(traits.block_size), int(traits.by_operator), DRAWS.index(traits.draws)),
     ]
-    codes = as_float8(weight.codes, fmt)
-    parts = (codes, weight.kept_scale, weight.counter, torch.tensor(traits, device=weight.device))
-    left = {} if weight.remainder is None else {name + _LEFT: weight.remainder}
-    return {name + suffix: part for suffix, part in zip(PARTS, parts, strict=False)} | left
 
 
-def gather_parts(state: dict[str, Any], name: str, weight: Tensor) -> None:
-    """Put one weight together again in the place of its parts, where a state has them; ``weight`` is the layer's own.
+def gather_parts(state: dict[str, Any], name: str, own: Tensor) -> None:
+    """Put one weight together again in the place of its parts, where a state has them: who loads it goes on with it.
 
     Codes and scales alone are taken too, of a file that another library wrote: the count then begins anew.
+
+    Args:
+        state: of tensors; rows of several processes and whole tensors are taken alike.
+        name: of the weight in it.
+        own: the layer's weight, of which this process may hold some rows only.
 
     Raises:
         ValueError: parts that do not fit together, codes that nothing says the format or the scales of, integers, or
             numbers that codes were averaged or cast to, beside what says of which format they are.
     """
     saved = state.get(name)
-    if not isinstance(saved, Tensor) or isinstance(saved, FP8Tensor):
+    if not isinstance(saved, Tensor):
+        return
+    if is_in_codes(saved):  # a tensor of codes itself, as earlier versions had it in states
+        state[name] = _going_on(local_of(saved).with_parts(lambda part: part), saved)
         return
     known = name + "_traits"
     if not holds_codes(saved) and known in state:
@@ -60,16 +110,113 @@ def gather_parts(state: dict[str, Any], name: str, weight: Tensor) -> None:
         refuse_codes(name, saved.dtype, state)
         return
     scale, counter, traits, left = (state.pop(name + suffix, None) for suffix in PARTS[1:])
-    options = _read_traits(name, traits) if traits is not None else _assumed(name, saved, weight)
+    if traits is None and counter is not None:
+        raise ValueError(
+            f"{name} has a {name}_counter and no {known}, as in files of earlier versions, whose header says what it "
+            "is: pass their tensors and metadata through fm.unflatten_state_dict"
+        )
+    options = _read_traits(name, traits) if traits is not None else _assumed(name, saved, local_of(own))
     scale = scale if scale.dtype == torch.uint8 else scale.float()  # bytes are exponents of blocks
     if scale.shape == (1,) and saved.dim() > 1:  # as compressed-tensors has the scale of a whole tensor
         scale = scale.reshape(())
     try:
-        weight = FP8Parameter.from_codes(as_codes(saved), scale, counter=0 if counter is None else counter, **options)
-        weight.remainder = checked_remainder(left, saved)
-        state[name] = weight
+        codes = _rows_here(saved, own)
+        scale = _rows_here(scale, own) if scale.dim() else scale
+        kind = type(local_of(own)) if is_in_codes(own) and share_of(own) is not None else FP8Parameter
+        made = kind.from_codes(as_codes(codes), scale, counter=0 if counter is None else counter, **options)
+        made.remainder = checked_remainder(None if left is None else _rows_here(left, own), codes)
+        state[name] = _going_on(made, own)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{name} can't be put together from its parts: {error}") from None
+
+
+def _rows_here(part: Tensor, own: Tensor) -> Tensor:
+    """Of a part what this process holds of the weight.
+
+    Raises:
+        ValueError: it is spread over processes, and the weight is not.
+    """
+    share = share_of(own)
+    if share_of(part) is not None:
+        if share is None:
+            raise ValueError("they are sharded, and this model is not: take get_model_state_dict, full_state_dict=True")
+        return local_of(part)  # type: ignore[no-any-return]
+    return part if share is None else share.own(part)
+
+
+def _going_on(made: FP8Tensor, like: Tensor) -> Tensor:
+    """A weight whose count and seed whoever copies it takes over; as rows of several processes where ``like`` is."""
+    spread_out = spread(like, made)
+    local_of(spread_out).resumes = True
+    return spread_out
+
+
+def unflatten_state_dict(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> dict[str, Tensor]:
+    """Put the one-byte weights of a state dict together again, without a model that they belong to.
+
+    .. math:: w = s \\cdot \\operatorname{decode}(code)
+
+    ``state_dict()`` of a module gives a weight ``w`` in codes as plain tensors, which everything that writes tensors
+    keeps to the bit (safetensors, ``torch.save``, distributed checkpoints, accelerate, transformers):
+
+    - ``w``: the codes, uint8;
+    - ``w_scale``: float32 powers of two, of blocks and squares uint8 exponents, 127 + log2, as in E8M0;
+    - ``w_counter``: int64, how many stochastic writes there were;
+    - ``w_remainder``: int8, what rounding left, where it is kept: until an optimizer has taken it;
+    - ``w_traits``: ten int64: exponent bits, mantissa bits, bias, number of the layout, of the rounding, seed, number
+      of the dtype, block size or 0, whether an operator's name enters its draws, and how these follow each other.
+
+    ``load_state_dict`` takes them, in quantised layers of every storage; so it takes codes and scales alone, as
+    compressed-tensors has them.  Weights that ``fully_shard`` has spread over processes have parts that are spread.
+
+    Args:
+        tensors: as ``safetensors.torch.load_file`` gives them, say.
+        metadata: of a file that an earlier version wrote, in whose header lies what ``w_traits`` has now.
+
+    Returns:
+        The state with an :class:`FP8Parameter` for every weight in codes; the tensors are held, not copied.
+
+    NaN and -0 are kept, and empty tensors are taken as any other.
+
+    Raises:
+        ValueError: parts that are missing or do not fit together, or metadata that can't be read.
+
+    Example:
+        >>> layer = torch.nn.Linear(4, 2, bias=False)
+        >>> layer.weight = FP8Parameter(torch.ones(2, 4), "E4M3", seed=7)
+        >>> state = layer.state_dict()
+        >>> {name: str(x.dtype) for name, x in state.items() if not name.endswith("s")}
+        {'weight': 'torch.uint8', 'weight_scale': 'torch.float32', 'weight_counter': 'torch.int64'}
+        >>> layer.load_state_dict(state), unflatten_state_dict(state)["weight"].tolist()[0]
+        (<All keys matched successfully>, [1.0, 1.0, 1.0, 1.0])
+
+    Source: the names of compressed-tensors (vllm-project); OCP Microscaling Formats 1.0 for exponents of blocks.
+    """
+    state: dict[str, Any] = dict(tensors)
+    for key, line in (metadata or {}).items():
+        if key.startswith(_EARLIER):
+            name = key.removeprefix(_EARLIER)
+            if lacking := [name + suffix for suffix in PARTS[:3] if name + suffix not in state]:
+                raise ValueError(f"tensors lack {lacking[0]!r}, which the metadata name")
+            state[name + "_traits"] = _read_line(name, line)
+    for name in [key.removesuffix("_traits") for key in state if key.endswith("_traits")]:
+        if isinstance(state.get(name), Tensor) and name + "_scale" in state:
+            gather_parts(state, name, state[name])
+    return state
+
+
+def _read_line(name: str, line: str) -> Tensor:
+    """The numbers of what an earlier version said of a weight in a file's header, in JSON."""
+    try:
+        said = json.loads(line)
+        block_size = tuple(said["block_size"]) if isinstance(said["block_size"], list) else said["block_size"]
+        dtype = next(dtype for dtype in DTYPES if str(dtype) == f"torch.{said['dtype']}")
+        fmt = FloatFormat.from_string(said["format"])
+        traits = Traits(fmt, said["rounding"], said["seed"], dtype, block_size, said["by_operator"], said["draws"])
+        traits.check()
+        return torch.tensor(_numbers(traits))
+    except (ValueError, TypeError, KeyError, StopIteration) as error:
+        raise ValueError(f"{name!r} can't be put together from {line!r:.200}: {error!r:.200}") from None
 
 
 def _read_traits(name: str, traits: Tensor) -> dict[str, Any]:

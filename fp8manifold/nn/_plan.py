@@ -1,138 +1,96 @@
-"""What is to be quantised in a model and how, said before it is: of a model without values, too."""
+"""What happens with every weight of a model, decided before anything is done, of a model without values too.
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any, Final, Literal
+This is the one place that matches patterns: surgery, loading and the report read what it decided.
+"""
 
-import torch
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal, NamedTuple
+
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from fp8manifold._base.checks import check_choice, check_int
-from fp8manifold.nn._adapters import without_adapters
-from fp8manifold.nn._in_place import Embeddings, InPlace, Parameters, planned_in_place, put_parameter
-from fp8manifold.nn._linear import STORAGES, QuantizedConv1D, QuantizedLinear, linear_of
-from fp8manifold.nn._products import byte_weight
-from fp8manifold.nn._selection import is_conv1d, is_linear, literal, obstacle, patterns_chosen
-from fp8manifold.nn._spec import Formats, LayerSpec, check_draws, check_storage, is_none, read_formats
-from fp8manifold.parameter import FP8Parameter
+from fp8manifold.formats import FloatFormat, FormatLike, as_format
+from fp8manifold.nn._in_place import parameter_names
+from fp8manifold.nn._linear import STORAGES, QuantizedLinear, Storage
+from fp8manifold.nn._selection import (
+    CONVOLUTIONS,
+    Obstacle,
+    adapters_of,
+    by_pattern,
+    is_linear,
+    literal,
+    names_part,
+    nearest,
+    obstacle,
+)
+from fp8manifold.nn._spec import Formats, LayerSpec, check_blocks, check_draws, check_storage, is_none, read_formats
 from fp8manifold.random_bits import Draws
-from fp8manifold.scaling import WeightGranularity
+from fp8manifold.scaling import StoredGranularity, WeightGranularity
+from fp8manifold.tensor import FP8Tensor
 
 Tied = Literal["refuse", "untie", "leave"]
 TIED: Final = ("refuse", "untie", "leave")
+Parameters = str | Sequence[str] | Mapping[str, FormatLike | None]
+Embeddings = FormatLike | Mapping[str, FormatLike | None]
+_SHOWN: Final = 3
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What happens with one weight."""
+
+    name: str
+    """Of the module; of a parameter that becomes codes where it is, the first of its own."""
+    module: nn.Module
+    """That holds it."""
+    parameters: tuple[str, ...] = ()
+    """All names that the weight has in the model; none where the module has none of its own."""
+    spec: LayerSpec | None = None
+    """Of the quantised layer that takes the module's place."""
+    format: FloatFormat | None = None
+    """Of the codes that the weight becomes."""
+    granularity: StoredGranularity | None = None
+    """Of their scale."""
+    seed: int = 0
+    is_copied: bool = False
+    """Whether the layer gets a copy of a weight that others have, too."""
+    left: str = ""
+    """Why it stays as it is."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Every layer to replace, in the model's order, and the options that all of them take."""
+    """An entry for every layer to replace, parameter to encode and module left, each in the model's order; and how."""
 
-    specs: Mapping[str, LayerSpec]
-    shared: frozenset[str]
-    """Those whose weight is another module's too, and which get a copy."""
+    entries: tuple[Entry, ...]
     storage: Any
-    seed: int
     options: Mapping[str, Any]
-    in_place: Mapping[str, InPlace]
-    """Parameters that become codes where they are, by their first names; their seeds follow those of the layers."""
 
-    def takes(self, name: str) -> bool:
-        """Whether the layer's weight will be codes."""
-        return self.storage == "fp8" and name in self.specs and self.specs[name].weight is not None
+    @property
+    def layers(self) -> list[Entry]:
+        """Those that are replaced."""
+        return [entry for entry in self.entries if entry.spec is not None]
 
-    def needs_floats(self, names: Sequence[str]) -> bool:
-        """Whether a layer gets a copy of the weight that is called so, of its floats."""
-        return any(name.rpartition(".")[0] in self.shared and name.endswith("weight") for name in names)
+    @property
+    def in_place(self) -> list[Entry]:
+        """Parameters that become codes where they are."""
+        return [entry for entry in self.entries if entry.spec is None and not entry.left]
 
-    @torch.no_grad()
-    def codes(self, name: str, layer: nn.Module, weight: Tensor) -> FP8Parameter:
-        """The codes of a float weight, as the layer of that name is going to hold them; its seed is set later.
-
-        Args:
-            name, layer: of what the weight is for; without values.
-            weight: as the float layer has it, of a ``Conv1D`` transposed.
-
-        Raises:
-            TypeError, ValueError: as :class:`QuantizedLinear`.
-        """
-        operand = self.specs[name].operands["weight"]
-        assert operand.granularity is not None
-        own: Any = layer.weight
-        floats = weight.detach().t().contiguous() if is_conv1d(layer) else weight.detach()
-        return byte_weight(
-            floats.requires_grad_(own.requires_grad),
-            operand.format,
-            self.options["rounding"],
-            0,
-            self.options["draws"],
-            granularity=operand.granularity,
-            headroom=self.options["headroom"],
-            keep_remainder=self.options["keep_remainder"],
-        )
-
-    @torch.no_grad()
-    def encoded(self, name: str, weight: Tensor, *, requires_grad: bool) -> FP8Parameter:
-        """The codes of a parameter that is called so and stays where it is.
-
-        Raises:
-            TypeError, ValueError: a dtype that codes can't appear as, or values that are not finite.
-        """
-        made = self.in_place[name]
-        try:
-            return byte_weight(
-                weight.detach().requires_grad_(requires_grad),
-                made.format,
-                self.options["rounding"],
-                (self.seed << 32) + len(self.specs) + list(self.in_place).index(name),
-                self.options["draws"],
-                granularity=made.granularity,
-                headroom=self.options["headroom"],
-                keep_remainder=self.options["keep_remainder"],
-            )
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"parameter {name!r}: {error}") from None
-
-    def parameters(
-        self, model: nn.Module, codes: Mapping[str, FP8Parameter] = MappingProxyType({})
-    ) -> dict[str, FP8Parameter]:
-        """The new parameters by their first names; what is in codes already stays as it is, but for the seed."""
-        made = {}
-        for index, name in enumerate(self.in_place):
-            old: Any = codes.get(name, model.get_parameter(name))
-            if not isinstance(old, FP8Parameter):
-                old = self.encoded(name, old, requires_grad=old.requires_grad)
-            elif name in codes:
-                old.seed = (self.seed << 32) + len(self.specs) + index
-            made[name] = old
-        return made
-
-    def put(self, model: nn.Module, parameters: Mapping[str, FP8Parameter]) -> None:
-        """Give the model new parameters, each under all its names."""
-        for name, parameter in parameters.items():
-            put_parameter(model, self.in_place[name].names, parameter)
-
-    def layers(
-        self, model: nn.Module, codes: Mapping[str, FP8Parameter] = MappingProxyType({})
-    ) -> dict[str, nn.Module]:
-        """The new layers by name; of those that have ``codes`` already, the float weight is not looked at."""
-        made: dict[str, nn.Module] = {}
-        first_global: QuantizedLinear | None = None
-        for index, (name, spec) in enumerate(self.specs.items()):
-            old = model.get_submodule(name)
-            kind = QuantizedConv1D if is_conv1d(old) else QuantizedLinear
-            linear: Any = linear_of(old) if name in self.shared and not is_conv1d(old) else old
-            options = {**self.options, "seed": (self.seed << 32) + index, "codes": codes.get(name)}
-            layer = kind(linear, spec, self.storage, global_with=first_global, **options)
-            if first_global is None and layer.shared_amax is not None:
-                first_global = layer
-            made[name] = layer
-        return made
+    @property
+    def encoded(self) -> dict[str, Entry]:
+        """By their first names the parameters of which nothing but codes is needed."""
+        copied = {entry.parameters for entry in self.entries if entry.is_copied}
+        made = [entry for entry in self.entries if entry.format is not None and entry.parameters not in copied]
+        return {entry.parameters[0]: entry for entry in made}
 
 
 def plan(
     model: nn.Module,
-    formats: Formats,
-    storage: str,
+    formats: Formats | None,
+    storage: str = "master",
     *,
     granularity: WeightGranularity = "channel",
     headroom: float | None = None,
@@ -145,11 +103,7 @@ def plan(
     parameters: Parameters | None = None,
     embeddings: Embeddings | None = None,
 ) -> Plan:
-    """What :func:`fp8manifold.quantize_model` is going to do.
-
-    Raises:
-        TypeError, ValueError: as that function, but for what the weights' values decide.
-    """
+    """What :func:`fp8manifold.quantize_model` is going to do; without formats all is left."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")
     check_choice("storage", storage, STORAGES)
@@ -157,25 +111,20 @@ def plan(
     check_choice("tied", tied, TIED)
     check_int("seed", seed, 0, 2**31 - 1)
     check_draws(draws, storage)
-    read = read_formats(formats, granularity)
-    specs = _matched_specs(model, read)
-    shared = _shared_weights(model, specs)
-    left = set(shared) if tied == "leave" else set()
-    asked = parameters is not None or not (embeddings is None or is_none(embeddings))
-    if asked and storage != "fp8":
-        raise ValueError(f"parameters and embeddings become codes with storage='fp8', not with storage={storage!r}")
-    in_place: dict[str, InPlace] = {}
-    if asked:
-        own = [name for name in specs if name not in shared]
-        in_place = planned_in_place(model, own, parameters, embeddings, read, granularity)
-        if tied == "refuse":
-            left = {name for name, names in shared.items() if _serves(in_place, names, specs[name])}
-    if tied == "refuse":
-        refuse_shared({name: names for name, names in shared.items() if name not in left})
-    specs = {name: spec for name, spec in specs.items() if name not in left}
-    shared = {name: names for name, names in shared.items() if name not in left}
-    for spec in specs.values():
-        check_storage(storage, spec, keep_remainder)
+    read = {} if formats is None else read_formats(formats, granularity)
+    names = {key: tuple(its) for key, its in parameter_names(model).items()}
+    linears = _linears(model, names)
+    specs = _chosen_specs(linears, read)
+    _check_in_one_place(model, specs, linears)
+    placed: list[Entry] = []
+    if parameters is not None or not (embeddings is None or is_none(embeddings)):
+        if storage != "fp8":
+            raise ValueError(f"parameters and embeddings become codes with storage='fp8', not with storage={storage!r}")
+        taken = {linears[name].names for name in specs if not linears[name].is_shared}
+        placed = _placed(model, names, taken, parameters, embeddings, read, granularity)
+    specs = _settled(specs, linears, storage, keep_remainder, tied, placed)
+    entries = [_replaced(model, name, spec, linears[name], storage) for name, spec in specs.items()] + placed
+    entries = [replace(entry, seed=(seed << 32) + index) for index, entry in enumerate(entries)]
     options = {
         "headroom": headroom,
         "rounding": rounding,
@@ -183,35 +132,98 @@ def plan(
         "keep_remainder": keep_remainder,
         "defer_weight_gradient": defer_weight_gradients,
     }
-    return Plan(specs, frozenset(shared), storage, seed, options, in_place)
+    return Plan((*entries, *_left(model, names, entries)), storage, options)
 
 
-def _serves(in_place: Mapping[str, InPlace], names: Sequence[str], spec: LayerSpec) -> bool:
-    """Whether a shared weight becomes codes where it is, as a layer that has it asks for its own."""
-    found = next((made for name, made in in_place.items() if name in names), None)
-    weight = spec.operands.get("weight")
-    return (
-        found is not None
-        and weight is not None
-        and set(spec.operands) == {"weight"}
-        and (weight.format, weight.granularity) == (found.format, found.granularity)
-    )
+def check_formats(
+    formats: Formats,
+    layers: Mapping[str, tuple[int, int]],
+    storage: Storage = "master",
+    *,
+    granularity: WeightGranularity = "channel",
+    keep_remainder: bool = False,
+    shared: Mapping[str, tuple[str, ...]] | None = None,
+    tied: Tied = "refuse",
+) -> dict[str, LayerSpec]:
+    """Read formats as :func:`quantize_model` does, and refuse what it would refuse of them; no model is needed.
+
+    Args:
+        formats, storage, granularity, keep_remainder, tied: as in :func:`quantize_model`.
+        layers: ``(in_features, out_features)`` of every linear layer by its dotted name, in the model's order.
+        shared: for a layer whose weight is another module's too, the names of that weight; None: there is none.
+
+    Returns:
+        The specification of every layer that is quantised, by its name; as ``formats`` of :func:`quantize_model` it
+        says the same, unless it is empty.
+
+    Raises:
+        TypeError: formats of another type.
+        ValueError: a pattern that matches no layer; an unknown format or option, one that the storage does not have,
+            or blocks that do not divide a row; a layer whose weight is shared under ``tied="refuse"``.
+
+    Example:
+        >>> layers = {"attn.qkv": (64, 192), "mlp.fc": (64, 256)}
+        >>> {name: spec.weight.format.name for name, spec in check_formats({"attn": "e4m3"}, layers).items()}
+        {'attn.qkv': 'E4M3'}
+        >>> check_formats({"atn": "E4M3"}, layers)
+        Traceback (most recent call last):
+        ValueError: pattern 'atn' matches none of the 2 linear layers; did you mean 'attn'?
+    """
+    check_choice("storage", storage, STORAGES)
+    check_choice("tied", tied, TIED)
+    linears = {name: _Linear((shared or {}).get(name, (f"{name}.weight",))) for name in layers}
+    specs = _chosen_specs(linears, read_formats(formats, granularity))
+    specs = _settled(specs, linears, storage, keep_remainder, tied, [])
+    for name, spec in specs.items():
+        check_blocks(spec.operands, *layers[name])
+    return specs
 
 
-def _matched_specs(model: nn.Module, specs: dict[str, LayerSpec]) -> dict[str, LayerSpec]:
-    """The spec of every layer to replace, by name, in the model's order."""
-    linears = {name: module for name, module in model.named_modules() if is_linear(module)}
-    left = {
-        name: found
-        for name, module in linears.items()
-        if not isinstance(module, QuantizedLinear) and (found := obstacle(module)) is not None
-    }
-    reasons = {name: found.reason for name, found in left.items()}
-    chosen = patterns_chosen(specs, list(linears), reasons)
+# Linear layers
+
+
+class _Linear(NamedTuple):
+    """What decides on a linear layer: all names of its weight, and what of it or around it is in the way."""
+
+    names: tuple[str, ...]
+    obstacle: Obstacle | None = None
+    adapter: str | None = None
+    is_quantized: bool = False
+
+    @property
+    def is_shared(self) -> bool:
+        return len(self.names) > 1
+
+
+def _linears(model: nn.Module, names: Mapping[int, tuple[str, ...]]) -> dict[str, _Linear]:
+    adapters = adapters_of(model)
+    found = {}
+    for name, module in model.named_modules():
+        if is_linear(module):
+            own = names.get(id(module._parameters.get("weight")), ())
+            done = isinstance(module, QuantizedLinear)
+            found[name] = _Linear(own, None if done else obstacle(module), adapters.get(name), done)
+    return found
+
+
+def _chosen_specs(linears: Mapping[str, _Linear], specs: Mapping[str, LayerSpec]) -> dict[str, LayerSpec]:
+    left = {name: linear.obstacle for name, linear in linears.items() if linear.obstacle is not None}
+
+    def check(pattern: str, matched: list[str]) -> None:
+        which = f"pattern {pattern!r} matches none of the"
+        if not matched:
+            raise ValueError(f"{which} {len(linears) - len(left)} linear layers{nearest(pattern, linears)}")
+        if left.keys() >= {*matched} and not specs[pattern].quantizes_nothing:
+            raise ValueError(
+                f"{which} {len(linears) - len(left)} linear layers that can be quantised, but {matched[0]!r}, which is "
+                f"left: {left[matched[0]].reason}"
+            )
+
+    chosen = by_pattern(specs, {name: [name] for name in linears}, check)
     chosen = {name: pattern for name, pattern in chosen.items() if not specs[pattern].quantizes_nothing}
-    chosen = without_adapters(model, chosen)
+    chosen = _without_adapters(chosen, linears)
     for name, pattern in chosen.items():
-        if isinstance(linears[name], QuantizedLinear):
+        if linears[name].is_quantized:
             raise ValueError(f"layer {name!r} is quantised already: call dequantize_model first")
         if name in left and left[name].is_done_to_it and literal(pattern):
             raise ValueError(
@@ -221,31 +233,183 @@ def _matched_specs(model: nn.Module, specs: dict[str, LayerSpec]) -> dict[str, L
     return {name: specs[chosen[name]] for name in linears if name in chosen and name not in left}
 
 
-def refuse_shared(shared: Mapping[str, Sequence[str]]) -> None:
-    """Raise ValueError for the first layer whose weight is another module's too, given the names of the weight."""
-    for layer, owners in shared.items():
-        raise ValueError(
-            f"the weight of {layer!r} is shared ({', '.join(owners)}): give tied='untie' for a copy of its own, "
-            f"or leave it alone with tied='leave' or {{{layer!r}: 'none'}}"
+def _without_adapters(chosen: dict[str, str], linears: Mapping[str, _Linear]) -> dict[str, str]:
+    adapters = {name: linears[name].adapter for name in chosen}
+    left = [name for name, part in adapters.items() if part is not None and not names_part(chosen[name], part)]
+    if left:
+        more = f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
+        warnings.warn(
+            f"adapters of PEFT stay as they are: {', '.join(left[:_SHOWN])}{more}. They are small, and trained; "
+            f"a pattern that names them, such as {adapters[left[0]]!r}, quantises them",
+            UserWarning,
+            stacklevel=5,
         )
+    return {name: pattern for name, pattern in chosen.items() if name not in left}
 
 
-def _shared_weights(model: nn.Module, specs: Mapping[str, LayerSpec]) -> dict[str, list[str]]:
-    """For every layer whose weight is another module's too, the names of the weight.
+def _check_in_one_place(model: nn.Module, layers: Iterable[str], linears: Mapping[str, _Linear]) -> None:
+    """Refuse a layer that is in two places: replacing it in one would untie it silently."""
+    for name in (name for name in layers if linears[name].is_shared):
+        names, layer = linears[name].names, model.get_submodule(name)
+        if sum(model.get_submodule(owner) is layer for owner in {each.rpartition(".")[0] for each in names}) > 1:
+            raise ValueError(f"the layer {name!r} is shared ({', '.join(names)}): leave it alone, or give it a copy")
 
-    Raises:
-        ValueError: the layer itself is in two places: replacing it in one would untie it silently.
-    """
-    owners: dict[int, dict[str, nn.Module]] = {}
-    for module_name, module in model.named_modules(remove_duplicate=False):
-        for name, parameter in module.named_parameters(recurse=False):
-            owners.setdefault(id(parameter), {})[f"{module_name}.{name}".lstrip(".")] = module
-    shared = {}
-    for layer in specs:
-        linear = model.get_submodule(layer)
-        names = owners[id(linear.weight)]
-        if sum(module is linear for module in names.values()) > 1:
-            raise ValueError(f"the layer {layer!r} is shared ({', '.join(names)}): leave it alone, or give it a copy")
-        if len(names) > 1:
-            shared[layer] = list(names)
-    return shared
+
+def _settled(
+    specs: Mapping[str, LayerSpec],
+    linears: Mapping[str, _Linear],
+    storage: str,
+    keep_remainder: bool,
+    tied: str,
+    placed: Sequence[Entry],
+) -> dict[str, LayerSpec]:
+    """Those to replace once it is decided on shared weights, of which some may be among the parameters ``placed``."""
+    shared = [name for name in specs if linears[name].is_shared]
+    for name in shared:
+        names = linears[name].names
+        if tied == "refuse" and not any(_serves(entry, names, specs[name]) for entry in placed):
+            raise ValueError(
+                f"the weight of {name!r} is shared ({', '.join(names)}): give tied='untie' for a copy of its own, or "
+                f"leave it alone with tied='leave' or {{{name!r}: 'none'}}"
+            )
+    kept = {name: spec for name, spec in specs.items() if tied == "untie" or name not in shared}
+    for spec in kept.values():
+        check_storage(storage, spec, keep_remainder)
+    return kept
+
+
+def _serves(entry: Entry, names: Sequence[str], spec: LayerSpec) -> bool:
+    """Whether a parameter becomes the codes that a layer which has it for its weight asks for, and nothing more."""
+    weight = spec.operands.get("weight")
+    if weight is None or len(spec.operands) > 1 or entry.name not in names:
+        return False
+    return (weight.format, weight.granularity) == (entry.format, entry.granularity)
+
+
+def _replaced(model: nn.Module, name: str, spec: LayerSpec, linear: _Linear, storage: str) -> Entry:
+    weight = spec.operands.get("weight") if storage == "fp8" else None
+    codes: Any = {} if weight is None else {"format": weight.format, "granularity": weight.granularity}
+    return Entry(name, model.get_submodule(name), linear.names, spec, is_copied=linear.is_shared, **codes)
+
+
+# Parameters that become codes where they are
+
+
+def _placed(
+    model: nn.Module,
+    names: Mapping[int, tuple[str, ...]],
+    taken: Collection[tuple[str, ...]],
+    parameters: Parameters | None,
+    embeddings: Embeddings | None,
+    formats: Mapping[str, LayerSpec],
+    granularity: str,
+) -> list[Entry]:
+    found = {
+        its[0]: (its, parameter, module)
+        for parameter in model.parameters()
+        if parameter.dim() > 1 and (its := names[id(parameter)]) not in taken
+        if not isinstance(module := model.get_submodule(its[0].rpartition(".")[0]), ParametrizationList)
+    }
+    by_first = {first: its for first, (its, _, _) in found.items()}
+    chosen = _chosen_parameters(by_first, parameters, formats) | _chosen_embeddings(model, by_first, embeddings)
+    entries = []
+    for first, (its, parameter, module) in found.items():
+        if (fmt := chosen.get(first)) is not None:
+            if isinstance(parameter, FP8Tensor) and parameter.format != fmt:
+                raise ValueError(
+                    f"parameter {first!r} is in {parameter.format.name} already: call dequantize_model first"
+                )
+            shares = _shares(first, module, parameter, granularity)
+            entries.append(Entry(first, module, its, format=fmt, granularity=shares))
+    return entries
+
+
+def _chosen_parameters(
+    names: Mapping[str, tuple[str, ...]], parameters: Parameters | None, formats: Mapping[str, LayerSpec]
+) -> dict[str, FloatFormat | None]:
+    if parameters is None:
+        return {}
+    if not isinstance(parameters, Mapping):
+        patterns = [parameters] if isinstance(parameters, str) else list(parameters)
+        spec = formats.get("*")
+        if spec is None or spec.weight is None:
+            raise ValueError(
+                f"parameters={patterns!r} takes the weight's format of the pattern '*', and formats has none: give "
+                f"parameters={{{patterns[0]!r}: 'E4M3'}}"
+            )
+        parameters = dict.fromkeys(patterns, spec.weight.format)
+    return _formats_chosen("parameters", parameters, names)
+
+
+def _chosen_embeddings(
+    model: nn.Module, names: Mapping[str, tuple[str, ...]], embeddings: Embeddings | None
+) -> dict[str, FloatFormat | None]:
+    if embeddings is None or is_none(embeddings):
+        return {}
+    tables = {f"{name}.weight".lstrip(".") for name, m in model.named_modules() if isinstance(m, nn.Embedding)}
+    own = {first: found for first, its in names.items() if (found := [each for each in its if each in tables])}
+    if not own:
+        raise ValueError(f"embeddings={embeddings!r}, and the model has no nn.Embedding: parameters= names what it has")
+    return _formats_chosen("embeddings", embeddings if isinstance(embeddings, Mapping) else {"*": embeddings}, own)
+
+
+def _formats_chosen(
+    what: str, given: Mapping[str, FormatLike | None], names: Mapping[str, Sequence[str]]
+) -> dict[str, FloatFormat | None]:
+    """The format of each parameter that a pattern of an option called ``what`` matches; None leaves it."""
+    for pattern in given:
+        if not isinstance(pattern, str):
+            raise TypeError(f"{what} has {pattern!r}: a pattern must be a string")
+
+    def check(pattern: str, matched: list[str]) -> None:
+        if not matched:
+            raise ValueError(
+                f"{what}: pattern {pattern!r} matches none of the {len(names)} parameters of two or more dimensions "
+                f"that no pattern of formats has taken{nearest(pattern, names)}"
+            )
+
+    chosen = by_pattern(given, names, check)
+    formats = {key: None if is_none(fmt) else as_format(fmt) for key, fmt in given.items()}  # type: ignore[arg-type]
+    return {first: formats[pattern] for first, pattern in chosen.items()}
+
+
+def _shares(name: str, module: nn.Module, parameter: Tensor, granularity: str) -> StoredGranularity:
+    """What shares a scale: a filter of a convolution, otherwise a row of the last dimension."""
+    kernel = isinstance(module, CONVOLUTIONS)
+    if granularity == "square" and kernel:
+        raise ValueError(
+            f"parameter {name!r} is that of a convolution, of which granularity='square' has no matrix: take 'channel'"
+        )
+    if granularity != "channel":
+        return granularity  # type: ignore[return-value]
+    return "channel" if kernel or parameter.dim() == 2 else "row"
+
+
+# What is left
+
+
+def _left(model: nn.Module, names: Mapping[int, tuple[str, ...]], entries: Sequence[Entry]) -> Iterator[Entry]:
+    replaced = {entry.name for entry in entries if entry.spec is not None}
+    done = {name for entry in entries if not entry.is_copied for name in entry.parameters}
+    for name, module in model.named_modules():
+        if isinstance(module, ParametrizationList):  # the layer that it belongs to is what counts
+            continue
+        held = [p for p in module.parameters(recurse=False) if p.dim() > 1]
+        own = tuple(each for p in held for each in names[id(p)])
+        computed = not held and is_linear(module) and isinstance(getattr(module, "weight", None), Tensor)
+        if (held or computed) and name not in replaced and not (held and done.issuperset(own)):
+            yield Entry(name, module, own, left=_why_left(name, module, names))
+
+
+def _why_left(name: str, module: nn.Module, names: Mapping[int, tuple[str, ...]]) -> str:
+    if isinstance(module, QuantizedLinear):
+        return "it is quantised already"
+    if not is_linear(module):
+        return "not a linear layer"
+    if found := obstacle(module):
+        return found.reason
+    weight = f"{name}.weight".lstrip(".")
+    others = [other for other in names[id(module.weight)] if other != weight]
+    if others:
+        return f"its weight is also {others[0]}; tied='untie' gives it one of its own"
+    return "no pattern names it, or one that says 'none'"

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from fp8manifold._encoded.dispatch import DTYPES
-from fp8manifold._encoded.scaled import Rounding
 from fp8manifold._encoded.storage import dequantize_codes
 from fp8manifold._native._arrays import has_memory
 from fp8manifold._native._scaled import rounded_at
@@ -17,63 +16,25 @@ from fp8manifold.formats import FloatFormat
 from fp8manifold.nn._scalers import Scaler
 from fp8manifold.nn._spec import OperandSpec
 from fp8manifold.parameter import FP8Parameter
-from fp8manifold.random_bits import Draws, Stream
-from fp8manifold.scaling import StoredGranularity
+from fp8manifold.random_bits import Stream
 from fp8manifold.tensor import FP8Tensor
 
 Rounded = Callable[[Tensor], Tensor] | None
 """From a gradient to its quantised values; None leaves it as it is."""
 
 
-def byte_weight(
-    weight: Tensor,
-    fmt: FloatFormat,
-    rounding: Rounding,
-    seed: int,
-    draws: Draws,
-    *,
-    granularity: StoredGranularity,
-    headroom: float | None,
-    keep_remainder: bool,
-) -> FP8Parameter:
-    """The codes of a float weight at a scale of its own.
-
-    Args:
-        weight: float32 or bfloat16.
-        fmt: format of the codes.
-        rounding, seed, draws: of what others write into it.
-        granularity, headroom: of the scale.
-        keep_remainder: whether what rounding leaves is kept.
-
-    Raises:
-        TypeError: another dtype.
-    """
+def byte_weight(weight: Tensor, fmt: FloatFormat, **how: Any) -> FP8Parameter:
+    """The codes of a float weight at a scale of its own, with options of :class:`FP8Parameter`."""
     if weight.dtype not in (torch.float32, torch.bfloat16):
         raise TypeError(f"a weight has dtype {weight.dtype}: storage='fp8' takes float32 or bfloat16 layers")
-    return FP8Parameter(
-        weight.detach(),
-        fmt,
-        granularity=granularity,
-        headroom=headroom,
-        rounding=rounding,
-        seed=seed,
-        draws=draws,
-        keep_remainder=keep_remainder,
-        requires_grad=weight.requires_grad,
-    )
+    return FP8Parameter(weight.detach(), fmt, requires_grad=weight.requires_grad, **how)
 
 
 # Products with codes
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``x W^T + b``, as ``torch.nn.functional.linear`` has it; of a weight in codes autograd keeps the codes.
-
-    Args:
-        x: ``(..., in)``.
-        weight: ``(out, in)``, in codes or not.
-        bias: ``(out,)``, or None.
-    """
+    """``x W^T + b``, as ``torch.nn.functional.linear`` has it; of a weight in codes autograd keeps the codes."""
     if not isinstance(weight, FP8Tensor) or not _is_simple(x, weight):
         return F.linear(x, weight, bias)
     if (cast := _in_one_dtype(x, weight, bias)) is None:
@@ -147,11 +108,7 @@ def linear_with_rounded_gradients(
 
     .. math:: dx = G' W, \\qquad dW = \\mathrm{of\\_weight}(G'^T x), \\qquad db = \\sum G
 
-    Args:
-        x: ``(..., in)``.
-        weight: ``(out, in)``; autograd keeps a weight of one byte as codes.
-        bias: ``(out,)``, or None; its gradient is left alone.
-        of_activation, of_weight: take and give a matrix; the weight's in float32, whatever the products were in.
+    The weight's gradient is rounded in float32, whatever the products were in.
     """
     apply: Callable[..., Tensor] = _Linear.apply  # typed in some releases of torch only
     return apply(x, weight, bias, of_activation, of_weight)
@@ -206,7 +163,6 @@ def forbid_fused_operators(layer: nn.Module) -> None:
 
 
 def is_our_hook(hook: object) -> bool:
-    """Whether a forward pre-hook is the one of :func:`forbid_fused_operators`."""
     return hook is _is_called
 
 

@@ -1,14 +1,13 @@
 """What of a model is quantised and what is not, and why."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torch import Tensor, nn
-from torch.nn.utils.parametrize import ParametrizationList
+from torch import nn
 
 from fp8manifold.nn._in_place import in_place_parameters
 from fp8manifold.nn._linear import QuantizedLinear
-from fp8manifold.nn._selection import is_linear, obstacle
+from fp8manifold.nn._plan import Entry, plan
+from fp8manifold.nn._selection import NEVER_CALLED
 from fp8manifold.parameter import FP8Parameter
 
 
@@ -85,51 +84,19 @@ def quantization_report(model: nn.Module) -> QuantizationReport:
         2      Linear                   10  left: no pattern names it, or one that says 'none'
         quantised: 1 of 3 layers, 16 of 62 parameters (25.8%)
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")
-    owners = _owners(model)
-    layers = tuple(_reported(model, name, module, owners) for name, module in model.named_modules() if _counts(module))
+    layers = [_reported(model, entry) for entry in plan(model, None).entries]
     quantized = (m for m in model.modules() if isinstance(m, QuantizedLinear) and m.weight_format is not None)
     weights = {id(m.weight): m.weight.numel() for m in quantized}
     weights |= {id(p): p.numel() for p in in_place_parameters(model).values()}
-    return QuantizationReport(layers, sum(p.numel() for p in model.parameters()), sum(weights.values()))
+    return QuantizationReport(tuple(layers), sum(p.numel() for p in model.parameters()), sum(weights.values()))
 
 
-def _counts(module: nn.Module) -> bool:
-    if isinstance(module, ParametrizationList):
-        return False  # the layer that it belongs to is what counts
-    return any(p.dim() > 1 for p in module.parameters(recurse=False)) or (
-        is_linear(module) and isinstance(getattr(module, "weight", None), Tensor)
-    )
-
-
-def _owners(model: nn.Module) -> dict[int, list[str]]:
-    """The names of every parameter."""
-    owners: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        owners.setdefault(id(parameter), []).append(name)
-    return owners
-
-
-def _reported(model: nn.Module, name: str, module: nn.Module, owners: Mapping[int, list[str]]) -> ReportedLayer:
-    count = sum(p.numel() for p in module.parameters(recurse=False))
-    kind = type(module).__name__
+def _reported(model: nn.Module, entry: Entry) -> ReportedLayer:
+    name, module, left = entry.name, entry.module, entry.left
+    held = [f"{key}={p.format.name}" for key, p in module._parameters.items() if isinstance(p, FP8Parameter)]
+    detail = f"{', '.join(held)}, storage=fp8" if held else ""
     if isinstance(module, QuantizedLinear):
-        if isinstance(model.get_submodule(name.rpartition(".")[0]), nn.MultiheadAttention):
-            return ReportedLayer(name, kind, count, False, "nn.MultiheadAttention reads its weight and never calls it")
-        return ReportedLayer(name, kind, count, True, module._described_formats())
-    held = [f"{entry}={p.format.name}" for entry, p in module._parameters.items() if isinstance(p, FP8Parameter)]
-    if held:
-        return ReportedLayer(name, kind, count, True, f"{', '.join(held)}, storage=fp8")
-    return ReportedLayer(name, kind, count, False, _why_left(name, module, owners))
-
-
-def _why_left(name: str, module: nn.Module, owners: Mapping[int, list[str]]) -> str:
-    if not is_linear(module):
-        return "not a linear layer"
-    if found := obstacle(module):
-        return found.reason
-    others = [other for other in owners[id(module.weight)] if other != f"{name}.weight".lstrip(".")]
-    if others:
-        return f"its weight is also {others[0]}; tied='untie' gives it one of its own"
-    return "no pattern names it, or one that says 'none'"
+        read = isinstance(model.get_submodule(name.rpartition(".")[0]), nn.MultiheadAttention)
+        left, detail = NEVER_CALLED, "" if read else module._described_formats()
+    count = sum(p.numel() for p in module.parameters(recurse=False))
+    return ReportedLayer(name, type(module).__name__, count, bool(detail), detail or left)

@@ -1,4 +1,4 @@
-"""Saved layers: their state as plain tensors, and the recipe that makes the layers again."""
+"""The recipe that makes saved layers again: what they are, in the types of JSON."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -9,7 +9,7 @@ from torch import nn
 from fp8manifold._base.checks import check_int, check_keys
 from fp8manifold._encoded.scaled import DRAWS
 from fp8manifold.manifolds import FP8Manifold
-from fp8manifold.nn._in_place import in_place_parameters, parameter_names, put_parameter, set_plain_state
+from fp8manifold.nn._in_place import in_place_parameters, parameter_names, put_parameter
 from fp8manifold.nn._linear import QuantizedConv1D, QuantizedLinear
 from fp8manifold.nn._selection import is_conv1d, obstacle
 from fp8manifold.nn._spec import LayerSpec, OperandSpec
@@ -17,64 +17,11 @@ from fp8manifold.nn._surgery import replace_layers
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.tensor import FP8Tensor
 
-
-def use_plain_state(model: nn.Module, *, plain: bool = True) -> nn.Module:
-    """Let ``state_dict()`` give one-byte weights as plain tensors, for libraries that write these and nothing else.
-
-    A layer's ``weight`` is then its codes (float8_e4m3fn or float8_e5m2, uint8 in other formats), ``weight_scale`` the
-    scales (float32 powers of two, of blocks uint8 exponents, 127 + log2, as in E8M0), ``weight_counter`` a count
-    (int64), and ``weight_traits`` ten int64: exponent bits, mantissa bits, bias, number of the layout, of the rounding,
-    seed, number of the dtype, block size or 0, whether an operator's name enters its draws, and how these follow each
-    other.  ``weight_remainder`` (int8) is what rounding left, where it is kept: until an optimizer has taken it.
-    ``load_state_dict`` puts them together again, in every quantised layer and whether or not this was called; so it
-    does codes and scales alone, as compressed-tensors keeps them.
-
-    Safetensors, accelerate's ``save_state``, ``save_model`` and ``load_state``, and transformers' ``Trainer`` then keep
-    a model to the bit, what is to be drawn next included.  ``fully_shard`` and distributed checkpoints do not need it,
-    and take the weights as they are.
-
-    Args:
-        model: of :func:`quantize_model`; changed in place.  Layers that are quantised later have the other state.
-        plain: False takes it back: ``state_dict()`` then gives an :class:`FP8Parameter` a weight.
-
-    Returns:
-        The model.
-
-    Raises:
-        TypeError: ``model`` is not an ``nn.Module``.
-
-    Example:
-        >>> from fp8manifold import quantize_model
-        >>> model = use_plain_state(quantize_model(nn.Sequential(nn.Linear(2, 2, bias=False)), "E4M3", storage="fp8"))
-        >>> {name: str(x.dtype) for name, x in model.state_dict().items() if not name.endswith("s")}
-        {'0.weight': 'torch.float8_e4m3fn', '0.weight_scale': 'torch.float32', '0.weight_counter': 'torch.int64'}
-        >>> model.load_state_dict(model.state_dict())
-        <All keys matched successfully>
-
-    Source: the names of compressed-tensors (vllm-project).
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")
-    for module in model.modules():
-        if isinstance(module, QuantizedLinear):
-            module.has_plain_state = plain
-        else:
-            set_plain_state(module, plain)
-    return model
-
-
-# The recipe that makes layers again
-
-
 _OPTIONS: Final = ("storage", "rounding", "draws", "headroom", "keep_remainder", "defer_weight_gradient")
 
 
 def recipe_of(model: nn.Module) -> list[dict[str, Any]]:
-    """The quantised layers of a model: those made alike together, each with its seed by its name.
-
-    Raises:
-        ValueError: a layer whose weight was put on another manifold.
-    """
+    """The quantised layers of a model: those made alike together, each with its seed by its name."""
     groups: list[dict[str, Any]] = []
     for name, layer in model.named_modules():
         if not isinstance(layer, QuantizedLinear):
@@ -103,11 +50,7 @@ def parameters_recipe_of(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def put_parameters(model: nn.Module, recipe: Sequence[Mapping[str, Any]]) -> None:
-    """Put parameters as :func:`parameters_recipe_of` described them into a model, at values that are to be loaded.
-
-    Raises:
-        TypeError, ValueError: a recipe that can't be read, or one of another model.
-    """
+    """Put parameters as :func:`parameters_recipe_of` described them into a model, at values that are to be loaded."""
     known = {names[0]: names for names in parameter_names(model).values()}
     for group in recipe:
         check_keys("parameters", group, ("format", "granularity", "rounding", "draws", "seeds"))
@@ -122,11 +65,7 @@ def put_parameters(model: nn.Module, recipe: Sequence[Mapping[str, Any]]) -> Non
 
 
 def put_layers(model: nn.Module, recipe: Sequence[Mapping[str, Any]]) -> None:
-    """Put layers as :func:`recipe_of` described them into a model, at values that are to be loaded.
-
-    Raises:
-        TypeError, ValueError: a recipe that can't be read, or one of another model.
-    """
+    """Put layers as :func:`recipe_of` described them into a model, at values that are to be loaded."""
     made: dict[str, Mapping[str, Any]] = {}
     for group in recipe:
         check_keys("layers", group, ("spec", "seeds", *_OPTIONS))

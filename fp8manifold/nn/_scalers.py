@@ -34,15 +34,7 @@ class Operand(NamedTuple):
         return self
 
     def largest(self, amax: Tensor, member: int = 0) -> Tensor:
-        """The largest of each element over the processes; one that is not finite is Inf, as NaN has no order.
-
-        Args:
-            amax: of the same shape in every process.
-            member: which of several tensors it is of.
-
-        Raises:
-            RuntimeError: another process sends the magnitude of another operand, or has ended its pass; in all of them.
-        """
+        """The largest of each element over the processes; one that is not finite is Inf, as NaN has no order."""
         if self.ranks.size == 1:
             return amax
         amax = torch.where(amax.isnan(), torch.inf, amax)
@@ -53,11 +45,7 @@ class Operand(NamedTuple):
         return said.to(amax.dtype).reshape(amax.shape) if amax.numel() == 1 else self.ranks.largest(amax)
 
     def announce(self, device: torch.device, member: int = 0) -> None:
-        """Say that a forward pass has come to this operand, whose magnitude the backward pass will send.
-
-        Raises:
-            RuntimeError: as :meth:`largest`.
-        """
+        """Say that a forward pass has come to this operand, whose magnitude the backward pass will send."""
         if self.ranks.size > 1 and not torch.compiler.is_compiling():
             self._agreed(torch.zeros(1, dtype=torch.float64, device=device), member, -1)
 
@@ -287,11 +275,9 @@ class FixedScale(Scaler):
         self.register_buffer("value", torch.tensor(scale))
 
     def reset_parameters(self) -> None:
-        """Put the scale that was given back."""
         self.value.fill_(self._given)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The scale."""
         return self.value
 
     preview = forward
@@ -315,7 +301,6 @@ class SharedAmax(nn.Module):
         self._members = 0
 
     def reset_parameters(self) -> None:
-        """Begin anew, as before the first pass."""
         self.value.zero_()
         self.running.zero_()
         self._seen.clear()
@@ -361,7 +346,6 @@ class GlobalScale(Scaler):
 
     @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:
-        """The scale for ``x``."""
         amax = amax_of(x, "tensor")
         if self.training:
             self._shared[0].add(self._member, amax)
@@ -370,15 +354,12 @@ class GlobalScale(Scaler):
 
     @torch.no_grad()
     def preview(self, x: Tensor) -> Tensor:
-        """The scale that ``x`` would be given; nothing is remembered."""
         return self._scale(amax_of(x, "tensor"))
 
     def announce(self, device: torch.device) -> None:
-        """Say in a forward pass that processes will share a magnitude in the backward pass."""
         self._shared[0].shared.announce(device, self._member)
 
     def extra_repr(self) -> str:
-        """Its format."""
         return self.format.name
 
     def _scale(self, amax: Tensor) -> Tensor:
@@ -399,9 +380,7 @@ def share_magnitudes(model: nn.Module, ranks: Ranks) -> None:
 def announce_gradients(layer: Any, x: Tensor) -> None:
     """Let processes see in the forward pass that they run the same layers, whose gradients they will measure together.
 
-    Args:
-        layer: quantised; one whose forward pass sends a magnitude has shown it.
-        x: a tensor of its device.
+    A layer whose forward pass sends a magnitude has shown it.
     """
     sent = (layer.weight_scaler, layer.activation_scaler)
     if not any(scaler is not None and scaler.remembers for scaler in sent):

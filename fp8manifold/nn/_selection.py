@@ -2,9 +2,8 @@
 
 import difflib
 import fnmatch
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Final
 
 from torch import nn
@@ -13,22 +12,16 @@ from torch.nn.utils import parametrize, prune
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from fp8manifold.nn._spec import LayerSpec
-
+NEVER_CALLED: Final = "nn.MultiheadAttention reads its weight and never calls it"
+CONVOLUTIONS: Final = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _WILD: Final = frozenset("*?[")
 
 
 @dataclass(frozen=True)
 class Obstacle:
-    """Why a linear layer can't be replaced.
-
-    Args:
-        reason: what it is, and what to do about it.
-        is_done_to_it: whether it is something that was done to the layer, and can be undone; otherwise it is its class.
-    """
-
     reason: str
     is_done_to_it: bool
+    """Something that was done to the layer, and can be undone; otherwise it is its class."""
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -37,17 +30,15 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a pattern may mean this module."""
     return isinstance(module, nn.Linear) or is_conv1d(module)
 
 
 def obstacle(module: nn.Module) -> Obstacle | None:
-    """What keeps a linear layer from being replaced."""
     done = _done(module)
     if done is not None:
         return Obstacle(done, True)
     if isinstance(module, NonDynamicallyQuantizableLinear):
-        return Obstacle("nn.MultiheadAttention reads its weight and never calls it", False)
+        return Obstacle(NEVER_CALLED, False)
     kind = type(module)
     if kind is nn.Linear or (kind.__name__ == "Conv1D" and is_conv1d(module)):
         return None
@@ -85,37 +76,37 @@ def _what_computes(module: nn.Module, name: str) -> str:
     return "something that put another tensor in place of the parameter: make it one first"
 
 
-def patterns_chosen(
-    specs: Mapping[str, LayerSpec], names: Sequence[str], left: Mapping[str, str] = MappingProxyType({})
-) -> dict[str, str]:
-    """The pattern that every layer takes, by name; ``left`` says why layers are left that can't be quantised.
+def adapters_of(model: nn.Module) -> dict[str, str]:
+    """The modules inside PEFT's adapters by name, with the name of the adapters' part, such as ``lora_A``."""
+    found: dict[str, str] = {}
+    for name, module in model.named_modules():
+        kinds = type(module).__mro__
+        if not any(kind.__name__ == "BaseTunerLayer" and kind.__module__.startswith("peft.") for kind in kinds):
+            continue
+        for part in getattr(module, "adapter_layer_names", ()):
+            if isinstance(held := getattr(module, part, None), nn.Module):
+                prefix = f"{name}.{part}".lstrip(".")
+                found |= {f"{prefix}.{inner}".rstrip("."): part for inner, _ in held.named_modules()}
+    return found
 
-    Raises:
-        ValueError: a pattern that matches no layer, or none that can be quantised.
+
+# Patterns
+
+
+def by_pattern(
+    patterns: Iterable[str], names: Mapping[str, Sequence[str]], check: Callable[[str, list[str]], None]
+) -> dict[str, str]:
+    """The pattern that each thing takes: the most literal that one of its names matches, of two alike the later one.
+
+    ``check`` is called with every pattern and the things it matches.
     """
-    parts = {name: parts_of_name(name) for name in names}
+    parts = {each: [part for name in its for part in _parts(name)] for each, its in names.items()}
     chosen: dict[str, str] = {}
-    for pattern in sorted(specs, key=lambda p: len(literal(p))):
-        matched = [name for name in names if matches(pattern, parts[name])]
-        if not matched or (left.keys() >= set(matched) and not specs[pattern].quantizes_nothing):
-            raise ValueError(_no_match(pattern, names, {name: left[name] for name in matched}, left))
+    for pattern in sorted(patterns, key=lambda p: len(literal(p))):
+        matched = [each for each in names if _matches(pattern, parts[each])]
+        check(pattern, matched)
         chosen.update(dict.fromkeys(matched, pattern))
     return chosen
-
-
-def check_matched(what: str, pattern: str, matched: Sequence[str], names: Sequence[str]) -> None:
-    """Raise ValueError for a pattern of an option called ``what`` that matches none of the parameters there are."""
-    if not matched:
-        raise ValueError(
-            f"{what}: pattern {pattern!r} matches none of the {len(names)} parameters of two or more dimensions that "
-            f"no pattern of formats has taken{_nearest(pattern, names)}"
-        )
-
-
-def _nearest(pattern: str, names: Sequence[str]) -> str:
-    parts = sorted({part for name in names for part in parts_of_name(name)})
-    nearest = difflib.get_close_matches(pattern, parts, n=1, cutoff=0.0)
-    return f"; did you mean {nearest[0]!r}?" if nearest else ""
 
 
 def literal(pattern: str) -> str:
@@ -123,25 +114,24 @@ def literal(pattern: str) -> str:
     return pattern.replace("*", "").replace("?", "")
 
 
-def _no_match(pattern: str, names: Sequence[str], matched: Mapping[str, str], left: Collection[str]) -> str:
-    """What to say of a pattern that quantises nothing."""
-    count = sum(name not in left for name in names)
-    if matched:
-        name, reason = next(iter(matched.items()))
-        return (
-            f"pattern {pattern!r} matches none of the {count} linear layers that can be quantised, but {name!r}, which "
-            f"is left: {reason}"
-        )
-    return f"pattern {pattern!r} matches none of the {count} linear layers{_nearest(pattern, names)}"
+def names_part(pattern: str, part: str) -> bool:
+    """Whether a pattern means a part of a model itself, and not all that is in some part that it is in."""
+    return any(literal(word) and fnmatch.fnmatchcase(part, word) for word in pattern.split("."))
 
 
-def parts_of_name(name: str) -> list[str]:
+def nearest(pattern: str, names: Iterable[str]) -> str:
+    parts = sorted({part for name in names for part in _parts(name)})
+    found = difflib.get_close_matches(pattern, parts, n=1, cutoff=0.0)
+    return f"; did you mean {found[0]!r}?" if found else ""
+
+
+def _parts(name: str) -> list[str]:
     """Every run of whole dotted parts of a name."""
     words = name.split(".")
     return [".".join(words[i:j]) for i in range(len(words)) for j in range(i + 1, len(words) + 1)]
 
 
-def matches(pattern: str, parts: Sequence[str]) -> bool:
+def _matches(pattern: str, parts: Sequence[str]) -> bool:
     return pattern in parts or (
         not _WILD.isdisjoint(pattern) and any(fnmatch.fnmatchcase(part, pattern) for part in parts)
     )

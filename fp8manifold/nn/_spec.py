@@ -128,11 +128,7 @@ def _read_scale(scale: float | str | None) -> Any:
 
 
 def read_operand(name: str, value: OperandLike) -> OperandSpec | None:
-    """The specification in a format, a mapping or itself; None where the operand stays as it is.
-
-    Raises:
-        TypeError, ValueError: it can't be read.
-    """
+    """The specification in a format, a mapping or itself; None where the operand stays as it is."""
     if isinstance(value, Mapping):
         check_keys(name, value, [field.name for field in fields(OperandSpec)])
         if is_none(value.get("format")):
@@ -146,7 +142,6 @@ def read_operand(name: str, value: OperandLike) -> OperandSpec | None:
 
 
 def is_none(value: object) -> bool:
-    """Whether this is how nothing is spelt."""
     return value is None or (isinstance(value, str) and value.lower() == NONE)
 
 
@@ -307,14 +302,12 @@ def check_options_are_taken(spec: LayerSpec, storage: str) -> None:
 
 
 def _takes(name: str, operand: OperandSpec, option: str) -> bool:
-    """Whether a layer's option is that of its operand."""
     if option == "policy" and operand.scale is not None:
         return False
     return getattr(operand, option) is None and not (option == "ste" and name.endswith("gradient"))
 
 
 def _read_gradients(gradient: GradientLike) -> tuple[OperandSpec | None, OperandSpec | None]:
-    """Specifications of the gradients of activation and weight."""
     if not isinstance(gradient, Mapping) or "format" in gradient:
         both = read_operand("gradient", gradient)
         return both, both
@@ -402,7 +395,6 @@ def check_blocks(operands: Mapping[OperandName, OperandSpec], in_features: int, 
 
 
 def check_codes_fit(codes: FP8Tensor, linear: nn.Linear, spec: LayerSpec, storage: str) -> None:
-    """Refuse codes that are not those of the layer that is to hold them."""
     operand = spec.operands.get("weight")
     if storage != "fp8" or operand is None:
         raise ValueError(
@@ -415,11 +407,7 @@ def check_codes_fit(codes: FP8Tensor, linear: nn.Linear, spec: LayerSpec, storag
 
 
 def is_stored(weight: Tensor) -> TypeGuard[FP8Tensor]:
-    """Whether a weight is one of codes.
-
-    Raises:
-        RuntimeError: this process holds some of its rows only.
-    """
+    """Whether a weight is one of codes."""
     if share_of(weight) is not None:
         raise RuntimeError(
             f"a weight of shape {tuple(weight.shape)} is sharded: call unshard() of the module that fully_shard made, "

@@ -2,17 +2,18 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
-from fp8manifold._base.checks import check_choice
 from fp8manifold.nn._carried import carry_over, check_can_be_carried
-from fp8manifold.nn._in_place import Embeddings, Parameters, in_place_parameters, parameter_names, put_parameter
-from fp8manifold.nn._linear import STORAGES, QuantizedConv1D, QuantizedLinear, Storage
-from fp8manifold.nn._plan import TIED, Plan, Tied, plan, refuse_shared
-from fp8manifold.nn._selection import obstacle, patterns_chosen
-from fp8manifold.nn._spec import Formats, LayerSpec, check_blocks, check_storage, read_formats
+from fp8manifold.nn._in_place import in_place_parameters, parameter_names, put_parameter
+from fp8manifold.nn._linear import QuantizedConv1D, QuantizedLinear, Storage, linear_around, linear_of
+from fp8manifold.nn._plan import Embeddings, Entry, Parameters, Plan, Tied, plan
+from fp8manifold.nn._products import byte_weight
+from fp8manifold.nn._selection import is_conv1d, obstacle
+from fp8manifold.nn._spec import Formats
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.random_bits import Draws
 from fp8manifold.scaling import WeightGranularity
@@ -122,68 +123,61 @@ def quantize_model(
     return carry_out(model, planned)
 
 
-def carry_out(
-    model: nn.Module,
-    planned: Plan,
-    codes: Mapping[str, FP8Parameter] = MappingProxyType({}),
-    in_place: Mapping[str, FP8Parameter] = MappingProxyType({}),
-) -> nn.Module:
-    """Do what was planned, with the codes of layers and of parameters that are there already."""
-    layers, parameters = planned.layers(model, codes), planned.parameters(model, in_place)
+def carry_out(model: nn.Module, planned: Plan, codes: Mapping[str, FP8Parameter] = MappingProxyType({})) -> nn.Module:
+    """Do what was planned, with codes that are there already by the first names of their parameters."""
+    layers, parameters = layers_of(planned, codes), parameters_of(model, planned, codes)
     check_layers(model, layers)
-    planned.put(model, parameters)
+    for entry, parameter in zip(planned.in_place, parameters, strict=True):
+        put_parameter(model, entry.parameters, parameter)
     return replace_layers(model, layers)
 
 
-def check_formats(
-    formats: Formats,
-    layers: Mapping[str, tuple[int, int]],
-    storage: Storage = "master",
-    *,
-    granularity: WeightGranularity = "channel",
-    keep_remainder: bool = False,
-    shared: Mapping[str, tuple[str, ...]] | None = None,
-    tied: Tied = "refuse",
-) -> dict[str, LayerSpec]:
-    """Read formats as :func:`quantize_model` does, and refuse what it would refuse of them; no model is needed.
+def layers_of(planned: Plan, codes: Mapping[str, FP8Parameter] = MappingProxyType({})) -> dict[str, nn.Module]:
+    """The new layers by name; of those that have codes already, the float weight is not looked at."""
+    made: dict[str, nn.Module] = {}
+    first_global: QuantizedLinear | None = None
+    for entry in planned.layers:
+        transposed = is_conv1d(entry.module)
+        kind: Any = QuantizedConv1D if transposed else QuantizedLinear
+        old: Any = linear_of(entry.module) if entry.is_copied and not transposed else entry.module
+        own = None if entry.is_copied else codes.get(entry.parameters[0])
+        options = {**planned.options, "seed": entry.seed, "codes": own, "global_with": first_global}
+        layer = made[entry.name] = kind(old, entry.spec, planned.storage, **options)
+        if first_global is None and layer.shared_amax is not None:
+            first_global = layer
+    return made
 
-    Args:
-        formats, storage, granularity, keep_remainder, tied: as in :func:`quantize_model`.
-        layers: ``(in_features, out_features)`` of every linear layer by its dotted name, in the model's order.
-        shared: for a layer whose weight is another module's too, the names of that weight; None: there is none.
 
-    Returns:
-        The specification of every layer that is quantised, by its name; as ``formats`` of :func:`quantize_model` it
-        says the same, unless it is empty.
+def parameters_of(
+    model: nn.Module, planned: Plan, codes: Mapping[str, FP8Parameter] = MappingProxyType({})
+) -> list[FP8Parameter]:
+    """The new parameters; what is in codes already stays as it is, but for the seed."""
+    made = []
+    for entry in planned.in_place:
+        old: Any = codes.get(entry.name, model.get_parameter(entry.name))
+        if not isinstance(old, FP8Parameter):
+            old = encoded(planned, entry, old, requires_grad=old.requires_grad)
+        elif entry.name in codes:
+            old.seed = entry.seed
+        made.append(old)
+    return made
 
-    Raises:
-        TypeError: formats of another type.
-        ValueError: a pattern that matches no layer; an unknown format or option, one that the storage does not have,
-            or blocks that do not divide a row; a layer whose weight is shared under ``tied="refuse"``.
 
-    Example:
-        >>> layers = {"attn.qkv": (64, 192), "mlp.fc": (64, 256)}
-        >>> {name: spec.weight.format.name for name, spec in check_formats({"attn": "e4m3"}, layers).items()}
-        {'attn.qkv': 'E4M3'}
-        >>> check_formats({"atn": "E4M3"}, layers)
-        Traceback (most recent call last):
-        ValueError: pattern 'atn' matches none of the 2 linear layers; did you mean 'attn'?
-    """
-    check_choice("storage", storage, STORAGES)
-    check_choice("tied", tied, TIED)
-    specs = read_formats(formats, granularity)
-    chosen = patterns_chosen(specs, list(layers))
-    quantized = {name: chosen[name] for name in layers if name in chosen and not specs[chosen[name]].quantizes_nothing}
-    together = {name: names for name, names in (shared or {}).items() if name in quantized}
-    if tied == "refuse":
-        refuse_shared(together)
-    elif tied == "leave":
-        quantized = {name: pattern for name, pattern in quantized.items() if name not in together}
-    for pattern in dict.fromkeys(quantized.values()):
-        check_storage(storage, specs[pattern], keep_remainder)
-    for pattern, sizes in dict.fromkeys((pattern, layers[name]) for name, pattern in quantized.items()):
-        check_blocks(specs[pattern].operands, *sizes)
-    return {name: specs[pattern] for name, pattern in quantized.items()}
+@torch.no_grad()
+def encoded(planned: Plan, entry: Entry, weight: Tensor, *, requires_grad: bool) -> FP8Parameter:
+    """The codes of a float weight, which is as its module has it."""
+    assert entry.format is not None
+    assert entry.granularity is not None
+    transposed = entry.spec is not None and is_conv1d(entry.module)
+    floats = weight.detach().t().contiguous() if transposed else weight.detach()
+    how = {name: planned.options[name] for name in ("rounding", "draws", "headroom", "keep_remainder")}
+    try:
+        return byte_weight(
+            floats.requires_grad_(requires_grad), entry.format, seed=entry.seed, granularity=entry.granularity, **how
+        )
+    except (TypeError, ValueError) as error:
+        what = "parameter" if entry.spec is None else "the weight of"
+        raise type(error)(f"{what} {entry.name!r}: {error}") from None
 
 
 def quantize_weight_gradients(model: nn.Module) -> None:
@@ -201,7 +195,7 @@ def quantize_weight_gradients(model: nn.Module) -> None:
         TypeError: ``model`` is not an ``nn.Module``.
 
     Example:
-        >>> import torch
+        >>> from fp8manifold import LayerSpec
         >>> spec = LayerSpec(gradient={"weight": {"format": "E4M3", "scale": 1.0}})
         >>> model = quantize_model(nn.Sequential(nn.Linear(2, 1)), spec, defer_weight_gradients=True)
         >>> model(torch.tensor([[900.0, 1.0]])).sum().backward()
@@ -257,17 +251,9 @@ def dequantize_model(model: nn.Module) -> nn.Module:
 def _dequantized(name: str, layer: QuantizedLinear) -> nn.Module:
     if (found := obstacle(layer)) is not None and found.is_done_to_it:
         raise ValueError(f"layer {name!r} can't be dequantised: {found.reason}")
-    values = _float_values(layer.quantized_weight().detach())
-    if isinstance(layer, QuantizedConv1D):
-        return layer.restored(values)
-    linear = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
-    linear.weight = nn.Parameter(values, requires_grad=layer.weight.requires_grad)
-    linear.bias = layer.bias
-    return linear.train(layer.training)
-
-
-def _float_values(weight: Tensor) -> Tensor:
-    return weight.dequantize() if isinstance(weight, FP8Tensor) else weight.clone().as_subclass(Tensor)
+    weight = layer.quantized_weight().detach()
+    values = weight.dequantize() if isinstance(weight, FP8Tensor) else weight.clone().as_subclass(Tensor)
+    return layer.restored(values) if isinstance(layer, QuantizedConv1D) else linear_around(values, layer)
 
 
 def replace_layers(model: nn.Module, layers: Mapping[str, nn.Module]) -> nn.Module:
@@ -287,6 +273,5 @@ def replace_layers(model: nn.Module, layers: Mapping[str, nn.Module]) -> nn.Modu
 
 
 def check_layers(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
-    """Raise ValueError for a layer that can't take the place of the one it is for."""
     for name, layer in layers.items():
         check_can_be_carried(name, model.get_submodule(name), layer)

@@ -1,4 +1,4 @@
-"""Memory given back while floats become codes: pages of mapped files, and what the allocator keeps of freed floats.
+"""Tensors that weights are read from, and files of them: floats alone, and memory given back once they are read.
 
 A page of a file that was read counts as memory of the process until it is given back; the file still has it.
 """
@@ -9,14 +9,17 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fp8manifold.nn._only_floats import FLOATS
-
+FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16", torch.float64, torch.float32, torch.float16, torch.bfloat16})
+"""What weights are read from, as files and as torch name it."""
+_SCALES: Final = ("scale", "scb", "absmax")
+"""How names of scales go: weight_scale_inv, weight_scale, scales, SCB."""
 _MAPPINGS: Final = Path("/proc/self/smaps")
 _DONTNEED: Final = 4
 _EVERY: Final = 2**24
@@ -26,6 +29,7 @@ _INDEX: Final = "model.safetensors.index.json"
 #: bytes; those of the largest models have ten million
 _LARGEST_INDEX: Final = 2**26
 Source = str | Path | Iterable[str | Path]
+Dtypes = Mapping[str, torch.dtype | str]
 
 
 class MappedFiles:
@@ -83,19 +87,12 @@ class GivenTensors:
         """What there is."""
         return list(self._given)
 
-    def described(self, name: str) -> tuple[tuple[int, ...] | None, bool | None]:
-        """Shape and whether it holds floats; None of what is not known yet."""
-        value = self._given[name] if isinstance(self._given, dict) else None
-        if value is None:
-            return None, None
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{name!r} is of {type(value).__name__}: a state dict has tensors")
-        return tuple(value.shape), value.is_floating_point()
-
-    def held(self, name: str) -> tuple[torch.dtype | str | None, str]:
-        """The dtype, None if it is not known yet, and the name of the file."""
-        value = self._given[name] if isinstance(self._given, dict) else None
-        return (value.dtype if isinstance(value, Tensor) else None), ""
+    def known(self, name: str) -> tuple[tuple[int, ...] | None, torch.dtype | str | None, str]:
+        """Shape and dtype, None before it is made, and the name of the file."""
+        if not isinstance(self._given, dict):
+            return None, None, ""
+        value = self.read(name)
+        return tuple(value.shape), value.dtype, ""
 
     def read(self, name: str) -> Tensor:
         """The tensor itself."""
@@ -105,7 +102,7 @@ class GivenTensors:
         return value.detach()
 
     def was_read(self, size: int) -> None:
-        """Whoever made the tensor has its memory."""
+        """Count bytes of tensors that nobody needs any more; whoever made these has their memory."""
 
     def close(self) -> None:
         """Nothing is open."""
@@ -142,30 +139,21 @@ class FileTensors:
             self._where[name] = path, file
 
     def names(self) -> list[str]:
-        """What there is, in the files' order."""
         return list(self._where)
 
-    def described(self, name: str) -> tuple[tuple[int, ...] | None, bool | None]:
-        """Shape and whether it holds floats."""
-        part = self._where[name][1].get_slice(name)
-        return tuple(part.get_shape()), part.get_dtype() in FLOATS
-
-    def held(self, name: str) -> tuple[torch.dtype | str | None, str]:
-        """The dtype as files have it, and the name of the file."""
+    def known(self, name: str) -> tuple[tuple[int, ...], str, str]:
         path, file = self._where[name]
-        return file.get_slice(name).get_dtype(), path.name
+        part = file.get_slice(name)
+        return tuple(part.get_shape()), part.get_dtype(), path.name
 
     def read(self, name: str) -> Tensor:
-        """The tensor itself."""
         tensor: Tensor = self._where[name][1].get_tensor(name)
         return tensor
 
     def was_read(self, size: int) -> None:
-        """Count bytes of tensors that nobody needs any more."""
         self._pages.was_read(size)
 
     def close(self) -> None:
-        """Close all files."""
         self._opened.close()
 
 
@@ -187,12 +175,7 @@ def dtypes_in(path: str | Path) -> dict[str, str]:
 
 
 def files_of(source: Source) -> list[Path]:
-    """The safetensors files that a path, a folder or several paths mean.
-
-    Raises:
-        FileNotFoundError: a folder without any.
-        ValueError: no path at all, or an index that can't be read.
-    """
+    """The safetensors files that a path, a folder or several paths mean."""
     if not isinstance(source, str | Path):
         paths = [Path(each) for each in source]
         if not paths:
@@ -220,3 +203,87 @@ def _indexed(index: Path) -> list[Path]:
     if wrong := [name for name in names if not isinstance(name, str) or Path(name).name != name]:
         raise ValueError(f"{str(index)!r} names {wrong[0]!r}, which is no file beside it")
     return [index.parent / name for name in names]
+
+
+# Codes where float weights are to be read
+
+
+def refuse_codes(name: str, dtype: torch.dtype | str, others: Iterable[str] = (), file: str = "") -> None:
+    """Raise ValueError unless a tensor that a float weight is read from holds floats."""
+    if dtype in FLOATS:
+        return
+    scale = scale_of(name, others)
+    beside = f"at the scales of {scale!r}, which are not read" if scale else f"and {name}_scale is missing"
+    where = f" of {file!r}" if file else ""
+    raise ValueError(
+        f"{name}{where} holds codes ({dtype}), {beside}: weights are read from float64, float32, float16 or bfloat16; "
+        "decode it first, values times scales"
+    )
+
+
+def is_scale(entry: str) -> bool:
+    """Whether a tensor is called a scale."""
+    return any(word in entry.lower() for word in _SCALES)
+
+
+def scale_of(name: str, others: Iterable[str]) -> str | None:
+    """The name of a tensor's scale among those that lie beside it, or None."""
+    owner, _, entry = name.rpartition(".")
+    stem = entry.removesuffix("_blocks").removesuffix("_packed")
+    near = sorted(each for each in others if each.rpartition(".")[0] == owner and is_scale(each.rpartition(".")[2]))
+    named = [each for each in near if each.rpartition(".")[2].startswith(stem)]
+    plain = [each for each in near if each.rpartition(".")[2].lower().startswith(_SCALES)]
+    return next(iter(named + plain), None)
+
+
+def check_floats(model: nn.Module, source: Source) -> None:
+    """Refuse files that hold codes where a model has float weights, which transformers alone reads as numbers.
+
+    Those are float8 and integers, whether or not their scales lie beside them.  ``from_pretrained`` with
+    :func:`quantization_config` asks this itself, and other readers of this library refuse codes in the same words.
+
+    Args:
+        model: with or without values.
+        source: a file, several, or the folder they are in, as in :func:`fp8manifold.load_quantized`.
+
+    Raises:
+        ValueError: names the tensor, its file, its dtype and its scales.
+        FileNotFoundError: a folder without such files.
+        ImportError: safetensors is missing.
+
+    Example:
+        >>> from fp8manifold.huggingface import check_floats
+        >>> check_floats(model, "DeepSeek-V3")  # doctest: +SKIP
+        Traceback (most recent call last):
+        ValueError: model.layers.0.mlp.down_proj.weight of 'model-00001-of-000163.safetensors' holds codes (F8_E4M3), at
+        the scales of 'model.layers.0.mlp.down_proj.weight_scale_inv', which are not read: weights are read from ...
+    """
+    start = f"{getattr(model, 'base_model_prefix', '')}."
+    are_floats: dict[str, bool] = {}
+    for name, value in model.state_dict().items():  # a file may be that of the base, or of a model that has it as one
+        are_floats |= dict.fromkeys((name.removeprefix(start), start + name, name), value.is_floating_point())
+    for file in map(str, files_of(source)):
+        _check(Path(file).name, dtypes_in(file) if file.endswith(".safetensors") else _pickled(file), are_floats)
+
+
+def _pickled(file: str) -> dict[str, torch.dtype]:
+    """What the tensors of another file are, as transformers reads it."""
+    read = import_module("transformers.modeling_utils").load_state_dict
+    return {name: value.dtype for name, value in read(file, map_location="meta").items() if isinstance(value, Tensor)}
+
+
+def _check(file: str, dtypes: Dtypes, are_floats: Mapping[str, bool]) -> None:
+    """Raise ValueError for the first tensor that holds codes where the model has floats.
+
+    What the model does not have, or under a name that transformers gives it as it reads, may hold integers (masks,
+    positions), unless it is called a weight or has scales.
+    """
+    for name, dtype in dtypes.items():
+        if are_floats.get(name, _may_be_weight(name, dtype, dtypes)):
+            refuse_codes(name, dtype, dtypes, file)
+
+
+def _may_be_weight(name: str, dtype: torch.dtype | str, others: Iterable[str]) -> bool:
+    in_float8 = str(dtype).removeprefix("torch.").lower().startswith(("f8", "float8"))
+    entry = name.rpartition(".")[2]
+    return in_float8 or entry.endswith("weight") or (not is_scale(entry) and scale_of(name, others) is not None)

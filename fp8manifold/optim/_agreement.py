@@ -11,6 +11,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fp8manifold import _triton
 from fp8manifold._ranks import Ranks, Replicas, bytes_of, local_of, ranks_of, ranks_of_each, share_of
@@ -25,21 +26,20 @@ from fp8manifold.tensor import FP8Tensor
 _NONE: Final[Mapping[Tensor, Any]] = MappingProxyType({})
 
 
-def ranks_elsewhere() -> tuple[list[Ranks], torch.device] | None:
-    """The processes of all parameters of a ``ZeroRedundancyOptimizer`` that makes the optimizer of this process' part.
+def _know_others(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Tell the optimizer that steps a process' part for ``ZeroRedundancyOptimizer`` who steps the other parts.
 
-    A process may have none of them, and no other way to know who waits for its verdict.
+    A process may have no parameter at all, and no other way to know who waits for its verdict.
     """
     zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
-    if zero is None:
-        return None
-    code, frame = zero.ZeroRedundancyOptimizer._init_local_optimizer.__code__, sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is code:
-            optimizer = frame.f_locals["self"]
-            return ranks_of(optimizer._all_params), optimizer._all_params[0].device
-        frame = frame.f_back  # type: ignore[assignment]
-    return None
+    if zero is None or not isinstance(optimizer, zero.ZeroRedundancyOptimizer):
+        return
+    if getattr(part := optimizer.optim, "elsewhere", 0) is None:
+        everyone = [p for group in optimizer.param_groups for p in group["params"]]
+        part.elsewhere = ranks_of(everyone), everyone[0].device
+
+
+register_optimizer_step_pre_hook(_know_others)
 
 
 def ranks_together(optimizer: Optimizer) -> tuple[list[Ranks], torch.device]:
@@ -47,7 +47,7 @@ def ranks_together(optimizer: Optimizer) -> tuple[list[Ranks], torch.device]:
     everyone = [p for group in optimizer.param_groups for p in group["params"]]
     if everyone:
         return ranks_of(everyone), everyone[0].device
-    return getattr(optimizer, "_elsewhere", None) or ([], torch.device("cpu"))
+    return getattr(optimizer, "elsewhere", None) or ([], torch.device("cpu"))
 
 
 def described(group: dict[str, Any], i: int, k: int) -> str:
@@ -68,7 +68,7 @@ def check_same_start(optimizer: Optimizer) -> None:
     """
     for ranks in ranks_together(optimizer)[0]:
         if isinstance(ranks, Replicas):
-            states = {} if getattr(optimizer, "_elsewhere", None) else optimizer.state
+            states = {} if getattr(optimizer, "elsewhere", None) else optimizer.state
             _compare(ranks, ranks.parameters(), [repr(name) for name in ranks.names], states)
             continue
         shared = [
@@ -118,7 +118,6 @@ def _word_of_start(parameter: Tensor, state: dict[str, Any]) -> int:
 _SHOWN: Final = 3
 _DOT = 2**30
 """Elements of a product: those of a GPU are counted in 31 bits."""
-_BETWEEN: Final = ("fp8manifold", "torch", "contextlib")
 
 
 def all_finite(optimizer: torch.optim.Optimizer, slots: Sequence[Slot]) -> bool:
@@ -207,16 +206,8 @@ def warn_of_skips(optimizer: Any, culprits: Sequence[Tensor] | None) -> None:
         f"{reason}. Look for NaN in the loss or lower the learning rate; on_nonfinite='raise' stops at the first such "
         "step",
         RuntimeWarning,
-        stacklevel=_level_of_the_caller(),
+        stacklevel=2,
     )
-
-
-def _level_of_the_caller() -> int:
-    """The level of the first frame that is neither this package's nor torch's, counted from :func:`warn_of_skips`."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).split(".")[0] in _BETWEEN:
-        frame, level = frame.f_back, level + 1
-    return level
 
 
 def warn_of_one(optimizer: Any, parameter: Tensor) -> None:
@@ -229,7 +220,7 @@ def warn_of_one(optimizer: Any, parameter: Tensor) -> None:
         f"step_in_backward: the gradient (or its square) of {''.join(names_of(optimizer, [parameter]))} is not finite: "
         "its step was left out, those of other parameters were taken",
         RuntimeWarning,
-        stacklevel=_level_of_the_caller(),
+        stacklevel=2,
     )
 
 
@@ -320,7 +311,7 @@ def _facts(optimizer: Optimizer, ranks: Ranks, held: dict[int, Any]) -> list[Fac
 
     ``held`` has the process group of each parameter, by its identity.
     """
-    in_parts = getattr(optimizer, "_elsewhere", None) is not None
+    in_parts = getattr(optimizer, "elsewhere", None) is not None
     facts: list[Fact] = [(("the optimizer",), type(optimizer).__name__)]
     for i, group in enumerate(optimizer.param_groups):
         facts += [((name, i), _plain(value)) for name, value in group.items() if name not in _APART]

@@ -13,7 +13,6 @@ from fp8manifold.optim._agreement import (
     all_finite,
     in_every_process,
     is_steady,
-    ranks_elsewhere,
     take_steady,
     warn_of_one,
     warn_of_skips,
@@ -101,14 +100,12 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     _pending: tuple[Pending, ...] = ()
     _in_backward: Hooks | None = None
     _has_started: bool = False
+    elsewhere: Any = None
+    """The processes that step the other parts, and their device, where ``ZeroRedundancyOptimizer`` steps this one."""
     direction: str
     damping_option = "damping"  # the lower bound of S / S_ref
     stores_all_moments = True  # ``moments`` is for ordinary parameters too
     steps_alone = True  # a step of one parameter depends on nothing of the others
-
-    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
-        self._elsewhere = ranks_elsewhere()
-        super().__init__(params, defaults)
 
     @property
     def bounded_share(self) -> float:

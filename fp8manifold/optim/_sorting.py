@@ -7,9 +7,8 @@ from fnmatch import fnmatchcase
 from typing import Any, Final, Literal
 
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 
-from fp8manifold.nn._selection import is_linear
+from fp8manifold.nn._selection import CONVOLUTIONS, is_linear
 
 HEADS: Final = ("lm_head", "head", "classifier", "score", "embed_out", "output_projection")
 """Last parts of the names under which models keep the layer that gives their outputs."""
@@ -96,7 +95,7 @@ def _kind(name: str, parameter: Tensor, owner: nn.Module, adams: dict[int, str])
     own = name.rpartition(".")[2]
     if id(parameter) in adams:
         return "others", adams[id(parameter)]
-    if isinstance(owner, _ConvNd) and own == "weight":
+    if isinstance(owner, CONVOLUTIONS) and own == "weight":
         if owner.groups > 1 and parameter.shape[1] == 1:
             return "others", "a convolution of each channel alone"
         return "kernels", "a convolution: a row for each filter"
@@ -109,7 +108,7 @@ def _kind(name: str, parameter: Tensor, owner: nn.Module, adams: dict[int, str])
 
 def _multiplies(owner: nn.Module, own: str) -> bool:
     """True for the weight that a layer multiplies by, which no name or shape makes anything else."""
-    return own == "weight" and (is_linear(owner) or isinstance(owner, _ConvNd))
+    return own == "weight" and (is_linear(owner) or isinstance(owner, CONVOLUTIONS))
 
 
 def _exempt(model: nn.Module) -> set[int]:

@@ -328,7 +328,6 @@ def _detach(model: Any) -> None:
     model.hf_quantizer = None
     model.is_quantized = False
     vars(model.config).pop("quantization_config", None)
-    fm.use_plain_state(model, plain=False)
 
 
 def recompute_activations(model: Any) -> None:

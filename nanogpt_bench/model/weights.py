@@ -19,6 +19,8 @@ from nanogpt_bench.system.untrusted import check_header
 
 #: between the name of a packaged tensor and that of a plain one inside it, in a checkpoint
 PART = "::"
+#: what is added to a one-byte weight's name for each of its parts in a state (`fm.unflatten_state_dict`)
+_PARTS = ("", "_scale", "_counter", "_traits", "_remainder")
 
 
 def is_packaged(value: Any) -> bool:
@@ -70,18 +72,18 @@ def put_back(state: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
 def save_weights(model: nn.Module, path: Path) -> None:
     """Write a model's parameters and buffers, so that a reader sees all of the file or none; a tied weight once.
 
-    One-byte weights are written as codes, scales and the counter of their random bits (`fm.flatten_state_dict`).
+    One-byte weights are written in the parts that a state has (`fm.unflatten_state_dict`).
 
     Raises:
         DiskError: the disk does not take them.
         BenchError: there is another file of that name, not of such a model's weights.
     """
-    tensors, metadata = tensors_of(model)
+    tensors = tensors_of(model)
     refuse_to_replace("--save", path, lambda _: _names_in(path) == tensors.keys(), "a folder of its own")
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with replacing(path) as file:
-            save_file(tensors, file.name, metadata)
+            save_file(tensors, file.name)
     except SafetensorError as error:  # by which it says what the system said
         raise DiskError(f"weights {str(path)!r} can't be written: {one_line(error)}") from None
 
@@ -96,11 +98,11 @@ def _names_in(path: Path) -> set[str]:
         return set()
 
 
-def tensors_of(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return a model's parameters and buffers as the plain tensors and the texts of such a file."""
-    ties = _ties(model)
-    state = {name: value for name, value in model.state_dict().items() if name not in ties}
-    return fm.flatten_state_dict(taken_apart(state))
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return a model's parameters and buffers as the plain tensors of such a file, a tied one once."""
+    again = {name + part for name in _ties(model) for part in _PARTS}
+    state = {name: value for name, value in model.state_dict().items() if name not in again}
+    return {name: value.detach().contiguous() for name, value in taken_apart(state).items()}
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
@@ -122,13 +124,15 @@ def load_weights(model: nn.Module, path: Path) -> None:
 def fill(model: nn.Module, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], source: str) -> None:
     """Fill a model with what `tensors_of` gave; `source` is what an error calls it.
 
+    `metadata` are those of a file's header, in which earlier versions said what one-byte weights are.
+
     Raises:
         BenchError: tensors of a model of another size or other formats; the model is as it was.
     """
     whole = model.state_dict()
-    own = taken_apart(whole)
+    own = fm.unflatten_state_dict(taken_apart(whole))
     try:
-        state = fm.unflatten_state_dict(tensors, metadata, like=own)
+        state = fm.unflatten_state_dict(tensors, metadata)
     except ValueError as error:
         raise BenchError(f"{source} can't be read: {one_line(error)}") from None
     state |= {name: state[first] for name, first in _ties(model).items() if first in state}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import fp8manifold as fm
 from nanogpt_bench.config.schema import MANIFOLDS, Config
 from nanogpt_bench.config.settings import Resolved
-from nanogpt_bench.model.causal import is_linear, rows_of_outputs
+from nanogpt_bench.model.causal import rows_of_outputs
 from nanogpt_bench.model.layers import quantized_layers
 from nanogpt_bench.setup.constraints import constrain
 from nanogpt_bench.system.errors import BenchError, one_line
@@ -37,7 +37,8 @@ def quantize(model: nn.Module, config: Resolved) -> nn.Module:
 
 def _in_formats(model: nn.Module, config: Resolved) -> nn.Module:
     continuous = config.model.storage == "continuous"
-    weights = _float_weights(model) if continuous else {}
+    named = {name: model.get_submodule(name) for name in config.layers} if continuous else {}
+    weights = {name: rows_of_outputs(layer).detach().clone() for name, layer in named.items()}
     try:
         model = fm.quantize_model(model, **quantization(config))
     except (ValueError, TypeError) as error:
@@ -87,12 +88,6 @@ def _grid_options(config: Config) -> dict[str, Any]:
     if settings.storage == "fp8" and rule.residual_bits:
         options["keep_remainder"] = True  # the residual starts from what rounding the initial weights leaves
     return options
-
-
-def _float_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The weights of linear layers as rows of outputs, as quantised layers have them."""
-    linear = {name: module for name, module in model.named_modules() if is_linear(module)}
-    return {name: rows_of_outputs(module).detach().clone() for name, module in linear.items()}
 
 
 def _put_back(model: nn.Module, weights: dict[str, Tensor]) -> None:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-import fp8manifold as fm
 from nanogpt_bench.checkpoint import Contents
 from nanogpt_bench.checkpoint.tree import capture_tree, plain_copy, restore_tree
 from nanogpt_bench.model.weights import fill, tensors_of
@@ -32,17 +31,15 @@ def capture(step: int, trainer: Trainer, observers: Sequence[Observer], facts: d
     """
     if not trainer.ranks.first:
         return None
-    tensors, metadata = tensors_of(trainer.model)
-    optimizer = {"state": _saved(trainer), "remainders": _remainders(trainer)}
-    files = {"model": {name: plain_copy(tensor) for name, tensor in tensors.items()}}
+    files = {"model": {name: plain_copy(tensor) for name, tensor in tensors_of(trainer.model).items()}}
     outlines = {}
     for stem, tree in (
-        ("optimizer", optimizer),
+        ("optimizer", {"state": _saved(trainer)}),
         ("observers", {type(observer).__name__: observer.state() for observer in observers}),
         ("random", _random_states(trainer.device)),
     ):
         files[stem], outlines[stem] = capture_tree(tree)
-    return Contents(step, files, {"model": metadata}, {"step": step, **facts, "state": outlines})
+    return Contents(step, files, facts={"step": step, **facts, "state": outlines})
 
 
 def restore(contents: Contents, trainer: Trainer, observers: Sequence[Observer]) -> None:
@@ -72,9 +69,8 @@ def _saved(trainer: Trainer) -> dict[str, Any]:
 
 def expected_bytes(trainer: Trainer) -> int:
     """Return about what a checkpoint will take: the model and two float32 averages of every weight."""
-    tensors, _ = tensors_of(trainer.model)
     averages = sum(8 * parameter.numel() for parameter in trainer.model.parameters())
-    return averages + sum(tensor.nbytes for tensor in tensors.values())
+    return averages + sum(tensor.nbytes for tensor in tensors_of(trainer.model).values())
 
 
 def _attempt(what: str, act: Callable[[], None]) -> None:
@@ -94,10 +90,6 @@ def _tree(contents: Contents, stem: str, classes: Sequence[type] = (), device: t
 
 def _restore_optimizer(contents: Contents, trainer: Trainer, classes: Sequence[type]) -> None:
     tree = _tree(contents, "optimizer", classes)
-    for name, parameter in trainer.model.named_parameters():
-        if isinstance(parameter, fm.FP8Tensor):
-            kept = tree["remainders"].get(name)
-            parameter.remainder = None if kept is None else kept.to(parameter.device)
     state = sdnq_state_back(tree["state"], trainer.optimizer) if _of_sdnq(trainer) else tree["state"]
     if trainer.config.optimizer.writeback_end is not None:  # which a state of the last steps has already
         for group, saved in zip(trainer.optimizer.param_groups, state["param_groups"], strict=True):
@@ -124,15 +116,6 @@ def _random_states(device: torch.device) -> dict[str, Any]:
     """Those of the generators that dropout draws from; all other random numbers are functions of a seed and a count."""
     states = {"cpu": torch.get_rng_state()}
     return states | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
-
-
-def _remainders(trainer: Trainer) -> dict[str, Any]:
-    """What rounding the first weights left, until the optimizer's first step takes it."""
-    kept = {}
-    for name, parameter in trainer.model.named_parameters():
-        if isinstance(parameter, fm.FP8Tensor) and parameter.remainder is not None:
-            kept[name] = parameter.remainder
-    return kept
 
 
 def _state_classes(trainer: Trainer) -> tuple[type, ...]:

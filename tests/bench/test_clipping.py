@@ -124,7 +124,7 @@ def test_micro_batches_are_clipped_then_quantised_then_added_up(tiny: Tiny, kind
     layers = [name for name, module in floats.model.named_modules() if isinstance(module, fm.QuantizedLinear)]
     oracle, seen = Oracle(kind, layers, accumulation), Seen()
     for number in (1, 2, 3):
-        floats.model.load_state_dict(trainer.model.state_dict(), strict=False)
+        floats.model.load_state_dict(fm.unflatten_state_dict(trainer.model.state_dict()), strict=False)
         micro = float_micro_gradients(floats, number - 1)
         expected = oracle.total(micro)
         step = trainer.new_step(number, last=False)

@@ -94,10 +94,10 @@ def test_weights_are_read_as_codes(
     settings: Settings, model: Path, law: Path, rule: str, embeddings: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = resolve(settings(rule=rule, **({"model.embeddings": embeddings} if embeddings else {})))
-    wanted, _ = fm.flatten_state_dict(quantize(load_causal(str(model)), config).state_dict())
+    wanted = quantize(load_causal(str(model)), config).state_dict()
     monkeypatch.setattr(fm, "quantize_model", None)  # nothing is rounded after it was read
     trainer = Trainer(config, load_corpus(law, 16), torch.device("cpu"))
-    found, _ = fm.flatten_state_dict(trainer.model.state_dict())
+    found = trainer.model.state_dict()
     assert list(found) == list(wanted)
     for name, value in wanted.items():
         assert torch.equal(found[name].view(-1).view(torch.uint8), value.view(-1).view(torch.uint8)), name
@@ -137,9 +137,7 @@ def test_a_loss_that_is_not_finite_takes_no_step_in_the_backward_pass(
     step = trainer.new_step(1, last=False)
     trainer.train_step(step, [])
     assert step.record["loss_is_nan"] == 1
-    assert all(
-        torch.equal(fm_values(before[name]), fm_values(value)) for name, value in trainer.model.state_dict().items()
-    )
+    assert all(torch.equal(before[name], value) for name, value in trainer.model.state_dict().items())
 
 
 def test_a_gradient_that_is_not_finite_is_told_of_in_the_backward_pass(settings: Settings, law: Path) -> None:
@@ -147,14 +145,14 @@ def test_a_gradient_that_is_not_finite_is_told_of_in_the_backward_pass(settings:
     trainer = Trainer(config, load_corpus(law, 16), torch.device("cpu"))
     norm = trainer.model.model.norm.weight
     hook = norm.register_hook(lambda gradient: gradient * float("inf"))
-    before, others = norm.detach().clone(), fm_values(trainer.model.model.layers[1].mlp.up_proj.weight).clone()
+    before, others = norm.detach().clone(), trainer.model.model.layers[1].mlp.up_proj.weight.dequantize().clone()
     for number, bad in ((1, 1), (2, 0)):
         step = trainer.new_step(number, last=False)
         trainer.train_step(step, [])
         assert (step.record["grad_has_nan"], step.record["loss_is_nan"]) == (bad, 0)
         assert torch.equal(before, norm) == bool(bad)
         hook.remove()
-    assert not torch.equal(others, fm_values(trainer.model.model.layers[1].mlp.up_proj.weight))
+    assert not torch.equal(others, trainer.model.model.layers[1].mlp.up_proj.weight.dequantize())
 
 
 def test_a_run_of_a_pretrained_model_is_no_gpt(settings: Settings, tmp_path: Path, capsys: Any) -> None:
@@ -164,10 +162,6 @@ def test_a_run_of_a_pretrained_model_is_no_gpt(settings: Settings, tmp_path: Pat
     assert "is of the pretrained model" in said
     name = shlex.quote(str(settings().model.pretrained))
     assert f"nanogpt-bench finetune --model {name} --resume --name run --save DIR writes it as a model" in said
-
-
-def fm_values(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.dequantize() if isinstance(tensor, fm.FP8Tensor) else tensor
 
 
 def test_recomputed_activations_change_nothing(settings: Settings, tmp_path: Path) -> None:

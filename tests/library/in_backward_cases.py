@@ -51,5 +51,4 @@ def flat(value: Any) -> list[Any]:
 
 
 def everything(model: nn.Module, optimizer: Any) -> list[Any]:
-    tensors, _ = fm.flatten_state_dict(model.state_dict())
-    return flat(tensors) + flat(optimizer.state_dict())
+    return flat(dict(model.state_dict())) + flat(optimizer.state_dict())

@@ -14,7 +14,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from rank_cases import batch, loss_of, model
 from rank_pool import Pool
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tensor_cases import INPUT, Net, decoded, parameter, same_store
 from test_ranks_fsdp import check_same, sharded
@@ -145,11 +144,10 @@ def through_state_dict(p: fm.FP8Parameter, folder: Path) -> Any:
 
 
 def through_safetensors(p: fm.FP8Parameter, folder: Path) -> Any:
-    tensors, metadata = fm.flatten_state_dict({"w": p})
+    tensors = nn.ParameterDict({"w": p}).state_dict()
     assert tensors["w_scale"].dtype == torch.uint8
-    save_file(tensors, folder / "w", metadata)
-    with safe_open(folder / "w", "pt") as file:
-        return fm.unflatten_state_dict(load_file(folder / "w"), file.metadata())["w"]
+    save_file(tensors, folder / "w")
+    return fm.unflatten_state_dict(load_file(folder / "w"))["w"]
 
 
 def through_torch_save(p: fm.FP8Parameter, folder: Path) -> Any:
@@ -206,13 +204,9 @@ def test_extreme_scales_come_back_to_the_bit(trip: Any, tmp_path: Path) -> None:
 
 
 def test_scales_that_were_saved_as_floats_are_taken() -> None:
-    """By the function that unpickles, from parts of a file, and from a checkpoint's parts by name."""
     p = extreme()
-    rebuild, (kind, parts, rest, trained) = p.__reduce_ex__(2)
-    parts = {name: part for name, part in parts.items() if name != "exponents"} | {"scale": p.scale}
-    assert same_store(rebuild(kind, parts, rest, trained), p)
-    tensors, metadata = fm.flatten_state_dict({"w": p})
-    assert same_store(fm.unflatten_state_dict(tensors | {"w_scale": p.scale}, metadata)["w"], p)  # type: ignore[arg-type]
+    tensors = nn.ParameterDict({"w": p}).state_dict()
+    assert same_store(fm.unflatten_state_dict(tensors | {"w_scale": p.scale})["w"], p)  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------------------------------------------------ compiled
@@ -263,9 +257,8 @@ def sharded_blocks(rows: int) -> tuple[int, int]:
     parts.reshard()
     check_same(parts, whole)
     own: Any = parts[0].weight
-    full, rows_held = own.full_tensor(), own._local_tensor.exponents
-    assert torch.equal(full.exponents, first.exponents)
-    assert same_store(full, first)
+    full, rows_held = parts.state_dict()["0.weight_scale"].full_tensor(), own._local_tensor.exponents
+    assert torch.equal(full, first.exponents)
     return rows_held.nbytes, own._local_tensor.codes.nbytes
 
 

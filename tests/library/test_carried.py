@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from optimizer_cases import normal
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune, remove_spectral_norm, remove_weight_norm
 
 from fp8manifold import (
@@ -17,7 +17,6 @@ from fp8manifold import (
     dequantize_model,
     quantization_report,
     quantize_model,
-    use_plain_state,
 )
 
 storages = pytest.mark.parametrize("storage", ["master", "grid", "fp8"])
@@ -127,7 +126,7 @@ def test_parameters_and_state_keep_their_order(storage: Any, tied: Any) -> None:
     assert orders(copy.deepcopy(net), known) == expected
     net.load_state_dict(copy.deepcopy(net).state_dict(), assign=True)
     assert orders(net, known) == expected
-    assert orders(use_plain_state(copy.deepcopy(net)), known) == expected
+    assert orders(copy.deepcopy(net), known) == expected
     assert orders(dequantize_model(net), known) == expected
 
 
@@ -235,32 +234,3 @@ def test_a_named_layer_is_left_by_naming_it_again() -> None:
         ValueError, match=r"pattern '\*' matches none of the 0 linear layers that can be quantised, but"
     ):
         quantize_model(nn.Sequential(net[1]), "E4M3")
-
-
-def test_what_a_model_holds_is_reported() -> None:
-    class Own(nn.Linear):
-        def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-            return -super().forward(input)
-
-    net = nn.ModuleDict(
-        {"wte": nn.Embedding(4, 8), "attn": nn.MultiheadAttention(8, 2), "own": Own(8, 8), "fc": nn.Linear(8, 8)}
-    )
-    net["head"] = nn.Linear(8, 4, bias=False)
-    net["head"].weight = net["wte"].weight
-    quantize_model(net, {"*": "E4M3"}, "grid", tied="leave")
-    report = quantization_report(net)
-    assert {layer.name: layer.detail for layer in report.layers} == {
-        "wte": "not a linear layer",
-        "attn": "not a linear layer",
-        "attn.out_proj": "nn.MultiheadAttention reads its weight and never calls it",
-        "own": "Own is a subclass of nn.Linear with a forward of its own",
-        "fc": "weight=E4M3, activation=none, storage=grid",
-        "head": "its weight is also wte.weight; tied='untie' gives it one of its own",
-    }
-    assert [layer.name for layer in report.quantized] == ["fc"]
-    assert report.quantized_parameters == 64
-    assert report.parameters == sum(p.numel() for p in net.parameters())
-    assert str(report).splitlines()[-1].startswith("quantised: 1 of 6 layers, 64 of ")
-    net["attn"].out_proj = QuantizedLinear(nn.Linear(8, 8), LayerSpec("E4M3"))
-    assert "attn.out_proj" in {layer.name for layer in quantization_report(net).left}
-    assert quantization_report(nn.ReLU()).layers == ()

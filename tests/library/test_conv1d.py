@@ -61,27 +61,6 @@ def test_it_computes_what_fake_quantisation_by_hand_does(made: Any, storage: Any
 
 
 @storages
-def test_it_learns_and_generates(made: Any, storage: Any) -> None:
-    model = quantized(made, storage).train()
-    optimizer = fm.optim.StiffnessAdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(12):
-        loss = model(TOKENS, labels=TOKENS).loss
-        losses.append(loss.item())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert losses[-1] < losses[0] - 0.5
-    model.eval()
-    out = model.generate(
-        TOKENS, attention_mask=torch.ones_like(TOKENS), max_new_tokens=2, do_sample=False, pad_token_id=0
-    )
-    step = logits(model)[:, -1].argmax(-1)
-    assert out.shape == (2, 7)
-    assert torch.equal(out[:, 5], step)
-
-
-@storages
 @pytest.mark.parametrize("assign", [False, True])
 def test_state_dicts_of_every_kind(made: Any, storage: Any, assign: bool) -> None:
     """Its own; that of the float model, in Conv1D's layout, square weights among them; and back into a float model."""
@@ -94,8 +73,9 @@ def test_state_dicts_of_every_kind(made: Any, storage: Any, assign: bool) -> Non
     other.load_state_dict(through_disk(state), assign=assign)
     assert torch.equal(logits(other), logits(model))
     if storage != "grid":  # whose scales are part of its state
-        other = quantized(made, storage)
-        other.load_state_dict({**other.state_dict(), **through_disk(made.state_dict())}, assign=assign)
+        other, parts = quantized(made, storage), ("_scale", "_counter", "_traits")
+        rest = {name: x for name, x in other.state_dict().items() if not name.endswith(parts)}
+        other.load_state_dict({**rest, **through_disk(made.state_dict())}, assign=assign)
         assert torch.equal(logits(other), logits(model))
     if storage != "fp8":
         floats = copy.deepcopy(made)
@@ -131,15 +111,3 @@ def test_gradients_and_hooks_of_a_transposed_weight(made: Any) -> None:
     with pytest.raises(ValueError, match="hooks, which would be given the transposed gradient: remove them first"):
         quantize_model(model, {"c_proj": LayerSpec("E4M3")})
     assert type(model.transformer.h[0].mlp.c_proj) is type(conv)
-
-
-@storages
-def test_parameters_keep_their_order(made: Any, storage: Any) -> None:
-    def names(each: nn.Module) -> list[str]:
-        return [name for name, _ in each.named_parameters(remove_duplicate=False)]
-
-    model, expected = quantized(made, storage), names(made)
-    assert [names(each) for each in (model, copy.deepcopy(model))] == [expected] * 2
-    model.load_state_dict(copy.deepcopy(model).state_dict(), assign=True)
-    assert names(model) == expected
-    assert names(dequantize_model(model)) == expected

@@ -55,17 +55,16 @@ def tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, dict):
         for each in value.values():
             yield from tensors(each)
-    elif isinstance(value, fm.FP8Tensor):
-        yield from (value.codes, value.scale, value.counter)
     elif isinstance(value, Tensor):
         yield value
 
 
 def plain_state() -> dict[str, Any]:
-    weight = fm.FP8Parameter(torch.randn(6, 32, generator=torch.Generator().manual_seed(0)), "E4M3", seed=1)
+    values = torch.randn(6, 32, generator=torch.Generator().manual_seed(0))
+    weight = torch.nn.ParameterDict({"w": fm.FP8Parameter(values, "E4M3", seed=1)}).state_dict()
     other = torch.randn(5, generator=torch.Generator().manual_seed(1))
     return {
-        "model": {"w": weight, "b": other, "half": other.bfloat16(), "wide": other.double(), "flag": torch.ones(3) > 0},
+        "model": {**weight, "b": other, "half": other.bfloat16(), "wide": other.double(), "flag": torch.ones(3) > 0},
         "optimizer": {"step": torch.tensor(3.0), "lr": 0.1, "name": "x", "none": None, "betas": (0.9, 0.99)},
     }
 

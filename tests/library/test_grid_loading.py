@@ -103,14 +103,15 @@ def test_a_scale_without_weights_is_refused() -> None:
 @pytest.mark.usefixtures("swap")
 def test_moving_keeps_the_manifold() -> None:
     layer = grid(1)
-    state = layer.state_dict()
+    state, codes = layer.state_dict(), layer.weight_codes()
     layer.weight.grad = torch.ones(4, 8)
-    for dtype in (torch.bfloat16, torch.float64, torch.float32):
+    for dtype in (torch.bfloat16, torch.float64, torch.float16, torch.float32):
         weight = layer.weight
         layer.to(dtype)
         assert layer.weight is weight
         assert is_on_grid(layer)
-        assert layer.weight.grad.dtype == dtype
+        assert torch.equal(layer.weight_codes(), codes)
+        assert layer.weight.grad.dtype == layer(torch.ones(1, 8, dtype=dtype)).dtype == dtype
     assert torch.equal(layer.weight, state["weight"])
     layer.to("meta")
     assert layer.weight.manifold is layer.manifold
@@ -178,7 +179,8 @@ def test_what_a_hook_makes_of_a_state_is_loaded(storage: Any, assign: bool) -> N
     def hook(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
         assert module is layer
         state[prefix + "weight"] = floats
-        state.pop(prefix + "manifold.scale", None)
+        for name in ("manifold.scale", *(f"weight_{part}" for part in ("scale", "counter", "traits"))):
+            state.pop(prefix + name, None)
 
     layer.register_load_state_dict_pre_hook(hook)
     layer.load_state_dict(layer.state_dict(), assign=assign)

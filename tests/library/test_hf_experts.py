@@ -68,7 +68,7 @@ def loss_of(model: Any) -> Tensor:
 
 
 def bits(model: Any) -> dict[str, Any]:
-    state = fm.use_plain_state(copy.deepcopy(model)).state_dict()
+    state = copy.deepcopy(model).state_dict()
     held = {name: (str(x.dtype), x.contiguous().view(-1).view(torch.uint8).tolist()) for name, x in state.items()}
     kinds = {name: type(p).__name__ for name, p in model.named_parameters(remove_duplicate=False)}
     return {"held": held, "kinds": kinds}

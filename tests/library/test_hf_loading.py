@@ -56,7 +56,7 @@ MAKERS = {"llama": llama, "gpt2": gpt2, "qwen": qwen}
 
 
 def bits(model: nn.Module) -> dict[str, Any]:
-    state = fm.use_plain_state(model).state_dict()
+    state = model.state_dict()
     held = {name: (str(x.dtype), x.contiguous().view(-1).view(torch.uint8).tolist()) for name, x in state.items()}
     grads = {name: (p.requires_grad, type(p).__name__) for name, p in model.named_parameters(remove_duplicate=False)}
     return {"held": held, "parameters": grads, "modules": [repr(m) for m in model.modules()]}

@@ -26,11 +26,11 @@ def layer_of(spec: LayerSpec, storage: Any = "master", seed: int = 0, **options:
     return QuantizedLinear(linear, spec, storage, seed=seed, **options)
 
 
-def gradients(layer: nn.Module, x: Tensor = X, g: Tensor = G) -> tuple[Tensor, Tensor, Tensor]:
+def gradients(layer: nn.Module, x: Tensor = X, g: Tensor = G, run: Any = None) -> tuple[Tensor, Tensor, Tensor]:
     """Of the input, the weight and the bias, after one backward pass."""
     x = x.clone().requires_grad_()
     layer.zero_grad()
-    layer(x).backward(g)
+    (run or layer)(x).backward(g)
     return x.grad, layer.weight.grad, layer.bias.grad  # type: ignore[return-value]
 
 
@@ -345,37 +345,10 @@ def test_blocks_must_fit(operand: str) -> None:
         QuantizedLinear(nn.Linear(*shape), LayerSpec(**arguments))
 
 
-# ------------------------------------------------------------------------------------------------------------ training
-@storages
-def test_a_network_learns_with_all_four_operands_in_eight_bits(storage: Any) -> None:
-    model = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 1))
-    for i, p in enumerate(model.parameters()):
-        p.data = normal(*p.shape, seed=i, std=0.3)
-    quantize_model(model, LayerSpec("E4M3", activation="E4M3", gradient="E5M2", rounding="split"), storage)
-    make: Any = torch.optim.AdamW if storage == "master" else fm.optim.StiffnessAdamW
-    optimizer, x = make(model.parameters(), lr=0.01), normal(256, 6, seed=99)
-    y, losses = x[:, :1] * x[:, 1:2] + x[:, 2:3], []
-    for _ in range(150):
-        optimizer.zero_grad()
-        loss = (model(x) - y).square().mean()
-        losses.append(loss.item())
-        loss.backward()
-        optimizer.step()
-    assert sum(losses[-10:]) / 10 < 0.25 * losses[0]
-
-
 @pytest.mark.usefixtures("cpp_compiler")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own doing, as is
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_compiled_the_gradients_are_the_same() -> None:
     layer = layer_of(LayerSpec("E4M3", activation="E4M3", gradient="E5M2"))
-    eager = gradients(layer)
-    compiled = gradients_of_compiled(layer)
-    assert all(close(x, y) for x, y in zip(compiled, eager, strict=True))
-
-
-def gradients_of_compiled(layer: QuantizedLinear) -> tuple[Tensor, Tensor, Tensor]:
-    function, x = torch.compile(lambda x: layer(x)), X.clone().requires_grad_()
-    layer.zero_grad()
-    function(x).backward(G)
-    return x.grad, layer.weight.grad, layer.bias.grad  # type: ignore[return-value]
+    compiled = gradients(layer, run=torch.compile(lambda x: layer(x)))
+    assert all(close(x, y) for x, y in zip(compiled, gradients(layer), strict=True))

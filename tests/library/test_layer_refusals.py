@@ -16,16 +16,18 @@ from test_plain_state import made as plain
 from torch import Tensor, nn
 
 import fp8manifold as fm
-from fp8manifold._shards import rows_between
 
 
-def flat() -> tuple[dict[str, Tensor], dict[str, str]]:
-    return fm.flatten_state_dict({"w": parameter()})
+def flat() -> dict[str, Tensor]:
+    """The tensors of a file of an earlier version, whose header says what they are."""
+    p = parameter()
+    return {"w": p.codes, "w_scale": p.scale, "w_counter": p.counter}
 
 
 def described(**changes: Any) -> dict[str, str]:
-    """The metadata of `flat` with changes; what is "gone" is left out."""
-    description = json.loads(flat()[1]["fp8:w"]) | changes
+    """Such a header, with changes; what is "gone" is left out."""
+    description = {"format": "E4M3", "block_size": None, "rounding": "stochastic", "seed": 7, "by_operator": True}
+    description |= {"draws": "independent", "dtype": "float32"} | changes
     return {"fp8:w": json.dumps({key: value for key, value in description.items() if value != "gone"})}
 
 
@@ -36,7 +38,7 @@ def state(of: nn.Module, **changes: Tensor | None) -> dict[str, Tensor]:
 
 
 def of(fmt: str, storage: Any) -> nn.Module:
-    return fm.use_plain_state(fm.quantize_model(Model(), fmt, storage))
+    return fm.quantize_model(Model(), fmt, storage)
 
 
 def twice() -> nn.Module:
@@ -48,6 +50,14 @@ def unfinite() -> nn.Module:
     model = Model()
     with torch.no_grad():
         model.lm_head.weight[3, 2], model.blocks[11].attn.proj.weight[0, 0] = torch.nan, torch.inf
+    return model
+
+
+def clashing() -> nn.Module:
+    """A buffer that is called as the scales of a weight in codes are in a state."""
+    model = nn.Module()
+    model.register_buffer("w_scale", torch.ones(1))
+    model.w = parameter()
     return model
 
 
@@ -68,6 +78,7 @@ SUBJECTS: dict[str, Any] = {
     "whole": lambda: parameter(granularity="tensor"),
     "squares": lambda: fm.FP8Parameter(torch.ones(200, 64), granularity="square"),
     "flat": flat,
+    "clashing": clashing,
     "plain": plain,
     "linear": lambda: nn.Linear(8, 4),
     "two": lambda: nn.Sequential(nn.Linear(64, 40), nn.Linear(40, 8)),
@@ -86,7 +97,6 @@ SUBJECTS: dict[str, Any] = {
     "exported": lambda: fm.quantize_model(nn.Sequential(nn.Linear(8, 8)), "E4M3", "fp8", granularity="square"),
 }
 MORE: dict[str, Any] = {"described": described, "state": state, "of": of, "parameter": parameter, "Net": Net}
-MORE["rows_between"] = rows_between
 SIZES = {name: (m.in_features, m.out_features) for name, m in Model().named_modules() if isinstance(m, nn.Linear)}
 
 TENSORS = {
@@ -163,7 +173,7 @@ SCALES = {
     "FP8Tensor.from_codes(codes, 1.0, 'E4M3', block_size=(64, 64))": "ValueError: block_size=(64, 64) must be 32, "
     "(128, 128) or None",
     "FP8Tensor(ones(200, 4), granularity='square', scale=ones(1, 1))": "ValueError: needs (2, 1)",
-    "rows_between(squares, 0, 2)": "RuntimeError: a scale for each square of 128 x 128 can't be sharded",
+    "squares.new_zeros((100, 64))": "RuntimeError: a scale for each square of 128 x 128 can't be sharded",
     "LayerSpec('E4M3', activation={'format': 'E4M3', 'granularity': 'square'})": "ValueError: activation has "
     "granularity='square', which is for weights",
     "quantize_model(linear, 'E4M3', 'grid', granularity='square')": "ValueError: granularity='square' needs "
@@ -233,7 +243,6 @@ OPTIONS = {
 }
 SURGERY = {
     **{f"LayerSpec({given})": said for given, said in SPECS.items()},
-    **{f"quantize_model(model, {given}, 'grid')": said for given, said in FORMATS.items()},
     **{f"quantize_model(model, 'E4M3', {given})": said for given, said in OPTIONS.items()},
     **{
         f"{call}, '{storage}')": f"ValueError: {said}"
@@ -311,8 +320,9 @@ FILES = {
             "_traits=tensor([4, 3, 7, 9, 0, 0, 0, 0, 1, 0])": "9 is out of range: 0 to 5",
             "_traits=tensor([4, 3, 7, 1, 0, -1, 0, 0, 1, 0])": "seed=-1",
             "_counter=zeros(2).long()": "counter has shape",
-            "_traits=None, **{'': zeros(4, 64).byte()}": "which say of which format",
-            "_traits=None, **{'': zeros(4, 64).to(float8_e5m2)}": "is of E5M2, but this layer's",
+            "_traits=None": "0.weight has a 0.weight_counter and no 0.weight_traits, as in files of earlier versions",
+            "_traits=None, _counter=None, **{'': zeros(4, 64).byte()}": "which say of which format",
+            "_traits=None, _counter=None, **{'': zeros(4, 64).to(float8_e5m2)}": "is of E5M2, but this layer's",
         }.items()
     },
     "of('E5M2', 'fp8').load_state_dict(of('E4M3', 'fp8').state_dict())": "RuntimeError: lm_head.weight is of E4M3, but "
@@ -324,47 +334,36 @@ FILES = {
     "net.load_state_dict(Net('E4M3').state_dict())": "RuntimeError: first.weight & is of E4M3, but this one is of E5M2",
     "FP8Manifold('E4M3').load_state_dict(FP8Manifold('E4M3', ones(2, 1)).state_dict())": "RuntimeError: size mismatch "
     "for scale",
-    "use_plain_state({})": "TypeError: must be an nn.Module, not dict",
-    # tensors and metadata apart
-    "unflatten_state_dict(*flat, like={'w': q})": "ValueError: 'w' is of E4M3, but E5M2 is expected",
-    "unflatten_state_dict(*flat, like={'w': parameter('E4M3FNUZ')})": "ValueError: 'w' is of E4M3, but E4M3FNUZ is "
-    "expected",
+    # files of earlier versions
     **{
-        f"unflatten_state_dict(flat[0], described({given}))": f"ValueError: {said}"
+        f"unflatten_state_dict(flat, described({given}))": f"ValueError: {said}"
         for given, said in {
             "format='E9M9'": "'w' can't be put together & E9M9",
             "format=8": "must be a str, not int",
             "format='E2M1'": "is out of range for E2M1",
             "block_size=32": "needs (4, 2)",
-            "block_size='32'": "block_size='32' must be 32, (128, 128) or None",
+            "block_size='32'": "'w' can't be put together",
             "rounding='up'": "rounding='up'",
             "seed=-1": "seed=-1",
             "seed='1'": "seed='1'",
-            "dtype='float16'": "dtype='float16' is unknown: one of float32, bfloat16",
-            **dict.fromkeys(
-                ("dtype='gone'", "more=1", "by_operator='gone'", "draws='gone'"), "expected the keys format, block_size"
-            ),
+            "dtype='float16'": "'w' can't be put together",
+            **{f"{key}='gone'": f"KeyError('{key}')" for key in ("dtype", "by_operator", "draws")},
         }.items()
     },
-    "unflatten_state_dict(flat[0], {'fp8:w': '{'})": "ValueError: 'w' can't be put together from '{'",
-    "unflatten_state_dict(flat[0], {'fp8:w': '[]'})": "ValueError: expected the keys",
-    "unflatten_state_dict(flat[0], {'fp8:v': described()['fp8:w']})": "ValueError: lack 'v'",
+    "unflatten_state_dict(flat, {'fp8:w': '{'})": "ValueError: 'w' can't be put together from '{'",
+    "unflatten_state_dict(flat, {'fp8:w': '[]'})": "ValueError: 'w' can't be put together from '[]'",
+    "unflatten_state_dict(flat, {'fp8:v': described()['fp8:w']})": "ValueError: lack 'v'",
     **{
-        f"unflatten_state_dict(flat[0] | {given}, flat[1])": f"ValueError: {said}"
+        f"unflatten_state_dict(flat | {given}, described())": f"ValueError: {said}"
         for given, said in {
-            "{'w': zeros(4, 64)}": "codes must be a uint8 tensor, not torch.float32",
+            "{'w': zeros(4, 64)}": "w holds torch.float32, and by w_traits it is codes",
             "{'w_scale': full((4, 1), 0.3)}": "scale holds 0.3",
             "{'w_scale': ones(3, 1)}": "(3, 1) & needs (4, 1)",
             "{'w': zeros(5, 64).byte()}": "needs (5, 1)",
             "{'w_counter': zeros(2).long()}": "counter",
         }.items()
     },
-    "flatten_state_dict({'step': 3})": "TypeError: state['step'] is of int",
-    **{
-        f"flatten_state_dict({given})": "ValueError: called like a part of it"
-        for part in ("w_scale", "w_counter", "w_remainder")
-        for given in (f"{{'w': p, '{part}': ones(1)}}", f"{{'{part}': ones(1), 'w': p}}")
-    },
+    "clashing.state_dict()": "ValueError: w is in codes, and w_scale is called like a part of it",
     # models read and written
     "load_quantized(valued, {}, tied='leave')": "ValueError: parameter 'tokens.weight' has values already",
     "load_quantized(bare, {})": "ValueError: the weight of 'head' is shared",

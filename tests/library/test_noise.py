@@ -234,7 +234,7 @@ def test_draws_without_the_operator_s_name_stay_so_where_they_are_copied_loaded_
     own = fm.FP8Parameter.from_codes(new.codes, new.scale, "E4M3", seed=4, by_operator=False)
     loaded = torch.nn.ParameterList([byte(1)])
     loaded.load_state_dict({"0": copy.deepcopy(own)})
-    exported = fm.unflatten_state_dict(*fm.flatten_state_dict({"w": copy.deepcopy(own)}))["w"]
+    exported = fm.unflatten_state_dict(torch.nn.ParameterList([copy.deepcopy(own)]).state_dict())["0"]
     expected = fm.encode(torch.full((N,), 1.03), "E4M3", "stochastic", seed=4, step=0)
     for each in (own, loaded[0], exported):
         with torch.no_grad():

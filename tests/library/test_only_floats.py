@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from test_loading import Watched, state_of
 from torch import Tensor, nn
 
 import fp8manifold as fm
@@ -27,18 +28,14 @@ def filled(value: float, dtype: torch.dtype, *shape: int) -> Tensor:
     return torch.full(shape, value).to(dtype)
 
 
-def scale(kind: str) -> Callable[[Tensor], Tensor]:
-    """Scales as the layouts have them: of squares, of rows, of the tensor, of blocks as E8M0, of bitsandbytes' rows."""
-    shapes: dict[str, Callable[[Tensor], Tensor]] = {
-        "square": lambda x: filled(0.0003, torch.float32, -(-x.shape[0] // 128), -(-x.shape[1] // 128)),
-        "row": lambda x: filled(0.0003, torch.bfloat16, x.shape[0], 1),
-        "tensor": lambda x: torch.tensor(0.0003),
-        "block": lambda x: filled(115, torch.uint8, x.shape[0], x.shape[1] // 32),
-        "flat": lambda x: filled(0.0003, torch.float32, x.shape[0]),
-    }
-    return shapes[kind]
-
-
+#: scales as the layouts have them: of squares, of rows, of the tensor, of blocks as E8M0, of bitsandbytes' rows
+SCALES: dict[str, Callable[[Tensor], Tensor]] = {
+    "square": lambda x: filled(0.0003, torch.float32, -(-x.shape[0] // 128), -(-x.shape[1] // 128)),
+    "row": lambda x: filled(0.0003, torch.bfloat16, x.shape[0], 1),
+    "tensor": lambda x: torch.tensor(0.0003),
+    "block": lambda x: filled(115, torch.uint8, x.shape[0], x.shape[1] // 32),
+    "flat": lambda x: filled(0.0003, torch.float32, x.shape[0]),
+}
 F8, F8_5, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
 #: by name: what a weight is, how a file calls that, and its scales' name and kind
 LAYOUTS: dict[str, tuple[torch.dtype, str, str, str]] = {
@@ -65,7 +62,7 @@ def in_codes(state: Mapping[str, Tensor], layout: str, wanted: Callable[[str, Te
     for name, value in state.items():
         made[name] = codes(dtype)(value) if wanted(name, value) else value.clone()
         if wanted(name, value) and beside:
-            made[name.removesuffix("weight") + beside] = scale(kind)(value)
+            made[name.removesuffix("weight") + beside] = SCALES[kind](value)
     return made
 
 
@@ -90,44 +87,18 @@ def is_one(name: str, value: Tensor) -> bool:
     return name == NAME
 
 
-def state_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
-
-
-class Lazy(Mapping[str, Tensor]):
-    """A mapping that makes each tensor when it is asked for."""
-
-    def __init__(self, given: dict[str, Tensor]) -> None:
-        self.given = given
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.given[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.given)
-
-    def __len__(self) -> int:
-        return len(self.given)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_load_quantized(layout: str, tmp_path: Path) -> None:
+    """Of a state, of a file, and of tensors that are made when they are asked for, where nothing lies beside them."""
     state = in_codes(state_of(Net()), layout, is_one)
     safetensors.save_file(state, tmp_path / "part.safetensors")
-    for source, file in ((state, ""), (tmp_path, "part.safetensors")):
+    sources: list[tuple[Any, str]] = [(state, ""), (tmp_path, "part.safetensors")]
+    for source, file in [*sources, *([(Watched(state), "")] if layout.startswith("raw") else [])]:
         with torch.device("meta"):
             model = Net()
         with pytest.raises(ValueError, match=f"^{re.escape(said(layout, NAME, file))}$"):
             load_quantized(model, source, "E4M3")
         assert model.one.weight.is_meta
-
-
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name.startswith("raw")])
-def test_load_quantized_of_tensors_made_when_asked_for(layout: str) -> None:
-    with torch.device("meta"):
-        model = Net()
-    with pytest.raises(ValueError, match=f"^{re.escape(said(layout, NAME))}$"):
-        load_quantized(model, Lazy(in_codes(state_of(Net()), layout, is_one)), "E4M3")
 
 
 @pytest.mark.parametrize("storage", ["fp8", "grid", "master"])
@@ -201,8 +172,9 @@ def read(hf: Any, folder: Path, storage: str = "fp8", **how: Any) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore")  # what other libraries announce is their own business
-@pytest.mark.parametrize("storage", ["fp8", "grid", "master"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "storage"), [*((layout, "fp8") for layout in LAYOUTS), ("raw int8", "grid"), ("raw E4M3", "master")]
+)
 def test_from_pretrained(layout: str, storage: str, hf: Any, tmp_path: Path) -> None:
     folder = folder_of(hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES)), layout, tmp_path)
     line = said(layout, FIRST, "model.safetensors")

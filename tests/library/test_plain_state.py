@@ -1,8 +1,9 @@
-"""States of plain tensors: through safetensors and back to the bit, files of other libraries, and what is refused."""
+"""States of one-byte weights: through safetensors and back to the bit, files of other libraries, what is refused."""
 
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from tensor_cases import every_format, same_store
 from torch import Tensor, nn
 
 import fp8manifold as fm
-from fp8manifold import exported_state_dict, quantize_model, use_plain_state
+from fp8manifold import exported_state_dict, quantize_model
 
 GRANULARITIES = pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
 
@@ -24,7 +25,7 @@ def made(fmt: str = "E4M3", seed: int = 0, storage: Any = "fp8", width: int = 64
         torch.manual_seed(seed)
         net = nn.Sequential(nn.Linear(width, 4), nn.ReLU(), nn.Linear(4, 4, bias=False))
     formats = {"0": fm.LayerSpec(fmt, granularity=options.pop("granularity", "channel")), "2": fmt}
-    return use_plain_state(quantize_model(net, formats, storage, seed=seed, **options))
+    return quantize_model(net, formats, storage, seed=seed, **options)
 
 
 def through_file(model: nn.Module, path: Path) -> dict[str, Tensor]:
@@ -55,7 +56,7 @@ def test_a_model_survives_a_file(name: str, granularity: Any, assign: bool, tmp_
 def test_every_trait_survives(tmp_path: Path) -> None:
     model = made("P3109_8P3F", rounding="nearest").bfloat16()
     model[0].weight.by_operator = False
-    model[2].weight = fm.FP8Parameter(normal(4, 4), "P3109_8P3F", seed=2**63 - 1)
+    model[2].weight = fm.FP8Parameter(normal(4, 4), "P3109_8P3F", seed=2**63 - 1, draws="dither")
     other = made("P3109_8P3F", seed=1).bfloat16()
     other.load_state_dict(through_file(model, tmp_path / "m"), assign=True)
     for index in (0, 2):
@@ -71,6 +72,7 @@ def test_the_names_and_what_is_left_as_it_is() -> None:
         *(f"2.{name}" for name in names if name != "bias"),
     }
     assert all(type(x) is Tensor for x in model.state_dict().values())
+    assert model.state_dict()["0.weight"].dtype == torch.uint8
     assert model.state_dict(keep_vars=True)["0.weight"] is model[0].weight
     assert model.state_dict()["0.weight_scale"].data_ptr() == model[0].weight.scale.data_ptr()
     for storage in ("grid", "master"):
@@ -175,7 +177,7 @@ def test_codes_that_were_averaged_are_refused(name: str, storage: Any, strict: b
 def test_codes_of_parameters_that_were_averaged_are_refused() -> None:
     def embedded(seed: int) -> Any:
         net = nn.Sequential(nn.Embedding(8, 32), nn.Linear(32, 4))
-        return use_plain_state(quantize_model(net, "E2M5", "fp8", embeddings="E2M5", seed=seed))
+        return quantize_model(net, "E2M5", "fp8", embeddings="E2M5", seed=seed)
 
     first, second = embedded(0).state_dict(), embedded(1).state_dict()
     averaged = {key: (first[key].float() + second[key].float()) / 2 for key in first}
@@ -185,9 +187,41 @@ def test_codes_of_parameters_that_were_averaged_are_refused() -> None:
 
 def test_floats_alone_are_rounded_as_ever() -> None:
     model = made("E2M5")
-    values = {
-        key: torch.full_like(x, 0.5) for key, x in use_plain_state(made("E2M5"), plain=False).state_dict().items()
-    }
-    floats = {key: x.dequantize() if isinstance(x, fm.FP8Tensor) else x for key, x in values.items()}
-    model.load_state_dict(floats, strict=False)
+    values = {name: torch.full_like(p.detach(), 0.5) for name, p in made("E2M5").named_parameters()}
+    model.load_state_dict({name: x.dequantize() if isinstance(x, fm.FP8Tensor) else x for name, x in values.items()})
     assert torch.equal(model[0].weight.dequantize(), torch.full((4, 64), 0.5))
+
+
+# ------------------------------------------------------------------------------------------- without a model
+def test_states_of_any_module_and_their_weights_without_a_model(tmp_path: Path) -> None:
+    """Codes in a module of somebody else's, and values of a float model from its state."""
+    first, second = (nn.Linear(4, 2, bias=False) for _ in range(2))
+    first.weight, second.weight = (fm.FP8Parameter(normal(2, 4, seed=i), "E3M4", seed=i) for i in range(2))
+    state = through_file(first, tmp_path / "m")
+    second.load_state_dict(state)
+    assert same_store(first.weight, second.weight)  # type: ignore[arg-type]
+    floats = nn.Linear(4, 2, bias=False)
+    floats.load_state_dict(fm.unflatten_state_dict(state | {"other": torch.ones(1)}), strict=False)
+    assert torch.equal(floats.weight.detach(), first.weight.dequantize())
+    with pytest.raises(RuntimeError, match=r"Unexpected key.* .weight_scale"):
+        floats.load_state_dict(state)
+    assert fm.unflatten_state_dict({"b": torch.ones(1)}, {"fp8": "no prefix", "format": "pt"}).keys() == {"b"}
+
+
+@every_format
+@GRANULARITIES
+def test_files_of_earlier_versions_are_read(name: str, granularity: Any) -> None:
+    """Whose header has in JSON what the numbers of a state say, and whose codes have a dtype of torch's."""
+    p = made(name, granularity=granularity, rounding="nearest")[0].weight
+    said = {"format": name, "block_size": p.block_size, "rounding": "nearest", "seed": p.seed, "by_operator": True}
+    header = {"fp8:a.w": json.dumps(said | {"draws": "independent", "dtype": "float32", "remainder": True})}
+    codes = p.codes.view(torch.float8_e4m3fn) if name == "E4M3" else p.codes
+    left = torch.ones(4, 64, dtype=torch.int8)
+    tensors = {"a.w": codes, "a.w_scale": p.kept_scale, "a.w_counter": torch.tensor(3), "a.w_remainder": left}
+    state = fm.unflatten_state_dict(tensors, header)
+    own: Any = state.pop("a.w")
+    assert state == {}
+    assert same_store(own, p) is (int(p.counter) == 3)
+    assert torch.equal(own.codes, p.codes)
+    assert own._traits() == p._traits()
+    assert (int(own.counter), torch.equal(own.remainder, left)) == (3, True)

@@ -39,9 +39,8 @@ def test_a_gradient_that_is_never_finite_is_warned_of_once(make: Any, bad: float
     for t in range(40):
         put(model, bad)
         if t == 9:
-            with pytest.warns(RuntimeWarning, match=message) as caught:
+            with pytest.warns(RuntimeWarning, match=message):
                 optimizer.step()
-            assert caught[0].filename == __file__
         else:  # any other warning is an error
             optimizer.step()
     assert optimizer.skipped_steps == optimizer.skipped_in_row == optimizer.state_dict()["skipped_in_row"] == 40

@@ -234,12 +234,9 @@ def test_a_pass_has_the_values_and_gradients_of_floats() -> None:
 
 
 @pytest.mark.parametrize("kind", ["adamw 8bit", "muon 8bit"])
-@pytest.mark.parametrize("plain", [False, True])
-def test_a_run_goes_on_from_a_file(kind: str, plain: bool) -> None:
+def test_a_run_goes_on_from_a_file(kind: str) -> None:
     def made() -> tuple[nn.Module, Any]:
         model = net()
-        if plain:
-            fm.use_plain_state(model)
         if kind.startswith("muon"):
             return model, optim.StiffnessMuon.for_model(model, lr=0.05, moments="8bit", seed=1)
         return model, STEPS[kind](model.parameters(), seed=1)
@@ -269,9 +266,9 @@ def test_a_state_of_other_scales_is_refused() -> None:
 
 def test_safetensors_and_loading() -> None:
     model = net()
-    tensors, metadata = fm.flatten_state_dict(model.state_dict())
+    tensors = model.state_dict()
     assert tensors["1.weight_scale"].dtype == torch.uint8
-    back = fm.unflatten_state_dict(tensors, metadata, like=model.state_dict())
+    back = fm.unflatten_state_dict(tensors)
     other = net(seed=9)
     other.load_state_dict(back)
     assert same(model, other)

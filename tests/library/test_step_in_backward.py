@@ -12,7 +12,6 @@ import torch
 from in_backward_cases import OPTIMIZERS, TOKENS, everything, flat, loss, network, train
 from torch import Tensor, nn
 
-import fp8manifold as fm
 from fp8manifold import optim
 
 
@@ -187,7 +186,7 @@ def test_accelerate_and_its_resume_step_in_backward(tmp_path: Path) -> None:
     uninterrupted = OPTIMIZERS["muon"](whole)
     train(whole, uninterrupted, 4)
     accelerator = accelerate.Accelerator(cpu=True)
-    model = fm.use_plain_state(network("fp8"))
+    model = network("fp8")
     own = OPTIMIZERS["muon"](model)
     optim.step_in_backward(own)
     model, optimizer = accelerator.prepare(model, own)

@@ -1,11 +1,10 @@
-"""quantize_model: which layers are replaced, what the new ones compute, and that a refusal leaves the model alone."""
+"""quantize_model: which layers are replaced and which are left, as patterns, ties, adapters and the report say it."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+import warnings
 from typing import Any
 
 import pytest
@@ -13,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from optimizer_cases import bits_of, normal
 from surgery_models import LINEARS, Model
-from torch import nn
+from torch import Tensor, nn
 
 import fp8manifold as fm
-from fp8manifold import LayerSpec, QuantizedLinear, check_formats, dequantize_model, quantize_model
+from fp8manifold import LayerSpec, QuantizedLinear, check_formats, quantization_report, quantize_model
 
 storages = pytest.mark.parametrize("storage", ["master", "grid"])
 
@@ -31,20 +30,6 @@ def formats_of(model: nn.Module) -> dict[str, str]:
         for name, module in model.named_modules()
         if isinstance(module, QuantizedLinear) and module.weight_format
     }
-
-
-def everything(model: nn.Module) -> list[Any]:
-    """Modules by identity and class, parameters and buffers by identity and bits."""
-    modules = [(name, id(m), type(m)) for name, m in model.named_modules()]
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    return [modules, [(name, id(t), type(t), bits_of(t)) for name, t in tensors]]
-
-
-@contextmanager
-def left_alone(model: nn.Module) -> Iterator[None]:
-    before = everything(model)
-    yield
-    assert everything(model) == before
 
 
 # -------------------------------------------------------------------------------------------------------- patterns
@@ -121,26 +106,6 @@ def test_activations_alone() -> None:
     assert torch.equal(layer.quantized_weight(), layer.weight)
 
 
-@storages
-def test_a_model_that_is_a_linear_layer(storage: Any) -> None:
-    linear = nn.Linear(8, 4)
-    layer = quantize_model(linear, "E4M3", storage)
-    assert type(layer) is QuantizedLinear
-    assert layer.bias is linear.bias
-    back = dequantize_model(layer)
-    assert type(back) is nn.Linear
-    assert torch.equal(back.weight, layer.quantized_weight())
-
-
-def test_subclasses_of_linear_are_left_as_they_are() -> None:
-    """Their forward is their own; a pattern that names nothing else is an error rather than ignored."""
-    model = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2), "fc": nn.Linear(8, 8)})
-    quantize_model(model, "E4M3")
-    assert formats_of(model) == {"fc": "E4M3"}
-    with left_alone(model), pytest.raises(ValueError, match="'out_proj' matches none"):
-        quantize_model(model, {"out_proj": "E4M3"})
-
-
 # ------------------------------------------------------------------------------------------------- allowed or not
 @pytest.mark.parametrize("tied", ["refuse", "untie", "leave"])
 @pytest.mark.parametrize(
@@ -172,23 +137,110 @@ def test_what_is_allowed_is_known_without_a_model(storage: Any, formats: Any, ti
 
 
 @pytest.mark.parametrize("storage", ["master", "grid", "fp8"])
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_weights_that_are_not_finite_may_be_left(bad: float, storage: Any) -> None:
-    model = Model()
-    model.lm_head.weight.data[3, 2] = bad
-    quantize_model(model, {"*": "E4M3", "lm_head": "none"}, storage)
-    assert len(formats_of(model)) == 48
-
-
-@storages
-def test_tied_weights_may_be_left(storage: Any) -> None:
+def test_what_none_names_may_be_anything(storage: Any) -> None:
+    """Weights that are not finite, or tied; layers that are quantised already."""
     model = Model(tied=True)
-    quantize_model(model, {"*": "E4M3", "lm_head": "none"}, storage)
+    model.lm_head.weight.data[3, 2] = math.nan
+    quantize_model(model, {"mlp": "E4M3"}, storage)
+    quantize_model(model, {"*": "E5M2", "mlp": "none", "lm_head": "none"}, storage)
     assert model.lm_head.weight is model.embedding.weight
-    assert "lm_head" not in formats_of(model)
-
-
-def test_what_is_quantised_already_may_be_left() -> None:
-    model = quantize_model(Model(), {"mlp": "E4M3"}, "grid")
-    quantize_model(model, {"*": "E5M2", "mlp": "none"}, "grid")
+    assert set(formats_of(model)) == {*LINEARS} - {"lm_head"}
     assert set(formats_of(model).values()) == {"E4M3", "E5M2"}
+
+
+def test_a_tied_head_is_untied_or_left() -> None:
+    for storage, kind in (("fp8", fm.FP8Parameter), ("master", nn.Parameter)):
+        model = quantize_model(Model(tied=True), "E4M3", storage, tied="untie")  # type: ignore[arg-type]
+        assert model.lm_head.weight is not model.embedding.weight
+        assert (type(model.lm_head.weight), type(model.embedding.weight)) == (kind, nn.Parameter)
+    assert torch.equal(model.lm_head.weight, model.embedding.weight)
+    model = quantize_model(Model(tied=True), "E4M3", tied="leave")
+    assert type(model.lm_head) is nn.Linear
+    assert model.lm_head.weight is model.embedding.weight
+
+
+def test_what_a_model_holds_is_reported() -> None:
+    class Own(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+            return -super().forward(input)
+
+    net = nn.ModuleDict(
+        {"wte": nn.Embedding(4, 8), "attn": nn.MultiheadAttention(8, 2), "own": Own(8, 8), "fc": nn.Linear(8, 8)}
+    )
+    net["head"] = nn.Linear(8, 4, bias=False)
+    net["head"].weight = net["wte"].weight
+    for pattern in ("out_proj", "own"):  # a pattern that names nothing else is an error rather than ignored
+        with pytest.raises(ValueError, match=f"'{pattern}' matches none"):
+            quantize_model(net, {pattern: "E4M3"})
+    quantize_model(net, {"*": "E4M3"}, "grid", tied="leave")
+    report = quantization_report(net)
+    assert {layer.name: layer.detail for layer in report.layers} == {
+        "wte": "not a linear layer",
+        "attn": "not a linear layer",
+        "attn.out_proj": "nn.MultiheadAttention reads its weight and never calls it",
+        "own": "Own is a subclass of nn.Linear with a forward of its own",
+        "fc": "weight=E4M3, activation=none, storage=grid",
+        "head": "its weight is also wte.weight; tied='untie' gives it one of its own",
+    }
+    assert [layer.name for layer in report.quantized] == ["fc"]
+    assert report.quantized_parameters == 64
+    assert report.parameters == sum(p.numel() for p in net.parameters())
+    assert str(report).splitlines()[-1].startswith("quantised: 1 of 6 layers, 64 of ")
+    net["attn"].out_proj = QuantizedLinear(nn.Linear(8, 8), LayerSpec("E4M3"))
+    assert "attn.out_proj" in {layer.name for layer in quantization_report(net).left}
+    assert quantization_report(nn.ReLU()).layers == ()
+
+
+# --------------------------------------------------------------------------------------------------- adapters of PEFT
+@pytest.fixture
+def peft() -> Any:
+    return pytest.importorskip("peft", reason="needs the extra lora")
+
+
+def adapted(peft: Any) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8))
+    found: nn.Module = peft.inject_adapter_in_model(peft.LoraConfig(r=4, target_modules=["0", "2"]), model)
+    return found
+
+
+def quantized(model: nn.Module) -> set[str]:
+    return {name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
+
+
+@pytest.mark.parametrize("formats", ["E2M5", {"*": "E2M5"}, {"0": "E2M5", "2": "E4M3"}])
+@pytest.mark.parametrize("storage", ["master", "grid", "fp8"])
+def test_adapters_stay_and_are_named_once(formats: Any, storage: Any, peft: Any) -> None:
+    names = r"0\.lora_A\.default, 0\.lora_B\.default, 2\.lora_A\.default and 1 more"
+    with pytest.warns(UserWarning, match=names) as said:
+        model = quantize_model(adapted(peft), formats, storage=storage)
+    assert len(said) == 1
+    assert said[0].filename == __file__
+    assert "\n" not in str(said[0].message)
+    assert quantized(model) == {"0.base_layer", "2.base_layer"}
+
+
+@pytest.mark.parametrize("pattern", ["lora_B", "*.lora_B.*", "2.lora_B.default", "lora_*"])
+def test_a_pattern_that_names_them_takes_them(pattern: str, peft: Any) -> None:
+    with warnings.catch_warnings(record=True):
+        warnings.simplefilter("always")
+        model = quantize_model(adapted(peft), {"*": "E2M5", pattern: "E2M5"}, storage="fp8")
+    assert "2.lora_B.default" in quantized(model)
+
+
+def test_no_word_where_adapters_were_left_by_a_pattern(peft: Any) -> None:
+    model = quantize_model(adapted(peft), {"base_layer": "E2M5"}, storage="fp8")
+    again = quantize_model(adapted(peft), {"*": "E2M5", "lora_*": "none"}, storage="fp8")
+    assert quantized(model) == quantized(again)
+
+
+def test_an_adapter_of_zeros_that_is_asked_for_learns(peft: Any) -> None:
+    """``lora_B`` begins with zeros: its scale is fitted in its first step."""
+    model = quantize_model(adapted(peft), {"base_layer": "E4M3", "lora_*": "E2M5"}, storage="fp8")
+    b: Any = model.get_submodule("2.lora_B.default").weight
+    assert not b.codes.any()
+    optimizer = fm.optim.StiffnessAdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    model(torch.randn(16, 32)).square().mean().backward()
+    optimizer.step()
+    assert (b.scale <= 2.0**-11).all()
+    assert b.codes.any()

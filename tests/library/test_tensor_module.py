@@ -11,7 +11,7 @@ import geoopt
 import pytest
 import torch
 from optimizer_cases import normal, through_disk
-from tensor_cases import FORMATS, INPUT, TARGET, Net, every_format, every_granularity, loss_of, parameter, same_store
+from tensor_cases import INPUT, TARGET, Net, every_format, every_granularity, loss_of, parameter, same_store
 from torch import Tensor, nn
 
 import fp8manifold as fm
@@ -93,21 +93,6 @@ def test_saved_views_are_values() -> None:
 
 
 # ------------------------------------------------------------------------------------------------- modules, state dicts
-@pytest.mark.parametrize("name", FORMATS)
-def test_state_dict_round_trip(name: str) -> None:
-    """Scale and counter of the file are adopted exactly, into weights of another scale."""
-    net, other = stepped(Net(name)), Net(name)
-    with torch.no_grad():
-        for p in other.stored:
-            p.rescale_(p.scale * 8)
-    assert str(other.load_state_dict(through_disk(net.state_dict()))) == "<All keys matched successfully>"
-    assert all(same_store(a, b) for a, b in zip(net.stored, other.stored, strict=True))
-    assert all(int(p.counter) == 2 for p in other.stored)
-    assert torch.equal(net(INPUT), other(INPUT))
-    assert all(type(p) is fm.FP8Parameter and p.requires_grad for p in other.stored)
-    assert all(same_store(a, b) for a, b in zip(stepped(net).stored, stepped(other).stored, strict=True))
-
-
 def test_assigning_a_state_dict() -> None:
     net = stepped(Net())
     with torch.device("meta"):
@@ -135,7 +120,7 @@ def test_a_float_model_takes_the_values() -> None:
     net, floats = Net(), Net()
     for layer in (floats.first, floats.second):
         layer.weight = nn.Parameter(torch.zeros_like(layer.weight))
-    floats.load_state_dict(net.state_dict())
+    floats.load_state_dict(fm.unflatten_state_dict(net.state_dict()))
     assert type(floats.first.weight) is nn.Parameter
     assert torch.equal(floats.first.weight, net.first.weight.dequantize())
 
@@ -315,6 +300,13 @@ def test_checkpointed_activations() -> None:
     out = torch.utils.checkpoint.checkpoint(again, INPUT, use_reentrant=False)
     (out - TARGET).square().mean().backward()
     assert torch.equal(net.first.weight.grad, again.first.weight.grad)  # type: ignore[arg-type]
+
+
+def test_a_layer_that_is_cast_under_autocast_has_codes_of_its_own() -> None:
+    layer = fm.quantize_model(nn.Sequential(nn.Linear(8, 4)), storage="fp8", keep_remainder=True)[0]
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        layer.to(torch.bfloat16).weight.mul_(0.5)
+    assert layer.weight.dtype is torch.bfloat16
 
 
 def test_a_layer_is_not_moved_while_a_graph_holds_its_weight() -> None:

@@ -104,10 +104,19 @@ def test_expanded_views_read() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_made_like_it_is_plain(make: str, dtype: torch.dtype) -> None:
     p = parameter(dtype=dtype)
-    made = [getattr(torch, make)(p), p.new_zeros(4, 64), p.new_empty(4, 64), torch.full_like(p, 2.0)]
+    assert type(p.new_zeros(4, 32)) is Tensor
+    made = [getattr(torch, make)(p), p.new_empty(4, 64), torch.full_like(p, 2.0)]
     for x in made:
         assert type(x) is Tensor
         assert (x.shape, x.dtype, x.device, x.stride()) == (p.shape, dtype, p.device, p.stride())
+
+
+def test_zeros_with_its_columns_are_rows_as_fully_shard_makes_them() -> None:
+    """They are read as any zeros; who writes into them is told of plain ones."""
+    zeros = parameter().new_zeros(3, 64)
+    assert torch.equal(zeros + 0, torch.zeros(3, 64))
+    with pytest.raises(RuntimeError, match=r"for plain zeros in place of new_zeros take torch\.zeros_like"):
+        zeros.add_(1.0)
 
 
 def test_it_prints() -> None:

@@ -14,7 +14,7 @@ from tensor_cases import FORMATS, GRANULARITIES, same_store
 from torch import Tensor, nn
 
 import fp8manifold as fm
-from fp8manifold import LayerSpec, QuantizedLinear, dequantize_model, quantize_model, use_plain_state
+from fp8manifold import LayerSpec, QuantizedLinear, dequantize_model, quantize_model
 
 
 def stored(name: str = "E4M3", **options: Any) -> nn.Module:
@@ -48,39 +48,7 @@ def test_the_weight_is_the_grids_in_one_byte(name: str, granularity: Any) -> Non
         assert torch.equal(layer(x), grid(x))
 
 
-def test_options_reach_the_weights() -> None:
-    model = stored(rounding="nearest", seed=3, headroom=4.0, granularity="tensor", keep_remainder=True)
-    weights = [layer.weight for layer in layers(model)]
-    assert len({w.seed for w in weights}) == len(weights) == 49
-    assert {w.rounding for w in weights} == {"nearest"}
-    assert {w.granularity for w in weights} == {"tensor"}
-    assert all(w.remainder is not None and w.remainder.count_nonzero() > 0 for w in weights)
-    plain = Model()
-    expected = fm.storage_scale(plain.lm_head.weight, "E4M3", "tensor", headroom=4.0)
-    assert torch.equal(model.lm_head.weight.scale, expected)
-    assert all(layer.weight.remainder is None for layer in layers(stored()))
-
-
 # --------------------------------------------------------------------------------------------- copies, files, and back
-def test_state_dict_round_trip_with_seeds() -> None:
-    """Codes, scale, counter and seed come from the file; what is drawn next is the same."""
-    first, second = stored("E3M4", seed=1, keep_remainder=True), stored("E3M4", seed=2)
-    with torch.no_grad():
-        for layer in layers(first):
-            layer.weight.mul_(0.9)
-            layer.weight.rescale_(layer.weight.scale * 2)
-    second.load_state_dict(through_disk(first.state_dict()))
-    for a, b in zip(layers(first), layers(second), strict=True):
-        assert same_store(a.weight, b.weight)
-        assert a.weight.seed == b.weight.seed
-        assert int(b.weight.counter) == 2
-    assert torch.equal(first(TOKENS), second(TOKENS))
-    with torch.no_grad():
-        for layer in (first.lm_head, second.lm_head):
-            layer.weight.mul_(0.99)
-    assert torch.equal(first.lm_head.weight.codes, second.lm_head.weight.codes)
-
-
 def begun(model: nn.Module) -> list[Tensor]:
     """The residuals that a first step of nothing begins with."""
     for p in model.parameters():
@@ -94,19 +62,15 @@ def through_state(model: nn.Module) -> dict[str, Any]:
     return through_disk(model.state_dict())
 
 
-def through_plain_state(model: nn.Module) -> dict[str, Any]:
-    return through_disk(use_plain_state(model).state_dict())
-
-
-def through_flat_state(model: nn.Module) -> dict[str, Any]:
-    return fm.unflatten_state_dict(*fm.flatten_state_dict(model.state_dict()))
+def through_tensors_of_codes(model: nn.Module) -> dict[str, Any]:
+    return through_disk(fm.unflatten_state_dict(model.state_dict()))
 
 
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize(
     "way",
-    [nn.Module.state_dict, through_state, through_plain_state, through_flat_state],
-    ids=["state", "disk", "plain", "flat"],
+    [nn.Module.state_dict, through_state, through_tensors_of_codes],
+    ids=["state", "disk", "tensors of codes"],
 )
 def test_what_rounding_left_is_part_of_the_state(way: Any, assign: bool) -> None:
     """Until an optimizer has taken it: residuals begin with it after a state was loaded, as they do before."""
@@ -117,7 +81,7 @@ def test_what_rounding_left_is_part_of_the_state(way: Any, assign: bool) -> None
         for residual, remainder in zip(begun(each), expected, strict=True):
             assert remainder.count_nonzero() > 0
             assert torch.equal(residual, remainder)
-    assert not any("remainder" in name for name in use_plain_state(model).state_dict())
+    assert not any("remainder" in name for name in model.state_dict())
     assert model.state_dict(keep_vars=True)["lm_head.weight"] is model.lm_head.weight
 
 
@@ -132,17 +96,17 @@ def test_floats_that_are_loaded_leave_a_remainder() -> None:
 def test_a_step_makes_the_remainder_void_for_all_that_share_it(writeback: str) -> None:
     """Codes that were written again have left something else, which no later optimizer may begin with."""
     model = stored(keep_remainder=True)
-    shared = model.state_dict()["lm_head.weight"]
-    assert shared.remainder.count_nonzero() > 0
+    shared = model.state_dict()["lm_head.weight_remainder"]
+    assert shared.count_nonzero() > 0
     optimizer = fm.optim.StiffnessSGD(model.parameters(), lr=0.01, writeback=writeback)
     model(TOKENS).sum().backward()
     optimizer.step()
     assert model.lm_head.weight.remainder is None
-    assert shared.remainder.count_nonzero() == 0
+    assert shared.count_nonzero() == 0
 
 
 def test_a_remainder_that_does_not_fit_is_refused() -> None:
-    state = use_plain_state(stored(keep_remainder=True)).state_dict()
+    state = stored(keep_remainder=True).state_dict()
     state["lm_head.weight_remainder"] = state["lm_head.weight_remainder"].float()
     with pytest.raises(RuntimeError, match=r"lm_head\.weight can't be put together .*remainder is torch\.float32"):
         stored().load_state_dict(state)
@@ -164,7 +128,7 @@ def test_a_float_checkpoint_is_rounded_at_a_scale_of_its_own(assign: bool, scale
 
 def test_a_float_model_takes_a_stored_checkpoint() -> None:
     model, floats = stored(), Model()
-    floats.load_state_dict(through_disk(model.state_dict()))
+    floats.load_state_dict(fm.unflatten_state_dict(through_disk(model.state_dict())))
     assert torch.equal(floats(TOKENS), model(TOKENS))
 
 
@@ -174,7 +138,7 @@ def test_a_model_made_on_meta_is_filled() -> None:
         shell = nn.Linear(8, 10, bias=False)
     shell = quantize_model(shell, "E4M3", "fp8")
     assert shell.weight.is_meta
-    shell.load_state_dict({"weight": model.lm_head.state_dict()["weight"]}, assign=True)
+    shell.load_state_dict(model.lm_head.state_dict(), assign=True)
     assert same_store(shell.weight, model.lm_head.weight)
 
 

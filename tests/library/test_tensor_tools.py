@@ -31,7 +31,7 @@ def test_an_exported_program_can_be_decomposed() -> None:
 @pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning")
 def test_an_exported_program_that_trains_is_not_decomposed() -> None:
     program = torch.export.export(quantized(), (INPUT,))
-    with pytest.raises(RuntimeError, match=r"codes take no gradient: call requires_grad_\(False\) on the model"):
+    with pytest.raises(RuntimeError, match="can require gradients"):
         program.run_decompositions()
 
 

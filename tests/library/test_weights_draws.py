@@ -117,23 +117,6 @@ def test_what_is_made_of_the_model_keeps_them(storage: Any, tmp_path: Path) -> N
     )
 
 
-@pytest.mark.parametrize("plain", [False, True])
-def test_a_state_of_codes_says_which_they_were(plain: bool, tmp_path: Path) -> None:
-    net, other = network(), network(draws="independent")
-    if plain:
-        fm.use_plain_state(net)
-    other.load_state_dict(through_disk(net.state_dict()))
-    assert owned(other) == ["dither"] * 2
-
-
-def test_an_export_says_which_they_were() -> None:
-    tensors, metadata = fm.flatten_state_dict(network().state_dict())
-    assert json.loads(metadata["fp8:0.weight"])["draws"] == "dither"
-    other = network(draws="independent")
-    other.load_state_dict(fm.unflatten_state_dict(tensors, metadata))
-    assert owned(other) == ["dither"] * 2
-
-
 def test_codes_of_another_library_leave_the_layers_own() -> None:
     net = network()
     tensors, _ = fm.exported_state_dict(net)
