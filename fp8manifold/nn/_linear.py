@@ -37,6 +37,7 @@ from fp8manifold.nn._products import (
     round_gradient,
 )
 from fp8manifold.nn._scalers import HISTORY, FixedScale, GlobalScale, Scale, Scaler, SharedAmax, announce_gradients
+from fp8manifold.nn._selection import linear_around, linear_of
 from fp8manifold.nn._spec import (
     GLOBAL,
     NONE,
@@ -496,17 +497,3 @@ class QuantizedConv1D(QuantizedLinear):
         if isinstance(weight, Tensor) and not holds_codes(weight):
             state_dict[prefix + "weight"] = weight.t().contiguous()
         super()._load_from_state_dict(state_dict, prefix, *args)
-
-
-def linear_of(layer: Any) -> nn.Linear:
-    """An ``nn.Linear`` with a weight of its own, of the values of a linear layer or ``Conv1D``, and with its bias."""
-    weight = layer.weight.detach()
-    return linear_around(weight.clone() if isinstance(layer, nn.Linear) else weight.t().contiguous(), layer)
-
-
-def linear_around(values: Tensor, layer: Any) -> nn.Linear:
-    """An ``nn.Linear`` with these values, ``(out, in)``, for its weight, and everything else of a layer."""
-    linear = nn.Linear(values.shape[1], values.shape[0], bias=False, device="meta")
-    linear.weight = nn.Parameter(values, requires_grad=layer.weight.requires_grad)
-    linear.bias = layer.bias
-    return linear.train(layer.training)
