@@ -12,6 +12,7 @@ from pathlib import Path
 from nanogpt_bench.commands.sweep import sweep_grid
 from nanogpt_bench.runs.environment import command_line
 from nanogpt_bench.sweep.comparison import comparison, read_given, told
+from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.lock import locked, new_folder
 from nanogpt_bench.system.words import say
 from nanogpt_bench.workers.executors import check_executor, executor_of
@@ -60,6 +61,8 @@ def compare(
     """
     check_executor(executor, address)
     given = read_given(overrides)
+    if data_dir is None and given.get("task") == "classify":
+        raise BenchError("--task classify needs --data.dir: the standard library's prose has no labels")
     sweep = comparison(
         formats=formats,
         rules=rules,

@@ -16,8 +16,9 @@ from nanogpt_bench.report.rows import row_label
 from nanogpt_bench.setup.formats import format_name
 from nanogpt_bench.sweep.axes import Axis, Point
 from nanogpt_bench.sweep.file import SweepFile, find_sweep, read_sweep
-from nanogpt_bench.sweep.plan import applies
+from nanogpt_bench.sweep.plan import applies, check_count
 from nanogpt_bench.system.errors import BenchError
+from nanogpt_bench.system.words import counted
 
 SHIPPED = "compare.yaml"
 REFERENCE = "bf16-mixed"
@@ -60,6 +61,7 @@ def comparison(
     if given.get("model.init_from") is not None:  # which has a size of its own
         base.pop("model.size")
     chosen = choose_rows(formats, rules)
+    check_count(len(chosen) * seeds, f"{counted(len(chosen), 'row')} at --seeds {seeds:,}")
     for key, value in given.items():
         if not any(applies(key, value, RULES[row["rule"]]) for row in chosen):
             raise BenchError(

@@ -22,7 +22,7 @@ Refused = Callable[..., str]
 Tiny = Callable[..., Config]
 
 
-@pytest.mark.parametrize("words", ["show", "rerun", "monitors"])
+@pytest.mark.parametrize("words", ["show", "rerun"])
 def test_a_results_file_that_is_not_there_is_said_to_be_missing(words: str, tmp_path: Path, refused: Refused) -> None:
     said = refused("results", words, tmp_path / "gone.json")
     assert said == f"nanogpt-bench: error: results file {str(tmp_path / 'gone.json')!r} does not exist"
