@@ -179,13 +179,13 @@ def evaluate_run(
     trained = load(choose(run_dir, checkpoint))
     weights = RunWeights(trained, given)
     corpus = weights.open_text()
-    say(f"weights of {folder_of(trained.folder)}; text {corpus.folder}, tokenizer {corpus.meta['tokenizer']}")
+    say(f"weights of {folder_of(trained.path)}; text {corpus.folder}, tokenizer {corpus.meta['tokenizer']}")
     rows: list[Evaluation] = []
     with runtime(weights.own) as device:
         for name, trainer in _trainers(weights, names, corpus, device):
             if save:
                 save_weights(trainer.model, save / f"{_file_name(name)}.safetensors")
-            rows.append(_measured(name, trainer, rows, str(trained.folder)))
+            rows.append(_measured(name, trainer, rows, str(trained.path)))
         say(_comparison(weights, rows[0].val_loss, environment(corpus, weights.own.runtime.threads)))
     return rows
 

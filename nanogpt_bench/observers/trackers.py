@@ -8,6 +8,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -20,7 +21,7 @@ from torch import Tensor
 from nanogpt_bench.checkpoint import newest
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.observers.alerts import Alert
-from nanogpt_bench.runs.trained import BEST
+from nanogpt_bench.runs.trained import choose
 from nanogpt_bench.setup.layers import plain
 from nanogpt_bench.system.errors import BenchError, one_line
 from nanogpt_bench.system.files import write_text
@@ -288,14 +289,14 @@ class WandbTracker:
 
     def _log_checkpoints(self) -> None:
         """Log the last whole checkpoint, and the best one where it is another step's."""
-        last, best = newest(self._run_dir)[0], newest(self._run_dir / BEST)[0]
-        same = last is not None and best is not None and last.name == best.name
-        for folder, aliases in ((best, ["best"]), (last, ["latest", "best"] if same else ["latest"])):
-            if folder is None or (same and folder == best):
-                continue
+        last, lowest = newest(self._run_dir)[0], None
+        with suppress(BenchError):
+            lowest = choose(self._run_dir, "best")
+        for path in sorted({path for path in (lowest, last) if path is not None}):
+            aliases = ["latest"] * (path == last) + ["best"] * (path == lowest)
             artifact = self._wandb.Artifact(f"{_NOT_IN_A_NAME.sub('-', self._run_dir.name)}-checkpoint", type="model")
-            artifact.add_dir(str(folder), policy="immutable")
-            self._run.log_artifact(artifact, aliases=[*aliases, folder.name])
+            artifact.add_file(str(path), policy="immutable")
+            self._run.log_artifact(artifact, aliases=[*aliases, path.stem])
 
 
 def _mode(wandb: Any, wanted: str) -> Any:

@@ -222,8 +222,7 @@ def _checkpoint(path: Path) -> tuple[Path, Path]:
     if run_dir is not None:
         return run_dir, choose(run_dir)
     if is_checkpoint(path):
-        above = path.parent.parent
-        return above.parent if above.name == "best" else above, path
+        return path.parent.parent, path
     raise BenchError(f"--of: {str(path)!r} is no folder of a run; give runs/NAME, or one of its checkpoints")
 
 
@@ -282,7 +281,7 @@ def measure_of(weights: RunWeights, options: Sensitivity, formats: Sequence[str]
         "rule": "",
         "reference": "the same weights as floats",
         "reference_loss": reference,
-        "of": folder_of(weights.trained.folder),
+        "of": folder_of(weights.trained.path),
         "step": weights.trained.step,
         "trained_loss": weights.trained.val_loss,
         "gap": gaps,

@@ -209,8 +209,8 @@ DAMAGED: dict[str, dict[str, str]] = {
                 ("tokens_per_s", "5.0", "5", "the records come to "),
             )
         },
-        "checkpoints/step-4/state.json: cut()": "problem: & step-4': state.json: has & bytes, its manifest says",
-        "checkpoints: commit_to(8)": "problem: & step-8': metrics.jsonl ends with step 6",
+        "checkpoints/step-4.safetensors: cut()": "problem: & step-4.safetensors': does not have the sha256 that",
+        "checkpoints: commit_to(8)": "problem: & step-8.safetensors': metrics.jsonl ends with step 6",
     },
 }
 ROWS = [(name, damage) for name, rows in DAMAGED.items() for damage in rows]

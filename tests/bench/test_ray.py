@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from nanogpt_bench.checkpoint import steps
 from nanogpt_bench.cli import main
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.workers.pool import Event, Messages, Pool
@@ -88,7 +89,7 @@ def test_what_dies_loses_its_run_alone_and_that_goes_on(
             if (
                 event.job == 0
                 and event.kind == "progress"
-                and list((runs[0] / "checkpoints").glob("step-*"))
+                and list((runs[0] / "checkpoints").glob("step-*.safetensors"))
                 and struck
             ):
                 (pid,) = workers_of(runs[0])
@@ -104,7 +105,7 @@ def test_what_dies_loses_its_run_alone_and_that_goes_on(
     assert ended[0].data["error"]["kind"] == "killed"
     assert ended[1].kind == "done"
     wait_for(lambda: not workers_of(runs[0]), 30)
-    step = max(int(path.name.removeprefix("step-")) for path in (runs[0] / "checkpoints").glob("step-*"))
+    step = max(steps(runs[0]))
     assert step >= 10
     with Pool(1, executor=cluster) as pool:
         again = job(runs[0], corpus_dir, 100_000)
@@ -202,7 +203,7 @@ def test_a_command_that_dies_leaves_no_process_and_the_same_one_goes_on(
     path = sweep_file(tmp_path, corpus_dir, 600, **{"checkpoint.every": 20})
     words = [str(path), "--workers", "1", "--out", str(tmp_path / "out")]
     begun = subprocess.Popen(command(*words, "--executor", "ray"), env=os.environ | {"MARKER": str(tmp_path)})
-    wait_for(lambda: list((tmp_path / "out").glob("*/checkpoints/step-*")))
+    wait_for(lambda: list((tmp_path / "out").glob("*/checkpoints/step-*.safetensors")))
     begun.send_signal(with_what)
     begun.wait(120)
     assert begun.returncode == (75 if with_what is signal.SIGTERM else -signal.SIGKILL)

@@ -15,6 +15,7 @@ import torch
 from bench_runs import recorded
 from safetensors.torch import load_file
 
+from nanogpt_bench.checkpoint import read, step_file
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.observers import Alert
@@ -185,7 +186,7 @@ def test_tensorboard_holds_every_scalar(tiny: Tiny, tmp_path: Path) -> None:
     events = assert_every_loss_is_in_tensorboard(tmp_path / "r")
     assert "alerts/budget/text_summary" in events.Tags()["tensors"]
     (event,) = events.Histograms("weights/lm_head.weight")
-    weight = load_file(tmp_path / "r" / "checkpoints" / "step-3" / "model.safetensors")["lm_head.weight"]
+    weight = load_file(step_file(tmp_path / "r", 3))["model/lm_head.weight"]
     spread = event.histogram_value
     assert (event.step, sum(spread.bucket), spread.num) == (3, weight.numel(), weight.numel())
     assert (spread.min, spread.max) == (pytest.approx(weight.min().item()), pytest.approx(weight.max().item()))
@@ -282,10 +283,9 @@ def records_of(file: Path) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("best", [False, True])
-def test_wandb_offline_holds_histograms_artifacts_and_a_table(tiny: Tiny, tmp_path: Path, best: bool) -> None:
+def test_wandb_offline_holds_histograms_artifacts_and_a_table(tiny: Tiny, tmp_path: Path) -> None:
     wandb = pytest.importorskip("wandb")
-    settings = {"tracking__wandb": "offline", "tracking__wandb_artifacts": True, "checkpoint__best": best}
+    settings = {"tracking__wandb": "offline", "tracking__wandb_artifacts": True}
     run(tiny(rule="fp32", eval__interval=2, checkpoint__every=2, **settings), tmp_path / "my run")
     wandb.teardown()  # its process writes the file to its end
     (file,) = (tmp_path / "my run" / "wandb").glob("offline-run-*/run-*.wandb")
@@ -306,8 +306,7 @@ def test_wandb_offline_holds_histograms_artifacts_and_a_table(tiny: Tiny, tmp_pa
     artifacts = [artifact for artifact in artifacts if artifact.type == "model"]  # the table is one, too
     assert {artifact.name for artifact in artifacts} == {"my-run-checkpoint"}
     aliases = {alias for artifact in artifacts for alias in artifact.aliases}
-    assert {"latest", "step-6"} <= aliases
-    assert ("best" in aliases) is best
+    assert {"latest", "best", "step-6"} <= aliases
 
 
 def broken_off(config: Config, run_dir: Path, at: int) -> None:
@@ -329,7 +328,7 @@ def test_a_resumed_run_goes_on_in_the_same_wandb_run(
     first = FakeWandb(monkeypatch, "k")
     broken_off(config, tmp_path / "r", at=5)
     assert (first.given["id"], first.exit_code) == (None, 1)
-    facts = json.loads((tmp_path / "r" / "checkpoints" / "step-4" / "state.json").read_text())["trackers"]
+    facts = read(step_file(tmp_path / "r", 4), only=()).facts["trackers"]
     assert facts["wandb"]["id"] == run_id
     second = FakeWandb(monkeypatch, "k")
     summary = run(config, tmp_path / "r", resume=True, say=lambda line: None)

@@ -36,7 +36,7 @@ def test_a_run_folder_belongs_to_one_process_until_it_ends(
     pid = start(tmp_path, lambda: main(endless))
     try:
         end = time.monotonic() + 60
-        while not list(run_dir.glob("checkpoints/step-*")):
+        while not list(run_dir.glob("checkpoints/step-*.safetensors")):
             assert time.monotonic() < end, said(tmp_path)
             time.sleep(0.02)
         capsys.readouterr()

@@ -18,6 +18,7 @@ import yaml
 from forked import finish, said, start
 from small_runs import differences, traces
 
+from nanogpt_bench.checkpoint import step_file
 from nanogpt_bench.cli import main
 from nanogpt_bench.commands.compare import compare
 from nanogpt_bench.config.settings import build_config
@@ -116,7 +117,7 @@ def test_an_interrupted_comparison_goes_on_and_ends_with_the_same_bits(interrupt
     for one in planned:
         run(build_config(one.settings), interrupted / one.name)
         assert differences(traces(interrupted / one.name), traces(out / one.name)) == [], one.name
-        assert (out / one.name / "checkpoints" / f"step-{STEPS}" / "model.safetensors").is_file()
+        assert step_file(out / one.name, STEPS).is_file()
     assert [taken_up_at(out / one.name) != [] for one in planned] == [False, True, False]
     assert 30 <= taken_up_at(out / planned[1].name)[0] < STEPS
     assert [line["run"] for line in table(out)] == ["fp32", "E4M3 stochastic", "E4M3 nearest"]
@@ -204,7 +205,7 @@ class Saving(Small):
 def kill_worker_in(pid: int, run_dir: Path) -> None:
     """Kill the only worker process of a comparison or sweep once a run has a checkpoint, as the OOM killer does."""
     end = time.monotonic() + 100
-    while not any((run_dir / "checkpoints").glob("step-*")):
+    while not any((run_dir / "checkpoints").glob("step-*.safetensors")):
         assert time.monotonic() < end, "nothing happened in time"
         time.sleep(0.01)
     (worker,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -260,6 +261,7 @@ def test_a_point_that_was_ended_from_outside_goes_on_with_the_same_command(
     [
         ("finished", {}, False),
         ("finished", {"checkpoint.last": True}, True),
+        ("finished", {"checkpoint.best": True}, True),
         ("failed", {}, True),
         ("stopped", {}, True),
         (None, {}, True),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from nanogpt_bench.checkpoint import step_file
 from nanogpt_bench.cli import main
 from nanogpt_bench.evaluation.losses import evaluate_run
 from nanogpt_bench.report import build
@@ -49,7 +50,7 @@ def test_the_shipped_formats_and_the_newest_checkpoint_are_the_default(
     trained: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sensitivity, "report", lambda runs, *, out: out / "report.html")
-    checkpoint = trained["tied"] / "checkpoints" / "step-3"
+    checkpoint = step_file(trained["tied"], 3)
     command = ["sweep", "--sensitivity", "--of", str(checkpoint)]
     assert main(command) == 2
     assert "--model.tied untie, --model.tied leave" in capsys.readouterr().err.splitlines()[-1]

@@ -14,7 +14,17 @@ from pathlib import Path
 import pytest
 from small_checkpoints import bytes_in, small
 
-from nanogpt_bench.checkpoint import CheckpointNotWritten, Disk, check_room, clean, commit, newest, verify
+from nanogpt_bench.checkpoint import (
+    CheckpointNotWritten,
+    Disk,
+    check_room,
+    clean,
+    commit,
+    newest,
+    step_file,
+    steps,
+    verify,
+)
 from nanogpt_bench.system.errors import BenchError
 
 POSITIONS, POSITIONS_IN_FULL = 50, 200
@@ -80,28 +90,36 @@ def assert_refused(run_dir: Path, words: str, disk: Disk | None = None) -> None:
     assert "checkpoint of step 3 can't be written to" in str(caught.value)
     assert "\n" not in str(caught.value)
     assert bytes_in(run_dir) == before
-    assert sorted(os.listdir(run_dir / "checkpoints")) == ["step-1", "step-2"]
-    assert newest(run_dir) == (run_dir / "checkpoints" / "step-2", [])
+    assert newest(run_dir) == (step_file(run_dir, 2), [])
 
 
 def test_a_disk_full_at_any_byte(run_dir: Path, tmp_path: Path, full: bool, tally: Callable[..., None]) -> None:
     (tmp_path / "measured").mkdir()
-    folder = commit(tmp_path / "measured", small(3), keep_last=1)
-    size = sum(map(len, bytes_in(folder).values()))
+    commit(tmp_path / "measured", small(3), keep_last=1)
+    size = sum(map(len, bytes_in(tmp_path / "measured").values()))
     positions = spread(size, POSITIONS_IN_FULL if full else POSITIONS)
     for room in positions:
         assert_refused(run_dir, "No space left on device", FullDisk(room))
     commit(run_dir, small(3), keep_last=1, disk=FullDisk(size))
-    assert os.listdir(run_dir / "checkpoints") == ["step-3"]
+    assert names_in(run_dir) == names(3)
     tally("disk full while a checkpoint is written", len(positions), "all refused, those before whole, no litter")
 
 
 def test_a_limit_of_the_file_size(run_dir: Path, tally: Callable[..., None]) -> None:
-    sizes = spread(max(path.stat().st_size for path in (run_dir / "checkpoints" / "step-2").iterdir()), 25)
+    sizes = spread(step_file(run_dir, 2).stat().st_size, 25)
     for size in sizes:
         with file_size_limit(size):
             assert_refused(run_dir, "File too large")
     tally("RLIMIT_FSIZE while a checkpoint is written", len(sizes), "all refused, those before whole, no litter")
+
+
+def names(*steps: int) -> list[str]:
+    """The names of whole checkpoints and their digests."""
+    return sorted(f"step-{step}.safetensors{last}" for step in steps for last in ("", ".sha256"))
+
+
+def names_in(run_dir: Path) -> list[str]:
+    return sorted(os.listdir(run_dir / "checkpoints"))
 
 
 def outcome(run_dir: Path, disk: Disk) -> str | None:
@@ -120,7 +138,7 @@ def test_any_operation_may_fail(run_dir: Path, tmp_path: Path, code: int, tally:
     operations: list[str] = []
     shutil.copytree(run_dir, tmp_path / "measured")
     commit(tmp_path / "measured", small(3), keep_last=1, disk=Watched(lambda n, name, path: operations.append(name)))
-    before = bytes_in(run_dir / "checkpoints" / "step-2")
+    before = step_file(run_dir, 2).read_bytes()
     for failing, name in enumerate(operations):
         with_fault = tmp_path / f"{failing}"
         shutil.copytree(run_dir, with_fault)
@@ -131,11 +149,11 @@ def test_any_operation_may_fail(run_dir: Path, tmp_path: Path, code: int, tally:
 
         said = outcome(with_fault, Watched(fail))
         assert said is None or os.strerror(code) in said
-        assert said is None or bytes_in(with_fault / "checkpoints" / "step-2") == before, name
+        assert said is None or step_file(with_fault, 2).read_bytes() == before, name
         found, skipped = newest(with_fault)
         assert (found is not None, skipped) == (True, []), (failing, name)
         commit(with_fault, small(4), keep_last=1)
-        assert os.listdir(with_fault / "checkpoints") == ["step-4"], (failing, name)
+        assert names_in(with_fault) == names(4), (failing, name)
     tally(f"{errno.errorcode[code]} at an operation of a commit", len(operations), "every operation")
 
 
@@ -144,19 +162,20 @@ def test_whenever_it_ends_there_is_a_whole_checkpoint(run_dir: Path, tmp_path: P
     """The folder as it is before each operation is what a kill at that moment leaves."""
     shots = tmp_path / "shots"
     disk = Watched(lambda number, name, path: shutil.copytree(run_dir, shots / str(number)))
-    before = bytes_in(run_dir / "checkpoints" / "step-2")
+    before = step_file(run_dir, 2).read_bytes()
     commit(run_dir, small(step), keep_last=2, disk=disk)
     for shot in sorted(shots.iterdir()):
         clean(shot)
-        names = sorted(os.listdir(shot / "checkpoints"))
-        assert set(names) <= {"step-1", "step-2", "step-3"}, shot.name
-        for name in names:
-            verify(shot / "checkpoints" / name)
-        assert bytes_in(shot / "checkpoints" / "step-2") == before or step == 2
-        assert newest(shot)[0] in (shot / "checkpoints" / "step-2", shot / "checkpoints" / "step-3")
+        there = steps(shot)
+        assert names_in(shot) == names(*there), shot.name
+        assert set(there) <= {1, 2, 3}
+        for number in there:
+            verify(step_file(shot, number))
+        assert step == 2 or step_file(shot, 2).read_bytes() == before
+        assert newest(shot)[0] in (step_file(shot, 2), step_file(shot, 1 if step == 2 else 3))
         commit(shot, small(9), keep_last=1)
-        assert os.listdir(shot / "checkpoints") == ["step-9"]
-    assert len(list(shots.iterdir())) > 20
+        assert names_in(shot) == names(9)
+    assert len(list(shots.iterdir())) > 8
 
 
 def test_a_kill_during_the_first_save_leaves_none_and_no_litter(tmp_path: Path) -> None:
@@ -167,25 +186,17 @@ def test_a_kill_during_the_first_save_leaves_none_and_no_litter(tmp_path: Path) 
         clean(shot)
         found, skipped = newest(shot)
         assert skipped == []
-        assert found is None or found.name == "step-1"
+        assert found is None or found.stem == "step-1"
         assert bytes_in(shot) == ({} if found is None else bytes_in(tmp_path / "run"))
 
 
-def test_files_are_on_the_disk_before_the_checkpoint_has_its_name(run_dir: Path) -> None:
-    log: list[tuple[str, str]] = []
-    commit(run_dir, small(3), keep_last=9, disk=Watched(lambda n, name, path: log.append((name, str(path)))))
-    names = [name for name, _ in log]
-    rename = names.index("rename")
-    files = [path for name, path in log if name == "write_file"]
-    assert len(files) == 6
-    assert files[-1].endswith("manifest.json")
-    for number, (name, _) in enumerate(log[:rename]):
-        if name == "write_file":
-            following = names[number + 1 : rename]
-            assert "sync" in following[: [*following, "write_file"].index("write_file")]
-    folder = run_dir / "checkpoints"
-    assert log[rename - 2 : rename] == [("sync_folder", f"{folder}/.step-3.partial"), log[rename - 1]]
-    assert log[rename + 1] == ("sync_folder", str(folder))
+def test_file_and_digest_are_on_the_disk_before_the_checkpoint_has_its_name(run_dir: Path) -> None:
+    log: list[str] = []
+    commit(run_dir, small(3), keep_last=1, disk=Watched(lambda n, name, path: log.append(name)))
+    order = [name for before, name in zip(["", *log], log, strict=False) if (before, name) != ("write", "write")]
+    written = ["write_file", "write", "sync"]
+    removed = ["remove"] * 4  # the two before, with their digests
+    assert order == ["free", *written, *written, "rename", "sync_folder", "sync", *removed]
 
 
 class LyingDisk(Disk):
@@ -211,7 +222,7 @@ class StuckDisk(Disk):
 
 
 def test_what_was_not_taken_is_not_believed(run_dir: Path) -> None:
-    assert_refused(run_dir, "bytes, its manifest says|does not end with its own", LyingDisk())
+    assert_refused(run_dir, "the system took .* bytes and has .* of them", LyingDisk())
 
 
 def test_a_disk_that_takes_nothing_ends_in_an_error(run_dir: Path) -> None:
