@@ -3,8 +3,9 @@
     python benchmarks/checkpoint.py [--elements 10000000] [--repeats 9] [--folder PATH] [--record]
 
 The state is a model of linear layers in E4M3, one byte a weight, with the two float32 averages of AdamW, and the same
-in float32.  A commit hashes and writes a file, waits until all of it is on the disk, and renames it.  ``torch.save`` is timed twice: as it is mostly called, and with what makes a file whole and durable: a
-temporary name, fsync, rename.  The three take turns in one folder, of the disk that is to be measured.
+in float32.  A commit hashes and writes a file, waits until all of it is on the disk, and renames it.  ``torch.save`` is
+timed twice: as it is mostly called, and with what makes a file whole and durable: a temporary name, fsync, rename.  The
+three take turns in one folder, of the disk that is to be measured.
 """
 
 from __future__ import annotations
@@ -106,9 +107,8 @@ def measure(elements: int, weights: str, repeats: int, folder: Path) -> list[tup
     }
     for name, (median, low, high) in ratios.items():
         print(f"  {name:40s} {median:.2f}x ({low:.2f} .. {high:.2f})")
-    print(
-        f"  bytes / torch.save's                     {made.stat().st_size / path.stat().st_size:.4f}x of {path.stat().st_size:,}"
-    )
+    ours, theirs = made.stat().st_size, path.stat().st_size
+    print(f"  bytes / torch.save's                     {ours / theirs:.4f}x of {theirs:,}")
     print(f"  commit, median                           {statistics.median(saving['commit']) * 1e3:,.0f} ms", flush=True)
     return [(f"{weights}, {elements:,}", name, found) for name, found in ratios.items()]
 

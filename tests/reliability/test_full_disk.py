@@ -174,11 +174,8 @@ def test_a_limit_of_the_file_size_in_mid_run(whole: dict[str, Any], small_corpus
     assert differences(whole, traces(tmp_path / "runs" / "r")) == []
 
 
-STUB = """
-import json, sys
-from pathlib import Path
-for line in sys.stdin:
-    job = json.loads(line)
+def stub(job: dict[str, Any]) -> dict[str, Any]:
+    """Write what a training would have left, for one point at its first start on a full disk."""
     folder = Path(job["run_dir"])
     full = not job["resume"] and "lr=0.2" in folder.name
     folder.mkdir(parents=True, exist_ok=True)
@@ -189,8 +186,7 @@ for line in sys.stdin:
     if full:
         (folder / "checkpoints").mkdir()
         (folder / "checkpoints" / "step-2.safetensors").touch()
-    print(json.dumps({"kind": "failed", "error": stop} if full else {"kind": "done"}), flush=True)
-"""
+    return {"kind": "failed", "error": stop} if full else {"kind": "done"}
 
 
 def test_a_point_of_a_sweep_that_the_disk_ended_goes_on_with_the_same_command(
@@ -199,7 +195,8 @@ def test_a_point_of_a_sweep_that_the_disk_ended_goes_on_with_the_same_command(
     from nanogpt_bench.workers import pool
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(pool, "WORKER", (pool.WORKER[0], "-c", STUB))
+    monkeypatch.setattr(pool, "CONTEXT", "fork")
+    monkeypatch.setattr(pool, "SERVE", stub)
     content = {"settings": {"rule": "sgd", "data.dir": str(small_corpus)}, "axes": {"optimizer.lr": [0.1, 0.2]}}
     Path("my.yaml").write_text(yaml.safe_dump(content))
     command = ["sweep", "my.yaml", "--out", "out", "--workers", "1"]

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import forked_worker
 import pytest
 import yaml
 from forked import finish, said, start
@@ -50,7 +49,7 @@ def _quick() -> Iterator[None]:
     """Reports without their pictures and workers that find torch imported: most of the time, and no part in this."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "write_figures", lambda *_: None)
-        patch.setattr(pool, "subprocess", forked_worker)
+        patch.setattr(pool, "CONTEXT", "fork")
         yield
 
 
@@ -202,12 +201,16 @@ class Saving(Small):
         return super().settings(*names, **options) | {"checkpoint.every": 5, **IN_BACKWARD}
 
 
-def kill_worker_in(pid: int, run_dir: Path) -> None:
-    """Kill the only worker process of a comparison or sweep once a run has a checkpoint, as the OOM killer does."""
+def await_checkpoint(run_dir: Path) -> None:
     end = time.monotonic() + 100
     while not any((run_dir / "checkpoints").glob("step-*.safetensors")):
         assert time.monotonic() < end, "nothing happened in time"
         time.sleep(0.01)
+
+
+def kill_worker_in(pid: int, run_dir: Path) -> None:
+    """Kill the only worker process of a comparison or sweep once a run has a checkpoint, as the OOM killer does."""
+    await_checkpoint(run_dir)
     (worker,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     os.kill(int(worker), signal.SIGKILL)
 
@@ -228,6 +231,25 @@ def test_a_run_whose_worker_is_killed_is_left_for_the_same_command(small_corpus:
     assert taken_up_at(out / second.name) == []
     run(build_config(first.settings), tmp_path / first.name)
     assert differences(traces(tmp_path / first.name), traces(out / first.name)) == []
+
+
+def test_a_command_that_is_killed_takes_its_workers_along(small_corpus: Path, tmp_path: Path) -> None:
+    small = Saving(rows=(("stochastic", "E4M3"),))
+    (first,) = plan_runs(small.rows, small, seeds=1, max_steps=STEPS, data_dir=small_corpus)
+    pid, run_dir = start(tmp_path, comparison(small_corpus, small)), tmp_path / "out" / first.name
+    await_checkpoint(run_dir)
+    os.kill(pid, signal.SIGKILL)
+    assert finish(pid) == -signal.SIGKILL
+    end = time.monotonic() + 100
+    while not (run_dir / "summary.json").is_file():
+        assert time.monotonic() < end, "its run goes on"
+        time.sleep(0.05)
+    assert read_json(run_dir / "summary.json")["stop"]["kind"] == "signal"
+    while os.path.exists(run_dir / ".lock"):  # so that the same command can have the folder
+        assert time.monotonic() < end, "its worker is still there"
+        time.sleep(0.05)
+    assert finish(start(tmp_path, comparison(small_corpus, small))) == 0, said(tmp_path)
+    assert 5 <= taken_up_at(run_dir)[0] < STEPS
 
 
 @pytest.mark.parametrize("killed", [True, False], ids=["its worker is killed", "a signal"])
