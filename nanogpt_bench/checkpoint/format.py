@@ -125,8 +125,6 @@ class CheckpointNotWritten(BenchError):
 FORMAT = 2
 #: bytes of a header, and values in it, each of which takes some 100 bytes once it is read
 HEADER, VALUES = 1 << 25, 1 << 19
-#: lists and mappings inside each other: an optimizer's state is an outline of outlines
-DEPTH = 100
 _TEXT = "checkpoint"
 _DTYPES = dict(
     zip(
@@ -184,10 +182,10 @@ def read_head(file: BinaryIO) -> Contents:
 
 
 def _parsed(data: bytes) -> Contents:
-    header = _json(data)
+    header = parse_json(data, VALUES)
     texts = header.get("__metadata__") if isinstance(header, dict) else None
     text = texts.get(_TEXT) if isinstance(texts, dict) else None
-    content = _json(text.encode("utf-8", "surrogatepass")) if isinstance(text, str) else None
+    content = parse_json(text, VALUES) if isinstance(text, str) else None
     if not isinstance(content, dict):
         raise ValueError("is no checkpoint of a run")
     if content.get("format") != FORMAT:
@@ -199,7 +197,3 @@ def _parsed(data: bytes) -> Contents:
     if not isinstance(metadata, dict) or not all(isinstance(found, Mapping) for found in metadata.values()):
         raise ValueError("has no texts of its tensors")
     return Contents(step, {}, metadata, facts)
-
-
-def _json(data: bytes) -> Any:
-    return parse_json(data, VALUES, most_bytes=HEADER, deepest=DEPTH, nan=False)

@@ -81,7 +81,7 @@ def _make_folder(folder: Path, disk: Disk) -> None:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _write(path: Path, pieces: Iterable[bytes | memoryview], disk: Disk) -> None:

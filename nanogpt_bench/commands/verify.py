@@ -30,13 +30,11 @@ from nanogpt_bench.runs.find import find_runs, say_aside
 from nanogpt_bench.runs.read import finite
 from nanogpt_bench.runs.sums import not_as_written
 from nanogpt_bench.system.errors import BenchError, one_line, printable
-from nanogpt_bench.system.untrusted import Refused, open_file, parse_json
+from nanogpt_bench.system.untrusted import Refused, open_file, parse_json, read_json
 from nanogpt_bench.system.words import counted
 
-#: bytes of a JSON file, and of one line of a file of records
+#: bytes of one line of a file of records
 LIMIT = 1 << 25
-#: values in one of them, and lists and mappings inside each other
-VALUES, DEEPEST = 1 << 18, 100
 METRICS, WEIGHTS = "metrics.jsonl", "weights.json"
 #: written at some steps only, several lines a step
 SPARSE = ("histograms.jsonl", "alerts.jsonl")
@@ -146,8 +144,7 @@ def check_run(path: Path) -> Findings:
 
 def _mapping(path: Path, found: Findings, optional: str | None = None) -> dict[str, Any]:
     try:
-        with open_file(path) as file:
-            content = _parsed(file.read(LIMIT + 1))
+        content = read_json(path)
         if isinstance(content, dict):
             return content
         found.problems.append(f"{path.name} holds no mapping")
@@ -159,10 +156,6 @@ def _mapping(path: Path, found: Findings, optional: str | None = None) -> dict[s
     except (OSError, ValueError) as error:
         found.problems.append(f"{path.name} can't be read: {one_line(error)}")
     return {}
-
-
-def _parsed(data: bytes) -> Any:
-    return parse_json(data, VALUES, most_bytes=LIMIT, deepest=DEEPEST, nan=False)
 
 
 def _check_metrics(path: Path, ended: bool, found: Findings) -> None:
@@ -215,7 +208,7 @@ def _records(path: Path, ended: bool, found: Findings) -> Iterator[tuple[int, in
 
 def _record(line: bytes) -> dict[str, Any] | None:
     try:
-        record = _parsed(line)
+        record = parse_json(line)
     except ValueError:
         return None
     if not isinstance(record, dict):

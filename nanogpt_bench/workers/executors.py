@@ -106,7 +106,8 @@ class RayWorker:
     """One task of the cluster at a time; a run is told to end as Ray cancels a task, by SIGINT."""
 
     def __init__(self, ray: Any, threads: int, marker: Path) -> None:
-        self._ray, self._given, self._task = ray, (str(marker), os.getcwd()), None
+        self._ray, self._given = ray, (str(marker), os.getcwd())
+        self._task: Any = None
         self._future: Future[dict[str, Any]] | None = None
         # Runs resume themselves: what Ray would repeat is a run that has a folder already.
         self._serve = ray.remote(_serve_there).options(num_cpus=threads, max_retries=0)
