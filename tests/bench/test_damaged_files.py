@@ -38,7 +38,7 @@ YAML = {
     "text('{[1]: 2}')": "unhashable",
     "text('- 1\\n---\\n- 2')": "single document",
     "text('\\0')": "not allowed",
-    "text('[' * 51 + ']' * 51)": "nests more than 50 deep",
+    "text('[' * 101 + ']' * 101)": "nests more than 100 deep",
     "text('1: a\\n0x1: b')": "'0x1' is given twice",
 }
 DAMAGED: dict[str, dict[str, str]] = {
