@@ -7,16 +7,13 @@ import os
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from safetensors import SafetensorError, safe_open
 
 from nanogpt_bench.checkpoint.format import BrokenCheckpoint, Contents, read_head, step_file, step_of, steps, sum_file
 from nanogpt_bench.system.errors import one_line
 from nanogpt_bench.system.untrusted import open_file, read_text
-
-#: bytes hashed at a time
-CHUNK = 1 << 20
 
 
 def newest(run_dir: Path) -> tuple[Path | None, list[str]]:
@@ -75,14 +72,14 @@ def read(path: Path, only: Collection[str] | None = None) -> Contents:
     Raises:
         BrokenCheckpoint: as `verify` does.
     """
-    with _named(path):
-        _check_digest(path)
-        contents = _head(path)
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118  (it is no mapping)
+    with _named(path), open_file(path, links=False) as file:
+        _check_digest(file, path)
+        contents = _head(file, path)
+        with safe_open(path, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  (it is no mapping)
                 part, _, rest = name.partition("/")
                 if only is None or part in only:
-                    contents.tensors.setdefault(part, {})[rest] = file.get_tensor(name).clone()
+                    contents.tensors.setdefault(part, {})[rest] = opened.get_tensor(name).clone()
         return contents
 
 
@@ -92,8 +89,8 @@ def read_facts(path: Path) -> dict[str, Any]:
     Raises:
         BrokenCheckpoint: it can't be read, or is no checkpoint of ours.
     """
-    with _named(path):
-        return _head(path).facts
+    with _named(path), open_file(path, links=False) as file:
+        return _head(file, path).facts
 
 
 def read_sum(path: Path) -> str:
@@ -106,24 +103,19 @@ def read_sum(path: Path) -> str:
         return read_text(sum_file(path), 500, links=False).partition(" ")[0]
 
 
-def _head(path: Path) -> Contents:
-    with open_file(path, links=False) as file:
-        contents = read_head(file)
+def _head(file: BinaryIO, path: Path) -> Contents:
+    file.seek(0)
+    contents = read_head(file)
     if step_of(path.name) not in (None, contents.step):
         raise ValueError(f"it is that of step {contents.step}")
     return contents
 
 
-def _check_digest(path: Path) -> None:
-    with open_file(path, links=False) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
-            raise ValueError(f"has {size:,} bytes, more than this machine's memory")
-        digest = hashlib.sha256()
-        while data := file.read(CHUNK):
-            digest.update(data)
-    beside = sum_file(path)
-    if read_text(beside, 500, links=False) != sum_line(digest.hexdigest(), path):
+def _check_digest(file: BinaryIO, path: Path) -> None:
+    size, beside = os.fstat(file.fileno()).st_size, sum_file(path)
+    if size > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+        raise ValueError(f"has {size:,} bytes, more than this machine's memory")
+    if read_text(beside, 500, links=False) != sum_line(hashlib.file_digest(file, "sha256").hexdigest(), path):
         raise ValueError(f"does not have the sha256 that {beside.name} gives: one of them was cut off or changed")
 
 
