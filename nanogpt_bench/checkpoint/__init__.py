@@ -16,14 +16,13 @@ from nanogpt_bench.checkpoint.format import (
     steps,
 )
 from nanogpt_bench.checkpoint.read import best, newest, read, read_sum, says_best, verify
-from nanogpt_bench.checkpoint.write import Disk, bytes_of, check_room, commit
+from nanogpt_bench.checkpoint.write import bytes_of, check_room, commit
 
 __all__ = [
     "CHECKPOINTS",
     "BrokenCheckpoint",
     "CheckpointNotWritten",
     "Contents",
-    "Disk",
     "best",
     "bytes_of",
     "check_layout",

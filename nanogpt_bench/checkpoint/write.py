@@ -26,7 +26,7 @@ from nanogpt_bench.checkpoint.read import best, sum_line
 from nanogpt_bench.system.errors import BenchError, one_line
 
 
-def commit(run_dir: Path, contents: Contents, *, keep_last: int, disk: Disk | None = None) -> Path:
+def commit(run_dir: Path, contents: Contents, *, keep_last: int) -> Path:
     """Write a checkpoint and return its file, `run_dir`/checkpoints/step-N.safetensors; then remove older ones.
 
     It is written beside, and gets its name once it and its digest are on the disk: whatever happens on the way, the
@@ -49,21 +49,20 @@ def commit(run_dir: Path, contents: Contents, *, keep_last: int, disk: Disk | No
     """
     if keep_last < 1:
         raise ValueError(f"keep_last={keep_last} is not allowed; give 1 or more")
-    disk = disk or Disk()
     path = step_file(run_dir, contents.step)
     header, tensors = compose(contents)
     try:
         clean(run_dir)
-        _make_folder(path.parent, disk)
-        check_room(path.parent, bytes_of(contents) + len(header), "it", disk)
+        _make_folder(path.parent)
+        check_room(path.parent, bytes_of(contents) + len(header), "it")
         try:
-            _write(path, [header, *map(_bytes, tensors)], disk)
+            _write(path, [header, *map(_bytes, tensors)])
         except BaseException:
             with suppress(OSError):  # what failed may fail again; the next start removes what is left
                 clean(run_dir)
             raise
         with suppress(OSError):  # this checkpoint is safe; the next commit tries again
-            _prune(run_dir, contents.step, keep_last, disk)
+            _prune(run_dir, contents.step, keep_last)
     except (OSError, BenchError) as error:
         reason = f"{error.strerror or error}" if isinstance(error, OSError) else str(error)
         raise CheckpointNotWritten(
@@ -73,105 +72,75 @@ def commit(run_dir: Path, contents: Contents, *, keep_last: int, disk: Disk | No
     return path
 
 
-def _make_folder(folder: Path, disk: Disk) -> None:
+def _make_folder(folder: Path) -> None:
     if not folder.is_dir():
-        disk.make_folder(folder)
-        disk.sync_folder(folder.parent)
-        disk.sync_folder(folder.parent.parent)
+        os.mkdir(folder)
+        _sync_folder(folder.parent)
+        _sync_folder(folder.parent.parent)
 
 
 def _bytes(tensor: Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
-def _write(path: Path, pieces: Iterable[bytes | memoryview], disk: Disk) -> None:
-    digest = disk.write_file(part_file(path), pieces)
-    _remove(path, disk)
-    disk.write_file(sum_file(path), [sum_line(digest, path).encode()])
-    disk.rename(part_file(path), path)
-    disk.sync_folder(path.parent)
+def _write(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
+    digest = _write_file(part_file(path), pieces)
+    _remove(path)
+    _write_file(sum_file(path), [sum_line(digest, path).encode()])
+    os.rename(part_file(path), path)
+    _sync_folder(path.parent)
 
 
-def _remove(path: Path, disk: Disk) -> None:
+def _remove(path: Path) -> None:
     """Remove a checkpoint, its digest last: one without would look like a broken one."""
     for file in (path, sum_file(path)):
         if file.exists():
-            disk.remove(file)
+            os.unlink(file)
 
 
-def _prune(run_dir: Path, step: int, keep_last: int, disk: Disk) -> None:
+def _prune(run_dir: Path, step: int, keep_last: int) -> None:
     """Remove the checkpoints before the one of `step` but the last ones and the best."""
     paths = [step_file(run_dir, number) for number in steps(run_dir) if number <= step]
     old = paths[:-keep_last]
     kept = best(paths) if old else None
     for path in old:
         if path != kept:
-            _remove(path, disk)
+            _remove(path)
 
 
 #: bytes handed to the system at a time
 CHUNK = 1 << 20
 
 
-class Disk:
-    """Files and folders of one file system; tests put one in its place that fails where they want it to."""
-
-    def free(self, folder: Path) -> int:
-        """Return the bytes that may still be written below a folder."""
-        return shutil.disk_usage(folder).free
-
-    def make_folder(self, folder: Path) -> None:
-        """Make a folder that must not exist."""
-        folder.mkdir()
-
-    def write_file(self, path: Path, pieces: Iterable[bytes | memoryview]) -> str:
-        """Write a new file, wait until it is on the disk, and return the SHA-256 of what it should hold.
-
-        Raises:
-            OSError: the file exists, or the disk takes no more.
-        """
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        digest, size = hashlib.sha256(), 0
-        try:
-            for piece in pieces:
-                rest = memoryview(piece)
-                digest.update(rest)
-                size += len(rest)
-                while len(rest):
-                    written = self.write(file, rest[:CHUNK])
-                    if written <= 0:
-                        raise OSError(f"the system took {written} of {len(rest)} bytes")
-                    rest = rest[written:]
-            self.sync(file)
-            if (found := os.fstat(file).st_size) != size:
-                raise OSError(f"the system took {size:,} bytes and has {found:,} of them")
-        finally:
-            os.close(file)
-        return digest.hexdigest()
-
-    def write(self, file: int, data: memoryview) -> int:
-        """Write some of `data` and return how much."""
-        return os.write(file, data)
-
-    def sync(self, file: int) -> None:
-        """Wait until a file, or a folder's list of names, is on the disk."""
+def _write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> str:
+    """Write a new file, wait until it is on the disk, and return the SHA-256 of what it should hold."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    digest, size = hashlib.sha256(), 0
+    try:
+        for piece in pieces:
+            rest = memoryview(piece)
+            digest.update(rest)
+            size += len(rest)
+            while len(rest):
+                written = os.write(file, rest[:CHUNK])
+                if written <= 0:
+                    raise OSError(f"the system took {written} of {len(rest)} bytes")
+                rest = rest[written:]
         os.fsync(file)
+        if (found := os.fstat(file).st_size) != size:
+            raise OSError(f"the system took {size:,} bytes and has {found:,} of them")
+    finally:
+        os.close(file)
+    return digest.hexdigest()
 
-    def sync_folder(self, folder: Path) -> None:
-        """Wait until the names in a folder are on the disk."""
-        file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            self.sync(file)
-        finally:
-            os.close(file)
 
-    def rename(self, old: Path, new: Path) -> None:
-        """Give a file another name, at once or not at all."""
-        os.rename(old, new)
-
-    def remove(self, path: Path) -> None:
-        """Remove a file."""
-        path.unlink()
+def _sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
+    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
 
 
 #: for digests and the file system's own bookkeeping
@@ -183,14 +152,14 @@ def bytes_of(contents: Contents) -> int:
     return sum(tensor.nbytes for part in contents.tensors.values() for tensor in part.values())
 
 
-def check_room(folder: Path, needed: int, what: str, disk: Disk | None = None) -> None:
+def check_room(folder: Path, needed: int, what: str) -> None:
     """Refuse to begin what would not fit: `needed` bytes for `what` below a folder that may not exist yet.
 
     Raises:
         BenchError: too little room is left; nothing has been written.
     """
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
-    free = (disk or Disk()).free(there)
+    free = shutil.disk_usage(there).free
     if free < needed + OVERHEAD:
         raise BenchError(
             f"{what} needs {megabytes(needed + OVERHEAD)} below {str(folder)!r}, {megabytes(free)} are free; "

@@ -15,7 +15,7 @@ import yaml
 from forked import finish, said, start
 from small_runs import differences, traces, words
 
-from nanogpt_bench.checkpoint import Disk, newest, step_file
+from nanogpt_bench.checkpoint import newest, step_file, write
 from nanogpt_bench.cli import main
 from nanogpt_bench.commands.verify import check_run
 from nanogpt_bench.loop import loop
@@ -43,20 +43,25 @@ def full(path: object = None) -> OSError:
 
 def during_the_save(patch: pytest.MonkeyPatch) -> None:
     """The checkpoint of step 9 can't be written, and nothing that is told of the run afterwards."""
-    write_file, write, begun = Disk.write_file, Disk.write, list[str]()
 
-    def counting(disk: Disk, path: Path, pieces: Any) -> str:
-        begun.append(path.name)
-        return write_file(disk, path, pieces)
+    class Filling:
+        part = -1
 
-    def refusing(disk: Disk, file: int, data: memoryview) -> int:
-        if begun[-1] == f".step-{FAILING}.safetensors.part" and len(data) > 100:
-            os.write(file, data[: len(data) // 2])
-            raise full()
-        return write(disk, file, data)
+        def __getattr__(self, name: str) -> Any:
+            return getattr(os, name)
 
-    patch.setattr(Disk, "write_file", counting)
-    patch.setattr(Disk, "write", refusing)
+        def open(self, path: Path, *arguments: int) -> int:
+            file = os.open(path, *arguments)
+            self.part = file if path.name == f".step-{FAILING}.safetensors.part" else self.part
+            return file
+
+        def write(self, file: int, data: memoryview) -> int:
+            if file == self.part:
+                os.write(file, data[: len(data) // 2])
+                raise full()
+            return os.write(file, data)
+
+    patch.setattr(write, "os", Filling())
 
 
 def during_a_record(patch: pytest.MonkeyPatch) -> None:

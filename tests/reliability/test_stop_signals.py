@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from nanogpt_bench.checkpoint import Disk, newest, step_file, steps, verify
+from nanogpt_bench.checkpoint import newest, step_file, steps, verify, write
 from nanogpt_bench.commands.run import run_command
 from nanogpt_bench.data import prepare_text
 from nanogpt_bench.system.signals import RESUMABLE
@@ -98,7 +98,7 @@ def send_at(point: str, number: int, what: signal.Signals, times: int = 1) -> Ca
         for owner, name, at in (
             (Trainer, "_draw", "data"),
             (Trainer, "validation_losses", "eval"),
-            (Disk, "write_file", "save"),
+            (write, "_write_file", "save"),
         ):
             wrap(owner, name, at)
 
