@@ -6,8 +6,9 @@ import hashlib
 import os
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -103,7 +104,7 @@ def read_sum(path: Path) -> str:
         return read_text(sum_file(path), 500, links=False).partition(" ")[0]
 
 
-def _head(file: BinaryIO, path: Path) -> Contents:
+def _head(file: BufferedReader, path: Path) -> Contents:
     file.seek(0)
     contents = read_head(file)
     if step_of(path.name) not in (None, contents.step):
@@ -111,7 +112,7 @@ def _head(file: BinaryIO, path: Path) -> Contents:
     return contents
 
 
-def _check_digest(file: BinaryIO, path: Path) -> None:
+def _check_digest(file: BufferedReader, path: Path) -> None:
     size, beside = os.fstat(file.fileno()).st_size, sum_file(path)
     if size > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
         raise ValueError(f"has {size:,} bytes, more than this machine's memory")
