@@ -117,7 +117,7 @@ def unresolved(parts: list[str]) -> list[str]:
 
 #: what `pip install .` brings, and what the extra `bench` does
 OF_LIBRARY = {"torch", "geoopt", "numpy"}
-OF_BENCH = {"pydantic", "yaml", "rich", "safetensors", "scipy", "statsmodels", "vl_convert"}
+OF_BENCH = {"filelock", "pydantic", "yaml", "rich", "safetensors", "scipy", "statsmodels", "vl_convert"}
 
 
 def imported_at_once(source: ast.Module) -> Iterator[str]:

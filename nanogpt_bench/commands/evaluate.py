@@ -143,7 +143,7 @@ def _losses(args: argparse.Namespace) -> int:
         no_run = f"{args.config!r} is no folder of a run"
         what = "--weights says which weights; leave one out" if args.weights else no_run
         raise BenchError(f"--checkpoint: {args.checkpoint!r}: {what}")
-    if run_dir is None and Path(args.config).is_dir():
+    if run_dir is None and (Path(args.config).is_dir() or args.config.endswith(".safetensors")):
         raise BenchError(_no_run(Path(args.config)))
     _show(_first_losses(args, run_dir), "gap to float", args.out)
     return 0
@@ -174,8 +174,8 @@ def _no_run(path: Path) -> str:
     from nanogpt_bench.runs.trained import is_checkpoint, is_run
 
     if is_checkpoint(path):
-        return f"{str(path)!r} is a checkpoint; give its run's folder and --checkpoint {path.name}"
-    runs = [str(child) for child in sorted(path.iterdir()) if is_run(child)]
+        return f"{str(path)!r} is a checkpoint; give its run's folder and --checkpoint {path.stem}"
+    runs = [str(child) for child in sorted(path.glob("*")) if is_run(child)]
     return f"{str(path)!r} is no folder of a run" + (f"; it holds: {', '.join(runs)}" if runs else "")
 
 

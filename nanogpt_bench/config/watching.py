@@ -66,6 +66,6 @@ class CheckpointConfig:
     )
     best: bool = setting(
         False,
-        "one more checkpoint at every validation whose loss is the lowest so far, in best/, where it replaces the one "
-        "before; without it the lowest loss has a checkpoint only if one was due at that step",
+        "one more checkpoint at every validation whose loss is the lowest so far; without it the lowest loss has a "
+        "checkpoint only if one was due at that step",
     )

@@ -177,9 +177,9 @@ def evaluate_run(
     trained = load(choose(run_dir, checkpoint))
     weights = RunWeights(trained, given)
     corpus = weights.open_text()
-    say(f"weights of {folder_of(trained.folder)}; text {corpus.folder}, tokenizer {corpus.meta['tokenizer']}")
+    say(f"weights of {folder_of(trained.path)}; text {corpus.folder}, tokenizer {corpus.meta['tokenizer']}")
     with runtime(weights.own) as device:
-        rows = measure(_trainers(weights, names, corpus, device), save, str(trained.folder))
+        rows = measure(_trainers(weights, names, corpus, device), save, str(trained.path))
         say(_comparison(weights, rows[0].val_loss, environment(corpus, weights.own.runtime.threads)))
     return rows
 

@@ -144,7 +144,7 @@ def report_run(run_dir: Path, args: argparse.Namespace) -> int:
         if key in given:
             raise BenchError(f"--{key} means nothing with a report of formats: {instead}")
     trained = load(choose(run_dir, args.checkpoint or "last"))
-    where = folder_of(trained.folder)
+    where = folder_of(trained.path)
     if trained.config.task != "language":
         raise BenchError(
             f"{where} is of task {trained.config.task!r}, and a report of formats measures windows of a text; "

@@ -19,7 +19,7 @@ _LOG = logging.getLogger("nanogpt_bench")
 
 
 class AnomalyObserver(Observer):
-    """Commits one checkpoint as anomaly/checkpoints/step-N, apart from those that a run goes on from.
+    """Commits one checkpoint as anomaly/checkpoints/step-N.safetensors, apart from those that a run goes on from.
 
     Where step N was left out, it holds the weights and the optimizer state that the step began with. Without a folder
     another process does so.

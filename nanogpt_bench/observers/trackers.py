@@ -260,8 +260,8 @@ class WandbTracker:
                 self._run.summary[key] = value
         if self._artifacts and (checkpoint := newest(self._run_dir)[0]) is not None:
             artifact = self._wandb.Artifact(f"{_NOT_IN_A_NAME.sub('-', self._run_dir.name)}-checkpoint", type="model")
-            artifact.add_dir(str(checkpoint), policy="immutable")
-            self._run.log_artifact(artifact, aliases=["latest", checkpoint.name])
+            artifact.add_file(str(checkpoint), policy="immutable")
+            self._run.log_artifact(artifact, aliases=["latest", checkpoint.stem])
         failed = summary is None or summary["status"] == "failed"
         self._run.finish(exit_code=1 if failed else 0)
 

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from nanogpt_bench.checkpoint import step_file, steps
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.loop.outcome import Progress
 from nanogpt_bench.loop.train import run
@@ -120,9 +121,9 @@ def test_single_steps_that_are_not_finite_are_skipped(
     records = lines(tmp_path / "r" / "metrics.jsonl")
     assert [record[kind] for record in records[1:]] == [0, 1, 1, 0, 1, 0]
     assert summary["tokens"] == 3 * 64
-    saved = load_file(tmp_path / "r" / "anomaly" / "checkpoints" / "step-2" / "model.safetensors")
+    saved = load_file(step_file(tmp_path / "r" / "anomaly", 2))
     assert all(bool(tensor.isfinite().all()) for tensor in saved.values())
-    assert [path.name for path in (tmp_path / "r" / "anomaly" / "checkpoints").iterdir()] == ["step-2"]
+    assert steps(tmp_path / "r" / "anomaly") == [2]
 
 
 def test_patience_ends_the_run(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ YAML = {
     "text('{[1]: 2}')": "unhashable",
     "text('- 1\\n---\\n- 2')": "single document",
     "text('\\0')": "not allowed",
-    "text('[' * 51 + ']' * 51)": "nests more than 50 deep",
+    "text('[' * 101 + ']' * 101)": "nests more than 100 deep",
     "text('1: a\\n0x1: b')": "'0x1' is given twice",
 }
 DAMAGED: dict[str, dict[str, str]] = {
@@ -200,8 +200,8 @@ DAMAGED: dict[str, dict[str, str]] = {
                 ("tokens_per_s", "5.0", "5", "the records come to "),
             )
         },
-        "checkpoints/step-4/state.json: cut()": "problem: & step-4': state.json: has & bytes, its manifest says",
-        "checkpoints: commit_to(8)": "problem: & step-8': metrics.jsonl ends with step 6",
+        "checkpoints/step-4.safetensors: cut()": "problem: & step-4.safetensors': does not have the sha256 that",
+        "checkpoints: commit_to(8)": "problem: & step-8.safetensors': metrics.jsonl ends with step 6",
     },
 }
 ROWS = [(name, damage) for name, rows in DAMAGED.items() for damage in rows]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from nanogpt_bench.checkpoint import step_file
 from nanogpt_bench.loop.outcome import Outcome
 from nanogpt_bench.runs.earlier import has_ended, make_ready, why_again
 from nanogpt_bench.sweep.plan import plan_point
@@ -55,6 +56,7 @@ def test_what_a_failed_attempt_left_does_not_stay(tmp_path: Path, checkpoint: bo
     folder.mkdir()
     (folder / "traceback.txt").touch()
     if checkpoint:
-        (folder / "checkpoints" / "step-3").mkdir(parents=True)
+        (folder / "checkpoints").mkdir()
+        step_file(folder, 3).touch()
     assert make_ready(folder) is checkpoint
     assert not (folder / "traceback.txt").exists()

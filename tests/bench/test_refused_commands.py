@@ -60,7 +60,7 @@ REFUSED: dict[str, str] = {
     "run fp32.yaml --model.init_from=RUN --model.block_size=99": "model.block_size: 99 is more than the 16 positions",
     "run fp32.yaml --model.init_from=RUN/nothing": "nothing' does not exist; give",
     "run fp32.yaml --model.init_from=RUN/checkpoints/step-5": "step-5' does not exist; give a run's folder, or one of "
-    "its checkpoints: & step-6",
+    "its checkpoints: & step-6.safetensors",
     "compare --fromats E4M3": "--fromats & did you mean '--formats'",
     "compare --rules stochastik": "stochastik & 'stochastic'",
     "compare --data.dir absent": "absent & prepare stdlib",
@@ -121,7 +121,7 @@ REFUSED: dict[str, str] = {
     "evaluate RUN --weights w.safetensors --checkpoint=last": "--weights says which weights",
     "evaluate e4m3 --checkpoint best": "'e4m3' is no folder of a run",
     "evaluate RUN/..": "no folder of a run; it holds: & /bfloat16, & /float, ",
-    "evaluate RUN/checkpoints/step-3": "is a checkpoint; give its run's folder and --checkpoint step-3",
+    "evaluate RUN/checkpoints/step-3.safetensors": "is a checkpoint; give its run's folder and --checkpoint step-3",
     "evaluate e4m3 --data.dir=CHARS --formats E4M33": "did you mean 'E4M3'",
     "evaluate e4m3 --model.n_heads=2": "model.n_head",
     "evaluate e4m3 --fromats E4M3": "did you mean '--formats'",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import fp8manifold as fm
-from nanogpt_bench.checkpoint import read, steps, verify
+from nanogpt_bench.checkpoint import read, step_file, steps, verify
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.data import prepare_text
@@ -145,9 +145,8 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def check_checkpoints(run_dir: Path) -> None:
     """Every checkpoint verifies and holds nothing that is not finite."""
     for number in steps(run_dir):
-        folder = run_dir / "checkpoints" / f"step-{number}"
-        verify(folder)
-        contents = read(folder)
+        verify(step_file(run_dir, number))
+        contents = read(step_file(run_dir, number))
         floats = [
             t for stem in ("model", "optimizer") for t in contents.tensors[stem].values() if t.is_floating_point()
         ]
@@ -172,7 +171,7 @@ def inject(make: Callable[..., Config], run_dir: Path, kind: str, policy: str, n
         range((number if fails else STEPS) + 1)
     )
     assert f"first seen in {WHERE[kind]}" in alerts[0]["message"]
-    kept = run_dir / "anomaly" / "checkpoints" / f"step-{number}"
+    kept = step_file(run_dir / "anomaly", number)
     verify(kept)
     assert read(kept).facts["anomaly"]["step"] == number
     if fails:

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import forked_worker
 import pytest
 import yaml
 from forked import finish, said, start
 from small_runs import differences, traces
 
+from nanogpt_bench.checkpoint import step_file
 from nanogpt_bench.cli import main
 from nanogpt_bench.commands import compare as command
 from nanogpt_bench.config.settings import build_config
@@ -49,7 +49,7 @@ def _quick() -> Iterator[None]:
     """Reports without their pictures and workers that find torch imported: most of the time, and no part in this."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "write_figures", lambda *_: None)
-        patch.setattr(pool, "subprocess", forked_worker)
+        patch.setattr(pool, "CONTEXT", "fork")
         patch.setattr(command, "most_workers", lambda *_: 1)
         yield
 
@@ -116,7 +116,7 @@ def test_an_interrupted_comparison_goes_on_and_ends_with_the_same_bits(interrupt
     for one in planned:
         run(build_config(one.settings), interrupted / one.name)
         assert differences(traces(interrupted / one.name), traces(out / one.name)) == [], one.name
-        assert (out / one.name / "checkpoints" / f"step-{STEPS}" / "model.safetensors").is_file()
+        assert step_file(out / one.name, STEPS).is_file()
     assert [taken_up_at(out / one.name) != [] for one in planned] == [False, True, False]
     assert 30 <= taken_up_at(out / planned[1].name)[0] < STEPS
     assert [line["run"] for line in table(out)] == ["bf16-mixed", "E4M3 stochastic", "E4M3 nearest"]
@@ -157,12 +157,16 @@ def test_a_folder_that_is_no_comparison_is_refused(tmp_path: Path, content: str 
 IN_BACKWARD = {"train.step_in_backward": True, "optimizer.grad_clip": 0.0, "shadow.enabled": False}
 
 
-def kill_worker_in(pid: int, run_dir: Path) -> None:
-    """Kill the only worker process of a comparison or sweep once a run has a checkpoint, as the OOM killer does."""
+def await_checkpoint(run_dir: Path) -> None:
     end = time.monotonic() + 100
-    while not any((run_dir / "checkpoints").glob("step-*")):
+    while not any((run_dir / "checkpoints").glob("step-*.safetensors")):
         assert time.monotonic() < end, "nothing happened in time"
         time.sleep(0.01)
+
+
+def kill_worker_in(pid: int, run_dir: Path) -> None:
+    """Kill the only worker process of a comparison or sweep once a run has a checkpoint, as the OOM killer does."""
+    await_checkpoint(run_dir)
     (worker,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     os.kill(int(worker), signal.SIGKILL)
 
@@ -183,6 +187,25 @@ def test_a_run_whose_worker_is_killed_is_left_for_the_same_command(small_corpus:
     assert taken_up_at(out / second.name) == []
     run(build_config(first.settings), tmp_path / first.name)
     assert differences(traces(tmp_path / first.name), traces(out / first.name)) == []
+
+
+def test_a_command_that_is_killed_takes_its_workers_along(small_corpus: Path, tmp_path: Path) -> None:
+    saving = {"checkpoint.every": 5}
+    first = planned_of(small_corpus, **saving)[0]
+    pid, run_dir = start(tmp_path, comparison(small_corpus, **saving)), tmp_path / "out" / first.name
+    await_checkpoint(run_dir)
+    os.kill(pid, signal.SIGKILL)
+    assert finish(pid) == -signal.SIGKILL
+    end = time.monotonic() + 100
+    while not (run_dir / "summary.json").is_file():
+        assert time.monotonic() < end, "its run goes on"
+        time.sleep(0.05)
+    assert read_json(run_dir / "summary.json")["stop"]["kind"] == "signal"
+    while os.path.exists(run_dir / ".lock"):  # so that the same command can have the folder
+        assert time.monotonic() < end, "its worker is still there"
+        time.sleep(0.05)
+    assert finish(start(tmp_path, comparison(small_corpus, **saving))) == 0, said(tmp_path)
+    assert 5 <= taken_up_at(run_dir)[0] < STEPS
 
 
 @pytest.mark.parametrize("killed", [True, False], ids=["its worker is killed", "a signal"])
@@ -216,6 +239,7 @@ def test_a_point_that_was_ended_from_outside_goes_on_with_the_same_command(
     [
         ("finished", {}, False),
         ("finished", {"checkpoint.last": True}, True),
+        ("finished", {"checkpoint.best": True}, True),
         ("failed", {}, True),
         ("stopped", {}, True),
         (None, {}, True),

@@ -6,7 +6,6 @@ import csv
 import os
 import shutil
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -19,6 +18,10 @@ from nanogpt_bench.workers import pool as pool_module
 from nanogpt_bench.workers.pool import cores
 
 # Sessions, with workers that only write what a training would have found
+
+
+def dies(job):
+    os._exit(1)
 
 
 @pytest.mark.usefixtures("_stub_workers")
@@ -73,7 +76,7 @@ def test_a_run_whose_folder_was_deleted_is_trained_again_and_its_figures_stay(wr
     before, gone = Path("out/runs.csv").read_text(), "sgd-lr=0.2-seed=2"
     shutil.rmtree(Path("out") / gone)
     with monkeypatch.context() as patch:  # until it has been trained again, what was found is not forgotten
-        patch.setattr(pool_module, "WORKER", (sys.executable, "-c", "import sys; sys.exit(1)"))
+        patch.setattr(pool_module, "SERVE", dies)
         assert main(command) == 1
         assert Path("out/runs.csv").read_text() == before
         assert [run["ended"] for run in runs_of(Path("out")).values()] == [True, True, True, False]
