@@ -159,7 +159,7 @@ def missing(name: str) -> Iterator[str]:
     computes = takes_tensors(thing) or is_optimizer(thing) or name.endswith((".FloatFormat", ".random_bits"))
     if computes and not re.search(r"\.\. math::|Source:", text):
         yield "an equation or a source"
-    if takes_tensors(thing) and name not in INTEGERS_ONLY:
+    if takes_tensors(thing):
         yield from (each for each in EDGES if not re.search(rf"(?<!\w)({each})(?!\w)", text))
 
 

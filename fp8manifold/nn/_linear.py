@@ -385,8 +385,9 @@ class QuantizedLinear(nn.Linear):
 
         def moved(x: Tensor) -> Tensor:
             made = fn(x)
-            lent = isinstance(made, FP8Tensor) and made.lent_from is not None  # as autocast casts what a layer reads
-            return x.with_parts(Tensor.clone, made.dtype) if lent else made
+            if not (isinstance(x, FP8Tensor) and isinstance(made, FP8Tensor) and made.lent_from is not None):
+                return made
+            return x.with_parts(Tensor.clone, made.dtype)  # autocast lends codes to what it casts
 
         try:
             super()._apply(moved, recurse)  # type: ignore[no-untyped-call]

@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import signal
+import sys
 import time
 from collections import deque
 from pathlib import Path
