@@ -3,9 +3,9 @@
     python benchmarks/checkpoint.py [--elements 10000000] [--repeats 9] [--folder PATH] [--record]
 
 The state is a model of linear layers in E4M3, one byte a weight, with the two float32 averages of AdamW, and the same
-in float32.  A commit hashes and writes every file, waits until all of it is on the disk, reads it back and renames the
-folder.  ``torch.save`` is timed twice: as it is mostly called, and with what makes a file whole and durable: a
-temporary name, fsync, rename.  The three take turns in one folder, of the disk that is to be measured.
+in float32.  A commit hashes and writes a file, waits until all of it is on the disk, and renames it.  ``torch.save`` is
+timed twice: as it is mostly called, and with what makes a file whole and durable: a temporary name, fsync, rename.  The
+three take turns in one folder, of the disk that is to be measured.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from _record import Cell, add_option, record
 from torch import Tensor
 
-from nanogpt_bench.checkpoint import Contents, commit, read
+from nanogpt_bench.checkpoint import Contents, commit, read, step_file
 
 LAYER = 1_000_000
 
@@ -83,15 +83,10 @@ def ratio(times: dict[str, list[float]], name: str, peer: str) -> tuple[float, f
     return statistics.median(ratios), min(ratios), max(ratios)
 
 
-def size_of(path: Path) -> int:
-    """Bytes of a file, or of all files in a folder."""
-    return sum(file.stat().st_size for file in path.iterdir()) if path.is_dir() else path.stat().st_size
-
-
 def measure(elements: int, weights: str, repeats: int, folder: Path) -> list[tuple[Cell, ...]]:
     """Print the rows of one kind of weights, and return them as numbers."""
     tensors = state_of(elements, weights)
-    path, made = folder / "state.pt", folder / "run" / "checkpoints" / "step-1"
+    path, made = folder / "state.pt", step_file(folder / "run", 1)
     (folder / "run").mkdir()
     contents = Contents(1, tensors, facts={"best": True})
     saving = in_turn(
@@ -112,7 +107,8 @@ def measure(elements: int, weights: str, repeats: int, folder: Path) -> list[tup
     }
     for name, (median, low, high) in ratios.items():
         print(f"  {name:40s} {median:.2f}x ({low:.2f} .. {high:.2f})")
-    print(f"  bytes / torch.save's                     {size_of(made) / size_of(path):.4f}x of {size_of(path):,}")
+    ours, theirs = made.stat().st_size, path.stat().st_size
+    print(f"  bytes / torch.save's                     {ours / theirs:.4f}x of {theirs:,}")
     print(f"  commit, median                           {statistics.median(saving['commit']) * 1e3:,.0f} ms", flush=True)
     return [(f"{weights}, {elements:,}", name, found) for name, found in ratios.items()]
 

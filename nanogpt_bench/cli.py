@@ -35,7 +35,7 @@ PREPARED = ("text", "labels")
 #: commands that take the settings of a run as `--section.key VALUE`
 TAKE_SETTINGS = ("run", "evaluate", "sample", "finetune", "compare", "sweep")
 #: the options of `run` that are no settings
-RUN_OPTIONS = ("--name", "--resume", "--allow-config-change", "--page")
+RUN_OPTIONS = ("--name", "--resume", "--allow-config-change")
 
 
 class Parser(argparse.ArgumentParser):
@@ -279,7 +279,7 @@ def _add_run(commands: Any) -> Parser:
     parser: Parser = commands.add_parser(
         "run",
         help="train one model",
-        usage="nanogpt-bench run CONFIG.yaml [--name NAME] [--resume] [--page] [--section.key VALUE ...]",
+        usage="nanogpt-bench run CONFIG.yaml [--name NAME] [--resume] [--section.key VALUE ...]",
         description="Train one model as CONFIG.yaml says; every setting can be overridden on the command line.",
     )
     parser.add_argument("config", metavar="CONFIG.yaml", help="a file, or the name of a shipped one (see below)")
@@ -294,9 +294,6 @@ def _add_run(commands: Any) -> Parser:
         "--allow-config-change",
         action="store_true",
         help="--resume: go on with settings or a corpus that change the numbers",
-    )
-    parser.add_argument(
-        "--page", action="store_true", help="keep runs/NAME/report/report.html up to date while the run goes on"
     )
     parser.set_defaults(handler=_run)
     parser.make_epilog = _run_epilog
@@ -323,7 +320,7 @@ def _add_report(commands: Any) -> Parser:
         description="Rebuild the report of runs on disk: report.html, figures, results.csv and tables.",
         epilog="examples:\n  nanogpt-bench report runs/compare-20260101-120000 --out report\n"
         "  nanogpt-bench report runs/bf16_baseline runs/e4m3 --out report\n"
-        "  nanogpt-bench report runs/book --out report --baseline fp32 --within 0.05 --alerts 0",
+        "  nanogpt-bench report runs/book --out report --baseline fp32",
     )
     parser.add_argument(
         "runs", nargs="+", type=Path, metavar="RUNS", help="run folders, folders of them at any depth, or results files"
@@ -335,7 +332,6 @@ def _add_report(commands: Any) -> Parser:
         metavar="ROW",
         help="row to measure against (default: the BF16 autocast row)",
     )
-    _add_thresholds(parser)
     parser.set_defaults(handler=_report)
     return parser
 
@@ -355,20 +351,6 @@ def _add_verify(commands: Any) -> Parser:
     return parser
 
 
-def _add_thresholds(parser: Parser) -> None:
-    """The verdict's thresholds; their defaults are those of `Thresholds`."""
-    for option, kind, default, text in (
-        ("within", float, 0.10, "share by which the final val loss may exceed the baseline's"),
-        ("behind", float, 0.05, "nats by which a row, and by twice its gap's standard error, is behind"),
-        ("cosine", float, 0.90, "mean gradient cosine below which a row is doubtful"),
-        ("alerts", int, None, "most alerts of a row that is not doubtful (default: no limit)"),
-        ("stall", float, 0.50, "stall from which it is named in the verdict"),
-        ("gap", float, 0.10, "nats for the column tokens to gap"),
-    ):
-        known = "" if default is None else f" (default: {default:g})"
-        parser.add_argument(f"--{option}", type=kind, default=default, metavar="X", help=text + known)
-
-
 def _prepare(args: argparse.Namespace) -> int:
     from nanogpt_bench.commands.prepare import main_prepare
 
@@ -378,7 +360,7 @@ def _prepare(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace) -> int:
     from nanogpt_bench.commands.run import run_command
 
-    options = {"resume": args.resume, "allow_config_change": args.allow_config_change, "page": args.page}
+    options = {"resume": args.resume, "allow_config_change": args.allow_config_change}
     return run_command(args.config, args.name, args.overrides, **options)
 
 

@@ -37,6 +37,7 @@ from fp8manifold.nn._products import (
     refuse_repetition,
     round_gradient,
 )
+<<<<<<< HEAD
 from fp8manifold.nn._scalers import (
     HISTORY,
     FixedScale,
@@ -47,6 +48,10 @@ from fp8manifold.nn._scalers import (
     announce_gradients,
     scale_of,
 )
+=======
+from fp8manifold.nn._scalers import HISTORY, FixedScale, GlobalScale, Scale, Scaler, SharedAmax, announce_gradients
+from fp8manifold.nn._selection import linear_around, linear_of
+>>>>>>> 6ff422fd7a209570ddd980f15a5076da85b57ef9
 from fp8manifold.nn._spec import (
     GLOBAL,
     NONE,
@@ -378,6 +383,16 @@ class QuantizedLinear(nn.Linear):
             raise TypeError(f"a layer with storage='fp8' can't be {dtype}: take float32 or bfloat16")
         if self.manifold is not None:
             check_dtype_holds(self.manifold, dtype)
+<<<<<<< HEAD
+=======
+
+        def moved(x: Tensor) -> Tensor:
+            made = fn(x)
+            if not (isinstance(x, FP8Tensor) and isinstance(made, FP8Tensor) and made.lent_from is not None):
+                return made
+            return x.with_parts(Tensor.clone, made.dtype)  # autocast lends codes to what it casts
+
+>>>>>>> 6ff422fd7a209570ddd980f15a5076da85b57ef9
         try:
             super()._apply(lambda x: own_codes(x, fn(x)), recurse)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
@@ -481,17 +496,3 @@ class QuantizedConv1D(QuantizedLinear):
         if isinstance(weight, Tensor) and not holds_codes(weight):
             state_dict[prefix + "weight"] = weight.t().contiguous()
         super()._load_from_state_dict(state_dict, prefix, *args)
-
-
-def linear_of(layer: Any) -> nn.Linear:
-    """An ``nn.Linear`` with a weight of its own, of the values of a linear layer or ``Conv1D``, and with its bias."""
-    weight = layer.weight.detach()
-    return linear_around(weight.clone() if isinstance(layer, nn.Linear) else weight.t().contiguous(), layer)
-
-
-def linear_around(values: Tensor, layer: Any) -> nn.Linear:
-    """An ``nn.Linear`` with these values, ``(out, in)``, for its weight, and everything else of a layer."""
-    linear = nn.Linear(values.shape[1], values.shape[0], bias=False, device="meta")
-    linear.weight = nn.Parameter(values, requires_grad=layer.weight.requires_grad)
-    linear.bias = layer.bias
-    return linear.train(layer.training)

@@ -4,9 +4,9 @@ import difflib
 import fnmatch
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize, prune
 from torch.nn.utils.spectral_norm import SpectralNorm
@@ -88,6 +88,20 @@ def adapters_of(model: nn.Module) -> dict[str, str]:
                 prefix = f"{name}.{part}".lstrip(".")
                 found |= {f"{prefix}.{inner}".rstrip("."): part for inner, _ in held.named_modules()}
     return found
+
+
+def linear_of(layer: Any) -> nn.Linear:
+    """An ``nn.Linear`` with a weight of its own, of the values of a linear layer or ``Conv1D``, and with its bias."""
+    weight = layer.weight.detach()
+    return linear_around(weight.clone() if isinstance(layer, nn.Linear) else weight.t().contiguous(), layer)
+
+
+def linear_around(values: Tensor, layer: Any) -> nn.Linear:
+    """An ``nn.Linear`` with these values, ``(out, in)``, for its weight, and everything else of a layer."""
+    linear = nn.Linear(values.shape[1], values.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(values, requires_grad=layer.weight.requires_grad)
+    linear.bias = layer.bias
+    return linear.train(layer.training)
 
 
 # Patterns

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from fp8manifold.nn._carried import carry_over, check_can_be_carried
 from fp8manifold.nn._in_place import in_place_parameters, parameter_names, put_parameter
-from fp8manifold.nn._linear import QuantizedConv1D, QuantizedLinear, Storage, linear_around, linear_of
+from fp8manifold.nn._linear import QuantizedConv1D, QuantizedLinear, Storage
 from fp8manifold.nn._plan import Embeddings, Entry, Parameters, Plan, Tied, plan
 from fp8manifold.nn._products import byte_weight
-from fp8manifold.nn._selection import is_conv1d, obstacle
+from fp8manifold.nn._selection import is_conv1d, linear_around, linear_of, obstacle
 from fp8manifold.nn._spec import Formats
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.random_bits import Draws

@@ -1,28 +1,40 @@
 """Checkpoints on disk: written whole or not at all, every byte of them checked before it is believed.
 
-This package knows files, not trainers. A checkpoint is a folder `checkpoints/step-N` of a run:
-
-    model.safetensors, optimizer.safetensors, ...   tensors by name; a file without any is left out
-    state.json                                      everything that is no tensor
-    manifest.json                                   size and SHA-256 of every file, its own SHA-256 last
+This package knows files, not trainers. A checkpoint is one file of a run, `checkpoints/step-N.safetensors`, with all
+tensors, and in its header everything that is no tensor. Beside it `step-N.safetensors.sha256` has its SHA-256.
 """
 
-from nanogpt_bench.checkpoint.format import CHECKPOINTS, BrokenCheckpoint, CheckpointNotWritten, Contents, clean, steps
-from nanogpt_bench.checkpoint.read import newest, read, verify
-from nanogpt_bench.checkpoint.write import Disk, bytes_of, check_room, commit
+from nanogpt_bench.checkpoint.format import (
+    CHECKPOINTS,
+    BrokenCheckpoint,
+    CheckpointNotWritten,
+    Contents,
+    check_layout,
+    clean,
+    step_file,
+    step_of,
+    steps,
+)
+from nanogpt_bench.checkpoint.read import best, newest, read, read_sum, says_best, verify
+from nanogpt_bench.checkpoint.write import bytes_of, check_room, commit
 
 __all__ = [
     "CHECKPOINTS",
     "BrokenCheckpoint",
     "CheckpointNotWritten",
     "Contents",
-    "Disk",
+    "best",
     "bytes_of",
+    "check_layout",
     "check_room",
     "clean",
     "commit",
     "newest",
     "read",
+    "read_sum",
+    "says_best",
+    "step_file",
+    "step_of",
     "steps",
     "verify",
 ]

@@ -1,41 +1,20 @@
-"""Checkpoints from disk: every byte is checked against the manifest before any of it is used."""
+"""Checkpoints from disk: every byte is checked against the digest beside it before any of it is used."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from nanogpt_bench.checkpoint.format import (
-    HEADER,
-    MANIFEST,
-    MANIFEST_LIMIT,
-    PREFIX,
-    STATE,
-    BrokenCheckpoint,
-    Contents,
-    Entry,
-    Manifest,
-    decompose,
-    from_bytes,
-    parse,
-    read_header,
-    step_folder,
-    step_of,
-    steps,
-)
+from nanogpt_bench.checkpoint.format import BrokenCheckpoint, Contents, read_head, step_file, step_of, steps, sum_file
 from nanogpt_bench.system.errors import one_line
-from nanogpt_bench.system.untrusted import open_file
-
-#: bytes hashed at a time
-CHUNK = 1 << 20
-#: bytes of state.json
-STATE_LIMIT = 1 << 25
+from nanogpt_bench.system.untrusted import open_file, read_text
 
 
 def newest(run_dir: Path) -> tuple[Path | None, list[str]]:
@@ -47,152 +26,115 @@ def newest(run_dir: Path) -> tuple[Path | None, list[str]]:
     """
     skipped: list[str] = []
     for step in reversed(steps(run_dir)):
-        folder = step_folder(run_dir, step)
+        path = step_file(run_dir, step)
         try:
-            verify(folder)
+            verify(path)
         except BrokenCheckpoint as error:
             skipped.append(str(error))
         else:
-            return folder, skipped
+            return path, skipped
     return None, skipped
 
 
-def verify(folder: Path) -> None:
+def best(paths: Sequence[Path]) -> Path | None:
+    """Return the last of some checkpoints whose header says that no validation loss had been lower, None without."""
+    return next(filter(says_best, reversed(paths)), None)
+
+
+def says_best(path: Path) -> bool:
+    """Whether a checkpoint says that no validation loss had been lower at its step; its other bytes are not checked."""
+    try:
+        return read_facts(path).get("best") is True
+    except BrokenCheckpoint:
+        return False
+
+
+def verify(path: Path) -> None:
     """Check that every byte of a checkpoint is the one that was written; takes little memory, whatever its size.
 
     Raises:
-        BrokenCheckpoint: a file is missing, added, changed, cut off or unreadable, or no checkpoint of ours.
+        BrokenCheckpoint: the file or its digest is missing, changed, cut off or unreadable, or no checkpoint of ours.
     """
-    with _named(folder):
-        manifest = read_manifest(folder)
-        for name, entry in manifest.files.items():
-            with _about(name), _opened(folder / name, entry.size) as file:
-                if name == STATE:
-                    _check_state(_whole(file, entry), manifest)
-                else:
-                    _check_tensors(file, entry, folder / name)
+    read(path, only=())
 
 
-def read(folder: Path, only: Collection[str] | None = None) -> Contents:
-    """Return what a checkpoint holds, parsed from the very bytes that were checked.
-
-    `only` names the files of tensors that are wanted, by stem; the others are then neither read nor checked.
+def read(path: Path, only: Collection[str] | None = None) -> Contents:
+    """Return what a checkpoint holds, once all of it has been checked; `only` are the parts whose tensors are wanted.
 
     Example:
         >>> from tempfile import TemporaryDirectory
         >>> import torch
         >>> from nanogpt_bench.checkpoint import commit
         >>> with TemporaryDirectory() as run_dir:
-        ...     folder = commit(Path(run_dir), Contents(3, {"model": {"w": torch.ones(2)}}), keep_last=1)
-        ...     read(folder).tensors
+        ...     path = commit(Path(run_dir), Contents(3, {"model": {"w": torch.ones(2)}}), keep_last=1)
+        ...     read(path).tensors
         {'model': {'w': tensor([1., 1.])}}
 
     Raises:
         BrokenCheckpoint: as `verify` does.
     """
-    with _named(folder):
-        manifest = read_manifest(folder)
-        contents = Contents(manifest.step, {})
-        for name, entry in manifest.files.items():
-            stem = name.partition(".")[0]
-            if only is not None and name != STATE and stem not in only:
-                continue
-            with _about(name), _opened(folder / name, entry.size) as file:
-                data = _whole(file, entry)
-                if name == STATE:
-                    contents.facts = _check_state(data, manifest)
-                    continue
-                contents.tensors[stem], metadata = from_bytes(data)
-                contents.metadata |= {stem: metadata} if metadata else {}
+    with _named(path), open_file(path, links=False) as file:
+        _check_digest(file, path)
+        contents = _head(file, path)
+        with safe_open(path, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  (it is no mapping)
+                part, _, rest = name.partition("/")
+                if only is None or part in only:
+                    contents.tensors.setdefault(part, {})[rest] = opened.get_tensor(name).clone()
         return contents
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """Return a folder's manifest if the folder has exactly its files and is named after its step.
+def read_facts(path: Path) -> dict[str, Any]:
+    """Return the facts in a checkpoint's header, read without the rest of its bytes.
 
     Raises:
-        ValueError, OSError: it has not.
+        BrokenCheckpoint: it can't be read, or is no checkpoint of ours.
     """
-    if folder.is_symlink() or not folder.is_dir():
-        raise ValueError("is a symbolic link" if folder.is_symlink() else "is no folder")
-    with _about(MANIFEST), _opened(folder / MANIFEST) as file:
-        manifest = decompose(file.read(MANIFEST_LIMIT + 1))
-    with os.scandir(folder) as items:
-        extra = next((item.name for item in items if item.name not in manifest.files and item.name != MANIFEST), None)
-    if extra is not None:
-        raise ValueError(f"{extra[:80]!r} is not in its manifest")
-    if step_of(folder.name) not in (None, manifest.step):
-        raise ValueError(f"it is that of step {manifest.step}")
-    return manifest
+    with _named(path), open_file(path, links=False) as file:
+        return _head(file, path).facts
+
+
+def read_sum(path: Path) -> str:
+    """Return the SHA-256 that is written beside a checkpoint.
+
+    Raises:
+        BrokenCheckpoint: there is none.
+    """
+    with _named(path):
+        return read_text(sum_file(path), 500, links=False).partition(" ")[0]
+
+
+def _head(file: BufferedReader, path: Path) -> Contents:
+    file.seek(0)
+    contents = read_head(file)
+    if step_of(path.name) not in (None, contents.step):
+        raise ValueError(f"it is that of step {contents.step}")
+    return contents
+
+
+def _check_digest(file: BufferedReader, path: Path) -> None:
+    size, beside = os.fstat(file.fileno()).st_size, sum_file(path)
+    if size > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+        raise ValueError(f"has {size:,} bytes, more than this machine's memory")
+    if read_text(beside, 500, links=False) != sum_line(hashlib.file_digest(file, "sha256").hexdigest(), path):
+        raise ValueError(f"does not have the sha256 that {beside.name} gives: one of them was cut off or changed")
+
+
+def sum_line(digest: str, path: Path) -> str:
+    """Return what a checkpoint's digest is written as: a line of `sha256sum`."""
+    return f"{digest}  {path.name}\n"
 
 
 @contextmanager
-def _named(folder: Path) -> Iterator[None]:
+def _named(path: Path) -> Iterator[None]:
     """Turn whatever is wrong with a checkpoint into one line that names it."""
     try:
         yield
     except OSError as error:
-        what = f"{Path(error.filename).name}: " if error.filename else ""
-        raise BrokenCheckpoint(f"checkpoint {str(folder)!r}: {what}{error.strerror or error}") from None
+        other = Path(error.filename).name if error.filename else path.name
+        what = "" if other == path.name else f"{other}: "
+        raise BrokenCheckpoint(f"checkpoint {str(path)!r}: {what}{error.strerror or one_line(error)}") from None
     except MemoryError:
-        raise BrokenCheckpoint(f"checkpoint {str(folder)!r}: more than this machine's memory") from None
-    except ValueError as error:
-        raise BrokenCheckpoint(f"checkpoint {str(folder)!r}: {one_line(error)}") from None
-
-
-@contextmanager
-def _about(name: str) -> Iterator[None]:
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
-
-
-@contextmanager
-def _opened(path: Path, size: int | None = None) -> Iterator[BinaryIO]:
-    """Open an ordinary file, not through a link, if it has the size it should have and the machine could hold it."""
-    with open_file(path, links=False) as file:
-        found = os.fstat(file.fileno()).st_size
-        if size is not None and found != size:
-            raise ValueError(f"has {found:,} bytes, its manifest says {size:,}")
-        if found > _memory():
-            raise ValueError(f"has {found:,} bytes, more than this machine's memory")
-        yield file
-
-
-def _whole(file: BinaryIO, entry: Entry) -> bytes:
-    data = file.read(entry.size)
-    _check_digest(hashlib.sha256(data), entry)
-    return data
-
-
-def _memory() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _check_digest(digest: Any, entry: Entry) -> None:
-    if digest.hexdigest() != entry.sha256:
-        raise ValueError("does not have the sha256 that its manifest gives")
-
-
-def _check_state(data: bytes, manifest: Manifest) -> dict[str, Any]:
-    facts = parse(data, limit=STATE_LIMIT)
-    if not isinstance(facts, dict) or facts.get("step") != manifest.step:
-        raise ValueError(f"is not that of step {manifest.step}")
-    return facts
-
-
-def _check_tensors(file: BinaryIO, entry: Entry, path: Path) -> None:
-    """Hash a file piece by piece and check that its header fits its length."""
-    data = file.read(CHUNK)
-    digest, begun = hashlib.sha256(data), data
-    while data := file.read(CHUNK):
-        digest.update(data)
-        begun += data if len(begun) < PREFIX + HEADER else b""
-    _check_digest(digest, entry)
-    read_header(begun)
-    try:
-        with safe_open(path, framework="pt"):
-            pass
-    except SafetensorError as error:
-        raise ValueError(one_line(error)) from None
+        raise BrokenCheckpoint(f"checkpoint {str(path)!r}: more than this machine's memory") from None
+    except (ValueError, SafetensorError, RuntimeError) as error:
+        raise BrokenCheckpoint(f"checkpoint {str(path)!r}: {one_line(error)}") from None

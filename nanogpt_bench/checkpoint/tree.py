@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from nanogpt_bench.system.errors import one_line, printable, shortened
 
-#: nothing that is saved is nested deeper; an outline that is was not made here
-DEEPEST = 64
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
@@ -45,7 +43,11 @@ def restore_tree(tensors: Mapping[str, Tensor], outline: Any, classes: Iterable[
         ValueError: an outline that `capture_tree` did not make, a tensor that is missing, or a class that is not one
             of `classes`.
     """
-    return _Reader(tensors, {kind.__name__: kind for kind in classes}).read(outline, 0)
+    try:
+        return _restored(outline, tensors, {kind.__name__: kind for kind in classes})
+    except Exception as error:  # whatever comes of an outline that does not fit
+        why = f"{type(error).__name__}: {shortened(printable(one_line(error)), 200)}"
+        raise ValueError(f"the outline does not fit its tensors: {why}") from None
 
 
 def _outline(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
@@ -90,88 +92,27 @@ def plain_copy(tensor: Tensor) -> Tensor:
     return torch.empty_like(plain, device="cpu", memory_format=torch.contiguous_format).copy_(plain)
 
 
-class _Reader:
-    """From outlines to what they stand for."""
+def _restored(outline: Any, tensors: Mapping[str, Tensor], classes: Mapping[str, Any]) -> Any:
+    def inner(part: Any) -> Any:
+        return _restored(part, tensors, classes)
 
-    def __init__(self, tensors: Mapping[str, Tensor], classes: Mapping[str, type]) -> None:
-        self._tensors, self._classes = tensors, classes
-
-    def read(self, outline: Any, depth: int) -> Any:
-        if depth > DEEPEST:
-            raise ValueError(f"the outline is nested deeper than {DEEPEST} levels")
-        if outline is None or isinstance(outline, bool | str | int | float):
-            return outline
-        if isinstance(outline, list):
-            return [self.read(item, depth + 1) for item in outline]
-        if not isinstance(outline, dict):
-            raise ValueError(f"the outline holds a {type(outline).__name__}")
-        if "class" in outline:
-            return self._subclass(outline, depth)
-        if len(outline) != 1 or (kind := next(iter(outline))) not in _KINDS:
-            raise ValueError(f"the outline holds {_shown(outline)}, which stands for nothing")
-        return getattr(self, _KINDS[kind])(outline[kind], depth)
-
-    def _float(self, word: Any, depth: int) -> float:
-        if word not in ("nan", "inf", "-inf"):
-            raise ValueError(f"the outline holds the number {_shown(word)}; allowed: nan, inf, -inf")
-        return float(word)
-
-    def _dtype(self, name: Any, depth: int) -> torch.dtype:
-        if not isinstance(name, str) or name not in _DTYPES:
-            raise ValueError(f"the outline holds the dtype {_shown(name)}, which does not exist")
-        return _DTYPES[name]
-
-    def _tuple(self, items: Any, depth: int) -> tuple[Any, ...]:
-        return tuple(self.read(self._list(items), depth + 1))
-
-    def _dict(self, pairs: Any, depth: int) -> dict[Any, Any]:
-        found: dict[Any, Any] = {}
-        for pair in self._list(pairs):
-            if not isinstance(pair, list) or len(pair) != 2:
-                raise ValueError(f"the outline holds {_shown(pair)} instead of a key and its value")
-            found[self._key(pair[0], depth + 1)] = self.read(pair[1], depth + 1)
-        return found
-
-    def _key(self, outline: Any, depth: int) -> Any:
-        key = self.read(outline, depth)
-        try:
-            hash(key)
-        except TypeError:
-            raise ValueError(f"the outline holds the key {_shown(outline)}") from None
-        return key
-
-    def _list(self, items: Any) -> list[Any]:
-        if not isinstance(items, list):
-            raise ValueError(f"the outline holds {_shown(items)} instead of a list")
-        return items
-
-    def _tensor(self, name: Any, depth: int) -> Tensor:
-        if not isinstance(name, str) or name not in self._tensors:
-            raise ValueError(f"the outline names the tensor {_shown(name)}, which is missing")
-        return self._tensors[name]
-
-    def _subclass(self, outline: dict[str, Any], depth: int) -> Any:
-        if outline.keys() != {"class", "parts", "rest", "size"} or not isinstance(outline["class"], str):
-            raise ValueError(f"the outline holds {_shown(outline)}, which stands for nothing")
-        kind: Any = self._classes.get(outline["class"])
-        if kind is None:
-            allowed = ", ".join(sorted(self._classes)) or "none"
-            raise ValueError(f"the outline names the class {_shown(outline['class'])}; allowed: {allowed}")
-        parts, rest = self._dict(outline["parts"], depth), self.read(outline["rest"], depth + 1)
-        if not all(isinstance(part, Tensor) for part in parts.values()):
-            raise ValueError(f"the outline holds {_shown(outline['parts'])} as the parts of a {kind.__name__}")
-        try:
-            made = kind.__tensor_unflatten__(parts, rest, None, None)
-        except Exception as error:  # whatever the class makes of parts that don't fit
-            why = shortened(printable(one_line(error)), 200)
-            raise ValueError(f"the parts of a {kind.__name__} do not fit together: {why}") from None
+    if isinstance(outline, list):
+        return [inner(item) for item in outline]
+    if not isinstance(outline, dict):
+        return outline
+    if "class" in outline:
+        made = classes[outline["class"]].__tensor_unflatten__(
+            {name: inner(part) for name, part in outline["parts"]}, inner(outline["rest"]), None, None
+        )
         if list(made.shape) != outline["size"]:
-            raise ValueError(f"a {kind.__name__} has the shape {list(made.shape)}, not {_shown(outline['size'])}")
+            raise ValueError(f"a {type(made).__name__} has the shape {list(made.shape)}")
         return made
-
-
-_KINDS = {"float": "_float", "dtype": "_dtype", "tuple": "_tuple", "dict": "_dict", "tensor": "_tensor"}
-
-
-def _shown(value: object) -> str:
-    return shortened(printable(repr(value)), 60)
+    ((kind, content),) = outline.items()
+    made_of = {
+        "float": lambda: {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[content],
+        "dtype": lambda: _DTYPES[content],
+        "tensor": lambda: tensors[content],
+        "tuple": lambda: tuple(inner(item) for item in content),
+        "dict": lambda: {inner(key): inner(value) for key, value in content},
+    }
+    return made_of[kind]()

@@ -143,7 +143,7 @@ def save_model(run_dir: Path, out: Path, layout: Layout | Literal["float"] = "fl
     name = config.model.pretrained or ""
     with runtime(config) as device:
         model = trained_model(config, open_corpus(config), device)
-    fill(model, found.tensors, found.metadata, f"checkpoint {str(found.folder)!r}")
+    fill(model, found.tensors, found.metadata, f"checkpoint {str(found.path)!r}")
     with reading(name) as transformers, _written(out):
         _write(fm.dequantize_model(model) if layout == FLOAT else model, out, layout)
         transformers.AutoTokenizer.from_pretrained(**find_model(name)).save_pretrained(out)

@@ -7,20 +7,17 @@ import math
 import re
 import statistics
 import sys
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from nanogpt_bench.config.metrics import VAL_LOSS
 from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.data.batches import open_corpus
 from nanogpt_bench.data.stdlib import prepare_default
-from nanogpt_bench.report.ladders import LADDERS, cells_of, climbed
-from nanogpt_bench.report.predictors import FEWEST, Point, early_points, predictor_table, rank_predictors
 from nanogpt_bench.report.results import Result, measure
-from nanogpt_bench.report.results_file import TENTH, Exported, export, is_of_kind, read_export, to_json
+from nanogpt_bench.report.results_file import MISSING, RUN, Exported, export, is_of_kind, read_export, to_json
 from nanogpt_bench.report.rows import Row, find_reference
-from nanogpt_bench.report.tables import padded, to_csv, to_latex, to_markdown, tuning_table
+from nanogpt_bench.report.tables import padded, to_csv, to_markdown, tuning_table
 from nanogpt_bench.runs.environment import DECIDING, MINOR, differing, environment, settings_of
 from nanogpt_bench.runs.load import Run, load_run
 from nanogpt_bench.setup.resolve import resolve
@@ -35,15 +32,12 @@ from nanogpt_bench.system.overwriting import holds, refuse_to_replace
 from nanogpt_bench.system.signals import RESUMABLE
 from nanogpt_bench.system.words import counted
 
-TABLES = {"markdown": to_markdown, "latex": to_latex, "csv": to_csv}
-#: when figures are taken, as a share of a run's steps
-TIMES = {"tenth": TENTH, "end": 1.0}
+TABLES = {"markdown": to_markdown, "csv": to_csv}
 #: options, and the words that they go with
 GO_WITH = {
     "out": ("export", "rerun"),
-    "reference": ("show", "monitors"),
+    "reference": ("show",),
     "table": ("show",),
-    **dict.fromkeys(("at", "over"), ("monitors",)),
     **dict.fromkeys(("row", "seed", "data_dir", "anyway"), ("rerun",)),
 }
 MODE = "rerun"
@@ -52,7 +46,7 @@ SAME = 5e-4
 
 
 def main_results(args: argparse.Namespace) -> int:
-    """The command line's entry: export a folder, show a file, make a row of it again, or judge its monitors.
+    """The command line's entry: export a folder, show a file, or make a row of it again.
 
     Raises:
         BenchError: a folder or a file that holds no results, or options that belong to another word.
@@ -61,11 +55,7 @@ def main_results(args: argparse.Namespace) -> int:
         if getattr(args, option) not in (None, False) and args.word not in words:
             told = "; show prints, and report FILE.json --out DIR draws" * (option == "out")
             raise BenchError(f"--{option.replace('_', '.')} goes with results {' and '.join(words)}{told}")
-    if args.word == "monitors":
-        return monitors(args.paths, args.reference, at=args.at or "tenth", over=args.over or "row")
-    path, *more = args.paths
-    if more:
-        raise BenchError(f"results {args.word} takes one path, not {len(args.paths)}: {str(more[0])!r} is one too many")
+    path = args.path
     if args.word == "rerun":
         return _rerun(path, args)
     if args.word == "show":
@@ -86,48 +76,23 @@ def _export(folder: Path, out: Path) -> int:
     if out.suffix != ".json":
         raise BenchError(f"--out {str(out)!r} is not allowed; give a name that ends in .json")
     refuse_to_replace("--out", out, holds(is_of_kind), "a name of its own")
-    content: dict[str, Any] = export(folder)
+    content = export(folder)
     write_text(out, to_json(content))
-    ended, planned = content["runs"]["ended"], content["runs"]["planned"]
-    partial = (
-        f" of {planned}; {planned - ended} are missing, and every table of the file says so" if planned > ended else ""
-    )
+    ended, missing = (sum(entry["kind"] == kind for entry in content) for kind in (RUN, MISSING))
+    partial = f" of {ended + missing}; {missing} are missing, and every table of the file says so" if missing else ""
     print(f"{out}: {counted(ended, 'run')}{partial}", file=sys.stderr)
     return 0
 
 
 def _show(content: Exported, reference: str | None, table: str | None) -> int:
-    """Print the table, and unless one form of it is asked for, the gaps by length and what was tuned."""
+    """Print the table, and unless one form of it is asked for, what was tuned."""
     results = results_of(content, reference)
     if table is not None:
         print(TABLES[table](results), end="")
         return 0
     print(to_markdown(results))
-    for ladder in LADDERS:
-        if found := climbed(ladder, results):
-            print(padded(cells_of(ladder, found)))
     if content.tuning:
         print(tuning_table(content.tuning))
-    return 0
-
-
-def monitors(paths: Sequence[Path], reference: str | None = None, *, at: str = "tenth", over: str = "row") -> int:
-    """Print what each figure at a tenth of the training, or at its end, tells of the final gap, over all runs.
-
-    Raises:
-        BenchError: a file that holds no results, no such row, or too few runs with figures and a reference.
-    """
-    found: dict[Hashable, Point] = {}
-    for file in map(read_export, paths):
-        baseline = file.baseline if reference is None else baseline_of(reference, file.rows)
-        found |= early_points(file.rows, find_reference(file.rows, baseline), at=TIMES[at], over=over)
-    told = rank_predictors(list(found.values()))
-    if not told:
-        raise BenchError(
-            f"too few runs: {len(found)} have figures at the {at} of their steps and a reference, {FEWEST} are "
-            "needed at least; monitor.interval says when monitors look"
-        )
-    print(predictor_table(told, f"at {'a tenth' if at == 'tenth' else 'the end'}"), end="")
     return 0
 
 

@@ -16,7 +16,6 @@ from nanogpt_bench.config.settings import find_config, load_config
 from nanogpt_bench.data.stdlib import prepare_default
 from nanogpt_bench.loop.outcome import Progress
 from nanogpt_bench.loop.train import run
-from nanogpt_bench.report.build import followed
 from nanogpt_bench.setup.fits import check_fits
 from nanogpt_bench.setup.resolve import resolve, resolve_for
 from nanogpt_bench.setup.runtime import check_device
@@ -52,11 +51,8 @@ def trained(
     *,
     resume: bool = False,
     allow_config_change: bool = False,
-    page: bool = False,
 ) -> tuple[dict[str, Any], Path]:
     """Train as a configuration file and overrides say, tell how it goes, and return the run's summary and folder.
-
-    A `page` shows the run as it goes on.
 
     Raises:
         BenchError: a configuration, a name or options that don't go together, or nothing whole to go on from.
@@ -81,9 +77,7 @@ def trained(
         _folder(path.stem, earlier or named, ranks) as run_dir,
         stop_requests() if ranks.size == 1 else stop_requests_once(SIGNALS) as stop,
         _display(config, gave_way) as show,
-        followed(run_dir) if page and ranks.first else nullcontext() as drawn,
     ):
-        gave_way += [f"page: {drawn}"] if drawn else []
         summary = run(config, run_dir, on_progress=show if ranks.first else None, stop=stop, say=say, **options)
     print(printable(_closing_line(summary, run_dir)))
     return summary, run_dir

@@ -73,7 +73,7 @@ def sample_run(
     trained = load(choose(run_dir, checkpoint))
     if trained.config.task != "language":
         raise BenchError(
-            f"{folder_of(trained.folder)} is of task {trained.config.task!r}: such weights write no text; "
+            f"{folder_of(trained.path)} is of task {trained.config.task!r}: such weights write no text; "
             f"nanogpt-bench evaluate {shlex.quote(str(run_dir))} measures them"
         )
     weights = RunWeights(trained, checked_overrides(overrides))
@@ -91,7 +91,7 @@ def sample_run(
                 if token == tokenizer.end_of_text:
                     break
                 tokens.append(token)
-            found.append(Sample(name, tokenizer.decode(tokens), len(tokens), folder_of(trained.folder)))
+            found.append(Sample(name, tokenizer.decode(tokens), len(tokens), folder_of(trained.path)))
     return found
 
 

@@ -110,8 +110,8 @@ def add_sweep(commands: Any) -> Any:
     parser = commands.add_parser(
         "sweep",
         help="train over any settings: grid, random, tuned rates, learning rate limits, sensitivity of layers",
-        usage="nanogpt-bench sweep FILE.yaml [--lr-limits | --sensitivity [--of RUN]] [--reference ROW] [--smoke]\n"
-        "                           [--data-sizes A,B] [--from FILE.json ...] [--workers N] [--out DIR]\n"
+        usage="nanogpt-bench sweep FILE.yaml [--lr-limits | --sensitivity] [--reference ROW] [--smoke]\n"
+        "                           [--data-sizes A,B] [--workers N] [--out DIR]\n"
         "                           [--section.key VALUE ...]",
         description="Train one run for every point of FILE.yaml's axes, several at a time, and write a report. With\n"
         "tune and confirm in the file: find the best learning rate of every point first, then train it on other\n"
@@ -120,36 +120,18 @@ def add_sweep(commands: Any) -> Any:
         "  nanogpt-bench sweep my_sweep.yaml --workers 2 --out runs/mine --train.max_steps 500\n"
         "  nanogpt-bench sweep lr_limits.yaml --lr-limits\n"
         "  nanogpt-bench sweep sensitivity.yaml --sensitivity --data.dir data/book\n"
-        "  nanogpt-bench sweep formats.yaml --data-sizes 100000,300000,900000\n"
-        "  nanogpt-bench sweep --sensitivity --of runs/bf16_baseline\n"
-        "  nanogpt-bench sweep study/sweeps/study_q1.yaml --from study/results/study_q1.json",
+        "  nanogpt-bench sweep formats.yaml --data-sizes 100000,300000,900000\n",
     )
     parser.add_argument("file", nargs="?", metavar="FILE.yaml", help="a sweep file, or the name of a shipped one")
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--lr-limits", action="store_true", help="largest stable learning rate of every point")
     mode.add_argument("--sensitivity", action="store_true", help="quantise one layer pattern at a time: loss gaps")
-    parser.add_argument(
-        "--of",
-        type=Path,
-        metavar="RUN",
-        help="--sensitivity: of the weights that runs/NAME, or one of its checkpoints, has; nothing is trained "
-        "(FILE.yaml: sensitivity.yaml unless given)",
-    )
     parser.add_argument("--reference", metavar="ROW", help="row to measure against (default: the file's, or BF16)")
     parser.add_argument(
         "--data-sizes",
         type=positives,
         metavar="A,B",
         help="train every point on the first A, B, ... tokens of the text, once through: where does a gap appear?",
-    )
-    parser.add_argument(
-        "--from",
-        dest="known",
-        type=Path,
-        nargs="+",
-        default=(),
-        metavar="FILE.json",
-        help="take runs and trials that results files have from there (results export), and train the others",
     )
     parser.add_argument("--smoke", action="store_true", help="with what the file's section smoke says: the same, small")
     parser.add_argument("--workers", type=positive, metavar="N", help="runs at a time (default: the file's, or cores)")
@@ -175,35 +157,29 @@ def add_results(commands: Any) -> Any:
         "results",
         help="results of a sweep as one small JSON file; its tables, and any row of it made again",
         usage="nanogpt-bench results export SWEEP --out FILE.json\n"
-        "       nanogpt-bench results show FILE.json [--reference ROW] [--table markdown|latex|csv]\n"
-        "       nanogpt-bench results rerun FILE.json --row ROW [--seed N] [--data.dir DIR] [--anyway] [--out DIR]\n"
-        "       nanogpt-bench results monitors FILE.json ... [--reference ROW] [--at tenth|end] [--over row|format]",
+        "       nanogpt-bench results show FILE.json [--reference ROW] [--table markdown|csv]\n"
+        "       nanogpt-bench results rerun FILE.json --row ROW [--seed N] [--data.dir DIR] [--anyway] [--out DIR]",
         description="export: write what the runs of a sweep or a comparison have come to, their settings, their\n"
         "environments and what was tuned into one JSON file. show: print the tables of such a file, whose page\n"
         "report draws. rerun: train a row of it again, and print the recorded losses, those found and their\n"
-        "differences. monitors: which figure at a tenth of the training told the final gap, over all runs.",
+        "differences.",
         epilog="examples:\n  nanogpt-bench results export runs/sweep-my_study/tune --out my_study.json\n"
         "  nanogpt-bench results show my_study.json --reference muon\n"
         "  nanogpt-bench results rerun my_study.json --row 'E4M3 stochastic' --seed 42\n"
-        "  nanogpt-bench results monitors my_study.json other_study.json\n"
         "  nanogpt-bench report my_study.json --out report",
     )
-    words = ("export", "show", "rerun", "monitors")
+    words = ("export", "show", "rerun")
     parser.add_argument("word", choices=words, metavar="{" + ",".join(words) + "}", help="which of these")
-    parser.add_argument("paths", nargs="+", type=Path, metavar="SWEEP|FILE.json", help="export: a sweep's folder")
+    parser.add_argument("path", type=Path, metavar="SWEEP|FILE.json", help="export: a sweep's folder")
     parser.add_argument(
         "--out", type=Path, metavar="FILE.json|DIR", help="export: file to write; rerun: folder of runs"
     )
-    parser.add_argument(
-        "--reference", metavar="ROW", help="show, monitors: row to measure against (default: the file's)"
-    )
-    parser.add_argument("--table", choices=("markdown", "latex", "csv"), help="show: this form of the table alone")
+    parser.add_argument("--reference", metavar="ROW", help="show: row to measure against (default: the file's)")
+    parser.add_argument("--table", choices=("markdown", "csv"), help="show: this form of the table alone")
     parser.add_argument("--row", metavar="ROW", help="rerun: the row, by its label, or by its format and rule")
     parser.add_argument("--seed", type=natural, metavar="N", help="rerun: this seed alone (default: all of the row's)")
     parser.add_argument("--data.dir", dest="data_dir", type=Path, metavar="DIR", help="rerun: where its text lies here")
     parser.add_argument("--anyway", action="store_true", help="rerun: though torch, GPU or text differ")
-    parser.add_argument("--at", choices=("tenth", "end"), help="monitors: the figures after a tenth, or at the end")
-    parser.add_argument("--over", choices=("row", "format"), help="monitors: what intervals draw from (default: row)")
     parser.set_defaults(handler=_results)
     return parser
 

@@ -13,29 +13,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.checkpoint import CHECKPOINTS, BrokenCheckpoint, read, steps, verify
-from nanogpt_bench.checkpoint.format import parse
-from nanogpt_bench.config.metrics import (
-    ARRIVED,
-    BESIDE_LOSS,
-    SPEED,
-    STALLS,
-    TOKENS,
-    VAL_BITS_PER_BYTE,
-    VAL_LOSS,
-    VAL_LOSS_SE,
-)
+from nanogpt_bench.checkpoint import CHECKPOINTS, BrokenCheckpoint, check_layout, read, step_file, steps, verify
+from nanogpt_bench.config.metrics import BESIDE_LOSS, SPEED, TOKENS, VAL_BITS_PER_BYTE, VAL_LOSS, VAL_LOSS_SE
 from nanogpt_bench.config.settings import read_yaml
+from nanogpt_bench.monitors.stall import ARRIVED, STALLS
 from nanogpt_bench.runs.environment import history_lines
 from nanogpt_bench.runs.find import find_runs, say_aside
 from nanogpt_bench.runs.read import finite
 from nanogpt_bench.runs.sums import not_as_written
-from nanogpt_bench.runs.trained import BEST
 from nanogpt_bench.system.errors import BenchError, one_line, printable
-from nanogpt_bench.system.untrusted import Refused, open_file
+from nanogpt_bench.system.untrusted import Refused, open_file, parse_json, read_json
 from nanogpt_bench.system.words import counted
 
-#: bytes of a JSON file, and of one line of a file of records
+#: bytes of one line of a file of records
 LIMIT = 1 << 25
 METRICS, WEIGHTS = "metrics.jsonl", "weights.json"
 #: written at some steps only, several lines a step
@@ -146,8 +136,7 @@ def check_run(path: Path) -> Findings:
 
 def _mapping(path: Path, found: Findings, optional: str | None = None) -> dict[str, Any]:
     try:
-        with open_file(path) as file:
-            content = parse(file.read(LIMIT + 1), limit=LIMIT)
+        content = read_json(path)
         if isinstance(content, dict):
             return content
         found.problems.append(f"{path.name} holds no mapping")
@@ -211,7 +200,7 @@ def _records(path: Path, ended: bool, found: Findings) -> Iterator[tuple[int, in
 
 def _record(line: bytes) -> dict[str, Any] | None:
     try:
-        record = parse(line, limit=LIMIT)
+        record = parse_json(line)
     except ValueError:
         return None
     if not isinstance(record, dict):
@@ -238,7 +227,7 @@ def _check_bytes(path: Path, summary: dict[str, Any], found: Findings) -> None:
     """The bytes held are those that the checkpoint of the last step knows of."""
     if not summary or found.last_step is None or found.last_step not in found.whole:
         return
-    outcome = read(path / CHECKPOINTS / f"step-{found.last_step}", only=()).facts.get("outcome")
+    outcome = read(step_file(path, found.last_step), only=()).facts.get("outcome")
     held = outcome.get("held_bytes") if isinstance(outcome, dict) else None
     if held is not None and summary.get("held_bytes") != held:
         found.problems.append(f"summary.json has held_bytes {summary.get('held_bytes')!r}, the last checkpoint {held}")
@@ -252,22 +241,25 @@ def _check_sums(path: Path, found: Findings, *, ended: bool) -> None:
 
 
 def _check_checkpoints(path: Path, found: Findings) -> None:
-    folders = [(step, where / CHECKPOINTS / f"step-{step}") for where in (path, path / BEST) for step in steps(where)]
-    for step, folder in folders:
+    for step in steps(path):
+        file = step_file(path, step)
         try:
-            verify(folder)
+            verify(file)
         except BrokenCheckpoint as error:
             found.problems.append(str(error))
             continue
-        if folder.parent.parent == path:
-            found.whole.append(step)
+        found.whole.append(step)
         if step > (found.last_step or 0):
-            found.problems.append(f"checkpoint {str(folder)!r}: {METRICS} ends with step {found.last_step}")
+            found.problems.append(f"checkpoint {str(file)!r}: {METRICS} ends with step {found.last_step}")
+    try:
+        check_layout(path)
+    except BenchError as error:
+        found.problems.append(str(error))
     if not (path / CHECKPOINTS).is_dir():
         found.notes.append("there are no checkpoints")
         return
-    known = {f"step-{step}" for step in steps(path)}
-    extra = sorted(set(os.listdir(path / CHECKPOINTS)) - known)
+    known = [step_file(path, step).name for step in steps(path)]
+    extra = sorted(set(os.listdir(path / CHECKPOINTS)) - {*known, *(f"{name}.sha256" for name in known)})
     found.notes.extend(f"{CHECKPOINTS}/{name[:80]} is no checkpoint; the next start removes litter" for name in extra)
 
 

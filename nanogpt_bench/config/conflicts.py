@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from nanogpt_bench.config.keys import FIELDS, get, keys_where
+from nanogpt_bench.config.metrics import TREND
 from nanogpt_bench.config.rules import has_moments, rules_with_format
 from nanogpt_bench.config.schema import (
     MANIFOLDS,
@@ -150,7 +151,7 @@ def _optimizer(config: Config) -> Iterator[Row]:
 
 
 def _watching(config: Config) -> Iterator[Row]:
-    followed, why = config.monitor.trend, "needs monitor.trend, which is off; leave one of them out"
+    followed, why = TREND in config.monitor.watch, f"needs {TREND!r} in monitor.watch; add it"
     for reason in ("divergence", "plateau"):
         if reason in config.train.stop_on and not followed:
             raise BenchError(f"train.stop_on: {reason!r} {why}")

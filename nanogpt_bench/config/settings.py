@@ -23,6 +23,7 @@ from nanogpt_bench.config.keys import (
     parse_text,
     type_name,
 )
+from nanogpt_bench.config.metrics import WATCHED
 from nanogpt_bench.config.precedence import settle
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.system import untrusted
@@ -124,18 +125,57 @@ def once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 #: settings that earlier files have, each with the value that it had where nobody asked for another
-GONE = {
+GONE: dict[str, Any] = {
+    "alerts.at_least": {},
+    "alerts.at_most": {},
+    "alerts.attention_entropy": 0.1,
+    "alerts.cooldown_s": 300.0,
+    "alerts.divergence": 0.1,
+    "alerts.divergence_evals": 3,
+    "alerts.kurtosis": 10.0,
+    "alerts.levels": {},
+    "alerts.nan_cooldown_s": 60.0,
+    "alerts.nan_patience": 3,
+    "alerts.overflow": 0.01,
+    "alerts.plateau": 0.001,
+    "alerts.plateau_evals": 5,
+    "alerts.stall": 0.5,
+    "failure.batch_fall": 0.02,
+    "failure.divergence": 0.5,
+    "failure.early_plateau": 10,
+    "failure.entropy": 0.1,
+    "failure.exploding": 100.0,
+    "failure.gradient_norm": 1e-8,
+    "failure.kurtosis": 10.0,
+    "failure.kurtosis_growth": 3.0,
+    "failure.noise": 1.0,
+    "failure.overflow": 0.01,
+    "failure.patience": 3,
+    "failure.plateau": 0.02,
+    "failure.plateau_share": 0.5,
+    "failure.smoothing": 10,
+    "failure.sparsity": 0.9,
+    "failure.stall": 0.5,
+    "failure.zero_gradients": 0.9,
+    "failure.zero_zone": 0.5,
     "model.lora_rank": None,
     "model.outliers": "none",
     "model.outlier_sigma": None,
+    **dict.fromkeys((f"monitor.{name}" for name in WATCHED if name != "zones"), True),
+    "monitor.dead_steps": 100,
+    "monitor.dead_threshold": 1e-8,
     "monitor.fisher": False,
     "monitor.fisher_matrix": "kfac",
     "monitor.fisher_eigenvalues": 5,
+    "monitor.histogram_interval": 500,
+    "monitor.stall_interval": None,
     "optimizer.compile": False,
     "tracking.tags": [],
     "tracking.wandb_entity": None,
     "train.max_rollbacks": 3,
 }
+#: sections of which none is left
+_GONE_SECTIONS = {key.rpartition(".")[0] for key in GONE} - SECTIONS
 
 
 def flatten(tree: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -146,7 +186,7 @@ def flatten(tree: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
     """
     for name, value in tree.items():
         key = f"{prefix}{name}"
-        if key in SECTIONS:
+        if key in SECTIONS or key in _GONE_SECTIONS:
             if not isinstance(value, dict):
                 raise BenchError(f"{key}: {value!r} is not a section; give its keys, such as {_first_key(key)}")
             yield from flatten(value, f"{key}.")
@@ -168,7 +208,7 @@ def _first_path(value: Any) -> Iterator[str]:
 
 
 def _first_key(section: str) -> str:
-    return next(known for known in FIELDS if known.startswith(f"{section}."))
+    return next(known for known in (*FIELDS, *GONE) if known.startswith(f"{section}."))
 
 
 def _check_key(key: str) -> None:
@@ -178,7 +218,7 @@ def _check_key(key: str) -> None:
 
 def unknown_key(key: str) -> BenchError:
     """Return the error for a key that does not exist: its nearest spelling, or the keys of its section."""
-    if key in GONE:
+    if key in GONE or key.partition(".")[0] in _GONE_SECTIONS or key.rpartition(".")[0] in GONE:
         return BenchError(f"{key} is no setting any more; leave it out")
     guess = nearest(key, FIELDS) or _same_last_word(key)
     if guess:

@@ -13,7 +13,6 @@ from nanogpt_bench.data.stdlib import VAL_EVERY
 from nanogpt_bench.data.write import LabelledText
 from nanogpt_bench.system.errors import BenchError, one_line, unknown
 from nanogpt_bench.system.files import sha256
-from nanogpt_bench.system.hub import within
 
 #: names under which data sets keep what is for validation
 VAL_NAMES = ("validation", "val", "valid", "dev")
@@ -174,11 +173,8 @@ def find_commit(dataset: str, revision: str | None) -> str:
     """
     from huggingface_hub import HfApi, errors
 
-    def look_up() -> str:
-        return str(HfApi().dataset_info(dataset, revision=revision, timeout=LOOKUP_SECONDS).sha)
-
     try:
-        return within(LOOKUP_SECONDS, look_up)
+        return str(HfApi().dataset_info(dataset, revision=revision, timeout=LOOKUP_SECONDS).sha)
     except errors.RevisionNotFoundError:
         raise BenchError(f"data set {dataset!r} has no revision {revision!r}; leave --revision out for main") from None
     except errors.GatedRepoError:

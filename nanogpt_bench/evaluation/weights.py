@@ -60,7 +60,7 @@ class RunWeights:
     def __init__(self, trained: Trained, given: Mapping[str, Any]) -> None:
         self.trained, self.given = trained, given
         self.formats: dict[str, Any] = dict(given.get("model.formats") or {})
-        self._shape = trained_shape(trained.folder)
+        self._shape = trained_shape(trained.path)
         measure = {key: value for key, value in given.items() if key not in OF_FORMATS}
         # As many as the run had: sums in another order have other last bits.
         measure["runtime.threads"] = given.get("runtime.threads") or _threads(trained)
@@ -76,7 +76,7 @@ class RunWeights:
             BenchError: a text that is not the run's, or whose tokens mean something else.
         """
         prepare_default(self.own.data.dir)
-        corpus, called = open_corpus(self.own), str(self.trained.folder)
+        corpus, called = open_corpus(self.own), str(self.trained.path)
         if "data.dir" not in self.given and not same_text(self.trained, corpus):
             raise BenchError(
                 f"{str(corpus.folder)!r} is not the text that {called!r} was trained on (its sha256 differs); give "
@@ -185,11 +185,9 @@ def named_formats(names: Sequence[str]) -> list[str]:
 
 
 def folder_of(path: Path) -> str:
-    """Return a checkpoint's folder in words: that of its run, and the step.
+    """Return where a checkpoint lies in words: the folder of its run, and the step.
 
-    >>> folder_of(Path("runs/e4m3/checkpoints/step-500"))
+    >>> folder_of(Path("runs/e4m3/checkpoints/step-500.safetensors"))
     'runs/e4m3, checkpoints/step-500'
     """
-    parent = path.parent.parent
-    run_dir = parent.parent if parent.name == "best" else parent
-    return f"{run_dir}, {path.relative_to(run_dir)}"
+    return f"{path.parent.parent}, {path.parent.name}/{path.stem}"

@@ -4,41 +4,38 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import shutil
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
-from functools import partial
 from pathlib import Path
 from signal import Signals
 from time import perf_counter
 from typing import Any
 
-from nanogpt_bench.checkpoint import CheckpointNotWritten, Contents, commit, steps
-from nanogpt_bench.checkpoint.format import step_folder
+from nanogpt_bench.checkpoint import CheckpointNotWritten, Contents, commit
 from nanogpt_bench.config import metrics
 from nanogpt_bench.config.rules import stall_counts
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import to_yaml
 from nanogpt_bench.failures import failures_of
+from nanogpt_bench.failures.table import ENDINGS
 from nanogpt_bench.loop.outcome import Outcome, Progress, summarize, weight_histograms
 from nanogpt_bench.loop.resume import (
     config_facts,
     remove_output,
     resumed_environment,
 )
-from nanogpt_bench.observers import Alert, Observer, Step
+from nanogpt_bench.monitors.points import Anomaly, Observer, Step
+from nanogpt_bench.observers import Alert
 from nanogpt_bench.observers.build import build_observers
 from nanogpt_bench.observers.trackers import Trackers, start_trackers
 from nanogpt_bench.runs.environment import config_history, history_comment
 from nanogpt_bench.runs.sums import AT_START, SUMS, write_sums
-from nanogpt_bench.runs.trained import BEST
 from nanogpt_bench.setup.memory import held_bytes
 from nanogpt_bench.system.errors import BenchError, disk_failure
 from nanogpt_bench.system.files import remove_parts, write_json, write_text
 from nanogpt_bench.system.signals import StopRequest
 from nanogpt_bench.system.words import counted
 from nanogpt_bench.training.anomalies import Sentry, figure_of
-from nanogpt_bench.training.points import Anomaly
 from nanogpt_bench.training.run_state import capture, restore
 from nanogpt_bench.training.trainer import Trainer, mean_and_error
 
@@ -88,7 +85,6 @@ class Loop:
         else:
             for name in (SUMS, "summary.json"):  # they spoke of the end of what goes on now
                 (self.run_dir / name).unlink(missing_ok=True)
-        withdraw_best(self.run_dir, after)
         remove_parts(self.run_dir)
         write_text(self.run_dir / "config.yaml", history_comment(self.environment) + to_yaml(self.config))
         write_json(self.run_dir / "environment.json", self.environment)
@@ -108,13 +104,10 @@ class Loop:
 
     def save(self, step: Step) -> None:
         """Commit a checkpoint of the state after a step."""
-        self._commit(step, partial(commit, self.run_dir, keep_last=self.config.checkpoint.keep))
-
-    def _commit(self, step: Step, commit_to: Callable[..., object]) -> None:
         contents = self._contents(step)
         with self.ranks.together(CheckpointNotWritten):
-            if self.ranks.first:
-                commit_to(contents=contents)
+            if contents is not None:
+                commit(self.run_dir, contents, keep_last=self.config.checkpoint.keep)
 
     def _contents(self, step: Step) -> Contents | None:
         loss, outcome = step.record.get(metrics.VAL_LOSS.name), self.outcome
@@ -135,10 +128,6 @@ class Loop:
         loss = step.record.get(metrics.VAL_LOSS.name)
         return loss is not None and loss == self.outcome.best_val_loss
 
-    def _save_if_best(self, step: Step) -> None:
-        if self.config.checkpoint.best and self._is_best(step) and step.anomaly is None:
-            self._commit(step, partial(commit_best, self.run_dir))
-
     def _measure(self) -> None:
         """Count what is held once a step has given the optimizer its state; a run that goes on knows it already."""
         if self.outcome.steps and (self.stepped or self.outcome.held_bytes is None):
@@ -148,11 +137,10 @@ class Loop:
     def _save_if_due(self, step: Step) -> None:
         settings, status = self.config.checkpoint, self.outcome.status
         ends = settings.last and (step.last or status == "stopped")
-        due = settings.every is not None and step.number % settings.every == 0 and step.anomaly is None
+        due = settings.every is not None and step.number % settings.every == 0
+        due = (due or (settings.best and self._is_best(step))) and step.anomaly is None
         if status != "failed" and (ends or due or self.outcome.ended_by_signal):
             self.save(step)
-        if status != "failed":
-            self._save_if_best(step)
 
     def _tell(self, alert: Alert) -> None:
         self.raised.append(alert)
@@ -214,7 +202,7 @@ class Loop:
     def _skip(self, step: Step, anomaly: Anomaly) -> None:
         """Leave a step out; fail where that is no help, or was not in as many steps as patience allows."""
         outcome, train = self.outcome, self.config.train
-        patience = 1 if train.on_anomaly == "stop" else self.config.alerts.nan_patience
+        patience = 1 if train.on_anomaly == "stop" else ENDINGS["nan"].patience
         outcome.skip(step.number)
         if anomaly.lasting:
             outcome.fail("nan", f"{anomaly.where} is not finite at step {step.number}", step.number)
@@ -228,12 +216,12 @@ class Loop:
         asked, trend, alerts = self.config.train.stop_on, self.watch.trend, self.config.alerts
         if trend is None or self.outcome.status != "finished" or metrics.VAL_LOSS.name not in step.record or step.last:
             return
-        if "divergence" in asked and trend.diverging and trend.excess is not None:
+        if "divergence" in asked and trend.diverging:
             against = "the baseline's" if alerts.baseline else "its own best"
-            message = f"the smoothed training loss is {trend.excess:.1%} above {against} at step {step.number}"
+            message = f"the smoothed training loss is {trend.excess[-1]:.1%} above {against} at step {step.number}"
             self.outcome.fail("divergence", message, step.number)
         elif "plateau" in asked and trend.flat:
-            flat = f"has not fallen for {trend.evals_flat} validations"
+            flat = f"has not fallen for {ENDINGS['plateau'].patience} validations"
             message = f"{metrics.VAL_LOSS.name} {flat}, up to step {step.number}"
             self.outcome.end_early("plateau", message, step.number)
 
@@ -254,9 +242,8 @@ class Loop:
         self._write(step)
         self.done = 0
         self._end_if_told(step)
-        if self.outcome.ended_by_signal:
+        if self.outcome.ended_by_signal or (self.config.checkpoint.best and self._is_best(step)):
             self.save(step)
-        self._save_if_best(step)
 
     def _validate_if_due(self, step: Step) -> None:
         if self.outcome.status == "failed":
@@ -336,22 +323,3 @@ class Loop:
         for observer in self.observers:
             with attempt:
                 observer.close()
-
-
-def commit_best(run_dir: Path, contents: Contents) -> None:
-    """Commit a checkpoint to best/checkpoints/step-N; the one before it is removed once this one is whole.
-
-    Raises:
-        CheckpointNotWritten: the disk does not take it; the one before it stays.
-    """
-    folder = run_dir / BEST
-    folder.mkdir(exist_ok=True)
-    commit(folder, contents, keep_last=1)
-
-
-def withdraw_best(run_dir: Path, after: int) -> None:
-    """Remove what was kept of steps after `after`, which are undone: the run may come to other weights there."""
-    for step in steps(run_dir / BEST):
-        if step > after:
-            with suppress(OSError):
-                shutil.rmtree(step_folder(run_dir / BEST, step))

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.checkpoint import Contents, clean, newest, read
-from nanogpt_bench.checkpoint.format import step_folder
+from nanogpt_bench.checkpoint import Contents, check_layout, clean, newest, read, step_file
 from nanogpt_bench.config.keys import FIELDS
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import load_config
@@ -44,17 +43,18 @@ def find_checkpoint(
 
     Raises:
         BenchError: a configuration or a corpus that would change the numbers, a finished run without a checkpoint, or
-            a folder that holds no run.
+            a folder that holds no run, or one of an earlier version.
     """
+    check_layout(run_dir)
     clean(run_dir)
-    folder, skipped = newest(run_dir)
+    path, skipped = newest(run_dir)
     for line in skipped:
         say(f"skipped {line}")
-    if folder is None:
+    if path is None:
         _check_unfinished(run_dir, config, allow_change=allow_change, say=say)
         say(f"{run_dir} has no checkpoint{' that verifies' if skipped else ''}: the run begins at step 0")
         return None
-    contents = read(folder)
+    contents = read(path)
     _check_config(contents.facts.get("config", {}), config, allow_change=allow_change, say=say)
     _check_environment(contents.facts.get("environment", {}), environment, allow_change=allow_change, say=say)
     say(f"{run_dir} goes on after step {contents.step}")
@@ -73,7 +73,7 @@ def found_by_all(ranks: Ranks, run_dir: Path, find: Callable[[], Contents | None
     step = ranks.told("" if found is None else str(found.step))
     with ranks.together():
         if step and not ranks.first:
-            found = read(step_folder(run_dir, int(step)))
+            found = read(step_file(run_dir, int(step)))
     return found
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanogpt_bench.checkpoint import CheckpointNotWritten, commit
-from nanogpt_bench.training.points import Observer, Step
+from nanogpt_bench.monitors.points import Observer, Step
 from nanogpt_bench.training.run_state import capture
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ _LOG = logging.getLogger("nanogpt_bench")
 
 
 class AnomalyObserver(Observer):
-    """Commits one checkpoint as anomaly/checkpoints/step-N, apart from those that a run goes on from.
+    """Commits one checkpoint as anomaly/checkpoints/step-N.safetensors, apart from those that a run goes on from.
 
     Where step N was left out, it holds the weights and the optimizer state that the step began with. Without a folder
     another process does so.

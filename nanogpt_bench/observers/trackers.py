@@ -19,10 +19,10 @@ from torch import Tensor
 
 from nanogpt_bench.checkpoint import newest
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.setup.layers import plain
+from nanogpt_bench.model.layers import plain
+from nanogpt_bench.monitors.points import HISTOGRAM_INTERVAL, Observer, Step
 from nanogpt_bench.system.errors import BenchError, one_line
 from nanogpt_bench.system.files import write_text
-from nanogpt_bench.training.points import Observer, Step
 
 _LOG = logging.getLogger("nanogpt_bench")
 TRACKING_FILE = "tracking.json"
@@ -158,7 +158,7 @@ def start_trackers(
             started.append(_STARTERS[name](config, run_dir, known.get(name, {}), after))
         except Exception as error:  # a tracker never stops a training
             dropped[name] = report_failure(name, error)
-    trackers = Trackers(started, dropped, config.monitor.histogram_interval)
+    trackers = Trackers(started, dropped, HISTOGRAM_INTERVAL)
     if trackers.facts:
         write_text(run_dir / TRACKING_FILE, json.dumps(trackers.facts, indent=1) + "\n")
     return trackers
@@ -260,8 +260,8 @@ class WandbTracker:
                 self._run.summary[key] = value
         if self._artifacts and (checkpoint := newest(self._run_dir)[0]) is not None:
             artifact = self._wandb.Artifact(f"{_NOT_IN_A_NAME.sub('-', self._run_dir.name)}-checkpoint", type="model")
-            artifact.add_dir(str(checkpoint), policy="immutable")
-            self._run.log_artifact(artifact, aliases=["latest", checkpoint.name])
+            artifact.add_file(str(checkpoint), policy="immutable")
+            self._run.log_artifact(artifact, aliases=["latest", checkpoint.stem])
         failed = summary is None or summary["status"] == "failed"
         self._run.finish(exit_code=1 if failed else 0)
 

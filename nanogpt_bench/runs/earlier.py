@@ -42,16 +42,19 @@ def make_ready(run_dir: Path) -> bool:
 
 
 def drop_checkpoints(run_dir: Path, settings: Mapping[str, Any]) -> None:
-    """Remove the checkpoints of a run that has finished: nothing goes on from them. `checkpoint.last` keeps them.
+    """Remove the checkpoints of a run that has finished: nothing goes on from them.
+
+    `checkpoint.last` keeps them, and so does `checkpoint.best`.
 
     Those of a run that failed stay, for whoever wants to know why.
     """
     folder, gone = run_dir / "checkpoints", run_dir / ".checkpoints.removed"
-    if settings.get("checkpoint.last") or summary_of(run_dir).get("status") != "finished":
+    asked = settings.get("checkpoint.last") or settings.get("checkpoint.best")
+    if asked or summary_of(run_dir).get("status") != "finished":
         return
     with suppress(OSError):  # the next start tries again
         if folder.is_dir() and not gone.exists():
-            folder.rename(gone)  # at once: a checkpoint half removed would look like a broken one
+            folder.rename(gone)  # at once: some of them would look like those of a run that goes on
         if gone.is_dir():
             shutil.rmtree(gone)
 

@@ -1,6 +1,6 @@
 """The weights of a run, out of one of its checkpoints: which one, the settings they were trained under, the model.
 
-Only plain tensors and JSON are read, every byte of them checked against the checkpoint's manifest.
+Only plain tensors and JSON are read, every byte of them checked against the digest beside the checkpoint.
 """
 
 from __future__ import annotations
@@ -16,19 +16,23 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 import fp8manifold as fm
-from nanogpt_bench.checkpoint import CHECKPOINTS, BrokenCheckpoint, read, steps
-from nanogpt_bench.checkpoint.format import MANIFEST, step_folder, step_of
-from nanogpt_bench.checkpoint.read import read_manifest
+from nanogpt_bench.checkpoint import (
+    CHECKPOINTS,
+    BrokenCheckpoint,
+    check_layout,
+    read,
+    says_best,
+    step_file,
+    step_of,
+    steps,
+)
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import build_config, flatten
 from nanogpt_bench.model.gpt import GPT, GPTShape
 from nanogpt_bench.model.weights import PART
 from nanogpt_bench.runs.environment import latest
 from nanogpt_bench.system.errors import BenchError, one_line
-from nanogpt_bench.system.untrusted import check_header
 
-#: where a run keeps the checkpoint of its lowest validation loss (`checkpoint.best`), apart from the others
-BEST = "best"
 EMBEDDING = "token_embedding.weight"
 #: the embedding, and an lm_head of its own, as floats or as codes
 EMBEDDINGS, HEADS = ((name, f"{name}.codes") for name in (EMBEDDING, "lm_head.weight"))
@@ -42,7 +46,7 @@ _WRITTEN = (CHECKPOINTS, "metrics.jsonl", "summary.json", "environment.json")
 class Trained:
     """A checkpoint's weights, and what is known of them."""
 
-    folder: Path
+    path: Path
     step: int
     #: the run's settings at that step, by dotted key; those that only watch a run are left out
     settings: Mapping[str, Any]
@@ -76,49 +80,39 @@ def is_run(path: Path) -> bool:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a path is one of a run's checkpoints, by its name and its manifest."""
-    return step_of(path.name) is not None and path.parent.name == CHECKPOINTS and (path / MANIFEST).is_file()
+    """Whether a path is one of a run's checkpoints, by its name and that of its folder."""
+    return step_of(path.name) is not None and path.parent.name == CHECKPOINTS and path.is_file()
 
 
 def choose(run_dir: Path, which: str = "last") -> Path:
-    """Return the folder of a run's checkpoint: `last`, the newest; `best`, of the lowest validation loss; `step-N`.
+    """Return a run's checkpoint: `last`, the newest; `best`, of the lowest validation loss; `step-N`.
 
     Raises:
-        BenchError: there is none; the line says how to get one.
+        BenchError: there is none, or one of an earlier layout; the line says how to get one.
     """
-    here = {f"step-{step}": step_folder(run_dir, step) for step in steps(run_dir)}
-    apart = {f"step-{step}": step_folder(run_dir / BEST, step) for step in steps(run_dir / BEST)}
-    known = apart | here
+    known = {f"step-{step}": step_file(run_dir, step) for step in steps(run_dir)}
     if not known:
+        check_layout(run_dir)
         raise BenchError(f"{str(run_dir)!r} has no checkpoint; {_again(run_dir, '--checkpoint.last true')}")
     if which == "best":
-        return _best(run_dir, [*apart.values(), *reversed(here.values())])
+        return _best(run_dir, [*reversed(known.values())])
     if which == "last":
-        return list((here or apart).values())[-1]
+        return list(known.values())[-1]
     if which not in known:
         raise BenchError(f"--checkpoint: {which!r} is not there; allowed: best, last, {', '.join(known)}")
     return known[which]
 
 
-def _best(run_dir: Path, folders: list[Path]) -> Path:
+def _best(run_dir: Path, paths: list[Path]) -> Path:
     """The checkpoint of the lowest validation loss of the whole run, if it has been kept."""
-    for folder in folders:
-        if not _said_best(folder):
-            continue
-        found, lowest = load(folder, weights=False), _lowest(run_dir)
+    for path in filter(says_best, paths):
+        found, lowest = load(path, weights=False), _lowest(run_dir)
         if lowest is None or (found.val_loss is not None and found.val_loss <= lowest):
-            return folder
+            return path
     raise BenchError(
         f"{str(run_dir)!r} has kept no checkpoint of its lowest validation loss; give --checkpoint last, or step-N; "
         f"{_again(run_dir, '--checkpoint.best true')}"
     )
-
-
-def _said_best(folder: Path) -> bool:
-    try:
-        return read_manifest(folder).best
-    except (OSError, ValueError):
-        return False
 
 
 def _lowest(run_dir: Path) -> float | None:
@@ -136,20 +130,20 @@ def _again(run_dir: Path, option: str) -> str:
     return f"{command} {option} trains it once more and keeps one"
 
 
-def load(folder: Path, *, weights: bool = True) -> Trained:
+def load(path: Path, *, weights: bool = True) -> Trained:
     """Return what a checkpoint says of its run, and its weights unless they are not wanted.
 
     Raises:
         BenchError: it is damaged, or was not made by a run.
     """
-    contents = read(folder, only=("model",) if weights else ())
+    contents = read(path, only=("model",) if weights else ())
     config = contents.facts.get("config")
     if not isinstance(config, dict):
-        raise BrokenCheckpoint(f"checkpoint {str(folder)!r}: state.json does not have the run's settings")
+        raise BrokenCheckpoint(f"checkpoint {str(path)!r}: it does not have the run's settings")
     environment, losses = contents.facts.get("environment"), ("val_loss", "best_val_loss")
     val_loss, best = (_number(contents.facts.get(key)) for key in losses)
     return Trained(
-        folder=folder,
+        path=path,
         step=contents.step,
         settings=dict(flatten({key: config[key] for key in _SECTIONS if key in config})),
         environment=latest(environment) if isinstance(environment, dict) else {},
@@ -164,7 +158,7 @@ def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-def trained_shape(folder: Path) -> GPTShape:
+def trained_shape(path: Path) -> GPTShape:
     """Return the shape of the model that a checkpoint's weights fill; an lm_head that was untied is one of its own.
 
     Only the header of the weights is read.
@@ -172,29 +166,27 @@ def trained_shape(folder: Path) -> GPTShape:
     Raises:
         BenchError: settings that name no size, or weights of another one.
     """
-    config, path = load(folder, weights=False).config, folder / "model.safetensors"
+    config = load(path, weights=False).config
     settings = config.model
     if settings.pretrained:
-        run_dir = folder.resolve().parent.parent
-        name = shlex.quote((run_dir.parent if run_dir.name == BEST else run_dir).name)
+        name = shlex.quote(path.resolve().parent.parent.name)
         command = f"nanogpt-bench finetune --model {shlex.quote(settings.pretrained)} --resume --name {name} --save DIR"
         raise BenchError(
-            f"checkpoint {str(folder)!r} is of the pretrained model {settings.pretrained!r}; {command} writes it as a "
+            f"checkpoint {str(path)!r} is of the pretrained model {settings.pretrained!r}; {command} writes it as a "
             "model, from its settings, which evaluate --model DIR and finetune --model DIR take"
         )
     sizes = {key: getattr(settings, key) for key in ("n_layer", "n_head", "n_embd", "block_size")}
     try:
-        check_header(path)
         with safe_open(path, framework="pt") as file:
-            names = set(file.keys())
+            names = {name.removeprefix("model/") for name in file.keys()}  # noqa: SIM118  (it is no mapping)
             embedding, head = (_shape_in(file, spelt) for spelt in (EMBEDDINGS, HEADS))
     except (SafetensorError, OSError, ValueError) as error:
-        raise BenchError(f"checkpoint {str(folder)!r}: its weights can't be read: {one_line(error)}") from None
+        raise BenchError(f"checkpoint {str(path)!r}: its weights can't be read: {one_line(error)}") from None
     if len(embedding) != 2 or None in sizes.values():
-        raise BenchError(f"checkpoint {str(folder)!r} has no weights of a GPT")
+        raise BenchError(f"checkpoint {str(path)!r} has no weights of a GPT")
     claimed, size = sizes["n_embd"] * (12 * sizes["n_layer"] * sizes["n_embd"]), path.stat().st_size
     if claimed > size:  # before as much is allocated
-        raise BenchError(f"checkpoint {str(folder)!r}: settings for {claimed:,} weights, a file of {size:,} bytes")
+        raise BenchError(f"checkpoint {str(path)!r}: settings for {claimed:,} weights, a file of {size:,} bytes")
     return GPTShape(
         **sizes,
         vocab_size=embedding[0],
@@ -207,7 +199,7 @@ def trained_shape(folder: Path) -> GPTShape:
 
 
 def _shape_in(file: Any, spelt: Sequence[str]) -> list[int]:
-    found = next((name for name in spelt if name in file.keys()), None)  # noqa: SIM118 (it is no mapping)
+    found = next((name for spelling in spelt if (name := f"model/{spelling}") in file.keys()), None)  # noqa: SIM118
     return list(file.get_slice(found).get_shape()) if found else []
 
 
@@ -219,13 +211,13 @@ def float_weights(trained: Trained) -> dict[str, Tensor]:
     """
     if any(PART in name for name in trained.tensors):
         raise BenchError(
-            f"checkpoint {str(trained.folder)!r} has the weights of another package (model.peer), which none but its "
+            f"checkpoint {str(trained.path)!r} has the weights of another package (model.peer), which none but its "
             "own run can use"
         )
     try:
         state = fm.unflatten_state_dict(trained.tensors, trained.metadata)
     except ValueError as error:
-        raise BenchError(f"checkpoint {str(trained.folder)!r}: {one_line(error)}") from None
+        raise BenchError(f"checkpoint {str(trained.path)!r}: {one_line(error)}") from None
     named = {name: value for name, value in state.items() if name.rpartition(".")[2] in ("weight", "bias")}
     return {
         name: value.dequantize() if isinstance(value, fm.FP8Tensor) else value.float() for name, value in named.items()

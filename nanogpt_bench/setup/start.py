@@ -7,8 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.checkpoint import steps
-from nanogpt_bench.checkpoint.read import read_manifest
+from nanogpt_bench.checkpoint import check_layout, read_sum, step_file, steps
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import Resolved
 from nanogpt_bench.data.batches import Corpus, digests_of, label_names, open_also, open_corpus
@@ -18,7 +17,7 @@ from nanogpt_bench.model.gpt import GPT, GPTShape, build_model
 from nanogpt_bench.model.pretrained import checkpoint_shape, load_checkpoint
 from nanogpt_bench.runs.trained import Trained, choose, fill_floats, is_checkpoint, is_run, load, trained_shape
 from nanogpt_bench.setup.surgery import read_as_codes
-from nanogpt_bench.system.errors import BenchError, one_line
+from nanogpt_bench.system.errors import BenchError
 
 KEY = "model.init_from"
 
@@ -87,6 +86,7 @@ def start_shape(name: str) -> GPTShape:
             raise BenchError(f"{KEY}: {name!r} is of task 'classify'; give a run of task 'language'")
         return shape
     if _looks_like_one(path):
+        check_layout(path.parent.parent)
         raise BenchError(f"{KEY}: {name!r} does not exist; give a run's folder, or one of its {_others(path)}")
     try:
         return checkpoint_shape(name)
@@ -101,7 +101,7 @@ def _looks_like_one(path: Path) -> bool:
 
 def _others(path: Path) -> str:
     run_dir = path.parent.parent
-    found = [str(run_dir / "checkpoints" / f"step-{step}") for step in steps(run_dir)]
+    found = [str(step_file(run_dir, step)) for step in steps(run_dir)]
     return "checkpoints" + (f": {', '.join(found)}" if found else "")
 
 
@@ -109,16 +109,15 @@ def start_facts(config: Config) -> dict[str, Any]:
     """Return what environment.json says of the run that a training starts from; nothing where it starts from none.
 
     Raises:
-        BenchError: a checkpoint whose manifest can't be read.
+        BenchError: a checkpoint whose digest can't be read.
     """
-    folder = Path(config.model.init_from or "")
-    if not config.model.init_from or not is_checkpoint(folder):
+    path = Path(config.model.init_from or "")
+    if not config.model.init_from or not is_checkpoint(path):
         return {}
     try:
-        entry = read_manifest(folder).files.get("model.safetensors")
-    except (OSError, ValueError) as error:
-        raise BenchError(f"{KEY}: checkpoint {str(folder)!r}: {one_line(error)}") from None
-    return {"init_from": {"checkpoint": str(folder), "sha256": entry.sha256 if entry else None}}
+        return {"init_from": {"checkpoint": str(path), "sha256": read_sum(path)}}
+    except BenchError as error:
+        raise BenchError(f"{KEY}: {error}") from None
 
 
 def start_model(shape: GPTShape, config: Config, corpus: Corpus) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any, TypeVar
 
 from nanogpt_bench.system.errors import BenchError, one_line
 
-#: seconds that the hub has to answer before it counts as out of reach; its client alone tries for 23 s
+#: seconds that the hub has to answer before it counts as out of reach
 PATIENCE = 8.0
 T = TypeVar("T")
 
@@ -29,34 +30,20 @@ def hub_file(repository: str, name: str, asked: str = "model.init_from:") -> Pat
             f"{asked} {repository!r} is no folder here, and the hub needs huggingface_hub; "
             "get it with pip install 'fp8manifold[hub]'"
         )
-    return _cached(repository, name, asked) or _fetched(repository, name, asked)
-
-
-def _cached(repository: str, name: str, asked: str) -> Path | None:
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub import HfApi, errors, hf_hub_download
 
     try:
-        path = try_to_load_from_cache(repository, name)
-    except HFValidationError as error:
-        raise BenchError(f"{asked} {one_line(error)}") from None
-    return Path(path) if isinstance(path, str) else None
-
-
-def _fetched(repository: str, name: str, asked: str) -> Path:
-    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
-    from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, RepositoryNotFoundError
-    from huggingface_hub.utils import logging
-
-    logging.set_verbosity_error()  # every retry would be a line of its own
-    try:
-        within(PATIENCE, lambda: get_hf_file_metadata(hf_hub_url(repository, name), timeout=PATIENCE))
+        with contextlib.suppress(errors.LocalEntryNotFoundError):
+            return Path(hf_hub_download(repository, name, local_files_only=True))
+        HfApi().model_info(repository, timeout=PATIENCE)  # the client tries to download for longer
         return Path(hf_hub_download(repository, name))
-    except GatedRepoError:
+    except errors.HFValidationError as error:
+        raise BenchError(f"{asked} {one_line(error)}") from None
+    except errors.GatedRepoError:
         raise BenchError(f"{asked} {repository!r} on the hub asks for an account with access") from None
-    except RepositoryNotFoundError:
+    except errors.RepositoryNotFoundError:
         raise BenchError(f"{asked} {repository!r} is neither a folder here nor a model on the hub") from None
-    except EntryNotFoundError:
+    except errors.RemoteEntryNotFoundError:
         raise BenchError(f"{asked} {repository!r} on the hub has no {name}") from None
     except Exception as error:  # the client lets builtin and its transport's own errors through
         raise BenchError(

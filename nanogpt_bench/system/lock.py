@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from nanogpt_bench.system.errors import BenchError, refused
 
 #: an empty file in the folder; it is there while somebody works in it, and after one who was killed
 LOCK = ".lock"
-_TAKEN = (errno.EWOULDBLOCK, errno.EACCES)
 
 
 @contextmanager
 def locked(folder: Path, what: str) -> Iterator[None]:
     """Make a folder and keep other processes out of it; what was made and is still empty is gone afterwards.
 
-    Where the system or the file system has no such locks, nobody is kept out. `what` begins the line that is said.
+    Where the file system has no locks, nobody is kept out. `what` begins the line that is said.
 
     Raises:
         BenchError: another process works in the folder, or it can't be made.
@@ -30,15 +29,21 @@ def locked(folder: Path, what: str) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise refused(f"{what} {str(folder)!r} can't be used", error) from None
-    file = _lock(folder / LOCK, f"{what} {str(folder)!r}")
+    lock = FileLock(folder / LOCK, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise BenchError(f"{what} {str(folder)!r} is in use by another process; wait for its end") from None
+    except (OSError, NotImplementedError):
+        pass  # whatever is the matter with the folder, the first file of the work will tell
     try:
         yield
     finally:
-        if file is not None:
+        if lock.is_locked:
             with contextlib.suppress(OSError):
-                if not os.fstat(file).st_size:  # ours is empty
+                if not (folder / LOCK).stat().st_size:  # ours is empty
                     (folder / LOCK).unlink()
-            os.close(file)
+            lock.release()
         for path in made:
             with contextlib.suppress(OSError):  # it has come into use
                 path.rmdir()
@@ -77,33 +82,3 @@ def new_folder(path: Path) -> Iterator[Path]:
 def is_unused(folder: Path) -> bool:
     """Whether a folder is not there, or has nothing in it but the lock of somebody who was killed, or ours."""
     return not folder.exists() or all(path.name == LOCK for path in folder.iterdir())
-
-
-def _lock(path: Path, what: str) -> int | None:
-    """Return the locked file, None where there is no locking."""
-    try:
-        import fcntl
-    except ImportError:  # no POSIX system
-        return None
-    while True:
-        try:
-            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
-        except OSError:
-            return None  # whatever is the matter with the folder, the first file of the work will tell
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(file)
-            if error.errno in _TAKEN:
-                raise BenchError(f"{what} is in use by another process; wait for its end") from None
-            return None
-        if _is_still_there(path, file):
-            return file
-        os.close(file)  # its holder has just removed it
-
-
-def _is_still_there(path: Path, file: int) -> bool:
-    try:
-        return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(file))
-    except OSError:
-        return False

@@ -12,7 +12,7 @@ import os
 import re
 import stat
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,7 +24,7 @@ MOST_BYTES = 8 * 2**20
 #: of a YAML file, which is read character by character
 MOST_YAML_BYTES = 2**20
 #: sections within sections, lists within lists
-DEEPEST = 50
+DEEPEST = 100
 MOST_YAML_VALUES = 20_000
 MOST_JSON_VALUES = 400_000
 #: digits of a number; Python converts longer ones in quadratic time or not at all
@@ -96,45 +96,29 @@ def read_json(path: Path, *, links: bool = True, times: int = 1) -> Any:
         OSError: it can't be read.
         ValueError: not JSON, a name given twice, or beyond the bounds.
     """
-    return parse_json(read_text(path, times * MOST_BYTES, links=links), times * MOST_JSON_VALUES, unique=True)
+    return parse_json(read_text(path, times * MOST_BYTES, links=links), times * MOST_JSON_VALUES)
 
 
-def parse_json(
-    data: bytes | str,
-    most: int = MOST_JSON_VALUES,
-    *,
-    most_bytes: int | None = None,
-    deepest: int = DEEPEST,
-    nan: bool = True,
-    unique: bool = False,
-) -> Any:
-    """Return what a JSON document says; size and number of values are bounded before it is read, then its depth.
-
-    Without `nan`, NaN and the infinities are refused, which JSON does not have; with `unique` a name given twice.
+def parse_json(data: bytes | str, most: int = MOST_JSON_VALUES) -> Any:
+    """Return what a JSON document says; the number of values is bounded before it is read, then how deep they nest.
 
     >>> parse_json('{"step": 3}')
     {'step': 3}
 
     Raises:
-        ValueError: not JSON, longer than `most_bytes`, deeper than `deepest`, or with more than `most` values.
+        ValueError: not JSON, which has neither NaN nor infinities, a name given twice, or beyond the bounds.
     """
-    if most_bytes is not None and len(data) > most_bytes:
-        raise Refused(f"it has {len(data):,} bytes, more than the {most_bytes:,} that are read")
     if _marks(data) > most:
         raise Refused(f"it holds more than {most:,} values, the most that is read")
-    hooks: dict[str, Any] = {
-        "parse_constant": None if nan else _no_number,
-        "object_pairs_hook": _once if unique else None,
-    }
     try:
-        content = json.loads(data, **hooks)
+        content = json.loads(data, parse_constant=_no_number, object_pairs_hook=_once)
     except json.JSONDecodeError as error:
         raise Refused(f"it is no JSON: {error.msg} at character {error.pos}") from None
     except UnicodeDecodeError as error:
         raise Refused(f"it is no text: {one_line(error)}") from None
     except RecursionError:
-        raise _too_deep(deepest) from None
-    _check_depth(content, deepest)
+        raise _too_deep() from None
+    _check_depth(content)
     return content
 
 
@@ -158,21 +142,18 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return content
 
 
-def _too_deep(deepest: int = DEEPEST) -> Refused:
-    return Refused(f"it nests more than {deepest} deep")
+def _too_deep() -> Refused:
+    return Refused(f"it nests more than {DEEPEST} deep")
 
 
-def _check_depth(content: Any, deepest: int) -> None:
-    level = [content] if isinstance(content, dict | list) else []
-    for _ in range(deepest):
-        level = [item for node in level for item in _items(node) if isinstance(item, dict | list)]
+def _check_depth(content: Any) -> None:
+    level = [content]
+    for _ in range(DEEPEST):
+        nodes = (node.values() if isinstance(node, dict) else node for node in level if isinstance(node, dict | list))
+        level = [item for items in nodes for item in items]
         if not level:
             return
-    raise _too_deep(deepest)
-
-
-def _items(node: Any) -> Iterable[Any]:
-    return node.values() if isinstance(node, dict) else node
+    raise _too_deep()
 
 
 def read_yaml(path: Path, *, links: bool = True) -> Any:

@@ -1,67 +1,34 @@
-"""A pool of worker processes over a list of jobs, its executor and workers, and the number that the cores take."""
+"""Workers that train one run at a time each, jobs for them, and the number of them that the cores take.
+
+A worker is a process of this machine, in a `ProcessPoolExecutor` of its own, or of a Ray cluster (`executors`).
+"""
 
 from __future__ import annotations
 
-import contextlib
-import json
+import multiprocessing
 import os
-import queue
 import signal
-import subprocess
-import sys
 import tempfile
-import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
+from multiprocessing import connection
+from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from nanogpt_bench.system.errors import BenchError
+from nanogpt_bench.system.errors import BenchError, one_line
 from nanogpt_bench.system.words import counted
+from nanogpt_bench.workers.records import Records
+from nanogpt_bench.workers.worker import begin, failed, serve
 
-Messages = queue.SimpleQueue[tuple[Any, dict[str, Any] | None]]
-"""(a worker, what it says), and (the worker, None) when it has ended."""
-WORKER = (sys.executable, "-m", "nanogpt_bench.workers.worker")
-THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+#: how a process is started, and what it does with a job; tests put others in their place
+CONTEXT, SERVE = "spawn", serve
 #: seconds before a worker that has nothing to save, or was left by an error, is killed
 SECONDS_TO_STOP = 10.0
-
-
-class AnyWorker(Protocol):
-    """A worker process, wherever it is."""
-
-    #: the job that it runs
-    job: int | None
-
-    def give(self, job: int, content: Mapping[str, Any]) -> None:
-        """Hand over a job."""
-
-    def ended(self) -> dict[str, str]:
-        """Return the end of the process: `kind` and `message`."""
-
-    def terminate(self) -> None:
-        """Tell it to end, its run writing down what it has."""
-
-    def kill(self) -> None:
-        """End it at once."""
-
-    def close(self, deadline: float | None) -> None:
-        """Wait for its end, until `deadline` (monotonic seconds) if there is one, then end it."""
-
-
-class Executor(Protocol):
-    """Starts workers."""
-
-    def cores(self) -> int:
-        """Return how many threads there are cores for."""
-
-    def check_device(self, wanted: str) -> None:
-        """Refuse a device that no worker has."""
-
-    def worker(self, messages: Messages, threads: int) -> AnyWorker:
-        """Start a worker that computes with so many threads."""
 
 
 def cores() -> int:
@@ -127,67 +94,86 @@ class Event:
     data: Mapping[str, Any] = field(default_factory=dict)
 
 
+class AnyWorker(Protocol):
+    """A place where one run trains at a time."""
+
+    def submit(self, job: Mapping[str, Any]) -> Future[dict[str, Any]]:
+        """Hand over a job; the result is its end, as `serve` returns it, unless the worker ends first."""
+
+    def why(self, error: BaseException) -> dict[str, Any]:
+        """Return the end of a job that its future has none of, but this error."""
+
+    def terminate(self) -> None:
+        """Tell it to end, its run writing down what it has."""
+
+    def kill(self) -> None:
+        """End it at once."""
+
+    def close(self, deadline: float | None) -> None:
+        """Wait for its end, until `deadline` (monotonic seconds) if there is one, then end it."""
+
+
+class Executor(Protocol):
+    """Starts workers."""
+
+    def cores(self) -> int:
+        """Return how many threads there are cores for."""
+
+    def check_device(self, wanted: str) -> None:
+        """Refuse a device that no worker has."""
+
+    def worker(self, threads: int) -> AnyWorker:
+        """Start a worker that computes with so many threads."""
+
+
 class Worker:
-    """One worker process; `messages` gets (this worker, message), and (this worker, None) when it has ended."""
+    """One process: an executor of its own, so that one that is killed breaks no other's."""
 
-    def __init__(self, messages: Messages, threads: int = 1) -> None:
-        self.job: int | None = None
-        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the process)
-        self.process = subprocess.Popen(
-            WORKER,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            env=os.environ | dict.fromkeys(THREAD_VARIABLES, str(threads)),
-            text=True,
-            encoding="utf-8",
-        )
-        threading.Thread(target=self._listen, args=(messages,), daemon=True).start()
+    def __init__(self, threads: int = 1) -> None:
+        self._output = tempfile.NamedTemporaryFile()  # noqa: SIM115  (lives as long as the process)
+        before = set(multiprocessing.active_children())
+        context = multiprocessing.get_context(CONTEXT)
+        self._executor = ProcessPoolExecutor(1, context, initializer=begin, initargs=(threads, self._output.name))
+        self._executor.submit(os.getpid)  # which starts it
+        (self._process,) = set(multiprocessing.active_children()) - before
 
-    def _listen(self, messages: Messages) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            with contextlib.suppress(json.JSONDecodeError):  # the last line of a process killed while it wrote
-                messages.put((self, json.loads(line)))
-        messages.put((self, None))
+    def submit(self, job: Mapping[str, Any]) -> Future[dict[str, Any]]:
+        """Hand over a job."""
+        try:
+            return self._executor.submit(SERVE, job)
+        except BrokenProcessPool as error:  # it has died since its last job
+            future: Future[dict[str, Any]] = Future()
+            future.set_exception(error)
+            return future
 
-    def give(self, job: int, content: Mapping[str, Any]) -> None:
-        """Hand over a job; a process that has died meanwhile is noticed by its end of file."""
-        self.job = job
-        assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.write(json.dumps(content) + "\n")
-            self.process.stdin.flush()
-
-    def ended(self) -> dict[str, str]:
-        """Return the end of the process: killed from outside, or a crash, with the last line of its stderr."""
-        code = self.process.wait()
+    def why(self, error: BaseException) -> dict[str, Any]:
+        """Return how the process ended: killed from outside, or a crash, with the last line that it said."""
+        if not isinstance(error, BrokenProcessPool):
+            return failed(f"{type(error).__name__}: {one_line(error)}", "crash")
+        self._executor.shutdown()
+        code = self._process.exitcode
         if code == -signal.SIGKILL:
-            return {"kind": "killed", "message": "its process was killed, as a system does that runs out of memory"}
-        self._errors.seek(0)
-        lines = self._errors.read().decode("utf-8", errors="replace").strip().splitlines()
+            return failed("its process was killed, as a system does that runs out of memory")
+        lines = Path(self._output.name).read_text("utf-8", errors="replace").strip().splitlines()
         last = f": {lines[-1]}" if lines else ""
-        return {"kind": "crash", "message": f"worker process ended with exit code {code}{last}"}
+        return failed(f"worker process ended with exit code {code}{last}", "crash")
 
     def terminate(self) -> None:
         """Tell the process to end, its run writing down what it has."""
-        self.process.terminate()
+        self._process.terminate()
 
     def kill(self) -> None:
         """End the process at once."""
-        self.process.kill()
+        self._process.kill()
 
     def close(self, deadline: float | None) -> None:
         """Wait for the process, until `deadline` (monotonic seconds) if there is one, then end it."""
-        try:
-            self.process.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout, self._errors):
-            if pipe is not None:
-                with contextlib.suppress(BrokenPipeError):  # an unread job may still be in the buffer
-                    pipe.close()
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        seconds = None if deadline is None else max(0.0, deadline - time.monotonic())
+        if not connection.wait([self._process.sentinel], seconds):
+            self._process.kill()
+        self._executor.shutdown()
+        self._output.close()
 
 
 class Local:
@@ -207,27 +193,26 @@ class Local:
 
         check_device(wanted)
 
-    def worker(self, messages: Messages, threads: int) -> AnyWorker:
+    def worker(self, threads: int) -> AnyWorker:
         """Start a process."""
-        return Worker(messages, threads)
+        return Worker(threads)
 
 
 class Pool:
-    """Worker processes from entry to exit; leaving stops whatever still runs.
+    """Workers from entry to exit; leaving stops whatever still runs.
 
     One thread a worker unless told otherwise: two workers on two cores don't fight, and a run's arithmetic does not
     depend on the machine.
     """
 
     def __init__(self, size: int, threads: int = 1, executor: Executor | None = None) -> None:
-        self._messages: Messages = queue.SimpleQueue()
         self._size, self._threads = size, threads
         self._executor = executor or Local()
         self._workers: list[AnyWorker] = []
 
     def __enter__(self) -> Pool:
         for _ in range(self._size):
-            self._workers.append(self._executor.worker(self._messages, self._threads))
+            self._start()
         return self
 
     def __exit__(
@@ -259,34 +244,32 @@ class Pool:
         do takes one.
         """
         waiting = order if isinstance(order, deque) else deque(order)
-        yield from self._hand_out(jobs, waiting)
-        while any(worker.job is not None for worker in self._workers):
-            try:
-                worker, message = self._messages.get(timeout=tick)
-            except queue.Empty:
-                yield Event(None, "tick")
-                continue
-            yield from self._handle(worker, message, waiting)
-            yield from self._hand_out(jobs, waiting)
-
-    def _hand_out(self, jobs: Sequence[Mapping[str, Any]], waiting: deque[int]) -> Iterator[Event]:
-        for worker in self._workers:
-            if worker.job is None and waiting:
-                job = waiting.popleft()
-                worker.give(job, jobs[job])
+        idle, running = list(self._workers), dict[Future[dict[str, Any]], _Running]()
+        while running or waiting:
+            while waiting and (idle or len(self._workers) < self._size):
+                worker, job = idle.pop(0) if idle else self._start(), waiting.popleft()
+                running[worker.submit(jobs[job])] = _Running(job, worker, Records(jobs[job]))
                 yield Event(job, "started")
+            ended, _ = wait(running, tick, FIRST_COMPLETED)
+            events = [Event(one.job, "progress", found) for one in running.values() if (found := one.records.new())]
+            for future in ended:
+                one = running.pop(future)
+                try:
+                    end = future.result()
+                    idle.append(one.worker)
+                except Exception as error:  # the worker was lost
+                    end = one.worker.why(error)
+                    self._workers.remove(one.worker)
+                    one.worker.close(time.monotonic())
+                events.append(Event(one.job, end["kind"], end))
+            yield from events or [Event(None, "tick")]
 
-    def _handle(self, worker: AnyWorker, message: dict[str, Any] | None, waiting: deque[int]) -> Iterator[Event]:
-        job = worker.job
-        if message is None:
-            self._workers.remove(worker)
-            failure = worker.ended()
-            worker.close(time.monotonic())
-            if job is not None:
-                yield Event(job, "failed", {"error": failure})
-            if waiting:
-                self._workers.append(self._executor.worker(self._messages, self._threads))
-            return
-        yield Event(job, message["kind"], message)
-        if message["kind"] in ("done", "failed"):
-            worker.job = None
+    def _start(self) -> AnyWorker:
+        self._workers.append(self._executor.worker(self._threads))
+        return self._workers[-1]
+
+
+class _Running(NamedTuple):
+    job: int
+    worker: AnyWorker
+    records: Records

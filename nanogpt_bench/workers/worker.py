@@ -1,104 +1,79 @@
-"""A worker process: reads jobs from standard input, trains, and reports on standard output, a JSON object a line.
+"""What happens in a worker process: it is made ready once, and then trains one run after another.
 
-Started as `python -m nanogpt_bench.workers.worker` and used for one run after another, so that importing torch is
-paid once. A job is {"settings": {dotted key: value}, "run_dir": path, "argv": [...], "resume": bool}; the answers are
-{"kind": "progress", ...} while it trains and {"kind": "done"} or {"kind": "failed", "error": {...}} at its end.
+A job is {"settings": {dotted key: value}, "run_dir": path, "argv": [...], "resume": bool}.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 import signal
 import sys
-import time
+import threading
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Mapping
+from multiprocessing import parent_process
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any
 
-from nanogpt_bench.system.signals import RESUMABLE, stop_requests_once
+from nanogpt_bench.system.signals import SIGNALS, stop_requests_once
 
-SECONDS_BETWEEN_REPORTS = 0.4
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
-def main() -> int:
-    """Serve jobs until standard input closes; 75 when told to stop, once the run at hand has been put by."""
-    answers = _take_stdout()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
-    signal.signal(signal.SIGTERM, _stop)
+def begin(threads: int, output: str) -> None:
+    """Make a process ready: its threads, its signals, what it prints to the file `output`, and the imports of a run.
+
+    SIGTERM ends it, with a run as soon as that has been put by. Ctrl-C reaches the whole group, and the parent decides.
+    """
+    os.environ.update(dict.fromkeys(THREAD_VARIABLES, str(threads)))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    sys.stdout.flush()
+    with open(output, "ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     warnings.filterwarnings("ignore", message="`torch.jit.script`")
-    try:
-        from nanogpt_bench.loop import train  # noqa: F401  (imported before the first job comes, to be ready for it)
-
-        for line in sys.stdin:
-            _serve(json.loads(line), answers)
-    except KeyboardInterrupt:
-        return RESUMABLE
-    return 0
+    from nanogpt_bench.loop import train  # noqa: F401  (imported before the first job comes, to be ready for it)
 
 
-def _take_stdout() -> TextIO:
-    """The real standard output; what anything else prints goes to standard error from here on."""
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    return answers
+def _end_with_parent() -> None:
+    """Without its parent nobody hands out a job, and a run is better put by than lost."""
+    if (parent := parent_process()) is not None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _stop(*_: Any) -> NoReturn:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it may come twice: from the parent, and to the whole group
-    raise KeyboardInterrupt
+def serve(job: Mapping[str, Any], numbers: tuple[signal.Signals, ...] = (signal.SIGTERM,)) -> dict[str, Any]:
+    """Train a run and return its end: {"kind": "done"}, or {"kind": "failed", "error": {...}}.
 
-
-def _serve(job: dict[str, Any], answers: TextIO) -> None:
+    One of the signals ends it after the step at hand, with a checkpoint.
+    """
     from nanogpt_bench.config.settings import build_config
     from nanogpt_bench.loop.train import run
     from nanogpt_bench.system.errors import BenchError
 
-    sys.argv = job["argv"]  # the command that environment.json records is the one that was typed
+    sys.argv = list(job["argv"])  # the command that environment.json records is the one that was typed
     try:
-        with stop_requests_once() as stop:
-            config, run_dir, resume = build_config(job["settings"]), Path(job["run_dir"]), job.get("resume", False)
-            summary = run(config, run_dir, resume=resume, on_progress=_reporter(answers), stop=stop)
-        if stop.asked:
-            raise KeyboardInterrupt
-    except BrokenPipeError:
-        raise
+        with stop_requests_once(numbers) as stop:
+            config, run_dir = build_config(job["settings"]), Path(job["run_dir"])
+            ended = run(config, run_dir, resume=job.get("resume", False), stop=stop)["stop"] or {}
     except Exception as error:  # whatever it is, it ends this row and not the others
         trace = "" if isinstance(error, BenchError) else traceback.format_exc()
-        error_data = {"kind": type(error).__name__, "message": str(error), "traceback": trace}
-        _send(answers, {"kind": "failed", "error": error_data})
-    else:
-        _send(answers, _answer(summary))
+        return {"kind": "failed", "error": {"kind": type(error).__name__, "message": str(error), "traceback": trace}}
+    finally:
+        _leave_without_parent()
+    # A full disk, too, is a failure, and the run resumes at the next start.
+    return {"kind": "failed", "error": ended} if ended.get("kind") in ("disk", "signal") else {"kind": "done"}
 
 
-def _answer(summary: dict[str, Any]) -> dict[str, Any]:
-    """The answer for a run that no signal ended.  A full disk is a failure, and the run resumes at the next start."""
-    ended = summary["stop"] or {}
-    return {"kind": "failed", "error": ended} if ended.get("kind") == "disk" else {"kind": "done"}
+def _leave_without_parent() -> None:
+    parent = parent_process()
+    if parent is not None and not parent.is_alive():
+        os._exit(128 + SIGNALS[0])
 
 
-def _reporter(answers: TextIO) -> Callable[[Any], None]:
-    """A progress callback that passes on what is new every so often, and always what a validation found."""
-    last_sent, last_val = 0.0, None
-
-    def report(progress: Any) -> None:
-        nonlocal last_sent, last_val
-        now = time.monotonic()
-        if progress.val_loss == last_val and now - last_sent < SECONDS_BETWEEN_REPORTS:
-            return
-        last_sent, last_val = now, progress.val_loss
-        _send(answers, {"kind": "progress", **dataclasses.asdict(progress)})
-
-    return report
-
-
-def _send(answers: TextIO, message: dict[str, Any]) -> None:
-    answers.write(json.dumps(message) + "\n")
-    answers.flush()
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def failed(message: str, kind: str = "killed") -> dict[str, Any]:
+    """Return the end of a run whose worker could not tell it."""
+    return {"kind": "failed", "error": {"kind": kind, "message": message}}

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import forked_worker
 import pytest
 
 from nanogpt_bench.cli import main
@@ -99,7 +98,7 @@ def _forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers that find torch imported."""
     import torch._dynamo  # noqa: F401  (which every optimizer imports: here once, rather than in each worker)
 
-    monkeypatch.setattr(pool_module, "subprocess", forked_worker)
+    monkeypatch.setattr(pool_module, "CONTEXT", "fork")
 
 
 #: what a run may store its weights as

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import fp8manifold as fm
-from nanogpt_bench.checkpoint import BrokenCheckpoint, Contents, commit, read
+from nanogpt_bench.checkpoint import BrokenCheckpoint, Contents, commit, read, step_file
 from nanogpt_bench.cli import main
 from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.data import prepare_text
@@ -154,8 +154,8 @@ def readers(corpus: Path, labelled: Path, run: Path) -> dict[str, Reader]:
     any_text += ("merges", "deep blocks", "wide and whole", "sixties", "huge comment", "link to a secret")
     few_words = ("of another kind", "tag", "tag of a class", "tag of a module", "class", "pipe", "endless")
     metrics = {"metrics.jsonl": ("empty", "pipe", "endless")}
-    settings = dict.fromkeys(("environment.json", "summary.json", "weights.json"), ("class",))
-    weights = {f"checkpoints/step-6/{name}": () for name in ("state.json", "model.safetensors")}
+    settings = dict.fromkeys(("environment.json", "summary.json"), ("class",))
+    weights: dict[str, tuple[str, ...]] = {"checkpoints/step-6.safetensors": ("gone",)}
     of_run = {"config.yaml": ("half", "class"), **metrics, **settings, "histograms.jsonl": (*OPTIONAL, "empty")}
     return {
         "config": Reader(
@@ -210,8 +210,8 @@ def readers(corpus: Path, labelled: Path, run: Path) -> dict[str, Reader]:
         ),
         "checkpoint": Reader(
             lay_checkpoint,
-            lambda f: read(f / "checkpoints" / "step-5"),
-            {f"checkpoints/step-5/{name}": () for name in ("manifest.json", "state.json", "model.safetensors")},
+            lambda f: read(step_file(f, 5)),
+            {f"checkpoints/step-5.safetensors{last}": () for last in ("", ".sha256")},
             errors=(BrokenCheckpoint,),
         ),
     }

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from nanogpt_bench.checkpoint import step_file
 from nanogpt_bench.cli import main
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.data import prepare_text
@@ -29,7 +30,7 @@ def test_untouched_weights_have_the_loss_that_the_run_recorded(
 ) -> None:
     rows = evaluate_run(trained[kind])
     assert rows[0].val_loss == summary(trained[kind])["final_val_loss"]
-    assert rows[0].checkpoint == str(trained[kind] / "checkpoints" / "step-6")
+    assert rows[0].checkpoint == str(step_file(trained[kind], 6))
     assert "at step 6 had the val loss of the first row, to the bit" in capsys.readouterr().err
     assert [row.format for row in rows[1:]] == ([] if kind in ("float", "tied") else ["none"])
 
@@ -67,7 +68,7 @@ def test_an_earlier_checkpoint_and_the_table_as_json(trained: dict[str, Path], t
         record["step"]: record for record in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     }
     assert rows[0]["val_loss"] == losses[3]["val/loss"]
-    assert rows[0]["checkpoint"].endswith("step-3")
+    assert rows[0]["checkpoint"].endswith("step-3.safetensors")
     assert [row["format"] for row in rows] == ["E4M3 (as trained)", "none", "E4M3"]
     names = sorted(path.name for path in (tmp_path / "w").iterdir())
     assert names == ["E4M3-as-trained.safetensors", "E4M3.safetensors", "none.safetensors"]

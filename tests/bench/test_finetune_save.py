@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -101,7 +102,7 @@ def test_a_model_without_a_tokenizer_is_refused_before_the_training(words: list[
 def test_a_disk_without_room_is_told_before_the_training(
     words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    monkeypatch.setattr(write.Disk, "free", lambda *_: 1000)
+    monkeypatch.setattr(write.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
     assert main([*words, "--save", "saved"]) == 2
     assert "--save needs 1.1 MB below 'saved', 0.0 MB are free" in capsys.readouterr().err
     assert not Path("runs").exists()

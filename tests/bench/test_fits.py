@@ -46,7 +46,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with sweep files, on a machine without a GPU and with 4 GiB free, where no worker can be started."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(free_memory, "free_memory", lambda: 4 * GIB)
-    monkeypatch.setattr(pool, "WORKER", ("no worker is to be started",))
+    monkeypatch.setattr(pool, "CONTEXT", "no worker is to be started")
     monkeypatch.chdir(tmp_path)
     Path("axes.yaml").write_text(AXES)
     Path("tuned.yaml").write_text(AXES.replace("seed: [1, 2]", "optimizer.beta1: [0.9]") + TUNED)

@@ -63,4 +63,4 @@ def test_keys_are_one_where_a_mapping_holds_them_as_one() -> None:
 def test_a_file_of_json_gives_a_name_once(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     path.write_text('{"rows": [{"label": 1, "label": 2}]}', encoding="utf-8")
-    assert parse_json('{"a": 1}', unique=True) == {"a": 1}
+    assert parse_json('{"a": 1}') == {"a": 1}

@@ -37,7 +37,7 @@ COMMANDS = {
 def places(tmp_path: Path, corpus_dir: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """A folder with sweep files, on a machine without a GPU, where no worker can be started."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(pool, "WORKER", ("no worker is to be started",))
+    monkeypatch.setattr(pool, "CONTEXT", "no worker is to be started")
     monkeypatch.chdir(tmp_path)
     files = {"axes.yaml": AXES, "tuned.yaml": AXES + TUNED, "device.yaml": AXES.replace("cuda", "cpu")}
     files["device.yaml"] = files["device.yaml"].replace("axes: {", "axes: {runtime.device: [cpu, cuda], ")
@@ -84,10 +84,8 @@ def test_a_cluster_is_asked_for_its_own_gpus(tmp_path: Path) -> None:
         def cluster_resources(self) -> dict[str, float]:
             return {"CPU": 4.0} | ({"GPU": self.gpus} if self.gpus else {})
 
-    cluster = RayCluster("there:1", tmp_path)
-    cluster._ray = Nodes(1.0)
-    cluster.check_device("cuda")
-    cluster._ray = Nodes(0.0)
+    RayCluster(Nodes(1.0), tmp_path).check_device("cuda")
+    cluster = RayCluster(Nodes(0.0), tmp_path)
     cluster.check_device("auto")
     with pytest.raises(ValueError, match="not available on any node of the cluster; allowed: auto, cpu"):
         cluster.check_device("cuda")

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from bench_runs import trainer_of
 
-from nanogpt_bench.checkpoint import CheckpointNotWritten, Contents, commit, read
+from nanogpt_bench.checkpoint import CheckpointNotWritten, Contents, commit, read, step_file
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.data.batches import batch, load_corpus
 from nanogpt_bench.system.errors import BenchError
@@ -24,7 +24,7 @@ from nanogpt_bench.training.trainer import Trainer
 sys.path.insert(0, str(Path(__file__).parent.parent / "library"))
 from rank_pool import Pool
 
-MONITORS = {f"monitor__{name}": False for name in ("stall", "ranges", "bits", "attention", "gradients", "geometry")}
+MONITORS = {"monitor__watch": "[resources, trend]"}
 #: 8-bit averages with and without residuals, orthogonal steps, ULPs, floats, delayed scales
 KINDS: dict[str, dict[str, Any]] = {
     "stochastic-8bit": {"rule": "stochastic-8bit", "model__format": "E4M3"},
@@ -102,7 +102,7 @@ def gone_on(config: Config, folder: str, begun: int) -> list[float]:
     """Take a checkpoint up in every rank, go on, and write another one; the losses on the way."""
     ranks = own_ranks()
     trainer = trainer_of(config, ranks)
-    restore(read(Path(folder) / "checkpoints" / f"step-{begun}"), trainer, [])
+    restore(read(step_file(Path(folder), begun)), trainer, [])
     losses = trainer.validation_losses()
     step_on_equal_gradients(trainer, range(begun, begun + 3))
     contents = capture(begun + 3, trainer, [], {})
@@ -129,7 +129,7 @@ def test_one_two_and_three_go_on_from_each_others_checkpoints_to_the_bit(
             assert losses == (pytest.approx(expected, rel=1e-4) if kind in OF_TORCH else expected)
         step_on_equal_gradients(alone, range(begun, begun + 3))
         begun += 3
-        found, whole = read(tmp_path / "checkpoints" / f"step-{begun}"), captured(alone, begun)
+        found, whole = read(step_file(tmp_path, begun)), captured(alone, begun)
         if kind in OF_TORCH:
             check_close(found, whole)
             continue
@@ -137,7 +137,7 @@ def test_one_two_and_three_go_on_from_each_others_checkpoints_to_the_bit(
         ours, theirs = bits(found), bits(whole)
         assert {name for name in theirs if ours[name] != theirs[name]} == set()
     again = trainer_of(settings(tiny, kind, None))
-    restore(read(tmp_path / "checkpoints" / f"step-{begun}"), again, [])
+    restore(read(step_file(tmp_path, begun)), again, [])
     for trainer in (again, alone):
         step_on_equal_gradients(trainer, range(begun, begun + 2))
     found, whole = captured(again, begun), captured(alone, begun)

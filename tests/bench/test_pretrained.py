@@ -182,7 +182,7 @@ def hub_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
 
 
 class Answers(BaseHTTPRequestHandler):
-    """The files of a folder under /OWNER/NAME/resolve/main/FILE; 404 as the hub gives it for the rest."""
+    """A model under /api/models/OWNER/NAME, its files under /OWNER/NAME/resolve/main/; 404 as the hub gives it else."""
 
     folder: Path
 
@@ -193,6 +193,9 @@ class Answers(BaseHTTPRequestHandler):
         self._answer(send=True)
 
     def _answer(self, send: bool) -> None:
+        if self.path == "/api/models/openai-community/gpt2":
+            self._send(b'{"id": "openai-community/gpt2", "siblings": []}', send)
+            return
         path = self.folder / self.path.rsplit("/", 1)[-1]
         if not self.path.startswith("/openai-community/gpt2/") or not path.is_file():
             known = self.path.startswith("/openai-community/gpt2/")
@@ -201,7 +204,9 @@ class Answers(BaseHTTPRequestHandler):
             self.send_header("Content-Length", "0")
             self.end_headers()
             return
-        content = path.read_bytes()
+        self._send(path.read_bytes(), send)
+
+    def _send(self, content: bytes, send: bool) -> None:
         self.send_response(200)
         self.send_header("Content-Length", str(len(content)))
         self.send_header("ETag", f'"{len(content)}"')

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import signal
 import subprocess
 import sys
@@ -14,13 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from nanogpt_bench.checkpoint import steps
 from nanogpt_bench.cli import main
-from nanogpt_bench.system.errors import BenchError
-from nanogpt_bench.workers.pool import Event, Messages, Pool
+from nanogpt_bench.workers.executors import RayCluster, executor_of
+from nanogpt_bench.workers.pool import Event, Executor, Pool
 
 pytest.importorskip("ray")
-
-from nanogpt_bench.workers.executors import RayCluster, RayWorker
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
 
@@ -43,8 +41,8 @@ def settings(corpus_dir: Path, steps: int, **more: object) -> dict[str, object]:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
-    with RayCluster(None, tmp_path_factory.mktemp("shared")) as found:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Executor]:
+    with executor_of("ray", None, tmp_path_factory.mktemp("shared")) as found:
         yield found
 
 
@@ -76,35 +74,23 @@ def loss_of(run_dir: Path) -> float:
     return float(json.loads((run_dir / "summary.json").read_text())["final_val_loss"])
 
 
-@pytest.mark.parametrize("struck", ["process", "actor"])
-def test_what_dies_loses_its_run_alone_and_that_goes_on(
-    struck: str, cluster: RayCluster, corpus_dir: Path, tmp_path: Path
-) -> None:
+def test_what_dies_loses_its_run_alone_and_that_goes_on(cluster: Executor, corpus_dir: Path, tmp_path: Path) -> None:
     runs = [tmp_path / "long", tmp_path / "short"]
     jobs = [job(runs[0], corpus_dir, 100_000), job(runs[1], corpus_dir, 3)]
     ended: dict[int, Event] = {}
+    struck = False
     with Pool(1, executor=cluster) as pool:
         for event in pool.run(jobs, [0, 1]):
-            if (
-                event.job == 0
-                and event.kind == "progress"
-                and list((runs[0] / "checkpoints").glob("step-*"))
-                and struck
-            ):
+            if event.job == 0 and event.kind == "progress" and steps(runs[0]) and not struck:
                 (pid,) = workers_of(runs[0])
-                if struck == "process":
-                    os.kill(pid, signal.SIGKILL)
-                else:
-                    (worker,) = pool._workers
-                    assert isinstance(worker, RayWorker)
-                    cluster._ray.kill(worker._actor)
-                struck = ""
+                os.kill(pid, signal.SIGKILL)
+                struck = True
             if event.job is not None and event.kind in ("done", "failed"):
                 ended[event.job] = event
     assert ended[0].data["error"]["kind"] == "killed"
     assert ended[1].kind == "done"
     wait_for(lambda: not workers_of(runs[0]), 30)
-    step = max(int(path.name.removeprefix("step-")) for path in (runs[0] / "checkpoints").glob("step-*"))
+    step = max(steps(runs[0]))
     assert step >= 10
     with Pool(1, executor=cluster) as pool:
         again = job(runs[0], corpus_dir, 100_000)
@@ -115,15 +101,14 @@ def test_what_dies_loses_its_run_alone_and_that_goes_on(
     wait_for(lambda: not workers_of(runs[0]), 30)
 
 
-def test_a_folder_that_a_node_does_not_see_is_named(cluster: RayCluster, tmp_path: Path) -> None:
-    messages: Messages = queue.SimpleQueue()
-    there = cluster.folder, cluster.marker
-    try:
-        cluster.folder, cluster.marker = tmp_path / "elsewhere", tmp_path / "elsewhere" / "marker"
-        with pytest.raises(BenchError, match=r"a node does not see the folder '.*elsewhere'; give an --out"):
-            RayWorker(cluster, messages, 1)
-    finally:
-        cluster.folder, cluster.marker = there
+def test_a_folder_that_a_node_does_not_see_is_named(cluster: Executor, corpus_dir: Path, tmp_path: Path) -> None:
+    assert isinstance(cluster, RayCluster)
+    worker = cluster.worker(1)
+    cluster.marker.unlink()
+    said = worker.submit(job(tmp_path / "run", corpus_dir, 3)).result()["error"]["message"]
+    assert said.startswith(
+        f"--executor ray: a node does not see the folder {str(cluster.marker.parent)!r}; give an --out"
+    )
 
 
 def sweep_file(folder: Path, corpus_dir: Path, steps: int, **more: object) -> Path:
@@ -202,7 +187,7 @@ def test_a_command_that_dies_leaves_no_process_and_the_same_one_goes_on(
     path = sweep_file(tmp_path, corpus_dir, 600, **{"checkpoint.every": 20})
     words = [str(path), "--workers", "1", "--out", str(tmp_path / "out")]
     begun = subprocess.Popen(command(*words, "--executor", "ray"), env=os.environ | {"MARKER": str(tmp_path)})
-    wait_for(lambda: list((tmp_path / "out").glob("*/checkpoints/step-*")))
+    wait_for(lambda: list((tmp_path / "out").glob("*/checkpoints/step-*.safetensors")))
     begun.send_signal(with_what)
     begun.wait(120)
     assert begun.returncode == (75 if with_what is signal.SIGTERM else -signal.SIGKILL)

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanogpt_bench.checkpoint import Contents, commit, read
-from nanogpt_bench.commands.verify import check_run
+from nanogpt_bench.checkpoint import Contents, commit, read, step_file, steps
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.data import prepare_text
@@ -30,9 +29,9 @@ Tiny = Callable[..., Config]
 def test_a_model_starts_from_the_very_weights_of_a_run(tiny: Tiny, trained: dict[str, Path], kind: str) -> None:
     settings = load_config(trained[kind] / "config.yaml")
     theirs = Trainer(resolve(settings), open_corpus(settings), torch.device("cpu"))
-    restore(read(trained[kind] / "checkpoints" / "step-6"), theirs, [])
+    restore(read(step_file(trained[kind], 6)), theirs, [])
     config = resolve(tiny(model__init_from=trained[kind]))
-    assert config.model.init_from == str(trained[kind] / "checkpoints" / "step-6")
+    assert config.model.init_from == str(step_file(trained[kind], 6))
     ours = initial_model(config, open_corpus(config))
     for name, weight in ours.named_parameters():
         expected = theirs.model.get_parameter(name).detach()
@@ -45,7 +44,7 @@ def test_a_run_goes_on_where_the_other_one_ended(tiny: Tiny, trained: dict[str, 
     other = json.loads((trained["float"] / "summary.json").read_text())
     assert first["first_val_loss"] == other["final_val_loss"]
     facts = json.loads((tmp_path / "more" / "environment.json").read_text())["init_from"]
-    assert facts["checkpoint"] == str(trained["float"] / "checkpoints" / "step-6")
+    assert facts["checkpoint"] == str(step_file(trained["float"], 6))
     assert len(facts["sha256"]) == 64
     named = load_config(tmp_path / "more" / "config.yaml").model
     assert (named.init_from, named.size, named.n_layer) == (facts["checkpoint"], None, 1)
@@ -56,10 +55,10 @@ def test_it_resumes_to_the_same_bits_whatever_became_of_the_other(
 ) -> None:
     start = shutil.copytree(trained["one byte"], tmp_path / "start")
     settings = {"rule": "nearest", "model__format": "E5M2", "checkpoint__every": 3}
-    whole = run(tiny(model__init_from=start / "checkpoints" / "step-3", **settings), tmp_path / "cut")
+    whole = run(tiny(model__init_from=step_file(start, 3), **settings), tmp_path / "cut")
     (tmp_path / "cut" / "summary.json").unlink()
-    shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step-6")
-    shutil.rmtree(start / "checkpoints" / "step-3")
+    step_file(tmp_path / "cut", 6).unlink()
+    step_file(start, 3).unlink()
     # The folder's newest checkpoint is another one now: the run goes on from the one that it began with.
     again = run(tiny(model__init_from=start, **settings), tmp_path / "cut", resume=True)
     assert again["final_val_loss"] == whole["final_val_loss"]
@@ -70,8 +69,8 @@ def test_without_either_nothing_begins(tiny: Tiny, trained: dict[str, Path], tmp
     config = tiny(model__init_from=start, checkpoint__every=3)
     run(config, tmp_path / "cut")
     (tmp_path / "cut" / "summary.json").unlink()
-    shutil.rmtree(start / "checkpoints" / "step-6")
-    for path in (tmp_path / "cut" / "checkpoints").glob("*/model.safetensors"):
+    step_file(start, 6).unlink()
+    for path in (tmp_path / "cut" / "checkpoints").glob("*.safetensors"):
         path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(BenchError, match="does not exist any more, and nothing whole to go on from"):
         run(config, tmp_path / "cut", resume=True, say=lambda _: None)
@@ -98,11 +97,10 @@ def test_a_damaged_checkpoint_and_another_text_are_refused(
     tiny: Tiny, trained: dict[str, Path], tmp_path: Path
 ) -> None:
     hurt = shutil.copytree(trained["float"], tmp_path / "hurt")
-    path = hurt / "checkpoints" / "step-6" / "model.safetensors"
+    path = step_file(hurt, 6)
     path.write_bytes(path.read_bytes()[:-1] + b"\xff")
-    config = resolve(tiny(model__init_from=hurt))
     with pytest.raises(BenchError, match=r"model.init_from: checkpoint .* does not have the sha256"):
-        initial_model(config, open_corpus(config))
+        resolve(tiny(model__init_from=hurt))
     (tmp_path / "other.txt").write_text("".join(map(chr, range(65, 106))) * 40)  # as many characters, other ones
     prepare_text(tmp_path / "other.txt", tmp_path / "other", "char")
     config = resolve(tiny(model__init_from=trained["float"], data__dir=tmp_path / "other"))
@@ -113,7 +111,7 @@ def test_a_damaged_checkpoint_and_another_text_are_refused(
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"config": None}, "state.json does not have the run's settings"),
+        ({"config": None}, "it does not have the run's settings"),
         ({"config": {"model": 7}}, "model: 7 is not a section"),
         ({"config": {"model": {"n_layer": "many"}}}, "model.n_layer: 'many' is not allowed"),
         ({"config": {"modle": {}}}, "has no weights of a GPT"),  # a section nobody asks for is not looked at
@@ -130,9 +128,9 @@ def test_a_checkpoint_that_attacks_is_one_line(tmp_path: Path, changed: dict[str
         resolve(load_config(None, [f"--model.init_from={folder}"]))
 
 
-def test_the_best_checkpoint_is_kept_apart(tiny: Tiny, tmp_path: Path) -> None:
+def test_the_best_checkpoint_is_kept(tiny: Tiny, tmp_path: Path) -> None:
     settings = {"eval__interval": 1, "train__max_steps": 4, "optimizer__lr": 0.5, "optimizer__warmup_steps": 6}
-    found = run(tiny(checkpoint__best=True, **settings), tmp_path / "a")
+    found = run(tiny(checkpoint__best=True, checkpoint__keep=1, **settings), tmp_path / "a")
     losses = {
         record["step"]: record["val/loss"]
         for record in map(json.loads, (tmp_path / "a" / "metrics.jsonl").read_text().splitlines())
@@ -140,13 +138,8 @@ def test_the_best_checkpoint_is_kept_apart(tiny: Tiny, tmp_path: Path) -> None:
     lowest = min(losses, key=lambda step: losses[step])
     assert 0 < lowest < 4  # or this shows nothing
     assert losses[lowest] == found["best_val_loss"]
-    assert [path.name for path in (tmp_path / "a" / "best" / "checkpoints").iterdir()] == [f"step-{lowest}"]
-    assert [path.name for path in (tmp_path / "a" / "checkpoints").iterdir()] == ["step-4"]
-    assert choose(tmp_path / "a", "best") == tmp_path / "a" / "best" / "checkpoints" / f"step-{lowest}"
-    assert check_run(tmp_path / "a").problems == []
-    hurt = tmp_path / "a" / "best" / "checkpoints" / f"step-{lowest}" / "state.json"
-    hurt.write_bytes(hurt.read_bytes()[:-1])
-    assert any(f"step-{lowest}': state.json" in line for line in check_run(tmp_path / "a").problems)
+    assert steps(tmp_path / "a") == [lowest, 4]
+    assert choose(tmp_path / "a", "best") == step_file(tmp_path / "a", lowest)
     run(tiny(**settings), tmp_path / "b")
     with pytest.raises(BenchError, match=r"has kept no checkpoint of its lowest .* --checkpoint.best true"):
         choose(tmp_path / "b", "best")
@@ -162,14 +155,3 @@ def test_the_best_checkpoint_is_kept_apart(tiny: Tiny, tmp_path: Path) -> None:
 def _lines(path: Path) -> list[str]:
     text = path.read_text()
     return [text] if path.suffix == ".json" else text.splitlines()
-
-
-def test_a_best_checkpoint_of_steps_that_are_undone_is_withdrawn(tiny: Tiny, tmp_path: Path) -> None:
-    settings = tiny(eval__interval=1, checkpoint__every=3, checkpoint__best=True, checkpoint__last=False)
-    run(settings, tmp_path / "a")
-    best = tmp_path / "a" / "best" / "checkpoints"
-    assert [path.name for path in best.iterdir()] == ["step-6"]
-    shutil.rmtree(tmp_path / "a" / "checkpoints" / "step-6")
-    settings.optimizer.lr = 3.0
-    run(settings, tmp_path / "a", resume=True, allow_config_change=True, say=lambda _: None)
-    assert not list(best.iterdir())

@@ -15,6 +15,7 @@ import torch
 from bench_runs import recorded
 from safetensors.torch import load_file
 
+from nanogpt_bench.checkpoint import read, step_file
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.observers import trackers as build
@@ -92,9 +93,10 @@ def test_a_tracker_that_raises_is_reported_once_and_dropped(
 
 
 def test_a_tracker_gets_histograms_of_weights_and_gradients_when_they_are_due(
-    tiny: Tiny, tmp_path: Path, recorder: Recorder
+    tiny: Tiny, tmp_path: Path, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = {"rule": "stochastic", "model__format": "E4M3", "monitor__histogram_interval": 2}
+    monkeypatch.setattr(build, "HISTOGRAM_INTERVAL", 2)
+    settings = {"rule": "stochastic", "model__format": "E4M3"}
     config = tiny(tracking__tensorboard=True, train__max_steps=5, **settings)
     run(config, tmp_path / "r")
     calls = [(call, content[0]) for call, content in recorder.calls if call in ("distributions", "log")]
@@ -179,7 +181,7 @@ def test_tensorboard_holds_every_scalar(tiny: Tiny, tmp_path: Path) -> None:
     run(tracked(tiny), tmp_path / "r")
     events = assert_every_loss_is_in_tensorboard(tmp_path / "r")
     (event,) = events.Histograms("weights/lm_head.weight")
-    weight = load_file(tmp_path / "r" / "checkpoints" / "step-3" / "model.safetensors")["lm_head.weight"]
+    weight = load_file(step_file(tmp_path / "r", 3))["model/lm_head.weight"]
     spread = event.histogram_value
     assert (event.step, sum(spread.bucket), spread.num) == (3, weight.numel(), weight.numel())
     assert (spread.min, spread.max) == (pytest.approx(weight.min().item()), pytest.approx(weight.max().item()))
@@ -311,7 +313,7 @@ def test_a_resumed_run_goes_on_in_the_same_wandb_run(
     first = FakeWandb(monkeypatch, "k")
     broken_off(config, tmp_path / "r", at=5)
     assert (first.given["id"], first.exit_code) == (None, 1)
-    facts = json.loads((tmp_path / "r" / "checkpoints" / "step-4" / "state.json").read_text())["trackers"]
+    facts = read(step_file(tmp_path / "r", 4), only=()).facts["trackers"]
     assert facts["wandb"]["id"] == run_id
     second = FakeWandb(monkeypatch, "k")
     summary = run(config, tmp_path / "r", resume=True, say=lambda line: None)

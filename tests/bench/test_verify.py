@@ -11,7 +11,7 @@ import pytest
 import torch
 from damages import changed, cut, put, text
 
-from nanogpt_bench.checkpoint import Contents, commit
+from nanogpt_bench.checkpoint import Contents, commit, step_file
 from nanogpt_bench.cli import main
 from nanogpt_bench.commands.verify import check_run
 from nanogpt_bench.config.schema import Config
@@ -49,7 +49,6 @@ def test_bytes_are_those_of_the_last_checkpoint(folder: Path) -> None:
     summary = json.loads((folder / "summary.json").read_text())
     held = summary["held_bytes"]
     contents = Contents(6, {"model": {"w": torch.zeros(1)}}, facts={"outcome": {"held_bytes": held}})
-    shutil.rmtree(folder / "checkpoints" / "step-6")
     commit(folder, contents, keep_last=2)
     assert check_run(folder).problems == []
     put("held_bytes", 2 * held)(folder / "summary.json")
@@ -60,26 +59,27 @@ def test_bytes_are_those_of_the_last_checkpoint(folder: Path) -> None:
 def test_what_an_interruption_leaves_is_noted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "summary.json").unlink()
     cut()(folder / "metrics.jsonl")
-    (folder / "checkpoints" / ".step-7.partial").mkdir()
-    shutil.rmtree(folder / "checkpoints" / "step-6")
+    (folder / "checkpoints" / ".step-7.safetensors.part").touch()
+    step_file(folder, 6).unlink()
     assert main(["verify", str(folder)]) == 0
     assert capsys.readouterr().out.splitlines() == [
         f"{folder}: whole, steps up to 5, 1 whole checkpoint",
         "  note: summary.json is missing: the run has not ended",
         "  note: metrics.jsonl: line 7 is cut off",
         "  note: histograms.jsonl goes on to step 6, metrics.jsonl to 5",
-        "  note: checkpoints/.step-7.partial is no checkpoint; the next start removes litter",
+        "  note: checkpoints/.step-7.safetensors.part is no checkpoint; the next start removes litter",
+        "  note: checkpoints/step-6.safetensors.sha256 is no checkpoint; the next start removes litter",
     ]
 
 
 def test_a_folder_of_runs_stands_for_the_runs_in_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(folder, folder.with_name("other"))
     shutil.rmtree(folder.with_name("other") / "checkpoints")
-    cut(1)(folder / "checkpoints" / "step-6" / "manifest.json")
+    cut(1)(step_file(folder, 6))
     assert main(["verify", str(folder.parent)]) == 1
     output = capsys.readouterr().out
     assert "e4m3: not whole" in output
-    assert "step-6': manifest.json: does not end with its own sha256" in output
+    assert "step-6.safetensors': does not have the sha256 that step-6.safetensors.sha256 gives" in output
     assert "other: whole, steps up to 6, 0 whole checkpoints\n  note: there are no checkpoints\n" in output
 
 
@@ -148,7 +148,7 @@ def test_runs_of_older_versions_have_no_digests(folder: Path) -> None:
 
 
 def test_digests_are_those_of_the_run_that_goes_on(tiny: Tiny, tmp_path: Path) -> None:
-    config = {"checkpoint__every": 2, "monitor__gradients": False}
+    config = {"checkpoint__every": 2, "monitor__watch": "[trend]"}
     run(tiny(train__max_steps=4, **config), tmp_path / "r")
     run(tiny(train__max_steps=6, **config), tmp_path / "r", resume=True, allow_config_change=True)
     assert check_run(tmp_path / "r").problems == []

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 STEPS = 24
@@ -31,12 +32,8 @@ _BASE = {
     "eval.batches": 1,
     "optimizer.warmup_steps": 4,
     "monitor.interval": 4,
-    "monitor.dead_steps": 4,
     "checkpoint.every": 3,
     "checkpoint.keep": 2,
-    # What is repeated after some seconds depends on the machine; what never is must not be after a resume either.
-    "alerts.cooldown_s": 1e9,
-    "alerts.nan_cooldown_s": 1e9,
 }
 #: random bits, ULP residuals, 8-bit averages, amax histories, dropout's generator, a shadow, float baselines
 KINDS: Mapping[str, Mapping[str, object]] = {
@@ -73,8 +70,8 @@ def traces(run_dir: Path) -> dict[str, Any]:
     left: dict[str, Any] = {}
     for path in sorted(run_dir.rglob("*")):
         name = path.relative_to(run_dir).as_posix()
-        if path.is_dir() or path.name in ("environment.json", "manifest.json", "SHA256SUMS"):
-            left[name] = None  # what manifest and digests say follows from the files
+        if path.is_dir() or path.name in ("environment.json", "SHA256SUMS") or path.suffix == ".sha256":
+            left[name] = None  # what digests say follows from the files
         elif path.suffix == ".json":
             left[name] = without_machine(json.loads(path.read_text(encoding="utf-8")))
         elif path.suffix == ".jsonl":
@@ -86,10 +83,17 @@ def traces(run_dir: Path) -> dict[str, Any]:
     return left
 
 
-def _tensors(path: Path) -> dict[str, tuple[Any, ...]]:
-    """Return the tensors of a file: dtype, shape and bytes by name, so that every bit counts, those of NaN too."""
+def _tensors(path: Path) -> dict[str, Any]:
+    """Return the tensors of a file, and its texts without what depends on the clock or the machine.
+
+    Dtype, shape and bytes by name, so that every bit counts, those of NaN too.
+    """
     named = {name: tensor for name, tensor in load_file(path).items() if name.rpartition("/")[2] not in MACHINE}
-    return {name: (t.dtype, t.shape, t.flatten().view(torch.uint8).numpy().tobytes()) for name, t in named.items()}
+    with safe_open(path, framework="pt") as file:
+        texts = {key: without_machine(json.loads(text)) for key, text in file.metadata().items()}
+    return texts | {
+        name: (t.dtype, t.shape, t.flatten().view(torch.uint8).numpy().tobytes()) for name, t in named.items()
+    }
 
 
 def without_machine(content: Any) -> Any:

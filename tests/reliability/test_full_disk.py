@@ -15,7 +15,7 @@ import yaml
 from forked import finish, said, start
 from small_runs import differences, traces, words
 
-from nanogpt_bench.checkpoint import Disk, newest
+from nanogpt_bench.checkpoint import newest, step_file, write
 from nanogpt_bench.cli import main
 from nanogpt_bench.commands.verify import check_run
 from nanogpt_bench.loop import loop
@@ -23,7 +23,7 @@ from nanogpt_bench.observers.jsonl import LineFile
 from nanogpt_bench.system import files
 
 KIND = "fp8 stochastic"
-#: the checkpoint of step 9 is the third, and has six files
+#: the checkpoint of step 9 is the third
 EVERY, FAILING = 3, 9
 
 
@@ -43,16 +43,25 @@ def full(path: object = None) -> OSError:
 
 def during_the_save(patch: pytest.MonkeyPatch) -> None:
     """The checkpoint of step 9 can't be written, and nothing that is told of the run afterwards."""
-    write, seen = Disk.write, list[int]()
 
-    def refusing(disk: Disk, file: int, data: memoryview) -> int:
-        seen.append(len(data))
-        if len(seen) <= 6 * (FAILING // EVERY - 1) + 2:
-            return write(disk, file, data)
-        os.write(file, data[: len(data) // 2])
-        raise full()
+    class Filling:
+        part = -1
 
-    patch.setattr(Disk, "write", refusing)
+        def __getattr__(self, name: str) -> Any:
+            return getattr(os, name)
+
+        def open(self, path: Path, *arguments: int) -> int:
+            file = os.open(path, *arguments)
+            self.part = file if path.name == f".step-{FAILING}.safetensors.part" else self.part
+            return file
+
+        def write(self, file: int, data: memoryview) -> int:
+            if file == self.part:
+                os.write(file, data[: len(data) // 2])
+                raise full()
+            return os.write(file, data)
+
+    patch.setattr(write, "os", Filling())
 
 
 def during_a_record(patch: pytest.MonkeyPatch) -> None:
@@ -133,7 +142,7 @@ def test_a_disk_that_fills_ends_the_run_which_goes_on_when_there_is_room(
     assert said.startswith(line)
     assert said.endswith("--resume goes on; see runs/r")
     found, skipped = newest(run_dir)
-    assert (found, skipped) == (run_dir / "checkpoints" / f"step-{last}", [])
+    assert (found, skipped) == (step_file(run_dir, last), [])
     assert [path.name for path in run_dir.rglob(".*")] == []
     if steps is None:
         assert not (run_dir / "summary.json").exists()
@@ -165,16 +174,13 @@ def test_a_limit_of_the_file_size_in_mid_run(whole: dict[str, Any], small_corpus
     assert finish(start(tmp_path, limited)) == 1
     assert "metrics.jsonl' can't be written: File too large" in said(tmp_path)
     assert not (tmp_path / "runs" / "r" / "summary.json").exists()
-    assert newest(tmp_path / "runs" / "r")[0] == tmp_path / "runs" / "r" / "checkpoints" / "step-6"
+    assert newest(tmp_path / "runs" / "r")[0] == step_file(tmp_path / "runs" / "r", 6)
     assert finish(start(tmp_path, lambda: main(words(KIND, small_corpus)))) == 0
     assert differences(whole, traces(tmp_path / "runs" / "r")) == []
 
 
-STUB = """
-import json, sys
-from pathlib import Path
-for line in sys.stdin:
-    job = json.loads(line)
+def stub(job: dict[str, Any]) -> dict[str, Any]:
+    """Write what a training would have left, for one point at its first start on a full disk."""
     folder = Path(job["run_dir"])
     full = not job["resume"] and "lr=0.2" in folder.name
     folder.mkdir(parents=True, exist_ok=True)
@@ -183,9 +189,9 @@ for line in sys.stdin:
     summary |= {"status": "stopped" if full else "finished", "failure": None, "stop": stop}
     (folder / "summary.json").write_text(json.dumps(summary))
     if full:
-        (folder / "checkpoints" / "step-2").mkdir(parents=True)
-    print(json.dumps({"kind": "failed", "error": stop} if full else {"kind": "done"}), flush=True)
-"""
+        (folder / "checkpoints").mkdir()
+        (folder / "checkpoints" / "step-2.safetensors").touch()
+    return {"kind": "failed", "error": stop} if full else {"kind": "done"}
 
 
 def test_a_point_of_a_sweep_that_the_disk_ended_goes_on_with_the_same_command(
@@ -194,7 +200,8 @@ def test_a_point_of_a_sweep_that_the_disk_ended_goes_on_with_the_same_command(
     from nanogpt_bench.workers import pool
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(pool, "WORKER", (pool.WORKER[0], "-c", STUB))
+    monkeypatch.setattr(pool, "CONTEXT", "fork")
+    monkeypatch.setattr(pool, "SERVE", stub)
     content = {"settings": {"rule": "sgd", "data.dir": str(small_corpus)}, "axes": {"optimizer.lr": [0.1, 0.2]}}
     Path("my.yaml").write_text(yaml.safe_dump(content))
     command = ["sweep", "my.yaml", "--out", "out", "--workers", "1"]

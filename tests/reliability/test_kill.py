@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from re import fullmatch
 from signal import SIGKILL
 from time import perf_counter
 from typing import Any
@@ -19,7 +18,7 @@ import pytest
 from bench_child import DieBefore, Record
 from small_runs import KINDS, STEPS, differences, traces, words
 
-from nanogpt_bench.checkpoint import newest, verify
+from nanogpt_bench.checkpoint import newest, step_file, steps, verify
 
 QUICK, SLOW, FULL = 24, 100, 2000
 CHILDREN = 2
@@ -27,7 +26,7 @@ MOST_KILLS = 5
 #: of the seconds a whole run takes, the share that its steps take; the rest is its start
 STEPPING = 0.6
 SAVING = "while a checkpoint is written"
-RENAMING = "between its fsync and its rename"
+RENAMING = "between its digest's fsync and its rename"
 RENAMED = "between its rename and the folder's fsync"
 REMOVING = "while an old one, or litter, is removed"
 
@@ -74,7 +73,7 @@ def _undisturbed(line: list[str], folder: Path) -> Undisturbed:
 def place(operation: str) -> str:
     """Return in which part of a checkpoint's life an operation on the checkpoints falls."""
     name, path = operation.split(" ", 1)
-    if name in ("remove", "rmdir") or (name == "rename" and path.startswith(".")):
+    if name == "remove":
         return REMOVING
     if name == "rename":
         return RENAMING
@@ -183,7 +182,7 @@ def _operation(operations: list[str], chance: random.Random) -> int:
 
 
 def _where(litter: set[tuple[str, int]], folder: Path) -> str:
-    """Where a kill at a random moment came: a folder that was not there before is being written or removed."""
+    """Where a kill at a random moment came: a part that was not there before was being written."""
     return SAVING if _litter(folder) - litter else "between saves"
 
 
@@ -191,7 +190,7 @@ def _check_newest(run_dir: Path, what: str) -> None:
     """The last commit must be whole, whatever has been left beside it."""
     found, skipped = newest(run_dir)
     assert skipped == [], what
-    assert (found.name if found else None) == _name(max(_steps(run_dir.parent.parent), default=None)), what
+    assert found == (step_file(run_dir, max(steps(run_dir))) if steps(run_dir) else None), what
 
 
 def _forget_unpruned(run_dir: Path, whole: Undisturbed) -> None:
@@ -199,19 +198,16 @@ def _forget_unpruned(run_dir: Path, whole: Undisturbed) -> None:
 
     A kill between the last commit and the removal of older checkpoints leaves them: no later commit removes them.
     """
-    oldest = min(int(name.rpartition("-")[2]) for name in whole.traces if fullmatch(r"checkpoints/step-\d+", name))
-    for path in (run_dir / "checkpoints").glob("step-*"):
-        if int(path.name.removeprefix("step-")) < oldest and f"checkpoints/{path.name}" not in whole.traces:
-            verify(path)
-            shutil.rmtree(path)
-
-
-def _name(step: int | None) -> str | None:
-    return None if step is None else f"step-{step}"
+    kept = steps(whole.folder / "runs" / "r")
+    for step in steps(run_dir):
+        if step < min(kept):
+            verify(step_file(run_dir, step))
+            step_file(run_dir, step).unlink()
+            step_file(run_dir, step).with_suffix(".safetensors.sha256").unlink()
 
 
 def _steps(folder: Path) -> list[int]:
-    return [int(path.name.removeprefix("step-")) for path in (folder / "runs/r/checkpoints").glob("step-*")]
+    return steps(folder / "runs" / "r")
 
 
 def _litter(folder: Path) -> set[tuple[str, int]]:

@@ -19,6 +19,8 @@ import pytest
 from bench_child import append, below_checkpoints
 from small_runs import differences, traces, words
 
+from nanogpt_bench.checkpoint import step_of, steps
+
 #: steps, and kills spread over them
 QUICK, SLOW, FULL = (800, 2), (2000, 10), (20_000, 100)
 SETTINGS = {"eval.interval": 50, "monitor.interval": 50, "shadow.interval": 50, "checkpoint.every": 20}
@@ -48,9 +50,9 @@ class Sampler:
 
     def __call__(self, name: str, path: str) -> None:
         where = below_checkpoints(path)
-        if name == "rename" and where is not None and where.startswith("step-"):
+        if name == "rename" and where is not None:
             held = (_memory(), _descriptors(), len(os.listdir("/proc/self/task")))
-            append(self._path, " ".join(map(str, (os.getpid(), where.removeprefix("step-"), *held))))
+            append(self._path, " ".join(map(str, (os.getpid(), step_of(where), *held))))
 
 
 def _memory() -> int:
@@ -115,16 +117,12 @@ def _killed_run(folder: Path, line: list[str], steps: int, kills: int) -> int:
 
 def _kill_after(child: Any, folder: Path, step: int, chance: random.Random) -> None:
     """Kill a child at a random moment after the commit of a step."""
-    while not any(_committed(path) >= step for path in (folder / "runs/r/checkpoints").glob("step-*")):
+    while not any(number >= step for number in steps(folder / "runs/r")):
         assert children.exit_code(child) is None, children.output(folder)
         time.sleep(0.02)
     time.sleep(chance.uniform(0, 0.2))
     child.kill()
     assert children.finish(child, folder) == -SIGKILL
-
-
-def _committed(path: Path) -> int:
-    return int(path.name.removeprefix("step-"))
 
 
 def _drift(samples: list[Sample]) -> float:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -15,16 +18,15 @@ from nanogpt_bench.workers import pool as pool_module
 sys.path.insert(0, str(Path(__file__).parent))  # for the tests to find sweep_runs.py
 
 Write = Callable[..., Path]
-STUB = """
-import json, os, sys
-from pathlib import Path
-for line in sys.stdin:
-    job = json.loads(line)
+
+
+def stub(job: dict[str, Any]) -> dict[str, Any]:
+    """Write what a training would have found."""
     settings, folder = job["settings"], Path(job["run_dir"])
     lr, seed = settings["optimizer.lr"], settings.get("seed", 42)
     if lr == 13 and os.environ.get("STUB_MEMORY") != "enough":
-        print("out of memory", file=sys.stderr)
-        sys.exit(9)
+        os.write(2, b"out of memory\n")
+        os._exit(9)
     assert not folder.exists()
     folder.mkdir(parents=True)
     bad = 13 > lr > (0.1 if seed == 3 else 0.3)
@@ -36,8 +38,7 @@ for line in sys.stdin:
     (folder / "summary.json").write_text(json.dumps(summary))
     with open("done.txt", "a") as log:
         print(folder.name, file=log)
-    print(json.dumps({"kind": "done"}), flush=True)
-"""
+    return {"kind": "done"}
 
 
 @pytest.fixture
@@ -68,7 +69,7 @@ def write(tmp_path: Path, corpus_dir: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture
-def _stub_workers(monkeypatch):
+def _stub_workers(monkeypatch, _forked_workers):
     """Workers that train nothing, and reports without pictures, which take most of the time and no part in this."""
     monkeypatch.setattr(build, "write_figures", lambda *_: None)
-    monkeypatch.setattr(pool_module, "WORKER", (sys.executable, "-c", STUB))
+    monkeypatch.setattr(pool_module, "SERVE", stub)

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import csv
-import io
 import os
 import shutil
 import signal
-import sys
 import time
 from pathlib import Path
 
 import forked
 import pytest
-from rich.console import Console
 from sweep_runs import read_json, runs_of, trained
 
 from nanogpt_bench.cli import main
-from nanogpt_bench.sweep.board import Board
 from nanogpt_bench.workers import pool as pool_module
 from nanogpt_bench.workers.pool import cores
 
 # Sessions, with workers that only write what a training would have found
+
+
+def dies(job):
+    os._exit(1)
 
 
 @pytest.mark.usefixtures("_stub_workers")
@@ -76,7 +76,7 @@ def test_a_run_whose_folder_was_deleted_is_trained_again_and_its_figures_stay(wr
     before, gone = Path("out/runs.csv").read_text(), "sgd-lr=0.2-seed=2"
     shutil.rmtree(Path("out") / gone)
     with monkeypatch.context() as patch:  # until it has been trained again, what was found is not forgotten
-        patch.setattr(pool_module, "WORKER", (sys.executable, "-c", "import sys; sys.exit(1)"))
+        patch.setattr(pool_module, "SERVE", dies)
         assert main(command) == 1
         assert Path("out/runs.csv").read_text() == before
         assert [run["ended"] for run in runs_of(Path("out")).values()] == [True, True, True, False]
@@ -102,20 +102,6 @@ def test_other_settings_under_the_same_names_are_refused(write, capsys):
     (Path("other") / "mine.txt").write_text("x")
     assert main(["sweep", str(write(axes=axes)), "--out", "other"]) == 2
     assert [path.name for path in Path("other").iterdir()] == ["mine.txt"]
-
-
-def test_the_board_of_a_large_sweep_fits_on_the_terminal():
-    board = Board(Console(height=12, width=100, force_terminal=True, file=io.StringIO()))
-    for number in range(30):
-        board.add(f"run {number}")
-    board.entries[29].state, board.entries[28].state = "running", "failed"
-    table = board.table()
-    assert table.row_count == 8
-    shown = list(table.columns[0].cells)
-    assert [str(name) for name in shown[-2:]] == ["run 28", "run 29"]
-    assert table.caption == "and 22 runs more"
-    del board.entries[8:]
-    assert (board.table().row_count, board.table().caption) == (8, None)
 
 
 @pytest.mark.usefixtures("_forked_workers")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from sweep_runs import train_here
 
 from nanogpt_bench.cli import main
+from nanogpt_bench.config.settings import build_config
+from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.sweep.file import read_sweep
 from nanogpt_bench.sweep.plan import plan_sweep
 
@@ -35,7 +37,7 @@ def test_a_reference_trains_on_what_the_points_measured_against_it_train_on(writ
     assert {run.label for run in references} == {
         f"bf16-mixed train_tokens={tokens} max_steps={steps}" for tokens in (1000, 2000) for steps in (3, 4)
     }
-    assert {run.lr for run in references} == {0.002}
+    assert {resolve(build_config(run.settings)).optimizer.lr for run in references} == {0.002}
 
 
 def test_a_point_that_is_the_reference_is_trained_once_and_one_of_its_name_stays_another(write):

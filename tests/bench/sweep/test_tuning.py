@@ -5,8 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import math
+import os
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,16 +23,14 @@ from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.workers import pool as pool_module
 
 #: loss: a bowl over the logarithms of lr and float_lr, a little apart by seed; above a limit it diverges
-STUB = """
-import json, math, os, sys
-from pathlib import Path
 BEST = {"fp32": 0.006, "sgd": 0.1, "muon": 0.03}
-for line in sys.stdin:
-    job = json.loads(line)
+
+
+def stub(job):
     settings, folder = job["settings"], Path(job["run_dir"])
     rule, lr, seed, steps = (settings[key] for key in ("rule", "optimizer.lr", "seed", "train.max_steps"))
     if seed == 2 and "STUB_DIES" in os.environ:
-        sys.exit(9)
+        os._exit(9)
     folder.mkdir(parents=True)
     best = 1e-12 if settings.get("optimizer.beta2") == 0.5 else BEST[rule]
     loss = 2.0 + math.log2(lr / best) ** 2 / 10 + seed / 1000 - steps / 1000
@@ -44,16 +42,17 @@ for line in sys.stdin:
     (folder / "summary.json").write_text(json.dumps(summary))
     with open("done.txt", "a") as log:
         print(job["run_dir"].split("/", 1)[1], file=log)
-    print(json.dumps({"kind": "done"}), flush=True)
-"""
+    return {"kind": "done"}
+
+
 TUNE = {"seeds": [1, 2], "steps": 4}
 CONFIRM = {"seeds": [5, 6, 7], "steps": 8}
 
 
 @pytest.fixture
-def _bowl(monkeypatch):
+def _bowl(monkeypatch, _forked_workers):
     monkeypatch.setattr(build, "write_figures", lambda *_: None)
-    monkeypatch.setattr(pool_module, "WORKER", (sys.executable, "-c", STUB))
+    monkeypatch.setattr(pool_module, "SERVE", stub)
 
 
 @pytest.mark.parametrize("optimum", [(0.0,), (3.2,), (-9.0,), (100.0,), (0.9, -4.1), (-5.0, 6.5)])

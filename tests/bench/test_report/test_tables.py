@@ -19,13 +19,11 @@ from nanogpt_bench.report.tables import (
     WIDEST,
     shown_columns,
     to_csv,
-    to_latex,
     to_markdown,
     to_text,
 )
 from nanogpt_bench.report.verdict import Outcome, Verdict
 from nanogpt_bench.runs.load import Run, load_run
-from nanogpt_bench.sweep.board import Board, Entry
 from nanogpt_bench.sweep.session import print_results
 
 #: label, loss, bytes, stall, arrived, alerts
@@ -109,14 +107,6 @@ def test_alerts_are_shown_where_they_differ(alerts: tuple[int, ...], shown: bool
     assert ("alerts" in headings(results)) == shown
 
 
-def test_the_board_has_no_column_that_no_run_fills() -> None:
-    board = Board(Console(file=io.StringIO()))
-    board.entries = [Entry("fp32", progress={"step": 1, "max_steps": 2}), Entry("nearest")]
-    assert not [column.header for column in board.table().columns if "mean" in str(column.header)]
-    board.entries[1].progress = {"step": 1, "max_steps": 2, "stall": 0.5}
-    assert [column.header for column in board.table().columns if "mean" in str(column.header)] == ["mean stall"]
-
-
 def test_csv_reads_back_to_the_numbers_and_has_every_column(results):
     lines = csv_lines(results)
     assert list(lines[0]) == list(CSV_FIELDS)
@@ -169,9 +159,6 @@ def test_text_from_a_run_is_escaped(tmp_path, write_run):
     failure = {"kind": "x", "message": "50% | a_b & <i> \\ $1 {x} #~^", "step": 1}
     results = measured([write_run(tmp_path / "a", status="failed", failure=failure)])
     assert r"50% \| a\_b & \<i\> \\" in to_markdown(results)
-    latex = to_latex(results)
-    assert r"50\% | a\_b \& \textless{}i\textgreater{} \textbackslash{} \$1 \{x\} \#" in latex
-    assert latex.count(" & ") == 2 * (len(shown_columns(results)) - 1)
 
 
 def test_without_a_reference_nothing_speaks_of_one(tmp_path, write_run):
@@ -179,7 +166,7 @@ def test_without_a_reference_nothing_speaks_of_one(tmp_path, write_run):
     results = measured(folders)
     page = report(folders, out=tmp_path / "out").read_text()
     shown = page[page.index('<section id="results"') : page.index('<section id="loss"')]
-    for text in (to_text(results), to_latex(results), shown):
+    for text in (to_text(results), shown):
         assert not [word for word in ("gap", "BF16", "reference") if word in text]
         assert "finished" in text
 

@@ -10,25 +10,41 @@ import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from small_checkpoints import bytes_in, small
 
-from nanogpt_bench.checkpoint import CheckpointNotWritten, Disk, check_room, clean, commit, newest, verify
+from nanogpt_bench.checkpoint import (
+    CheckpointNotWritten,
+    check_room,
+    clean,
+    commit,
+    newest,
+    step_file,
+    steps,
+    verify,
+    write,
+)
 from nanogpt_bench.system.errors import BenchError
 
 POSITIONS, POSITIONS_IN_FULL = 50, 200
-OPERATIONS = ("make_folder", "write_file", "write", "sync", "sync_folder", "rename", "remove", "free")
+OPERATIONS = ("mkdir", "open", "write", "fsync", "rename", "unlink")
+
+
+class Disk:
+    """What a commit writes with in place of `os`; one that writes otherwise has a `write` of its own."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
 
 
 class FullDisk(Disk):
-    """A disk that takes so many bytes and says that more are free."""
+    """A disk that takes so many bytes."""
 
     def __init__(self, room: int) -> None:
         self.room = room
-
-    def free(self, folder: Path) -> int:
-        return 1 << 40
 
     def write(self, file: int, data: memoryview) -> int:
         if self.room == 0:
@@ -44,8 +60,8 @@ class Watched(Disk):
     def __init__(self, told: Callable[[int, str, object], None]) -> None:
         self._told, self._count = told, 0
 
-    def __getattribute__(self, name: str) -> object:
-        method = super().__getattribute__(name)
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(os, name)
         if name not in OPERATIONS:
             return method
 
@@ -55,6 +71,14 @@ class Watched(Disk):
             return method(*arguments)
 
         return operation
+
+
+def commit_on(disk: Disk, run_dir: Path, step: int, keep_last: int = 1, size: int = 24) -> Path:
+    """Commit a checkpoint there, whatever the real disk says of its room."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(write, "os", disk)
+        patch.setattr(write, "check_room", lambda *_: None)
+        return commit(run_dir, small(step, size), keep_last=keep_last)
 
 
 def spread(length: int, number: int) -> list[int]:
@@ -76,38 +100,46 @@ def assert_refused(run_dir: Path, words: str, disk: Disk | None = None) -> None:
     """A third checkpoint can't be written; what was there before is there byte for byte, and nothing else."""
     before = bytes_in(run_dir)
     with pytest.raises(CheckpointNotWritten, match=words) as caught:
-        commit(run_dir, small(3), keep_last=1, disk=disk)
+        commit_on(disk or Disk(), run_dir, 3)
     assert "checkpoint of step 3 can't be written to" in str(caught.value)
     assert "\n" not in str(caught.value)
     assert bytes_in(run_dir) == before
-    assert sorted(os.listdir(run_dir / "checkpoints")) == ["step-1", "step-2"]
-    assert newest(run_dir) == (run_dir / "checkpoints" / "step-2", [])
+    assert newest(run_dir) == (step_file(run_dir, 2), [])
 
 
 def test_a_disk_full_at_any_byte(run_dir: Path, tmp_path: Path, full: bool, tally: Callable[..., None]) -> None:
     (tmp_path / "measured").mkdir()
-    folder = commit(tmp_path / "measured", small(3), keep_last=1)
-    size = sum(map(len, bytes_in(folder).values()))
+    commit(tmp_path / "measured", small(3), keep_last=1)
+    size = sum(map(len, bytes_in(tmp_path / "measured").values()))
     positions = spread(size, POSITIONS_IN_FULL if full else POSITIONS)
     for room in positions:
         assert_refused(run_dir, "No space left on device", FullDisk(room))
-    commit(run_dir, small(3), keep_last=1, disk=FullDisk(size))
-    assert os.listdir(run_dir / "checkpoints") == ["step-3"]
+    commit_on(FullDisk(size), run_dir, 3)
+    assert names_in(run_dir) == names(3)
     tally("disk full while a checkpoint is written", len(positions), "all refused, those before whole, no litter")
 
 
 def test_a_limit_of_the_file_size(run_dir: Path, tally: Callable[..., None]) -> None:
-    sizes = spread(max(path.stat().st_size for path in (run_dir / "checkpoints" / "step-2").iterdir()), 25)
+    sizes = spread(step_file(run_dir, 2).stat().st_size, 25)
     for size in sizes:
         with file_size_limit(size):
             assert_refused(run_dir, "File too large")
     tally("RLIMIT_FSIZE while a checkpoint is written", len(sizes), "all refused, those before whole, no litter")
 
 
+def names(*steps: int) -> list[str]:
+    """The names of whole checkpoints and their digests."""
+    return sorted(f"step-{step}.safetensors{last}" for step in steps for last in ("", ".sha256"))
+
+
+def names_in(run_dir: Path) -> list[str]:
+    return sorted(os.listdir(run_dir / "checkpoints"))
+
+
 def outcome(run_dir: Path, disk: Disk) -> str | None:
     """What is said when a third checkpoint is committed; None when it was."""
     try:
-        commit(run_dir, small(3), keep_last=1, disk=disk)
+        commit_on(disk, run_dir, 3)
     except CheckpointNotWritten as error:
         return str(error)
     return None
@@ -119,8 +151,8 @@ def outcome(run_dir: Path, disk: Disk) -> str | None:
 def test_any_operation_may_fail(run_dir: Path, tmp_path: Path, code: int, tally: Callable[..., None]) -> None:
     operations: list[str] = []
     shutil.copytree(run_dir, tmp_path / "measured")
-    commit(tmp_path / "measured", small(3), keep_last=1, disk=Watched(lambda n, name, path: operations.append(name)))
-    before = bytes_in(run_dir / "checkpoints" / "step-2")
+    commit_on(Watched(lambda n, name, path: operations.append(name)), tmp_path / "measured", 3)
+    before = step_file(run_dir, 2).read_bytes()
     for failing, name in enumerate(operations):
         with_fault = tmp_path / f"{failing}"
         shutil.copytree(run_dir, with_fault)
@@ -131,11 +163,11 @@ def test_any_operation_may_fail(run_dir: Path, tmp_path: Path, code: int, tally:
 
         said = outcome(with_fault, Watched(fail))
         assert said is None or os.strerror(code) in said
-        assert said is None or bytes_in(with_fault / "checkpoints" / "step-2") == before, name
+        assert said is None or step_file(with_fault, 2).read_bytes() == before, name
         found, skipped = newest(with_fault)
         assert (found is not None, skipped) == (True, []), (failing, name)
         commit(with_fault, small(4), keep_last=1)
-        assert os.listdir(with_fault / "checkpoints") == ["step-4"], (failing, name)
+        assert names_in(with_fault) == names(4), (failing, name)
     tally(f"{errno.errorcode[code]} at an operation of a commit", len(operations), "every operation")
 
 
@@ -144,48 +176,41 @@ def test_whenever_it_ends_there_is_a_whole_checkpoint(run_dir: Path, tmp_path: P
     """The folder as it is before each operation is what a kill at that moment leaves."""
     shots = tmp_path / "shots"
     disk = Watched(lambda number, name, path: shutil.copytree(run_dir, shots / str(number)))
-    before = bytes_in(run_dir / "checkpoints" / "step-2")
-    commit(run_dir, small(step), keep_last=2, disk=disk)
+    before = step_file(run_dir, 2).read_bytes()
+    commit_on(disk, run_dir, step, keep_last=2)
     for shot in sorted(shots.iterdir()):
         clean(shot)
-        names = sorted(os.listdir(shot / "checkpoints"))
-        assert set(names) <= {"step-1", "step-2", "step-3"}, shot.name
-        for name in names:
-            verify(shot / "checkpoints" / name)
-        assert bytes_in(shot / "checkpoints" / "step-2") == before or step == 2
-        assert newest(shot)[0] in (shot / "checkpoints" / "step-2", shot / "checkpoints" / "step-3")
+        there = steps(shot)
+        assert names_in(shot) == names(*there), shot.name
+        assert set(there) <= {1, 2, 3}
+        for number in there:
+            verify(step_file(shot, number))
+        assert step == 2 or step_file(shot, 2).read_bytes() == before
+        assert newest(shot)[0] in (step_file(shot, 2), step_file(shot, 1 if step == 2 else 3))
         commit(shot, small(9), keep_last=1)
-        assert os.listdir(shot / "checkpoints") == ["step-9"]
-    assert len(list(shots.iterdir())) > 20
+        assert names_in(shot) == names(9)
+    assert len(list(shots.iterdir())) > 8
 
 
 def test_a_kill_during_the_first_save_leaves_none_and_no_litter(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     disk = Watched(lambda number, name, path: shutil.copytree(tmp_path / "run", tmp_path / "shots" / str(number)))
-    commit(tmp_path / "run", small(1), keep_last=1, disk=disk)
+    commit_on(disk, tmp_path / "run", 1)
     for shot in (tmp_path / "shots").iterdir():
         clean(shot)
         found, skipped = newest(shot)
         assert skipped == []
-        assert found is None or found.name == "step-1"
+        assert found is None or found.stem == "step-1"
         assert bytes_in(shot) == ({} if found is None else bytes_in(tmp_path / "run"))
 
 
-def test_files_are_on_the_disk_before_the_checkpoint_has_its_name(run_dir: Path) -> None:
-    log: list[tuple[str, str]] = []
-    commit(run_dir, small(3), keep_last=9, disk=Watched(lambda n, name, path: log.append((name, str(path)))))
-    names = [name for name, _ in log]
-    rename = names.index("rename")
-    files = [path for name, path in log if name == "write_file"]
-    assert len(files) == 6
-    assert files[-1].endswith("manifest.json")
-    for number, (name, _) in enumerate(log[:rename]):
-        if name == "write_file":
-            following = names[number + 1 : rename]
-            assert "sync" in following[: [*following, "write_file"].index("write_file")]
-    folder = run_dir / "checkpoints"
-    assert log[rename - 2 : rename] == [("sync_folder", f"{folder}/.step-3.partial"), log[rename - 1]]
-    assert log[rename + 1] == ("sync_folder", str(folder))
+def test_file_and_digest_are_on_the_disk_before_the_checkpoint_has_its_name(run_dir: Path) -> None:
+    log: list[str] = []
+    commit_on(Watched(lambda n, name, path: log.append(name)), run_dir, 3)
+    order = [name for before, name in zip(["", *log], log, strict=False) if (before, name) != ("write", "write")]
+    written = ["open", "write", "fsync"]
+    removed = ["unlink"] * 4  # the two before, with their digests
+    assert order == [*written, *written, "rename", "open", "fsync", *removed]
 
 
 class LyingDisk(Disk):
@@ -211,7 +236,7 @@ class StuckDisk(Disk):
 
 
 def test_what_was_not_taken_is_not_believed(run_dir: Path) -> None:
-    assert_refused(run_dir, "bytes, its manifest says|does not end with its own", LyingDisk())
+    assert_refused(run_dir, "the system took .* bytes and has .* of them", LyingDisk())
 
 
 def test_a_disk_that_takes_nothing_ends_in_an_error(run_dir: Path) -> None:
@@ -219,20 +244,17 @@ def test_a_disk_that_takes_nothing_ends_in_an_error(run_dir: Path) -> None:
 
 
 def test_short_writes_are_gone_on_with(run_dir: Path) -> None:
-    verify(commit(run_dir, small(3), keep_last=1, disk=SlowDisk()))
+    verify(commit_on(SlowDisk(), run_dir, 3))
 
 
-def test_too_little_room_is_said_before_anything_is_written(run_dir: Path) -> None:
-    class SmallDisk(Watched):
-        def free(self, folder: Path) -> int:
-            return 1_000_000
-
-    log: list[str] = []
-    disk = SmallDisk(lambda number, name, path: log.append(name))
-    assert_refused(run_dir, r"it needs 1\.\d MB below .*, 1\.0 MB are free; make room", disk)
-    assert log == ["free"]
+def test_too_little_room_is_said_before_anything_is_written(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1_000_000))
+    before = bytes_in(run_dir)
+    with pytest.raises(CheckpointNotWritten, match=r"it needs 1\.\d MB below .*, 1\.0 MB are free; make room"):
+        commit(run_dir, small(3), keep_last=1)
+    assert bytes_in(run_dir) == before
     with pytest.raises(BenchError, match=r"the first checkpoint needs 3\.\d MB below 'gone/run', 1\.0 MB are free"):
-        check_room(Path("gone/run"), 2_000_000, "the first checkpoint", disk)
+        check_room(Path("gone/run"), 2_000_000, "the first checkpoint")
 
 
 def test_a_run_folder_that_has_gone(run_dir: Path) -> None:
@@ -271,12 +293,11 @@ def small_file_system(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_file_system_that_is_really_full(small_file_system: Path) -> None:
-    disk = FullDisk(1 << 40)  # says that there is room
     for step in (1, 2):
-        commit(small_file_system, small(step), keep_last=5, disk=disk)
+        commit_on(Disk(), small_file_system, step, keep_last=5)
     before = bytes_in(small_file_system)
     with pytest.raises(CheckpointNotWritten, match="No space left on device"):
-        commit(small_file_system, small(3, size=8000), keep_last=1, disk=disk)
+        commit_on(Disk(), small_file_system, 3, size=8000)
     assert bytes_in(small_file_system) == before
     with pytest.raises(CheckpointNotWritten, match=r"it needs 1\.\d MB below .* 0\.0 MB are free"):
         commit(small_file_system, small(3), keep_last=1)
@@ -284,8 +305,7 @@ def test_a_file_system_that_is_really_full(small_file_system: Path) -> None:
 
 
 def test_a_file_system_that_becomes_read_only(small_file_system: Path) -> None:
-    disk = FullDisk(1 << 40)
     for step in (1, 2):
-        commit(small_file_system, small(step), keep_last=5, disk=disk)
+        commit_on(Disk(), small_file_system, step, keep_last=5)
     subprocess.run(["mount", "-o", "remount,ro", str(small_file_system)], check=True)
-    assert_refused(small_file_system, "Read-only file system", disk)
+    assert_refused(small_file_system, "Read-only file system")
