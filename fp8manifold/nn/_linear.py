@@ -37,7 +37,6 @@ from fp8manifold.nn._products import (
     refuse_repetition,
     round_gradient,
 )
-<<<<<<< HEAD
 from fp8manifold.nn._scalers import (
     HISTORY,
     FixedScale,
@@ -48,10 +47,7 @@ from fp8manifold.nn._scalers import (
     announce_gradients,
     scale_of,
 )
-=======
-from fp8manifold.nn._scalers import HISTORY, FixedScale, GlobalScale, Scale, Scaler, SharedAmax, announce_gradients
 from fp8manifold.nn._selection import linear_around, linear_of
->>>>>>> 6ff422fd7a209570ddd980f15a5076da85b57ef9
 from fp8manifold.nn._spec import (
     GLOBAL,
     NONE,
@@ -383,16 +379,6 @@ class QuantizedLinear(nn.Linear):
             raise TypeError(f"a layer with storage='fp8' can't be {dtype}: take float32 or bfloat16")
         if self.manifold is not None:
             check_dtype_holds(self.manifold, dtype)
-<<<<<<< HEAD
-=======
-
-        def moved(x: Tensor) -> Tensor:
-            made = fn(x)
-            if not (isinstance(x, FP8Tensor) and isinstance(made, FP8Tensor) and made.lent_from is not None):
-                return made
-            return x.with_parts(Tensor.clone, made.dtype)  # autocast lends codes to what it casts
-
->>>>>>> 6ff422fd7a209570ddd980f15a5076da85b57ef9
         try:
             super()._apply(lambda x: own_codes(x, fn(x)), recurse)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
