@@ -95,11 +95,6 @@ def lent(x: Any, dtype: torch.dtype) -> Any:
     return twin
 
 
-def own_codes(x: Any, made: Any) -> Any:
-    """What was made of a tensor to take its place: a cast of codes has some of its own then, under autocast too."""
-    return made if getattr(made, "lent_from", None) is None else x.with_parts(Tensor.clone, made.dtype)
-
-
 def check_current(x: Any) -> None:
     """Raise RuntimeError where codes are lent, and no longer those of the cast."""
     if x.lent_from is not None and any(part._version != version for part, version in x.lent_from):

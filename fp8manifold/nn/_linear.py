@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from fp8manifold._base.checks import check_choice, check_number
-from fp8manifold._base.reading import advance, has_values, known
+from fp8manifold._base.reading import advance, eager_only, has_values, known
 from fp8manifold._encoded.dispatch import is_backward
-from fp8manifold._encoded.scaled import Rounding, own_codes
+from fp8manifold._encoded.scaled import Rounding
 from fp8manifold._encoded.storage import expand_scale
 from fp8manifold.fake_quant import quantize_at
 from fp8manifold.formats import FloatFormat
@@ -34,19 +34,9 @@ from fp8manifold.nn._products import (
     linear,
     linear_with_rounded_gradients,
     over_nested,
-    refuse_repetition,
     round_gradient,
 )
-from fp8manifold.nn._scalers import (
-    HISTORY,
-    FixedScale,
-    GlobalScale,
-    Scale,
-    Scaler,
-    SharedAmax,
-    announce_gradients,
-    scale_of,
-)
+from fp8manifold.nn._scalers import HISTORY, FixedScale, GlobalScale, Scale, Scaler, SharedAmax, announce_gradients
 from fp8manifold.nn._selection import linear_around, linear_of
 from fp8manifold.nn._spec import (
     GLOBAL,
@@ -192,11 +182,11 @@ class QuantizedLinear(nn.Linear):
         if self.storage != "master" and not torch.compiler.is_compiling():
             check_kept(self, self.storage)
         if self.weight_scaler is not None:
-            weight = self._fake_quantized("weight", weight, scale_of(self.weight_scaler, weight, repeats), draw)
+            weight = self._fake_quantized("weight", weight, _scale_of(self.weight_scaler, weight, repeats), draw)
         quantized = input
         if self.activation_scaler is not None:
             rows = self._rows(input)
-            scale = scale_of(self.activation_scaler, rows, repeats)
+            scale = _scale_of(self.activation_scaler, rows, repeats)
             quantized = self._fake_quantized("activation", rows, scale, draw).view(input.shape)
         of_weight = None if self._defers else self._rounded("weight_gradient", draw)
         backward = self._rounded("activation_gradient", draw), of_weight
@@ -317,13 +307,26 @@ class QuantizedLinear(nn.Linear):
         return max(self._draw() - 1 if self.training else self._draw(), 0)
 
     def _pass(self) -> tuple[int, bool]:
-        """Number of a forward pass, and whether it is one that activation checkpointing runs again."""
+        """Number of a forward pass, and whether it runs in a backward pass, as activation checkpointing has it.
+
+        The second time a layer has to round as it did the first time, which one with random bits, or with scales of the
+        past, does not.
+        """
         scalers = (self.weight_scaler, self.activation_scaler)
         remembers = hasattr(self, "draws") or any(scaler is not None and scaler.remembers for scaler in scalers)
         if self.training and remembers:
-            refuse_repetition(self)
+            self._refuse_repetition()
             return self._next_draw(), False
         return self._next_draw(), not torch.compiler.is_compiling() and is_backward()
+
+    @eager_only  # a graph would do the same whether or not it is run again
+    def _refuse_repetition(self) -> None:
+        if is_backward() and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{type(self).__name__}({self.extra_repr()}) runs again in a backward pass, where its random bits or "
+                "delayed scales would be others: leave it out of activation checkpointing, or take rounding='nearest' "
+                "and policy='dynamic'; what is new there is run under torch.no_grad()"
+            )
 
     def _next_draw(self) -> int:
         draw = self._draw()
@@ -379,8 +382,15 @@ class QuantizedLinear(nn.Linear):
             raise TypeError(f"a layer with storage='fp8' can't be {dtype}: take float32 or bfloat16")
         if self.manifold is not None:
             check_dtype_holds(self.manifold, dtype)
+
+        def moved(x: Tensor) -> Tensor:
+            made = fn(x)
+            if not (isinstance(x, FP8Tensor) and isinstance(made, FP8Tensor) and made.lent_from is not None):
+                return made
+            return x.with_parts(Tensor.clone, made.dtype)  # autocast lends codes to what it casts
+
         try:
-            super()._apply(lambda x: own_codes(x, fn(x)), recurse)  # type: ignore[no-untyped-call]
+            super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             if not isinstance(self.weight, FP8Tensor) or "Couldn't swap" not in str(error):
                 raise
@@ -434,6 +444,12 @@ class QuantizedLinear(nn.Linear):
         elif saved.format != weight.format:
             return f"{prefix}weight is of {saved.format.name}, but this layer's is of {weight.format.name}"
         return None
+
+
+def _scale_of(scaler: Scaler, x: Tensor, repeats: bool) -> Tensor:
+    """The scale of an operand; it is not remembered twice."""
+    scale: Tensor = scaler.preview(x) if repeats else scaler(x)
+    return scale
 
 
 def _scaler(operand: OperandSpec, shared: SharedAmax | None) -> Scaler:

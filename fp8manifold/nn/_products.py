@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from fp8manifold._base.reading import eager_only
-from fp8manifold._encoded.dispatch import DTYPES, is_backward
+from fp8manifold._encoded.dispatch import DTYPES
 from fp8manifold._encoded.storage import dequantize_codes
 from fp8manifold._native._arrays import has_memory
 from fp8manifold._native._scaled import rounded_at
@@ -152,17 +151,6 @@ def round_gradient(gradient: Tensor, *, scaler: Scaler, operand: OperandSpec, ke
     blocks, rounding = operand.granularity == "block", operand.rounding or "nearest"
     zero_or_nan = gradient.sum(dtype=torch.float32) * 0.0
     return rounded_at(gradient, scaler(gradient) + zero_or_nan, operand.format, rounding, key, blocks=blocks)
-
-
-@eager_only  # a graph would do the same whether or not it is run again
-def refuse_repetition(layer: nn.Module) -> None:
-    """Raise RuntimeError where a forward pass is run again, by activation checkpointing, and would round otherwise."""
-    if is_backward() and torch.is_grad_enabled():
-        raise RuntimeError(
-            f"{type(layer).__name__}({layer.extra_repr()}) runs again in a backward pass, where its random bits or "
-            "delayed scales would be others: leave it out of activation checkpointing, or take rounding='nearest' "
-            "and policy='dynamic'; what is new there is run under torch.no_grad()"
-        )
 
 
 def forbid_fused_operators(layer: nn.Module) -> None:

@@ -377,12 +377,6 @@ def share_magnitudes(model: nn.Module, ranks: Ranks) -> None:
         end_passes_together(model, ranks)
 
 
-def scale_of(scaler: Scaler, x: Tensor, repeats: bool) -> Tensor:
-    """The scale of an operand; a pass that repeats another is not remembered twice."""
-    scale: Tensor = scaler.preview(x) if repeats else scaler(x)
-    return scale
-
-
 def announce_gradients(layer: Any, x: Tensor) -> None:
     """Let processes see in the forward pass that they run the same layers, whose gradients they will measure together.
 
