@@ -49,7 +49,7 @@ def zero_gradient_zone(
     any. An output that is NaN or Inf stays so for every step; a weight that is NaN, or meets an input that is NaN or
     Inf, is in no zone.
 
-    >>> weight, inputs = torch.tensor([[1.0, 1.0, 1.0]]), torch.tensor([[1.0, 0.05, 0.0]])
+    >>> weight, inputs = torch.tensor([[1.0, 1.0, 1.0]]), torch.tensor([[1.0, 0.01, 0.0]])
     >>> zero_gradient_zone(weight, inputs, fm.FloatFormat.from_string("E4M3"))  # outputs near 1 are 0.0078 apart
     0.6666666666666666
     """

@@ -111,7 +111,7 @@ def test_every_alert_is_listed_once_a_kind(tmp_path, write_run, write_alerts):
 def test_fifty_runs_of_two_thousand_steps_are_small_and_quick(tmp_path, write_run, write_metrics):
     layers = [f"blocks.{block}.{name}" for block in range(4) for name in ("qkv", "proj", "fc", "out")]
     keys = [f"{key}/{layer}" for key in ("quant/overflow", "bits/uniformity", "grad/l2") for layer in layers]
-    watched = ["grad/cosine", "grad/snr", "stall/update_success", "attention/entropy", "quant/kurtosis/residual"]
+    watched = ["grad/cosine", "grad/snr", "stall/update_ulps", "attention/entropy", "quant/kurtosis/residual"]
     for i in range(50):
         folder = write_run(tmp_path / "runs" / str(i), rule="nearest", fmt="E4M3", steps=2000, lr=1e-4 * (i + 1))
         write_metrics(folder, {key: lambda step, i=i: 1 / (step + i + 1) for key in [*keys, *watched]}, every=100)
