@@ -77,8 +77,7 @@ def _outline_of_tensor(value: Tensor, path: str, tensors: dict[str, Tensor]) -> 
     if hasattr(value, "__tensor_flatten__") and type(value) not in (Tensor, nn.Parameter):
         names, rest = value.__tensor_flatten__()
         parts = [[name, _outline_of_tensor(getattr(value, name), _below(path, name), tensors)] for name in names]
-        rest = _outline(rest, _below(path, "rest"), {})
-        return {"class": type(value).__name__, "parts": parts, "rest": rest, "size": list(value.shape)}
+        return {"class": type(value).__name__, "parts": parts, "rest": _outline(rest, _below(path, "rest"), {})}
     name = path or "value"
     while name in tensors:  # keys 1 and "1", or "a/b" beside b in a
         name += "'"
@@ -101,12 +100,8 @@ def _restored(outline: Any, tensors: Mapping[str, Tensor], classes: Mapping[str,
     if not isinstance(outline, dict):
         return outline
     if "class" in outline:
-        made = classes[outline["class"]].__tensor_unflatten__(
-            {name: inner(part) for name, part in outline["parts"]}, inner(outline["rest"]), None, None
-        )
-        if list(made.shape) != outline["size"]:
-            raise ValueError(f"a {type(made).__name__} has the shape {list(made.shape)}")
-        return made
+        parts = {name: inner(part) for name, part in outline["parts"]}
+        return classes[outline["class"]].__tensor_unflatten__(parts, inner(outline["rest"]), None, None)
     ((kind, content),) = outline.items()
     made_of = {
         "float": lambda: {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[content],

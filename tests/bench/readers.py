@@ -19,7 +19,6 @@ from safetensors.torch import save_file
 from torch import nn
 
 import fp8manifold as fm
-from nanogpt_bench.checkpoint import BrokenCheckpoint, Contents, commit, read, step_file
 from nanogpt_bench.cli import main
 from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.data import prepare_text
@@ -128,10 +127,6 @@ def lay_tables(folder: Path) -> None:
     (folder / "lr_limits.json").write_text('{"rows": []}')
 
 
-def lay_checkpoint(folder: Path) -> None:
-    commit(folder, Contents(5, {"model": {"w": torch.ones(3, 8)}}, facts={"best": False}), keep_last=1)
-
-
 def written(name: str, text: str) -> Callable[[Path], object]:
     return lambda folder: (folder / name).write_text(text)
 
@@ -207,11 +202,5 @@ def readers(corpus: Path, labelled: Path, run: Path) -> dict[str, Reader]:
             copy_of(run),
             verified,
             {name: () for name in AT_END if name != "alerts.jsonl"} | {SUMS: ("gone",)} | weights,
-        ),
-        "checkpoint": Reader(
-            lay_checkpoint,
-            lambda f: read(step_file(f, 5)),
-            {f"checkpoints/step-5.safetensors{last}": () for last in ("", ".sha256")},
-            errors=(BrokenCheckpoint,),
         ),
     }
