@@ -125,7 +125,7 @@ def lay_results(folder: Path) -> None:
 
 def lay_tables(folder: Path) -> None:
     (folder / "sensitivity.json").write_text('{"patterns": ["a"], "formats": ["b"], "gap": [[1.0]]}')
-    (folder / "lr_limits.json").write_text('{"rows": []}')
+    (folder / "tuning.json").write_text('{"rows": []}')
 
 
 def lay_checkpoint(folder: Path) -> None:
@@ -156,7 +156,7 @@ def readers(corpus: Path, labelled: Path, run: Path) -> dict[str, Reader]:
     metrics = {"metrics.jsonl": ("empty", "pipe", "endless")}
     settings = dict.fromkeys(("environment.json", "summary.json"), ("class",))
     weights = {f"checkpoints/step-6/{name}": () for name in ("state.json", "model.safetensors")}
-    of_run = {"config.yaml": ("half", "class"), **metrics, **settings, "histograms.jsonl": (*OPTIONAL, "empty")}
+    of_run = {"config.yaml": ("half", "class"), **metrics, **settings}
     return {
         "config": Reader(
             written("a.yaml", "seed: 1"), lambda f: load_config(f / "a.yaml"), {"a.yaml": ("empty", "class")}
@@ -199,7 +199,7 @@ def readers(corpus: Path, labelled: Path, run: Path) -> dict[str, Reader]:
             {"sweep.json": (), "tuning.json": (*OPTIONAL, "class", "huge")},
         ),
         "tables": Reader(
-            lay_tables, lambda f: read_studies([f]).notes, {"sensitivity.json": OPTIONAL, "lr_limits.json": OPTIONAL}
+            lay_tables, lambda f: read_studies([f]).notes, {"sensitivity.json": OPTIONAL, "tuning.json": OPTIONAL}
         ),
         "run": Reader(copy_of(run), lambda f: load_run(f).notes, of_run),
         "report on a run": Reader(copy_of(run), reported, of_run),
