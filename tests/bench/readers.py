@@ -124,7 +124,7 @@ def lay_results(folder: Path) -> None:
 
 def lay_tables(folder: Path) -> None:
     (folder / "sensitivity.json").write_text('{"patterns": ["a"], "formats": ["b"], "gap": [[1.0]]}')
-    (folder / "lr_limits.json").write_text('{"rows": []}')
+    (folder / "tuning.json").write_text('{"rows": []}')
 
 
 def written(name: str, text: str) -> Callable[[Path], object]:
@@ -151,7 +151,7 @@ def readers(corpus: Path, labelled: Path, run: Path) -> dict[str, Reader]:
     metrics = {"metrics.jsonl": ("empty", "pipe", "endless")}
     settings = dict.fromkeys(("environment.json", "summary.json"), ("class",))
     weights: dict[str, tuple[str, ...]] = {"checkpoints/step-6.safetensors": ("gone",)}
-    of_run = {"config.yaml": ("half", "class"), **metrics, **settings, "histograms.jsonl": (*OPTIONAL, "empty")}
+    of_run = {"config.yaml": ("half", "class"), **metrics, **settings}
     return {
         "config": Reader(
             written("a.yaml", "seed: 1"), lambda f: load_config(f / "a.yaml"), {"a.yaml": ("empty", "class")}
@@ -194,7 +194,7 @@ def readers(corpus: Path, labelled: Path, run: Path) -> dict[str, Reader]:
             {"sweep.json": (), "tuning.json": (*OPTIONAL, "class", "huge")},
         ),
         "tables": Reader(
-            lay_tables, lambda f: read_studies([f]).notes, {"sensitivity.json": OPTIONAL, "lr_limits.json": OPTIONAL}
+            lay_tables, lambda f: read_studies([f]).notes, {"sensitivity.json": OPTIONAL, "tuning.json": OPTIONAL}
         ),
         "run": Reader(copy_of(run), lambda f: load_run(f).notes, of_run),
         "report on a run": Reader(copy_of(run), reported, of_run),
