@@ -11,6 +11,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from nanogpt_bench.commands.arguments import braced, natural, one_of
 from nanogpt_bench.config.metrics import VAL_LOSS
 from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.data.batches import open_corpus
@@ -35,6 +36,7 @@ from nanogpt_bench.system.overwriting import holds, refuse_to_replace
 from nanogpt_bench.system.signals import RESUMABLE
 from nanogpt_bench.system.words import counted
 
+WORDS, OVER = ("export", "show", "rerun", "monitors"), ("row", "format")
 TABLES = {"markdown": to_markdown, "latex": to_latex, "csv": to_csv}
 #: when figures are taken, as a share of a run's steps
 TIMES = {"tenth": TENTH, "end": 1.0}
@@ -51,7 +53,56 @@ MODE = "rerun"
 SAME = 5e-4
 
 
-def main_results(args: argparse.Namespace) -> int:
+def add_parser(commands: Any, text: str) -> Any:
+    """Add the command and return its parser."""
+    parser = commands.add_parser(
+        "results",
+        help=text,
+        usage="nanogpt-bench results export SWEEP --out FILE.json\n"
+        "       nanogpt-bench results show FILE.json [--reference ROW] [--table markdown|latex|csv]\n"
+        "       nanogpt-bench results rerun FILE.json --row ROW [--seed N] [--data.dir DIR] [--anyway] [--out DIR]\n"
+        "       nanogpt-bench results monitors FILE.json ... [--reference ROW] [--at tenth|end] [--over row|format]",
+        description="export: write what the runs of a sweep or a comparison have come to, their settings, their\n"
+        "environments and what was tuned into one JSON file. show: print the tables of such a file, whose page\n"
+        "report draws. rerun: train a row of it again, and print the recorded losses, those found and their\n"
+        "differences. monitors: which figure at a tenth of the training told the final gap, over all runs.",
+        epilog="examples:\n  nanogpt-bench results export runs/sweep-my_study/tune --out my_study.json\n"
+        "  nanogpt-bench results show my_study.json --reference muon\n"
+        "  nanogpt-bench results rerun my_study.json --row 'E4M3 stochastic' --seed 42\n"
+        "  nanogpt-bench results monitors my_study.json other_study.json\n"
+        "  nanogpt-bench report my_study.json --out report",
+    )
+    parser.add_argument("word", type=one_of(WORDS), metavar=braced(WORDS), help="which of these")
+    parser.add_argument("paths", nargs="+", type=Path, metavar="SWEEP|FILE.json", help="export: a sweep's folder")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE.json|DIR", help="export: file to write; rerun: folder of runs"
+    )
+    parser.add_argument(
+        "--reference", metavar="ROW", help="show, monitors: row to measure against (default: the file's)"
+    )
+    parser.add_argument(
+        "--table", type=one_of(TABLES), metavar=braced(TABLES), help="show: this form of the table alone"
+    )
+    parser.add_argument("--row", metavar="ROW", help="rerun: the row, by its label, or by its format and rule")
+    parser.add_argument("--seed", type=natural, metavar="N", help="rerun: this seed alone (default: all of the row's)")
+    parser.add_argument("--data.dir", dest="data_dir", type=Path, metavar="DIR", help="rerun: where its text lies here")
+    parser.add_argument("--anyway", action="store_true", help="rerun: though torch, GPU or text differ")
+    parser.add_argument(
+        "--at",
+        type=one_of(TIMES),
+        metavar=braced(TIMES),
+        help="monitors: the figures after a tenth, or at the end",
+    )
+    parser.add_argument(
+        "--over",
+        type=one_of(OVER),
+        metavar=braced(OVER),
+        help="monitors: what intervals draw from (default: row)",
+    )
+    return parser
+
+
+def main(args: argparse.Namespace) -> int:
     """The command line's entry: export a folder, show a file, make a row of it again, or judge its monitors.
 
     Raises:

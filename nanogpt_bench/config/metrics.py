@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
-from nanogpt_bench.config.field import setting
+from nanogpt_bench.config.field import Section, setting
 
 #: what a layer multiplies, what comes back, and what the blocks add up; the last are measured for blocks
 OPERANDS: Final = ("weight", "activation", "gradient", "weight_gradient", "residual")
@@ -110,8 +110,7 @@ class Spread(Metric):
 OVER: Final[Mapping[str, Callable[[Iterable[float]], float]]] = {LARGEST: max, SMALLEST: min}
 
 
-@dataclass
-class MonitorConfig:
+class MonitorConfig(Section):
     """What is watched beside the loss, each figure by layer and over all of them."""
 
     stall: bool = setting(True, "share of weights that an update did not move, and how far the others moved")

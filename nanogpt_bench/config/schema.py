@@ -1,4 +1,4 @@
-"""The configuration of one training run: these dataclasses are the only source of truth.
+"""The configuration of one training run: these models are the only source of truth.
 
 YAML files, command-line overrides (`--train.max_steps 100`), `run --help` and the resolved `config.yaml` of a run
 folder are all derived from the fields below. A field's metadata says what values it takes.
@@ -6,10 +6,9 @@ folder are all derived from the fields below. A field's metadata says what value
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-from nanogpt_bench.config.field import section, setting
+from nanogpt_bench.config.field import Section, section, setting
 from nanogpt_bench.config.metrics import MonitorConfig
 from nanogpt_bench.config.watching import AlertsConfig, CheckpointConfig, FailureConfig, ShadowConfig, TrackingConfig
 
@@ -81,8 +80,7 @@ POOLINGS = ("mean", "last")
 DEFAULT_DATA_DIR = "data/stdlib"
 
 
-@dataclass
-class DataConfig:
+class DataConfig(Section):
     """Which text, and in which order it is read."""
 
     dir: str = setting(
@@ -97,8 +95,7 @@ class DataConfig:
     )
 
 
-@dataclass
-class ModelConfig:
+class ModelConfig(Section):
     """The GPT and the formats of its linear layers."""
 
     size: str | None = setting(
@@ -213,8 +210,7 @@ class ModelConfig:
     )
 
 
-@dataclass
-class OptimizerConfig:
+class OptimizerConfig(Section):
     """How a step is computed and written back."""
 
     name: str | None = setting(None, "null: the rule's, or adamw", choices=tuple(OPTIONS), rows_by="--rules")
@@ -348,8 +344,7 @@ class OptimizerConfig:
     )
 
 
-@dataclass
-class TrainConfig:
+class TrainConfig(Section):
     """The length and the shape of the training."""
 
     max_steps: int = setting(
@@ -408,8 +403,7 @@ class TrainConfig:
     )
 
 
-@dataclass
-class EvalConfig:
+class EvalConfig(Section):
     """The validation: always the same batches."""
 
     interval: int = setting(250, "steps between validations", minimum=1)
@@ -420,8 +414,7 @@ class EvalConfig:
     seed: int = setting(1337, "chooses the validation batches", minimum=0, of_task=True)
 
 
-@dataclass
-class RuntimeConfig:
+class RuntimeConfig(Section):
     """The machine."""
 
     device: str = setting("auto", "auto takes a GPU when there is one", choices=("auto", "cpu", "cuda"))
@@ -439,8 +432,7 @@ class RuntimeConfig:
     )
 
 
-@dataclass
-class Config:
+class Config(Section):
     """One training run. Keys left null are filled in by `nanogpt_bench.setup.resolve.resolve`."""
 
     rule: str | None = setting(

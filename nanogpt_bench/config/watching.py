@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-from nanogpt_bench.config.field import setting
+from nanogpt_bench.config.field import Section, setting
 from nanogpt_bench.config.metrics import LIMITS
 
 WANDB_MODES = ("off", "auto", "offline", "online")
@@ -18,8 +17,7 @@ ALERT_KINDS = (
 ALERT_LEVELS = ("WARN", "ERROR", "off")
 
 
-@dataclass
-class ShadowConfig:
+class ShadowConfig(Section):
     """A float32 model with the run's current weights, whose gradients the run's are compared with."""
 
     enabled: bool = setting(False, "compare gradients with a float32 model's on the same batches")
@@ -31,8 +29,7 @@ class ShadowConfig:
     )
 
 
-@dataclass
-class AlertsConfig:
+class AlertsConfig(Section):
     """When a run raises an alert, which goes to alerts.jsonl, the terminal and the trackers."""
 
     enabled: bool = setting(True, "watch the thresholds below")
@@ -74,8 +71,7 @@ class AlertsConfig:
     levels: dict[str, Any] = setting(dict, "kind of alert -> WARN, ERROR or off, where it is not to be WARN")
 
 
-@dataclass
-class TrackingConfig:
+class TrackingConfig(Section):
     """Where the record of every step goes, beside metrics.jsonl."""
 
     wandb: str = setting(
@@ -91,8 +87,7 @@ class TrackingConfig:
     tensorboard: bool = setting(False, "write TensorBoard's event files into the run folder")
 
 
-@dataclass
-class CheckpointConfig:
+class CheckpointConfig(Section):
     """When the state of a run is committed to its folder, and which of these checkpoints stay."""
 
     every: int | None = setting(
@@ -112,8 +107,7 @@ class CheckpointConfig:
     )
 
 
-@dataclass
-class FailureConfig:
+class FailureConfig(Section):
     """When a run counts as failed, and how: the thresholds of `nanogpt_bench.failures`."""
 
     patience: int = setting(

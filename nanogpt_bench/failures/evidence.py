@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from bisect import insort
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -242,8 +242,8 @@ def thresholds_of(config: Mapping[str, Any]) -> FailureConfig:
     section = config.get("failure")
     if not isinstance(section, Mapping):
         return FailureConfig()
-    given = {item.name: _like(item.default, section.get(item.name)) for item in fields(FailureConfig)}
-    return FailureConfig(**{name: value for name, value in given.items() if value is not None})
+    given = {name: _like(item.default, section.get(name)) for name, item in FailureConfig.model_fields.items()}
+    return FailureConfig.model_construct(**{name: value for name, value in given.items() if value is not None})
 
 
 def _like(default: Any, value: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -79,7 +78,7 @@ def found_by_all(ranks: Ranks, run_dir: Path, find: Callable[[], Contents | None
 
 def config_facts(config: Config) -> dict[str, Any]:
     """Return a configuration as JSON has it; numbers that JSON has no word for become words."""
-    facts: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)), parse_constant=str)
+    facts: dict[str, Any] = json.loads(json.dumps(config.model_dump()), parse_constant=str)
     return facts
 
 

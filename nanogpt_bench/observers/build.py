@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 
@@ -32,7 +32,9 @@ from nanogpt_bench.training.trainer import Trainer
 
 #: monitors that are put together here, as they share what they look at; of every other the module of its name builds it
 SHARING = ("stall", "ranges", "bits", "gradients", "geometry", "trend")
-ON_THEIR_OWN = tuple(f.name for f in fields(MonitorConfig) if f.type == "bool" and f.name not in SHARING)
+ON_THEIR_OWN = tuple(
+    name for name, field in MonitorConfig.model_fields.items() if field.annotation is bool and name not in SHARING
+)
 
 
 @dataclass

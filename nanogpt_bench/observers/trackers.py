@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import math
@@ -249,7 +248,7 @@ class WandbTracker:
             name=run_dir.name,
             id=run_id,
             tags=[*tracking.tags, *([config.rule] if config.rule else [])],
-            config=dataclasses.asdict(config),
+            config=config.model_dump(),
             mode=mode,
             allow_val_change=bool(known),  # a resumed run may have been given another setting
             settings=self._wandb.Settings(silent=True, console="off", init_timeout=SECONDS_TO_CONNECT),

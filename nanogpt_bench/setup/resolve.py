@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.config.conflicts import refuse_as_given, refuse_conflicts
-from nanogpt_bench.config.keys import get, keys_where
-from nanogpt_bench.config.rules import RULES, Rule, check_available, contradicting, meaning, unit
+from nanogpt_bench.config.conflicts import refuse_as_given, refuse_conflicts, refuse_disagreement
+from nanogpt_bench.config.keys import keys_where
+from nanogpt_bench.config.rules import RULES, Rule, check_available, unit
 from nanogpt_bench.config.schema import (
     MANIFOLDS,
     OPTIONS,
@@ -41,7 +40,7 @@ def resolve(config: Config, start: GPTShape | None = None) -> Resolved:
     """
     if isinstance(config, Resolved):
         raise TypeError("a resolved configuration can't be resolved again")
-    config = Resolved.filling(config, start)
+    config = Resolved.model_construct(**dict(config.model_copy(deep=True)), layers={}, begun=start)
     preset = _preset(config.rule)
     refuse_as_given(config)
     if config.task == "classify":
@@ -176,7 +175,7 @@ def _fill_seeds(config: Config) -> None:
 def _fill_rule(config: Config, preset: Rule) -> None:
     optimizer = config.optimizer
     if config.rule:
-        _check_agreement(config, preset)
+        refuse_disagreement(config, preset)
     _fill(config.model, storage=preset.storage if config.rule else _default_storage(config))
     _fill(config.model, torchao_float8=preset.torchao_float8)
     if config.model.storage == "peer":
@@ -209,15 +208,6 @@ def _default_storage(config: Config) -> str:
     if not config.model.formats:
         return "float32"
     return "fp8" if config.optimizer.name in OWN_OPTIMIZERS else "master"
-
-
-def _check_agreement(config: Config, preset: Rule) -> None:
-    """Refuse a setting that contradicts the rule: the run would bear the wrong name."""
-    means = meaning(preset)
-    for key, given in contradicting(functools.partial(get, config), means).items():
-        raise BenchError(
-            f"{key}: {given!r} contradicts rule {config.rule!r}, which means {means[key]!r}; leave one of them out"
-        )
 
 
 def _read_monitors(config: Config) -> None:

@@ -9,10 +9,10 @@ import geoopt
 import pytest
 import torch
 from bench_runs import recorded
+from nanogpt_bench.config.precedence import settle
 
 import fp8manifold as fm
 from nanogpt_bench.cli import main
-from nanogpt_bench.config.precedence import settle
 from nanogpt_bench.config.rules import RULES
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import load_config

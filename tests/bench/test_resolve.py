@@ -47,13 +47,6 @@ def test_a_resolved_configuration_is_written_down_as_one_that_resolves_to_itself
         resolve(once)
 
 
-def test_a_resolved_configuration_is_not_replaced_in_part_but_copied_whole() -> None:
-    config = resolve(load_config(None, arguments_of("stochastic")))
-    assert list(copy.deepcopy(config).layers) == list(config.layers) != []
-    with pytest.raises(TypeError, match="resolve it again"):
-        dataclasses.replace(config, seed=7)
-
-
 @pytest.mark.parametrize("rule", available_rules())
 def test_the_rule_is_recognised_from_its_settings(rule: str) -> None:
     config = resolve(load_config(None, arguments_of(rule)))
