@@ -28,7 +28,6 @@ from nanogpt_bench.config.schema import (
     PEER_WEIGHTS,
     PEERS,
     RIEMANNIAN,
-    ROUNDED,
     WITHOUT_FORMATS,
     Config,
 )
@@ -98,9 +97,7 @@ def refuse_as_given(config: Config) -> None:
         BenchError: the setting, its value, and why.
     """
     classify = config.task == "classify"
-    rows = [("model.pooling", not classify, f"needs task 'classify', not {config.task!r}")]
-    rows += [(k, classify, f"can't be used with task 'classify', {why}") for k, why in _NOT_CLASSIFY.items()]
-    _refuse(config, rows)
+    _refuse(config, ((k, classify, f"can't be used with task 'classify', {why}") for k, why in _NOT_CLASSIFY.items()))
 
 
 def refuse_conflicts(config: Config) -> None:
@@ -203,10 +200,8 @@ def _optimizer(config: Config) -> Iterator[Row]:
     yield "optimizer.moments", not has_moments(own, name), why
     why = f"means nothing with storage {own!r}, whose weights have no stiffness; give 0"
     yield "optimizer.stiffness", own not in MANIFOLDS and name in ON_FLOATS and bool(optimizer.stiffness), why
-    for option in ("stiffness", "weight_decay"):
-        nowhere = getattr(optimizer, f"{option}_end") is None
-        yield f"optimizer.{option}_schedule", nowhere, f"needs optimizer.{option}_end, where it leads to"
-    yield "optimizer.weight_decay_end", not optimizer.weight_decay, "needs optimizer.weight_decay above 0"
+    nowhere = optimizer.stiffness_end is None
+    yield "optimizer.stiffness_schedule", nowhere, "needs optimizer.stiffness_end, where it leads to"
     why = "can't be used with task 'classify', whose labels are not drawn from a softmax; give another rule"
     yield "optimizer.name", config.task == "classify" and name == "fisher", why
 
@@ -217,10 +212,6 @@ def _watching(config: Config) -> Iterator[Row]:
         if reason in config.train.stop_on and not followed:
             raise BenchError(f"train.stop_on: {reason!r} {why}")
     yield "alerts.baseline", not followed, why
-    rounded = config.shadow.enabled and config.shadow.of == "master" and config.model.storage in ROUNDED
-    own = config.model.storage
-    why = f"needs a master copy, which model.storage {own!r} does not have; add --shadow.of dequantised"
-    yield "shadow.of", rounded, why
 
 
 def _pretrained(config: Config) -> Iterator[Row]:
@@ -239,10 +230,6 @@ def _in_backward(config: Config) -> Iterator[Row]:
     yield "train.step_in_backward", at_once, why
     within, several = train.step_in_backward, train.accumulation > 1
     yield "shadow.enabled", within and config.shadow.enabled, "can't be used with train.step_in_backward"
-    why = "with train.step_in_backward needs a sum of two bytes a weight; add --train.accumulate_in bfloat16, or give 1"
-    yield "train.accumulation", within and several and train.accumulate_in is None, why
-    why = "needs train.step_in_backward and train.accumulation above 1"
-    yield "train.accumulate_in", train.accumulate_in is not None and not (within and several), why
     optimizer, compiled = config.optimizer, config.runtime.compile
     why = (
         "with train.step_in_backward needs optimizer.clip_by previous (by the norm of the step before, one backward "
@@ -259,8 +246,7 @@ def _in_backward(config: Config) -> Iterator[Row]:
 def _constraint(config: Config) -> Iterator[Row]:
     """What geoopt's manifolds can't keep, and two rates or decay where no weight is stepped by ULPs."""
     model, optimizer, given = config.model, config.optimizer, config.model.constraint is not None
-    for key in ("model.constrained", "optimizer.constrained_lr"):
-        yield key, not given, "needs model.constraint stiefel or sphere"
+    yield "optimizer.constrained_lr", not given, "needs model.constraint stiefel or sphere"
     called, name = f"model.constraint {model.constraint!r}", optimizer.name
     why = f"can't keep weights on a manifold ({called}); allowed: {', '.join(RIEMANNIAN)}"
     yield "optimizer.name", given and name not in RIEMANNIAN, why

@@ -16,7 +16,7 @@ from pydantic import Field, ValidationError
 from nanogpt_bench.config.conflicts import refuse_new_meanings
 from nanogpt_bench.config.field import NULLS, Section, kind_of, parse_text
 from nanogpt_bench.config.keys import FIELDS, SECTIONS, mapping_above, refusal
-from nanogpt_bench.config.rules import RULES
+from nanogpt_bench.config.rules import RULES, optimizer_of
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.system import untrusted
 from nanogpt_bench.system.errors import BenchError, nearest, one_line, unknown
@@ -101,19 +101,50 @@ def once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 #: settings that earlier files have, each with the value that it had where nobody asked for another
 GONE = {
+    "data.seed": None,
+    "eval.seed": 1337,
+    "model.constrained": [],
     "model.lora_rank": None,
     "model.outliers": "none",
     "model.outlier_sigma": None,
+    "model.pooling": None,
+    "model.seed": None,
     "monitor.fisher": False,
     "monitor.fisher_matrix": "kfac",
     "monitor.fisher_eigenvalues": 5,
+    "optimizer.clip": None,
     "optimizer.compile": False,
+    "optimizer.damping": None,
+    "optimizer.decay_share": 0.2,
+    "optimizer.eps": None,
+    "optimizer.refresh": None,
+    "optimizer.representation": None,
+    "optimizer.reset_every": None,
+    "optimizer.stabilize_every": None,
+    "optimizer.weight_decay_end": None,
+    "optimizer.weight_decay_schedule": None,
+    "runtime.peak_tflops": None,
+    "shadow.of": "dequantised",
+    "tracking.tags": [],
+    "tracking.wandb_entity": None,
+    "tracking.wandb_project": "nanogpt-bench",
+    "train.accumulate_in": None,
     "train.max_rollbacks": 3,
+    "train.max_seconds": None,
 }
-
-
-#: the values with which resolved configurations wrote them down, beside those above
-FILLED: dict[str, tuple[Any, ...]] = {}
+#: what those that were null became in a run's own config.yaml, where it is what they stand for here, too
+FILLED: dict[str, tuple[Any, ...]] = {
+    "model.constrained": (["attn.qkv", "attn.proj"],),
+    "model.pooling": ("mean",),
+    "optimizer.clip": (16.0,),
+    "optimizer.damping": (2.0**-8,),
+    "optimizer.eps": (1e-8,),
+    "optimizer.refresh": (10,),
+    "optimizer.representation": ("kfac",),
+    "train.accumulate_in": ("bfloat16",),
+}
+#: of the setting `seed`, which they were filled in from
+SEEDS = ("data.seed", "model.seed")
 
 
 def flatten(tree: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
@@ -122,11 +153,22 @@ def flatten(tree: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
     Raises:
         BenchError: an unknown key, a value in place of a section, or one that asks for what is gone.
     """
-    for key, value in _flat(tree, ""):
+    found = list(_flat(tree, ""))
+    settings = dict(found)
+    for key, value in found:
         if key not in GONE:
             yield key, value
-        elif value != GONE[key] and value not in FILLED.get(key, ()):
+        elif value != GONE[key] and value not in _filled(key, settings):
             raise BenchError(f"{key}: {value!r} asks for what is no longer here; leave {key} out")
+
+
+def _filled(key: str, settings: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The values with which a setting that is gone means what it means here."""
+    if key in SEEDS:
+        return (settings.get("seed", Config().seed),)
+    if key == "optimizer.damping" and optimizer_of(settings) == "fisher":
+        return (0.1,)
+    return FILLED.get(key, ())
 
 
 def _flat(tree: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:

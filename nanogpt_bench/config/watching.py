@@ -22,11 +22,6 @@ class ShadowConfig(Section):
 
     enabled: bool = setting(False, "compare gradients with a float32 model's on the same batches")
     interval: int = setting(100, "steps between two comparisons", minimum=1)
-    of: str = setting(
-        "dequantised",
-        "the weights as the forward pass uses them, or their float32 master copy",
-        choices=("dequantised", "master"),
-    )
 
 
 class AlertsConfig(Section):
@@ -75,15 +70,15 @@ class TrackingConfig(Section):
     """Where the record of every step goes, beside metrics.jsonl."""
 
     wandb: str = setting(
-        "off", "Weights & Biases; auto: online with an API key, otherwise offline", choices=WANDB_MODES
+        "off",
+        "Weights & Biases, whose WANDB_PROJECT, WANDB_ENTITY and WANDB_TAGS are read; auto: online with a key, otherwise "
+        "offline",
+        choices=WANDB_MODES,
     )
-    wandb_project: str = setting("nanogpt-bench", "project of the runs")
-    wandb_entity: str | None = setting(None, "user or team; null: the key's own")
     wandb_id: str | None = setting(None, "run to resume, online only; null: a new one")
     wandb_artifacts: bool = setting(
         False, "at the end, keep the last and the best checkpoint there, as artifacts with the aliases latest and best"
     )
-    tags: list[str] = setting(list, "words to find the run by")
     tensorboard: bool = setting(False, "write TensorBoard's event files into the run folder")
 
 

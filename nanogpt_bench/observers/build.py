@@ -121,7 +121,7 @@ def _shadow(config: Config, trainer: Trainer) -> ShadowObserver | None:
     shape: GPTShape = trainer.model.shape
     tied = trainer.model.lm_head.weight is trainer.model.token_embedding.weight
     model: GPT = build_model(replace(shape, tie_weights=tied), 0).to(trainer.device)
-    return ShadowObserver(model, config.shadow.interval, config.shadow.of)
+    return ShadowObserver(model, config.shadow.interval)
 
 
 def _alerts(

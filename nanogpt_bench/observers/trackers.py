@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -243,11 +244,10 @@ class WandbTracker:
         resume = {} if mode != "online" or run_id is None else {"resume": "must" if exists else "allow"}
         self._run: Any = self._wandb.init(
             dir=str(run_dir),
-            project=tracking.wandb_project,
-            entity=tracking.wandb_entity,
+            project=os.environ.get("WANDB_PROJECT", "nanogpt-bench"),
             name=run_dir.name,
             id=run_id,
-            tags=[*tracking.tags, *([config.rule] if config.rule else [])],
+            tags=[tag for tag in (*os.environ.get("WANDB_TAGS", "").split(","), config.rule) if tag],
             config=config.model_dump(),
             mode=mode,
             allow_val_change=bool(known),  # a resumed run may have been given another setting

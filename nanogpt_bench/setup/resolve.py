@@ -44,9 +44,8 @@ def resolve(config: Config, start: GPTShape | None = None) -> Resolved:
     preset = _preset(config.rule)
     refuse_as_given(config)
     if config.task == "classify":
-        config.model.tie_weights, config.model.pooling = False, config.model.pooling or "mean"
+        config.model.tie_weights = False
     _fill_sizes(config.model, start)
-    _fill_seeds(config)
     formats = fill_formats(config.model)
     _read_format(config.model, "embeddings", "model.embeddings")
     if config.model.pretrained and config.model.tie_weights and formats:
@@ -165,11 +164,6 @@ def _check_named_size(model: ModelConfig, shape: GPTShape) -> None:
                 "whose checkpoint has a size of its own; leave one of them out (--model.size null)"
             )
     model.size = None
-
-
-def _fill_seeds(config: Config) -> None:
-    _fill(config.data, seed=config.seed)
-    _fill(config.model, seed=config.seed)
 
 
 def _fill_rule(config: Config, preset: Rule) -> None:
