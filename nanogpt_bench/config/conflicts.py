@@ -106,7 +106,7 @@ def refuse_conflicts(config: Config) -> None:
     Raises:
         BenchError: the setting, its value, what it can't be used with, and what to give.
     """
-    for table in (_storages, _options, _storage, _peer, _optimizer, _watching, _pretrained, _in_backward, _constraint):
+    for table in TABLES:
         _refuse(config, table(config))
 
 
@@ -143,7 +143,7 @@ def _options(config: Config) -> Iterator[Row]:
     name = config.optimizer.name
     for option in OPTION_NAMES:
         takers = [taker for taker, options in OPTIONS.items() if option in options]
-        why = f"is not an option of {name}; it belongs to {', '.join(takers)}"
+        why = f"is not an option of {name}, but of {', '.join(takers)}"
         yield f"optimizer.{option}", name not in takers, why
 
 
@@ -243,6 +243,14 @@ def _in_backward(config: Config) -> Iterator[Row]:
     yield "optimizer.clip_by", optimizer.clip_by is not None and compiled, why
 
 
+def _parallel(config: Config) -> Iterator[Row]:
+    """What compares gradients, or measures them, in passes of one process, and manifolds of whole matrices."""
+    for key in ("shadow.enabled", "train.step_in_backward", "model.constraint", "model.peer"):
+        yield "train.parallel", bool(get(config, key)), f"can't be used with {key}; add {without(key)}"
+    fisher = config.optimizer.name == "fisher"
+    yield "train.parallel", fisher, "can't be used with optimizer.name 'fisher'"
+
+
 def _constraint(config: Config) -> Iterator[Row]:
     """What geoopt's manifolds can't keep, and two rates or decay where no weight is stepped by ULPs."""
     model, optimizer, given = config.model, config.optimizer, config.model.constraint is not None
@@ -264,3 +272,9 @@ def _constraint(config: Config) -> Iterator[Row]:
 
 def _either(names: Sequence[str]) -> str:
     return " or ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
+
+
+TABLES = (
+    *(_storages, _options, _storage, _peer, _optimizer),
+    *(_watching, _pretrained, _in_backward, _parallel, _constraint),
+)

@@ -65,12 +65,8 @@ class Section(BaseModel):
             words = value if isinstance(value, list) else [value]
             found = [_chosen(word, choices) for word in words]
             return found if isinstance(value, list) else found[0]
-        if (
-            kind is int
-            and isinstance(value, int)
-            and value > MOST
-            and not any(hasattr(b, "le") for b in field.metadata)
-        ):
+        bounded = any(hasattr(bound, "le") for bound in field.metadata)
+        if kind is int and isinstance(value, int) and value > MOST and not bounded:
             raise BenchError(f"{value} is out of range; give at most {MOST}")
         return value
 

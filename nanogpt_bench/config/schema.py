@@ -187,8 +187,7 @@ class ModelConfig(Section):
     )
     constraint: str | None = setting(
         None,
-        "where attn.qkv and attn.proj stay: stiefel (orthonormal columns, or rows if fewer) or sphere (rows of length "
-        "1); null: free",
+        "where attn.qkv and attn.proj stay: stiefel (orthonormal columns) or sphere (rows of length 1); null: free",
         choices=("stiefel", "sphere"),
         of_rule=True,
         optimizers=RIEMANNIAN,

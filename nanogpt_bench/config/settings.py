@@ -340,7 +340,8 @@ def _commented(section: type[Section], prefix: str) -> Iterator[str]:
         )
         if key == "rule":
             yield from (f"#   {each:<20} {entry.help} [lr {entry.lr:g}]" for each, entry in RULES.items())
-        yield indent + yaml.safe_dump({name: setting.default}).rstrip()
+        value = yaml.safe_dump([setting.default], default_flow_style=True).strip()[1:-1]
+        yield f"{indent}{name}: {value}"
 
 
 FOLDER = Path(__file__).parent.parent / "configs"

@@ -71,8 +71,8 @@ class TrackingConfig(Section):
 
     wandb: str = setting(
         "off",
-        "Weights & Biases, whose WANDB_PROJECT, WANDB_ENTITY and WANDB_TAGS are read; auto: online with a key, otherwise "
-        "offline",
+        "Weights & Biases, whose WANDB_PROJECT, WANDB_ENTITY and WANDB_TAGS are read; auto: online with a key, "
+        "otherwise offline",
         choices=WANDB_MODES,
     )
     wandb_id: str | None = setting(None, "run to resume, online only; null: a new one")

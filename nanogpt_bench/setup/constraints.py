@@ -7,7 +7,7 @@ from typing import Any
 # isort: split
 import geoopt
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from nanogpt_bench.config.schema import MANIFOLDS, OPTIONS, RIEMANNIAN, Config, ModelConfig, OptimizerConfig
 from nanogpt_bench.config.settings import Resolved
@@ -18,44 +18,6 @@ from nanogpt_bench.system.errors import BenchError
 ATTENTION = ("attn.qkv", "attn.proj")
 #: of `optimizer.constrained_lr`, where nobody gives one: an angle under Adam, a factor of the gradient under SGD
 _RATES = {"riemannian_adam": 1e-2, "riemannian_sgd": 1e-1}
-
-
-class RowStiefel(geoopt.EuclideanStiefel):
-    """Matrices (n, p) with n <= p whose rows are orthonormal: geoopt's Stiefel manifold of their transposes.
-
-    >>> manifold = RowStiefel()
-    >>> x = manifold.projx(torch.tensor([[3.0, 0.0, 4.0]]))
-    >>> x.square().sum().item()
-    1.0
-    """
-
-    name = "Stiefel(rows)"
-
-    def projx(self, x: Tensor) -> Tensor:
-        return super().projx(x.mT).mT
-
-    def proju(self, x: Tensor, u: Tensor) -> Tensor:
-        return super().proju(x.mT, u.mT).mT
-
-    egrad2rgrad = proju
-
-    def retr(self, x: Tensor, u: Tensor) -> Tensor:
-        return super().retr(x.mT, u.mT).mT
-
-    def expmap(self, x: Tensor, u: Tensor) -> Tensor:
-        return super().expmap(x.mT, u.mT).mT
-
-    def _check_shape(self, shape: Any, name: str) -> tuple[bool, str | None]:
-        found: tuple[bool, str | None] = super()._check_shape((*shape[:-2], *shape[:-3:-1]), name)
-        return found
-
-    def _check_point_on_manifold(self, x: Tensor, **tolerances: float) -> tuple[bool, str | None]:
-        found: tuple[bool, str | None] = super()._check_point_on_manifold(x.mT, **tolerances)
-        return found
-
-    def _check_vector_on_tangent(self, x: Tensor, u: Tensor, **tolerances: float) -> tuple[bool, str | None]:
-        found: tuple[bool, str | None] = super()._check_vector_on_tangent(x.mT, u.mT, **tolerances)
-        return found
 
 
 def fill_constraint(config: Config) -> None:
@@ -113,17 +75,11 @@ def constrain(model: nn.Module, settings: ModelConfig) -> None:
         return
     for name in constrained_layers(settings):
         layer: Any = model.get_submodule(name)
-        manifold = _manifold(settings.constraint, layer.weight)
+        manifold = geoopt.Sphere() if settings.constraint == "sphere" else geoopt.EuclideanStiefel()
         point = manifold.projx(layer.weight.detach().double()).to(layer.weight.dtype)
         if not bool(point.isfinite().all()):
             raise BenchError(f"model.constraint: the weight of {name!r} has a row of zeros, or is not finite")
         layer.weight = geoopt.ManifoldParameter(point, manifold=manifold)
-
-
-def _manifold(constraint: str, weight: Tensor) -> geoopt.Manifold:
-    if constraint == "sphere":
-        return geoopt.Sphere()
-    return RowStiefel() if weight.shape[0] < weight.shape[1] else geoopt.EuclideanStiefel()
 
 
 def constrained_weights(model: nn.Module) -> dict[str, geoopt.ManifoldParameter]:

@@ -129,7 +129,7 @@ def _layers(asked: _Asked) -> dict[str, fm.LayerSpec]:
     try:
         specs = fm.check_formats(dict(asked.formats), layers, shared=shared, **options)
     except (ValueError, TypeError) as error:
-        hint = "; as settings: --model.tied untie, --model.tied leave" if "tied='untie'" in str(error) else ""
+        hint = "; add --model.tied leave, or --model.tied untie" if "tied='untie'" in str(error) else ""
         always = None if own else _always_float(layers, asked.formats)
         said = always or f"model.formats: {one_line(error)}{hint}"
         raise BenchError(said) from None

@@ -21,7 +21,6 @@ from nanogpt_bench.config.watching import ALERT_KINDS, ALERT_LEVELS
 from nanogpt_bench.model.gpt import SIZES, GPTShape
 from nanogpt_bench.setup.constraints import check_constrained_layers, fill_constraint, fill_rates
 from nanogpt_bench.setup.formats import fill_formats, format_name, read_layers
-from nanogpt_bench.setup.parallel import check_parallel
 from nanogpt_bench.setup.start import as_begun, outlined_shape, pinned, start_shape
 from nanogpt_bench.system.errors import BenchError, unknown
 
@@ -54,7 +53,6 @@ def resolve(config: Config, start: GPTShape | None = None) -> Resolved:
     _fill_rule(config, preset)
     refuse_conflicts(config)
     _read_monitors(config)
-    check_parallel(config)
     if formats:
         config.layers = dict(read_layers(config.model, formats))
     check_constrained_layers(config)
@@ -131,7 +129,7 @@ def _own_shape(model: ModelConfig) -> GPTShape:
     for name in ("init_from", "size"):
         if getattr(model, name) is not None:
             raise BenchError(
-                f"model.{name}: {getattr(model, name)!r} can't be used with model.pretrained; leave it out"
+                f"model.{name}: {getattr(model, name)!r} can't be used with model.pretrained; add --model.{name} null"
             )
     shape = outlined_shape(model.pretrained or "")
     _fill(model, block_size=min(256, shape.block_size))
@@ -161,7 +159,7 @@ def _check_named_size(model: ModelConfig, shape: GPTShape) -> None:
         if getattr(model, name) is None and getattr(named, name) != getattr(shape, name):
             raise BenchError(
                 f"model.size: {model.size!r} can't be used with model.init_from {model.init_from!r}, "
-                "whose checkpoint has a size of its own; leave one of them out (--model.size null)"
+                "whose checkpoint has a size of its own; add --model.size null"
             )
     model.size = None
 

@@ -46,7 +46,7 @@ ADVISED = sorted(
 
 @pytest.mark.parametrize("line", ADVISED)
 def test_what_is_advised_can_be_parsed(line: str) -> None:
-    line = re.split(r" (?:writes|measures|rounds) ", line)[0]
+    line = re.split(r" (?:writes|measures|rounds|prints) ", line)[0]
     words = [NUMBERS.get(word, word) for word in shlex.split(line)]
     parse_overrides(parse(words).overrides)
 

@@ -76,7 +76,6 @@ def test_an_optimizer_alone_calls_for_a_grid_and_has_defaults(name: str) -> None
     assert optimizer.lr is not None
     assert (optimizer.stiffness is not None) is name.startswith(("stiffness", "fisher"))
     assert (optimizer.momentum is not None) is name.endswith(("sgd", "fisher", "muon"))
-    assert (optimizer.representation is not None) is (name == "fisher")
 
 
 def test_formats_to_measure_against_and_levels_take_their_own_spelling() -> None:
