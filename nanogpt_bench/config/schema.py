@@ -333,6 +333,9 @@ class TrainConfig(Section):
         choices=PARALLEL,
         changes_numbers=False,
     )
+    max_seconds: float | None = setting(
+        None, "stop after this many seconds; null: never", above=0.0, changes_numbers=False
+    )
     on_anomaly: str = setting(
         "skip",
         "what becomes of a step whose loss or gradient is not finite: skip it, and end the run after "

@@ -130,7 +130,6 @@ GONE = {
     "tracking.wandb_project": "nanogpt-bench",
     "train.accumulate_in": None,
     "train.max_rollbacks": 3,
-    "train.max_seconds": None,
 }
 #: what those that were null became in a run's own config.yaml, where it is what they stand for here, too
 FILLED: dict[str, tuple[Any, ...]] = {

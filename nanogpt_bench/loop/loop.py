@@ -244,6 +244,9 @@ class Loop:
         outcome.tokens += tokens
         outcome.training_seconds += spent
         step.record[metrics.SPEED.name] = tokens / spent
+        limit = self.config.train.max_seconds
+        if limit is not None and self.ranks.any(perf_counter() - self.started >= limit) and not step.last:
+            outcome.end_early("time", f"train.max_seconds {limit:g} were over after step {step.number}", step.number)
 
     def _first_validation(self) -> None:
         step = self.trainer.new_step(0, last=False)

@@ -105,7 +105,7 @@ class Outcome:
 
     def go_on(self) -> None:
         """Forget that the run was ended from outside: by the clock, a signal or the disk."""
-        if self.stop is not None and self.stop["kind"] in ("signal", "disk"):
+        if self.stop is not None and self.stop["kind"] in ("time", "signal", "disk"):
             self.status, self.stop = "finished", None
 
     def skip(self, step: int) -> None:

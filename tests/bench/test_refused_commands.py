@@ -79,7 +79,7 @@ REFUSED: dict[str, str] = {
     f"{ROWS} --rule nearest": "--rule & did you mean '--rules'",
     f"{ROWS} --model.format E4M3": "--model.format & --formats",
     f"{ROWS} --optimizer.name sgd": "--optimizer.name & --rules",
-    f"{ROWS} --optimizer.damping 1": "--optimizer.damping & any row & bf16-mixed, sgd, E4M3 stochastic",
+    f"{ROWS} --optimizer.momentum 0.5": "--optimizer.momentum & any row & bf16-mixed, sgd, E4M3 stochastic",
     f"{ROWS} --train.max_steps 9 --max-steps 8": "--train.max_steps 9 & --max-steps 8",
     f"{ROWS} --model.n_embd 130": "model.n_embd & 132 & in the row 'bf16-mixed'",
     f"{ROWS} --data.dir gone --model.block_size 8": "gone & prepare",

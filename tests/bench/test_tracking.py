@@ -242,10 +242,12 @@ def test_wandb_is_told_its_mode_and_resumes_online_only(
     resume: str | None,
 ) -> None:
     fake = FakeWandb(monkeypatch, key)
-    settings = {"tracking__wandb": wanted, "tracking__tags": "a, b", "alerts__at_most": "{train/loss: 0}"}
+    monkeypatch.setenv("WANDB_TAGS", "a,b")
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    settings = {"tracking__wandb": wanted, "alerts__at_most": "{train/loss: 0}"}
     summary = run(tiny(rule="fp32", tracking__wandb_id=run_id or "null", **settings), tmp_path / "r")
     assert (fake.given["mode"], fake.given.get("resume"), fake.given["id"]) == (mode, resume, run_id)
-    assert fake.given["tags"] == ["a", "b", "fp32"]
+    assert (fake.given["tags"], fake.given["project"]) == (["a", "b", "fp32"], "mine")
     assert fake.given["config"]["train"]["max_steps"] == 6
     assert [step for step, _ in fake.logged] == list(range(7))
     assert [alert["title"] for alert in fake.alerts] == ["budget"]

@@ -13,7 +13,7 @@ import forked
 import pytest
 
 from nanogpt_bench.checkpoint import Disk, newest, steps, verify
-from nanogpt_bench.commands.run import run_command
+from nanogpt_bench.commands.run import exit_code, trained
 from nanogpt_bench.data import prepare_text
 from nanogpt_bench.system.signals import RESUMABLE
 from nanogpt_bench.training.points import Observer, Step
@@ -56,7 +56,7 @@ def child(folder: Path, overrides: list[str], before: Callable[[], None] = lambd
 
     def command() -> int:
         before()
-        return run_command("e4m3.yaml", "r", overrides, **options)
+        return exit_code(trained("e4m3.yaml", "r", overrides, **options)[0])
 
     return forked.finish(forked.start(folder, command))
 

@@ -126,13 +126,11 @@ def test_float32_weights_have_a_shadow_that_agrees_exactly(
         assert record["shadow/overhead"] > 0
 
 
-def test_the_shadow_holds_dequantised_weights_or_the_masters(tiny: Tiny, tmp_path: Path) -> None:
+def test_the_shadow_holds_dequantised_weights(tiny: Tiny, tmp_path: Path) -> None:
     settings = {"rule": "master", "model__format": "E2M1", "train__precision": "float32", "shadow__enabled": True}
     settings |= {"shadow__interval": 1, "train__max_steps": 1}
     same = records_of(tiny(**settings), tmp_path / "dequantised")[-1]
-    other = records_of(tiny(**settings, shadow__of="master"), tmp_path / "master")[-1]
     assert same["grad/cosine_min"] > 1 - 1e-6  # the straight-through gradient is that at the dequantised weights
-    assert 0.5 < other["grad/cosine_min"] < 0.999
 
 
 def test_a_step_that_is_skipped_is_measured_too(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
