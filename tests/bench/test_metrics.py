@@ -6,7 +6,6 @@ import ast
 import json
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -108,7 +107,7 @@ def test_what_is_said_of_a_metric_holds(metric: Metric) -> None:
     assert metric.title
     assert metric.meaning.endswith(".")
     assert metric.bad in ("", ABOVE, BELOW)
-    assert metric.monitor in ("", "shadow", *(field.name for field in fields(MonitorConfig)))
+    assert metric.monitor in ("", "shadow", *MonitorConfig.model_fields)
     assert metric.over in ("", MEAN, LARGEST, SMALLEST, TOGETHER)
     assert set(metric.operands) <= set(OPERANDS)
     if metric.alarm is not None:
