@@ -53,13 +53,7 @@ LOOKS: Final = "compare's looks"
 GOALS: Final = {LOOP: 0.97, MONITORS: 0.95, LOOKS: 0.95}
 #: rows of ``compare``, by the storages whose looks cost most and least
 ROWS: Final = ("stochastic", "master")
-UNWATCHED: Final = (
-    *(
-        f"--monitor.{name}=false"
-        for name in ("stall", "ranges", "bits", "attention", "gradients", "geometry", "resources")
-    ),
-    *("--alerts.enabled=false", "--alerts.save_on_anomaly=false"),
-)
+UNWATCHED: Final = ("--monitor.watch=[trend]", "--alerts.enabled=false", "--alerts.save_on_anomaly=false")
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from nanogpt_bench.config.metrics import WATCHED
 from nanogpt_bench.config.rules import RULES, available_rules, check_available
 from nanogpt_bench.data import prepare_stdlib
 from nanogpt_bench.report.rows import row_label
@@ -79,7 +80,8 @@ class Search:
         settings = Demonstration().settings(
             rule, self.format_of(rule), seed=self.seed, max_steps=self.max_steps, data_dir=self.corpus.as_posix()
         )
-        settings |= {"optimizer.lr": lr_at(rule, power), "monitor.stall": False, "eval.interval": self.max_steps}
+        watched = [name for name in WATCHED if name not in ("stall", "zones")]
+        settings |= {"optimizer.lr": lr_at(rule, power), "monitor.watch": watched, "eval.interval": self.max_steps}
         return {"settings": settings, "run_dir": str(self.folder(rule, power)), "argv": sys.argv}
 
     def loss(self, rule: str, power: int) -> float | None:

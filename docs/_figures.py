@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import fp8manifold as fm
+from nanogpt_bench.monitors.stall import update_lost
 
 
 def normal_weights(sd: float, n: int = 20_000) -> torch.Tensor:
@@ -136,7 +137,7 @@ def _lost(manifold: fm.FP8Manifold, before: torch.Tensor, lr: float) -> float:
     """Share of the weights that a step of size lr, up or down at random, leaves where they were."""
     signs = torch.randint(2, before.shape, generator=torch.Generator().manual_seed(1)) * 2 - 1
     target = before - lr * signs
-    return fm.monitor.update_lost(before, target, manifold.projx(target))
+    return update_lost(before, target, manifold.projx(target))
 
 
 def crossing() -> Figure:

@@ -62,12 +62,11 @@ def rules_table() -> str:
 
 def metrics_tables() -> str:
     """A table of the figures that are always recorded, and one for every monitor, from the registry of metrics."""
-    from nanogpt_bench.config.metrics import METRICS
+    from nanogpt_bench.monitors import METRICS
 
     parts = []
     for monitor in dict.fromkeys(metric.monitor for metric in METRICS):
-        section = "shadow.enabled" if monitor == "shadow" else f"monitor.{monitor}"
-        title = f"With `{section}`:" if monitor else "Always:"
+        title = {"": "Always:", "shadow": "With `shadow.enabled`:"}.get(monitor, f"With `{monitor}`:")
         rows = [_metric_row(metric) for metric in METRICS if metric.monitor == monitor]
         parts.append(f"{title}\n\n" + markdown(("metric", "what it is", "unit", "all layers", "bad"), rows))
     return "\n".join(parts)
@@ -75,11 +74,28 @@ def metrics_tables() -> str:
 
 def _metric_row(metric: Any) -> tuple[str, ...]:
     name = metric.name + "/OPERAND" * bool(metric.operands)
-    budget = "" if metric.at_most is None else f", more than {metric.at_most:g} raises an alert"
-    alarm = f", beyond `alerts.{metric.alarm.setting}` raises `{metric.alarm.kind}`" if metric.alarm else ""
-    bad = {"above": "high", "below": "low", "": ""}[metric.bad] + budget + alarm
+    bad = {"above": "high", "below": "low", "": ""}[metric.bad]
     row = f"`{name}`", f"{metric.title}. {metric.meaning}", metric.unit, metric.over, bad
     return tuple(cell.replace("|", "\\|") for cell in row)
+
+
+def failures_table() -> str:
+    """The rows that runs are judged by."""
+    from nanogpt_bench.failures import CLASSES
+    from nanogpt_bench.monitors.ranges import CLAMPED, OVERFLOW
+
+    sides = {"above": "at least", "below": "at most"}
+    names = {each.name: f"{metric.name}/OPERAND" for metric in (OVERFLOW, CLAMPED) for each in metric.each}
+    rows = [
+        (
+            f"`{row.kind}`",
+            f"`{names.get(row.figure, row.figure)}`",
+            f"{sides[row.side]} {row.bound:g}",
+            str(row.patience),
+        )
+        for row in CLASSES
+    ]
+    return markdown(("class", "figure", "bound", "looks in a row"), list(dict.fromkeys(rows)))
 
 
 def settings_sections() -> str:
@@ -205,6 +221,7 @@ def write_all(folder: Path) -> None:
         "formats": formats_table(),
         "rules": rules_table(),
         "metrics": metrics_tables(),
+        "failures": failures_table(),
         "settings": settings_sections(),
         "commands": commands(),
         "bytes": bytes_table(),

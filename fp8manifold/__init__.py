@@ -1,6 +1,6 @@
 """8-bit float formats as Riemannian manifolds, and optimizers whose weights live on their grids."""
 
-from fp8manifold import _geoopt_import, _shards, distributed, huggingface, monitor, ops, optim, reference  # noqa: F401
+from fp8manifold import _geoopt_import, _shards, distributed, huggingface, ops, optim, reference  # noqa: F401
 from fp8manifold._native import NativeUnavailableWarning
 from fp8manifold.averages import averaged_model
 from fp8manifold.exchange import export_model, exported_state_dict
@@ -51,7 +51,6 @@ __all__ = [
     "from_chart",
     "huggingface",
     "load_quantized",
-    "monitor",
     "ops",
     "optim",
     "quantization_report",

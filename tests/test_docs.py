@@ -23,9 +23,9 @@ import torch
 import fp8manifold as fm
 from nanogpt_bench.cli import COMMANDS, build_parser, parse
 from nanogpt_bench.config.keys import FIELDS
-from nanogpt_bench.config.metrics import METRICS
 from nanogpt_bench.config.rules import RULES
 from nanogpt_bench.config.settings import parse_overrides
+from nanogpt_bench.monitors import METRICS
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -38,7 +38,7 @@ PAGES = [
     *sorted((ROOT / "docs" / "api").glob("*.*")),
 ]
 MATHEMATICAL = [ROOT / "docs" / f"{name}.md" for name in ("geometry", "noise", "optimizers")]
-NAMESPACES = ("distributed", "huggingface", "monitor", "ops", "optim", "reference")
+NAMESPACES = ("distributed", "huggingface", "ops", "optim", "reference")
 
 
 def blocks(page: Path, language: str) -> list[str]:

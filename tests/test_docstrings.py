@@ -20,13 +20,10 @@ NAMESPACES = {
     "fp8manifold.optim": fm.optim,
     "fp8manifold.ops": fm.ops,
     "fp8manifold.huggingface": fm.huggingface,
-    "fp8manifold.monitor": fm.monitor,
     "fp8manifold.reference": fm.reference,
 }
 ROOT = Path(__file__).parent.parent
 BENCH = sorted((ROOT / "nanogpt_bench").rglob("*.py"))
-#: integers, in which there is neither NaN nor Inf nor -0
-INTEGERS_ONLY = {"fp8manifold.monitor.residual_saturation"}
 
 
 def public_objects() -> dict[str, Any]:
@@ -195,7 +192,7 @@ def test_what_computes_has_an_equation_or_a_source(name: str) -> None:
     assert ".. math::" in text or "Source:" in text
 
 
-@pytest.mark.parametrize("name", [name for name in COMPUTING if name not in INTEGERS_ONLY])
+@pytest.mark.parametrize("name", COMPUTING)
 @pytest.mark.parametrize("value", [r"NaN", r"Inf|infinite", r"-0", r"empty"])
 def test_the_values_at_the_edge_are_spoken_of(name: str, value: str) -> None:
     assert re.search(rf"(?<!\w)({value})(?!\w)", inspect.getdoc(CALLED[name]) or ""), "not a word of it"

@@ -35,7 +35,7 @@ assert "| E3M3 | 7 | 3 | finite | 30 |" in _tables.formats_table()
 assert fm.NAMED_FORMATS["E3M3"].max == 30
 assert tuple(fm.optim.WRITEBACKS) == schema.WRITEBACKS
 assert "`zeros/weight`" in _tables.metrics_tables()
-assert all(f"`{key}`" in _tables.settings_sections() for key in ("monitor.zeros", "runtime.matmul"))
+assert all(f"`{key}`" in _tables.settings_sections() for key in ("monitor.watch", "runtime.matmul"))
 
 Path("text.txt").write_text("the quick brown fox jumps over the lazy dogs\\n" * 300, encoding="utf-8")
 assert main(["prepare", "text", "--input", "text.txt", "--tokenizer", "char", "--out", "corpus"]) == 0
@@ -43,7 +43,7 @@ settings = {
     "data.dir": "corpus", "model.n_layer": 1, "model.n_head": 2, "model.n_embd": 16, "model.block_size": 16,
     "train.max_steps": 6, "train.batch_size": 4, "eval.interval": 3, "eval.batches": 2, "optimizer.warmup_steps": 2,
     "monitor.interval": 2, "model.format": "E3M3", "optimizer.name": "stiffness_signum",
-    "optimizer.writeback": "carry8", "monitor.zeros": "true", "runtime.matmul": "high",
+    "optimizer.writeback": "carry8", "runtime.matmul": "high",
 }
 Path("one.yaml").write_text("seed: 1\\n", encoding="utf-8")
 assert main(["run", "one.yaml", "--name", "one", *(f"--{key}={value}" for key, value in settings.items())]) == 0

@@ -24,14 +24,14 @@ LIBRARY = (
     ("_shards",),
     ("nn", "export"),
     ("ops", "averages", "distributed", "exchange"),
-    ("monitor", "optim"),
+    ("optim",),
     ("huggingface",),
 )
 BENCH = (
     ("system",),
     ("model", "checkpoint"),
     ("config",),
-    ("data",),
+    ("data", "monitors"),
     ("runs",),
     ("setup", "failures"),
     ("training",),

@@ -18,7 +18,7 @@ BENCH = sorted((ROOT / "nanogpt_bench").rglob("*.py"))
 SHIPPED = [*LIBRARY, *BENCH, *sorted((ROOT / "examples").glob("*.py")), *sorted((ROOT / "docs").glob("*.py"))]
 SHIPPED += sorted((ROOT / "study").glob("*.py"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-PARTS = {"optim": fm.optim, "ops": fm.ops, "monitor": fm.monitor, "reference": fm.reference}
+PARTS = {"optim": fm.optim, "ops": fm.ops, "reference": fm.reference}
 NAMESPACES = {"fp8manifold": fm, **{f"fp8manifold.{name}": part for name, part in PARTS.items()}}
 #: modules that run or unpickle whatever a file says
 FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}

@@ -2,7 +2,7 @@
 
 import difflib
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from typing import Any
 
 
@@ -42,10 +42,3 @@ def check_keys(name: str, keys: Iterable[object], allowed: Collection[str]) -> N
             raise ValueError(
                 f"{name} has an unknown key {key!r}: one of {', '.join(allowed)}; did you mean {nearest!r}?"
             )
-
-
-def check_entries(name: str, given: Mapping[str, Any], needed: Collection[str]) -> None:
-    """Raise ValueError, naming what is missing, unless a saved state has every entry."""
-    missing = [entry for entry in needed if entry not in given]
-    if missing:
-        raise ValueError(f"{name} lacks {', '.join(missing)}: it has {', '.join(map(str, given)) or 'nothing'}")

@@ -12,12 +12,10 @@ from nanogpt_bench.system.errors import BenchError, unknown
 from nanogpt_bench.system.overwriting import holds, refuse_to_replace, rows_with
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
-    from nanogpt_bench.evaluation.losses import Evaluation
+    from nanogpt_bench.evaluation.measurement import Row
 
 #: options that go with a report
-OF_REPORT = ("scales", "embeddings", "sensitivity", "budget", "calibrate")
+OF_REPORT = ("scales", "embeddings", "sensitivity", "budget")
 #: options that go with --model alone, and those that go without it
 ONLY_MODEL, NOT_MODEL = ("input", "windows"), ("config", "checkpoint", "weights")
 SCALES = ("tensor", "channel", "block", "square")
@@ -33,18 +31,18 @@ def add_parser(commands: Any, text: str) -> Any:
         usage="nanogpt-bench evaluate RUN|CONFIG.yaml [--checkpoint best|last|step-N] "
         "[--formats A,B] [--section.key VALUE ...]\n"
         "       nanogpt-bench evaluate RUN|--model PATH [--input FILE|--data.dir DIR] [--formats A,B|all]\n"
-        "                              [--scales A,B] [--calibrate N] [--sensitivity [kinds|blocks|layers]]\n"
+        "                              [--scales A,B] [--sensitivity [kinds|blocks|layers]]\n"
         "                              [--budget BYTES] [--save DIR] [--out DIR]",
         description="Measure the loss of the weights that a run has trained, as they are and rounded to each format;\n"
         "or of those that CONFIG.yaml starts from (model.init_from, say), in float and in each format. With\n"
-        "--scales, --calibrate, --sensitivity, --budget or --formats all a run's weights get a report; with --model\n"
+        "--scales, --sensitivity, --budget or --formats all a run's weights get a report; with --model\n"
         "those of any causal language model of transformers, with its own tokenizer.",
         epilog="examples:\n  nanogpt-bench evaluate runs/bf16_baseline --formats E4M3,E5M2,E3M4\n"
         "  nanogpt-bench evaluate runs/e4m3 --checkpoint best --formats E7M0 --model.formats.lm_head none\n"
         "  nanogpt-bench evaluate gpt2.yaml --formats E4M3,E5M2,E3M4,E1M6,E7M0\n"
         "  nanogpt-bench evaluate my.yaml --model.init_from models/gpt2 --formats E4M3 --save weights\n"
         "  nanogpt-bench evaluate my.yaml --model.format E4M3 --weights weights/E4M3.safetensors\n"
-        "  nanogpt-bench evaluate runs/fp32 --formats all --scales channel,block --calibrate 16 --budget 1.5\n"
+        "  nanogpt-bench evaluate runs/fp32 --formats all --scales channel,block --budget 1.5\n"
         "  nanogpt-bench evaluate --model SmolLM2-135M.gguf --input law.txt --scales tensor,channel,block\n"
         "  nanogpt-bench evaluate --model models/smollm2 --data.dir data/law --sensitivity --budget 1.2",
     )
@@ -68,12 +66,6 @@ def add_parser(commands: Any, text: str) -> Any:
     own.add_argument("--windows", type=positive, metavar="N", help="--model: windows of the text (default: 24)")
     own.add_argument("--scales", type=names, metavar="A,B", help="tensor, channel, block, square: rows for each")
     own.add_argument("--embeddings", action="store_true", help="round the embeddings, too, in the format of each row")
-    own.add_argument(
-        "--calibrate",
-        type=positive,
-        metavar="N",
-        help="choose each scale by the error of its layer's output on N windows of the training text",
-    )
     own.add_argument(
         "--sensitivity",
         nargs="?",
@@ -155,7 +147,7 @@ def _losses(args: argparse.Namespace) -> int:
     return 0
 
 
-def _first_losses(args: argparse.Namespace, run_dir: Path | None) -> list[Evaluation]:
+def _first_losses(args: argparse.Namespace, run_dir: Path | None) -> list[Row]:
     """The rows of a configuration's first weights, or of `--weights` in its place."""
     from nanogpt_bench.config.settings import find_config, load_config
     from nanogpt_bench.data.stdlib import prepare_default
@@ -181,37 +173,17 @@ def _no_run(path: Path) -> str:
     return f"{str(path)!r} is no folder of a run" + (f"; it holds: {', '.join(runs)}" if runs else "")
 
 
-def _show(rows: Sequence[Evaluation], gap: str, out: Path | None) -> None:
+def _show(rows: Sequence[Row], gap: str, out: Path | None) -> None:
     """Print the table, whose gaps are called `gap`, and write it to `out` as JSON where one is given."""
     from rich.console import Console
 
+    from nanogpt_bench.evaluation.losses import WRITTEN
+    from nanogpt_bench.evaluation.sensitivity import rows_table
     from nanogpt_bench.system.files import write_json
 
     console = Console()
     console.width = console.width if console.is_terminal else _WIDTH
-    console.print(_table(rows, gap))
+    console.print(rows_table(rows, gap))
     if out:
         out.parent.mkdir(parents=True, exist_ok=True)
-        write_json(out, [row.facts for row in rows])
-
-
-def _table(rows: Sequence[Evaluation], gap_name: str) -> Table:
-    from rich.table import Table
-
-    from nanogpt_bench.config.metrics import OF_LABELS
-
-    table = Table("format", "storage")
-    of_labels = [metric for metric in OF_LABELS if any(row.of_labels for row in rows)]
-    beside = [metric.title for metric in of_labels] or ["perplexity", "bits/byte"]
-    for name in ("val loss", gap_name, *beside, "quantised"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        found = [_cell(row.of_labels.get(metric.figure)) for metric in of_labels]
-        found = found or [_cell(row.perplexity, ".2f"), _cell(row.bits_per_byte)]
-        gap = _cell(row.gap, "+.4f")
-        table.add_row(row.format, row.storage, _cell(row.val_loss), gap, *found, f"{row.quantized_parameters:,}")
-    return table
-
-
-def _cell(value: float | None, spec: str = ".4f") -> str:
-    return "-" if value is None else format(value, spec)
+        write_json(out, [row.facts(WRITTEN) for row in rows])

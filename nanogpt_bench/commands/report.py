@@ -17,7 +17,7 @@ def add_parser(commands: Any, text: str) -> Any:
         description="Rebuild the report of runs on disk: report.html, figures, results.csv and tables.",
         epilog="examples:\n  nanogpt-bench report runs/compare-20260101-120000 --out report\n"
         "  nanogpt-bench report runs/bf16_baseline runs/e4m3 --out report\n"
-        "  nanogpt-bench report runs/book --out report --baseline fp32 --within 0.05 --alerts 0",
+        "  nanogpt-bench report runs/book --out report --baseline fp32",
     )
     parser.add_argument(
         "runs", nargs="+", type=Path, metavar="RUNS", help="run folders, folders of them at any depth, or results files"
@@ -29,22 +29,7 @@ def add_parser(commands: Any, text: str) -> Any:
         metavar="ROW",
         help="row to measure against (default: the BF16 autocast row)",
     )
-    _add_thresholds(parser)
     return parser
-
-
-def _add_thresholds(parser: Any) -> None:
-    """The verdict's thresholds; their defaults are those of `Thresholds`."""
-    for option, kind, default, text in (
-        ("within", float, 0.10, "share by which the final val loss may exceed the baseline's"),
-        ("behind", float, 0.05, "nats by which a row, and by twice its gap's standard error, is behind"),
-        ("cosine", float, 0.90, "mean gradient cosine below which a row is doubtful"),
-        ("alerts", int, None, "most alerts of a row that is not doubtful (default: no limit)"),
-        ("stall", float, 0.50, "stall from which it is named in the verdict"),
-        ("gap", float, 0.10, "nats for the column tokens to gap"),
-    ):
-        known = "" if default is None else f" (default: {default:g})"
-        parser.add_argument(f"--{option}", type=kind, default=default, metavar="X", help=text + known)
 
 
 def main(args: argparse.Namespace) -> int:

@@ -21,7 +21,7 @@ from nanogpt_bench.report.predictors import FEWEST, Point, early_points, predict
 from nanogpt_bench.report.results import Result, measure
 from nanogpt_bench.report.results_file import TENTH, Exported, export, is_of_kind, read_export, to_json
 from nanogpt_bench.report.rows import Row, find_reference
-from nanogpt_bench.report.tables import padded, to_csv, to_latex, to_markdown, tuning_table
+from nanogpt_bench.report.tables import padded, to_csv, to_markdown, tuning_table
 from nanogpt_bench.runs.environment import DECIDING, MINOR, differing, environment, settings_of
 from nanogpt_bench.runs.load import Run, load_run
 from nanogpt_bench.setup.resolve import resolve
@@ -37,7 +37,7 @@ from nanogpt_bench.system.signals import RESUMABLE
 from nanogpt_bench.system.words import counted
 
 WORDS, OVER = ("export", "show", "rerun", "monitors"), ("row", "format")
-TABLES = {"markdown": to_markdown, "latex": to_latex, "csv": to_csv}
+TABLES = {"markdown": to_markdown, "csv": to_csv}
 #: when figures are taken, as a share of a run's steps
 TIMES = {"tenth": TENTH, "end": 1.0}
 #: options, and the words that they go with
@@ -59,7 +59,7 @@ def add_parser(commands: Any, text: str) -> Any:
         "results",
         help=text,
         usage="nanogpt-bench results export SWEEP --out FILE.json\n"
-        "       nanogpt-bench results show FILE.json [--reference ROW] [--table markdown|latex|csv]\n"
+        "       nanogpt-bench results show FILE.json [--reference ROW] [--table markdown|csv]\n"
         "       nanogpt-bench results rerun FILE.json --row ROW [--seed N] [--data.dir DIR] [--anyway] [--out DIR]\n"
         "       nanogpt-bench results monitors FILE.json ... [--reference ROW] [--at tenth|end] [--over row|format]",
         description="export: write what the runs of a sweep or a comparison have come to, their settings, their\n"

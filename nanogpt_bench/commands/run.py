@@ -17,7 +17,6 @@ from nanogpt_bench.config.settings import defaults_yaml, find_config, load_confi
 from nanogpt_bench.data.stdlib import prepare_default
 from nanogpt_bench.loop.outcome import Progress
 from nanogpt_bench.loop.train import run
-from nanogpt_bench.report.build import followed
 from nanogpt_bench.setup.fits import check_fits
 from nanogpt_bench.setup.resolve import resolve, resolve_for
 from nanogpt_bench.setup.runtime import check_device
@@ -35,7 +34,7 @@ def add_parser(commands: Any, text: str) -> Any:
     parser = commands.add_parser(
         "run",
         help=text,
-        usage="nanogpt-bench run CONFIG.yaml [--name NAME] [--resume] [--page] [--section.key VALUE ...]\n"
+        usage="nanogpt-bench run CONFIG.yaml [--name NAME] [--resume] [--section.key VALUE ...]\n"
         "       nanogpt-bench run --defaults",
         description="Train one model as CONFIG.yaml says; every setting can be overridden on the command line.\n"
         "nanogpt-bench run --defaults prints every setting, its default and what it takes.",
@@ -60,9 +59,6 @@ def add_parser(commands: Any, text: str) -> Any:
         action="store_true",
         help="--resume: go on with settings or a corpus that change the numbers",
     )
-    parser.add_argument(
-        "--page", action="store_true", help="keep runs/NAME/report/report.html up to date while the run goes on"
-    )
     return parser
 
 
@@ -79,7 +75,7 @@ def main(args: argparse.Namespace) -> int:
         return 0
     if args.config is None:
         raise BenchError("run needs a CONFIG.yaml: a file, or the name of a shipped one; or --defaults")
-    options = {"resume": args.resume, "allow_config_change": args.allow_config_change, "page": args.page}
+    options = {"resume": args.resume, "allow_config_change": args.allow_config_change}
     return exit_code(trained(args.config, args.name, args.overrides, **options)[0])
 
 
@@ -90,11 +86,8 @@ def trained(
     *,
     resume: bool = False,
     allow_config_change: bool = False,
-    page: bool = False,
 ) -> tuple[dict[str, Any], Path]:
     """Train as a configuration file and overrides say, tell how it goes, and return the run's summary and folder.
-
-    A `page` shows the run as it goes on.
 
     Raises:
         BenchError: a configuration, a name or options that don't go together, or nothing whole to go on from.
@@ -118,9 +111,7 @@ def trained(
         _folder(path.stem, earlier or named, ranks) as run_dir,
         stop_requests() if ranks.size == 1 else stop_requests_once(SIGNALS) as stop,
         _display(config, first) as show,
-        followed(run_dir) if page and ranks.first else nullcontext() as drawn,
     ):
-        first += [f"page: {drawn}"] if drawn else []
         summary = run(config, run_dir, on_progress=show if ranks.first else None, stop=stop, say=say, **options)
     print(printable(_closing_line(summary, run_dir)))
     return summary, run_dir

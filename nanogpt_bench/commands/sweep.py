@@ -34,7 +34,7 @@ def add_parser(commands: Any, text: str) -> Any:
     parser = commands.add_parser(
         "sweep",
         help=text,
-        usage="nanogpt-bench sweep FILE.yaml [--lr-limits | --sensitivity [--of RUN]] [--reference ROW] [--smoke]\n"
+        usage="nanogpt-bench sweep FILE.yaml [--lr-limits | --sensitivity] [--reference ROW] [--smoke]\n"
         "                           [--data-sizes A,B] [--from FILE.json ...] [--workers N] [--out DIR]\n"
         "                           [--section.key VALUE ...]",
         description="Train one run for every point of FILE.yaml's axes, several at a time, and write a report. With\n"
@@ -45,20 +45,12 @@ def add_parser(commands: Any, text: str) -> Any:
         "  nanogpt-bench sweep lr_limits.yaml --lr-limits\n"
         "  nanogpt-bench sweep sensitivity.yaml --sensitivity --data.dir data/book\n"
         "  nanogpt-bench sweep formats.yaml --data-sizes 100000,300000,900000\n"
-        "  nanogpt-bench sweep --sensitivity --of runs/bf16_baseline\n"
         "  nanogpt-bench sweep study/sweeps/study_q1.yaml --from study/results/study_q1.json",
     )
     parser.add_argument("file", nargs="?", metavar="FILE.yaml", help="a sweep file, or the name of a shipped one")
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--lr-limits", action="store_true", help="largest stable learning rate of every point")
     mode.add_argument("--sensitivity", action="store_true", help="quantise one layer pattern at a time: loss gaps")
-    parser.add_argument(
-        "--of",
-        type=Path,
-        metavar="RUN",
-        help="--sensitivity: of the weights that runs/NAME, or one of its checkpoints, has; nothing is trained "
-        "(FILE.yaml: sensitivity.yaml unless given)",
-    )
     parser.add_argument("--reference", metavar="ROW", help="row to measure against (default: the file's, or BF16)")
     parser.add_argument(
         "--data-sizes",
@@ -88,10 +80,6 @@ def main(args: argparse.Namespace) -> int:
     Raises:
         BenchError: options that don't go together, or no file where one is needed.
     """
-    if args.of is not None:
-        from nanogpt_bench.sweep.sensitivity import sensitivity_of
-
-        return sensitivity_of(args)
     if args.file is None:
         raise BenchError("FILE.yaml is missing: a sweep file, or the name of a shipped one")
     sweep = read_sweep(find_sweep(args.file), args.overrides, smoke=args.smoke)

@@ -16,17 +16,9 @@ from typing import Any
 
 from nanogpt_bench.checkpoint import CHECKPOINTS, BrokenCheckpoint, read, steps, verify
 from nanogpt_bench.checkpoint.format import parse
-from nanogpt_bench.config.metrics import (
-    ARRIVED,
-    BESIDE_LOSS,
-    SPEED,
-    STALLS,
-    TOKENS,
-    VAL_BITS_PER_BYTE,
-    VAL_LOSS,
-    VAL_LOSS_SE,
-)
+from nanogpt_bench.config.metrics import BESIDE_LOSS, SPEED, TOKENS, VAL_BITS_PER_BYTE, VAL_LOSS, VAL_LOSS_SE
 from nanogpt_bench.config.settings import read_yaml
+from nanogpt_bench.monitors.stall import ARRIVED, STALLS
 from nanogpt_bench.runs.environment import history_lines
 from nanogpt_bench.runs.find import find_runs, say_aside
 from nanogpt_bench.runs.read import finite

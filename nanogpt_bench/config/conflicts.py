@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from nanogpt_bench.config.keys import FIELDS, get, keys_where
+from nanogpt_bench.config.metrics import TREND
 from nanogpt_bench.config.rules import (
     RULES,
     Rule,
@@ -207,7 +208,9 @@ def _optimizer(config: Config) -> Iterator[Row]:
 
 
 def _watching(config: Config) -> Iterator[Row]:
-    followed, why = config.monitor.trend, "needs monitor.trend, which is off; add --monitor.trend true"
+    watched = config.monitor.watch
+    followed = TREND in watched
+    why = f"needs {TREND!r} in monitor.watch; add --monitor.watch {','.join([*watched, TREND])}"
     for reason in ("divergence", "plateau"):
         if reason in config.train.stop_on and not followed:
             raise BenchError(f"train.stop_on: {reason!r} {why}")

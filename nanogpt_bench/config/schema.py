@@ -10,7 +10,7 @@ from typing import Any
 
 from nanogpt_bench.config.field import Section, section, setting
 from nanogpt_bench.config.metrics import MonitorConfig
-from nanogpt_bench.config.watching import AlertsConfig, CheckpointConfig, FailureConfig, ShadowConfig, TrackingConfig
+from nanogpt_bench.config.watching import AlertsConfig, CheckpointConfig, ShadowConfig, TrackingConfig
 
 #: optimizers of other packages, on float weights or on those packages' own
 PEERS = ("torchao_adamw8bit", "torchao_adamwfp8", "optimi_adamw", "sdnq_muon", "sdnq_adamw")
@@ -338,16 +338,15 @@ class TrainConfig(Section):
     )
     on_anomaly: str = setting(
         "skip",
-        "what becomes of a step whose loss or gradient is not finite: skip it, and end the run after "
-        "alerts.nan_patience of them in a row; stop at the first. Weights or optimizer state that are not finite are "
-        "never skipped",
+        "what becomes of a step whose loss or gradient is not finite: skip it, and end the run after three of them "
+        "in a row; stop at the first. Weights or optimizer state that are not finite are never skipped",
         choices=ANOMALY_POLICIES,
     )
     stop_on: list[str] = setting(
         lambda: ["nan"],
-        "end the run on alerts.nan_patience steps in a row whose loss or gradient is not finite (nan), on a loss "
-        "that stays above where it was or should be (divergence: alerts.divergence), on a validation loss that no "
-        "longer falls (plateau: alerts.plateau)",
+        "end the run on three steps in a row whose loss or gradient is not finite (nan), on a training loss a tenth "
+        "above where it was or should be at three validations in a row (divergence), on a validation loss that did "
+        "not fall by a thousandth at five in a row (plateau)",
         choices=STOPS,
         changes_numbers=False,
     )
@@ -403,5 +402,4 @@ class Config(Section):
     alerts: AlertsConfig = section(AlertsConfig, changes_numbers=False)
     tracking: TrackingConfig = section(TrackingConfig, changes_numbers=False)
     checkpoint: CheckpointConfig = section(CheckpointConfig, changes_numbers=False)
-    failure: FailureConfig = section(FailureConfig, changes_numbers=False)
     runtime: RuntimeConfig = section(RuntimeConfig)

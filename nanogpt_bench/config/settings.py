@@ -16,6 +16,7 @@ from pydantic import Field, ValidationError
 from nanogpt_bench.config.conflicts import refuse_new_meanings
 from nanogpt_bench.config.field import NULLS, Section, kind_of, parse_text
 from nanogpt_bench.config.keys import FIELDS, SECTIONS, mapping_above, refusal
+from nanogpt_bench.config.metrics import WATCHED
 from nanogpt_bench.config.rules import RULES, optimizer_of
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.system import untrusted
@@ -100,18 +101,55 @@ def once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 #: settings that earlier files have, each with the value that it had where nobody asked for another
-GONE = {
+GONE: dict[str, Any] = {
+    "alerts.at_least": {},
+    "alerts.at_most": {},
+    "alerts.attention_entropy": 0.1,
+    "alerts.cooldown_s": 300.0,
+    "alerts.divergence": 0.1,
+    "alerts.divergence_evals": 3,
+    "alerts.kurtosis": 10.0,
+    "alerts.levels": {},
+    "alerts.nan_cooldown_s": 60.0,
+    "alerts.nan_patience": 3,
+    "alerts.overflow": 0.01,
+    "alerts.plateau": 0.001,
+    "alerts.plateau_evals": 5,
+    "alerts.stall": 0.5,
     "data.seed": None,
     "eval.seed": 1337,
+    "failure.batch_fall": 0.02,
+    "failure.divergence": 0.5,
+    "failure.early_plateau": 10,
+    "failure.entropy": 0.1,
+    "failure.exploding": 100.0,
+    "failure.gradient_norm": 1e-8,
+    "failure.kurtosis": 10.0,
+    "failure.kurtosis_growth": 3.0,
+    "failure.noise": 1.0,
+    "failure.overflow": 0.01,
+    "failure.patience": 3,
+    "failure.plateau": 0.02,
+    "failure.plateau_share": 0.5,
+    "failure.smoothing": 10,
+    "failure.sparsity": 0.9,
+    "failure.stall": 0.5,
+    "failure.zero_gradients": 0.9,
+    "failure.zero_zone": 0.5,
     "model.constrained": [],
     "model.lora_rank": None,
-    "model.outliers": "none",
     "model.outlier_sigma": None,
+    "model.outliers": "none",
     "model.pooling": None,
     "model.seed": None,
+    **dict.fromkeys((f"monitor.{name}" for name in WATCHED if name != "zones"), True),
+    "monitor.dead_steps": 100,
+    "monitor.dead_threshold": 1e-8,
     "monitor.fisher": False,
-    "monitor.fisher_matrix": "kfac",
     "monitor.fisher_eigenvalues": 5,
+    "monitor.fisher_matrix": "kfac",
+    "monitor.histogram_interval": 500,
+    "monitor.stall_interval": None,
     "optimizer.clip": None,
     "optimizer.compile": False,
     "optimizer.damping": None,
@@ -197,7 +235,7 @@ def _first_key(section: str) -> str:
 
 def unknown_key(key: str) -> BenchError:
     """Return the error for a key that does not exist: its nearest spelling, or the keys of its section."""
-    if key in GONE:
+    if any(f"{gone}.".startswith(f"{key}.") or key.startswith(f"{gone}.") for gone in GONE):
         return BenchError(f"{key} is no setting any more; leave it out")
     guess = nearest(key, FIELDS) or _same_last_word(key)
     if guess:

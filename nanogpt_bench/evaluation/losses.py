@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +15,16 @@ from nanogpt_bench.config.rules import RULES
 from nanogpt_bench.config.schema import ROUNDED, WITHOUT_FORMATS, Config, OptimizerConfig
 from nanogpt_bench.config.settings import Resolved
 from nanogpt_bench.data.batches import Corpus, open_corpus
+from nanogpt_bench.evaluation.measurement import Row
 from nanogpt_bench.evaluation.weights import OF_FORMATS, RunWeights, checked_overrides, folder_of, named_formats
 from nanogpt_bench.loop.outcome import count
+from nanogpt_bench.model.layers import quantized_layers
 from nanogpt_bench.model.weights import load_weights, save_weights
 from nanogpt_bench.runs.environment import environment
 from nanogpt_bench.runs.trained import choose, load
 from nanogpt_bench.setup.formats import format_name, format_summary, has_format
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.setup.runtime import runtime
-from nanogpt_bench.setup.surgery import quantized_layers
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.words import say
 from nanogpt_bench.training.trainer import Trainer
@@ -33,44 +33,46 @@ from nanogpt_bench.training.trainer import Trainer
 _OF_BITS = ("libraries.torch", "threads", "cpu", "gpu")
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """One set of weights in one format; loss and gap to the first row in nats a token, or a label."""
-
-    format: str
-    storage: str
-    val_loss: float
-    gap: float | None
-    perplexity: float | None
-    bits_per_byte: float | None
-    quantized_parameters: int
-    #: of a run
-    checkpoint: str | None = None
-    #: of the task classify, by `config.metric.Metric.figure`
-    of_labels: Mapping[str, float | None] = field(default_factory=dict)
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """The row as it is written to a file."""
-        facts = asdict(self)
-        return {**facts, **facts.pop("of_labels")}
+#: what a file has of a row
+WRITTEN = (
+    *("format", "storage", "val_loss", "gap", "perplexity", "bits_per_byte", "quantized_parameters", "checkpoint"),
+    "of_labels",
+)
 
 
-def _measured(name: str, trainer: Trainer, before: Sequence[Evaluation], checkpoint: str | None = None) -> Evaluation:
-    """The row of a model called `name`; its gap is to the first of the rows before."""
-    loss = trainer.validate()
-    figures = trainer.figures(loss)
-    return Evaluation(
-        format=name,
-        storage=trainer.config.model.storage or "",
-        val_loss=loss,
-        gap=loss - before[0].val_loss if before else None,
-        perplexity=figures.get(VAL_PERPLEXITY.name),
-        bits_per_byte=trainer.bits_per_byte(loss),
-        quantized_parameters=count(layer.weight for layer in quantized_layers(trainer.model).values()),
-        checkpoint=checkpoint,
-        of_labels={metric.figure: figures[metric.name] for metric in OF_LABELS if metric.name in figures},
-    )
+def measure(
+    trainers: Iterable[tuple[str, Trainer]], save: Path | None = None, checkpoint: str | None = None
+) -> list[Row]:
+    """Return the rows of models by their names; gaps are to the first. Weights are written to a folder `save`."""
+    rows: list[Row] = []
+    for name, trainer in trainers:
+        if save:
+            save_weights(trainer.model, save / f"{_file_name(name)}.safetensors")
+        loss = trainer.validate()
+        figures = trainer.figures(loss)
+        rows.append(
+            Row(
+                format=name,
+                val_loss=loss,
+                gap=loss - rows[0].val_loss if rows else None,
+                perplexity=figures.get(VAL_PERPLEXITY.name),
+                bits_per_byte=trainer.bits_per_byte(loss),
+                quantized_parameters=count(layer.weight for layer in quantized_layers(trainer.model).values()),
+                storage=trainer.config.model.storage or "",
+                checkpoint=checkpoint,
+                of_labels={metric.figure: figures[metric.name] for metric in OF_LABELS if metric.name in figures},
+            )
+        )
+    return rows
+
+
+def _file_name(row: str) -> str:
+    """A row's name as that of a file.
+
+    >>> _file_name("E4M3 (as trained)")
+    'E4M3-as-trained'
+    """
+    return re.sub(r"[ ()]+", "-", row).strip("-")
 
 
 # A configuration's first weights
@@ -78,7 +80,7 @@ def _measured(name: str, trainer: Trainer, before: Sequence[Evaluation], checkpo
 
 def evaluate(
     config: Config, formats: Sequence[str] = (), *, weights: Path | None = None, save: Path | None = None
-) -> list[Evaluation]:
+) -> list[Row]:
     """Return the validation loss of a configuration's initial weights: in float, then in each format.
 
     Args:
@@ -91,18 +93,14 @@ def evaluate(
         BenchError: settings, corpus, checkpoint or weights that can't be used, or nothing to compare.
     """
     resolved = common_settings(config, formats)
-    rows: list[Evaluation] = []
     with runtime(resolved) as device:
         corpus = open_corpus(resolved)
-        own = {format_summary(resolved): resolved}
-        for name, row in (own if weights else _rows(config, resolved, formats)).items():
-            trainer = Trainer(row, corpus, device)
-            if weights:
-                load_weights(trainer.model, weights)
-            if save:
-                save_weights(trainer.model, save / f"{name}.safetensors")
-            rows.append(_measured(name, trainer, rows))
-    return rows
+        if weights:
+            trainer = Trainer(resolved, corpus, device)
+            load_weights(trainer.model, weights)
+            return measure([(format_summary(resolved), trainer)], save)
+        rows = _rows(config, resolved, formats)
+        return measure(((name, Trainer(row, corpus, device)) for name, row in rows.items()), save)
 
 
 def common_settings(config: Config, formats: Sequence[str]) -> Resolved:
@@ -158,7 +156,7 @@ def evaluate_run(
     overrides: Sequence[str] = (),
     *,
     save: Path | None = None,
-) -> list[Evaluation]:
+) -> list[Row]:
     """Return the validation losses of a run's weights: as trained, as floats where that differs, and in each format.
 
     Standard error gets the text that they are measured on, and whether the first row is the loss that the run recorded.
@@ -178,23 +176,10 @@ def evaluate_run(
     weights = RunWeights(trained, given)
     corpus = weights.open_text()
     say(f"weights of {folder_of(trained.folder)}; text {corpus.folder}, tokenizer {corpus.meta['tokenizer']}")
-    rows: list[Evaluation] = []
     with runtime(weights.own) as device:
-        for name, trainer in _trainers(weights, names, corpus, device):
-            if save:
-                save_weights(trainer.model, save / f"{_file_name(name)}.safetensors")
-            rows.append(_measured(name, trainer, rows, str(trained.folder)))
+        rows = measure(_trainers(weights, names, corpus, device), save, str(trained.folder))
         say(_comparison(weights, rows[0].val_loss, environment(corpus, weights.own.runtime.threads)))
     return rows
-
-
-def _file_name(row: str) -> str:
-    """A row's name as that of a file.
-
-    >>> _file_name("E4M3 (as trained)")
-    'E4M3-as-trained'
-    """
-    return re.sub(r"[ ()]+", "-", row).strip("-")
 
 
 def _trainers(

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import Progress as Bar
-from rich.table import Table
 from torch import Tensor, nn
 
 import fp8manifold as fm
@@ -27,7 +25,7 @@ from nanogpt_bench.data.batches import Corpus, load_corpus
 from nanogpt_bench.data.text import read_text
 from nanogpt_bench.data.tokenizers import check_tokens, own_tokenizer
 from nanogpt_bench.evaluation.measurement import EMBEDDINGS, Measurement, Row
-from nanogpt_bench.evaluation.sensitivity import FILE, best_mixture, gaps_table
+from nanogpt_bench.evaluation.sensitivity import FILE, best_mixture, gaps_table, rows_table
 from nanogpt_bench.evaluation.weights import RunWeights, checked_overrides, folder_of, named_formats
 from nanogpt_bench.model.causal import (
     Outline,
@@ -51,6 +49,11 @@ from nanogpt_bench.system.overwriting import holds, mapping_with
 from nanogpt_bench.system.words import counted, rough_time, say
 
 ROWS = "evaluation.json"
+#: what it has of a row
+WRITTEN = (
+    *("format", "scale", "formats", "val_loss", "val_loss_se", "gap", "gap_se", "perplexity", "bits_per_byte"),
+    *("bytes_per_parameter", "quantized_parameters", "seconds"),
+)
 FORMATS = ("E2M5", "E3M4", "E4M3", "E1M6", "E5M2", "E7M0")
 #: `--formats all`
 ALL = ("E1M6", "E2M5", "E3M4", "E4M3", "E5M2", "E6M1", "E7M0")
@@ -95,10 +98,9 @@ def report_model(args: argparse.Namespace) -> int:
         windows = spread(corpus.val, args.windows or WINDOWS, block).to(device)
         batch = config.train.batch_size if "train.batch_size" in given else BATCH
         options = {"tied": config.model.tied or "leave", "headroom": config.model.headroom, "seed": config.seed}
-        calibration = spread(corpus.train, args.calibrate, block).to(device) if args.calibrate else None
         read = f"{counted(len(windows), 'window')} of {counted(block, 'token')}"
         say(f"{args.model}: {found.kind}, {found.parameters:,} parameters; {read}")
-        measured = (model.to(device), windows, corpus.val_tokens_per_byte, batch, options, calibration, args.save)
+        measured = (model.to(device), windows, corpus.val_tokens_per_byte, batch, options, args.save)
         at = Measurement(args.model, *measured, reader=partial(_read, args.model, device) if anew else None)
         del model, measured
         _report(at, args, dict(given.get("model.formats") or {}), out, environment(corpus, config.runtime.threads))
@@ -110,7 +112,7 @@ def _reads_anew(args: argparse.Namespace, own: Mapping[str, Any]) -> bool:
 
     Floats that are measured against, or that only some are rounded of, stay. A .gguf file is read as floats alone.
     """
-    beside = args.sensitivity or args.budget is not None or args.calibrate or args.embeddings or EMBEDDINGS in own
+    beside = args.sensitivity or args.budget is not None or args.embeddings or EMBEDDINGS in own
     return not beside and "gguf_file" not in find_model(args.model)
 
 
@@ -156,12 +158,11 @@ def report_run(run_dir: Path, args: argparse.Namespace) -> int:
         trainer = weights.rounded({}, corpus, device)
         windows, batch = trainer.validation_windows(), config.train.batch_size
         block = windows.shape[1] - 1
-        calibration = spread(corpus.train, args.calibrate, block).to(device) if args.calibrate else None
         tied, headroom = given.get("model.tied") or "leave", given.get("model.headroom")
         options = {"tied": tied, "headroom": headroom, "seed": config.seed or 0}
         say(f"weights of {where}; {counted(len(windows), 'window')} of {counted(block, 'token')}, in float32")
         per_byte = corpus.val_tokens_per_byte
-        at = Measurement(str(run_dir), trainer.model, windows, per_byte, batch, options, calibration, args.save)
+        at = Measurement(str(run_dir), trainer.model, windows, per_byte, batch, options, args.save)
         _report(at, args, weights.formats, out, environment(corpus, config.runtime.threads))
     return 0
 
@@ -172,14 +173,11 @@ def _text(args: argparse.Namespace, folder: str | None, found: Outline, block: i
         raise BenchError(
             "--model needs a text: --input FILE, or --data.dir DIR, prepared with --tokenizer and the model"
         )
-    if args.calibrate and folder is None:
-        raise BenchError("--calibrate needs a training text: --data.dir DIR, prepared with --tokenizer and the model")
     if block is not None and block > found.positions:
         raise BenchError(f"model.block_size: {block} is more than the {found.positions} positions of {args.model!r}")
     if folder is not None:
         corpus = load_corpus(Path(folder), block or 1)
-        read = (corpus.val, corpus.train) if args.calibrate else (corpus.val,)
-        largest = max(int(tokens.max()) for tokens in read)
+        largest = int(corpus.val.max())
         check_tokens(str(corpus.meta["tokenizer"]), args.model, found.vocab_size, folder, largest)
         return corpus
     text, tokenizer = read_text(args.input), own_tokenizer(args.model)
@@ -229,7 +227,7 @@ def _report(
         args.sensitivity = "kinds"
     rows, table = _measure(at, args, formats, own)
     page = _write(out, at.name, rows, table, facts, at.windows.shape[1] - 1)
-    Console(width=None if sys.stdout.isatty() else _WIDTH).print(_table(rows))
+    Console(width=None if sys.stdout.isatty() else _WIDTH).print(rows_table(rows))
     if table is not None:
         print("".join(f"{printable(line)}\n" for line in gaps_table(table).splitlines()))
     print(page)
@@ -322,12 +320,16 @@ def _mixture(at: Measurement, base: Row, found: Mapping[tuple[str, str], Row], b
     count = at.parameters
     choices: dict[str, list[tuple[str, float, float]]] = {}
     for (pattern, name), row in found.items():
-        saved = (base.bytes_per_parameter - row.bytes_per_parameter) * count
+        saved = (_size(base) - _size(row)) * count
         choices.setdefault(pattern, []).append((name, row.gap or 0.0, -saved))
     for each in choices.values():
         each.append(("none", 0.0, 0.0))
-    chosen = best_mixture(choices, (budget - base.bytes_per_parameter) * count)
+    chosen = best_mixture(choices, (budget - _size(base)) * count)
     return None if chosen is None else {pattern: name for pattern, name in chosen.items() if name != "none"}
+
+
+def _size(row: Row) -> float:
+    return row.bytes_per_parameter or 0.0
 
 
 def _sensitivity(
@@ -379,7 +381,7 @@ def _write(out: Path, model: str, rows: Sequence[Row], table: Any, facts: Mappin
     (out / FILE).unlink(missing_ok=True)
     if table is not None:
         write_json(out / FILE, table)
-    write_json(out / ROWS, {"model": model, "environment": facts, "rows": [asdict(row) for row in rows]})
+    write_json(out / ROWS, {"model": model, "environment": facts, "rows": [row.facts(WRITTEN) for row in rows]})
     runs = [_as_run(row, model, facts, block) for row in rows]
     grouped, title = group_rows(runs), f"nanogpt-bench evaluate: {Path(model).name}"
     return write_report(grouped, out, title=title, facts=facts_of(runs), baseline=grouped[0].label)
@@ -402,20 +404,3 @@ def _as_run(row: Row, model: str, facts: Mapping[str, Any], block: int) -> Run:
         "bits_per_byte": row.bits_per_byte,
     }
     return Run(Path(summary["name"]), {"rule": rule, "model": settings}, facts, summary=summary)
-
-
-def _table(rows: Sequence[Row]) -> Table:
-    table = Table("format", "scales")
-    for name in ("loss", "gap to float", "perplexity", "bits/byte", "bytes/param", "quantised", "seconds"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        gap = "-" if row.gap is None else f"{row.gap:+.4f}{_error(row.gap_se)}"
-        perplexity = "-" if row.perplexity is None else f"{row.perplexity:.2f}"
-        figures = (f"{row.bits_per_byte:.4f}", f"{row.bytes_per_parameter:.3f}", f"{row.quantized_parameters:,}")
-        losses = (f"{row.val_loss:.4f}{_error(row.val_loss_se)}", gap, perplexity)
-        table.add_row(row.format, row.scale, *losses, *figures, f"{row.seconds:.1f}")
-    return table
-
-
-def _error(error: float | None) -> str:
-    return "" if error is None else f" ± {error:.4f}"

@@ -1,4 +1,4 @@
-"""The table of sensitivity.json, what each layer pattern loses in each format, and mixtures made from it."""
+"""Tables of rows, and of what each layer pattern loses in each format (sensitivity.json), with mixtures from it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,44 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nanogpt_bench.evaluation.measurement import EMBEDDINGS
+from rich.table import Table
+
+from nanogpt_bench.config.metrics import OF_LABELS
+from nanogpt_bench.evaluation.measurement import EMBEDDINGS, Row
 
 FILE = "sensitivity.json"
 #: parts that a budget is cut into; the bytes of a choice are rounded up to one
 PARTS = 2000
 #: a format's name, what it adds to the loss, and its bytes
 Choice = tuple[str, float, float]
+
+
+def rows_table(rows: Sequence[Row], gap: str = "gap to float") -> Table:
+    """Return the table of a terminal, with the columns that rows have, and their gaps under this name."""
+    labels = [metric for metric in OF_LABELS if any(row.of_labels for row in rows)]
+    measured = rows[0].seconds is not None
+    table = Table("format", "scales" if measured else "storage")
+    beside = [metric.title for metric in labels] or ["perplexity", "bits/byte"]
+    more = ["bytes/param", "quantised", "seconds"] if measured else ["quantised"]
+    for name in ("loss" if measured else "val loss", gap, *beside, *more):
+        table.add_column(name, justify="right")
+    for row in rows:
+        figures = [_cell(row.of_labels.get(metric.figure)) for metric in labels]
+        figures = figures or [_cell(row.perplexity, ".2f"), _cell(row.bits_per_byte)]
+        losses = _cell(row.val_loss) + _error(row.val_loss_se), _cell(row.gap, "+.4f") + _error(row.gap_se)
+        size = [_cell(row.bytes_per_parameter, ".3f")] if measured else []
+        time = [_cell(row.seconds, ".1f")] if measured else []
+        where = row.scale if measured else row.storage
+        table.add_row(row.format, where, *losses, *figures, *size, f"{row.quantized_parameters:,}", *time)
+    return table
+
+
+def _cell(value: float | None, spec: str = ".4f") -> str:
+    return "-" if value is None else format(value, spec)
+
+
+def _error(error: float | None) -> str:
+    return "" if error is None else f" ± {error:.4f}"
 
 
 def gaps_table(content: Mapping[str, Any]) -> str:

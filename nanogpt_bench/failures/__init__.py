@@ -1,36 +1,31 @@
-"""How a run failed: ten classes of failure judged from its folder, a timeline, and what was predicted of E7M0."""
+"""How a run failed: one table of criteria, a judge that reads a run's records by it, and a timeline."""
 
-from nanogpt_bench.failures.classify import classify, diagnose, failures_of
-from nanogpt_bench.failures.criteria import BatchEffect
-from nanogpt_bench.failures.evidence import (
+from nanogpt_bench.failures.judge import (
     CLEAR,
     FOUND,
-    KINDS,
     NOT_JUDGED,
     Criterion,
     Diagnosis,
     Event,
     Finding,
-    LeadTime,
-    Prediction,
+    classify,
+    diagnose,
+    failures_of,
 )
-from nanogpt_bench.failures.predictions import is_e7m0_nearest, predictions
+from nanogpt_bench.failures.table import CLASSES, KINDS, Row
 
 __all__ = [
+    "CLASSES",
     "CLEAR",
     "FOUND",
     "KINDS",
     "NOT_JUDGED",
-    "BatchEffect",
     "Criterion",
     "Diagnosis",
     "Event",
     "Finding",
-    "LeadTime",
-    "Prediction",
+    "Row",
     "classify",
     "diagnose",
     "failures_of",
-    "is_e7m0_nearest",
-    "predictions",
 ]

@@ -1,153 +1,39 @@
-"""A run folder as series of figures, when a series crosses its threshold for good, and the findings, plain data."""
+"""A run's records as series of figures: as recorded, of the worst layer, or made of others as the table's rows ask."""
 
 from __future__ import annotations
 
+import math
 import statistics
 from bisect import insort
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from nanogpt_bench.config.metrics import ABOVE
+from nanogpt_bench.config import metrics
 from nanogpt_bench.config.rules import loses_steps
 from nanogpt_bench.config.schema import ROUNDED
-from nanogpt_bench.config.watching import FailureConfig
-from nanogpt_bench.runs.load import Alert, Run, load_run
-from nanogpt_bench.runs.read import Records, finite
+from nanogpt_bench.failures.table import ATTENTION, OVER_FIRST, OVER_LOWEST, OVER_MEDIAN, REST, Row
+from nanogpt_bench.monitors.attention import ENTROPY
+from nanogpt_bench.monitors.ranges import CLAMPED, OVERFLOW
+from nanogpt_bench.runs.curves import smooth
+from nanogpt_bench.runs.load import Run, load_run
 
-#: the classes of failure, in the order in which they are listed
-KINDS = (
-    *("stall", "rounding_noise", "overflow", "outlier_explosion", "attention_collapse"),
-    *("zero_gradients", "exploding_gradients", "nan", "plateau", "divergence"),
-)
-#: figures by name, ready for JSON
-Facts = dict[str, float | int | str | None]
-FOUND, CLEAR, NOT_JUDGED = "found", "clear", "not judged"
-
-
-@dataclass(frozen=True)
-class Criterion:
-    """One condition of a class: a series of figures, the threshold, and the first step at which it was crossed."""
-
-    #: the metric of the record, or what was derived from one
-    metric: str
-    #: "above" (>=) or "below" (<=): on which side of the threshold the failure lies
-    side: str
-    threshold: float
-    #: first step of those at which it held in a row; None: it never did
-    step: int | None
-    #: the figure at that step
-    value: float | None
-    #: the figure furthest towards the failure, and its step
-    extreme: float | None
-    extreme_step: int | None
-    #: figures there were; 0 when the run did not record the metric
-    looks: int
-
-    @property
-    def fired(self) -> bool:
-        return self.step is not None
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What the records say about one class of failure."""
-
-    kind: str
-    #: "found", "clear" or "not judged", the last when a metric it needs was not recorded
-    state: str
-    #: first step at which the class's criterion held
-    step: int | None
-    #: one sentence of facts
-    message: str
-    evidence: Facts = field(default_factory=dict)
-    criteria: tuple[Criterion, ...] = ()
-    #: metrics that were not recorded and would have been needed
-    missing: tuple[str, ...] = ()
-
-    @property
-    def found(self) -> bool:
-        return self.state == FOUND
-
-    def summary_entry(self) -> dict[str, Any]:
-        """Return the entry in the list `failures` of summary.json."""
-        return {"kind": self.kind, "step": self.step, "evidence": {"message": self.message, **self.evidence}}
-
-
-@dataclass(frozen=True)
-class Event:
-    """One line of a run's timeline: a criterion that held from this step on, the first alert of a kind, or the end."""
-
-    step: int
-    #: class of failure, kind of alert, or status of the run
-    kind: str
-    #: "criterion", "alert" or "end"
-    source: str
-    text: str
-    value: float | None = None
-    threshold: float | None = None
-
-
-@dataclass(frozen=True)
-class LeadTime:
-    """How long before the failure the blocks' outputs had a kurtosis worth an alert; negative when it came after."""
-
-    alert_step: int
-    failure_step: int
-    failure_kind: str
-    #: failure_step - alert_step
-    steps: int
-    #: the same by the run's clock; None when it has none
-    seconds: float | None
-
-
-@dataclass(frozen=True)
-class Diagnosis:
-    """All that is known about how a run failed: the ten classes, the order of events, the warning's lead."""
-
-    findings: tuple[Finding, ...]
-    timeline: tuple[Event, ...]
-    #: None without a kurtosis alert or without a failure it could have announced
-    lead_time: LeadTime | None
-
-    @property
-    def found(self) -> tuple[Finding, ...]:
-        """The classes that were found, in the order in which they set in."""
-        return tuple(sorted((finding for finding in self.findings if finding.found), key=lambda f: f.step or 0))
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """A prediction about a run, and what the records say: confirmed, refuted, or None when they don't tell."""
-
-    #: plateau, update_sparsity or zero_gradient_zones
-    name: str
-    #: the prediction as a sentence, with its threshold
-    statement: str
-    confirmed: bool | None
-    #: the answer as a sentence, with its figures
-    text: str
-    figures: Facts = field(default_factory=dict)
-    missing: tuple[str, ...] = ()
+LOSS: Final = metrics.TRAIN_LOSS.name
+#: looks of which one is smoothed, steps below which a curve can't come to rest, and the share of its fall that is rest
+SMOOTHING, SHORTEST, FLAT = 10, 20, 0.02
 
 
 @dataclass(frozen=True)
 class Series:
-    """One metric over the steps at which it was recorded with a finite value."""
+    """One figure over the steps at which it was recorded with a finite value."""
 
-    metric: str
-    steps: tuple[int, ...]
-    values: tuple[float, ...]
+    steps: tuple[int, ...] = ()
+    values: tuple[float, ...] = ()
 
     def __len__(self) -> int:
         return len(self.steps)
-
-    def since(self, step: int) -> Series:
-        """The part of the series from a step on."""
-        late = [(at, value) for at, value in zip(self.steps, self.values, strict=True) if at >= step]
-        return Series(self.metric, tuple(at for at, _ in late), tuple(value for _, value in late))
 
     @property
     def mean(self) -> float | None:
@@ -155,29 +41,31 @@ class Series:
 
 
 class Evidence:
-    """One run's records, alerts and settings, and the thresholds to judge them by."""
+    """One run's records and settings."""
 
-    def __init__(self, run: Run, thresholds: FailureConfig | None = None) -> None:
+    def __init__(self, run: Run) -> None:
         self.run = run
-        self.limits = thresholds or thresholds_of(run.config)
 
     @property
-    def records(self) -> Records:
-        return self.run.metrics
-
-    @cached_property
-    def metrics(self) -> tuple[str, ...]:
+    def names(self) -> tuple[str, ...]:
         """Names of everything recorded, in order of first appearance."""
-        return self.records.names
+        return self.run.metrics.names
+
+    def of(self, row: Row) -> Series:
+        """The series that a row of the table judges; empty where it was not recorded, or too little of it to tell."""
+        if row.figure in DERIVED:
+            return DERIVED[row.figure](self)
+        series = worst(self, row.figure) if row.layers else self.series(row.figure)
+        return Series() if row.growth and len(series) < 2 else series
 
     def series(self, metric: str) -> Series:
-        """The finite values of a metric; empty when it was not recorded."""
+        """The finite values of a metric."""
         known = [(int(at), value) for at, value in zip(*self.run.curve(metric), strict=True) if value is not None]
-        return Series(metric, tuple(step for step, _ in known), tuple(value for _, value in known))
+        return Series(tuple(step for step, _ in known), tuple(value for _, value in known))
 
     def layers(self, metric: str) -> list[str]:
         """The layers for which a metric was recorded, as `metric/LAYER`."""
-        return [key[len(metric) + 1 :] for key in self.metrics if key.startswith(f"{metric}/")]
+        return [key[len(metric) + 1 :] for key in self.names if key.startswith(f"{metric}/")]
 
     def worst_layer(self, metric: str, *, lowest: bool = False) -> tuple[str | None, float | None]:
         """The layer whose mean over the run is highest (lowest), and that mean; (None, None) without layers."""
@@ -200,110 +88,36 @@ class Evidence:
         """Whether the loop gave the run up, so that a series may break off in the middle of a failure."""
         return self.run.status == "failed"
 
-    def ended_by(self, kind: str) -> int | None:
-        """The step at which the loop itself ended the run for this; None when it did not."""
-        ends = (self.run.failure, self.run.summary.get("stop"))
-        steps = (finite(end.get("step")) for end in ends if isinstance(end, Mapping) and end.get("kind") == kind)
-        return next((int(step) for step in steps if step is not None), None)
-
     @property
-    def quantized(self) -> bool:
-        """Whether anything has a format, or the config does not say."""
-        peers = self.setting("model.torchao_float8"), self.setting("model.peer")
-        return self.setting("model.formats") != {} or any(peer is not None for peer in peers)
+    def ended_on_plateau(self) -> bool:
+        """Whether the loop ended the run because its loss fell no longer."""
+        stop = self.run.summary.get("stop")
+        return isinstance(stop, Mapping) and stop.get("kind") == "plateau"
 
-    @property
-    def rounded(self) -> bool | None:
-        """Whether a step is rounded when it is written back; None when the config does not say."""
-        storage = self.setting("model.storage")
-        return None if storage is None else storage in ROUNDED
+    def excuse(self, kind: str) -> str | None:
+        """Why a class can't befall this run; None where it can, or the config does not say."""
+        if kind == "stall":
+            storage, writeback = self.setting("model.storage"), self.setting("optimizer.writeback")
+            if storage is not None and storage not in ROUNDED:
+                return "no step is rounded when it is written back"
+            if loses_steps(storage, writeback) is False:
+                return "the write-back keeps what rounding loses, or returns it on average"
+        if kind == "overflow":
+            peers = self.setting("model.torchao_float8"), self.setting("model.peer")
+            floats = self.setting("model.formats") == {} and all(peer is None for peer in peers)
+            watched = (*OVERFLOW.each, *CLAMPED.each)
+            if floats and not any(worst(self, share.name) for share in watched):
+                return "nothing is quantised"
+        return None
 
-    @property
-    def losing(self) -> bool | None:
-        """Whether the write-back loses a small step for good; None when the config does not say."""
-        return loses_steps(self.setting("model.storage"), self.setting("optimizer.writeback"))
 
-    def first_alert(self, kind: str) -> Alert | None:
-        """The first alert of a kind, None when there was none."""
-        return next((alert for alert in self.run.alerts if alert.kind == kind), None)
-
-
-def read(run: Run | Path, thresholds: FailureConfig | None = None) -> Evidence:
-    """Return a run's evidence; thresholds are those of its config where none are given.
+def read(run: Run | Path) -> Evidence:
+    """Return a run's evidence.
 
     Raises:
         BenchError: the path is no run folder.
     """
-    return Evidence(load_run(run) if isinstance(run, Path) else run, thresholds)
-
-
-def thresholds_of(config: Mapping[str, Any]) -> FailureConfig:
-    """Return the section `failure` of a run's config; what it does not hold, or holds no number for, is the default."""
-    section = config.get("failure")
-    if not isinstance(section, Mapping):
-        return FailureConfig()
-    given = {name: _like(item.default, section.get(name)) for name, item in FailureConfig.model_fields.items()}
-    return FailureConfig.model_construct(**{name: value for name, value in given.items() if value is not None})
-
-
-def _like(default: Any, value: Any) -> Any:
-    """A number as an int where the default is one; None for what is no number."""
-    number = finite(value)
-    return int(number) if number is not None and isinstance(default, int) else number
-
-
-def judge(
-    series: Series, side: str, threshold: float, patience: int, *, cut_off: bool = False, lasting: bool = False
-) -> Criterion:
-    """Return whether, and from which step on, a series lay on the failing side `patience` looks in a row.
-
-    A series with fewer looks must lie there throughout. `cut_off`: the run died, so that looks up to its last count
-    however few they are. `lasting`: only looks that go on to the end count, a series that came back has not failed.
-    """
-    holds = [value >= threshold if side == ABOVE else value <= threshold for value in series.values]
-    first = _first_run(holds, min(patience, len(holds)), cut_off, lasting)
-    extreme = _extreme(series.values, side)
-    return Criterion(
-        metric=series.metric,
-        side=side,
-        threshold=threshold,
-        step=None if first is None else series.steps[first],
-        value=None if first is None else series.values[first],
-        extreme=None if extreme is None else series.values[extreme],
-        extreme_step=None if extreme is None else series.steps[extreme],
-        looks=len(series),
-    )
-
-
-def _first_run(holds: Sequence[bool], needed: int, cut_off: bool, lasting: bool) -> int | None:
-    """Index at which the first long enough run of true values begins."""
-    begin = 0
-    for index, held in enumerate([*holds, False]):
-        if held:
-            continue
-        at_end = index == len(holds)
-        long_enough = index - begin >= (1 if at_end and cut_off else max(needed, 1))
-        if long_enough and (at_end or not lasting):
-            return begin
-        begin = index + 1
-    return None
-
-
-def _extreme(values: Sequence[float], side: str) -> int | None:
-    pick = max if side == ABOVE else min
-    return pick(range(len(values)), key=values.__getitem__, default=None)
-
-
-def over_median(series: Series) -> Series:
-    """Every value but the first over the median of all before it; where that is 0 there is none."""
-    seen: list[float] = []
-    kept: list[tuple[int, float]] = []
-    for step, value in zip(series.steps, series.values, strict=True):
-        median = statistics.median(seen) if seen else 0.0
-        if median > 0:
-            kept.append((step, value / median))
-        insort(seen, value)
-    return Series(f"{series.metric} over its median so far", tuple(s for s, _ in kept), tuple(v for _, v in kept))
+    return Evidence(load_run(run) if isinstance(run, Path) else run)
 
 
 def worst(evidence: Evidence, metric: str) -> Series:
@@ -317,10 +131,122 @@ def worst(evidence: Evidence, metric: str) -> Series:
     turns = evidence.setting("monitor.turns")
     back = turns if isinstance(turns, int) else 1
     peaks = [_largest(found, steps[max(index + 1 - back, 0) : index + 1]) for index in range(len(steps))]
-    return Series(metric, tuple(steps), tuple(peaks))
+    return Series(tuple(steps), tuple(peaks))
 
 
 def _largest(found: Sequence[Mapping[int, float]], looks: Sequence[int]) -> float:
     """The largest of the latest values within some looks, the last of which has one."""
     latest = (next((values[step] for step in reversed(looks) if step in values), None) for values in found)
     return max(value for value in latest if value is not None)
+
+
+def _over_median(evidence: Evidence) -> Series:
+    """Every gradient norm but the first over the median of all before it; where that is 0 there is none."""
+    norms, seen = evidence.series(metrics.GRAD_NORM.name), list[float]()
+    kept: list[tuple[int, float]] = []
+    for step, value in zip(norms.steps, norms.values, strict=True):
+        median = statistics.median(seen) if seen else 0.0
+        if median > 0:
+            kept.append((step, value / median))
+        insort(seen, value)
+    return Series(tuple(step for step, _ in kept), tuple(value for _, value in kept))
+
+
+def _of_uniform(evidence: Evidence) -> Series:
+    """Attention's entropy, meant over the heads, over that of attention that looks at all tokens alike."""
+    series, block = evidence.series(ENTROPY.name), evidence.setting("model.block_size")
+    if not isinstance(block, int) or block < 2:
+        return Series()
+    uniform = uniform_entropy(block)
+    return Series(series.steps, tuple(value / uniform for value in series.values))
+
+
+def uniform_entropy(block: int) -> float:
+    """Mean entropy (nats) of causal attention that looks at all tokens alike: the mean of ln i for i up to `block`.
+
+    >>> round(uniform_entropy(2), 4)
+    0.3466
+    """
+    return math.lgamma(block + 1) / block
+
+
+def _not_finite(flag: str, *figures: str) -> Callable[[Evidence], Series]:
+    """A series that is 1 where a flag is set, or a figure is null as it was not finite when written; 0 elsewhere."""
+
+    def flags(evidence: Evidence) -> Series:
+        records = evidence.run.metrics
+        bad = {row for row, value in records.rows(flag) if value == 1}
+        bad |= {row for name in figures for row, value in records.rows(name) if value is None}
+        rows = list(records.rows("step"))
+        return Series(tuple(int(step or 0) for _, step in rows), tuple(float(row in bad) for row, _ in rows))
+
+    return flags
+
+
+def _rise(over: Callable[[Sequence[float], float], Sequence[float]]) -> Callable[[Evidence], Series]:
+    """By how much the smoothed training loss lies above what `over` makes of it and of the first loss."""
+
+    def rises(evidence: Evidence) -> Series:
+        series = evidence.series(LOSS)
+        if len(series) < 2:
+            return Series()
+        smoothed = [value for value in smooth(series.values, SMOOTHING) if value is not None]
+        base = over(smoothed, series.values[0])
+        return Series(series.steps, tuple(value - low for value, low in zip(smoothed, base, strict=True)))
+
+    return rises
+
+
+def _excess(evidence: Evidence) -> Series:
+    """The excess over the reference at validations; null is one over a loss of 0, of which there is no share."""
+    known = [
+        (int(at), math.inf if value is None else value) for at, value in zip(*evidence.run.curve(_EXCESS), strict=True)
+    ]
+    return Series(tuple(at for at, _ in known), tuple(value for _, value in known))
+
+
+_EXCESS = metrics.EXCESS.name
+
+
+def _rest(evidence: Evidence) -> Series:
+    """One look, where the training loss came to rest: the share of the run until then, 1 where it rose again.
+
+    It is at rest from where its windowed mean lies within a band of the lowest: a share of its whole fall, or two
+    standard errors of such a mean where those are more.
+    """
+    losses, steps = evidence.series(LOSS).values, evidence.series(LOSS).steps
+    if len(losses) < SHORTEST:
+        return Series()
+    width = max(SMOOTHING, len(losses) // 40)
+    means = _centred(losses, width)
+    level = min(means)
+    scatter = statistics.pstdev([v - m for v, m in zip(losses[width:], means[width:], strict=True)] or [0.0])
+    band = max(FLAT * max(losses[0] - level, 0.0), 2 * scatter / width**0.5)
+    first = next(index for index, mean in enumerate(means) if mean <= level + band)
+    # The lowest of many means lies a band below their mean by chance.
+    stayed = statistics.fmean(losses[-max(len(losses) // 4, 1) :]) <= level + 2 * band
+    # A run that the loop ended on its plateau would have stayed there: however late, it is one.
+    share = 0.0 if evidence.ended_on_plateau else steps[first] / max(steps[-1], 1)
+    return Series((steps[first],), (share if stayed else 1.0,))
+
+
+def _centred(values: Sequence[float], width: int) -> list[float]:
+    """Means over `width` steps around each; fewer at the ends."""
+    half, sums = width // 2, [0.0, *accumulate(values)]
+    bounds = [(max(0, i - half), min(len(values), i + half + 1)) for i in range(len(values))]
+    return [(sums[high] - sums[low]) / (high - low) for low, high in bounds]
+
+
+#: figures that are made of others, by the name that the table has for them
+DERIVED: Final[Mapping[str, Callable[[Evidence], Series]]] = {
+    OVER_MEDIAN: _over_median,
+    ATTENTION: _of_uniform,
+    REST: _rest,
+    OVER_FIRST: _rise(lambda losses, first: [first] * len(losses)),
+    OVER_LOWEST: _rise(lambda losses, first: list(accumulate(losses, min))),
+    _EXCESS: _excess,
+    metrics.LOSS_IS_NAN.name: _not_finite(metrics.LOSS_IS_NAN.name, LOSS, metrics.VAL_LOSS.name),
+    metrics.GRAD_HAS_NAN.name: _not_finite(metrics.GRAD_HAS_NAN.name, metrics.GRAD_NORM.name),
+}
+#: metrics that the table's figures are made of, beside those that are its rows' own
+SOURCES: Final = ("step", LOSS, metrics.VAL_LOSS.name, metrics.GRAD_NORM.name, ENTROPY.name)

@@ -20,13 +20,15 @@ from nanogpt_bench.config.rules import stall_counts
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import to_yaml
 from nanogpt_bench.failures import failures_of
+from nanogpt_bench.failures.table import ENDINGS
 from nanogpt_bench.loop.outcome import Outcome, Progress, summarize, weight_histograms
 from nanogpt_bench.loop.resume import (
     config_facts,
     remove_output,
     resumed_environment,
 )
-from nanogpt_bench.observers import Alert, Observer, Step
+from nanogpt_bench.monitors.points import Anomaly, Observer, Step
+from nanogpt_bench.observers import Alert
 from nanogpt_bench.observers.build import build_observers
 from nanogpt_bench.observers.trackers import Trackers, start_trackers
 from nanogpt_bench.runs.environment import config_history, history_comment
@@ -38,7 +40,6 @@ from nanogpt_bench.system.files import remove_parts, write_json, write_text
 from nanogpt_bench.system.signals import StopRequest
 from nanogpt_bench.system.words import counted
 from nanogpt_bench.training.anomalies import Sentry, figure_of
-from nanogpt_bench.training.points import Anomaly
 from nanogpt_bench.training.run_state import capture, restore
 from nanogpt_bench.training.trainer import Trainer, mean_and_error
 
@@ -215,7 +216,7 @@ class Loop:
     def _skip(self, step: Step, anomaly: Anomaly) -> None:
         """Leave a step out; fail where that is no help, or was not in as many steps as patience allows."""
         outcome, train = self.outcome, self.config.train
-        patience = 1 if train.on_anomaly == "stop" else self.config.alerts.nan_patience
+        patience = 1 if train.on_anomaly == "stop" else ENDINGS["nan"].patience
         outcome.skip(step.number)
         if anomaly.lasting:
             outcome.fail("nan", f"{anomaly.where} is not finite at step {step.number}", step.number)
@@ -229,12 +230,12 @@ class Loop:
         asked, trend, alerts = self.config.train.stop_on, self.watch.trend, self.config.alerts
         if trend is None or self.outcome.status != "finished" or metrics.VAL_LOSS.name not in step.record or step.last:
             return
-        if "divergence" in asked and trend.diverging and trend.excess is not None:
+        if "divergence" in asked and trend.diverging:
             against = "the baseline's" if alerts.baseline else "its own best"
-            message = f"the smoothed training loss is {trend.excess:.1%} above {against} at step {step.number}"
+            message = f"the smoothed training loss is {trend.excess[-1]:.1%} above {against} at step {step.number}"
             self.outcome.fail("divergence", message, step.number)
         elif "plateau" in asked and trend.flat:
-            flat = f"has not fallen for {trend.evals_flat} validations"
+            flat = f"has not fallen for {ENDINGS['plateau'].patience} validations"
             message = f"{metrics.VAL_LOSS.name} {flat}, up to step {step.number}"
             self.outcome.end_early("plateau", message, step.number)
 

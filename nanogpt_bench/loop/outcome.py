@@ -11,15 +11,14 @@ from torch import Tensor, nn
 
 import fp8manifold as fm
 from nanogpt_bench.config.schema import Config
+from nanogpt_bench.model.layers import linear_layers, quantized_layers
 from nanogpt_bench.model.weights import is_packaged
+from nanogpt_bench.monitors.resources import peak_bytes
 from nanogpt_bench.observers import Alert
-from nanogpt_bench.observers.resources import peak_bytes
 from nanogpt_bench.runs.earlier import OF_TRAINING
 from nanogpt_bench.setup.formats import format_summary
-from nanogpt_bench.setup.layers import linear_layers
 from nanogpt_bench.setup.memory import bytes_of, held_bytes
 from nanogpt_bench.setup.resolve import rule_name
-from nanogpt_bench.setup.surgery import quantized_layers
 
 if TYPE_CHECKING:
     from nanogpt_bench.observers.build import Observers

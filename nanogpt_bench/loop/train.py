@@ -71,7 +71,7 @@ def run(
         corpus = open_corpus(config)
         check_fits(config, corpus)
         facts = environment(corpus, config.runtime.threads) | start_facts(config) | processes(config, ranks)
-        baseline = baseline_curve(config.alerts)
+        baseline = baseline_curve(config.alerts.baseline)
         check_trackers(config)
         if not resume:
             check_unused(run_dir)

@@ -1,200 +1,97 @@
-"""Alerts: lines about a figure beyond its threshold, and about steps and weights that stand still."""
+"""Alerts: what the judge finds in a run as it goes, and steps and weights that stand still."""
 
 from __future__ import annotations
 
 import json
-import logging
 import math
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 import torch
 from torch import nn
 
 from nanogpt_bench.config import metrics
-from nanogpt_bench.config.metrics import ABOVE, Alarm, Metric
-from nanogpt_bench.config.watching import AlertsConfig
+from nanogpt_bench.config.schema import Config
+from nanogpt_bench.failures.evidence import SOURCES, Evidence
+from nanogpt_bench.failures.judge import Finding, judge
+from nanogpt_bench.failures.table import CLASSES
+from nanogpt_bench.monitors.points import Observer, Step
+from nanogpt_bench.monitors.stall import UPDATE_LOST
 from nanogpt_bench.observers.jsonl import LineFile
-from nanogpt_bench.observers.trend import TrendObserver
+from nanogpt_bench.runs.load import Alert, Run
+from nanogpt_bench.runs.read import Records, records
 from nanogpt_bench.setup.memory import plain_tensors
-from nanogpt_bench.system.errors import nearest
 from nanogpt_bench.system.words import counted
-from nanogpt_bench.training.points import Observer, Step
 
-_LOG = logging.getLogger("nanogpt_bench")
-NAN_KINDS = tuple(flag.name for flag in metrics.FLAGS)
-_AT_MOST = {metric.name: metric.at_most for metric in metrics.METRICS if metric.at_most is not None}
-_ALARMS = tuple((metric, metric.alarm) for metric in metrics.METRICS if metric.alarm is not None)
-
-
-@dataclass(frozen=True)
-class Alert:
-    """One alert; `value` is null where it is not finite."""
-
-    step: int
-    level: str
-    kind: str
-    message: str
-    value: float | None
-    threshold: float | None
+#: what is judged of a record: figures by their names, and those of layers by what their names begin with
+_JUDGED = frozenset((*SOURCES, *(row.figure for row in CLASSES)))
+_OF_LAYERS = tuple(f"{row.figure}/" for row in CLASSES if row.layers or row.figure == UPDATE_LOST.name)
+#: a long run is judged again once it has grown by this share, so that judging takes the same share of its time
+_GROWTH = 0.01
 
 
 class AlertObserver(Observer):
-    """Compares every record with the thresholds; an alert is repeated only after its cool-down, an ERROR always.
+    """Has a run's records judged at every look of its monitors; each kind of alert is told once."""
 
-    `stall` says whether a lost update is a loss: stochastic rounding makes up for what it loses.
-    """
-
-    def __init__(
-        self,
-        settings: AlertsConfig,
-        path: Path,
-        trend: TrendObserver | None,
-        *,
-        stall: bool,
-        ends: bool = False,
-        tell: Callable[[Alert], None] = lambda alert: None,
-        clock: Callable[[], float] = monotonic,
-    ) -> None:
-        self._settings, self._lines, self._trend, self._stall = settings, LineFile(path), trend, stall
-        self._tell, self._clock = tell, clock
-        self._becomes = "the run ends" if ends else "the step is skipped"
-        self._at_most = {**_AT_MOST, **settings.at_most}
-        self._budgets_given = {**settings.at_most, **settings.at_least}
-        self._recorded: set[str] = set()
-        self._last: dict[str, float] = {}
-        self._streak, self._standstill = 0, Standstill()
+    def __init__(self, config: Config, run_dir: Path, tell: Callable[[Alert], None] = lambda alert: None) -> None:
+        self._interval, self._tell, self._run_dir = config.monitor.interval, tell, run_dir
+        self._lines, self._records = LineFile(run_dir / "alerts.jsonl"), Records()
+        self._evidence = Evidence(Run(run_dir, asdict(config), metrics=self._records))
+        self._standstill, self._judged = Standstill(), 0
         #: how many were raised, by kind
         self.counts: Counter[str] = Counter()
 
     def written(self, step: Step) -> None:
-        if self._budgets_given:
-            self._recorded.update(step.record)
-        for alert in self._found(step):
-            self._raise(alert)
+        self._records.add({"step": step.number, **_judged_of(step.record)})
+        for kind, text in self._standstill.see(step):
+            self._raise(Alert(step.number, kind, message=text))
+        if self._is_due(step):
+            self._judged = step.number
+            for finding in judge(self._evidence, running=not step.last):
+                if finding.found:
+                    self._raise(_alert(finding, step))
 
-    def close(self) -> None:
-        """Say which budgets no record was ever compared with: a misspelt metric would go unnoticed."""
-        for metric, limit in self._budgets_given.items():
-            if self._recorded and limit is not None and metric not in self._recorded:
-                guess = nearest(metric, self._recorded)
-                hint = f"; did you mean {guess!r}?" if guess else ""
-                _LOG.warning("alerts: the run recorded no %r, which has a budget%s", metric, hint)
+    def _is_due(self, step: Step) -> bool:
+        """Whether there is something new to judge: a first step that is not finite, or a look at the monitors."""
+        if step.anomaly is not None or step.last:
+            return step.last or "nan" not in self.counts
+        looked = step.number % self._interval == 0 or metrics.VAL_LOSS.name in step.record
+        return looked and step.number >= self._judged * (1 + _GROWTH)
 
     def state(self) -> dict[str, Any]:
-        """Return counts, and cool-downs by their age: the clock of another process begins elsewhere."""
-        return {
-            "bytes": self._lines.length(),
-            "ages": {kind: self._clock() - last for kind, last in self._last.items()},
-            "recorded": sorted(self._recorded),
-            "streak": self._streak,
-            "counts": dict(self.counts),
-            "standstill": self._standstill.state(),
-        }
+        return {"bytes": self._lines.length(), "counts": dict(self.counts), "standstill": self._standstill.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._lines.cut(state["bytes"])
-        self._last = {kind: self._clock() - age for kind, age in state["ages"].items()}
-        self._recorded, self._streak = set(state["recorded"]), state["streak"]
         self.counts = Counter(state["counts"])
         self._standstill.load_state(state["standstill"])
+        for _, record in records(self._run_dir / "metrics.jsonl", []):
+            self._records.add(_judged_of(record))
+            self._judged = int(record["step"])
 
     def _raise(self, alert: Alert) -> None:
-        level = str(self._settings.levels.get(alert.kind, alert.level))
-        if alert.level == "ERROR" and level != "off":
-            level = "ERROR"
-        if level == "off" or (alert.level != "ERROR" and self._cooling(alert.kind)):
+        if alert.kind in self.counts:
             return
-        self._last[alert.kind] = self._clock()
-        alert = Alert(**{**asdict(alert), "level": level})
         self.counts[alert.kind] += 1
         self._lines.append([json.dumps(asdict(alert), allow_nan=False)])
         self._lines.close()  # alerts are rare
         self._tell(alert)
 
-    def _cooling(self, kind: str) -> bool:
-        cooldown = self._settings.nan_cooldown_s if kind in NAN_KINDS else self._settings.cooldown_s
-        return kind in self._last and self._clock() - self._last[kind] < cooldown
 
-    def _found(self, step: Step) -> Iterator[Alert]:
-        yield from self._anomalies(step)
-        for kind, text in self._standstill.see(step):
-            yield Alert(step.number, "WARN", kind, text, None, None)
-        for metric, alarm in _ALARMS:
-            if self._stall or metric is not metrics.UPDATE_LOST:
-                yield from self._worst(step, metric, alarm)
-        yield from self._divergence(step)
-        yield from self._budgets(step)
-
-    def _anomalies(self, step: Step) -> Iterator[Alert]:
-        found = [kind for kind in NAN_KINDS if step.record.get(kind)]
-        self._streak = self._streak + 1 if found else 0
-        patience = self._settings.nan_patience
-        for kind in found:
-            text = f"{_not_finite(step, kind)} at step {step.number}{_origin(step, self._becomes)}"
-            yield Alert(step.number, "WARN", kind, text, None, None)
-        if self._streak == patience:
-            kind = found[0]
-            text = f"{kind} for {counted(patience, 'step')} in a row, up to step {step.number}"
-            yield Alert(step.number, "ERROR", kind, text, float(self._streak), float(patience))
-
-    def _worst(self, step: Step, metric: Metric, alarm: Alarm) -> Iterator[Alert]:
-        """The worst of a figure, by layer where it has layers, if it is beyond its limit."""
-        found = metric.in_record(step.record).items()
-        values = {at: value for at, value in found if value is not None and at.split("/")[0] not in alarm.leaves_out}
-        if not values:
-            return
-        limit: float = getattr(self._settings, alarm.setting)
-        at = (max if metric.bad == ABOVE else min)(values, key=values.__getitem__)
-        if values[at] > limit if metric.bad == ABOVE else values[at] < limit:
-            text = alarm.text.format(value=values[at], where=at.replace("/", " of "))
-            yield Alert(step.number, "WARN", alarm.kind, f"{text} at step {step.number}", _number(values[at]), limit)
-
-    def _divergence(self, step: Step) -> Iterator[Alert]:
-        trend = self._trend
-        if trend is None or metrics.EXCESS.name not in step.record or not trend.diverging or trend.excess is None:
-            return
-        against = "the baseline's" if self._settings.baseline else "its own best"
-        text = (
-            f"the smoothed training loss is {trend.excess:.1%} above {against} at step {step.number}, "
-            f"for {trend.evals_above} validations in a row"
-        )
-        yield Alert(step.number, "WARN", "early_divergence", text, trend.excess, self._settings.divergence)
-
-    def _budgets(self, step: Step) -> Iterator[Alert]:
-        for limits, word, beyond in (
-            (self._at_most, "above", float.__gt__),
-            (self._settings.at_least, "below", float.__lt__),
-        ):
-            for metric, limit in limits.items():
-                value = step.record.get(metric)
-                if limit is not None and value is not None and beyond(float(value), float(limit)):
-                    kind = "geometry_budget" if metric.startswith(f"{metrics.OFF_GRID.namespace}/") else "budget"
-                    text = f"{metric} is {value:.4g}, {word} its budget of {limit:g}, at step {step.number}"
-                    yield Alert(step.number, "WARN", kind, text, _number(value), float(limit))
+def _judged_of(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in record.items() if name in _JUDGED or name.startswith(_OF_LAYERS)}
 
 
-def _not_finite(step: Step, kind: str) -> str:
-    if kind in (metrics.WEIGHT_HAS_NAN.name, metrics.STATE_HAS_NAN.name):
-        return f"{'a weight' if kind == metrics.WEIGHT_HAS_NAN.name else 'the optimizer state'} is not finite"
-    name = (metrics.TRAIN_LOSS if kind == metrics.LOSS_IS_NAN.name else metrics.GRAD_NORM).name
-    return f"{name} is {step.record.get(name)}"
-
-
-def _origin(step: Step, becomes: str) -> str:
-    """Where it was first seen, if that is known, and what becomes of it; what lasts ends the run in any case."""
-    if step.anomaly is None:
-        return f"; {becomes}"
-    return f"; first seen in {step.anomaly.where}; {'the run ends' if step.anomaly.lasting else becomes}"
-
-
-def _number(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None
+def _alert(finding: Finding, step: Step) -> Alert:
+    """What is told of a class that has just been found; of a step that is not finite where that was first seen."""
+    where = f"; first seen in {step.anomaly.where}" if finding.kind == "nan" and step.anomaly else ""
+    first = min((c for c in finding.criteria if c.step is not None), key=lambda c: c.step or 0)
+    value = first.value if first.value is not None and math.isfinite(first.value) else None
+    return Alert(step.number, finding.kind, message=finding.message + where, value=value, threshold=first.bound)
 
 
 _FLAGS = tuple(flag.name for flag in metrics.FLAGS)
@@ -213,7 +110,7 @@ class _Look:
 class Standstill:
     """Compares every validation with the one before; a state of it lets a run that goes on compare with that before.
 
-    >>> from nanogpt_bench.training.points import Step
+    >>> from nanogpt_bench.monitors.points import Step
     >>> layer = nn.Linear(2, 1)
     >>> adamw = torch.optim.AdamW(layer.parameters())
     >>> seen = Standstill()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanogpt_bench.checkpoint import CheckpointNotWritten, commit
-from nanogpt_bench.training.points import Observer, Step
+from nanogpt_bench.monitors.points import Observer, Step
 from nanogpt_bench.training.run_state import capture
 
 if TYPE_CHECKING:

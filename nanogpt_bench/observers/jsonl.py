@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from nanogpt_bench.monitors.points import Observer, Step
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.files import NO_LINKS
-from nanogpt_bench.training.points import Observer, Step
 
 
 class LineFile:

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from nanogpt_bench.checkpoint import newest
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.observers.alerts import Alert
+from nanogpt_bench.model.layers import plain
+from nanogpt_bench.monitors.points import HISTOGRAM_INTERVAL, Observer, Step
+from nanogpt_bench.runs.load import Alert
 from nanogpt_bench.runs.trained import BEST
-from nanogpt_bench.setup.layers import plain
 from nanogpt_bench.system.errors import BenchError, one_line
 from nanogpt_bench.system.files import write_text
-from nanogpt_bench.training.points import Observer, Step
 
 _LOG = logging.getLogger("nanogpt_bench")
 TRACKING_FILE = "tracking.json"
@@ -167,7 +167,7 @@ def start_trackers(
             started.append(_STARTERS[name](config, run_dir, known.get(name, {}), after))
         except Exception as error:  # a tracker never stops a training
             dropped[name] = report_failure(name, error)
-    trackers = Trackers(started, dropped, config.monitor.histogram_interval)
+    trackers = Trackers(started, dropped, HISTOGRAM_INTERVAL)
     if trackers.facts:
         write_text(run_dir / TRACKING_FILE, json.dumps(trackers.facts, indent=1) + "\n")
     return trackers

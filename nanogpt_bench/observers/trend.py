@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from nanogpt_bench.config import metrics
-from nanogpt_bench.config.watching import AlertsConfig
+from nanogpt_bench.failures.judge import holds_now
+from nanogpt_bench.failures.table import ENDINGS
+from nanogpt_bench.monitors.points import Observer, Step
 from nanogpt_bench.system.errors import BenchError
-from nanogpt_bench.training.points import Observer, Step
 
 #: weight of a new loss in the smoothed one: it remembers about twenty steps
 SMOOTHING = 0.05
@@ -42,63 +43,61 @@ class Smoothed:
         self._sum, self._weight = state["sum"], state["weight"]
 
 
-def baseline_curve(settings: AlertsConfig) -> Mapping[int, float]:
-    """Return the smoothed training loss of `alerts.baseline` by step; empty without a baseline.
+def baseline_curve(baseline: str | None) -> Mapping[int, float]:
+    """Return the smoothed training loss of `alerts.baseline`, a run folder, by step; empty without a baseline.
 
     Raises:
         BenchError: the folder holds no training loss.
     """
-    if settings.baseline is None:
+    if baseline is None:
         return {}
     from nanogpt_bench.runs.load import is_run_folder, load_run
 
-    folder = Path(settings.baseline)
+    folder = Path(baseline)
     run = load_run(folder) if is_run_folder(folder) else None
     steps, losses = run.curve(metrics.TRAIN_LOSS.name) if run else ([], [])
     average = Smoothed()
     curve = {int(step): average.add(loss) for step, loss in zip(steps, losses, strict=True) if loss is not None}
     if not curve:
         needed = f"run folder with a {metrics.TRAIN_LOSS.name} in metrics.jsonl"
-        raise BenchError(f"alerts.baseline: {settings.baseline!r} is no {needed}")
+        raise BenchError(f"alerts.baseline: {baseline!r} is no {needed}")
     return curve
 
 
 class TrendObserver(Observer):
-    """Adds `train/loss_smoothed` to every record, `train/excess` to those of validations, and counts what repeats."""
+    """Adds `train/loss_smoothed` to every record, `train/excess` to those of validations, and tells what ends a run."""
 
-    def __init__(self, settings: AlertsConfig, baseline: Mapping[int, float]) -> None:
-        self._settings, self._baseline = settings, baseline
+    def __init__(self, baseline: Mapping[int, float]) -> None:
+        self._baseline = baseline
         self._average, self._smoothed = Smoothed(), math.nan
         self._own_best = self._best_val = math.inf
-        #: validations in a row with too high a training loss, and without a better validation loss
-        self.evals_above = self.evals_flat = 0
-        #: smoothed training loss over its reference, less one, at the last validation
-        self.excess: float | None = None
+        #: at validations: smoothed training loss over its reference, and validation loss over its lowest, less one each
+        self.excess, self.flatness = list[float](), list[float]()
 
     @property
     def diverging(self) -> bool:
         """Whether the loss has been too high for long enough."""
-        return self.evals_above >= self._settings.divergence_evals
+        return holds_now(ENDINGS["divergence"], self.excess)
 
     @property
     def flat(self) -> bool:
         """Whether the validation loss has not fallen for long enough."""
-        return self.evals_flat >= self._settings.plateau_evals
+        return holds_now(ENDINGS["plateau"], self.flatness)
 
     def state(self) -> dict[str, Any]:
         return {
             "average": self._average.state(),
             "smoothed": self._smoothed,
             "best": [self._own_best, self._best_val],
-            "evals": [self.evals_above, self.evals_flat],
             "excess": self.excess,
+            "flatness": self.flatness,
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._average.load_state(state["average"])
-        self._smoothed, self.excess = state["smoothed"], state["excess"]
+        self._smoothed = state["smoothed"]
         self._own_best, self._best_val = state["best"]
-        self.evals_above, self.evals_flat = state["evals"]
+        self.excess, self.flatness = list(state["excess"]), list(state["flatness"])
 
     def written(self, step: Step) -> None:
         loss = step.record.get(metrics.TRAIN_LOSS.name)
@@ -111,20 +110,17 @@ class TrendObserver(Observer):
             self._follow_train(step)
 
     def _follow_val(self, loss: float | None, *, first: bool) -> None:
-        falls = loss is not None and loss < self._best_val * (1 - self._settings.plateau)
-        self.evals_flat = 0 if falls or first else self.evals_flat + 1
-        if loss is not None and math.isfinite(loss):
-            self._best_val = min(loss, self._best_val)
+        loss = math.inf if loss is None or not math.isfinite(loss) else loss
+        if not first:
+            self.flatness.append(math.inf if loss == math.inf else share_above(loss, self._best_val))
+        self._best_val = min(loss, self._best_val)
 
     def _follow_train(self, step: Step) -> None:
         self._own_best = min(self._own_best, self._smoothed)
         reference = self._baseline.get(step.number) if self._baseline else self._own_best
-        if reference is None:  # the baseline was shorter
-            return
-        self.excess = share_above(self._smoothed, reference)
-        if math.isfinite(self.excess):
-            step.record[metrics.EXCESS.name] = self.excess
-        self.evals_above = self.evals_above + 1 if self.excess > self._settings.divergence else 0
+        if reference is not None:  # the baseline may be shorter
+            self.excess.append(share_above(self._smoothed, reference))
+            step.record[metrics.EXCESS.name] = self.excess[-1]
 
 
 def share_above(loss: float, reference: float) -> float:

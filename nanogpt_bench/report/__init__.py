@@ -1,6 +1,5 @@
 """From run folders to a page, pictures and tables."""
 
 from nanogpt_bench.report.build import main_report, report, write_report
-from nanogpt_bench.report.verdict import Thresholds
 
-__all__ = ["Thresholds", "main_report", "report", "write_report"]
+__all__ = ["main_report", "report", "write_report"]

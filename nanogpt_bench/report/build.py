@@ -1,16 +1,10 @@
-"""Write a report: page, tables and figures in one folder, once or repeatedly while a run goes on."""
+"""Write a report: page, tables and figures in one folder."""
 
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
-import sys
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +16,7 @@ from nanogpt_bench.report.results import Result, measure
 from nanogpt_bench.report.results_file import is_export, merged_rows, read_export, with_given_up
 from nanogpt_bench.report.rows import Row, counted_once, find_reference, left_aside, shortfall
 from nanogpt_bench.report.sweep_charts import Studies, read_studies
-from nanogpt_bench.report.tables import padded, to_csv, to_latex, to_markdown
-from nanogpt_bench.report.verdict import DEFAULTS, Thresholds
+from nanogpt_bench.report.tables import padded, to_csv, to_markdown
 from nanogpt_bench.runs.find import find_runs, say_aside
 from nanogpt_bench.runs.load import Run, load_run
 from nanogpt_bench.system.errors import BenchError, refused, unknown
@@ -31,34 +24,21 @@ from nanogpt_bench.system.files import write_text
 from nanogpt_bench.system.overwriting import refuse_to_replace
 
 PAGE = "report.html"
-TABLES = ("results.csv", "table.md", "table.tex")
+TABLES = ("results.csv", "table.md")
 #: bytes of a page that have its title
 _HEAD = 4096
-#: the shortest time between two drawings of a page
-SECONDS_BETWEEN_PAGES = 20.0
-#: the largest share of one core for drawing, which takes seconds with many long runs
-PAGE_SHARE = 0.05
-THRESHOLDS = tuple(field.name for field in fields(Thresholds))
-#: in a run's folder: its page and figures
-FOLDER = "report"
-#: seconds that the last page may take after the end of a run
-_PATIENCE = 120.0
-#: the program of the process that draws a run's page
-FOLLOW = "import sys; from pathlib import Path; from nanogpt_bench.report import build; build.follow(Path(sys.argv[1]))"
 
 
 def report(
     runs: Sequence[Path],
     *,
     out: Path,
-    thresholds: Thresholds = DEFAULTS,
     baseline: str | None = None,
     say: Callable[[str], None] | None = None,
-    running: bool = False,
 ) -> Path:
     """Rebuild page, figures and tables in `out` from run folders, folders of these, or results files; return the page.
 
-    `say` receives the number of runs found and where; a page of `running` runs reloads itself.
+    `say` receives the number of runs found and where.
 
     Raises:
         BenchError: a path neither is nor holds a run folder, no row is labelled `baseline`, or `out` is a file.
@@ -91,10 +71,8 @@ def report(
         out,
         title=title,
         facts=facts,
-        thresholds=thresholds,
         baseline=baseline,
         studies=replace(studies, tunings=tunings),
-        running=running,
     )
 
 
@@ -111,8 +89,7 @@ def main_report(args: argparse.Namespace) -> int:
         BenchError: as `report`, or a folder with files of a report's names that no report wrote.
     """
     _check_folder(args.out)
-    thresholds = Thresholds(**{name: getattr(args, name) for name in THRESHOLDS})
-    print(report(args.runs, out=args.out, thresholds=thresholds, baseline=args.baseline, say=say_aside))
+    print(report(args.runs, out=args.out, baseline=args.baseline, say=say_aside))
     return 0
 
 
@@ -142,12 +119,10 @@ def write_report(
     *,
     title: str,
     facts: Mapping[str, str],
-    thresholds: Thresholds = DEFAULTS,
     baseline: str | None = None,
     studies: Studies | None = None,
-    running: bool = False,
 ) -> Path:
-    """Write report.html and the tables, and once all runs ended the figures; return the page's path.
+    """Write report.html, the tables and the figures; return the page's path.
 
     `studies` are the files of sweeps beside their runs, by default those in `out`.
 
@@ -159,23 +134,21 @@ def write_report(
     except OSError as error:
         raise refused(f"output folder {str(out)!r} can't be made", error) from error
     reference = find_reference(rows, baseline)
-    results = measure(rows, reference, thresholds, running=running)
+    results = measure(rows, reference)
     chosen = looks(rows, reference, *(result.row for result in results if result.reference))
     for ladder in LADDERS:
         chosen |= line_looks(ladder, results, chosen)
     found = read_studies([out]) if studies is None else studies
-    sections = all_sections(shown := Page(title, facts, results, chosen, thresholds, found, running))
+    sections = all_sections(shown := Page(title, facts, results, chosen, found))
     page = write_text(out / PAGE, render(shown, sections))
     write_tables(results, out)
-    if not running:
-        # Figures take seconds of a core that runs can use, so they come last.
-        write_figures([chart for section in sections for chart in section.charts], chosen, out / "figures")
+    write_figures([chart for section in sections for chart in section.charts], chosen, out / "figures")
     return page
 
 
 def write_tables(results: Sequence[Result], out: Path) -> None:
-    """Write results.csv, table.md, table.tex, and for rows on a ladder gap_by_length.md and the like."""
-    for name, made in zip(TABLES, (to_csv, to_markdown, to_latex), strict=True):
+    """Write results.csv, table.md, and for rows on a ladder gap_by_length.md and the like."""
+    for name, made in zip(TABLES, (to_csv, to_markdown), strict=True):
         write_text(out / name, made(results))
     for ladder in LADDERS:
         if found := climbed(ladder, results):
@@ -257,50 +230,3 @@ def _versions(environment: Mapping[str, Any]) -> str:
     libraries = environment.get("libraries")
     named = {"Python": environment.get("python")} | (dict(libraries) if isinstance(libraries, Mapping) else {})
     return ", ".join(f"{name} {version}" for name, version in named.items() if version)
-
-
-@contextmanager
-def followed(run_dir: Path) -> Iterator[Path]:
-    """Yield the path of a run's page, which a process of its own keeps up to date until the context ends.
-
-    The process ends when its standard input does, with the run and however that ends, after a last page.
-    """
-    command = [sys.executable, "-c", FOLLOW, str(run_dir)]
-    drawing = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
-    assert drawing.stdin is not None
-    try:
-        yield run_dir / FOLDER / PAGE
-    finally:
-        drawing.stdin.close()
-        try:
-            drawing.wait(_PATIENCE)
-        except subprocess.TimeoutExpired:
-            drawing.kill()
-            drawing.wait()
-
-
-def follow(run_dir: Path, least: float = SECONDS_BETWEEN_PAGES) -> None:
-    """Draw the page of a run repeatedly until standard input ends, and then once more."""
-    getattr(os, "nice", int)(10)  # the training comes first
-    drawn, ended, pause = None, threading.Event(), least
-
-    def wait() -> None:
-        sys.stdin.read()
-        ended.set()
-
-    threading.Thread(target=wait, daemon=True).start()
-    while not ended.wait(pause):
-        records = run_dir / "metrics.jsonl"
-        size = records.stat().st_size if records.is_file() else 0
-        if size and size != drawn:
-            begun, drawn = time.monotonic(), size
-            _draw(run_dir, running=True)
-            pause = max(least, (time.monotonic() - begun) / PAGE_SHARE)
-    _draw(run_dir, running=False)
-
-
-def _draw(run_dir: Path, *, running: bool) -> None:
-    try:
-        report([run_dir], out=run_dir / FOLDER, running=running)
-    except (BenchError, OSError) as error:  # such as a full disk: the run counts
-        print(f"nanogpt-bench: no page of {run_dir}: {error}", file=sys.stderr)

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from nanogpt_bench.config.metrics import ELAPSED, LOG, SHARE, SPREADS, TRAIN_LOSS, VAL_LOSS, Metric, Spread
+from nanogpt_bench.config.metrics import ELAPSED, LOG, SHARE, TRAIN_LOSS, VAL_LOSS, Metric, Spread
+from nanogpt_bench.monitors import SPREADS
 from nanogpt_bench.report.chart import (
     PERCENT,
     Chart,
@@ -30,7 +31,8 @@ from nanogpt_bench.runs.load import Distribution, Run
 
 BY_STEP, BY_TIME = "step", ELAPSED.name
 FEWEST_POINTS, MOST_POINTS = 60, 50 * MAX_POINTS  # of a curve, and of all curves of a chart
-EARLY_DIVERGENCE = "early_divergence"
+#: alerts of a loss that rises: as they are called, and were in earlier runs
+EARLY_DIVERGENCE = ("divergence", "early_divergence")
 BAR_HEIGHT = 42
 #: titles of namespaces that differ from the capitalised name
 TITLES = {"grad": "Gradients", "quant": "Ranges", "val": "Labels"}
@@ -66,17 +68,6 @@ def _line(row: Row, run: Run, key: str, against: str, smoothed: bool, limit: int
     return Line(row.label, run.seed, [xs[i] for i in kept], [ys[i] for i in kept])
 
 
-def first_lines(rows: Sequence[Row], key: str, steps: int) -> list[Line]:
-    """Return the curves of `key` up to step `steps`, as recorded."""
-    found = []
-    for row in rows:
-        for run in row.runs:
-            xs, ys = run.curve(key)
-            kept = [(x, y) for x, y in zip(xs, ys, strict=True) if x <= steps]
-            found.append(Line(row.label, run.seed, [x for x, _ in kept], [y for _, y in kept]))
-    return [line for line in found if any(y is not None for y in line.ys)]
-
-
 def marks(rows: Sequence[Row], drawn: Sequence[Line], against: str = BY_STEP) -> list[Mark]:
     """Return the first alert of early divergence and the end of a failed run as marks on the runs' curves."""
     curves = {(line.label, line.seed): line for line in drawn}
@@ -90,8 +81,8 @@ def marks(rows: Sequence[Row], drawn: Sequence[Line], against: str = BY_STEP) ->
 
 def _moments(run: Run) -> list[tuple[int, str]]:
     """Return (step, text) of each event that a loss curve marks."""
-    early = next((alert for alert in run.alerts if alert.kind == EARLY_DIVERGENCE), None)
-    moments = [(early.step, f"early divergence at step {early.step}")] if early else []
+    early = next((alert for alert in run.alerts if alert.kind in EARLY_DIVERGENCE), None)
+    moments = [(early.step, f"divergence told at step {early.step}")] if early else []
     if run.status == "failed" and run.last_step is not None:
         moments.append((run.last_step, f"failed at step {run.last_step}"))
     return moments

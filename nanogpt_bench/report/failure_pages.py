@@ -1,4 +1,4 @@
-"""Pages of runs that failed, and of E7M0 with nearest rounding: classes found, evidence, timeline and predictions."""
+"""Pages of runs that failed: classes found, evidence and timeline."""
 
 from __future__ import annotations
 
@@ -7,32 +7,18 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from nanogpt_bench.config.metrics import TRAIN_LOSS, UPDATE_LOST, ZERO_GRADIENT_ZONE
-from nanogpt_bench.failures import Diagnosis, Event, Finding, Prediction, diagnose, is_e7m0_nearest, predictions
-from nanogpt_bench.report.chart import DOTTED, Chart, Look, Spec, ink, limit_line, lines, over, quantity
-from nanogpt_bench.report.curve_charts import first_lines, lines_of, loss_range
+from nanogpt_bench.config.metrics import TRAIN_LOSS
+from nanogpt_bench.failures import Diagnosis, Event, Finding, diagnose
+from nanogpt_bench.report.chart import DOTTED, Chart, Look, Spec, ink, lines, over, quantity
+from nanogpt_bench.report.curve_charts import lines_of, loss_range
 from nanogpt_bench.report.markup import Section, chart_places
 from nanogpt_bench.report.results import Result
-from nanogpt_bench.report.rows import Row, loss_unit, reference_beside, setting_without
+from nanogpt_bench.report.rows import Row, loss_unit, reference_beside
 from nanogpt_bench.report.verdict import class_name, describe_ending
 from nanogpt_bench.runs.load import Run
-from nanogpt_bench.system.words import counted
 
 POINTS = 150  # of a curve: there may be a chart for each of many runs
 OPEN_PAGES = 4  # more failure pages start closed
-BATCH_KEYS = frozenset({"train.batch_size", "train.accumulation"})
-FIRST_STEPS = 60
-PREDICTED_STEPS = 10
-PREDICTION_TITLES = {
-    "plateau": "Plateau within 10 steps",
-    "update_sparsity": "Update sparsity",
-    "zero_gradient_zones": "Zero-gradient zones",
-}
-ANSWERS = {True: "confirmed", False: "refuted", None: "not judged"}
-SHARES = (
-    (UPDATE_LOST, "updates lost", 0),
-    (ZERO_GRADIENT_ZONE, "in a zero-gradient zone", 1),
-)
 
 
 @dataclass(frozen=True)
@@ -44,43 +30,15 @@ class Failed:
     diagnosis: Diagnosis
 
 
-@dataclass(frozen=True)
-class Predicted:
-    """A run of E7M0 with nearest rounding, and its predictions with their answers."""
-
-    label: str
-    run: Run
-    predictions: tuple[Prediction, ...]
-
-
 def failed_runs(results: Sequence[Result]) -> list[Failed]:
     """Return the runs that failed or have a failure class in their records, in the order of the table."""
-    series = _batch_series([run for result in results for run in result.row.runs])
     judged = [
-        Failed(
-            result.row.label,
-            run,
-            diagnose(run, siblings=[other for other in series[setting_without(run, BATCH_KEYS)] if other is not run]),
-        )
+        Failed(result.row.label, run, diagnose(run))
         for result in results
         for run in result.row.runs
         if run.metrics or run.status == "failed"
     ]
     return [failed for failed in judged if failed.run.status == "failed" or failed.diagnosis.found]
-
-
-def _batch_series(runs: Sequence[Run]) -> Mapping[str, list[Run]]:
-    """Group runs that differ in batch size and seeds only: together they separate noise from a floor."""
-    groups: dict[str, list[Run]] = {}
-    for run in runs:
-        groups.setdefault(setting_without(run, BATCH_KEYS), []).append(run)
-    return groups
-
-
-def predicted_runs(results: Sequence[Result]) -> list[Predicted]:
-    """Return the first run of every row of E7M0 with nearest rounding."""
-    firsts = [(result.row.label, result.row.runs[0]) for result in results if result.row.runs]
-    return [Predicted(label, run, predictions(run)) for label, run in firsts if run.metrics and is_e7m0_nearest(run)]
 
 
 def failure_section(failed: Sequence[Failed], references: Sequence[Row], looks: Mapping[str, Look]) -> Section | None:
@@ -90,10 +48,7 @@ def failure_section(failed: Sequence[Failed], references: Sequence[Row], looks: 
     pages = [
         _failure_page(i, entry, references, looks, opened=len(failed) <= OPEN_PAGES) for i, entry in enumerate(failed)
     ]
-    words = (
-        "One page for each run that failed or in whose records a class of failure was found; the criteria and their "
-        "thresholds are those of the run's own configuration, section failure."
-    )
+    words = "One page for each run that failed or in whose records a class of failure was found."
     body = f'<p class="muted">{words}</p>' + "".join(body for body, _ in pages)
     return Section("failures", "Failures", body, [chart for _, charts in pages for chart in charts])
 
@@ -106,7 +61,7 @@ def _failure_page(
     body = (
         f'<details class="page" id="failure-{place}"{" open" if opened else ""}>'
         f"<summary><h3>{escape(_title(failed))}</h3><span>{escape(_how(failed))}</span></summary>"
-        f"{_ending(failed)}{_timeline(failed)}{_evidence(failed.diagnosis)}{_lead(failed)}{chart_places(charts)}</details>"
+        f"{_ending(failed)}{_timeline(failed)}{_evidence(failed.diagnosis)}{chart_places(charts)}</details>"
     )
     return body, charts
 
@@ -179,18 +134,6 @@ def _others(title: str, listed: Sequence[Finding]) -> str:
     return f'<p class="muted">{title}: {escape("; ".join(items))}.</p>'
 
 
-def _lead(failed: Failed) -> str:
-    """Return the lead time of the kurtosis alert before the failure."""
-    lead = failed.diagnosis.lead_time
-    if lead is None:
-        return ""
-    seconds = "" if lead.seconds is None else f" ({abs(lead.seconds):.3g} s)"
-    order = "before" if lead.steps >= 0 else "after"
-    apart = f"{counted(abs(lead.steps), 'step')}{seconds} {order}"
-    words = f"Lead time of the kurtosis alert: at step {lead.alert_step}, {apart} the"
-    return f"<p>{escape(words)} {escape(class_name(lead.failure_kind))} at step {lead.failure_step}.</p>"
-
-
 def _loss_chart(place: int, failed: Failed, references: Sequence[Row], looks: Mapping[str, Look]) -> Chart | None:
     """Return the run's training loss and the reference's, with a line at the onset of every class."""
     own = Row(failed.label, failed.run.rule, failed.run.format, (failed.run,))
@@ -219,73 +162,3 @@ def _class_marks(found: Sequence[Finding], x: Spec) -> list[Spec]:
         over(values, {"type": "rule", "color": ink("muted"), **DOTTED}, x=x),
         over(values, name, x=x, y=above, text={"field": "text"}),
     ]
-
-
-def e7m0_section(
-    predicted: Sequence[Predicted], references: Sequence[Row], looks: Mapping[str, Look]
-) -> Section | None:
-    """Return the section on E7M0 with nearest rounding; None without such a row."""
-    if not predicted:
-        return None
-    words = (
-        "E7M0 has powers of two only. With neighbours at half and at twice its value, nearest rounding leaves a weight "
-        "where it is until a step reaches a quarter of it inwards or half of it outwards. Three things were predicted "
-        "of that."
-    )
-    pages = [_e7m0_page(i, entry, references, looks) for i, entry in enumerate(predicted)]
-    body = f'<p class="muted">{words}</p>' + "".join(body for body, _ in pages)
-    return Section("e7m0", "E7M0 with nearest rounding", body, [chart for _, charts in pages for chart in charts])
-
-
-def _e7m0_page(
-    place: int, entry: Predicted, references: Sequence[Row], looks: Mapping[str, Look]
-) -> tuple[str, list[Chart]]:
-    drawn = [_first_steps_chart(place, entry, references, looks), _shares_chart(place, entry)]
-    charts = [chart for chart in drawn if chart is not None]
-    answers = "".join(_answer(prediction) for prediction in entry.predictions)
-    title = f"<h3>{escape(entry.label)} · {escape(entry.run.name)}</h3>"
-    return f'{title}<div class="answers">{answers}</div>{chart_places(charts)}', charts
-
-
-def _answer(prediction: Prediction) -> str:
-    answer, title = ANSWERS[prediction.confirmed], PREDICTION_TITLES.get(prediction.name, prediction.name)
-    return (
-        f'<div class="answer {answer.replace(" ", "-")}"><b>{escape(title)}</b>'
-        f'<span class="badge">{answer}</span><p class="muted">Predicted: {escape(prediction.statement)}.</p>'
-        f"<p>{escape(sentence(prediction.text))}</p></div>"
-    )
-
-
-def _first_steps_chart(
-    place: int, entry: Predicted, references: Sequence[Row], looks: Mapping[str, Look]
-) -> Chart | None:
-    """Return the training loss of the first steps, as recorded, beside the reference's."""
-    own = Row(entry.label, entry.run.rule, entry.run.format, (entry.run,))
-    other = reference_beside(entry.run, references)
-    drawn = first_lines([own, *other], TRAIN_LOSS.name, FIRST_STEPS)
-    if not drawn:
-        return None
-    x, y = quantity("x", "step"), quantity("y", loss_unit([own]))
-    spec = lines(drawn, looks, x, y)
-    spec["layer"].append(limit_line(PREDICTED_STEPS, x=x))
-    caption = f"The first {FIRST_STEPS} steps, the reference in ink; dotted: step {PREDICTED_STEPS}."
-    return Chart(f"e7m0-loss-{place}", "Training loss at first", caption, spec)
-
-
-def _shares_chart(place: int, entry: Predicted) -> Chart | None:
-    """Return the shares of weights that lost their update and that lie in a zero-gradient zone, by step."""
-    own = Row(entry.label, entry.run.rule, entry.run.format, (entry.run,))
-    found = [(line, words) for metric, words, _ in SHARES for line in lines_of([own], metric.name)]
-    if not found:
-        return None
-    values = [{"name": words, "x": line.xs, "y": line.ys} for line, words in found]
-    y = quantity("y", "share of weights", (-0.02, 1.04), format=".0%")
-    places = {"x": quantity("x", "step"), "y": y}
-    scale = {"domain": [words for _, words, _ in SHARES], "range": [ink(colour) for *_, colour in SHARES]}
-    colour = {"field": "name", "type": "nominal", "scale": scale, "legend": {"orient": "top", "title": None}}
-    spec = {
-        "data": {"values": values},
-        "transform": [{"flatten": ["x", "y"]}],
-        "layer": [{"mark": {"type": "line", "point": {"size": 22}}, "encoding": places | {"color": colour}}],
-    }
-    return Chart(f"e7m0-shares-{place}", "Updates lost, by step", "Of all quantised weights.", spec)

@@ -1,4 +1,4 @@
-"""Figures: some of the page's charts side by side as SVG, PNG and PDF files, drawn by Vega without a browser.
+"""Figures: some of the page's charts side by side as SVG files, drawn by Vega without a browser.
 
 Vega runs JavaScript in threads of its own, which do not survive a fork of the process.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import vl_convert
 
 from nanogpt_bench.report.chart import CONFIG, Chart, Look, Spec, coloured, ink, of_row, short, theme_colours
 from nanogpt_bench.system.errors import BenchError, one_line
-from nanogpt_bench.system.files import replacing
+from nanogpt_bench.system.files import write_text
 
 _process: list[int] = []
 """The process that started Vega."""
@@ -37,8 +36,7 @@ FIGURES: Mapping[str, Sequence[str]] = {
 ACROSS = 3  # charts beside each other
 PIXELS, PANEL_PIXELS = 800, 340  # widths of a chart alone and of one of several
 FRAME = 60  # pixels of a chart's height for axis and title
-PNG_BEGIN = b"\x89PNG\r\n\x1a\n"
-LETTER_PIXELS, KEY_PIXELS, LONGEST_LABEL, DENSITY = 7, 60, 36, 2
+LETTER_PIXELS, KEY_PIXELS, LONGEST_LABEL = 7, 60, 36
 
 
 def javascript(code: str) -> str:
@@ -69,17 +67,15 @@ def _start() -> None:
 
 
 def write_figures(charts: Sequence[Chart], looks: Mapping[str, Look], folder: Path) -> list[Path]:
-    """Draw every figure that has charts into `folder` as NAME.svg, .png and .pdf; return the files written."""
+    """Draw every figure that has charts into `folder` as NAME.svg; return the files written."""
     folder.mkdir(parents=True, exist_ok=True)
-    written: list[Path] = []
-    for name, shown in chosen(charts).items():
-        written += _save(figure(shown, looks), folder / name)
-    return written
+    drawn = {name: svg(figure(shown, looks)) for name, shown in chosen(charts).items()}
+    return [write_text(folder / f"{name}.svg", text) for name, text in drawn.items()]
 
 
 def drawn_in(folder: Path) -> list[Path]:
     """Return the files of a folder that have names of figures."""
-    names = re.compile(rf"({'|'.join(FIGURES)}|sensitivity(_\d+)?)\.(svg|png|pdf)")
+    names = re.compile(rf"({'|'.join(FIGURES)}|sensitivity(_\d+)?)\.svg")
     return sorted(path for path in folder.glob("*") if names.fullmatch(path.name))
 
 
@@ -136,33 +132,3 @@ def _legend(looks: Mapping[str, Look], width: int) -> Spec:
             {"mark": text, "encoding": {"x": x | {"field": "end"}, "y": y, "text": {"field": "row"}}},
         ],
     }
-
-
-def _save(spec: Spec, stem: Path) -> list[Path]:
-    text = svg(spec)
-    drawn = {
-        ".svg": text.encode(),
-        ".png": _packed(vl_convert.svg_to_png(text, scale=DENSITY)),
-        ".pdf": vl_convert.svg_to_pdf(text),
-    }
-    for suffix, content in drawn.items():
-        with replacing(stem.with_suffix(suffix)) as file:
-            file.write(content)
-    return [stem.with_suffix(suffix) for suffix in drawn]
-
-
-def _packed(png: bytes) -> bytes:
-    """Compress a PNG again: the converter hardly compresses its `IDAT` chunks."""
-    chunks, at = [], len(PNG_BEGIN)
-    while at < len(png):
-        size = int.from_bytes(png[at : at + 4], "big")
-        chunks.append((png[at + 4 : at + 8], png[at + 8 : at + 8 + size]))
-        at += 12 + size
-    pixels = zlib.compress(zlib.decompress(b"".join(content for kind, content in chunks if kind == b"IDAT")), 6)
-    head, tail = ([(k, c) for k, c in chunks if k != b"IDAT" and (k == b"IEND") is last] for last in (False, True))
-    return PNG_BEGIN + b"".join(_chunk(kind, content) for kind, content in [*head, (b"IDAT", pixels), *tail])
-
-
-def _chunk(kind: bytes, content: bytes) -> bytes:
-    checksum = zlib.crc32(kind + content).to_bytes(4, "big")
-    return len(content).to_bytes(4, "big") + kind + content + checksum

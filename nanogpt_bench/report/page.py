@@ -12,7 +12,10 @@ from typing import Any
 
 import yaml
 
-from nanogpt_bench.config.metrics import CHARTED, COSINE, UPDATE_LOST, charted
+from nanogpt_bench.failures.table import VERDICT
+from nanogpt_bench.monitors import CHARTED, charted
+from nanogpt_bench.monitors.shadow import COSINE
+from nanogpt_bench.monitors.stall import UPDATE_LOST
 from nanogpt_bench.report import figures, sweep_charts, weight_charts
 from nanogpt_bench.report.chart import CONFIG, THEMES, Chart, Look, Spec, short, theme_colours
 from nanogpt_bench.report.curve_charts import (
@@ -23,14 +26,14 @@ from nanogpt_bench.report.curve_charts import (
     stall_chart,
     watched_charts,
 )
-from nanogpt_bench.report.failure_pages import e7m0_section, failed_runs, failure_section, predicted_runs
+from nanogpt_bench.report.failure_pages import failed_runs, failure_section
 from nanogpt_bench.report.ladders import LADDERS, ladder_section
 from nanogpt_bench.report.markup import Cell, Section, chart_places, legend, table
 from nanogpt_bench.report.results import Result, findings
 from nanogpt_bench.report.rows import Row, left_aside, loss_unit
 from nanogpt_bench.report.sweep_charts import Studies
 from nanogpt_bench.report.tables import TUNING_HEADINGS, TUNING_WORDS, Column, shown_columns, tuning_cells
-from nanogpt_bench.report.verdict import Thresholds, describe_ending
+from nanogpt_bench.report.verdict import describe_ending
 from nanogpt_bench.runs.environment import history_comment
 from nanogpt_bench.runs.load import Run
 from nanogpt_bench.runs.read import finite
@@ -46,7 +49,6 @@ DIFFERENCE_NOTE = (
     "Paired difference: that of the final validation losses of the same seed, mean with its 95% t-interval and the "
     "p-value of the paired t-test, adjusted over the rows of the table (Holm); of one seed it is a lead and no more. "
 )
-RELOAD_SECONDS = 15
 # Only the page's own content may run or be shown: a report from elsewhere can't call home.
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 # The page uses Vega's drawing and the interpreter that reads expressions instead of compiling them.
@@ -55,15 +57,13 @@ VEGA = "window.vegaEmbed = vegaEmbed;"
 
 @dataclass(frozen=True)
 class Page:
-    """The content of the page: title, facts of the runs (in order), results, and whether runs still go on."""
+    """The content of the page: title, facts of the runs (in order), and results."""
 
     title: str
     facts: Mapping[str, str]
     results: Sequence[Result]
     looks: Mapping[str, Look]
-    thresholds: Thresholds = field(default_factory=Thresholds)
     studies: Studies = field(default_factory=Studies)
-    running: bool = False
 
     @property
     def rows(self) -> list[Row]:
@@ -78,8 +78,7 @@ class Page:
 
 
 def all_sections(page: Page) -> list[Section]:
-    """Return all sections with data, in reading order; failures only once all runs ended."""
-    ended = not page.running
+    """Return all sections with data, in reading order."""
     found: list[Section | None] = [
         _what(page),
         _results(page),
@@ -87,15 +86,14 @@ def all_sections(page: Page) -> list[Section]:
         *(ladder_section(ladder, page.results, page.looks) for ladder in LADDERS),
         tuned_section(page.studies.tunings),
         _loss(page),
-        e7m0_section(predicted_runs(page.results), page.references, page.looks) if ended else None,
-        failure_section(failed_runs(page.results), page.references, page.looks) if ended else None,
+        failure_section(failed_runs(page.results), page.references, page.looks),
         _studies(page),
         _stall(page),
         *(_watched(page, namespace) for namespace in CHARTED if namespace != UPDATE_LOST.namespace),
         _spreads(page),
         _weights(page),
         _alerts(page),
-        _endings(page) if ended else None,
+        _endings(page),
         _configs(page),
     ]
     return [section for section in found if section is not None]
@@ -134,7 +132,6 @@ def _results_line(result: Result, columns: Sequence[Column]) -> list[Cell]:
 
 def _results_note(page: Page) -> str:
     seeds = max((len(result.row.runs) for result in page.results), default=1)
-    limits = page.thresholds
     measured = bool(page.references)
     return (
         f"Losses in {loss_unit(page.rows)}"
@@ -143,24 +140,22 @@ def _results_note(page: Page) -> str:
         + ". "
         + (DIFFERENCE_NOTE if any(result.difference is not None for result in page.results) else "")
         + (
-            f"Tokens to gap: the first at which the smoothed training loss lay {limits.gap:g} nats above the "
-            "reference's. " * measured
+            f"Tokens to gap: the first at which the smoothed training loss lay {VERDICT['tokens to gap'].bound:g} nats "
+            "above the reference's. " * measured
         )
         + "Bytes a parameter: measured on the tensors alive after the training, quantised and other "
         "weights, scales and optimizer state together. Stall, a mean over the looks: share of weights that a nonzero "
         "requested update left on the same grid value, where that loses it; (code) marks a float32 master copy, where "
         "the update is kept though the code is the same. Arrived, a mean over the looks: the share of the requested "
-        "movement that the write-back made, about 100% where it is unbiased."
-        + (_verdict_note(limits) if measured else "")
+        "movement that the write-back made, about 100% where it is unbiased." + (_verdict_note() if measured else "")
     )
 
 
-def _verdict_note(limits: Thresholds) -> str:
+def _verdict_note() -> str:
     return (
-        f" Verdict: final validation loss at most {100 * limits.within:.4g}% above the reference's"
-        + f", doubtful with a mean gradient cosine of {limits.cosine:g} or less"
-        + ("" if limits.alerts is None else f" or more than {limits.alerts} alerts")
-        + f"; a stall of {limits.stall:.0%} or more is named where it is short of the reference."
+        f" Verdict: final validation loss at most {VERDICT['outside'].bound:.0%} above the reference's"
+        + f", doubtful with a mean gradient cosine of {VERDICT['cosine'].bound:g} or less; a stall of "
+        f"{VERDICT['stall'].bound:.0%} or more is named where it is short of the reference."
     )
 
 
@@ -168,7 +163,7 @@ def _loss(page: Page) -> Section | None:
     label = page.references[0].label if page.references else None
     drawn = loss_charts(page.rows, page.looks, label)
     marked = any("tooltip" in layer["encoding"] for chart in drawn for layer in chart.spec["layer"])
-    words = '<p class="muted">Open diamonds: an early-divergence alert, or the end of a run that failed.</p>'
+    words = '<p class="muted">Open diamonds: an alert of divergence, or the end of a run that failed.</p>'
     return _curves(page, "loss", "Loss curves", drawn, below=words if marked else "")
 
 
@@ -210,7 +205,7 @@ def _stall(page: Page) -> Section | None:
 
 def _watched(page: Page, namespace: str) -> Section | None:
     title = TITLES.get(namespace, namespace.capitalize())
-    drawn = watched_charts(page.rows, page.looks, charted(namespace), {COSINE.name: page.thresholds.cosine})
+    drawn = watched_charts(page.rows, page.looks, charted(namespace), {COSINE.name: VERDICT["cosine"].bound})
     return _curves(page, title.lower(), title, drawn)
 
 
@@ -346,13 +341,12 @@ def _tuning_html(rows: Sequence[Mapping[str, Any]]) -> str:
 def render(page: Page, sections: Sequence[Section]) -> str:
     """Return the page as one string of HTML; all text of a run is escaped."""
     drawn = [chart for section in sections for chart in section.charts]
-    reload = f'<meta http-equiv="refresh" content="{RELOAD_SECONDS}">' if page.running else ""
     return "".join(
         (
             '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
             f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f'<meta name="color-scheme" content="light dark">{reload}',
+            '<meta name="color-scheme" content="light dark">',
             f"<title>{escape(page.title)}</title><style>{_theme()}{_asset('page.css')}</style></head>\n<body><main>",
             _header(page, sections),
             *(section.html() for section in sections),
@@ -419,6 +413,5 @@ def _css(value: str | Sequence[str]) -> str:
 
 
 def _header(page: Page, sections: Sequence[Section]) -> str:
-    live = f'<p class="live">Still running: this page reloads every {RELOAD_SECONDS} seconds.</p>'
     links = "".join(f'<a href="#{section.name}">{escape(section.title)}</a>' for section in sections)
-    return f"<h1>{escape(page.title)}</h1>{live if page.running else ''}<nav>{links}</nav>"
+    return f"<h1>{escape(page.title)}</h1><nav>{links}</nav>"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nanogpt_bench.config.metrics import SMOOTHED_LOSS, TRAIN_LOSS
-from nanogpt_bench.report.results_file import MONITORED, TENTH, monitored_figures
+from nanogpt_bench.report.results_file import TENTH, monitored_figures
 from nanogpt_bench.report.rows import Row, identity, references_of, seed_of, setting_of
 from nanogpt_bench.report.tables import padded
 from nanogpt_bench.runs.load import Run
@@ -107,7 +107,8 @@ def _loss(figures: Mapping[str, float]) -> float | None:
 
 def rank_predictors(found: Sequence[Point]) -> list[Predictor]:
     """Return the figures that enough runs have: first the loss itself, then the others, best first."""
-    names = (name for name in MONITORED if name not in (TRAIN_LOSS.name, SMOOTHED_LOSS.name))
+    recorded = dict.fromkeys(name for point in found for name in point.figures)
+    names = (name for name in recorded if name not in (*TRIVIAL, TRAIN_LOSS.name, SMOOTHED_LOSS.name))
     told = [_predictor(name, found) for name in (*TRIVIAL, *names)]
     kept = [each for each in told if each.runs >= FEWEST and each.spearman is not None]
     trivial = [each for each in kept if each.name in TRIVIAL]

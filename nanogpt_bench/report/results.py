@@ -10,9 +10,11 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from nanogpt_bench.config.metrics import BESIDE_LOSS, COSINE, TOKENS, TRAIN_LOSS, VAL_ALSO_LOSS
+from nanogpt_bench.config.metrics import BESIDE_LOSS, TOKENS, TRAIN_LOSS, VAL_ALSO_LOSS
+from nanogpt_bench.failures.table import VERDICT
+from nanogpt_bench.monitors.shadow import COSINE
 from nanogpt_bench.report.rows import REFERENCE_RULE, Row, differences, references_of, row_label, seed_of
-from nanogpt_bench.report.verdict import DEFAULTS, Evidence, Outcome, Thresholds, Verdict, judge
+from nanogpt_bench.report.verdict import Evidence, Outcome, Verdict, judge
 from nanogpt_bench.runs.curves import smooth, smoothing_window
 from nanogpt_bench.runs.environment import on_two_processors
 from nanogpt_bench.runs.load import Run
@@ -81,12 +83,10 @@ def reference_name(results: Sequence[Result]) -> str:
     return rows[0].label if len(rows) == 1 else row_label(rows[0].rule, rows[0].format)
 
 
-def measure(
-    rows: Sequence[Row], reference: Row | None, thresholds: Thresholds = DEFAULTS, *, running: bool = False
-) -> list[Result]:
-    """Return each row's result, in order; `running` marks runs without a summary as still going."""
+def measure(rows: Sequence[Row], reference: Row | None) -> list[Result]:
+    """Return each row's result, in order."""
     against = references_of(rows, reference)
-    results = [_measure_row(row, against.get(row.label), thresholds, running) for row in rows]
+    results = [_measure_row(row, against.get(row.label)) for row in rows]
     family, also = (
         adjusted([getattr(result, name) for result in results]) for name in ("difference", "also_difference")
     )
@@ -94,7 +94,7 @@ def measure(
     return [replace(result, difference=found, also_difference=other) for result, found, other in each]
 
 
-def _measure_row(row: Row, reference: Row | None, thresholds: Thresholds, running: bool) -> Result:
+def _measure_row(row: Row, reference: Row | None) -> Result:
     is_reference = row is reference
     unlike = () if reference is None or is_reference else differences(row.runs, reference.runs)
     measured = None if unlike else reference
@@ -111,7 +111,6 @@ def _measure_row(row: Row, reference: Row | None, thresholds: Thresholds, runnin
         gap_share,
         stall.mean if stall else None,
         cosine.mean if cosine else None,
-        alerts.total(),
         is_reference,
         unlike,
         unmeasured=reference is None,
@@ -120,7 +119,7 @@ def _measure_row(row: Row, reference: Row | None, thresholds: Thresholds, runnin
             gaps, [getattr(_errors(each), "mean", None) for each in (row, measured) if each is not None]
         ),
     )
-    verdict = judge(row.runs, evidence, thresholds=thresholds, running=running)
+    verdict = judge(row.runs, evidence)
     if row.why:
         verdict = Verdict(Outcome.FAILED, row.why)
     return Result(
@@ -136,7 +135,7 @@ def _measure_row(row: Row, reference: Row | None, thresholds: Thresholds, runnin
         tokens_per_s=figure(run.number("tokens_per_s") for run in row.runs),
         arrived=figure(run.number("arrived") for run in row.runs),
         verdict=verdict,
-        tokens_to_gap=None if is_reference or measured is None else _tokens_to_gap(row, measured, thresholds),
+        tokens_to_gap=None if is_reference or measured is None else _tokens_to_gap(row, measured),
         cosine=cosine,
         alerts=dict(alerts.most_common()),
         val_loss_se=errors.mean if errors else None,
@@ -175,9 +174,9 @@ def _beside(row: Row) -> dict[str, Figure]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _tokens_to_gap(row: Row, reference: Row, thresholds: Thresholds) -> Figure | None:
+def _tokens_to_gap(row: Row, reference: Row) -> Figure | None:
     twins = ((run, twin_of(run, reference.runs)) for run in row.runs)
-    return figure(tokens_to_gap(run, twin, thresholds.gap) for run, twin in twins if twin is not None)
+    return figure(tokens_to_gap(run, twin, VERDICT["tokens to gap"].bound) for run, twin in twins if twin is not None)
 
 
 def mean_cosine(run: Run) -> float | None:

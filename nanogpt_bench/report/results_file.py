@@ -13,14 +13,14 @@ from nanogpt_bench.config.metrics import (
     BESIDE_LOSS,
     ELAPSED,
     GRAD_NORM,
-    METRICS,
-    OVERHEAD,
     SMOOTHED_LOSS,
     TRAIN_LOSS,
     VAL_LOSS,
     VAL_LOSS_SE,
     Metric,
 )
+from nanogpt_bench.monitors import METRICS
+from nanogpt_bench.monitors.shadow import OVERHEAD
 from nanogpt_bench.report.rows import SEED_KEYS, Row, distinct, group_rows, identity
 from nanogpt_bench.runs.earlier import has_ended
 from nanogpt_bench.runs.find import SWEEP, TRIALS

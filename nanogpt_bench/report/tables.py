@@ -1,4 +1,4 @@
-"""Tables: results as CSV (full precision), Markdown and LaTeX, and what a sweep tuned.
+"""Tables: results as CSV (full precision) and Markdown, and what a sweep tuned.
 
 Readable tables, those of terminal and page among them, have the columns that tell rows apart, as many as fit.
 """
@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from nanogpt_bench.config.metrics import BESIDE_LOSS, CODE_UNCHANGED
+from nanogpt_bench.config.metrics import BESIDE_LOSS
+from nanogpt_bench.monitors.stall import CODE_UNCHANGED
 from nanogpt_bench.report.results import MARK, Figure, Result, difference_text, reference_name
 from nanogpt_bench.report.rows import learning_rate, shortfall
 from nanogpt_bench.runs.read import finite
@@ -317,40 +318,6 @@ def _markdown_cell(text: str) -> str:
     for character in "\\|<>*_`[]":
         text = text.replace(character, "\\" + character)
     return " ".join(text.split())
-
-
-LATEX_ESCAPES = str.maketrans(
-    {
-        "\\": r"\textbackslash{}",
-        "&": r"\&",
-        "%": r"\%",
-        "$": r"\$",
-        "#": r"\#",
-        "_": r"\_",
-        "{": r"\{",
-        "}": r"\}",
-        "~": r"\textasciitilde{}",
-        "^": r"\textasciicircum{}",
-        "<": r"\textless{}",
-        ">": r"\textgreater{}",
-        "±": r"$\pm$",
-    }
-)
-
-
-def to_latex(results: Sequence[Result]) -> str:
-    """Return a tabular for the package booktabs."""
-    columns = shown_columns(results)
-    align = "".join("r" if column.numeric else "l" for column in columns)
-    head = " & ".join(_latex_cell(column.heading) for column in columns)
-    body = [" & ".join(_latex_cell(column.cell(result)) for column in columns) for result in results]
-    lines = [rf"\begin{{tabular}}{{{align}}}", r"\toprule", head + r" \\", r"\midrule"]
-    lines += [line + r" \\" for line in body]
-    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
-
-
-def _latex_cell(text: str) -> str:
-    return " ".join(text.translate(LATEX_ESCAPES).split())
 
 
 TUNING_HEADINGS = ("tuned", "key", "best", "tried", "trials", "steps", "seconds")

@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from nanogpt_bench.config.metrics import LIMITS
+from nanogpt_bench.failures.table import VERDICT
 from nanogpt_bench.runs.load import Run
-from nanogpt_bench.system.errors import BenchError
 
 CLASS_NAMES = {"nan": "NaN"}
 #: classes of the loss itself; the others are possible causes
@@ -58,34 +57,6 @@ def _share_of_seeds(found: int, of: int) -> str:
     return f" ({found} of {of} seeds)" if found < of else ""
 
 
-@dataclass(frozen=True)
-class Thresholds:
-    """The limits that a verdict applies to the loss, the stall, the gradient cosine and the alerts."""
-
-    within: float = 0.10  # final val loss may exceed the reference's by this share
-    stall: float = LIMITS["stall"]  # share of weights whose requested update did not change them
-    cosine: float = 0.90  # mean gradient cosine against the float32 shadow, below which a row is doubtful
-    alerts: int | None = None  # most alerts of a row that is not doubtful; None: they are counted, not judged
-    behind: float = 0.05  # nats by which a final loss exceeds the reference's, twice its standard error at the least
-    gap: float = 0.10  # nats per token by which the training loss leaves the reference's (tokens to gap)
-
-    def __post_init__(self) -> None:
-        inf = float("inf")
-        for name, fits, needed in (
-            ("within", 0 < self.within < inf, "a positive share, such as 0.10 for 10%"),
-            ("stall", 0 < self.stall <= 1, "a share above 0 and at most 1"),
-            ("cosine", -1 <= self.cosine <= 1, "a number from -1 to 1"),
-            ("alerts", self.alerts is None or self.alerts >= 0, "a number of alerts, 0 or more"),
-            ("behind", 0 < self.behind < inf, "a positive number of nats"),
-            ("gap", 0 < self.gap < inf, "a positive number of nats"),
-        ):
-            if not fits:
-                raise BenchError(f"--{name}: {getattr(self, name)!r} is not allowed; give {needed}")
-
-
-DEFAULTS = Thresholds()
-
-
 class Outcome(StrEnum):
     REFERENCE = "reference"
     WITHIN = "within"
@@ -117,7 +88,6 @@ class Evidence:
     gap_share: float | None = None
     stall: float | None = None
     cosine: float | None = None
-    alerts: int = 0
     reference: bool = False
     unlike: tuple[str, ...] = ()
     unmeasured: bool = False
@@ -125,32 +95,28 @@ class Evidence:
     gap_error: float | None = None
 
 
-def judge(
-    runs: Sequence[Run], evidence: Evidence, *, thresholds: Thresholds = DEFAULTS, running: bool = False
-) -> Verdict:
+def judge(runs: Sequence[Run], evidence: Evidence) -> Verdict:
     """Return the verdict on the runs of one row (its seeds).
 
     A failure outranks an early end, which outranks the comparison of losses. A row within reach of the reference is
-    doubtful if its gradient cosine or alerts exceed their limits or its loss diverged. A row out of reach is named by
+    doubtful if its gradient cosine is beyond its bound or its loss diverged. A row out of reach is named by
     its failure classes first, and by its stall at or above the limit; a row of unknown gap by those of the loss alone.
     """
-    if running and (not runs or any(run.status == "incomplete" for run in runs)):
-        return Verdict(Outcome.UNKNOWN, f"running, step {runs[-1].last_step or 0}" if runs else "waiting")
-    outcome, text = _ending(runs) or _comparison(evidence, thresholds)
+    outcome, text = _ending(runs) or _comparison(evidence)
     if outcome in (Outcome.WITHIN, Outcome.REFERENCE):
-        return _near(outcome, text, runs, evidence, thresholds)
+        return _near(outcome, text, runs, evidence)
     if outcome in (Outcome.UNKNOWN, Outcome.INCOMPARABLE):
-        doubts = _doubts(evidence, thresholds) if outcome is Outcome.UNKNOWN else []
+        doubts = _doubts(evidence) if outcome is Outcome.UNKNOWN else []
         return Verdict(outcome, "; ".join([*_classes(runs, of_the_loss=True), text, *doubts]))
-    stalled = _stalled(evidence, thresholds)
+    stalled = _stalled(evidence)
     first = _classes(runs, dict(zip(["stall"], stalled, strict=False)))
     rest = [said for said in stalled if not any(said in words for words in first)]
-    return Verdict(outcome, "; ".join([*first, text, *_doubts(evidence, thresholds), *rest]))
+    return Verdict(outcome, "; ".join([*first, text, *_doubts(evidence), *rest]))
 
 
-def _near(outcome: Outcome, text: str, runs: Sequence[Run], evidence: Evidence, thresholds: Thresholds) -> Verdict:
+def _near(outcome: Outcome, text: str, runs: Sequence[Run], evidence: Evidence) -> Verdict:
     """Return the verdict on the reference, or on a row within reach of it."""
-    doubts = _doubts(evidence, thresholds) if outcome is Outcome.WITHIN else []
+    doubts = _doubts(evidence) if outcome is Outcome.WITHIN else []
     doubts += [class_names([DIVERGED], runs)] if DIVERGED in classes_found(runs) else []
     doubtful = doubts and outcome is Outcome.WITHIN
     return Verdict(Outcome.DOUBTFUL if doubtful else outcome, "; ".join([text, *doubts]))
@@ -163,17 +129,13 @@ def _classes(runs: Sequence[Run], figures: Mapping[str, str] | None = None, *, o
     return [class_names(kinds, runs, figures)] if kinds else []
 
 
-def _doubts(evidence: Evidence, thresholds: Thresholds) -> list[str]:
-    found = []
-    if evidence.cosine is not None and evidence.cosine <= thresholds.cosine:
-        found.append(f"cosine {evidence.cosine:.2f}")
-    if thresholds.alerts is not None and evidence.alerts > thresholds.alerts:
-        found.append(f"{evidence.alerts} alert{'s' if evidence.alerts > 1 else ''}")
-    return found
+def _doubts(evidence: Evidence) -> list[str]:
+    doubtful = evidence.cosine is not None and VERDICT["cosine"].beyond(evidence.cosine)
+    return [f"cosine {evidence.cosine:.2f}"] if doubtful else []
 
 
-def _stalled(evidence: Evidence, thresholds: Thresholds) -> list[str]:
-    stalled = evidence.stall is not None and evidence.stall >= thresholds.stall
+def _stalled(evidence: Evidence) -> list[str]:
+    stalled = evidence.stall is not None and VERDICT["stall"].beyond(evidence.stall)
     return [f"stall {evidence.stall:.0%}"] if stalled else []
 
 
@@ -203,7 +165,7 @@ def describe_ending(run: Run) -> str:
     return f"{verb}{where}" + (f": {message}" if message else "")
 
 
-def _comparison(evidence: Evidence, thresholds: Thresholds) -> tuple[Outcome, str]:
+def _comparison(evidence: Evidence) -> tuple[Outcome, str]:
     if evidence.reference:
         return Outcome.REFERENCE, "reference"
     if evidence.unlike:
@@ -212,16 +174,16 @@ def _comparison(evidence: Evidence, thresholds: Thresholds) -> tuple[Outcome, st
         return Outcome.UNKNOWN, "finished"
     if evidence.gap_share is None:
         return Outcome.UNKNOWN, "no finished reference"
-    limit = f"{100 * thresholds.within:.4g}%"
-    if evidence.gap_share > thresholds.within:
+    limit = f"{VERDICT['outside'].bound:.0%}"
+    if evidence.gap_share > VERDICT["outside"].bound:
         return Outcome.OUTSIDE, f"outside {limit}"
-    if _is_behind(evidence, thresholds):
+    if _is_behind(evidence):
         return Outcome.BEHIND, "behind"
     return Outcome.WITHIN, f"within {limit}"
 
 
-def _is_behind(evidence: Evidence, thresholds: Thresholds) -> bool:
-    """Test a gap against twice its standard error and the limit; a gap without a standard error never passes."""
+def _is_behind(evidence: Evidence) -> bool:
+    """Test a gap against twice its standard error and the bound; a gap without a standard error never passes."""
     if evidence.gap is None or evidence.gap_error is None:
         return False
-    return evidence.gap > max(thresholds.behind, 2.0 * evidence.gap_error)
+    return evidence.gap > max(VERDICT["behind"].bound, 2.0 * evidence.gap_error)

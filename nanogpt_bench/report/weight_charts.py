@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from nanogpt_bench.config.metrics import CODE_COUNTS, OPERANDS
+from nanogpt_bench.config.metrics import OPERANDS
+from nanogpt_bench.monitors.bits import CODE_COUNTS
 from nanogpt_bench.report.chart import Chart, Look, category, ink, labelled, names, quantity
 from nanogpt_bench.report.results import Result
 from nanogpt_bench.runs.load import Histogram, Run

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.config.metrics import ARRIVED, SPEED, STALLS, VAL_LOSS
+from nanogpt_bench.config.metrics import SPEED, VAL_LOSS
 from nanogpt_bench.config.rules import stall_counts
+from nanogpt_bench.monitors.stall import ARRIVED, STALLS
 from nanogpt_bench.runs.environment import history_lines
 from nanogpt_bench.runs.read import MOST_NAMES, Records, finite, mapping, numbers, records
 from nanogpt_bench.system.errors import BenchError, one_line, printable, shortened

@@ -82,12 +82,6 @@ def constrain(model: nn.Module, settings: ModelConfig) -> None:
         layer.weight = geoopt.ManifoldParameter(point, manifold=manifold)
 
 
-def constrained_weights(model: nn.Module) -> dict[str, geoopt.ManifoldParameter]:
-    """Return the parameters on geoopt's Stiefel manifold or sphere, by name."""
-    kinds = (geoopt.Stiefel, geoopt.Sphere)
-    return {name: p for name, p in model.named_parameters() if isinstance(getattr(p, "manifold", None), kinds)}
-
-
 def rate_of(weight: geoopt.ManifoldParameter, settings: OptimizerConfig) -> float:
     """Return the rate by which geoopt's step turns each row or column of a weight by `optimizer.constrained_lr`.
 

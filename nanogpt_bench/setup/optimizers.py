@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import fp8manifold as fm
 from nanogpt_bench.config.schema import MANIFOLDS, OPTIONS, Config, OptimizerConfig
-from nanogpt_bench.setup.constraints import constrained_weights, rate_of
-from nanogpt_bench.setup.surgery import quantized_layers
+from nanogpt_bench.model.layers import constrained_weights, quantized_layers
+from nanogpt_bench.setup.constraints import rate_of
 from nanogpt_bench.system.errors import BenchError, one_line
 
 #: from the number of steps taken to batches (tokens, targets) that a Fisher matrix is measured on

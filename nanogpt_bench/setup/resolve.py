@@ -17,12 +17,11 @@ from nanogpt_bench.config.schema import (
     ModelConfig,
 )
 from nanogpt_bench.config.settings import Resolved, load_config
-from nanogpt_bench.config.watching import ALERT_KINDS, ALERT_LEVELS
 from nanogpt_bench.model.gpt import SIZES, GPTShape
 from nanogpt_bench.setup.constraints import check_constrained_layers, fill_constraint, fill_rates
 from nanogpt_bench.setup.formats import fill_formats, format_name, read_layers
 from nanogpt_bench.setup.start import as_begun, outlined_shape, pinned, start_shape
-from nanogpt_bench.system.errors import BenchError, unknown
+from nanogpt_bench.system.errors import BenchError
 
 #: what a run without a rule starts from
 _NO_RULE = Rule(storage="float32", optimizer="adamw", lr=1e-3)
@@ -203,18 +202,9 @@ def _default_storage(config: Config) -> str:
 
 
 def _read_monitors(config: Config) -> None:
-    """Read formats to measure against, budgets and levels of alerts; refuse those that mean nothing."""
-    alerts = config.alerts
+    """Read formats to measure against."""
     for key in ("activation_format", "gradient_format"):
         _read_format(config.monitor, key, f"monitor.{key}")
-    for section in ("at_most", "at_least"):
-        for metric, value in getattr(alerts, section).items():
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-                raise BenchError(f"alerts.{section}.{metric}: {value!r} is not allowed; give a number or null")
-    for kind, level in alerts.levels.items():
-        if kind not in ALERT_KINDS:
-            raise unknown("alerts.levels key", kind, ALERT_KINDS)
-        alerts.levels[kind] = _level(kind, level)
 
 
 def _read_format(section: Any, name: str, key: str) -> None:
@@ -222,14 +212,6 @@ def _read_format(section: Any, name: str, key: str) -> None:
     if getattr(section, name) is not None:
         read = format_name(getattr(section, name), key)
         setattr(section, name, None if read == "none" else read)
-
-
-def _level(kind: str, level: Any) -> str:
-    """Return an alert's level in its own spelling; YAML reads a bare off as false."""
-    for known in ALERT_LEVELS:
-        if str(level).lower() == known.lower() or (level is False and known == "off"):
-            return known
-    raise unknown(f"alerts.levels.{kind}", level, ALERT_LEVELS)
 
 
 def rule_name(config: Config) -> str:

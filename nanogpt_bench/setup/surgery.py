@@ -11,6 +11,7 @@ import fp8manifold as fm
 from nanogpt_bench.config.schema import MANIFOLDS, Config
 from nanogpt_bench.config.settings import Resolved
 from nanogpt_bench.model.causal import is_linear, rows_of_outputs
+from nanogpt_bench.model.layers import quantized_layers
 from nanogpt_bench.setup.constraints import constrain
 from nanogpt_bench.system.errors import BenchError, one_line
 from nanogpt_bench.system.words import counted
@@ -116,9 +117,3 @@ def left_in_float(model: nn.Module) -> str:
     more = f" and {counted(len(largest) - _NAMED, 'layer')} more" if len(largest) > _NAMED else ""
     where = f"; most in {', '.join(names)}{more}" if names else ""
     return f"left in float: {left / report.parameters:.0%} of the weights, {left:,} of {report.parameters:,}{where}"
-
-
-def quantized_layers(model: nn.Module) -> dict[str, fm.QuantizedLinear]:
-    """Return the layers whose weights are quantised, by name."""
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, fm.QuantizedLinear)}
-    return {name: layer for name, layer in layers.items() if layer.weight_format is not None}

@@ -297,11 +297,11 @@ class ComparisonRecord(Record):
         """Write compare.json."""
         self._write_manifest(self.rows())
 
-    def write_page(self, *, running: bool) -> Path:
+    def write_page(self) -> Path:
         """Write compare.json and what a record's `write_page` does; returns the page's path."""
         rows = self.rows()
         self._write_manifest(rows)
-        return self._write_report(rows, running)
+        return self._write_report(rows)
 
     def _write_manifest(self, rows: Sequence[Row]) -> None:
         reference = find_reference(rows, self.baseline)

@@ -186,13 +186,12 @@ class Record(ABC):
         rows = self.rows()
         return measure(rows, find_reference(rows, self.baseline))
 
-    def write_page(self, *, running: bool) -> Path:
-        """Write the tables and the page, and the figures when nothing is running; returns the page's path."""
-        return self._write_report(self.rows(), running)
+    def write_page(self) -> Path:
+        """Write the tables, the page and the figures; returns the page's path."""
+        return self._write_report(self.rows())
 
-    def _write_report(self, rows: Sequence[Row], running: bool) -> Path:
-        facts = self.facts(rows)
-        return write_report(rows, self.folder, title=self.title, facts=facts, baseline=self.baseline, running=running)
+    def _write_report(self, rows: Sequence[Row]) -> Path:
+        return write_report(rows, self.folder, title=self.title, facts=self.facts(rows), baseline=self.baseline)
 
     def facts(self, rows: Sequence[Row]) -> dict[str, str]:
         """The facts at the head of the report: command, machine, date, and what its runs share."""

@@ -1,8 +1,7 @@
-"""`sweep --sensitivity`: one layer pattern, or block, quantised at a time: trained, or (`--of`) of a run's weights."""
+"""`sweep --sensitivity`: one layer pattern, or block, quantised at a time and trained."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 from collections.abc import Mapping, Sequence
@@ -13,27 +12,18 @@ from typing import Any
 from nanogpt_bench.config.rules import float_rule, reference_settings
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import build_config
-from nanogpt_bench.evaluation.sensitivity import FILE, gaps_table
-from nanogpt_bench.evaluation.weights import RunWeights, checked_overrides, folder_of
-from nanogpt_bench.report.build import report
+from nanogpt_bench.evaluation.sensitivity import FILE
 from nanogpt_bench.runs.read import finite
-from nanogpt_bench.runs.trained import choose, is_checkpoint, load, run_folder
 from nanogpt_bench.setup.formats import format_name
 from nanogpt_bench.setup.resolve import resolve
-from nanogpt_bench.setup.runtime import runtime
 from nanogpt_bench.sweep.axes import Axis
-from nanogpt_bench.sweep.file import Sensitivity, SweepFile, find_sweep, read_sweep
+from nanogpt_bench.sweep.file import Sensitivity, SweepFile
 from nanogpt_bench.sweep.plan import PlannedRun, check_count, named_once, plan_point
 from nanogpt_bench.sweep.record import SweepRecord
-from nanogpt_bench.system.errors import BenchError, printable
+from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.files import write_text
-from nanogpt_bench.system.lock import is_unused, locked
-from nanogpt_bench.system.untrusted import read_json
-from nanogpt_bench.system.words import say
 
 AXES = ("model.format", "seed")
-#: `--of` without a file
-SHIPPED = "sensitivity.yaml"
 
 
 @dataclass(frozen=True)
@@ -182,110 +172,3 @@ def _status(record: SweepRecord, runs: Sequence[PlannedRun]) -> str | None:
 def write_gaps(study: Study, record: SweepRecord) -> Path:
     """Write sensitivity.json as things stand."""
     return write_text(record.folder / FILE, json.dumps(measure_gaps(study, record), indent=1) + "\n")
-
-
-# Of the weights of a run
-
-
-def sensitivity_of(args: argparse.Namespace) -> int:
-    """Round, measure, print the table and the report's path.
-
-    Raises:
-        BenchError: no such run, options that mean nothing here, or a text, file or folder that can't be used.
-    """
-    if not args.sensitivity:
-        raise BenchError("--of: the weights of a run can be rounded one layer at a time, with --sensitivity")
-    if args.workers:
-        raise BenchError("--workers: with --of nothing is trained, one table is measured by one process; leave it out")
-    if args.known:
-        raise BenchError("--from: with --of nothing is trained, so no run need be taken from a file; leave it out")
-    run_dir, folder = _checkpoint(args.of)
-    sweep = read_sweep(find_sweep(args.file or SHIPPED))
-    formats = _formats_to_round(sweep)
-    if sweep.base:
-        say(f"of {sweep.path.name} only formats and patterns are taken: all else is as in {run_dir}")
-    weights = RunWeights(load(folder), _given(args.overrides))
-    out = args.out or Path("runs") / f"sensitivity-of-{run_dir.resolve().name}"
-    with locked(out, "--out"):
-        _check_folder(out)
-        content = measure_of(weights, sweep.sensitivity, formats)
-        write_text(out / FILE, json.dumps(content, indent=1) + "\n")
-        page = report([run_dir], out=out)
-    print("".join(f"{printable(line)}\n" for line in gaps_table(content).splitlines()))
-    print(page, flush=True)
-    return 0
-
-
-def _checkpoint(path: Path) -> tuple[Path, Path]:
-    """A run's folder, and its newest checkpoint or the one that is named."""
-    run_dir = run_folder(str(path))
-    if run_dir is not None:
-        return run_dir, choose(run_dir)
-    if is_checkpoint(path):
-        above = path.parent.parent
-        return above.parent if above.name == "best" else above, path
-    raise BenchError(f"--of: {str(path)!r} is no folder of a run; give runs/NAME, or one of its checkpoints")
-
-
-def _given(overrides: Sequence[str]) -> dict[str, Any]:
-    given = checked_overrides(overrides)
-    if "model.formats" in given:
-        raise BenchError("--model.formats: what is rounded is said by sensitivity.patterns of the sweep file")
-    return given
-
-
-def _formats_to_round(sweep: SweepFile) -> tuple[str, ...]:
-    for other in sweep.axes:
-        if other.key != "model.format":
-            raise BenchError(f"--of takes the axis model.format alone: {other.key} can't vary once weights are trained")
-    names = _names(_format_axis(sweep))
-    if sweep.sensitivity.operand == "gradient":
-        raise BenchError("sensitivity.operand: 'gradient' means nothing without training; allowed: weight, activation")
-    return names
-
-
-def _check_folder(out: Path) -> None:
-    """Refuse a folder of something else; a table of this kind is replaced."""
-    if is_unused(out):
-        return
-    try:
-        before = read_json(out / FILE)
-    except (OSError, ValueError):
-        before = None
-    if not isinstance(before, dict) or not before.get("of"):
-        raise BenchError(f"--out {str(out)!r} is in use and holds no table of trained weights; give a new folder")
-
-
-def measure_of(weights: RunWeights, options: Sensitivity, formats: Sequence[str]) -> dict[str, Any]:
-    """Return the content of sensitivity.json: the gaps to the weights as floats, in nats, pattern by format.
-
-    Raises:
-        BenchError: a text that is not the run's, a pattern that matches no layer, or a tied lm_head undecided on.
-    """
-    corpus = weights.open_text()
-    patterns = _patterns(options, weights.own)
-    cells = [[_quantised_alone(pattern, fmt, options.operand) for fmt in formats] for pattern in patterns]
-    rounded = [bool(weights.config(row[0]).layers) for row in cells]  # a tied lm_head may be left alone
-    with runtime(weights.own) as device:
-        reference = weights.rounded({}, corpus, device).validate()
-        gaps: list[list[float | None]] = []
-        for number, (pattern, row, rounds) in enumerate(zip(patterns, cells, rounded, strict=True), 1):
-            say(f"{number} of {len(patterns)}: {pattern}")
-            losses = [weights.rounded(cell, corpus, device).validate() if rounds else None for cell in row]
-            gaps.append([None if loss is None else loss - reference for loss in losses])
-    return {
-        "patterns": list(patterns),
-        "tied": weights.given.get("model.tied", weights.own.model.tied),
-        "formats": list(formats),
-        "operand": options.operand,
-        "seeds": [weights.own.seed],
-        "rule": "",
-        "reference": "the same weights as floats",
-        "reference_loss": reference,
-        "of": folder_of(weights.trained.folder),
-        "step": weights.trained.step,
-        "trained_loss": weights.trained.val_loss,
-        "gap": gaps,
-        "spread": [[None] * len(formats) for _ in patterns],
-        "status": [[None if rounds else "left in float"] * len(formats) for rounds in rounded],
-    }

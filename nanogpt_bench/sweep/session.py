@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -14,7 +13,6 @@ from rich.table import Table
 from rich.text import Text
 
 from nanogpt_bench.config.settings import build_config
-from nanogpt_bench.report.build import PAGE_SHARE, SECONDS_BETWEEN_PAGES
 from nanogpt_bench.report.results import Result, findings
 from nanogpt_bench.report.tables import shown_columns, to_text
 from nanogpt_bench.report.verdict import Outcome
@@ -88,7 +86,6 @@ class Session:
         self._board.to_come = to_come
         self.say = self._board.say
         self._threads = 1
-        self._written, self._pause = time.monotonic(), SECONDS_BETWEEN_PAGES
 
     def train(self, planned: Iterable[PlannedRun], on_end: OnEnd = nothing_follows) -> bool:
         """Train the runs and those that follow from them; False when a signal ended it before.
@@ -158,7 +155,6 @@ class Session:
             self._board.show(self._judged(event))
             if event.job is not None and event.kind in ("done", "failed"):
                 self._end(event, self._runs[event.job], on_end)
-            self._write_page_if_due()
 
     def _judged(self, event: Event) -> Event:
         """The event, the end of a training that went well for the worker and badly for the model as a failure."""
@@ -171,14 +167,6 @@ class Session:
         if not self._record.ended(run):  # it was ended from outside: nothing follows from that
             return
         self._enqueue(left for following in on_end(run) for left in self._left(following, on_end))
-
-    def _write_page_if_due(self) -> None:
-        begun = time.monotonic()
-        if begun - self._written < self._pause:
-            return
-        self._record.write_page(running=True)
-        self._written = time.monotonic()
-        self._pause = max(SECONDS_BETWEEN_PAGES, (self._written - begun) / PAGE_SHARE)
 
 
 def _turn(run: PlannedRun) -> tuple[bool, int, float]:
@@ -201,7 +189,7 @@ def close(
 
     The last line printed is the page's path. What is left is said on standard error, with the `command` that goes on.
     """
-    page = record.write_page(running=False)
+    page = record.write_page()
     if table is not None:
         print("".join(f"{printable(line)}\n" for line in table.splitlines()))
     if table is None or rows:

@@ -13,9 +13,9 @@ from torch.nn.utils import get_total_norm
 
 import fp8manifold as fm
 from nanogpt_bench.config import metrics
-from nanogpt_bench.setup.layers import plain
+from nanogpt_bench.model.layers import plain
+from nanogpt_bench.monitors.points import Anomaly, Step
 from nanogpt_bench.system.ranks import ALONE, Ranks
-from nanogpt_bench.training.points import Anomaly, Step
 
 if TYPE_CHECKING:
     from nanogpt_bench.training.trainer import Trainer

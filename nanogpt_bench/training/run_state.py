@@ -11,9 +11,9 @@ import fp8manifold as fm
 from nanogpt_bench.checkpoint import Contents
 from nanogpt_bench.checkpoint.tree import capture_tree, plain_copy, restore_tree
 from nanogpt_bench.model.weights import fill, tensors_of
+from nanogpt_bench.monitors.points import Observer
 from nanogpt_bench.setup.peers import sdnq_state, sdnq_state_back
 from nanogpt_bench.system.errors import BenchError, one_line
-from nanogpt_bench.training.points import Observer
 
 if TYPE_CHECKING:
     from nanogpt_bench.training.trainer import Trainer

@@ -86,7 +86,6 @@ def test_values_that_are_there_twice_are_found_among_many():
         ("model: {formats: {1: E4M3}}", "1 is not allowed as the name of an entry"),
         ("model: {formats: {'*': {weight: E4M3, 2020-01-01: x}}}", "is not allowed as the name of an entry"),
         ('"\\e[2J\\u202E\\u2028": 1', "unknown key '\\x1b[2J\\u202e\\u2028'"),
-        ("alerts: {at_most: {\"a\\e[31m\\nb\": word}}", "alerts.at_most.a\\x1b[31m\\nb: 'word'"),
         ("rule: " + "x" * 100_000, "unknown rule 'xxx"),
     ],
 )  # fmt: skip

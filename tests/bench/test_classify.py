@@ -23,12 +23,12 @@ from nanogpt_bench.data.documents import documents_of, drawn
 from nanogpt_bench.evaluation.losses import evaluate_run
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.model.gpt import PADDING, Classifier, GPTShape, build_model
+from nanogpt_bench.model.layers import quantized_layers
 from nanogpt_bench.report.results import measure
 from nanogpt_bench.report.rows import find_reference, group_rows, loss_unit
 from nanogpt_bench.report.tables import to_csv, to_markdown
 from nanogpt_bench.runs.load import load_run
 from nanogpt_bench.setup.resolve import resolve
-from nanogpt_bench.setup.surgery import quantized_layers
 from nanogpt_bench.setup.task import document_losses, f1_scores, r_precision
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.training.trainer import Trainer

@@ -14,7 +14,7 @@ from torch import Tensor
 from nanogpt_bench.cli import main
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import find_config, load_config
-from nanogpt_bench.observers import Step
+from nanogpt_bench.monitors import Step
 from nanogpt_bench.system.errors import BenchError
 
 Tiny = Callable[..., Config]

@@ -192,7 +192,7 @@ def test_a_comparison_from_start_to_report(run_cli, tmp_path, text_file, monkeyp
             for i, name in ((1, "bf16-mixed"), (2, "fp32"), (3, "E4M3-nearest"))
             for seed in (42, 43)
         ),
-        *("corpus", "figures", "compare.json", "report.html", "results.csv", "table.md", "table.tex"),
+        *("corpus", "figures", "compare.json", "report.html", "results.csv", "table.md"),
     }
     table = read_table(out)
     assert [line["run"] for line in table] == ["bf16-mixed", "fp32", "E4M3 nearest"]

@@ -17,8 +17,8 @@ from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.data.batches import open_corpus
 from nanogpt_bench.loop.train import run
+from nanogpt_bench.model.layers import constrained_weights
 from nanogpt_bench.report.build import report
-from nanogpt_bench.setup.constraints import constrained_weights
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.sweep.plan import applies
 from nanogpt_bench.system.errors import BenchError
@@ -121,7 +121,7 @@ def test_the_monitor_watches_what_is_constrained(watched: dict[str, Path], name:
             assert "geometry/constraint_rounded" not in record
         else:  # a rounded matrix is close to the manifold, and not on it
             assert all(1e-3 < record[key] < 1 for key in rounded)
-    assert not (watched[name] / "alerts.jsonl").exists() or "orthogonality" not in (
+    assert not (watched[name] / "alerts.jsonl").exists() or "off_manifold" not in (
         watched[name] / "alerts.jsonl"
     ).read_text(encoding="utf-8")
 

@@ -40,7 +40,7 @@ SMALL = {
     "eval.interval": 2,
     "eval.batches": 1,
     "monitor.interval": 2,
-    "monitor.ranges": True,
+    "monitor.watch": ["gradients", "stall", "ranges", "trend"],
     "optimizer.lr": 1e-3,
     "optimizer.warmup_steps": 1,
 }

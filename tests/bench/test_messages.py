@@ -7,12 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.loop.train import run
-from nanogpt_bench.model.gpt import GPT
 from nanogpt_bench.report.results import measure
 from nanogpt_bench.report.rows import Row
 from nanogpt_bench.report.tables import WIDEST, to_markdown, to_text
@@ -45,25 +42,6 @@ def test_an_unknown_row_is_no_unknown_reference() -> None:
 def test_one_core_takes() -> None:
     with pytest.raises(BenchError, match="2 is more than the 1 core takes; give at most 1"):
         check_workers(2, "--workers", there=1)
-
-
-@pytest.mark.parametrize(("policy", "becomes"), [("skip", "the step is skipped"), ("stop", "the run ends")])
-def test_an_alert_says_what_becomes_of_the_step(
-    policy: str, becomes: str, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loss, calls = GPT.loss, []
-
-    def broken(model: GPT, *data: torch.Tensor) -> torch.Tensor:
-        calls.append(0)
-        value = loss(model, *data)
-        return value * float("nan") if model.training and torch.is_grad_enabled() else value
-
-    monkeypatch.setattr(GPT, "loss", broken)
-    run(tiny(train__on_anomaly=policy, train__max_steps=1, monitor__gradients=False), tmp_path / "r")
-    lines = [json.loads(line) for line in (tmp_path / "r" / "alerts.jsonl").read_text().splitlines()]
-    said = [line["message"] for line in lines if line["kind"].startswith("train/loss") or "is nan" in line["message"]]
-    assert said
-    assert all(message.endswith(f"; {becomes}") for message in said if "in a row" not in message), said
 
 
 def test_a_long_verdict_is_folded_and_widens_no_other_line() -> None:

@@ -131,12 +131,11 @@ WRITTEN = {
     "evaluate RUN --formats all --out DIR": "dir/evaluation.json",
     "evaluate fp32.yaml --formats E4M3 --data.dir CORPUS --model.block_size 16 --out FILE": "first.json",
     "report RUN --out DIR": "dir/results.csv",
-    "report RUN --out DIR ": "dir/figures/loss_curves.png",
+    "report RUN --out DIR ": "dir/figures/loss_curves.svg",
     "report RUN --out DIR  ": "dir/report.html",
-    "report RUN --out DIR   ": "dir/table.tex",
+    "report RUN --out DIR   ": "dir/table.md",
     "sweep formats.yaml --data.dir CORPUS --out DIR": "dir/sweep.json",
     "compare --data.dir CORPUS --out DIR": "dir/compare.json",
-    "sweep --sensitivity --of RUN --out DIR": "dir/sensitivity.json",
     "finetune --model gone --data.dir CORPUS --save DIR": "dir/model.safetensors",
 }
 MINE = '{"mine": [1, 2, 3]}\n'

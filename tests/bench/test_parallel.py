@@ -24,7 +24,7 @@ from nanogpt_bench.training.trainer import Trainer
 sys.path.insert(0, str(Path(__file__).parent.parent / "library"))
 from rank_pool import Pool
 
-MONITORS = {f"monitor__{name}": False for name in ("stall", "ranges", "bits", "attention", "gradients", "geometry")}
+MONITORS = {"monitor__watch": "[resources, trend]"}
 #: 8-bit averages with and without residuals, orthogonal steps, packed residuals, ULPs, floats, delayed scales
 KINDS: dict[str, dict[str, Any]] = {
     "stochastic-8bit": {"rule": "stochastic-8bit", "model__format": "E4M3"},

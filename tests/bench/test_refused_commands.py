@@ -12,10 +12,6 @@ from nanogpt_bench.cli import main
 
 #: files of the folder that a command is given in; RUN is a run, MODEL a pretrained one, CHARS and OWN are corpora
 FILES = {
-    "few.yaml": "axes: {model.format: [E4M3]}\n",
-    "two.yaml": "axes: {model.format: [E4M3], seed: [1, 2]}\n",
-    "gradient.yaml": "axes: {model.format: [E4M3]}\nsensitivity: {operand: gradient}\n",
-    "nothing.yaml": "axes: {model.format: [E4M3]}\nsensitivity: {patterns: [mlp.fd]}\n",
     "fp32.yaml": "rule: fp32\n",
     "parallel.yaml": "settings: {rule: fp32, train.parallel: ddp}\naxes: {seed: [1, 2]}\n",
 }
@@ -85,7 +81,6 @@ REFUSED: dict[str, str] = {
     f"{ROWS} --data.dir gone --model.block_size 8": "gone & prepare",
     "report": "RUNS",
     "report runs --out a --out b": "error: --out is given twice; keep one",
-    "report RUN --out out --cosine 2": "--cosine: 2.0 is not allowed; give a number from -1 to 1",
     "verify": "RUN",
     "verify gone": "gone & does not exist",
     "sweep parallel.yaml": "'ddp' is for torchrun -m nanogpt_bench run; each run of a sweep",
@@ -136,7 +131,6 @@ REFUSED: dict[str, str] = {
     "evaluate RUN --out out --formats all,none": "'none' is what the gaps are measured against",
     "evaluate RUN --out out --scales channel --model.storage grid": "--model.storage means nothing with a report",
     "evaluate RUN --out out --scales channel --model.granularity block": "give --scales",
-    "evaluate RUN --out out --calibrate 0": "--calibrate",
     **{
         f"evaluate RUN --out out --budget {word}": f"--budget: '{word}' is not allowed; give a number > 0"
         for word in ("nan", "-1", "inf", "0", "much")
@@ -146,7 +140,6 @@ REFUSED: dict[str, str] = {
     "evaluate RUN --out out --scales channel --weights w.safetensors": "--weights says which weights",
     "evaluate RUN --sensitivity kinds --model.formats '{\"*\": none, embeddings: none}'": "model.formats says of every "
     "layer what becomes of it",
-    "evaluate e4m3 --calibrate 3": "--calibrate: a report is of a run, or with --model PATH; 'e4m3' is no folder",
     # weights of a pretrained model
     MODEL: "needs a text: --input FILE",
     f"{MODEL} --data.dir CHARS": "was written by the tokenizer 'char', which is not that of model",
@@ -158,7 +151,6 @@ REFUSED: dict[str, str] = {
     f"{MEASURED} --model.formats.mpl E4M3": "did you mean 'mlp'",
     f"{MEASURED} --train.max_steps 3": "means nothing to a pretrained model",
     f"{MEASURED} --sensitivity heads": "'heads' is not known",
-    f"{MEASURED} --calibrate 2": "--calibrate needs a training text: --data.dir DIR",
     f"{MEASURED} e4m3.yaml": "goes without --model",
     f"{TUNED} --layout torchao": "--layout goes with --save DIR",
     f"{TUNED} --save s --layout torchao --rule fp32 --model.format null": "--layout torchao takes quantised weights",
@@ -171,18 +163,7 @@ REFUSED: dict[str, str] = {
     f"{TUNED} --model.formats.mlp.fc E4M3": "'mlp.fc' matches none of the 15 linear layers",
     "finetune --model MODEL --data.dir CHARS --model.block_size=16": "was written by the tokenizer 'char'",
     f"{TUNED} --eval.also CHARS": "eval.also: & has other tokens than",
-    # weights of a run: which layers can be rounded
-    "sweep few.yaml --of RUN": "with --sensitivity",
-    "sweep few.yaml --sensitivity --of RUN --from my.json": "--from",
     "sweep --sensitivity": "FILE.yaml is missing",
-    "sweep --sensitivity --of nowhere": "'nowhere' is no folder of a run",
-    "sweep --sensitivity --of RUN --workers 2": "--workers: with --of nothing is trained",
-    "sweep --sensitivity --of RUN --optimizer.lr=1": "--optimizer.lr: the weights of a run",
-    "sweep --sensitivity --of RUN --model.formats.attn=E4M3": "said by sensitivity.patterns",
-    "sweep --sensitivity --of RUN --out .": "'.' is in use",
-    "sweep two.yaml --sensitivity --of RUN": "axis model.format alone: seed can't vary",
-    "sweep gradient.yaml --sensitivity --of RUN": "'gradient' means nothing without training",
-    "sweep nothing.yaml --sensitivity --of RUN": "pattern 'mlp.fd'",
     # names that no file can have
     **{
         f"{command} {name}": ""

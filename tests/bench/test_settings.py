@@ -36,9 +36,13 @@ def test_off_is_a_word_where_it_is_a_choice(tmp_path: Path) -> None:
     assert load_config(path).tracking.tensorboard is False
 
 
-def test_entries_of_other_mappings_are_numbers() -> None:
-    config = load_config(None, ["--alerts.at_most.geometry/off_grid", "0.5", "--alerts.at_most.train/loss=null"])
-    assert config.alerts.at_most == {"geometry/off_grid": 0.5, "train/loss": None}
+def test_sections_of_earlier_files_are_read_where_they_ask_for_what_they_did_by_default(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("alerts: {enabled: false, stall: 0.5, levels: {}}\nfailure: {patience: 3, stall: 0.5}\n")
+    assert load_config(path).alerts.enabled is False
+    path.write_text("failure: {patience: 4}\n")
+    with pytest.raises(BenchError, match=r"failure.patience: 4 asks for what is no longer here; leave"):
+        load_config(path)
 
 
 @pytest.mark.parametrize("word", ["null", "~"])

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import fp8manifold as fm
+from nanogpt_bench.monitors.points import Step
 from nanogpt_bench.observers.alerts import Standstill
-from nanogpt_bench.training.points import Step
 
 
 class Run:

@@ -10,7 +10,7 @@ from bench_runs import trainer_of
 
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.data.batches import batch
-from nanogpt_bench.observers import Observer, Step
+from nanogpt_bench.monitors import Observer, Step
 from nanogpt_bench.training.trainer import Trainer
 
 Tiny = Callable[..., Config]

@@ -148,7 +148,7 @@ def test_runs_of_older_versions_have_no_digests(folder: Path) -> None:
 
 
 def test_digests_are_those_of_the_run_that_goes_on(tiny: Tiny, tmp_path: Path) -> None:
-    config = {"checkpoint__every": 2, "monitor__gradients": False}
+    config = {"checkpoint__every": 2, "monitor__watch": "[trend]"}
     run(tiny(train__max_steps=4, **config), tmp_path / "r")
     run(tiny(train__max_steps=6, **config), tmp_path / "r", resume=True, allow_config_change=True)
     assert check_run(tmp_path / "r").problems == []

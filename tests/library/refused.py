@@ -17,7 +17,7 @@ import fp8manifold as fm
 #: what a call may name without more ado: torch's and the library's public names
 NAMES = {
     **{name: getattr(torch, name) for name in torch.__all__},
-    **{name: getattr(house, name) for house in (fm.monitor, fm.optim, fm) for name in house.__all__},
+    **{name: getattr(house, name) for house in (fm.optim, fm) for name in house.__all__},
     "nn": nn,
     "SGD": torch.optim.SGD,
     "nan": torch.nan,

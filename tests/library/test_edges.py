@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 import fp8manifold as fm
-from fp8manifold import monitor
 
 NAN, INF = math.nan, math.inf
 NONE = torch.empty(0)
@@ -59,50 +58,3 @@ def test_a_scale_without_a_magnitude_stays(amax: float) -> None:
 def test_an_infinite_magnitude_has_the_largest_scale() -> None:
     assert fm.widened_scale(of(INF), of(1.0), "E4M3").tolist() == [2.0**127]
     assert fm.widened_scale(NONE, NONE, "E4M3").shape == (0,)
-
-
-TWO_WEIGHTS: list[tuple[Callable[..., Any], float, float, float]] = [
-    (lambda a, b: monitor.chart_distance(a, b, "E4M3"), NAN, 1.0, NAN),
-    (lambda a, b: monitor.chart_distance(a, b, "E4M3"), INF, INF, 0.0),
-    (lambda a, b: monitor.chart_distance(a, b, "E4M3"), -0.0, 0.0, 0.0),
-    (lambda a, b: monitor.warp_figures(a, b, "E4M3").warp_crossings, NAN, 1.0, 1.0),
-    (lambda a, b: monitor.warp_figures(a, b, "E4M3").warp_distortion, NAN, 1.0, NAN),
-    (lambda a, b: monitor.update_to_noise(a, b, "E4M3"), NAN, 1.0, NAN),
-    (lambda a, b: monitor.update_to_noise(a, b, "E4M3"), 1.0, INF, INF),
-    (lambda a, b: monitor.update_to_noise(a, b, "E4M3"), INF, INF, NAN),
-    (lambda a, b: monitor.update_lost(a, b, a), NAN, 1.0, 0.0),
-    (lambda a, b: monitor.update_lost(a, b, a), 1.0, NAN, 1.0),
-    (lambda a, b: monitor.update_lost(a, b, a), -0.0, 0.0, 0.0),
-    (lambda a, b: monitor.stall_figures(a, b, b, "E4M3").update_ulps, 1.0, INF, INF),
-    (lambda a, b: monitor.stall_figures(a, b, b, "E4M3").update_ulps, INF, INF, NAN),
-    (monitor.scale_changes, NAN, NAN, 1.0),
-    (monitor.scale_changes, INF, INF, 0.0),
-    (monitor.scale_changes, -0.0, 0.0, 0.0),
-]
-
-
-@pytest.mark.parametrize(("figure", "before", "after", "expected"), TWO_WEIGHTS)
-def test_figures_of_a_step(figure: Callable[..., Any], before: float, after: float, expected: float) -> None:
-    assert alike(figure(of(before), of(after)), expected)
-
-
-@pytest.mark.parametrize(
-    ("value", "stiffness"), [(NAN, []), (INF, [32.0]), (-0.0, [2.0**-9]), (1.0, [0.125])], ids=["nan", "inf", "-0", "1"]
-)
-def test_the_stiffness_histogram_leaves_out_nan(value: float, stiffness: list[float]) -> None:
-    found = monitor.stiffness_histogram(of(value), "E4M3")
-    assert [edge for edge, n in zip(found.edges, found.counts, strict=False) if n] == stiffness
-
-
-@pytest.mark.parametrize("shape", [(0, 3), (3, 0), (0, 0)])
-def test_an_empty_weight_has_no_zone(shape: tuple[int, int]) -> None:
-    assert monitor.zero_gradient_zone(torch.empty(shape), torch.ones(2, shape[1]), "E4M3") == 0.0
-
-
-@pytest.mark.parametrize("tracker", [monitor.DeadRuns(), monitor.PathTracker(of(1.0), "E4M3")], ids=["dead", "path"])
-def test_a_state_that_lacks_something_is_refused(tracker: Any) -> None:
-    state = tracker.state_dict()
-    for name in state:
-        rest = {key: value for key, value in state.items() if key != name}
-        with pytest.raises(ValueError, match=rf"^state lacks {name}: it has "):
-            tracker.load_state_dict(rest)

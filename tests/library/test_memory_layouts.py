@@ -103,7 +103,6 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "channel, stochastic": lambda x: fm.fake_quantize(x, "E4M3", granularity="channel", rounding="stochastic", seed=3),
     "block": lambda x: fm.fake_quantize(x, "E4M3", granularity="block"),
     "gradient": lambda x: quantized_gradient(x, "channel"),
-    "magnitudes": lambda x: torch.tensor(fm.monitor.magnitude_histogram(x).counts),
 }
 
 

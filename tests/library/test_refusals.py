@@ -1,4 +1,4 @@
-"""What formats, grids, scales, manifolds and monitors don't take: a line each, with all that is said of it."""
+"""What formats, grids, scales and manifolds don't take: a line each, with all that is said of it."""
 
 from __future__ import annotations
 
@@ -18,21 +18,12 @@ ROWS = torch.tensor([[0.25], [2.0]])
 MORE: dict[str, Any] = {"fp8_mm": fp8_mm, "normal": normal, "ROWS": ROWS, "read": fm.FloatFormat.from_string}
 
 
-def begun() -> fm.monitor.DeadRuns:
-    runs = fm.monitor.DeadRuns()
-    runs.update(torch.empty(0))
-    return runs
-
-
 #: what a refused call leaves as it was
 SUBJECTS = {
     "x": lambda: torch.ones(2, 3),
     "p": parameter,
     "one": lambda: torch.ones(2),
     "codes": lambda: torch.zeros(3, dtype=torch.uint8),
-    "counts": lambda: fm.monitor.code_histogram(torch.ones(1), "E2M1"),
-    "path": lambda: fm.monitor.PathTracker(torch.ones(3), "E4M3"),
-    "runs": begun,
     "stored": stored_weight,
     "chart": lambda: fm.StiffnessManifold("E4M3", 0.3),
 }
@@ -221,56 +212,6 @@ MANIFOLDS = {
         for method in ("projx", "stiffness", "to_chart", "from_chart")
     },
 }
-MONITORS = {
-    # shapes that differ
-    "update_lost(x, x[0], x)": "ValueError: before has (2, 3), target has (3,), after has (2, 3)",
-    "code_unchanged(codes, codes, ones(3), tensor(1.0))": "ValueError: one shape",
-    "geometry_figures(x, 'E4M3', gradient=x[0])": "ValueError: one shape",
-    "warp_figures(x, x[0], 'E4M3')": "ValueError: one shape",
-    "chart_distance(x, x[0], 'E4M3')": "ValueError: one shape",
-    "path.update(one)": "ValueError: one shape",
-    "shadow_figures(x, x[0])": "ValueError: one shape",
-    "update_arrived(x, x, x[0])": "ValueError: one shape",
-    "stall_figures(x, x, x[0], 'E4M3')": "ValueError: one shape",
-    "code_drift(codes, codes[:1], 'E4M3')": "ValueError: one shape",
-    "runs.update(one)": "ValueError: (2,)",
-    "metric_min_eigenvalue(x)": "ValueError: (2, 3)",
-    "orthogonality(x)": "ValueError: (2, 3)",
-    "scale_changes(ones(3, 1), 1.0)": "ValueError: (3, 1)",
-    "zero_gradient_zone(x, ones(4, 2), 'E4M3')": "ValueError: (2, 3) and (4, 2)",
-    "attention_entropy(ones(5, 2, 6, 4), ones(5, 2, 6, 3))": "ValueError: (5, 2, 6, 4) and (5, 2, 6, 3)",
-    "bit_figures(counts, 'E4M3')": "ValueError: counts has shape & 256 codes",
-    "gap_lengths(counts, 'E4M3')": "ValueError: counts has shape & 256 codes",
-    "bit_figures(zeros(256), 'E4M3', counts)": "ValueError: ever has shape",
-    "residual_saturation(zeros(2).byte(), 9)": "ValueError: residual has 2 bytes: size=9 weights of 4 bits take 5, of "
-    "2 bits 3",
-    # scales
-    "stall_figures(x, x, x, 'E4M3', ones(2))": "ValueError: does not fit",
-    "code_histogram(ones(4), 'E4M3', ones(3, 1))": "ValueError: does not fit x of shape",
-    "code_histogram(ones(4), 'E4M3', ones(5))": "ValueError: does not fit x of shape",
-    "range_figures(ones(4), 'E4M3', '1')": "TypeError: scale",
-    **{f"range_figures(ones(4), 'E4M3', {bad})": "ValueError: scale" for bad in ("ones(3)", "0.0", "-1.0", "inf")},
-    # types
-    "code_histogram([1.0], 'E4M3')": "TypeError: tensor & list",
-    "update_lost([1.0], one, one)": "TypeError: tensor & list",
-    "code_drift([1], [1], 'E4M3')": "TypeError: tensor & list",
-    "residual_saturation([1])": "TypeError: tensor & list",
-    "residual_saturation(x)": "TypeError: float32",
-    "update_arrived(x, x, x.long())": "TypeError: int64",
-    "code_drift(codes.int(), codes, 'E4M3')": "TypeError: start must be a uint8 tensor, not torch.int32",
-    "zero_gradient_zone(x, ones(4, 3), 'E4M3', output=float64)": "TypeError: float64",
-    "gradient_figures(x.int())": "TypeError: g has dtype",
-    "range_figures(x.long())": "TypeError: float",
-    "attention_entropy(ones(5, 2, 6, 4).int(), ones(5, 2, 6, 4))": "TypeError: query",
-    "PathTracker(x.int(), 'E4M3')": "TypeError: start",
-    # values
-    "code_histogram(tensor([nan]), 'E7M0')": "ValueError: NaN",
-    "geometry_figures(x, 'E4M3', clip=0.5)": "ValueError: clip=0.5",
-    "residual_histogram(x, 'E4M3', bins=0)": "ValueError: bins=0",
-    "DeadRuns(patience=0)": "ValueError: patience=0",
-    "DeadRuns(threshold=-1.0)": "ValueError: threshold=-1",
-    "runs.update(x, steps=0)": "ValueError: steps=0",
-}
 REFUSED = {
     **FORMATS,
     **BITS,
@@ -281,7 +222,6 @@ REFUSED = {
     **{f"fp8_mm({given})": said for given, said in PRODUCT.items()},
     **SCALES,
     **MANIFOLDS,
-    **MONITORS,
 }
 
 

@@ -31,12 +31,8 @@ _BASE = {
     "eval.batches": 1,
     "optimizer.warmup_steps": 4,
     "monitor.interval": 4,
-    "monitor.dead_steps": 4,
     "checkpoint.every": 3,
     "checkpoint.keep": 2,
-    # What is repeated after some seconds depends on the machine; what never is must not be after a resume either.
-    "alerts.cooldown_s": 1e9,
-    "alerts.nan_cooldown_s": 1e9,
 }
 #: random bits, ULP residuals, 8-bit averages, amax histories, dropout's generator, a shadow, float baselines
 KINDS: Mapping[str, Mapping[str, object]] = {

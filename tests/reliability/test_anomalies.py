@@ -18,8 +18,8 @@ from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.data import prepare_text
 from nanogpt_bench.loop.train import run
+from nanogpt_bench.monitors.points import Observer, Step
 from nanogpt_bench.training.anomalies import first_bad_weight
-from nanogpt_bench.training.points import Observer, Step
 from nanogpt_bench.training.run_state import capture
 from nanogpt_bench.training.trainer import Trainer
 
@@ -58,8 +58,7 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Config]:
         "optimizer.warmup_steps": 0,
         "checkpoint.every": 2,
         "monitor.interval": 1000,
-        "monitor.attention": False,
-        "alerts.nan_cooldown_s": 0,
+        "monitor.watch": "[stall, zones, ranges, bits, gradients, geometry, resources, trend]",
     }
 
     def config(**overrides: object) -> Config:
@@ -158,7 +157,7 @@ def check_checkpoints(run_dir: Path) -> None:
 def settings_of(count: int, policy: str) -> dict[str, object]:
     rule = ("fp32", "stiffness", "master")[count % 3]
     formats = {} if rule == "fp32" else {"model__formats": "{mlp.fc: E4M3}"}
-    return {"rule": rule, "train__on_anomaly": policy, "alerts__nan_patience": 2, **formats}
+    return {"rule": rule, "train__on_anomaly": policy, **formats}
 
 
 def inject(make: Callable[..., Config], run_dir: Path, kind: str, policy: str, number: int, count: int) -> None:
@@ -216,7 +215,7 @@ def test_a_finite_state_whose_norm_overflows_is_no_anomaly(
     config = make(rule="fp32", optimizer__lr=1e-44, optimizer__weight_decay=0, train__max_steps=4)
     summary = run(config, tmp_path / "r")
     assert (summary["status"], summary["steps"]) == ("finished", 4)
-    assert "state_has_nan" not in summary["alerts"]
+    assert "nan" not in summary["alerts"]
 
 
 def test_codes_that_stand_for_nan_are_found() -> None:

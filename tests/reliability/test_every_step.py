@@ -159,7 +159,7 @@ def watched_cases() -> Iterator[Case]:
     summed = {"train.accumulation": 2, "optimizer.grad_clip": 0.02}
     for name, how in (("clipped", clipped), ("summed", summed)):
         yield Case(f"in-backward-{name}", {"rule": "stochastic-8bit", "model.format": "E4M3", **within, **how})
-    yield Case("without-trend", {"rule": "stochastic", "model.format": "E4M3", "monitor.trend": False})
+    yield Case("without-trend", {"rule": "stochastic", "model.format": "E4M3", "monitor.watch": "[stall]"})
     turns = {"monitor.turns": 3, "monitor.interval": 1, "rule": "stochastic", "model.format": "E4M3"}
     yield Case("monitors-in-turn", turns, 6)
 
@@ -221,10 +221,8 @@ def settings_of(case: Case, corpus: Path) -> list[str]:
         "eval.interval": 2,
         "eval.batches": 1,
         "monitor.interval": 2,
-        "monitor.histogram_interval": 2,
         "checkpoint.every": None,
         "checkpoint.keep": 1,
-        "alerts.cooldown_s": 0,
         **case.settings,
     }
     return [f"--{key}={'null' if value is None else value}" for key, value in settings.items()]

@@ -51,11 +51,9 @@ def test_a_run_that_takes_no_step_says_so_and_shows_no_movement(
         arrived[progress.step] = progress.arrived
 
     monkeypatch.setattr(Trainer, "_backward", deaf)
-    summary = train.run(config(small_corpus, alerts__cooldown_s=0), tmp_path / "r", on_progress=show)
-    assert [(alert.step, alert.kind) for alert in alerts] == [
-        *((18, "no_step"), (18, "no_change"), (24, "no_step"), (24, "no_change"))
-    ]
+    summary = train.run(config(small_corpus), tmp_path / "r", on_progress=show)
+    assert [(alert.step, alert.kind) for alert in alerts] == [(18, "no_step"), (18, "no_change")]
     assert alerts[0].message == "the optimizer took no step from step 12 to step 18, in 6 steps"
-    assert summary["alerts"] == {"no_step": 2, "no_change": 2}
+    assert summary["alerts"] == {"no_step": 1, "no_change": 1}
     assert arrived[12] is not None
     assert arrived[16] is arrived[24] is None

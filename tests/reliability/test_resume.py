@@ -234,7 +234,7 @@ def after(step: int) -> tuple[StopRequest, Callable[[train.Progress], None]]:
 
 
 def test_sums_go_on_over_two_resumes(small_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    more = {"shadow.enabled": False, "alerts.cooldown_s": 0, "alerts.at_least": '{"grad/norm": 1000.0}'}
+    more = {"shadow.enabled": False, "rule": "nearest", "optimizer.lr": 1e-5}  # a stall, told after the first resume
     overrides = words(KIND, small_corpus, more)[5:]
     config = load_config(find_config("e4m3.yaml"), overrides)
     Clock(monkeypatch)
@@ -246,7 +246,7 @@ def test_sums_go_on_over_two_resumes(small_corpus: Path, tmp_path: Path, monkeyp
     whole, parts = (json.loads((tmp_path / name / "r" / "summary.json").read_text()) for name in ("whole", "parts"))
     assert (whole["seconds"], whole["tokens"], whole["steps"]) == (STEPS, STEPS * 2 * 8, STEPS)
     assert whole["tokens_per_s"] == 16.0
-    assert sum(whole["alerts"].values()) > 0
+    assert whole["alerts"]["stall"] == 1
     assert whole["stall"] > 0
     # Everything, the figures of the clock included.
     assert parts == whole

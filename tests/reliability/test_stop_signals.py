@@ -15,8 +15,8 @@ import pytest
 from nanogpt_bench.checkpoint import Disk, newest, steps, verify
 from nanogpt_bench.commands.run import exit_code, trained
 from nanogpt_bench.data import prepare_text
+from nanogpt_bench.monitors.points import Observer, Step
 from nanogpt_bench.system.signals import RESUMABLE
-from nanogpt_bench.training.points import Observer, Step
 from nanogpt_bench.training.trainer import Trainer
 
 POINTS = ("data", "forward", "backward", "step", "eval", "save")

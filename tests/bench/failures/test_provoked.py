@@ -86,7 +86,9 @@ def the(kind: str, path: Path, **others: Any) -> Finding:
 @pytest.mark.parametrize("name", ["float", "one byte", "scale as it should be"])
 def test_a_healthy_run_shows_none(runs: Runs, name: str) -> None:
     assert kinds(runs(name)) == []
-    assert {finding.state for finding in classify(runs(name))} == {"clear"}
+    states = {finding.kind: finding.state for finding in classify(runs(name))}
+    assert {state for kind, state in states.items() if kind != "off_manifold"} == {"clear"}
+    assert states["off_manifold"] == ("clear" if name == "one byte" else "not judged")
 
 
 def test_e7m0_with_nearest_rounding_stalls_from_the_first_look(runs: Runs) -> None:
@@ -99,9 +101,9 @@ def test_e7m0_with_nearest_rounding_stalls_from_the_first_look(runs: Runs) -> No
 
 def test_a_hundred_times_the_learning_rate_diverges_and_attention_collapses(runs: Runs) -> None:
     assert {"divergence", "attention_collapse"} <= set(kinds(runs("lr x 100")))
-    assert float(the("divergence", runs("lr x 100")).evidence["highest"] or 0) > 10
+    assert float(the("divergence", runs("lr x 100")).evidence["extreme"] or 0) > 5
     collapse = the("attention_collapse", runs("lr x 100"))
-    assert float(collapse.evidence["lowest"] or 0) < 0.1 * float(collapse.evidence["uniform"] or 0)
+    assert float(collapse.evidence["extreme"] or 0) < 0.1
 
 
 def test_without_clipping_gradients_explode_until_the_loss_is_not_finite(runs: Runs) -> None:
@@ -118,11 +120,11 @@ def test_a_learning_rate_of_nothing_is_a_plateau_from_the_start(runs: Runs) -> N
 def test_rounding_without_a_straight_through_estimator_leaves_no_gradient(runs: Runs) -> None:
     assert "zero_gradients" in kinds(runs("no straight-through"))
     finding = the("zero_gradients", runs("no straight-through"))
-    assert (finding.step, finding.evidence["grad/norm"]) == (1, 0.0)
+    assert (finding.step, finding.evidence["metric"], finding.evidence["extreme"]) == (1, "grad/norm", 0.0)
 
 
 def test_a_scale_a_million_times_too_small_overflows(runs: Runs) -> None:
     assert "overflow" in kinds(runs("scale 2^20 too small"))
     finding = the("overflow", runs("scale 2^20 too small"))
     assert str(finding.evidence["metric"]).endswith("/activation")
-    assert float(finding.evidence["highest"] or 0) > 0.9
+    assert float(finding.evidence["extreme"] or 0) > 0.9

@@ -45,7 +45,7 @@ def study(tmp_path_factory, corpus_dir):
     train_here(patch)
     assert main(["sweep", str(folder / "my.yaml"), "--out", str(folder / "out"), "--workers", "1"]) == 0
     assert main(["results", "export", str(folder / "out"), "--out", str(folder / "my.json")]) == 0
-    tables = {name: (folder / "out" / name).read_text() for name in ("table.md", "table.tex", "results.csv")}
+    tables = {name: (folder / "out" / name).read_text() for name in ("table.md", "results.csv")}
     shutil.rmtree(folder / "out")
     yield folder / "my.json", tables
     patch.undo()
@@ -54,7 +54,7 @@ def study(tmp_path_factory, corpus_dir):
 def test_tables_and_page_are_drawn_without_the_run_folders(study, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(build, "write_figures", lambda *_: None)
     file, tables = study
-    for form, name in (("markdown", "table.md"), ("latex", "table.tex"), ("csv", "results.csv")):
+    for form, name in (("markdown", "table.md"), ("csv", "results.csv")):
         assert main(["results", "show", str(file), "--table", form]) == 0
         assert capsys.readouterr().out == tables[name]
     assert main(["results", "show", str(file)]) == 0

@@ -51,7 +51,7 @@ def test_a_sweep_that_is_not_finished_says_how_much_of_it_there_is(tmp_path, unf
         "sgd": None,
     }
     tables = {}
-    for form in ("markdown", "latex", "csv"):
+    for form in ("markdown", "csv"):
         assert main(["results", "show", str(file), "--table", form]) == 0
         tables[form] = capsys.readouterr().out
         assert "3 of 6 runs" in tables[form]

@@ -8,7 +8,6 @@ import re
 import xml.etree.ElementTree as ElementTree
 
 import pytest
-from PIL import Image
 
 from nanogpt_bench.report import figures
 from nanogpt_bench.report.chart import looks
@@ -50,22 +49,15 @@ def texts_of(path):
     return found
 
 
-def test_every_figure_is_a_png_and_an_svg_that_shows_something(tmp_path, write_comparison):
+def test_every_figure_is_an_svg_that_shows_something(tmp_path, write_comparison):
     results, chosen = prepared(write_comparison(tmp_path / "runs"))
     written = write_figures(charts_of(results, chosen), chosen, tmp_path / "figures")
     assert {path.name for path in written} == {
-        f"{name}.{kind}"
-        for name in ("loss_curves", "gap", "stall", "weights", "code_use", "stiffness")
-        for kind in ("png", "svg", "pdf")
+        f"{name}.svg" for name in ("loss_curves", "gap", "stall", "weights", "code_use", "stiffness")
     }
     assert sorted(path.name for path in (tmp_path / "figures").iterdir()) == sorted(path.name for path in written)
     for path in written:
-        if path.suffix == ".png":
-            assert len(Image.open(path).getcolors(1 << 24)) > 50
-        elif path.suffix == ".pdf":
-            assert path.read_bytes().startswith(b"%PDF-")
-        else:
-            assert "E4M3 nearest" in "".join(ElementTree.parse(path).getroot().itertext())
+        assert "E4M3 nearest" in "".join(ElementTree.parse(path).getroot().itertext())
 
 
 @pytest.mark.parametrize("call", [lambda: figures.svg({}), lambda: figures.javascript("")], ids=["svg", "javascript"])

@@ -14,7 +14,6 @@ import pytest
 from chromium import EXECUTABLE, Chromium
 from expressions import expressions
 from hostile_text import TEXTS
-from PIL import Image
 from rich.console import Console
 from test_browser import UNDRAWN
 
@@ -88,17 +87,13 @@ def test_nothing_of_theirs_is_an_expression(page):
 
 def test_figures_are_pictures_and_tables_are_tables(page):
     for path in (page.parent / "figures").iterdir():
-        if path.suffix == ".svg":
-            root = ElementTree.parse(path).getroot()
-            assert not [node for node in root.iter() if node.tag.endswith(("script", "foreignObject"))]
-        elif path.suffix == ".png":
-            Image.open(path).load()
+        root = ElementTree.parse(path).getroot()
+        assert not [node for node in root.iter() if node.tag.endswith(("script", "foreignObject"))]
     rows = len(TEXTS) + 1
     table = (page.parent / "table.md").read_text(encoding="utf-8")
     assert len(table.splitlines()) == rows + 2
     assert not re.search(r"(?<!\\)[<>`]|(?<!\\)\]\(", table)
     assert not OBEYED.search(table)
-    assert (page.parent / "table.tex").read_text(encoding="utf-8").count(r"\\") == rows + 1
     with (page.parent / "results.csv").open(encoding="utf-8", newline="") as file:
         assert len(list(csv.reader(file))) == rows + 1
 

@@ -12,7 +12,7 @@ from scipy.stats import ttest_rel
 from nanogpt_bench.report.build import report
 from nanogpt_bench.report.results import Difference, adjusted, difference, difference_text, measure
 from nanogpt_bench.report.rows import find_reference, group_rows
-from nanogpt_bench.report.tables import to_csv, to_latex, to_markdown, to_text
+from nanogpt_bench.report.tables import to_csv, to_markdown, to_text
 from nanogpt_bench.runs.load import load_run
 
 #: Student's own example (1908): hours of sleep gained under two drugs by the same ten patients
@@ -82,7 +82,7 @@ def test_every_table_has_the_interval_or_says_that_no_difference_was_found(tmp_p
     assert lower.holm == pytest.approx(2 * lower.p)
     assert not same.is_found
     page = report(paths, out=tmp_path / "out", baseline="fp32").read_text()
-    for text in (to_text(results), to_markdown(results), to_latex(results), page):
+    for text in (to_text(results), to_markdown(results), page):
         assert "paired difference (95" in text
         assert "no difference found" in text
         assert "-0.100" in text
@@ -113,7 +113,7 @@ def test_a_pair_on_two_processors_is_marked(tmp_path, write_run):
 
 def test_one_seed_is_a_lead_without_an_interval(tmp_path, write_run):
     results = measured(folders(tmp_path, write_run, seeds=1))
-    for text in (to_text(results), to_markdown(results), to_latex(results)):
+    for text in (to_text(results), to_markdown(results)):
         assert "run (one seed: a lead)" in text
         assert "gap to fp32" in text
         assert "paired difference" not in text

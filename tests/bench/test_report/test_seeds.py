@@ -16,9 +16,9 @@ from nanogpt_bench.report.tables import to_csv
 from nanogpt_bench.runs.load import Run, load_run
 
 
-def measured(folders: list[Path], *, running: bool = False) -> list[Result]:
+def measured(folders: list[Path]) -> list[Result]:
     rows = group_rows([load_run(folder) for folder in folders])
-    return measure(rows, find_reference(rows), running=running)
+    return measure(rows, find_reference(rows))
 
 
 @pytest.fixture
@@ -56,10 +56,7 @@ def test_a_seed_of_the_data_or_the_model_is_a_seed(tmp_path: Path):
 
 
 @pytest.mark.parametrize("status", ["stopped", "incomplete"])
-@pytest.mark.parametrize("running", [False, True])
-def test_a_run_that_has_not_finished_has_no_final_loss(
-    tmp_path: Path, reference: list[Path], status: str, running: bool
-):
+def test_a_run_that_has_not_finished_has_no_final_loss(tmp_path: Path, reference: list[Path], status: str):
     whole = write_run(tmp_path / "a", rule="sgd", final=3.2, seed=1)
     part = write_run(tmp_path / "b", rule="sgd", final=4.9, seed=2, status="stopped", final_val_loss_se=9.0)
     if status == "incomplete":
@@ -67,7 +64,7 @@ def test_a_run_that_has_not_finished_has_no_final_loss(
         for folder in (whole, part):  # as a real run's settings do, they name the steps
             with (folder / "config.yaml").open("a") as file:
                 file.write("train: {max_steps: 200}\n")
-    (_, row) = measured([*reference, whole, part], running=running)
+    (_, row) = measured([*reference, whole, part])
     assert (row.final_val_loss.mean, row.final_val_loss.spread) == (3.2, None)
     assert row.gap.mean == pytest.approx(row.final_val_loss.mean - 3.1)
     assert row.best_val_loss.mean <= row.final_val_loss.mean

@@ -19,7 +19,6 @@ from nanogpt_bench.report.tables import (
     WIDEST,
     shown_columns,
     to_csv,
-    to_latex,
     to_markdown,
     to_text,
 )
@@ -169,9 +168,6 @@ def test_text_from_a_run_is_escaped(tmp_path, write_run):
     failure = {"kind": "x", "message": "50% | a_b & <i> \\ $1 {x} #~^", "step": 1}
     results = measured([write_run(tmp_path / "a", status="failed", failure=failure)])
     assert r"50% \| a\_b & \<i\> \\" in to_markdown(results)
-    latex = to_latex(results)
-    assert r"50\% | a\_b \& \textless{}i\textgreater{} \textbackslash{} \$1 \{x\} \#" in latex
-    assert latex.count(" & ") == 2 * (len(shown_columns(results)) - 1)
 
 
 def test_without_a_reference_nothing_speaks_of_one(tmp_path, write_run):
@@ -179,7 +175,7 @@ def test_without_a_reference_nothing_speaks_of_one(tmp_path, write_run):
     results = measured(folders)
     page = report(folders, out=tmp_path / "out").read_text()
     shown = page[page.index('<section id="results"') : page.index('<section id="loss"')]
-    for text in (to_text(results), to_latex(results), shown):
+    for text in (to_text(results), shown):
         assert not [word for word in ("gap", "BF16", "reference") if word in text]
         assert "finished" in text
 

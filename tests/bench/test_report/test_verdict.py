@@ -6,9 +6,8 @@ import pytest
 
 from nanogpt_bench.report.results import measure, tokens_to_gap
 from nanogpt_bench.report.rows import group_rows
-from nanogpt_bench.report.verdict import Evidence, Outcome, Thresholds, judge
+from nanogpt_bench.report.verdict import Evidence, Outcome, judge
 from nanogpt_bench.runs.load import load_run
-from nanogpt_bench.system.errors import BenchError
 
 NAN = {"kind": "nan", "message": "train/loss is nan\nat once", "step": 37}
 CRASH = {"kind": "crash", "message": "gone", "step": None}
@@ -27,39 +26,34 @@ def run(tmp_path, write_run):
 
 
 @pytest.mark.parametrize(
-    ("evidence", "limits", "outcome", "text"),
+    ("evidence", "outcome", "text"),
     [
         # the loss
-        (Evidence(-0.05), {}, Outcome.WITHIN, "within 10%"),
-        (Evidence(0.10), {}, Outcome.WITHIN, "within 10%"),
-        (Evidence(0.1001), {}, Outcome.OUTSIDE, "outside 10%"),
-        (Evidence(0.04), {"within": 0.025}, Outcome.OUTSIDE, "outside 2.5%"),
-        (Evidence(), {}, Outcome.UNKNOWN, "no finished reference"),
-        (Evidence(unmeasured=True), {}, Outcome.UNKNOWN, "finished"),
-        (Evidence(unlike=("corpus", "steps")), {}, Outcome.INCOMPARABLE, "not comparable: corpus, steps"),
+        (Evidence(-0.05), Outcome.WITHIN, "within 10%"),
+        (Evidence(0.10), Outcome.WITHIN, "within 10%"),
+        (Evidence(0.1001), Outcome.OUTSIDE, "outside 10%"),
+        (Evidence(), Outcome.UNKNOWN, "no finished reference"),
+        (Evidence(unmeasured=True), Outcome.UNKNOWN, "finished"),
+        (Evidence(unlike=("corpus", "steps")), Outcome.INCOMPARABLE, "not comparable: corpus, steps"),
         # its noise: twice the standard error, and enough to matter; of no known error nothing is behind
-        (Evidence(0.04, gap=0.104, gap_error=0.03), {}, Outcome.BEHIND, "behind"),
-        (Evidence(0.04, gap=0.104, gap_error=0.06), {}, Outcome.WITHIN, "within 10%"),
-        (Evidence(0.02, gap=0.04, gap_error=0.001), {}, Outcome.WITHIN, "within 10%"),
-        (Evidence(-0.2, gap=-0.4, gap_error=0.03), {}, Outcome.WITHIN, "within 10%"),
-        (Evidence(0.04, gap=0.104), {}, Outcome.WITHIN, "within 10%"),
+        (Evidence(0.04, gap=0.104, gap_error=0.03), Outcome.BEHIND, "behind"),
+        (Evidence(0.04, gap=0.104, gap_error=0.06), Outcome.WITHIN, "within 10%"),
+        (Evidence(0.02, gap=0.04, gap_error=0.001), Outcome.WITHIN, "within 10%"),
+        (Evidence(-0.2, gap=-0.4, gap_error=0.03), Outcome.WITHIN, "within 10%"),
+        (Evidence(0.04, gap=0.104), Outcome.WITHIN, "within 10%"),
         # a stall is named where the loss is short of the reference
-        (Evidence(0.3, 0.5), {}, Outcome.OUTSIDE, "outside 10%; stall 50%"),
-        (Evidence(0.3, 0.49), {}, Outcome.OUTSIDE, "outside 10%"),
-        (Evidence(0.01, 0.9), {}, Outcome.WITHIN, "within 10%"),
-        # gradients and alerts make a row doubtful
-        (Evidence(0.01, cosine=0.91), {}, Outcome.WITHIN, "within 10%"),
-        (Evidence(0.01, cosine=0.9), {}, Outcome.DOUBTFUL, "within 10%; cosine 0.90"),
-        (Evidence(0.01, cosine=0.9), {"cosine": 0.8}, Outcome.WITHIN, "within 10%"),
-        (Evidence(0.01, alerts=7), {}, Outcome.WITHIN, "within 10%"),
-        (Evidence(0.01, alerts=1), {"alerts": 0}, Outcome.DOUBTFUL, "within 10%; 1 alert"),
-        (Evidence(0.01, alerts=2), {"alerts": 2}, Outcome.WITHIN, "within 10%"),
-        (Evidence(0.2, cosine=0.3, stall=0.6), {}, Outcome.OUTSIDE, "outside 10%; cosine 0.30; stall 60%"),
-        (Evidence(0.0, cosine=0.3, reference=True), {}, Outcome.REFERENCE, "reference"),
+        (Evidence(0.3, 0.5), Outcome.OUTSIDE, "outside 10%; stall 50%"),
+        (Evidence(0.3, 0.49), Outcome.OUTSIDE, "outside 10%"),
+        (Evidence(0.01, 0.9), Outcome.WITHIN, "within 10%"),
+        # gradients make a row doubtful
+        (Evidence(0.01, cosine=0.91), Outcome.WITHIN, "within 10%"),
+        (Evidence(0.01, cosine=0.9), Outcome.DOUBTFUL, "within 10%; cosine 0.90"),
+        (Evidence(0.2, cosine=0.3, stall=0.6), Outcome.OUTSIDE, "outside 10%; cosine 0.30; stall 60%"),
+        (Evidence(0.0, cosine=0.3, reference=True), Outcome.REFERENCE, "reference"),
     ],
 )
-def test_limits_decide(run, evidence, limits, outcome, text):
-    verdict = judge([run()], evidence, thresholds=Thresholds(**limits))
+def test_limits_decide(run, evidence, outcome, text):
+    verdict = judge([run()], evidence)
     assert (verdict.outcome, verdict.text) == (outcome, text)
 
 
@@ -89,8 +83,8 @@ def test_a_diverged_row_within_reach_is_doubtful_and_seeds_are_counted(run):
 
 
 def test_the_end_of_the_runs_outranks_the_loss(run):
-    def ended(*runs, **more):
-        verdict = judge(runs, Evidence(0.01), **more)
+    def ended(*runs):
+        verdict = judge(runs, Evidence(0.01))
         return verdict.outcome, verdict.text
 
     failed = run(status="failed", failure=NAN)
@@ -99,27 +93,8 @@ def test_the_end_of_the_runs_outranks_the_loss(run):
     assert ended(run(status="stopped"), failed)[0] is Outcome.FAILED
     assert ended(run(status="stopped")) == (Outcome.UNFINISHED, "stopped at step 200")
     assert ended() == (Outcome.UNFINISHED, "not run")
-    assert ended(running=True) == (Outcome.UNKNOWN, "waiting")
     # a class that ended the run is said once
     assert ended(run("nan", "plateau", status="failed", failure=NAN))[1].startswith("plateau; failed at step 37")
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("within", 0.0),
-        ("within", float("nan")),
-        ("stall", 0.0),
-        ("stall", 1.5),
-        ("cosine", 1.1),
-        ("alerts", -1),
-        ("behind", 0.0),
-        ("gap", 0.0),
-    ],
-)
-def test_thresholds_out_of_range_are_refused_by_name(name, value):
-    with pytest.raises(BenchError, match=name):
-        Thresholds(**{name: value})
 
 
 def test_the_standard_error_of_a_gap_is_over_batches_and_over_seeds_that_of_the_gaps(tmp_path, write_run):

@@ -1,0 +1,167 @@
+"""What flows through the layers in the steps that are looked at, by hooks, and as operands with their formats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+import fp8manifold as fm
+from nanogpt_bench.config.metrics import MonitorConfig
+from nanogpt_bench.model.gpt import Block
+from nanogpt_bench.model.layers import linear_layers
+from nanogpt_bench.monitors.figures import Turns
+from nanogpt_bench.monitors.points import Observer, Step
+
+
+class Capture(Observer):
+    """Keeps the last micro-batch's tensors of every look, from its forward pass until the step is over.
+
+    They are those of the layers and blocks whose turn it is.
+
+    Between these steps the model has no hooks, and the tensors are those of the passes themselves, not copies.
+    """
+
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
+        self._handles: list[RemovableHandle] = []
+        self._backward_handles: list[RemovableHandle] = []
+        #: inputs of the linear layers by the layer's name
+        self.inputs: dict[str, Tensor] = {}
+        #: gradients of the loss with respect to their outputs
+        self.gradients: dict[str, Tensor] = {}
+        #: gradients with respect to their weights, where these are quantised
+        self.weight_gradients: dict[str, Tensor] = {}
+        #: outputs of the blocks, by the block's name
+        self.residuals: dict[str, Tensor] = {}
+        #: dtypes of the layers' outputs
+        self.output_dtypes: dict[str, Any] = {}
+
+    def before_forward(self, step: Step) -> None:
+        if not step.due(self._turns.interval) or not step.at_last_micro_step:
+            return
+        for name, layer in linear_layers(step.model).items():
+            if not self._turns.takes(step, name):
+                continue
+            self._handles.append(layer.register_forward_hook(self._keep_layer(name)))
+            if isinstance(layer, fm.QuantizedLinear) and layer.weight_gradient_scaler is not None:
+                hook = self._keep_weight_gradient(name)
+                self._backward_handles.append(layer.weight_gradient_scaler.register_forward_pre_hook(hook))
+        for name, module in step.model.named_modules():
+            if isinstance(module, Block) and self._turns.takes(step, name):
+                self._handles.append(module.register_forward_hook(self._keep_residual(name)))
+
+    def after_forward(self, step: Step) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def after_backward(self, step: Step) -> None:
+        """Observers that come later read the tensors here."""
+        for handle in self._backward_handles:
+            handle.remove()
+        self._backward_handles = []
+
+    def written(self, step: Step) -> None:
+        for kept in (self.inputs, self.gradients, self.weight_gradients, self.residuals, self.output_dtypes):
+            kept.clear()
+
+    def _keep_layer(self, name: str) -> Callable[..., None]:
+        def keep(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            self.inputs[name] = inputs[0].detach()
+            self.output_dtypes[name] = output.dtype
+            if output.requires_grad:  # of layers below all that is trained nobody asks
+                output.register_hook(keep_gradient)
+
+        def keep_gradient(gradient: Tensor) -> None:
+            self.gradients[name] = gradient.detach()
+
+        return keep
+
+    def _keep_weight_gradient(self, name: str) -> Callable[..., None]:
+        def keep(scaler: nn.Module, measured: tuple[Tensor, ...]) -> None:
+            self.weight_gradients[name] = measured[0].detach()
+
+        return keep
+
+    def _keep_residual(self, name: str) -> Callable[..., None]:
+        def keep(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            self.residuals[name] = output.detach()
+
+        return keep
+
+
+Own = Literal["activation", "activation_gradient", "weight_gradient"]
+BLOCK = 32
+#: what a layer calls them
+_OWN: dict[str, Own] = {
+    "activation": "activation",
+    "gradient": "activation_gradient",
+    "weight_gradient": "weight_gradient",
+}
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One operand of one layer in one step: weight, activation, gradient, weight_gradient or residual."""
+
+    kind: str
+    layer: str
+    values: Tensor
+    #: None where it has none and is measured against none
+    format: fm.FloatFormat | None = None
+    scale: Tensor | float = 1.0
+    #: whether the layer quantises it, or it is only measured
+    quantized: bool = False
+
+
+def flowing(layers: Mapping[str, nn.Linear], capture: Capture, monitor: MonitorConfig) -> Iterator[Operand]:
+    """Yield what flows through the layers, before it is quantised.
+
+    These are their inputs, the gradients at their outputs, those of their weights where they are quantised, and the
+    blocks' outputs.
+    """
+    for name, layer in layers.items():
+        if name in capture.inputs:
+            yield _operand("activation", name, layer, capture.inputs[name], monitor.activation_format)
+        if name in capture.gradients:
+            yield _operand("gradient", name, layer, capture.gradients[name], monitor.gradient_format)
+        if name in capture.weight_gradients:
+            yield _operand("weight_gradient", name, layer, capture.weight_gradients[name], monitor.gradient_format)
+    for name, output in capture.residuals.items():
+        yield _measured("residual", name, _rows(output), monitor.activation_format)
+
+
+def of_weight(name: str, layer: nn.Linear, values: Tensor) -> Operand:
+    """Return a layer's weight, `values` being what is to be quantised: its master copy, or what a step asked for."""
+    if isinstance(layer, fm.QuantizedLinear) and layer.weight_format is not None:
+        return Operand("weight", name, values, layer.weight_format, layer.weight_scale().detach(), True)
+    return Operand("weight", name, values)
+
+
+def _operand(kind: str, name: str, layer: nn.Linear, values: Tensor, otherwise: str | None) -> Operand:
+    own = _OWN[kind]
+    spec = layer.spec.operand(own) if isinstance(layer, fm.QuantizedLinear) else None
+    rows = _rows(values)
+    if spec is None:
+        return _measured(kind, name, rows, otherwise)
+    scale = getattr(layer, f"{own}_scaler").value
+    if spec.granularity == "block":
+        scale = scale.reshape(len(rows), -1).repeat_interleave(BLOCK, -1)
+    return Operand(kind, name, rows, spec.format, scale, True)
+
+
+def _measured(kind: str, name: str, rows: Tensor, fmt: str | None) -> Operand:
+    """A tensor that nothing quantises, at the scale that a format would be given for it."""
+    if fmt is None:
+        return Operand(kind, name, rows)
+    return Operand(kind, name, rows, fm.FloatFormat.from_string(fmt), fm.amax_scale(rows, fmt))
+
+
+def _rows(values: Tensor) -> Tensor:
+    """(batch, time, features) as the rows that scales are measured for, in a dtype that is measured fast."""
+    rows = values.reshape(-1, values.shape[-1])
+    return rows.float() if rows.dtype.itemsize < 4 else rows

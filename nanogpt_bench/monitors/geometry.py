@@ -1,0 +1,141 @@
+"""Geometry: the spacing of the weights' grid, weights that are off it, and constraints of geoopt's own manifolds."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import geoopt
+import torch
+from torch import Tensor
+
+import fp8manifold as fm
+from nanogpt_bench.config.metrics import ABOVE, LARGEST, LINEAR, LOG, MEAN, SHARE, Metric, Spread
+from nanogpt_bench.model.layers import constrained_weights, forward_weight, is_rounded, plain
+from nanogpt_bench.monitors.figures import Monitor
+from nanogpt_bench.monitors.passes import Scale, binade_counts, by_binade, inside, scaled_blocks, unit_blocks
+from nanogpt_bench.monitors.points import HISTOGRAM_INTERVAL, Step
+from nanogpt_bench.monitors.watched import Watched
+
+_geometry = partial(Metric, monitor="geometry", over=MEAN)
+STIFFNESS_MEAN = _geometry("geometry/stiffness_mean", "Mean stiffness", "S", "Mean over the weights.", chart=LOG)
+OFF_GRID = _geometry(
+    "geometry/off_grid",
+    "Off the grid",
+    SHARE,
+    "Weights that are no grid value; must stay 0.",
+    bad=ABOVE,
+    chart=LINEAR,
+)
+_constraint = partial(_geometry, unit="distance", over=LARGEST, bad=ABOVE, chart=LOG)
+_ORTHONORMAL = "|Q^T Q - I| of parameters on geoopt's."
+ORTHOGONALITY = _constraint("geometry/orthogonality", "Off the Stiefel manifold", meaning=_ORTHONORMAL)
+OFF_SPHERE = _constraint("geometry/off_sphere", "Off the sphere", meaning="Rows' lengths less 1.")
+_ROUNDED = "The same of what their formats make of them."
+CONSTRAINT_ROUNDED = _constraint("geometry/constraint_rounded", "Constraints, rounded", meaning=_ROUNDED)
+STIFFNESS_FIELD = Spread("geometry/stiffness", "Stiffness", "S", "Weights by their stiffness.", monitor="geometry")
+
+
+@torch.no_grad()
+def geometry_figures(w: Tensor, fmt: fm.FloatFormat, scale: Scale = 1.0) -> dict[Metric, float]:
+    """Return the mean spacing S at the weights, in value, and the share of them that are no value of the format.
+
+    NaN or Inf makes the mean NaN and is off the grid; of an empty tensor both are 0.
+
+    >>> list(geometry_figures(torch.tensor([1.0, 2.0, 4.0, 8.1]), fm.FloatFormat.from_string("E4M3")).values())
+    [0.46875, 0.25]
+    """
+    sums = []
+    for scales, part in scaled_blocks(scale, w):
+        units = part / scales
+        near = inside(units, fmt)
+        ulps = fm.ulp(near, fmt).add_(units * 0)  # NaN of NaN and Inf
+        # in value and in the weights' own dtype: dividing by the scale need not undo the multiplication
+        nearest = near.div_(ulps).round_().mul_(ulps).mul_(scales).to(w.dtype)
+        sums.append(torch.stack([(ulps * scales).sum().double(), (nearest.to(part.dtype) != part).sum().double()]))
+    stiffness, off = torch.stack(sums).sum(0).tolist()
+    n = max(w.numel(), 1)
+    return {STIFFNESS_MEAN: stiffness / n, OFF_GRID: off / n}
+
+
+@torch.no_grad()
+def stiffness_histogram(w: Tensor, fmt: fm.FloatFormat, scale: Scale = 1.0) -> tuple[list[int], list[float]]:
+    """Return how many weights have a spacing in each binade, and the binades' edges.
+
+    Weights that are NaN are left out, those beyond the range have the spacing of its end.
+
+    >>> stiffness_histogram(torch.tensor([1.0, 1.5, 2.0]), fm.FloatFormat.from_string("E4M3"))
+    ([0, 2, 1], [0.0, 0.125, 0.25, 0.5])
+    """
+    pieces = unit_blocks(scale, w)
+    counts = [binade_counts(fm.ulp(inside(units, fmt), fmt).mul_(scales)) for scales, units in pieces]
+    return by_binade(torch.stack(counts).sum(0))
+
+
+@torch.no_grad()
+def orthogonality(q: Tensor) -> float:
+    """Return |Q^T Q - I| of a matrix, how far its columns are from orthonormal, or its rows where there are fewer.
+
+    NaN gives NaN; an empty matrix has 0.
+
+    >>> orthogonality(torch.tensor([[1.0, 0.0], [0.0, 2.0]]))
+    3.0
+    """
+    q = (q.mT if q.shape[-2] < q.shape[-1] else q).double()
+    if q.numel() == 0:
+        return 0.0
+    identity = torch.eye(q.shape[-1], dtype=q.dtype, device=q.device)
+    return float(torch.linalg.matrix_norm(q.mT @ q - identity).amax())
+
+
+def row_length_error(weight: Tensor) -> float:
+    """Return the largest distance of a row's length from 1.
+
+    >>> row_length_error(torch.tensor([[0.0, 1.0], [3.0, 4.0]]))
+    4.0
+    """
+    lengths = weight.double().norm(dim=-1)
+    return float((lengths - 1).abs().max()) if lengths.numel() else 0.0
+
+
+class Geometry(Monitor):
+    """Records `geometry/FIGURE/LAYER`, of the weights as the forward pass uses them."""
+
+    def __init__(self, watched: Watched) -> None:
+        super().__init__(watched.turns)
+        self._layers, self._constrained = watched.quantized, constrained_weights(watched.model)
+
+    @torch.no_grad()
+    def after_backward(self, step: Step) -> None:
+        if not self.looks(step) or not step.at_last_micro_step:
+            return
+        for name, layer in self._layers.items():
+            if self.takes(step, name):
+                self._measure(step, name, layer)
+        for name, parameter in self._constrained.items():
+            self._measure_constraint(name, parameter)
+
+    def _measure(self, step: Step, name: str, layer: fm.QuantizedLinear) -> None:
+        fmt, scale, weight = layer.weight_format, layer.weight_scale().detach(), forward_weight(layer)
+        assert fmt is not None
+        found = geometry_figures(weight, fmt, scale)
+        if layer.storage == "master" or not is_rounded(layer):  # a copy's scale is no power of two: no exact grid
+            del found[OFF_GRID]
+        for metric, value in found.items():
+            self._figures.add(metric, name, value, weight.numel())
+        if step.due(HISTOGRAM_INTERVAL):
+            counts, edges = stiffness_histogram(weight, fmt, scale)
+            step.add_histogram(STIFFNESS_FIELD.of(name), counts, edges=edges)
+
+    def _measure_constraint(self, name: str, parameter: geoopt.ManifoldParameter) -> None:
+        """Measure how far a weight is off its manifold, and how far off it what the layer multiplies by is."""
+        on_sphere, size = isinstance(parameter.manifold, geoopt.Sphere), parameter.numel()
+        distance = row_length_error if on_sphere else orthogonality
+        self._figures.add(OFF_SPHERE if on_sphere else ORTHOGONALITY, name, distance(plain(parameter)), size)
+        layer = self._layers.get(name.removesuffix(".weight"))
+        if layer is not None and layer.weight_scaler is not None:
+            self._figures.add(CONSTRAINT_ROUNDED, name, distance(forward_weight(layer)), size)
+
+
+def build(watched: Watched) -> Geometry | None:
+    """Return the monitor of a run whose weights have formats or constraints."""
+    return Geometry(watched) if watched.quantized or constrained_weights(watched.model) else None

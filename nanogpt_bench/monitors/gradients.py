@@ -1,0 +1,208 @@
+"""The weights' gradients before clipping: norms, signal to noise, zeros, dead weights, and the noise of rounding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fp8manifold as fm
+from nanogpt_bench.config.metrics import ABOVE, BELOW, LINEAR, LOG, MEAN, RATIO, SHARE, Metric, Spread
+from nanogpt_bench.model.layers import plain
+from nanogpt_bench.monitors.passes import BLOCK, Scale, binade_counts, blocks, by_binade, inside, unit_blocks
+from nanogpt_bench.monitors.points import HISTOGRAM_INTERVAL, Step
+from nanogpt_bench.monitors.updates import Update, UpdateMonitor
+from nanogpt_bench.monitors.watched import Watched
+
+_gradients = partial(Metric, monitor="gradients", over=MEAN)
+GRAD_L2 = _gradients("grad/l2", "Norm of a layer's gradient", "L2 norm", "Before clipping.")
+GRAD_SNR = _gradients("grad/snr", "Gradient signal to noise", "|mean| / std", "Mean over the layers.", chart=LOG)
+GRAD_ZERO = _gradients(
+    "grad/zero", "Zero gradients", SHARE, "Gradient elements that are exactly zero.", bad=ABOVE, chart=LINEAR
+)
+GRAD_DEAD = _gradients(
+    "grad/dead", "Dead gradients", SHARE, "Elements that stayed next to zero for many steps.", bad=ABOVE, chart=LINEAR
+)
+UPDATE_TO_NOISE = _gradients(
+    "grad/update_to_noise",
+    "Update against rounding noise",
+    RATIO,
+    "The requested update's power over the variance that stochastic rounding adds.",
+    bad=BELOW,
+    chart=LOG,
+)
+MAGNITUDES = Spread(
+    "grad/magnitude",
+    "Gradient magnitudes",
+    "|gradient|",
+    "By binade; zeros left out.",
+    monitor="gradients",
+    chart=LOG,
+)
+#: a gradient is dead after so many steps in a row below so much
+DEAD_STEPS, DEAD_BELOW = 100, 1e-8
+#: runs are counted so far
+_LONGEST = 32767
+#: a variance, relative to the mean square, that float32 leaves of a constant
+_ROUNDING = 2.0**-20
+
+
+@torch.no_grad()
+def gradient_figures(g: Tensor) -> dict[Metric, float | None]:
+    """Return the norm of a gradient, the magnitude of its mean over its standard deviation, and its share of zeros.
+
+    NaN or Inf make the norm NaN or Inf and leave no signal; there is none of a constant either, beyond 1000. -0 is a
+    zero, and of an empty tensor all others are 0.
+
+    >>> list(gradient_figures(torch.tensor([3.0, 4.0, 0.0, 1.0])).values())
+    [5.0990195135927845, 1.2649110640673518, 0.25]
+    """
+    n = g.numel()
+    if n == 0:
+        return {GRAD_L2: 0.0, GRAD_SNR: None, GRAD_ZERO: 0.0}
+    found = []
+    for (part,) in blocks(g):
+        magnitude = part.abs()
+        top = magnitude.amax()
+        unit = torch.where((top > 0) & top.isfinite(), top, 1.0)
+        scaled = part / unit
+        zeros = torch.eq(magnitude, 0.0, out=magnitude).sum(dtype=torch.float64)
+        found.append(torch.stack([unit.double(), scaled.sum().double(), torch.dot(scaled, scaled).double(), zeros]))
+    unit, sums, squares, zeros = torch.stack(found).unbind(1)
+    mean, square, none = torch.stack(
+        [(sums * unit).sum() / n, (squares * unit * unit).sum() / n, zeros.sum() / n]
+    ).tolist()
+    variance = square - mean * mean
+    noisy = math.isfinite(variance) and variance > square * _ROUNDING
+    return {
+        GRAD_L2: math.sqrt(square * n),
+        GRAD_SNR: abs(mean) / math.sqrt(variance) if noisy else None,
+        GRAD_ZERO: none,
+    }
+
+
+@torch.no_grad()
+def update_to_noise(before: Tensor, target: Tensor, fmt: fm.FloatFormat, scale: Scale = 1.0) -> float | None:
+    """Return the power of a step's updates over the variance that stochastic rounding of `target` adds to them.
+
+    With f the part of a spacing S by which a target is above a grid value, the variance is the sum of f (1 - f) S²:
+    infinity where there is none, as beyond the range, and None where nothing was asked for. NaN gives NaN, Inf gives
+    Inf.
+
+    >>> e4m3 = fm.FloatFormat.from_string("E4M3")
+    >>> update_to_noise(torch.tensor([1.0]), torch.tensor([1.03125]), e4m3)  # f = 1/4 of a step of 1/8
+    0.3333333333333333
+    """
+    sums = []
+    for scales, start, wanted in unit_blocks(scale, before, target):
+        end = inside(wanted, fmt)
+        gap = fm.ulp(end, fmt)
+        fraction = (end / gap).abs_().frac_()
+        step = (gap * scales).double()
+        noise = (fraction * (1 - fraction)).double() * step * step
+        sums.append(torch.stack([((wanted - start) * scales).double().square().sum(), noise.sum()]))
+    asked, added = torch.stack(sums).sum(0).tolist()
+    if asked == 0:
+        return None
+    return float(asked / added if added else asked * math.inf)
+
+
+class DeadRuns:
+    """For how many steps in a row each element of a gradient has been below `DEAD_BELOW`, up to 32767.
+
+    NaN and Inf end a run, -0 is a zero; of an empty gradient no share is dead.
+
+    >>> runs = DeadRuns()
+    >>> for steps in (60, 40):
+    ...     runs.update(torch.tensor([0.0, 1.0]), steps)
+    >>> runs.dead
+    0.5
+    """
+
+    def __init__(self) -> None:
+        self.runs: Tensor | None = None
+        self._bound = 0  # no run is longer
+
+    @torch.no_grad()
+    def update(self, g: Tensor, steps: int = 1) -> None:
+        """Count the gradient of one step, or, where only some are looked at, of the `steps` since the last look."""
+        if self.runs is None:
+            self.runs = torch.zeros(g.shape, dtype=torch.int16, device=g.device)
+        if self._bound + steps > _LONGEST:
+            self.runs.clamp_(max=_LONGEST - steps)
+        self._bound = min(self._bound + steps, _LONGEST)
+        flat = self.runs.view(-1)
+        pieces = flat.split(BLOCK) if g.device.type == "cpu" and g.numel() else [flat]
+        for runs, (part,) in zip(pieces, blocks(g), strict=True):
+            small = part.abs().lt_(DEAD_BELOW).to(runs.dtype)  # a comparison into a mask costs four times as much
+            if steps > 1:
+                runs.add_(steps - 1)
+            torch.addcmul(small, runs, small, out=runs)
+
+    @property
+    def dead(self) -> float:
+        """Share of the elements whose run is at least `DEAD_STEPS` long; 0 before the first update."""
+        if self.runs is None:
+            return 0.0
+        return int((self.runs >= DEAD_STEPS).sum()) / max(self.runs.numel(), 1)
+
+    def state(self) -> dict[str, Any]:
+        """Return what `load_state` takes."""
+        return {"runs": None if self.runs is None else self.runs.clone(), "bound": self._bound}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on counting where `state` was called."""
+        self.runs, self._bound = state["runs"], int(state["bound"])
+
+
+class Gradients(UpdateMonitor):
+    """Records `grad/FIGURE/LAYER` at every look; runs of dead gradients grow every `monitor.dead_interval` steps."""
+
+    def __init__(self, watched: Watched) -> None:
+        super().__init__(watched.turns)
+        self._layers, self._dead_interval = watched.layers, watched.config.monitor.dead_interval
+        self._dead = {name: DeadRuns() for name in watched.layers}
+
+    @torch.no_grad()
+    def after_backward(self, step: Step) -> None:
+        if not step.at_last_micro_step:
+            return
+        counted = step.number % self._dead_interval == 0
+        for name, layer in self._layers.items():
+            taken = self.takes(step, name)
+            if layer.weight.grad is None or not (counted or taken):
+                continue
+            gradient = plain(layer.weight.grad)
+            if counted:
+                self._dead[name].update(gradient, self._dead_interval)
+            if taken:
+                self._measure(step, name, gradient)
+
+    def see(self, step: Step, update: Update) -> None:
+        """Compare what a step asked for with the noise that rounding it adds."""
+        ratio = update_to_noise(update.before, update.target, update.format, update.scale)
+        self._figures.add(UPDATE_TO_NOISE, update.name, ratio, update.before.numel())
+
+    def state(self) -> dict[str, Any]:
+        return {"dead": {name: runs.state() for name, runs in self._dead.items()}, **super().state()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        for name, runs in self._dead.items():
+            runs.load_state(state["dead"][name])
+        super().load_state(state)
+
+    def _measure(self, step: Step, name: str, gradient: Tensor) -> None:
+        for metric, value in {**gradient_figures(gradient), GRAD_DEAD: self._dead[name].dead}.items():
+            self._figures.add(metric, name, value, gradient.numel())
+        if step.due(HISTOGRAM_INTERVAL):
+            counts, edges = by_binade(torch.stack([binade_counts(part) for (part,) in blocks(gradient)]).sum(0))
+            step.add_histogram(MAGNITUDES.of(name), counts, edges=edges)
+
+
+def build(watched: Watched) -> Gradients | None:
+    """Return the monitor of a run; steps in the backward pass leave no gradients to look at."""
+    return None if watched.config.train.step_in_backward else Gradients(watched)

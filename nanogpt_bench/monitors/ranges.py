@@ -1,0 +1,216 @@
+"""Ranges: overflow, underflow, moments and scales of weights, activations, gradients and residual outputs."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import torch
+from torch import Tensor
+
+import fp8manifold as fm
+from nanogpt_bench.config.metrics import (
+    ABOVE,
+    LARGEST,
+    LINEAR,
+    LOG,
+    MEAN,
+    OF_LAYERS,
+    OPERANDS,
+    SHARE,
+    Metric,
+)
+from nanogpt_bench.model.layers import plain
+from nanogpt_bench.monitors.capture import Operand, flowing, of_weight
+from nanogpt_bench.monitors.passes import Scale, blocks, fitting, unit_blocks
+from nanogpt_bench.monitors.points import Step
+from nanogpt_bench.monitors.updates import Update, UpdateMonitor
+from nanogpt_bench.monitors.watched import Watched
+
+_ranges = partial(Metric, monitor="ranges", over=MEAN, operands=OPERANDS)
+OVERFLOW = _ranges(
+    "quant/overflow",
+    "Overflow",
+    SHARE,
+    "Values beyond the format's largest.",
+    bad=ABOVE,
+    chart=LINEAR,
+)
+UNDERFLOW = _ranges(
+    "quant/underflow", "Underflow", SHARE, "Values other than zero that become zero.", bad=ABOVE, chart=LINEAR
+)
+KURTOSIS = _ranges(
+    "quant/kurtosis",
+    "Kurtosis",
+    "raw, normal = 3",
+    "The largest of the layers.",
+    over=LARGEST,
+    bad=ABOVE,
+    chart=LOG,
+)
+LOG2_STD = _ranges(
+    "quant/log2_std",
+    "Spread of the logarithms",
+    "binades, normal = 1.6",
+    "Standard deviation of log2 of the magnitudes.",
+)
+LOG2_SKEWNESS = _ranges(
+    "quant/log2_skewness", "Skewness of the logarithms", "normal = -1.54", "0 where magnitudes are log-normal."
+)
+CLAMPED = _ranges("quant/clamped", "Clamped", SHARE, "Values beyond the largest at all, rounded there.", bad=ABOVE)
+AMAX = _ranges("quant/amax", "Largest magnitude", "value", "Of the finite ones.", over=LARGEST)
+SCALE = _ranges("quant/scale", "Scale", "value", "Geometric mean of an operand's scales.", operands=OF_LAYERS)
+
+#: a variance, relative to amax squared, that float32 leaves of a constant
+_ROUNDING = 2.0**-44
+#: a scale that was measured on a tensor may take its largest value beyond the format's by so much
+_OF_SCALES = 1 + 2.0**-20
+#: a float32 counts so far
+_EXACT = 2**24
+
+
+@torch.no_grad()
+def range_figures(x: Tensor, fmt: fm.FloatFormat | None = None, scale: Scale = 1.0) -> dict[Metric, float | None]:
+    """Return the shares of a tensor that a format can't hold, where one is given, and the moments that say why.
+
+    A value overflows where rounding to nearest with an unbounded exponent would exceed the largest one; it is clamped
+    where it is beyond it at all. Kurtosis is the fourth central moment over the squared variance. Inf overflows, NaN
+    counts nowhere, and moments are those of the finite elements, None where they have no variance. Of an empty tensor
+    shares and `amax` are 0.
+
+    >>> fmt = fm.FloatFormat.from_string("E4M3")
+    >>> found = range_figures(torch.tensor([1.0, 450.0, 500.0, 0.004, 0.0]), fmt)
+    >>> found[OVERFLOW], found[CLAMPED], found[UNDERFLOW], found[AMAX]
+    (0.2, 0.4, 0.0, 500.0)
+
+    Source: IEEE 754-2019, section 7.4, for overflow.
+    """
+    moments = _moments(x)
+    amax, variance, fourth = moments if math.isfinite(moments[0]) else _moments(x[x.isfinite()])
+    spread, skewness = _spread_of_logs(x)
+    return {
+        **({} if fmt is None else _out_of_range(x, fmt, scale)),
+        AMAX: amax,
+        KURTOSIS: fourth / variance**2 if variance else None,
+        LOG2_STD: spread,
+        LOG2_SKEWNESS: skewness,
+    }
+
+
+def mean_scale(scale: Scale, x: Tensor) -> float:
+    """Return the geometric mean of all scales of `x`."""
+    fitted = fitting(scale, x)
+    return float(fitted.double().log2().mean().exp2()) if fitted.numel() else 1.0
+
+
+def _moments(x: Tensor) -> tuple[float, float, float]:
+    """The largest magnitude; second and fourth central moments of `x` divided by it.
+
+    Divided first: fourth powers leave the range of float32 soon.
+    """
+    n = x.numel()
+    if n == 0:
+        return 0.0, 0.0, 0.0
+    first = [torch.stack([part.abs().amax().double(), part.sum().double()]) for (part,) in blocks(x)]
+    ends = torch.stack(first)
+    amax, mean = ends[:, 0].amax(), ends[:, 1].sum() / n
+    unit = amax.clamp(min=2.0**-1000)
+    powers = [_powers(part, mean, unit) for (part,) in blocks(x)]
+    largest, second, fourth = torch.cat([amax.view(1), torch.stack(powers).sum(0) / n]).tolist()
+    return (largest, second, fourth) if second > _ROUNDING else (largest, 0.0, 0.0)
+
+
+def _powers(part: Tensor, mean: Tensor, unit: Tensor) -> Tensor:
+    centred = (part - mean.to(part.dtype)) / unit.to(part.dtype)
+    squares = centred.mul_(centred)
+    return torch.stack([squares.sum(), torch.dot(squares, squares)]).double()
+
+
+def _spread_of_logs(x: Tensor) -> tuple[float | None, float | None]:
+    """Standard deviation and skewness of log2 |x| over what is finite and not 0."""
+    sums = [_powers_of_logs(part) for (part,) in blocks(x)]
+    n, first, second, third = torch.stack(sums).sum(0).tolist()
+    if not n:
+        return None, None
+    mean, square = first / n, second / n
+    variance = square - mean**2
+    if variance <= _ROUNDING * square:
+        return 0.0, None
+    central = third / n - 3 * mean * variance - mean**3
+    return math.sqrt(variance), central / variance**1.5
+
+
+def _powers_of_logs(part: Tensor) -> Tensor:
+    logs = part.abs().log2_().double()
+    there = logs.isfinite()
+    logs = logs.where(there, 0.0)
+    squares = logs.square()
+    return torch.stack([there.sum().double(), logs.sum(), squares.sum(), torch.dot(squares, logs)])
+
+
+def _out_of_range(x: Tensor, fmt: fm.FloatFormat, scale: Scale) -> dict[Metric, float]:
+    tie, found = fmt.max + fmt.ulp_max / 2, []
+    for _, units in unit_blocks(scale, x):
+        magnitude = units.abs_()
+        overflow = _below(tie, magnitude.dtype) if fmt.max_code % 2 else tie  # a tie goes where the even code is
+        limits = overflow, fmt.max * _OF_SCALES, 0.0, fmt.ulp_min / 2
+        scratch = torch.empty_like(magnitude)
+        found.append(torch.stack([_count_above(magnitude, limit, scratch) for limit in limits]))
+    beyond, clamped, nonzero, kept = torch.stack(found).sum(0).tolist()
+    n = max(x.numel(), 1)
+    return {OVERFLOW: beyond / n, UNDERFLOW: (nonzero - kept) / n, CLAMPED: clamped / n}
+
+
+def _count_above(x: Tensor, threshold: float, scratch: Tensor) -> Tensor:
+    """How many elements exceed a threshold; a comparison into floats costs a quarter of one into a mask."""
+    above = torch.gt(x, threshold, out=scratch)
+    return above.sum(dtype=torch.float64 if x.numel() > _EXACT else None).double()
+
+
+def _below(value: float, dtype: torch.dtype) -> float:
+    """The float below, in whose place `>` says `>=` of the value itself."""
+    return torch.nextafter(torch.tensor(value, dtype=dtype), torch.tensor(0.0, dtype=dtype)).item()
+
+
+class Ranges(UpdateMonitor):
+    """Records `quant/FIGURE/OPERAND/LAYER`.
+
+    Weights on a grid are measured as the step asked for them, before the write-back; master copies as they are.
+    Gradients are those that arrive at the layers' outputs. What has no format is measured without one.
+    """
+
+    def __init__(self, watched: Watched) -> None:
+        super().__init__(watched.turns)
+        self._layers, self._capture, self._monitor = watched.layers, watched.capture, watched.config.monitor
+        self._seen: set[str] = set()
+
+    def see(self, step: Step, update: Update) -> None:
+        """Measure a weight as the step asked for it."""
+        self._measure(of_weight(update.name, update.layer, update.target))
+        self._seen.add(update.name)
+
+    def after_backward(self, step: Step) -> None:
+        if self.looks(step) and step.at_last_micro_step:
+            for operand in flowing(self._layers, self._capture, self._monitor):
+                self._measure(operand)
+
+    def written(self, step: Step) -> None:
+        if not step.number or not self.looks(step):
+            return
+        for name, layer in self._layers.items():
+            if name not in self._seen and self.takes(step, name):
+                self._measure(of_weight(name, layer, plain(layer.weight)))
+        self._seen.clear()
+        super().written(step)
+
+    def _measure(self, operand: Operand) -> None:
+        found = range_figures(operand.values, operand.format, operand.scale)
+        if operand.quantized:
+            found[SCALE] = mean_scale(operand.scale, operand.values)
+        for metric, value in found.items():
+            self._figures.add(metric.by(operand.kind), operand.layer, value, operand.values.numel())
+
+
+def build(watched: Watched) -> Ranges:
+    """Return the monitor of a run."""
+    return Ranges(watched)

@@ -1,0 +1,88 @@
+"""Code histograms and what they say of bits, against counts by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from watched_models import NAMES, SCALES, layer_of, normal, observers_of, of, one_step, watched
+
+import fp8manifold as fm
+from fp8manifold import reference
+from nanogpt_bench.monitors.bits import (
+    CODES_USED,
+    EXPONENT_BIT,
+    MANTISSA_BIT,
+    MANTISSA_UTILISATION,
+    TOP_EXPONENT,
+    UNIFORMITY,
+    bit_figures,
+    code_histogram,
+)
+
+
+def entropy_of(items: list[int]) -> float:
+    return -sum(items.count(i) / len(items) * math.log2(items.count(i) / len(items)) for i in set(items))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_figures_are_the_counts(name: str) -> None:
+    fmt = of(name)
+    x = normal(1000, seed=5, std=2.0 if name == "E7M0" else fmt.max / 4)
+    codes = [reference.encode(v, fmt) for v in fm.round_to_grid(x, fmt).tolist()]
+    size, found = bit_figures(code_histogram(x, fmt), fmt)
+    m = fmt.mantissa_bits
+    fields = [(c & (fmt.sign_bit - 1)) >> m for c in codes]
+    mantissas = [c & ((1 << m) - 1) for c in codes]
+    finite = [c for c in range(2**fmt.bits) if math.isfinite(reference.decode(c, fmt))]
+    top = max((c & (fmt.sign_bit - 1)) >> m for c in finite)
+    assert size == 1000
+    assert found.pop(UNIFORMITY) == pytest.approx(entropy_of(codes) / math.log2(len(finite)))
+    assert found.pop(CODES_USED) == len(set(codes)) / len(finite)
+    assert found.pop(TOP_EXPONENT) == fields.count(top) / 1000
+    assert (fields.count(top) > 0) is (name != "E7M0")
+    assert found.pop(MANTISSA_UTILISATION) == (pytest.approx(entropy_of(mantissas) / m) if m else None)
+    by_hand = {EXPONENT_BIT.number(i): sum(v >> i & 1 for v in fields) / 1000 for i in range(fmt.exponent_bits)}
+    assert found == by_hand | {MANTISSA_BIT.number(i): sum(v >> i & 1 for v in mantissas) / 1000 for i in range(m)}
+
+
+def test_codes_that_are_no_number_are_left_out() -> None:
+    counts = code_histogram(torch.tensor([1.0, math.nan, 2.0]), of("E4M3"))
+    assert counts[127] == 1
+    size, found = bit_figures(counts, of("E4M3"))
+    assert (size, found[CODES_USED]) == (2, 2 / 254)
+    size, empty = bit_figures(code_histogram(torch.empty(0), of("E5M2")), of("E5M2"))
+    assert (size, set(empty.values())) == (0, {0.0})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_counts_are_those_of_encode(dtype: torch.dtype) -> None:
+    for fmt in map(of, NAMES):
+        x = normal(3, 60_000, dtype=dtype)  # more than a piece
+        x[0, :3] = torch.tensor([math.inf, -math.inf, 1e30])
+        codes = fm.encode(x.to(torch.promote_types(dtype, torch.float32)) / (SCALES * 8), fmt)
+        counts = torch.bincount(codes.flatten(), minlength=2**fmt.bits)
+        assert torch.equal(code_histogram(x, fmt, SCALES * 8), counts)
+        assert torch.equal(code_histogram(codes, fmt), counts)
+
+
+def test_a_bit_that_no_weight_sets_reports_zero() -> None:
+    model = layer_of({"weight": {"format": "E4M3", "scale": 1.0}}, torch.tensor([[1.0, 1.5, 448.0, 448.0]]))
+    step = one_step(model, observers_of(watched(model), "bits"), torch.ones(1, 4))
+    record = step.record
+    assert [record[f"bits/mantissa_bit_{bit}/weight/0"] for bit in range(3)] == [0.0, 0.5, 0.75]
+    assert record["bits/uniformity/weight/0"] == 1.5 / math.log2(254)
+    assert record["bits/top_exponent/weight/0"] == 0.5
+    (histogram,) = step.histograms
+    assert histogram["name"] == "bits/code_histogram/weight/0"
+    counts = dict(zip(histogram["values"], histogram["counts"], strict=True))
+    assert {value: n for value, n in counts.items() if n} == {1.0: 1, 1.5: 1, 448.0: 2}
+    assert len(counts) == 253  # both zeros are one value
+
+
+def test_activations_that_are_quantised_have_codes() -> None:
+    model = layer_of({"activation": {"format": "E2M1", "scale": 1.0}}, torch.ones(1, 2))
+    record = one_step(model, observers_of(watched(model), "bits"), torch.tensor([[1.0, 6.0]])).record
+    assert record["bits/codes_used/activation/0"] == 2 / 16
+    assert "bits/codes_used/weight/0" not in record

@@ -1,0 +1,87 @@
+"""Spacing of the weights, weights off the grid, and constraints, against definitions and cases known by hand."""
+
+from __future__ import annotations
+
+import math
+
+import geoopt
+import pytest
+import torch
+from torch import nn
+from watched_models import NAMES, SCALES, layer_of, normal, observers_of, of, on_grid, one_step, watched
+
+import fp8manifold as fm
+from nanogpt_bench.monitors.geometry import (
+    OFF_GRID,
+    STIFFNESS_MEAN,
+    geometry_figures,
+    orthogonality,
+    row_length_error,
+    stiffness_histogram,
+)
+
+
+@pytest.mark.parametrize("columns", [50, 70_000])
+def test_spacings_are_the_definition_and_are_counted_by_value(columns: int) -> None:
+    for name in NAMES:
+        w = normal(3, columns, std=0.1)
+        scale = fm.storage_scale(w, name)
+        stiffness = fm.ulp(w / scale, name) * scale
+        found = geometry_figures(w, of(name), scale)
+        assert found[STIFFNESS_MEAN] == pytest.approx(stiffness.double().mean().item(), rel=1e-5)
+        expected = {v.item(): int(n) for v, n in zip(*stiffness.unique(return_counts=True), strict=True)}
+        counts, edges = stiffness_histogram(w, of(name), scale)
+        assert {edge: n for edge, n in zip(edges, counts, strict=False) if n} == expected
+
+
+def test_the_off_grid_share() -> None:
+    for fmt in map(of, NAMES):
+        weight = on_grid(fmt.name, 3, 2000) * SCALES
+        assert geometry_figures(weight, fmt, SCALES)[OFF_GRID] == 0
+        weight[0, :37] += 0.3 * fm.ulp(weight[0, :37] / SCALES[0], fmt) * SCALES[0]
+        weight[1, :5] = math.nan if fmt.name == "E7M0" else 3 * fmt.max * SCALES[1]
+        assert geometry_figures(weight, fmt, SCALES)[OFF_GRID] == 42 / 6000
+
+
+def test_the_grid_of_any_scale_and_dtype() -> None:
+    x = normal(200, 200)
+    for fmt in map(of, ("E4M3", "E5M2", "E1M6")):
+        scale = fm.amax_scale(x, fmt)
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            assert geometry_figures(fm.fake_quantize(x.to(dtype), fmt, scale), fmt, scale)[OFF_GRID] == 0
+
+
+def test_fields_without_weights_or_numbers() -> None:
+    assert list(geometry_figures(torch.empty(0), of("E4M3")).values()) == [0, 0]
+    bad = geometry_figures(torch.tensor([1.0, math.nan, 2.0]), of("E4M3"))
+    assert math.isnan(bad[STIFFNESS_MEAN])
+    assert bad[OFF_GRID] == pytest.approx(1 / 3)
+    assert stiffness_histogram(torch.tensor([math.nan, math.inf, 448.0]), of("E4M3")) == ([0, 2], [0.0, 32.0, 64.0])
+
+
+def test_distances_from_constraints() -> None:
+    q = geoopt.Stiefel().projx(normal(3, 8, 5))
+    assert orthogonality(q) < 1e-5
+    assert orthogonality(q * 2) == orthogonality(q.mT * 2) == pytest.approx(3 * math.sqrt(5), rel=1e-5)
+    assert orthogonality(torch.empty(0, 3)[:, :0]) == row_length_error(torch.empty(0, 3)) == 0
+    assert math.isnan(orthogonality(torch.full((2, 2), math.nan)))
+    assert row_length_error(torch.tensor([[0.6, 0.8], [0.0, 0.5]])) == 0.5
+
+
+def test_a_layer_on_the_grid_stays_there() -> None:
+    model = layer_of({"weight": "E4M3"}, torch.full((2, 2), 1.0), "grid")
+    scale = model[0].weight_scale()[0, 0]
+    stiffness = float(fm.ulp(1 / scale, "E4M3") * scale)
+    record = one_step(model, observers_of(watched(model), "geometry"), torch.ones(1, 2), lr=4 * stiffness).record
+    assert record["geometry/stiffness_mean/0"] == pytest.approx(stiffness)
+    assert record["geometry/off_grid"] == 0.0
+
+
+def test_parameters_on_geoopts_manifolds_are_checked() -> None:
+    model = nn.Linear(2, 2, bias=False)
+    for name, manifold in (("q", geoopt.Stiefel()), ("r", geoopt.Sphere())):
+        parameter = geoopt.ManifoldParameter(torch.tensor([[1.0, 0.0], [0.0, 2.0]]), manifold=manifold)
+        model.register_parameter(name, parameter)
+    record = one_step(model, observers_of(watched(model), "geometry"), torch.ones(1, 2)).record
+    assert record["geometry/orthogonality/q"] == record["geometry/orthogonality"] == 3.0
+    assert record["geometry/off_sphere/r"] == 1.0

@@ -1,0 +1,133 @@
+"""Gradient figures, dead runs and the noise of rounding, against definitions in float64."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+from watched_models import SCALES, normal, observers_of, of, on_grid, one_step, watched
+
+import fp8manifold as fm
+from nanogpt_bench.monitors.gradients import (
+    GRAD_L2,
+    GRAD_SNR,
+    GRAD_ZERO,
+    DeadRuns,
+    gradient_figures,
+    update_to_noise,
+)
+from nanogpt_bench.monitors.passes import binade_counts, by_binade
+
+
+@pytest.mark.parametrize("shape", [(5,), (400, 700)])
+@pytest.mark.parametrize("size", [1.0, 1e-25, 1e25])
+def test_norms_and_signal(shape: tuple[int, ...], size: float) -> None:
+    for dtype in (torch.float32, torch.float64) if size != 1 else (torch.float32, torch.bfloat16, torch.float16):
+        g = ((normal(*shape, seed=1) + 0.3) * size).to(dtype)
+        g.view(-1)[:2] = 0
+        found, wide = gradient_figures(g), g.double()
+        assert found[GRAD_L2] == pytest.approx(wide.norm().item(), rel=1e-5)
+        assert found[GRAD_SNR] == pytest.approx((wide.mean().abs() / wide.std(correction=0)).item(), rel=1e-4)
+        assert found[GRAD_ZERO] == 2 / g.numel()
+
+
+def test_gradients_without_signal() -> None:
+    assert list(gradient_figures(torch.zeros(3, 4)).values()) == [0, None, 1]
+    assert list(gradient_figures(torch.empty(0)).values()) == [0, None, 0]
+    constant = gradient_figures(torch.full((1000,), 0.1))
+    assert (constant[GRAD_L2], constant[GRAD_SNR]) == (pytest.approx(math.sqrt(10)), None)
+    assert gradient_figures(torch.tensor([1.0, -1.0]))[GRAD_SNR] == 0
+    for bad in (math.nan, math.inf):
+        found = gradient_figures(torch.tensor([0.0, bad, 1.0, 2.0]))
+        assert (math.isfinite(found[GRAD_L2] or 0.0), found[GRAD_SNR], found[GRAD_ZERO]) == (False, None, 0.25)
+
+
+def test_noise_is_the_variance_of_stochastic_rounding() -> None:
+    for name in ("E4M3", "E7M0", "E1M6"):
+        weight = on_grid(name, 3, 40) * SCALES
+        target = weight + normal(3, 40, seed=2) * 0.3 * fm.ulp(weight / SCALES, name) * SCALES
+        many = (target / SCALES).expand(4000, 3, 40)
+        errors = (fm.round_to_grid(many, name, "stochastic", seed=1) * SCALES - target).double()
+        measured = (target - weight).double().square().sum() / errors.square().mean(0).sum()
+        assert update_to_noise(weight, target, of(name), SCALES) == pytest.approx(measured.item(), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("target", "ratio"),
+    [(1.0, None), (2.0, math.inf), (1e6, math.inf), (math.inf, math.inf), (1.0625, 0.0625**2 / (0.25 * 0.125**2))],
+)
+def test_noise_at_the_edges(target: float, ratio: float | None) -> None:
+    one = torch.ones(4)
+    assert update_to_noise(one, one * target, of("E4M3")) == ratio
+    assert update_to_noise(one[:0], one[:0], of("E4M3")) is None
+    assert math.isnan(update_to_noise(one, one * math.nan, of("E4M3")) or 0.0)
+    tiny = update_to_noise(one * 1e-25, one * 1.0625e-25, of("E4M3"), 1e-25)
+    assert tiny == pytest.approx(0.0625**2 / (0.25 * 0.125**2), rel=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (300, 500)])
+def test_runs_are_counted_of_transposed_half_precision_and_of_several_steps(shape: tuple[int, int]) -> None:
+    runs, counts = DeadRuns(), torch.zeros(shape, dtype=torch.int64)
+    for seed, steps in enumerate((1, 30000, 1, 5000, 2, 60, 60)):
+        g = normal(*reversed(shape), seed=seed, std=1e-10 if seed < 2 else 1e-8).bfloat16().T
+        runs.update(g, steps)
+        counts = (counts + steps).clamp(max=32767) * (g.float().abs() < 1e-8)
+        assert runs.runs is not None
+        assert torch.equal(runs.runs.long(), counts)
+        assert runs.dead == (counts >= 100).double().mean().item()
+    assert 0 < runs.dead < 1
+
+
+def test_dead_is_a_hundred_steps_below_the_threshold() -> None:
+    runs = DeadRuns()
+    assert runs.dead == 0
+    for step in range(100):
+        assert runs.dead == 0
+        runs.update(torch.tensor([0.0, -9e-9, 1e-8 if step != 50 else 0.0, 0.0 if step != 50 else 1.0]))
+    assert runs.dead == 0.5
+    other = DeadRuns()
+    other.load_state(runs.state())
+    other.update(torch.tensor([math.nan, 0.0, 0.0, 0.0]))
+    assert (runs.dead, other.dead) == (0.5, 0.25)
+    nothing = DeadRuns()
+    nothing.update(torch.empty(0))
+    assert nothing.dead == 0
+
+
+def test_magnitudes_are_counted_by_binade() -> None:
+    x = normal(200_000, std=1e-3)
+    x[:10] = 0
+    counts, edges = by_binade(binade_counts(x))
+    inside = [((x.abs() >= low) & (x.abs() < high)).sum() for low, high in pairwise(edges)]
+    assert counts == [int(number) for number in inside]
+    assert counts[0] == 10
+    assert counts[1]
+    assert counts[-1]
+    assert all(math.log2(edge).is_integer() for edge in edges[1:])
+    for nothing in (torch.zeros(3), torch.tensor([math.nan, math.inf, 0.0, 1e-42, 0.0])):
+        assert by_binade(binade_counts(nothing)) == ([3], [0.0, 1.0])
+    assert by_binade(binade_counts(torch.tensor([3e38]))) == ([0, 1], [0.0, 2.0**127, 2.0**128])
+
+
+def test_figures_are_those_of_the_weight_before_clipping() -> None:
+    model = nn.Sequential(nn.Linear(4, 1, bias=False))
+    step = one_step(model, observers_of(watched(model), "gradients"), torch.tensor([[3.0, 4.0, 0.0, 0.0]]))
+    assert step.record["grad/l2/0"] == 5.0
+    assert step.record["grad/zero/0"] == 0.5
+    (magnitudes,) = step.histograms
+    assert magnitudes["name"] == "grad/magnitude/0"
+    assert (magnitudes["counts"], magnitudes["edges"]) == ([2, 1, 1], [0.0, 2.0, 4.0, 8.0])
+
+
+@pytest.mark.parametrize("small", [0.0, 1e-9])
+def test_a_weight_is_dead_after_its_steps_without_a_gradient(small: float) -> None:
+    model = nn.Sequential(nn.Linear(2, 1, bias=False))
+    observers, dead = observers_of(watched(model, dead_interval=50), "gradients"), []
+    for number, first in ((50, 1.0), (100, small), (120, 1.0), (150, small), (200, 1.0), (250, small)):
+        model.zero_grad()
+        record = one_step(model, observers, torch.tensor([[first, 1.0]]), number=number).record
+        dead.append(record["grad/dead/0"])
+    assert dead == [0.0, 0.0, 0.0, 0.5, 0.0, 0.0]

@@ -1,0 +1,184 @@
+"""Range figures against exact rounding and definitions in float64, and which tensors a run measures."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from torch import nn
+from watched_models import NAMES, SCALES, layer_of, normal, observers_of, of, one_step, watched
+
+import fp8manifold as fm
+from fp8manifold import reference
+from nanogpt_bench.monitors.ranges import (
+    AMAX,
+    CLAMPED,
+    KURTOSIS,
+    LOG2_SKEWNESS,
+    LOG2_STD,
+    OVERFLOW,
+    UNDERFLOW,
+    mean_scale,
+    range_figures,
+)
+
+SHARES = (OVERFLOW, UNDERFLOW, CLAMPED)
+
+
+def shares_by_definition(values: list[float], fmt: fm.FloatFormat) -> list[float]:
+    """Each value rounded in exact arithmetic to a grid that goes on beyond the largest value."""
+    counts = [0, 0, 0]
+    for value in map(abs, values):
+        low = max(c for c in range(fmt.max_code + 1) if reference.magnitude(c, fmt) <= Fraction(value))
+        middle = (reference.magnitude(low, fmt) + reference.magnitude(low + 1, fmt)) / 2
+        code = low if Fraction(value) < middle else low + 1 if Fraction(value) > middle else low + low % 2
+        found = code > fmt.max_code, value > 0 and code == 0, value > fmt.max * (1 + 2**-20)
+        counts = [count + hit for count, hit in zip(counts, found, strict=True)]
+    return [count / len(values) for count in counts]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_shares_are_those_of_exact_rounding(name: str) -> None:
+    fmt = of(name)
+    middle = float((reference.magnitude(fmt.max_code, fmt) + reference.magnitude(fmt.max_code + 1, fmt)) / 2)
+    least = fmt.ulp_min / 2
+    ends = torch.tensor([fmt.max, middle, least, 2 * least], dtype=torch.float32)
+    near = [torch.nextafter(ends, ends + sign) for sign in (-1, 1)]
+    values = torch.cat([ends, *near, -ends, ends * 1.001, torch.tensor([0.0, -0.0, 1.0])]).tolist()
+    found = range_figures(torch.tensor(values), fmt)
+    assert [found[share] for share in SHARES] == shares_by_definition(values, fmt)
+    assert found[OVERFLOW]
+    assert found[UNDERFLOW]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_shares_and_scale_of_channels_in_pieces_and_in_every_dtype(dtype: torch.dtype) -> None:
+    x = normal(3, 50_000, std=0.1, dtype=dtype)
+    found, units = range_figures(x, of("E4M3"), SCALES * 2.0**-6), x.double() / (SCALES * 2.0**-6)
+    assert found[OVERFLOW] == (units.abs() > 464).double().mean().item() > 0
+    assert found[AMAX] == x.abs().max().item()
+    assert mean_scale(SCALES * 2.0**-6, x) == pytest.approx(2.0**-11)
+
+
+@pytest.mark.parametrize("shape", [(7,), (400, 500)])
+@pytest.mark.parametrize("offset", [0.0, 3.0])
+def test_moments(shape: tuple[int, ...], offset: float) -> None:
+    x = normal(*shape, seed=3, std=2.0) ** 3 + offset
+    found, wide = range_figures(x), x.double()
+    centred, logs = wide - wide.mean(), wide.abs().log2()
+    assert found[KURTOSIS] == pytest.approx((centred.pow(4).mean() / centred.square().mean() ** 2).item(), rel=1e-4)
+    assert found[LOG2_STD] == pytest.approx(logs.std(correction=0).item(), rel=1e-5)
+    third = (logs - logs.mean()).pow(3).mean() / logs.std(correction=0) ** 3
+    assert found[LOG2_SKEWNESS] == pytest.approx(third.item(), rel=1e-4, abs=1e-5)
+    assert not set(SHARES) & set(found)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.1, -7.3])
+def test_a_constant_has_no_moments(value: float) -> None:
+    found = range_figures(torch.full((1000,), value), of("E4M3"))
+    assert (found[KURTOSIS], found[LOG2_SKEWNESS]) == (None, None)
+    assert found[AMAX] == pytest.approx(abs(value))
+    assert found[LOG2_STD] == (0.0 if value else None)
+
+
+def test_what_is_not_finite_and_what_is_not_there() -> None:
+    x = torch.cat([normal(997), torch.tensor([math.nan, math.inf, -math.inf])])
+    found, finite = range_figures(x, of("E5M2")), range_figures(x[:997], of("E5M2"))
+    assert found[OVERFLOW] == found[CLAMPED] == 2 / 1000
+    assert [found[m] for m in (AMAX, KURTOSIS, LOG2_STD)] == [finite[m] for m in (AMAX, KURTOSIS, LOG2_STD)]
+    for nothing in (torch.full((3,), math.nan), torch.empty(0, 3)):
+        found = range_figures(nothing, of("E7M0"))
+        assert [found[m] for m in (OVERFLOW, AMAX, KURTOSIS, LOG2_STD)] == [0.0, 0.0, None, None]
+
+
+def test_the_largest_value_under_its_own_scale_is_not_clamped() -> None:
+    for seed in range(50):
+        x = normal(20, seed=seed)
+        assert range_figures(x, of("E4M3"), fm.amax_scale(x, "E4M3"))[CLAMPED] == 0
+
+
+def test_thirty_seven_overflowing_weights_of_64_are_37_in_64() -> None:
+    weight = torch.full((8, 8), 0.5)
+    weight.view(-1)[:37] = 1000.0
+    model = layer_of({"weight": {"format": "E4M3", "scale": 1.0}}, weight)
+    record = one_step(model, observers_of(watched(model), "ranges"), torch.ones(2, 8)).record
+    assert record["quant/overflow/weight/0"] == record["quant/overflow/weight"] == 37 / 64
+    assert record["quant/clamped/weight/0"] == 37 / 64
+    assert record["quant/amax/weight/0"] == 1000.0
+    assert record["quant/scale/weight/0"] == 1.0
+
+
+def test_weights_on_the_grid_are_measured_as_the_step_asked_for_them() -> None:
+    model = layer_of({"weight": "E4M3"}, torch.full((4, 4), 0.25), "grid")
+    limit = float(model[0].weight_scale().max()) * 448
+    inputs = torch.ones(1, 4)
+    inputs[0, 0] = -2 * limit  # the gradient of column 0
+    record = one_step(model, observers_of(watched(model), "ranges"), inputs, lr=1.0).record
+    assert record["quant/overflow/weight/0"] == 0.25
+    assert float(model[0].weight.detach().max()) == limit
+
+
+def test_activations_and_gradients_are_measured_before_they_are_quantised() -> None:
+    spec = {"activation": {"format": "E4M3", "scale": 1.0}, "gradient": {"activation": "E5M2"}}
+    model = layer_of(spec, torch.eye(4))
+    inputs = torch.tensor([[1000.0, 1.0, 1e-6, 0.0]])
+    record = one_step(model, observers_of(watched(model), "ranges"), inputs).record
+    assert record["quant/overflow/activation/0"] == 0.25
+    assert record["quant/underflow/activation/0"] == 0.25
+    assert record["quant/amax/gradient/0"] == 1.0
+    assert record["quant/scale/gradient/0"] == pytest.approx(1 / 57344)
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
+def test_gradients_of_weights_are_measured_where_they_are_quantised(granularity: str) -> None:
+    fixed = {"scale": 1.0} if granularity == "tensor" else {"granularity": granularity}
+    model = layer_of({"gradient": {"weight": {"format": "E5M2", **fixed}}}, torch.ones(2, 32))
+    inputs = torch.ones(1, 32)
+    inputs[0, :3] = torch.tensor([1e6, 1e-9, 0.0])
+    of_run = watched(model)
+    record = one_step(model, observers_of(of_run, "ranges", "bits"), inputs).record
+    assert record["quant/amax/weight_gradient/0"] == 1e6
+    assert record["quant/underflow/weight_gradient/0"] == 1 / 32
+    assert record["quant/overflow/weight_gradient/0"] == (1 / 32 if granularity == "tensor" else 0.0)
+    assert record["bits/codes_used/weight_gradient/0"] == 3 / 248
+    assert not of_run.capture.weight_gradients
+    assert not model[0].weight_gradient_scaler._forward_pre_hooks
+
+
+def test_what_has_no_format_is_measured_without_one_or_as_asked() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False))
+    inputs = torch.tensor([[1.0, 2.0, 3.0, 1e-9]])
+    record = one_step(model, observers_of(watched(model), "ranges"), inputs).record
+    assert record["quant/amax/activation/0"] == 3.0
+    assert not [key for key in record if key.startswith(("quant/overflow", "quant/scale"))]
+    record = one_step(model, observers_of(watched(model, activation_format="E4M3"), "ranges"), inputs).record
+    assert record["quant/underflow/activation/0"] == 0.25
+    assert "quant/underflow/gradient/0" not in record
+
+
+def test_a_block_of_activations_has_a_scale_of_its_own() -> None:
+    model = layer_of({"activation": {"format": "E4M3", "granularity": "block"}}, torch.ones(2, 64))
+    inputs = torch.ones(3, 64)
+    inputs[:, 32:] = 2.0**20
+    record = one_step(model, observers_of(watched(model), "ranges"), inputs).record
+    assert record["quant/overflow/activation/0"] == record["quant/underflow/activation/0"] == 0.0
+
+
+def test_between_two_looks_the_model_has_no_hooks() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    capture = watched(model, interval=2).capture
+    step = one_step(nn.Linear(1, 1), [], torch.ones(1))
+    step.model, step.last = model, False
+    capture.before_forward(step)
+    assert not model[0]._forward_hooks
+    step.number = 2
+    capture.before_forward(step)
+    assert model[0]._forward_hooks
+    model(torch.ones(1, 2)).sum().backward()
+    capture.after_forward(step)
+    assert not model[0]._forward_hooks
+    assert set(capture.inputs) == set(capture.gradients) == {"0"}
+    capture.written(step)
+    assert not capture.inputs

@@ -1,0 +1,100 @@
+"""The metrics: each named in its own module and nowhere else, and all that a run writes among them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import nanogpt_bench
+from nanogpt_bench.config import metrics
+from nanogpt_bench.config.metrics import ABOVE, BELOW, LARGEST, MEAN, OPERANDS, TOGETHER, WATCHED, Metric
+from nanogpt_bench.config.schema import Config
+from nanogpt_bench.loop.train import run
+from nanogpt_bench.monitors import METRICS, MODULES, SPREADS
+
+SOURCES = Path(nanogpt_bench.__file__).parent
+EVERY = (*METRICS, *SPREADS)
+#: their own modules
+ALLOWED = [Path(module.__file__ or "") for module in (metrics, *MODULES.values())]
+NAMESPACES = {metric.namespace for metric in EVERY if "/" in metric.name}
+#: names that are those of settings, and of figures of a summary, too: looked for as keys of records only
+WORDS = "|".join(metric.name for metric in EVERY if "/" not in metric.name and metric not in metrics.FLAGS)
+
+
+def _pattern(metric: Metric) -> str:
+    return re.escape(metric.name.removesuffix("I")) + (r"\d*" if metric.name.endswith("_I") else "")
+
+
+NAMED = "|".join(_pattern(metric) for metric in EVERY if "/" in metric.name or metric in metrics.FLAGS)
+NAME = re.compile(
+    rf"[\"' ](?:{NAMED})(?=[\"' /{{])|[\"'](?:{'|'.join(NAMESPACES)})/[\"'{{]"
+    rf"|(?:record\[|record\.get\(|\.curve\()[\"'](?:{WORDS})[\"']"
+)
+
+
+def test_no_metric_is_named_outside_its_own_module() -> None:
+    paths = [path for path in SOURCES.rglob("*.py") if path not in ALLOWED]
+    found = {path: NAME.findall(re.sub(r'"""[\s\S]*?"""|#.*', "", path.read_text(encoding="utf-8"))) for path in paths}
+    assert not {path.relative_to(SOURCES): names for path, names in found.items() if names}
+    planted = (
+        "'train/loss'",
+        "f'quant/overflow/{b}'",
+        "f'grad/{b}'",
+        "'bits/exponent_bit_3/weight'",
+        "f'a val/loss is'",
+    )
+    planted += ("record['lr']", "step.record.get('mfu')", "run.curve('tokens')", "'loss_is_nan'")
+    innocent = ("summary['tokens']", "group['lr']", "'retrain/losses'", "'train/losses'", "'a/grad/norm'", "'val loss'")
+    assert [bool(NAME.search(text)) for text in (*planted, *innocent)] == [True] * len(planted) + [False] * len(
+        innocent
+    )
+
+
+def test_what_is_said_of_a_metric_holds() -> None:
+    assert len({metric.name for metric in EVERY}) == len(EVERY)
+    for metric in EVERY:
+        assert metric.title, metric
+        assert metric.meaning.endswith("."), metric
+        assert metric.bad in ("", ABOVE, BELOW), metric
+        assert metric.monitor in ("", "shadow", *WATCHED), metric
+        assert metric.over in ("", MEAN, LARGEST, TOGETHER), metric
+        assert set(metric.operands) <= set(OPERANDS), metric
+
+
+def registered(key: str) -> Metric | None:
+    """The metric, or distribution, that a key on disk belongs to."""
+    for metric in EVERY:
+        layer = "(/.+)?" if metric.over or metric in SPREADS else ""
+        operand = f"/({'|'.join(metric.operands)})" if metric.operands else ""
+        if re.fullmatch(_pattern(metric) + operand + layer, key):
+            return metric
+    return None
+
+
+def test_all_that_a_watched_run_writes_is_registered(
+    tiny: Callable[..., Config], corpus_dir: Path, labelled_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shadow = {"shadow__enabled": True, "shadow__interval": 2}
+    monkeypatch.setattr("nanogpt_bench.monitors.resources._peak_flops", lambda device: 1e12)
+    speed = {"eval__also": str(corpus_dir)}
+    formats = "{'*': {weight: E4M3, activation: E4M3, gradient: E5M2}}"
+    seen: set[str] = set()
+    residual = {"rule": "muon-residual8", "model__formats": "{'*': {weight: E4M3, gradient: E5M2}}"}
+    for name, settings in {
+        "residual": {**residual, **shadow, **speed},
+        "master": {"rule": "master", "model__formats": formats, **shadow, **speed},
+        "stiefel": {"model__constraint": "stiefel", "model__format": "E4M3", **speed},
+        "sphere": {"model__constraint": "sphere", **speed},
+        "labels": {"rule": "fp32", "task": "classify", "data__dir": str(labelled_dir)},
+    }.items():
+        folder = tmp_path / name
+        run(tiny(**settings), folder)
+        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        seen |= {key for line in lines for key in json.loads(line)} - {"step"}
+        lines = (folder / "histograms.jsonl").read_text(encoding="utf-8").splitlines()
+        seen |= {json.loads(line)["name"] for line in lines}
+    found = {key: registered(key) for key in seen}
+    assert [key for key, metric in found.items() if metric is None] == []
+    assert [metric.name for metric in EVERY if metric not in found.values()] == []

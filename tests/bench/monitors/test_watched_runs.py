@@ -1,0 +1,93 @@
+"""Whole runs under watch: nothing changes, what is not watched is gone, and distributions come at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench_runs import recorded
+
+from nanogpt_bench.config.metrics import WATCHED
+from nanogpt_bench.config.schema import Config
+from nanogpt_bench.loop.train import run
+from nanogpt_bench.training.trainer import Trainer
+
+Tiny = Callable[..., Config]
+ALL_FORMATS = "{'*': {weight: E4M3, activation: {format: E4M3, policy: delayed}, gradient: E5M2, rounding: split}}"
+GRID_FORMATS = "{'*': {weight: E4M3, activation: {format: E4M3, rounding: stochastic}, gradient: E5M2}}"
+
+
+def records_of(config: Config, folder: Path) -> list[dict[str, Any]]:
+    run(config, folder)
+    return recorded(folder)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rule": "bf16-mixed", "model__dropout": 0.2},
+        {"rule": "master", "model__formats": ALL_FORMATS, "train__accumulation": 2},
+        {"rule": "stochastic", "model__formats": GRID_FORMATS, "model__dropout": 0.2},
+        {"rule": "residual8", "model__format": "E3M4", "train__precision": "float32"},
+        {"rule": "stiffness-unrounded", "model__format": "E7M0"},
+    ],
+    ids=lambda settings: settings["rule"],
+)
+def test_watching_everything_changes_nothing(tiny: Tiny, tmp_path: Path, settings: dict[str, Any]) -> None:
+    shadow = {"shadow__enabled": True, "shadow__interval": 2}
+    seen = records_of(tiny(**settings, **shadow, monitor__interval=1), tmp_path / "seen")
+    unseen = records_of(tiny(**settings, monitor__watch="[]", alerts__enabled=False), tmp_path / "unseen")
+    keys = ("train/loss", "val/loss", "grad/norm")
+    assert [[record.get(key) for key in keys] for record in seen] == [
+        [record.get(key) for key in keys] for record in unseen
+    ]
+    assert not [key for key in unseen[-1] if key.startswith(("quant/", "bits/", "stall/", "geometry/", "attention/"))]
+
+
+NAMESPACES = {
+    "stall": "stall/update_lost",
+    "zones": "stall/zero_gradient_zone",
+    "ranges": "quant/",
+    "bits": "bits/",
+    "attention": "attention/",
+    "gradients": "grad/l2",
+    "geometry": "geometry/",
+    "resources": "memory/",
+    "trend": "train/loss_smoothed",
+}
+
+
+@pytest.mark.parametrize("alone", WATCHED)
+def test_a_monitor_is_watched_alone_or_left_out(tiny: Tiny, tmp_path: Path, alone: str) -> None:
+    settings = {"rule": "stochastic", "model__formats": GRID_FORMATS, "train__max_steps": 2}
+    others = set(WATCHED) - {alone}
+    for watch in ({alone}, others):
+        last = records_of(tiny(**settings, monitor__watch=f"[{','.join(watch)}]"), tmp_path / str(len(watch)))[-1]
+        assert {name for name, prefix in NAMESPACES.items() if any(key.startswith(prefix) for key in last)} == watch
+
+
+def test_distributions_are_written_at_the_last_step(tiny: Tiny, tmp_path: Path) -> None:
+    run(tiny(rule="master", model__formats=ALL_FORMATS), tmp_path / "r")
+    found = recorded(tmp_path / "r", "histograms.jsonl")
+    assert {histogram["step"] for histogram in found} == {6}
+    assert {histogram["name"].rsplit("/", 1)[0] for histogram in found} == {
+        *(f"bits/code_histogram/{operand}" for operand in ("weight", "activation", "gradient", "weight_gradient")),
+        *("grad/magnitude", "geometry/stiffness"),
+    }
+
+
+def test_a_step_that_is_skipped_is_measured_too(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Trainer._accumulate
+
+    def accumulate(trainer: Trainer, *arguments: Any) -> float:
+        trainer.model.final_norm.weight.register_hook(lambda gradient: gradient * float("nan"))
+        return original(trainer, *arguments)
+
+    monkeypatch.setattr(Trainer, "_accumulate", accumulate)
+    config = tiny(rule="stochastic", model__formats=GRID_FORMATS, monitor__interval=1)
+    records = records_of(config, tmp_path / "r")
+    assert [record["grad_has_nan"] for record in records[1:]] == [1, 1, 1]
+    assert all("quant/overflow/activation" in record for record in records[1:])
+    assert all("stall/update_lost" not in record for record in records[1:])

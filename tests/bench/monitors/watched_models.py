@@ -1,0 +1,85 @@
+"""Random tensors, a model of one quantised layer, its monitors, and a step under watch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+import fp8manifold as fm
+from nanogpt_bench.config.metrics import MonitorConfig
+from nanogpt_bench.config.schema import Config
+from nanogpt_bench.model.layers import quantized_layers
+from nanogpt_bench.monitors import MODULES, Observer, Step
+from nanogpt_bench.monitors.watched import Watched
+from nanogpt_bench.observers.build import update_observer
+
+NAMES = ("E4M3", "E5M2", "E3M4", "E1M6", "E7M0", "E2M1", "E4M3FNUZ", "P3109_8P3F")
+#: of three rows
+SCALES = torch.tensor([[2.0**-5], [2.0**-4], [2.0**-6]])
+
+
+def of(name: str) -> fm.FloatFormat:
+    return fm.FloatFormat.from_string(name)
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32, std: float = 1.0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).mul_(std).to(dtype)
+
+
+def on_grid(name: str, *shape: int, seed: int = 0, std: float = 1.0) -> Tensor:
+    return fm.round_to_grid(normal(*shape, seed=seed, std=std), name)
+
+
+def layer_of(spec: dict[str, object], weight: Tensor, storage: str = "master") -> nn.Sequential:
+    """A model of one quantised linear layer with this weight."""
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    linear.weight.data = weight.clone()
+    model = fm.quantize_model(nn.Sequential(linear), {"*": spec}, storage)
+    assert isinstance(model, nn.Sequential)
+    return model
+
+
+def watched(
+    model: nn.Module, look: Callable[[int], object] = lambda one_in: None, interval: int = 1, **settings: object
+) -> Watched:
+    """What monitors of a model are made from, each step a look."""
+    config, layers = Config(), quantized_layers(model)
+    config.monitor = MonitorConfig(interval=interval, **settings)  # type: ignore[arg-type]
+    config.model.storage = next(iter(layers.values())).storage if layers else "float32"
+    return Watched.of(config, model, torch.device("cpu"), look)
+
+
+def observers_of(of: Watched, *names: str) -> list[Observer]:
+    """Some monitors of what is watched, in the order of a run, with what shows them what they look at."""
+    monitors = [MODULES[name].build(of) for name in names]
+    updates = update_observer(of, monitors)
+    return [of.capture, *([updates] if updates else []), *monitors, of.turns]
+
+
+def one_step(model: nn.Module, observers: list[Observer], inputs: Tensor, lr: float = 0.0, number: int = 1) -> Step:
+    """Forward, backward, SGD and the writing of the record, as the loop does them; distributions are due."""
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    if any(isinstance(layer.manifold, fm.FP8Manifold) for layer in quantized_layers(model).values()):
+        optimizer = fm.optim.StiffnessSGD(model.parameters(), lr=lr, stiffness=0.0, momentum=0.0, writeback="nearest")
+    step = Step(number, model, optimizer, last=True)
+    points: list[Callable[[Observer], Callable[[Step], None]]] = [
+        lambda o: o.before_forward,
+        lambda o: o.after_forward,
+        lambda o: o.after_backward,
+        lambda o: o.before_step,
+        lambda o: o.after_step,
+        lambda o: o.written,
+    ]
+    for index, point in enumerate(points):
+        if index == 1:
+            loss = model(inputs).sum()
+        if index == 2:
+            loss.backward()
+        if index == 4:
+            optimizer.step()
+        for observer in observers:
+            point(observer)(step)
+    return step
