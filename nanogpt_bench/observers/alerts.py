@@ -40,7 +40,7 @@ class AlertObserver(Observer):
     def __init__(self, config: Config, run_dir: Path, tell: Callable[[Alert], None] = lambda alert: None) -> None:
         self._interval, self._tell, self._run_dir = config.monitor.interval, tell, run_dir
         self._lines, self._records = LineFile(run_dir / "alerts.jsonl"), Records()
-        self._evidence = Evidence(Run(run_dir, asdict(config), metrics=self._records))
+        self._evidence = Evidence(Run(run_dir, config.model_dump(), metrics=self._records))
         self._standstill, self._judged = Standstill(), 0
         #: how many were raised, by kind
         self.counts: Counter[str] = Counter()
