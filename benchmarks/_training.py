@@ -16,7 +16,7 @@ from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.data import prepare_stdlib
 from nanogpt_bench.data.batches import open_corpus
 from nanogpt_bench.setup.resolve import resolve
-from nanogpt_bench.sweep.comparison import Demonstration
+from nanogpt_bench.sweep.comparison import row_settings
 from nanogpt_bench.training.trainer import Trainer
 
 __all__ = ["RULES", "read_options", "text_for", "train", "trainer_of"]
@@ -59,7 +59,7 @@ def text_for(options: argparse.Namespace) -> Iterator[str]:
 
 def trainer_of(rule: str, fmt: str, max_steps: int, seed: int, data_dir: str) -> tuple[Trainer, list[Tensor]]:
     """A trainer, and its quantised matrices in the model's order."""
-    settings = Demonstration().settings(rule, fmt, seed=seed, max_steps=max_steps, data_dir=data_dir)
+    settings = row_settings(rule, fmt, seed=seed, max_steps=max_steps, data_dir=data_dir)
     config = resolve(build_config(settings | {"shadow.enabled": False}))
     trainer = Trainer(config, open_corpus(config), torch.device("cpu"))
     return trainer, [p for p in trainer.model.parameters() if isinstance(p, fm.FP8Tensor)]

@@ -41,7 +41,7 @@ from nanogpt_bench.data.batches import Corpus, load_corpus
 from nanogpt_bench.loop.outcome import Progress
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.setup.resolve import resolve
-from nanogpt_bench.sweep.comparison import Demonstration
+from nanogpt_bench.sweep.comparison import row_settings, shipped
 from nanogpt_bench.training.anomalies import Sentry
 from nanogpt_bench.training.trainer import Trainer, initial_model
 
@@ -78,9 +78,9 @@ def config_of(corpus: Path, steps: int, *more: str) -> Config:
 
 def row_of(corpus: Path, rule: str, fmt: str) -> Config:
     """A row of ``compare``'s demonstration, which validates only before its steps and at the last."""
-    plan = Demonstration()
-    settings = plan.settings(rule, fmt, seed=plan.first_seed, max_steps=plan.max_steps, data_dir=str(corpus))
-    settings |= {"eval.interval": plan.max_steps, "eval.batches": 1}
+    steps = shipped().base["train.max_steps"]
+    settings = row_settings(rule, fmt, seed=42, max_steps=steps, data_dir=str(corpus))
+    settings |= {"eval.interval": steps, "eval.batches": 1}
     return resolve(load_config(None, [f"--{key}={value}" for key, value in settings.items()]))
 
 

@@ -21,7 +21,7 @@ import fp8manifold as fm
 from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.data.batches import open_corpus
 from nanogpt_bench.setup.resolve import resolve
-from nanogpt_bench.sweep.comparison import Demonstration
+from nanogpt_bench.sweep.comparison import row_settings
 from nanogpt_bench.training.trainer import Trainer
 
 DAMPING, CLIP = 2.0**-8, 2.0**4
@@ -71,9 +71,11 @@ def _ratio(stiffness: Tensor) -> Tensor:
 
 def trained(args: argparse.Namespace, fmt: str, seed: int, power: float | str) -> float:
     """The final validation loss of a training."""
-    settings = Demonstration().settings(
-        "stiffness", fmt, seed=seed, max_steps=args.max_steps, data_dir=args.data_dir
-    ) | {"model.storage": "grid", "optimizer.beta1": args.beta1, "shadow.enabled": False}
+    settings = row_settings("stiffness", fmt, seed=seed, max_steps=args.max_steps, data_dir=args.data_dir) | {
+        "model.storage": "grid",
+        "optimizer.beta1": args.beta1,
+        "shadow.enabled": False,
+    }
     config = resolve(build_config(settings))
     trainer = Trainer(config, open_corpus(config), torch.device("cpu"))
     if not isinstance(power, str):

@@ -27,7 +27,7 @@ from nanogpt_bench.config.rules import RULES, available_rules, check_available
 from nanogpt_bench.data import prepare_stdlib
 from nanogpt_bench.report.rows import row_label
 from nanogpt_bench.setup.formats import format_name
-from nanogpt_bench.sweep.comparison import Demonstration
+from nanogpt_bench.sweep.comparison import row_settings
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.workers.pool import Pool
 
@@ -77,7 +77,7 @@ class Search:
 
     def job(self, rule: str, power: int) -> dict[str, object]:
         """What a worker process needs to train."""
-        settings = Demonstration().settings(
+        settings = row_settings(
             rule, self.format_of(rule), seed=self.seed, max_steps=self.max_steps, data_dir=self.corpus.as_posix()
         )
         watched = [name for name in WATCHED if name not in ("stall", "zones")]

@@ -1,10 +1,10 @@
 """The gap by length or size of a file whose rules were trained for several: a table and a chart, as in the report."""
 
+from _ladders import LADDERS, Ladder, cells_of, climbed, ladder_chart, line_looks
 from _markdown import markdown
 
 from nanogpt_bench.report.chart import looks
 from nanogpt_bench.report.figures import figure, svg
-from nanogpt_bench.report.ladders import LADDERS, Ladder, cells_of, climbed, ladder_chart, line_looks
 from nanogpt_bench.report.results import Result, measure
 from nanogpt_bench.report.results_file import Exported
 from nanogpt_bench.report.rows import find_reference, references_of

@@ -5,9 +5,9 @@ from statistics import fmean
 
 from _markdown import markdown
 from _paired import losses_of
+from _predictors import Predictor, early_points, rank_predictors
 
 from nanogpt_bench.report.figures import figure, svg
-from nanogpt_bench.report.predictors import Predictor, early_points, rank_predictors
 from nanogpt_bench.report.results_file import Exported
 from nanogpt_bench.report.rows import Row, find_reference
 from nanogpt_bench.report.sweep_charts import Sensitivity, sensitivity_charts

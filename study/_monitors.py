@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 
 from _markdown import markdown
+from _predictors import LEVEL, TRIVIAL, Point, Predictor, early_points, rank_predictors
 
-from nanogpt_bench.report.predictors import LEVEL, TRIVIAL, Point, Predictor, early_points, rank_predictors
 from nanogpt_bench.report.results_file import Exported
 from nanogpt_bench.report.rows import Row, find_reference, setting_of
 from nanogpt_bench.sweep.plan import baseline_of

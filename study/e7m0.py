@@ -1,7 +1,7 @@
 """Three predictions about E7M0 with nearest rounding, answered by the records of runs: a table.
 
-E7M0 has powers of two only. With neighbours at half and at twice its value, nearest rounding leaves a weight where it is
-until a step reaches a quarter of it inwards or half of it outwards. Three things were predicted of that.
+E7M0 has powers of two only. With neighbours at half and at twice its value, nearest rounding leaves a weight where it
+is until a step reaches a quarter of it inwards or half of it outwards. Three things were predicted of that.
 """
 
 import argparse

@@ -5,13 +5,14 @@ import json
 import re
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from PIL import Image
 from scipy.stats import spearmanr
 
-from nanogpt_bench.report.predictors import early_points
+from nanogpt_bench.report.results import Difference
 from nanogpt_bench.report.results_file import read_export
 from nanogpt_bench.report.rows import find_reference, setting_of
 from nanogpt_bench.runs.load import Run
@@ -48,7 +49,21 @@ def test_the_study_shows_every_results_file_that_has_runs(path: Path) -> None:
 
 def has_runs(path: Path) -> bool:
     """Whether a results file has more than searches."""
-    return path.exists() and any(row["runs"] for row in json.loads(path.read_text(encoding="utf-8"))["rows"])
+    return path.exists() and bool(rows_of(path))
+
+
+def entries_of(path: Path) -> list[dict[str, Any]]:
+    """The entries of a results file."""
+    found: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def rows_of(path: Path) -> dict[str, list[dict[str, Any]]]:
+    """The runs of a results file by the label of their row."""
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for run in (entry for entry in entries_of(path) if entry["kind"] == "run"):
+        rows.setdefault(run["label"], []).append(run)
+    return rows
 
 
 @pytest.mark.parametrize("sweep", SWEEPS)
@@ -84,8 +99,8 @@ def test_the_first_table_is_what_the_runs_say() -> None:
     found = {
         line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]] for line in table.splitlines()
     }
-    content = json.loads((ROOT / "study" / "results" / "study_q1.json").read_text(encoding="utf-8"))
-    rows = {row["label"]: {run["seed"]: run for run in row["runs"]} for row in content["rows"]}
+    every = rows_of(ROOT / "study" / "results" / "study_q1.json")
+    rows = {label: {run["seed"]: run for run in runs} for label, runs in every.items()}
     own, exact = (rows[f"{rule} dir=data/stdlib"] for rule in ("E4M3 stochastic-8bit", "fp32"))
     apart = [run["final_val_loss"] - exact[seed]["final_val_loss"] for seed, run in own.items()]
     size, loss, _, time = found["AdamW, E4M3"]
@@ -94,8 +109,9 @@ def test_the_first_table_is_what_the_runs_say() -> None:
     assert float(time) > 0
     on = [
         {
-            str(place["platform"])
-            for place in json.loads((ROOT / "study" / "results" / f"{stem}.json").read_text())["environments"]
+            entry["environment.platform"]
+            for entry in entries_of(ROOT / "study" / "results" / f"{stem}.json")
+            if entry["kind"] == "run"
         }
         for stem in ("study_q12_e2m5", "study_q11_muon")
     ]
@@ -114,12 +130,11 @@ def test_the_first_picture_shows_what_the_study_found() -> None:
 
 def test_lengths_courses_and_what_is_brought_back_are_drawn_from_a_file(tmp_path: Path) -> None:
     """Q1's runs on one text, once as they are and once as if each rule had been trained for two lengths."""
-    content = json.loads((ROOT / "study" / "results" / "study_q1.json").read_text(encoding="utf-8"))
-    rows = [row for row in content["rows"] if row["label"].endswith(" dir=data/stdlib")]
-    of_steps = {steps: [as_trained_for(row, steps) for row in rows] for steps in (250, 1000)}
+    every = rows_of(ROOT / "study" / "results" / "study_q1.json")
+    rows = {label: runs for label, runs in every.items() if label.endswith(" dir=data/stdlib")}
+    of_steps = {steps: [as_trained_for(run, steps) for runs in rows.values() for run in runs] for steps in (250, 1000)}
     for name, shown in {"one": of_steps[250], "two": [*of_steps[250], *of_steps[1000]]}.items():
-        written = content | {"rows": shown, "trials": None, "tuning": None, "baseline": shown[0]["label"]}
-        (tmp_path / f"{name}.json").write_text(json.dumps(written), encoding="utf-8")
+        (tmp_path / f"{name}.json").write_text(json.dumps(measured_against(shown[0]["label"], shown)), encoding="utf-8")
     import_module("_study").write_study(tmp_path, tmp_path)
     found = {path.name for path in tmp_path.glob("*.*")} - {"one.json", "two.json"}
     ends = {"one": ("-recovered.md", "-along.md", "-along.svg", "-clock.md"), "two": ("-length.md", "-length.svg")}
@@ -127,7 +142,7 @@ def test_lengths_courses_and_what_is_brought_back_are_drawn_from_a_file(tmp_path
     lengths = (tmp_path / "two-length.md").read_text(encoding="utf-8").splitlines()
     assert [cell.strip() for cell in lengths[0].split("|")][1:-1] == ["rule", "250 steps", "1,000 steps"]
     assert len(lengths) == 2 + len(rows) - 1
-    losses = {row["label"].split()[-2]: {run["seed"]: run["final_val_loss"] for run in row["runs"]} for row in rows}
+    losses = {label.split()[-2]: {run["seed"]: run["final_val_loss"] for run in runs} for label, runs in rows.items()}
     lost, own, exact = (losses[rule] for rule in ("nearest", "stochastic", "fp32"))
     shares = [(lost[seed] - own[seed]) / (lost[seed] - exact[seed]) for seed in own]
     brought = (tmp_path / "one-recovered.md").read_text(encoding="utf-8")
@@ -172,7 +187,7 @@ def test_logarithms_of_weights_are_told_where_runs_looked_at_them(tmp_path: Path
     (tmp_path / "before.json").write_text(text, encoding="utf-8")
     assert told(read_export(tmp_path / "before.json")) is None
     for name, stands_in in (("log2_std", "amax_over_std"), ("log2_skewness", "kurtosis")):
-        text = text.replace(f'"quant/{stands_in}/weight"', f'"quant/{name}/weight"')
+        text = text.replace(f'"look.quant/{stands_in}/weight"', f'"look.quant/{name}/weight"')
     (tmp_path / "after.json").write_text(text, encoding="utf-8")
     after = read_export(tmp_path / "after.json")
     row = next(row for row in after.rows if row.label == "E4M3 riemannian dir=data/stdlib")
@@ -194,7 +209,7 @@ def test_a_look_that_came_later_is_not_told_as_that_of_a_tenth() -> None:
 
 def test_classes_of_failure_and_what_k_is_worth_are_told_format_by_format() -> None:
     path = STUDY[0].with_stem("study_q4")
-    rows = {row["label"]: row["runs"] for row in json.loads(path.read_text(encoding="utf-8"))["rows"]}
+    rows = rows_of(path)
     file = read_export(path)
     nearest = rows["E7M0 nearest"]
     arrived = sum(run["arrived"] for run in nearest) / len(nearest)
@@ -214,13 +229,12 @@ def test_classes_of_failure_and_what_k_is_worth_are_told_format_by_format() -> N
 def test_what_spacing_costs_is_told_with_the_mean_ulp_of_the_runs() -> None:
     spacing = import_module("_spacing")
     path = STUDY[0].with_stem("study_q2_muon_formats")
-    content = json.loads(path.read_text(encoding="utf-8"))
-    rows, at = {row["label"]: row["runs"] for row in content["rows"]}, content["monitors"].index(spacing.MEAN_ULP)
+    rows = rows_of(path)
     exact = {run["seed"]: run["final_val_loss"] for run in rows["muon"]}
     pairs = {}
     for label, runs in rows.items():
-        ulps = [run["looks"]["1000"][at] for run in runs]
         if label != "muon":
+            ulps = [run[f"look.{spacing.MEAN_ULP}"][run["look.step"].index(1000)] for run in runs]
             apart = [run["final_val_loss"] - exact[run["seed"]] for run in runs]
             pairs[label.split()[0]] = (sum(ulps) / len(ulps), sum(apart) / len(apart))
     told = spacing.spacing_table(spacing.spaced(read_export(path)))
@@ -255,24 +269,24 @@ def test_what_is_drawn_of_fine_tuning_stands_on_its_page_once(finetuned: Path) -
 def test_rows_of_other_rates_are_told_with_both_texts(finetuned: Path) -> None:
     """Each line's mean loss, and its paired difference, made anew from the runs."""
     files = sorted((path for path in FINETUNED if path.stem.startswith("card")), key=lambda path: path.stem)
-    rows = [row for path in files for row in json.loads(path.read_text(encoding="utf-8"))["rows"] if row["runs"]]
+    rows = [runs for path in files for runs in rows_of(path).values()]
     told = (finetuned / "finetune-card.md").read_text(encoding="utf-8").splitlines()[2:]
     assert len(rows) == 3
     for row, line in zip(rows, told, strict=False):
         cells = [cell.strip() for cell in line.split("|")[1:-1]]
         for key, place in (("final_val_loss", 4), ("also_loss", 6)):
-            own, exact = ({run["seed"]: run[key] for run in of["runs"]} for of in (row, rows[0]))
+            own, exact = ({run["seed"]: run[key] for run in of} for of in (row, rows[0]))
             assert cells[place].startswith(f"{sum(own.values()) / len(own):.3f}")
             apart = [own[seed] - exact[seed] for seed in own]
             assert cells[place + 1].startswith("" if row is rows[0] else f"{sum(apart) / len(apart):+.3f}")
-        name = row["rule"] if row["format"] == "none" else f"{row['format']} {row['rule']}"
-        assert cells[:1] + cells[3:4] == [f"`{name}`", str(len(row["runs"]))]
+        name = row[0]["rule"] if row[0]["format"] == "none" else f"{row[0]['format']} {row[0]['rule']}"
+        assert cells[:1] + cells[3:4] == [f"`{name}`", str(len(row))]
 
 
 @pytest.mark.parametrize("path", [p for p in FINETUNED if "card" not in p.stem], ids=lambda path: path.stem)
 def test_fine_tuned_rules_are_told_format_by_format(path: Path, finetuned: Path) -> None:
     """Of every file one cell for each text is made anew from the runs."""
-    rows = {row["label"]: row["runs"] for row in json.loads(path.read_text(encoding="utf-8"))["rows"]}
+    rows = rows_of(path)
     told = (finetuned / f"finetune-{path.stem.split('-')[0]}.md").read_text(encoding="utf-8").splitlines()
     header, line = (next(line for line in told if line.startswith(start)) for start in ("| rule", "| `nearest`"))
     rate = read_export(path).rows[0].runs[0].config["optimizer"]["lr"]
@@ -285,9 +299,9 @@ def test_fine_tuned_rules_are_told_format_by_format(path: Path, finetuned: Path)
 
 def test_what_is_brought_back_is_told_text_by_text() -> None:
     path = ROOT / "study" / "results" / "study_q1.json"
-    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
     losses = {
-        tuple(row["label"].split()[-2:]): {run["seed"]: run["final_val_loss"] for run in row["runs"]} for row in rows
+        tuple(label.split()[-2:]): {run["seed"]: run["final_val_loss"] for run in runs}
+        for label, runs in rows_of(path).items()
     }
     lines = import_module("_recovered").recovered(read_export(path)).splitlines()
     (line,) = [line for line in lines if line.startswith("| `E4M3 stochastic`")]
@@ -303,11 +317,13 @@ def test_what_monitors_foretell_is_taken_from_the_runs() -> None:
     # The second's own reference is Muon.
     paths = [STUDY[0].with_stem(stem) for stem in ("study_q1", "study_q2_muon_spacing")]
     pairs: dict[tuple[str, ...], tuple[float, float]] = {}
-    for content in (json.loads(path.read_text(encoding="utf-8")) for path in paths):
-        at = content["monitors"].index("quant/amax/residual")
-        runs = {(*row["label"].split(), run["seed"]): run for row in content["rows"] for run in row["runs"]}
+    for path in paths:
+        runs = {(*label.split(), run["seed"]): run for label, of_row in rows_of(path).items() for run in of_row}
         pairs |= {
-            of: (run["looks"]["200"][at], run["final_val_loss"] - runs["fp32", *of[-2:]]["final_val_loss"])
+            of: (
+                run["look.quant/amax/residual"][run["look.step"].index(200)],
+                run["final_val_loss"] - runs["fp32", *of[-2:]]["final_val_loss"],
+            )
             for of, run in runs.items()
             if of[0] != "fp32"
         }
@@ -322,7 +338,7 @@ def test_what_monitors_foretell_is_taken_from_the_runs() -> None:
 def test_a_setting_that_two_files_hold_is_one_draw() -> None:
     """Q2 has three of Q1's five runs, under a label of its own."""
     files = [read_export(STUDY[0].with_stem(stem)) for stem in ("study_q1", "study_q2")]
-    found = {}
+    found, early_points = {}, import_module("_predictors").early_points
     for file in files:
         found |= early_points(file.rows, find_reference(file.rows, baseline_of("fp32", file.rows)))
     labels = {"E4M3 stochastic dir=data/stdlib", "E4M3 stochastic max_steps=2000"}
@@ -332,51 +348,72 @@ def test_a_setting_that_two_files_hold_is_one_draw() -> None:
     assert sum(point.of == setting for point in found.values()) == 5
 
 
-def as_trained_for(row: dict[str, Any], steps: int) -> dict[str, Any]:
-    """A row of a results file as if its runs had been of so many steps."""
-    label = row["label"].replace("dir=data/stdlib", f"max_steps={steps}")
-    runs = [run | {"steps": steps, "steps_planned": steps} for run in row["runs"]]
-    train = row["settings"].get("train", {}) | {"max_steps": steps}
-    return row | {"label": label, "runs": runs, "settings": row["settings"] | {"train": train}}
+def test_a_gap_appears_where_an_interval_first_leaves_0_out() -> None:
+    _ladders = import_module("_ladders")
+
+    def rung(low: float, high: float) -> SimpleNamespace:
+        return SimpleNamespace(difference=Difference((low + high) / 2, 3, low, high))
+
+    rungs = {400: rung(0.01, 0.03), 100: rung(-0.02, 0.02), 200: rung(-0.01, 0.03), 800: rung(-0.01, 0.1)}
+    assert _ladders.appearance(rungs) == 400
+    assert _ladders.appearance({100: rungs[100]}) is None
+    assert _ladders.appearance({100: SimpleNamespace(difference=Difference(0.5, 1)), 400: rungs[400]}) == 400
+    assert _ladders.appearance({50: rung(-0.03, -0.01), **rungs}) == 50
+
+
+def as_trained_for(run: dict[str, Any], steps: int) -> dict[str, Any]:
+    """A run of a results file as if it had been of so many steps."""
+    label = run["label"].replace("dir=data/stdlib", f"max_steps={steps}")
+    return run | {"label": label, "steps": steps, "steps_planned": steps, "config.train.max_steps": steps}
+
+
+def measured_against(baseline: str | None, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [run | {"reference": run["label"] == baseline} for run in runs]
 
 
 def test_a_map_and_a_search_for_limits_are_drawn_from_a_file(tmp_path: Path) -> None:
     """Q1's runs of two rules, told as those of two layer patterns in two formats, and as those of four rates."""
-    text = (ROOT / "study" / "results" / "study_q1.json").read_text(encoding="utf-8")
-    rows = {row["label"]: row for row in json.loads(text)["rows"] if row["label"].endswith(" dir=data/stdlib")}
-    fp32, nearest, own = (rows[f"{label} dir=data/stdlib"] for label in ("fp32", "E4M3 nearest", "E4M3 stochastic"))
+    path = ROOT / "study" / "results" / "study_q1.json"
+    searches = [entry for entry in entries_of(path) if entry["kind"] == "search"]
+    fp32, nearest, own = (
+        rows_of(path)[f"{label} dir=data/stdlib"] for label in ("fp32", "E4M3 nearest", "E4M3 stochastic")
+    )
     places = {("attn.qkv", "E4M3"): nearest, ("*", "E4M3"): own, ("attn.qkv", "E7M0"): own, ("*", "E7M0"): nearest}
-    cells = [in_one_place(row, pattern, fmt) for (pattern, fmt), row in places.items()]
-    found = written_study(tmp_path, {"rows": [fp32, *cells], "baseline": fp32["label"]}, text)
+    cells = [
+        {
+            **run,
+            "label": f"{fmt} {pattern}",
+            "rule": "stochastic",
+            "format": fmt,
+            "config.model.formats": {pattern: fmt},
+        }
+        for (pattern, fmt), runs in places.items()
+        for run in runs
+    ]
+    found = written_study(tmp_path, [*measured_against(fp32[0]["label"], [*fp32, *cells]), *searches])
     gaps = [
-        sum(run["final_val_loss"] - base["final_val_loss"] for run, base in zip(row["runs"], fp32["runs"], strict=True))
-        for row in (nearest, own)
+        sum(run["final_val_loss"] - base["final_val_loss"] for run, base in zip(runs, fp32, strict=True))
+        for runs in (nearest, own)
     ]
     drawn = (found / "file.svg").read_text(encoding="utf-8").replace("\u2212", "-")
     assert all(word in drawn for word in ("all layers", "E7M0", *(f"{gap / 5:+.3f}" for gap in gaps)))
     assert "`geometry/warp_slope` | 20 |" in (found / "file.md").read_text(encoding="utf-8")
 
-    unstable = {**own, "runs": [{**run, "final_val_loss": 9.0} for run in own["runs"]]}
+    unstable = [{**run, "final_val_loss": 9.0} for run in own]
     rates = {0.001: own, 0.01: nearest, 0.1: unstable}
-    cells = [at_rate(row, rate) for rate, row in rates.items()]
-    found = written_study(tmp_path, {"rows": cells, "baseline": None}, text)
+    cells = [
+        {**run, "label": f"E4M3 stochastic lr={rate:g}", "rule": "stochastic", "config.optimizer.lr": rate}
+        for rate, runs in rates.items()
+        for run in runs
+    ]
+    found = written_study(tmp_path, [*measured_against(None, cells), *searches])
     (line,) = re.findall(r"^\| `E4M3 stochastic` .*$", (found / "file.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert (
         line == f"| `E4M3 stochastic` | {'; '.join(['0.01 to 0.1'] * 5)} | 0.004 | 2.5 | {'; '.join(['0.001'] * 5)} |"
     )
 
 
-def in_one_place(row: dict[str, Any], pattern: str, fmt: str) -> dict[str, Any]:
-    settings = {**row["settings"], "model": {**row["settings"].get("model", {}), "formats": {pattern: fmt}}}
-    return {**row, "label": f"{fmt} {pattern}", "rule": "stochastic", "format": fmt, "settings": settings}
-
-
-def at_rate(row: dict[str, Any], rate: float) -> dict[str, Any]:
-    settings = {**row["settings"], "optimizer": {**row["settings"].get("optimizer", {}), "lr": rate}}
-    return {**row, "label": f"E4M3 stochastic lr={rate:g}", "rule": "stochastic", "settings": settings}
-
-
-def written_study(folder: Path, content: dict[str, Any], text: str) -> Path:
-    (folder / "file.json").write_text(json.dumps(json.loads(text) | content | {"trials": None}), encoding="utf-8")
+def written_study(folder: Path, content: list[dict[str, Any]]) -> Path:
+    (folder / "file.json").write_text(json.dumps(content), encoding="utf-8")
     import_module("_study").write_study(folder, folder)
     return folder

@@ -1,4 +1,4 @@
-"""`nanogpt-bench compare`: plan, train in worker processes, report."""
+"""`nanogpt-bench compare`: the shipped sweep over rows, with what the command line asks for."""
 
 from __future__ import annotations
 
@@ -6,32 +6,21 @@ import argparse
 import shlex
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from nanogpt_bench.commands.arguments import add_executor, braced, names, one_of, positive
+from nanogpt_bench.commands.sweep import sweep_grid
 from nanogpt_bench.config.schema import DRAWS
-from nanogpt_bench.sweep.comparison import (
-    ComparisonRecord,
-    Demonstration,
-    as_typed,
-    check_given,
-    choose_rows,
-    plan_runs,
-    read_given,
-    steps_of,
-)
-from nanogpt_bench.sweep.plan import PlannedRun, baseline_of, check_count
-from nanogpt_bench.sweep.session import Session, close, threads_set
-from nanogpt_bench.system.errors import BenchError
+from nanogpt_bench.runs.environment import command_line
+from nanogpt_bench.sweep.comparison import comparison, read_given, told
 from nanogpt_bench.system.lock import locked, new_folder
-from nanogpt_bench.system.words import counted, say
+from nanogpt_bench.system.words import say
 from nanogpt_bench.workers.executors import check_executor, executor_of
-from nanogpt_bench.workers.pool import Executor, Local, most_workers
+from nanogpt_bench.workers.pool import Local, most_workers
 
-DEFAULTS = Demonstration()
+MODE = "compare"
 
 
 def add_parser(commands: Any, text: str) -> Any:
@@ -94,83 +83,38 @@ def compare(
     out: Path | None = None,
     reference: str | None = None,
     overrides: Sequence[str] = (),
-    demonstration: Demonstration = DEFAULTS,
     executor: str = "local",
     address: str | None = None,
 ) -> int:
     """Train every row at every seed, write the report and print the table; the last line is the report's path.
 
-    With an `out` that holds the same comparison it goes on: runs that have ended stay as they are, those that were
-    interrupted go on from their newest whole checkpoint, the others begin. `overrides` are settings as `run` takes
+    With an `out` that holds the same comparison it goes on, as a sweep does. `overrides` are settings as `run` takes
     them, `--section.key VALUE`, for every row that they mean something for. Gaps are measured against the row called
-    `reference`, by its label or its format and rule; without it against the first BF16 row. `executor` is local, or ray
+    `reference`, by its label or its format and rule; without it against the BF16 row. `executor` is local, or ray
     for the cluster at `address`.
 
-    Returns 0, 1 when not one run finished or one was ended from outside (a full disk, a kill, a crash), 75 when a
-    signal ended it (the report then covers what there is).
-
-    Raises:
-        BenchError: an unknown format, rule or row, a corpus that can't be used, or an output folder that holds
-            something else.
+    Returns and raises as `sweep_grid`, and for an unknown format, rule or row.
     """
     check_executor(executor, address)
-    rows = choose_rows(formats, rules, demonstration)
-    check_count(len(rows) * seeds, f"{counted(len(rows), 'row')} at --seeds {seeds:,}")
     given = read_given(overrides)
-    steps = steps_of(given, max_steps) or demonstration.max_steps
-    demonstration = replace(demonstration, first_seed=given.pop("seed", demonstration.first_seed))
-
-    def plan(corpus: Path) -> list[PlannedRun]:
-        return plan_runs(rows, demonstration, seeds=seeds, max_steps=steps, data_dir=corpus, given=given)
-
-    baseline = baseline_of(reference, plan(Path("corpus")))
-    length = check_given(given, plan(data_dir or Path("corpus")), say) if overrides else None
-    if data_dir is not None:
-        _check_corpus(data_dir, demonstration, length, given.get("task", "language"))
-    elif given.get("task") == "classify":
-        raise BenchError("--task classify needs --data.dir: the standard library's prose has no labels")
-    asked = {
-        **as_typed(overrides),
-        "--data.dir": None if data_dir is None else str(data_dir),
-        "--formats": None if formats is None else list(formats),
-        "--rules": None if rules is None else list(rules),
-        "--max-steps": steps,
-        "--seeds": seeds,
-        "--reference": reference,
-    }
+    sweep = comparison(
+        formats=formats,
+        rules=rules,
+        max_steps=max_steps,
+        seeds=seeds,
+        data_dir=data_dir,
+        reference=reference,
+        given=given,
+    )
+    for line in told(given, sweep):
+        say(line)
     default = Path("runs") / f"compare-{datetime.now():%Y%m%d-%H%M%S}"
-    with nullcontext(out) if out is not None else new_folder(default) as folder, locked(folder, "--out"):
-        corpus = folder / "corpus" if data_dir is None else data_dir
-        planned = plan(corpus)
-        record = ComparisonRecord(folder, planned, corpus, asked, baseline)
-        with executor_of(executor, address, folder) as found:
-            workers = _workers(demonstration.workers, planned, found)
-            whole = Session(record, workers, executor=found).train(planned)
-        return close(record, whole=whole, command=_command(record, executor, address))
-
-
-def _check_corpus(data_dir: Path, demonstration: Demonstration, block_size: int | None, task: str) -> None:
-    """Refuse a corpus that no run could use before anything is written."""
-    from nanogpt_bench.data.batches import label_names, load_corpus
-    from nanogpt_bench.model.gpt import SIZES
-
-    if task == "classify":
-        label_names(load_corpus(data_dir, 0))
-    else:
-        load_corpus(data_dir, block_size or SIZES[demonstration.size].block_size)
-
-
-def _workers(workers: int, planned: Sequence[PlannedRun], executor: Executor) -> int:
-    """The runs to train at a time: as many as there are cores for, on this machine at most `workers`."""
-    most = most_workers(threads_set(planned), executor.cores())
-    return min(workers, most) if isinstance(executor, Local) else most
-
-
-def _command(record: ComparisonRecord, executor: str, address: str | None) -> str:
-    """The command that goes on with a comparison, where it was."""
-    words = ["nanogpt-bench", "compare"]
-    where = {} if executor == "local" else {"--executor": executor, "--address": address}
-    for option, value in {**record.asked, "--out": record.folder, **where}.items():
-        if value is not None:
-            words += [option, ",".join(value) if isinstance(value, list) else str(value)]
-    return shlex.join(words)
+    with (
+        nullcontext(out) if out is not None else new_folder(default) as folder,
+        locked(folder, "--out"),
+        executor_of(executor, address, folder) as found,
+    ):
+        most = most_workers(1, found.cores())
+        workers = min(sweep.workers or most, most) if isinstance(found, Local) else most
+        again = None if out is not None else f"{command_line()} --out {shlex.quote(str(folder))}"
+        return sweep_grid(sweep, folder, workers, found, mode=MODE, again=again)

@@ -7,7 +7,7 @@ import math
 import re
 import statistics
 import sys
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,8 @@ from nanogpt_bench.config.metrics import VAL_LOSS
 from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.data.batches import open_corpus
 from nanogpt_bench.data.stdlib import prepare_default
-from nanogpt_bench.report.ladders import LADDERS, cells_of, climbed
-from nanogpt_bench.report.predictors import FEWEST, Point, early_points, predictor_table, rank_predictors
 from nanogpt_bench.report.results import Result, measure
-from nanogpt_bench.report.results_file import TENTH, Exported, export, is_of_kind, read_export, to_json
+from nanogpt_bench.report.results_file import MISSING, RUN, Exported, export, is_of_kind, read_export, to_json
 from nanogpt_bench.report.rows import Row, find_reference
 from nanogpt_bench.report.tables import padded, to_csv, to_markdown, tuning_table
 from nanogpt_bench.runs.environment import DECIDING, MINOR, differing, environment, settings_of
@@ -36,16 +34,13 @@ from nanogpt_bench.system.overwriting import holds, refuse_to_replace
 from nanogpt_bench.system.signals import RESUMABLE
 from nanogpt_bench.system.words import counted
 
-WORDS, OVER = ("export", "show", "rerun", "monitors"), ("row", "format")
+WORDS = ("export", "show", "rerun")
 TABLES = {"markdown": to_markdown, "csv": to_csv}
-#: when figures are taken, as a share of a run's steps
-TIMES = {"tenth": TENTH, "end": 1.0}
 #: options, and the words that they go with
 GO_WITH = {
     "out": ("export", "rerun"),
-    "reference": ("show", "monitors"),
+    "reference": ("show",),
     "table": ("show",),
-    **dict.fromkeys(("at", "over"), ("monitors",)),
     **dict.fromkeys(("row", "seed", "data_dir", "anyway"), ("rerun",)),
 }
 MODE = "rerun"
@@ -60,26 +55,22 @@ def add_parser(commands: Any, text: str) -> Any:
         help=text,
         usage="nanogpt-bench results export SWEEP --out FILE.json\n"
         "       nanogpt-bench results show FILE.json [--reference ROW] [--table markdown|csv]\n"
-        "       nanogpt-bench results rerun FILE.json --row ROW [--seed N] [--data.dir DIR] [--anyway] [--out DIR]\n"
-        "       nanogpt-bench results monitors FILE.json ... [--reference ROW] [--at tenth|end] [--over row|format]",
+        "       nanogpt-bench results rerun FILE.json --row ROW [--seed N] [--data.dir DIR] [--anyway] [--out DIR]",
         description="export: write what the runs of a sweep or a comparison have come to, their settings, their\n"
         "environments and what was tuned into one JSON file. show: print the tables of such a file, whose page\n"
         "report draws. rerun: train a row of it again, and print the recorded losses, those found and their\n"
-        "differences. monitors: which figure at a tenth of the training told the final gap, over all runs.",
+        "differences.",
         epilog="examples:\n  nanogpt-bench results export runs/sweep-my_study/tune --out my_study.json\n"
         "  nanogpt-bench results show my_study.json --reference muon\n"
         "  nanogpt-bench results rerun my_study.json --row 'E4M3 stochastic' --seed 42\n"
-        "  nanogpt-bench results monitors my_study.json other_study.json\n"
         "  nanogpt-bench report my_study.json --out report",
     )
     parser.add_argument("word", type=one_of(WORDS), metavar=braced(WORDS), help="which of these")
-    parser.add_argument("paths", nargs="+", type=Path, metavar="SWEEP|FILE.json", help="export: a sweep's folder")
+    parser.add_argument("path", type=Path, metavar="SWEEP|FILE.json", help="export: a sweep's folder")
     parser.add_argument(
         "--out", type=Path, metavar="FILE.json|DIR", help="export: file to write; rerun: folder of runs"
     )
-    parser.add_argument(
-        "--reference", metavar="ROW", help="show, monitors: row to measure against (default: the file's)"
-    )
+    parser.add_argument("--reference", metavar="ROW", help="show: row to measure against (default: the file's)")
     parser.add_argument(
         "--table", type=one_of(TABLES), metavar=braced(TABLES), help="show: this form of the table alone"
     )
@@ -87,18 +78,6 @@ def add_parser(commands: Any, text: str) -> Any:
     parser.add_argument("--seed", type=natural, metavar="N", help="rerun: this seed alone (default: all of the row's)")
     parser.add_argument("--data.dir", dest="data_dir", type=Path, metavar="DIR", help="rerun: where its text lies here")
     parser.add_argument("--anyway", action="store_true", help="rerun: though torch, GPU or text differ")
-    parser.add_argument(
-        "--at",
-        type=one_of(TIMES),
-        metavar=braced(TIMES),
-        help="monitors: the figures after a tenth, or at the end",
-    )
-    parser.add_argument(
-        "--over",
-        type=one_of(OVER),
-        metavar=braced(OVER),
-        help="monitors: what intervals draw from (default: row)",
-    )
     return parser
 
 
@@ -112,11 +91,7 @@ def main(args: argparse.Namespace) -> int:
         if getattr(args, option) not in (None, False) and args.word not in words:
             told = "; show prints, and report FILE.json --out DIR draws" * (option == "out")
             raise BenchError(f"--{option.replace('_', '.')} goes with results {' and '.join(words)}{told}")
-    if args.word == "monitors":
-        return monitors(args.paths, args.reference, at=args.at or "tenth", over=args.over or "row")
-    path, *more = args.paths
-    if more:
-        raise BenchError(f"results {args.word} takes one path, not {len(args.paths)}: {str(more[0])!r} is one too many")
+    path = args.path
     if args.word == "rerun":
         return _rerun(path, args)
     if args.word == "show":
@@ -137,48 +112,23 @@ def _export(folder: Path, out: Path) -> int:
     if out.suffix != ".json":
         raise BenchError(f"--out {str(out)!r} is not allowed; give a name that ends in .json")
     refuse_to_replace("--out", out, holds(is_of_kind), "a name of its own")
-    content: dict[str, Any] = export(folder)
+    content = export(folder)
     write_text(out, to_json(content))
-    ended, planned = content["runs"]["ended"], content["runs"]["planned"]
-    partial = (
-        f" of {planned}; {planned - ended} are missing, and every table of the file says so" if planned > ended else ""
-    )
+    ended, missing = (sum(entry["kind"] == kind for entry in content) for kind in (RUN, MISSING))
+    partial = f" of {ended + missing}; {missing} are missing, and every table of the file says so" if missing else ""
     print(f"{out}: {counted(ended, 'run')}{partial}", file=sys.stderr)
     return 0
 
 
 def _show(content: Exported, reference: str | None, table: str | None) -> int:
-    """Print the table, and unless one form of it is asked for, the gaps by length and what was tuned."""
+    """Print the table, and unless one form of it is asked for, what was tuned."""
     results = results_of(content, reference)
     if table is not None:
         print(TABLES[table](results), end="")
         return 0
     print(to_markdown(results))
-    for ladder in LADDERS:
-        if found := climbed(ladder, results):
-            print(padded(cells_of(ladder, found)))
     if content.tuning:
         print(tuning_table(content.tuning))
-    return 0
-
-
-def monitors(paths: Sequence[Path], reference: str | None = None, *, at: str = "tenth", over: str = "row") -> int:
-    """Print what each figure at a tenth of the training, or at its end, tells of the final gap, over all runs.
-
-    Raises:
-        BenchError: a file that holds no results, no such row, or too few runs with figures and a reference.
-    """
-    found: dict[Hashable, Point] = {}
-    for file in map(read_export, paths):
-        baseline = file.baseline if reference is None else baseline_of(reference, file.rows)
-        found |= early_points(file.rows, find_reference(file.rows, baseline), at=TIMES[at], over=over)
-    told = rank_predictors(list(found.values()))
-    if not told:
-        raise BenchError(
-            f"too few runs: {len(found)} have figures at the {at} of their steps and a reference, {FEWEST} are "
-            "needed at least; monitor.interval says when monitors look"
-        )
-    print(predictor_table(told, f"at {'a tenth' if at == 'tenth' else 'the end'}"), end="")
     return 0
 
 

@@ -35,7 +35,7 @@ def add_parser(commands: Any, text: str) -> Any:
         "sweep",
         help=text,
         usage="nanogpt-bench sweep FILE.yaml [--lr-limits | --sensitivity] [--reference ROW] [--smoke]\n"
-        "                           [--data-sizes A,B] [--from FILE.json ...] [--workers N] [--out DIR]\n"
+        "                           [--data-sizes A,B] [--workers N] [--out DIR]\n"
         "                           [--section.key VALUE ...]",
         description="Train one run for every point of FILE.yaml's axes, several at a time, and write a report. With\n"
         "tune and confirm in the file: find the best learning rate of every point first, then train it on other\n"
@@ -44,8 +44,7 @@ def add_parser(commands: Any, text: str) -> Any:
         "  nanogpt-bench sweep my_sweep.yaml --workers 2 --out runs/mine --train.max_steps 500\n"
         "  nanogpt-bench sweep lr_limits.yaml --lr-limits\n"
         "  nanogpt-bench sweep sensitivity.yaml --sensitivity --data.dir data/book\n"
-        "  nanogpt-bench sweep formats.yaml --data-sizes 100000,300000,900000\n"
-        "  nanogpt-bench sweep study/sweeps/study_q1.yaml --from study/results/study_q1.json",
+        "  nanogpt-bench sweep formats.yaml --data-sizes 100000,300000,900000",
     )
     parser.add_argument("file", nargs="?", metavar="FILE.yaml", help="a sweep file, or the name of a shipped one")
     mode = parser.add_mutually_exclusive_group()
@@ -57,15 +56,6 @@ def add_parser(commands: Any, text: str) -> Any:
         type=positives,
         metavar="A,B",
         help="train every point on the first A, B, ... tokens of the text, once through: where does a gap appear?",
-    )
-    parser.add_argument(
-        "--from",
-        dest="known",
-        type=Path,
-        nargs="+",
-        default=(),
-        metavar="FILE.json",
-        help="take runs and trials that results files have from there (results export), and train the others",
     )
     parser.add_argument("--smoke", action="store_true", help="with what the file's section smoke says: the same, small")
     parser.add_argument("--workers", type=positive, metavar="N", help="runs at a time (default: the file's, or cores)")
@@ -85,8 +75,6 @@ def main(args: argparse.Namespace) -> int:
     sweep = read_sweep(find_sweep(args.file), args.overrides, smoke=args.smoke)
     if args.reference is not None:
         sweep = replace(sweep, reference=args.reference)
-    if args.known:
-        sweep = replace(sweep, known=tuple(args.known))
     if args.data_sizes:
         sweep = _with_sizes(sweep, args)
     check_executor(args.executor, args.address)
@@ -96,6 +84,8 @@ def main(args: argparse.Namespace) -> int:
     plain = sweep.search if sweep.tune is None else "tune"
     mode = "lr-limits" if args.lr_limits else "sensitivity" if args.sensitivity else plain
     out = args.out or Path("runs") / f"sweep-{sweep.path.stem}" / (mode + "-smoke" * args.smoke)
+    if sweep.rows and mode in MODES:
+        raise BenchError(f"rows in {sweep.path.name} go with a grid; {mode} takes axes, such as rule and model.format")
     with locked(out, "--out"), executor_of(args.executor, args.address, out) as executor:
         return MODES.get(mode, sweep_grid)(sweep, out, workers, executor)
 
@@ -119,8 +109,18 @@ def _with_sizes(sweep: SweepFile, args: argparse.Namespace) -> SweepFile:
     return replace(sweep, data_sizes=tuple(args.data_sizes))
 
 
-def sweep_grid(sweep: SweepFile, out: Path, workers: int | None = None, executor: Executor | None = None) -> int:
+def sweep_grid(
+    sweep: SweepFile,
+    out: Path,
+    workers: int | None = None,
+    executor: Executor | None = None,
+    *,
+    mode: str | None = None,
+    again: str | None = None,
+) -> int:
     """Train every point of the file and report; the last line is the report's path.
+
+    `mode` is told in sweep.json in place of the search. `again` is the command that goes on, where it is not the same.
 
     Returns 0, 1 when not one run finished or one was ended from outside (a full disk, a kill, a crash), 75 when a
     signal ended it (the report then covers what there is).
@@ -129,10 +129,10 @@ def sweep_grid(sweep: SweepFile, out: Path, workers: int | None = None, executor
         BenchError: a file, corpus or output folder that can't be used; nothing is trained.
     """
     planned = plan_sweep(sweep)
-    record = SweepRecord(out, sweep.search, baseline_of(sweep.reference, planned))
+    record = SweepRecord(out, mode or sweep.search, baseline_of(sweep.reference, planned))
     _check(sweep, record, planned, workers, executor)
     whole = Session(record, workers, executor=executor).train(planned)
-    return close(record, whole=whole)
+    return close(record, whole=whole, command=again)
 
 
 def _check(
@@ -146,17 +146,12 @@ def _check(
     check_workers(workers, "workers", threads_set(planned), None if executor is None else executor.cores())
     for run in planned:
         record.check(run)
-    if not sweep.known:  # whose runs need no machine
-        check_machine([run for run in planned if not has_ended(record.summary(run))], executor or Local())
+    check_machine([run for run in planned if not has_ended(record.summary(run))], executor or Local())
     for folder in {str(run.settings.get("data.dir", DEFAULT_DATA_DIR)) for run in planned}:
         prepare_default(folder)
     check_inputs(planned)
     if said := left_out_of_reference(sweep):
         print(said, file=sys.stderr)
-    if sweep.known:
-        from nanogpt_bench.sweep.record import Known  # brings torch along
-
-        record.known = [Known(path) for path in sweep.known]
 
 
 def tune_and_confirm(sweep: SweepFile, out: Path, workers: int | None = None, executor: Executor | None = None) -> int:

@@ -10,13 +10,12 @@ from typing import Any
 
 from nanogpt_bench.report.chart import looks
 from nanogpt_bench.report.figures import drawn_in, write_figures
-from nanogpt_bench.report.ladders import LADDERS, cells_of, climbed, line_looks
 from nanogpt_bench.report.page import Page, all_sections, render
 from nanogpt_bench.report.results import Result, measure
 from nanogpt_bench.report.results_file import is_export, merged_rows, read_export, with_given_up
 from nanogpt_bench.report.rows import Row, counted_once, find_reference, left_aside, shortfall
 from nanogpt_bench.report.sweep_charts import Studies, read_studies
-from nanogpt_bench.report.tables import padded, to_csv, to_markdown
+from nanogpt_bench.report.tables import to_csv, to_markdown
 from nanogpt_bench.runs.find import find_runs, say_aside
 from nanogpt_bench.runs.load import Run, load_run
 from nanogpt_bench.system.errors import BenchError, refused, unknown
@@ -100,8 +99,7 @@ def _check_folder(out: Path) -> None:
         BenchError: names the file.
     """
     page = out / PAGE
-    ladders = (out / f"gap_by_{ladder.name}.md" for ladder in LADDERS)
-    for path in (page, *(out / name for name in TABLES), *ladders, *drawn_in(out / "figures")):
+    for path in (page, *(out / name for name in TABLES), *drawn_in(out / "figures")):
         refuse_to_replace("--out", path, lambda _: _is_page(page), "a folder of its own")
 
 
@@ -136,8 +134,6 @@ def write_report(
     reference = find_reference(rows, baseline)
     results = measure(rows, reference)
     chosen = looks(rows, reference, *(result.row for result in results if result.reference))
-    for ladder in LADDERS:
-        chosen |= line_looks(ladder, results, chosen)
     found = read_studies([out]) if studies is None else studies
     sections = all_sections(shown := Page(title, facts, results, chosen, found))
     page = write_text(out / PAGE, render(shown, sections))
@@ -147,12 +143,9 @@ def write_report(
 
 
 def write_tables(results: Sequence[Result], out: Path) -> None:
-    """Write results.csv, table.md, and for rows on a ladder gap_by_length.md and the like."""
+    """Write results.csv and table.md."""
     for name, made in zip(TABLES, (to_csv, to_markdown), strict=True):
         write_text(out / name, made(results))
-    for ladder in LADDERS:
-        if found := climbed(ladder, results):
-            write_text(out / f"gap_by_{ladder.name}.md", padded(cells_of(ladder, found)))
 
 
 def facts_of(runs: Sequence[Run]) -> dict[str, str]:

@@ -7,8 +7,6 @@ never in the name of a field or in an expression: nothing evaluates it.
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,12 +26,8 @@ COLOURS = (
     ("#882255", "#D9749F"),
 )
 INK = ("#1A1A1A", "#F0F0F0")
-# Colour scales from little to much, and from below to above; their ends meet the page they lie on.
+# A colour scale from below to above; its ends meet the page they lie on.
 SCALES = {
-    "sequential": (
-        ("#F3F4F6", "#C3DCEF", "#6BAED6", "#2171B5", "#08306B"),
-        ("#20242B", "#173A5E", "#2676B8", "#6DB9EE", "#E3F3FF"),
-    ),
     "diverging": (
         ("#08519C", "#7FB3DA", "#F5F5F3", "#F2A07B", "#B2330B"),
         ("#8CCBF8", "#2C6794", "#252A32", "#A4532A", "#FFA46B"),
@@ -110,7 +104,6 @@ class Line:
 Spec = dict[str, Any]
 MARKED_POINTS = 60  # a curve with at most this many points shows them
 PERCENT = ".3~p"
-NUMBER = re.compile(r"[-+0-9.^e]+|-?inf|nan")
 DOTTED = {"strokeDash": [2, 3], "strokeWidth": 1.5}
 
 
@@ -226,18 +219,6 @@ def limit_line(at: float, **channel: Spec) -> Spec:
     """Return a dotted line across the chart at a value of the named axis."""
     ((name, axis),) = channel.items()
     return over([{axis["field"]: at}], {"type": "rule", "color": ink("muted"), **DOTTED}, **{name: axis})
-
-
-def labelled(places: Sequence[float], numbers: Sequence[str]) -> Spec:
-    """Return ticks of an axis at `places`, labelled with `numbers`, which enter an expression and so may be no text.
-
-    Raises:
-        ValueError: one of `numbers` is no number.
-    """
-    if not all(map(NUMBER.fullmatch, numbers)):
-        raise ValueError(f"{numbers = }: expected numbers")
-    texts = {f"{place:g}": number for place, number in zip(places, numbers, strict=True)}
-    return {"values": list(places), "labelExpr": f"{json.dumps(texts)}[datum.value]"}
 
 
 DIGITS = 5  # of a number in a chart's data: more than a screen shows

@@ -23,14 +23,8 @@ _process: list[int] = []
 FIGURES: Mapping[str, Sequence[str]] = {
     "loss_curves": ("val-step", "val-close", "train-step"),
     "gap": ("gap",),
-    "gap_by_length": ("length",),
-    "gap_by_data": ("data",),
-    "gap_by_size": ("size",),
     "stall": ("stall",),
     "gradient_cosine": ("watch-grad-cosine",),
-    "weights": ("weights",),
-    "code_use": ("codes",),
-    "stiffness": ("stiffness",),
     "learning_rates": ("rates",),
 }
 ACROSS = 3  # charts beside each other

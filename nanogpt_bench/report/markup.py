@@ -26,11 +26,11 @@ class Section:
         return f'<section id="{self.name}"><h2>{escape(self.title)}</h2>{self.body}</section>'
 
 
-def chart_places(shown: Sequence[Chart], *, small: bool = False) -> str:
-    """Return places for charts, two abreast, or three if `small`."""
+def chart_places(shown: Sequence[Chart]) -> str:
+    """Return places for charts, two abreast."""
     if not shown:
         return ""
-    return f'<div class="charts{" small" if small else ""}">{"".join(map(_figure, shown))}</div>'
+    return f'<div class="charts">{"".join(map(_figure, shown))}</div>'
 
 
 def _figure(chart: Chart) -> str:

@@ -53,7 +53,7 @@
   box.className = "box";
   box.hidden = true;
   const inside = (chart, event) => {
-    const frame = chart.place.querySelector("svg, canvas").getBoundingClientRect();
+    const frame = chart.place.querySelector("svg").getBoundingClientRect();
     const [left, top] = chart.place.view.origin();
     return [event.clientX - frame.left - left, event.clientY - frame.top - top];
   };
@@ -103,7 +103,7 @@
       ast: true, // expressions are interpreted: the page may not compile any
       actions: false,
       defaultStyle: false,
-      renderer: chart.drag === "x" ? "canvas" : "svg", // a heat map has thousands of cells
+      renderer: "svg",
       tooltip: (handler, event, item, value) => {
         chart.told = value !== null && value !== undefined && value !== "";
         say(chart.told ? told(value) : "", event);

@@ -16,7 +16,7 @@ from nanogpt_bench.failures.table import VERDICT
 from nanogpt_bench.monitors import CHARTED, charted
 from nanogpt_bench.monitors.shadow import COSINE
 from nanogpt_bench.monitors.stall import UPDATE_LOST
-from nanogpt_bench.report import figures, sweep_charts, weight_charts
+from nanogpt_bench.report import figures, sweep_charts
 from nanogpt_bench.report.chart import CONFIG, THEMES, Chart, Look, Spec, short, theme_colours
 from nanogpt_bench.report.curve_charts import (
     TITLES,
@@ -27,7 +27,6 @@ from nanogpt_bench.report.curve_charts import (
     watched_charts,
 )
 from nanogpt_bench.report.failure_pages import failed_runs, failure_section
-from nanogpt_bench.report.ladders import LADDERS, ladder_section
 from nanogpt_bench.report.markup import Cell, Section, chart_places, legend, table
 from nanogpt_bench.report.results import Result, findings
 from nanogpt_bench.report.rows import Row, left_aside, loss_unit
@@ -83,7 +82,6 @@ def all_sections(page: Page) -> list[Section]:
         _what(page),
         _results(page),
         processes_section(page.rows),
-        *(ladder_section(ladder, page.results, page.looks) for ladder in LADDERS),
         tuned_section(page.studies.tunings),
         _loss(page),
         failure_section(failed_runs(page.results), page.references, page.looks),
@@ -91,7 +89,6 @@ def all_sections(page: Page) -> list[Section]:
         _stall(page),
         *(_watched(page, namespace) for namespace in CHARTED if namespace != UPDATE_LOST.namespace),
         _spreads(page),
-        _weights(page),
         _alerts(page),
         _endings(page),
         _configs(page),
@@ -212,34 +209,6 @@ def _watched(page: Page, namespace: str) -> Section | None:
 def _spreads(page: Page) -> Section | None:
     words = '<p class="muted">As last recorded in each row\'s first run, over all layers.</p>'
     return _curves(page, "spreads", "Distributions", distribution_charts(page.rows, page.looks), above=words)
-
-
-def _weights(page: Page) -> Section | None:
-    """Return the final weights: histograms over the grid, code use and stiffness by layer."""
-    parts = (
-        ("", weight_charts.histogram_charts(page.results, page.looks), True),
-        ("Code use by layer", weight_charts.code_use_charts(page.results), False),
-        ("Stiffness by layer", weight_charts.stiffness_charts(page.results), False),
-        ("Code use of activations and gradients", weight_charts.operand_charts(page.results), False),
-    )
-    drawn = [chart for _, found, _ in parts for chart in found]
-    if not drawn:
-        return None
-    left_out = weight_charts.maps_left_out(page.results)
-    words = (
-        "Where the quantised weights lay at the end of each row's first run. The axis counts grid values (codes) "
-        "and is labelled with the values at some of them. The stiffness S is the distance between neighbouring values."
-        + (
-            f" The heat maps show the first {weight_charts.MOST_PANELS} rows of {weight_charts.MOST_PANELS + left_out}."
-            * bool(left_out)
-        )
-    )
-    blocks = [_part(title) + chart_places(found, small=small) for title, found, small in parts if found]
-    return Section("weights", "Weights on the grid", f'<p class="muted">{words}</p>{"".join(blocks)}', drawn)
-
-
-def _part(title: str) -> str:
-    return f'<h3 class="part">{escape(title)}</h3>' if title else ""
 
 
 def _alerts(page: Page) -> Section | None:

@@ -1,10 +1,10 @@
-"""Results files: a sweep or comparison as one small JSON file, read back as rows, and merged with others."""
+"""Results files: the runs of a sweep as a list of flat mappings in JSON, read back as rows, and merged with others."""
 
 from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from nanogpt_bench.config.metrics import (
 )
 from nanogpt_bench.monitors import METRICS
 from nanogpt_bench.monitors.shadow import OVERHEAD
-from nanogpt_bench.report.rows import SEED_KEYS, Row, distinct, group_rows, identity
+from nanogpt_bench.report.rows import Row, distinct, group_rows, identity
 from nanogpt_bench.runs.earlier import has_ended
 from nanogpt_bench.runs.find import SWEEP, TRIALS
 from nanogpt_bench.runs.load import Run, is_run_folder, load_run
@@ -30,9 +30,8 @@ from nanogpt_bench.system.errors import BenchError, one_line
 from nanogpt_bench.system.untrusted import read_json
 from nanogpt_bench.system.words import counted
 
-KIND = "nanogpt-bench results"
-VERSION = 1
-COMPARISON = "compare.json"
+#: kinds of entries: a run, a seed that is missing, a row that was given up, what a search of rates has found
+RUN, MISSING, GIVEN_UP, SEARCH = KINDS = ("run", "missing", "given up", "search")
 #: keys of summary.json; its other keys follow from the settings or name files
 OUTCOMES = (
     *("name", "seed", "status", "failure", "stop", "steps", "steps_planned", "tokens", "seconds", "tokens_per_s"),
@@ -44,8 +43,8 @@ OUTCOMES = (
 CURVES = ("step", "tokens", TRAIN_LOSS.name, VAL_LOSS.name, VAL_LOSS_SE.name, ELAPSED.name)
 #: keys of environment.json that describe one start, not what the numbers depend on
 PASSING = ("command", "started", "resumed")
-#: settings in which the runs of a row differ
-OWN = {key.rpartition(".")[::2] for key in SEED_KEYS}
+#: parts of an entry, before a dot: settings by section and key, facts of the machine, series, looks of the monitors
+CONFIG, ENVIRONMENT, CURVE, LOOK = ("config.", "environment.", "curve.", "look.")
 
 
 @dataclass(frozen=True)
@@ -55,77 +54,29 @@ class Exported:
     rows: tuple[Row, ...]
     baseline: str | None
     tuning: tuple[Mapping[str, Any], ...]
-    #: the trials of each search, as a row of runs
-    trials: tuple[Row, ...] = ()
 
 
-def export(folder: Path) -> dict[str, Any]:
-    """Return the content of a results file for the folder of a sweep or a comparison, run by run.
+def export(folder: Path) -> list[dict[str, Any]]:
+    """Return the entries of a results file for the folder of a sweep: a flat mapping a run, and a search.
 
-    Settings that all runs share are written once, those of a row once per row, equal environments once. A run that has
-    not ended is left out, and its row lists the missing seeds.
+    A run that has not ended is an entry that says so (`missing`), and a row none of whose trials reached its end one
+    that says why (`given up`).
 
     Raises:
-        BenchError: the folder holds neither a sweep nor a comparison, or none of its runs has ended.
+        BenchError: the folder holds no sweep, or none of its runs has ended.
     """
     manifest, tuned = _manifest(folder), folder / "tuning.json"
-    tuning = _read(tuned) if tuned.is_file() else None
+    tuning = _read(tuned) if tuned.is_file() else {}
     try:
-        planned, searched = planned_rows(manifest, tuning or {}), planned_trials(tuning or {})
-        loaded, trials = ([_ended(folder, row) for row in rows] for rows in (planned, searched))
+        entries = [entry for row in planned_rows(manifest, tuning) for entry in _of_row(folder, row)]
+        searches = [_search(row, tuning) for row in tuning.get("rows") or ()]
     except (KeyError, TypeError, AttributeError):  # of something else of that name
         raise BenchError(f"{str(folder)!r} holds no results: what its list of runs says can't be read") from None
-    runs = [run for of_row in loaded for run in of_row.values()]
-    if not runs and not any(trials):
+    if not searches and not any(entry["kind"] == RUN for entry in entries):
         raise BenchError(f"{str(folder)!r} has no run to export yet: none has ended")
-    shared = _shared([_settings(run) for run in runs])
-    seen = {name for run in runs for figures in monitored_figures(run).values() for name in figures}
-    columns = _Columns([name for name in MONITORED if name in seen])
-    return {
-        "kind": KIND,
-        "version": VERSION,
-        "command": _without_folders(manifest.get("command")),
-        "mode": manifest.get("mode", "compare"),
-        "baseline": manifest.get("baseline"),
-        "runs": {"ended": len(runs), "planned": sum(len(row.runs) for row in planned)},
-        "settings": _nested(shared),
-        "rows": [_row(row, of_row, shared, columns) for row, of_row in zip(planned, loaded, strict=True)],
-        "trials": _trials(searched, trials, columns),
-        "environments": columns.environments,
-        "monitors": columns.figures,
-        "tuning": tuning,
-    }
-
-
-def _without_folders(command: Any) -> Any:
-    """Shorten the absolute paths of a command to their last part, so that no private folder is published.
-
-    >>> _without_folders("nanogpt-bench sweep a.yaml --from /data/mine/b.json --out runs/a")
-    'nanogpt-bench sweep a.yaml --from b.json --out runs/a'
-    """
-    if not isinstance(command, str):
-        return command
-    try:
-        words = shlex.split(command)
-    except ValueError:  # written by something else
-        return command
-    return shlex.join(Path(word).name if Path(word).is_absolute() else word for word in words)
-
-
-def _trials(rows: Sequence[PlannedRow], of_rows: Sequence[Mapping[int, Run]], columns: _Columns) -> dict[str, Any]:
-    """Return the trials of searches as rows, from which a search elsewhere continues (`nanogpt_bench.sweep.record`)."""
-    shared = _shared([_settings(run) for runs in of_rows for run in runs.values()])
-    plain = replace(columns, figures=[])
-    told = [_row(row, runs, shared, plain) for row, runs in zip(rows, of_rows, strict=True) if runs]
-    return {"settings": _nested(shared), "rows": told}
-
-
-@dataclass
-class _Columns:
-    """Lists that runs refer to by index: names of monitored figures, and environments in order of appearance."""
-
-    figures: list[str]
-    environments: list[dict[str, Any]] = field(default_factory=list)
+    for entry in entries:
+        entry["reference"] = entry["label"] == manifest.get("baseline")
+    return [*entries, *searches]
 
 
 def _read(path: Path) -> Any:
@@ -136,80 +87,69 @@ def _read(path: Path) -> Any:
 
 
 def _manifest(folder: Path) -> Mapping[str, Any]:
-    for name in (SWEEP, COMPARISON):
-        if (folder / name).is_file():
-            content = _read(folder / name)
-            if isinstance(content, Mapping):
-                return content
-    raise BenchError(f"{str(folder)!r} holds no results: give the folder of a sweep or a comparison, with {SWEEP}")
+    if (folder / SWEEP).is_file() and isinstance(content := _read(folder / SWEEP), Mapping):
+        return content
+    raise BenchError(f"{str(folder)!r} holds no results: give the folder of a sweep, with {SWEEP}")
 
 
-def _ended(folder: Path, row: PlannedRow) -> dict[int, Run]:
-    """Return the ended runs of a row by their index in its plan."""
-    paths = {at: folder / name for at, (_, name) in enumerate(row.runs) if name is not None}
-    found = {at: load_run(path) for at, path in paths.items() if is_run_folder(path)}
-    return {at: run for at, run in found.items() if has_ended(run.summary)}
+def _of_row(folder: Path, row: PlannedRow) -> Iterator[dict[str, Any]]:
+    of_row: dict[str, Any] = {"label": row.label, "rule": row.rule, "format": row.format}
+    for seed, name in row.runs:
+        run = load_run(folder / name) if name is not None and is_run_folder(folder / name) else None
+        if run is not None and has_ended(run.summary):
+            yield flat_run(row.label, run)
+        else:
+            yield {"kind": MISSING, **of_row, "seed": seed}
+    if row.why:
+        yield {"kind": GIVEN_UP, **of_row, "why": row.why}
 
 
-Setting = tuple[str, str]
-
-
-def _settings(run: Run) -> dict[Setting, Any]:
-    """Return a run's settings by (section, key), without those that follow from its seed."""
-    found = {("", key): value for key, value in run.config.items() if not isinstance(value, Mapping)}
-    for section, content in run.config.items():
-        if isinstance(content, Mapping):
-            found |= {(section, key): value for key, value in content.items()}
-    seeds = (run.seed, None)
+def flat_run(label: str, run: Run) -> dict[str, Any]:
+    """Return a run as a flat mapping: outcomes, settings, facts of its machine, series and looks."""
+    looks = monitored_figures(run)
+    seen = [name for name in MONITORED if any(name in look for look in looks.values())]
+    losses = [record for record in run.metrics if record.get(VAL_LOSS.name) is not None]
     return {
-        key: value for key, value in found.items() if key != ("", "seed") and (key not in OWN or value not in seeds)
-    }
-
-
-def _shared(each: Sequence[Mapping[Setting, Any]]) -> dict[Setting, Any]:
-    if not each:
-        return {}
-    first, *others = each
-    return {key: value for key, value in first.items() if all(key in one and one[key] == value for one in others)}
-
-
-def _nested(settings: Mapping[Setting, Any]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for (section, key), value in settings.items():
-        (tree.setdefault(section, {}) if section else tree)[key] = value
-    return tree
-
-
-def _row(row: PlannedRow, runs: Mapping[int, Run], shared: Mapping[Setting, Any], columns: _Columns) -> dict[str, Any]:
-    own = _shared([_settings(run) for run in runs.values()]) if runs else {}
-    settings = {key: value for key, value in own.items() if key not in shared}
-    missing = [seed for at, (seed, _) in enumerate(row.runs) if at not in runs]
-    told = {
-        "label": row.label,
-        "rule": next((run.rule for run in runs.values()), row.rule),
-        "format": next((run.format for run in runs.values()), row.format),
-        "settings": _nested(settings),
-        **({"missing": missing} if missing else {}),
-        **({"why": row.why} if row.why else {}),
-    }
-    return {**told, "runs": [_run(run, own, columns) for run in runs.values()]}
-
-
-def _run(run: Run, of_row: Mapping[Setting, Any], columns: _Columns) -> dict[str, Any]:
-    environment = {key: value for key, value in run.environment.items() if key not in PASSING}
-    if environment not in columns.environments:
-        columns.environments.append(environment)
-    own = {key: value for key, value in _settings(run).items() if key not in of_row}
-    seen = monitored_figures(run) if columns.figures else {}
-    looks = {str(step): [look.get(name) for name in columns.figures] for step, look in seen.items()}
-    losses = [[record.get(name) for name in CURVES] for record in run.metrics if record.get(VAL_LOSS.name) is not None]
-    return {
+        "kind": RUN,
+        "label": label,
+        "rule": run.rule,
+        "format": run.format,
         **{key: run.summary[key] for key in OUTCOMES if run.summary.get(key) not in (None, {}, [])},
-        **({"settings": _nested(own)} if own else {}),
         "failures": [finding.kind for finding in run.findings],
-        "environment": columns.environments.index(environment),
-        "curve": losses,
-        **({"looks": looks} if looks else {}),
+        **{CONFIG + key: value for key, value in _settings(run.config)},
+        **{ENVIRONMENT + key: value for key, value in run.environment.items() if key not in PASSING},
+        **{CURVE + name: [record.get(name) for record in losses] for name in CURVES},
+        **({f"{LOOK}step": list(looks)} if looks else {}),
+        **{LOOK + name: [look.get(name) for look in looks.values()] for name in seen},
+    }
+
+
+def _settings(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield settings by section and key, without the run's seed, which is an outcome's key."""
+    for section, content in config.items():
+        if isinstance(content, Mapping):
+            yield from ((f"{section}.{key}", value) for key, value in content.items())
+        elif section != "seed":
+            yield section, content
+
+
+def _search(row: Mapping[str, Any], tuning: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a search has found, from its row of tuning.json, as a flat mapping."""
+    trials = row.get("trials") or ()
+    parts = {part: row.get(part) or {} for part in ("start", "best", "inside", "cost")}
+    confirm = tuning.get("confirm") or {}
+    return {
+        "kind": SEARCH,
+        **{key: row.get(key) for key in ("label", "rule", "format", "rows", "over")},
+        **{f"{part}.{key}": value for part, content in parts.items() for key, value in content.items()},
+        **{f"trial.{key}": [trial["values"].get(key) for trial in trials] for key in parts["start"]},
+        "trial.loss": [trial.get("loss") for trial in trials],
+        **{
+            f"trial.loss.{seed}": [(trial.get("losses") or {}).get(str(seed)) for trial in trials]
+            for seed in tuning.get("seeds") or ()
+        },
+        **{f"tune.{key}": tuning.get(key) for key in ("factor", "span", "seeds", "steps")},
+        **{f"confirm.{key}": confirm.get(key) for key in ("seeds", "steps")},
     }
 
 
@@ -219,8 +159,12 @@ def is_export(path: Path) -> bool:
 
 
 def is_of_kind(content: Any) -> bool:
-    """Whether the content of a JSON file says that it is a results file."""
-    return isinstance(content, Mapping) and content.get("kind") == KIND
+    """Whether the content of a JSON file is that of a results file: entries of the kinds that there are."""
+    return isinstance(content, list) and bool(content) and all(_kind(entry) in KINDS for entry in content)
+
+
+def _kind(entry: Any) -> Any:
+    return entry.get("kind") if isinstance(entry, Mapping) else None
 
 
 def read_export(path: Path) -> Exported:
@@ -236,79 +180,84 @@ def read_export(path: Path) -> Exported:
         raise BenchError(f"{str(path)!r} is a folder, no results file; of a sweep's folder one is made by: {advice}")
     try:
         content = cleaned(read_json(path, times=8))
+        if _kind(content) == "nanogpt-bench results":
+            raise BenchError(f"{str(path)!r} is of the former layout; export the sweep's folder again")
         if not is_of_kind(content):
             raise BenchError(
                 f"{str(path)!r} holds no results; nanogpt-bench results export SWEEP --out FILE.json writes some"
             )
-        if content.get("version") != VERSION:
-            raise BenchError(f"{str(path)!r} is of version {content.get('version')!r}; this one reads {VERSION}")
-        rows = tuple(_read_row(path, row, content["settings"], content) for row in content["rows"])
-        searched = content.get("trials") or {"settings": {}, "rows": ()}
-        trials = tuple(_read_row(path, row, searched["settings"], content) for row in searched["rows"])
-        tuning = content.get("tuning") or {}
-        tuned = tuple(row for row in tuning.get("rows") or () if isinstance(row, Mapping))
-        return Exported(rows, content.get("baseline"), tuned, trials)
+        rows: dict[str, Row] = {}
+        for entry in (entry for entry in content if entry["kind"] != SEARCH):
+            label = str(entry["label"])
+            row = rows.get(label) or Row(label, str(entry["rule"]), str(entry["format"]), ())
+            rows[label] = _with_entry(row, entry, path)
+        baseline = next((str(entry["label"]) for entry in content if entry.get("reference")), None)
+        tuning = tuple(_tuned(entry) for entry in content if entry["kind"] == SEARCH)
+        return Exported(tuple(rows.values()), baseline, tuning)
     except BenchError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise BenchError(f"{str(path)!r} can't be read: {one_line(error)}") from None
 
 
-def _read_row(path: Path, row: Mapping[str, Any], shared: Mapping[str, Any], content: Mapping[str, Any]) -> Row:
-    config = _over(shared, row["settings"])
-    runs = tuple(_read_run(path, row, config, entry, content) for entry in row["runs"])
-    missing = tuple(seed if isinstance(seed, int) else None for seed in row.get("missing") or ())
-    return Row(
-        str(row["label"]), str(row["rule"]), str(row["format"]), runs, missing, one_line(str(row.get("why", "")))
+def _with_entry(row: Row, entry: Mapping[str, Any], path: Path) -> Row:
+    if entry["kind"] == RUN:
+        rule, fmt = str(entry["rule"]), str(entry["format"])
+        return replace(row, rule=rule, format=fmt, runs=(*row.runs, _read_run(entry, path)))
+    if entry["kind"] == GIVEN_UP:
+        return replace(row, why=one_line(str(entry.get("why", ""))))
+    seed = entry.get("seed")
+    return replace(row, missing=(*row.missing, seed if isinstance(seed, int) else None))
+
+
+def _read_run(entry: Mapping[str, Any], path: Path) -> Run:
+    summary = {key: entry[key] for key in OUTCOMES if key in entry} | {key: entry[key] for key in ("rule", "format")}
+    summary["failures"] = [{"kind": kind} for kind in entry["failures"]]
+    config: dict[str, Any] = {}
+    for key, value in _part(entry, CONFIG).items():
+        section, dot, name = key.partition(".")
+        if dot:
+            config.setdefault(section, {})[name] = value
+        else:
+            config[key] = value
+    config["seed"] = entry.get("seed")
+    series, looks = _part(entry, CURVE), dict(_part(entry, LOOK))
+    curve = [dict(zip(series, values, strict=True)) for values in zip(*series.values(), strict=True)]
+    steps = [int(step) for step in looks.pop("step", ())]
+    return Run(
+        path / str(entry.get("name") or entry.get("seed")),
+        config,
+        _part(entry, ENVIRONMENT),
+        Records([record for record in curve if int(record["step"]) >= 0]),
+        summary,
+        looks={
+            step: {name: value for name, values in looks.items() if (value := finite(values[at])) is not None}
+            for at, step in enumerate(steps)
+        },
     )
 
 
-def _over(settings: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings updated by those of a row or a run, section by section."""
-    config = {**settings}
-    for section, content in own.items():
-        config[section] = {**config.get(section, {}), **content} if isinstance(content, Mapping) else content
-    return config
+def _part(entry: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    return {key.removeprefix(prefix): value for key, value in entry.items() if key.startswith(prefix)}
 
 
-def _read_run(
-    path: Path, row: Mapping[str, Any], config: Mapping[str, Any], entry: Mapping[str, Any], content: Mapping[str, Any]
-) -> Run:
-    summary = {key: entry[key] for key in OUTCOMES if key in entry} | {"rule": row["rule"], "format": row["format"]}
-    summary["failures"] = [{"kind": kind} for kind in entry["failures"]]
-    curve = Records([dict(zip(CURVES, values, strict=True)) for values in entry["curve"] if int(values[0]) >= 0])
-    environment = content["environments"][entry["environment"]]
-    if not isinstance(environment, Mapping):
-        raise TypeError(f"an environment is {environment!r}")
-    names = content.get("monitors") or ()
-    looks = {
-        int(step): {str(name): value for name, number in pairs if (value := finite(number)) is not None}
-        for step, figures in (entry.get("looks") or {}).items()
-        for pairs in [list(zip(names, figures, strict=True))]
-    }
-    place = path / str(entry.get("name") or entry.get("seed"))
-    config = _over(config, {**(entry.get("settings") or {}), "seed": entry.get("seed")})
-    return Run(place, config, environment, curve, summary, looks=looks)
-
-
-def to_json(content: Mapping[str, Any]) -> str:
-    """Return a results file's text, one line per run, so that a diff of two files is readable."""
-    parts = {key: json.dumps(value, ensure_ascii=False) for key, value in content.items()}
-    parts["rows"] = _lines(content["rows"])
-    settings = json.dumps(content["trials"]["settings"], ensure_ascii=False)
-    parts["trials"] = f'{{"settings": {settings}, "rows": {_lines(content["trials"]["rows"])}}}'
-    return "{\n" + ",\n".join(f'"{key}": {parts[key]}' for key in content) + "\n}\n"
-
-
-def _lines(rows: Sequence[Mapping[str, Any]]) -> str:
-    told = [
-        json.dumps({key: value for key, value in row.items() if key != "runs"}, ensure_ascii=False)[:-1]
-        + ', "runs": [\n  '
-        + ",\n  ".join(json.dumps(run, ensure_ascii=False, separators=(",", ":")) for run in row["runs"])
-        + "]}"
-        for row in rows
+def _tuned(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a search as the row of tuning.json that it was."""
+    tried = _part(entry, "trial.")
+    keys = [key for key in _part(entry, "start.") if isinstance(tried.get(key), list)]
+    losses = tried.get("loss")
+    trials = [
+        {"values": {key: tried[key][at] for key in keys}, "loss": loss}
+        for at, loss in enumerate(losses if isinstance(losses, list) else ())
     ]
-    return "[\n " + ",\n ".join(told) + "\n]"
+    parts = {part: _part(entry, f"{part}.") for part in ("start", "best", "inside", "cost")}
+    return {**{key: entry.get(key) for key in ("label", "rule", "format", "rows", "over")}, **parts, "trials": trials}
+
+
+def to_json(content: Sequence[Mapping[str, Any]]) -> str:
+    """Return a results file's text, one line per entry, so that a diff of two files is readable."""
+    lines = (json.dumps(entry, ensure_ascii=False, separators=(",", ":")) for entry in content)
+    return "[\n" + ",\n".join(lines) + "\n]\n"
 
 
 @dataclass
@@ -324,19 +273,13 @@ class PlannedRow:
 
 
 def planned_rows(manifest: Mapping[str, Any], tuning: Mapping[str, Any]) -> list[PlannedRow]:
-    """Return the rows of sweep.json or compare.json, and those of tuning.json, in the order of the table.
+    """Return the rows of sweep.json, and those of tuning.json, in the order of the table.
 
     A row under tuning has a run planned at each seed of the confirmation; a row whose trials all failed has none, and
     the reason in `why`.
     """
     rows = {str(label): PlannedRow(str(label)) for label in manifest.get("order") or ()}
-    # A comparison lists its runs by row, and says under "runs" how many there are.
-    by_row, in_a_list = (manifest["rows"], ()) if "rows" in manifest else ((), manifest.get("runs") or ())
-    settings = manifest.get("settings") or {}
-    for row in by_row:
-        of_row = [(_planned_seed(settings.get(name)), str(name)) for name in dict.fromkeys(row["runs"])]
-        _planned_row(rows, row).runs += of_row
-    for run in in_a_list:
+    for run in manifest.get("runs") or ():
         if run.get("of_plan", True) and not str(run["name"]).startswith(f"{TRIALS}/"):
             _planned_row(rows, run).runs.append((run.get("seed"), str(run["name"])))
     seeds = (tuning.get("confirm") or {}).get("seeds") or ()
@@ -347,28 +290,6 @@ def planned_rows(manifest: Mapping[str, Any], tuning: Mapping[str, Any]) -> list
                 told.why = given_up(search)
                 told.runs = [] if told.why else [(seed, None) for seed in seeds]
     return list(rows.values())
-
-
-def _planned_seed(settings: Any) -> int | None:
-    seed: int | None = (settings or {}).get("seed")
-    return seed
-
-
-def planned_trials(tuning: Mapping[str, Any]) -> list[PlannedRow]:
-    """Return the searches of tuning.json as rows whose runs are the trials named there."""
-    return [
-        PlannedRow(
-            str(search.get("label")),
-            str(search.get("rule")),
-            str(search.get("format")),
-            [
-                (int(seed), str(name))
-                for trial in search.get("trials") or ()
-                for seed, name in zip(trial.get("losses") or (), trial["runs"], strict=False)
-            ],
-        )
-        for search in tuning.get("rows") or ()
-    ]
 
 
 def _planned_row(rows: dict[str, PlannedRow], told: Mapping[str, Any]) -> PlannedRow:
@@ -382,8 +303,8 @@ def given_up(search: Mapping[str, Any]) -> str:
     """Return the message of a search whose trials all failed, from its row of tuning.json; "" if one succeeded."""
     if not search.get("over") or search.get("best"):
         return ""
-    trials = search.get("trials")
-    runs = sum(len(trial.get("runs") or ()) for trial in trials) if isinstance(trials, Sequence) else 0
+    cost = search.get("cost")
+    runs = int((finite(cost.get("runs")) if isinstance(cost, Mapping) else None) or 0)
     return f"failed: none of {counted(runs, 'trial')} came to its end with a loss"
 
 

@@ -1,4 +1,4 @@
-"""A run folder as read: settings, records, summary, alerts, distributions, weights, failures found."""
+"""A run folder as read: settings, records, summary, alerts, distributions, failures found."""
 
 from __future__ import annotations
 
@@ -21,15 +21,6 @@ LONGEST_NAME = 200
 
 
 @dataclass(frozen=True)
-class Histogram:
-    """How many weights of one layer lie on each grid value (values are in units of the layer's scale)."""
-
-    format: str
-    values: tuple[float, ...]
-    counts: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class Run:
     """One run folder as read; `notes` says in words what was missing or cut off."""
 
@@ -38,7 +29,6 @@ class Run:
     environment: Mapping[str, Any] = field(default_factory=dict)
     metrics: Records = field(default_factory=Records)
     summary: Mapping[str, Any] = field(default_factory=dict)
-    weights: Mapping[str, Histogram] = field(default_factory=dict)
     alerts: tuple[Alert, ...] = ()
     distributions: Mapping[str, Distribution] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -160,9 +150,6 @@ def load_run(path: Path) -> Run:
     notes.extend(history_lines(environment))
     metrics = _metrics(path / "metrics.jsonl", notes)
     summary = mapping(path / "summary.json", notes)
-    # A float run has no weights on a grid, so a missing histogram is worth a word only for the others.
-    grid = (summary.get("format") or _configured_format(config)) != "none"
-    weights = _weights(path / "weights.json", notes if grid else [])
     alerts = read_alerts(path / ALERTS, notes)
     distributions = read_distributions(path / DISTRIBUTIONS, notes)
     return Run(
@@ -171,7 +158,6 @@ def load_run(path: Path) -> Run:
         environment,
         metrics,
         summary or _summary_so_far(metrics),
-        weights,
         alerts,
         distributions,
         tuple(notes),
@@ -190,28 +176,6 @@ def _metrics(path: Path, notes: list[str]) -> Records:
     if kept.cut:
         notes.append(f"{path.name} names more than {MOST_NAMES:,} figures; those beyond were left out")
     return kept
-
-
-def _weights(path: Path, notes: list[str]) -> dict[str, Histogram]:
-    content = mapping(path, notes)
-    histograms: dict[str, Histogram] = {}
-    for layer, entry in content.items():
-        histogram = _histogram(entry)
-        if histogram is None:
-            notes.append(f"{path.name}: layer {layer} needs as many counts as values and was left out")
-        else:
-            histograms[str(layer)] = histogram
-    return histograms
-
-
-def _histogram(entry: Any) -> Histogram | None:
-    if not isinstance(entry, dict):
-        return None
-    values, counts = numbers(entry.get("values")), numbers(entry.get("counts"))
-    if values is None or counts is None or len(values) != len(counts):
-        return None
-    pairs = sorted(zip(values, counts, strict=True))
-    return Histogram(str(entry.get("format", "")), tuple(v for v, _ in pairs), tuple(int(c) for _, c in pairs))
 
 
 def _summary_so_far(metrics: Records) -> dict[str, Any]:

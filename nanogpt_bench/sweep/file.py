@@ -104,6 +104,8 @@ class SweepFile:
     samples: int
     sample_seed: int
     workers: int | None
+    #: settings of each row of the table: a rule and a format, and what else it has; every point is trained in each
+    rows: tuple[Mapping[str, Any], ...] = ()
     #: settings of runs to measure against; or the name of a row to measure against
     reference: Mapping[str, Any] | str | None = None
     tune: Tune | None = None
@@ -112,8 +114,6 @@ class SweepFile:
     sensitivity: Sensitivity = field(default_factory=Sensitivity)
     #: tokens of text that every point is trained on once, each in turn (`--data-sizes`)
     data_sizes: tuple[int, ...] = ()
-    #: results files whose runs are not trained again (`--from`)
-    known: tuple[Path, ...] = ()
 
     def axis(self, key: str) -> Axis | None:
         """The axis of a setting, None when it is none."""
@@ -122,7 +122,7 @@ class SweepFile:
 
 #: keys of a sweep file
 KEYS = (
-    *("config", "settings", "axes", "search", "samples", "sample_seed", "workers", "reference"),
+    *("config", "settings", "rows", "axes", "search", "samples", "sample_seed", "workers", "reference"),
     *("tune", "confirm", "smoke", "lr_limits", "sensitivity"),
 )
 #: sections that smoke may change
@@ -170,16 +170,20 @@ def _read(path: Path, overrides: Sequence[str], smoke: bool) -> SweepFile:
         raise BenchError(f"--smoke: {path.name} has no section smoke, which says what is small in its small version")
     tree = {**tree, **shrunk} if smoke else tree
     axes = _axes(tree.get("axes"), path)
+    rows = _rows(tree.get("rows"), axes, path)
     base = parse_overrides(overrides, assemble({}, _base(tree, path)))
     for key in parse_overrides(overrides):
         if key in [axis.key for axis in axes]:
             raise BenchError(f"--{key}: {path.name} has it as an axis; leave one of them out")
+        if any(key in row for row in rows):
+            raise BenchError(f"--{key}: {path.name} has it in its rows; leave one of them out")
     reference = tree.get("reference")
     return SweepFile(
         path,
         base,
         axes,
         **dict(_made(Points, {name: tree.get(name) for name in Points.model_fields}, "")),
+        rows=rows,
         reference=reference if isinstance(reference, str | None) else _settings(reference, "reference"),
         **_tuning(tree, path),
         lr_limits=_section(LrLimits, tree, "lr_limits"),
@@ -232,6 +236,22 @@ def _axes(content: Any, path: Path) -> tuple[Axis, ...]:
     if twice:
         raise BenchError(f"axes in {path.name}: {twice[0]!r} is there twice")
     return axes
+
+
+def _rows(content: Any, axes: Sequence[Axis], path: Path) -> tuple[dict[str, Any], ...]:
+    """The settings of every row, each with a rule; none of them is an axis."""
+    if content is None:
+        return ()
+    if not isinstance(content, list) or not content:
+        raise BenchError(f"rows in {path.name}: {content!r} is not allowed; give a list, such as [{{rule: fp32}}]")
+    rows = tuple(_settings(row, "rows") for row in content)
+    for row in rows:
+        if "rule" not in row:
+            raise BenchError(f"rows in {path.name}: {row!r} has no rule; give one, such as rule: fp32")
+        for axis in axes:
+            if axis.key in row:
+                raise BenchError(f"axes.{axis.key} in {path.name}: rows says it; leave one of them out")
+    return rows
 
 
 def _base(tree: Mapping[str, Any], path: Path) -> dict[str, Any]:

@@ -75,12 +75,6 @@ class PlannedRun:
     aside: bool = field(default=False, kw_only=True)
 
     @property
-    def lr(self) -> float | None:
-        """The peak learning rate that was asked for, else the rule's own; None for settings that follow no rule."""
-        given: float | None = self.settings.get("optimizer.lr")
-        return RULES[self.rule].lr if given is None and self.rule in RULES else given
-
-    @property
     def cost(self) -> float:
         """The relative duration of the run: its sequences times the relative seconds a step of its rule."""
         train = (self.settings.get(f"train.{key}") or 1 for key in ("max_steps", "batch_size", "accumulation"))
@@ -93,12 +87,25 @@ def plan_sweep(sweep: SweepFile) -> list[PlannedRun]:
     Raises:
         BenchError: a point whose settings contradict each other or can't be used.
     """
-    if not sweep.axes:
+    if not sweep.axes and not sweep.rows:
         raise BenchError(f"{sweep.path.name} has no axes; give settings and the values they take")
     check_count(count_points(sweep), f"{sweep.path.name} (search: {sweep.search})")
-    points = list(points_of(sweep))
-    planned = [plan_point(sweep.base, point) for point in points]
+    points = list(points_of(sweep)) if sweep.axes else [{}]
+    planned = [plan_point(*each) for each in in_rows(sweep, points)]
     return named_once([*_told_apart(plan_reference(sweep, points), planned), *planned])
+
+
+def in_rows(sweep: SweepFile, points: Sequence[Point]) -> Iterator[tuple[Mapping[str, Any], Point]]:
+    """Yield (settings of all runs, point) of every point in every row of the file; without rows of the points alone.
+
+    A row's rule and format are part of its points, and so is what rows of one rule and format differ in: the label says
+    it. Its other settings are as those of all runs.
+    """
+    for row in sweep.rows or ({},):
+        alike = [other for other in sweep.rows if all(other.get(key) == row.get(key) for key in _SAID)]
+        said = {key: row[key] for key in row if key in _SAID or any(other.get(key) != row[key] for other in alike)}
+        base = {**sweep.base, **{key: value for key, value in row.items() if key not in said}}
+        yield from ((base, {**said, **point}) for point in points)
 
 
 def _told_apart(references: Iterable[PlannedRun], planned: Iterable[PlannedRun]) -> list[PlannedRun]:
@@ -120,7 +127,7 @@ def count_points(sweep: SweepFile) -> int:
     Raises:
         BenchError: a range of a grid that does not say how many.
     """
-    sizes = max(1, len(sweep.data_sizes))
+    sizes = max(1, len(sweep.data_sizes)) * max(1, len(sweep.rows))
     if sweep.search == "random":
         return sizes * sweep.samples * math.prod(axis.size for axis in sweep.axes if axis.key == "seed")
     return sizes * math.prod(axis.size for axis in sweep.axes)

@@ -1,4 +1,4 @@
-"""Runs of a sweep or comparison on disk: each one's outcome, those a results file has, sweep.json and runs.csv."""
+"""The runs of a sweep on disk: each one's outcome, sweep.json and runs.csv."""
 
 from __future__ import annotations
 
@@ -6,25 +6,17 @@ import csv
 import io
 import json
 import platform
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import yaml
-
-from nanogpt_bench.config.keys import get, keys_where
 from nanogpt_bench.config.metrics import BESIDE_LOSS
-from nanogpt_bench.config.schema import Config
-from nanogpt_bench.config.settings import build_config
-from nanogpt_bench.data.batches import load_corpus
 from nanogpt_bench.failures import failures_of
 from nanogpt_bench.report.build import facts_of, write_report
 from nanogpt_bench.report.results import Result, measure
-from nanogpt_bench.report.results_file import read_export, with_given_up
+from nanogpt_bench.report.results_file import with_given_up
 from nanogpt_bench.report.rows import Row, find_reference
 from nanogpt_bench.report.sweep_charts import read_studies
 from nanogpt_bench.runs.earlier import (
@@ -36,26 +28,17 @@ from nanogpt_bench.runs.earlier import (
     summary_of,
     why_again,
 )
-from nanogpt_bench.runs.environment import DECIDING, MINOR, command_line, differing, machine, settings_of
+from nanogpt_bench.runs.environment import command_line
 from nanogpt_bench.runs.load import Run, is_run_folder, load_run
 from nanogpt_bench.runs.sums import SUMS, write_sums
-from nanogpt_bench.setup.resolve import resolve
-from nanogpt_bench.setup.start import start_facts
 from nanogpt_bench.sweep.plan import PlannedRun
 from nanogpt_bench.system.errors import BenchError, one_line
-from nanogpt_bench.system.files import write_json, write_text
+from nanogpt_bench.system.files import write_text
 from nanogpt_bench.system.lock import is_unused
 from nanogpt_bench.system.untrusted import read_json
-from nanogpt_bench.system.words import cell, counted
-
-if TYPE_CHECKING:
-    pass
+from nanogpt_bench.system.words import cell
 
 DATE = "%Y-%m-%d %H:%M UTC"
-#: settings that the machine decides
-_OF_MACHINE = ("runtime.threads", "runtime.device")
-#: facts of the machine; where one differs, no run of the file is taken
-_INSTALLED = {name: DECIDING[name] for name in ("torch", "GPU")}
 MANIFEST = "sweep.json"
 TABLE = "runs.csv"
 #: figures of a run, from its summary.json
@@ -67,41 +50,32 @@ OUTCOMES = (
 _BESIDE = tuple(metric.figure for metric in BESIDE_LOSS)
 
 
-class Record(ABC):
-    """Everything a sweep or a comparison writes lies in `folder`: a folder a run, a manifest of the runs, the report.
+class SweepRecord:
+    """Everything a sweep writes lies in `folder`: a folder a run, sweep.json and runs.csv, the report.
 
-    Runs are added one by one, since some are planned by what others found. Gaps are measured against the row labelled
-    `baseline`, without one against the first BF16 row. The table has the rows labelled `order` first.
+    Runs are added one by one, since some are planned by what others found. `mode` is grid, random, compare, tune,
+    lr-limits, sensitivity or rerun. Gaps are measured against the row labelled `baseline`, without one against the
+    first BF16 row. The table has the rows labelled `order` first.
+
+    Raises:
+        BenchError: `folder` can't be used, or holds something else than a sweep of this mode.
     """
 
-    def __init__(self, folder: Path, title: str, baseline: str | None = None, order: Sequence[str] = ()) -> None:
-        self.folder, self.title, self.baseline, self.order = folder, title, baseline, order
-        self.started = datetime.now(UTC)
+    def __init__(self, folder: Path, mode: str, baseline: str | None = None) -> None:
+        self.folder, self.mode, self.baseline = folder, mode, baseline
+        self.order: Sequence[str] = ()
         self.planned: list[PlannedRun] = []
-        #: results files whose runs need not be trained
-        self.known: list[Known] = []
-        #: names of runs that an earlier start brought to their end
-        self.ended_before: set[str] = set()
         #: reason, by name, for training again a run that an earlier start had brought to an end
         self.again: dict[str, str] = {}
+        self._started = datetime.now(UTC)
         self._ended: dict[str, bool] = {}
         self._resumed: set[str] = set()
-
-    @abstractmethod
-    def write_manifest(self) -> None:
-        """Write down which runs there are, and how they stand."""
-
-    def prepare(self, say: Callable[[str], None]) -> None:  # noqa: B027  (most have nothing to prepare)
-        """Prepare what the runs read, while the workers start; nothing by default."""
-
-    def check(self, run: PlannedRun) -> None:  # noqa: B027  (a comparison checks all runs at once)
-        """Refuse a run that an earlier start has done with other settings."""
-
-    def note(self, run: PlannedRun, summary: Mapping[str, Any]) -> None:  # noqa: B027  (a comparison reads the folders)
-        """Keep what the manifest says of a run, whose summary.json is `summary`, {} while there is none."""
+        self._before = self._entries_of_before()
+        #: entry in sweep.json of every added run; the figures of an ended run stay even if its folder is removed
+        self._entries: dict[str, dict[str, Any]] = {}
 
     def add(self, run: PlannedRun) -> bool:
-        """Add a run; True when an earlier start has brought it to its end, or a file of `known` has it.
+        """Add a run; True when an earlier start has brought it to its end.
 
         Otherwise what it left is removed, unless it has checkpoints to go on from.
         """
@@ -109,10 +83,8 @@ class Record(ABC):
         self.planned.append(run)
         if self._read(run):
             return True
-        if not self.run_dir(run).exists() and any(known.write(run, self.run_dir(run)) for known in self.known):
-            return self._read(run)
         summary = self.summary(run)
-        if run.name in self.ended_before or summary.get("status") == "failed":
+        if self._before.get(run.name, {}).get("ended") or summary.get("status") == "failed":
             self.again[run.name] = why_again(summary)
         if make_ready(self.run_dir(run)):
             self._resumed.add(run.name)
@@ -122,7 +94,7 @@ class Record(ABC):
         """Read what a run's folder says of it; whether it has come to its own end."""
         summary = self.summary(run)
         self._ended[run.name] = has_ended(summary)
-        self.note(run, summary)
+        self._entries[run.name] = self._entry(run, summary)
         if self._ended[run.name]:
             drop_checkpoints(self.run_dir(run), run.settings)
         return self._ended[run.name]
@@ -140,10 +112,11 @@ class Record(ABC):
         return summary_of(self.run_dir(run))
 
     def end(self, run: PlannedRun, error: Mapping[str, Any] | None = None) -> None:
-        """Record the end of a run, with the error of one that could not write its own summary."""
+        """Record the end of a run, with the error of one that could not write its own summary; write sweep.json."""
         if error is not None:
             self.note_failure(run, error)
         self._read(run)
+        self.write_manifest()
 
     def ended(self, run: PlannedRun) -> bool:
         """Return whether a run came to its own end; one that was ended from outside did not."""
@@ -188,14 +161,13 @@ class Record(ABC):
 
     def write_page(self) -> Path:
         """Write the tables, the page and the figures; returns the page's path."""
-        return self._write_report(self.rows())
+        rows = self.rows()
+        title = f"nanogpt-bench {self.mode if self.mode == 'compare' else f'sweep ({self.mode})'}"
+        return write_report(rows, self.folder, title=title, facts=self._facts(rows), baseline=self.baseline)
 
-    def _write_report(self, rows: Sequence[Row]) -> Path:
-        return write_report(rows, self.folder, title=self.title, facts=self.facts(rows), baseline=self.baseline)
-
-    def facts(self, rows: Sequence[Row]) -> dict[str, str]:
+    def _facts(self, rows: Sequence[Row]) -> dict[str, str]:
         """The facts at the head of the report: command, machine, date, and what its runs share."""
-        own = {"Command": command_line(), "Machine": platform.platform(), "Date": self.started.strftime(DATE)}
+        own = {"Command": command_line(), "Machine": platform.platform(), "Date": self._started.strftime(DATE)}
         return (
             own | facts_of([run for row in rows for run in row.runs]) | {"Command": own["Command"], "Date": own["Date"]}
         )
@@ -249,103 +221,6 @@ class Record(ABC):
         write_text(folder / "summary.json", json.dumps(summary, indent=1) + "\n")
         write_sums(folder)
 
-
-_GIVEN = {name: keys for name, keys in DECIDING.items() if name not in _INSTALLED}
-
-
-class Known:
-    """The runs of a results file by their settings; `notes` says in words what of them was not taken, or may differ.
-
-    Raises:
-        BenchError: no results file, or its runs were made by another version of torch or on another GPU.
-    """
-
-    def __init__(self, path: Path) -> None:
-        file = read_export(path)
-        self.path, self.notes = path, dict[str, None]()
-        self._runs = [run for row in (*file.rows, *file.trials) for run in row.runs]
-        self._taken: set[int] = set()
-        #: places of runs by their settings, which runs on several texts may share
-        self._places: dict[str, list[int]] = {}
-        here = machine()
-        for place, run in enumerate(self._runs):
-            self._places.setdefault(_settings(resolve(build_config(settings_of(run.config)))), []).append(place)
-            for line in differing(run.environment, here, _INSTALLED):
-                raise BenchError(f"--from {str(path)!r}: {line}; its runs are not those that would be made here")
-            self.notes |= dict.fromkeys(differing(run.environment, here, MINOR))
-
-    def write(self, planned: PlannedRun, folder: Path) -> bool:
-        """Write the file's run of the same settings, text and first weights as that run's folder; False without one."""
-        config = resolve(build_config(planned.settings))
-        places = self._places.get(_settings(config), ())
-        here = _here(config.data.dir, config.model.init_from) if places else {}
-        other = {place: list(differing(self._runs[place].environment, here, _GIVEN)) for place in places}
-        place = next((place for place in places if not other[place]), None)
-        if place is None:
-            # one of another text by its name is another run, and not worth a word
-            named = [
-                place for place in places if settings_of(self._runs[place].config).get("data.dir") == config.data.dir
-            ]
-            self.notes |= dict.fromkeys(f"{line}: not taken" for place in named for line in other[place])
-            return False
-        self._taken.add(place)
-        _write(self._runs[place], folder, self.path)
-        return True
-
-    def told(self) -> Iterator[str]:
-        """Yield what became of the file, in lines."""
-        yield f"{len(self._taken)} of the {counted(len(self._runs), 'run')} of {self.path} were taken from there"
-        yield from (f"{self.path.name}: {note}" for note in self.notes)
-
-
-def _settings(config: Config) -> str:
-    """All settings that change the numbers of a run, those of the machine apart, as one text."""
-    keys = (key for key in keys_where("changes_numbers") if key not in _OF_MACHINE)
-    return json.dumps({key: get(config, key) for key in keys}, default=str, sort_keys=True)
-
-
-@cache
-def _here(data_dir: str, init_from: str | None) -> Mapping[str, Any]:
-    """The facts that environment.json of a run here records of that text and those first weights."""
-    config = Config()
-    config.model.init_from = init_from
-    return {"corpus": load_corpus(Path(data_dir), 0).meta, **start_facts(config)}
-
-
-def _write(run: Run, folder: Path, source: Path) -> None:
-    """Write a run of a results file as the folder that it was, as far as the file has it; the summary, which says that
-    nothing is left to do, last.
-    """
-    records = {int(step): {"step": int(step), **look} for step, look in run.looks.items()}
-    for record in run.metrics:
-        known = {name: value for name, value in record.items() if value is not None}
-        step = int(known["step"] or 0)
-        records[step] = {**records.get(step, {}), **known, "step": step}
-    folder.mkdir(parents=True)
-    write_text(folder / "config.yaml", yaml.safe_dump(dict(run.config), sort_keys=False, allow_unicode=True))
-    write_json(folder / "environment.json", dict(run.environment))
-    write_text(folder / "metrics.jsonl", "".join(f"{json.dumps(records[step])}\n" for step in sorted(records)))
-    write_json(folder / "summary.json", {**run.summary, "seed": run.seed, "taken_from": str(source)})
-    write_sums(folder)
-
-
-class SweepRecord(Record):
-    """The runs of a sweep, sweep.json and runs.csv.
-
-    `mode` is grid, random, tune, lr-limits or sensitivity, `baseline` the label that gaps are measured against.
-
-    Raises:
-        BenchError: `folder` can't be used, or holds something else than a sweep of this mode.
-    """
-
-    def __init__(self, folder: Path, mode: str, baseline: str | None = None) -> None:
-        super().__init__(folder, f"nanogpt-bench sweep ({mode})", baseline)
-        self.mode = mode
-        self._before = self._entries_of_before()
-        self.ended_before = {name for name, entry in self._before.items() if entry.get("ended")}
-        #: entry in sweep.json of every added run; the figures of an ended run stay even if its folder is removed
-        self._entries: dict[str, dict[str, Any]] = {}
-
     def _entries_of_before(self) -> dict[str, dict[str, Any]]:
         path = self.folder / MANIFEST
         if not path.exists():
@@ -377,15 +252,6 @@ class SweepRecord(Record):
                     f"--out {str(self.folder)!r} holds {run.name!r} with {key} {then.get(key)!r}, now "
                     f"{now.get(key)!r}; give a new folder"
                 )
-
-    def note(self, run: PlannedRun, summary: Mapping[str, Any]) -> None:
-        """Keep the run's entry of sweep.json."""
-        self._entries[run.name] = self._entry(run, summary)
-
-    def end(self, run: PlannedRun, error: Mapping[str, Any] | None = None) -> None:
-        """Record the end of a run, and write sweep.json."""
-        super().end(run, error)
-        self.write_manifest()
 
     def write_manifest(self) -> None:
         """Write sweep.json and runs.csv as things stand."""

@@ -1,4 +1,4 @@
-"""The training of a sweep or a comparison in worker processes, and its end: report, table and exit code."""
+"""The training of a sweep in worker processes, and its end: report, table and exit code."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from nanogpt_bench.report.tables import shown_columns, to_text
 from nanogpt_bench.report.verdict import Outcome
 from nanogpt_bench.runs.earlier import PASSING
 from nanogpt_bench.setup.resolve import resolve
-from nanogpt_bench.sweep.board import Board
 from nanogpt_bench.sweep.plan import PlannedRun
-from nanogpt_bench.sweep.record import Record
+from nanogpt_bench.sweep.progress import Bar
+from nanogpt_bench.sweep.record import SweepRecord
 from nanogpt_bench.system.errors import printable
 from nanogpt_bench.system.signals import RESUMABLE, StopRequest, stop_requests
 from nanogpt_bench.system.words import counted
@@ -73,7 +73,7 @@ class Session:
 
     def __init__(
         self,
-        record: Record,
+        record: SweepRecord,
         workers: int | None,
         to_come: Callable[[], Sequence[float]] = tuple,
         executor: Executor | None = None,
@@ -82,9 +82,9 @@ class Session:
         self._jobs: list[dict[str, Any]] = []
         self._runs: list[PlannedRun] = []
         self._waiting: deque[int] = deque()
-        self._board = Board(Console(stderr=True))
-        self._board.to_come = to_come
-        self.say = self._board.say
+        self._bar = Bar(Console(stderr=True))
+        self._bar.to_come = to_come
+        self.say = self._bar.say
         self._threads = 1
 
     def train(self, planned: Iterable[PlannedRun], on_end: OnEnd = nothing_follows) -> bool:
@@ -96,19 +96,14 @@ class Session:
         todo = [run for first in planned for run in self._left(first, on_end)]
         check_machine(todo, self._executor)
         self._record.write_manifest()
-        for known in self._record.known:
-            for line in known.told():
-                self.say(line)
         if not todo:
             print(f"all runs of {self._record.folder} have ended; nothing is trained", file=sys.stderr)
             return True
         size, self._threads = divide(
             self._workers, len(todo), threads_set(todo), threads_asked(), self._executor.cores()
         )
-        self._board.workers = size
         pool = Pool(size, self._threads, self._executor)
-        with pool, self._board:
-            self._record.prepare(self.say)  # while the workers import torch
+        with pool, self._bar:
             self._announce(len(todo), size)
             with stop_requests(pool.kill) as stop:
                 self._enqueue(todo)
@@ -129,8 +124,8 @@ class Session:
     def _announce(self, todo: int, size: int) -> None:
         done = len(self._record.planned) - todo
         before = f", {done} done before" if done else ""
-        self._board.say(f"{counted(todo, 'run')}{before}; {size} at a time, {counted(self._threads, 'thread')} each")
-        self._board.say_again(self._record.again)
+        self._bar.say(f"{counted(todo, 'run')}{before}; {size} at a time, {counted(self._threads, 'thread')} each")
+        self._bar.say_again(self._record.again)
 
     def _enqueue(self, runs: Iterable[PlannedRun]) -> None:
         for run in runs:
@@ -145,14 +140,14 @@ class Session:
         settings = {"runtime.threads": threads or self._threads, **PASSING, **run.settings}
         self._jobs.append({"settings": settings, "run_dir": str(run_dir), "argv": sys.argv, "resume": resume})
         self._runs.append(run)
-        self._board.add(f"{run.label} · seed {run.seed}", run.cost, run.lr)
+        self._bar.add(f"{run.label} · seed {run.seed}", run.cost)
         self._waiting.append(len(self._jobs) - 1)
 
     def _follow(self, pool: Pool, on_end: OnEnd, stop: StopRequest) -> None:
         for event in pool.run(self._jobs, self._waiting):
             if stop.asked:
                 return
-            self._board.show(self._judged(event))
+            self._bar.show(self._judged(event))
             if event.job is not None and event.kind in ("done", "failed"):
                 self._end(event, self._runs[event.job], on_end)
 
@@ -183,7 +178,7 @@ def _threads_of(run_dir: Path) -> int | None:
 
 
 def close(
-    record: Record, *, whole: bool, table: str | None = None, rows: bool = False, command: str | None = None
+    record: SweepRecord, *, whole: bool, table: str | None = None, rows: bool = False, command: str | None = None
 ) -> int:
     """Write the report, print the table given, or else or with `rows` that of all runs; returns the exit code.
 

@@ -154,7 +154,7 @@ def readers(corpus: Path, labelled: Path, run: Path) -> dict[str, Reader]:
     any_text += ("merges", "deep blocks", "wide and whole", "sixties", "huge comment", "link to a secret")
     few_words = ("of another kind", "tag", "tag of a class", "tag of a module", "class", "pipe", "endless")
     metrics = {"metrics.jsonl": ("empty", "pipe", "endless")}
-    settings = dict.fromkeys(("environment.json", "summary.json", "weights.json"), ("class",))
+    settings = dict.fromkeys(("environment.json", "summary.json"), ("class",))
     weights = {f"checkpoints/step-6/{name}": () for name in ("state.json", "model.safetensors")}
     of_run = {"config.yaml": ("half", "class"), **metrics, **settings, "histograms.jsonl": (*OPTIONAL, "empty")}
     return {

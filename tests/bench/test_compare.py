@@ -20,7 +20,9 @@ from nanogpt_bench.config.rules import RULES, Rule
 from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.data import prepare_text
 from nanogpt_bench.report import build, report
-from nanogpt_bench.sweep.comparison import ComparisonRecord, Demonstration, choose_rows, plan_runs
+from nanogpt_bench.sweep.comparison import choose_rows, comparison
+from nanogpt_bench.sweep.file import find_sweep, read_sweep
+from nanogpt_bench.sweep.plan import plan_sweep
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.workers import pool as pool_module
 from nanogpt_bench.workers.pool import Pool
@@ -40,8 +42,12 @@ def read_table(folder: Path) -> list[dict[str, str]]:
 # What is planned
 
 
+def pairs(formats, rules):
+    return [(row["rule"], row.get("model.format", "none")) for row in choose_rows(formats, rules)]
+
+
 def test_without_arguments_the_twelve_rows_in_order():
-    assert choose_rows(None, None, Demonstration()) == (
+    assert pairs(None, None) == [
         ("bf16-mixed", "none"),
         ("fp32", "none"),
         ("muon", "none"),
@@ -54,26 +60,25 @@ def test_without_arguments_the_twelve_rows_in_order():
         ("muon-stochastic", "E2M5"),
         ("nearest", "E7M0"),
         ("stochastic", "E7M0"),
-    )
+    ]
 
 
 def test_formats_cross_rules_and_the_reference_comes_first():
-    rows = choose_rows(["e4m3", "E7M0", "E4M3"], ["nearest", "fp32", "stochastic"], Demonstration())
-    assert rows == (
+    assert pairs(["e4m3", "E7M0", "E4M3"], ["nearest", "fp32", "stochastic"]) == [
         ("bf16-mixed", "none"),
         ("fp32", "none"),
         ("nearest", "E4M3"),
         ("stochastic", "E4M3"),
         ("nearest", "E7M0"),
         ("stochastic", "E7M0"),
-    )
+    ]
 
 
 def test_all_leaves_out_what_is_not_installed_and_naming_it_says_so(monkeypatch):
     monkeypatch.setitem(RULES, "absent", Rule("float32", "adamw", 1e-3, needs=("no_such_package", "fisher")))
-    assert "absent" not in {rule for rule, _ in choose_rows(None, ["all"], Demonstration())}
+    assert "absent" not in {rule for rule, _ in pairs(None, ["all"])}
     with pytest.raises(BenchError, match="needs no_such_package"):
-        choose_rows(None, ["all", "absent"], Demonstration())
+        choose_rows(None, ["all", "absent"])
 
 
 @pytest.mark.parametrize(
@@ -87,20 +92,21 @@ def test_all_leaves_out_what_is_not_installed_and_naming_it_says_so(monkeypatch)
 )
 def test_wrong_names_are_answered_with_the_nearest(formats, rules, named, suggested):
     with pytest.raises(BenchError) as error:
-        choose_rows(formats, rules, Demonstration())
+        choose_rows(formats, rules)
     assert named in str(error.value)
     assert suggested in str(error.value).replace(named, "")
     assert "\n" not in str(error.value)
 
 
 def test_seeds_and_data_are_shared_by_all_rows():
-    demonstration = Demonstration()
-    planned = plan_runs(demonstration.rows, demonstration, seeds=2, max_steps=50, data_dir=Path("corpus"))
+    planned = plan_sweep(comparison(seeds=2, max_steps=50, data_dir=Path("corpus")))
     assert len({run.name for run in planned}) == len(planned) == 24
     configs = [build_config(run.settings) for run in planned]
     for config in configs:
         assert config.train.max_steps == 50
         assert config.data.dir == "corpus"
+        assert (config.monitor.interval, config.optimizer.warmup_steps) == (2, 5)
+        assert config.shadow.interval == (16 if config.shadow.enabled else 100)
     assert [config.seed for config in configs] == [42, 43] * 12
     assert len({(config.train.batch_size, config.eval.interval) for config in configs}) == 1
 
@@ -177,7 +183,9 @@ def test_a_worker_killed_in_the_middle_of_a_word_is_noticed():
 
 @pytest.mark.usefixtures("_forked_workers")
 def test_a_comparison_from_start_to_report(run_cli, tmp_path, text_file, monkeypatch):
-    monkeypatch.setattr("nanogpt_bench.data.prepare_stdlib", lambda folder: prepare_text(text_file, folder, "byte"))
+    monkeypatch.setattr(
+        "nanogpt_bench.data.stdlib.prepare_stdlib", lambda folder, **_: prepare_text(text_file, folder, "byte")
+    )
     small = ("--model.n_layer", "1", "--model.n_embd", "32", "--model.block_size", "16")
     options = ("--rules", "fp32,nearest", "--max-steps", "6", "--seeds", "2", "--out", "out")
     code, printed, errors = run_cli(*options, *small)
@@ -187,12 +195,8 @@ def test_a_comparison_from_start_to_report(run_cli, tmp_path, text_file, monkeyp
     assert any(line.startswith("E4M3 nearest: ") and "nats" in line for line in lines)
     out = tmp_path / "out"
     assert {path.name for path in out.iterdir()} == {
-        *(
-            f"0{i}-{name}-seed{seed}"
-            for i, name in ((1, "bf16-mixed"), (2, "fp32"), (3, "E4M3-nearest"))
-            for seed in (42, 43)
-        ),
-        *("corpus", "figures", "compare.json", "report.html", "results.csv", "table.md"),
+        *(f"{name}-seed={seed}" for name in ("bf16-mixed", "fp32", "E4M3-nearest") for seed in (42, 43)),
+        *("figures", "sweep.json", "runs.csv", "report.html", "results.csv", "table.md"),
     }
     table = read_table(out)
     assert [line["run"] for line in table] == ["bf16-mixed", "fp32", "E4M3 nearest"]
@@ -201,13 +205,13 @@ def test_a_comparison_from_start_to_report(run_cli, tmp_path, text_file, monkeyp
     assert 0 <= float(table[2]["stall"]) <= 1
     held = [float(line["bytes_per_parameter"]) for line in table]
     assert held == pytest.approx([12.0, 12.0, 9.99], abs=0.01)  # measured; embeddings and norms stay floats
-    manifest = json.loads((out / "compare.json").read_text(encoding="utf-8"))
-    assert manifest["baseline"] == "bf16-mixed"
-    assert [row["label"] for row in manifest["rows"]] == ["bf16-mixed", "fp32", "E4M3 nearest"]
-    assert {status for row in manifest["rows"] for status in row["status"].values()} == {"finished"}
+    manifest = json.loads((out / "sweep.json").read_text(encoding="utf-8"))
+    assert (manifest["mode"], manifest["baseline"]) == ("compare", "bf16-mixed")
+    assert {run["status"] for run in manifest["runs"]} == {"finished"}
     # The folder alone tells the same story again.
     report([out], out=tmp_path / "again")
-    assert (tmp_path / "again" / "results.csv").read_bytes() == (out / "results.csv").read_bytes()
+    again, own = ((folder / "results.csv").read_text().splitlines() for folder in (tmp_path / "again", out))
+    assert sorted(again) == sorted(own)
     # And against another row: nothing is trained again.
     monkeypatch.setattr(build, "write_figures", lambda *_: None)
     code, _, errors = run_cli(*options, *small, "--reference", "fp23")
@@ -217,17 +221,12 @@ def test_a_comparison_from_start_to_report(run_cli, tmp_path, text_file, monkeyp
     assert (fp32["verdict"], fp32["gap"], bf16["difference_seeds"]) == ("reference", "0.0", "2")
     losses = [float(row["final_val_loss"]) for row in (nearest, fp32)]
     assert float(nearest["difference"]) == pytest.approx(losses[0] - losses[1])
-    assert json.loads((out / "compare.json").read_text(encoding="utf-8"))["baseline"] == "fp32"
+    assert json.loads((out / "sweep.json").read_text(encoding="utf-8"))["baseline"] == "fp32"
     assert "gap to fp32" in (out / "table.md").read_text(encoding="utf-8")
     # And as one file, whose page is that of the folder.
     assert main(["results", "export", "out", "--out", "results.json"]) == 0
     content = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
-    assert content["runs"] == {"ended": 6, "planned": 6}
-    assert {row["label"]: len(row["runs"]) for row in content["rows"]} == {
-        "bf16-mixed": 2,
-        "fp32": 2,
-        "E4M3 nearest": 2,
-    }
+    assert [entry["label"] for entry in content] == ["bf16-mixed"] * 2 + ["fp32"] * 2 + ["E4M3 nearest"] * 2
     assert main(["report", "results.json", "--out", "of_file"]) == 0
     for found, wanted in zip(read_table(tmp_path / "of_file"), read_table(out), strict=True):
         assert {key: found[key] for key in ("run", "seeds", "gap", "final_val_loss", "verdict")} == {
@@ -241,8 +240,8 @@ def test_every_row_takes_two_steps_on_every_processor(run_cli, tmp_path, corpus_
     small = ("--data.dir", str(corpus_dir), "--model.n_layer", "1", "--model.n_embd", "32", "--model.block_size", "16")
     code, _, errors = run_cli(*small, "--max-steps", "2", "--out", "out")
     assert code == 0, errors
-    rows = json.loads((tmp_path / "out" / "compare.json").read_text(encoding="utf-8"))["rows"]
-    assert [list(row["status"].values()) for row in rows] == [["finished"]] * len(Demonstration().rows)
+    runs = json.loads((tmp_path / "out" / "sweep.json").read_text(encoding="utf-8"))["runs"]
+    assert [run["status"] for run in runs] == ["finished"] * len(choose_rows(None, None))
 
 
 def test_draws_are_a_setting_of_the_rules_that_round(run_cli, monkeypatch):
@@ -258,7 +257,7 @@ def test_an_output_folder_in_use_is_left_alone(run_cli, tmp_path):
     (tmp_path / "out" / "mine.txt").write_text("x")
     code, _, errors = run_cli("--out", "out")
     assert code == 2
-    assert "'out' is not empty" in errors
+    assert "'out' is in use" in errors
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine.txt"]
 
 
@@ -268,12 +267,12 @@ def test_ctrl_c_stops_the_workers_and_reports_what_there_is(tmp_path, corpus_dir
     line = ["compare", *small, "--max-steps", "100000", "--out", "out"]
     group = forked.start(tmp_path, lambda: main(line), own_group=True)
     try:
-        metrics = tmp_path / "out" / "01-bf16-mixed" / "metrics.jsonl"
+        metrics = tmp_path / "out" / "bf16-mixed-seed=42" / "metrics.jsonl"
         _wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3)
         os.killpg(group, signal.SIGINT)  # as a terminal does: to the whole group
         assert forked.finish(group) == 75, forked.said(tmp_path)
         assert str(Path("out") / "report.html") in forked.said(tmp_path).strip().splitlines()[-2:]
-        summary = json.loads((tmp_path / "out" / "01-bf16-mixed" / "summary.json").read_text())
+        summary = json.loads((tmp_path / "out" / "bf16-mixed-seed=42" / "summary.json").read_text())
         assert summary["status"] == "stopped"
         table = {line["run"]: line for line in read_table(tmp_path / "out")}
         assert table["bf16-mixed"]["verdict"].startswith("stopped at step")
@@ -291,10 +290,31 @@ def _wait_until(condition, seconds: float = 240.0) -> None:
         time.sleep(0.1)
 
 
-def test_the_command_that_goes_on_says_where(tmp_path: Path) -> None:
-    compare = importlib.import_module("nanogpt_bench.commands.compare")
-    record = ComparisonRecord(tmp_path, [], tmp_path, {"--formats": ["E4M3", "E5M2"], "--reference": None})
-    here = f"nanogpt-bench compare --formats E4M3,E5M2 --out {tmp_path}"
-    assert compare._command(record, "local", None) == here
-    assert compare._command(record, "ray", None) == f"{here} --executor ray"
-    assert compare._command(record, "ray", "node:6379") == f"{here} --executor ray --address node:6379"
+def test_the_command_that_goes_on_says_where(run_cli, monkeypatch) -> None:
+    """Without --out the folder's name has the time, so that the same command would begin anew."""
+    command, asked = importlib.import_module("nanogpt_bench.commands.compare"), []
+    monkeypatch.setattr(command, "sweep_grid", lambda *_, **more: asked.append(more["again"]) or 0)
+    monkeypatch.setattr(sys, "argv", ["nanogpt-bench", "compare", "--formats", "E4M3"])
+    assert run_cli("--formats", "E4M3")[0] == 0
+    assert run_cli("--formats", "E4M3", "--out", "out")[0] == 0
+    assert asked[0].startswith("nanogpt-bench compare --formats E4M3 --out runs/compare-")
+    assert asked[1] is None
+
+
+def test_the_shipped_sweep_is_the_comparison(tmp_path) -> None:
+    planned, shipped = plan_sweep(comparison()), plan_sweep(read_sweep(find_sweep("compare.yaml")))
+    assert [(run.label, run.settings) for run in shipped] == [(run.label, run.settings) for run in planned]
+    path = tmp_path / "my.yaml"
+    for content, words in (
+        ("rows: 3", "give a list"),
+        ("rows: [{model.format: E4M3}]", "has no rule"),
+        ("rows: [{rule: fp32}]\naxes: {rule: [fp32]}", "rows says it"),
+    ):
+        path.write_text(content)
+        with pytest.raises(BenchError, match=words):
+            read_sweep(path)
+    path.write_text("rows: [{rule: sgd, optimizer.momentum: 0.5}, {rule: sgd, optimizer.momentum: 0.9}]")
+    assert [run.label for run in plan_sweep(read_sweep(path))] == ["sgd momentum=0.5", "sgd momentum=0.9"]
+    with pytest.raises(BenchError, match="has it in its rows"):
+        read_sweep(path, ["--optimizer.momentum", "0.1"])
+    assert main(["sweep", str(path), "--lr-limits", "--out", str(tmp_path / "out")]) == 2

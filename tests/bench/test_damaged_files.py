@@ -154,27 +154,23 @@ DAMAGED: dict[str, dict[str, str]] = {
         "model.safetensors.index.json: text('[]')": "can't be read as an index",
     },
     "results": {
-        "x.json: put('kind', 'else')": "holds no results",
-        "x.json: put('version', 99)": "is of version 99",
-        "x.json: put('rows', 3)": "can't be read",
-        "x.json: put('environments', [])": "can't be read",
-        "x.json: put('environments', ['x', 'y', 'z'])": "can't be read",
-        "x.json: put('tuning', {'rows': 3})": "can't be read",
-        'x.json: text(\'{"rows": [{"label": 1, "label": 2}]}\')': "gives the name 'label' twice",
+        "x.json: text('{}')": "holds no results",
+        'x.json: text(\'[{"kind": "else"}]\')': "holds no results",
+        'x.json: text(\'[{"kind": "run"}]\')': "can't be read",
+        'x.json: text(\'{"kind": "nanogpt-bench results"}\')': "is of the former layout",
+        'x.json: text(\'[{"label": 1, "label": 2}]\')': "gives the name 'label' twice",
     },
     "study": {
         "sweep.json: put('runs', [1])": "/it'",
-        "sweep.json: both(text('{\"rows\": [{}]}'), renamed('compare.json'))": "/it'",
         "tuning.json: text('{')": "/it/tuning.json'",
     },
     "run": {
         **{
             f"{name}: gone()": f"{name} is missing"
-            for name in ("config.yaml", "environment.json", "metrics.jsonl", "summary.json", "weights.json")
+            for name in ("config.yaml", "environment.json", "metrics.jsonl", "summary.json")
         },
         "summary.json: text('[1]')": "summary.json",
         "config.yaml: text('a: [b')": "config.yaml",
-        "weights.json: text('{')": "weights.json",
     },
     "verify": {
         "metrics.jsonl: without_line(4)": "problem: metrics.jsonl: line 4 is of step 4, after 2 comes 3",

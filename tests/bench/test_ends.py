@@ -9,7 +9,8 @@ import pytest
 
 from nanogpt_bench.loop.outcome import Outcome
 from nanogpt_bench.runs.earlier import has_ended, make_ready, why_again
-from nanogpt_bench.sweep.comparison import ComparisonRecord, Demonstration, plan_runs
+from nanogpt_bench.sweep.plan import plan_point
+from nanogpt_bench.sweep.record import SweepRecord
 
 FAILED = {"status": "failed", "stop": None}
 
@@ -39,10 +40,8 @@ def test_a_run_can_fail_in_no_other_way() -> None:
 
 
 @pytest.mark.parametrize(("kind", "again"), [("FileNotFoundError", True), ("crash", True), ("nan", False)])
-def test_a_comparison_tries_again_what_an_outside_cause_ended(tmp_path: Path, kind: str, again: bool) -> None:
-    demonstration = Demonstration(rows=(("fp32", "none"),))
-    (run,) = plan_runs(demonstration.rows, demonstration, seeds=1, max_steps=4, data_dir=tmp_path)
-    record = ComparisonRecord(tmp_path, [run], tmp_path, {})
+def test_a_sweep_tries_again_what_an_outside_cause_ended(tmp_path: Path, kind: str, again: bool) -> None:
+    run, record = plan_point({"train.max_steps": 4}, {"rule": "fp32"}), SweepRecord(tmp_path, "grid")
     record.add(run)
     record.note_failure(run, {"kind": kind, "message": "it is gone", "traceback": "Traceback"})
     assert json.loads((tmp_path / run.name / "summary.json").read_text())["failure"]["kind"] == kind

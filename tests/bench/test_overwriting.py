@@ -14,7 +14,6 @@ import pytest
 from nanogpt_bench.cli import main
 from nanogpt_bench.data.tokenizers import ByteTokenizer, Tokens
 from nanogpt_bench.data.write import write_corpus
-from nanogpt_bench.sweep import comparison
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.lock import locked
 
@@ -135,7 +134,7 @@ WRITTEN = {
     "report RUN --out DIR  ": "dir/report.html",
     "report RUN --out DIR   ": "dir/table.md",
     "sweep formats.yaml --data.dir CORPUS --out DIR": "dir/sweep.json",
-    "compare --data.dir CORPUS --out DIR": "dir/compare.json",
+    "compare --data.dir CORPUS --out DIR": "dir/sweep.json",
     "finetune --model gone --data.dir CORPUS --save DIR": "dir/model.safetensors",
 }
 MINE = '{"mine": [1, 2, 3]}\n'
@@ -201,22 +200,3 @@ def test_a_lock_file_of_somebody_else_stays(tmp_path: Path) -> None:
     with locked(tmp_path, "--out"):
         pass
     assert (tmp_path / ".lock").read_text() == "mine"
-
-
-def test_a_comparison_that_cant_prepare_its_text_again_keeps_its_folder(
-    tmp_path: Path, corpus_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "out"
-    record = comparison.ComparisonRecord(folder, [], corpus_dir, {})
-    folder.mkdir()
-    record.write_manifest()
-    (folder / "notes.txt").write_text("mine")
-
-    def broken(_: Path) -> None:
-        raise BenchError("no text")
-
-    monkeypatch.setattr("nanogpt_bench.data.prepare_stdlib", broken)
-    record = comparison.ComparisonRecord(folder, [], folder / "corpus", {})
-    with pytest.raises(BenchError, match="no text"):
-        record.prepare(lambda _: None)
-    assert (folder / "notes.txt").read_text() == "mine"

@@ -93,7 +93,7 @@ REFUSED: dict[str, str] = {
     "results export . --out x.txt": "ends in .json",
     "results show x.json --out y.json": "--out goes with results export",
     "results show x.json": "results file 'x.json' does not exist",
-    "results show x.json y.json": "takes one path, not 2",
+    "results show x.json y.json": "y.json",
     "results show x.json --row a": "--row goes with results rerun",
     "results rerun x.json --row a": "results file 'x.json' does not exist",
     # weights of a run: samples

@@ -8,7 +8,6 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +18,15 @@ from forked import finish, said, start
 from small_runs import differences, traces
 
 from nanogpt_bench.cli import main
-from nanogpt_bench.commands.compare import compare
+from nanogpt_bench.commands import compare as command
 from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.report import build
 from nanogpt_bench.runs.earlier import drop_checkpoints
-from nanogpt_bench.sweep.comparison import Demonstration, plan_runs
+from nanogpt_bench.sweep.comparison import comparison as comparison_of
+from nanogpt_bench.sweep.comparison import read_given
 from nanogpt_bench.sweep.file import read_sweep
-from nanogpt_bench.sweep.plan import plan_sweep
+from nanogpt_bench.sweep.plan import PlannedRun, plan_sweep
 from nanogpt_bench.system.signals import RESUMABLE
 from nanogpt_bench.workers import pool
 
@@ -50,20 +50,16 @@ def _quick() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "write_figures", lambda *_: None)
         patch.setattr(pool, "subprocess", forked_worker)
+        patch.setattr(command, "most_workers", lambda *_: 1)
         yield
 
 
-@dataclass(frozen=True)
-class Small(Demonstration):
-    """A comparison of runs that take a second or two, one after the other."""
+#: runs that take a second or two, one after the other
+ROWS: dict[str, Any] = {"formats": ["E4M3"], "rules": ["stochastic", "nearest"], "max_steps": STEPS}
 
-    rows: tuple[tuple[str, str], ...] = (("fp32", "none"), ("stochastic", "E4M3"), ("nearest", "E4M3"))
-    workers: int = 1
 
-    def settings(self, *names: str, **options: Any) -> dict[str, Any]:
-        chosen = super().settings(*names, **options) | SMALL
-        del chosen["model.size"]
-        return chosen
+def words(settings: dict[str, Any]) -> list[str]:
+    return [f"--{key}={json.dumps(value)}" for key, value in settings.items()]
 
 
 def interrupt_in(pid: int, metrics: Path) -> int:
@@ -93,39 +89,38 @@ def table(folder: Path) -> list[dict[str, str]]:
 def interrupted(small_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder where a comparison was stopped in its second run, gone on with, and started a third time."""
     folder = tmp_path_factory.mktemp("compare")
-    out, command = folder / "again" / "out", comparison(small_corpus)
-    pid = start(folder / "again", command)
-    assert interrupt_in(pid, out / "02-E4M3-stochastic" / "metrics.jsonl") == RESUMABLE, said(folder / "again")
+    out, going = folder / "again" / "out", comparison(small_corpus)
+    pid = start(folder / "again", going)
+    assert interrupt_in(pid, out / "E4M3-stochastic-seed=42" / "metrics.jsonl") == RESUMABLE, said(folder / "again")
     os.rename(folder / "again" / "output.txt", folder / "first.txt")
     statuses = {path.parent.name: read_json(path)["status"] for path in out.glob("*/summary.json")}
-    assert statuses == {"01-fp32": "finished", "02-E4M3-stochastic": "stopped"}
-    kept = traces(out / "01-fp32")
-    assert finish(start(folder / "again", command)) == 0, said(folder / "again")
-    assert differences(kept, traces(out / "01-fp32")) == []
+    assert statuses == {"bf16-mixed-seed=42": "finished", "E4M3-stochastic-seed=42": "stopped"}
+    kept = traces(out / "bf16-mixed-seed=42")
+    assert finish(start(folder / "again", going)) == 0, said(folder / "again")
+    assert differences(kept, traces(out / "bf16-mixed-seed=42")) == []
     return folder
 
 
-def comparison(corpus: Path, demonstration: Demonstration | None = None) -> Callable[[], int]:
-    chosen = demonstration or Small()
-    return lambda: compare(data_dir=corpus, max_steps=STEPS, out=Path("out"), demonstration=chosen)
+def comparison(corpus: Path, **settings: Any) -> Callable[[], int]:
+    asked = {"data_dir": corpus, "out": Path("out"), "overrides": words(SMALL | settings), **ROWS}
+    return lambda: command.compare(**asked)
+
+
+def planned_of(corpus: Path, **settings: Any) -> list[PlannedRun]:
+    return plan_sweep(comparison_of(**ROWS, data_dir=corpus, given=read_given(words(SMALL | settings))))
 
 
 def test_an_interrupted_comparison_goes_on_and_ends_with_the_same_bits(interrupted: Path, small_corpus: Path) -> None:
-    out, small = interrupted / "again" / "out", Small()
-    planned = plan_runs(small.rows, small, seeds=1, max_steps=STEPS, data_dir=small_corpus)
+    out = interrupted / "again" / "out"
+    planned = planned_of(small_corpus)
     for one in planned:
         run(build_config(one.settings), interrupted / one.name)
         assert differences(traces(interrupted / one.name), traces(out / one.name)) == [], one.name
         assert (out / one.name / "checkpoints" / f"step-{STEPS}" / "model.safetensors").is_file()
     assert [taken_up_at(out / one.name) != [] for one in planned] == [False, True, False]
     assert 30 <= taken_up_at(out / planned[1].name)[0] < STEPS
-    assert [line["run"] for line in table(out)] == ["fp32", "E4M3 stochastic", "E4M3 nearest"]
-    assert {status for row in read_json(out / "compare.json")["rows"] for status in row["status"].values()} == {
-        "finished"
-    }
-    first = (interrupted / "first.txt").read_text(encoding="utf-8").splitlines()
-    command = f"nanogpt-bench compare --data.dir {small_corpus} --max-steps {STEPS} --seeds 1 --out out"
-    assert [line for line in first if line.startswith("to go on: ")] == [f"to go on: {command}"]
+    assert [line["run"] for line in table(out)] == ["bf16-mixed", "E4M3 stochastic", "E4M3 nearest"]
+    assert {run["status"] for run in read_json(out / "sweep.json")["runs"]} == {"finished"}
     assert "2 runs, 1 done before" in said(interrupted / "again")
 
 
@@ -141,64 +136,25 @@ def test_a_finished_comparison_is_only_reported_again(interrupted: Path, small_c
     assert table(out) == expected
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"max_steps": 7}, "--max-steps was 100, is 7"),
-        ({"seeds": 2, "rules": ["nearest"]}, "--rules was not given, is nearest, --seeds was 1, is 2"),
-    ],
-)
-def test_another_comparison_in_the_same_folder_is_refused(
-    interrupted: Path, small_corpus: Path, options: dict[str, Any], named: str
-) -> None:
-    before = (interrupted / "again" / "out" / "compare.json").read_bytes()
-    words = {"data_dir": small_corpus, "max_steps": STEPS, "demonstration": Small(), **options}
-    with pytest.raises(ValueError, match=rf"holds another comparison: {named}; give a new folder"):
-        compare(out=interrupted / "again" / "out", **words)
-    assert (interrupted / "again" / "out" / "compare.json").read_bytes() == before
-
-
-def test_settings_and_a_corpus_that_changed_are_refused(interrupted: Path, small_corpus: Path, tmp_path: Path) -> None:
-    from nanogpt_bench.data import prepare_text
-
+def test_settings_that_changed_are_refused(interrupted: Path, small_corpus: Path) -> None:
     out = interrupted / "again" / "out"
-    with pytest.raises(ValueError, match=r"train.batch_size of 01-fp32 was 2, is 12, train.batch_size of 02-"):
-        compare(data_dir=small_corpus, max_steps=STEPS, out=out, demonstration=Wide())
-    (tmp_path / "text").write_text("Another text altogether, and again.\n" * 200, encoding="utf-8")
-    prepare_text(tmp_path / "text", tmp_path / "corpus", "byte")
-    with pytest.raises(ValueError, match=rf"on another corpus: --data.dir was {small_corpus}, and its sha256 differs"):
-        compare(data_dir=tmp_path / "corpus", max_steps=STEPS, out=out, demonstration=Small())
+    before = (out / "sweep.json").read_bytes()
+    for changed, named in (({"max_steps": 7}, "train.max_steps 100, now 7"), ({"data_dir": out}, "data.dir")):
+        with pytest.raises(ValueError, match=rf"with {named}.*; give a new folder"):
+            command.compare(**{"data_dir": small_corpus, "overrides": words(SMALL), **ROWS, **changed, "out": out})
+    assert (out / "sweep.json").read_bytes() == before
 
 
-class Wide(Small):
-    def settings(self, *names: str, **options: Any) -> dict[str, Any]:
-        return super().settings(*names, **options) | {"train.batch_size": 12}
-
-
-@pytest.mark.parametrize(
-    ("content", "named"),
-    [
-        ("[1", "can't be read"),
-        ("{}", "does not say what was asked for"),
-        (None, "is not empty and holds no comparison"),
-    ],
-)
+@pytest.mark.parametrize(("content", "named"), [("[1", "can't be read"), ("{}", "can't be read"), (None, "is in use")])
 def test_a_folder_that_is_no_comparison_is_refused(tmp_path: Path, content: str | None, named: str) -> None:
-    (tmp_path / ("mine.txt" if content is None else "compare.json")).write_text(content or "mine")
+    (tmp_path / ("mine.txt" if content is None else "sweep.json")).write_text(content or "mine")
     with pytest.raises(ValueError, match=named):
-        compare(out=tmp_path, demonstration=Small())
+        command.compare(out=tmp_path)
     assert len(list(tmp_path.iterdir())) == 1
 
 
 #: steps taken in the backward pass, whose hooks have to outlive what a checkpoint does to the optimizer
 IN_BACKWARD = {"train.step_in_backward": True, "optimizer.grad_clip": 0.0, "shadow.enabled": False}
-
-
-class Saving(Small):
-    """With checkpoints on the way, and time enough to be killed after one."""
-
-    def settings(self, *names: str, **options: Any) -> dict[str, Any]:
-        return super().settings(*names, **options) | {"checkpoint.every": 5, **IN_BACKWARD}
 
 
 def kill_worker_in(pid: int, run_dir: Path) -> None:
@@ -212,17 +168,17 @@ def kill_worker_in(pid: int, run_dir: Path) -> None:
 
 
 def test_a_run_whose_worker_is_killed_is_left_for_the_same_command(small_corpus: Path, tmp_path: Path) -> None:
-    small = Saving(rows=(("stochastic", "E4M3"), ("nearest", "E4M3")))
-    first, second = plan_runs(small.rows, small, seeds=1, max_steps=STEPS, data_dir=small_corpus)
-    pid, out = start(tmp_path, comparison(small_corpus, small)), tmp_path / "out"
+    saving = {"checkpoint.every": 5}
+    _, first, second = planned_of(small_corpus, **saving)
+    pid, out = start(tmp_path, comparison(small_corpus, **saving)), tmp_path / "out"
     kill_worker_in(pid, out / first.name)
     assert finish(pid) == 1, said(tmp_path)
-    assert "runs not brought to their end: 1; to go on: nanogpt-bench compare" in said(tmp_path)
+    assert "runs not brought to their end: 1; the same command goes on with them" in said(tmp_path)
     assert "its process was killed" in said(tmp_path)
     summary = read_json(out / first.name / "summary.json")
     assert (summary["status"], summary["failure"], summary["stop"]["kind"]) == ("stopped", None, "killed")
     assert read_json(out / second.name / "summary.json")["status"] == "finished"
-    assert finish(start(tmp_path, comparison(small_corpus, small))) == 0, said(tmp_path)
+    assert finish(start(tmp_path, comparison(small_corpus, **saving))) == 0, said(tmp_path)
     assert 5 <= taken_up_at(out / first.name)[0] < STEPS
     assert taken_up_at(out / second.name) == []
     run(build_config(first.settings), tmp_path / first.name)

@@ -1,4 +1,4 @@
-"""A run whose process died wrote no summary: the comparison writes it, the classes of failure included."""
+"""A run whose process died wrote no summary: the sweep writes it, the classes of failure included."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from nanogpt_bench.sweep.comparison import ComparisonRecord
 from nanogpt_bench.sweep.plan import PlannedRun
+from nanogpt_bench.sweep.record import SweepRecord
 
 Make = Callable[..., Path]
 
 
 @pytest.fixture
 def note(make: Make, tmp_path: Path) -> Make:
-    """Return a function that has a comparison note how a run without a summary failed; gives the summary's path."""
-    record = ComparisonRecord(tmp_path / "out", [], tmp_path, {})
+    """Return a function that has a sweep note how a run without a summary failed; gives the summary's path."""
+    record = SweepRecord(tmp_path / "out", "grid")
 
     def noting(error: dict[str, object], **look: object) -> Path:
         path = make("01-dead", **look)
@@ -31,7 +31,7 @@ def note(make: Make, tmp_path: Path) -> Make:
     return noting
 
 
-def test_the_comparison_judges_what_a_dead_process_left(note: Make) -> None:
+def test_the_sweep_judges_what_a_dead_process_left(note: Make) -> None:
     look = {"loss": [5.0, 4.9, 30.0, 300.0], "series": {"grad/norm": [1.0, 1.2, 400.0, None]}}
     summary = json.loads(note({"kind": "crash", "message": "out of memory"}, **look).read_text())
     assert (summary["status"], summary["failure"]["kind"]) == ("failed", "crash")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import io
 import os
 import shutil
 import signal
@@ -13,11 +12,9 @@ from pathlib import Path
 
 import forked
 import pytest
-from rich.console import Console
 from sweep_runs import read_json, runs_of, trained
 
 from nanogpt_bench.cli import main
-from nanogpt_bench.sweep.board import Board
 from nanogpt_bench.workers import pool as pool_module
 from nanogpt_bench.workers.pool import cores
 
@@ -102,20 +99,6 @@ def test_other_settings_under_the_same_names_are_refused(write, capsys):
     (Path("other") / "mine.txt").write_text("x")
     assert main(["sweep", str(write(axes=axes)), "--out", "other"]) == 2
     assert [path.name for path in Path("other").iterdir()] == ["mine.txt"]
-
-
-def test_the_board_of_a_large_sweep_fits_on_the_terminal():
-    board = Board(Console(height=12, width=100, force_terminal=True, file=io.StringIO()))
-    for number in range(30):
-        board.add(f"run {number}")
-    board.entries[29].state, board.entries[28].state = "running", "failed"
-    table = board.table()
-    assert table.row_count == 8
-    shown = list(table.columns[0].cells)
-    assert [str(name) for name in shown[-2:]] == ["run 28", "run 29"]
-    assert table.caption == "and 22 runs more"
-    del board.entries[8:]
-    assert (board.table().row_count, board.table().caption) == (8, None)
 
 
 @pytest.mark.usefixtures("_forked_workers")

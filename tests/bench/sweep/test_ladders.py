@@ -1,4 +1,4 @@
-"""Sweeps over the length and over the size of the data: a reference for each, and the gap by it."""
+"""Sweeps over the length and over the size of the data: a reference for each, and the gap to it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,18 +14,11 @@ import yaml
 from sweep_runs import train_here
 
 from nanogpt_bench.cli import main
-from nanogpt_bench.report.chart import looks
-from nanogpt_bench.report.figures import chosen
-from nanogpt_bench.report.ladders import LADDERS, appearance, cells_of, climbed, ladder_chart
-from nanogpt_bench.report.results import Difference, measure
-from nanogpt_bench.report.rows import find_reference, group_rows
 from nanogpt_bench.runs.find import find_runs
-from nanogpt_bench.runs.load import load_run
 from nanogpt_bench.sweep.file import read_sweep
 from nanogpt_bench.sweep.record import SweepRecord
 from nanogpt_bench.sweep.tuning import Tuning
 
-LENGTH, DATA, _ = LADDERS
 TUNE = {"keys": ["optimizer.lr"], "seeds": [3], "steps": 2}
 
 
@@ -91,44 +83,19 @@ def test_every_run_goes_once_through_its_text(sizes: Path) -> None:
         assert read(run)["steps"] == size // 64
 
 
-@pytest.mark.parametrize("ladder", [LENGTH, DATA], ids=["length", "data"])
-def test_each_rung_is_measured_against_the_reference_of_its_own(ladder: Any, lengths: Path, sizes: Path) -> None:
-    out, name, rungs = (lengths, "length", (4, 8)) if ladder is LENGTH else (sizes, "data", (200, 800))
-    labels = {r: f"max_steps={r}" if ladder is LENGTH else f"train_tokens={r} max_steps={r // 64}" for r in rungs}
-    rows = group_rows([load_run(path) for path in find_runs([out])])
-    results = measure(rows, find_reference(rows, f"fp32 {labels[rungs[0]]}"))
-    found = climbed(ladder, results)
-    assert list(found) == ["sgd"]
-    for rung, result in found["sgd"].items():
-        ends = {
-            rule: [read(out / f"{rule}-{labels[rung].replace(' ', '-')}-seed={seed}") for seed in (1, 2)]
+@pytest.mark.parametrize("by", ["length", "data"])
+def test_each_row_is_measured_against_the_reference_of_its_own(by: str, lengths: Path, sizes: Path) -> None:
+    out, rungs = (lengths, (4, 8)) if by == "length" else (sizes, (200, 800))
+    labels = {r: f"max_steps={r}" if by == "length" else f"train_tokens={r} max_steps={r // 64}" for r in rungs}
+    rows = {row["run"]: row for row in csv.DictReader((out / "results.csv").read_text().splitlines())}
+    for label in labels.values():
+        ends = [
+            [read(out / f"{rule}-{label.replace(' ', '-')}-seed={seed}")["final_val_loss"] for seed in (1, 2)]
             for rule in ("sgd", "fp32")
-        }
-        apart = [a["final_val_loss"] - b["final_val_loss"] for a, b in zip(ends["sgd"], ends["fp32"], strict=True)]
-        assert result.difference.mean == pytest.approx(sum(apart) / 2)
-        assert result.difference.seeds == 2
-    heading, line = cells_of(ladder, found)
-    page = (out / "report.html").read_text()
-    assert all(part in page for part in (f'id="{name}"', f'id="chart-{name}"', line[1]))
-    assert [path.name for path in out.glob("gap_by_*.md")] == [f"gap_by_{name}.md"]
-    chart = ladder_chart(ladder, results, {**looks(rows), "sgd": looks(rows)[f"sgd {labels[rungs[0]]}"]})
-    assert chosen([chart]) == {f"gap_by_{name}": [chart]}
-    (drawn,) = chart.values
-    assert (drawn["row"], drawn["x"]) == ("sgd", [*map(float, rungs)])
-    assert drawn["y"] == [found["sgd"][rung].difference.mean for rung in rungs]
-    bars, *_ = (layer["data"]["values"] for layer in chart.spec["layer"] if "data" in layer)
-    assert [(bar["low"], bar["high"]) for bar in bars] == [
-        (each.low, each.high) for each in (found["sgd"][rung].difference for rung in rungs)
-    ]
-    if ladder is LENGTH:
-        assert heading == ["run", "4 steps", "8 steps"]
-        return
-    assert heading == ["run", "200 tokens", "800 tokens", "gap appears at"]
-    appears = appearance(found["sgd"])
-    assert line[-1] == {None: "-", 200: "200", 800: "800"}[appears]
-    points = [layer for layer in chart.spec["layer"] if layer["mark"].get("type") == "point" and "data" in layer]
-    at = [ring["x"] for layer in points for ring in layer["data"]["values"]]
-    assert at == pytest.approx([size for size in rungs if size == appears])
+        ]
+        row = rows[f"sgd {label}"]
+        assert float(row["difference"]) == pytest.approx(sum(a - b for a, b in zip(*ends, strict=True)) / 2)
+        assert row["difference_seeds"] == "2"
 
 
 def test_a_validation_states_its_standard_error(lengths: Path) -> None:
@@ -137,17 +104,6 @@ def test_a_validation_states_its_standard_error(lengths: Path) -> None:
     assert "val s.e." not in (lengths / "table.md").read_text().splitlines()[0]  # intervals of seeds take its place
     head, *lines = csv.reader((lengths / "results.csv").read_text().splitlines())
     assert all(0 < float(line[head.index("final_val_loss_se")]) < 1 for line in lines)
-
-
-def test_a_gap_appears_where_an_interval_first_leaves_0_out() -> None:
-    def rung(low: float, high: float) -> SimpleNamespace:
-        return SimpleNamespace(difference=Difference((low + high) / 2, 3, low, high))
-
-    rungs = {400: rung(0.01, 0.03), 100: rung(-0.02, 0.02), 200: rung(-0.01, 0.03), 800: rung(-0.01, 0.1)}
-    assert appearance(rungs) == 400
-    assert appearance({100: rungs[100]}) is None
-    assert appearance({100: SimpleNamespace(difference=Difference(0.5, 1)), 400: rungs[400]}) == 400
-    assert appearance({50: rung(-0.03, -0.01), **rungs}) == 50
 
 
 @pytest.mark.parametrize(

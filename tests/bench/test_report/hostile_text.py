@@ -58,7 +58,6 @@ def _run(folder: Path, text: str) -> Path:
     printed = text if "\ud800" not in text else "half"  # what YAML can hold
     config |= {printed: printed, "data": {"dir": printed, "seed": printed}, "tracking": {"tags": [printed]}}
     (folder / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
-    _json(folder / "weights.json", {text: {**run_folders.histogram("E4M3", 18), "format": text}, f"{text}2": {}})
     corpus = {"source": {text: text}, "splits": {text: {"tokens": 3}}}
     facts = {"command": text, "cpu": text, "gpu": text, "platform": text, "started": text, "python": text}
     _json(folder / "environment.json", {**facts, "libraries": {text: text}, "corpus": corpus})

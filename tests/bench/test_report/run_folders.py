@@ -10,8 +10,6 @@ from typing import Any
 
 import yaml
 
-import fp8manifold as fm
-
 ROWS = (
     ("bf16-mixed", "none", 2.10),
     ("fp32", "none", 2.09),
@@ -53,13 +51,6 @@ def records(rule: str, final: float, steps: int, every: int) -> list[dict[str, A
                 record[f"stall/{metric}/blocks.0.mlp.fc"] = 0.5
         found.append(record)
     return found
-
-
-def histogram(fmt: str, spread: float) -> dict[str, Any]:
-    values = sorted(set(fm.FloatFormat.from_string(fmt).values))
-    middle = len(values) // 2
-    counts = [round(4000 * math.exp(-(((abs(i - middle) - 40) / spread) ** 2))) for i in range(len(values))]
-    return {"format": fmt, "values": values, "counts": counts, "scale_min": 0.25, "scale_max": 1.0}
 
 
 def write_run(
@@ -109,8 +100,6 @@ def write_run(
     (folder / "environment.json").write_text(json.dumps({"python": "3.12.1", "torch": "2.13.0"}), encoding="utf-8")
     (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in metrics), encoding="utf-8")
     (folder / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
-    layers = {} if fmt == "none" else {"blocks.0.mlp.fc": histogram(fmt, 18), "lm_head": histogram(fmt, 12)}
-    (folder / "weights.json").write_text(json.dumps(layers), encoding="utf-8")
     return folder
 
 

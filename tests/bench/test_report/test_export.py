@@ -7,8 +7,6 @@ import pytest
 
 from nanogpt_bench.cli import main
 from nanogpt_bench.report import build
-from nanogpt_bench.sweep.comparison import ComparisonRecord
-from nanogpt_bench.sweep.plan import PlannedRun
 
 
 @pytest.fixture
@@ -24,10 +22,9 @@ def unfinished(tmp_path, write_run):
     (folder / "sweep.json").write_text(
         json.dumps({"order": order, "baseline": "fp32", "mode": "tune", "runs": entries})
     )
-    trials = [{"runs": ["a", "b"]}, {"runs": ["c"]}]
     searches = [
         {"rows": [rule], "rule": rule, "format": FORMATS.get(rule, "none"), "over": rule != "stochastic"}
-        | ({"best": None, "trials": trials} if rule in ("sgd", "stochastic") else {"best": {"optimizer.lr": 1e-3}})
+        | ({"best": None, "cost": {"runs": 3}} if rule in ("sgd", "stochastic") else {"best": {"optimizer.lr": 1e-3}})
         for rule in order
     ]
     (folder / "tuning.json").write_text(json.dumps({"confirm": {"seeds": [3, 4]}, "rows": searches}))
@@ -42,14 +39,13 @@ def test_a_sweep_that_is_not_finished_says_how_much_of_it_there_is(tmp_path, unf
     file = tmp_path / "partial.json"
     assert main(["results", "export", str(unfinished), "--out", str(file)]) == 0
     assert "3 runs of 6; 3 are missing" in capsys.readouterr().err
-    content = json.loads(file.read_text())
-    assert content["runs"] == {"ended": 3, "planned": 6}
-    assert {row["label"]: row.get("missing") for row in content["rows"]} == {
-        "fp32": None,
-        "nearest": [4],
-        "stochastic": [3, 4],
-        "sgd": None,
-    }
+    content = [entry for entry in json.loads(file.read_text()) if entry["kind"] != "search"]
+    assert [(entry["label"], entry["kind"], entry.get("seed")) for entry in content] == [
+        *(("fp32", "run", 3), ("fp32", "run", 4)),
+        *(("nearest", "run", 3), ("nearest", "missing", 4)),
+        *(("stochastic", "missing", 3), ("stochastic", "missing", 4)),
+        ("sgd", "given up", None),
+    ]
     tables = {}
     for form in ("markdown", "csv"):
         assert main(["results", "show", str(file), "--table", form]) == 0
@@ -83,20 +79,3 @@ def test_what_several_files_hold_counts_once(tmp_path, unfinished, monkeypatch, 
         assert float(lines["E4M3 nearest"]["difference"]) == pytest.approx(0.3)
         assert lines["sgd"]["verdict"].startswith("failed: none of 3 trials")
         assert [line.get("partial") for line in lines.values()] == ["4 of 6 runs"] * 4
-
-
-def test_a_comparison_that_is_not_finished_is_exported_as_far_as_it_is(tmp_path, write_run, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    names = ["01-fp32-seed42", "01-fp32-seed43"]
-    write_run(tmp_path / "out" / names[0], rule="fp32", fmt="none", final=2.0, seed=42)
-    planned = [PlannedRun("fp32", "fp32", "none", 42 + at, name, {"seed": 42 + at}) for at, name in enumerate(names)]
-    record = ComparisonRecord(tmp_path / "new", planned, tmp_path / "corpus", {})
-    record.folder = tmp_path / "out"  # which an earlier start has filled
-    for run in planned:
-        record.add(run)
-    record.write_manifest()
-    assert json.loads((tmp_path / "out" / "compare.json").read_text(encoding="utf-8"))["runs"] == "1"
-    assert main(["results", "export", "out", "--out", "results.json"]) == 0
-    content = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
-    assert content["runs"] == {"ended": 1, "planned": 2}
-    assert content["rows"][0]["missing"] == [43]

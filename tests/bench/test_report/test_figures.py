@@ -17,7 +17,6 @@ from nanogpt_bench.report.figures import write_figures
 from nanogpt_bench.report.page import Page, all_sections
 from nanogpt_bench.report.results import measure
 from nanogpt_bench.report.rows import find_reference, group_rows
-from nanogpt_bench.report.weight_charts import grid_histograms
 from nanogpt_bench.runs.curves import MAX_POINTS, decimate, smooth
 from nanogpt_bench.runs.load import load_run
 from nanogpt_bench.system.errors import BenchError
@@ -52,9 +51,7 @@ def texts_of(path):
 def test_every_figure_is_an_svg_that_shows_something(tmp_path, write_comparison):
     results, chosen = prepared(write_comparison(tmp_path / "runs"))
     written = write_figures(charts_of(results, chosen), chosen, tmp_path / "figures")
-    assert {path.name for path in written} == {
-        f"{name}.svg" for name in ("loss_curves", "gap", "stall", "weights", "code_use", "stiffness")
-    }
+    assert {path.name for path in written} == {f"{name}.svg" for name in ("loss_curves", "gap", "stall")}
     assert sorted(path.name for path in (tmp_path / "figures").iterdir()) == sorted(path.name for path in written)
     for path in written:
         assert "E4M3 nearest" in "".join(ElementTree.parse(path).getroot().itertext())
@@ -111,15 +108,6 @@ def test_the_magnified_axis_holds_the_end_of_the_reference_and_not_of_a_row_far_
     low, high = close_range(drawn, "bf16-mixed")
     assert low < 2.1 < high < 4.5
     assert close_range(drawn, None) is None
-
-
-def test_histograms_add_up_over_layers(tmp_path, write_run):
-    results, _ = prepared([write_run(tmp_path / "a", rule="nearest", fmt="E7M0")])
-    (histogram,) = grid_histograms(results)
-    assert histogram.layers == 2
-    assert sum(histogram.shares) == pytest.approx(1.0)
-    assert len(histogram.values) == 255  # both zeros are one value
-    assert histogram.values[histogram.positions.index(0)] == 0.0
 
 
 def test_a_long_legend_makes_room_for_itself(tmp_path, write_run):

@@ -23,8 +23,9 @@ from nanogpt_bench.report.results import measure
 from nanogpt_bench.report.rows import find_reference, group_rows
 from nanogpt_bench.report.tables import to_text
 from nanogpt_bench.runs.load import load_run
-from nanogpt_bench.sweep.board import Board
+from nanogpt_bench.sweep.progress import Bar
 from nanogpt_bench.sweep.session import print_results
+from nanogpt_bench.workers.pool import Event
 
 #: what the page says while a pointer goes over every chart
 TOLD = """[...document.querySelectorAll('.vega-embed')].flatMap((place) => {
@@ -78,9 +79,8 @@ def test_the_page_has_no_element_of_theirs(page):
 def test_nothing_of_theirs_is_an_expression(page):
     text = page.read_text(encoding="utf-8").split('type="application/json">')[1].split("</script>")[0]
     found = {words for chart in json.loads(text)["charts"] for words in expressions(chart["spec"])}
-    assert 5 < len(found) < 40
-    labels = r"\{(\"-?[\d.e+]+\": \"[-+^\d.e]+\"(, )?)+\}\[datum\.value\]|format\(pow\(10, datum\.value\), '~p'\)"
-    plain = re.compile(rf"[\w .,()<>&|+*-]+|{labels}")
+    assert 3 < len(found) < 20
+    plain = re.compile(r"[\w .,()<>&|+*-]+")
     assert [words for words in found if not plain.fullmatch(words)] == []
     assert not [words for words in found if any(t[:12] in words for t in TEXTS)]
 
@@ -106,11 +106,10 @@ def test_a_terminal_is_told_nothing(runs, capsys):
     print_results(results, Console())
     with Console(force_terminal=True, color_system=None, width=200).capture() as shown:
         print_results(results, Console(force_terminal=True, color_system=None, width=200))
-    board = Board(Console(width=200))
-    for text in TEXTS:
-        board.add(text)
-    board.say("".join(TEXTS))
-    Console(width=200, height=200).print(board.table())
+    bar = Bar(Console(width=200))
+    for at, text in enumerate(TEXTS):
+        bar.add(text)
+        bar.show(Event(at, "failed", {"error": {"message": text}}))
     assert main(["verify", *map(str, runs)]) == 1
     assert main(["run", "\x1b[2J\u202e\ud800.yaml"]) == 2
     assert main(["report", "\x1b[2J", "--out", "x"]) == 2
@@ -128,7 +127,7 @@ def test_a_browser_runs_none_of_it_and_draws_every_chart(page, tmp_path):
         assert browser.said == []
         assert browser.evaluate("window.broken === undefined")
         assert browser.evaluate(UNDRAWN) == []
-        assert browser.evaluate("document.querySelectorAll('.vega-embed').length") > 30
+        assert browser.evaluate("document.querySelectorAll('.vega-embed').length") > 20
         assert browser.evaluate("document.querySelectorAll('img, iframe, object').length") == 0
         assert browser.evaluate("document.querySelectorAll('[onerror], [onload]').length") == 0
         shown = browser.evaluate("document.body.innerText")

@@ -18,8 +18,6 @@ from nanogpt_bench.report.rows import Row
 from nanogpt_bench.runs.load import Run, load_run
 from nanogpt_bench.system.errors import BenchError
 
-SAME = ("weights", "configs")
-
 
 class Page(HTMLParser):
     """Collects what the tests look at: elements, and the text of each kind of element."""
@@ -52,7 +50,7 @@ def built(tmp_path_factory, write_comparison):
 
 def test_the_folder_holds_page_tables_and_figures_and_no_litter(built):
     names = sorted(path.relative_to(built.parent).as_posix() for path in built.parent.rglob("*") if path.is_file())
-    drawn = ("code_use", "gap", "loss_curves", "stall", "stiffness", "weights")
+    drawn = ("gap", "loss_curves", "stall")
     figures = [f"figures/{name}.svg" for name in drawn]
     assert names == [*figures, "report.html", "results.csv", "table.md"]
 
@@ -71,11 +69,10 @@ def test_nothing_is_loaded_from_elsewhere(built):
 def test_it_has_every_section_and_chart(built):
     page = Page(built.read_text(encoding="utf-8"))
     sections = [attributes["id"] for tag, attributes in page.elements if tag == "section"]
-    assert sections == ["what", "results", "loss", "failures", "settings", "stall", "gradients", *SAME]
+    assert sections == ["what", "results", "loss", "failures", "settings", "stall", "gradients", "configs"]
     charts = page.charts()
     names = {chart["name"] for chart in charts}
     assert names >= {"val-step", "val-seconds", "train-step", "train-seconds", "stall"}
-    assert len([name for name in names if name.startswith("weights-")]) == 7
     places = {attributes.get("id") for tag, attributes in page.elements if tag == "div"}
     assert {f"chart-{name}" for name in names} <= places
     assert "+0.450 (+21.4%)" in page.text["td"]

@@ -6,12 +6,9 @@ import json
 
 import pytest
 
-from nanogpt_bench.report.build import report
 from nanogpt_bench.report.chart import looks
 from nanogpt_bench.report.curve_charts import distribution_charts, merged_shares
-from nanogpt_bench.report.ladders import LADDERS, cells_of, climbed
-from nanogpt_bench.report.results import measure
-from nanogpt_bench.report.rows import find_reference, group_rows
+from nanogpt_bench.report.rows import group_rows
 from nanogpt_bench.report.sweep_charts import (
     NOTHING,
     limit_chart,
@@ -21,62 +18,11 @@ from nanogpt_bench.report.sweep_charts import (
     read_studies,
     sensitivity_charts,
 )
-from nanogpt_bench.report.weight_charts import code_use, operand_code_use, spread_columns, stiffness
-from nanogpt_bench.runs.find import find_runs
 from nanogpt_bench.runs.load import Distribution, load_run
-
-LENGTH, _, SIZE = LADDERS
 
 
 def rows_of(paths):
     return group_rows([load_run(path) for path in paths])
-
-
-def weights(folder, **layers):
-    """Write the histograms of a run's weights: layer -> (values, counts)."""
-    content = {n: {"format": "E1M1", "values": values, "counts": counts} for n, (values, counts) in layers.items()}
-    (folder / "weights.json").write_text(json.dumps(content))
-
-
-GRID = [-3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0]
-
-
-def test_code_use_is_the_share_of_each_layers_weights_at_each_grid_value(tmp_path, write_run):
-    folder = write_run(tmp_path / "a", rule="nearest", fmt="E1M1")
-    weights(folder, first=(GRID, [0, 0, 90, 0, 0, 9, 1]), second=(GRID, [5, 0, 0, 0, 0, 0, 5]))
-    (field,) = code_use(measure(rows_of([folder]), None))
-    assert (field.label, field.format, field.layers) == ("E1M1 nearest", "E1M1", ["first", "second"])
-    assert field.columns == [-3, -2, -1, 0, 1, 2, 3]
-    assert [None if cell is None else round(10**cell, 6) for cell in field.cells[0]] == [
-        *(None, None, 0.9, None, None),
-        *(0.09, 0.01),
-    ]
-    assert [i for i, cell in enumerate(field.cells[1]) if cell is not None] == [0, 6]
-
-
-def test_the_stiffness_field_gathers_values_of_equal_spacing(tmp_path, write_run):
-    folder = write_run(tmp_path / "a", rule="nearest", fmt="E1M1")
-    weights(folder, only=([-3.0, -2.0, -1.5, -1.0, 0.0, 1.0, 1.5, 2.0, 3.0], [0, 3, 1, 0, 0, 2, 0, 0, 4]))
-    (field,) = stiffness(measure(rows_of([folder]), None))
-    assert [field.ticks[column] for column in field.columns] == ["2^-1", "2^0"]
-    assert [round(10**cell, 6) for cell in field.cells[0]] == [0.3, 0.7]
-
-
-def test_the_codes_of_activations_come_from_what_was_recorded_last(tmp_path, write_run, write_distributions):
-    folder = write_run(tmp_path / "a", rule="nearest", fmt="E1M1")
-    name = "bits/code_histogram/activation/blocks.0.mlp.fc"
-    early, late = ({"values": GRID, "counts": [n, 0, 0, 0, 0, 0, 1]} for n in (1, 3))
-    write_distributions(folder, (name, early), (name, late))
-    results = measure(rows_of([folder]), None)
-    (field,) = operand_code_use(results, "activation")
-    assert field.layers == ["blocks.0.mlp.fc"]
-    assert 10 ** field.cells[0][0] == pytest.approx(0.75)
-    assert operand_code_use(results, "gradient") == []
-
-
-def test_labelled_columns_are_spread_evenly_around_zero():
-    assert spread_columns([float(i) for i in range(-6, 7)], 4) == [-4.0, 0.0, 4.0]
-    assert spread_columns([3.0, 4.0], 4) == [3.0, 4.0]
 
 
 def test_distributions_add_up_over_the_layers_of_a_row(tmp_path, write_run, write_distributions):
@@ -174,22 +120,3 @@ def test_studies_that_do_not_fit_are_named_and_left_out(folder, name, content):
     studies = read_studies([folder])
     assert (studies.sensitivities, studies.limits) == ((), ())
     assert name in studies.notes[0]
-
-
-def test_each_size_of_the_model_is_measured_against_its_own(tmp_path, write_run):
-    for width, final in ((8, 2.0), (16, 3.0)):
-        for rule, seed in ((rule, seed) for rule in ("fp32", "sgd") for seed in (1, 2)):
-            folder, apart = tmp_path / f"{rule}-{width}-{seed}", width / 100 * (rule == "sgd") * seed
-            write_run(folder, rule=rule, final=final + apart, seed=seed, parameters=100 * width)
-            model = {"n_layer": 1, "n_head": 2, "n_embd": width, "block_size": 16}
-            (folder / "config.yaml").write_text(json.dumps({"rule": rule, "seed": seed, "model": model}))
-    report([tmp_path], out=tmp_path / "out", baseline="fp32 n_embd=8")
-    rows = group_rows([load_run(path) for path in find_runs([tmp_path])])
-    results = measure(rows, find_reference(rows, "fp32 n_embd=8"))
-    assert climbed(LENGTH, results) == {}
-    found = climbed(SIZE, results)
-    assert list(found) == ["sgd"]
-    assert {size: round(each.difference.mean, 9) for size, each in found["sgd"].items()} == {800: 0.12, 1600: 0.24}
-    assert cells_of(SIZE, found)[0] == ["run", "800 parameters", "1,600 parameters"]
-    assert (tmp_path / "out" / "gap_by_size.md").read_text().splitlines()[0].split()[1] == "run"
-    assert 'id="size"' in (tmp_path / "out" / "report.html").read_text()

@@ -24,7 +24,6 @@ from nanogpt_bench.report.tables import (
 )
 from nanogpt_bench.report.verdict import Outcome, Verdict
 from nanogpt_bench.runs.load import Run, load_run
-from nanogpt_bench.sweep.board import Board, Entry
 from nanogpt_bench.sweep.session import print_results
 
 #: label, loss, bytes, stall, arrived, alerts
@@ -106,14 +105,6 @@ def test_alerts_are_shown_where_they_differ(alerts: tuple[int, ...], shown: bool
         replace(result(*ROWS[place]), alerts={"stall": count} if count else {}) for place, count in enumerate(alerts)
     ]
     assert ("alerts" in headings(results)) == shown
-
-
-def test_the_board_has_no_column_that_no_run_fills() -> None:
-    board = Board(Console(file=io.StringIO()))
-    board.entries = [Entry("fp32", progress={"step": 1, "max_steps": 2}), Entry("nearest")]
-    assert not [column.header for column in board.table().columns if "mean" in str(column.header)]
-    board.entries[1].progress = {"step": 1, "max_steps": 2, "stall": 0.5}
-    assert [column.header for column in board.table().columns if "mean" in str(column.header)] == ["mean stall"]
 
 
 def test_csv_reads_back_to_the_numbers_and_has_every_column(results):

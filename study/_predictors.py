@@ -1,7 +1,5 @@
 """Predictors of the final gap among figures monitored early: rank correlation, AUC, and gain over the loss."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Hashable, Mapping, Sequence
@@ -9,11 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nanogpt_bench.config.metrics import SMOOTHED_LOSS, TRAIN_LOSS
-from nanogpt_bench.report.results_file import TENTH, monitored_figures
 from nanogpt_bench.report.rows import Row, identity, references_of, seed_of, setting_of
-from nanogpt_bench.report.tables import padded
 from nanogpt_bench.runs.load import Run
 
+#: share of a run's steps at which figures are told early
+TENTH = 0.1
 #: share of the reference's loss by which a run behind exceeds it
 BEHIND = 0.01
 #: the fewest runs that a figure is judged by
@@ -23,7 +21,6 @@ RESAMPLES = 999
 LEVEL = 0.05
 #: the trivial predictors: the loss at that time, and its distance from the reference's at that step
 LOSS, LOSS_GAP = TRIVIAL = ("training loss", "training loss less the reference's")
-HEADINGS = (*("runs", "Spearman", "95%", "loss's", "AUC, > 1% behind", "loss's", "beyond the loss", "p (Holm)"),)
 
 
 @dataclass(frozen=True)
@@ -97,8 +94,8 @@ def _point(run: Run, twin: Run, at: float) -> Point | None:
 def _figures(run: Run, at: float) -> dict[str, float]:
     """Return the figures last recorded within a share of the run's steps; {} without any."""
     limit = at * (run.number("steps_planned") or 0)
-    step = max((step for step in monitored_figures(run) if step <= limit), default=None)
-    return {} if step is None else dict(monitored_figures(run)[step])
+    step = max((step for step in run.looks if step <= limit), default=None)
+    return {} if step is None else dict(run.looks[step])
 
 
 def _loss(figures: Mapping[str, float]) -> float | None:
@@ -107,8 +104,8 @@ def _loss(figures: Mapping[str, float]) -> float | None:
 
 def rank_predictors(found: Sequence[Point]) -> list[Predictor]:
     """Return the figures that enough runs have: first the loss itself, then the others, best first."""
-    recorded = dict.fromkeys(name for point in found for name in point.figures)
-    names = (name for name in recorded if name not in (*TRIVIAL, TRAIN_LOSS.name, SMOOTHED_LOSS.name))
+    seen = dict.fromkeys(name for point in found for name in point.figures)
+    names = [name for name in seen if name not in (*TRIVIAL, TRAIN_LOSS.name, SMOOTHED_LOSS.name)]
     told = [_predictor(name, found) for name in (*TRIVIAL, *names)]
     kept = [each for each in told if each.runs >= FEWEST and each.spearman is not None]
     trivial = [each for each in kept if each.name in TRIVIAL]
@@ -192,27 +189,3 @@ def _adjusted(found: Sequence[Predictor]) -> list[Predictor]:
 
     left = iter(multipletests(tested, method="holm")[1].tolist())
     return [each if each.p is None else replace(each, holm=next(left)) for each in found]
-
-
-def predictor_table(found: Sequence[Predictor], when: str = "at a tenth") -> str:
-    """Return the table as Markdown, and a line with the figures that add nothing to the loss."""
-    lines = [[f"figure {when}", *HEADINGS], *(_cells(each) for each in found)]
-    idle = [each.name for each in found if (each.holm is None or each.holm >= LEVEL) and each.name not in TRIVIAL]
-    return padded(lines) + (f"\nnothing found beyond the loss: {', '.join(idle)}\n" if idle else "")
-
-
-def _cells(told: Predictor) -> list[str]:
-    interval = "-" if told.low is None or told.high is None else f"[{told.low:+z.2f}, {told.high:+z.2f}]"
-    holm = "-" if told.holm is None else f"{told.holm:.2g}"
-    return [
-        *(told.name, str(told.runs), _signed(told.spearman), interval, _signed(told.of_loss)),
-        *(_plain(told.auc), _plain(told.auc_of_loss), _signed(told.beyond), holm),
-    ]
-
-
-def _signed(value: float | None) -> str:
-    return "-" if value is None else f"{value:+z.2f}"
-
-
-def _plain(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"

@@ -1,14 +1,11 @@
 """The gap by length, by size of the data or of the model: rows that differ in that number alone."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from nanogpt_bench.report.chart import Chart, Look, curves, limit_line, of_row, over, quantity
-from nanogpt_bench.report.markup import Cell, Section, chart_places, legend, table
 from nanogpt_bench.report.results import Result, difference_text, reference_name
 from nanogpt_bench.report.rows import loss_unit
 from nanogpt_bench.report.tables import run_heading
@@ -24,11 +21,9 @@ class Ladder:
     """A number by which rows differ: its name, its value in a run, and its spelling in labels."""
 
     name: str
-    #: title of the section
+    #: title of the chart
     title: str
     unit: str
-    #: the section's note on the training of its runs
-    words: str
     of: Callable[[Run], Any]
     #: patterns in labels; the first applies that keeps rows apart
     spelt: tuple[re.Pattern[str], ...]
@@ -46,7 +41,6 @@ LADDERS = (
         "length",
         "Gap by length",
         "steps",
-        "Every length was trained on its own, with the whole of its schedules.",
         lambda run: run.number("steps_planned"),
         (re.compile(r" ?max_steps=\d+"),),
     ),
@@ -54,7 +48,6 @@ LADDERS = (
         "data",
         "Gap by size of the data",
         "tokens",
-        "Every size was trained on its own, on so many tokens from the beginning of the text.",
         _data_size,
         (re.compile(r" ?(train_tokens|max_steps)=\d+"), re.compile(r" ?train_tokens=\d+")),
         "gap appears at",
@@ -63,7 +56,6 @@ LADDERS = (
         "size",
         "Gap by size of the model",
         "parameters",
-        "Every size was trained on its own.",
         lambda run: run.number("parameters"),
         (re.compile(r" ?(n_embd|n_layer|n_head|size)=[\w.]+"),),
     ),
@@ -164,25 +156,3 @@ def ladder_chart(ladder: Ladder, results: Sequence[Result], looks: Mapping[str, 
     if ladder.appears:
         words += " Ringed: the first size whose interval leaves 0 out."
     return Chart(ladder.name, title, words, spec, 400, wide=True, rows=tuple(found))
-
-
-def ladder_section(ladder: Ladder, results: Sequence[Result], looks: Mapping[str, Look]) -> Section | None:
-    """Return table and chart of the gaps by number; None if no row has two numbers."""
-    found, chart = climbed(ladder, results), ladder_chart(ladder, results, looks)
-    if chart is None:
-        return None
-    head, *lines = cells_of(ladder, found)
-    noun = ladder.title.removeprefix("Gap by ").split(" of the ")[0]
-    words = (
-        f"Final validation loss less that of the reference at the same seed and {noun}, in nats, with its 95% "
-        f"t-interval. {ladder.words}"
-    )
-    rows = table(_numeric(head), [_numeric(line) for line in lines])
-    drawn = legend(list(found), line_looks(ladder, results, looks), [chart]) + chart_places([chart])
-    shown = f'<p class="muted">{words}</p>{rows}{drawn}'
-    return Section(ladder.name, ladder.title, shown, [chart])
-
-
-def _numeric(cells: Sequence[str]) -> list[Cell]:
-    label, *numbers = cells
-    return [(label, ""), *((number, "number") for number in numbers)]
