@@ -100,7 +100,7 @@ def once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 #: settings that earlier files have, each with the value that it had where nobody asked for another
-GONE = {
+GONE: dict[str, Any] = {
     "data.seed": None,
     "eval.seed": 1337,
     "model.constrained": [],
