@@ -164,7 +164,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 def is_setting(word: str, options: Collection[str]) -> bool:
     """Return whether a word of a command line is a setting, beside a command's own options.
 
-    >>> [is_setting(word, ["--seeds"]) for word in ("--train.max_steps=3", "--seed", "--seeds", "a.yaml")]
+    >>> [is_setting(word, ["--data.dir"]) for word in ("--train.max_steps=3", "--seed", "--data.dir", "a.yaml")]
     [True, True, False, False]
     """
     from nanogpt_bench.config.keys import FIELDS

@@ -16,6 +16,9 @@ def one_of(choices: Iterable[str]) -> Callable[[str], str]:
 
     >>> one_of(["today"])("today")
     'today'
+
+    Raises:
+        argparse.ArgumentTypeError: what is returned, of any other; names the nearest one.
     """
 
     def read(word: str) -> str:

@@ -9,9 +9,6 @@ from typing import Any
 
 from nanogpt_bench.commands.arguments import braced, one_of, positive, tokenizer
 from nanogpt_bench.config.schema import DEFAULT_DATA_DIR
-from nanogpt_bench.data.dataset import prepare_eurlex, prepare_hub
-from nanogpt_bench.data.stdlib import prepare_stdlib
-from nanogpt_bench.data.text import prepare_text
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.words import counted
 
@@ -140,6 +137,10 @@ def default_folder(args: argparse.Namespace) -> Path:
 
 
 def _prepare(args: argparse.Namespace, out: Path) -> dict[str, Any]:
+    from nanogpt_bench.data.dataset import prepare_eurlex, prepare_hub
+    from nanogpt_bench.data.stdlib import prepare_stdlib
+    from nanogpt_bench.data.text import prepare_text
+
     options: dict[str, Any] = {
         "tokenizer": args.tokenizer,
         "limit": args.limit_tokens,

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
@@ -14,17 +14,14 @@ from rich.progress import Progress as Bar
 
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import defaults_yaml, find_config, load_config, shipped_configs
-from nanogpt_bench.data.stdlib import prepare_default
-from nanogpt_bench.loop.outcome import Progress
-from nanogpt_bench.loop.train import run
-from nanogpt_bench.setup.fits import check_fits
-from nanogpt_bench.setup.resolve import resolve, resolve_for
-from nanogpt_bench.setup.runtime import check_device
 from nanogpt_bench.system.errors import BenchError, printable
 from nanogpt_bench.system.lock import new_folder
 from nanogpt_bench.system.ranks import Ranks, is_worker, joined
 from nanogpt_bench.system.signals import RESUMABLE, SIGNALS, stop_requests, stop_requests_once
 from nanogpt_bench.system.words import counted, say
+
+if TYPE_CHECKING:
+    from nanogpt_bench.loop.outcome import Progress
 
 RUNS = Path("runs")
 
@@ -92,6 +89,13 @@ def trained(
     Raises:
         BenchError: a configuration, a name or options that don't go together, or nothing whole to go on from.
     """
+    # here, since they bring torch, for which neither the help nor a wrong option has to wait
+    from nanogpt_bench.data.stdlib import prepare_default
+    from nanogpt_bench.loop.train import run
+    from nanogpt_bench.setup.fits import check_fits
+    from nanogpt_bench.setup.resolve import resolve, resolve_for
+    from nanogpt_bench.setup.runtime import check_device
+
     if allow_config_change and not resume:
         raise BenchError("--allow-config-change needs --resume: a new run takes the settings that it is given")
     path, ranks = find_config(config_name), joined()

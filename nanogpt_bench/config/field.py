@@ -75,7 +75,7 @@ def kind_of(field: FieldInfo) -> type:
     """Return a field's type without null; `list` or `dict` where it holds several values."""
     given = [kind for kind in get_args(field.annotation) if kind is not type(None)]
     kind: Any = given[0] if is_optional(field) else get_origin(field.annotation) or field.annotation
-    return kind  # type: ignore[no-any-return]  # found at run time
+    return kind
 
 
 def is_optional(field: FieldInfo) -> bool:

@@ -11,7 +11,7 @@ from nanogpt_bench.checkpoint import Contents, clean, newest, read
 from nanogpt_bench.checkpoint.format import step_folder
 from nanogpt_bench.config.keys import FIELDS
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.config.settings import load_config
+from nanogpt_bench.config.settings import flatten, load_config
 from nanogpt_bench.data.batches import digests_of
 from nanogpt_bench.runs.environment import latest
 from nanogpt_bench.runs.sums import SUMS
@@ -129,6 +129,8 @@ def _status(path: Path) -> Any:
 
 
 def _check_config(saved: Mapping[str, Any], config: Config, *, allow_change: bool, say: Say) -> None:
+    if isinstance(saved, Mapping):
+        dict(flatten(saved))  # which refuses what asks for a setting that is gone
     changed = [(key, f"{key} was {was!r}, is {now!r}") for key, was, now in _changes(saved, config_facts(config))]
     fixed = [text for key, text in changed if _changes_numbers(key)]
     if fixed and not allow_change:

@@ -153,7 +153,8 @@ NEAREST, STOCHASTIC = (f"rule={rule} {E4M3}" for rule in ("nearest", "stochastic
 CONTRADICTIONS = {
     f"{NEAREST} model.storage=master": "model.storage: 'master' contradicts rule 'nearest', which means",
     f"{STOCHASTIC} model.storage=continuous": "model.storage: 'continuous' contradicts rule 'stochastic', which means",
-    f"{NEAREST} optimizer.writeback=stochastic": "optimizer.writeback: 'stochastic' contradicts rule 'nearest', which",
+    f"{NEAREST} optimizer.writeback=stochastic": "optimizer.writeback: 'stochastic' contradicts rule 'nearest', which "
+    "means 'nearest'; add --optimizer.writeback null, or give --rule stochastic",
     f"{STOCHASTIC} optimizer.moments=8bit": "optimizer.moments: '8bit' contradicts rule 'stochastic', which means",
     "rule=fp32 train.precision=bf16-pure": "train.precision: 'bf16-pure' contradicts rule 'fp32', which means",
     "rule=fp32 model.torchao_float8=rowwise": "model.torchao_float8: 'rowwise' contradicts rule 'fp32', which",

@@ -98,6 +98,25 @@ def test_a_setting_that_is_gone_is_read_where_it_asked_for_nothing(tmp_path: Pat
         load_config(path)
 
 
+@pytest.mark.parametrize(
+    ("filled", "other"),
+    [
+        ("{seed: 7, data: {seed: 7}, model: {seed: 7}}", "{seed: 7, data: {seed: 8}}"),
+        ("{task: classify, model: {pooling: mean}}", "{task: classify, model: {pooling: last}}"),
+        ("{rule: fisher, optimizer: {damping: 0.1, eps: 1.0e-8}}", "{rule: madam, optimizer: {damping: 0.1}}"),
+        ("{rule: madam, optimizer: {damping: 0.00390625}}", "{rule: fisher, optimizer: {damping: 0.00390625}}"),
+        ("{model: {constrained: [attn.qkv, attn.proj]}}", "{model: {constrained: [attn]}}"),
+    ],
+)
+def test_what_a_run_filled_in_for_it_is_read_too_and_no_other_value(tmp_path: Path, filled: str, other: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(filled)
+    load_config(path)
+    path.write_text(other)
+    with pytest.raises(BenchError, match="asks for what is no longer here"):
+        load_config(path)
+
+
 def test_the_file_of_all_defaults_is_read_as_none_at_all_and_explains_every_setting(tmp_path: Path) -> None:
     path = tmp_path / "defaults.yaml"
     path.write_text(defaults_yaml())
