@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from nanogpt_bench.config.field import setting
+from nanogpt_bench.config.field import Section, setting
 
 WANDB_MODES = ("off", "auto", "offline", "online")
 
 
-@dataclass
-class ShadowConfig:
+class ShadowConfig(Section):
     """A float32 model with the run's current weights, whose gradients the run's are compared with."""
 
     enabled: bool = setting(False, "compare gradients with a float32 model's on the same batches")
     interval: int = setting(100, "steps between two comparisons", minimum=1)
-    of: str = setting(
-        "dequantised",
-        "the weights as the forward pass uses them, or their float32 master copy",
-        choices=("dequantised", "master"),
-    )
 
 
-@dataclass
-class AlertsConfig:
+class AlertsConfig(Section):
     """What a run tells of failures as it goes, in alerts.jsonl, on the terminal and in the trackers."""
 
     enabled: bool = setting(True, "judge the run at every look of its monitors")
@@ -33,15 +24,14 @@ class AlertsConfig:
     )
 
 
-@dataclass
-class TrackingConfig:
+class TrackingConfig(Section):
     """Where the record of every step goes, beside metrics.jsonl."""
 
     wandb: str = setting(
-        "off", "Weights & Biases; auto: online with an API key, otherwise offline", choices=WANDB_MODES
-    )
-    wandb_project: str = setting(
-        "nanogpt-bench", "project of the runs; W&B reads user, team and tags from WANDB_ENTITY and WANDB_TAGS"
+        "off",
+        "Weights & Biases, whose WANDB_PROJECT, WANDB_ENTITY and WANDB_TAGS are read; auto: online with an API key, "
+        "otherwise offline",
+        choices=WANDB_MODES,
     )
     wandb_id: str | None = setting(None, "run to resume, online only; null: a new one")
     wandb_artifacts: bool = setting(
@@ -50,8 +40,7 @@ class TrackingConfig:
     tensorboard: bool = setting(False, "write TensorBoard's event files into the run folder")
 
 
-@dataclass
-class CheckpointConfig:
+class CheckpointConfig(Section):
     """When the state of a run is committed to its folder, and which of these checkpoints stay."""
 
     every: int | None = setting(

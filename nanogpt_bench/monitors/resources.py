@@ -39,7 +39,7 @@ class Resources(Observer):
     def __init__(self, model: nn.Module, config: Config, device: torch.device) -> None:
         self._device = device
         self._flops = flops_per_token(model, config)
-        self._peak = _peak_flops(config, device)
+        self._peak = _peak_flops(device)
 
     def written(self, step: Step) -> None:
         if VAL_LOSS.name not in step.record:
@@ -60,9 +60,7 @@ def flops_per_token(model: nn.Module, config: Config) -> float:
     return 6.0 * weights + 12.0 * (settings.n_layer or 0) * (settings.n_embd or 0) * (settings.block_size or 0)
 
 
-def _peak_flops(config: Config, device: torch.device) -> float | None:
-    if config.runtime.peak_tflops is not None:
-        return config.runtime.peak_tflops * 1e12
+def _peak_flops(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)

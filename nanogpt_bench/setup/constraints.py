@@ -4,60 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-import fp8manifold as fm  # before geoopt, whose first import warns of what it does to torch
-
 # isort: split
 import geoopt
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from nanogpt_bench.config.schema import MANIFOLDS, OPTIONS, RIEMANNIAN, Config, ModelConfig, OptimizerConfig
 from nanogpt_bench.config.settings import Resolved
 from nanogpt_bench.model.gpt import linear_sizes
-from nanogpt_bench.system.errors import BenchError, one_line
+from nanogpt_bench.system.errors import BenchError
 
-#: the layers that are constrained where nobody says which
+#: the layers that are constrained
 ATTENTION = ("attn.qkv", "attn.proj")
 #: of `optimizer.constrained_lr`, where nobody gives one: an angle under Adam, a factor of the gradient under SGD
 _RATES = {"riemannian_adam": 1e-2, "riemannian_sgd": 1e-1}
-
-
-class RowStiefel(geoopt.EuclideanStiefel):
-    """Matrices (n, p) with n <= p whose rows are orthonormal: geoopt's Stiefel manifold of their transposes.
-
-    >>> manifold = RowStiefel()
-    >>> x = manifold.projx(torch.tensor([[3.0, 0.0, 4.0]]))
-    >>> x.square().sum().item()
-    1.0
-    """
-
-    name = "Stiefel(rows)"
-
-    def projx(self, x: Tensor) -> Tensor:
-        return super().projx(x.mT).mT
-
-    def proju(self, x: Tensor, u: Tensor) -> Tensor:
-        return super().proju(x.mT, u.mT).mT
-
-    egrad2rgrad = proju
-
-    def retr(self, x: Tensor, u: Tensor) -> Tensor:
-        return super().retr(x.mT, u.mT).mT
-
-    def expmap(self, x: Tensor, u: Tensor) -> Tensor:
-        return super().expmap(x.mT, u.mT).mT
-
-    def _check_shape(self, shape: Any, name: str) -> tuple[bool, str | None]:
-        found: tuple[bool, str | None] = super()._check_shape((*shape[:-2], *shape[:-3:-1]), name)
-        return found
-
-    def _check_point_on_manifold(self, x: Tensor, **tolerances: float) -> tuple[bool, str | None]:
-        found: tuple[bool, str | None] = super()._check_point_on_manifold(x.mT, **tolerances)
-        return found
-
-    def _check_vector_on_tangent(self, x: Tensor, u: Tensor, **tolerances: float) -> tuple[bool, str | None]:
-        found: tuple[bool, str | None] = super()._check_vector_on_tangent(x.mT, u.mT, **tolerances)
-        return found
 
 
 def fill_constraint(config: Config) -> None:
@@ -65,7 +25,6 @@ def fill_constraint(config: Config) -> None:
     model, optimizer = config.model, config.optimizer
     if model.constraint is None:
         return
-    model.constrained = model.constrained or list(ATTENTION)
     if config.rule is None:
         optimizer.name = optimizer.name or RIEMANNIAN[0]
         model.storage = model.storage or ("master" if model.formats else "float32")
@@ -84,41 +43,25 @@ def fill_rates(config: Config) -> None:
 
 
 def check_constrained_layers(config: Resolved) -> None:
-    """Refuse a head that is the embedding too, and weights that are to lie on a grid as well.
+    """Refuse weights that are to lie on a grid as well.
 
     Raises:
         BenchError: names the layer, and what to give for it.
     """
     model = config.model
-    names = constrained_layers(model) if model.constraint else []
-    if model.tie_weights and "lm_head" in names:
-        raise BenchError(
-            "model.constrained: lm_head shares the token embedding's weight, which would be constrained with it; leave "
-            "it out, or give model.tie_weights false"
-        )
-    for name in names if model.storage in MANIFOLDS else ():
+    for name in constrained_layers(model) if model.constraint and model.storage in MANIFOLDS else ():
         spec = config.layers.get(name)
         if spec is not None and spec.weight is not None:
             raise BenchError(
-                f"model.constrained: the weight of {name!r} has format {spec.weight.format.name} under model.storage "
-                f"{model.storage!r}, whose values are not on the manifold; give it the format none, or model.storage "
-                "master, whose copy is on it"
+                f"model.constraint: the weight of {name!r} has format {spec.weight.format.name} under model.storage "
+                f"{model.storage!r}, whose values are not on the manifold; add --model.formats.attn none, or give "
+                "--model.storage master, whose copy is on it"
             )
 
 
 def constrained_layers(model: ModelConfig) -> list[str]:
-    """Return the names of the layers that `model.constrained` matches, in the model's order.
-
-    Raises:
-        BenchError: a pattern that matches no linear layer.
-    """
-    layers, found = linear_sizes(model.n_layer or 0, model.n_embd or 0), set[str]()
-    for pattern in model.constrained:
-        try:
-            found |= fm.check_formats({pattern: "E4M3"}, layers).keys()  # which format does not matter
-        except (ValueError, TypeError) as error:
-            raise BenchError(f"model.constrained: {one_line(error)}") from None
-    return [name for name in layers if name in found]
+    """Return the names of the layers that a constraint is for, in the model's order."""
+    return [name for name in linear_sizes(model.n_layer or 0, model.n_embd or 0) if name.endswith(ATTENTION)]
 
 
 @torch.no_grad()
@@ -132,17 +75,11 @@ def constrain(model: nn.Module, settings: ModelConfig) -> None:
         return
     for name in constrained_layers(settings):
         layer: Any = model.get_submodule(name)
-        manifold = _manifold(settings.constraint, layer.weight)
+        manifold = geoopt.Sphere() if settings.constraint == "sphere" else geoopt.EuclideanStiefel()
         point = manifold.projx(layer.weight.detach().double()).to(layer.weight.dtype)
         if not bool(point.isfinite().all()):
             raise BenchError(f"model.constraint: the weight of {name!r} has a row of zeros, or is not finite")
         layer.weight = geoopt.ManifoldParameter(point, manifold=manifold)
-
-
-def _manifold(constraint: str, weight: Tensor) -> geoopt.Manifold:
-    if constraint == "sphere":
-        return geoopt.Sphere()
-    return RowStiefel() if weight.shape[0] < weight.shape[1] else geoopt.EuclideanStiefel()
 
 
 def rate_of(weight: geoopt.ManifoldParameter, settings: OptimizerConfig) -> float:

@@ -20,11 +20,19 @@ from nanogpt_bench.system.errors import BenchError, one_line
 Batches = Callable[[int], Sequence[tuple[Tensor, Tensor]]]
 
 
+#: added to the root of the second moment
+EPS = 1e-8
+#: added to the eigenvalues of a Fisher matrix, in units of their mean
+_FISHER_DAMPING = 0.1
+#: of the schedule trapezoid, the share of the steps in the final descent
+DECAY_SHARE = 0.2
+
+
 def lr_factor(config: OptimizerConfig, step: int, max_steps: int) -> float:
     """Return the learning rate of `step` (counted from 0) over the peak.
 
     The warm-up rises linearly over `warmup_steps` to 1. Then `cosine` falls along half a cosine, and `linear` along a
-    line, to `min_lr_ratio` at `max_steps`; `trapezoid` stays at 1 and falls linearly over the last `decay_share` of the
+    line, to `min_lr_ratio` at `max_steps`; `trapezoid` stays at 1 and falls linearly over the last fifth of the
     steps; `step` stays at 1 and is `min_lr_ratio` once the share `step_at` of the steps is over; `constant` stays.
 
     >>> settings = OptimizerConfig(warmup_steps=1, min_lr_ratio=0.0)
@@ -37,7 +45,7 @@ def lr_factor(config: OptimizerConfig, step: int, max_steps: int) -> float:
         return 1.0
     if config.schedule == "step":
         return _fallen("step", step / max_steps, config)
-    start = round(max_steps * (1 - config.decay_share)) if config.schedule == "trapezoid" else config.warmup_steps
+    start = round(max_steps * (1 - DECAY_SHARE)) if config.schedule == "trapezoid" else config.warmup_steps
     progress = min(1.0, max(0.0, (step - start) / max(1, max_steps - start)))
     return _fallen("cosine" if config.schedule == "cosine" else "linear", progress, config)
 
@@ -73,14 +81,6 @@ class Course:
 
     def __call__(self, step: int) -> float:
         return self.end + (self.start - self.end) * left(self.name, min(step / self.steps, 1.0), self.step_at)
-
-
-def decay_course(config: OptimizerConfig, max_steps: int) -> Course | None:
-    """Return the course of weight decay, None where it stays as it is."""
-    if config.weight_decay_end is None:
-        return None
-    name = config.weight_decay_schedule or "linear"
-    return Course(name, config.weight_decay or 0.0, config.weight_decay_end, max_steps, config.step_at)
 
 
 def build_optimizer(model: nn.Module, config: Config, batches: Batches | None = None) -> torch.optim.Optimizer:
@@ -125,23 +125,17 @@ def _adam_groups(model: nn.Module, config: Config) -> list[dict[str, Any]]:
 
 def _adam_options(config: Config) -> dict[str, Any]:
     settings = config.optimizer
-    return {"lr": settings.lr, "betas": (settings.beta1, settings.beta2), "eps": settings.eps}
-
-
-#: options of all the library's optimizers that keep their name
-_OWN = ("damping", "clip", "stabilize_every", "reset_every")
+    return {"lr": settings.lr, "betas": (settings.beta1, settings.beta2), "eps": EPS}
 
 
 def _own_options(config: Config) -> dict[str, Any]:
     """Return what every optimizer of the library takes."""
     settings = config.optimizer
     written = {name: value for name in ("writeback", "draws") if (value := getattr(settings, name)) is not None}
-    given = {name: value for name in _OWN if (value := getattr(settings, name)) is not None}
     return {
         "moments": settings.moments or "float32",
         "seed": config.seed,
         **written,
-        **given,
     }
 
 
@@ -176,7 +170,7 @@ def _stiffness_muon(model: nn.Module, config: Config) -> torch.optim.Optimizer:
     settings = config.optimizer
     options: dict[str, Any] = {
         "betas": (settings.beta1, settings.beta2),
-        "adam_eps": settings.eps,
+        "adam_eps": EPS,
         "momentum": settings.momentum,
     }
     options |= {"weight_decay": settings.weight_decay, "stiffness": _stiffness(config), **_own_options(config)}
@@ -197,9 +191,8 @@ def peak_lr(group: dict[str, Any], settings: OptimizerConfig) -> float:
 def _fisher(model: nn.Module, config: Config, batches: Any) -> torch.optim.Optimizer:
     settings = config.optimizer
     groups = parameter_groups(model, settings.weight_decay or 0.0)
-    names = ("momentum", "representation", "refresh")
-    options = {name: getattr(settings, name) for name in names} | {"stiffness": _stiffness(config)}
-    options |= _adam_options(config) | _own_options(config)
+    options: dict[str, Any] = {"momentum": settings.momentum, "stiffness": _stiffness(config)}
+    options |= _adam_options(config) | _own_options(config) | {"damping": _FISHER_DAMPING}
     return fm.optim.FisherNaturalGradient(groups, model, batches, **options)
 
 
@@ -278,7 +271,7 @@ def _sdnq_adamw(model: nn.Module, config: Config) -> torch.optim.Optimizer:
 
 
 #: options that the library calls what the bench calls them
-_AS_THEY_ARE = ("lr", "eps", "momentum", "float_lr")
+_AS_THEY_ARE = ("lr", "momentum", "float_lr")
 #: every other is an optimizer of the library that is made of groups and options
 _BUILDERS: dict[str, Callable[[nn.Module, Config], torch.optim.Optimizer]] = {
     "sgd": _sgd,

@@ -18,35 +18,8 @@ from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.ranks import ALONE, Ranks
 from nanogpt_bench.system.words import counted
 
-#: what compares gradients, or measures them, in passes of one process, and manifolds of whole matrices
-_OF_ONE_PROCESS = ("shadow.enabled", "train.step_in_backward", "model.constraint", "model.peer")
 #: collectives whose first argument is what a process gives; of the others it is the second
 _IN_PLACE = ("allreduce", "broadcast", "reduce_", "send")
-
-
-def check_parallel(config: Config) -> None:
-    """Refuse what a run in several processes would do wrongly.
-
-    Raises:
-        BenchError: names the keys, and what to give for them.
-    """
-    mode = config.train.parallel
-    if mode is None:
-        return
-    given = [key for key in _OF_ONE_PROCESS if _value(config, key)]
-    if given:
-        raise BenchError(
-            f"train.parallel: {mode!r} can't be used with {', '.join(given)}; give --{given[0]} "
-            f"{'null' if isinstance(_value(config, given[0]), str) else 'false'}"
-            f"{', and so with the others' if len(given) > 1 else ''}"
-        )
-    if config.optimizer.name == "fisher":
-        raise BenchError(f"optimizer.name: 'fisher' can't be used with train.parallel {mode!r}; leave one of them out")
-
-
-def _value(config: Config, key: str) -> Any:
-    section, _, name = key.partition(".")
-    return getattr(getattr(config, section), name)
 
 
 def check_ranks(config: Config, ranks: Ranks) -> None:
@@ -79,7 +52,8 @@ def refuse_parallel(mode: str | None, who: str) -> None:
     """
     if mode is not None:
         raise BenchError(
-            f"train.parallel: {mode!r} is for torchrun -m nanogpt_bench run; {who} trains in one process; leave it out"
+            f"train.parallel: {mode!r} is for torchrun -m nanogpt_bench run; {who} trains in one process; add "
+            "--train.parallel null"
         )
 
 

@@ -257,8 +257,6 @@ def applies(key: str, value: Any, rule: Rule) -> bool:
         return rule.optimizer in optimizers
     if key == "model.storage":
         return rule.storage == value or (rule.storage in ROUNDED and value in ROUNDED)
-    if key == "shadow.of":
-        return value != "master" or rule.storage not in ROUNDED
     if key == "model.peer":
         return rule.optimizer in PEER_WEIGHTS.get(value, ())
     if key == "train.precision":
