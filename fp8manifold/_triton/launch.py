@@ -12,7 +12,7 @@ from torch import Tensor
 from fp8manifold._triton import options
 from fp8manifold._triton.kinds import KernelSpec, Tile, Widening, as_constants
 
-__all__ = ["KernelsUnavailableError", "Kind", "chunks_of", "double", "launch"]
+__all__ = ["KernelsUnavailableError", "Kind", "chunks_of", "launch"]
 
 Kind = tuple[KernelSpec, Tile]
 """What a kernel is compiled for."""
@@ -85,20 +85,6 @@ def launch(
         if widenings is not None:
             tables.append(_to_double(widenings, said))
         _run(tables)
-
-
-def double(widenings: Widenings, said: Tensor) -> int:
-    """Double the scales of the rows that have a weight at the end of its range, and say in how many launches.
-
-    Args:
-        widenings: whose scales, and what they are.
-        said: int32, on the device, as after a step that left such a weight in each parameter.
-
-    Raises:
-        KernelsUnavailableError: a kernel could not be compiled; nothing has changed.
-    """
-    with _on(said.device):
-        return _run([_to_double(widenings, said)])
 
 
 def _on(device: torch.device) -> torch.cuda.device:

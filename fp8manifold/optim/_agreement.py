@@ -18,7 +18,7 @@ from fp8manifold.optim._backends import note_changes
 from fp8manifold.optim._native_step import sum_of_squares
 from fp8manifold.optim._scales import zero_scales
 from fp8manifold.optim._slot import Slot, counted, steps_taken
-from fp8manifold.optim._triton_step import has_rows, is_triton, run_triton
+from fp8manifold.optim._triton_step import doubles_on_card, is_triton, run_triton
 from fp8manifold.tensor import FP8Tensor
 
 _NONE: Final[Mapping[Tensor, Any]] = MappingProxyType({})
@@ -430,7 +430,7 @@ def take_steady(optimizer: Any, slots: list[Slot], *, alone: bool = False) -> bo
     counted(slots, said)
     note_changes([tensor for slot in slots for tensor in slot.changed])
     note_changes([slot.parameter.kept_scale for slot in slots if isinstance(slot.parameter, FP8Tensor)])
-    if late := [slot for slot in slots if isinstance(slot.parameter, FP8Tensor) and not has_rows(slot)]:
+    if late := [slot for slot in slots if slot.storage == "codes" and not doubles_on_card(slot)]:
         for slot, (reached, *_) in zip(slots, said.values[1:], strict=True):
             slot.reached.append(bool(reached))
         optimizer._widen(late)

@@ -48,7 +48,7 @@ from fp8manifold.optim._scales import (
 from fp8manifold.optim._slot import Slot, counted, is_quantized, slot_of, stabilize
 from fp8manifold.optim._spec import BOUND_NAMES, Spec, spec_of
 from fp8manifold.optim._state import claim, gathered, make_state, new_stream, stiffness_field, take_remainder, twins
-from fp8manifold.optim._triton_step import double_on_card, doubles_on_card, hear
+from fp8manifold.optim._triton_step import hear
 from fp8manifold.optim._writeback import rounds_at_random
 
 _RESET: Final = frozenset((*MOMENT_NAMES, *BOUND_NAMES))
@@ -354,11 +354,8 @@ class ManifoldOptimizer(torch.optim.Optimizer):
 
     def _widen(self, slots: list[Slot]) -> None:
         """Double the scales that the step has left a weight at the end of."""
-        full = at_an_end(slots)
-        doubled = double_on_card([slot for slot in full if doubles_on_card(slot)])
-        note_changes([slot.kept_scale for slot in doubled if slot.kept_scale is not None])
-        for slot in full:
-            changed = doubled[slot] if slot in doubled else widen(slot)
+        for slot in at_an_end(slots):
+            changed = sum(slot.doubled) if slot.doubled else widen(slot)
             self.widened_scales += own_count(slot, changed)
             if changed and has_one_scale(slot):
                 self._refresh(slot)

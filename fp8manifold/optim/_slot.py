@@ -162,6 +162,8 @@ class Slot:
     whole: bool = False
     #: whether the step left a code of the largest magnitude, where its backend looked for one
     reached: list[bool] = field(default_factory=list)
+    #: how many scales have been doubled for that, where its backend does it
+    doubled: list[int] = field(default_factory=list)
     #: whether it left a part of a row that is 0 throughout, where its backend looked for one
     emptied: list[bool] = field(default_factory=list)
     #: the scales that the step fits, as a mask in the shape of the parameter's: their weights all are 0; None for none

@@ -20,7 +20,7 @@ from fp8manifold import _triton
 from fp8manifold._base.reading import Later
 from fp8manifold._numerics.records import JOB
 from fp8manifold._triton.kinds import SAID, WIDENED, KernelSpec, Tile, format_of, widening_of
-from fp8manifold._triton.launch import KernelsUnavailableError, Kind, Widenings, double, launch
+from fp8manifold._triton.launch import KernelsUnavailableError, Kind, Widenings, launch
 from fp8manifold.optim._native_step import has_code, places_of
 from fp8manifold.optim._slot import FOR_RESCALING, Slot, key_rows, number_rows, row_view
 from fp8manifold.optim._spec import MOMENT_FORMAT, Spec
@@ -56,86 +56,48 @@ def is_triton(slot: Slot) -> bool:
 def run_triton(slots: Sequence[Slot], *, decides: bool = False) -> Later | None:
     """Step the slots in place, and return what their kernels say: a row for all, and one for each.
 
-    The host waits for that.  With ``decides`` it does not: the card refuses all steps where the square of any gradient
-    is not finite, and doubles scales of rows or blocks.  None where kernels can't be compiled: nothing changes, and the
-    process warns once.
+    The host waits for that, and notes it of slots with codes.  None where kernels can't be compiled: nothing changes,
+    and the process warns once.
 
     Args:
         slots: the slots to step, on one device, of disjoint memory.
-        decides: leave the card the verdict, and the scales.
+        decides: the card refuses all steps where the square of any gradient is not finite, and the host does not wait.
     """
-    words = _words(slots)
+    words = torch.zeros((1 + len(slots), SAID), dtype=torch.int32, device=slots[0].device)
     scales = [_scale(slot) for slot in slots]
     records, kinds = _records(slots, scales, words)
     records["keys"], records["hyper"] = key_rows(slots), number_rows(slots)
     try:
-        launch(records, kinds, words, check=decides, widenings=_widenings(slots, words) if decides else None)
+        launch(records, kinds, words, check=decides, widenings=_widenings(slots, words))
     except KernelsUnavailableError as error:
         _give_up(error)
         return None
     said = Later(words)
     if not decides and any(slot.spec.storage == "codes" for slot in slots):
-        for slot, (reached, _, _, emptied) in zip(slots, said.values[1:], strict=True):
+        for slot, (reached, doubled, _, emptied) in zip(slots, said.values[1:], strict=True):
             if slot.spec.storage == "codes":
                 slot.reached.append(bool(reached))
                 slot.emptied.append(bool(emptied))
+            if doubles_on_card(slot):
+                slot.doubled.append(doubled)
+                _tell(slot.parameter, doubled)
     return said
 
 
-def _words(slots: Sequence[Slot]) -> Tensor:
-    """Zeros for what kernels say, a row for all and one for each."""
-    return torch.zeros((1 + len(slots), SAID), dtype=torch.int32, device=slots[0].device)
-
-
 def doubles_on_card(slot: Slot) -> bool:
-    """True where a kernel doubles the scales of codes on an NVIDIA GPU: of rows or blocks that one process holds."""
-    return (
-        slot.device.type == "cuda"
-        and has_rows(slot)
-        and slot.share is None
-        and slot.view.numel <= 2**32
-        and not _given_up
-        and _triton.is_available()
-    )
-
-
-def has_rows(slot: Slot) -> bool:
-    """True for codes with a scale a row or a block of it: neither one for all, nor one for a square of several rows."""
+    """True for a step whose kernel doubles scales: of rows or blocks, of neither a whole parameter nor a square."""
     held = slot.parameter
-    return isinstance(held, FP8Tensor) and held.kept_scale.dim() > 0 and not isinstance(held.block_size, tuple)
-
-
-def double_on_card(slots: Sequence[Slot]) -> dict[Slot, int]:
-    """Double full scales in one launch a format and device, and say of each slot how many.
-
-    The host waits for the numbers. Where the kernel can't be compiled nothing changes, and there are no numbers.
-    """
-    found: dict[Slot, int] = {}
-    for device in dict.fromkeys(slot.device for slot in slots):
-        found |= _double_there([slot for slot in slots if slot.device == device])
-    return found
-
-
-def _double_there(slots: Sequence[Slot]) -> dict[Slot, int]:
-    """The same of slots on one device."""
-    words = _words(slots)
-    words[1:, 0] = 1
-    widenings = _widenings(slots, words)
-    assert widenings is not None
-    try:
-        double(widenings, words)
-    except KernelsUnavailableError as error:
-        _give_up(error)
-        return {}
-    found = {slot: doubled for slot, (_, doubled, *_) in zip(slots, Later(words).values[1:], strict=True)}
-    for slot, doubled in found.items():
-        _tell(slot.parameter, doubled)
-    return found
+    return (
+        isinstance(held, FP8Tensor)
+        and slot.spec.storage == "codes"
+        and held.kept_scale.dim() > 0
+        and not isinstance(held.block_size, tuple)
+    )
 
 
 def _widenings(slots: Sequence[Slot], words: Tensor) -> Widenings | None:
     """The records for doubling the scales of rows and blocks of codes; None without any."""
-    places = [i for i, slot in enumerate(slots) if slot.spec.storage == "codes" and has_rows(slot)]
+    places = [i for i, slot in enumerate(slots) if doubles_on_card(slot)]
     if not places:
         return None
     records, made = np.zeros(len(places), dtype=WIDENED), []

@@ -331,9 +331,16 @@ def test_full_scales_of_matrices_double_in_one_launch(
 ) -> None:
     """Muon's steps, which wait for the card anyway: all its full rows at once, as the host doubles them one by one."""
     made: list[Any] = []
-    launches: list[int] = []
     largest = as_format(fmt).max_code
-    monkeypatch.setattr(_triton_step, "double", lambda *a, own=_triton_step.double: launches.append(own(*a)))
+    found: list[list[int]] = []
+    own = _triton_step.run_triton
+
+    def run(slots: Any) -> Any:
+        said = own(slots)
+        found.extend(slot.doubled for slot in slots if slot.spec.storage == "codes")
+        return said
+
+    monkeypatch.setattr(_backends, "run_triton", run)
     for device in (CARD, torch.device("cpu")):
         shapes = ((4, 64), (6, 32)) if granularity == "block" else ((4, 64), (3, 37))
         how = {"granularity": granularity, "keep_remainder": False}
@@ -343,8 +350,9 @@ def test_full_scales_of_matrices_double_in_one_launch(
         made.append(optim.StiffnessMuon(weights, 1e-9, **options))
     for step in range(3):
         for optimizer in made:
-            chosen = _triton_step.has_rows if optimizer is made[0] else lambda slot: False
-            monkeypatch.setattr(_optimizer, "doubles_on_card", chosen)
+            ours = optimizer is made[0]
+            monkeypatch.setattr(_backends, "is_native", lambda slot, ours=ours: not ours)
+            monkeypatch.setattr(_backends, "is_triton", lambda slot, ours=ours: ours)
             for p in optimizer.param_groups[0]["params"]:
                 p.grad = torch.zeros(p.shape, device=p.device)
                 p.codes[step, 5 + step] = largest
@@ -355,7 +363,7 @@ def test_full_scales_of_matrices_double_in_one_launch(
         assert torch.equal(a.scale.cpu(), c.scale)
     assert made[0].widened_scales == made[1].widened_scales > 0
     assert frozen(made[0].state_dict()) == frozen(made[1].state_dict())
-    assert launches == ([] if granularity == "tensor" else [1] * 3)
+    assert [bool(doubled) for doubled in found] == [granularity != "tensor"] * 6
 
 
 def test_a_refused_step_raises_where_it_is_asked_to(on_a_card: None) -> None:
