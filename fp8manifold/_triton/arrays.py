@@ -125,4 +125,4 @@ def finite_kernel(table, chunks, refused, KIND: tl.constexpr, W: tl.constexpr):
     largest = tl.max(bits_of(g) & 0x7FFFFFFF, axis=0)
     if largest > 0x5F7FFFFF:  # the square of the next one is Inf
         tl.store(refused, 1)
-        tl.store(refused + (index + 1) * SAID, 1)
+        tl.store(refused + (index + 1) * SAID + 2, 1)
