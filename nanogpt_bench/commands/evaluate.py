@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanogpt_bench.commands.arguments import above_0, names, one_of, positive
 from nanogpt_bench.system.errors import BenchError, unknown
-from nanogpt_bench.system.overwriting import holds, refuse_to_replace, rows_with
+from nanogpt_bench.system.files import holds, refuse_to_replace, rows_with
 
 if TYPE_CHECKING:
     from nanogpt_bench.evaluation.measurement import Row

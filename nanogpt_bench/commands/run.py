@@ -92,7 +92,7 @@ def trained(
     # here, since they bring torch, for which neither the help nor a wrong option has to wait
     from nanogpt_bench.data.stdlib import prepare_default
     from nanogpt_bench.loop.train import run
-    from nanogpt_bench.setup.fits import check_fits
+    from nanogpt_bench.setup.memory import check_fits
     from nanogpt_bench.setup.resolve import resolve, resolve_for
     from nanogpt_bench.setup.runtime import check_device
 

@@ -24,8 +24,7 @@ from nanogpt_bench.runs.trained import choose, load, run_folder
 from nanogpt_bench.setup.formats import format_summary
 from nanogpt_bench.setup.runtime import runtime
 from nanogpt_bench.system.errors import BenchError, printable
-from nanogpt_bench.system.files import write_json
-from nanogpt_bench.system.overwriting import holds, refuse_to_replace, rows_with
+from nanogpt_bench.system.files import holds, refuse_to_replace, rows_with, write_json
 from nanogpt_bench.system.words import counted
 from nanogpt_bench.training.trainer import Trainer
 

@@ -18,8 +18,7 @@ from nanogpt_bench.data.batches import Corpus, open_corpus
 from nanogpt_bench.evaluation.measurement import Row
 from nanogpt_bench.evaluation.weights import OF_FORMATS, RunWeights, checked_overrides, folder_of, named_formats
 from nanogpt_bench.loop.outcome import count
-from nanogpt_bench.model.layers import quantized_layers
-from nanogpt_bench.model.weights import load_weights, save_weights
+from nanogpt_bench.model.weights import load_weights, quantized_layers, save_weights
 from nanogpt_bench.runs.environment import environment
 from nanogpt_bench.runs.trained import choose, load
 from nanogpt_bench.setup.formats import format_name, format_summary, has_format

@@ -11,9 +11,9 @@ from torch import nn
 
 from nanogpt_bench.config.metrics import SHARE, SPEED, VAL_LOSS, Metric
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.model.layers import linear_layers
+from nanogpt_bench.model.weights import linear_layers
+from nanogpt_bench.monitors.capture import Watched
 from nanogpt_bench.monitors.points import Observer, Step
-from nanogpt_bench.monitors.watched import Watched
 
 _resources = partial(Metric, monitor="resources")
 PEAK_BYTES = _resources("memory/peak_bytes", "Peak memory", "bytes", "At validations: the GPU's, or the process's.")

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from nanogpt_bench.config.metrics import ABOVE, BELOW, LINEAR, MEAN, Metric
 from nanogpt_bench.model.gpt import GPT, GPTShape, build_model
-from nanogpt_bench.model.layers import forward_weight, linear_layers, plain
-from nanogpt_bench.monitors.passes import blocks
+from nanogpt_bench.model.weights import forward_weight, linear_layers, plain
+from nanogpt_bench.monitors.capture import Watched
+from nanogpt_bench.monitors.figures import blocks
 from nanogpt_bench.monitors.points import Observer, Step
-from nanogpt_bench.monitors.watched import Watched
 
 _shadow = partial(Metric, monitor="shadow")
 COSINE = _shadow(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nanogpt_bench.checkpoint import newest
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.model.layers import plain
+from nanogpt_bench.model.weights import plain
 from nanogpt_bench.monitors.points import HISTOGRAM_INTERVAL, Observer, Step
 from nanogpt_bench.system.errors import BenchError, one_line
 from nanogpt_bench.system.files import write_text

@@ -18,9 +18,9 @@ from nanogpt_bench.config.schema import (
 )
 from nanogpt_bench.config.settings import Resolved, load_config
 from nanogpt_bench.model.gpt import SIZES, GPTShape
-from nanogpt_bench.setup.constraints import check_constrained_layers, fill_constraint, fill_rates
 from nanogpt_bench.setup.formats import fill_formats, format_name, read_layers
 from nanogpt_bench.setup.start import as_begun, outlined_shape, pinned, start_shape
+from nanogpt_bench.setup.surgery import check_constrained_layers, fill_constraint, fill_rates
 from nanogpt_bench.system.errors import BenchError
 
 #: what a run without a rule starts from

@@ -14,8 +14,7 @@ from torch.nn import functional
 
 from nanogpt_bench.config import metrics
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.data.batches import Corpus, batch, eval_batches
-from nanogpt_bench.data.documents import documents_of, drawn, held_out
+from nanogpt_bench.data.batches import Corpus, batch, documents_of, drawn, eval_batches, held_out
 from nanogpt_bench.system.free_memory import check_memory
 
 #: bytes that a token of a held batch takes, as an input and as a target

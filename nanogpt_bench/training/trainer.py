@@ -19,12 +19,16 @@ from nanogpt_bench.config.settings import Resolved
 from nanogpt_bench.data.batches import Corpus, open_also
 from nanogpt_bench.model.gpt import GPT
 from nanogpt_bench.monitors.points import Observer, Step
-from nanogpt_bench.setup.fits import check_fits
-from nanogpt_bench.setup.memory import GradientPeak
-from nanogpt_bench.setup.optimizers import build_optimizer, lr_factor, peak_lr, stiffness_at
-from nanogpt_bench.setup.parallel import Loss, Wire, joined_model, replicated
-from nanogpt_bench.setup.peers import keep_peer_weights, train_in_float8
-from nanogpt_bench.setup.runtime import CompiledLoss, bfloat16_products
+from nanogpt_bench.setup.memory import GradientPeak, check_fits
+from nanogpt_bench.setup.optimizers import (
+    build_optimizer,
+    keep_peer_weights,
+    lr_factor,
+    peak_lr,
+    stiffness_at,
+    train_in_float8,
+)
+from nanogpt_bench.setup.runtime import CompiledLoss, Loss, Wire, bfloat16_products, joined_model, replicated
 from nanogpt_bench.setup.start import model_shape, start_model
 from nanogpt_bench.setup.surgery import quantize
 from nanogpt_bench.setup.task import Figures, Passes, task_of

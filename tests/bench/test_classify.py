@@ -18,12 +18,11 @@ from torch.nn import functional
 from nanogpt_bench.cli import main
 from nanogpt_bench.commands.sample import Draw, sample_run
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.data.batches import open_corpus
-from nanogpt_bench.data.documents import documents_of, drawn
+from nanogpt_bench.data.batches import documents_of, drawn, open_corpus
 from nanogpt_bench.evaluation.losses import evaluate_run
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.model.gpt import PADDING, Classifier, GPTShape, build_model
-from nanogpt_bench.model.layers import quantized_layers
+from nanogpt_bench.model.weights import quantized_layers
 from nanogpt_bench.report.results import measure
 from nanogpt_bench.report.rows import find_reference, group_rows, loss_unit
 from nanogpt_bench.report.tables import to_csv, to_markdown

@@ -17,7 +17,7 @@ from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.data.batches import open_corpus
 from nanogpt_bench.loop.train import run
-from nanogpt_bench.model.layers import constrained_weights
+from nanogpt_bench.model.weights import constrained_weights
 from nanogpt_bench.report.build import report
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.sweep.plan import applies
