@@ -1,4 +1,4 @@
-"""From the `optimizer` section to an optimizer, ours or another package's, with GPT-style parameter groups, and the schedules of its options."""
+"""From the `optimizer` section to an optimizer, ours or another package's, its groups, and schedules of its options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run computes with: threads, seed and device, one process or replicas, the loss under torch.compile, products of bfloat16."""
+"""What a run computes with: threads, seed, device, one process or replicas, the loss compiled, products of bfloat16."""
 
 from __future__ import annotations
 
