@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import fp8manifold as fm
 from fp8manifold.optim import StiffnessAdamW, StiffnessLion, StiffnessSGD
 from fp8manifold.optim._spec import MOMENT_FORMAT
-from fp8manifold.optim._step import _root_codes, _scale
+from fp8manifold.optim._step import _root_codes, _scale, _to_bfloat16
 from fp8manifold.random_bits import word_range
 
 WIDTH = 256
@@ -47,6 +47,21 @@ def second_of(state: dict[str, Tensor]) -> Tensor:
 
 
 # ----------------------------------------------------------------------------------------------- one rounding
+@pytest.mark.parametrize("x", [1.00001, -3.14159, 1e-30, -7e20, 2.0**-126, 255.99999, 0.0])
+def test_bfloat16_is_unbiased_over_all_draws(x: float) -> None:
+    """Exactly: of the 2^16 draws, as many round away as there are parts beyond the value below."""
+    value = torch.tensor(x)
+    kept = _to_bfloat16(value.expand(len(DRAWS)).contiguous(), DRAWS).double()
+    assert kept.mean().item() == value.double().item()
+    assert len(kept.unique()) == (1 if value.bfloat16() == value else 2)
+
+
+def test_a_value_of_bfloat16_stays() -> None:
+    patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    finite = patterns[patterns.isfinite()]
+    for draw in (0, 1, 0xFFFF):
+        kept = _to_bfloat16(finite.float(), torch.full(finite.shape, draw, dtype=torch.int32))
+        assert torch.equal(kept.view(torch.int16), finite.view(torch.int16))
 
 
 @pytest.mark.parametrize("root", [1.03, 100.7, 15.96875, 2.0**-9, 1.5 * 2.0**-9, 6.01 * 2.0**-9, 447.9, 500.0])
