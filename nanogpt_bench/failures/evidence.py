@@ -145,7 +145,8 @@ def _over_median(evidence: Evidence) -> Series:
     norms, seen = evidence.series(metrics.GRAD_NORM.name), list[float]()
     kept: list[tuple[int, float]] = []
     for step, value in zip(norms.steps, norms.values, strict=True):
-        median = statistics.median(seen) if seen else 0.0
+        half = len(seen) // 2
+        median = (seen[half] + seen[~half]) / 2 if seen else 0.0  # as they are sorted
         if median > 0:
             kept.append((step, value / median))
         insort(seen, value)

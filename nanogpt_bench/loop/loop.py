@@ -94,10 +94,7 @@ class Loop:
     def _take_up(self, found: Contents) -> None:
         restore(found, self.trainer, self.watch.all)
         facts = found.facts
-        outcome = {**facts["outcome"]}
-        if outcome.pop("rollbacks", None):  # its batches would be others
-            raise BenchError("the run has gone back to a checkpoint by train.on_anomaly rollback; begin it anew")
-        self.outcome, self.done = Outcome(**outcome), found.step
+        self.outcome, self.done = Outcome(**facts["outcome"]), found.step
         self.outcome.go_on()
         self.started = perf_counter() - facts["elapsed_s"]
         self.environment = resumed_environment(found, self.environment, self.config)

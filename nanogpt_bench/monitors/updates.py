@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fp8manifold as fm
 from nanogpt_bench.config.schema import ROUNDED
-from nanogpt_bench.model.layers import plain
+from nanogpt_bench.model.weights import plain
 from nanogpt_bench.monitors.figures import Monitor, Turns
 from nanogpt_bench.monitors.points import Observer, Step
 
@@ -93,7 +93,7 @@ class UpdateObserver(Observer):
 
     def _hand_over(self, step: Step, view: Any) -> None:
         name = self._names.get(id(view.parameter))
-        if name is not None and self._turns.takes(step, name):
+        if name is not None:
             self._show(step, name, view.before, view.target, view.after, None)
 
     def _compare(self, step: Step) -> None:

@@ -10,11 +10,10 @@ from torch import Tensor
 import fp8manifold as fm
 from nanogpt_bench.config.metrics import ABOVE, LINEAR, MEAN, SHARE, Metric
 from nanogpt_bench.config.schema import ROUNDED
-from nanogpt_bench.model.layers import forward_weight, is_rounded
-from nanogpt_bench.monitors.figures import Monitor
-from nanogpt_bench.monitors.passes import BLOCK, Scale, fitting
+from nanogpt_bench.model.weights import forward_weight, is_rounded
+from nanogpt_bench.monitors.capture import Watched
+from nanogpt_bench.monitors.figures import BLOCK, Monitor, Scale, fitting
 from nanogpt_bench.monitors.points import Step
-from nanogpt_bench.monitors.watched import Watched
 
 ZERO_GRADIENT_ZONE = Metric(
     "stall/zero_gradient_zone",
@@ -49,7 +48,7 @@ def zero_gradient_zone(
     any. An output that is NaN or Inf stays so for every step; a weight that is NaN, or meets an input that is NaN or
     Inf, is in no zone.
 
-    >>> weight, inputs = torch.tensor([[1.0, 1.0, 1.0]]), torch.tensor([[1.0, 0.05, 0.0]])
+    >>> weight, inputs = torch.tensor([[1.0, 1.0, 1.0]]), torch.tensor([[1.0, 0.01, 0.0]])
     >>> zero_gradient_zone(weight, inputs, fm.FloatFormat.from_string("E4M3"))  # outputs near 1 are 0.0078 apart
     0.6666666666666666
     """

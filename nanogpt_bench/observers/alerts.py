@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch import nn
 
 from nanogpt_bench.config import metrics
 from nanogpt_bench.config.schema import Config
+from nanogpt_bench.config.settings import to_yaml
 from nanogpt_bench.failures.evidence import SOURCES, Evidence
 from nanogpt_bench.failures.judge import Finding, judge
 from nanogpt_bench.failures.table import CLASSES
@@ -31,7 +33,7 @@ from nanogpt_bench.system.words import counted
 _JUDGED = frozenset((*SOURCES, *(row.figure for row in CLASSES)))
 _OF_LAYERS = tuple(f"{row.figure}/" for row in CLASSES if row.layers or row.figure == UPDATE_LOST.name)
 #: a long run is judged again once it has grown by this share, so that judging takes the same share of its time
-_GROWTH = 0.01
+_GROWTH = 0.05
 
 
 class AlertObserver(Observer):
@@ -40,7 +42,7 @@ class AlertObserver(Observer):
     def __init__(self, config: Config, run_dir: Path, tell: Callable[[Alert], None] = lambda alert: None) -> None:
         self._interval, self._tell, self._run_dir = config.monitor.interval, tell, run_dir
         self._lines, self._records = LineFile(run_dir / "alerts.jsonl"), Records()
-        self._evidence = Evidence(Run(run_dir, asdict(config), metrics=self._records))
+        self._evidence = Evidence(Run(run_dir, yaml.safe_load(to_yaml(config)), metrics=self._records))
         self._standstill, self._judged = Standstill(), 0
         #: how many were raised, by kind
         self.counts: Counter[str] = Counter()
@@ -57,8 +59,8 @@ class AlertObserver(Observer):
 
     def _is_due(self, step: Step) -> bool:
         """Whether there is something new to judge: a first step that is not finite, or a look at the monitors."""
-        if step.anomaly is not None or step.last:
-            return step.last or "nan" not in self.counts
+        if step.last or (step.anomaly is not None and "nan" not in self.counts):
+            return True
         looked = step.number % self._interval == 0 or metrics.VAL_LOSS.name in step.record
         return looked and step.number >= self._judged * (1 + _GROWTH)
 

@@ -77,6 +77,10 @@ def test_parts_can_be_sent() -> None:
     p = parameter()
     for part in (p.codes, p.scale, p.counter):
         dist.broadcast(part, 0)
+    model = fm.quantize_model(nn.Sequential(nn.Linear(64, 4, bias=False)), "E4M3", "fp8")
+    kept = copy.deepcopy(model[0].weight)  # type: ignore[index]
+    nn.parallel.DistributedDataParallel(model)  # whose start sends a single one flat
+    assert same_store(model[0].weight, kept)  # type: ignore[index]
     objects = [p]
     dist.broadcast_object_list(objects, 0)
     assert same_store(objects[0], parameter())

@@ -11,7 +11,7 @@ from watched_models import NAMES, normal, of, on_grid, watched
 
 import fp8manifold as fm
 from fp8manifold import reference
-from nanogpt_bench.model.layers import quantized_layers
+from nanogpt_bench.model.weights import quantized_layers
 from nanogpt_bench.monitors import Step
 from nanogpt_bench.monitors.stall import (
     Arrival,
@@ -141,9 +141,14 @@ def test_with_a_master_copy_the_codes_are_compared(lr: float, stalled: float) ->
 def test_it_looks_at_its_interval_and_at_the_last_step() -> None:
     model = model_on("grid")
     optimizer = fm.optim.StiffnessAdamW(model.parameters(), lr=1e-3)
-    _, observer = watch(model, interval=3)
+    stall, observer = watch(model, interval=3)
     seen = [step_once(model, optimizer, observer, number, last=number == 7).record for number in range(1, 8)]
     assert [number for number, record in enumerate(seen, start=1) if "stall/update_lost" in record] == [3, 6, 7]
+    assert stall.arrived is not None
+    step = Step(9, model, optimizer)  # in which no weight is asked to move
+    observer.before_step(step)
+    observer.after_step(step)
+    assert stall.arrived is None
 
 
 @pytest.mark.parametrize(("writeback", "share"), [("stochastic", 1.0), ("residual8", 1.0), ("nearest", 0.0)])

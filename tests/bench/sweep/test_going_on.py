@@ -13,6 +13,7 @@ import forked
 import pytest
 from sweep_runs import read_json, runs_of, trained
 
+from nanogpt_bench.checkpoint import steps
 from nanogpt_bench.cli import main
 from nanogpt_bench.workers import pool as pool_module
 from nanogpt_bench.workers.pool import cores
@@ -126,6 +127,7 @@ def test_an_interrupted_sweep_goes_on_and_past_a_run_that_fails(write, tmp_path)
     assert (runs[short]["ended"], runs[short]["status"]) == (True, "finished")
     assert runs[endless]["ended"] is False
     assert read_json(Path("out") / endless / "summary.json")["status"] == "stopped"
+    assert steps(Path("out") / endless)  # the signal went to the whole group, and its worker has put the run by
     kept = (Path("out") / short / "summary.json").stat().st_mtime_ns
     # Started again, with the endless run taken out of the plan: the one that had ended is not trained again.
     path = write(settings=settings, axes={"train.max_steps": [3], "optimizer.lr": [0.1, 1e30]})

@@ -64,6 +64,7 @@ CASES: dict[str, bytes] = {
     "another safetensors file": tensor_file({"model/a": entry()}, b"x"),
     "facts of ten million lists": with_facts(b'{"step": 5, "a": [' + b"[]," * 10_000_000 + b"[]]}"),
     "facts of brackets": with_facts(b"]" * (30 * MIB)),
+    "facts of forty megabytes": with_facts(b'{"step": 5, "a": "' + b"x" * (40 * MIB) + b'"}'),
     "facts nested deep": with_facts(b'{"step": 5, "a": ' + b"[" * 200_000 + b"]" * 200_000 + b"}"),
     "facts with a long number": with_facts(b'{"step": ' + b"5" * 1_000_000 + b"}"),
     "facts with NaN": with_facts(b'{"step": 5, "loss": NaN}'),
