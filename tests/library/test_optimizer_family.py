@@ -95,18 +95,19 @@ def test_what_a_zero_gradient_leaves_is_the_same_to_the_bit(name: str, writeback
     """R_x(0) = x, on a scale that is no power of two, without decay: of a million draws none may move a weight."""
     x = hair_off_the_grid().expand(1000, 250).clone()
     x[0, :2] = torch.tensor([0.0, -0.0])
-    weight = on(fm.FP8Manifold("E1M6", 0.3, "stochastic"), x)
+    weights = [on(fm.FP8Manifold("E1M6", 0.3, "stochastic"), x), free_weight(normal(40, 25), "E4M3", 0.3)]
     if name == "StiffnessWrapper":
-        optimizer: Any = StiffnessWrapper(torch.optim.SGD([weight], lr=0.02), exponent=1.0)
+        optimizer: Any = StiffnessWrapper(torch.optim.SGD(weights, lr=0.02), exponent=1.0)
     else:
-        optimizer = make(name, [weight], writeback=writeback, weight_decay=0.0)
-    before = values([weight])
+        optimizer = make(name, weights, writeback=writeback, weight_decay=0.0)
+    before = values(weights)
     for _ in range(4):
-        weight.grad = torch.zeros_like(x)
+        for weight in weights:
+            weight.grad = torch.zeros(weight.shape)
         optimizer.step()
     residual = optimizer.param_groups[0].get("writeback") == "residual8"
     # code and residual together are one signed number, to which the two zeros are one
-    assert torch.equal(before[0], weight) if residual else same_bits(before, values([weight]))
+    assert all(map(torch.equal, before, values(weights))) if residual else same_bits(before, values(weights))
 
 
 # -------------------------------------------------------------------------------------------------------- noise
