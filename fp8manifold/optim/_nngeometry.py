@@ -1,4 +1,9 @@
-"""nngeometry over linear layers that its own hooks do not see: of one byte, of 3-D inputs, called more than once."""
+"""What the Fisher metric of linear layers is measured from, shown to nngeometry as rows of plain linear layers.
+
+nngeometry's hooks look for ``nn.Linear`` with float weights and 2-D inputs, called once.  Layers here are of one
+byte, see (B, T, I), quantise their inputs and may be called twice: a hook of ours takes the rows of each call, and
+nngeometry measures a plain layer of the same shape on them.
+"""
 
 import importlib
 import math
@@ -11,7 +16,7 @@ from typing import Any, Final, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from fp8manifold.nn._linear import QuantizedLinear
 from fp8manifold.random_bits import RANDOM_BITS, random_bits
@@ -23,7 +28,7 @@ NEEDED: Final = {"diagonal": "fisher_diagonal", "kfac": "inverse_inputs", "ekfac
 METRIC: Final = ("fisher_", "inverse_", "basis_", "eigenvalues")
 """How the names in a parameter's state begin that a metric consists of."""
 _KINDS: Final = {"diagonal": "PMatDiag", "kfac": "PMatKFAC", "ekfac": "PMatEKFAC"}
-_LAYER: Final = "0"  # the only one of a matrix of one layer
+_LAYER: Final = ""  # the name that a module has in itself: a matrix is of one layer
 
 _LABELS = 0xF15E12_0000_0000  # keeps the draws of labels apart from those of the write-back
 _BATCHES = 0xBA7C4E_0000_0000
@@ -47,8 +52,8 @@ class Layer(NamedTuple):
 
     name: str
     module: nn.Linear
-    stretch: Tensor | None
-    """``T`` (O, I), the derivative of value by coordinate; None where the coordinates are the values."""
+    stretch: Tensor
+    """``T`` (O, I), the derivative of value by coordinate."""
     earlier: dict[str, Any]
     """What its state holds of earlier measurements."""
 
@@ -68,116 +73,94 @@ def measure(
     Raises:
         FloatingPointError: a damped metric is not positive definite, or a layer was not reached.
     """
-    mean = partial(_mean_over_tokens, model, layers, loss, passes)
+    diagonal = representation == "diagonal"
+    names = ("fisher_diagonal",) if diagonal else ("fisher_inputs", "fisher_outputs")
+    found = _mean_over_tokens(model, layers, loss, passes, "diagonal" if diagonal else "kfac")
     entries: list[dict[str, Any]] = []
-    if representation == "diagonal":
-        for layer, new in zip(layers, mean("diagonal"), strict=True):
-            found = _blended(layer, ("fisher_diagonal",), new, decay)
-            in_codes = found[0] if layer.stretch is None else found[0] * layer.stretch * layer.stretch
-            entries.append({"fisher_diagonal": found[0], "fisher_damping": _added(layer, in_codes, damping)})
-        return entries
-    names = ("fisher_inputs", "fisher_outputs")
-    kept = [_blended(layer, names, new, decay) for layer, new in zip(layers, mean("kfac"), strict=True)]
-    sides = [_rank_one(layer.stretch) for layer in layers]
-    charted = [_times(_times(pair, of), of, 1) for pair, of in zip(kept, sides, strict=True)]
-    if representation == "kfac":
-        for layer, factors, of in zip(layers, charted, sides, strict=True):
-            x, y = _times(_times(_inverses(layer, factors, damping), of), of, 1)
-            entries.append({"inverse_inputs": x, "inverse_outputs": y})
-    else:
-        vectors = [_eigenvectors(layer, factors) for layer, factors in zip(layers, charted, strict=True)]
-        bases = [_times(pair, of) for pair, of in zip(vectors, sides, strict=True)]
-        for layer, (x, y), (values,) in zip(layers, bases, mean("ekfac", bases), strict=True):
-            added = _added(layer, values, damping)
-            entries.append({"basis_inputs": x, "basis_outputs": y, "eigenvalues": values, "fisher_damping": added})
-    if decay:
-        for entry, pair in zip(entries, kept, strict=True):
-            entry |= zip(names, pair, strict=True)
+    for layer, new in zip(layers, found, strict=True):
+        known = [layer.earlier[name] if decay and name in layer.earlier else None for name in names]
+        mean = [x if old is None else old * decay + x * (1 - decay) for x, old in zip(new, known, strict=True)]
+        entry = dict(zip(names, mean, strict=True)) if diagonal or decay else {}
+        if diagonal:
+            entry["fisher_damping"] = _added(layer, mean[0] * layer.stretch * layer.stretch, damping)
+        else:
+            entry |= _in_codes(layer, mean, representation, damping)
+        entries.append(entry)
+    if representation == "ekfac":
+        bases = [(entry["basis_inputs"], entry["basis_outputs"]) for entry in entries]
+        values = _mean_over_tokens(model, layers, loss, passes, "ekfac", bases)
+        for layer, entry, (each,) in zip(layers, entries, values, strict=True):
+            entry |= {"eigenvalues": each, "fisher_damping": _added(layer, each, damping)}
     return entries
 
 
-def natural_gradient(kind: str, metric: dict[str, Any], g: Tensor, stretch: Tensor | None) -> Tensor:
+def natural_gradient(kind: str, metric: dict[str, Any], g: Tensor, stretch: Tensor | float = 1.0) -> Tensor:
     """``T (T F T + damping)^-1 T g``: minus the step, in values, that a unit of lr takes.
 
-    ``stretch`` is ``T`` for the diagonal; what a Kronecker product has of it was folded into the metric.
+    ``stretch`` is ``T`` for the diagonal; what a Kronecker product has of it is in the metric.
     """
     if kind == "kfac":
-        return _product(kind, {_LAYER: (metric["inverse_inputs"], metric["inverse_outputs"])}, g)
-    if kind == "ekfac":
-        data = {_LAYER: (metric["basis_inputs"], metric["basis_outputs"])}, {_LAYER: metric["eigenvalues"]}
-        return _product(kind, data, g, regul=metric["fisher_damping"])
-    square = 1.0 if stretch is None else stretch * stretch
-    diagonal = metric["fisher_diagonal"] * square
-    return _product(kind, diagonal.reshape(-1), g * square, regul=metric["fisher_damping"])
+        matrix = _matrix(kind, g, {_LAYER: (metric["inverse_inputs"], metric["inverse_outputs"])})
+    elif kind == "ekfac":
+        bases = {_LAYER: (metric["basis_inputs"], metric["basis_outputs"])}
+        matrix = _matrix(kind, g, (bases, {_LAYER: metric["eigenvalues"]}))
+    else:
+        square = stretch * stretch
+        matrix, g = _matrix(kind, g, (metric["fisher_diagonal"] * square).reshape(-1)), g * square
+    vector = load_nngeometry().object.PVector(matrix.generator.layer_collection, vector_repr=g.reshape(-1))
+    solved = matrix.mv(vector) if kind == "kfac" else matrix.solve(vector, regul=metric["fisher_damping"])
+    result: Tensor = solved.to_torch()
+    return result.view(g.shape)
 
 
-def _blended(layer: Layer, names: tuple[str, ...], measured: tuple[Tensor, ...], decay: float) -> tuple[Tensor, ...]:
-    """``decay * earlier + (1 - decay) * measured``; the first measurement counts in full."""
-    return tuple(
-        layer.earlier[name] * decay + new * (1 - decay) if decay and name in layer.earlier else new
-        for name, new in zip(names, measured, strict=True)
-    )
+def _in_codes(layer: Layer, factors: Sequence[Tensor], representation: str, damping: float) -> dict[str, Tensor]:
+    """Inverses (kfac) or eigenvectors (ekfac) of ``T F T``, times ``T`` on the sides that gradients come from."""
+    sides = rank_one(layer.stretch)
+    x, y = (factor * side[:, None] * side for factor, side in zip(factors, sides, strict=True))
+    matrix = _matrix("kfac", layer.stretch, {_LAYER: (x, y)})
+    if representation == "kfac":
+        means = [factor.diagonal().double().mean().item() for factor in (x, y)]
+        for factor, mean, side in zip((x, y), means, ("inputs", "output gradients"), strict=True):
+            check_definite(f"layer {layer.name!r}, {side}", factor, damping**0.5 * mean, mean)
+        pair = matrix.inverse(regul=damping * means[0] * means[1]).data[_LAYER]
+        names = ("inverse_inputs", "inverse_outputs")
+        return {name: inverse * side[:, None] * side for name, inverse, side in zip(names, pair, sides, strict=True)}
+    if not (x.isfinite().all() and y.isfinite().all()):
+        raise FloatingPointError(
+            f"layer {layer.name!r}: its Fisher metric is not finite; look for Inf and NaN in the model's activations"
+        )
+    matrix.compute_eigendecomposition()
+    pair, names = matrix.evecs[_LAYER], ("basis_inputs", "basis_outputs")
+    return {name: vectors * side[:, None] for name, vectors, side in zip(names, pair, sides, strict=True)}
 
 
-def _rank_one(stretch: Tensor | None) -> Pair | None:
+def rank_one(stretch: Tensor) -> Pair:
     """Factors (I,) and (O,) whose product is nearest to ``stretch`` (O, I) in the logarithm."""
-    if stretch is None:
-        return None
     logarithm = stretch.double().log2()
     return (logarithm.mean(0) - logarithm.mean()).exp2().float(), logarithm.mean(1).exp2().float()
 
 
-def _times(pair: Any, sides: Pair | None, dim: int = 0) -> Any:
-    """Both matrices, their rows times the factors (dim 0), or their columns (dim 1)."""
-    return pair if sides is None else tuple(x * s.unsqueeze(1 - dim) for x, s in zip(pair, sides, strict=True))
-
-
-def _matrix(kind: str, outputs: int, inputs: int, data: Any) -> Any:
-    """nngeometry's matrix of one layer, made of its data."""
+def _matrix(kind: str, weight: Tensor, data: Any) -> Any:
+    """nngeometry's matrix of a layer with a weight of this shape, made of its data."""
     package = load_nngeometry()
-    layers = package.layercollection.LayerCollection()
-    layers.add_layer(_LAYER, package.layercollection.LinearLayer(inputs, outputs, bias=False))
-    return getattr(package.object, _KINDS[kind])(package.backend.DummyGenerator(layers, None), data=data)
+    return getattr(package.object, _KINDS[kind])(package.backend.DummyGenerator(_layer_of(weight), None), data=data)
 
 
-def _product(kind: str, data: Any, v: Tensor, **regul: float) -> Tensor:
-    """``M v``, or with ``regul`` ``(M + regul)^-1 v``, for a matrix of a layer (O, I)."""
-    matrix = _matrix(kind, v.shape[0], v.shape[1], data)
-    vector = load_nngeometry().object.PVector(matrix.generator.layer_collection, vector_repr=v.reshape(-1))
-    result: Tensor = (matrix.solve(vector, **regul) if regul else matrix.mv(vector)).to_torch()
-    return result.view(v.shape)
-
-
-def _inverses(layer: Layer, factors: Pair, damping: float) -> Pair:
-    """Inverses of both factors, each damped with ``sqrt(damping)`` of its own mean eigenvalue."""
-    means = [matrix.diagonal().double().mean().item() for matrix in factors]
-    for matrix, mean, side in zip(factors, means, ("inputs", "output gradients"), strict=True):
-        _check_definite(f"layer {layer.name!r}, {side}", matrix, damping**0.5 * mean, mean)
-    inverse = _matrix("kfac", len(factors[1]), len(factors[0]), {_LAYER: factors})
-    pair: Pair = inverse.inverse(regul=damping * means[0] * means[1]).data[_LAYER]
-    return pair
-
-
-def _eigenvectors(layer: Layer, factors: Pair) -> Pair:
-    """Those of both factors, as columns."""
-    if not all(bool(factor.isfinite().all()) for factor in factors):
-        raise FloatingPointError(
-            f"layer {layer.name!r}: its Fisher metric is not finite; look for Inf and NaN in the model's activations"
-        )
-    matrix = _matrix("kfac", len(factors[1]), len(factors[0]), {_LAYER: factors})
-    matrix.compute_eigendecomposition()
-    pair: Pair = matrix.evecs[_LAYER]
-    return pair
+def _layer_of(weight: Tensor) -> Any:
+    package = load_nngeometry().layercollection
+    layers = package.LayerCollection()
+    layers.add_layer(_LAYER, package.LinearLayer(weight.shape[1], weight.shape[0], bias=False))
+    return layers
 
 
 def _added(layer: Layer, values: Tensor, damping: float) -> float:
     """What damping adds to each eigenvalue: ``damping`` times their mean."""
     mean = values.double().mean().item()
-    _check_definite(f"layer {layer.name!r}", values.flatten(), damping * mean, mean)
+    check_definite(f"layer {layer.name!r}", values.flatten(), damping * mean, mean)
     return damping * mean
 
 
-def _check_definite(what: str, values: Tensor, added: float, mean: float) -> None:
+def check_definite(what: str, values: Tensor, added: float, mean: float) -> None:
     """Raise unless the eigenvalues, or a matrix, are positive by float32's precision once ``added`` is on top."""
     margin = added - torch.finfo(torch.float32).eps * mean
     if values.dim() == 1:
@@ -193,108 +176,83 @@ def _check_definite(what: str, values: Tensor, added: float, mean: float) -> Non
         )
 
 
-class Linear(nn.Module):
-    """A linear layer as nngeometry looks for it: 2-D float32 inputs, and zeros as output, to add to the layer's own."""
-
-    link: Tensor
-    """What nngeometry differentiates by: each output depends on it, whatever the model's inputs are."""
-    backend: Any
-
-    def __init__(self, layer: nn.Linear) -> None:
-        super().__init__()
-        self.out_features, self.rows = layer.out_features, 0
-        self.weight = torch.zeros((), device=layer.weight.device)  # its device and dtype are read
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Zeros (N, O) whose gradient is that of the layer's output."""
-        zeros = self.link.to(x.device).expand(len(x), self.out_features)
-        zeros.register_hook(lambda _: self._pair(x))  # before nngeometry's own, which knows the last call's x only
-        return zeros
-
-    def _pair(self, x: Tensor) -> None:
-        self.backend.xs[self] = x
-        self.rows += len(x)
-
-
 def _mean_over_tokens(
     model: nn.Module,
     layers: Sequence[Layer],
     loss: Callable[[int], Tensor],
     passes: int,
     kind: str,
-    bases: Sequence[Any] = (),
-) -> list[tuple[Tensor, ...]]:
+    bases: Sequence[Pair] = (),
+) -> list[list[Tensor]]:
     """Each layer's diagonal (O, I), factors of inputs and output gradients (kfac), or eigenvalues in ``bases`` (ekfac).
-
-    The model runs in evaluation mode and eagerly; its parameters, their gradients and its mode are as they were.
 
     Raises:
         FloatingPointError: a layer that no pass reaches.
     """
-    package = load_nngeometry()
-    stands, collection = [Linear(layer.module) for layer in layers], package.layercollection.LayerCollection()
-    for i, layer in enumerate(layers):
-        outputs, inputs = layer.module.weight.shape
-        collection.add_layer(str(i), package.layercollection.LinearLayer(inputs, outputs, bias=False))
-
-    def run(link: Tensor, index: Tensor) -> Tensor:
-        for stand in stands:
-            stand.link = link
-        value = loss(int(index))
-        return value.reshape(1, 1) + link.to(value)
-
-    backend = package.backend.TorchHooksJacobianBackend(nn.ModuleList(stands), run, layer_collection=collection)
-    loader = DataLoader(TensorDataset(torch.zeros(passes, 1), torch.arange(passes)), generator=torch.Generator())
-    hooks = [x.module.register_forward_hook(partial(_add_zeros, s)) for x, s in zip(layers, stands, strict=True)]
-    try:
-        with _measured(model):
-            for stand in stands:
-                stand.backend = backend
-            found = _sums(package.object, backend, loader, kind, bases)
-    finally:
-        for hook in (*hooks, *backend.handles):
-            hook.remove()
-    for layer, stand in zip(layers, stands, strict=True):
-        if not stand.rows:
+    sums: list[list[Tensor]] = [[] for _ in layers]
+    tokens = [0] * len(layers)
+    with _watched(model, layers) as calls:
+        for index in range(passes):
+            calls.clear()
+            value = loss(index)
+            made = [call for call in calls if value.requires_grad]  # going back may call layers again
+            gradients = torch.autograd.grad(value, [output for _, _, output in made], allow_unused=True) if made else ()
+            for (i, x, _), y in zip(made, gradients, strict=True):
+                if y is not None:
+                    new = _sum_over_rows(kind, x, y.reshape(-1, y.shape[-1]).float(), bases[i] if bases else None)
+                    sums[i] = [a + b for a, b in zip(sums[i], new, strict=True)] if sums[i] else new
+                    tokens[i] += len(x)
+    for layer, count in zip(layers, tokens, strict=True):
+        if not count:
             raise FloatingPointError(
                 f"layer {layer.name!r} was not reached by any batch: its Fisher metric is undefined; leave it out of "
                 "the parameters, or give batches that reach it"
             )
-    return [tuple(x * (passes / stand.rows) for x in each) for each, stand in zip(found, stands, strict=True)]
-
-
-def _sums(objects: Any, backend: Any, loader: Any, kind: str, bases: Sequence[Any]) -> list[tuple[Tensor, ...]]:
-    """What nngeometry measures of each layer, over the number of passes."""
-    if kind == "diagonal":
-        layers = backend.layer_collection.layers.values()
-        parts = objects.PMatDiag(backend, examples=loader).data.split([layer.numel() for layer in layers])
-        return [(part.view(layer.weight.size),) for part, layer in zip(parts, layers, strict=True)]
-    if kind == "kfac":
-        return list(objects.PMatKFAC(backend, examples=loader).data.values())
-    matrix = objects.PMatEKFAC(backend, data=({str(i): basis for i, basis in enumerate(bases)}, {}))
-    matrix.update_diag(loader)
-    return [(values,) for values in matrix.data[1].values()]
-
-
-def _add_zeros(stand: Linear, layer: nn.Linear, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    """Show a call of the layer to nngeometry: what its weight is multiplied by, and the gradient at its output."""
-    x = inputs[0].detach()
-    x = layer.quantized_input(x) if isinstance(layer, QuantizedLinear) else x
-    zeros: Tensor = stand(x.reshape(-1, x.shape[-1]).float())
-    return output + zeros.view(output.shape).to(output.dtype)
+    # a mean over passes, then over tokens: the order of rounding that saved runs have
+    return [[x / passes * (passes / count) for x in each] for each, count in zip(sums, tokens, strict=True)]
 
 
 @contextmanager
-def _measured(model: nn.Module) -> Iterator[None]:
-    """Gradients on, evaluation mode, nothing compiled (compiled code would not see the hooks)."""
+def _watched(model: nn.Module, layers: Sequence[Layer]) -> Iterator[list[tuple[int, Tensor, Tensor]]]:
+    """A list that each call of a layer adds to: its place, what its weight is multiplied by (N, I), and its output.
+
+    Gradients are on, the model is in evaluation mode and runs eagerly: compiled code would not see the hooks.
+    """
+    calls: list[tuple[int, Tensor, Tensor]] = []
+
+    def keep(i: int, layer: nn.Linear, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        x = inputs[0].detach()
+        x = layer.quantized_input(x) if isinstance(layer, QuantizedLinear) else x
+        output = output if output.requires_grad else output.detach().requires_grad_()
+        calls.append((i, x.reshape(-1, x.shape[-1]).float(), output))
+        return output.clone()  # an activation may overwrite it
+
     modes = {module: module.training for module in model.modules()}
+    hooks = [layer.module.register_forward_hook(partial(keep, i)) for i, layer in enumerate(layers)]
     model.eval()
     try:
         with torch.enable_grad(), torch.compiler.set_stance("force_eager"):
-            yield
+            yield calls
     finally:
+        for hook in hooks:
+            hook.remove()
         for module, training in modes.items():
             module.training = training
+
+
+def _sum_over_rows(kind: str, x: Tensor, y: Tensor, basis: Pair | None) -> list[Tensor]:
+    """What nngeometry measures of a plain layer with inputs (N, I) whose outputs have the gradients (N, O)."""
+    layer = nn.utils.skip_init(nn.Linear, x.shape[1], y.shape[1], bias=False, device=x.device)
+    backend = load_nngeometry().backend.TorchHooksJacobianBackend(
+        layer, lambda x, y: (layer(x) * y).sum(1), layer_collection=_layer_of(layer.weight)
+    )
+    one: Any = [(x, y)]  # a single example: sums are divided by one
+    rows: DataLoader[Any] = DataLoader(one, batch_size=None, generator=torch.Generator())
+    if kind == "diagonal":
+        return [backend.get_covariance_diag(rows).view(layer.weight.shape)]
+    if kind == "kfac":
+        return list(backend.get_kfac_blocks(rows)[_LAYER])
+    return [backend.get_kfe_diag({_LAYER: basis}, rows)[_LAYER]]
 
 
 def call_model(model: nn.Module, batch: Any) -> Tensor:
@@ -312,13 +270,9 @@ def first_batches(loader: Any, count: int, *, seed: int, step: int) -> list[Any]
     A ``DataLoader`` draws its order from torch's global generator: it sees one that depends on seed and step, and
     the caller's is put back.
     """
-    generator = torch.default_generator
-    kept = generator.get_state()
-    generator.manual_seed((seed ^ _BATCHES ^ (step * 0x9E3779B97F4A7C15)) % 2**64)
-    try:
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed((seed ^ _BATCHES ^ (step * 0x9E3779B97F4A7C15)) % 2**64)
         return list(islice(iter(loader(step) if callable(loader) else loader), count))
-    finally:
-        generator.set_state(kept)
 
 
 def likelihood(scores: Any, *, seed: int, step: int, stream: int) -> Tensor:

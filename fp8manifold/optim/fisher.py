@@ -266,8 +266,8 @@ class FisherNaturalGradient(StiffnessOptimizer):
         group = slot.group
         assert slot.parameter.grad is not None
         metric, kind = self._metrics.get(slot.parameter) or slot.state, group["representation"]
-        stretch = self._stretch(slot) if kind == "diagonal" else None
-        gradient = fisher.natural_gradient(kind, metric, slot.parameter.grad.float(), stretch)
+        gradient = slot.parameter.grad.float()
+        gradient = fisher.natural_gradient(kind, metric, gradient, self._stretch(slot) if kind == "diagonal" else 1.0)
         norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
         if not math.isfinite(norm):
             raise FloatingPointError(f"layer {name!r}: its natural gradient is not finite; raise damping")
@@ -275,11 +275,11 @@ class FisherNaturalGradient(StiffnessOptimizer):
             gradient = gradient * (gradient.numel() ** 0.5 / norm)
         return gradient.contiguous().resolve_neg()
 
-    def _stretch(self, slot: Slot) -> Tensor | None:
-        """``T``, in float32; None where it is 1 everywhere."""
+    def _stretch(self, slot: Slot) -> Tensor:
+        """``T``, in float32."""
         group = slot.group
         if slot.storage == "plain" or slot.power == 0:
-            return None
+            return torch.ones((), device=slot.device).expand(slot.weight.shape)
         stiffness = stiffness_field(slot, group["metric"])
         renewed = slot.done % group["refresh_every"] == 0
         reference = reference_stiffness(stiffness) if renewed else slot.state["reference"]

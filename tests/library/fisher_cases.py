@@ -8,19 +8,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from family_cases import is_valid
 from optimizer_cases import frozen
 from torch import Tensor, nn
 
 import fp8manifold as fm
 from fp8manifold.optim import FisherNaturalGradient
-from fp8manifold.optim._spec import MOMENTS
-from fp8manifold.optim._writeback import WRITEBACKS
 
 REPRESENTATIONS = ("diagonal", "kfac", "ekfac")
 EVERY = pytest.mark.parametrize("representation", REPRESENTATIONS)
 STORAGES = ("plain", "grid", "fp8")
-COMBINATIONS = [(w, m) for w in WRITEBACKS for m in MOMENTS if is_valid("FisherNaturalGradient", w, m)]
 
 
 class Tagger(nn.Module):

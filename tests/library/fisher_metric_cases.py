@@ -35,7 +35,7 @@ def tokens(rows: int = 3, seed: int = 0) -> Tensor:
 
 def layers_of(model: nn.Module, stretches: Any = None) -> list[Layer]:
     found = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    stretches = stretches or [None] * len(found)
+    stretches = stretches or [torch.ones_like(module.weight) for _, module in found]
     return [Layer(name, module, t, {}) for (name, module), t in zip(found, stretches, strict=True)]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import geoopt
@@ -20,14 +20,10 @@ from fp8manifold.optim import (
     StepView,
     StiffnessAdamW,
     StiffnessLion,
-    StiffnessMuon,
     StiffnessSGD,
-    StiffnessWrapper,
-    anneal,
 )
 
 Optimizer = torch.optim.Optimizer
-Make = Callable[[Any], Optimizer]
 
 ROWS = torch.tensor([[2.0**-5], [2.0**-4], [2.0**-6]])
 
@@ -174,22 +170,6 @@ def on_grid(p: Tensor) -> bool:
     return bool((manifold.projx(x) == x).all())
 
 
-def _stiffness(**options: Any) -> Make:
-    return lambda p: StiffnessAdamW(p, **{"lr": 0.01, "weight_decay": 0.1, "seed": 5, "stiffness": 1.0, **options})
-
-
-def _made(kind: Any, **options: Any) -> Make:
-    return lambda p: kind(p, **{"weight_decay": 0.1, "seed": 5, **options})
-
-
-def _riemannian(kind: Any, **options: Any) -> Make:
-    return lambda p: kind(p, **{"lr": 0.7, "weight_decay": 0.01, "seed": 5, "float_lr": 0.01, **options})
-
-
-def _wrapped(kind: Any, options: dict[str, Any], **wrapper: Any) -> Make:
-    return lambda p: StiffnessWrapper(kind(p, **options), seed=5, **wrapper)
-
-
 def muon_groups(parameters: Any, **adam: Any) -> list[dict[str, Any]]:
     """Groups (or a list) with matrices apart from the rest, which are for Adam."""
     parameters = list(parameters)
@@ -203,60 +183,10 @@ def muon_groups(parameters: Any, **adam: Any) -> list[dict[str, Any]]:
     return made
 
 
-def _muon(**options: Any) -> Make:
-    return lambda p: StiffnessMuon(muon_groups(p, lr=0.01), **{"lr": 0.03, "seed": 5, **options})
-
-
-#: Every optimizer of ours, over float parameters and grids.
-OURS: dict[str, Make] = {
-    "stiffness-nearest": _stiffness(writeback="nearest", stiffness=0.0),
-    "stiffness-stochastic": _stiffness(),
-    "stiffness-anneal": _stiffness(stiffness=anneal(1.0, 0.0, 15), refresh_every=3),
-    "stiffness-0.37-log": _stiffness(stiffness=0.37, metric="log", refresh_every=4, maximize=True),
-    "stiffness-reset": _stiffness(reset_every=7, stabilize_every=5),
-    "adam": _riemannian(RiemannianAdam),
-    "adam-nearest": _riemannian(RiemannianAdam, writeback="nearest"),
-    "adam-stochastic-amsgrad": _riemannian(RiemannianAdam, writeback="stochastic", amsgrad=True, refresh_every=3),
-    "adam-reset": _riemannian(RiemannianAdam, reset_every=7, stabilize=5, maximize=True),
-    "sgd": _riemannian(RiemannianSGD, lr=300.0),
-    "sgd-momentum": _riemannian(RiemannianSGD, lr=300.0, momentum=0.9, dampening=0.2, writeback="stochastic"),
-    "stiffness-residual8": _stiffness(writeback="residual8", stiffness=0.5),
-    "stiffness-residual8-8bit": _stiffness(writeback="residual8", moments="8bit", refresh_every=3),
-    "stiffness-momentum-bfloat16": _stiffness(writeback="momentum", moments="bfloat16", stiffness=0.0),
-    "stiffness-sgd": _made(StiffnessSGD, lr=0.005, stiffness=2.0, refresh_every=3),
-    "stiffness-sgd-momentum": _made(StiffnessSGD, lr=0.005, writeback="momentum", stiffness=anneal(2.0, 0.0, 15)),
-    "muon": _muon(),
-    "muon-residual8-8bit": _muon(writeback="residual8", moments="8bit", refresh_every=3, maximize=True),
-    "muon-dither-8bit": _muon(moments="8bit", draws="dither"),
-    "muon-momentum-bfloat16": _muon(writeback="momentum", moments="bfloat16", stiffness=anneal(1.0, 0.0, 15)),
-    "lion": _made(StiffnessLion, lr=0.01),
-    "lion-residual8-8bit": _made(
-        StiffnessLion, lr=0.01, stiffness=1.0, writeback="residual8", moments="8bit", maximize=True
-    ),
-    "madam": _made(Madam, lr=0.05, refresh_every=3),
-    "madam-residual8-8bit": _made(Madam, lr=0.2, writeback="residual8", moments="8bit"),
-    "adam-momentum": _riemannian(RiemannianAdam, writeback="momentum", moments="bfloat16"),
-    "adam-residual8-8bit": _riemannian(RiemannianAdam, writeback="residual8", moments="8bit"),
-    "sgd-residual8": _riemannian(RiemannianSGD, lr=300.0, writeback="residual8"),
-    "sgd-nesterov": _riemannian(RiemannianSGD, lr=300.0, momentum=0.9, nesterov=True, writeback="nearest"),
-}
-#: Around torch's optimizers; ``refresh_every`` is not a divisor of the length of any test.
-WRAPPED: dict[str, Make] = {
-    "wrapped-sgd": _wrapped(torch.optim.SGD, {"lr": 0.02, "momentum": 0.9}, exponent=1.0, refresh_every=3),
-    "wrapped-adamw": _wrapped(
-        torch.optim.AdamW,
-        {"lr": 0.01},
-        scale=anneal(1.0, 0.5, 9),
-        exponent=anneal(1.0, 0.0, 15),
-        writeback="stochastic",
-    ),
-    "wrapped-sgd-gradient": _wrapped(torch.optim.SGD, {"lr": 0.02, "momentum": 0.9}, exponent=0.5, on="gradient"),
-}
 RIEMANNIAN = (RiemannianAdam, RiemannianSGD)
 CLASSES = (StiffnessAdamW, StiffnessSGD, StiffnessLion, Madam, *RIEMANNIAN)
 
-ours = pytest.mark.parametrize("make", OURS.values(), ids=OURS)
-everyone = pytest.mark.parametrize("make", [*OURS.values(), *WRAPPED.values()], ids=[*OURS, *WRAPPED])
+
 every_class = pytest.mark.parametrize("kind", CLASSES)
 
 

@@ -23,7 +23,7 @@ from fisher_metric_cases import (
 )
 from torch import Tensor, nn
 
-from fp8manifold.optim._nngeometry import Layer, _check_definite, _rank_one, natural_gradient
+from fp8manifold.optim._nngeometry import check_definite, natural_gradient, rank_one
 
 pytest.importorskip("nngeometry", reason="extra fisher")
 
@@ -91,7 +91,6 @@ def test_diagonal_step_is_damped_in_the_stiffness_metric() -> None:
     model, batch = classifier(), normal(30, 6)
     layers = layers_of(model, stretches_of(model))
     for layer, metric in zip(layers, measured("diagonal", model, layers, [batch], damping=0.3), strict=True):
-        assert layer.stretch is not None
         gradient = normal(*layer.module.weight.shape, seed=9)
         fisher, t = metric["fisher_diagonal"].double(), layer.stretch.double()
         added = 0.3 * (fisher * t * t).mean()
@@ -106,8 +105,7 @@ def test_kronecker_steps_solve_the_dense_system(representation: str, product: bo
     model, batch = classifier(), normal(50, 6)
     layers = layers_of(model, stretches_of(model, product=product))
     for layer, metric in zip(layers, measured(representation, model, layers, [batch], damping=0.2), strict=True):
-        assert layer.stretch is not None
-        c, r = _rank_one(layer.stretch) or ()
+        c, r = rank_one(layer.stretch)
         assert torch.allclose(torch.outer(r, c), layer.stretch) == product
         x, y = rows_of(model, layer.module, batch)
         x, y = (x * c).double(), (y * r).double()
@@ -122,14 +120,14 @@ def test_kronecker_steps_solve_the_dense_system(representation: str, product: bo
             dense = basis @ torch.diag(values + 0.2 * values.mean()) @ basis.T
         gradient = normal(*layer.module.weight.shape, seed=9)
         expected = dense_solution(dense, torch.outer(r, c), gradient)
-        ours = natural_gradient(representation, metric, gradient, None)
+        ours = natural_gradient(representation, metric, gradient)
         torch.testing.assert_close(ours.double(), expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item())
         assert (gradient * ours).sum() > 0
 
 
 def test_rank_one_is_the_least_squares_fit_of_the_logarithm() -> None:
     stretch = stretches_of(classifier())[0]
-    c, r = _rank_one(stretch) or ()
+    c, r = rank_one(stretch)
     design = torch.cat([torch.eye(5).repeat_interleave(6, 0), torch.eye(6).repeat(5, 1)], 1)
     fit = design @ torch.linalg.lstsq(design, stretch.log2().flatten()[:, None], driver="gelsd").solution
     torch.testing.assert_close(torch.outer(r, c).log2().flatten(), fit[:, 0], atol=1e-4, rtol=1e-4)
@@ -143,7 +141,7 @@ def test_heavy_damping_gives_the_riemannian_gradient(representation: str) -> Non
     for layer, metric in zip(layers, found, strict=True):
         gradient = normal(*layer.module.weight.shape, seed=9)
         ours = natural_gradient(representation, metric, gradient, layer.stretch)
-        t = layer.stretch if representation == "diagonal" else torch.outer(*(_rank_one(layer.stretch) or ())[::-1])
+        t = layer.stretch if representation == "diagonal" else torch.outer(*rank_one(layer.stretch)[::-1])
         expected = t**2 * gradient
         torch.testing.assert_close(ours / ours.norm(), expected / expected.norm(), rtol=1e-3, atol=1e-4)
 
@@ -155,7 +153,7 @@ def test_earlier_measurements_count_with_their_decay(representation: str) -> Non
     names = {"diagonal": ("fisher_diagonal",)}.get(representation, ("fisher_inputs", "fisher_outputs"))
 
     def found(batch: Tensor, earlier: list[Any]) -> list[Any]:
-        again = [Layer(x.name, x.module, None, e) for x, e in zip(layers, earlier, strict=True)]
+        again = [x._replace(earlier=e) for x, e in zip(layers, earlier, strict=True)]
         return measured(representation, model, again, [batch], decay=0.75)
 
     first, fresh = found(normal(30, 6, seed=1), [{}, {}]), found(normal(30, 6, seed=2), [{}, {}])
@@ -200,8 +198,8 @@ def test_a_layer_that_the_batches_do_not_reach_is_refused() -> None:
 
 
 def test_definiteness_has_a_margin() -> None:
-    _check_definite("it", torch.eye(3), 0.0, 1.0)
-    _check_definite("it", torch.diag(torch.tensor([1.0, 1.0, 0.0])), 1e-6, 2 / 3)
+    check_definite("it", torch.eye(3), 0.0, 1.0)
+    check_definite("it", torch.diag(torch.tensor([1.0, 1.0, 0.0])), 1e-6, 2 / 3)
     for matrix, added in ((torch.diag(torch.tensor([1.0, 1.0, 0.0])), 1e-8), (torch.tensor([[1.0, 2], [2, 1]]), 0.9)):
         with pytest.raises(FloatingPointError, match="not positive definite"):
-            _check_definite("it", matrix, added, 1.0)
+            check_definite("it", matrix, added, 1.0)

@@ -270,20 +270,6 @@ def test_nothing_saturates_when_gradients_jump_or_vanish(betas: tuple[float, flo
     assert touching <= 2 * 4 * WIDTH / 100
 
 
-def test_the_bound_is_that_of_the_blocks_largest_gradient() -> None:
-    """No value in a block exceeds it by more than the noise of rounding; it is the average of the largest."""
-    p, optimizer = optimizer_of(betas=(0.9, 0.99), moments="8bit")
-    bound = torch.zeros(ROWS, 1, dtype=torch.float64)
-    for t in range(100):
-        p.grad = normal(ROWS, WIDTH, seed=t) * 2.0 ** (t % 7)
-        optimizer.step()
-        bound = bound * 0.9 + 0.1 * p.grad.double().abs().amax(1, keepdim=True)
-        state = optimizer.state[p]
-        torch.testing.assert_close(state["avg_bound"].double(), bound, rtol=1e-5, atol=0)
-        assert (first_of(state).abs() <= 1.5 * state["avg_bound"]).all()
-        assert (second_of(state).sqrt() <= 1.5 * state["sq_bound"].sqrt()).all()
-
-
 @pytest.mark.parametrize("moments", ["bfloat16", "8bit"])
 def test_a_badly_scaled_quadratic_is_solved_as_with_float32(moments: str) -> None:
     """Curvatures over three decades in every block: the loss after 100 steps is within 10% of float32's."""

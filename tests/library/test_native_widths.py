@@ -12,7 +12,7 @@ import pytest
 import torch
 from optimizer_cases import bits_of, normal
 from test_native import build_hook, needs_native, needs_sources, sources
-from test_step_paths import FAST, WIDE, everything, take
+from test_step_paths import CASES, everything, take
 
 import fp8manifold as fm
 from fp8manifold import _native, optim
@@ -46,7 +46,7 @@ def results() -> dict[str, Any]:
     """Steps of every kind, and whole arrays to the grid, to codes and back, by the library of the moment."""
     assert _native.is_available()
     found: dict[str, Any] = {}
-    for name, (kind, make, options) in (FAST | WIDE).items():
+    for name, (kind, make, options) in CASES.items():
         optimizer = getattr(optim, kind)(make(), **copy.deepcopy(options))
         for step in range(2):
             take(optimizer, step)

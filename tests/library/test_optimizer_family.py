@@ -1,4 +1,4 @@
-"""What every optimizer of the registry keeps to: groups, ascent, loss scaling, weights that are rescaled meanwhile."""
+"""What every optimizer of the registry keeps to: one rounding a step, its own noise, torch's contract, its options."""
 
 from __future__ import annotations
 
@@ -7,15 +7,246 @@ from typing import Any
 
 import pytest
 import torch
-from family_cases import NAMES, OPTIONS, RIEMANNIAN_NAMES, make, zoo
-from optimizer_cases import bits_of, normal, on, put_gradients, same_bits, snapshot, stored_weight, values
+from family_cases import NAMES, OPTIONS, RIEMANNIAN_NAMES, VALID, make, zoo
+from optimizer_cases import (
+    RIEMANNIAN,
+    ROWS,
+    bits_of,
+    every_class,
+    free_weight,
+    grid_weight,
+    mixed_parameters,
+    normal,
+    on,
+    put_gradients,
+    record,
+    same_bits,
+    same_parameters,
+    snapshot,
+    stochastic,
+    stored_weight,
+    through_disk,
+    value_of,
+    values,
+)
 from torch import Tensor, nn
 
 import fp8manifold as fm
+from fp8manifold.optim import RiemannianAdam, RiemannianSGD, StiffnessAdamW, StiffnessWrapper, anneal
 
 by_name = pytest.mark.parametrize("name", NAMES)
 
+# ------------------------------------------------------------------------------------------ one rounding a step
 
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize(("name", "writeback", "moments"), [*VALID, *((n, None, "float32") for n in RIEMANNIAN_NAMES)])
+def test_after_is_the_target_rounded_once(name: str, writeback: str | None, moments: str) -> None:
+    """Recomputed from what the observer sees, with the draws of (seed, step, stream)."""
+    parameters = mixed_parameters()
+    optimizer = make(name, parameters, writeback=writeback, moments=moments, seed=5)
+    group = optimizer.param_groups[0]
+    views = record(optimizer)
+    for t in range(1, 6):
+        put_gradients(parameters, t, 0.1)
+        start = values(parameters)
+        optimizer.step()
+        stepped = {id(p): i for i, p in enumerate(parameters) if hasattr(p, "manifold") and p.numel()}
+        assert {id(view.parameter) for view in views} == set(stepped)
+        assert len(views) == len(stepped)
+        for view in views:
+            i = stepped[id(view.parameter)]
+            parameter, manifold = parameters[i], parameters[i].manifold
+            assert not any(x.requires_grad for x in (view.before, view.target, view.after, view.stiffness))
+            assert not torch.equal(view.target, view.before)
+            if not isinstance(manifold, fm.FP8Manifold):
+                assert torch.equal(view.after, manifold.projx(view.target))
+                continue
+            rounding = writeback or manifold.rounding
+            scale = manifold.scale.to(view.target.dtype)
+            if rounding.startswith("residual"):  # after is what code and residual stand for together
+                asked, after, stored = (x.double() / scale for x in (view.target, view.after, value_of(parameter)))
+                spacing = torch.maximum(fm.ulp(asked, manifold.format), fm.ulp(after, manifold.format))
+                assert ((after - asked).abs() < spacing / 2 ** int(rounding[-1])).all()
+                left = fm.to_chart(after, manifold.format) - fm.to_chart(stored, manifold.format)
+                assert (left.abs() <= 0.5).all()
+                continue
+            assert torch.equal(view.before, start[i].to(view.before.dtype))
+            assert torch.equal(view.after.to(parameter.dtype), value_of(parameter))
+            stream = optimizer.state[parameter]["stream"]
+            draw = {} if rounding == "nearest" else {"seed": 5, "step": t, "stream": stream}
+            draw |= {"draws": group["draws"] or "independent"} if draw else {}
+            how = "stochastic" if draw else "nearest"
+            assert torch.equal(view.after, fm.round_to_grid(view.target / scale, manifold.format, how, **draw) * scale)
+        views.clear()
+
+
+def hair_off_the_grid() -> Tensor:
+    """A point of E1M6 at scale 0.3 that divided by the scale is a hair beside its value of the format."""
+    grid = fm.FP8Manifold("E1M6", 0.3).projx(torch.arange(1, 128) / 32 * 0.3)
+    units = grid / torch.tensor(0.3)
+    off = (units - fm.round_to_grid(units, "E1M6")).abs()
+    return grid[off.argmax()]
+
+
+@pytest.mark.parametrize("writeback", ["stochastic", "residual8"])
+@pytest.mark.parametrize("name", [*NAMES, "StiffnessWrapper"])
+def test_what_a_zero_gradient_leaves_is_the_same_to_the_bit(name: str, writeback: str) -> None:
+    """R_x(0) = x, on a scale that is no power of two, without decay: of a million draws none may move a weight."""
+    x = hair_off_the_grid().expand(1000, 250).clone()
+    x[0, :2] = torch.tensor([0.0, -0.0])
+    weights = [on(fm.FP8Manifold("E1M6", 0.3, "stochastic"), x), free_weight(normal(40, 25), "E4M3", 0.3)]
+    if name == "StiffnessWrapper":
+        optimizer: Any = StiffnessWrapper(torch.optim.SGD(weights, lr=0.02), exponent=1.0)
+    else:
+        optimizer = make(name, weights, writeback=writeback, weight_decay=0.0)
+    before = values(weights)
+    for _ in range(4):
+        for weight in weights:
+            weight.grad = torch.zeros(weight.shape)
+        optimizer.step()
+    residual = optimizer.param_groups[0].get("writeback") == "residual8"
+    # code and residual together are one signed number, to which the two zeros are one
+    assert all(map(torch.equal, before, values(weights))) if residual else same_bits(before, values(weights))
+
+
+# -------------------------------------------------------------------------------------------------------- noise
+def equal_weights(count: int, n: int = 4000) -> list[nn.Parameter]:
+    return [on(fm.FP8Manifold("E4M3"), torch.full((n,), 0.8125)) for _ in range(count)]
+
+
+def step_equally(optimizer: Any, weights: list[nn.Parameter], steps: int = 1) -> list[Tensor]:
+    for _ in range(steps):
+        for weight in weights:
+            weight.grad = torch.ones_like(weight).as_subclass(Tensor)
+        optimizer.step()
+    return values(weights)
+
+
+@every_class
+def test_a_parameter_keeps_its_stream(kind: Any) -> None:
+    """Its noise belongs to its place among its like: no neighbour frozen, missing or new changes it, nor loading."""
+    options = {"lr": 0.4 if kind in RIEMANNIAN else 0.02}
+    alone = equal_weights(2)
+    expected = step_equally(stochastic(kind, alone, **options), alone, 6)
+
+    weights = equal_weights(2)
+    optimizer = stochastic(kind, weights, **options)
+    step_equally(optimizer, weights, 2)
+    optimizer.add_param_group({"params": equal_weights(1)})
+    step_equally(optimizer, weights, 2)
+    resumed = same_parameters(weights)
+    fresh = stochastic(kind, resumed, **options)
+    fresh.add_param_group({"params": equal_weights(1)})
+    fresh.load_state_dict(through_disk(optimizer.state_dict()))
+    assert same_bits(step_equally(fresh, resumed, 2), expected)
+
+    weights = equal_weights(2)
+    weights[0].requires_grad_(False)
+    optimizer = stochastic(kind, weights, **options)
+    for _ in range(6):
+        weights[1].grad = torch.ones_like(weights[1]).as_subclass(Tensor)
+        optimizer.step()
+    assert same_bits(values(weights[1:]), expected[1:])
+
+
+# ------------------------------------------------------------------------------------------------------- resume
+def test_a_schedule_is_not_saved_and_survives_loading() -> None:
+    weight = grid_weight()
+    optimizer = StiffnessAdamW([weight], stiffness=anneal(1.0, 0.0, 10))
+    put_gradients([weight], 0)
+    optimizer.step()
+    state = through_disk(optimizer.state_dict())
+    assert state["param_groups"][0]["stiffness"] is None
+    fresh = StiffnessAdamW([weight], stiffness=anneal(1.0, 0.0, 10))
+    fresh.load_state_dict(state)
+    assert fresh.param_groups[0]["stiffness"](5) == 0.5
+    with pytest.raises(ValueError, match="stiffness"):
+        StiffnessAdamW([weight], stiffness=1.0).load_state_dict(state)
+
+
+# -------------------------------------------------------------------------------------------- gradients that fail
+@by_name
+def test_a_large_sum_of_ordinary_gradients_is_not_skipped(name: str) -> None:
+    """Each square is finite, their sum is not."""
+    weight, plain = grid_weight("E4M3", (3, 7)), nn.Parameter(torch.zeros(100))
+    optimizer = make(name, [weight, plain])
+    weight.grad, plain.grad = torch.ones(3, 7), torch.full((100,), 1.5e19)
+    assert not torch.dot(plain.grad, plain.grad).isfinite()
+    optimizer.step()
+    assert optimizer.skipped_steps == 0
+    assert plain.isfinite().all()
+    assert (plain != 0).all()
+
+
+# ------------------------------------------------------------------------------------------------ torch's contract
+
+
+@by_name
+def test_a_scheduler_begins_from_the_lr_of_the_moment(name: str) -> None:
+    """As around torch's optimizers: the lr may have been set by hand before."""
+    optimizer = make(name, [grid_weight()], lr=0.2)
+    optimizer.param_groups[0]["lr"] = 0.05
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1.0)
+    assert scheduler.base_lrs == [0.05]
+
+
+# ------------------------------------------------------------------------------- stabilize, reset, and observation
+@by_name
+def test_stabilize_projects_when_due(name: str) -> None:
+    """A weight that something else has pushed off its grid is back on it; without a step of its own it stays."""
+    weight = grid_weight("E4M3", (3, 7), ROWS)
+    optimizer = make(name, [weight], lr=0.0, **{"stabilize" if name in RIEMANNIAN_NAMES else "stabilize_every": 3})
+    views = record(optimizer)
+    off = values([weight])[0] * 1.001
+    for t in range(4):
+        with torch.no_grad():
+            weight.copy_(off)
+        put_gradients([weight], t)
+        optimizer.step()
+    assert [torch.equal(v.before, off) for v in views] == [True, True, True, False]
+    assert torch.equal(views[3].before, weight.manifold.projx(off))
+
+
+@pytest.mark.parametrize("kind", [RiemannianAdam, RiemannianSGD])
+def test_geoopts_stabilize_is_taken_in_groups_too(kind: Any) -> None:
+    groups = kind([{"params": [grid_weight()], "stabilize": 4}, {"params": [grid_weight()]}], stabilize=2).param_groups
+    assert [g["stabilize_every"] for g in groups] == [4, 2]
+
+
+@pytest.mark.parametrize("kind", [StiffnessAdamW, RiemannianAdam])
+def test_a_reset_starts_the_averages_anew(kind: Any) -> None:
+    """After it the step is that of a fresh optimizer at the same point (float64, no rounding)."""
+    weight = free_weight(normal(30, dtype=torch.float64))
+    optimizer = kind([weight], reset_every=4, refresh_every=1)
+    for t in range(4):
+        put_gradients([weight], t)
+        optimizer.step()
+    twin = free_weight(values([weight])[0])
+    fresh = kind([twin], refresh_every=1)
+    for t in range(4, 7):
+        put_gradients([weight], t)
+        put_gradients([twin], t)
+        optimizer.step()
+        fresh.step()
+        assert torch.equal(weight, twin)
+
+
+@by_name
+def test_observing_changes_nothing(name: str) -> None:
+    parameters, others = [grid_weight("E4M3", (3, 7), ROWS)], [grid_weight("E4M3", (3, 7), ROWS)]
+    seen, unseen = (make(name, p, writeback="stochastic") for p in (parameters, others))
+    record(seen)
+    for t in range(5):
+        put_gradients(parameters, t)
+        put_gradients(others, t)
+        seen.step()
+        unseen.step()
+    assert same_bits(values(parameters), values(others))
+    assert unseen.observer is None
+
+
+# ------------------------------------------------------------------------------------- groups, ascent, loss scaling
 @by_name
 def test_ascending_is_descending_on_the_negated_gradient(name: str) -> None:
     kinds, others = zoo(), zoo()
@@ -25,9 +256,11 @@ def test_ascending_is_descending_on_the_negated_gradient(name: str) -> None:
         put_gradients(others.values(), t, 0.1)
         for p in others.values():
             p.grad = None if p.grad is None else -p.grad
+        given = {p: bits_of(p.grad) for p in kinds.values() if p.grad is not None}
         up.step()
         down.step()
         assert same_bits(values(kinds.values()), values(others.values()))
+        assert all(bits_of(p.grad) == bits for p, bits in given.items()), "the gradient was written to"
 
 
 @by_name
@@ -86,28 +319,6 @@ def test_loss_scaling_over_stored_and_ordinary_weights(name: str) -> None:
         scaler.update()
         assert snapshot(scaled) == before
     assert scaler.get_scale() == 2.0**12
-
-
-@by_name
-@pytest.mark.parametrize("moments", ["float32", "8bit"])
-def test_a_weight_rescaled_between_steps_is_stepped_at_its_new_scale(name: str, moments: str) -> None:
-    """As one that an optimizer made for it, with the same state, would step."""
-    results = []
-    for fresh in (False, True):
-        p = stored_weight("E4M3", (4, 320), seed=1, headroom=2.0)
-        optimizer = make(name, [p], moments=moments, writeback="nearest")
-        put_gradients([p], 0)
-        optimizer.step()
-        p.rescale_(p.scale * torch.tensor([[4.0], [2.0], [8.0], [1.0]]))
-        if fresh:
-            state = optimizer.state_dict()
-            optimizer = make(name, [p], moments=moments, writeback="nearest")
-            optimizer.load_state_dict(state)
-        for t in range(1, 4):
-            put_gradients([p], t)
-            optimizer.step()
-        results.append(bits_of(p))
-    assert results[0] == results[1]
 
 
 @pytest.mark.parametrize("name", RIEMANNIAN_NAMES)

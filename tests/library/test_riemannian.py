@@ -16,9 +16,6 @@ from optimizer_cases import (
     normal,
     on,
     pull_to,
-    put_gradients,
-    record,
-    same_bits,
     values,
 )
 from paths import PATHS, by
@@ -105,23 +102,6 @@ def test_adam_is_adam_on_codes(name: str, scale: str) -> None:
     assert crossings >= 5
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("amsgrad", [False, True])
-def test_adam_with_an_epsilon_of_reference_ulps(name: str, amsgrad: bool) -> None:
-    """``eps S_ref`` in place of eps; AMSGrad too."""
-    chart = Chart(name, SCALES["0.3"])
-    reference = chart.stiffness(start_and_targets(chart)[0]).mean().item()
-    worst, crossings = follow(
-        name,
-        SCALES["0.3"],
-        lambda p: RiemannianAdam(p, 0.5, (0.8, 0.97), 1e-5, amsgrad=amsgrad, refresh_every=1000, **UNBOUNDED),
-        lambda p: torch.optim.Adam(p, 0.5, (0.8, 0.97), 1e-5 * reference, amsgrad=amsgrad),
-        steps=100,
-    )
-    assert worst < 1e-10
-    assert crossings >= 1 or name == "E7M0"  # this epsilon outweighs the gradients of codes near its zero
-
-
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "options",
@@ -141,16 +121,6 @@ def test_sgd_is_sgd_on_codes(name: str, options: dict[str, Any]) -> None:
     )
     assert worst < 1e-10
     assert crossings >= 1 or name == "E7M0"  # near zero its steps are all but nothing
-
-
-@pytest.mark.parametrize("kind", [RiemannianAdam, RiemannianSGD])
-def test_exp_of_nothing_is_the_point_to_the_bit(kind: Any) -> None:
-    """Also in float32 and on a scale that the chart has to divide by."""
-    x = torch.cat([normal(5000), torch.tensor([0.0, -0.0])])
-    weight = free_weight(x, "E4M3", 0.3)
-    weight.grad = torch.zeros_like(x)
-    kind([weight]).step()
-    assert same_bits([x], values([weight]))
 
 
 # ------------------------------------------------------------------------------------------------ learning rates
@@ -240,30 +210,7 @@ def test_decay_follows_the_schedule_and_not_the_size_of_lr(kind: Any, tensor: bo
     assert torch.allclose(weight.detach(), x * 0.9 * 0.95 * 0.975, rtol=1e-13, atol=0)
 
 
-def test_decay_and_step_are_rounded_together() -> None:
-    """The target of a grid weight is the decayed value, moved in the chart."""
-    weight = grid_weight("E4M3", (3, 20), ROWS, std=0.3)
-    optimizer = RiemannianSGD([weight], lr=100.0, weight_decay=0.01, **UNBOUNDED)
-    views = record(optimizer)
-    put_gradients([weight], 1)
-    optimizer.step()
-    view, ambient = views[0], fm.StiffnessManifold("E4M3", ROWS.double())
-    before, gradient = view.before.double(), weight.grad.double()  # type: ignore[union-attr]
-    codes = ambient.to_chart(before * 0.99) - 100.0 * ambient.stiffness(before) * gradient
-    assert (ambient.to_chart(view.target.double()) - codes.clamp(-126, 126)).abs().max() < 1e-4
-
-
 # --------------------------------------------------------------------------------------------------------- bounds
-def test_bounds_keep_the_chart_between_two_powers_of_two() -> None:
-    """E7M0, S = 2^floor(log2 w): bounds around a mean of 4106/6 are 2 (damping 2^-8) and 1024 (clip 1)."""
-    x = torch.tensor([1.0, -1.5, 2.0, -3.0, 7.0, 5000.0], dtype=double)
-    weight = free_weight(x, "E7M0")
-    weight.grad = torch.ones(6, dtype=double)
-    optimizer = RiemannianAdam([weight], lr=2.0**-10, eps=0.0, damping=2.0**-8, clip=1.0)
-    optimizer.step()
-    moved = (x - weight.detach()) * 2.0**10
-    assert torch.allclose(moved, torch.tensor([2.0, 2.0, 2.0, 2.0, 4.0, 1024.0], dtype=double), rtol=1e-9, atol=0)
-    assert optimizer.bounded_share == 3 / 6
 
 
 @pytest.mark.parametrize("scale", [0.3, ROWS.double() * 1.7], ids=["0.3", "rows"])
@@ -316,27 +263,6 @@ def test_weights_of_any_size_take_the_same_steps(amsgrad: bool, path: str) -> No
         assert optimizer.skipped_steps == 0
         taken.append([p.codes, state["exp_avg"], state["exp_avg_sq"]])
     assert all(torch.equal(x, y) for other in taken[1:] for x, y in zip(taken[0], other, strict=True))
-
-
-@pytest.mark.parametrize("moments", ["float32", "bfloat16", "8bit"])
-def test_averages_follow_their_unit(moments: str) -> None:
-    """A tensor that begins at 0 grows by twenty binades: averages in the new unit stand for the same numbers."""
-    p = fm.FP8Parameter(torch.full((4, 64), 2.0**-20), "E5M2", seed=0)
-    optimizer = RiemannianAdam([p], lr=0.0, moments=moments, refresh_every=2)
-    for t in range(2):
-        p.grad = normal(4, 64, seed=t)
-        optimizer.step()
-    before, unit = (
-        {name: optimizer.state[p][name].clone() for name in ("exp_avg", "exp_avg_sq")},
-        optimizer.state[p]["unit"],
-    )
-    bounds = {name: optimizer.state[p][name].clone() for name in optimizer.state[p] if name.endswith("_bound")}
-    change_unit(optimizer.state[p], unit * 2.0**20)
-    for name, power in (("exp_avg", -20), ("exp_avg_sq", -40)):
-        expected = before[name] if moments == "8bit" else before[name] * 2.0**power
-        assert torch.equal(optimizer.state[p][name], expected)
-    for name, power in (("avg_bound", -20), ("sq_bound", -40)):
-        assert name not in bounds or torch.equal(optimizer.state[p][name], bounds[name] * 2.0**power)
 
 
 def test_a_state_of_before_there_were_units_goes_on() -> None:

@@ -1,10 +1,9 @@
-"""StiffnessAdamW: against torch's AdamW where k = 0, and against a slow reference, one float at a time, elsewhere."""
+"""StiffnessAdamW: torch's AdamW where k = 0; its metrics, bounds and schedules.  The step oracle has its bits."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
@@ -21,7 +20,7 @@ BETAS, EPS, LR, DECAY = (0.9, 0.95), 1e-8, 3e-3, 0.1
 double = torch.float64
 
 
-# ------------------------------------------------------------------------------------------- the slow reference
+# --------------------------------------------------------------------------------------------------- metrics
 def ulp_of(w: float, fmt: fm.FloatFormat) -> float:
     return float(reference.ulp(min(abs(w), fmt.max), fmt))
 
@@ -51,76 +50,22 @@ FIELDS: dict[str, tuple[Any, Callable[[float, fm.FloatFormat], float]]] = {
 }
 
 
-@dataclass
-class Slow:
-    """The definition, one weight at a time, in Python floats."""
-
-    weights: list[float]
-    fmt: fm.FloatFormat
-    scales: list[float]
-    stiffness_of: Callable[[float, fm.FloatFormat], float]
-    exponent: Callable[[int], float]
-    damping: float
-    clip: float
-    refresh_every: int
-    steps: int = 0
-    reference: float = 0.0
-    m: list[float] = field(default_factory=list)
-    v: list[float] = field(default_factory=list)
-
-    def step(self, gradients: list[float]) -> None:
-        n, (beta1, beta2) = len(self.weights), BETAS
-        self.m, self.v = self.m or [0.0] * n, self.v or [0.0] * n
-        fields = [s * self.stiffness_of(w / s, self.fmt) for w, s in zip(self.weights, self.scales, strict=True)]
-        if self.steps % self.refresh_every == 0:
-            self.reference = float(sum(Fraction(f) for f in fields) / n)
-        k = self.exponent(self.steps)
-        self.steps += 1
-        for i, g in enumerate(gradients):
-            self.m[i] = beta1 * self.m[i] + (1 - beta1) * g
-            self.v[i] = beta2 * self.v[i] + (1 - beta2) * g * g
-            first, second = self.m[i] / (1 - beta1**self.steps), self.v[i] / (1 - beta2**self.steps)
-            direction = first / (math.sqrt(second) + EPS)
-            factor = min(max(fields[i] / self.reference, self.damping), self.clip) ** k
-            self.weights[i] = (1 - LR * DECAY) * self.weights[i] - LR * factor * direction
-
-
-EXPONENTS: dict[str, Any] = {"0.5": 0.5, "1": 1.0, "2": 2.0, "0.37": 0.37, "-1": -1.0, "annealed": anneal(1.0, 0.0, 40)}
-
-
-@pytest.mark.parametrize("k", EXPONENTS)
 @pytest.mark.parametrize("metric", FIELDS)
 @pytest.mark.parametrize("scale", [0.3, ROWS.double()], ids=["0.3", "rows"])
-def test_every_exponent_and_metric_is_the_definition(k: str, metric: str, scale: Any) -> None:
-    """float64, no rounding: 60 steps with sign crossings, within the rounding of float64."""
+def test_every_metric_is_the_definition(metric: str, scale: Any) -> None:
+    """float64, no rounding: a first step is ``lr (S / S_ref)^k``, and the spacing is that of each weight."""
     given, field_of = FIELDS[metric]
-    exponent = EXPONENTS[k]
-    weight = free_weight(normal(3, 5, dtype=double, std=0.05), "E4M3", scale)
-    targets = -values([weight])[0]
-    scales = torch.as_tensor(scale).to(double).expand(3, 5).flatten().tolist()
-    slow = Slow(
-        weight.flatten().tolist(),
-        fm.FloatFormat(4, 3),
-        scales,
-        field_of,
-        exponent if callable(exponent) else lambda step: exponent,
-        damping=0.25,
-        clip=2.0,
-        refresh_every=7,
-    )
-    optimizer = StiffnessAdamW(
-        [weight], LR, BETAS, EPS, DECAY, stiffness=exponent, metric=given, damping=0.25, clip=2.0, refresh_every=7
-    )
-    start = weight.detach().sign()
-    for _ in range(60):
-        pull_to([weight], [targets])
-        gradients = weight.grad.flatten().tolist()  # type: ignore[union-attr]
+    for k in (0.5, 1.0, 2.0, 0.37, -1.0):
+        weight = free_weight(normal(3, 5, dtype=double, std=0.05), "E4M3", scale)
+        before, scales = values([weight])[0], torch.as_tensor(scale).to(double).expand(3, 5).flatten().tolist()
+        fmt = fm.FloatFormat(4, 3)
+        fields = [s * field_of(w / s, fmt) for w, s in zip(before.flatten().tolist(), scales, strict=True)]
+        mean = float(sum(Fraction(f) for f in fields) / 15)
+        expected = torch.tensor([min(max(f / mean, 0.25), 2.0) ** k for f in fields], dtype=double).view(3, 5)
+        optimizer = StiffnessAdamW([weight], LR, eps=0.0, stiffness=k, metric=given, damping=0.25, clip=2.0)
+        weight.grad = torch.ones(3, 5, dtype=double)
         optimizer.step()
-        slow.step(gradients)
-        ours = torch.tensor(weight.flatten().tolist(), dtype=double)
-        expected = torch.tensor(slow.weights, dtype=double)
-        assert (ours - expected).abs().max() < 1e-11
-    assert (weight.detach().sign() != start).sum() >= 3
+        assert ((before - weight.detach()) / LR - expected).abs().max() < 1e-11, k
 
 
 # --------------------------------------------------------------------------------------------------- k = 0: AdamW
@@ -153,30 +98,6 @@ def test_the_euclidean_metric_is_adamw_at_every_exponent() -> None:
     assert (weight - plain).abs().max() < 1e-12
 
 
-@pytest.mark.parametrize("name", ["E4M3", "E7M0", "E1M6"])
-@pytest.mark.parametrize("scale", [0.3, ROWS.double()], ids=["0.3", "rows"])
-def test_without_stiffness_each_step_is_adamw_then_nearest(name: str, scale: Any) -> None:
-    """From the same point and averages, torch's AdamW and one rounding land on the same value."""
-    weight = grid_weight(name, (3, 30), scale, dtype=double, std=0.3)
-    optimizer = StiffnessAdamW([weight], 0.02, BETAS, EPS, DECAY, stiffness=0.0, writeback="nearest")
-    moved = 0
-    for t in range(40):
-        plain = nn.Parameter(values([weight])[0])
-        reference = torch.optim.AdamW([plain], 0.02, BETAS, EPS, DECAY)
-        if t:
-            state = optimizer.state[weight]
-            reference.state[plain] = {k: state[k].clone() for k in ("step", "exp_avg", "exp_avg_sq")}
-        put_gradients([weight], t)
-        put_gradients([plain], t)
-        before = values([weight])[0]
-        optimizer.step()
-        reference.step()
-        unit = weight.manifold.scale.double()
-        assert torch.equal(weight.detach(), fm.round_to_grid(plain / unit, name) * unit)
-        moved += int((weight.detach() != before).sum())
-    assert moved > 100
-
-
 # ------------------------------------------------------------------------------------------- decay, damping, clip
 def constructed() -> Tensor:
     """S is 1, 1, 2, 2, 4 and 4096 times 2^-20 in E7M0: the mean is 4106/6, the ratios from 0.0015 to 6."""
@@ -202,12 +123,6 @@ def test_damping_and_clip_bound_the_ratio(damping: float, clip: float, share: fl
     ratio = torch.tensor([1.0, 1.0, 2.0, 2.0, 4.0, 4096.0], dtype=double) / (4106 / 6)
     assert torch.allclose(factors, ratio.clamp(damping, clip), rtol=1e-9, atol=0)
     assert optimizer.bounded_share == share
-
-
-def test_bounds_act_on_the_ratio_before_the_power() -> None:
-    factors, _ = first_factors(stiffness=-1.0, damping=0.004, clip=5.0)
-    ratio = torch.tensor([1.0, 1.0, 2.0, 2.0, 4.0, 4096.0], dtype=double) / (4106 / 6)
-    assert torch.allclose(factors, 1 / ratio.clamp(0.004, 5.0), rtol=1e-9, atol=0)
 
 
 def test_the_bounded_share_is_weighted_by_size() -> None:
@@ -236,34 +151,6 @@ def test_the_reference_is_the_exact_mean_in_any_order(metric: Any, dtype: torch.
         field = views[0].stiffness.flatten().tolist()
         assert references[-1] == pytest.approx(float(sum(map(Fraction, field)) / 1001), rel=2**-52)
     assert references[0] == references[1] == references[2]
-
-
-def test_the_reference_is_refreshed_when_due() -> None:
-    weight = free_weight(torch.full((4,), 1.0, dtype=double), "E4M3")
-    optimizer = StiffnessAdamW([weight], lr=0.0, refresh_every=3)
-    seen = []
-    for t in range(7):
-        weight.data.fill_(2.0**t)
-        put_gradients([weight], t)
-        optimizer.step()
-        seen.append(optimizer.state[weight]["reference"] * 8)
-    assert seen == [1.0, 1.0, 1.0, 8.0, 8.0, 8.0, 64.0]
-
-
-def test_a_schedule_is_asked_with_the_steps_taken() -> None:
-    asked: list[int] = []
-
-    def schedule(step: int) -> float:
-        asked.append(step)
-        return 1.0
-
-    weight = grid_weight()
-    optimizer = StiffnessAdamW([weight], stiffness=schedule)
-    asked.clear()
-    for t in range(5):
-        put_gradients([weight], t)
-        optimizer.step()
-    assert asked == [0, 1, 2, 3, 4]
 
 
 # ------------------------------------------------------------------------------------------- zero crossing in E7M0
