@@ -108,6 +108,13 @@ def test_the_check_sees_private_names_alone() -> None:
     assert private_uses(ast.parse(code)) == []
 
 
+@pytest.mark.parametrize("path", SHIPPED, ids=relative)
+def test_nothing_compiles_or_imports_what_it_reads(path: Path) -> None:
+    """What unpickles or evaluates ruff finds."""
+    called = [node.func for node in ast.walk(tree(path)) if isinstance(node, ast.Call)]
+    assert not {"compile", "__import__"} & {name.id for name in called if isinstance(name, ast.Name)}
+
+
 def test_every_public_name_exists_once() -> None:
     for prefix, module in NAMESPACES.items():
         assert sorted(set(module.__all__)) == sorted(module.__all__), prefix
