@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from small_runs import BASE, bits
 
 import fp8manifold as fm
-from nanogpt_bench.checkpoint import Contents, commit, read
+from nanogpt_bench.checkpoint import commit, read
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.data.batches import open_corpus
@@ -25,19 +26,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::fp8manifold.SaturationWarning")
 
 @pytest.fixture
 def configuration(small_corpus: Path) -> Callable[[Settings], Config]:
-    base = {
-        "data.dir": str(small_corpus),
-        "model.format": "E4M3",
-        "model.n_layer": 1,
-        "model.n_head": 2,
-        "model.n_embd": 16,
-        "model.block_size": 8,
-        "model.dropout": 0.1,
-        "train.batch_size": 2,
-        "train.max_steps": ALL,
-        "optimizer.warmup_steps": 2,
-        "eval.batches": 1,
-    }
+    more = {"data.dir": str(small_corpus), "model.format": "E4M3", "model.dropout": 0.1, "train.max_steps": ALL}
+    base = {**BASE, **more, "optimizer.warmup_steps": 2}
     return lambda settings: resolve(build_config({**base, **settings}))
 
 
@@ -51,14 +41,6 @@ def trainer_of(config: Config, wrap: Callable[[Trainer], torch.optim.Optimizer] 
 
 def take(trainer: Trainer, first: int, last: int) -> list[float]:
     return [trainer.train_step(trainer.new_step(n, last=n == ALL), []) for n in range(first, last + 1)]
-
-
-def bits(contents: Contents) -> dict[str, bytes]:
-    return {
-        f"{stem}/{name}": tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
-        for stem, tensors in contents.tensors.items()
-        for name, tensor in tensors.items()
-    }
 
 
 def check_through_the_disk(
