@@ -107,12 +107,14 @@ def test_the_site_describes_every_public_name(site: Path) -> None:
     assert public - documented(site) - namespaces.keys() == set()
 
 
-def test_every_figure_is_on_one_page(site: Path) -> None:
-    figures = load(ROOT / "docs" / "_figures.py").FIGURES
+def test_figures_are_each_on_one_page_and_examples_have_their_own(site: Path) -> None:
+    formats = load(ROOT / "docs" / "_tables.py").TABLED_FORMATS
     texts = [page.read_text(encoding="utf-8") for page in site.glob("*.html")]
-    for name in figures:
+    for name in (*load(ROOT / "docs" / "_figures.py").FIGURES, *(f"format-{name}" for name in formats)):
         assert sum(f"_images/{name}.svg" in text for text in texts) == 1, name
         assert (site / "_images" / f"{name}.svg").stat().st_size > 5000
+    names = [path.stem for path in (ROOT / "examples").glob("*.py")]
+    assert [name for name in names if not (site / "examples" / f"{name}.html").exists()] == []
 
 
 def shown_in(page: Path) -> str:
@@ -134,19 +136,6 @@ def test_every_command_and_option_is_on_its_page(site: Path) -> None:
         options = [option for action in parser._actions for option in action.option_strings]
         assert f"nanogpt-bench {name}" in page
         assert [option for option in options if option not in page] == []
-
-
-def test_every_format_has_a_number_line(site: Path) -> None:
-    names = load(ROOT / "docs" / "_tables.py").TABLED_FORMATS
-    page = (site / "formats.html").read_text(encoding="utf-8")
-    for name in names:
-        assert f"_images/format-{name}.svg" in page
-        assert (site / "_images" / f"format-{name}.svg").stat().st_size > 5000
-
-
-def test_every_example_has_a_page(site: Path) -> None:
-    names = [path.stem for path in (ROOT / "examples").glob("*.py")]
-    assert [name for name in names if not (site / "examples" / f"{name}.html").exists()] == []
 
 
 def test_the_code_on_the_pages_prints_what_they_say(site: Path) -> None:
@@ -216,21 +205,20 @@ def test_start_page_code_runs(run_code: Callable[[str], str]) -> None:
     assert run_code(code).strip() == "QuantizedLinear"
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.suffix == ".md"], ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
-    targets = re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
-    local = [target for target in targets if not target.startswith("http")]
-    assert [target for target in local if not (page.parent / target).exists()] == []
+def test_links_lead_somewhere() -> None:
+    for page in (page for page in PAGES if page.suffix == ".md"):
+        targets = re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+        local = [target for target in targets if not target.startswith("http")]
+        assert [target for target in local if not (page.parent / target).exists()] == [], page.name
 
 
-@pytest.mark.parametrize("command", bench_commands())
-def test_commands_of_the_pages_are_understood(command: str) -> None:
-    words, overrides = split_overrides(shlex.split(command, comments=True)[1:])
-    parser, _ = build_parser()
-    args, unknown = parser.parse_known_args(words)
-    assert unknown == []
-    assert args.handler is not None
-    assert set(parse_overrides(overrides)) <= {*FIELDS, "rule"}
+def test_commands_of_the_pages_are_understood() -> None:
+    for command in bench_commands():
+        words, overrides = split_overrides(shlex.split(command, comments=True)[1:])
+        args, unknown = build_parser()[0].parse_known_args(words)
+        assert unknown == [], command
+        assert args.handler is not None, command
+        assert set(parse_overrides(overrides)) <= {*FIELDS, "rule"}, command
 
 
 def test_pages_know_nothing_of_the_machine_they_were_written_on() -> None:

@@ -101,57 +101,14 @@ def test_a_look_that_came_later_is_not_told_as_that_of_a_tenth() -> None:
     assert "| - |" not in told
 
 
-FINETUNED = sorted((ROOT / "docs" / "measured" / "finetune").glob("*.json"))
-
-
-@pytest.fixture(scope="module")
-def finetuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of what is drawn from the files of fine-tuning."""
-    folder = tmp_path_factory.mktemp("finetuned")
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.syspath_prepend(ROOT / "docs")
-        import_module("_finetune").write_finetune(folder)
-    return folder
-
-
-def test_what_is_drawn_of_fine_tuning_stands_on_its_page_once(finetuned: Path) -> None:
+def test_what_is_drawn_of_fine_tuning_stands_on_its_page_once(tmp_path: Path) -> None:
+    import_module("_finetune").write_finetune(tmp_path)
     page = (ROOT / "docs" / "finetune.md").read_text(encoding="utf-8")
-    assert {path.name for path in finetuned.iterdir()} >= {"finetune-small.md", "finetune-small.svg"}
-    for path in finetuned.iterdir():
+    assert {path.name for path in tmp_path.iterdir()} >= {"finetune-small.md", "finetune-small.svg"}
+    for path in tmp_path.iterdir():
         assert path.stat().st_size > 300
         shown = f"(figures/{path.name})\n" if path.suffix == ".svg" else f"<!-- table: {path.stem} -->\n"
         assert page.count(shown) == 1
-
-
-def test_rows_of_other_rates_are_told_with_both_texts(finetuned: Path) -> None:
-    """Each line's mean loss, and its paired difference, made anew from the runs."""
-    files = sorted((path for path in FINETUNED if path.stem.startswith("card")), key=lambda path: path.stem)
-    rows = [runs for path in files for runs in rows_of(path).values()]
-    told = (finetuned / "finetune-card.md").read_text(encoding="utf-8").splitlines()[2:]
-    assert len(rows) == 3
-    for row, line in zip(rows, told, strict=False):
-        cells = [cell.strip() for cell in line.split("|")[1:-1]]
-        for key, place in (("final_val_loss", 4), ("also_loss", 6)):
-            own, exact = ({run["seed"]: run[key] for run in of} for of in (row, rows[0]))
-            assert cells[place].startswith(f"{sum(own.values()) / len(own):.3f}")
-            apart = [own[seed] - exact[seed] for seed in own]
-            assert cells[place + 1].startswith("" if row is rows[0] else f"{sum(apart) / len(apart):+.3f}")
-        name = row[0]["rule"] if row[0]["format"] == "none" else f"{row[0]['format']} {row[0]['rule']}"
-        assert cells[:1] + cells[3:4] == [f"`{name}`", str(len(row))]
-
-
-@pytest.mark.parametrize("path", [p for p in FINETUNED if "card" not in p.stem], ids=lambda path: path.stem)
-def test_fine_tuned_rules_are_told_format_by_format(path: Path, finetuned: Path) -> None:
-    """Of every file one cell for each text is made anew from the runs."""
-    rows = rows_of(path)
-    told = (finetuned / f"finetune-{path.stem.split('-')[0]}.md").read_text(encoding="utf-8").splitlines()
-    header, line = (next(line for line in told if line.startswith(start)) for start in ("| rule", "| `nearest`"))
-    rate = read_export(path).rows[0].runs[0].config["optimizer"]["lr"]
-    for text, key in (("new", "final_val_loss"), ("old", "also_loss")):
-        own, exact = ({run["seed"]: run[key] for run in rows[label]} for label in ("E4M3 nearest", "fp32"))
-        apart = [own[seed] - exact[seed] for seed in own.keys() & exact.keys()]
-        place = [cell.strip() for cell in header.split("|")].index(f"{text}, {rate:.0e}".replace("e-0", "e-"))
-        assert line.split("|")[place].strip().startswith(f"{sum(apart) / len(apart):+.3f}")
 
 
 def test_a_setting_that_two_files_hold_is_one_draw() -> None:

@@ -102,10 +102,6 @@ def test_only_what_is_dated_is_exempt() -> None:
     assert there - {page.stem for page in PAGES} == FROZEN
 
 
-def test_the_glossary_has_the_words_of_the_pages() -> None:
-    assert {"ULP", "stiffness", "write-back", "residual", "moments", "bytes a parameter"} <= explained()
-
-
 def test_the_check_sees_what_is_hard_to_read() -> None:
     text = "# A lead\n\nOne of its own. Two `lead` here, twins.\n\n| lead |\n\n```sh\nlead\n```\n"
     text += "\n- A *look* [here](x.md)\n"
