@@ -1,13 +1,11 @@
-"""Charts of curves over the steps: losses, stall, monitored figures, and recorded distributions."""
+"""Charts of curves over the steps: losses, stall and monitored figures."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from nanogpt_bench.config.metrics import ELAPSED, LOG, SHARE, TRAIN_LOSS, VAL_LOSS, Metric, Spread
-from nanogpt_bench.monitors import SPREADS
+from nanogpt_bench.config.metrics import ELAPSED, LOG, SHARE, TRAIN_LOSS, VAL_LOSS, Metric
 from nanogpt_bench.report.chart import (
     PERCENT,
     Chart,
@@ -27,7 +25,7 @@ from nanogpt_bench.report.results import Result, reference_name
 from nanogpt_bench.report.rows import Row, loss_unit
 from nanogpt_bench.report.tables import format_gap
 from nanogpt_bench.runs.curves import MAX_POINTS, decimate, smooth, smoothing_window
-from nanogpt_bench.runs.load import Distribution, Run
+from nanogpt_bench.runs.load import Run
 
 BY_STEP, BY_TIME = "step", ELAPSED.name
 FEWEST_POINTS, MOST_POINTS = 60, 50 * MAX_POINTS  # of a curve, and of all curves of a chart
@@ -268,46 +266,3 @@ def _spans_decades(drawn: Sequence[Line]) -> bool:
     """True if positive values span a factor of thirty, where a linear axis would hide the small ones."""
     known = [y for line in drawn for y in line.ys if y is not None]
     return min(known) > 0 and max(known) / min(known) >= 30
-
-
-def distribution_charts(rows: Sequence[Row], looks: Mapping[str, Look]) -> list[Chart]:
-    """Return a chart for each distribution that some row's first run recorded, one line per row over its layers."""
-    found = [_distribution_chart(spread, rows, looks) for spread in SPREADS if spread.chart]
-    return [chart for chart in found if chart is not None]
-
-
-def _distribution_chart(spread: Spread, rows: Sequence[Row], looks: Mapping[str, Look]) -> Chart | None:
-    drawn = [line for row in rows for line in _distribution_lines(spread, row)]
-    if not drawn:
-        return None
-    bent = {"log": True, "format": "~g", "tickCount": 5} if spread.chart == LOG else {}
-    y = quantity("y", "share", zero=True, format=PERCENT)
-    spec = lines(drawn, looks, quantity("x", spread.unit, **bent), y, step=True)
-    name = _drawn(spread).name.replace("/", "-")
-    return Chart(f"spread-{name}", spread.title, spread.meaning, spec, rows=rows_of(drawn))
-
-
-def _drawn(spread: Spread) -> Metric:
-    """Return the metric drawn: of several operands the weights."""
-    return spread.by("weight") if spread.operands else spread
-
-
-def _distribution_lines(spread: Spread, row: Row) -> list[Line]:
-    prefix = _drawn(spread).of("")
-    shares = merged_shares([d for run in row.runs[:1] for n, d in run.distributions.items() if n.startswith(prefix)])
-    xs = [x for x in shares if x > 0 or spread.chart != LOG]
-    return [Line(row.label, None, xs, [shares[x] for x in xs])] if xs else []
-
-
-def merged_shares(distributions: Sequence[Distribution]) -> dict[float, float]:
-    """Return the share at each value, or in the bin that begins there, over all distributions, in increasing order.
-
-    >>> merged_shares([Distribution(1, (1, 1), edges=(0, 1, 2)), Distribution(1, (2,), edges=(1, 2))])
-    {0: 0.25, 1: 0.75}
-    """
-    counts: Counter[float] = Counter()
-    for distribution in distributions:
-        places = distribution.values or (distribution.edges or ())[:-1]
-        counts.update(dict(zip(places, distribution.counts, strict=True)))
-    total = sum(counts.values())
-    return {place: counts[place] / total for place in sorted(counts)} if total else {}

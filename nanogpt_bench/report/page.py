@@ -20,7 +20,6 @@ from nanogpt_bench.report import figures, sweep_charts
 from nanogpt_bench.report.chart import CONFIG, THEMES, Chart, Look, Spec, short, theme_colours
 from nanogpt_bench.report.curve_charts import (
     TITLES,
-    distribution_charts,
     gap_chart,
     loss_charts,
     stall_chart,
@@ -35,15 +34,7 @@ from nanogpt_bench.report.tables import TUNING_HEADINGS, TUNING_WORDS, Column, s
 from nanogpt_bench.report.verdict import describe_ending
 from nanogpt_bench.runs.environment import history_comment
 from nanogpt_bench.runs.load import Run
-from nanogpt_bench.runs.read import finite
 
-PROCESS_HEADINGS = (
-    *("run", "parallel", "processes", "held by a process", "peak of a process", "sent in a step", "tokens/s"),
-)
-PROCESS_NOTE = (
-    "Held: weights and optimizer state after the training, of the process with most of it. Peak: of its memory, all "
-    "that Python and torch take included. Sent: by a process in one step, as a ring of the processes sends it."
-)
 DIFFERENCE_NOTE = (
     "Paired difference: that of the final validation losses of the same seed, mean with its 95% t-interval and the "
     "p-value of the paired t-test, adjusted over the rows of the table (Holm); of one seed it is a lead and no more. "
@@ -81,14 +72,12 @@ def all_sections(page: Page) -> list[Section]:
     found: list[Section | None] = [
         _what(page),
         _results(page),
-        processes_section(page.rows),
         tuned_section(page.studies.tunings),
         _loss(page),
         failure_section(failed_runs(page.results), page.references, page.looks),
         _studies(page),
         _stall(page),
         *(_watched(page, namespace) for namespace in CHARTED if namespace != UPDATE_LOST.namespace),
-        _spreads(page),
         _alerts(page),
         _endings(page),
         _configs(page),
@@ -176,7 +165,6 @@ def _studies(page: Page) -> Section | None:
     found = [
         *sweep_charts.sensitivity_charts(page.studies.sensitivities),
         sweep_charts.rate_chart(page.rows, page.looks),
-        sweep_charts.limit_chart(page.studies.limits),
         sweep_charts.parallel_chart(page.rows, page.looks),
     ]
     drawn = [chart for chart in found if chart is not None]
@@ -204,11 +192,6 @@ def _watched(page: Page, namespace: str) -> Section | None:
     title = TITLES.get(namespace, namespace.capitalize())
     drawn = watched_charts(page.rows, page.looks, charted(namespace), {COSINE.name: VERDICT["cosine"].bound})
     return _curves(page, title.lower(), title, drawn)
-
-
-def _spreads(page: Page) -> Section | None:
-    words = '<p class="muted">As last recorded in each row\'s first run, over all layers.</p>'
-    return _curves(page, "spreads", "Distributions", distribution_charts(page.rows, page.looks), above=words)
 
 
 def _alerts(page: Page) -> Section | None:
@@ -250,44 +233,6 @@ def _config(label: str, run: Run) -> str:
     listed = yaml.safe_dump(text, sort_keys=False, allow_unicode=True) if text else "no configuration on disk\n"
     listed = history_comment(run.environment) + listed
     return f"<details><summary>{escape(label)} — {escape(run.name)}</summary><pre>{escape(listed)}</pre></details>"
-
-
-def processes_section(rows: Sequence[Row]) -> Section | None:
-    """Return the table of runs in several processes; None without any."""
-    lines = [_processes_line(row.label, run) for row in rows for run in row.runs if _process_facts(run)]
-    if not lines:
-        return None
-    shown = table([(heading, "") for heading in PROCESS_HEADINGS], lines)
-    return Section("processes", "Processes", f'{shown}<p class="muted">{PROCESS_NOTE}</p>')
-
-
-def _process_facts(run: Run) -> Mapping[str, Any]:
-    found = run.summary.get("processes")
-    return found if isinstance(found, Mapping) else {}
-
-
-def _processes_line(label: str, run: Run) -> list[Cell]:
-    facts, speed = _process_facts(run), run.number("tokens_per_s")
-    words = [
-        f"{label} · {run.name}",
-        str(facts.get("parallel")),
-        _count(facts.get("count")),
-        _largest(facts.get("held_bytes")),
-        _largest(facts.get("peak_bytes")),
-        _count(facts.get("sent_bytes"), " bytes"),
-        "-" if speed is None else f"{speed:,.0f}",
-    ]
-    return [(word, "") for word in words]
-
-
-def _largest(each: Any) -> str:
-    known = [size for size in map(finite, each if isinstance(each, list) else []) if size is not None]
-    return _count(max(known, default=None), " bytes")
-
-
-def _count(number: Any, unit: str = "") -> str:
-    value = finite(number)
-    return "-" if value is None else f"{value:,.0f}{unit}"
 
 
 def tuned_section(tunings: Sequence[Sequence[Mapping[str, Any]]]) -> Section | None:

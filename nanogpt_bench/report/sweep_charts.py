@@ -45,37 +45,24 @@ class Sensitivity:
 
 
 @dataclass(frozen=True)
-class LearningRateLimit:
-    """The largest stable and smallest unstable learning rate of a format and rule; None where not found."""
-
-    format: str
-    rule: str
-    stable: float | None
-    unstable: float | None
-
-
-@dataclass(frozen=True)
 class Studies:
     """All such files in the folders of a report."""
 
     sensitivities: tuple[Sensitivity, ...] = ()
-    limits: tuple[LearningRateLimit, ...] = ()
     #: the rows of every tuning.json, unchanged
     tunings: tuple[tuple[Mapping[str, Any], ...], ...] = ()
     notes: tuple[str, ...] = field(default=())
 
 
 def read_studies(folders: Iterable[Path]) -> Studies:
-    """Read sensitivity.json, lr_limits.json and tuning.json of folders; `notes` names each malformed file."""
+    """Read sensitivity.json and tuning.json of folders; `notes` names each malformed file."""
     notes: list[str] = []
     sensitivities: list[Sensitivity] = []
-    limits: list[LearningRateLimit] = []
     tunings: list[tuple[Mapping[str, Any], ...]] = []
     for folder in dict.fromkeys(folders):
         sensitivities += _read_sensitivity(folder / "sensitivity.json", notes)
-        limits += map(_read_limit, _read_rows(folder / "lr_limits.json", notes))
         tunings += [tuned] if (tuned := tuple(_read_rows(folder / "tuning.json", notes))) else []
-    return Studies(tuple(sensitivities), tuple(dict.fromkeys(limits)), tuple(tunings), tuple(notes))
+    return Studies(tuple(sensitivities), tuple(tunings), tuple(notes))
 
 
 def _read_sensitivity(path: Path, notes: list[str]) -> list[Sensitivity]:
@@ -123,15 +110,6 @@ def _read_rows(path: Path, notes: list[str]) -> list[Mapping[str, Any]]:
         notes.append(f"{path.name}: expected rows; left out")
         return []
     return [row for row in rows if isinstance(row, Mapping)]
-
-
-def _read_limit(row: Mapping[str, Any]) -> LearningRateLimit:
-    return LearningRateLimit(
-        str(row.get("format") or "none"),
-        str(row.get("rule") or "unknown"),
-        finite(row.get("largest_stable_lr")),
-        finite(row.get("smallest_unstable_lr")),
-    )
 
 
 def sensitivity_charts(studies: Sequence[Sensitivity]) -> list[Chart]:
@@ -223,40 +201,6 @@ def _crosses(found: Sequence[RateCurve], looks: Mapping[str, Look], top: float, 
     colour = of_row("color", looks)
     cross = {"type": "point", "shape": "cross", "angle": 45, "size": 90, "filled": True, "opacity": 1}
     return [over(values, cross, x=x, y=y, color=colour, tooltip={"field": "text"})] if values else []
-
-
-def limit_chart(limits: Sequence[LearningRateLimit]) -> Chart | None:
-    """Return the largest stable and smallest unstable learning rate of each format and rule."""
-    shown = [limit for limit in limits if limit.stable or limit.unstable]
-    if not shown:
-        return None
-    labels = [category(row_label(limit.rule, limit.format)) for limit in shown]
-    x = _rate_axis(rate for limit in shown for rate in (limit.stable, limit.unstable) if rate)
-    y = names("label", dict.fromkeys(labels), grid=True)
-    ends = [
-        {"label": label, "stable": limit.stable, "unstable": limit.unstable}
-        for label, limit in zip(labels, shown, strict=True)
-    ]
-    dot = {"type": "point", "shape": "circle", "filled": True, "size": 100, "opacity": 1, "color": ink(2)}
-    cross = dot | {"shape": "cross", "angle": 45, "color": ink(0)}
-    spec = {
-        "data": {"values": ends},
-        "layer": [
-            {
-                "transform": [{"filter": "datum.stable && datum.unstable"}],
-                "mark": {"type": "rule", "strokeWidth": 1.5, "color": ink("ink")},
-                "encoding": {"x": x | {"field": "stable"}, "x2": {"field": "unstable"}, "y": y},
-            },
-            {"mark": dot, "encoding": {"x": x | {"field": "stable"}, "y": y, "tooltip": _rate_tip("stable")}},
-            {"mark": cross, "encoding": {"x": x | {"field": "unstable"}, "y": y, "tooltip": _rate_tip("unstable")}},
-        ],
-    }
-    words = "Found by bisection: the dot is the largest learning rate that held, the cross the smallest that did not."
-    return Chart("limits", "Largest stable learning rate", words, spec, 50 + 26 * len(labels), wide=True, drag="")
-
-
-def _rate_tip(field: str) -> list[Spec]:
-    return [{"field": "label", "title": "row"}, {"field": field, "format": ".3~g"}]
 
 
 def parallel_chart(rows: Sequence[Row], looks: Mapping[str, Look]) -> Chart | None:

@@ -1,4 +1,4 @@
-"""A run folder as read: settings, records, summary, alerts, distributions, failures found."""
+"""A run folder as read: settings, records, summary, alerts, failures found."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nanogpt_bench.config.metrics import SPEED, VAL_LOSS
 from nanogpt_bench.config.rules import stall_counts
 from nanogpt_bench.monitors.stall import ARRIVED, STALLS
 from nanogpt_bench.runs.environment import history_lines
-from nanogpt_bench.runs.read import MOST_NAMES, Records, finite, mapping, numbers, records
+from nanogpt_bench.runs.read import MOST_NAMES, Records, finite, mapping, records
 from nanogpt_bench.system.errors import BenchError, one_line, printable, shortened
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "summary.json")
@@ -30,7 +30,6 @@ class Run:
     metrics: Records = field(default_factory=Records)
     summary: Mapping[str, Any] = field(default_factory=dict)
     alerts: tuple[Alert, ...] = ()
-    distributions: Mapping[str, Distribution] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     #: of a results file, which has no records of them: some figures of the monitors, by step
     looks: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
@@ -151,7 +150,6 @@ def load_run(path: Path) -> Run:
     metrics = _metrics(path / "metrics.jsonl", notes)
     summary = mapping(path / "summary.json", notes)
     alerts = read_alerts(path / ALERTS, notes)
-    distributions = read_distributions(path / DISTRIBUTIONS, notes)
     return Run(
         path,
         config,
@@ -159,7 +157,6 @@ def load_run(path: Path) -> Run:
         metrics,
         summary or _summary_so_far(metrics),
         alerts,
-        distributions,
         tuple(notes),
     )
 
@@ -194,7 +191,6 @@ def _summary_so_far(metrics: Records) -> dict[str, Any]:
 
 
 ALERTS = "alerts.jsonl"
-DISTRIBUTIONS = "histograms.jsonl"
 
 
 @dataclass(frozen=True)
@@ -207,20 +203,6 @@ class Alert:
     message: str = ""
     value: float | None = None
     threshold: float | None = None
-
-
-@dataclass(frozen=True)
-class Distribution:
-    """Counts over the bins between `edges`, or over single `values`; one of the two is there."""
-
-    step: int
-    counts: tuple[float, ...]
-    edges: tuple[float, ...] | None = None
-    values: tuple[float, ...] | None = None
-
-    @property
-    def total(self) -> float:
-        return sum(self.counts)
 
 
 @dataclass(frozen=True)
@@ -248,33 +230,6 @@ def _alert(record: Mapping[str, Any]) -> Alert:
         value=finite(record.get("value")),
         threshold=finite(record.get("threshold")),
     )
-
-
-def read_distributions(path: Path, notes: list[str]) -> dict[str, Distribution]:
-    """The last distribution recorded under each name; no file means none."""
-    if not path.is_file():
-        return {}
-    last = {str(record.get("name")): (number, record) for number, record in records(path, notes)}
-    found: dict[str, Distribution] = {}
-    for name, (number, record) in last.items():
-        distribution = _distribution(record)
-        if distribution is None:
-            notes.append(f"{path.name}: line {number}, {name}: counts do not fit its edges or values; left out")
-        else:
-            found[name] = distribution
-    return found
-
-
-def _distribution(record: Mapping[str, Any]) -> Distribution | None:
-    counts, edges, values = (numbers(record.get(key)) for key in ("counts", "edges", "values"))
-    if counts is None or not counts:
-        return None
-    step = int(record["step"])
-    if values is not None and len(values) == len(counts):
-        return Distribution(step, counts, values=values)
-    if edges is not None and len(edges) == len(counts) + 1:
-        return Distribution(step, counts, edges=edges)
-    return None
 
 
 def findings_in(summary: Mapping[str, Any]) -> tuple[Finding, ...]:

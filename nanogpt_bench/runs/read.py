@@ -51,19 +51,6 @@ def cleaned(content: Any) -> Any:
 _BREAKS = re.compile(r"[^\n\t]+")
 
 
-def numbers(values: Any) -> tuple[float, ...] | None:
-    """A list of finite numbers as a tuple; None when it is anything else.
-
-    >>> numbers([1, 2.5]), numbers([1, None]), numbers("12")
-    ((1.0, 2.5), None, None)
-    """
-    if not isinstance(values, list):
-        return None
-    found = [finite(value) for value in values]
-    known = tuple(value for value in found if value is not None)
-    return known if len(known) == len(found) else None
-
-
 def mapping(path: Path, notes: list[str]) -> dict[str, Any]:
     """The mapping in a JSON or YAML file; {} with a note when there is none to be read."""
     try:

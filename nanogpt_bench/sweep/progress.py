@@ -107,7 +107,8 @@ class Bar:
         """
         since, before = self._first or (0.0, self.share())
         done = self.share() - before
-        return f", {rough_time((self.elapsed() - since) * (1.0 - self.share()) / done)} left" if done > 0 else ""
+        rest = 1.0 - self.share()
+        return f", {rough_time((self.elapsed() - since) * rest / done)} left" if done > 0 and rest > 0 else ""
 
 
 def _line(entry: Entry, event: Event) -> str:

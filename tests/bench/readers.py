@@ -22,8 +22,7 @@ import fp8manifold as fm
 from nanogpt_bench.cli import main
 from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.data import prepare_text
-from nanogpt_bench.data.batches import load_corpus
-from nanogpt_bench.data.documents import documents_of
+from nanogpt_bench.data.batches import documents_of, load_corpus
 from nanogpt_bench.model.gpt import GPT, GPTShape
 from nanogpt_bench.model.pretrained import checkpoint_shape, load_checkpoint
 from nanogpt_bench.model.weights import load_weights, save_weights
@@ -124,7 +123,7 @@ def lay_results(folder: Path) -> None:
 
 def lay_tables(folder: Path) -> None:
     (folder / "sensitivity.json").write_text('{"patterns": ["a"], "formats": ["b"], "gap": [[1.0]]}')
-    (folder / "lr_limits.json").write_text('{"rows": []}')
+    (folder / "tuning.json").write_text('{"rows": []}')
 
 
 def written(name: str, text: str) -> Callable[[Path], object]:
@@ -151,7 +150,7 @@ def readers(corpus: Path, labelled: Path, run: Path) -> dict[str, Reader]:
     metrics = {"metrics.jsonl": ("empty", "pipe", "endless")}
     settings = dict.fromkeys(("environment.json", "summary.json"), ("class",))
     weights: dict[str, tuple[str, ...]] = {"checkpoints/step-6.safetensors": ("gone",)}
-    of_run = {"config.yaml": ("half", "class"), **metrics, **settings, "histograms.jsonl": (*OPTIONAL, "empty")}
+    of_run = {"config.yaml": ("half", "class"), **metrics, **settings}
     return {
         "config": Reader(
             written("a.yaml", "seed: 1"), lambda f: load_config(f / "a.yaml"), {"a.yaml": ("empty", "class")}
@@ -194,7 +193,7 @@ def readers(corpus: Path, labelled: Path, run: Path) -> dict[str, Reader]:
             {"sweep.json": (), "tuning.json": (*OPTIONAL, "class", "huge")},
         ),
         "tables": Reader(
-            lay_tables, lambda f: read_studies([f]).notes, {"sensitivity.json": OPTIONAL, "lr_limits.json": OPTIONAL}
+            lay_tables, lambda f: read_studies([f]).notes, {"sensitivity.json": OPTIONAL, "tuning.json": OPTIONAL}
         ),
         "run": Reader(copy_of(run), lambda f: load_run(f).notes, of_run),
         "report on a run": Reader(copy_of(run), reported, of_run),

@@ -66,7 +66,8 @@ def test_every_kind_of_layer_is_saved(
     for cache in (outline, settings_of):  # of another case's folder "saved"
         cache.cache_clear()
     again = load_config(
-        find_config("finetune"), [*SMALL, "--model.pretrained=./saved", "--data.dir=law", "--rule=fp32"]
+        find_config("finetune"),
+        [*SMALL, "--model.pretrained=./saved", "--data.dir=law", "--rule=fp32", "--model.format=null"],
     )
     trainer = Trainer(resolve(again), load_corpus(Path("law"), 16), torch.device("cpu"))
     assert trainer.validate() == pytest.approx(loss, rel=1e-5)
@@ -80,7 +81,7 @@ def test_what_is_in_the_way_of_saving_is_said_before_the_training(
         "--save model/config.json/saved": "--save 'model/config.json/saved' can't be used: Not a directory",
         "--save saved --layout gguf": "--layout: 'gguf' is not known",
     }.items():
-        assert told in refused(*words, "--rule", "fp32", *more.split())
+        assert told in refused(*words, "--rule", "fp32", "--model.format", "null", *more.split())
     with monkeypatch.context() as patch:
         patch.setattr(write.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
         assert "--save needs 1.1 MB below 'saved', 0.0 MB are free" in refused(*words, "--save", "saved")

@@ -14,7 +14,7 @@ import pytest
 from small_runs import differences, traces, words
 
 from nanogpt_bench.checkpoint import newest, step_file, steps, verify, write
-from nanogpt_bench.commands.run import run_command
+from nanogpt_bench.commands.run import exit_code, trained
 from nanogpt_bench.monitors.points import Observer, Step
 from nanogpt_bench.system.signals import RESUMABLE
 from nanogpt_bench.training.trainer import Trainer
@@ -35,7 +35,7 @@ def child(folder: Path, overrides: list[str], before: Callable[[], None] = lambd
 
     def command() -> int:
         before()
-        return run_command("e4m3.yaml", "r", overrides, **options)
+        return exit_code(trained("e4m3.yaml", "r", overrides, **options)[0])
 
     return forked.finish(forked.start(folder, command))
 

@@ -21,4 +21,3 @@ def _given(function: Callable[..., Any]) -> Any:
 
 write_run, write_comparison = _given(made.write_run), _given(made.write_comparison)
 write_metrics, write_alerts = _given(made.write_metrics), _given(made.write_alerts)
-write_distributions = _given(made.write_distributions)

@@ -41,8 +41,6 @@ def lay(folder: Path) -> list[Path]:
         "rule": TEXTS[1],
     }
     _json(folder / "sensitivity.json", study)
-    limits = [{"format": t, "rule": t, "largest_stable_lr": 0.01, "smallest_unstable_lr": 0.02} for t in TEXTS]
-    _json(folder / "lr_limits.json", {"rows": limits})
     return runs
 
 
@@ -66,9 +64,6 @@ def _run(folder: Path, text: str) -> Path:
     run_folders.write_metrics(folder, {**series, text: lambda step: text}, every=20)
     alert = {"step": 80, "level": text, "kind": text, "message": text, "value": 12.5, "threshold": 10.0}
     (folder / "alerts.jsonl").write_text(json.dumps(alert) + "\n")
-    counts = {"values": [0.0, 1.0, 2.0], "counts": [1.0, 2.0, 3.0]}
-    names = [f"bits/code_histogram/activation/{text}", text]
-    run_folders.write_distributions(folder, *((name, counts) for name in names))
     return folder
 
 

@@ -129,9 +129,3 @@ def write_alerts(folder: Path, *alerts: tuple[str, int]) -> None:
         for kind, step in alerts
     ]
     (folder / "alerts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-
-
-def write_distributions(folder: Path, *distributions: tuple[str, dict[str, list[float]]]) -> None:
-    """Write the distributions of a run on disk, (name, {"values" or "edges": ..., "counts": ...}) each."""
-    lines = [{"step": 200, "name": name, **content} for name, content in distributions]
-    (folder / "histograms.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")

@@ -70,8 +70,6 @@ def page(tmp_path_factory, write_run, write_comparison, write_metrics, write_ale
     write_run(folder / "runs" / "nasty", rule=NASTY, name=NASTY, status="failed", failure=nan)
     study = {"patterns": ["attn.qkv", "mlp.fc"], "formats": ["E4M3", "E7M0"], "gap": [[0.01, 0.4], [-0.02, None]]}
     (folder / "runs" / "sensitivity.json").write_text(json.dumps(study))
-    limits = [{"format": "E4M3", "rule": "nearest", "largest_stable_lr": 0.01, "smallest_unstable_lr": 0.02}]
-    (folder / "runs" / "lr_limits.json").write_text(json.dumps({"rows": limits}))
     return report([folder / "runs"], out=folder / "out")
 
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from nanogpt_bench.report import report, write_report
 from nanogpt_bench.report.build import facts_of
-from nanogpt_bench.report.page import processes_section
 from nanogpt_bench.report.rows import Row
 from nanogpt_bench.runs.load import Run, load_run
 from nanogpt_bench.system.errors import BenchError
@@ -126,19 +123,3 @@ def test_a_source_of_many_files_is_named_shortly() -> None:
     corpus = {"source": {"kind": "copy", "files": files, "limit": None}, "splits": {"train": {"tokens": 1200}}}
     said = facts_of([Run(Path("a"), environment={"corpus": corpus})])["Corpus"]
     assert said == "kind: copy, files: a.parquet (715e920a…) b.parquet (22576ea2…); train 1,200 tokens"
-
-
-PROCESSES = {"parallel": "<b>", "count": 2, "held_bytes": [1000, 2000], "peak_bytes": ["x", None], "sent_bytes": 4567}
-
-
-@pytest.mark.parametrize(
-    ("facts", "cells"),
-    [
-        (PROCESSES, ["two · a", "&lt;b&gt;", "2", "2,000 bytes", "-", "4,567 bytes", "1,234"]),
-        *((facts, None) for facts in (None, {}, [], "x", 3)),
-    ],
-)
-def test_of_runs_in_several_processes_the_process_with_most_of_it_counts(facts: Any, cells: list[str] | None) -> None:
-    run = Run(Path("a"), summary={"name": "a", "tokens_per_s": 1234.5, "processes": facts})
-    section = processes_section([Row("one", "", "", (Run(Path("b")),)), Row("two", "", "", (run,))])
-    assert cells == (section and re.findall(r"<td>(.*?)</td>", section.body))

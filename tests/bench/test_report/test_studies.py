@@ -7,36 +7,20 @@ import json
 import pytest
 
 from nanogpt_bench.report.chart import looks
-from nanogpt_bench.report.curve_charts import distribution_charts, merged_shares
 from nanogpt_bench.report.rows import group_rows
 from nanogpt_bench.report.sweep_charts import (
     NOTHING,
-    limit_chart,
     parallel,
     rate_chart,
     rate_curves,
     read_studies,
     sensitivity_charts,
 )
-from nanogpt_bench.runs.load import Distribution, load_run
+from nanogpt_bench.runs.load import load_run
 
 
 def rows_of(paths):
     return group_rows([load_run(path) for path in paths])
-
-
-def test_distributions_add_up_over_the_layers_of_a_row(tmp_path, write_run, write_distributions):
-    folder = write_run(tmp_path / "a", rule="nearest", fmt="E4M3")
-    bins = {"edges": [0.0, 1.0, 2.0, 4.0]}
-    write_distributions(
-        folder, ("grad/magnitude/x", bins | {"counts": [2, 1, 1]}), ("grad/magnitude/y", bins | {"counts": [0, 0, 4]})
-    )
-    rows = rows_of([folder])
-    (chart,) = distribution_charts(rows, looks(rows, None))
-    (line,) = chart.values
-    assert (chart.title, line["x"], line["y"]) == ("Gradient magnitudes", [1.0, 2.0], [0.125, 0.625])
-    assert merged_shares([]) == {}
-    assert merged_shares([Distribution(1, (0.0,), values=(1.0,))]) == {}
 
 
 def test_learning_rate_curves_join_runs_that_differ_in_nothing_else(tmp_path, write_run):
@@ -92,31 +76,17 @@ def test_the_sensitivity_table_is_drawn_with_its_gaps_and_how_the_others_ended(f
     assert cells["transform"] == [{"filter": "isValid(datum.gap)"}]
 
 
-def test_learning_rate_limits_are_drawn_as_far_as_they_are_known(folder):
-    rows = [
-        {"format": "E4M3", "rule": "nearest", "largest_stable_lr": 0.01, "smallest_unstable_lr": 0.02},
-        {"format": "none", "rule": "fp32", "largest_stable_lr": 0.5, "smallest_unstable_lr": None},
-        {"format": "E7M0", "rule": "sgd", "largest_stable_lr": None, "smallest_unstable_lr": None},
-    ]
-    (folder / "lr_limits.json").write_text(json.dumps({"rows": rows}))
-    chart = limit_chart(read_studies([folder, folder]).limits)
-    first, second = chart.values
-    assert first == {"label": "E4M3 nearest", "stable": 0.01, "unstable": 0.02}
-    assert second == {"label": "fp32", "stable": 0.5, "unstable": None}
-    assert limit_chart(()) is None
-
-
 @pytest.mark.parametrize(
     ("name", "content"),
     [
         ("sensitivity.json", "{"),
         ("sensitivity.json", '{"patterns": ["a"], "formats": ["b"], "gap": [[1, 2]]}'),
-        ("lr_limits.json", "[]"),
-        ("lr_limits.json", '{"rows": "none"}'),
+        ("tuning.json", "[]"),
+        ("tuning.json", '{"rows": "none"}'),
     ],
 )
 def test_studies_that_do_not_fit_are_named_and_left_out(folder, name, content):
     (folder / name).write_text(content)
     studies = read_studies([folder])
-    assert (studies.sensitivities, studies.limits) == ((), ())
+    assert (studies.sensitivities, studies.tunings) == ((), ())
     assert name in studies.notes[0]
