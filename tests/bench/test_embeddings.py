@@ -80,7 +80,7 @@ def test_a_format_is_refused_by_its_key_where_they_are_floats_or_it_is_none(tiny
     for given, message in {
         "--model.embeddings=e3m4 --rule=master --model.format=E4M3": f"{floats}'mast",
         "--model.embeddings=e3m4 --rule=fp32": f"{floats}'float32'",
-        "--model.embeddings=E3M9 --rule=stochastic --model.format=E4M3": "model.embeddings: unknown float format 'E3M9'; did you mean",
+        "--model.embeddings=E3M9 --rule=stochastic --model.format=E4M3": "model.embeddings: unknown float format 'E3M9",
     }.items():
         with pytest.raises(BenchError) as refused:
             resolve(load_config(None, given.split()))
