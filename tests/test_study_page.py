@@ -11,8 +11,6 @@ from PIL import Image
 
 from nanogpt_bench.report.results import Difference
 from nanogpt_bench.report.results_file import read_export
-from nanogpt_bench.report.rows import find_reference, setting_of
-from nanogpt_bench.sweep.plan import baseline_of
 
 ROOT = Path(__file__).parent.parent
 
@@ -109,19 +107,6 @@ def test_what_is_drawn_of_fine_tuning_stands_on_its_page_once(tmp_path: Path) ->
         assert path.stat().st_size > 300
         shown = f"(figures/{path.name})\n" if path.suffix == ".svg" else f"<!-- table: {path.stem} -->\n"
         assert page.count(shown) == 1
-
-
-def test_a_setting_that_two_files_hold_is_one_draw() -> None:
-    """Q2 has three of Q1's five runs, under a label of its own."""
-    files = [read_export(STUDY[0].with_stem(stem)) for stem in ("study_q1", "study_q2")]
-    found, early_points = {}, import_module("_predictors").early_points
-    for file in files:
-        found |= early_points(file.rows, find_reference(file.rows, baseline_of("fp32", file.rows)))
-    labels = {"E4M3 stochastic dir=data/stdlib", "E4M3 stochastic max_steps=2000"}
-    rows = [row for file in files for row in file.rows if row.label in labels]
-    (setting,) = {setting_of(run) for row in rows for run in row.runs}
-    assert [len(row.runs) for row in rows] == [5, 3]
-    assert sum(point.of == setting for point in found.values()) == 5
 
 
 def test_a_gap_appears_where_an_interval_first_leaves_0_out() -> None:
