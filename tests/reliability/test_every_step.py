@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import covering
 from small_runs import bits, recorded
 
 from nanogpt_bench.checkpoint import newest, read
@@ -273,31 +274,20 @@ def skip_unless_available(case: Case) -> None:
         pytest.skip(f"{RULES[rule].needs} is not installed")
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize(("optimizer", "writeback", "storage", "moments", "granularity", "fmt"), list(sample_of_own()))
-def test_our_optimizers_stopped_after_every_step(
-    optimizer: str,
-    writeback: str,
-    storage: str,
-    moments: str,
-    granularity: str,
-    fmt: str,
-    corpus: Path,
-    tmp_path: Path,
-    counted: dict[str, int],
-) -> None:
-    check_case(own_case(optimizer, writeback, storage, moments, granularity, fmt), corpus, tmp_path, counted)
+def covered(make: Callable[..., Case], values: list[tuple[str, ...]]) -> list[Any]:
+    """The cases of a matrix: in those of the default tier every value occurs, the others take minutes."""
+    sample = covering([dict(zip("abcdef", each, strict=False)) for each in values], 1)
+    return [
+        pytest.param(make(*each), id="-".join(each), marks=[] if place in sample else pytest.mark.slow)
+        for place, each in enumerate(values)
+    ]
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize(("policy", "granularity"), MASTER)
-def test_master_copies_stopped_after_every_step(
-    policy: str, granularity: str, corpus: Path, tmp_path: Path, counted: dict[str, int]
-) -> None:
-    check_case(master_case(policy, granularity), corpus, tmp_path, counted)
+CASES = [*covered(own_case, list(sample_of_own())), *covered(master_case, MASTER)]
+CASES += [pytest.param(case, id=case.name) for case in OTHERS]
 
 
-@pytest.mark.parametrize("case", OTHERS, ids=[case.name for case in OTHERS])
+@pytest.mark.parametrize("case", CASES)
 def test_stopped_after_every_step(case: Case, corpus: Path, tmp_path: Path, counted: dict[str, int]) -> None:
     check_case(case, corpus, tmp_path, counted)
 
