@@ -149,13 +149,6 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return import_module("_cards")
 
 
-def test_the_losses_beside_the_ten_lines_are_those_of_the_log(cards: ModuleType) -> None:
-    log = (ROOT / "docs" / "log.md").read_text(encoding="utf-8")
-    for rule, loss in zip(("fp32", RULE), cards.ENDED.values(), strict=True):
-        assert re.search(rf"^\| `{rule}` \| [\d.]+ \| [\d.]+ \| {loss:.3f} \|", log, re.MULTILINE)
-        assert re.search(rf"^\| `{rule}` \| [\d.]+ \| [\d.]+ \| {loss:.3f} \|", PAGE, re.MULTILINE)
-
-
 def test_the_tables_of_memory_are_those_of_the_arithmetic(cards: ModuleType) -> None:
     for page in (README, PAGE):
         assert cards.recipe_table() in page

@@ -75,24 +75,14 @@ def test_a_run_goes_on_and_is_measured_and_sampled(
     assert main(["evaluate", str(tmp_path / "whole"), "--formats", "E5M2"]) == 0
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (["--rule", "master", "--model.format", "E4M3"], "model.embeddings: 'E3M4' needs model.storage fp8, not 'mast"),
-        (["--rule", "fp32"], "model.embeddings: 'E3M4' needs model.storage fp8, not 'float32'"),
-    ],
-)
-def test_where_they_are_floats_a_format_is_refused(given: list[str], message: str) -> None:
-    with pytest.raises(BenchError) as refused:
-        resolve(load_config(None, ["--model.embeddings", "e3m4", *given]))
-    assert str(refused.value).startswith(message)
-
-
-def test_an_unknown_format_is_refused_by_its_key(tiny: Tiny) -> None:
-    with pytest.raises(BenchError, match=r"^model\.embeddings: unknown float format 'E3M9'; did you mean"):
-        resolve(tiny(rule="stochastic", model__format="E4M3", model__embeddings="E3M9"))
-
-
-def test_none_is_a_float(tiny: Tiny) -> None:
-    config = resolve(tiny(rule="fp32", model__embeddings="none"))
-    assert config.model.embeddings is None
+def test_a_format_is_refused_by_its_key_where_they_are_floats_or_it_is_none(tiny: Tiny) -> None:
+    floats = "model.embeddings: 'E3M4' needs model.storage fp8, not "
+    for given, message in {
+        "--model.embeddings=e3m4 --rule=master --model.format=E4M3": f"{floats}'mast",
+        "--model.embeddings=e3m4 --rule=fp32": f"{floats}'float32'",
+        "--model.embeddings=E3M9 --rule=stochastic --model.format=E4M3": "model.embeddings: unknown float format 'E3M9",
+    }.items():
+        with pytest.raises(BenchError) as refused:
+            resolve(load_config(None, given.split()))
+        assert str(refused.value).startswith(message)
+    assert resolve(tiny(rule="fp32", model__embeddings="none")).model.embeddings is None

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from bench_runs import recorded
+from bench_runs import recorded, trainer_of
 
 pytest.importorskip("transformers", reason="needs the extra hf")
 
@@ -22,7 +22,6 @@ import fp8manifold as fm
 from nanogpt_bench.cli import main
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import find_config, load_config
-from nanogpt_bench.data.batches import load_corpus
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.model.causal import load_causal, reading
 from nanogpt_bench.report.results import Difference, measure
@@ -31,7 +30,6 @@ from nanogpt_bench.report.tables import to_csv, to_markdown
 from nanogpt_bench.runs.load import load_run
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.setup.surgery import quantize, read_as_codes
-from nanogpt_bench.training.trainer import Trainer
 
 Settings = Callable[..., Config]
 SMALL = {
@@ -83,8 +81,8 @@ def test_a_rule_trains_a_pretrained_model(settings: Settings, tmp_path: Path, ru
     assert summary["parameters"] == 19616
 
 
-def test_the_first_loss_is_that_of_the_model(settings: Settings, model: Path, law: Path, tmp_path: Path) -> None:
-    trainer = Trainer(resolve(settings(rule="fp32")), load_corpus(law, 16), torch.device("cpu"))
+def test_the_first_loss_is_that_of_the_model(settings: Settings, model: Path) -> None:
+    trainer = trainer_of(settings(rule="fp32"))
     tokens, targets = trainer._eval_batches[0]
     assert trainer.validate() == load_causal(str(model)).loss(tokens, targets).item()
 
@@ -97,7 +95,7 @@ def test_weights_are_read_as_codes(
     config = resolve(settings(rule=rule, **({"model.embeddings": embeddings} if embeddings else {})))
     wanted = quantize(load_causal(str(model)), config).state_dict()
     monkeypatch.setattr(fm, "quantize_model", None)  # nothing is rounded after it was read
-    trainer = Trainer(config, load_corpus(law, 16), torch.device("cpu"))
+    trainer = trainer_of(config)
     found = trainer.model.state_dict()
     assert list(found) == list(wanted)
     for name, value in wanted.items():
@@ -113,7 +111,7 @@ def test_activations_in_a_format_are_looked_at_in_floats_first(settings: Setting
 @pytest.mark.usefixtures("products")
 def test_steps_in_the_backward_pass_are_those_after_it(settings: Settings, tmp_path: Path) -> None:
     for name, more in (("after", {"optimizer.grad_clip": 0}), ("within", IN_BACKWARD)):
-        run(settings(rule="muon-stochastic", **{k.replace(".", "__"): v for k, v in more.items()}), tmp_path / name)
+        run(settings(rule="muon-stochastic", **more), tmp_path / name)
     one, other = (recorded(tmp_path / name) for name in ("after", "within"))
     for ours, theirs in zip(one, other, strict=True):
         assert (ours.get("train/loss"), ours.get("val/loss")) == (theirs.get("train/loss"), theirs.get("val/loss"))
@@ -127,23 +125,19 @@ def test_steps_in_the_backward_pass_are_those_after_it(settings: Settings, tmp_p
     assert peaks == [4 * 19616, 4 * 64 * 32]
 
 
-def test_a_loss_that_is_not_finite_takes_no_step_in_the_backward_pass(
-    settings: Settings, law: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_is_not_finite_takes_no_step_in_the_backward_pass_and_is_told_of(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = resolve(settings(**{key.replace(".", "__"): value for key, value in IN_BACKWARD.items()}))
-    trainer = Trainer(config, load_corpus(law, 16), torch.device("cpu"))
-    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
-    real = trainer._model_loss
-    monkeypatch.setattr(trainer, "_model_loss", lambda *batch: real(*batch) * float("nan"))
-    step = trainer.new_step(1, last=False)
-    trainer.train_step(step, [])
+    trainer = trainer_of(settings(**IN_BACKWARD))
+    start = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    with monkeypatch.context() as patch:
+        real = trainer._model_loss
+        patch.setattr(trainer, "_model_loss", lambda *batch: real(*batch) * float("nan"))
+        step = trainer.new_step(1, last=False)
+        trainer.train_step(step, [])
     assert step.record["loss_is_nan"] == 1
-    assert all(torch.equal(before[name], value) for name, value in trainer.model.state_dict().items())
-
-
-def test_a_gradient_that_is_not_finite_is_told_of_in_the_backward_pass(settings: Settings, law: Path) -> None:
-    config = resolve(settings(**{key.replace(".", "__"): value for key, value in IN_BACKWARD.items()}))
-    trainer = Trainer(config, load_corpus(law, 16), torch.device("cpu"))
+    assert all(torch.equal(start[name], value) for name, value in trainer.model.state_dict().items())
+    trainer = trainer_of(settings(**IN_BACKWARD))
     norm = trainer.model.model.norm.weight
     hook = norm.register_hook(lambda gradient: gradient * float("inf"))
     before, others = norm.detach().clone(), trainer.model.model.layers[1].mlp.up_proj.weight.dequantize().clone()
@@ -156,10 +150,9 @@ def test_a_gradient_that_is_not_finite_is_told_of_in_the_backward_pass(settings:
     assert not torch.equal(others, trainer.model.model.layers[1].mlp.up_proj.weight.dequantize())
 
 
-def test_a_run_of_a_pretrained_model_is_no_gpt(settings: Settings, tmp_path: Path, capsys: Any) -> None:
+def test_a_run_of_a_pretrained_model_is_no_gpt(settings: Settings, tmp_path: Path, refused: Callable[..., str]) -> None:
     run(settings(), tmp_path / "run")
-    assert main(["evaluate", str(tmp_path / "run")]) == 2
-    said = capsys.readouterr().err
+    said = refused("evaluate", tmp_path / "run")
     assert "is of the pretrained model" in said
     name = shlex.quote(str(settings().model.pretrained))
     assert f"nanogpt-bench finetune --model {name} --resume --name run --save DIR writes it as a model" in said
@@ -197,8 +190,7 @@ def test_the_command_trains_says_its_memory_and_saves(
         find_config("finetune"),
         [*options, "--model.pretrained=./saved", f"--data.dir={law}", "--rule=fp32", "--model.format=null"],
     )
-    trainer = Trainer(resolve(again), load_corpus(law, 16), torch.device("cpu"))
-    assert trainer.validate() == pytest.approx(loss, rel=1e-5)
+    assert trainer_of(again).validate() == pytest.approx(loss, rel=1e-5)
     with reading("saved") as transformers:
         assert len(transformers.AutoTokenizer.from_pretrained("saved")) == 23
     assert main([*words, *options]) == 2

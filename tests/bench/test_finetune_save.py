@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -72,41 +73,23 @@ def test_every_kind_of_layer_is_saved(
     assert trainer.validate() == pytest.approx(loss, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("more", "told"),
-    [
-        (["--checkpoint.last", "false"], "leave --checkpoint.last false out"),
-        (["--save", "model/config.json/saved"], "--save 'model/config.json/saved' can't be used: Not a directory"),
-        (["--layout", "gguf"], "--layout: 'gguf' is not known"),
-    ],
-)
 def test_what_is_in_the_way_of_saving_is_said_before_the_training(
-    more: list[str], told: str, words: list[str], capsys: Any
+    words: list[str], refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = more if "--save" in more else [*more, "--save", "saved"]
-    assert main([*words, "--rule", "fp32", "--model.format", "null", *given]) == 2
-    assert told in capsys.readouterr().err
+    for more, told in {
+        "--save saved --checkpoint.last false": "leave --checkpoint.last false out",
+        "--save model/config.json/saved": "--save 'model/config.json/saved' can't be used: Not a directory",
+        "--save saved --layout gguf": "--layout: 'gguf' is not known",
+    }.items():
+        assert told in refused(*words, "--rule", "fp32", "--model.format", "null", *more.split())
+    with monkeypatch.context() as patch:
+        patch.setattr(write.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+        assert "--save needs 1.1 MB below 'saved', 0.0 MB are free" in refused(*words, "--save", "saved")
+    shutil.copytree("model", "bare", ignore=shutil.ignore_patterns("tokenizer*"))
+    words[words.index("--model") + 1] = str(Path("bare").absolute())
+    assert "tokenizer" in refused(*words, "--save", "saved")
     assert not Path("runs").exists()
     assert not Path("saved").exists()
-
-
-def test_a_model_without_a_tokenizer_is_refused_before_the_training(words: list[str], capsys: Any) -> None:
-    for path in Path("model").glob("tokenizer*"):
-        path.unlink()
-    shutil.copytree("model", "bare")
-    words[words.index("--model") + 1] = str(Path("bare").absolute())
-    assert main([*words, "--save", "saved"]) == 2
-    assert "tokenizer" in capsys.readouterr().err
-    assert not Path("runs").exists()
-
-
-def test_a_disk_without_room_is_told_before_the_training(
-    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    monkeypatch.setattr(write.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
-    assert main([*words, "--save", "saved"]) == 2
-    assert "--save needs 1.1 MB below 'saved', 0.0 MB are free" in capsys.readouterr().err
-    assert not Path("runs").exists()
 
 
 def test_weights_that_could_not_be_written_are_not_lost(

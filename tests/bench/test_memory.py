@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,13 +41,6 @@ class Packed(Tensor):
         raise NotImplementedError(function)
 
 
-class Holder:
-    """Something an optimizer might keep its tensors in."""
-
-    def __init__(self, **contents: Any) -> None:
-        vars(self).update(contents)
-
-
 def bytes_with(**kept: Any) -> int:
     """What an optimizer over no memory of its own holds with this in its state."""
     layer = nn.Linear(1, 1, bias=False)
@@ -55,22 +49,16 @@ def bytes_with(**kept: Any) -> int:
     return held_bytes(layer, optimizer) - 4
 
 
-def test_a_wrapper_counts_as_what_is_inside_it() -> None:
-    assert bytes_with(kept=Packed(torch.zeros(100, dtype=torch.uint8))) == 100 + 4
-
-
-def test_shared_memory_counts_once_and_a_view_keeps_all_of_its_memory() -> None:
+def test_each_memory_counts_once_and_a_wrapper_as_what_is_inside_it() -> None:
     whole = torch.zeros(100)
+    assert bytes_with(kept=Packed(torch.zeros(100, dtype=torch.uint8))) == 100 + 4
     assert bytes_with(kept=[whole, whole.view(10, 10), whole[:3]]) == 400
-    assert bytes_with(kept=whole[:3]) == 400
+    assert bytes_with(kept=whole[:3]) == 400  # a view keeps all of its memory
     assert bytes_with(kept=[torch.zeros(0), torch.zeros(0)]) == 0
-
-
-def test_what_an_object_in_the_state_keeps_counts_and_what_is_made_anew_does_not() -> None:
-    assert bytes_with(average={"a": Holder(codes=torch.zeros(10), name="a")}) == 40
+    assert bytes_with(average={"a": SimpleNamespace(codes=torch.zeros(10), name="a")}) == 40
     layer = nn.Linear(1, 1, bias=False)
     optimizer = torch.optim.SGD(layer.parameters(), lr=torch.tensor(0.1))
-    vars(optimizer).update(scratch=Holder(room=torch.zeros(10)))
+    vars(optimizer).update(scratch=SimpleNamespace(room=torch.zeros(10)))  # which is made anew
     assert held_bytes(layer, optimizer) == 4 + 4  # the weight and the rate
 
 

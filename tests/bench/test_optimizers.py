@@ -34,15 +34,8 @@ def test_a_group_without_parameters_is_left_out() -> None:
 
 
 def test_options_reach_the_optimizer() -> None:
-    arguments = [
-        "--optimizer.lr",
-        "0.5",
-        "--optimizer.beta1",
-        "0.8",
-        "--optimizer.beta2",
-        "0.7",
-    ]
-    optimizer = build_optimizer(GPT(SHAPE), resolve(load_config(None, arguments)))
+    options = ["--optimizer.lr=0.5", "--optimizer.beta1=0.8", "--optimizer.beta2=0.7"]
+    optimizer = build_optimizer(GPT(SHAPE), resolve(load_config(None, options)))
     assert isinstance(optimizer, torch.optim.AdamW)
     group = optimizer.param_groups[0]
     assert (group["lr"], group["betas"], group["eps"]) == (0.5, (0.8, 0.7), 1e-8)
@@ -53,25 +46,25 @@ def on_one_byte(name: str, *arguments: str) -> torch.optim.Optimizer:
     return build_optimizer(quantize(GPT(UNTIED), config), config)
 
 
-@pytest.mark.parametrize(
-    ("name", "built"),
-    [
-        ("adamw", fm.optim.StiffnessAdamW),
-        ("stiffness_adamw", fm.optim.StiffnessAdamW),
-        ("sgd", fm.optim.StiffnessSGD),
-        ("stiffness_sgd", fm.optim.StiffnessSGD),
-        ("stiffness_lion", fm.optim.StiffnessLion),
-        ("madam", fm.optim.Madam),
-        ("riemannian_adam", fm.optim.RiemannianAdam),
-        ("riemannian_sgd", fm.optim.RiemannianSGD),
-    ],
-)
-def test_what_all_of_the_library_s_optimizers_take_reaches_them(name: str, built: type) -> None:
+BUILT: dict[str, type] = {
+    "adamw": fm.optim.StiffnessAdamW,
+    "stiffness_adamw": fm.optim.StiffnessAdamW,
+    "sgd": fm.optim.StiffnessSGD,
+    "stiffness_sgd": fm.optim.StiffnessSGD,
+    "stiffness_lion": fm.optim.StiffnessLion,
+    "madam": fm.optim.Madam,
+    "riemannian_adam": fm.optim.RiemannianAdam,
+    "riemannian_sgd": fm.optim.RiemannianSGD,
+}
+
+
+def test_what_all_of_the_library_s_optimizers_take_reaches_them() -> None:
     options = ["--optimizer.lr=0.5", "--optimizer.writeback=residual8", "--optimizer.moments=bfloat16", "--seed=7"]
-    optimizer = on_one_byte(name, *options)
-    assert type(optimizer) is built
-    for group in optimizer.param_groups:
-        assert [group[key] for key in ("lr", "writeback", "moments", "seed")] == [0.5, "residual8", "bfloat16", 7]
+    for name, built in BUILT.items():
+        optimizer = on_one_byte(name, *options)
+        assert type(optimizer) is built
+        for group in optimizer.param_groups:
+            assert [group[key] for key in ("lr", "writeback", "moments", "seed")] == [0.5, "residual8", "bfloat16", 7]
 
 
 @pytest.mark.parametrize(

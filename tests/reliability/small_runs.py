@@ -11,6 +11,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from nanogpt_bench.checkpoint import Contents
+
 STEPS = 24
 #: what depends on the clock, and on the machine and what else it does
 MACHINE = frozenset(
@@ -21,7 +23,7 @@ MACHINE = frozenset(
         *("overheads", "plain_step", "ages", "bytes"),
     }
 )
-_BASE = {
+BASE: Mapping[str, object] = {
     "model.n_layer": 1,
     "model.n_head": 2,
     "model.n_embd": 16,
@@ -60,7 +62,7 @@ KINDS: Mapping[str, Mapping[str, object]] = {
 
 def words(kind: str, corpus: Path, more: Mapping[str, object] | None = None) -> list[str]:
     """Return the command line of a kind of run, which starts it or goes on with it; `more` are settings of its own."""
-    settings = {**_BASE, "data.dir": str(corpus), **KINDS[kind], **(more or {})}
+    settings = {**BASE, "data.dir": str(corpus), **KINDS[kind], **(more or {})}
     options = [f"--{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in settings.items()]
     return ["run", "bf16_baseline.yaml" if kind == "bf16" else "e4m3.yaml", "--name", "r", "--resume", *options]
 
@@ -75,12 +77,27 @@ def traces(run_dir: Path) -> dict[str, Any]:
         elif path.suffix == ".json":
             left[name] = without_machine(json.loads(path.read_text(encoding="utf-8")))
         elif path.suffix == ".jsonl":
-            left[name] = [without_machine(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+            left[name] = recorded(path.parent, path.name)
         elif path.suffix == ".safetensors":
             left[name] = _tensors(path)
         else:
             left[name] = path.read_bytes()
     return left
+
+
+def recorded(run_dir: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    """Return the lines of a run's records without what depends on the clock or the machine."""
+    lines = (run_dir / name).read_text(encoding="utf-8").splitlines()
+    return [without_machine(json.loads(line)) for line in lines]
+
+
+def bits(contents: Contents) -> dict[str, tuple[torch.dtype, bytes]]:
+    """Return every tensor of a captured or a read state, by its part and name."""
+    return {
+        f"{part}/{name}": (t.dtype, t.reshape(-1).view(torch.uint8).numpy().tobytes())
+        for part, tensors in contents.tensors.items()
+        for name, t in tensors.items()
+    }
 
 
 def _tensors(path: Path) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -10,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from small_runs import BASE, bits, recorded
 from torch import Tensor
 
 import fp8manifold as fm
 from nanogpt_bench.checkpoint import read, step_file, steps, verify
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import load_config
-from nanogpt_bench.data import prepare_text
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.monitors.points import Observer, Step
 from nanogpt_bench.training.anomalies import first_bad_weight
@@ -37,29 +36,21 @@ VALUES = (math.nan, math.inf, -math.inf)
 STEPS = 20
 
 
-@pytest.fixture(scope="module")
-def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Config]:
+@pytest.fixture
+def make(small_corpus: Path) -> Callable[..., Config]:
     """Return a function from settings to the configuration of a tiny model."""
-    folder = tmp_path_factory.mktemp("anomalies")
-    text = folder / "text.txt"
-    text.write_text("".join(f"{n} brown foxes jump over {n % 7} lazy dogs.\n" for n in range(200)), encoding="utf-8")
-    prepare_text(text, folder / "corpus", "byte")
     base: dict[str, object] = {
-        "data.dir": folder / "corpus",
-        "model.n_layer": 1,
-        "model.n_head": 2,
-        "model.n_embd": 16,
-        "model.block_size": 8,
+        **BASE,
+        "data.dir": small_corpus,
         "model.bias": True,
-        "train.batch_size": 2,
         "train.max_steps": STEPS,
         "eval.interval": STEPS,
-        "eval.batches": 1,
         "optimizer.warmup_steps": 0,
         "checkpoint.every": 2,
         "monitor.interval": 1000,
         "monitor.watch": "[stall, zones, ranges, bits, gradients, geometry, resources, trend]",
     }
+    del base["checkpoint.keep"]
 
     def config(**overrides: object) -> Config:
         settings = base | {key.replace("__", "."): value for key, value in overrides.items()}
@@ -124,22 +115,11 @@ class Injector:
 
 def same(one: Any, other: Any) -> bool:
     """Whether two captured states have the same bits in model and optimizer."""
-    for stem in ("model", "optimizer"):
-        if one.tensors[stem].keys() != other.tensors[stem].keys():
-            return False
-        if not all(
-            torch.equal(_bits(tensor), _bits(other.tensors[stem][name])) for name, tensor in one.tensors[stem].items()
-        ):
-            return False
-    return True
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    own, others = (
+        {name: each for name, each in bits(state).items() if name.startswith(("model/", "optimizer/"))}
+        for state in (one, other)
+    )
+    return own == others
 
 
 def check_checkpoints(run_dir: Path) -> None:
@@ -164,12 +144,10 @@ def inject(make: Callable[..., Config], run_dir: Path, kind: str, policy: str, n
     with pytest.MonkeyPatch.context() as patch:
         injector = Injector(patch, kind, {number}, VALUES[count % 3])
         summary = run(make(**settings_of(count, policy)), run_dir)
-    alerts = lines(run_dir / "alerts.jsonl")
+    alerts = recorded(run_dir, "alerts.jsonl")
     fails = kind in LASTING or policy == "stop"
     assert summary["status"] == ("failed" if fails else "finished"), summary["failure"]
-    assert [record["step"] for record in lines(run_dir / "metrics.jsonl")] == list(
-        range((number if fails else STEPS) + 1)
-    )
+    assert [record["step"] for record in recorded(run_dir)] == list(range((number if fails else STEPS) + 1))
     assert f"first seen in {WHERE[kind]}" in alerts[0]["message"]
     kept = step_file(run_dir / "anomaly", number)
     verify(kept)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from covering import covering
+from small_runs import bits, recorded
 
 from nanogpt_bench.checkpoint import newest, read
 from nanogpt_bench.config.rules import RULES, available_rules
@@ -29,8 +30,6 @@ OWN = (*OWN, "riemannian_sgd", "fisher")
 GRANULARITIES = ("tensor", "channel", "block")
 POLICIES = ("dynamic", "static", "delayed")
 FORMATS = ("E4M3", "E5M2", "E3M4", "E7M0")
-#: what two runs of the same numbers may differ in
-MACHINE = ("time/elapsed_s", "time/tokens_per_s", "memory/peak_bytes", "shadow/overhead", "mfu")
 #: tensors of the monitors that are times
 TIMES = ("ShadowObserver/overheads",)
 pytestmark = [
@@ -228,11 +227,6 @@ def settings_of(case: Case, corpus: Path) -> list[str]:
     return [f"--{key}={'null' if value is None else value}" for key, value in settings.items()]
 
 
-def records(run_dir: Path) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in record.items() if key not in MACHINE} for record in found]
-
-
 def stopped() -> StopRequest:
     """A request that came before the step at hand."""
     request = StopRequest()
@@ -255,7 +249,7 @@ def compare_with_whole(case: Case, corpus: Path, tmp_path: Path, counted: dict[s
         summary = run(config, parts, resume=True, stop=stopped(), say=lambda line: None)
         assert (summary["status"], summary["steps"]) == ("stopped" if step < case.steps else "finished", step)
         counted["stops"] += 1
-    for ours, theirs in zip(records(parts), records(whole), strict=True):
+    for ours, theirs in zip(recorded(parts), recorded(whole), strict=True):
         assert ours == theirs, f"step {theirs['step']}"
     for name in ("histograms.jsonl", "alerts.jsonl", "weights.json"):
         contents = [(folder / name).read_bytes() if (folder / name).exists() else b"" for folder in (parts, whole)]
@@ -269,14 +263,9 @@ def assert_same_state(whole: Path, parts: Path) -> None:
     assert first.step == second.step
     assert first.metadata == second.metadata
     assert first.facts["state"]["optimizer"] == second.facts["state"]["optimizer"]
-    assert first.tensors.keys() == second.tensors.keys() >= {"model", "random"}
-    for stem, tensors in first.tensors.items():
-        assert tensors.keys() == second.tensors[stem].keys()
-        for name, tensor in tensors.items():
-            other = second.tensors[stem][name]
-            assert tensor.dtype == other.dtype
-            same = torch.equal(tensor.view(-1).view(torch.uint8), other.view(-1).view(torch.uint8))
-            assert same or name in TIMES, f"{stem}: {name}"
+    assert first.tensors.keys() >= {"model", "random"}
+    own, others = ({k: v for k, v in bits(state).items() if not k.endswith(TIMES)} for state in (first, second))
+    assert own == others
 
 
 def skip_unless_available(case: Case) -> None:
@@ -285,31 +274,20 @@ def skip_unless_available(case: Case) -> None:
         pytest.skip(f"{RULES[rule].needs} is not installed")
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize(("optimizer", "writeback", "storage", "moments", "granularity", "fmt"), list(sample_of_own()))
-def test_our_optimizers_stopped_after_every_step(
-    optimizer: str,
-    writeback: str,
-    storage: str,
-    moments: str,
-    granularity: str,
-    fmt: str,
-    corpus: Path,
-    tmp_path: Path,
-    counted: dict[str, int],
-) -> None:
-    check_case(own_case(optimizer, writeback, storage, moments, granularity, fmt), corpus, tmp_path, counted)
+def covered(make: Callable[..., Case], values: list[tuple[str, ...]]) -> list[Any]:
+    """The cases of a matrix: in those of the default tier every value occurs, the others take minutes."""
+    sample = covering([dict(zip("abcdef", each, strict=False)) for each in values], 1)
+    return [
+        pytest.param(make(*each), id="-".join(each), marks=[] if place in sample else pytest.mark.slow)
+        for place, each in enumerate(values)
+    ]
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize(("policy", "granularity"), MASTER)
-def test_master_copies_stopped_after_every_step(
-    policy: str, granularity: str, corpus: Path, tmp_path: Path, counted: dict[str, int]
-) -> None:
-    check_case(master_case(policy, granularity), corpus, tmp_path, counted)
+CASES = [*covered(own_case, list(sample_of_own())), *covered(master_case, MASTER)]
+CASES += [pytest.param(case, id=case.name) for case in OTHERS]
 
 
-@pytest.mark.parametrize("case", OTHERS, ids=[case.name for case in OTHERS])
+@pytest.mark.parametrize("case", CASES)
 def test_stopped_after_every_step(case: Case, corpus: Path, tmp_path: Path, counted: dict[str, int]) -> None:
     check_case(case, corpus, tmp_path, counted)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,6 @@ WITHIN: dict[str, object] = {"train.step_in_backward": True, "optimizer.grad_cli
 def config(corpus: Path, **more: object) -> Any:
     overrides = words(KIND, corpus, {**WITHIN, **{key.replace("__", "."): value for key, value in more.items()}})[5:]
     return load_config(find_config("e4m3.yaml"), overrides)
-
-
-def read_json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def test_a_gradient_that_no_step_has_used_ends_the_run_with_a_line(

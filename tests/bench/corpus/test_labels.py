@@ -65,12 +65,16 @@ def test_documents_come_back_with_their_labels(prepared: Path) -> None:
             assert facts[f"{name}_sha256"] == sha256(prepared / f"{split}.{name}.bin")
 
 
-def test_labels_have_the_names_that_the_data_set_gives_them(tmp_path: Path) -> None:
+def test_labels_have_the_names_of_the_data_set_and_an_empty_text_is_left_out(tmp_path: Path) -> None:
     names = [f"concept {number}" for number in range(7)]
-    folder = write_copy(tmp_path / "copy", TEXTS, [*LABELS], names)
+    folder = write_copy(tmp_path / "copy", ["", *TEXTS[1:]], [*LABELS], names)
     meta = prepare_eurlex(tmp_path / "out", data_dir=folder, task="labels")
     assert meta["labels"] == names
-    assert documents_of(load_corpus(tmp_path / "out", 16), "val").labels.shape == (5, 7)
+    corpus = load_corpus(tmp_path / "out", 16)
+    assert documents_of(corpus, "val").labels.shape == (5, 7)
+    found = documents_of(corpus, "train")
+    assert texts_of(found) == TEXTS[1:15]
+    assert np.flatnonzero(found.labels[0]).tolist() == LABELS[1]
 
 
 def test_a_limit_cuts_the_last_document_only(tmp_path: Path) -> None:
@@ -81,14 +85,6 @@ def test_a_limit_cuts_the_last_document_only(tmp_path: Path) -> None:
     assert (len(found), found.ends[-1]) == (meta["splits"]["train"]["documents"], 660)
     assert texts_of(found)[:-1] == texts[: len(found) - 1]
     assert texts[len(found) - 1].startswith(texts_of(found)[-1])
-
-
-def test_an_empty_text_is_left_out_with_its_labels(tmp_path: Path) -> None:
-    folder = write_copy(tmp_path / "copy", ["", *TEXTS[1:]], [*LABELS])
-    prepare_eurlex(tmp_path / "out", data_dir=folder, task="labels")
-    found = documents_of(load_corpus(tmp_path / "out", 16), "train")
-    assert texts_of(found) == TEXTS[1:15]
-    assert np.flatnonzero(found.labels[0]).tolist() == LABELS[1]
 
 
 def write_rows(folder: Path, labels: object) -> None:

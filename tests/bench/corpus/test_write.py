@@ -31,23 +31,28 @@ def test_files_and_meta_agree(tmp_path: Path) -> None:
     assert counts == {"documents": 2, "tokens": 152, "bytes": 150, "sha256": digest}
 
 
-class Interrupted(ByteTokenizer):
-    """Stops in the second document, as Ctrl-C would."""
+class Failing(ByteTokenizer):
+    """Fails in the second document: as Ctrl-C would, or where there is no room for it."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
 
     def encode(self, text: str) -> Tokens:
         if text.startswith("b"):
-            raise KeyboardInterrupt
+            raise self.error
         return super().encode(text)
 
 
 @pytest.mark.parametrize("there_before", [False, True])
-def test_an_interruption_leaves_what_was_there(tmp_path: Path, there_before: bool) -> None:
+def test_what_ends_it_leaves_what_was_there(tmp_path: Path, there_before: bool) -> None:
     out = tmp_path / "out"
     if there_before:
         write(out)
     before = dict(contents(tmp_path))
     with pytest.raises(KeyboardInterrupt):
-        write(out, Interrupted())
+        write(out, Failing(KeyboardInterrupt()))
+    with pytest.raises(BenchError, match=r"--out '.*out' can't be written: No space left on device"):
+        write(out, Failing(OSError(28, "No space left on device")))
     assert dict(contents(tmp_path)) == before
 
 
@@ -62,40 +67,15 @@ def test_a_prepared_corpus_is_replaced(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
+def test_what_is_in_the_way_or_too_short_is_named_and_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("precious")
     with pytest.raises(BenchError, match=r"thesis\.tex"):
         write(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
-
-
-def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
-    (tmp_path / "out").write_text("")
     with pytest.raises(BenchError, match="is a file"):
-        write(tmp_path / "out")
-
-
-def test_a_short_split_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
+        write(tmp_path / "thesis.tex")
     with pytest.raises(BenchError, match="too short: its val split has 11 tokens, at least 65"):
         write_corpus(tmp_path / "o", {"train": ["x" * 99], "val": ["y" * 10]}, ByteTokenizer(), {}, progress=False)
-    assert list(tmp_path.iterdir()) == []
-
-
-class Full(ByteTokenizer):
-    """Finds no room for the second document."""
-
-    def encode(self, text: str) -> Tokens:
-        if text.startswith("b"):
-            raise OSError(28, "No space left on device")
-        return super().encode(text)
-
-
-def test_a_full_disk_is_one_line_and_leaves_what_was_there(tmp_path: Path) -> None:
-    write(tmp_path / "out")
-    before = dict(contents(tmp_path))
-    with pytest.raises(BenchError, match=r"--out '.*out' can't be written: No space left on device"):
-        write(tmp_path / "out", Full())
-    assert dict(contents(tmp_path)) == before
+    assert dict(contents(tmp_path)) == {str(tmp_path / "thesis.tex"): b"precious"}
 
 
 def test_no_more_of_a_stream_is_taken_than_is_written(tmp_path: Path) -> None:
@@ -121,11 +101,7 @@ def test_a_cut_character_counts_the_bytes_that_are_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize("limit", [None, 800])
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_bar_is_drawn_on_standard_error_only(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    limit: int | None,
-    stream: bool,
+    limit: int | None, stream: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "120"}.items():
         monkeypatch.setenv(name, value)

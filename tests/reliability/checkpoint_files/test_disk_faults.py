@@ -213,38 +213,18 @@ def test_file_and_digest_are_on_the_disk_before_the_checkpoint_has_its_name(run_
     assert order == [*written, *written, "rename", "open", "fsync", *removed]
 
 
-class LyingDisk(Disk):
-    """A disk that says it took everything and takes half."""
+class Writing(Disk):
+    """A disk that has its own way of writing."""
 
-    def write(self, file: int, data: memoryview) -> int:
-        os.write(file, data[: len(data) // 2])
-        return len(data)
-
-
-class SlowDisk(Disk):
-    """A disk that takes seven bytes at a time."""
-
-    def write(self, file: int, data: memoryview) -> int:
-        return os.write(file, data[:7])
+    def __init__(self, write: Callable[[int, memoryview], int]) -> None:
+        self.write = write
 
 
-class StuckDisk(Disk):
-    """A disk that takes nothing and says so."""
-
-    def write(self, file: int, data: memoryview) -> int:
-        return 0
-
-
-def test_what_was_not_taken_is_not_believed(run_dir: Path) -> None:
-    assert_refused(run_dir, "the system took .* bytes and has .* of them", LyingDisk())
-
-
-def test_a_disk_that_takes_nothing_ends_in_an_error(run_dir: Path) -> None:
-    assert_refused(run_dir, "the system took 0 of", StuckDisk())
-
-
-def test_short_writes_are_gone_on_with(run_dir: Path) -> None:
-    verify(commit_on(SlowDisk(), run_dir, 3))
+def test_what_was_not_taken_is_not_believed_and_short_writes_are_gone_on_with(run_dir: Path) -> None:
+    lying = Writing(lambda file, data: (os.write(file, data[: len(data) // 2]), len(data))[1])
+    assert_refused(run_dir, "the system took .* bytes and has .* of them", lying)
+    assert_refused(run_dir, "the system took 0 of", Writing(lambda file, data: 0))
+    verify(commit_on(Writing(lambda file, data: os.write(file, data[:7])), run_dir, 3))
 
 
 def test_too_little_room_is_said_before_anything_is_written(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
