@@ -20,7 +20,7 @@ from nanogpt_bench.system.lock import is_unused
 from nanogpt_bench.system.ranks import Ranks
 
 #: what a run leaves behind that begins anew; its other files are written over
-_OUTPUT = (SUMS, "metrics.jsonl", "histograms.jsonl", "alerts.jsonl", "summary.json", "weights.json", "tracking.json")
+_OUTPUT = (SUMS, "metrics.jsonl", "alerts.jsonl", "summary.json", "tracking.json")
 Say = Callable[[str], None]
 
 

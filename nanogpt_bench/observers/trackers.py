@@ -20,7 +20,7 @@ from torch import Tensor
 from nanogpt_bench.checkpoint import newest
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.model.layers import plain
-from nanogpt_bench.monitors.points import HISTOGRAM_INTERVAL, Observer, Step
+from nanogpt_bench.monitors.points import Observer, Step
 from nanogpt_bench.system.errors import BenchError, one_line
 from nanogpt_bench.system.files import write_text
 
@@ -29,6 +29,8 @@ TRACKING_FILE = "tracking.json"
 FOLDER = "tensorboard"
 #: seconds to wait for the server before the training goes on without it
 SECONDS_TO_CONNECT = 30
+#: steps between two records of distributions; the last step has one too
+HISTOGRAM_INTERVAL = 500
 _NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9._-]")
 
 
