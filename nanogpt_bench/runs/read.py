@@ -157,7 +157,9 @@ class Records:
         for name, value in record.items():
             if value is not None and not isinstance(value, int | float):
                 continue
-            column = self._columns.setdefault(sys.intern(name), _Column())
+            column = self._columns.get(name)
+            if column is None:
+                column = self._columns[sys.intern(name)] = _Column()
             known = float(value) if isinstance(value, bool) else finite(value)
             column.add(self._rows, math.nan if known is None else known)
         self._rows += 1
