@@ -1,4 +1,4 @@
-"""A model's layers and their weights in one safetensors file: one-byte weights as codes, other packages' taken apart."""
+"""A model's layers and their weights in one safetensors file: one byte each as codes, others' taken apart."""
 
 from __future__ import annotations
 
