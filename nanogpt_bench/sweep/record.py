@@ -20,7 +20,6 @@ from nanogpt_bench.report.results_file import with_given_up
 from nanogpt_bench.report.rows import Row, find_reference
 from nanogpt_bench.report.sweep_charts import read_studies
 from nanogpt_bench.runs.earlier import (
-    OF_TRAINING,
     drop_checkpoints,
     has_ended,
     make_ready,
@@ -71,7 +70,7 @@ class SweepRecord:
         self._ended: dict[str, bool] = {}
         self._resumed: set[str] = set()
         self._before = self._entries_of_before()
-        #: entry in sweep.json of every added run; the figures of an ended run stay even if its folder is removed
+        #: entry in sweep.json of every added run
         self._entries: dict[str, dict[str, Any]] = {}
 
     def add(self, run: PlannedRun) -> bool:
@@ -265,7 +264,7 @@ class SweepRecord:
         write_text(self.folder / TABLE, self._table())
 
     def _entry(self, run: PlannedRun, summary: Mapping[str, Any]) -> dict[str, Any]:
-        """The entry of a run in sweep.json; before its end the figures that an earlier start had found."""
+        """The entry of a run in sweep.json."""
         return {
             "name": run.name,
             "label": run.label,
@@ -274,7 +273,7 @@ class SweepRecord:
             "seed": run.seed,
             "axes": plain(run.axes),
             "ended": has_ended(summary),
-            **_outcome(summary, self._before.get(run.name, {})),
+            **_outcome(summary),
             "settings": plain(run.settings),
         }
 
@@ -294,13 +293,8 @@ class SweepRecord:
         return text.getvalue()
 
 
-def _outcome(summary: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures of a run: from its summary, or from an earlier sweep.json while it is trained again."""
-    keys = (*OUTCOMES, "failure", "failures")
-    found = before.get("status") in ("finished", "stopped") or before.get("failure") in OF_TRAINING
-    if not has_ended(summary) and (found or summary.get("status") != "failed"):
-        known = {key: before.get(key) for key in keys} | {key: before[key] for key in _BESIDE if key in before}
-        return known | {"failures": list(before.get("failures") or ())}
+def _outcome(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures of a run, from its summary."""
     failure = (summary.get("failure") or {}).get("kind")
     failures = list(dict.fromkeys(_kinds(summary)))
     known = {key: summary.get(key) for key in OUTCOMES} | {key: summary[key] for key in _BESIDE if key in summary}
