@@ -21,7 +21,7 @@ from nanogpt_bench.config.metrics import (
 )
 from nanogpt_bench.monitors import METRICS
 from nanogpt_bench.monitors.shadow import OVERHEAD
-from nanogpt_bench.report.rows import Row, distinct, group_rows, identity
+from nanogpt_bench.report.rows import Row, group_rows, identity
 from nanogpt_bench.runs.earlier import has_ended
 from nanogpt_bench.runs.find import SWEEP, TRIALS
 from nanogpt_bench.runs.load import Run, is_run_folder, load_run
@@ -349,12 +349,12 @@ def _until(curves: Mapping[str, Sequence[tuple[float, float | None]]], end: floa
 
 
 def merged_rows(runs: Sequence[Run], files: Sequence[Exported]) -> list[Row]:
-    """Return the rows of run folders and results files together, each run once, from its longest record.
+    """Return the rows of run folders and results files together, each seed once, from its longest run.
 
     A row without runs is kept if no file has runs under its label. A seed is missing if no file has it.
     """
     every = [*runs, *(run for file in files for row in file.rows for run in row.runs)]
-    rows = group_rows(distinct(every))
+    rows = group_rows(every)
     places = {identity(run): at for at, row in enumerate(rows) for run in (*row.runs, *row.aside)}
     labels = {row.label: at for at, row in enumerate(rows)}
     of_files = [row for file in files for row in file.rows]

@@ -211,15 +211,6 @@ def reference_beside(run: Run, references: Sequence[Row]) -> list[Row]:
     return []
 
 
-def distinct(runs: Iterable[Run]) -> list[Run]:
-    """Return every run once, in order of first appearance; of several records of one run the longest."""
-    kept: dict[Hashable, Run] = {}
-    for run in runs:
-        key = identity(run)
-        kept[key] = max(kept.get(key, run), run, key=lambda each: (has_ended(each.summary), each.last_step or 0))
-    return list(kept.values())
-
-
 def identity(run: Run) -> Hashable:
     """Return a key that records of one run share, and no two runs: settings, name, seed, first validation.
 
