@@ -29,7 +29,7 @@ TRACKING_FILE = "tracking.json"
 FOLDER = "tensorboard"
 #: seconds to wait for the server before the training goes on without it
 SECONDS_TO_CONNECT = 30
-#: steps between two records of distributions; the last step has one too
+#: steps between two records of the distributions of weights and gradients; the last step has one too
 HISTOGRAM_INTERVAL = 500
 _NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9._-]")
 
@@ -74,11 +74,7 @@ class Tracker(Protocol):
 class Trackers(Observer):
     """All trackers of a run; one that raises is reported once and dropped."""
 
-    def __init__(
-        self, trackers: Sequence[Tracker], dropped: Mapping[str, str] | None = None, interval: int | None = None
-    ) -> None:
-        #: steps between two records of the distributions of weights and gradients; None: none are made
-        self._interval = interval
+    def __init__(self, trackers: Sequence[Tracker], dropped: Mapping[str, str] | None = None) -> None:
         self._found: dict[str, Distribution] = {}
         self._live = {tracker.facts["name"]: tracker for tracker in trackers}
         self._facts = {name: tracker.facts for name, tracker in self._live.items()}
@@ -99,7 +95,7 @@ class Trackers(Observer):
         self._note("weights", step, step.model.named_parameters())
 
     def _note(self, kind: str, step: Step, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        if self._live and self._interval is not None and step.due(self._interval):
+        if self._live and step.due(HISTOGRAM_INTERVAL):
             found = {f"{kind}/{name}": distribution(plain(tensor)) for name, tensor in tensors}
             self._found |= {name: spread for name, spread in found.items() if spread is not None}
 
@@ -160,7 +156,7 @@ def start_trackers(
             started.append(_STARTERS[name](config, run_dir, known.get(name, {}), after))
         except Exception as error:  # a tracker never stops a training
             dropped[name] = report_failure(name, error)
-    trackers = Trackers(started, dropped, HISTOGRAM_INTERVAL)
+    trackers = Trackers(started, dropped)
     if trackers.facts:
         write_text(run_dir / TRACKING_FILE, json.dumps(trackers.facts, indent=1) + "\n")
     return trackers
