@@ -23,6 +23,7 @@ from nanogpt_bench.monitors import METRICS
 from nanogpt_bench.monitors.shadow import OVERHEAD
 from nanogpt_bench.report.rows import Row, group_rows, identity
 from nanogpt_bench.runs.earlier import has_ended
+from nanogpt_bench.runs.environment import at
 from nanogpt_bench.runs.find import SWEEP, TRIALS
 from nanogpt_bench.runs.load import Run, is_run_folder, load_run
 from nanogpt_bench.runs.read import Records, cleaned, finite
@@ -304,8 +305,7 @@ def given_up(search: Mapping[str, Any]) -> str:
     """Return the message of a search whose trials all failed, from its row of tuning.json; "" if one succeeded."""
     if not search.get("over") or search.get("best"):
         return ""
-    cost = search.get("cost")
-    runs = int((finite(cost.get("runs")) if isinstance(cost, Mapping) else None) or 0)
+    runs = int(finite(at(search, "cost.runs")) or 0)
     return f"failed: none of {counted(runs, 'trial')} came to its end with a loss"
 
 
