@@ -124,8 +124,8 @@ class CheckpointNotWritten(BenchError):
 
 
 FORMAT = 2
-#: bytes of a header, and values in it, each of which takes some 100 bytes once it is read
-HEADER, VALUES = 1 << 25, 1 << 19
+#: bytes of a header
+HEADER = 1 << 25
 _TEXT = "checkpoint"
 _DTYPES = dict(
     zip(
@@ -183,10 +183,10 @@ def read_head(file: BinaryIO) -> Contents:
 
 
 def _parsed(data: bytes) -> Contents:
-    header = parse_json(data, VALUES)
+    header = parse_json(data)
     texts = header.get("__metadata__") if isinstance(header, dict) else None
     text = texts.get(_TEXT) if isinstance(texts, dict) else None
-    content = parse_json(text, VALUES) if isinstance(text, str) else None
+    content = parse_json(text) if isinstance(text, str) else None
     if not isinstance(content, dict):
         raise ValueError("is no checkpoint of a run")
     if content.get("format") != FORMAT:

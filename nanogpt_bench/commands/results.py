@@ -92,19 +92,12 @@ def main(args: argparse.Namespace) -> int:
             raise BenchError(f"--{option.replace('_', '.')} goes with results {' and '.join(words)}{told}")
     path = args.path
     if args.word == "rerun":
-        return _rerun(path, args)
+        return rerun(path, args)
     if args.word == "show":
         return _show(read_export(path), args.reference, args.table)
     if args.out is None:
         raise BenchError("--out is missing: results export SWEEP --out FILE.json")
     return _export(path, args.out)
-
-
-def _rerun(path: Path, args: argparse.Namespace) -> int:
-    if args.row is None:
-        rows = ", ".join(repr(row.label) for row in read_export(path).rows)
-        raise BenchError(f"--row is missing: results rerun FILE.json --row ROW; the rows of {path.name}: {rows}")
-    return rerun(path, args.row, args.seed, args.data_dir, args.out, anyway=args.anyway)
 
 
 def _export(folder: Path, out: Path) -> int:
@@ -142,23 +135,24 @@ def results_of(content: Exported, reference: str | None = None) -> list[Result]:
     return measure(rows, find_reference(rows, baseline))
 
 
-def rerun(
-    path: Path, label: str, seed: int | None, data_dir: Path | None, out: Path | None, *, anyway: bool = False
-) -> int:
+def rerun(path: Path, args: argparse.Namespace) -> int:
     """Train the runs of a row again, with the settings, device and threads that they had, and print both losses.
 
     Returns 0 where every final loss is the recorded one to three decimals, 1 where one is not, 75 when a signal ended
     it: the same command goes on.
 
     Raises:
-        BenchError: no such row or seed; another torch, GPU or text than the row's, unless `anyway`: it names them.
+        BenchError: no such row or seed; another torch, GPU or text than the row's, unless `--anyway`: it names them.
     """
     rows = read_export(path).rows
-    row = next(row for row in rows if row.label == baseline_of(label, rows, "--row"))
-    runs = _chosen(row, seed)
-    planned = [_planned(row, run, data_dir) for run in runs]
-    _compare(runs, planned, anyway=anyway)
-    folder = out or Path("runs") / f"rerun-{path.stem}-{re.sub(r'[^A-Za-z0-9._=+-]+', '-', row.label)}"
+    if args.row is None:
+        known = ", ".join(repr(row.label) for row in rows)
+        raise BenchError(f"--row is missing: results rerun FILE.json --row ROW; the rows of {path.name}: {known}")
+    row = next(row for row in rows if row.label == baseline_of(args.row, rows, "--row"))
+    runs = _chosen(row, args.seed)
+    planned = [_planned(row, run, args.data_dir) for run in runs]
+    _compare(runs, planned, anyway=args.anyway)
+    folder = args.out or Path("runs") / f"rerun-{path.stem}-{re.sub(r'[^A-Za-z0-9._=+-]+', '-', row.label)}"
     with locked(folder, "--out"):
         record = SweepRecord(folder, MODE)
         for run in planned:

@@ -1,7 +1,7 @@
 """A metric: its name on disk, title, unit, meaning, how layers make one, what is bad; those that every run records.
 
 Whoever records, judges, draws or documents a figure asks here, or in the module of `nanogpt_bench.monitors` that finds
-it. A name is a key of metrics.jsonl, beside `step`, or of histograms.jsonl: `NAMESPACE/FIGURE`, then `/OPERAND` where
+it. A name is a key of metrics.jsonl, beside `step`: `NAMESPACE/FIGURE`, then `/OPERAND` where
 several are measured, then `/LAYER`.
 """
 
@@ -76,11 +76,6 @@ class Metric:
     def each(self) -> tuple[Metric, ...]:
         """The metric by operand, or itself where there is one only."""
         return tuple(map(self.by, self.operands)) or (self,)
-
-
-@dataclass(frozen=True)
-class Spread(Metric):
-    """A distribution of histograms.jsonl, by layer; the unit is its axis's."""
 
 
 #: what can be watched beside the loss, each a module of `nanogpt_bench.monitors`, in the order of the report

@@ -74,13 +74,8 @@ class GivenTwice(BenchError):
         self.key = key
 
     def in_file(self, path: Path) -> BenchError:
-        """The error with the file's name, and the lines of both."""
-        try:
-            lines = untrusted.lines_of(untrusted.read_text(path, untrusted.MOST_YAML_BYTES), self.key)
-        except (OSError, ValueError):
-            lines = ()
-        where = f", on lines {' and '.join(map(str, lines))}" if len(lines) > 1 else ""
-        return BenchError(f"{self.key} is given twice in {path.name!r}{where}; keep one")
+        """The error with the file's name."""
+        return BenchError(f"{self.key} is given twice in {path.name!r}; keep one")
 
 
 def once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from nanogpt_bench.evaluation.measurement import Row
 from nanogpt_bench.evaluation.weights import OF_FORMATS, RunWeights, checked_overrides, folder_of, named_formats
 from nanogpt_bench.loop.outcome import count
 from nanogpt_bench.model.weights import load_weights, quantized_layers, save_weights
-from nanogpt_bench.runs.environment import environment
+from nanogpt_bench.runs.environment import at, environment
 from nanogpt_bench.runs.trained import choose, load
 from nanogpt_bench.setup.formats import format_name, format_summary, has_format
 from nanogpt_bench.setup.resolve import resolve
@@ -205,12 +205,6 @@ def _comparison(weights: RunWeights, loss: float, now: Mapping[str, Any]) -> str
         return f"{where} had the val loss of the first row, to the bit"
     differing = [f"--{key}" for key in weights.given if key not in OF_FORMATS]
     for key in _OF_BITS:
-        then, here = (_at(facts, key) for facts in (trained.environment, now))
+        then, here = (at(facts, key) for facts in (trained.environment, now))
         differing += [f"{key} was {then!r}, is {here!r}"] if then != here else []
     return f"{where} had val loss {recorded!r}, here it is {loss!r}: {', '.join(differing) or 'nothing known differs'}"
-
-
-def _at(facts: Any, key: str) -> Any:
-    for name in key.split("."):
-        facts = facts.get(name) if isinstance(facts, Mapping) else None
-    return facts

@@ -18,6 +18,7 @@ from nanogpt_bench.failures.table import ATTENTION, OVER_FIRST, OVER_LOWEST, OVE
 from nanogpt_bench.monitors.attention import ENTROPY
 from nanogpt_bench.monitors.ranges import CLAMPED, OVERFLOW
 from nanogpt_bench.runs.curves import smooth
+from nanogpt_bench.runs.environment import at
 from nanogpt_bench.runs.load import Run, load_run
 
 LOSS: Final = metrics.TRAIN_LOSS.name
@@ -78,10 +79,7 @@ class Evidence:
 
     def setting(self, key: str) -> Any:
         """The run's setting at a dotted key, None when its config has none."""
-        value: Any = self.run.config
-        for name in key.split("."):
-            value = value.get(name) if isinstance(value, Mapping) else None
-        return value
+        return at(self.run.config, key)
 
     @property
     def died(self) -> bool:

@@ -18,7 +18,7 @@ from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import to_yaml
 from nanogpt_bench.failures import failures_of
 from nanogpt_bench.failures.table import ENDINGS
-from nanogpt_bench.loop.outcome import Outcome, Progress, summarize, weight_histograms
+from nanogpt_bench.loop.outcome import Outcome, Progress, summarize
 from nanogpt_bench.loop.resume import (
     config_facts,
     remove_output,
@@ -296,12 +296,9 @@ class Loop:
         self._close()
         self._measure()
         self.outcome.seconds = perf_counter() - self.started
-        histograms = weight_histograms(self.trainer.model, self.config)
         summary = summarize(self.run_dir.name, self.config, self.trainer, self.outcome, self.watch)
         if not self.ranks.first:
             return summary
-        with attempt:
-            write_json(self.run_dir / "weights.json", histograms, None)
         summary["config_history"] = config_history(self.environment)
         with attempt:
             (self.run_dir / SUMS).unlink(missing_ok=True)  # which has none of the summary, until all is written

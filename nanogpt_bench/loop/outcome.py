@@ -1,4 +1,4 @@
-"""How a run is going, how it ended, and what it reports: summary.json, and the weights' histograms on their grids."""
+"""How a run is going, how it ended, and what it reports: summary.json."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 import fp8manifold as fm
@@ -189,28 +188,3 @@ def _layers(model: nn.Module, config: Config) -> dict[str, fm.QuantizedLinear]:
 def count(parameters: Iterable[Tensor]) -> int:
     """Return the number of elements; a shared parameter counts once, as `Module.parameters` yields it."""
     return sum(parameter.numel() for parameter in parameters)
-
-
-@torch.no_grad()
-def weight_histograms(model: nn.Module, config: Config) -> dict[str, Any]:
-    """Return, per quantised layer, how many weights lie on each value of the format, in increasing order."""
-    return {name: _histogram(layer) for name, layer in _layers(model, config).items()}
-
-
-def _histogram(layer: fm.QuantizedLinear) -> dict[str, Any]:
-    fmt, scale = layer.weight_format, layer.weight_scale()
-    assert fmt is not None, "a layer whose weights are quantised"
-    counts = torch.bincount(layer.weight_codes().flatten().long(), minlength=2**fmt.bits).tolist()
-    by_value: dict[float, int] = {}
-    for code, number in enumerate(counts):
-        value = fmt.decode_code(code)
-        if value == value and abs(value) <= fmt.max:  # neither NaN nor Inf; both zeros are one point
-            by_value[value + 0.0] = by_value.get(value + 0.0, 0) + number
-    values = sorted(by_value)
-    return {
-        "format": fmt.name,
-        "values": values,
-        "counts": [by_value[value] for value in values],
-        "scale_min": float(scale.min()),
-        "scale_max": float(scale.max()),
-    }

@@ -12,14 +12,15 @@ from nanogpt_bench.config.keys import FIELDS
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import flatten, load_config
 from nanogpt_bench.data.batches import digests_of
-from nanogpt_bench.runs.environment import latest
+from nanogpt_bench.runs.earlier import summary_of
+from nanogpt_bench.runs.environment import at, latest
 from nanogpt_bench.runs.sums import SUMS
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.lock import is_unused
 from nanogpt_bench.system.ranks import Ranks
 
 #: what a run leaves behind that begins anew; its other files are written over
-_OUTPUT = (SUMS, "metrics.jsonl", "histograms.jsonl", "alerts.jsonl", "summary.json", "weights.json", "tracking.json")
+_OUTPUT = (SUMS, "metrics.jsonl", "alerts.jsonl", "summary.json", "tracking.json")
 Say = Callable[[str], None]
 
 
@@ -110,7 +111,7 @@ def _check_unfinished(run_dir: Path, config: Config, *, allow_change: bool, say:
     """Refuse to begin anew where something would be lost that can't be had again."""
     if not run_dir.exists() or not any(run_dir.iterdir()):
         return
-    if _status(run_dir / "summary.json") == "finished":
+    if summary_of(run_dir).get("status") == "finished":
         raise BenchError(f"run folder {str(run_dir)!r} holds a finished run without a checkpoint; give another --name")
     if not (run_dir / "config.yaml").is_file():
         if any(not path.name.startswith(".") for path in run_dir.iterdir()):
@@ -118,14 +119,6 @@ def _check_unfinished(run_dir: Path, config: Config, *, allow_change: bool, say:
         return
     saved = config_facts(load_config(run_dir / "config.yaml"))
     _check_config(saved, config, allow_change=allow_change, say=say)
-
-
-def _status(path: Path) -> Any:
-    try:
-        summary = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return summary.get("status") if isinstance(summary, dict) else None
 
 
 def _check_config(saved: Mapping[str, Any], config: Config, *, allow_change: bool, say: Say) -> None:
@@ -146,17 +139,9 @@ def _changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[t
     """Yield the keys that differ, with both values; a key that the saved ones do not know had its default."""
     for key, setting in FIELDS.items():
         default = json.loads(json.dumps(setting.default), parse_constant=str)
-        before, now = _at(saved, key, default), _at(current, key, default)
+        before, now = at(saved, key, default), at(current, key, default)
         if before != now:
             yield key, before, now
-
-
-def _at(tree: Any, key: str, default: Any) -> Any:
-    for name in key.split("."):
-        if not isinstance(tree, Mapping) or name not in tree:
-            return default
-        tree = tree[name]
-    return tree
 
 
 def _changes_numbers(key: str) -> bool:
@@ -176,11 +161,11 @@ def _check_environment(saved: Mapping[str, Any], current: Mapping[str, Any], *, 
 
 
 def _digests(environment: Mapping[str, Any]) -> dict[str, Any]:
-    return digests_of(_at(environment, "corpus.splits", {}))
+    return digests_of(at(environment, "corpus.splits", {}))
 
 
 def _differences(saved: Mapping[str, Any], current: Mapping[str, Any], keys: Iterable[str]) -> Iterator[str]:
     for key in keys:
-        before, now = _at(saved, key, None), _at(current, key, None)
+        before, now = at(saved, key), at(current, key)
         if before != now:
             yield f"{key} was {before!r}, is {now!r}"

@@ -8,19 +8,18 @@ from importlib import import_module
 from typing import Final
 
 from nanogpt_bench.config import metrics
-from nanogpt_bench.config.metrics import MONITORS, Metric, Spread
+from nanogpt_bench.config.metrics import MONITORS, Metric
 from nanogpt_bench.monitors.points import Observer, Step
 
-__all__ = ["CHARTED", "METRICS", "MODULES", "SPREADS", "Observer", "Step", "charted"]
+__all__ = ["CHARTED", "METRICS", "MODULES", "Observer", "Step", "charted"]
 
 #: the modules of all monitors, by name, and that of the shadow, which has a section of its own
 MODULES: Final = {name: import_module(f"{__name__}.{name}") for name in ("shadow", *MONITORS)}
 _ALL = [
     value for module in (metrics, *MODULES.values()) for value in vars(module).values() if isinstance(value, Metric)
 ]
-#: every figure and every distribution, in the order in which they are shown
-METRICS: Final = tuple(dict.fromkeys(metric for metric in _ALL if not isinstance(metric, Spread)))
-SPREADS: Final = tuple(dict.fromkeys(metric for metric in _ALL if isinstance(metric, Spread)))
+#: every figure, in the order in which they are shown
+METRICS: Final = tuple(dict.fromkeys(_ALL))
 #: namespaces of figures that get charts
 CHARTED: Final = tuple(dict.fromkeys(metric.namespace for metric in METRICS if metric.chart))
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 import fp8manifold as fm
-from nanogpt_bench.config.metrics import LINEAR, MEAN, OPERANDS, SHARE, Metric, Spread
+from nanogpt_bench.config.metrics import LINEAR, MEAN, OPERANDS, SHARE, Metric
 from nanogpt_bench.model.weights import is_rounded
 from nanogpt_bench.monitors.capture import Watched, flowing
 from nanogpt_bench.monitors.figures import Monitor, Scale, unit_blocks
-from nanogpt_bench.monitors.points import HISTOGRAM_INTERVAL, Step
+from nanogpt_bench.monitors.points import Step
 
 _bits = partial(Metric, monitor="bits", over=MEAN, operands=OPERANDS)
 UNIFORMITY = _bits(
@@ -27,14 +27,6 @@ TOP_EXPONENT = _bits(
 MANTISSA_UTILISATION = _bits("bits/mantissa_utilisation", "Use of the mantissa", SHARE, "Its entropy over its bits.")
 EXPONENT_BIT = _bits("bits/exponent_bit_I", "Exponent bit I", SHARE, "Values that have it set.")
 MANTISSA_BIT = _bits("bits/mantissa_bit_I", "Mantissa bit I", SHARE, "Values that have it set.")
-CODE_COUNTS = Spread(
-    "bits/code_histogram",
-    "Code use",
-    "value",
-    "Elements by the value of their code.",
-    monitor="bits",
-    operands=OPERANDS,
-)
 
 
 def code_histogram(x: Tensor, fmt: fm.FloatFormat, scale: Scale = 1.0) -> Tensor:
@@ -102,23 +94,8 @@ def _entropy(counts: Sequence[int]) -> float:
     return math.fsum(n / total * math.log2(total / n) for n in counts if n)
 
 
-def by_value(fmt: fm.FloatFormat, counts: Tensor) -> tuple[list[float], list[int]]:
-    """Return the format's values in increasing order and the elements at each; both zeros are one value.
-
-    >>> values, numbers = by_value(fm.FloatFormat.from_string("E2M1"), torch.ones(16, dtype=torch.int64))
-    >>> values[7:9], numbers[7:9]
-    ([0.0, 0.5], [2, 1])
-    """
-    found: dict[float, int] = dict.fromkeys(sorted(set(fmt.values)), 0)
-    for code, number in enumerate(counts.tolist()):
-        value = fmt.decode_code(code)
-        if value in found:
-            found[value] += number
-    return [value + 0.0 for value in found], list(found.values())
-
-
 class Bits(Monitor):
-    """Records `bits/FIGURE/OPERAND/LAYER`, from one code histogram an operand, and the histograms themselves.
+    """Records `bits/FIGURE/OPERAND/LAYER`, from one code histogram an operand.
 
     Only what is quantised is measured, or what `monitor` gives a format to measure against.
     """
@@ -144,9 +121,6 @@ class Bits(Monitor):
             size, found = bit_figures(counts, fmt)
             for metric, value in found.items():
                 self._figures.add(metric.by(kind), layer, value, size)
-            if step.due(HISTOGRAM_INTERVAL):
-                values, numbers = by_value(fmt, counts)
-                step.add_histogram(CODE_COUNTS.by(kind).of(layer), numbers, values=values)
         self._counts.clear()
         super().written(step)
 

@@ -188,25 +188,5 @@ def share(mask: Tensor) -> float:
     return int(mask.sum()) / max(mask.numel(), 1)
 
 
-def binade_counts(x: Tensor) -> Tensor:
-    """Return how many elements have each exponent field of float32, the first for zeros and subnormals."""
-    field = (x.float().view(torch.int32) >> 23) & 0xFF
-    return torch.bincount(field, minlength=256)
-
-
-def by_binade(counts: Tensor) -> tuple[list[int], list[float]]:
-    """Return counts and edges of the binades that are occupied, and of those between; NaN and Inf are left out.
-
-    >>> by_binade(binade_counts(torch.tensor([0.0, 0.3, -0.4, 1.0])))
-    ([1, 2, 0, 1], [0.0, 0.25, 0.5, 1.0, 2.0])
-    """
-    listed: list[int] = counts.tolist()
-    occupied = [field for field in range(1, 255) if listed[field]]
-    if not occupied:
-        return listed[:1], [0.0, 1.0]
-    low, high = occupied[0], occupied[-1]
-    return [listed[0], *listed[low : high + 1]], [0.0, *(2.0 ** (field - 127) for field in range(low, high + 2))]
-
-
 def _working(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype is torch.float64 else torch.float32

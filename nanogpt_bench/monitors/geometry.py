@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 import fp8manifold as fm
-from nanogpt_bench.config.metrics import ABOVE, LARGEST, LINEAR, LOG, MEAN, SHARE, Metric, Spread
+from nanogpt_bench.config.metrics import ABOVE, LARGEST, LINEAR, LOG, MEAN, SHARE, Metric
 from nanogpt_bench.model.weights import constrained_weights, forward_weight, is_rounded, plain
 from nanogpt_bench.monitors.capture import Watched
-from nanogpt_bench.monitors.figures import Monitor, Scale, binade_counts, by_binade, inside, scaled_blocks, unit_blocks
-from nanogpt_bench.monitors.points import HISTOGRAM_INTERVAL, Step
+from nanogpt_bench.monitors.figures import Monitor, Scale, inside, scaled_blocks
+from nanogpt_bench.monitors.points import Step
 
 _geometry = partial(Metric, monitor="geometry", over=MEAN)
 STIFFNESS_MEAN = _geometry("geometry/stiffness_mean", "Mean stiffness", "S", "Mean over the weights.", chart=LOG)
@@ -31,7 +31,6 @@ ORTHOGONALITY = _constraint("geometry/orthogonality", "Off the Stiefel manifold"
 OFF_SPHERE = _constraint("geometry/off_sphere", "Off the sphere", meaning="Rows' lengths less 1.")
 _ROUNDED = "The same of what their formats make of them."
 CONSTRAINT_ROUNDED = _constraint("geometry/constraint_rounded", "Constraints, rounded", meaning=_ROUNDED)
-STIFFNESS_FIELD = Spread("geometry/stiffness", "Stiffness", "S", "Weights by their stiffness.", monitor="geometry")
 
 
 @torch.no_grad()
@@ -54,20 +53,6 @@ def geometry_figures(w: Tensor, fmt: fm.FloatFormat, scale: Scale = 1.0) -> dict
     stiffness, off = torch.stack(sums).sum(0).tolist()
     n = max(w.numel(), 1)
     return {STIFFNESS_MEAN: stiffness / n, OFF_GRID: off / n}
-
-
-@torch.no_grad()
-def stiffness_histogram(w: Tensor, fmt: fm.FloatFormat, scale: Scale = 1.0) -> tuple[list[int], list[float]]:
-    """Return how many weights have a spacing in each binade, and the binades' edges.
-
-    Weights that are NaN are left out, those beyond the range have the spacing of its end.
-
-    >>> stiffness_histogram(torch.tensor([1.0, 1.5, 2.0]), fm.FloatFormat.from_string("E4M3"))
-    ([0, 2, 1], [0.0, 0.125, 0.25, 0.5])
-    """
-    pieces = unit_blocks(scale, w)
-    counts = [binade_counts(fm.ulp(inside(units, fmt), fmt).mul_(scales)) for scales, units in pieces]
-    return by_binade(torch.stack(counts).sum(0))
 
 
 @torch.no_grad()
@@ -109,11 +94,11 @@ class Geometry(Monitor):
             return
         for name, layer in self._layers.items():
             if self.takes(step, name):
-                self._measure(step, name, layer)
+                self._measure(name, layer)
         for name, parameter in self._constrained.items():
             self._measure_constraint(name, parameter)
 
-    def _measure(self, step: Step, name: str, layer: fm.QuantizedLinear) -> None:
+    def _measure(self, name: str, layer: fm.QuantizedLinear) -> None:
         fmt, scale, weight = layer.weight_format, layer.weight_scale().detach(), forward_weight(layer)
         assert fmt is not None
         found = geometry_figures(weight, fmt, scale)
@@ -121,9 +106,6 @@ class Geometry(Monitor):
             del found[OFF_GRID]
         for metric, value in found.items():
             self._figures.add(metric, name, value, weight.numel())
-        if step.due(HISTOGRAM_INTERVAL):
-            counts, edges = stiffness_histogram(weight, fmt, scale)
-            step.add_histogram(STIFFNESS_FIELD.of(name), counts, edges=edges)
 
     def _measure_constraint(self, name: str, parameter: geoopt.ManifoldParameter) -> None:
         """Measure how far a weight is off its manifold, and how far off it what the layer multiplies by is."""

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 import fp8manifold as fm
-from nanogpt_bench.config.metrics import ABOVE, BELOW, LINEAR, LOG, MEAN, RATIO, SHARE, Metric, Spread
+from nanogpt_bench.config.metrics import ABOVE, BELOW, LINEAR, LOG, MEAN, RATIO, SHARE, Metric
 from nanogpt_bench.model.weights import plain
 from nanogpt_bench.monitors.capture import Watched
-from nanogpt_bench.monitors.figures import BLOCK, Scale, binade_counts, blocks, by_binade, inside, unit_blocks
-from nanogpt_bench.monitors.points import HISTOGRAM_INTERVAL, Step
+from nanogpt_bench.monitors.figures import BLOCK, Scale, blocks, inside, unit_blocks
+from nanogpt_bench.monitors.points import Step
 from nanogpt_bench.monitors.updates import Update, UpdateMonitor
 
 _gradients = partial(Metric, monitor="gradients", over=MEAN)
@@ -33,14 +33,6 @@ UPDATE_TO_NOISE = _gradients(
     RATIO,
     "The requested update's power over the variance that stochastic rounding adds.",
     bad=BELOW,
-    chart=LOG,
-)
-MAGNITUDES = Spread(
-    "grad/magnitude",
-    "Gradient magnitudes",
-    "|gradient|",
-    "By binade; zeros left out.",
-    monitor="gradients",
     chart=LOG,
 )
 #: a gradient is dead after so many steps in a row below so much
@@ -180,7 +172,7 @@ class Gradients(UpdateMonitor):
             if counted:
                 self._dead[name].update(gradient, self._dead_interval)
             if taken:
-                self._measure(step, name, gradient)
+                self._measure(name, gradient)
 
     def see(self, step: Step, update: Update) -> None:
         """Compare what a step asked for with the noise that rounding it adds."""
@@ -195,12 +187,9 @@ class Gradients(UpdateMonitor):
             runs.load_state(state["dead"][name])
         super().load_state(state)
 
-    def _measure(self, step: Step, name: str, gradient: Tensor) -> None:
+    def _measure(self, name: str, gradient: Tensor) -> None:
         for metric, value in {**gradient_figures(gradient), GRAD_DEAD: self._dead[name].dead}.items():
             self._figures.add(metric, name, value, gradient.numel())
-        if step.due(HISTOGRAM_INTERVAL):
-            counts, edges = by_binade(torch.stack([binade_counts(part) for (part,) in blocks(gradient)]).sum(0))
-            step.add_histogram(MAGNITUDES.of(name), counts, edges=edges)
 
 
 def build(watched: Watched) -> Gradients | None:

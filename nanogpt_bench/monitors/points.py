@@ -10,9 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-#: steps between two records of distributions, in steps that are looked at; the last is one
-HISTOGRAM_INTERVAL = 500
-
 
 @dataclass(frozen=True)
 class Anomaly:
@@ -51,8 +48,6 @@ class Step:
     anomaly: Anomaly | None = None
     #: the metrics of this step, written to metrics.jsonl after it
     record: dict[str, float | int | None] = field(default_factory=dict)
-    #: distributions of this step, written to histograms.jsonl after it
-    histograms: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def at_last_micro_step(self) -> bool:
@@ -86,10 +81,6 @@ class Step:
             return
         weights = {layer: sizes[layer] if sizes else 1 for layer in known}
         self.record[metric] = sum(known[layer] * weights[layer] for layer in known) / max(sum(weights.values()), 1)
-
-    def add_histogram(self, name: str, counts: list[int], **axis: list[float]) -> None:
-        """Record a distribution; `axis` is `values`, one a count, or `edges`, one more than counts."""
-        self.histograms.append({"step": self.number, "name": name, **axis, "counts": counts})
 
 
 class Observer:

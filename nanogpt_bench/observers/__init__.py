@@ -1,14 +1,13 @@
 """What keeps and judges the records of a run: files, alerts, trackers, where the losses are heading."""
 
 from nanogpt_bench.observers.alerts import AlertObserver
-from nanogpt_bench.observers.jsonl import HistogramObserver, JsonlObserver
+from nanogpt_bench.observers.jsonl import JsonlObserver
 from nanogpt_bench.observers.trend import TrendObserver, baseline_curve
 from nanogpt_bench.runs.load import Alert
 
 __all__ = [
     "Alert",
     "AlertObserver",
-    "HistogramObserver",
     "JsonlObserver",
     "TrendObserver",
     "baseline_curve",

@@ -15,7 +15,7 @@ from nanogpt_bench.monitors.shadow import ShadowObserver
 from nanogpt_bench.monitors.stall import Stall
 from nanogpt_bench.monitors.updates import UpdateMonitor, UpdateObserver
 from nanogpt_bench.observers.alerts import AlertObserver
-from nanogpt_bench.observers.jsonl import HistogramObserver, JsonlObserver
+from nanogpt_bench.observers.jsonl import JsonlObserver
 from nanogpt_bench.observers.trend import TrendObserver
 from nanogpt_bench.runs.load import Alert
 from nanogpt_bench.training.anomalies import AnomalyObserver
@@ -51,7 +51,7 @@ def build_observers(
     # What adds to a record once it is complete comes before what writes it.
     sinks: list[Observer | None] = []
     if run_dir is not None:
-        sinks = [JsonlObserver(run_dir / "metrics.jsonl"), HistogramObserver(run_dir / "histograms.jsonl"), alerts]
+        sinks = [JsonlObserver(run_dir / "metrics.jsonl"), alerts]
     anomaly = AnomalyObserver(run_dir, trainer) if config.alerts.save_on_anomaly else None
     updates = update_observer(watched, monitors)
     ordered = [shadow, watched.capture, updates, *monitors, watched.turns, trend, *sinks, anomaly]

@@ -1,4 +1,4 @@
-"""metrics.jsonl and histograms.jsonl: one JSON object a line, complete after every step."""
+"""metrics.jsonl: one JSON object a line, complete after every step."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ class LineFile:
             self._file = None
 
 
-class _LineObserver(Observer):
-    """An observer that writes lines."""
+class JsonlObserver(Observer):
+    """Appends every step's record to a file and flushes it; a value that is not finite is written as null."""
 
     def __init__(self, path: Path) -> None:
         self._lines = LineFile(path)
@@ -92,21 +92,9 @@ class _LineObserver(Observer):
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._lines.cut(state["bytes"])
 
-
-class JsonlObserver(_LineObserver):
-    """Appends every step's record to a file and flushes it; a value that is not finite is written as null."""
-
     def written(self, step: Step) -> None:
         record = {key: _finite(value) for key, value in step.record.items()}
         self._lines.append([json.dumps({"step": step.number, **record}, allow_nan=False)])
-
-
-class HistogramObserver(_LineObserver):
-    """Appends the distributions of every step that has some to a file; without any there is no file."""
-
-    def written(self, step: Step) -> None:
-        if step.histograms:
-            self._lines.append(json.dumps(histogram, allow_nan=False) for histogram in step.histograms)
 
 
 def _finite(value: float | int | None) -> float | int | None:

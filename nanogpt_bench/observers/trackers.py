@@ -20,7 +20,7 @@ from torch import Tensor
 from nanogpt_bench.checkpoint import newest
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.model.weights import plain
-from nanogpt_bench.monitors.points import HISTOGRAM_INTERVAL, Observer, Step
+from nanogpt_bench.monitors.points import Observer, Step
 from nanogpt_bench.system.errors import BenchError, one_line
 from nanogpt_bench.system.files import write_text
 
@@ -29,6 +29,8 @@ TRACKING_FILE = "tracking.json"
 FOLDER = "tensorboard"
 #: seconds to wait for the server before the training goes on without it
 SECONDS_TO_CONNECT = 30
+#: steps between two records of the distributions of weights and gradients; the last step has one too
+HISTOGRAM_INTERVAL = 500
 _NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9._-]")
 
 
@@ -72,11 +74,7 @@ class Tracker(Protocol):
 class Trackers(Observer):
     """All trackers of a run; one that raises is reported once and dropped."""
 
-    def __init__(
-        self, trackers: Sequence[Tracker], dropped: Mapping[str, str] | None = None, interval: int | None = None
-    ) -> None:
-        #: steps between two records of the distributions of weights and gradients; None: none are made
-        self._interval = interval
+    def __init__(self, trackers: Sequence[Tracker], dropped: Mapping[str, str] | None = None) -> None:
         self._found: dict[str, Distribution] = {}
         self._live = {tracker.facts["name"]: tracker for tracker in trackers}
         self._facts = {name: tracker.facts for name, tracker in self._live.items()}
@@ -97,7 +95,7 @@ class Trackers(Observer):
         self._note("weights", step, step.model.named_parameters())
 
     def _note(self, kind: str, step: Step, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        if self._live and self._interval is not None and step.due(self._interval):
+        if self._live and step.due(HISTOGRAM_INTERVAL):
             found = {f"{kind}/{name}": distribution(plain(tensor)) for name, tensor in tensors}
             self._found |= {name: spread for name, spread in found.items() if spread is not None}
 
@@ -158,7 +156,7 @@ def start_trackers(
             started.append(_STARTERS[name](config, run_dir, known.get(name, {}), after))
         except Exception as error:  # a tracker never stops a training
             dropped[name] = report_failure(name, error)
-    trackers = Trackers(started, dropped, HISTOGRAM_INTERVAL)
+    trackers = Trackers(started, dropped)
     if trackers.facts:
         write_text(run_dir / TRACKING_FILE, json.dumps(trackers.facts, indent=1) + "\n")
     return trackers

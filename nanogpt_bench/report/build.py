@@ -16,6 +16,7 @@ from nanogpt_bench.report.results_file import is_export, merged_rows, read_expor
 from nanogpt_bench.report.rows import Row, counted_once, find_reference, left_aside, shortfall
 from nanogpt_bench.report.sweep_charts import Studies, read_studies
 from nanogpt_bench.report.tables import to_csv, to_markdown
+from nanogpt_bench.runs.environment import at
 from nanogpt_bench.runs.find import find_runs, say_aside
 from nanogpt_bench.runs.load import Run, load_run
 from nanogpt_bench.system.errors import BenchError, refused, unknown
@@ -23,6 +24,7 @@ from nanogpt_bench.system.files import refuse_to_replace, write_text
 
 PAGE = "report.html"
 TABLES = ("results.csv", "table.md")
+MOST_VALUES = 4  # of a fact
 #: bytes of a page that have its title
 _HEAD = 4096
 
@@ -162,10 +164,10 @@ def facts_of(runs: Sequence[Run]) -> dict[str, str]:
     return {name: text for name, text in found.items() if text}
 
 
-def _listed(values: Any, most: int = 4) -> str:
+def _listed(values: Any) -> str:
     different = list(dict.fromkeys(str(value) for value in values if value not in (None, "")))
-    more = f" and {len(different) - most} more" if len(different) > most else ""
-    return "; ".join(different[:most]) + more
+    more = f" and {len(different) - MOST_VALUES} more" if len(different) > MOST_VALUES else ""
+    return "; ".join(different[:MOST_VALUES]) + more
 
 
 def _machine(environment: Mapping[str, Any]) -> str:
@@ -189,20 +191,16 @@ def _words(value: Any) -> str:
 
 
 def _corpus(environment: Mapping[str, Any]) -> str:
-    corpus = environment.get("corpus")
-    if not isinstance(corpus, Mapping):
-        return ""
-    source = corpus.get("source")
+    source, splits = at(environment, "corpus.source"), at(environment, "corpus.splits")
     text = (
         ", ".join(f"{k}: {_words(v)}" for k, v in source.items() if v is not None)
         if isinstance(source, Mapping)
         else str(source or "")
     )
-    splits = corpus.get("splits")
     sizes = [
-        f"{name} {part['tokens']:,} tokens"
-        for name, part in (splits.items() if isinstance(splits, Mapping) else ())
-        if isinstance(part, Mapping) and isinstance(part.get("tokens"), int)
+        f"{name} {tokens:,} tokens"
+        for name in (splits if isinstance(splits, Mapping) else ())
+        if isinstance(tokens := at(splits, f"{name}.tokens"), int)
     ]
     return "; ".join(part for part in (text, ", ".join(sizes)) if part)
 

@@ -177,7 +177,6 @@ def lines(
     y: Spec,
     *,
     marked: bool = True,
-    step: bool = False,
 ) -> Spec:
     """Return curves in their rows' looks, references on top; `marked` shows the points of short curves."""
     ordered = sorted(drawn, key=lambda line: looks[line.label].colour is None)
@@ -192,14 +191,14 @@ def lines(
         }
         for i, line in enumerate(ordered)
     ]
-    return curves(values, looks, x, y, step=step)
+    return curves(values, looks, x, y)
 
 
-def curves(values: list[dict[str, Any]], looks: Mapping[str, Look], x: Spec, y: Spec, *, step: bool = False) -> Spec:
+def curves(values: list[dict[str, Any]], looks: Mapping[str, Look], x: Spec, y: Spec) -> Spec:
     """Return curves from objects with `row`, `name`, `line` (a unique number), `few`, and the lists `x` and `y`."""
     pen = {channel: of_row(channel, looks) for channel in ("color", "strokeDash", "strokeWidth")}
     line = {
-        "mark": {"type": "line", "clip": True, **({"interpolate": "step"} if step else {})},
+        "mark": {"type": "line", "clip": True},
         "encoding": {"x": x, "y": y, **pen, "detail": {"field": "line", "type": "nominal"}},
     }
     layers = [line]

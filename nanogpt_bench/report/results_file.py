@@ -21,8 +21,9 @@ from nanogpt_bench.config.metrics import (
 )
 from nanogpt_bench.monitors import METRICS
 from nanogpt_bench.monitors.shadow import OVERHEAD
-from nanogpt_bench.report.rows import Row, distinct, group_rows, identity
+from nanogpt_bench.report.rows import Row, group_rows, identity
 from nanogpt_bench.runs.earlier import has_ended
+from nanogpt_bench.runs.environment import at
 from nanogpt_bench.runs.find import SWEEP, TRIALS
 from nanogpt_bench.runs.load import Run, is_run_folder, load_run
 from nanogpt_bench.runs.read import Records, cleaned, finite
@@ -108,7 +109,8 @@ def flat_run(label: str, run: Run) -> dict[str, Any]:
     """Return a run as a flat mapping: outcomes, settings, facts of its machine, series and looks."""
     looks = monitored_figures(run)
     seen = [name for name in MONITORED if any(name in look for look in looks.values())]
-    losses = [record for record in run.metrics if record.get(VAL_LOSS.name) is not None]
+    validations = [row for row, loss in run.metrics.rows(VAL_LOSS.name) if loss is not None]
+    series = {name: dict(run.metrics.rows(name)) for name in CURVES}
     return {
         "kind": RUN,
         "label": label,
@@ -118,7 +120,7 @@ def flat_run(label: str, run: Run) -> dict[str, Any]:
         "failures": [finding.kind for finding in run.findings],
         **{CONFIG + key: value for key, value in _settings(run.config)},
         **{ENVIRONMENT + key: value for key, value in run.environment.items() if key not in PASSING},
-        **{CURVE + name: [record.get(name) for record in losses] for name in CURVES},
+        **{CURVE + name: [values.get(row) for row in validations] for name, values in series.items()},
         **({f"{LOOK}step": list(looks)} if looks else {}),
         **{LOOK + name: [look.get(name) for look in looks.values()] for name in seen},
     }
@@ -303,8 +305,7 @@ def given_up(search: Mapping[str, Any]) -> str:
     """Return the message of a search whose trials all failed, from its row of tuning.json; "" if one succeeded."""
     if not search.get("over") or search.get("best"):
         return ""
-    cost = search.get("cost")
-    runs = int((finite(cost.get("runs")) if isinstance(cost, Mapping) else None) or 0)
+    runs = int(finite(at(search, "cost.runs")) or 0)
     return f"failed: none of {counted(runs, 'trial')} came to its end with a loss"
 
 
@@ -348,12 +349,12 @@ def _until(curves: Mapping[str, Sequence[tuple[float, float | None]]], end: floa
 
 
 def merged_rows(runs: Sequence[Run], files: Sequence[Exported]) -> list[Row]:
-    """Return the rows of run folders and results files together, each run once, from its longest record.
+    """Return the rows of run folders and results files together, each seed once, from its longest run.
 
     A row without runs is kept if no file has runs under its label. A seed is missing if no file has it.
     """
     every = [*runs, *(run for file in files for row in file.rows for run in row.runs)]
-    rows = group_rows(distinct(every))
+    rows = group_rows(every)
     places = {identity(run): at for at, row in enumerate(rows) for run in (*row.runs, *row.aside)}
     labels = {row.label: at for at, row in enumerate(rows)}
     of_files = [row for file in files for row in file.rows]

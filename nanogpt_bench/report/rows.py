@@ -11,6 +11,7 @@ from nanogpt_bench.config.keys import keys_where
 from nanogpt_bench.config.metrics import ELAPSED, VAL_LOSS
 from nanogpt_bench.data.batches import digests_of
 from nanogpt_bench.runs.earlier import has_ended
+from nanogpt_bench.runs.environment import at
 from nanogpt_bench.runs.load import Run
 from nanogpt_bench.runs.read import finite
 from nanogpt_bench.system.errors import printable, shortened
@@ -146,9 +147,7 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def learning_rate(run: Run) -> float | None:
     """Return the peak learning rate on a run's record; None without one above 0."""
-    optimizer = run.config.get("optimizer")
-    configured = optimizer.get("lr") if isinstance(optimizer, Mapping) else None
-    rate = finite(run.summary.get("lr", configured))
+    rate = finite(run.summary.get("lr", at(run.config, "optimizer.lr")))
     return rate if rate is not None and rate > 0 else None
 
 
@@ -211,15 +210,6 @@ def reference_beside(run: Run, references: Sequence[Row]) -> list[Row]:
     return []
 
 
-def distinct(runs: Iterable[Run]) -> list[Run]:
-    """Return every run once, in order of first appearance; of several records of one run the longest."""
-    kept: dict[Hashable, Run] = {}
-    for run in runs:
-        key = identity(run)
-        kept[key] = max(kept.get(key, run), run, key=lambda each: (has_ended(each.summary), each.last_step or 0))
-    return list(kept.values())
-
-
 def identity(run: Run) -> Hashable:
     """Return a key that records of one run share, and no two runs: settings, name, seed, first validation.
 
@@ -238,9 +228,8 @@ def seed_of(run: Run) -> Hashable | None:
     """
     if run.seed is None:
         return None
-    own = (run.config.get(section) for section in ("data", "model"))
-    given = (part.get("seed") if isinstance(part, Mapping) else None for part in own)
-    return (run.seed, *(run.seed if seed is None else _plain(seed) for seed in given))
+    own = (at(run.config, key) for key in ("data.seed", "model.seed"))
+    return (run.seed, *(run.seed if seed is None else _plain(seed) for seed in own))
 
 
 def _plain(seed: object) -> Hashable:
@@ -276,7 +265,7 @@ def left_aside(label: str, counted: Sequence[Run], aside: Sequence[Run]) -> list
     return lines
 
 
-SHAPE = ("n_layer", "n_head", "n_embd", "block_size")
+SHAPE = ("model.n_layer", "model.n_head", "model.n_embd", "model.block_size")
 #: reads a comparable value from a run's records; None where they lack it
 Fact = Callable[[Run], Any]
 
@@ -311,20 +300,9 @@ def _known_to_differ(fact: Fact, run: Run, other: Run) -> bool:
     return own is not None and its is not None and own != its
 
 
-def _setting(run: Run, section: str, key: str) -> Any:
-    """Return one value of a run's config; None where it is absent."""
-    part = run.config.get(section)
-    return part.get(key) if isinstance(part, Mapping) else None
-
-
-def _of_corpus(run: Run, key: str) -> Any:
-    corpus = run.environment.get("corpus")
-    return corpus.get(key) if isinstance(corpus, Mapping) else None
-
-
 def _tokens(run: Run) -> dict[str, Any] | None:
     """Return the digest of each split's tokens, and of its labels if any."""
-    splits = _of_corpus(run, "splits")
+    splits = at(run.environment, "corpus.splits")
     if not isinstance(splits, Mapping):
         return None
     digests = {name: part.get("sha256") for name, part in splits.items() if isinstance(part, Mapping)}
@@ -333,56 +311,46 @@ def _tokens(run: Run) -> dict[str, Any] | None:
 
 def _text(run: Run) -> Any:
     """Return the source of the corpus."""
-    return _of_corpus(run, "source")
+    return at(run.environment, "corpus.source")
 
 
 def _tokenizer(run: Run) -> Any:
     return run.environment.get("tokenizer")
 
 
-def _size(run: Run) -> Any:
-    shape = [_setting(run, "model", key) for key in SHAPE]
-    return shape if None not in shape else None
+def _all(run: Run, *keys: str) -> list[Any] | None:
+    """Return the values of settings; None where the config lacks one."""
+    found = [at(run.config, key) for key in keys]
+    return found if None not in found else None
 
 
-def _started_from(run: Run) -> Any:
-    """Return the origin of the first weights; random weights of all seeds count as one."""
-    model = run.config.get("model")
-    return [model["init_from"]] if isinstance(model, Mapping) and "init_from" in model else None
+def _given(run: Run, key: str) -> list[Any] | None:
+    """Return the value of a setting, which may be null, in a list; None where the config lacks it."""
+    absent = object()
+    found = at(run.config, key, absent)
+    return None if found is absent else [found]
 
 
 def _steps(run: Run) -> Any:
-    planned = _setting(run, "train", "max_steps")
+    planned = at(run.config, "train.max_steps")
     return run.number("steps_planned") if planned is None else planned
-
-
-def _training_tokens(run: Run) -> Any:
-    data = run.config.get("data")
-    return [data["train_tokens"]] if isinstance(data, Mapping) and "train_tokens" in data else None
 
 
 def _batch(run: Run) -> Any:
     """Return the sequences per step: batch size times accumulation."""
-    parts = [_setting(run, "train", key) for key in ("batch_size", "accumulation")]
-    known = [part for part in parts if isinstance(part, int)]
-    return known[0] * known[1] if len(known) == len(parts) else None
-
-
-def _validation(run: Run) -> Any:
-    """Return count, size and seed of the validation batches: the draw depends on all three."""
-    parts = [_setting(run, "eval", "batches"), _setting(run, "train", "batch_size"), _setting(run, "eval", "seed")]
-    return parts if None not in parts else None
+    known = [part for part in _all(run, "train.batch_size", "train.accumulation") or () if isinstance(part, int)]
+    return known[0] * known[1] if len(known) == 2 else None
 
 
 #: facts of a run's records, beside the settings marked `of_task` (`nanogpt_bench.config.field`)
 FACTS: Mapping[str, Fact] = {
     "task": lambda run: run.config.get("task"),
     "corpus": _tokens,
-    "training tokens": _training_tokens,
+    "training tokens": lambda run: _given(run, "data.train_tokens"),
     "tokenizer": _tokenizer,
-    "size": _size,
-    "first weights": _started_from,
+    "size": lambda run: _all(run, *SHAPE),
+    "first weights": lambda run: _given(run, "model.init_from"),  # random weights of all seeds count as one
     "steps": _steps,
     "batch size": _batch,
-    "validation": _validation,
+    "validation": lambda run: _all(run, "eval.batches", "train.batch_size", "eval.seed"),  # what its draw depends on
 }

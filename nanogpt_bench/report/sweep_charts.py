@@ -73,27 +73,20 @@ def _read_sensitivity(path: Path, notes: list[str]) -> list[Sensitivity]:
     if not _is_table(patterns, formats, gap):
         notes.append(f"{path.name}: expected patterns, formats and a gap for each pair; left out")
         return []
-    rows = tuple(tuple(finite(cell) for cell in line) for line in gap or ())
-    operand, rule = (str(content.get(key) or "") for key in ("operand", "rule"))
+    status = content.get("status")
+    ends = status if isinstance(status, list) and _is_table(patterns, formats, status) else []
+    operand, rule, of = (str(content.get(key) or "") for key in ("operand", "rule", "of"))
     return [
         Sensitivity(
             tuple(map(str, patterns or ())),
             tuple(map(str, formats or ())),
-            rows,
+            tuple(tuple(finite(cell) for cell in line) for line in gap or ()),
             operand,
             rule,
-            _cell_endings(content),
-            str(content.get("of") or ""),
+            tuple(tuple(str(cell or "") for cell in line) for line in ends),
+            of,
         )
     ]
-
-
-def _cell_endings(content: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
-    """Return the ending of every cell; () unless the file has the whole table."""
-    table = content.get("status")
-    if not _is_table(content.get("patterns"), content.get("formats"), table):
-        return ()
-    return tuple(tuple(str(cell or "") for cell in line) for line in table or ())
 
 
 def _is_table(patterns: Any, formats: Any, gap: Any) -> bool:

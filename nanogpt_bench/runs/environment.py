@@ -8,7 +8,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cache
 from importlib import metadata
@@ -98,19 +98,19 @@ def cpu_model() -> str:
 GPU = "GPU"
 #: facts of environment.json without which a number is not that of the row, and what is said of them
 DECIDING = {
-    "torch": ("libraries", "torch"),
-    GPU: ("gpu",),
-    "text (SHA-256 of its training tokens)": ("corpus", "splits", "train", "sha256"),
-    "text (SHA-256 of its validation tokens)": ("corpus", "splits", "val", "sha256"),
-    "first weights (SHA-256)": ("init_from", "sha256"),
+    "torch": "libraries.torch",
+    GPU: "gpu",
+    "text (SHA-256 of its training tokens)": "corpus.splits.train.sha256",
+    "text (SHA-256 of its validation tokens)": "corpus.splits.val.sha256",
+    "first weights (SHA-256)": "init_from.sha256",
 }
 #: facts that may change its last digits
 MINOR = {
-    "numpy": ("libraries", "numpy"),
-    "fp8manifold": ("libraries", "fp8manifold"),
-    "commit": ("commit",),
-    "CPU": ("cpu",),
-    "CPU capability": ("cpu_capability",),
+    "numpy": "libraries.numpy",
+    "fp8manifold": "libraries.fp8manifold",
+    "commit": "commit",
+    "CPU": "cpu",
+    "CPU capability": "cpu_capability",
 }
 
 
@@ -132,18 +132,25 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in flatten(dict(config)) if key in FIELDS}
 
 
-def differing(there: Mapping[str, Any], here: Mapping[str, Any], facts: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
+def differing(there: Mapping[str, Any], here: Mapping[str, Any], facts: Mapping[str, str]) -> Iterator[str]:
     """Yield in words which facts differ between a run's environment and the one here."""
-    for name, keys in facts.items():
-        then, now = (_at(each, keys) for each in (there, here))
+    for name, key in facts.items():
+        then, now = at(there, key), at(here, key)
         if then != now and not (name == GPU and then is None):  # what was trained on a CPU is so again
             yield f"{name} was {_short(then)}, is {_short(now)}"
 
 
-def _at(facts: Any, keys: Sequence[str]) -> Any:
-    for key in keys:
-        facts = facts.get(key) if isinstance(facts, Mapping) else None
-    return facts
+def at(tree: Any, key: str, default: Any = None) -> Any:
+    """Return what mappings within mappings have at a dotted key.
+
+    >>> at({"libraries": {"torch": "2.9"}}, "libraries.torch"), at({"gpu": None}, "cpu")
+    ('2.9', None)
+    """
+    for name in key.split("."):
+        if not isinstance(tree, Mapping) or name not in tree:
+            return default
+        tree = tree[name]
+    return tree
 
 
 def _short(value: Any) -> str:

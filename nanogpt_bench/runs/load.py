@@ -11,8 +11,8 @@ from typing import Any
 from nanogpt_bench.config.metrics import SPEED, VAL_LOSS
 from nanogpt_bench.config.rules import stall_counts
 from nanogpt_bench.monitors.stall import ARRIVED, STALLS
-from nanogpt_bench.runs.environment import history_lines
-from nanogpt_bench.runs.read import MOST_NAMES, Records, finite, mapping, records
+from nanogpt_bench.runs.environment import at, history_lines
+from nanogpt_bench.runs.read import Records, finite, mapping, records
 from nanogpt_bench.system.errors import BenchError, one_line, printable, shortened
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "summary.json")
@@ -92,9 +92,7 @@ class Run:
     @property
     def stall_counts(self) -> bool:
         """Whether the stall is one of lost updates or of a master copy's codes; under other rules it says nothing."""
-        model, optimizer = self.config.get("model"), self.config.get("optimizer")
-        storage = model.get("storage") if isinstance(model, Mapping) else None
-        writeback = optimizer.get("writeback") if isinstance(optimizer, Mapping) else None
+        storage, writeback = at(self.config, "model.storage"), at(self.config, "optimizer.writeback")
         return stall_counts(str(storage), None if writeback is None else str(writeback))
 
     @property
@@ -170,8 +168,6 @@ def _metrics(path: Path, notes: list[str]) -> Records:
         else:
             last = record["step"]
             kept.add(record)
-    if kept.cut:
-        notes.append(f"{path.name} names more than {MOST_NAMES:,} figures; those beyond were left out")
     return kept
 
 

@@ -116,30 +116,22 @@ def _record(line: bytes) -> dict[str, Any] | None:
     return record if step is not None and 0 <= step <= MOST_STEPS else None
 
 
-#: figures with a name of their own; a run of fifty layers has some thousands
-MOST_NAMES = 100_000
-
-
 class _Column:
-    """The values of one figure, and the rows they are in; `rows` is None while no row was without one."""
+    """The values of one figure, and the rows they are in."""
 
     __slots__ = ("rows", "values")
 
     def __init__(self) -> None:
-        self.rows: array[int] | None = None
+        self.rows = array("I")
         self.values = array("d")
 
     def add(self, row: int, value: float) -> None:
-        if self.rows is None and row != len(self.values):
-            self.rows = array("I", range(len(self.values)))
-        if self.rows is not None:
-            self.rows.append(row)
+        self.rows.append(row)
         self.values.append(value)
 
     def items(self) -> Iterator[tuple[int, float | None]]:
         """Row and value, None for what is not finite."""
-        rows = range(len(self.values)) if self.rows is None else self.rows
-        for row, value in zip(rows, self.values, strict=True):
+        for row, value in zip(self.rows, self.values, strict=True):
             yield row, value if math.isfinite(value) else None
 
 
@@ -154,44 +146,23 @@ class Records:
     def __init__(self, records: list[dict[str, Any]] | None = None) -> None:
         self._columns: dict[str, _Column] = {}
         self._rows = 0
-        #: whether a figure was left out because there were too many names
-        self.cut = False
         for record in records or []:
             self.add(record)
 
     def __len__(self) -> int:
         return self._rows
 
-    def __iter__(self) -> Iterator[dict[str, float | None]]:
-        """The records one by one, made anew from the columns."""
-        cursors = {name: column.items() for name, column in self._columns.items()}
-        waiting = {name: next(cursor) for name, cursor in cursors.items()}
-        for row in range(self._rows):
-            found = {name: value for name, (at, value) in waiting.items() if at == row}
-            yield found
-            for name in found:
-                following = next(cursors[name], None)
-                if following is None:
-                    del waiting[name]
-                else:
-                    waiting[name] = following
-
     def add(self, record: Mapping[str, Any]) -> None:
         """Take in the figures of one more record."""
         for name, value in record.items():
             if value is not None and not isinstance(value, int | float):
                 continue
-            column = self._columns.get(name) or self._new(name)
-            if column is not None:
-                known = float(value) if isinstance(value, bool) else finite(value)
-                column.add(self._rows, math.nan if known is None else known)
+            column = self._columns.get(name)
+            if column is None:
+                column = self._columns[sys.intern(name)] = _Column()
+            known = float(value) if isinstance(value, bool) else finite(value)
+            column.add(self._rows, math.nan if known is None else known)
         self._rows += 1
-
-    def _new(self, name: str) -> _Column | None:
-        if len(self._columns) >= MOST_NAMES:
-            self.cut = True
-            return None
-        return self._columns.setdefault(sys.intern(name), _Column())
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -217,10 +188,6 @@ class Records:
         places = self._columns.get(against)
         if places is None:
             return [], []
-        if places.rows is None:
-            at = places.values
-            points = [(at[row], value) for row, value in self.rows(name) if row < len(at) and math.isfinite(at[row])]
-        else:
-            known = {row: place for row, place in places.items() if place is not None}
-            points = [(known[row], value) for row, value in self.rows(name) if row in known]
+        known = {row: place for row, place in places.items() if place is not None}
+        points = [(known[row], value) for row, value in self.rows(name) if row in known]
         return [x for x, _ in points], [y for _, y in points]

@@ -31,6 +31,7 @@ from nanogpt_bench.config.settings import build_config, flatten
 from nanogpt_bench.model.gpt import GPT, GPTShape
 from nanogpt_bench.model.weights import PART
 from nanogpt_bench.runs.environment import latest
+from nanogpt_bench.runs.read import finite
 from nanogpt_bench.system.errors import BenchError, one_line
 
 EMBEDDING = "token_embedding.weight"
@@ -141,7 +142,7 @@ def load(path: Path, *, weights: bool = True) -> Trained:
     if not isinstance(config, dict):
         raise BrokenCheckpoint(f"checkpoint {str(path)!r}: it does not have the run's settings")
     environment, losses = contents.facts.get("environment"), ("val_loss", "best_val_loss")
-    val_loss, best = (_number(contents.facts.get(key)) for key in losses)
+    val_loss, best = (finite(contents.facts.get(key)) for key in losses)
     return Trained(
         path=path,
         step=contents.step,
@@ -152,10 +153,6 @@ def load(path: Path, *, weights: bool = True) -> Trained:
         tensors=contents.tensors.get("model", {}),
         metadata=contents.metadata.get("model", {}),
     )
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def trained_shape(path: Path) -> GPTShape:

@@ -20,7 +20,6 @@ from nanogpt_bench.report.results_file import with_given_up
 from nanogpt_bench.report.rows import Row, find_reference
 from nanogpt_bench.report.sweep_charts import read_studies
 from nanogpt_bench.runs.earlier import (
-    OF_TRAINING,
     drop_checkpoints,
     has_ended,
     make_ready,
@@ -29,7 +28,9 @@ from nanogpt_bench.runs.earlier import (
     why_again,
 )
 from nanogpt_bench.runs.environment import command_line
-from nanogpt_bench.runs.load import Run, is_run_folder, load_run
+from nanogpt_bench.runs.find import SWEEP
+from nanogpt_bench.runs.load import Run, findings_in, is_run_folder, load_run
+from nanogpt_bench.runs.read import finite
 from nanogpt_bench.runs.sums import SUMS, write_sums
 from nanogpt_bench.sweep.plan import PlannedRun
 from nanogpt_bench.system.errors import BenchError, one_line
@@ -39,7 +40,6 @@ from nanogpt_bench.system.untrusted import read_json
 from nanogpt_bench.system.words import cell
 
 DATE = "%Y-%m-%d %H:%M UTC"
-MANIFEST = "sweep.json"
 TABLE = "runs.csv"
 #: figures of a run, from its summary.json
 OUTCOMES = (
@@ -71,7 +71,7 @@ class SweepRecord:
         self._ended: dict[str, bool] = {}
         self._resumed: set[str] = set()
         self._before = self._entries_of_before()
-        #: entry in sweep.json of every added run; the figures of an ended run stay even if its folder is removed
+        #: entry in sweep.json of every added run
         self._entries: dict[str, dict[str, Any]] = {}
 
     def add(self, run: PlannedRun) -> bool:
@@ -110,6 +110,11 @@ class SweepRecord:
     def summary(self, run: PlannedRun) -> dict[str, Any]:
         """The content of the run's summary.json; {} while there is none."""
         return summary_of(self.run_dir(run))
+
+    def final_loss(self, run: PlannedRun) -> float | None:
+        """The final loss of a run that came to its last step; one that failed, or ended early, has none."""
+        summary = self.summary(run)
+        return finite(summary.get("final_val_loss")) if summary.get("status") == "finished" else None
 
     def end(self, run: PlannedRun, error: Mapping[str, Any] | None = None) -> None:
         """Record the end of a run, with the error of one that could not write its own summary; write sweep.json."""
@@ -222,7 +227,7 @@ class SweepRecord:
         write_sums(folder)
 
     def _entries_of_before(self) -> dict[str, dict[str, Any]]:
-        path = self.folder / MANIFEST
+        path = self.folder / SWEEP
         if not path.exists():
             if not is_unused(self.folder):
                 raise BenchError(f"--out {str(self.folder)!r} is in use and holds no sweep; give a new folder")
@@ -261,11 +266,11 @@ class SweepRecord:
         entries += [{**entry, "of_plan": False} for name, entry in self._before.items() if name not in self._entries]
         told = {"mode": self.mode, "baseline": self.baseline, "order": list(self.order)}
         content = {**told, "command": command_line(), "runs": entries}
-        write_text(self.folder / MANIFEST, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+        write_text(self.folder / SWEEP, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
         write_text(self.folder / TABLE, self._table())
 
     def _entry(self, run: PlannedRun, summary: Mapping[str, Any]) -> dict[str, Any]:
-        """The entry of a run in sweep.json; before its end the figures that an earlier start had found."""
+        """The entry of a run in sweep.json."""
         return {
             "name": run.name,
             "label": run.label,
@@ -274,7 +279,7 @@ class SweepRecord:
             "seed": run.seed,
             "axes": plain(run.axes),
             "ended": has_ended(summary),
-            **_outcome(summary, self._before.get(run.name, {})),
+            **_outcome(summary),
             "settings": plain(run.settings),
         }
 
@@ -294,24 +299,12 @@ class SweepRecord:
         return text.getvalue()
 
 
-def _outcome(summary: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures of a run: from its summary, or from an earlier sweep.json while it is trained again."""
-    keys = (*OUTCOMES, "failure", "failures")
-    found = before.get("status") in ("finished", "stopped") or before.get("failure") in OF_TRAINING
-    if not has_ended(summary) and (found or summary.get("status") != "failed"):
-        known = {key: before.get(key) for key in keys} | {key: before[key] for key in _BESIDE if key in before}
-        return known | {"failures": list(before.get("failures") or ())}
+def _outcome(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures of a run, from its summary."""
     failure = (summary.get("failure") or {}).get("kind")
-    failures = list(dict.fromkeys(_kinds(summary)))
+    failures = list(dict.fromkeys(finding.kind for finding in findings_in(summary)))
     known = {key: summary.get(key) for key in OUTCOMES} | {key: summary[key] for key in _BESIDE if key in summary}
     return known | {"failure": failure, "failures": failures}
-
-
-def _kinds(summary: Mapping[str, Any]) -> Iterator[str]:
-    """The kinds of failure that the classification found in a run."""
-    for finding in summary.get("failures") or ():
-        if isinstance(finding, Mapping) and finding.get("kind"):
-            yield str(finding["kind"])
 
 
 def _cell(value: Any) -> Any:

@@ -13,7 +13,6 @@ from nanogpt_bench.config.rules import float_rule, reference_settings
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.evaluation.sensitivity import FILE
-from nanogpt_bench.runs.read import finite
 from nanogpt_bench.setup.formats import format_name
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.sweep.axes import Axis
@@ -124,7 +123,7 @@ def measure_gaps(study: Study, record: SweepRecord) -> dict[str, Any]:
     A gap is the mean over seeds of the final val loss less that of the reference at the same seed; `spread` is its
     sample standard deviation, null with one seed; `status` names how a cell's runs ended that did not finish.
     """
-    base = {run.seed: _loss(record, run) for run in study.reference}
+    base = {run.seed: record.final_loss(run) for run in study.reference}
     run = study.cells[study.patterns[0], study.formats[0]][0]
     content: dict[str, Any] = {
         "patterns": list(study.patterns),
@@ -146,13 +145,8 @@ def measure_gaps(study: Study, record: SweepRecord) -> dict[str, Any]:
 
 
 def _gaps(record: SweepRecord, runs: Sequence[PlannedRun], base: Mapping[int, float | None]) -> list[float]:
-    pairs = [(_loss(record, run), base[run.seed]) for run in runs]
+    pairs = [(record.final_loss(run), base[run.seed]) for run in runs]
     return [loss - of for loss, of in pairs if loss is not None and of is not None]
-
-
-def _loss(record: SweepRecord, run: PlannedRun) -> float | None:
-    summary = record.summary(run)
-    return finite(summary.get("final_val_loss")) if summary.get("status") == "finished" else None
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -8,14 +8,11 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, JustifyMethod
-from rich.table import Table
-from rich.text import Text
+from rich.console import Console
 
 from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.report.results import Result, findings
-from nanogpt_bench.report.tables import shown_columns, to_text
-from nanogpt_bench.report.verdict import Outcome
+from nanogpt_bench.report.tables import to_text
 from nanogpt_bench.runs.earlier import PASSING
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.sweep.plan import PlannedRun
@@ -28,14 +25,6 @@ from nanogpt_bench.workers.pool import Event, Executor, Local, Pool, divide, thr
 
 #: called with a run that has ended; returns the runs that follow from it
 OnEnd = Callable[[PlannedRun], Iterable[PlannedRun]]
-STYLES = {
-    Outcome.WITHIN: "green",
-    Outcome.BEHIND: "yellow",
-    Outcome.OUTSIDE: "red",
-    Outcome.FAILED: "red",
-    Outcome.DOUBTFUL: "yellow",
-    Outcome.REFERENCE: "bold",
-}
 
 
 def threads_set(runs: Iterable[PlannedRun]) -> int | None:
@@ -188,7 +177,7 @@ def close(
     if table is not None:
         print("".join(f"{printable(line)}\n" for line in table.splitlines()))
     if table is None or rows:
-        print_results(record.results(), Console())
+        print_results(record.results())
     print(page, flush=True)
     if not whole:
         if command is not None:
@@ -201,23 +190,9 @@ def close(
     return 0 if any(record.summary(run).get("status") == "finished" for run in record.planned) else 1
 
 
-def print_results(results: Sequence[Result], console: Console) -> None:
-    """Print the table, in plain text where there is no terminal, and a sentence on every row of nearest rounding."""
-    if console.is_terminal:
-        console.print(_table(results))
-    else:
-        print(to_text(results))
+def print_results(results: Sequence[Result]) -> None:
+    """Print the table, and a sentence on every row of nearest rounding."""
+    print(to_text(results))
     for sentence in findings(results):
-        console.print(Text(sentence), soft_wrap=True)
-    console.print()
-
-
-def _table(results: Sequence[Result]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    columns = shown_columns(results)
-    for column in columns:
-        justify: JustifyMethod = "right" if column.numeric else "left"
-        table.add_column(column.heading, justify=justify, no_wrap=column is columns[0], overflow="fold")
-    for result in results:
-        table.add_row(*(Text(column.cell(result)) for column in columns), style=STYLES.get(result.verdict.outcome, ""))
-    return table
+        print(sentence)
+    print()

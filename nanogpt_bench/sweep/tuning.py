@@ -179,7 +179,7 @@ class Tuning:
     def after(self, run: PlannedRun) -> Iterable[PlannedRun]:
         """The runs that follow from one that has ended: the next trials, or the confirmation."""
         search = self._by_name.get(run.name)
-        if search is None or not search.ends(run, self._loss):
+        if search is None or not search.ends(run, self._record.final_loss):
             return ()
         following = self._round(search)
         if not following:
@@ -187,11 +187,6 @@ class Tuning:
             following = list(self.confirmations(search, search.best)) if search.best is not None else []
         self.write()
         return following
-
-    def _loss(self, run: PlannedRun) -> float | None:
-        """The final loss of a trial that came to its last step; one that failed, or ended early, has none."""
-        summary = self._record.summary(run)
-        return finite(summary.get("final_val_loss")) if summary.get("status") == "finished" else None
 
     def to_come(self) -> list[float]:
         """The sizes of the runs that are still to be planned, by what is usual: for the estimate of the time left."""
@@ -242,7 +237,7 @@ class Tuning:
         return {
             "values": search.values(place),
             "loss": finite(search.losses.get(place)),
-            "losses": {str(run.seed): self._loss(run) for run in runs},
+            "losses": {str(run.seed): self._record.final_loss(run) for run in runs},
             "status": {str(run.seed): self._record.summary(run).get("status") for run in runs},
             "runs": [run.name for run in runs],
         }

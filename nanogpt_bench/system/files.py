@@ -37,9 +37,9 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
         part.unlink(missing_ok=True)
 
 
-def write_json(path: Path, content: Any, indent: int | None = 1) -> None:
+def write_json(path: Path, content: Any) -> None:
     """Write a JSON file so that a reader sees all of it or none."""
-    write_text(path, json.dumps(content, indent=indent, allow_nan=False) + "\n")
+    write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
 def remove_parts(folder: Path) -> None:

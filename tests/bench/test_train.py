@@ -23,7 +23,7 @@ CLOCK = ("time/elapsed_s", "time/tokens_per_s")
 
 def test_a_run_writes_its_files_and_the_summary_it_returns(tiny: Tiny, tmp_path: Path) -> None:
     summary = run(tiny(monitor__watch="[stall, trend]"), tmp_path / "r")
-    names = {"config.yaml", "environment.json", "metrics.jsonl", "summary.json", "weights.json"}
+    names = {"config.yaml", "environment.json", "metrics.jsonl", "summary.json"}
     assert {path.name for path in (tmp_path / "r").iterdir()} == names | {"SHA256SUMS", "checkpoints"}
     sums = dict(reversed(line.split("  ")) for line in (tmp_path / "r" / "SHA256SUMS").read_text().splitlines())
     assert sums == {name: hashlib.sha256((tmp_path / "r" / name).read_bytes()).hexdigest() for name in names}

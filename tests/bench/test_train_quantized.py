@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -102,19 +101,7 @@ def test_the_annealed_exponent_falls_from_one_to_zero(tiny: Tiny, tmp_path: Path
 @pytest.mark.parametrize(("rule", "storage"), [("stochastic", "grid"), ("master", "master")])
 def test_a_copy_or_a_simulated_grid_holds_floats(tiny: Tiny, tmp_path: Path, rule: str, storage: str) -> None:
     summary = run(config_of(tiny, rule, model__storage=storage), tmp_path / "r")
-    weights = json.loads((tmp_path / "r" / "weights.json").read_text())
     assert 12 <= summary["bytes_per_quantized_parameter"] < 12.1
-    assert sum(sum(layer["counts"]) for layer in weights.values()) == summary["quantized_parameters"]
-
-
-def test_histograms_list_every_value_of_the_format_once_in_order(tiny: Tiny, tmp_path: Path) -> None:
-    run(config_of(tiny, "stochastic", model__formats="{lm_head: E7M0}"), tmp_path / "r")
-    weights = json.loads((tmp_path / "r" / "weights.json").read_text())
-    assert weights["lm_head"]["format"] == "E7M0"
-    for layer in weights.values():
-        fmt = fm.FloatFormat.from_string(layer["format"])
-        assert layer["values"] == sorted(set(fmt.values))
-        assert layer["scale_min"] <= layer["scale_max"]
 
 
 def test_the_riemannian_rule_decays_quantised_weights_at_float_lr(tiny: Tiny) -> None:

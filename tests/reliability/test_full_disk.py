@@ -84,7 +84,7 @@ def without_a_summary(patch: pytest.MonkeyPatch) -> None:
     during_the_save(patch)
 
     def refusing(path: Path, text: str) -> None:
-        if path.name in ("summary.json", "weights.json"):
+        if path.name == "summary.json":
             raise full(path)
         write(path, text)
 

@@ -69,16 +69,10 @@ def test_counts_are_those_of_encode(dtype: torch.dtype) -> None:
 
 def test_a_bit_that_no_weight_sets_reports_zero() -> None:
     model = layer_of({"weight": {"format": "E4M3", "scale": 1.0}}, torch.tensor([[1.0, 1.5, 448.0, 448.0]]))
-    step = one_step(model, observers_of(watched(model), "bits"), torch.ones(1, 4))
-    record = step.record
+    record = one_step(model, observers_of(watched(model), "bits"), torch.ones(1, 4)).record
     assert [record[f"bits/mantissa_bit_{bit}/weight/0"] for bit in range(3)] == [0.0, 0.5, 0.75]
     assert record["bits/uniformity/weight/0"] == 1.5 / math.log2(254)
     assert record["bits/top_exponent/weight/0"] == 0.5
-    (histogram,) = step.histograms
-    assert histogram["name"] == "bits/code_histogram/weight/0"
-    counts = dict(zip(histogram["values"], histogram["counts"], strict=True))
-    assert {value: n for value, n in counts.items() if n} == {1.0: 1, 1.5: 1, 448.0: 2}
-    assert len(counts) == 253  # both zeros are one value
 
 
 def test_activations_that_are_quantised_have_codes() -> None:

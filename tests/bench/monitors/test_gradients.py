@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from torch import nn
 from watched_models import SCALES, normal, observers_of, of, on_grid, one_step, watched
 
 import fp8manifold as fm
-from nanogpt_bench.monitors.figures import binade_counts, by_binade
 from nanogpt_bench.monitors.gradients import (
     GRAD_L2,
     GRAD_SNR,
@@ -97,29 +95,11 @@ def test_dead_is_a_hundred_steps_below_the_threshold() -> None:
     assert nothing.dead == 0
 
 
-def test_magnitudes_are_counted_by_binade() -> None:
-    x = normal(200_000, std=1e-3)
-    x[:10] = 0
-    counts, edges = by_binade(binade_counts(x))
-    inside = [((x.abs() >= low) & (x.abs() < high)).sum() for low, high in pairwise(edges)]
-    assert counts == [int(number) for number in inside]
-    assert counts[0] == 10
-    assert counts[1]
-    assert counts[-1]
-    assert all(math.log2(edge).is_integer() for edge in edges[1:])
-    for nothing in (torch.zeros(3), torch.tensor([math.nan, math.inf, 0.0, 1e-42, 0.0])):
-        assert by_binade(binade_counts(nothing)) == ([3], [0.0, 1.0])
-    assert by_binade(binade_counts(torch.tensor([3e38]))) == ([0, 1], [0.0, 2.0**127, 2.0**128])
-
-
 def test_figures_are_those_of_the_weight_before_clipping() -> None:
     model = nn.Sequential(nn.Linear(4, 1, bias=False))
     step = one_step(model, observers_of(watched(model), "gradients"), torch.tensor([[3.0, 4.0, 0.0, 0.0]]))
     assert step.record["grad/l2/0"] == 5.0
     assert step.record["grad/zero/0"] == 0.5
-    (magnitudes,) = step.histograms
-    assert magnitudes["name"] == "grad/magnitude/0"
-    assert (magnitudes["counts"], magnitudes["edges"]) == ([2, 1, 1], [0.0, 2.0, 4.0, 8.0])
 
 
 @pytest.mark.parametrize("small", [0.0, 1e-9])

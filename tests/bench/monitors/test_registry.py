@@ -14,22 +14,21 @@ from nanogpt_bench.config import metrics
 from nanogpt_bench.config.metrics import ABOVE, BELOW, LARGEST, MEAN, OPERANDS, TOGETHER, WATCHED, Metric
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.loop.train import run
-from nanogpt_bench.monitors import METRICS, MODULES, SPREADS
+from nanogpt_bench.monitors import METRICS, MODULES
 
 SOURCES = Path(nanogpt_bench.__file__).parent
-EVERY = (*METRICS, *SPREADS)
 #: their own modules
 ALLOWED = [Path(module.__file__ or "") for module in (metrics, *MODULES.values())]
-NAMESPACES = {metric.namespace for metric in EVERY if "/" in metric.name}
+NAMESPACES = {metric.namespace for metric in METRICS if "/" in metric.name}
 #: names that are those of settings, and of figures of a summary, too: looked for as keys of records only
-WORDS = "|".join(metric.name for metric in EVERY if "/" not in metric.name and metric not in metrics.FLAGS)
+WORDS = "|".join(metric.name for metric in METRICS if "/" not in metric.name and metric not in metrics.FLAGS)
 
 
 def _pattern(metric: Metric) -> str:
     return re.escape(metric.name.removesuffix("I")) + (r"\d*" if metric.name.endswith("_I") else "")
 
 
-NAMED = "|".join(_pattern(metric) for metric in EVERY if "/" in metric.name or metric in metrics.FLAGS)
+NAMED = "|".join(_pattern(metric) for metric in METRICS if "/" in metric.name or metric in metrics.FLAGS)
 NAME = re.compile(
     rf"[\"' ](?:{NAMED})(?=[\"' /{{])|[\"'](?:{'|'.join(NAMESPACES)})/[\"'{{]"
     rf"|(?:record\[|record\.get\(|\.curve\()[\"'](?:{WORDS})[\"']"
@@ -55,8 +54,8 @@ def test_no_metric_is_named_outside_its_own_module() -> None:
 
 
 def test_what_is_said_of_a_metric_holds() -> None:
-    assert len({metric.name for metric in EVERY}) == len(EVERY)
-    for metric in EVERY:
+    assert len({metric.name for metric in METRICS}) == len(METRICS)
+    for metric in METRICS:
         assert metric.title, metric
         assert metric.meaning.endswith("."), metric
         assert metric.bad in ("", ABOVE, BELOW), metric
@@ -66,9 +65,9 @@ def test_what_is_said_of_a_metric_holds() -> None:
 
 
 def registered(key: str) -> Metric | None:
-    """The metric, or distribution, that a key on disk belongs to."""
-    for metric in EVERY:
-        layer = "(/.+)?" if metric.over or metric in SPREADS else ""
+    """The metric that a key on disk belongs to."""
+    for metric in METRICS:
+        layer = "(/.+)?" if metric.over else ""
         operand = f"/({'|'.join(metric.operands)})" if metric.operands else ""
         if re.fullmatch(_pattern(metric) + operand + layer, key):
             return metric
@@ -95,8 +94,6 @@ def test_all_that_a_watched_run_writes_is_registered(
         run(tiny(**settings), folder)
         lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         seen |= {key for line in lines for key in json.loads(line)} - {"step"}
-        lines = (folder / "histograms.jsonl").read_text(encoding="utf-8").splitlines()
-        seen |= {json.loads(line)["name"] for line in lines}
     found = {key: registered(key) for key in seen}
     assert [key for key, metric in found.items() if metric is None] == []
-    assert [metric.name for metric in EVERY if metric not in found.values()] == []
+    assert [metric.name for metric in METRICS if metric not in found.values()] == []

@@ -1,4 +1,4 @@
-"""Whole runs under watch: nothing changes, what is not watched is gone, and distributions come at the end."""
+"""Whole runs under watch: nothing changes, and what is not watched is gone."""
 
 from __future__ import annotations
 
@@ -66,16 +66,6 @@ def test_a_monitor_is_watched_alone_or_left_out(tiny: Tiny, tmp_path: Path, alon
     for watch in ({alone}, others):
         last = records_of(tiny(**settings, monitor__watch=f"[{','.join(watch)}]"), tmp_path / str(len(watch)))[-1]
         assert {name for name, prefix in NAMESPACES.items() if any(key.startswith(prefix) for key in last)} == watch
-
-
-def test_distributions_are_written_at_the_last_step(tiny: Tiny, tmp_path: Path) -> None:
-    run(tiny(rule="master", model__formats=ALL_FORMATS), tmp_path / "r")
-    found = recorded(tmp_path / "r", "histograms.jsonl")
-    assert {histogram["step"] for histogram in found} == {6}
-    assert {histogram["name"].rsplit("/", 1)[0] for histogram in found} == {
-        *(f"bits/code_histogram/{operand}" for operand in ("weight", "activation", "gradient", "weight_gradient")),
-        *("grad/magnitude", "geometry/stiffness"),
-    }
 
 
 def test_a_step_that_is_skipped_is_measured_too(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

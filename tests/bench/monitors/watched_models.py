@@ -60,7 +60,7 @@ def observers_of(of: Watched, *names: str) -> list[Observer]:
 
 
 def one_step(model: nn.Module, observers: list[Observer], inputs: Tensor, lr: float = 0.0, number: int = 1) -> Step:
-    """Forward, backward, SGD and the writing of the record, as the loop does them; distributions are due."""
+    """Forward, backward, SGD and the writing of the record, as the loop does them."""
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     if any(isinstance(layer.manifold, fm.FP8Manifold) for layer in quantized_layers(model).values()):
         optimizer = fm.optim.StiffnessSGD(model.parameters(), lr=lr, stiffness=0.0, momentum=0.0, writeback="nearest")

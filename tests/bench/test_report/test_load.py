@@ -39,7 +39,7 @@ def test_damaged_and_repeated_lines_are_named(tmp_path, write_run):
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     (folder / "metrics.jsonl").write_text("\n".join([lines[0], "{oops", lines[1], lines[1], lines[2]]) + "\n")
     run = load_run(folder)
-    assert [record["step"] for record in run.metrics] == [0, 1, 2]
+    assert run.metrics.values("step") == [0, 1, 2]
     assert [note.split(":")[1].split()[1] for note in run.notes] == ["2", "4"]
 
 
