@@ -15,9 +15,8 @@ from nanogpt_bench.commands.sweep import sweep_grid
 from nanogpt_bench.config.schema import DRAWS
 from nanogpt_bench.runs.environment import command_line
 from nanogpt_bench.sweep.comparison import comparison, read_given, told
-from nanogpt_bench.system.errors import BenchError
+from nanogpt_bench.system.errors import BenchError, say
 from nanogpt_bench.system.lock import locked, new_folder
-from nanogpt_bench.system.words import say
 from nanogpt_bench.workers.executors import check_executor, executor_of
 from nanogpt_bench.workers.pool import Local, most_workers
 

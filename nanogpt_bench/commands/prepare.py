@@ -9,8 +9,7 @@ from typing import Any
 
 from nanogpt_bench.commands.arguments import braced, one_of, positive, tokenizer
 from nanogpt_bench.config.schema import DEFAULT_DATA_DIR
-from nanogpt_bench.system.errors import BenchError
-from nanogpt_bench.system.words import counted
+from nanogpt_bench.system.errors import BenchError, counted
 
 #: the sources an option means something to, by the option's name in the parsed arguments
 GOES_WITH = {

@@ -27,11 +27,10 @@ from nanogpt_bench.setup.start import start_facts
 from nanogpt_bench.sweep.plan import PlannedRun, baseline_of
 from nanogpt_bench.sweep.record import SweepRecord
 from nanogpt_bench.sweep.session import Session
-from nanogpt_bench.system.errors import BenchError, printable
+from nanogpt_bench.system.errors import BenchError, counted, printable
 from nanogpt_bench.system.files import holds, refuse_to_replace, write_text
 from nanogpt_bench.system.lock import locked
 from nanogpt_bench.system.signals import RESUMABLE
-from nanogpt_bench.system.words import counted
 
 WORDS = ("export", "show", "rerun")
 TABLES = {"markdown": to_markdown, "csv": to_csv}

@@ -23,9 +23,8 @@ from nanogpt_bench.evaluation.weights import RunWeights, checked_overrides, fold
 from nanogpt_bench.runs.trained import choose, load, run_folder
 from nanogpt_bench.setup.formats import format_summary
 from nanogpt_bench.setup.runtime import runtime
-from nanogpt_bench.system.errors import BenchError, printable
+from nanogpt_bench.system.errors import BenchError, counted, printable
 from nanogpt_bench.system.files import holds, refuse_to_replace, rows_with, write_json
-from nanogpt_bench.system.words import counted
 from nanogpt_bench.training.trainer import Trainer
 
 #: columns that a text needs to stand beside another one

@@ -15,7 +15,7 @@ from nanogpt_bench.config.settings import parse_overrides
 from nanogpt_bench.data.stdlib import prepare_default
 from nanogpt_bench.evaluation.sensitivity import gaps_table
 from nanogpt_bench.report.tables import tuning_table
-from nanogpt_bench.runs.earlier import has_ended
+from nanogpt_bench.runs.find import has_ended
 from nanogpt_bench.sweep.file import SweepFile, find_sweep, read_sweep
 from nanogpt_bench.sweep.lr_limits import Searches, limits_table
 from nanogpt_bench.sweep.plan import PlannedRun, baseline_of, check_inputs, left_out_of_reference, plan_sweep

@@ -13,10 +13,9 @@ from nanogpt_bench.checkpoint import CHECKPOINTS, BrokenCheckpoint, check_layout
 from nanogpt_bench.config.settings import read_yaml
 from nanogpt_bench.runs.environment import history_lines
 from nanogpt_bench.runs.find import find_runs, say_aside
-from nanogpt_bench.runs.sums import not_as_written
-from nanogpt_bench.system.errors import BenchError, one_line, printable
+from nanogpt_bench.runs.read import not_as_written
+from nanogpt_bench.system.errors import BenchError, counted, one_line, printable
 from nanogpt_bench.system.untrusted import Refused, open_file, parse_json, read_json
-from nanogpt_bench.system.words import counted
 
 #: bytes of one line of a file of records
 LIMIT = 1 << 25

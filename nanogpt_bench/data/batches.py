@@ -16,10 +16,9 @@ from nanogpt_bench.config.schema import Config
 from nanogpt_bench.data.tokenizers import stored_as, tokenizer_from_meta
 from nanogpt_bench.data.write import ENDS, ENDS_TYPE, LABELS
 from nanogpt_bench.model.gpt import PADDING
-from nanogpt_bench.system.errors import BenchError, one_line
+from nanogpt_bench.system.errors import BenchError, counted, one_line
 from nanogpt_bench.system.files import sha256
 from nanogpt_bench.system.untrusted import read_json
-from nanogpt_bench.system.words import counted
 
 SPLITS = ("train", "val")
 #: of a split of labelled documents in meta.json, beside that of its tokens

@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nanogpt_bench.system.errors import BenchError
+from nanogpt_bench.system.errors import BenchError, counted
 from nanogpt_bench.system.hub import within
-from nanogpt_bench.system.words import counted
 
 #: GPT-2's own split into words, before pairs are merged within each
 WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"

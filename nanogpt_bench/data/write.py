@@ -19,10 +19,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from nanogpt_bench.data.tokenizers import Tokenizer, Tokens, stored_as
-from nanogpt_bench.system.errors import BenchError, refused
+from nanogpt_bench.system.errors import BenchError, counted, refused
 from nanogpt_bench.system.files import sha256
 from nanogpt_bench.system.untrusted import read_json
-from nanogpt_bench.system.words import counted
 
 #: a split must hold at least one block of the smallest named model and its shifted targets
 MIN_TOKENS = 65

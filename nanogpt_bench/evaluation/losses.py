@@ -24,8 +24,7 @@ from nanogpt_bench.runs.trained import choose, load
 from nanogpt_bench.setup.formats import format_name, format_summary, has_format
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.setup.runtime import runtime
-from nanogpt_bench.system.errors import BenchError
-from nanogpt_bench.system.words import say
+from nanogpt_bench.system.errors import BenchError, say
 from nanogpt_bench.training.trainer import Trainer
 
 #: of the environment, what changes the last bits of a loss

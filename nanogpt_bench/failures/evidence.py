@@ -17,9 +17,8 @@ from nanogpt_bench.config.schema import ROUNDED
 from nanogpt_bench.failures.table import ATTENTION, OVER_FIRST, OVER_LOWEST, OVER_MEDIAN, REST, Row
 from nanogpt_bench.monitors.attention import ENTROPY
 from nanogpt_bench.monitors.ranges import CLAMPED, OVERFLOW
-from nanogpt_bench.runs.curves import smooth
 from nanogpt_bench.runs.environment import at
-from nanogpt_bench.runs.load import Run, load_run
+from nanogpt_bench.runs.load import Run, load_run, smooth
 
 LOSS: Final = metrics.TRAIN_LOSS.name
 #: looks of which one is smoothed, steps below which a curve can't come to rest, and the share of its fall that is rest

@@ -29,12 +29,11 @@ from nanogpt_bench.observers import Alert
 from nanogpt_bench.observers.build import build_observers
 from nanogpt_bench.observers.trackers import Trackers, start_trackers
 from nanogpt_bench.runs.environment import config_history, history_comment
-from nanogpt_bench.runs.sums import AT_START, SUMS, write_sums
+from nanogpt_bench.runs.read import AT_START, SUMS, write_sums
 from nanogpt_bench.setup.memory import held_bytes
-from nanogpt_bench.system.errors import BenchError, disk_failure
+from nanogpt_bench.system.errors import BenchError, counted, disk_failure
 from nanogpt_bench.system.files import remove_parts, write_json, write_text
 from nanogpt_bench.system.signals import StopRequest
-from nanogpt_bench.system.words import counted
 from nanogpt_bench.training.anomalies import Sentry, figure_of
 from nanogpt_bench.training.run_state import capture, restore
 from nanogpt_bench.training.trainer import Trainer, mean_and_error

@@ -35,10 +35,9 @@ from nanogpt_bench.model.as_read import (
     check_taken,
     shares_head,
 )
-from nanogpt_bench.system.errors import BenchError, one_line, shortened
+from nanogpt_bench.system.errors import BenchError, one_line, say, shortened
 from nanogpt_bench.system.free_memory import check_memory
 from nanogpt_bench.system.hub import hub_file
-from nanogpt_bench.system.words import say
 
 #: of what transformers says when it refuses a file
 LONGEST_REASON = 300

@@ -27,7 +27,7 @@ from nanogpt_bench.observers.jsonl import LineFile
 from nanogpt_bench.runs.load import Alert, Run
 from nanogpt_bench.runs.read import Records, records
 from nanogpt_bench.setup.memory import plain_tensors
-from nanogpt_bench.system.words import counted
+from nanogpt_bench.system.errors import counted
 
 #: what is judged of a record: figures by their names, and those of layers by what their names begin with
 _JUDGED = frozenset((*SOURCES, *(row.figure for row in CLASSES)))

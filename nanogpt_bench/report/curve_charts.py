@@ -24,8 +24,7 @@ from nanogpt_bench.report.chart import (
 from nanogpt_bench.report.results import Result, reference_name
 from nanogpt_bench.report.rows import Row, loss_unit
 from nanogpt_bench.report.tables import format_gap
-from nanogpt_bench.runs.curves import MAX_POINTS, decimate, smooth, smoothing_window
-from nanogpt_bench.runs.load import Run
+from nanogpt_bench.runs.load import MAX_POINTS, Run, decimate, smooth, smoothing_window
 
 BY_STEP, BY_TIME = "step", ELAPSED.name
 FEWEST_POINTS, MOST_POINTS = 60, 50 * MAX_POINTS  # of a curve, and of all curves of a chart

@@ -15,9 +15,8 @@ from nanogpt_bench.failures.table import VERDICT
 from nanogpt_bench.monitors.shadow import COSINE
 from nanogpt_bench.report.rows import REFERENCE_RULE, Row, differences, references_of, row_label, seed_of
 from nanogpt_bench.report.verdict import Evidence, Outcome, Verdict, judge
-from nanogpt_bench.runs.curves import smooth, smoothing_window
 from nanogpt_bench.runs.environment import on_two_processors
-from nanogpt_bench.runs.load import Run
+from nanogpt_bench.runs.load import Run, smooth, smoothing_window
 
 
 @dataclass(frozen=True)

@@ -22,14 +22,12 @@ from nanogpt_bench.config.metrics import (
 from nanogpt_bench.monitors import METRICS
 from nanogpt_bench.monitors.shadow import OVERHEAD
 from nanogpt_bench.report.rows import Row, group_rows, identity
-from nanogpt_bench.runs.earlier import has_ended
 from nanogpt_bench.runs.environment import at
-from nanogpt_bench.runs.find import SWEEP, TRIALS
+from nanogpt_bench.runs.find import SWEEP, TRIALS, has_ended
 from nanogpt_bench.runs.load import Run, is_run_folder, load_run
 from nanogpt_bench.runs.read import Records, cleaned, finite
-from nanogpt_bench.system.errors import BenchError, one_line
+from nanogpt_bench.system.errors import BenchError, counted, one_line
 from nanogpt_bench.system.untrusted import read_json
-from nanogpt_bench.system.words import counted
 
 #: kinds of entries: a run, a seed that is missing, a row that was given up, what a search of rates has found
 RUN, MISSING, GIVEN_UP, SEARCH = KINDS = ("run", "missing", "given up", "search")

@@ -10,8 +10,8 @@ from typing import Any
 from nanogpt_bench.config.keys import keys_where
 from nanogpt_bench.config.metrics import ELAPSED, VAL_LOSS
 from nanogpt_bench.data.batches import digests_of
-from nanogpt_bench.runs.earlier import has_ended
 from nanogpt_bench.runs.environment import at
+from nanogpt_bench.runs.find import has_ended
 from nanogpt_bench.runs.load import Run
 from nanogpt_bench.runs.read import finite
 from nanogpt_bench.system.errors import printable, shortened

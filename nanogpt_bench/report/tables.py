@@ -18,8 +18,7 @@ from nanogpt_bench.monitors.stall import CODE_UNCHANGED
 from nanogpt_bench.report.results import MARK, Figure, Result, difference_text, reference_name
 from nanogpt_bench.report.rows import learning_rate, shortfall
 from nanogpt_bench.runs.read import finite
-from nanogpt_bench.system.errors import one_line
-from nanogpt_bench.system.words import cell
+from nanogpt_bench.system.errors import cell, one_line
 
 
 @dataclass(frozen=True)

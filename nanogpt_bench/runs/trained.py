@@ -118,7 +118,7 @@ def _best(run_dir: Path, paths: list[Path]) -> Path:
 
 def _lowest(run_dir: Path) -> float | None:
     """The lowest validation loss that the run's newest checkpoint, or its summary, knows of."""
-    from nanogpt_bench.runs.earlier import summary_of
+    from nanogpt_bench.runs.find import summary_of
 
     lowest = summary_of(run_dir).get("best_val_loss")
     if isinstance(lowest, int | float):

@@ -14,9 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 import fp8manifold as fm
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.system.errors import BenchError, one_line
+from nanogpt_bench.system.errors import BenchError, counted, one_line
 from nanogpt_bench.system.ranks import ALONE, Ranks
-from nanogpt_bench.system.words import counted
 
 CUDA = "cuda"
 

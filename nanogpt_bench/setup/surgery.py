@@ -14,8 +14,7 @@ from nanogpt_bench.config.settings import Resolved
 from nanogpt_bench.model.causal import rows_of_outputs
 from nanogpt_bench.model.gpt import linear_sizes
 from nanogpt_bench.model.weights import quantized_layers
-from nanogpt_bench.system.errors import BenchError, one_line
-from nanogpt_bench.system.words import counted
+from nanogpt_bench.system.errors import BenchError, counted, one_line
 
 #: layers left in float that are named
 _NAMED = 4

@@ -17,8 +17,7 @@ from nanogpt_bench.setup.formats import format_name
 from nanogpt_bench.sweep.axes import Axis, Point
 from nanogpt_bench.sweep.file import SweepFile, find_sweep, read_sweep
 from nanogpt_bench.sweep.plan import applies, check_count
-from nanogpt_bench.system.errors import BenchError
-from nanogpt_bench.system.words import counted
+from nanogpt_bench.system.errors import BenchError, counted
 
 SHIPPED = "compare.yaml"
 REFERENCE = "bf16-mixed"

@@ -21,8 +21,7 @@ from nanogpt_bench.setup.resolve import resolve, rule_name
 from nanogpt_bench.setup.runtime import refuse_parallel
 from nanogpt_bench.sweep.axes import Point, assemble, grid_points, random_points
 from nanogpt_bench.sweep.file import SweepFile
-from nanogpt_bench.system.errors import BenchError, printable, unknown
-from nanogpt_bench.system.words import counted
+from nanogpt_bench.system.errors import BenchError, counted, printable, unknown
 
 LONGEST_NAME = 120
 FLOAT_LR = "optimizer.float_lr"

@@ -11,8 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
-from nanogpt_bench.system.errors import printable
-from nanogpt_bench.system.words import rough_time
+from nanogpt_bench.system.errors import printable, rough_time
 from nanogpt_bench.workers.pool import Event
 
 #: most lines of a printed list

@@ -19,7 +19,9 @@ from nanogpt_bench.report.results import Result, measure
 from nanogpt_bench.report.results_file import with_given_up
 from nanogpt_bench.report.rows import Row, find_reference
 from nanogpt_bench.report.sweep_charts import read_studies
-from nanogpt_bench.runs.earlier import (
+from nanogpt_bench.runs.environment import command_line
+from nanogpt_bench.runs.find import (
+    SWEEP,
     drop_checkpoints,
     has_ended,
     make_ready,
@@ -27,17 +29,13 @@ from nanogpt_bench.runs.earlier import (
     summary_of,
     why_again,
 )
-from nanogpt_bench.runs.environment import command_line
-from nanogpt_bench.runs.find import SWEEP
 from nanogpt_bench.runs.load import Run, findings_in, is_run_folder, load_run
-from nanogpt_bench.runs.read import finite
-from nanogpt_bench.runs.sums import SUMS, write_sums
+from nanogpt_bench.runs.read import SUMS, finite, write_sums
 from nanogpt_bench.sweep.plan import PlannedRun
-from nanogpt_bench.system.errors import BenchError, one_line
+from nanogpt_bench.system.errors import BenchError, cell, one_line
 from nanogpt_bench.system.files import write_text
 from nanogpt_bench.system.lock import is_unused
 from nanogpt_bench.system.untrusted import read_json
-from nanogpt_bench.system.words import cell
 
 DATE = "%Y-%m-%d %H:%M UTC"
 TABLE = "runs.csv"

@@ -13,14 +13,13 @@ from rich.console import Console
 from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.report.results import Result, findings
 from nanogpt_bench.report.tables import to_text
-from nanogpt_bench.runs.earlier import PASSING
+from nanogpt_bench.runs.find import PASSING
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.sweep.plan import PlannedRun
 from nanogpt_bench.sweep.progress import Bar
 from nanogpt_bench.sweep.record import SweepRecord
-from nanogpt_bench.system.errors import printable
+from nanogpt_bench.system.errors import counted, printable
 from nanogpt_bench.system.signals import RESUMABLE, StopRequest, stop_requests
-from nanogpt_bench.system.words import counted
 from nanogpt_bench.workers.pool import Event, Executor, Local, Pool, divide, threads_asked
 
 #: called with a run that has ended; returns the runs that follow from it

@@ -21,9 +21,8 @@ from nanogpt_bench.sweep.file import SweepFile, Tune
 from nanogpt_bench.sweep.lr_limits import rounded
 from nanogpt_bench.sweep.plan import PlannedRun, baseline_of, check_count, count_points, plan_point, points_of
 from nanogpt_bench.sweep.record import SweepRecord
-from nanogpt_bench.system.errors import BenchError
+from nanogpt_bench.system.errors import BenchError, counted
 from nanogpt_bench.system.files import write_text
-from nanogpt_bench.system.words import counted
 
 FILE = "tuning.json"
 STEPS = "train.max_steps"

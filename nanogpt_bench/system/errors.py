@@ -1,10 +1,11 @@
-"""The one exception that the command line turns into a single line and exit code 2."""
+"""The one exception that the command line turns into a line and exit code 2, and the words of such lines."""
 
 from __future__ import annotations
 
 import difflib
 import errno
 import re
+import sys
 from collections.abc import Iterable
 
 #: of a word whose nearest spelling is looked for
@@ -126,3 +127,56 @@ def disk_failure(error: OSError) -> str | None:
         return None
     what = "a file" if error.filename is None else repr(str(error.filename))
     return one_line(f"{what} can't be written: {error.strerror}")
+
+
+#: with which a spreadsheet takes a text for a formula, to be computed when the file is opened
+BEGINS_A_FORMULA = ("=", "+", "-", "@", "\t", "\r")
+
+
+def counted(number: int, what: str) -> str:
+    """Return how many there are of what; `what` is one of them.
+
+    >>> counted(1, "step"), counted(1200, "step")
+    ('1 step', '1,200 steps')
+    """
+    return f"{number:,} {what}" + ("" if number == 1 else "s")
+
+
+def rough_time(seconds: float) -> str:
+    """Return an estimated time, to one or two digits.
+
+    >>> [rough_time(seconds) for seconds in (4, 42, 100, 1800, 9000)]
+    ['some seconds', 'about 40 s', 'about 2 min', 'about 30 min', 'about 2 h 30 min']
+    """
+    if seconds < 10:
+        return "some seconds"
+    if seconds < 90:
+        return f"about {round(seconds, -1):.0f} s"
+    minutes = round(seconds / 60)
+    return f"about {minutes} min" if minutes < 90 else f"about {minutes // 60} h {minutes % 60} min"
+
+
+def say(line: str) -> None:
+    """Print a line beside the results, on standard error."""
+    print(printable(line), file=sys.stderr, flush=True)
+
+
+def cell(value: object) -> object:
+    """The value as it goes into a cell: nothing for None, a text that could be a formula behind an apostrophe.
+
+    Numbers stay as they are, negative ones and those given as text too.
+
+    >>> cell("=1+1"), cell("-x"), cell(-0.178), cell("-0.178"), cell("E4M3 nearest"), cell(None)
+    ("'=1+1", "'-x", -0.178, '-0.178', 'E4M3 nearest', '')
+    """
+    if isinstance(value, str) and value.startswith(BEGINS_A_FORMULA) and not _is_number(value):
+        return "'" + value
+    return "" if value is None else value
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return text.strip() == text

@@ -23,8 +23,7 @@ from typing import Any, NamedTuple, Protocol
 
 from nanogpt_bench.config import metrics
 from nanogpt_bench.config.keys import FIELDS
-from nanogpt_bench.system.errors import BenchError, one_line
-from nanogpt_bench.system.words import counted
+from nanogpt_bench.system.errors import BenchError, counted, one_line
 from nanogpt_bench.workers.worker import begin, failed, serve
 
 #: how a process is started, and what it does with a job; tests put others in their place

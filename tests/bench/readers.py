@@ -28,7 +28,7 @@ from nanogpt_bench.model.pretrained import checkpoint_shape, load_checkpoint
 from nanogpt_bench.model.weights import load_weights, save_weights
 from nanogpt_bench.report.sweep_charts import read_studies
 from nanogpt_bench.runs.load import load_run
-from nanogpt_bench.runs.sums import AT_END, SUMS
+from nanogpt_bench.runs.read import AT_END, SUMS
 from nanogpt_bench.sweep.file import read_sweep
 from nanogpt_bench.system.errors import BenchError
 

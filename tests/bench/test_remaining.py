@@ -9,7 +9,7 @@ from rich.console import Console
 
 from nanogpt_bench.sweep import progress as progress_module
 from nanogpt_bench.sweep.progress import Bar
-from nanogpt_bench.system.words import rough_time
+from nanogpt_bench.system.errors import rough_time
 from nanogpt_bench.workers.pool import Event
 
 

@@ -16,7 +16,7 @@ from nanogpt_bench.commands.verify import check_run
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.loop import loop
 from nanogpt_bench.loop.train import run
-from nanogpt_bench.runs.sums import AT_END, AT_START, SUMS
+from nanogpt_bench.runs.read import AT_END, AT_START, SUMS
 
 Tiny = Callable[..., Config]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nanogpt_bench.commands.run import _closing_line
-from nanogpt_bench.system.words import counted
+from nanogpt_bench.system.errors import counted
 
 
 @pytest.mark.parametrize(("steps", "said"), [(0, "0 steps"), (1, "1 step:"), (2, "2 steps:")])

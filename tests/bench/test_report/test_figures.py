@@ -17,8 +17,7 @@ from nanogpt_bench.report.figures import write_figures
 from nanogpt_bench.report.page import Page, all_sections
 from nanogpt_bench.report.results import measure
 from nanogpt_bench.report.rows import find_reference, group_rows
-from nanogpt_bench.runs.curves import MAX_POINTS, decimate, smooth
-from nanogpt_bench.runs.load import load_run
+from nanogpt_bench.runs.load import MAX_POINTS, decimate, load_run, smooth
 from nanogpt_bench.system.errors import BenchError
 
 
