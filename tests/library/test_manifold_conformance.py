@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import geoopt
 import pytest
 import torch
-from manifold_cases import METRICS, lands_on_grid, same_bits, spread
+from manifold_cases import METRICS, same_bits, spread
 
 import fp8manifold as fm
 
@@ -89,16 +89,6 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 everywhere = cases(CONTINUOUS | GRIDS)
 continuous = cases(CONTINUOUS)
-grids = cases(GRIDS)
-
-
-def close(a: Tensor, b: Tensor, base: fm.StiffnessManifold, at: Tensor) -> bool:
-    """Tangent vectors at a point, equal to 1e-9 ULP plus 1e-10 of themselves."""
-    return bool(((a - b).abs() <= 1e-10 * b.abs() + 1e-9 * base.stiffness(at)).all())
-
-
-def same_point(a: Tensor, b: Tensor, base: fm.StiffnessManifold) -> bool:
-    return bool((base.dist(a, b) <= 1e-9 * (1 + base.to_chart(b).abs())).all())
 
 
 # ------------------------------------------------------------------------------------- points, vectors
@@ -144,50 +134,11 @@ def test_checks_of_points_explain_themselves() -> None:
 
 
 # ---------------------------------------------------------------------------------- exp, retr, log
-@everywhere
-def test_exp_and_its_inverse(case: Case) -> None:
-    reached = case.manifold.expmap(case.x, case.v)
-    assert close(case.manifold.logmap(case.x, reached), case.v, case.base, case.x)
-    assert same_point(case.manifold.expmap(case.x, case.manifold.logmap(case.x, case.y)), case.y, case.base)
-
-
-@continuous
-def test_exp_and_retr_land_on_the_manifold(case: Case) -> None:
-    """The law that geoopt's own suite lacks; far beyond the end, too."""
-    for reach in (1.0, 1e6, 1e300):
-        for move in (case.manifold.expmap, case.manifold.retr):
-            assert case.manifold.check_point_on_manifold(move(case.x, case.v * reach))
-
-
-@grids
-def test_retr_lands_on_the_grid(case: Case) -> None:
-    for reach in (1e-12, 1.0, 1e6, 1e300):
-        moved = case.manifold.retr(case.x, case.v * reach)
-        assert case.manifold.check_point_on_manifold(moved)
-        assert lands_on_grid(moved, case.base.format, case.base.scale.double())
 
 
 @continuous
 def test_retr_is_exp(case: Case) -> None:
     assert same_bits(case.manifold.retr(case.x, case.v), case.manifold.expmap(case.x, case.v))
-
-
-@continuous
-def test_exp_is_a_retraction(case: Case) -> None:
-    """R_x(0) = x and dR_x(0) = id, by central differences off the kinks and by autograd."""
-    x = case.base.projx(case.base.from_chart(torch.floor(case.base.to_chart(case.x)) + 0.4))
-    assert same_bits(case.manifold.expmap(x, case.v * 0), x)
-    t = torch.tensor(1e-6, dtype=torch.float64)
-    u = case.v / case.base.norm(x, case.v)
-    slope = (case.manifold.expmap(x, t * u) - case.manifold.expmap(x, -t * u)) / (2 * t)
-    assert torch.allclose(slope * case.factor, u, rtol=1e-5)
-
-
-@grids
-def test_retr_is_within_a_step_of_exp(case: Case) -> None:
-    bound = 0.5 if case.base.rounding == "nearest" else 1.0
-    distance = case.base.dist(case.manifold.retr(case.x, case.v), case.manifold.expmap(case.x, case.v))
-    assert (distance <= bound + 1e-9).all()
 
 
 @everywhere
@@ -209,35 +160,19 @@ def test_moving_and_transporting_together(case: Case) -> None:
 # ------------------------------------------------------------------------------------ inner, transport
 @everywhere
 def test_inner_is_an_inner_product(case: Case) -> None:
-    """Symmetric, bilinear, positive definite, and the square of the norm."""
+    """Symmetric, bilinear, positive definite, the square of the norm, and of each element by itself."""
     manifold, x, v, w = case.manifold, case.x, case.v, case.w
     inner = manifold.inner(x, v, w)
+    assert (manifold.ndim, inner.shape) == (0, SHAPE)
     assert same_bits(inner, manifold.inner(x, w, v))
+    assert same_bits(inner, manifold.component_inner(x, v, w))
     assert torch.allclose(manifold.inner(x, 3 * v - w, w), 3 * inner - manifold.inner(x, w), rtol=1e-10, atol=1e-9)
     assert (manifold.inner(x, v) > 0).all()
     assert same_bits(manifold.inner(x, v), manifold.inner(x, v, v))
+    assert same_bits(manifold.inner(x, v), manifold.inner(x, v, keepdim=True))
+    assert same_bits(manifold.norm(x, v), manifold.norm(x, v, keepdim=True))
     assert torch.allclose(manifold.norm(x, v), manifold.inner(x, v).sqrt(), rtol=1e-14)
     assert (manifold.inner(x, v * 0) == 0).all()
-
-
-@everywhere
-def test_inner_works_element_by_element(case: Case) -> None:
-    manifold, x, v, w = case.manifold, case.x, case.v, case.w
-    assert manifold.ndim == 0
-    assert manifold.inner(x, v, w).shape == SHAPE
-    assert same_bits(manifold.component_inner(x, v, w), manifold.inner(x, v, w))
-    assert same_bits(manifold.component_inner(x, v), manifold.inner(x, v, keepdim=True))
-    assert same_bits(manifold.norm(x, v, keepdim=True), manifold.norm(x, v))
-
-
-@everywhere
-def test_transport_keeps_inner_products_and_is_linear(case: Case) -> None:
-    manifold, x, y, v, w = case.manifold, case.x, case.y, case.v, case.w
-    moved = manifold.transp(x, y, v)
-    assert torch.allclose(manifold.inner(y, moved, manifold.transp(x, y, w)), manifold.inner(x, v, w), rtol=1e-12)
-    assert close(manifold.transp(x, y, 2 * v + w), 2 * moved + manifold.transp(x, y, w), case.base, y)
-    assert close(manifold.transp(y, x, moved), v, case.base, x)
-    assert same_bits(manifold.transp(x, x, v), v)
 
 
 @everywhere
@@ -280,3 +215,4 @@ def test_random_points_and_the_origin_are_on_the_manifold(case: Case) -> None:
         assert point.shape == SHAPE
         assert point.dtype == torch.float64
         assert case.manifold.check_point_on_manifold(point)
+    assert same_bits(point.detach().as_subclass(Tensor), torch.zeros(SHAPE, dtype=torch.float64))
