@@ -112,18 +112,6 @@ def test_pieces_of_a_large_tensor_are_rounded_as_the_whole(scale: str, rounding:
     assert torch.equal(half, exact.bfloat16())
 
 
-@pytest.mark.parametrize("ste", STES)
-def test_gradients_with_scales_of_blocks(ste: Any) -> None:
-    x, scale = normal(4, 64, std=3.0), torch.full((4, 2), 2.0**-8)
-    passes = gradient_of(x, torch.ones(4, 64), scale=scale, granularity="block", ste=ste)
-    assert torch.equal(passes, gradient_of(x, torch.ones(4, 64), scale=2.0**-8, ste=ste))
-
-
-def test_values_do_not_depend_on_strides() -> None:
-    x = normal(4, 5, 6).permute(2, 0, 1)
-    assert torch.equal(fake_quantize(x, "E3M4", 0.1), fake_quantize(x.contiguous(), "E3M4", 0.1))
-
-
 # ------------------------------------------------------------------------------------------------------- gradients
 def gradient_of(x: torch.Tensor, upstream: torch.Tensor, **options: Any) -> torch.Tensor:
     leaf = x.clone().requires_grad_()

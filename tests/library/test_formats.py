@@ -8,7 +8,6 @@ import math
 import gfloat
 import ml_dtypes
 import pytest
-import torch
 from grid_inputs import NAMED, ODD, finite_values
 from hypothesis import given
 from hypothesis import strategies as st
@@ -41,12 +40,6 @@ TABLE = {
     "P3109_8P1F": (7, 0, 64, "p3109f", 2.0**63, 2.0**-63, None, 255),
     "P3109_8P7F": (1, 6, 1, "p3109f", 1.984375, 1.0, 2.0**-6, 255),
 }
-TORCH_FLOAT8 = {
-    "E4M3": torch.float8_e4m3fn,
-    "E5M2": torch.float8_e5m2,
-    "E4M3FNUZ": torch.float8_e4m3fnuz,
-    "E5M2FNUZ": torch.float8_e5m2fnuz,
-}
 ALL = NAMED | ODD
 named = pytest.mark.parametrize("name", NAMED)
 every = pytest.mark.parametrize("fmt", ALL.values(), ids=ALL)
@@ -64,23 +57,6 @@ def test_table(name: str) -> None:
     derived = (fmt.max, fmt.min_normal, fmt.min_subnormal, fmt.finite_codes)
     assert stored + derived == TABLE[name]
     assert fm.NAMED_FORMATS[name] == fmt
-
-
-def test_every_format_of_the_table_is_named() -> None:
-    assert {*TABLE} <= {*fm.NAMED_FORMATS}
-    assert {f"P3109_8P{p}{suffix}" for p in range(1, 8) for suffix in ("", "F")} <= {*fm.NAMED_FORMATS}
-
-
-@pytest.mark.parametrize("name", TORCH_FLOAT8)
-def test_equals_torch(name: str) -> None:
-    fmt, info = read(name), torch.finfo(TORCH_FLOAT8[name])
-    assert (fmt.max, fmt.min_normal, fmt.bits) == (info.max, info.smallest_normal, info.bits)
-    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8)
-    torch_values = codes.view(TORCH_FLOAT8[name]).float()
-    ours = torch.tensor([fmt.decode_code(code) for code in range(256)])
-    assert torch.equal(ours.isnan(), torch_values.isnan())
-    assert torch.equal(ours.nan_to_num(), torch_values.nan_to_num())
-    assert torch.equal(ours.signbit()[~ours.isnan()], torch_values.signbit()[~ours.isnan()])
 
 
 @pytest.mark.parametrize("name", ML_DTYPES)
