@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,17 +10,10 @@ import torch
 from optimizer_cases import normal
 from rank_cases import batch, loss_of, model
 from rank_pool import Pool
-from test_ranks_fsdp import check_same, put_equal_gradients, sharded, stepped
+from test_ranks_fsdp import check_same, sharded, step_alike, stepped
 from torch import nn
 
 import fp8manifold as fm
-
-
-@pytest.fixture(scope="module")
-def single(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    pool = Pool(1, Path(tmp_path_factory.mktemp("single")))
-    yield pool
-    pool.end()
 
 
 def trained_alone(granularity: str) -> None:
@@ -40,8 +31,8 @@ def trained_alone(granularity: str) -> None:
 
 
 @pytest.mark.parametrize("granularity", ["channel", "tensor", "block"])
-def test_one_process_holds_all_rows(single: Pool, granularity: str) -> None:
-    single.run(trained_alone, granularity)
+def test_one_process_holds_all_rows(pools: dict[int, Pool], granularity: str) -> None:
+    pools[1].run(trained_alone, granularity)
 
 
 @pytest.mark.parametrize("writeback", ["residual8", "stochastic"])
@@ -59,10 +50,7 @@ def columns_stepped() -> None:
     parts = sharded(parts)
     optimizers = [fm.optim.StiffnessMuon([{"params": list(each.parameters())}], lr=0.1) for each in (parts, whole)]
     for step in range(2):
-        put_equal_gradients(parts, whole, step)
-        for optimizer in optimizers:
-            optimizer.step()
-        check_same(parts, whole)
+        step_alike(parts, whole, optimizers, step)
 
 
 def test_matrices_of_one_column_and_of_one_row(pair: Pool) -> None:
