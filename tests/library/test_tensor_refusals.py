@@ -173,51 +173,6 @@ def test_a_sharded_weight_on_a_grid_is_not_stepped(wrap: Any) -> None:
             model(normal(8, 64))
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
-@pytest.mark.parametrize(
-    ("kind", "options"), [(torch.optim.AdamW, {"foreach": False}), (fm.optim.StiffnessAdamW, {"moments": "8bit"})]
-)
-def test_sharded_master_weights_train(kind: Any, options: dict[str, Any]) -> None:
-    model, twin = sharded(layer("master")), layer("master")
-    optimizers = [kind(each.parameters(), lr=0.01, **options) for each in (model, twin)]
-    for t in range(2):
-        losses = [each(normal(8, 64, seed=t)).square().mean() for each in (model, twin)]
-        for loss, optimizer in zip(losses, optimizers, strict=True):
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-    assert losses[0] == losses[1]
-
-
-@pytest.mark.parametrize(
-    ("storage", "options"), [("grid", {}), ("master", {}), ("fp8", {}), ("fp8", {"init_sync": False})]
-)
-def test_data_parallel_training(storage: Any, options: dict[str, Any]) -> None:
-    """Alone in its group a model takes the steps that it takes without one."""
-    model, losses = layer(storage), []
-    twin = copy.deepcopy(model)
-    for each in (nn.parallel.DistributedDataParallel(model, **options), twin):
-        optimizer = fm.optim.StiffnessAdamW(each.parameters(), lr=0.01)
-        for t in range(3):
-            optimizer.zero_grad()
-            loss = each(normal(8, 64, seed=t)).square().mean()
-            loss.backward()
-            optimizer.step()
-        losses.append(loss.item())
-    assert losses[0] == losses[1]
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
-
-
-@pytest.mark.skipif(torch.__version__ < (2, 9), reason="distributed checkpoints of torch 2.8 ask for a storage")
-def test_a_distributed_checkpoint_is_exact(tmp_path: Path) -> None:
-    import torch.distributed.checkpoint as dcp
-
-    p, q = parameter(), parameter(seed=1)
-    dcp.save({"w": p.detach()}, checkpoint_id=tmp_path)
-    dcp.load({"w": q.detach()}, checkpoint_id=tmp_path)
-    assert same_store(p, q)
-
-
 # ---------------------------------------------------------------------------------------------------- memory
 def test_processes_share_the_parts() -> None:
     p = parameter(rounding="nearest")
