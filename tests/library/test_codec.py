@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from functools import cache
 
 import numpy as np
@@ -38,30 +37,13 @@ extra = pytest.mark.parametrize("extra", [0, 4, 8])
 
 
 # ------------------------------------------------------------------------------------ the definition, in float64
-@dataclasses.dataclass(frozen=True)
-class Fine:
-    """A format with so many more mantissa bits: the values of its codes without a sign, exact in float64."""
-
-    fmt: fm.FloatFormat
-    extra: int
-
-    @property
-    def spacings(self) -> Float64:
-        """The step above every code, up to the one of the format's largest value."""
-        bits = self.fmt.mantissa_bits + self.extra
-        fields = np.arange((self.fmt.max_code << self.extra) + 1) >> bits
-        return np.ldexp(1.0, np.maximum(fields, 1) - self.fmt.bias - bits)
-
-    @property
-    def values(self) -> Float64:
-        """0, and on by one spacing a code."""
-        return np.concatenate([[0.0], np.cumsum(self.spacings[:-1])])
-
-
 @cache
 def fine(fmt: fm.FloatFormat, extra: int) -> tuple[Float64, Float64]:
-    grid = Fine(fmt, extra)
-    return grid.values, grid.spacings
+    """With so many more mantissa bits: the values of the codes without a sign, and the step above each; exact."""
+    bits = fmt.mantissa_bits + extra
+    fields = np.arange((fmt.max_code << extra) + 1) >> bits
+    spacings = np.ldexp(1.0, np.maximum(fields, 1) - fmt.bias - bits)
+    return np.concatenate([[0.0], np.cumsum(spacings[:-1])]), spacings
 
 
 def expected_codes(x: torch.Tensor, fmt: fm.FloatFormat, extra: int, draws: torch.Tensor | None) -> Int64:

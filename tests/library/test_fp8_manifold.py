@@ -16,6 +16,7 @@ from manifold_cases import (
     every_format,
     every_metric,
     every_scale,
+    exact_scale,
     few_formats,
     grid,
     lands_on_grid,
@@ -72,6 +73,25 @@ def test_retraction_of_zero_is_the_point_itself(name, scale, rounding, retractio
     assert same_bits(manifold.expmap(x, torch.full_like(x, zero)), x)
 
 
+@every_format
+@every_metric
+@exact_scale
+@both_roundings
+def test_retraction_is_the_rounded_exponential(fmt, metric, scale, rounding) -> None:
+    """To the bit, at every code but for steps of zero: half and other parts of an ULP, far, and beyond the ends."""
+    ambient = fm.StiffnessManifold(fmt, scale, metric)
+    x = spread(grid(fmt), scale)
+    steps = torch.tensor(
+        [0.5, -0.5, 0.3125, -1.625, 2.0**-10, -5.28125, 7.7, 1e3, -1e12, math.inf], dtype=torch.float64
+    )
+    u = steps[:, None] * ambient.stiffness(x)
+    key = {"seed": 11, "step": 1} if rounding == "stochastic" else {}
+    for retraction, moved in (("exponential", ambient.expmap(x, u)), ("euclidean", x + u)):
+        manifold = fm.FP8Manifold(fmt, scale, rounding, seed=11, metric=metric, retraction=retraction)
+        manifold.counter += 1
+        assert same_bits(manifold.retr(x, u), fm.round_to_grid(moved / scale, fmt, rounding, **key) * scale)
+
+
 @few_formats
 @every_metric
 @every_scale
@@ -107,73 +127,7 @@ def test_nearest_stalls_below_half_an_ulp(fmt, scale) -> None:
         assert (manifold.retr(x, 0.501 * ulp) == next_point).all()
 
 
-@every_format
-def test_nearest_breaks_ties_to_the_even_code(fmt) -> None:
-    manifold = fm.FP8Manifold(fmt)
-    codes, x = ruler(fmt).codes[1:-1], torch.from_numpy(ruler(fmt).values[1:-1])
-    moved = manifold.retr(x, 0.5 * manifold.stiffness(x))
-    even = np.where(codes % 2 == 0, codes, codes + 1)
-    assert (moved == torch.from_numpy(ruler(fmt).inverse(even))).all()
-
-
-@pytest.mark.parametrize("name", ["E4M3", "E5M2", "E3M4", "E7M0", "E6M1"])
-@both_roundings
-def test_the_two_retractions_differ_across_a_power_of_two(name, rounding) -> None:
-    """One ULP inward from 2^k: exp goes one code down, x + u two (below the edge, codes are half as far apart)."""
-    fmt = FORMATS[name]
-    x = torch.exp2(torch.arange(fmt.emin + 3, fmt.emax, dtype=torch.float64))
-    exponential, euclidean = (fm.FP8Manifold(fmt, 1.0, rounding, retraction=k) for k in ("exponential", "euclidean"))
-    u = -exponential.stiffness(x)
-    assert same_bits(exponential.retr(x, u), x + u / 2)
-    lands = x + u if fmt.mantissa_bits else torch.zeros_like(x)
-    assert same_bits(euclidean.retr(x, u), lands)
-    assert same_bits(exponential.retr(x, -u), euclidean.retr(x, -u))
-
-
 # ----------------------------------------------------------------------------------------- stochastic
-#: Start code and step in ULPs, both dyadic so that the expected value is exact in float32: inside a binade; from a
-#: power of two outward and inward; across one; subnormal; from zero; across zero; a small step; steps of many codes.
-MOVES = {
-    "normal": ("middle", 0.3125),
-    "edge-outward": ("edge", 0.3125),
-    "edge-inward": ("edge", -0.3125),
-    "across-edge": ("above-edge", -1.625),
-    "subnormal": (1, 0.25),
-    "zero": (0, 0.375),
-    "across-zero": (1, -1.625),
-    "negative": ("minus-middle", -0.4375),
-    "small": ("middle", 2.0**-10),
-    "long": ("middle", -5.28125),
-}
-
-
-def start_code(fmt: fm.FloatFormat, where: str | int) -> int:
-    """A code in the middle of the range, on an edge or beside one."""
-    per_binade = 2**fmt.mantissa_bits
-    edge = max(fmt.max_code // (2 * per_binade), 1) * per_binade
-    named = {"edge": edge, "above-edge": edge + 1, "middle": edge + per_binade // 2, "minus-middle": -edge - 1}
-    return named[where] if isinstance(where, str) else where
-
-
-@few_formats
-@pytest.mark.parametrize(("where", "step"), MOVES.values(), ids=MOVES)
-def test_stochastic_retraction_is_unbiased(fmt, where, step) -> None:
-    """Over 10^6 draws: only the two true neighbours of exp_x(u), the upper one as often as a fair binomial says."""
-    manifold = fm.FP8Manifold(fmt, 1.0, "stochastic", seed=11)
-    rule, code = ruler(fmt), start_code(fmt, where)
-    x = torch.full((DRAWS,), float(rule.inverse(np.float64(code))))
-    y = manifold.retr(x, step * manifold.stiffness(x)).double()
-
-    # the step counts codes of x's own side: one ULP of x is one code everywhere
-    target = float(np.clip(code + step, rule.codes[0], rule.codes[-1]))
-    low, high = rule.inverse(np.array([math.floor(target), math.floor(target) + 1]))
-    p = target - math.floor(target)
-    ups = int((y == high).sum())
-    assert ups + int((y == low).sum()) == DRAWS
-    sigma = math.sqrt(DRAWS * p * (1 - p))
-    assert abs(ups - DRAWS * p) <= 4 * sigma
-    mean, expected = float(y.mean()), float(rule.inverse(np.float64(target)))
-    assert abs(mean - expected) <= 4 * (high - low) * sigma / DRAWS + 1e-12 * abs(expected)
 
 
 @few_formats
@@ -194,25 +148,6 @@ def test_stochastic_is_unbiased_with_a_scale_and_off_the_grid(fmt, scale) -> Non
         sigma = gap * torch.from_numpy(np.sqrt(f * (1 - f) / (DRAWS // 20)))
         error = (y[..., part].mean(-1, keepdim=True) - expected[..., part.start : part.start + 1]).abs()
         assert (error <= 4 * sigma + 1e-6 * gap).all()
-
-
-def test_stochastic_under_the_log_metric_rounds_in_value() -> None:
-    """On a logarithmic chart rounding the coordinate would be biased by some 4% (E7M0): the value is rounded."""
-    manifold = fm.FP8Manifold("E7M0", 1.0, "stochastic", seed=6, metric="log")
-    x = torch.full((DRAWS,), 4.0)
-    u = 0.4 * manifold.stiffness(x)
-    target = 4 * math.exp(0.4)
-    f = (target - 4) / 4
-    error = abs(float(manifold.retr(x, u).double().mean()) - target)
-    assert error <= 4 * 4 * math.sqrt(f * (1 - f) / DRAWS) + 1e-5
-
-
-@few_formats
-def test_stochastic_saturates_at_the_ends(fmt) -> None:
-    manifold = fm.FP8Manifold(fmt, 1.0, "stochastic")
-    x = torch.full((1000,), fmt.max)
-    assert same_bits(manifold.retr(x, 0.4 * manifold.stiffness(x)), x)
-    assert same_bits(manifold.retr(-x, -0.4 * manifold.stiffness(x)), -x)
 
 
 # -------------------------------------------------------------------------------- the counter and seed

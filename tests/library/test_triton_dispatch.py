@@ -89,6 +89,13 @@ def parameters(count: int, **how: Any) -> list[fm.FP8Parameter]:
     return [fm.FP8Parameter(normal(4, 256 * (1 + i % 3), seed=i), "E4M3", seed=i, **how) for i in range(count)]
 
 
+def one(**options: Any) -> tuple[fm.FP8Parameter, optim.StiffnessAdamW]:
+    """A weight with a gradient, and its optimizer."""
+    p = fm.FP8Parameter(normal(4, 256), "E4M3", seed=1, granularity=options.pop("granularity", "channel"))
+    p.grad = torch.ones(p.shape)
+    return p, optim.StiffnessAdamW([p], 1e-3, **options)
+
+
 def host_memory(optimizer: Any) -> set[int]:
     """Where counts and formats lie, and what kernels have said of the step before."""
     kept = [state[name] for state in optimizer.__dict__["state"].values() for name in ("step", "grid")]
@@ -167,9 +174,7 @@ SEEN = {
 
 @pytest.mark.parametrize("how", SEEN)
 def test_whoever_looks_sees_a_step_that_the_card_has_left_out(how: str, on_a_card: Counter[str]) -> None:
-    p = fm.FP8Parameter(normal(4, 256), "E4M3", seed=1)
-    optimizer = optim.StiffnessAdamW([p], 1e-3)
-    p.grad = torch.ones(p.shape)
+    p, optimizer = one()
     for _ in range(3):
         optimizer.step()
     optimizer._pending[0].said.on_card[0] = 1  # as the kernel of the verdict does
@@ -182,9 +187,7 @@ def test_whoever_looks_sees_a_step_that_the_card_has_left_out(how: str, on_a_car
 
 
 def test_a_state_that_is_loaded_counts_as_it_was_saved(on_a_card: Counter[str]) -> None:
-    p = fm.FP8Parameter(normal(4, 256), "E4M3", seed=1)
-    optimizer = optim.StiffnessAdamW([p], 1e-3)
-    p.grad = torch.ones(p.shape)
+    p, optimizer = one()
     optimizer.step()
     optimizer.step()
     saved = copy.deepcopy(optimizer.state_dict())
@@ -213,9 +216,7 @@ def test_parameters_at_fault_are_named_though_their_gradients_are_gone(on_a_card
 def test_what_would_be_known_too_late_is_waited_for(on_a_card: Counter[str], reads: list[launch.Said]) -> None:
     """An error that is asked for, and S_ref under one scale for all."""
     for options, granularity in (({"on_nonfinite": "raise"}, "channel"), ({}, "tensor")):
-        p = fm.FP8Parameter(normal(4, 256), "E4M3", seed=1, granularity=granularity)
-        optimizer = optim.StiffnessAdamW([p], 1e-3, **options)
-        p.grad = torch.ones(p.shape)
+        _, optimizer = one(granularity=granularity, **options)
         optimizer.step()
         reads.clear()
         optimizer.step()
@@ -237,10 +238,7 @@ def test_parameters_of_every_storage_step_steadily(on_a_card: Counter[str]) -> N
 
 @pytest.mark.parametrize("due", ["first", "refresh", "remainder", "observer"])
 def test_steps_that_plan_more_have_their_verdict_first(due: str, on_a_card: Counter[str]) -> None:
-    p = fm.FP8Parameter(normal(4, 256), "E4M3", seed=1)
-    options: dict[str, Any] = {"refresh_every": 1} if due == "refresh" else {}
-    optimizer = optim.StiffnessAdamW([p], 1e-3, **options)
-    p.grad = torch.ones(p.shape)
+    p, optimizer = one(**({"refresh_every": 1} if due == "refresh" else {}))
     assert not _agreement.is_steady(optimizer, optimizer._slots())
     if due == "first":
         return
@@ -401,10 +399,8 @@ def test_without_kernels_steps_are_taken_otherwise_with_one_warning(monkeypatch:
 
     monkeypatch.setattr(launch, "_kernels", none)
     monkeypatch.setattr(_triton_step, "_given_up", [])
-    p, other = (fm.FP8Parameter(normal(4, 256), "E4M3", seed=1) for _ in range(2))
-    optimizers = [optim.StiffnessAdamW([each], 1e-3) for each in (p, other)]
+    (p, other), optimizers = zip(one(), one(), strict=True)
     for _ in range(2):
-        p.grad = other.grad = torch.ones(p.shape)
         [each.step() for each in optimizers]
     monkeypatch.setattr(_agreement, "on_gpu", lambda device: True)
     monkeypatch.setattr(_agreement, "is_triton", lambda slot: not _triton_step._given_up)
