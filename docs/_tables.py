@@ -1,10 +1,9 @@
 """Tables of the pages, written from the library and the bench so that no fact is stored twice."""
 
 import argparse
-import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,62 +98,44 @@ def failures_table() -> str:
     return markdown(("class", "figure", "bound", "looks in a row"), list(dict.fromkeys(rows)))
 
 
-def _default_of(field: "dataclasses.Field[object]") -> object:
-    made = field.default_factory
-    return field.default if made is dataclasses.MISSING else made()
-
-
-def _settings(section: type, prefix: str = "") -> Iterable[tuple[str, "dataclasses.Field[object]"]]:
-    """Dotted keys of a configuration, and the fields they are declared by."""
-    for field in dataclasses.fields(section):
-        nested = field.default_factory
-        if isinstance(nested, type) and dataclasses.is_dataclass(nested):
-            yield from _settings(nested, f"{prefix}{field.name}.")
-        else:
-            yield prefix + field.name, field
-
-
 def settings_sections() -> str:
-    """A heading and a table for every section of a configuration, from its dataclass."""
+    """A heading and a table for every section of a configuration, from its model."""
+    from nanogpt_bench.config.keys import FIELDS
     from nanogpt_bench.config.schema import Config
 
-    top = [(key, field) for key, field in _settings(Config) if "." not in key]
-    parts = ["## Of the run\n\n" + _settings_rows(top)]
-    for field in dataclasses.fields(Config):
-        made = field.default_factory
-        if isinstance(made, type) and dataclasses.is_dataclass(made):
-            text = (made.__doc__ or "").split("\n\n")[0]
-            parts.append(f"## `{field.name}`\n\n{text}\n\n" + _settings_rows(_settings(made, f"{field.name}.")))
+    parts = ["## Of the run\n\n" + _settings_rows(setting for key, setting in FIELDS.items() if "." not in key)]
+    for name, field in Config.model_fields.items():
+        if rows := [setting for key, setting in FIELDS.items() if key.startswith(f"{name}.")]:
+            text = (field.annotation.__doc__ or "").split("\n\n")[0]
+            parts.append(f"## `{name}`\n\n{text}\n\n" + _settings_rows(rows))
     return "\n".join(parts)
 
 
-def _settings_rows(settings: Iterable[tuple[str, "dataclasses.Field[object]"]]) -> str:
+def _settings_rows(settings: Iterable[Any]) -> str:
     """The table of some settings, their bounds included."""
     rows = []
-    for key, field in settings:
-        default = _default_of(field)
+    for setting in settings:
+        default = setting.default
         shown = "null" if default is None else str(default).lower() if isinstance(default, bool) else str(default)
-        rows.append((f"`{key}`", f"`{shown}`", field.metadata["help"].replace("|", "\\|"), _bounds(field.metadata)))
+        rows.append((f"`{setting.key}`", f"`{shown}`", setting.help.replace("|", "\\|"), _bounds(setting)))
     return markdown(("setting", "default", "meaning", "allowed"), rows)
 
 
-def _bounds(metadata: Mapping[str, Any]) -> str:
+def _bounds(setting: Any) -> str:
     """What a setting allows, in words."""
-    if metadata.get("choices"):
-        return ", ".join(f"`{choice}`" for choice in metadata["choices"])
-    signs = {"minimum": "≥", "above": ">", "maximum": "≤", "below": "<"}
-    limits = [(sign, metadata.get(name)) for name, sign in signs.items()]
+    if setting.facts["choices"]:
+        return ", ".join(f"`{choice}`" for choice in setting.facts["choices"])
+    signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+    limits = [(sign, getattr(bound, name, None)) for name, sign in signs.items() for bound in setting.bounds]
     return ", ".join(f"{sign} {limit:g}" for sign, limit in limits if limit is not None)
 
 
 def commands() -> str:
     """A heading for every command with its help and its options, from the parser itself."""
-    from nanogpt_bench.cli import build_parser
+    from nanogpt_bench.cli import COMMANDS, build_parser
 
-    parser, parsers = build_parser()
-    (chosen,) = (action for action in parser._actions if action.choices is parser._subparsers._group_actions[0].choices)
-    summaries = {action.dest: action.help for action in chosen._choices_actions}
-    return "\n".join(_command(name, summaries[name], command) for name, command in parsers.items())
+    _, parsers = build_parser(COMMANDS)
+    return "\n".join(_command(name, COMMANDS[name], command) for name, command in parsers.items())
 
 
 def _command(name: str, summary: str | None, parser: argparse.ArgumentParser) -> str:

@@ -10,7 +10,7 @@ from fp8manifold._base.checks import check_choice
 from fp8manifold._base.float_bits import working_dtype
 from fp8manifold._encoded.storage import is_traced
 from fp8manifold._encoded.stored_scale import broadcasts_to
-from fp8manifold._native._scaled import rounded_at
+from fp8manifold._native._arrays import rounded_at
 from fp8manifold._numerics.rounding import ROUNDINGS, Rounding
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
 from fp8manifold.random_bits import Stream, check_words

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from fp8manifold._base.checks import check_choice
 from fp8manifold._base.float_bits import working_dtype
-from fp8manifold._native._arrays import encoded_units
-from fp8manifold._native._scaled import rounded_units
+from fp8manifold._native._arrays import encoded_units, rounded_units
 from fp8manifold.fake_quant import as_scale
 from fp8manifold.formats import FormatLike, as_format
 from fp8manifold.nn._spec import NONE, is_none

@@ -11,10 +11,8 @@ from torch import Tensor
 import fp8manifold._encoded.operators  # noqa: F401  # registers them
 from fp8manifold._base.checks import check_choice
 from fp8manifold._base.float_bits import working_dtype
-from fp8manifold._encoded.dispatch import DTYPES, TRACED_AS, Replay, takes_rows
+from fp8manifold._encoded.dispatch import DTYPES, TRACED_AS, Replay, guard_memory, takes_rows
 from fp8manifold._encoded.operators import adopt_parts, checked_scale
-from fp8manifold._encoded.refusals import guard_memory
-from fp8manifold._encoded.rescaled import entry_of, largest_of, rewrite_together
 from fp8manifold._encoded.scaled import Rounding, ScaledTensor, Traits, check_current, check_own
 from fp8manifold._encoded.storage import (
     SQUARE,
@@ -34,10 +32,13 @@ from fp8manifold._encoded.stored_scale import (
     decoded_scale,
     describe_change,
     describe_scale,
+    entry_of,
     expand_kept,
     given_scale,
     kept_fresh_scale,
+    largest_of,
     own_headroom,
+    rewrite_together,
     warn_if_lost,
     warn_if_saturated,
     warn_of_rounding,

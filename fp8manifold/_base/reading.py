@@ -1,6 +1,7 @@
 """Reading a tensor's values: whether it has any, outside of compiled graphs alone, and those on a card once."""
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, Final
 
 import torch
@@ -37,7 +38,7 @@ def known(x: Tensor, read: Callable[[Tensor], Any]) -> Any:
     kept = _READ.get(x)
     if kept is None or kept[0] != x._version:
         kept = _READ[x] = (x._version, read(x))
-    return kept[1]
+    return kept[1]() if callable(kept[1]) else kept[1]
 
 
 def refuse_on_card(right: Tensor, message: str) -> None:
@@ -51,27 +52,56 @@ def refuse_on_card(right: Tensor, message: str) -> None:
 def advance(x: Tensor, number: int) -> None:
     """Count a tensor up by one whose number is known."""
     x.add_(1)
+    expect(x, number + 1)
+
+
+def expect(x: Tensor, number: Any) -> None:
+    """Spare whoever asks :func:`known` for a number that has just been written the wait for it.
+
+    Args:
+        x: on a card, or nothing is kept.
+        number: that number, or a function without arguments that says it when it is asked for.
+    """
     if not (is_read_at_once(x) or torch.compiler.is_compiling() or type(x) is not Tensor or x.is_inference()):
-        _READ[x] = (x._version, number + 1)
+        _READ[x] = (x._version, number)
+
+
+class Later:
+    """A tensor's values on the host, copied after what has been launched: only who reads them waits."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = self._values = x
+        self._there: torch.cuda.Event | None = None
+        if x.is_cuda:
+            host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+            self._values, self._there = host.copy_(x, non_blocking=True), torch.cuda.Event()
+            self._there.record(torch.cuda.current_stream(x.device))
+
+    @property
+    def is_there(self) -> bool:
+        """Whether nobody waits for them any more."""
+        return self._there is None or self._there.query()
+
+    @cached_property
+    def values(self) -> Any:
+        """Them as numbers, in lists."""
+        if self._there is not None:
+            self._there.synchronize()
+        return self._values.tolist()
 
 
 class LaterMaximum:
     """The largest of numbers that a card computes, looked at when it is there: nobody waits for it."""
 
     def __init__(self) -> None:
-        self._on_card: Tensor | None = None
-        self._on_host: Tensor | None = None
-        self._there: torch.cuda.Event | None = None
+        self._largest: Tensor | None = None
+        self._later: Later | None = None
 
     def add(self, number: Tensor) -> float | None:
         """The largest of the numbers before this one, if it is there by now; they are forgotten then."""
         found = None
-        if self._on_host is not None and (self._there is None or self._there.query()):
-            found, self._on_card = float(self._on_host.numpy()), None
-        self._on_card = number if self._on_card is None else torch.maximum(self._on_card, number)
-        self._on_host = self._on_card
-        if number.is_cuda:
-            host = torch.empty((), dtype=number.dtype, pin_memory=True)
-            self._on_host, self._there = host.copy_(self._on_card, non_blocking=True), torch.cuda.Event()
-            self._there.record(torch.cuda.current_stream(number.device))
+        if self._later is not None and self._later.is_there:
+            found, self._largest = float(self._later.values), None
+        self._largest = number if self._largest is None else torch.maximum(self._largest, number)
+        self._later = Later(self._largest)
         return found

@@ -15,9 +15,9 @@ from fp8manifold._encoded.dispatch import (
     implements,
     name_of,
     plain,
+    refuse_collective,
     view_of,
 )
-from fp8manifold._encoded.refusals import refuse_collective
 from fp8manifold._encoded.scaled import as_kept, is_lent_here, lent
 from fp8manifold._encoded.storage import decode_runs, dequantize_codes, is_traced, runs_of_rows
 from fp8manifold._encoded.stored_scale import broadcasts_to, check_covers, decoded_scale, refit_scale_, scale_in_float32

@@ -28,9 +28,9 @@ __all__ = [
 ]
 
 SAID: Final = 4
-"""What kernels say of each parameter, after one word for all: whether a weight is at the end of its range, how many
-scales have been doubled, whether its gradient or a square of it is not finite, and whether some weights in a row are 0
-throughout."""
+"""What kernels say of each parameter, after as many words for all, of which the first refuses the step: whether a
+weight is at the end of its range, how many scales have been doubled, whether its gradient or a square of it is not
+finite, and whether some weights in a row are 0 throughout."""
 
 WIDENED: Final = np.dtype(
     [

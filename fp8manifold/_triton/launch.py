@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fp8manifold._triton import options
-from fp8manifold._triton.kinds import SAID, KernelSpec, Tile, Widening, as_constants
+from fp8manifold._triton.kinds import KernelSpec, Tile, Widening, as_constants
 
-__all__ = ["KernelsUnavailableError", "Kind", "Said", "chunks_of", "double", "launch"]
+__all__ = ["KernelsUnavailableError", "Kind", "chunks_of", "launch"]
 
 Kind = tuple[KernelSpec, Tile]
 """What a kernel is compiled for."""
@@ -23,40 +23,6 @@ _CHECKED: Final = 2048
 
 class KernelsUnavailableError(RuntimeError):
     """A kernel could not be compiled; nothing has been launched."""
-
-
-class Said:
-    """What kernels say of a step: one word for all parameters, and ``SAID`` for each of them.
-
-    The copy to the host follows the kernels on the card; nobody waits for it before it is read.
-    """
-
-    def __init__(self, count: int, device: torch.device) -> None:
-        self.on_card = torch.zeros(1 + SAID * count, dtype=torch.int32, device=device)
-        self._on_host: Tensor | None = None
-        self._there: torch.cuda.Event | None = None
-
-    def place(self, index: int) -> int:
-        """The address of a parameter's words."""
-        return self.on_card.data_ptr() + self.on_card.itemsize * (1 + SAID * index)
-
-    def send(self) -> None:
-        """Have the words copied to pinned memory after what has been launched."""
-        if self.on_card.is_cuda:
-            host = torch.empty(self.on_card.shape, dtype=torch.int32, pin_memory=True)
-            self._there = torch.cuda.Event()
-            self._on_host = host.copy_(self.on_card, non_blocking=True)
-            self._there.record(torch.cuda.current_stream(self.on_card.device))
-        else:
-            self._on_host = self.on_card
-
-    def read(self) -> tuple[bool, list[list[int]]]:
-        """Whether the step was refused, and the words of each parameter; the host waits for the kernels."""
-        assert self._on_host is not None
-        if self._there is not None:
-            self._there.synchronize()
-        refused, *words = self._on_host.tolist()
-        return bool(refused), [words[i : i + SAID] for i in range(0, len(words), SAID)]
 
 
 def _uploaded(table: NDArray[np.int32], device: torch.device) -> Tensor:
@@ -93,8 +59,8 @@ def launch(
     *,
     check: bool = False,
     widenings: Widenings | None = None,
-) -> int:
-    """Take the steps of some records in place, and say in how many launches.
+) -> None:
+    """Take the steps of some records in place.
 
     All kernels are compiled before the first is launched: what fails has changed nothing.  Nothing is stepped where the
     first of ``said`` is not 0; ``check`` sets it where the square of a gradient is not finite.  ``widenings`` are
@@ -104,16 +70,7 @@ def launch(
         tables = [(_uploaded(records.view(np.int32), said.device), _steps(records, kinds, said, check=check))]
         if widenings is not None:
             tables.append(_to_double(widenings, said))
-        return _run(tables)
-
-
-def double(widenings: Widenings, said: Tensor) -> int:
-    """Double the scales of the rows that have a weight at the end of its range, and say in how many launches.
-
-    Kernels that can't be compiled raise ``KernelsUnavailableError`` before anything has changed.
-    """
-    with _on(said.device):
-        return _run([_to_double(widenings, said)])
+        _run(tables)
 
 
 def _on(device: torch.device) -> torch.cuda.device:

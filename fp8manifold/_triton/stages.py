@@ -8,20 +8,25 @@ import triton
 import triton.language as tl
 
 from fp8manifold._numerics.records import JOB
-from fp8manifold._triton.chart import chart_forward, chart_shift, chart_stiffness, exp2_exact, field_factor, sign_of
 from fp8manifold._triton.format import (
     bits_of,
     bounded,
+    chart_forward,
+    chart_shift,
+    chart_stiffness,
     code_value,
     draw_of,
     encode_finite,
     encoding_steps,
+    exp2_exact,
+    field_factor,
     float_of,
     magnitude_ulp,
     magnitude_value,
     of_bfloat16,
     reciprocal,
     round_value,
+    sign_of,
 )
 
 _WORD = 4

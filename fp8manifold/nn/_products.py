@@ -10,8 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from fp8manifold._encoded.dispatch import DTYPES
 from fp8manifold._encoded.storage import dequantize_codes
-from fp8manifold._native._arrays import has_memory
-from fp8manifold._native._scaled import rounded_at
+from fp8manifold._native._arrays import has_memory, rounded_at
 from fp8manifold.formats import FloatFormat
 from fp8manifold.nn._scalers import Scaler
 from fp8manifold.nn._spec import OperandSpec

@@ -18,9 +18,8 @@ from fp8manifold._ranks import Ranks, Replicas, bytes_of, local_of, ranks_of, ra
 from fp8manifold.optim._backends import note_changes
 from fp8manifold.optim._native_step import sum_of_squares
 from fp8manifold.optim._scales import zero_scales
-from fp8manifold.optim._slot import Slot
-from fp8manifold.optim._state import gathered
-from fp8manifold.optim._triton_step import Launched, has_rows, is_triton, pending_of, run_triton
+from fp8manifold.optim._slot import Slot, counted, steps_taken
+from fp8manifold.optim._triton_step import doubles_on_card, is_triton, run_triton
 from fp8manifold.tensor import FP8Tensor
 
 _NONE: Final[Mapping[Tensor, Any]] = MappingProxyType({})
@@ -323,7 +322,7 @@ def _facts(optimizer: Optimizer, ranks: Ranks, held: dict[int, Any]) -> list[Fac
 
 
 def _progress(state: dict[str, Any] | None) -> Any:
-    return state and (int(state.get("step", 0)), state.get("stream"), sorted(state))
+    return state and (steps_taken(state), state.get("stream"), sorted(state))
 
 
 def _plain(value: Any) -> Any:
@@ -354,13 +353,11 @@ def _difference(optimizer: Optimizer, ranks: Ranks, facts: Sequence[Fact], devic
 # Steps that a card decides on by itself
 
 
-_OWN: Final = ("_begin", "_may_step", "_prepare", "_run", "_take", "_widen")
-_BASE: Final = "fp8manifold.optim._optimizer"
 _GRADIENTS: Final = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def is_steady(optimizer: Any, slots: Sequence[Slot]) -> bool:
-    """Whether planning a step changes nothing but the counts of steps: these are counted back if it is refused.
+    """Whether planning a step changes nothing, so that a card may decide on it.
 
     On one GPU with kernels, in one process, unobserved, with nothing due: no first step, no refresh, no reset.
     """
@@ -370,7 +367,7 @@ def is_steady(optimizer: Any, slots: Sequence[Slot]) -> bool:
     devices = {p.device for p in parameters} | {p.grad.device for p in parameters if p.grad is not None}
     if len(devices) != 1 or optimizer.observer is not None:
         return False
-    return _is_ordinary(type(optimizer)) and all(map(_is_even, slots))
+    return optimizer.defers_verdict and all(map(_is_even, slots))
 
 
 def _are_several() -> bool:
@@ -383,20 +380,13 @@ def on_gpu(device: torch.device) -> bool:
     return device.type == "cuda" and _triton.is_available()
 
 
-def _is_ordinary(kind: type) -> bool:
-    """Whether an optimizer plans and takes steps as the base does: Muon, Fisher and Riemannian steps do more."""
-    owners = (next(base for base in kind.__mro__ if name in vars(base)) for name in _OWN)
-    return all(owner.__module__ == _BASE for owner in owners)
-
-
 def _is_even(slot: Slot) -> bool:
     group, parameter, state, gradient = slot.group, slot.parameter, slot.state, slot.parameter.grad
-    step = state.get("step")
-    if not isinstance(step, Tensor) or not step.is_cpu or "stream" not in state or slot.share is not None:
+    if getattr(state.get("step"), "dtype", None) is not torch.float32 or "stream" not in state:
         return False
     if type(gradient) is not Tensor or gradient.layout is not torch.strided or gradient.dtype not in _GRADIENTS:
         return False
-    if not parameter.numel():
+    if not parameter.numel() or slot.share is not None:
         return False
     if isinstance(parameter, FP8Tensor) and (parameter.remainder is not None or zero_scales(parameter) is not None):
         return False
@@ -405,68 +395,37 @@ def _is_even(slot: Slot) -> bool:
 
 
 def take_steady(optimizer: Any, slots: list[Slot], *, alone: bool = False) -> bool | None:
-    """Take the step of all, or of none where a gradient or its square is not finite, as the result says.
+    """Take the step of all, or of none where a gradient or its square is not finite.
 
-    None: the card decides, and the host hears of it later (:mod:`fp8manifold.optim._triton_step`).  It waits where that
-    would be too late: where a group raises, and where one scale is that of a whole parameter, for its S_ref is computed
-    anew when it doubles.
+    A card decides on that, and the host hears of it later (:func:`~fp8manifold.optim._triton_step.hear`).  It waits
+    where that would be too late: where a group raises, and where one scale is that of a whole parameter, for its S_ref
+    is computed anew when it doubles.
 
-    Args:
-        optimizer: with a steady step.
-        slots: its parameters.
-        alone: whether it is one parameter's, in a backward pass.
+    Returns:
+        None; where kernels don't take all of it, whether it was taken.
 
     Raises:
-        FloatingPointError: one is not, and its group has ``on_nonfinite="raise"``.
+        FloatingPointError: a gradient is not finite, and its group has ``on_nonfinite="raise"``.
     """
     optimizer._check_options()
     optimizer._check_schedules(slots)
     optimizer._begin(slots)
-    waits = any(slot.group["on_nonfinite"] == "raise" for slot in slots) or any(map(_widens_here, slots))
-    launched = _on_card(slots, widens=not waits)
-    if launched is None:
-        if taken := _all_finite_or_back(optimizer, slots):
-            optimizer._take(slots)
+    on_card = all(slot.in_place and is_triton(slot) for slot in slots)
+    if not on_card or (said := run_triton(slots, decides=True)) is None:
+        if taken := all_finite(optimizer, slots):
+            optimizer._take(counted(slots))
         return taken
-    if waits and launched.refused:
-        _count_back(slots)
+    if any(slot.group["on_nonfinite"] == "raise" for slot in slots) and said.values[0][0]:
         for slot in slots:
             squares_are_finite(slot)  # which raises where it is asked to
-        return False
+    counted(slots, said)
     note_changes([tensor for slot in slots for tensor in slot.changed])
-    if waits:
-        optimizer._widen(slots)
-    else:
-        note_changes([slot.parameter.kept_scale for slot in slots if isinstance(slot.parameter, FP8Tensor)])
-        optimizer._pending += (pending_of(slots, launched.said, alone=alone),)
+    note_changes([slot.parameter.kept_scale for slot in slots if isinstance(slot.parameter, FP8Tensor)])
+    if late := [slot for slot in slots if slot.storage == "codes" and not doubles_on_card(slot)]:
+        for slot, (reached, *_) in zip(slots, said.values[1:], strict=True):
+            slot.reached.append(bool(reached))
+        optimizer._widen(late)
+    versions = {slot.parameter: None if slot.weight.is_inference() else slot.weight._version for slot in slots}
+    optimizer._unheard += ((said, versions, alone),)
     note_changes([slot.parameter for slot in slots])
-    return None if not waits else True
-
-
-def _widens_here(slot: Slot) -> bool:
-    """Whether the host doubles its scales, which no kernel knows apart."""
-    return isinstance(slot.parameter, FP8Tensor) and not has_rows(slot)
-
-
-def _all_finite_or_back(optimizer: Any, slots: list[Slot]) -> bool:
-    """The verdict after planning, without which all counts are what they were."""
-    try:
-        verdict = all_finite(optimizer, slots)
-    except (FloatingPointError, ValueError):
-        _count_back(slots)
-        raise
-    if not verdict:
-        _count_back(slots)
-    return verdict
-
-
-def _on_card(slots: list[Slot], *, widens: bool) -> Launched | None:
-    """The step's launches; None, with nothing changed, where kernels don't take all of it."""
-    if not all(slot.in_place and is_triton(slot) for slot in slots):
-        return None
-    with gathered(slots):
-        return run_triton(slots, check=True, widens=widens)
-
-
-def _count_back(slots: list[Slot]) -> None:
-    torch._foreach_add_([slot.state["step"] for slot in slots], -1)
+    return None

@@ -37,6 +37,7 @@ def run_all(slots: Sequence[Slot]) -> None:
         for slot in rest:
             run_eager(slot)
         note_changes([tensor for slot in together for tensor in slot.changed])
+        note_changes([slot.kept_scale for slot in together if slot.kept_scale is not None and any(slot.doubled)])
 
 
 def _split(slots: Sequence[Slot], takes: Callable[[Slot], bool]) -> tuple[list[Slot], list[Slot]]:

@@ -346,7 +346,8 @@ def _check_entry(entry: dict[str, Any], parameter: Tensor, index: int) -> None:
 def restore_dtypes(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
     """Restore the dtypes of a loaded state, which torch casts to the parameter's: ours may be wider, or codes.
 
-    Counts and the grid's fields are read on the host: they go there, wherever they were loaded to.
+    The grid's fields are read on the host: they go there, wherever they were loaded to, and so do counts, until the
+    first step on a card.
     """
     saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]

@@ -6,7 +6,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
-from fp8manifold._base.reading import eager_only
+from fp8manifold._base.reading import Later, eager_only
 from fp8manifold._numerics.stiffness import bounded_share, end_exponents, reference_stiffness
 from fp8manifold._ranks import local_of
 from fp8manifold.optim._agreement import (
@@ -44,15 +44,30 @@ from fp8manifold.optim._scales import (
     take_fitted,
     widen,
 )
-from fp8manifold.optim._slot import Slot, is_quantized, slot_of, stabilize
+from fp8manifold.optim._slot import Slot, counted, is_quantized, slot_of, stabilize
 from fp8manifold.optim._spec import BOUND_NAMES, Spec, spec_of
 from fp8manifold.optim._state import claim, gathered, make_state, new_stream, stiffness_field, take_remainder, twins
-from fp8manifold.optim._triton_step import Count, Pending, double_on_card, doubles_on_card, settle
+from fp8manifold.optim._triton_step import hear
 from fp8manifold.optim._writeback import rounds_at_random
 
 _RESET: Final = frozenset((*MOMENT_NAMES, *BOUND_NAMES))
 """Entries of the state that ``reset_every`` clears."""
 _COUNTS: Final = ("skipped_steps", "skipped_in_row", "widened_scales", "fitted_scales", "streams_begun")
+_PLANNING: Final = ("_begin", "_may_step", "_prepare", "_run", "_take", "_widen")
+
+
+def _count(name: str) -> Any:
+    """A count of what a card decides on: whoever reads it hears of the steps that were launched, and waits for them."""
+
+    def read(optimizer: "ManifoldOptimizer") -> int:
+        optimizer._hear()
+        return int(vars(optimizer).get(name, 0))
+
+    def write(optimizer: "ManifoldOptimizer", number: int) -> None:
+        optimizer._hear()
+        vars(optimizer)[name] = number
+
+    return property(read, write)
 
 
 class Hooks(Protocol):
@@ -83,7 +98,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         skipped_in_row: how many of them came last, with no step taken since.
         warn_after: a ``RuntimeWarning`` names the parameters at fault when so many have come in a row.
         widened_scales: how many scales of one-byte weights this process has doubled, as a weight had reached the end.
-            On a GPU the card decides on both by itself; to read these three numbers, or ``state``, waits for its steps.
+            On a GPU the card decides on both by itself; to read one of these three numbers waits for its steps.
         fitted_scales: how many it has fitted to first values, of weights that all were 0, or has narrowed by far.
         streams_begun: how many parameters have been given random bits of their own (``stream`` in their state); those
             of parameters that are removed are not given again.
@@ -91,13 +106,13 @@ class ManifoldOptimizer(torch.optim.Optimizer):
 
     observer: Callable[[StepView], None] | None = None
     observes: Callable[[Tensor], bool] | None = None
-    skipped_steps = Count()
-    skipped_in_row = Count()
+    skipped_steps: int = _count("skipped_steps")
+    skipped_in_row: int = _count("skipped_in_row")
     warn_after: int = 10
-    widened_scales = Count()
+    widened_scales: int = _count("widened_scales")
     fitted_scales: int = 0
     streams_begun: int = 0
-    _pending: tuple[Pending, ...] = ()
+    _unheard: tuple[tuple[Later, dict[Tensor, int | None], bool], ...] = ()  # what ``hear`` takes of each step
     _in_backward: Hooks | None = None
     _has_started: bool = False
     elsewhere: Any = None
@@ -106,6 +121,13 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     damping_option = "damping"  # the lower bound of S / S_ref
     stores_all_moments = True  # ``moments`` is for ordinary parameters too
     steps_alone = True  # a step of one parameter depends on nothing of the others
+    defers_verdict = True  # planning and taking a step are those of this class, so that a card may decide on it
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Give a subclass that plans or takes steps in its own way its verdicts before them."""
+        super().__init_subclass__(**options)
+        own = any(getattr(cls, name) is not getattr(ManifoldOptimizer, name) for name in _PLANNING)
+        cls.defers_verdict = cls.defers_verdict and not own
 
     @property
     def bounded_share(self) -> float:
@@ -141,7 +163,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             self._in_backward.finish()
             return loss
         refuse_recording(self)
-        self._settle()
+        self._hear()
         slots, taken = self._slots(), None
         if is_steady(self, slots):
             taken = take_steady(self, slots)
@@ -150,10 +172,9 @@ class ManifoldOptimizer(torch.optim.Optimizer):
                 for parameter in group["params"]:
                     if getattr(local_of(parameter), "remainder", None) is not None:
                         take_remainder(group, parameter, self.state)
-            self._take(self._begin(slots))
+            self._take(counted(self._begin(slots)))
         if taken:
-            if self.__dict__.get("skipped_in_row"):
-                self.skipped_in_row = 0
+            self.skipped_in_row = 0
         elif taken is not None:
             self._count_skipped()
         return loss
@@ -164,38 +185,22 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         The numbers are those of a :meth:`step` of all.  :func:`step_in_backward` calls it.
         """
         refuse_recording(self)
-        self._settle(parameter)
-        others, self._pending = self._pending, ()  # of other parameters, which the host doesn't wait for
-        try:
-            slots, taken = [self._slot(group, parameter)], None
-            if is_steady(self, slots):
-                taken = take_steady(self, slots, alone=True)
-            elif taken := self._may_step(slots):
-                take_remainder(group, parameter, self.state)
-                self._take(self._begin(slots))
-        finally:
-            self._pending = (*others, *self._pending)
+        self._hear(parameter)
+        slots, taken = [self._slot(group, parameter)], None
+        if is_steady(self, slots):
+            taken = take_steady(self, slots, alone=True)
+        elif taken := self._may_step(slots):
+            take_remainder(group, parameter, self.state)
+            self._take(counted(self._begin(slots)))
         if taken is False:
             self._count_skipped([parameter], alone=True)
 
-    @property
-    def state(self) -> Any:
-        """Each parameter's, once the verdict on the steps that were launched is known."""
-        self._settle()
-        return self.__dict__["state"]
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self.__dict__["state"] = state
-
-    def _settle(self, parameter: Tensor | None = None) -> None:
-        """Hear of the steps that a card was given, those of one parameter or all, and count them."""
-        if not self._pending:
-            return
-        due = [p for p in self._pending if parameter is None or p.has(parameter)]
-        self._pending = tuple(p for p in self._pending if p not in due)
-        for pending in due:
-            settle(self, pending)
+    def _hear(self, parameter: Tensor | None = None) -> None:
+        """Count the steps that a card was given: all, or those up to a parameter's last one."""
+        while self._unheard and (parameter is None or any(parameter in each for _, each, _ in self._unheard)):
+            (said, versions, alone), *others = self._unheard
+            self._unheard = tuple(others)
+            hear(self, said, versions, alone=alone)
 
     def _count_skipped(self, culprits: Sequence[Tensor] | None = None, *, alone: bool = False) -> None:
         """Count a step that was left out because of some parameters' gradients, None: those that there are now."""
@@ -233,7 +238,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         return 1.0
 
     def _begin(self, slots: list[Slot]) -> list[Slot]:
-        """Begin the step of each slot with elements: state, count, spec, view, tensors and numbers."""
+        """Begin the step of each slot with elements: state, spec, view, tensors and numbers."""
         slots, begins = [slot for slot in slots if slot.parameter.numel()], False
         for slot in slots:
             stores_moments = self.stores_all_moments or slot.fmt is not None
@@ -243,8 +248,6 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         earlier = twins(everyone) if begins else {}
         for slot in slots:
             self._begin_state(slot, earlier.get(slot.parameter, 0), alone=len(everyone) == 1)
-        if slots:
-            torch._foreach_add_([slot.state["step"] for slot in slots], 1)
         for slot in slots:
             self._prepare(slot)
         return slots
@@ -254,8 +257,9 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         group, parameter = slot.group, slot.parameter
         state = slot.state = self.state.setdefault(parameter, slot.state)  # somebody may have put a plain dict there
         claim(self, parameter)
-        if not isinstance(state.get("step"), Tensor):  # older states of torch's have a number
-            state["step"] = torch.tensor(state.get("step", 0.0), dtype=torch.float32)
+        home, step = slot.device if slot.device.type == "cuda" else torch.device("cpu"), state.get("step")
+        if not isinstance(step, Tensor) or step.device != home:  # older states of torch's have a number
+            state["step"] = torch.full((), slot.done, dtype=torch.float32, device=home)
         if "stream" not in state:
             draws = group["moments"] != "float32" or rounds_at_random(parameter, group)
             state["stream"] = new_stream(parameter, twin, self.state, self.streams_begun, draws=draws, alone=alone)
@@ -347,11 +351,8 @@ class ManifoldOptimizer(torch.optim.Optimizer):
 
     def _widen(self, slots: list[Slot]) -> None:
         """Double the scales that the step has left a weight at the end of."""
-        full = at_an_end(slots)
-        doubled = double_on_card([slot for slot in full if doubles_on_card(slot)])
-        note_changes([slot.kept_scale for slot in doubled if slot.kept_scale is not None])
-        for slot in full:
-            changed = doubled[slot] if slot in doubled else widen(slot)
+        for slot in at_an_end(slots):
+            changed = sum(slot.doubled) if slot.doubled else widen(slot)
             self.widened_scales += own_count(slot, changed)
             if changed and has_one_scale(slot):
                 self._refresh(slot)
@@ -403,7 +404,6 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             ValueError: the state of another optimizer, of other parameters or of another format, or an option in it
                 out of range; nothing has changed then.
         """
-        self._settle()
         if not isinstance(state_dict, dict):
             check_state(self, state_dict)
         schedules = [{k: v for k, v in group.items() if callable(v)} for group in self.param_groups]

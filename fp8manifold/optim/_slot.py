@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fp8manifold._base.float_bits import working_dtype
-from fp8manifold._base.reading import known
+from fp8manifold._base.reading import Later, expect, known
 from fp8manifold._encoded.storage import number_of, run_length, runs_of
 from fp8manifold._encoded.stored_scale import decoded_scale
 from fp8manifold._numerics.charts import Metric
@@ -162,6 +162,8 @@ class Slot:
     whole: bool = False
     #: whether the step left a code of the largest magnitude, where its backend looked for one
     reached: list[bool] = field(default_factory=list)
+    #: how many scales have been doubled for that, where its backend does it
+    doubled: list[int] = field(default_factory=list)
     #: whether it left a part of a row that is 0 throughout, where its backend looked for one
     emptied: list[bool] = field(default_factory=list)
     #: the scales that the step fits, as a mask in the shape of the parameter's: their weights all are 0; None for none
@@ -292,7 +294,7 @@ def slot_of(group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> 
     if share is not None:
         held = share.local
     draws: str | None = group.get("draws")
-    done = int(state.get("step", 0))
+    done = steps_taken(state)
     if isinstance(held, FP8Tensor):
         scale, block_size = scales_in_runs(held)
         return Slot(
@@ -331,6 +333,24 @@ def slot_of(group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> 
         retraction=getattr(manifold, "retraction", "exponential"),
         in_place=in_place,
     )
+
+
+def steps_taken(state: Mapping[str, Any]) -> int:
+    """The steps that a parameter's state has taken; a count on a card is waited for where nobody has heard of it."""
+    step = state.get("step", 0)
+    return int(known(step, Tensor.item) if isinstance(step, Tensor) else step)
+
+
+def counted(slots: list[Slot], said: Later | None = None) -> list[Slot]:
+    """Count a step of some slots: as taken, or as the kernels say that have decided on it."""
+    steps = [slot.state["step"] for slot in slots]
+    if said is not None:
+        torch._foreach_add_(steps, 1.0 - said.x[0, 0], alpha=1)  # without alpha torch waits, for the tensor's number
+    elif slots:
+        torch._foreach_add_(steps, 1)
+    for slot, step in zip(slots, steps, strict=True):
+        expect(step, lambda done=slot.done: done + 1 - (0 if said is None else said.values[0][0]))
+    return slots
 
 
 def scales_in_runs(held: FP8Tensor, scale: Tensor | None = None) -> tuple[Tensor, int | None]:

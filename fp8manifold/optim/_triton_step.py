@@ -1,18 +1,15 @@
-"""Steps on a GPU by Triton kernels: the records of native code, one launch for all parameters of a kind, pending steps.
+"""Steps on a GPU by Triton kernels: the records of native code, one launch for all parameters of a kind.
 
-A pending step is launched, with a verdict that the host has not read yet: the GPU decides by itself whether a step is
-taken and which scales double.  Weights, codes, scales and moments are therefore those of a step on the CPU for whatever
-reads them there.  The host's counts are corrected before they are visible: at the start of the parameter's next step,
-and on every read of ``state``, ``skipped_steps``, ``skipped_in_row`` or ``widened_scales``, thus by ``state_dict``,
-copies and pickling.
+A steady step is launched and left to the card, which decides by itself whether it is taken and which scales double.
+Weights, moments, scales and counts of steps there are those of a CPU for whatever reads them.  What the kernels have
+said is heard at the parameter's next step, whose random bits follow from it, or where somebody reads a count.
 """
 
 import logging
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -20,9 +17,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fp8manifold import _triton
+from fp8manifold._base.reading import Later
 from fp8manifold._numerics.records import JOB
 from fp8manifold._triton.kinds import SAID, WIDENED, KernelSpec, Tile, format_of, widening_of
-from fp8manifold._triton.launch import KernelsUnavailableError, Kind, Said, Widenings, double, launch
+from fp8manifold._triton.launch import KernelsUnavailableError, Kind, Widenings, launch
 from fp8manifold.optim._native_step import has_code, places_of
 from fp8manifold.optim._slot import FOR_RESCALING, Slot, key_rows, number_rows, row_view
 from fp8manifold.optim._spec import MOMENT_FORMAT, Spec
@@ -55,99 +53,51 @@ def is_triton(slot: Slot) -> bool:
     )
 
 
-class Launched(NamedTuple):
-    """The number of launches of some steps, and their kernels' verdicts, readable once these have run."""
+def run_triton(slots: Sequence[Slot], *, decides: bool = False) -> Later | None:
+    """Step the slots in place, and return what their kernels say: a row for all, and one for each.
 
-    launches: int
-    said: Said
-
-    @property
-    def refused(self) -> bool:
-        """True if the kernels refused the steps.  The host waits for the GPU."""
-        return self.said.read()[0]
-
-
-def run_triton(slots: Sequence[Slot], *, check: bool = False, widens: bool = False) -> Launched | None:
-    """Step the slots in place.  None where kernels can't be compiled: nothing changes, and the process warns once.
-
-    The host waits for the GPU once, at the end, for the verdict and for the slots that reached the end of their range.
-    With ``widens`` it does not wait.
+    The host waits for that, and notes it of slots with codes.  None where kernels can't be compiled: nothing changes,
+    and the process warns once.
 
     Args:
         slots: the slots to step, on one device, of disjoint memory.
-        check: refuse all steps where the square of any gradient is not finite.
-        widens: double scales on the GPU, one scale for each row or block.
+        decides: the card refuses all steps where the square of any gradient is not finite, and the host does not wait.
     """
-    said = Said(len(slots), slots[0].device)
+    words = torch.zeros((1 + len(slots), SAID), dtype=torch.int32, device=slots[0].device)
     scales = [_scale(slot) for slot in slots]
-    records, kinds = _records(slots, scales, said)
+    records, kinds = _records(slots, scales, words)
     records["keys"], records["hyper"] = key_rows(slots), number_rows(slots)
-    widenings = _widenings(slots, said) if widens else None
     try:
-        count = launch(records, kinds, said.on_card, check=check, widenings=widenings)
+        launch(records, kinds, words, check=decides, widenings=_widenings(slots, words))
     except KernelsUnavailableError as error:
         _give_up(error)
         return None
-    said.send()
-    if not widens and (check or any(slot.spec.storage == "codes" for slot in slots)):
-        refused, words = said.read()
-        for slot, (reached, _, _, emptied) in zip(slots, words, strict=True):
-            if slot.spec.storage == "codes" and not refused:
+    said = Later(words)
+    if not decides and any(slot.spec.storage == "codes" for slot in slots):
+        for slot, (reached, doubled, _, emptied) in zip(slots, said.values[1:], strict=True):
+            if slot.spec.storage == "codes":
                 slot.reached.append(bool(reached))
                 slot.emptied.append(bool(emptied))
-    return Launched(count, said)
+            if doubles_on_card(slot):
+                slot.doubled.append(doubled)
+                _tell(slot.parameter, doubled)
+    return said
 
 
 def doubles_on_card(slot: Slot) -> bool:
-    """True where a kernel doubles the scales of codes on an NVIDIA GPU: of rows or blocks that one process holds."""
+    """True for a step whose kernel doubles scales: of rows or blocks, of neither a whole parameter nor a square."""
+    held = slot.parameter
     return (
-        slot.device.type == "cuda"
-        and has_rows(slot)
-        and slot.share is None
-        and slot.view.numel <= 2**32
-        and not _given_up
-        and _triton.is_available()
+        isinstance(held, FP8Tensor)
+        and slot.spec.storage == "codes"
+        and held.kept_scale.dim() > 0
+        and not isinstance(held.block_size, tuple)
     )
 
 
-def has_rows(slot: Slot) -> bool:
-    """True for codes with a scale a row or a block of it: neither one for all, nor one for a square of several rows."""
-    held = slot.parameter
-    return isinstance(held, FP8Tensor) and held.kept_scale.dim() > 0 and not isinstance(held.block_size, tuple)
-
-
-def double_on_card(slots: Sequence[Slot]) -> dict[Slot, int]:
-    """Double full scales in one launch a format and device, and say of each slot how many.
-
-    The host waits for the numbers. Where the kernel can't be compiled nothing changes, and there are no numbers.
-    """
-    found: dict[Slot, int] = {}
-    for device in dict.fromkeys(slot.device for slot in slots):
-        found |= _double_there([slot for slot in slots if slot.device == device])
-    return found
-
-
-def _double_there(slots: Sequence[Slot]) -> dict[Slot, int]:
-    """The same of slots on one device."""
-    said = Said(len(slots), slots[0].device)
-    said.on_card[1::SAID] = 1
-    widenings = _widenings(slots, said)
-    assert widenings is not None
-    try:
-        double(widenings, said.on_card)
-    except KernelsUnavailableError as error:
-        _give_up(error)
-        return {}
-    said.send()
-    found = {slot: doubled for slot, (_, doubled, *_) in zip(slots, said.read()[1], strict=True)}
-    for slot, doubled in found.items():
-        _tell(slot.parameter, doubled)
-    return found
-
-
-def _widenings(slots: Sequence[Slot], said: Said) -> Widenings | None:
-    """The records for doubling the scales of slots with codes; None without such a slot."""
-    places = [i for i, slot in enumerate(slots) if slot.spec.storage == "codes"]
+def _widenings(slots: Sequence[Slot], words: Tensor) -> Widenings | None:
+    """The records for doubling the scales of rows and blocks of codes; None without any."""
+    places = [i for i, slot in enumerate(slots) if doubles_on_card(slot)]
     if not places:
         return None
     records, made = np.zeros(len(places), dtype=WIDENED), []
@@ -156,16 +106,18 @@ def _widenings(slots: Sequence[Slot], said: Said) -> Widenings | None:
         assert isinstance(held, FP8Tensor)
         bits, scale = slot.spec.residual_bits, held.kept_scale
         residual = slot.tensors["residual"].data_ptr() if bits else 0
-        record["pointers"] = (slot.tensors["weight"].data_ptr(), residual, scale.data_ptr(), said.place(i))
+        record["pointers"] = (slot.tensors["weight"].data_ptr(), residual, scale.data_ptr(), words[1 + i].data_ptr())
         record["rows"], record["length"] = scale.numel(), slot.view.numel // scale.numel()
         made.append(widening_of(held.format, bits, scale.dtype is torch.uint8))
-    words = [slots[i].key for i in places]
-    streams = np.array([stream for *_, stream in words], dtype=np.uint64)
-    records["keys"][:, :3] = round_key_rows([each[:2] for each in words], streams, FOR_RESCALING)
+    keys = [slots[i].key for i in places]
+    streams = np.array([stream for *_, stream in keys], dtype=np.uint64)
+    records["keys"][:, :3] = round_key_rows([each[:2] for each in keys], streams, FOR_RESCALING)
     return records, made
 
 
-def _records(slots: Sequence[Slot], scales: Sequence[Tensor | None], said: Said) -> tuple[NDArray[np.void], list[Kind]]:
+def _records(
+    slots: Sequence[Slot], scales: Sequence[Tensor | None], words: Tensor
+) -> tuple[NDArray[np.void], list[Kind]]:
     """One record a slot, still without keys and numbers, and the kernel of each."""
     records = np.zeros(len(slots), dtype=JOB)
     kinds, pointers, facts, sizes = [], [], [], []
@@ -173,7 +125,7 @@ def _records(slots: Sequence[Slot], scales: Sequence[Tensor | None], said: Said)
         places = [0, *places_of(slot, slot.tensors["gradient"], scale, kept=True)]
         rows, length, repeats, kind = kind_of(slot, places)
         kinds.append(kind)
-        pointers.append([*places, said.place(i)])
+        pointers.append([*places, words[1 + i].data_ptr()])
         sizes.append((rows, length))
         facts.append((0, repeats, *slot.ends))
     records["pointers"], records["facts"] = np.array(pointers, dtype=np.uint64), facts
@@ -274,79 +226,26 @@ def kernel_spec(spec: Spec, weight: torch.dtype, gradient: torch.dtype, exponent
     )
 
 
-class Count:
-    """A descriptor for an optimizer's count: reading it settles the pending steps first."""
+def hear(optimizer: Any, said: Later, versions: dict[Tensor, int | None], *, alone: bool) -> None:
+    """Count a step that a card has decided on as taken, with the scales that doubled, or as skipped; wait for it.
 
-    def __set_name__(self, owner: type, name: str) -> None:
-        """Store the attribute's name."""
-        self._name = name
-
-    def __get__(self, optimizer: Any, owner: type | None = None) -> int:
-        """The count after all pending steps; 0 on the class, as on a new optimizer."""
-        if optimizer is None:
-            return 0
-        optimizer._settle()
-        number: int = optimizer.__dict__.get(self._name, 0)
-        return number
-
-    def __set__(self, optimizer: Any, number: int) -> None:
-        """Set the count after all pending steps."""
-        optimizer._settle()
-        optimizer.__dict__[self._name] = number
-
-
-@dataclass(eq=False)
-class Pending:
-    """A launched step.  It holds no gradient."""
-
-    said: Said
-    parameters: list[Tensor]
-    #: the parameters' ``step`` tensors, incremented already
-    steps: list[Tensor]
-    #: whether it is the step of one parameter, in a backward pass
-    alone: bool
-    #: versions of codes after the step was launched, by their parameters
-    versions: dict[FP8Tensor, int]
-
-    def has(self, parameter: Tensor) -> bool:
-        """True if the step includes the parameter."""
-        return any(each is parameter for each in self.parameters)
-
-
-def pending_of(slots: Sequence[Slot], said: Said, *, alone: bool) -> Pending:
-    """The pending step of some slots.
-
-    Args:
-        slots: the slots launched, in the order of ``said``.
-        said: the kernels' verdicts.
-        alone: whether it is the step of one parameter, in a backward pass.
-    """
-    parameters = [slot.parameter for slot in slots]
-    versions = {p: p.codes._version for p in parameters if isinstance(p, FP8Tensor) and not p.codes.is_inference()}
-    return Pending(said, parameters, [slot.state["step"] for slot in slots], alone, versions)
-
-
-def settle(optimizer: Any, pending: Pending) -> None:
-    """Wait for a step's verdict, and count the step as taken, with the scales that doubled, or as skipped.
+    ``versions`` are its parameters, with the version that it has left their codes at.
 
     Warns:
         RuntimeWarning: a skipped step, as ``step`` and :func:`step_in_backward` warn.
     """
-    refused, words = pending.said.read()
-    for parameter, (*_, emptied) in zip(pending.parameters, words, strict=True):
-        if isinstance(parameter, FP8Tensor) and parameter in pending.versions and not emptied:
-            parameter.filled = pending.versions[parameter]
+    (refused, *_), *words = said.values
     if refused:
-        torch._foreach_add_(pending.steps, -1)
-        culprits = [p for p, (_, _, bad, _) in zip(pending.parameters, words, strict=True) if bad]
-        optimizer._count_skipped(culprits, alone=pending.alone)
-        return
-    if not pending.alone:
+        culprits = [parameter for parameter, (_, _, bad, _) in zip(versions, words, strict=True) if bad]
+        optimizer._count_skipped(culprits, alone=alone)
+    elif not alone:
         optimizer.skipped_in_row = 0
-    for parameter, (_, doubled, *_) in zip(pending.parameters, words, strict=True):
-        if doubled and isinstance(parameter, FP8Tensor):
+    for (parameter, version), (_, doubled, _, emptied) in zip(versions.items(), words, strict=True):
+        if doubled:
             optimizer.widened_scales += doubled
             _tell(parameter, doubled)
+        if not emptied and isinstance(parameter, FP8Tensor):
+            parameter.filled = version
 
 
 def _tell(parameter: Tensor, doubled: int) -> None:

@@ -4,23 +4,49 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
-from nanogpt_bench.system.errors import BenchError
+from nanogpt_bench.system.errors import not_known
 
 
-class Tokenizers(tuple[str, ...]):
-    """The tokenizers by name, `bpe-N`, and whatever names a model, whose own is meant then."""
+def one_of(choices: Iterable[str]) -> Callable[[str], str]:
+    """Return what reads one of some words.
 
-    def __contains__(self, word: object) -> bool:
-        return (
-            super().__contains__(word)
-            or str(word).startswith("bpe-")
-            or "/" in str(word)
-            or str(word).endswith(".gguf")
-            or Path(str(word)).is_dir()
-        )
+    >>> one_of(["today"])("today")
+    'today'
+
+    Raises:
+        argparse.ArgumentTypeError: what is returned, of any other; names the nearest one.
+    """
+
+    def read(word: str) -> str:
+        if word not in (known := list(choices)):
+            raise argparse.ArgumentTypeError(not_known(word, known))
+        return word
+
+    return read
+
+
+def braced(words: Iterable[str]) -> str:
+    """Return words as the usage of a command shows a choice.
+
+    >>> braced(["a", "b"])
+    '{a,b}'
+    """
+    return "{" + ",".join(words) + "}"
+
+
+def tokenizer(word: str) -> str:
+    """Return a tokenizer's name: one of the bench's own, `bpe-N`, or what names a model, whose own is meant then.
+
+    Raises:
+        argparse.ArgumentTypeError: anything else.
+    """
+    if word.startswith("bpe-") or "/" in word or word.endswith(".gguf") or Path(word).is_dir():
+        return word
+    return one_of(("byte", "char", "gpt2", "bpe-N"))(word)
 
 
 def names(text: str) -> list[str]:
@@ -103,13 +129,12 @@ def _number(text: str, is_allowed: Callable[[float], bool], what: str) -> float:
     return value
 
 
-def refuse_repeated(words: Sequence[str]) -> None:
-    """Refuse an option that a command line gives twice, since only the last one would count.
-
-    Raises:
-        BenchError: names the option.
-    """
-    options = [word.partition("=")[0] for word in words]
-    for place, option in enumerate(options):
-        if option.startswith("--") and option in options[:place]:
-            raise BenchError(f"{option} is given twice; keep one")
+def add_executor(parser: Any) -> None:
+    """Add where the runs of several are trained."""
+    parser.add_argument(
+        "--executor",
+        default="local",
+        metavar="local|ray",
+        help="where runs train: processes of this machine (default), or of a Ray cluster",
+    )
+    parser.add_argument("--address", metavar="HOST:PORT", help="ray: a running cluster (default: one of these cores)")

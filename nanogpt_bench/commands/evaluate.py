@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanogpt_bench.commands.arguments import above_0, names, positive
+from nanogpt_bench.commands.arguments import above_0, names, one_of, positive
 from nanogpt_bench.system.errors import BenchError, unknown
-from nanogpt_bench.system.overwriting import holds, refuse_to_replace, rows_with
-from nanogpt_bench.system.words import say
+from nanogpt_bench.system.files import holds, refuse_to_replace, rows_with
 
 if TYPE_CHECKING:
     from nanogpt_bench.evaluation.measurement import Row
@@ -24,11 +23,11 @@ SCALES = ("tensor", "channel", "block", "square")
 _WIDTH = 120
 
 
-def add_evaluate(commands: Any) -> Any:
-    """Add the command `evaluate` and return its parser."""
+def add_parser(commands: Any, text: str) -> Any:
+    """Add the command and return its parser."""
     parser = commands.add_parser(
         "evaluate",
-        help="validation loss of one set of weights in several formats, without training",
+        help=text,
         usage="nanogpt-bench evaluate RUN|CONFIG.yaml [--checkpoint best|last|step-N] "
         "[--formats A,B] [--section.key VALUE ...]\n"
         "       nanogpt-bench evaluate RUN|--model PATH [--input FILE|--data.dir DIR] [--formats A,B|all]\n"
@@ -71,16 +70,15 @@ def add_evaluate(commands: Any) -> Any:
         "--sensitivity",
         nargs="?",
         const="kinds",
-        choices=("kinds", "blocks", "layers"),
+        type=one_of(("kinds", "blocks", "layers")),
         metavar="BY",
         help="each kind of layer (default), block or layer, and the embeddings, alone in each format: a map of gaps",
     )
     own.add_argument("--budget", type=above_0, metavar="X", help="the best mixture of the map in X bytes a parameter")
-    parser.set_defaults(handler=main_evaluate)
     return parser
 
 
-def main_evaluate(args: argparse.Namespace) -> int:
+def main(args: argparse.Namespace) -> int:
     """Measure losses, or write a report where its options are given.
 
     Raises:
@@ -156,17 +154,13 @@ def _first_losses(args: argparse.Namespace, run_dir: Path | None) -> list[Row]:
     from nanogpt_bench.evaluation.losses import common_settings, evaluate
     from nanogpt_bench.setup.runtime import check_device
 
-    gave_way: list[str] = []
     path = run_dir / "config.yaml" if run_dir else find_config(args.config)
-    config = load_config(path, args.overrides, gave_way.append)
+    config = load_config(path, args.overrides)
     if args.weights and args.formats:
         raise BenchError("--weights holds weights in the formats of the config; leave --formats out")
     check_device(config.runtime.device)
     prepare_default(common_settings(config, args.formats or ()).data.dir)
-    rows = evaluate(config, args.formats or (), weights=args.weights, save=args.save)
-    for line in gave_way:
-        say(line)
-    return rows
+    return evaluate(config, args.formats or (), weights=args.weights, save=args.save)
 
 
 def _no_run(path: Path) -> str:

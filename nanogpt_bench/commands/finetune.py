@@ -12,6 +12,7 @@ from typing import Any, Final, Literal
 
 import fp8manifold as fm
 from nanogpt_bench.checkpoint import check_room
+from nanogpt_bench.commands.arguments import braced, one_of
 from nanogpt_bench.commands.run import exit_code, trained
 from nanogpt_bench.config.settings import Resolved, build_config, find_config, load_config
 from nanogpt_bench.data.batches import open_corpus
@@ -27,12 +28,42 @@ from nanogpt_bench.training.trainer import trained_model
 Layout = Literal["compressed-tensors", "torchao", "fp8"]
 CONFIG = "finetune.yaml"
 FLOAT: Final = "float"
+LAYOUTS = (FLOAT, "compressed-tensors", "torchao", "fp8")
 #: of float32 AdamW: a weight, two averages and a gradient, four bytes each
 ADAMW_BYTES = 16
 _MIB = 2**20
 
 
-def main_finetune(args: argparse.Namespace) -> int:
+def add_parser(commands: Any, text: str) -> Any:
+    """Add the command and return its parser."""
+    parser = commands.add_parser(
+        "finetune",
+        help=text,
+        usage="nanogpt-bench finetune --model PATH --data.dir DIR [--rule RULE] [--name NAME] [--resume] [--save DIR] "
+        "[--layout LAYOUT] [--section.key VALUE ...]",
+        description="Train all weights of a causal language model of transformers further, as finetune.yaml says,\n"
+        "with the loop, checkpoints, monitors and report of run; every setting of run can be overridden.",
+        epilog="examples:\n"
+        "  nanogpt-bench prepare text --input law.txt --tokenizer models/smollm2 --out data/law\n"
+        "  nanogpt-bench finetune --model models/smollm2 --data.dir data/law --rule muon-stochastic\n"
+        "  nanogpt-bench finetune --model models/smollm2 --data.dir data/law --train.step_in_backward true "
+        "--optimizer.clip_by previous --train.recompute true --train.precision bf16-mixed --save models/law",
+    )
+    parser.add_argument("--model", required=True, metavar="PATH", help="a folder, a .gguf file, or an id on the hub")
+    parser.add_argument("--name", help="results go to runs/NAME (default: finetune, numbered)")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest whole checkpoint of runs/NAME")
+    parser.add_argument("--save", type=Path, metavar="DIR", help="write the model as save_pretrained does")
+    parser.add_argument(
+        "--layout",
+        type=one_of(LAYOUTS),
+        metavar=braced(LAYOUTS),
+        help="of --save: floats (default), codes and scales in the layout of compressed-tensors or torchao, or fp8: in "
+        "that of DeepSeek-V3, squares of 128 x 128",
+    )
+    return parser
+
+
+def main(args: argparse.Namespace) -> int:
     """The command line's entry: train, say what memory it took, and write the model where one is asked for.
 
     Raises:

@@ -7,10 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from nanogpt_bench.commands.arguments import braced, one_of, positive, tokenizer
 from nanogpt_bench.config.schema import DEFAULT_DATA_DIR
-from nanogpt_bench.data.dataset import prepare_eurlex, prepare_hub
-from nanogpt_bench.data.stdlib import prepare_stdlib
-from nanogpt_bench.data.text import prepare_text
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.words import counted
 
@@ -27,7 +25,74 @@ GOES_WITH = {
 NEEDS = {"text": {"input": "--input FILE"}, "hub": {"dataset": "--dataset ID", "column": "--column COL"}}
 
 
-def main_prepare(args: argparse.Namespace) -> int:
+SOURCES = ("stdlib", "eurlex", "hub", "text")
+PREPARED = ("text", "labels")
+
+
+def add_parser(commands: Any, text: str) -> Any:
+    """Add the command and return its parser."""
+    parser = commands.add_parser(
+        "prepare",
+        help=text,
+        description="Turn a text into train.bin, val.bin (uint16 tokens) and meta.json.",
+        epilog="examples:\n  nanogpt-bench prepare stdlib\n"
+        "  nanogpt-bench prepare text --input book.txt --tokenizer char --out data/book\n"
+        "  nanogpt-bench prepare eurlex --tokenizer gpt2 --limit-tokens 10000000\n"
+        "  nanogpt-bench prepare eurlex --data-dir lex_glue --out data/eurlex\n"
+        "  nanogpt-bench prepare eurlex --task labels\n"
+        "  nanogpt-bench prepare hub --dataset Salesforce/wikitext --config wikitext-2-raw-v1 --column text",
+    )
+    parser.add_argument(
+        "source",
+        type=one_of(SOURCES),
+        metavar=braced(SOURCES),
+        help="stdlib: the help topics and docstrings of the Python standard library; eurlex: English EU legislation; "
+        "hub: any text data set of the Hugging Face hub; text: any UTF-8 file",
+    )
+    _add_source_options(parser)
+    parser.add_argument(
+        "--limit-tokens", type=positive, metavar="N", help="stop after N tokens for training, N/10 for validation"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="folder to write (default: data/ and the text's name)",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        type=tokenizer,
+        default="byte",
+        metavar="{byte,char,gpt2,bpe-N,MODEL}",
+        help="byte: 256 bytes and an end of text; char: the text's own characters; gpt2: GPT-2's 50257 byte pairs; "
+        "bpe-N: N tokens of the text's own byte pairs, such as bpe-4096; "
+        "folder/of/a_model, model.gguf or an id on the hub: that model's own tokens (default: byte)",
+    )
+    return parser
+
+
+def _add_source_options(parser: Any) -> None:
+    """Where the text comes from; which option goes with which source is checked when the command runs."""
+    parser.add_argument(
+        "--task",
+        type=one_of(PREPARED),
+        metavar=braced(PREPARED),
+        help="eurlex: text; labels: documents with their EUROVOC labels (default: text)",
+    )
+    parser.add_argument("--input", type=Path, metavar="FILE", help="the UTF-8 file (text)")
+    parser.add_argument("--dataset", metavar="ID", help="the data set's id on the hub, such as OWNER/NAME (hub)")
+    parser.add_argument("--config", metavar="C", help="its configuration (hub; default: its only one)")
+    parser.add_argument("--column", metavar="COL", help="its column of text (hub)")
+    parser.add_argument("--revision", metavar="REV", help="branch, tag or commit on the hub (eurlex, hub)")
+    parser.add_argument(
+        "--data-dir",
+        type=Path,
+        metavar="DIR",
+        help="read DIR/CONFIG/SPLIT-*.parquet or DIR/SPLIT-*.parquet, a local copy, instead (eurlex, hub)",
+    )
+
+
+def main(args: argparse.Namespace) -> int:
     """Prepare what the command line says and print what came of it."""
     _check_options(args)
     out = args.out or default_folder(args)
@@ -71,6 +136,10 @@ def default_folder(args: argparse.Namespace) -> Path:
 
 
 def _prepare(args: argparse.Namespace, out: Path) -> dict[str, Any]:
+    from nanogpt_bench.data.dataset import prepare_eurlex, prepare_hub
+    from nanogpt_bench.data.stdlib import prepare_stdlib
+    from nanogpt_bench.data.text import prepare_text
+
     options: dict[str, Any] = {
         "tokenizer": args.tokenizer,
         "limit": args.limit_tokens,

@@ -9,7 +9,9 @@ import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+from nanogpt_bench.commands.arguments import braced, natural, one_of
 from nanogpt_bench.config.metrics import VAL_LOSS
 from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.data.batches import open_corpus
@@ -26,12 +28,12 @@ from nanogpt_bench.sweep.plan import PlannedRun, baseline_of
 from nanogpt_bench.sweep.record import SweepRecord
 from nanogpt_bench.sweep.session import Session
 from nanogpt_bench.system.errors import BenchError, printable
-from nanogpt_bench.system.files import write_text
+from nanogpt_bench.system.files import holds, refuse_to_replace, write_text
 from nanogpt_bench.system.lock import locked
-from nanogpt_bench.system.overwriting import holds, refuse_to_replace
 from nanogpt_bench.system.signals import RESUMABLE
 from nanogpt_bench.system.words import counted
 
+WORDS = ("export", "show", "rerun")
 TABLES = {"markdown": to_markdown, "csv": to_csv}
 #: options, and the words that they go with
 GO_WITH = {
@@ -45,7 +47,40 @@ MODE = "rerun"
 SAME = 5e-4
 
 
-def main_results(args: argparse.Namespace) -> int:
+def add_parser(commands: Any, text: str) -> Any:
+    """Add the command and return its parser."""
+    parser = commands.add_parser(
+        "results",
+        help=text,
+        usage="nanogpt-bench results export SWEEP --out FILE.json\n"
+        "       nanogpt-bench results show FILE.json [--reference ROW] [--table markdown|csv]\n"
+        "       nanogpt-bench results rerun FILE.json --row ROW [--seed N] [--data.dir DIR] [--anyway] [--out DIR]",
+        description="export: write what the runs of a sweep or a comparison have come to, their settings, their\n"
+        "environments and what was tuned into one JSON file. show: print the tables of such a file, whose page\n"
+        "report draws. rerun: train a row of it again, and print the recorded losses, those found and their\n"
+        "differences.",
+        epilog="examples:\n  nanogpt-bench results export runs/sweep-my_study/tune --out my_study.json\n"
+        "  nanogpt-bench results show my_study.json --reference muon\n"
+        "  nanogpt-bench results rerun my_study.json --row 'E4M3 stochastic' --seed 42\n"
+        "  nanogpt-bench report my_study.json --out report",
+    )
+    parser.add_argument("word", type=one_of(WORDS), metavar=braced(WORDS), help="which of these")
+    parser.add_argument("path", type=Path, metavar="SWEEP|FILE.json", help="export: a sweep's folder")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE.json|DIR", help="export: file to write; rerun: folder of runs"
+    )
+    parser.add_argument("--reference", metavar="ROW", help="show: row to measure against (default: the file's)")
+    parser.add_argument(
+        "--table", type=one_of(TABLES), metavar=braced(TABLES), help="show: this form of the table alone"
+    )
+    parser.add_argument("--row", metavar="ROW", help="rerun: the row, by its label, or by its format and rule")
+    parser.add_argument("--seed", type=natural, metavar="N", help="rerun: this seed alone (default: all of the row's)")
+    parser.add_argument("--data.dir", dest="data_dir", type=Path, metavar="DIR", help="rerun: where its text lies here")
+    parser.add_argument("--anyway", action="store_true", help="rerun: though torch, GPU or text differ")
+    return parser
+
+
+def main(args: argparse.Namespace) -> int:
     """The command line's entry: export a folder, show a file, or make a row of it again.
 
     Raises:

@@ -2,46 +2,78 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.config.settings import find_config, load_config
-from nanogpt_bench.data.stdlib import prepare_default
-from nanogpt_bench.loop.outcome import Progress
-from nanogpt_bench.loop.train import run
-from nanogpt_bench.setup.fits import check_fits
-from nanogpt_bench.setup.resolve import resolve, resolve_for
-from nanogpt_bench.setup.runtime import check_device
+from nanogpt_bench.config.settings import defaults_yaml, find_config, load_config, shipped_configs
 from nanogpt_bench.system.errors import BenchError, printable
 from nanogpt_bench.system.lock import new_folder
 from nanogpt_bench.system.ranks import Ranks, is_worker, joined
 from nanogpt_bench.system.signals import RESUMABLE, SIGNALS, stop_requests, stop_requests_once
 from nanogpt_bench.system.words import counted, say
 
+if TYPE_CHECKING:
+    from nanogpt_bench.loop.outcome import Progress
+
 RUNS = Path("runs")
 
 
-def run_command(
-    config_name: str,
-    name: str | None,
-    overrides: Sequence[str],
-    **options: bool,
-) -> int:
-    """Train as a configuration file and overrides say; the options are those of `trained`.
+def add_parser(commands: Any, text: str) -> Any:
+    """Add the command and return its parser."""
+    parser = commands.add_parser(
+        "run",
+        help=text,
+        usage="nanogpt-bench run CONFIG.yaml [--name NAME] [--resume] [--section.key VALUE ...]\n"
+        "       nanogpt-bench run --defaults",
+        description="Train one model as CONFIG.yaml says; every setting can be overridden on the command line.\n"
+        "nanogpt-bench run --defaults prints every setting, its default and what it takes.",
+        epilog="examples:\n  nanogpt-bench run e4m3.yaml --train.max_steps 500\n"
+        "  nanogpt-bench run bf16_baseline.yaml --rule stiffness-anneal --model.format E7M0 --name e7m0\n"
+        '  nanogpt-bench run my.yaml --data.dir data/book --model.formats "{attn: E4M3, mlp: E3M4}"\n\n'
+        f"shipped configs: {', '.join(shipped_configs())}",
+    )
+    parser.add_argument("config", nargs="?", metavar="CONFIG.yaml", help="a file, or the name of a shipped one")
+    parser.add_argument(
+        "--defaults", action="store_true", help="print a file of all settings with their defaults and meanings"
+    )
+    parser.add_argument("--name", help="results go to runs/NAME (default: the config's name, numbered)")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the newest whole checkpoint of runs/NAME (default: the latest run of that config), with the "
+        "same numbers as without the interruption; without a checkpoint, begin",
+    )
+    parser.add_argument(
+        "--allow-config-change",
+        action="store_true",
+        help="--resume: go on with settings or a corpus that change the numbers",
+    )
+    return parser
+
+
+def main(args: argparse.Namespace) -> int:
+    """Train as a configuration file and overrides say, or print the file of all defaults.
 
     Returns 0, 1 when the run failed or the disk ended it, 75 when a signal did.
 
     Raises:
         BenchError: as `trained`.
     """
-    return exit_code(trained(config_name, name, overrides, **options)[0])
+    if args.defaults:
+        print(defaults_yaml())
+        return 0
+    if args.config is None:
+        raise BenchError("run needs a CONFIG.yaml: a file, or the name of a shipped one; or --defaults")
+    options = {"resume": args.resume, "allow_config_change": args.allow_config_change}
+    return exit_code(trained(args.config, args.name, args.overrides, **options)[0])
 
 
 def trained(
@@ -57,11 +89,17 @@ def trained(
     Raises:
         BenchError: a configuration, a name or options that don't go together, or nothing whole to go on from.
     """
+    # here, since they bring torch, for which neither the help nor a wrong option has to wait
+    from nanogpt_bench.data.stdlib import prepare_default
+    from nanogpt_bench.loop.train import run
+    from nanogpt_bench.setup.memory import check_fits
+    from nanogpt_bench.setup.resolve import resolve, resolve_for
+    from nanogpt_bench.setup.runtime import check_device
+
     if allow_config_change and not resume:
         raise BenchError("--allow-config-change needs --resume: a new run takes the settings that it is given")
     path, ranks = find_config(config_name), joined()
-    gave_way: list[str] = []
-    given = load_config(path, overrides, gave_way.append)
+    given = load_config(path, overrides)
     _check_torchrun(given.train.parallel)
     named = None if name is None else RUNS / checked_name(name)
     earlier = Path(ranks.told(str(named or latest_name(path.stem)))) if resume else None
@@ -71,12 +109,12 @@ def trained(
     with ranks.together():
         if ranks.first:
             prepare_default(config.data.dir)
-    gave_way += _warmup(config)
+    first = _warmup(config)
     options: dict[str, Any] = {"resume": resume, "allow_config_change": allow_config_change, "ranks": ranks}
     with (
         _folder(path.stem, earlier or named, ranks) as run_dir,
         stop_requests() if ranks.size == 1 else stop_requests_once(SIGNALS) as stop,
-        _display(config, gave_way) as show,
+        _display(config, first) as show,
     ):
         summary = run(config, run_dir, on_progress=show if ranks.first else None, stop=stop, say=say, **options)
     print(printable(_closing_line(summary, run_dir)))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -14,6 +16,7 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
+from nanogpt_bench.commands.arguments import at_least_0, names, natural, positive
 from nanogpt_bench.data.batches import Corpus
 from nanogpt_bench.data.tokenizers import Tokenizer, tokenizer_from_meta
 from nanogpt_bench.evaluation.weights import RunWeights, checked_overrides, folder_of, named_formats
@@ -21,8 +24,7 @@ from nanogpt_bench.runs.trained import choose, load, run_folder
 from nanogpt_bench.setup.formats import format_summary
 from nanogpt_bench.setup.runtime import runtime
 from nanogpt_bench.system.errors import BenchError, printable
-from nanogpt_bench.system.files import write_json
-from nanogpt_bench.system.overwriting import holds, refuse_to_replace, rows_with
+from nanogpt_bench.system.files import holds, refuse_to_replace, rows_with, write_json
 from nanogpt_bench.system.words import counted
 from nanogpt_bench.training.trainer import Trainer
 
@@ -50,6 +52,41 @@ class Sample:
     #: how many tokens it has; fewer than were asked for where it came to an end of text
     tokens: int
     checkpoint: str
+
+
+def add_parser(commands: Any, text: str) -> Any:
+    """Add the command and return its parser."""
+    parser = commands.add_parser(
+        "sample",
+        help=text,
+        usage="nanogpt-bench sample RUN [--checkpoint best|last|step-N] [--formats A,B] [--prompt TEXT] [--tokens N]\n"
+        "                            [--temperature T] [--top-k K] [--seed S] [--out FILE] [--section.key VALUE ...]",
+        description="Let the weights that a run has trained go on with a text, as they are and rounded to each\n"
+        "format, side by side and with the same draws.",
+        epilog='examples:\n  nanogpt-bench sample runs/e4m3 --prompt "The function returns"\n'
+        "  nanogpt-bench sample runs/bf16_baseline --formats E4M3,E7M0 --temperature 0.8 --top-k 40 --seed 3",
+    )
+    parser.add_argument("run", metavar="RUN", help="a run's folder")
+    parser.add_argument("--checkpoint", metavar="WHICH", help="best, last (the default) or step-N")
+    parser.add_argument(
+        *("--formats", "--format"), type=names, metavar="A,B", help="formats of all weights, a text each; none: floats"
+    )
+    parser.add_argument("--prompt", default="", metavar="TEXT", help="what to go on with (default: a text's beginning)")
+    parser.add_argument("--tokens", type=positive, default=200, metavar="N", help="at most so many (default: 200)")
+    parser.add_argument(
+        "--temperature", type=at_least_0, default=1.0, metavar="T", help="0: always the likeliest token (default: 1)"
+    )
+    parser.add_argument("--top-k", type=positive, metavar="K", help="choose among the K likeliest (default: all)")
+    parser.add_argument("--seed", type=natural, default=0, metavar="S", help="of the draws (default: 0)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the texts as JSON as well")
+    return parser
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print the texts, and write them where that is asked for."""
+    draw = Draw(args.prompt, args.tokens, args.temperature, args.top_k, args.seed)
+    options = {"checkpoint": args.checkpoint, "formats": args.formats or (), "overrides": args.overrides}
+    return sample_command(args.run, draw, **options, out=args.out)
 
 
 def sample_run(

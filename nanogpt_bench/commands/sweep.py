@@ -7,7 +7,9 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from nanogpt_bench.commands.arguments import add_executor, positive, positives
 from nanogpt_bench.config.schema import DEFAULT_DATA_DIR
 from nanogpt_bench.config.settings import parse_overrides
 from nanogpt_bench.data.stdlib import prepare_default
@@ -27,7 +29,42 @@ from nanogpt_bench.workers.executors import check_executor, executor_of
 from nanogpt_bench.workers.pool import Executor, Local, check_workers
 
 
-def main_sweep(args: argparse.Namespace) -> int:
+def add_parser(commands: Any, text: str) -> Any:
+    """Add the command and return its parser."""
+    parser = commands.add_parser(
+        "sweep",
+        help=text,
+        usage="nanogpt-bench sweep FILE.yaml [--lr-limits | --sensitivity] [--reference ROW] [--smoke]\n"
+        "                           [--data-sizes A,B] [--workers N] [--out DIR]\n"
+        "                           [--section.key VALUE ...]",
+        description="Train one run for every point of FILE.yaml's axes, several at a time, and write a report. With\n"
+        "tune and confirm in the file: find the best learning rate of every point first, then train it on other\n"
+        "seeds. The same command goes on where an interrupted one was.",
+        epilog="examples:\n  nanogpt-bench sweep formats.yaml\n"
+        "  nanogpt-bench sweep my_sweep.yaml --workers 2 --out runs/mine --train.max_steps 500\n"
+        "  nanogpt-bench sweep lr_limits.yaml --lr-limits\n"
+        "  nanogpt-bench sweep sensitivity.yaml --sensitivity --data.dir data/book\n"
+        "  nanogpt-bench sweep formats.yaml --data-sizes 100000,300000,900000",
+    )
+    parser.add_argument("file", nargs="?", metavar="FILE.yaml", help="a sweep file, or the name of a shipped one")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--lr-limits", action="store_true", help="largest stable learning rate of every point")
+    mode.add_argument("--sensitivity", action="store_true", help="quantise one layer pattern at a time: loss gaps")
+    parser.add_argument("--reference", metavar="ROW", help="row to measure against (default: the file's, or BF16)")
+    parser.add_argument(
+        "--data-sizes",
+        type=positives,
+        metavar="A,B",
+        help="train every point on the first A, B, ... tokens of the text, once through: where does a gap appear?",
+    )
+    parser.add_argument("--smoke", action="store_true", help="with what the file's section smoke says: the same, small")
+    parser.add_argument("--workers", type=positive, metavar="N", help="runs at a time (default: the file's, or cores)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the results (default: runs/sweep-FILE)")
+    add_executor(parser)
+    return parser
+
+
+def main(args: argparse.Namespace) -> int:
     """The command line's entry: see `sweep_grid`, `tune_and_confirm` and what the other options stand for.
 
     Raises:

@@ -5,6 +5,7 @@ The summary is set against the records and the last checkpoint.
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
 from array import array
@@ -91,6 +92,26 @@ class Findings:
     whole: list[int] = field(default_factory=list)
     #: what the records come to
     added: Added = field(default_factory=Added)
+
+
+def add_parser(commands: Any, text: str) -> Any:
+    """Add the command and return its parser."""
+    parser = commands.add_parser(
+        "verify",
+        help=text,
+        description="Check run folders: every byte of every checkpoint, records of every step, settings and summary.\n"
+        "The exit code is 1 if anything is wrong. What an interruption leaves is noted and nothing wrong.",
+        epilog="examples:\n  nanogpt-bench verify runs/e4m3\n  nanogpt-bench verify runs/compare-20260101-120000",
+    )
+    parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="run folders, or folders of them at any depth"
+    )
+    return parser
+
+
+def main(args: argparse.Namespace) -> int:
+    """Check the runs that are named."""
+    return verify_command(args.runs)
 
 
 def verify_command(paths: Sequence[Path]) -> int:

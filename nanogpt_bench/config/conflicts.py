@@ -1,13 +1,25 @@
-"""Settings that exclude each other, as tables: a setting, whether it can't be used beside the others, and why."""
+"""Settings that exclude each other, as tables: a setting, whether it can't be used beside the others, and why.
+
+Nothing gives way: what is refused says the flag that makes the settings agree.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from nanogpt_bench.config.keys import FIELDS, get, keys_where
 from nanogpt_bench.config.metrics import TREND
-from nanogpt_bench.config.rules import has_moments, rules_with_format
+from nanogpt_bench.config.rules import (
+    RULES,
+    Rule,
+    contradicting,
+    has_moments,
+    meaning,
+    optimizer_of,
+    rules_with_format,
+    unit,
+)
 from nanogpt_bench.config.schema import (
     MANIFOLDS,
     ON_FLOATS,
@@ -17,13 +29,13 @@ from nanogpt_bench.config.schema import (
     PEER_WEIGHTS,
     PEERS,
     RIEMANNIAN,
-    ROUNDED,
     WITHOUT_FORMATS,
     Config,
 )
 from nanogpt_bench.system.errors import BenchError
 
-#: a setting, whether it is refused where it asks for something, and what follows `KEY: VALUE` in the error
+#: a setting, whether it is refused where it asks for something, and what follows `KEY: VALUE` in the error; the flag
+#: that takes the setting away follows where the text has no semicolon, after which it says what to do
 Row = tuple[str, bool, str]
 
 #: what the weights are under a storage without a format of the library's
@@ -32,10 +44,51 @@ _KEPT = {"float32": "floats", "peer": "another package's"}
 _NOT_CLASSIFY = {
     "model.pretrained": "which brings a head for the next token",
     "model.tie_weights": "whose lm_head is no embedding's size",
-    "data.train_tokens": "which trains on documents; --limit-tokens of prepare makes fewer of them",
+    "data.train_tokens": "which trains on documents, of which --limit-tokens of prepare makes fewer",
     "eval.also": "whose labels another text does not have",
     "train.parallel": "whose losses are a document's each",
 }
+
+
+def refuse_new_meanings(file: Mapping[str, Any], merged: Mapping[str, Any], said: Mapping[str, Any]) -> None:
+    """Refuse settings of a file that mean something else beside what is said on top of it.
+
+    A rate is in the unit of its optimizer, and formats of single layers stay beside one for all.
+
+    Raises:
+        BenchError: the setting, its value, and the flag that takes it away.
+    """
+    before, now = optimizer_of(file), optimizer_of(merged)
+    for key in keys_where("is_rate"):
+        if key not in said and file.get(key) is not None and unit(before) != unit(now):
+            raise BenchError(
+                f"{key}: {file[key]!r} is the file's for {before}, and {now} has another unit ({unit(now)}); "
+                f"add {without(key)} for its own, or give --{key}"
+            )
+    formats = file.get("model.formats")
+    if said.get("model.format") is not None and formats and "model.formats" not in said:
+        raise BenchError(
+            f"model.formats: {formats!r} of the file stays beside --model.format {said['model.format']}; "
+            f"add {without('model.formats')}"
+        )
+
+
+def refuse_disagreement(config: Config, rule: Rule) -> None:
+    """Refuse a setting that contradicts the rule: the run would bear the wrong name.
+
+    Raises:
+        BenchError: names the rule that means it, or the flags that say the rule's settings one by one.
+    """
+    means = meaning(rule)
+    for key, given in contradicting(lambda key: get(config, key), means).items():
+        asked = means | {key: given}
+        named = [name for name, other in RULES.items() if meaning(other) == asked]
+        one_by_one = " ".join(f"--{key} {value}" for key, value in asked.items() if value is not None)
+        remedy = f"--rule {named[0]}" if named else f"--rule null {one_by_one}"
+        raise BenchError(
+            f"{key}: {given!r} contradicts rule {config.rule!r}, which means {means[key]!r}; add {without(key)}, or "
+            f"give {remedy}"
+        )
 
 
 def refuse_as_given(config: Config) -> None:
@@ -45,11 +98,7 @@ def refuse_as_given(config: Config) -> None:
         BenchError: the setting, its value, and why.
     """
     classify = config.task == "classify"
-    rows = [("model.pooling", not classify, f"needs task 'classify', not {config.task!r}")]
-    rows += [
-        (k, classify, f"can't be used with task 'classify', {why}; leave it out") for k, why in _NOT_CLASSIFY.items()
-    ]
-    _refuse(config, rows)
+    _refuse(config, ((k, classify, f"can't be used with task 'classify', {why}") for k, why in _NOT_CLASSIFY.items()))
 
 
 def refuse_conflicts(config: Config) -> None:
@@ -58,7 +107,7 @@ def refuse_conflicts(config: Config) -> None:
     Raises:
         BenchError: the setting, its value, what it can't be used with, and what to give.
     """
-    for table in (_storages, _options, _storage, _peer, _optimizer, _watching, _pretrained, _in_backward, _constraint):
+    for table in TABLES:
         _refuse(config, table(config))
 
 
@@ -66,7 +115,17 @@ def _refuse(config: Config, rows: Iterable[Row]) -> None:
     for key, refused, why in rows:
         value = get(config, key)
         if refused and _asks(value):
-            raise BenchError(f"{key}: {value!r} {why}")
+            raise BenchError(f"{key}: {value!r} {why}" + ("" if ";" in why else f"; add {without(key)}"))
+
+
+def without(key: str) -> str:
+    """Return the flag that takes a setting away.
+
+    >>> without("optimizer.lr"), without("shadow.enabled"), without("model.formats")
+    ('--optimizer.lr null', '--shadow.enabled false', '--model.formats {}')
+    """
+    setting = FIELDS[key]
+    return f"--{key} {'null' if setting.optional else str(setting.default).lower()}"
 
 
 def _asks(value: Any) -> bool:
@@ -85,7 +144,7 @@ def _options(config: Config) -> Iterator[Row]:
     name = config.optimizer.name
     for option in OPTION_NAMES:
         takers = [taker for taker, options in OPTIONS.items() if option in options]
-        why = f"is not an option of {name}; it belongs to {', '.join(takers)}"
+        why = f"is not an option of {name}, but of {', '.join(takers)}"
         yield f"optimizer.{option}", name not in takers, why
 
 
@@ -94,10 +153,10 @@ def _storage(config: Config) -> Iterator[Row]:
     floats, impure = own in WITHOUT_FORMATS, config.train.precision == "bf16-pure"
     by, kept = f"rule {config.rule!r}" if config.rule else f"storage {own}", _KEPT.get(own or "", "")
     tied = bool(model.tie_weights and model.formats)
-    yield "model.tied", not tied, "needs model.tie_weights and a format; leave it out"
-    others = f"give another --rule: {', '.join(rules_with_format())}"
+    yield "model.tied", not tied, "needs model.tie_weights and a format"
+    others = f"add --model.format null --model.formats {{}}, or give another --rule: {', '.join(rules_with_format())}"
     yield "model.formats", floats, f"can't be used with {by}, whose weights are {kept}; {others}"
-    yield "model.granularity", floats, f"means nothing under {by}, whose weights are {kept}; leave it out"
+    yield "model.granularity", floats, f"means nothing under {by}, whose weights are {kept}"
     for key in ("rule", "model.storage"):
         why = "needs a format for the weights; give --model.format E4M3 or model.formats"
         yield key, not floats and not model.formats, why
@@ -110,7 +169,7 @@ def _storage(config: Config) -> Iterator[Row]:
 def _peer(config: Config) -> Iterator[Row]:
     """What another package's weights can't be used with, and what its optimizers can't."""
     own, peer, name = config.model.storage, config.model.peer, config.optimizer.name or ""
-    yield "model.peer", own != "peer", f"needs model.storage peer, not {own!r}; leave it out"
+    yield "model.peer", own != "peer", f"needs model.storage peer, not {own!r}"
     yield "model.storage", own == "peer" and not peer, f"needs model.peer {_either([*PEER_WEIGHTS])}"
     steppers = PEER_WEIGHTS.get(peer or "", ())
     why = f"can't step the weights of model.peer {peer!r}; allowed: {', '.join(steppers)}"
@@ -118,8 +177,8 @@ def _peer(config: Config) -> Iterator[Row]:
     why = f"steps SDNQ's own weights; it can't be used with model.storage {own!r}"
     yield "optimizer.name", not steppers and name.startswith("sdnq"), why
     for key in ("model.tie_weights", "model.pretrained", "model.constraint", "shadow.enabled"):
-        yield key, own == "peer", f"can't be used with model.peer {peer!r}; leave it out"
-    yield "runtime.compile", own == "peer", f"can't be used with model.peer {peer!r}; leave it out"
+        yield key, own == "peer", f"can't be used with model.peer {peer!r}"
+    yield "runtime.compile", own == "peer", f"can't be used with model.peer {peer!r}"
     mixed = peer == "torchao-int8" and config.train.precision != "float32"
     yield (
         "train.precision",
@@ -142,31 +201,27 @@ def _optimizer(config: Config) -> Iterator[Row]:
     yield "optimizer.moments", not has_moments(own, name), why
     why = f"means nothing with storage {own!r}, whose weights have no stiffness; give 0"
     yield "optimizer.stiffness", own not in MANIFOLDS and name in ON_FLOATS and bool(optimizer.stiffness), why
-    for option in ("stiffness", "weight_decay"):
-        nowhere = getattr(optimizer, f"{option}_end") is None
-        yield f"optimizer.{option}_schedule", nowhere, f"needs optimizer.{option}_end, where it leads to"
-    yield "optimizer.weight_decay_end", not optimizer.weight_decay, "needs optimizer.weight_decay above 0"
+    nowhere = optimizer.stiffness_end is None
+    yield "optimizer.stiffness_schedule", nowhere, "needs optimizer.stiffness_end, where it leads to"
     why = "can't be used with task 'classify', whose labels are not drawn from a softmax; give another rule"
     yield "optimizer.name", config.task == "classify" and name == "fisher", why
 
 
 def _watching(config: Config) -> Iterator[Row]:
-    followed, why = TREND in config.monitor.watch, f"needs {TREND!r} in monitor.watch; add it"
+    watched = config.monitor.watch
+    followed = TREND in watched
+    why = f"needs {TREND!r} in monitor.watch; add --monitor.watch {','.join([*watched, TREND])}"
     for reason in ("divergence", "plateau"):
         if reason in config.train.stop_on and not followed:
             raise BenchError(f"train.stop_on: {reason!r} {why}")
     yield "alerts.baseline", not followed, why
-    rounded = config.shadow.enabled and config.shadow.of == "master" and config.model.storage in ROUNDED
-    own = config.model.storage
-    why = f"needs a master copy, which model.storage {own!r} does not have; allowed: dequantised"
-    yield "shadow.of", rounded, why
 
 
 def _pretrained(config: Config) -> Iterator[Row]:
     """What knows the GPT's own modules, and what only models of transformers have."""
     given = config.model.pretrained is not None
     for key in ("shadow.enabled", "runtime.compile", "model.torchao_float8", "model.dropout"):
-        yield key, given and get(config, key) != 0, "can't be used with model.pretrained; leave it out"
+        yield key, given and get(config, key) != 0, "can't be used with model.pretrained"
     yield "train.recompute", not given, "needs model.pretrained; the GPT here keeps its activations"
 
 
@@ -177,11 +232,7 @@ def _in_backward(config: Config) -> Iterator[Row]:
     why = f"needs an optimizer of the library that steps weights one by one, not {name!r} with model.storage {own!r}"
     yield "train.step_in_backward", at_once, why
     within, several = train.step_in_backward, train.accumulation > 1
-    yield "shadow.enabled", within and config.shadow.enabled, "can't be used with train.step_in_backward; give False"
-    why = "with train.step_in_backward needs train.accumulate_in bfloat16 (a sum of two bytes a weight); or give 1"
-    yield "train.accumulation", within and several and train.accumulate_in is None, why
-    why = "needs train.step_in_backward and train.accumulation above 1; leave it out"
-    yield "train.accumulate_in", train.accumulate_in is not None and not (within and several), why
+    yield "shadow.enabled", within and config.shadow.enabled, "can't be used with train.step_in_backward"
     optimizer, compiled = config.optimizer, config.runtime.compile
     why = (
         "with train.step_in_backward needs optimizer.clip_by previous (by the norm of the step before, one backward "
@@ -189,31 +240,44 @@ def _in_backward(config: Config) -> Iterator[Row]:
     )
     asked = within and not several and optimizer.grad_clip > 0
     yield "optimizer.grad_clip", asked and optimizer.clip_by is None, why
-    why = "needs train.step_in_backward, optimizer.grad_clip above 0 and train.accumulation 1; leave it out"
+    why = "needs train.step_in_backward, optimizer.grad_clip above 0 and train.accumulation 1"
     yield "optimizer.clip_by", optimizer.clip_by is not None and not asked, why
     why = "can't be used with runtime.compile, whose graphs take one backward pass; give optimizer.grad_clip 0"
     yield "optimizer.clip_by", optimizer.clip_by is not None and compiled, why
 
 
+def _parallel(config: Config) -> Iterator[Row]:
+    """What compares gradients, or measures them, in passes of one process, and manifolds of whole matrices."""
+    for key in ("shadow.enabled", "train.step_in_backward", "model.constraint", "model.peer"):
+        yield "train.parallel", bool(get(config, key)), f"can't be used with {key}; add {without(key)}"
+    fisher = config.optimizer.name == "fisher"
+    yield "train.parallel", fisher, "can't be used with optimizer.name 'fisher'"
+
+
 def _constraint(config: Config) -> Iterator[Row]:
     """What geoopt's manifolds can't keep, and two rates or decay where no weight is stepped by ULPs."""
     model, optimizer, given = config.model, config.optimizer, config.model.constraint is not None
-    for key in ("model.constrained", "optimizer.constrained_lr"):
-        yield key, not given, "needs model.constraint stiefel or sphere"
+    yield "optimizer.constrained_lr", not given, "needs model.constraint stiefel or sphere"
     called, name = f"model.constraint {model.constraint!r}", optimizer.name
     why = f"can't keep weights on a manifold ({called}); allowed: {', '.join(RIEMANNIAN)}"
     yield "optimizer.name", given and name not in RIEMANNIAN, why
     impure = config.train.precision == "bf16-pure"
     for key, beside in (("model.pretrained", True), ("model.torchao_float8", True), ("train.precision", impure)):
-        yield key, given and beside, f"can't be used with {called}; leave one of them out"
+        yield key, given and beside, f"can't be used with {called}"
     yield "model.n_embd", given and model.n_embd == 1, f"leaves nothing to turn under {called}; give 2 or more"
     no_ulps, called = given and model.storage not in MANIFOLDS, f"model.storage {model.storage!r}"
     rates = f"and optimizer.float_lr {optimizer.float_lr} are two rates for the same weights"
     why = f"{rates}: none is stepped by ULPs with {called}; give one of them"
     yield "optimizer.lr", no_ulps and optimizer.lr != optimizer.float_lr, why
-    why = f"is of weights that {name} steps by ULPs: none with {called}; leave it out"
+    why = f"is of weights that {name} steps by ULPs: none with {called}"
     yield "optimizer.weight_decay", no_ulps and bool(optimizer.weight_decay), why
 
 
 def _either(names: Sequence[str]) -> str:
     return " or ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
+
+
+TABLES = (
+    *(_storages, _options, _storage, _peer, _optimizer),
+    *(_watching, _pretrained, _in_backward, _parallel, _constraint),
+)

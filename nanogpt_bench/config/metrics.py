@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
-from nanogpt_bench.config.field import setting
+from nanogpt_bench.config.field import Section, setting
 
 #: what a layer multiplies, what comes back, and what the blocks add up; the last are measured for blocks
 OPERANDS: Final = ("weight", "activation", "gradient", "weight_gradient", "residual")
@@ -90,8 +90,7 @@ TREND = "trend"
 WATCHED = (*MONITORS, TREND)
 
 
-@dataclass
-class MonitorConfig:
+class MonitorConfig(Section):
     """What is watched beside the loss, each figure by layer and over all of them."""
 
     watch: list[str] = setting(

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from nanogpt_bench.config.keys import keys_where
-from nanogpt_bench.config.schema import LOSING, MANIFOLDS, ON_FLOATS, ROUNDED, WITHOUT_FORMATS
+from nanogpt_bench.config.schema import LOSING, MANIFOLDS, ON_FLOATS, RIEMANNIAN, ROUNDED, WITHOUT_FORMATS
 from nanogpt_bench.system.errors import BenchError, unknown
 
 
@@ -278,6 +278,17 @@ def contradicting(given: Callable[[str], Any], means: Mapping[str, Any]) -> dict
         for key, value in found.items()
         if value is not None and value != means[key] and not (value in ROUNDED and means[key] in ROUNDED)
     }
+
+
+def optimizer_of(settings: Mapping[str, Any]) -> str:
+    """Return the optimizer that settings call for, by its name or by that of a rule, or by a constraint.
+
+    >>> optimizer_of({"rule": "madam"}), optimizer_of({})
+    ('madam', 'adamw')
+    """
+    entry = RULES.get(str(settings.get("rule")))
+    called_for = RIEMANNIAN[0] if settings.get("model.constraint") else "adamw"
+    return str(settings.get("optimizer.name") or (entry.optimizer if entry else called_for))
 
 
 def available_rules() -> list[str]:

@@ -1,4 +1,4 @@
-"""The configuration of one training run: these dataclasses are the only source of truth.
+"""The configuration of one training run: these models are the only source of truth.
 
 YAML files, command-line overrides (`--train.max_steps 100`), `run --help` and the resolved `config.yaml` of a run
 folder are all derived from the fields below. A field's metadata says what values it takes.
@@ -6,23 +6,16 @@ folder are all derived from the fields below. A field's metadata says what value
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-from nanogpt_bench.config.field import section, setting
+from nanogpt_bench.config.field import Section, section, setting
 from nanogpt_bench.config.metrics import MonitorConfig
-from nanogpt_bench.config.watching import AlertsConfig, CheckpointConfig, ShadowConfig, TrackingConfig
 
 #: optimizers of other packages, on float weights or on those packages' own
 PEERS = ("torchao_adamw8bit", "torchao_adamwfp8", "optimi_adamw", "sdnq_muon", "sdnq_adamw")
-#: of the library's own optimizers, beside those of their kind
-_OWN: dict[str, Any] = {"damping": 2.0**-8, "clip": 2.0**4, "stabilize_every": None, "reset_every": None}
-_DECAY: dict[str, Any] = {"weight_decay": 0.1, "weight_decay_end": None, "weight_decay_schedule": None}
-_ADAM: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, **_DECAY}
-_SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, **_DECAY, "weight_decay": 0.0}
-_LION: dict[str, Any] = {"lr": 2.5e-4, "beta1": 0.9, "beta2": 0.99, **_DECAY}
-_SDNQ: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, **_DECAY}
-_EXPONENT: dict[str, Any] = {**_OWN, "stiffness": 0.0, "stiffness_end": None, "stiffness_schedule": None}
+_ADAM: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1}
+_SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.0}
+_EXPONENT: dict[str, Any] = {"stiffness": 0.0, "stiffness_end": None, "stiffness_schedule": None}
 #: the options every optimizer takes, with their defaults; all others must be left out. A rule has rates of its own
 OPTIONS: dict[str, dict[str, Any]] = {
     "adamw": _ADAM,
@@ -31,13 +24,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "stiffness_adamw": {**_ADAM, **_EXPONENT},
     "stiffness_sgd": {**_SGD, **_EXPONENT},
     "stiffness_muon": {**_ADAM, **_EXPONENT, "momentum": 0.95, "lr": 4e-3, "float_lr": 4e-3},
-    "stiffness_lion": {**_LION, **_EXPONENT},
-    "madam": {**_ADAM, **_OWN, "lr": 1e-2, "float_lr": 1e-3, "weight_decay": 0.0},
-    "riemannian_adam": {**_ADAM, **_OWN, "lr": 0.5, "float_lr": 1e-3},
-    "riemannian_sgd": {**_SGD, **_OWN, "lr": 2e4, "float_lr": 0.1},
-    "fisher": {**_ADAM, **_EXPONENT, "momentum": 0.9, "representation": "kfac", "refresh": 10, "damping": 0.1},
-    "sdnq_muon": {**_SDNQ, "momentum": 0.95, "lr": 2e-2, "float_lr": 4e-3},
-    "sdnq_adamw": _SDNQ,
+    "stiffness_lion": {**_ADAM, **_EXPONENT, "lr": 2.5e-4},
+    "madam": {**_ADAM, "lr": 1e-2, "float_lr": 1e-3, "weight_decay": 0.0},
+    "riemannian_adam": {**_ADAM, "lr": 0.5, "float_lr": 1e-3},
+    "riemannian_sgd": {**_SGD, "lr": 2e4, "float_lr": 0.1},
+    "fisher": {**_ADAM, **_EXPONENT, "momentum": 0.9},
+    "sdnq_muon": {**_ADAM, "momentum": 0.95, "lr": 2e-2, "float_lr": 4e-3},
+    "sdnq_adamw": _ADAM,
 }
 #: the library's own, each a class of fp8manifold.optim without its underscores
 OWN_OPTIMIZERS = tuple(name for name in OPTIONS if name not in ("adamw", "sgd", *PEERS))
@@ -74,15 +67,14 @@ PRECISIONS = ("float32", "bf16-mixed", "bf16-pure")
 STOPS = ("nan", "divergence", "plateau")
 PARALLEL = ("ddp",)
 ANOMALY_POLICIES = ("skip", "stop")
+WANDB_MODES = ("off", "auto", "offline", "online")
 #: what is learnt: the next token, or the labels of a document
 TASKS = ("language", "classify")
-POOLINGS = ("mean", "last")
 #: where `prepare stdlib` writes and where a run looks when nobody says otherwise
 DEFAULT_DATA_DIR = "data/stdlib"
 
 
-@dataclass
-class DataConfig:
+class DataConfig(Section):
     """Which text, and in which order it is read."""
 
     dir: str = setting(
@@ -91,14 +83,12 @@ class DataConfig:
         changes_numbers=False,
         of_task=True,
     )
-    seed: int | None = setting(None, "seed of the batch order; null: the run's seed", minimum=0, maximum=2**64 - 1)
     train_tokens: int | None = setting(
         None, "train on this many tokens, the first of the corpus, only; null: all", minimum=1, of_task=True
     )
 
 
-@dataclass
-class ModelConfig:
+class ModelConfig(Section):
     """The GPT and the formats of its linear layers."""
 
     size: str | None = setting(
@@ -130,12 +120,6 @@ class ModelConfig:
     gelu: str | None = setting(
         None, "exact, or GPT-2's tanh approximation; null: the size's (124M: tanh)", choices=("exact", "tanh")
     )
-    pooling: str | None = setting(
-        None,
-        "task classify: what lm_head sees of a document, the mean over its tokens or the last of them; null: mean",
-        choices=POOLINGS,
-    )
-    seed: int | None = setting(None, "seed of the initial weights; null: the run's seed", minimum=0, maximum=2**64 - 1)
     storage: str | None = setting(
         None,
         "where quantised weights live: master (float32 copy, quantised forward), fp8 (one byte), grid (the same values "
@@ -203,18 +187,14 @@ class ModelConfig:
     )
     constraint: str | None = setting(
         None,
-        "where weights stay: stiefel (orthonormal columns, or rows if fewer) or sphere (rows of length 1); null: free",
+        "where attn.qkv and attn.proj stay: stiefel (orthonormal columns) or sphere (rows of length 1); null: free",
         choices=("stiefel", "sphere"),
         of_rule=True,
         optimizers=RIEMANNIAN,
     )
-    constrained: list[str] = setting(
-        list, "layer patterns of constraint; empty: attn.qkv, attn.proj", of_rule=True, optimizers=RIEMANNIAN
-    )
 
 
-@dataclass
-class OptimizerConfig:
+class OptimizerConfig(Section):
     """How a step is computed and written back."""
 
     name: str | None = setting(None, "null: the rule's, or adamw", choices=tuple(OPTIONS), rows_by="--rules")
@@ -240,7 +220,6 @@ class OptimizerConfig:
     )
     beta1: float | None = setting(None, "decay of the first moment; null: 0.9", minimum=0.0, below=1.0)
     beta2: float | None = setting(None, "decay of the second moment; null: 0.99", minimum=0.0, below=1.0)
-    eps: float | None = setting(None, "added to the root of the second moment; null: 1e-8", above=0.0)
     momentum: float | None = setting(
         None,
         "sgd, stiffness_sgd, riemannian_sgd, fisher, stiffness_muon, sdnq_muon: momentum; null: 0.9, for the last two "
@@ -303,31 +282,6 @@ class OptimizerConfig:
     stiffness_schedule: str | None = setting(
         None, "the same five: schedule of k to stiffness_end; null: linear", choices=COURSES
     )
-    weight_decay_end: float | None = setting(
-        None, "weight_decay at the last step, by weight_decay_schedule; null: it stays", minimum=0.0
-    )
-    weight_decay_schedule: str | None = setting(
-        None, "schedule of weight_decay to weight_decay_end; null: linear", choices=COURSES
-    )
-    representation: str | None = setting(
-        None, "fisher: what is kept of a layer's Fisher matrix; null: kfac", choices=("diagonal", "kfac", "ekfac")
-    )
-    refresh: int | None = setting(None, "fisher: steps between two measurements of it; null: 10", minimum=1)
-    damping: float | None = setting(
-        None,
-        "fisher: added to its eigenvalues, in units of their mean, null: 0.1; the library's other optimizers: least "
-        "stiffness, as a share of its mean, null: 2^-8",
-        above=0.0,
-    )
-    clip: float | None = setting(
-        None, "the library's optimizers: largest stiffness, in units of its mean; null: 16", above=0.0
-    )
-    stabilize_every: int | None = setting(
-        None, "the library's optimizers: steps after which weights are put back onto the grid; null: never", minimum=1
-    )
-    reset_every: int | None = setting(
-        None, "the library's optimizers: steps after which running averages begin anew; null: never", minimum=1
-    )
     schedule: str = setting(
         "cosine",
         "schedule of the learning rate after the warm-up: to min_lr_ratio, or none",
@@ -336,9 +290,6 @@ class OptimizerConfig:
     )
     warmup_steps: int = setting(100, "steps of linear warm-up", minimum=0, of_rule=False)
     min_lr_ratio: float = setting(0.1, "last learning rate over the peak", minimum=0.0, maximum=1.0, of_rule=False)
-    decay_share: float = setting(
-        0.2, "trapezoid: share of the steps in the final descent", minimum=0.0, maximum=1.0, of_rule=False
-    )
     step_at: float = setting(
         0.5,
         "schedules named step, and writeback_end: share of the steps after which the last value holds",
@@ -348,8 +299,7 @@ class OptimizerConfig:
     )
 
 
-@dataclass
-class TrainConfig:
+class TrainConfig(Section):
     """The length and the shape of the training."""
 
     max_steps: int = setting(
@@ -370,13 +320,8 @@ class TrainConfig:
     step_in_backward: bool = setting(
         False,
         "step each parameter as soon as its gradient is there, and free the gradient: the library's optimizers; "
-        "optimizer.clip_by and train.accumulate_in say how to clip and accumulate; what is watched of gradients is "
-        "left out",
-    )
-    accumulate_in: str | None = setting(
-        None,
-        "train.step_in_backward: what micro-batches are summed up in, two bytes a weight, rounded stochastically",
-        choices=("bfloat16",),
+        "optimizer.clip_by says how to clip; micro-batches are summed up in bfloat16, rounded stochastically; what is "
+        "watched of gradients is left out",
     )
     recompute: bool = setting(
         False, "model.pretrained: keep no activations inside a block, compute them once more in the backward pass"
@@ -407,8 +352,7 @@ class TrainConfig:
     )
 
 
-@dataclass
-class EvalConfig:
+class EvalConfig(Section):
     """The validation: always the same batches."""
 
     interval: int = setting(250, "steps between validations", minimum=1)
@@ -416,11 +360,9 @@ class EvalConfig:
     also: str | None = setting(
         None, "another prepared text, in the same tokens, to validate on as well: what a fine-tuning forgets"
     )
-    seed: int = setting(1337, "chooses the validation batches", minimum=0, of_task=True)
 
 
-@dataclass
-class RuntimeConfig:
+class RuntimeConfig(Section):
     """The machine."""
 
     device: str = setting("auto", "auto takes a GPU when there is one", choices=("auto", "cpu", "cuda"))
@@ -430,16 +372,62 @@ class RuntimeConfig:
         "compile the model with torch.compile: the first step and the first validation take long; steps into which a "
         "monitor hooks itself run uncompiled",
     )
-    peak_tflops: float | None = setting(
-        None,
-        "10^12 operations a second of the machine, for mfu; null: those of known GPUs",
-        above=0.0,
-        changes_numbers=False,
+
+
+class ShadowConfig(Section):
+    """A float32 model with the run's current weights, whose gradients the run's are compared with."""
+
+    enabled: bool = setting(False, "compare gradients with a float32 model's on the same batches")
+    interval: int = setting(100, "steps between two comparisons", minimum=1)
+
+
+class AlertsConfig(Section):
+    """What a run tells of failures as it goes, in alerts.jsonl, on the terminal and in the trackers."""
+
+    enabled: bool = setting(True, "judge the run at every look of its monitors")
+    save_on_anomaly: bool = setting(True, "keep the state before the first step that is not finite, in anomaly/")
+    baseline: str | None = setting(
+        None, "run folder whose losses divergence is measured against; null: the run's own", changes_numbers=True
     )
 
 
-@dataclass
-class Config:
+class TrackingConfig(Section):
+    """Where the record of every step goes, beside metrics.jsonl."""
+
+    wandb: str = setting(
+        "off",
+        "Weights & Biases, whose WANDB_PROJECT, WANDB_ENTITY and WANDB_TAGS are read; auto: online with an API key, "
+        "otherwise offline",
+        choices=WANDB_MODES,
+    )
+    wandb_id: str | None = setting(None, "run to resume, online only; null: a new one")
+    wandb_artifacts: bool = setting(
+        False, "at the end, keep the last checkpoint there, as an artifact with the alias latest"
+    )
+    tensorboard: bool = setting(False, "write TensorBoard's event files into the run folder")
+
+
+class CheckpointConfig(Section):
+    """When the state of a run is committed to its folder, and which of these checkpoints stay."""
+
+    every: int | None = setting(
+        500,
+        "steps between two checkpoints, best a multiple of eval.interval; null: none on the way. A signal that ends "
+        "the run is always answered with one",
+        minimum=1,
+    )
+    last: bool = setting(True, "a checkpoint where the run ends, too, unless it failed")
+    keep: int = setting(
+        2, "newest checkpoints that stay; the one with the lowest validation loss stays beside them", minimum=1
+    )
+    best: bool = setting(
+        False,
+        "one more checkpoint at every validation whose loss is the lowest so far; without it the lowest loss has a "
+        "checkpoint only if one was due at that step",
+    )
+
+
+class Config(Section):
     """One training run. Keys left null are filled in by `nanogpt_bench.setup.resolve.resolve`."""
 
     rule: str | None = setting(
@@ -449,9 +437,7 @@ class Config:
         of_rule=True,
         rows_by="--rules",
     )
-    seed: int = setting(
-        42, "model, data and rounding, where they have no seed of their own", minimum=0, maximum=2**64 - 1
-    )
+    seed: int = setting(42, "of first weights, the order of the data and rounding", minimum=0, maximum=2**64 - 1)
     task: str = setting(
         "language",
         "language: predict the next token; classify: tell a document's labels from its first model.block_size tokens, "

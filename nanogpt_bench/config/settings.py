@@ -5,64 +5,40 @@ A key that does not exist is refused here with its nearest valid spelling; `conf
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from textwrap import wrap
+from typing import Any
 
 import yaml
+from pydantic import Field, ValidationError
 
-from nanogpt_bench.config.keys import (
-    FIELDS,
-    NULL_WORDS,
-    SECTIONS,
-    checked,
-    mapping_above,
-    own_spellings,
-    parse_text,
-    type_name,
-)
+from nanogpt_bench.config.conflicts import refuse_new_meanings
+from nanogpt_bench.config.field import NULLS, Section, kind_of, parse_text
+from nanogpt_bench.config.keys import FIELDS, SECTIONS, mapping_above, refusal
 from nanogpt_bench.config.metrics import WATCHED
-from nanogpt_bench.config.precedence import settle
+from nanogpt_bench.config.rules import RULES, optimizer_of
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.system import untrusted
 from nanogpt_bench.system.errors import BenchError, nearest, one_line, unknown
 
-if TYPE_CHECKING:
-    from fp8manifold import LayerSpec
-    from nanogpt_bench.model.gpt import GPTShape
 
-
-def load_config(path: Path | None, overrides: Sequence[str] = (), say: Callable[[str], None] | None = None) -> Config:
+def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
     """Read a YAML file (None: all defaults), apply command-line overrides and check every key, type and range.
-
-    What in the file contradicts an override gives way to it; `say` is told what.
 
     >>> load_config(None, ["--train.max_steps", "7"]).train.max_steps
     7
 
     Raises:
-        BenchError: unreadable file, unknown key, wrong type or a value out of range, in one line.
-    """
-    return build_config(load_settings(path, overrides, say))
-
-
-def load_settings(
-    path: Path | None, overrides: Sequence[str] = (), say: Callable[[str], None] | None = None
-) -> dict[str, Any]:
-    """Return the settings that `load_config` builds a configuration of, as {dotted key: value}.
-
-    Raises:
-        BenchError: unreadable file or unknown key, in one line.
+        BenchError: unreadable file, unknown key, wrong type, a value out of range, or one of the file that what is
+            said beside it gives another meaning, in one line.
     """
     file = read_yaml(path) if path else {}
-    given = (file, parse_overrides(overrides), parse_overrides(overrides, file))
-    kept, lines = settle(*map(own_spellings, given))
-    if say is not None and path is not None:
-        for line in lines:
-            say(f"{path.name}: {line}")
-    return kept
+    merged = parse_overrides(overrides, file)
+    config = build_config(merged)
+    if overrides:
+        refuse_new_meanings(file, merged, parse_overrides(overrides))
+    return config
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -140,6 +116,8 @@ GONE: dict[str, Any] = {
     "alerts.plateau": 0.001,
     "alerts.plateau_evals": 5,
     "alerts.stall": 0.5,
+    "data.seed": None,
+    "eval.seed": 1337,
     "failure.batch_fall": 0.02,
     "failure.divergence": 0.5,
     "failure.early_plateau": 10,
@@ -158,45 +136,89 @@ GONE: dict[str, Any] = {
     "failure.stall": 0.5,
     "failure.zero_gradients": 0.9,
     "failure.zero_zone": 0.5,
+    "model.constrained": [],
     "model.lora_rank": None,
-    "model.outliers": "none",
     "model.outlier_sigma": None,
+    "model.outliers": "none",
+    "model.pooling": None,
+    "model.seed": None,
     **dict.fromkeys((f"monitor.{name}" for name in WATCHED if name != "zones"), True),
     "monitor.dead_steps": 100,
     "monitor.dead_threshold": 1e-8,
     "monitor.fisher": False,
-    "monitor.fisher_matrix": "kfac",
     "monitor.fisher_eigenvalues": 5,
+    "monitor.fisher_matrix": "kfac",
     "monitor.histogram_interval": 500,
     "monitor.stall_interval": None,
+    "optimizer.clip": None,
     "optimizer.compile": False,
+    "optimizer.damping": None,
+    "optimizer.decay_share": 0.2,
+    "optimizer.eps": None,
+    "optimizer.refresh": None,
+    "optimizer.representation": None,
+    "optimizer.reset_every": None,
+    "optimizer.stabilize_every": None,
+    "optimizer.weight_decay_end": None,
+    "optimizer.weight_decay_schedule": None,
+    "runtime.peak_tflops": None,
+    "shadow.of": "dequantised",
     "tracking.tags": [],
     "tracking.wandb_entity": None,
+    "tracking.wandb_project": "nanogpt-bench",
+    "train.accumulate_in": None,
     "train.max_rollbacks": 3,
 }
-#: sections of which none is left
-_GONE_SECTIONS = {key.rpartition(".")[0] for key in GONE} - SECTIONS
+#: what those that were null became in a run's own config.yaml, where it is what they stand for here, too
+FILLED: dict[str, tuple[Any, ...]] = {
+    "model.constrained": (["attn.qkv", "attn.proj"],),
+    "model.pooling": ("mean",),
+    "optimizer.clip": (16.0,),
+    "optimizer.damping": (2.0**-8,),
+    "optimizer.eps": (1e-8,),
+    "optimizer.refresh": (10,),
+    "optimizer.representation": ("kfac",),
+    "train.accumulate_in": ("bfloat16",),
+}
+#: of the setting `seed`, which they were filled in from
+SEEDS = ("data.seed", "model.seed")
 
 
-def flatten(tree: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of nested sections, the keys checked.
+def flatten(tree: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) of nested sections, the keys checked; settings that are gone are left out.
 
     Raises:
         BenchError: an unknown key, a value in place of a section, or one that asks for what is gone.
     """
+    found = list(_flat(tree, ""))
+    settings = dict(found)
+    for key, value in found:
+        if key not in GONE:
+            yield key, value
+        elif value != GONE[key] and value not in _filled(key, settings):
+            raise BenchError(f"{key}: {value!r} asks for what is no longer here; leave {key} out")
+
+
+def _filled(key: str, settings: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The values with which a setting that is gone means what it means here."""
+    if key in SEEDS:
+        return (settings.get("seed", Config().seed),)
+    if key == "optimizer.damping" and optimizer_of(settings) == "fisher":
+        return (0.1,)
+    return FILLED.get(key, ())
+
+
+def _flat(tree: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
     for name, value in tree.items():
         key = f"{prefix}{name}"
-        if key in SECTIONS or key in _GONE_SECTIONS:
-            if not isinstance(value, dict):
-                raise BenchError(f"{key}: {value!r} is not a section; give its keys, such as {_first_key(key)}")
-            yield from flatten(value, f"{key}.")
-        elif key in GONE:
-            if value != GONE[key]:
-                raise BenchError(f"{key}: {value!r} asks for what is no longer here; leave {key} out")
-        elif key not in FIELDS:
-            raise unknown_key(".".join([key, *_first_path(value)]))
-        else:
+        if key in FIELDS or key in GONE:
             yield key, value
+        elif not any(known.startswith(f"{key}.") for known in (*FIELDS, *GONE)):
+            raise unknown_key(".".join([key, *_first_path(value)]))
+        elif not isinstance(value, dict):
+            raise BenchError(f"{key}: {value!r} is not a section; give its keys, such as {_first_key(key)}")
+        else:
+            yield from _flat(value, f"{key}.")
 
 
 def _first_path(value: Any) -> Iterator[str]:
@@ -211,14 +233,9 @@ def _first_key(section: str) -> str:
     return next(known for known in (*FIELDS, *GONE) if known.startswith(f"{section}."))
 
 
-def _check_key(key: str) -> None:
-    if key not in FIELDS:
-        raise unknown_key(key)
-
-
 def unknown_key(key: str) -> BenchError:
     """Return the error for a key that does not exist: its nearest spelling, or the keys of its section."""
-    if key in GONE or key.partition(".")[0] in _GONE_SECTIONS or key.rpartition(".")[0] in GONE:
+    if any(f"{gone}.".startswith(f"{key}.") or key.startswith(f"{gone}.") for gone in GONE):
         return BenchError(f"{key} is no setting any more; leave it out")
     guess = nearest(key, FIELDS) or _same_last_word(key)
     if guess:
@@ -280,7 +297,7 @@ def entries_of(values: Mapping[str, Any], mapping: str) -> dict[str, Any]:
     """
     entries = values.get(mapping) or {}
     if not isinstance(entries, dict):
-        raise BenchError(f"{mapping}: {entries!r} is not allowed; give {type_name(mapping)}")
+        raise BenchError(f"{mapping}: {entries!r} is not allowed; give {FIELDS[mapping].allowed}")
     return entries
 
 
@@ -290,10 +307,10 @@ def _next_override(queue: list[str]) -> tuple[str, str]:
     if not word.startswith("--"):
         raise BenchError(f"unexpected argument {word!r}; settings are written --section.key value")
     key, equals, text = word[2:].partition("=")
-    if not mapping_above(key):
-        _check_key(key)
+    if key not in FIELDS and not mapping_above(key):
+        raise unknown_key(key)
     if not equals and not queue:
-        raise BenchError(f"--{key} needs a value; give {type_name(key) if key in FIELDS else 'one'}")
+        raise BenchError(f"--{key} needs a value; give {FIELDS[key].allowed if key in FIELDS else 'one'}")
     return key, text if equals else queue.pop(0)
 
 
@@ -305,22 +322,27 @@ def _read_value(key: str, text: str) -> Any:
     setting = FIELDS[key]
     if setting.kind is list:
         return [word.strip() for word in text.strip("[] ").split(",") if word.strip()]
-    if setting.optional and text.lower() in NULL_WORDS:
+    if setting.optional and text.lower() in (*NULLS, "none", ""):
         return None
     return text if setting.kind is str else parse_text(text)
 
 
-def build_config(values: dict[str, Any]) -> Config:
+def build_config(values: Mapping[str, Any]) -> Config:
     """Return the `Config` with these {dotted key: value} settings, types and ranges checked.
 
     Raises:
-        BenchError: a value of a wrong type, out of range, or null where that means nothing.
+        BenchError: an unknown key, a value of a wrong type, out of range, or null where that means nothing.
     """
-    config = Config()
-    for key, value in checked(values).items():
+    tree: dict[str, Any] = {}
+    for key, value in values.items():
+        if key not in FIELDS:
+            raise unknown_key(key)
         section, _, name = key.rpartition(".")
-        setattr(getattr(config, section) if section else config, name, value)
-    return config
+        (tree.setdefault(section, {}) if section else tree)[name] = value
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise refusal(error) from None
 
 
 def to_yaml(config: Config) -> str:
@@ -329,7 +351,34 @@ def to_yaml(config: Config) -> str:
     >>> to_yaml(Config()).splitlines()[:2]
     ['rule: null', 'seed: 42']
     """
-    return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True)
+
+
+def defaults_yaml() -> str:
+    """Return every setting at its default as YAML, each below what it means and takes.
+
+    >>> print(defaults_yaml().partition("task:")[2][:9])
+     language
+    """
+    return "\n".join(_commented(Config, ""))
+
+
+def _commented(section: type[Section], prefix: str) -> Iterator[str]:
+    indent = "  " * prefix.count(".")
+    for name, field in section.model_fields.items():
+        key, kind = prefix + name, kind_of(field)
+        if issubclass(kind, Section):
+            yield from ("", f"# {one_line(kind.__doc__ or '')}", f"{name}:", *_commented(kind, f"{key}."))
+            continue
+        setting = FIELDS[key]
+        takes = " | ".join(setting.facts["choices"] or [setting.allowed])
+        yield from wrap(
+            f"{setting.help} [{takes}]", 100, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}#   "
+        )
+        if key == "rule":
+            yield from (f"#   {each:<20} {entry.help} [lr {entry.lr:g}]" for each, entry in RULES.items())
+        value = yaml.safe_dump([setting.default], default_flow_style=True).strip()[1:-1]
+        yield f"{indent}{name}: {value}"
 
 
 FOLDER = Path(__file__).parent.parent / "configs"
@@ -378,41 +427,12 @@ def find_shipped(name: str, folder: Path, kind: str) -> Path:
 
 
 class Resolved(Config):
-    """What a run is made from; `step.resolve.resolve` alone makes it, once, and nothing in it is left to resolve.
+    """What a run is made from; `setup.resolve.resolve` alone makes it, once, and nothing in it is left to resolve.
 
     Its keys are those of `Config`: written down, they are a configuration that resolves to the same.
     """
 
-    #: linear layer -> what is quantised in it; `model.formats` is how that is written down
-    layers: Mapping[str, LayerSpec]
+    #: linear layer -> what is quantised in it, a `LayerSpec`; `model.formats` is how that is written down
+    layers: dict[str, Any] = Field(default_factory=dict, exclude=True)
     #: shape of the model that a run began with whose `model.init_from` is gone since
-    begun: GPTShape | None
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        """Refuse: `dataclasses.replace` would leave out what was resolved, and keep what no longer holds.
-
-        Raises:
-            TypeError: always; change the configuration that it was resolved from, and resolve that.
-        """
-        raise TypeError("a Resolved comes from resolve() alone; change the Config before, and resolve it again")
-
-    @classmethod
-    def filling(cls, config: Config, begun: GPTShape | None) -> Resolved:
-        """Return a copy of a configuration, to be filled in."""
-        made = cls.__new__(cls)
-        vars(made).update({name: _copied(section) for name, section in vars(config).items()})
-        made.layers, made.begun = {}, begun
-        return made
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _copied(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_copied(item) for item in value]
-    if hasattr(value, "__dataclass_fields__"):
-        made = copy.copy(value)
-        held = {name: _copied(item) for name, item in vars(value).items() if isinstance(item, dict | list)}
-        vars(made).update(held)
-        return made
-    return value
+    begun: Any = Field(None, exclude=True)

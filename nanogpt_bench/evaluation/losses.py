@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from nanogpt_bench.config.metrics import OF_LABELS, VAL_PERPLEXITY
-from nanogpt_bench.config.precedence import has_format
 from nanogpt_bench.config.rules import RULES
 from nanogpt_bench.config.schema import ROUNDED, WITHOUT_FORMATS, Config, OptimizerConfig
 from nanogpt_bench.config.settings import Resolved
@@ -19,11 +18,10 @@ from nanogpt_bench.data.batches import Corpus, open_corpus
 from nanogpt_bench.evaluation.measurement import Row
 from nanogpt_bench.evaluation.weights import OF_FORMATS, RunWeights, checked_overrides, folder_of, named_formats
 from nanogpt_bench.loop.outcome import count
-from nanogpt_bench.model.layers import quantized_layers
-from nanogpt_bench.model.weights import load_weights, save_weights
+from nanogpt_bench.model.weights import load_weights, quantized_layers, save_weights
 from nanogpt_bench.runs.environment import environment
 from nanogpt_bench.runs.trained import choose, load
-from nanogpt_bench.setup.formats import format_name, format_summary
+from nanogpt_bench.setup.formats import format_name, format_summary, has_format
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.setup.runtime import runtime
 from nanogpt_bench.system.errors import BenchError
@@ -114,8 +112,7 @@ def common_settings(config: Config, formats: Sequence[str]) -> Resolved:
     rounds = storage not in WITHOUT_FORMATS
     if rounds and not (config.model.formats or config.model.format):
         base.model.format = next((name for name in formats if format_name(name, "--formats") != "none"), None)
-    has_one = has_format({"model.format": base.model.format, "model.formats": base.model.formats})
-    return resolve(base if has_one else _without_formats(base))
+    return resolve(base if has_format(base.model) else _without_formats(base))
 
 
 def _rows(config: Config, resolved: Resolved, formats: Sequence[str]) -> dict[str, Resolved]:

@@ -43,9 +43,8 @@ from nanogpt_bench.runs.load import Run
 from nanogpt_bench.runs.trained import choose, load
 from nanogpt_bench.setup.runtime import runtime
 from nanogpt_bench.system.errors import BenchError, one_line, printable
-from nanogpt_bench.system.files import write_json
+from nanogpt_bench.system.files import holds, mapping_with, write_json
 from nanogpt_bench.system.lock import is_unused, locked
-from nanogpt_bench.system.overwriting import holds, mapping_with
 from nanogpt_bench.system.words import counted, rough_time, say
 
 ROWS = "evaluation.json"

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 import fp8manifold as fm
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.model.layers import linear_layers, quantized_layers
-from nanogpt_bench.model.weights import is_packaged
+from nanogpt_bench.model.weights import is_packaged, linear_layers, quantized_layers
 from nanogpt_bench.monitors.resources import peak_bytes
 from nanogpt_bench.observers import Alert
 from nanogpt_bench.runs.earlier import OF_TRAINING

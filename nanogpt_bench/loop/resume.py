@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 from nanogpt_bench.checkpoint import Contents, check_layout, clean, newest, read, step_file
 from nanogpt_bench.config.keys import FIELDS
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.config.settings import load_config
+from nanogpt_bench.config.settings import flatten, load_config
 from nanogpt_bench.data.batches import digests_of
 from nanogpt_bench.runs.environment import latest
 from nanogpt_bench.runs.sums import SUMS
@@ -79,7 +78,7 @@ def found_by_all(ranks: Ranks, run_dir: Path, find: Callable[[], Contents | None
 
 def config_facts(config: Config) -> dict[str, Any]:
     """Return a configuration as JSON has it; numbers that JSON has no word for become words."""
-    facts: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)), parse_constant=str)
+    facts: dict[str, Any] = json.loads(json.dumps(config.model_dump()), parse_constant=str)
     return facts
 
 
@@ -130,6 +129,8 @@ def _status(path: Path) -> Any:
 
 
 def _check_config(saved: Mapping[str, Any], config: Config, *, allow_change: bool, say: Say) -> None:
+    if isinstance(saved, Mapping):
+        dict(flatten(saved))  # which refuses what asks for a setting that is gone
     changed = [(key, f"{key} was {was!r}, is {now!r}") for key, was, now in _changes(saved, config_facts(config))]
     fixed = [text for key, text in changed if _changes_numbers(key)]
     if fixed and not allow_change:

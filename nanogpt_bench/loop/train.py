@@ -23,10 +23,9 @@ from nanogpt_bench.model.gpt import build_model
 from nanogpt_bench.observers import baseline_curve
 from nanogpt_bench.observers.trackers import check_trackers
 from nanogpt_bench.runs.environment import environment
-from nanogpt_bench.setup.fits import check_fits
-from nanogpt_bench.setup.parallel import check_ranks, processes
+from nanogpt_bench.setup.memory import check_fits
 from nanogpt_bench.setup.resolve import resolve_for
-from nanogpt_bench.setup.runtime import runtime
+from nanogpt_bench.setup.runtime import check_ranks, processes, runtime
 from nanogpt_bench.setup.start import check_start, start_facts
 from nanogpt_bench.setup.surgery import left_in_float
 from nanogpt_bench.system.lock import locked

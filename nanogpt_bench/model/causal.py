@@ -26,8 +26,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import fp8manifold as fm
-from nanogpt_bench.model.as_read import check_causal, check_finite, check_floats, check_head, check_size, shares_head
-from nanogpt_bench.model.gguf import check_taken
+from nanogpt_bench.model.as_read import (
+    check_causal,
+    check_finite,
+    check_floats,
+    check_head,
+    check_size,
+    check_taken,
+    shares_head,
+)
 from nanogpt_bench.system.errors import BenchError, one_line, shortened
 from nanogpt_bench.system.free_memory import check_memory
 from nanogpt_bench.system.hub import hub_file

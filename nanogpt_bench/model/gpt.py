@@ -37,9 +37,8 @@ class GPTShape:
     tie_weights: bool = False
     #: exact: x Phi(x); tanh: the approximation that GPT-2 was trained with
     gelu: str = "exact"
-    #: of a classifier: how many, and what its head sees of a document, the mean over its tokens or the last one
+    #: of a classifier: how many
     labels: int = 0
-    pooling: str = "mean"
 
 
 #: named sizes; the name counts parameters with a byte vocabulary. 124M is GPT-2 itself, with its 50257 tokens
@@ -228,11 +227,7 @@ class Classifier(GPT):
             raise TypeError("a classifier writes no text: it has no use of a cache")
         inside = tokens != PADDING
         x = self.hidden(tokens.clamp(min=0))
-        if self.shape.pooling == "last":
-            x = x[torch.arange(len(x), device=x.device), inside.sum(1) - 1]
-        else:
-            x = (x * inside.unsqueeze(2)).sum(1) / inside.sum(1, keepdim=True)
-        return self.lm_head(x)
+        return self.lm_head((x * inside.unsqueeze(2)).sum(1) / inside.sum(1, keepdim=True))
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Return the mean binary cross-entropy in nats a label of `targets` (B, L), 0 or 1, given `tokens` (B, T)."""

@@ -1,4 +1,4 @@
-"""A model's weights in one safetensors file, one-byte weights as their codes, those of other packages taken apart."""
+"""A model's layers and their weights in one safetensors file: one-byte weights as codes, other packages' taken apart."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import geoopt
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -13,8 +14,7 @@ from torch import Tensor, nn
 
 import fp8manifold as fm
 from nanogpt_bench.system.errors import BenchError, DiskError, one_line
-from nanogpt_bench.system.files import replacing
-from nanogpt_bench.system.overwriting import refuse_to_replace
+from nanogpt_bench.system.files import refuse_to_replace, replacing
 from nanogpt_bench.system.untrusted import check_header
 
 #: between the name of a packaged tensor and that of a plain one inside it, in a checkpoint
@@ -169,3 +169,40 @@ def _described(tensor: Tensor | None) -> str:
         return "absent"
     form = f"{tensor.format.name} codes" if isinstance(tensor, fm.FP8Tensor) else str(tensor.dtype).split(".")[-1]
     return f"{form} {tuple(tensor.shape)}"
+
+
+def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
+    """Return every linear layer by name, quantised or not; a head that shares the embedding's weight is one of them."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+
+
+def quantized_layers(model: nn.Module) -> dict[str, fm.QuantizedLinear]:
+    """Return the layers whose weights are quantised, by name."""
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, fm.QuantizedLinear)}
+    return {name: layer for name, layer in layers.items() if layer.weight_format is not None}
+
+
+def constrained_weights(model: nn.Module) -> dict[str, geoopt.ManifoldParameter]:
+    """Return the parameters on geoopt's Stiefel manifold or sphere, by name."""
+    kinds = (geoopt.Stiefel, geoopt.Sphere)
+    return {name: p for name, p in model.named_parameters() if isinstance(getattr(p, "manifold", None), kinds)}
+
+
+def is_rounded(layer: fm.QuantizedLinear) -> bool:
+    """Whether the layer multiplies by values of its format: not so where only the format's geometry is used."""
+    continuous = isinstance(layer.manifold, fm.StiffnessManifold) and not isinstance(layer.manifold, fm.FP8Manifold)
+    return layer.weight_format is not None and not continuous
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """Return a tensor's values without its subclass, detached; a copy only where codes have to be decoded."""
+    if isinstance(tensor, fm.FP8Tensor) or is_packaged(tensor):
+        return tensor.detach().dequantize()
+    return tensor.detach().as_subclass(Tensor)
+
+
+@torch.no_grad()
+def forward_weight(layer: nn.Linear) -> Tensor:
+    """Return the weight that the forward pass multiplies by, in float32."""
+    weight = layer.quantized_weight() if isinstance(layer, fm.QuantizedLinear) else layer.weight
+    return plain(weight).float()

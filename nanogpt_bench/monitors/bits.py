@@ -11,12 +11,10 @@ from torch import Tensor
 
 import fp8manifold as fm
 from nanogpt_bench.config.metrics import LINEAR, MEAN, OPERANDS, SHARE, Metric, Spread
-from nanogpt_bench.model.layers import is_rounded
-from nanogpt_bench.monitors.capture import flowing
-from nanogpt_bench.monitors.figures import Monitor
-from nanogpt_bench.monitors.passes import Scale, unit_blocks
+from nanogpt_bench.model.weights import is_rounded
+from nanogpt_bench.monitors.capture import Watched, flowing
+from nanogpt_bench.monitors.figures import Monitor, Scale, unit_blocks
 from nanogpt_bench.monitors.points import HISTOGRAM_INTERVAL, Step
-from nanogpt_bench.monitors.watched import Watched
 
 _bits = partial(Metric, monitor="bits", over=MEAN, operands=OPERANDS)
 UNIFORMITY = _bits(

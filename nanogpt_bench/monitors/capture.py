@@ -1,4 +1,4 @@
-"""What flows through the layers in the steps that are looked at, by hooks, and as operands with their formats."""
+"""What flows through the layers in the steps that are looked at, by hooks; and what a monitor is built of."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 import fp8manifold as fm
 from nanogpt_bench.config.metrics import MonitorConfig
+from nanogpt_bench.config.schema import Config
 from nanogpt_bench.model.gpt import Block
-from nanogpt_bench.model.layers import linear_layers
+from nanogpt_bench.model.weights import linear_layers, quantized_layers
 from nanogpt_bench.monitors.figures import Turns
 from nanogpt_bench.monitors.points import Observer, Step
 
@@ -165,3 +167,28 @@ def _rows(values: Tensor) -> Tensor:
     """(batch, time, features) as the rows that scales are measured for, in a dtype that is measured fast."""
     rows = values.reshape(-1, values.shape[-1])
     return rows.float() if rows.dtype.itemsize < 4 else rows
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A resolved configuration with its model; the function `build` of every monitor takes it."""
+
+    config: Config
+    model: nn.Module
+    device: torch.device
+    #: runs the model on one validation batch, or one in so many of its sequences
+    look: Callable[[int], object]
+    layers: Mapping[str, nn.Linear]
+    quantized: Mapping[str, fm.QuantizedLinear]
+    turns: Turns
+    capture: Capture
+
+    @classmethod
+    def of(
+        cls, config: Config, model: nn.Module, device: torch.device, look: Callable[[int], object] = lambda one_in: None
+    ) -> Watched:
+        """Return what is watched of a model."""
+        layers, monitor = linear_layers(model), config.monitor
+        blocks = [name for name, module in model.named_modules() if isinstance(module, Block)]
+        turns = Turns(monitor.turns, [layers, blocks], monitor.interval)
+        return cls(config, model, device, look, layers, quantized_layers(model), turns, Capture(turns))

@@ -1,11 +1,15 @@
-"""The figures of a step by metric and layer until its record is written, and layers in turn."""
+"""The figures of a step by metric and layer until its record is written, layers in turn, tensors in passes."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
+from torch import Tensor
+
+import fp8manifold as fm
 from nanogpt_bench.config.metrics import LARGEST, Metric
 from nanogpt_bench.monitors.points import Observer, Step
 
@@ -135,3 +139,74 @@ class Monitor(Observer):
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._figures.load_state(state)
+
+
+Scale = Tensor | float
+"""Positive; a tensor broadcasts against what it scales."""
+#: elements a piece, on the CPU
+BLOCK = 131_072
+
+
+def fitting(scale: Scale, x: Tensor) -> Tensor:
+    """Return a scale as a tensor that does not widen `x`."""
+    return torch.as_tensor(scale, device=x.device).detach().to(_working(x))
+
+
+def blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield flat pieces of tensors of one shape, in float32 or float64; one empty piece of empty tensors."""
+    flat = [tensor.detach().reshape(-1) for tensor in tensors]
+    numel = flat[0].numel()
+    size = BLOCK if flat[0].device.type == "cpu" else max(numel, 1)
+    for start in range(0, max(numel, 1), size):
+        yield tuple(part[start : start + size].to(_working(part)) for part in flat)
+
+
+def scaled_blocks(scale: Scale, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the scale's piece (flat, or one number), and the pieces of the tensors."""
+    fitted = fitting(scale, tensors[0])
+    if fitted.numel() == 1:
+        one = fitted.reshape(())
+        for parts in blocks(*tensors):
+            yield one, *parts
+        return
+    yield from blocks(fitted.expand(tensors[0].shape), *tensors)
+
+
+def unit_blocks(scale: Scale, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the scale's piece, and the pieces of the tensors in units of it."""
+    for scales, *parts in scaled_blocks(scale, *tensors):
+        yield scales, *(part / scales for part in parts)
+
+
+def inside(units: Tensor, fmt: fm.FloatFormat) -> Tensor:
+    """Return the nearest values within the range of a format; NaN stays NaN."""
+    return units.clamp(-fmt.max, fmt.max)
+
+
+def share(mask: Tensor) -> float:
+    """Return the share of a mask that is set; 0 where there is nothing."""
+    return int(mask.sum()) / max(mask.numel(), 1)
+
+
+def binade_counts(x: Tensor) -> Tensor:
+    """Return how many elements have each exponent field of float32, the first for zeros and subnormals."""
+    field = (x.float().view(torch.int32) >> 23) & 0xFF
+    return torch.bincount(field, minlength=256)
+
+
+def by_binade(counts: Tensor) -> tuple[list[int], list[float]]:
+    """Return counts and edges of the binades that are occupied, and of those between; NaN and Inf are left out.
+
+    >>> by_binade(binade_counts(torch.tensor([0.0, 0.3, -0.4, 1.0])))
+    ([1, 2, 0, 1], [0.0, 0.25, 0.5, 1.0, 2.0])
+    """
+    listed: list[int] = counts.tolist()
+    occupied = [field for field in range(1, 255) if listed[field]]
+    if not occupied:
+        return listed[:1], [0.0, 1.0]
+    low, high = occupied[0], occupied[-1]
+    return [listed[0], *listed[low : high + 1]], [0.0, *(2.0 ** (field - 127) for field in range(low, high + 2))]
+
+
+def _working(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype is torch.float64 else torch.float32

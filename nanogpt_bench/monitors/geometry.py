@@ -10,11 +10,10 @@ from torch import Tensor
 
 import fp8manifold as fm
 from nanogpt_bench.config.metrics import ABOVE, LARGEST, LINEAR, LOG, MEAN, SHARE, Metric, Spread
-from nanogpt_bench.model.layers import constrained_weights, forward_weight, is_rounded, plain
-from nanogpt_bench.monitors.figures import Monitor
-from nanogpt_bench.monitors.passes import Scale, binade_counts, by_binade, inside, scaled_blocks, unit_blocks
+from nanogpt_bench.model.weights import constrained_weights, forward_weight, is_rounded, plain
+from nanogpt_bench.monitors.capture import Watched
+from nanogpt_bench.monitors.figures import Monitor, Scale, binade_counts, by_binade, inside, scaled_blocks, unit_blocks
 from nanogpt_bench.monitors.points import HISTOGRAM_INTERVAL, Step
-from nanogpt_bench.monitors.watched import Watched
 
 _geometry = partial(Metric, monitor="geometry", over=MEAN)
 STIFFNESS_MEAN = _geometry("geometry/stiffness_mean", "Mean stiffness", "S", "Mean over the weights.", chart=LOG)

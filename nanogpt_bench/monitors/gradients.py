@@ -12,11 +12,11 @@ from torch import Tensor
 
 import fp8manifold as fm
 from nanogpt_bench.config.metrics import ABOVE, BELOW, LINEAR, LOG, MEAN, RATIO, SHARE, Metric, Spread
-from nanogpt_bench.model.layers import plain
-from nanogpt_bench.monitors.passes import BLOCK, Scale, binade_counts, blocks, by_binade, inside, unit_blocks
+from nanogpt_bench.model.weights import plain
+from nanogpt_bench.monitors.capture import Watched
+from nanogpt_bench.monitors.figures import BLOCK, Scale, binade_counts, blocks, by_binade, inside, unit_blocks
 from nanogpt_bench.monitors.points import HISTOGRAM_INTERVAL, Step
 from nanogpt_bench.monitors.updates import Update, UpdateMonitor
-from nanogpt_bench.monitors.watched import Watched
 
 _gradients = partial(Metric, monitor="gradients", over=MEAN)
 GRAD_L2 = _gradients("grad/l2", "Norm of a layer's gradient", "L2 norm", "Before clipping.")

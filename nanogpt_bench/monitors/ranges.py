@@ -20,12 +20,11 @@ from nanogpt_bench.config.metrics import (
     SHARE,
     Metric,
 )
-from nanogpt_bench.model.layers import plain
-from nanogpt_bench.monitors.capture import Operand, flowing, of_weight
-from nanogpt_bench.monitors.passes import Scale, blocks, fitting, unit_blocks
+from nanogpt_bench.model.weights import plain
+from nanogpt_bench.monitors.capture import Operand, Watched, flowing, of_weight
+from nanogpt_bench.monitors.figures import Scale, blocks, fitting, unit_blocks
 from nanogpt_bench.monitors.points import Step
 from nanogpt_bench.monitors.updates import Update, UpdateMonitor
-from nanogpt_bench.monitors.watched import Watched
 
 _ranges = partial(Metric, monitor="ranges", over=MEAN, operands=OPERANDS)
 OVERFLOW = _ranges(

@@ -11,9 +11,9 @@ from torch import nn
 
 from nanogpt_bench.config.metrics import SHARE, SPEED, VAL_LOSS, Metric
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.model.layers import linear_layers
+from nanogpt_bench.model.weights import linear_layers
+from nanogpt_bench.monitors.capture import Watched
 from nanogpt_bench.monitors.points import Observer, Step
-from nanogpt_bench.monitors.watched import Watched
 
 _resources = partial(Metric, monitor="resources")
 PEAK_BYTES = _resources("memory/peak_bytes", "Peak memory", "bytes", "At validations: the GPU's, or the process's.")
@@ -39,7 +39,7 @@ class Resources(Observer):
     def __init__(self, model: nn.Module, config: Config, device: torch.device) -> None:
         self._device = device
         self._flops = flops_per_token(model, config)
-        self._peak = _peak_flops(config, device)
+        self._peak = _peak_flops(device)
 
     def written(self, step: Step) -> None:
         if VAL_LOSS.name not in step.record:
@@ -60,9 +60,7 @@ def flops_per_token(model: nn.Module, config: Config) -> float:
     return 6.0 * weights + 12.0 * (settings.n_layer or 0) * (settings.n_embd or 0) * (settings.block_size or 0)
 
 
-def _peak_flops(config: Config, device: torch.device) -> float | None:
-    if config.runtime.peak_tflops is not None:
-        return config.runtime.peak_tflops * 1e12
+def _peak_flops(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)

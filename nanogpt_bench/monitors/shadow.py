@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from nanogpt_bench.config.metrics import ABOVE, BELOW, LINEAR, MEAN, Metric
 from nanogpt_bench.model.gpt import GPT, GPTShape, build_model
-from nanogpt_bench.model.layers import forward_weight, linear_layers, plain
-from nanogpt_bench.monitors.passes import blocks
+from nanogpt_bench.model.weights import forward_weight, linear_layers, plain
+from nanogpt_bench.monitors.capture import Watched
+from nanogpt_bench.monitors.figures import blocks
 from nanogpt_bench.monitors.points import Observer, Step
-from nanogpt_bench.monitors.watched import Watched
 
 _shadow = partial(Metric, monitor="shadow")
 COSINE = _shadow(
@@ -92,9 +92,9 @@ class ShadowObserver(Observer):
     `quant_snr_db` = 10 log10(|g32|^2 / |g - g32|^2), and the time it takes as a share of the step's.
     """
 
-    def __init__(self, shadow: nn.Module, interval: int, of: str) -> None:
+    def __init__(self, shadow: nn.Module, interval: int) -> None:
         self.model: Any = shadow
-        self._interval, self._of = interval, of
+        self._interval = interval
         self._random: Tensor | None = None
         self._begun = self._spent = 0.0
         self._plain_step: float | None = None
@@ -152,7 +152,7 @@ class ShadowObserver(Observer):
         own = dict(self.model.named_parameters())
         for name, parameter in step.model.named_parameters():
             layer = weights.get(name)
-            value = forward_weight(layer) if layer is not None and self._of == "dequantised" else plain(parameter)
+            value = forward_weight(layer) if layer is not None else plain(parameter)
             own[name].copy_(value)
         self.model.zero_grad(set_to_none=True)
 
@@ -205,4 +205,4 @@ def build(watched: Watched) -> ShadowObserver:
     shape: GPTShape = model.shape
     tied = model.lm_head.weight is model.token_embedding.weight
     shadow: GPT = build_model(replace(shape, tie_weights=tied), 0).to(watched.device)
-    return ShadowObserver(shadow, watched.config.shadow.interval, watched.config.shadow.of)
+    return ShadowObserver(shadow, watched.config.shadow.interval)

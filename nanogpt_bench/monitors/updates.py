@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fp8manifold as fm
 from nanogpt_bench.config.schema import ROUNDED
-from nanogpt_bench.model.layers import plain
+from nanogpt_bench.model.weights import plain
 from nanogpt_bench.monitors.figures import Monitor, Turns
 from nanogpt_bench.monitors.points import Observer, Step
 

@@ -10,11 +10,10 @@ from torch import Tensor
 import fp8manifold as fm
 from nanogpt_bench.config.metrics import ABOVE, LINEAR, MEAN, SHARE, Metric
 from nanogpt_bench.config.schema import ROUNDED
-from nanogpt_bench.model.layers import forward_weight, is_rounded
-from nanogpt_bench.monitors.figures import Monitor
-from nanogpt_bench.monitors.passes import BLOCK, Scale, fitting
+from nanogpt_bench.model.weights import forward_weight, is_rounded
+from nanogpt_bench.monitors.capture import Watched
+from nanogpt_bench.monitors.figures import BLOCK, Monitor, Scale, fitting
 from nanogpt_bench.monitors.points import Step
-from nanogpt_bench.monitors.watched import Watched
 
 ZERO_GRADIENT_ZONE = Metric(
     "stall/zero_gradient_zone",

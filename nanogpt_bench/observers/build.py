@@ -9,16 +9,16 @@ from pathlib import Path
 from nanogpt_bench.config.metrics import MONITORS, TREND
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.monitors import MODULES
+from nanogpt_bench.monitors.capture import Watched
 from nanogpt_bench.monitors.points import Observer
 from nanogpt_bench.monitors.shadow import ShadowObserver
 from nanogpt_bench.monitors.stall import Stall
 from nanogpt_bench.monitors.updates import UpdateMonitor, UpdateObserver
-from nanogpt_bench.monitors.watched import Watched
 from nanogpt_bench.observers.alerts import AlertObserver
-from nanogpt_bench.observers.anomaly import AnomalyObserver
 from nanogpt_bench.observers.jsonl import HistogramObserver, JsonlObserver
 from nanogpt_bench.observers.trend import TrendObserver
 from nanogpt_bench.runs.load import Alert
+from nanogpt_bench.training.anomalies import AnomalyObserver
 from nanogpt_bench.training.trainer import Trainer
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nanogpt_bench.checkpoint import newest
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.model.layers import plain
+from nanogpt_bench.model.weights import plain
 from nanogpt_bench.monitors.points import HISTOGRAM_INTERVAL, Observer, Step
 from nanogpt_bench.system.errors import BenchError, one_line
 from nanogpt_bench.system.files import write_text
@@ -229,11 +229,11 @@ class WandbTracker:
         resume = {"resume": "must" if exists else "allow"} if run_id and mode == "online" else {}
         self._run: Any = self._wandb.init(
             dir=str(run_dir),
-            project=tracking.wandb_project,
+            project=os.environ.get("WANDB_PROJECT", "nanogpt-bench"),
             name=run_dir.name,
             id=run_id,
-            tags=[config.rule] if config.rule else [],
-            config=dataclasses.asdict(config),
+            tags=[tag for tag in (*os.environ.get("WANDB_TAGS", "").split(","), config.rule) if tag],
+            config=config.model_dump(),
             mode=mode,
             allow_val_change=bool(known),  # a resumed run may have been given another setting
             settings=self._wandb.Settings(silent=True, console="off", init_timeout=SECONDS_TO_CONNECT),

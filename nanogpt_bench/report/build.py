@@ -19,8 +19,7 @@ from nanogpt_bench.report.tables import to_csv, to_markdown
 from nanogpt_bench.runs.find import find_runs, say_aside
 from nanogpt_bench.runs.load import Run, load_run
 from nanogpt_bench.system.errors import BenchError, refused, unknown
-from nanogpt_bench.system.files import write_text
-from nanogpt_bench.system.overwriting import refuse_to_replace
+from nanogpt_bench.system.files import refuse_to_replace, write_text
 
 PAGE = "report.html"
 TABLES = ("results.csv", "table.md")

@@ -194,7 +194,6 @@ def trained_shape(path: Path) -> GPTShape:
         tie_weights=names.isdisjoint(HEADS),
         gelu=settings.gelu or "exact",
         labels=head[0] if head and config.task == "classify" else 0,
-        pooling=settings.pooling or "mean",
     )
 
 

@@ -37,6 +37,16 @@ def fill_formats(model: ModelConfig) -> dict[str, Read]:
     return formats
 
 
+def has_format(model: ModelConfig) -> bool:
+    """Return whether settings, as they are given, give a layer a format.
+
+    >>> has_format(ModelConfig(format="none")), has_format(ModelConfig(formats={"attn": "E4M3"}))
+    (False, True)
+    """
+    patterns = model.formats if model.format is None else {**model.formats, "*": model.format}
+    return any(value is not None and str(value).lower() != "none" for value in patterns.values())
+
+
 def _read(value: Any, key: str) -> Read:
     if not isinstance(value, dict):
         return _format(value, key)
@@ -119,7 +129,7 @@ def _layers(asked: _Asked) -> dict[str, fm.LayerSpec]:
     try:
         specs = fm.check_formats(dict(asked.formats), layers, shared=shared, **options)
     except (ValueError, TypeError) as error:
-        hint = "; as settings: --model.tied untie, --model.tied leave" if "tied='untie'" in str(error) else ""
+        hint = "; add --model.tied leave, or --model.tied untie" if "tied='untie'" in str(error) else ""
         always = None if own else _always_float(layers, asked.formats)
         said = always or f"model.formats: {one_line(error)}{hint}"
         raise BenchError(said) from None

@@ -1,30 +1,38 @@
-"""From the `optimizer` section to an optimizer with GPT-style parameter groups, and the schedules of its options."""
+"""From the `optimizer` section to an optimizer, ours or another package's, its groups, and schedules of its options."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 import fp8manifold as fm
 from nanogpt_bench.config.schema import MANIFOLDS, OPTIONS, Config, OptimizerConfig
-from nanogpt_bench.model.layers import constrained_weights, quantized_layers
-from nanogpt_bench.setup.constraints import rate_of
+from nanogpt_bench.model.weights import constrained_weights, is_packaged, parts_of, quantized_layers
+from nanogpt_bench.setup.surgery import rate_of
 from nanogpt_bench.system.errors import BenchError, one_line
 
 #: from the number of steps taken to batches (tokens, targets) that a Fisher matrix is measured on
 Batches = Callable[[int], Sequence[tuple[Tensor, Tensor]]]
 
 
+#: added to the root of the second moment
+EPS = 1e-8
+#: added to the eigenvalues of a Fisher matrix, in units of their mean
+_FISHER_DAMPING = 0.1
+#: of the schedule trapezoid, the share of the steps in the final descent
+DECAY_SHARE = 0.2
+
+
 def lr_factor(config: OptimizerConfig, step: int, max_steps: int) -> float:
     """Return the learning rate of `step` (counted from 0) over the peak.
 
     The warm-up rises linearly over `warmup_steps` to 1. Then `cosine` falls along half a cosine, and `linear` along a
-    line, to `min_lr_ratio` at `max_steps`; `trapezoid` stays at 1 and falls linearly over the last `decay_share` of the
+    line, to `min_lr_ratio` at `max_steps`; `trapezoid` stays at 1 and falls linearly over the last fifth of the
     steps; `step` stays at 1 and is `min_lr_ratio` once the share `step_at` of the steps is over; `constant` stays.
 
     >>> settings = OptimizerConfig(warmup_steps=1, min_lr_ratio=0.0)
@@ -37,7 +45,7 @@ def lr_factor(config: OptimizerConfig, step: int, max_steps: int) -> float:
         return 1.0
     if config.schedule == "step":
         return _fallen("step", step / max_steps, config)
-    start = round(max_steps * (1 - config.decay_share)) if config.schedule == "trapezoid" else config.warmup_steps
+    start = round(max_steps * (1 - DECAY_SHARE)) if config.schedule == "trapezoid" else config.warmup_steps
     progress = min(1.0, max(0.0, (step - start) / max(1, max_steps - start)))
     return _fallen("cosine" if config.schedule == "cosine" else "linear", progress, config)
 
@@ -73,14 +81,6 @@ class Course:
 
     def __call__(self, step: int) -> float:
         return self.end + (self.start - self.end) * left(self.name, min(step / self.steps, 1.0), self.step_at)
-
-
-def decay_course(config: OptimizerConfig, max_steps: int) -> Course | None:
-    """Return the course of weight decay, None where it stays as it is."""
-    if config.weight_decay_end is None:
-        return None
-    name = config.weight_decay_schedule or "linear"
-    return Course(name, config.weight_decay or 0.0, config.weight_decay_end, max_steps, config.step_at)
 
 
 def build_optimizer(model: nn.Module, config: Config, batches: Batches | None = None) -> torch.optim.Optimizer:
@@ -125,23 +125,17 @@ def _adam_groups(model: nn.Module, config: Config) -> list[dict[str, Any]]:
 
 def _adam_options(config: Config) -> dict[str, Any]:
     settings = config.optimizer
-    return {"lr": settings.lr, "betas": (settings.beta1, settings.beta2), "eps": settings.eps}
-
-
-#: options of all the library's optimizers that keep their name
-_OWN = ("damping", "clip", "stabilize_every", "reset_every")
+    return {"lr": settings.lr, "betas": (settings.beta1, settings.beta2), "eps": EPS}
 
 
 def _own_options(config: Config) -> dict[str, Any]:
     """Return what every optimizer of the library takes."""
     settings = config.optimizer
     written = {name: value for name in ("writeback", "draws") if (value := getattr(settings, name)) is not None}
-    given = {name: value for name in _OWN if (value := getattr(settings, name)) is not None}
     return {
         "moments": settings.moments or "float32",
         "seed": config.seed,
         **written,
-        **given,
     }
 
 
@@ -176,7 +170,7 @@ def _stiffness_muon(model: nn.Module, config: Config) -> torch.optim.Optimizer:
     settings = config.optimizer
     options: dict[str, Any] = {
         "betas": (settings.beta1, settings.beta2),
-        "adam_eps": settings.eps,
+        "adam_eps": EPS,
         "momentum": settings.momentum,
     }
     options |= {"weight_decay": settings.weight_decay, "stiffness": _stiffness(config), **_own_options(config)}
@@ -197,9 +191,8 @@ def peak_lr(group: dict[str, Any], settings: OptimizerConfig) -> float:
 def _fisher(model: nn.Module, config: Config, batches: Any) -> torch.optim.Optimizer:
     settings = config.optimizer
     groups = parameter_groups(model, settings.weight_decay or 0.0)
-    names = ("momentum", "representation", "refresh")
-    options = {name: getattr(settings, name) for name in names} | {"stiffness": _stiffness(config)}
-    options |= _adam_options(config) | _own_options(config)
+    options: dict[str, Any] = {"momentum": settings.momentum, "stiffness": _stiffness(config)}
+    options |= _adam_options(config) | _own_options(config) | {"damping": _FISHER_DAMPING}
     return fm.optim.FisherNaturalGradient(groups, model, batches, **options)
 
 
@@ -278,7 +271,7 @@ def _sdnq_adamw(model: nn.Module, config: Config) -> torch.optim.Optimizer:
 
 
 #: options that the library calls what the bench calls them
-_AS_THEY_ARE = ("lr", "eps", "momentum", "float_lr")
+_AS_THEY_ARE = ("lr", "momentum", "float_lr")
 #: every other is an optimizer of the library that is made of groups and options
 _BUILDERS: dict[str, Callable[[nn.Module, Config], torch.optim.Optimizer]] = {
     "sgd": _sgd,
@@ -311,3 +304,128 @@ def stiffness_at(config: Config, step: int) -> float | None:
         return None
     exponent = _stiffness(config)
     return float(exponent(step)) if callable(exponent) else exponent
+
+
+#: SDNQ's names of its formats
+SDNQ_FORMATS = {"E2M5": "float8_e2m5fn", "E4M3": "float8_e4m3fn", "int8": "int8"}
+
+Model = TypeVar("Model", bound=nn.Module)
+#: FP8 products take sizes that are multiples of this
+MULTIPLE = 16
+#: first NVIDIA generation whose tensor cores multiply FP8
+FP8_CAPABILITY = (8, 9)
+
+
+def keep_peer_weights(model: Model, config: Config) -> Model:
+    """Give every linear layer the weights that `model.peer` names, its head among them; embeddings stay float32.
+
+    Raises:
+        BenchError: the package is missing or refuses.
+    """
+    peer = config.model.peer
+    if peer is None:
+        return model
+    package, _, fmt = peer.partition("-")
+    try:
+        return _in_sdnq(model, fmt) if package == "sdnq" else _in_torchao(model)
+    except (ImportError, ValueError, TypeError, AssertionError, NotImplementedError) as error:
+        raise BenchError(f"model.peer: {peer!r}: {one_line(error)}") from None
+
+
+def _in_sdnq(model: Model, fmt: str) -> Model:
+    """SDNQ's own defaults, but for its least size of a layer: a scale for 32 weights, products of floats."""
+    from sdnq.training import sdnq_training_post_load_quant
+
+    made: Model = sdnq_training_post_load_quant(
+        model,
+        weights_dtype=SDNQ_FORMATS[fmt],
+        add_skip_keys=False,
+        minimum_allowed_numel=0,
+        minimum_allowed_channel_size=0,
+    )
+    return made
+
+
+def _in_torchao(model: Model) -> Model:
+    from torchao.prototype.quantized_training import int8_weight_only_quantized_training
+    from torchao.quantization import quantize_
+
+    quantize_(model, int8_weight_only_quantized_training())
+    return model
+
+
+def sdnq_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of an SDNQ optimizer with its own tensors as mappings of their parts, for a checkpoint."""
+    apart = {
+        index: {name: parts_of(value) if is_packaged(value) else value for name, value in entries.items()}
+        for index, entries in state["state"].items()
+    }
+    return {**state, "state": apart}
+
+
+def sdnq_state_back(state: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
+    """Return what `sdnq_state` took apart, put into new tensors that the optimizer makes.
+
+    Raises:
+        KeyError, RuntimeError: parts of another model's or another setting's.
+    """
+    places = [(group, parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    made = {index: _filled(optimizer, places[index], entries) for index, entries in state["state"].items()}
+    return {**state, "state": made}
+
+
+@torch.no_grad()
+def _filled(optimizer: Any, place: tuple[Any, Any], entries: Mapping[str, Any]) -> dict[str, Any]:
+    group, parameter = place
+    gradient, parameter.grad = parameter.grad, torch.zeros(parameter.shape, device=parameter.device)
+    try:
+        fresh = optimizer.init_state(parameter, group, {})
+    finally:
+        parameter.grad = gradient
+    for name, value in entries.items():
+        if isinstance(value, Mapping):
+            for part, tensor in parts_of(fresh[name]).items():
+                tensor.copy_(value[part])
+        else:
+            fresh[name] = value
+    return dict(fresh)
+
+
+def train_in_float8(model: Model, config: Config, device: torch.device) -> Model:
+    """Replace the linear layers of the blocks by torchao's, where `model.torchao_float8` names a recipe of scales.
+
+    lm_head stays as it is, and so does a layer whose sizes are no multiples of 16: no hardware multiplies it.
+    The weights stay float32. Without FP8 products in hardware, the same roundings are emulated in float32.
+
+    Raises:
+        BenchError: torchao is missing or refuses, or there is no layer to replace.
+    """
+    recipe = config.model.torchao_float8
+    if recipe is None:
+        return model
+    wanted = {name for name, module in model.named_modules() if _takes_float8(name, module)}
+    if not wanted:
+        raise BenchError(
+            f"model.torchao_float8: {recipe!r} needs a layer whose sizes are multiples of {MULTIPLE}; "
+            "give another model.n_embd"
+        )
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        settings = Float8LinearConfig.from_recipe_name(recipe)
+        # The class is frozen, and from_recipe_name takes no other argument.
+        object.__setattr__(settings, "emulate", not _multiplies_fp8(device))
+        convert_to_float8_training(model, module_filter_fn=lambda _, name: name in wanted, config=settings)
+    except (ImportError, ValueError, AssertionError) as error:
+        raise BenchError(f"model.torchao_float8: {one_line(error)}") from None
+    return model
+
+
+def _takes_float8(name: str, module: nn.Module) -> bool:
+    if not isinstance(module, nn.Linear) or not name.startswith("blocks."):
+        return False
+    return module.in_features % MULTIPLE == 0 and module.out_features % MULTIPLE == 0
+
+
+def _multiplies_fp8(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FP8_CAPABILITY

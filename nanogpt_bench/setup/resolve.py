@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.config.conflicts import refuse_as_given, refuse_conflicts
-from nanogpt_bench.config.keys import get, keys_where
-from nanogpt_bench.config.rules import RULES, Rule, check_available, contradicting, meaning, unit
+from nanogpt_bench.config.conflicts import refuse_as_given, refuse_conflicts, refuse_disagreement
+from nanogpt_bench.config.keys import keys_where
+from nanogpt_bench.config.rules import RULES, Rule, check_available, unit
 from nanogpt_bench.config.schema import (
     MANIFOLDS,
     OPTIONS,
@@ -19,10 +18,9 @@ from nanogpt_bench.config.schema import (
 )
 from nanogpt_bench.config.settings import Resolved, load_config
 from nanogpt_bench.model.gpt import SIZES, GPTShape
-from nanogpt_bench.setup.constraints import check_constrained_layers, fill_constraint, fill_rates
 from nanogpt_bench.setup.formats import fill_formats, format_name, read_layers
-from nanogpt_bench.setup.parallel import check_parallel
 from nanogpt_bench.setup.start import as_begun, outlined_shape, pinned, start_shape
+from nanogpt_bench.setup.surgery import check_constrained_layers, fill_constraint, fill_rates
 from nanogpt_bench.system.errors import BenchError
 
 #: what a run without a rule starts from
@@ -40,13 +38,12 @@ def resolve(config: Config, start: GPTShape | None = None) -> Resolved:
     """
     if isinstance(config, Resolved):
         raise TypeError("a resolved configuration can't be resolved again")
-    config = Resolved.filling(config, start)
+    config = Resolved.model_construct(**dict(config.model_copy(deep=True)), layers={}, begun=start)
     preset = _preset(config.rule)
     refuse_as_given(config)
     if config.task == "classify":
-        config.model.tie_weights, config.model.pooling = False, config.model.pooling or "mean"
+        config.model.tie_weights = False
     _fill_sizes(config.model, start)
-    _fill_seeds(config)
     formats = fill_formats(config.model)
     _read_format(config.model, "embeddings", "model.embeddings")
     if config.model.pretrained and config.model.tie_weights and formats:
@@ -55,7 +52,6 @@ def resolve(config: Config, start: GPTShape | None = None) -> Resolved:
     _fill_rule(config, preset)
     refuse_conflicts(config)
     _read_monitors(config)
-    check_parallel(config)
     if formats:
         config.layers = dict(read_layers(config.model, formats))
     check_constrained_layers(config)
@@ -132,7 +128,7 @@ def _own_shape(model: ModelConfig) -> GPTShape:
     for name in ("init_from", "size"):
         if getattr(model, name) is not None:
             raise BenchError(
-                f"model.{name}: {getattr(model, name)!r} can't be used with model.pretrained; leave it out"
+                f"model.{name}: {getattr(model, name)!r} can't be used with model.pretrained; add --model.{name} null"
             )
     shape = outlined_shape(model.pretrained or "")
     _fill(model, block_size=min(256, shape.block_size))
@@ -162,20 +158,15 @@ def _check_named_size(model: ModelConfig, shape: GPTShape) -> None:
         if getattr(model, name) is None and getattr(named, name) != getattr(shape, name):
             raise BenchError(
                 f"model.size: {model.size!r} can't be used with model.init_from {model.init_from!r}, "
-                "whose checkpoint has a size of its own; leave one of them out (--model.size null)"
+                "whose checkpoint has a size of its own; add --model.size null"
             )
     model.size = None
-
-
-def _fill_seeds(config: Config) -> None:
-    _fill(config.data, seed=config.seed)
-    _fill(config.model, seed=config.seed)
 
 
 def _fill_rule(config: Config, preset: Rule) -> None:
     optimizer = config.optimizer
     if config.rule:
-        _check_agreement(config, preset)
+        refuse_disagreement(config, preset)
     _fill(config.model, storage=preset.storage if config.rule else _default_storage(config))
     _fill(config.model, torchao_float8=preset.torchao_float8)
     if config.model.storage == "peer":
@@ -208,15 +199,6 @@ def _default_storage(config: Config) -> str:
     if not config.model.formats:
         return "float32"
     return "fp8" if config.optimizer.name in OWN_OPTIMIZERS else "master"
-
-
-def _check_agreement(config: Config, preset: Rule) -> None:
-    """Refuse a setting that contradicts the rule: the run would bear the wrong name."""
-    means = meaning(preset)
-    for key, given in contradicting(functools.partial(get, config), means).items():
-        raise BenchError(
-            f"{key}: {given!r} contradicts rule {config.rule!r}, which means {means[key]!r}; leave one of them out"
-        )
 
 
 def _read_monitors(config: Config) -> None:

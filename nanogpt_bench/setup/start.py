@@ -40,7 +40,6 @@ def model_shape(config: Config, corpus: Corpus | None) -> GPTShape:
         tie_weights=bool(settings.tie_weights),
         gelu=settings.gelu or "exact",
         labels=len(label_names(corpus)) if corpus and config.task == "classify" else 0,
-        pooling=settings.pooling or "mean",
     )
 
 
@@ -126,7 +125,7 @@ def start_model(shape: GPTShape, config: Config, corpus: Corpus) -> Any:
     Raises:
         BenchError: weights that do not fit the corpus or the model.
     """
-    name, seed = config.model.init_from, config.model.seed or 0
+    name, seed = config.model.init_from, config.seed
     if config.model.pretrained:
         return _pretrained(config, corpus)
     if not name:
@@ -172,7 +171,8 @@ def _pretrained(config: Config, corpus: Corpus) -> Any:
 def _bytes_each(config: Config) -> float:
     """Return what a parameter takes: its weight, gradient and averages, or while it is read its float and its codes."""
     state = {"float32": 8, "bfloat16": 4, "8bit": 2}[config.optimizer.moments or "float32"]
-    gradients = (2 if config.train.accumulate_in else 0) if config.train.step_in_backward else 4
+    summed = 2 if config.train.accumulation > 1 else 0  # in bfloat16
+    gradients = summed if config.train.step_in_backward else 4
     asked = read_as_codes(config)
     if asked is None:
         weights = 4 if config.model.storage in ("float32", "master") else 1

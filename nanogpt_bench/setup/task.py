@@ -14,8 +14,7 @@ from torch.nn import functional
 
 from nanogpt_bench.config import metrics
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.data.batches import Corpus, batch, eval_batches
-from nanogpt_bench.data.documents import documents_of, drawn, held_out
+from nanogpt_bench.data.batches import Corpus, batch, documents_of, drawn, eval_batches, held_out
 from nanogpt_bench.system.free_memory import check_memory
 
 #: bytes that a token of a held batch takes, as an input and as a target
@@ -77,6 +76,10 @@ class Passes:
     logits: Callable[[Tensor], Tensor]
 
 
+#: chooses the validation batches
+EVAL_SEED = 1337
+
+
 class Language:
     """Predict the next token in blocks of a text; losses are in nats a token."""
 
@@ -86,7 +89,7 @@ class Language:
 
     def batch(self, step: int, micro_step: int) -> Pair:
         """Return what a step, from 0, trains on: a pure function of the data's seed, the step and the micro-step."""
-        size, seed = self._config.train.batch_size, self._config.data.seed or 0
+        size, seed = self._config.train.batch_size, self._config.seed
         return batch(self._corpus.train, size, self._block, seed=seed, step=step, micro_step=micro_step)
 
     def tokens(self, step: int) -> int:
@@ -103,7 +106,7 @@ class Language:
         evaluation, size = self._config.eval, self._config.train.batch_size
         what = f"eval.batches {evaluation.batches} with train.batch_size {size} and model.block_size {self._block}"
         check_memory(BYTES_HELD * evaluation.batches * size * self._block, what)
-        return eval_batches(self._corpus.val, evaluation.batches, size, self._block, seed=evaluation.seed)
+        return eval_batches(self._corpus.val, evaluation.batches, size, self._block, seed=EVAL_SEED)
 
     def losses(self, passes: Passes, batches: Sequence[Pair]) -> list[float]:
         """Return the loss of each of some batches."""
@@ -139,7 +142,7 @@ class Classify:
     def held_out(self) -> list[Pair]:
         """Return the fixed validation batches: no document is in two of them, and the last may be a small one."""
         evaluation, size = self._config.eval, self._config.train.batch_size
-        drawn = held_out(self._val, evaluation.batches, size, seed=evaluation.seed)
+        drawn = held_out(self._val, evaluation.batches, size, seed=EVAL_SEED)
         return [self._val.rows(which, self._block) for which in drawn]
 
     def losses(self, passes: Passes, batches: Sequence[Pair]) -> list[float]:
@@ -157,7 +160,7 @@ class Classify:
         return None
 
     def _drawn(self, step: int, micro_step: int) -> NDArray[Any]:
-        size, seed = self._config.train.batch_size, self._config.data.seed or 0
+        size, seed = self._config.train.batch_size, self._config.seed
         return drawn(self._train, size, seed=seed, step=step, micro_step=micro_step)
 
 

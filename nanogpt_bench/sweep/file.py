@@ -2,67 +2,95 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar
 
-from nanogpt_bench.config.field import allowed
-from nanogpt_bench.config.keys import bounds, inside, is_finite
+from pydantic import ValidationError, field_validator
+
+from nanogpt_bench.config.field import Section, setting
+from nanogpt_bench.config.keys import refusal, settings_of
 from nanogpt_bench.config.settings import GivenTwice, find_config, find_shipped, parse_overrides, read_yaml
 from nanogpt_bench.sweep.axes import Axis, assemble, read_axis, read_settings
 from nanogpt_bench.system import untrusted
 from nanogpt_bench.system.errors import BenchError, one_line, unknown
 
 FOLDER = Path(__file__).parent.parent / "sweeps"
+Kind = TypeVar("Kind", bound=Section)
 
 
-def _key(default: Any, text: str, **limits: Any) -> Any:
-    return field(default=default, metadata=allowed(text, **limits))
-
-
-@dataclass(frozen=True)
-class LrLimits:
+class LrLimits(Section):
     """The search of `--lr-limits`, and its criterion of a stable run."""
 
-    resolution: float = _key(1.5, "stop when unstable over stable learning rate is at most this", above=1.0)
-    span: float = _key(4096.0, "how far from the first learning rate to look, as a factor", above=1.0)
-    tolerance: float = _key(0.1, "stable: the final val loss exceeds the best by at most this share", above=0.0)
+    resolution: float = setting(1.5, "stop when unstable over stable learning rate is at most this", above=1.0)
+    span: float = setting(4096.0, "how far from the first learning rate to look, as a factor", above=1.0)
+    tolerance: float = setting(0.1, "stable: the final val loss exceeds the best by at most this share", above=0.0)
 
 
-@dataclass(frozen=True)
-class Sensitivity:
+class Sensitivity(Section):
     """The layers that `--sensitivity` quantises, one at a time."""
 
-    patterns: tuple[str, ...] = _key(
-        ("attn.qkv", "attn.proj", "mlp.fc", "mlp.proj", "lm_head", "*"), "layer patterns, one row each"
+    patterns: list[str] = setting(
+        lambda: ["attn.qkv", "attn.proj", "mlp.fc", "mlp.proj", "lm_head", "*"], "layer patterns, one row each"
     )
-    blocks: bool = _key(True, "one more row for every block")
-    operand: str = _key("weight", "what is quantised there", choices=("weight", "activation", "gradient"))
+    blocks: bool = setting(True, "one more row for every block")
+    operand: str = setting("weight", "what is quantised there", choices=("weight", "activation", "gradient"))
 
 
-@dataclass(frozen=True)
-class Tune:
-    """The search for the best values of `keys` at every combination of the axes, before the runs that count."""
-
-    keys: tuple[str, ...] = _key(("optimizer.lr",), "what is searched; a rule that lacks a key is searched in the rest")
-    start: Mapping[str, float] = field(default_factory=dict)
-    factor: float = _key(2.0, "between neighbours of the grid; around its best half of it follows", minimum=1.05)
-    span: float = _key(256.0, "how far from its start a key is searched, as a factor", above=1.0)
-    seeds: tuple[int, ...] = _key((), "of the trials; the mean of their losses decides")
-    steps: int | None = _key(None, "of a trial; null: train.max_steps", minimum=1)
-    #: settings of the trials in place of the points' own: points that differ in nothing else share one search
-    settings: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Confirm:
+class Confirm(Section):
     """The runs that count: every combination at its best values, on seeds that it was not tuned on."""
 
-    seeds: tuple[int, ...] = _key((), "of the runs of every combination")
-    steps: int | None = _key(None, "of each; null: train.max_steps", minimum=1)
+    seeds: list[int] = setting(list, "of the runs of every combination")
+    steps: int | None = setting(None, "of each; null: train.max_steps", minimum=1)
+
+    @field_validator("seeds", mode="before")
+    @classmethod
+    def _once(cls, seeds: Any) -> Any:
+        if not isinstance(seeds, list) or not seeds or not all(type(seed) is int and seed >= 0 for seed in seeds):
+            raise BenchError(f"{seeds!r} is not allowed; give a list of whole numbers >= 0, such as [1, 2]")
+        if twice := [seed for seed in seeds if seeds.count(seed) > 1]:
+            raise BenchError(f"{twice[0]} is there twice")
+        return seeds
+
+
+class Tune(Confirm):
+    """The search for the best values of `keys` at every combination of the axes, before the runs that count."""
+
+    keys: list[str] = setting(
+        lambda: ["optimizer.lr"], "what is searched; a rule that lacks a key is searched in the rest"
+    )
+    start: dict[str, float] = setting(dict, "where the search of a key begins; not given: the rule's own")
+    factor: float = setting(2.0, "between neighbours of the grid; around its best half of it follows", minimum=1.05)
+    span: float = setting(256.0, "how far from its start a key is searched, as a factor", above=1.0)
+    #: points that differ in nothing else share one search
+    settings: dict[str, Any] = setting(dict, "settings of the trials in place of the points' own")
+
+    @field_validator("start", mode="before")
+    @classmethod
+    def _numbers(cls, start: Any) -> Any:
+        try:
+            numbers = {str(name): float(number) for name, number in start.items() if not isinstance(number, bool)}
+            if len(numbers) == len(start) and all(0 < number < math.inf for number in numbers.values()):
+                return numbers
+        except (AttributeError, TypeError, ValueError, OverflowError):
+            pass
+        raise BenchError(f"{start!r} is not allowed; give keys and numbers above 0, such as optimizer.lr: 0.001")
+
+    @field_validator("settings", mode="before")
+    @classmethod
+    def _by_key(cls, settings: Any) -> Any:
+        return _settings(settings, "tune.settings")
+
+
+class Points(Section):
+    """How the points of a sweep are chosen, and how many of its runs are trained at a time."""
+
+    search: str = setting("grid", "every combination, or random points", choices=("grid", "random"))
+    samples: int = setting(20, "random: how many points", minimum=1)
+    sample_seed: int = setting(0, "random: chooses the points", minimum=0)
+    workers: int | None = setting(None, "runs at a time; null: one a core", minimum=1)
 
 
 @dataclass(frozen=True)
@@ -72,10 +100,10 @@ class SweepFile:
     path: Path
     base: Mapping[str, Any]
     axes: tuple[Axis, ...]
-    search: str = _key("grid", "every combination, or random points", choices=("grid", "random"))
-    samples: int = _key(20, "random: how many points", minimum=1)
-    sample_seed: int = _key(0, "random: chooses the points", minimum=0)
-    workers: int | None = _key(None, "runs at a time; null: one a core", minimum=1)
+    search: str
+    samples: int
+    sample_seed: int
+    workers: int | None
     #: settings of each row of the table: a rule and a format, and what else it has; every point is trained in each
     rows: tuple[Mapping[str, Any], ...] = ()
     #: settings of runs to measure against; or the name of a row to measure against
@@ -154,12 +182,12 @@ def _read(path: Path, overrides: Sequence[str], smoke: bool) -> SweepFile:
         path,
         base,
         axes,
+        **dict(_made(Points, {name: tree.get(name) for name in Points.model_fields}, "")),
         rows=rows,
-        **_checked(SweepFile, tree, "", ("search", "samples", "sample_seed", "workers")),
         reference=reference if isinstance(reference, str | None) else _settings(reference, "reference"),
         **_tuning(tree, path),
-        lr_limits=LrLimits(**_section(LrLimits, tree, "lr_limits")),
-        sensitivity=Sensitivity(**_section(Sensitivity, tree, "sensitivity")),
+        lr_limits=_section(LrLimits, tree, "lr_limits"),
+        sensitivity=_section(Sensitivity, tree, "sensitivity"),
     )
 
 
@@ -258,7 +286,7 @@ def _tuning(tree: Mapping[str, Any], path: Path) -> dict[str, Any]:
     for name, other in (("tune", "confirm"), ("confirm", "tune")):
         if tree.get(name) is None:
             raise BenchError(f"{other} in {path.name} needs {name}; give {name}: {{seeds: [1, 2]}}")
-    tune, confirm = Tune(**_section(Tune, tree, "tune")), Confirm(**_section(Confirm, tree, "confirm"))
+    tune, confirm = _section(Tune, tree, "tune"), _section(Confirm, tree, "confirm")
     for name, seeds in (("tune", tune.seeds), ("confirm", confirm.seeds)):
         if not seeds:
             raise BenchError(f"{name}.seeds: missing in {path.name}; give a list of seeds, such as [1, 2]")
@@ -267,67 +295,19 @@ def _tuning(tree: Mapping[str, Any], path: Path) -> dict[str, Any]:
     return {"tune": tune, "confirm": confirm}
 
 
-def _section(section: type, tree: Mapping[str, Any], name: str) -> dict[str, Any]:
-    content = tree.get(name)
-    if content is None:
-        return {}
-    known = [item.name for item in dataclasses.fields(section)]
+def _section(kind: type[Kind], tree: Mapping[str, Any], name: str) -> Kind:
+    content = {} if tree.get(name) is None else tree[name]
     if not isinstance(content, dict):
-        raise BenchError(f"{name}: {content!r} is not a section; give its keys: {', '.join(known)}")
+        raise BenchError(f"{name}: {content!r} is not a section; give its keys: {', '.join(kind.model_fields)}")
     for key in content:
-        if key not in known:
-            raise unknown(f"key in {name}", key, known)
-    return _checked(section, content, f"{name}.", known)
+        if key not in kind.model_fields:
+            raise unknown(f"key in {name}", key, kind.model_fields)
+    return _made(kind, content, f"{name}.")
 
 
-def _checked(section: type, content: Mapping[str, Any], prefix: str, keys: Sequence[str]) -> dict[str, Any]:
-    """The values given for these keys, each of the type and in the range that its field declares."""
-    items = {item.name: item for item in dataclasses.fields(section)}
-    hints = get_type_hints(section)
-    given = [key for key in keys if content.get(key) is not None]
-    return {key: _value(prefix + key, content[key], hints[key], items[key].metadata) for key in given}
-
-
-_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
-
-
-def _value(key: str, value: Any, hint: Any, metadata: Mapping[str, Any]) -> Any:
-    kinds = getattr(hint, "__args__", (hint,))
-    if Ellipsis in kinds:
-        return _words(key, value) if str in kinds else _seeds(key, value)
-    if get_origin(hint) is Mapping:
-        return _numbers(key, value) if float in get_args(hint) else _settings(value, key)
-    kind = next(kind for kind in kinds if kind is not type(None))
-    if kind is float and isinstance(value, int) and not isinstance(value, bool) and is_finite(value):
-        value = float(value)
-    if type(value) is not kind:
-        raise BenchError(f"{key}: {value!r} is not allowed; give {_WORDS[kind]}{bounds(metadata)}")
-    if metadata["choices"] and value not in metadata["choices"]:
-        raise unknown(key, value, metadata["choices"])
-    if kind in (int, float) and not (is_finite(value) and inside(value, metadata)):
-        raise BenchError(f"{key}: {value!r} is out of range; give {_WORDS[kind]}{bounds(metadata)}")
-    return value
-
-
-def _seeds(key: str, value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list) or not value or not all(type(seed) is int and seed >= 0 for seed in value):
-        raise BenchError(f"{key}: {value!r} is not allowed; give a list of whole numbers >= 0")
-    if twice := [seed for seed in value if value.count(seed) > 1]:
-        raise BenchError(f"{key}: {twice[0]} is there twice")
-    return tuple(value)
-
-
-def _numbers(key: str, value: Any) -> dict[str, float]:
+def _made(kind: type[Kind], content: Mapping[str, Any], prefix: str) -> Kind:
+    """A section of what a file gives; what it gives as null has its default."""
     try:
-        numbers = {str(name): float(number) for name, number in value.items() if not isinstance(number, bool)}
-        if len(numbers) == len(value) and all(0 < number < math.inf for number in numbers.values()):
-            return numbers
-    except (AttributeError, TypeError, ValueError, OverflowError):
-        pass
-    raise BenchError(f"{key}: {value!r} is not allowed; give keys and numbers above 0, such as optimizer.lr: 0.001")
-
-
-def _words(key: str, value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list) or not value or not all(isinstance(word, str) for word in value):
-        raise BenchError(f"{key}: {value!r} is not allowed; give a list of words")
-    return tuple(dict.fromkeys(value))
+        return kind.model_validate({key: value for key, value in content.items() if value is not None})
+    except ValidationError as error:
+        raise refusal(error, {each.key: each for each in settings_of(kind, prefix)}, prefix) from None

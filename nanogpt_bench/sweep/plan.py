@@ -17,8 +17,8 @@ from nanogpt_bench.config.schema import OPTION_NAMES, OPTIONS, PEER_WEIGHTS, ROU
 from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.report.rows import Row, row_label
 from nanogpt_bench.setup.formats import format_summary, weight_format
-from nanogpt_bench.setup.parallel import refuse_parallel
 from nanogpt_bench.setup.resolve import resolve, rule_name
+from nanogpt_bench.setup.runtime import refuse_parallel
 from nanogpt_bench.sweep.axes import Point, assemble, grid_points, random_points
 from nanogpt_bench.sweep.file import SweepFile
 from nanogpt_bench.system.errors import BenchError, printable, unknown
@@ -257,8 +257,6 @@ def applies(key: str, value: Any, rule: Rule) -> bool:
         return rule.optimizer in optimizers
     if key == "model.storage":
         return rule.storage == value or (rule.storage in ROUNDED and value in ROUNDED)
-    if key == "shadow.of":
-        return value != "master" or rule.storage not in ROUNDED
     if key == "model.peer":
         return rule.optimizer in PEER_WEIGHTS.get(value, ())
     if key == "train.precision":

@@ -49,7 +49,7 @@ def check_machine(runs: Sequence[PlannedRun], executor: Executor) -> None:
     Raises:
         BenchError: a device that is not there, or, on this machine, more memory than is free.
     """
-    from nanogpt_bench.setup.fits import DECIDING, check_fits
+    from nanogpt_bench.setup.memory import DECIDING, check_fits
 
     for device in {str(run.settings.get("runtime.device")) for run in runs}:
         executor.check_device(device)

@@ -66,10 +66,21 @@ def unknown(kind: str, word: object, known: Iterable[str]) -> BenchError:
     >>> str(unknown("rule", "nearset", ["nearest", "stochastic"]))
     "unknown rule 'nearset'; did you mean 'nearest'? allowed: nearest, stochastic"
     """
-    names = list(known)
-    guess = nearest(str(word), names)
-    hint = f"; did you mean {guess!r}?" if guess else ";"
-    return BenchError(f"unknown {kind} {str(word)!r}{hint} allowed: {', '.join(names)}")
+    return BenchError(f"unknown {kind} {str(word)!r}{_allowed(word, list(known))}")
+
+
+def not_known(word: object, known: Iterable[str]) -> str:
+    """Return that a word is not one of those allowed: it, the nearest of them, and all.
+
+    >>> not_known("yesterdya", ["today", "yesterday"])
+    "'yesterdya' is not known; did you mean 'yesterday'? allowed: today, yesterday"
+    """
+    return f"{word!r} is not known{_allowed(word, list(known))}"
+
+
+def _allowed(word: object, known: list[str]) -> str:
+    guess = nearest(str(word), known)
+    return (f"; did you mean {guess!r}?" if guess else ";") + f" allowed: {', '.join(known)}"
 
 
 def one_line(error: BaseException | str) -> str:

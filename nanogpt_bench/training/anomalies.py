@@ -1,10 +1,13 @@
-"""Steps in which something is not finite: what, and where it was first seen."""
+"""Steps in which something is not finite: what, where it was first seen, and the state before it."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,10 +15,12 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 import fp8manifold as fm
+from nanogpt_bench.checkpoint import CheckpointNotWritten, commit
 from nanogpt_bench.config import metrics
-from nanogpt_bench.model.layers import plain
-from nanogpt_bench.monitors.points import Anomaly, Step
+from nanogpt_bench.model.weights import plain
+from nanogpt_bench.monitors.points import Anomaly, Observer, Step
 from nanogpt_bench.system.ranks import ALONE, Ranks
+from nanogpt_bench.training.run_state import capture
 
 if TYPE_CHECKING:
     from nanogpt_bench.training.trainer import Trainer
@@ -189,3 +194,41 @@ def figure_of(step: Step) -> str:
     """The figure that was not finite, as words."""
     name = (metrics.TRAIN_LOSS if step.record[metrics.LOSS_IS_NAN.name] else metrics.GRAD_NORM).name
     return f"{name} is {step.record[name]}"
+
+
+if TYPE_CHECKING:
+    from nanogpt_bench.training.trainer import Trainer
+
+_LOG = logging.getLogger("nanogpt_bench")
+
+
+class AnomalyObserver(Observer):
+    """Commits one checkpoint as anomaly/checkpoints/step-N.safetensors, apart from those that a run goes on from.
+
+    Where step N was left out, it holds the weights and the optimizer state that the step began with. Without a folder
+    another process does so.
+    """
+
+    def __init__(self, run_dir: Path | None, trainer: Trainer) -> None:
+        self._folder, self._trainer = None if run_dir is None else run_dir / "anomaly", trainer
+        self._saved = False
+
+    def written(self, step: Step) -> None:
+        if self._saved or step.anomaly is None:
+            return
+        self._saved = True
+        facts = {"anomaly": dataclasses.asdict(step.anomaly)}
+        contents = capture(step.number, self._trainer, [], facts)
+        if self._folder is None or contents is None:
+            return
+        self._folder.mkdir(exist_ok=True)
+        try:
+            commit(self._folder, contents, keep_last=1)
+        except CheckpointNotWritten as error:
+            _LOG.warning("anomaly: %s", error)  # it is for debugging: the run does without
+
+    def state(self) -> dict[str, Any]:
+        return {"saved": self._saved}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._saved = state["saved"]

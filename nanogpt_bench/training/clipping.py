@@ -39,12 +39,14 @@ def _within(optimizer: torch.optim.Optimizer, config: Config, has_format: bool) 
             "model.formats: gradient of a weight can't be used with train.step_in_backward and optimizer.grad_clip, "
             "which comes before it; give optimizer.grad_clip 0, or leave it out"
         )
-    options: dict[str, Any] = {"clip": own, "max_norm": bound} if own else {"accumulate": config.train.accumulate_in}
+    summed = config.train.accumulation > 1
+    accumulate = "bfloat16" if summed else None
+    options: dict[str, Any] = {"clip": own, "max_norm": bound} if own else {"accumulate": accumulate}
     handle = fm.optim.step_in_backward(optimizer, **options)
     if own:
         return ClippingWithin(handle, bound, exact=own == "exact")
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return Clipping(parameters, bound) if config.train.accumulate_in else Unclipped([], 0.0)
+    return Clipping(parameters, bound) if summed else Unclipped([], 0.0)
 
 
 class Clipping:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nanogpt_bench.checkpoint import Contents
-from nanogpt_bench.checkpoint.tree import capture_tree, plain_copy, restore_tree
+from nanogpt_bench.checkpoint.format import capture_tree, plain_copy, restore_tree
 from nanogpt_bench.model.weights import fill, tensors_of
 from nanogpt_bench.monitors.points import Observer
-from nanogpt_bench.setup.peers import sdnq_state, sdnq_state_back
+from nanogpt_bench.setup.optimizers import sdnq_state, sdnq_state_back
 from nanogpt_bench.system.errors import BenchError, one_line
 
 if TYPE_CHECKING:

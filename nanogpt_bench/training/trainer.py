@@ -19,12 +19,16 @@ from nanogpt_bench.config.settings import Resolved
 from nanogpt_bench.data.batches import Corpus, open_also
 from nanogpt_bench.model.gpt import GPT
 from nanogpt_bench.monitors.points import Observer, Step
-from nanogpt_bench.setup.fits import check_fits
-from nanogpt_bench.setup.memory import GradientPeak
-from nanogpt_bench.setup.optimizers import build_optimizer, decay_course, lr_factor, peak_lr, stiffness_at
-from nanogpt_bench.setup.parallel import Loss, Wire, joined_model, replicated
-from nanogpt_bench.setup.peers import keep_peer_weights, train_in_float8
-from nanogpt_bench.setup.runtime import CompiledLoss, bfloat16_products
+from nanogpt_bench.setup.memory import GradientPeak, check_fits
+from nanogpt_bench.setup.optimizers import (
+    build_optimizer,
+    keep_peer_weights,
+    lr_factor,
+    peak_lr,
+    stiffness_at,
+    train_in_float8,
+)
+from nanogpt_bench.setup.runtime import CompiledLoss, Loss, Wire, bfloat16_products, joined_model, replicated
 from nanogpt_bench.setup.start import model_shape, start_model
 from nanogpt_bench.setup.surgery import quantize
 from nanogpt_bench.setup.task import Figures, Passes, task_of
@@ -88,9 +92,6 @@ class Trainer:
         self.task = task_of(config, corpus)
         self.model: Any = joined_model(trained_model(config, corpus, device, start), ranks)
         self.optimizer = build_optimizer(self.model, config, self._fresh_batches)
-        self._decay = decay_course(config.optimizer, config.train.max_steps)
-        #: each group's own decay at the first step; the checkpoint of a later one holds what it had come to
-        self._first_decays = [group["weight_decay"] for group in self.optimizer.param_groups]
         model_loss: Any = CompiledLoss(self.model) if config.runtime.compile else self.model.loss
         self._model_loss: Loss = model_loss
         replicas = ranks.size > 1 and config.train.parallel == "ddp"
@@ -124,7 +125,6 @@ class Trainer:
         if self.ranks.size > 1:
             torch.manual_seed(self._seed_of_step(step.number))
         lr = self._set_lr(step.number - 1)
-        self._set_decay(step.number - 1)
         self._set_writeback(step.number - 1)
         self.optimizer.zero_grad(set_to_none=True)
         skipped = self._left_out()
@@ -165,13 +165,6 @@ class Trainer:
                 group["lr"] = lr
         return (settings.lr or 0.0) * factor
 
-    def _set_decay(self, index: int) -> None:
-        """Take every group's decay as far along its course as the steps are."""
-        if self._decay is not None:
-            share = self._decay(index) / self._decay.start
-            for group, first in zip(self.optimizer.param_groups, self._first_decays, strict=True):
-                group["weight_decay"] = first * share
-
     def _set_writeback(self, index: int) -> None:
         """Have the last steps written back as `optimizer.writeback_end` says, and those before as `writeback` does."""
         options = self.config.optimizer
@@ -201,7 +194,7 @@ class Trainer:
     @property
     def _steps_within(self) -> bool:
         """Whether the backward pass steps, with gradients that are gone then: where none are summed up."""
-        return self.config.train.step_in_backward and self.config.train.accumulate_in is None
+        return self.config.train.step_in_backward and self.config.train.accumulation == 1
 
     def _backward(self, loss: Tensor, step: Step, observers: list[Observer]) -> None:
         """Take gradients; where steps are taken with them, tell observers before, and leave out a loss of NaN."""

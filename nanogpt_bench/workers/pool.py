@@ -5,6 +5,7 @@ A worker is a process of this machine, in a `ProcessPoolExecutor` of its own, or
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
@@ -20,9 +21,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
+from nanogpt_bench.config import metrics
+from nanogpt_bench.config.keys import FIELDS
 from nanogpt_bench.system.errors import BenchError, one_line
 from nanogpt_bench.system.words import counted
-from nanogpt_bench.workers.records import Records
 from nanogpt_bench.workers.worker import begin, failed, serve
 
 #: how a process is started, and what it does with a job; tests put others in their place
@@ -273,3 +275,43 @@ class _Running(NamedTuple):
     job: int
     worker: AnyWorker
     records: Records
+
+
+#: of a file that has grown more, the last bytes are read
+MOST_BYTES = 1 << 16
+_NAMES = {
+    "train_loss": metrics.TRAIN_LOSS.name,
+    "val_loss": metrics.VAL_LOSS.name,
+    "lr": metrics.LR.name,
+    "tokens_per_s": metrics.SPEED.name,
+    "elapsed_s": metrics.ELAPSED.name,
+}
+
+
+class Records:
+    """The records of one job's run, read as they come."""
+
+    def __init__(self, job: Mapping[str, Any]) -> None:
+        self._path = Path(job.get("run_dir", "")) / "metrics.jsonl"
+        steps = job.get("settings", {}).get("train.max_steps", FIELDS["train.max_steps"].default)
+        self._known: dict[str, Any] = {"max_steps": steps}
+        self._read = 0
+
+    def new(self) -> dict[str, Any] | None:
+        """Return the newest figures, None where there are no new ones."""
+        try:
+            size = self._path.stat().st_size
+            with self._path.open("rb") as file:
+                file.seek(max(self._read if self._read <= size else 0, size - MOST_BYTES))
+                lines = file.read().splitlines(keepends=True)
+        except OSError:
+            return None
+        whole = [line for line in lines if line.startswith(b"{") and line.endswith(b"}\n")]
+        if size == self._read or not whole:
+            return None
+        self._read = size - (0 if lines[-1].endswith(b"\n") else len(lines[-1]))
+        for line in whole:
+            record = json.loads(line)
+            found = {name: record.get(key) for name, key in _NAMES.items()}
+            self._known |= {"step": record["step"], **{name: x for name, x in found.items() if x is not None}}
+        return dict(self._known)

@@ -22,8 +22,7 @@ import fp8manifold as fm
 from nanogpt_bench.cli import main
 from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.data import prepare_text
-from nanogpt_bench.data.batches import load_corpus
-from nanogpt_bench.data.documents import documents_of
+from nanogpt_bench.data.batches import documents_of, load_corpus
 from nanogpt_bench.model.gpt import GPT, GPTShape
 from nanogpt_bench.model.pretrained import checkpoint_shape, load_checkpoint
 from nanogpt_bench.model.weights import load_weights, save_weights

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import nanogpt_bench
-from nanogpt_bench.cli import build_parser, main, split_overrides
+from nanogpt_bench.cli import main, parse
 from nanogpt_bench.config.settings import parse_overrides
 
 SOURCES = sorted(Path(nanogpt_bench.__file__).parent.rglob("*.py"))
@@ -46,13 +46,9 @@ ADVISED = sorted(
 
 @pytest.mark.parametrize("line", ADVISED)
 def test_what_is_advised_can_be_parsed(line: str) -> None:
-    line = re.split(r" (?:writes|measures|rounds) ", line)[0]
+    line = re.split(r" (?:writes|measures|rounds|prints) ", line)[0]
     words = [NUMBERS.get(word, word) for word in shlex.split(line)]
-    plain, overrides = split_overrides(words)
-    parser, commands = build_parser()
-    args, unknown = parser.parse_known_args(plain)
-    commands[args.command].refuse_unknown(unknown)
-    parse_overrides(overrides)
+    parse_overrides(parse(words).overrides)
 
 
 def test_enough_is_looked_at() -> None:

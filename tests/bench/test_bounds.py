@@ -42,9 +42,9 @@ def sweep(folder: Path, **content: Any) -> Path:
     ("content", "words", "count"),
     [
         ({"axes": {**MILLION, **SEEDS}}, (), "1,000,000,000,000"),
-        ({"axes": {**MILLION, **SEEDS, "eval.seed": {**SEEDS["seed"], "points": 10**30}}}, (), "about 10^42"),
+        ({"axes": {**MILLION, **SEEDS, "train.max_steps": {**SEEDS["seed"], "points": 10**30}}}, (), "about 10^42"),
         ({"axes": LR, "search": "random", "samples": 10**9}, (), "1,000,000,000"),
-        ({"axes": {"seed": list(range(101)), "rule": ["sgd"], "eval.seed": list(range(100))}}, (), "10,100"),
+        ({"axes": {"seed": list(range(101)), "rule": ["sgd"], "eval.batches": list(range(1, 101))}}, (), "10,100"),
         ({"axes": {"model.format": ["E4M3"], "seed": SEEDS["seed"]}}, ("--sensitivity",), "1,000,000"),
         ({"axes": SEEDS}, ("--lr-limits",), "1,000,000"),
     ],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,11 @@ from torch.nn import functional
 from nanogpt_bench.cli import main
 from nanogpt_bench.commands.sample import Draw, sample_run
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.data.batches import open_corpus
-from nanogpt_bench.data.documents import documents_of, drawn
+from nanogpt_bench.data.batches import documents_of, drawn, open_corpus
 from nanogpt_bench.evaluation.losses import evaluate_run
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.model.gpt import PADDING, Classifier, GPTShape, build_model
-from nanogpt_bench.model.layers import quantized_layers
+from nanogpt_bench.model.weights import quantized_layers
 from nanogpt_bench.report.results import measure
 from nanogpt_bench.report.rows import find_reference, group_rows, loss_unit
 from nanogpt_bench.report.tables import to_csv, to_markdown
@@ -80,14 +78,13 @@ def test_figures_of_nothing() -> None:
     assert f1_scores(torch.ones(2, 3), torch.ones(2, 3)) == (1.0, 1.0)
 
 
-@pytest.mark.parametrize("pooling", ["mean", "last"])
-def test_a_head_sees_a_document_whatever_stands_behind_it(pooling: str) -> None:
-    model = build_model(replace(SMALL, pooling=pooling), seed=0)
+def test_a_head_sees_a_document_whatever_stands_behind_it() -> None:
+    model = build_model(SMALL, seed=0)
     assert isinstance(model, Classifier)
     document = torch.tensor([[3, 1, 4]])
     padded = torch.tensor([[3, 1, 4, PADDING, PADDING], [2, 7, 1, 8, 2]])
     hidden = model.hidden(document)[0]
-    expected = model.lm_head(hidden.mean(0) if pooling == "mean" else hidden[-1])
+    expected = model.lm_head(hidden.mean(0))
     for logits in (model(document)[0], model(padded)[0]):
         torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-6)
     model(padded)[0].sum().backward()

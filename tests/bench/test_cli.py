@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from nanogpt_bench.cli import main
-from nanogpt_bench.commands.help_topics import topics
-from nanogpt_bench.config.rules import RULES
+from nanogpt_bench.config.settings import defaults_yaml
 
 QUICK = ["--train.max_steps=3", "--eval.batches=1", "--model.n_layer=1", "--model.n_embd=16", "--model.n_head=2"]
 
@@ -29,25 +28,14 @@ def test_help_has_examples(command: list[str], capsys: pytest.CaptureFixture[str
     assert "examples:\n  nanogpt-bench " in capsys.readouterr().out
 
 
-def test_the_run_help_is_short_and_names_topics(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_of_run_is_short_and_names_the_file_of_all_settings(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["run", "--help"])
     text = capsys.readouterr().out
-    assert len(text.splitlines()) < 50
-    assert "--help TOPIC" in text
-    for topic in topics():
-        assert f"\n  {topic} " in text
-        assert main(["run", "--help", topic]) == 0
-        assert capsys.readouterr().out.strip()
-
-
-def test_all_of_the_help_lists_every_rule_and_setting(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "--help", "all"]) == 0
-    text = capsys.readouterr().out
-    assert "--train.max_steps" in text
-    for name, entry in RULES.items():
-        assert f"  {name} " in text
-        assert entry.help in text
+    assert len(text.splitlines()) < 40
+    assert "nanogpt-bench run --defaults" in text
+    assert main(["run", "--defaults"]) == 0
+    assert capsys.readouterr().out.strip() == defaults_yaml().strip()
 
 
 def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -78,8 +78,7 @@ def test_previous_clips_by_the_norm_of_the_step_before(tiny: Tiny) -> None:
 def test_sums_are_those_of_the_plain_loop_but_for_their_rounding(clip: float, tiny: Tiny) -> None:
     more = {"train__accumulation": 3, "optimizer__grad_clip": clip}
     plain, _ = taken(tiny(**settings_of("adamw", **more)))
-    sums = {"train__step_in_backward": True, "train__accumulate_in": "bfloat16"}
-    within, _ = taken(tiny(**settings_of("adamw", **more, **sums)))
+    within, _ = taken(tiny(**settings_of("adamw", **more, train__step_in_backward=True)))
     assert [record["grad/clipped"] for record in plain] == [record["grad/clipped"] for record in within]
     for one, other in zip(plain, within, strict=True):
         assert other["grad/norm"] == pytest.approx(one["grad/norm"], rel=0.02)

@@ -12,24 +12,20 @@ from bench_runs import recorded
 
 import fp8manifold as fm
 from nanogpt_bench.cli import main
-from nanogpt_bench.config.precedence import settle
 from nanogpt_bench.config.rules import RULES
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.data.batches import open_corpus
 from nanogpt_bench.loop.train import run
-from nanogpt_bench.model.layers import constrained_weights
+from nanogpt_bench.model.weights import constrained_weights
 from nanogpt_bench.report.build import report
-from nanogpt_bench.setup.constraints import RowStiefel
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.sweep.plan import applies
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.training.trainer import Trainer, initial_model
 
-#: tall (qkv, fc), square (proj of attention) and wide (proj of the MLP) matrices
-EVERYWHERE = {"model__constrained": "[attn, mlp]"}
-STIEFEL = {"model__constraint": "stiefel", **EVERYWHERE}
-SPHERE = {"model__constraint": "sphere", **EVERYWHERE}
+STIEFEL = {"model__constraint": "stiefel"}
+SPHERE = {"model__constraint": "sphere"}
 MASTER = {"model__format": "E4M3"}
 #: constraints beside every storage that has room for them
 CASES = {
@@ -57,7 +53,7 @@ def off(weight: torch.Tensor) -> float:
     matrix = weight.detach().as_subclass(torch.Tensor).double()
     if isinstance(weight.manifold, geoopt.Sphere):
         return float((matrix.norm(dim=1) - 1).abs().max())
-    gram = matrix.T @ matrix if matrix.shape[0] >= matrix.shape[1] else matrix @ matrix.T
+    gram = matrix.T @ matrix
     return float((gram - torch.eye(len(gram))).norm())
 
 
@@ -66,7 +62,7 @@ def test_weights_begin_on_their_manifold_and_stay_on_it(tiny: Callable[..., Conf
     config = resolve(tiny(**CASES[case], train__max_steps=12, optimizer__constrained_lr=0.1))
     trainer = Trainer(config, open_corpus(config), torch.device("cpu"))
     weights = constrained_weights(trainer.model)
-    assert len(weights) == (4 if "model__constrained" in CASES[case] else 2)
+    assert [name.rpartition("attn.")[2] for name in weights] == ["qkv.weight", "proj.weight"]
     before = {name: weight.detach().clone() for name, weight in weights.items()}
     for number in range(1, 13):
         trainer.train_step(trainer.new_step(number, last=number == 12), [])
@@ -107,19 +103,17 @@ def watched(tiny: Callable[..., Config], tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.mark.parametrize(
-    ("name", "figure", "layers"),
+    ("name", "figure"),
     [
-        ("stiefel", "geometry/orthogonality", ("attn.qkv", "attn.proj", "mlp.fc", "mlp.proj")),
-        ("sphere", "geometry/off_sphere", ("attn.qkv", "attn.proj", "mlp.fc", "mlp.proj")),
-        ("float", "geometry/orthogonality", ("attn.qkv", "attn.proj")),
+        ("stiefel", "geometry/orthogonality"),
+        ("sphere", "geometry/off_sphere"),
+        ("float", "geometry/orthogonality"),
     ],
 )
-def test_the_monitor_watches_what_is_constrained(
-    watched: dict[str, Path], name: str, figure: str, layers: tuple[str, ...]
-) -> None:
+def test_the_monitor_watches_what_is_constrained(watched: dict[str, Path], name: str, figure: str) -> None:
     looks = [record for record in recorded(watched[name]) if figure in record]
     assert [record["step"] for record in looks] == [2, 4, 6]
-    keys = [f"{figure}/blocks.0.{layer}.weight" for layer in layers]
+    keys = [f"{figure}/blocks.0.{layer}.weight" for layer in ("attn.qkv", "attn.proj")]
     rounded = [key.replace(figure, "geometry/constraint_rounded") for key in keys]
     for record in looks:
         assert record[figure] == max(record[key] for key in keys) < 1e-5
@@ -142,21 +136,6 @@ def test_a_checkpoint_is_evaluated_as_any_other(watched: dict[str, Path], tmp_pa
     assert main(["evaluate", str(watched["stiefel"]), "--formats", "none,E5M2", "--out", str(tmp_path / "e")]) == 0
 
 
-def test_rows_are_orthonormal_where_there_are_fewer() -> None:
-    manifold, random = RowStiefel(), torch.Generator().manual_seed(0)
-    x = manifold.projx(torch.randn(3, 7, generator=random, dtype=torch.float64))
-    u = manifold.proju(x, torch.randn(3, 7, generator=random, dtype=torch.float64))
-    mirror = geoopt.EuclideanStiefel()
-    assert manifold.check_point_on_manifold(x)
-    assert manifold.check_vector_on_tangent(x, u)
-    assert not manifold.check_point_on_manifold(x.mT.contiguous())
-    for name in ("retr", "expmap"):
-        assert torch.equal(getattr(manifold, name)(x, u), getattr(mirror, name)(x.mT, u.mT).mT)
-    moved, transported = manifold.retr_transp(x, u, u)
-    assert manifold.check_vector_on_tangent(moved, transported)
-    assert torch.equal(manifold.egrad2rgrad(x, u), mirror.egrad2rgrad(x.mT, u.mT).mT)
-
-
 # ---------------------------------------------------------------------------------------------------------- settings
 def resolved(**settings: object) -> Config:
     return resolve(load_config(None, [f"--{key.replace('__', '.')}={value}" for key, value in settings.items()]))
@@ -164,7 +143,7 @@ def resolved(**settings: object) -> Config:
 
 def test_a_constraint_fills_in_what_it_calls_for() -> None:
     config = resolved(model__constraint="stiefel")
-    assert (config.model.constrained, config.model.storage) == (["attn.qkv", "attn.proj"], "float32")
+    assert config.model.storage == "float32"
     optimizer = config.optimizer
     assert (optimizer.name, optimizer.constrained_lr, optimizer.weight_decay) == ("riemannian_adam", 0.01, 0.0)
     assert (optimizer.lr, optimizer.float_lr) == (1e-3, 1e-3)
@@ -172,23 +151,14 @@ def test_a_constraint_fills_in_what_it_calls_for() -> None:
     assert (config.model.storage, config.optimizer.lr) == ("master", 3e-3)
     config = resolved(model__constraint="sphere", rule="riemannian", model__formats="{mlp: E4M3}")
     assert (config.model.storage, config.optimizer.lr, config.optimizer.weight_decay) == ("fp8", 2.0, 0.1)
-    assert resolve(load_config(None, [])).model.constrained == []
 
 
-#: monitors that look at whole weights, which rows are not
 REFUSED = {
-    r"the weight of 'blocks.0.attn.qkv' has format E4M3 under model.storage 'fp8'.*; give it the format none, or "
-    "model.storage master": {"rule": "riemannian", **MASTER},
+    r"the weight of 'blocks.0.attn.qkv' has format E4M3 under model.storage 'fp8'.*; add --model.formats.attn "
+    "none, or give --model.storage master": {"rule": "riemannian", **MASTER},
     r"has format E4M3 under model.storage 'grid'": {**MASTER, "model__storage": "grid"},
     r"has format E4M3 under model.storage 'continuous'": {**MASTER, "model__storage": "continuous"},
-    r"model.constrained: pattern 'atn' matches none of the 17 linear layers; did you mean 'attn'\?": {
-        "model__constrained": "[atn]"
-    },
-    r"model.constrained: lm_head shares the token embedding's weight": {
-        "model__constrained": "[lm_head]",
-        "model__tie_weights": True,
-    },
-    r"train.parallel: 'ddp' can't be used with .*model.constraint; give": {"train__parallel": "ddp"},
+    r"train.parallel: 'ddp' can't be used with .*model.constraint": {"train__parallel": "ddp"},
 }
 
 
@@ -213,8 +183,3 @@ def test_a_comparison_constrains_the_rows_that_can_be() -> None:
     assert applies("model.constraint", "stiefel", RULES["riemannian"])
     assert not applies("model.constraint", "stiefel", RULES["fp32"])
     assert not applies("optimizer.constrained_lr", 0.1, RULES["stochastic"])
-    given = {"model.constraint": "stiefel", "optimizer.name": "riemannian_adam", "optimizer.constrained_lr": 0.1}
-    for file in (given, {"model.constraint": "stiefel"}):
-        kept, lines = settle(file, {"rule": "fp32"}, file | {"rule": "fp32"})
-        assert kept == {"rule": "fp32"}
-        assert "model.constraint 'stiefel'" in lines[0]

@@ -64,6 +64,7 @@ def settings(model: Path, law: Path) -> Settings:
     def made(**more: Any) -> Config:
         given = {**SMALL, "model.pretrained": model, "data.dir": law}
         given |= {key.replace("__", "."): value for key, value in more.items()}
+        given |= {"model.format": "null"} if given.get("rule") == "fp32" else {}
         return load_config(find_config("finetune.yaml"), [f"--{key}={value}" for key, value in given.items()])
 
     return made
@@ -193,7 +194,8 @@ def test_the_command_trains_says_its_memory_and_saves(
     assert "float32 AdamW by arithmetic: 0.3 MiB" in said
     loss = json.loads((tmp_path / "runs" / "finetune" / "summary.json").read_text())["final_val_loss"]
     again = load_config(
-        find_config("finetune"), [*options, "--model.pretrained=./saved", f"--data.dir={law}", "--rule=fp32"]
+        find_config("finetune"),
+        [*options, "--model.pretrained=./saved", f"--data.dir={law}", "--rule=fp32", "--model.format=null"],
     )
     trainer = Trainer(resolve(again), load_corpus(law, 16), torch.device("cpu"))
     assert trainer.validate() == pytest.approx(loss, rel=1e-5)

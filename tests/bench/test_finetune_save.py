@@ -65,7 +65,8 @@ def test_every_kind_of_layer_is_saved(
     for cache in (outline, settings_of):  # of another case's folder "saved"
         cache.cache_clear()
     again = load_config(
-        find_config("finetune"), [*SMALL, "--model.pretrained=./saved", "--data.dir=law", "--rule=fp32"]
+        find_config("finetune"),
+        [*SMALL, "--model.pretrained=./saved", "--data.dir=law", "--rule=fp32", "--model.format=null"],
     )
     trainer = Trainer(resolve(again), load_corpus(Path("law"), 16), torch.device("cpu"))
     assert trainer.validate() == pytest.approx(loss, rel=1e-5)
@@ -83,7 +84,7 @@ def test_what_is_in_the_way_of_saving_is_said_before_the_training(
     more: list[str], told: str, words: list[str], capsys: Any
 ) -> None:
     given = more if "--save" in more else [*more, "--save", "saved"]
-    assert main([*words, "--rule", "fp32", *given]) == 2
+    assert main([*words, "--rule", "fp32", "--model.format", "null", *given]) == 2
     assert told in capsys.readouterr().err
     assert not Path("runs").exists()
     assert not Path("saved").exists()

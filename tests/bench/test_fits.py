@@ -14,7 +14,7 @@ from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import build_config, find_config, load_config, shipped_configs
 from nanogpt_bench.data.batches import open_corpus
 from nanogpt_bench.model.gpt import build_model
-from nanogpt_bench.setup.fits import bytes_each, check_fits, parameters_of
+from nanogpt_bench.setup.memory import bytes_each, check_fits, parameters_of
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.setup.start import model_shape
 from nanogpt_bench.sweep.file import find_sweep, read_sweep, shipped_sweeps
@@ -26,7 +26,7 @@ from nanogpt_bench.workers import pool
 GIB = 2**30
 TOO_MUCH = (
     "model.n_embd 2000000",
-    f"model.n_embd {10**200}",
+    f"model.n_embd {10**18}",
     "train.batch_size 1000000000",
     "eval.batches 100000000000",
 )

@@ -16,8 +16,7 @@ from nanogpt_bench.config.schema import PEER_WEIGHTS, Config
 from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.data.batches import load_corpus
 from nanogpt_bench.loop.train import run
-from nanogpt_bench.model.layers import forward_weight, linear_layers
-from nanogpt_bench.model.weights import is_packaged
+from nanogpt_bench.model.weights import forward_weight, is_packaged, linear_layers
 from nanogpt_bench.setup.memory import held_bytes, memory_of
 from nanogpt_bench.sweep.file import read_sweep
 from nanogpt_bench.sweep.plan import plan_sweep

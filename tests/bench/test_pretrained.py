@@ -116,7 +116,7 @@ def test_codes_are_not_read_as_weights(dtype: torch.dtype, tmp_path: Path, folde
         (["--model.n_embd=32"], "model.n_embd: 32 is not that of the checkpoint"),
         (["--model.bias=false"], "model.bias: False is not that of the checkpoint"),
         (["--model.gelu=exact"], "'tanh'"),
-        (["--model.size=10M"], "leave one of them out"),
+        (["--model.size=10M"], "add --model.size null"),
         (["--model.block_size=64"], "more than the 32 positions"),
     ],
 )

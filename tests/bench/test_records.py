@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from nanogpt_bench.workers.records import MOST_BYTES, Records
+from nanogpt_bench.workers.pool import MOST_BYTES, Records
 
 
 def line(step: int, **more: float) -> str:

@@ -72,10 +72,10 @@ REFUSED: dict[str, str] = {
     COMPARED: "--task classify needs --data.dir",
     f"{COMPARED} --data.dir CHARS --model.n_layer=1 --model.block_size=16": "needs documents with labels",
     "compare --seeds 1000000 --formats E4M3": "7 rows at --seeds 1,000,000 asks for 7,000,000 runs",
-    f"{ROWS} --rule nearest": "--rule & did you mean '--rules'",
+    f"{ROWS} --rule nearest": "--rule & give --rules",
     f"{ROWS} --model.format E4M3": "--model.format & --formats",
     f"{ROWS} --optimizer.name sgd": "--optimizer.name & --rules",
-    f"{ROWS} --optimizer.damping 1": "--optimizer.damping & any row & bf16-mixed, sgd, E4M3 stochastic",
+    f"{ROWS} --optimizer.constrained_lr 0.5": "--optimizer.constrained_lr & any row & bf16-mixed, sgd, E4M3 stochastic",
     f"{ROWS} --train.max_steps 9 --max-steps 8": "--train.max_steps 9 & --max-steps 8",
     f"{ROWS} --model.n_embd 130": "model.n_embd & 132 & at rule 'bf16-mixed'",
     f"{ROWS} --data.dir gone --model.block_size 8": "gone & prepare",
@@ -87,9 +87,6 @@ REFUSED: dict[str, str] = {
     "sweep lr_limit.yaml": "did you mean 'lr_limits.yaml'",
     "sweep formats.yaml --executor rai": "unknown --executor 'rai'; did you mean 'ray'",
     "sweep formats.yaml --executor local --address 1.2.3.4:6379": "--address '1.2.3.4:6379' goes with --executor ray",
-    **{
-        f"{command} --help optimiser": "did you mean 'optimizer'" for command in ("run", "evaluate", "compare", "sweep")
-    },
     # results files
     "results export .": "--out is missing",
     "results export . --out x.json": "holds no results",
@@ -156,7 +153,7 @@ REFUSED: dict[str, str] = {
     f"{MEASURED} --sensitivity heads": "'heads' is not known",
     f"{MEASURED} e4m3.yaml": "goes without --model",
     f"{TUNED} --layout torchao": "--layout goes with --save DIR",
-    f"{TUNED} --save s --layout torchao --rule fp32": "--layout torchao takes quantised weights",
+    f"{TUNED} --save s --layout torchao --rule fp32 --model.format null": "--layout torchao takes quantised weights",
     f"{TUNED} --save s --layout compressed-tensors --rule stochastic --model.format E3M4": "--layout "
     "compressed-tensors: layer 'model.layers.0.self_attn.q_proj' is of E3M4",
     f"{TUNED} --model.n_layer 3": "model.n_layer: 3 is not that of",

@@ -31,7 +31,7 @@ def test_cosine_falls_to_its_floor_and_passes_the_middle_halfway() -> None:
 
 
 def test_trapezoid_stays_then_falls_linearly() -> None:
-    values = factors(warmup_steps=0, schedule="trapezoid", decay_share=0.2, min_lr_ratio=0.0)
+    values = factors(warmup_steps=0, schedule="trapezoid", min_lr_ratio=0.0)
     assert values[:81] == [1.0] * 81
     assert values[80:] == pytest.approx([1 - step / 20 for step in range(21)])
 
@@ -58,27 +58,6 @@ def test_k_follows_its_course_by_name(tiny: Callable[..., Config], course: str) 
     assert [stiffness_at(config, step) for step in range(0, 9, 2)] == pytest.approx(LEFT[course], abs=1e-4)
     trainer = trainer_of(config)
     trainer.train_step(trainer.new_step(1, last=False), ())  # and the optimizer takes it
-
-
-@pytest.mark.parametrize("course", COURSES)
-@pytest.mark.parametrize("rule", ["fp32", "stochastic", "riemannian", "muon"])
-def test_weight_decay_follows_its_course_by_name_in_every_group_that_decays(
-    tiny: Callable[..., Config], course: str, rule: str
-) -> None:
-    options = {"optimizer__weight_decay_schedule": course, "train__max_steps": 8, "optimizer__weight_decay": 0.2}
-    options |= {} if rule in ("fp32", "muon") else {"model__format": "E4M3"}
-    trainer = trainer_of(tiny(rule=rule, optimizer__weight_decay_end=0.1, **options))
-    first = [group["weight_decay"] for group in trainer.optimizer.param_groups]
-    assert any(first)
-    seen = []
-    for number in range(1, 9):
-        trainer.train_step(trainer.new_step(number, last=False), ())
-        now = [group["weight_decay"] for group in trainer.optimizer.param_groups]
-        assert all(decay == 0 for decay, was in zip(now, first, strict=True) if not was)
-        shares = [decay / was for decay, was in zip(now, first, strict=True) if was]
-        assert shares == pytest.approx(shares[:1] * len(shares))
-        seen.append(shares[0])
-    assert seen[::2] == pytest.approx([0.5 + 0.5 * left for left in LEFT[course][:4]], abs=1e-4)
 
 
 @pytest.mark.parametrize("rule", ["muon-stochastic", "stochastic-8bit"])

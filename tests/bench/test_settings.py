@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from nanogpt_bench.commands.help_topics import describe, keys_of, text_on, topics
 from nanogpt_bench.config.keys import FIELDS
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.config.settings import build_config, load_config
+from nanogpt_bench.config.settings import build_config, defaults_yaml, load_config
 from nanogpt_bench.system.errors import BenchError
 
 
@@ -99,16 +98,30 @@ def test_a_setting_that_is_gone_is_read_where_it_asked_for_nothing(tmp_path: Pat
         load_config(path)
 
 
-def test_every_setting_is_described_and_every_default_is_allowed() -> None:
-    text = describe(FIELDS)
-    assert all(f"--{key} " in text for key in FIELDS)
-    assert build_config({}) == Config()
+@pytest.mark.parametrize(
+    ("filled", "other"),
+    [
+        ("{seed: 7, data: {seed: 7}, model: {seed: 7}}", "{seed: 7, data: {seed: 8}}"),
+        ("{task: classify, model: {pooling: mean}}", "{task: classify, model: {pooling: last}}"),
+        ("{rule: fisher, optimizer: {damping: 0.1, eps: 1.0e-8}}", "{rule: madam, optimizer: {damping: 0.1}}"),
+        ("{rule: madam, optimizer: {damping: 0.00390625}}", "{rule: fisher, optimizer: {damping: 0.00390625}}"),
+        ("{model: {constrained: [attn.qkv, attn.proj]}}", "{model: {constrained: [attn]}}"),
+    ],
+)
+def test_what_a_run_filled_in_for_it_is_read_too_and_no_other_value(tmp_path: Path, filled: str, other: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(filled)
+    load_config(path)
+    path.write_text(other)
+    with pytest.raises(BenchError, match="asks for what is no longer here"):
+        load_config(path)
 
 
-def test_every_setting_stands_under_one_topic_of_the_help() -> None:
-    sections = list(topics())[2:-1]
-    assert [key for section in sections for key in keys_of(section)] == sorted(
-        FIELDS, key=lambda key: sections.index(key.partition(".")[0] if "." in key else "general")
-    )
-    assert len(keys_of("optimizer")) == text_on("optimizer").count("\n  --optimizer.") > 5
-    assert text_on("--optimizer.lr") == describe(["optimizer.lr"])
+def test_the_file_of_all_defaults_is_read_as_none_at_all_and_explains_every_setting(tmp_path: Path) -> None:
+    path = tmp_path / "defaults.yaml"
+    path.write_text(defaults_yaml())
+    assert load_config(path) == build_config({}) == Config()
+    lines = path.read_text().splitlines()
+    given = [place for place, line in enumerate(lines) if not line.lstrip().startswith("#") and line.partition(":")[2]]
+    assert len(given) == len(FIELDS)
+    assert all(lines[place - 1].lstrip().startswith("#") for place in given)

@@ -78,7 +78,6 @@ def test_without_either_nothing_begins(tiny: Tiny, trained: dict[str, Path], tmp
 
 def test_a_named_size_that_is_the_run_s_own_is_no_contradiction(tiny: Tiny, trained: dict[str, Path]) -> None:
     start = f"--model.init_from={trained['float']}"
-    assert load_config(trained["float"] / "config.yaml", [start]).model.size is None  # a file's gives way
     said = load_config(trained["float"] / "config.yaml", ["--model.size=0.8M", start])
     assert said.model.size == "0.8M"
     assert resolve(said).model.size is None

@@ -13,7 +13,7 @@ import fp8manifold as fm
 from nanogpt_bench.config.rules import RULES, WITH_TWIN, available_rules
 from nanogpt_bench.config.schema import ROUNDED, Config
 from nanogpt_bench.loop.train import run
-from nanogpt_bench.model.layers import quantized_layers
+from nanogpt_bench.model.weights import quantized_layers
 from nanogpt_bench.setup.memory import bytes_of
 from nanogpt_bench.training.trainer import Trainer
 

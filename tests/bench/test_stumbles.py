@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from nanogpt_bench import cli
 from nanogpt_bench.cli import main
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.data.batches import load_corpus
@@ -75,7 +74,7 @@ def test_a_share_that_rounds_to_nothing_has_no_sign(gap: float, share: float, sa
 def test_a_signal_ends_a_command_with_its_number(
     number: signal.Signals, code: int, monkeypatch: pytest.MonkeyPatch, text_file: Path
 ) -> None:
-    monkeypatch.setattr(cli, "_prepare", lambda _: signal.raise_signal(number))
+    monkeypatch.setattr("nanogpt_bench.commands.prepare.main", lambda _: signal.raise_signal(number))
     before = signal.getsignal(signal.SIGTERM)
     interrupts = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     try:

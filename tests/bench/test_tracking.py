@@ -234,10 +234,12 @@ def test_wandb_is_told_its_mode_and_resumes_online_only(
     resume: str | None,
 ) -> None:
     fake = FakeWandb(monkeypatch, key)
+    monkeypatch.setenv("WANDB_TAGS", "a,b")
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
     settings = {"tracking__wandb": wanted}
     summary = run(tiny(rule="fp32", tracking__wandb_id=run_id or "null", **settings), tmp_path / "r")
     assert (fake.given["mode"], fake.given.get("resume"), fake.given["id"]) == (mode, resume, run_id)
-    assert fake.given["tags"] == ["fp32"]
+    assert (fake.given["tags"], fake.given["project"]) == (["a", "b", "fp32"], "mine")
     assert fake.given["config"]["train"]["max_steps"] == 6
     assert [step for step, _ in fake.logged] == list(range(7))
     assert fake.summary["final_val_loss"] == summary["final_val_loss"]

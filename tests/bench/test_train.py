@@ -59,20 +59,6 @@ def test_metrics_have_increasing_steps_and_the_validations_asked_for(tiny: Tiny,
     assert last["val/bits_per_byte"] == pytest.approx(last["val/loss"] / math.log(2))  # ASCII: one byte a character
 
 
-def test_model_seed_and_data_seed_are_apart(tiny: Tiny, tmp_path: Path) -> None:
-    runs = {
-        name: records_of(tiny(**seeds), tmp_path / name)
-        for name, seeds in {
-            "base": {},
-            "model": {"model__seed": 7},
-            "data": {"data__seed": 7},
-        }.items()
-    }
-    assert runs["model"][0]["val/loss"] != runs["base"][0]["val/loss"]
-    assert runs["data"][0]["val/loss"] == runs["base"][0]["val/loss"]
-    assert runs["data"][1]["train/loss"] != runs["base"][1]["train/loss"]
-
-
 def records_of(config: Config, run_dir: Path) -> list[dict[str, Any]]:
     run(config, run_dir)
     return recorded(run_dir)

@@ -15,7 +15,7 @@ import fp8manifold as fm
 from nanogpt_bench.config.rules import RULES, available_rules, rules_with_format
 from nanogpt_bench.config.schema import ROUNDED, Config
 from nanogpt_bench.loop.train import run
-from nanogpt_bench.model.layers import quantized_layers
+from nanogpt_bench.model.weights import quantized_layers
 
 Tiny = Callable[..., Config]
 QUANTIZED = [name for name in available_rules() if name in rules_with_format()]

@@ -10,8 +10,7 @@ from torch import nn
 
 from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.model.gpt import GPTShape, build_model
-from nanogpt_bench.model.layers import quantized_layers
-from nanogpt_bench.model.weights import load_weights, save_weights
+from nanogpt_bench.model.weights import load_weights, quantized_layers, save_weights
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.setup.surgery import quantize
 from nanogpt_bench.system.errors import BenchError

@@ -23,7 +23,7 @@ import fp8manifold as fm
 from fp8manifold import _native, optim
 from fp8manifold._encoded.storage import dequantize_codes
 from fp8manifold._native import _arrays, is_available
-from fp8manifold._native._scaled import rounded_at
+from fp8manifold._native._arrays import rounded_at
 from fp8manifold._numerics import records as _layouts
 from fp8manifold.optim import _native_step
 from fp8manifold.optim._state import content_word

@@ -17,9 +17,10 @@ from triton_twins import CARD, different, twin
 
 import fp8manifold as fm
 from fp8manifold import optim
+from fp8manifold._base import reading
 from fp8manifold._encoded.storage import dequantize_codes
 from fp8manifold._native import _arrays
-from fp8manifold._triton.whole import decode_on_gpu, encode_on_gpu, round_on_gpu
+from fp8manifold._triton.arrays import decode_on_gpu, encode_on_gpu, round_on_gpu
 from fp8manifold.formats import as_format
 from fp8manifold.optim import _agreement, _backends, _optimizer, _triton_step
 from fp8manifold.optim._triton_step import run_triton
@@ -103,9 +104,9 @@ def test_a_refused_step_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     def run(slots: Any) -> None:
         for slot in slots:
             other = twin(slot)
-            launched = run_triton([other], check=True)
-            assert launched is not None
-            assert launched.refused
+            said = run_triton([other], decides=True)
+            assert said is not None
+            assert said.values == [[1, 0, 0, 0], [0, 0, 1, 0]]  # refused, for this one's gradient
             before.append(slot.tensors)
             after.append(other.tensors)
 
@@ -200,6 +201,7 @@ def on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps go the way that they go on a GPU, and their kernels are interpreted where there is none."""
     monkeypatch.setattr(_agreement, "on_gpu", lambda device: True)
     monkeypatch.setattr(_agreement, "is_triton", lambda slot: True)
+    monkeypatch.setattr(reading, "is_read_at_once", lambda x: False)
 
 
 def pair(stored: Any = None, **options: Any) -> tuple[Any, Any]:
@@ -243,13 +245,12 @@ def test_steady_steps_widen_and_are_refused_as_native_ones(
     moments: Any = "bfloat16" if writeback == "momentum" else "8bit"
     ours, native = pair(WIDENED[writeback], writeback=writeback, moments=moments)
     parameters = [optimizer.param_groups[0]["params"] for optimizer in (ours, native)]
-    deferred = WIDENED[writeback].get("granularity") != "tensor"
     for step, bad in enumerate((None, None, math.nan, None, 2.0**64, math.inf, None)):
         for optimizer in (ours, native):
             put(optimizer, step, bad)
             monkeypatch.setattr(_agreement, "on_gpu", lambda device, gpu=optimizer is ours: gpu)
             optimizer.step()
-        assert len(ours._pending) == (deferred and step > 0)
+        assert len(ours._unheard) == (step > 0)
         assert all(same_bits([a.cpu()], [b]) for a, b in zip(*parameters, strict=True))
     assert ours.widened_scales == native.widened_scales > 0
     assert ours.skipped_steps == native.skipped_steps == 3
@@ -272,7 +273,7 @@ def test_weights_of_zeros_begin_as_on_the_cpu(
         options: Any = {"writeback": writeback, "moments": "8bit", "refresh_every": 4}
         made.append(optim.StiffnessAdamW([p], 1e-3, **options))
     (a,), (b,) = (optimizer.param_groups[0]["params"] for optimizer in made)
-    pending = []
+    unheard = []
     for step in range(8):
         for optimizer, p in zip(made, (a, b), strict=True):
             gradient = normal(6, 64, seed=step)
@@ -281,10 +282,10 @@ def test_weights_of_zeros_begin_as_on_the_cpu(
             p.grad = gradient.to(p.device)
             monkeypatch.setattr(_agreement, "on_gpu", lambda device, gpu=optimizer is made[0]: gpu)
             optimizer.step()
-        pending.append(len(made[0]._pending))
+        unheard.append(len(made[0]._unheard))
         assert same_bits([a.cpu()], [b])
         assert torch.equal(a.scale.cpu(), b.scale)
-    assert pending == [0, 0, 0, *([0] * 5 if granularity == "tensor" else [1, 0, 1, 1, 1])]
+    assert unheard == [0, 0, 0, 1, 0, 1, 1, 1]
     assert made[0].fitted_scales == made[1].fitted_scales > 0
     assert frozen(made[0].state_dict()) == frozen(made[1].state_dict())
 
@@ -330,9 +331,16 @@ def test_full_scales_of_matrices_double_in_one_launch(
 ) -> None:
     """Muon's steps, which wait for the card anyway: all its full rows at once, as the host doubles them one by one."""
     made: list[Any] = []
-    launches: list[int] = []
     largest = as_format(fmt).max_code
-    monkeypatch.setattr(_triton_step, "double", lambda *a, own=_triton_step.double: launches.append(own(*a)))
+    found: list[list[int]] = []
+    own = _triton_step.run_triton
+
+    def run(slots: Any) -> Any:
+        said = own(slots)
+        found.extend(slot.doubled for slot in slots if slot.spec.storage == "codes")
+        return said
+
+    monkeypatch.setattr(_backends, "run_triton", run)
     for device in (CARD, torch.device("cpu")):
         shapes = ((4, 64), (6, 32)) if granularity == "block" else ((4, 64), (3, 37))
         how = {"granularity": granularity, "keep_remainder": False}
@@ -342,8 +350,9 @@ def test_full_scales_of_matrices_double_in_one_launch(
         made.append(optim.StiffnessMuon(weights, 1e-9, **options))
     for step in range(3):
         for optimizer in made:
-            chosen = _triton_step.has_rows if optimizer is made[0] else lambda slot: False
-            monkeypatch.setattr(_optimizer, "doubles_on_card", chosen)
+            ours = optimizer is made[0]
+            monkeypatch.setattr(_backends, "is_native", lambda slot, ours=ours: not ours)
+            monkeypatch.setattr(_backends, "is_triton", lambda slot, ours=ours: ours)
             for p in optimizer.param_groups[0]["params"]:
                 p.grad = torch.zeros(p.shape, device=p.device)
                 p.codes[step, 5 + step] = largest
@@ -354,7 +363,7 @@ def test_full_scales_of_matrices_double_in_one_launch(
         assert torch.equal(a.scale.cpu(), c.scale)
     assert made[0].widened_scales == made[1].widened_scales > 0
     assert frozen(made[0].state_dict()) == frozen(made[1].state_dict())
-    assert launches == ([] if granularity == "tensor" else [1] * 3)
+    assert [bool(doubled) for doubled in found] == [granularity != "tensor"] * 6
 
 
 def test_a_refused_step_raises_where_it_is_asked_to(on_a_card: None) -> None:

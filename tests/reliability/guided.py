@@ -18,7 +18,7 @@ with atheris.instrument_imports(include=["nanogpt_bench", "fp8manifold.formats",
     import parsed
     import torch
 
-    from nanogpt_bench.checkpoint.tree import capture_tree
+    from nanogpt_bench.checkpoint.format import capture_tree
     from nanogpt_bench.sweep import file as sweep_file
 
 import fp8manifold as fm

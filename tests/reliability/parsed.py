@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import fp8manifold as fm
-from nanogpt_bench.checkpoint.tree import restore_tree
+from nanogpt_bench.checkpoint.format import restore_tree
 from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.sweep.file import read_sweep

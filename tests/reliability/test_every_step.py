@@ -62,8 +62,6 @@ def own_case(optimizer: str, writeback: str, storage: str, moments: str, granula
 
 
 def _with_options(settings: dict[str, Any]) -> dict[str, Any]:
-    if settings["optimizer.name"] == "fisher":
-        settings["optimizer.refresh"] = 3
     if settings["optimizer.name"] == "stiffness_adamw":
         settings |= {"optimizer.stiffness": 1.0, "optimizer.stiffness_end": 0.0}
     return settings
@@ -138,16 +136,16 @@ def long_cases() -> Iterator[Case]:
 
 
 def constrained_cases() -> Iterator[Case]:
-    """Weights on geoopt's manifolds, through a copy and beside one-byte weights; put back every two steps."""
+    """Weights on geoopt's manifolds, through a copy and beside one-byte weights."""
     for name, more in {
-        "stiefel-copy": {"model.constraint": "stiefel", "model.constrained": "[attn, mlp]", "model.format": "E4M3"},
+        "stiefel-copy": {"model.constraint": "stiefel", "model.format": "E4M3"},
         "sphere-one-byte": {
             "model.constraint": "sphere",
             "rule": "riemannian",
             "model.formats": "{'*': E4M3, attn: none}",
         },
     }.items():
-        yield Case(name, {**more, "optimizer.stabilize_every": 2})
+        yield Case(name, more)
 
 
 def watched_cases() -> Iterator[Case]:
@@ -158,7 +156,7 @@ def watched_cases() -> Iterator[Case]:
     within = {"train.step_in_backward": True, "optimizer.grad_clip": 0}
     yield Case("in-backward", {"rule": "stochastic", "model.format": "E4M3", **within})
     clipped = {"optimizer.clip_by": "previous", "optimizer.grad_clip": 0.02}
-    summed = {"train.accumulation": 2, "train.accumulate_in": "bfloat16", "optimizer.grad_clip": 0.02}
+    summed = {"train.accumulation": 2, "optimizer.grad_clip": 0.02}
     for name, how in (("clipped", clipped), ("summed", summed)):
         yield Case(f"in-backward-{name}", {"rule": "stochastic-8bit", "model.format": "E4M3", **within, **how})
     yield Case("without-trend", {"rule": "stochastic", "model.format": "E4M3", "monitor.watch": "[stall]"})
@@ -170,7 +168,7 @@ def classifying_cases() -> Iterator[Case]:
     """Documents and their labels, with validations and monitors on the way."""
     for name, more in {
         "float": {"rule": "fp32"},
-        "one-byte": {"rule": "stochastic", "model.format": "E4M3", "model.pooling": "last"},
+        "one-byte": {"rule": "stochastic", "model.format": "E4M3"},
         "residual": {"rule": "residual8", "model.format": "E7M0", "shadow.enabled": True, "shadow.interval": 2},
         "operands": {"model.formats": "{'*': {weight: E4M3, activation: E4M3, gradient: E5M2}, lm_head: none}"},
         "head-only": {"rule": "stiffness", "model.formats": "{lm_head: E5M2}", "train.accumulation": 2},

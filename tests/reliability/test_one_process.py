@@ -111,7 +111,7 @@ def test_runs_without_a_name_in_the_same_instant_are_numbered(
         (run_dir / "summary.json").touch()
         return {"status": "finished", "stop": None}
 
-    monkeypatch.setattr(run_command, "run", both)
+    monkeypatch.setattr("nanogpt_bench.loop.train.run", both)
     monkeypatch.setattr(run_command, "_closing_line", lambda *_: "")
     assert main(line) == 0
     assert folders == ["runs/e4m3", "runs/e4m3-2", "runs/e4m3-3"]

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from parsed import is_taken
 
 import fp8manifold as fm
-from nanogpt_bench.checkpoint.tree import capture_tree
+from nanogpt_bench.checkpoint.format import capture_tree
 from nanogpt_bench.cli import main
 from nanogpt_bench.config.keys import FIELDS, SECTIONS
 from nanogpt_bench.config.rules import RULES

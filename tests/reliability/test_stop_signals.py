@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 
 from nanogpt_bench.checkpoint import newest, step_file, steps, verify, write
-from nanogpt_bench.commands.run import run_command
+from nanogpt_bench.commands.run import exit_code, trained
 from nanogpt_bench.data import prepare_text
 from nanogpt_bench.monitors.points import Observer, Step
 from nanogpt_bench.system.signals import RESUMABLE
@@ -58,7 +58,7 @@ def child(folder: Path, overrides: list[str], before: Callable[[], None] = lambd
 
     def command() -> int:
         before()
-        return run_command("e4m3.yaml", "r", overrides, **options)
+        return exit_code(trained("e4m3.yaml", "r", overrides, **options)[0])
 
     return forked.finish(forked.start(folder, command))
 

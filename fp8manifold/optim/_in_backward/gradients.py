@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from fp8manifold.optim._slot import Slot
+from fp8manifold.optim._slot import Slot, steps_taken
 from fp8manifold.optim._state import new_stream, twins
 from fp8manifold.optim._writeback import to_half
 from fp8manifold.random_bits import Stream, draw_range
@@ -230,7 +230,7 @@ class Accumulation:
             p.grad = SpentGradient(p)
 
     def _steps(self, parameter: Tensor) -> int:
-        return int(self.optimizer.state.get(parameter, {}).get("step", 0))
+        return steps_taken(self.optimizer.state.get(parameter, {}))
 
     def _stream(self, parameter: Tensor) -> int:
         """The parameter's stream of draws; before its first step, the stream that the step would assign."""

@@ -11,6 +11,7 @@ from torch import nn
 from watched_models import SCALES, normal, observers_of, of, on_grid, one_step, watched
 
 import fp8manifold as fm
+from nanogpt_bench.monitors.figures import binade_counts, by_binade
 from nanogpt_bench.monitors.gradients import (
     GRAD_L2,
     GRAD_SNR,
@@ -19,7 +20,6 @@ from nanogpt_bench.monitors.gradients import (
     gradient_figures,
     update_to_noise,
 )
-from nanogpt_bench.monitors.passes import binade_counts, by_binade
 
 
 @pytest.mark.parametrize("shape", [(5,), (400, 700)])

@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 import nanogpt_bench
 from nanogpt_bench.config import metrics
 from nanogpt_bench.config.metrics import ABOVE, BELOW, LARGEST, MEAN, OPERANDS, TOGETHER, WATCHED, Metric
@@ -74,10 +76,11 @@ def registered(key: str) -> Metric | None:
 
 
 def test_all_that_a_watched_run_writes_is_registered(
-    tiny: Callable[..., Config], corpus_dir: Path, labelled_dir: Path, tmp_path: Path
+    tiny: Callable[..., Config], corpus_dir: Path, labelled_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shadow = {"shadow__enabled": True, "shadow__interval": 2}
-    speed = {"runtime__peak_tflops": 1.0, "eval__also": str(corpus_dir)}
+    monkeypatch.setattr("nanogpt_bench.monitors.resources._peak_flops", lambda device: 1e12)
+    speed = {"eval__also": str(corpus_dir)}
     formats = "{'*': {weight: E4M3, activation: E4M3, gradient: E5M2}}"
     seen: set[str] = set()
     residual = {"rule": "muon-residual8", "model__formats": "{'*': {weight: E4M3, gradient: E5M2}}"}

@@ -11,7 +11,7 @@ from watched_models import NAMES, normal, of, on_grid, watched
 
 import fp8manifold as fm
 from fp8manifold import reference
-from nanogpt_bench.model.layers import quantized_layers
+from nanogpt_bench.model.weights import quantized_layers
 from nanogpt_bench.monitors import Step
 from nanogpt_bench.monitors.stall import (
     Arrival,

@@ -322,7 +322,7 @@ def test_a_study_shrinks_by_its_section_smoke_alone(write):
     whole, small = (read_sweep(path, smoke=on) for on in (False, True))
     assert [axis.values for axis in whole.axes] == [("fp32",), (1, 2)]
     assert [axis.values for axis in small.axes] == [("sgd",), (1, 2)]
-    assert (whole.tune.steps, small.tune.steps, small.tune.seeds) == (4, 1, (1, 2))
+    assert (whole.tune.steps, small.tune.steps, small.tune.seeds) == (4, 1, [1, 2])
     assert (whole.base["train.max_steps"], small.base["train.max_steps"]) == (4, 2)
     for wrong, message in (({"axis": {}}, "did you mean 'axes'"), ({"tune": 3}, "smoke.tune"), (3, "smoke in my.yaml")):
         with pytest.raises(BenchError, match=message):

@@ -1,0 +1,37 @@
+"""`nanogpt-bench report`: the page, figures and tables of runs on disk, made again."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from nanogpt_bench.report import main_report
+
+
+def add_parser(commands: Any, text: str) -> Any:
+    """Add the command and return its parser."""
+    parser = commands.add_parser(
+        "report",
+        help=text,
+        description="Rebuild the report of runs on disk: report.html, figures, results.csv and tables.",
+        epilog="examples:\n  nanogpt-bench report runs/compare-20260101-120000 --out report\n"
+        "  nanogpt-bench report runs/bf16_baseline runs/e4m3 --out report\n"
+        "  nanogpt-bench report runs/book --out report --baseline fp32",
+    )
+    parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUNS", help="run folders, folders of them at any depth, or results files"
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write")
+    parser.add_argument(
+        *("--reference", "--baseline"),
+        dest="baseline",
+        metavar="ROW",
+        help="row to measure against (default: the BF16 autocast row)",
+    )
+    return parser
+
+
+def main(args: argparse.Namespace) -> int:
+    """Write the report and print the page's path."""
+    return main_report(args)
