@@ -105,17 +105,6 @@ def test_a_function_holds_its_middle_value_between_neighbours(fmt) -> None:
     assert torch.allclose(manifold.dist(knots[1:], knots[:-1]), knots.diff() / smooth_function(middle, fmt))
 
 
-def test_a_constant_function_scales_the_euclidean_metric() -> None:
-    manifold, euclidean = (
-        fm.StiffnessManifold("E4M3", metric=lambda x, fmt: 0.5),
-        fm.StiffnessManifold("E4M3", metric="euclidean"),
-    )
-    x, y = interior_and_grid(FORMATS["E4M3"], 1.0)
-    assert torch.allclose(manifold.dist(x, y), 2 * euclidean.dist(x, y), rtol=1e-12)
-    u = torch.linspace(-1, 1, len(x), dtype=torch.float64)
-    assert torch.allclose(manifold.expmap(x, u), euclidean.expmap(x, u), rtol=1e-12)
-
-
 # ----------------------------------------------------------------------------------- metrics, by formula
 @few_formats
 def test_metric_log_is_multiplicative_above_the_smallest_normal(fmt) -> None:

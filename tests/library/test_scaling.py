@@ -191,6 +191,7 @@ def test_blocks_have_scales_that_are_powers_of_two() -> None:
     assert torch.equal(quantized, fm.fake_quantize(x, "E3M4", scale, granularity="block"))
     assert torch.equal(quantized, fm.fake_quantize(x, "E3M4", scale.repeat_interleave(32, 1)))
     assert amax_scale(torch.empty(0, 32), "E3M4", "block").shape == (0, 1)
+    assert (amax_scale(torch.full((2, 32), -math.inf, dtype=torch.float64), "E3M4", "block") == 1).all()
 
 
 def test_no_gradient_flows_through_a_scale() -> None:
