@@ -126,6 +126,14 @@ def test_a_float_checkpoint_is_rounded_at_a_scale_of_its_own(assign: bool, scale
         assert (type(a.weight), a.weight.seed, a.weight.requires_grad) == (fm.FP8Parameter, b.weight.seed, True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_other_dtypes_are_refused_before_anything_changes(dtype: torch.dtype) -> None:
+    layer = quantize_model(nn.Linear(8, 4), "E4M3", "fp8")
+    with pytest.raises(TypeError, match=f"can't be {dtype}: take float32 or bfloat16"):
+        layer.to(dtype)
+    assert layer.bias.dtype == layer.weight.dtype == torch.float32
+
+
 def test_between_storages_through_floats() -> None:
     """grid to fp8 and back keeps every value: both round to the same grid at the same scale."""
     model = quantize_model(Model(), "E3M4", "grid", headroom=4.0)
