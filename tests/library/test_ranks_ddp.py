@@ -194,6 +194,14 @@ def test_replicas_that_differ_at_the_first_step_are_named(pair: Pool, name: str)
 
 
 # ------------------------------------------------------------------------------------------------------ steps
+def backward_beside(wrapped: Any, alone: nn.Module, step: int) -> None:
+    """A pass of this rank's batch, whose averaged gradients one process takes too."""
+    wrapped.zero_grad()
+    loss_of(wrapped, batch(step, dist.get_rank())).backward()
+    for p, q in zip(wrapped.parameters(), alone.parameters(), strict=True):
+        q.grad = p.grad.clone()
+
+
 def trained(name: str, writeback: str, moments: str, granularity: str, steps: int) -> Any:
     """Ranks under DDP, and in each of them one process that steps the averaged gradients."""
     rank = dist.get_rank()
@@ -206,11 +214,7 @@ def trained(name: str, writeback: str, moments: str, granularity: str, steps: in
         twin.weight.remainder = layer.weight.remainder.clone()
     optimizers = [make(name, each.parameters(), **options) for each in (net, alone)]
     for step in range(steps):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        loss_of(wrapped, batch(step, rank)).backward()
-        for p, q in zip(net.parameters(), alone.parameters(), strict=True):
-            q.grad = p.grad.clone()
+        backward_beside(wrapped, alone, step)
         for optimizer in optimizers:
             optimizer.step()
     ours, its = [frozen(optimizer.state_dict()) for optimizer in optimizers]
@@ -501,12 +505,9 @@ def sharded_state(name: str, writeback: str, moments: str) -> Any:
     optimizer = ZeroRedundancyOptimizer(net.parameters(), optimizer_class=kind, **options)
     its = kind(alone.parameters(), **options)
     for step in range(4):
-        optimizer.zero_grad()
-        loss_of(wrapped, batch(step, rank)).backward()
+        backward_beside(wrapped, alone, step)
         if step == 2 and rank == 0:  # a rank that would step while the other skips
             net[4].weight.grad.fill_(torch.nan)
-        for p, q in zip(net.parameters(), alone.parameters(), strict=True):
-            q.grad = p.grad.clone()
         if step != 2:
             its.step()
         optimizer.step()

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from family_cases import VALID, ids, make
 from optimizer_cases import frozen
 from paths import by
-from rank_cases import batch, loss_of, model, stored
+from rank_cases import model, stored
 from rank_pool import Pool
+from test_ranks_ddp import backward_beside
 from test_ranks_fsdp import check_same, put_equal_gradients, sharded
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -108,10 +109,7 @@ def replicas_stepped(kind: tuple[str, str, str] | None) -> Any:
     wrapped = DistributedDataParallel(net, init_sync=False)
     ours, its = (torch.optim.SGD(m.parameters(), 0.1) if kind is None else dithering(kind, m) for m in (net, alone))
     for step in range(5):
-        ours.zero_grad()
-        loss_of(wrapped, batch(step, dist.get_rank())).backward()
-        for p, q in zip(net.parameters(), alone.parameters(), strict=True):
-            q.grad = p.grad.clone()
+        backward_beside(wrapped, alone, step)
         for optimizer in (ours, its):
             optimizer.step()
         if step == 0 and kind:
