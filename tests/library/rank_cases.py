@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,6 +35,15 @@ def batch(step: int, rank: int = 0) -> Tensor:
 def loss_of(net: nn.Module, x: Tensor) -> Tensor:
     out = net(x)
     return (out.float() - 0.5).square().mean()
+
+
+def refusal(call: Callable[[], Any]) -> str:
+    """The error of a call, or nothing where there is none."""
+    try:
+        call()
+    except (RuntimeError, ValueError, TypeError) as error:
+        return str(error)
+    return ""
 
 
 def stored(net: nn.Module) -> dict[str, bytes]:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from optimizer_cases import normal
 from torch import Tensor, nn
+
+from fp8manifold import QuantizedLinear
 
 
 class Attention(nn.Module):
@@ -52,3 +57,13 @@ TOKENS = torch.arange(10).view(2, 5)
 LINEARS = [f"blocks.{i}.{part}" for i in range(12) for part in ("attn.qkv", "attn.proj", "mlp.fc", "mlp.out")] + [
     "lm_head"
 ]
+
+
+def bits(model: nn.Module) -> dict[str, Any]:
+    """Everything that a model holds, as bytes, and what each parameter and layer of it was made as."""
+    state = copy.deepcopy(model).state_dict()
+    held = {name: (str(x.dtype), x.contiguous().view(-1).view(torch.uint8).tolist()) for name, x in state.items()}
+    kinds = {name: (type(p).__name__, p.requires_grad) for name, p in model.named_parameters(remove_duplicate=False)}
+    layers = [layer for layer in model.modules() if isinstance(layer, QuantizedLinear)]
+    made = [(repr(layer), layer.spec, layer.storage) for layer in layers]
+    return {"held": held, "kinds": kinds, "made": made}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -150,12 +148,6 @@ def through_safetensors(p: fm.FP8Parameter, folder: Path) -> Any:
     return fm.unflatten_state_dict(load_file(folder / "w"))["w"]
 
 
-def through_torch_save(p: fm.FP8Parameter, folder: Path) -> Any:
-    torch.save(p, buffer := io.BytesIO())
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
-
-
 def through_checkpoint(p: fm.FP8Parameter, folder: Path) -> Any:
     if torch.__version__ < (2, 9):  # which asks for a storage
         return copy.deepcopy(p)
@@ -179,13 +171,8 @@ def through_meta(p: fm.FP8Parameter, folder: Path) -> Any:
 TRIPS: dict[str, Callable[[fm.FP8Parameter, Path], Any]] = {
     "state_dict": through_state_dict,
     "safetensors": through_safetensors,
-    "torch.save": through_torch_save,
     "distributed checkpoint": through_checkpoint,
-    "pickle": lambda p, _: pickle.loads(pickle.dumps(p)),
-    "deepcopy": lambda p, _: copy.deepcopy(p),
-    "clone": lambda p, _: p.detach().clone(),
     "meta": through_meta,
-    "bfloat16": lambda p, _: p.detach().bfloat16().float(),
     "copy_": lambda p, _: parameter(granularity="block", seed=9).detach().copy_(p.detach()),
     "shared": lambda p, _: copy.deepcopy(p).share_memory_(),
 }

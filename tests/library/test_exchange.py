@@ -9,49 +9,37 @@ from typing import Any
 
 import pytest
 import torch
+from hf_cases import llama as seeded_llama
+from hf_cases import read as read_whole
+from hf_cases import transformers
 from torch import Tensor, nn
 
 import fp8manifold as fm
 from fp8manifold import LayerSpec, QuantizedLinear, export_model, exported_state_dict, quantize_model
 
-transformers = pytest.importorskip("transformers", reason="needs the package transformers")
 safetensors = pytest.importorskip("safetensors.torch")
 COMPRESSED, TORCHAO = (importlib.util.find_spec(name) is not None for name in ("compressed_tensors", "torchao"))
 compressed = pytest.mark.skipif(not COMPRESSED, reason="needs the package compressed-tensors")
 torchao = pytest.mark.skipif(not TORCHAO, reason="needs the package torchao")
 pytestmark = pytest.mark.filterwarnings("ignore")  # what other libraries' imports announce is their own business
 TOKENS = torch.arange(10).view(2, 5)
-SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 48}
 STORED = [
     (s, g) for s in ("fp8", "grid", "master") for g in ("tensor", "channel", "block") if (s, g) != ("grid", "block")
 ]
 stored = pytest.mark.parametrize(("storage", "granularity"), STORED, ids="-".join)
 
 
-@pytest.fixture(autouse=True)
-def quiet() -> None:
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-
-
 def llama(tied: bool = True, **options: Any) -> Any:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        config = transformers.LlamaConfig(**SIZES, tie_word_embeddings=tied, **options)
-        return transformers.LlamaForCausalLM(config).eval()
+    return seeded_llama(tied, **options).eval()
+
+
+def read(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    return read_whole(folder, dtype=dtype, **options)
 
 
 def logits(model: Any) -> Tensor:
     with torch.no_grad():
         return model(TOKENS).logits  # type: ignore[no-any-return]
-
-
-def read(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
-    model, said = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, output_loading_info=True, **options
-    )
-    assert not any(said.values()), said
-    return model
 
 
 def assert_same(model: Any, other: Any) -> None:
@@ -121,10 +109,7 @@ SQUARES = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 
 
 
 def in_squares(**sizes: Any) -> Any:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        config = transformers.LlamaConfig(**{**SIZES, **SQUARES, **sizes}, tie_word_embeddings=False)
-        model = transformers.LlamaForCausalLM(config).eval()
+    model = llama(False, **{**SQUARES, **sizes})
     for i, p in enumerate(model.parameters()):
         with torch.no_grad():  # scales that differ
             p.mul_(torch.exp2(torch.arange(p.shape[0]).remainder(128 + i % 3).div(16)).view(-1, *[1] * (p.dim() - 1)))

@@ -112,24 +112,19 @@ def test_pieces_of_a_large_tensor_are_rounded_as_the_whole(scale: str, rounding:
     assert torch.equal(half, exact.bfloat16())
 
 
-@pytest.mark.parametrize("ste", STES)
-def test_gradients_with_scales_of_blocks(ste: Any) -> None:
-    x, scale = normal(4, 64, std=3.0), torch.full((4, 2), 2.0**-8)
-    passes = gradient_of(x, torch.ones(4, 64), scale=scale, granularity="block", ste=ste)
-    assert torch.equal(passes, gradient_of(x, torch.ones(4, 64), scale=2.0**-8, ste=ste))
-
-
-def test_values_do_not_depend_on_strides() -> None:
-    x = normal(4, 5, 6).permute(2, 0, 1)
-    assert torch.equal(fake_quantize(x, "E3M4", 0.1), fake_quantize(x.contiguous(), "E3M4", 0.1))
-
-
 # ------------------------------------------------------------------------------------------------------- gradients
 def gradient_of(x: torch.Tensor, upstream: torch.Tensor, **options: Any) -> torch.Tensor:
     leaf = x.clone().requires_grad_()
     fake_quantize(leaf, "E4M3", **options).backward(upstream)
     assert leaf.grad is not None
     return leaf.grad
+
+
+def test_gradients_with_scales_of_blocks() -> None:
+    x, scale = normal(4, 64, std=3.0), 2.0 ** -torch.arange(4.0, 12).view(4, 2)
+    for ste in STES:
+        passes = gradient_of(x, torch.ones(4, 64), scale=scale, granularity="block", ste=ste)
+        assert torch.equal(passes, gradient_of(x, torch.ones(4, 64), scale=scale.repeat_interleave(32, 1), ste=ste))
 
 
 X = torch.tensor([-1000.0, -224.0, -3.0, -0.0, 0.0, 2.0**-20, 3.0, 224.0, 224.5, 1000.0])
@@ -175,22 +170,12 @@ def test_gradients_of_special_values_are_finite() -> None:
     assert gradient_of(x, torch.ones(6), ste="clipped", scale=1.0).tolist() == [0.0, 0.0, 0.0, 1.0, 1.0, 0.0]
 
 
-def test_the_straight_through_gradient_is_the_slope_over_many_steps() -> None:
-    """Against the secant over a whole binade, as Q follows x up to half an ULP."""
-    x = torch.linspace(1.0, 2.0, 9, dtype=torch.float64)
-    secant = (fake_quantize(x + 1, "E4M3", 1.0) - fake_quantize(x, "E4M3", 1.0)) / 1
-    assert ((secant - gradient_of(x, torch.ones(9).double(), scale=1.0)).abs() <= 0.1875).all()
-
-
 def test_chain_rule_and_scale_without_gradient() -> None:
     x, scale = normal(6).requires_grad_(), torch.tensor(0.1, requires_grad=True)
     (fake_quantize(x * 3, "E4M3", scale).square()).sum().backward()
     expected = 2 * fake_quantize((x * 3).detach(), "E4M3", 0.1) * 3
     assert torch.allclose(x.grad, expected)  # type: ignore[arg-type]
     assert scale.grad is None
-
-
-# ------------------------------------------------------------------------------------------------------- refusals
 
 
 # -------------------------------------------------------------------------------------------------------- compiled

@@ -9,7 +9,7 @@ import pytest
 import torch
 from gfloat.formats import format_info_p3109
 from gfloat.types import Domain, FormatInfo
-from grid_inputs import critical, critical64, every_16_bit, float16_holds, random_float32, random_in_range
+from grid_inputs import critical, critical64, every_16_bit, random_float32, random_in_range
 from numpy.typing import NDArray
 
 import fp8manifold as fm
@@ -101,34 +101,16 @@ def saturates_natively(dtype: type) -> bool:
 # ------------------------------------------------------------------------------------------ ml_dtypes
 @ml_dtypes_formats
 def test_nearest_against_ml_dtypes(name: str, compare_bits) -> None:
+    """Clamped before the cast, ml_dtypes saturates too."""
     fmt, dtype = fm.FloatFormat.from_string(name), ML_DTYPES[name]
     for label, x in inputs_float32(fmt).items():
         if saturates_natively(dtype):
             x = x[~x.isnan()]  # there they turn a NaN into a number; ours keeps it
         with np.errstate(invalid="ignore", over="ignore"):
             expected = x.numpy().astype(dtype).astype(np.float64)
+            saturated = x.clamp(-fmt.max, fmt.max).numpy().astype(dtype).astype(np.float64)
         compare_bits(fm.round_to_grid(x, fmt, "nearest", "inf_or_nan"), expected, x, f"{name} {label}")
-
-
-@ml_dtypes_formats
-def test_saturation_against_ml_dtypes(name: str, compare_bits) -> None:
-    """Clamped before the cast, ml_dtypes saturates too."""
-    fmt, dtype = fm.FloatFormat.from_string(name), ML_DTYPES[name]
-    for label, x in inputs_float32(fmt).items():
-        x = x[~x.isnan()]
-        expected = x.clamp(-fmt.max, fmt.max).numpy().astype(dtype).astype(np.float64)
-        compare_bits(fm.round_to_grid(x, fmt), expected, x, f"{name} {label}")
-
-
-@ml_dtypes_formats
-def test_codes_against_ml_dtypes(name: str, compare_bits) -> None:
-    fmt, dtype = fm.FloatFormat.from_string(name), ML_DTYPES[name]
-    codes = np.arange(1 << fmt.bits, dtype=np.uint8)
-    expected = codes.view(dtype).astype(np.float64)
-    compare_bits(fm.decode(torch.from_numpy(codes), fmt), expected, torch.empty(len(codes)), name)
-    for x in inputs_float32(fmt).values():
-        x = x[~x.isnan()].clamp(-fmt.max, fmt.max)
-        np.testing.assert_array_equal(fm.encode(x, fmt).numpy(), x.numpy().astype(dtype).view(np.uint8))
+        compare_bits(fm.round_to_grid(x, fmt), saturated, x, f"{name} {label}")
 
 
 # --------------------------------------------------------------------------------------------- gfloat
@@ -162,19 +144,6 @@ def test_rounding_against_gfloat(name: str, rounding: str, overflow: str, compar
 
 
 @gfloat_formats
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_16_bit_dtypes_against_gfloat(name: str, dtype: torch.dtype, compare_bits) -> None:
-    fmt = fm.FloatFormat.from_string(name)
-    x = every_16_bit(dtype)
-    if dtype == torch.float16 and not float16_holds(fmt):
-        with pytest.raises(TypeError, match="float16"):
-            fm.round_to_grid(x, fmt)
-        return
-    expected = gfloat_round(name, x.double().numpy(), "nearest", saturate=True)
-    compare_bits(fm.round_to_grid(x, fmt), expected, x, name)
-
-
-@gfloat_formats
 def test_stochastic_against_gfloat(name: str, compare_bits) -> None:
     """Ours moves up iff r < f * 2^24; gfloat moves away iff f * 2^24 + s >= 2^24: the same with s = 2^24 - 1 - r.
 
@@ -198,16 +167,3 @@ def test_stochastic_against_gfloat(name: str, compare_bits) -> None:
         srnumbits=24,
     )
     compare_bits(fm.round_to_grid(x, fmt, "stochastic", bits=draws), expected, x, name)
-
-
-@gfloat_formats
-def test_codes_against_gfloat(name: str, compare_bits) -> None:
-    fmt, info = fm.FloatFormat.from_string(name), GFLOAT[name]
-    codes = torch.arange(1 << fmt.bits, dtype=torch.int32).to(torch.uint8)
-    expected = np.array([gfloat.decode_float(info, code).fval for code in codes.tolist()])
-    compare_bits(fm.decode(codes, fmt), expected, torch.empty(len(codes)), name)
-    finite_codes = codes[torch.from_numpy(np.isfinite(expected))]
-    values = fm.decode(finite_codes, fmt)
-    ours = fm.encode(values, fmt).tolist()
-    assert ours == [gfloat.encode_float(info, value) for value in values.tolist()]
-    assert ours == finite_codes.tolist()

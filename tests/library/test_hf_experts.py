@@ -8,24 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from hf_cases import SIZES, llama, seeded, transformers
+from surgery_models import bits
 from torch import Tensor
 
 import fp8manifold as fm
 from fp8manifold import FP8Parameter, huggingface, quantize_model
 
-transformers = pytest.importorskip("transformers", reason="needs the package transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")  # what other libraries announce is their own business
 TOKENS = torch.arange(16).view(2, 8)
-COMMON: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "vocab_size": 48,
-    "num_experts_per_tok": 2,
-    "router_aux_loss_coef": 0.0,
-}
+COMMON: dict[str, Any] = {**SIZES, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.0}
 KINDS: dict[str, dict[str, Any]] = {
     "Mixtral": {"num_local_experts": 4},
     "Qwen3Moe": {"num_experts": 4, "moe_intermediate_size": 32, "head_dim": 32},
@@ -35,17 +27,8 @@ PARAMETERS: dict[str, Any] = {"*.experts.*": "E4M3", "*_bias": "none"}
 OPTIONS: dict[str, Any] = {"parameters": PARAMETERS, "embeddings": "E4M3"}
 
 
-@pytest.fixture(autouse=True)
-def quiet() -> None:
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-
-
 def mixture(kind: str, **more: Any) -> Any:
-    config = getattr(transformers, f"{kind}Config")(**COMMON, **KINDS[kind], **more)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    model = seeded(kind, getattr(transformers, f"{kind}Config")(**COMMON, **KINDS[kind], **more))
     model.set_experts_implementation("eager")
     return model.eval()
 
@@ -65,13 +48,6 @@ def in_floats(model: Any) -> Any:
 
 def loss_of(model: Any) -> Tensor:
     return model(TOKENS, labels=TOKENS).loss  # type: ignore[no-any-return]
-
-
-def bits(model: Any) -> dict[str, Any]:
-    state = copy.deepcopy(model).state_dict()
-    held = {name: (str(x.dtype), x.contiguous().view(-1).view(torch.uint8).tolist()) for name, x in state.items()}
-    kinds = {name: type(p).__name__ for name, p in model.named_parameters(remove_duplicate=False)}
-    return {"held": held, "kinds": kinds}
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
@@ -146,10 +122,7 @@ def test_floats_are_read_into_codes(kind: str, dtype: Any, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("tied", ["refuse", "leave", "untie"])
 def test_a_tied_embedding_in_codes_is_saved_and_read(tied: Any, tmp_path: Path) -> None:
-    config = transformers.LlamaConfig(**COMMON, tie_word_embeddings=True)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = transformers.LlamaForCausalLM(config).eval()
+    model = llama().eval()
     model.save_pretrained(tmp_path / "floats")
     quantize_model(model, "E4M3", "fp8", embeddings="E4M3", tied=tied)
     huggingface.attach(model).save_pretrained(tmp_path / "codes")

@@ -9,66 +9,28 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from hf_cases import SIZES, gpt2, llama, seeded, transformers
+from hf_cases import read as read_whole
+from surgery_models import bits
+from torch import Tensor
 
 import fp8manifold as fm
 from fp8manifold import huggingface, quantize_model
 from fp8manifold.nn import _loading, _tensor_files
 
-transformers = pytest.importorskip("transformers", reason="needs the package transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")  # what other libraries announce is their own business
-SIZES: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "vocab_size": 48,
-}
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> None:
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-
-
-def seeded(kind: str, config: Any) -> Any:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return getattr(transformers, kind)(config)
-
-
-def llama(tied: bool) -> Any:
-    return seeded("LlamaForCausalLM", transformers.LlamaConfig(**SIZES, tie_word_embeddings=tied))
-
-
-def gpt2(tied: bool) -> Any:
-    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 16, "vocab_size": 48}
-    return seeded("GPT2LMHeadModel", transformers.GPT2Config(**sizes, tie_word_embeddings=tied))
 
 
 def qwen(tied: bool) -> Any:
-    return seeded("Qwen2ForCausalLM", transformers.Qwen2Config(**SIZES, tie_word_embeddings=tied))
+    return seeded("Qwen2", transformers.Qwen2Config(**SIZES, tie_word_embeddings=tied))
 
 
 MAKERS = {"llama": llama, "gpt2": gpt2, "qwen": qwen}
 
 
-def bits(model: nn.Module) -> dict[str, Any]:
-    state = model.state_dict()
-    held = {name: (str(x.dtype), x.contiguous().view(-1).view(torch.uint8).tolist()) for name, x in state.items()}
-    grads = {name: (p.requires_grad, type(p).__name__) for name, p in model.named_parameters(remove_duplicate=False)}
-    return {"held": held, "parameters": grads, "modules": [repr(m) for m in model.modules()]}
-
-
 def read(folder: Path, formats: Any = "E4M3", *, dtype: Any = "auto", storage: str = "fp8", **options: Any) -> Any:
     config = huggingface.quantization_config(formats, storage, **options)
-    model, said = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, quantization_config=config, dtype=dtype, output_loading_info=True
-    )
-    assert not any(said.values()), said
-    return model
+    return read_whole(folder, quantization_config=config, dtype=dtype)
 
 
 def floats(folder: Path, dtype: Any = "auto") -> Any:

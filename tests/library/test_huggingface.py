@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import sys
 from pathlib import Path
@@ -10,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from hf_cases import gpt2, llama, read, transformers
+from surgery_models import bits
 from torch import Tensor, nn
 
 import fp8manifold as fm
 from fp8manifold import LayerSpec, QuantizedLinear, huggingface, quantize_model
 from fp8manifold.nn._saved import spec_as_json
 
-transformers = pytest.importorskip("transformers", reason="needs the package transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")  # what other libraries announce is their own business
 TOKENS = torch.arange(12).view(2, 6)
 DELAYED = LayerSpec(
@@ -24,56 +24,15 @@ DELAYED = LayerSpec(
 )
 
 
-@pytest.fixture(autouse=True)
-def quiet() -> None:
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-
-
-def llama(tied: bool = True) -> Any:
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = transformers.LlamaConfig(**sizes, vocab_size=48, tie_word_embeddings=tied)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return transformers.LlamaForCausalLM(config)
-
-
-def gpt2(tied: bool = True) -> Any:
-    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 16}
-    config = transformers.GPT2Config(
-        **sizes, vocab_size=48, bos_token_id=0, eos_token_id=0, pad_token_id=0, tie_word_embeddings=tied
-    )
-    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return transformers.GPT2LMHeadModel(config)
-
-
 MAKERS = pytest.mark.parametrize("maker", [llama, gpt2])
+
+
+huggingface.register()
 
 
 def logits(model: Any) -> Tensor:
     with torch.no_grad():
         return model.eval()(TOKENS).logits  # type: ignore[no-any-return]
-
-
-def read(folder: Path, **options: Any) -> Any:
-    huggingface.register()
-    model, said = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
-    assert not any(said.values()), said
-    return model
-
-
-def bits(model: nn.Module) -> dict[str, Any]:
-    """Everything that a model holds, as bytes, and what each of its layers was made as."""
-    state = copy.deepcopy(model).state_dict()
-    held = {name: (str(x.dtype), x.contiguous().view(-1).view(torch.uint8).tolist()) for name, x in state.items()}
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, QuantizedLinear)}
-    made = {
-        name: (type(layer).__name__, layer.spec, layer.storage, layer._seed, type(layer.weight).__name__)
-        for name, layer in layers.items()
-    }
-    return {"held": held, "made": made}
 
 
 def learnt(model: Any, steps: int = 2) -> Any:
@@ -150,15 +109,8 @@ def test_what_layers_are_made_as_comes_back(maker: Any, tmp_path: Path) -> None:
     for name, layer in model.named_modules():
         if isinstance(layer, QuantizedLinear):
             mine, its = (vars(each.get_submodule(name)) for each in (model, other))
-            assert all(mine[key] == its[key] for key in ("_headroom", "_keep_remainder", "_defers"))
+            assert all(mine[key] == its[key] for key in ("_headroom", "_keep_remainder", "_defers", "_seed"))
     assert bits(learnt(other)) == bits(learnt(model))
-
-
-def test_bfloat16_models_come_back(tmp_path: Path) -> None:
-    for storage in ("fp8", "master"):
-        model = quantize_model(llama().bfloat16(), {"*": "E4M3"}, storage, tied="leave")  # type: ignore[arg-type]
-        huggingface.attach(model).save_pretrained(tmp_path / storage)
-        assert bits(read(tmp_path / storage)) == bits(model)
 
 
 @MAKERS
@@ -184,19 +136,6 @@ def test_scales_are_not_cast_with_the_model(tmp_path: Path) -> None:
     scale = model.model.layers[0].mlp.up_proj.weight.scale.fill_(2.0**-140)
     huggingface.attach(model).save_pretrained(tmp_path)
     assert torch.equal(read(tmp_path, dtype=torch.bfloat16).model.layers[0].mlp.up_proj.weight.scale, scale)
-
-
-@MAKERS
-def test_a_float_model_is_quantised_while_it_is_read(maker: Any, tmp_path: Path) -> None:
-    maker().save_pretrained(tmp_path / "floats")
-    spec = {"*": LayerSpec("E4M3", activation="E5M2"), "lm_head": "none"}
-    config = huggingface.quantization_config(spec, tied="leave", seed=2)
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "floats", quantization_config=config)
-    assert bits(model) == bits(quantize_model(maker(), spec, "fp8", tied="leave", seed=2))
-    model.save_pretrained(tmp_path / "codes")
-    assert bits(read(tmp_path / "codes")) == bits(model)
-    size = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("codes", "floats")]
-    assert size[0] < 0.6 * size[1]
 
 
 # ------------------------------------------------------------------------------------------------------------ Trainer

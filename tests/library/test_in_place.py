@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from surgery_models import bits
 from torch import Tensor, nn
 
 import fp8manifold as fm
@@ -62,13 +63,6 @@ def same_as_its_values(model: nn.Module, *inputs: Tensor) -> None:
     assert list(ours) == list(theirs)
     for name, gradient in theirs.items():
         assert torch.equal(ours[name], gradient), name
-
-
-def bits(model: nn.Module) -> dict[str, Any]:
-    state = copy.deepcopy(model).state_dict()
-    held = {name: (str(x.dtype), x.contiguous().view(-1).view(torch.uint8).tolist()) for name, x in state.items()}
-    kinds = {name: type(p).__name__ for name, p in model.named_parameters(remove_duplicate=False)}
-    return {"held": held, "kinds": kinds}
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])

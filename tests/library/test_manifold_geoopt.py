@@ -88,23 +88,6 @@ def test_riemannian_adam_is_adam_on_real_valued_codes(name, scale, amsgrad) -> N
     assert len(binades) >= 2
 
 
-@pytest.mark.parametrize("name", ["E4M3", "E5M2", "E3M4", "E7M0"])
-def test_riemannian_sgd_is_sgd_on_real_valued_codes(name) -> None:
-    manifold = fm.StiffnessManifold(name)
-    problem = bowl(manifold, seed=3)
-    weight = geoopt.ManifoldParameter(problem.start.clone(), manifold=manifold)
-    riemannian = geoopt.optim.RiemannianSGD([weight], lr=0.1)
-    codes = in_codes(manifold, problem.start)
-    crossings = 0
-    for _ in range(200):
-        x, stiffness = from_codes(manifold, codes)
-        codes = codes - 0.1 * stiffness * problem.gradient(x)
-        moved = descend(riemannian, weight, problem.gradient)
-        assert (in_codes(manifold, moved) - codes).abs().max() <= 1e-10
-        crossings += int((moved * x < 0).sum())
-    assert crossings > 0
-
-
 # ------------------------------------------------------------------------ geoopt's optimizers, on the grid
 ON_GRID = {
     "adam": lambda p: geoopt.optim.RiemannianAdam(p, lr=0.5),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import re
 
 import geoopt
 import pytest
@@ -96,39 +95,10 @@ def test_a_layer_registers_its_manifold() -> None:
     other.load_state_dict(through_a_file(layer.state_dict()))
     assert torch.equal(other.weight, layer.weight)
     assert int(other.manifold.counter) == 3
-    for module in (layer, other):
+    for module in (layer, copy.deepcopy(other)):
+        assert module.weight.manifold is module.manifold
         module.weight.data = module.manifold.retr(module.weight.data, torch.full((2, 50), 0.01))
-    assert torch.equal(other.weight, layer.weight)
-
-
-def test_deepcopy_of_a_layer_keeps_parameter_and_manifold_together() -> None:
-    layer = copy.deepcopy(Layer(fm.FP8Manifold("E4M3", ROWS, "stochastic")))
-    assert isinstance(layer.weight, geoopt.ManifoldParameter)
-    assert layer.weight.manifold is layer.manifold
-
-
-# ------------------------------------------------------------------------------------- another format
-@pytest.mark.parametrize(
-    ("saved", "into"),
-    [("E4M3", "E5M2"), ("E4M3", "E4M3FNUZ"), ("E7M0", "P3109_8P1"), ("E4M3_B9", "E4M3"), ("P3109_8P3F", "P3109_8P3")],
-)
-@pytest.mark.parametrize("kind", [fm.StiffnessManifold, fm.FP8Manifold])
-def test_the_state_of_another_format_is_refused(saved, into, kind) -> None:
-    """The message names both, and nothing is loaded."""
-    manifold = kind(into, 0.5)
-    with pytest.raises(RuntimeError, match=rf"{saved}\b.*{into}\b"):
-        manifold.load_state_dict(kind(saved, 0.25).state_dict())
-    assert float(manifold.scale) == 0.5
-    with pytest.raises(RuntimeError, match=rf"manifold\.format_fields.*{saved}\b.*{into}\b"):
-        Layer(kind(into)).load_state_dict(Layer(kind(saved)).state_dict())
-
-
-def test_an_incomplete_state_is_refused() -> None:
-    manifold = fm.FP8Manifold("E4M3")
-    state = manifold.state_dict()
-    del state["counter"]
-    with pytest.raises(RuntimeError, match="counter"):
-        manifold.load_state_dict(state)
+    assert torch.equal(module.weight, layer.weight)
 
 
 # ---------------------------------------------------------------------------------------------- dtypes
@@ -197,16 +167,6 @@ def test_scales_that_broadcast_are_accepted(scale_shape) -> None:
     manifold = fm.FP8Manifold("E4M3", torch.full(scale_shape, 0.5))
     weight = geoopt.ManifoldParameter(manifold.projx(torch.randn(2, 3)), manifold=manifold)
     assert same_bits(weight.detach().as_subclass(torch.Tensor), fm.FP8Manifold("E4M3", 0.5).projx(weight.detach()))
-
-
-@pytest.mark.parametrize(
-    ("scale_shape", "shape"), [((2, 1), (3, 4)), ((2, 1), (2,)), ((3,), (2, 4)), ((1,), ()), ((2, 1), (1, 4))], ids=str
-)
-def test_a_scale_that_does_not_fit_the_point_is_refused(scale_shape, shape) -> None:
-    """Also where plain broadcasting would widen the point."""
-    manifold = fm.FP8Manifold("E4M3", torch.ones(scale_shape))
-    with pytest.raises(ValueError, match=re.escape(str(shape)) + ".*" + re.escape(str(scale_shape))):
-        geoopt.ManifoldParameter(torch.ones(shape), manifold=manifold)
 
 
 # ------------------------------------------------------------------------------------------------ repr

@@ -154,16 +154,6 @@ def test_bare_parameters_have_seeds_of_their_own() -> None:
     assert_unrelated([(p.detach() - 1).dequantize() if isinstance(p, fm.FP8Tensor) else p for p in parameters])
 
 
-def test_a_bare_parameters_seed_is_loaded_with_it() -> None:
-    holders = [torch.nn.ParameterList([byte(None)]) for _ in range(2)]
-    assert holders[0][0].seed != holders[1][0].seed
-    holders[1].load_state_dict(copy.deepcopy(holders[0].state_dict()))
-    with torch.no_grad():
-        for holder in holders:
-            holder[0].copy_(value())
-    assert torch.equal(holders[0][0].codes, holders[1][0].codes)
-
-
 def test_an_average_does_not_draw_what_its_weights_do() -> None:
     weight = byte(4)
     average = copy.deepcopy(weight)
@@ -263,37 +253,11 @@ def test_putting_a_snapshot_back_does_not_rewind_the_draws(snapshot: Any) -> Non
     assert_unrelated(moves)
 
 
-def test_loading_a_state_does() -> None:
-    model = torch.nn.ParameterList([byte(6)])
-    saved, seen = copy.deepcopy(model.state_dict()), []
-    for _ in range(2):
-        with torch.no_grad():
-            model[0].add_(0.03)
-        seen.append(model[0].codes.clone())
-        model.load_state_dict(saved)
-        assert int(model[0].counter) == 0
-    assert torch.equal(*seen)
-
-
 # ---------------------------------------------------------------------------------------------------------- averages
 def quantized(rounding: Any) -> torch.nn.Module:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.Linear(32, 8))
     return fm.quantize_model(model, "E4M3", "fp8", rounding=rounding)
-
-
-def averaged(average: Any, model: torch.nn.Module, steps: int) -> float:
-    """How far the average has come towards weights that were doubled after it began."""
-    average.update_parameters(model)
-    start = average.module[0].weight.detach().clone()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(2)
-    goal = model[0].weight.detach() - start
-    for _ in range(steps):
-        average.update_parameters(model)
-    moved = average.module[0].weight.detach() - start
-    return float((moved * goal).sum() / (goal * goal).sum())
 
 
 EMAS = [{"multi_avg_fn": get_ema_multi_avg_fn(0.9)}, {"avg_fn": get_ema_avg_fn(0.9)}]
@@ -328,14 +292,6 @@ def test_an_average_of_bfloat16_is_in_float32() -> None:
     for ours, its in zip(average.module.parameters(), model.parameters(), strict=True):
         assert ours.dtype == torch.float32
         assert torch.equal(ours, its.dequantize().float() if isinstance(its, fm.FP8Tensor) else its.float())
-
-
-@both
-def test_an_average_in_floats_arrives(options: Any) -> None:
-    model = quantized("nearest")
-    average = fm.averaged_model(model, **options)
-    assert averaged(average, model, 35) == pytest.approx(1 - 0.9**35, abs=1e-3)
-    assert average.module[0].bias.shape == model[0].bias.shape
 
 
 class Averaged(torch.nn.Module):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from optimizer_cases import bits_of, normal
-from rank_cases import model, seeds, stored
+from rank_cases import model, refusal, seeds, stored
 from rank_pool import Pool
 from test_ranks_fsdp import check_same, own_rows, put_equal_gradients, sharded
 from torch import Tensor
@@ -79,9 +79,7 @@ def loaded(kind: str, folder: str, flat: bool) -> Any:
     """Another model takes the state and goes on as the one that was never saved."""
     _, whole, _, its = prepared(kind, 0)
     for step in range(3):
-        for i, q in enumerate(whole.parameters()):
-            q.grad = gradient_of(q, step, i)
-        its.step()
+        step_whole((whole,), (its,), step)
     parts, _, ours, _ = prepared(kind, 5)
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     state, optimizer = get_state_dict(parts, ours, options=options)
@@ -93,8 +91,11 @@ def loaded(kind: str, folder: str, flat: bool) -> Any:
     return sorted(type(value).__name__ for value in ours.state[next(parts.parameters())].values())
 
 
-def gradient_of(q: Tensor, step: int, i: int) -> Tensor:
-    return normal(*q.shape, seed=1000 * step + i, std=0.3).to(q.dtype)
+def step_whole(nets: Any, optimizers: Any, step: int) -> None:
+    for net, optimizer in zip(nets, optimizers, strict=True):
+        for i, q in enumerate(net.parameters()):
+            q.grad = normal(*q.shape, seed=1000 * step + i, std=0.3).to(q.dtype)
+        optimizer.step()
 
 
 @pytest.mark.parametrize(
@@ -104,6 +105,7 @@ def gradient_of(q: Tensor, step: int, i: int) -> Tensor:
         ("adamw", True, True),
         ("muon", True, False),
         ("momentum", False, False),
+        ("lion", False, False),
         ("blocks", False, True),
         ("riemannian", True, False),
     ],
@@ -131,10 +133,7 @@ def gathered(kind: str) -> None:
     goes_on = made(kind, plain)
     set_optimizer_state_dict(plain, goes_on, optimizer, options=options)
     for step in range(3, 5):
-        for i, (p, q) in enumerate(zip(plain.parameters(), whole.parameters(), strict=True)):
-            p.grad, q.grad = gradient_of(p, step, i), gradient_of(q, step, i)
-        goes_on.step()
-        optimizers[1].step()
+        step_whole((plain, whole), (goes_on, optimizers[1]), step)
     assert stored(plain) == stored(whole)
 
 
@@ -149,11 +148,7 @@ def taken_whole(kind: str, broadcast: bool) -> str:
     parts, whole, other = sharded(model(seed=0)), model(seed=0), model(seed=3)
     state = other.state_dict() if dist.get_rank() == 0 or not broadcast else {}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
-    said = ""
-    try:
-        set_model_state_dict(parts, state, options=options)
-    except RuntimeError as error:
-        said = str(error)
+    said = refusal(lambda: set_model_state_dict(parts, state, options=options))
     for p, q in zip(parts.parameters(), (whole if broadcast else other).parameters(), strict=True):
         if isinstance(q, fm.FP8Tensor):
             assert torch.equal(p._local_tensor.codes, own_rows(q.codes, p._local_tensor))
@@ -220,16 +215,3 @@ def filled() -> None:
 def test_a_model_made_on_meta_is_sharded_and_filled(pools: dict[int, Pool]) -> None:
     for size in (1, 3):
         pools[size].run(filled)
-
-
-def uncut() -> str:
-    parts = sharded(model())
-    try:
-        fm.distributed.rows_of(torch.zeros(3, 64), next(parts.parameters()))
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_another_number_of_rows_is_refused(pools: dict[int, Pool]) -> None:
-    assert pools[2].run(uncut) == ["whole has shape (3, 64): 22 rows are needed"] * 2

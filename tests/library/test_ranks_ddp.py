@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from family_cases import VALID, make
 from optimizer_cases import bits_of, frozen
-from rank_cases import batch, loss_of, model, seeds, stored
+from rank_cases import batch, loss_of, model, refusal, seeds, stored
 from rank_pool import Pool
 from tensor_cases import parameter
 from torch import nn
@@ -41,10 +41,9 @@ def started(granularity: str) -> tuple[Any, ...]:
     if rank == 0:
         net[0].weight.counter.fill_(7)
         net[0].weight.codes[0, 0] = 127  # NaN
-    before = stored(net), seeds(net), [bits_of(layer.weight.remainder) for layer in linear(net)]
+    before = stored(net), seeds(net), remainders(net)
     fm.distributed.sync(net)
-    after = stored(net), seeds(net), [bits_of(layer.weight.remainder) for layer in linear(net)]
-    return before, after, net.hidden.tolist()
+    return before, (stored(net), seeds(net), remainders(net)), net.hidden.tolist()
 
 
 def linear(net: nn.Module) -> list[Any]:
@@ -88,21 +87,6 @@ def test_ddps_own_start_sends_codes(pool: Pool, storage: str) -> None:
     equal_everywhere(pool.run(started_by_ddp, storage))
 
 
-def other_model_by_ddp() -> str:
-    net = model()
-    if dist.get_rank():
-        net = fm.quantize_model(fm.dequantize_model(net), "E5M2", "fp8")
-    try:
-        DistributedDataParallel(net)
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
-def test_ddps_own_start_refuses_other_formats(pair: Pool) -> None:
-    assert all(said.startswith("the models differ: ") for said in pair.run(other_model_by_ddp))
-
-
 def as_launched() -> None:
     """What a launcher says to libraries that look for their processes by themselves."""
     rank, size = str(dist.get_rank()), str(dist.get_world_size())
@@ -136,7 +120,9 @@ def test_accelerate_starts_several_processes(pair: Pool) -> None:
 
 def trained_by_others(folder: str) -> Any:
     """Six steps of transformers' Trainer, and a resume from its checkpoint after three."""
-    from test_huggingface import DELAYED, bits, llama, losses, trained
+    from hf_cases import llama
+    from surgery_models import bits
+    from test_huggingface import DELAYED, losses, trained
 
     as_launched()
     runs = []
@@ -156,23 +142,25 @@ def test_a_trainer_runs_and_resumes_in_several_processes(pair: Pool, tmp_path: P
     equal_everywhere(pair.run(trained_by_others, str(tmp_path)))
 
 
-def another(what: str) -> str:
+def another(what: str, start: str) -> str:
     rank = dist.get_rank()
     net = model("tensor" if what == "granularity" and rank else "channel", rows=7 if what == "rows" and rank else 22)
     if what == "format" and rank:
         net = fm.quantize_model(fm.dequantize_model(net), "E5M2", "fp8")
-    try:
-        fm.distributed.sync(net)
-    except RuntimeError as error:
-        return str(error)
-    return ""
+    return refusal(lambda: fm.distributed.sync(net) if start == "sync" else DistributedDataParallel(net))
 
 
 @pytest.mark.parametrize(
-    ("what", "said"), [("rows", "is torch.* of shape"), ("format", "E5M2"), ("granularity", "weight.scale")]
+    ("what", "start", "said"),
+    [
+        ("rows", "sync", "is torch.* of shape"),
+        ("format", "sync", "E5M2"),
+        ("format", "DDP", "E5M2"),
+        ("granularity", "sync", "weight.scale"),
+    ],
 )
-def test_other_models_are_refused_in_every_rank(pair: Pool, what: str, said: str) -> None:
-    first, second = pair.run(another, what)
+def test_other_models_are_refused_in_every_rank(pair: Pool, what: str, start: str, said: str) -> None:
+    first, second = pair.run(another, what, start)
     assert first == "the models differ: in another process"
     assert second.startswith("the models differ: ")
     assert re.search(said, second)
@@ -194,13 +182,9 @@ def changed_after_the_start(name: str) -> str:
             p.data[0] += 1e-7
     optimizer = fm.optim.StiffnessAdamW(net.parameters(), lr=0.01)
     loss_of(net, batch(0)).backward()
-    before = stored(net)
-    try:
-        optimizer.step()
-    except RuntimeError as error:
-        assert stored(net) == before
-        return str(error)
-    return ""
+    before, said = stored(net), refusal(optimizer.step)
+    assert stored(net) == before
+    return said
 
 
 @pytest.mark.parametrize("name", ["2.weight", "1.bias"])
@@ -210,6 +194,14 @@ def test_replicas_that_differ_at_the_first_step_are_named(pair: Pool, name: str)
 
 
 # ------------------------------------------------------------------------------------------------------ steps
+def backward_beside(wrapped: Any, alone: nn.Module, step: int) -> None:
+    """A pass of this rank's batch, whose averaged gradients one process takes too."""
+    wrapped.zero_grad()
+    loss_of(wrapped, batch(step, dist.get_rank())).backward()
+    for p, q in zip(wrapped.parameters(), alone.parameters(), strict=True):
+        q.grad = p.grad.clone()
+
+
 def trained(name: str, writeback: str, moments: str, granularity: str, steps: int) -> Any:
     """Ranks under DDP, and in each of them one process that steps the averaged gradients."""
     rank = dist.get_rank()
@@ -222,11 +214,7 @@ def trained(name: str, writeback: str, moments: str, granularity: str, steps: in
         twin.weight.remainder = layer.weight.remainder.clone()
     optimizers = [make(name, each.parameters(), **options) for each in (net, alone)]
     for step in range(steps):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        loss_of(wrapped, batch(step, rank)).backward()
-        for p, q in zip(net.parameters(), alone.parameters(), strict=True):
-            q.grad = p.grad.clone()
+        backward_beside(wrapped, alone, step)
         for optimizer in optimizers:
             optimizer.step()
     ours, its = [frozen(optimizer.state_dict()) for optimizer in optimizers]
@@ -240,23 +228,16 @@ COMBINATIONS = [c for c in VALID if c[0] != "FisherNaturalGradient"]
 SOME = COMBINATIONS[::4]
 
 
-def check_training(pool: Pool, combination: tuple[str, str, str], granularity: str) -> None:
-    each = pool.run(trained, *combination, granularity, 4)
-    equal_everywhere(each)
-
-
 @pytest.mark.parametrize("combination", SOME, ids=lambda c: "-".join(c))
 def test_ranks_stay_identical_and_one_process(pair: Pool, combination: tuple[str, str, str]) -> None:
-    check_training(pair, combination, "channel")
+    equal_everywhere(pair.run(trained, *combination, "channel", 4))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
 @pytest.mark.parametrize("combination", COMBINATIONS, ids=lambda c: "-".join(c))
-def test_ranks_stay_identical_in_every_combination(
-    pool: Pool, combination: tuple[str, str, str], granularity: str
-) -> None:
-    check_training(pool, combination, granularity)
+def test_ranks_stay_identical_in_every_combination(pool: Pool, combination: tuple[str, str, str]) -> None:
+    for granularity in ("tensor", "channel", "block"):
+        equal_everywhere(pool.run(trained, *combination, granularity, 4))
 
 
 # ----------------------------------------------------------------------------------------------------- guard
@@ -378,11 +359,7 @@ def test_ranks_that_leave_out_the_same_layers_share_scales(pair: Pool, spec: str
 def of_other_sizes() -> str:
     net = nn.Sequential(fm.Scale("E4M3", "channel", "delayed"))
     fm.distributed.sync(net)
-    try:
-        net(batch(0)[: 2 + dist.get_rank()])
-    except RuntimeError as error:
-        return str(error)
-    return ""
+    return refusal(lambda: net(batch(0)[: 2 + dist.get_rank()]))
 
 
 def test_magnitudes_of_other_shapes_are_refused(pair: Pool) -> None:
@@ -438,10 +415,8 @@ def moved_after_the_start(storage: str, move: str, differs: bool) -> Any:
             p.grad = torch.full(p.shape, 0.1 * (step + 1))
         if step == 1 and rank:
             net[0].weight.grad[0, 0] = torch.nan
-        try:
-            optimizer.step()
-        except RuntimeError as error:
-            return str(error)
+        if said := refusal(optimizer.step):
+            return said
     assert optimizer.skipped_steps == 1
     return stored(net)
 
@@ -482,15 +457,15 @@ def with_uneven_inputs(scales: str, **options: Any) -> tuple[str, int, Any]:
     fm.distributed.sync(net)
     wrapped = DistributedDataParallel(net, init_sync=False)
     optimizer = fm.optim.StiffnessAdamW(net.parameters(), lr=0.01)
-    said = ""
-    try:
+
+    def run() -> None:
         with Join([wrapped], **options):
             for step in range(2 + dist.get_rank()):
                 optimizer.zero_grad()
                 loss_of(wrapped, batch(step)).backward()
                 optimizer.step()
-    except RuntimeError as error:
-        said = str(error)
+
+    said = refusal(run)
     steps = next((int(state["step"]) for state in optimizer.state.values()), 0)
     return said, steps, stored(net)
 
@@ -530,12 +505,9 @@ def sharded_state(name: str, writeback: str, moments: str) -> Any:
     optimizer = ZeroRedundancyOptimizer(net.parameters(), optimizer_class=kind, **options)
     its = kind(alone.parameters(), **options)
     for step in range(4):
-        optimizer.zero_grad()
-        loss_of(wrapped, batch(step, rank)).backward()
+        backward_beside(wrapped, alone, step)
         if step == 2 and rank == 0:  # a rank that would step while the other skips
             net[4].weight.grad.fill_(torch.nan)
-        for p, q in zip(net.parameters(), alone.parameters(), strict=True):
-            q.grad = p.grad.clone()
         if step != 2:
             its.step()
         optimizer.step()
@@ -562,11 +534,8 @@ def test_zero_redundancy_is_one_process(pair: Pool, case: tuple[str, str, str]) 
 
 def in_buckets() -> str:
     p: Any = [fm.FP8Parameter(torch.ones(2, 4)), fm.FP8Parameter(torch.ones(2, 4))]
-    try:
-        ZeroRedundancyOptimizer(p, fm.optim.StiffnessAdamW, parameters_as_bucket_view=True, lr=0.1)
-    except RuntimeError as error:
-        return str(error)
-    return ""
+    adamw = fm.optim.StiffnessAdamW
+    return refusal(lambda: ZeroRedundancyOptimizer(p, adamw, parameters_as_bucket_view=True, lr=0.1))
 
 
 def test_buckets_of_floats_are_refused(pair: Pool) -> None:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from family_cases import VALID, ids, make
 from optimizer_cases import frozen
 from paths import by
-from rank_cases import batch, loss_of, model, stored
+from rank_cases import model, stored
 from rank_pool import Pool
+from test_ranks_ddp import backward_beside
 from test_ranks_fsdp import check_same, put_equal_gradients, sharded
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8manifold as fm
@@ -111,10 +109,7 @@ def replicas_stepped(kind: tuple[str, str, str] | None) -> Any:
     wrapped = DistributedDataParallel(net, init_sync=False)
     ours, its = (torch.optim.SGD(m.parameters(), 0.1) if kind is None else dithering(kind, m) for m in (net, alone))
     for step in range(5):
-        ours.zero_grad()
-        loss_of(wrapped, batch(step, dist.get_rank())).backward()
-        for p, q in zip(net.parameters(), alone.parameters(), strict=True):
-            q.grad = p.grad.clone()
+        backward_beside(wrapped, alone, step)
         for optimizer in (ours, its):
             optimizer.step()
         if step == 0 and kind:
@@ -128,49 +123,3 @@ def replicas_stepped(kind: tuple[str, str, str] | None) -> Any:
 def test_replicas_draw_as_one_process(pool: Pool, kind: str | None) -> None:
     each = pool.run(replicas_stepped, KINDS[kind] if kind else None)
     assert each[0] == each[1] == each[2]
-
-
-# ---------------------------------------------------------------------------------------------------- checkpoints
-def prepared(kind: tuple[str, str, str], seed: int) -> tuple[Any, Any, Any, Any]:
-    """Rows and the whole, with an optimizer each, which are as far as the last writes of an epoch."""
-    parts, whole = sharded(model(seed=seed, **keeps(kind))), model(seed=seed, **keeps(kind))
-    ours, its = dithering(kind, parts), dithering(kind, whole)
-    for step in range(2):
-        put_equal_gradients(parts, whole, step)
-        for optimizer in (ours, its):
-            optimizer.step()
-        if step == 0:
-            near_the_border(ours, its)
-    return parts, whole, ours, its
-
-
-def saved(kind: tuple[str, str, str], folder: str) -> None:
-    parts, _, ours, _ = prepared(kind, 0)
-    state, optimizer = get_state_dict(parts, ours)
-    dcp.save({"model": state, "optimizer": optimizer}, checkpoint_id=folder)
-
-
-def loaded(kind: tuple[str, str, str], folder: str) -> int:
-    """Another model takes the state and goes on over the border as the one that was never saved."""
-    _, whole, _, its = prepared(kind, 0)
-    parts, _, ours, _ = prepared(kind, 5)
-    ours.param_groups[0]["draws"] = "independent"
-    state, optimizer = get_state_dict(parts, ours)
-    dcp.load({"model": state, "optimizer": optimizer}, checkpoint_id=folder)
-    with pytest.warns(UserWarning, match="draws='dither' in place of 'independent'"):  # the state says which they were
-        set_state_dict(parts, ours, model_state_dict=state, optim_state_dict=optimizer)
-    assert {group["draws"] for group in ours.param_groups} == {"dither"}
-    for step in range(2, 6):
-        put_equal_gradients(parts, whole, step)
-        for each in (ours, its):
-            each.step()
-        check_same(parts, whole, seeds=False)
-    return int(next(iter(ours.state.values()))["step"])
-
-
-@pytest.mark.skipif(torch.__version__ < (2, 9), reason="distributed checkpoints of torch 2.8 ask for a storage")
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_checkpoint_of_two_goes_on_in_one_and_in_three(pools: dict[int, Pool], tmp_path: Path, kind: str) -> None:
-    pools[2].run(saved, KINDS[kind], str(tmp_path))
-    for size in (1, 3):
-        assert pools[size].run(loaded, KINDS[kind], str(tmp_path)) == [BORDER + 5] * size

@@ -1,28 +1,23 @@
-"""Shards on the paths that a user takes who sets nothing: native steps, one process, one column, compiled passes."""
+"""Shards on the paths of who sets nothing: native steps, one process, one column, compiled passes, averages."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from optimizer_cases import normal
-from rank_cases import batch, loss_of, model
+from rank_cases import batch, loss_of, model, refusal
 from rank_pool import Pool
-from test_ranks_fsdp import check_same, put_equal_gradients, sharded, stepped
+from test_ranks_fsdp import check_same, own_rows, put_equal_gradients, sharded, step_alike, stepped
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 import fp8manifold as fm
-
-
-@pytest.fixture(scope="module")
-def single(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    pool = Pool(1, Path(tmp_path_factory.mktemp("single")))
-    yield pool
-    pool.end()
 
 
 def trained_alone(granularity: str) -> None:
@@ -40,8 +35,8 @@ def trained_alone(granularity: str) -> None:
 
 
 @pytest.mark.parametrize("granularity", ["channel", "tensor", "block"])
-def test_one_process_holds_all_rows(single: Pool, granularity: str) -> None:
-    single.run(trained_alone, granularity)
+def test_one_process_holds_all_rows(pools: dict[int, Pool], granularity: str) -> None:
+    pools[1].run(trained_alone, granularity)
 
 
 @pytest.mark.parametrize("writeback", ["residual8", "stochastic"])
@@ -59,10 +54,7 @@ def columns_stepped() -> None:
     parts = sharded(parts)
     optimizers = [fm.optim.StiffnessMuon([{"params": list(each.parameters())}], lr=0.1) for each in (parts, whole)]
     for step in range(2):
-        put_equal_gradients(parts, whole, step)
-        for optimizer in optimizers:
-            optimizer.step()
-        check_same(parts, whole)
+        step_alike(parts, whole, optimizers, step)
 
 
 def test_matrices_of_one_column_and_of_one_row(pair: Pool) -> None:
@@ -88,3 +80,56 @@ def compiled(granularity: str, rows: int) -> None:
 def test_passes_in_a_graph(pair: Pool, granularity: str, rows: int) -> None:
     """Scales that FSDP does not fill are written between a graph's forward and its backward pass."""
     pair.run(compiled, granularity, rows)
+
+
+# ------------------------------------------------------------------------------------------------------ averages
+def averaged(nested: bool, ema: bool) -> None:
+    options: dict[str, Any] = {"multi_avg_fn": get_ema_multi_avg_fn(0.9)} if ema else {}
+    whole, parts = model(), model()
+    ours, its = (fm.averaged_model(each, **options) for each in (parts, whole))
+    sharded(parts, nested=nested)
+    sharded(ours.module, nested=nested)
+    optimizers = [fm.optim.StiffnessAdamW(each.parameters(), lr=0.01) for each in (parts, whole)]
+    for step in range(3):
+        put_equal_gradients(parts, whole, step)
+        for optimizer in optimizers:
+            optimizer.step()
+        if step == 1:  # after which a root is whole, and what is written into it is lost
+            with torch.no_grad():
+                torch.testing.assert_close(ours(batch(0)), its(batch(0)))
+                assert torch.equal(parts(batch(0)), whole(batch(0)))
+        ours.update_parameters(parts)
+        its.update_parameters(whole)
+        for p, q in zip(ours.module.parameters(), its.module.parameters(), strict=True):
+            assert torch.equal(p._local_tensor, own_rows(q, p._local_tensor))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("ema", [False, True])
+@pytest.mark.parametrize("nested", [False, True])
+def test_rows_are_averaged_as_the_whole(pair: Pool, nested: bool, ema: bool) -> None:
+    pair.run(averaged, nested, ema)
+
+
+def refused() -> dict[str, str]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    parts, partly = sharded(model()), model()
+    fully_shard(partly[0], mesh=mesh)
+    rows = fm.averaged_model(model())
+    sharded(rows.module)
+    attempts: dict[str, Any] = {
+        "made of rows": lambda: fm.averaged_model(parts),
+        "whole of rows": lambda: fm.averaged_model(model()).update_parameters(parts),
+        "rows of whole": lambda: rows.update_parameters(model()),
+        "other rows": lambda: rows.update_parameters(partly),
+    }
+    said = {name: refusal(attempt) for name, attempt in attempts.items()}
+    assert rows.n_averaged == 0
+    return said
+
+
+def test_averages_of_other_rows_are_refused_in_every_process(pair: Pool) -> None:
+    first, second = pair.run(refused)
+    assert first == second
+    for line in first.values():
+        assert "call averaged_model before fully_shard, then fully_shard on the average's module" in line
+        assert "\n" not in line

@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from family_cases import make
-from rank_cases import batch, loss_of, model
+from rank_cases import batch, loss_of, model, refusal
 from rank_pool import Pool
-from test_ranks_fsdp import check_same, put_equal_gradients, sharded, stored_rows
+from test_ranks_fsdp import sharded, step_alike, stored_rows
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -89,10 +89,8 @@ def guarded(what: str) -> Any:
     if what == "nan" and rank == 1:
         net[0].weight.grad._local_tensor[0, 0] = torch.nan
     before = stored_rows(net)
-    try:
-        optimizer.step()
-    except RuntimeError as error:
-        return str(error)
+    if said := refusal(optimizer.step):
+        return said
     return optimizer.skipped_steps, stored_rows(net) == before
 
 
@@ -112,10 +110,7 @@ def on_devices() -> None:
     fully_shard(parts, mesh=mesh)
     optimizers = [make("StiffnessMuon", each.parameters(), moments="8bit") for each in (parts, whole)]
     for step in range(3):
-        put_equal_gradients(parts, whole, step)
-        for optimizer in optimizers:
-            optimizer.step()
-        check_same(parts, whole)
+        step_alike(parts, whole, optimizers, step)
         with torch.no_grad():
             assert torch.equal(parts(batch(0).cuda()), whole(batch(0).cuda()))
         parts.reshard()
@@ -149,39 +144,32 @@ def test_rows_on_gpus(tmp_path: Path) -> None:
 
 
 def refusals() -> dict[str, str]:
-    said: dict[str, str] = {}
-
-    def attempt(name: str, call: Any) -> None:
-        try:
-            call()
-        except (RuntimeError, ValueError, TypeError) as error:
-            said[name] = str(error)
-
-    rank, size = dist.get_rank(), dist.get_world_size()
-    net = sharded(model())
+    size = dist.get_world_size()
+    net, other = sharded(model()), model()
     weight = net[0].weight
-    attempt("fill", lambda: nn.init.zeros_(weight))
-    attempt("add", lambda: weight.add_(1.0) if torch.no_grad().__enter__() is None else None)
-    attempt("rescale", lambda: weight._local_tensor.rescale_(1.0))
-    attempt("half", lambda: net.half())
-    attempt("codes", lambda: net[0].weight_codes())
-    attempt("scale", lambda: net[0].weight_scale())
-    attempt("sync", lambda: fm.distributed.sync(net))
-    attempt("into one process", lambda: model().load_state_dict(net.state_dict()))
-    attempt("wrapper", lambda: fm.optim.StiffnessWrapper(torch.optim.SGD(net.parameters(), lr=0.1)))
-    attempt("fisher", lambda: fm.optim.FisherNaturalGradient(net.parameters(), net, [batch(0)]))
-    other = model()
     fully_shard(other, mesh=mesh_of(size), shard_placement_fn=lambda p: Shard(p.dim() - 1))
-    attempt("columns", lambda: other(batch(0)))
     hybrid = fully_shard(model(), mesh=init_device_mesh("cpu", (1, size), mesh_dim_names=("replicate", "shard")))
-    attempt("hybrid", lambda: fm.optim.StiffnessAdamW(hybrid.parameters(), lr=0.1))
     columns = DTensor.from_local(torch.zeros(4, 2), mesh_of(size), [Shard(1)])
-    attempt("columns of floats", lambda: fm.optim.StiffnessAdamW([nn.Parameter(columns)], lr=0.1))
     blocks = nn.Module()
     blocks.weight = fm.FP8Parameter(torch.ones(64), granularity="block")
-    attempt("blocks of a vector", lambda: fully_shard(blocks, mesh=mesh_of(size)))
-    assert rank < size
-    return said
+    calls: dict[str, Any] = {
+        "fill": lambda: nn.init.zeros_(weight),
+        "add": torch.no_grad()(lambda: weight.add_(1.0)),
+        "rescale": lambda: weight._local_tensor.rescale_(1.0),
+        "half": net.half,
+        "codes": net[0].weight_codes,
+        "scale": net[0].weight_scale,
+        "sync": lambda: fm.distributed.sync(net),
+        "into one process": lambda: model().load_state_dict(net.state_dict()),
+        "wrapper": lambda: fm.optim.StiffnessWrapper(torch.optim.SGD(net.parameters(), lr=0.1)),
+        "fisher": lambda: fm.optim.FisherNaturalGradient(net.parameters(), net, [batch(0)]),
+        "columns": lambda: other(batch(0)),
+        "hybrid": lambda: fm.optim.StiffnessAdamW(hybrid.parameters(), lr=0.1),
+        "columns of floats": lambda: fm.optim.StiffnessAdamW([nn.Parameter(columns)], lr=0.1),
+        "blocks of a vector": lambda: fully_shard(blocks, mesh=mesh_of(size)),
+        "rows": lambda: fm.distributed.rows_of(torch.zeros(3, 64), weight),
+    }
+    return {name: refusal(call) for name, call in calls.items()}
 
 
 def mesh_of(size: int) -> Any:
@@ -203,6 +191,7 @@ REFUSED = {
     "hybrid": "HSDP",
     "columns of floats": "tensor parallelism",
     "blocks of a vector": "granularity='tensor'",
+    "rows": r"^whole has shape \(3, 64\): 22 rows are needed$",
 }
 
 

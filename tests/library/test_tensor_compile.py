@@ -82,24 +82,6 @@ def test_values_are_the_same_to_the_bit(name: str) -> None:
         assert torch.equal(values.nan_to_num(0).double(), decoded(p).nan_to_num(0))
 
 
-def test_training_compiled_follows_the_codes() -> None:
-    """The graph reads the codes of the moment: steps between calls are seen, without compiling again."""
-    net = Net()
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(net, fullgraph=True, backend=counter)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
-    losses = []
-    for _ in range(30):
-        optimizer.zero_grad()
-        loss = loss_of(compiled)
-        assert loss.item() == pytest.approx(loss_of(net).item(), rel=1e-4)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.2 * losses[0]
-    assert counter.frame_count == 1
-
-
 def test_taking_the_remainder_or_changing_scales_compiles_nothing_anew() -> None:
     net = Net(keep_remainder=True)
     counter = CompileCounterWithBackend("aot_eager")

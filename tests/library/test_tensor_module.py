@@ -51,7 +51,9 @@ COPIES: dict[str, Any] = {
 @pytest.mark.parametrize("make", COPIES.values(), ids=COPIES)
 def test_a_copy_is_the_same_and_apart(make: Any, granularity: Any, kind: Any) -> None:
     options: dict[str, Any] = {"granularity": granularity, "rounding": "nearest", "seed": 11, "keep_remainder": True}
-    p = kind(normal(4, 64), "E3M4", **options)
+    values = normal(4, 64)
+    values[0, :32], values[3, 32:] = 2.0**-100, 2.0**127  # which need the ends of the scales that blocks can have
+    p = kind(values, "E3M4", **options)
     q = make(p)
     assert type(q) is kind
     assert same_store(p, q)
@@ -147,17 +149,6 @@ def test_moving_a_module_keeps_class_and_codes(swap: bool) -> None:
     assert net(torch.empty(3, 32, device="meta")).shape == (3, 1)
 
 
-def test_memory_for_meta_weights() -> None:
-    """to_empty gives codes, not floats; a state dict then fills them."""
-    net = stepped(Net())
-    with torch.device("meta"):
-        other = Net()
-    other.to_empty(device="cpu")
-    assert all(type(p) is fm.FP8Parameter and p.codes.dtype == torch.uint8 for p in other.stored)
-    other.load_state_dict(net.state_dict())
-    assert torch.equal(net(INPUT), other(INPUT))
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
 def test_other_dtypes_are_refused_by_modules_and_plain_elsewhere(dtype: torch.dtype) -> None:
     net = Net()
@@ -219,19 +210,6 @@ def test_geoopts_methods() -> None:
 
 
 # -------------------------------------------------------------------------------------------------- torch's own helpers
-def test_gradients_are_those_of_the_values() -> None:
-    net, floats = Net(), Net()
-    for layer, p in zip((floats.first, floats.second), net.stored, strict=True):
-        layer.weight = nn.Parameter(p.dequantize())
-    losses = [loss_of(n) for n in (net, floats)]
-    for loss in losses:
-        loss.backward()
-    assert torch.equal(*losses)
-    for p, q in zip(net.parameters(), floats.parameters(), strict=True):
-        assert type(p.grad) is Tensor
-        assert torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
-    loss_of(net).backward()
-    assert torch.equal(net.first.weight.grad, 2 * floats.first.weight.grad)  # type: ignore[operator, arg-type]
 
 
 def test_gradient_helpers() -> None:

@@ -187,29 +187,6 @@ def test_writing_rounds_stochastically_by_the_counter(name: str) -> None:
             assert int(p.counter) == step + 1
 
 
-def test_stochastic_writing_is_unbiased() -> None:
-    w = fm.FP8Tensor(torch.full((200_000,), 1.0), "E4M3", scale=1.0, seed=3)
-    w.add_(0.03)  # 0.24 ULP
-    assert w.unique().tolist() == [1.0, 1.125]
-    mean, deviation = w.double().mean().item(), 0.125 * math.sqrt(0.24 * 0.76 / 200_000)
-    assert abs(mean - 1.03) < 4 * deviation
-
-
-def test_draws_follow_the_seed_and_nothing_else() -> None:
-    """Not the global generator, not the layout of the scale."""
-    results = []
-    for global_seed, seed in ((0, 1), (5, 1), (0, 2)):
-        torch.manual_seed(global_seed)
-        torch.rand(3)
-        p = parameter(shape=(40, 64))
-        p.seed = seed
-        with torch.no_grad():
-            p.mul_(0.97)
-        results.append(p.codes.clone())
-    assert torch.equal(results[0], results[1])
-    assert not torch.equal(results[0], results[2])
-
-
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_bfloat16_is_written_in_float32(granularity: Any) -> None:
     """An update below half a bfloat16 ULP is still seen by the rounding."""

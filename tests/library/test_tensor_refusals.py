@@ -14,6 +14,9 @@ import torch.distributed as dist
 from optimizer_cases import normal
 from tensor_cases import parameter, same_store
 from torch import Tensor, multiprocessing, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import fp8manifold as fm
 
@@ -86,7 +89,7 @@ def test_parts_can_be_sent() -> None:
     assert same_store(objects[0], parameter())
 
 
-def layer(storage: Any) -> nn.Module:
+def layer(storage: Any) -> Any:
     model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 4))
     with torch.no_grad():
         for i, p in enumerate(model.parameters()):
@@ -98,49 +101,6 @@ def mesh() -> Any:
     return dist.device_mesh.init_device_mesh("cpu", (1,))
 
 
-def fully_sharded(model: nn.Module) -> Any:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
-
-
-def sharded(model: nn.Module) -> Any:
-    from torch.distributed.fsdp import fully_shard
-
-    return fully_shard(model, mesh=mesh())
-
-
-def distributed(model: nn.Module) -> Any:
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    return distribute_tensor(model[0].weight, mesh(), [Shard(0)])  # type: ignore[index]
-
-
-def replicated(model: nn.Module) -> Any:
-    from torch.distributed.tensor import distribute_module
-
-    return distribute_module(model, mesh())
-
-
-def local(model: nn.Module) -> Any:
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(model[0].weight, mesh())  # type: ignore[index]
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
-def test_other_ways_of_sharding_are_refused_before_a_step() -> None:
-    """A layer does not run with floats in the place of its codes, and an optimizer steps no rows but those we cut."""
-    for wrap in (fully_sharded, replicated):
-        with pytest.raises(RuntimeError, match=rf"storage='fp8' is no longer in codes.*{WAYS}"):
-            wrap(layer("fp8"))(normal(8, 64))
-    for wrap in (distributed, tensor_parallel):
-        with pytest.raises(RuntimeError, match="Cannot access data pointer"):
-            wrap(layer("fp8"))
-    with pytest.raises(ValueError, match="made a DTensor in another way than"):
-        fm.optim.StiffnessAdamW([nn.Parameter(local(layer("fp8")))], lr=0.1)
-
-
 def in_pieces(model: nn.Module) -> Any:
     """What two processes of FSDP's first version hold."""
     for layer in model.children():
@@ -148,74 +108,47 @@ def in_pieces(model: nn.Module) -> Any:
     return model
 
 
-def tensor_parallel(model: nn.Module) -> Any:
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+COLUMNS = {"0": ColwiseParallel(), "1": ColwiseParallel()}
+WRAPS: dict[str, Callable[[Any], Any]] = {
+    "flat": lambda model: FullyShardedDataParallel(model, device_id=torch.device("cpu")),
+    "rows": lambda model: fully_shard(model, mesh=mesh()),
+    "replicated": lambda model: distribute_module(model, mesh()),
+    "columns": lambda model: parallelize_module(model, mesh(), COLUMNS),
+    "in pieces": in_pieces,
+}
+elsewhere = pytest.mark.filterwarnings(*(f"ignore::{kind}Warning" for kind in ("Deprecation", "Future", "User")))
 
-    return parallelize_module(model, mesh(), {"0": ColwiseParallel(), "1": ColwiseParallel()})
+
+@elsewhere
+def test_other_ways_of_sharding_are_refused_before_a_step() -> None:
+    """A layer does not run with floats in the place of its codes, and an optimizer steps no rows but those we cut."""
+    for wrap in (WRAPS["flat"], WRAPS["replicated"]):
+        with pytest.raises(RuntimeError, match=rf"storage='fp8' is no longer in codes.*{WAYS}"):
+            wrap(layer("fp8"))(normal(8, 64))
+    for wrap in (lambda model: distribute_tensor(model[0].weight, mesh(), [Shard(0)]), WRAPS["columns"]):
+        with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+            wrap(layer("fp8"))
+    with pytest.raises(ValueError, match="made a DTensor in another way than"):
+        fm.optim.StiffnessAdamW([nn.Parameter(DTensor.from_local(layer("fp8")[0].weight, mesh()))], lr=0.1)
 
 
-@pytest.mark.parametrize("wrap", [fully_sharded, sharded, replicated, tensor_parallel, in_pieces])
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
-def test_a_sharded_weight_on_a_grid_is_not_stepped(wrap: Any) -> None:
+@pytest.mark.parametrize("wrap", WRAPS)
+@elsewhere
+def test_a_sharded_weight_on_a_grid_is_not_stepped(wrap: str) -> None:
     """The layer refuses to run without its manifold, whatever steps it, and our optimizers refuse most such parameters.
 
     Rows of floats they take: that they were on a grid is known to the layer alone.
     """
-    model = wrap(layer("grid"))
+    model = WRAPS[wrap](layer("grid"))
     parameters = [p for p in model.parameters() if p.dim() == 2] or list(model.parameters())
-    said = "tensor parallelism, HSDP and pipelines" if wrap is replicated else rf"is sharded.*{WAYS}"
+    said = "tensor parallelism, HSDP and pipelines" if wrap == "replicated" else rf"is sharded.*{WAYS}"
     for make in (fm.optim.StiffnessAdamW, fm.optim.RiemannianAdam, fm.optim.StiffnessSGD):
-        if wrap not in (sharded, tensor_parallel):
+        if wrap not in ("rows", "columns"):
             with pytest.raises(ValueError, match=said):
                 make(parameters, lr=0.1)
-    if wrap is not in_pieces:
+    if wrap != "in pieces":
         with pytest.raises(RuntimeError, match=rf"storage='grid' has lost its manifold.*{WAYS}"):
             model(normal(8, 64))
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
-@pytest.mark.parametrize(
-    ("kind", "options"), [(torch.optim.AdamW, {"foreach": False}), (fm.optim.StiffnessAdamW, {"moments": "8bit"})]
-)
-def test_sharded_master_weights_train(kind: Any, options: dict[str, Any]) -> None:
-    model, twin = sharded(layer("master")), layer("master")
-    optimizers = [kind(each.parameters(), lr=0.01, **options) for each in (model, twin)]
-    for t in range(2):
-        losses = [each(normal(8, 64, seed=t)).square().mean() for each in (model, twin)]
-        for loss, optimizer in zip(losses, optimizers, strict=True):
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-    assert losses[0] == losses[1]
-
-
-@pytest.mark.parametrize(
-    ("storage", "options"), [("grid", {}), ("master", {}), ("fp8", {}), ("fp8", {"init_sync": False})]
-)
-def test_data_parallel_training(storage: Any, options: dict[str, Any]) -> None:
-    """Alone in its group a model takes the steps that it takes without one."""
-    model, losses = layer(storage), []
-    twin = copy.deepcopy(model)
-    for each in (nn.parallel.DistributedDataParallel(model, **options), twin):
-        optimizer = fm.optim.StiffnessAdamW(each.parameters(), lr=0.01)
-        for t in range(3):
-            optimizer.zero_grad()
-            loss = each(normal(8, 64, seed=t)).square().mean()
-            loss.backward()
-            optimizer.step()
-        losses.append(loss.item())
-    assert losses[0] == losses[1]
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
-
-
-@pytest.mark.skipif(torch.__version__ < (2, 9), reason="distributed checkpoints of torch 2.8 ask for a storage")
-def test_a_distributed_checkpoint_is_exact(tmp_path: Path) -> None:
-    import torch.distributed.checkpoint as dcp
-
-    p, q = parameter(), parameter(seed=1)
-    dcp.save({"w": p.detach()}, checkpoint_id=tmp_path)
-    dcp.load({"w": q.detach()}, checkpoint_id=tmp_path)
-    assert same_store(p, q)
 
 
 # ---------------------------------------------------------------------------------------------------- memory

@@ -80,13 +80,6 @@ def test_every_code_survives(name: str) -> None:
     assert torch.equal(again.codes, canonical.expand(3, -1))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_it_appears_as(dtype: torch.dtype) -> None:
-    p = parameter(dtype=dtype)
-    assert p.dtype == p.dequantize().dtype == dtype
-    assert torch.equal(p.dequantize().double(), decoded(p))
-
-
 @pytest.mark.parametrize(
     ("given_dtype", "dtype"),
     [(torch.float64, torch.float32), (torch.float16, torch.float32), (torch.bfloat16, torch.bfloat16)],

@@ -126,22 +126,6 @@ def test_a_float_checkpoint_is_rounded_at_a_scale_of_its_own(assign: bool, scale
         assert (type(a.weight), a.weight.seed, a.weight.requires_grad) == (fm.FP8Parameter, b.weight.seed, True)
 
 
-def test_a_float_model_takes_a_stored_checkpoint() -> None:
-    model, floats = stored(), Model()
-    floats.load_state_dict(fm.unflatten_state_dict(through_disk(model.state_dict())))
-    assert torch.equal(floats(TOKENS), model(TOKENS))
-
-
-def test_a_model_made_on_meta_is_filled() -> None:
-    model = stored()
-    with torch.device("meta"):
-        shell = nn.Linear(8, 10, bias=False)
-    shell = quantize_model(shell, "E4M3", "fp8")
-    assert shell.weight.is_meta
-    shell.load_state_dict(model.lm_head.state_dict(), assign=True)
-    assert same_store(shell.weight, model.lm_head.weight)
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
 def test_other_dtypes_are_refused_before_anything_changes(dtype: torch.dtype) -> None:
     layer = quantize_model(nn.Linear(8, 4), "E4M3", "fp8")

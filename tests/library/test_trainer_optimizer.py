@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_huggingface import Lines, bits, llama, losses, same, transformers
+from hf_cases import llama, transformers
+from surgery_models import bits
+from test_huggingface import Lines, losses, same
 from torch import nn
 
 import fp8manifold as fm

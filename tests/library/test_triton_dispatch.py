@@ -105,6 +105,13 @@ def parameters(count: int, **how: Any) -> list[fm.FP8Parameter]:
     return [fm.FP8Parameter(normal(4, 256 * (1 + i % 3), seed=i), "E4M3", seed=i, **how) for i in range(count)]
 
 
+def one(kind: Any = optim.StiffnessAdamW, granularity: Any = "channel", **options: Any) -> tuple[fm.FP8Parameter, Any]:
+    """A weight with a gradient, and its optimizer."""
+    p = fm.FP8Parameter(normal(4, 256), "E4M3", seed=1, granularity=granularity)
+    p.grad = torch.ones(p.shape)
+    return p, kind([p], 1e-3, **options)
+
+
 def host_memory(optimizer: Any) -> set[int]:
     """Where formats lie, and what kernels have said of the step before."""
     kept = [state["grid"] for state in optimizer.state.values()]
@@ -172,9 +179,7 @@ SEEN = {
 @pytest.mark.parametrize("count", ["skipped_steps", "skipped_in_row", "widened_scales"])
 @pytest.mark.parametrize("how", SEEN)
 def test_whoever_looks_sees_a_step_that_the_card_has_left_out(how: str, count: str, on_a_card: Counter[str]) -> None:
-    p = fm.FP8Parameter(normal(4, 256), "E4M3", seed=1)
-    optimizer = optim.StiffnessAdamW([p], 1e-3)
-    p.grad = torch.ones(p.shape)
+    p, optimizer = one()
     for step in range(3):
         Kernel.bad += [(0, 0)] * (step == 2)
         optimizer.step()
@@ -190,9 +195,7 @@ def test_whoever_looks_sees_a_step_that_the_card_has_left_out(how: str, count: s
 @pytest.mark.parametrize("refused", [False, True])
 def test_the_next_step_goes_on_from_the_count_that_there_is(refused: bool, on_a_card: Counter[str]) -> None:
     """It is looked at again where somebody has written it or put another there."""
-    p = fm.FP8Parameter(normal(4, 256), "E4M3", seed=1)
-    optimizer = optim.StiffnessAdamW([p], 1e-3)
-    p.grad = torch.ones(p.shape)
+    p, optimizer = one()
     for step in range(3):
         Kernel.bad += [(0, 0)] * (refused and step == 2)
         optimizer.step()
@@ -209,9 +212,7 @@ def test_the_next_step_goes_on_from_the_count_that_there_is(refused: bool, on_a_
 
 
 def test_a_state_that_is_loaded_counts_as_it_was_saved(on_a_card: Counter[str]) -> None:
-    p = fm.FP8Parameter(normal(4, 256), "E4M3", seed=1)
-    optimizer = optim.StiffnessAdamW([p], 1e-3)
-    p.grad = torch.ones(p.shape)
+    p, optimizer = one()
     optimizer.step()
     optimizer.step()
     saved = copy.deepcopy(optimizer.state_dict())
@@ -239,9 +240,7 @@ def test_parameters_at_fault_are_named_though_their_gradients_are_gone(on_a_card
 def test_what_would_be_known_too_late_is_waited_for(on_a_card: Counter[str]) -> None:
     """An error that is asked for, and S_ref under one scale for all."""
     for options, granularity in (({"on_nonfinite": "raise"}, "channel"), ({}, "tensor"), ({}, "channel")):
-        p = fm.FP8Parameter(normal(4, 256), "E4M3", seed=1, granularity=granularity)
-        optimizer = optim.StiffnessAdamW([p], 1e-3, **options)
-        p.grad = torch.ones(p.shape)
+        _, optimizer = one(granularity=granularity, **options)
         optimizer.step()
         optimizer.step()
         assert was_read(optimizer._unheard[0][0]) == (bool(options) or granularity == "tensor")
@@ -261,10 +260,7 @@ def test_parameters_of_every_storage_step_steadily(on_a_card: Counter[str]) -> N
 
 @pytest.mark.parametrize("due", ["first", "refresh", "remainder", "observer"])
 def test_steps_that_plan_more_have_their_verdict_first(due: str, on_a_card: Counter[str]) -> None:
-    p = fm.FP8Parameter(normal(4, 256), "E4M3", seed=1)
-    options: dict[str, Any] = {"refresh_every": 1} if due == "refresh" else {}
-    optimizer = optim.StiffnessAdamW([p], 1e-3, **options)
-    p.grad = torch.ones(p.shape)
+    p, optimizer = one(**({"refresh_every": 1} if due == "refresh" else {}))
     assert not _agreement.is_steady(optimizer, optimizer._slots())
     if due == "first":
         return
@@ -296,9 +292,7 @@ def test_optimizers_that_do_more_have_their_verdict_first(on_a_card: Counter[str
     kinds = (optim.StiffnessMuon, optim.RiemannianAdam, optim.FisherNaturalGradient, Mixed, Named)
     assert not any(kind.defers_verdict for kind in kinds)
     for kind in (Mixed, Named, Numbers, optim.StiffnessAdamW):
-        p = fm.FP8Parameter(normal(4, 256), "E4M3", seed=1)
-        optimizer = kind([p], 1e-3)
-        p.grad = torch.ones(p.shape)
+        _, optimizer = one(kind)
         optimizer.step()
         assert _agreement.is_steady(optimizer, optimizer._slots()) == (kind not in kinds)
 

@@ -1,0 +1,43 @@
+"""What the tests of models of transformers share: small ones of the same draws, and folders that are read whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="needs the package transformers")
+transformers.utils.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 48,
+}
+
+
+def seeded(kind: str, config: Any) -> Any:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return getattr(transformers, f"{kind}{'HeadModel' if 'GPT2' in kind else 'ForCausalLM'}")(config)
+
+
+def llama(tied: bool = True, **options: Any) -> Any:
+    return seeded("Llama", transformers.LlamaConfig(**{**SIZES, **options}, tie_word_embeddings=tied))
+
+
+def gpt2(tied: bool = True) -> Any:
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 16, "vocab_size": 48}
+    sizes |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id", "resid_pdrop", "embd_pdrop"), 0)
+    return seeded("GPT2LM", transformers.GPT2Config(**sizes, attn_pdrop=0.0, tie_word_embeddings=tied))
+
+
+def read(folder: Path, **options: Any) -> Any:
+    model, said = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
+    assert not any(said.values()), said
+    return model
