@@ -18,7 +18,7 @@ from fp8manifold._base.float_bits import check_holds, working_dtype
 from fp8manifold._native import library, threads_for
 from fp8manifold._numerics.records import ARRAY, format_record
 from fp8manifold._numerics.rounding import round_block
-from fp8manifold._triton.arrays import decode_on_gpu, encode_on_gpu, round_on_gpu
+from fp8manifold._triton.whole import decode_on_gpu, encode_on_gpu, round_on_gpu
 from fp8manifold.formats import FloatFormat
 from fp8manifold.random_bits import Stream, draw_range, round_keys, signed_word
 from fp8manifold.scaling import BLOCK_SIZE

@@ -20,7 +20,7 @@ from fp8manifold import optim
 from fp8manifold._base import reading
 from fp8manifold._encoded.storage import dequantize_codes
 from fp8manifold._native import _arrays
-from fp8manifold._triton.arrays import decode_on_gpu, encode_on_gpu, round_on_gpu
+from fp8manifold._triton.whole import decode_on_gpu, encode_on_gpu, round_on_gpu
 from fp8manifold.formats import as_format
 from fp8manifold.optim import _agreement, _backends, _optimizer, _triton_step
 from fp8manifold.optim._triton_step import run_triton
