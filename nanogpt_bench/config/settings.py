@@ -316,7 +316,7 @@ def _read_entry(mapping: str, text: str) -> Any:
 def _read_value(key: str, text: str) -> Any:
     setting = FIELDS[key]
     if setting.kind is list:
-        return [word.strip() for word in text.strip("[] ").split(",") if word.strip()]
+        return [word for part in text.strip("[] ").split(",") if (word := part.strip(" '\""))]
     if setting.optional and text.lower() in (*NULLS, "none", ""):
         return None
     return text if setting.kind is str else parse_text(text)

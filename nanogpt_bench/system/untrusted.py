@@ -22,6 +22,8 @@ MOST_YAML_BYTES = 2**20
 #: sections within sections, lists within lists
 DEEPEST = 100
 MOST_YAML_VALUES = 20_000
+#: commas and brackets of a JSON document: so many values, of which each takes some 64 bytes however short it is
+MOST_JSON_MARKS = 2_000_000
 #: of a name that is given twice, or a number that is not allowed, as an error shows it
 LONGEST_NAME = 100
 
@@ -88,6 +90,9 @@ def parse_json(data: bytes | str) -> Any:
     Raises:
         ValueError: not JSON, which has neither NaN nor infinities, a name given twice, or beyond the bounds.
     """
+    text = data if isinstance(data, str) else data.decode("utf-8", errors="replace")
+    if sum(map(text.count, ",[{")) > MOST_JSON_MARKS:
+        raise Refused(f"it holds more than {MOST_JSON_MARKS:,} commas and brackets, the most that are read")
     try:
         content = json.loads(data, parse_constant=_no_number, object_pairs_hook=_once)
     except json.JSONDecodeError as error:

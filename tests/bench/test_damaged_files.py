@@ -232,7 +232,7 @@ def said_of(reader: Reader, whole: Path, file: str, damage: Damage, tmp_path: Pa
     found = watched(lambda: reader.said(folder))
     assert (found.raised, found.executions) == ("", [])
     assert contents(tmp_path) == before
-    assert found.grown <= 32 * size + 64 * MIB
+    assert found.grown <= 2 * size + 64 * MIB
     grown.append(found.grown)
     said: list[str] = found.returned
     assert all(line.isprintable() and len(line) < 1000 for line in said), said

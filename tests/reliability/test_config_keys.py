@@ -68,7 +68,9 @@ def refusal(arguments: list[str], content: Any = None, path: Path | None = None)
 
 
 def assert_names_the_nearest(message: str, typo: str, key: str) -> None:
-    """The key meant, or another that is one edit away as well."""
+    """The key meant, or another that is one edit away as well; what is nested below a key is a value of it."""
+    if message.startswith(f"{key}: {{"):
+        return
     named = message.partition("did you mean '")[2].partition("'")[0]
     assert named == key or (named in FIELDS and edits(named, typo) == 1), f"{typo}: {message}"
 
@@ -108,13 +110,13 @@ def wrong_types(key: str) -> list[Any]:
 
 def out_of_range(key: str) -> list[Any]:
     """Values of the right type just beyond every bound, or that are none of the choices."""
-    kind, limits = FIELDS[key].kind, FIELDS[key].facts
-    if limits["choices"]:
+    kind, bounds = FIELDS[key].kind, FIELDS[key].bounds
+    if FIELDS[key].facts["choices"]:
         return ["no-such-word"] if kind is str else [["no-such-word"]]
     if kind not in (int, float):
         return []
-    found = [limits[name] for name in ("above", "below") if limits[name] is not None]
-    found += [limits[name] + sign for name, sign in (("minimum", -1), ("maximum", 1)) if limits[name] is not None]
+    beyond = {"gt": 0, "lt": 0, "ge": -1, "le": 1}
+    found = [getattr(bound, name) + by for bound in bounds for name, by in beyond.items() if hasattr(bound, name)]
     return [kind(value) for value in found] + ([math.nan, math.inf, -math.inf] if kind is float else [])
 
 

@@ -7,6 +7,7 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from small_checkpoints import small
@@ -119,14 +120,14 @@ def test_a_checkpoint_under_another_step_s_name_is_detected(run_dir: Path) -> No
 
 
 def test_what_can_not_be_read_is_passed_over(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    really_open = os.open
+    really_open = Path.open
 
-    def refuse(path: object, *arguments: object, **options: object) -> int:
-        if os.fspath(path).endswith("step-2.safetensors"):  # type: ignore[call-overload]
+    def refuse(path: Path, *arguments: Any, **options: Any) -> Any:
+        if path.name == "step-2.safetensors":
             raise PermissionError(13, "Permission denied", path)
-        return really_open(path, *arguments, **options)  # type: ignore[arg-type]
+        return really_open(path, *arguments, **options)
 
-    monkeypatch.setattr(os, "open", refuse)
+    monkeypatch.setattr(Path, "open", refuse)
     assert_passed_over(run_dir)
     assert newest(run_dir)[1][0].endswith("step-2.safetensors': Permission denied")
 
