@@ -30,7 +30,8 @@ from nanogpt_bench.sweep.plan import PlannedRun, plan_sweep
 from nanogpt_bench.system.signals import RESUMABLE
 from nanogpt_bench.workers import pool
 
-STEPS = 100
+#: time enough for a signal to reach a worker
+STEPS = 400
 SMALL = {
     **{key: value for key, value in BASE.items() if key.startswith("model.")},
     "train.batch_size": 2,
