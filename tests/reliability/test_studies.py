@@ -137,7 +137,7 @@ def test_a_finished_comparison_is_only_reported_again(interrupted: Path, small_c
 def test_settings_that_changed_are_refused(interrupted: Path, small_corpus: Path) -> None:
     out = interrupted / "again" / "out"
     before = (out / "sweep.json").read_bytes()
-    for changed, named in (({"max_steps": 7}, "train.max_steps 100, now 7"), ({"data_dir": out}, "data.dir")):
+    for changed, named in (({"max_steps": 7}, f"train.max_steps {STEPS}, now 7"), ({"data_dir": out}, "data.dir")):
         with pytest.raises(ValueError, match=rf"with {named}.*; give a new folder"):
             command.compare(**{"data_dir": small_corpus, "overrides": words(SMALL), **ROWS, **changed, "out": out})
     assert (out / "sweep.json").read_bytes() == before
