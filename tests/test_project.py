@@ -1,10 +1,13 @@
 """What the whole project promises, beyond what ruff and mypy find: short files, and packages where they are due."""
 
 import ast
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 import fp8manifold as fm
 
@@ -103,6 +106,13 @@ def test_the_check_sees_private_names_alone() -> None:
         assert private_uses(ast.parse(code)) != [], code
     code = "import fp8manifold as fm\nfm.optim.StiffnessAdamW.step\nfm.encode(x)\nfrom fp8manifold.optim import anneal"
     assert private_uses(ast.parse(code)) == []
+
+
+@pytest.mark.parametrize("words", [("ruff", "check", "."), ("ruff", "format", "--check", "."), ("mypy",)], ids=" ".join)
+def test_the_tools_of_the_code_find_nothing(words: tuple[str, ...]) -> None:
+    """Ruff also holds that nothing is unpickled or evaluated (its rules are in pyproject.toml)."""
+    done = subprocess.run([sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_nothing_compiles_or_imports_what_it_reads() -> None:
