@@ -1,7 +1,5 @@
 """What every test may ask for: the full tier, a covering sample of a matrix, and a tally that is printed at the end."""
 
-from __future__ import annotations
-
 import gc
 import os
 import platform

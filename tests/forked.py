@@ -1,7 +1,5 @@
 """Children forked from the test itself, which has imported everything: each runs a function in a folder of its own."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -334,7 +334,7 @@ def test_study_steps_from_end_to_end(corpus: Path) -> None:
     options = ("--sweeps", "study_q14_size", "--data-dir", str(corpus), "--steps", "1", "--turns", "1", "--smoke")
     printed = run("study_steps.py", *options).splitlines()
     assert [line.rpartition(":")[0] for line in printed if "_size" in line] == [
-        *("study_q14_size fp32", "study_q14_size E2M5 muon-stochastic"),
+        *("study_q14_size fp32", "study_q14_size E2M5 muon-stochastic")
     ]
     assert all(re.search(r": \d+\.\d\d ms$", line) for line in printed if "_size" in line)
     assert "at least 1 each" in run("study_steps.py", "--turns", "0", code=2)
@@ -378,10 +378,7 @@ def test_gpt2_takes_less_than_two_and_a_half_bytes_a_weight() -> None:
 
 @pytest.mark.slow
 def test_harness_overhead_from_end_to_end(
-    modules: dict[str, ModuleType],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    corpus: Path,
+    modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], corpus: Path
 ) -> None:
     script = modules["harness_overhead"]
     monkeypatch.setattr(

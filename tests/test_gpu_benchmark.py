@@ -37,7 +37,7 @@ def test_a_dry_run_goes_through_every_part(tmp_path: Path) -> None:
     assert "every bit is the CPU's" in done.stdout
     parts = json.loads(out.read_text(encoding="utf-8"))["parts"]
     assert list(parts) == [
-        *("exact_steps", "exact_arrays", "step_times", "launches", "decoding", "rivals", "muon", "training"),
+        *("exact_steps", "exact_arrays", "step_times", "launches", "decoding", "rivals", "muon", "training")
     ]
     assert set(parts["exact_steps"]["figures"].values()) == {0}
     assert parts["launches"]["figures"] == {"steps": 3}

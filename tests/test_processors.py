@@ -1,7 +1,5 @@
 """What the processor decides: that the tests name it, and that they can be run as on another."""
 
-from __future__ import annotations
-
 import ast
 import os
 import platform

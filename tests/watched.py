@@ -1,7 +1,5 @@
 """A call in a forked child, watched: what it returns, what a file has it run, and how far its memory grows."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

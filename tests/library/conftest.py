@@ -1,7 +1,5 @@
 """What the library's tests share: the oracle on the import path, bitwise comparison, and a count of it."""
 
-from __future__ import annotations
-
 import importlib
 import shutil
 import sys

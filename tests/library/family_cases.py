@@ -1,7 +1,5 @@
 """The family as its registry has it: every combination, every optimizer by name, and one parameter of every kind."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

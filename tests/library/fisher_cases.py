@@ -1,7 +1,5 @@
 """What the tests of FisherNaturalGradient share: a small tagger with every kind of parameter, and its training."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

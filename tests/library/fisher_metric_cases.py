@@ -1,7 +1,5 @@
 """Models whose Fisher metric can be written out in full, and what brute force makes of it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

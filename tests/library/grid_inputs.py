@@ -1,7 +1,5 @@
 """The inputs on which rounding is compared: every point where it can go wrong, and a great many others."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from functools import cache

@@ -1,7 +1,5 @@
 """What the tests of models of transformers share: small ones of the same draws, and folders that are read whole."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

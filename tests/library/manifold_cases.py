@@ -4,8 +4,6 @@ The oracle reads the geometry off the representable numbers by linear interpolat
 sight: the chart interpolates codes over values, its inverse values over codes, and the stiffness is the gap above.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 

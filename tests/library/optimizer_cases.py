@@ -1,7 +1,5 @@
 """What the tests of the optimizers share: parameters of every kind, optimizers by name, and a step to compare."""
 
-from __future__ import annotations
-
 import copy
 import io
 from collections.abc import Iterable, Sequence

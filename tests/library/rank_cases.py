@@ -1,7 +1,5 @@
 """What the tests over several processes share: a small model, its batches, and steps to compare."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

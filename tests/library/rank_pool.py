@@ -1,7 +1,5 @@
 """Processes that stand ready as the ranks of a group: forked once from the test, fed with cases, ended at a hang."""
 
-from __future__ import annotations
-
 import os
 import time
 import traceback

@@ -1,7 +1,5 @@
 """Calls that are refused, written as text: the error, the words that it has to say, and what it leaves as it was."""
 
-from __future__ import annotations
-
 import builtins
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Codes with a residual, and the arithmetic of a step, one value at a time: NumPy's float32 scalars."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import NamedTuple

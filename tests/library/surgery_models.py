@@ -1,7 +1,5 @@
 """The model that is operated on."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -5,8 +5,6 @@ the upper one. Each table holds these thresholds, found by asking the oracle; te
 tables against the oracle point by point.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import dataclass

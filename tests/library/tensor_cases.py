@@ -1,7 +1,5 @@
 """What the tests of one-byte weights share: formats, granularities, the definition to compare with, a small network."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """PEFT over stored weights: what is merged into them is rounded once and said, and a grid is never left silently."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Scales of blocks: a byte each, read as float32, written in one way, and the same to the bit wherever they go."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path
@@ -38,7 +36,6 @@ def held(x: Any) -> dict[str, Tensor]:
     return {name: getattr(x, name) for name in x.__tensor_flatten__()[0]}
 
 
-# ------------------------------------------------------------------------------------------------------ memory
 def test_a_block_has_one_byte() -> None:
     p = parameter(shape=(16, 128), granularity="block")
     assert {name: (x.dtype, x.nbytes) for name, x in held(p).items()} == {
@@ -82,7 +79,6 @@ def test_every_scale_that_there_is() -> None:
         assert fm.FP8Parameter(w, "E4M3", granularity="block", headroom=1.0).scale.item() == 2.0**exponent
 
 
-# ----------------------------------------------------------------------------------------------------- writing
 def test_what_shares_memory_sees_a_new_scale() -> None:
     p = extreme()
     shared = [p.detach(), p.data, fm.FP8Parameter(p), p.view_as(p)]
@@ -134,7 +130,6 @@ def test_rows_keep_the_scales_that_they_had() -> None:
     assert p.set_scale_(2.0**-130).scale.flatten().tolist() == [2.0**-130] * 4
 
 
-# -------------------------------------------------------------------------------------------------- round trips
 def through_state_dict(p: fm.FP8Parameter, folder: Path) -> Any:
     source, target = (nn.ParameterDict({"w": x}) for x in (p, parameter(granularity="block", seed=9)))
     target.load_state_dict(source.state_dict())
@@ -196,7 +191,6 @@ def test_scales_that_were_saved_as_floats_are_taken() -> None:
     assert same_store(fm.unflatten_state_dict(tensors | {"w_scale": p.scale})["w"], p)  # type: ignore[arg-type]
 
 
-# ------------------------------------------------------------------------------------------------------ compiled
 @pytest.mark.usefixtures("cpp_compiler")
 def test_compiled_code_reads_the_bytes_of_the_moment() -> None:
     torch._dynamo.reset()
@@ -228,7 +222,6 @@ def test_a_scale_is_read_in_compiled_code() -> None:
         p.set_scale_(p.scale.flip(0))
 
 
-# ---------------------------------------------------------------------------------------------------- processes
 def sharded_blocks(rows: int) -> tuple[int, int]:
     """Bytes of the own rows, which the passes gather with extreme scales among them."""
     whole = model("block", rows=rows)

@@ -1,7 +1,5 @@
 """What holds a quantised layer calls it: no fused operator reads its weight instead, and nested tensors are taken."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What hangs on a layer goes over to the one that takes its place, and comes back; what can't is refused."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -11,13 +9,7 @@ from optimizer_cases import normal
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune, remove_spectral_norm, remove_weight_norm
 
-from fp8manifold import (
-    LayerSpec,
-    QuantizedLinear,
-    dequantize_model,
-    quantization_report,
-    quantize_model,
-)
+from fp8manifold import LayerSpec, QuantizedLinear, dequantize_model, quantization_report, quantize_model
 
 storages = pytest.mark.parametrize("storage", ["master", "grid", "fp8"])
 X = normal(3, 8)
@@ -27,7 +19,6 @@ def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
 
 
-# ------------------------------------------------------------------------------------------------- hooks and attributes
 #: how each kind of hook is registered, with one that notes its name
 HOOKS: dict[str, Any] = {
     "forward": lambda layer, note: layer.register_forward_hook(lambda m, args, out: note("forward")),
@@ -160,7 +151,6 @@ def test_a_layer_in_two_places_comes_back_as_one() -> None:
     assert type(net[0]) is nn.Linear  # type: ignore[index]
 
 
-# ------------------------------------------------------------------------------------------- layers that can't be taken
 def pruned(layer: nn.Module) -> None:
     prune.random_unstructured(layer, "weight", 0.5)
 

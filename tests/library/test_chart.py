@@ -1,7 +1,5 @@
 """ulp, to_chart and from_chart: the code as a coordinate."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 
@@ -41,7 +39,6 @@ def rounded_once(values: list[Fraction], dtype: type[np.floating]) -> np.ndarray
     return np.array([float(v) for v in values]).astype(dtype)
 
 
-# ------------------------------------------------------------------------------------------------ ulp
 @every
 def test_ulp_is_the_gap_to_the_next_value(fmt, compare_bits) -> None:
     """At every code, away from zero; at the top, the gap to the code that would come next."""
@@ -72,7 +69,6 @@ def test_ulp_steps_exactly_at_powers_of_two(fmt) -> None:
         assert torch.equal(fm.ulp(x, fmt)[inside].double(), expected[inside])
 
 
-# -------------------------------------------------------------------------------------------- to_chart
 @every
 def test_chart_of_a_grid_point_is_its_signed_code(fmt, compare_bits) -> None:
     for dtype in dtypes(fmt):
@@ -126,7 +122,6 @@ def test_chart_has_slope_one_over_ulp(fmt) -> None:
     assert torch.equal(moved[inner], (codes + 0.25 * outward)[inner])
 
 
-# ------------------------------------------------------------------------------------------ from_chart
 @named
 def test_from_chart_is_the_definition(fmt, compare_bits) -> None:
     """Linear between the values of the codes: at every eighth of a step, in float32 and float64."""
@@ -168,7 +163,6 @@ def test_16_bit_dtypes_are_float64_rounded_once(fmt, dtype, compare_bits) -> Non
         compare_bits(function(x, fmt), expected, x, f"{fmt.name} {function.__name__}")
 
 
-# ---------------------------------------------------------------------------------- ends, zeros and NaN
 @named
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_the_ends_zero_and_nan(fmt, dtype) -> None:

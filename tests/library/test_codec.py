@@ -1,7 +1,5 @@
 """The codec of steps: bit for bit the grid's own encode, decode and ulp, and a grid that is finer."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import numpy as np
@@ -36,7 +34,6 @@ sample = pytest.mark.parametrize("fmt", [*(EVERY[name] for name in SAMPLE), *BIA
 extra = pytest.mark.parametrize("extra", [0, 4, 8])
 
 
-# ------------------------------------------------------------------------------------ the definition, in float64
 @cache
 def fine(fmt: fm.FloatFormat, extra: int) -> tuple[Float64, Float64]:
     """With so many more mantissa bits: the values of the codes without a sign, and the step above each; exact."""
@@ -107,7 +104,6 @@ def finite(codes: torch.Tensor, fmt: fm.FloatFormat) -> torch.Tensor:
     return (codes & (fmt.sign_bit - 1)) <= fmt.max_code
 
 
-# --------------------------------------------------------------------------------------------------------- decode
 @every
 def test_decode_is_the_grids(fmt: fm.FloatFormat) -> None:
     codes = codes_of(fmt)
@@ -152,7 +148,6 @@ def test_decode_of_finer_codes(fmt: fm.FloatFormat, extra: int) -> None:
     assert same_floats(ulp, spacings)
 
 
-# --------------------------------------------------------------------------------------------------------- encode
 @every
 def test_encode_is_the_grids(fmt: fm.FloatFormat) -> None:
     x = inputs(fmt)
@@ -189,7 +184,6 @@ def test_nan(fmt: fm.FloatFormat) -> None:
     assert encode_bits(x, fmt, torch.zeros(4, dtype=torch.int32)).tolist() == [fmt.nan_code] * 4
 
 
-# ------------------------------------------------------------------------------------------------------- compiled
 def compiled_agrees(fmt: fm.FloatFormat) -> None:
     """One graph of everything, over two lengths: the bits of eager code."""
 

@@ -1,7 +1,5 @@
 """GPT-2 of transformers, whose linear layers are ``Conv1D``: quantised, trained, saved, and put back."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

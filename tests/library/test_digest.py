@@ -1,7 +1,5 @@
 """The digest of a state: one number for any number of processes, which no damage to the state or its files leaves."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -58,7 +58,6 @@ def test_parts_have_the_draws_of_the_whole() -> None:
     assert torch.equal(whole, torch.cat(parts))
 
 
-# --------------------------------------------------------------------------------------------- streams of updates
 def constant(size: float) -> Updates:
     return lambda t, noise: np.full(N, size)
 
@@ -124,7 +123,6 @@ def test_an_even_stream_moves_by_what_was_asked_nearly_always() -> None:
     assert np.sqrt((errors(constant(0.1), EPOCH - 2, "independent") ** 2).mean()) == pytest.approx(4.78, rel=0.1)
 
 
-# ------------------------------------------------------------------------------------------------ the same bits
 @pytest.mark.parametrize("fmt", ["E4M3", "E5M2", "E2M5", "E7M0", "E2M1"])
 def test_rounding_is_the_oracles_and_right_in_the_mean(fmt: str) -> None:
     x = torch.cat([normal(300, seed=1), torch.tensor([0.0, -0.0, 1e-3, -(2.0**-9), 7.0, 1e30, -1e30])])

@@ -1,7 +1,5 @@
 """Quantised models in the layouts of other libraries: read back to the bit, and what is refused."""
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 from pathlib import Path

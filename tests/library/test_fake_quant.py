@@ -1,7 +1,5 @@
 """fake_quantize: the round trip's values, and the four gradients that stand in for its own."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -25,7 +23,6 @@ SCALES: dict[str, Any] = {
 }
 
 
-# ---------------------------------------------------------------------------------------------------------- values
 @pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -112,7 +109,6 @@ def test_pieces_of_a_large_tensor_are_rounded_as_the_whole(scale: str, rounding:
     assert torch.equal(half, exact.bfloat16())
 
 
-# ------------------------------------------------------------------------------------------------------- gradients
 def gradient_of(x: torch.Tensor, upstream: torch.Tensor, **options: Any) -> torch.Tensor:
     leaf = x.clone().requires_grad_()
     fake_quantize(leaf, "E4M3", **options).backward(upstream)
@@ -178,7 +174,6 @@ def test_chain_rule_and_scale_without_gradient() -> None:
     assert scale.grad is None
 
 
-# -------------------------------------------------------------------------------------------------------- compiled
 @pytest.mark.skipif(torch.__version__ < (2, 9), reason="torch 2.8 compiles the backward pass to other bits")
 @pytest.mark.usefixtures("cpp_compiler")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own doing

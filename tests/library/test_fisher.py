@@ -1,7 +1,5 @@
 """FisherNaturalGradient: the step it documents, and what it leaves alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What the Fisher metric is measured from: the rows of linear layers, and labels drawn from the model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The Fisher metric of linear layers against brute force: representations and definiteness."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

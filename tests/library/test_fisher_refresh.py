@@ -1,7 +1,5 @@
 """FisherNaturalGradient: when the metric is measured, and what becomes of a step whose metric or gradients fail."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

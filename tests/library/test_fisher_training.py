@@ -1,7 +1,5 @@
 """FisherNaturalGradient: resuming and learning in every format."""
 
-from __future__ import annotations
-
 import sys
 import warnings
 from typing import Any

@@ -1,7 +1,5 @@
 """Muon's momentum in 8 bits: E2M5 on a grid that is fitted to each block, against its definition, bit for bit."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from fractions import Fraction
@@ -33,7 +31,6 @@ def momentum_of(state: dict[str, Tensor]) -> Tensor:
     return (fm.decode(blocks, MOMENTUM_FORMAT) * _fitted_scale(largest).view(*largest.shape[:1], -1)).view(codes.shape)
 
 
-# ------------------------------------------------------------------------------------------------- the definition
 class Slow:
     """The momentum of one matrix, a value at a time: codes, and the largest magnitude of each block.
 
@@ -99,7 +96,6 @@ def test_codes_and_largest_are_those_of_the_definition(
         assert state["avg_largest"].view(-1).tolist() == [float(x) for x in slow.largest], t
 
 
-# ------------------------------------------------------------------------------------------------------ the scale
 def test_the_scale_is_the_smallest_that_holds_the_largest() -> None:
     """At every power of two, at the format's largest in each binade and one above it; none below 2^-126."""
     for e in range(-149, 128):
@@ -140,7 +136,6 @@ def test_every_value_is_right_in_the_mean(x: float) -> None:
     assert abs(float(kept.mean()) - float(f32(x))) <= 4 * float(kept.std()) / 2**8 + 1e-9
 
 
-# ---------------------------------------------------------------------------------- what rounding to nearest would do
 @pytest.mark.parametrize("draws", ["independent", "dither"])
 def test_small_gradients_beside_large_ones_arrive(draws: str) -> None:
     """A hundredth of the block's largest, constant: the mean momentum is exact to 2% where nearest rounding leaves 0.
@@ -184,7 +179,6 @@ def test_the_error_is_a_third_of_e4m3s() -> None:
     assert (kept - exact).norm() < 0.045 * exact.norm()
 
 
-# ------------------------------------------------------------------------------------------------------ the state
 def stepped() -> tuple[Any, StiffnessMuon]:
     weight = stored_weight(shape=(4, 64))
     optimizer = StiffnessMuon([weight], 0.01, moments="8bit")

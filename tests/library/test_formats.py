@@ -1,7 +1,5 @@
 """FloatFormat: the table of formats line by line, every fact derived, names read and refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 
@@ -22,9 +20,6 @@ every = pytest.mark.parametrize("fmt", ALL.values(), ids=ALL)
 
 def read(name: str) -> fm.FloatFormat:
     return fm.FloatFormat.from_string(name)
-
-
-# ------------------------------------------------------------------------------------------ the table
 
 
 @pytest.mark.parametrize("name", ML_DTYPES)
@@ -48,7 +43,6 @@ def test_equals_gfloat(name: str) -> None:
         assert ours == theirs or (math.isnan(ours) and math.isnan(theirs))
 
 
-# ------------------------------------------------------------------------------------- derived facts
 @every
 def test_derived_facts_follow_from_the_codes(fmt: fm.FloatFormat) -> None:
     """Every property, found again by looking at every code."""
@@ -76,7 +70,6 @@ def test_codes_and_values_are_the_oracles(fmt: fm.FloatFormat) -> None:
     assert fmt.has_negative_zero == (reference.sign_bit(fmt) not in reference.nan_codes(fmt))
 
 
-# --------------------------------------------------------------------------------------------- names
 @every
 def test_name_round_trip(fmt: fm.FloatFormat) -> None:
     for name in (fmt.name, fmt.name.lower(), fmt.name.upper(), str(fmt)):
@@ -144,7 +137,6 @@ def test_any_text_is_read_or_refused_with_a_value_error(text: str) -> None:
         assert read(fmt.name) == fmt
 
 
-# ----------------------------------------------------------------------------------------- the dataclass
 def test_defaults_follow_from_the_widths() -> None:
     for e in range(1, 8):
         for m in range(8 - e):

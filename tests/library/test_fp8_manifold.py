@@ -1,7 +1,5 @@
 """FP8Manifold: the grid as a manifold. Where retractions land, what nearest loses, what stochastic keeps."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -36,7 +34,6 @@ both_roundings = pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 any_float = st.floats(width=32, allow_nan=False)
 
 
-# ---------------------------------------------------------------------------------------- on the grid
 @deterministic
 @given(
     name=st.sampled_from(sorted(FORMATS)),
@@ -112,7 +109,6 @@ def test_the_rest_is_the_ambient_manifold(fmt, metric, scale) -> None:
     assert ambient.reversible
 
 
-# ------------------------------------------------------------------------------------------- nearest
 @every_format
 @every_scale
 def test_nearest_stalls_below_half_an_ulp(fmt, scale) -> None:
@@ -125,9 +121,6 @@ def test_nearest_stalls_below_half_an_ulp(fmt, scale) -> None:
         next_point = spread(torch.from_numpy(ruler(fmt).inverse(codes.numpy() + direction)), scale)
         assert (manifold.retr(x, 0.499 * ulp) == x).all()
         assert (manifold.retr(x, 0.501 * ulp) == next_point).all()
-
-
-# ----------------------------------------------------------------------------------------- stochastic
 
 
 @few_formats
@@ -148,9 +141,6 @@ def test_stochastic_is_unbiased_with_a_scale_and_off_the_grid(fmt, scale) -> Non
         sigma = gap * torch.from_numpy(np.sqrt(f * (1 - f) / (DRAWS // 20)))
         error = (y[..., part].mean(-1, keepdim=True) - expected[..., part.start : part.start + 1]).abs()
         assert (error <= 4 * sigma + 1e-6 * gap).all()
-
-
-# -------------------------------------------------------------------------------- the counter and seed
 
 
 def test_every_stochastic_retraction_advances_the_counter() -> None:
@@ -175,7 +165,6 @@ def test_nothing_else_advances_the_counter() -> None:
     assert int(nearest.counter) == int(manifold.counter) == 0
 
 
-# --------------------------------------------------------------------------------------------- random
 @few_formats
 @both_roundings
 def test_random_points_lie_on_the_grid_and_spread_over_the_codes(fmt, rounding) -> None:

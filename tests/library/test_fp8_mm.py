@@ -1,7 +1,5 @@
 """fp8_mm: its values and gradients by their definition, the operator's own checks, and torchao's float8 linear."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -35,7 +33,6 @@ def close(x: Tensor, y: Tensor, tolerance: float = 1e-6) -> bool:
     return bool((x - y).norm() <= tolerance * y.norm())
 
 
-# --------------------------------------------------------------------------------------------------- the definition
 @granularities
 @pytest.mark.parametrize("gradient_format", ["E5M2", "E3M4", None])
 @pytest.mark.parametrize(("a_format", "b_format"), [("E4M3", "E4M3"), ("E7M0", "E1M6"), ("E5M2", None), (None, "E4M3")])
@@ -113,7 +110,6 @@ def test_a_gradient_that_is_not_finite_is_not_hidden_by_saturation(granularity: 
     assert for_b.isnan().all()
 
 
-# ------------------------------------------------------------------------------------------------------ the operator
 @granularities
 @pytest.mark.parametrize("gradient_format", ["E5M2", "none"])
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's check looks at it
@@ -219,7 +215,6 @@ def test_on_a_gpu_it_is_what_it_is_on_the_cpu(granularity: Any) -> None:
     assert all(close(x.cpu(), y, 1e-3) for x, y in zip(got, expected, strict=True))
 
 
-# ----------------------------------------------------------------------------------------------------------- torchao
 def float8_linear(weight: Tensor, granularity: str, pow2: bool) -> nn.Module:
     """torchao's layer with E5M2 gradients, emulated."""
     float8 = pytest.importorskip("torchao.float8", reason="torchao is not installed")

@@ -1,7 +1,5 @@
 """Weights made anew or loaded from floats: at a scale that suits them, whatever the one before was, or was not."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -82,7 +80,6 @@ def test_what_arithmetic_loses_is_warned_of(write: Any) -> None:
         write(p)
 
 
-# -------------------------------------------------------------------------------------------------------- modules
 def made(storage: Any, *, bias: bool = True, **options: Any) -> Any:
     spec = fm.LayerSpec(
         "E4M3",

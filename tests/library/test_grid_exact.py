@@ -1,7 +1,5 @@
 """round_to_grid, encode and decode against the scalar oracle, bit for bit."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from fractions import Fraction
@@ -39,9 +37,7 @@ LATER = [fmt for place, fmt in enumerate(ODD.values()) if place not in COVERING]
 EVERY = NAMED | ODD
 every = pytest.mark.parametrize("fmt", EVERY.values(), ids=EVERY)
 every_in_turn = pytest.mark.parametrize(
-    "fmt",
-    [pytest.param(fmt, marks=[pytest.mark.slow] if fmt in LATER else []) for fmt in EVERY.values()],
-    ids=EVERY,
+    "fmt", [pytest.param(fmt, marks=[pytest.mark.slow] if fmt in LATER else []) for fmt in EVERY.values()], ids=EVERY
 )
 rounding = pytest.mark.parametrize("rounding", DETERMINISTIC)
 overflow = pytest.mark.parametrize("overflow", OVERFLOWS)
@@ -73,7 +69,6 @@ def bits_tensor(draws: Int64) -> torch.Tensor:
     return torch.from_numpy(draws.astype(np.int32))
 
 
-# --------------------------------------------------------------------------- the oracle and its tables
 @pytest.mark.parametrize("name", ["E4M3", "E5M2", "E7M0", "E1M6", "E4M3FNUZ", "P3109_8P7", "E2M1"])
 def test_oracle_nearest_is_the_closest_value_with_the_even_code(name: str) -> None:
     fmt = fm.FloatFormat.from_string(name)
@@ -102,9 +97,6 @@ def test_stochastic_table_agrees_with_the_oracle(fmt: fm.FloatFormat, overflow: 
         pairs = zip(x, draws, strict=True)
         expected = np.array([reference.round_to_grid(float(v), fmt, "stochastic", overflow, int(r)) for v, r in pairs])
         np.testing.assert_array_equal(table(x, draws), expected)
-
-
-# ------------------------------------------------------------------------------- deterministic rounding
 
 
 @every_in_turn
@@ -138,7 +130,6 @@ def test_critical_points(fmt, compare_bits) -> None:
         compare_bits(fm.round_to_grid(x, fmt, mode, policy), expected, x, f"{fmt.name} {mode} {policy}")
 
 
-# ---------------------------------------------------------------------------------- stochastic rounding
 @every
 def test_stochastic_turns_at_the_exact_draw(fmt, compare_bits) -> None:
     """Away from zero iff r < f * 2^24, with 2^24 - 1 - r below 0: on either side, for every critical point."""
@@ -182,7 +173,6 @@ def test_stochastic_with_a_seed_uses_random_bits(fmt, compare_bits) -> None:
     compare_bits(without_offset, expected, x, fmt.name)
 
 
-# ------------------------------------------------------------------------------------- codes
 @every
 def test_decode_every_code(fmt, compare_bits) -> None:
     codes = torch.arange(1 << fmt.bits, dtype=torch.int32).to(torch.uint8)
@@ -230,9 +220,6 @@ def test_encode_nan(fmt) -> None:
     codes = fm.encode(x, fmt).tolist()
     assert codes[0] == reference.encode(1.0, fmt) if 1.0 in fmt.values else True
     assert {codes[1], codes[2]} <= set(reference.nan_codes(fmt))
-
-
-# ------------------------------------------------------------------------------------- properties of tensors
 
 
 @pytest.mark.parametrize("size", [1, 65535, 65536, 65537, 200_003])

@@ -1,7 +1,5 @@
 """round_to_grid, encode and decode against ml_dtypes and gfloat: independent implementations, bit for bit."""
 
-from __future__ import annotations
-
 import gfloat
 import ml_dtypes
 import numpy as np
@@ -98,7 +96,6 @@ def saturates_natively(dtype: type) -> bool:
     return ml_dtypes.finfo(dtype).bits < 8
 
 
-# ------------------------------------------------------------------------------------------ ml_dtypes
 @ml_dtypes_formats
 def test_nearest_against_ml_dtypes(name: str, compare_bits) -> None:
     """Clamped before the cast, ml_dtypes saturates too."""
@@ -113,7 +110,6 @@ def test_nearest_against_ml_dtypes(name: str, compare_bits) -> None:
         compare_bits(fm.round_to_grid(x, fmt), saturated, x, f"{name} {label}")
 
 
-# --------------------------------------------------------------------------------------------- gfloat
 def gfloat_inputs(fmt: fm.FloatFormat) -> torch.Tensor:
     sets = inputs_float32(fmt)
     sets["random patterns"] = sets["random patterns"][::GFLOAT_STRIDE]

@@ -1,7 +1,5 @@
 """Weights with storage ``grid`` stay points of the grid and on its manifold, whatever is loaded or moved."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from typing import Any

@@ -62,9 +62,6 @@ def test_the_tensor_of_a_single_group_stays_the_users() -> None:
     assert float(optimizer.param_groups[0]["lr"]) == 0.25
 
 
-# ------------------------------------------------------------------------------------------------ of a loaded state
-
-
 def stepped(**options: Any) -> Any:
     p = fm.FP8Parameter(normal(32, 32, std=0.1), "E4M3", seed=1)
     optimizer = StiffnessAdamW([p], 1e-2, **options)

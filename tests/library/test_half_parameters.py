@@ -1,7 +1,5 @@
 """Ordinary bfloat16 and float16 parameters: one unbiased rounding a step, the same bits however it is run."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 from typing import Any
@@ -31,7 +29,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-# ------------------------------------------------------------------------------------------------------- rounding
 def slow(x: float, dtype: torch.dtype, draw: int) -> float:
     """By the definition: neighbours among all values, exact odds."""
     if not math.isfinite(x):
@@ -70,7 +67,6 @@ def test_rounding_is_that_of_the_definition(dtype: torch.dtype) -> None:
         assert torch.equal(found.isinf(), x.isinf())
 
 
-# ---------------------------------------------------------------------------------------------- what arrives
 def made(name: str, weights: Tensor, path: str = "native", **options: Any) -> tuple[list[nn.Parameter], Any]:
     """A matrix and a vector."""
     parameters = [nn.Parameter(weights.clone()), nn.Parameter(weights[0].clone())]
@@ -115,7 +111,6 @@ def test_one_step_by_the_definition() -> None:
     assert p.detach().float().reshape(-1).tolist() == expected
 
 
-# ----------------------------------------------------------------------------------------------------- the same bits
 def run(optimizer: Any, parameters: list[nn.Parameter], steps: range) -> None:
     for t in steps:
         for i, p in enumerate(parameters):

@@ -1,7 +1,5 @@
 """Mixtures of experts of transformers, whose experts are one parameter: in codes, trained, saved and read."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """``from_pretrained`` with a quantisation of floats: each tensor is encoded in its turn, and the bits are the same."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Quantised models of transformers: saved, read back and trained on to the bit, by its own means."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -138,7 +136,6 @@ def test_scales_are_not_cast_with_the_model(tmp_path: Path) -> None:
     assert torch.equal(read(tmp_path, dtype=torch.bfloat16).model.layers[0].mlp.up_proj.weight.scale, scale)
 
 
-# ------------------------------------------------------------------------------------------------------------ Trainer
 class Lines(torch.utils.data.Dataset[dict[str, Tensor]]):
     """Forty sequences of six tokens."""
 
@@ -260,7 +257,6 @@ def test_a_trainer_goes_on_from_what_was_read(more: dict[str, Any], tmp_path: Pa
     assert bits(whole) != bits(read(tmp_path / "start"))
 
 
-# ----------------------------------------------------------------------------------------------- what else may happen
 def test_a_model_in_several_files_comes_back(tmp_path: Path) -> None:
     model = huggingface.attach(quantize_model(llama(), {"*": "E3M4"}, "fp8", tied="leave"))
     model.save_pretrained(tmp_path, max_shard_size="20KB")

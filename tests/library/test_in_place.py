@@ -1,7 +1,5 @@
 """Parameters in one byte where they are: convolutions, embeddings, experts; the model's code knows nothing of it."""
 
-from __future__ import annotations
-
 import copy
 import io
 from typing import Any

@@ -1,7 +1,5 @@
 """Quantised gradients, and the rounding, scales and policies of every operand of a layer."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import nullcontext
 from typing import Any
@@ -38,7 +36,6 @@ def close(x: Tensor, y: Tensor, tolerance: float = 1e-6) -> bool:
     return bool((x - y).norm() <= tolerance * y.norm())
 
 
-# --------------------------------------------------------------------------------------------- what a gradient becomes
 @storages
 @pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
 @pytest.mark.parametrize("operands", [BACKWARD, BACKWARD[:1], BACKWARD[1:]], ids=str)
@@ -130,7 +127,6 @@ def test_frozen_parameters_get_no_gradient() -> None:
         assert not layer(x).requires_grad
 
 
-# ----------------------------------------------------------------------------------------- rounding, operand by operand
 OPERANDS = ("weight", "activation", *BACKWARD)
 
 
@@ -203,7 +199,6 @@ def test_one_models_layers_draw_apart() -> None:
     assert not torch.equal(model[0](X), model[1](X))  # type: ignore[index]
 
 
-# ------------------------------------------------------------------------------------------------- scales and policies
 def test_master_weights_in_blocks_have_scales_that_are_powers_of_two() -> None:
     layer = layer_of(LayerSpec("E4M3", granularity="block"))
     scale = layer.weight_scale()

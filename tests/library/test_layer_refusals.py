@@ -1,7 +1,5 @@
 """What one-byte tensors, layers, surgery and their files don't take: a line each, and nothing is changed."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Models read into codes one tensor at a time: the bits of quantising the float model, and one float tensor alive."""
 
-from __future__ import annotations
-
 import gc
 import json
 import re

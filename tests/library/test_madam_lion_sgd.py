@@ -1,7 +1,5 @@
 """Madam, Lion and SGD: what a step is, where it changes kind, and torch's optimizers where nothing is rounded."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -29,7 +27,6 @@ def stepped(optimizer: Any, p: Tensor, gradient: Tensor) -> Tensor:
     return plain(p) - before
 
 
-# ------------------------------------------------------------------------------------------------------- Madam
 def madam_on(x: Tensor, fmt: str = "E4M3", **options: Any) -> tuple[Any, Madam]:
     """Weights that nothing rounds; of one gradient the first direction is its sign."""
     p = free_weight(x, fmt)
@@ -104,9 +101,6 @@ def test_madam_gives_ordinary_parameters_adamw() -> None:
     torch.testing.assert_close(weight, twin, rtol=0, atol=1e-13)
 
 
-# -------------------------------------------------------------------------------------------------------- Lion
-
-
 def test_lion_is_the_published_algorithm() -> None:
     """The sign of an interpolation, then the other beta into the average, decoupled decay; on ordinary weights."""
     w = normal(50, seed=1, dtype=double)
@@ -121,7 +115,6 @@ def test_lion_is_the_published_algorithm() -> None:
     torch.testing.assert_close(p.detach(), w, rtol=0, atol=1e-13)
 
 
-# --------------------------------------------------------------------------------------------- SGD and AdamW
 SGD: dict[str, dict[str, Any]] = {
     "plain": {},
     "momentum": {"momentum": 0.9},

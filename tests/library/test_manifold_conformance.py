@@ -1,7 +1,5 @@
 """The laws that geoopt asks of its manifolds, for ours, scaled and not."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from types import SimpleNamespace

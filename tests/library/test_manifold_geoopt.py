@@ -1,7 +1,5 @@
 """geoopt's own optimizers on our manifolds, continuous and grid, unchanged."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,7 +13,6 @@ import fp8manifold as fm
 Tensor = torch.Tensor
 
 
-# ------------------------------------------------------------------ geoopt's optimizers, continuous
 def in_codes(manifold: fm.StiffnessManifold, x: Tensor) -> Tensor:
     """Chart of the ulp metric through the values of the format alone."""
     units = (x / manifold.scale.double()).numpy()
@@ -88,7 +85,6 @@ def test_riemannian_adam_is_adam_on_real_valued_codes(name, scale, amsgrad) -> N
     assert len(binades) >= 2
 
 
-# ------------------------------------------------------------------------ geoopt's optimizers, on the grid
 ON_GRID = {
     "adam": lambda p: geoopt.optim.RiemannianAdam(p, lr=0.5),
     "adam-stabilize": lambda p: geoopt.optim.RiemannianAdam(p, lr=0.5, stabilize=3, amsgrad=True),

@@ -1,7 +1,5 @@
 """The laws of the geometry: metric, geodesics, transport, projection and gradients, on the grid and off it."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -32,7 +30,6 @@ import fp8manifold as fm
 pytestmark = pytest.mark.covering(2)
 
 
-# ----------------------------------------------------------------------------------------------- dist
 @every_format
 @exact_scale
 @both_dtypes
@@ -70,7 +67,6 @@ def test_dist_is_a_metric(fmt, metric, scale) -> None:
     assert (detour.abs() <= chart_error(manifold, x, y, between)).all()
 
 
-# ------------------------------------------------------------------------------------ chart, stiffness
 @every_format
 @every_scale
 @both_dtypes
@@ -108,9 +104,6 @@ def test_chart_and_its_inverse_are_the_interpolation_of_codes(fmt, scale) -> Non
     assert ((back - points).abs() <= error * manifold.stiffness(points)).all()
 
 
-# ------------------------------------------------------------------------------------------- exp, log
-
-
 @every_format
 @exact_scale
 @both_dtypes
@@ -137,9 +130,6 @@ def test_exp_in_float32_is_within_a_rounding_of_float64(fmt) -> None:
     assert (error <= limit).all()
 
 
-# ------------------------------------------------------------------------------------- inner, transport
-
-
 @few_formats
 def test_transport_by_powers_of_two_is_exact_in_float32(fmt) -> None:
     manifold = fm.StiffnessManifold(fmt)
@@ -149,7 +139,6 @@ def test_transport_by_powers_of_two_is_exact_in_float32(fmt) -> None:
     assert same_bits(manifold.norm(y, manifold.transp(x, y, u)), manifold.norm(x, u))
 
 
-# ----------------------------------------------------------------------------------- ends of the range
 @every_format
 @every_metric
 @every_scale
@@ -198,7 +187,6 @@ def test_nan_stays_nan(fmt, metric) -> None:
             assert image.isnan()
 
 
-# ---------------------------------------------------------------------------------------- zero
 @every_format
 @every_scale
 def test_zero_has_the_smallest_ulp_and_codes_are_distances_from_it(fmt, scale) -> None:
@@ -210,9 +198,6 @@ def test_zero_has_the_smallest_ulp_and_codes_are_distances_from_it(fmt, scale) -
     assert same_bits(manifold.expmap(-zero, -smallest), -smallest)
     assert same_bits(manifold.expmap(smallest, -2 * smallest), -smallest)
     assert torch.allclose(manifold.dist(spread(grid(fmt)[-2], scale), zero), zero + fmt.max_code)
-
-
-# ----------------------------------------------------------------------------------------- projection
 
 
 @every_format

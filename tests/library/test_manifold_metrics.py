@@ -1,7 +1,5 @@
 """The metrics of the manifolds: gradients, functions as metrics, formulas, dtypes."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -29,7 +27,6 @@ import fp8manifold as fm
 pytestmark = pytest.mark.covering(2)
 
 
-# ------------------------------------------------------------------------------------------ gradients
 def derivative(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return torch.autograd.grad(y.sum(), x)[0]
 
@@ -80,7 +77,6 @@ def test_gradcheck_away_from_the_kinks(name, metric) -> None:
     assert torch.autograd.gradcheck(manifold.dist, (x, y), **checked)
 
 
-# ------------------------------------------------------------------------------------------- callables
 @every_format
 @every_scale
 def test_a_function_equal_to_ulp_is_the_ulp_metric(fmt, scale) -> None:
@@ -105,7 +101,6 @@ def test_a_function_holds_its_middle_value_between_neighbours(fmt) -> None:
     assert torch.allclose(manifold.dist(knots[1:], knots[:-1]), knots.diff() / smooth_function(middle, fmt))
 
 
-# ----------------------------------------------------------------------------------- metrics, by formula
 @few_formats
 def test_metric_log_is_multiplicative_above_the_smallest_normal(fmt) -> None:
     """S = max(|x|, 2^emin) 2^-M: a step of t ULPs multiplies by exp(t 2^-M)."""
@@ -130,7 +125,6 @@ def test_metric_euclidean_is_addition(fmt, scale) -> None:
     assert same_bits(manifold.stiffness(x), spread(torch.ones(300, dtype=torch.float64), scale))
 
 
-# ----------------------------------------------------------------------------------------- other dtypes
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @every_metric
 def test_half_precision_points_are_computed_in_float32(dtype, metric) -> None:

@@ -1,7 +1,5 @@
 """Manifolds as modules: state, copies, dtypes, parameters of every shape, and what is refused."""
 
-from __future__ import annotations
-
 import copy
 import io
 
@@ -52,7 +50,6 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
-# --------------------------------------------------------------------------------------- copies, state
 @every_manifold
 def test_deepcopy_is_equal_and_apart(make) -> None:
     manifold = make()
@@ -101,7 +98,6 @@ def test_a_layer_registers_its_manifold() -> None:
     assert torch.equal(module.weight, layer.weight)
 
 
-# ---------------------------------------------------------------------------------------------- dtypes
 @every_manifold
 def test_to_float64(make) -> None:
     manifold, wide = make(), make().to(torch.float64)
@@ -142,7 +138,6 @@ def test_scale_is_copied_and_has_no_gradient() -> None:
     assert fm.StiffnessManifold("E4M3", torch.tensor([1, 2])).scale.dtype == torch.float32
 
 
-# ------------------------------------------------------------------------------------------ parameters
 SHAPES = [(), (3,), (1,), (2, 3), (0,), (2, 0), (2, 3, 4)]
 
 
@@ -169,7 +164,6 @@ def test_scales_that_broadcast_are_accepted(scale_shape) -> None:
     assert same_bits(weight.detach().as_subclass(torch.Tensor), fm.FP8Manifold("E4M3", 0.5).projx(weight.detach()))
 
 
-# ------------------------------------------------------------------------------------------------ repr
 def test_repr_names_format_scale_metric_and_rounding() -> None:
     assert repr(fm.StiffnessManifold("E4M3", 0.5)) == "Stiffness(E4M3, scale=0.5, metric=ulp) manifold"
     shown = repr(fm.FP8Manifold("e7m0", ROWS, "stochastic", metric="log"))

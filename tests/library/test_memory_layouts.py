@@ -1,7 +1,5 @@
 """Tensors whose memory is not that of their indices: what is computed of them has the bits of a contiguous copy's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -49,7 +47,6 @@ def as_bytes(x: Tensor) -> bytes:
     return bytes_of(x.detach().as_subclass(Tensor)).numpy().tobytes()
 
 
-# ---------------------------------------------------------------------------------------------------------- optimizers
 def weight_of(storage: str, shape: tuple[int, ...], change: Change) -> Any:
     if storage == "codes":
         return stored_weight(shape=shape)
@@ -84,7 +81,6 @@ def test_steps(name: str, storage: str, shape: tuple[int, ...], path: str, chang
     assert stepped(name, storage, shape, change, path) == stepped(name, storage, shape, torch.clone, path)
 
 
-# ------------------------------------------------------------------------------------------------------------ functions
 def quantized_gradient(x: Tensor, granularity: Any) -> Tensor:
     x = x.detach().requires_grad_()
     fm.fake_quantize(x, "E4M3", granularity=granularity, ste="clipped").square().sum().backward()
@@ -121,7 +117,6 @@ def test_functions(
         assert as_bytes(FUNCTIONS[name](change(x))) == as_bytes(FUNCTIONS[name](x))
 
 
-# --------------------------------------------------------------------------------------------------------------- bytes
 @changes
 @pytest.mark.parametrize("shape", [(3, 4), (4, 1), (1, 4), (5,), (1,), (0, 3), ()], ids=str)
 def test_bytes_are_those_of_a_contiguous_copy(shape: tuple[int, ...], change: Change) -> None:

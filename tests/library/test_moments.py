@@ -1,7 +1,5 @@
 """Running averages in 16 and 8 bits: unbiased, without stalling, and within their blocks whatever the gradients do."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -46,7 +44,6 @@ def second_of(state: dict[str, Tensor]) -> Tensor:
     return (fm.decode(state["exp_avg_sq"], MOMENT_FORMAT) * root_scale(state)).square()
 
 
-# ----------------------------------------------------------------------------------------------- one rounding
 @pytest.mark.parametrize("x", [1.00001, -3.14159, 1e-30, -7e20, 2.0**-126, 255.99999, 0.0])
 def test_bfloat16_is_unbiased_over_all_draws(x: float) -> None:
     """Exactly: of the 2^16 draws, as many round away as there are parts beyond the value below."""
@@ -146,7 +143,6 @@ def test_the_words_halves_are_uniform_and_uncorrelated() -> None:
         assert abs(np.corrcoef(of_weights, word.astype(float))[0, 1]) < 5 / np.sqrt(n)
 
 
-# ------------------------------------------------------------------------------------------------- no stalling
 def rounded_to_nearest(moments: str, decay: float, start: float, given: float, steps: int) -> float:
     """The average that would be kept if it were rounded to nearest."""
     value = torch.tensor(start)
@@ -201,7 +197,6 @@ def test_a_single_average_follows(kind: Any, moments: str) -> None:
             assert abs(mean - exact.mean().item()) < 0.02, t
 
 
-# --------------------------------------------------------------------------------------------- blocks of 8 bits
 def test_small_second_moments_do_not_vanish() -> None:
     """Seven decimal orders in one block: no second moment is 0, no step longer than four times Adam's."""
     p, optimizer = optimizer_of(betas=(0.9, 0.999), moments="8bit")

@@ -1,7 +1,5 @@
 """Muon's steps by what the products are computed in, which the processor decides: every shape, storage and backend."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Which parameters of models that others wrote are Muon's, which Adam's, and which decay: by layer, name and shape."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Native code has the bits of plain PyTorch, checks what it is given, and is missed by nobody where it is not built."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import io
@@ -202,7 +200,6 @@ def test_a_view_that_is_negated_later_is_negated() -> None:
     assert torch.equal(fm.round_to_grid(view, "E4M3"), fm.round_to_grid(-z.imag, "E4M3"))
 
 
-# ------------------------------------------------------------------------------------------- building and lacking it
 def build_hook() -> ModuleType:
     pytest.importorskip("hatchling")
     spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")

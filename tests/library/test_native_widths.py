@@ -1,7 +1,5 @@
 """Native code of narrower vectors than this processor's: other processors take it, and it has the same bits."""
 
-from __future__ import annotations
-
 import copy
 import platform
 import shutil

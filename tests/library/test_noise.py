@@ -238,7 +238,6 @@ def test_traits_of_another_number_are_refused() -> None:
         rebuild(kind, parts, rest[:-2], requires)
 
 
-# --------------------------------------------------------------------------------------------------------- snapshots
 @pytest.mark.parametrize("snapshot", [Tensor.clone, copy.deepcopy, lambda p: p.detach().clone()])
 def test_putting_a_snapshot_back_does_not_rewind_the_draws(snapshot: Any) -> None:
     p, moves = byte(6), []
@@ -253,7 +252,6 @@ def test_putting_a_snapshot_back_does_not_rewind_the_draws(snapshot: Any) -> Non
     assert_unrelated(moves)
 
 
-# ---------------------------------------------------------------------------------------------------------- averages
 def quantized(rounding: Any) -> torch.nn.Module:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.Linear(32, 8))

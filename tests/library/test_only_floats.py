@@ -1,7 +1,5 @@
 """Codes where float weights are to be read: every reader refuses them, in the same words, and reads nothing."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """OperandSpec and LayerSpec: what they read, what stands for what is left out, and what they refuse."""
 
-from __future__ import annotations
-
 from fp8manifold import LayerSpec, OperandSpec
 
 BACKWARD = ("activation_gradient", "weight_gradient")

@@ -1,7 +1,5 @@
 """States of one-byte weights: through safetensors and back to the bit, files of other libraries, what is refused."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path
@@ -105,7 +103,6 @@ def test_codes_and_scales_alone_are_taken(granularity: Any) -> None:
     assert (other[0].weight.seed, int(other[0].weight.counter)) == (1 << 32, 0)
 
 
-# ------------------------------------------------------------------------------------------ writers of other libraries
 def test_safetensors_writes_a_whole_model(tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     model, other = made(), made(seed=1)
@@ -192,7 +189,6 @@ def test_floats_alone_are_rounded_as_ever() -> None:
     assert torch.equal(model[0].weight.dequantize(), torch.full((4, 64), 0.5))
 
 
-# ------------------------------------------------------------------------------------------- without a model
 def test_states_of_any_module_and_their_weights_without_a_model(tmp_path: Path) -> None:
     """Codes in a module of somebody else's, and values of a float model from its state."""
     first, second = (nn.Linear(4, 2, bias=False) for _ in range(2))

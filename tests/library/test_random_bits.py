@@ -1,7 +1,5 @@
 """The counter-based random bits: uniform, uncorrelated along every coordinate, and a function of the key alone."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable
@@ -72,7 +70,6 @@ def chi_square_sigmas(counts: NDArray[np.int64]) -> float:
     return (chi_square - freedom) / math.sqrt(2 * freedom)
 
 
-# ------------------------------------------------------------------------------------------ one stream
 @every_key
 def test_range_and_dtype(key: dict[str, int]) -> None:
     ours = fm.random_bits((N,), **key)
@@ -118,7 +115,6 @@ def test_lags_are_uncorrelated(key: dict[str, int]) -> None:
         assert_independent(x[lag:], x[:-lag], f"lag {lag}")
 
 
-# ------------------------------------------------------------------------------ one stream and another
 CHANGES = ((0, 1), (1, 1), (7, 1), (41, 1), (0, 2), (0, 16), (0, 256), (5, 2**16), (3, 2**31), (9, 2**32))
 NEIGHBOURS = [({word: value}, {word: value + change}) for word in WORDS for value, change in CHANGES]
 NEIGHBOURS += [({"seed": 3, "step": 1}, {"seed": 3, "stream": 1}), ({"seed": 1, "step": 0}, {"seed": 0, "step": 1})]
@@ -172,7 +168,6 @@ def test_many_small_keys_give_unrelated_draws() -> None:
         assert abs(chi_square_sigmas(np.bincount(along & 255, minlength=256))) < 4.5
 
 
-# ------------------------------------------------------------------------- a function of the key alone
 @pytest.mark.parametrize("offset", [0, 5, 65_536, 2**32 - 1000, 2**32, 2**32 + 77, 2**53, 2**62])
 def test_parts_are_cut_from_the_whole(offset: int) -> None:
     key = {"seed": 8, "step": 4, "stream": 6}
@@ -246,7 +241,6 @@ def test_hashing_and_shifting_are_one_graph_when_compiled(bits: Callable[..., to
     assert len(shifting) == 1
 
 
-# ------------------------------------------------------------------------------------ for all time
 GOLDEN: list[tuple[dict[str, int], list[int]]] = [
     ({"seed": 0}, [6670574, 10070138, 7652464, 12498536, 6841553, 1862877]),
     ({"seed": 1, "step": 2, "stream": 3}, [8809687, 13808414, 15682877, 16037148, 163626, 15996505]),

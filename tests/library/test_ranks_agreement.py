@@ -1,7 +1,5 @@
 """What must not differ between processes is refused in all of them, before anything has changed, with what it is."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

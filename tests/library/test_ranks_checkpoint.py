@@ -1,7 +1,5 @@
 """Distributed checkpoints of rows: saved by two processes, loaded by one, two or three, which go on to the bit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +140,6 @@ def test_full_states_are_the_wholes(pools: dict[int, Pool], kind: str) -> None:
     pools[2].run(gathered, kind)
 
 
-# ------------------------------------------------------------------------------------------ whole states into rows
 def taken_whole(kind: str, broadcast: bool) -> str:
     """A full state into shards by torch's helper: what each rank says of it, and what codes it has then."""
     parts, whole, other = sharded(model(seed=0)), model(seed=0), model(seed=3)

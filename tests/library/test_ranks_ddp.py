@@ -1,7 +1,5 @@
 """Replicas in several processes: an exact start, ranks that stay identical, and steps that are one process' own."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import os
@@ -32,7 +30,6 @@ def equal_everywhere(each: list[Any]) -> None:
     assert all(one == each[0] for one in each[1:])
 
 
-# ---------------------------------------------------------------------------------------------------- start
 def started(granularity: str) -> tuple[Any, ...]:
     """A model that is another one in every rank, and what it is after the start."""
     rank = dist.get_rank()
@@ -193,7 +190,6 @@ def test_replicas_that_differ_at_the_first_step_are_named(pair: Pool, name: str)
         assert f"'{name}' is not the same in every process (1 of 7 are not)" in said
 
 
-# ------------------------------------------------------------------------------------------------------ steps
 def backward_beside(wrapped: Any, alone: nn.Module, step: int) -> None:
     """A pass of this rank's batch, whose averaged gradients one process takes too."""
     wrapped.zero_grad()
@@ -240,7 +236,6 @@ def test_ranks_stay_identical_in_every_combination(pool: Pool, combination: tupl
         equal_everywhere(pool.run(trained, *combination, granularity, 4))
 
 
-# ----------------------------------------------------------------------------------------------------- guard
 def with_nan_in_one(on_nonfinite: str, kind: str) -> Any:
     """A gradient that is not finite in the last rank only, and no averaging that would spread it."""
     net = model()
@@ -269,7 +264,6 @@ def test_no_rank_skips_a_step_alone(pair: Pool, kind: str) -> None:
     assert "on_nonfinite='skip'" in last
 
 
-# -------------------------------------------------------------------------------------------- delayed scales
 def magnitudes(scale: str) -> Any:
     """What delayed scales have seen, over ranks with batches of other sizes, and over one with all of them."""
     operand = {"format": "E4M3"} | ({"policy": "delayed", "history": 4} if scale == "delayed" else {"scale": "global"})
@@ -366,7 +360,6 @@ def test_magnitudes_of_other_shapes_are_refused(pair: Pool) -> None:
     assert all("its magnitudes have another shape there" in said for said in pair.run(of_other_sizes))
 
 
-# ----------------------------------------------------------------------------------------------- collectives
 def sent(asynchronous: bool) -> Any:
     rank = dist.get_rank()
     p = parameter(seed=rank, granularity="block", rounding="nearest", keep_remainder=True)
@@ -390,7 +383,6 @@ def test_a_broadcast_sends_every_part(pool: Pool, asynchronous: bool) -> None:
     assert each[0] == bits_of(p)
 
 
-# -------------------------------------------------------------------------------------------------------- moves
 MOVES: dict[str, Any] = {
     "to": lambda net: net.to("cpu"),
     "float": lambda net: net.float(),
@@ -448,7 +440,6 @@ def test_nothing_keeps_a_model_alive(pair: Pool) -> None:
     assert pair.run(whose_model_is_gone) == [5 - 1] * 2  # the layers that have parameters
 
 
-# ---------------------------------------------------------------------------------------------- uneven inputs
 def with_uneven_inputs(scales: str, **options: Any) -> tuple[str, int, Any]:
     """What is said where a process has a batch less than another, the steps until then, and the weights."""
     activation: Any = None if scales == "none" else {"format": "E4M3", "policy": scales}
@@ -491,7 +482,6 @@ def test_one_process_joins_itself() -> None:
     pickle.loads(pickle.dumps(net))
 
 
-# ------------------------------------------------------------------------------------------------------ ZeRO
 def sharded_state(name: str, writeback: str, moments: str) -> Any:
     """Each rank steps some of the parameters and sends them; one process steps them all."""
     rank = dist.get_rank()

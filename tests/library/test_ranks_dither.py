@@ -1,7 +1,5 @@
 """Dithered draws over several processes: however a tensor is cut or reloaded, the bits of one, over an epoch's end."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -51,7 +49,6 @@ def keeps(kind: tuple[str, str, str]) -> dict[str, Any]:
     return {"keep_remainder": True} if kind[1].startswith("residual") else {}
 
 
-# ----------------------------------------------------------------------------------------------------------- rows
 def rows_stepped(
     kind: tuple[str, str, str], net: dict[str, Any], *, path: str = "native", own: bool = False, **more: Any
 ) -> bool:
@@ -92,7 +89,6 @@ def test_rows_draw_by_the_weights_own(pool: Pool, name: str) -> None:
     assert pool.run(rows_stepped, (name, "stochastic", "8bit"), {"draws": "dither"}, own=True) == [True] * 3
 
 
-# ------------------------------------------------------------------------------------------------------- replicas
 def replicas_stepped(kind: tuple[str, str, str] | None) -> Any:
     """Ranks under DDP and one process with the averaged gradients; None: torch's SGD, which the tensors draw for."""
     net = model(seed=dist.get_rank(), **(keeps(kind) if kind else {}))

@@ -1,7 +1,5 @@
 """Weights that several processes hold by rows: one byte a weight, and the steps of one process to the bit."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -64,7 +62,6 @@ def step_alike(parts: Any, whole: Any, optimizers: Any, step: int) -> None:
     check_same(parts, whole)
 
 
-# ------------------------------------------------------------------------------------------------------ steps
 def stepped(name: str, writeback: str, moments: str, net: dict[str, Any], path: str = "native") -> int:
     """Steps of rows and of the whole from equal gradients, natively unless told otherwise; how many scales widened."""
     whole = model(**net, keep_remainder=writeback.startswith("residual"))

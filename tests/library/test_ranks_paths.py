@@ -1,7 +1,5 @@
 """Shards on the paths of who sets nothing: native steps, one process, one column, compiled passes, averages."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 
@@ -82,7 +80,6 @@ def test_passes_in_a_graph(pair: Pool, granularity: str, rows: int) -> None:
     pair.run(compiled, granularity, rows)
 
 
-# ------------------------------------------------------------------------------------------------------ averages
 def averaged(nested: bool, ema: bool) -> None:
     options: dict[str, Any] = {"multi_avg_fn": get_ema_multi_avg_fn(0.9)} if ema else {}
     whole, parts = model(), model()

@@ -1,7 +1,5 @@
 """Shards: the bytes that they take and send, what ranks agree on before a step, and what is refused."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from pathlib import Path
@@ -26,7 +24,6 @@ import fp8manifold as fm
 from fp8manifold.optim._state import gathered as gathered_rows
 
 
-# ------------------------------------------------------------------------------------------------------ bytes
 class Wire(TorchDispatchMode):
     """Counts the bytes that this process gives to collectives, by their names."""
 
@@ -77,7 +74,6 @@ def test_a_weight_is_one_byte_in_memory_and_on_the_wire(pair: Pool) -> None:
     assert sum(ours.values()) == passes * (weights // 2 + 4 * (48 + 96) // 2)
 
 
-# ------------------------------------------------------------------------------------------ guard and refusals
 def guarded(what: str) -> Any:
     rank = dist.get_rank()
     net = sharded(model("tensor" if what == "scale" else "channel", seed=rank if what == "scale" else 0))

@@ -1,7 +1,5 @@
 """Activation checkpointing: a layer that remembers nothing repeats itself to the bit, one that does is refused."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """The mean of a stiffness field is counted in pieces, whose temporaries are small, and is what it is of the whole."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 from typing import Any

@@ -1,7 +1,5 @@
 """What formats, grids, scales and manifolds don't take: a line each, with all that is said of it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

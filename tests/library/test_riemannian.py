@@ -1,7 +1,5 @@
 """RiemannianAdam and RiemannianSGD on our manifolds: torch's optimizers in the chart."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -9,15 +7,7 @@ import geoopt
 import numpy as np
 import pytest
 import torch
-from optimizer_cases import (
-    ROWS,
-    free_weight,
-    grid_weight,
-    normal,
-    on,
-    pull_to,
-    values,
-)
+from optimizer_cases import ROWS, free_weight, grid_weight, normal, on, pull_to, values
 from paths import PATHS, by
 from torch import Tensor, nn
 
@@ -123,7 +113,6 @@ def test_sgd_is_sgd_on_codes(name: str, options: dict[str, Any]) -> None:
     assert crossings >= 1 or name == "E7M0"  # near zero its steps are all but nothing
 
 
-# ------------------------------------------------------------------------------------------------ learning rates
 def test_default_learning_rates() -> None:
     for kind in (RiemannianAdam, RiemannianSGD):
         assert kind([grid_weight()]).param_groups[0]["lr"] == 0.5
@@ -194,7 +183,6 @@ def test_float_lr_stands_beside_the_lr_of_the_constructor() -> None:
     assert float_step(optimizer, plain) == pytest.approx(0.01 / 25, rel=1e-6)
 
 
-# ---------------------------------------------------------------------------------------------------------- decay
 @pytest.mark.parametrize("kind", [RiemannianAdam, RiemannianSGD])
 @pytest.mark.parametrize("tensor", [False, True], ids=["float", "tensor"])
 def test_decay_follows_the_schedule_and_not_the_size_of_lr(kind: Any, tensor: bool) -> None:
@@ -208,9 +196,6 @@ def test_decay_follows_the_schedule_and_not_the_size_of_lr(kind: Any, tensor: bo
         optimizer.step()
         scheduler.step()
     assert torch.allclose(weight.detach(), x * 0.9 * 0.95 * 0.975, rtol=1e-13, atol=0)
-
-
-# --------------------------------------------------------------------------------------------------------- bounds
 
 
 @pytest.mark.parametrize("scale", [0.3, ROWS.double() * 1.7], ids=["0.3", "rows"])
@@ -247,7 +232,6 @@ def test_weights_cross_zero_in_e7m0_within_500_steps() -> None:
     assert not crosses_zero(1000, **UNBOUNDED)
 
 
-# ------------------------------------------------------------------------------------------------- sizes of weights
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("amsgrad", [False, True])
 def test_weights_of_any_size_take_the_same_steps(amsgrad: bool, path: str) -> None:

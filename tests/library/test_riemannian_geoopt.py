@@ -1,7 +1,5 @@
 """RiemannianAdam and RiemannianSGD beside geoopt's: signature, trajectories on its manifolds, and its own on ours."""
 
-from __future__ import annotations
-
 import collections
 import copy
 import inspect
@@ -10,11 +8,7 @@ from typing import Any
 import geoopt
 import pytest
 import torch
-from optimizer_cases import (
-    normal,
-    on_grid,
-    values,
-)
+from optimizer_cases import normal, on_grid, values
 from torch import Tensor, nn
 
 import fp8manifold as fm
@@ -23,7 +17,6 @@ from fp8manifold.optim import RiemannianAdam, RiemannianSGD
 double = torch.float64
 
 
-# ------------------------------------------------------------------------------------------------------- geoopt's
 @pytest.mark.parametrize("kind", ["RiemannianAdam", "RiemannianSGD"])
 def test_signature_begins_like_geoopts(kind: str) -> None:
     """Same names in the same order and with the same defaults; lr alone has one of its own."""
@@ -122,10 +115,7 @@ STABLE: dict[str, Any] = {
 def test_stabilising_elsewhere_is_geoopts(name: str, every: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where geoopt's projection of the momentum is one: what was transported is tangent, and stays."""
     monkeypatch.setitem(FOREIGN, name, STABLE[name])
-    for ours, theirs in (
-        (RiemannianAdam, geoopt.optim.RiemannianAdam),
-        (RiemannianSGD, geoopt.optim.RiemannianSGD),
-    ):
+    for ours, theirs in ((RiemannianAdam, geoopt.optim.RiemannianAdam), (RiemannianSGD, geoopt.optim.RiemannianSGD)):
         assert_follows_geoopt(
             name,
             lambda p, kind=ours: kind(p, 0.02, stabilize=every),

@@ -1,7 +1,5 @@
 """Weights of one byte go where floats go, on average: over streams without a drift, under decay, and in averages."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any
@@ -43,7 +41,6 @@ def is_right(found: tuple[float, float], within: float = 0.0) -> bool:
     return abs(error) <= max(BOUND * deviation, within)
 
 
-# ---------------------------------------------------------------------------------------------- streams without a drift
 Asked = Callable[[int, Tensor], Tensor]
 SGD: dict[str, Any] = {"lr": 1.0, "momentum": 0.0}
 #: the optimizer, its options, and what a step asks for by its number and by noise, in ULPs of the start
@@ -93,7 +90,6 @@ def test_dithered_draws_do_pull(name: str, fmt: str, steps: int) -> None:
     assert not is_right(pull(name, fmt, steps, draws="dither"))
 
 
-# ---------------------------------------------------------------------------------------------------------- decay alone
 WRITTEN: dict[str, Any] = {"writeback": "stochastic"}
 #: a decay of 0.005 a step
 DECAYING: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -135,7 +131,6 @@ def test_dithered_decay_is_too_strong() -> None:
     assert left("StiffnessAdamW", "E4M3", draws="dither")[0] == pytest.approx(0.067, abs=0.005)
 
 
-# ------------------------------------------------------------------------------------------------- writes by operators
 def lerped(average: Tensor, value: Tensor) -> None:
     average.lerp_(value, 0.05)
 

@@ -1,7 +1,5 @@
 """Amax scales, storage scales, and the Scale module that freezes or follows them."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from typing import Any
@@ -25,7 +23,6 @@ def is_power_of_two(x: torch.Tensor) -> bool:
     return bool((torch.frexp(x).mantissa == 0.5).all())
 
 
-# ----------------------------------------------------------------------------------------------------- amax_scale
 @settings
 @given(positive, st.sampled_from(FORMATS))
 def test_amax_lands_on_the_largest_value(amax: float, name: str) -> None:
@@ -81,7 +78,6 @@ def test_tiny_magnitudes_have_a_normal_scale() -> None:
     assert (x / amax_scale(x, "E4M3")).isfinite().all()
 
 
-# -------------------------------------------------------------------------------------------------- storage_scale
 @settings
 @given(st.floats(2.0**-30, 2.0**30, width=32), st.sampled_from(FORMATS), st.sampled_from([1.0, 2.0, 16.0, 100.0]))
 def test_storage_leaves_headroom(amax: float, name: str, headroom: float) -> None:
@@ -109,7 +105,6 @@ def test_squares_of_the_stiffness_of_stored_weights_stay_within_float32() -> Non
     assert (manifold.projx(w).abs() >= w.abs() / 2).all()
 
 
-# ----------------------------------------------------------------------------------------------------------- Scale
 def test_dynamic_follows_and_logs() -> None:
     scale = Scale("E4M3")
     for amax in (448.0, 44.8, 896.0):

@@ -1,7 +1,5 @@
 """Squares of 128 x 128 weights that share a scale: trained, saved and widened as one, by every path with its bits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,7 +30,6 @@ def squares(shape: tuple[int, ...]) -> list[tuple[Any, ...]]:
     return [((..., slice(i, i + 128), slice(j, j + 128)), (..., i // 128, j // 128)) for i, j in starts]
 
 
-# --------------------------------------------------------------------------------------------------------- storage
 @pytest.mark.parametrize("shape", [*SHAPES, (1, 1), (0, 5), (4200, 260)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_each_square_is_what_it_is_alone(shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -89,7 +86,6 @@ def test_writing_and_rescaling() -> None:
     assert p.exponents is memory
 
 
-# ----------------------------------------------------------------------------------------------------------- steps
 STEPS: dict[str, Callable[..., Any]] = {
     "adamw": lambda p, **o: optim.StiffnessAdamW(p, lr=0.02, stiffness=1.0, **o),
     "adamw bfloat16": lambda p, **o: optim.StiffnessAdamW(p, lr=0.02, moments="bfloat16", **o),
@@ -186,7 +182,6 @@ def test_what_a_widened_square_rounds_is_right_on_average() -> None:
     assert abs((inside / before[0, 1]).mean().item() - 1) < 4 / 128
 
 
-# ---------------------------------------------------------------------------------------------------- models, files
 def net(**options: Any) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(140, 192), nn.Linear(192, 130), nn.Tanh(), nn.Linear(130, 200, bias=False))

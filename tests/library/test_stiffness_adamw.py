@@ -1,7 +1,5 @@
 """StiffnessAdamW: torch's AdamW where k = 0; its metrics, bounds and schedules.  The step oracle has its bits."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from fractions import Fraction
@@ -20,7 +18,6 @@ BETAS, EPS, LR, DECAY = (0.9, 0.95), 1e-8, 3e-3, 0.1
 double = torch.float64
 
 
-# --------------------------------------------------------------------------------------------------- metrics
 def ulp_of(w: float, fmt: fm.FloatFormat) -> float:
     return float(reference.ulp(min(abs(w), fmt.max), fmt))
 
@@ -68,7 +65,6 @@ def test_every_metric_is_the_definition(metric: str, scale: Any) -> None:
         assert ((before - weight.detach()) / LR - expected).abs().max() < 1e-11, k
 
 
-# --------------------------------------------------------------------------------------------------- k = 0: AdamW
 @pytest.mark.parametrize("maximize", [False, True])
 def test_without_stiffness_and_rounding_it_is_adamw(maximize: bool) -> None:
     options = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": DECAY, "maximize": maximize}
@@ -98,7 +94,6 @@ def test_the_euclidean_metric_is_adamw_at_every_exponent() -> None:
     assert (weight - plain).abs().max() < 1e-12
 
 
-# ------------------------------------------------------------------------------------------- decay, damping, clip
 def constructed() -> Tensor:
     """S is 1, 1, 2, 2, 4 and 4096 times 2^-20 in E7M0: the mean is 4106/6, the ratios from 0.0015 to 6."""
     return torch.tensor([1.0, -1.5, 2.0, -3.0, 7.0, 5000.0], dtype=double) * 2.0**-20
@@ -153,7 +148,6 @@ def test_the_reference_is_the_exact_mean_in_any_order(metric: Any, dtype: torch.
     assert references[0] == references[1] == references[2]
 
 
-# ------------------------------------------------------------------------------------------- zero crossing in E7M0
 def crosses_zero(damping: float, steps: int) -> bool:
     """Whether weights of E7M0 asked to change sign have all done so."""
     weight = on(fm.FP8Manifold("E7M0", rounding="stochastic"), torch.tensor([0.25, 0.25, 0.25, 0.25, 1.0, 0.5]))
@@ -174,7 +168,6 @@ def test_without_damping_they_don_t() -> None:
     assert not crosses_zero(0.0, 200)
 
 
-# -------------------------------------------------------------------------------------------------------- schedule
 def test_anneal_is_linear_and_stops() -> None:
     k = anneal(1.0, -0.5, 10)
     assert [k(0), k(5), k(10), k(11), k(10**9)] == [1.0, 0.25, -0.5, -0.5, -0.5]

@@ -1,7 +1,5 @@
 """StiffnessMuon against torch's Muon, against a step written out, and as the rest of the family behaves."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -29,7 +27,6 @@ def run(optimizer: Any, parameters: list[Any], steps: range) -> None:
         optimizer.step()
 
 
-# ------------------------------------------------------------------------------------------------------ torch's Muon
 @torch_muon
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("adjust", [None, "original", "match_rms_adamw"])
@@ -63,7 +60,6 @@ def test_defaults_and_signature_are_torchs() -> None:
     assert {name: ours[name] for name in theirs} == theirs
 
 
-# --------------------------------------------------------------------------------------------------------- schedulers
 SCHEDULERS = pytest.mark.parametrize(
     "make",
     [
@@ -117,7 +113,6 @@ def test_a_scheduler_cycles_rates_and_what_is_read(make: Any) -> None:
             assert len({str([value for _, value in each]) for each in seen}) == 4
 
 
-# ------------------------------------------------------------------------------------------------- orthogonal factors
 @pytest.mark.parametrize("shape", SHAPES)
 def test_singular_values_come_near_one(shape: tuple[int, int]) -> None:
     u, _, v = torch.linalg.svd(normal(*shape), full_matrices=False)
@@ -183,7 +178,6 @@ def test_a_batch_is_its_matrices_one_by_one_and_a_kernel_is_one_matrix() -> None
     assert torch.equal(flat.flatten(1), matrix)
 
 
-# --------------------------------------------------------------------------------------------------- the step itself
 @pytest.mark.parametrize("k", [0.0, 0.5, 1.0])
 def test_a_step_in_the_chart_is_the_one_written_out(k: float) -> None:
     """``w - eta a F msign(F u)`` with ``F = (S / mean S)^k``: what is asked for, in float64 beside it."""

@@ -1,7 +1,5 @@
 """quantize_model: which layers are replaced and which are left, as patterns, ties, adapters and the report say it."""
 
-from __future__ import annotations
-
 import math
 import re
 import warnings
@@ -30,9 +28,6 @@ def formats_of(model: nn.Module) -> dict[str, str]:
         for name, module in model.named_modules()
         if isinstance(module, QuantizedLinear) and module.weight_format
     }
-
-
-# -------------------------------------------------------------------------------------------------------- patterns
 
 
 @storages
@@ -106,7 +101,6 @@ def test_activations_alone() -> None:
     assert torch.equal(layer.quantized_weight(), layer.weight)
 
 
-# ------------------------------------------------------------------------------------------------- allowed or not
 @pytest.mark.parametrize("tied", ["refuse", "untie", "leave"])
 @pytest.mark.parametrize(
     "formats",
@@ -191,7 +185,6 @@ def test_what_a_model_holds_is_reported() -> None:
     assert quantization_report(nn.ReLU()).layers == ()
 
 
-# --------------------------------------------------------------------------------------------------- adapters of PEFT
 @pytest.fixture
 def peft() -> Any:
     return pytest.importorskip("peft", reason="needs the extra lora")

@@ -1,7 +1,5 @@
 """One-byte weights on a GPU: the same codes as on the CPU, moved, written and compiled."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

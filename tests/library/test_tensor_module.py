@@ -1,7 +1,5 @@
 """FP8Parameter in a module: copies, files, devices and dtypes, torch's own helpers."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle
@@ -33,7 +31,6 @@ def stepped(net: Net, steps: int = 2) -> Net:
     return net
 
 
-# ------------------------------------------------------------------------------------------------- copies of a tensor
 COPIES: dict[str, Any] = {
     "clone": lambda p: p.clone(),
     "deepcopy": copy.deepcopy,
@@ -94,7 +91,6 @@ def test_saved_views_are_values() -> None:
     assert torch.equal(copy.deepcopy(p[1].detach()), p.dequantize()[1])
 
 
-# ------------------------------------------------------------------------------------------------- modules, state dicts
 def test_assigning_a_state_dict() -> None:
     net = stepped(Net())
     with torch.device("meta"):
@@ -172,7 +168,6 @@ def test_a_deep_copy_of_a_module_is_independent() -> None:
     assert copied[0].weight is copied[1].weight
 
 
-# -------------------------------------------------------------------------------------------------------- its manifold
 @every_granularity
 def test_the_manifold_is_that_of_format_and_scale(granularity: Any) -> None:
     p = parameter("E3M4", granularity=granularity, seed=8)
@@ -207,9 +202,6 @@ def test_geoopts_methods() -> None:
     with torch.no_grad():
         assert p.proj_() is p
     assert torch.equal(p.dequantize(), values)
-
-
-# -------------------------------------------------------------------------------------------------- torch's own helpers
 
 
 def test_gradient_helpers() -> None:

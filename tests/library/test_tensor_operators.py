@@ -1,7 +1,5 @@
 """FP8Tensor under torch's operators: what is read, what is written, views, draws, saturation."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from typing import Any
@@ -16,7 +14,6 @@ import fp8manifold as fm
 from fp8manifold import SaturationWarning
 from fp8manifold.random_bits import named_word
 
-# ----------------------------------------------------------------------------------------------------------- reading
 READS: dict[str, Any] = {
     "add": lambda w: w + 1,
     "radd": lambda w: 1 - w,
@@ -139,7 +136,6 @@ def test_numbers_and_arrays() -> None:
     assert len(p) == 4
 
 
-# ----------------------------------------------------------------------------------------------------------- writing
 WRITES: dict[str, Any] = {
     "add": lambda w: w.add_(normal(4, 64, seed=5), alpha=0.01),
     "iadd": lambda w: w.__iadd__(0.001),
@@ -233,7 +229,6 @@ def test_writing_drops_the_remainder_for_all_that_share_it() -> None:
     assert copied.remainder.count_nonzero() > 0
 
 
-# ----------------------------------------------------------------------------------------------------------- copying
 def test_copying_one_into_another_is_exact() -> None:
     p, q = parameter(seed=1), parameter(seed=2)
     with torch.no_grad():

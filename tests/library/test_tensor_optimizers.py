@@ -1,7 +1,5 @@
 """Other people's optimizers on one-byte weights: torch's, geoopt's, optimi's.  Every in-place operator rounds."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -96,7 +94,6 @@ def test_optimi() -> None:
         assert all(type(p) is fm.FP8Parameter for p in net.stored)
 
 
-# ------------------------------------------------------------------------------------------------------- the rounding
 def test_steps_are_the_operators_with_a_rounding_each() -> None:
     """AdamW decays (one rounding) and steps (another), with draws of counts 0 and 1."""
     p = parameter(seed=9)

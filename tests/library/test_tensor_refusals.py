@@ -1,7 +1,5 @@
 """What takes an FP8Tensor for memory full of floats works or is refused: collectives, sharding, sharing, writers."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -151,7 +149,6 @@ def test_a_sharded_weight_on_a_grid_is_not_stepped(wrap: str) -> None:
             model(normal(8, 64))
 
 
-# ---------------------------------------------------------------------------------------------------- memory
 def test_processes_share_the_parts() -> None:
     p = parameter(rounding="nearest")
     assert not p.is_shared()

@@ -1,7 +1,5 @@
 """Scales of stored weights: blocks, when they change, and that changing one is a single unbiased rounding."""
 
-from __future__ import annotations
-
 import logging
 import math
 from typing import Any
@@ -20,7 +18,6 @@ from fp8manifold import storage_scale, widened_scale
 settings = hypothesis_settings(derandomize=True, deadline=None, database=None, max_examples=200)
 
 
-# ------------------------------------------------------------------------------------------------------------- blocks
 @settings
 @given(st.integers(0, 2**31), st.sampled_from(FORMATS), st.sampled_from([(32,), (3, 64), (2, 2, 96), (0, 32), (2, 0)]))
 def test_a_block_has_the_scale_it_would_have_alone(seed: int, name: str, shape: tuple[int, ...]) -> None:
@@ -32,7 +29,6 @@ def test_a_block_has_the_scale_it_would_have_alone(seed: int, name: str, shape: 
     assert scale.flatten().tolist() == alone
 
 
-# ----------------------------------------------------------------------------------------------- when they change
 exponents = st.integers(-40, 40)
 mantissas = st.floats(1.0, 1.9921875, width=32)
 
@@ -87,7 +83,6 @@ def test_nan_is_not_the_largest() -> None:
         assert fm.FP8Tensor(torch.tensor([1.0, math.nan]), name, scale=1.0).largest().item() == 1.0
 
 
-# --------------------------------------------------------------------------------------------------------- changing one
 @every_granularity
 @every_format
 def test_narrower_is_exact(name: str, granularity: Any) -> None:
@@ -141,7 +136,6 @@ def test_a_change_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert [r.getMessage() for r in caplog.records] == ["E4M3 of shape (4, 64): 1 of 4 scales changed, by 2^+0 to 2^+2"]
 
 
-# ------------------------------------------------------------------------------------------------------------- adapting
 @every_granularity
 def test_only_scales_that_are_due_change(granularity: Any) -> None:
     p = parameter(granularity=granularity, rounding="nearest")

@@ -1,7 +1,5 @@
 """FP8Tensor as a store: what it holds, how many bytes, and what it refuses."""
 
-from __future__ import annotations
-
 import gc
 import math
 from typing import Any
@@ -21,7 +19,6 @@ import fp8manifold as fm
 settings = hypothesis_settings(derandomize=True, deadline=None, database=None, max_examples=100)
 
 
-# --------------------------------------------------------------------------------------------------- what it holds
 @every_granularity
 @every_format
 def test_values_are_the_nearest_at_the_scale(name: str, granularity: Any) -> None:
@@ -108,7 +105,6 @@ def test_a_parameter_of_every_family() -> None:
     assert isinstance(nn.Parameter(t), nn.Parameter)
 
 
-# ---------------------------------------------------------------------------------------------- what is left, and bytes
 @every_format
 def test_the_remainder_is_what_rounding_left(name: str) -> None:
     """Code plus remainder is the chart coordinate of the weight, to half of 1/256 of a step (or the end of int8)."""
@@ -171,7 +167,6 @@ def test_autograd_keeps_codes(call: str) -> None:
     assert (x_grad is None and x.grad is None) or torch.equal(x_grad, x.grad)  # type: ignore[arg-type]
 
 
-# ------------------------------------------------------------------------------------------------- Inf and NaN
 @every_format
 def test_it_never_holds_inf_and_nan_only_where_there_is_a_code(name: str) -> None:
     fmt = fm.FloatFormat.from_string(name)
@@ -190,7 +185,6 @@ def test_it_never_holds_inf_and_nan_only_where_there_is_a_code(name: str) -> Non
             fm.FP8Tensor.from_codes(torch.tensor([fmt.inf_code | fmt.sign_bit], dtype=torch.uint8), p.scale, name)
 
 
-# ------------------------------------------------------------------------------------------------------------- codes
 @settings
 @given(st.sampled_from(["E4M3", "E7M0", "E1M6"]), st.integers(0, 2**31), st.sampled_from([(), (2, 1), (2, 2)]))
 def test_parts_make_the_tensor(name: str, seed: int, shape: tuple[int, ...]) -> None:

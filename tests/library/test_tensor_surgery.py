@@ -1,7 +1,5 @@
 """quantize_model(storage="fp8"), QuantizedLinear over codes, and the way back."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -25,7 +23,6 @@ def layers(model: nn.Module) -> list[QuantizedLinear]:
     return [m for m in model.modules() if isinstance(m, QuantizedLinear)]
 
 
-# ---------------------------------------------------------------------------------------------- what a layer computes
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_weight_is_the_grids_in_one_byte(name: str, granularity: Any) -> None:
@@ -48,7 +45,6 @@ def test_the_weight_is_the_grids_in_one_byte(name: str, granularity: Any) -> Non
         assert torch.equal(layer(x), grid(x))
 
 
-# --------------------------------------------------------------------------------------------- copies, files, and back
 def begun(model: nn.Module) -> list[Tensor]:
     """The residuals that a first step of nothing begins with."""
     for p in model.parameters():
@@ -68,9 +64,7 @@ def through_tensors_of_codes(model: nn.Module) -> dict[str, Any]:
 
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize(
-    "way",
-    [nn.Module.state_dict, through_state, through_tensors_of_codes],
-    ids=["state", "disk", "tensors of codes"],
+    "way", [nn.Module.state_dict, through_state, through_tensors_of_codes], ids=["state", "disk", "tensors of codes"]
 )
 def test_what_rounding_left_is_part_of_the_state(way: Any, assign: bool) -> None:
     """Until an optimizer has taken it: residuals begin with it after a state was loaded, as they do before."""

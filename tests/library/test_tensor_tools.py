@@ -1,7 +1,5 @@
 """One-byte weights in the hands of other tools: exported programs, fake tensors, empty weights, format strings."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

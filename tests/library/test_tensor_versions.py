@@ -1,7 +1,5 @@
 """Weights written between a forward pass and its backward: torch's usual error, never gradients of other weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

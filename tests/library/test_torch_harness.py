@@ -3,8 +3,6 @@
 On a model of theirs with its weight in one byte a value; and on ordinary parameters ours take the steps of torch's.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 import itertools
@@ -19,11 +17,7 @@ from family_cases import NAMES, OPTIONS, RIEMANNIAN_NAMES, make
 from optimizer_cases import frozen, normal, same_bits, through_disk, values
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.testing._internal.common_optimizers import (
-    OptimizerErrorEnum,
-    get_error_inputs_for_all_optims,
-    optim_db,
-)
+from torch.testing._internal.common_optimizers import OptimizerErrorEnum, get_error_inputs_for_all_optims, optim_db
 
 import fp8manifold as fm
 
@@ -226,11 +220,7 @@ def test_deepcopy_and_pickle(name: str) -> None:
         file = io.BytesIO()
         torch.save(optimizer, file)
         file.seek(0)
-        copies = [
-            copy.deepcopy(optimizer),
-            pickle.loads(pickle.dumps(optimizer)),
-            torch.load(file, weights_only=False),
-        ]
+        copies = [copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer)), torch.load(file, weights_only=False)]
         public = {name for name in vars(optimizer) if not name.startswith("_") and "hook" not in name}
         for other in copies:
             assert type(other) is type(optimizer)
@@ -272,7 +262,6 @@ def construct(name: str, params: Any, kwargs: dict[str, Any], tensors: list[nn.P
     return kind(params, layer, [normal(4, 5)], **rates)
 
 
-# ------------------------------------------------------------------------------------------------ ordinary parameters
 THEIRS = {info.name: info for info in optim_db}
 #: Ours, on ordinary parameters alone, and the one of torch's that it then is.
 SAME = {

@@ -1,7 +1,5 @@
 """Optimizers that Trainer makes by a factory: the numbers of a plain loop, resumed to the bit, nothing overridden."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,10 +54,7 @@ def by_trainer(
     passes: list[dict[str, Any]] = []
     hook = model.register_forward_pre_hook(lambda _, args, given: passes.append(dict(given)), with_kwargs=True)
     trainer = transformers.Trainer(
-        model,
-        arguments,
-        train_dataset=Lines(),
-        optimizer_cls_and_kwargs=trainer_optimizer(arguments, rule, **options),
+        model, arguments, train_dataset=Lines(), optimizer_cls_and_kwargs=trainer_optimizer(arguments, rule, **options)
     )
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     hook.remove()
@@ -181,11 +176,7 @@ def test_sft_trainer_of_trl_trains_with_it(tmp_path: Path) -> None:
         )
         chosen = trainer_optimizer(arguments, "muon", moments="8bit", in_backward=in_backward)
         trainer = trl.SFTTrainer(
-            model,
-            arguments,
-            train_dataset=data,
-            processing_class=tokenizer,
-            optimizer_cls_and_kwargs=chosen,
+            model, arguments, train_dataset=data, processing_class=tokenizer, optimizer_cls_and_kwargs=chosen
         )
         resume = str(tmp_path / "1" / "checkpoint-3") if len(ends) == 2 else None
         trainer.train(resume_from_checkpoint=resume)

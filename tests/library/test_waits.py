@@ -1,7 +1,5 @@
 """What the host reads of a card: numbers that it knows already are not read again, and nothing is read of codes."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from typing import Any
@@ -205,7 +203,6 @@ def _reads_of_a_number(weights: list[Any]) -> int:
     return reads.counts["_local_scalar_dense"]
 
 
-# ------------------------------------------------------------------------------------------------------------ autocast
 @pytest.mark.parametrize("gradients", [False, True])
 def test_under_autocast_codes_are_decoded_and_not_copied(gradients: bool) -> None:
     spec = fm.LayerSpec("E4M3", gradient={"activation": "E5M2"} if gradients else None)

@@ -1,7 +1,5 @@
 """quantize_model(draws=): what a model's own weights draw by, which writes take it, and that it is kept."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path
@@ -47,7 +45,6 @@ def stepped(net: Any, make: Any) -> list[list[float]]:
     return values(net)
 
 
-# ------------------------------------------------------------------------------------------------------- the option
 @STORED
 def test_the_weights_say_which_draws_they_have(storage: Any) -> None:
     assert owned(network(storage)) == ["dither"] * 2
@@ -66,7 +63,6 @@ def test_reports_and_layers_show_draws_that_are_not_the_default(storage: Any) ->
     assert "rounding=stochastic, draws=dither" in repr(net[0].weight.manifold)
 
 
-# ------------------------------------------------------------------------------------------------------ who takes it
 ADAM: dict[str, Any] = {"lr": 0.6, "writeback": "stochastic"}
 
 
@@ -98,7 +94,6 @@ def test_an_optimizers_own_draws_go_before_the_weights(storage: Any, name: str) 
     assert dithered == stepped(network(storage, "independent"), make(draws="dither")) != plain
 
 
-# ------------------------------------------------------------------------------------------------- what is kept of it
 @STORED
 def test_what_is_made_of_the_model_keeps_them(storage: Any, tmp_path: Path) -> None:
     net = network(storage)
@@ -124,7 +119,6 @@ def test_codes_of_another_library_leave_the_layers_own() -> None:
     assert owned(net) == ["dither"] * 2
 
 
-# ----------------------------------------------------------------------------------------------------- transformers
 @pytest.mark.filterwarnings("ignore")  # what other libraries announce is their own business
 @STORED
 def test_a_model_of_transformers_keeps_them(storage: Any, tmp_path: Path) -> None:

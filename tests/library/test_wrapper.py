@@ -1,7 +1,5 @@
 """StiffnessWrapper: any torch optimizer, its updates or gradients scaled by the stiffness field."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -35,7 +33,6 @@ def ratio(x: Tensor, scale: Any, exponent: float, damping: float = 2.0**-8, clip
     return (stiffness / stiffness.mean()).clamp(damping, clip) ** exponent
 
 
-# ----------------------------------------------------------------------------------------------------- on updates
 @pytest.mark.parametrize("exponent", [1.0, 0.5, 2.0, 0.37, -1.0])
 @pytest.mark.parametrize("inner", [SGD, AdamW])
 def test_an_update_is_scaled_element_by_element(inner: Any, exponent: float) -> None:
@@ -138,7 +135,6 @@ def test_scale_zero_stands_still() -> None:
     assert same_bits(before, values(parameters))
 
 
-# ------------------------------------------------------------------------------------------------------ schedules
 def test_scale_and_exponent_follow_their_schedules() -> None:
     """Asked with the steps taken, one function each; the reference is refreshed when due."""
     weight = free_weight(normal(30, dtype=double), "E4M3")
@@ -167,7 +163,6 @@ def test_the_reference_is_kept_between_refreshes() -> None:
     assert moved == pytest.approx([at_first, 2 * at_first, 4 * at_first, at_first], rel=1e-8)
 
 
-# ---------------------------------------------------------------------------------------------------- on gradients
 def test_a_gradient_is_scaled_and_put_back() -> None:
     weight = free_weight(normal(3, 20, dtype=double), "E4M3")
     plain = nn.Parameter(values([weight])[0])
@@ -224,7 +219,6 @@ def test_why_it_warns() -> None:
     assert moved[1] == pytest.approx(moved[2] / 16, rel=1e-9)
 
 
-# -------------------------------------------------------------------------------------------------- torch's contract
 @pytest.mark.parametrize("mode", ["update", "gradient"])
 def test_a_closure_is_called_by_the_optimizer(mode: Any) -> None:
     """LBFGS calls it several times: a quadratic is solved, and the last gradients are the closure's own."""

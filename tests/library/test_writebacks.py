@@ -1,7 +1,5 @@
 """From what was asked for to what is stored: unbiased, without stalling, nothing lost that is kept beside the codes."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 from typing import Any
@@ -47,7 +45,6 @@ def move(kind: str, p: Any, options: dict[str, Any], gradient: Tensor, steps: in
     return optimizer
 
 
-# -------------------------------------------------------------------------------------------------- stochastic
 #: weight, and what a step asks for: within a binade, inwards over a power of two, subnormal, over zero, over two codes
 ASKED = [
     (1.25, 1.29),
@@ -89,7 +86,6 @@ def test_what_is_out_of_range_saturates_and_comes_back() -> None:
         assert p.tolist() == [384.0, -384.0, 1.0]
 
 
-# ---------------------------------------------------------------------------------------------------- residuals
 @pytest.mark.parametrize("draws", ["independent", "dither"])
 @pytest.mark.parametrize(("start", "asked"), ASKED)
 def test_what_arrives_and_what_is_kept_are_what_was_asked_in_the_mean(start: float, asked: float, draws: str) -> None:
@@ -191,7 +187,6 @@ def test_code_and_residual_are_one_number() -> None:
         assert torch.equal(found, position)
 
 
-# ---------------------------------------------------------------------------------------------- error injection
 def test_the_injected_error_keeps_the_invariant_in_exact_arithmetic() -> None:
     """``w - eta beta / (1 - beta) m`` after a rounded step and after an unrounded one: equal as fractions."""
     beta, eta = Fraction(9, 10), Fraction(3, 1000)
@@ -203,10 +198,7 @@ def test_the_injected_error_keeps_the_invariant_in_exact_arithmetic() -> None:
         assert after - eta * beta / (1 - beta) * injected == target - eta * beta / (1 - beta) * m
 
 
-FIXED: dict[str, dict[str, Any]] = {
-    "k = 0": {"stiffness": 0.0},
-    "dampening": {"stiffness": 0.0, "dampening": 0.5},
-}
+FIXED: dict[str, dict[str, Any]] = {"k = 0": {"stiffness": 0.0}, "dampening": {"stiffness": 0.0, "dampening": 0.5}}
 
 
 @pytest.mark.parametrize("options", FIXED.values(), ids=FIXED)

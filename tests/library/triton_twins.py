@@ -5,8 +5,6 @@ Every step that a test has native code take is taken by Triton's kernels on copi
 is then one of all three.
 """
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Sequence
