@@ -7,7 +7,6 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,8 +21,6 @@ NAMESPACES = {
     "fp8manifold.huggingface": fm.huggingface,
     "fp8manifold.reference": fm.reference,
 }
-ROOT = Path(__file__).parent.parent
-BENCH = sorted((ROOT / "nanogpt_bench").rglob("*.py"))
 
 
 def public_objects() -> dict[str, Any]:
@@ -166,31 +163,3 @@ def missing(name: str) -> Iterator[str]:
 @pytest.mark.parametrize("name", PUBLIC)
 def test_a_public_docstring_says_everything(name: str) -> None:
     assert list(missing(name)) == []
-
-
-def functions_that_raise(path: Path) -> Iterator[tuple[str, str]]:
-    """(name, docstring) of the documented public functions of a file whose own source raises something."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and (text := ast.get_docstring(node)):
-            raised = [inner for inner in ast.walk(node) if isinstance(inner, ast.Raise) and inner.exc is not None]
-            if any("NotImplementedError" not in ast.dump(inner) for inner in raised):
-                yield f"{path.name}: {node.name}", text
-
-
-def test_functions_of_the_bench_say_that_they_raise() -> None:
-    for path in BENCH:
-        assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), f"{path}: no docstring"
-        found = [name for name, text in functions_that_raise(path) if not re.search(r"[Rr]aise|[Rr]efuse", text)]
-        assert found == [], path
-
-
-def test_the_checks_see_what_is_missing() -> None:
-    text = "One.\n\nArgs:\n    a, b: two.\n        c: of the line before.\n    d: one.\n\nRaises:\n    ValueError: x.\n"
-    assert described(text) == {"a", "b", "d"}
-    assert section(text, "Raises").strip() == "ValueError: x."
-    assert section(text, "Returns") == ""
-    assert takes_tensors(fm.ulp)
-    assert not takes_tensors(fm.random_bits)
-    assert own_raises(fm.unflatten_state_dict)
-    assert not own_raises(fm.ulp)
-    assert not FIRST.match("one.")

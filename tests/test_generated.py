@@ -71,16 +71,6 @@ def test_no_page_shows_a_file_that_the_repository_lacks() -> None:
     assert missing == []
 
 
-def test_a_reader_of_the_repository_sees_tables_and_generated_figures() -> None:
-    """GitHub shows a directive that includes a file as its source."""
-    for page in sources():
-        text = page.read_text(encoding="utf-8")
-        assert re.findall(r"\{include\}|\{(?:figure|image)\} (?:generated|figures)/", text) == [], page
-        for match in re.finditer(r"<!-- table: ([\w-]+) -->\n(.*?)<!-- end -->", text, re.DOTALL):
-            assert re.search(r"^\|[ :|-]+\|$", match[2], re.MULTILINE), match[1]
-        assert text.count("<!-- table: ") == text.count("<!-- end -->")
-
-
 @pytest.mark.parametrize("folder", ["docs", "study"])
 def test_every_table_and_figure_is_fresh(folder: str, request: pytest.FixtureRequest) -> None:
     pages = request.getfixturevalue(folder)

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -28,17 +27,6 @@ def baseline() -> dict[str, str]:
     (found,) = (n.value for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "BASELINE")
     variables: dict[str, str] = ast.literal_eval(found)
     return variables
-
-
-def test_the_first_lines_name_processor_capability_and_products(pytestconfig: pytest.Config) -> None:
-    (said,) = (line for line in _header(pytestconfig) if line.startswith("processor: "))
-    dtype = "bfloat16" if _muon.product_dtype(torch.device("cpu")) is torch.bfloat16 else "float32"
-    assert said.endswith(f"; torch: {torch.backends.cpu.get_cpu_capability()}, products in {dtype}")
-
-
-def _header(config: Any) -> list[str]:
-    answers = config.hook.pytest_report_header(config=config, start_path=ROOT)
-    return [line for each in answers for line in ([each] if isinstance(each, str) else each)]
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the variables are those of x86-64")

@@ -14,7 +14,6 @@ from nanogpt_bench.report.results_file import read_export
 
 ROOT = Path(__file__).parent.parent
 
-PAGES = {page.stem: page.read_text(encoding="utf-8") for page in sorted((ROOT / "study").glob("*.md"))}
 STUDY = sorted((ROOT / "study" / "results").glob("*.json"))
 
 
@@ -23,18 +22,6 @@ def _on_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """What draws the study's pages can be imported."""
     monkeypatch.syspath_prepend(ROOT / "docs")
     monkeypatch.syspath_prepend(ROOT / "study")
-
-
-def test_the_study_shows_every_results_file_that_has_runs() -> None:
-    page, drawn_with = "\n".join(PAGES.values()), [*import_module("_study").BESIDE.values()]
-    for path in STUDY:
-        shown = page.count(f"<!-- table: {path.stem} -->\n") + any(path.stem in names for names in drawn_with)
-        assert shown == has_runs(path), path.stem
-
-
-def has_runs(path: Path) -> bool:
-    """Whether a results file has more than searches."""
-    return path.exists() and bool(rows_of(path))
 
 
 def entries_of(path: Path) -> list[dict[str, Any]]:
@@ -49,13 +36,6 @@ def rows_of(path: Path) -> dict[str, list[dict[str, Any]]]:
     for run in (entry for entry in entries_of(path) if entry["kind"] == "run"):
         rows.setdefault(run["label"], []).append(run)
     return rows
-
-
-def test_a_planned_sweep_has_results_or_is_listed_with_its_command() -> None:
-    page = PAGES["study-protocol"]
-    left_out = page[page.index("## What did not fit") : page.index("## A row made again")]
-    for path in (ROOT / "study" / "sweeps").glob("*.yaml"):
-        assert (path.name in left_out) != has_runs(ROOT / "study" / "results" / f"{path.stem}.json"), path.stem
 
 
 def test_the_first_tables_are_drawn_from_the_results() -> None:
@@ -97,16 +77,6 @@ def test_a_look_that_came_later_is_not_told_as_that_of_a_tenth() -> None:
     assert "-" not in {end for _, end in cells}
     told = import_module("_weights").kurtosis_table(read_export(STUDY[0].with_stem("study_q1")))
     assert "| - |" not in told
-
-
-def test_what_is_drawn_of_fine_tuning_stands_on_its_page_once(tmp_path: Path) -> None:
-    import_module("_finetune").write_finetune(tmp_path)
-    page = (ROOT / "docs" / "finetune.md").read_text(encoding="utf-8")
-    assert {path.name for path in tmp_path.iterdir()} >= {"finetune-small.md", "finetune-small.svg"}
-    for path in tmp_path.iterdir():
-        assert path.stat().st_size > 300
-        shown = f"(figures/{path.name})\n" if path.suffix == ".svg" else f"<!-- table: {path.stem} -->\n"
-        assert page.count(shown) == 1
 
 
 def test_a_gap_appears_where_an_interval_first_leaves_0_out() -> None:
