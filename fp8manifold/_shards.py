@@ -66,12 +66,7 @@ class FP8Shard(FP8Tensor):
         return (codes,), (outer_size, ranks.gathered(_padded(kept, rows, _one_in(kept)))[: outer_size[0]])
 
     def fsdp_post_all_gather(
-        self,
-        outputs: tuple[Tensor, ...],
-        metadata: Any,
-        param_dtype: torch.dtype,
-        *,
-        out: FP8Tensor | None = None,
+        self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: FP8Tensor | None = None
     ) -> tuple[FP8Tensor, tuple[Tensor, ...]] | None:
         """The whole on the memory that has been filled; that memory is the same in every pass."""
         size, scale = metadata
@@ -103,11 +98,7 @@ def _one_in(kept: Tensor) -> float:
     return ONE if kept.dtype == torch.uint8 else 1.0
 
 
-def _in_rows(
-    x: FP8Tensor,
-    change: Callable[[Tensor, float], Tensor],
-    counter: Tensor | None = None,
-) -> FP8Tensor:
+def _in_rows(x: FP8Tensor, change: Callable[[Tensor, float], Tensor], counter: Tensor | None = None) -> FP8Tensor:
     """The tensor with ``change`` of every part that has rows; it is told what stands in a row that is new."""
     if isinstance(x.block_size, tuple):
         raise RuntimeError(

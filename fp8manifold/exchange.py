@@ -28,11 +28,7 @@ __all__ = ["ExchangeLayout", "export_model", "exported_state_dict"]
 
 ExchangeLayout = Literal["compressed-tensors", "torchao", "fp8"]
 Activations = Literal["float", "E4M3"]
-_FORMATS: Final = {
-    "compressed-tensors": ("E4M3",),
-    "fp8": ("E4M3",),
-    "torchao": tuple(fmt.name for fmt in FLOAT8),
-}
+_FORMATS: Final = {"compressed-tensors": ("E4M3",), "fp8": ("E4M3",), "torchao": tuple(fmt.name for fmt in FLOAT8)}
 _STRATEGIES: Final[dict[str, dict[str, Any]]] = {
     "tensor": {"strategy": "tensor"},
     "channel": {"strategy": "channel"},
@@ -140,11 +136,7 @@ def exported_state_dict(
 
 
 def export_model(
-    model: Any,
-    folder: str | Path,
-    layout: ExchangeLayout = "compressed-tensors",
-    *,
-    activations: Activations = "float",
+    model: Any, folder: str | Path, layout: ExchangeLayout = "compressed-tensors", *, activations: Activations = "float"
 ) -> None:
     """Write a model of transformers as a folder that ``from_pretrained`` reads as another library's.
 

@@ -17,17 +17,7 @@ from fp8manifold._numerics.rounding import OVERFLOWS, ROUNDINGS, Overflow, Round
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
 from fp8manifold.random_bits import Draws, Stream, check_words, draw_range, stream_of
 
-__all__ = [
-    "Overflow",
-    "Rounding",
-    "check_codes",
-    "decode",
-    "encode",
-    "from_chart",
-    "round_to_grid",
-    "to_chart",
-    "ulp",
-]
+__all__ = ["Overflow", "Rounding", "check_codes", "decode", "encode", "from_chart", "round_to_grid", "to_chart", "ulp"]
 
 
 def ulp(x: Tensor, fmt: FormatLike) -> Tensor:

@@ -17,13 +17,7 @@ from fp8manifold.nn._in_place import in_place_parameters, parameter_names
 from fp8manifold.nn._linear import QuantizedConv1D, QuantizedLinear
 from fp8manifold.nn._loading import Encode, Reader
 from fp8manifold.nn._parts import PARTS, gather_parts
-from fp8manifold.nn._saved import (
-    parameters_recipe_of,
-    put_layers,
-    put_parameters,
-    recipe_of,
-    spec_as_json,
-)
+from fp8manifold.nn._saved import parameters_recipe_of, put_layers, put_parameters, recipe_of, spec_as_json
 from fp8manifold.nn._scalers import Scale
 from fp8manifold.nn._spec import Formats, LayerSpec
 from fp8manifold.nn._surgery import dequantize_model

@@ -57,7 +57,6 @@ def _fields(fmt: Fields | str) -> Fields:
     return as_format(fmt) if isinstance(fmt, str) else fmt
 
 
-# ---------------------------------------------------------------------------------------------- codes
 def sign_bit(fmt: Fields) -> int:
     """The code whose only set bit is the sign; half the number of codes.
 
@@ -178,7 +177,6 @@ def decode(code: int, fmt: Fields | str) -> float:
     return math.copysign(math.inf if unsigned == inf_code(fmt) else float(magnitude(unsigned, fmt)), 0.5 - negative)
 
 
-# ---------------------------------------------------------------------------------------------- chart
 def ulp(x: float | Fraction, fmt: Fields | str) -> Fraction:
     """The spacing of the format at ``x``: the stiffness S, as :func:`fp8manifold.ulp` has it.
 
@@ -268,7 +266,6 @@ def _within(x: float | Fraction, fmt: Fields) -> Fraction:
     return largest if abs(x) == math.inf else min(abs(Fraction(x)), largest)
 
 
-# ------------------------------------------------------------------------------------------- rounding
 def encode(
     x: float, fmt: Fields | str, rounding: str = "nearest", overflow: str = "saturate", bits: int | None = None
 ) -> int:
