@@ -8,7 +8,6 @@ import pytest
 import torch
 from fisher_cases import EVERY, STORAGES, batch, optimizer_of, put_gradients, tagger, train, values
 from optimizer_cases import frozen, same_bits, through_disk
-from torch import nn
 
 import fp8manifold as fm
 from fp8manifold.optim import FisherNaturalGradient
@@ -76,20 +75,6 @@ def test_smallest_gpt_learns_in_one_byte_a_weight(representation: str) -> None:
     assert len(natural) == 17
     assert losses[0] > 5.3
     assert losses[-1] < losses[0] - 1.0
-    assert optimizer.skipped_steps == 0
-
-
-@pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
-@pytest.mark.parametrize("fmt", ["E7M0", "E1M6", "E5M2"])
-def test_learns_in_every_format_and_granularity(fmt: str, granularity: str) -> None:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Embedding(13, 32), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 5))
-    fm.quantize_model(model, fm.LayerSpec(fmt, granularity=granularity), storage="fp8")  # type: ignore[arg-type]
-    optimizer = optimizer_of(model, lr=0.01, representation="diagonal")
-    first = put_gradients(model)
-    train(model, optimizer, 40)
-    assert put_gradients(model) < 0.6 * first
     assert optimizer.skipped_steps == 0
 
 

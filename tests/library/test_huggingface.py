@@ -213,29 +213,7 @@ def test_a_trainer_goes_on_where_it_was(maker: Any, optimizer: str, tmp_path: Pa
     assert same(resumed.optimizer.state_dict(), ended.optimizer.state_dict())
 
 
-class WithoutNorms(transformers.Trainer):  # type: ignore[misc,name-defined]
-    """A Trainer that does not log the norm of gradients, for which transformers reads them in every step."""
-
-    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> None:
-        return None
-
-
 ONE_BY_ONE: dict[str, Any] = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "max_grad_norm": 0.0}
-
-
-@pytest.mark.usefixtures("products")
-def test_a_trainer_steps_in_the_backward_pass(tmp_path: Path) -> None:
-    """Which ``accelerate`` prepares, and resumes: to the numbers of steps that come after."""
-    after, inside, again = (quantize_model(llama(), "E4M3", "fp8", tied="leave") for _ in range(3))
-    ended = trained(huggingface.attach(after), tmp_path / "after", "muon", kind=WithoutNorms, **ONE_BY_ONE)
-    more: dict[str, Any] = {"in_backward": True, "kind": WithoutNorms, **ONE_BY_ONE}
-    stepped = trained(huggingface.attach(inside), tmp_path / "inside", "muon", **more)
-    half = tmp_path / "inside" / "checkpoint-3"
-    resumed = trained(huggingface.attach(again), tmp_path / "again", "muon", half, **more)
-    assert bits(inside) == bits(after) == bits(again)
-    assert losses(stepped) == losses(ended)
-    for trainer in (stepped, resumed):
-        assert same(trainer.optimizer.state_dict(), ended.optimizer.state_dict())
 
 
 @pytest.mark.parametrize("clips", [0.0, 1.0])

@@ -155,13 +155,6 @@ def float_step(optimizer: torch.optim.Optimizer, plain: nn.Parameter) -> float:
     return float((before - plain.detach()).max())
 
 
-def test_float_lr_is_what_ordinary_parameters_step_with() -> None:
-    for kind in (RiemannianAdam, RiemannianSGD):
-        plain = nn.Parameter(torch.zeros(3, dtype=double))
-        optimizer = kind([grid_weight(), plain], 0.5, float_lr=0.01)
-        assert float_step(optimizer, plain) == pytest.approx(0.01, rel=1e-6)
-
-
 @pytest.mark.parametrize("tensor", [False, True], ids=["float", "tensor"])
 def test_float_lr_follows_the_schedule_of_lr(tensor: bool) -> None:
     plain = nn.Parameter(torch.zeros(3, dtype=double))

@@ -87,14 +87,6 @@ def made(name: str, parameters: list[Any], **options: Any) -> Any:
 
 
 @by_name
-def test_flags_that_we_do_not_have_are_refused(name: str) -> None:
-    for kwargs in configurations(name):
-        for flag in ("foreach", "fused", "differentiable", "capturable"):
-            with pytest.raises(ValueError, match=f"{flag}=True is not supported by {name}"):
-                made(name, model()[0], **{**kwargs, flag: True})
-
-
-@by_name
 def test_errors(name: str) -> None:
     """torch's own bad input."""
     for bad in get_error_inputs_for_all_optims("cpu", torch.float32):

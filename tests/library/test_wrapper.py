@@ -100,41 +100,6 @@ def test_around_ordinary_parameters_it_is_the_identity_to_one_rounding(inner: An
         assert (wrapped == plain).double().mean() > 0.7
 
 
-def test_scale_alone_scales_every_update() -> None:
-    parameters = [free_weight(normal(9, dtype=double)), nn.Parameter(normal(9, dtype=double))]
-    before = values(parameters)
-    put_gradients(parameters, 0)
-    StiffnessWrapper(SGD(parameters, lr=0.1), scale=0.25).step()
-    for p, old in zip(parameters, before, strict=True):
-        assert torch.allclose(p.detach(), old - 0.025 * p.grad, rtol=1e-13, atol=0)  # type: ignore[operator]
-
-
-def test_every_step_and_parameter_has_its_own_draws() -> None:
-    """Half an ULP each time, from the same place: which weights move is independent of the step and the parameter."""
-    weights = [on(fm.FP8Manifold("E4M3"), torch.full((4000,), 1.5)) for _ in range(2)]
-    optimizer = StiffnessWrapper(SGD(weights, lr=0.0625), writeback="stochastic")
-    moves = []
-    for _ in range(2):
-        for weight in weights:
-            weight.data.fill_(1.5)
-            weight.grad = torch.ones(4000)
-        optimizer.step()
-        moves += [(weight.detach() != 1.5).float() for weight in weights]
-    for i, a in enumerate(moves):
-        for b in moves[:i]:
-            assert abs(torch.corrcoef(torch.stack([a, b]))[0, 1]) < 4 / 4000**0.5
-
-
-def test_scale_zero_stands_still() -> None:
-    parameters = [grid_weight("E4M3", (3, 7), ROWS, "stochastic"), nn.Parameter(normal(9))]
-    before = values(parameters)
-    optimizer = StiffnessWrapper(AdamW(parameters, lr=0.1), scale=0.0)
-    for t in range(3):
-        put_gradients(parameters, t)
-        optimizer.step()
-    assert same_bits(before, values(parameters))
-
-
 def test_scale_and_exponent_follow_their_schedules() -> None:
     """Asked with the steps taken, one function each; the reference is refreshed when due."""
     weight = free_weight(normal(30, dtype=double), "E4M3")
@@ -199,24 +164,6 @@ def test_gradients_are_put_back_when_the_optimizer_fails() -> None:
 def test_a_factor_on_the_gradient_of_adam_warns(inner: Any) -> None:
     with pytest.warns(UserWarning, match=f"gradient of {inner.__name__} cancels"):
         StiffnessWrapper(inner([grid_weight()], lr=0.1), on="gradient")
-
-
-def test_why_it_warns() -> None:
-    """A scalar factor on AdamW's gradient changes nothing; on its update it does what it says."""
-    weights = [nn.Parameter(normal(50, dtype=double)) for _ in range(3)]
-    start = values(weights)[0]
-    with pytest.warns(UserWarning, match="cancels"):
-        on_gradient = StiffnessWrapper(AdamW(weights[:1], lr=0.01, eps=0.0), 2.0**-4, on="gradient")
-    on_update = StiffnessWrapper(AdamW(weights[1:2], lr=0.01, eps=0.0), 2.0**-4)
-    plain = AdamW(weights[2:], lr=0.01, eps=0.0)
-    put_gradients(weights[:1], 0)
-    for p in weights[1:]:
-        p.grad = weights[0].grad
-    for optimizer in (on_gradient, on_update, plain):
-        optimizer.step()
-    moved = [(p.detach() - start).abs().mean().item() for p in weights]
-    assert moved[0] == pytest.approx(moved[2], rel=1e-12)
-    assert moved[1] == pytest.approx(moved[2] / 16, rel=1e-9)
 
 
 @pytest.mark.parametrize("mode", ["update", "gradient"])
