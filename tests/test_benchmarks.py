@@ -22,7 +22,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fp8manifold.formats import as_format
+import fp8manifold as fm
 from nanogpt_bench.data import prepare_text
 from nanogpt_bench.data.batches import load_corpus
 from nanogpt_bench.loop.outcome import Progress
@@ -113,43 +113,6 @@ def test_bytes_and_ratios_of_torch_optimizers(modules: dict[str, ModuleType], sm
         assert line["first_step_s"] > 0
 
 
-class Hoarder(torch.optim.SGD):
-    """Keeps every gradient of the last step."""
-
-    def step(self, closure: Any = None) -> None:
-        super().step(closure)
-        self.hoard = {p: p.grad for p in self.param_groups[0]["params"]}
-
-
-def test_gradients_an_optimizer_holds_are_charged_to_it(
-    modules: dict[str, ModuleType], small: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    contenders = modules["_contenders"]
-    monkeypatch.setitem(contenders.CONTENDERS, "sgd-fused", contenders.torch_optimizer("hoarder", Hoarder, lr=0.1))
-    assert modules["optimizer_step"].measure("sgd-fused", small, 1)["bytes_per_parameter"] == 8
-
-
-def test_the_reason_of_a_failure_is_the_exception(modules: dict[str, ModuleType]) -> None:
-    errors = (
-        "Traceback:\n  line\nValueError: first\n\ntorch._dynamo.exc.Unsupported: second\n  more\n\nSet X=1 for more\n"
-    )
-    assert modules["optimizer_step"].reason(errors) == "torch._dynamo.exc.Unsupported: second"
-    assert modules["optimizer_step"].reason("Killed\n") == "Killed"
-    assert modules["optimizer_step"].reason("") == "no output"
-
-
-def test_a_peer_that_breaks_is_no_missing_peer(
-    modules: dict[str, ModuleType], small: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(work: Any) -> None:
-        raise ValueError("broken")
-
-    contenders = modules["_contenders"].CONTENDERS
-    monkeypatch.setitem(contenders, "geoopt-adam", modules["_contenders"].Contender("peer", "geoopt", broken))
-    with pytest.raises(ValueError, match="broken"):
-        modules["optimizer_step"].measure("geoopt-adam", small, 1)
-
-
 def test_exit_code(
     modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -210,33 +173,6 @@ def test_bad_options_end_with_code_2(
         assert words in capsys.readouterr().err, line
 
 
-def test_the_workload(modules: dict[str, ModuleType]) -> None:
-    sizes = modules["_contenders"].SIZES
-    work = {name: modules["_contenders"].Workload.sized(name, 1.0, torch.device("cpu")) for name in sizes}
-    assert len(work["10M"].shapes) == 50
-    assert abs(work["10M"].numel / 10.5e6 - 1) < 0.005
-    assert any(torch.Size(shape).numel() % 128 for shape in work["10M"].shapes if len(shape) == 2)
-    assert work["124M"].numel == 124_439_808
-    assert work["10M"].shapes == sizes["10M"]
-
-
-class Pair(Tensor):
-    """A wrapper subclass of two tensors."""
-
-    @staticmethod
-    def __new__(cls, codes: Tensor, scale: Tensor) -> "Pair":
-        pair = Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
-        pair.codes, pair.scale = codes, scale
-        return pair
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["codes", "scale"], None
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise NotImplementedError(f"{func}: counting bytes runs nothing")
-
-
 def test_live_bytes_counts_each_storage_once_and_looks_into_subclasses(modules: dict[str, ModuleType]) -> None:
     live_bytes = modules["_timing"].live_bytes
     base = nn.Parameter(torch.zeros(100))
@@ -246,7 +182,7 @@ def test_live_bytes_counts_each_storage_once_and_looks_into_subclasses(modules: 
     holder = nn.Linear(3, 2)
     holder.extra = [torch.zeros(5, dtype=torch.uint8)]
     assert live_bytes(holder) == 4 * (6 + 2) + 5
-    assert live_bytes([Pair(torch.zeros(8, 4, dtype=torch.uint8), torch.ones(8, 1))]) == 32 + 32
+    assert live_bytes([fm.FP8Tensor(torch.zeros(8, 4), "E4M3")]) == 32 + 32 + 8
 
 
 def test_linear_forward_from_end_to_end() -> None:
@@ -439,19 +375,6 @@ def test_the_plain_loop_learns_and_the_step_alone_is_the_bench_s(modules: dict[s
     assert curves[1] == curves[2]
 
 
-def test_the_checked_step_is_checked(
-    modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, corpus: Path
-) -> None:
-    script, calls = modules["harness_overhead"], []
-    for name in ("before", "after"):
-        monkeypatch.setattr(script.Sentry, name, lambda self, *step, name=name: calls.append(name))
-    config, opened = script.config_of(corpus, 30, *SIZES), load_corpus(corpus, 8)
-    script.step_alone(config, opened, checked=False)()
-    assert calls == []
-    script.step_alone(config, opened, checked=True)()
-    assert calls == ["before", "after"]
-
-
 def test_checkpoint_from_end_to_end(tmp_path: Path) -> None:
     printed = run("checkpoint.py", "--elements", "3000", "--repeats", "2", "--folder", str(tmp_path))
     ratios = re.findall(r"^  (commit|read).* ([\d.]+)x \(([\d.]+) \.\. ([\d.]+)\)$", printed, re.MULTILINE)
@@ -517,34 +440,11 @@ def test_a_moment_is_right_on_average_by_independent_draws(
         assert abs(ratio - 1) > 0.035
 
 
-def test_values_of_a_fitted_grid_stay(modules: dict[str, ModuleType]) -> None:
-    """And the scale is the smallest power of two, of blocks of zeros too."""
-    script = modules["moment_formats"]
-    for way in (way for way in script.WAYS if way.scale == "fitted" and way.fmt != "bfloat16"):
-        values = torch.tensor(as_format(way.fmt).values).repeat(128)[: 64 * 128].view(-1, 128) / 2**20
-        values[:, 0] = as_format(way.fmt).max / 2**20
-        values[0] = 0.0
-        for rounding in ("nearest", "independent", "dither"):
-            assert torch.equal(script.kept(values, torch.zeros(len(values), 1), way, rounding, 1, 1), values)
-    x = torch.tensor([0.75, 1.0, 1.0000001, 2.0**-30])
-    assert script.power_above(x).tolist() == [1.0, 1.0, 2.0, 2.0**-30]
-
-
 def test_all_of_a_small_movement_arrives_here(modules: dict[str, ModuleType]) -> None:
     script, options = modules["arrived_share"], argparse.Namespace(movement=2, rows=16, seed=1)
     for case in itertools.product(("here", "here, dithered draws"), ("E4M3", "E2M5", "E3M4", "E1M6")):
         for span in ("subnormal", "normal"):
             assert script.share(*case, span, 0.3, options) == pytest.approx(1.0, abs=0.1), (*case, span)
-
-
-def test_the_share_of_other_packages(modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("sdnq", reason="sdnq is not installed (GPL-3.0, in no extra but its own)")
-    script = modules["arrived_share"]
-    options = argparse.Namespace(movement=2, rows=16, seed=1)
-    with torch.compiler.set_stance("force_eager"):
-        assert script.share("SDNQ", "int8", "whole", 0.3, options) == pytest.approx(1.0, abs=0.1)
-        assert script.share("SDNQ", "E2M5", "normal", 0.3, options) == pytest.approx(1.0, abs=0.1)
-        assert script.share("SDNQ", "E2M5", "subnormal", 0.3, options) < 0.5
 
 
 def test_a_package_that_is_missing_is_said_and_left_out(
@@ -598,15 +498,6 @@ KEY = {"seed": 1, "stream": 0, "first": 1}
 
 def normal_weights(rows: int) -> Tensor:
     return torch.randn(rows, 128, generator=torch.Generator().manual_seed(1))
-
-
-@pytest.mark.parametrize("draws", ["independent", "dither"])
-def test_a_write_back_is_right_on_average(modules: dict[str, ModuleType], draws: str) -> None:
-    script, start = modules["_write_back"], normal_weights(256)
-    for way in (way for way in modules["write_back_noise"].WAYS if way.every < 2 and way.pow2):
-        code, exact = script.replayed(start, [0.002 * start.sign()] * 60, way, draws, **KEY)
-        for error in (code - exact, (code - exact) * start.sign()):  # as a whole, and along the movement
-            assert abs(error.mean()) < 4 * error.std() / error.numel() ** 0.5
 
 
 def test_a_write_back_is_right_on_average_while_scales_widen(modules: dict[str, ModuleType]) -> None:
