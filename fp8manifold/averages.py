@@ -99,15 +99,9 @@ class _AsFloats:
         return (p.t() if turned else p for p, turned in floats)
 
     def buffers(self) -> Iterator[Tensor]:
-        own = {id(buffer) for layer in self.layers for buffer in _own_buffers(layer)}
+        named = ((layer, *each) for layer in self.layers for each in layer.named_buffers())
+        own = {id(buffer) for layer, name, buffer in named if name.partition(".")[0] in layer._own_names}
         return (buffer for buffer in self.model.buffers() if id(buffer) not in own)
-
-
-def _own_buffers(layer: QuantizedLinear) -> Iterator[Tensor]:
-    """Those that a layer has because it is quantised, and not those that somebody hung on it."""
-    for name, buffer in layer.named_buffers():
-        if name.partition(".")[0] in layer._own_names:
-            yield buffer
 
 
 def _refuse_codes(module: nn.Module, name: str, averaged: Any) -> None:

@@ -1,7 +1,6 @@
 """Layouts of other libraries, for the codes and scales that a model has: compressed-tensors, torchao, DeepSeek's."""
 
 import copy
-import importlib
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Any, Final, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from fp8manifold._base.checks import check_choice
+from fp8manifold._base.checks import check_choice, needed
 from fp8manifold._encoded.dispatch import FLOAT8
 from fp8manifold._encoded.storage import SQUARE
 from fp8manifold._ranks import share_of
@@ -196,15 +195,6 @@ def has_own_head(model: Any) -> bool:
     """Whether a model's output layer is there and does not share the embedding, whatever its settings say."""
     head = model.get_output_embeddings()
     return head is not None and head.weight is not model.get_input_embeddings().weight
-
-
-def needed(module: str, extra: str, by: str) -> Any:
-    """A module of a package that only some need."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        package = module.partition(".")[0]
-        raise ImportError(f"{by} needs {package}: pip install 'fp8manifold[{extra}]'") from error
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,14 @@
 import functools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
-from fp8manifold._base.checks import check_choice
-from fp8manifold.exchange import has_own_head, needed
+from fp8manifold._base.checks import check_choice, needed
+from fp8manifold.exchange import has_own_head
 from fp8manifold.formats import FloatFormat
 from fp8manifold.nn._grid_weight import GridParameter
 from fp8manifold.nn._in_place import in_place_parameters, parameter_names
@@ -228,14 +228,15 @@ class _Quantizer:
             check_floats(model, checkpoint_files)
             self.reader = Reader(model, wanted.formats, wanted.storage, wanted.options, checkpoint_files)
         else:
+            modules, own = dict(model.named_modules()), dict(model.named_parameters())
             dtype = torch.get_default_dtype()  # that of the weights, and not of measured scales
             try:
                 torch.set_default_dtype(torch.float32)
-                put_layers(model, [_named_here(model, group) for group in self.quantization_config.layers])
+                put_layers(model, [_named_here(model, group, modules) for group in self.quantization_config.layers])
             finally:
                 torch.set_default_dtype(dtype)
             groups = getattr(self.quantization_config, "parameters", ())
-            put_parameters(model, here := [_parameters_here(model, group) for group in groups])
+            put_parameters(model, here := [_named_here(model, group, own) for group in groups])
             names = [name for group in here for name in group["seeds"] if not name.endswith(".weight")]
             start = f"{model.base_model_prefix}."
             self.own_parameters = tuple(name.removeprefix(start) for name in names)
@@ -264,30 +265,19 @@ class _Quantizer:
         return state, {}
 
 
-def _named_here(model: Any, group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group of layers by the names in this model, which may be the base of the one that was saved, or have it as one.
+def _named_here(model: Any, group: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """A group by the names in this model, which may be the base of the one that was saved, or have it as one.
 
     What the base does not have, such as an output layer, is left out, as transformers leaves out its weights.
     """
-    start, modules = f"{model.base_model_prefix}.", dict(model.named_modules())
-    seeds: dict[str, Any] = group.get("seeds", {})
-    is_base = any(name.startswith(start) and name.removeprefix(start) in modules for name in seeds)
+    start, seeds = f"{model.base_model_prefix}.", group.get("seeds", {})
+    is_base = any(name.startswith(start) and name.removeprefix(start) in names for name in seeds)
     named = {}
     for name, seed in seeds.items():
-        here = next((each for each in (name, name.removeprefix(start), start + name) if each in modules), name)
-        if here in modules or not is_base:
+        here = next((each for each in (name, name.removeprefix(start), start + name) if each in names), name)
+        if here in names or not is_base:
             named[here] = seed
     return {**group, "seeds": named}
-
-
-def _parameters_here(model: Any, group: Mapping[str, Any]) -> dict[str, Any]:
-    """The same of a group of parameters, which the base of a model has all of."""
-    start, known = f"{model.base_model_prefix}.", dict(model.named_parameters())
-    seeds = {}
-    for name, seed in group.get("seeds", {}).items():
-        here = next((each for each in (name, name.removeprefix(start), start + name) if each in known), name)
-        seeds[here] = seed
-    return {**group, "seeds": seeds}
 
 
 def _keep_whole(model: Any) -> None:

@@ -1,6 +1,7 @@
 """Checks of arguments, with messages that name the argument, its value and what is allowed."""
 
 import difflib
+import importlib
 import math
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -40,3 +41,12 @@ def check_keys(name: str, keys: Iterable[object], allowed: Collection[str]) -> N
             raise ValueError(
                 f"{name} has an unknown key {key!r}: one of {', '.join(allowed)}; did you mean {nearest!r}?"
             )
+
+
+def needed(module: str, extra: str, by: str) -> Any:
+    """A module of a package that only some need."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise ImportError(f"{by} needs {package}: pip install 'fp8manifold[{extra}]'") from error

@@ -28,11 +28,7 @@ def recipe_of(model: nn.Module) -> list[dict[str, Any]]:
             continue
         if layer.manifold is not None and not isinstance(layer.manifold, FP8Manifold):
             raise ValueError(f"layer {name!r} is on a {type(layer.manifold).__name__}, which can't be saved so")
-        made = {"spec": spec_as_json(layer.spec), **_options_of(layer)}
-        alike = next((group for group in groups if {**group, "seeds": None} == {**made, "seeds": None}), None)
-        if alike is None:
-            groups.append(alike := {**made, "seeds": {}})
-        alike["seeds"][name] = layer._seed
+        _add(groups, {"spec": spec_as_json(layer.spec), **_options_of(layer)}, name, layer._seed)
     return groups
 
 
@@ -42,11 +38,16 @@ def parameters_recipe_of(model: nn.Module) -> list[dict[str, Any]]:
     for name, own in in_place_parameters(model).items():
         made: dict[str, Any] = {"format": own.format.name, "granularity": own.granularity, "rounding": own.rounding}
         made |= {"draws": own.draws} if own.draws != DRAWS[0] else {}
-        alike = next((group for group in groups if {**group, "seeds": None} == {**made, "seeds": None}), None)
-        if alike is None:
-            groups.append(alike := {**made, "seeds": {}})
-        alike["seeds"][name] = own.seed
+        _add(groups, made, name, own.seed)
     return groups
+
+
+def _add(groups: list[dict[str, Any]], made: dict[str, Any], name: str, seed: int) -> None:
+    """Put a seed into the group of those made alike."""
+    alike = next((group for group in groups if {**group, "seeds": None} == {**made, "seeds": None}), None)
+    if alike is None:
+        groups.append(alike := {**made, "seeds": {}})
+    alike["seeds"][name] = seed
 
 
 def put_parameters(model: nn.Module, recipe: Sequence[Mapping[str, Any]]) -> None:

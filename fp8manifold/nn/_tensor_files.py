@@ -16,6 +16,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from fp8manifold._base.checks import needed
+
 FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16", torch.float64, torch.float32, torch.float16, torch.bfloat16})
 """What weights are read from, as files and as torch name it."""
 _SCALES: Final = ("scale", "scb", "absmax")
@@ -161,11 +163,7 @@ Tensors = GivenTensors | FileTensors
 
 
 def _safe_open(path: Path) -> Any:
-    try:
-        from safetensors import safe_open
-    except ImportError as error:
-        raise ImportError("load_quantized needs safetensors: pip install 'fp8manifold[hf]'") from error
-    return safe_open(path, framework="pt")
+    return needed("safetensors", "hf", "load_quantized").safe_open(path, framework="pt")
 
 
 def dtypes_in(path: str | Path) -> dict[str, str]:

@@ -5,7 +5,6 @@ byte, see (B, T, I), quantise their inputs and may be called twice: a hook of ou
 nngeometry measures a plain layer of the same shape on them.
 """
 
-import importlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from fp8manifold._base.checks import needed
 from fp8manifold.nn._linear import QuantizedLinear
 from fp8manifold.random_bits import RANDOM_BITS, random_bits
 
@@ -36,15 +36,8 @@ _CHUNK = 1 << 22
 
 
 def load_nngeometry() -> Any:
-    """The package.
-
-    Raises:
-        ImportError: it is not installed.
-    """
-    try:
-        return importlib.import_module("nngeometry")
-    except ImportError as error:
-        raise ImportError("FisherNaturalGradient needs nngeometry: pip install 'fp8manifold[fisher]'") from error
+    """The package, or ImportError."""
+    return needed("nngeometry", "fisher", "FisherNaturalGradient")
 
 
 class Layer(NamedTuple):

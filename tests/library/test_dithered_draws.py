@@ -172,12 +172,6 @@ def test_no_optimizer_dithers_unless_told_to(name: str) -> None:
     assert unsaid["parameters"] == said["parameters"]
 
 
-def test_a_tensors_own_draws_are_taken_where_the_optimizer_has_none() -> None:
-    named = snapshot(stepped("riemannian", 3, "dither", "native"))
-    assert snapshot(stepped("riemannian", 3, None, "native", "dither"))["parameters"] == named["parameters"]
-    assert snapshot(stepped("riemannian", 3, "independent", "native", "dither"))["parameters"] != named["parameters"]
-
-
 def test_operators_write_into_codes_with_independent_draws() -> None:
     """torch's SGD asks for a tenth of an ULP, forty times."""
     moved = {}

@@ -65,33 +65,19 @@ def assert_follows_geoopt(name: str, ours: Any, theirs: Any) -> None:
     assert (mine.detach().as_subclass(Tensor) - begin).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("amsgrad", [False, True])
+#: the optimizer of both and its options
+RULES: list[tuple[str, dict[str, Any]]] = [
+    *(("RiemannianAdam", {"betas": (0.8, 0.99), "eps": 1e-7, "amsgrad": amsgrad}) for amsgrad in (False, True)),
+    ("RiemannianAdam", {"weight_decay": 0.3}),
+    *(("RiemannianSGD", {"weight_decay": weight_decay}) for weight_decay in (0, 0.3)),
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize("name", FOREIGN)
-def test_adam_elsewhere_takes_geoopts_steps(name: str, amsgrad: bool) -> None:
-    assert_follows_geoopt(
-        name,
-        lambda p: RiemannianAdam(p, 0.02, (0.8, 0.99), 1e-7, 0, amsgrad),
-        lambda p: geoopt.optim.RiemannianAdam(p, 0.02, (0.8, 0.99), 1e-7, 0, amsgrad),
-    )
-
-
-@pytest.mark.parametrize("name", FOREIGN)
-def test_adam_elsewhere_has_geoopts_l2_decay(name: str) -> None:
-    assert_follows_geoopt(
-        name,
-        lambda p: RiemannianAdam(p, 0.02, weight_decay=0.3),
-        lambda p: geoopt.optim.RiemannianAdam(p, 0.02, weight_decay=0.3),
-    )
-
-
-@pytest.mark.parametrize("weight_decay", [0, 0.3])
-@pytest.mark.parametrize("name", FOREIGN)
-def test_sgd_elsewhere_takes_geoopts_steps(name: str, weight_decay: float) -> None:
-    assert_follows_geoopt(
-        name,
-        lambda p: RiemannianSGD(p, 0.02, weight_decay=weight_decay),
-        lambda p: geoopt.optim.RiemannianSGD(p, 0.02, weight_decay=weight_decay),
-    )
+def test_steps_elsewhere_are_geoopts(name: str, rule: tuple[str, dict[str, Any]]) -> None:
+    ours, theirs = (getattr(house, rule[0]) for house in (fm.optim, geoopt.optim))
+    assert_follows_geoopt(name, lambda p: ours(p, 0.02, **rule[1]), lambda p: theirs(p, 0.02, **rule[1]))
 
 
 class Projecting(type(geoopt.Stiefel())):  # type: ignore[misc]  # the class of the canonical one
@@ -175,33 +161,6 @@ def test_sgd_elsewhere_starts_momentum_from_the_riemannian_gradient(options: dic
     RiemannianSGD([point], 0.1, **options).step()
     factor = 1.9 if "nesterov" in options else 1.0
     assert (point.detach() - sphere.retr(x, -0.1 * factor * tangent)).abs().max() < 1e-15
-
-
-@pytest.mark.parametrize("kind", [geoopt.optim.RiemannianAdam, geoopt.optim.RiemannianSGD])
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-def test_geoopts_optimizers_run_on_a_quantised_model(kind: Any, rounding: Any) -> None:
-    """Unchanged, over grid weights and float biases; every weight stays on its grid and the loss falls."""
-    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 1))
-    with torch.no_grad():
-        for i, p in enumerate(model.parameters()):
-            p.copy_(normal(*p.shape, seed=i, std=0.3))
-    model = fm.quantize_model(model, "E4M3", "grid", rounding=rounding)
-    weights = [p for p in model.parameters() if isinstance(p, geoopt.ManifoldParameter)]
-    biases = [p for p in model.parameters() if not isinstance(p, geoopt.ManifoldParameter)]
-    lr = 0.7 if kind is geoopt.optim.RiemannianAdam else 30.0
-    optimizers = [kind(weights, lr=lr), kind(biases, lr=0.02)]
-    x = normal(64, 6, seed=9)
-    y = x[:, :1] * x[:, 1:2] + x[:, 2:3]
-    losses = []
-    for _ in range(120):
-        loss = (model(x) - y).square().mean()
-        losses.append(loss.item())
-        model.zero_grad()
-        loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-        assert all(on_grid(w) for w in weights)
-    assert min(losses[-10:]) < 0.75 * losses[0]
 
 
 @pytest.mark.parametrize("make", [fm.optim.RiemannianAdam, fm.optim.RiemannianSGD])

@@ -76,15 +76,6 @@ def test_runs_repeat_to_the_bit(make: Make, share: float) -> None:
     assert all(same_store(a, b) for a, b in zip(nets[0].stored, nets[1].stored, strict=True))
 
 
-@pytest.mark.parametrize("rule", ["AdamW", "AdamW-foreach", "AdamW-fused", "SGD-momentum", "Adafactor"])
-def test_bfloat16_models_learn(rule: str) -> None:
-    net = Net(dtype=torch.bfloat16)
-    first = loss_of(net, torch.bfloat16).item()
-    make, share = OPTIMIZERS[rule]
-    assert train(net, make(net.parameters()), dtype=torch.bfloat16) < max(2 * share, 0.8) * first
-    assert all(p.dtype == torch.bfloat16 for p in net.stored)
-
-
 def test_optimi() -> None:
     optimi = pytest.importorskip("optimi", reason="the extra optimi is not installed")
     for options in ({}, {"foreach": False}, {"decouple_lr": True, "weight_decay": 1e-5}):
