@@ -9,9 +9,7 @@ import torch
 from fisher_cases import EVERY, STORAGES, batch, optimizer_of, put_gradients, tagger, train, values
 from optimizer_cases import frozen, same_bits, through_disk
 
-import fp8manifold as fm
 from fp8manifold.optim import FisherNaturalGradient
-from nanogpt_bench.model.gpt import SIZES, build_model
 
 pytest.importorskip("nngeometry", reason="extra fisher")
 
@@ -54,28 +52,6 @@ def test_learns(representation: str, storage: str) -> None:
     train(model, optimizer, 80)
     assert first > 1.4
     assert put_gradients(model) < 0.35
-
-
-@EVERY
-def test_smallest_gpt_learns_in_one_byte_a_weight(representation: str) -> None:
-    model = fm.quantize_model(build_model(SIZES["0.8M"], seed=0), "E4M3", storage="fp8")
-    text = torch.randint(0, 257, (2, 32), generator=torch.Generator().manual_seed(0))
-    optimizer = FisherNaturalGradient(
-        model.parameters(), model, [text], lr=2e-3, representation=representation, refresh=4
-    )
-    losses = []
-    for _ in range(9):
-        model.zero_grad()
-        loss = model.loss(text, text.roll(-1, 1))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    natural = {name for name, p in model.named_parameters() if "momentum_buffer" in optimizer.state[p]}
-    assert natural == {name for name, p in model.named_parameters() if isinstance(p, fm.FP8Tensor)}
-    assert len(natural) == 17
-    assert losses[0] > 5.3
-    assert losses[-1] < losses[0] - 1.0
-    assert optimizer.skipped_steps == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

@@ -138,17 +138,6 @@ def test_param_groups_lr(name: str) -> None:
 
 
 @by_name
-def test_step_is_noop_when_params_have_no_grad(name: str) -> None:
-    for kwargs in configurations(name):
-        parameters, _ = model()
-        before = values(parameters)
-        optimizer = made(name, parameters, **kwargs)
-        optimizer.step()
-        assert same_bits(before, values(parameters))
-        assert not any("step" in entry for entry in optimizer.state_dict()["state"].values())
-
-
-@by_name
 def test_load_nontensor_step(name: str) -> None:
     """A step count saved as a number, as old files have it, counts on."""
     parameters, loss = model()
@@ -225,21 +214,6 @@ def test_deepcopy_and_pickle(name: str) -> None:
                 p.grad = gradient
             other.step()
             assert same_bits(values(parameters), values(others)), str(kwargs)
-
-
-@by_name
-def test_add_param_group_and_printing(name: str) -> None:
-    for kwargs in configurations(name):
-        parameters, loss = model()
-        optimizer = made(name, parameters[:1], **copy.deepcopy(kwargs))
-        given = {k: v for k, v in kwargs.items() if k != "lr"}
-        optimizer.add_param_group({"params": parameters[1:], **given})
-        before = values(parameters)
-        run(optimizer, loss, 2)
-        moved = [not torch.equal(a, b) for a, b in zip(before, values(parameters), strict=True)]
-        assert moved == [True, True, False]
-        assert f"{name} (" in repr(optimizer)
-        assert "Parameter Group 1" in repr(optimizer)
 
 
 def construct(name: str, params: Any, kwargs: dict[str, Any], tensors: list[nn.Parameter] | None = None) -> Any:
