@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8manifold as fm
+from fp8manifold.formats import as_format
 from nanogpt_bench.data import prepare_text
 from nanogpt_bench.data.batches import load_corpus
 from nanogpt_bench.loop.outcome import Progress
@@ -113,6 +114,43 @@ def test_bytes_and_ratios_of_torch_optimizers(modules: dict[str, ModuleType], sm
         assert line["first_step_s"] > 0
 
 
+class Hoarder(torch.optim.SGD):
+    """Keeps every gradient of the last step."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        self.hoard = {p: p.grad for p in self.param_groups[0]["params"]}
+
+
+def test_gradients_an_optimizer_holds_are_charged_to_it(
+    modules: dict[str, ModuleType], small: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contenders = modules["_contenders"]
+    monkeypatch.setitem(contenders.CONTENDERS, "sgd-fused", contenders.torch_optimizer("hoarder", Hoarder, lr=0.1))
+    assert modules["optimizer_step"].measure("sgd-fused", small, 1)["bytes_per_parameter"] == 8
+
+
+def test_the_reason_of_a_failure_is_the_exception(modules: dict[str, ModuleType]) -> None:
+    errors = (
+        "Traceback:\n  line\nValueError: first\n\ntorch._dynamo.exc.Unsupported: second\n  more\n\nSet X=1 for more\n"
+    )
+    assert modules["optimizer_step"].reason(errors) == "torch._dynamo.exc.Unsupported: second"
+    assert modules["optimizer_step"].reason("Killed\n") == "Killed"
+    assert modules["optimizer_step"].reason("") == "no output"
+
+
+def test_a_peer_that_breaks_is_no_missing_peer(
+    modules: dict[str, ModuleType], small: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(work: Any) -> None:
+        raise ValueError("broken")
+
+    contenders = modules["_contenders"].CONTENDERS
+    monkeypatch.setitem(contenders, "geoopt-adam", modules["_contenders"].Contender("peer", "geoopt", broken))
+    with pytest.raises(ValueError, match="broken"):
+        modules["optimizer_step"].measure("geoopt-adam", small, 1)
+
+
 def test_exit_code(
     modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -171,6 +209,16 @@ def test_bad_options_end_with_code_2(
             modules[line.split()[0]].main()
         assert end.value.code == 2, line
         assert words in capsys.readouterr().err, line
+
+
+def test_the_workload(modules: dict[str, ModuleType]) -> None:
+    sizes = modules["_contenders"].SIZES
+    work = {name: modules["_contenders"].Workload.sized(name, 1.0, torch.device("cpu")) for name in sizes}
+    assert len(work["10M"].shapes) == 50
+    assert abs(work["10M"].numel / 10.5e6 - 1) < 0.005
+    assert any(torch.Size(shape).numel() % 128 for shape in work["10M"].shapes if len(shape) == 2)
+    assert work["124M"].numel == 124_439_808
+    assert work["10M"].shapes == sizes["10M"]
 
 
 def test_live_bytes_counts_each_storage_once_and_looks_into_subclasses(modules: dict[str, ModuleType]) -> None:
@@ -375,6 +423,19 @@ def test_the_plain_loop_learns_and_the_step_alone_is_the_bench_s(modules: dict[s
     assert curves[1] == curves[2]
 
 
+def test_the_checked_step_is_checked(
+    modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, corpus: Path
+) -> None:
+    script, calls = modules["harness_overhead"], []
+    for name in ("before", "after"):
+        monkeypatch.setattr(script.Sentry, name, lambda self, *step, name=name: calls.append(name))
+    config, opened = script.config_of(corpus, 30, *SIZES), load_corpus(corpus, 8)
+    script.step_alone(config, opened, checked=False)()
+    assert calls == []
+    script.step_alone(config, opened, checked=True)()
+    assert calls == ["before", "after"]
+
+
 def test_checkpoint_from_end_to_end(tmp_path: Path) -> None:
     printed = run("checkpoint.py", "--elements", "3000", "--repeats", "2", "--folder", str(tmp_path))
     ratios = re.findall(r"^  (commit|read).* ([\d.]+)x \(([\d.]+) \.\. ([\d.]+)\)$", printed, re.MULTILINE)
@@ -438,6 +499,19 @@ def test_a_moment_is_right_on_average_by_independent_draws(
         assert abs(ratio - 1) < 0.03
     else:  # what is rounded to nearest stays where it is; a dithered draw is not independent of what it rounds
         assert abs(ratio - 1) > 0.035
+
+
+def test_values_of_a_fitted_grid_stay(modules: dict[str, ModuleType]) -> None:
+    """And the scale is the smallest power of two, of blocks of zeros too."""
+    script = modules["moment_formats"]
+    for way in (way for way in script.WAYS if way.scale == "fitted" and way.fmt != "bfloat16"):
+        values = torch.tensor(as_format(way.fmt).values).repeat(128)[: 64 * 128].view(-1, 128) / 2**20
+        values[:, 0] = as_format(way.fmt).max / 2**20
+        values[0] = 0.0
+        for rounding in ("nearest", "independent", "dither"):
+            assert torch.equal(script.kept(values, torch.zeros(len(values), 1), way, rounding, 1, 1), values)
+    x = torch.tensor([0.75, 1.0, 1.0000001, 2.0**-30])
+    assert script.power_above(x).tolist() == [1.0, 1.0, 2.0, 2.0**-30]
 
 
 def test_all_of_a_small_movement_arrives_here(modules: dict[str, ModuleType]) -> None:

@@ -38,6 +38,7 @@ def load(path: Path) -> ModuleType:
     return module
 
 
+RECORDING = ("optimizer_step", "linear_forward", "fake_quantized_linear")
 MEASURED = load(ROOT / "docs" / "_measured.py")
 
 
@@ -76,6 +77,26 @@ def test_what_a_benchmark_records_is_what_the_page_reads(monkeypatch: pytest.Mon
     assert lines[2].split() == ["|", "E4M3", "|", "1.23x", "(1.00", "..", "2.00)", "|", "|"]
     assert lines[3:5] == ["| E5M2 | 1.50x |  |", "| E3M4 | 7 | 2.5 |"]
     assert facts["date"] in lines[6]
+
+
+def test_every_benchmark_records_rows_as_wide_as_their_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    step, linear, fake = (load(ROOT / "benchmarks" / f"{name}.py") for name in RECORDING)
+    measured = {"label": "x", "bytes_per_parameter": 9.0104, "ratio": 1.5, "ratio_min": 1.0, "ratio_max": 2.0}
+    row = step.recorded(measured | {"first_step_s": [3.04, 1.0, 2.0], "goal": 1.6, "met": True})
+    assert dict(zip(step.RECORDED, row, strict=True)) == {
+        "contender": "x",
+        "bytes a parameter": 9.01,
+        "ratio": (1.5, 1.0, 2.0),
+        "first step, s": 3.0,
+        "then, s": 1.5,
+        "goal": "1.6x, met",
+    }
+    cells = [linear.Cell(8, 16, 4, "eager", backward, 3, 1.0, 1.5, 1.0, 2.0) for backward in (False, True)]
+    assert linear.recorded(cells) == [("8x16", "eager", 4, (1.5, 1.0, 2.0), (1.5, 1.0, 2.0))]
+    (row,) = map(fake.recorded, [fake.Row("8x16", 4, "tensor", 3, 1.0, 1.5, 1.0, 2.0, 1.1, 0.0)])
+    assert row == ("8x16", 4, "one a tensor", (1.5, 1.0, 2.0), (1.1,), "1x, not met")
+    assert len(fake.RECORDED) == len(row)
 
 
 def test_the_doctests_of_the_table_writer_pass() -> None:

@@ -3,11 +3,13 @@
 import json
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from PIL import Image
 
+from nanogpt_bench.report.results import Difference
 from nanogpt_bench.report.results_file import read_export
 
 ROOT = Path(__file__).parent.parent
@@ -65,3 +67,26 @@ def test_the_first_picture_shows_what_the_study_found() -> None:
         with Image.open(path) as picture:
             assert json.loads(picture.info["Description"]) == found
         assert f"docs/_static/{path.name}" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_a_look_that_came_later_is_not_told_as_that_of_a_tenth() -> None:
+    """Runs of 1,000 steps that look every 200 have none within their first 100."""
+    told = import_module("_weights").kurtosis_table(read_export(STUDY[0].with_stem("study_q4"))).splitlines()
+    cells = [[cell.strip() for cell in line.split("|")[2:4]] for line in told[2:]]
+    assert {tenth for tenth, _ in cells} == {"-"}
+    assert "-" not in {end for _, end in cells}
+    told = import_module("_weights").kurtosis_table(read_export(STUDY[0].with_stem("study_q1")))
+    assert "| - |" not in told
+
+
+def test_a_gap_appears_where_an_interval_first_leaves_0_out() -> None:
+    _ladders = import_module("_ladders")
+
+    def rung(low: float, high: float) -> SimpleNamespace:
+        return SimpleNamespace(difference=Difference((low + high) / 2, 3, low, high))
+
+    rungs = {400: rung(0.01, 0.03), 100: rung(-0.02, 0.02), 200: rung(-0.01, 0.03), 800: rung(-0.01, 0.1)}
+    assert _ladders.appearance(rungs) == 400
+    assert _ladders.appearance({100: rungs[100]}) is None
+    assert _ladders.appearance({100: SimpleNamespace(difference=Difference(0.5, 1)), 400: rungs[400]}) == 400
+    assert _ladders.appearance({50: rung(-0.03, -0.01), **rungs}) == 50
