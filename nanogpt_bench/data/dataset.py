@@ -40,10 +40,7 @@ def _with_labels(streams: Mapping[str, Stream], column: str, what: str) -> Prepa
 
 
 #: what is prepared of a data set: its text, or documents with the labels it gives them
-TASKS: Mapping[str, Callable[[Mapping[str, Stream], str, str], Prepared]] = {
-    "text": _as_text,
-    "labels": _with_labels,
-}
+TASKS: Mapping[str, Callable[[Mapping[str, Stream], str, str], Prepared]] = {"text": _as_text, "labels": _with_labels}
 
 
 def prepare_eurlex(

@@ -19,11 +19,7 @@ from nanogpt_bench.config.settings import to_yaml
 from nanogpt_bench.failures import failures_of
 from nanogpt_bench.failures.table import ENDINGS
 from nanogpt_bench.loop.outcome import Outcome, Progress, summarize
-from nanogpt_bench.loop.resume import (
-    config_facts,
-    remove_output,
-    resumed_environment,
-)
+from nanogpt_bench.loop.resume import config_facts, remove_output, resumed_environment
 from nanogpt_bench.monitors.points import Anomaly, Observer, Step
 from nanogpt_bench.observers import Alert
 from nanogpt_bench.observers.build import build_observers

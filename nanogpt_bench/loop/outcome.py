@@ -153,7 +153,7 @@ def summarize(name: str, config: Config, trainer: Trainer, outcome: Outcome, wat
 
 
 def _processes(trainer: Trainer) -> dict[str, Any]:
-    """What each of several processes holds and sends; nothing of one. All of them have to ask."""
+    """What each of several processes holds; nothing of one. All of them have to ask."""
     ranks = trainer.ranks
     if ranks.size == 1:
         return {}
@@ -165,7 +165,6 @@ def _processes(trainer: Trainer) -> dict[str, Any]:
             "count": ranks.size,
             "held_bytes": [int(size) for size in held],
             "peak_bytes": [int(size) for size in peak],
-            "sent_bytes": trainer.wire.bytes,
         }
     }
 

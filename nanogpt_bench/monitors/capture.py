@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -96,14 +96,7 @@ class Capture(Observer):
         return keep
 
 
-Own = Literal["activation", "activation_gradient", "weight_gradient"]
 BLOCK = 32
-#: what a layer calls them
-_OWN: dict[str, Own] = {
-    "activation": "activation",
-    "gradient": "activation_gradient",
-    "weight_gradient": "weight_gradient",
-}
 
 
 @dataclass(frozen=True)
@@ -116,8 +109,6 @@ class Operand:
     #: None where it has none and is measured against none
     format: fm.FloatFormat | None = None
     scale: Tensor | float = 1.0
-    #: whether the layer quantises it, or it is only measured
-    quantized: bool = False
 
 
 def flowing(layers: Mapping[str, nn.Linear], capture: Capture, monitor: MonitorConfig) -> Iterator[Operand]:
@@ -140,12 +131,12 @@ def flowing(layers: Mapping[str, nn.Linear], capture: Capture, monitor: MonitorC
 def of_weight(name: str, layer: nn.Linear, values: Tensor) -> Operand:
     """Return a layer's weight, `values` being what is to be quantised: its master copy, or what a step asked for."""
     if isinstance(layer, fm.QuantizedLinear) and layer.weight_format is not None:
-        return Operand("weight", name, values, layer.weight_format, layer.weight_scale().detach(), True)
+        return Operand("weight", name, values, layer.weight_format, layer.weight_scale().detach())
     return Operand("weight", name, values)
 
 
 def _operand(kind: str, name: str, layer: nn.Linear, values: Tensor, otherwise: str | None) -> Operand:
-    own = _OWN[kind]
+    own: Any = "activation_gradient" if kind == "gradient" else kind  # as a layer calls it
     spec = layer.spec.operand(own) if isinstance(layer, fm.QuantizedLinear) else None
     rows = _rows(values)
     if spec is None:
@@ -153,7 +144,7 @@ def _operand(kind: str, name: str, layer: nn.Linear, values: Tensor, otherwise: 
     scale = getattr(layer, f"{own}_scaler").value
     if spec.granularity == "block":
         scale = scale.reshape(len(rows), -1).repeat_interleave(BLOCK, -1)
-    return Operand(kind, name, rows, spec.format, scale, True)
+    return Operand(kind, name, rows, spec.format, scale)
 
 
 def _measured(kind: str, name: str, rows: Tensor, fmt: str | None) -> Operand:

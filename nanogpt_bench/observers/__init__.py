@@ -5,10 +5,4 @@ from nanogpt_bench.observers.jsonl import JsonlObserver
 from nanogpt_bench.observers.trend import TrendObserver, baseline_curve
 from nanogpt_bench.runs.load import Alert
 
-__all__ = [
-    "Alert",
-    "AlertObserver",
-    "JsonlObserver",
-    "TrendObserver",
-    "baseline_curve",
-]
+__all__ = ["Alert", "AlertObserver", "JsonlObserver", "TrendObserver", "baseline_curve"]

@@ -132,11 +132,7 @@ def _own_options(config: Config) -> dict[str, Any]:
     """Return what every optimizer of the library takes."""
     settings = config.optimizer
     written = {name: value for name in ("writeback", "draws") if (value := getattr(settings, name)) is not None}
-    return {
-        "moments": settings.moments or "float32",
-        "seed": config.seed,
-        **written,
-    }
+    return {"moments": settings.moments or "float32", "seed": config.seed, **written}
 
 
 def _sgd(model: nn.Module, config: Config) -> torch.optim.Optimizer:

@@ -8,14 +8,7 @@ from typing import Any
 from nanogpt_bench.config.conflicts import refuse_as_given, refuse_conflicts, refuse_disagreement
 from nanogpt_bench.config.keys import keys_where
 from nanogpt_bench.config.rules import RULES, Rule, check_available, unit
-from nanogpt_bench.config.schema import (
-    MANIFOLDS,
-    OPTIONS,
-    OWN_OPTIMIZERS,
-    ROUNDED,
-    Config,
-    ModelConfig,
-)
+from nanogpt_bench.config.schema import MANIFOLDS, OPTIONS, OWN_OPTIMIZERS, ROUNDED, Config, ModelConfig
 from nanogpt_bench.config.settings import Resolved, load_config
 from nanogpt_bench.model.gpt import SIZES, GPTShape
 from nanogpt_bench.setup.formats import fill_formats, format_name, read_layers

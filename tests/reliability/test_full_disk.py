@@ -109,12 +109,7 @@ def at_the_summary(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("fault", "last", "steps", "line"),
     [
-        (
-            during_the_save,
-            6,
-            9,
-            "stopped: checkpoint of step 9 can't be written to 'runs/r/checkpoints': No space",
-        ),
+        (during_the_save, 6, 9, "stopped: checkpoint of step 9 can't be written to 'runs/r/checkpoints': No space"),
         (during_a_record, 6, 7, "stopped: 'runs/r/metrics.jsonl' can't be written: No space left on device; make room"),
         (without_a_summary, 6, None, "stopped: checkpoint of step 9 can't be written to"),
         (at_the_summary, 24, None, "stopped: 'runs/r/summary.json' can't be written: No space left on device; make"),

@@ -97,11 +97,7 @@ class _Answers(BaseHTTPRequestHandler):
         return (
             {**entry, "type": "directory", "size": 0}
             if path.is_dir()
-            else {
-                **entry,
-                "type": "file",
-                "size": path.stat().st_size,
-            }
+            else {**entry, "type": "file", "size": path.stat().st_size}
         )
 
     def _file(self, repository: str, rest: list[str]) -> None:
