@@ -12,7 +12,7 @@ from typing import Any
 from nanogpt_bench.commands.arguments import add_executor, positive, positives
 from nanogpt_bench.config.schema import DEFAULT_DATA_DIR
 from nanogpt_bench.config.settings import parse_overrides
-from nanogpt_bench.data.stdlib import prepare_default
+from nanogpt_bench.data.text import prepare_default
 from nanogpt_bench.evaluation.sensitivity import gaps_table
 from nanogpt_bench.report.tables import tuning_table
 from nanogpt_bench.runs.find import has_ended

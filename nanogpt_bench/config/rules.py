@@ -46,9 +46,8 @@ class Rule:
 
 def _on_floats(text: str, optimizer: str = "adamw", precision: str = "bf16-mixed", **more: Any) -> Rule:
     """Return a rule of float weights, with AdamW's rate where it says none."""
-    return Rule(
-        **{"storage": "float32", "optimizer": optimizer, "lr": 2e-3, "precision": precision, "help": text} | more
-    )
+    own: dict[str, Any] = {"storage": "float32", "optimizer": optimizer, "lr": 2e-3, "precision": precision}
+    return Rule(**own | more, help=text)
 
 
 def _one_byte(optimizer: str, lr: float, writeback: str, text: str, **more: Any) -> Rule:
@@ -68,7 +67,8 @@ def _stiffness(text: str, k: float, **more: Any) -> Rule:
     )
 
 
-_TORCHAO, _SDNQ = {"needs": ("torchao", "torchao")}, {"storage": "peer", "peer": "sdnq-E2M5", "needs": ("sdnq", "sdnq")}
+_TORCHAO: dict[str, Any] = {"needs": ("torchao", "torchao")}
+_SDNQ: dict[str, Any] = {"storage": "peer", "peer": "sdnq-E2M5", "needs": ("sdnq", "sdnq")}
 RULES: dict[str, Rule] = {
     "fp32": _on_floats("AdamW, everything in float32", precision="float32"),
     "bf16-mixed": _on_floats("AdamW, bfloat16 autocast, float32 weights: the reference"),

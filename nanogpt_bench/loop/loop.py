@@ -21,10 +21,10 @@ from nanogpt_bench.failures.table import ENDINGS
 from nanogpt_bench.loop.outcome import Outcome, Progress, summarize
 from nanogpt_bench.loop.resume import config_facts, remove_output, resumed_environment
 from nanogpt_bench.monitors.points import Anomaly, Observer, Step
-from nanogpt_bench.observers import Alert
-from nanogpt_bench.observers.build import build_observers
+from nanogpt_bench.observers import build_observers
 from nanogpt_bench.observers.trackers import Trackers, start_trackers
 from nanogpt_bench.runs.environment import config_history, history_comment
+from nanogpt_bench.runs.load import Alert
 from nanogpt_bench.runs.read import AT_START, SUMS, write_sums
 from nanogpt_bench.setup.memory import held_bytes
 from nanogpt_bench.system.errors import BenchError, counted, disk_failure

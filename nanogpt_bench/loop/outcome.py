@@ -12,14 +12,14 @@ import fp8manifold as fm
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.model.weights import is_packaged, linear_layers, quantized_layers
 from nanogpt_bench.monitors.resources import peak_bytes
-from nanogpt_bench.observers import Alert
 from nanogpt_bench.runs.find import OF_TRAINING
+from nanogpt_bench.runs.load import Alert
 from nanogpt_bench.setup.formats import format_summary
 from nanogpt_bench.setup.memory import bytes_of, held_bytes
 from nanogpt_bench.setup.resolve import rule_name
 
 if TYPE_CHECKING:
-    from nanogpt_bench.observers.build import Observers
+    from nanogpt_bench.observers import Observers
     from nanogpt_bench.training.trainer import Trainer
 
 

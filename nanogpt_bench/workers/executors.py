@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from nanogpt_bench.system.errors import BenchError, one_line, shortened, unknown
-from nanogpt_bench.workers.pool import Executor, Local, cores
-from nanogpt_bench.workers.worker import failed, serve
+from nanogpt_bench.workers.pool import Executor, Local, cores, failed, serve
 
 EXECUTORS = ("local", "ray")
 _LONGEST_REASON = 200

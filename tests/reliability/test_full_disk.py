@@ -15,7 +15,7 @@ import yaml
 from forked import finish, said, start
 from small_runs import differences, traces, words
 
-from nanogpt_bench.checkpoint import newest, step_file, write
+from nanogpt_bench.checkpoint import disk, newest, step_file
 from nanogpt_bench.cli import main
 from nanogpt_bench.commands.verify import check_run
 from nanogpt_bench.loop import loop
@@ -61,7 +61,7 @@ def during_the_save(patch: pytest.MonkeyPatch) -> None:
                 raise full()
             return os.write(file, data)
 
-    patch.setattr(write, "os", Filling())
+    patch.setattr(disk, "os", Filling())
 
 
 def during_a_record(patch: pytest.MonkeyPatch) -> None:
