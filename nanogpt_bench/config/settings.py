@@ -166,7 +166,8 @@ def _flat(tree: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
         elif not any(known.startswith(f"{key}.") for known in (*FIELDS, *GONE)):
             raise unknown_key(".".join([key, *_first_path(value)]))
         elif not isinstance(value, dict):
-            raise BenchError(f"{key}: {value!r} is not a section; give its keys, such as {_first_key(key)}")
+            first = next(known for known in (*FIELDS, *GONE) if known.startswith(f"{key}."))
+            raise BenchError(f"{key}: {value!r} is not a section; give its keys, such as {first}")
         else:
             yield from _flat(value, f"{key}.")
 
@@ -179,25 +180,16 @@ def _first_path(value: Any) -> Iterator[str]:
         value = value[name]
 
 
-def _first_key(section: str) -> str:
-    return next(known for known in (*FIELDS, *GONE) if known.startswith(f"{section}."))
-
-
 def unknown_key(key: str) -> BenchError:
     """Return the error for a key that does not exist: its nearest spelling, or the keys of its section."""
     if any(f"{gone}.".startswith(f"{key}.") or key.startswith(f"{gone}.") for gone in GONE):
         return BenchError(f"{key} is no setting any more; leave it out")
-    guess = nearest(key, FIELDS) or _same_last_word(key)
+    section, _, last = key.rpartition(".")
+    guess = nearest(key, FIELDS) or next((known for known in FIELDS if known.rpartition(".")[2] == last), None)
     if guess:
         return BenchError(f"unknown key {key!r}; did you mean {guess!r}?")
-    section = key.rsplit(".", 1)[0]
-    inside = [known for known in FIELDS if known.startswith(f"{section}.")]
+    inside = [known for known in FIELDS if known.startswith(f"{section or key}.")]
     return unknown("key", key, inside or [*sorted(SECTIONS), *(known for known in FIELDS if "." not in known)])
-
-
-def _same_last_word(key: str) -> str | None:
-    last = key.rsplit(".", 1)[-1]
-    return next((known for known in FIELDS if known.rsplit(".", 1)[-1] == last), None)
 
 
 def parse_overrides(arguments: Sequence[str], base: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -211,28 +203,20 @@ def parse_overrides(arguments: Sequence[str], base: dict[str, Any] | None = None
     Raises:
         BenchError: an unknown key, an option without a value, or a setting or an entry that is given twice.
     """
-    said = _said_once(_overrides(arguments))
+    queue, said = list(arguments), dict[str, str]()
+    while queue:
+        key, text = _next_override(queue)
+        if key in said:
+            raise _twice(key)
+        said[key] = text
     values = dict(base or {}) | {key: _read_value(key, text) for key, text in said.items() if not mapping_above(key)}
     for key, text in said.items():
         if mapping := mapping_above(key):
             before, name = entries_of(values, mapping), key[len(mapping) + 1 :]
             if mapping in said and name in before:
                 raise _twice(key)
-            values[mapping] = {**before, name: _read_entry(mapping, text)}
+            values[mapping] = {**before, name: text if FIELDS[mapping].facts["words"] else parse_text(text)}
     return values
-
-
-def _overrides(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
-    queue = list(arguments)
-    while queue:
-        yield _next_override(queue)
-
-
-def _said_once(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
-    try:
-        return once(pairs)
-    except GivenTwice as error:
-        raise _twice(error.key) from None
 
 
 def _twice(key: str) -> BenchError:
@@ -262,10 +246,6 @@ def _next_override(queue: list[str]) -> tuple[str, str]:
     if not equals and not queue:
         raise BenchError(f"--{key} needs a value; give {FIELDS[key].allowed if key in FIELDS else 'one'}")
     return key, text if equals else queue.pop(0)
-
-
-def _read_entry(mapping: str, text: str) -> Any:
-    return text if FIELDS[mapping].facts["words"] else parse_text(text)
 
 
 def _read_value(key: str, text: str) -> Any:

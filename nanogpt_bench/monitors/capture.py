@@ -51,11 +51,11 @@ class Capture(Observer):
                 continue
             self._handles.append(layer.register_forward_hook(self._keep_layer(name)))
             if isinstance(layer, fm.QuantizedLinear) and layer.weight_gradient_scaler is not None:
-                hook = self._keep_weight_gradient(name)
+                hook = self._keep(self.weight_gradients, name)
                 self._backward_handles.append(layer.weight_gradient_scaler.register_forward_pre_hook(hook))
         for name, module in step.model.named_modules():
             if isinstance(module, Block) and self._turns.takes(step, name):
-                self._handles.append(module.register_forward_hook(self._keep_residual(name)))
+                self._handles.append(module.register_forward_hook(self._keep(self.residuals, name)))
 
     def after_forward(self, step: Step) -> None:
         for handle in self._handles:
@@ -84,15 +84,11 @@ class Capture(Observer):
 
         return keep
 
-    def _keep_weight_gradient(self, name: str) -> Callable[..., None]:
-        def keep(scaler: nn.Module, measured: tuple[Tensor, ...]) -> None:
-            self.weight_gradients[name] = measured[0].detach()
+    def _keep(self, kept: dict[str, Tensor], name: str) -> Callable[..., None]:
+        """Return a hook that keeps the last thing it is told: what came out, or what a scaler measures."""
 
-        return keep
-
-    def _keep_residual(self, name: str) -> Callable[..., None]:
-        def keep(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            self.residuals[name] = output.detach()
+        def keep(module: nn.Module, inputs: tuple[Tensor, ...], *output: Tensor) -> None:
+            kept[name] = (*inputs, *output)[-1].detach()
 
         return keep
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from multiprocessing import connection, parent_process
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from nanogpt_bench.config import metrics
 from nanogpt_bench.config.keys import FIELDS
@@ -162,40 +162,8 @@ class Event:
     data: Mapping[str, Any] = field(default_factory=dict)
 
 
-class AnyWorker(Protocol):
-    """A place where one run trains at a time."""
-
-    def submit(self, job: Mapping[str, Any]) -> Future[dict[str, Any]]:
-        """Hand over a job; the result is its end, as `serve` returns it, unless the worker ends first."""
-
-    def why(self, error: BaseException) -> dict[str, Any]:
-        """Return the end of a job that its future has none of, but this error."""
-
-    def terminate(self) -> None:
-        """Tell it to end, its run writing down what it has."""
-
-    def kill(self) -> None:
-        """End it at once."""
-
-    def close(self, deadline: float | None) -> None:
-        """Wait for its end, until `deadline` (monotonic seconds) if there is one, then end it."""
-
-
-class Executor(Protocol):
-    """Starts workers."""
-
-    def cores(self) -> int:
-        """Return how many threads there are cores for."""
-
-    def check_device(self, wanted: str) -> None:
-        """Refuse a device that no worker has."""
-
-    def worker(self, threads: int) -> AnyWorker:
-        """Start a worker that computes with so many threads."""
-
-
 class Worker:
-    """One process: an executor of its own, so that one that is killed breaks no other's."""
+    """A place where one run trains at a time: a process in an executor of its own, whose end breaks no other's."""
 
     def __init__(self, threads: int = 1) -> None:
         self._output = tempfile.NamedTemporaryFile()  # noqa: SIM115  (lives as long as the process)
@@ -206,7 +174,7 @@ class Worker:
         (self._process,) = set(multiprocessing.active_children()) - before
 
     def submit(self, job: Mapping[str, Any]) -> Future[dict[str, Any]]:
-        """Hand over a job."""
+        """Hand over a job; the result is its end, as `serve` returns it, unless the worker ends first."""
         try:
             return self._executor.submit(SERVE, job)
         except BrokenProcessPool as error:  # it has died since its last job
@@ -215,7 +183,7 @@ class Worker:
             return future
 
     def why(self, error: BaseException) -> dict[str, Any]:
-        """Return how the process ended: killed from outside, or a crash, with the last line that it said."""
+        """Return the end of a job whose future has none, but this error: a kill, or a crash with its last line."""
         if not isinstance(error, BrokenProcessPool):
             return failed(f"{type(error).__name__}: {one_line(error)}", "crash")
         self._executor.shutdown()
@@ -245,7 +213,7 @@ class Worker:
 
 
 class Local:
-    """Workers on this machine."""
+    """Starts workers, on this machine."""
 
     def cores(self) -> int:
         """Return the cores that this process may use."""
@@ -261,7 +229,7 @@ class Local:
 
         check_device(wanted)
 
-    def worker(self, threads: int) -> AnyWorker:
+    def worker(self, threads: int) -> Worker:
         """Start a process."""
         return Worker(threads)
 
@@ -273,10 +241,10 @@ class Pool:
     depend on the machine.
     """
 
-    def __init__(self, size: int, threads: int = 1, executor: Executor | None = None) -> None:
+    def __init__(self, size: int, threads: int = 1, executor: Local | None = None) -> None:
         self._size, self._threads = size, threads
         self._executor = executor or Local()
-        self._workers: list[AnyWorker] = []
+        self._workers: list[Worker] = []
 
     def __enter__(self) -> Pool:
         for _ in range(self._size):
@@ -332,14 +300,14 @@ class Pool:
                 events.append(Event(one.job, end["kind"], end))
             yield from events or [Event(None, "tick")]
 
-    def _start(self) -> AnyWorker:
+    def _start(self) -> Worker:
         self._workers.append(self._executor.worker(self._threads))
         return self._workers[-1]
 
 
 class _Running(NamedTuple):
     job: int
-    worker: AnyWorker
+    worker: Worker
     records: Records
 
 
