@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase as fnmatch
 from typing import Any
 
@@ -91,16 +92,45 @@ def read_layers(model: ModelConfig, formats: Mapping[str, Read]) -> Mapping[str,
         BenchError: a pattern that matches no linear layer, options that do not go together or that the storage does
             not have, or a tied lm_head that nobody decided on.
     """
-    own = outline(model.pretrained) if model.pretrained else None
-    layers: Any = own.layers if own else linear_sizes(model.n_layer or 0, model.n_embd or 0)
-    shared = own.shared if own else _TIED if model.tie_weights else {}
-    storage = "grid" if model.storage == "continuous" else model.storage
-    options: Any = {"storage": storage, "granularity": model.granularity or "channel", "tied": model.tied or "refuse"}
+    return _layers(
+        _Asked(
+            repr(model.formats),
+            "grid" if model.storage == "continuous" else str(model.storage),
+            model.granularity or "channel",
+            (model.n_layer or 0, model.n_embd or 0),
+            bool(model.tie_weights),
+            model.tied or "refuse",
+            model.pretrained,
+            formats,
+        )
+    )
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What decides on what is allowed; the runs of a sweep ask the same again and again."""
+
+    written: str
+    storage: str
+    granularity: str
+    size: tuple[int, int]
+    tie: bool
+    tied: str
+    pretrained: str | None
+    formats: Mapping[str, Read] = field(compare=False)
+
+
+@functools.lru_cache(maxsize=1000)
+def _layers(asked: _Asked) -> dict[str, fm.LayerSpec]:
+    own = outline(asked.pretrained) if asked.pretrained else None
+    layers: Any = own.layers if own else linear_sizes(*asked.size)
+    shared = own.shared if own else _TIED if asked.tie else {}
+    options: Any = {"storage": asked.storage, "granularity": asked.granularity, "tied": asked.tied}
     try:
-        specs = fm.check_formats(dict(formats), layers, shared=shared, **options)
+        specs = fm.check_formats(dict(asked.formats), layers, shared=shared, **options)
     except (ValueError, TypeError) as error:
         hint = "; add --model.tied leave, or --model.tied untie" if "tied='untie'" in str(error) else ""
-        always = None if own else _always_float(layers, formats)
+        always = None if own else _always_float(layers, asked.formats)
         said = always or f"model.formats: {one_line(error)}{hint}"
         raise BenchError(said) from None
     return specs
