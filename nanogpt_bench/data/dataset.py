@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -187,15 +187,10 @@ def find_commit(dataset: str, revision: str | None) -> str:
     except errors.HFValidationError as error:
         raise BenchError(f"--dataset {dataset!r} is no id of a data set: {one_line(error)}") from None
     except read_errors() as error:
-        raise _out_of_reach(dataset, error) from None
-
-
-def _out_of_reach(dataset: str, error: Exception) -> BenchError:
-    reason = one_line(error) or type(error).__name__
-    return BenchError(
-        f"the Hugging Face hub can't be reached ({reason}); give a local copy of {dataset!r} with --data-dir DIR, "
-        "or prepare a text that needs no network: nanogpt-bench prepare stdlib"
-    )
+        raise BenchError(
+            f"the Hugging Face hub can't be reached ({one_line(error) or type(error).__name__}); give a local copy of "
+            f"{dataset!r} with --data-dir DIR, or prepare a text that needs no network: nanogpt-bench prepare stdlib"
+        ) from None
 
 
 def local_copy(folder: Path, config: str | None) -> tuple[dict[str, Stream], dict[str, str]]:
@@ -228,20 +223,8 @@ def quiet() -> None:
 EURLEX = ("coastalcph/lex_glue", "eurlex", None)
 EURLEX_FALLBACK = ("coastalcph/multi_eurlex", "en", "refs/pr/9")
 
-#: documents of both splits, and the names of their labels, where they have some that have names
-Prepared = tuple[Mapping[str, Iterable[str]], list[str] | None]
-
-
-def _as_text(streams: Mapping[str, Stream], column: str, what: str) -> Prepared:
-    return splits_of(streams, column, what), None
-
-
-def _with_labels(streams: Mapping[str, Stream], column: str, what: str) -> Prepared:
-    return splits_of(streams, column, what, LabelledRows), names_in(streams["train"])
-
-
 #: what is prepared of a data set: its text, or documents with the labels it gives them
-TASKS: Mapping[str, Callable[[Mapping[str, Stream], str, str], Prepared]] = {"text": _as_text, "labels": _with_labels}
+TASKS = {"text": Rows, "labels": LabelledRows}
 
 
 def prepare_eurlex(
@@ -296,12 +279,14 @@ def prepare_hub(
     """
     if task not in TASKS:
         raise unknown("--task", task, TASKS)
-    _require_packages()
+    if find_spec("datasets") is None:
+        raise BenchError("this corpus needs the package datasets; get it with pip install 'fp8manifold[hub]'")
     check_folder(out)
     limits = split_limits(limit)
     check_tokenizer(tokenizer)
     streams, facts = _open(dataset, config, revision, data_dir)
-    splits, labels = TASKS[task](streams, column, f"data set {dataset!r}")
+    splits = splits_of(streams, column, f"data set {dataset!r}", TASKS[task])
+    labels = names_in(streams["train"]) if task == "labels" else None
     made = make_tokenizer(tokenizer, characters(splits, limits) if tokenizer == "char" else "", splits["train"])
     source = {**facts, "dataset": dataset, "config": config, "column": column, "limit_tokens": limit}
     source |= {} if task == "text" else {"task": task}
@@ -318,8 +303,3 @@ def _open(
     commit = find_commit(dataset, revision)
     streams = open_streams(f"data set {dataset!r}", dataset, config, revision=commit)
     return streams, {"kind": "hub", "revision": commit}
-
-
-def _require_packages() -> None:
-    if find_spec("datasets") is None:
-        raise BenchError("this corpus needs the package datasets; get it with pip install 'fp8manifold[hub]'")

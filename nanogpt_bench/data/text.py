@@ -131,9 +131,8 @@ def _topics(path: Path) -> list[str]:
 
 def _modules(root: Path) -> Iterator[str]:
     for path in _sources(root):
-        tree = _parse(path)
-        text = "\n\n".join(_docstrings(tree)) if tree else ""
-        if text:
+        nodes = _in_source_order(tree) if (tree := _parse(path)) else ()
+        if text := "\n\n".join(filter(None, map(ast.get_docstring, nodes))):
             yield text + "\n"
 
 
@@ -157,13 +156,6 @@ def _parse(path: Path) -> ast.Module | None:
             return ast.parse(path.read_bytes())
         except (SyntaxError, ValueError):
             return None  # templates and deliberately broken files
-
-
-def _docstrings(tree: ast.Module) -> Iterator[str]:
-    for node in _in_source_order(tree):
-        text = ast.get_docstring(node, clean=True)
-        if text:
-            yield text
 
 
 def _in_source_order(node: ast.AST) -> Iterator[_Documented]:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-import fp8manifold as fm
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.model.weights import is_packaged, linear_layers, quantized_layers
 from nanogpt_bench.monitors.resources import peak_bytes
@@ -177,11 +176,8 @@ def _weights(model: nn.Module, config: Config) -> list[Tensor]:
     """The weights that are quantised: by this library, or by the package whose they are."""
     if config.model.storage == "peer":
         return [layer.weight for layer in linear_layers(model).values() if is_packaged(layer.weight)]
-    return [layer.weight for layer in _layers(model, config).values()]
-
-
-def _layers(model: nn.Module, config: Config) -> dict[str, fm.QuantizedLinear]:
-    return {} if config.model.storage == "float32" else quantized_layers(model)
+    layers = {} if config.model.storage == "float32" else quantized_layers(model)
+    return [layer.weight for layer in layers.values()]
 
 
 def count(parameters: Iterable[Tensor]) -> int:

@@ -113,7 +113,9 @@ class Trainer:
         The weights stay as they are when the loss or the gradient is not finite.
         """
         if self.ranks.size > 1:
-            torch.manual_seed(self._seed_of_step(step.number))
+            # what dropout draws from in this process is a function of the step, so that nothing of it has to be saved
+            drawn = np.random.SeedSequence([self.config.seed, step.number, self.ranks.rank])
+            torch.manual_seed(int(drawn.generate_state(1, np.uint64)[0]))
         lr = self._set_lr(step.number - 1)
         self._set_writeback(step.number - 1)
         self.optimizer.zero_grad(set_to_none=True)
@@ -139,10 +141,6 @@ class Trainer:
         if finite:
             self._update(step, observers)
         return loss
-
-    def _seed_of_step(self, number: int) -> int:
-        """What dropout draws from in this process: a function of the step, so that nothing of it has to be saved."""
-        return int(np.random.SeedSequence([self.config.seed, number, self.ranks.rank]).generate_state(1, np.uint64)[0])
 
     def _set_lr(self, index: int) -> float:
         settings = self.config.optimizer

@@ -79,20 +79,6 @@ def during_a_record(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LineFile, "append", refusing)
 
 
-def without_a_summary(patch: pytest.MonkeyPatch) -> None:
-    """Neither the checkpoint of step 9 nor anything else can be written."""
-    during_the_save(patch)
-
-    def refusing(path: Path, text: str) -> None:
-        if path.name == "summary.json":
-            raise full(path)
-        write(path, text)
-
-    write = files.write_text
-    patch.setattr(files, "write_text", refusing)
-    patch.setattr(loop, "write_text", refusing)
-
-
 def at_the_summary(patch: pytest.MonkeyPatch) -> None:
     """The training comes to its end, and its summary can't be written, whatever is tried."""
 
@@ -104,6 +90,12 @@ def at_the_summary(patch: pytest.MonkeyPatch) -> None:
     write = files.write_text
     patch.setattr(files, "write_text", refusing)
     patch.setattr(loop, "write_text", refusing)
+
+
+def without_a_summary(patch: pytest.MonkeyPatch) -> None:
+    """Neither the checkpoint of step 9 nor anything else can be written."""
+    during_the_save(patch)
+    at_the_summary(patch)
 
 
 @pytest.mark.parametrize(
