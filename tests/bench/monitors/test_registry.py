@@ -81,6 +81,7 @@ def test_all_that_a_watched_run_writes_is_registered(
         run(tiny(**settings), folder)
         lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         seen |= {key for line in lines for key in json.loads(line)} - {"step"}
+        assert json.loads(lines[0])["memory/peak_bytes"] > 1e7
     found = {key: registered(key) for key in seen}
     assert [key for key, metric in found.items() if metric is None] == []
     assert [metric.name for metric in METRICS if metric not in found.values()] == []
