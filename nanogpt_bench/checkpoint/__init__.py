@@ -4,6 +4,7 @@ This package knows files, not trainers. A checkpoint is one file of a run, `chec
 tensors, and in its header everything that is no tensor. Beside it `step-N.safetensors.sha256` has its SHA-256.
 """
 
+from nanogpt_bench.checkpoint.disk import best, bytes_of, check_room, commit, newest, read, read_sum, says_best, verify
 from nanogpt_bench.checkpoint.format import (
     CHECKPOINTS,
     BrokenCheckpoint,
@@ -15,8 +16,6 @@ from nanogpt_bench.checkpoint.format import (
     step_of,
     steps,
 )
-from nanogpt_bench.checkpoint.read import best, newest, read, read_sum, says_best, verify
-from nanogpt_bench.checkpoint.write import bytes_of, check_room, commit
 
 __all__ = [
     "CHECKPOINTS",

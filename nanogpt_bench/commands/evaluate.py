@@ -150,7 +150,7 @@ def _losses(args: argparse.Namespace) -> int:
 def _first_losses(args: argparse.Namespace, run_dir: Path | None) -> list[Row]:
     """The rows of a configuration's first weights, or of `--weights` in its place."""
     from nanogpt_bench.config.settings import find_config, load_config
-    from nanogpt_bench.data.stdlib import prepare_default
+    from nanogpt_bench.data.text import prepare_default
     from nanogpt_bench.evaluation.losses import common_settings, evaluate
     from nanogpt_bench.setup.runtime import check_device
 

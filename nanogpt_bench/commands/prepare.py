@@ -136,8 +136,7 @@ def default_folder(args: argparse.Namespace) -> Path:
 
 def _prepare(args: argparse.Namespace, out: Path) -> dict[str, Any]:
     from nanogpt_bench.data.dataset import prepare_eurlex, prepare_hub
-    from nanogpt_bench.data.stdlib import prepare_stdlib
-    from nanogpt_bench.data.text import prepare_text
+    from nanogpt_bench.data.text import prepare_stdlib, prepare_text
 
     options: dict[str, Any] = {
         "tokenizer": args.tokenizer,

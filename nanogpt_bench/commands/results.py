@@ -15,7 +15,7 @@ from nanogpt_bench.commands.arguments import braced, natural, one_of
 from nanogpt_bench.config.metrics import VAL_LOSS
 from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.data.batches import open_corpus
-from nanogpt_bench.data.stdlib import prepare_default
+from nanogpt_bench.data.text import prepare_default
 from nanogpt_bench.report.results import Result, measure
 from nanogpt_bench.report.results_file import MISSING, RUN, Exported, export, is_of_kind, read_export, to_json
 from nanogpt_bench.report.rows import Row, find_reference

@@ -12,7 +12,7 @@ from typing import Any
 from nanogpt_bench.commands.arguments import add_executor, positive, positives
 from nanogpt_bench.config.schema import DEFAULT_DATA_DIR
 from nanogpt_bench.config.settings import parse_overrides
-from nanogpt_bench.data.stdlib import prepare_default
+from nanogpt_bench.data.text import prepare_default
 from nanogpt_bench.evaluation.sensitivity import gaps_table
 from nanogpt_bench.report.tables import tuning_table
 from nanogpt_bench.runs.find import has_ended
@@ -26,7 +26,7 @@ from nanogpt_bench.sweep.tuning import Tuning
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.lock import locked
 from nanogpt_bench.workers.executors import check_executor, executor_of
-from nanogpt_bench.workers.pool import Executor, Local, check_workers
+from nanogpt_bench.workers.pool import Local, check_workers
 
 
 def add_parser(commands: Any, text: str) -> Any:
@@ -113,7 +113,7 @@ def sweep_grid(
     sweep: SweepFile,
     out: Path,
     workers: int | None = None,
-    executor: Executor | None = None,
+    executor: Local | None = None,
     *,
     mode: str | None = None,
     again: str | None = None,
@@ -140,7 +140,7 @@ def _check(
     record: SweepRecord,
     planned: Sequence[PlannedRun],
     workers: int | None,
-    executor: Executor | None,
+    executor: Local | None,
 ) -> None:
     """Refuse what can't be trained before anything is written, the default corpus apart; open the results file."""
     check_workers(workers, "workers", threads_set(planned), None if executor is None else executor.cores())
@@ -154,7 +154,7 @@ def _check(
         print(said, file=sys.stderr)
 
 
-def tune_and_confirm(sweep: SweepFile, out: Path, workers: int | None = None, executor: Executor | None = None) -> int:
+def tune_and_confirm(sweep: SweepFile, out: Path, workers: int | None = None, executor: Local | None = None) -> int:
     """Search the best rates of every point, train it at these on other seeds, report and write tuning.json.
 
     Returns and raises as `sweep_grid` does.
@@ -170,7 +170,7 @@ def tune_and_confirm(sweep: SweepFile, out: Path, workers: int | None = None, ex
     return close(record, whole=whole, table=tuning_table(tuning.rows()), rows=True)
 
 
-def find_lr_limits(sweep: SweepFile, out: Path, workers: int | None = None, executor: Executor | None = None) -> int:
+def find_lr_limits(sweep: SweepFile, out: Path, workers: int | None = None, executor: Local | None = None) -> int:
     """Find the largest stable learning rate of every point of the axes, print the table and write lr_limits.json.
 
     Returns and raises as `sweep_grid` does.
@@ -184,9 +184,7 @@ def find_lr_limits(sweep: SweepFile, out: Path, workers: int | None = None, exec
     return close(record, whole=whole, table=limits_table(searches.rows()))
 
 
-def measure_sensitivity(
-    sweep: SweepFile, out: Path, workers: int | None = None, executor: Executor | None = None
-) -> int:
+def measure_sensitivity(sweep: SweepFile, out: Path, workers: int | None = None, executor: Local | None = None) -> int:
     """Quantise one layer pattern at a time, print the gaps and write sensitivity.json.
 
     Returns and raises as `sweep_grid` does.

@@ -180,11 +180,7 @@ def _peer(config: Config) -> Iterator[Row]:
         yield key, own == "peer", f"can't be used with model.peer {peer!r}"
     yield "runtime.compile", own == "peer", f"can't be used with model.peer {peer!r}"
     mixed = peer == "torchao-int8" and config.train.precision != "float32"
-    yield (
-        "train.precision",
-        mixed,
-        f"can't be used with model.peer {peer!r}, of one dtype in products; give float32",
-    )
+    yield ("train.precision", mixed, f"can't be used with model.peer {peer!r}, of one dtype in products; give float32")
 
 
 def _optimizer(config: Config) -> Iterator[Row]:

@@ -15,7 +15,6 @@ from nanogpt_bench.config.field import Section, setting
 
 #: what a layer multiplies, what comes back, and what the blocks add up; the last are measured for blocks
 OPERANDS: Final = ("weight", "activation", "gradient", "weight_gradient", "residual")
-OF_LAYERS: Final = OPERANDS[:-1]
 #: the side on which a figure is bad
 ABOVE, BELOW = "above", "below"
 #: how the figures of all layers make one; TOGETHER: as one layer, which its observer sees to
@@ -57,10 +56,6 @@ class Metric:
         """Return the metric of one operand."""
         title = f"{self.title}, {operand.replace('_', ' ')}s"
         return replace(self, name=f"{self.name}/{operand}", title=title, operands=())
-
-    def number(self, index: int) -> Metric:
-        """Return the metric that the `I` at the end of the name counts."""
-        return replace(self, name=f"{self.name.removesuffix('I')}{index}")
 
     @property
     def namespace(self) -> str:

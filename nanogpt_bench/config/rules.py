@@ -44,80 +44,77 @@ class Rule:
     help: str = ""
 
 
+def _on_floats(text: str, optimizer: str = "adamw", precision: str = "bf16-mixed", **more: Any) -> Rule:
+    """Return a rule of float weights, with AdamW's rate where it says none."""
+    own: dict[str, Any] = {"storage": "float32", "optimizer": optimizer, "lr": 2e-3, "precision": precision}
+    return Rule(**own | more, help=text)
+
+
 def _one_byte(optimizer: str, lr: float, writeback: str, text: str, **more: Any) -> Rule:
     """Return a rule without a master copy."""
     return Rule("fp8", optimizer, lr, writeback=writeback, help=f"{text}, no master copy", **more)
 
 
+def _muon(writeback: str, text: str) -> Rule:
+    """Return a rule of Muon without a master copy."""
+    return _one_byte("stiffness_muon", 16e-3, writeback, text, moments="8bit", stiffness=0.0, float_lr=2e-3)
+
+
+def _stiffness(text: str, k: float, **more: Any) -> Rule:
+    """Return a rule of StiffnessAdamW without a master copy."""
+    return _one_byte(
+        "stiffness_adamw", 2e-3, "stochastic", f"StiffnessAdamW with k {text}, stochastic rounding", stiffness=k, **more
+    )
+
+
+_TORCHAO: dict[str, Any] = {"needs": ("torchao", "torchao")}
+_SDNQ: dict[str, Any] = {"storage": "peer", "peer": "sdnq-E2M5", "needs": ("sdnq", "sdnq")}
 RULES: dict[str, Rule] = {
-    "fp32": Rule("float32", "adamw", 2e-3, "float32", help="AdamW, everything in float32"),
-    "bf16-mixed": Rule("float32", "adamw", 2e-3, help="AdamW, bfloat16 autocast, float32 weights: the reference"),
-    "bf16-pure": Rule("float32", "adamw", 2e-3, "bf16-pure", help="AdamW, weights and state in bfloat16"),
-    "bf16-stochastic": Rule(
-        "float32",
+    "fp32": _on_floats("AdamW, everything in float32", precision="float32"),
+    "bf16-mixed": _on_floats("AdamW, bfloat16 autocast, float32 weights: the reference"),
+    "bf16-pure": _on_floats("AdamW, weights and state in bfloat16", precision="bf16-pure"),
+    "bf16-stochastic": _on_floats(
+        "StiffnessAdamW, bfloat16 weights rounded stochastically, 8-bit moments: 4 bytes a parameter",
         "stiffness_adamw",
-        2e-3,
         "bf16-pure",
         moments="8bit",
         stiffness=0.0,
-        help="StiffnessAdamW, bfloat16 weights rounded stochastically, 8-bit moments: 4 bytes a parameter",
     ),
-    "sgd": Rule("float32", "sgd", 1e-1, "float32", help="SGD with momentum 0.9, everything in float32"),
-    "torchao-float8": Rule(
-        "float32",
-        "adamw",
-        2e-3,
+    "sgd": _on_floats("SGD with momentum 0.9, everything in float32", "sgd", "float32", lr=1e-1),
+    "torchao-float8": _on_floats(
+        "AdamW, torchao's float8 training: products of E4M3 operands, E5M2 gradients, float32 weights",
         torchao_float8="tensorwise",
-        needs=("torchao", "torchao"),
-        help="AdamW, torchao's float8 training: products of E4M3 operands, E5M2 gradients, float32 weights",
+        **_TORCHAO,
     ),
-    "torchao-adamw8bit": Rule(
-        "float32",
-        "torchao_adamw8bit",
-        2e-3,
-        needs=("torchao", "torchao"),
-        help="torchao's AdamW8bit: moments in 8-bit blocks, float32 weights",
+    "torchao-adamw8bit": _on_floats(
+        "torchao's AdamW8bit: moments in 8-bit blocks, float32 weights", "torchao_adamw8bit", **_TORCHAO
     ),
-    "torchao-adamwfp8": Rule(
-        "float32",
-        "torchao_adamwfp8",
-        2e-3,
-        needs=("torchao", "torchao"),
-        help="torchao's AdamWFp8: moments in E4M3 blocks, float32 weights",
+    "torchao-adamwfp8": _on_floats(
+        "torchao's AdamWFp8: moments in E4M3 blocks, float32 weights", "torchao_adamwfp8", **_TORCHAO
     ),
-    "optimi-kahan": Rule(
-        "float32",
+    "optimi-kahan": _on_floats(
+        "optimi's AdamW: weights and state in bfloat16, what rounding loses kept in Kahan sums",
         "optimi_adamw",
-        2e-3,
         "bf16-pure",
         needs=("optimi", "optimi"),
-        help="optimi's AdamW: weights and state in bfloat16, what rounding loses kept in Kahan sums",
     ),
-    "torchao-int8": Rule(
-        "peer",
+    "torchao-int8": _on_floats(
+        "torchao's AdamW8bit on its int8 weights, stochastic rounding, no master copy",
         "torchao_adamw8bit",
-        2e-3,
         "float32",
+        storage="peer",
         peer="torchao-int8",
-        needs=("torchao", "torchao"),
-        help="torchao's AdamW8bit on its int8 weights, stochastic rounding, no master copy",
+        **_TORCHAO,
     ),
-    "sdnq-adamw": Rule(
-        "peer",
-        "sdnq_adamw",
-        2e-3,
-        peer="sdnq-E2M5",
-        needs=("sdnq", "sdnq"),
-        help="SDNQ's AdamW on its weights of one byte, averages of 8 bits, no master copy (GPL-3.0)",
+    "sdnq-adamw": _on_floats(
+        "SDNQ's AdamW on its weights of one byte, averages of 8 bits, no master copy (GPL-3.0)", "sdnq_adamw", **_SDNQ
     ),
-    "sdnq-muon": Rule(
-        "peer",
+    "sdnq-muon": _on_floats(
+        "SDNQ's Muon on hidden matrices, its AdamW (at float_lr) on the rest, as under sdnq-adamw",
         "sdnq_muon",
-        64e-3,
-        peer="sdnq-E2M5",
+        lr=64e-3,
         float_lr=2e-3,
-        needs=("sdnq", "sdnq"),
-        help="SDNQ's Muon on hidden matrices, its AdamW (at float_lr) on the rest, as under sdnq-adamw",
+        **_SDNQ,
     ),
     "master": Rule("master", "adamw", 2e-3, help="AdamW on a float32 master copy, quantised forward (QAT)"),
     "nearest": _one_byte("adamw", 2e-3, "nearest", "AdamW, nearest rounding"),
@@ -125,59 +122,25 @@ RULES: dict[str, Rule] = {
     "stochastic-8bit": _one_byte("adamw", 2e-3, "stochastic", "stochastic with 8-bit moments", moments="8bit"),
     "residual8": _one_byte("adamw", 2e-3, "residual8", "AdamW, what rounding loses kept in 8 bits a weight"),
     "momentum": _one_byte("adamw", 2e-3, "momentum", "AdamW, what rounding loses put into the momentum"),
-    "muon": Rule(
+    "muon": _on_floats(
+        "Muon on hidden matrices, AdamW (at float_lr) on the rest, everything in float32",
+        "stiffness_muon",
         "float32",
-        "stiffness_muon",
-        16e-3,
-        "float32",
-        stiffness=0.0,
-        float_lr=2e-3,
-        help="Muon on hidden matrices, AdamW (at float_lr) on the rest, everything in float32",
-    ),
-    "muon-stochastic": _one_byte(
-        "stiffness_muon",
-        16e-3,
-        "stochastic",
-        "Muon and AdamW as under muon, stochastic rounding, 8-bit moments: two bytes a hidden weight",
-        moments="8bit",
+        lr=16e-3,
         stiffness=0.0,
         float_lr=2e-3,
     ),
-    "muon-nearest": _one_byte(
-        "stiffness_muon",
-        16e-3,
-        "nearest",
-        "muon-stochastic, but rounded to nearest",
-        moments="8bit",
-        stiffness=0.0,
-        float_lr=2e-3,
+    "muon-stochastic": _muon(
+        "stochastic", "Muon and AdamW as under muon, stochastic rounding, 8-bit moments: two bytes a hidden weight"
     ),
-    "muon-residual8": _one_byte(
-        "stiffness_muon",
-        16e-3,
-        "residual8",
-        "muon-stochastic, but what rounding loses kept in 8 bits a weight: three bytes",
-        moments="8bit",
-        stiffness=0.0,
-        float_lr=2e-3,
+    "muon-nearest": _muon("nearest", "muon-stochastic, but rounded to nearest"),
+    "muon-residual8": _muon(
+        "residual8", "muon-stochastic, but what rounding loses kept in 8 bits a weight: three bytes"
     ),
-    "stiffness-k0": _one_byte(
-        "stiffness_adamw", 2e-3, "stochastic", "StiffnessAdamW with k = 0 (AdamW), stochastic rounding", stiffness=0.0
-    ),
-    "stiffness-k0.5": _one_byte(
-        "stiffness_adamw", 2e-3, "stochastic", "StiffnessAdamW with k = 1/2, stochastic rounding", stiffness=0.5
-    ),
-    "stiffness": _one_byte(
-        "stiffness_adamw", 2e-3, "stochastic", "StiffnessAdamW with k = 1, stochastic rounding", stiffness=1.0
-    ),
-    "stiffness-anneal": _one_byte(
-        "stiffness_adamw",
-        2e-3,
-        "stochastic",
-        "StiffnessAdamW with k from 1 to 0, stochastic rounding",
-        stiffness=1.0,
-        stiffness_end=0.0,
-    ),
+    "stiffness-k0": _stiffness("= 0 (AdamW)", 0.0),
+    "stiffness-k0.5": _stiffness("= 1/2", 0.5),
+    "stiffness": _stiffness("= 1", 1.0),
+    "stiffness-anneal": _stiffness("from 1 to 0", 1.0, stiffness_end=0.0),
     "stiffness-unrounded": Rule(
         "continuous",
         "stiffness_adamw",

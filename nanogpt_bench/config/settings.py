@@ -96,74 +96,29 @@ def once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 #: settings that earlier files have, each with the value that it had where nobody asked for another
+_GONE = """
+alerts: {at_least: {}, at_most: {}, attention_entropy: 0.1, cooldown_s: 300.0, divergence: 0.1, divergence_evals: 3,
+  kurtosis: 10.0, levels: {}, nan_cooldown_s: 60.0, nan_patience: 3, overflow: 0.01, plateau: 0.001, plateau_evals: 5,
+  stall: 0.5}
+data: {seed: null}
+eval: {seed: 1337}
+failure: {batch_fall: 0.02, divergence: 0.5, early_plateau: 10, entropy: 0.1, exploding: 100.0, gradient_norm:
+  1.0e-08, kurtosis: 10.0, kurtosis_growth: 3.0, noise: 1.0, overflow: 0.01, patience: 3, plateau: 0.02,
+  plateau_share: 0.5, smoothing: 10, sparsity: 0.9, stall: 0.5, zero_gradients: 0.9, zero_zone: 0.5}
+model: {constrained: [], lora_rank: null, outlier_sigma: null, outliers: none, pooling: null, seed: null}
+monitor: {dead_steps: 100, dead_threshold: 1.0e-08, fisher: false, fisher_eigenvalues: 5, fisher_matrix: kfac,
+  histogram_interval: 500, stall_interval: null}
+optimizer: {clip: null, compile: false, damping: null, decay_share: 0.2, eps: null, refresh: null, representation:
+  null, reset_every: null, stabilize_every: null, weight_decay_end: null, weight_decay_schedule: null}
+runtime: {peak_tflops: null}
+shadow: {of: dequantised}
+tracking: {tags: [], wandb_entity: null, wandb_project: nanogpt-bench}
+train: {accumulate_in: null, max_rollbacks: 3}
+"""
 GONE: dict[str, Any] = {
-    "alerts.at_least": {},
-    "alerts.at_most": {},
-    "alerts.attention_entropy": 0.1,
-    "alerts.cooldown_s": 300.0,
-    "alerts.divergence": 0.1,
-    "alerts.divergence_evals": 3,
-    "alerts.kurtosis": 10.0,
-    "alerts.levels": {},
-    "alerts.nan_cooldown_s": 60.0,
-    "alerts.nan_patience": 3,
-    "alerts.overflow": 0.01,
-    "alerts.plateau": 0.001,
-    "alerts.plateau_evals": 5,
-    "alerts.stall": 0.5,
-    "data.seed": None,
-    "eval.seed": 1337,
-    "failure.batch_fall": 0.02,
-    "failure.divergence": 0.5,
-    "failure.early_plateau": 10,
-    "failure.entropy": 0.1,
-    "failure.exploding": 100.0,
-    "failure.gradient_norm": 1e-8,
-    "failure.kurtosis": 10.0,
-    "failure.kurtosis_growth": 3.0,
-    "failure.noise": 1.0,
-    "failure.overflow": 0.01,
-    "failure.patience": 3,
-    "failure.plateau": 0.02,
-    "failure.plateau_share": 0.5,
-    "failure.smoothing": 10,
-    "failure.sparsity": 0.9,
-    "failure.stall": 0.5,
-    "failure.zero_gradients": 0.9,
-    "failure.zero_zone": 0.5,
-    "model.constrained": [],
-    "model.lora_rank": None,
-    "model.outlier_sigma": None,
-    "model.outliers": "none",
-    "model.pooling": None,
-    "model.seed": None,
-    **dict.fromkeys((f"monitor.{name}" for name in WATCHED if name != "zones"), True),
-    "monitor.dead_steps": 100,
-    "monitor.dead_threshold": 1e-8,
-    "monitor.fisher": False,
-    "monitor.fisher_eigenvalues": 5,
-    "monitor.fisher_matrix": "kfac",
-    "monitor.histogram_interval": 500,
-    "monitor.stall_interval": None,
-    "optimizer.clip": None,
-    "optimizer.compile": False,
-    "optimizer.damping": None,
-    "optimizer.decay_share": 0.2,
-    "optimizer.eps": None,
-    "optimizer.refresh": None,
-    "optimizer.representation": None,
-    "optimizer.reset_every": None,
-    "optimizer.stabilize_every": None,
-    "optimizer.weight_decay_end": None,
-    "optimizer.weight_decay_schedule": None,
-    "runtime.peak_tflops": None,
-    "shadow.of": "dequantised",
-    "tracking.tags": [],
-    "tracking.wandb_entity": None,
-    "tracking.wandb_project": "nanogpt-bench",
-    "train.accumulate_in": None,
-    "train.max_rollbacks": 3,
+    f"{section}.{key}": value for section, those in yaml.safe_load(_GONE).items() for key, value in those.items()
 }
+GONE |= dict.fromkeys((f"monitor.{name}" for name in WATCHED if name != "zones"), True)
 #: what those that were null became in a run's own config.yaml, where it is what they stand for here, too
 FILLED: dict[str, tuple[Any, ...]] = {
     "model.constrained": (["attn.qkv", "attn.proj"],),
@@ -211,7 +166,8 @@ def _flat(tree: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
         elif not any(known.startswith(f"{key}.") for known in (*FIELDS, *GONE)):
             raise unknown_key(".".join([key, *_first_path(value)]))
         elif not isinstance(value, dict):
-            raise BenchError(f"{key}: {value!r} is not a section; give its keys, such as {_first_key(key)}")
+            first = next(known for known in (*FIELDS, *GONE) if known.startswith(f"{key}."))
+            raise BenchError(f"{key}: {value!r} is not a section; give its keys, such as {first}")
         else:
             yield from _flat(value, f"{key}.")
 
@@ -224,25 +180,16 @@ def _first_path(value: Any) -> Iterator[str]:
         value = value[name]
 
 
-def _first_key(section: str) -> str:
-    return next(known for known in (*FIELDS, *GONE) if known.startswith(f"{section}."))
-
-
 def unknown_key(key: str) -> BenchError:
     """Return the error for a key that does not exist: its nearest spelling, or the keys of its section."""
     if any(f"{gone}.".startswith(f"{key}.") or key.startswith(f"{gone}.") for gone in GONE):
         return BenchError(f"{key} is no setting any more; leave it out")
-    guess = nearest(key, FIELDS) or _same_last_word(key)
+    section, _, last = key.rpartition(".")
+    guess = nearest(key, FIELDS) or next((known for known in FIELDS if known.rpartition(".")[2] == last), None)
     if guess:
         return BenchError(f"unknown key {key!r}; did you mean {guess!r}?")
-    section = key.rsplit(".", 1)[0]
-    inside = [known for known in FIELDS if known.startswith(f"{section}.")]
+    inside = [known for known in FIELDS if known.startswith(f"{section or key}.")]
     return unknown("key", key, inside or [*sorted(SECTIONS), *(known for known in FIELDS if "." not in known)])
-
-
-def _same_last_word(key: str) -> str | None:
-    last = key.rsplit(".", 1)[-1]
-    return next((known for known in FIELDS if known.rsplit(".", 1)[-1] == last), None)
 
 
 def parse_overrides(arguments: Sequence[str], base: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -256,28 +203,20 @@ def parse_overrides(arguments: Sequence[str], base: dict[str, Any] | None = None
     Raises:
         BenchError: an unknown key, an option without a value, or a setting or an entry that is given twice.
     """
-    said = _said_once(_overrides(arguments))
+    queue, said = list(arguments), dict[str, str]()
+    while queue:
+        key, text = _next_override(queue)
+        if key in said:
+            raise _twice(key)
+        said[key] = text
     values = dict(base or {}) | {key: _read_value(key, text) for key, text in said.items() if not mapping_above(key)}
     for key, text in said.items():
         if mapping := mapping_above(key):
             before, name = entries_of(values, mapping), key[len(mapping) + 1 :]
             if mapping in said and name in before:
                 raise _twice(key)
-            values[mapping] = {**before, name: _read_entry(mapping, text)}
+            values[mapping] = {**before, name: text if FIELDS[mapping].facts["words"] else parse_text(text)}
     return values
-
-
-def _overrides(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
-    queue = list(arguments)
-    while queue:
-        yield _next_override(queue)
-
-
-def _said_once(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
-    try:
-        return once(pairs)
-    except GivenTwice as error:
-        raise _twice(error.key) from None
 
 
 def _twice(key: str) -> BenchError:
@@ -307,10 +246,6 @@ def _next_override(queue: list[str]) -> tuple[str, str]:
     if not equals and not queue:
         raise BenchError(f"--{key} needs a value; give {FIELDS[key].allowed if key in FIELDS else 'one'}")
     return key, text if equals else queue.pop(0)
-
-
-def _read_entry(mapping: str, text: str) -> Any:
-    return text if FIELDS[mapping].facts["words"] else parse_text(text)
 
 
 def _read_value(key: str, text: str) -> Any:

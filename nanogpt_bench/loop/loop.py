@@ -19,16 +19,12 @@ from nanogpt_bench.config.settings import to_yaml
 from nanogpt_bench.failures import failures_of
 from nanogpt_bench.failures.table import ENDINGS
 from nanogpt_bench.loop.outcome import Outcome, Progress, summarize
-from nanogpt_bench.loop.resume import (
-    config_facts,
-    remove_output,
-    resumed_environment,
-)
+from nanogpt_bench.loop.resume import config_facts, remove_output, resumed_environment
 from nanogpt_bench.monitors.points import Anomaly, Observer, Step
-from nanogpt_bench.observers import Alert
-from nanogpt_bench.observers.build import build_observers
+from nanogpt_bench.observers import build_observers
 from nanogpt_bench.observers.trackers import Trackers, start_trackers
 from nanogpt_bench.runs.environment import config_history, history_comment
+from nanogpt_bench.runs.load import Alert
 from nanogpt_bench.runs.read import AT_START, SUMS, write_sums
 from nanogpt_bench.setup.memory import held_bytes
 from nanogpt_bench.system.errors import BenchError, counted, disk_failure
@@ -57,7 +53,7 @@ class Loop:
         self.ranks, self.outcome, self.trackers = trainer.ranks, Outcome(), Trackers([])
         self.raised: list[Alert] = []
         written = run_dir if self.ranks.first else None
-        self.watch = build_observers(config, trainer, written, baseline=baseline, tell=self._tell)
+        self.watch = build_observers(config, trainer, written, baseline=baseline, tell=self.raised.append)
         self.observers: list[Observer] = [*self.watch.all]
         self.sentry = Sentry(trainer)
         self.stall_counts = stall_counts(config.model.storage, config.optimizer.writeback)
@@ -138,14 +134,12 @@ class Loop:
         if status != "failed" and (ends or due or self.outcome.ended_by_signal):
             self.save(step)
 
-    def _tell(self, alert: Alert) -> None:
-        self.raised.append(alert)
-
     def go(self) -> dict[str, Any]:
         try:
             if self.done is None:
                 self._first_validation()
-            self._loop()
+            while self.outcome.status == "finished" and (self.done or 0) < self.config.train.max_steps:
+                self._one_step((self.done or 0) + 1)
             return self._finish()
         except KeyboardInterrupt:
             self.outcome.status = "stopped"
@@ -165,10 +159,6 @@ class Loop:
     def _break_off(self) -> None:
         self._close()
         self.trackers.finish(None)
-
-    def _loop(self) -> None:
-        while self.outcome.status == "finished" and (self.done or 0) < self.config.train.max_steps:
-            self._one_step((self.done or 0) + 1)
 
     def _one_step(self, number: int) -> None:
         begun = perf_counter()

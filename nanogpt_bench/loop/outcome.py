@@ -8,18 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-import fp8manifold as fm
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.model.weights import is_packaged, linear_layers, quantized_layers
 from nanogpt_bench.monitors.resources import peak_bytes
-from nanogpt_bench.observers import Alert
 from nanogpt_bench.runs.find import OF_TRAINING
+from nanogpt_bench.runs.load import Alert
 from nanogpt_bench.setup.formats import format_summary
 from nanogpt_bench.setup.memory import bytes_of, held_bytes
 from nanogpt_bench.setup.resolve import rule_name
 
 if TYPE_CHECKING:
-    from nanogpt_bench.observers.build import Observers
+    from nanogpt_bench.observers import Observers
     from nanogpt_bench.training.trainer import Trainer
 
 
@@ -153,7 +152,7 @@ def summarize(name: str, config: Config, trainer: Trainer, outcome: Outcome, wat
 
 
 def _processes(trainer: Trainer) -> dict[str, Any]:
-    """What each of several processes holds and sends; nothing of one. All of them have to ask."""
+    """What each of several processes holds; nothing of one. All of them have to ask."""
     ranks = trainer.ranks
     if ranks.size == 1:
         return {}
@@ -165,7 +164,6 @@ def _processes(trainer: Trainer) -> dict[str, Any]:
             "count": ranks.size,
             "held_bytes": [int(size) for size in held],
             "peak_bytes": [int(size) for size in peak],
-            "sent_bytes": trainer.wire.bytes,
         }
     }
 
@@ -178,11 +176,8 @@ def _weights(model: nn.Module, config: Config) -> list[Tensor]:
     """The weights that are quantised: by this library, or by the package whose they are."""
     if config.model.storage == "peer":
         return [layer.weight for layer in linear_layers(model).values() if is_packaged(layer.weight)]
-    return [layer.weight for layer in _layers(model, config).values()]
-
-
-def _layers(model: nn.Module, config: Config) -> dict[str, fm.QuantizedLinear]:
-    return {} if config.model.storage == "float32" else quantized_layers(model)
+    layers = {} if config.model.storage == "float32" else quantized_layers(model)
+    return [layer.weight for layer in layers.values()]
 
 
 def count(parameters: Iterable[Tensor]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +125,7 @@ def _check_config(saved: Mapping[str, Any], config: Config, *, allow_change: boo
     if isinstance(saved, Mapping):
         dict(flatten(saved))  # which refuses what asks for a setting that is gone
     changed = [(key, f"{key} was {was!r}, is {now!r}") for key, was, now in _changes(saved, config_facts(config))]
-    fixed = [text for key, text in changed if _changes_numbers(key)]
+    fixed = [text for key, text in changed if FIELDS[key].facts["changes_numbers"]]
     if fixed and not allow_change:
         raise BenchError(
             f"the run was made with other settings: {', '.join(fixed)}; give the same, or --allow-config-change to go "
@@ -144,10 +144,6 @@ def _changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[t
             yield key, before, now
 
 
-def _changes_numbers(key: str) -> bool:
-    return bool(FIELDS[key].facts["changes_numbers"])
-
-
 def _check_environment(saved: Mapping[str, Any], current: Mapping[str, Any], *, allow_change: bool, say: Say) -> None:
     """Refuse another corpus; say what else may change the last bits."""
     if _digests(latest(saved)) != _digests(current) and not allow_change:
@@ -155,17 +151,12 @@ def _check_environment(saved: Mapping[str, Any], current: Mapping[str, Any], *, 
             "data.dir: the corpus is not the one that the run was begun on (its sha256 differs); give that one, or "
             "--allow-config-change"
         )
-    differing = list(_differences(saved, current, ("libraries.torch", "threads", "cpu", "gpu", "processes")))
+    keys = ("libraries.torch", "threads", "cpu", "gpu", "processes")
+    both = [(key, at(saved, key), at(current, key)) for key in keys]
+    differing = [f"{key} was {before!r}, is {now!r}" for key, before, now in both if before != now]
     if differing:
         say(f"the last bits may differ from an uninterrupted run's: {', '.join(differing)}")
 
 
 def _digests(environment: Mapping[str, Any]) -> dict[str, Any]:
     return digests_of(at(environment, "corpus.splits", {}))
-
-
-def _differences(saved: Mapping[str, Any], current: Mapping[str, Any], keys: Iterable[str]) -> Iterator[str]:
-    for key in keys:
-        before, now = at(saved, key), at(current, key)
-        if before != now:
-            yield f"{key} was {before!r}, is {now!r}"

@@ -14,14 +14,10 @@ from nanogpt_bench.config.schema import Config
 from nanogpt_bench.data.batches import open_corpus
 from nanogpt_bench.loop.loop import Loop
 from nanogpt_bench.loop.outcome import Progress
-from nanogpt_bench.loop.resume import (
-    check_unused,
-    find_checkpoint,
-    found_by_all,
-)
+from nanogpt_bench.loop.resume import check_unused, find_checkpoint, found_by_all
 from nanogpt_bench.model.gpt import build_model
-from nanogpt_bench.observers import baseline_curve
 from nanogpt_bench.observers.trackers import check_trackers
+from nanogpt_bench.observers.trend import baseline_curve
 from nanogpt_bench.runs.environment import environment
 from nanogpt_bench.setup.memory import check_fits
 from nanogpt_bench.setup.resolve import resolve_for

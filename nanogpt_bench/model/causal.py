@@ -81,7 +81,10 @@ def find_model(name: str) -> dict[str, Any]:
             raise BenchError(f"model {name!r} has no config.json and {len(found)} .gguf files{names}; name one file")
         path = found[0]
     if path.is_file():
-        _check_gguf(path)
+        with path.open("rb") as file:
+            if file.read(4) != b"GGUF":
+                raise BenchError(f"model {str(path)!r} is no GGUF file: it does not begin so; give a folder or a .gguf")
+        _require("gguf")
         return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     if not path.is_dir():
         if name.count("/") != 1 or name.startswith((".", "/", "~")) or path.suffix == ".gguf":
@@ -98,15 +101,6 @@ def _require(package: str, extra: str = "hf") -> None:
         raise BenchError(
             f"models of transformers need the package {package}; get it with pip install 'fp8manifold[{extra}]'"
         )
-
-
-def _check_gguf(path: Path) -> None:
-    with path.open("rb") as file:
-        if file.read(4) != b"GGUF":
-            raise BenchError(
-                f"model {str(path)!r} is no GGUF file: it does not begin with GGUF; give a folder or a .gguf"
-            )
-    _require("gguf")
 
 
 @contextmanager
@@ -290,7 +284,9 @@ def load_causal(name: str, *, bytes_each: float = 5.0, quantization: Mapping[str
         check_head(model, skeleton(name), name)
     model.config.use_cache = False
     if getattr(model, "hf_quantizer", None) is not None:
-        _detach(model)
+        # it is saved as the layers that it has: floats by now, or codes as this bench writes them
+        model.hf_quantizer, model.is_quantized = None, False
+        vars(model.config).pop("quantization_config", None)
     check_finite(model, name)
     own = type(model)
     model.__class__ = type(own.__name__, (_WithLoss, own), {"__module__": own.__module__})
@@ -327,13 +323,6 @@ def load_narrow(name: str) -> Any | None:
     except RuntimeError:  # something is computed in the dtype of a weight
         return None
     return model.eval()
-
-
-def _detach(model: Any) -> None:
-    """Let a model be saved as the layers that it has: floats by now, or codes as this bench writes them."""
-    model.hf_quantizer = None
-    model.is_quantized = False
-    vars(model.config).pop("quantization_config", None)
 
 
 def recompute_activations(model: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +45,13 @@ def taken_apart(state: Mapping[str, Any]) -> dict[str, Any]:
     >>> taken_apart({"bias": torch.ones(1)})
     {'bias': tensor([1.])}
     """
-    return dict(_plain(state))
-
-
-def _plain(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    apart: dict[str, Any] = {}
     for name, value in state.items():
-        if is_packaged(value):
-            yield from ((f"{name}{PART}{part}", tensor) for part, tensor in parts_of(value).items())
-        else:
-            yield name, value
+        packaged = is_packaged(value)
+        apart |= (
+            {f"{name}{PART}{part}": tensor for part, tensor in parts_of(value).items()} if packaged else {name: value}
+        )
+    return apart
 
 
 @torch.no_grad()

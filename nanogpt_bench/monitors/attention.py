@@ -20,12 +20,7 @@ _attention = partial(Metric, monitor="attention", bad=BELOW, chart=LINEAR)
 ENTROPY = _attention(
     "attention/entropy", "Attention entropy", NATS, "Mean over heads, on a validation batch.", over=MEAN
 )
-ENTROPY_MIN = _attention(
-    "attention/entropy_min",
-    "Lowest attention entropy",
-    NATS,
-    "The most collapsed head.",
-)
+ENTROPY_MIN = _attention("attention/entropy_min", "Lowest attention entropy", NATS, "The most collapsed head.")
 #: scores held at a time
 _CHUNK = 1 << 22
 

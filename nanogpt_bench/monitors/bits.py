@@ -1,4 +1,4 @@
-"""Bits: which codes, exponents and mantissas of its format each operand uses."""
+"""Bits: which codes and exponents of its format each operand uses."""
 
 from __future__ import annotations
 
@@ -24,9 +24,6 @@ CODES_USED = _bits("bits/codes_used", "Codes in use", SHARE, "Of all finite code
 TOP_EXPONENT = _bits(
     "bits/top_exponent", "Share in the top binade", SHARE, "Values in the largest exponent.", chart=LINEAR
 )
-MANTISSA_UTILISATION = _bits("bits/mantissa_utilisation", "Use of the mantissa", SHARE, "Its entropy over its bits.")
-EXPONENT_BIT = _bits("bits/exponent_bit_I", "Exponent bit I", SHARE, "Values that have it set.")
-MANTISSA_BIT = _bits("bits/mantissa_bit_I", "Mantissa bit I", SHARE, "Values that have it set.")
 
 
 def code_histogram(x: Tensor, fmt: fm.FloatFormat, scale: Scale = 1.0) -> Tensor:
@@ -47,46 +44,34 @@ def code_histogram(x: Tensor, fmt: fm.FloatFormat, scale: Scale = 1.0) -> Tensor
     return counts
 
 
-def bit_figures(counts: Tensor, fmt: fm.FloatFormat) -> tuple[int, dict[Metric, float | None]]:
+def bit_figures(counts: Tensor, fmt: fm.FloatFormat) -> tuple[int, dict[Metric, float]]:
     """Return the size and the figures of a code histogram, all shares of the elements whose code is finite.
 
-    +0 and -0 are two codes; all figures are 0 of an empty histogram, and None of a mantissa without bits.
+    +0 and -0 are two codes; all figures are 0 of an empty histogram.
 
     >>> fmt = fm.FloatFormat.from_string("E2M1")
     >>> size, found = bit_figures(code_histogram(torch.tensor([1.0, 1.5, 1.0, 1.5]), fmt), fmt)
-    >>> size, found[UNIFORMITY], found[MANTISSA_BIT.number(0)], found[EXPONENT_BIT.number(1)]
-    (4, 0.25, 0.5, 0.0)
+    >>> size, found[UNIFORMITY], found[TOP_EXPONENT]
+    (4, 0.25, 0.0)
     """
+
+    def exponent(code: int) -> int:
+        return (code & (fmt.sign_bit - 1)) >> fmt.mantissa_bits
+
     finite, listed = _finite_codes(fmt), counts.tolist()
     used = [int(listed[code]) for code in finite]
-    by_field = _grouped([(code & (fmt.sign_bit - 1)) >> fmt.mantissa_bits for code in finite], used)
-    by_mantissa = _grouped([code & ((1 << fmt.mantissa_bits) - 1) for code in finite], used)
+    used_top = sum(n for code, n in zip(finite, used, strict=True) if exponent(code) == max(map(exponent, finite)))
     total = sum(used)
-    figures: dict[Metric, float | None] = {
+    return total, {
         UNIFORMITY: _entropy(used) / math.log2(len(finite)),
         CODES_USED: sum(n > 0 for n in used) / len(finite),
-        TOP_EXPONENT: by_field[-1] / max(total, 1),
-        MANTISSA_UTILISATION: _entropy(by_mantissa) / fmt.mantissa_bits if fmt.mantissa_bits else None,
+        TOP_EXPONENT: used_top / max(total, 1),
     }
-    for metric, groups, width in (
-        (EXPONENT_BIT, by_field, fmt.exponent_bits),
-        (MANTISSA_BIT, by_mantissa, fmt.mantissa_bits),
-    ):
-        for bit in range(width):
-            figures[metric.number(bit)] = sum(n for i, n in enumerate(groups) if i >> bit & 1) / max(total, 1)
-    return total, figures
 
 
 @lru_cache(maxsize=64)
 def _finite_codes(fmt: fm.FloatFormat) -> list[int]:
     return [code for code in range(2 * fmt.sign_bit) if math.isfinite(fmt.decode_code(code))]
-
-
-def _grouped(keys: Sequence[int], counts: Sequence[int]) -> list[int]:
-    sums = [0] * (max(keys) + 1)
-    for key, n in zip(keys, counts, strict=True):
-        sums[key] += n
-    return sums
 
 
 def _entropy(counts: Sequence[int]) -> float:

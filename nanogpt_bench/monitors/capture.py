@@ -1,10 +1,11 @@
-"""What flows through the layers in the steps that are looked at, by hooks; and what a monitor is built of."""
+"""What monitors are shown of a step: what flows through the layers, by hooks, and what became of every weight."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +13,10 @@ from torch.utils.hooks import RemovableHandle
 
 import fp8manifold as fm
 from nanogpt_bench.config.metrics import MonitorConfig
-from nanogpt_bench.config.schema import Config
+from nanogpt_bench.config.schema import ROUNDED, Config
 from nanogpt_bench.model.gpt import Block
-from nanogpt_bench.model.weights import linear_layers, quantized_layers
-from nanogpt_bench.monitors.figures import Turns
+from nanogpt_bench.model.weights import linear_layers, plain, quantized_layers
+from nanogpt_bench.monitors.figures import Monitor, Turns
 from nanogpt_bench.monitors.points import Observer, Step
 
 
@@ -50,11 +51,11 @@ class Capture(Observer):
                 continue
             self._handles.append(layer.register_forward_hook(self._keep_layer(name)))
             if isinstance(layer, fm.QuantizedLinear) and layer.weight_gradient_scaler is not None:
-                hook = self._keep_weight_gradient(name)
+                hook = self._keep(self.weight_gradients, name)
                 self._backward_handles.append(layer.weight_gradient_scaler.register_forward_pre_hook(hook))
         for name, module in step.model.named_modules():
             if isinstance(module, Block) and self._turns.takes(step, name):
-                self._handles.append(module.register_forward_hook(self._keep_residual(name)))
+                self._handles.append(module.register_forward_hook(self._keep(self.residuals, name)))
 
     def after_forward(self, step: Step) -> None:
         for handle in self._handles:
@@ -83,27 +84,16 @@ class Capture(Observer):
 
         return keep
 
-    def _keep_weight_gradient(self, name: str) -> Callable[..., None]:
-        def keep(scaler: nn.Module, measured: tuple[Tensor, ...]) -> None:
-            self.weight_gradients[name] = measured[0].detach()
+    def _keep(self, kept: dict[str, Tensor], name: str) -> Callable[..., None]:
+        """Return a hook that keeps the last thing it is told: what came out, or what a scaler measures."""
 
-        return keep
-
-    def _keep_residual(self, name: str) -> Callable[..., None]:
-        def keep(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            self.residuals[name] = output.detach()
+        def keep(module: nn.Module, inputs: tuple[Tensor, ...], *output: Tensor) -> None:
+            kept[name] = (*inputs, *output)[-1].detach()
 
         return keep
 
 
-Own = Literal["activation", "activation_gradient", "weight_gradient"]
 BLOCK = 32
-#: what a layer calls them
-_OWN: dict[str, Own] = {
-    "activation": "activation",
-    "gradient": "activation_gradient",
-    "weight_gradient": "weight_gradient",
-}
 
 
 @dataclass(frozen=True)
@@ -116,8 +106,6 @@ class Operand:
     #: None where it has none and is measured against none
     format: fm.FloatFormat | None = None
     scale: Tensor | float = 1.0
-    #: whether the layer quantises it, or it is only measured
-    quantized: bool = False
 
 
 def flowing(layers: Mapping[str, nn.Linear], capture: Capture, monitor: MonitorConfig) -> Iterator[Operand]:
@@ -140,12 +128,12 @@ def flowing(layers: Mapping[str, nn.Linear], capture: Capture, monitor: MonitorC
 def of_weight(name: str, layer: nn.Linear, values: Tensor) -> Operand:
     """Return a layer's weight, `values` being what is to be quantised: its master copy, or what a step asked for."""
     if isinstance(layer, fm.QuantizedLinear) and layer.weight_format is not None:
-        return Operand("weight", name, values, layer.weight_format, layer.weight_scale().detach(), True)
+        return Operand("weight", name, values, layer.weight_format, layer.weight_scale().detach())
     return Operand("weight", name, values)
 
 
 def _operand(kind: str, name: str, layer: nn.Linear, values: Tensor, otherwise: str | None) -> Operand:
-    own = _OWN[kind]
+    own: Any = "activation_gradient" if kind == "gradient" else kind  # as a layer calls it
     spec = layer.spec.operand(own) if isinstance(layer, fm.QuantizedLinear) else None
     rows = _rows(values)
     if spec is None:
@@ -153,7 +141,7 @@ def _operand(kind: str, name: str, layer: nn.Linear, values: Tensor, otherwise: 
     scale = getattr(layer, f"{own}_scaler").value
     if spec.granularity == "block":
         scale = scale.reshape(len(rows), -1).repeat_interleave(BLOCK, -1)
-    return Operand(kind, name, rows, spec.format, scale, True)
+    return Operand(kind, name, rows, spec.format, scale)
 
 
 def _measured(kind: str, name: str, rows: Tensor, fmt: str | None) -> Operand:
@@ -192,3 +180,101 @@ class Watched:
         blocks = [name for name, module in model.named_modules() if isinstance(module, Block)]
         turns = Turns(monitor.turns, [layers, blocks], monitor.interval)
         return cls(config, model, device, look, layers, quantized_layers(model), turns, Capture(turns))
+
+
+@dataclass(frozen=True)
+class Update:
+    """One layer's weight in one step: plain tensors, in value, that are not to be changed."""
+
+    name: str
+    layer: fm.QuantizedLinear
+    before: Tensor
+    #: what the step asked for, before the write-back; where nothing is rounded, what came of it
+    target: Tensor
+    after: Tensor
+    #: uint8 codes before the step, where the weight is a master copy
+    codes: Tensor | None
+    format: fm.FloatFormat
+    scale: Tensor
+
+    @cached_property
+    def codes_after(self) -> Tensor:
+        """uint8 codes of the weight as it is now."""
+        return self.layer.weight_codes()
+
+
+class UpdateMonitor(Monitor):
+    """A monitor that looks at updates."""
+
+    def see(self, step: Step, update: Update) -> None:
+        """Take one layer's update; the tensors are gone afterwards."""
+        raise NotImplementedError
+
+    def finish(self, step: Step) -> None:
+        """Nothing: what updates have shown is written with the others."""
+
+
+class UpdateObserver(Observer):
+    """Shows quantised weights' updates in the steps of a look to those that watch them; otherwise it costs nothing.
+
+    On grid and fp8 storage the optimizer itself hands over what it asked for. With an ULP residual these are the
+    values that the residual stands for.
+    """
+
+    def __init__(
+        self, layers: Mapping[str, fm.QuantizedLinear], storage: str, watching: Sequence[UpdateMonitor], turns: Turns
+    ) -> None:
+        self._layers, self._watching, self._turns = layers, watching, turns
+        self._rounded, self._coded = storage in ROUNDED, storage == "master"
+        self._names = {id(layer.weight): name for name, layer in layers.items()}
+        self._before: dict[str, tuple[Tensor, Tensor | None]] = {}
+
+    def before_step(self, step: Step) -> None:
+        if not step.due(self._turns.interval):
+            return
+        if self._rounded:
+            _watch(step.optimizer, lambda view: self._hand_over(step, view), lambda weight: self._sees(step, weight))
+        else:
+            self._before = {
+                name: self._state(layer) for name, layer in self._layers.items() if self._turns.takes(step, name)
+            }
+
+    def after_step(self, step: Step) -> None:
+        if not step.due(self._turns.interval):
+            return
+        if self._rounded:
+            _watch(step.optimizer, None, None)
+        else:
+            self._compare(step)
+        for monitor in self._watching:
+            monitor.finish(step)
+
+    def _sees(self, step: Step, weight: Tensor) -> bool:
+        name = self._names.get(id(weight))
+        return name is not None and self._turns.takes(step, name)
+
+    def _state(self, layer: fm.QuantizedLinear) -> tuple[Tensor, Tensor | None]:
+        return plain(layer.weight).clone(), layer.weight_codes() if self._coded else None
+
+    def _hand_over(self, step: Step, view: Any) -> None:
+        name = self._names.get(id(view.parameter))
+        if name is not None:
+            self._show(step, name, view.before, view.target, view.after, None)
+
+    def _compare(self, step: Step) -> None:
+        for name, (before, codes) in self._before.items():
+            after = plain(self._layers[name].weight)
+            self._show(step, name, before, after, after, codes)
+        self._before = {}
+
+    @torch.no_grad()
+    def _show(self, step: Step, name: str, before: Tensor, target: Tensor, after: Tensor, codes: Tensor | None) -> None:
+        layer = self._layers[name]
+        assert layer.weight_format is not None
+        update = Update(name, layer, before, target, after, codes, layer.weight_format, layer.weight_scale().detach())
+        for monitor in self._watching:
+            monitor.see(step, update)
+
+
+def _watch(optimizer: Any, see: Any, observes: Any) -> None:
+    optimizer.observer, optimizer.observes = see, observes

@@ -18,12 +18,7 @@ from nanogpt_bench.monitors.points import Step
 _geometry = partial(Metric, monitor="geometry", over=MEAN)
 STIFFNESS_MEAN = _geometry("geometry/stiffness_mean", "Mean stiffness", "S", "Mean over the weights.", chart=LOG)
 OFF_GRID = _geometry(
-    "geometry/off_grid",
-    "Off the grid",
-    SHARE,
-    "Weights that are no grid value; must stay 0.",
-    bad=ABOVE,
-    chart=LINEAR,
+    "geometry/off_grid", "Off the grid", SHARE, "Weights that are no grid value; must stay 0.", bad=ABOVE, chart=LINEAR
 )
 _constraint = partial(_geometry, unit="distance", over=LARGEST, bad=ABOVE, chart=LOG)
 _ORTHONORMAL = "|Q^T Q - I| of parameters on geoopt's."

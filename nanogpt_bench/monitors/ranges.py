@@ -1,4 +1,4 @@
-"""Ranges: overflow, underflow, moments and scales of weights, activations, gradients and residual outputs."""
+"""Ranges: overflow, underflow and moments of weights, activations, gradients and residual outputs."""
 
 from __future__ import annotations
 
@@ -9,43 +9,19 @@ import torch
 from torch import Tensor
 
 import fp8manifold as fm
-from nanogpt_bench.config.metrics import (
-    ABOVE,
-    LARGEST,
-    LINEAR,
-    LOG,
-    MEAN,
-    OF_LAYERS,
-    OPERANDS,
-    SHARE,
-    Metric,
-)
+from nanogpt_bench.config.metrics import ABOVE, LARGEST, LINEAR, LOG, MEAN, OPERANDS, SHARE, Metric
 from nanogpt_bench.model.weights import plain
-from nanogpt_bench.monitors.capture import Operand, Watched, flowing, of_weight
-from nanogpt_bench.monitors.figures import Scale, blocks, fitting, unit_blocks
+from nanogpt_bench.monitors.capture import Operand, Update, UpdateMonitor, Watched, flowing, of_weight
+from nanogpt_bench.monitors.figures import Scale, blocks, unit_blocks
 from nanogpt_bench.monitors.points import Step
-from nanogpt_bench.monitors.updates import Update, UpdateMonitor
 
 _ranges = partial(Metric, monitor="ranges", over=MEAN, operands=OPERANDS)
-OVERFLOW = _ranges(
-    "quant/overflow",
-    "Overflow",
-    SHARE,
-    "Values beyond the format's largest.",
-    bad=ABOVE,
-    chart=LINEAR,
-)
+OVERFLOW = _ranges("quant/overflow", "Overflow", SHARE, "Values beyond the format's largest.", bad=ABOVE, chart=LINEAR)
 UNDERFLOW = _ranges(
     "quant/underflow", "Underflow", SHARE, "Values other than zero that become zero.", bad=ABOVE, chart=LINEAR
 )
 KURTOSIS = _ranges(
-    "quant/kurtosis",
-    "Kurtosis",
-    "raw, normal = 3",
-    "The largest of the layers.",
-    over=LARGEST,
-    bad=ABOVE,
-    chart=LOG,
+    "quant/kurtosis", "Kurtosis", "raw, normal = 3", "The largest of the layers.", over=LARGEST, bad=ABOVE, chart=LOG
 )
 LOG2_STD = _ranges(
     "quant/log2_std",
@@ -58,7 +34,6 @@ LOG2_SKEWNESS = _ranges(
 )
 CLAMPED = _ranges("quant/clamped", "Clamped", SHARE, "Values beyond the largest at all, rounded there.", bad=ABOVE)
 AMAX = _ranges("quant/amax", "Largest magnitude", "value", "Of the finite ones.", over=LARGEST)
-SCALE = _ranges("quant/scale", "Scale", "value", "Geometric mean of an operand's scales.", operands=OF_LAYERS)
 
 #: a variance, relative to amax squared, that float32 leaves of a constant
 _ROUNDING = 2.0**-44
@@ -94,12 +69,6 @@ def range_figures(x: Tensor, fmt: fm.FloatFormat | None = None, scale: Scale = 1
         LOG2_STD: spread,
         LOG2_SKEWNESS: skewness,
     }
-
-
-def mean_scale(scale: Scale, x: Tensor) -> float:
-    """Return the geometric mean of all scales of `x`."""
-    fitted = fitting(scale, x)
-    return float(fitted.double().log2().mean().exp2()) if fitted.numel() else 1.0
 
 
 def _moments(x: Tensor) -> tuple[float, float, float]:
@@ -204,8 +173,6 @@ class Ranges(UpdateMonitor):
 
     def _measure(self, operand: Operand) -> None:
         found = range_figures(operand.values, operand.format, operand.scale)
-        if operand.quantized:
-            found[SCALE] = mean_scale(operand.scale, operand.values)
         for metric, value in found.items():
             self._figures.add(metric.by(operand.kind), operand.layer, value, operand.values.numel())
 

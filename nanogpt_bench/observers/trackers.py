@@ -8,13 +8,13 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from nanogpt_bench.checkpoint import newest
@@ -29,29 +29,15 @@ TRACKING_FILE = "tracking.json"
 FOLDER = "tensorboard"
 #: seconds to wait for the server before the training goes on without it
 SECONDS_TO_CONNECT = 30
-#: steps between two records of the distributions of weights and gradients; the last step has one too
-HISTOGRAM_INTERVAL = 500
+#: steps between two histograms of weights and gradients, the last step has one too; and their bins
+HISTOGRAM_INTERVAL, BINS = 500, 64
 _NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9._-]")
 
 
-@dataclass(frozen=True)
-class Distribution:
-    """A histogram of finite values: `counts` between `edges`, of which there is one more."""
-
-    counts: list[int]
-    edges: list[float]
-    total: float
-    squares: float
-
-
-def distribution(values: Tensor) -> Distribution | None:
-    """Return the histogram of a tensor's finite values over 64 bins of one width; None where there are none."""
-    found = values.detach().flatten().float()
-    found = found[found.isfinite()].double().cpu()
-    if not found.numel():
-        return None
-    counts, edges = np.histogram(found.numpy(), 64)
-    return Distribution(counts.tolist(), edges.tolist(), float(found.sum()), float(found.square().sum()))
+def finite(values: Tensor) -> NDArray[np.float32]:
+    """Return a tensor's finite values, flat."""
+    found = plain(values).flatten().float()
+    return found[found.isfinite()].cpu().numpy()
 
 
 class Tracker(Protocol):
@@ -64,8 +50,8 @@ class Tracker(Protocol):
     def log(self, step: int, record: Mapping[str, float]) -> None:
         """Take the figures of one step, in one call; steps increase."""
 
-    def distributions(self, step: int, found: Mapping[str, Distribution]) -> None:
-        """Take the distributions of one step, before its figures."""
+    def histograms(self, step: int, values: Mapping[str, NDArray[np.float32]]) -> None:
+        """Take values whose distribution counts, of one step, before its figures."""
 
     def finish(self, summary: Mapping[str, Any] | None) -> None:
         """Take the summary, None where the run broke off, and send what is waiting."""
@@ -75,7 +61,6 @@ class Trackers(Observer):
     """All trackers of a run; one that raises is reported once and dropped."""
 
     def __init__(self, trackers: Sequence[Tracker], dropped: Mapping[str, str] | None = None) -> None:
-        self._found: dict[str, Distribution] = {}
         self._live = {tracker.facts["name"]: tracker for tracker in trackers}
         self._facts = {name: tracker.facts for name, tracker in self._live.items()}
         #: what went wrong, by the name of the tracker that was dropped
@@ -96,13 +81,11 @@ class Trackers(Observer):
 
     def _note(self, kind: str, step: Step, tensors: Iterable[tuple[str, Tensor]]) -> None:
         if self._live and step.due(HISTOGRAM_INTERVAL):
-            found = {f"{kind}/{name}": distribution(plain(tensor)) for name, tensor in tensors}
-            self._found |= {name: spread for name, spread in found.items() if spread is not None}
+            found = {f"{kind}/{name}": finite(tensor) for name, tensor in tensors}
+            found = {name: values for name, values in found.items() if values.size}
+            self._each(lambda tracker: tracker.histograms(step.number, found))
 
     def written(self, step: Step) -> None:
-        if self._found:
-            found, self._found = self._found, {}
-            self._each(lambda tracker: tracker.distributions(step.number, found))
         record = {key: value for key, value in step.record.items() if value is not None and math.isfinite(value)}
         self._each(lambda tracker: tracker.log(step.number, record))
 
@@ -192,19 +175,9 @@ class TensorBoardTracker:
         for key, value in record.items():
             self._writer.add_scalar(key, value, step)
 
-    def distributions(self, step: int, found: Mapping[str, Distribution]) -> None:
-        for name, spread in found.items():
-            self._writer.add_histogram_raw(
-                name,
-                min=spread.edges[0],
-                max=spread.edges[-1],
-                num=sum(spread.counts),
-                sum=spread.total,
-                sum_squares=spread.squares,
-                bucket_limits=spread.edges[1:],
-                bucket_counts=spread.counts,
-                global_step=step,
-            )
+    def histograms(self, step: int, values: Mapping[str, NDArray[np.float32]]) -> None:
+        for name, each in values.items():
+            self._writer.add_histogram(name, each, step, bins=BINS)
 
     def finish(self, summary: Mapping[str, Any] | None) -> None:
         self._writer.close()
@@ -246,11 +219,9 @@ class WandbTracker:
     def log(self, step: int, record: Mapping[str, float]) -> None:
         self._run.log(dict(record), step=step)
 
-    def distributions(self, step: int, found: Mapping[str, Distribution]) -> None:
-        histograms = {
-            name: self._wandb.Histogram(np_histogram=(spread.counts, spread.edges)) for name, spread in found.items()
-        }
-        self._run.log(histograms, step=step)
+    def histograms(self, step: int, values: Mapping[str, NDArray[np.float32]]) -> None:
+        found = {name: self._wandb.Histogram(each, num_bins=BINS) for name, each in values.items()}
+        self._run.log(found, step=step)
 
     def finish(self, summary: Mapping[str, Any] | None) -> None:
         for key, value in (summary or {}).items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -91,31 +90,15 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors in nested containers and objects, the keys of mappings among them.
+    """Return the tensors in nested containers, the keys of mappings among them.
 
     >>> len(tensors_in({"a": [torch.zeros(1), 2.0], torch.zeros(1): None}))
     2
     """
-    return list(_walk(value, set()))
-
-
-def _walk(value: Any, seen: set[int]) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif id(value) not in seen:
-        seen.add(id(value))
-        for item in _contents(value):
-            yield from _walk(item, seen)
-
-
-def _contents(value: Any) -> Iterable[Any]:
     if isinstance(value, Mapping):
-        return [*value.keys(), *value.values()]
-    if isinstance(value, list | tuple | set):
-        return value
-    if isinstance(value, type | ModuleType | FunctionType) or not hasattr(value, "__dict__"):
-        return ()
-    return list(vars(value).values())
+        value = [*value.keys(), *value.values()]
+    inner = value if isinstance(value, list | tuple | set) else ()
+    return [value] if isinstance(value, Tensor) else [tensor for item in inner for tensor in tensors_in(item)]
 
 
 #: bytes of an optimizer's one average of a weight, by `optimizer.moments`; many have two

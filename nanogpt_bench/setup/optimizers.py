@@ -119,7 +119,7 @@ def _groups(*groups: tuple[float, list[nn.Parameter]]) -> list[dict[str, Any]]:
     return [{"params": parameters, "weight_decay": decay} for decay, parameters in groups if parameters]
 
 
-def _adam_groups(model: nn.Module, config: Config) -> list[dict[str, Any]]:
+def _decaying_groups(model: nn.Module, config: Config) -> list[dict[str, Any]]:
     return parameter_groups(model, config.optimizer.weight_decay or 0.0)
 
 
@@ -132,26 +132,19 @@ def _own_options(config: Config) -> dict[str, Any]:
     """Return what every optimizer of the library takes."""
     settings = config.optimizer
     written = {name: value for name in ("writeback", "draws") if (value := getattr(settings, name)) is not None}
-    return {
-        "moments": settings.moments or "float32",
-        "seed": config.seed,
-        **written,
-    }
+    return {"moments": settings.moments or "float32", "seed": config.seed, **written}
 
 
 def _sgd(model: nn.Module, config: Config) -> torch.optim.Optimizer:
-    settings = config.optimizer
-    assert settings.lr is not None
-    assert settings.momentum is not None
-    groups = parameter_groups(model, settings.weight_decay or 0.0)
-    return torch.optim.SGD(groups, lr=settings.lr, momentum=settings.momentum)
+    settings: Any = config.optimizer
+    return torch.optim.SGD(_decaying_groups(model, config), lr=settings.lr, momentum=settings.momentum)
 
 
 def _adamw(model: nn.Module, config: Config) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(_adam_groups(model, config), fused=True, **_adam_options(config))
+    return torch.optim.AdamW(_decaying_groups(model, config), fused=True, **_adam_options(config))
 
 
-def _own(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+def _own(model: nn.Module, config: Config) -> Any:
     """Return the library's optimizer of that name, with the options that it takes."""
     settings, name = config.optimizer, _kind(config)
     options: dict[str, Any] = {option: getattr(settings, option) for option in _AS_THEY_ARE if option in OPTIONS[name]}
@@ -159,10 +152,9 @@ def _own(model: nn.Module, config: Config) -> torch.optim.Optimizer:
         options["betas"] = settings.beta1, settings.beta2
     if "stiffness" in OPTIONS[name]:
         options["stiffness"] = _stiffness(config)
-    groups = _riemannian_groups if name.startswith("riemannian") else _adam_groups
+    groups = _riemannian_groups if name.startswith("riemannian") else _decaying_groups
     kinds = {public.lower(): kind for public, kind in vars(fm.optim).items()}
-    made: torch.optim.Optimizer = kinds[name.replace("_", "")](groups(model, config), **options, **_own_options(config))
-    return made
+    return kinds[name.replace("_", "")](groups(model, config), **options, **_own_options(config))
 
 
 def _stiffness_muon(model: nn.Module, config: Config) -> torch.optim.Optimizer:
@@ -189,9 +181,8 @@ def peak_lr(group: dict[str, Any], settings: OptimizerConfig) -> float:
 
 
 def _fisher(model: nn.Module, config: Config, batches: Any) -> torch.optim.Optimizer:
-    settings = config.optimizer
-    groups = parameter_groups(model, settings.weight_decay or 0.0)
-    options: dict[str, Any] = {"momentum": settings.momentum, "stiffness": _stiffness(config)}
+    groups = _decaying_groups(model, config)
+    options: dict[str, Any] = {"momentum": config.optimizer.momentum, "stiffness": _stiffness(config)}
     options |= _adam_options(config) | _own_options(config) | {"damping": _FISHER_DAMPING}
     return fm.optim.FisherNaturalGradient(groups, model, batches, **options)
 
@@ -215,22 +206,18 @@ def _riemannian_groups(model: nn.Module, config: Config) -> list[dict[str, Any]]
     return groups
 
 
-def _torchao(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+def _torchao(model: nn.Module, config: Config) -> Any:
     """Return torchao's AdamW with 8-bit or FP8 averages, whose step torch.compile has to compile."""
     from torchao.optim import AdamW8bit, AdamWFp8
 
     made = AdamW8bit if config.optimizer.name == "torchao_adamw8bit" else AdamWFp8
-    optimizer: torch.optim.Optimizer = made(_adam_groups(model, config), **_adam_options(config))
-    return optimizer
+    return made(_decaying_groups(model, config), **_adam_options(config))
 
 
-def _optimi(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+def _optimi(model: nn.Module, config: Config) -> Any:
     import optimi
 
-    optimizer: torch.optim.Optimizer = optimi.AdamW(
-        _adam_groups(model, config), **_adam_options(config), kahan_sum=True
-    )
-    return optimizer
+    return optimi.AdamW(_decaying_groups(model, config), **_adam_options(config), kahan_sum=True)
 
 
 #: by how much SDNQ's Muon has to have a larger rate for a step of ours: it leaves a matrix (m, n) of orthogonal rows or
@@ -238,15 +225,14 @@ def _optimi(model: nn.Module, config: Config) -> torch.optim.Optimizer:
 _SDNQ_RATE = 4.0
 
 
-def _sdnq_muon(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+def _sdnq_muon(model: nn.Module, config: Config) -> Any:
     """Return SDNQ's Muon with averages of 8 bits; hidden matrices decay by as much a step as under ours."""
     from sdnq.optim import Muon
 
     settings = config.optimizer
     groups = fm.optim.StiffnessMuon.for_model(model, weight_decay=settings.weight_decay or 0.0).param_groups
     made = [_sdnq_group(group, settings) for group in groups]
-    optimizer: torch.optim.Optimizer = Muon(made, use_quantized_buffers=True)
-    return optimizer
+    return Muon(made, use_quantized_buffers=True)
 
 
 def _sdnq_group(group: dict[str, Any], settings: OptimizerConfig) -> dict[str, Any]:
@@ -260,14 +246,13 @@ def _sdnq_group(group: dict[str, Any], settings: OptimizerConfig) -> dict[str, A
     }
 
 
-def _sdnq_adamw(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+def _sdnq_adamw(model: nn.Module, config: Config) -> Any:
     """Return SDNQ's AdamW with averages of 8 bits; it has no eps, and bounds an update by 1."""
     from sdnq.optim import AdamW
 
     options = {"lr": config.optimizer.lr, "betas": (config.optimizer.beta1, config.optimizer.beta2)}
-    made = [group | options for group in _adam_groups(model, config)]
-    optimizer: torch.optim.Optimizer = AdamW(made, use_quantized_buffers=True)
-    return optimizer
+    made = [group | options for group in _decaying_groups(model, config)]
+    return AdamW(made, use_quantized_buffers=True)
 
 
 #: options that the library calls what the bench calls them

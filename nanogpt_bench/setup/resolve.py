@@ -8,14 +8,7 @@ from typing import Any
 from nanogpt_bench.config.conflicts import refuse_as_given, refuse_conflicts, refuse_disagreement
 from nanogpt_bench.config.keys import keys_where
 from nanogpt_bench.config.rules import RULES, Rule, check_available, unit
-from nanogpt_bench.config.schema import (
-    MANIFOLDS,
-    OPTIONS,
-    OWN_OPTIMIZERS,
-    ROUNDED,
-    Config,
-    ModelConfig,
-)
+from nanogpt_bench.config.schema import MANIFOLDS, OPTIONS, OWN_OPTIMIZERS, ROUNDED, Config, ModelConfig
 from nanogpt_bench.config.settings import Resolved, load_config
 from nanogpt_bench.model.gpt import SIZES, GPTShape
 from nanogpt_bench.setup.formats import fill_formats, format_name, read_layers
@@ -39,7 +32,9 @@ def resolve(config: Config, start: GPTShape | None = None) -> Resolved:
     if isinstance(config, Resolved):
         raise TypeError("a resolved configuration can't be resolved again")
     config = Resolved.model_construct(**dict(config.model_copy(deep=True)), layers={}, begun=start)
-    preset = _preset(config.rule)
+    if config.rule is not None:
+        check_available(config.rule)
+    preset = RULES[config.rule] if config.rule is not None else _NO_RULE
     refuse_as_given(config)
     if config.task == "classify":
         config.model.tie_weights = False
@@ -51,7 +46,8 @@ def resolve(config: Config, start: GPTShape | None = None) -> Resolved:
     fill_constraint(config)
     _fill_rule(config, preset)
     refuse_conflicts(config)
-    _read_monitors(config)
+    for key in ("activation_format", "gradient_format"):  # to measure against
+        _read_format(config.monitor, key, f"monitor.{key}")
     if formats:
         config.layers = dict(read_layers(config.model, formats))
     check_constrained_layers(config)
@@ -74,13 +70,6 @@ def resolve_for(config: Config, run_dir: Path, *, resume: bool) -> Resolved:
     return resolve(*as_begun(config, load_config(path), run_dir))
 
 
-def _preset(name: str | None) -> Rule:
-    if name is None:
-        return _NO_RULE
-    check_available(name)
-    return RULES[name]
-
-
 def _fill(section: Any, **values: Any) -> None:
     for name, value in values.items():
         if getattr(section, name) is None:
@@ -90,8 +79,11 @@ def _fill(section: Any, **values: Any) -> None:
 def _fill_sizes(model: ModelConfig, start: GPTShape | None) -> None:
     if model.pretrained:
         shape = _own_shape(model)
+    elif model.init_from:
+        shape = _checkpoint_shape(model, start)
     else:
-        shape = _checkpoint_shape(model, start) if model.init_from else _named_shape(model)
+        _fill(model, size="0.8M")
+        shape = SIZES[model.size or ""]
     _fill(model, **{name: getattr(shape, name) for name in _SHAPED})
     assert model.n_embd is not None
     assert model.n_head is not None
@@ -104,11 +96,6 @@ def _fill_sizes(model: ModelConfig, start: GPTShape | None) -> None:
 
 #: what a named size or a checkpoint says about the model
 _SHAPED = ("n_layer", "n_head", "n_embd", "block_size", "bias", "tie_weights", "gelu")
-
-
-def _named_shape(model: ModelConfig) -> GPTShape:
-    _fill(model, size="0.8M")
-    return SIZES[model.size or ""]
 
 
 def _checkpoint_shape(model: ModelConfig, start: GPTShape | None) -> GPTShape:
@@ -199,12 +186,6 @@ def _default_storage(config: Config) -> str:
     if not config.model.formats:
         return "float32"
     return "fp8" if config.optimizer.name in OWN_OPTIMIZERS else "master"
-
-
-def _read_monitors(config: Config) -> None:
-    """Read formats to measure against."""
-    for key in ("activation_format", "gradient_format"):
-        _read_format(config.monitor, key, f"monitor.{key}")
 
 
 def _read_format(section: Any, name: str, key: str) -> None:

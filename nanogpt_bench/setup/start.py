@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,15 @@ from nanogpt_bench.setup.surgery import read_as_codes
 from nanogpt_bench.system.errors import BenchError
 
 KEY = "model.init_from"
+
+
+@contextmanager
+def _named() -> Iterator[None]:
+    """Begin what is said of the weights to start from with the setting's name."""
+    try:
+        yield
+    except BenchError as error:
+        raise BenchError(f"{KEY}: {error}") from None
 
 
 def model_shape(config: Config, corpus: Corpus | None) -> GPTShape:
@@ -63,10 +74,8 @@ def pinned(name: str) -> str:
     path = Path(name)
     if is_checkpoint(path) or not is_run(path):
         return name
-    try:
+    with _named():
         return str(choose(path))
-    except BenchError as error:
-        raise BenchError(f"{KEY}: {error}") from None
 
 
 def start_shape(name: str) -> GPTShape:
@@ -77,20 +86,16 @@ def start_shape(name: str) -> GPTShape:
     """
     path = Path(name)
     if is_checkpoint(path):
-        try:
+        with _named():
             shape = trained_shape(path)
-        except BenchError as error:
-            raise BenchError(f"{KEY}: {error}") from None
         if shape.labels:
             raise BenchError(f"{KEY}: {name!r} is of task 'classify'; give a run of task 'language'")
         return shape
     if _looks_like_one(path):
         check_layout(path.parent.parent)
         raise BenchError(f"{KEY}: {name!r} does not exist; give a run's folder, or one of its {_others(path)}")
-    try:
+    with _named():
         return checkpoint_shape(name)
-    except BenchError as error:
-        raise BenchError(f"{KEY}: {error}") from None
 
 
 def _looks_like_one(path: Path) -> bool:
@@ -113,10 +118,8 @@ def start_facts(config: Config) -> dict[str, Any]:
     path = Path(config.model.init_from or "")
     if not config.model.init_from or not is_checkpoint(path):
         return {}
-    try:
+    with _named():
         return {"init_from": {"checkpoint": str(path), "sha256": read_sum(path)}}
-    except BenchError as error:
-        raise BenchError(f"{KEY}: {error}") from None
 
 
 def start_model(shape: GPTShape, config: Config, corpus: Corpus) -> Any:
@@ -130,22 +133,18 @@ def start_model(shape: GPTShape, config: Config, corpus: Corpus) -> Any:
         return _pretrained(config, corpus)
     if not name:
         return build_model(shape, seed)
-    trained = _loaded(name) if is_checkpoint(Path(name)) else None
-    if trained is not None:
+    trained = None
+    if is_checkpoint(Path(name)):
+        with _named():
+            trained = load(Path(name))
         check_text(trained, corpus, f"{KEY}: {name!r}")
     language = build_model(replace(shape, labels=0), seed)
     if trained is not None:
         fill_floats(language, trained, f"{KEY}: {name!r}")
     else:
-        _fill(language, name, corpus)
+        with _named():
+            load_checkpoint(language, name, str(corpus.meta["tokenizer"]))
     return _with_head(language, shape, seed) if shape.labels else language
-
-
-def _fill(language: GPT, name: str, corpus: Corpus) -> None:
-    try:
-        load_checkpoint(language, name, str(corpus.meta["tokenizer"]))
-    except BenchError as error:
-        raise BenchError(f"{KEY}: {error}") from None
 
 
 def _with_head(language: GPT, shape: GPTShape, seed: int) -> GPT:
@@ -180,13 +179,6 @@ def _bytes_each(config: Config) -> float:
     found = outline(config.model.pretrained or "")
     in_codes = sum(rows * columns for name, (rows, columns) in found.layers.items() if name in asked["formats"])
     return 4 - 3 * in_codes / found.parameters + state + gradients
-
-
-def _loaded(name: str) -> Trained:
-    try:
-        return load(Path(name))
-    except BenchError as error:
-        raise BenchError(f"{KEY}: {error}") from None
 
 
 def check_text(trained: Trained, corpus: Corpus, called: str) -> None:

@@ -20,7 +20,7 @@ from nanogpt_bench.sweep.progress import Bar
 from nanogpt_bench.sweep.record import SweepRecord
 from nanogpt_bench.system.errors import counted, printable
 from nanogpt_bench.system.signals import RESUMABLE, StopRequest, stop_requests
-from nanogpt_bench.workers.pool import Event, Executor, Local, Pool, divide, threads_asked
+from nanogpt_bench.workers.pool import Event, Local, Pool, divide, threads_asked
 
 #: called with a run that has ended; returns the runs that follow from it
 OnEnd = Callable[[PlannedRun], Iterable[PlannedRun]]
@@ -31,7 +31,7 @@ def threads_set(runs: Iterable[PlannedRun]) -> int | None:
     return max((run.settings.get("runtime.threads") or 0 for run in runs), default=0) or None
 
 
-def check_machine(runs: Sequence[PlannedRun], executor: Executor) -> None:
+def check_machine(runs: Sequence[PlannedRun], executor: Local) -> None:
     """Refuse runs that ask for what no worker has.
 
     Raises:
@@ -64,7 +64,7 @@ class Session:
         record: SweepRecord,
         workers: int | None,
         to_come: Callable[[], Sequence[float]] = tuple,
-        executor: Executor | None = None,
+        executor: Local | None = None,
     ) -> None:
         self._record, self._workers, self._executor = record, workers, executor or Local()
         self._jobs: list[dict[str, Any]] = []

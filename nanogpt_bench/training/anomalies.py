@@ -38,8 +38,10 @@ class Sentry:
 
     def before(self) -> None:
         """Remember the model's buffers; called before a step."""
-        modules = [module for module in self._trainer.model.modules() if module._buffers]
-        self._buffers = [(module, _clones(module._buffers)) for module in modules]
+        self._buffers = [
+            (module, {name: buffer.clone() for name, buffer in module._buffers.items() if buffer is not None})
+            for module in self._trainer.model.modules()
+        ]
 
     def after(self, step: Step) -> Anomaly | None:
         """Fill in the step's flags and return what was not finite; called after it.
@@ -60,7 +62,8 @@ class Sentry:
         }
         kinds = tuple(kind for kind, flag in _FLAGS.items() if step.record[flag.name])
         if weight is None and state is None:
-            self._restore_buffers()
+            for module, buffers in self._buffers:
+                module._buffers.update(buffers)
             return Anomaly(step.number, kinds, first_seen(self._trainer, step))
         # In a step that was taken, a bad state made the weight bad; before one, the weight is what the loss is made of.
         first, second = (state, weight) if passed else (weight, state)
@@ -68,23 +71,12 @@ class Sentry:
 
     def _whole(self) -> bool:
         """Whether all weights and all optimizer state are finite, by one norm; False may be an overflow of that."""
-        return not self._trainer.ranks.any(not self._is_whole_here())
-
-    def _is_whole_here(self) -> bool:
         weights = [weight for weight in self._trainer.model.parameters() if _can_be_bad(weight)]
         # Codes are decoded a layer at a time: all of them would take four times what the weights do.
         norms = [plain(weight).norm() for weight in weights if isinstance(weight, fm.FP8Tensor)]
         floats = [plain(weight) for weight in weights if not isinstance(weight, fm.FP8Tensor)]
         tensors = [*norms, *floats, *(leaf for _, _, leaf in _states(self._trainer))]
-        return not tensors or math.isfinite(get_total_norm(tensors).item())
-
-    def _restore_buffers(self) -> None:
-        for module, buffers in self._buffers:
-            module._buffers.update(buffers)
-
-
-def _clones(buffers: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-    return {name: buffer.clone() for name, buffer in buffers.items() if buffer is not None}
+        return not self._trainer.ranks.any(bool(tensors) and not math.isfinite(get_total_norm(tensors).item()))
 
 
 @torch.no_grad()
@@ -195,9 +187,6 @@ def figure_of(step: Step) -> str:
     name = (metrics.TRAIN_LOSS if step.record[metrics.LOSS_IS_NAN.name] else metrics.GRAD_NORM).name
     return f"{name} is {step.record[name]}"
 
-
-if TYPE_CHECKING:
-    from nanogpt_bench.training.trainer import Trainer
 
 _LOG = logging.getLogger("nanogpt_bench")
 

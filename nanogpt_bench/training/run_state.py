@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,10 +53,18 @@ def restore(contents: Contents, trainer: Trainer, observers: Sequence[Observer])
     """
     source = f"the checkpoint of step {contents.step}"
     fill(trainer.model, contents.tensors.get("model", {}), contents.metadata.get("model", {}), f"{source}'s weights")
-    classes = _state_classes(trainer)
-    _attempt(f"{source} does not fit the optimizer", lambda: _restore_optimizer(contents, trainer, classes))
-    _attempt(f"{source} does not fit the monitors", lambda: _restore_observers(contents, trainer, observers))
-    _attempt(f"{source} has no random state", lambda: _restore_random(contents, trainer.device))
+    with _fitting(f"{source} does not fit the optimizer"):
+        _restore_optimizer(contents, trainer, _state_classes(trainer))
+    with _fitting(f"{source} does not fit the monitors"):
+        states = _tree(contents, "observers", device=trainer.device)
+        for observer in observers:
+            if saved := states.get(type(observer).__name__):
+                observer.load_state(saved)
+    with _fitting(f"{source} has no random state"):
+        states = _tree(contents, "random")
+        torch.set_rng_state(states["cpu"])
+        if trainer.device.type == "cuda" and "cuda" in states:
+            torch.cuda.set_rng_state(states["cuda"], trainer.device)
 
 
 def _of_sdnq(trainer: Trainer) -> bool:
@@ -73,9 +82,10 @@ def expected_bytes(trainer: Trainer) -> int:
     return averages + sum(tensor.nbytes for tensor in tensors_of(trainer.model).values())
 
 
-def _attempt(what: str, act: Callable[[], None]) -> None:
+@contextmanager
+def _fitting(what: str) -> Iterator[None]:
     try:
-        act()
+        yield
     except BenchError:
         raise
     except _MISFITS as error:
@@ -95,21 +105,6 @@ def _restore_optimizer(contents: Contents, trainer: Trainer, classes: Sequence[t
         for group, saved in zip(trainer.optimizer.param_groups, state["param_groups"], strict=True):
             group["writeback"] = saved["writeback"]
     trainer.optimizer.load_state_dict(state)
-
-
-def _restore_observers(contents: Contents, trainer: Trainer, observers: Sequence[Observer]) -> None:
-    states = _tree(contents, "observers", device=trainer.device)
-    for observer in observers:
-        saved = states.get(type(observer).__name__)
-        if saved:
-            observer.load_state(saved)
-
-
-def _restore_random(contents: Contents, device: torch.device) -> None:
-    states = _tree(contents, "random")
-    torch.set_rng_state(states["cpu"])
-    if device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"], device)
 
 
 def _random_states(device: torch.device) -> dict[str, Any]:

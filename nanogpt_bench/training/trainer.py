@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -28,7 +28,7 @@ from nanogpt_bench.setup.optimizers import (
     stiffness_at,
     train_in_float8,
 )
-from nanogpt_bench.setup.runtime import CompiledLoss, Loss, Wire, bfloat16_products, joined_model, replicated
+from nanogpt_bench.setup.runtime import CompiledLoss, Loss, bfloat16_products, joined_model, replicated
 from nanogpt_bench.setup.start import model_shape, start_model
 from nanogpt_bench.setup.surgery import quantize
 from nanogpt_bench.setup.task import Figures, Passes, task_of
@@ -81,12 +81,7 @@ class Trainer:
     """
 
     def __init__(
-        self,
-        config: Resolved,
-        corpus: Corpus,
-        device: torch.device,
-        start: GPT | None = None,
-        ranks: Ranks = ALONE,
+        self, config: Resolved, corpus: Corpus, device: torch.device, start: GPT | None = None, ranks: Ranks = ALONE
     ) -> None:
         self.config, self.corpus, self.device, self.ranks = config, corpus, device, ranks
         self.task = task_of(config, corpus)
@@ -100,7 +95,6 @@ class Trainer:
         #: most bytes of gradients at once, in the first step that this process takes
         self.gradient_peak = GradientPeak(self.model)
         self._clipping = clipping_of(self.model, self.optimizer, config)
-        self.wire = Wire(ranks.size)
         self._eval_batches = [self._move(pair) for pair in self.task.held_out()]
         also = open_also(config, corpus)
         self._also_batches = [] if also is None else [self._move(pair) for pair in task_of(config, also).held_out()]
@@ -113,17 +107,15 @@ class Trainer:
         """Return the state of step `number` (from 1) before anything has happened."""
         return Step(number, self.model, self.optimizer, last, micro_steps=self.config.train.accumulation)
 
-    def train_step(self, step: Step, observers: Iterable[Observer]) -> float:
+    def train_step(self, step: Step, observers: Sequence[Observer]) -> float:
         """Do one optimizer step, fill in its record and return the training loss (nats a token, or a label).
 
         The weights stay as they are when the loss or the gradient is not finite.
         """
-        with self.wire.step():
-            return self._train_step(step, list(observers))
-
-    def _train_step(self, step: Step, observers: list[Observer]) -> float:
         if self.ranks.size > 1:
-            torch.manual_seed(self._seed_of_step(step.number))
+            # what dropout draws from in this process is a function of the step, so that nothing of it has to be saved
+            drawn = np.random.SeedSequence([self.config.seed, step.number, self.ranks.rank])
+            torch.manual_seed(int(drawn.generate_state(1, np.uint64)[0]))
         lr = self._set_lr(step.number - 1)
         self._set_writeback(step.number - 1)
         self.optimizer.zero_grad(set_to_none=True)
@@ -150,10 +142,6 @@ class Trainer:
             self._update(step, observers)
         return loss
 
-    def _seed_of_step(self, number: int) -> int:
-        """What dropout draws from in this process: a function of the step, so that nothing of it has to be saved."""
-        return int(np.random.SeedSequence([self.config.seed, number, self.ranks.rank]).generate_state(1, np.uint64)[0])
-
     def _set_lr(self, index: int) -> float:
         settings = self.config.optimizer
         factor = lr_factor(settings, index, self.config.train.max_steps)
@@ -173,7 +161,7 @@ class Trainer:
             for group in self.optimizer.param_groups:
                 group["writeback"] = options.writeback_end if last else options.writeback
 
-    def _accumulate(self, step: Step, observers: list[Observer]) -> float:
+    def _accumulate(self, step: Step, observers: Sequence[Observer]) -> float:
         train, total = self.config.train, torch.zeros((), device=self.device)
         for micro_step in range(train.accumulation):
             tokens, targets = step.batch = self._move(self._draw(step.number - 1, micro_step))
@@ -196,7 +184,7 @@ class Trainer:
         """Whether the backward pass steps, with gradients that are gone then: where none are summed up."""
         return self.config.train.step_in_backward and self.config.train.accumulation == 1
 
-    def _backward(self, loss: Tensor, step: Step, observers: list[Observer]) -> None:
+    def _backward(self, loss: Tensor, step: Step, observers: Sequence[Observer]) -> None:
         """Take gradients; where steps are taken with them, tell observers before, and leave out a loss of NaN."""
         if not self._steps_within:
             with self._products():
@@ -227,7 +215,7 @@ class Trainer:
     def _left_out(self) -> int:
         return int(getattr(self.optimizer, "skipped_steps", 0))
 
-    def _update(self, step: Step, observers: list[Observer]) -> None:
+    def _update(self, step: Step, observers: Sequence[Observer]) -> None:
         if not self._steps_within:
             for observer in observers:
                 observer.before_step(step)

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from nanogpt_bench.system.errors import BenchError, one_line, shortened, unknown
-from nanogpt_bench.workers.pool import Executor, Local, cores
-from nanogpt_bench.workers.worker import failed, serve
+from nanogpt_bench.workers.pool import Local, Worker, cores, failed, serve
 
 EXECUTORS = ("local", "ray")
 _LONGEST_REASON = 200
@@ -44,7 +43,7 @@ def check_executor(name: str, address: str | None) -> None:
 
 
 @contextmanager
-def executor_of(name: str, address: str | None, folder: Path) -> Iterator[Executor]:
+def executor_of(name: str, address: str | None, folder: Path) -> Iterator[Local]:
     """Yield the executor called `name`; runs are written below `folder`, which all its workers have to see.
 
     Raises:
@@ -75,34 +74,27 @@ def executor_of(name: str, address: str | None, folder: Path) -> Iterator[Execut
         ray.shutdown()
 
 
-class RayCluster:
+class RayCluster(Local):
     """The nodes of a cluster; `marker` is the file by which a node proves that it sees the folder of the runs."""
 
     def __init__(self, ray: Any, marker: Path) -> None:
         self.ray, self.marker = ray, marker
 
     def cores(self) -> int:
-        """Return the cores of all nodes."""
         return max(1, int(self.ray.cluster_resources().get("CPU", 1)))
 
     def check_device(self, wanted: str) -> None:
-        """Refuse a GPU where no node has one.
-
-        Raises:
-            BenchError: says so.
-        """
         from nanogpt_bench.setup.runtime import CUDA, no_device
 
         if wanted == CUDA and not self.ray.cluster_resources().get("GPU"):
             raise no_device("any node of the cluster")
 
     def worker(self, threads: int) -> RayWorker:
-        """Return a place for runs on whatever node has so many cores free."""
         self.marker.touch()  # in the folder by now is what says whose it is
         return RayWorker(self.ray, threads, self.marker)
 
 
-class RayWorker:
+class RayWorker(Worker):
     """One task of the cluster at a time; a run is told to end as Ray cancels a task, by SIGINT."""
 
     def __init__(self, ray: Any, threads: int, marker: Path) -> None:
@@ -113,23 +105,19 @@ class RayWorker:
         self._serve = ray.remote(_serve_there).options(num_cpus=threads, max_retries=0)
 
     def submit(self, job: Mapping[str, Any]) -> Future[dict[str, Any]]:
-        """Hand over a job."""
         self._task = self._serve.remote(dict(job), *self._given)
         self._future = self._task.future()
         return self._future
 
     def why(self, error: BaseException) -> dict[str, Any]:
-        """Return that the process was lost, or what Ray says of it."""
         if isinstance(error, self._ray.exceptions.WorkerCrashedError | self._ray.exceptions.NodeDiedError):
             return failed("its Ray worker was lost, with its node or by a kill")
         return failed(f"{type(error).__name__}: {shortened(one_line(error), _LONGEST_REASON)}", "crash")
 
     def terminate(self) -> None:
-        """Tell the run to end and to write down what it has."""
         self._cancel(force=False)
 
     def kill(self) -> None:
-        """End the run's process at once."""
         self._cancel(force=True)
 
     def _cancel(self, *, force: bool) -> None:
@@ -137,7 +125,6 @@ class RayWorker:
             self._ray.cancel(self._task, force=force)
 
     def close(self, deadline: float | None) -> None:
-        """Wait for the run, until `deadline` if there is one, then end it."""
         if self._future is not None:
             wait([self._future], None if deadline is None else max(0.0, deadline - time.monotonic()))
             self.kill()

@@ -1,6 +1,8 @@
 """Workers that train one run at a time each, jobs for them, and the number of them that the cores take.
 
-A worker is a process of this machine, in a `ProcessPoolExecutor` of its own, or of a Ray cluster (`executors`).
+A worker is a process of this machine, in a `ProcessPoolExecutor` of its own, or of a Ray cluster (`executors`). It is
+made ready once, and then trains one run after another. A job is {"settings": {dotted key: value}, "run_dir": path,
+"argv": [...], "resume": bool}.
 """
 
 from __future__ import annotations
@@ -9,22 +11,87 @@ import json
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
+import threading
 import time
+import traceback
+import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
-from multiprocessing import connection
+from multiprocessing import connection, parent_process
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from nanogpt_bench.config import metrics
 from nanogpt_bench.config.keys import FIELDS
 from nanogpt_bench.system.errors import BenchError, counted, one_line
-from nanogpt_bench.workers.worker import begin, failed, serve
+from nanogpt_bench.system.signals import SIGNALS, stop_requests_once
+
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+
+def begin(threads: int, output: str) -> None:
+    """Make a process ready: its threads, its signals, what it prints to the file `output`, and the imports of a run.
+
+    SIGTERM ends it, with a run as soon as that has been put by. Ctrl-C reaches the whole group, and the parent decides.
+    """
+    os.environ.update(dict.fromkeys(THREAD_VARIABLES, str(threads)))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    sys.stdout.flush()
+    with open(output, "ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    warnings.filterwarnings("ignore", message="`torch.jit.script`")
+    from nanogpt_bench.loop import train  # noqa: F401  (imported before the first job comes, to be ready for it)
+
+
+def _end_with_parent() -> None:
+    """Without its parent nobody hands out a job, and a run is better put by than lost."""
+    if (parent := parent_process()) is not None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def serve(job: Mapping[str, Any], numbers: tuple[signal.Signals, ...] = (signal.SIGTERM,)) -> dict[str, Any]:
+    """Train a run and return its end: {"kind": "done"}, or {"kind": "failed", "error": {...}}.
+
+    One of the signals ends it after the step at hand, with a checkpoint.
+    """
+    from nanogpt_bench.config.settings import build_config
+    from nanogpt_bench.loop.train import run
+    from nanogpt_bench.system.errors import BenchError
+
+    sys.argv = list(job["argv"])  # the command that environment.json records is the one that was typed
+    try:
+        with stop_requests_once(numbers) as stop:
+            config, run_dir = build_config(job["settings"]), Path(job["run_dir"])
+            ended = run(config, run_dir, resume=job.get("resume", False), stop=stop)["stop"] or {}
+    except Exception as error:  # whatever it is, it ends this row and not the others
+        trace = "" if isinstance(error, BenchError) else traceback.format_exc()
+        return {"kind": "failed", "error": {"kind": type(error).__name__, "message": str(error), "traceback": trace}}
+    finally:
+        _leave_without_parent()
+    # A full disk, too, is a failure, and the run resumes at the next start.
+    return {"kind": "failed", "error": ended} if ended.get("kind") in ("disk", "signal") else {"kind": "done"}
+
+
+def _leave_without_parent() -> None:
+    parent = parent_process()
+    if parent is not None and not parent.is_alive():
+        os._exit(128 + SIGNALS[0])
+
+
+def failed(message: str, kind: str = "killed") -> dict[str, Any]:
+    """Return the end of a run whose worker could not tell it."""
+    return {"kind": "failed", "error": {"kind": kind, "message": message}}
+
 
 #: how a process is started, and what it does with a job; tests put others in their place
 CONTEXT, SERVE = "spawn", serve
@@ -95,40 +162,8 @@ class Event:
     data: Mapping[str, Any] = field(default_factory=dict)
 
 
-class AnyWorker(Protocol):
-    """A place where one run trains at a time."""
-
-    def submit(self, job: Mapping[str, Any]) -> Future[dict[str, Any]]:
-        """Hand over a job; the result is its end, as `serve` returns it, unless the worker ends first."""
-
-    def why(self, error: BaseException) -> dict[str, Any]:
-        """Return the end of a job that its future has none of, but this error."""
-
-    def terminate(self) -> None:
-        """Tell it to end, its run writing down what it has."""
-
-    def kill(self) -> None:
-        """End it at once."""
-
-    def close(self, deadline: float | None) -> None:
-        """Wait for its end, until `deadline` (monotonic seconds) if there is one, then end it."""
-
-
-class Executor(Protocol):
-    """Starts workers."""
-
-    def cores(self) -> int:
-        """Return how many threads there are cores for."""
-
-    def check_device(self, wanted: str) -> None:
-        """Refuse a device that no worker has."""
-
-    def worker(self, threads: int) -> AnyWorker:
-        """Start a worker that computes with so many threads."""
-
-
 class Worker:
-    """One process: an executor of its own, so that one that is killed breaks no other's."""
+    """A place where one run trains at a time: a process in an executor of its own, whose end breaks no other's."""
 
     def __init__(self, threads: int = 1) -> None:
         self._output = tempfile.NamedTemporaryFile()  # noqa: SIM115  (lives as long as the process)
@@ -139,7 +174,7 @@ class Worker:
         (self._process,) = set(multiprocessing.active_children()) - before
 
     def submit(self, job: Mapping[str, Any]) -> Future[dict[str, Any]]:
-        """Hand over a job."""
+        """Hand over a job; the result is its end, as `serve` returns it, unless the worker ends first."""
         try:
             return self._executor.submit(SERVE, job)
         except BrokenProcessPool as error:  # it has died since its last job
@@ -148,7 +183,7 @@ class Worker:
             return future
 
     def why(self, error: BaseException) -> dict[str, Any]:
-        """Return how the process ended: killed from outside, or a crash, with the last line that it said."""
+        """Return the end of a job whose future has none, but this error: a kill, or a crash with its last line."""
         if not isinstance(error, BrokenProcessPool):
             return failed(f"{type(error).__name__}: {one_line(error)}", "crash")
         self._executor.shutdown()
@@ -178,7 +213,7 @@ class Worker:
 
 
 class Local:
-    """Workers on this machine."""
+    """Starts workers, on this machine."""
 
     def cores(self) -> int:
         """Return the cores that this process may use."""
@@ -194,7 +229,7 @@ class Local:
 
         check_device(wanted)
 
-    def worker(self, threads: int) -> AnyWorker:
+    def worker(self, threads: int) -> Worker:
         """Start a process."""
         return Worker(threads)
 
@@ -206,10 +241,10 @@ class Pool:
     depend on the machine.
     """
 
-    def __init__(self, size: int, threads: int = 1, executor: Executor | None = None) -> None:
+    def __init__(self, size: int, threads: int = 1, executor: Local | None = None) -> None:
         self._size, self._threads = size, threads
         self._executor = executor or Local()
-        self._workers: list[AnyWorker] = []
+        self._workers: list[Worker] = []
 
     def __enter__(self) -> Pool:
         for _ in range(self._size):
@@ -265,14 +300,14 @@ class Pool:
                 events.append(Event(one.job, end["kind"], end))
             yield from events or [Event(None, "tick")]
 
-    def _start(self) -> AnyWorker:
+    def _start(self) -> Worker:
         self._workers.append(self._executor.worker(self._threads))
         return self._workers[-1]
 
 
 class _Running(NamedTuple):
     job: int
-    worker: AnyWorker
+    worker: Worker
     records: Records
 
 

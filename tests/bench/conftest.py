@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Thread
+from typing import Any
 
 import pytest
 
@@ -119,3 +121,17 @@ def trained(tiny: Callable[..., Config], tmp_path_factory: pytest.TempPathFactor
     for kind, settings in KINDS.items():
         run(tiny(**settings, checkpoint__every=3, monitor__interval=6), runs / kind)
     return {kind: runs / kind for kind in KINDS}
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A hub without repositories yet, on a free port."""
+    from hubs import Hub
+
+    server = Hub(tmp_path_factory.mktemp("repositories"))
+    thread = Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()

@@ -19,8 +19,9 @@ from nanogpt_bench.config.schema import Config
 from nanogpt_bench.loop.outcome import Progress
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.monitors import Step
-from nanogpt_bench.observers import Alert, AlertObserver, TrendObserver
-from nanogpt_bench.observers.alerts import _hash
+from nanogpt_bench.observers.alerts import AlertObserver, _hash
+from nanogpt_bench.observers.trend import TrendObserver
+from nanogpt_bench.runs.load import Alert
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.training.trainer import Trainer

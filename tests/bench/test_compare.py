@@ -181,7 +181,7 @@ def test_a_worker_that_is_killed_is_noticed():
 @pytest.mark.usefixtures("_forked_workers")
 def test_a_comparison_from_start_to_report(run_cli, tmp_path, text_file, monkeypatch):
     monkeypatch.setattr(
-        "nanogpt_bench.data.stdlib.prepare_stdlib", lambda folder, **_: prepare_text(text_file, folder, "byte")
+        "nanogpt_bench.data.text.prepare_stdlib", lambda folder, **_: prepare_text(text_file, folder, "byte")
     )
     small = ("--model.n_layer", "1", "--model.n_embd", "32", "--model.block_size", "16")
     options = ("--rules", "fp32,nearest", "--max-steps", "6", "--seeds", "2", "--out", "out")

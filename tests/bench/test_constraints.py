@@ -104,11 +104,7 @@ def watched(tiny: Callable[..., Config], tmp_path_factory: pytest.TempPathFactor
 
 @pytest.mark.parametrize(
     ("name", "figure"),
-    [
-        ("stiefel", "geometry/orthogonality"),
-        ("sphere", "geometry/off_sphere"),
-        ("float", "geometry/orthogonality"),
-    ],
+    [("stiefel", "geometry/orthogonality"), ("sphere", "geometry/off_sphere"), ("float", "geometry/orthogonality")],
 )
 def test_the_monitor_watches_what_is_constrained(watched: dict[str, Path], name: str, figure: str) -> None:
     looks = [record for record in recorded(watched[name]) if figure in record]

@@ -152,10 +152,7 @@ DAMAGED: dict[str, dict[str, str]] = {
         'x.json: text(\'{"kind": "nanogpt-bench results"}\')': "is of the former layout",
         'x.json: text(\'[{"label": 1, "label": 2}]\')': "gives the name 'label' twice",
     },
-    "study": {
-        "sweep.json: put('runs', [1])": "/it'",
-        "tuning.json: text('{')": "/it/tuning.json'",
-    },
+    "study": {"sweep.json: put('runs', [1])": "/it'", "tuning.json: text('{')": "/it/tuning.json'"},
     "run": {
         **{
             f"{name}: gone()": f"{name} is missing"

@@ -17,7 +17,7 @@ pytest.importorskip("transformers", reason="needs the extra hf")
 import causal_models
 
 import nanogpt_bench.commands.finetune as finetune
-from nanogpt_bench.checkpoint import write
+from nanogpt_bench.checkpoint import disk
 from nanogpt_bench.cli import main
 from nanogpt_bench.config.settings import find_config, load_config
 from nanogpt_bench.data.batches import load_corpus
@@ -83,7 +83,7 @@ def test_what_is_in_the_way_of_saving_is_said_before_the_training(
     }.items():
         assert told in refused(*words, "--rule", "fp32", "--model.format", "null", *more.split())
     with monkeypatch.context() as patch:
-        patch.setattr(write.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+        patch.setattr(disk.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
         assert "--save needs 1.1 MB below 'saved', 0.0 MB are free" in refused(*words, "--save", "saved")
     shutil.copytree("model", "bare", ignore=shutil.ignore_patterns("tokenizer*"))
     words[words.index("--model") + 1] = str(Path("bare").absolute())

@@ -164,11 +164,7 @@ def test_a_file_of_the_users_stays(
     assert [path.name for path in file.parent.iterdir() if path != sweep] == [file.name]
 
 
-AGAIN = (
-    "evaluate RUN --out FILE",
-    "sample RUN --tokens 2 --out FILE",
-    "report RUN --out DIR",
-)
+AGAIN = ("evaluate RUN --out FILE", "sample RUN --tokens 2 --out FILE", "report RUN --out DIR")
 
 
 @pytest.mark.parametrize("words", [*AGAIN, "evaluate RUN --formats E4M3 --save DIR"])

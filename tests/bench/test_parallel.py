@@ -157,7 +157,7 @@ def trained(config: Config, size: int) -> tuple[Any, ...]:
         trainer.train_step(step, [])
         records.append((step.record["train/loss"], step.record["grad/norm"]))
     contents = capture(4, trainer, [], {})
-    return records, None if contents is None else bits(contents), trainer.wire.bytes
+    return records, None if contents is None else bits(contents)
 
 
 @pytest.mark.parametrize("kind", ["stochastic-8bit", "fp32", "delayed"])
@@ -169,18 +169,9 @@ def test_processes_train_on_the_batch_of_one(tiny: Tiny, pools: dict[int, Pool],
     assert first[0] == second[0]
     alone = settings(tiny, kind, None)
     alone.optimizer.grad_clip = 0.0
-    records, _, sent = trained(alone, 1)
-    assert sent is None
+    records, _ = trained(alone, 1)
     torch.testing.assert_close(torch.tensor(first[0][:1]), torch.tensor(records[:1]), rtol=1e-5, atol=0)
     torch.testing.assert_close(torch.tensor(first[0]), torch.tensor(records), rtol=2e-3, atol=0)
-    assert first[2] > 0
-
-
-def test_bytes_sent_are_those_of_the_gradients(tiny: Tiny, pools: dict[int, Pool]) -> None:
-    """Replicas send every gradient once, and to one number's worth of agreement."""
-    parameters = sum(p.numel() for p in trainer_of(settings(tiny, "stochastic-8bit", None)).model.parameters())
-    sent = pools[2].run(trained, settings(tiny, "stochastic-8bit", "ddp"), 2)[0][2]
-    assert 4 * parameters <= sent <= 4 * parameters + 500
 
 
 def drawn_by(config: Config) -> list[list[int]]:

@@ -80,10 +80,7 @@ def test_bytes_are_those_of_the_tensors_inside(rule: str, peer: str, expected: f
 def test_the_first_update_is_about_as_large_as_ours(rule: str, peer: str, _: float, corpus_dir: Path) -> None:
     sizes = []
     own = "muon" if rule.endswith("muon") else "fp32"
-    for config in (
-        peer_config(rule, peer, corpus_dir, width=128),
-        peer_config(own, None, corpus_dir, width=128),
-    ):
+    for config in (peer_config(rule, peer, corpus_dir, width=128), peer_config(own, None, corpus_dir, width=128)):
         trainer = trainer_of(config)
         layers = {name: layer for name, layer in linear_layers(trainer.model).items() if name != "lm_head"}
         before = {name: forward_weight(layer).clone() for name, layer in layers.items()}

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,7 @@ from nanogpt_bench.loop.train import run
 from nanogpt_bench.model.gpt import GPT, SIZES, GPTShape
 from nanogpt_bench.model.pretrained import checkpoint_shape, load_checkpoint
 from nanogpt_bench.setup.resolve import resolve
-from nanogpt_bench.system import hub
+from nanogpt_bench.system import hub as hub_module
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.training.trainer import initial_model
 
@@ -181,61 +179,14 @@ def hub_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
     root.setLevel(level)
 
 
-class Answers(BaseHTTPRequestHandler):
-    """A model under /api/models/OWNER/NAME, its files under /OWNER/NAME/resolve/main/; 404 as the hub gives it else."""
-
-    folder: Path
-
-    def do_HEAD(self) -> None:
-        self._answer(send=False)
-
-    def do_GET(self) -> None:
-        self._answer(send=True)
-
-    def _answer(self, send: bool) -> None:
-        if self.path == "/api/models/openai-community/gpt2":
-            self._send(b'{"id": "openai-community/gpt2", "siblings": []}', send)
-            return
-        path = self.folder / self.path.rsplit("/", 1)[-1]
-        if not self.path.startswith("/openai-community/gpt2/") or not path.is_file():
-            known = self.path.startswith("/openai-community/gpt2/")
-            self.send_response(404)
-            self.send_header("X-Error-Code", "EntryNotFound" if known else "RepoNotFound")
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-            return
-        self._send(path.read_bytes(), send)
-
-    def _send(self, content: bytes, send: bool) -> None:
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(content)))
-        self.send_header("ETag", f'"{len(content)}"')
-        self.send_header("X-Repo-Commit", "a" * 40)
-        self.end_headers()
-        if send:
-            self.wfile.write(content)
-
-    def log_message(self, *args: Any) -> None:
-        pass
-
-
-@pytest.fixture
-def server(folder: Path) -> Iterator[str]:
-    handler = type("Handler", (Answers,), {"folder": folder})
-    with HTTPServer(("127.0.0.1", 0), handler) as served:
-        thread = threading.Thread(target=served.serve_forever, args=(0.05,), daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{served.server_port}"
-        served.shutdown()
-        thread.join()
-
-
-def test_what_the_hub_does_not_have_is_named(hub_client: Callable[[str], None], server: str, folder: Path) -> None:
-    hub_client(server)
+def test_what_the_hub_does_not_have_is_named(hub_client: Callable[[str], None], hub: Any, folder: Path) -> None:
+    (hub.root / "openai-community").mkdir()
+    (hub.root / "openai-community" / "gpt2").symlink_to(folder)
+    hub_client(hub.url)
     with pytest.raises(BenchError, match=r"'someone/else' is neither a folder here nor a model on the hub"):
         checkpoint_shape("someone/else")
     with pytest.raises(BenchError, match=r"on the hub has no pytorch_model\.bin"):
-        hub.hub_file("openai-community/gpt2", "pytorch_model.bin")
+        hub_module.hub_file("openai-community/gpt2", "pytorch_model.bin")
 
 
 def test_a_hub_out_of_reach_is_one_line_within_ten_seconds(
@@ -244,7 +195,7 @@ def test_a_hub_out_of_reach_is_one_line_within_ten_seconds(
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         port = closed.getsockname()[1]
-    monkeypatch.setattr(hub, "PATIENCE", 1.0)
+    monkeypatch.setattr(hub_module, "PATIENCE", 1.0)
     hub_client(f"http://127.0.0.1:{port}")
     begun = time.monotonic()
     with pytest.raises(BenchError, match=r"the hub is out of reach.*local copy") as caught:
@@ -254,7 +205,7 @@ def test_a_hub_out_of_reach_is_one_line_within_ten_seconds(
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "find_spec", lambda name: None)
+    monkeypatch.setattr(hub_module, "find_spec", lambda name: None)
     with pytest.raises(BenchError, match=r"fp8manifold\[hub\]"):
         checkpoint_shape("gpt2")
 

@@ -16,7 +16,7 @@ import pytest
 from nanogpt_bench.checkpoint import steps
 from nanogpt_bench.cli import main
 from nanogpt_bench.workers.executors import RayCluster, executor_of
-from nanogpt_bench.workers.pool import Event, Executor, Pool
+from nanogpt_bench.workers.pool import Event, Local, Pool
 
 pytest.importorskip("ray")
 
@@ -41,7 +41,7 @@ def settings(corpus_dir: Path, steps: int, **more: object) -> dict[str, object]:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Executor]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Local]:
     with executor_of("ray", None, tmp_path_factory.mktemp("shared")) as found:
         yield found
 
@@ -74,7 +74,7 @@ def loss_of(run_dir: Path) -> float:
     return float(json.loads((run_dir / "summary.json").read_text())["final_val_loss"])
 
 
-def test_what_dies_loses_its_run_alone_and_that_goes_on(cluster: Executor, corpus_dir: Path, tmp_path: Path) -> None:
+def test_what_dies_loses_its_run_alone_and_that_goes_on(cluster: Local, corpus_dir: Path, tmp_path: Path) -> None:
     runs = [tmp_path / "long", tmp_path / "short"]
     jobs = [job(runs[0], corpus_dir, 100_000), job(runs[1], corpus_dir, 3)]
     ended: dict[int, Event] = {}
@@ -101,7 +101,7 @@ def test_what_dies_loses_its_run_alone_and_that_goes_on(cluster: Executor, corpu
     wait_for(lambda: not workers_of(runs[0]), 30)
 
 
-def test_a_folder_that_a_node_does_not_see_is_named(cluster: Executor, corpus_dir: Path, tmp_path: Path) -> None:
+def test_a_folder_that_a_node_does_not_see_is_named(cluster: Local, corpus_dir: Path, tmp_path: Path) -> None:
     assert isinstance(cluster, RayCluster)
     worker = cluster.worker(1)
     cluster.marker.unlink()

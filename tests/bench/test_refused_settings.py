@@ -45,9 +45,7 @@ REFUSED: dict[str, list[str]] = {
         f"{PEER} train.parallel=ddp",
     ],
     "model.headroom": ["model.headroom=4"],
-    "optimizer.writeback": [
-        "optimizer.writeback=nearest",
-    ],
+    "optimizer.writeback": ["optimizer.writeback=nearest"],
     "optimizer.writeback_end": ["rule=fp32 optimizer.writeback_end=residual8"],
     "optimizer.draws": ["rule=fp32 optimizer.draws=dither"],
     "optimizer.moments": ["optimizer.moments=8bit"],
@@ -81,13 +79,8 @@ REFUSED: dict[str, list[str]] = {
         "model.peer=sdnq-int8",
         "optimizer.name=sdnq_muon",
     ],
-    "optimizer.stiffness_schedule": [
-        f"rule=stochastic {E4M3} optimizer.stiffness_schedule=cosine",
-    ],
-    "train.stop_on": [
-        "monitor.watch=[] train.stop_on=[divergence]",
-        "monitor.watch=[] train.stop_on=[nan, plateau]",
-    ],
+    "optimizer.stiffness_schedule": [f"rule=stochastic {E4M3} optimizer.stiffness_schedule=cosine"],
+    "train.stop_on": ["monitor.watch=[] train.stop_on=[divergence]", "monitor.watch=[] train.stop_on=[nan, plateau]"],
     "alerts.baseline": ["monitor.watch=[] alerts.baseline=runs/b"],
     "shadow.enabled": [
         f"{GIVEN} shadow.enabled=true",

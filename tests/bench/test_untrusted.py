@@ -10,14 +10,7 @@ import pytest
 
 from nanogpt_bench.config.keys import FIELDS
 from nanogpt_bench.system.errors import nearest
-from nanogpt_bench.system.untrusted import (
-    DEEPEST,
-    Refused,
-    parse_json,
-    parse_yaml,
-    read_json,
-    read_text,
-)
+from nanogpt_bench.system.untrusted import DEEPEST, Refused, parse_json, parse_yaml, read_json, read_text
 
 
 def test_an_honest_alias_and_merge_are_read() -> None:

@@ -15,7 +15,7 @@ from nanogpt_bench.cli import main
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.monitors import Step
-from nanogpt_bench.observers import TrendObserver
+from nanogpt_bench.observers.trend import TrendObserver
 from nanogpt_bench.training.trainer import Trainer
 
 SMALL = ["--model.n_layer", "1", "--model.n_head", "1", "--model.n_embd", "32", "--model.block_size", "16"]

@@ -75,15 +75,6 @@ def moments_of(writeback: str, index: int) -> str:
     return MOMENTS[(index // 2) % (2 if writeback == "momentum" else 3)]
 
 
-def all_own() -> Iterator[Case]:
-    for optimizer in OWN:
-        for writeback in WRITEBACKS:
-            for moments in MOMENTS:
-                for storage, granularities in (("fp8", GRANULARITIES), ("grid", GRANULARITIES[:2])):
-                    for granularity in granularities if goes(optimizer, writeback, moments) else ():
-                        yield own_case(optimizer, writeback, storage, moments, granularity, "E4M3")
-
-
 def sample_of_own() -> Iterator[tuple[str, ...]]:
     """Every optimizer with every write-back; all other choices in turn."""
     pairs = [(optimizer, writeback) for optimizer in OWN for writeback in WRITEBACKS if goes(optimizer, writeback)]
@@ -180,9 +171,6 @@ def classifying_cases() -> Iterator[Case]:
 MASTER = [(policy, granularity) for policy in POLICIES for granularity in GRANULARITIES]
 OTHERS = [*continuous_cases(), global_case(), *baseline_cases(), *constrained_cases(), *watched_cases()]
 OTHERS += classifying_cases()
-FULL = [
-    Case(case.name, case.settings, MANY) for case in (*all_own(), *(master_case(*pair) for pair in MASTER), *OTHERS)
-]
 
 
 @pytest.fixture(scope="module")
@@ -297,13 +285,6 @@ def test_stopped_after_every_step(case: Case, corpus: Path, tmp_path: Path, coun
 def test_stopped_after_every_one_of_many_steps(
     case: Case, corpus: Path, tmp_path: Path, counted: dict[str, int]
 ) -> None:
-    check_case(case, corpus, tmp_path, counted)
-
-
-@pytest.mark.parametrize("case", FULL, ids=[case.name for case in FULL])
-def test_all_combinations(case: Case, full: bool, corpus: Path, tmp_path: Path, counted: dict[str, int]) -> None:
-    if not full:
-        pytest.skip("--full tries every combination")
     check_case(case, corpus, tmp_path, counted)
 
 

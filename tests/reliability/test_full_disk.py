@@ -15,7 +15,7 @@ import yaml
 from forked import finish, said, start
 from small_runs import differences, traces, words
 
-from nanogpt_bench.checkpoint import newest, step_file, write
+from nanogpt_bench.checkpoint import disk, newest, step_file
 from nanogpt_bench.cli import main
 from nanogpt_bench.commands.verify import check_run
 from nanogpt_bench.loop import loop
@@ -61,7 +61,7 @@ def during_the_save(patch: pytest.MonkeyPatch) -> None:
                 raise full()
             return os.write(file, data)
 
-    patch.setattr(write, "os", Filling())
+    patch.setattr(disk, "os", Filling())
 
 
 def during_a_record(patch: pytest.MonkeyPatch) -> None:
@@ -79,20 +79,6 @@ def during_a_record(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LineFile, "append", refusing)
 
 
-def without_a_summary(patch: pytest.MonkeyPatch) -> None:
-    """Neither the checkpoint of step 9 nor anything else can be written."""
-    during_the_save(patch)
-
-    def refusing(path: Path, text: str) -> None:
-        if path.name == "summary.json":
-            raise full(path)
-        write(path, text)
-
-    write = files.write_text
-    patch.setattr(files, "write_text", refusing)
-    patch.setattr(loop, "write_text", refusing)
-
-
 def at_the_summary(patch: pytest.MonkeyPatch) -> None:
     """The training comes to its end, and its summary can't be written, whatever is tried."""
 
@@ -106,15 +92,16 @@ def at_the_summary(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(loop, "write_text", refusing)
 
 
+def without_a_summary(patch: pytest.MonkeyPatch) -> None:
+    """Neither the checkpoint of step 9 nor anything else can be written."""
+    during_the_save(patch)
+    at_the_summary(patch)
+
+
 @pytest.mark.parametrize(
     ("fault", "last", "steps", "line"),
     [
-        (
-            during_the_save,
-            6,
-            9,
-            "stopped: checkpoint of step 9 can't be written to 'runs/r/checkpoints': No space",
-        ),
+        (during_the_save, 6, 9, "stopped: checkpoint of step 9 can't be written to 'runs/r/checkpoints': No space"),
         (during_a_record, 6, 7, "stopped: 'runs/r/metrics.jsonl' can't be written: No space left on device; make room"),
         (without_a_summary, 6, None, "stopped: checkpoint of step 9 can't be written to"),
         (at_the_summary, 24, None, "stopped: 'runs/r/summary.json' can't be written: No space left on device; make"),

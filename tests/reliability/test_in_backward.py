@@ -12,7 +12,7 @@ from torch import nn
 import fp8manifold as fm
 from nanogpt_bench.config.settings import find_config, load_config
 from nanogpt_bench.loop import train
-from nanogpt_bench.observers import Alert
+from nanogpt_bench.runs.load import Alert
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.training.trainer import Trainer
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 
 import copy
 import random
-import re
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -30,8 +27,6 @@ from nanogpt_bench.config.rules import RULES
 from nanogpt_bench.config.settings import FOLDER
 from nanogpt_bench.sweep import file as sweep_file
 
-#: of each of the coverage-guided fuzzers
-GUIDED_SECONDS = 120
 ANY_TEXT = st.text(st.characters(exclude_categories=()), max_size=30)
 CONTROL = st.sampled_from(["\x1b[2J", "\x00", "\x85", "\u2028", "\u202e", "\ud800", "\r", "\n", "\x7f", "\ufeff"])
 CHOICES = {word for setting in FIELDS.values() for word in setting.facts["choices"] or ()}
@@ -303,16 +298,3 @@ def test_a_changed_tree_is_restored_or_refused_in_one_line(examples: int, tried:
         tried(is_taken(partial(parsed.tree, tensors, outline), ValueError))
 
     fuzz(st.data(), once, examples, full)
-
-
-@pytest.mark.parametrize("target", ["config", "overrides", "sweep", "name", "tree"])
-def test_inputs_that_a_guided_fuzzer_finds(target: str, full: bool, tmp_path: Path, tally: Callable[..., None]) -> None:
-    if not full:
-        pytest.skip("coverage-guided fuzzing belongs to the full tier")
-    pytest.importorskip("atheris", reason="atheris is not installed")
-    script = str(Path(parsed.__file__).with_name("guided.py"))
-    command = [sys.executable, script, target, str(GUIDED_SECONDS), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
-    assert done.returncode == 0, done.stderr[-3000:]
-    runs, seconds = re.findall(r"Done (\d+) runs in (\d+) second", done.stderr)[-1]
-    tally(f"fuzzed by coverage: {target}", int(runs), f"{seconds} s, {len(list(tmp_path.iterdir()))} inputs kept")

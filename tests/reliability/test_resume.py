@@ -91,10 +91,7 @@ def test_a_change_that_is_allowed_goes_on_and_is_said(line: Line, capsys: pytest
     told += f"is {STEPS + 3}; config.yaml alone does not repeat the run"
     assert (RUN / "config.yaml").read_text().startswith(f"# {told}\nrule: ")
     (change,) = json.loads((RUN / "summary.json").read_text())["config_history"]
-    assert change == {
-        "step": STEPS,
-        "changed": {"optimizer.lr": [0.002, 0.125], "train.max_steps": [STEPS, STEPS + 3]},
-    }
+    assert change == {"step": STEPS, "changed": {"optimizer.lr": [0.002, 0.125], "train.max_steps": [STEPS, STEPS + 3]}}
     capsys.readouterr()
     assert main(["verify", str(RUN)]) == 0
     assert f"  note: {told}\n" in capsys.readouterr().out

@@ -13,7 +13,7 @@ import forked
 import pytest
 from small_runs import differences, traces, words
 
-from nanogpt_bench.checkpoint import newest, step_file, steps, verify, write
+from nanogpt_bench.checkpoint import disk, newest, step_file, steps, verify
 from nanogpt_bench.commands.run import exit_code, trained
 from nanogpt_bench.monitors.points import Observer, Step
 from nanogpt_bench.system.signals import RESUMABLE
@@ -75,7 +75,7 @@ def send_at(point: str, number: int, what: signal.Signals, times: int = 1) -> Ca
         for owner, name, at in (
             (Trainer, "_draw", "data"),
             (Trainer, "validation_losses", "eval"),
-            (write, "_write_file", "save"),
+            (disk, "_write_file", "save"),
         ):
             wrap(owner, name, at)
 

@@ -105,10 +105,7 @@ def test_others_read_it(tmp_path: Path) -> None:
         ({"facts": {"loss": float("nan")}}, "JSON compliant"),
         ({"facts": {"class": torch.nn.Linear}}, None),
         ({"tensors": {"model": {"w": torch.ones(4, 6).T}}}, "contiguous"),
-        (
-            {"tensors": {"model": {"w": torch.ones(2).to(torch.float8_e8m0fnu)}}},
-            "of torch.float8_e8m0fnu",
-        ),
+        ({"tensors": {"model": {"w": torch.ones(2).to(torch.float8_e8m0fnu)}}}, "of torch.float8_e8m0fnu"),
         ({"tensors": {"model": {"w": torch.ones(2).to_sparse()}}}, "sparse"),
     ],
 )

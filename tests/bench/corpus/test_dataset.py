@@ -109,11 +109,7 @@ def test_a_limit_ends_the_stream(tmp_path: Path, copy: Path) -> None:
         (lambda path: path, {"column": "txt"}, ["unknown column", "'txt'", "did you mean 'text'", "labels"]),
         (lambda path: path, {"column": "labels"}, ["'labels'", "list, not text"]),
         (lambda path: path, {"data_dir": "gone"}, ["--data-dir", "gone", "not a folder"]),
-        (
-            lambda path: path.rename(path.with_name("tests-0.parquet")),
-            {},
-            ["has no split 'train'"],
-        ),
+        (lambda path: path.rename(path.with_name("tests-0.parquet")), {}, ["has no split 'train'"]),
         (lambda path: path.write_bytes(b"not parquet"), {}, ["can't be read", "arquet"]),
         (lambda path: path.write_bytes(path.read_bytes()[:-100]), {}, ["can't be read"]),
         (damage_the_middle, {}, ["data set 'some/set' can't be read"]),

@@ -18,8 +18,8 @@ import pytest
 
 from nanogpt_bench.cli import main
 from nanogpt_bench.data import dataset
-from nanogpt_bench.data import rows as hub_module
-from nanogpt_bench.data.rows import NotOnHubError, find_commit
+from nanogpt_bench.data import dataset as hub_module
+from nanogpt_bench.data.dataset import NotOnHubError, find_commit
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.hub import within
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nanogpt_bench.data.stdlib import prepare_stdlib, stdlib_documents
+from nanogpt_bench.data.text import prepare_stdlib, stdlib_documents
 from nanogpt_bench.system.errors import BenchError
 
 

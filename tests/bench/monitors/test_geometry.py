@@ -11,13 +11,7 @@ from torch import nn
 from watched_models import NAMES, SCALES, layer_of, normal, observers_of, of, on_grid, one_step, watched
 
 import fp8manifold as fm
-from nanogpt_bench.monitors.geometry import (
-    OFF_GRID,
-    STIFFNESS_MEAN,
-    geometry_figures,
-    orthogonality,
-    row_length_error,
-)
+from nanogpt_bench.monitors.geometry import OFF_GRID, STIFFNESS_MEAN, geometry_figures, orthogonality, row_length_error
 
 
 @pytest.mark.parametrize("columns", [50, 70_000])

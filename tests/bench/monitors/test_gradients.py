@@ -10,14 +10,7 @@ from torch import nn
 from watched_models import SCALES, normal, observers_of, of, on_grid, one_step, watched
 
 import fp8manifold as fm
-from nanogpt_bench.monitors.gradients import (
-    GRAD_L2,
-    GRAD_SNR,
-    GRAD_ZERO,
-    DeadRuns,
-    gradient_figures,
-    update_to_noise,
-)
+from nanogpt_bench.monitors.gradients import GRAD_L2, GRAD_SNR, GRAD_ZERO, DeadRuns, gradient_figures, update_to_noise
 
 
 @pytest.mark.parametrize("shape", [(5,), (400, 700)])

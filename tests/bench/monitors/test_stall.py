@@ -13,6 +13,7 @@ import fp8manifold as fm
 from fp8manifold import reference
 from nanogpt_bench.model.weights import quantized_layers
 from nanogpt_bench.monitors import Step
+from nanogpt_bench.monitors.capture import UpdateObserver
 from nanogpt_bench.monitors.stall import (
     Arrival,
     Stall,
@@ -22,7 +23,6 @@ from nanogpt_bench.monitors.stall import (
     update_lost,
     update_ulps,
 )
-from nanogpt_bench.monitors.updates import UpdateObserver
 
 
 def test_shares_are_the_counts() -> None:

@@ -16,17 +16,7 @@ from typing import Any
 import pytest
 from small_checkpoints import bytes_in, small
 
-from nanogpt_bench.checkpoint import (
-    CheckpointNotWritten,
-    check_room,
-    clean,
-    commit,
-    newest,
-    step_file,
-    steps,
-    verify,
-    write,
-)
+from nanogpt_bench.checkpoint import CheckpointNotWritten, check_room, clean, commit, newest, step_file, steps, verify
 from nanogpt_bench.system.errors import BenchError
 
 POSITIONS, POSITIONS_IN_FULL = 50, 200
@@ -76,8 +66,8 @@ class Watched(Disk):
 def commit_on(disk: Disk, run_dir: Path, step: int, keep_last: int = 1, size: int = 24) -> Path:
     """Commit a checkpoint there, whatever the real disk says of its room."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(write, "os", disk)
-        patch.setattr(write, "check_room", lambda *_: None)
+        patch.setattr("nanogpt_bench.checkpoint.disk.os", disk)
+        patch.setattr("nanogpt_bench.checkpoint.disk.check_room", lambda *_: None)
         return commit(run_dir, small(step, size), keep_last=keep_last)
 
 
