@@ -1,30 +1,70 @@
-"""What a run uses of its machine: memory."""
+"""What a run uses of its machine: memory, and the share of the arithmetic that the machine could do."""
 
 from __future__ import annotations
 
 import resource
 import sys
+from functools import partial
 
 import torch
+from torch import nn
 
-from nanogpt_bench.config.metrics import VAL_LOSS, Metric
+from nanogpt_bench.config.metrics import SHARE, SPEED, VAL_LOSS, Metric
+from nanogpt_bench.config.schema import Config
+from nanogpt_bench.model.weights import linear_layers
 from nanogpt_bench.monitors.capture import Watched
 from nanogpt_bench.monitors.points import Observer, Step
 
-PEAK_BYTES = Metric(
-    "memory/peak_bytes", "Peak memory", "bytes", "At validations: the GPU's, or the process's.", monitor="resources"
-)
+_resources = partial(Metric, monitor="resources")
+PEAK_BYTES = _resources("memory/peak_bytes", "Peak memory", "bytes", "At validations: the GPU's, or the process's.")
+MFU = _resources("mfu", "Model FLOPs utilisation", SHARE, "At validations, where the machine's speed is known.")
+
+#: dense bfloat16 operations a second of GPUs by a part of their name, from their makers' data sheets
+PEAK_FLOPS = {
+    "H200": 989e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+    "V100": 125e12,
+    "T4": 65e12,
+}
 
 
 class Resources(Observer):
-    """Adds `memory/peak_bytes` to the records of validations."""
+    """Adds `memory/peak_bytes` to the records of validations, and `mfu` where the machine's speed is known."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, config: Config, device: torch.device) -> None:
         self._device = device
+        self._flops = flops_per_token(model, config)
+        self._peak = _peak_flops(device)
 
     def written(self, step: Step) -> None:
-        if VAL_LOSS.name in step.record:
-            step.record[PEAK_BYTES.name] = peak_bytes(self._device)
+        if VAL_LOSS.name not in step.record:
+            return
+        step.record[PEAK_BYTES.name] = peak_bytes(self._device)
+        speed = step.record.get(SPEED.name)
+        if self._peak is not None and speed is not None:
+            step.record[MFU.name] = speed * self._flops / self._peak
+
+
+def flops_per_token(model: nn.Module, config: Config) -> float:
+    """Return the multiplications and additions that training takes a token: 6 a weight, and attention's products.
+
+    Source: Chowdhery et al. 2022 (PaLM), appendix B.
+    """
+    weights = sum(layer.weight.numel() for layer in linear_layers(model).values())
+    settings = config.model
+    return 6.0 * weights + 12.0 * (settings.n_layer or 0) * (settings.n_embd or 0) * (settings.block_size or 0)
+
+
+def _peak_flops(device: torch.device) -> float | None:
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
 
 
 def peak_bytes(device: torch.device) -> int:
@@ -37,4 +77,4 @@ def peak_bytes(device: torch.device) -> int:
 
 def build(watched: Watched) -> Resources:
     """Return the monitor of a run."""
-    return Resources(watched.device)
+    return Resources(watched.model, watched.config, watched.device)

@@ -17,7 +17,7 @@ STEPS = 24
 #: what depends on the clock, and on the machine and what else it does
 MACHINE = frozenset(
     {
-        *("time/elapsed_s", "time/tokens_per_s", "memory/peak_bytes", "shadow/overhead"),
+        *("time/elapsed_s", "time/tokens_per_s", "memory/peak_bytes", "shadow/overhead", "mfu"),
         *("time", "seconds", "training_seconds", "elapsed_s", "tokens_per_s", "shadow_overhead", "environment"),
         # of the state of the shadow, the alerts and the files of records, whose times have as many digits as they have
         *("overheads", "plain_step", "ages", "bytes"),

@@ -63,9 +63,10 @@ def registered(key: str) -> Metric | None:
 
 
 def test_all_that_a_watched_run_writes_is_registered(
-    tiny: Callable[..., Config], corpus_dir: Path, labelled_dir: Path, tmp_path: Path
+    tiny: Callable[..., Config], corpus_dir: Path, labelled_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shadow = {"shadow__enabled": True, "shadow__interval": 2}
+    monkeypatch.setattr("nanogpt_bench.monitors.resources._peak_flops", lambda device: 1e12)
     speed = {"eval__also": str(corpus_dir)}
     formats = "{'*': {weight: E4M3, activation: E4M3, gradient: E5M2}}"
     seen: set[str] = set()
