@@ -9,9 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.commands.arguments import add_executor, positive, positives
+from nanogpt_bench.commands.arguments import add_executor, positive
 from nanogpt_bench.config.schema import DEFAULT_DATA_DIR
-from nanogpt_bench.config.settings import parse_overrides
 from nanogpt_bench.data.stdlib import prepare_default
 from nanogpt_bench.evaluation.sensitivity import gaps_table
 from nanogpt_bench.report.tables import tuning_table
@@ -35,28 +34,20 @@ def add_parser(commands: Any, text: str) -> Any:
         "sweep",
         help=text,
         usage="nanogpt-bench sweep FILE.yaml [--lr-limits | --sensitivity] [--reference ROW] [--smoke]\n"
-        "                           [--data-sizes A,B] [--workers N] [--out DIR]\n"
-        "                           [--section.key VALUE ...]",
+        "                           [--workers N] [--out DIR] [--section.key VALUE ...]",
         description="Train one run for every point of FILE.yaml's axes, several at a time, and write a report. With\n"
         "tune and confirm in the file: find the best learning rate of every point first, then train it on other\n"
         "seeds. The same command goes on where an interrupted one was.",
         epilog="examples:\n  nanogpt-bench sweep formats.yaml\n"
         "  nanogpt-bench sweep my_sweep.yaml --workers 2 --out runs/mine --train.max_steps 500\n"
         "  nanogpt-bench sweep lr_limits.yaml --lr-limits\n"
-        "  nanogpt-bench sweep sensitivity.yaml --sensitivity --data.dir data/book\n"
-        "  nanogpt-bench sweep formats.yaml --data-sizes 100000,300000,900000",
+        "  nanogpt-bench sweep sensitivity.yaml --sensitivity --data.dir data/book",
     )
     parser.add_argument("file", nargs="?", metavar="FILE.yaml", help="a sweep file, or the name of a shipped one")
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--lr-limits", action="store_true", help="largest stable learning rate of every point")
     mode.add_argument("--sensitivity", action="store_true", help="quantise one layer pattern at a time: loss gaps")
     parser.add_argument("--reference", metavar="ROW", help="row to measure against (default: the file's, or BF16)")
-    parser.add_argument(
-        "--data-sizes",
-        type=positives,
-        metavar="A,B",
-        help="train every point on the first A, B, ... tokens of the text, once through: where does a gap appear?",
-    )
     parser.add_argument("--smoke", action="store_true", help="with what the file's section smoke says: the same, small")
     parser.add_argument("--workers", type=positive, metavar="N", help="runs at a time (default: the file's, or cores)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the results (default: runs/sweep-FILE)")
@@ -75,8 +66,6 @@ def main(args: argparse.Namespace) -> int:
     sweep = read_sweep(find_sweep(args.file), args.overrides, smoke=args.smoke)
     if args.reference is not None:
         sweep = replace(sweep, reference=args.reference)
-    if args.data_sizes:
-        sweep = _with_sizes(sweep, args)
     check_executor(args.executor, args.address)
     if args.executor == "local":
         check_workers(args.workers, "--workers")
@@ -88,25 +77,6 @@ def main(args: argparse.Namespace) -> int:
         raise BenchError(f"rows in {sweep.path.name} go with a grid; {mode} takes axes, such as rule and model.format")
     with locked(out, "--out"), executor_of(args.executor, args.address, out) as executor:
         return MODES.get(mode, sweep_grid)(sweep, out, workers, executor)
-
-
-def _with_sizes(sweep: SweepFile, args: argparse.Namespace) -> SweepFile:
-    """The file with sizes of the data, which give every run its text and its length.
-
-    Raises:
-        BenchError: something else says these.
-    """
-    if args.lr_limits or args.sensitivity:
-        other = "--lr-limits" if args.lr_limits else "--sensitivity"
-        raise BenchError(f"--data-sizes goes with a grid, random points or tune; leave {other} out")
-    overridden = parse_overrides(args.overrides)
-    for key in ("data.train_tokens", "train.max_steps"):
-        if sweep.axis(key) is not None or key in overridden:
-            what = f"{sweep.path.name} has it as an axis" if sweep.axis(key) else "it is given"
-            raise BenchError(f"--data-sizes says what {key} is, and {what}; leave one of them out")
-    if sweep.confirm is not None and sweep.confirm.steps is not None:
-        raise BenchError(f"--data-sizes says how many steps there are, and so does confirm.steps of {sweep.path.name}")
-    return replace(sweep, data_sizes=tuple(args.data_sizes))
 
 
 def sweep_grid(

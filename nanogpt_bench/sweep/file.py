@@ -112,8 +112,6 @@ class SweepFile:
     confirm: Confirm | None = None
     lr_limits: LrLimits = field(default_factory=LrLimits)
     sensitivity: Sensitivity = field(default_factory=Sensitivity)
-    #: tokens of text that every point is trained on once, each in turn (`--data-sizes`)
-    data_sizes: tuple[int, ...] = ()
 
     def axis(self, key: str) -> Axis | None:
         """The axis of a setting, None when it is none."""

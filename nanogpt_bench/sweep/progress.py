@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -14,8 +14,6 @@ from rich.text import Text
 from nanogpt_bench.system.errors import printable, rough_time
 from nanogpt_bench.workers.pool import Event
 
-#: most lines of a printed list
-MOST_LINES = 10
 #: seconds before the first estimate of the time left, and between two estimates, where there is no terminal; in long
 #: runs two estimates are this share of the elapsed time apart
 FIRST_ESTIMATE, NEXT_ESTIMATE, ESTIMATE_SHARE = 20.0, 60.0, 1 / 6
@@ -63,13 +61,6 @@ class Bar:
     def say(self, text: str) -> None:
         """Print one line above the bar."""
         self._console.print(Text(f"[{self.elapsed():5.0f} s] {printable(text)}"), soft_wrap=True)
-
-    def say_again(self, again: Mapping[str, str]) -> None:
-        """Print which runs are done once more, and why; the first of them where they are many."""
-        for name in list(again)[:MOST_LINES]:
-            self.say(f"{name} is trained again: {again[name]}")
-        if len(again) > MOST_LINES:
-            self.say(f"and {len(again) - MOST_LINES} more are trained again")
 
     def elapsed(self) -> float:
         return time.monotonic() - self._begun

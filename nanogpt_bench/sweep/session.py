@@ -113,7 +113,6 @@ class Session:
         done = len(self._record.planned) - todo
         before = f", {done} done before" if done else ""
         self._bar.say(f"{counted(todo, 'run')}{before}; {size} at a time, {counted(self._threads, 'thread')} each")
-        self._bar.say_again(self._record.again)
 
     def _enqueue(self, runs: Iterable[PlannedRun]) -> None:
         for run in runs:

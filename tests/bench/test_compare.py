@@ -193,7 +193,7 @@ def test_a_comparison_from_start_to_report(run_cli, tmp_path, text_file, monkeyp
     out = tmp_path / "out"
     assert {path.name for path in out.iterdir()} == {
         *(f"{name}-seed={seed}" for name in ("bf16-mixed", "fp32", "E4M3-nearest") for seed in (42, 43)),
-        *("figures", "sweep.json", "runs.csv", "report.html", "results.csv", "table.md"),
+        *("figures", "sweep.json", "report.html", "results.csv", "table.md"),
     }
     table = read_table(out)
     assert [line["run"] for line in table] == ["bf16-mixed", "fp32", "E4M3 nearest"]

@@ -94,8 +94,6 @@ REFUSED: dict[str, str] = {
     "results show x.json --out y.json": "--out goes with results export",
     "results show x.json": "results file 'x.json' does not exist",
     "results show x.json y.json": "y.json",
-    "results show x.json --row a": "--row goes with results rerun",
-    "results rerun x.json --row a": "results file 'x.json' does not exist",
     # weights of a run: samples
     "sample nothing": "'nothing' is no folder of a run",
     "sample RUN --formats E4M33": "did you mean 'E4M3'",
@@ -135,7 +133,6 @@ REFUSED: dict[str, str] = {
         f"evaluate RUN --out out --budget {word}": f"--budget: '{word}' is not allowed; give a number > 0"
         for word in ("nan", "-1", "inf", "0", "much")
     },
-    "results rerun x.json --row E4M3 --seed -1": "--seed: '-1' is not allowed; give a whole number >= 0",
     "evaluate RUN --out out --scales block": "block",  # rows of 16
     "evaluate RUN --out out --scales channel --weights w.safetensors": "--weights says which weights",
     "evaluate RUN --sensitivity kinds --model.formats '{\"*\": none, embeddings: none}'": "model.formats says of every "
