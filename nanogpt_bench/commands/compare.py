@@ -11,14 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from nanogpt_bench.commands.arguments import add_executor, braced, names, one_of, positive
-from nanogpt_bench.commands.sweep import sweep_grid
 from nanogpt_bench.config.schema import DRAWS
-from nanogpt_bench.runs.environment import command_line
-from nanogpt_bench.sweep.comparison import comparison, read_given, told
 from nanogpt_bench.system.errors import BenchError, say
 from nanogpt_bench.system.lock import locked, new_folder
-from nanogpt_bench.workers.executors import check_executor, executor_of
-from nanogpt_bench.workers.pool import Local, most_workers
 
 MODE = "compare"
 
@@ -95,6 +90,13 @@ def compare(
 
     Returns and raises as `sweep_grid`, and for an unknown format, rule or row.
     """
+    # here, since they bring torch, for which neither the help nor a wrong option has to wait
+    from nanogpt_bench.runs.environment import command_line
+    from nanogpt_bench.sweep.comparison import comparison, read_given, told
+    from nanogpt_bench.sweep.modes import sweep_grid
+    from nanogpt_bench.workers.executors import check_executor, executor_of
+    from nanogpt_bench.workers.pool import Local, most_workers
+
     check_executor(executor, address)
     given = read_given(overrides)
     if data_dir is None and given.get("task") == "classify":

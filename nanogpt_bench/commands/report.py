@@ -6,8 +6,6 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.report import main_report
-
 
 def add_parser(commands: Any, text: str) -> Any:
     """Add the command and return its parser."""
@@ -34,4 +32,6 @@ def add_parser(commands: Any, text: str) -> Any:
 
 def main(args: argparse.Namespace) -> int:
     """Write the report and print the page's path."""
+    from nanogpt_bench.report import main_report  # here, since it brings torch, for which the help need not wait
+
     return main_report(args)

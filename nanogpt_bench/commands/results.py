@@ -8,16 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from nanogpt_bench.commands.arguments import braced, one_of
-from nanogpt_bench.report.results import Result, measure
-from nanogpt_bench.report.results_file import MISSING, RUN, Exported, export, is_of_kind, read_export, to_json
-from nanogpt_bench.report.rows import Row, find_reference
-from nanogpt_bench.report.tables import to_csv, to_markdown, tuning_table
-from nanogpt_bench.sweep.plan import baseline_of
 from nanogpt_bench.system.errors import BenchError, counted
 from nanogpt_bench.system.files import holds, refuse_to_replace, write_text
 
 WORDS = ("export", "show")
-TABLES = {"markdown": to_markdown, "csv": to_csv}
+TABLES = ("markdown", "csv")
 #: options, and the word that they go with
 GO_WITH = {"out": "export", "reference": "show", "table": "show"}
 
@@ -57,13 +52,15 @@ def main(args: argparse.Namespace) -> int:
             told = "; show prints, and report FILE.json --out DIR draws" * (option == "out")
             raise BenchError(f"--{option} goes with results {word}{told}")
     if args.word == "show":
-        return _show(read_export(args.path), args.reference, args.table)
+        return _show(args.path, args.reference, args.table)
     if args.out is None:
         raise BenchError("--out is missing: results export SWEEP --out FILE.json")
     return _export(args.path, args.out)
 
 
 def _export(folder: Path, out: Path) -> int:
+    from nanogpt_bench.report.results_file import MISSING, RUN, export, is_of_kind, to_json  # which bring torch
+
     if out.suffix != ".json":
         raise BenchError(f"--out {str(out)!r} is not allowed; give a name that ends in .json")
     refuse_to_replace("--out", out, holds(is_of_kind), "a name of its own")
@@ -75,24 +72,25 @@ def _export(folder: Path, out: Path) -> int:
     return 0
 
 
-def _show(content: Exported, reference: str | None, table: str | None) -> int:
-    """Print the table, and unless one form of it is asked for, what was tuned."""
-    results = results_of(content, reference)
+def _show(path: Path, reference: str | None, table: str | None) -> int:
+    """Print the table, measured against a row, else the file's own; unless a form of it is asked for, what was tuned.
+
+    Raises:
+        BenchError: no such row; names the nearest one.
+    """
+    from nanogpt_bench.report.results import measure
+    from nanogpt_bench.report.results_file import read_export
+    from nanogpt_bench.report.rows import find_reference
+    from nanogpt_bench.report.tables import to_csv, to_markdown, tuning_table
+    from nanogpt_bench.sweep.plan import baseline_of
+
+    content = read_export(path)
+    baseline = content.baseline if reference is None else baseline_of(reference, content.rows)
+    results = measure(content.rows, find_reference(content.rows, baseline))
     if table is not None:
-        print(TABLES[table](results), end="")
+        print((to_csv if table == "csv" else to_markdown)(results), end="")
         return 0
     print(to_markdown(results))
     if content.tuning:
         print(tuning_table(content.tuning))
     return 0
-
-
-def results_of(content: Exported, reference: str | None = None) -> list[Result]:
-    """Return the table of a results file, measured against a row of that name, else against the file's own.
-
-    Raises:
-        BenchError: no such row; names the nearest one.
-    """
-    baseline = content.baseline if reference is None else baseline_of(reference, content.rows)
-    rows: list[Row] = list(content.rows)
-    return measure(rows, find_reference(rows, baseline))

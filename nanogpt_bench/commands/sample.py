@@ -8,24 +8,19 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
-from rich.text import Text
+from typing import TYPE_CHECKING, Any
 
 from nanogpt_bench.commands.arguments import at_least_0, names, natural, positive
-from nanogpt_bench.data.batches import Corpus
-from nanogpt_bench.data.tokenizers import Tokenizer, tokenizer_from_meta
-from nanogpt_bench.evaluation.weights import RunWeights, checked_overrides, folder_of, named_formats
-from nanogpt_bench.runs.trained import choose, load, run_folder
-from nanogpt_bench.setup.formats import format_summary
-from nanogpt_bench.setup.runtime import runtime
 from nanogpt_bench.system.errors import BenchError, counted, printable
 from nanogpt_bench.system.files import holds, refuse_to_replace, rows_with, write_json
-from nanogpt_bench.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    import torch
+
+    from nanogpt_bench.data.batches import Corpus
+    from nanogpt_bench.data.tokenizers import Tokenizer
+    from nanogpt_bench.evaluation.weights import RunWeights
+    from nanogpt_bench.training.trainer import Trainer
 
 #: columns that a text needs to stand beside another one
 _COLUMN = 36
@@ -105,6 +100,15 @@ def sample_run(
     Raises:
         BenchError: no such checkpoint, a prompt that the tokenizer can't write, or weights whose logits are not finite.
     """
+    # here, since they bring torch, for which neither the help nor a wrong option has to wait
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from nanogpt_bench.data.tokenizers import tokenizer_from_meta
+    from nanogpt_bench.evaluation.weights import RunWeights, checked_overrides, folder_of, named_formats
+    from nanogpt_bench.runs.trained import choose, load
+    from nanogpt_bench.setup.runtime import runtime
+
     names = named_formats(formats)
     trained = load(choose(run_dir, checkpoint))
     if trained.config.task != "language":
@@ -116,7 +120,8 @@ def sample_run(
     corpus = weights.open_text()
     tokenizer = tokenizer_from_meta(corpus.meta)
     prompt = _encoded(draw.prompt, tokenizer, corpus)
-    with runtime(weights.own) as device, _progress() as progress:
+    bar = Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
+    with runtime(weights.own) as device, bar as progress:
         task = progress.add_task("sample", total=(1 + len(names)) * draw.tokens)
         found = []
         for name, trainer in _rows(weights, names, corpus, device):
@@ -134,6 +139,8 @@ def sample_run(
 def _rows(
     weights: RunWeights, names: Sequence[str], corpus: Corpus, device: torch.device
 ) -> Iterator[tuple[str, Trainer]]:
+    from nanogpt_bench.setup.formats import format_summary
+
     yield f"{format_summary(weights.own)} (as trained)", weights.as_trained(corpus, device)
     for name in names:
         yield name, weights.rounded({} if name == "none" else weights.requantised(name), corpus, device)
@@ -141,6 +148,8 @@ def _rows(
 
 def _encoded(prompt: str, tokenizer: Tokenizer, corpus: Corpus) -> torch.Tensor:
     """The prompt's tokens (1, T)."""
+    import torch
+
     if prompt:
         try:
             tokens = tokenizer.encode(prompt).tolist()
@@ -153,6 +162,8 @@ def _encoded(prompt: str, tokenizer: Tokenizer, corpus: Corpus) -> torch.Tensor:
 
 def _written(name: str, trainer: Trainer, prompt: torch.Tensor, draw: Draw) -> Iterator[int]:
     """The tokens one after another; the same seed for every row, so that what differs comes from the weights."""
+    import torch
+
     generator = torch.Generator().manual_seed(draw.seed)
     options = {"temperature": draw.temperature, "top_k": draw.top_k, "generator": generator}
     found = trainer.model.generate(prompt, draw.tokens, **options)
@@ -165,10 +176,6 @@ def _written(name: str, trainer: Trainer, prompt: torch.Tensor, draw: Draw) -> I
             yield int(token)
     except FloatingPointError as error:
         raise BenchError(f"{name}: {error}; these weights write no text") from None
-
-
-def _progress() -> Progress:
-    return Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
 
 
 def sample_command(
@@ -185,6 +192,8 @@ def sample_command(
     Raises:
         BenchError: no folder of a run, and as `sample_run`.
     """
+    from nanogpt_bench.runs.trained import run_folder
+
     run_dir = run_folder(name)
     if run_dir is None:
         raise BenchError(f"{name!r} is no folder of a run; give one that run has written, such as runs/e4m3")
@@ -200,6 +209,10 @@ def sample_command(
 
 def _show(rows: Sequence[Sample], prompt: str) -> None:
     """Side by side on a terminal that is wide enough, else one below the other."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
     console = Console()
     texts = [Text.assemble((_shown(prompt), "bold"), _shown(row.text)) for row in rows]
     if console.is_terminal and len(rows) > 1 and console.width >= _COLUMN * len(rows):

@@ -9,10 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.checkpoint import CHECKPOINTS, BrokenCheckpoint, check_layout, step_file, steps, verify
 from nanogpt_bench.config.settings import read_yaml
-from nanogpt_bench.runs.environment import history_lines
-from nanogpt_bench.runs.find import find_runs, say_aside
 from nanogpt_bench.runs.read import not_as_written
 from nanogpt_bench.system.errors import BenchError, counted, one_line, printable
 from nanogpt_bench.system.untrusted import Refused, open_file, parse_json, read_json
@@ -57,6 +54,8 @@ def main(args: argparse.Namespace) -> int:
 
 def verify_command(paths: Sequence[Path]) -> int:
     """Print what is wrong with run folders, or those below other folders; return 1 if anything is, else 0."""
+    from nanogpt_bench.runs.find import find_runs, say_aside  # which bring torch, as those below
+
     failed = False
     for path in find_runs(paths, say_aside):
         found = check_run(path)
@@ -76,6 +75,8 @@ def _headline(path: Path, found: Findings) -> str:
 
 def check_run(path: Path) -> Findings:
     """Check a run folder: it can be read, its records have no gap, its files are as they were written."""
+    from nanogpt_bench.runs.environment import history_lines
+
     found = Findings()
     try:
         read_yaml(path / "config.yaml")
@@ -171,6 +172,8 @@ def _check_sums(path: Path, found: Findings, *, ended: bool) -> None:
 
 
 def _check_checkpoints(path: Path, found: Findings) -> None:
+    from nanogpt_bench.checkpoint import CHECKPOINTS, BrokenCheckpoint, check_layout, step_file, steps, verify
+
     for step in steps(path):
         file = step_file(path, step)
         try:

@@ -40,8 +40,8 @@ _BESIDE = tuple(metric.figure for metric in BESIDE_LOSS)
 class SweepRecord:
     """Everything a sweep writes lies in `folder`: a folder a run, sweep.json, the report.
 
-    Runs are added one by one, since some are planned by what others found. `mode` is grid, random, compare, tune,
-    lr-limits or sensitivity. Gaps are measured against the row labelled `baseline`, without one against the
+    Runs are added one by one, since some are planned by what others found. `mode` is grid, random, compare, tune
+    or sensitivity. Gaps are measured against the row labelled `baseline`, without one against the
     first BF16 row. The table has the rows labelled `order` first.
 
     Raises:

@@ -18,7 +18,6 @@ from nanogpt_bench.runs.read import finite
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.sweep.axes import Point
 from nanogpt_bench.sweep.file import SweepFile, Tune
-from nanogpt_bench.sweep.lr_limits import rounded
 from nanogpt_bench.sweep.plan import PlannedRun, baseline_of, check_count, count_points, plan_point, points_of
 from nanogpt_bench.sweep.record import SweepRecord
 from nanogpt_bench.system.errors import BenchError, counted
@@ -67,7 +66,7 @@ class Search:
         """The values of the keys at a place, to four digits."""
         factor = self.options.factor
         items = zip(self.first.items(), place, strict=True)
-        return {key: rounded(value * factor ** (index / FULL)) for (key, value), index in items}
+        return {key: float(f"{value * factor ** (index / FULL):.4g}") for (key, value), index in items}
 
     def round(self) -> list[PlannedRun]:
         """The runs to try next, all that can be told from those that have ended; none when the search is over."""

@@ -289,7 +289,7 @@ def _wait_until(condition, seconds: float = 240.0) -> None:
 
 def test_the_command_that_goes_on_says_where(run_cli, monkeypatch) -> None:
     """Without --out the folder's name has the time, so that the same command would begin anew."""
-    command, asked = importlib.import_module("nanogpt_bench.commands.compare"), []
+    command, asked = importlib.import_module("nanogpt_bench.sweep.modes"), []
     monkeypatch.setattr(command, "sweep_grid", lambda *_, **more: asked.append(more["again"]) or 0)
     monkeypatch.setattr(sys, "argv", ["nanogpt-bench", "compare", "--formats", "E4M3"])
     assert run_cli("--formats", "E4M3")[0] == 0
@@ -314,4 +314,4 @@ def test_the_shipped_sweep_is_the_comparison(tmp_path) -> None:
     assert [run.label for run in plan_sweep(read_sweep(path))] == ["sgd momentum=0.5", "sgd momentum=0.9"]
     with pytest.raises(BenchError, match="has it in its rows"):
         read_sweep(path, ["--optimizer.momentum", "0.1"])
-    assert main(["sweep", str(path), "--lr-limits", "--out", str(tmp_path / "out")]) == 2
+    assert main(["sweep", str(path), "--sensitivity", "--out", str(tmp_path / "out")]) == 2

@@ -27,7 +27,6 @@ COMMANDS = {
     "sweep, an axis": "sweep device.yaml --out out",
     "sweep of the default text": "sweep default.yaml --out out",
     "tuned on the default text": "sweep tuned_default.yaml --out out",
-    "lr-limits": f"sweep lr_limits.yaml --lr-limits --data.dir CORPUS {DEVICE}",
     "sensitivity": f"sweep sensitivity.yaml --sensitivity --data.dir CORPUS {DEVICE}",
     "tuned": "sweep tuned.yaml --out out",
 }

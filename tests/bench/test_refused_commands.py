@@ -84,7 +84,7 @@ REFUSED: dict[str, str] = {
     "verify": "RUN",
     "verify gone": "gone & does not exist",
     "sweep parallel.yaml": "'ddp' is for torchrun -m nanogpt_bench run; each run of a sweep",
-    "sweep lr_limit.yaml": "did you mean 'lr_limits.yaml'",
+    "sweep format.yaml": "did you mean 'formats.yaml'",
     "sweep formats.yaml --executor rai": "unknown --executor 'rai'; did you mean 'ray'",
     "sweep formats.yaml --executor local --address 1.2.3.4:6379": "--address '1.2.3.4:6379' goes with --executor ray",
     # results files

@@ -48,7 +48,7 @@ def _quick() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "write_figures", lambda *_: None)
         patch.setattr(pool, "CONTEXT", "fork")
-        patch.setattr(command, "most_workers", lambda *_: 1)
+        patch.setattr(pool, "most_workers", lambda *_: 1)
         yield
 
 
