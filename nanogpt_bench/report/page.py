@@ -18,16 +18,10 @@ from nanogpt_bench.monitors.shadow import COSINE
 from nanogpt_bench.monitors.stall import UPDATE_LOST
 from nanogpt_bench.report import figures, sweep_charts
 from nanogpt_bench.report.chart import CONFIG, THEMES, Chart, Look, Spec, short, theme_colours
-from nanogpt_bench.report.curve_charts import (
-    TITLES,
-    gap_chart,
-    loss_charts,
-    stall_chart,
-    watched_charts,
-)
+from nanogpt_bench.report.curve_charts import TITLES, loss_charts, stall_chart, watched_charts
 from nanogpt_bench.report.failure_pages import failed_runs, failure_section
 from nanogpt_bench.report.markup import Cell, Section, chart_places, legend, table
-from nanogpt_bench.report.results import Result, findings
+from nanogpt_bench.report.results import Result
 from nanogpt_bench.report.rows import Row, left_aside, loss_unit
 from nanogpt_bench.report.sweep_charts import Studies
 from nanogpt_bench.report.tables import TUNING_HEADINGS, TUNING_WORDS, Column, shown_columns, tuning_cells
@@ -91,16 +85,8 @@ def _what(page: Page) -> Section:
 
 
 def _results(page: Page) -> Section:
-    sentences = "".join(f"<li>{escape(sentence)}</li>" for sentence in findings(page.results))
-    gap = gap_chart(page.results, page.looks)
-    drawn = [gap] if gap else []
-    body = (
-        (f'<ul class="findings">{sentences}</ul>' if sentences else "")
-        + _results_table(page.results)
-        + f'<p class="muted">{escape(_results_note(page))}</p>'
-        + chart_places(drawn)
-    )
-    return Section("results", "Results", body, drawn)
+    note = f'<p class="muted">{escape(_results_note(page))}</p>'
+    return Section("results", "Results", _results_table(page.results) + note)
 
 
 def _results_table(results: Sequence[Result]) -> str:
@@ -146,8 +132,7 @@ def _verdict_note() -> str:
 
 
 def _loss(page: Page) -> Section | None:
-    label = page.references[0].label if page.references else None
-    drawn = loss_charts(page.rows, page.looks, label)
+    drawn = loss_charts(page.rows, page.looks)
     marked = any("tooltip" in layer["encoding"] for chart in drawn for layer in chart.spec["layer"])
     words = '<p class="muted">Open diamonds: an alert of divergence, or the end of a run that failed.</p>'
     return _curves(page, "loss", "Loss curves", drawn, below=words if marked else "")
@@ -176,9 +161,8 @@ def _studies(page: Page) -> Section | None:
 
 
 def _stall(page: Page) -> Section | None:
-    chart = stall_chart(page.rows, page.looks)
     watched = watched_charts(page.rows, page.looks, charted(UPDATE_LOST.namespace), {})
-    drawn = [*([chart] if chart else []), *watched]
+    drawn = [*stall_chart(page.rows, page.looks), *watched]
     words = (
         "Share of all quantised weights whose nonzero requested update left them on the same grid value, at single "
         "steps, where such an update is gone, as with nearest rounding; with a master copy (code unchanged) it is kept "

@@ -190,32 +190,6 @@ def _by_seed(row: Row, name: str) -> dict[Hashable, float]:
     return {seed: loss for seed, loss in ended if seed is not None and loss is not None}
 
 
-def findings(results: Sequence[Result]) -> list[str]:
-    """Return a sentence for each gap of nearest rounding, beside stochastic rounding's of the same format."""
-    sentences = []
-    for result in results:
-        if result.row.rule == "nearest" and result.gap is not None and result.gap_share is not None:
-            sentences.append(_nearest_sentence(result, results))
-    return sentences
-
-
-def _nearest_sentence(nearest: Result, results: Sequence[Result]) -> str:
-    sentence = f"{nearest.row.label}: {describe_gap(nearest)} against the reference"
-    if nearest.stall is not None:
-        sentence += f", with {nearest.stall.mean:.1%} of the weights unmoved by a requested update"
-    stochastic = (r for r in results if r.row.rule == "stochastic" and r.row.format == nearest.row.format and r.gap)
-    other = next((r for r in stochastic if not differences(r.row.runs, nearest.row.runs)), None)
-    return sentence + (f"; {other.row.label}: {describe_gap(other)}" if other else "") + "."
-
-
-def describe_gap(result: Result) -> str:
-    """Format the gap as signed nats and per cent of the reference's loss; a dash if unknown."""
-    if result.gap is None or result.gap_share is None:
-        return "-"
-    share = f"{result.gap_share:+.1%}"
-    return f"{result.gap.mean:+z.3f} nats ({'0.0%' if share[1:] == '0.0%' else share})"
-
-
 def tokens_to_gap(run: Run, reference: Run, nats: float) -> float | None:
     """Return the tokens at which the smoothed gap of the training losses first exceeds `nats`; None if it never does.
 

@@ -11,7 +11,6 @@ from typing import Any
 from rich.console import Console
 
 from nanogpt_bench.config.settings import build_config
-from nanogpt_bench.report.results import Result, findings
 from nanogpt_bench.report.tables import to_text
 from nanogpt_bench.runs.find import PASSING
 from nanogpt_bench.setup.resolve import resolve
@@ -175,7 +174,7 @@ def close(
     if table is not None:
         print("".join(f"{printable(line)}\n" for line in table.splitlines()))
     if table is None or rows:
-        print_results(record.results())
+        print(to_text(record.results()))
     print(page, flush=True)
     if not whole:
         if command is not None:
@@ -186,11 +185,3 @@ def close(
         print(f"runs not brought to their end: {len(left)}; {going_on}", file=sys.stderr)
         return 1
     return 0 if any(record.summary(run).get("status") == "finished" for run in record.planned) else 1
-
-
-def print_results(results: Sequence[Result]) -> None:
-    """Print the table, and a sentence on every row of nearest rounding."""
-    print(to_text(results))
-    for sentence in findings(results):
-        print(sentence)
-    print()
