@@ -1,8 +1,7 @@
-"""The validation loss of one set of weights in several formats, without training: a configuration's, or a run's."""
+"""The validation loss of a run's weights in several formats, without training."""
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,20 +10,16 @@ from typing import Any
 import torch
 
 from nanogpt_bench.config.metrics import OF_LABELS, VAL_PERPLEXITY
-from nanogpt_bench.config.rules import RULES
-from nanogpt_bench.config.schema import ROUNDED, WITHOUT_FORMATS, Config, OptimizerConfig
-from nanogpt_bench.config.settings import Resolved
-from nanogpt_bench.data.batches import Corpus, open_corpus
+from nanogpt_bench.data.batches import Corpus
 from nanogpt_bench.evaluation.measurement import Row
 from nanogpt_bench.evaluation.weights import OF_FORMATS, RunWeights, checked_overrides, folder_of, named_formats
 from nanogpt_bench.loop.outcome import count
-from nanogpt_bench.model.weights import load_weights, quantized_layers, save_weights
+from nanogpt_bench.model.weights import quantized_layers, save_weights
 from nanogpt_bench.runs.environment import at, environment
 from nanogpt_bench.runs.trained import choose, load
-from nanogpt_bench.setup.formats import format_name, format_summary, has_format
-from nanogpt_bench.setup.resolve import resolve
+from nanogpt_bench.setup.formats import format_summary
 from nanogpt_bench.setup.runtime import runtime
-from nanogpt_bench.system.errors import BenchError, say
+from nanogpt_bench.system.errors import say
 from nanogpt_bench.training.trainer import Trainer
 
 #: of the environment, what changes the last bits of a loss
@@ -71,80 +66,6 @@ def _file_name(row: str) -> str:
     'E4M3-as-trained'
     """
     return re.sub(r"[ ()]+", "-", row).strip("-")
-
-
-# A configuration's first weights
-
-
-def evaluate(
-    config: Config, formats: Sequence[str] = (), *, weights: Path | None = None, save: Path | None = None
-) -> list[Row]:
-    """Return the validation loss of a configuration's initial weights: in float, then in each format.
-
-    Args:
-        config: the model and where its weights come from (`model.init_from`, or a seed).
-        formats: each takes the place of `*` in `model.formats`; none: `model.formats` as it is.
-        weights: a file that `save_weights` wrote of this very configuration, whose loss is then the only row.
-        save: folder to write the weights of every row to, as FORMAT.safetensors.
-
-    Raises:
-        BenchError: settings, corpus, checkpoint or weights that can't be used, or nothing to compare.
-    """
-    resolved = common_settings(config, formats)
-    with runtime(resolved) as device:
-        corpus = open_corpus(resolved)
-        if weights:
-            trainer = Trainer(resolved, corpus, device)
-            load_weights(trainer.model, weights)
-            return measure([(format_summary(resolved), trainer)], save)
-        rows = _rows(config, resolved, formats)
-        return measure(((name, Trainer(row, corpus, device)) for name, row in rows.items()), save)
-
-
-def common_settings(config: Config, formats: Sequence[str]) -> Resolved:
-    """Return what all rows have in common, resolved: of a configuration that may have no format of its own."""
-    if not formats:
-        return resolve(config)
-    base = copy.deepcopy(config)
-    rule = RULES.get(config.rule or "")
-    storage = rule.storage if rule else config.model.storage or "float32"
-    rounds = storage not in WITHOUT_FORMATS
-    if rounds and not (config.model.formats or config.model.format):
-        base.model.format = next((name for name in formats if format_name(name, "--formats") != "none"), None)
-    return resolve(base if has_format(base.model) else _without_formats(base))
-
-
-def _rows(config: Config, resolved: Resolved, formats: Sequence[str]) -> dict[str, Resolved]:
-    """The configuration without formats, then in each format, by name."""
-    if not formats and not resolved.model.formats:
-        raise BenchError("nothing to compare with the float weights; give --formats E4M3,E5M2 or model.formats")
-    rows = {name: _untrained(config, resolved, name) for name in ["none", *named_formats(formats)]}
-    return rows if len(rows) > 1 else rows | {format_summary(resolved): resolved}
-
-
-def _untrained(config: Config, resolved: Resolved, fmt: str) -> Resolved:
-    """`config` in one format, and without the rule, which means nothing where no step is taken."""
-    row = copy.deepcopy(config)
-    row.rule, row.optimizer = None, OptimizerConfig()
-    row.train.precision = resolved.train.precision
-    if fmt == "none":
-        row.model.format, row.model.formats = None, {}
-        row.model.storage = row.model.headroom = row.model.embeddings = None
-        return resolve(_without_formats(row))
-    row.model.format = fmt
-    # Under the other two storages nothing would be rounded.
-    row.model.storage = resolved.model.storage if resolved.model.storage in ("master", *ROUNDED) else None
-    return resolve(row)
-
-
-def _without_formats(config: Config) -> Config:
-    """A copy without the settings of rows in a format."""
-    config = copy.deepcopy(config)
-    config.model.granularity = config.model.tied = None
-    return config
-
-
-# A run's weights
 
 
 def evaluate_run(

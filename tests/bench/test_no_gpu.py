@@ -19,7 +19,6 @@ COMMANDS = {
     "run": f"run fp32.yaml {DEVICE}",
     "run, resumed": f"run fp32.yaml --name gone --resume {DEVICE}",
     "finetune": f"finetune --model MODEL --data.dir CORPUS --model.block_size 16 {DEVICE}",
-    "evaluate": f"evaluate e4m3.yaml {DEVICE}",
     "compare": f"compare --max-steps 2 {DEVICE}",
     "compare of a text": f"compare --max-steps 2 --data.dir CORPUS --out out {DEVICE}",
     "sweep": f"sweep formats.yaml --data.dir CORPUS {DEVICE}",

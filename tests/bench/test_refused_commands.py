@@ -113,15 +113,10 @@ REFUSED: dict[str, str] = {
     "evaluate RUN --model.format=E4M3": "give the formats to round to as --formats",
     "evaluate RUN --formats E4M3 --model.storage=continuous": "'continuous' rounds nothing; allowed: master, grid",
     "evaluate RUN --formats E4M33": "did you mean 'E4M3'",
-    "evaluate RUN --weights w.safetensors --checkpoint=last": "--weights says which weights",
     "evaluate e4m3 --checkpoint best": "'e4m3' is no folder of a run",
     "evaluate RUN/..": "no folder of a run; it holds: & /bfloat16, & /float, ",
     "evaluate RUN/checkpoints/step-3.safetensors": "is a checkpoint; give its run's folder and --checkpoint step-3",
-    "evaluate e4m3 --data.dir=CHARS --formats E4M33": "did you mean 'E4M3'",
-    "evaluate e4m3 --model.n_heads=2": "model.n_head",
     "evaluate e4m3 --fromats E4M3": "did you mean '--formats'",
-    "evaluate e4m3 --data.dir=CHARS --formats E4M3 --weights x": "leave --formats out",
-    "evaluate e4m3 --data.dir=CHARS --weights nowhere.safetensors": "can't be read",
     # weights of a run: reports of formats
     "evaluate RUN --out out --input x.txt": "--input goes with --model",
     "evaluate RUN --out out --windows 4 --formats all": "--windows goes with --model",
@@ -134,7 +129,6 @@ REFUSED: dict[str, str] = {
         for word in ("nan", "-1", "inf", "0", "much")
     },
     "evaluate RUN --out out --scales block": "block",  # rows of 16
-    "evaluate RUN --out out --scales channel --weights w.safetensors": "--weights says which weights",
     "evaluate RUN --sensitivity kinds --model.formats '{\"*\": none, embeddings: none}'": "model.formats says of every "
     "layer what becomes of it",
     # weights of a pretrained model
