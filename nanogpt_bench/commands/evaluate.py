@@ -95,7 +95,6 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuse options that mean nothing together."""
     for name in NOT_MODEL if args.model else ONLY_MODEL:
         if (value := getattr(args, name)) is not None:
             word = repr(value) if name == "run" else f"--{name}"
@@ -112,7 +111,6 @@ def _wants_report(args: argparse.Namespace) -> bool:
 
 
 def _losses(run_dir: Path, args: argparse.Namespace) -> int:
-    """Print the table of a run, and write it to `--out` as JSON where that is given."""
     from nanogpt_bench.evaluation.losses import evaluate_run
 
     if args.out:
@@ -123,7 +121,6 @@ def _losses(run_dir: Path, args: argparse.Namespace) -> int:
 
 
 def _no_run(path: Path) -> str:
-    """The error of a folder that is none of a run."""
     from nanogpt_bench.runs.trained import is_checkpoint, is_run
 
     if path.is_file() and path.suffix == ".yaml":
@@ -135,7 +132,6 @@ def _no_run(path: Path) -> str:
 
 
 def _show(rows: Sequence[Row], out: Path | None) -> None:
-    """Print the table, and write it to `out` as JSON where one is given."""
     from rich.console import Console
 
     from nanogpt_bench.evaluation.losses import WRITTEN

@@ -76,13 +76,6 @@ def add_parser(commands: Any, text: str) -> Any:
     return parser
 
 
-def main(args: argparse.Namespace) -> int:
-    """Print the texts, and write them where that is asked for."""
-    draw = Draw(args.prompt, args.tokens, args.temperature, args.top_k, args.seed)
-    options = {"checkpoint": args.checkpoint, "formats": args.formats or (), "overrides": args.overrides}
-    return sample_command(args.run, draw, **options, out=args.out)
-
-
 def sample_run(
     run_dir: Path, draw: Draw, checkpoint: str = "last", formats: Sequence[str] = (), overrides: Sequence[str] = ()
 ) -> list[Sample]:
@@ -178,37 +171,29 @@ def _written(name: str, trainer: Trainer, prompt: torch.Tensor, draw: Draw) -> I
         raise BenchError(f"{name}: {error}; these weights write no text") from None
 
 
-def sample_command(
-    name: str,
-    draw: Draw,
-    *,
-    checkpoint: str | None = None,
-    formats: Sequence[str] = (),
-    overrides: Sequence[str] = (),
-    out: Path | None = None,
-) -> int:
-    """Print what `sample_run` returns, write it to `out` as JSON where one is given, and return 0.
+def main(args: argparse.Namespace) -> int:
+    """Print what `sample_run` returns, and write it to `--out` as JSON where one is given.
 
     Raises:
         BenchError: no folder of a run, and as `sample_run`.
     """
     from nanogpt_bench.runs.trained import run_folder
 
-    run_dir = run_folder(name)
+    draw = Draw(args.prompt, args.tokens, args.temperature, args.top_k, args.seed)
+    run_dir = run_folder(args.run)
     if run_dir is None:
-        raise BenchError(f"{name!r} is no folder of a run; give one that run has written, such as runs/e4m3")
-    if out:
-        refuse_to_replace("--out", out, holds(rows_with("draw", "text", "format")), "a name of its own")
-    found = sample_run(run_dir, draw, checkpoint or "last", formats, overrides)
+        raise BenchError(f"{args.run!r} is no folder of a run; give one that run has written, such as runs/e4m3")
+    if args.out:
+        refuse_to_replace("--out", args.out, holds(rows_with("draw", "text", "format")), "a name of its own")
+    found = sample_run(run_dir, draw, args.checkpoint or "last", args.formats or (), args.overrides)
     _show(found, draw.prompt)
-    if out:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        write_json(out, [{**asdict(row), "draw": asdict(draw)} for row in found])
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        write_json(args.out, [{**asdict(row), "draw": asdict(draw)} for row in found])
     return 0
 
 
 def _show(rows: Sequence[Sample], prompt: str) -> None:
-    """Side by side on a terminal that is wide enough, else one below the other."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

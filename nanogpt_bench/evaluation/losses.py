@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,39 +24,11 @@ from nanogpt_bench.training.trainer import Trainer
 
 #: of the environment, what changes the last bits of a loss
 _OF_BITS = ("libraries.torch", "threads", "cpu", "gpu")
-
-
 #: what a file has of a row
 WRITTEN = (
     *("format", "storage", "val_loss", "gap", "perplexity", "bits_per_byte", "quantized_parameters", "checkpoint"),
     "of_labels",
 )
-
-
-def measure(
-    trainers: Iterable[tuple[str, Trainer]], save: Path | None = None, checkpoint: str | None = None
-) -> list[Row]:
-    """Return the rows of models by their names; gaps are to the first. Weights are written to a folder `save`."""
-    rows: list[Row] = []
-    for name, trainer in trainers:
-        if save:
-            save_weights(trainer.model, save / f"{_file_name(name)}.safetensors")
-        loss = trainer.validate()
-        figures = trainer.figures(loss)
-        rows.append(
-            Row(
-                format=name,
-                val_loss=loss,
-                gap=loss - rows[0].val_loss if rows else None,
-                perplexity=figures.get(VAL_PERPLEXITY.name),
-                bits_per_byte=trainer.bits_per_byte(loss),
-                quantized_parameters=count(layer.weight for layer in quantized_layers(trainer.model).values()),
-                storage=trainer.config.model.storage or "",
-                checkpoint=checkpoint,
-                of_labels={metric.figure: figures[metric.name] for metric in OF_LABELS if metric.name in figures},
-            )
-        )
-    return rows
 
 
 def _file_name(row: str) -> str:
@@ -96,7 +68,25 @@ def evaluate_run(
     corpus = weights.open_text()
     say(f"weights of {folder_of(trained.path)}; text {corpus.folder}, tokenizer {corpus.meta['tokenizer']}")
     with runtime(weights.own) as device:
-        rows = measure(_trainers(weights, names, corpus, device), save, str(trained.path))
+        rows: list[Row] = []
+        for name, trainer in _trainers(weights, names, corpus, device):
+            if save:
+                save_weights(trainer.model, save / f"{_file_name(name)}.safetensors")
+            loss = trainer.validate()
+            figures = trainer.figures(loss)
+            rows.append(
+                Row(
+                    format=name,
+                    val_loss=loss,
+                    gap=loss - rows[0].val_loss if rows else None,
+                    perplexity=figures.get(VAL_PERPLEXITY.name),
+                    bits_per_byte=trainer.bits_per_byte(loss),
+                    quantized_parameters=count(layer.weight for layer in quantized_layers(trainer.model).values()),
+                    storage=trainer.config.model.storage or "",
+                    checkpoint=str(trained.path),
+                    of_labels={metric.figure: figures[metric.name] for metric in OF_LABELS if metric.name in figures},
+                )
+            )
         say(_comparison(weights, rows[0].val_loss, environment(corpus, weights.own.runtime.threads)))
     return rows
 
@@ -104,7 +94,6 @@ def evaluate_run(
 def _trainers(
     weights: RunWeights, names: Sequence[str], corpus: Corpus, device: torch.device
 ) -> Iterator[tuple[str, Trainer]]:
-    """Yield name and model of every row."""
     yield f"{format_summary(weights.own)} (as trained)", weights.as_trained(corpus, device)
     if not weights.is_plain or "none" in names:
         yield "none", weights.rounded({}, corpus, device)

@@ -127,7 +127,6 @@ def rows_of(drawn: Sequence[Line]) -> tuple[str, ...]:
 
 
 def _marks(marks: Sequence[Mark], looks: Mapping[str, Look], x: Spec, y: Spec) -> list[Spec]:
-    """Return open diamonds at early divergence and failure."""
     if not marks:
         return []
     values = [{"row": mark.label, "x": mark.x, "y": mark.y, "text": f"{mark.label}: {mark.text}"} for mark in marks]

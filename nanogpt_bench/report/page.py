@@ -146,7 +146,6 @@ def _curves(
 
 
 def _studies(page: Page) -> Section | None:
-    """Return sensitivity, learning rates, and all runs across all axes."""
     found = [
         *sweep_charts.sensitivity_charts(page.studies.sensitivities),
         sweep_charts.rate_chart(page.rows, page.looks),
@@ -179,7 +178,6 @@ def _watched(page: Page, namespace: str) -> Section | None:
 
 
 def _alerts(page: Page) -> Section | None:
-    """Return the table of every kind of alert of every run, with its first message."""
     lines = [line for result in page.results for run in result.row.runs for line in _alert_lines(result.row.label, run)]
     if not lines:
         return None
@@ -197,7 +195,6 @@ def _alert_lines(label: str, run: Run) -> list[list[Cell]]:
 
 
 def _endings(page: Page) -> Section | None:
-    """Return the runs that failed or ended early, and the run folders with unreadable parts."""
     runs = [run for row in page.rows for run in row.runs]
     items = [f"{run.name}: {describe_ending(run)}" for run in runs if run.status != "finished"]
     items += [f"{run.name}: {note}" for run in runs for note in run.notes]

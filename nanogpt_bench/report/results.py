@@ -185,7 +185,6 @@ def mean_cosine(run: Run) -> float | None:
 
 
 def _by_seed(row: Row, name: str) -> dict[Hashable, float]:
-    """Return the final losses of a row's finished runs by seed."""
     ended = ((seed_of(run), run.at_end(name)) for run in row.runs)
     return {seed: loss for seed, loss in ended if seed is not None and loss is not None}
 

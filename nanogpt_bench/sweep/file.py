@@ -192,7 +192,6 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _smoke(tree: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """The sections of the file with what its section smoke says put in."""
     smoke = tree.get("smoke")
     if smoke is None:
         return {}
@@ -227,7 +226,6 @@ def _axes(content: Any, path: Path) -> tuple[Axis, ...]:
 
 
 def _rows(content: Any, axes: Sequence[Axis], path: Path) -> tuple[dict[str, Any], ...]:
-    """The settings of every row, each with a rule; none of them is an axis."""
     if content is None:
         return ()
     if not isinstance(content, list) or not content:

@@ -18,14 +18,14 @@ from nanogpt_bench.sweep.record import SweepRecord
 from nanogpt_bench.sweep.sensitivity import measure_gaps, plan_study, write_gaps
 from nanogpt_bench.sweep.session import Session, check_machine, close, threads_set
 from nanogpt_bench.sweep.tuning import Tuning
-from nanogpt_bench.workers.pool import Executor, Local, check_workers
+from nanogpt_bench.workers.pool import Executor, check_workers
 
 
 def sweep_grid(
     sweep: SweepFile,
     out: Path,
-    workers: int | None = None,
-    executor: Executor | None = None,
+    workers: int | None,
+    executor: Executor,
     *,
     mode: str | None = None,
     again: str | None = None,
@@ -43,7 +43,7 @@ def sweep_grid(
     planned = plan_sweep(sweep)
     record = SweepRecord(out, mode or sweep.search, baseline_of(sweep.reference, planned))
     _check(sweep, record, planned, workers, executor)
-    whole = Session(record, workers, executor=executor).train(planned)
+    whole = Session(record, workers, executor).train(planned)
     return close(record, whole=whole, command=again)
 
 
@@ -52,13 +52,13 @@ def _check(
     record: SweepRecord,
     planned: Sequence[PlannedRun],
     workers: int | None,
-    executor: Executor | None,
+    executor: Executor,
 ) -> None:
     """Refuse what can't be trained before anything is written, the default corpus apart; open the results file."""
-    check_workers(workers, "workers", threads_set(planned), None if executor is None else executor.cores())
+    check_workers(workers, "workers", threads_set(planned), executor.cores())
     for run in planned:
         record.check(run)
-    check_machine([run for run in planned if not has_ended(record.summary(run))], executor or Local())
+    check_machine([run for run in planned if not has_ended(record.summary(run))], executor)
     for folder in {str(run.settings.get("data.dir", DEFAULT_DATA_DIR)) for run in planned}:
         prepare_default(folder)
     check_inputs(planned)
@@ -66,7 +66,7 @@ def _check(
         print(said, file=sys.stderr)
 
 
-def tune_and_confirm(sweep: SweepFile, out: Path, workers: int | None = None, executor: Executor | None = None) -> int:
+def tune_and_confirm(sweep: SweepFile, out: Path, workers: int | None, executor: Executor) -> int:
     """Search the best rates of every point, train it at these on other seeds, report and write tuning.json.
 
     Returns and raises as `sweep_grid` does.
@@ -75,16 +75,14 @@ def tune_and_confirm(sweep: SweepFile, out: Path, workers: int | None = None, ex
     tuning = Tuning(sweep, record)
     record.order, record.baseline = tuning.labels, tuning.baseline
     _check(sweep, record, tuning.checked(), workers, executor)
-    session = Session(record, workers, tuning.to_come, executor)
+    session = Session(record, workers, executor, tuning.to_come)
     tuning.say = session.say
     whole = session.train(tuning.first(), tuning.after)
     tuning.write()
     return close(record, whole=whole, table=tuning_table(tuning.rows()), rows=True)
 
 
-def measure_sensitivity(
-    sweep: SweepFile, out: Path, workers: int | None = None, executor: Executor | None = None
-) -> int:
+def measure_sensitivity(sweep: SweepFile, out: Path, workers: int | None, executor: Executor) -> int:
     """Quantise one layer pattern at a time, print the gaps and write sensitivity.json.
 
     Returns and raises as `sweep_grid` does.
@@ -97,7 +95,7 @@ def measure_sensitivity(
         write_gaps(study, record)
         return ()
 
-    whole = Session(record, workers, executor=executor).train(study.planned, after)
+    whole = Session(record, workers, executor).train(study.planned, after)
     write_gaps(study, record)
     return close(record, whole=whole, table=gaps_table(measure_gaps(study, record)))
 

@@ -183,7 +183,6 @@ class SweepRecord:
         failure: dict[str, Any] | None = None,
         stop: dict[str, Any] | None = None,
     ) -> None:
-        """Write the summary of a run that wrote none."""
         folder = self.run_dir(run)
         if (folder / "summary.json").exists():
             return
@@ -251,7 +250,6 @@ class SweepRecord:
         write_text(self.folder / SWEEP, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
     def _entry(self, run: PlannedRun, summary: Mapping[str, Any]) -> dict[str, Any]:
-        """The entry of a run in sweep.json."""
         return {
             "name": run.name,
             "label": run.label,
@@ -266,7 +264,6 @@ class SweepRecord:
 
 
 def _outcome(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures of a run, from its summary."""
     failure = (summary.get("failure") or {}).get("kind")
     failures = list(dict.fromkeys(finding.kind for finding in findings_in(summary)))
     known = {key: summary.get(key) for key in OUTCOMES} | {key: summary[key] for key in _BESIDE if key in summary}

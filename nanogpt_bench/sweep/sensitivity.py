@@ -85,13 +85,11 @@ def _names(formats: Axis) -> tuple[str, ...]:
 
 
 def _patterns(options: Sensitivity, config: Config) -> tuple[str, ...]:
-    """The patterns asked for and, unless turned off, every block of the model."""
     blocks = [f"blocks.{index}" for index in range(config.model.n_layer or 0)] if options.blocks else []
     return tuple(dict.fromkeys([*options.patterns, *blocks]))
 
 
 def _quantised_alone(pattern: str, fmt: str, operand: str) -> dict[str, Any]:
-    """`model.formats` of a cell."""
     return {pattern: fmt if operand == "weight" else {operand: fmt}}
 
 

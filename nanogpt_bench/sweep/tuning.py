@@ -278,7 +278,6 @@ def _check(sweep: SweepFile, tune: Tune) -> None:
 
 
 def _found(search: Search) -> str:
-    """The result of a search, in a line."""
     runs = sum(len(runs) for runs in search.trials.values())
     if search.best is None:
         return f"{search.start.label}: no trial of {runs} came to its end with a loss"

@@ -68,7 +68,7 @@ REFUSED: dict[str, str] = {
     "compare --formats ,": "--formats & ','",
     "compare --max-steps 1 --max-steps=2": "error: --max-steps is given twice; keep one",
     "compare --rules fp32 --train.parallel ddp": "train.parallel: 'ddp' is for torchrun -m nanogpt_bench run",
-    "compare --draws dither --optimizer.draws dither": "--optimizer.draws is given twice",
+    "compare --optimizer.draws dither --optimizer.draws dither": "--optimizer.draws is given twice",
     COMPARED: "--task classify needs --data.dir",
     f"{COMPARED} --data.dir CHARS --model.n_layer=1 --model.block_size=16": "needs documents with labels",
     "compare --seeds 1000000 --formats E4M3": "7 rows at --seeds 1,000,000 asks for 7,000,000 runs",

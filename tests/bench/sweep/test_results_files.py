@@ -86,13 +86,6 @@ def test_the_file_is_a_list_of_flat_runs_with_what_a_result_depends_on(study):
         assert search["trial.loss"] == search["trial.loss.1"]
 
 
-def test_the_former_layout_is_refused(tmp_path, capsys):
-    path = tmp_path / "old.json"
-    path.write_text(json.dumps({"kind": "nanogpt-bench results", "version": 1, "rows": []}))
-    assert main(["results", "show", str(path)]) == 2
-    assert "is of the former layout; export the sweep's folder again" in capsys.readouterr().err
-
-
 def test_another_reference_may_be_named(study, capsys):
     file, _ = study
     assert main(["results", "show", str(file), "--reference", "E4M3 stochastic"]) == 0

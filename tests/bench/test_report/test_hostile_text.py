@@ -23,7 +23,7 @@ from nanogpt_bench.report.results import measure
 from nanogpt_bench.report.rows import find_reference, group_rows
 from nanogpt_bench.report.tables import to_text
 from nanogpt_bench.runs.load import load_run
-from nanogpt_bench.sweep.progress import Bar
+from nanogpt_bench.sweep.session import Bar
 from nanogpt_bench.workers.pool import Event
 
 #: what the page says while a pointer goes over every chart
