@@ -111,23 +111,17 @@ def _results_note(page: Page) -> str:
         + (f", ± the standard deviation over {seeds} seeds" if seeds > 1 else "")
         + ". "
         + (DIFFERENCE_NOTE if any(result.difference is not None for result in page.results) else "")
-        + (
-            f"Tokens to gap: the first at which the smoothed training loss lay {VERDICT['tokens to gap'].bound:g} nats "
-            "above the reference's. " * measured
-        )
         + "Bytes a parameter: measured on the tensors alive after the training, quantised and other "
         "weights, scales and optimizer state together. Stall, a mean over the looks: share of weights that a nonzero "
         "requested update left on the same grid value, where that loses it; (code) marks a float32 master copy, where "
         "the update is kept though the code is the same. Arrived, a mean over the looks: the share of the requested "
-        "movement that the write-back made, about 100% where it is unbiased." + (_verdict_note() if measured else "")
-    )
-
-
-def _verdict_note() -> str:
-    return (
-        f" Verdict: final validation loss at most {VERDICT['outside'].bound:.0%} above the reference's"
-        + f", doubtful with a mean gradient cosine of {VERDICT['cosine'].bound:g} or less; a stall of "
-        f"{VERDICT['stall'].bound:.0%} or more is named where it is short of the reference."
+        "movement that the write-back made, about 100% where it is unbiased."
+        + (
+            f" Verdict: final validation loss at most {VERDICT['outside'].bound:.0%} above the reference's, doubtful "
+            f"with a mean gradient cosine of {VERDICT['cosine'].bound:g} or less; a stall of "
+            f"{VERDICT['stall'].bound:.0%} or more is named where it is short of the reference."
+        )
+        * measured
     )
 
 

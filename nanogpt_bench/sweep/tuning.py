@@ -108,11 +108,6 @@ class Search:
         place = best_place(self.losses) if self.losses else None
         return None if place is None or math.isinf(self.losses[place]) else self.values(place)
 
-    @property
-    def runs_to_come(self) -> int:
-        """The least number of trials that will still be planned: those of the half steps."""
-        return 0 if not self.pending else 2 * len(self.first) * len(self.options.seeds)
-
 
 class Tuning:
     """All searches and what follows from them; tells which runs come next, and writes tuning.json.
@@ -187,11 +182,11 @@ class Tuning:
         return following
 
     def to_come(self) -> list[float]:
-        """The sizes of the runs that are still to be planned, by what is usual: for the estimate of the time left."""
+        """The sizes of the runs that are still to be planned, of trials the half steps: for the time that is left."""
         sizes: list[float] = []
         for search in self.searches:
             if search.pending:
-                sizes += [search.start.cost] * search.runs_to_come
+                sizes += [search.start.cost] * 2 * len(search.first) * len(self.tune.seeds)
                 sizes += [point.cost for point in search.confirmed for _ in self.confirm.seeds]
         return sizes
 

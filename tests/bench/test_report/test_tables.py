@@ -50,7 +50,6 @@ def result(label: str, loss: float, size: float, stall: float | None, arrived: f
         tokens_per_s=Figure(18000.0 + 100 * loss),
         verdict=Verdict(Outcome.WITHIN, "stall 98%; outside 10%" if gap > 1 else "within 10%"),
         arrived=None if arrived is None else Figure(arrived),
-        tokens_to_gap=Figure(3070.0),
         cosine=None if arrived is None else Figure(1.0),
         alerts={"stall": alerts},
         val_loss_se=0.0213 + loss / 1000,
@@ -78,7 +77,7 @@ def results(tmp_path, write_comparison):
 def test_a_table_has_what_tells_rows_apart_and_fits_a_terminal() -> None:
     results = [result(*row) for row in ROWS]
     shown = headings(results)
-    assert not {"best val loss", "grad cosine", "tokens to gap"} & set(shown)
+    assert not {"best val loss", "grad cosine"} & set(shown)
     assert {"run", "val loss", "gap to BF16", "bytes", "stall", "verdict"} <= set(shown)
     for table in (to_text(results), to_markdown(results)):
         assert max(map(len, table.splitlines())) <= WIDEST
@@ -86,7 +85,7 @@ def test_a_table_has_what_tells_rows_apart_and_fits_a_terminal() -> None:
 
 
 def test_the_best_loss_is_not_shown_where_it_is_the_last_of_all() -> None:
-    results = [replace(result(f"row {loss}", loss, 9.0, None, None, 1), tokens_to_gap=None) for loss in (2.5, 2.62)]
+    results = [result(f"row {loss}", loss, 9.0, None, None, 1) for loss in (2.5, 2.62)]
     assert "best val loss" not in headings(results)
     first = replace(results[0], best_val_loss=Figure(2.4))
     assert "best val loss" in headings([first, results[1]])
