@@ -111,7 +111,7 @@ def _wants_report(args: argparse.Namespace) -> bool:
 
 
 def _losses(run_dir: Path, args: argparse.Namespace) -> int:
-    from nanogpt_bench.evaluation.losses import evaluate_run
+    from nanogpt_bench.evaluation.weights import evaluate_run
 
     if args.out:
         refuse_to_replace("--out", args.out, holds(rows_with("format", "storage", "val_loss")), "a name of its own")
@@ -134,8 +134,8 @@ def _no_run(path: Path) -> str:
 def _show(rows: Sequence[Row], out: Path | None) -> None:
     from rich.console import Console
 
-    from nanogpt_bench.evaluation.losses import WRITTEN
     from nanogpt_bench.evaluation.sensitivity import rows_table
+    from nanogpt_bench.evaluation.weights import WRITTEN
     from nanogpt_bench.system.files import write_json
 
     console = Console()
