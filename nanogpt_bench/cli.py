@@ -27,9 +27,9 @@ COMMANDS = {
     "sample": "text that a run's weights write, as they are and rounded to formats",
     "finetune": "train all weights of a pretrained language model further",
     "compare": "train formats x rules on one corpus and report (the main job)",
-    "sweep": "train over any settings: grid, random, tuned rates, learning rate limits, sensitivity of layers",
+    "sweep": "train over any settings: grid, random, tuned rates, sensitivity of layers",
     "report": "rebuild the page, figures and tables from runs on disk",
-    "results": "results of a sweep as one small JSON file; its tables, and any row of it made again",
+    "results": "results of a sweep as one small JSON file, and its tables",
     "verify": "check that run folders are whole",
 }
 #: those that take the settings of a run as `--section.key VALUE`

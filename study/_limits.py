@@ -1,20 +1,22 @@
 """The largest stable learning rates of a file whose runs were a search for them."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from _markdown import markdown
 
 from nanogpt_bench.report.results_file import Exported
 from nanogpt_bench.report.rows import Row
-from nanogpt_bench.sweep.file import LrLimits
-from nanogpt_bench.sweep.lr_limits import is_stable, limits
+from nanogpt_bench.runs.read import finite
 
 Tuned = Mapping[tuple[str, str], float]
 """The best rate by format and rule."""
+TOLERANCE = 0.1
+"""A stable run's final loss exceeds the best of its validations by at most this share."""
 
 
 def is_search(file: Exported) -> bool:
-    """Whether the file's rows are rates that a search of ``--lr-limits`` tried, which has no baseline."""
+    """Whether the file's rows are rates that a search for the largest stable one tried, which has no baseline."""
     return file.baseline is None and all(" lr=" in row.label for row in file.rows)
 
 
@@ -33,8 +35,27 @@ def limits_by_seed(rows: Sequence[Row]) -> dict[tuple[str, str], dict[int, tuple
         for run in row.runs:
             if run.seed is not None:
                 of = tried.setdefault((row.format, row.rule), {}).setdefault(run.seed, {})
-                of[float(run.config["optimizer"]["lr"])] = is_stable(run.summary, LrLimits().tolerance)
+                of[float(run.config["optimizer"]["lr"])] = is_stable(run.summary)
     return {place: {seed: limits(rates) for seed, rates in seeds.items()} for place, seeds in tried.items()}
+
+
+def is_stable(summary: Mapping[str, Any]) -> bool:
+    """Whether a run ended below the loss of the untrained model, and near the best of its validations."""
+    first, best, final = (finite(summary.get(f"{name}_val_loss")) for name in ("first", "best", "final"))
+    if summary.get("status") == "failed" or first is None or best is None or final is None:
+        return False
+    return final < first and final <= best * (1 + TOLERANCE)
+
+
+def limits(tried: Mapping[float, bool]) -> tuple[float | None, float | None]:
+    """The largest stable rate below every unstable one, and the smallest unstable one.
+
+    >>> limits({1.0: True, 2.0: True, 4.0: False, 8.0: True})
+    (2.0, 4.0)
+    """
+    unstable = min((lr for lr, stable in tried.items() if not stable), default=None)
+    stable = max((lr for lr, well in tried.items() if well and (unstable is None or lr < unstable)), default=None)
+    return stable, unstable
 
 
 def near_best(rows: Sequence[Row]) -> dict[tuple[str, str], dict[int, float]]:
@@ -45,7 +66,7 @@ def near_best(rows: Sequence[Row]) -> dict[tuple[str, str], dict[int, float]]:
             if run.seed is not None and (loss := run.number("final_val_loss")) is not None:
                 of = ended.setdefault((row.format, row.rule), {}).setdefault(run.seed, {})
                 of[float(run.config["optimizer"]["lr"])] = loss
-    bound = 1 + LrLimits().tolerance
+    bound = 1 + TOLERANCE
     return {
         place: {
             seed: max(lr for lr, loss in of.items() if loss <= bound * min(of.values())) for seed, of in seeds.items()

@@ -92,15 +92,6 @@ def _whole(text: str, least: int) -> int:
     return value
 
 
-def positives(text: str) -> list[int]:
-    """Return the whole numbers in a list with commas, in increasing order, each once.
-
-    >>> positives("32,8,16,8")
-    [8, 16, 32]
-    """
-    return sorted({positive(name) for name in names(text)})
-
-
 def at_least_0(text: str) -> float:
     """Return a finite number of at least 0.
 

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Sequence
 from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.commands.arguments import add_executor, braced, names, one_of, positive
-from nanogpt_bench.commands.sweep import sweep_grid
-from nanogpt_bench.config.schema import DRAWS
-from nanogpt_bench.runs.environment import command_line
-from nanogpt_bench.sweep.comparison import comparison, read_given, told
+from nanogpt_bench.commands.arguments import add_executor, names, positive
 from nanogpt_bench.system.errors import BenchError, say
 from nanogpt_bench.system.lock import locked, new_folder
-from nanogpt_bench.workers.executors import check_executor, executor_of
-from nanogpt_bench.workers.pool import Local, most_workers
 
 MODE = "compare"
 
@@ -47,76 +40,46 @@ def add_parser(commands: Any, text: str) -> Any:
     parser.add_argument("--seeds", type=positive, metavar="N", help="runs of every row (default: 1)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the results (default: runs/compare-DATE)")
     parser.add_argument("--reference", metavar="ROW", help="row to measure against (default: the BF16 row)")
-    parser.add_argument(
-        "--draws",
-        type=one_of(DRAWS),
-        metavar=braced(DRAWS),
-        help="of the rules that round stochastically (--optimizer.draws)",
-    )
     add_executor(parser)
     return parser
 
 
 def main(args: argparse.Namespace) -> int:
-    """The command line's entry: see `compare`."""
-    return compare(
-        data_dir=args.data_dir,
+    """Train every row at every seed, write the report and print the table; the last line is the report's path.
+
+    With an `--out` that holds the same comparison it goes on, as a sweep does.
+
+    Returns and raises as `sweep_grid`, and for an unknown format, rule or row.
+    """
+    # here, since they bring torch, for which neither the help nor a wrong option has to wait
+    from nanogpt_bench.runs.environment import command_line
+    from nanogpt_bench.sweep.comparison import comparison, read_given, told
+    from nanogpt_bench.sweep.modes import sweep_grid
+    from nanogpt_bench.workers.executors import check_executor, executor_of
+    from nanogpt_bench.workers.pool import Local, most_workers
+
+    check_executor(args.executor, args.address)
+    given = read_given(args.overrides)
+    if args.data_dir is None and given.get("task") == "classify":
+        raise BenchError("--task classify needs --data.dir: the standard library's prose has no labels")
+    sweep = comparison(
         formats=args.formats,
         rules=args.rules,
         max_steps=args.max_steps,
         seeds=args.seeds or 1,
-        out=args.out,
+        data_dir=args.data_dir,
         reference=args.reference,
-        overrides=[*args.overrides, *(() if args.draws is None else ("--optimizer.draws", args.draws))],
-        executor=args.executor,
-        address=args.address,
-    )
-
-
-def compare(
-    *,
-    data_dir: Path | None = None,
-    formats: Sequence[str] | None = None,
-    rules: Sequence[str] | None = None,
-    max_steps: int | None = None,
-    seeds: int = 1,
-    out: Path | None = None,
-    reference: str | None = None,
-    overrides: Sequence[str] = (),
-    executor: str = "local",
-    address: str | None = None,
-) -> int:
-    """Train every row at every seed, write the report and print the table; the last line is the report's path.
-
-    With an `out` that holds the same comparison it goes on, as a sweep does. `overrides` are settings as `run` takes
-    them, `--section.key VALUE`, for every row that they mean something for. Gaps are measured against the row called
-    `reference`, by its label or its format and rule; without it against the BF16 row. `executor` is local, or ray
-    for the cluster at `address`.
-
-    Returns and raises as `sweep_grid`, and for an unknown format, rule or row.
-    """
-    check_executor(executor, address)
-    given = read_given(overrides)
-    if data_dir is None and given.get("task") == "classify":
-        raise BenchError("--task classify needs --data.dir: the standard library's prose has no labels")
-    sweep = comparison(
-        formats=formats,
-        rules=rules,
-        max_steps=max_steps,
-        seeds=seeds,
-        data_dir=data_dir,
-        reference=reference,
         given=given,
     )
     for line in told(given, sweep):
         say(line)
     default = Path("runs") / f"compare-{datetime.now():%Y%m%d-%H%M%S}"
     with (
-        nullcontext(out) if out is not None else new_folder(default) as folder,
+        nullcontext(args.out) if args.out is not None else new_folder(default) as folder,
         locked(folder, "--out"),
-        executor_of(executor, address, folder) as found,
+        executor_of(args.executor, args.address, folder) as found,
     ):
         most = most_workers(1, found.cores())
         workers = min(sweep.workers or most, most) if isinstance(found, Local) else most
-        again = None if out is not None else f"{command_line()} --out {shlex.quote(str(folder))}"
+        again = None if args.out is not None else f"{command_line()} --out {shlex.quote(str(folder))}"
         return sweep_grid(sweep, folder, workers, found, mode=MODE, again=again)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 #: options that go with a report
 OF_REPORT = ("scales", "embeddings", "sensitivity", "budget")
 #: options that go with --model alone, and those that go without it
-ONLY_MODEL, NOT_MODEL = ("input", "windows"), ("config", "checkpoint", "weights")
+ONLY_MODEL, NOT_MODEL = ("input", "windows"), ("run", "checkpoint")
 SCALES = ("tensor", "channel", "block", "square")
 #: columns of the table where no terminal says how wide it is
 _WIDTH = 120
@@ -28,27 +28,21 @@ def add_parser(commands: Any, text: str) -> Any:
     parser = commands.add_parser(
         "evaluate",
         help=text,
-        usage="nanogpt-bench evaluate RUN|CONFIG.yaml [--checkpoint best|last|step-N] "
+        usage="nanogpt-bench evaluate RUN [--checkpoint best|last|step-N] "
         "[--formats A,B] [--section.key VALUE ...]\n"
         "       nanogpt-bench evaluate RUN|--model PATH [--input FILE|--data.dir DIR] [--formats A,B|all]\n"
         "                              [--scales A,B] [--sensitivity [kinds|blocks|layers]]\n"
         "                              [--budget BYTES] [--save DIR] [--out DIR]",
-        description="Measure the loss of the weights that a run has trained, as they are and rounded to each format;\n"
-        "or of those that CONFIG.yaml starts from (model.init_from, say), in float and in each format. With\n"
-        "--scales, --sensitivity, --budget or --formats all a run's weights get a report; with --model\n"
+        description="Measure the loss of the weights that a run has trained, as they are and rounded to each format.\n"
+        "With --scales, --sensitivity, --budget or --formats all a run's weights get a report; with --model\n"
         "those of any causal language model of transformers, with its own tokenizer.",
         epilog="examples:\n  nanogpt-bench evaluate runs/bf16_baseline --formats E4M3,E5M2,E3M4\n"
         "  nanogpt-bench evaluate runs/e4m3 --checkpoint best --formats E7M0 --model.formats.lm_head none\n"
-        "  nanogpt-bench evaluate gpt2.yaml --formats E4M3,E5M2,E3M4,E1M6,E7M0\n"
-        "  nanogpt-bench evaluate my.yaml --model.init_from models/gpt2 --formats E4M3 --save weights\n"
-        "  nanogpt-bench evaluate my.yaml --model.format E4M3 --weights weights/E4M3.safetensors\n"
         "  nanogpt-bench evaluate runs/fp32 --formats all --scales channel,block --budget 1.5\n"
         "  nanogpt-bench evaluate --model SmolLM2-135M.gguf --input law.txt --scales tensor,channel,block\n"
         "  nanogpt-bench evaluate --model models/smollm2 --data.dir data/law --sensitivity --budget 1.2",
     )
-    parser.add_argument(
-        "config", nargs="?", metavar="RUN|CONFIG.yaml", help="a run's folder, a file, or a shipped configuration"
-    )
+    parser.add_argument("run", nargs="?", metavar="RUN", help="a run's folder")
     parser.add_argument(
         "--model", metavar="PATH", help="a folder of save_pretrained, a .gguf file, or an id on the hub"
     )
@@ -60,7 +54,6 @@ def add_parser(commands: Any, text: str) -> Any:
         "--out", type=Path, metavar="FILE", help="write the table as JSON as well; of a report: its folder"
     )
     parser.add_argument("--save", type=Path, metavar="DIR", help="write every row's weights to DIR/FORMAT.safetensors")
-    parser.add_argument("--weights", type=Path, metavar="FILE", help="weights of this very config that --save wrote")
     own = parser.add_argument_group("a report, of a RUN or with --model")
     own.add_argument("--input", type=Path, metavar="FILE", help="--model: text to measure on: any UTF-8 file")
     own.add_argument("--windows", type=positive, metavar="N", help="--model: windows of the text (default: 24)")
@@ -89,17 +82,25 @@ def main(args: argparse.Namespace) -> int:
         from nanogpt_bench.evaluation.report import report_model
 
         return report_model(args)
-    return _report_run(args) if _wants_report(args) else _losses(args)
+    from nanogpt_bench.runs.trained import run_folder
+
+    run_dir = run_folder(args.run)
+    if run_dir is None:
+        raise BenchError(_no_run(Path(args.run)))
+    if _wants_report(args):
+        from nanogpt_bench.evaluation.report import report_run
+
+        return report_run(run_dir, args)
+    return _losses(run_dir, args)
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuse options that mean nothing together."""
     for name in NOT_MODEL if args.model else ONLY_MODEL:
         if (value := getattr(args, name)) is not None:
-            word = repr(value) if name == "config" else f"--{name}"
+            word = repr(value) if name == "run" else f"--{name}"
             raise BenchError(f"{word} goes {'without' if args.model else 'with'} --model; leave one of them out")
-    if not args.model and args.config is None:
-        raise BenchError("evaluate needs a run, a CONFIG.yaml, or --model PATH")
+    if not args.model and args.run is None:
+        raise BenchError("evaluate needs a run, or --model PATH")
     for scale in args.scales or ():
         if scale not in SCALES:
             raise unknown("--scales", scale, SCALES)
@@ -109,81 +110,37 @@ def _wants_report(args: argparse.Namespace) -> bool:
     return "all" in (args.formats or ()) or any(getattr(args, name) not in (None, False) for name in OF_REPORT)
 
 
-def _report_run(args: argparse.Namespace) -> int:
-    from nanogpt_bench.evaluation.report import report_run
-    from nanogpt_bench.runs.trained import run_folder
-
-    run_dir = run_folder(args.config)
-    if run_dir is None or args.weights is not None:
-        option = next((f"--{name}" for name in OF_REPORT if getattr(args, name)), "--formats all")
-        what = "--weights says which weights" if run_dir else f"{args.config!r} is no folder of a run"
-        raise BenchError(f"{option}: a report is of a run, or with --model PATH; {what}")
-    return report_run(run_dir, args)
-
-
-def _losses(args: argparse.Namespace) -> int:
-    """Print the table of a run, or of a configuration, and write it to `--out` as JSON where that is given.
-
-    A run's folder, or the config.yaml in it, stands for the weights that the run has trained; with `--weights` for its
-    settings.
-    """
-    from nanogpt_bench.evaluation.losses import evaluate_run
-    from nanogpt_bench.runs.trained import run_folder
+def _losses(run_dir: Path, args: argparse.Namespace) -> int:
+    from nanogpt_bench.evaluation.weights import evaluate_run
 
     if args.out:
         refuse_to_replace("--out", args.out, holds(rows_with("format", "storage", "val_loss")), "a name of its own")
-    run_dir = run_folder(args.config)
-    if run_dir is not None and args.weights is None:
-        rows = evaluate_run(run_dir, args.checkpoint or "last", args.formats or (), args.overrides, save=args.save)
-        _show(rows, "gap to as trained", args.out)
-        return 0
-    if args.checkpoint is not None:
-        no_run = f"{args.config!r} is no folder of a run"
-        what = "--weights says which weights; leave one out" if args.weights else no_run
-        raise BenchError(f"--checkpoint: {args.checkpoint!r}: {what}")
-    if run_dir is None and (Path(args.config).is_dir() or args.config.endswith(".safetensors")):
-        raise BenchError(_no_run(Path(args.config)))
-    _show(_first_losses(args, run_dir), "gap to float", args.out)
+    rows = evaluate_run(run_dir, args.checkpoint or "last", args.formats or (), args.overrides, save=args.save)
+    _show(rows, args.out)
     return 0
 
 
-def _first_losses(args: argparse.Namespace, run_dir: Path | None) -> list[Row]:
-    """The rows of a configuration's first weights, or of `--weights` in its place."""
-    from nanogpt_bench.config.settings import find_config, load_config
-    from nanogpt_bench.data.text import prepare_default
-    from nanogpt_bench.evaluation.losses import common_settings, evaluate
-    from nanogpt_bench.setup.runtime import check_device
-
-    path = run_dir / "config.yaml" if run_dir else find_config(args.config)
-    config = load_config(path, args.overrides)
-    if args.weights and args.formats:
-        raise BenchError("--weights holds weights in the formats of the config; leave --formats out")
-    check_device(config.runtime.device)
-    prepare_default(common_settings(config, args.formats or ()).data.dir)
-    return evaluate(config, args.formats or (), weights=args.weights, save=args.save)
-
-
 def _no_run(path: Path) -> str:
-    """The error of a folder that is none of a run."""
     from nanogpt_bench.runs.trained import is_checkpoint, is_run
 
+    if path.is_file() and path.suffix == ".yaml":
+        return f"{str(path)!r} is no folder of a run; nanogpt-bench run {path} trains one, and validates at once"
     if is_checkpoint(path):
         return f"{str(path)!r} is a checkpoint; give its run's folder and --checkpoint {path.stem}"
     runs = [str(child) for child in sorted(path.glob("*")) if is_run(child)]
     return f"{str(path)!r} is no folder of a run" + (f"; it holds: {', '.join(runs)}" if runs else "")
 
 
-def _show(rows: Sequence[Row], gap: str, out: Path | None) -> None:
-    """Print the table, whose gaps are called `gap`, and write it to `out` as JSON where one is given."""
+def _show(rows: Sequence[Row], out: Path | None) -> None:
     from rich.console import Console
 
-    from nanogpt_bench.evaluation.losses import WRITTEN
     from nanogpt_bench.evaluation.sensitivity import rows_table
+    from nanogpt_bench.evaluation.weights import WRITTEN
     from nanogpt_bench.system.files import write_json
 
     console = Console()
     console.width = console.width if console.is_terminal else _WIDTH
-    console.print(rows_table(rows, gap))
+    console.print(rows_table(rows, "gap to as trained"))
     if out:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_json(out, [row.facts(WRITTEN) for row in rows])

@@ -10,20 +10,11 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Final, Literal
 
-import fp8manifold as fm
-from nanogpt_bench.checkpoint import check_room
 from nanogpt_bench.commands.arguments import braced, one_of
 from nanogpt_bench.commands.run import exit_code, trained
 from nanogpt_bench.config.settings import Resolved, build_config, find_config, load_config
-from nanogpt_bench.data.batches import open_corpus
-from nanogpt_bench.model.causal import find_model, outline, reading, skeleton
-from nanogpt_bench.model.weights import fill
-from nanogpt_bench.runs.trained import choose, load
-from nanogpt_bench.setup.resolve import resolve
-from nanogpt_bench.setup.runtime import runtime
 from nanogpt_bench.system.errors import BenchError, one_line, refused
 from nanogpt_bench.system.lock import LOCK, is_unused, locked
-from nanogpt_bench.training.trainer import trained_model
 
 Layout = Literal["compressed-tensors", "torchao", "fp8"]
 CONFIG = "finetune.yaml"
@@ -76,6 +67,8 @@ def main(args: argparse.Namespace) -> int:
     if args.save is not None:
         if not is_unused(args.save):
             raise BenchError(f"--save {str(args.save)!r} is in use; give a new folder")
+        from nanogpt_bench.setup.resolve import resolve  # here, as all that brings torch: the help need not wait for it
+
         check_save(resolve(load_config(find_config(CONFIG), overrides)), args.save, layout)
     with nullcontext() if args.save is None else locked(args.save, "--save"):
         summary, run_dir = trained(CONFIG, args.name, overrides, resume=args.resume)
@@ -94,6 +87,9 @@ def check_save(config: Resolved, out: Path, layout: Layout | Literal["float"]) -
         BenchError: a folder without room, settings under which no last weights are kept, or a layout that
             can't hold the model.
     """
+    from nanogpt_bench.checkpoint import check_room
+    from nanogpt_bench.model.causal import outline
+
     if not config.checkpoint.last:
         raise BenchError("--save writes the weights of the last checkpoint; leave --checkpoint.last false out")
     if layout != FLOAT:
@@ -150,6 +146,9 @@ def check_layout(config: Resolved, layout: Layout) -> None:
     Raises:
         BenchError: a format or a layer that the layout does not have, weights in float, or a missing package.
     """
+    import fp8manifold as fm
+    from nanogpt_bench.model.causal import skeleton
+
     kinds: dict[str, Any] = {name: spec.operand("weight") for name, spec in config.layers.items()}
     stored = {name: fm.LayerSpec(kind.format, granularity=kind.granularity) for name, kind in kinds.items() if kind}
     if not stored or config.model.storage == "continuous":
@@ -169,6 +168,15 @@ def save_model(run_dir: Path, out: Path, layout: Layout | Literal["float"] = "fl
     Raises:
         BenchError: no checkpoint, one of something else, or a layout that can't hold the model.
     """
+    import fp8manifold as fm
+    from nanogpt_bench.data.batches import open_corpus
+    from nanogpt_bench.model.causal import find_model, reading
+    from nanogpt_bench.model.weights import fill
+    from nanogpt_bench.runs.trained import choose, load
+    from nanogpt_bench.setup.resolve import resolve
+    from nanogpt_bench.setup.runtime import runtime
+    from nanogpt_bench.training.trainer import trained_model
+
     found = load(choose(run_dir))
     config = resolve(build_config(dict(found.settings)))
     name = config.model.pretrained or ""
@@ -188,8 +196,10 @@ def _write(model: Any, out: Path, layout: Layout | Literal["float"]) -> None:
     if layout == "float":
         model.save_pretrained(out)
     else:
+        from fp8manifold import export_model
+
         with _refusals(layout):
-            fm.export_model(model, out, layout)
+            export_model(model, out, layout)
 
 
 @contextmanager

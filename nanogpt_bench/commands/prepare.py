@@ -105,7 +105,6 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _labels(meta: dict[str, Any]) -> str:
-    """What is said of documents that have labels."""
     if "labels" not in meta:
         return ""
     train, val = (f"{meta['splits'][split]['documents']:,}" for split in ("train", "val"))

@@ -231,7 +231,6 @@ def _closing_line(summary: dict[str, Any], run_dir: Path) -> str:
 
 
 def _number(value: float | None, spec: str) -> str:
-    """The number, or a dash where a run that was ended early has none."""
     return "-" if value is None else format(value, spec)
 
 

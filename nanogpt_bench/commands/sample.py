@@ -8,24 +8,19 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
-from rich.text import Text
+from typing import TYPE_CHECKING, Any
 
 from nanogpt_bench.commands.arguments import at_least_0, names, natural, positive
-from nanogpt_bench.data.batches import Corpus
-from nanogpt_bench.data.tokenizers import Tokenizer, tokenizer_from_meta
-from nanogpt_bench.evaluation.weights import RunWeights, checked_overrides, folder_of, named_formats
-from nanogpt_bench.runs.trained import choose, load, run_folder
-from nanogpt_bench.setup.formats import format_summary
-from nanogpt_bench.setup.runtime import runtime
 from nanogpt_bench.system.errors import BenchError, counted, printable
 from nanogpt_bench.system.files import holds, refuse_to_replace, rows_with, write_json
-from nanogpt_bench.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    import torch
+
+    from nanogpt_bench.data.batches import Corpus
+    from nanogpt_bench.data.tokenizers import Tokenizer
+    from nanogpt_bench.evaluation.weights import RunWeights
+    from nanogpt_bench.training.trainer import Trainer
 
 #: columns that a text needs to stand beside another one
 _COLUMN = 36
@@ -81,13 +76,6 @@ def add_parser(commands: Any, text: str) -> Any:
     return parser
 
 
-def main(args: argparse.Namespace) -> int:
-    """Print the texts, and write them where that is asked for."""
-    draw = Draw(args.prompt, args.tokens, args.temperature, args.top_k, args.seed)
-    options = {"checkpoint": args.checkpoint, "formats": args.formats or (), "overrides": args.overrides}
-    return sample_command(args.run, draw, **options, out=args.out)
-
-
 def sample_run(
     run_dir: Path, draw: Draw, checkpoint: str = "last", formats: Sequence[str] = (), overrides: Sequence[str] = ()
 ) -> list[Sample]:
@@ -105,6 +93,15 @@ def sample_run(
     Raises:
         BenchError: no such checkpoint, a prompt that the tokenizer can't write, or weights whose logits are not finite.
     """
+    # here, since they bring torch, for which neither the help nor a wrong option has to wait
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from nanogpt_bench.data.tokenizers import tokenizer_from_meta
+    from nanogpt_bench.evaluation.weights import RunWeights, checked_overrides, folder_of, named_formats
+    from nanogpt_bench.runs.trained import choose, load
+    from nanogpt_bench.setup.runtime import runtime
+
     names = named_formats(formats)
     trained = load(choose(run_dir, checkpoint))
     if trained.config.task != "language":
@@ -116,7 +113,8 @@ def sample_run(
     corpus = weights.open_text()
     tokenizer = tokenizer_from_meta(corpus.meta)
     prompt = _encoded(draw.prompt, tokenizer, corpus)
-    with runtime(weights.own) as device, _progress() as progress:
+    bar = Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
+    with runtime(weights.own) as device, bar as progress:
         task = progress.add_task("sample", total=(1 + len(names)) * draw.tokens)
         found = []
         for name, trainer in _rows(weights, names, corpus, device):
@@ -134,6 +132,8 @@ def sample_run(
 def _rows(
     weights: RunWeights, names: Sequence[str], corpus: Corpus, device: torch.device
 ) -> Iterator[tuple[str, Trainer]]:
+    from nanogpt_bench.setup.formats import format_summary
+
     yield f"{format_summary(weights.own)} (as trained)", weights.as_trained(corpus, device)
     for name in names:
         yield name, weights.rounded({} if name == "none" else weights.requantised(name), corpus, device)
@@ -141,6 +141,8 @@ def _rows(
 
 def _encoded(prompt: str, tokenizer: Tokenizer, corpus: Corpus) -> torch.Tensor:
     """The prompt's tokens (1, T)."""
+    import torch
+
     if prompt:
         try:
             tokens = tokenizer.encode(prompt).tolist()
@@ -153,6 +155,8 @@ def _encoded(prompt: str, tokenizer: Tokenizer, corpus: Corpus) -> torch.Tensor:
 
 def _written(name: str, trainer: Trainer, prompt: torch.Tensor, draw: Draw) -> Iterator[int]:
     """The tokens one after another; the same seed for every row, so that what differs comes from the weights."""
+    import torch
+
     generator = torch.Generator().manual_seed(draw.seed)
     options = {"temperature": draw.temperature, "top_k": draw.top_k, "generator": generator}
     found = trainer.model.generate(prompt, draw.tokens, **options)
@@ -167,39 +171,33 @@ def _written(name: str, trainer: Trainer, prompt: torch.Tensor, draw: Draw) -> I
         raise BenchError(f"{name}: {error}; these weights write no text") from None
 
 
-def _progress() -> Progress:
-    return Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
-
-
-def sample_command(
-    name: str,
-    draw: Draw,
-    *,
-    checkpoint: str | None = None,
-    formats: Sequence[str] = (),
-    overrides: Sequence[str] = (),
-    out: Path | None = None,
-) -> int:
-    """Print what `sample_run` returns, write it to `out` as JSON where one is given, and return 0.
+def main(args: argparse.Namespace) -> int:
+    """Print what `sample_run` returns, and write it to `--out` as JSON where one is given.
 
     Raises:
         BenchError: no folder of a run, and as `sample_run`.
     """
-    run_dir = run_folder(name)
+    from nanogpt_bench.runs.trained import run_folder
+
+    draw = Draw(args.prompt, args.tokens, args.temperature, args.top_k, args.seed)
+    run_dir = run_folder(args.run)
     if run_dir is None:
-        raise BenchError(f"{name!r} is no folder of a run; give one that run has written, such as runs/e4m3")
-    if out:
-        refuse_to_replace("--out", out, holds(rows_with("draw", "text", "format")), "a name of its own")
-    found = sample_run(run_dir, draw, checkpoint or "last", formats, overrides)
+        raise BenchError(f"{args.run!r} is no folder of a run; give one that run has written, such as runs/e4m3")
+    if args.out:
+        refuse_to_replace("--out", args.out, holds(rows_with("draw", "text", "format")), "a name of its own")
+    found = sample_run(run_dir, draw, args.checkpoint or "last", args.formats or (), args.overrides)
     _show(found, draw.prompt)
-    if out:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        write_json(out, [{**asdict(row), "draw": asdict(draw)} for row in found])
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        write_json(args.out, [{**asdict(row), "draw": asdict(draw)} for row in found])
     return 0
 
 
 def _show(rows: Sequence[Sample], prompt: str) -> None:
-    """Side by side on a terminal that is wide enough, else one below the other."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
     console = Console()
     texts = [Text.assemble((_shown(prompt), "bold"), _shown(row.text)) for row in rows]
     if console.is_terminal and len(rows) > 1 and console.width >= _COLUMN * len(rows):

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.checkpoint import CHECKPOINTS, BrokenCheckpoint, check_layout, step_file, steps, verify
 from nanogpt_bench.config.settings import read_yaml
-from nanogpt_bench.runs.environment import history_lines
-from nanogpt_bench.runs.find import find_runs, say_aside
-from nanogpt_bench.runs.read import not_as_written
+from nanogpt_bench.runs.read import CUT_OFF, not_as_written, records
 from nanogpt_bench.system.errors import BenchError, counted, one_line, printable
-from nanogpt_bench.system.untrusted import Refused, open_file, parse_json, read_json
+from nanogpt_bench.system.untrusted import read_json
 
-#: bytes of one line of a file of records
-LIMIT = 1 << 25
 METRICS, ALERTS = "metrics.jsonl", "alerts.jsonl"
 
 
@@ -51,14 +46,11 @@ def add_parser(commands: Any, text: str) -> Any:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Check the runs that are named."""
-    return verify_command(args.runs)
-
-
-def verify_command(paths: Sequence[Path]) -> int:
     """Print what is wrong with run folders, or those below other folders; return 1 if anything is, else 0."""
+    from nanogpt_bench.runs.find import find_runs, say_aside  # which bring torch, as those below
+
     failed = False
-    for path in find_runs(paths, say_aside):
+    for path in find_runs(args.runs, say_aside):
         found = check_run(path)
         failed |= bool(found.problems)
         print(printable(_headline(path, found)))
@@ -76,6 +68,8 @@ def _headline(path: Path, found: Findings) -> str:
 
 def check_run(path: Path) -> Findings:
     """Check a run folder: it can be read, its records have no gap, its files are as they were written."""
+    from nanogpt_bench.runs.environment import history_lines
+
     found = Findings()
     try:
         read_yaml(path / "config.yaml")
@@ -133,34 +127,13 @@ def _check_alerts(path: Path, ended: bool, found: Findings) -> None:
         said.append(f"{path.name} goes on to step {before}, {METRICS} to {found.last_step}")
 
 
-def _records(path: Path, ended: bool, found: Findings) -> Iterator[tuple[int, int]]:
+def _records(path: Path, ended: bool, found: Findings) -> Iterator[tuple[int, Any]]:
     """Yield number and step of every whole line; what is no record is said."""
-    try:
-        with open_file(path) as file:
-            number = 0
-            while line := file.readline(LIMIT):
-                number += 1
-                step = _step_of(line)
-                if line.endswith(b"\n") and step is not None:
-                    yield number, step
-                elif line.endswith(b"\n"):
-                    found.problems.append(f"{path.name}: line {number} is no record with a step")
-                else:
-                    # Only an interruption leaves a line without its end, and a run goes on behind the last whole one.
-                    said = found.problems if ended or file.read(1) else found.notes
-                    said.append(f"{path.name}: line {number} is cut off")
-                    return
-    except (OSError, Refused) as error:
-        found.problems.append(f"{path.name} can't be read: {getattr(error, 'strerror', None) or error}")
-
-
-def _step_of(line: bytes) -> int | None:
-    try:
-        record = parse_json(line)
-    except ValueError:
-        return None
-    step = record.get("step") if isinstance(record, dict) else None
-    return step if isinstance(step, int) and not isinstance(step, bool) and step >= 0 else None
+    said: list[str] = []
+    yield from ((number, record["step"]) for number, record in records(path, said))
+    for line in said:
+        # Only an interruption leaves a line without its end, and a run goes on behind the last whole one.
+        (found.notes if CUT_OFF in line and not ended else found.problems).append(line)
 
 
 def _check_sums(path: Path, found: Findings, *, ended: bool) -> None:
@@ -171,6 +144,8 @@ def _check_sums(path: Path, found: Findings, *, ended: bool) -> None:
 
 
 def _check_checkpoints(path: Path, found: Findings) -> None:
+    from nanogpt_bench.checkpoint import CHECKPOINTS, BrokenCheckpoint, check_layout, step_file, steps, verify
+
     for step in steps(path):
         file = step_file(path, step)
         try:

@@ -205,7 +205,6 @@ class Measurement:
 
     @contextmanager
     def _in(self, formats: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[int]:
-        """The model in formats, and the bytes of its weights."""
         if self.reader is None:
             with rounded(self.model, formats, **options) as size:
                 yield size

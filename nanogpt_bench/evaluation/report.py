@@ -232,7 +232,6 @@ def _report(
 
 
 def _check_folder(out: Path) -> None:
-    """Refuse a folder of something else."""
     wrote = holds(mapping_with("model", "environment", "rows"))
     if not is_unused(out) and not wrote(out / ROWS):
         raise BenchError(f"--out {str(out)!r} is in use and holds no evaluation of a model; give a new folder")
@@ -241,7 +240,6 @@ def _check_folder(out: Path) -> None:
 def _measure(
     at: Measurement, args: argparse.Namespace, formats: Sequence[str], own: Mapping[str, Any]
 ) -> tuple[list[Row], dict[str, Any] | None]:
-    """Return the rows of the table and, where one is asked for, the content of sensitivity.json."""
     names = list(formats) or ([] if own else list(FORMATS))
     scales = args.scales or ["channel"]
     embeddings = ["none"] if args.embeddings else []
@@ -304,7 +302,6 @@ def _parts(at: Measurement, by: str, own: Mapping[str, Any]) -> dict[str, list[s
 
 
 def _spoken_of(model: nn.Module, own: Mapping[str, Any]) -> set[str]:
-    """Return the linear layers that a pattern of `own` matches."""
     patterns = dict.fromkeys((pattern for pattern in own if pattern != EMBEDDINGS), "E4M3")
     linear = {name: (1, 1) for name, module in model.named_modules() if is_linear(module)}
     try:
@@ -375,7 +372,6 @@ def _progress(count: int) -> Iterator[Callable[[str], None]]:
 
 
 def _write(out: Path, model: str, rows: Sequence[Row], table: Any, facts: Mapping[str, Any], block: int) -> Path:
-    """Write rows, sensitivity and report; return the page's path."""
     (out / FILE).unlink(missing_ok=True)
     if table is not None:
         write_json(out / FILE, table)

@@ -132,7 +132,6 @@ def worst(evidence: Evidence, metric: str) -> Series:
 
 
 def _largest(found: Sequence[Mapping[int, float]], looks: Sequence[int]) -> float:
-    """The largest of the latest values within some looks, the last of which has one."""
     latest = (next((values[step] for step in reversed(looks) if step in values), None) for values in found)
     return max(value for value in latest if value is not None)
 

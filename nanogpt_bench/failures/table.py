@@ -115,5 +115,4 @@ VERDICT: Final = {
     "behind": Row("behind", "gap in nats", ABOVE, 0.05, 1, ""),
     "cosine": Row("doubtful", COSINE.name, BELOW, 0.90, 1, ""),
     "stall": Row("stall", UPDATE_LOST.name, ABOVE, 0.5, 1, ""),
-    "tokens to gap": Row("tokens to gap", "smoothed gap in nats", ABOVE, 0.10, 1, ""),
 }

@@ -101,21 +101,6 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach().contiguous() for name, value in taken_apart(state).items()}
 
 
-def load_weights(model: nn.Module, path: Path) -> None:
-    """Fill a model with the weights of a file that `save_weights` wrote of one of the same shape and formats.
-
-    Raises:
-        BenchError: a file that can't be read, or one of a model of another size or other formats.
-    """
-    try:
-        with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
-            metadata = file.metadata() or {}
-    except (SafetensorError, OSError, ValueError) as error:
-        raise BenchError(f"weights {str(path)!r} can't be read: {one_line(error)}") from None
-    fill(model, tensors, metadata, f"weights {str(path)!r}")
-
-
 def fill(model: nn.Module, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], source: str) -> None:
     """Fill a model with what `tensors_of` gave; `source` is what an error calls it.
 

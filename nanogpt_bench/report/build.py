@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from nanogpt_bench.report.rows import Row, counted_once, find_reference, left_as
 from nanogpt_bench.report.sweep_charts import Studies, read_studies
 from nanogpt_bench.report.tables import to_csv, to_markdown
 from nanogpt_bench.runs.environment import at
-from nanogpt_bench.runs.find import find_runs, say_aside
+from nanogpt_bench.runs.find import find_runs
 from nanogpt_bench.runs.load import Run, load_run
 from nanogpt_bench.system.errors import BenchError, refused, unknown
 from nanogpt_bench.system.files import refuse_to_replace, write_text
@@ -82,18 +81,7 @@ def _check_baseline(rows: Sequence[Row], label: str | None) -> None:
         raise unknown("--baseline", label, labels)
 
 
-def main_report(args: argparse.Namespace) -> int:
-    """Rebuild a report from the command line, and print the page's path.
-
-    Raises:
-        BenchError: as `report`, or a folder with files of a report's names that no report wrote.
-    """
-    _check_folder(args.out)
-    print(report(args.runs, out=args.out, baseline=args.baseline, say=say_aside))
-    return 0
-
-
-def _check_folder(out: Path) -> None:
+def check_folder(out: Path) -> None:
     """Refuse a folder whose page, tables or figures are somebody else's; those of a report have its page beside them.
 
     Raises:
@@ -206,7 +194,6 @@ def _corpus(environment: Mapping[str, Any]) -> str:
 
 
 def _model(runs: Sequence[Run]) -> str:
-    """Format the number of parameters, and of quantised ones if any."""
     whole = _listed(f"{n:,.0f}" for run in runs if (n := run.number("parameters")) is not None)
     part = _listed(f"{n:,.0f}" for run in runs if (n := run.number("quantized_parameters")))
     return (

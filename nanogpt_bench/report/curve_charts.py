@@ -12,25 +12,19 @@ from nanogpt_bench.report.chart import (
     Line,
     Look,
     Spec,
-    category,
-    ink,
     limit_line,
     lines,
-    names,
     of_row,
     over,
     quantity,
 )
-from nanogpt_bench.report.results import Result, reference_name
 from nanogpt_bench.report.rows import Row, loss_unit
-from nanogpt_bench.report.tables import format_gap
 from nanogpt_bench.runs.load import MAX_POINTS, Run, decimate, smooth, smoothing_window
 
 BY_STEP, BY_TIME = "step", ELAPSED.name
 FEWEST_POINTS, MOST_POINTS = 60, 50 * MAX_POINTS  # of a curve, and of all curves of a chart
 #: alerts of a loss that rises: as they are called, and were in earlier runs
 EARLY_DIVERGENCE = ("divergence", "early_divergence")
-BAR_HEIGHT = 42
 #: titles of namespaces that differ from the capitalised name
 TITLES = {"grad": "Gradients", "quant": "Ranges", "val": "Labels"}
 
@@ -94,16 +88,6 @@ def _mark(line: Line, run: Run, step: int, text: str, against: str) -> Mark | No
     return Mark(line.label, end, known[-1][1], text) if known and end is not None else None
 
 
-def stall_lines(rows: Sequence[Row]) -> list[Line]:
-    """Return the stall over the steps of each row in which it counts, by the measure of its storage."""
-    found = []
-    for row in rows:
-        metric = next((run.stall_metric for run in row.runs if run.stall_counts and run.stall_metric), None)
-        if metric is not None:
-            found += lines_of([row], metric)
-    return found
-
-
 def loss_range(drawn: Sequence[Line]) -> tuple[float, float] | None:
     """Return the ends of the loss axis: the lowest loss, and the highest after a sixth of the steps.
 
@@ -119,21 +103,7 @@ def loss_range(drawn: Sequence[Line]) -> tuple[float, float] | None:
     return bottom - margin, top + margin
 
 
-def close_range(drawn: Sequence[Line], reference: str | None) -> tuple[float, float] | None:
-    """Return the ends of the magnified loss axis; None without a reference.
-
-    They are the lowest loss of all and the reference's highest after a third of its steps.
-    """
-    own = [(x, y) for line in drawn if line.label == reference for x, y in zip(line.xs, line.ys, strict=True)]
-    late = [y for x, y in own if y is not None and x >= own[-1][0] / 3]
-    if not late:
-        return None
-    low = min(y for line in drawn for y in line.ys if y is not None)
-    margin = 0.06 * (max(late) - low) or 0.05
-    return low - margin, max(late) + margin
-
-
-def loss_charts(rows: Sequence[Row], looks: Mapping[str, Look], reference: str | None) -> list[Chart]:
+def loss_charts(rows: Sequence[Row], looks: Mapping[str, Look]) -> list[Chart]:
     """Return the charts of validation and training loss, by step and by wall-clock, that have data."""
     charts: list[Chart] = []
     for name, metric in (("val", VAL_LOSS), ("train", TRAIN_LOSS)):
@@ -148,8 +118,6 @@ def loss_charts(rows: Sequence[Row], looks: Mapping[str, Look], reference: str |
                 charts.append(
                     Chart(f"{name}-{axis}", f"{metric.title} {words}", caption, spec, 380, rows=rows_of(drawn))
                 )
-        if metric is VAL_LOSS:
-            charts += _close_chart(rows, looks, reference)
     return charts
 
 
@@ -159,7 +127,6 @@ def rows_of(drawn: Sequence[Line]) -> tuple[str, ...]:
 
 
 def _marks(marks: Sequence[Mark], looks: Mapping[str, Look], x: Spec, y: Spec) -> list[Spec]:
-    """Return open diamonds at early divergence and failure."""
     if not marks:
         return []
     values = [{"row": mark.label, "x": mark.x, "y": mark.y, "text": f"{mark.label}: {mark.text}"} for mark in marks]
@@ -168,66 +135,15 @@ def _marks(marks: Sequence[Mark], looks: Mapping[str, Look], x: Spec, y: Spec) -
     return [over(values, diamond, x=x, y=y, color=colour, tooltip={"field": "text"})]
 
 
-def _close_chart(rows: Sequence[Row], looks: Mapping[str, Look], reference: str | None) -> list[Chart]:
-    """Return the validation loss magnified near the reference, where most rows overlap otherwise."""
-    drawn = lines_of(rows, VAL_LOSS.name)
-    limits = close_range(drawn, reference)
-    if limits is None:
-        return []
-    spec = lines(drawn, looks, quantity("x", "step"), quantity("y", loss_unit(rows), limits))
-    caption = "Magnified: the scale ends where the reference was after a third of its steps."
-    return [
-        Chart("val-close", "Validation loss near the reference", caption, spec, 380, wide=True, rows=rows_of(drawn))
-    ]
-
-
-def stall_chart(rows: Sequence[Row], looks: Mapping[str, Look]) -> Chart | None:
-    """Return the chart of the share of weights that a requested update left unmoved."""
-    drawn = stall_lines(rows)
-    if not drawn:
-        return None
+def stall_chart(rows: Sequence[Row], looks: Mapping[str, Look]) -> list[Chart]:
+    """Return the chart of the stall of each row in which it counts, by the measure of its storage; [] without any."""
+    drawn = []
+    for row in rows:
+        metric = next((run.stall_metric for run in row.runs if run.stall_counts and run.stall_metric), None)
+        drawn += lines_of([row], metric) if metric is not None else []
     spec = lines(drawn, looks, quantity("x", "step"), quantity("y", "share of weights", (-0.02, 1.04), format=".0%"))
-    return Chart(
-        "stall", "Stall: weights a requested update did not move", "", spec, 380, wide=True, rows=rows_of(drawn)
-    )
-
-
-def gap_chart(results: Sequence[Result], looks: Mapping[str, Look]) -> Chart | None:
-    """Return the bars of final validation losses above the reference's, with the seeds' spread as a whisker."""
-    others = [result for result in results if not result.reference]
-    if not any(result.gap for result in others):
-        return None
-    labels = [category(result.row.label) for result in others]
-    x = quantity("gap", loss_unit(result.row for result in others), zero=True, grid=False)
-    y = names("name", labels, labels=False, ticks=False, domain=False)
-    text = {"type": "text", "yOffset": -9, "color": ink("ink")}
-    left = text | {"align": "left", "limit": {"expr": "0.58 * width"}}
-    right = text | {"align": "right", "limit": {"expr": "0.4 * width"}}
-    bar = {"type": "bar", "height": 13, "yOffset": 8, "minBandSize": 2}
-    whisker = {"type": "rule", "yOffset": 8, "strokeWidth": 2, "color": ink("ink")}
-    layers = [
-        {"mark": bar, "encoding": {"x": x, "y": y, "color": of_row("color", looks)}},
-        {"mark": left, "encoding": {"x": {"value": 3}, "y": y, "text": {"field": "name"}}},
-        {"mark": right, "encoding": {"x": {"value": "width"}, "y": y, "text": {"field": "number"}}},
-        over([{"gap": 0}], {"type": "rule", "color": ink("muted")}, x=x),
-    ]
-    if any(result.gap and result.gap.spread for result in others):
-        layers.append({"mark": whisker, "encoding": {"x": x | {"field": "low"}, "x2": {"field": "high"}, "y": y}})
-    spec = {"data": {"values": [_bar(result) for result in others]}, "layer": layers}
-    title = f"Final validation loss above that of {reference_name(results)}"
-    caption = (
-        f"In {loss_unit(result.row for result in others)} and per cent; with several seeds their spread as a whisker."
-    )
-    return Chart("gap", title, caption, spec, 40 + BAR_HEIGHT * len(others), wide=True, drag="")
-
-
-def _bar(result: Result) -> dict[str, object]:
-    gap, label = result.gap, {"row": result.row.label, "name": category(result.row.label)}
-    if gap is None:
-        return {**label, "number": result.verdict.text, "gap": None, "low": None, "high": None}
-    spread = gap.spread or 0.0
-    ends = {"low": gap.mean - spread, "high": gap.mean + spread} if gap.spread else {"low": None, "high": None}
-    return {**label, "number": format_gap(result), "gap": gap.mean, **ends}
+    title = "Stall: weights a requested update did not move"
+    return [Chart("stall", title, "", spec, 380, wide=True, rows=rows_of(drawn))] if drawn else []
 
 
 def watched_charts(

@@ -21,8 +21,7 @@ _process: list[int] = []
 """The process that started Vega."""
 # The charts of each file by name, without the numbers of several of a kind.
 FIGURES: Mapping[str, Sequence[str]] = {
-    "loss_curves": ("val-step", "val-close", "train-step"),
-    "gap": ("gap",),
+    "loss_curves": ("val-step", "train-step"),
     "stall": ("stall",),
     "gradient_cosine": ("watch-grad-cosine",),
     "learning_rates": ("rates",),

@@ -34,17 +34,14 @@ def chart_places(shown: Sequence[Chart]) -> str:
 
 
 def _figure(chart: Chart) -> str:
-    place = f'<div id="chart-{chart.name}" style="height:{chart.height}px{_least(chart)}"></div>'
+    least = f";min-width:{chart.least}px" if chart.least else ""
+    place = f'<div id="chart-{chart.name}" style="height:{chart.height}px{least}"></div>'
     if chart.least:
         place = f'<div class="scroll">{place}</div>'
     return (
         f"<figure{css_class('wide' if chart.wide else '')}><h3>{escape(chart.title)}</h3>"
         f"<figcaption>{escape(chart.caption)}</figcaption>{place}</figure>"
     )
-
-
-def _least(chart: Chart) -> str:
-    return f";min-width:{chart.least}px" if chart.least else ""
 
 
 def css_class(name: str) -> str:

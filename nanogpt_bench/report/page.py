@@ -18,16 +18,10 @@ from nanogpt_bench.monitors.shadow import COSINE
 from nanogpt_bench.monitors.stall import UPDATE_LOST
 from nanogpt_bench.report import figures, sweep_charts
 from nanogpt_bench.report.chart import CONFIG, THEMES, Chart, Look, Spec, short, theme_colours
-from nanogpt_bench.report.curve_charts import (
-    TITLES,
-    gap_chart,
-    loss_charts,
-    stall_chart,
-    watched_charts,
-)
+from nanogpt_bench.report.curve_charts import TITLES, loss_charts, stall_chart, watched_charts
 from nanogpt_bench.report.failure_pages import failed_runs, failure_section
 from nanogpt_bench.report.markup import Cell, Section, chart_places, legend, table
-from nanogpt_bench.report.results import Result, findings
+from nanogpt_bench.report.results import Result
 from nanogpt_bench.report.rows import Row, left_aside, loss_unit
 from nanogpt_bench.report.sweep_charts import Studies
 from nanogpt_bench.report.tables import TUNING_HEADINGS, TUNING_WORDS, Column, shown_columns, tuning_cells
@@ -91,16 +85,8 @@ def _what(page: Page) -> Section:
 
 
 def _results(page: Page) -> Section:
-    sentences = "".join(f"<li>{escape(sentence)}</li>" for sentence in findings(page.results))
-    gap = gap_chart(page.results, page.looks)
-    drawn = [gap] if gap else []
-    body = (
-        (f'<ul class="findings">{sentences}</ul>' if sentences else "")
-        + _results_table(page.results)
-        + f'<p class="muted">{escape(_results_note(page))}</p>'
-        + chart_places(drawn)
-    )
-    return Section("results", "Results", body, drawn)
+    note = f'<p class="muted">{escape(_results_note(page))}</p>'
+    return Section("results", "Results", _results_table(page.results) + note)
 
 
 def _results_table(results: Sequence[Result]) -> str:
@@ -125,29 +111,22 @@ def _results_note(page: Page) -> str:
         + (f", ± the standard deviation over {seeds} seeds" if seeds > 1 else "")
         + ". "
         + (DIFFERENCE_NOTE if any(result.difference is not None for result in page.results) else "")
-        + (
-            f"Tokens to gap: the first at which the smoothed training loss lay {VERDICT['tokens to gap'].bound:g} nats "
-            "above the reference's. " * measured
-        )
         + "Bytes a parameter: measured on the tensors alive after the training, quantised and other "
         "weights, scales and optimizer state together. Stall, a mean over the looks: share of weights that a nonzero "
         "requested update left on the same grid value, where that loses it; (code) marks a float32 master copy, where "
         "the update is kept though the code is the same. Arrived, a mean over the looks: the share of the requested "
-        "movement that the write-back made, about 100% where it is unbiased." + (_verdict_note() if measured else "")
-    )
-
-
-def _verdict_note() -> str:
-    return (
-        f" Verdict: final validation loss at most {VERDICT['outside'].bound:.0%} above the reference's"
-        + f", doubtful with a mean gradient cosine of {VERDICT['cosine'].bound:g} or less; a stall of "
-        f"{VERDICT['stall'].bound:.0%} or more is named where it is short of the reference."
+        "movement that the write-back made, about 100% where it is unbiased."
+        + (
+            f" Verdict: final validation loss at most {VERDICT['outside'].bound:.0%} above the reference's, doubtful "
+            f"with a mean gradient cosine of {VERDICT['cosine'].bound:g} or less; a stall of "
+            f"{VERDICT['stall'].bound:.0%} or more is named where it is short of the reference."
+        )
+        * measured
     )
 
 
 def _loss(page: Page) -> Section | None:
-    label = page.references[0].label if page.references else None
-    drawn = loss_charts(page.rows, page.looks, label)
+    drawn = loss_charts(page.rows, page.looks)
     marked = any("tooltip" in layer["encoding"] for chart in drawn for layer in chart.spec["layer"])
     words = '<p class="muted">Open diamonds: an alert of divergence, or the end of a run that failed.</p>'
     return _curves(page, "loss", "Loss curves", drawn, below=words if marked else "")
@@ -161,7 +140,6 @@ def _curves(
 
 
 def _studies(page: Page) -> Section | None:
-    """Return sensitivity, learning rates, and all runs across all axes."""
     found = [
         *sweep_charts.sensitivity_charts(page.studies.sensitivities),
         sweep_charts.rate_chart(page.rows, page.looks),
@@ -176,9 +154,8 @@ def _studies(page: Page) -> Section | None:
 
 
 def _stall(page: Page) -> Section | None:
-    chart = stall_chart(page.rows, page.looks)
     watched = watched_charts(page.rows, page.looks, charted(UPDATE_LOST.namespace), {})
-    drawn = [*([chart] if chart else []), *watched]
+    drawn = [*stall_chart(page.rows, page.looks), *watched]
     words = (
         "Share of all quantised weights whose nonzero requested update left them on the same grid value, at single "
         "steps, where such an update is gone, as with nearest rounding; with a master copy (code unchanged) it is kept "
@@ -195,7 +172,6 @@ def _watched(page: Page, namespace: str) -> Section | None:
 
 
 def _alerts(page: Page) -> Section | None:
-    """Return the table of every kind of alert of every run, with its first message."""
     lines = [line for result in page.results for run in result.row.runs for line in _alert_lines(result.row.label, run)]
     if not lines:
         return None
@@ -213,7 +189,6 @@ def _alert_lines(label: str, run: Run) -> list[list[Cell]]:
 
 
 def _endings(page: Page) -> Section | None:
-    """Return the runs that failed or ended early, and the run folders with unreadable parts."""
     runs = [run for row in page.rows for run in row.runs]
     items = [f"{run.name}: {describe_ending(run)}" for run in runs if run.status != "finished"]
     items += [f"{run.name}: {note}" for run in runs for note in run.notes]

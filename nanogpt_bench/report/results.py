@@ -10,13 +10,12 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from nanogpt_bench.config.metrics import BESIDE_LOSS, TOKENS, TRAIN_LOSS, VAL_ALSO_LOSS
-from nanogpt_bench.failures.table import VERDICT
+from nanogpt_bench.config.metrics import BESIDE_LOSS, VAL_ALSO_LOSS
 from nanogpt_bench.monitors.shadow import COSINE
 from nanogpt_bench.report.rows import REFERENCE_RULE, Row, differences, references_of, row_label, seed_of
 from nanogpt_bench.report.verdict import Evidence, Outcome, Verdict, judge
 from nanogpt_bench.runs.environment import on_two_processors
-from nanogpt_bench.runs.load import Run, smooth, smoothing_window
+from nanogpt_bench.runs.load import Run
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,6 @@ class Result:
     tokens_per_s: Figure | None
     verdict: Verdict
     arrived: Figure | None = None
-    tokens_to_gap: Figure | None = None
     cosine: Figure | None = None
     alerts: Mapping[str, int] = field(default_factory=dict)
     #: to the reference, over the seeds that both finished
@@ -134,7 +132,6 @@ def _measure_row(row: Row, reference: Row | None) -> Result:
         tokens_per_s=figure(run.number("tokens_per_s") for run in row.runs),
         arrived=figure(run.number("arrived") for run in row.runs),
         verdict=verdict,
-        tokens_to_gap=None if is_reference or measured is None else _tokens_to_gap(row, measured),
         cosine=cosine,
         alerts=dict(alerts.most_common()),
         val_loss_se=errors.mean if errors else None,
@@ -173,11 +170,6 @@ def _beside(row: Row) -> dict[str, Figure]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _tokens_to_gap(row: Row, reference: Row) -> Figure | None:
-    twins = ((run, twin_of(run, reference.runs)) for run in row.runs)
-    return figure(tokens_to_gap(run, twin, VERDICT["tokens to gap"].bound) for run, twin in twins if twin is not None)
-
-
 def mean_cosine(run: Run) -> float | None:
     """Return the mean cosine of a run's gradient and the float32 shadow's; None without a shadow."""
     seen = figure(run.curve(COSINE.name)[1])
@@ -185,51 +177,8 @@ def mean_cosine(run: Run) -> float | None:
 
 
 def _by_seed(row: Row, name: str) -> dict[Hashable, float]:
-    """Return the final losses of a row's finished runs by seed."""
     ended = ((seed_of(run), run.at_end(name)) for run in row.runs)
     return {seed: loss for seed, loss in ended if seed is not None and loss is not None}
-
-
-def findings(results: Sequence[Result]) -> list[str]:
-    """Return a sentence for each gap of nearest rounding, beside stochastic rounding's of the same format."""
-    sentences = []
-    for result in results:
-        if result.row.rule == "nearest" and result.gap is not None and result.gap_share is not None:
-            sentences.append(_nearest_sentence(result, results))
-    return sentences
-
-
-def _nearest_sentence(nearest: Result, results: Sequence[Result]) -> str:
-    sentence = f"{nearest.row.label}: {describe_gap(nearest)} against the reference"
-    if nearest.stall is not None:
-        sentence += f", with {nearest.stall.mean:.1%} of the weights unmoved by a requested update"
-    stochastic = (r for r in results if r.row.rule == "stochastic" and r.row.format == nearest.row.format and r.gap)
-    other = next((r for r in stochastic if not differences(r.row.runs, nearest.row.runs)), None)
-    return sentence + (f"; {other.row.label}: {describe_gap(other)}" if other else "") + "."
-
-
-def describe_gap(result: Result) -> str:
-    """Format the gap as signed nats and per cent of the reference's loss; a dash if unknown."""
-    if result.gap is None or result.gap_share is None:
-        return "-"
-    share = f"{result.gap_share:+.1%}"
-    return f"{result.gap.mean:+z.3f} nats ({'0.0%' if share[1:] == '0.0%' else share})"
-
-
-def tokens_to_gap(run: Run, reference: Run, nats: float) -> float | None:
-    """Return the tokens at which the smoothed gap of the training losses first exceeds `nats`; None if it never does.
-
-    gap_t = EMA(L_t - L_ref,t) over the steps that both recorded, with the window of the loss curves. A loss that is not
-    finite where the reference's is exceeds every gap.
-    """
-    base = {step: loss for step, loss in zip(*reference.curve(TRAIN_LOSS.name), strict=True) if loss is not None}
-    shared = [(step, loss) for step, loss in zip(*run.curve(TRAIN_LOSS.name), strict=True) if step in base]
-    gaps = [None if loss is None else loss - base[step] for step, loss in shared]
-    smoothed = smooth(gaps, smoothing_window(len(gaps)))
-    for (step, _), gap in zip(shared, smoothed, strict=True):
-        if gap is None or gap > nats:
-            return next((tokens for at, tokens in zip(*run.curve(TOKENS.name), strict=True) if at == step), None)
-    return None
 
 
 def gap_to(run: Run, others: Sequence[Run]) -> float | None:
@@ -255,11 +204,6 @@ def error_of(gaps: Sequence[float], errors: Sequence[float | None]) -> float | N
         return statistics.stdev(gaps) / math.sqrt(len(gaps))
     known = [error for error in errors if error is not None]
     return math.hypot(*known) if known and len(known) == len(errors) else None
-
-
-def twin_of(run: Run, others: tuple[Run, ...]) -> Run | None:
-    """Return the run of the same seed, which saw the same batches, else the first; None without any."""
-    return next((other for other in others if seed_of(other) == seed_of(run)), others[0] if others else None)
 
 
 #: behind the difference of runs on two processors

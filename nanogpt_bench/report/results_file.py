@@ -134,7 +134,6 @@ def _settings(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _search(row: Mapping[str, Any], tuning: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a search has found, from its row of tuning.json, as a flat mapping."""
     trials = row.get("trials") or ()
     parts = {part: row.get(part) or {} for part in ("start", "best", "inside", "cost")}
     confirm = tuning.get("confirm") or {}
@@ -242,7 +241,6 @@ def _part(entry: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def _tuned(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a search as the row of tuning.json that it was."""
     tried = _part(entry, "trial.")
     keys = [key for key in _part(entry, "start.") if isinstance(tried.get(key), list)]
     losses = tried.get("loss")

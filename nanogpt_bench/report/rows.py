@@ -113,7 +113,6 @@ def _distinct_labels(groups: Sequence[Sequence[Run]]) -> list[str]:
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Return the names of a row's runs as the end of its label."""
     more = len(names) - MOST_NAMES
     return f" ({', '.join(names[:MOST_NAMES])}{f' and {more} more' if more > 0 else ''})"
 
@@ -233,7 +232,6 @@ def seed_of(run: Run) -> Hashable | None:
 
 
 def _plain(seed: object) -> Hashable:
-    """Return a seed read from a file as something hashable."""
     return seed if isinstance(seed, int) else repr(seed)
 
 
@@ -301,7 +299,6 @@ def _known_to_differ(fact: Fact, run: Run, other: Run) -> bool:
 
 
 def _tokens(run: Run) -> dict[str, Any] | None:
-    """Return the digest of each split's tokens, and of its labels if any."""
     splits = at(run.environment, "corpus.splits")
     if not isinstance(splits, Mapping):
         return None
@@ -310,7 +307,6 @@ def _tokens(run: Run) -> dict[str, Any] | None:
 
 
 def _text(run: Run) -> Any:
-    """Return the source of the corpus."""
     return at(run.environment, "corpus.source")
 
 
@@ -337,7 +333,6 @@ def _steps(run: Run) -> Any:
 
 
 def _batch(run: Run) -> Any:
-    """Return the sequences per step: batch size times accumulation."""
     known = [part for part in _all(run, "train.batch_size", "train.accumulation") or () if isinstance(part, int)]
     return known[0] * known[1] if len(known) == 2 else None
 

@@ -148,7 +148,6 @@ def _sensitivity_chart(name: str, study: Sensitivity) -> Chart:
 
 
 def _cell_texts(study: Sensitivity, pattern: int) -> list[str]:
-    """Return the gaps of one pattern, or the endings of runs without a loss."""
     return [study.ending(pattern, j) if gap is None else f"{gap:+z.3f}" for j, gap in enumerate(study.gap[pattern])]
 
 
@@ -159,19 +158,13 @@ def rate_chart(rows: Sequence[Row], looks: Mapping[str, Look]) -> Chart | None:
     if not losses:
         return None
     top = max(losses) + 0.12 * ((max(losses) - min(losses)) or 1.0)
-    x = _rate_axis(point.rate for curve in found for point in curve.points)
+    x = quantity("x", "learning rate", log=True, format=".3~g")
     y = quantity("y", f"final val loss, {loss_unit(rows)}")
     spec = curves([_rate_curve(curve, i) for i, curve in enumerate(found)], looks, x, y)
     spec["layer"] += _crosses(found, looks, top, x, y)
     words = "Final validation loss, mean over seeds; a cross at the top is a learning rate at which runs failed."
     shown = tuple(dict.fromkeys(curve.row for curve in found))
     return Chart("rates", "Loss by learning rate", words, spec, 400, wide=True, rows=shown)
-
-
-def _rate_axis(rates: Iterable[float]) -> Spec:
-    known = list(rates)
-    ends, ticks = (min(known) / 1.15, max(known) * 1.15), rate_ticks(known)
-    return quantity("x", "learning rate", ends, log=True, values=ticks, format=".3~g", labelOverlap=False)
 
 
 def _rate_curve(curve: RateCurve, place: int) -> dict[str, Any]:
@@ -288,21 +281,6 @@ def _rate_point(rate: float, runs: Sequence[Run]) -> RatePoint:
     finished = [run.at_end("final_val_loss") for run in runs]
     losses = [loss for loss in finished if loss is not None]
     return RatePoint(rate, statistics.fmean(losses) if losses else None, len(runs) - len(losses))
-
-
-def rate_ticks(rates: Iterable[float]) -> list[float]:
-    """Return the learning rates to label on a logarithmic axis, at most five, far enough apart to be read.
-
-    >>> rate_ticks([0.001, 0.0011, 0.01, 0.1])
-    [0.001, 0.01, 0.1]
-    """
-    ordered = sorted(set(rates))
-    least = math.log(ordered[-1] / ordered[0]) / 4 if ordered else 0.0
-    kept: list[float] = []
-    for rate in ordered:
-        if not kept or math.log(rate / kept[-1]) >= least:
-            kept.append(rate)
-    return kept
 
 
 @dataclass(frozen=True)

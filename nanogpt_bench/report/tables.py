@@ -57,7 +57,6 @@ COLUMNS = (
     Column("its difference (95%)", lambda r: difference_text(r.also_difference), optional=True),
     Column(GAP, lambda r: format_gap(r)),
     Column(PAIRED, lambda r: difference_text(r.difference), optional=True),
-    Column("tokens to gap", lambda r: format_tokens(r.tokens_to_gap), optional=True),
     Column("bytes", lambda r: "-" if r.bytes_per_parameter is None else f"{r.bytes_per_parameter:.2f}"),
     Column("stall", lambda r: format_stall(r)),
     Column("arrived", lambda r: NOTHING if r.arrived is None else f"{r.arrived.mean:.1%}", optional=True),
@@ -69,7 +68,7 @@ COLUMNS = (
 NOTHING = "-"
 #: the order in which columns are dropped from a table that is too wide; others stay
 FIRST_TO_GO = (
-    *("tokens to gap", "val s.e.", "alerts", "grad cosine", BEST, "arrived", "tokens/s", "its difference (95%)", "lr"),
+    *("val s.e.", "alerts", "grad cosine", BEST, "arrived", "tokens/s", "its difference (95%)", "lr"),
     *("stall", *(metric.title for metric in BESIDE_LOSS), "bytes", GAP, PAIRED),
 )
 
@@ -152,20 +151,6 @@ def _rates(result: Result) -> list[float]:
     return sorted({rate for run in result.row.runs if (rate := learning_rate(run)) is not None})
 
 
-def format_tokens(value: Figure | None) -> str:
-    """Format a number of tokens in at most three digits and a unit.
-
-    >>> format_tokens(Figure(76800.0)), format_tokens(Figure(1.2e6)), format_tokens(None)
-    ('76.8k', '1.2M', '-')
-    """
-    if value is None:
-        return NOTHING
-    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value.mean >= size:
-            return f"{value.mean / size:.3g}{unit}"
-    return f"{value.mean:.3g}"
-
-
 def format_gap(result: Result) -> str:
     """Format the gap to the reference in nats and per cent; a dash for the reference itself."""
     if result.reference or result.gap is None:
@@ -242,7 +227,6 @@ CSV_FIELDS: dict[str, Callable[[Result], object]] = {
     "stall_metric": lambda r: r.stall_metric,
     "arrived": _mean("arrived"),
     "arrived_spread": _spread("arrived"),
-    "tokens_to_gap": _mean("tokens_to_gap"),
     "grad_cosine": _mean("cosine"),
     "grad_cosine_spread": _spread("cosine"),
     "alerts": lambda r: r.alerts_fired,

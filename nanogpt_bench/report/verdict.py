@@ -49,7 +49,6 @@ def class_names(kinds: Sequence[str], runs: Sequence[Run], figures: Mapping[str,
 
 
 def _class_counts(runs: Sequence[Run]) -> Counter[str]:
-    """Count the runs in which each class was found."""
     return Counter(kind for run in runs for kind in dict.fromkeys(finding.kind for finding in run.findings))
 
 
@@ -115,7 +114,6 @@ def judge(runs: Sequence[Run], evidence: Evidence) -> Verdict:
 
 
 def _near(outcome: Outcome, text: str, runs: Sequence[Run], evidence: Evidence) -> Verdict:
-    """Return the verdict on the reference, or on a row within reach of it."""
     doubts = _doubts(evidence) if outcome is Outcome.WITHIN else []
     doubts += [class_names([DIVERGED], runs)] if DIVERGED in classes_found(runs) else []
     doubtful = doubts and outcome is Outcome.WITHIN

@@ -1,4 +1,4 @@
-"""environment.json: what a result depends on beside its settings, what changed on the way, whether it is so here."""
+"""environment.json: what a result depends on beside its settings, and what changed on the way."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.config.keys import FIELDS
-from nanogpt_bench.config.settings import flatten
 from nanogpt_bench.data.batches import Corpus
 from nanogpt_bench.system.errors import shortened
 
@@ -95,25 +93,6 @@ def cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-GPU = "GPU"
-#: facts of environment.json without which a number is not that of the row, and what is said of them
-DECIDING = {
-    "torch": "libraries.torch",
-    GPU: "gpu",
-    "text (SHA-256 of its training tokens)": "corpus.splits.train.sha256",
-    "text (SHA-256 of its validation tokens)": "corpus.splits.val.sha256",
-    "first weights (SHA-256)": "init_from.sha256",
-}
-#: facts that may change its last digits
-MINOR = {
-    "numpy": "libraries.numpy",
-    "fp8manifold": "libraries.fp8manifold",
-    "commit": "commit",
-    "CPU": "cpu",
-    "CPU capability": "cpu_capability",
-}
-
-
 def on_two_processors(there: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
     """Return whether two runs were made on two processors, by their names, vectors and systems.
 
@@ -121,23 +100,6 @@ def on_two_processors(there: Mapping[str, Any], here: Mapping[str, Any]) -> bool
     """
     pairs = [(there.get(key), here.get(key)) for key in ("cpu", "cpu_capability", "platform")]
     return any(then != now for then, now in pairs if None not in (then, now))
-
-
-def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings in a run's config.yaml, by dotted key.
-
-    Raises:
-        BenchError: one that this version does not know.
-    """
-    return {key: value for key, value in flatten(dict(config)) if key in FIELDS}
-
-
-def differing(there: Mapping[str, Any], here: Mapping[str, Any], facts: Mapping[str, str]) -> Iterator[str]:
-    """Yield in words which facts differ between a run's environment and the one here."""
-    for name, key in facts.items():
-        then, now = at(there, key), at(here, key)
-        if then != now and not (name == GPU and then is None):  # what was trained on a CPU is so again
-            yield f"{name} was {_short(then)}, is {_short(now)}"
 
 
 def at(tree: Any, key: str, default: Any = None) -> Any:
@@ -151,10 +113,6 @@ def at(tree: Any, key: str, default: Any = None) -> Any:
             return default
         tree = tree[name]
     return tree
-
-
-def _short(value: Any) -> str:
-    return "none" if value is None else f"{str(value)[:12]}…" if len(str(value)) > 40 else str(value)
 
 
 #: of a setting's value in a line

@@ -151,16 +151,3 @@ def has_ended(summary: Mapping[str, Any]) -> bool:
 
 def _kind(end: Any) -> Any:
     return end.get("kind") if isinstance(end, Mapping) else None
-
-
-def why_again(summary: Mapping[str, Any]) -> str:
-    """Return in a few words why a run that has not `has_ended` is left to be done; its summary is {} if it has none.
-
-    >>> why_again({}), why_again({"stop": {"kind": "killed", "message": "its process was killed"}})
-    ('its results are gone', 'its process was killed')
-    """
-    if not summary:
-        return "its results are gone"
-    end = summary.get("failure") or summary.get("stop")
-    message = end.get("message") if isinstance(end, Mapping) else None
-    return " ".join(str(message).split()) if message else "it was interrupted"

@@ -19,6 +19,8 @@ from nanogpt_bench.system.untrusted import Refused, read_text
 LONGEST_LINE = 8 * 2**20
 #: above this a step is no whole number any more where numbers are floats
 MOST_STEPS = 2**53
+#: what is said of a file that an interruption ended
+CUT_OFF = "the last line is cut off"
 
 
 def finite(value: Any) -> float | None:
@@ -92,7 +94,7 @@ def records(path: Path, notes: list[str]) -> Iterator[tuple[int, dict[str, Any]]
                 whole += 1
                 yield number, record
             elif not line.endswith(b"\n"):
-                notes.append(f"{path.name}: the last line is cut off; the {whole} whole records were read")
+                notes.append(f"{path.name}: {CUT_OFF}; the {whole} whole records were read")
             else:
                 notes.append(f"{path.name}: line {number} is not a record with a step and was left out")
 

@@ -37,16 +37,6 @@ def fill_formats(model: ModelConfig) -> dict[str, Read]:
     return formats
 
 
-def has_format(model: ModelConfig) -> bool:
-    """Return whether settings, as they are given, give a layer a format.
-
-    >>> has_format(ModelConfig(format="none")), has_format(ModelConfig(formats={"attn": "E4M3"}))
-    (False, True)
-    """
-    patterns = model.formats if model.format is None else {**model.formats, "*": model.format}
-    return any(value is not None and str(value).lower() != "none" for value in patterns.values())
-
-
 def _read(value: Any, key: str) -> Read:
     if not isinstance(value, dict):
         return _format(value, key)

@@ -1,1 +1,1 @@
-"""Runs over any settings: a grid or random points, learning rate limits, the sensitivity of layers."""
+"""Runs over any settings: a grid or random points, tuned rates, the sensitivity of layers."""

@@ -21,14 +21,6 @@ FOLDER = Path(__file__).parent.parent / "sweeps"
 Kind = TypeVar("Kind", bound=Section)
 
 
-class LrLimits(Section):
-    """The search of `--lr-limits`, and its criterion of a stable run."""
-
-    resolution: float = setting(1.5, "stop when unstable over stable learning rate is at most this", above=1.0)
-    span: float = setting(4096.0, "how far from the first learning rate to look, as a factor", above=1.0)
-    tolerance: float = setting(0.1, "stable: the final val loss exceeds the best by at most this share", above=0.0)
-
-
 class Sensitivity(Section):
     """The layers that `--sensitivity` quantises, one at a time."""
 
@@ -110,10 +102,7 @@ class SweepFile:
     reference: Mapping[str, Any] | str | None = None
     tune: Tune | None = None
     confirm: Confirm | None = None
-    lr_limits: LrLimits = field(default_factory=LrLimits)
     sensitivity: Sensitivity = field(default_factory=Sensitivity)
-    #: tokens of text that every point is trained on once, each in turn (`--data-sizes`)
-    data_sizes: tuple[int, ...] = ()
 
     def axis(self, key: str) -> Axis | None:
         """The axis of a setting, None when it is none."""
@@ -123,7 +112,7 @@ class SweepFile:
 #: keys of a sweep file
 KEYS = (
     *("config", "settings", "rows", "axes", "search", "samples", "sample_seed", "workers", "reference"),
-    *("tune", "confirm", "smoke", "lr_limits", "sensitivity"),
+    *("tune", "confirm", "smoke", "sensitivity"),
 )
 #: sections that smoke may change
 SMOKE = ("settings", "axes", "tune", "confirm")
@@ -132,7 +121,7 @@ SMOKE = ("settings", "axes", "tune", "confirm")
 def shipped_sweeps() -> list[str]:
     """Return the names of the sweep files that come with the package.
 
-    >>> "lr_limits.yaml" in shipped_sweeps()
+    >>> "formats.yaml" in shipped_sweeps()
     True
     """
     return sorted(path.name for path in FOLDER.glob("*.yaml"))
@@ -186,7 +175,6 @@ def _read(path: Path, overrides: Sequence[str], smoke: bool) -> SweepFile:
         rows=rows,
         reference=reference if isinstance(reference, str | None) else _settings(reference, "reference"),
         **_tuning(tree, path),
-        lr_limits=_section(LrLimits, tree, "lr_limits"),
         sensitivity=_section(Sensitivity, tree, "sensitivity"),
     )
 
@@ -204,7 +192,6 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _smoke(tree: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """The sections of the file with what its section smoke says put in."""
     smoke = tree.get("smoke")
     if smoke is None:
         return {}
@@ -239,7 +226,6 @@ def _axes(content: Any, path: Path) -> tuple[Axis, ...]:
 
 
 def _rows(content: Any, axes: Sequence[Axis], path: Path) -> tuple[dict[str, Any], ...]:
-    """The settings of every row, each with a rule; none of them is an axis."""
     if content is None:
         return ()
     if not isinstance(content, list) or not content:

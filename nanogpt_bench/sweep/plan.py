@@ -8,7 +8,6 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any
 
 from nanogpt_bench.config.keys import FIELDS, get, keys_where
@@ -21,7 +20,7 @@ from nanogpt_bench.setup.resolve import resolve, rule_name
 from nanogpt_bench.setup.runtime import refuse_parallel
 from nanogpt_bench.sweep.axes import Point, assemble, grid_points, random_points
 from nanogpt_bench.sweep.file import SweepFile
-from nanogpt_bench.system.errors import BenchError, counted, printable, unknown
+from nanogpt_bench.system.errors import BenchError, printable, unknown
 
 LONGEST_NAME = 120
 FLOAT_LR = "optimizer.float_lr"
@@ -29,18 +28,6 @@ FLOAT_LR = "optimizer.float_lr"
 _SAID = ("rule", "model.format", "seed")
 
 
-#: seconds a step relative to fp32's; a rule not listed counts as 1
-RELATIVE_COST = {
-    "fisher": 3.0,
-    "bf16-mixed": 2.0,
-    "bf16-pure": 2.0,
-    "bf16-stochastic": 2.0,
-    "stochastic-8bit": 1.7,
-    "residual8": 1.6,
-    "riemannian": 1.5,
-    "momentum": 1.4,
-    "master": 1.2,
-}
 #: most runs of a comparison or a sweep: checking their settings takes a minute, and their page has many megabytes
 MOST_RUNS = 10_000
 
@@ -72,10 +59,10 @@ class PlannedRun:
     aside: bool = field(default=False, kw_only=True)
 
     @property
-    def cost(self) -> float:
-        """The relative duration of the run: its sequences times the relative seconds a step of its rule."""
+    def cost(self) -> int:
+        """The length of the run, in sequences."""
         train = (self.settings.get(f"train.{key}") or 1 for key in ("max_steps", "batch_size", "accumulation"))
-        return RELATIVE_COST.get(self.rule, 1.0) * math.prod(train)
+        return math.prod(train)
 
 
 def plan_sweep(sweep: SweepFile) -> list[PlannedRun]:
@@ -124,34 +111,17 @@ def count_points(sweep: SweepFile) -> int:
     Raises:
         BenchError: a range of a grid that does not say how many.
     """
-    sizes = max(1, len(sweep.data_sizes)) * max(1, len(sweep.rows))
+    rows = max(1, len(sweep.rows))
     if sweep.search == "random":
-        return sizes * sweep.samples * math.prod(axis.size for axis in sweep.axes if axis.key == "seed")
-    return sizes * math.prod(axis.size for axis in sweep.axes)
+        return rows * sweep.samples * math.prod(axis.size for axis in sweep.axes if axis.key == "seed")
+    return rows * math.prod(axis.size for axis in sweep.axes)
 
 
-def points_of(sweep: SweepFile) -> Iterable[Point]:
-    """Return the points of the axes: every combination, or random ones; each at every size of the data.
-
-    Raises:
-        BenchError: a size that is not a step's worth of tokens.
-    """
+def points_of(sweep: SweepFile) -> Iterator[Point]:
+    """Return the points of the axes: every combination, or random ones."""
     if sweep.search == "random":
-        points = random_points(sweep.axes, sweep.samples, sweep.sample_seed)
-    else:
-        points = grid_points(sweep.axes)
-    return chain.from_iterable(_at_sizes(sweep, point) for point in points) if sweep.data_sizes else points
-
-
-def _at_sizes(sweep: SweepFile, point: Point) -> Iterator[Point]:
-    """The point trained on the first tokens of the text, once through: as many steps as they fill."""
-    config = resolve(build_config(plan_point(sweep.base, point).settings))
-    tokens = config.train.batch_size * config.train.accumulation * (config.model.block_size or 0)
-    for size in sweep.data_sizes:
-        if size < tokens:
-            verb = "is" if size == 1 else "are"
-            raise BenchError(f"--data-sizes: {counted(size, 'token')} {verb} less than a step takes, which is {tokens}")
-        yield {**point, "data.train_tokens": size, "train.max_steps": size // tokens}
+        return random_points(sweep.axes, sweep.samples, sweep.sample_seed)
+    return grid_points(sweep.axes)
 
 
 def plan_reference(sweep: SweepFile, points: Sequence[Point]) -> list[PlannedRun]:
@@ -308,9 +278,7 @@ def folder_name(label: str, axes: Mapping[str, Any]) -> str:
     return f"{name[:LONGEST_NAME].rstrip('-')}-{digest}"
 
 
-def baseline_of(
-    reference: Mapping[str, Any] | str | None, planned: Sequence[PlannedRun | Row], what: str = "reference"
-) -> str | None:
+def baseline_of(reference: Mapping[str, Any] | str | None, planned: Sequence[PlannedRun | Row]) -> str | None:
     """Return the label of the row to measure against, None for the first BF16 one.
 
     `planned` begins with those of settings given as reference. A name is that of a row, or of the first with that rule
@@ -326,7 +294,7 @@ def baseline_of(
         return reference
     short = [row_label(run.rule, run.format) for run in planned]
     if reference not in short:
-        raise unknown(what, reference, list(dict.fromkeys(labels)))
+        raise unknown("reference", reference, list(dict.fromkeys(labels)))
     return labels[short.index(reference)]
 
 

@@ -1,9 +1,7 @@
-"""The runs of a sweep on disk: each one's outcome, sweep.json and runs.csv."""
+"""The runs of a sweep on disk: each one's outcome, and sweep.json."""
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import platform
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,25 +18,16 @@ from nanogpt_bench.report.results_file import with_given_up
 from nanogpt_bench.report.rows import Row, find_reference
 from nanogpt_bench.report.sweep_charts import read_studies
 from nanogpt_bench.runs.environment import command_line
-from nanogpt_bench.runs.find import (
-    SWEEP,
-    drop_checkpoints,
-    has_ended,
-    make_ready,
-    plain,
-    summary_of,
-    why_again,
-)
+from nanogpt_bench.runs.find import SWEEP, drop_checkpoints, has_ended, make_ready, plain, summary_of
 from nanogpt_bench.runs.load import Run, findings_in, is_run_folder, load_run
 from nanogpt_bench.runs.read import SUMS, finite, write_sums
 from nanogpt_bench.sweep.plan import PlannedRun
-from nanogpt_bench.system.errors import BenchError, cell, one_line
+from nanogpt_bench.system.errors import BenchError, one_line
 from nanogpt_bench.system.files import write_text
 from nanogpt_bench.system.lock import is_unused
 from nanogpt_bench.system.untrusted import read_json
 
 DATE = "%Y-%m-%d %H:%M UTC"
-TABLE = "runs.csv"
 #: figures of a run, from its summary.json
 OUTCOMES = (
     *("status", "steps", "final_val_loss", "best_val_loss", "first_val_loss", "bytes_per_parameter", "stall"),
@@ -49,10 +38,10 @@ _BESIDE = tuple(metric.figure for metric in BESIDE_LOSS)
 
 
 class SweepRecord:
-    """Everything a sweep writes lies in `folder`: a folder a run, sweep.json and runs.csv, the report.
+    """Everything a sweep writes lies in `folder`: a folder a run, sweep.json, the report.
 
-    Runs are added one by one, since some are planned by what others found. `mode` is grid, random, compare, tune,
-    lr-limits, sensitivity or rerun. Gaps are measured against the row labelled `baseline`, without one against the
+    Runs are added one by one, since some are planned by what others found. `mode` is grid, random, compare, tune
+    or sensitivity. Gaps are measured against the row labelled `baseline`, without one against the
     first BF16 row. The table has the rows labelled `order` first.
 
     Raises:
@@ -63,8 +52,6 @@ class SweepRecord:
         self.folder, self.mode, self.baseline = folder, mode, baseline
         self.order: Sequence[str] = ()
         self.planned: list[PlannedRun] = []
-        #: reason, by name, for training again a run that an earlier start had brought to an end
-        self.again: dict[str, str] = {}
         self._started = datetime.now(UTC)
         self._ended: dict[str, bool] = {}
         self._resumed: set[str] = set()
@@ -81,9 +68,6 @@ class SweepRecord:
         self.planned.append(run)
         if self._read(run):
             return True
-        summary = self.summary(run)
-        if self._before.get(run.name, {}).get("ended") or summary.get("status") == "failed":
-            self.again[run.name] = why_again(summary)
         if make_ready(self.run_dir(run)):
             self._resumed.add(run.name)
         return False
@@ -199,7 +183,6 @@ class SweepRecord:
         failure: dict[str, Any] | None = None,
         stop: dict[str, Any] | None = None,
     ) -> None:
-        """Write the summary of a run that wrote none."""
         folder = self.run_dir(run)
         if (folder / "summary.json").exists():
             return
@@ -257,7 +240,7 @@ class SweepRecord:
                 )
 
     def write_manifest(self) -> None:
-        """Write sweep.json and runs.csv as things stand."""
+        """Write sweep.json as things stand."""
         self.folder.mkdir(parents=True, exist_ok=True)
         entries = [self._entries[run.name] for run in self.planned]
         # What an earlier start did beyond today's plan stays known: its settings guard its folder.
@@ -265,10 +248,8 @@ class SweepRecord:
         told = {"mode": self.mode, "baseline": self.baseline, "order": list(self.order)}
         content = {**told, "command": command_line(), "runs": entries}
         write_text(self.folder / SWEEP, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
-        write_text(self.folder / TABLE, self._table())
 
     def _entry(self, run: PlannedRun, summary: Mapping[str, Any]) -> dict[str, Any]:
-        """The entry of a run in sweep.json."""
         return {
             "name": run.name,
             "label": run.label,
@@ -281,29 +262,9 @@ class SweepRecord:
             "settings": plain(run.settings),
         }
 
-    def _table(self) -> str:
-        axes = list(dict.fromkeys(key for run in self.planned for key in run.axes if key != "seed"))
-        beside = [name for name in _BESIDE if any(name in entry for entry in self._entries.values())]
-        header = ["name", "rule", "format", "seed", *(key for key in axes if key != "rule"), *OUTCOMES, *beside]
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow([*header, "failure", "failures"])
-        for run in self.planned:
-            entry = self._entries[run.name]
-            flat = entry["axes"] | entry
-            writer.writerow(
-                [*(_cell(flat.get(key)) for key in header), *map(cell, (entry["failure"], " ".join(entry["failures"])))]
-            )
-        return text.getvalue()
-
 
 def _outcome(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures of a run, from its summary."""
     failure = (summary.get("failure") or {}).get("kind")
     failures = list(dict.fromkeys(finding.kind for finding in findings_in(summary)))
     known = {key: summary.get(key) for key in OUTCOMES} | {key: summary[key] for key in _BESIDE if key in summary}
     return known | {"failure": failure, "failures": failures}
-
-
-def _cell(value: Any) -> Any:
-    return json.dumps(value) if isinstance(value, dict | list) else cell(value)

@@ -54,7 +54,8 @@ def plan_study(sweep: SweepFile) -> Study:
                 f"--sensitivity takes the axes {' and '.join(AXES)}; "
                 f"give {axis.key} in the settings of {sweep.path.name}"
             )
-    formats = _format_axis(sweep)
+    if (formats := sweep.axis("model.format")) is None:
+        raise BenchError(f"--sensitivity needs the axis model.format in {sweep.path.name}, such as [E4M3, E7M0]")
     seeds = sweep.axis("seed")
     repeats = seeds.size if seeds is not None else 1
     check_count(formats.size * repeats, f"{sweep.path.name} (--sensitivity)")
@@ -71,12 +72,6 @@ def plan_study(sweep: SweepFile) -> Study:
     return Study(patterns, names, sweep.sensitivity.operand, _references(sweep, base, names[0], points), cells)
 
 
-def _format_axis(sweep: SweepFile) -> Axis:
-    if (axis := sweep.axis("model.format")) is None:
-        raise BenchError(f"--sensitivity needs the axis model.format in {sweep.path.name}, such as [E4M3, E7M0]")
-    return axis
-
-
 def _names(formats: Axis) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(format_name(name, "axes.model.format") for name in formats.grid()))
     if "none" in names:
@@ -85,14 +80,8 @@ def _names(formats: Axis) -> tuple[str, ...]:
 
 
 def _patterns(options: Sensitivity, config: Config) -> tuple[str, ...]:
-    """The patterns asked for and, unless turned off, every block of the model."""
     blocks = [f"blocks.{index}" for index in range(config.model.n_layer or 0)] if options.blocks else []
     return tuple(dict.fromkeys([*options.patterns, *blocks]))
-
-
-def _quantised_alone(pattern: str, fmt: str, operand: str) -> dict[str, Any]:
-    """`model.formats` of a cell."""
-    return {pattern: fmt if operand == "weight" else {operand: fmt}}
 
 
 def _references(
@@ -111,7 +100,7 @@ def _references(
 def _cell_run(
     base: Mapping[str, Any], options: Sensitivity, pattern: str, fmt: str, point: Mapping[str, Any]
 ) -> PlannedRun:
-    settings = {**base, "model.formats": _quantised_alone(pattern, fmt, options.operand)}
+    settings = {**base, "model.formats": {pattern: fmt if options.operand == "weight" else {options.operand: fmt}}}
     where = {"pattern": pattern, "model.format": fmt}
     run = plan_point(settings, point, f"{fmt} {pattern}")
     return replace(run, format=fmt, axes={**where, **run.axes})

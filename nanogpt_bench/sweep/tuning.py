@@ -18,7 +18,6 @@ from nanogpt_bench.runs.read import finite
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.sweep.axes import Point
 from nanogpt_bench.sweep.file import SweepFile, Tune
-from nanogpt_bench.sweep.lr_limits import rounded
 from nanogpt_bench.sweep.plan import PlannedRun, baseline_of, check_count, count_points, plan_point, points_of
 from nanogpt_bench.sweep.record import SweepRecord
 from nanogpt_bench.system.errors import BenchError, counted
@@ -67,7 +66,7 @@ class Search:
         """The values of the keys at a place, to four digits."""
         factor = self.options.factor
         items = zip(self.first.items(), place, strict=True)
-        return {key: rounded(value * factor ** (index / FULL)) for (key, value), index in items}
+        return {key: float(f"{value * factor ** (index / FULL):.4g}") for (key, value), index in items}
 
     def round(self) -> list[PlannedRun]:
         """The runs to try next, all that can be told from those that have ended; none when the search is over."""
@@ -108,11 +107,6 @@ class Search:
         """The values of the lowest mean loss so far; None while there is none."""
         place = best_place(self.losses) if self.losses else None
         return None if place is None or math.isinf(self.losses[place]) else self.values(place)
-
-    @property
-    def runs_to_come(self) -> int:
-        """The least number of trials that will still be planned: those of the half steps."""
-        return 0 if not self.pending else 2 * len(self.first) * len(self.options.seeds)
 
 
 class Tuning:
@@ -188,11 +182,11 @@ class Tuning:
         return following
 
     def to_come(self) -> list[float]:
-        """The sizes of the runs that are still to be planned, by what is usual: for the estimate of the time left."""
+        """The sizes of the runs that are still to be planned, of trials the half steps: for the time that is left."""
         sizes: list[float] = []
         for search in self.searches:
             if search.pending:
-                sizes += [search.start.cost] * search.runs_to_come
+                sizes += [search.start.cost] * 2 * len(search.first) * len(self.tune.seeds)
                 sizes += [point.cost for point in search.confirmed for _ in self.confirm.seeds]
         return sizes
 
@@ -279,7 +273,6 @@ def _check(sweep: SweepFile, tune: Tune) -> None:
 
 
 def _found(search: Search) -> str:
-    """The result of a search, in a line."""
     runs = sum(len(runs) for runs in search.trials.values())
     if search.best is None:
         return f"{search.start.label}: no trial of {runs} came to its end with a loss"

@@ -23,9 +23,8 @@ from nanogpt_bench.cli import main
 from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.data import prepare_text
 from nanogpt_bench.data.batches import documents_of, load_corpus
-from nanogpt_bench.model.gpt import GPT, GPTShape
+from nanogpt_bench.model.gpt import GPT
 from nanogpt_bench.model.pretrained import checkpoint_shape, load_checkpoint
-from nanogpt_bench.model.weights import load_weights, save_weights
 from nanogpt_bench.report.sweep_charts import read_studies
 from nanogpt_bench.runs.load import load_run
 from nanogpt_bench.runs.read import AT_END, SUMS
@@ -87,10 +86,6 @@ def reported(folder: Path) -> tuple[str, ...]:
         commanded("report", folder, "--out", out)
         assert "root:x:0" not in Path(out, "report.html").read_text(encoding="utf-8")
     return load_run(folder).notes
-
-
-def small_model() -> GPT:
-    return GPT(GPTShape(1, 2, 16, 16, vocab_size=11, bias=True, tie_weights=False))
 
 
 def load_gpt2(folder: Path) -> None:
@@ -176,9 +171,6 @@ def readers(corpus: Path, labelled: Path, run: Path) -> dict[str, Reader]:
             lambda f: gpt2_checkpoints.write(f, vocab_size=load_corpus(corpus, 16).vocab_size, n_positions=16),
             lambda f: commanded(*FROM_GPT2, f"--data.dir={corpus}", f"--model.init_from={f}"),
             {"config.json": (), "model.safetensors": ()},
-        ),
-        "weights": Reader(
-            lambda f: save_weights(small_model(), f / "w"), lambda f: load_weights(small_model(), f / "w"), {"w": ()}
         ),
         "floats": Reader(
             lay_floats,

@@ -46,7 +46,6 @@ def sweep(folder: Path, **content: Any) -> Path:
         ({"axes": LR, "search": "random", "samples": 10**9}, (), "1,000,000,000"),
         ({"axes": {"seed": list(range(101)), "rule": ["sgd"], "eval.batches": list(range(1, 101))}}, (), "10,100"),
         ({"axes": {"model.format": ["E4M3"], "seed": SEEDS["seed"]}}, ("--sensitivity",), "1,000,000"),
-        ({"axes": SEEDS}, ("--lr-limits",), "1,000,000"),
     ],
 )  # fmt: skip
 def test_a_sweep_of_too_many_runs(tmp_path, capsys, content, words, count):

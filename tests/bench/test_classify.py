@@ -19,7 +19,7 @@ from nanogpt_bench.cli import main
 from nanogpt_bench.commands.sample import Draw, sample_run
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.data.batches import documents_of, drawn, open_corpus
-from nanogpt_bench.evaluation.losses import evaluate_run
+from nanogpt_bench.evaluation.weights import evaluate_run
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.model.gpt import PADDING, Classifier, GPTShape, build_model
 from nanogpt_bench.model.weights import quantized_layers

@@ -43,9 +43,20 @@ def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "usage: nanogpt-bench" in capsys.readouterr().out
 
 
-def test_help_loads_no_torch() -> None:
-    code = "import sys, nanogpt_bench.cli as c; c.main([]); sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+def test_help_and_wrong_options_load_no_torch() -> None:
+    """All commands in one process: a module that one of them brings stays."""
+    code = """if True:
+        import contextlib, sys
+        from nanogpt_bench.cli import COMMANDS, main
+        main([])
+        for name in COMMANDS:
+            assert main([name, "--no-such-option"]) == 2
+            with contextlib.suppress(SystemExit):
+                main([name, "--help"])
+            assert "torch" not in sys.modules, name
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_prepare_then_run(text_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -132,14 +132,6 @@ DAMAGED: dict[str, dict[str, str]] = {
         "model.safetensors: text(tensor_file([2**25, 2**23], 2**50))": "can't be read",
         "model.safetensors: text(tensor_file([2**25, 2**23], 20_000))": "can't be read",
     },
-    "weights": {
-        "w: gone()": "can't be read",
-        "w: text('no weights')": "can't be read",
-        **{
-            f"w: text({content})": "can't be read"
-            for content in ("''", "'1234567'", *(f"({n}).to_bytes(8, 'little') + b'{{}}      '" for n in (9, 2**50)))
-        },
-    },
     "floats": {
         "a.safetensors: text(b'\\x10\\0\\0\\0\\0\\0\\0\\0{')": "is no whole safetensors file",
         "model.safetensors.index.json: put('weight_map', {'a': '../b.safetensors'})": "is no file beside it",
@@ -164,13 +156,13 @@ DAMAGED: dict[str, dict[str, str]] = {
     "verify": {
         "metrics.jsonl: without_line(4)": "problem: metrics.jsonl: line 4 is of step 4, after 2 comes 3",
         "metrics.jsonl: more('{\"step\": 6}\\n')": "problem: metrics.jsonl: line 8 is of step 6, after 6 comes 7",
-        "metrics.jsonl: more('{\"step\": NaN}\\n')": "problem: metrics.jsonl: line 8 is no record with a step",
-        "metrics.jsonl: more('[' * 9000 + '\\n')": "problem: metrics.jsonl: line 8 is no record with a step",
-        "metrics.jsonl: cut()": "problem: metrics.jsonl: line 7 is cut off",
+        "metrics.jsonl: more('{\"step\": NaN}\\n')": "problem: metrics.jsonl: line 8 is not a record with a step",
+        "metrics.jsonl: more('[' * 9000 + '\\n')": "problem: metrics.jsonl: line 8 is not a record with a step",
+        "metrics.jsonl: cut()": "problem: metrics.jsonl: the last line is cut off",
         "summary.json: put('steps', 7)": "problem: summary.json does not have the sha256 that",
         "alerts.jsonl: more('{\"step\": 9}\\n')": "problem: & goes on to step 9, metrics.jsonl to 6",
         'alerts.jsonl: more(\'{"step": 5}\\n{"step": 2}\\n\')': "problem: & line 2 is of step 2, after step 5",
-        "metrics.jsonl: gone()": "problem: metrics.jsonl can't be read: No such file",
+        "metrics.jsonl: gone()": "problem: metrics.jsonl is missing",
         "config.yaml: text('a: [1')": "problem: & config.yaml' is not YAML",
         "environment.json: gone()": "problem: environment.json is missing",
         "summary.json: cut()": "problem: summary.json can't be read: it is no JSON",

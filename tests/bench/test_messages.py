@@ -14,7 +14,6 @@ from nanogpt_bench.report.results import measure
 from nanogpt_bench.report.rows import Row
 from nanogpt_bench.report.tables import WIDEST, to_markdown, to_text
 from nanogpt_bench.runs.load import Run
-from nanogpt_bench.sweep.plan import baseline_of
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.workers.pool import check_workers
 
@@ -22,21 +21,14 @@ Refused = Callable[..., str]
 Tiny = Callable[..., Config]
 
 
-@pytest.mark.parametrize("words", ["show", "rerun"])
-def test_a_results_file_that_is_not_there_is_said_to_be_missing(words: str, tmp_path: Path, refused: Refused) -> None:
-    said = refused("results", words, tmp_path / "gone.json")
+def test_a_results_file_that_is_not_there_is_said_to_be_missing(tmp_path: Path, refused: Refused) -> None:
+    said = refused("results", "show", tmp_path / "gone.json")
     assert said == f"nanogpt-bench: error: results file {str(tmp_path / 'gone.json')!r} does not exist"
-    said = refused("results", words, tmp_path)
+    said = refused("results", "show", tmp_path)
     assert (
         f"is a folder, no results file; of a sweep's folder one is made by: nanogpt-bench results export {tmp_path}"
         in said
     )
-
-
-def test_an_unknown_row_is_no_unknown_reference() -> None:
-    row = Row("E4M3 nearest", "nearest", "E4M3", ())
-    with pytest.raises(BenchError, match="unknown --row 'E4M3 nearst'; did you mean 'E4M3 nearest'"):
-        baseline_of("E4M3 nearst", [row], "--row")
 
 
 def test_one_core_takes() -> None:

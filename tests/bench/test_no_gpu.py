@@ -19,7 +19,6 @@ COMMANDS = {
     "run": f"run fp32.yaml {DEVICE}",
     "run, resumed": f"run fp32.yaml --name gone --resume {DEVICE}",
     "finetune": f"finetune --model MODEL --data.dir CORPUS --model.block_size 16 {DEVICE}",
-    "evaluate": f"evaluate e4m3.yaml {DEVICE}",
     "compare": f"compare --max-steps 2 {DEVICE}",
     "compare of a text": f"compare --max-steps 2 --data.dir CORPUS --out out {DEVICE}",
     "sweep": f"sweep formats.yaml --data.dir CORPUS {DEVICE}",
@@ -27,7 +26,6 @@ COMMANDS = {
     "sweep, an axis": "sweep device.yaml --out out",
     "sweep of the default text": "sweep default.yaml --out out",
     "tuned on the default text": "sweep tuned_default.yaml --out out",
-    "lr-limits": f"sweep lr_limits.yaml --lr-limits --data.dir CORPUS {DEVICE}",
     "sensitivity": f"sweep sensitivity.yaml --sensitivity --data.dir CORPUS {DEVICE}",
     "tuned": "sweep tuned.yaml --out out",
 }

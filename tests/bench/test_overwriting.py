@@ -128,7 +128,6 @@ WRITTEN = {
     "results export SWEEP --out FILE": "results.json",
     "evaluate RUN --formats E4M3 --save DIR": "dir/none-as-trained.safetensors",
     "evaluate RUN --formats all --out DIR": "dir/evaluation.json",
-    "evaluate fp32.yaml --formats E4M3 --data.dir CORPUS --model.block_size 16 --out FILE": "first.json",
     "report RUN --out DIR": "dir/results.csv",
     "report RUN --out DIR ": "dir/figures/loss_curves.svg",
     "report RUN --out DIR  ": "dir/report.html",

@@ -68,7 +68,7 @@ REFUSED: dict[str, str] = {
     "compare --formats ,": "--formats & ','",
     "compare --max-steps 1 --max-steps=2": "error: --max-steps is given twice; keep one",
     "compare --rules fp32 --train.parallel ddp": "train.parallel: 'ddp' is for torchrun -m nanogpt_bench run",
-    "compare --draws dither --optimizer.draws dither": "--optimizer.draws is given twice",
+    "compare --optimizer.draws dither --optimizer.draws dither": "--optimizer.draws is given twice",
     COMPARED: "--task classify needs --data.dir",
     f"{COMPARED} --data.dir CHARS --model.n_layer=1 --model.block_size=16": "needs documents with labels",
     "compare --seeds 1000000 --formats E4M3": "7 rows at --seeds 1,000,000 asks for 7,000,000 runs",
@@ -84,7 +84,7 @@ REFUSED: dict[str, str] = {
     "verify": "RUN",
     "verify gone": "gone & does not exist",
     "sweep parallel.yaml": "'ddp' is for torchrun -m nanogpt_bench run; each run of a sweep",
-    "sweep lr_limit.yaml": "did you mean 'lr_limits.yaml'",
+    "sweep format.yaml": "did you mean 'formats.yaml'",
     "sweep formats.yaml --executor rai": "unknown --executor 'rai'; did you mean 'ray'",
     "sweep formats.yaml --executor local --address 1.2.3.4:6379": "--address '1.2.3.4:6379' goes with --executor ray",
     # results files
@@ -94,8 +94,6 @@ REFUSED: dict[str, str] = {
     "results show x.json --out y.json": "--out goes with results export",
     "results show x.json": "results file 'x.json' does not exist",
     "results show x.json y.json": "y.json",
-    "results show x.json --row a": "--row goes with results rerun",
-    "results rerun x.json --row a": "results file 'x.json' does not exist",
     # weights of a run: samples
     "sample nothing": "'nothing' is no folder of a run",
     "sample RUN --formats E4M33": "did you mean 'E4M3'",
@@ -115,15 +113,10 @@ REFUSED: dict[str, str] = {
     "evaluate RUN --model.format=E4M3": "give the formats to round to as --formats",
     "evaluate RUN --formats E4M3 --model.storage=continuous": "'continuous' rounds nothing; allowed: master, grid",
     "evaluate RUN --formats E4M33": "did you mean 'E4M3'",
-    "evaluate RUN --weights w.safetensors --checkpoint=last": "--weights says which weights",
     "evaluate e4m3 --checkpoint best": "'e4m3' is no folder of a run",
     "evaluate RUN/..": "no folder of a run; it holds: & /bfloat16, & /float, ",
     "evaluate RUN/checkpoints/step-3.safetensors": "is a checkpoint; give its run's folder and --checkpoint step-3",
-    "evaluate e4m3 --data.dir=CHARS --formats E4M33": "did you mean 'E4M3'",
-    "evaluate e4m3 --model.n_heads=2": "model.n_head",
     "evaluate e4m3 --fromats E4M3": "did you mean '--formats'",
-    "evaluate e4m3 --data.dir=CHARS --formats E4M3 --weights x": "leave --formats out",
-    "evaluate e4m3 --data.dir=CHARS --weights nowhere.safetensors": "can't be read",
     # weights of a run: reports of formats
     "evaluate RUN --out out --input x.txt": "--input goes with --model",
     "evaluate RUN --out out --windows 4 --formats all": "--windows goes with --model",
@@ -135,9 +128,7 @@ REFUSED: dict[str, str] = {
         f"evaluate RUN --out out --budget {word}": f"--budget: '{word}' is not allowed; give a number > 0"
         for word in ("nan", "-1", "inf", "0", "much")
     },
-    "results rerun x.json --row E4M3 --seed -1": "--seed: '-1' is not allowed; give a whole number >= 0",
     "evaluate RUN --out out --scales block": "block",  # rows of 16
-    "evaluate RUN --out out --scales channel --weights w.safetensors": "--weights says which weights",
     "evaluate RUN --sensitivity kinds --model.formats '{\"*\": none, embeddings: none}'": "model.formats says of every "
     "layer what becomes of it",
     # weights of a pretrained model

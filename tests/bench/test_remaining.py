@@ -7,8 +7,8 @@ import io
 import pytest
 from rich.console import Console
 
-from nanogpt_bench.sweep import progress as progress_module
-from nanogpt_bench.sweep.progress import Bar
+from nanogpt_bench.sweep import session
+from nanogpt_bench.sweep.session import Bar
 from nanogpt_bench.system.errors import rough_time
 from nanogpt_bench.workers.pool import Event
 
@@ -25,7 +25,7 @@ def progress(step: int) -> dict[str, object]:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [0.0]
-    monkeypatch.setattr(progress_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(session.time, "monotonic", lambda: now[0])
     return now
 
 

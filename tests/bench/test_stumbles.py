@@ -15,7 +15,6 @@ from nanogpt_bench.config.schema import Config
 from nanogpt_bench.data.batches import load_corpus
 from nanogpt_bench.data.text import prepare_text, read_text
 from nanogpt_bench.loop.train import run
-from nanogpt_bench.report.results import Figure, Result, describe_gap
 from nanogpt_bench.system.errors import BenchError
 
 Tiny = Callable[..., Config]
@@ -58,16 +57,6 @@ def test_a_corpus_that_is_not_there_from_here_is_not_to_be_prepared_anew(
     assert main(["evaluate", "../there/r", "--formats", "E4M3"]) == 2
     said = capsys.readouterr().err
     assert "start in the folder that it is relative to, or give its whole path as --data.dir" in said
-
-
-@pytest.mark.parametrize(
-    ("gap", "share", "said"), [(-1e-3, -4e-4, "-0.001 nats (0.0%)"), (0.1, 0.02, "+0.100 nats (+2.0%)")]
-)
-def test_a_share_that_rounds_to_nothing_has_no_sign(gap: float, share: float, said: str) -> None:
-    result: Any = Result.__new__(Result)
-    for name, value in (("gap", Figure(gap, 0.0)), ("gap_share", share)):
-        object.__setattr__(result, name, value)
-    assert describe_gap(result) == said
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -53,7 +53,7 @@ def test_what_an_interruption_leaves_is_noted(folder: Path, capsys: pytest.Captu
     assert capsys.readouterr().out.splitlines() == [
         f"{folder}: whole, steps up to 5, 1 whole checkpoint",
         "  note: summary.json is missing: the run has not ended",
-        "  note: metrics.jsonl: line 7 is cut off",
+        "  note: metrics.jsonl: the last line is cut off; the 6 whole records were read",
         "  note: checkpoints/.step-7.safetensors.part is no checkpoint; the next start removes litter",
         "  note: checkpoints/step-6.safetensors.sha256 is no checkpoint; the next start removes litter",
     ]

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.model.gpt import GPTShape, build_model
-from nanogpt_bench.model.weights import load_weights, quantized_layers, save_weights
+from nanogpt_bench.model.weights import fill, quantized_layers, save_weights
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.setup.surgery import quantize
 from nanogpt_bench.system.errors import BenchError
@@ -32,7 +33,7 @@ def test_a_wrapped_model_comes_back_as_it_was(tmp_path: Path, storage: str, tie:
     saved, other = wrapped(storage, 0, tie=tie), wrapped(storage, 1, tie=tie)
     assert not torch.equal(saved(TOKENS), other(TOKENS))
     save_weights(saved, tmp_path / "new" / "model.safetensors")
-    load_weights(other, tmp_path / "new" / "model.safetensors")
+    fill(other, load_file(tmp_path / "new" / "model.safetensors"), {}, "weights")
     assert torch.equal(saved(TOKENS), other(TOKENS))
     for name, layer in quantized_layers(saved).items():
         twin = quantized_layers(other)[name]
@@ -65,6 +66,6 @@ def test_weights_of_another_model_are_refused(tmp_path: Path, there: dict[str, o
     model = wrapped("fp8", 1)
     before = {name: layer.weight_codes().clone() for name, layer in quantized_layers(model).items()}
     with pytest.raises(BenchError, match=words):
-        load_weights(model, tmp_path / "w")
+        fill(model, load_file(tmp_path / "w"), {}, "weights")
     for name, layer in quantized_layers(model).items():
         assert torch.equal(layer.weight_codes(), before[name])

@@ -207,7 +207,7 @@ def test_a_full_disk_outside_of_a_run_is_one_line_and_exit_code_1(
     def refuse(paths: object) -> int:
         raise full("report/report.html")
 
-    monkeypatch.setattr("nanogpt_bench.commands.verify.verify_command", refuse)
+    monkeypatch.setattr("nanogpt_bench.commands.verify.main", refuse)
     assert main(["verify", "runs"]) == 1
     expected = "nanogpt-bench: error: 'report/report.html' can't be written: No space left on device\n"
     assert capsys.readouterr().err == expected

@@ -102,7 +102,6 @@ SWEEPS = st.fixed_dictionaries(
         "sample_seed": NUMBERS | LEAVES,
         "workers": NUMBERS | LEAVES,
         "reference": SETTINGS | VALUES,
-        "lr_limits": st.dictionaries(st.sampled_from(["resolution", "span", "tolerance"]), VALUES, max_size=2),
         "sensitivity": st.dictionaries(st.sampled_from(["patterns", "blocks", "operand"]), VALUES, max_size=2),
     },
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import json
 import os
@@ -17,7 +18,7 @@ from forked import finish, said, start
 from small_runs import BASE, differences, traces
 
 from nanogpt_bench.checkpoint import step_file
-from nanogpt_bench.cli import main
+from nanogpt_bench.cli import main, parse
 from nanogpt_bench.commands import compare as command
 from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.loop.train import run
@@ -48,7 +49,7 @@ def _quick() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "write_figures", lambda *_: None)
         patch.setattr(pool, "CONTEXT", "fork")
-        patch.setattr(command, "most_workers", lambda *_: 1)
+        patch.setattr(pool, "most_workers", lambda *_: 1)
         yield
 
 
@@ -101,7 +102,11 @@ def interrupted(small_corpus: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 def comparison(corpus: Path, **settings: Any) -> Callable[[], int]:
     asked = {"data_dir": corpus, "out": Path("out"), "overrides": words(SMALL | settings), **ROWS}
-    return lambda: command.compare(**asked)
+    return lambda: compared(**asked)
+
+
+def compared(**asked: Any) -> int:
+    return command.main(argparse.Namespace(**{**vars(parse(["compare"])), **asked}))
 
 
 def planned_of(corpus: Path, **settings: Any) -> list[PlannedRun]:
@@ -139,7 +144,7 @@ def test_settings_that_changed_are_refused(interrupted: Path, small_corpus: Path
     before = (out / "sweep.json").read_bytes()
     for changed, named in (({"max_steps": 7}, f"train.max_steps {STEPS}, now 7"), ({"data_dir": out}, "data.dir")):
         with pytest.raises(ValueError, match=rf"with {named}.*; give a new folder"):
-            command.compare(**{"data_dir": small_corpus, "overrides": words(SMALL), **ROWS, **changed, "out": out})
+            compared(**{"data_dir": small_corpus, "overrides": words(SMALL), **ROWS, **changed, "out": out})
     assert (out / "sweep.json").read_bytes() == before
 
 
@@ -147,7 +152,7 @@ def test_settings_that_changed_are_refused(interrupted: Path, small_corpus: Path
 def test_a_folder_that_is_no_comparison_is_refused(tmp_path: Path, content: str | None, named: str) -> None:
     (tmp_path / ("mine.txt" if content is None else "sweep.json")).write_text(content or "mine")
     with pytest.raises(ValueError, match=named):
-        command.compare(out=tmp_path)
+        compared(out=tmp_path)
     assert len(list(tmp_path.iterdir())) == 1
 
 

@@ -17,7 +17,7 @@ import pytest
 import small_runs
 
 from nanogpt_bench.checkpoint import step_file, steps
-from nanogpt_bench.commands.verify import verify_command
+from nanogpt_bench.cli import main
 from nanogpt_bench.system.ranks import LOST
 from nanogpt_bench.system.signals import RESUMABLE
 
@@ -103,7 +103,7 @@ def whole(small_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     """What a run of two processes leaves that nobody has interrupted."""
     folder = tmp_path_factory.mktemp("ddp")
     assert finished(folder, words(small_corpus), 2) == 0, (folder / "output.txt").read_text()
-    assert verify_command([folder / "runs" / "r"]) == 0
+    assert main(["verify", str(folder / "runs" / "r")]) == 0
     left: dict[str, Any] = without_peaks(small_runs.traces(folder / "runs" / "r"))
     return left
 
@@ -128,7 +128,7 @@ def test_a_signal_stops_all_and_as_many_go_on_to_the_bit(
     stopped = summary["steps"]
     assert step_file(run_dir, stopped).is_file()
     assert to == "torchrun" or f"exitcode  : {RESUMABLE}" in (tmp_path / "output.txt").read_text()
-    assert verify_command([run_dir]) == 0
+    assert main(["verify", str(run_dir)]) == 0
     assert finished(tmp_path, words(small_corpus), 2) == 0
     left = without_peaks(small_runs.traces(run_dir))
     gone = [name for name in small_runs.differences(left, whole) if not name.startswith("config")]
@@ -148,7 +148,7 @@ def test_a_killed_rank_ends_the_run_and_others_go_on(small_corpus: Path, tmp_pat
         assert child.wait(PATIENCE_S) == 1
         assert time.monotonic() - begun < WITHIN_S
     assert said(tmp_path) == [LOST]
-    assert verify_command([run_dir]) == 0
+    assert main(["verify", str(run_dir)]) == 0
     step = max(steps(run_dir))
     more = {"train__max_steps": ENDLESS, "train__max_seconds": 1e-9, "train__batch_size": 6}
     if then == 1:
@@ -160,7 +160,7 @@ def test_a_killed_rank_ends_the_run_and_others_go_on(small_corpus: Path, tmp_pat
     assert [record[0] for record in records] == [*range(step + 2)]
     output = (tmp_path / "output.txt").read_text()
     assert f"processes was 2, is {then if then > 1 else None}" in output
-    assert verify_command([run_dir]) == 0
+    assert main(["verify", str(run_dir)]) == 0
 
 
 @pytest.mark.parametrize(

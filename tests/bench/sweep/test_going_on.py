@@ -39,10 +39,6 @@ def test_failures_are_recorded_and_only_what_is_left_is_done_again(write, capsys
     assert [runs[name]["failure"] for name in names] == [None, None, "crash", "nan"]
     assert runs[names[3]]["failures"] == ["divergence", "nan"]
     assert "out of memory" in read_json(out / names[2] / "summary.json")["failure"]["message"]
-    table = list(csv.DictReader((out / "runs.csv").read_text().splitlines()))
-    assert [line["optimizer.lr"] for line in table] == ["0.1", "0.2", "13.0", "0.4"]
-    assert [line["failure"] for line in table] == ["", "", "crash", "nan"]
-    assert [line["failures"] for line in table] == ["", "", "", "divergence nan"]
     output = capsys.readouterr()
     assert output.out.strip().splitlines()[-1] == str(out / "report.html")
     assert "runs not brought to their end: 1; the same command goes on" in output.err
@@ -55,9 +51,6 @@ def test_failures_are_recorded_and_only_what_is_left_is_done_again(write, capsys
     monkeypatch.setenv("STUB_MEMORY", "enough")
     assert main(["sweep", str(path), "--out", "out"]) == 0
     assert trained() == [names[2]]
-    assert f"{names[2]} is trained again: worker process ended with exit code 9: out of memory" in (
-        capsys.readouterr().err
-    )
     assert runs_of(out)[names[2]]["status"] == "finished"
 
     # One run was cut off, and the axis has grown: these two are done, the others left as they are.
@@ -69,21 +62,20 @@ def test_failures_are_recorded_and_only_what_is_left_is_done_again(write, capsys
 
 
 @pytest.mark.usefixtures("_stub_workers")
-def test_a_run_whose_folder_was_deleted_is_trained_again(write, capsys, monkeypatch):
+def test_a_run_whose_folder_was_deleted_is_trained_again(write, monkeypatch):
     axes = {"optimizer.lr": [0.1, 0.2], "seed": [1, 2]}
     command = ["sweep", str(write(axes=axes, settings={"rule": "sgd"})), "--out", "out", "--workers", "1"]
     assert main(command) == 0
     trained()
-    before, gone = Path("out/runs.csv").read_text(), "sgd-lr=0.2-seed=2"
+    before, gone = runs_of(Path("out")), "sgd-lr=0.2-seed=2"
     shutil.rmtree(Path("out") / gone)
     with monkeypatch.context() as patch:
         patch.setattr(pool_module, "SERVE", dies)
         assert main(command) == 1
         assert [run["ended"] for run in runs_of(Path("out")).values()] == [True, True, True, False]
-        assert f"{gone} is trained again: its results are gone" in capsys.readouterr().err
     assert main(command) == 0
     assert trained() == [gone]
-    assert Path("out/runs.csv").read_text() == before
+    assert runs_of(Path("out")) == before
     assert {row["seeds"] for row in csv.DictReader(Path("out/results.csv").read_text().splitlines())} == {"2"}
 
 

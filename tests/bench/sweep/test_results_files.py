@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-import platform
 import re
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 from sweep_runs import train_here
 
 from nanogpt_bench.cli import main
 from nanogpt_bench.report import build
-from nanogpt_bench.report.results_file import read_export
-from nanogpt_bench.runs.environment import commit, cpu_model
-from nanogpt_bench.runs.load import Run
+from nanogpt_bench.runs.environment import commit
 
 
 @pytest.fixture(scope="module")
@@ -90,51 +86,12 @@ def test_the_file_is_a_list_of_flat_runs_with_what_a_result_depends_on(study):
         assert search["trial.loss"] == search["trial.loss.1"]
 
 
-def test_the_former_layout_is_refused(tmp_path, capsys):
-    path = tmp_path / "old.json"
-    path.write_text(json.dumps({"kind": "nanogpt-bench results", "version": 1, "rows": []}))
-    assert main(["results", "show", str(path)]) == 2
-    assert "is of the former layout; export the sweep's folder again" in capsys.readouterr().err
-
-
 def test_another_reference_may_be_named(study, capsys):
     file, _ = study
     assert main(["results", "show", str(file), "--reference", "E4M3 stochastic"]) == 0
     assert "gap to E4M3 stochastic" in capsys.readouterr().out
     assert main(["results", "show", str(file), "--reference", "fp23"]) == 2
     assert "did you mean 'fp32'" in capsys.readouterr().err
-
-
-def test_a_row_is_made_again_to_the_bit_or_refused(study, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    file, _ = study
-    content = json.loads(file.read_text())
-    at, run = next((at, each) for at, each in enumerate(content) if each["label"] == "E4M3 stochastic")
-    command = ["results", "rerun", "my.json", "--row", "E4M3 stochastic", "--seed", "3", "--out", "again"]
-
-    def again(changed, *options):
-        Path("my.json").write_text(json.dumps(changed))
-        code, said = main([*command, *options]), capsys.readouterr()
-        return code, said.out, said.err
-
-    code, out, _ = again(content)
-    assert code == 0
-    assert [line.split("|")[2:6] for line in out.splitlines()[2:5]] == [
-        [f" {cell} " for cell in (f"{step:>4.0f}", f"{loss:.6f}", f"{loss:.6f}", " +0.000000")]
-        for step, loss in zip(run["curve.step"], run["curve.val/loss"], strict=True)
-    ]
-    assert "E4M3 stochastic: the recorded number to three decimals, to the bit" in out
-    other = json.loads(json.dumps(content))  # what was trained in "again" is there from here on
-    other[at]["final_val_loss"] += 0.01
-    assert again(other)[0] == 1
-    other[at]["environment.libraries"]["torch"], other[at]["environment.commit"] = "1.0", "deadbeef"
-    code, _, err = again(other)
-    assert code == 2
-    assert re.search(r"not the same row: torch was 1\.0, is 2.*; --anyway", err)
-    code, out, err = again(other, "--anyway")
-    assert (code, "NOT the recorded number" in out, "differs: commit was deadbeef" in err) == (1, True, True)
-    other[at]["environment.corpus"]["splits"]["val"]["sha256"] = "0" * 64
-    assert "SHA-256 of its validation tokens) was 000000000000…" in again(other)[2]
 
 
 @pytest.mark.parametrize("search", [{"start.lr": 1, "trial.loss": 5}, {"start": 3, "cost": []}, {"trial.loss": [1]}])
@@ -162,29 +119,3 @@ def test_the_commit_is_that_of_the_checkout():
         pytest.skip("not a checkout")
     assert re.fullmatch(r"[0-9a-f]{40}\+?", commit())
     assert commit().rstrip("+") == said.stdout.strip()
-
-
-STUDY = Path(__file__).parents[3] / "study" / "results"
-
-
-@pytest.mark.slow
-def test_a_row_of_the_study_is_made_again(tmp_path, monkeypatch, capsys):
-    """Of the study's results the shortest run of this torch and processor on the standard library's prose."""
-    monkeypatch.chdir(tmp_path)
-    files = sorted(STUDY.glob("*.json"))
-    there = [(file, row, run) for file in files for row in read_export(file).rows for run in row.runs]
-    same = [found for found in there if _could_be_made_here(found[2])]
-    if not same:
-        here = f"torch {torch.__version__}, {cpu_model()} and this Python's prose"
-        pytest.skip(f"of {len(there)} runs of the study none is of {here}")
-    file, row, run = min(same, key=lambda found: found[2].number("steps"))
-    train_here(monkeypatch)
-    assert main(["results", "rerun", str(file), "--row", row.label, "--seed", str(run.seed), "--out", "again"]) == 0
-    assert "the recorded number to three decimals" in capsys.readouterr().out
-
-
-def _could_be_made_here(run: Run) -> bool:
-    source = run.environment["corpus"]["source"]
-    here = (torch.__version__, cpu_model(), "stdlib", platform.python_version())
-    of_run = (run.environment["libraries"]["torch"], run.environment["cpu"], source["kind"], source.get("python"))
-    return run.status == "finished" and run.environment["gpu"] is None and of_run == here

@@ -1,4 +1,4 @@
-"""Learning rate limits and sensitivity: what the special modes of a sweep find."""
+"""Sensitivity: what a sweep over layer patterns finds."""
 
 from __future__ import annotations
 
@@ -7,62 +7,14 @@ from pathlib import Path
 
 import pytest
 import yaml
-from sweep_runs import read_json, runs_of, trained
+from sweep_runs import read_json, runs_of
 
 from nanogpt_bench.cli import main
 from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.setup.resolve import resolve
-from nanogpt_bench.sweep.file import LrLimits, read_sweep
-from nanogpt_bench.sweep.lr_limits import limits, next_lr
+from nanogpt_bench.sweep.file import read_sweep
 from nanogpt_bench.sweep.plan import check_inputs
 from nanogpt_bench.sweep.sensitivity import plan_study
-
-# Learning rate limits
-
-
-@pytest.mark.parametrize("limit", [0.0021, 0.4, 1.0, 3.7, 900.0])
-@pytest.mark.parametrize("resolution", [1.1, 1.5, 4.0])
-def test_bisection_closes_in_on_the_limit(limit, resolution):
-    options, tried = LrLimits(resolution=resolution, span=4096.0), {}
-    while (lr := next_lr(tried, options, 1.0)) is not None:
-        assert lr not in tried
-        tried[lr] = lr <= limit
-    stable, unstable = limits(tried)
-    assert stable <= limit < unstable <= stable * resolution * 1.001
-    assert len(tried) <= 16
-
-
-@pytest.mark.parametrize(("always", "expected"), [(True, (64.0, None)), (False, (None, 1 / 64))])
-def test_the_search_ends_at_its_span(always, expected):
-    options, tried = LrLimits(span=64.0), {}
-    while (lr := next_lr(tried, options, 1.0)) is not None:
-        tried[lr] = always
-    assert limits(tried) == tuple(side and pytest.approx(side, rel=1e-3) for side in expected)
-
-
-@pytest.mark.usefixtures("_stub_workers")
-def test_lr_limits_of_every_point_and_again_after_an_interruption(write, capsys):
-    path = write(axes={"rule": ["sgd"], "seed": [1, 3]}, lr_limits={"resolution": 1.25})
-    assert main(["sweep", str(path), "--lr-limits", "--out", "out"]) == 0
-    rows = read_json(Path("out/lr_limits.json"))["rows"]
-    assert [(row["rule"], row["format"], row["seed"]) for row in rows] == [("sgd", "none", 1), ("sgd", "none", 3)]
-    for row, limit in zip(rows, (0.3, 0.1), strict=True):
-        assert row["largest_stable_lr"] <= limit < row["smallest_unstable_lr"] <= row["largest_stable_lr"] * 1.2501
-        assert [entry["stable"] for entry in row["tried"]] == [entry["lr"] <= limit for entry in row["tried"]]
-        assert {entry["status"] for entry in row["tried"]} == {"finished", "failed"}
-    first = trained()
-    assert len(first) == len(set(first)) == sum(len(row["tried"]) for row in rows)
-    assert "| none | sgd | 1 |" in capsys.readouterr().out
-    # What ended is read again, what was cut off is trained again, and the answer is the same.
-    manifest = read_json(Path("out/sweep.json"))
-    for run in manifest["runs"][3:]:
-        (Path("out") / run["name"] / "summary.json").unlink()
-    assert main(["sweep", str(path), "--lr-limits", "--out", "out"]) == 0
-    assert sorted(trained()) == sorted(run["name"] for run in manifest["runs"][3:])
-    assert read_json(Path("out/lr_limits.json"))["rows"] == rows
-
-
-# Real trainings
 
 
 def vocabulary(run: Path) -> int:

@@ -272,7 +272,7 @@ def test_the_table_says_where_the_best_was_not_inside():
 
 STUDIES = sorted((Path(__file__).parents[3] / "study" / "sweeps").glob("*.yaml"))
 #: studies that a mode of the sweep makes
-MODES = {"study_q3.yaml": "sensitivity", "study_q6.yaml": "lr-limits", "study_q5_mixture.yaml": "grid"}
+MODES = {"study_q3.yaml": "sensitivity", "study_q6.yaml": "grid", "study_q5_mixture.yaml": "grid"}
 
 
 @pytest.mark.usefixtures("_forked_workers")
@@ -286,7 +286,7 @@ def test_the_smoke_version_of_every_study_runs(tmp_path, corpus_dir, monkeypatch
     train_here(monkeypatch)
     shutil.copytree(corpus_dir, "data/stdlib")
     mode = MODES.get(path.name, "tune")
-    option = [f"--{mode}"] if mode in ("sensitivity", "lr-limits") else []
+    option = ["--sensitivity"] if mode == "sensitivity" else []
     assert main(["sweep", str(path), "--smoke", "--workers", "1", *option]) == 0
     (out,) = Path("runs").glob(f"*/{mode}-smoke")
     rows = list(csv.DictReader((out / "results.csv").read_text().splitlines()))

@@ -86,7 +86,7 @@ def test_every_chart_is_drawn_and_readable(page, browser, width, dark):
     browser.open(Path(page).resolve().as_uri())
     assert browser.said == []
     assert browser.evaluate(UNDRAWN) == []
-    assert browser.evaluate("document.querySelectorAll('.vega-embed').length") > 15
+    assert browser.evaluate("document.querySelectorAll('.vega-embed').length") > 13
     assert browser.evaluate("document.documentElement.scrollWidth") == width
     assert browser.evaluate(TOO_WIDE) == []
     assert browser.evaluate(OVERLAPPING) == []

@@ -11,7 +11,7 @@ import pytest
 
 from nanogpt_bench.report import figures
 from nanogpt_bench.report.chart import looks
-from nanogpt_bench.report.curve_charts import close_range, lines_of, loss_charts, loss_range
+from nanogpt_bench.report.curve_charts import lines_of, loss_charts, loss_range
 from nanogpt_bench.report.figures import chosen as chosen_charts
 from nanogpt_bench.report.figures import write_figures
 from nanogpt_bench.report.page import Page, all_sections
@@ -50,7 +50,7 @@ def texts_of(path):
 def test_every_figure_is_an_svg_that_shows_something(tmp_path, write_comparison):
     results, chosen = prepared(write_comparison(tmp_path / "runs"))
     written = write_figures(charts_of(results, chosen), chosen, tmp_path / "figures")
-    assert {path.name for path in written} == {f"{name}.svg" for name in ("loss_curves", "gap", "stall")}
+    assert {path.name for path in written} == {f"{name}.svg" for name in ("loss_curves", "stall")}
     assert sorted(path.name for path in (tmp_path / "figures").iterdir()) == sorted(path.name for path in written)
     for path in written:
         assert "E4M3 nearest" in "".join(ElementTree.parse(path).getroot().itertext())
@@ -74,8 +74,8 @@ def test_a_run_without_records_is_left_out(tmp_path, write_run):
     (empty / "metrics.jsonl").write_text("")
     results, chosen = prepared([whole, empty])
     drawn = chosen_charts(charts_of(results, chosen))
-    assert [len(chart.values) for chart in drawn["loss_curves"]] == [1, 1, 1]
-    assert set(drawn) == {"gap", "loss_curves"}  # of floats there is no stall and no grid
+    assert [len(chart.values) for chart in drawn["loss_curves"]] == [1, 1]
+    assert set(drawn) == {"loss_curves"}  # of floats there is no stall and no grid
 
 
 def test_curves_keep_their_ends_and_stay_small(tmp_path, write_run):
@@ -101,17 +101,9 @@ def test_the_loss_axis_leaves_out_the_first_descent(tmp_path, write_run):
     assert low < 2.1 < high < math.log(256)
 
 
-def test_the_magnified_axis_holds_the_end_of_the_reference_and_not_of_a_row_far_off(tmp_path, write_run):
-    runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", rule="nearest", fmt="E7M0", final=4.5)]
-    drawn = lines_of(group_rows([load_run(path) for path in runs]), "val/loss")
-    low, high = close_range(drawn, "bf16-mixed")
-    assert low < 2.1 < high < 4.5
-    assert close_range(drawn, None) is None
-
-
 def test_a_long_legend_makes_room_for_itself(tmp_path, write_run):
     results, chosen = prepared([write_run(tmp_path / str(i), rule=f"a rule with a long name, {i}") for i in range(40)])
-    charts = loss_charts([result.row for result in results], chosen, None)
+    charts = loss_charts([result.row for result in results], chosen)
     write_figures(charts, chosen, tmp_path)
     root = ElementTree.parse(tmp_path / "loss_curves.svg").getroot()
     width, height = float(root.get("width")), float(root.get("height"))

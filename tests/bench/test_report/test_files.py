@@ -10,6 +10,7 @@ import pytest
 
 from nanogpt_bench.checkpoint import steps
 from nanogpt_bench.cli import main
+from nanogpt_bench.data import prepare_text
 from nanogpt_bench.system.files import remove_parts, replacing, write_text
 
 SECRET = "what was there before"
@@ -59,17 +60,21 @@ def test_a_long_name_and_half_a_surrogate_pair_are_written(tmp_path: Path) -> No
     assert write_text(tmp_path / ("x" * 250), "\ud800").read_bytes() == b"\\ud800"
 
 
-SMALL = ("--model.n_layer=1", "--model.n_head=1", "--model.n_embd=8", "--model.block_size=8", "--eval.batches=1")
-
-
-def test_a_run_is_not_taken_up_in_files_that_lie_elsewhere(
-    tmp_path: Path, secret: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from nanogpt_bench.data import prepare_text
-
+@pytest.fixture
+def _corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A corpus in the current folder."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text").write_text("a line of text\n" * 200)
     prepare_text(tmp_path / "text", tmp_path / "corpus", "byte")
+
+
+SMALL = ("--model.n_layer=1", "--model.n_head=1", "--model.n_embd=8", "--model.block_size=8", "--eval.batches=1")
+
+
+@pytest.mark.usefixtures("_corpus")
+def test_a_run_is_not_taken_up_in_files_that_lie_elsewhere(
+    tmp_path: Path, secret: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["run", "bf16_baseline", "--name=a", "--data.dir=corpus", *SMALL, "--checkpoint.every=2"]
     assert main([*words, "--train.max_steps=4"]) == 0
     run = tmp_path / "runs" / "a"
@@ -89,16 +94,11 @@ def test_a_run_is_not_taken_up_in_files_that_lie_elsewhere(
     assert {path.name: path.read_bytes() for path in secret.parent.iterdir()} == before
 
 
-def test_a_sweep_has_no_run_behind_a_link(
-    tmp_path: Path, secret: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from nanogpt_bench.data import prepare_text
+@pytest.mark.usefixtures("_corpus")
+def test_a_sweep_has_no_run_behind_a_link(tmp_path: Path, secret: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from nanogpt_bench.sweep.file import read_sweep
     from nanogpt_bench.sweep.plan import plan_sweep
 
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "text").write_text("a line of text\n" * 200)
-    prepare_text(tmp_path / "text", tmp_path / "corpus", "byte")
     file = tmp_path / "s.yaml"
     file.write_text("settings: {data.dir: corpus, model.block_size: 8, train.max_steps: 1}\naxes: {seed: [1]}\n")
     (run,) = plan_sweep(read_sweep(file))

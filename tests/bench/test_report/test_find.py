@@ -12,7 +12,7 @@ from nanogpt_bench.system.errors import BenchError
 def runs(tmp_path, write_run):
     """A folder of runs as commands leave it: a run, a comparison, and two modes of a sweep."""
     top = tmp_path / "runs"
-    for place in ("e4m3", "compare-1/a", "sweep-lr/grid/b", "sweep-lr/grid/a", "sweep-lr/lr-limits/c"):
+    for place in ("e4m3", "compare-1/a", "sweep-lr/grid/b", "sweep-lr/grid/a", "sweep-lr/tune/c"):
         write_run(top / place, steps=20)
     (top / "compare-1" / "corpus").mkdir()
     return top
@@ -21,7 +21,7 @@ def runs(tmp_path, write_run):
 def test_all_runs_below_a_folder_are_found_and_counted(runs):
     said: list[str] = []
     found = [path.relative_to(runs).as_posix() for path in find_runs([runs], said.append)]
-    assert found == ["e4m3", "compare-1/a", "sweep-lr/grid/a", "sweep-lr/grid/b", "sweep-lr/lr-limits/c"]
+    assert found == ["e4m3", "compare-1/a", "sweep-lr/grid/a", "sweep-lr/grid/b", "sweep-lr/tune/c"]
     assert said == [f"{runs}: 5 runs found in 4 folders"]
 
 

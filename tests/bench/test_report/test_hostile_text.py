@@ -23,8 +23,7 @@ from nanogpt_bench.report.results import measure
 from nanogpt_bench.report.rows import find_reference, group_rows
 from nanogpt_bench.report.tables import to_text
 from nanogpt_bench.runs.load import load_run
-from nanogpt_bench.sweep.progress import Bar
-from nanogpt_bench.sweep.session import print_results
+from nanogpt_bench.sweep.session import Bar
 from nanogpt_bench.workers.pool import Event
 
 #: what the page says while a pointer goes over every chart
@@ -103,7 +102,7 @@ def test_a_terminal_is_told_nothing(runs, capsys):
     results = measure(rows, find_reference(rows))
     lines = to_text(results).splitlines()  # a verdict that is too long goes on below, in rows without a name
     assert len([line for line in lines if not line.startswith("|  ")]) == len(runs) + 2
-    print_results(results)
+    print(to_text(results))
     bar = Bar(Console(width=200))
     for at, text in enumerate(TEXTS):
         bar.add(text)

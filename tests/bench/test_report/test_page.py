@@ -47,7 +47,7 @@ def built(tmp_path_factory, write_comparison):
 
 def test_the_folder_holds_page_tables_and_figures_and_no_litter(built):
     names = sorted(path.relative_to(built.parent).as_posix() for path in built.parent.rglob("*") if path.is_file())
-    drawn = ("gap", "loss_curves", "stall")
+    drawn = ("loss_curves", "stall")
     figures = [f"figures/{name}.svg" for name in drawn]
     assert names == [*figures, "report.html", "results.csv", "table.md"]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from nanogpt_bench.report.build import report
-from nanogpt_bench.report.results import Figure, Result, findings, measure
+from nanogpt_bench.report.results import Figure, Result, measure
 from nanogpt_bench.report.rows import Row, find_reference, group_rows
 from nanogpt_bench.report.tables import (
     CSV_FIELDS,
@@ -23,7 +23,6 @@ from nanogpt_bench.report.tables import (
 )
 from nanogpt_bench.report.verdict import Outcome, Verdict
 from nanogpt_bench.runs.load import Run, load_run
-from nanogpt_bench.sweep.session import print_results
 
 #: label, loss, bytes, stall, arrived, alerts
 ROWS = (
@@ -51,7 +50,6 @@ def result(label: str, loss: float, size: float, stall: float | None, arrived: f
         tokens_per_s=Figure(18000.0 + 100 * loss),
         verdict=Verdict(Outcome.WITHIN, "stall 98%; outside 10%" if gap > 1 else "within 10%"),
         arrived=None if arrived is None else Figure(arrived),
-        tokens_to_gap=Figure(3070.0),
         cosine=None if arrived is None else Figure(1.0),
         alerts={"stall": alerts},
         val_loss_se=0.0213 + loss / 1000,
@@ -76,20 +74,18 @@ def results(tmp_path, write_comparison):
     return measured(write_comparison(tmp_path))
 
 
-def test_a_table_has_what_tells_rows_apart_and_fits_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_has_what_tells_rows_apart_and_fits_a_terminal() -> None:
     results = [result(*row) for row in ROWS]
     shown = headings(results)
-    assert not {"best val loss", "grad cosine", "tokens to gap"} & set(shown)
+    assert not {"best val loss", "grad cosine"} & set(shown)
     assert {"run", "val loss", "gap to BF16", "bytes", "stall", "verdict"} <= set(shown)
     for table in (to_text(results), to_markdown(results)):
         assert max(map(len, table.splitlines())) <= WIDEST
-    print_results(results)
-    printed = capsys.readouterr().out
-    assert [word for word in shown if word not in printed] == []
+        assert [word for word in shown if word not in table] == []
 
 
 def test_the_best_loss_is_not_shown_where_it_is_the_last_of_all() -> None:
-    results = [replace(result(f"row {loss}", loss, 9.0, None, None, 1), tokens_to_gap=None) for loss in (2.5, 2.62)]
+    results = [result(f"row {loss}", loss, 9.0, None, None, 1) for loss in (2.5, 2.62)]
     assert "best val loss" not in headings(results)
     first = replace(results[0], best_val_loss=Figure(2.4))
     assert "best val loss" in headings([first, results[1]])
@@ -167,10 +163,3 @@ def test_without_a_reference_nothing_speaks_of_one(tmp_path, write_run):
     for text in (to_text(results), shown):
         assert not [word for word in ("gap", "BF16", "reference") if word in text]
         assert "finished" in text
-
-
-def test_findings_tell_the_measured_gap_of_nearest_rounding(results):
-    first, second = findings(results)
-    assert first.startswith("E4M3 nearest: +0.450 nats (+21.4%)")
-    assert "E4M3 stochastic: +0.030 nats (+1.4%)" in first
-    assert second.startswith("E7M0 nearest: +0.920 nats")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nanogpt_bench.report.results import measure, tokens_to_gap
+from nanogpt_bench.report.results import measure
 from nanogpt_bench.report.rows import group_rows
 from nanogpt_bench.report.verdict import Evidence, Outcome, judge
 from nanogpt_bench.runs.load import load_run
@@ -136,16 +136,3 @@ def test_runs_that_differ_in_more_than_the_seed_are_rows_named_by_what_differs(t
     many = [("old", 2, 0), ("new", 5, 1)]
     runs = [(f"{name}-{seed}", seed, 1e-3, value) for name, count, value in many for seed in range(1, count + 1)]
     assert labels(*runs) == [("fp32 (old-1, old-2)", 2), ("fp32 (new-1, new-2, new-3 and 2 more)", 5)]
-
-
-def test_tokens_to_gap_are_the_first_at_which_the_smoothed_loss_left_the_reference(tmp_path, write_run, write_metrics):
-    base, far = write_run(tmp_path / "a"), write_run(tmp_path / "b", rule="fp32")
-    for folder in (base, far):
-        write_metrics(folder, {"train/loss": lambda step: 2.0})
-    # 200 steps are smoothed over 5: 0.3 nats from step 100 on first average more than 0.1 at step 101.
-    write_metrics(far, {"train/loss": lambda step: 2.3 if step >= 100 else 2.0})
-    runs = load_run(far), load_run(base)
-    assert tokens_to_gap(*runs, nats=0.1) == 768 * 102
-    assert tokens_to_gap(*runs, nats=0.31) is None
-    write_metrics(far, {"train/loss": lambda step: None if step == 50 else 2.0})
-    assert tokens_to_gap(load_run(far), load_run(base), nats=5.0) == 768 * 51
