@@ -178,13 +178,9 @@ class QuantizedLinear(nn.Linear):
         if input.is_nested:
             return over_nested(self.forward, input)
         weight = self._parameters.get("weight")
-        if (
-            type(weight) is FP8Parameter
-            and self.weight_scaler is self.activation_scaler is None
-            and self.activation_gradient_scaler is self.weight_gradient_scaler is None
-            and "draws" not in self._buffers
-        ):  # a product and no more: nothing is drawn, remembered or announced
-            return linear(input, weight, self.bias)
+        bare = self.weight_scaler is self.activation_scaler is self.activation_gradient_scaler is None
+        if bare and self.weight_gradient_scaler is None and type(weight) is FP8Parameter:
+            return linear(input, weight, self.bias)  # nothing is drawn, remembered or announced
         draw, repeats = self._pass()
         weight = self.weight
         if self.storage != "master" and not torch.compiler.is_compiling():
