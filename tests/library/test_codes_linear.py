@@ -160,3 +160,37 @@ def test_a_bias_of_another_dtype_is_refused_but_under_autocast() -> None:
         model(x)
     _, _, _, of_bias = passes(model, x, autocast=True)
     assert of_bias.dtype is torch.float64
+
+
+@pytest.mark.parametrize("operand", ["activation", "weight"])
+def test_a_layer_that_rounds_one_gradient_is_more_than_a_product(operand: str) -> None:
+    """As with storage grid, whose values are the same."""
+    found = {}
+    for storage, gradient in (("fp8", None), ("fp8", {operand: "E5M2"}), ("grid", {operand: "E5M2"})):
+        torch.manual_seed(0)
+        spec = fm.LayerSpec("E4M3", gradient=gradient)
+        model = fm.quantize_model(nn.Sequential(nn.Linear(32, 48)), spec, storage=storage, headroom=1, seed=1)  # type: ignore[arg-type]
+        found[storage, gradient is None] = passes(model, normal(4, 32, seed=2), autocast=False)[1:3]
+    ours, grid, bare = found["fp8", False], found["grid", False], found["fp8", True]
+    assert all(torch.equal(a, b) for a, b in zip(ours, grid, strict=True))
+    changed = ours[0] if operand == "activation" else ours[1]
+    assert not torch.equal(changed, bare[0] if operand == "activation" else bare[1])
+
+
+def test_compiled_code_serves_other_seeds_and_no_other_traits() -> None:
+    def facts(fmt: str = "E4M3", **options: Any) -> Any:
+        return fm.FP8Tensor(normal(32, 32), fmt, **{"seed": 1, **options}).__tensor_flatten__()[1]
+
+    serves = fm.FP8Tensor.__metadata_guard__
+    assert serves(facts(), facts(seed=2, draws="dither"))
+    others = [facts("E5M2"), facts(rounding="nearest"), facts(dtype=torch.bfloat16), facts(granularity="block")]
+    assert not any(serves(facts(), other) for other in others)
+
+
+def test_a_stale_cast_is_not_flattened() -> None:
+    w = fm.FP8Parameter(normal(16, 32), "E4M3", seed=1)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast: Any = w.to(torch.bfloat16)
+    w.set_scale_(1.0)
+    with pytest.raises(RuntimeError, match="has changed since it was cast under autocast"):
+        cast.__tensor_flatten__()
