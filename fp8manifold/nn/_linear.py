@@ -177,8 +177,12 @@ class QuantizedLinear(nn.Linear):
         """``Q_a(x) Q_w(W)^T + b``, in the dtype (or autocast dtype) of an ``nn.Linear``."""
         if input.is_nested:
             return over_nested(self.forward, input)
+        own = self._parameters.get("weight")
+        bare = self.weight_scaler is self.activation_scaler is self.activation_gradient_scaler is None
+        if bare and self.weight_gradient_scaler is None and type(own) is FP8Parameter:
+            return linear(input, own, self.bias)  # nothing is drawn, remembered or announced
         draw, repeats = self._pass()
-        weight = self.weight
+        weight: Tensor = self.weight
         if self.storage != "master" and not torch.compiler.is_compiling():
             check_kept(self, self.storage)
         if self.weight_scaler is not None:
@@ -248,8 +252,7 @@ class QuantizedLinear(nn.Linear):
     def _described_formats(self) -> str:
         names = {name: self._operands[name].format.name if name in self._operands else NONE for name in OPERANDS}
         shown = [f"{name}={names[name]}" for name in OPERANDS if name in OPERANDS[:2] or names[name] != NONE]
-        own = self.weight if isinstance(self.weight, FP8Tensor) else self.manifold
-        draws = getattr(own, "draws", "independent")
+        draws = getattr(self.weight if isinstance(self.weight, FP8Tensor) else self.manifold, "draws", "independent")
         shown += [f"storage={self.storage}", *([f"draws={draws}"] if draws != "independent" else [])]
         return ", ".join(shown)
 
@@ -284,10 +287,8 @@ class QuantizedLinear(nn.Linear):
 
     def _fake_quantized(self, name: OperandName, x: Tensor, scale: Tensor, draw: int) -> Tensor:
         operand = self._operands[name]
-        rounding, blocks = operand.rounding or "nearest", operand.granularity == "block"
-        return quantize_at(
-            x, scale, operand.format, operand.ste or "identity", rounding, self._key(name, draw), blocks=blocks
-        )
+        how = operand.ste or "identity", operand.rounding or "nearest", self._key(name, draw)
+        return quantize_at(x, scale, operand.format, *how, blocks=operand.granularity == "block")
 
     def _rounded(self, name: OperandName, draw: int) -> Rounded:
         scaler: Scaler | None = getattr(self, f"{name}_scaler")
@@ -448,8 +449,7 @@ class QuantizedLinear(nn.Linear):
 
 def _scale_of(scaler: Scaler, x: Tensor, repeats: bool) -> Tensor:
     """The scale of an operand; it is not remembered twice."""
-    scale: Tensor = scaler.preview(x) if repeats else scaler(x)
-    return scale
+    return scaler.preview(x) if repeats else scaler(x)
 
 
 def _scaler(operand: OperandSpec, shared: SharedAmax | None) -> Scaler:
