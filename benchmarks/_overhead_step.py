@@ -19,7 +19,7 @@ from _timing import seconds
 import fp8manifold as fm
 from fp8manifold._base import reading
 from fp8manifold._triton import launch
-from fp8manifold.optim import _agreement, _backends
+from fp8manifold.optim import _backends, _steady
 
 Step = Callable[[], object]
 SIZES: Final = (8, 60, 172, 290)
@@ -52,8 +52,8 @@ def pretend_a_card(until: ExitStack) -> None:
 
     kernel = Idle()
     places: list[tuple[Any, str, Any]] = [
-        (_agreement, "on_gpu", lambda device: True),
-        (_agreement, "is_triton", lambda slot: True),
+        (_steady, "on_gpu", lambda device: True),
+        (_steady, "is_triton", lambda slot: True),
         (_backends, "is_native", lambda slot: False),
         (reading, "is_read_at_once", lambda x: False),
         (launch, "_kernels", lambda: (kernel, kernel, kernel)),

@@ -12,8 +12,6 @@ from fp8manifold._ranks import local_of
 from fp8manifold.optim._agreement import (
     all_finite,
     in_every_process,
-    is_steady,
-    take_steady,
     warn_of_one,
     warn_of_skips,
 )
@@ -47,6 +45,7 @@ from fp8manifold.optim._scales import (
 from fp8manifold.optim._slot import Slot, counted, is_quantized, slot_of, stabilize
 from fp8manifold.optim._spec import BOUND_NAMES, Spec, spec_of
 from fp8manifold.optim._state import claim, gathered, make_state, new_stream, stiffness_field, take_remainder, twins
+from fp8manifold.optim._steady import Table, is_steady, planned
 from fp8manifold.optim._triton_step import hear
 from fp8manifold.optim._writeback import rounds_at_random
 
@@ -113,6 +112,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     fitted_scales: int = 0
     streams_begun: int = 0
     _unheard: tuple[tuple[Later, dict[Tensor, int | None], bool], ...] = ()  # what ``hear`` takes of each step
+    _table: Table | None = None  # of the last steady step; looked over before each use
     _in_backward: Hooks | None = None
     _has_started: bool = False
     elsewhere: Any = None
@@ -122,12 +122,17 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     stores_all_moments = True  # ``moments`` is for ordinary parameters too
     steps_alone = True  # a step of one parameter depends on nothing of the others
     defers_verdict = True  # planning and taking a step are those of this class, so that a card may decide on it
+    keeps_table = True  # a steady step may be taken again as it was planned: no class of others has a method in it
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Give a subclass that plans or takes steps in its own way its verdicts before them."""
         super().__init_subclass__(**options)
         own = any(getattr(cls, name) is not getattr(ManifoldOptimizer, name) for name in _PLANNING)
         cls.defers_verdict = cls.defers_verdict and not own
+        ours = ("fp8manifold.", "torch.", "builtins")
+        others = [base for base in cls.__mro__ if not base.__module__.startswith(ours)]
+        names = {name for base in others for name in vars(base) if not name.startswith("__")}
+        cls.keeps_table = not any(hasattr(base, name) for base in set(cls.__mro__) - {*others} for name in names)
 
     @property
     def bounded_share(self) -> float:
@@ -164,9 +169,13 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             return loss
         refuse_recording(self)
         self._hear()
-        slots, taken = self._slots(), None
-        if is_steady(self, slots):
-            taken = take_steady(self, slots)
+        table, self._table = self._table, None
+        if table is None or not table.serves(self):
+            slots = self._slots()
+            table = planned(self, slots) if is_steady(self, slots) else None
+        if table is not None:
+            taken = table.take(self)
+            self._table = table
         elif taken := self._may_step(slots):
             for group in self.param_groups:
                 for parameter in group["params"]:
@@ -186,9 +195,9 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         """
         refuse_recording(self)
         self._hear(parameter)
-        slots, taken = [self._slot(group, parameter)], None
-        if is_steady(self, slots):
-            taken = take_steady(self, slots, alone=True)
+        slots = [self._slot(group, parameter)]
+        if is_steady(self, slots) and (table := planned(self, slots)) is not None:
+            taken = table.take(self, alone=True)
         elif taken := self._may_step(slots):
             take_remainder(group, parameter, self.state)
             self._take(counted(self._begin(slots)))
@@ -361,7 +370,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, checking its options and parameters like the constructor's."""
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
+        self._table, group = None, self.param_groups[-1]
         unshare(self.param_groups)
         try:
             check_parameters(group["params"])
@@ -404,6 +413,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             ValueError: the state of another optimizer, of other parameters or of another format, or an option in it
                 out of range; nothing has changed then.
         """
+        self._table = None  # and with it what is held of the state that there was
         if not isinstance(state_dict, dict):
             check_state(self, state_dict)
         schedules = [{k: v for k, v in group.items() if callable(v)} for group in self.param_groups]

@@ -117,7 +117,7 @@ class Key(NamedTuple):
     stream: int
 
 
-_FOLLOWING: Final = frozenset(("scale", "arrays", "row", "rounding_key", "moments_key"))
+_FOLLOWING: Final = frozenset(("scale", "arrays", "row"))
 """Attributes of a slot that follow from the others."""
 
 
@@ -227,17 +227,17 @@ class Slot:
         """The number of this step since its moments were cleared, from 1."""
         return self.done + 1 - int(self.state.get("since", 0))
 
-    @cached_property
+    @property
     def key(self) -> Key:
         """The key of its draws."""
         return Key(self.group["seed"], self.done + 1, self.state["stream"])
 
-    @cached_property
+    @property
     def rounding_key(self) -> Stream:
         """The key of the draws for the weight."""
         return stream_of(self.draws, *self.key)
 
-    @cached_property
+    @property
     def moments_key(self) -> Stream:
         """Key of the moments' draws: independent, for a moment forgets, and earlier draws would enter its odds."""
         return Stream((*self.key, _FOR_MOMENTS))
@@ -411,28 +411,26 @@ def key_row(slot: Slot) -> list[int]:
     return keys
 
 
-def _first_rows(keys: Sequence[Stream], streams: NDArray[np.uint64]) -> NDArray[np.int32]:
-    """Round keys and phases at offset 0."""
-    rows = np.zeros((len(keys), 4), dtype=np.int32)
-    kinds: dict[tuple[int, ...], list[int]] = {}
-    for i, key in enumerate(keys):
-        kinds.setdefault(key.words[3:], []).append(i)
-        rows[i, 3] = key.phase
-    for more, some in kinds.items():
-        rows[some, :3] = round_key_rows([keys[i].words[:2] for i in some], streams[some], *more)
-    return rows
-
-
-def key_rows(slots: Sequence[Slot]) -> NDArray[np.int32]:
-    """The :func:`key_row` of each slot, those at offset 0 together."""
+def key_rows(slots: Sequence[Slot], *more: int) -> NDArray[np.int32]:
+    """The :func:`key_row` of each slot, those at offset 0 together; of other draws, with ``more``, keys alone."""
     rows = np.zeros((len(slots), KEYS), dtype=np.int32)
-    streams = np.array([slot.key.stream for slot in slots], dtype=np.uint64)
-    rows[:, :4] = _first_rows([slot.rounding_key for slot in slots], streams)
-    draws = [i for i, slot in enumerate(slots) if slot.spec.draws_for_moments]
-    if draws:
-        rows[draws, 4:] = _first_rows([slots[i].moments_key for i in draws], streams[draws])
+    streams = np.array([slot.state["stream"] for slot in slots], dtype=np.uint64)
+    words = [(slot.group["seed"], slot.done + 1) for slot in slots]
+    if more:
+        rows[:, :3] = round_key_rows(words, streams, *more)
+        return rows
+    kinds: dict[str, list[int]] = {}
     for i, slot in enumerate(slots):
-        if slot.offset:
+        kinds.setdefault(slot.draws, []).append(i)
+    for draws, some in kinds.items():
+        known = {words[i]: stream_of(draws, *words[i], 0) for i in some}
+        keys = [known[words[i]] for i in some]
+        rows[some, :3] = round_key_rows([key.words[:2] for key in keys], streams[some], *keys[0].words[3:])
+        rows[some, 3] = [key.phase for key in keys]
+    if some := [i for i, slot in enumerate(slots) if slot.spec.draws_for_moments]:
+        rows[some, 4:7] = round_key_rows([words[i] for i in some], streams[some], _FOR_MOMENTS)
+    for i, slot in enumerate(slots):
+        if slot.share is not None and slot.offset:
             rows[i] = key_row(slot)
     return rows
 

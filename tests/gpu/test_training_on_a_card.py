@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fp8manifold as fm
 from fp8manifold import optim
-from fp8manifold.optim import _agreement, _backends
+from fp8manifold.optim import _backends, _steady
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 CARD = torch.device("cuda")
@@ -65,7 +65,7 @@ KINDS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_leaves_the_bits_of_one_on_the_cpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if "eager" in kind:  # as where there are no kernels
-        monkeypatch.setattr(_agreement, "on_gpu", lambda device: False)
+        monkeypatch.setattr(_steady, "on_gpu", lambda device: False)
         monkeypatch.setattr(_backends, "is_triton", lambda slot: False)
     ours, there = parameters(torch.device("cpu")), parameters(CARD)
     made = [KINDS[kind](some) for some in (ours, there)]

@@ -22,7 +22,7 @@ from fp8manifold._encoded.storage import dequantize_codes
 from fp8manifold._native import _arrays
 from fp8manifold._triton.whole import decode_on_gpu, encode_on_gpu, round_on_gpu
 from fp8manifold.formats import as_format
-from fp8manifold.optim import _agreement, _backends, _optimizer, _triton_step
+from fp8manifold.optim import _backends, _optimizer, _steady, _triton_step
 from fp8manifold.optim._triton_step import run_triton
 from fp8manifold.random_bits import round_keys, signed_word, stream_of
 
@@ -199,8 +199,8 @@ def test_codes_against_their_definition(name: str) -> None:
 @pytest.fixture
 def on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps go the way that they go on a GPU, and their kernels are interpreted where there is none."""
-    monkeypatch.setattr(_agreement, "on_gpu", lambda device: True)
-    monkeypatch.setattr(_agreement, "is_triton", lambda slot: True)
+    monkeypatch.setattr(_steady, "on_gpu", lambda device: True)
+    monkeypatch.setattr(_steady, "is_triton", lambda slot: True)
     monkeypatch.setattr(reading, "is_read_at_once", lambda x: False)
 
 
@@ -248,7 +248,7 @@ def test_steady_steps_widen_and_are_refused_as_native_ones(
     for step, bad in enumerate((None, None, math.nan, None, 2.0**64, math.inf, None)):
         for optimizer in (ours, native):
             put(optimizer, step, bad)
-            monkeypatch.setattr(_agreement, "on_gpu", lambda device, gpu=optimizer is ours: gpu)
+            monkeypatch.setattr(_steady, "on_gpu", lambda device, gpu=optimizer is ours: gpu)
             optimizer.step()
         assert len(ours._unheard) == (step > 0)
         assert all(same_bits([a.cpu()], [b]) for a, b in zip(*parameters, strict=True))
@@ -280,7 +280,7 @@ def test_weights_of_zeros_begin_as_on_the_cpu(
             gradient[:3] *= step > 1
             gradient[3:] *= granularity != "tensor" or step > 1
             p.grad = gradient.to(p.device)
-            monkeypatch.setattr(_agreement, "on_gpu", lambda device, gpu=optimizer is made[0]: gpu)
+            monkeypatch.setattr(_steady, "on_gpu", lambda device, gpu=optimizer is made[0]: gpu)
             optimizer.step()
         unheard.append(len(made[0]._unheard))
         assert same_bits([a.cpu()], [b])
@@ -304,7 +304,7 @@ def test_scales_of_codes_without_a_number_double_as_they_do_on_the_host(
         made.append(optim.StiffnessAdamW([p], 1e-9, writeback="residual8", weight_decay=0.0))
     for step in range(2):
         for optimizer in made:
-            monkeypatch.setattr(_agreement, "on_gpu", lambda device, gpu=optimizer is made[0]: gpu)
+            monkeypatch.setattr(_steady, "on_gpu", lambda device, gpu=optimizer is made[0]: gpu)
             (p,) = optimizer.param_groups[0]["params"]
             p.grad = torch.zeros(p.shape, device=p.device)
             if step:

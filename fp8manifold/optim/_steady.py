@@ -1,0 +1,291 @@
+"""Steady steps: planned once, and taken again as long as everything that the plan was made from is as it was.
+
+A step is steady where planning it changes nothing: no first step, nothing due, one process, one device, native code or
+a GPU's kernels.  A card decides by itself whether it takes one, and the host hears of it later.
+"""
+
+import math
+import weakref
+from collections.abc import Sequence
+from functools import lru_cache
+from inspect import isfunction
+from itertools import chain
+from operator import attrgetter
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fp8manifold import _triton
+from fp8manifold._base.reading import Later
+from fp8manifold.optim._agreement import all_finite, are_several, squares_are_finite
+from fp8manifold.optim._checks import CHANGING, check_lr
+from fp8manifold.optim._native_step import NativeStep, is_native, sum_of_squares
+from fp8manifold.optim._scales import zero_scales
+from fp8manifold.optim._slot import Slot, counted
+from fp8manifold.optim._triton_step import TritonStep, doubles_on_card, is_triton, launched
+from fp8manifold.tensor import FP8Tensor
+
+_GRADIENTS: Final = (torch.float32, torch.bfloat16, torch.float16)
+_DUE: Final = ("refresh_every", "stabilize_every", "reset_every")
+
+
+def is_steady(optimizer: Any, slots: Sequence[Slot]) -> bool:
+    """Whether planning a step changes nothing, so that the plan may serve again and a card may decide on it.
+
+    On one device, in one process, unobserved, with nothing due: no first step, no refresh, no reset.
+    """
+    if not slots or are_several() or optimizer.observer is not None or not optimizer.defers_verdict:
+        return False
+    if vars(optimizer).keys() & _methods(type(optimizer)):
+        return False
+    devices = {device for slot in slots for device in (slot.parameter.device, slot.parameter.grad.device)}  # type: ignore[union-attr]
+    return len(devices) == 1 and all(map(_is_even, slots))
+
+
+def on_gpu(device: torch.device) -> bool:
+    """Whether kernels run there."""
+    return device.type == "cuda" and _triton.is_available()
+
+
+def _is_even(slot: Slot) -> bool:
+    parameter, state, gradient = slot.parameter, slot.state, slot.parameter.grad
+    if getattr(state.get("step"), "dtype", None) is not torch.float32 or "stream" not in state:
+        return False
+    if type(gradient) is not Tensor or gradient.layout is not torch.strided or gradient.dtype not in _GRADIENTS:
+        return False
+    if not parameter.numel() or slot.share is not None or not slot.in_place:
+        return False
+    if isinstance(parameter, FP8Tensor) and (parameter.remainder is not None or zero_scales(parameter) is not None):
+        return False
+    return _is_undue(slot.group, slot.done)
+
+
+def _is_undue(group: dict[str, Any], done: int) -> bool:
+    return bool(done) and not any(group[name] and done % group[name] == 0 for name in _DUE)
+
+
+def planned(optimizer: Any, slots: list[Slot]) -> "Table | None":
+    """The plan of a steady step; None where neither native code nor kernels have all of it."""
+    optimizer._check_options()
+    optimizer._check_schedules(slots)
+    optimizer._begin(slots)
+    takes = is_triton if on_gpu(slots[0].device) else _is_taken_in_place
+    return Table(slots) if all(map(takes, slots)) else None
+
+
+def _is_taken_in_place(slot: Slot) -> bool:
+    floats = [tensor for tensor in (slot.weight, slot.tensors["gradient"]) if tensor.is_floating_point()]
+    return is_native(slot) and all(tensor.dtype is torch.float32 for tensor in floats)
+
+
+_GRADIENT: Final = attrgetter("grad")
+_VERSION: Final = attrgetter("_version")
+_KIND: Final = attrgetter("dtype", "device", "layout", "shape")
+_FACTS: Final = (Tensor.data_ptr, _VERSION, Tensor.numel, attrgetter("dtype"), Tensor.is_contiguous)
+_PARTS: Final = attrgetter(
+    *("codes", "_scale", "exponents", "remainder", "format", "block_size", "rounding", "draws", "seed", "stepped_by")
+)
+_NO_STATE: Final[dict[str, Any]] = {}
+
+
+@lru_cache(maxsize=64)
+def _methods(kind: type) -> frozenset[str]:
+    """Methods that an optimizer may not have been given others for; schedulers wrap ``step``."""
+    return frozenset(name for name in dir(kind) if isfunction(getattr(kind, name))) - {"step"}
+
+
+class Table:
+    """The table of a steady step: slots, records and launches, with everything that they were made from.
+
+    It is no part of an optimizer's state: neither saved nor copied.  It serves again after one look at all of that:
+    groups, options, states and attributes by identity, tensors by address, version, size and dtype, and so step counts
+    by value.  Between steps it holds no tensor: what others let go is gone, and the table serves no more.
+    """
+
+    def __init__(self, slots: list[Slot]) -> None:
+        self.slots, self._device = slots, slots[0].device
+        self._step: NativeStep | TritonStep | None = None
+        self._said: Later | None = None
+        self._taken: bool | None = False
+        self._alive: list[weakref.ref[Any]] = []
+        self._parameters = [slot.parameter for slot in slots]
+        self._changed = [tensor for slot in slots for tensor in slot.changed]
+
+    def take(self, optimizer: Any, *, alone: bool = False) -> bool | None:
+        """Take the step of all, or of none where a gradient or its square is not finite.
+
+        A card decides on that, and the host hears of it later (:func:`~fp8manifold.optim._triton_step.hear`).  It waits
+        where that would be too late: where a group raises, and where one scale is that of a whole parameter, for its
+        S_ref is computed anew when it doubles.
+
+        Returns:
+            Whether it was taken; None where a card decides.
+
+        Raises:
+            FloatingPointError: a gradient is not finite, and its group has ``on_nonfinite="raise"``.
+        """
+        is_new, self._taken = self._step is None, False
+        words = self._on_card(optimizer, alone=alone) if on_gpu(self._device) else self._here(optimizer)
+        if words is None:
+            self._let_go()
+            return self._taken
+        if ends := [self._whole(slot, reached, emptied) for slot, reached, emptied in words]:
+            optimizer._widen(ends)
+        if self._said is not None:
+            versions = {p: _version_of(p) for p in self._parameters}
+            optimizer._unheard += ((self._said, versions, alone),)
+        torch.autograd.graph.increment_version(self._parameters)
+        if (is_new and not alone and optimizer.keeps_table) or (self._alive and ends):
+            self._seal(optimizer)
+        elif self._alive:
+            self._facts = [list(map(fact, self._tensors)) for fact in _FACTS]
+        self._let_go()
+        return self._taken
+
+    def _here(self, optimizer: Any) -> list[tuple[Slot, bool, bool]] | None:
+        """Take a step on the CPU; the slots with a weight at the end of its range, which they have reached."""
+        slots, step = self.slots, self._step
+        if step is None:
+            self._taken = all_finite(optimizer, slots)
+        else:
+            total = sum_of_squares(step.records["pointers"][:, 2], step.records["rows"] * step.records["length"])
+            self._taken = (total is not None and math.isfinite(total)) or all_finite(optimizer, slots)
+        if not self._taken:
+            return None
+        step = self._step = step if isinstance(step, NativeStep) else NativeStep(slots)
+        counted(slots)
+        found = step.run(slots).tolist()
+        torch.autograd.graph.increment_version(self._changed)
+        ends = []
+        for slot, (reached, emptied) in zip(slots, found, strict=True):
+            if slot.storage == "codes" and reached:
+                ends.append((slot, True, bool(emptied)))
+            elif slot.storage == "codes" and not emptied:
+                slot.parameter.filled = slot.parameter.codes._version  # type: ignore[attr-defined]
+        return ends
+
+    def _on_card(self, optimizer: Any, *, alone: bool) -> list[tuple[Slot, bool, bool]] | None:
+        """Launch a step; the slots whose scales don't double on the card, and whether they have reached an end."""
+        slots = self.slots
+        if isinstance(self._step, TritonStep):
+            said = self._step.run(slots)
+        elif (found := launched(slots, decides=True)) is not None:
+            self._step, said = found
+        else:
+            if taken := all_finite(optimizer, slots):
+                optimizer._take(counted(slots))
+            self._taken = taken
+            return None
+        self._said, self._taken = said, None
+        if any(slot.group["on_nonfinite"] == "raise" for slot in slots) and said.values[0][0]:
+            for slot in slots:
+                squares_are_finite(slot)  # which raises where it is asked to
+        counted(slots, said)
+        coded = [slot for slot in slots if slot.storage == "codes"]
+        scales = [slot.parameter.kept_scale for slot in coded]  # type: ignore[attr-defined]
+        torch.autograd.graph.increment_version(self._changed + scales)
+        late = [i for i, slot in enumerate(slots) if slot.storage == "codes" and not doubles_on_card(slot)]
+        return [(slots[i], bool(said.values[1 + i][0]), True) for i in late]
+
+    def serves(self, optimizer: Any) -> bool:
+        """Whether everything is as the step before has left it, and nothing is due; then the next step is ready."""
+        if not self._alive or (found := self._look(optimizer)) is None:
+            return False
+        parameters, gradients, tensors, seen = found
+        if seen != self._seen or [list(map(fact, tensors)) for fact in _FACTS] != self._facts:
+            return False
+        if not all(map(Tensor.is_contiguous, gradients)) or any(map(Tensor.is_neg, gradients)):
+            return False
+        places = np.array(list(map(Tensor.data_ptr, gradients)), dtype=np.uint64)
+        if isinstance(self._step, TritonStep) and not np.array_equal(places % 16 == 0, self._aligned):
+            return False
+        taken = self._taken if self._said is None else not self._said.values[0][0]
+        slots, kinds = self.slots, {}
+        for slot, parameter in zip(slots, parameters, strict=True):
+            slot.done += bool(taken)
+            slot.parameter, slot.state = parameter, optimizer.state[parameter]
+            kinds[id(slot.group), slot.done] = slot
+        if not all(_is_undue(slot.group, slot.done) for slot in kinds.values()):
+            return False
+        coded = [p for p in parameters if isinstance(p, FP8Tensor)]
+        if any(p.filled != p.codes._version and zero_scales(p) is not None for p in coded):
+            return False
+        for group in optimizer.param_groups:
+            check_lr(group)
+        assert self._step is not None
+        self._step.records["pointers"][:, 2] = places
+        optimizer._check_schedules(slots)
+        for slot in slots:
+            slot.numbers = optimizer._numbers(slot)
+        self._parameters, self._tensors = parameters, tensors
+        self._changed = [tensors[i] for i in self._places]
+        return True
+
+    def _look(self, optimizer: Any) -> tuple[list[Any], list[Tensor], list[Tensor], tuple[Any, ...]] | None:
+        """Parameters, gradients, all tensors, and what they and the plan are known by; None where there can't be one."""
+        groups = optimizer.param_groups
+        everyone = [p for group in groups for p in group["params"]]
+        given = list(map(_GRADIENT, everyone))
+        parameters = [p for p, gradient in zip(everyone, given, strict=True) if gradient is not None]
+        gradients = [gradient for gradient in given if gradient is not None]
+        if len(parameters) != len(self.slots) or {*map(type, gradients)} != {Tensor} or are_several():
+            return None
+        if optimizer.observer is not None or vars(optimizer).keys() & _methods(type(optimizer)):
+            return None
+        states = [optimizer.state.get(p, _NO_STATE) for p in parameters]
+        parts = [_PARTS(p) if isinstance(p, FP8Tensor) else (p,) for p in parameters]
+        held = [*groups, *map(type, parameters), *parameters, *chain.from_iterable(map(dict.values, states))]
+        held += chain.from_iterable(parts)
+        names, options = list(map(tuple, states)), [group | CHANGING for group in groups]
+        seen = (type(optimizer), on_gpu(self._device), len(everyone), list(map(id, held)), names, options)
+        tensors = [x for x in held if isinstance(x, Tensor) and not isinstance(x, FP8Tensor)]
+        self._held = held
+        return parameters, gradients, tensors, (*seen, list(map(_KIND, gradients)))
+
+    def _seal(self, optimizer: Any) -> None:
+        """Remember what a step has left, where the next one may go by that."""
+        self._alive = []
+        if (found := self._look(optimizer)) is None:
+            return
+        parameters, gradients, self._tensors, self._seen = found
+        if any(tensor.is_inference() for tensor in self._tensors) or not self._is_plain(gradients):
+            return
+        self._facts = [list(map(fact, self._tensors)) for fact in _FACTS]
+        known = {tensor.data_ptr(): i for i, tensor in enumerate(self._tensors)}
+        self._places = [known[tensor.data_ptr()] for tensor in self._changed]
+        self._aligned = np.array([gradient.data_ptr() % 16 == 0 for gradient in gradients])
+        alive: list[weakref.ref[Any]] = []
+        alive += [weakref.ref(x, lambda _: alive.clear()) for x in self._held if isinstance(x, Tensor)]
+        self._kept = [x for x in self._held if not isinstance(x, Tensor)]
+        self._alive = alive
+        for slot in self.slots:
+            vars(slot).pop("scale", None)
+            slot.tensors, slot.kept_scale = {}, None
+
+    def _is_plain(self, gradients: list[Tensor]) -> bool:
+        """Whether all addresses of the plan are those of tensors that are looked at: no copy, and no manifold's."""
+        assert self._step is not None
+        known = {0, *(tensor.data_ptr() for tensor in [*self._tensors, *gradients])}
+        stored = all(slot.storage in ("codes", "plain") for slot in self.slots)
+        return stored and known.issuperset(self._step.records["pointers"][:, 1:10].flatten().tolist())
+
+    def _whole(self, slot: Slot, reached: bool, emptied: bool) -> Slot:
+        """A slot with all that doubling its scales takes."""
+        held: Any = slot.parameter
+        if not slot.tensors:
+            slot.tensors, slot.kept_scale = {"weight": held.codes}, held.kept_scale
+        slot.reached, slot.emptied = [reached], [emptied]
+        return slot
+
+    def _let_go(self) -> None:
+        self._parameters, self._changed, self._tensors, self._held = [], [], [], []
+        self.slots = self.slots if self._alive else []
+        for slot in self.slots:
+            slot.parameter = slot.state = None  # type: ignore[assignment]
+
+
+def _version_of(parameter: Tensor) -> int | None:
+    held = parameter.codes if isinstance(parameter, FP8Tensor) else parameter
+    return None if held.is_inference() else held._version
