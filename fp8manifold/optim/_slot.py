@@ -430,7 +430,7 @@ def key_rows(slots: Sequence[Slot], *more: int) -> NDArray[np.int32]:
     if some := [i for i, slot in enumerate(slots) if slot.spec.draws_for_moments]:
         rows[some, 4:7] = round_key_rows([words[i] for i in some], streams[some], _FOR_MOMENTS)
     for i, slot in enumerate(slots):
-        if slot.share is not None and slot.offset:
+        if slot.offset:
             rows[i] = key_row(slot)
     return rows
 
