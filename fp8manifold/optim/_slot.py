@@ -436,6 +436,7 @@ def key_rows(slots: Sequence[Slot], *more: int) -> NDArray[np.int32]:
 
 
 _POSITIONS: Final = {name: i for i, name in enumerate(NUMBERS)}
+_EPS: Final = _POSITIONS["eps"]
 
 
 def row_of(numbers: Mapping[str, float], dtype: torch.dtype) -> list[float]:
@@ -446,11 +447,19 @@ def row_of(numbers: Mapping[str, float], dtype: torch.dtype) -> list[float]:
     row = [0.0] * len(NUMBERS)
     for name, number in numbers.items():
         row[_POSITIONS[name]] = number
-    row[_POSITIONS["eps"]] = max(row[_POSITIONS["eps"]], torch.finfo(dtype).tiny)
+    row[_EPS] = max(row[_EPS], torch.finfo(dtype).tiny)
     return row
 
 
 def number_rows(slots: Sequence[Slot]) -> NDArray[np.float32]:
     """The numbers of each slot, in float32; for native code a direction is a step by -1 from a weight of 0."""
-    numbers = [slot.numbers | ({"rate": -1.0} if slot.spec.storage == "direction" else {}) for slot in slots]
-    return np.array([row_of(each, torch.float32) for each in numbers], dtype=np.float64).astype(np.float32)
+    rows = np.zeros((len(slots), len(NUMBERS)), dtype=np.float64)
+    kinds: dict[tuple[str, ...], list[int]] = {}
+    for i, slot in enumerate(slots):
+        kinds.setdefault(tuple(slot.numbers), []).append(i)
+    for names, some in kinds.items():
+        places = [_POSITIONS[name] for name in names]
+        rows[np.ix_(some, places)] = [list(slots[i].numbers.values()) for i in some]
+    rows[[i for i, slot in enumerate(slots) if slot.spec.storage == "direction"], _POSITIONS["rate"]] = -1.0
+    rows[:, _EPS] = np.maximum(rows[:, _EPS], torch.finfo(torch.float32).tiny)
+    return rows.astype(np.float32)

@@ -83,10 +83,12 @@ def _is_taken_in_place(slot: Slot) -> bool:
 _GRADIENT: Final = attrgetter("grad")
 _VERSION: Final = attrgetter("_version")
 _KIND: Final = attrgetter("dtype", "device", "layout", "shape")
-_FACTS: Final = (Tensor.data_ptr, _VERSION, Tensor.numel, attrgetter("dtype"), Tensor.is_contiguous)
+_FACTS: Final = (Tensor.data_ptr, Tensor.numel, attrgetter("dtype"), Tensor.is_contiguous)
 _PARTS: Final = attrgetter(
     *("codes", "_scale", "exponents", "remainder", "format", "block_size", "rounding", "draws", "seed", "stepped_by")
 )
+_FILLED: Final = attrgetter("filled")
+_CODES_VERSION: Final = attrgetter("codes._version")
 _NO_STATE: Final[dict[str, Any]] = {}
 
 
@@ -110,8 +112,14 @@ class Table:
         self._said: Later | None = None
         self._taken: bool | None = False
         self._alive: list[weakref.ref[Any]] = []
-        self._parameters = [slot.parameter for slot in slots]
+        self._coded = [i for i, slot in enumerate(slots) if slot.storage == "codes"]
+        self._late = [i for i in self._coded if not doubles_on_card(slots[i])]
+        self._raises = any(slot.group["on_nonfinite"] == "raise" for slot in slots)
+        self._parameters: list[Any] = [slot.parameter for slot in slots]
         self._changed = [tensor for slot in slots for tensor in slot.changed]
+        if on_gpu(self._device):
+            self._changed += [self._parameters[i].kept_scale for i in self._coded]
+        self._tensors: list[Tensor] = []
 
     def take(self, optimizer: Any, *, alone: bool = False) -> bool | None:
         """Take the step of all, or of none where a gradient or its square is not finite.
@@ -127,25 +135,25 @@ class Table:
             FloatingPointError: a gradient is not finite, and its group has ``on_nonfinite="raise"``.
         """
         is_new, self._taken = self._step is None, False
-        words = self._on_card(optimizer, alone=alone) if on_gpu(self._device) else self._here(optimizer)
-        if words is None:
-            self._let_go()
-            return self._taken
-        if ends := [self._whole(slot, reached, emptied) for slot, reached, emptied in words]:
-            optimizer._widen(ends)
-        if self._said is not None:
-            versions = {p: _version_of(p) for p in self._parameters}
-            optimizer._unheard += ((self._said, versions, alone),)
-        torch.autograd.graph.increment_version(self._parameters)
-        if (is_new and not alone and optimizer.keeps_table) or (self._alive and ends):
-            self._seal(optimizer)
-        elif self._alive:
-            self._facts = [list(map(fact, self._tensors)) for fact in _FACTS]
-        self._let_go()
+        ends = self._on_card(optimizer) if on_gpu(self._device) else self._here(optimizer)
+        if ends is not None:
+            if ends:
+                optimizer._widen([self._whole(*end) for end in ends])
+            torch.autograd.graph.increment_version(self._parameters)
+            if (is_new and not alone and optimizer.keeps_table) or (self._alive and ends):
+                self._seal(optimizer)
+            self._versions = list(map(_VERSION, self._tensors))
+            if self._said is not None:
+                versions = dict(zip(self._parameters, map(_version_of, self._parameters), strict=True))
+                optimizer._unheard += ((self._said, versions, alone),)
+        self._parameters, self._changed, self._tensors = [], [], []
+        self.slots = self.slots if self._alive else []
+        for slot in self.slots:
+            slot.parameter = slot.state = None  # type: ignore[assignment]
         return self._taken
 
-    def _here(self, optimizer: Any) -> list[tuple[Slot, bool, bool]] | None:
-        """Take a step on the CPU; the slots with a weight at the end of its range, which they have reached."""
+    def _here(self, optimizer: Any) -> list[tuple[int, bool, bool]] | None:
+        """Take a step on the CPU; the slots with a weight at the end of its range."""
         slots, step = self.slots, self._step
         if step is None:
             self._taken = all_finite(optimizer, slots)
@@ -159,14 +167,15 @@ class Table:
         found = step.run(slots).tolist()
         torch.autograd.graph.increment_version(self._changed)
         ends = []
-        for slot, (reached, emptied) in zip(slots, found, strict=True):
-            if slot.storage == "codes" and reached:
-                ends.append((slot, True, bool(emptied)))
-            elif slot.storage == "codes" and not emptied:
-                slot.parameter.filled = slot.parameter.codes._version  # type: ignore[attr-defined]
+        for i in self._coded:
+            reached, emptied = found[i]
+            if reached:
+                ends.append((i, True, bool(emptied)))
+            elif not emptied:
+                self._parameters[i].filled = self._parameters[i].codes._version
         return ends
 
-    def _on_card(self, optimizer: Any, *, alone: bool) -> list[tuple[Slot, bool, bool]] | None:
+    def _on_card(self, optimizer: Any) -> list[tuple[int, bool, bool]] | None:
         """Launch a step; the slots whose scales don't double on the card, and whether they have reached an end."""
         slots = self.slots
         if isinstance(self._step, TritonStep):
@@ -174,57 +183,56 @@ class Table:
         elif (found := launched(slots, decides=True)) is not None:
             self._step, said = found
         else:
-            if taken := all_finite(optimizer, slots):
+            if all_finite(optimizer, slots):
                 optimizer._take(counted(slots))
-            self._taken = taken
+                self._taken = True
             return None
         self._said, self._taken = said, None
-        if any(slot.group["on_nonfinite"] == "raise" for slot in slots) and said.values[0][0]:
+        if self._raises and said.values[0][0]:
             for slot in slots:
                 squares_are_finite(slot)  # which raises where it is asked to
         counted(slots, said)
-        coded = [slot for slot in slots if slot.storage == "codes"]
-        scales = [slot.parameter.kept_scale for slot in coded]  # type: ignore[attr-defined]
-        torch.autograd.graph.increment_version(self._changed + scales)
-        late = [i for i, slot in enumerate(slots) if slot.storage == "codes" and not doubles_on_card(slot)]
-        return [(slots[i], bool(said.values[1 + i][0]), True) for i in late]
+        torch.autograd.graph.increment_version(self._changed)
+        return [(i, bool(said.values[1 + i][0]), True) for i in self._late]
 
     def serves(self, optimizer: Any) -> bool:
         """Whether everything is as the step before has left it, and nothing is due; then the next step is ready."""
         if not self._alive or (found := self._look(optimizer)) is None:
             return False
-        parameters, gradients, tensors, seen = found
-        if seen != self._seen or [list(map(fact, tensors)) for fact in _FACTS] != self._facts:
+        parameters, states, gradients, held, seen = found
+        if seen != self._seen:
+            return False
+        tensors = [held[i] for i in self._places]
+        if list(map(_VERSION, tensors)) != self._versions or _facts_of(tensors) != self._facts:
             return False
         if not all(map(Tensor.is_contiguous, gradients)) or any(map(Tensor.is_neg, gradients)):
             return False
         places = np.array(list(map(Tensor.data_ptr, gradients)), dtype=np.uint64)
         if isinstance(self._step, TritonStep) and not np.array_equal(places % 16 == 0, self._aligned):
             return False
-        taken = self._taken if self._said is None else not self._said.values[0][0]
-        slots, kinds = self.slots, {}
-        for slot, parameter in zip(slots, parameters, strict=True):
-            slot.done += bool(taken)
-            slot.parameter, slot.state = parameter, optimizer.state[parameter]
-            kinds[id(slot.group), slot.done] = slot
-        if not all(_is_undue(slot.group, slot.done) for slot in kinds.values()):
+        coded = [parameters[i] for i in self._coded]
+        left = zip(coded, map(_FILLED, coded), map(_CODES_VERSION, coded), strict=True)
+        if any(filled != version and zero_scales(p) is not None for p, filled, version in left):
             return False
-        coded = [p for p in parameters if isinstance(p, FP8Tensor)]
-        if any(p.filled != p.codes._version and zero_scales(p) is not None for p in coded):
+        taken = int(bool(self._taken) if self._said is None else not self._said.values[0][0])
+        self._left -= taken
+        if self._left <= 0:
             return False
         for group in optimizer.param_groups:
             check_lr(group)
+        for slot, parameter, state in zip(self.slots, parameters, states, strict=True):
+            slot.done, slot.parameter, slot.state = slot.done + taken, parameter, state
+        optimizer._check_schedules(self.slots)
+        for slot in self.slots:
+            slot.numbers = optimizer._numbers(slot)
         assert self._step is not None
         self._step.records["pointers"][:, 2] = places
-        optimizer._check_schedules(slots)
-        for slot in slots:
-            slot.numbers = optimizer._numbers(slot)
         self._parameters, self._tensors = parameters, tensors
-        self._changed = [tensors[i] for i in self._places]
+        self._changed = [tensors[i] for i in self._steps]
         return True
 
-    def _look(self, optimizer: Any) -> tuple[list[Any], list[Tensor], list[Tensor], tuple[Any, ...]] | None:
-        """Parameters, gradients, all tensors, and what they and the plan are known by; None where there can't be one."""
+    def _look(self, optimizer: Any) -> tuple[Any, ...] | None:
+        """Parameters, states, gradients, all that a plan is made of, and what it is known by; None where none can be."""
         groups = optimizer.param_groups
         everyone = [p for group in groups for p in group["params"]]
         given = list(map(_GRADIENT, everyone))
@@ -235,57 +243,58 @@ class Table:
         if optimizer.observer is not None or vars(optimizer).keys() & _methods(type(optimizer)):
             return None
         states = [optimizer.state.get(p, _NO_STATE) for p in parameters]
-        parts = [_PARTS(p) if isinstance(p, FP8Tensor) else (p,) for p in parameters]
+        coded = [p for p in parameters if isinstance(p, FP8Tensor)]
         held = [*groups, *map(type, parameters), *parameters, *chain.from_iterable(map(dict.values, states))]
-        held += chain.from_iterable(parts)
+        held += chain.from_iterable(map(_PARTS, coded))
         names, options = list(map(tuple, states)), [group | CHANGING for group in groups]
-        seen = (type(optimizer), on_gpu(self._device), len(everyone), list(map(id, held)), names, options)
-        tensors = [x for x in held if isinstance(x, Tensor) and not isinstance(x, FP8Tensor)]
-        self._held = held
-        return parameters, gradients, tensors, (*seen, list(map(_KIND, gradients)))
+        here = (type(optimizer), on_gpu(self._device), len(everyone))
+        seen = (here, options, list(map(id, held)), names, list(map(_KIND, gradients)))
+        return parameters, states, gradients, held, seen
 
     def _seal(self, optimizer: Any) -> None:
         """Remember what a step has left, where the next one may go by that."""
         self._alive = []
         if (found := self._look(optimizer)) is None:
             return
-        parameters, gradients, self._tensors, self._seen = found
-        if any(tensor.is_inference() for tensor in self._tensors) or not self._is_plain(gradients):
+        _, _, gradients, held, seen = found
+        places = [i for i, x in enumerate(held) if isinstance(x, Tensor) and not isinstance(x, FP8Tensor)]
+        tensors = [held[i] for i in places]
+        if any(tensor.is_inference() for tensor in tensors) or not self._is_plain(tensors + gradients):
             return
-        self._facts = [list(map(fact, self._tensors)) for fact in _FACTS]
-        known = {tensor.data_ptr(): i for i, tensor in enumerate(self._tensors)}
-        self._places = [known[tensor.data_ptr()] for tensor in self._changed]
+        known = {tensor.data_ptr(): i for i, tensor in enumerate(tensors)}
+        self._steps = [known[tensor.data_ptr()] for tensor in self._changed]
+        self._places, self._tensors, self._seen, self._facts = places, tensors, seen, _facts_of(tensors)
         self._aligned = np.array([gradient.data_ptr() % 16 == 0 for gradient in gradients])
+        self._kept = [x for x in held if not isinstance(x, Tensor)]  # no other has their identity
+        every = [(slot.group[name], slot.done) for slot in self.slots for name in _DUE if slot.group[name]]
+        self._left = min(period - done % period for period, done in every)
         alive: list[weakref.ref[Any]] = []
-        alive += [weakref.ref(x, lambda _: alive.clear()) for x in self._held if isinstance(x, Tensor)]
-        self._kept = [x for x in self._held if not isinstance(x, Tensor)]
+        alive += [weakref.ref(x, lambda _: alive.clear()) for x in held if isinstance(x, Tensor)]
         self._alive = alive
         for slot in self.slots:
             vars(slot).pop("scale", None)
             slot.tensors, slot.kept_scale = {}, None
 
-    def _is_plain(self, gradients: list[Tensor]) -> bool:
+    def _is_plain(self, tensors: list[Tensor]) -> bool:
         """Whether all addresses of the plan are those of tensors that are looked at: no copy, and no manifold's."""
         assert self._step is not None
-        known = {0, *(tensor.data_ptr() for tensor in [*self._tensors, *gradients])}
+        known = {0, *(tensor.data_ptr() for tensor in tensors)}
         stored = all(slot.storage in ("codes", "plain") for slot in self.slots)
         return stored and known.issuperset(self._step.records["pointers"][:, 1:10].flatten().tolist())
 
-    def _whole(self, slot: Slot, reached: bool, emptied: bool) -> Slot:
+    def _whole(self, i: int, reached: bool, emptied: bool) -> Slot:
         """A slot with all that doubling its scales takes."""
-        held: Any = slot.parameter
+        slot, held = self.slots[i], self._parameters[i]
         if not slot.tensors:
             slot.tensors, slot.kept_scale = {"weight": held.codes}, held.kept_scale
         slot.reached, slot.emptied = [reached], [emptied]
         return slot
 
-    def _let_go(self) -> None:
-        self._parameters, self._changed, self._tensors, self._held = [], [], [], []
-        self.slots = self.slots if self._alive else []
-        for slot in self.slots:
-            slot.parameter = slot.state = None  # type: ignore[assignment]
+
+def _facts_of(tensors: list[Tensor]) -> list[list[Any]]:
+    return [list(map(fact, tensors)) for fact in _FACTS]
 
 
-def _version_of(parameter: Tensor) -> int | None:
+def _version_of(parameter: Any) -> int | None:
     held = parameter.codes if isinstance(parameter, FP8Tensor) else parameter
     return None if held.is_inference() else held._version
