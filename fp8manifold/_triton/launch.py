@@ -12,7 +12,7 @@ from torch import Tensor
 from fp8manifold._triton import options
 from fp8manifold._triton.kinds import KernelSpec, Tile, Widening, as_constants
 
-__all__ = ["KernelsUnavailableError", "Kind", "Launches", "chunks_of", "launch", "launches_of"]
+__all__ = ["KernelsUnavailableError", "Kind", "Launches", "Tables", "chunks_of", "launch", "launches_of"]
 
 Kind = tuple[KernelSpec, Tile]
 """What a kernel is compiled for."""
@@ -77,13 +77,43 @@ def launch(launches: Launches, said: Tensor) -> None:
 
     Nothing is stepped where the first of ``said`` is not 0.
     """
-    with torch.cuda.device(said.device if said.device.type == "cuda" else -1):
-        tables = [(_uploaded(records.view(np.int32), said.device), calls) for records, calls in launches]
-        for table, calls in tables:
+    with _on(said.device):
+        tables = [_uploaded(records.view(np.int32), said.device) for records, _ in launches]
+        for table, (_, calls) in zip(tables, launches, strict=True):
             _compile(table, calls, said)
-        for table, calls in tables:
-            for kernel, chunks, facts in calls:
-                kernel[(len(chunks),)](table, chunks, said, *map(as_constants, facts), **options())
+        _run(tables, launches, said)
+
+
+def _on(device: torch.device) -> torch.cuda.device:
+    return torch.cuda.device(device if device.type == "cuda" else -1)
+
+
+def _run(tables: Sequence[Tensor], launches: Launches, said: Tensor) -> None:
+    for table, (_, calls) in zip(tables, launches, strict=True):
+        for kernel, chunks, facts in calls:
+            kernel[(len(chunks),)](table, chunks, said, *map(as_constants, facts), **options())
+
+
+class Tables:
+    """The tables of some launches in memory of their own, which a CUDA graph reads in every replay.
+
+    Args:
+        launches: launches whose kernels have run before.
+        said: what the kernels say.
+    """
+
+    def __init__(self, launches: Launches, said: Tensor) -> None:
+        self.said, self._launches = said, launches
+        self._tables = [torch.empty(r.view(np.int32).shape, dtype=torch.int32, device=said.device) for r, _ in launches]
+
+    def fill(self, launches: Launches) -> None:
+        """Copy the records of launches of the same kinds."""
+        for table, (records, _) in zip(self._tables, launches, strict=True):
+            table.copy_(_uploaded(records.view(np.int32), self.said.device))
+
+    def launch(self) -> None:
+        with _on(self.said.device):
+            _run(self._tables, self._launches, self.said.zero_())
 
 
 def _kernels() -> tuple[Any, Any, Any]:

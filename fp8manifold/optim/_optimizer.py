@@ -113,6 +113,8 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     streams_begun: int = 0
     _unheard: tuple[tuple[Later, dict[Tensor, int | None], bool], ...] = ()  # what ``hear`` takes of each step
     _table: Table | None = None  # of the last steady step; looked over before each use
+    _recorder: Callable[[], None] | None = None  # told of the step while a graph of what is around it is recorded
+    _graph: Callable[[Any, list[Slot]], Later] | None = None  # takes and counts what a card's table launches
     _in_backward: Hooks | None = None
     _has_started: bool = False
     elsewhere: Any = None
@@ -166,6 +168,9 @@ class ManifoldOptimizer(torch.optim.Optimizer):
                 loss = closure()
         if self._in_backward is not None:
             self._in_backward.finish()
+            return loss
+        if self._recorder is not None:
+            self._recorder()
             return loss
         refuse_recording(self)
         self._hear()

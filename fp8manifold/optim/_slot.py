@@ -341,16 +341,21 @@ def steps_taken(state: Mapping[str, Any]) -> int:
     return int(known(step, Tensor.item) if isinstance(step, Tensor) else step)
 
 
-def counted(slots: list[Slot], said: Later | None = None) -> list[Slot]:
-    """Count a step of some slots: as taken, or as the kernels say that have decided on it."""
+def counted(slots: list[Slot], said: Later | None = None, *, added: bool = False) -> list[Slot]:
+    """Count a step of some slots: as taken, or as the kernels say that have decided on it; ``added``: a graph has."""
     steps = [slot.state["step"] for slot in slots]
-    if said is not None:
-        torch._foreach_add_(steps, 1.0 - said.x[0, 0], alpha=1)  # without alpha torch waits, for the tensor's number
-    elif slots:
+    if said is not None and not added:
+        count_on_card(steps, said.x)
+    elif said is None and slots:
         torch._foreach_add_(steps, 1)
     for slot, step in zip(slots, steps, strict=True):
         expect(step, lambda done=slot.done: done + 1 - (0 if said is None else said.values[0][0]))
     return slots
+
+
+def count_on_card(steps: list[Tensor], said: Tensor) -> None:
+    """Count steps up by one, unless the kernels' first word says that they are refused."""
+    torch._foreach_add_(steps, 1.0 - said[0, 0], alpha=1)  # without alpha torch waits, for the tensor's number
 
 
 def scales_in_runs(held: FP8Tensor, scale: Tensor | None = None) -> tuple[Tensor, int | None]:

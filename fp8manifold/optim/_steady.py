@@ -177,9 +177,9 @@ class Table:
 
     def _on_card(self, optimizer: Any) -> list[tuple[int, bool, bool]] | None:
         """Launch a step; the slots whose scales don't double on the card, and whether they have reached an end."""
-        slots = self.slots
+        slots, graph = self.slots, optimizer._graph if isinstance(self._step, TritonStep) else None
         if isinstance(self._step, TritonStep):
-            said = self._step.run(slots)
+            said = self._step.run(slots) if graph is None else graph(self._step, slots)
         elif (found := launched(slots, decides=True)) is not None:
             self._step, said = found
         else:
@@ -191,7 +191,7 @@ class Table:
         if self._raises and said.values[0][0]:
             for slot in slots:
                 squares_are_finite(slot)  # which raises where it is asked to
-        counted(slots, said)
+        counted(slots, said, added=graph is not None)
         torch.autograd.graph.increment_version(self._changed)
         return [(i, bool(said.values[1 + i][0]), True) for i in self._late]
 

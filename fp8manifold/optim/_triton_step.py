@@ -66,11 +66,29 @@ class TritonStep:
         self._doubling = [i for i, slot in enumerate(slots) if doubles_on_card(slot)]
         self._widenings = _widenings([slots[i] for i in self._doubling])
         self._device = slots[0].device
-        self._launches = launches_of(self.records, kinds, self._device, check=decides, widenings=self._widenings)
+        self.launches = launches_of(self.records, kinds, self._device, check=decides, widenings=self._widenings)
 
     def run(self, slots: Sequence[Slot]) -> Later:
         """Launch them; what the kernels say has a row for all and one for each, and nobody waits for it."""
-        said = torch.zeros((1 + len(slots), SAID), dtype=torch.int32, device=self._device)
+        said = self.words()
+        self.fill(slots, said)
+        launch(self.launches, said)
+        self._scales = []  # copies, which a table does not serve with
+        return Later(said)
+
+    def words(self) -> Tensor:
+        """Zeros in which kernels say something: a row for all steps, and one for each."""
+        return torch.zeros((1 + len(self.records), SAID), dtype=torch.int32, device=self._device)
+
+    @property
+    def signature(self) -> Any:
+        """Everything in the launches but numbers, keys and the places of gradients."""
+        calls = [(kernel, id(chunks), facts) for _, some in self.launches for kernel, chunks, facts in some]
+        places = [records["pointers"][:, :-1].tolist() for records, _ in self.launches]
+        return calls, [[row[:2] + row[3:] for row in places[0]], *places[1:]]
+
+    def fill(self, slots: Sequence[Slot], said: Tensor) -> None:
+        """Fill the records with the numbers and keys of a step, and with the places of what its kernels say."""
         records, places = self.records, said.data_ptr() + said[0].nbytes * np.arange(1, 1 + len(slots), dtype=np.uint64)
         records["pointers"][:, -1] = places
         records["keys"], records["hyper"] = key_rows(slots), number_rows(slots)
@@ -78,9 +96,6 @@ class TritonStep:
             doubled = self._widenings[0]
             doubled["pointers"][:, -1] = places[self._doubling]
             doubled["keys"] = key_rows([slots[i] for i in self._doubling], FOR_RESCALING)[:, :4]
-        launch(self._launches, said)
-        self._scales = []  # copies, which a table does not serve with
-        return Later(said)
 
 
 def launched(slots: Sequence[Slot], *, decides: bool) -> tuple[TritonStep, Later] | None:
