@@ -411,6 +411,30 @@ def test_to_record_a_step_is_refused_in_one_line(in_backward: bool, monkeypatch:
     assert not optimizer.state
 
 
+def in_backward(p: Any) -> Any:
+    optimizer = optim.StiffnessSGD([p], 1.0)
+    optim.step_in_backward(optimizer)
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("made", "error", "message"),
+    [
+        (
+            lambda p: torch.optim.SGD([p], 1.0),
+            TypeError,
+            "optimizer is a SGD: graphed takes those of fp8manifold.optim",
+        ),
+        (lambda p: optim.StiffnessAdamW([p], 1.0), ValueError, "StiffnessAdamW are on cpu: a CUDA graph takes"),
+        (in_backward, ValueError, "this StiffnessSGD steps in the backward pass"),
+    ],
+)
+def test_what_no_graph_can_hold_is_refused(made: Any, error: type[Exception], message: str) -> None:
+    p = fm.FP8Parameter(normal(4, 8), "E4M3", seed=1)
+    with pytest.raises(error, match=message):
+        optim.graphed(lambda: None, made(p))
+
+
 # ------------------------------------------------------------------------------------------------------------ failures
 class Failing:
     """A kernel that cannot be compiled."""
