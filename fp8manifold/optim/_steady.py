@@ -111,7 +111,7 @@ class Table:
         self._step: NativeStep | TritonStep | None = None
         self._said: Later | None = None
         self._taken: bool | None = False
-        self._alive: list[weakref.ref[Any]] = []
+        self.alive: list[weakref.ref[Any]] = []
         self._coded = [i for i, slot in enumerate(slots) if slot.storage == "codes"]
         self._late = [i for i in self._coded if not doubles_on_card(slots[i])]
         self._raises = any(slot.group["on_nonfinite"] == "raise" for slot in slots)
@@ -140,14 +140,14 @@ class Table:
             if ends:
                 optimizer._widen([self._whole(*end) for end in ends])
             torch.autograd.graph.increment_version(self._parameters)
-            if (is_new and not alone and optimizer.keeps_table) or (self._alive and ends):
+            if (is_new and not alone and optimizer.keeps_table) or (self.alive and ends):
                 self._seal(optimizer)
             self._versions = list(map(_VERSION, self._tensors))
             if self._said is not None:
                 versions = dict(zip(self._parameters, map(_version_of, self._parameters), strict=True))
                 optimizer._unheard += ((self._said, versions, alone),)
         self._parameters, self._changed, self._tensors = [], [], []
-        self.slots = self.slots if self._alive else []
+        self.slots = self.slots if self.alive else []
         for slot in self.slots:
             slot.parameter = slot.state = None  # type: ignore[assignment]
         return self._taken
@@ -197,7 +197,7 @@ class Table:
 
     def serves(self, optimizer: Any) -> bool:
         """Whether everything is as the step before has left it, and nothing is due; then the next step is ready."""
-        if not self._alive or (found := self._look(optimizer)) is None:
+        if not self.alive or (found := self._look(optimizer)) is None:
             return False
         parameters, states, gradients, held, seen = found
         if seen != self._seen:
@@ -232,12 +232,11 @@ class Table:
         return True
 
     def _look(self, optimizer: Any) -> tuple[Any, ...] | None:
-        """Parameters, states, gradients, all that a plan is made of, and what it is known by; None where none can be."""
+        """Parameters, states, gradients, all that a plan is made of, what it is known by; None where none can be."""
         groups = optimizer.param_groups
-        everyone = [p for group in groups for p in group["params"]]
-        given = list(map(_GRADIENT, everyone))
-        parameters = [p for p, gradient in zip(everyone, given, strict=True) if gradient is not None]
-        gradients = [gradient for gradient in given if gradient is not None]
+        each = [[p for p in group["params"] if p.grad is not None] for group in groups]
+        parameters = [*chain.from_iterable(each)]
+        gradients = list(map(_GRADIENT, parameters))
         if len(parameters) != len(self.slots) or {*map(type, gradients)} != {Tensor} or are_several():
             return None
         if optimizer.observer is not None or vars(optimizer).keys() & _methods(type(optimizer)):
@@ -247,13 +246,13 @@ class Table:
         held = [*groups, *map(type, parameters), *parameters, *chain.from_iterable(map(dict.values, states))]
         held += chain.from_iterable(map(_PARTS, coded))
         names, options = list(map(tuple, states)), [group | CHANGING for group in groups]
-        here = (type(optimizer), on_gpu(self._device), len(everyone))
+        here = (type(optimizer), on_gpu(self._device), *map(len, each))
         seen = (here, options, list(map(id, held)), names, list(map(_KIND, gradients)))
         return parameters, states, gradients, held, seen
 
     def _seal(self, optimizer: Any) -> None:
         """Remember what a step has left, where the next one may go by that."""
-        self._alive = []
+        self.alive = []
         if (found := self._look(optimizer)) is None:
             return
         _, _, gradients, held, seen = found
@@ -270,7 +269,7 @@ class Table:
         self._left = min(period - done % period for period, done in every)
         alive: list[weakref.ref[Any]] = []
         alive += [weakref.ref(x, lambda _: alive.clear()) for x in held if isinstance(x, Tensor)]
-        self._alive = alive
+        self.alive = alive
         for slot in self.slots:
             vars(slot).pop("scale", None)
             slot.tensors, slot.kept_scale = {}, None
