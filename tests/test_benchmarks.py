@@ -103,6 +103,20 @@ def test_optimizer_step_from_end_to_end(tmp_path: Path) -> None:
     assert "(optimi-kahan): missing: ImportError: not here" in printed
 
 
+#: the most files, functions and moves between files that a later step enters on a CPU, planned and from its table
+WALKS = {"later": (16, 98, 55), "steady": (11, 60, 60)}
+
+
+@pytest.mark.parametrize("optimizer", ["StiffnessAdamW", "StiffnessSGD", "StiffnessLion", "Madam"])
+def test_the_way_of_a_step_is_short(optimizer: str, modules: dict[str, ModuleType]) -> None:
+    """And has no helper of a GPU's in it."""
+    walk = modules["walk_of_a_step"]
+    for name, entered in walk.walks(optimizer, walk.STEPS):
+        if name != "first":
+            assert all(a <= b for a, b in zip(walk.lengths(entered), WALKS[name], strict=True)), walk.lengths(entered)
+            assert not [file for file, _ in entered if "triton" in file]
+
+
 def test_bytes_and_ratios_of_torch_optimizers(modules: dict[str, ModuleType], small: Any) -> None:
     lines = {name: modules["optimizer_step"].measure(name, small, 4) for name in ("adamw-loop", "sgd-fused")}
     # weights and two moments, and a step count of 4 bytes for each of 50 tensors

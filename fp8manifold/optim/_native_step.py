@@ -117,8 +117,8 @@ def sum_of_squares(places: Sequence[int], sizes: Sequence[int]) -> float | None:
     if (kernels := library()) is None:
         return None
     addresses, numbers = np.array(places, dtype=np.uint64), np.array(sizes, dtype=np.int64)
-    arrays = [ctypes.c_void_p(array.ctypes.data) for array in (addresses, numbers)]
-    return float(kernels.fp8manifold_squares(*arrays, len(sizes)))
+    pointers = ctypes.c_void_p(addresses.ctypes.data), ctypes.c_void_p(numbers.ctypes.data)
+    return float(kernels.fp8manifold_squares(*pointers, len(sizes)))
 
 
 def _matrix(slot: Slot) -> tuple[int, int, int, Tensor | None]:

@@ -169,7 +169,8 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             self._in_backward.finish()
             return loss
         refuse_recording(self)
-        self._hear()
+        if self._unheard:
+            self._hear()
         table, self._table = self._table, None
         if table is None or not table.serves(self):
             slots = self._slots()
@@ -225,7 +226,10 @@ class ManifoldOptimizer(torch.optim.Optimizer):
 
     def _slots(self) -> list[Slot]:
         """The slots of the parameters that have a gradient."""
-        return [self._slot(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        slots = []
+        for group in self.param_groups:
+            slots += [slot_of(group, p, self.state.get(p, {})) for p in group["params"] if p.grad is not None]
+        return slots
 
     def _slot(self, group: dict[str, Any], parameter: Tensor) -> Slot:
         return slot_of(group, parameter, self.state.get(parameter, {}))

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Sequence
 from functools import lru_cache
 from inspect import isfunction
-from itertools import chain
+from itertools import chain, repeat
 from operator import attrgetter
 from typing import Any, Final
 
@@ -40,8 +40,8 @@ def is_steady(optimizer: Any, slots: Sequence[Slot]) -> bool:
         return False
     if vars(optimizer).keys() & _methods(type(optimizer)):
         return False
-    devices = {device for slot in slots for device in (slot.parameter.device, slot.parameter.grad.device)}  # type: ignore[union-attr]
-    return len(devices) == 1 and all(map(_is_even, slots))
+    device = slots[0].parameter.device
+    return all(map(_is_even, slots, repeat(device)))
 
 
 def on_gpu(device: torch.device) -> bool:
@@ -49,21 +49,20 @@ def on_gpu(device: torch.device) -> bool:
     return device.type == "cuda" and _triton.is_available()
 
 
-def _is_even(slot: Slot) -> bool:
-    parameter, state, gradient = slot.parameter, slot.state, slot.parameter.grad
+def _is_even(slot: Slot, device: torch.device) -> bool:
+    group, parameter, state, gradient = slot.group, slot.parameter, slot.state, slot.parameter.grad
     if getattr(state.get("step"), "dtype", None) is not torch.float32 or "stream" not in state:
         return False
     if type(gradient) is not Tensor or gradient.layout is not torch.strided or gradient.dtype not in _GRADIENTS:
+        return False
+    if not parameter.device == gradient.device == device:
         return False
     if not parameter.numel() or slot.share is not None or not slot.in_place:
         return False
     if isinstance(parameter, FP8Tensor) and (parameter.remainder is not None or zero_scales(parameter) is not None):
         return False
-    return _is_undue(slot.group, slot.done)
-
-
-def _is_undue(group: dict[str, Any], done: int) -> bool:
-    return bool(done) and not any(group[name] and done % group[name] == 0 for name in _DUE)
+    due = [group[name] for name in _DUE if group[name]]
+    return bool(slot.done) and all(map(slot.done.__mod__, due))
 
 
 def planned(optimizer: Any, slots: list[Slot]) -> "Table | None":
@@ -76,8 +75,8 @@ def planned(optimizer: Any, slots: list[Slot]) -> "Table | None":
 
 
 def _is_taken_in_place(slot: Slot) -> bool:
-    floats = [tensor for tensor in (slot.weight, slot.tensors["gradient"]) if tensor.is_floating_point()]
-    return is_native(slot) and all(tensor.dtype is torch.float32 for tensor in floats)
+    stored = torch.uint8 if slot.storage == "codes" else torch.float32
+    return slot.weight.dtype is stored and slot.tensors["gradient"].dtype is torch.float32 and is_native(slot)
 
 
 _GRADIENT: Final = attrgetter("grad")
@@ -113,11 +112,12 @@ class Table:
         self._taken: bool | None = False
         self.alive: list[weakref.ref[Any]] = []
         self._coded = [i for i, slot in enumerate(slots) if slot.storage == "codes"]
-        self._late = [i for i in self._coded if not doubles_on_card(slots[i])]
-        self._raises = any(slot.group["on_nonfinite"] == "raise" for slot in slots)
+        self._late, self._raises = [], False
         self._parameters: list[Any] = [slot.parameter for slot in slots]
-        self._changed = [tensor for slot in slots for tensor in slot.changed]
+        self._changed = [*chain.from_iterable(slot.changed for slot in slots)]
         if on_gpu(self._device):
+            self._late = [i for i in self._coded if not doubles_on_card(slots[i])]
+            self._raises = any(slot.group["on_nonfinite"] == "raise" for slot in slots)
             self._changed += [self._parameters[i].kept_scale for i in self._coded]
         self._tensors: list[Tensor] = []
 
@@ -154,15 +154,13 @@ class Table:
 
     def _here(self, optimizer: Any) -> list[tuple[int, bool, bool]] | None:
         """Take a step on the CPU; the slots with a weight at the end of its range."""
-        slots, step = self.slots, self._step
-        if step is None:
-            self._taken = all_finite(optimizer, slots)
-        else:
-            total = sum_of_squares(step.records["pointers"][:, 2], step.records["rows"] * step.records["length"])
-            self._taken = (total is not None and math.isfinite(total)) or all_finite(optimizer, slots)
+        slots = self.slots
+        step = self._step if isinstance(self._step, NativeStep) else NativeStep(slots)
+        total = sum_of_squares(step.records["pointers"][:, 2], step.records["rows"] * step.records["length"])
+        self._taken = (total is not None and math.isfinite(total)) or all_finite(optimizer, slots)
         if not self._taken:
             return None
-        step = self._step = step if isinstance(step, NativeStep) else NativeStep(slots)
+        self._step = step
         counted(slots)
         found = step.run(slots).tolist()
         torch.autograd.graph.increment_version(self._changed)

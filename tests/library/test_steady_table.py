@@ -274,6 +274,23 @@ EDITS: dict[str, Callable[[Any], None]] = {
 }
 """What drops a table."""
 
+
+def forge(change: Callable[[Tensor], Tensor]) -> Callable[[Any], None]:
+    """Put other data into a moment, at the same address."""
+
+    def edit(o: Any) -> None:
+        moment = state_of(o)["exp_avg"]
+        moment.data = change(moment.data)
+
+    return edit
+
+
+FORGED = {
+    "a moment of fewer elements": forge(lambda x: x[:2]),
+    "a moment of another dtype": forge(lambda x: x.view(torch.int32)),
+}
+"""What drops it, and is refused by the step that is planned then."""
+
 KEPT: dict[str, Callable[[Any], None]] = {
     "lr": set_option("lr", 1e-4),
     "lr, a tensor": set_option("lr", torch.tensor(1e-4)),
@@ -301,7 +318,7 @@ def test_each_edit_drops_the_table_or_changes_nothing_of_it(edit: str, served: l
             assert served in ([True, True, edit in KEPT], [True, True] * (edit not in KEPT))
 
 
-@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("edit", EDITS | FORGED)
 def test_no_edit_that_drops_the_table_is_without_effect_or_cause(edit: str, served: list[bool]) -> None:
     """Each of them alone: without it the same table serves."""
     optimizer = made()
@@ -311,7 +328,7 @@ def test_no_edit_that_drops_the_table_is_without_effect_or_cause(edit: str, serv
     table = optimizer._table
     assert served == [True, True]
     put(optimizer, 4)
-    EDITS[edit](optimizer)
+    (EDITS | FORGED)[edit](optimizer)
     assert optimizer._table is not table or not table.serves(optimizer)
 
 
