@@ -38,7 +38,7 @@ def is_steady(optimizer: Any, slots: Sequence[Slot]) -> bool:
     """
     if not slots or are_several() or optimizer.observer is not None or not optimizer.defers_verdict:
         return False
-    if vars(optimizer).keys() & _methods(type(optimizer)):
+    if vars(optimizer).keys() & _methods(optimizer.__class__):
         return False
     device = slots[0].parameter.device
     return all(map(_is_even, slots, repeat(device)))
@@ -92,7 +92,7 @@ _NO_STATE: Final[dict[str, Any]] = {}
 
 
 @lru_cache(maxsize=64)
-def _methods(kind: type) -> frozenset[str]:
+def _methods(kind: Any) -> frozenset[str]:
     """Methods that an optimizer may not have been given others for; schedulers wrap ``step``."""
     return frozenset(name for name in dir(kind) if isfunction(getattr(kind, name))) - {"step"}
 
@@ -237,7 +237,7 @@ class Table:
         gradients = list(map(_GRADIENT, parameters))
         if len(parameters) != len(self.slots) or {*map(type, gradients)} != {Tensor} or are_several():
             return None
-        if optimizer.observer is not None or vars(optimizer).keys() & _methods(type(optimizer)):
+        if optimizer.observer is not None or vars(optimizer).keys() & _methods(optimizer.__class__):
             return None
         states = [optimizer.state.get(p, _NO_STATE) for p in parameters]
         coded = [p for p in parameters if isinstance(p, FP8Tensor)]
