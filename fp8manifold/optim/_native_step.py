@@ -3,7 +3,7 @@
 import ctypes
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Final, get_args
+from typing import Any, Final, get_args
 
 import numpy as np
 import torch
@@ -112,13 +112,16 @@ def _store_halves(slot: Slot, stepped: Tensor) -> None:
     weight.copy_(stepped)
 
 
-def sum_of_squares(places: Sequence[int], sizes: Sequence[int]) -> float | None:
-    """The sum of squares over contiguous float32 memory of the CPU, in float32; None without native code."""
+def sum_of_squares(places: Any, sizes: Any) -> float | None:
+    """The sum of squares over contiguous float32 memory of the CPU, in float32; None without native code.
+
+    ``places`` are addresses, and ``sizes`` numbers of elements, in lists or arrays.
+    """
     if (kernels := library()) is None:
         return None
     addresses, numbers = np.array(places, dtype=np.uint64), np.array(sizes, dtype=np.int64)
-    arrays = [ctypes.c_void_p(array.ctypes.data) for array in (addresses, numbers)]
-    return float(kernels.fp8manifold_squares(*arrays, len(sizes)))
+    pointers = ctypes.c_void_p(addresses.ctypes.data), ctypes.c_void_p(numbers.ctypes.data)
+    return float(kernels.fp8manifold_squares(*pointers, len(sizes)))
 
 
 def _matrix(slot: Slot) -> tuple[int, int, int, Tensor | None]:

@@ -52,6 +52,7 @@ from fp8manifold.optim._writeback import rounds_at_random
 _RESET: Final = frozenset((*MOMENT_NAMES, *BOUND_NAMES))
 """Entries of the state that ``reset_every`` clears."""
 _COUNTS: Final = ("skipped_steps", "skipped_in_row", "widened_scales", "fitted_scales", "streams_begun")
+_FACTS: Final = ("defers_verdict", "keeps_table")
 _PLANNING: Final = ("_begin", "_may_step", "_prepare", "_run", "_take", "_widen")
 
 
@@ -127,14 +128,14 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     keeps_table = True  # a steady step may be taken again as it was planned: no class of others has a method in it
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Give a subclass that plans or takes steps in its own way its verdicts before them."""
+        """Give a subclass that plans or takes steps in its own way its verdicts before them, and others' no table."""
         super().__init_subclass__(**options)
-        own = any(getattr(cls, name) is not getattr(ManifoldOptimizer, name) for name in _PLANNING)
-        cls.defers_verdict = cls.defers_verdict and not own
         ours = ("fp8manifold.", "torch.", "builtins")
         others = [base for base in cls.__mro__ if not base.__module__.startswith(ours)]
-        names = {name for base in others for name in vars(base) if not name.startswith("__")}
+        names = {name for base in others for name in vars(base) if not name.startswith("__")} - {*_FACTS}
         cls.keeps_table = not any(hasattr(base, name) for base in set(cls.__mro__) - {*others} for name in names)
+        own = any(getattr(cls, name) is not getattr(ManifoldOptimizer, name) for name in _PLANNING)
+        cls.defers_verdict = cls.defers_verdict and not own
 
     @property
     def bounded_share(self) -> float:
@@ -173,14 +174,15 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             self._recorder()
             return loss
         refuse_recording(self)
-        self._hear()
+        if self._unheard:
+            self._hear()
         table, self._table = self._table, None
         if table is None or not table.serves(self):
             slots = self._slots()
             table = planned(self, slots) if is_steady(self, slots) else None
         if table is not None:
             taken = table.take(self)
-            self._table = table
+            self._table = table if table.alive else None
         elif taken := self._may_step(slots):
             for group in self.param_groups:
                 for parameter in group["params"]:
@@ -229,7 +231,10 @@ class ManifoldOptimizer(torch.optim.Optimizer):
 
     def _slots(self) -> list[Slot]:
         """The slots of the parameters that have a gradient."""
-        return [self._slot(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        slots = []
+        for group in self.param_groups:
+            slots += [slot_of(group, p, self.state.get(p, {})) for p in group["params"] if p.grad is not None]
+        return slots
 
     def _slot(self, group: dict[str, Any], parameter: Tensor) -> Slot:
         return slot_of(group, parameter, self.state.get(parameter, {}))

@@ -139,8 +139,6 @@ class Slot:
     #: as it is kept: the exponents alone, uint8, where blocks have scales
     kept_scale: Tensor | None = None
     block_size: int | None = None
-    #: weights that share a scale in blocks or squares, and 0 where there are none
-    shared: int = 0
     metric: Metric = "ulp"
     rounding: str = "nearest"
     #: how the draws for the weight follow each other, step by step
@@ -201,7 +199,8 @@ class Slot:
         per_channel = int(scales > 1)
         layout = LAYOUTS.index(self.fmt.layout)
         fields = (self.fmt.exponent_bits, self.fmt.mantissa_bits, self.fmt.bias, layout)
-        return (*fields, self.shared or per_channel)
+        shared = number_of(local_of(self.parameter).block_size) if self.storage == "codes" else 0
+        return (*fields, shared or per_channel)
 
     @property
     def scale_is_power_of_two(self) -> bool:
@@ -307,7 +306,6 @@ def slot_of(group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> 
             held.format,
             scale,
             block_size,
-            number_of(held.block_size),
             rounding=held.rounding,
             draws=draws or held.draws,
             share=share,

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Sequence
 from functools import lru_cache
 from inspect import isfunction
-from itertools import chain
+from itertools import chain, repeat
 from operator import attrgetter
 from typing import Any, Final
 
@@ -38,10 +38,10 @@ def is_steady(optimizer: Any, slots: Sequence[Slot]) -> bool:
     """
     if not slots or are_several() or optimizer.observer is not None or not optimizer.defers_verdict:
         return False
-    if vars(optimizer).keys() & _methods(type(optimizer)):
+    if vars(optimizer).keys() & _methods(optimizer.__class__):
         return False
-    devices = {device for slot in slots for device in (slot.parameter.device, slot.parameter.grad.device)}  # type: ignore[union-attr]
-    return len(devices) == 1 and all(map(_is_even, slots))
+    device = slots[0].parameter.device
+    return all(map(_is_even, slots, repeat(device)))
 
 
 def on_gpu(device: torch.device) -> bool:
@@ -49,21 +49,20 @@ def on_gpu(device: torch.device) -> bool:
     return device.type == "cuda" and _triton.is_available()
 
 
-def _is_even(slot: Slot) -> bool:
-    parameter, state, gradient = slot.parameter, slot.state, slot.parameter.grad
+def _is_even(slot: Slot, device: torch.device) -> bool:
+    group, parameter, state, gradient = slot.group, slot.parameter, slot.state, slot.parameter.grad
     if getattr(state.get("step"), "dtype", None) is not torch.float32 or "stream" not in state:
         return False
     if type(gradient) is not Tensor or gradient.layout is not torch.strided or gradient.dtype not in _GRADIENTS:
+        return False
+    if not parameter.device == gradient.device == device:
         return False
     if not parameter.numel() or slot.share is not None or not slot.in_place:
         return False
     if isinstance(parameter, FP8Tensor) and (parameter.remainder is not None or zero_scales(parameter) is not None):
         return False
-    return _is_undue(slot.group, slot.done)
-
-
-def _is_undue(group: dict[str, Any], done: int) -> bool:
-    return bool(done) and not any(group[name] and done % group[name] == 0 for name in _DUE)
+    due = [group[name] for name in _DUE if group[name]]
+    return bool(slot.done) and all(map(slot.done.__mod__, due))
 
 
 def planned(optimizer: Any, slots: list[Slot]) -> "Table | None":
@@ -76,8 +75,8 @@ def planned(optimizer: Any, slots: list[Slot]) -> "Table | None":
 
 
 def _is_taken_in_place(slot: Slot) -> bool:
-    floats = [tensor for tensor in (slot.weight, slot.tensors["gradient"]) if tensor.is_floating_point()]
-    return is_native(slot) and all(tensor.dtype is torch.float32 for tensor in floats)
+    stored = torch.uint8 if slot.storage == "codes" else torch.float32
+    return slot.weight.dtype is stored and slot.tensors["gradient"].dtype is torch.float32 and is_native(slot)
 
 
 _GRADIENT: Final = attrgetter("grad")
@@ -93,7 +92,7 @@ _NO_STATE: Final[dict[str, Any]] = {}
 
 
 @lru_cache(maxsize=64)
-def _methods(kind: type) -> frozenset[str]:
+def _methods(kind: Any) -> frozenset[str]:
     """Methods that an optimizer may not have been given others for; schedulers wrap ``step``."""
     return frozenset(name for name in dir(kind) if isfunction(getattr(kind, name))) - {"step"}
 
@@ -111,13 +110,14 @@ class Table:
         self._step: NativeStep | TritonStep | None = None
         self._said: Later | None = None
         self._taken: bool | None = False
-        self._alive: list[weakref.ref[Any]] = []
+        self.alive: list[weakref.ref[Any]] = []
         self._coded = [i for i, slot in enumerate(slots) if slot.storage == "codes"]
-        self._late = [i for i in self._coded if not doubles_on_card(slots[i])]
-        self._raises = any(slot.group["on_nonfinite"] == "raise" for slot in slots)
+        self._late, self._raises = [], False
         self._parameters: list[Any] = [slot.parameter for slot in slots]
-        self._changed = [tensor for slot in slots for tensor in slot.changed]
+        self._changed = [*chain.from_iterable(slot.changed for slot in slots)]
         if on_gpu(self._device):
+            self._late = [i for i in self._coded if not doubles_on_card(slots[i])]
+            self._raises = any(slot.group["on_nonfinite"] == "raise" for slot in slots)
             self._changed += [self._parameters[i].kept_scale for i in self._coded]
         self._tensors: list[Tensor] = []
 
@@ -140,29 +140,27 @@ class Table:
             if ends:
                 optimizer._widen([self._whole(*end) for end in ends])
             torch.autograd.graph.increment_version(self._parameters)
-            if (is_new and not alone and optimizer.keeps_table) or (self._alive and ends):
+            if (is_new and not alone and optimizer.keeps_table) or (self.alive and ends):
                 self._seal(optimizer)
             self._versions = list(map(_VERSION, self._tensors))
             if self._said is not None:
                 versions = dict(zip(self._parameters, map(_version_of, self._parameters), strict=True))
                 optimizer._unheard += ((self._said, versions, alone),)
         self._parameters, self._changed, self._tensors = [], [], []
-        self.slots = self.slots if self._alive else []
+        self.slots = self.slots if self.alive else []
         for slot in self.slots:
             slot.parameter = slot.state = None  # type: ignore[assignment]
         return self._taken
 
     def _here(self, optimizer: Any) -> list[tuple[int, bool, bool]] | None:
         """Take a step on the CPU; the slots with a weight at the end of its range."""
-        slots, step = self.slots, self._step
-        if step is None:
-            self._taken = all_finite(optimizer, slots)
-        else:
-            total = sum_of_squares(step.records["pointers"][:, 2], step.records["rows"] * step.records["length"])
-            self._taken = (total is not None and math.isfinite(total)) or all_finite(optimizer, slots)
+        slots = self.slots
+        step = self._step if isinstance(self._step, NativeStep) else NativeStep(slots)
+        total = sum_of_squares(step.records["pointers"][:, 2], step.records["rows"] * step.records["length"])
+        self._taken = (total is not None and math.isfinite(total)) or all_finite(optimizer, slots)
         if not self._taken:
             return None
-        step = self._step = step if isinstance(step, NativeStep) else NativeStep(slots)
+        self._step = step
         counted(slots)
         found = step.run(slots).tolist()
         torch.autograd.graph.increment_version(self._changed)
@@ -197,7 +195,7 @@ class Table:
 
     def serves(self, optimizer: Any) -> bool:
         """Whether everything is as the step before has left it, and nothing is due; then the next step is ready."""
-        if not self._alive or (found := self._look(optimizer)) is None:
+        if not self.alive or (found := self._look(optimizer)) is None:
             return False
         parameters, states, gradients, held, seen = found
         if seen != self._seen:
@@ -232,28 +230,27 @@ class Table:
         return True
 
     def _look(self, optimizer: Any) -> tuple[Any, ...] | None:
-        """Parameters, states, gradients, all that a plan is made of, and what it is known by; None where none can be."""
+        """Parameters, states, gradients, all that a plan is made of, what it is known by; None where none can be."""
         groups = optimizer.param_groups
-        everyone = [p for group in groups for p in group["params"]]
-        given = list(map(_GRADIENT, everyone))
-        parameters = [p for p, gradient in zip(everyone, given, strict=True) if gradient is not None]
-        gradients = [gradient for gradient in given if gradient is not None]
+        each = [[p for p in group["params"] if p.grad is not None] for group in groups]
+        parameters = [*chain.from_iterable(each)]
+        gradients = list(map(_GRADIENT, parameters))
         if len(parameters) != len(self.slots) or {*map(type, gradients)} != {Tensor} or are_several():
             return None
-        if optimizer.observer is not None or vars(optimizer).keys() & _methods(type(optimizer)):
+        if optimizer.observer is not None or vars(optimizer).keys() & _methods(optimizer.__class__):
             return None
         states = [optimizer.state.get(p, _NO_STATE) for p in parameters]
         coded = [p for p in parameters if isinstance(p, FP8Tensor)]
         held = [*groups, *map(type, parameters), *parameters, *chain.from_iterable(map(dict.values, states))]
         held += chain.from_iterable(map(_PARTS, coded))
         names, options = list(map(tuple, states)), [group | CHANGING for group in groups]
-        here = (type(optimizer), on_gpu(self._device), len(everyone))
+        here = (type(optimizer), on_gpu(self._device), *map(len, each))
         seen = (here, options, list(map(id, held)), names, list(map(_KIND, gradients)))
         return parameters, states, gradients, held, seen
 
     def _seal(self, optimizer: Any) -> None:
         """Remember what a step has left, where the next one may go by that."""
-        self._alive = []
+        self.alive = []
         if (found := self._look(optimizer)) is None:
             return
         _, _, gradients, held, seen = found
@@ -270,7 +267,7 @@ class Table:
         self._left = min(period - done % period for period, done in every)
         alive: list[weakref.ref[Any]] = []
         alive += [weakref.ref(x, lambda _: alive.clear()) for x in held if isinstance(x, Tensor)]
-        self._alive = alive
+        self.alive = alive
         for slot in self.slots:
             vars(slot).pop("scale", None)
             slot.tensors, slot.kept_scale = {}, None
