@@ -34,7 +34,8 @@ _DUE: Final = ("refresh_every", "stabilize_every", "reset_every")
 def is_steady(optimizer: Any, slots: Sequence[Slot]) -> bool:
     """Whether planning a step changes nothing, so that the plan may serve again and a card may decide on it.
 
-    On one device, in one process, unobserved, with nothing due: no first step, no refresh, no reset.
+    On one device, in one process, unobserved, with nothing due: no first step, no refresh, no reset; and by nobody's
+    own methods.
     """
     if not slots or are_several() or optimizer.observer is not None or not optimizer.defers_verdict:
         return False
@@ -93,8 +94,8 @@ _NO_STATE: Final[dict[str, Any]] = {}
 
 @lru_cache(maxsize=64)
 def _methods(kind: Any) -> frozenset[str]:
-    """Methods that an optimizer may not have been given others for; schedulers wrap ``step``."""
-    return frozenset(name for name in dir(kind) if isfunction(getattr(kind, name))) - {"step"}
+    """The methods that plan a step, in whose place an optimizer may have been given others."""
+    return frozenset(name for name in dir(kind) if name.startswith("_") and isfunction(getattr(kind, name)))
 
 
 class Table:
