@@ -27,7 +27,7 @@ from _record import record
 from torch import Tensor, nn
 
 import fp8manifold as fm
-from fp8manifold.optim import _agreement, _backends, _triton_step
+from fp8manifold.optim import _backends, _steady, _triton_step
 
 SECONDS: Final = 90.0
 PEAK: Final = 989e12  # products of bfloat16 an H100 SXM adds up in a second, by its data sheet
@@ -89,14 +89,14 @@ def on_card(session: Session) -> Iterator[None]:
     if not session.dry:
         yield
         return
-    kept = _agreement.on_gpu, _agreement.is_triton, _backends.is_native, _backends.is_triton
-    _agreement.on_gpu = lambda device: True  # type: ignore[assignment]
-    _agreement.is_triton = _backends.is_triton = lambda slot: True  # type: ignore[assignment]
+    kept = _steady.on_gpu, _steady.is_triton, _backends.is_native, _backends.is_triton
+    _steady.on_gpu = lambda device: True  # type: ignore[assignment]
+    _steady.is_triton = _backends.is_triton = lambda slot: True  # type: ignore[assignment]
     _backends.is_native = lambda slot: False  # type: ignore[assignment]
     try:
         yield
     finally:
-        _agreement.on_gpu, _agreement.is_triton, _backends.is_native, _backends.is_triton = kept
+        _steady.on_gpu, _steady.is_triton, _backends.is_native, _backends.is_triton = kept
 
 
 def bits(x: Tensor) -> Tensor:

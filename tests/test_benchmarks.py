@@ -32,7 +32,7 @@ from nanogpt_bench.loop.outcome import Progress
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 NAMES = ("_forms", "_timing", "_contenders", "_write_back", "optimizer_step", "linear_forward", "harness_overhead")
-NAMES += ("write_back_noise", "moment_formats", "arrived_share", "draws", "overhead")
+NAMES += ("write_back_noise", "moment_formats", "arrived_share", "draws", "overhead", "walk_of_a_step")
 SIZES = ("--model.n_layer=1", "--model.n_head=1", "--model.n_embd=8", "--model.block_size=8")
 
 
@@ -104,6 +104,20 @@ def test_optimizer_step_from_end_to_end(tmp_path: Path) -> None:
     assert "1 processes of 2 pairs" in printed
     # a peer that is not installed is a line, and no failure
     assert "(optimi-kahan): missing: ImportError: not here" in printed
+
+
+#: the most files, functions and moves between files that a later step enters on a CPU, planned and from its table
+WALKS = {"later": (17, 100, 60), "steady": (11, 60, 60)}
+
+
+@pytest.mark.parametrize("optimizer", ["StiffnessAdamW", "StiffnessSGD", "StiffnessLion", "Madam"])
+def test_the_way_of_a_step_is_short(optimizer: str, modules: dict[str, ModuleType]) -> None:
+    """And has no helper of a GPU's in it."""
+    walk = modules["walk_of_a_step"]
+    for name, entered in walk.walks(optimizer, walk.STEPS):
+        if name != "first":
+            assert all(a <= b for a, b in zip(walk.lengths(entered), WALKS[name], strict=True)), walk.lengths(entered)
+            assert not [file for file, _ in entered if "triton" in file]
 
 
 def test_bytes_and_ratios_of_torch_optimizers(modules: dict[str, ModuleType], small: Any) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from fp8manifold._triton import options
 from fp8manifold._triton.kinds import KernelSpec, Tile, Widening, as_constants
 
-__all__ = ["KernelsUnavailableError", "Kind", "chunks_of", "launch"]
+__all__ = ["KernelsUnavailableError", "Kind", "Launches", "Tables", "chunks_of", "launch", "launches_of"]
 
 Kind = tuple[KernelSpec, Tile]
 """What a kernel is compiled for."""
@@ -46,48 +46,74 @@ def chunks_of(tile: Tile, sizes: tuple[tuple[int, int, int], ...], device: torch
 
 
 Call = tuple[Any, Tensor, tuple[Any, ...]]
-"""A kernel, its table of chunks, and what follows the two tables."""
+"""A kernel, its table of chunks, and what it is compiled for."""
+
+Launches = list[tuple[NDArray[np.void], list[Call]]]
+"""Records, and the calls that take them, in their order."""
 
 Widenings = tuple[NDArray[np.void], Sequence[Widening]]
 """Records of parameters whose scales may double, and what that is."""
 
 
-def launch(
+def launches_of(
     records: NDArray[np.void],
     kinds: Sequence[Kind],
-    said: Tensor,
+    device: torch.device,
     *,
     check: bool = False,
     widenings: Widenings | None = None,
-) -> None:
-    """Take the steps of some records in place.
+) -> Launches:
+    """The launches that take the steps of some records in place, one for each kind.
 
-    All kernels are compiled before the first is launched: what fails has changed nothing.  Nothing is stepped where the
-    first of ``said`` is not 0; ``check`` sets it where the square of a gradient is not finite.  ``widenings`` are
-    doubled afterwards, where the step has left a weight at the end of its range.
+    ``check`` begins with those of the verdict, which refuse all where the square of a gradient is not finite.
+    ``widenings`` are doubled afterwards, where the step has left a weight at the end of its range.
+    """
+    launches = [(records, _steps(records, kinds, device, check=check))]
+    return launches if widenings is None else [*launches, (widenings[0], _doublings(*widenings, device))]
+
+
+def launch(launches: Launches, said: Tensor) -> None:
+    """Take the steps: all kernels are compiled before the first is launched, so what fails has changed nothing.
+
+    Nothing is stepped where the first of ``said`` is not 0.
     """
     with _on(said.device):
-        tables = [(_uploaded(records.view(np.int32), said.device), _steps(records, kinds, said, check=check))]
-        if widenings is not None:
-            tables.append(_to_double(widenings, said))
-        _run(tables)
+        tables = [_uploaded(records.view(np.int32), said.device) for records, _ in launches]
+        for table, (_, calls) in zip(tables, launches, strict=True):
+            _compile(table, calls, said)
+        _run(tables, launches, said)
 
 
 def _on(device: torch.device) -> torch.cuda.device:
     return torch.cuda.device(device if device.type == "cuda" else -1)
 
 
-def _to_double(widenings: Widenings, said: Tensor) -> tuple[Tensor, list[Call]]:
-    return _uploaded(widenings[0].view(np.int32), said.device), _doublings(*widenings, said)
-
-
-def _run(tables: Sequence[tuple[Tensor, list[Call]]]) -> int:
-    for table, calls in tables:
-        _compile(table, calls)
-    for table, calls in tables:
+def _run(tables: Sequence[Tensor], launches: Launches, said: Tensor) -> None:
+    for table, (_, calls) in zip(tables, launches, strict=True):
         for kernel, chunks, facts in calls:
-            kernel[(len(chunks),)](table, chunks, *map(as_constants, facts), **options())
-    return sum(len(calls) for _, calls in tables)
+            kernel[(len(chunks),)](table, chunks, said, *map(as_constants, facts), **options())
+
+
+class Tables:
+    """The tables of some launches in memory of their own, which a CUDA graph reads in every replay.
+
+    Args:
+        launches: launches whose kernels have run before.
+        said: what the kernels say.
+    """
+
+    def __init__(self, launches: Launches, said: Tensor) -> None:
+        self.said, self._launches = said, launches
+        self._tables = [torch.empty(r.view(np.int32).shape, dtype=torch.int32, device=said.device) for r, _ in launches]
+
+    def fill(self, launches: Launches) -> None:
+        """Copy the records of launches of the same kinds."""
+        for table, (records, _) in zip(self._tables, launches, strict=True):
+            table.copy_(_uploaded(records.view(np.int32), self.said.device))
+
+    def launch(self) -> None:
+        with _on(self.said.device):
+            _run(self._tables, self._launches, self.said.zero_())
 
 
 def _kernels() -> tuple[Any, Any, Any]:
@@ -110,22 +136,22 @@ def _sizes(records: NDArray[np.void]) -> Sizes:
     return [(i, *size) for i, size in enumerate(zip(rows, lengths, strict=True))]
 
 
-def _steps(records: NDArray[np.void], kinds: Sequence[Kind], said: Tensor, *, check: bool) -> list[Call]:
+def _steps(records: NDArray[np.void], kinds: Sequence[Kind], device: torch.device, *, check: bool) -> list[Call]:
     """A launch a kind, after those of the verdict."""
     sizes = _sizes(records)
-    calls = _checks(kinds, sizes, said) if check else []
+    calls = _checks(kinds, sizes, device) if check else []
     for (spec, tile), members in _groups(kinds).items():
-        chunks = chunks_of(tile, tuple(sizes[i] for i in members), said.device)
-        calls.append((_kernels()[0], chunks, (said, spec, tile)))
+        chunks = chunks_of(tile, tuple(sizes[i] for i in members), device)
+        calls.append((_kernels()[0], chunks, (spec, tile)))
     return calls
 
 
-def _doublings(records: NDArray[np.void], widenings: Sequence[Widening], said: Tensor) -> list[Call]:
+def _doublings(records: NDArray[np.void], widenings: Sequence[Widening], device: torch.device) -> list[Call]:
     """A launch for each format, for rows and for blocks."""
     sizes, calls = _sizes(records), []
     for (widening, tile), members in _groups([(w, _rows_of(w)) for w in widenings]).items():
-        chunks = chunks_of(tile, tuple(sizes[i] for i in members), said.device)
-        calls.append((_kernels()[2], chunks, (said, widening, tile)))
+        chunks = chunks_of(tile, tuple(sizes[i] for i in members), device)
+        calls.append((_kernels()[2], chunks, (widening, tile)))
     return calls
 
 
@@ -143,13 +169,13 @@ def _groups(kinds: Sequence[Any]) -> dict[Any, list[int]]:
     return groups
 
 
-def _checks(kinds: Sequence[Kind], sizes: Sizes, said: Tensor) -> list[Call]:
+def _checks(kinds: Sequence[Kind], sizes: Sizes, device: torch.device) -> list[Call]:
     """The verdict's launches, one for each dtype of gradients."""
     tile = Tile(1, _CHECKED, 0, "one", aligned=False)
     calls: list[Call] = []
     for dtype, members in _groups([spec.gradient for spec, _ in kinds]).items():
         flat = tuple((i, 1, sizes[i][1] * sizes[i][2]) for i in members)
-        calls.append((_kernels()[1], chunks_of(tile, flat, said.device), (said, dtype, _CHECKED)))
+        calls.append((_kernels()[1], chunks_of(tile, flat, device), (dtype, _CHECKED)))
     return calls
 
 
@@ -157,14 +183,14 @@ _compiled: Final[set[tuple[Any, ...]]] = set()
 """What has been compiled before; Triton keeps the code."""
 
 
-def _compile(table: Tensor, calls: Sequence[Call]) -> None:
-    for kernel, chunks, (refused, *facts) in calls:
+def _compile(table: Tensor, calls: Sequence[Call], said: Tensor) -> None:
+    for kernel, chunks, facts in calls:
         known = (table.device, kernel, *facts)
         if known in _compiled or table.device.type != "cuda":
             continue
         try:
             known_ones = map(as_constants, facts)
-            kernel.warmup(table, chunks, refused, *known_ones, grid=(len(chunks),), **options())
+            kernel.warmup(table, chunks, said, *known_ones, grid=(len(chunks),), **options())
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever a compiler's absence or failure raises

@@ -2,6 +2,7 @@
 
 from fp8manifold.optim._backends import StepView
 from fp8manifold.optim._checks import anneal
+from fp8manifold.optim._graphed import GraphedStep, graphed
 from fp8manifold.optim._in_backward import InBackward, step_in_backward
 from fp8manifold.optim._sorting import MuonReport, ReportedParameter, muon_report
 from fp8manifold.optim._state import rows_of_state
@@ -18,6 +19,7 @@ __all__ = [
     "WRITEBACKS",
     "CompileUnavailableWarning",
     "FisherNaturalGradient",
+    "GraphedStep",
     "InBackward",
     "Madam",
     "MuonReport",
@@ -32,6 +34,7 @@ __all__ = [
     "StiffnessWrapper",
     "WriteBack",
     "anneal",
+    "graphed",
     "muon_report",
     "rows_of_state",
     "step_in_backward",

@@ -13,13 +13,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fp8manifold import _triton
 from fp8manifold._ranks import Ranks, Replicas, bytes_of, local_of, ranks_of, ranks_of_each, share_of
-from fp8manifold.optim._backends import note_changes
 from fp8manifold.optim._native_step import sum_of_squares
-from fp8manifold.optim._scales import zero_scales
-from fp8manifold.optim._slot import Slot, counted, steps_taken
-from fp8manifold.optim._triton_step import doubles_on_card, is_triton, run_triton
+from fp8manifold.optim._slot import Slot, steps_taken
 from fp8manifold.tensor import FP8Tensor
 
 _NONE: Final[Mapping[Tensor, Any]] = MappingProxyType({})
@@ -144,9 +140,10 @@ def all_finite(optimizer: torch.optim.Optimizer, slots: Sequence[Slot]) -> bool:
 def _squares_sum_up(slots: Sequence[Slot]) -> bool:
     """True where the squares of all gradients have a finite sum: then all of them are finite."""
     gradients = [local_of(slot.parameter.grad) for slot in slots]
-    native = [g for g in gradients if type(g) is Tensor and g.dtype is torch.float32 and g.is_cpu and g.is_contiguous()]
-    if len(native) == len(gradients) and (total := sum_of_squares(native)) is not None:
-        return math.isfinite(total)
+    if all(type(g) is Tensor and g.dtype is torch.float32 and g.is_cpu and g.is_contiguous() for g in gradients):
+        total = sum_of_squares([g.data_ptr() for g in gradients], [g.numel() for g in gradients])
+        if total is not None:
+            return math.isfinite(total)
     sums: dict[torch.device, list[Tensor]] = {}
     for gradient in gradients:
         sums.setdefault(gradient.device, []).append(_sum_of_squares(gradient))
@@ -250,6 +247,11 @@ Fact = tuple[tuple[Any, ...], Any]
 """A fact that has to be the same in all processes: its kind, group and place, and its value here."""
 
 
+def are_several() -> bool:
+    """Whether processes may step together."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def in_every_process(optimizer: Any, may_step: Callable[[], bool]) -> bool:
     """All-reduce a check, so that every process takes the step, leaves it out, or raises.
 
@@ -262,7 +264,7 @@ def in_every_process(optimizer: Any, may_step: Callable[[], bool]) -> bool:
         FloatingPointError: another process raises it.
         Exception: what ``may_step`` raises.
     """
-    if not _are_several():
+    if not are_several():
         return may_step()
     together, device = ranks_together(optimizer)
     if not together:
@@ -348,84 +350,3 @@ def _difference(optimizer: Optimizer, ranks: Ranks, facts: Sequence[Fact], devic
     if len(place) == 2:
         where = f" of {described(optimizer.param_groups[place[0]], *place)}"
     return f"{what}{where} is not the same in every process: give them all the same options, gradients and state"
-
-
-# Steps that a card decides on by itself
-
-
-_GRADIENTS: Final = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def is_steady(optimizer: Any, slots: Sequence[Slot]) -> bool:
-    """Whether planning a step changes nothing, so that a card may decide on it.
-
-    On one GPU with kernels, in one process, unobserved, with nothing due: no first step, no refresh, no reset.
-    """
-    if not slots or not on_gpu(slots[0].weight.device) or _are_several():
-        return False
-    parameters = [slot.parameter for slot in slots]
-    devices = {p.device for p in parameters} | {p.grad.device for p in parameters if p.grad is not None}
-    if len(devices) != 1 or optimizer.observer is not None:
-        return False
-    return optimizer.defers_verdict and all(map(_is_even, slots))
-
-
-def _are_several() -> bool:
-    """Whether processes may step together."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def on_gpu(device: torch.device) -> bool:
-    """Whether kernels run there."""
-    return device.type == "cuda" and _triton.is_available()
-
-
-def _is_even(slot: Slot) -> bool:
-    group, parameter, state, gradient = slot.group, slot.parameter, slot.state, slot.parameter.grad
-    if getattr(state.get("step"), "dtype", None) is not torch.float32 or "stream" not in state:
-        return False
-    if type(gradient) is not Tensor or gradient.layout is not torch.strided or gradient.dtype not in _GRADIENTS:
-        return False
-    if not parameter.numel() or slot.share is not None:
-        return False
-    if isinstance(parameter, FP8Tensor) and (parameter.remainder is not None or zero_scales(parameter) is not None):
-        return False
-    due = [group[name] for name in ("refresh_every", "stabilize_every", "reset_every") if group[name]]
-    return bool(slot.done) and all(slot.done % every for every in due)
-
-
-def take_steady(optimizer: Any, slots: list[Slot], *, alone: bool = False) -> bool | None:
-    """Take the step of all, or of none where a gradient or its square is not finite.
-
-    A card decides on that, and the host hears of it later (:func:`~fp8manifold.optim._triton_step.hear`).  It waits
-    where that would be too late: where a group raises, and where one scale is that of a whole parameter, for its S_ref
-    is computed anew when it doubles.
-
-    Returns:
-        None; where kernels don't take all of it, whether it was taken.
-
-    Raises:
-        FloatingPointError: a gradient is not finite, and its group has ``on_nonfinite="raise"``.
-    """
-    optimizer._check_options()
-    optimizer._check_schedules(slots)
-    optimizer._begin(slots)
-    on_card = all(slot.in_place and is_triton(slot) for slot in slots)
-    if not on_card or (said := run_triton(slots, decides=True)) is None:
-        if taken := all_finite(optimizer, slots):
-            optimizer._take(counted(slots))
-        return taken
-    if any(slot.group["on_nonfinite"] == "raise" for slot in slots) and said.values[0][0]:
-        for slot in slots:
-            squares_are_finite(slot)  # which raises where it is asked to
-    counted(slots, said)
-    note_changes([tensor for slot in slots for tensor in slot.changed])
-    note_changes([slot.parameter.kept_scale for slot in slots if isinstance(slot.parameter, FP8Tensor)])
-    if late := [slot for slot in slots if slot.storage == "codes" and not doubles_on_card(slot)]:
-        for slot, (reached, *_) in zip(slots, said.values[1:], strict=True):
-            slot.reached.append(bool(reached))
-        optimizer._widen(late)
-    versions = {slot.parameter: None if slot.weight.is_inference() else slot.weight._version for slot in slots}
-    optimizer._unheard += ((said, versions, alone),)
-    note_changes([slot.parameter for slot in slots])
-    return None

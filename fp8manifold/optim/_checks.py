@@ -121,8 +121,8 @@ def refuse_recording(optimizer: Any) -> None:
     """Raise RuntimeError where a CUDA graph would record a step: its counts and random bits would never change."""
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            f"a CUDA graph can't record a step of {type(optimizer).__name__}, whose counts and random bits would be "
-            "the same in every replay: record the forward and backward pass, and step outside of the graph"
+            f"a CUDA graph can't record a step of {type(optimizer).__name__}, whose numbers and random bits would be "
+            "the same in every replay: fp8manifold.optim.graphed records the whole training step and renews them"
         )
 
 

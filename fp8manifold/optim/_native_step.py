@@ -3,7 +3,7 @@
 import ctypes
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Final, get_args
+from typing import Any, Final, get_args
 
 import numpy as np
 import torch
@@ -54,36 +54,53 @@ def has_code(slot: Slot) -> bool:
     )
 
 
+class NativeStep:
+    """The records of some steps, in place, which serve the same parameters again; no two of them share memory."""
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        pointers, sizes, facts = [], [], []
+        self._specs, self._scales = [], []
+        self._found = np.zeros((len(slots), 2), dtype=np.int32)
+        for slot, found in zip(slots, self._found, strict=True):
+            rows, length, kind, scale = _matrix(slot)
+            spec = _specification(slot.spec)
+            self._specs.append(spec)
+            self._scales.append(scale)
+            places = places_of(slot, slot.tensors["gradient"], scale)
+            pointers.append([spec.ctypes.data, *places, found.ctypes.data])
+            sizes.append((rows, length))
+            facts.append((kind, slot.view.repeats, *slot.ends))
+        self.records = np.zeros(len(slots), dtype=JOB)
+        self.records["pointers"], self.records["facts"] = np.array(pointers, dtype=np.uint64), facts
+        self.records["rows"], self.records["length"] = zip(*sizes, strict=True)
+
+    def run(self, slots: Sequence[Slot]) -> NDArray[np.int32]:
+        """Take the steps; of each, whether it left a weight at the end of its range, and some in a row at 0."""
+        kernels, records = library(), self.records
+        assert kernels is not None
+        self._found[:] = 0
+        records["keys"], records["hyper"] = key_rows(slots), number_rows(slots)
+        threads = threads_for(int(records["rows"] @ records["length"]))
+        kernels.fp8manifold_step(ctypes.c_void_p(records.ctypes.data), len(records), threads)
+        self._scales = []  # some are copies, which no table serves with
+        return self._found
+
+
 def run_native(slots: Sequence[Slot]) -> None:
     """Take the steps in place; no two of them share memory."""
-    kernels = library()
-    assert kernels is not None
-    records = np.zeros(len(slots), dtype=JOB)
-    kept: list[object] = []
-    pointers, sizes, facts = [], [], []
-    wide, reached = [], np.zeros((len(slots), 2), dtype=np.int32)
-    for slot in slots:
-        if slot.weight.dtype in _FLOATS[1:]:  # halves are stepped in float32, and rounded once
-            slot = slot.replaced(tensors=slot.tensors | {"weight": slot.weight.float()})
-        wide.append(slot)
-        rows, length, kind, scale = _matrix(slot)
-        spec, gradient = _specification(slot.spec), slot.tensors["gradient"].to(torch.float32)
-        kept += [spec, gradient, scale]
-        pointers.append([spec.ctypes.data, *places_of(slot, gradient, scale)])
-        sizes.append((rows, length))
-        facts.append((kind, slot.view.repeats, *slot.ends))
-    places = reached.ctypes.data + reached.strides[0] * np.arange(len(slots), dtype=np.uint64)
-    records["pointers"] = np.column_stack([np.array(pointers, dtype=np.uint64), places])
-    records["facts"], records["keys"], records["hyper"] = facts, key_rows(slots), number_rows(slots)
-    records["rows"], records["length"] = zip(*sizes, strict=True)
-    threads = threads_for(int(records["rows"] @ records["length"]))
-    kernels.fp8manifold_step(ctypes.c_void_p(records.ctypes.data), len(slots), threads)
-    for slot, stepped, found in zip(slots, wide, reached.tolist(), strict=True):
+    wide = [slot.replaced(tensors=slot.tensors | _in_float32(slot)) for slot in slots]
+    for slot, stepped, found in zip(slots, wide, NativeStep(wide).run(wide).tolist(), strict=True):
         if slot.spec.storage == "codes":
             slot.reached.append(bool(found[0]))
             slot.emptied.append(bool(found[1]))
-        if stepped is not slot:
+        if stepped.weight is not slot.weight:
             _store_halves(slot, stepped.weight)
+
+
+def _in_float32(slot: Slot) -> dict[str, Tensor]:
+    """The gradient, and a weight of half as many bits, which is rounded once."""
+    wide = {"gradient": slot.tensors["gradient"].to(torch.float32)}
+    return wide | ({"weight": slot.weight.float()} if slot.weight.dtype in _FLOATS[1:] else {})
 
 
 def _store_halves(slot: Slot, stepped: Tensor) -> None:
@@ -95,15 +112,16 @@ def _store_halves(slot: Slot, stepped: Tensor) -> None:
     weight.copy_(stepped)
 
 
-def sum_of_squares(gradients: Sequence[Tensor]) -> float | None:
-    """The sum of squares over contiguous float32 tensors on the CPU, in float32; None without native code."""
-    kernels = library()
-    if kernels is None:
+def sum_of_squares(places: Any, sizes: Any) -> float | None:
+    """The sum of squares over contiguous float32 memory of the CPU, in float32; None without native code.
+
+    ``places`` are addresses, and ``sizes`` numbers of elements, in lists or arrays.
+    """
+    if (kernels := library()) is None:
         return None
-    places = np.array([(g.data_ptr(), g.numel()) for g in gradients], dtype=np.uint64).reshape(-1, 2).T.copy()
-    addresses, sizes = places
-    squares = kernels.fp8manifold_squares
-    return float(squares(ctypes.c_void_p(addresses.ctypes.data), ctypes.c_void_p(sizes.ctypes.data), len(gradients)))
+    addresses, numbers = np.array(places, dtype=np.uint64), np.array(sizes, dtype=np.int64)
+    pointers = ctypes.c_void_p(addresses.ctypes.data), ctypes.c_void_p(numbers.ctypes.data)
+    return float(kernels.fp8manifold_squares(*pointers, len(sizes)))
 
 
 def _matrix(slot: Slot) -> tuple[int, int, int, Tensor | None]:

@@ -12,8 +12,6 @@ from fp8manifold._ranks import local_of
 from fp8manifold.optim._agreement import (
     all_finite,
     in_every_process,
-    is_steady,
-    take_steady,
     warn_of_one,
     warn_of_skips,
 )
@@ -47,12 +45,14 @@ from fp8manifold.optim._scales import (
 from fp8manifold.optim._slot import Slot, counted, is_quantized, slot_of, stabilize
 from fp8manifold.optim._spec import BOUND_NAMES, Spec, spec_of
 from fp8manifold.optim._state import claim, gathered, make_state, new_stream, stiffness_field, take_remainder, twins
+from fp8manifold.optim._steady import Table, is_steady, planned
 from fp8manifold.optim._triton_step import hear
 from fp8manifold.optim._writeback import rounds_at_random
 
 _RESET: Final = frozenset((*MOMENT_NAMES, *BOUND_NAMES))
 """Entries of the state that ``reset_every`` clears."""
 _COUNTS: Final = ("skipped_steps", "skipped_in_row", "widened_scales", "fitted_scales", "streams_begun")
+_FACTS: Final = ("defers_verdict", "keeps_table")
 _PLANNING: Final = ("_begin", "_may_step", "_prepare", "_run", "_take", "_widen")
 
 
@@ -113,6 +113,9 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     fitted_scales: int = 0
     streams_begun: int = 0
     _unheard: tuple[tuple[Later, dict[Tensor, int | None], bool], ...] = ()  # what ``hear`` takes of each step
+    _table: Table | None = None  # of the last steady step; looked over before each use
+    _recorder: Callable[[], None] | None = None  # told of the step while a graph of what is around it is recorded
+    _graph: Callable[[Any, list[Slot]], Later] | None = None  # takes and counts what a card's table launches
     _in_backward: Hooks | None = None
     _has_started: bool = False
     elsewhere: Any = None
@@ -122,10 +125,15 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     stores_all_moments = True  # ``moments`` is for ordinary parameters too
     steps_alone = True  # a step of one parameter depends on nothing of the others
     defers_verdict = True  # planning and taking a step are those of this class, so that a card may decide on it
+    keeps_table = True  # a steady step may be taken again as it was planned: no class of others has a method in it
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Give a subclass that plans or takes steps in its own way its verdicts before them."""
+        """Give a subclass that plans or takes steps in its own way its verdicts before them, and others' no table."""
         super().__init_subclass__(**options)
+        ours = ("fp8manifold.", "torch.", "builtins")
+        others = [base for base in cls.__mro__ if not base.__module__.startswith(ours)]
+        names = {name for base in others for name in vars(base) if not name.startswith("__")} - {*_FACTS}
+        cls.keeps_table = not any(hasattr(base, name) for base in set(cls.__mro__) - {*others} for name in names)
         own = any(getattr(cls, name) is not getattr(ManifoldOptimizer, name) for name in _PLANNING)
         cls.defers_verdict = cls.defers_verdict and not own
 
@@ -162,11 +170,19 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         if self._in_backward is not None:
             self._in_backward.finish()
             return loss
+        if self._recorder is not None:
+            self._recorder()
+            return loss
         refuse_recording(self)
-        self._hear()
-        slots, taken = self._slots(), None
-        if is_steady(self, slots):
-            taken = take_steady(self, slots)
+        if self._unheard:
+            self._hear()
+        table, self._table = self._table, None
+        if table is None or not table.serves(self):
+            slots = self._slots()
+            table = planned(self, slots) if is_steady(self, slots) else None
+        if table is not None:
+            taken = table.take(self)
+            self._table = table if table.alive else None
         elif taken := self._may_step(slots):
             for group in self.param_groups:
                 for parameter in group["params"]:
@@ -186,9 +202,9 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         """
         refuse_recording(self)
         self._hear(parameter)
-        slots, taken = [self._slot(group, parameter)], None
-        if is_steady(self, slots):
-            taken = take_steady(self, slots, alone=True)
+        slots = [self._slot(group, parameter)]
+        if is_steady(self, slots) and (table := planned(self, slots)) is not None:
+            taken = table.take(self, alone=True)
         elif taken := self._may_step(slots):
             take_remainder(group, parameter, self.state)
             self._take(counted(self._begin(slots)))
@@ -215,7 +231,10 @@ class ManifoldOptimizer(torch.optim.Optimizer):
 
     def _slots(self) -> list[Slot]:
         """The slots of the parameters that have a gradient."""
-        return [self._slot(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        slots = []
+        for group in self.param_groups:
+            slots += [slot_of(group, p, self.state.get(p, {})) for p in group["params"] if p.grad is not None]
+        return slots
 
     def _slot(self, group: dict[str, Any], parameter: Tensor) -> Slot:
         return slot_of(group, parameter, self.state.get(parameter, {}))
@@ -361,7 +380,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, checking its options and parameters like the constructor's."""
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
+        self._table, group = None, self.param_groups[-1]
         unshare(self.param_groups)
         try:
             check_parameters(group["params"])
@@ -404,6 +423,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             ValueError: the state of another optimizer, of other parameters or of another format, or an option in it
                 out of range; nothing has changed then.
         """
+        self._table = None  # and with it what is held of the state that there was
         if not isinstance(state_dict, dict):
             check_state(self, state_dict)
         schedules = [{k: v for k, v in group.items() if callable(v)} for group in self.param_groups]

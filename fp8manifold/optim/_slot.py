@@ -117,7 +117,7 @@ class Key(NamedTuple):
     stream: int
 
 
-_FOLLOWING: Final = frozenset(("scale", "arrays", "row", "rounding_key", "moments_key"))
+_FOLLOWING: Final = frozenset(("scale", "arrays", "row"))
 """Attributes of a slot that follow from the others."""
 
 
@@ -139,8 +139,6 @@ class Slot:
     #: as it is kept: the exponents alone, uint8, where blocks have scales
     kept_scale: Tensor | None = None
     block_size: int | None = None
-    #: weights that share a scale in blocks or squares, and 0 where there are none
-    shared: int = 0
     metric: Metric = "ulp"
     rounding: str = "nearest"
     #: how the draws for the weight follow each other, step by step
@@ -201,7 +199,8 @@ class Slot:
         per_channel = int(scales > 1)
         layout = LAYOUTS.index(self.fmt.layout)
         fields = (self.fmt.exponent_bits, self.fmt.mantissa_bits, self.fmt.bias, layout)
-        return (*fields, self.shared or per_channel)
+        shared = number_of(local_of(self.parameter).block_size) if self.storage == "codes" else 0
+        return (*fields, shared or per_channel)
 
     @property
     def scale_is_power_of_two(self) -> bool:
@@ -227,17 +226,17 @@ class Slot:
         """The number of this step since its moments were cleared, from 1."""
         return self.done + 1 - int(self.state.get("since", 0))
 
-    @cached_property
+    @property
     def key(self) -> Key:
         """The key of its draws."""
         return Key(self.group["seed"], self.done + 1, self.state["stream"])
 
-    @cached_property
+    @property
     def rounding_key(self) -> Stream:
         """The key of the draws for the weight."""
         return stream_of(self.draws, *self.key)
 
-    @cached_property
+    @property
     def moments_key(self) -> Stream:
         """Key of the moments' draws: independent, for a moment forgets, and earlier draws would enter its odds."""
         return Stream((*self.key, _FOR_MOMENTS))
@@ -307,7 +306,6 @@ def slot_of(group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> 
             held.format,
             scale,
             block_size,
-            number_of(held.block_size),
             rounding=held.rounding,
             draws=draws or held.draws,
             share=share,
@@ -341,16 +339,21 @@ def steps_taken(state: Mapping[str, Any]) -> int:
     return int(known(step, Tensor.item) if isinstance(step, Tensor) else step)
 
 
-def counted(slots: list[Slot], said: Later | None = None) -> list[Slot]:
-    """Count a step of some slots: as taken, or as the kernels say that have decided on it."""
+def counted(slots: list[Slot], said: Later | None = None, *, added: bool = False) -> list[Slot]:
+    """Count a step of some slots: as taken, or as the kernels say that have decided on it; ``added``: a graph has."""
     steps = [slot.state["step"] for slot in slots]
-    if said is not None:
-        torch._foreach_add_(steps, 1.0 - said.x[0, 0], alpha=1)  # without alpha torch waits, for the tensor's number
-    elif slots:
+    if said is not None and not added:
+        count_on_card(steps, said.x)
+    elif said is None and slots:
         torch._foreach_add_(steps, 1)
     for slot, step in zip(slots, steps, strict=True):
         expect(step, lambda done=slot.done: done + 1 - (0 if said is None else said.values[0][0]))
     return slots
+
+
+def count_on_card(steps: list[Tensor], said: Tensor) -> None:
+    """Count steps up by one, unless the kernels' first word says that they are refused."""
+    torch._foreach_add_(steps, 1.0 - said[0, 0], alpha=1)  # without alpha torch waits, for the tensor's number
 
 
 def scales_in_runs(held: FP8Tensor, scale: Tensor | None = None) -> tuple[Tensor, int | None]:
@@ -411,26 +414,24 @@ def key_row(slot: Slot) -> list[int]:
     return keys
 
 
-def _first_rows(keys: Sequence[Stream], streams: NDArray[np.uint64]) -> NDArray[np.int32]:
-    """Round keys and phases at offset 0."""
-    rows = np.zeros((len(keys), 4), dtype=np.int32)
-    kinds: dict[tuple[int, ...], list[int]] = {}
-    for i, key in enumerate(keys):
-        kinds.setdefault(key.words[3:], []).append(i)
-        rows[i, 3] = key.phase
-    for more, some in kinds.items():
-        rows[some, :3] = round_key_rows([keys[i].words[:2] for i in some], streams[some], *more)
-    return rows
-
-
-def key_rows(slots: Sequence[Slot]) -> NDArray[np.int32]:
-    """The :func:`key_row` of each slot, those at offset 0 together."""
+def key_rows(slots: Sequence[Slot], *more: int) -> NDArray[np.int32]:
+    """The :func:`key_row` of each slot, those at offset 0 together; of other draws, with ``more``, keys alone."""
     rows = np.zeros((len(slots), KEYS), dtype=np.int32)
-    streams = np.array([slot.key.stream for slot in slots], dtype=np.uint64)
-    rows[:, :4] = _first_rows([slot.rounding_key for slot in slots], streams)
-    draws = [i for i, slot in enumerate(slots) if slot.spec.draws_for_moments]
-    if draws:
-        rows[draws, 4:] = _first_rows([slots[i].moments_key for i in draws], streams[draws])
+    streams = np.array([slot.state["stream"] for slot in slots], dtype=np.uint64)
+    words = [(slot.group["seed"], slot.done + 1) for slot in slots]
+    if more:
+        rows[:, :3] = round_key_rows(words, streams, *more)
+        return rows
+    kinds: dict[str, list[int]] = {}
+    for i, slot in enumerate(slots):
+        kinds.setdefault(slot.draws, []).append(i)
+    for draws, some in kinds.items():
+        known = {words[i]: stream_of(draws, *words[i], 0) for i in some}
+        keys = [known[words[i]] for i in some]
+        rows[some, :3] = round_key_rows([key.words[:2] for key in keys], streams[some], *keys[0].words[3:])
+        rows[some, 3] = [key.phase for key in keys]
+    if some := [i for i, slot in enumerate(slots) if slot.spec.draws_for_moments]:
+        rows[some, 4:7] = round_key_rows([words[i] for i in some], streams[some], _FOR_MOMENTS)
     for i, slot in enumerate(slots):
         if slot.offset:
             rows[i] = key_row(slot)
@@ -438,6 +439,7 @@ def key_rows(slots: Sequence[Slot]) -> NDArray[np.int32]:
 
 
 _POSITIONS: Final = {name: i for i, name in enumerate(NUMBERS)}
+_EPS: Final = _POSITIONS["eps"]
 
 
 def row_of(numbers: Mapping[str, float], dtype: torch.dtype) -> list[float]:
@@ -448,11 +450,19 @@ def row_of(numbers: Mapping[str, float], dtype: torch.dtype) -> list[float]:
     row = [0.0] * len(NUMBERS)
     for name, number in numbers.items():
         row[_POSITIONS[name]] = number
-    row[_POSITIONS["eps"]] = max(row[_POSITIONS["eps"]], torch.finfo(dtype).tiny)
+    row[_EPS] = max(row[_EPS], torch.finfo(dtype).tiny)
     return row
 
 
 def number_rows(slots: Sequence[Slot]) -> NDArray[np.float32]:
     """The numbers of each slot, in float32; for native code a direction is a step by -1 from a weight of 0."""
-    numbers = [slot.numbers | ({"rate": -1.0} if slot.spec.storage == "direction" else {}) for slot in slots]
-    return np.array([row_of(each, torch.float32) for each in numbers], dtype=np.float64).astype(np.float32)
+    rows = np.zeros((len(slots), len(NUMBERS)), dtype=np.float64)
+    kinds: dict[tuple[str, ...], list[int]] = {}
+    for i, slot in enumerate(slots):
+        kinds.setdefault(tuple(slot.numbers), []).append(i)
+    for names, some in kinds.items():
+        places = [_POSITIONS[name] for name in names]
+        rows[np.ix_(some, places)] = [list(slots[i].numbers.values()) for i in some]
+    rows[[i for i, slot in enumerate(slots) if slot.spec.storage == "direction"], _POSITIONS["rate"]] = -1.0
+    rows[:, _EPS] = np.maximum(rows[:, _EPS], torch.finfo(torch.float32).tiny)
+    return rows.astype(np.float32)

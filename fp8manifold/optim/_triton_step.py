@@ -20,11 +20,10 @@ from fp8manifold import _triton
 from fp8manifold._base.reading import Later
 from fp8manifold._numerics.records import JOB
 from fp8manifold._triton.kinds import SAID, WIDENED, KernelSpec, Tile, format_of, widening_of
-from fp8manifold._triton.launch import KernelsUnavailableError, Kind, Widenings, launch
+from fp8manifold._triton.launch import KernelsUnavailableError, Kind, Widenings, launch, launches_of
 from fp8manifold.optim._native_step import has_code, places_of
 from fp8manifold.optim._slot import FOR_RESCALING, Slot, key_rows, number_rows, row_view
 from fp8manifold.optim._spec import MOMENT_FORMAT, Spec
-from fp8manifold.random_bits import round_key_rows
 from fp8manifold.tensor import FP8Tensor
 
 _ELEMENTS: Final = 2048
@@ -53,27 +52,80 @@ def is_triton(slot: Slot) -> bool:
     )
 
 
+class TritonStep:
+    """The launches of some steps, in place, on one device, of disjoint memory; they serve the same parameters again.
+
+    Args:
+        slots: the slots to step.
+        decides: the card refuses all steps where the square of any gradient is not finite.
+    """
+
+    def __init__(self, slots: Sequence[Slot], *, decides: bool = False) -> None:
+        self._scales = [_scale(slot) for slot in slots]
+        self.records, kinds = _records(slots, self._scales)
+        self._doubling = [i for i, slot in enumerate(slots) if doubles_on_card(slot)]
+        self._widenings = _widenings([slots[i] for i in self._doubling])
+        self._device = slots[0].device
+        self.launches = launches_of(self.records, kinds, self._device, check=decides, widenings=self._widenings)
+
+    def run(self, slots: Sequence[Slot]) -> Later:
+        """Launch them; what the kernels say has a row for all and one for each, and nobody waits for it."""
+        said = self.words()
+        self.fill(slots, said)
+        launch(self.launches, said)
+        self._scales = []  # copies, which a table does not serve with
+        return Later(said)
+
+    def words(self) -> Tensor:
+        """Zeros in which kernels say something: a row for all steps, and one for each."""
+        return torch.zeros((1 + len(self.records), SAID), dtype=torch.int32, device=self._device)
+
+    @property
+    def signature(self) -> Any:
+        """Everything in the launches but numbers, keys and the places of gradients."""
+        calls = [(kernel, id(chunks), facts) for _, some in self.launches for kernel, chunks, facts in some]
+        places = [records["pointers"][:, :-1].tolist() for records, _ in self.launches]
+        return calls, [[row[:2] + row[3:] for row in places[0]], *places[1:]]
+
+    def fill(self, slots: Sequence[Slot], said: Tensor) -> None:
+        """Fill the records with the numbers and keys of a step, and with the places of what its kernels say."""
+        records, places = self.records, said.data_ptr() + said[0].nbytes * np.arange(1, 1 + len(slots), dtype=np.uint64)
+        records["pointers"][:, -1] = places
+        records["keys"], records["hyper"] = key_rows(slots), number_rows(slots)
+        if self._widenings is not None:
+            doubled = self._widenings[0]
+            doubled["pointers"][:, -1] = places[self._doubling]
+            doubled["keys"] = key_rows([slots[i] for i in self._doubling], FOR_RESCALING)[:, :4]
+
+
+def launched(slots: Sequence[Slot], *, decides: bool) -> tuple[TritonStep, Later] | None:
+    """Step the slots, and return what may step them again, and what the kernels say.
+
+    None where kernels can't be compiled: nothing changes, and the process warns once.
+    """
+    try:
+        step = TritonStep(slots, decides=decides)
+        return step, step.run(slots)
+    except KernelsUnavailableError as error:
+        _give_up(error)
+        return None
+
+
 def run_triton(slots: Sequence[Slot], *, decides: bool = False) -> Later | None:
     """Step the slots in place, and return what their kernels say: a row for all, and one for each.
 
-    The host waits for that, and notes it of slots with codes.  None where kernels can't be compiled: nothing changes,
-    and the process warns once.
+    The host waits for that, and notes it of slots with codes.  None where kernels can't be compiled.
 
     Args:
         slots: the slots to step, on one device, of disjoint memory.
         decides: the card refuses all steps where the square of any gradient is not finite, and the host does not wait.
     """
-    words = torch.zeros((1 + len(slots), SAID), dtype=torch.int32, device=slots[0].device)
-    scales = [_scale(slot) for slot in slots]
-    records, kinds = _records(slots, scales, words)
-    records["keys"], records["hyper"] = key_rows(slots), number_rows(slots)
-    try:
-        launch(records, kinds, words, check=decides, widenings=_widenings(slots, words))
-    except KernelsUnavailableError as error:
-        _give_up(error)
+    if (found := launched(slots, decides=decides)) is None:
         return None
-    said = Later(words)
-    if not decides and any(slot.spec.storage == "codes" for slot in slots):
+    _, said = found
+    if decides:
+        return said
+    if any(slot.spec.storage == "codes" for slot in slots):
         for slot, (reached, doubled, _, emptied) in zip(slots, said.values[1:], strict=True):
             if slot.spec.storage == "codes":
                 slot.reached.append(bool(reached))
@@ -95,37 +147,30 @@ def doubles_on_card(slot: Slot) -> bool:
     )
 
 
-def _widenings(slots: Sequence[Slot], words: Tensor) -> Widenings | None:
-    """The records for doubling the scales of rows and blocks of codes; None without any."""
-    places = [i for i, slot in enumerate(slots) if doubles_on_card(slot)]
-    if not places:
+def _widenings(slots: Sequence[Slot]) -> Widenings | None:
+    """The records for doubling the scales of rows and blocks of codes, still without keys; None without any."""
+    if not slots:
         return None
-    records, made = np.zeros(len(places), dtype=WIDENED), []
-    for record, i in zip(records, places, strict=True):
-        slot, held = slots[i], slots[i].parameter
+    records, made = np.zeros(len(slots), dtype=WIDENED), []
+    for record, slot in zip(records, slots, strict=True):
+        held, bits = slot.parameter, slot.spec.residual_bits
         assert isinstance(held, FP8Tensor)
-        bits, scale = slot.spec.residual_bits, held.kept_scale
-        residual = slot.tensors["residual"].data_ptr() if bits else 0
-        record["pointers"] = (slot.tensors["weight"].data_ptr(), residual, scale.data_ptr(), words[1 + i].data_ptr())
+        scale, residual = held.kept_scale, slot.tensors["residual"].data_ptr() if bits else 0
+        record["pointers"] = (slot.tensors["weight"].data_ptr(), residual, scale.data_ptr(), 0)
         record["rows"], record["length"] = scale.numel(), slot.view.numel // scale.numel()
         made.append(widening_of(held.format, bits, scale.dtype is torch.uint8))
-    keys = [slots[i].key for i in places]
-    streams = np.array([stream for *_, stream in keys], dtype=np.uint64)
-    records["keys"][:, :3] = round_key_rows([each[:2] for each in keys], streams, FOR_RESCALING)
     return records, made
 
 
-def _records(
-    slots: Sequence[Slot], scales: Sequence[Tensor | None], words: Tensor
-) -> tuple[NDArray[np.void], list[Kind]]:
-    """One record a slot, still without keys and numbers, and the kernel of each."""
+def _records(slots: Sequence[Slot], scales: Sequence[Tensor | None]) -> tuple[NDArray[np.void], list[Kind]]:
+    """One record a slot, still without keys, numbers and where its kernel says something, and the kernel of each."""
     records = np.zeros(len(slots), dtype=JOB)
     kinds, pointers, facts, sizes = [], [], [], []
-    for i, (slot, scale) in enumerate(zip(slots, scales, strict=True)):
+    for slot, scale in zip(slots, scales, strict=True):
         places = [0, *places_of(slot, slot.tensors["gradient"], scale, kept=True)]
         rows, length, repeats, kind = kind_of(slot, places)
         kinds.append(kind)
-        pointers.append([*places, words[1 + i].data_ptr()])
+        pointers.append([*places, 0])
         sizes.append((rows, length))
         facts.append((0, repeats, *slot.ends))
     records["pointers"], records["facts"] = np.array(pointers, dtype=np.uint64), facts

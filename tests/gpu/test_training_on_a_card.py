@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fp8manifold as fm
 from fp8manifold import optim
-from fp8manifold.optim import _agreement, _backends
+from fp8manifold.optim import _backends, _steady
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 CARD = torch.device("cuda")
@@ -65,7 +65,7 @@ KINDS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_leaves_the_bits_of_one_on_the_cpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if "eager" in kind:  # as where there are no kernels
-        monkeypatch.setattr(_agreement, "on_gpu", lambda device: False)
+        monkeypatch.setattr(_steady, "on_gpu", lambda device: False)
         monkeypatch.setattr(_backends, "is_triton", lambda slot: False)
     ours, there = parameters(torch.device("cpu")), parameters(CARD)
     made = [KINDS[kind](some) for some in (ours, there)]
@@ -217,3 +217,30 @@ def test_tensors_round_print_and_travel(fmt: str) -> None:
             p.copy_(normal(8, 64, seed=2).to(p.device))
             p.mul_(1.1)
     assert parts(there) == parts(here)
+
+
+def test_a_graphed_training_step_has_the_bits_of_calls() -> None:
+    """Of a small model, under a schedule, over a refresh of S_ref."""
+    found = []
+    for graphed in (False, True):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)).to(CARD)
+        model = fm.quantize_model(model, "E4M3", storage="fp8")
+        optimizer = optim.StiffnessAdamW(model.parameters(), 1e-2, moments="8bit", refresh_every=8)
+
+        def train_step(x: Tensor, model: Any = model, optimizer: Any = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = model(x).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        step: Any = optim.graphed(train_step, optimizer) if graphed else train_step
+        losses = []
+        for i in range(20):
+            optimizer.param_groups[0]["lr"] = 1e-2 / (1 + i % 3)
+            losses.append(float(step(normal(32, 64, seed=i).to(CARD))))
+        found.append((losses, parts(list(model.parameters())), parts(optimizer.state_dict()["state"])))
+        assert not graphed or (step.recorded == 1 and step.replayed == 17)
+    assert found[0] == found[1]

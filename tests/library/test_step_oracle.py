@@ -18,7 +18,7 @@ from torch import Tensor
 import fp8manifold as fm
 from fp8manifold import optim
 from fp8manifold._numerics.stiffness import exp2_exact
-from fp8manifold.optim import _backends, anneal
+from fp8manifold.optim import _backends, _steady, anneal
 from fp8manifold.optim._spec import MOMENTS
 from fp8manifold.optim._writeback import WRITEBACKS
 
@@ -30,7 +30,8 @@ STEPS = 4
 def _path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test of this module is one of each way to run a step."""
     if request.param == "eager":
-        monkeypatch.setattr(_backends, "is_native", lambda slot: False)
+        for module in (_backends, _steady):
+            monkeypatch.setattr(module, "is_native", lambda slot: False)
 
 
 #: Large enough that most weights move and some cross binades, zero and the ends.

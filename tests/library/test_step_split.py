@@ -13,7 +13,7 @@ from torch import Tensor
 
 import fp8manifold as fm
 from fp8manifold import optim
-from fp8manifold.optim import _backends, anneal
+from fp8manifold.optim import _backends, _steady, anneal
 from fp8manifold.optim._backends import run_all
 from fp8manifold.optim._slot import Slot, View
 
@@ -44,7 +44,8 @@ SHAPES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 def _path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test of this module is one of each way to run a step."""
     if request.param == "eager":
-        monkeypatch.setattr(_backends, "is_native", lambda slot: False)
+        for module in (_backends, _steady):
+            monkeypatch.setattr(module, "is_native", lambda slot: False)
 
 
 def third_step(kind: str, p: Any, options: dict[str, Any]) -> Slot:

@@ -24,7 +24,7 @@ from fp8manifold._base.blocks import BLOCK, block_on
 from fp8manifold._triton import launch
 from fp8manifold._triton.kinds import KernelSpec, as_constants, format_of
 from fp8manifold.formats import as_format
-from fp8manifold.optim import _agreement, _state, _triton_step
+from fp8manifold.optim import _agreement, _state, _steady, _triton_step
 from fp8manifold.optim._backends import blocks_of
 from fp8manifold.optim._checks import restore_dtypes
 from fp8manifold.optim._slot import Slot
@@ -85,8 +85,8 @@ class Watch(TorchDispatchMode):
 def on_a_card(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Steps go the way that they go on a GPU, to kernels that count."""
     counts: Counter[str] = Counter()
-    monkeypatch.setattr(_agreement, "on_gpu", lambda device: True)
-    monkeypatch.setattr(_agreement, "is_triton", lambda slot: True)
+    monkeypatch.setattr(_steady, "on_gpu", lambda device: True)
+    monkeypatch.setattr(_steady, "is_triton", lambda slot: True)
     monkeypatch.setattr(reading, "is_read_at_once", lambda x: False)
     monkeypatch.setattr(Kernel, "bad", [])
     names = ("step", "verdict", "widen")
@@ -261,7 +261,7 @@ def test_parameters_of_every_storage_step_steadily(on_a_card: Counter[str]) -> N
 @pytest.mark.parametrize("due", ["first", "refresh", "remainder", "observer"])
 def test_steps_that_plan_more_have_their_verdict_first(due: str, on_a_card: Counter[str]) -> None:
     p, optimizer = one(**({"refresh_every": 1} if due == "refresh" else {}))
-    assert not _agreement.is_steady(optimizer, optimizer._slots())
+    assert not _steady.is_steady(optimizer, optimizer._slots())
     if due == "first":
         return
     optimizer.step()
@@ -269,7 +269,7 @@ def test_steps_that_plan_more_have_their_verdict_first(due: str, on_a_card: Coun
         optimizer.observer = lambda view: None
     if due == "remainder":
         p.remainder = torch.zeros(p.shape, dtype=torch.int8)
-    assert not _agreement.is_steady(optimizer, optimizer._slots())
+    assert not _steady.is_steady(optimizer, optimizer._slots())
 
 
 def test_optimizers_that_do_more_have_their_verdict_first(on_a_card: Counter[str]) -> None:
@@ -294,7 +294,7 @@ def test_optimizers_that_do_more_have_their_verdict_first(on_a_card: Counter[str
     for kind in (Mixed, Named, Numbers, optim.StiffnessAdamW):
         _, optimizer = one(kind)
         optimizer.step()
-        assert _agreement.is_steady(optimizer, optimizer._slots()) == (kind not in kinds)
+        assert _steady.is_steady(optimizer, optimizer._slots()) == (kind not in kinds)
 
 
 def stepped(p: Any, **options: Any) -> list[Slot]:
@@ -411,6 +411,30 @@ def test_to_record_a_step_is_refused_in_one_line(in_backward: bool, monkeypatch:
     assert not optimizer.state
 
 
+def in_backward(p: Any) -> Any:
+    optimizer = optim.StiffnessSGD([p], 1.0)
+    optim.step_in_backward(optimizer)
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("made", "error", "message"),
+    [
+        (
+            lambda p: torch.optim.SGD([p], 1.0),
+            TypeError,
+            "optimizer is a SGD: graphed takes those of fp8manifold.optim",
+        ),
+        (lambda p: optim.StiffnessAdamW([p], 1.0), ValueError, "StiffnessAdamW are on cpu: a CUDA graph takes"),
+        (in_backward, ValueError, "this StiffnessSGD steps in the backward pass"),
+    ],
+)
+def test_what_no_graph_can_hold_is_refused(made: Any, error: type[Exception], message: str) -> None:
+    p = fm.FP8Parameter(normal(4, 8), "E4M3", seed=1)
+    with pytest.raises(error, match=message):
+        optim.graphed(lambda: None, made(p))
+
+
 # ------------------------------------------------------------------------------------------------------------ failures
 class Failing:
     """A kernel that cannot be compiled."""
@@ -429,9 +453,9 @@ def test_a_kernel_that_can_not_be_compiled_is_told_apart_from_a_card_without_mem
     table: Any = SimpleNamespace(device=torch.device("cuda"))
     chunks = torch.zeros(1, 2)
     with pytest.raises(launch.KernelsUnavailableError, match="RuntimeError: no C compiler"):
-        launch._compile(table, [(Failing(RuntimeError("no C compiler")), chunks, (chunks,))])
+        launch._compile(table, [(Failing(RuntimeError("no C compiler")), chunks, ())], chunks)
     with pytest.raises(torch.OutOfMemoryError):
-        launch._compile(table, [(Failing(torch.OutOfMemoryError("full")), chunks, (chunks,))])
+        launch._compile(table, [(Failing(torch.OutOfMemoryError("full")), chunks, ())], chunks)
 
 
 def test_without_kernels_steps_are_taken_otherwise_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -445,14 +469,14 @@ def test_without_kernels_steps_are_taken_otherwise_with_one_warning(monkeypatch:
     for _ in range(2):
         p.grad = other.grad = torch.ones(p.shape)
         [each.step() for each in optimizers]
-    monkeypatch.setattr(_agreement, "on_gpu", lambda device: True)
-    monkeypatch.setattr(_agreement, "is_triton", lambda slot: not _triton_step._given_up)
+    monkeypatch.setattr(_steady, "on_gpu", lambda device: True)
+    monkeypatch.setattr(_steady, "is_triton", lambda slot: not _triton_step._given_up)
     with pytest.warns(optim.CompileUnavailableWarning, match=r"libcuda\.so\.1"):
         optimizers[0].step()
-    monkeypatch.setattr(_agreement, "on_gpu", lambda device: False)
+    monkeypatch.setattr(_steady, "on_gpu", lambda device: False)
     optimizers[1].step()
     assert torch.equal(p.codes, other.codes)
-    monkeypatch.setattr(_agreement, "on_gpu", lambda device: True)
+    monkeypatch.setattr(_steady, "on_gpu", lambda device: True)
     optimizers[0].step()
     assert int(optimizers[0].state[p]["step"]) == 4
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from fractions import Fraction
 from itertools import pairwise
@@ -12,6 +13,7 @@ import pytest
 import torch
 from optimizer_cases import free_weight, frozen, normal, same_bits, snapshot
 from scalar_grid import Codes
+from tapes import Tapes
 from torch import Tensor
 from triton_twins import CARD, different, twin
 
@@ -22,7 +24,7 @@ from fp8manifold._encoded.storage import dequantize_codes
 from fp8manifold._native import _arrays
 from fp8manifold._triton.whole import decode_on_gpu, encode_on_gpu, round_on_gpu
 from fp8manifold.formats import as_format
-from fp8manifold.optim import _agreement, _backends, _optimizer, _triton_step
+from fp8manifold.optim import _backends, _graphed, _optimizer, _steady, _triton_step
 from fp8manifold.optim._triton_step import run_triton
 from fp8manifold.random_bits import round_keys, signed_word, stream_of
 
@@ -199,8 +201,8 @@ def test_codes_against_their_definition(name: str) -> None:
 @pytest.fixture
 def on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps go the way that they go on a GPU, and their kernels are interpreted where there is none."""
-    monkeypatch.setattr(_agreement, "on_gpu", lambda device: True)
-    monkeypatch.setattr(_agreement, "is_triton", lambda slot: True)
+    monkeypatch.setattr(_steady, "on_gpu", lambda device: True)
+    monkeypatch.setattr(_steady, "is_triton", lambda slot: True)
     monkeypatch.setattr(reading, "is_read_at_once", lambda x: False)
 
 
@@ -248,7 +250,7 @@ def test_steady_steps_widen_and_are_refused_as_native_ones(
     for step, bad in enumerate((None, None, math.nan, None, 2.0**64, math.inf, None)):
         for optimizer in (ours, native):
             put(optimizer, step, bad)
-            monkeypatch.setattr(_agreement, "on_gpu", lambda device, gpu=optimizer is ours: gpu)
+            monkeypatch.setattr(_steady, "on_gpu", lambda device, gpu=optimizer is ours: gpu)
             optimizer.step()
         assert len(ours._unheard) == (step > 0)
         assert all(same_bits([a.cpu()], [b]) for a, b in zip(*parameters, strict=True))
@@ -280,7 +282,7 @@ def test_weights_of_zeros_begin_as_on_the_cpu(
             gradient[:3] *= step > 1
             gradient[3:] *= granularity != "tensor" or step > 1
             p.grad = gradient.to(p.device)
-            monkeypatch.setattr(_agreement, "on_gpu", lambda device, gpu=optimizer is made[0]: gpu)
+            monkeypatch.setattr(_steady, "on_gpu", lambda device, gpu=optimizer is made[0]: gpu)
             optimizer.step()
         unheard.append(len(made[0]._unheard))
         assert same_bits([a.cpu()], [b])
@@ -304,7 +306,7 @@ def test_scales_of_codes_without_a_number_double_as_they_do_on_the_host(
         made.append(optim.StiffnessAdamW([p], 1e-9, writeback="residual8", weight_decay=0.0))
     for step in range(2):
         for optimizer in made:
-            monkeypatch.setattr(_agreement, "on_gpu", lambda device, gpu=optimizer is made[0]: gpu)
+            monkeypatch.setattr(_steady, "on_gpu", lambda device, gpu=optimizer is made[0]: gpu)
             (p,) = optimizer.param_groups[0]["params"]
             p.grad = torch.zeros(p.shape, device=p.device)
             if step:
@@ -375,3 +377,113 @@ def test_a_refused_step_raises_where_it_is_asked_to(on_a_card: None) -> None:
     with pytest.raises(FloatingPointError, match="is not finite"):
         optimizer.step()
     assert snapshot(optimizer) == before
+
+
+# ------------------------------------------------------------------------------------------ training steps as graphs
+class Stream:
+    """Stands for a stream where there is no card."""
+
+    def wait_stream(self, other: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def graphs(on_a_card: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card's graphs, or tapes in their place."""
+    if CARD.type == "cpu":
+        monkeypatch.setattr(_graphed, "_Graphs", Tapes)
+        monkeypatch.setattr(torch.cuda, "Stream", Stream)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: Stream())
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+
+
+def training_step(optimizer: Any) -> Any:
+    """A step that clears gradients, runs both passes, and leaves a result after the optimizer's."""
+    weights = optimizer.param_groups[0]["params"]
+
+    def take(x: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+        optimizer.zero_grad()
+        loss = sum(((p * x[:, : p.shape[-1]].mean(0) * factor - 1) ** 2).sum() for p in weights)
+        assert isinstance(loss, Tensor)
+        loss.backward()
+        optimizer.step()
+        return loss, loss * 2
+
+    return take
+
+
+def schedule(optimizer: Any, step: int) -> None:
+    """Another rate in every step, another decay at last."""
+    for group in optimizer.param_groups:
+        group["lr"] = 0.3 / (1 + step % 5)
+        group["weight_decay"] = 0.1 * (step >= 13)
+
+
+@pytest.mark.parametrize("options", [{"moments": "8bit"}, {"writeback": "residual8", "draws": "dither"}])
+def test_replays_have_the_bits_of_calls(options: dict[str, Any], graphs: None) -> None:
+    """Under a schedule, a refresh, doubled scales, a refused step, another shape of inputs and another option."""
+    plain, ours = (pair(refresh_every=6, **options)[0] for _ in range(2))
+    step, other, weights = (
+        _graphed.GraphedStep(training_step(ours), ours),
+        training_step(plain),
+        plain.param_groups[0]["params"],
+    )
+    for i in range(16):
+        x = normal(3 if i == 10 else 4, 64, seed=i) * (2.0 + i)
+        x[1, 3] = math.inf if i == 8 else 1.0
+        found, expected = step(x, 1.5), other(x, 1.5)
+        assert not any(map(different, found, expected))
+        for a, b in zip(weights, ours.param_groups[0]["params"], strict=True):
+            kept = {name: x for name, x in plain.state[a].items() if isinstance(x, Tensor) and name != "grid"}
+            assert not any(different(ours.state[b][name], x) for name, x in kept.items())
+            assert not different(b.grad, a.grad)
+            assert not different(getattr(b, "codes", b), getattr(a, "codes", a))
+            assert not different(getattr(b, "scale", b), getattr(a, "scale", a))
+        schedule(ours, i)
+        schedule(plain, i)
+    assert (ours.skipped_steps, ours.widened_scales) == (plain.skipped_steps, plain.widened_scales)
+    assert plain.skipped_steps == 1
+    assert plain.widened_scales > 0
+    assert (step.recorded, step.replayed) == (1, 12)
+
+
+def twice(optimizer: Any, take: Any) -> Any:
+    return lambda *inputs: (take(*inputs), optimizer.step())
+
+
+def scheduled(optimizer: Any, take: Any) -> Any:
+    return lambda *inputs: (take(*inputs), schedule(optimizer, 2))
+
+
+@pytest.mark.parametrize(
+    ("wrapped", "message"),
+    [
+        (lambda optimizer, take: lambda *inputs: optimizer.zero_grad(), r"calls the optimizer's step\(\) 0 times"),
+        (twice, r"calls the optimizer's step\(\) 2 times"),
+        (scheduled, "train_step changes options of the optimizer"),
+    ],
+)
+def test_what_no_graph_can_do_again_is_refused(wrapped: Any, message: str, graphs: None) -> None:
+    optimizer = pair()[0]
+    take = training_step(optimizer)
+    step = _graphed.GraphedStep(wrapped(optimizer, take), optimizer)
+    for i in range(_graphed._WARMUP):
+        step(normal(4, 64, seed=i), 1.5)
+        optimizer.param_groups[0]["lr"] = 0.7
+    with pytest.raises(ValueError, match=message):
+        step(normal(4, 64), 1.5)
+    assert optimizer._recorder is None
+    take(normal(4, 64), 1.5)
+
+
+def test_weights_that_moved_are_recorded_again(graphs: None) -> None:
+    plain, ours = (pair()[0] for _ in range(2))
+    step, other = _graphed.GraphedStep(training_step(ours), ours), training_step(plain)
+    for i in range(8):
+        x = normal(4, 64, seed=i)
+        assert not any(map(different, step(x, 1.5), other(x, 1.5)))
+        if i == 5:
+            for optimizer in (plain, ours):
+                weight = optimizer.param_groups[0]["params"][2]
+                weight.data = weight.data + 1.0
+    assert step.recorded == 2

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
-from fp8manifold.optim import _backends, _triton_step
+from fp8manifold.optim import _backends, _optimizer, _steady, _triton_step
 from fp8manifold.optim._native_step import run_native
 from fp8manifold.optim._slot import Slot
 from fp8manifold.optim._triton_step import run_triton
@@ -61,6 +61,8 @@ def step_both(slots: Sequence[Slot]) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     assert CARD.type == "cpu" or torch.cuda.is_available()
     vars(_backends)["run_native"] = step_both
+    own = _steady.is_steady
+    vars(_optimizer)["is_steady"] = lambda optimizer, slots: _steady.on_gpu(CARD) and own(optimizer, slots)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -1,0 +1,253 @@
+"""Whole training steps as CUDA graphs: one before the optimizer's step, one of its kernels, and one after it."""
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from fp8manifold._base.reading import Later
+from fp8manifold._triton.launch import Tables
+from fp8manifold.optim._optimizer import ManifoldOptimizer
+from fp8manifold.optim._slot import Slot, count_on_card
+from fp8manifold.optim._triton_step import TritonStep
+from fp8manifold.tensor import FP8Tensor
+
+__all__ = ["GraphedStep", "graphed"]
+
+_WARMUP: Final = 3
+"""Calls before a recording: libraries choose and load their kernels in them."""
+
+
+class _Graphs:
+    """Recordings of launches that are replayed in their order, on the same memory."""
+
+    def __init__(self) -> None:
+        self._graphs, self._pool = list[torch.cuda.CUDAGraph](), None
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record what is launched, without running it."""
+        gc.collect()  # or something with memory on the card may go while it records
+        self.begin()
+        try:
+            yield
+        finally:
+            self.end()
+
+    def begin(self) -> None:
+        """Begin another graph, with the memory of those before."""
+        torch.cuda.synchronize()
+        self._graphs.append(torch.cuda.CUDAGraph())
+        self._graphs[-1].capture_begin(self._pool)
+        self._pool = self._graphs[-1].pool()
+
+    def end(self) -> None:
+        self._graphs[-1].capture_end()
+
+    def replay(self, which: int) -> None:
+        """Launch all of a graph again."""
+        self._graphs[which].replay()
+
+
+class _StepGraph:
+    """The kernels of an optimizer's steady step, launched at once from tables that stay where they are."""
+
+    def __init__(self) -> None:
+        self._signature: Any = None
+
+    def __call__(self, step: TritonStep, slots: list[Slot]) -> Later:
+        """Take and count a step; record it where its launches are others than before."""
+        if self._signature != step.signature:
+            self._tables, self._graphs = Tables(step.launches, step.words()), _Graphs()
+            with self._graphs.recording():
+                self._tables.launch()
+                count_on_card([slot.state["step"] for slot in slots], self._tables.said)
+            self._signature = step.signature
+        step.fill(slots, self._tables.said)
+        self._tables.fill(step.launches)
+        self._graphs.replay(0)
+        return Later(self._tables.said)
+
+
+class _Passes:
+    """The graphs of a training step before and after the optimizer's, and the memory of their inputs."""
+
+    def __init__(self, train_step: Callable[..., Any], optimizer: ManifoldOptimizer, inputs: tuple[Any, ...]) -> None:
+        self._graphs, self._cuts, before = _Graphs(), 0, _options(optimizer)
+        self.inputs: tuple[Any, ...] = tree_map_only(Tensor, torch.clone, inputs)
+        optimizer._recorder = self._cut
+        try:
+            with self._graphs.recording():
+                self._outputs = train_step(*self.inputs)
+        finally:
+            optimizer._recorder = None
+        if self._cuts != 1:
+            raise ValueError(f"train_step calls the optimizer's step() {self._cuts} times: it has to call it once")
+        if before != _options(optimizer):
+            raise ValueError(
+                "train_step changes options of the optimizer, which a graph would not do again: call the scheduler's "
+                "step() after the graphed step"
+            )
+        self.gradients = [p.grad for p in _parameters(optimizer)]
+
+    def _cut(self) -> None:
+        self._graphs.end()
+        self._graphs.begin()
+        self._cuts += 1
+
+    def replay(self, inputs: tuple[Any, ...], step: Callable[[], Any]) -> Any:
+        """Run both with other inputs, and the optimizer's step between them; return a copy of the results."""
+        for ours, given in zip(tree_flatten(self.inputs)[0], tree_flatten(inputs)[0], strict=True):
+            if isinstance(ours, Tensor):
+                ours.copy_(given)
+        self._graphs.replay(0)
+        step()
+        self._graphs.replay(1)
+        return tree_map_only(Tensor, lambda x: x.detach().clone(), self._outputs)
+
+
+class GraphedStep:
+    """A training step that runs from CUDA graphs where it can, with the bits of the same calls without them.
+
+    Attributes:
+        replayed: number of calls that were replays.
+        recorded: number of times that the two passes were recorded.
+    """
+
+    replayed = recorded = 0
+
+    def __init__(self, train_step: Callable[..., Any], optimizer: ManifoldOptimizer) -> None:
+        self._train_step, self._optimizer = train_step, optimizer
+        self._passes: _Passes | None = None
+        self._calls, self._places, self._left = 0, list[int](), list[Tensor | None]()
+        self._stream, self._step_graph = torch.cuda.Stream(), _StepGraph()
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Take one training step, and return what ``train_step`` returns."""
+        optimizer = self._optimizer
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            if self._may_replay(inputs):
+                assert self._passes is not None
+                optimizer._graph = self._step_graph
+                try:
+                    outputs = self._passes.replay(inputs, optimizer.step)
+                finally:
+                    optimizer._graph = None
+                self.replayed += 1
+            else:
+                outputs = self._call(inputs)
+        torch.cuda.current_stream().wait_stream(self._stream)
+        return outputs
+
+    def _call(self, inputs: tuple[Any, ...]) -> Any:
+        """Take it as it is, and put its gradients where a replay has them."""
+        self._calls += 1
+        outputs = self._train_step(*inputs)
+        if self._passes is not None:
+            for parameter, ours in zip(_parameters(self._optimizer), self._passes.gradients, strict=True):
+                if ours is not None and parameter.grad is not None and _kind(ours) == _kind(parameter.grad):
+                    parameter.grad = ours.copy_(parameter.grad)
+        self._left = [p.grad for p in _parameters(self._optimizer)]
+        return outputs
+
+    def _may_replay(self, inputs: tuple[Any, ...]) -> bool:
+        """True where replays do the very same; passes are recorded where there are none yet, or memory has moved."""
+        optimizer, found = self._optimizer, [p.grad for p in _parameters(self._optimizer)]
+        if self._calls < _WARMUP or len(found) != len(self._left):
+            return False
+        if any(one is not other for one, other in zip(found, self._left, strict=True)):
+            return False
+        if self._passes is None or self._places != _places(optimizer):
+            self._passes = None
+            self._passes, self._places = _Passes(self._train_step, optimizer, inputs), _places(optimizer)
+            self._left = self._passes.gradients
+            self.recorded += 1
+        return _alike(self._passes.inputs, inputs)
+
+
+def graphed(train_step: Callable[..., Any], optimizer: ManifoldOptimizer) -> GraphedStep:
+    """Record a whole training step in CUDA graphs, and replay them with the bits of the same calls without graphs.
+
+    The forward and backward pass are one graph, and the kernels of the optimizer's step another.  While the first runs,
+    the host looks over the table of the step and writes to the card what changes from step to step: learning rate,
+    bias corrections, the keys of random bits.  Counts of steps, verdicts on gradients and doubled scales are there
+    already.  So any scheduler works, and a step that no table has, one that refreshes S_ref or one of matrices, is
+    taken as ever between the passes.  The first calls run without graphs, and so do calls with inputs of another shape
+    or after somebody has replaced gradients.  Where weights have moved in memory the passes are recorded again.
+
+    Args:
+        train_step: a function of tensors and constants that clears gradients, runs forward and backward pass, and calls
+            ``optimizer.step()`` once, without a closure.  A replay runs what it launches, not its Python: schedulers,
+            counters and printing stay outside, a model stays in its mode, and memory that it reads besides its
+            arguments and the optimizer's parameters stays where it is.
+        optimizer: an optimizer of this library, all of whose parameters are on one CUDA device.
+
+    Returns:
+        A function that is called like ``train_step`` and returns copies of its results.
+
+    Raises:
+        TypeError: another optimizer.
+        ValueError: the optimizer steps in the backward pass, or has parameters elsewhere; when recording:
+            ``train_step`` does not call ``step()`` once, or changes options.
+        RuntimeError: when recording: ``train_step`` waits for the GPU, or a layer draws random bits.
+
+    Example:
+        >>> def train_step(x, y):
+        ...     optimizer.zero_grad()
+        ...     loss = torch.nn.functional.mse_loss(model(x), y)
+        ...     loss.backward()
+        ...     optimizer.step()
+        ...     return loss
+        >>> step = graphed(train_step, optimizer)  # doctest: +SKIP
+        >>> for x, y in batches:  # doctest: +SKIP
+        ...     loss = step(x, y)
+        ...     scheduler.step()
+
+    Source: PyTorch's CUDA graphs, https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs.
+    """
+    if not isinstance(optimizer, ManifoldOptimizer):
+        raise TypeError(f"optimizer is a {type(optimizer).__name__}: graphed takes those of fp8manifold.optim")
+    name = type(optimizer).__name__
+    if optimizer._in_backward is not None:
+        raise ValueError(f"this {name} steps in the backward pass: graphed takes steps between two passes")
+    devices = {p.device for p in _parameters(optimizer)}
+    if len(devices) != 1 or next(iter(devices)).type != "cuda":
+        places = ", ".join(sorted(map(str, devices)))
+        raise ValueError(f"the parameters of this {name} are on {places}: a CUDA graph takes those of one CUDA device")
+    return GraphedStep(train_step, optimizer)
+
+
+def _parameters(optimizer: ManifoldOptimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _places(optimizer: ManifoldOptimizer) -> list[int]:
+    """Addresses of everything that the passes read of the parameters."""
+    places: list[int] = []
+    for parameter in _parameters(optimizer):
+        held = (parameter.codes, parameter.kept_scale) if isinstance(parameter, FP8Tensor) else (parameter,)
+        places += [each.data_ptr() for each in held]
+    return places
+
+
+def _options(optimizer: ManifoldOptimizer) -> list[dict[str, Any]]:
+    groups = [{name: value for name, value in g.items() if name != "params"} for g in optimizer.param_groups]
+    return [tree_map_only(Tensor, Tensor.tolist, group) for group in groups]
+
+
+def _kind(x: Tensor) -> tuple[Any, ...]:
+    return type(x), x.shape, x.stride(), x.dtype, x.device
+
+
+def _alike(ours: tuple[Any, ...], given: tuple[Any, ...]) -> bool:
+    """True for inputs of the same kinds, and of the same values where they are no tensors."""
+    (mine, form), (theirs, other) = tree_flatten(ours), tree_flatten(given)
+    return form == other and all(
+        _kind(x) == _kind(y) if isinstance(x, Tensor) and isinstance(y, Tensor) else type(x) is type(y) and x == y
+        for x, y in zip(mine, theirs, strict=True)
+    )
