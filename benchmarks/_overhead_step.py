@@ -1,20 +1,12 @@
-"""What the host pays for a step of small parameters: on a card's path, with kernels that do nothing, and on a CPU's.
+"""What the host pays for a step of small parameters: the cases of `overhead.py`, beside torch's fused AdamW."""
 
-    python benchmarks/_overhead_step.py [--rounds 25] [--sizes 8 60 172 290]
-
-Beside each torch's fused AdamW over as many float32 parameters, in the same run, in turn.  One thread; the least
-process CPU time of a call, in microseconds a parameter.  On a CPU the parameters have 32 elements, so that the
-arithmetic is nearly nothing.
-"""
-
-import argparse
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any, Final
 from unittest.mock import patch
 
 import torch
-from _timing import seconds
 
 import fp8manifold as fm
 from fp8manifold._base import reading
@@ -23,7 +15,6 @@ from fp8manifold.optim import _backends, _steady
 
 Step = Callable[[], object]
 SIZES: Final = (8, 60, 172, 290)
-WARM_UP: Final = 4
 
 
 def parameters(count: int, shape: tuple[int, int]) -> list[fm.FP8Parameter]:
@@ -63,39 +54,14 @@ def pretend_a_card(until: ExitStack) -> None:
         until.enter_context(patch.object(owner, name, instead))
 
 
-def cases(sizes: tuple[int, ...], until: ExitStack) -> Iterator[tuple[str, int, Step, Step]]:
-    """What is measured, the number of parameters, our step and torch's; after a CPU's a card is pretended."""
-    for moments in ("float32", "8bit"):
-        for count in sizes:
-            step = fm.optim.StiffnessAdamW(parameters(count, (1, 32)), 1e-5, moments=moments).step
-            yield f"a CPU, {moments}", count, step, fused(count, (1, 32))
-    pretend_a_card(until)
-    for moments in ("float32", "8bit"):
-        for count in sizes:
-            step = fm.optim.StiffnessAdamW(parameters(count, (8, 256)), 1e-3, moments=moments).step
-            yield f"a card, {moments}", count, step, fused(count, (8, 256))
+def cases(until: ExitStack) -> Iterator[tuple[str, Step, Step, int, float]]:
+    """What is measured, our step and torch's, the parameters and the goal; after a CPU's cases a card is pretended.
 
-
-def least(calls: list[Step], rounds: int) -> list[float]:
-    """The least seconds of each, taken in turn."""
-    for call in calls * WARM_UP:
-        call()
-    cpu = torch.device("cpu")
-    return [min(times) for times in zip(*([seconds(call, cpu) for call in calls] for _ in range(rounds)), strict=True)]
-
-
-def main() -> None:
-    """Print microseconds a parameter."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    with ExitStack() as until:
-        for what, count, ours, theirs in cases(tuple(options.sizes), until):
-            ours_us, theirs_us = (1e6 * s / count for s in least([ours, theirs], options.rounds))
-            print(f"{what:20s} {count:4d} parameters: {ours_us:7.1f} us a parameter, fused AdamW {theirs_us:6.1f}")
-
-
-if __name__ == "__main__":
-    main()
+    On a CPU parameters have 32 elements, so that the arithmetic is nearly nothing.
+    """
+    for place, shape, rate, goal in (("a CPU's", (1, 32), 1e-5, 15.0), ("a card's", (8, 256), 1e-3, 20.0)):
+        if place == "a card's":
+            pretend_a_card(until)
+        for moments, count in itertools.product(("float32", "8bit"), SIZES):
+            step = fm.optim.StiffnessAdamW(parameters(count, shape), rate, moments=moments).step
+            yield f"{count} parameters, {place} path, {moments}", step, fused(count, shape), count, goal

@@ -1,12 +1,14 @@
-"""What the host pays for small layers with one-byte weights, as ratios to ``nn.Linear`` in the same run.
+"""What the host pays for small layers and steps, as ratios to ``nn.Linear`` and fused AdamW in the same run.
 
-    python benchmarks/overhead.py [--parts layer compiled] [--pairs 60] [--calls 50] [--json | --markdown] [--record]
+    python benchmarks/overhead.py [--parts layer compiled step] [--pairs 60] [--calls 50] [--markdown] [--record]
 
 One thread, forward and backward over a few tokens, so that nearly all of it is Python and torch's dispatcher:
 
     a card's path    a layer under autocast as on a card, with kernels that do nothing
     a CPU's          a layer in float32
     compiled         a stack of layers with a GELU after each, compiled whole; the times are of one layer
+    a step           `step()` of StiffnessAdamW over one-byte weights, with kernels that do nothing and on a CPU, beside
+                     torch's fused AdamW over as many in float32; the times are of one parameter, and so is the goal
 
 Both sides take their calls in turn; process CPU time.  The ratio is that of the least times, as whatever else the
 machine does only adds to them; the ratios of the pairs stand beside it: median, smallest and largest.
@@ -26,6 +28,7 @@ from unittest.mock import patch
 
 import torch
 from _forms import add_form_options, text_table
+from _overhead_step import cases
 from _record import add_option, record
 from _timing import paired_seconds
 from torch import Tensor, nn
@@ -52,6 +55,7 @@ class Case:
     theirs: Step
     size: int
     goal: float | None
+    goal_us: float | None = None
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,7 @@ class Figure:
     ours_us: float
     theirs_us: float
     goal: float | None
+    goal_us: float | None = None
 
 
 def both(model: nn.Module, x: Tensor, *, autocast: bool) -> Step:
@@ -111,7 +116,17 @@ def compiled_layers(on_card: ExitStack) -> Iterator[Case]:
         yield Case(name, "E4M3", *pair("E4M3", TINY, DEPTH, autocast=autocast, compiled=True), DEPTH, 1.3)
 
 
-PARTS: Final[dict[str, Callable[[ExitStack], Iterator[Case]]]] = {"layer": layers, "compiled": compiled_layers}
+def steps(on_card: ExitStack) -> Iterator[Case]:
+    """The step of an optimizer."""
+    for what, ours, theirs, count, goal_us in cases(on_card):
+        yield Case(f"step() of {what}", "E4M3", ours, theirs, count, None, goal_us)
+
+
+PARTS: Final[dict[str, Callable[[ExitStack], Iterator[Case]]]] = {
+    "layer": layers,
+    "compiled": compiled_layers,
+    "step": steps,
+}
 """What is measured, by the name that ``--parts`` takes: each makes its cases, and may pretend that a card is there."""
 
 
@@ -161,11 +176,13 @@ def measure(case: Case, pairs: int, calls: int) -> Figure:
     ratios = [a / b for a, b in times]
     own, reference = (1e6 * min(column) / calls / case.size for column in zip(*times, strict=True))
     spread = (statistics.median(ratios), min(ratios), max(ratios))
-    return Figure(case.what, case.format, own / reference, spread, own, reference, case.goal)
+    return Figure(case.what, case.format, own / reference, spread, own, reference, case.goal, case.goal_us)
 
 
 def goal(one: Figure) -> str:
     """The goal, and whether it is met."""
+    if one.goal_us is not None:
+        return f"<= {one.goal_us:.0f} µs, {'met' if one.ours_us <= one.goal_us else 'NOT met'}"
     return "none" if one.goal is None else f"<= {one.goal}, {'met' if one.ratio <= one.goal else 'NOT met'}"
 
 
@@ -218,8 +235,8 @@ def main() -> None:
     else:
         print(title, text_table(lines(figures), RULE, options.markdown), sep="\n" * (1 + options.markdown))
     if options.record:
-        rows = [(one.what, one.format, one.ratio, one.pairs, goal(one)) for one in figures]
-        record("`nn.Linear` of the same shape", HEADER[:5], rows)
+        rows = [(one.what, one.format, one.ratio, one.pairs, goal(one), one.ours_us) for one in figures]
+        record("`nn.Linear` of the same shape, or fused AdamW over as many parameters", HEADER[:6], rows)
 
 
 if __name__ == "__main__":

@@ -264,7 +264,8 @@ def test_overhead_from_end_to_end() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     printed = run("overhead.py", "--pairs", "2", "--calls", "1", "--json")
     figures = json.loads(printed[printed.index("{") :])["figures"]
-    assert [one["format"] for one in figures] == ["E4M3", "E4M3", "E2M5", "E4M3", "E4M3"]
+    assert [one["format"] for one in figures] == ["E4M3", "E4M3", "E2M5", *["E4M3"] * 18]
+    assert {one["goal_us"] for one in figures} == {None, 15.0, 20.0}
     assert all(one["ratio"] > 0 and one["pairs"][1] <= one["pairs"][0] <= one["pairs"][2] for one in figures)
 
 
