@@ -12,7 +12,6 @@ from torch import Tensor
 
 LARGEST: Final = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 _MANTISSA: Final = 23
-_ROWS: Final = 1
 
 
 def pow2_scales(amax: Tensor, largest: float) -> tuple[Tensor, Tensor]:
@@ -47,7 +46,7 @@ def round_rows(x: Tensor, fold: Tensor | None = None) -> tuple[Tensor, Tensor]:
         x: bfloat16, float16 or float32 (M, K).
         fold: powers of two, float32 of K elements or of one, that broadcasts against ``x``.
     """
-    units, scale = _units(_folded(x, fold), LARGEST[torch.float8_e4m3fn], _ROWS)
+    units, scale = _units(_folded(x, fold), LARGEST[torch.float8_e4m3fn], 1)
     return units.to(torch.float8_e4m3fn).view(torch.uint8), scale
 
 
@@ -64,36 +63,40 @@ def round_columns(g: Tensor, fold: Tensor | None = None) -> tuple[Tensor, Tensor
 
 def int8_rows(x: Tensor, fold: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """As :func:`round_rows`, to whole numbers from -127 to 127, ties to the even one: int8 (M, K)."""
-    units, scale = _units(_folded(x, fold), LARGEST[torch.int8], _ROWS)
+    units, scale = _units(_folded(x, fold), LARGEST[torch.int8], 1)
     return units.round().to(torch.int8), scale
 
 
 _LIBRARY: Final = torch.library.Library("fp8manifold", "FRAGMENT")
-_LIBRARY.define("transpose_bytes(Tensor codes) -> Tensor")
-_LIBRARY.define("codes_to_int8(Tensor codes, bool transposed) -> Tensor")
+_LIBRARY.define("transpose_bytes(Tensor codes, Tensor? after) -> Tensor")
+_LIBRARY.define("codes_to_int8(Tensor codes, bool transposed, Tensor? after) -> Tensor")
 
 
-def _transposed(codes: Tensor) -> Tensor:
+def _transposed(codes: Tensor, after: Tensor | None) -> Tensor:
     return codes.t().contiguous()
 
 
-def _as_int8(codes: Tensor, transposed: bool) -> Tensor:
+def _as_int8(codes: Tensor, transposed: bool, after: Tensor | None) -> Tensor:
     magnitude = (codes & 127).to(torch.int8)
     signed = torch.where(codes > 127, -magnitude, magnitude)
-    return _transposed(signed) if transposed else signed
+    return signed.t().contiguous() if transposed else signed
 
 
 _LIBRARY.impl("transpose_bytes", _transposed, "CompositeExplicitAutograd")
 _LIBRARY.impl("codes_to_int8", _as_int8, "CompositeExplicitAutograd")
 
 
-def transpose_bytes(codes: Tensor) -> Tensor:
-    """The transpose (K, N) of codes (N, K), by rows: a copy of bytes, and one node of a graph."""
-    made: Tensor = torch.ops.fp8manifold.transpose_bytes(codes)
+def transpose_bytes(codes: Tensor, after: Tensor | None = None) -> Tensor:
+    """The transpose (K, N) of codes (N, K), by rows: a copy of bytes.
+
+    Where a compiler looks on it is a node that can be run only once ``after`` is there, and so no graph holds the
+    copies of all layers at once.
+    """
+    made: Tensor = torch.ops.fp8manifold.transpose_bytes(codes, after)
     return made
 
 
-def codes_to_int8(codes: Tensor, *, transposed: bool = False) -> Tensor:
+def codes_to_int8(codes: Tensor, *, transposed: bool = False, after: Tensor | None = None) -> Tensor:
     """The whole numbers that E1M6 codes stand for in units of its spacing: int8 (N, K), or (K, N) ``transposed``."""
-    made: Tensor = torch.ops.fp8manifold.codes_to_int8(codes, transposed)
+    made: Tensor = torch.ops.fp8manifold.codes_to_int8(codes, transposed, after)
     return made
