@@ -45,6 +45,10 @@ def why_no_units(units: Units, device: torch.device) -> str:
     return f"{units.upper()} units begin at compute capability {needed}, and {device} has {own}"
 
 
+# what torch.compiler.assume_constant_result says, which loads the compiler: a graph is of one device
+why_no_units._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def chosen_products(spec: LayerSpec, in_features: int, out_features: int, device: torch.device) -> str:
     """What ``auto`` takes for a layer on a device, and why not codes; nothing where it was told by name."""
     if spec.products != "auto":
@@ -85,7 +89,7 @@ def linear_from_codes(x: Tensor, weight: Tensor, bias: Tensor | None, units: Uni
 
 class _FromCodes(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: FP8Tensor, bias: Tensor | None, units: Units, rounds: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: FP8Tensor, bias: Tensor | None, units: Units, rounds: bool) -> Any:
         rows = _rows(x)
         if rounds and rows.shape[0] % ALIGNMENT:
             raise ValueError(
@@ -100,7 +104,8 @@ class _FromCodes(torch.autograd.Function):
         kept = ((operand, p) if rounds else (rows,)) if ctx.needs_input_grad[1] else ()
         ctx.save_for_backward(weight, *kept)
         ctx.units, ctx.shape, ctx.rounds = units, x.shape, rounds
-        return y.view(*x.shape[:-1], weight.shape[0])
+        # no view, as that of nn.Linear is none: FSDP hangs a hook on it
+        return torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], weight.shape[0]))
 
     @staticmethod
     @once_differentiable
