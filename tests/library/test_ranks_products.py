@@ -39,7 +39,7 @@ def passed(made: nn.Module, x: Tensor, again: bool) -> tuple[Tensor, Tensor]:
 
 
 def trained(fmt: str, spec: dict[str, Any], options: dict[str, Any], *, again: bool = False) -> None:
-    """Passes of rows and of the whole, from one input in all processes, and steps between them, which widen scales of rows."""
+    """Passes of rows and of the whole, from one input in all processes, and steps, which widen scales of rows."""
     policy = options.get("mp_policy")
     dtype = torch.float32 if policy is None else policy.param_dtype
     whole, parts = net(fmt, **spec).to(dtype), sharded(net(fmt, **spec), **options)
