@@ -36,6 +36,7 @@ from fp8manifold.nn._products import (
     linear_with_rounded_gradients,
     over_nested,
     round_gradient,
+    scale_of,
     scaler_of,
 )
 from fp8manifold.nn._scalers import Scaler, SharedAmax, announce_gradients
@@ -180,6 +181,15 @@ class QuantizedLinear(nn.Linear):
         """``Q_a(x) Q_w(W)^T + b``, in the dtype (or autocast dtype) of an ``nn.Linear``."""
         if input.is_nested:
             return over_nested(self.forward, input)
+        weight = self._parameters.get("weight")
+        if (
+            type(weight) is FP8Parameter
+            and self.weight_scaler is self.activation_scaler is None
+            and self.activation_gradient_scaler is self.weight_gradient_scaler is None
+            and "draws" not in self._buffers
+            and self._units is None
+        ):  # a product and no more: nothing is drawn, remembered or announced
+            return linear(input, weight, self.bias)
         if self.storage != "master" and not torch.compiler.is_compiling():
             check_kept(self, self.storage)
         weight = self.weight
@@ -187,11 +197,11 @@ class QuantizedLinear(nn.Linear):
             return linear_from_codes(input, weight, self.bias, units, self.spec)
         draw, repeats = self._pass()
         if self.weight_scaler is not None:
-            weight = self._fake_quantized("weight", weight, _scale_of(self.weight_scaler, weight, repeats), draw)
+            weight = self._fake_quantized("weight", weight, scale_of(self.weight_scaler, weight, repeats), draw)
         quantized = input
         if self.activation_scaler is not None:
             rows = self._rows(input)
-            scale = _scale_of(self.activation_scaler, rows, repeats)
+            scale = scale_of(self.activation_scaler, rows, repeats)
             quantized = self._fake_quantized("activation", rows, scale, draw).view(input.shape)
         of_weight = None if self._defers else self._rounded("weight_gradient", draw)
         backward = self._rounded("activation_gradient", draw), of_weight
@@ -255,8 +265,7 @@ class QuantizedLinear(nn.Linear):
     def _described_formats(self) -> str:
         names = {name: self._operands[name].format.name if name in self._operands else NONE for name in OPERANDS}
         shown = [f"{name}={names[name]}" for name in OPERANDS if name in OPERANDS[:2] or names[name] != NONE]
-        own = self.weight if isinstance(self.weight, FP8Tensor) else self.manifold
-        draws = getattr(own, "draws", "independent")
+        draws = getattr(self.weight if isinstance(self.weight, FP8Tensor) else self.manifold, "draws", "independent")
         shown += [f"storage={self.storage}", *([f"draws={draws}"] if draws != "independent" else [])]
         multiplied = {"gradient_products": self.spec.gradient_products, "products": self.spec.products}
         shown += [f"{name}={how}" for name, how in multiplied.items() if how not in ("decoded", "bfloat16")]
@@ -453,12 +462,6 @@ class QuantizedLinear(nn.Linear):
         elif saved.format != weight.format:
             return f"{prefix}weight is of {saved.format.name}, but this layer's is of {weight.format.name}"
         return None
-
-
-def _scale_of(scaler: Scaler, x: Tensor, repeats: bool) -> Tensor:
-    """The scale of an operand; it is not remembered twice."""
-    scale: Tensor = scaler.preview(x) if repeats else scaler(x)
-    return scale
 
 
 class QuantizedConv1D(QuantizedLinear):

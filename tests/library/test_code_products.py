@@ -292,8 +292,9 @@ def test_layouts_scales_and_sizes_are_those_of_a_card(
     """Torch's own checks, of fake tensors on a card that there is not."""
     called: list[Any] = []
     for name in ("_scaled_mm", "_int_mm"):
+        torchs = getattr(torch, name)
 
-        def seen(a: Tensor, b: Tensor, own: Any = vars(torch)[name], **more: Any) -> Tensor:
+        def seen(a: Tensor, b: Tensor, own: Any = torchs, **more: Any) -> Tensor:
             called.append((a, b, more))
             made: Tensor = own(a, b, **more)
             return made
