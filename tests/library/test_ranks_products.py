@@ -43,7 +43,7 @@ def trained(fmt: str, spec: dict[str, Any], options: dict[str, Any], *, again: b
     policy = options.get("mp_policy")
     dtype = torch.float32 if policy is None else policy.param_dtype
     whole, parts = net(fmt, **spec).to(dtype), sharded(net(fmt, **spec), **options)
-    optimizers = [fm.optim.StiffnessAdamW(each.parameters(), 0.5, moments="8bit") for each in (parts, whole)]
+    optimizers: list[Any] = [fm.optim.StiffnessAdamW(each.parameters(), 0.5, moments="8bit") for each in (parts, whole)]
     for step in range(3):
         x = normal(2, 16, 64, seed=step).to(dtype)
         ours, its = (passed(each, x, again) for each in (parts, whole))
