@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -129,10 +130,11 @@ def test_what_products_ask_for_is_launched(monkeypatch: pytest.MonkeyPatch) -> N
         rounded = [*round_rows(x), *round_columns(x), *int8_rows(x)]
         return [*rounded, transpose_bytes(codes), codes_to_int8(codes), codes_to_int8(codes, transposed=True)]
 
-    launched, own = [], operands._launch
     x, codes = matrix(48, torch.bfloat16)[:16], torch.arange(256, dtype=torch.uint8).view(16, 16)
     expected = made(x, codes)
-    monkeypatch.setattr(operands, "_launch", lambda name, *facts: (launched.append(name), own(name, *facts)))
+    launch = mock.Mock(wraps=operands._launch)
+    monkeypatch.setattr(operands, "_launch", launch)
     monkeypatch.setattr(products, "_has_kernels", lambda x: True)
     same(tuple(made(x.to(CARD), codes.to(CARD))), tuple(expected))
+    launched = [call.args[0] for call in launch.call_args_list]
     assert launched == [*("rows_kernel", "amax_kernel", "columns_kernel", "rows_kernel"), *3 * ("copy_kernel",)]
