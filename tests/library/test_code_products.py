@@ -624,6 +624,8 @@ REFUSED = {
     "quantize_model(odd, 'E4M3', 'fp8', products='fp8')": "ValueError: products='fp8': 16 does not divide 50257; take",
     "quantize_model(wide, 'E1M6', 'fp8', products='int8')": "ValueError: a sum of 151936 & beyond 32 bits",
     "check_formats('E4M3', {'a': (768, 50257)}, 'fp8', products='fp8')": "ValueError: 16 does not divide 50257",
+    "check_formats('E4M3', {'a': (24, 16)}, 'fp8', products='fp8')": "ValueError: 16 does not divide 24",
+    "check_formats('E4M3', {'a': (16, 0)}, 'fp8', products='fp8')": "ValueError: there is nothing to multiply",
     "net(zeros(8191, 32, dtype=bfloat16))": "ValueError: 8191 & 16 does not divide & gradient_products='bfloat16'",
     "net(zeros(16, 32))": "RuntimeError: the input has dtype torch.float32, and the weight torch.bfloat16",
 }
