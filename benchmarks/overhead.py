@@ -89,7 +89,7 @@ def pair(fmt: str, features: int, depth: int = 1, *, autocast: bool, compiled: b
     x = torch.randn(TOKENS, features, requires_grad=True)
     stack = [nn.Linear(features, features) for _ in range(depth)]
     dense = nn.Sequential(*(part for layer in stack for part in ((layer, nn.GELU()) if depth > 1 else (layer,))))
-    ours = fm.quantize_model(copy.deepcopy(dense), fmt, storage="fp8")
+    ours: Any = fm.quantize_model(copy.deepcopy(dense), fmt, storage="fp8")
     models: list[Any] = [ours, dense] if depth > 1 else [ours[0], dense[0]]
     if compiled:
         models = [torch.compile(model, fullgraph=True) for model in models]
@@ -159,9 +159,9 @@ def measure(case: Case, pairs: int, calls: int) -> Figure:
     paired_seconds(ours, theirs, 1, device)
     times = paired_seconds(ours, theirs, pairs, device)
     ratios = [a / b for a, b in times]
-    least = [1e6 * min(column) / calls / case.size for column in zip(*times, strict=True)]
+    own, reference = (1e6 * min(column) / calls / case.size for column in zip(*times, strict=True))
     spread = (statistics.median(ratios), min(ratios), max(ratios))
-    return Figure(case.what, case.format, least[0] / least[1], spread, *least, case.goal)
+    return Figure(case.what, case.format, own / reference, spread, own, reference, case.goal)
 
 
 def goal(one: Figure) -> str:
@@ -175,13 +175,15 @@ RULE: Final = ("---", "---", "---:", "---:", "---", "---:", "---:")
 
 def lines(figures: list[Figure]) -> list[tuple[str, ...]]:
     """The table's rows."""
-    return [HEADER] + [
+    rows: list[tuple[str, ...]] = [HEADER]
+    rows += [
         (
             *(one.what, one.format, f"{one.ratio:.2f}x", "{:.2f}x ({:.2f} .. {:.2f})".format(*one.pairs)),
             *(goal(one), f"{one.ours_us:.1f}", f"{one.theirs_us:.1f}"),
         )
         for one in figures
     ]
+    return rows
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -78,7 +78,7 @@ _FEW: Final = 2**21
 """Weights that a card has decoded, 7 bytes moved each, before Python would have launched a kernel that moves 3."""
 
 
-def _values(weight: Any, dtype: torch.dtype) -> Tensor:
+def _values(weight: FP8Tensor, dtype: torch.dtype) -> Tensor:
     """The values for a product, of which a card makes the same whatever the bits of a NaN are."""
     codes, scale, fmt = weight.codes, weight._scale, weight.format
     if scale is not None:
@@ -188,8 +188,7 @@ def round_gradient(gradient: Tensor, *, scaler: Scaler, operand: OperandSpec, ke
 
 def scale_of(scaler: Scaler, x: Tensor, repeats: bool) -> Tensor:
     """The scale of an operand; it is not remembered twice."""
-    scale: Tensor = scaler.preview(x) if repeats else scaler(x)
-    return scale
+    return scaler.preview(x) if repeats else scaler(x)
 
 
 def scaler_of(operand: OperandSpec, shared: SharedAmax | None) -> Scaler:
