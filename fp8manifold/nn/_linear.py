@@ -160,6 +160,7 @@ class QuantizedLinear(nn.Linear):
         self._operands = spec.operands
         check_blocks(self._operands, linear.in_features, linear.out_features)
         self._units = units_of(spec, linear.in_features, linear.out_features)
+        units_on(self._units, spec, linear.weight.device)  # or refused
         if codes is None:
             self._take_weight(linear.weight, rounding, seed, draws)
         else:
@@ -181,21 +182,16 @@ class QuantizedLinear(nn.Linear):
         """``Q_a(x) Q_w(W)^T + b``, in the dtype (or autocast dtype) of an ``nn.Linear``."""
         if input.is_nested:
             return over_nested(self.forward, input)
-        weight = self._parameters.get("weight")
-        if (
-            type(weight) is FP8Parameter
-            and self.weight_scaler is self.activation_scaler is None
-            and self.activation_gradient_scaler is self.weight_gradient_scaler is None
-            and "draws" not in self._buffers
-            and self._units is None
-        ):  # a product and no more: nothing is drawn, remembered or announced
-            return linear(input, weight, self.bias)
+        if units := units_on(self._units, self.spec, input.device):
+            return linear_from_codes(input, self.weight, self.bias, units, self.spec)
+        weight: Any = self._parameters.get("weight")
+        bare = self.weight_scaler is self.activation_scaler is self.activation_gradient_scaler is None
+        if bare and self.weight_gradient_scaler is None and type(weight) is FP8Parameter:
+            return linear(input, weight, self.bias)  # nothing is drawn, remembered or announced
+        draw, repeats = self._pass()
+        weight = self.weight
         if self.storage != "master" and not torch.compiler.is_compiling():
             check_kept(self, self.storage)
-        weight = self.weight
-        if units := units_on(self._units, self.spec, weight.device):
-            return linear_from_codes(input, weight, self.bias, units, self.spec)
-        draw, repeats = self._pass()
         if self.weight_scaler is not None:
             weight = self._fake_quantized("weight", weight, scale_of(self.weight_scaler, weight, repeats), draw)
         quantized = input
