@@ -17,6 +17,7 @@ from fp8manifold.fake_quant import quantize_at
 from fp8manifold.formats import FloatFormat
 from fp8manifold.grid import encode
 from fp8manifold.manifolds import FP8Manifold
+from fp8manifold.nn._code_products import linear_from_codes, rounded_input, units_on
 from fp8manifold.nn._grid_weight import (
     check_dtype_holds,
     check_kept,
@@ -35,8 +36,10 @@ from fp8manifold.nn._products import (
     linear_with_rounded_gradients,
     over_nested,
     round_gradient,
+    scale_of,
+    scaler_of,
 )
-from fp8manifold.nn._scalers import HISTORY, FixedScale, GlobalScale, Scale, Scaler, SharedAmax, announce_gradients
+from fp8manifold.nn._scalers import Scaler, SharedAmax, announce_gradients
 from fp8manifold.nn._selection import linear_around, linear_of
 from fp8manifold.nn._spec import (
     GLOBAL,
@@ -44,12 +47,12 @@ from fp8manifold.nn._spec import (
     OPERANDS,
     LayerSpec,
     OperandName,
-    OperandSpec,
     check_blocks,
     check_codes_fit,
     check_draws,
     check_storage,
     is_stored,
+    units_of,
 )
 from fp8manifold.nn._tensor_files import FLOATS
 from fp8manifold.parameter import FP8Parameter
@@ -156,6 +159,8 @@ class QuantizedLinear(nn.Linear):
         name_parts(self, "weight")
         self._operands = spec.operands
         check_blocks(self._operands, linear.in_features, linear.out_features)
+        self._units = units_of(spec, linear.in_features, linear.out_features)
+        units_on(self._units, spec, linear.weight.device)  # or refused
         if codes is None:
             self._take_weight(linear.weight, rounding, seed, draws)
         else:
@@ -177,6 +182,8 @@ class QuantizedLinear(nn.Linear):
         """``Q_a(x) Q_w(W)^T + b``, in the dtype (or autocast dtype) of an ``nn.Linear``."""
         if input.is_nested:
             return over_nested(self.forward, input)
+        if units := units_on(self._units, self.spec, input.device):
+            return linear_from_codes(input, self.weight, self.bias, units, self.spec)
         own = self._parameters.get("weight")
         bare = self.weight_scaler is self.activation_scaler is self.activation_gradient_scaler is None
         if bare and self.weight_gradient_scaler is None and type(own) is FP8Parameter:
@@ -186,11 +193,11 @@ class QuantizedLinear(nn.Linear):
         if self.storage != "master" and not torch.compiler.is_compiling():
             check_kept(self, self.storage)
         if self.weight_scaler is not None:
-            weight = self._fake_quantized("weight", weight, _scale_of(self.weight_scaler, weight, repeats), draw)
+            weight = self._fake_quantized("weight", weight, scale_of(self.weight_scaler, weight, repeats), draw)
         quantized = input
         if self.activation_scaler is not None:
             rows = self._rows(input)
-            scale = _scale_of(self.activation_scaler, rows, repeats)
+            scale = scale_of(self.activation_scaler, rows, repeats)
             quantized = self._fake_quantized("activation", rows, scale, draw).view(input.shape)
         of_weight = None if self._defers else self._rounded("weight_gradient", draw)
         backward = self._rounded("activation_gradient", draw), of_weight
@@ -202,6 +209,8 @@ class QuantizedLinear(nn.Linear):
 
     def quantized_input(self, x: Tensor) -> Tensor:
         """What the last forward pass multiplied by in place of its input ``x``: for those who look on."""
+        if units := units_on(self._units, self.spec, self.weight.device):
+            return rounded_input(x, units)
         if self.activation_scaler is None:
             return x
         scale = self.activation_scaler.value
@@ -254,6 +263,8 @@ class QuantizedLinear(nn.Linear):
         shown = [f"{name}={names[name]}" for name in OPERANDS if name in OPERANDS[:2] or names[name] != NONE]
         draws = getattr(self.weight if isinstance(self.weight, FP8Tensor) else self.manifold, "draws", "independent")
         shown += [f"storage={self.storage}", *([f"draws={draws}"] if draws != "independent" else [])]
+        multiplied = {"gradient_products": self.spec.gradient_products, "products": self.spec.products}
+        shown += [f"{name}={how}" for name, how in multiplied.items() if how not in ("decoded", "bfloat16")]
         return ", ".join(shown)
 
     def _take_weight(self, weight: Tensor, rounding: Rounding, seed: int, draws: Draws) -> None:
@@ -276,7 +287,7 @@ class QuantizedLinear(nn.Linear):
         scalers: dict[str, Scaler | None] = dict.fromkeys(OPERANDS)
         for name, operand in self._operands.items():
             if name != "weight" or self.storage == "master":
-                scalers[name] = _scaler(operand, shared)
+                scalers[name] = scaler_of(operand, shared)
         self.weight_scaler, self.activation_scaler = scalers["weight"], scalers["activation"]
         self.activation_gradient_scaler = scalers["activation_gradient"]
         self.weight_gradient_scaler = scalers["weight_gradient"]
@@ -445,23 +456,6 @@ class QuantizedLinear(nn.Linear):
         elif saved.format != weight.format:
             return f"{prefix}weight is of {saved.format.name}, but this layer's is of {weight.format.name}"
         return None
-
-
-def _scale_of(scaler: Scaler, x: Tensor, repeats: bool) -> Tensor:
-    """The scale of an operand; it is not remembered twice."""
-    return scaler.preview(x) if repeats else scaler(x)
-
-
-def _scaler(operand: OperandSpec, shared: SharedAmax | None) -> Scaler:
-    if operand.scale == GLOBAL:
-        assert shared is not None
-        return GlobalScale(operand.format, shared)
-    if operand.scale is not None:
-        return FixedScale(operand.scale)
-    assert operand.granularity is not None
-    assert operand.policy is not None
-    assert operand.granularity != "square"  # which stored weights alone have
-    return Scale(operand.format, operand.granularity, operand.policy, history=operand.history or HISTORY)
 
 
 class QuantizedConv1D(QuantizedLinear):
