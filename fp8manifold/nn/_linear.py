@@ -17,6 +17,7 @@ from fp8manifold.fake_quant import quantize_at
 from fp8manifold.formats import FloatFormat
 from fp8manifold.grid import encode
 from fp8manifold.manifolds import FP8Manifold
+from fp8manifold.nn._code_products import linear_from_codes, rounded_input, units_on
 from fp8manifold.nn._grid_weight import (
     check_dtype_holds,
     check_kept,
@@ -35,8 +36,9 @@ from fp8manifold.nn._products import (
     linear_with_rounded_gradients,
     over_nested,
     round_gradient,
+    scaler_of,
 )
-from fp8manifold.nn._scalers import HISTORY, FixedScale, GlobalScale, Scale, Scaler, SharedAmax, announce_gradients
+from fp8manifold.nn._scalers import Scaler, SharedAmax, announce_gradients
 from fp8manifold.nn._selection import linear_around, linear_of
 from fp8manifold.nn._spec import (
     GLOBAL,
@@ -44,12 +46,12 @@ from fp8manifold.nn._spec import (
     OPERANDS,
     LayerSpec,
     OperandName,
-    OperandSpec,
     check_blocks,
     check_codes_fit,
     check_draws,
     check_storage,
     is_stored,
+    units_of,
 )
 from fp8manifold.nn._tensor_files import FLOATS
 from fp8manifold.parameter import FP8Parameter
@@ -156,6 +158,7 @@ class QuantizedLinear(nn.Linear):
         name_parts(self, "weight")
         self._operands = spec.operands
         check_blocks(self._operands, linear.in_features, linear.out_features)
+        self._units = units_of(spec, linear.in_features, linear.out_features)
         if codes is None:
             self._take_weight(linear.weight, rounding, seed, draws)
         else:
@@ -177,10 +180,12 @@ class QuantizedLinear(nn.Linear):
         """``Q_a(x) Q_w(W)^T + b``, in the dtype (or autocast dtype) of an ``nn.Linear``."""
         if input.is_nested:
             return over_nested(self.forward, input)
-        draw, repeats = self._pass()
-        weight = self.weight
         if self.storage != "master" and not torch.compiler.is_compiling():
             check_kept(self, self.storage)
+        weight = self.weight
+        if units := units_on(self._units, self.spec, weight.device):
+            return linear_from_codes(input, weight, self.bias, units, self.spec)
+        draw, repeats = self._pass()
         if self.weight_scaler is not None:
             weight = self._fake_quantized("weight", weight, _scale_of(self.weight_scaler, weight, repeats), draw)
         quantized = input
@@ -198,6 +203,8 @@ class QuantizedLinear(nn.Linear):
 
     def quantized_input(self, x: Tensor) -> Tensor:
         """What the last forward pass multiplied by in place of its input ``x``: for those who look on."""
+        if units := units_on(self._units, self.spec, self.weight.device):
+            return rounded_input(x, units)
         if self.activation_scaler is None:
             return x
         scale = self.activation_scaler.value
@@ -251,6 +258,8 @@ class QuantizedLinear(nn.Linear):
         own = self.weight if isinstance(self.weight, FP8Tensor) else self.manifold
         draws = getattr(own, "draws", "independent")
         shown += [f"storage={self.storage}", *([f"draws={draws}"] if draws != "independent" else [])]
+        multiplied = {"gradient_products": self.spec.gradient_products, "products": self.spec.products}
+        shown += [f"{name}={how}" for name, how in multiplied.items() if how not in ("decoded", "bfloat16")]
         return ", ".join(shown)
 
     def _take_weight(self, weight: Tensor, rounding: Rounding, seed: int, draws: Draws) -> None:
@@ -273,7 +282,7 @@ class QuantizedLinear(nn.Linear):
         scalers: dict[str, Scaler | None] = dict.fromkeys(OPERANDS)
         for name, operand in self._operands.items():
             if name != "weight" or self.storage == "master":
-                scalers[name] = _scaler(operand, shared)
+                scalers[name] = scaler_of(operand, shared)
         self.weight_scaler, self.activation_scaler = scalers["weight"], scalers["activation"]
         self.activation_gradient_scaler = scalers["activation_gradient"]
         self.weight_gradient_scaler = scalers["weight_gradient"]
@@ -450,18 +459,6 @@ def _scale_of(scaler: Scaler, x: Tensor, repeats: bool) -> Tensor:
     """The scale of an operand; it is not remembered twice."""
     scale: Tensor = scaler.preview(x) if repeats else scaler(x)
     return scale
-
-
-def _scaler(operand: OperandSpec, shared: SharedAmax | None) -> Scaler:
-    if operand.scale == GLOBAL:
-        assert shared is not None
-        return GlobalScale(operand.format, shared)
-    if operand.scale is not None:
-        return FixedScale(operand.scale)
-    assert operand.granularity is not None
-    assert operand.policy is not None
-    assert operand.granularity != "square"  # which stored weights alone have
-    return Scale(operand.format, operand.granularity, operand.policy, history=operand.history or HISTORY)
 
 
 class QuantizedConv1D(QuantizedLinear):

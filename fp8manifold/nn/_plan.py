@@ -26,7 +26,17 @@ from fp8manifold.nn._selection import (
     nearest,
     obstacle,
 )
-from fp8manifold.nn._spec import Formats, LayerSpec, check_blocks, check_draws, check_storage, is_none, read_formats
+from fp8manifold.nn._spec import (
+    Formats,
+    LayerSpec,
+    Products,
+    check_blocks,
+    check_draws,
+    check_storage,
+    is_none,
+    read_formats,
+    units_of,
+)
 from fp8manifold.random_bits import Draws
 from fp8manifold.scaling import StoredGranularity, WeightGranularity
 from fp8manifold.tensor import FP8Tensor
@@ -100,6 +110,7 @@ def plan(
     defer_weight_gradients: bool = False,
     tied: str = "refuse",
     draws: Draws = "independent",
+    products: Products = "decoded",
     parameters: Parameters | None = None,
     embeddings: Embeddings | None = None,
 ) -> Plan:
@@ -111,7 +122,7 @@ def plan(
     check_choice("tied", tied, TIED)
     check_int("seed", seed, 0, 2**31 - 1)
     check_draws(draws, storage)
-    read = {} if formats is None else read_formats(formats, granularity)
+    read = {} if formats is None else read_formats(formats, granularity, products)
     names = {key: tuple(its) for key, its in parameter_names(model).items()}
     linears = _linears(model, names)
     specs = _chosen_specs(linears, read)
@@ -144,11 +155,12 @@ def check_formats(
     keep_remainder: bool = False,
     shared: Mapping[str, tuple[str, ...]] | None = None,
     tied: Tied = "refuse",
+    products: Products = "decoded",
 ) -> dict[str, LayerSpec]:
     """Read formats as :func:`quantize_model` does, and refuse what it would refuse of them; no model is needed.
 
     Args:
-        formats, storage, granularity, keep_remainder, tied: as in :func:`quantize_model`.
+        formats, storage, granularity, keep_remainder, tied, products: as in :func:`quantize_model`.
         layers: ``(in_features, out_features)`` of every linear layer by its dotted name, in the model's order.
         shared: for a layer whose weight is another module's too, the names of that weight; None: there is none.
 
@@ -172,10 +184,11 @@ def check_formats(
     check_choice("storage", storage, STORAGES)
     check_choice("tied", tied, TIED)
     linears = {name: _Linear((shared or {}).get(name, (f"{name}.weight",))) for name in layers}
-    specs = _chosen_specs(linears, read_formats(formats, granularity))
+    specs = _chosen_specs(linears, read_formats(formats, granularity, products))
     specs = _settled(specs, linears, storage, keep_remainder, tied, [])
     for name, spec in specs.items():
         check_blocks(spec.operands, *layers[name])
+        units_of(spec, *layers[name])
     return specs
 
 

@@ -12,8 +12,8 @@ from fp8manifold._encoded.dispatch import DTYPES
 from fp8manifold._encoded.storage import dequantize_codes
 from fp8manifold._native._arrays import has_memory, rounded_at
 from fp8manifold.formats import FloatFormat
-from fp8manifold.nn._scalers import Scaler
-from fp8manifold.nn._spec import OperandSpec
+from fp8manifold.nn._scalers import HISTORY, FixedScale, GlobalScale, Scale, Scaler, SharedAmax
+from fp8manifold.nn._spec import GLOBAL, OperandSpec
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.random_bits import Stream
 from fp8manifold.tensor import FP8Tensor
@@ -150,6 +150,19 @@ def round_gradient(gradient: Tensor, *, scaler: Scaler, operand: OperandSpec, ke
     blocks, rounding = operand.granularity == "block", operand.rounding or "nearest"
     zero_or_nan = gradient.sum(dtype=torch.float32) * 0.0
     return rounded_at(gradient, scaler(gradient) + zero_or_nan, operand.format, rounding, key, blocks=blocks)
+
+
+def scaler_of(operand: OperandSpec, shared: SharedAmax | None) -> Scaler:
+    """What gives an operand its scale; ``global`` ones share a magnitude."""
+    if operand.scale == GLOBAL:
+        assert shared is not None
+        return GlobalScale(operand.format, shared)
+    if operand.scale is not None:
+        return FixedScale(operand.scale)
+    assert operand.granularity is not None
+    assert operand.policy is not None
+    assert operand.granularity != "square"  # which stored weights alone have
+    return Scale(operand.format, operand.granularity, operand.policy, history=operand.history or HISTORY)
 
 
 def forbid_fused_operators(layer: nn.Module) -> None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from fp8manifold.nn._code_products import chosen_products
 from fp8manifold.nn._in_place import in_place_parameters
 from fp8manifold.nn._linear import QuantizedLinear
 from fp8manifold.nn._plan import Entry, plan
@@ -97,6 +98,7 @@ def _reported(model: nn.Module, entry: Entry) -> ReportedLayer:
     detail = f"{', '.join(held)}, storage=fp8" if held else ""
     if isinstance(module, QuantizedLinear):
         read = isinstance(model.get_submodule(name.rpartition(".")[0]), nn.MultiheadAttention)
-        left, detail = NEVER_CALLED, "" if read else module._described_formats()
+        chosen = chosen_products(module.spec, module.in_features, module.out_features, module.weight.device)
+        left, detail = NEVER_CALLED, "" if read else module._described_formats() + chosen
     count = sum(p.numel() for p in module.parameters(recurse=False))
     return ReportedLayer(name, type(module).__name__, count, bool(detail), detail or left)

@@ -119,6 +119,9 @@ def spec_as_json(spec: LayerSpec) -> dict[str, Any]:
         "ste": spec.ste,
         "rounding": spec.rounding,
         "history": spec.history,
+        # which older versions do not know
+        "products": None if spec.products == "decoded" else spec.products,
+        "gradient_products": None if spec.gradient_products == "bfloat16" else spec.gradient_products,
     }
     return {key: value for key, value in given.items() if value is not None}
 

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Final, Literal, TypeGuard
+from typing import Any, ClassVar, Final, Literal, TypeGuard, get_args
 
 from torch import Tensor, nn
 
@@ -150,6 +150,15 @@ def is_none(value: object) -> bool:
 
 LayerRounding = Literal["nearest", "stochastic", "split"]
 LAYER_ROUNDINGS: Final = ("nearest", "stochastic", "split")
+Products = Literal["decoded", "fp8", "int8", "auto"]
+PRODUCTS: Final = get_args(Products)
+GradientProducts = Literal["bfloat16", "fp8"]
+Units = Literal["fp8", "int8"]
+_UNITS: Final[dict[str, Units]] = {"E4M3": "fp8", "E5M2": "fp8", "E1M6": "int8"}
+"""What multiplies the codes of a format as they are."""
+ALIGNMENT: Final = 16
+_LONGEST_SUM: Final = (2**31 - 1) // 127**2
+"""Products of INT8 whose sum is an int32, whatever they are."""
 GradientLike = OperandLike | Mapping[str, OperandLike]
 
 
@@ -176,6 +185,14 @@ class LayerSpec:
         rounding: ``nearest``, ``stochastic``, or ``split``: nearest in the forward pass, stochastic in the backward;
             None takes ``nearest``.  Stored weights are rounded when they are written.
         history: of the policy ``delayed``, usually 16 to 100 tensors; None takes 16.
+        products: what multiplies, with storage ``fp8``: ``decoded`` codes; the codes themselves, on units of ``fp8``
+            (E4M3, E5M2) or ``int8`` (E1M6), with the rows of input and gradient rounded to E4M3 or INT8 at powers of
+            two; or ``auto``: codes on a card with such units where they fit, otherwise ``decoded``.  Numbers differ.
+        gradient_products: of products on ``fp8`` units, what the weight's gradient is computed in.
+
+    Codes are multiplied where 16 divides rows and columns, with one scale a ``tensor`` or ``channel``, and with neither
+    ``activation`` nor ``gradient``.  A row of the input that holds NaN or Inf makes its output NaN; a gradient that
+    does so makes both gradients NaN.
 
     What ``gradient`` says is in the attributes ``activation_gradient`` and ``weight_gradient``.
 
@@ -199,6 +216,8 @@ class LayerSpec:
     ste: STE | None
     rounding: LayerRounding | None
     history: int | None
+    products: Products
+    gradient_products: GradientProducts
     _filled: ClassVar[dict[OperandName, OperandSpec | None]]  # an instance's own, no field: it follows from the others
 
     def __init__(
@@ -211,15 +230,19 @@ class LayerSpec:
         gradient: GradientLike = None,
         rounding: LayerRounding | None = None,
         history: int | None = None,
+        products: Products = "decoded",
+        gradient_products: GradientProducts = "bfloat16",
     ) -> None:
         check_choice("granularity", granularity, WEIGHT_GRANULARITIES)
+        check_choice("products", products, PRODUCTS)
+        check_choice("gradient_products", gradient_products, get_args(GradientProducts))
         for name, given in (("policy", policy), ("ste", ste), ("rounding", rounding)):
             if given is not None:
                 check_choice(name, given, _CHOICES[name])
         if history is not None:
             check_int("history", history, 1, 2**20)
         operands = (read_operand("weight", weight), read_operand("activation", activation), *_read_gradients(gradient))
-        values = (*operands, granularity, policy, ste, rounding, history)
+        values = (*operands, granularity, policy, ste, rounding, history, products, gradient_products)
         for field, value in zip(fields(self), values, strict=True):
             object.__setattr__(self, field.name, value)
         object.__setattr__(self, "_filled", {name: self._fill(name) for name in OPERANDS})
@@ -266,6 +289,17 @@ class LayerSpec:
             _check_operand(name, spec)
         if self.history is not None and all(spec.policy != "delayed" for spec in self.operands.values()):
             raise ValueError(f"history={self.history} belongs to policy='delayed', which no operand has")
+        if self.gradient_products == "fp8" and ("int8" in (self.products, self.units) or self.products == "decoded"):
+            raise ValueError(
+                f"gradient_products='fp8' belongs to products='fp8', not to products={self.products!r} of "
+                f"weight={NONE if self.weight is None else self.weight.format.name}"
+            )
+        units_of(self, ALIGNMENT, ALIGNMENT)
+
+    @property
+    def units(self) -> Units | None:
+        """What could multiply the weight's codes as they are, or None."""
+        return None if self.weight is None else _UNITS.get(self.weight.format.name)
 
 
 Formats = FormatLike | LayerSpec | Mapping[str, FormatLike | LayerSpec | Mapping[str, Any] | None]
@@ -320,8 +354,39 @@ def _read_gradients(gradient: GradientLike) -> tuple[OperandSpec | None, Operand
     return first, second
 
 
-def read_formats(formats: Formats, granularity: WeightGranularity) -> dict[str, LayerSpec]:
+def why_decoded(spec: LayerSpec, in_features: int, out_features: int) -> str:
+    """Why the codes of a weight of that shape can't be multiplied as they are, or nothing."""
+    units, operands = spec.units, spec.operands
+    if units is None:
+        return f"no units multiply codes of weight={NONE if spec.weight is None else spec.weight.format.name}"
+    if spec.products not in (units, "auto"):
+        return f"codes of {operands['weight'].format.name} take products={units!r}"
+    if operands["weight"].granularity not in ("tensor", "channel"):
+        return f"the weight has granularity={operands['weight'].granularity!r}, not 'tensor' or 'channel'"
+    if given := [name for name in OPERANDS[1:] if name in operands]:
+        return f"{given[0]}={operands[given[0]].format.name} is given"
+    if unfit := [size for size in (in_features, out_features) if size % ALIGNMENT or not size]:
+        return f"{ALIGNMENT} does not divide {unfit[0]}"
+    if units == "int8" and max(in_features, out_features) > _LONGEST_SUM:
+        return f"a sum of {max(in_features, out_features)} products may be beyond 32 bits"
+    return ""
+
+
+def units_of(spec: LayerSpec, in_features: int, out_features: int) -> Units | None:
+    """What multiplies codes of that shape as they are, where the device has it; None where they are decoded."""
+    if spec.products == "decoded":
+        return None
+    why = why_decoded(spec, in_features, out_features)
+    if why and spec.products != "auto":
+        raise ValueError(f"products={spec.products!r}: {why}; take products='decoded' or 'auto' there")
+    return None if why else spec.units
+
+
+def read_formats(
+    formats: Formats, granularity: WeightGranularity, products: Products = "decoded"
+) -> dict[str, LayerSpec]:
     """A specification for every pattern; one format alone is that of the pattern ``*``."""
+    check_choice("products", products, PRODUCTS)
     if not isinstance(formats, Mapping):
         formats = {"*": formats}
     if not formats:
@@ -329,18 +394,22 @@ def read_formats(formats: Formats, granularity: WeightGranularity) -> dict[str, 
     for pattern in formats:
         if not isinstance(pattern, str):
             raise TypeError(f"formats has the key {pattern!r}: a layer pattern must be a string")
-    return {pattern: _read_spec(pattern, value, granularity) for pattern, value in formats.items()}
+    if products != "decoded" and all(isinstance(value, LayerSpec) or is_none(value) for value in formats.values()):
+        raise ValueError(f"products={products!r} is of bare formats: each LayerSpec of formats has its own")
+    return {pattern: _read_spec(pattern, value, granularity, products) for pattern, value in formats.items()}
 
 
-def _read_spec(pattern: str, value: object, granularity: WeightGranularity) -> LayerSpec:
+def _read_spec(pattern: str, value: object, granularity: WeightGranularity, products: Products) -> LayerSpec:
     if isinstance(value, LayerSpec):
         return value
-    if value is None or isinstance(value, str | FloatFormat):
-        return LayerSpec(value, granularity=granularity)
+    if is_none(value):
+        return LayerSpec(granularity=granularity)
+    if isinstance(value, str | FloatFormat):
+        return LayerSpec(value, granularity=granularity, products=products)
     if not isinstance(value, Mapping):
         raise TypeError(f"formats[{pattern!r}] must be a format, a LayerSpec or a dict, not {type(value).__name__}")
     check_keys(f"formats[{pattern!r}]", value, _KEYS)
-    spec = LayerSpec(**{"granularity": granularity, **value})
+    spec = LayerSpec(**{"granularity": granularity, "products": products, **value})
     if "granularity" in value and (spec.weight is None or spec.weight.granularity or spec.weight.scale is not None):
         raise ValueError(
             f"formats[{pattern!r}] has granularity={value['granularity']!r}, which is that of a weight without one of "
@@ -356,6 +425,8 @@ def check_storage(storage: str, spec: LayerSpec, keep_remainder: bool) -> None:
         raise ValueError(f"granularity='block' needs storage='fp8' or 'master', not storage={storage!r}")
     if weight is not None and weight.granularity == "square" and storage != "fp8":
         raise ValueError(f"granularity='square' needs storage='fp8', not storage={storage!r}")
+    if spec.products != "decoded" and storage != "fp8":
+        raise ValueError(f"products={spec.products!r} needs storage='fp8', not storage={storage!r}")
     if keep_remainder and storage != "fp8":
         raise ValueError(f"keep_remainder=True needs storage='fp8', not storage={storage!r}")
     _check_stored(storage, spec)

@@ -13,7 +13,7 @@ from fp8manifold.nn._linear import QuantizedConv1D, QuantizedLinear, Storage
 from fp8manifold.nn._plan import Embeddings, Entry, Parameters, Plan, Tied, plan
 from fp8manifold.nn._products import byte_weight
 from fp8manifold.nn._selection import is_conv1d, linear_around, linear_of, obstacle
-from fp8manifold.nn._spec import Formats
+from fp8manifold.nn._spec import Formats, Products
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.random_bits import Draws
 from fp8manifold.scaling import WeightGranularity
@@ -33,6 +33,7 @@ def quantize_model(
     defer_weight_gradients: bool = False,
     tied: Tied = "refuse",
     draws: Draws = "independent",
+    products: Products = "decoded",
     parameters: Parameters | None = None,
     embeddings: Embeddings | None = None,
 ) -> nn.Module:
@@ -78,7 +79,8 @@ def quantize_model(
             ``RiemannianAdam``, ``RiemannianSGD`` and ``StiffnessWrapper``), and geoopt's, take the weight's.  Operators
             that write have independent ones.  A state dict has it with ``fp8``; with ``grid``, as rounding, it is the
             layer's.
-
+        products: what multiplies where a bare format is given, as in :class:`LayerSpec`: ``decoded``, or with ``fp8``
+            the codes themselves by ``fp8`` or ``int8`` units, or ``auto``.
         parameters: with ``fp8``, any others of two or more dimensions by patterns over their names, such as
             ``"*.experts.*"`` or ``"conv"``: each becomes an :class:`FP8Parameter` where it is, and whoever reads it
             decodes it.  One pattern or several take the weight's format that ``formats`` has for ``*``; a mapping from
@@ -117,6 +119,7 @@ def quantize_model(
         defer_weight_gradients=defer_weight_gradients,
         tied=tied,
         draws=draws,
+        products=products,
         parameters=parameters,
         embeddings=embeddings,
     )

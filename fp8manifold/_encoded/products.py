@@ -1,0 +1,102 @@
+"""Operands of products on units of eight bits: rows rounded at power-of-two scales, and copies of bytes.
+
+The definitions are these, in torch's operators: what a CPU runs, what a compiler fuses, and what kernels are compared
+with.  Codes are uint8 in the layout of ``torch.float8_e4m3fn``; scales are float32 powers of two, one a row.
+"""
+
+import math
+from typing import Final
+
+import torch
+from torch import Tensor
+
+LARGEST: Final = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
+_MANTISSA: Final = 23
+
+
+def pow2_scales(amax: Tensor, largest: float) -> tuple[Tensor, Tensor]:
+    """The least powers of two that take magnitudes to ``largest`` at most, and their inverses, by float32's bits.
+
+    It is 2^-126 at least, 1 for a magnitude of 0, and NaN for one that is not finite, whose inverse is 0.
+    """
+    fraction, exponent = math.frexp(largest)
+    carry = 2**_MANTISSA - 1 - int((2 * fraction - 1) * 2**_MANTISSA)  # reaches the exponent from the next mantissa on
+    biased = ((amax.view(torch.int32) + carry) >> _MANTISSA).sub(exponent - 1).clamp(min=1)
+    biased = torch.where(amax == 0, 127, biased)
+    scale, inverse = ((each << _MANTISSA).view(torch.float32) for each in (biased, 254 - biased))
+    finite = amax.isfinite()
+    return torch.where(finite, scale, math.nan), torch.where(finite, inverse, 0.0)
+
+
+def _folded(x: Tensor, fold: Tensor | None) -> Tensor:
+    """``x * fold`` in float32: exact, as ``fold`` holds powers of two."""
+    return x.float() if fold is None else x.float() * fold
+
+
+def _units(wide: Tensor, largest: float, axis: int) -> tuple[Tensor, Tensor]:
+    """Values in units of the scale of their row or column, and the scales; 0 where the scale is NaN."""
+    scale, inverse = pow2_scales(wide.abs().amax(axis, keepdim=True), largest)
+    return torch.where(scale.isnan(), 0.0, wide * inverse), scale
+
+
+def round_rows(x: Tensor, fold: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Codes (M, K) of ``x * fold``, each row rounded to E4M3 at a scale of its own, and the scales (M, 1).
+
+    Args:
+        x: bfloat16, float16 or float32 (M, K).
+        fold: powers of two, float32 of K elements or of one, that broadcasts against ``x``.
+    """
+    units, scale = _units(_folded(x, fold), LARGEST[torch.float8_e4m3fn], 1)
+    return units.to(torch.float8_e4m3fn).view(torch.uint8), scale
+
+
+def round_columns(g: Tensor, fold: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Codes (N, M) of the transpose of ``g * fold``, each column of g rounded as a row is, and the scales (N, 1).
+
+    Args:
+        g: bfloat16, float16 or float32 (M, N).
+        fold: powers of two, float32 (M, 1).
+    """
+    units, scale = _units(_folded(g, fold), LARGEST[torch.float8_e4m3fn], 0)
+    return units.to(torch.float8_e4m3fn).view(torch.uint8).t().contiguous(), scale.t()
+
+
+def int8_rows(x: Tensor, fold: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """As :func:`round_rows`, to whole numbers from -127 to 127, ties to the even one: int8 (M, K)."""
+    units, scale = _units(_folded(x, fold), LARGEST[torch.int8], 1)
+    return units.round().to(torch.int8), scale
+
+
+_LIBRARY: Final = torch.library.Library("fp8manifold", "FRAGMENT")
+_LIBRARY.define("transpose_bytes(Tensor codes, Tensor? after) -> Tensor")
+_LIBRARY.define("codes_to_int8(Tensor codes, bool transposed, Tensor? after) -> Tensor")
+
+
+def _transposed(codes: Tensor, after: Tensor | None) -> Tensor:
+    return codes.t().contiguous()
+
+
+def _as_int8(codes: Tensor, transposed: bool, after: Tensor | None) -> Tensor:
+    magnitude = (codes & 127).to(torch.int8)
+    signed = torch.where(codes > 127, -magnitude, magnitude)
+    return signed.t().contiguous() if transposed else signed
+
+
+_LIBRARY.impl("transpose_bytes", _transposed, "CompositeExplicitAutograd")
+_LIBRARY.impl("codes_to_int8", _as_int8, "CompositeExplicitAutograd")
+
+
+def transpose_bytes(codes: Tensor, after: Tensor | None = None) -> Tensor:
+    """The transpose (K, N) of codes (N, K), by rows: a copy of bytes.
+
+    Where a compiler looks on it is a node that can be run only once ``after`` is there, and so no graph holds the
+    copies of all layers at once.
+    """
+    made: Tensor = torch.ops.fp8manifold.transpose_bytes(codes, after)
+    return made
+
+
+def codes_to_int8(codes: Tensor, *, transposed: bool = False, after: Tensor | None = None) -> Tensor:
+    """The whole numbers that E1M6 codes stand for in units of its spacing: int8 (N, K), or (K, N) ``transposed``."""
+    made: Tensor = torch.ops.fp8manifold.codes_to_int8(codes, transposed, after)
+    return made
