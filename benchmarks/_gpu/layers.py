@@ -23,7 +23,7 @@ def layers(session: Session) -> dict[str, Any]:
         dense = nn.Linear(d, d, bias=False, device=session.device, dtype=torch.bfloat16)
         made: dict[str, Any] = {"nn.Linear": dense}
         for kind in PRODUCTS:
-            made[f"one byte, {kind}"] = one_byte(nn.Sequential(copy.deepcopy(dense)), products=kind)[0]  # type: ignore[index]
+            made[f"one byte, {kind}"] = one_byte(nn.Sequential(copy.deepcopy(dense)), kind)[0]  # type: ignore[index]
         found[f"{d} x {d}, decoding"] = session.times(made["one byte, decoded"].weight.dequantize)
         x = session.normal(16 if session.dry else TOKENS, d, dtype=torch.bfloat16).requires_grad_()
         g = torch.randn_like(x)
@@ -77,9 +77,16 @@ def kernels(session: Session) -> dict[str, Any]:
         codes = fm.FP8Parameter(session.normal(d, d, dtype=torch.bfloat16), "E4M3")
         calls = {
             f"decoding {d} x {d}": (codes.dequantize, 3 * d * d),
-            f"bytes of {d} x {d}, transposed by torch": (lambda c=codes.codes: c.t().contiguous(), 2 * d * d),
             f"bfloat16 of {len(x)} x {d}, converted by torch": (partial(x.to, torch.float8_e4m3fn), 3 * x.numel()),
         }
+        if PRODUCTS[1:]:
+            from fp8manifold._encoded import products as operands
+
+            calls |= {
+                f"rows of {len(x)} x {d}, rounded": (partial(operands.round_rows, x), 3 * x.numel()),
+                f"columns of {len(x)} x {d}, rounded": (partial(operands.round_columns, x), 5 * x.numel()),
+                f"bytes of {d} x {d}, transposed": (partial(operands.transpose_bytes, codes.codes), 2 * d * d),
+            }
         for name, (call, moved) in calls.items():
             if session.has_time:
                 ms = session.milliseconds(call)

@@ -93,17 +93,13 @@ def on_card(session: Session) -> Iterator[None]:
         _agreement.on_gpu, _agreement.is_triton, _backends.is_native, _backends.is_triton = kept
 
 
-def one_byte(model: nn.Module, formats: Any = "E4M3", products: str = "decoded") -> nn.Module:
-    """The model in one byte a weight; products are ``decoded``, ``fp8``, or ``fp8, dW``, the weights' gradients too."""
-    options: dict[str, Any] = {} if products == "decoded" else {"products": "fp8"}
-    if products == "fp8, dW":
-        spec = {"weight": "E4M3", "products": "fp8", "gradient_products": "fp8"}
-        formats, options = (
-            ({"*": spec, **{k: v for k, v in formats.items() if k != "*"}}, {})
-            if isinstance(formats, dict)
-            else (spec, {})
-        )
-    return fm.quantize_model(model, formats, storage="fp8", **options)
+def one_byte(model: nn.Module, products: str = "decoded", fmt: str = "E4M3", left: tuple[str, ...] = ()) -> nn.Module:
+    """The model in one byte a weight, some layers left; of ``fp8, dW`` the weights' gradients are FP8 products, too."""
+    spec: dict[str, Any] = {"weight": fmt}
+    if products != "decoded":
+        units, _, gradients = products.partition(", ")
+        spec |= {"products": units, "gradient_products": "fp8" if gradients else "bfloat16"}
+    return fm.quantize_model(model, {"*": spec, **dict.fromkeys(left, "none")}, storage="fp8")
 
 
 def bits(x: Tensor) -> Tensor:

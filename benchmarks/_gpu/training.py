@@ -49,7 +49,7 @@ def prepared(session: Session, model: GPT, kind: str) -> Any:
     if kind == REFERENCE:
         return fused(session)(model.parameters(), lr=LR)
     if kind in OURS:
-        one_byte(model, {"*": "E4M3", "lm_head": "none"}, OURS[kind])
+        one_byte(model, OURS[kind], left=("lm_head",))
         return fm.optim.StiffnessAdamW(model.parameters(), LR, moments="8bit")
     package, name, options = OTHERS[kind]
     if (found := peer(package, name)) is None:
@@ -131,7 +131,7 @@ def one_block(session: Session) -> dict[str, Any]:
             torch._dynamo.reset()
             block: Any = Block(shape).to(session.device, torch.bfloat16)
             if kind in OURS:
-                block = one_byte(block, products=OURS[kind])
+                block = one_byte(block, OURS[kind])
             x = session.normal(2, 16 if session.dry else 4096, shape.width, dtype=torch.bfloat16).requires_grad_()
             call = torch.compile(block) if compiled else block
             found[f"{kind}, {'compiled' if compiled else 'eager'}"] = session.times(
