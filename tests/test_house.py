@@ -118,6 +118,7 @@ PRIVATE = {
     "torch._assert_async": "a verdict on a device without a wait",
     "torch._compile._disable_dynamo": "torch.compiler.disable that does not load the compiler",
     "torch._foreach_add_": "counts of many steps at once, as torch's own optimizers do it",
+    "torch._int_mm": "products of INT8 on a card",
     "torch._scaled_mm": "products of FP8 on a card",
     "torch._subclasses.FakeTensor": "tensors without values, by their class",
     "torch.autograd.forward_ad._current_level": "whether forward mode looks on",

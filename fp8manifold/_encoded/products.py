@@ -58,7 +58,7 @@ def round_columns(g: Tensor, fold: Tensor | None = None) -> tuple[Tensor, Tensor
         fold: powers of two, float32 (M, 1).
     """
     units, scale = _units(_folded(g, fold), LARGEST[torch.float8_e4m3fn], 0)
-    return units.to(torch.float8_e4m3fn).view(torch.uint8).t().contiguous(), scale.t()
+    return units.to(torch.float8_e4m3fn).view(torch.uint8).t().contiguous(), scale.view(-1, 1)
 
 
 def int8_rows(x: Tensor, fold: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -47,10 +47,12 @@ def why_no_units(units: Units, device: torch.device) -> str:
 
 def chosen_products(spec: LayerSpec, in_features: int, out_features: int, device: torch.device) -> str:
     """What ``auto`` takes for a layer on a device, and why not codes; nothing where it was told by name."""
-    if spec.products != "auto" or spec.units is None:
+    if spec.products != "auto":
         return ""
-    why = why_decoded(spec, in_features, out_features) or why_no_units(spec.units, device)
-    why = why or ("" if device.type == "cuda" else f"{device.type} has no fast {spec.units.upper()} units")
+    why = why_decoded(spec, in_features, out_features)
+    if not why and spec.units is not None:
+        slow = f"{device.type} has no fast {spec.units.upper()} units" if device.type in ("cpu", "meta") else ""
+        why = slow or why_no_units(spec.units, device)
     return f": decoded, as {why}" if why else f": {spec.units}"
 
 
@@ -163,7 +165,7 @@ def _product(
         return (_integer_sums(a, b) * rows * columns).to(dtype)
     a = a.view(_E4M3)
     check_operands(a, b)
-    if a.device.type != "cuda":
+    if not is_on_card(a):
         return ((a.float() @ b.float().t()) * rows * columns).to(dtype)
     if not a.shape[0] or not a.shape[1]:
         return a.new_zeros((a.shape[0], b.shape[0]), dtype=dtype)
@@ -178,6 +180,11 @@ def _product(
     return (sums * rows * columns).to(dtype)
 
 
+def is_on_card(x: Tensor) -> bool:
+    """Whether torch's own products of eight bits are taken."""
+    return x.device.type == "cuda"
+
+
 def check_operands(a: Tensor, b: Tensor) -> None:
     """What a card takes, said everywhere: a CPU takes any layout and size, and two of E5M2."""
     assert a.dtype is _E4M3, "no unit multiplies two matrices of E5M2"
@@ -188,7 +195,7 @@ def check_operands(a: Tensor, b: Tensor) -> None:
 
 def _integer_sums(a: Tensor, b: Tensor) -> Tensor:
     """Sums of whole numbers, exact in any order, rounded once to float32."""
-    if a.device.type != "cuda":  # some processors' products of INT8 saturate on the way
+    if not is_on_card(a):  # some processors' products of INT8 saturate on the way
         return (a.double() @ b.double().t()).float()
     few = max(_LEAST_ROWS - a.shape[0], 0)
     padded = torch.nn.functional.pad(a, (0, 0, 0, few)) if few else a

@@ -29,6 +29,7 @@ SESSIONS = {
     "test_step_oracle.py": ("native and not (test_options or in_one_loop or residual_of or widened)", "slots", 400),
     "test_fitted_momentum.py": ("definition and native", "slots", 60),
     "triton_cases.py": ("", "elements", 100_000),
+    "operand_cases.py": ("", "elements", 500_000),
 }
 
 

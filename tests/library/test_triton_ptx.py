@@ -86,7 +86,7 @@ def build(
 
     names = kernel.arg_names
     kinds = {name: "constexpr" if name in constants else signature[name] for name in names}
-    wide = [i for i, name in enumerate(names) if kinds[name][0] == "*" or name in ("length", "numel")]
+    wide = [i for i, name in enumerate(names) if kinds[name][0] == "*" or name in ("length", "numel", "height", "width", "stride")]
     source = ASTSource(
         fn=kernel,
         signature=kinds,

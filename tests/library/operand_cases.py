@@ -1,0 +1,115 @@
+"""Operands of products in 8 bits against their definition: run by ``test_triton_interpreted.py``, and on a card."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from optimizer_cases import normal
+from torch import Tensor
+from triton_twins import CARD, COUNTS, different
+
+import fp8manifold as fm
+from fp8manifold._encoded.products import int8_rows, round_columns, round_rows
+from fp8manifold._triton.operands import columns_on_gpu, int8_on_gpu, int8_rows_on_gpu, rows_on_gpu, transpose_on_gpu
+from fp8manifold.formats import as_format
+
+ROWS = {"E4M3": (rows_on_gpu, round_rows), "int8": (int8_rows_on_gpu, int8_rows)}
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def same(ours: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
+    COUNTS["elements"] += expected[0].numel()
+    for one, other in zip(ours, expected, strict=True):
+        assert one.dtype == other.dtype
+        assert one.is_contiguous()
+        assert not different(*(x.view(torch.uint8) if x.dtype is torch.int8 else x for x in (one, other)))
+
+
+def matrix(width: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
+    """Rows of all sizes, zeros of both signs, subnormals, the ends of the formats, and what is not finite."""
+    x = normal(23, width, seed=seed) * torch.exp2(normal(23, 1, seed=seed + 1).mul(6).round())
+    ends = (448.0, 449.0, -480.0, 464.0, 127.0, -127.5, 2.0**15, 1e-38, 1e-41, 6e-8, 0.0, -0.0)
+    for row, end in enumerate(ends):
+        x[row, width // 2 :] = end
+    x[:6] *= (normal(6, width, seed=seed + 2) > -0.5) * torch.exp2(-normal(6, width, seed=seed).abs().mul(5).round())
+    for row, end in enumerate((448.0, 449.0, -480.0, math.inf, -math.inf, math.nan), 12):
+        x[row, -1] = end
+    x[20] = torch.finfo(dtype).max
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 37, 256, 1000, 2048])
+@pytest.mark.parametrize("folds", ["no", "one", "each"])
+def test_rows_and_columns(folds: str, width: int, dtype: torch.dtype) -> None:
+    x = matrix(width, dtype)
+    fold = {"no": None, "one": torch.tensor([[0.125]]), "each": torch.exp2(normal(1, width, seed=3).mul(4).round())}[
+        folds
+    ]
+    there, by = x.to(CARD), None if fold is None else fold.to(CARD)
+    for ours, expected in ROWS.values():
+        same(ours(there, by), expected(x, fold))
+    of_rows, by = (None, None) if fold is None else (fold.t(), fold.t().to(CARD))
+    same(columns_on_gpu(there.t(), by), round_columns(x.t(), of_rows))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [16384, 16385, 20000])
+def test_long_rows(width: int, dtype: torch.dtype) -> None:
+    x, fold = matrix(width, dtype)[::6], torch.exp2(normal(1, width, seed=3).mul(4).round())
+    x[1, 3] = 30000.0  # before the last turn
+    for ours, expected in ROWS.values():
+        same(ours(x.to(CARD), fold.to(CARD)), expected(x, fold))
+
+
+def test_any_distance_between_rows_and_between_columns() -> None:
+    x, fold = matrix(96, torch.bfloat16), torch.exp2(normal(1, 40, seed=3).round())
+    there, by = x.to(CARD), fold.to(CARD)
+    for cut in (lambda x: x[:, 3:43], lambda x: x[::2, 16:56], lambda x: x[:, 1:81:2]):
+        same(rows_on_gpu(cut(there), by), round_rows(cut(x), fold))
+        same(columns_on_gpu(cut(there).t(), by.t()), round_columns(cut(x).t(), fold.t()))
+        same(columns_on_gpu(cut(there), None), round_columns(cut(x), None))
+
+
+def test_every_number_of_bfloat16_and_every_boundary_of_codes() -> None:
+    """Under a scale of 1, one way or the other: a card converts by an instruction of its own."""
+    halves = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+    values = fm.decode(torch.arange(127, dtype=torch.uint8), "E4M3")
+    middles = torch.cat([(values[1:] + values[:-1]) / 2, torch.arange(127) + 0.5])
+    near = torch.cat([values, middles, *(torch.nextafter(middles, middles * end) for end in (0, 2))])
+    for part, dtype in ((halves, torch.bfloat16), (torch.cat([near, -near]), torch.float32)):
+        for name, largest in (("E4M3", 448.0), ("int8", 127.0)):
+            inside = part[part.abs() <= largest]
+            inside = torch.cat([inside, torch.zeros(-len(inside) % 127)]).view(-1, 127)
+            x = torch.cat([torch.full((len(inside), 1), largest), inside], dim=1).to(dtype)
+            codes, scales = ROWS[name][0](x.to(CARD))
+            assert scales.unique().tolist() == [1.0]
+            expected = fm.encode(x.float(), "E4M3") if name == "E4M3" else x.float().round().to(torch.int8)
+            same((codes, scales), (expected, torch.ones(len(x), 1)))
+
+
+@pytest.mark.parametrize("shape", [(128, 64), (1, 1), (70, 50), (300, 131)])
+def test_codes_by_columns_and_as_integers(shape: tuple[int, int]) -> None:
+    codes = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    unit = as_format("E1M6").ulp_min
+    integers = (fm.decode(codes, "E1M6") / unit).to(torch.int8)
+    there = codes.to(CARD)
+    assert torch.equal(transpose_on_gpu(there).cpu(), codes.t())
+    assert torch.equal(transpose_on_gpu(there.t()).cpu(), codes)
+    assert torch.equal(int8_on_gpu(there, True).cpu(), integers.t())
+    assert torch.equal(int8_on_gpu(there, False).cpu(), integers)
+    COUNTS["elements"] += 4 * codes.numel()
+
+
+@pytest.mark.parametrize("shape", [(0, 16), (16, 0), (0, 0)])
+def test_of_nothing(shape: tuple[int, int]) -> None:
+    x = torch.empty(shape, device=CARD)
+    codes, scales = rows_on_gpu(x)
+    assert codes.shape == shape
+    assert scales.tolist() == [[1.0]] * shape[0]
+    codes, scales = columns_on_gpu(x, torch.ones(shape[0], 1, device=CARD))
+    assert codes.shape == shape[::-1]
+    assert scales.tolist() == [[1.0]] * shape[1]
+    assert transpose_on_gpu(codes).shape == shape

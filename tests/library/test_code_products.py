@@ -1,0 +1,589 @@
+"""Products straight from codes: operands by another package, sums by their definition, and what a card asks of both."""
+
+from __future__ import annotations
+
+import copy
+import json
+from fractions import Fraction
+from functools import partial
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from functorch.compile import min_cut_rematerialization_partition as min_cut
+from optimizer_cases import normal
+from refused import check_refused
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+import fp8manifold as fm
+from fp8manifold._encoded.products import (
+    codes_to_int8,
+    int8_rows,
+    pow2_scales,
+    round_columns,
+    round_rows,
+    transpose_bytes,
+)
+from fp8manifold.formats import as_format
+from fp8manifold.nn import _code_products
+from fp8manifold.nn._code_products import check_operands, rounded_input
+from fp8manifold.nn._saved import put_layers, recipe_of
+
+E4M3 = torch.float8_e4m3fn
+FLOAT8 = {"E4M3": E4M3, "E5M2": torch.float8_e5m2}
+UNITS = {"E4M3": "fp8", "E5M2": "fp8", "E1M6": "int8"}
+ALL_CODES = torch.arange(256, dtype=torch.uint8)
+formats = pytest.mark.parametrize("fmt", UNITS)
+
+
+# ------------------------------------------------------------------------------------------------ operands: an oracle
+def least_scale(amax: float, largest: int) -> float:
+    """The least power of two that takes a magnitude to ``largest`` at most, by exact fractions."""
+    if not np.isfinite(amax):
+        return float("nan")
+    exponent = -126
+    while amax and Fraction(amax) > largest * Fraction(2) ** exponent:
+        exponent += 1
+    return 2.0 ** (exponent if amax else 0)
+
+
+def quantised(x: Tensor, fold: Tensor | None, units: str) -> tuple[Tensor, Tensor]:
+    """Codes and scales of the rows of a float64 product, rounded by another package."""
+    wide = x.double().numpy() * (1.0 if fold is None else fold.double().numpy())
+    codes = np.zeros(wide.shape, np.int8 if units == "int8" else np.uint8)
+    scales = np.ones((len(wide), 1), np.float32)
+    for i, row in enumerate(wide):
+        scales[i] = least_scale(np.abs(row).max(), 127 if units == "int8" else 448)
+        if np.isfinite(scales[i, 0]):
+            steps = row / np.float64(scales[i, 0])
+            codes[i] = np.rint(steps) if units == "int8" else steps.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    return torch.from_numpy(codes), torch.from_numpy(scales)
+
+
+def edges(width: int = 64) -> Tensor:
+    """Rows of all magnitudes, zeros of both signs, subnormals, the ends of the formats, and what is not finite."""
+    x = normal(40, width, seed=1) * torch.exp2(normal(40, 1, seed=2).mul(20).round())
+    ends = (0.0, -0.0, 448.0, 449.0, 480.0, 464.0, 127.0, 127.5, 1e-38, 1e-41, 3e38, torch.inf, -torch.inf, torch.nan)
+    for row, end in enumerate(ends):
+        x[row, width // 2 :] = end
+    x[0] = 0.0
+    x[1] = -0.0
+    x[20] = torch.tensor([448.0, *(2.0**-k for k in range(5, 15))]).repeat(width)[:width]  # subnormals and ties of E4M3
+    x[21] = torch.arange(width) + 0.5
+    return x
+
+
+def same(ours: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
+    assert ours[0].dtype == expected[0].dtype
+    assert torch.equal(ours[0], expected[0])
+    assert torch.equal(ours[1].view(torch.int32) & 0x7FC00000, expected[1].view(torch.int32) & 0x7FC00000)
+    assert torch.equal(ours[1].nan_to_num(-1.0), expected[1].nan_to_num(-1.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("folded", [False, True])
+def test_rows_and_columns_are_rounded_as_another_package_does(folded: bool, dtype: torch.dtype) -> None:
+    """And powers of two that are folded into them are those of the float64 product."""
+    x = edges().to(dtype)
+    x = x.clamp(-1e30, 1e30) if folded and dtype is not torch.float16 else x  # short of the range
+    fold = torch.exp2(normal(1, 64, seed=3).mul(6).round().clamp(-20, 20)) if folded else None
+    x[x.abs() < 1e-30] *= not folded
+    same(round_rows(x, fold), quantised(x, fold, "fp8"))
+    same(int8_rows(x, fold), quantised(x, fold, "int8"))
+    codes, scales = round_columns(x.t(), None if fold is None else fold.t())
+    same((codes, scales), quantised(x, fold, "fp8"))
+    assert codes.is_contiguous()
+
+
+def test_scales_are_the_least_ones_at_every_end() -> None:
+    for largest in (448.0, 127.0):
+        at = largest * torch.exp2(torch.arange(-126, 118).float())
+        above = torch.nextafter(at, torch.tensor(torch.inf))
+        for amax, exponents in ((at, range(-126, 118)), (above, range(-125, 119))):
+            scale, inverse = pow2_scales(amax, largest)
+            assert torch.equal(scale, torch.exp2(torch.tensor(exponents).float()))
+            assert torch.equal(scale * inverse, torch.ones_like(scale))
+    scale, inverse = pow2_scales(torch.tensor([0.0, 1e-45, torch.inf, torch.nan]), 448.0)
+    assert scale[:2].tolist() == [1.0, 2.0**-126]
+    assert scale[2:].isnan().all()
+    assert inverse.tolist() == [1.0, 2.0**126, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("fmt", FLOAT8)
+def test_all_codes_are_numbers_of_the_dtype(fmt: str) -> None:
+    read, decoded = ALL_CODES.view(FLOAT8[fmt]).float(), fm.decode(ALL_CODES, fmt)
+    assert torch.equal(read.isnan(), decoded.isnan())
+    assert torch.equal(read.nan_to_num().view(torch.int32), decoded.nan_to_num().view(torch.int32))
+    w = fm.FP8Tensor(normal(32, 48, seed=1) * torch.exp2(normal(32, 1, seed=2).mul(4)), fmt)
+    assert torch.equal(w.codes.view(FLOAT8[fmt]).float() * w.scale, w.dequantize())
+
+
+def test_all_codes_of_e1m6_are_whole_numbers() -> None:
+    unit, codes = as_format("E1M6").ulp_min, ALL_CODES.view(16, 16)
+    assert torch.equal(codes_to_int8(codes) * unit, fm.decode(codes, "E1M6"))
+    assert torch.equal(codes_to_int8(codes, transposed=True), codes_to_int8(codes).t())
+    assert torch.equal(transpose_bytes(codes), codes.t())
+    assert transpose_bytes(codes).is_contiguous()
+
+
+# --------------------------------------------------------------------------------------------- products: a definition
+def layer(fmt: str = "E4M3", size: tuple[int, int] = (768, 1024), dtype: Any = torch.bfloat16, **how: Any) -> Any:
+    """A layer of rows of other sizes, without a bias unless told otherwise."""
+    linear, spread = nn.Linear(*size, bias=how.pop("bias", False)), how.pop("spread", 1.0)
+    linear.weight.data = normal(*linear.weight.shape, seed=1, std=0.02) * torch.exp2(
+        normal(size[1], 1, seed=2, std=spread)
+    )
+    spec = fm.LayerSpec(fmt, **{"products": UNITS[fmt], **how})
+    return fm.quantize_model(linear.to(dtype), spec, storage="fp8", seed=1)
+
+
+def batch(size: tuple[int, int] = (768, 1024), rows: int = 512, *, spread: float = 1.0) -> tuple[Tensor, Tensor]:
+    x = normal(rows, size[0], seed=3) * torch.exp(normal(rows, 1, seed=4, std=spread))
+    x[:, 5] *= 20.0 if spread else 1.0
+    g = normal(rows, size[1], seed=5, std=1e-4) * torch.exp(normal(rows, 1, seed=6, std=spread))
+    return x.bfloat16(), g.bfloat16()
+
+
+def passes(net: Any, x: Tensor, g: Tensor) -> list[Tensor]:
+    """y, dx and the gradients of the parameters."""
+    x = x.detach().clone().requires_grad_()
+    for p in net.parameters():
+        p.grad = None
+    y = net(x)
+    y.backward(g)
+    return [y.detach(), x.grad, *(p.grad for p in net.parameters())]
+
+
+def product(a: Tensor, b: Tensor, rows: Tensor, columns: Any, dtype: torch.dtype) -> Tensor:
+    wide = torch.float64 if a.dtype is torch.int8 else torch.float32
+    return ((a.to(wide) @ b.to(wide).t()).float() * rows * columns).to(dtype)
+
+
+def emulated(net: Any, x: Tensor, g: Tensor) -> list[Tensor]:
+    """The three products of the page, of operands by the oracle."""
+    w, units = net.weight, UNITS[net.weight.format.name]
+    unit = w.format.ulp_min if units == "int8" else 1.0
+    codes = codes_to_int8(w.codes) if units == "int8" else w.codes.view(FLOAT8[w.format.name])
+
+    def read(made: Tensor) -> Tensor:
+        return made if units == "int8" else made.view(E4M3)
+
+    scale = w.scale.expand(w.shape[0], 1)
+    (a, p), (b, q) = quantised(x, None, units), quantised(g, scale.t(), units)
+    y = product(read(a), codes, p, scale.t() * unit, x.dtype)
+    dx = product(read(b), codes.t().contiguous(), q, unit, x.dtype)
+    if net.spec.gradient_products == "bfloat16":
+        return [y, dx, g.t() @ x]
+    h, r = quantised(g.t(), p.t(), "fp8")
+    return [y, dx, product(h.view(E4M3), a.t().contiguous().view(E4M3), r, 1.0, x.dtype)]
+
+
+CASES = [("E4M3", "bfloat16"), ("E4M3", "fp8"), ("E5M2", "fp8"), ("E1M6", "bfloat16")]
+cases = pytest.mark.parametrize(("fmt", "gradient"), CASES)
+
+
+@pytest.mark.parametrize("granularity", ["channel", "tensor"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@cases
+def test_products_are_the_emulations_to_the_bit(fmt: str, gradient: str, dtype: torch.dtype, granularity: str) -> None:
+    size = (1024, 256)
+    net = layer(fmt, size, dtype, gradient_products=gradient, granularity=granularity)
+    x, g = (each.to(dtype) for each in batch(size, 128))
+    for ours, expected in zip(passes(net, x, g), emulated(net, x, g), strict=True):
+        assert ours.dtype is dtype
+        assert torch.equal(ours, expected)
+
+
+@cases
+def test_longer_sums_are_those_of_float64_within_a_bound(fmt: str, gradient: str) -> None:
+    size = (2048, 3072)
+    net, (x, g) = layer(fmt, size, torch.float32, gradient_products=gradient), batch(size, 2048)
+    x, g = x.float(), g.float()
+    (y, dx, dw), units = passes(net, x, g), UNITS[fmt]
+    w = net.weight.dequantize().double()
+    taken = rounded_input(x, units).double()
+    folded, q = quantised(g[:64], net.weight.scale.t(), units)
+    folded = (folded.view(E4M3) if units == "fp8" else folded).double() * q / net.weight.scale.t()
+    pairs = [(y, taken, w.t()), (dx[:64], folded, w)]
+    if gradient == "bfloat16":
+        pairs.append((dw, g.double().t(), x.double()))
+    for ours, a, b in pairs:
+        assert ((ours - a @ b).abs() <= 2.0**-24 * a.shape[1] * (a.abs() @ b.abs())).all()
+
+
+def test_integer_sums_are_exact_in_any_order() -> None:
+    """Where float32 would not be: whole numbers of 7 bits, 4,096 of them."""
+    net, (x, g) = layer("E1M6", (4096, 32), torch.float32), batch((4096, 32), 16, spread=0.0)
+    x = 1.0 + 0.1 * x.abs()
+    net.weight.codes.copy_(torch.randint(64, 128, (32, 4096), generator=torch.Generator().manual_seed(2)))
+    order = torch.randperm(4096, generator=torch.Generator().manual_seed(1))
+    turned = copy.deepcopy(net)
+    turned.weight.codes.copy_(net.weight.codes[:, order])
+    y, other = passes(net, x.float(), g.float())[0], passes(turned, x[:, order].float(), g.float())[0]
+    a, p = int8_rows(x)
+    sums = a.to(torch.int32) @ codes_to_int8(net.weight.codes).to(torch.int32).t()
+    assert sums.amin() > 2**24
+    assert torch.equal(y, sums.float() * p * net.weight.scale.t() * 2.0**-5)
+    assert torch.equal(y, other)
+
+
+def test_each_error_is_within_its_budget() -> None:
+    """Rows of other sizes and one channel of outliers, or neither; what is decoded has 0.17% in bfloat16."""
+    bounds = {
+        ("E4M3", "bfloat16", 1.0): (0.030, 0.028, 0.002),
+        ("E4M3", "fp8", 1.0): (0.030, 0.028, 0.042),
+        ("E5M2", "bfloat16", 1.0): (0.030, 0.028, 0.002),
+        ("E1M6", "bfloat16", 0.0): (0.011, 0.016, 0.002),  # its grid is uniform, and the weight's scales are in g
+    }
+    for (fmt, gradient, spread), bound in bounds.items():
+        net, (x, g) = layer(fmt, gradient_products=gradient, spread=spread), batch(spread=spread)
+        w = net.weight.dequantize().double()
+        exact = (x.double() @ w.t(), g.double() @ w, g.double().t() @ x.double())
+        errors = [((a - b).norm() / b.norm()).item() for a, b in zip(passes(net, x, g), exact, strict=True)]
+        assert all(0.5 * most < error <= most for error, most in zip(errors, bound, strict=True)), (
+            fmt,
+            gradient,
+            errors,
+        )
+
+
+# --------------------------------------------------------------------------------------------------- what a card takes
+class Context:
+    """What autograd gives a function."""
+
+    needs_input_grad = (True, True, False)
+
+    def save_for_backward(self, *kept: Tensor) -> None:
+        self.saved_tensors = kept
+
+
+@pytest.mark.parametrize("in_graph", [False, True])
+@cases
+def test_torchs_own_products_give_the_same_bits(
+    fmt: str, gradient: str, in_graph: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By rows with their scales, or at scales of 1 with powers of two afterwards, of sums that float32 holds."""
+    net, (x, g) = layer(fmt, (64, 32), gradient_products=gradient), batch((64, 32), 16)
+    net.weight.codes.copy_(torch.where(net.weight.codes > 127, 0xA0, 0x48).to(torch.uint8))  # two bits each
+    x, g = x.sign() * 2.0, g.sign() * 0.25
+    expected = passes(net, x, g)
+    monkeypatch.setattr(_code_products, "is_on_card", lambda x: True)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: in_graph)
+    for ours, emulation in zip(passes(net, x, g), expected, strict=True):
+        assert torch.equal(ours, emulation)
+
+
+@cases
+def test_layouts_scales_and_sizes_are_those_of_a_card(fmt: str, gradient: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's own checks, of fake tensors on a card that there is not."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    called = []
+    for name in ("_scaled_mm", "_int_mm"):
+        own = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda *args, own=own, **more: called.append(args) or own(*args, **more))
+    rounds = gradient == "fp8"
+    for size, rows in (((768, 3072), 8192), ((64, 32), 16)):
+        called.clear()
+        with FakeTensorMode():
+            x, codes, scale = (
+                torch.empty(rows, size[0], dtype=torch.bfloat16, device="cuda"),
+                torch.empty(size[1], size[0], dtype=torch.uint8, device="cuda"),
+                torch.empty(size[1], 1, device="cuda"),
+            )
+            weight = fm.FP8Parameter(fm.FP8Tensor.from_codes(codes, scale, fmt, dtype=torch.bfloat16, seed=1))
+            ctx = Context()
+            with torch.no_grad():
+                forward, backward = _code_products._FromCodes.forward, _code_products._FromCodes.backward
+                y = forward(ctx, x, weight, None, UNITS[fmt], rounds)
+                dx, dw, *_ = backward(ctx, torch.empty_like(y))
+            assert (y.shape, dx.shape, dw.shape) == ((rows, size[1]), x.shape, weight.shape)
+            assert {each.device.type for each in (y, dx, dw)} == {"cuda"}
+        assert len(called) == 2 + rounds
+
+
+def test_what_a_cpu_takes_and_a_card_does_not_is_refused_everywhere() -> None:
+    a, b = torch.zeros(16, 32, dtype=torch.uint8).view(E4M3), torch.zeros(48, 32, dtype=torch.uint8).view(E4M3)
+    check_operands(a, b)
+    check_operands(a, b.view(torch.float8_e5m2))
+    unfit = [
+        (a.view(torch.float8_e5m2), b.view(torch.float8_e5m2)),
+        (a.view(torch.float8_e5m2), b),
+        (torch.zeros(32, 16, dtype=torch.uint8).view(E4M3).t(), b),
+        (a, torch.zeros(32, 48, dtype=torch.uint8).view(E4M3).t()),
+        (a, b[:40]),
+        (a[:, :24].contiguous(), b[:, :24].contiguous()),
+    ]
+    for pair in unfit:
+        with pytest.raises(AssertionError):
+            check_operands(*pair)
+
+
+# ---------------------------------------------------------------------------------------------- what is not finite
+@cases
+def test_what_is_not_finite_is_seen(fmt: str, gradient: str) -> None:
+    net, (x, g) = layer(fmt, (64, 32), gradient_products=gradient), batch((64, 32), 16)
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        spoilt = x.clone()
+        spoilt[3, 5] = bad
+        y = passes(net, spoilt, g)[0]
+        assert y[3].isnan().all()
+        assert torch.equal(torch.cat([y[:3], y[4:]]), torch.cat([(own := passes(net, x, g)[0])[:3], own[4:]]))
+        spoilt = g.clone()
+        spoilt[3, 5] = bad
+        _, dx, dw = passes(net, x, spoilt)
+        assert dx.isnan().all()
+        assert dw.isnan().all()
+        net.requires_grad_(True)
+        net(x).backward(spoilt)  # without dx, of which q says it
+        assert net.weight.grad.isnan().all()
+
+
+# --------------------------------------------------------------------------------------------- layers among others
+@cases
+def test_shapes_bias_and_autocast(fmt: str, gradient: str) -> None:
+    size, how = (64, 32), {"gradient_products": gradient}
+    net, (x, g) = layer(fmt, size, torch.float32, bias=True, **how), batch(size, 32)
+    bare = copy.deepcopy(net).bfloat16()
+    bare.bias = None
+    y, dx, dw = passes(bare, x, g)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        made = passes(net, x.float(), g)
+    assert [each.dtype for each in made] == [torch.bfloat16, *[torch.float32] * 3]
+    assert torch.equal(made[0], y + net.bias.bfloat16())
+    assert torch.equal(made[1], dx.float())
+    assert torch.equal(made[2], dw.float())
+    assert torch.equal(made[3], g.sum(0).float())
+    cut = passes(bare, x.view(2, 16, 64), g.view(2, 16, 32))
+    assert torch.equal(cut[0], y.view(2, 16, 32))
+    assert torch.equal(cut[1], dx.view(2, 16, 64))
+    assert torch.equal(cut[2], dw)
+    turned = passes(bare, x.t().contiguous().t(), g.t().contiguous().t())
+    assert all(torch.equal(one, other) for one, other in zip(turned, (y, dx, dw), strict=True))
+    for shape in ((0, 64), (2, 0, 64)):
+        nothing = passes(bare, x.new_empty(shape), x.new_empty(*shape[:-1], 32))
+        assert nothing[0].shape == (*shape[:-1], 32)
+        assert nothing[1].shape == shape
+        assert not nothing[2].any()
+    assert torch.equal(bare(x.view(2, 16, 64)), y.view(2, 16, 32))
+    with torch.inference_mode():
+        assert torch.equal(bare(x), y)
+
+
+def test_a_single_token_and_rows_without_a_batch() -> None:
+    net, (x, g) = layer("E4M3", (64, 32)), batch((64, 32), 1)
+    y, dx, _ = passes(net, x, g)
+    assert torch.equal(passes(net, x[0], g[0])[1], dx[0])
+    assert torch.equal(net(x[0]), y[0])
+
+
+def test_what_no_gradient_needs_is_not_held() -> None:
+    held: list[Tensor] = []
+    x, _ = batch((64, 32), 16)
+    for trained, gradient, expected in (
+        (True, "bfloat16", [torch.bfloat16]),
+        (True, "fp8", [torch.uint8]),
+        (False, "fp8", []),
+    ):
+        net = layer("E4M3", (64, 32), gradient_products=gradient)
+        net.weight.requires_grad_(trained)
+        held.clear()
+        with torch.autograd.graph.saved_tensors_hooks(lambda each: held.append(each) or each, lambda each: each):
+            net(x.clone().requires_grad_())
+        assert [each.dtype for each in held if each.shape == x.shape] == expected
+        assert any(each is net.weight or isinstance(each, fm.FP8Tensor) for each in held)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@cases
+def test_a_pass_is_repeated_to_the_bit(fmt: str, gradient: str, reentrant: bool) -> None:
+    net, (x, g) = layer(fmt, (64, 32), gradient_products=gradient), batch((64, 32), 16)
+    twice = passes(net, x, g)
+    x = x.requires_grad_()
+    net.weight.grad = None
+    checkpoint(net, x, use_reentrant=reentrant).backward(g)
+    assert torch.equal(x.grad, twice[1])
+    assert torch.equal(net.weight.grad, twice[2])
+
+
+@cases
+def test_one_graph_and_the_same_bits(fmt: str, gradient: str) -> None:
+    net, (x, g) = layer(fmt, (64, 32), gradient_products=gradient, bias=True), batch((64, 32), 16)
+    found = torch._dynamo.explain(net)(x)
+    assert (found.graph_count, found.graph_break_count) == (1, 0)
+    eager = passes(net, x, g)
+    compiled = passes(torch.compile(net, fullgraph=True, backend="aot_eager"), x, g)
+    assert all(torch.equal(a, b) for a, b in zip(compiled, eager, strict=True))
+
+
+def test_a_graph_copies_bytes_no_sooner_than_their_gradient_is_there() -> None:
+    graphs: dict[str, list[str]] = {"forward": [], "backward": []}
+
+    def seen(name: str) -> Any:
+        def compiler(graph: Any, _: Any) -> Any:
+            graphs[name] = [str(node.target) for node in graph.graph.nodes]
+            return make_boxed_func(graph)
+
+        return compiler
+
+    net, (x, g) = layer("E4M3", (64, 32)), batch((64, 32), 16)
+    backend = aot_autograd(fw_compiler=seen("forward"), bw_compiler=seen("backward"), partition_fn=min_cut)
+    passes(torch.compile(net, backend=backend, fullgraph=True), x, g)
+    copies = {name: [node for node in nodes if "transpose_bytes" in node] for name, nodes in graphs.items()}
+    assert not copies["forward"]
+    assert len(copies["backward"]) == 1
+
+
+def test_training_follows_that_of_decoded_codes() -> None:
+    losses = {}
+    for products, gradient in (("decoded", "bfloat16"), ("fp8", "bfloat16"), ("fp8", "fp8")):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 16))
+        spec = fm.LayerSpec("E4M3", products=products, gradient_products=gradient)
+        fm.quantize_model(model, spec, storage="fp8", seed=1)
+        optimizer = fm.optim.StiffnessAdamW(model.parameters(), 3e-3)
+        x, target = normal(256, 32, seed=7), normal(32, 16, seed=8)
+        for _ in range(60):
+            loss = (model(x) - (x @ target).tanh()).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        losses[products, gradient] = float(loss)
+    decoded = losses["decoded", "bfloat16"]
+    assert decoded < 0.35
+    assert all(abs(loss - decoded) < 0.02 for loss in losses.values()), losses
+    assert len(set(losses.values())) == 3
+
+
+# ---------------------------------------------------------------------------------------------- a part of the recipe
+def test_it_is_shown_and_made_again_from_what_was_saved() -> None:
+    net = nn.Sequential(layer("E5M2", (64, 32), gradient_products="fp8"), nn.Linear(32, 16))
+    assert repr(net[0]).endswith("storage=fp8, gradient_products=fp8, products=fp8)")
+    fresh = nn.Sequential(nn.Linear(64, 32, bias=False, dtype=torch.bfloat16), nn.Linear(32, 16))
+    recipe = json.loads(json.dumps(recipe_of(net)))
+    put_layers(fresh, recipe)
+    assert fresh[0].spec == net[0].spec
+    fresh.load_state_dict(net.state_dict())
+    x, _ = batch((64, 32), 16)
+    assert torch.equal(fresh[0](x), net[0](x))
+    assert torch.equal(copy.deepcopy(net)[0](x), net[0](x))
+    assert "products" not in recipe_of(fm.quantize_model(nn.Linear(4, 4), "E4M3", storage="fp8"))[0]["spec"]
+
+
+def test_every_way_to_a_model_takes_it() -> None:
+    made = fm.quantize_model(nn.Linear(32, 16), "E4M3", storage="fp8", products="fp8")
+    assert made.spec == fm.LayerSpec("E4M3", products="fp8")
+    by_dict = {"*": {"weight": "E4M3", "products": "fp8"}, "1": "none"}
+    assert (
+        fm.quantize_model(nn.Sequential(nn.Linear(32, 16), nn.Linear(16, 3)), by_dict, storage="fp8")[0].spec
+        == made.spec
+    )
+    with torch.device("meta"):
+        empty = nn.Linear(32, 16)
+    read = fm.load_quantized(empty, nn.Linear(32, 16).state_dict(), "E4M3", products="fp8")
+    assert read.spec == made.spec
+    checked = fm.check_formats("E4M3", {"a": (32, 16)}, "fp8", products="auto")
+    assert checked["a"].products == "auto"
+
+
+def test_auto_takes_codes_where_they_fit_and_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    specs: dict[str, Any] = {
+        "0": fm.LayerSpec("E4M3", products="auto"),
+        "1": fm.LayerSpec("E1M6", products="auto"),
+        "2": fm.LayerSpec("E3M4", products="auto"),
+        "3": fm.LayerSpec("E4M3", products="auto", granularity="block"),
+        "4": fm.LayerSpec("E4M3", products="auto", gradient="E5M2"),
+        "5": fm.LayerSpec("E4M3", products="auto", activation="E4M3"),
+        "6": fm.LayerSpec("E4M3", products="auto"),
+        "7": fm.LayerSpec("E4M3"),
+    }
+    net = nn.Sequential(*(nn.Linear(32, 32 if i != 6 else 33) for i in range(8)))
+    fm.quantize_model(net, specs, storage="fp8")
+    words = [
+        *("cpu has no fast FP8 units", "cpu has no fast INT8 units", "no units multiply codes of weight=E3M4"),
+        *(
+            "granularity='block'",
+            "activation_gradient=E5M2 is given",
+            "activation=E4M3 is given",
+            "16 does not divide 33",
+        ),
+    ]
+    reported = [each.detail for each in fm.quantization_report(net).layers]
+    assert all("products=auto: decoded, as " in said for said in reported[:7])
+    assert [word for word, said in zip(words, reported, strict=False) if word not in said] == []
+    assert "products" not in reported[7]
+    x = normal(4, 32)
+    assert torch.equal(net[0](x), nn.functional.linear(x, net[0].weight.dequantize(), net[0].bias))
+    units_on = partial(_code_products.units_on, device=torch.device("cuda", 0))
+    monkeypatch.setattr(torch.version, "hip", None, raising=False)
+    for capability, found in (((9, 0), ["fp8", "int8"]), ((8, 0), [None, "int8"]), ((7, 5), [None, None])):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, own=capability: own)
+        assert [units_on(net[i]._units, net[i].spec) for i in (0, 1)] == found
+        assert [units_on(each._units, each.spec) for each in net[2:]] == [None] * 6
+
+
+def test_devices_without_units_are_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = layer("E4M3", (64, 32))
+    on = partial(_code_products.units_on, "fp8", net.spec)
+    with pytest.raises(
+        RuntimeError, match=r"^products='fp8': mps has no FP8 units; take products='decoded' or 'auto'$"
+    ):
+        on(torch.device("mps"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    with pytest.raises(RuntimeError, match=r"FP8 units begin at compute capability 8\.9, and cuda:0 has 8\.6; take"):
+        on(torch.device("cuda", 0))
+    monkeypatch.setattr(torch.version, "hip", "6.0")
+    with pytest.raises(RuntimeError, match=r"ROCm has no FP8 units"):
+        on(torch.device("cuda", 0))
+
+
+SUBJECTS: dict[str, Any] = {
+    "linear": lambda: nn.Linear(32, 16),
+    "odd": lambda: nn.Linear(32, 50257, device="meta"),
+    "net": lambda: layer("E4M3", (32, 16), gradient_products="fp8"),
+    "wide": lambda: nn.Linear(151936, 16, device="meta"),
+}
+REFUSED = {
+    "LayerSpec('E4M3', products='fp4')": "ValueError: products='fp4' & decoded, fp8, int8, auto",
+    "LayerSpec('E4M3', products='fp8', gradient_products='int8')": "ValueError: 'int8' & bfloat16, fp8",
+    "LayerSpec('E4M3', gradient_products='fp8')": "ValueError: belongs to products='fp8', not to products='decoded'",
+    "LayerSpec('E1M6', products='auto', gradient_products='fp8')": "ValueError: not to products='auto' of weight=E1M6",
+    "LayerSpec('E1M6', products='int8', gradient_products='fp8')": "ValueError: not to products='int8'",
+    "LayerSpec('E1M6', products='fp8')": "ValueError: products='fp8': codes of E1M6 take products='int8'",
+    "LayerSpec('E4M3', products='int8')": "ValueError: products='int8': codes of E4M3 take products='fp8'",
+    "LayerSpec('E4M3FNUZ', products='fp8')": "ValueError: no units multiply codes of weight=E4M3FNUZ",
+    "LayerSpec(activation='E4M3', products='fp8')": "ValueError: no units multiply codes of weight=none",
+    "LayerSpec('E4M3', granularity='block', products='fp8')": "ValueError: 'block', not 'tensor' or 'channel'",
+    "LayerSpec('E4M3', granularity='square', products='fp8')": "ValueError: granularity='square'",
+    "LayerSpec('E4M3', activation='E4M3', products='fp8')": "ValueError: activation=E4M3 is given & 'decoded'",
+    "LayerSpec('E4M3', gradient='E5M2', products='fp8')": "ValueError: activation_gradient=E5M2 is given",
+    "quantize_model(linear, 'E4M3', products='fp8')": "ValueError: needs storage='fp8', not storage='master'",
+    "quantize_model(linear, 'E4M3', 'grid', products='auto')": "ValueError: products='auto' needs storage='fp8'",
+    "quantize_model(linear, LayerSpec('E4M3'), 'fp8', products='fp8')": "ValueError: LayerSpec of formats has its own",
+    "quantize_model(linear, 'E4M3', 'fp8', products='FP8')": "ValueError: products='FP8' & 'fp8'",
+    "quantize_model(odd, 'E4M3', 'fp8', products='fp8')": "ValueError: products='fp8': 16 does not divide 50257; take",
+    "quantize_model(wide, 'E1M6', 'fp8', products='int8')": "ValueError: a sum of 151936 & beyond 32 bits",
+    "check_formats('E4M3', {'a': (768, 50257)}, 'fp8', products='fp8')": "ValueError: 16 does not divide 50257",
+    "net(zeros(8191, 32, dtype=bfloat16))": "ValueError: 8191 & 16 does not divide & gradient_products='bfloat16'",
+    "net(zeros(16, 32))": "RuntimeError: the input has dtype torch.float32, and the weight torch.bfloat16",
+}
+
+
+@pytest.mark.parametrize("call", REFUSED)
+def test_what_does_not_fit_is_refused(call: str) -> None:
+    check_refused(call, REFUSED[call], SUBJECTS)
+
+
+def test_second_derivatives_and_weights_without_codes_are_refused() -> None:
+    net, (x, _) = layer("E4M3", (64, 32)), batch((64, 32), 16)
+    x = x.requires_grad_()
+    (first,) = torch.autograd.grad(net(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+    with pytest.raises(RuntimeError, match="multiplies codes, and the weight is a Tensor"):
+        torch.func.functional_call(net, {"weight": torch.zeros(32, 64, dtype=torch.bfloat16)}, (x,))
