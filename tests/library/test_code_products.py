@@ -202,8 +202,8 @@ def test_products_are_the_emulations_to_the_bit(fmt: str, gradient: str, dtype: 
 
 @cases
 def test_longer_sums_are_those_of_float64_within_a_bound(fmt: str, gradient: str) -> None:
-    size = (2048, 3072)
-    net, (x, g) = layer(fmt, size, torch.float32, gradient_products=gradient), batch(size, 2048)
+    size = (2048, 1088)
+    net, (x, g) = layer(fmt, size, torch.float32, gradient_products=gradient), batch(size, 1104)
     x, g = x.float(), g.float()
     (y, dx, dw), units = passes(net, x, g), UNITS[fmt]
     w = net.weight.dequantize().double()
@@ -211,8 +211,11 @@ def test_longer_sums_are_those_of_float64_within_a_bound(fmt: str, gradient: str
     folded, q = quantised(g[:64], net.weight.scale.t(), units)
     folded = (folded.view(E4M3) if units == "fp8" else folded).double() * q / net.weight.scale.t()
     pairs = [(y, taken, w.t()), (dx[:64], folded, w)]
-    if gradient == "bfloat16":
-        pairs.append((dw, g.double().t(), x.double()))
+    h, r = round_columns(g, round_rows(x)[1])
+    p = round_rows(x)[1].double()
+    pairs.append(
+        (dw, g.double().t(), x.double()) if gradient == "bfloat16" else (dw, h.view(E4M3).double() * r, taken / p)
+    )
     for ours, a, b in pairs:
         assert ((ours - a @ b).abs() <= 2.0**-24 * a.shape[1] * (a.abs() @ b.abs())).all()
 
@@ -237,9 +240,10 @@ def test_each_error_is_within_its_budget() -> None:
     """Rows of other sizes and one channel of outliers, or neither; what is decoded has 0.17% in bfloat16."""
     bounds = {
         ("E4M3", "bfloat16", 1.0): (0.030, 0.028, 0.002),
-        ("E4M3", "fp8", 1.0): (0.030, 0.028, 0.042),
+        ("E4M3", "fp8", 1.0): (0.030, 0.028, 0.039),
         ("E5M2", "bfloat16", 1.0): (0.030, 0.028, 0.002),
-        ("E1M6", "bfloat16", 0.0): (0.011, 0.016, 0.002),  # its grid is uniform, and the weight's scales are in g
+        ("E1M6", "bfloat16", 1.0): (0.058, 0.038, 0.002),  # its grid is uniform
+        ("E1M6", "bfloat16", 0.0): (0.011, 0.016, 0.002),
     }
     for (fmt, gradient, spread), bound in bounds.items():
         net, (x, g) = layer(fmt, gradient_products=gradient, spread=spread), batch(spread=spread)
