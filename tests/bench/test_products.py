@@ -32,7 +32,7 @@ def test_every_layer_multiplies_codes_but_the_head_and_those_that_say_otherwise(
     every = dict.fromkeys(("attn.qkv", "attn.proj", "mlp.fc", "mlp.proj"), fp8)
     assert products_of() == {**every, "lm_head": decoded}
     own = {"attn.qkv": {"weight": "E4M3", "products": "decoded"}, "lm_head": {"weight": "E5M2", "products": "fp8"}}
-    own["mlp.fc"] = {"weight": "E4M3", "gradient_products": "fp8"}
+    own["mlp.fc"] = {"weight": "E4M3", "products": "fp8", "gradient_products": "fp8"}
     assert products_of(formats=own) == {**every, "attn.qkv": decoded, "mlp.fc": ("fp8", "fp8"), "lm_head": fp8}
     integers = {"rule": None, "model.storage": "fp8", "formats": {"*": "E1M6"}, "model.products": "int8"}
     assert products_of(**integers)["mlp.fc"] == ("int8", "bfloat16")
