@@ -45,6 +45,10 @@ def why_no_units(units: Units, device: torch.device) -> str:
     return f"{units.upper()} units begin at compute capability {needed}, and {device} has {own}"
 
 
+# what torch.compiler.assume_constant_result says, which loads the compiler: a graph is of one device
+why_no_units._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def chosen_products(spec: LayerSpec, in_features: int, out_features: int, device: torch.device) -> str:
     """What ``auto`` takes for a layer on a device, and why not codes; nothing where it was told by name."""
     if spec.products != "auto":
@@ -85,7 +89,7 @@ def linear_from_codes(x: Tensor, weight: Tensor, bias: Tensor | None, units: Uni
 
 class _FromCodes(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: FP8Tensor, bias: Tensor | None, units: Units, rounds: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: FP8Tensor, bias: Tensor | None, units: Units, rounds: bool) -> Any:
         rows = _rows(x)
         if rounds and rows.shape[0] % ALIGNMENT:
             raise ValueError(
@@ -100,7 +104,10 @@ class _FromCodes(torch.autograd.Function):
         kept = ((operand, p) if rounds else (rows,)) if ctx.needs_input_grad[1] else ()
         ctx.save_for_backward(weight, *kept)
         ctx.units, ctx.shape, ctx.rounds = units, x.shape, rounds
-        return y.view(*x.shape[:-1], weight.shape[0])
+        if x.dim() == 2:
+            return y
+        # no view, as that of nn.Linear is none: FSDP hangs a hook on it
+        return torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], weight.shape[0]))
 
     @staticmethod
     @once_differentiable
@@ -110,10 +117,9 @@ class _FromCodes(torch.autograd.Function):
         for_x = for_weight = said = None
         if ctx.needs_input_grad[0]:
             operand, q = _rounded(g, weight.scale.view(1, -1), ctx.units)
-            said = (q * 0.0).sum()
-            unit = weight.format.ulp_min if ctx.units == "int8" else 1.0
+            said, unit = _zero_or_nan(q), weight.format.ulp_min if ctx.units == "int8" else 1.0
             codes = _transposed(weight, ctx.units, g)
-            for_x = _product(operand, codes, q + said, unit, g.dtype).view(ctx.shape)
+            for_x = _product(operand, codes, q, said + unit, g.dtype).view(ctx.shape)
         if ctx.needs_input_grad[1]:
             made = _rounded_gradient(g, *kept) if ctx.rounds else _gradient(g, kept[0], said)
             for_weight = made.to(weight.dtype)
@@ -121,7 +127,12 @@ class _FromCodes(torch.autograd.Function):
 
 
 def _rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1]).contiguous()
+    return x if x.dim() == 2 and x.is_contiguous() else x.reshape(-1, x.shape[-1]).contiguous()
+
+
+def _zero_or_nan(scales: Tensor) -> Tensor:
+    """NaN where one of them is, so that all of a gradient shows it; otherwise 0."""
+    return (scales * 0.0).sum()
 
 
 def _gradient(g: Tensor, x: Tensor, said: Tensor | None) -> Tensor:
@@ -135,7 +146,7 @@ def _rounded_gradient(g: Tensor, x: Tensor, p: Tensor) -> Tensor:
     if not g.shape[0]:
         return g.new_zeros((g.shape[1], x.shape[1]))
     codes, r = round_columns(g, p)
-    return _product(codes, transpose_bytes(x).view(_E4M3), r + (r * 0.0).sum(), 1.0, g.dtype)
+    return _product(codes, transpose_bytes(x).view(_E4M3), r, _zero_or_nan(r) + 1.0, g.dtype)
 
 
 def _rounded(rows: Tensor, fold: Tensor | None, units: Units) -> tuple[Tensor, Tensor]:
@@ -157,9 +168,7 @@ def _transposed(weight: FP8Tensor, units: Units, after: Tensor) -> Tensor:
     return transpose_bytes(weight.codes, after).view(FLOAT8[weight.format])
 
 
-def _product(
-    a: Tensor, b: Tensor, rows: Tensor, columns: Tensor | float, dtype: torch.dtype, *, fast: bool = False
-) -> Tensor:
+def _product(a: Tensor, b: Tensor, rows: Tensor, columns: Tensor, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
     """``a b^T`` of (M, K) and (N, K), times scales (M, 1) of rows and (1, N) or one of columns, rounded once."""
     if a.dtype is torch.int8:
         return (_integer_sums(a, b) * rows * columns).to(dtype)
@@ -171,9 +180,8 @@ def _product(
         return a.new_zeros((a.shape[0], b.shape[0]), dtype=dtype)
     if dtype is torch.bfloat16 and not torch.compiler.is_compiling():
         # one scale for each of both, or the release of torch knows no such product
-        whole = columns if isinstance(columns, Tensor) else rows.new_full((1, 1), columns)
-        scales = {"scale_a": rows.contiguous(), "scale_b": whole.expand(1, b.shape[0]).contiguous()}
-        return torch._scaled_mm(a, b.t(), **scales, out_dtype=dtype, use_fast_accum=fast)
+        columns = columns.expand(1, b.shape[0]).contiguous()
+        return torch._scaled_mm(a, b.t(), scale_a=rows, scale_b=columns, out_dtype=dtype, use_fast_accum=fast)
     # powers of two after the rounding to bfloat16 give the same bits, and a compiler fuses them with what follows
     one, wide = rows.new_ones(()), dtype if dtype is torch.bfloat16 else torch.float32
     sums = torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=wide, use_fast_accum=fast)
@@ -190,7 +198,7 @@ def check_operands(a: Tensor, b: Tensor) -> None:
     assert a.dtype is _E4M3, "no unit multiplies two matrices of E5M2"
     assert a.is_contiguous(), "the first matrix is by rows"
     assert b.is_contiguous(), "the second one, transposed, is by columns"
-    assert all(size % ALIGNMENT == 0 for size in b.shape), f"{ALIGNMENT} divides K and N"
+    assert b.shape[0] % ALIGNMENT == b.shape[1] % ALIGNMENT == 0, f"{ALIGNMENT} divides K and N"
 
 
 def _integer_sums(a: Tensor, b: Tensor) -> Tensor:

@@ -12,7 +12,15 @@ from torch import Tensor, nn
 import fp8manifold as fm
 
 
-def model(granularity: Any = "channel", *, storage: Any = "fp8", rows: int = 22, seed: int = 0, **options: Any) -> Any:
+def model(
+    granularity: Any = "channel",
+    *,
+    storage: Any = "fp8",
+    rows: int = 22,
+    seed: int = 0,
+    products: Any = "decoded",
+    **options: Any,
+) -> Any:
     """Three linear layers with norms; 2 and 3 divide the rows of none of them where ``rows`` is 22 or 7 alone."""
     net = nn.Sequential(
         nn.Linear(64, rows), nn.LayerNorm(rows), nn.Linear(rows, 64), nn.Tanh(), nn.Linear(64, 5, bias=False)
@@ -22,7 +30,9 @@ def model(granularity: Any = "channel", *, storage: Any = "fp8", rows: int = 22,
             p.copy_(normal(*p.shape, seed=100 * seed + i, std=0.1))
     if storage == "float":
         return net
-    kinds = {"*": fm.LayerSpec("E4M3", granularity=granularity)}
+    kinds = {"*": fm.LayerSpec("E4M3", granularity=granularity, products=products)}
+    if products != "decoded":  # which 16 has to divide
+        kinds["4"] = fm.LayerSpec("E4M3", granularity=granularity)
     if granularity == "block":  # which 32 has to divide
         kinds["2"] = fm.LayerSpec("E4M3", granularity="channel")
     return fm.quantize_model(net, kinds, storage, seed=seed, **options)

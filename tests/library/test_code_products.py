@@ -283,24 +283,34 @@ def test_torchs_own_products_give_the_same_bits(
         assert torch.equal(ours, emulation)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("in_graph", [False, True])
 @cases
-def test_layouts_scales_and_sizes_are_those_of_a_card(fmt: str, gradient: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layouts_scales_and_sizes_are_those_of_a_card(
+    fmt: str, gradient: str, in_graph: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Torch's own checks, of fake tensors on a card that there is not."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    called = []
+    called: list[Any] = []
     for name in ("_scaled_mm", "_int_mm"):
-        own = getattr(torch, name)
-        monkeypatch.setattr(torch, name, lambda *args, own=own, **more: called.append(args) or own(*args, **more))
+        torchs = getattr(torch, name)
+
+        def seen(a: Tensor, b: Tensor, own: Any = torchs, **more: Any) -> Tensor:
+            called.append((a, b, more))
+            made: Tensor = own(a, b, **more)
+            return made
+
+        monkeypatch.setattr(torch, name, seen)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: in_graph)
     rounds = gradient == "fp8"
     for size, rows in (((768, 3072), 8192), ((64, 32), 16)):
         called.clear()
         with FakeTensorMode():
             x, codes, scale = (
-                torch.empty(rows, size[0], dtype=torch.bfloat16, device="cuda"),
+                torch.empty(rows, size[0], dtype=dtype, device="cuda"),
                 torch.empty(size[1], size[0], dtype=torch.uint8, device="cuda"),
                 torch.empty(size[1], 1, device="cuda"),
             )
-            weight = fm.FP8Parameter(fm.FP8Tensor.from_codes(codes, scale, fmt, dtype=torch.bfloat16, seed=1))
+            weight = fm.FP8Parameter(fm.FP8Tensor.from_codes(codes, scale, fmt, dtype=dtype, seed=1))
             ctx = Context()
             with torch.no_grad():
                 forward, backward = _code_products._FromCodes.forward, _code_products._FromCodes.backward
@@ -309,6 +319,14 @@ def test_layouts_scales_and_sizes_are_those_of_a_card(fmt: str, gradient: str, m
             assert (y.shape, dx.shape, dw.shape) == ((rows, size[1]), x.shape, weight.shape)
             assert {each.device.type for each in (y, dx, dw)} == {"cuda"}
         assert len(called) == 2 + rounds
+        for a, b, more in called:
+            if "scale_a" in more and dtype is torch.bfloat16 and not in_graph:
+                assert (more["scale_a"].shape, more["scale_a"].stride()) == ((a.shape[0], 1), (1, 1))
+                assert (more["scale_b"].shape, more["scale_b"].stride()) == ((1, b.shape[1]), (b.shape[1], 1))
+            elif "scale_a" in more:
+                assert more["scale_a"].shape == more["scale_b"].shape == ()
+            else:
+                assert a.shape[0] > 16
 
 
 def test_what_a_cpu_takes_and_a_card_does_not_is_refused_everywhere() -> None:
@@ -375,6 +393,7 @@ def test_shapes_bias_and_autocast(fmt: str, gradient: str) -> None:
         assert nothing[1].shape == shape
         assert not nothing[2].any()
     assert torch.equal(bare(x.view(2, 16, 64)), y.view(2, 16, 32))
+    assert not bare(x.view(2, 16, 64))._is_view()
     with torch.inference_mode():
         assert torch.equal(bare(x), y)
 
@@ -423,6 +442,23 @@ def test_one_graph_and_the_same_bits(fmt: str, gradient: str) -> None:
     eager = passes(net, x, g)
     compiled = passes(torch.compile(net, fullgraph=True, backend="aot_eager"), x, g)
     assert all(torch.equal(a, b) for a, b in zip(compiled, eager, strict=True))
+
+
+def test_a_graph_asks_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a compiler could not look through is a constant of its device."""
+
+    def capability(device: torch.device) -> tuple[int, int]:
+        torch._dynamo.graph_break()
+        return 9, 0
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
+    spec = fm.LayerSpec("E4M3", products="auto")
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def on_card(x: Tensor) -> Tensor:
+        return x + (_code_products.units_on("fp8", spec, torch.device("cuda", 0)) == "fp8")
+
+    assert on_card(torch.zeros(1)).item() == 1.0
 
 
 def test_a_graph_copies_bytes_no_sooner_than_their_gradient_is_there() -> None:

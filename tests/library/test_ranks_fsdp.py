@@ -222,8 +222,9 @@ def trained(net: dict[str, Any], options: dict[str, Any], *, nested: bool = True
         ({"rows": 7}, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}, {}),
         ({}, {}, {"clip": True}),
         ({"storage": "master"}, {}, {}),
+        ({"products": "fp8", "rows": 32}, {}, {}),
     ],
-    ids=["nested", "as one", "kept whole", "offloaded", "clipped", "master"],
+    ids=["nested", "as one", "kept whole", "offloaded", "clipped", "master", "products"],
 )
 def test_a_run_of_two_processes_is_one_processs(pair: Pool, case: Any) -> None:
     net, options, how = case
