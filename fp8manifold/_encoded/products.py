@@ -10,6 +10,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from fp8manifold import _triton
+from fp8manifold._native._arrays import has_memory
+from fp8manifold._triton.operands import columns_on_gpu, int8_on_gpu, int8_rows_on_gpu, rows_on_gpu, transpose_on_gpu
+
 LARGEST: Final = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 _MANTISSA: Final = 23
 
@@ -26,6 +30,11 @@ def pow2_scales(amax: Tensor, largest: float) -> tuple[Tensor, Tensor]:
     scale, inverse = ((each << _MANTISSA).view(torch.float32) for each in (biased, 254 - biased))
     finite = amax.isfinite()
     return torch.where(finite, scale, math.nan), torch.where(finite, inverse, 0.0)
+
+
+def _has_kernels(x: Tensor) -> bool:
+    """Whether a kernel reads ``x`` on its card; a compiler has the definition, which it fuses with its neighbours."""
+    return x.is_cuda and _triton.is_available() and has_memory(x)
 
 
 def _folded(x: Tensor, fold: Tensor | None) -> Tensor:
@@ -46,6 +55,8 @@ def round_rows(x: Tensor, fold: Tensor | None = None) -> tuple[Tensor, Tensor]:
         x: bfloat16, float16 or float32 (M, K).
         fold: powers of two, float32 of K elements or of one, that broadcasts against ``x``.
     """
+    if _has_kernels(x):
+        return rows_on_gpu(x, fold)
     units, scale = _units(_folded(x, fold), LARGEST[torch.float8_e4m3fn], 1)
     return units.to(torch.float8_e4m3fn).view(torch.uint8), scale
 
@@ -57,12 +68,16 @@ def round_columns(g: Tensor, fold: Tensor | None = None) -> tuple[Tensor, Tensor
         g: bfloat16, float16 or float32 (M, N).
         fold: powers of two, float32 (M, 1).
     """
+    if _has_kernels(g):
+        return columns_on_gpu(g, fold)
     units, scale = _units(_folded(g, fold), LARGEST[torch.float8_e4m3fn], 0)
     return units.to(torch.float8_e4m3fn).view(torch.uint8).t().contiguous(), scale.view(-1, 1)
 
 
 def int8_rows(x: Tensor, fold: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """As :func:`round_rows`, to whole numbers from -127 to 127, ties to the even one: int8 (M, K)."""
+    if _has_kernels(x):
+        return int8_rows_on_gpu(x, fold)
     units, scale = _units(_folded(x, fold), LARGEST[torch.int8], 1)
     return units.round().to(torch.int8), scale
 
@@ -73,10 +88,14 @@ _LIBRARY.define("codes_to_int8(Tensor codes, bool transposed, Tensor? after) -> 
 
 
 def _transposed(codes: Tensor, after: Tensor | None) -> Tensor:
+    if _has_kernels(codes):
+        return transpose_on_gpu(codes)
     return codes.t().contiguous()
 
 
 def _as_int8(codes: Tensor, transposed: bool, after: Tensor | None) -> Tensor:
+    if _has_kernels(codes):
+        return int8_on_gpu(codes, transposed)
     magnitude = (codes & 127).to(torch.int8)
     signed = torch.where(codes > 127, -magnitude, magnitude)
     return signed.t().contiguous() if transposed else signed

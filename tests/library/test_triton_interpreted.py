@@ -74,6 +74,10 @@ FAULTS = {
     "bound": ("stages.py", "- 125) >> 1) + 120", "- 125) >> 1) + 121"),
     "draw": ("format.py", "(0xFFFFFF - draw)", "draw"),
     "fitted": ("stages.py", "- F.EMAX, 1) << 23", "- F.EMAX + 1, 1) << 23"),
+    "scale": ("operand_kernels.py", "> (LARGEST & 0x7FFFFF)", ">= (LARGEST & 0x7FFFFF)"),
+    "not finite": ("operand_kernels.py", "tl.where(reciprocal == 0.0, 0.0, x) *", "x *"),
+    "turn": ("operand_kernels.py", "tl.maximum(amax, _largest(value, 1))", "_largest(value, 1)"),
+    "integers": ("operand_kernels.py", "((code & 127) ^ negative) - negative", "(code & 127) ^ negative"),
 }
 CASES = {"phase": "test_arrays", "fitted": "test_momentum_of_matrices"}
 
@@ -90,8 +94,10 @@ def test_a_fault_in_one_constant_is_seen(fault: str, tmp_path: Path) -> None:
     text = source.read_text(encoding="utf-8")
     assert text.count(right) == 1
     source.write_text(text.replace(right, wrong), encoding="utf-8")
-    cases = CASES.get(fault, "test_steps_of_every_shape")
-    code, output, _ = run(str(HERE / "triton_cases.py"), "-k", cases, package=package)
+    of_operands = file == "operand_kernels.py"
+    cases = "" if of_operands else CASES.get(fault, "test_steps_of_every_shape")
+    session = str(HERE / ("operand_cases.py" if of_operands else "triton_cases.py"))
+    code, output, _ = run(session, "-k", cases, package=package)
     assert code == 1
     assert "AssertionError" in output
     assert "different" in output or "of a step of Spec" in output

@@ -1,6 +1,7 @@
 """What Triton makes of the kernels for GPUs that are not here: no contraction, no approximation, no spills, wide loads.
 
-Compiled ahead of time for sm_80, sm_90 and sm_100, without a driver.  What a weight costs is recorded and held to 5%.
+Compiled ahead of time for sm_80, sm_90 and sm_100, without a driver, and for sm_89 what makes operands for its units.
+What a weight costs is recorded and held to 5%.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import pytest
 import torch
 
 from fp8manifold import _triton
-from fp8manifold._triton import launch
+from fp8manifold._triton import launch, operands
 from fp8manifold._triton.kinds import KernelSpec, Tile, Widening, as_constants, format_of, widest_scale
 from fp8manifold.formats import as_format
 from fp8manifold.optim._spec import spec_of
@@ -33,6 +34,8 @@ pytestmark = [
 ARCHITECTURES = (80, 90, 100)
 RECORD = Path(__file__).with_name("triton_costs.json")
 THREADS, ELEMENTS = 128, 2048
+#: sizes that 16 divides
+WIDE = ("length", "numel", "height", "width", "stride")
 #: by name: write-back, moments, tile
 STEPS: dict[str, tuple[str, str, Tile]] = {
     "stochastic, 8-bit moments": ("stochastic", "8bit", Tile(8, 256, 256, "row", True)),
@@ -78,7 +81,7 @@ def build(
     constants: dict[str, Any],
     architecture: int,
     tmp: Path,
-    registers: int | None = None,
+    warps: int = 4,
 ) -> Built:
     import triton
     from triton.backends.compiler import GPUTarget
@@ -86,14 +89,16 @@ def build(
 
     names = kernel.arg_names
     kinds = {name: "constexpr" if name in constants else signature[name] for name in names}
-    wide = [i for i, name in enumerate(names) if kinds[name][0] == "*" or name in ("length", "numel", "height", "width", "stride")]
+    wide = [i for i, name in enumerate(names) if kinds[name][0] == "*" or name in WIDE]
     source = ASTSource(
         fn=kernel,
         signature=kinds,
         constexprs={(names.index(name),): as_constants(value) for name, value in constants.items()},
         attrs={(i,): [["tt.divisibility", 16]] for i in wide},
     )
-    made = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=_triton.options())
+    made = triton.compile(
+        source, target=GPUTarget("cuda", architecture, 32), options=_triton.options() | {"num_warps": warps}
+    )
     (tmp / "kernel.cubin").write_bytes(made.asm["cubin"])
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     told = [
@@ -222,6 +227,77 @@ def test_scales_that_double(name: str, bits: int, exponents: bool, architecture:
     assert list(faults(build(widen_kernel, pointers, constants, architecture, tmp_path))) == []
 
 
+#: compute capabilities with products in 8 bits; a kernel, its input, what it is compiled for, and bytes a value
+WITH_UNITS = (89, 90, 100)
+CODES: dict[str, Any] = {"LARGEST": 0x43E00000, "F": None}
+OPERANDS: dict[str, tuple[str, str, dict[str, Any], int]] = {
+    "rows": ("rows_kernel", "*u16", CODES | {"FOLDS": 0}, 3),
+    "rows, times scales of columns": ("rows_kernel", "*u16", CODES | {"FOLDS": 2}, 3),
+    "rows of float32": ("rows_kernel", "*fp32", CODES | {"FOLDS": 0}, 5),
+    "rows, to INT8": ("rows_kernel", "*u16", {"LARGEST": 0x42FE0000, "F": None, "FOLDS": 0}, 3),
+    "columns, the largest": ("amax_kernel", "*u16", {"FOLDS": 2}, 2),
+    "columns": ("columns_kernel", "*u16", CODES | {"FOLDS": 2}, 3),
+    "codes, transposed": ("copy_kernel", "*u8", {"INTEGERS": False, "TRANSPOSED": True}, 2),
+    "E1M6 to INT8, transposed": ("copy_kernel", "*u8", {"INTEGERS": True, "TRANSPOSED": True}, 2),
+}
+
+
+@dataclass(frozen=True)
+class Made(Built):
+    """An operand's kernel, and how many values a thread takes."""
+
+    values: int
+
+    @property
+    def instructions(self) -> float:
+        return super().instructions * ELEMENTS / THREADS / self.values
+
+
+def operand(name: str, architecture: int, tmp: Path, width: int = 4096, **changed: Any) -> Made:
+    from fp8manifold._triton import operand_kernels
+
+    kernel, kind, constants, _ = OPERANDS[name]
+    signature = {"height": "i32", "width": "i32", "stride": "i32", "x": kind, "fold": "*fp32", "amax": "*i32"}
+    signature |= {"scales": "*fp32", "codes": "*u8", "out": "*u8"}
+    rows, columns, warps = operands._program(width) if kernel == "rows_kernel" else (*operands._TILE, 4)
+    shape = {"R": rows, "W": columns, "LONG": width > 16384} if kernel == "rows_kernel" else {"R": rows, "C": columns}
+    built = build(getattr(operand_kernels, kernel), signature, constants | shape | changed, architecture, tmp, warps)
+    return Made(**vars(built), values=rows * columns // (32 * warps))
+
+
+@pytest.mark.parametrize("architecture", WITH_UNITS)
+@pytest.mark.parametrize("name", OPERANDS)
+def test_operands(name: str, architecture: int, tmp_path: Path) -> None:
+    kernel, kind, constants, _ = OPERANDS[name]
+    made = operand(name, architecture, tmp_path)
+    assert list(faults(made)) == []
+    assert narrow(made) == []
+    stored = len(re.findall(r"st\.global\S*\.v4\.b32", made.ptx))
+    assert stored == (0 if kernel == "amax_kernel" else made.values // 16)  # 16 bytes at once
+    bytes_read = {"*u8": 1, "*u16": 2, "*fp32": 4}[kind] * made.values
+    assert len(re.findall(r"ld\.global\S*\.v4\.b32", made.ptx)) >= bytes_read // 16
+    converted = len(re.findall(r"cvt\.rn\.satfinite\.e4m3x2\.f32", made.ptx))
+    assert converted == (made.values // 2 if constants.get("LARGEST") == CODES["LARGEST"] else 0)
+    recorded = json.loads(RECORD.read_text(encoding="utf-8"))["operands"][f"sm_{architecture}"][name]
+    assert made.instructions == pytest.approx(recorded["instructions"], rel=0.05)
+    assert made.registers == pytest.approx(recorded["registers"], rel=0.05)
+
+
+@pytest.mark.parametrize("width", [16, 768, 11008, 32768])
+@pytest.mark.parametrize("name", [name for name, (kernel, *_) in OPERANDS.items() if kernel == "rows_kernel"])
+def test_operands_of_short_and_long_rows(name: str, width: int, tmp_path: Path) -> None:
+    made = operand(name, 90, tmp_path, width)
+    assert list(faults(made)) == []
+    assert narrow(made) == []
+
+
+@pytest.mark.parametrize("name", ["rows", "columns"])
+def test_operands_where_no_instruction_converts(name: str, tmp_path: Path) -> None:
+    made = operand(name, 80, tmp_path, F=format_of(as_format("E4M3")))
+    assert list(faults(made)) == []
+    assert "e4m3x2" not in made.ptx
+
+
 def test_contraction_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = _triton.options() | {"enable_fp_fusion": True}
     monkeypatch.setattr(_triton, "options", lambda *_: wrong)
@@ -230,7 +306,7 @@ def test_contraction_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_page_has_the_recorded_costs_as_arithmetic() -> None:
-    """Instructions over what 132 x 128 lanes issue at 1.74 GHz, bytes over 3 TB/s, for 124M weights."""
+    """Instructions over what 132 x 128 lanes issue at 1.74 GHz, bytes over 3 TB/s: 124M weights, 8,192 x 4,096."""
     page = (Path(__file__).parents[2] / "docs" / "performance.md").read_text(encoding="utf-8")
     recorded = json.loads(RECORD.read_text(encoding="utf-8"))["sm_90"]
     assert recorded.keys() == STEPS.keys()
@@ -240,21 +316,31 @@ def test_the_page_has_the_recorded_costs_as_arithmetic() -> None:
         needed = recorded[name]["instructions"]
         issue, move = needed * 124e6 / (132 * 128 * 1.74e9) * 1e3, moved * 124e6 / 3e12 * 1e3
         assert f"| {name} | {needed:.0f} | {moved:g} | {issue:.2f} | {move:.2f} |\n" in page
+    recorded = json.loads(RECORD.read_text(encoding="utf-8"))["operands"]["sm_90"]
+    assert recorded.keys() == OPERANDS.keys()
+    for name, (*_, moved) in OPERANDS.items():
+        needed = recorded[name]["instructions"]
+        issue, move = needed * 2**25 / (132 * 128 * 1.74e9) * 1e3, moved * 2**25 / 3e12 * 1e3
+        assert f"| {name} | {needed:.1f} | {moved} | {issue:.3f} | {move:.3f} |\n" in page
 
 
-def costs(tmp: Path) -> dict[str, dict[str, dict[str, float]]]:
+def costs(tmp: Path) -> dict[str, Any]:
     """What ``triton_costs.json`` records: ``python -m tests.library.test_triton_ptx`` writes it anew."""
-    made = {
-        f"sm_{architecture}": {
-            name: step(spec(writeback, moments), tile, architecture, tmp)
-            for name, (writeback, moments, tile) in STEPS.items()
-        }
+
+    def recorded(made: Mapping[str, Built]) -> dict[str, dict[str, float]]:
+        return {n: {"instructions": round(b.instructions, 1), "registers": b.registers} for n, b in made.items()}
+
+    found: dict[str, Any] = {
+        f"sm_{architecture}": recorded(
+            {
+                name: step(spec(writeback, moments), tile, architecture, tmp)
+                for name, (writeback, moments, tile) in STEPS.items()
+            }
+        )
         for architecture in ARCHITECTURES
     }
-    return {
-        target: {name: {"instructions": round(b.instructions, 1), "registers": b.registers} for name, b in each.items()}
-        for target, each in made.items()
-    }
+    found["operands"] = {f"sm_{a}": recorded({n: operand(n, a, tmp) for n in OPERANDS}) for a in WITH_UNITS}
+    return found
 
 
 if __name__ == "__main__":
