@@ -112,20 +112,25 @@ def test_a_wrong_code_and_a_wrong_product_are_found(gpu: Any, monkeypatch: pytes
     assert len(bits.values_of_bfloat16()) == 2 * (0x43E0 + 1)  # to 448, of either sign
     beyond, share = bits.beyond_the_bound(session, (32, 64, 48), "decoded")
     assert (beyond, share) == (0, 0.0)
-    encode, copied = bits.fm.encode, []
+    encode, rounded, copied = bits.fm.encode, bits.fm.round_to_grid, []
 
     def one_higher(x: Any, *args: Any) -> Any:
         codes = encode(x, *args)
         codes[5000] += 1
         return codes
 
+    def one_off(x: Any, *args: Any) -> Any:
+        return torch.cat([rounded(x[:-1], *args), rounded(x[-1:], *args) / 2])
+
     def one_code_off(layer: nn.Sequential) -> nn.Sequential:
         layer[0].weight.codes[3, 5] ^= 8 * len(copied)  # type: ignore[index, operator, union-attr]
         copied.append(layer)
         return layer
 
+    assert bits.differing_in_a_layer(session) == 0
     monkeypatch.setattr(bits.fm, "encode", one_higher)
-    assert bits.differing_conversions(session) == 1
+    monkeypatch.setattr(bits.fm, "round_to_grid", one_off)
+    assert bits.differing_conversions(session) == bits.differing_in_a_layer(session) == 1
     monkeypatch.setattr(bits.copy, "deepcopy", one_code_off)
     beyond, share = bits.beyond_the_bound(session, (32, 64, 48), "decoded")
     assert beyond > 8

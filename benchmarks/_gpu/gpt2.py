@@ -32,22 +32,21 @@ def gpt2(session: Session) -> dict[str, Any]:
             prepare = f"nanogpt-bench prepare text --input TEXT --tokenizer gpt2 --out {DATA}"
             raise FileNotFoundError(f"no text in {str(DATA)!r}; prepare one: {prepare}")
         return sweep(session, DATA, RUNS)
+    from nanogpt_bench.data import prepare_text  # its packages are not everywhere
+
     with tempfile.TemporaryDirectory() as folder:
         text, data = Path(folder) / "text.txt", Path(folder) / "data"
         text.write_text("The quick brown fox jumps over the lazy dog. " * 200, encoding="utf-8")
-        bench("prepare", "text", "--input", str(text), "--out", str(data)).wait()
+        prepare_text(text, data, "byte")
         return sweep(session, data, Path(folder) / "runs", "--smoke")
-
-
-def bench(*words: str) -> subprocess.Popen[bytes]:
-    """A command of the bench, of the code that runs here."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.Popen([sys.executable, "-m", "nanogpt_bench", *words], env=environment, stdout=subprocess.DEVNULL)
 
 
 def sweep(session: Session, data: Path, out: Path, *more: str) -> dict[str, Any]:
     """Train until the part's time is up, and read what there is."""
-    running = bench("sweep", str(SWEEP), "--data.dir", str(data), "--out", str(out), *more)
+    words = ["sweep", str(SWEEP), "--data.dir", str(data), "--out", str(out), *more]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "nanogpt_bench", *words]
+    running = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
     try:
         running.wait(None if session.dry else max(session.seconds_left - STOPPING, 1.0))
     except subprocess.TimeoutExpired:
