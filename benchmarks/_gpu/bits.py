@@ -1,6 +1,7 @@
 """Whether a card's bits are the CPU's: of steps, of arrays, and of products within the bound of their sums."""
 
 import copy
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -69,15 +70,14 @@ def exact_arrays(session: Session) -> dict[str, Any]:
 
 def exact_products(session: Session) -> dict[str, Any]:
     """Values that are converted otherwise than by definition, and elements of products beyond the bound of sums."""
-    found: dict[str, Any] = {"bfloat16 values, converted to E4M3": differing_conversions(session)}
+    found: dict[str, Any] = {}
+    session.case(found, "bfloat16 values, converted to E4M3", partial(differing_conversions, session))
     if KINDS:
-        found["bfloat16 values, through a layer"] = differing_in_a_layer(session)
+        session.case(found, "bfloat16 values, through a layer", partial(differing_in_a_layer, session))
     for fmt, products in KINDS:
         for shape in SHAPES[: 2 if session.dry else None]:
-            if session.has_time:
-                beyond, share = beyond_the_bound(session, shape, products, fmt)
-                what = f"{fmt}, {products}, {' x '.join(map(str, shape))}"
-                found |= {what: beyond, f"{what}, largest share of the bound": share}
+            what = f"{fmt}, {products}, {' x '.join(map(str, shape))}"
+            session.case(found, what, partial(beyond_the_bound, session, shape, products, fmt))
     return found
 
 
@@ -111,8 +111,8 @@ def differing_in_a_layer(session: Session) -> int:
 
 def beyond_the_bound(
     session: Session, shape: tuple[int, int, int], products: str, fmt: str = "E4M3"
-) -> tuple[int, float]:
-    """Elements of y, dx and dW whose distance from the CPU's is beyond the bound, and the largest distance over it.
+) -> dict[str, float]:
+    """How many elements of y, dx and dW are further from the CPU's than the bound, and the largest distance over it.
 
     An FP8 unit keeps fewer bits of a sum than float32: ``2^-9 |y| + 2^-11 (|a| @ |b|)``.  Sums of integers are exact.
     """
@@ -136,4 +136,4 @@ def beyond_the_bound(
             allowed = torch.zeros_like(allowed)
         beyond += int((~(distance <= allowed)).sum())
         share = max(share, float((distance / allowed).nan_to_num(0.0).max()))
-    return beyond, share
+    return {"count": beyond, "largest share of the bound": share}

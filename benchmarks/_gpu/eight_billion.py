@@ -35,7 +35,6 @@ ROWS: Final = (
     ("Llama-3.1-8B", "StiffnessAdamW", 24),
     ("Llama-2-7B", "StiffnessAdamW", 16),
     ("Llama-3.1-8B", PEER, 24),
-    ("Llama-2-7B", PEER, 24),
 )
 TOKENS: Final = (2048, 512)  # of a step: the second where the first does not fit
 OUT_OF_MEMORY: Final = "out of memory"

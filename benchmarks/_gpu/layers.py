@@ -28,9 +28,8 @@ def layers(session: Session) -> dict[str, Any]:
         x = session.normal(16 if session.dry else TOKENS, d, dtype=torch.bfloat16).requires_grad_()
         g = torch.randn_like(x)
         for name, layer in made.items():
-            if session.has_time:
-                found[f"{d} x {d}, {name}, forward"] = session.times(partial(layer, x))
-                found[f"{d} x {d}, {name}, forward and backward"] = session.times(partial(both, layer, x, g))
+            for what, call in (("forward", partial(layer, x)), ("forward and backward", partial(both, layer, x, g))):
+                session.case(found, f"{d} x {d}, {name}, {what}", partial(session.times, call))
     return found
 
 
@@ -47,11 +46,15 @@ def products(session: Session) -> dict[str, Any]:
     for d in (32,) if session.dry else (768, 2048, 4096, 8192):
         for inputs, outputs in ((d, d), (d, 4 * d), (4 * d, d)):
             for name, call in product_calls(session, tokens, inputs, outputs):
-                if session.has_time:
-                    ms = session.milliseconds(call)
-                    speed = 2e-9 * tokens * inputs * outputs / ms
-                    found[f"{inputs} to {outputs}, {name}"] = {"ms": ms, "TFLOP/s": speed}
+                work = 2e-9 * tokens * inputs * outputs
+                session.case(found, f"{inputs} to {outputs}, {name}", partial(rate, session, call, work, "TFLOP/s"))
     return found
+
+
+def rate(session: Session, call: Callable[[], object], work: float, unit: str) -> dict[str, float]:
+    """The time of a call, and the work over it."""
+    ms = session.milliseconds(call)
+    return {"ms": ms, unit: work / ms}
 
 
 def product_calls(
@@ -88,7 +91,5 @@ def kernels(session: Session) -> dict[str, Any]:
                 f"bytes of {d} x {d}, transposed": (partial(operands.transpose_bytes, codes.codes), 2 * d * d),
             }
         for name, (call, moved) in calls.items():
-            if session.has_time:
-                ms = session.milliseconds(call)
-                found[name] = {"ms": ms, "TB/s": 1e-9 * moved / ms}
+            session.case(found, name, partial(rate, session, call, 1e-9 * moved, "TB/s"))
     return found

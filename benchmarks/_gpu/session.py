@@ -39,6 +39,14 @@ class Session:
         """Whether another case may begin; in a dry run it always may."""
         return self.dry or self.seconds_left > 0
 
+    def case(self, found: dict[str, Any], name: str, measure: Callable[[], Any]) -> None:
+        """Put figures into a part's, if there is time, or why there are none: a case may fail alone."""
+        if self.has_time:
+            try:
+                found[name] = measure()
+            except Exception as error:
+                found[name] = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+
     def milliseconds(self, call: Callable[[], object], repeats: int = 20) -> float:
         """The median of single calls, with the cache flushed between them, by the card's own clock."""
         if self.dry:

@@ -81,10 +81,10 @@ def step_times(session: Session) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for count in sizes(session):
         for writeback, moments in WAYS:
-            if session.has_time:
-                with on_card(session):
-                    ours: Any = partial(fm.optim.StiffnessAdamW, lr=1e-3, writeback=writeback, moments=moments)
-                    found[f"{millions(count)}, {writeback}, {moments} moments"] = timed(session, count, ours)
+            ours: Any = partial(fm.optim.StiffnessAdamW, lr=1e-3, writeback=writeback, moments=moments)
+            with on_card(session):
+                name = f"{millions(count)}, {writeback}, {moments} moments"
+                session.case(found, name, partial(timed, session, count, ours))
         found[f"{millions(count)}, torch's fused AdamW"] = timed(session, count, fused(session), one_byte=False)
     return found
 
@@ -122,9 +122,9 @@ def rivals(session: Session) -> dict[str, Any]:
                 session, count, ours, one_byte, torch.bfloat16
             )
     for label, (package, name, options) in PEERS.items():
-        if (kind := peer(package, name)) is not None and session.has_time:
-            make = partial(kind, lr=1e-3, **options)
-            found[f"{millions(count)}, bfloat16 weights, {label}"] = timed(session, count, make, False, torch.bfloat16)
+        if (kind := peer(package, name)) is not None:
+            measure = partial(timed, session, count, partial(kind, lr=1e-3, **options), False, torch.bfloat16)
+            session.case(found, f"{millions(count)}, bfloat16 weights, {label}", measure)
     return found
 
 

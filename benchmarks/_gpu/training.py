@@ -85,28 +85,27 @@ def training(session: Session, width: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     by_worth = [*product((True, False), (REFERENCE, *OURS)), *product((True,), OTHERS)]
     for compiled, kind in by_worth:
-        if not session.has_time:
-            break
-        torch.manual_seed(0)
-        torch._dynamo.reset()
-        model = GPT(shape := shape_of(session, width)).to(session.device)
-        flops = flops_per_token(model)
-        step = stepping(session, model, kind, compiled)
-        if step is None:
-            continue
-        text = torch.randint(
-            0, shape.vocab_size, (2 if session.dry else 8, shape.block_size + 1), device=session.device
-        )
-        if not session.dry:
-            torch.cuda.reset_peak_memory_stats()
-        tokens, call = text[:, 1:].numel(), partial(step, text[:, :-1], text[:, 1:])
-        figures = session.times(call, repeats=8)
-        seconds = figures["ms"] / 1e3
-        figures |= {"tokens/s": tokens / seconds, "MFU": tokens * flops / (PEAK * seconds)}
-        figures["peak GB"] = 0.0 if session.dry else torch.cuda.max_memory_allocated() / 1e9
-        found[f"{kind}, {'compiled' if compiled else 'eager'}"] = figures
-        del model, step, call
-    return found
+        name = f"{kind}, {'compiled' if compiled else 'eager'}"
+        session.case(found, name, partial(trained, session, width, kind, compiled))
+    return {name: figures for name, figures in found.items() if figures}
+
+
+def trained(session: Session, width: int, kind: str, compiled: bool) -> dict[str, float]:
+    """The figures of one row; none where its package is missing."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model = GPT(shape := shape_of(session, width)).to(session.device)
+    flops = flops_per_token(model)
+    step = stepping(session, model, kind, compiled)
+    if step is None:
+        return {}
+    text = torch.randint(0, shape.vocab_size, (2 if session.dry else 8, shape.block_size + 1), device=session.device)
+    if not session.dry:
+        torch.cuda.reset_peak_memory_stats()
+    figures = session.times(partial(step, text[:, :-1], text[:, 1:]), repeats=8)
+    tokens, seconds = text[:, 1:].numel(), figures["ms"] / 1e3
+    figures |= {"tokens/s": tokens / seconds, "MFU": tokens * flops / (PEAK * seconds)}
+    return figures | {"peak GB": 0.0 if session.dry else torch.cuda.max_memory_allocated() / 1e9}
 
 
 def training_768(session: Session) -> dict[str, Any]:
@@ -123,21 +122,22 @@ def one_block(session: Session) -> dict[str, Any]:
     """Forward and backward pass of a block of Llama-2-7B over 8,192 tokens, its weights in bfloat16 or one byte."""
     shape = Shape(64, 128, 1, 4, 4, 1) if session.dry else Shape(4096, 11_008, 1, 32, 32, 1)
     found: dict[str, Any] = {}
-    for compiled in (True, False):
-        for kind in ("bfloat16", *OURS):
-            if not session.has_time:
-                return found
-            torch.manual_seed(0)
-            torch._dynamo.reset()
-            block: Any = Block(shape).to(session.device, torch.bfloat16)
-            if kind in OURS:
-                block = one_byte(block, OURS[kind])
-            x = session.normal(2, 16 if session.dry else 4096, shape.width, dtype=torch.bfloat16).requires_grad_()
-            call = torch.compile(block) if compiled else block
-            found[f"{kind}, {'compiled' if compiled else 'eager'}"] = session.times(
-                partial(passes, block, call, x, torch.randn_like(x)), repeats=8
-            )
+    for compiled, kind in product((True, False), ("bfloat16", *OURS)):
+        name = f"{kind}, {'compiled' if compiled else 'eager'}"
+        session.case(found, name, partial(block_times, session, shape, kind, compiled))
     return found
+
+
+def block_times(session: Session, shape: Shape, kind: str, compiled: bool) -> dict[str, float]:
+    """Of one row."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    block: Any = Block(shape).to(session.device, torch.bfloat16)
+    if kind in OURS:
+        block = one_byte(block, OURS[kind])
+    x = session.normal(2, 16 if session.dry else 4096, shape.width, dtype=torch.bfloat16).requires_grad_()
+    call = torch.compile(block) if compiled else block
+    return session.times(partial(passes, block, call, x, torch.randn_like(x)), repeats=8)
 
 
 def passes(block: nn.Module, call: Any, x: Tensor, g: Tensor) -> None:
@@ -149,21 +149,24 @@ def passes(block: nn.Module, call: Any, x: Tensor, g: Tensor) -> None:
 
 def losses(session: Session) -> dict[str, Any]:
     """The mean training loss of the last 20 of 200 steps of the 124M model over the bytes of Python's own sources."""
-    steps, last = (4, 2) if session.dry else (200, 20)
     found: dict[str, Any] = {}
     for kind in (REFERENCE, *OURS):
-        if not session.has_time:
-            break
-        torch.manual_seed(0)
-        model = GPT(shape := shape_of(session, 768)).to(session.device)
-        step = stepping(session, model, kind, compiled=False)
-        assert step is not None, "torch's and our own optimizers are there"
-        texts = sources(2 if session.dry else 8, shape.block_size, shape.vocab_size)
-        every = [step(*(part.to(session.device) for part in next(texts))) for _ in range(steps)]
-        found[kind] = {"loss": torch.stack(every[-last:]).mean().item()}
-        found[kind]["loss over bfloat16's"] = found[kind]["loss"] - found[REFERENCE]["loss"]
-        del model, step
+        session.case(found, kind, partial(last_loss, session, kind))
+        if "loss" in found.get(kind, {}) and "loss" in found[REFERENCE]:
+            found[kind]["loss over bfloat16's"] = found[kind]["loss"] - found[REFERENCE]["loss"]
     return found
+
+
+def last_loss(session: Session, kind: str) -> dict[str, float]:
+    """Of one row."""
+    steps, last = (4, 2) if session.dry else (200, 20)
+    torch.manual_seed(0)
+    model = GPT(shape := shape_of(session, 768)).to(session.device)
+    step = stepping(session, model, kind, compiled=False)
+    assert step is not None, "torch's and our own optimizers are there"
+    texts = sources(2 if session.dry else 8, shape.block_size, shape.vocab_size)
+    every = [step(*(part.to(session.device) for part in next(texts))) for _ in range(steps)]
+    return {"loss": torch.stack(every[-last:]).mean().item()}
 
 
 def sources(rows: int, length: int, vocabulary: int) -> Iterator[tuple[Tensor, Tensor]]:
