@@ -276,12 +276,13 @@ class FP8Tensor(ScaledTensor):
         Without the remainder: a graph has no use for it, and would be compiled anew when an optimizer takes it.
         """
         check_current(self)
-        return ["codes", "exponents" if self.block_size else "scale", "counter"], self._traits().flat
+        rest = (self.format.name, self.rounding, self.seed, self.dtype, self.block_size, self.by_operator, self.draws)
+        return ["codes", "exponents" if self.block_size else "scale", "counter"], rest
 
     @classmethod
     def __metadata_guard__(cls, seen: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
         """Whether code compiled for one tensor serves another: seeds differ from layer to layer, and none is drawn."""
-        return Traits.in_graphs(seen) == Traits.in_graphs(now)
+        return seen[:2] == now[:2] and seen[3:5] == now[3:5]
 
     @classmethod
     def __tensor_unflatten__(cls, parts: dict[str, Tensor], rest: tuple[Any, ...], size: Any, stride: Any) -> Self:

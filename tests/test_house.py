@@ -127,6 +127,7 @@ PRIVATE = {
     "torch.ops.aten._foreach_norm": "the same",
     "torch.ops.aten._foreach_zero_": "the same",
     "torch.ops.mkldnn._is_mkldnn_bf16_supported": "the dtype in which a processor multiplies",
+    "torch.ops.aten._unsafe_view": "a product in the shape of its layer's output, which is no view",
     "torch.utils._python_dispatch._disable_current_modes": "random bits under a mode",
     "torch.utils._pytree": "arguments of an operator, nested; public from a later release on",
     "torch.utils._pytree.tree_map_only": "the same",

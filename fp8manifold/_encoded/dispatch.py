@@ -36,15 +36,15 @@ def float8_format(dtype: torch.dtype) -> FloatFormat | None:
 # --------------------------------------------------------------------------------------------------------------- recall
 
 
-@torch.library.custom_op("fp8manifold::recall", mutates_args=())
-def recall(codes: Tensor, after: Tensor) -> Tensor:
+def _recall(codes: Tensor, after: Tensor) -> Tensor:
     """A copy of the codes that can be made only once ``after`` is there."""
     return codes.clone()
 
 
-@recall.register_fake
-def _(codes: Tensor, after: Tensor) -> Tensor:
-    return torch.empty_like(codes)
+_OPERATORS: Final = torch.library.Library("fp8manifold", "FRAGMENT")
+_OPERATORS.define("recall(Tensor codes, Tensor after) -> Tensor")
+_OPERATORS.impl("recall", _recall, "CompositeExplicitAutograd")
+recall = torch.ops.fp8manifold.recall.default
 
 
 def is_backward() -> bool:

@@ -51,11 +51,6 @@ class Traits(NamedTuple):
         check_int("seed", self.seed, 0, 2**63 - 1)
 
     @classmethod
-    def in_graphs(cls, flat: tuple[Any, ...]) -> Self:
-        """Those that compiled code depends on: none is drawn there."""
-        return cls.from_flat(flat)._replace(seed=0, by_operator=True, draws="independent")
-
-    @classmethod
     def from_flat(cls, flat: tuple[Any, ...]) -> Self:
         """Read what `flat` gave."""
         if len(flat) != len(cls._fields):

@@ -4,8 +4,8 @@ Codes are uint8, and values float32 where nothing else is said.  A scale is one 
 Rounding is to nearest without a key of draws, which begin at the position ``offset``.
 """
 
-import ctypes
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Final
 
 import numpy as np
@@ -24,6 +24,7 @@ from fp8manifold.random_bits import Stream, draw_range, round_keys, signed_word
 from fp8manifold.scaling import BLOCK_SIZE
 
 _OUT: Final = (torch.float32, torch.bfloat16)
+_PLAIN: Final = (Tensor, torch.nn.Parameter)
 
 
 def decoded(
@@ -94,43 +95,43 @@ def _made(
     spacing: bool = False,
 ) -> Tensor | None:
     high, low = divmod(offset, 2**32)
-    if not has_memory(given) or not given.numel() or low + given.numel() > 2**32:
+    if not (has_memory(given) if scale is None else has_memory(given, scale)):
         return None
-    given = given.detach().contiguous().resolve_neg()
-    if given.device.type == "cuda" and _triton.is_available():
+    if not (numel := given.numel()) or low + numel > 2**32:
+        return None
+    if given.is_neg() or not given.is_contiguous():
+        given = given.detach().resolve_neg().contiguous()
+    if given.is_cuda and _triton.is_available():
         keys = None if key is None else (*_keys_at(key, high, low), key.phase)
         return _on_gpu(function, given, fmt, dtype, scale, keys, rescale=rescale, spacing=spacing)
-    if given.device.type != "cpu":
+    if not given.is_cpu:
         return None
-    out = torch.empty(given.shape, dtype=dtype)
-    kernels = library()
-    if type(out) is not Tensor or out.device.type != "cpu" or kernels is None:
+    out, kernels = torch.empty_like(given, dtype=dtype), library()
+    if type(out) is not Tensor or kernels is None:
         return None
-    scale = None if scale is None else scale.detach().contiguous()
-    rows = 1 if scale is None else scale.numel()
-    length, rest = divmod(given.numel(), rows)
-    if rest or (scale is not None and not (is_plain(scale) and scale.dtype is torch.float32)):
+    rows, at = 1, 0
+    if scale is not None:
+        scale = scale.contiguous()
+        rows, at = scale.numel(), scale.data_ptr()
+    length, rest = divmod(numel, rows)
+    if rest or not (scale is None or scale.is_cpu and scale.dtype is torch.float32):
         return None
     first, second, third = (0, 0, 0) if key is None else round_keys(key.words, high)
-    record = np.zeros(1, dtype=ARRAY)
-    record[0] = (
-        format_record(fmt)[0],
-        given.data_ptr(),
-        out.data_ptr(),
-        0 if scale is None else scale.data_ptr(),
-        rows,
-        length,
-        rows == 1,
-        key is not None,
-        rescale,
-        bfloat16,
-        fmt.nan_code or 0,
-        spacing,
-        (first, second, third, 0 if key is None else key.phase),
-        signed_word(low),
+    known, nan_code = _known(fmt)
+    record = ARRAY.pack(
+        known,
+        *(given.data_ptr(), out.data_ptr(), at, rows, length),
+        *(rows == 1, key is not None, rescale, bfloat16, nan_code, spacing),
+        *(first, second, third, 0 if key is None else key.phase, signed_word(low)),
     )
-    getattr(kernels, function)(ctypes.c_void_p(record.ctypes.data), threads_for(given.numel()))
+    getattr(kernels, function)(record, threads_for(numel))
     return out
+
+
+@lru_cache(maxsize=256)
+def _known(fmt: FloatFormat) -> tuple[bytes, int]:
+    """A format as C has it, and what a NaN is encoded as."""
+    return format_record(fmt).tobytes(), fmt.nan_code or 0
 
 
 def _on_gpu(
@@ -145,7 +146,7 @@ def _on_gpu(
     spacing: bool,
 ) -> Tensor | None:
     if scale is not None:
-        if not (has_memory(scale) and scale.dtype is torch.float32):
+        if scale.dtype is not torch.float32:
             return None
         scale = scale.detach().contiguous()
     if function == "fp8manifold_decode":
@@ -166,14 +167,15 @@ def is_plain(x: Tensor) -> bool:
     return x.device.type == "cpu" and has_memory(x)
 
 
-def has_memory(x: Tensor) -> bool:
-    """Whether it is memory that may be read now, on the CPU or elsewhere."""
-    if type(x) not in (Tensor, torch.nn.Parameter) or torch.compiler.is_compiling():
-        return False
-    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]  # what is read now would be a constant
+def has_memory(*parts: Tensor) -> bool:
+    """Whether all is memory that may be read now, on the CPU or elsewhere."""
+    if torch.compiler.is_compiling() or torch._C._is_tracing():  # what is read now would be a constant
         return False
     try:
-        x.data_ptr()
+        for x in parts:
+            if type(x) not in _PLAIN:
+                return False
+            x.data_ptr()
     except RuntimeError:  # of vmap and the other transforms
         return False
     return True

@@ -1,6 +1,7 @@
-"""What C takes, as NumPy records: the same fields in the same order as in ``format.h`` and ``step.h``."""
+"""What C takes, as records: the same fields in the same order as in ``format.h``, ``step.h`` and ``grid.c``."""
 
 from functools import lru_cache
+from struct import Struct
 from typing import Final
 
 import numpy as np
@@ -41,20 +42,8 @@ JOB: Final = np.dtype(
 )
 
 
-ARRAY: Final = np.dtype(
-    [
-        ("format", FORMAT),
-        ("from", np.uint64),
-        ("to", np.uint64),
-        ("scale", np.uint64),
-        ("rows", np.int64),
-        ("length", np.int64),
-        *[(name, np.int32) for name in ("shared", "stochastic", "rescale", "bfloat16", "nan_code", "spacing")],
-        ("keys", np.int32, 4),
-        ("position", np.int32),
-    ],
-    align=True,
-)
+#: format, from, to, scale, rows, length, then shared, stochastic, rescale, bfloat16, nan_code, spacing, keys, position
+ARRAY: Final = Struct(f"{FORMAT.itemsize}s3Q2q6i4ii0q")
 
 
 @lru_cache(maxsize=256)

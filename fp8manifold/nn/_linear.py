@@ -36,6 +36,7 @@ from fp8manifold.nn._products import (
     linear_with_rounded_gradients,
     over_nested,
     round_gradient,
+    scale_of,
     scaler_of,
 )
 from fp8manifold.nn._scalers import Scaler, SharedAmax, announce_gradients
@@ -159,6 +160,7 @@ class QuantizedLinear(nn.Linear):
         self._operands = spec.operands
         check_blocks(self._operands, linear.in_features, linear.out_features)
         self._units = units_of(spec, linear.in_features, linear.out_features)
+        units_on(self._units, spec, linear.weight.device)  # or refused
         if codes is None:
             self._take_weight(linear.weight, rounding, seed, draws)
         else:
@@ -180,18 +182,22 @@ class QuantizedLinear(nn.Linear):
         """``Q_a(x) Q_w(W)^T + b``, in the dtype (or autocast dtype) of an ``nn.Linear``."""
         if input.is_nested:
             return over_nested(self.forward, input)
+        if units := units_on(self._units, self.spec, input.device):
+            return linear_from_codes(input, self.weight, self.bias, units, self.spec)
+        weight: Any = self._parameters.get("weight")
+        bare = self.weight_scaler is self.activation_scaler is self.activation_gradient_scaler is None
+        if bare and self.weight_gradient_scaler is None and type(weight) is FP8Parameter:
+            return linear(input, weight, self.bias)  # nothing is drawn, remembered or announced
+        draw, repeats = self._pass()
+        weight = self.weight
         if self.storage != "master" and not torch.compiler.is_compiling():
             check_kept(self, self.storage)
-        weight = self.weight
-        if units := units_on(self._units, self.spec, weight.device):
-            return linear_from_codes(input, weight, self.bias, units, self.spec)
-        draw, repeats = self._pass()
         if self.weight_scaler is not None:
-            weight = self._fake_quantized("weight", weight, _scale_of(self.weight_scaler, weight, repeats), draw)
+            weight = self._fake_quantized("weight", weight, scale_of(self.weight_scaler, weight, repeats), draw)
         quantized = input
         if self.activation_scaler is not None:
             rows = self._rows(input)
-            scale = _scale_of(self.activation_scaler, rows, repeats)
+            scale = scale_of(self.activation_scaler, rows, repeats)
             quantized = self._fake_quantized("activation", rows, scale, draw).view(input.shape)
         of_weight = None if self._defers else self._rounded("weight_gradient", draw)
         backward = self._rounded("activation_gradient", draw), of_weight
@@ -255,8 +261,7 @@ class QuantizedLinear(nn.Linear):
     def _described_formats(self) -> str:
         names = {name: self._operands[name].format.name if name in self._operands else NONE for name in OPERANDS}
         shown = [f"{name}={names[name]}" for name in OPERANDS if name in OPERANDS[:2] or names[name] != NONE]
-        own = self.weight if isinstance(self.weight, FP8Tensor) else self.manifold
-        draws = getattr(own, "draws", "independent")
+        draws = getattr(self.weight if isinstance(self.weight, FP8Tensor) else self.manifold, "draws", "independent")
         shown += [f"storage={self.storage}", *([f"draws={draws}"] if draws != "independent" else [])]
         multiplied = {"gradient_products": self.spec.gradient_products, "products": self.spec.products}
         shown += [f"{name}={how}" for name, how in multiplied.items() if how not in ("decoded", "bfloat16")]
@@ -453,12 +458,6 @@ class QuantizedLinear(nn.Linear):
         elif saved.format != weight.format:
             return f"{prefix}weight is of {saved.format.name}, but this layer's is of {weight.format.name}"
         return None
-
-
-def _scale_of(scaler: Scaler, x: Tensor, repeats: bool) -> Tensor:
-    """The scale of an operand; it is not remembered twice."""
-    scale: Tensor = scaler.preview(x) if repeats else scaler(x)
-    return scale
 
 
 class QuantizedConv1D(QuantizedLinear):

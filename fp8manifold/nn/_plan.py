@@ -294,7 +294,7 @@ def _settled(
 def _serves(entry: Entry, names: Sequence[str], spec: LayerSpec) -> bool:
     """Whether a parameter becomes the codes that a layer which has it for its weight asks for, and nothing more."""
     weight = spec.operands.get("weight")
-    if weight is None or len(spec.operands) > 1 or entry.name not in names:
+    if weight is None or len(spec.operands) > 1 or spec.products != "decoded" or entry.name not in names:
         return False
     return (weight.format, weight.granularity) == (entry.format, entry.granularity)
 

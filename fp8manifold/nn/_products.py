@@ -6,9 +6,10 @@ from typing import Any, Final
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
-from fp8manifold._encoded.dispatch import DTYPES
+from fp8manifold._encoded.dispatch import DTYPES, FLOAT8
 from fp8manifold._encoded.storage import dequantize_codes
 from fp8manifold._native._arrays import has_memory, rounded_at
 from fp8manifold.formats import FloatFormat
@@ -34,19 +35,17 @@ def byte_weight(weight: Tensor, fmt: FloatFormat, **how: Any) -> FP8Parameter:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``x W^T + b``, as ``torch.nn.functional.linear`` has it; of a weight in codes autograd keeps the codes."""
-    if not isinstance(weight, FP8Tensor) or not _is_simple(x, weight):
+    if not isinstance(weight, FP8Tensor) or (dtype := _dtype_of_codes(x, weight, bias)) is None:
         return F.linear(x, weight, bias)
-    if (cast := _in_one_dtype(x, weight, bias)) is None:
-        return F.linear(x, weight, bias)
-    result: Tensor = _CodesLinear.apply(cast[0], weight, cast[1])
+    result: Tensor = _CodesLinear.apply(_CAST[dtype](x), weight, bias)
     return result
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The same where autograd does not look on."""
-    simple = isinstance(weight, FP8Tensor) and _is_simple(x, weight)
-    cast = _in_one_dtype(x, weight, bias) if simple else None
-    return F.linear(x, weight, bias) if cast is None else F.linear(cast[0], _values(weight, cast[0].dtype), cast[1])
+    if not isinstance(weight, FP8Tensor) or (dtype := _dtype_of_codes(x, weight, bias)) is None:
+        return F.linear(x, weight, bias)
+    return F.linear(x.to(dtype), _values(weight, dtype), None if bias is None else bias.to(dtype))
 
 
 def values_in(weight: Tensor, x: Tensor) -> Tensor:
@@ -56,27 +55,50 @@ def values_in(weight: Tensor, x: Tensor) -> Tensor:
     return weight.to(x.dtype)
 
 
-def _in_one_dtype(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None] | None:
-    """Input and bias in the dtype of the product, as autocast has it on their device; None where codes have no such."""
-    device, dtype = x.device.type, weight.dtype
+def _dtype_of_codes(x: Tensor, weight: FP8Tensor, bias: Tensor | None) -> torch.dtype | None:
+    """What codes are decoded into for a product, as autocast has it on their device; None where torch sees to it."""
+    if not _is_simple(x, weight):
+        return None
+    device = "cuda" if x.is_cuda else "cpu"
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-        x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
-    return None if x.dtype != dtype or dtype not in DTYPES else (x, bias)
-
-
-_DEVICES: Final = ("cpu", "cuda")
+        return dtype if dtype in DTYPES else None
+    dtype = weight.dtype
+    return dtype if x.dtype is dtype and (bias is None or bias.dtype is dtype) else None
 
 
 def _is_simple(x: Tensor, weight: FP8Tensor) -> bool:
     """Whether nobody looks on who has to see the operator itself: a tracer, a transform, forward mode."""
-    here = x.device == weight.device and x.device.type in _DEVICES
-    seen = here and has_memory(x) and has_memory(weight.codes)
-    return seen and x.dim() > 1 and torch.autograd.forward_ad._current_level < 0
+    codes = weight.codes
+    here = codes.is_cpu if x.is_cpu else x.is_cuda and x.device == codes.device
+    return here and x.dim() > 1 and forward_ad._current_level < 0 and has_memory(x, codes)
+
+
+_FEW: Final = 2**21
+"""Weights that a card has decoded, 7 bytes moved each, before Python would have launched a kernel that moves 3."""
 
 
 def _values(weight: Any, dtype: torch.dtype) -> Tensor:
-    return dequantize_codes(weight.codes, weight.scale, weight.format, dtype, weight.block_size)
+    """The values for a product, which doesn't look at the bits of NaN."""
+    codes, scale = weight.codes, weight._scale
+    if scale is not None and dtype is torch.bfloat16 and _is_on_card(codes) and codes.numel() <= _FEW:
+        own = FLOAT8.get(weight.format)
+        if own is not None:  # in float32, as a scale of no dimensions would not have it
+            return codes.view(own).bfloat16().mul_(scale if scale.dim() else scale.view(1))
+    return dequantize_codes(codes, weight.scale, weight.format, dtype, weight.block_size)
+
+
+def _is_on_card(codes: Tensor) -> bool:
+    return codes.is_cuda
+
+
+_CAST: Final = {
+    torch.float32: Tensor.float,
+    torch.bfloat16: Tensor.bfloat16,
+    torch.float16: Tensor.half,
+    torch.float64: Tensor.double,
+}
+"""``Tensor.to`` without a look for what else its arguments may be, which takes longer than a small product's cast."""
 
 
 class _CodesLinear(torch.autograd.Function):
@@ -85,19 +107,29 @@ class _CodesLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: FP8Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return F.linear(x, _values(weight, x.dtype), bias)
+        dtype = x.dtype
+        if bias is not None:
+            ctx.of_bias = bias.dtype
+            bias = _CAST[dtype](bias)
+        return F.linear(x, _values(weight, dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        rows, gradient = x.reshape(-1, x.shape[-1]), gradients[0].reshape(-1, gradients[0].shape[-1])
-        of_x = of_weight = None
-        if ctx.needs_input_grad[0]:  # a second derivative needs the weight itself
+        (x, weight), (gradient,) = ctx.saved_tensors, gradients
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        shape, rows = x.shape, x
+        if flattens := len(shape) > 2:
+            rows, gradient = x.reshape(-1, shape[-1]), gradient.reshape(-1, gradient.shape[-1])
+        of_x = of_weight = of_bias = None
+        if needs_x:  # a second derivative needs the weight itself
             values = weight.to(x.dtype) if torch.is_grad_enabled() else _values(weight, x.dtype)
-            of_x = (gradient @ values).view(x.shape)
-        if ctx.needs_input_grad[1]:
-            of_weight = (gradient.t() @ rows).to(weight.dtype)
-        return of_x, of_weight, gradient.sum(0) if ctx.needs_input_grad[2] else None
+            of_x = torch.mm(gradient, values)
+            of_x = of_x.view(shape) if flattens else of_x
+        if needs_weight:
+            of_weight = _CAST[weight.dtype](torch.mm(gradient.t(), rows))
+        if needs_bias:
+            of_bias = _CAST[ctx.of_bias](gradient.sum(0))
+        return of_x, of_weight, of_bias
 
 
 def linear_with_rounded_gradients(
@@ -150,6 +182,12 @@ def round_gradient(gradient: Tensor, *, scaler: Scaler, operand: OperandSpec, ke
     blocks, rounding = operand.granularity == "block", operand.rounding or "nearest"
     zero_or_nan = gradient.sum(dtype=torch.float32) * 0.0
     return rounded_at(gradient, scaler(gradient) + zero_or_nan, operand.format, rounding, key, blocks=blocks)
+
+
+def scale_of(scaler: Scaler, x: Tensor, repeats: bool) -> Tensor:
+    """The scale of an operand; it is not remembered twice."""
+    scale: Tensor = scaler.preview(x) if repeats else scaler(x)
+    return scale
 
 
 def scaler_of(operand: OperandSpec, shared: SharedAmax | None) -> Scaler:

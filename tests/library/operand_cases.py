@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +13,9 @@ from torch import Tensor
 from triton_twins import CARD, COUNTS, different
 
 import fp8manifold as fm
-from fp8manifold._encoded.products import int8_rows, round_columns, round_rows
+from fp8manifold._encoded import products
+from fp8manifold._encoded.products import codes_to_int8, int8_rows, round_columns, round_rows, transpose_bytes
+from fp8manifold._triton import operands
 from fp8manifold._triton.operands import columns_on_gpu, int8_on_gpu, int8_rows_on_gpu, rows_on_gpu, transpose_on_gpu
 from fp8manifold.formats import as_format
 
@@ -19,7 +23,7 @@ ROWS = {"E4M3": (rows_on_gpu, round_rows), "int8": (int8_rows_on_gpu, int8_rows)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def same(ours: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
+def same(ours: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
     COUNTS["launches"] += 1
     COUNTS["elements"] += expected[0].numel()
     for one, other in zip(ours, expected, strict=True):
@@ -68,7 +72,12 @@ def test_long_rows(width: int, dtype: torch.dtype) -> None:
 def test_any_distance_between_rows_and_between_columns() -> None:
     x, fold = matrix(96, torch.bfloat16), torch.exp2(normal(1, 40, seed=3).round())
     there, by = x.to(CARD), fold.to(CARD)
-    for cut in (lambda x: x[:, 3:43], lambda x: x[::2, 16:56], lambda x: x[:, 1:81:2]):
+    cuts: tuple[Callable[[Tensor], Tensor], ...] = (
+        lambda x: x[:, 3:43],
+        lambda x: x[::2, 16:56],
+        lambda x: x[:, 1:81:2],
+    )
+    for cut in cuts:
         same(rows_on_gpu(cut(there), by), round_rows(cut(x), fold))
         same(columns_on_gpu(cut(there).t(), by.t()), round_columns(cut(x).t(), fold.t()))
         same(columns_on_gpu(cut(there), None), round_columns(cut(x), None))
@@ -114,3 +123,18 @@ def test_of_nothing(shape: tuple[int, int]) -> None:
     assert codes.shape == shape[::-1]
     assert scales.tolist() == [[1.0]] * shape[1]
     assert transpose_on_gpu(codes).shape == shape
+
+
+def test_what_products_ask_for_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    def made(x: Tensor, codes: Tensor) -> list[Tensor]:
+        rounded = [*round_rows(x), *round_columns(x), *int8_rows(x)]
+        return [*rounded, transpose_bytes(codes), codes_to_int8(codes), codes_to_int8(codes, transposed=True)]
+
+    x, codes = matrix(48, torch.bfloat16)[:16], torch.arange(256, dtype=torch.uint8).view(16, 16)
+    expected = made(x, codes)
+    launch = mock.Mock(wraps=operands._launch)
+    monkeypatch.setattr(operands, "_launch", launch)
+    monkeypatch.setattr(products, "_has_kernels", lambda x: True)
+    same(tuple(made(x.to(CARD), codes.to(CARD))), tuple(expected))
+    launched = [call.args[0] for call in launch.call_args_list]
+    assert launched == [*("rows_kernel", "amax_kernel", "columns_kernel", "rows_kernel"), *3 * ("copy_kernel",)]

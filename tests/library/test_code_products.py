@@ -32,7 +32,7 @@ from fp8manifold._encoded.products import (
 )
 from fp8manifold.formats import as_format
 from fp8manifold.nn import _code_products
-from fp8manifold.nn._code_products import check_operands, rounded_input
+from fp8manifold.nn._code_products import check_operands
 from fp8manifold.nn._saved import put_layers, recipe_of
 
 E4M3 = torch.float8_e4m3fn
@@ -207,7 +207,7 @@ def test_longer_sums_are_those_of_float64_within_a_bound(fmt: str, gradient: str
     x, g = x.float(), g.float()
     (y, dx, dw), units = passes(net, x, g), UNITS[fmt]
     w = net.weight.dequantize().double()
-    taken = rounded_input(x, units).double()
+    taken = net.quantized_input(x).double()
     folded, q = quantised(g[:64], net.weight.scale.t(), units)
     folded = (folded.view(E4M3) if units == "fp8" else folded).double() * q / net.weight.scale.t()
     pairs = [(y, taken, w.t()), (dx[:64], folded, w)]
@@ -329,7 +329,7 @@ def test_layouts_scales_and_sizes_are_those_of_a_card(
                 assert a.shape[0] > 16
 
 
-def test_what_a_cpu_takes_and_a_card_does_not_is_refused_everywhere() -> None:
+def test_what_a_cpu_takes_and_a_card_does_not_is_refused_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = torch.zeros(16, 32, dtype=torch.uint8).view(E4M3), torch.zeros(48, 32, dtype=torch.uint8).view(E4M3)
     check_operands(a, b)
     check_operands(a, b.view(torch.float8_e5m2))
@@ -344,6 +344,10 @@ def test_what_a_cpu_takes_and_a_card_does_not_is_refused_everywhere() -> None:
     for pair in unfit:
         with pytest.raises(AssertionError):
             check_operands(*pair)
+    called: list[Any] = []
+    monkeypatch.setattr(_code_products, "check_operands", lambda a, b: called.append((a, b)))
+    passes(layer("E5M2", (64, 32), gradient_products="fp8"), *batch((64, 32), 16))
+    assert len(called) == 3
 
 
 # ---------------------------------------------------------------------------------------------- what is not finite
@@ -361,7 +365,7 @@ def test_what_is_not_finite_is_seen(fmt: str, gradient: str) -> None:
         _, dx, dw = passes(net, x, spoilt)
         assert dx.isnan().all()
         assert dw.isnan().all()
-        net.requires_grad_(True)
+        net.weight.grad = None
         net(x).backward(spoilt)  # without dx, of which q says it
         assert net.weight.grad.isnan().all()
 
@@ -580,9 +584,19 @@ def test_devices_without_units_are_refused_at_once(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.version, "hip", "6.0")
     with pytest.raises(RuntimeError, match=r"ROCm has no FP8 units"):
         on(torch.device("cuda", 0))
+    monkeypatch.setattr(_code_products, "why_no_units", lambda units, device: "it has none")
+    with pytest.raises(RuntimeError, match=r"^products='fp8': it has none; take"):
+        fm.quantize_model(nn.Linear(32, 16), "E4M3", storage="fp8", products="fp8")
+
+
+def tied() -> nn.Module:
+    model = nn.Sequential(nn.Embedding(32, 16), nn.Linear(16, 32, bias=False))
+    model[1].weight = model[0].weight
+    return model
 
 
 SUBJECTS: dict[str, Any] = {
+    "both": tied,
     "linear": lambda: nn.Linear(32, 16),
     "odd": lambda: nn.Linear(32, 50257, device="meta"),
     "net": lambda: layer("E4M3", (32, 16), gradient_products="fp8"),
@@ -606,6 +620,7 @@ REFUSED = {
     "quantize_model(linear, 'E4M3', 'grid', products='auto')": "ValueError: products='auto' needs storage='fp8'",
     "quantize_model(linear, LayerSpec('E4M3'), 'fp8', products='fp8')": "ValueError: LayerSpec of formats has its own",
     "quantize_model(linear, 'E4M3', 'fp8', products='FP8')": "ValueError: products='FP8' & 'fp8'",
+    "quantize_model(both, 'E4M3', 'fp8', products='fp8', embeddings='E4M3')": "ValueError: '1' is shared",
     "quantize_model(odd, 'E4M3', 'fp8', products='fp8')": "ValueError: products='fp8': 16 does not divide 50257; take",
     "quantize_model(wide, 'E1M6', 'fp8', products='int8')": "ValueError: a sum of 151936 & beyond 32 bits",
     "check_formats('E4M3', {'a': (768, 50257)}, 'fp8', products='fp8')": "ValueError: 16 does not divide 50257",

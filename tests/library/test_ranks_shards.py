@@ -42,10 +42,10 @@ class Wire(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def bytes_counted(storage: str) -> dict[str, Any]:
+def bytes_counted(storage: str, products: Any = "decoded") -> dict[str, Any]:
     net = nn.Sequential(nn.Linear(64, 48, bias=False), nn.Linear(48, 96, bias=False))
     if storage != "float":
-        net = fm.quantize_model(net, "E4M3", storage)
+        net = fm.quantize_model(net, "E4M3", storage, products=products)
     net = sharded(net, nested=False)
     with Wire() as wire:
         loss_of(net, batch(0)).backward()
@@ -63,8 +63,9 @@ def bytes_counted(storage: str) -> dict[str, Any]:
     }
 
 
-def test_a_weight_is_one_byte_in_memory_and_on_the_wire(pair: Pool) -> None:
-    codes, floats = (pair.run(bytes_counted, storage)[0] for storage in ("fp8", "float"))
+@pytest.mark.parametrize("products", ["decoded", "fp8"])
+def test_a_weight_is_one_byte_in_memory_and_on_the_wire(pair: Pool, products: str) -> None:
+    codes, floats = (pair.run(bytes_counted, *how)[0] for how in (("fp8", products), ("float",)))
     weights = codes["weights"]
     assert floats["shards"] == 4 * weights // 2
     assert codes["shards"] == weights // 2

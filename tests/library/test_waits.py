@@ -214,7 +214,8 @@ def test_under_autocast_codes_are_decoded_and_not_copied(gradients: bool) -> Non
     with Reads() as reads, torch.autocast("cpu", torch.bfloat16):
         y = model(x)
     y.float().sum().backward()
-    copied = [name for name in reads.counts if name.endswith("of codes") and name.split()[0] not in ("detach", "alias")]
+    free = ("detach", "alias", "empty_like")
+    copied = [name for name in reads.counts if name.endswith("of codes") and name.split()[0] not in free]
     assert copied == []
 
 
@@ -332,8 +333,5 @@ def test_the_dtype_of_a_product_is_that_of_autocast_on_its_own_device(monkeypatc
     x, bias = torch.ones(2, 8), torch.ones(4)
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: asked.append(device) or True)
     monkeypatch.setattr(torch, "get_autocast_dtype", lambda device: asked.append(device) or torch.bfloat16)
-    cast = _products._in_one_dtype(x, weight, bias)
-    assert cast is not None
-    assert [c.dtype for c in cast if c is not None] == [torch.bfloat16] * 2
+    assert _products._dtype_of_codes(x, weight, bias) is torch.bfloat16
     assert asked == ["cpu", "cpu"]
-    assert "cuda" in _products._DEVICES
