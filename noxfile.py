@@ -11,6 +11,7 @@ BENCHMARKS = (
     "round_to_grid",
     "optimizer_step",
     "linear_forward",
+    "overhead",
     "fake_quantized_linear",
     "harness_overhead",
     "checkpoint",

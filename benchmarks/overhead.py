@@ -89,7 +89,7 @@ def pair(fmt: str, features: int, depth: int = 1, *, autocast: bool, compiled: b
     x = torch.randn(TOKENS, features, requires_grad=True)
     stack = [nn.Linear(features, features) for _ in range(depth)]
     dense = nn.Sequential(*(part for layer in stack for part in ((layer, nn.GELU()) if depth > 1 else (layer,))))
-    ours = fm.quantize_model(copy.deepcopy(dense), fmt, storage="fp8")
+    ours: Any = fm.quantize_model(copy.deepcopy(dense), fmt, storage="fp8")
     models: list[Any] = [ours, dense] if depth > 1 else [ours[0], dense[0]]
     if compiled:
         models = [torch.compile(model, fullgraph=True) for model in models]
@@ -101,14 +101,14 @@ def layers(on_card: ExitStack) -> Iterator[Case]:
     """One layer, eager."""
     yield Case("a layer, a CPU's path, float32", "E4M3", *pair("E4M3", SMALL, autocast=False), 1, 1.5)
     pretend_a_card(on_card)
-    yield Case("a layer, a card's path, autocast", "E4M3", *pair("E4M3", TINY, autocast=True), 1, 1.25)
-    yield Case("a layer, a card's path, autocast", "E2M5", *pair("E2M5", TINY, autocast=True), 1, None)
+    for fmt, bound in (("E4M3", 1.25), ("E2M5", None)):
+        yield Case("a layer, a card's path, autocast", fmt, *pair(fmt, TINY, autocast=True), 1, bound)
 
 
 def compiled_layers(on_card: ExitStack) -> Iterator[Case]:
     """A stack of them, compiled."""
-    yield Case("layers, compiled", "E4M3", *pair("E4M3", TINY, DEPTH, autocast=False, compiled=True), DEPTH, 1.3)
-    yield Case("layers, compiled, autocast", "E4M3", *pair("E4M3", TINY, DEPTH, autocast=True, compiled=True), DEPTH, 1.3)
+    for name, autocast in (("layers, compiled", False), ("layers, compiled, autocast", True)):
+        yield Case(name, "E4M3", *pair("E4M3", TINY, DEPTH, autocast=autocast, compiled=True), DEPTH, 1.3)
 
 
 PARTS: Final[dict[str, Callable[[ExitStack], Iterator[Case]]]] = {"layer": layers, "compiled": compiled_layers}
@@ -125,17 +125,16 @@ def pretend_a_card(until: ExitStack) -> None:
     def compiled(key: Any, signature: Any, device: int, *rest: Any) -> Any:
         return decode_kernel.device_caches[device][0].setdefault(key, KERNEL)
 
-    def decoded(codes: Tensor, fmt: Any, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor | None:
+    def decode(codes: Tensor, fmt: Any, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor | None:
         given = codes.detach().contiguous().resolve_neg()
         return _arrays._on_gpu("fp8manifold_decode", given, fmt, dtype, scale, None, rescale=False, spacing=False)
 
     idle = {"get_current_device": lambda: 0, "get_current_stream": lambda device: 0}
     driver.set_active(SimpleNamespace(**idle, get_current_target=lambda: GPUTarget("cuda", 90, 32)))
     until.callback(driver.set_active, None)  # which is asked for anew
-    places: list[tuple[Any, str, Any]] = [(decode_kernel, "_do_compile", compiled), (storage, "decoded", decoded)]
+    places: list[tuple[Any, str, Any]] = [(decode_kernel, "_do_compile", compiled), (storage, "decoded", decode)]
     places += [(torch.cuda, "device", lambda device: nullcontext())]
-    if hasattr(_products, "_is_on_card"):
-        places += [(_products, "_is_on_card", lambda x: True)]
+    places += [(_products, "decoded", decode), (_products, "_is_on_card", lambda codes: True)]
     for owner, name, instead in places:
         until.enter_context(patch.object(owner, name, instead))
 
@@ -160,9 +159,9 @@ def measure(case: Case, pairs: int, calls: int) -> Figure:
     paired_seconds(ours, theirs, 1, device)
     times = paired_seconds(ours, theirs, pairs, device)
     ratios = [a / b for a, b in times]
-    least = [1e6 * min(column) / calls / case.size for column in zip(*times, strict=True)]
+    own, reference = (1e6 * min(column) / calls / case.size for column in zip(*times, strict=True))
     spread = (statistics.median(ratios), min(ratios), max(ratios))
-    return Figure(case.what, case.format, least[0] / least[1], spread, *least, case.goal)
+    return Figure(case.what, case.format, own / reference, spread, own, reference, case.goal)
 
 
 def goal(one: Figure) -> str:
@@ -176,13 +175,15 @@ RULE: Final = ("---", "---", "---:", "---:", "---", "---:", "---:")
 
 def lines(figures: list[Figure]) -> list[tuple[str, ...]]:
     """The table's rows."""
-    return [HEADER] + [
+    rows: list[tuple[str, ...]] = [HEADER]
+    rows += [
         (
-            *(one.what, one.format, f"{one.ratio:.2f}x", f"{one.pairs[0]:.2f}x ({one.pairs[1]:.2f} .. {one.pairs[2]:.2f})"),
+            *(one.what, one.format, f"{one.ratio:.2f}x", "{:.2f}x ({:.2f} .. {:.2f})".format(*one.pairs)),
             *(goal(one), f"{one.ours_us:.1f}", f"{one.theirs_us:.1f}"),
         )
         for one in figures
     ]
+    return rows
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -131,7 +131,7 @@ class FloatFormat:
             raise ValueError(_unreadable(name, text, f"; {error}")) from None
         raise ValueError(_unreadable(name, text, ""))
 
-    @property
+    @cached_property
     def name(self) -> str:
         """The shortest spelling that :meth:`from_string` reads back as this format."""
         e, m = self.exponent_bits, self.mantissa_bits

@@ -13,9 +13,11 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import forked
 import pytest
@@ -29,7 +31,7 @@ from nanogpt_bench.loop.outcome import Progress
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 NAMES = ("_forms", "_timing", "_contenders", "_write_back", "optimizer_step", "linear_forward", "harness_overhead")
-NAMES += ("write_back_noise", "moment_formats", "arrived_share", "draws")
+NAMES += ("write_back_noise", "moment_formats", "arrived_share", "draws", "overhead")
 SIZES = ("--model.n_layer=1", "--model.n_head=1", "--model.n_embd=8", "--model.block_size=8")
 
 
@@ -186,6 +188,8 @@ BAD = {
     "optimizer_step --markdown --json": "not allowed with",
     "linear_forward --sizes 512": "'512' is not of the form",
     "linear_forward --tokens 0": "--tokens 0: at least 1",
+    "overhead --parts layer walk": "invalid choice: 'walk'",
+    "overhead --calls 0": "--calls 0: at least 1",
     "harness_overhead --steps 0": "--steps 0: at least 1",
     "write_back_noise --max-steps 1": "--max-steps 1: at least 2",
     "write_back_noise --layers 0,16": "--layers 0,16: numbers from 0 to 15",
@@ -256,6 +260,28 @@ def test_linear_forward_from_end_to_end() -> None:
     assert [cells[:3] for cells in table[2:]] == [["| 32x48", "eager", "3"], ["| 32x48", "compiled", "3"]]
     assert "fp8 E4M3, float32" in printed
     assert re.search(r"^decoding 32x48: [\d.]+x \([\d.]+ \.\. [\d.]+\) clone$", printed, re.MULTILINE)
+
+
+def test_overhead_from_end_to_end() -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    printed = run("overhead.py", "--pairs", "2", "--calls", "1", "--json")
+    figures = json.loads(printed[printed.index("{") :])["figures"]
+    assert [one["format"] for one in figures] == ["E4M3", "E4M3", "E2M5", "E4M3", "E4M3"]
+    assert all(one["ratio"] > 0 and one["pairs"][1] <= one["pairs"][0] <= one["pairs"][2] for one in figures)
+
+
+def test_overhead_pretends_a_card_only_while_it_measures(modules: dict[str, ModuleType]) -> None:
+    """Codes with a dtype of torch's launch nothing; of others every pass launches a kernel that does nothing."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    script, launched = modules["overhead"], []
+    with ExitStack() as on_card:
+        script.pretend_a_card(on_card)
+        on_card.enter_context(patch.object(script.KERNEL, "run", lambda *facts: launched.append(facts)))
+        for fmt, launches in (("E4M3", 0), ("E2M5", 2)):
+            launched.clear()
+            script.pair(fmt, 8, autocast=True)[0]()
+            assert len(launched) == launches
+    assert script.storage.decoded.__module__ == "fp8manifold._native._arrays"
 
 
 def test_linear_forward_backward(modules: dict[str, ModuleType]) -> None:

@@ -114,7 +114,7 @@ def _made(
         scale = scale.contiguous()
         rows, at = scale.numel(), scale.data_ptr()
     length, rest = divmod(numel, rows)
-    if rest or not (scale is None or scale.is_cpu and scale.dtype is torch.float32):
+    if rest or not (scale is None or (scale.is_cpu and scale.dtype is torch.float32)):
         return None
     first, second, third = (0, 0, 0) if key is None else round_keys(key.words, high)
     known, nan_code = _known(fmt)

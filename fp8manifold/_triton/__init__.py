@@ -30,6 +30,7 @@ def is_available() -> bool:
     return torch.version.cuda is not None and is_installed() and not is_interpreted() and _keeps_subnormals()
 
 
+@cache
 def is_interpreted() -> bool:
     """Whether kernels run in Triton's interpreter, on the CPU."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")

@@ -29,7 +29,7 @@ def decode_on_gpu(
     scale, shape, grid, tile = matrix
     out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
     bits = out.view(torch.uint16) if dtype is torch.bfloat16 else out
-    _launch(decode_kernel, grid, codes, (codes, scale, bits, *shape, format_of(fmt), spacing, *tile))
+    _launch(decode_kernel, grid, codes, (codes, scale, bits, *shape, _constants_of(fmt), spacing, *tile))
     return out
 
 
@@ -47,7 +47,7 @@ def round_on_gpu(
 
     places, shape, grid, tile = matrix
     out = torch.empty_like(x)
-    facts = (format_of(fmt), keys is not None, scale is not None, rescale)
+    facts = (_constants_of(fmt), keys is not None, scale is not None, rescale)
     _launch(round_kernel, grid, x, (x, places, out, _words(keys, x.device), *shape, *facts, *tile))
     return out
 
@@ -64,8 +64,7 @@ def encode_on_gpu(
     places, shape, grid, tile = matrix
     out = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     bits = x.view(torch.uint16) if x.dtype is torch.bfloat16 else x
-    known = format_of(fmt)
-    facts = (known, keys is not None, known.fixed(), scale is not None)
+    facts = (_constants_of(fmt), keys is not None, format_of(fmt).fixed(), scale is not None)
     _launch(encode_kernel, grid, x, (bits, places, out, _words(keys, x.device), *shape, *facts, *tile))
     return out
 
@@ -88,7 +87,12 @@ def _matrix(x: Tensor, scale: Tensor | None) -> Matrix | None:
 
 def _launch(kernel: Any, grid: int, x: Tensor, arguments: tuple[Any, ...]) -> None:
     with torch.cuda.device(x.device if x.is_cuda else -1):
-        kernel[(grid,)](*map(as_constants, arguments), **options())
+        kernel[(grid,)](*arguments, **options())
+
+
+@lru_cache(maxsize=256)
+def _constants_of(fmt: FloatFormat) -> Any:
+    return as_constants(format_of(fmt))
 
 
 @lru_cache(maxsize=16)

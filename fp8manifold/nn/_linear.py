@@ -184,12 +184,12 @@ class QuantizedLinear(nn.Linear):
             return over_nested(self.forward, input)
         if units := units_on(self._units, self.spec, input.device):
             return linear_from_codes(input, self.weight, self.bias, units, self.spec)
-        weight: Any = self._parameters.get("weight")
+        own = self._parameters.get("weight")
         bare = self.weight_scaler is self.activation_scaler is self.activation_gradient_scaler is None
-        if bare and self.weight_gradient_scaler is None and type(weight) is FP8Parameter:
-            return linear(input, weight, self.bias)  # nothing is drawn, remembered or announced
+        if bare and self.weight_gradient_scaler is None and type(own) is FP8Parameter:
+            return linear(input, own, self.bias)  # nothing is drawn, remembered or announced
         draw, repeats = self._pass()
-        weight = self.weight
+        weight: Tensor = self.weight
         if self.storage != "master" and not torch.compiler.is_compiling():
             check_kept(self, self.storage)
         if self.weight_scaler is not None:
@@ -298,10 +298,8 @@ class QuantizedLinear(nn.Linear):
 
     def _fake_quantized(self, name: OperandName, x: Tensor, scale: Tensor, draw: int) -> Tensor:
         operand = self._operands[name]
-        rounding, blocks = operand.rounding or "nearest", operand.granularity == "block"
-        return quantize_at(
-            x, scale, operand.format, operand.ste or "identity", rounding, self._key(name, draw), blocks=blocks
-        )
+        how = operand.ste or "identity", operand.rounding or "nearest", self._key(name, draw)
+        return quantize_at(x, scale, operand.format, *how, blocks=operand.granularity == "block")
 
     def _rounded(self, name: OperandName, draw: int) -> Rounded:
         scaler: Scaler | None = getattr(self, f"{name}_scaler")

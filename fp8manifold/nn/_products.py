@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from fp8manifold._encoded.dispatch import DTYPES, FLOAT8
 from fp8manifold._encoded.storage import dequantize_codes
-from fp8manifold._native._arrays import has_memory, rounded_at
+from fp8manifold._native._arrays import decoded, has_memory, rounded_at
 from fp8manifold.formats import FloatFormat
 from fp8manifold.nn._scalers import HISTORY, FixedScale, GlobalScale, Scale, Scaler, SharedAmax
 from fp8manifold.nn._spec import GLOBAL, OperandSpec
@@ -78,14 +78,16 @@ _FEW: Final = 2**21
 """Weights that a card has decoded, 7 bytes moved each, before Python would have launched a kernel that moves 3."""
 
 
-def _values(weight: Any, dtype: torch.dtype) -> Tensor:
-    """The values for a product, which doesn't look at the bits of NaN."""
-    codes, scale = weight.codes, weight._scale
-    if scale is not None and dtype is torch.bfloat16 and _is_on_card(codes) and codes.numel() <= _FEW:
-        own = FLOAT8.get(weight.format)
-        if own is not None:  # in float32, as a scale of no dimensions would not have it
-            return codes.view(own).bfloat16().mul_(scale if scale.dim() else scale.view(1))
-    return dequantize_codes(codes, weight.scale, weight.format, dtype, weight.block_size)
+def _values(weight: FP8Tensor, dtype: torch.dtype) -> Tensor:
+    """The values for a product, of which a card makes the same whatever the bits of a NaN are."""
+    codes, scale, fmt = weight.codes, weight._scale, weight.format
+    if scale is not None:
+        if dtype is torch.bfloat16 and _is_on_card(codes) and codes.numel() <= _FEW and fmt in FLOAT8:
+            # in float32, as a scale of no dimensions would not have it
+            return codes.view(FLOAT8[fmt]).bfloat16().mul_(scale if scale.dim() else scale.view(1))
+        if (values := decoded(codes, fmt, dtype, scale)) is not None:
+            return values
+    return dequantize_codes(codes, weight.scale, fmt, dtype, weight.block_size)
 
 
 def _is_on_card(codes: Tensor) -> bool:
@@ -186,8 +188,7 @@ def round_gradient(gradient: Tensor, *, scaler: Scaler, operand: OperandSpec, ke
 
 def scale_of(scaler: Scaler, x: Tensor, repeats: bool) -> Tensor:
     """The scale of an operand; it is not remembered twice."""
-    scale: Tensor = scaler.preview(x) if repeats else scaler(x)
-    return scale
+    return scaler.preview(x) if repeats else scaler(x)
 
 
 def scaler_of(operand: OperandSpec, shared: SharedAmax | None) -> Scaler:

@@ -365,7 +365,9 @@ def why_decoded(spec: LayerSpec, in_features: int, out_features: int) -> str:
         return f"the weight has granularity={operands['weight'].granularity!r}, not 'tensor' or 'channel'"
     if given := [name for name in OPERANDS[1:] if name in operands]:
         return f"{given[0]}={operands[given[0]].format.name} is given"
-    if unfit := [size for size in (in_features, out_features) if size % ALIGNMENT or not size]:
+    if not in_features or not out_features:
+        return "there is nothing to multiply"
+    if unfit := [size for size in (in_features, out_features) if size % ALIGNMENT]:
         return f"{ALIGNMENT} does not divide {unfit[0]}"
     if units == "int8" and max(in_features, out_features) > _LONGEST_SUM:
         return f"a sum of {max(in_features, out_features)} products may be beyond 32 bits"

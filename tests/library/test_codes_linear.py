@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from optimizer_cases import normal
 from torch import Tensor, nn
 
 import fp8manifold as fm
+from fp8manifold._encoded.dispatch import FLOAT8
+from fp8manifold.formats import as_format
 from fp8manifold.nn import _products
 
 
@@ -99,3 +102,95 @@ def test_who_looks_on_sees_torchs_operator() -> None:
     assert torch.allclose(jacobian[0, :, 0], model[0].weight.dequantize())
     _, tangent = torch.func.jvp(model, (x,), (torch.ones_like(x),))
     assert torch.allclose(tangent, model[0].weight.dequantize().sum(1).expand(3, -1), atol=1e-5)
+
+
+def on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode for products as a card does."""
+    monkeypatch.setattr(_products, "_is_on_card", lambda codes: True)
+
+
+def every_code(name: str, scale: Tensor) -> fm.FP8Parameter:
+    """All codes that are not infinite, NaN among them, a row for each scale."""
+    fmt = as_format(name)
+    codes = torch.arange(2 * fmt.sign_bit, dtype=torch.uint8)
+    if fmt.inf_code is not None:
+        codes = codes[(codes & (fmt.sign_bit - 1)) != fmt.inf_code]
+    rows = scale.numel()
+    return fm.FP8Parameter(fm.FP8Tensor.from_codes(codes.repeat(rows, 1), scale, fmt))
+
+
+@pytest.mark.parametrize("name", [fmt.name for fmt in FLOAT8])
+def test_what_a_card_multiplies_by_has_the_bits_of_native_code(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scales of the whole range of float32, below that of bfloat16 too, one a row or one in all; but for NaN's own."""
+    every = torch.exp2(torch.arange(-149.0, 128.0, dtype=torch.float64)).float()
+    weights = [every_code(name, every[:, None]), *(every_code(name, scale) for scale in every[::4])]
+    expected = [_products._values(w, torch.bfloat16) for w in weights]
+    on_a_card(monkeypatch)
+    monkeypatch.setattr(_products, "dequantize_codes", None)
+    for w, native in zip(weights, expected, strict=True):
+        values = _products._values(w, torch.bfloat16)
+        assert torch.equal(values.isnan(), native.isnan())
+        assert torch.equal(*(x.masked_fill(x.isnan(), 0.0).view(torch.int16) for x in (values, native)))
+
+
+@pytest.mark.parametrize("card", [False, True])
+@pytest.mark.parametrize("granularity", ["tensor", "channel", "block", "square"])
+@pytest.mark.parametrize("name", fm.NAMED_FORMATS)
+def test_every_format_and_scale_has_the_bits_of_the_dispatcher(
+    name: str, granularity: Any, card: bool, dispatched: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32, in bfloat16, and in either under autocast."""
+    for dtype, autocast in itertools.product((torch.float32, torch.bfloat16), (False, True)):
+        linear = nn.Linear(160, 144, dtype=dtype)
+        model = fm.quantize_model(nn.Sequential(linear), name, storage="fp8", granularity=granularity, seed=1)
+        other, x = copy.deepcopy(model), normal(3, 160, seed=2).to(dtype)
+        expected = dispatched(passes, other, x, autocast=autocast)
+        if card:
+            on_a_card(monkeypatch)
+        for ours, theirs in zip(passes(model, x, autocast=autocast), expected, strict=True):
+            assert ours.dtype == theirs.dtype
+            assert torch.equal(ours, theirs)
+
+
+def test_a_bias_of_another_dtype_is_refused_but_under_autocast() -> None:
+    model = layer(32, torch.bfloat16, bias=True)
+    model[0].bias = nn.Parameter(model[0].bias.detach().double())
+    x = normal(3, 32).bfloat16()
+    with pytest.raises(RuntimeError, match="dtype"):
+        model(x)
+    _, _, _, of_bias = passes(model, x, autocast=True)
+    assert of_bias.dtype is torch.float64
+
+
+@pytest.mark.parametrize("operand", ["activation", "weight"])
+def test_a_layer_that_rounds_one_gradient_is_more_than_a_product(operand: str) -> None:
+    """As with storage grid, whose values are the same."""
+    found = {}
+    for storage, gradient in (("fp8", None), ("fp8", {operand: "E5M2"}), ("grid", {operand: "E5M2"})):
+        torch.manual_seed(0)
+        spec = fm.LayerSpec("E4M3", gradient=gradient)
+        model = fm.quantize_model(nn.Sequential(nn.Linear(32, 48)), spec, storage=storage, headroom=1, seed=1)  # type: ignore[arg-type]
+        found[storage, gradient is None] = passes(model, normal(4, 32, seed=2), autocast=False)[1:3]
+    ours, grid, bare = found["fp8", False], found["grid", False], found["fp8", True]
+    assert all(torch.equal(a, b) for a, b in zip(ours, grid, strict=True))
+    changed = ours[0] if operand == "activation" else ours[1]
+    assert not torch.equal(changed, bare[0] if operand == "activation" else bare[1])
+
+
+def test_compiled_code_serves_other_seeds_and_no_other_traits() -> None:
+    def facts(fmt: str = "E4M3", **options: Any) -> Any:
+        return fm.FP8Tensor(normal(32, 32), fmt, **{"seed": 1, **options}).__tensor_flatten__()[1]
+
+    serves = fm.FP8Tensor.__metadata_guard__
+    assert serves(facts(), facts(seed=2, draws="dither"))
+    others = [facts("E5M2"), facts(rounding="nearest"), facts(dtype=torch.bfloat16), facts(granularity="block")]
+    assert not any(serves(facts(), other) for other in others)
+
+
+def test_a_stale_cast_is_not_flattened() -> None:
+    w = fm.FP8Parameter(normal(16, 32), "E4M3", seed=1)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast: Any = w.to(torch.bfloat16)
+    w.set_scale_(1.0)
+    with pytest.raises(RuntimeError, match="has changed since it was cast under autocast"):
+        cast.__tensor_flatten__()
