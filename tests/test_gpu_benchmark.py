@@ -13,17 +13,25 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+
+from nanogpt_bench.config.settings import build_config
+from nanogpt_bench.model.gpt import GPT, SIZES, GPTShape
+from nanogpt_bench.monitors.resources import flops_per_token
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+PARTS = ("exact_steps", "exact_arrays", "exact_products", "step_calls", "layers", "kernels", "products")
+PARTS += ("training_768", "training_2048", "one_block", "losses", "eight_billion", "launches", "step_times", "rivals")
+PARTS += ("muon", "gpt2")
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.syspath_prepend(str(FOLDER))
     yield import_module("gpu")
-    sys.modules.pop("gpu", None)
-    sys.modules.pop("_record", None)
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("gpu", "_gpu", "_record")]:
+        sys.modules.pop(name)
 
 
 @needs_triton
@@ -35,13 +43,17 @@ def test_a_dry_run_goes_through_every_part(tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "every bit is the CPU's" in done.stdout
-    parts = json.loads(out.read_text(encoding="utf-8"))["parts"]
-    assert list(parts) == [
-        *("exact_steps", "exact_arrays", "step_times", "launches", "decoding", "rivals", "muon", "training")
-    ]
-    assert set(parts["exact_steps"]["figures"].values()) == {0}
-    assert parts["launches"]["figures"] == {"steps": 3}
-    assert not [name for name, part in parts.items() if "error" in part["figures"]]
+    parts = {name: part["figures"] for name, part in json.loads(out.read_text(encoding="utf-8"))["parts"].items()}
+    assert tuple(parts) == PARTS
+    assert not any(case for name in PARTS[:2] for case in parts[name].values())
+    assert parts["launches"] == {"steps": 3}
+    reference, *others = parts["losses"].values()
+    assert reference["loss over bfloat16's"] == 0
+    assert all(abs(other["loss over bfloat16's"]) < 0.1 for other in others)
+    for name in ("training_768", "training_2048", "one_block"):
+        assert {what.rpartition(", ")[2] for what in parts[name]} == {"compiled", "eager"}
+    assert all(row["loss"] < row["first loss"] for row in parts["eight_billion"].values())
+    assert [row["steps"] for row in parts["gpt2"].values()] == [2, 2, 2, 2]
     assert recorded.read_bytes() == before  # a dry run records nothing
 
 
@@ -52,16 +64,125 @@ def test_without_a_card_it_says_so() -> None:
     assert done.stderr.splitlines()[-1] == "gpu.py: there is no GPU here: --dry runs it on a CPU"
 
 
-def test_a_part_that_fails_leaves_the_others_and_the_file(
+def exact_broken(session: Any) -> Any:
+    raise ValueError("broken")
+
+
+def exact_other(session: Any) -> Any:
+    return {"E4M3": 2, "E5M2": 0, "sums": {"count": 1, "largest share of the bound": 1.7}}
+
+
+def rows_of(session: Any) -> Any:
+    return {"first": {"ms": 1.23456, "peak GB": "out of memory"}, "second": {"error": "killed"}}
+
+
+def test_a_part_that_fails_leaves_the_others_and_the_file(gpu: Any, tmp_path: Path) -> None:
+    parts = tuple(gpu.Part(part, 1) for part in (exact_broken, exact_other, rows_of))
+    result = gpu.run(gpu.Session(True), parts, tmp_path / "gpu.json")
+    assert json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8")) == result
+    assert gpu.failures(result) == [
+        *("exact_broken: ValueError: broken", "exact_other: E4M3 differs in 2"),
+        *("exact_other: sums differs in 1", "rows_of: second: killed"),
+    ]
+    del result["parts"]["exact_broken"]
+    columns = ["what", *gpu.COLUMNS]
+    rows = [{c: x for c, x in zip(columns, row, strict=True) if x is not None} for row in gpu.rows(result)]
+    assert rows[0] == {"what": "other: values that differ from the CPU's", "count": 3}
+    assert rows[1] == {"what": "rows_of: first", "a call, ms": 1.235, "peak GB": "out of memory"}
+
+
+def test_a_second_call_does_what_is_left_of_the_same_code_and_card(
     gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def exact_broken(session: Any) -> Any:
-        raise ValueError("broken")
+    broken, other, late = parts = tuple(gpu.Part(part, 60) for part in (exact_broken, exact_other, rows_of))
+    monkeypatch.setattr(gpu, "PARTS", parts)
+    session, out, facts = gpu.Session(True), tmp_path / "gpu.json", gpu.facts(gpu.Session(True))
+    gpu.run(session, (broken, other), out)
+    assert gpu.chosen([], gpu.before(facts, out)) == (broken, late)
+    assert gpu.chosen(["exact_other"], gpu.before(facts, out)) == (other,)
+    assert list(gpu.run(session, (late,), out)["parts"]) == ["exact_broken", "exact_other", "rows_of"]
+    assert gpu.chosen([], gpu.before({**facts, "code": "another"}, out)) == parts
+    session.dry = False
+    monkeypatch.setattr(gpu, "facts", lambda session: facts)
+    assert list(gpu.run(session, (other,), tmp_path / "other.json", minutes=0.5)["parts"]) == []
 
-    def exact_other(session: Any) -> Any:
-        return {"E4M3": 2, "E5M2": 0}
 
-    monkeypatch.setattr(gpu, "PARTS", (exact_broken, exact_other))
-    result = gpu.run(gpu.Session(True), [], tmp_path / "gpu.json")
-    assert json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8")) == result
-    assert gpu.failures(result) == ["exact_broken: ValueError: broken", "exact_other: E4M3 differs in 2"]
+def test_a_wrong_code_and_a_wrong_product_are_found(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    bits, session = sys.modules["_gpu.bits"], gpu.Session(True)
+    assert bits.differing_conversions(session) == 0
+    assert len(bits.values_of_bfloat16()) == 2 * (0x43E0 + 1)  # to 448, of either sign
+    found = bits.beyond_the_bound(session, (32, 64, 48), "decoded")
+    assert found == {"count": 0, "largest share of the bound": 0.0}
+    encode, rounded, copied = bits.fm.encode, bits.fm.round_to_grid, []
+
+    def one_higher(x: Any, *args: Any) -> Any:
+        codes = encode(x, *args)
+        codes[5000] += 1
+        return codes
+
+    def one_off(x: Any, *args: Any) -> Any:
+        return torch.cat([rounded(x[:-1], *args), rounded(x[-1:], *args) / 2])
+
+    def one_code_off(layer: nn.Sequential) -> nn.Sequential:
+        layer[0].weight.codes[3, 5] ^= 8 * len(copied)  # type: ignore[index, operator, union-attr]
+        copied.append(layer)
+        return layer
+
+    assert bits.differing_in_a_layer(session) == 0
+    monkeypatch.setattr(bits.fm, "encode", one_higher)
+    monkeypatch.setattr(bits.fm, "round_to_grid", one_off)
+    assert bits.differing_conversions(session) == bits.differing_in_a_layer(session) == 1
+    monkeypatch.setattr(bits.copy, "deepcopy", one_code_off)
+    found = bits.beyond_the_bound(session, (32, 64, 48), "decoded")
+    assert found["count"] > 8
+    assert found["largest share of the bound"] > 1
+
+
+def test_flops_are_counted_as_the_bench_does(gpu: Any) -> None:
+    training = sys.modules["_gpu.training"]
+    shape = GPTShape(2, 2, 32, 16, vocab_size=64, tie_weights=True)
+    model = GPT(shape)
+    config = build_config({f"model.{name}": getattr(shape, name) for name in ("n_layer", "n_embd", "block_size")})
+    assert training.flops_per_token(model) == flops_per_token(model, config)
+    with torch.device("meta"):
+        gpt2 = GPT(SIZES["124M"])
+    # 6 for each of 84.9M weights of the blocks and 38.6M of the head, which the lookup shares; attention of 1,024
+    assert training.flops_per_token(gpt2) == 6 * (12 * 12 * 768**2 + 50257 * 768) + 12 * 12 * 768 * 1024
+
+
+def test_llama_is_that_of_transformers(gpu: Any) -> None:
+    transformers, llama = pytest.importorskip("transformers"), sys.modules["_gpu.llama"]
+    for name, count in (("Llama-3.1-8B", 8_030_261_248), ("Llama-2-7B", 6_738_415_616)):  # their publishers' own
+        with torch.device("meta"):
+            assert sum(p.numel() for p in llama.Llama(llama.SHAPES[name]).parameters()) == count
+    torch.manual_seed(0)
+    shape = llama.SHAPES["tiny"]
+    ours = llama.Llama(shape)
+    config = transformers.LlamaConfig(
+        hidden_size=shape.width,
+        intermediate_size=shape.inner,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        vocab_size=shape.vocabulary,
+        rms_norm_eps=1e-5,
+        rope_theta=shape.base,
+    )
+    theirs = transformers.LlamaForCausalLM(config)
+    state = zip(
+        ours.state_dict().values(), [theirs.state_dict()[renamed(name)] for name in ours.state_dict()], strict=True
+    )
+    for ours_of, theirs_of in state:
+        theirs_of.copy_(ours_of)
+    tokens = torch.randint(0, shape.vocabulary, (2, 17))
+    expected = nn.functional.cross_entropy(theirs(tokens[:, :-1]).logits.flatten(0, 1), tokens[:, 1:].flatten())
+    torch.testing.assert_close(ours(tokens[:, :-1], tokens[:, 1:], chunk=5), expected)
+
+
+def renamed(name: str) -> str:
+    """A parameter's name in transformers."""
+    own = {"embedding": "embed_tokens", "blocks": "layers", "norm1": "input_layernorm"}
+    own |= {"norm2": "post_attention_layernorm"} | {part: f"self_attn.{part}_proj" for part in "qkvo"}
+    own |= {part: f"mlp.{part}_proj" for part in ("gate", "up", "down")}
+    path = ".".join(own.get(part, part) for part in name.split("."))
+    return path if name.startswith("lm_head") else f"model.{path}"

@@ -134,6 +134,8 @@ def _asks(value: Any) -> bool:
 
 def _storages(config: Config) -> Iterator[Row]:
     """Settings that mean something under some storages only."""
+    codes = config.rule is not None and config.model.products is not None and config.model.storage == "grid"
+    yield "model.storage", codes, f"can't be used with rule {config.rule!r}; give fp8, whose codes it multiplies"
     for key in keys_where("storages"):
         storages, own = FIELDS[key].facts["storages"], config.model.storage
         yield key, own not in storages, f"needs model.storage {_either(storages)}, not {own!r}"

@@ -34,6 +34,8 @@ class Rule:
     stiffness_end: float | None = None
     #: torchao's recipe of scales, where the linear layers are its own (see `model.torchao_float8`)
     torchao_float8: str | None = None
+    #: what multiplies codes as they are (see `model.products`; None: they are decoded)
+    products: str | None = None
     #: the package whose weights they are, and their format (see `model.peer`)
     peer: str | None = None
     #: learning rate of the parameters that stay float, where it differs in unit from lr
@@ -120,6 +122,9 @@ RULES: dict[str, Rule] = {
     "nearest": _one_byte("adamw", 2e-3, "nearest", "AdamW, nearest rounding"),
     "stochastic": _one_byte("adamw", 2e-3, "stochastic", "AdamW, stochastic rounding"),
     "stochastic-8bit": _one_byte("adamw", 2e-3, "stochastic", "stochastic with 8-bit moments", moments="8bit"),
+    "stochastic-fp8": _one_byte(
+        "adamw", 2e-3, "stochastic", "stochastic-8bit with products on FP8 units", moments="8bit", products="fp8"
+    ),
     "residual8": _one_byte("adamw", 2e-3, "residual8", "AdamW, what rounding loses kept in 8 bits a weight"),
     "momentum": _one_byte("adamw", 2e-3, "momentum", "AdamW, what rounding loses put into the momentum"),
     "muon": _on_floats(
@@ -222,6 +227,8 @@ def meaning(entry: Rule) -> dict[str, Any]:
         meant["optimizer.writeback"] = entry.writeback
     if entry.storage in MANIFOLDS:
         meant["optimizer.moments"] = entry.moments or "float32"
+    if entry.storage == "fp8":
+        meant["model.products"] = entry.products or "decoded"
     if entry.storage == "float32":
         meant |= {"train.precision": entry.precision, "model.torchao_float8": entry.torchao_float8}
     return meant

@@ -54,6 +54,9 @@ MANIFOLDS = (*ROUNDED, "continuous")
 ON_FLOATS = ("stiffness_adamw", "stiffness_muon")
 #: torchao's own names of its ways to scale
 FLOAT8_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+#: those of fp8manifold.LayerSpec, and the formats that units of FP8 multiply
+PRODUCTS = ("decoded", "fp8", "int8", "auto")
+FP8_FORMATS = ("E4M3", "E5M2")
 #: those of fp8manifold.optim, which brings torch, and which of them lose updates; a test compares the two
 WRITEBACKS = ("nearest", "stochastic", "residual8", "momentum")
 LOSING = ("nearest",)
@@ -147,6 +150,17 @@ class ModelConfig(Section):
         "torchao's float8 training of the blocks' linear layers, by its recipe of scales (extra torchao; emulated "
         "where the device has no FP8 products); null: none",
         choices=FLOAT8_RECIPES,
+        rows_by="--rules",
+    )
+    products: str | None = setting(
+        None,
+        "fp8 storage: what multiplies, in every layer but lm_head and those whose format says: decoded codes, codes as "
+        "they are on units of fp8 (E4M3, E5M2) or int8 (E1M6), emulated on a CPU, or auto: what the device has; null: "
+        "the rule's, or decoded",
+        choices=PRODUCTS,
+        of_rule=True,
+        of_formats=True,
+        storages=("fp8",),
         rows_by="--rules",
     )
     peer: str | None = setting(

@@ -137,7 +137,7 @@ class RunWeights:
     def _row(self, formats: Mapping[str, Any]) -> Config:
         row = copy.deepcopy(self._given)
         row.rule, row.optimizer = None, OptimizerConfig()
-        row.model.torchao_float8 = row.model.constraint = None
+        row.model.torchao_float8 = row.model.products = row.model.constraint = None
         row.model.tie_weights = self._shape.tie_weights
         if row.train.precision == "bf16-pure":
             row.train.precision = "bf16-mixed"  # formats are not taken from bfloat16 weights

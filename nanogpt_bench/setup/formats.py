@@ -91,6 +91,7 @@ def read_layers(model: ModelConfig, formats: Mapping[str, Read]) -> Mapping[str,
             bool(model.tie_weights),
             model.tied or "refuse",
             model.pretrained,
+            model.products or "decoded",
             formats,
         )
     )
@@ -107,23 +108,36 @@ class _Asked:
     tie: bool
     tied: str
     pretrained: str | None
+    products: str
     formats: Mapping[str, Read] = field(compare=False)
 
 
 @functools.lru_cache(maxsize=1000)
 def _layers(asked: _Asked) -> dict[str, fm.LayerSpec]:
     own = outline(asked.pretrained) if asked.pretrained else None
-    layers: Any = own.layers if own else linear_sizes(*asked.size)
+    layers: Any = own.layers if own else linear_sizes(*asked.size, vocab_size=16)  # a corpus will say how many
     shared = own.shared if own else _TIED if asked.tie else {}
     options: Any = {"storage": asked.storage, "granularity": asked.granularity, "tied": asked.tied}
+    formats = dict(asked.formats)
     try:
-        specs = fm.check_formats(dict(asked.formats), layers, shared=shared, **options)
+        specs = fm.check_formats(formats, layers, shared=shared, **options)
+        if asked.products != "decoded" and specs:  # whose sizes have to fit, and a vocabulary is of any size
+            options["products"] = asked.products
+            specs = fm.check_formats({**formats, **_heads(specs, formats)}, layers, shared=shared, **options)
     except (ValueError, TypeError) as error:
+        if asked.products != "decoded" and str(error).startswith("products="):
+            raise BenchError(f"model.products: {one_line(error).removeprefix('products=')}") from None
         hint = "; add --model.tied leave, or --model.tied untie" if "tied='untie'" in str(error) else ""
         always = None if own else _always_float(layers, asked.formats)
         said = always or f"model.formats: {one_line(error)}{hint}"
         raise BenchError(said) from None
     return specs
+
+
+def _heads(specs: Mapping[str, fm.LayerSpec], formats: Mapping[str, Read]) -> dict[str, fm.LayerSpec]:
+    """Return the specifications of heads whose own format says nothing of products: their codes are decoded."""
+    said = [name for name, value in formats.items() if isinstance(value, dict) and "products" in value]
+    return {name: spec for name, spec in specs.items() if name.endswith("lm_head") and name not in said}
 
 
 def _always_float(linear: Mapping[str, Any], patterns: Mapping[str, Any]) -> str | None:

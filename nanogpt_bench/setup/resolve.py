@@ -155,7 +155,9 @@ def _fill_rule(config: Config, preset: Rule) -> None:
     if config.rule:
         refuse_disagreement(config, preset)
     _fill(config.model, storage=preset.storage if config.rule else _default_storage(config))
-    _fill(config.model, torchao_float8=preset.torchao_float8)
+    if config.model.products == "decoded":
+        config.model.products = None
+    _fill(config.model, torchao_float8=preset.torchao_float8, products=preset.products)
     if config.model.storage == "peer":
         _fill(config.model, peer=preset.peer)
     one_dtype = config.model.peer == "torchao-int8"  # in its products
@@ -210,6 +212,7 @@ def _follows(config: Config, entry: Rule) -> bool:
         and optimizer.name == entry.optimizer
         and (entry.storage != "float32" or config.train.precision == entry.precision)
         and config.model.torchao_float8 == entry.torchao_float8
+        and config.model.products == entry.products
         and (optimizer.writeback, optimizer.writeback_end) == (entry.writeback, None)
         and (optimizer.moments or "float32") == (entry.moments or "float32")
         and optimizer.stiffness == entry.stiffness

@@ -10,7 +10,7 @@ from typing import Any
 
 from nanogpt_bench.config.keys import FIELDS, get
 from nanogpt_bench.config.rules import RULES, available_rules, check_available
-from nanogpt_bench.config.schema import WITHOUT_FORMATS
+from nanogpt_bench.config.schema import FP8_FORMATS, WITHOUT_FORMATS
 from nanogpt_bench.config.settings import build_config, parse_overrides
 from nanogpt_bench.report.rows import row_label
 from nanogpt_bench.setup.formats import format_name
@@ -75,7 +75,7 @@ def choose_rows(formats: Sequence[str] | None, rules: Sequence[str] | None) -> t
     """Return the settings of every row: the shipped ones, or the reference and all formats x rules asked for.
 
     Rules that keep float weights have no format and give one row each; `all` stands for every rule whose packages are
-    installed.
+    installed, with the formats that its products take.
 
     Raises:
         BenchError: a rule or format does not exist (names the nearest one), or a rule's package is missing.
@@ -85,7 +85,8 @@ def choose_rows(formats: Sequence[str] | None, rules: Sequence[str] | None) -> t
     named = _chosen(rules or DEFAULT_RULES)
     grids = _canonical(formats) if formats is not None else list(DEFAULT_FORMATS)
     floats = [(name, "none") for name in named if RULES[name].storage in WITHOUT_FORMATS]
-    crossed = [(name, fmt) for fmt in grids for name in named if RULES[name].storage not in WITHOUT_FORMATS]
+    quantised = [name for name in named if RULES[name].storage not in WITHOUT_FORMATS]
+    crossed = [(name, fmt) for fmt in grids for name in quantised if name in (rules or ()) or _multiplies(name, fmt)]
     return tuple(row_of(*pair) for pair in dict.fromkeys([(REFERENCE, "none"), *floats, *crossed]))
 
 
@@ -161,6 +162,11 @@ def _chosen(rules: Sequence[str]) -> list[str]:
     for name in named:
         check_available(name)
     return available_rules() if len(named) < len(rules) else named
+
+
+def _multiplies(name: str, fmt: str) -> bool:
+    """Whether a rule's products take a format; one that does not is no row of `all`, and refused where it is named."""
+    return RULES[name].products is None or fmt in FP8_FORMATS
 
 
 def _canonical(formats: Sequence[str]) -> list[str]:

@@ -57,7 +57,7 @@ REFUSED: dict[str, list[str]] = {
     "model.formats": [f"rule=fp32 {E4M3}"],
     "model.granularity": ["model.granularity=tensor"],
     "rule": ["rule=nearest"],
-    "model.storage": ["model.storage=master", "model.storage=peer"],
+    "model.storage": [f"rule=stochastic-fp8 {E4M3} model.storage=grid", "model.storage=master", "model.storage=peer"],
     "train.precision": [
         f"{E4M3} train.precision=bf16-pure",
         f"{STIEFEL} train.precision=bf16-pure",
@@ -69,6 +69,14 @@ REFUSED: dict[str, list[str]] = {
         "model.torchao_float8=rowwise train.precision=bf16-pure",
         f"model.torchao_float8=rowwise {GIVEN}",
         f"model.torchao_float8=rowwise {STIEFEL}",
+    ],
+    "model.products": [
+        f"model.products=auto {MASTER}",
+        "rule=fp32 model.products=fp8",
+        f"model.products=int8 {FP8}",
+        "model.products=fp8 model.format=E2M5 model.storage=fp8",
+        f"model.products=fp8 {FP8} model.n_embd=24 model.n_head=2",
+        f"model.products=fp8 {FP8} model.granularity=square",
     ],
     "optimizer.name": [
         "optimizer.name=riemannian_adam",
@@ -150,6 +158,9 @@ CONTRADICTIONS = {
     "means 'nearest'; add --optimizer.writeback null, or give --rule stochastic",
     f"{STOCHASTIC} optimizer.moments=8bit": "optimizer.moments: '8bit' contradicts rule 'stochastic', which means",
     "rule=fp32 train.precision=bf16-pure": "train.precision: 'bf16-pure' contradicts rule 'fp32', which means",
+    f"{STOCHASTIC} model.products=fp8": "model.products: 'fp8' contradicts rule 'stochastic', which means 'decoded'",
+    f"rule=stochastic-fp8 {E4M3} model.products=decoded": "model.products: 'decoded' contradicts rule "
+    "'stochastic-fp8', which means 'fp8'; add --model.products null, or give --rule stochastic-8bit",
     "rule=fp32 model.torchao_float8=rowwise": "model.torchao_float8: 'rowwise' contradicts rule 'fp32', which",
 }
 

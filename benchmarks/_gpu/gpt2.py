@@ -1,0 +1,62 @@
+"""GPT-2's 124M from its first weights over 50 million tokens, a row after the other, by the bench's own sweep."""
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, Final
+
+from _gpu.session import Session
+
+__all__ = ["gpt2"]
+
+SWEEP: Final = Path(__file__).parent.parent / "gpt2.yaml"
+DATA: Final = Path("data/gpt2")
+RUNS: Final = Path("runs/gpt2")
+STOPPING: Final = 60.0  # seconds in which a run that is told to stop writes its checkpoint
+FIGURES: Final = {
+    "loss": "final_val_loss",
+    "tokens/s": "tokens_per_s",
+    "bytes": "bytes_per_parameter",
+    "steps": "steps",
+}
+
+
+def gpt2(session: Session) -> dict[str, Any]:
+    """Loss, speed and bytes a parameter of each row so far; what is not finished goes on in the next call."""
+    if not session.dry:
+        if not DATA.is_dir():
+            prepare = f"nanogpt-bench prepare text --input TEXT --tokenizer gpt2 --out {DATA}"
+            raise FileNotFoundError(f"no text in {str(DATA)!r}; prepare one: {prepare}")
+        return sweep(session, DATA, RUNS)
+    from nanogpt_bench.data import prepare_text  # its packages are not everywhere
+
+    with tempfile.TemporaryDirectory() as folder:
+        text, data = Path(folder) / "text.txt", Path(folder) / "data"
+        text.write_text("The quick brown fox jumps over the lazy dog. " * 200, encoding="utf-8")
+        prepare_text(text, data, "byte")
+        return sweep(session, data, Path(folder) / "runs", "--smoke")
+
+
+def sweep(session: Session, data: Path, out: Path, *more: str) -> dict[str, Any]:
+    """Train until the part's time is up, and read what there is."""
+    words = ["sweep", str(SWEEP), "--data.dir", str(data), "--out", str(out), *more]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "nanogpt_bench", *words]
+    running = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+    try:
+        running.wait(None if session.dry else max(session.seconds_left - STOPPING, 1.0))
+    except subprocess.TimeoutExpired:
+        running.send_signal(signal.SIGINT)
+        running.wait(STOPPING)
+    with (out / "runs.csv").open(encoding="utf-8", newline="") as file:
+        return {row["name"]: figures(row) for row in csv.DictReader(file)}
+
+
+def figures(row: dict[str, str]) -> dict[str, Any]:
+    """Of a line of runs.csv."""
+    found = {name: float(row[key]) for name, key in FIGURES.items() if row.get(key)}
+    return found if row["status"] == "finished" else {**found, "status": row["status"] or "not begun"}

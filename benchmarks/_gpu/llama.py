@@ -1,0 +1,87 @@
+"""Llama by its shapes, in PyTorch alone: what is trained where a machine has no transformers, and one block of it."""
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+__all__ = ["SHAPES", "Block", "Llama", "Shape"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a model."""
+
+    width: int
+    inner: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+    base: float = 10_000.0
+
+
+SHAPES: Final = {
+    "Llama-3.1-8B": Shape(4096, 14_336, 32, 32, 8, 128_256, 500_000.0),
+    "Llama-2-7B": Shape(4096, 11_008, 32, 32, 32, 32_000),
+    "tiny": Shape(64, 128, 2, 4, 2, 512),
+}
+
+
+class Block(nn.Module):
+    """Attention and a gated layer, each after a norm and added: (B, T, C) -> (B, T, C)."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        width, head = shape.width, shape.width // shape.heads
+        self.head, self.base = head, shape.base
+        self.norm1, self.norm2 = nn.RMSNorm(width, eps=1e-5), nn.RMSNorm(width, eps=1e-5)
+        self.q, self.o = (nn.Linear(width, width, bias=False) for _ in range(2))
+        self.k, self.v = (nn.Linear(width, shape.kv_heads * head, bias=False) for _ in range(2))
+        self.gate, self.up = (nn.Linear(width, shape.inner, bias=False) for _ in range(2))
+        self.down = nn.Linear(shape.inner, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm1(x)
+        q, k, v = (layer(normed).unflatten(2, (-1, self.head)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        q, k = rotated(q, self.base), rotated(k, self.base)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.o(mixed.transpose(1, 2).flatten(2))
+        normed = self.norm2(x)
+        return x + self.down(functional.silu(self.gate(normed)) * self.up(normed))
+
+
+def rotated(x: Tensor, base: float) -> Tensor:
+    """Each pair of values (i, i + half) of a head turned by the position times ``base^(-i / half)``."""
+    half = x.shape[-1] // 2
+    turns = base ** -(torch.arange(half, device=x.device) / half)
+    angles = torch.arange(x.shape[-2], device=x.device)[:, None] * turns
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+class Llama(nn.Module):
+    """Tokens and the next ones (B, T) int64 -> the mean cross-entropy, in chunks: never are all logits there."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(shape.vocabulary, shape.width)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm = nn.RMSNorm(shape.width, eps=1e-5)
+        self.lm_head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor, chunk: int = 256) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        pieces = zip(self.norm(x).flatten(0, 1).split(chunk), targets.flatten().split(chunk), strict=True)
+        return (
+            torch.stack([checkpoint(self._sum, h, t, use_reentrant=False) for h, t in pieces]).sum() / targets.numel()
+        )
+
+    def _sum(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        return functional.cross_entropy(self.lm_head(hidden).float(), targets, reduction="sum")
