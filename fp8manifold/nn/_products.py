@@ -204,13 +204,21 @@ def scaler_of(operand: OperandSpec, shared: SharedAmax | None) -> Scaler:
     return Scale(operand.format, operand.granularity, operand.policy, history=operand.history or HISTORY)
 
 
-def forbid_fused_operators(layer: nn.Module) -> None:
+def forbid_fused_operators(layer: Any) -> None:
     """Give the layer a hook that does nothing: torch's fused operators pass by a module that has one.
 
     ``nn.TransformerEncoderLayer`` hands the weights of its linear layers to one fused operator in evaluation, which
-    would pass over what a quantised layer does to weight and input.
+    would pass over what a quantised layer does to weight and input.  Weights in codes that are only decoded need none:
+    they are decoded for any operator, and a hook costs a small layer a tenth of its time.
     """
-    layer.register_forward_pre_hook(_is_called)
+    scalers = (
+        layer.weight_scaler,
+        layer.activation_scaler,
+        layer.activation_gradient_scaler,
+        layer.weight_gradient_scaler,
+    )
+    if layer.storage != "fp8" or layer._units is not None or scalers != (None,) * 4:
+        layer.register_forward_pre_hook(_is_called)
 
 
 def is_our_hook(hook: object) -> bool:

@@ -26,7 +26,8 @@ class _Graphs:
     """Recordings of launches that are replayed in their order, on the same memory."""
 
     def __init__(self) -> None:
-        self._graphs, self._pool = list[torch.cuda.CUDAGraph](), None
+        self._graphs = list[torch.cuda.CUDAGraph]()
+        self._pool: Any = None
 
     @contextmanager
     def recording(self) -> Iterator[None]:

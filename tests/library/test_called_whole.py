@@ -40,10 +40,11 @@ def without_fused_operators() -> Iterator[None]:
 
 @pytest.mark.parametrize("padding", [None, PADDING], ids=["whole", "nested"])
 @pytest.mark.parametrize("pattern", ["*", "layers.1"])
-@pytest.mark.parametrize("storage", ["master", "grid", "fp8"])
+@pytest.mark.parametrize("storage", ["master", "grid", "fp8", "bare"])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_an_encoder_in_evaluation_calls_its_layers(mode: Any, storage: Any, pattern: str, padding: Any) -> None:
-    model = quantize_model(encoder(), {pattern: TOKENS}, storage)
+    stored = "fp8" if storage == "bare" else storage
+    model = quantize_model(encoder(), {pattern: LayerSpec("E4M3") if storage == "bare" else TOKENS}, stored)
     with mode():
         seen = model(X, src_key_padding_mask=padding)
         with without_fused_operators():
