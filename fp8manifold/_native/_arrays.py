@@ -30,9 +30,20 @@ _PLAIN: Final = (Tensor, torch.nn.Parameter)
 def decoded(
     codes: Tensor, fmt: FloatFormat, dtype: torch.dtype = torch.float32, scale: Tensor | None = None
 ) -> Tensor | None:
-    """``scale * decode(codes)``."""
+    """``scale * decode(codes)``; for small codes most of the time is Python's, so the plain case goes straight to C."""
     if dtype not in _OUT or codes.dtype is not torch.uint8:
         return None
+    if scale is not None and codes.is_cpu and has_memory(codes, scale) and codes.is_contiguous():
+        kernels, numel, rows = library(), codes.numel(), scale.numel()
+        if kernels is not None and scale.dtype is torch.float32 and rows and 0 < numel < 2**32 and not numel % rows:
+            out, scale = torch.empty_like(codes, dtype=dtype), scale.contiguous()
+            if type(out) is Tensor and scale.is_cpu:
+                known, nan_code = _known(fmt)
+                places = codes.data_ptr(), out.data_ptr(), scale.data_ptr(), rows, numel // rows
+                half = dtype is torch.bfloat16
+                record = ARRAY.pack(known, *places, rows == 1, 0, 0, half, nan_code, 0, 0, 0, 0, 0, 0)
+                kernels.fp8manifold_decode(record, threads_for(numel))
+                return out
     return _made("fp8manifold_decode", codes, fmt, dtype, scale, bfloat16=dtype is torch.bfloat16)
 
 

@@ -182,12 +182,13 @@ class QuantizedLinear(nn.Linear):
         """``Q_a(x) Q_w(W)^T + b``, in the dtype (or autocast dtype) of an ``nn.Linear``."""
         if input.is_nested:
             return over_nested(self.forward, input)
-        if units := units_on(self._units, self.spec, input.device):
+        if self._units is not None and (units := units_on(self._units, self.spec, input.device)):
             return linear_from_codes(input, self.weight, self.bias, units, self.spec)
-        own = self._parameters.get("weight")
+        parameters = self._parameters  # what attributes are looked up in last
+        own = parameters.get("weight")
         bare = self.weight_scaler is self.activation_scaler is self.activation_gradient_scaler is None
         if bare and self.weight_gradient_scaler is None and type(own) is FP8Parameter:
-            return linear(input, own, self.bias)  # nothing is drawn, remembered or announced
+            return linear(input, own, parameters["bias"])  # nothing is drawn, remembered or announced
         draw, repeats = self._pass()
         weight: Tensor = self.weight
         if self.storage != "master" and not torch.compiler.is_compiling():
