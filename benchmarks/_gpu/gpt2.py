@@ -1,6 +1,6 @@
 """GPT-2's 124M from its first weights over 50 million tokens, a row after the other, by the bench's own sweep."""
 
-import csv
+import json
 import os
 import signal
 import subprocess
@@ -52,11 +52,11 @@ def sweep(session: Session, data: Path, out: Path, *more: str) -> dict[str, Any]
     except subprocess.TimeoutExpired:
         running.send_signal(signal.SIGINT)
         running.wait(STOPPING)
-    with (out / "runs.csv").open(encoding="utf-8", newline="") as file:
-        return {row["name"]: figures(row) for row in csv.DictReader(file)}
+    runs = json.loads((out / "sweep.json").read_text(encoding="utf-8"))["runs"]
+    return {run["name"]: figures(run) for run in runs}
 
 
-def figures(row: dict[str, str]) -> dict[str, Any]:
-    """Of a line of runs.csv."""
-    found = {name: float(row[key]) for name, key in FIGURES.items() if row.get(key)}
-    return found if row["status"] == "finished" else {**found, "status": row["status"] or "not begun"}
+def figures(run: dict[str, Any]) -> dict[str, Any]:
+    """Of a run in sweep.json."""
+    found = {name: run[key] for name, key in FIGURES.items() if run.get(key) is not None}
+    return found if run["status"] == "finished" else {**found, "status": run["status"] or "not begun"}

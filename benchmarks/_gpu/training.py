@@ -61,12 +61,12 @@ def prepared(session: Session, model: GPT, kind: str) -> Any:
     return found(model.bfloat16().parameters(), lr=LR, **options)
 
 
-def stepping(session: Session, model: GPT, kind: str, compiled: bool) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """A whole step of training over (tokens, targets), whose loss it returns."""
+def stepping(session: Session, model: GPT, kind: str, way: str) -> Callable[[Tensor, Tensor], Tensor] | None:
+    """A whole step of training over (tokens, targets), whose loss it returns; a dry run records no graphs."""
     optimizer = prepared(session, model, kind)
     if optimizer is None:
         return None
-    loss_of = torch.compile(model.loss) if compiled else model.loss
+    loss_of = model.loss if way == "eager" else torch.compile(model.loss)
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
         with torch.autocast(session.device.type, torch.bfloat16, enabled=not kind.startswith("bfloat16 weights")):
@@ -77,26 +77,25 @@ def stepping(session: Session, model: GPT, kind: str, compiled: bool) -> Callabl
         optimizer.zero_grad()
         return loss.detach()
 
-    return step
+    return fm.optim.graphed(step, optimizer) if way == "graphed" and not session.dry else step
 
 
 def training(session: Session, width: int) -> dict[str, Any]:
-    """Tokens a second, the share of the card's products, and peak memory, of steps of 8,192 tokens."""
+    """Tokens a second, the share of the card's products and peak memory, of steps of 8,192 tokens."""
     found: dict[str, Any] = {}
-    by_worth = [*product((True, False), (REFERENCE, *OURS)), *product((True,), OTHERS)]
-    for compiled, kind in by_worth:
-        name = f"{kind}, {'compiled' if compiled else 'eager'}"
-        session.case(found, name, partial(trained, session, width, kind, compiled))
+    by_worth = [("compiled", REFERENCE), *product(("compiled", "graphed"), OURS)]
+    for way, kind in [*by_worth, *product(("eager",), (REFERENCE, *OURS)), *product(("compiled",), OTHERS)]:
+        session.case(found, f"{kind}, {way}", partial(trained, session, width, kind, way))
     return {name: figures for name, figures in found.items() if figures}
 
 
-def trained(session: Session, width: int, kind: str, compiled: bool) -> dict[str, float]:
+def trained(session: Session, width: int, kind: str, way: str) -> dict[str, float]:
     """The figures of one row; none where its package is missing."""
     torch.manual_seed(0)
     torch._dynamo.reset()
     model = GPT(shape := shape_of(session, width)).to(session.device)
     flops = flops_per_token(model)
-    step = stepping(session, model, kind, compiled)
+    step = stepping(session, model, kind, way)
     if step is None:
         return {}
     text = torch.randint(0, shape.vocab_size, (2 if session.dry else 8, shape.block_size + 1), device=session.device)
@@ -162,7 +161,7 @@ def last_loss(session: Session, kind: str) -> dict[str, float]:
     steps, last = (4, 2) if session.dry else (200, 20)
     torch.manual_seed(0)
     model = GPT(shape := shape_of(session, 768)).to(session.device)
-    step = stepping(session, model, kind, compiled=False)
+    step = stepping(session, model, kind, "eager")
     assert step is not None, "torch's and our own optimizers are there"
     texts = sources(2 if session.dry else 8, shape.block_size, shape.vocab_size)
     every = [step(*(part.to(session.device) for part in next(texts))) for _ in range(steps)]

@@ -78,27 +78,29 @@ class _Passes:
     """The graphs of a training step before and after the optimizer's, and the memory of their inputs."""
 
     def __init__(self, train_step: Callable[..., Any], optimizer: ManifoldOptimizer, inputs: tuple[Any, ...]) -> None:
-        self._graphs, self._cuts, before = _Graphs(), 0, _options(optimizer)
+        self._graphs, self._cuts, before = _Graphs(), list[list[Tensor | None]](), _options(optimizer)
         self.inputs: tuple[Any, ...] = tree_map_only(Tensor, torch.clone, inputs)
+        self._parameters = _parameters(optimizer)
         optimizer._recorder = self._cut
         try:
             with self._graphs.recording():
                 self._outputs = train_step(*self.inputs)
         finally:
             optimizer._recorder = None
-        if self._cuts != 1:
-            raise ValueError(f"train_step calls the optimizer's step() {self._cuts} times: it has to call it once")
+        if len(self._cuts) != 1:
+            raise ValueError(f"train_step calls the optimizer's step() {len(self._cuts)} times: it has to call it once")
         if before != _options(optimizer):
             raise ValueError(
                 "train_step changes options of the optimizer, which a graph would not do again: call the scheduler's "
                 "step() after the graphed step"
             )
-        self.gradients = [p.grad for p in _parameters(optimizer)]
+        #: as they are left
+        self.gradients = [p.grad for p in self._parameters]
 
     def _cut(self) -> None:
         self._graphs.end()
         self._graphs.begin()
-        self._cuts += 1
+        self._cuts.append([p.grad for p in self._parameters])
 
     def replay(self, inputs: tuple[Any, ...], step: Callable[[], Any]) -> Any:
         """Run both with other inputs, and the optimizer's step between them; return a copy of the results."""
@@ -106,9 +108,15 @@ class _Passes:
             if isinstance(ours, Tensor):
                 ours.copy_(given)
         self._graphs.replay(0)
+        self._put(self._cuts[0])
         step()
         self._graphs.replay(1)
+        self._put(self.gradients)
         return tree_map_only(Tensor, lambda x: x.detach().clone(), self._outputs)
+
+    def _put(self, gradients: list[Tensor | None]) -> None:
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = gradient
 
 
 class GraphedStep:
