@@ -82,6 +82,7 @@ class FloatFormat:
         for field, fact in facts.items():
             object.__setattr__(self, field, fact)
         self._check_range()
+        object.__setattr__(self, "_name", _name_of(self))  # it is asked for in each pass of a layer
 
     def _check_range(self) -> None:
         if not isinstance(self.bias, int) or isinstance(self.bias, bool):
@@ -131,18 +132,11 @@ class FloatFormat:
             raise ValueError(_unreadable(name, text, f"; {error}")) from None
         raise ValueError(_unreadable(name, text, ""))
 
-    @cached_property
+    @property
     def name(self) -> str:
         """The shortest spelling that :meth:`from_string` reads back as this format."""
-        e, m = self.exponent_bits, self.mantissa_bits
-        if self.layout in ("p3109e", "p3109f"):
-            name = f"P3109_{self.bits}P{m + 1}" + ("F" if self.layout == "p3109f" else "")
-            if self.bias == _default_bias(e, self.layout):
-                return name
-        default = self.layout == _DEFAULT_LAYOUTS.get((e, m), "finite")
-        suffix = "" if default else self.layout.upper()
-        bias = "" if self.bias == _default_bias(e, self.layout) else f"_B{self.bias}"
-        return f"E{e}M{m}{suffix}{bias}"
+        name: str = vars(self)["_name"]
+        return name
 
     def __str__(self) -> str:
         return self.name
@@ -266,6 +260,18 @@ class FloatFormat:
 
 FormatLike = FloatFormat | str
 """A format or its name."""
+
+
+def _name_of(fmt: FloatFormat) -> str:
+    e, m = fmt.exponent_bits, fmt.mantissa_bits
+    if fmt.layout in ("p3109e", "p3109f"):
+        name = f"P3109_{fmt.bits}P{m + 1}" + ("F" if fmt.layout == "p3109f" else "")
+        if fmt.bias == _default_bias(e, fmt.layout):
+            return name
+    default = fmt.layout == _DEFAULT_LAYOUTS.get((e, m), "finite")
+    suffix = "" if default else fmt.layout.upper()
+    bias = "" if fmt.bias == _default_bias(e, fmt.layout) else f"_B{fmt.bias}"
+    return f"E{e}M{m}{suffix}{bias}"
 
 
 def as_format(fmt: FormatLike) -> FloatFormat:

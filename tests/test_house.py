@@ -130,6 +130,7 @@ PRIVATE = {
     "torch.ops.aten._unsafe_view": "a product in the shape of its layer's output, which is no view",
     "torch.utils._python_dispatch._disable_current_modes": "random bits under a mode",
     "torch.utils._pytree": "arguments of an operator, nested; public from a later release on",
+    "torch.utils._pytree.tree_flatten": "the same",
     "torch.utils._pytree.tree_map_only": "the same",
 }
 

@@ -2,7 +2,7 @@
 
 from fp8manifold.optim._backends import StepView
 from fp8manifold.optim._checks import anneal
-from fp8manifold.optim._graphed import GraphedStep, graphed
+from fp8manifold.optim._graphed import graphed
 from fp8manifold.optim._in_backward import InBackward, step_in_backward
 from fp8manifold.optim._sorting import MuonReport, ReportedParameter, muon_report
 from fp8manifold.optim._state import rows_of_state
@@ -19,7 +19,6 @@ __all__ = [
     "WRITEBACKS",
     "CompileUnavailableWarning",
     "FisherNaturalGradient",
-    "GraphedStep",
     "InBackward",
     "Madam",
     "MuonReport",

@@ -16,7 +16,7 @@ from fp8manifold.optim._slot import Slot, count_on_card
 from fp8manifold.optim._triton_step import TritonStep
 from fp8manifold.tensor import FP8Tensor
 
-__all__ = ["GraphedStep", "graphed"]
+__all__ = ["graphed"]
 
 _WARMUP: Final = 3
 """Calls before a recording: libraries choose and load their kernels in them."""
@@ -179,7 +179,7 @@ class GraphedStep:
         return _alike(self._passes.inputs, inputs)
 
 
-def graphed(train_step: Callable[..., Any], optimizer: ManifoldOptimizer) -> GraphedStep:
+def graphed(train_step: Callable[..., Any], optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
     """Record a whole training step in CUDA graphs, and replay them with the bits of the same calls without graphs.
 
     The forward and backward pass are one graph, and the kernels of the optimizer's step another.  While the first runs,
@@ -197,7 +197,8 @@ def graphed(train_step: Callable[..., Any], optimizer: ManifoldOptimizer) -> Gra
         optimizer: an optimizer of this library, all of whose parameters are on one CUDA device.
 
     Returns:
-        A function that is called like ``train_step`` and returns copies of its results.
+        A function that is called like ``train_step`` and returns copies of its results; its ``replayed`` counts the
+        calls that were replays, and ``recorded`` how often the passes were recorded.
 
     Raises:
         TypeError: another optimizer.
@@ -206,13 +207,23 @@ def graphed(train_step: Callable[..., Any], optimizer: ManifoldOptimizer) -> Gra
         RuntimeError: when recording: ``train_step`` waits for the GPU, or a layer draws random bits.
 
     Example:
+        >>> import fp8manifold as fm
         >>> def train_step(x, y):
         ...     optimizer.zero_grad()
         ...     loss = torch.nn.functional.mse_loss(model(x), y)
         ...     loss.backward()
         ...     optimizer.step()
         ...     return loss
-        >>> step = graphed(train_step, optimizer)  # doctest: +SKIP
+        >>> model = fm.quantize_model(torch.nn.Linear(2, 2), "E4M3", storage="fp8")
+        >>> optimizer = fm.optim.StiffnessAdamW(model.parameters(), lr=1e-3)
+        >>> fm.optim.graphed(train_step, optimizer)
+        Traceback (most recent call last):
+        ...
+        ValueError: the parameters of this StiffnessAdamW are on cpu: a CUDA graph takes those of one CUDA device
+
+        On a GPU, with a scheduler after it:
+
+        >>> step = fm.optim.graphed(train_step, optimizer)  # doctest: +SKIP
         >>> for x, y in batches:  # doctest: +SKIP
         ...     loss = step(x, y)
         ...     scheduler.step()

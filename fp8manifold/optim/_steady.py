@@ -254,7 +254,7 @@ class Table:
         self.alive = []
         if (found := self._look(optimizer)) is None:
             return
-        _, _, gradients, held, seen = found
+        parameters, _, gradients, held, seen = found
         places = [i for i, x in enumerate(held) if isinstance(x, Tensor) and not isinstance(x, FP8Tensor)]
         tensors = [held[i] for i in places]
         if any(tensor.is_inference() for tensor in tensors) or not self._is_plain(tensors + gradients):
@@ -266,8 +266,9 @@ class Table:
         self._kept = [x for x in held if not isinstance(x, Tensor)]  # no other has their identity
         every = [(slot.group[name], slot.done) for slot in self.slots for name in _DUE if slot.group[name]]
         self._left = min(period - done % period for period, done in every)
-        alive: list[weakref.ref[Any]] = []
-        alive += [weakref.ref(x, lambda _: alive.clear()) for x in held if isinstance(x, Tensor)]
+        # none of parameters, which torch swaps in `to` only where nobody has one: they live as keys of the states
+        own, alive = set(map(id, parameters)), list[weakref.ref[Any]]()
+        alive += [weakref.ref(x, lambda _: alive.clear()) for x in held if isinstance(x, Tensor) and id(x) not in own]
         self.alive = alive
         for slot in self.slots:
             vars(slot).pop("scale", None)

@@ -124,7 +124,7 @@ def _no_run(path: Path) -> str:
     from nanogpt_bench.runs.trained import is_checkpoint, is_run
 
     if path.is_file() and path.suffix == ".yaml":
-        return f"{str(path)!r} is no folder of a run; nanogpt-bench run {path} trains one, and validates at once"
+        return f"{str(path)!r} is no folder of a run; train and validate one first: nanogpt-bench run {path}"
     if is_checkpoint(path):
         return f"{str(path)!r} is a checkpoint; give its run's folder and --checkpoint {path.stem}"
     runs = [str(child) for child in sorted(path.glob("*")) if is_run(child)]
