@@ -4,28 +4,102 @@ refused in one line. Nothing else comes out, and nothing hangs."""
 from __future__ import annotations
 
 import copy
+import math
 import random
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import parsed
 import pytest
 import torch
 import yaml
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
-from parsed import is_taken
 
 import fp8manifold as fm
-from nanogpt_bench.checkpoint.format import capture_tree
+from nanogpt_bench.checkpoint.format import capture_tree, restore_tree
 from nanogpt_bench.cli import main
 from nanogpt_bench.config.keys import FIELDS, SECTIONS
 from nanogpt_bench.config.rules import RULES
-from nanogpt_bench.config.settings import FOLDER
+from nanogpt_bench.config.settings import FOLDER, load_config
+from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.sweep import file as sweep_file
+from nanogpt_bench.sweep.file import read_sweep
+from nanogpt_bench.sweep.plan import count_points, plan_sweep
+from nanogpt_bench.system.errors import BenchError
+
+#: of a core; the slowest input that is refused takes a tenth of it
+MOST_SECONDS = 20.0
+#: of a sweep that is planned to its end, which takes a tenth of a second a run
+MOST_PLANNED = 2
+LONGEST_MESSAGE = 5000
+
+CLASSES = (fm.FP8Tensor,)
+
+
+class TooSlow(Exception):
+    """A parser took longer than any input may take."""
+
+
+@contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    """End the block by `TooSlow` after so many seconds of a core."""
+
+    def stop(*_: object) -> None:
+        raise TooSlow(f"more than {seconds:g} s of a core")
+
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+
+
+def is_taken(parse: Callable[[], object], kind: type[ValueError] = BenchError) -> bool:
+    """Whether an input is taken; False where it is refused as it should be, an exception where it is not."""
+    try:
+        with at_most(MOST_SECONDS):
+            parse()
+    except kind as error:
+        said = str(error)
+        assert said, "an error without a word"
+        assert said.isprintable(), f"an error of more than one line, or of what a terminal obeys: {said!r}"
+        assert len(said) <= LONGEST_MESSAGE, f"an error of {len(said):,} characters: {said[:200]!r}"
+        return False
+    return True
+
+
+def config(path: Path, arguments: list[str]) -> None:
+    """Read a configuration and fill in what it leaves open; one that starts from a checkpoint's weights without it."""
+    found = load_config(path, arguments)
+    found.model.init_from = None
+    resolve(found)
+
+
+def sweep(path: Path, arguments: list[str]) -> None:
+    """Read a sweep file and plan what is planned quickly."""
+    found = read_sweep(path, [*arguments, "--model.init_from=null"])
+    if count_points(found) <= MOST_PLANNED:
+        plan_sweep(found)
+
+
+def format_name(name: str) -> None:
+    """Read a format's name; the name that it has then is read back as the same format."""
+    found = fm.FloatFormat.from_string(name)
+    assert fm.FloatFormat.from_string(found.name) == found
+    assert math.isfinite(found.max)
+
+
+def tree(tensors: dict[str, torch.Tensor], outline: Any) -> None:
+    """Put a tree together."""
+    restore_tree(tensors, outline, CLASSES)
+
 
 ANY_TEXT = st.text(st.characters(exclude_categories=()), max_size=30)
 CONTROL = st.sampled_from(["\x1b[2J", "\x00", "\x85", "\u2028", "\u202e", "\ud800", "\r", "\n", "\x7f", "\ufeff"])
@@ -206,10 +280,10 @@ def path() -> Iterator[Path]:
 @pytest.mark.parametrize(
     ("parse", "inputs", "examples"),
     [
-        pytest.param(parsed.config, st.tuples(CONFIG_FILES, st.just([])), 100, id="config files"),
-        pytest.param(parsed.config, st.tuples(st.just(b"{}"), OVERRIDES), 100, id="overrides"),
-        pytest.param(parsed.config, st.tuples(CONFIG_FILES, OVERRIDES), 20, id="config files with overrides"),
-        pytest.param(parsed.sweep, st.tuples(SWEEP_FILES, st.just([]) | OVERRIDES), 120, id="sweep files"),
+        pytest.param(config, st.tuples(CONFIG_FILES, st.just([])), 100, id="config files"),
+        pytest.param(config, st.tuples(st.just(b"{}"), OVERRIDES), 100, id="overrides"),
+        pytest.param(config, st.tuples(CONFIG_FILES, OVERRIDES), 20, id="config files with overrides"),
+        pytest.param(sweep, st.tuples(SWEEP_FILES, st.just([]) | OVERRIDES), 120, id="sweep files"),
     ],
 )
 def test_a_file_is_taken_or_refused_in_one_line(
@@ -233,11 +307,11 @@ def test_a_command_ends_with_code_2_and_one_line(
 ) -> None:
     """A file that is taken finds no corpus; a sweep of more than some runs is left to the other tests."""
     monkeypatch.chdir(path.parent)
-    monkeypatch.setattr("nanogpt_bench.sweep.plan.MOST_RUNS", parsed.MOST_PLANNED)
+    monkeypatch.setattr("nanogpt_bench.sweep.plan.MOST_RUNS", MOST_PLANNED)
 
     def once(given: tuple[bytes, list[str]]) -> None:
         path.write_bytes(given[0])
-        with parsed.at_most(parsed.MOST_SECONDS):
+        with at_most(MOST_SECONDS):
             code = main([command, str(path), *given[1], "--model.init_from=null", "--data.dir=missing"])
         out, said = capsys.readouterr()
         assert code == 2
@@ -254,7 +328,7 @@ def test_a_command_ends_with_code_2_and_one_line(
 
 @pytest.mark.parametrize("inputs", [pytest.param(NAMES, id="format names")])
 def test_a_format_name_is_read_or_refused_in_one_line(inputs: Any, tried: Tried, full: bool) -> None:
-    fuzz(inputs, lambda name: tried(is_taken(partial(parsed.format_name, name), ValueError)), 500, full)
+    fuzz(inputs, lambda name: tried(is_taken(partial(format_name, name), ValueError)), 500, full)
 
 
 def whole_tree() -> Any:
@@ -294,6 +368,6 @@ def test_a_changed_tree_is_restored_or_refused_in_one_line(examples: int, tried:
             container, key = data.draw(st.sampled_from(places([outline], [])))
             others = st.sampled_from([at[k] for at, k in places([outline], [])])
             container[key] = copy.deepcopy(data.draw(NODES | others))
-        tried(is_taken(partial(parsed.tree, tensors, outline), ValueError))
+        tried(is_taken(partial(tree, tensors, outline), ValueError))
 
     fuzz(st.data(), once, examples, full)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from nanogpt_bench.report.results import Result, measure
+from nanogpt_bench.report.rows import find_reference, group_rows
+from nanogpt_bench.runs.load import load_run
 
 ROWS = (
     ("bf16-mixed", "none", 2.10),
@@ -129,3 +133,9 @@ def write_alerts(folder: Path, *alerts: tuple[str, int]) -> None:
         for kind, step in alerts
     ]
     (folder / "alerts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+
+def measured(folders: Iterable[Path], baseline: str | None = None) -> list[Result]:
+    """The results of runs on disk, measured against the reference among them."""
+    rows = group_rows([load_run(folder) for folder in folders])
+    return measure(rows, find_reference(rows, baseline))

@@ -7,13 +7,12 @@ import io
 import json
 
 import pytest
+from run_folders import measured
 from scipy.stats import ttest_rel
 
 from nanogpt_bench.report.build import report
-from nanogpt_bench.report.results import Difference, adjusted, difference, difference_text, measure
-from nanogpt_bench.report.rows import find_reference, group_rows
+from nanogpt_bench.report.results import Difference, adjusted, difference, difference_text
 from nanogpt_bench.report.tables import to_csv, to_markdown, to_text
-from nanogpt_bench.runs.load import load_run
 
 #: Student's own example (1908): hours of sleep gained under two drugs by the same ten patients
 FIRST = [0.7, -1.6, -0.2, -1.2, -0.1, 3.4, 3.7, 0.8, 0.0, 2.0]
@@ -68,14 +67,9 @@ def folders(tmp_path, write_run, *, seeds, low=(1.9,)):
     ]
 
 
-def measured(paths, baseline="fp32"):
-    rows = group_rows([load_run(path) for path in paths])
-    return measure(rows, find_reference(rows, baseline))
-
-
 def test_every_table_has_the_interval_or_says_that_no_difference_was_found(tmp_path, write_run):
     paths = folders(tmp_path, write_run, seeds=4)
-    results = measured(paths)
+    results = measured(paths, "fp32")
     reference, lower, same = (result.difference for result in results)
     assert reference is None
     assert lower.high < 0 < lower.seeds == 4
@@ -102,17 +96,17 @@ def test_a_pair_on_two_processors_is_marked(tmp_path, write_run):
         of_sgd = {"cpu_capability": "AVX512"} if path.name == "sgd-1" else {}
         facts = json.loads(place.read_text()) if place.is_file() else {}
         place.write_text(json.dumps(facts | here | of_sgd))
-    reference, marked, plain = measured(paths)
+    reference, marked, plain = measured(paths, "fp32")
     assert (reference.difference, marked.difference.apart, plain.difference.apart) == (None, True, False)
     assert difference_text(marked.difference).endswith(" †")
     assert "†: two processors" in to_text([reference, marked, plain])
-    assert "†" not in to_text(measured([path for path in paths if not path.name.startswith("sgd")]))
+    assert "†" not in to_text(measured([path for path in paths if not path.name.startswith("sgd")], "fp32"))
     (paths[0] / "environment.json").write_text(json.dumps({"cpu": "one", "platform": "Linux"}))  # an older record
-    assert not measured(paths)[2].difference.apart
+    assert not measured(paths, "fp32")[2].difference.apart
 
 
 def test_one_seed_is_a_lead_without_an_interval(tmp_path, write_run):
-    results = measured(folders(tmp_path, write_run, seeds=1))
+    results = measured(folders(tmp_path, write_run, seeds=1), "fp32")
     for text in (to_text(results), to_markdown(results)):
         assert "run (one seed: a lead)" in text
         assert "gap to fp32" in text

@@ -7,18 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from run_folders import write_run
+from run_folders import measured, write_run
 
 from nanogpt_bench.report.build import report
-from nanogpt_bench.report.results import Result, measure
+from nanogpt_bench.report.results import measure
 from nanogpt_bench.report.rows import find_reference, group_rows
 from nanogpt_bench.report.tables import to_csv
 from nanogpt_bench.runs.load import Run, load_run
-
-
-def measured(folders: list[Path]) -> list[Result]:
-    rows = group_rows([load_run(folder) for folder in folders])
-    return measure(rows, find_reference(rows))
 
 
 @pytest.fixture

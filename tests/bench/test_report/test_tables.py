@@ -9,10 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from run_folders import measured
 
 from nanogpt_bench.report.build import report
-from nanogpt_bench.report.results import Figure, Result, measure
-from nanogpt_bench.report.rows import Row, find_reference, group_rows
+from nanogpt_bench.report.results import Figure, Result
+from nanogpt_bench.report.rows import Row
 from nanogpt_bench.report.tables import (
     CSV_FIELDS,
     WIDEST,
@@ -22,7 +23,7 @@ from nanogpt_bench.report.tables import (
     to_text,
 )
 from nanogpt_bench.report.verdict import Outcome, Verdict
-from nanogpt_bench.runs.load import Run, load_run
+from nanogpt_bench.runs.load import Run
 
 #: label, loss, bytes, stall, arrived, alerts
 ROWS = (
@@ -58,11 +59,6 @@ def result(label: str, loss: float, size: float, stall: float | None, arrived: f
 
 def headings(results: list[Result]) -> list[str]:
     return [column.heading.partition(" (")[0] for column in shown_columns(results)]
-
-
-def measured(paths, baseline=None):
-    rows = group_rows([load_run(path) for path in paths])
-    return measure(rows, find_reference(rows, baseline))
 
 
 def csv_lines(results: list[Result]) -> list[dict[str, str]]:
