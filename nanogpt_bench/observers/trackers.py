@@ -8,7 +8,6 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -202,24 +201,28 @@ class WandbTracker:
         run_id = tracking.wandb_id or known.get("id")
         exists = tracking.wandb_id is not None or known.get("mode") == "online"
         resume = {"resume": "must" if exists else "allow"} if run_id and mode == "online" else {}
-        begin = partial(
-            self._wandb.init,
-            dir=str(run_dir),
-            project=os.environ.get("WANDB_PROJECT", "nanogpt-bench"),
-            name=run_dir.name,
-            id=run_id,
-            tags=[tag for tag in (*os.environ.get("WANDB_TAGS", "").split(","), config.rule) if tag],
-            config=config.model_dump(),
-            mode=mode,
-            allow_val_change=bool(known),  # a resumed run may have been given another setting
-            settings=self._wandb.Settings(silent=True, console="off", init_timeout=SECONDS_TO_CONNECT),
-        )
+
+        def begin(**how: str) -> Any:  # of what is new each time: wandb writes into what it is given
+            return self._wandb.init(
+                dir=str(run_dir),
+                project=os.environ.get("WANDB_PROJECT", "nanogpt-bench"),
+                name=run_dir.name,
+                id=run_id,
+                tags=[tag for tag in (*os.environ.get("WANDB_TAGS", "").split(","), config.rule) if tag],
+                config=config.model_dump(),
+                mode=mode,
+                allow_val_change=bool(known),  # a resumed run may have been given another setting
+                settings=self._wandb.Settings(silent=True, console="off", init_timeout=SECONDS_TO_CONNECT),
+                **how,
+            )
+
         self._run: Any = None
         if after >= 0 and run_id and tracking.wandb_id is None:
             try:
                 self._run = begin(resume_from=f"{run_id}?_step={after}")
             except self._wandb.errors.Error as error:  # a server without this, or a part that it has not been sent yet
                 _LOG.warning("W&B keeps the steps beyond %d that it has of this run: %s", after, one_line(error))
+                self._wandb.teardown()  # whose process would go on holding the id
         self._run = self._run or begin(**resume)
         self._mode, self._run_dir, self._artifacts = mode, run_dir, tracking.wandb_artifacts
 

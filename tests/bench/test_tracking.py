@@ -7,8 +7,10 @@ import logging
 import math
 import struct
 from collections.abc import Callable, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import import_module
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -333,6 +335,30 @@ def test_a_resumed_run_goes_on_in_the_same_wandb_run(
     assert (second.exit_code, summary["trackers"]["wandb"]["id"]) == (0, "abc123")
     refused = "W&B keeps the steps beyond 4 that it has of this run: rewind is not enabled"
     assert caplog.messages.count(refused) == (not rewinds and not given)
+
+
+def test_a_server_that_withdraws_no_steps_is_called_again_without(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    called = []
+
+    class Refusing(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            said = self.rfile.read(int(self.headers["content-length"]))
+            called.extend(name for name in ("RewindRun", "RunResumeStatus") if b'"' + name.encode() + b'"' in said)
+            self.send_response(400)
+            self.end_headers()
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+        config, known = tiny(rule="fp32", tracking__wandb="online"), {"id": "abc123", "mode": "online"}
+        with pytest.raises(Exception, match="error 400"):
+            build.WandbTracker(config, tmp_path, known, 4)
+        server.shutdown()
+    assert list(dict.fromkeys(called)) == ["RewindRun", "RunResumeStatus"]
 
 
 def test_a_resumed_run_withdraws_steps_in_wandbs_own_files(tiny: Tiny, tmp_path: Path) -> None:
