@@ -1,5 +1,6 @@
 """Optimizers over weights that live on a grid: direction x stiffness x write-back."""
 
+from fp8manifold.optim._adopted import adamw_state, adopted_state
 from fp8manifold.optim._backends import StepView
 from fp8manifold.optim._checks import anneal
 from fp8manifold.optim._in_backward import InBackward, step_in_backward
@@ -31,6 +32,8 @@ __all__ = [
     "StiffnessSGD",
     "StiffnessWrapper",
     "WriteBack",
+    "adamw_state",
+    "adopted_state",
     "anneal",
     "muon_report",
     "rows_of_state",
