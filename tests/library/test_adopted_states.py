@@ -149,6 +149,13 @@ def test_moments_change_over_a_run(name: str, before: str, after: str) -> None:
     train(net, second, 1)
 
 
+def test_steps_count_from_where_the_averages_were_cleared() -> None:
+    net = model()
+    optimizer = optim.StiffnessAdamW(net.parameters(), lr=LR, reset_every=2)
+    train(net, optimizer, 3)
+    assert {float(entry["step"]) for entry in optim.adamw_state(saved(optimizer))["state"].values()} == {1.0}
+
+
 def edited(**entries: Any) -> dict[str, Any]:
     state = of_torch(1)[1].state_dict()
     state["state"][0] = {name: value for name, value in (state["state"][0] | entries).items() if value is not None}
