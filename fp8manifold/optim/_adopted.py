@@ -9,7 +9,6 @@ from fp8manifold._numerics.stiffness import sqrt_exact
 from fp8manifold._ranks import share_of
 from fp8manifold.optim._checks import check_state
 from fp8manifold.optim._directions import MOMENT_NAMES, NUMBERS
-from fp8manifold.optim._optimizer import ManifoldOptimizer
 from fp8manifold.optim._slot import Slot, is_quantized, slot_of
 from fp8manifold.optim._spec import BOUND_NAMES, Spec
 from fp8manifold.optim._state import new_stream, twins
@@ -24,7 +23,7 @@ _HALF: Final = 0x8000_8000 - 2**32
 
 
 @torch.no_grad()
-def adopted_state(state_dict: dict[str, Any], optimizer: ManifoldOptimizer) -> dict[str, Any]:
+def adopted_state(state_dict: dict[str, Any], optimizer: Any) -> dict[str, Any]:
     """A state of torch's ``AdamW``, or one saved with other ``moments``, as ``optimizer.load_state_dict`` takes it.
 
     Parameters are matched by their order, as torch does.  Averages that are stored shorter are rounded to nearest;
@@ -34,7 +33,7 @@ def adopted_state(state_dict: dict[str, Any], optimizer: ManifoldOptimizer) -> d
 
     Args:
         state_dict: as ``torch.load(path, weights_only=True)`` gives it, of a Trainer's ``optimizer.pt`` too; unchanged.
-        optimizer: over all of each parameter: :func:`rows_of_state` comes after this where they are sharded.
+        optimizer: of this library, over all of each parameter: :func:`rows_of_state` comes after this where they are sharded.
 
     Raises:
         TypeError: no state.

@@ -189,4 +189,4 @@ def test_only_adamws_averages_are_torchs() -> None:
     with pytest.raises(ValueError, match="one of Madam, not of StiffnessAdamW"):
         optim.adamw_state(optim.Madam(net.parameters()).state_dict())
     with pytest.raises(TypeError, match="state_dict must be a dict, not list"):
-        optim.adopted_state([], like(net))  # type: ignore[arg-type]
+        optim.adopted_state([], like(net))
