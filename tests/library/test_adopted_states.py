@@ -63,8 +63,8 @@ def test_training_goes_on_where_torch_left_off(steps: int) -> None:
     assert len({entry["stream"] for entry in optimizer.state.values()}) == (6 if steps else 0)
     train(net, adamw, 3)
     train(other, optimizer, 3)
-    for ours, theirs in zip(other.parameters(), net.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-7)
+    for p, q in zip(other.parameters(), net.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=1e-7)
     back = torch.optim.AdamW(like(model()).param_groups)  # and back into torch's
     back.load_state_dict(optim.adamw_state(saved(optimizer)))
     assert back.param_groups[0]["lr"] == LR
@@ -189,4 +189,4 @@ def test_only_adamws_averages_are_torchs() -> None:
     with pytest.raises(ValueError, match="one of Madam, not of StiffnessAdamW"):
         optim.adamw_state(optim.Madam(net.parameters()).state_dict())
     with pytest.raises(TypeError, match="state_dict must be a dict, not list"):
-        optim.adopted_state([], like(net))
+        optim.adopted_state([], like(net))  # type: ignore[arg-type]
