@@ -33,7 +33,7 @@ def adopted_state(state_dict: dict[str, Any], optimizer: Any) -> dict[str, Any]:
 
     Args:
         state_dict: as ``torch.load(path, weights_only=True)`` gives it, of a Trainer's ``optimizer.pt`` too; unchanged.
-        optimizer: of this library, over whole parameters: :func:`rows_of_state` comes after this where they are sharded.
+        optimizer: of this library, over whole parameters: :func:`rows_of_state` comes after this for sharded ones.
 
     Raises:
         TypeError: no state.
