@@ -1,5 +1,6 @@
 """Optimizers over weights that live on a grid: direction x stiffness x write-back."""
 
+from fp8manifold.optim._adopted import adamw_state, adopted_state
 from fp8manifold.optim._backends import StepView
 from fp8manifold.optim._checks import anneal
 from fp8manifold.optim._graphed import graphed
@@ -32,6 +33,8 @@ __all__ = [
     "StiffnessSGD",
     "StiffnessWrapper",
     "WriteBack",
+    "adamw_state",
+    "adopted_state",
     "anneal",
     "graphed",
     "muon_report",

@@ -301,7 +301,7 @@ def check_entry(entry: dict[str, Any], parameter: Tensor, group: dict[str, Any],
         if name in entry and entry[name].dtype != dtype:
             raise ValueError(
                 f"{_state_of(parameter)} has {name} in {entry[name].dtype}, but "
-                f"moments={moments!r} keeps it in {dtype}: moments can't change over a run"
+                f"moments={moments!r} keeps it in {dtype}: load optim.adopted_state(state, optimizer) instead"
             )
         if name in entry and bounds.get(name, name) not in entry:
             raise ValueError(
@@ -382,7 +382,8 @@ def warn_of_overridden(optimizer: Any, before: Sequence[dict[str, Any]]) -> None
         for name in sorted(optimizer.defaults.keys() - _MOVING):
             ours, theirs = _comparable(given.get(name)), _comparable(loaded.get(name))
             if ours != theirs:
-                found[f"{name}={theirs!r} in place of {ours!r}"] = None
+                other = " (optim.adopted_state(state, optimizer) keeps these)" if name == "moments" else ""
+                found[f"{name}={theirs!r} in place of {ours!r}{other}"] = None
     if found:
         warnings.warn(
             f"{type(optimizer).__name__} goes on with options of the loaded state, not with those that it was made "

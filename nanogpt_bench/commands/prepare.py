@@ -14,17 +14,21 @@ from nanogpt_bench.system.errors import BenchError, counted
 #: the sources an option means something to, by the option's name in the parsed arguments
 GOES_WITH = {
     "task": ("eurlex",),
-    "input": ("text",),
+    "input": ("text", "nanogpt"),
     "data_dir": ("eurlex", "hub"),
     "revision": ("eurlex", "hub"),
     "dataset": ("hub",),
     "config": ("hub",),
     "column": ("hub",),
 }
-NEEDS = {"text": {"input": "--input FILE"}, "hub": {"dataset": "--dataset ID", "column": "--column COL"}}
+NEEDS = {
+    "text": {"input": "--input FILE"},
+    "hub": {"dataset": "--dataset ID", "column": "--column COL"},
+    "nanogpt": {"input": "--input FOLDER", "tokenizer": "--tokenizer {byte,char,gpt2}: meta.pkl is never unpickled"},
+}
 
 
-SOURCES = ("stdlib", "eurlex", "hub", "text")
+SOURCES = ("stdlib", "eurlex", "hub", "text", "nanogpt")
 PREPARED = ("text", "labels")
 
 
@@ -36,6 +40,7 @@ def add_parser(commands: Any, text: str) -> Any:
         description="Turn a text into train.bin, val.bin (uint16 tokens) and meta.json.",
         epilog="examples:\n  nanogpt-bench prepare stdlib\n"
         "  nanogpt-bench prepare text --input book.txt --tokenizer char --out data/book\n"
+        "  nanogpt-bench prepare nanogpt --input nanoGPT/data/openwebtext --tokenizer gpt2\n"
         "  nanogpt-bench prepare eurlex --tokenizer gpt2 --limit-tokens 10000000\n"
         "  nanogpt-bench prepare eurlex --data-dir lex_glue --out data/eurlex\n"
         "  nanogpt-bench prepare eurlex --task labels\n"
@@ -46,7 +51,7 @@ def add_parser(commands: Any, text: str) -> Any:
         type=one_of(SOURCES),
         metavar=braced(SOURCES),
         help="stdlib: the help topics and docstrings of the Python standard library; eurlex: English EU legislation; "
-        "hub: any text data set of the Hugging Face hub; text: any UTF-8 file",
+        "hub: any text data set of the Hugging Face hub; text: any UTF-8 file; nanogpt: its train.bin and val.bin",
     )
     _add_source_options(parser)
     parser.add_argument(
@@ -61,7 +66,6 @@ def add_parser(commands: Any, text: str) -> Any:
     parser.add_argument(
         "--tokenizer",
         type=tokenizer,
-        default="byte",
         metavar="{byte,char,gpt2,bpe-N,MODEL}",
         help="byte: 256 bytes and an end of text; char: the text's own characters; gpt2: GPT-2's 50257 byte pairs; "
         "bpe-N: N tokens of the text's own byte pairs, such as bpe-4096; "
@@ -78,7 +82,7 @@ def _add_source_options(parser: Any) -> None:
         metavar=braced(PREPARED),
         help="eurlex: text; labels: documents with their EUROVOC labels (default: text)",
     )
-    parser.add_argument("--input", type=Path, metavar="FILE", help="the UTF-8 file (text)")
+    parser.add_argument("--input", type=Path, metavar="FILE", help="the UTF-8 file (text), or the folder (nanogpt)")
     parser.add_argument("--dataset", metavar="ID", help="the data set's id on the hub, such as OWNER/NAME (hub)")
     parser.add_argument("--config", metavar="C", help="its configuration (hub; default: its only one)")
     parser.add_argument("--column", metavar="COL", help="its column of text (hub)")
@@ -129,16 +133,18 @@ def default_folder(args: argparse.Namespace) -> Path:
     if args.source == "stdlib":
         return Path(DEFAULT_DATA_DIR)
     made = "" if args.task in (None, "text") else f"-{args.task}"
+    if args.source == "nanogpt":
+        return Path("data") / f"nanogpt-{args.input.resolve().name}"
     names = {"eurlex": f"eurlex{made}", "hub": (args.dataset or "").rpartition("/")[2]}
     return Path("data") / (names.get(args.source) or args.input.stem)
 
 
 def _prepare(args: argparse.Namespace, out: Path) -> dict[str, Any]:
     from nanogpt_bench.data.dataset import prepare_eurlex, prepare_hub
-    from nanogpt_bench.data.text import prepare_stdlib, prepare_text
+    from nanogpt_bench.data.text import prepare_nanogpt, prepare_stdlib, prepare_text
 
     options: dict[str, Any] = {
-        "tokenizer": args.tokenizer,
+        "tokenizer": args.tokenizer or "byte",
         "limit": args.limit_tokens,
         "progress": sys.stderr.isatty(),
     }
@@ -146,6 +152,8 @@ def _prepare(args: argparse.Namespace, out: Path) -> dict[str, Any]:
         return prepare_stdlib(out, **options)
     if args.source == "text":
         return prepare_text(args.input, out, **options)
+    if args.source == "nanogpt":
+        return prepare_nanogpt(args.input, out, **options)
     options |= {"revision": args.revision, "data_dir": args.data_dir}
     if args.source == "eurlex":
         return prepare_eurlex(out, **options, task=args.task or "text")

@@ -19,10 +19,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from nanogpt_bench.config.schema import DEFAULT_DATA_DIR
 from nanogpt_bench.data.tokenizers import make_tokenizer
-from nanogpt_bench.data.write import write_corpus
-from nanogpt_bench.system.errors import BenchError
+from nanogpt_bench.data.write import write_corpus, write_tokens
+from nanogpt_bench.system.errors import BenchError, counted, unknown
 
 #: share of the characters that train, as nanoGPT's shakespeare_char splits them
 TRAIN_SHARE = 0.9
@@ -46,6 +49,53 @@ def prepare_text(
     }
     splits = {"train": [text[:cut]], "val": [text[cut:]]}
     return write_corpus(out, splits, make_tokenizer(tokenizer, text, splits["train"]), source, progress, limit)
+
+
+#: whose tokens a folder of nanoGPT's may hold
+OF_NANOGPT = ("byte", "char", "gpt2")
+
+
+def prepare_nanogpt(
+    folder: Path, out: Path, tokenizer: str, *, limit: int | None = None, progress: bool = False
+) -> dict[str, Any]:
+    """Prepare nanoGPT's own data in folder `out`: the tokens of train.bin and val.bin as they are, uint16.
+
+    Which they are is told by `tokenizer`, for a meta.pkl would run what is in it: it is never read. The characters of
+    `char` are those of input.txt beside it, whose tokens have to be these.
+
+    Raises:
+        BenchError: files that are missing or of half a token, another tokenizer, tokens that it does not have.
+    """
+    if tokenizer not in OF_NANOGPT:
+        raise unknown("tokenizer", tokenizer, OF_NANOGPT)
+    splits = {split: _tokens_in(folder / f"{split}.bin") for split in ("train", "val")}
+    text = ""
+    if tokenizer == "char":
+        if not (folder / "input.txt").is_file():
+            raise BenchError(
+                f"--tokenizer char needs {str(folder / 'input.txt')!r}, whose characters it has: meta.pkl is never "
+                "unpickled; put the text there, or give prepare text --input FILE --tokenizer char"
+            )
+        text = read_text(folder / "input.txt")
+    made = make_tokenizer(tokenizer, text)
+    for split, tokens in splits.items():
+        if (largest := int(tokens.max())) >= made.vocab_size:
+            raise BenchError(
+                f"{str(folder / f'{split}.bin')!r} holds token {largest}: {tokenizer} has 0 to {made.vocab_size - 1}"
+            )
+    if text and not np.array_equal(made.encode(text), np.concatenate([splits["train"], splits["val"]])):
+        raise BenchError(f"{str(folder)!r}: train.bin and val.bin are not the characters of its input.txt")
+    source = {"kind": "nanogpt", "file": folder.resolve().name}
+    return write_tokens(out, splits, made, source, limit)
+
+
+def _tokens_in(path: Path) -> NDArray[np.uint16]:
+    try:
+        if (size := path.stat().st_size) % 2 or not size:
+            raise BenchError(f"{str(path)!r} has {counted(size, 'byte')}; uint16 tokens take two each")
+        return np.memmap(path, dtype="<u2", mode="r")
+    except OSError as error:
+        raise BenchError(f"{str(path)!r} can't be read: {error.strerror}") from None
 
 
 def read_text(path: Path) -> str:

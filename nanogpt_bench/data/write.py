@@ -75,6 +75,26 @@ def write_corpus(
     return meta
 
 
+def write_tokens(
+    out: Path, splits: Mapping[str, Tokens], tokenizer: Tokenizer, source: dict[str, Any], limit: int | None = None
+) -> dict[str, Any]:
+    """Write the tokens of each split, which somebody else made of one text, and return meta.json's content."""
+    limits, counts = split_limits(limit), dict[str, dict[str, Any]]()
+    check_folder(out)
+    with _sibling(out) as folder:
+        for split, tokens in splits.items():
+            path, kept = folder / f"{split}.bin", tokens[: limits[split]]
+            kept.tofile(path)
+            size = sum(tokenizer.byte_count(kept[start : start + CHUNK]) for start in range(0, len(kept), CHUNK))
+            counts[split] = {"documents": 1, "tokens": len(kept), "bytes": size, "sha256": sha256(path)}
+        _check_counts(counts, source)
+        meta = {**tokenizer.meta(), "source": source, "splits": counts}
+        (folder / "meta.json").write_text(json.dumps(meta, indent=1, ensure_ascii=False), encoding="utf-8")
+        check_folder(out)
+        _replace(folder, out)
+    return meta
+
+
 def split_limits(limit: int | None) -> dict[str, int | None]:
     """Return the most tokens of each split.
 

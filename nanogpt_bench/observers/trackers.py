@@ -151,7 +151,7 @@ def _wanted(config: Config) -> list[str]:
 
 
 _STARTERS: dict[str, Callable[[Config, Path, Mapping[str, Any], int], Tracker]] = {
-    "wandb": lambda config, run_dir, earlier, _: WandbTracker(config, run_dir, earlier),
+    "wandb": lambda *given: WandbTracker(*given),
     "tensorboard": lambda _, run_dir, __, after: TensorBoardTracker(run_dir, after),
 }
 
@@ -186,30 +186,44 @@ class TensorBoardTracker:
 class WandbTracker:
     """One W&B run: a `log` call a step, histograms of weights and gradients; at the end the summary.
 
-    With `tracking.wandb_artifacts` the last checkpoint is a version of an artifact of type model. An online run that
-    has an id, given or that of an `earlier` part, is resumed; offline the id tells a later `wandb sync` where the steps
-    belong. Steps that W&B has already are logged there no second time.
+    With `tracking.wandb_artifacts` the last checkpoint is a version of an artifact of type model. A run that goes on
+    in that of an `earlier` part withdraws the steps beyond `after`; offline a later `wandb sync` does. An online run
+    whose id is given is resumed as it is, for its steps may be another's; so is one that the server does not withdraw
+    steps of: those that W&B has already are logged there no second time then.
     """
 
-    def __init__(self, config: Config, run_dir: Path, earlier: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, config: Config, run_dir: Path, earlier: Mapping[str, Any] | None = None, after: int = -1
+    ) -> None:
         tracking, known = config.tracking, earlier or {}
         self._wandb: Any = import_module("wandb")
         mode = _mode(self._wandb, tracking.wandb)
         run_id = tracking.wandb_id or known.get("id")
         exists = tracking.wandb_id is not None or known.get("mode") == "online"
         resume = {"resume": "must" if exists else "allow"} if run_id and mode == "online" else {}
-        self._run: Any = self._wandb.init(
-            dir=str(run_dir),
-            project=os.environ.get("WANDB_PROJECT", "nanogpt-bench"),
-            name=run_dir.name,
-            id=run_id,
-            tags=[tag for tag in (*os.environ.get("WANDB_TAGS", "").split(","), config.rule) if tag],
-            config=config.model_dump(),
-            mode=mode,
-            allow_val_change=bool(known),  # a resumed run may have been given another setting
-            settings=self._wandb.Settings(silent=True, console="off", init_timeout=SECONDS_TO_CONNECT),
-            **resume,
-        )
+
+        def begin(**how: str) -> Any:  # of what is new each time: wandb writes into what it is given
+            return self._wandb.init(
+                dir=str(run_dir),
+                project=os.environ.get("WANDB_PROJECT", "nanogpt-bench"),
+                name=run_dir.name,
+                id=run_id,
+                tags=[tag for tag in (*os.environ.get("WANDB_TAGS", "").split(","), config.rule) if tag],
+                config=config.model_dump(),
+                mode=mode,
+                allow_val_change=bool(known),  # a resumed run may have been given another setting
+                settings=self._wandb.Settings(silent=True, console="off", init_timeout=SECONDS_TO_CONNECT),
+                **how,
+            )
+
+        self._run: Any = None
+        if after >= 0 and run_id and tracking.wandb_id is None:
+            try:
+                self._run = begin(resume_from=f"{run_id}?_step={after}")
+            except self._wandb.errors.Error as error:  # a server without this, or a part that it has not been sent yet
+                _LOG.warning("W&B keeps the steps beyond %d that it has of this run: %s", after, one_line(error))
+                self._wandb.teardown()  # whose process would go on holding the id
+        self._run = self._run or begin(**resume)
         self._mode, self._run_dir, self._artifacts = mode, run_dir, tracking.wandb_artifacts
 
     @property

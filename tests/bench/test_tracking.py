@@ -7,7 +7,10 @@ import logging
 import math
 import struct
 from collections.abc import Callable, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import import_module
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -190,12 +193,14 @@ class FakeWandb:
         self.logged: list[tuple[int, dict[str, float]]] = []
         self.summary: dict[str, Any] = {}
         self.exit_code: int | None = None
-        self.id, self.project = "abc123", "p"
+        self.id, self.project, self.rewinds = "abc123", "p", True
         monkeypatch.setattr(wandb, "init", self.init)
         monkeypatch.setattr(wandb, "login", lambda *, prompt, verify: key is not None and not prompt and not verify)
 
     def init(self, **given: Any) -> FakeWandb:
         self.given = given
+        if "resume_from" in given and not self.rewinds:
+            raise import_module("wandb").errors.CommError("rewind is not\nenabled")
         return self
 
     def log(self, record: dict[str, float], step: int | None = None) -> None:
@@ -299,32 +304,89 @@ def broken_off(config: Config, run_dir: Path, at: int) -> None:
         run(config, run_dir, on_progress=break_off)
 
 
-@pytest.mark.parametrize(("mode", "resume", "run_id"), [("online", "must", "abc123"), ("offline", None, "abc123")])
+@pytest.mark.parametrize("mode", ["online", "offline"])
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("rewinds", [False, True])
 def test_a_resumed_run_goes_on_in_the_same_wandb_run(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, resume: str | None, run_id: str
+    tiny: Tiny,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    mode: str,
+    given: bool,
+    rewinds: bool,
 ) -> None:
+    """From the checkpoint's step, but for a run that was there before ours, and for a server that can't."""
     config = tiny(rule="fp32", tracking__wandb=mode, checkpoint__every=2)
     first = FakeWandb(monkeypatch, "k")
     broken_off(config, tmp_path / "r", at=5)
     assert (first.given["id"], first.exit_code) == (None, 1)
     facts = read(step_file(tmp_path / "r", 4), only=()).facts["trackers"]
-    assert facts["wandb"]["id"] == run_id
+    assert facts["wandb"]["id"] == "abc123"
     second = FakeWandb(monkeypatch, "k")
+    second.rewinds = rewinds
+    config.tracking.wandb_id = "abc123" if given else None
     summary = run(config, tmp_path / "r", resume=True, say=lambda line: None)
-    assert (second.given["id"], second.given.get("resume")) == (run_id, resume)
+    back = {"resume": None, "resume_from": "abc123?_step=4"} if rewinds and not given else {"resume_from": None}
+    back = {"resume": "must" if mode == "online" else None, **back}
+    assert {name: second.given.get(name) for name in ("id", *back)} == {"id": "abc123", **back}
     assert second.given["allow_val_change"]
     assert [step for step, _ in second.logged] == [5, 6]
-    assert (second.exit_code, summary["trackers"]["wandb"]["id"]) == (0, run_id)
+    assert (second.exit_code, summary["trackers"]["wandb"]["id"]) == (0, "abc123")
+    refused = "W&B keeps the steps beyond 4 that it has of this run: rewind is not enabled"
+    assert caplog.messages.count(refused) == (not rewinds and not given)
 
 
-def test_a_resumed_run_goes_on_in_wandbs_own_files(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_server_that_withdraws_no_steps_is_called_again_without(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("wandb")
+    called = []
+
+    class Refusing(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            said = self.rfile.read(int(self.headers["content-length"]))
+            called.extend(name for name in ("RewindRun", "RunResumeStatus") if b'"' + name.encode() + b'"' in said)
+            self.send_response(400)
+            self.end_headers()
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+        config, known = tiny(rule="fp32", tracking__wandb="online"), {"id": "abc123", "mode": "online"}
+        with pytest.raises(Exception, match="error 400"):
+            build.WandbTracker(config, tmp_path, known, 4)
+        server.shutdown()
+    assert list(dict.fromkeys(called)) == ["RewindRun", "RunResumeStatus"]
+
+
+def test_a_resumed_run_withdraws_steps_in_wandbs_own_files(tiny: Tiny, tmp_path: Path) -> None:
+    """A reader of both parts, as `wandb sync` is, has every step once: those after the checkpoint are the second's."""
+    wandb = pytest.importorskip("wandb")
     config = tiny(rule="fp32", tracking__wandb="offline", checkpoint__every=2)
     broken_off(config, tmp_path / "r", at=5)
     summary = run(config, tmp_path / "r", resume=True, say=lambda line: None)
-    files = list((tmp_path / "r" / "wandb").glob("offline-run-*/run-*.wandb"))
+    wandb.teardown()
+    files = sorted((tmp_path / "r" / "wandb").glob("offline-run-*/run-*.wandb"), key=lambda file: file.stat().st_mtime)
     assert {file.stem for file in files} == {f"run-{summary['trackers']['wandb']['id']}"}
     assert summary["trackers"]["wandb"]["dropped"] is None
+    losses: dict[int, Any] = {}
+    logged, withdrawn = [], []
+    for record in (record for file in files for record in records_of(file)):
+        if record.HasField("run") and record.run.HasField("branch_point"):
+            point = record.run.branch_point
+            assert (point.run, point.metric) == (summary["trackers"]["wandb"]["id"], "_step")
+            withdrawn = [step for step in losses if step > point.value]
+            losses = {step: loss for step, loss in losses.items() if step <= point.value}
+        values = {item.nested_key[0] if item.nested_key else item.key: item.value_json for item in record.history.item}
+        if "train/loss" in values:
+            assert record.history.step.num not in losses
+            logged.append(record.history.step.num)
+            losses[record.history.step.num] = json.loads(values["train/loss"])
+    assert (logged, withdrawn) == ([1, 2, 3, 4, 5, 5, 6], [5])
+    records = recorded(tmp_path / "r")[1:]
+    assert losses == {record["step"]: pytest.approx(record["train/loss"]) for record in records}
 
 
 def test_a_resumed_run_goes_on_in_tensorboard(tiny: Tiny, tmp_path: Path) -> None:

@@ -282,14 +282,22 @@ def test_an_average_of_bare_parameters_is_in_floats() -> None:
     assert torch.equal(average.module.first, torch.full((N,), 2.0))
 
 
-def test_an_average_of_bfloat16_is_in_float32() -> None:
-    model = quantized("nearest").to(torch.bfloat16)
-    average = fm.averaged_model(model)
-    for _ in range(2):
+@pytest.mark.parametrize("kind", ["bfloat16", "codes", "codes and bfloat16"])
+def test_an_average_of_bfloat16_or_codes_is_in_float32(kind: str) -> None:
+    """An average in their own numbers would drop what is below half a spacing of them."""
+    model = quantized("nearest") if "codes" in kind else torch.nn.Sequential(torch.nn.Linear(64, 32))
+    model = model.to(torch.bfloat16 if "bfloat16" in kind else torch.float32)
+    average, wanted = fm.averaged_model(model), [torch.zeros(p.shape) for p in model.parameters()]
+    for seen in range(4):
+        for seed, (p, mean) in enumerate(zip(model.parameters(), wanted, strict=True)):
+            with torch.no_grad():
+                p.copy_(normal(*p.shape, seed=10 * seen + seed))
+            mean += ((p.dequantize() if isinstance(p, fm.FP8Tensor) else p).detach().float() - mean) / (seen + 1)
         average.update_parameters(model)
-    for ours, its in zip(average.module.parameters(), model.parameters(), strict=True):
-        assert ours.dtype == torch.float32
-        assert torch.equal(ours, its.dequantize().float() if isinstance(its, fm.FP8Tensor) else its.float())
+    for ours, mean in zip(average.module.parameters(), wanted, strict=True):
+        assert (ours.dtype, type(ours)) == (torch.float32, torch.nn.Parameter)
+        assert torch.equal(ours, mean)
+        assert not torch.equal(ours, ours.bfloat16().float())
 
 
 class Averaged(torch.nn.Module):
