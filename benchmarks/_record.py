@@ -36,11 +36,7 @@ def machine(device: str = "cpu") -> str:
 
 
 def record(
-    peer: str,
-    columns: Sequence[str],
-    rows: Iterable[Sequence[Cell]],
-    device: str = "cpu",
-    packages: Iterable[str] = (),
+    peer: str, columns: Sequence[str], rows: Iterable[Sequence[Cell]], device: str = "cpu", packages: Iterable[str] = ()
 ) -> Path:
     """Write the figures of the script that runs, with what they are ratios to and where they were taken.
 

@@ -22,11 +22,7 @@ from _forms import add_form_options, text_table
 from _record import Cell, add_option, record
 
 #: width, inner width, layers, tokens of a model of about as many weights
-SIZES: Final = {
-    "0.2M": (64, 192, 4, 64),
-    "277M": (1024, 4096, 16, 8192),
-    "1.2B": (2048, 8192, 16, 128256),
-}
+SIZES: Final = {"0.2M": (64, 192, 4, 64), "277M": (1024, 4096, 16, 8192), "1.2B": (2048, 8192, 16, 128256)}
 #: what is read, and how; in which dtype the weights appear
 WAYS: Final = {
     "from_pretrained(quantization_config=...)": ("codes", "auto"),

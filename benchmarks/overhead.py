@@ -4,8 +4,8 @@
 
 One thread, forward and backward over a few tokens, so that nearly all of it is Python and torch's dispatcher:
 
-    a card's path    a layer under autocast as on a card, with kernels that do nothing; its scale is in bfloat16, as a card
-                     multiplies two dtypes in one launch, where this CPU makes a copy first
+    a card's path    a layer under autocast as on a card, with kernels that do nothing; its scale is in bfloat16, as
+                     a card multiplies two dtypes in one launch, where this CPU makes a copy first
     a CPU's          a layer in float32
     compiled         a stack of layers with a GELU after each, compiled whole; the times are of one layer
     a step           `step()` of StiffnessAdamW over one-byte weights, with kernels that do nothing and on a CPU, beside

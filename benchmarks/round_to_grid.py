@@ -52,11 +52,7 @@ def ours(x: torch.Tensor) -> Iterator[Contender]:
     compiled = torch.compile(fm.round_to_grid)
     for name in ("E4M3", "E7M0"):
         yield f"round_to_grid {name} nearest, torch.compile", lambda n=name: compiled(x, n), x.numel()
-    yield (
-        "round_to_grid E4M3 stochastic, torch.compile",
-        lambda: compiled(x, "E4M3", "stochastic", seed=1),
-        x.numel(),
-    )
+    yield ("round_to_grid E4M3 stochastic, torch.compile", lambda: compiled(x, "E4M3", "stochastic", seed=1), x.numel())
     codes = fm.encode(x, "E4M3")
     yield "encode E4M3", lambda: fm.encode(x, "E4M3"), x.numel()
     yield "decode E4M3", lambda: fm.decode(codes, "E4M3"), x.numel()

@@ -28,10 +28,7 @@ FORMAT = "E4M3"
 LINEAR = 0.01
 
 Of = Callable[[Result], Difference | None]
-TEXTS: dict[str, Of] = {
-    "new": lambda result: result.difference,
-    "old": lambda result: result.also_difference,
-}
+TEXTS: dict[str, Of] = {"new": lambda result: result.difference, "old": lambda result: result.also_difference}
 
 
 def rate(file: Exported) -> float:

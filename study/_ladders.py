@@ -38,11 +38,7 @@ def _data_size(run: Run) -> Any:
 
 LADDERS = (
     Ladder(
-        "length",
-        "Gap by length",
-        "steps",
-        lambda run: run.number("steps_planned"),
-        (re.compile(r" ?max_steps=\d+"),),
+        "length", "Gap by length", "steps", lambda run: run.number("steps_planned"), (re.compile(r" ?max_steps=\d+"),)
     ),
     Ladder(
         "data",

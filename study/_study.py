@@ -52,10 +52,7 @@ AGAINST = {
     ),
     "study_q2_muon_spacing": (*BASELINES, "E4M3 muon-stochastic"),
     "study_q5": ("fp32", "E5M2 stochastic"),
-    "study_q11_coarse": (
-        "E7M0 muon-stochastic draws=independent",
-        "E5M2 muon-stochastic draws=independent",
-    ),
+    "study_q11_coarse": ("E7M0 muon-stochastic draws=independent", "E5M2 muon-stochastic draws=independent"),
     "study_q11_e2m5": ("muon", "E2M5 muon-stochastic draws=independent"),
     "study_q11_law": ("muon", "E2M5 muon-stochastic draws=independent"),
     "study_q11_e4m3": ("muon", "E4M3 muon-stochastic draws=independent"),

@@ -9,12 +9,7 @@ from torch import Tensor
 from fp8manifold._base.reading import Later, eager_only
 from fp8manifold._numerics.stiffness import bounded_share, end_exponents, reference_stiffness
 from fp8manifold._ranks import local_of
-from fp8manifold.optim._agreement import (
-    all_finite,
-    in_every_process,
-    warn_of_one,
-    warn_of_skips,
-)
+from fp8manifold.optim._agreement import all_finite, in_every_process, warn_of_one, warn_of_skips
 from fp8manifold.optim._backends import StepView, note_changes, observed_step, run_all
 from fp8manifold.optim._checks import (
     CHANGING,

@@ -16,10 +16,7 @@ from fp8manifold._base.reading import eager_only
 from fp8manifold._encoded.storage import void_remainder
 from fp8manifold._native._arrays import content, spacings
 from fp8manifold._numerics.charts import Metric, chart_of
-from fp8manifold._numerics.codec import (
-    decode_bits,
-    decode_with_ulp,
-)
+from fp8manifold._numerics.codec import decode_bits, decode_with_ulp
 from fp8manifold._ranks import Share, local_of, share_of, spread
 from fp8manifold.distributed import rows_of
 from fp8manifold.formats import LAYOUTS, FloatFormat

@@ -10,22 +10,8 @@ from torch import Tensor, nn
 from fp8manifold._base.checks import check_choice, check_int, check_number
 from fp8manifold._numerics.charts import Metric
 from fp8manifold.optim._backends import StepView
-from fp8manifold.optim._checks import (
-    Schedule,
-    check_betas,
-    check_finite,
-    check_first_moment,
-    lr_of,
-    options_in,
-)
-from fp8manifold.optim._muon import (
-    ADJUSTMENTS,
-    COEFFICIENTS,
-    SHAPES,
-    adjusted_rate,
-    as_matrices,
-    take_muon_steps,
-)
+from fp8manifold.optim._checks import Schedule, check_betas, check_finite, check_first_moment, lr_of, options_in
+from fp8manifold.optim._muon import ADJUSTMENTS, COEFFICIENTS, SHAPES, adjusted_rate, as_matrices, take_muon_steps
 from fp8manifold.optim._slot import Parameters, Slot
 from fp8manifold.optim._sorting import sorted_groups
 from fp8manifold.optim._writeback import rule_of

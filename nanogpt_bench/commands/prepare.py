@@ -57,12 +57,7 @@ def add_parser(commands: Any, text: str) -> Any:
     parser.add_argument(
         "--limit-tokens", type=positive, metavar="N", help="stop after N tokens for training, N/10 for validation"
     )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="folder to write (default: data/ and the text's name)",
-    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder to write (default: data/ and the text's name)")
     parser.add_argument(
         "--tokenizer",
         type=tokenizer,

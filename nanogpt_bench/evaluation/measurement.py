@@ -27,11 +27,7 @@ EMBEDDINGS = "embeddings"
 
 @contextmanager
 def rounded(
-    model: nn.Module,
-    formats: Mapping[str, Any],
-    *,
-    tied: Literal["refuse", "untie", "leave"] = "leave",
-    **options: Any,
+    model: nn.Module, formats: Mapping[str, Any], *, tied: Literal["refuse", "untie", "leave"] = "leave", **options: Any
 ) -> Iterator[int]:
     """Round the layers that patterns name, and the embeddings; yield the bytes of the rounded weights.
 

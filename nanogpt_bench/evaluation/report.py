@@ -27,15 +27,7 @@ from nanogpt_bench.data.tokenizers import check_tokens, own_tokenizer
 from nanogpt_bench.evaluation.measurement import EMBEDDINGS, Measurement, Row
 from nanogpt_bench.evaluation.sensitivity import FILE, best_mixture, gaps_table, rows_table
 from nanogpt_bench.evaluation.weights import RunWeights, checked_overrides, folder_of, named_formats
-from nanogpt_bench.model.causal import (
-    Outline,
-    find_model,
-    is_linear,
-    load_causal,
-    load_narrow,
-    outline,
-    skeleton,
-)
+from nanogpt_bench.model.causal import Outline, find_model, is_linear, load_causal, load_narrow, outline, skeleton
 from nanogpt_bench.report.build import facts_of, write_report
 from nanogpt_bench.report.rows import group_rows
 from nanogpt_bench.runs.environment import environment
@@ -63,10 +55,7 @@ SETTINGS = (
 #: of a pretrained model: tokens of a window, windows, and windows at a time, where nobody gives them
 BLOCK, WINDOWS, BATCH = 256, 24, 4
 #: settings that mean nothing in a report of a run, and why
-_SET_OTHERWISE = {
-    "model.granularity": "give --scales",
-    "model.storage": "every row is stored in one byte a weight",
-}
+_SET_OTHERWISE = {"model.granularity": "give --scales", "model.storage": "every row is stored in one byte a weight"}
 #: a layer's block and its name there
 _IN_BLOCK = re.compile(r"(.*?\.\d+)\.(.+)")
 #: seconds between two lines of progress

@@ -29,11 +29,7 @@ _HEAD = 4096
 
 
 def report(
-    runs: Sequence[Path],
-    *,
-    out: Path,
-    baseline: str | None = None,
-    say: Callable[[str], None] | None = None,
+    runs: Sequence[Path], *, out: Path, baseline: str | None = None, say: Callable[[str], None] | None = None
 ) -> Path:
     """Rebuild page, figures and tables in `out` from run folders, folders of these, or results files; return the page.
 
@@ -66,12 +62,7 @@ def report(
     tunings = (*studies.tunings, *(file.tuning for file in files if file.tuning))
     facts = facts_of(loaded) | ({"Runs": there} if (there := shortfall(rows)) else {})
     return write_report(
-        rows,
-        out,
-        title=title,
-        facts=facts,
-        baseline=baseline,
-        studies=replace(studies, tunings=tunings),
+        rows, out, title=title, facts=facts, baseline=baseline, studies=replace(studies, tunings=tunings)
     )
 
 

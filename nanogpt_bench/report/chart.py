@@ -31,7 +31,7 @@ SCALES = {
     "diverging": (
         ("#08519C", "#7FB3DA", "#F5F5F3", "#F2A07B", "#B2330B"),
         ("#8CCBF8", "#2C6794", "#252A32", "#A4532A", "#FFA46B"),
-    ),
+    )
 }
 # The order in which rules take colours, so that a rule keeps its colour from report to report.
 RULE_ORDER = (
@@ -170,14 +170,7 @@ def of_row(channel: str, looks: Mapping[str, Look]) -> Spec:
     return {"field": "row", "type": kind, "scale": scale, "legend": None}
 
 
-def lines(
-    drawn: Sequence[Line],
-    looks: Mapping[str, Look],
-    x: Spec,
-    y: Spec,
-    *,
-    marked: bool = True,
-) -> Spec:
+def lines(drawn: Sequence[Line], looks: Mapping[str, Look], x: Spec, y: Spec, *, marked: bool = True) -> Spec:
     """Return curves in their rows' looks, references on top; `marked` shows the points of short curves."""
     ordered = sorted(drawn, key=lambda line: looks[line.label].colour is None)
     values = [

@@ -6,18 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from nanogpt_bench.config.metrics import ELAPSED, LOG, SHARE, TRAIN_LOSS, VAL_LOSS, Metric
-from nanogpt_bench.report.chart import (
-    PERCENT,
-    Chart,
-    Line,
-    Look,
-    Spec,
-    limit_line,
-    lines,
-    of_row,
-    over,
-    quantity,
-)
+from nanogpt_bench.report.chart import PERCENT, Chart, Line, Look, Spec, limit_line, lines, of_row, over, quantity
 from nanogpt_bench.report.rows import Row, loss_unit
 from nanogpt_bench.runs.load import MAX_POINTS, Run, decimate, smooth, smoothing_window
 

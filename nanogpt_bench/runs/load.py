@@ -148,15 +148,7 @@ def load_run(path: Path) -> Run:
     metrics = _metrics(path / "metrics.jsonl", notes)
     summary = mapping(path / "summary.json", notes)
     alerts = read_alerts(path / ALERTS, notes)
-    return Run(
-        path,
-        config,
-        environment,
-        metrics,
-        summary or _summary_so_far(metrics),
-        alerts,
-        tuple(notes),
-    )
+    return Run(path, config, environment, metrics, summary or _summary_so_far(metrics), alerts, tuple(notes))
 
 
 def _metrics(path: Path, notes: list[str]) -> Records:

@@ -48,11 +48,7 @@ def sweep_grid(
 
 
 def _check(
-    sweep: SweepFile,
-    record: SweepRecord,
-    planned: Sequence[PlannedRun],
-    workers: int | None,
-    executor: Local,
+    sweep: SweepFile, record: SweepRecord, planned: Sequence[PlannedRun], workers: int | None, executor: Local
 ) -> None:
     """Refuse what can't be trained before anything is written, the default corpus apart; open the results file."""
     check_workers(workers, "workers", threads_set(planned), executor.cores())

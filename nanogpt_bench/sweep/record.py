@@ -176,12 +176,7 @@ class SweepRecord:
             write_text(self.run_dir(run) / "traceback.txt", error["traceback"])
 
     def _write_summary(
-        self,
-        run: PlannedRun,
-        status: str,
-        *,
-        failure: dict[str, Any] | None = None,
-        stop: dict[str, Any] | None = None,
+        self, run: PlannedRun, status: str, *, failure: dict[str, Any] | None = None, stop: dict[str, Any] | None = None
     ) -> None:
         folder = self.run_dir(run)
         if (folder / "summary.json").exists():

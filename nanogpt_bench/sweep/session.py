@@ -154,11 +154,7 @@ class Session:
     """Trains what a record has not, several runs at a time; `to_come` are the sizes of runs still to be planned."""
 
     def __init__(
-        self,
-        record: SweepRecord,
-        workers: int | None,
-        executor: Local,
-        to_come: Callable[[], Sequence[float]] = tuple,
+        self, record: SweepRecord, workers: int | None, executor: Local, to_come: Callable[[], Sequence[float]] = tuple
     ) -> None:
         self._record, self._workers, self._executor = record, workers, executor
         self._jobs: list[dict[str, Any]] = []

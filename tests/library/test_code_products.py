@@ -20,12 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import fp8manifold as fm
-from fp8manifold._encoded.products import (
-    codes_to_int8,
-    int8_rows,
-    round_columns,
-    round_rows,
-)
+from fp8manifold._encoded.products import codes_to_int8, int8_rows, round_columns, round_rows
 from fp8manifold.nn import _code_products
 from fp8manifold.nn._code_products import check_operands
 from fp8manifold.nn._saved import put_layers, recipe_of

@@ -72,11 +72,7 @@ CASES: dict[str, Case] = {
         lambda: of_codes(granularity="tensor", shapes=SHAPES[1:3]),
         {"lr": 0.01, "writeback": "momentum", "moments": "bfloat16", "stiffness": 0.5},
     ),
-    "adamw plain": (
-        ADAMW,
-        lambda: [nn.Parameter(normal(n, seed=n)) for n in (70_001, 31, 640)],
-        {"lr": 0.01, **DECAY},
-    ),
+    "adamw plain": (ADAMW, lambda: [nn.Parameter(normal(n, seed=n)) for n in (70_001, 31, 640)], {"lr": 0.01, **DECAY}),
     "adamw free": (ADAMW, lambda: [free_weight(normal(801, 97), "E4M3", 2.0**-5)], {"lr": 0.01, "stiffness": 0.37}),
     "madam": (MADAM, lambda: of_codes("E7M0"), {"lr": 0.1, **DECAY}),
     "riemannian adam free": (

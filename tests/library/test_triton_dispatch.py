@@ -121,8 +121,7 @@ def host_memory(optimizer: Any) -> set[int]:
 
 @pytest.mark.parametrize("moments", ["float32", "bfloat16", "8bit"])
 @pytest.mark.parametrize(
-    ("writeback", "granularity"),
-    [("stochastic", "channel"), ("residual8", "channel"), ("residual8", "block")],
+    ("writeback", "granularity"), [("stochastic", "channel"), ("residual8", "channel"), ("residual8", "block")]
 )
 def test_a_steady_step_is_a_few_launches_and_no_wait(
     moments: Any, writeback: Any, granularity: Any, on_a_card: Counter[str]

@@ -76,12 +76,7 @@ class Built:
 
 
 def build(
-    kernel: Any,
-    signature: dict[str, str],
-    constants: dict[str, Any],
-    architecture: int,
-    tmp: Path,
-    warps: int = 4,
+    kernel: Any, signature: dict[str, str], constants: dict[str, Any], architecture: int, tmp: Path, warps: int = 4
 ) -> Built:
     import triton
     from triton.backends.compiler import GPUTarget
@@ -213,10 +208,7 @@ def test_whole_arrays(kernel: str, architecture: int, tmp_path: Path) -> None:
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize(
-    ("name", "bits", "exponents"),
-    [("E4M3", 0, False), ("E5M2", 8, True), ("E4M3FNUZ", 8, True)],
-)
+@pytest.mark.parametrize(("name", "bits", "exponents"), [("E4M3", 0, False), ("E5M2", 8, True), ("E4M3FNUZ", 8, True)])
 def test_scales_that_double(name: str, bits: int, exponents: bool, architecture: int, tmp_path: Path) -> None:
     from fp8manifold._triton.widen import widen_kernel
 

@@ -60,11 +60,7 @@ class StandIn(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Any,
-        types: Any,
-        args: Any = (),
-        kwargs: Any = None,
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Dispatch each operator to the stand-in's method.  torch detaches gradients before it sets them to None."""
         kwargs = kwargs or {}
@@ -106,10 +102,7 @@ class SpentGradient(StandIn):
     """
 
     def __init__(
-        self,
-        parameter: Tensor,
-        norm: Tensor | None = None,
-        may_scale: Callable[[float], bool] | None = None,
+        self, parameter: Tensor, norm: Tensor | None = None, may_scale: Callable[[float], bool] | None = None
     ) -> None:
         self.norm_before, self.may_scale = norm, may_scale
 

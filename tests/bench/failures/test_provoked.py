@@ -92,14 +92,7 @@ def test_a_healthy_run_shows_none(runs: Runs, name: str) -> None:
 PROVOKED: dict[str, tuple[list[str], int | None, str, str, float, float]] = {
     "frozen": (["stall"], 2, "stall/update_lost", "mean", 0.9, 1.0),
     "lr x 100": (["attention_collapse", "divergence"], None, OVER_FIRST, "extreme", 5, 1e9),
-    "unclipped sgd": (
-        ["divergence", "nan", "exploding_gradients"],
-        None,
-        OVER_MEDIAN,
-        "extreme",
-        100,
-        1e99,
-    ),
+    "unclipped sgd": (["divergence", "nan", "exploding_gradients"], None, OVER_MEDIAN, "extreme", 100, 1e99),
     "lr of nothing": (["plateau"], 1, REST, "extreme", 0, 0.5),
     "no straight-through": (["zero_gradients"], 1, "grad/norm", "extreme", 0, 0),
     "scale 2^20 too small": (["overflow"], None, "quant/overflow/activation", "extreme", 0.9, 1.0),

@@ -11,10 +11,7 @@ from chromium import EXECUTABLE, Chromium
 
 from nanogpt_bench.report import report
 
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(EXECUTABLE is None, reason="no Chromium to open the page in"),
-]
+pytestmark = [pytest.mark.browser, pytest.mark.skipif(EXECUTABLE is None, reason="no Chromium to open the page in")]
 SCREENS = [(1280, False), (1280, True), (390, False), (390, True)]
 NASTY = '</script><script>window.broken=1</script>"><img src=x onerror=alert(1)>&amp;'
 

@@ -14,14 +14,7 @@ from run_folders import measured
 from nanogpt_bench.report.build import report
 from nanogpt_bench.report.results import Figure, Result
 from nanogpt_bench.report.rows import Row
-from nanogpt_bench.report.tables import (
-    CSV_FIELDS,
-    WIDEST,
-    shown_columns,
-    to_csv,
-    to_markdown,
-    to_text,
-)
+from nanogpt_bench.report.tables import CSV_FIELDS, WIDEST, shown_columns, to_csv, to_markdown, to_text
 from nanogpt_bench.report.verdict import Outcome, Verdict
 from nanogpt_bench.runs.load import Run
 
