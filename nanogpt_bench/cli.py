@@ -1,7 +1,5 @@
 """The command `nanogpt-bench`: its commands, each a module of `nanogpt_bench.commands`, and what ends it."""
 
-from __future__ import annotations
-
 import argparse
 import io
 import signal

@@ -1,7 +1,5 @@
 """Checkpoints to disk and back: written whole or not at all, every byte checked before any of it is used."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

@@ -5,8 +5,6 @@ The header of `step-N.safetensors` names every tensor as `part/name`, and has on
     {"format": 2, "texts": {"model": {"…": "…"}}, "facts": {"step": 100, "best": true, …}}
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Types of command-line arguments: from a word to a value, or one line that says what is allowed."""
 
-from __future__ import annotations
-
 import argparse
 import math
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """`nanogpt-bench compare`: the shipped sweep over rows, with what the command line asks for."""
 
-from __future__ import annotations
-
 import argparse
 import shlex
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """`nanogpt-bench finetune --model PATH`: all weights of a pretrained language model, trained further."""
 
-from __future__ import annotations
-
 import argparse
 import copy
 import shutil

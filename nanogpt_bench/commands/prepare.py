@@ -1,7 +1,5 @@
 """The command `prepare`: which options go with which source, and what is printed at the end."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

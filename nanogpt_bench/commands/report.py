@@ -1,7 +1,5 @@
 """`nanogpt-bench report`: the page, figures and tables of runs on disk, made again."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`nanogpt-bench results`: a sweep as one small file, and tables of such files."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

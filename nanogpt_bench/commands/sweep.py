@@ -1,7 +1,5 @@
 """`nanogpt-bench sweep`: read the file, train what is left of it, report."""
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`nanogpt-bench verify`: is a run folder what was written? All files byte by byte, records without a gap."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections.abc import Iterator

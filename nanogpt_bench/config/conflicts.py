@@ -3,8 +3,6 @@
 Nothing gives way: what is refused says the flag that makes the settings agree.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 

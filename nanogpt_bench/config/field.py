@@ -1,7 +1,5 @@
 """Declaring a configuration field: its default, its help, the values it takes and the facts that others ask it for."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, get_args, get_origin

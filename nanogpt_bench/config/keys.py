@@ -4,8 +4,6 @@ pydantic checks types and bounds, as `config.schema` declares them. Its findings
 key, the value, what is allowed, the nearest spelling.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

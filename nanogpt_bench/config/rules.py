@@ -1,7 +1,5 @@
 """The update rules: how weights are stored and how a step changes them. Data: one entry a rule."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec

@@ -4,8 +4,6 @@ YAML files, command-line overrides (`--train.max_steps 100`), `run --help` and t
 folder are all derived from the fields below. A field's metadata says what values it takes.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from nanogpt_bench.config.field import Section, section, setting

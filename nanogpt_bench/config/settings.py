@@ -3,8 +3,6 @@
 A key that does not exist is refused here with its nearest valid spelling; `config.keys` checks values.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from textwrap import wrap

@@ -1,7 +1,5 @@
 """Prepared corpora and batches from them; a batch, of documents too, is a pure function of (seed, step, micro-step)."""
 
-from __future__ import annotations
-
 import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A text's own byte pairs: learned from its training split by the package tokenizers, encoded by tiktoken."""
 
-from __future__ import annotations
-
 import base64
 import functools
 import re

@@ -1,7 +1,5 @@
 """Any text data set of the Hugging Face hub as a corpus, EU legislation for one, from the hub or a local copy."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager

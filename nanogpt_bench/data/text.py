@@ -5,8 +5,6 @@ Documents come in a fixed order: the help topics by name, then one document a mo
 module, its classes and functions in source order.
 """
 
-from __future__ import annotations
-
 import ast
 import codecs
 import hashlib

@@ -1,7 +1,5 @@
 """One model measured on windows of a text, as floats and with its weights rounded: a row for each set of formats."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """The report of a model's weights in several formats: rows, the map of which layer bears which, and a mixture."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import shlex

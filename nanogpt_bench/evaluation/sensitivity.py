@@ -1,7 +1,5 @@
 """Tables of rows, and of what each layer pattern loses in each format (sensitivity.json), with mixtures from it."""
 
-from __future__ import annotations
-
 import json
 import math
 import shlex

@@ -1,7 +1,5 @@
 """The weights of a run's checkpoint, as they were trained and rounded to formats, and their validation losses."""
 
-from __future__ import annotations
-
 import copy
 import os
 import re

@@ -1,7 +1,5 @@
 """A run's records as series of figures: as recorded, of the worst layer, or made of others as the table's rows ask."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from bisect import insort

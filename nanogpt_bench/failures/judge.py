@@ -1,7 +1,5 @@
 """The judge of a run: which rows of the table hold in its records, and since when; asked as it goes and afterwards."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The one table that runs are judged by: of which figure, on which side of which bound, how long, it is a failure."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Final
 

@@ -1,7 +1,5 @@
 """The loop of a training run: steps, validations, records and checkpoints, in its run folder."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Mapping

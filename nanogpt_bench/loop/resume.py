@@ -1,7 +1,5 @@
 """Taking up a run where its last whole checkpoint was committed: which one, and whether the configuration agrees."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path

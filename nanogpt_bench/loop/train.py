@@ -1,7 +1,5 @@
 """One training run: settings, corpus and folder made ready, and the loop."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """The refusals of a model that transformers has read: codes taken for weights, its head, values, and looking ahead."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Read is a folder that `save_pretrained` wrote (safetensors only), a `.gguf` file
 on the hub. Nothing is unpickled, and no code that comes with a model is run.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import io

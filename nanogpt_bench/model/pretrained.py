@@ -1,7 +1,5 @@
 """Initial weights of the GPT from a GPT-2 checkpoint, which transformers reads."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """A model's layers and their weights in one safetensors file: one-byte weights as codes, others' taken apart."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Attention entropy: how widely each head looks, on a validation batch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress

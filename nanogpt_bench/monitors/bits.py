@@ -1,7 +1,5 @@
 """Bits: which codes and exponents of its format each operand uses."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial

@@ -1,7 +1,5 @@
 """The figures of a step by metric and layer until its record is written, layers in turn, tensors in passes."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any

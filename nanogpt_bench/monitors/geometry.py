@@ -1,7 +1,5 @@
 """Geometry: the spacing of the weights' grid, weights that are off it, and constraints of geoopt's own manifolds."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import geoopt

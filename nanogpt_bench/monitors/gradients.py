@@ -1,7 +1,5 @@
 """The weights' gradients before clipping: norms, signal to noise, zeros, dead weights, and the noise of rounding."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from functools import partial

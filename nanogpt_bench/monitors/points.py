@@ -1,7 +1,5 @@
 """The points of a step at which observers are called, and what they see."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Ranges: overflow, underflow and moments of weights, activations, gradients and residual outputs."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 

@@ -1,7 +1,5 @@
 """What a run uses of its machine: memory, and the share of the arithmetic that the machine could do."""
 
-from __future__ import annotations
-
 import resource
 import sys
 from functools import partial

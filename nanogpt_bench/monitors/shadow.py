@@ -1,7 +1,5 @@
 """The shadow: a float32 model with the run's current weights, whose gradients the run's are compared with."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Zones without gradient: weights that half a spacing to either side leaves without effect on their layer's output."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

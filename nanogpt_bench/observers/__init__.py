@@ -1,7 +1,5 @@
 """The observers of a run: what keeps and judges its records, and tells where the losses are heading."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

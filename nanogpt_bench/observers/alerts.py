@@ -1,7 +1,5 @@
 """Alerts: what the judge finds in a run as it goes, and steps and weights that stand still."""
 
-from __future__ import annotations
-
 import json
 import math
 import zlib

@@ -1,7 +1,5 @@
 """metrics.jsonl: one JSON object a line, complete after every step."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Trackers: their protocol, a guard that drops one that fails, TensorBoard's event files, Weights & Biases."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

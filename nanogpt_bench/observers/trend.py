@@ -1,7 +1,5 @@
 """Where the losses are heading: the smoothed training loss, divergence from a baseline, and plateaus."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Write a report: page, tables and figures in one folder."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path

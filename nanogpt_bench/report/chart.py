@@ -5,8 +5,6 @@ name, as `{"$": "ink"}`; page and pictures insert those of a light or dark theme
 never in the name of a field or in an expression: nothing evaluates it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

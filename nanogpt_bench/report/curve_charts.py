@@ -1,7 +1,5 @@
 """Charts of curves over the steps: losses, stall and monitored figures."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Pages of runs that failed: classes found, evidence and timeline."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape

@@ -3,8 +3,6 @@
 Vega runs JavaScript in threads of its own, which do not survive a fork of the process.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """HTML of the page: sections, places for charts, legends and tables."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape

@@ -1,7 +1,5 @@
 """The page: its sections, each from the results, in one HTML file with data, code and styles, without a network."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

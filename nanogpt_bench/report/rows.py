@@ -1,7 +1,5 @@
 """Rows of the table: runs of one setting, one per seed, their label, and the reference of each row."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace

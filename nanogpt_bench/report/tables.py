@@ -3,8 +3,6 @@
 Readable tables, those of terminal and page among them, have the columns that tell rows apart, as many as fit.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import textwrap

@@ -1,7 +1,5 @@
 """The verdict on a row: the end of its runs, its loss against the reference's, and the classes of failure found."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence

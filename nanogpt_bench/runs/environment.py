@@ -1,7 +1,5 @@
 """environment.json: what a result depends on beside its settings, and what changed on the way."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import platform

@@ -1,7 +1,5 @@
 """Run folders that a command is given: those named, or all below a folder, and how far an earlier start came."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

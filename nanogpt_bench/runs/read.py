@@ -1,7 +1,5 @@
 """Files of a run folder, whatever an interrupted run left of them: mappings, JSON lines, columns, digests."""
 
-from __future__ import annotations
-
 import math
 import re
 import sys

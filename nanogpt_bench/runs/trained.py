@@ -3,8 +3,6 @@
 Only plain tensors and JSON are read, every byte of them checked against the digest beside the checkpoint.
 """
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

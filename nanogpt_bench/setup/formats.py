@@ -1,7 +1,5 @@
 """Formats of a configuration: each name read once, into what is quantised in which layers."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The bytes that a model and its optimizer hold: counted on live tensors, or estimated before any is made."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """From the `optimizer` section to an optimizer, ours or another package's, its groups, and schedules of its options."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

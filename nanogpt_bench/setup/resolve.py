@@ -1,7 +1,5 @@
 """Filling in what a configuration leaves null, and refusing combinations that make no sense."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

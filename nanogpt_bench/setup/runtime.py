@@ -1,7 +1,5 @@
 """What a run computes with: threads, seed, device, one process or replicas, the loss compiled, products of bfloat16."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """`model.init_from`: the weights that a training starts from, those of a GPT-2 checkpoint or of a run."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """From `model.formats` to quantised layers; and weights under constraints; the model's own code knows nothing of it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import geoopt

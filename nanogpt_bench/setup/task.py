@@ -1,7 +1,5 @@
 """Figures of a multi-label classification: the loss of a document, F1 over all labels and by label, R-precision."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

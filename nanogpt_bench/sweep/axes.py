@@ -1,7 +1,5 @@
 """An axis of a sweep: a setting and the values it takes, listed or between two bounds."""
 
-from __future__ import annotations
-
 import inspect
 import math
 import random

@@ -1,7 +1,5 @@
 """A comparison: the shipped sweep over rows, with other formats, rules, lengths and settings put into it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache

@@ -1,7 +1,5 @@
 """The sweep file: which settings are the same for all runs, which are the axes, and how they are searched."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """What a sweep can be: a grid or random points, rates tuned and confirmed, the sensitivity of layers."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The plan of a sweep or a comparison: its runs, with their names and settings, checked before anything is trained."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

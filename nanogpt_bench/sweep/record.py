@@ -1,7 +1,5 @@
 """The runs of a sweep on disk: each one's outcome, and sweep.json."""
 
-from __future__ import annotations
-
 import json
 import platform
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """`sweep --sensitivity`: one layer pattern, or block, quantised at a time and trained."""
 
-from __future__ import annotations
-
 import json
 import statistics
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Tuning: the best rates of every combination of the axes, then the runs that count, at these, on other seeds."""
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

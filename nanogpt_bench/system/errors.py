@@ -1,7 +1,5 @@
 """The one exception that the command line turns into a line and exit code 2, and the words of such lines."""
 
-from __future__ import annotations
-
 import difflib
 import errno
 import re

@@ -1,7 +1,5 @@
 """Files replaced whole, and their hashes: a reader sees the old one or the new one; a failure leaves no part behind."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The memory that this process can still have, and the refusal of what needs more."""
 
-from __future__ import annotations
-
 import re
 from contextlib import suppress
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Files from the Hugging Face hub: out of the local cache where they are there, and an answer in seconds where not."""
 
-from __future__ import annotations
-
 import contextlib
 import queue
 import threading

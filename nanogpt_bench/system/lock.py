@@ -1,7 +1,5 @@
 """One process at a time in a folder: a lock that the kernel holds, and lets go however its process ends."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from contextlib import contextmanager

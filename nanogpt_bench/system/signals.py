@@ -1,7 +1,5 @@
 """SIGTERM and SIGINT: the first asks a command to stop where nothing is lost, the second ends it at once."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -5,8 +5,6 @@ data comes out: a tag that names a class is refused by the loader. So is what tw
 name given twice, and numbers such as 010 and 1:30.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

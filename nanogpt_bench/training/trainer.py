@@ -1,7 +1,5 @@
 """One optimizer step and one validation: the arithmetic of the loop, free of files and clocks."""
 
-from __future__ import annotations
-
 import math
 import statistics
 import warnings

@@ -1,7 +1,5 @@
 """What tests of runs share: a trainer without its loop, and what a run has recorded."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

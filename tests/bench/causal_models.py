@@ -1,7 +1,5 @@
 """Tiny causal language models of transformers, with a tokenizer of their own, as `save_pretrained` writes them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

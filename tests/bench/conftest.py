@@ -1,7 +1,5 @@
 """A small prepared corpus and the settings of a run that takes a second."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What may happen to a file that is read: each damage is a function of its path, and GARBAGE is what fits no reader."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Tiny random GPT-2 checkpoints in Hugging Face's layout."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

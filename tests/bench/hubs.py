@@ -1,7 +1,5 @@
 """A server on this machine that answers as the hub does."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer

@@ -1,7 +1,5 @@
 """Everything that reads a file of someone else's: what it reads when that is whole, and how it is called."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

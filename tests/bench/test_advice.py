@@ -1,7 +1,5 @@
 """Every command that a message, a help text or a page advises is one that can be given as it is printed."""
 
-from __future__ import annotations
-
 import ast
 import re
 import shlex

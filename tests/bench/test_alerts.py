@@ -1,7 +1,5 @@
 """Alerts: what is told of a run as it goes; steps that are not finite; ending a run early."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """The baselines: each shipped file trains for a few steps, with the bytes a parameter that its scheme has."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Products of bfloat16 matrices taken as float32's, where a processor has no instructions for them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """What asks for more than there can be is refused at once, in one line that names the number."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Pretrained language models of transformers: read, measured in formats, and every way in which one may not fit."""
 
-from __future__ import annotations
-
 import builtins
 import importlib.util
 import json

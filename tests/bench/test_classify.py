@@ -1,7 +1,5 @@
 """Documents and their labels: the head, the figures, runs of every kind, and what a classifier can't be asked for."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The command line, from the outside: exit codes, one-line errors, files."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

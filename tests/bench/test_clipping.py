@@ -1,7 +1,5 @@
 """Clipping: before the weights' gradients are quantised, of every micro-batch; of the sum where none is quantised."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Clipping and accumulation while the backward pass steps: those of the plain loop, or of the step before."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

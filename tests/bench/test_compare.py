@@ -1,7 +1,5 @@
 """The main job end to end on a few steps, and what it does when something goes wrong."""
 
-from __future__ import annotations
-
 import csv
 import importlib
 import json

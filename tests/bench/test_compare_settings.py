@@ -1,7 +1,5 @@
 """Settings given to compare: which rows they go into, what is said of them, and what is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """runtime.compile: the same losses, monitors that still see the layers, and an error in one line."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

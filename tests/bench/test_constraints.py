@@ -1,7 +1,5 @@
 """Weights on geoopt's manifolds: they stay there, are resumed bit for bit, watched, and refused where they can't be."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What is wrong with a file is one line that names it; nothing is written, changed or run, whoever reads it."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable

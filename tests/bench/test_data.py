@@ -1,7 +1,5 @@
 """Opening corpora and drawing batches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

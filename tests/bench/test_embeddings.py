@@ -1,7 +1,5 @@
 """Embeddings in one byte: trained, saved, resumed, evaluated and sampled as the layers are."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Which ends of a run are its own, and what the same command tries again."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`evaluate runs/X`: the loss of the weights that a run has trained, as they are and rounded to formats."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

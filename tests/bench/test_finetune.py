@@ -1,7 +1,5 @@
 """Fine-tuning of pretrained models: the loop, checkpoints and memory of `run`, and models that others can read."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

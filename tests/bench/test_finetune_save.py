@@ -1,7 +1,5 @@
 """`finetune --save`: every kind of layer is written, and what would be in the way of it is said before the training."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """More than a machine has is refused in one line, before anything of it is made; what fits is not refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

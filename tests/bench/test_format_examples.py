@@ -1,7 +1,5 @@
 """The shipped configurations that show what surgery can do: what they quantise, and that they train."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What is given twice is refused, in a file, a sweep and on the command line; so are numbers that readers differ in."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

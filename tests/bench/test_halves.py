@@ -1,7 +1,5 @@
 """A model measured without its floats: 16 bits a weight as they are in the file, then codes as they are read."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

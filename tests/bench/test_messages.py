@@ -1,7 +1,5 @@
 """What is said in words: numbers of one, names of what is missing, what becomes of a step, tables that fit a screen."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The GPT: shapes, initial values, causality."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """A GPU that is asked for and not there: one line and exit code 2 before anything is prepared, started or written."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Parameter groups and the optimizers they go to."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """Models of transformers that are not a stack of linear layers with attention, or not whole: what is said of them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run in several processes: shares of one batch, the same steps to the bit, and checkpoints of any number of them."""
 
-from __future__ import annotations
-
 import errno
 import sys
 from collections.abc import Callable, Iterator

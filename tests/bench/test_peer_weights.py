@@ -1,7 +1,5 @@
 """Weights of other packages, in one byte without a master copy: they train, are counted, saved and taken up again."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from pathlib import Path

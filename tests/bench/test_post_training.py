@@ -1,7 +1,5 @@
 """`evaluate runs/X --formats all ...`: a run's weights in every format, maps and mixtures."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

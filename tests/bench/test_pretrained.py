@@ -1,7 +1,5 @@
 """GPT-2 checkpoints: the function of transformers' model, and every way in which one may not fit."""
 
-from __future__ import annotations
-
 import logging
 import socket
 import time

@@ -1,7 +1,5 @@
 """Products of codes as a setting: which layers have them, what they compute, and how near training stays."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

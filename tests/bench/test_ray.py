@@ -1,7 +1,5 @@
 """Sweeps in a Ray cluster: the same runs, and nothing lost or left running when something of it dies."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

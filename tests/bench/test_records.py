@@ -1,7 +1,5 @@
 """How far a run has come is read from its records: whole lines alone, whatever happens to the file meanwhile."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Every wrong command line is one line that names what is wrong, code 2, and nothing left behind."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Callable
 from pathlib import Path

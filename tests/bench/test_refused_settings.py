@@ -1,7 +1,5 @@
 """Every setting that is refused, by its name and in one line: values that it can't have, and settings beside it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """The bar over all runs: how far they are, what is left of the time, and where that is said."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

@@ -1,7 +1,5 @@
 """Resolving: rules, named sizes, short forms, and the combinations refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

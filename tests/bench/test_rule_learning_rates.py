@@ -1,7 +1,5 @@
 """The search for learning rates: its grid, its growth at the ends, and going on after an interruption."""
 
-from __future__ import annotations
-
 import doctest
 import importlib.util
 import json

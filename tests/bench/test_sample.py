@@ -1,7 +1,5 @@
 """Sampling: the cache against whole passes, the draws, and the command over a run's weights."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

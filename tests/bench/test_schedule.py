@@ -1,7 +1,5 @@
 """Learning-rate schedules."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

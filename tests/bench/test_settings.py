@@ -1,7 +1,5 @@
 """Configuration files and overrides: what is read, what is refused and how."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

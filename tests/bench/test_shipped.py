@@ -1,7 +1,5 @@
 """Finding configuration files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import gpt2_checkpoints

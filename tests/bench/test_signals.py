@@ -1,7 +1,5 @@
 """Requests to stop: what a signal becomes, and what is restored afterwards."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """Alerts of steps that were not taken and of weights that did not change, between two validations."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """`model.init_from: runs/X`: a training starts from the weights of another run, exactly, and goes on without it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

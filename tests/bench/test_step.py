@@ -1,7 +1,5 @@
 """One step: accumulation, clipping, learning rate, and the order of the observer points."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

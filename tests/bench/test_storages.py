@@ -1,7 +1,5 @@
 """Where quantised weights live: one byte gives the losses of its simulation, and holds what it says it holds."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a command says and ends with where a user stumbles: seeds, warm-ups, empty files, other folders, signals."""
 
-from __future__ import annotations
-
 import errno
 import signal
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """From model.formats to quantised layers."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import pytest

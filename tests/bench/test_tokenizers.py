@@ -1,7 +1,5 @@
 """Byte, char, GPT-2 and byte-pair tokenizers."""
 
-from __future__ import annotations
-
 import base64
 import functools
 import json

@@ -1,7 +1,5 @@
 """The run: files, determinism, failure, interruption."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Runs with 8-bit weights: they learn, repeat, stay on the grid and report what the contract asks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The bounds within which files of others are read, and what is said of those beyond them."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`verify`: a run folder as it was written is whole; every damage is named, and what an interruption leaves is none."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

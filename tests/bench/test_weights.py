@@ -1,7 +1,5 @@
 """A model's weights in a file: nothing is lost on the way, and a file of another model is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

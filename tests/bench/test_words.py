@@ -1,7 +1,5 @@
 """Numbers of things, and what the closing line of a run says of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

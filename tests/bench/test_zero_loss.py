@@ -1,7 +1,5 @@
 """A loss of exactly 0, as of a text of one character: nothing is divided by it, and none is lower."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from itertools import chain, repeat

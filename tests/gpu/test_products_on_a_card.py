@@ -1,7 +1,5 @@
 """Products straight from codes on a card beside their emulation on the CPU; skipped where there are no units."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

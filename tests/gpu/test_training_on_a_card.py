@@ -1,7 +1,5 @@
 """Models and optimizers on a card beside the same on the CPU; skipped where there is none."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial

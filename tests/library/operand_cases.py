@@ -1,7 +1,5 @@
 """Operands of products in 8 bits against their definition: run by ``test_triton_interpreted.py``, and on a card."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from unittest import mock

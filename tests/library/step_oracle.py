@@ -5,8 +5,6 @@ operation rounds once, in the documented order; codes are Python ints.  Random w
 which has tests of its own.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

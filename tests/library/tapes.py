@@ -1,7 +1,5 @@
 """CUDA graphs without a card: operators and launches are noted while a function runs, undone, and run again."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 from unittest import mock

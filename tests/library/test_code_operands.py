@@ -1,7 +1,5 @@
 """Operands of products straight from codes: rounded as another package rounds them, and the dtypes' own numbers."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import ml_dtypes

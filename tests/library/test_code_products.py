@@ -1,7 +1,5 @@
 """Products straight from codes: operands by another package, sums by their definition, and what a card asks of both."""
 
-from __future__ import annotations
-
 import copy
 import json
 from functools import partial

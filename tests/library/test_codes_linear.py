@@ -1,7 +1,5 @@
 """The product of a layer with a weight in codes: that of torch's dispatcher, values and gradients, bit for bit."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from typing import Any

@@ -1,7 +1,5 @@
 """A step or a whole training step that a user compiles: the optimizer runs eager there, to the same bits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

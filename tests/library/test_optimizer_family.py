@@ -1,7 +1,5 @@
 """What every optimizer of the registry keeps to: one rounding a step, its own noise, torch's contract, its options."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

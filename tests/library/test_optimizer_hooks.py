@@ -1,7 +1,5 @@
 """Hooks around an optimizer's loading and saving: what they change is what counts."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every optimizer x write-back x moments of the registry over one parameter of every kind, in one list."""
 
-from __future__ import annotations
-
 import math
 import weakref
 from typing import Any

@@ -1,7 +1,5 @@
 """What the optimizers don't take, and what they say about it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from functools import partial

@@ -3,8 +3,6 @@
 From every third of them, another third from combination to combination; the slow tests take every one.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 import math

@@ -1,7 +1,5 @@
 """Every option of an optimizer stands in its signature, also those that all of them share and that are spelt once."""
 
-from __future__ import annotations
-
 import inspect
 import re
 

@@ -1,7 +1,5 @@
 """QuantizedLinear: what it computes, copies and files of it, the way back, and whether it learns."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Products straight from codes of weights that several processes hold by rows: the bits of one process."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

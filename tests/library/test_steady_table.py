@@ -1,7 +1,5 @@
 """The table of a steady step: the bits of steps without it, and none after anything it was made from has changed."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle

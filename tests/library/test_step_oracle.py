@@ -1,7 +1,5 @@
 """A step of every optimizer, write-back and kind of average against the scalar definition, bit for bit."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

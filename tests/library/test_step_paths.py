@@ -1,7 +1,5 @@
 """Native steps have the bits of eager ones where the scalar definition is too slow: larger shapes, strides, changes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

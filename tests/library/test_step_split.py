@@ -1,7 +1,5 @@
 """A step of a part of a tensor is the part of the step, and nothing but its key decides what is drawn."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """FP8Tensor under torch.compile: one graph, the same numbers, codes in and codes saved."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What a step on a GPU asks of the card and of the host, counted without one, and what becomes of failures."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses

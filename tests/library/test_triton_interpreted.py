@@ -1,7 +1,5 @@
 """Triton's kernels against native code and the scalar oracle, bit for bit, in its interpreter: no GPU is needed."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

@@ -4,8 +4,6 @@ Compiled ahead of time for sm_80, sm_90 and sm_100, without a driver, and for sm
 What a weight costs is recorded and held to 5%.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

@@ -1,7 +1,5 @@
 """What kernels do that no other test has: run by ``test_triton_interpreted.py``, interpreted, and on a card."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from fractions import Fraction

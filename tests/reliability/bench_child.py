@@ -1,7 +1,5 @@
 """What runs inside a child: one command line of the bench, and whoever is told of what it does to files."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Children of a parent that has imported torch and the bench, and done nothing else: each runs one command line."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 from collections.abc import Sequence

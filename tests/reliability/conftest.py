@@ -1,7 +1,5 @@
 """A corpus of a few kilobytes and the configuration of a run whose 24 steps take half a second."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

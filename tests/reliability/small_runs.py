@@ -1,7 +1,5 @@
 """Runs of half a second that differ in what a checkpoint has to hold, and what must be equal after a fault."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

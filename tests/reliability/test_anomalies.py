@@ -1,7 +1,5 @@
 """NaN and Inf injected into every place of a step: the documented policy, and nothing else changed."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

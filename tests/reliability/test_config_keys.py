@@ -1,7 +1,5 @@
 """Every setting, misspelt by one letter, of a wrong type and out of range: refused in one line that names the key."""
 
-from __future__ import annotations
-
 import math
 import random
 import string

@@ -1,7 +1,5 @@
 """A run stopped after every one of its steps and taken up from disk each time: the same bits as without a stop."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

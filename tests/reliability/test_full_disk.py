@@ -1,7 +1,5 @@
 """A disk that fills while a run goes on: exit code 1, one clear line, nothing lost, and the run goes on afterwards."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

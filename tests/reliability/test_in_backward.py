@@ -1,7 +1,5 @@
 """Runs whose steps are taken in the backward pass: a gradient that is left, and steps that are not taken, are said."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """SIGKILL at any moment: the run goes on from its last checkpoint and ends as if nothing had happened."""
 
-from __future__ import annotations
-
 import random
 import shutil
 from collections import Counter

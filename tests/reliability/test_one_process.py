@@ -1,7 +1,5 @@
 """Two processes on one folder: the second is refused in one line, and a killed one keeps nobody out."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -1,8 +1,6 @@
 """Whatever is written into a configuration, a sweep file, a format's name or a checkpoint's outline: it is taken, or
 refused in one line. Nothing else comes out, and nothing hangs."""
 
-from __future__ import annotations
-
 import copy
 import math
 import random

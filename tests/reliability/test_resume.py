@@ -1,7 +1,5 @@
 """`run --resume`: what it refuses and goes on with, what it says, and that sums go on where they were."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

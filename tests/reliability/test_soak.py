@@ -1,7 +1,5 @@
 """A long run leaks nothing: memory, descriptors and threads are at its end what they were once it was warm."""
 
-from __future__ import annotations
-
 import os
 import statistics
 from collections.abc import Callable

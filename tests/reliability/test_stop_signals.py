@@ -1,7 +1,5 @@
 """Real signals to forked children in every part of a step: exit code, checkpoint, and a resume with the same bits."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """`compare` and `sweep` interrupted: the same command again, and the same bits as without the interruption."""
 
-from __future__ import annotations
-
 import argparse
 import csv
 import json

@@ -1,7 +1,5 @@
 """Runs in several processes of torchrun: stopped, killed, gone on with by as many or others, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """A checkpoint goes to disk whole, comes back bit for bit, and takes the place of those that are no longer needed."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

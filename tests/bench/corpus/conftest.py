@@ -1,7 +1,5 @@
 """Parquet files as the hub keeps them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

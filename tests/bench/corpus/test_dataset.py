@@ -1,7 +1,5 @@
 """Data sets: a local copy in the hub's layout, read by the library that reads the hub."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The hub: streams from a server that answers as it does, and one line in time when it doesn't answer."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

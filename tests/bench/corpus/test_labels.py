@@ -1,7 +1,5 @@
 """Labelled documents: read from a copy in the hub's layout, written, opened again, and drawn."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

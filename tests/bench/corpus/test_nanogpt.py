@@ -1,7 +1,5 @@
 """nanoGPT's own data becomes a corpus, by the name of its tokenizer."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The standard library's prose."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

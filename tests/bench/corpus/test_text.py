@@ -1,7 +1,5 @@
 """Any UTF-8 file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

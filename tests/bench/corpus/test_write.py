@@ -1,7 +1,5 @@
 """A corpus is written whole or not at all."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Run folders made of figures: what a run would have written, without a run."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The classes on constructed figures: found where they must be, at the right step, and nowhere else; the timeline."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import asdict

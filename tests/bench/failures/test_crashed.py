@@ -1,7 +1,5 @@
 """A run whose process died wrote no summary: the sweep writes it, the classes of failure included."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Alerts, failure classes and tables say of the same rules that a weight which stands still has lost its step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every class of failure provoked in a real short run, and none in healthy ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Attention entropy by hand, of heads that look at everything alike, and what looking leaves behind."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

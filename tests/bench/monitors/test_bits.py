@@ -1,7 +1,5 @@
 """Code histograms and what they say of bits, against counts by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Spacing of the weights, weights off the grid, and constraints, against definitions and cases known by hand."""
 
-from __future__ import annotations
-
 import math
 
 import geoopt

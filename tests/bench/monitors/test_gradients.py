@@ -1,7 +1,5 @@
 """Gradient figures, dead runs and the noise of rounding, against definitions in float64."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Range figures against exact rounding and definitions in float64, and which tensors a run measures."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 

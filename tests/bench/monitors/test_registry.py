@@ -1,7 +1,5 @@
 """The metrics: each named in its own module and nowhere else, and all that a run writes among them."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The share of the machine's speed, where that is known, and memory."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

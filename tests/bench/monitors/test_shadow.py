@@ -1,7 +1,5 @@
 """The comparison of gradients with a shadow's, against definitions in float64, and runs beside one."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Stall: what is counted on the grid and with master weights, what arrives, and when it is looked at."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Layers in turn: which a look takes, that its figures are those of the step, and what is said of all of them."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Whole runs under watch: nothing changes, and what is not watched is gone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

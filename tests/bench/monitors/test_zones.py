@@ -1,7 +1,5 @@
 """Zones without gradient: found by trial, and at the edges."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

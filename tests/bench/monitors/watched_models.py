@@ -1,7 +1,5 @@
 """Random tensors, a model of one quantised layer, its monitors, and a step under watch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """A sweep file over a tiny model, and workers that train nothing."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """A sweep that goes on: what is left when it is started again, or was interrupted, and what it shows meanwhile."""
 
-from __future__ import annotations
-
 import csv
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Labels of a sweep's points: no two combinations have one, and formats stand where there are weights for them."""
 
-from __future__ import annotations
-
 import pytest
 
 from nanogpt_bench.config.settings import build_config

@@ -1,7 +1,5 @@
 """Sweeps over the length and over the size of the data: a reference for each, and the gap to it."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math

@@ -1,7 +1,5 @@
 """The references of a sweep: one for all that its points train on and for how long, none that shares a point's name."""
 
-from __future__ import annotations
-
 from sweep_runs import train_here
 
 from nanogpt_bench.cli import main

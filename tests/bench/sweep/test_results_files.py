@@ -1,7 +1,5 @@
 """Results as one file: what is exported is what the tables and the page are drawn from."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Sweeps: what a file plans, what is left when it is started again, and what the special modes find."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Sensitivity: what a sweep over layer patterns finds."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tuning: what is tried, what it ends at, and the runs that follow from it."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math

@@ -1,7 +1,5 @@
 """Fixtures for run folders on disk; see run_folders.py."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Synthetic run folders that follow the run-folder contract, so that the report is tested without training."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping

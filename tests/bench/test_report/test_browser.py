@@ -1,7 +1,5 @@
 """The page in a real browser: every chart drawn, the console silent, readable on both screens and in both themes."""
 
-from __future__ import annotations
-
 import json
 import struct
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs whose losses can't be set against each other are not judged: the verdict names what differs, everywhere."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

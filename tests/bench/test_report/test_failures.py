@@ -1,7 +1,5 @@
 """Failed runs get a page with what was found, when, and what came first."""
 
-from __future__ import annotations
-
 import pytest
 
 from nanogpt_bench.report.chart import looks

@@ -1,7 +1,5 @@
 """Pictures are drawn for whatever data there is, and odd names don't stop them."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -1,7 +1,5 @@
 """Files are replaced whole, and no link in a folder that someone else has made leads a writing out of it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

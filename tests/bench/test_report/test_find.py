@@ -1,7 +1,5 @@
 """Run folders are found at any depth below what is given, without following links, and it is said how many."""
 
-from __future__ import annotations
-
 import pytest
 
 from nanogpt_bench.runs.find import find_runs

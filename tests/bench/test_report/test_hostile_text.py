@@ -1,7 +1,5 @@
 """Text that would do harm is shown as text: on the page, in pictures and tables, and on a terminal."""
 
-from __future__ import annotations
-
 import csv
 import json
 import re

@@ -1,7 +1,5 @@
 """Run folders are read whatever state an interruption left them in, and what is missing is named."""
 
-from __future__ import annotations
-
 import pytest
 from damages import cut
 

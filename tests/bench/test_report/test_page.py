@@ -1,7 +1,5 @@
 """The page is one file that needs no network, carries small curves, and shows every text as text."""
 
-from __future__ import annotations
-
 import json
 import time
 from html.parser import HTMLParser

@@ -1,7 +1,5 @@
 """Differences paired by seed: what is said of one seed, of several, and of many rows at once."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -1,7 +1,5 @@
 """Records kept as columns say what the records said, in a fraction of their file's size."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

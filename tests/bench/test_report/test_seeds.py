@@ -1,7 +1,5 @@
 """A seed counts once in a row, and a final loss is that of a run that came to its end: tables, page and gaps agree."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What runs say together: heat maps, learning rates, parallel coordinates, and files that do not fit."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

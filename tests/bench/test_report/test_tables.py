@@ -1,7 +1,5 @@
 """Every form of the table carries the same numbers, has the columns that tell rows apart, and fits a terminal."""
 
-from __future__ import annotations
-
 import csv
 import io
 import re

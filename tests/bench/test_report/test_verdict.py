@@ -1,7 +1,5 @@
 """The verdict says what happened: thresholds decide, failures come first, seeds are counted."""
 
-from __future__ import annotations
-
 import pytest
 
 from nanogpt_bench.report.results import measure

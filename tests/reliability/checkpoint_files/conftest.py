@@ -1,7 +1,5 @@
 """Small checkpoints of a made-up run, whole, to be damaged."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A checkpoint of three kilobytes, different at every step, and a look at what is in a folder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """Whatever happens to the bytes or files of a checkpoint is detected, and the one before it is taken instead."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

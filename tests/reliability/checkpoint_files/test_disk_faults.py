@@ -1,7 +1,5 @@
 """A disk that is full, read-only, missing, slow or lies: one clear line, the checkpoints before whole, no litter."""
 
-from __future__ import annotations
-
 import errno
 import os
 import resource

@@ -1,7 +1,5 @@
 """A checkpoint made by someone else is read or refused: nothing in it runs, and its size bounds the memory it takes."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
