@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp8manifold.optim._nngeometry import NEEDED, Layer, call_model, likelihood, measure, sample_labels
+from fp8manifold.optim._fisher.nngeometry import NEEDED, Layer, call_model, likelihood, measure, sample_labels
 from nanogpt_bench.model.gpt import GPTShape, build_model
 
 EVERY = pytest.mark.parametrize("representation", NEEDED)

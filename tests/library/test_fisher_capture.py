@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import fp8manifold as fm
 from fp8manifold.optim import FisherNaturalGradient
-from fp8manifold.optim._nngeometry import METRIC, NEEDED, first_batches, sample_labels
+from fp8manifold.optim._fisher.nngeometry import METRIC, NEEDED, first_batches, sample_labels
 
 pytest.importorskip("nngeometry", reason="extra fisher")
 
@@ -149,14 +149,17 @@ def test_labels_depend_on_their_key_alone() -> None:
 
 
 def test_the_smallest_draw_finds_no_label_of_probability_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fp8manifold.optim._nngeometry.random_bits", lambda n, **_: torch.zeros(n, dtype=torch.int32))
+    zeros = lambda n, **_: torch.zeros(n, dtype=torch.int32)  # noqa: E731
+    monkeypatch.setattr("fp8manifold.optim._fisher.nngeometry.random_bits", zeros)
+        "fp8manifold.optim._fisher.nngeometry.random_bits", lambda n, **_: torch.zeros(n, dtype=torch.int32)
+    )
     assert sample_labels(torch.tensor([[-torch.inf, -torch.inf, 1.0]]), seed=0, step=0, stream=0).tolist() == [2]
 
 
 def test_labels_of_a_large_vocabulary_are_drawn_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
     scores = normal(300, 5000) * 3
     whole = sample_labels(scores, seed=3, step=1, stream=2)
-    monkeypatch.setattr("fp8manifold.optim._nngeometry._CHUNK", 7 * 5000)
+    monkeypatch.setattr("fp8manifold.optim._fisher.nngeometry._CHUNK", 7 * 5000)
     assert torch.equal(sample_labels(scores, seed=3, step=1, stream=2), whole)
     assert len(whole.unique()) > 150
 

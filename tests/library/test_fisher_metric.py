@@ -21,7 +21,7 @@ from fisher_metric_cases import (
 )
 from torch import Tensor, nn
 
-from fp8manifold.optim._nngeometry import check_definite, natural_gradient, rank_one
+from fp8manifold.optim._fisher.nngeometry import check_definite, natural_gradient, rank_one
 
 pytest.importorskip("nngeometry", reason="extra fisher")
 

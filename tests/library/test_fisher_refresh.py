@@ -7,7 +7,7 @@ import torch
 from fisher_cases import EVERY, batch, counting, optimizer_of, put_gradients, snapshot, tagger, train
 
 from fp8manifold.optim import FisherNaturalGradient, anneal
-from fp8manifold.optim._nngeometry import METRIC
+from fp8manifold.optim._fisher.nngeometry import METRIC
 
 pytest.importorskip("nngeometry", reason="extra fisher")
 
