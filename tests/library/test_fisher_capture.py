@@ -151,8 +151,6 @@ def test_labels_depend_on_their_key_alone() -> None:
 def test_the_smallest_draw_finds_no_label_of_probability_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     zeros = lambda n, **_: torch.zeros(n, dtype=torch.int32)  # noqa: E731
     monkeypatch.setattr("fp8manifold.optim._fisher.nngeometry.random_bits", zeros)
-        "fp8manifold.optim._fisher.nngeometry.random_bits", lambda n, **_: torch.zeros(n, dtype=torch.int32)
-    )
     assert sample_labels(torch.tensor([[-torch.inf, -torch.inf, 1.0]]), seed=0, step=0, stream=0).tolist() == [2]
 
 
