@@ -33,9 +33,6 @@ def float8_format(dtype: torch.dtype) -> FloatFormat | None:
     return next((fmt for fmt, known in FLOAT8.items() if known == dtype), None)
 
 
-# --------------------------------------------------------------------------------------------------------------- recall
-
-
 def recalled(codes: Tensor, gradient: Tensor) -> Tensor:
     """The same codes, but no sooner than a gradient is there: a graph keeps codes until then, and not their values.
 
