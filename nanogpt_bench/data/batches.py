@@ -153,13 +153,11 @@ def _no_meta(folder: Path) -> BenchError:
         return BenchError(f"{said}: it is a file; give a folder that prepare wrote")
     there = sorted(item.name for item in folder.iterdir()) if folder.is_dir() else []
     if there:
-        read = (
-            f"nanogpt --input {shlex.quote(str(folder))} --tokenizer gpt2 (or byte, char: meta.pkl is never unpickled)"
-        )
-        return BenchError(
-            f"{said} and holds {there[0]!r}, which prepare did not write; prepare the text into a folder of its own: "
-            f"nanogpt-bench prepare {read if 'train.bin' in there else 'text --input FILE'} --out DIR"
-        )
+        said = f"{said} and holds {there[0]!r}, which prepare did not write; prepare the text into a folder of its own"
+        if "train.bin" not in there:
+            return BenchError(f"{said}: nanogpt-bench prepare text --input FILE --out DIR")
+        command = f"nanogpt-bench prepare nanogpt --input {shlex.quote(str(folder))} --tokenizer gpt2 --out DIR"
+        return BenchError(f"{said} by its tokenizer, gpt2, byte or char: {command}")
     command = f"nanogpt-bench prepare stdlib --out {shlex.quote(str(folder))}"
     if folder.exists() or folder.is_absolute():
         return BenchError(f"{said}; prepare it with: {command}")
