@@ -85,7 +85,8 @@ def stepped(**options: Any) -> Any:
 def test_what_a_loaded_state_has_otherwise_is_said_once(saved: dict[str, Any], given: dict[str, Any]) -> None:
     first, second = stepped(**saved), stepped(**given)
     text = ", ".join(f"{name}={saved[name]!r} in place of {given[name]!r}" for name in sorted(saved))
-    line = f"^StiffnessAdamW goes on with options of the loaded state, .* made with: {re.escape(text)}( \\(optim.adopted_state|$)"
+    start = "^StiffnessAdamW goes on with options of the loaded state, .* made with: "
+    line = start + re.escape(text) + r"( \(optim.adopted_state|$)"
     with pytest.warns(UserWarning, match=line) as told:
         second.load_state_dict(copy.deepcopy(first.state_dict()))
     assert len(told) == 1
