@@ -1,6 +1,7 @@
 """Whole training steps as CUDA graphs: one before the optimizer's step, one of its kernels, and one after it."""
 
 import gc
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
@@ -47,7 +48,9 @@ class _Graphs:
         self._pool = self._graphs[-1].pool()
 
     def end(self) -> None:
-        self._graphs[-1].capture_end()
+        with warnings.catch_warnings():  # as the one after the step often is
+            warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+            self._graphs[-1].capture_end()
 
     def replay(self, which: int) -> None:
         """Launch all of a graph again."""
