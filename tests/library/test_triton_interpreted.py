@@ -68,7 +68,7 @@ FAULTS = {
     "hash": ("format.py", "0xED5AD4BB", "0xED5AD4BA"),
     "phase": ("format.py", "0x31848BAB + tl.load(keys + 3)", "0x31848BAB"),
     "subnormal": ("format.py", "tl.maximum(magnitude & 0x7F800000, (127 + F.EMIN) << 23)", "magnitude & 0x7F800000"),
-    "root": ("stages.py", "(twice + 1.0)", "twice"),
+    "root": ("stages.py", "whole + below + away.to(tl.int32)", "whole + below"),
     "bound": ("stages.py", "- 125) >> 1) + 120", "- 125) >> 1) + 121"),
     "draw": ("format.py", "(0xFFFFFF - draw)", "draw"),
     "fitted": ("stages.py", "- F.EMAX, 1) << 23", "- F.EMAX + 1, 1) << 23"),
