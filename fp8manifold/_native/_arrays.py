@@ -33,18 +33,10 @@ def decoded(
     """``scale * decode(codes)``; for small codes most of the time is Python's, so the plain case goes straight to C."""
     if dtype not in _OUT or codes.dtype is not torch.uint8:
         return None
-    if scale is not None and codes.is_cpu and has_memory(codes, scale) and codes.is_contiguous():
-        kernels, numel, rows = library(), codes.numel(), scale.numel()
-        if kernels is not None and scale.dtype is torch.float32 and rows and 0 < numel < 2**32 and not numel % rows:
-            out, scale = torch.empty_like(codes, dtype=dtype), scale.contiguous()
-            if type(out) is Tensor and scale.is_cpu:
-                known, nan_code = _known(fmt)
-                places = codes.data_ptr(), out.data_ptr(), scale.data_ptr(), rows, numel // rows
-                half = dtype is torch.bfloat16
-                record = ARRAY.pack(known, *places, rows == 1, 0, 0, half, nan_code, 0, 0, 0, 0, 0, 0)
-                kernels.fp8manifold_decode(record, threads_for(numel))
-                return out
-    return _made("fp8manifold_decode", codes, fmt, dtype, scale, bfloat16=dtype is torch.bfloat16)
+    half = dtype is torch.bfloat16
+    if scale is not None and codes.is_cpu and has_memory(codes, scale) and 0 < codes.numel() <= 2**32:
+        return _on_cpu("fp8manifold_decode", codes.contiguous(), fmt, dtype, scale, (0, 0, half), (0, 0, 0, 0, 0, 0))
+    return _made("fp8manifold_decode", codes, fmt, dtype, scale, bfloat16=half)
 
 
 def spacings(codes: Tensor, fmt: FloatFormat, scale: Tensor) -> Tensor | None:
@@ -117,6 +109,21 @@ def _made(
         return _on_gpu(function, given, fmt, dtype, scale, keys, rescale=rescale, spacing=spacing)
     if not given.is_cpu:
         return None
+    words = (0, 0, 0) if key is None else round_keys(key.words, high)
+    draws = *words, 0 if key is None else key.phase, signed_word(low)
+    return _on_cpu(function, given, fmt, dtype, scale, (key is not None, rescale, bfloat16), (spacing, *draws))
+
+
+def _on_cpu(
+    function: str,
+    given: Tensor,
+    fmt: FloatFormat,
+    dtype: torch.dtype,
+    scale: Tensor | None,
+    how: tuple[int, ...],
+    rest: tuple[int, ...],
+) -> Tensor | None:
+    """What C makes of contiguous memory, by the fields of its record before the code of NaN, and those after it."""
     out, kernels = torch.empty_like(given, dtype=dtype), library()
     if type(out) is not Tensor or kernels is None:
         return None
@@ -124,17 +131,12 @@ def _made(
     if scale is not None:
         scale = scale.contiguous()
         rows, at = scale.numel(), scale.data_ptr()
-    length, rest = divmod(numel, rows)
-    if rest or not (scale is None or (scale.is_cpu and scale.dtype is torch.float32)):
+    numel = given.numel()
+    if numel % rows or not (scale is None or (scale.is_cpu and scale.dtype is torch.float32)):
         return None
-    first, second, third = (0, 0, 0) if key is None else round_keys(key.words, high)
     known, nan_code = _known(fmt)
-    record = ARRAY.pack(
-        known,
-        *(given.data_ptr(), out.data_ptr(), at, rows, length),
-        *(rows == 1, key is not None, rescale, bfloat16, nan_code, spacing),
-        *(first, second, third, 0 if key is None else key.phase, signed_word(low)),
-    )
+    places = given.data_ptr(), out.data_ptr(), at, rows, numel // rows
+    record = ARRAY.pack(known, *places, rows == 1, *how, nan_code, *rest)
     getattr(kernels, function)(record, threads_for(numel))
     return out
 

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fp8manifold._encoded.dispatch import FLOAT8
 from fp8manifold._encoded.products import codes_to_int8, int8_rows, round_columns, round_rows, transpose_bytes
 from fp8manifold._encoded.scaled import check_current
 from fp8manifold.nn._spec import ALIGNMENT, LayerSpec, Units, why_decoded
@@ -76,6 +75,8 @@ def linear_from_codes(x: Tensor, weight: Tensor, bias: Tensor | None, units: Uni
     """
     if not isinstance(weight, FP8Tensor):
         raise RuntimeError(f"products={spec.products!r} multiplies codes, and the weight is a {type(weight).__name__}")
+    if not torch.compiler.is_compiling() and spec.weight is not None and weight.format != spec.weight.format:
+        raise RuntimeError(f"the layer was made for codes of {spec.weight.format.name}, not of {weight.format.name}")
     device, dtype = x.device.type, weight.dtype
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
@@ -158,14 +159,19 @@ def _operand(weight: FP8Tensor, units: Units) -> tuple[Tensor, Tensor]:
     scale = weight.scale.view(1, -1)
     if units == "int8":
         return codes_to_int8(weight.codes), scale * weight.format.ulp_min
-    return weight.codes.view(FLOAT8[weight.format]), scale
+    return weight.codes.view(_dtype_of(weight)), scale
 
 
 def _transposed(weight: FP8Tensor, units: Units, after: Tensor) -> Tensor:
     """The codes as numbers of the units, by columns of the weight."""
     if units == "int8":
         return codes_to_int8(weight.codes, transposed=True, after=after)
-    return transpose_bytes(weight.codes, after).view(FLOAT8[weight.format])
+    return transpose_bytes(weight.codes, after).view(_dtype_of(weight))
+
+
+def _dtype_of(weight: FP8Tensor) -> torch.dtype:
+    """Of E4M3 or E5M2: no other format has units.  A look into a table would be many guards of a compiled layer."""
+    return _E4M3 if weight.format.mantissa_bits == 3 else torch.float8_e5m2
 
 
 def _product(a: Tensor, b: Tensor, rows: Tensor, columns: Tensor, dtype: torch.dtype, *, fast: bool = False) -> Tensor:

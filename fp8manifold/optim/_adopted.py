@@ -13,6 +13,7 @@ from fp8manifold.optim._slot import Slot, is_quantized, slot_of
 from fp8manifold.optim._spec import BOUND_NAMES, Spec
 from fp8manifold.optim._state import new_stream, twins
 from fp8manifold.optim._step import fit, load_moments, prepare, store_moments
+from fp8manifold.optim.stiffness import StiffnessAdamW
 
 _OF_ADAMW: Final = {"step", "exp_avg", "exp_avg_sq"}
 _OPTIONS: Final = ("params", "lr", "initial_lr", "betas", "eps", "weight_decay", "maximize")
@@ -54,7 +55,7 @@ def adopted_state(state_dict: dict[str, Any], optimizer: Any) -> dict[str, Any]:
     own = "optimizer" in keys
     if own or not {"state", "param_groups"} <= keys:
         check_state(optimizer, state_dict)
-    elif type(optimizer).__name__ != "StiffnessAdamW":
+    elif not isinstance(optimizer, StiffnessAdamW):
         raise ValueError(f"a state of torch's AdamW goes into StiffnessAdamW: {type(optimizer).__name__} has others")
     theirs, ours = state_dict["param_groups"], optimizer.state_dict()["param_groups"]
     sizes = [len(group["params"]) for group in theirs], [len(group["params"]) for group in ours]

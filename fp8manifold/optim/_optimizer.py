@@ -47,7 +47,6 @@ from fp8manifold.optim._writeback import rounds_at_random
 _RESET: Final = frozenset((*MOMENT_NAMES, *BOUND_NAMES))
 """Entries of the state that ``reset_every`` clears."""
 _COUNTS: Final = ("skipped_steps", "skipped_in_row", "widened_scales", "fitted_scales", "streams_begun")
-_FACTS: Final = ("defers_verdict", "keeps_table")
 _PLANNING: Final = ("_begin", "_may_step", "_prepare", "_run", "_take", "_widen")
 
 
@@ -127,7 +126,8 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         super().__init_subclass__(**options)
         ours = ("fp8manifold.", "torch.", "builtins")
         others = [base for base in cls.__mro__ if not base.__module__.startswith(ours)]
-        names = {name for base in others for name in vars(base) if not name.startswith("__")} - {*_FACTS}
+        names = {name for base in others for name in vars(base) if not name.startswith("__")}
+        names -= {"defers_verdict", "keeps_table"}
         cls.keeps_table = not any(hasattr(base, name) for base in set(cls.__mro__) - {*others} for name in names)
         own = any(getattr(cls, name) is not getattr(ManifoldOptimizer, name) for name in _PLANNING)
         cls.defers_verdict = cls.defers_verdict and not own

@@ -333,6 +333,23 @@ def test_a_pass_is_repeated_to_the_bit(fmt: str, gradient: str, reentrant: bool)
     assert torch.equal(net.weight.grad, twice[2])
 
 
+@pytest.mark.parametrize(("products", "most"), [("decoded", 360), ("fp8", 742)])
+def test_guards_of_twelve_layers(products: Any, most: int) -> None:
+    """No more than there were before products, 742; a dense model has 177."""
+    dense = nn.Sequential(*(nn.Linear(16, 16) for _ in range(12)))
+    net = fm.quantize_model(dense, "E4M3", storage="fp8", products=products)
+    found = torch._dynamo.explain(net)(torch.ones(16, 16))
+    assert (found.graph_count, found.graph_break_count) == (1, 0)
+    assert len(found.out_guards) <= most
+
+
+def test_a_weight_of_another_format_is_refused() -> None:
+    net, x = fm.quantize_model(nn.Linear(16, 16), "E1M6", storage="fp8", products="int8"), torch.ones(16, 16)
+    net.weight = fm.FP8Parameter(torch.ones(16, 16), "E2M5")
+    with pytest.raises(RuntimeError, match="made for codes of E1M6, not of E2M5"):
+        net(x)
+
+
 @cases
 def test_one_graph_and_the_same_bits(fmt: str, gradient: str) -> None:
     net, (x, g) = layer(fmt, (64, 32), gradient_products=gradient, bias=True), batch((64, 32), 16)
