@@ -54,6 +54,10 @@ class Tune(Confirm):
     start: dict[str, float] = setting(dict, "where the search of a key begins; not given: the rule's own")
     factor: float = setting(2.0, "between neighbours of the grid; around its best half of it follows", minimum=1.05)
     span: float = setting(256.0, "how far from its start a key is searched, as a factor", above=1.0)
+    #: searched after `keys`, such as optimizer.weight_decay: [0.0, 0.1]; neighbours are neighbours in the list
+    choices: dict[str, list[int | float]] = setting(
+        dict, "keys with the values that are tried, the rule's own among them"
+    )
     #: points that differ in nothing else share one search
     settings: dict[str, Any] = setting(dict, "settings of the trials in place of the points' own")
 
@@ -67,6 +71,17 @@ class Tune(Confirm):
         except (AttributeError, TypeError, ValueError, OverflowError):
             pass
         raise BenchError(f"{start!r} is not allowed; give keys and numbers above 0, such as optimizer.lr: 0.001")
+
+    @field_validator("choices", mode="before")
+    @classmethod
+    def _lists(cls, choices: Any) -> Any:
+        for key, values in choices.items() if isinstance(choices, dict) else [("tune.choices", None)]:
+            numbers = isinstance(values, list) and all(type(value) in (int, float) for value in values)
+            if not numbers or len(values) < 2 or sorted({*values}) != values:
+                raise BenchError(
+                    f"{key}: {values!r} is not allowed; give two or more rising numbers, such as [0.0, 0.1]"
+                )
+        return choices
 
     @field_validator("settings", mode="before")
     @classmethod

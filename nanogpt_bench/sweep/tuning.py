@@ -45,30 +45,42 @@ class Search:
     pending: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        config = resolve(build_config(self.start.settings))
-        first = {key: self.options.start.get(key, get(config, key)) for key in self.options.keys}
+        config, choices = resolve(build_config(self.start.settings)), self.options.choices
+        first = {key: self.options.start.get(key, get(config, key)) for key in (*self.options.keys, *choices)}
         #: first value of each key that the rule has
         self.first = {key: value for key, value in first.items() if get(config, key) is not None}
         if not self.first:
-            raise BenchError(f"tune.keys: {self.start.label} has none of {', '.join(self.options.keys)}")
+            raise BenchError(f"tune.keys: {self.start.label} has none of {', '.join(first)}")
         for key, value in self.first.items():
-            if not value > 0:
+            if key in choices and value not in choices[key]:
+                raise BenchError(
+                    f"tune.choices: {key} is {value:g} for {self.start.label}; give it among {choices[key]}"
+                )
+            if key not in choices and not value > 0:
                 raise BenchError(f"tune.keys: {key} is {value:g} for {self.start.label}; a search begins above 0")
 
-    @property
-    def reach(self) -> int:
-        """The most half steps of a key from its start."""
-        return FULL * math.floor(math.log(self.options.span) / math.log(self.options.factor) + 1e-9)
+    def value(self, key: str, index: int) -> float | None:
+        """The value of a key so many half steps from its start, to four digits; None beyond the span or the list."""
+        first, factor = self.first[key], self.options.factor
+        if key not in self.options.choices:
+            far = FULL * math.log(self.options.span) / math.log(factor) + 1e-9
+            return float(f"{first * factor ** (index / FULL):.4g}") if abs(index) <= far else None
+        choices = self.options.choices[key]
+        at, between = divmod(index, FULL)
+        at += choices.index(first)
+        return choices[at] if not between and 0 <= at < len(choices) else None
 
-    def values(self, place: Place) -> dict[str, float]:
-        """The values of the keys at a place, to four digits."""
-        factor = self.options.factor
-        items = zip(self.first.items(), place, strict=True)
-        return {key: float(f"{value * factor ** (index / FULL):.4g}") for (key, value), index in items}
+    def values(self, place: Place) -> dict[str, float | None]:
+        """The values of the keys at a place."""
+        return {key: self.value(key, index) for key, index in zip(self.first, place, strict=True)}
+
+    def has(self, place: Place) -> bool:
+        """Whether every key has a value at a place."""
+        return None not in self.values(place).values()
 
     def round(self) -> list[PlannedRun]:
         """The runs to try next, all that can be told from those that have ended; none when the search is over."""
-        while places := next_places(self.losses, len(self.first), self.reach):
+        while places := next_places(self.losses, len(self.first), self.has):
             for place in places:
                 self._try(place)
             if any(place not in self.losses for place in places):
@@ -101,7 +113,7 @@ class Search:
         return True
 
     @property
-    def best(self) -> dict[str, float] | None:
+    def best(self) -> dict[str, Any] | None:
         """The values of the lowest mean loss so far; None while there is none."""
         place = best_place(self.losses) if self.losses else None
         return None if place is None or math.isinf(self.losses[place]) else self.values(place)
@@ -150,7 +162,7 @@ class Tuning:
         """The trials to begin with."""
         return [run for search in self.searches for run in self._round(search)]
 
-    def confirmations(self, search: Search, values: Mapping[str, float]) -> Iterator[PlannedRun]:
+    def confirmations(self, search: Search, values: Mapping[str, Any]) -> Iterator[PlannedRun]:
         """Yield the runs that count, of every point of a search, at these values."""
         for point in search.confirmed:
             for seed in self.confirm.seeds:
@@ -204,7 +216,8 @@ class Tuning:
     def _row(self, search: Search) -> dict[str, Any]:
         runs = [run for runs in search.trials.values() for run in runs]
         told = [self._record.summary(run) for run in runs]
-        keys = list(search.first)
+        listed = self.tune.choices
+        keys = {key: at for at, key in enumerate(search.first)}
         return {
             "label": search.start.label,
             "rows": [point.label for point in search.confirmed],
@@ -214,7 +227,7 @@ class Tuning:
             "over": bool(search.losses) and not search.pending,
             "start": search.first,
             "best": search.best,
-            "inside": {key: bool(search.losses) and is_inside(search.losses, at) for at, key in enumerate(keys)},
+            "inside": {key: key in listed or is_inside(search.losses, at) for key, at in keys.items()},
             "trials": [self._told(search, place) for place in sorted(search.trials)],
             "cost": {
                 "runs": sum(bool(summary) for summary in told),
@@ -254,10 +267,19 @@ def _check(sweep: SweepFile, tune: Tune) -> None:
             raise unknown_key(key)
         if FIELDS[key].kind is not float:
             raise BenchError(f"tune.keys: {key!r} takes no number that can be multiplied; give optimizer.lr")
+    for key in tune.choices:
+        if key not in FIELDS or FIELDS[key].kind not in (int, float):
+            raise BenchError(f"tune.choices: {key!r} takes no number; give a key such as optimizer.weight_decay")
+        if key in tune.keys:
+            raise BenchError(f"tune.choices: {key} is one of tune.keys too; leave one of them out")
     for key in tune.start:
         if key not in tune.keys:
             raise BenchError(f"tune.start: {key} is not one of tune.keys: {', '.join(tune.keys)}")
-    said = {"seed": "tune.seeds and confirm.seeds", **dict.fromkeys(tune.keys, "tune.keys")}
+    said = {
+        "seed": "tune.seeds and confirm.seeds",
+        **dict.fromkeys(tune.keys, "tune.keys"),
+        **dict.fromkeys(tune.choices, "tune.choices"),
+    }
     for key in tune.settings:
         if other := (said | ({STEPS: "tune.steps"} if tune.steps else {})).get(key):
             raise BenchError(f"tune.settings: {other} says {key}; leave one of them out")
@@ -265,7 +287,7 @@ def _check(sweep: SweepFile, tune: Tune) -> None:
     for axis in sweep.axes:
         if axis.key in said:
             raise BenchError(f"axes.{axis.key} in {sweep.path.name}: {said[axis.key]} says it; leave one of them out")
-    trials = 5 * len(tune.keys) * len(tune.seeds)
+    trials = (5 * len(tune.keys) + sum(map(len, tune.choices.values()))) * len(tune.seeds)
     each = trials + len(sweep.confirm.seeds if sweep.confirm else ())
     check_count(each * (count_points(sweep) if sweep.axes else 1), f"{sweep.path.name} (tune)")
 
@@ -278,35 +300,34 @@ def _found(search: Search) -> str:
     return f"{search.start.label}: best at {values} ({counted(runs, 'run')})"
 
 
-def next_places(losses: Mapping[Place, float], keys: int, reach: int) -> list[Place]:
-    """Return the places to try next, all at once, none when the search is over.
+def next_places(losses: Mapping[Place, float], keys: int, has: Callable[[Place], bool]) -> list[Place]:
+    """Return the places to try next, all at once, none when the search is over: a coordinate descent.
 
-    `losses` has those of all places tried, infinite where a run diverged; `reach` is how many half steps from the start
-    a key may go. First come the start and its neighbours, a full step to either side on every key; then, as long as
-    the best place is not amid neighbours that were tried, those that were not; last those half a step from it.
+    `losses` has those of all places tried, infinite where a run diverged; `has` tells whether there is such a place.
+    First come the start and its neighbours, a full step to either side on the first key; then, one key at a time and as
+    long as the best place is not amid neighbours that were tried, those that were not; last those half a step from it.
 
-    >>> next_places({}, keys=1, reach=16)
+    >>> next_places({}, keys=1, has=lambda _: True)
     [(0,), (-2,), (2,)]
-    >>> next_places({(0,): 1.0, (-2,): 2.0, (2,): 0.5}, keys=1, reach=16)
+    >>> next_places({(0,): 1.0, (-2,): 2.0, (2,): 0.5}, keys=1, has=lambda _: True)
     [(4,)]
-    >>> next_places({(0,): 1.0, (-2,): 2.0, (2,): 0.5, (4,): 0.7}, keys=1, reach=16)
+    >>> next_places({(0,): 1.0, (-2,): 2.0, (2,): 0.5, (4,): 0.7}, keys=1, has=lambda _: True)
     [(1,), (3,)]
     """
-    start = (0,) * keys
     full = {place: loss for place, loss in losses.items() if not any(index % FULL for index in place)}
-    centre = best_place(full) if full else start
+    centre = best_place(full) if full else (0,) * keys
     for step in (FULL, HALF):
-        around = [place for place in neighbours(centre, step) if max(map(abs, place)) <= reach]
-        if left := [place for place in (centre, *around) if place not in losses]:
-            return left
+        for key in range(keys):
+            around = (centre, *neighbours(centre, key, step))
+            if left := [place for place in around if place not in losses and has(place)]:
+                return left
     return []
 
 
-def neighbours(place: Place, step: int) -> Iterator[Place]:
-    """Yield the places `step` half steps below and above on every key, one key at a time."""
-    for key in range(len(place)):
-        for way in (-step, step):
-            yield (*place[:key], place[key] + way, *place[key + 1 :])
+def neighbours(place: Place, key: int, step: int) -> Iterator[Place]:
+    """Yield the places `step` half steps below and above on a key."""
+    for way in (-step, step):
+        yield (*place[:key], place[key] + way, *place[key + 1 :])
 
 
 def best_place(losses: Mapping[Place, float]) -> Place:
@@ -320,6 +341,8 @@ def best_place(losses: Mapping[Place, float]) -> Place:
 
 def is_inside(losses: Mapping[Place, float], key: int) -> bool:
     """Return whether values of a key below and above that of the best place were tried."""
+    if not losses:
+        return False
     tried: Iterable[int] = [place[key] for place in losses]
     best = best_place(losses)[key]
     return math.isfinite(losses[best_place(losses)]) and min(tried) < best < max(tried)

@@ -43,6 +43,18 @@ def stub(job):
     return {"kind": "done"}
 
 
+def on_lists(job):
+    settings = job["settings"]
+    done = stub(job)
+    path = Path(job["run_dir"]) / "summary.json"
+    summary = json.loads(path.read_text())
+    if summary["final_val_loss"] is not None:
+        summary["final_val_loss"] += 0.1 * (settings["optimizer.weight_decay"] - 0.3) ** 2
+        summary["final_val_loss"] += abs(settings["optimizer.warmup_steps"] - 200) / 1e4
+        path.write_text(json.dumps(summary))
+    return done
+
+
 TUNE = {"seeds": [1, 2], "steps": 4}
 CONFIRM = {"seeds": [5, 6, 7], "steps": 8}
 
@@ -56,7 +68,7 @@ def _bowl(monkeypatch, _forked_workers):
 @pytest.mark.parametrize("optimum", [(0.0,), (3.2,), (-9.0,), (100.0,), (0.9, -4.1), (-5.0, 6.5)])
 def test_the_search_ends_around_the_optimum_or_at_its_span(optimum):
     losses, reach, rounds = {}, 16, 0
-    while places := next_places(losses, len(optimum), reach):
+    while places := next_places(losses, len(optimum), lambda place: max(map(abs, place)) <= reach):
         assert not set(places) & set(losses)
         losses |= {place: sum((at - to) ** 2 for at, to in zip(place, optimum, strict=True)) for place in places}
         rounds += 1
@@ -64,15 +76,54 @@ def test_the_search_ends_around_the_optimum_or_at_its_span(optimum):
     for key, (at, to) in enumerate(zip(best, optimum, strict=True)):
         assert abs(at - min(to, reach)) <= 1
         assert is_inside(losses, key) == (to <= reach)
-    assert rounds <= 11
+    assert rounds <= 7 * len(optimum) + 4
     assert all(abs(index) <= reach for place in losses for index in place)
+
+
+@pytest.mark.usefixtures("_bowl")
+def test_listed_values_are_searched_after_the_rates_and_not_beyond_their_list(write, monkeypatch):
+    monkeypatch.setattr(pool_module, "SERVE", on_lists)
+    choices = {"optimizer.warmup_steps": [0, 50, 100, 200], "optimizer.weight_decay": [0.0, 0.1, 0.2]}
+    settings = {"optimizer.warmup_steps": 100, "optimizer.weight_decay": 0.1}
+    path = write(axes={"rule": ["fp32"]}, tune=TUNE | {"choices": choices}, confirm=CONFIRM, settings=settings)
+    assert main(["sweep", str(path), "--out", "out", "--workers", "1"]) == 0
+    (row,) = read_json(Path("out/tuning.json"))["rows"]
+    assert row["best"]["optimizer.warmup_steps"] == 200
+    assert row["best"]["optimizer.weight_decay"] == 0.2
+    assert all(row["inside"].values())
+    tried = [trial["values"] for trial in row["trials"]]
+    for key, values in choices.items():
+        assert {trial[key] for trial in tried} <= {*values}
+    first_rates = [at for at in tried if (at["optimizer.warmup_steps"], at["optimizer.weight_decay"]) == (100, 0.1)]
+    assert len(first_rates) >= 3  # the rate is searched before a list is
+    assert not any(at["optimizer.warmup_steps"] == 0 for at in tried)  # no neighbour of a best place
+    confirmed = next(entry["settings"] for entry in runs_of(Path("out")).values() if entry["label"] == "fp32")
+    assert {key: confirmed[key] for key in row["best"]} == row["best"]
+
+
+@pytest.mark.parametrize(
+    ("choices", "said"),
+    [
+        ({"optimizer.weight_decay": [0.1]}, "give two or more rising numbers"),
+        ({"optimizer.weight_decay": [0.2, 0.1]}, "give two or more rising numbers"),
+        ({"optimizer.weight_decay": [0.0, 0.2]}, "is 0.1 for fp32"),
+        ({"optimizer.lr": [0.1, 0.2]}, "one of tune.keys too"),
+        ({"data.dir": [0.1, 0.2]}, "takes no number"),
+        ({"optimizer.decay": [0.1, 0.2]}, "optimizer.decay"),
+        ([1], "give two or more rising numbers"),
+    ],
+)
+def test_lists_that_can_not_be_searched_are_refused(choices, said, write):
+    path = write(axes={"rule": ["fp32"]}, tune=TUNE | {"choices": choices}, confirm=CONFIRM)
+    with pytest.raises(BenchError, match=said):
+        Tuning(read_sweep(path), SweepRecord(Path("out"), "tune"))
 
 
 def test_a_diverged_place_is_worse_than_all():
     losses = {(0,): math.inf, (-2,): math.inf, (2,): math.inf}
-    assert next_places(losses, 1, 16) == [(-4,)]  # where nothing is stable, lower
+    assert next_places(losses, 1, lambda _: True) == [(-4,)]  # where nothing is stable, lower
     losses[-4,] = 3.0
-    assert next_places(losses, 1, 16) == [(-6,)]
+    assert next_places(losses, 1, lambda _: True) == [(-6,)]
     assert not is_inside({(0,): math.inf, (-2,): math.inf, (2,): math.inf}, 0)
 
 
