@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8manifold._base.reading import has_values
-from fp8manifold._encoded.stored_scale import fresh_scale, warn_if_saturated, warn_of_rounding
+from fp8manifold._encoded.stored_scale import are_powers_of_two, fresh_scale, warn_if_saturated, warn_of_rounding
 from fp8manifold.formats import FloatFormat
 from fp8manifold.manifolds import FP8Manifold, StiffnessManifold
 from fp8manifold.random_bits import Draws
@@ -17,6 +17,7 @@ from fp8manifold.tensor import FP8Tensor
 
 _BUFFERS: Final = ("format_fields", "seed_word", "counter")
 _DATA: Final[Any] = Tensor.data
+_HALF: Final = 16
 
 
 class GridParameter(geoopt.ManifoldParameter):  # type: ignore[misc]  # geoopt is untyped
@@ -95,7 +96,8 @@ def _lacks_points(fmt: FloatFormat, scale: Tensor, dtype: torch.dtype) -> str | 
         return None
     number = torch.finfo(dtype)
     low, high = (float(end) for end in torch.aminmax(scale))
-    if low * fmt.ulp_min >= number.smallest_normal * number.eps and high * fmt.max <= number.max:
+    exact = number.bits > _HALF or are_powers_of_two(scale.float())
+    if exact and low * fmt.ulp_min >= number.smallest_normal * number.eps and high * fmt.max <= number.max:
         return None
     return (
         f"{dtype}, which lacks points of its grid ({fmt.name} at scales of {low:g} to {high:g}): take torch.float32 or "
@@ -175,6 +177,9 @@ def prepare_grid_state(
     values = saved.dequantize() if isinstance(saved, FP8Tensor) else saved.detach().as_subclass(Tensor)
     if scale is None:
         scale = _scale_of(saved, values, manifold, granularity, headroom)
+        if refusal := _lacks_points(manifold.format, scale, weight.dtype):
+            return f"{key} can't be loaded into {refusal}"
+        scale = scale.to(manifold.scale.dtype)
         known = manifold if not manifold.counter.is_meta else FP8Manifold(manifold.format, scale, seed=seed)
         for name in _BUFFERS:
             state.setdefault(f"{prefix}manifold.{name}", getattr(known, name).clone())
@@ -219,8 +224,8 @@ def _scale_of(
     """That of codes in the same format, which are taken exactly, or a fresh one."""
     own = manifold.scale
     if isinstance(saved, FP8Tensor) and saved.format == manifold.format and saved.scale.shape == own.shape:
-        return saved.scale.to(own.dtype)
-    return fresh_scale(values, manifold.format, granularity, headroom).to(own.dtype)
+        return saved.scale
+    return fresh_scale(values, manifold.format, granularity, headroom)
 
 
 def _projected(values: Tensor, scale: Tensor, manifold: FP8Manifold) -> Tensor:

@@ -159,7 +159,7 @@ def test_arrays_against_native_code(name: str) -> None:
         assert ours is not None
         assert expected is not None
         assert not different(ours, expected.view(-1))
-    for s in (scale, scale[:1]):
+    for s in (scale, scale[:1], scale * 1.3):
         for dtype in (torch.float32, torch.bfloat16):
             ours = decode_on_gpu(codes.to(CARD), fmt, dtype, s.to(CARD), spacing=False)
             assert ours is not None

@@ -1,0 +1,392 @@
+"""Scales `2^e f` as published files have them: stores of every granularity against exact rational arithmetic."""
+
+import copy
+import io
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from optimizer_cases import normal
+from rank_cases import batch, loss_of, model
+from rank_pool import Pool
+from test_ranks_fsdp import sharded
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+import fp8manifold as fm
+from fp8manifold import reference
+from fp8manifold._native import _arrays
+from fp8manifold.exchange import exported_state_dict
+from fp8manifold.scaling import narrowed_scale, refitted_scale
+
+GRANULARITIES = ("tensor", "channel", "row", "block", "square")
+DTYPES = (torch.float32, torch.bfloat16)
+ROUNDINGS = ("nearest", "stochastic")
+
+every_granularity = pytest.mark.parametrize("granularity", GRANULARITIES)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def factors(scale: Tensor, seed: int = 0) -> Tensor:
+    """The scale times factors in [1, 2), drawn at random."""
+    return scale * (1 + torch.rand(scale.shape, generator=torch.Generator().manual_seed(seed)))
+
+
+def made(granularity: Any, fmt: str = "E4M3", shape: tuple[int, ...] = (2, 140, 160), **options: Any) -> fm.FP8Tensor:
+    """Codes of every kind at random scales, -0 aside, which no operator keeps as it is."""
+    p = fm.FP8Tensor(normal(*shape, std=0.1), fmt, granularity=granularity)
+    codes = p.codes.masked_fill(p.codes == p.format.sign_bit, 0)
+    options = {"seed": 3, "block_size": p.block_size, **options}
+    return fm.FP8Tensor.from_codes(codes, factors(p.scale), fmt, **options)
+
+
+def same(a: fm.FP8Tensor, b: fm.FP8Tensor) -> bool:
+    return a.block_size == b.block_size and torch.equal(a.codes, b.codes) and torch.equal(a.scale, b.scale)
+
+
+def rounded(x: Fraction, bits: int) -> Fraction:
+    """The nearest number of so many bits, ties to even, of float32's exponents."""
+    if not x:
+        return x
+    exponent = x.numerator.bit_length() - x.denominator.bit_length()
+    exponent = max(exponent - (abs(x) < Fraction(2) ** exponent), -126)
+    step = Fraction(2) ** (exponent - bits + 1)
+    return round(x / step) * step
+
+
+def oracle(p: fm.FP8Tensor) -> list[Fraction]:
+    """Code times scale, rounded to float32, and from there to what it appears as."""
+    codes, scales = p.codes.flatten().tolist(), p.expanded_scale().expand(p.shape).flatten().tolist()
+    known = [Fraction(reference.decode(code, p.format)) for code in codes]
+    exact = [value * Fraction(scale) for value, scale in zip(known, scales, strict=True)]
+    wide = [rounded(x, 24) for x in exact]
+    return wide if p.dtype is torch.float32 else [rounded(x, 8) for x in wide]
+
+
+@every_dtype
+@every_granularity
+@pytest.mark.parametrize("fmt", ["E4M3", "E5M2", "E1M6"])
+def test_values_are_code_times_scale_rounded_as_servers_do(
+    fmt: str, granularity: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p = made(granularity, fmt, (2, 3, 64), dtype=dtype)
+    assert p.kept_scale.dtype is torch.float32
+    exact = oracle(p)
+    assert any(x.numerator.bit_length() > 8 for x in exact) == (dtype is torch.float32)
+    torch._dynamo.reset()
+    read = torch.compile(lambda w: w * 1.0, fullgraph=True, backend="aot_eager")
+    with monkeypatch.context() as plain:
+        plain.setattr(_arrays, "library", lambda: None)
+        eager = p.dequantize()
+    for values in (
+        p.dequantize(),
+        eager,
+        read(p) if fmt == "E4M3" else eager,
+        torch.stack([p[0], p[1]]),
+        p.to(torch.float32).to(dtype),
+    ):
+        assert [Fraction(x) for x in values.flatten().tolist()] == exact
+
+
+@every_granularity
+def test_where_an_edge_is_partial_each_weight_has_its_own_scale(granularity: Any) -> None:
+    p = made(granularity)
+    for i, j in ((0, 0), (127, 127), (128, 128), (139, 159), (128, 0), (0, 128)):
+        at = (1, i, j)
+        of = {
+            "tensor": (),
+            "channel": (1, 0, 0),
+            "row": (1, i, 0),
+            "block": (1, i, j // 32),
+            "square": (1, i // 128, j // 128),
+        }
+        assert p.dequantize()[at] == fm.decode(p.codes[at], "E4M3") * p.scale[of[granularity]]
+    looked_up = torch.nn.functional.embedding(
+        torch.tensor([1, 130]), made(granularity if granularity != "row" else "channel", shape=(140, 160))
+    )
+    assert torch.equal(
+        looked_up, made(granularity if granularity != "row" else "channel", shape=(140, 160)).dequantize()[[1, 130]]
+    )
+
+
+LEAVES: dict[str, Callable[[fm.FP8Tensor], Any]] = {
+    "add_": lambda p: p.add_(0.0),
+    "mul_": lambda p: p.mul_(1.0),
+    "clamp_": lambda p: p.clamp_(-1e9, 1e9),
+    "copy_": lambda p: p.copy_(p.dequantize()),
+    "copy_ in float32": lambda p: p.copy_(p.dequantize().float()),
+    "lerp_": lambda p: p.lerp_(torch.ones(p.shape), 0.0),
+    "foreach": lambda p: torch._foreach_add_([p], 0.0),
+    "a view": lambda p: p[1].mul_(1.0),
+    "data": lambda p: setattr(p, "data", p.data),
+    "rescale_": lambda p: p.rescale_(p.scale.clone()),
+    "adapt_scale_": lambda p: p.adapt_scale_(),
+    "SGD": lambda p: torch.optim.SGD([stepped(p)], lr=0.0).step(),
+    "fused": lambda p: torch.optim.AdamW([stepped(p)], lr=0.0, fused=True).step(),
+}
+
+
+def stepped(p: fm.FP8Tensor) -> Any:
+    parameter = fm.FP8Parameter(p)
+    parameter.grad = normal(*p.shape).to(p.dtype)
+    return parameter
+
+
+@every_dtype
+@every_granularity
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("fmt", ["E4M3", "E1M6"])
+def test_an_operator_that_changes_no_value_changes_no_code(
+    fmt: str, rounding: Any, granularity: Any, dtype: torch.dtype
+) -> None:
+    """Stochastic rounding too, of a quotient that may be a hair off the code's value."""
+    p = made(granularity, fmt, dtype=dtype, rounding=rounding)
+    codes, scale = p.codes.clone(), p.scale.clone()
+    for name, leave in LEAVES.items():
+        leave(p)
+        assert torch.equal(p.codes, codes), name
+        assert torch.equal(p.scale, scale), name
+
+
+@every_granularity
+def test_what_one_view_writes_leaves_all_other_codes(granularity: Any) -> None:
+    p = made(granularity, rounding="stochastic")
+    codes = p.codes.clone()
+    p[1, 3].mul_(0.7)
+    changed = (p.codes != codes).nonzero()
+    assert len(changed) > 100
+    assert changed[:, :2].unique(dim=0).tolist() == [[1, 3]]
+
+
+@every_granularity
+def test_scales_change_by_powers_of_two(granularity: Any) -> None:
+    p = made(granularity)
+    before = p.scale.clone()
+    units = fm.decode(p.codes, "E4M3").double() * 2.0**-6
+    assert p.mul_(2.0**-6).adapt_scale_() or torch.equal(p.scale, before)
+    for scale in (
+        p.scale,
+        *(
+            f(before * top, before, p.format)
+            for f in (narrowed_scale, refitted_scale, fm.widened_scale)
+            for top in (2.0**-9, 500.0)
+        ),
+    ):
+        assert (torch.frexp(scale / before).mantissa == 0.5).all()
+    q = made(granularity)
+    codes = q.codes.clone()
+    q.rescale_(q.scale / 4 if q.largest().max() < 100 * q.scale.min() else q.scale * 1.0)
+    q.rescale_(before)
+    assert torch.equal(q.codes, codes)
+    assert units.isfinite().all()
+
+
+def test_a_scale_is_described_with_its_factor() -> None:
+    p = fm.FP8Tensor(torch.ones(2, 2), "E4M3", scale=torch.tensor([[1.5 * 2.0**-7], [0.25]]))
+    assert "scale=1.5*2^-7..2^-2" in repr(p)
+    assert "scale=1.25*2^-3" in repr(fm.FP8Tensor(torch.ones(2), "E4M3", scale=1.25 * 2.0**-3))
+
+
+@pytest.mark.parametrize("granularity", ["block", "square"])
+def test_exponents_become_floats_for_all_that_share_them(granularity: Any) -> None:
+    p, q = fm.FP8Tensor(normal(140, 160), "E4M3", granularity=granularity), made(granularity, shape=(140, 160))
+    twin, version = p.detach(), p._version
+    assert p.exponents is not None
+    p.copy_(q)
+    assert p._version > version
+    assert p.exponents is None
+    assert same(p, q)
+    assert same(twin, q)
+    p.set_scale_(0.5)
+    assert (p.exponents, p.scale.unique().tolist()) == (None, [0.5])
+    assert fm.FP8Tensor.from_codes(p.codes, p.scale, "E4M3", block_size=p.block_size).exponents is not None
+    exponents = fm.FP8Tensor(normal(140, 160), "E4M3", granularity=granularity)
+    with pytest.raises(Exception, match="can't write floats in place of exponents"):
+        torch.compile(lambda a, b: a.copy_(b), backend="aot_eager")(exponents, q)
+
+
+def layers(granularity: Any, seed: int, **options: Any) -> Any:
+    net = nn.Sequential(nn.Linear(160, 200), nn.ReLU(), nn.Linear(200, 96, bias=False))
+    kinds = {"*": fm.LayerSpec("E4M3", granularity=granularity)}
+    if granularity == "block":
+        kinds["2"] = fm.LayerSpec("E4M3")
+    return fm.quantize_model(net, kinds, "fp8", seed=seed, **options)
+
+
+def with_factors(net: Any) -> Any:
+    for i, layer in enumerate(layer for layer in net.modules() if isinstance(layer, fm.QuantizedLinear)):
+        layer.weight.set_scale_(factors(layer.weight.scale, i))
+    return net
+
+
+def through_files(state: dict[str, Tensor]) -> Any:
+    written = io.BytesIO()
+    torch.save(state, written)
+    written.seek(0)
+    return torch.load(written, weights_only=True)
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "channel", "block", "square"])
+def test_layers_are_saved_and_read_again(granularity: Any) -> None:
+    net, x = with_factors(layers(granularity, 1)), normal(4, 160)
+    state = net.state_dict()
+    others = [layers(granularity, 2), layers(granularity, 2, keep_remainder=True), copy.deepcopy(net)]
+    others[0].load_state_dict(through_files(state))
+    others[1].load_state_dict({name: part.clone() for name, part in state.items()}, assign=True)
+    for other in others:
+        assert torch.equal(other(x), net(x))
+        assert {name: part.dtype for name, part in other.state_dict().items()} == {n: x.dtype for n, x in state.items()}
+    flat = fm.unflatten_state_dict(state)
+    assert same(flat["0.weight"], net[0].weight)  # type: ignore[arg-type]
+    pickled = through_files({"w": net[0].weight.detach()})["w"]
+    assert same(pickled, net[0].weight)
+
+
+@pytest.mark.parametrize("exported", ["weight_scale", "weight_scale_inv"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("granularity", "shapes"),
+    [("tensor", [(), (1,), (1, 1)]), ("channel", [(200, 1), (200,)]), ("block", [(200, 5)]), ("square", [(2, 2)])],
+)
+def test_codes_of_other_libraries_are_read_with_their_scales(
+    granularity: Any, shapes: Any, dtype: torch.dtype, exported: str
+) -> None:
+    whole = with_factors(layers(granularity, 1))[0]
+    codes, bias = whole.weight.codes.view(torch.float8_e4m3fn), whole.bias.detach()
+    for shape in shapes:
+        layer = layers(granularity, 2)[0]
+        layer.load_state_dict({"weight": codes, "bias": bias, exported: whole.weight.scale.to(dtype).view(shape)})
+        assert torch.equal(layer.weight.codes, whole.weight.codes)
+        assert torch.equal(layer.weight.scale, whole.weight.scale.to(dtype).float())
+    for more in ("weight_scale_2", "weight_zero_point", "weight_scale", "weight_scale_inv"):
+        if more != exported:
+            said = {"weight": codes, "bias": bias, exported: whole.weight.scale, more: torch.ones(())}
+            with pytest.raises(RuntimeError, match=r"at weight_scale.* and at weight_"):
+                layers(granularity, 2)[0].load_state_dict(said)
+
+
+@pytest.mark.parametrize("layout", ["compressed-tensors", "fp8", "torchao"])
+@pytest.mark.parametrize("granularity", ["tensor", "channel", "block", "square"])
+def test_what_was_exported_is_read_again(granularity: Any, layout: Any) -> None:
+    if (layout == "fp8") != (granularity == "square"):
+        return
+    if layout == "torchao":
+        pytest.importorskip("torchao")
+    net, x = with_factors(layers(granularity, 1)), normal(4, 160)
+    other = layers(granularity, 2)
+    other.load_state_dict(exported_state_dict(net, layout)[0])
+    assert torch.equal(other(x), net(x))
+
+
+@pytest.mark.usefixtures("cpp_compiler")
+@pytest.mark.parametrize("granularity", ["block", "square"])
+def test_compiled_code_reads_the_scales_of_the_moment(granularity: Any) -> None:
+    """It was compiled for exponents, and is once more for floats; the second matrix ends in partial squares."""
+    torch._dynamo.reset()
+    net, x = layers(granularity, 1), normal(4, 160)
+    counter = CompileCounterWithBackend("inductor")
+    compiled = torch.compile(net, fullgraph=True, backend=counter)
+    for seed in range(3):
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(x), net(x), rtol=1e-4, atol=1e-5)
+        for layer in (net[0], net[2]):
+            layer.weight.set_scale_(factors(layer.weight.scale, seed))
+    assert counter.frame_count == 2
+
+
+@pytest.mark.parametrize("products", ["fp8", "int8"])
+def test_products_of_codes_take_the_scales_that_there_are(products: Any) -> None:
+    fmt = "E4M3" if products == "fp8" else "E1M6"
+    net = with_factors(fm.quantize_model(nn.Sequential(nn.Linear(64, 32)), fm.LayerSpec(fmt, products=products), "fp8"))
+    x = normal(5, 64).requires_grad_()
+    y, weight = net(x), net[0].weight
+    y.sum().backward()
+    taken = net[0].quantized_input(x).double()
+    torch.testing.assert_close(y, (taken @ weight.dequantize().double().t() + net[0].bias.double()).float())
+    exact = torch.ones(5, 32) @ weight.dequantize()
+    assert (x.grad - exact).abs().max() < 0.1 * exact.abs().max()  # type: ignore[operator]
+
+
+def gathered(granularity: Any) -> None:
+    """Rows that two processes hold, of which one has powers of two alone: both hold floats, and gather them."""
+    whole = with_factors(model(granularity))
+    first = whole[0].weight
+    if granularity != "tensor":
+        scale = first.scale.clone()
+        scale[: len(scale) // 2] = 0.25
+        first.set_scale_(scale)
+    parts, state = sharded(copy.deepcopy(whole)), whole.state_dict()
+    with torch.no_grad():
+        assert torch.equal(parts(batch(0)), whole(batch(0)))
+    parts.reshard()
+    loss_of(parts, batch(1)).backward()
+    loaded = sharded(model(granularity, seed=5))
+    loaded.load_state_dict({name: _like(part, loaded.state_dict()[name]) for name, part in state.items()})
+    kinds = [x.kept_scale.dtype for p in loaded.parameters() if isinstance(x := p._local_tensor, fm.FP8Tensor)]
+    assert set(kinds) == {torch.float32}
+    with torch.no_grad():
+        assert torch.equal(loaded(batch(0)), whole(batch(0)))
+    loaded.reshard()
+    full = {
+        name: part.full_tensor() if hasattr(part, "full_tensor") else part
+        for name, part in get_model_state_dict(parts).items()
+    }
+    assert all(torch.equal(full[name], part) for name, part in state.items() if not name.endswith("_counter"))
+
+
+def _like(part: Tensor, own: Any) -> Tensor:
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    return distribute_tensor(part, own.device_mesh, own.placements) if isinstance(own, DTensor) else part
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
+def test_rows_of_processes_have_the_scales_of_the_whole(pools: dict[int, Pool], granularity: str) -> None:
+    pools[2].run(gathered, granularity)
+
+
+def replicas() -> str:
+    net = layers("block", 1)
+    if dist.get_rank():
+        with_factors(net)
+    try:
+        fm.distributed.sync(net)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_processes_that_hold_other_kinds_of_scales_are_refused(pools: dict[int, Pool]) -> None:
+    said = pools[2].run(replicas)
+    assert all("format of 0.weight" in each for each in said), said
+
+
+def test_a_sharded_weight_keeps_its_kind_of_scales(pools: dict[int, Pool]) -> None:
+    assert all("give others than powers of two before" in said for said in pools[2].run(set_in_rows))
+
+
+def set_in_rows() -> str:
+    rows: Any = sharded(model("block"))[0].weight._local_tensor
+    try:
+        rows.set_scale_(0.3)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_layer_on_a_grid_in_bfloat16_has_no_factors() -> None:
+    """Values of a grid are held as floats, which bfloat16 has no bits for; float32 has them to the bit."""
+    source = with_factors(layers("channel", 1))
+    for dtype in DTYPES:
+        net = nn.Sequential(nn.Linear(160, 200), nn.ReLU(), nn.Linear(200, 96, bias=False)).to(dtype)
+        grid: Any = fm.quantize_model(net, "E4M3", "grid")
+        if dtype is torch.bfloat16:
+            with pytest.raises(RuntimeError, match="lacks points of its grid"):
+                grid.load_state_dict(source.state_dict())
+        else:
+            grid.load_state_dict(source.state_dict())
+            assert torch.equal(grid[0].weight, source[0].weight.dequantize())
