@@ -9,7 +9,7 @@ the format (a chart's, a factor's) there is nothing to fit: its size follows fro
 
 A scale that is 16 times what a new parameter of these weights had is narrowed on a step that computes S_ref anew, which
 looks at all codes anyway.  It is exact: powers of two further down the grid has every value that it has above.  A scale
-that has come down has to be doubled four times before it may come down again.
+that has come down has to be doubled four times before it may come down again.  Of a scale ``2^e f`` both move ``e``.
 """
 
 import logging
@@ -95,7 +95,7 @@ def widen(slot: Slot) -> int:
     held = _held(slot)
     old, fmt = held.scale, held.format
     largest = held.largest() if old.dim() else slot.ranks.largest(held.largest())
-    new = torch.where(largest >= old * fmt.max, old * 2, old).clamp(max=widest_scale(fmt)).maximum(old)
+    new = torch.where((largest >= old * fmt.max) & (old * 2 <= widest_scale(fmt)), old * 2, old)
     if not (count := int((new != old).sum())):
         return 0
     if _LOG.isEnabledFor(logging.INFO):
@@ -123,17 +123,17 @@ def rewrite(slot: Slot, new: Tensor) -> None:
     offset = 0 if slot.share is None else slot.share.offset
     places = (rows * weight.shape[1] + offset).unsqueeze(1) + torch.arange(weight.shape[1], device=x.device)
     draws = draw_of(words_at(places, (*slot.key, FOR_RESCALING)))
-    rounded, rest = _rounded(x, fmt, draws, bits)
+    rounded, rest = _rounded(x, fmt, draws, bits, arrays["weight"])
     weight[rows] = unless_special(rounded, arrays["weight"], fmt)
     if bits:
         residual[rows] = rest.to(torch.int8)
 
 
-def _rounded(x: Tensor, fmt: FloatFormat, draws: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+def _rounded(x: Tensor, fmt: FloatFormat, draws: Tensor, bits: int, old: Tensor) -> tuple[Tensor, Tensor]:
     """Codes, and the residual beside them."""
     if not bits:
         return (codes := encode_finite(x, fmt, draws)), codes
-    return split_codes(encode_signed(x, fmt, draws, bits), fmt, bits)
+    return split_codes(encode_signed(x, fmt, draws, bits), fmt, bits, old)
 
 
 # Scales that are fitted
