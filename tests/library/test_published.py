@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fp8manifold import FP8Tensor, decode
+from fp8manifold import FP8Parameter, FP8Tensor, decode
 from fp8manifold._published import Header, StoredWeight, quantization_of, read_parts, stored_weights, written_parts
+from fp8manifold.optim import StiffnessAdamW
 
 NAMES = {
     torch.float8_e4m3fn: "F8_E4M3",
@@ -354,6 +355,32 @@ def test_a_scale_of_zero_over_zeros_or_nan_comes_back(kind: str, scale: torch.dt
     assert_written_as_read(stored, tensors)
 
 
+@pytest.mark.parametrize("scale", [torch.float32, torch.bfloat16, torch.float16, E8M0], ids=str)
+@pytest.mark.parametrize("kind", ["tensor", "channel", "square", "block"])
+def test_a_step_moves_what_had_a_scale_of_zero_and_it_is_written(kind: str, scale: torch.dtype) -> None:
+    """Nothing where it has no gradient, and not one byte; otherwise at a scale that the file's dtype has."""
+    shape, (first, *_) = SHAPES[kind]
+    tensors = {"w": codes(shape), "w_scale": scales(first, scale)}
+    drawn = tensors["w"].view(torch.uint8)
+    drawn[(drawn & 127) > 125] = 125  # at the end of the range a scale is widened
+    tensors["w_scale"].view(-1)[:1].view(torch.uint8).zero_()
+    stored = only(tensors)
+    group = (scale_at(stored, torch.arange(tensors["w_scale"].numel()).view(first) + 1.0)) == 1
+    tensors["w"].view(torch.uint8)[group] = 0
+    read, at = read_parts(stored, tensors.__getitem__)
+    weight = FP8Parameter.from_codes(read.clone(), at.clone(), stored.format, block_size=stored.block_size, seed=1)
+    optimizer = StiffnessAdamW([weight.requires_grad_()], lr=0.01)
+    weight.grad = torch.zeros(shape)
+    optimizer.step()
+    made = written_parts(stored, weight)
+    assert {name: as_bytes(x) for name, x in made.items()} == {name: as_bytes(tensors[name]) for name in made}
+    weight.grad = torch.ones(shape)
+    optimizer.step()
+    again = written_parts(stored, weight)
+    assert torch.equal(weight_of(stored, again).dequantize(), weight.dequantize())
+    assert 0.003 < weight.dequantize()[group].abs().mean() < 0.1
+
+
 def test_a_scale_of_zero_is_written_while_the_codes_are_zeros_alone() -> None:
     tensors = {"w": torch.zeros(2, 64).to(E4M3), "w_scale": torch.tensor([[0.0], [0.5]])}
     stored = only(tensors)
@@ -393,7 +420,7 @@ def test_other_scales_are_refused_by_tensor_and_file(kind: str, empty: bool) -> 
         read_parts(stored, tensors.__getitem__)
 
 
-@pytest.mark.parametrize(("dtype", "mark"), [(torch.float32, TINY * (1 + 2.0**-23)), (torch.uint8, 1)])
+@pytest.mark.parametrize(("dtype", "mark"), [(torch.float32, 1 + 2.0**-7), (torch.uint8, 128)])
 def test_a_scale_that_stands_for_zero_is_refused_over_zeros_alone(dtype: torch.dtype, mark: float) -> None:
     tensors = {"w": codes((4, 64)), "w_scale": scales((4, 1), dtype)}
     tensors["w_scale"][2] = mark
