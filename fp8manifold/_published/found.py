@@ -25,6 +25,8 @@ _PACKING: Final = ("_blocks", "_packed", "_qdata")
 _SCALES: Final = ("{0}_scale_inv", "{0}_scale", "{0}_scales", "{0}.absmax")
 _PLAIN: Final = ("scale", "scales", "qscale_weight", "SCB")
 """Names of scales, by that of the weight, and by none."""
+_SECOND: Final = ("_scale_2", "_global_scale", "_outer_scale_denominator", "_zero_point")
+"""How names end of what codes are computed from beside a scale."""
 _OF_OTHERS: Final = re.compile(r"(\w+_)?(input|output|activation|kv|kv_cache|prob|[qkv])_scale(_ub)?")
 """Scales of activations and caches."""
 
@@ -151,16 +153,9 @@ def _stored(name: str, header: Header, headers: Mapping[str, Header], in_squares
 def _more(name: str, scale: str, headers: Mapping[str, Header]) -> str | None:
     """A tensor beside a weight that changes what it is, such as a second scale or a zero point."""
     owner, dot, entry = name.rpartition(".")
-    stem = _stem(entry)
-    ends = (
-        "_scale_2",
-        "_global_scale",
-        "_outer_scale_denominator",
-        "_zero_point",
-        "_g_idx",
-        *(each.removeprefix("{0}") for each in _SCALES),
-    )
-    return next((each for end in ends if (each := owner + dot + stem + end) in headers and each != scale), None)
+    stem = owner + dot + _stem(entry)
+    names = (stem + end for end in (*_SECOND, "_scale_inv", "_scale", "_scales"))
+    return next((each for each in names if each in headers and each != scale), None)
 
 
 def _unread(config: Mapping[str, Any]) -> str | None:

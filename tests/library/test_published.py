@@ -454,6 +454,11 @@ REFUSED: dict[str, tuple[Tensors, Any, str]] = {
         r"shape \(2, 2, 1\)",
     ),
     "a second scale": ({"a.weight": W, "a.weight_scale": S, "a.weight_scale_2": ONE}, None, "and at a.weight_scale_2"),
+    "a scale of scales": (
+        {"w": W, "w_scale": S, "w_outer_scale_denominator": ONE},
+        None,
+        "and at w_outer_scale_denominator",
+    ),
     "both scales": ({"a.weight": W, "a.weight_scale": S, "a.weight_scale_inv": S}, None, "and at a.weight_scale:"),
     "zero points": ({"a.weight": W, "a.weight_scale": S, "a.weight_zero_point": S}, None, "and at a.weight_zero_point"),
     "INT8": ({"a.weight": EIGHT, "a.weight_scale": S}, None, "a.weight of .* holds I8"),
