@@ -135,6 +135,8 @@ def _stored(name: str, header: Header, headers: Mapping[str, Header], in_squares
     at = f"at {scale} of {beside.dtype} and shape {beside.shape}"
     if more := _more(name, scale, headers):
         raise _refused(name, header, f"{at}, and at {more}")
+    if name.endswith("_qdata") and beside.dtype in EXPONENTS:  # as its metadata say, which no header of a tensor does
+        raise _refused(name, header, f"{at}, which torchao may have written in the order of a kernel")
     packed = unpacked(header, beside)
     shape, held = packed or (header.shape, header.shape)
     fmt = as_format("E2M1") if packed else FORMATS.get(header.dtype)

@@ -195,6 +195,11 @@ REFUSED: dict[str, tuple[Tensors, Any, str]] = {
         None,
         "codes of this library's own states",
     ),
+    "scales in the order of a kernel": (
+        {"a._weight_qdata": W, "a._weight_scale": torch.ones(4, 2).to(E8M0)},
+        {"quant_method": "torchao"},
+        "which torchao may have written in the order of a kernel",
+    ),
     "another method": (
         {"a.weight": W, "a.weight_scale": S},
         {"quant_method": "quark"},
