@@ -64,12 +64,7 @@ def stored_weights(headers: Mapping[str, Header], config: Mapping[str, Any] | No
         if may_be_weight(name, header.dtype, headers):
             weight = _stored(name, header, headers, in_squares)
             found[weight.name] = weight
-    read = {name for weight in found.values() for name in (weight.codes, weight.scale)}
-    for name, header in headers.items():
-        if name not in read and (_is_short(header.dtype) or name.endswith(("weight_scale", "_scale_inv"))):
-            base = name.removesuffix("_inv").removesuffix("_scale")
-            beside = headers[base].dtype if base in headers else "missing"
-            raise _refused(name, header, f"as a scale, and {base} is {beside}")
+    _check_others(found, headers)
     for weight in found.values():
         if unread := _unread(config or {}):
             raise _refused(weight.codes, headers[weight.codes], f"by settings with {unread}")
@@ -150,6 +145,22 @@ def _stored(name: str, header: Header, headers: Mapping[str, Header], in_squares
     own = owner + dot + (stem.removeprefix("_") if stem != entry else entry)
     found = (fmt, granularity, shape, header.dtype, held, beside.dtype, beside.shape, header.file)
     return StoredWeight(own, name, scale, *found)
+
+
+def _check_others(found: Mapping[str, StoredWeight], headers: Mapping[str, Header]) -> None:
+    """Refuse codes and scales that are no part of a weight, but for what only scales activations."""
+    read = {name for weight in found.values() for name in (weight.codes, weight.scale)}
+    layers = {weight.codes.rpartition(".")[0] for weight in found.values() if weight.name.endswith("weight")}
+    for name, header in headers.items():
+        owner, _, entry = name.rpartition(".")
+        if name in read:
+            continue
+        if _is_short(header.dtype) or name.endswith(("weight_scale", "_scale_inv")):
+            base = name.removesuffix("_inv").removesuffix("_scale")
+            beside = headers[base].dtype if base in headers else "missing"
+            raise _refused(name, header, f"as a scale, and {base} is {beside}")
+        if owner in layers and "scale" in entry and not _OF_OTHERS.fullmatch(entry):
+            raise _refused(name, header, f"which may change what the weights of {owner or 'the model'} do")
 
 
 def _more(name: str, scale: str, headers: Mapping[str, Header]) -> str | None:

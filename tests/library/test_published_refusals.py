@@ -151,6 +151,11 @@ REFUSED: dict[str, tuple[Tensors, Any, str]] = {
         None,
         "and at w_outer_scale_denominator",
     ),
+    "a scale of inputs for good": (
+        {"a.weight": W, "a.weight_scale": S, "a.pre_quant_scale": S},
+        {"quant_method": "modelopt"},
+        "a.pre_quant_scale of .*, which may change what the weights of a do",
+    ),
     "both scales": ({"a.weight": W, "a.weight_scale": S, "a.weight_scale_inv": S}, None, "and at a.weight_scale:"),
     "zero points": ({"a.weight": W, "a.weight_scale": S, "a.weight_zero_point": S}, None, "and at a.weight_zero_point"),
     "INT8": ({"a.weight": EIGHT, "a.weight_scale": S}, None, "a.weight of .* holds I8"),
