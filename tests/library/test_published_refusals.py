@@ -205,6 +205,23 @@ REFUSED: dict[str, tuple[Tensors, Any, str]] = {
         {"quant_method": "torchao"},
         "which torchao may have written in the order of a kernel",
     ),
+    "bytes without a scale": ({"a.weight": EIGHT}, None, "a.weight of .* holds I8 .* its scale is missing"),
+    "experts without a scale": ({"e.gate_up": W}, None, "e.gate_up of .* its scale is missing"),
+    "MXFP6": (
+        {"a.weight_packed": torch.zeros(4, 48, dtype=torch.uint8), "a.weight_scale": scales((4, 2), torch.uint8)},
+        None,
+        "a.weight_packed of .* holds U8",
+    ),
+    "FP4 at floats": (
+        {"a.weight_packed": EIGHT.view(torch.uint8), "a.weight_scale": scales((4, 4), torch.float32)},
+        None,
+        "a.weight_packed of .* holds U8",
+    ),
+    "FP4 in groups of 16": (
+        {"a.weight": EIGHT.view(torch.float4_e2m1fn_x2), "a.weight_scale": scales((4, 8), E8M0)},
+        None,
+        "a.weight of .* holds F4",
+    ),
     "another method": (
         {"a.weight": W, "a.weight_scale": S},
         {"quant_method": "quark"},
