@@ -7,19 +7,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from fp8manifold._published.found import FLOATS, refuse_codes
 from fp8manifold.nn._plan import Plan, plan
 from fp8manifold.nn._spec import Formats
 from fp8manifold.nn._surgery import carry_out, check_layers, encoded, layers_of, parameters_of
-from fp8manifold.nn._tensor_files import (
-    FLOATS,
-    FileTensors,
-    GivenTensors,
-    MappedFiles,
-    Source,
-    Tensors,
-    files_of,
-    refuse_codes,
-)
+from fp8manifold.nn._tensor_files import FileTensors, GivenTensors, MappedFiles, Source, Tensors, files_of
 from fp8manifold.parameter import FP8Parameter
 
 _NAMED: Final = 3
