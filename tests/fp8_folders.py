@@ -28,33 +28,25 @@ BASE: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+RANKS = {"q_lora_rank": 128, "kv_lora_rank": 128, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64}
+DEPTHS = {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "num_hidden_layers": 2, "num_key_value_heads": 4}
 #: what each kind of model differs in from ``BASE``: class, sizes
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama tied": ("Llama", {"tie_word_embeddings": True}),
     "llama uneven": ("Llama", {"hidden_size": 136, "intermediate_size": 200, "head_dim": 34}),
     "llama of 4": ("Llama", {"num_hidden_layers": 4}),
+    "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {"tie_word_embeddings": True}),
     "phi3": ("Phi3", {}),
-    "qwen3 experts": ("Qwen3Moe", EXPERTS),
-    "mixtral": ("Mixtral", {**EXPERTS, "intermediate_size": 128}),
+    "qwen3 experts": ("Qwen3Moe", EXPERTS | {"num_experts": 4}),
+    "mixtral": ("Mixtral", EXPERTS | {"intermediate_size": 128}),
     "deepseek": (
         "DeepseekV3",
-        {
-            **{name: size for name, size in EXPERTS.items() if name != "num_experts"},
-            **{
-                "n_routed_experts": 4,
-                "n_group": 2,
-                "topk_group": 1,
-                "first_k_dense_replace": 1,
-                "num_hidden_layers": 2,
-            },
-            **{"q_lora_rank": 128, "kv_lora_rank": 128, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64},
-            **{"v_head_dim": 64, "num_key_value_heads": 4, "hidden_size": 128, "intermediate_size": 256},
-        },
+        EXPERTS | RANKS | DEPTHS | {"n_routed_experts": 4, "hidden_size": 128, "intermediate_size": 256},
     ),
-    "gpt-oss": ("GptOss", {**EXPERTS, "hidden_size": 64, "intermediate_size": 96, "head_dim": 32}),
+    "gpt-oss": ("GptOss", EXPERTS | {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}),
 }
 
 
@@ -96,7 +88,7 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 
 
 def rewritten(folder: Path, change: Callable[[str, Tensor], dict[str, Tensor]], config: dict[str, Any] | None) -> None:
-    """Put what ``change`` gives for each tensor in its place, file by file, and ``quantization_config`` in the config."""
+    """Put what ``change`` gives for each tensor in its place, file by file; ``config`` says how it is quantised."""
     from safetensors.torch import load_file, save_file
 
     index = folder / "model.safetensors.index.json"
@@ -159,8 +151,11 @@ def fine_grained(folder: Path, model: Any, shards: str, **options: Any) -> None:
 
     model.save_pretrained(folder / "floats")
     config = library.FineGrainedFP8Config(**options)
-    with mock.patch.object(Quantizer, "validate_environment", lambda *_, **__: None):
+    with mock.patch.object(Quantizer, "validate_environment"):
         made = type(model).from_pretrained(folder / "floats", quantization_config=config, dtype=torch.bfloat16)
+    for name, scale in made.named_parameters():
+        if name.endswith("activation_scale"):
+            scale.data.fill_(float(torch.rand(())) / 448)  # found by calibration; until then whatever was in memory
     made.save_pretrained(folder, max_shard_size=shards)
     for file in sorted((folder / "floats").iterdir()):
         file.unlink()
@@ -198,7 +193,9 @@ def squares(folder: Path, model: Any, shards: str, code: Any = E4M3, scale: Any 
     rewritten(folder, change, {"activation_scheme": "dynamic", "fmt": fmt, "quant_method": "fp8", **ue8m0, **config})
 
 
-def compressed(folder: Path, model: Any, shards: str, scheme: str, wide: bool = False, **changes: Any) -> None:
+def compressed(
+    folder: Path, model: Any, shards: str, scheme: str, wide: bool = False, head: bool = False, **changes: Any
+) -> None:
     """``ModelCompressor`` of compressed-tensors with the recipe of llm-compressor: scales from each group's range."""
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors import ModelCompressor
@@ -208,9 +205,10 @@ def compressed(folder: Path, model: Any, shards: str, scheme: str, wide: bool = 
     for part, values in changes.items():
         args = getattr(preset, part)
         setattr(preset, part, values if args is None or values is None else args.model_copy(update=values))
-    config = QuantizationConfig(config_groups={"group_0": preset}, ignore=["lm_head"])
+    config = QuantizationConfig(config_groups={"group_0": preset}, ignore=[] if head else ["lm_head"])
     if _has_experts(model):
-        return _compressed_tensors(folder, model, shards, config, preset, wide)
+        _compressed_tensors(folder, model, shards, config, preset, wide)
+        return
     apply_quantization_config(model, config, show_progress=False)
     for module in model.modules():
         if getattr(module, "quantization_scheme", None) is not None:
@@ -269,6 +267,20 @@ def _observed(weight: Tensor, args: Any) -> Tensor:
     return scale.unsqueeze(-1) if args.strategy == "channel" else scale
 
 
+def flat(folder: Path, model: Any, shards: str, **options: Any) -> None:
+    """``compressed``, its scales of rows in one dimension, or in none where there is one."""
+    compressed(folder, model, shards, **options)
+    rewritten(folder, lambda k, v: {k: v.squeeze() if k.endswith("weight_scale") else v}, None)
+
+
+def autofp8(folder: Path, model: Any, shards: str) -> None:
+    """What AutoFP8 wrote, by its formula: one scale a tensor, and one of its input, without dimensions."""
+    modelopt(folder, model, shards)
+    (folder / "hf_quant_config.json").unlink()
+    said = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
+    rewritten(folder, lambda k, v: {k: v}, said)
+
+
 def modelopt(folder: Path, model: Any, shards: str, kv: bool = False) -> None:
     """What ``export_hf_checkpoint`` of Model-Optimizer writes for FP8, by its formula: ``amax / 448``, one a tensor."""
     transformers()
@@ -297,7 +309,7 @@ E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 
 def gpt_oss(folder: Path, model: Any, shards: str) -> None:
-    """The experts of gpt-oss: E2M1, two a byte, the first in the low half, in blocks of 32 of which each has an E8M0."""
+    """The experts of gpt-oss: E2M1, two a byte, the first in the low half; each 32 of a row have an E8M0."""
     transformers()
     model.save_pretrained(folder, max_shard_size=shards)
 
@@ -351,9 +363,12 @@ LAYOUTS: dict[str, Layout] = {
     "squares, deepseek": _hf("deepseek", fine_grained_tensors),
     "squares, e5m2": Layout("llama", squares, {"code": E5M2}),
     "tensor of fp8": _hf("llama tied", weight_block_size=None),
+    "tensor of fp8, static": _hf("llama", weight_block_size=None, activation_scheme="static"),
     "mxfp8 of fp8": _hf("llama", weight_block_size=(1, 32), scale_fmt="ue8m0"),
+    "tensor of fp8, autofp8": Layout("llama", autofp8),
     "tensor": _ct("llama", "FP8", wide=True),
     "tensor, bfloat16": _ct("llama tied", "FP8"),
+    "tensor, flat": Layout("llama", flat, {"scheme": "FP8"}),
     "tensor, experts": _ct("mixtral", "FP8_DYNAMIC", weights={"strategy": "tensor"}),
     "rows": _ct("llama", "FP8_DYNAMIC", wide=True),
     "rows, bfloat16": _ct("qwen3", "FP8_DYNAMIC"),
@@ -361,6 +376,8 @@ LAYOUTS: dict[str, Layout] = {
     "rows, fused": _ct("phi3", "FP8_DYNAMIC"),
     "rows, uneven": _ct("llama uneven", "FP8_DYNAMIC"),
     "rows, experts": _ct("qwen3 experts", "FP8_DYNAMIC"),
+    "rows, head": _ct("qwen2", "FP8_DYNAMIC", head=True),
+    "rows, flat": Layout("qwen3", flat, {"scheme": "FP8_DYNAMIC"}),
     "rows, naive": _ct("llama", "FP8_DYNAMIC", input_activations=None),
     "blocks": _ct("llama", "FP8_BLOCK", wide=True),
     "blocks, bfloat16": _ct("llama", "FP8_BLOCK"),
