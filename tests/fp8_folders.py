@@ -421,7 +421,7 @@ def quantization_of(folder: Path) -> dict[str, Any]:
 
 
 def decoded(folder: Path) -> dict[str, Tensor]:
-    """Each weight as its publisher decodes it, in float32 or the dtype that it is given in, by its name in the files."""
+    """Each weight as its publisher decodes it, in float32 or the dtype it is given in, by its name in the files."""
     files, config = tensors_of(folder), quantization_of(folder)
     method = config.get("quant_method")
     if method == "compressed-tensors":
