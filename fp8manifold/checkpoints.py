@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+import warnings
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from fp8manifold._base.checks import check_choice, check_int, needed
 from fp8manifold._encoded.scaled import Rounding
-from fp8manifold._published import Header, StoredWeight, stored_weights, written_parts
+from fp8manifold._published import Header, StoredWeight, quantization_of, stored_weights, written_parts
 from fp8manifold._published.naming import entries_of, places_of
 from fp8manifold._published.places import Place, part_of, weight_of
 from fp8manifold._ranks import share_of
@@ -29,9 +31,12 @@ _ACTIVATIONS: Final = ("float", "as stored")
 _BY: Final = "load_fp8"
 _CONFIG: Final = "config.json"
 _GENERATION: Final = "generation_config.json"
-_DOCUMENTS: Final = (_CONFIG, _GENERATION, "hf_quant_config.json")
+_OF_SERVER: Final = "hf_quant_config.json"
+_DOCUMENTS: Final = (_CONFIG, _GENERATION, _OF_SERVER)
 _INDEX: Final = "model.safetensors.index.json"
 _INPUT: Final = ("input_scale", "activation_scale")
+#: of a repository: weights, settings, and what a tokenizer is made of
+_WANTED: Final = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
 _OF_HUB: Final = ("revision", "token", "cache_dir", "local_files_only", "force_download")
 _DTYPES: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -107,11 +112,23 @@ def save_fp8(model: Any, folder: str | Path) -> None:
     if "index" in published:
         about = dict(published["index"])
         about |= {"total_size": total} if "total_size" in about else {}
-        texts[_INDEX] = json.dumps({"metadata": about, "weight_map": dict(sorted(where.items()))}, indent=2) + "\n"
+        texts[_INDEX] = json.dumps({"metadata": about, "weight_map": where}, indent=2, sort_keys=True) + "\n"
     for name, text in texts.items():
         _beside(folder / name).write_text(text, "utf-8")
     for name in (*published["files"], *texts):  # whole or not at all, and never into a file that is mapped
         _beside(folder / name).replace(folder / name)
+    _copy_others(published, folder)
+
+
+def _copy_others(published: Mapping[str, Any], folder: Path) -> None:
+    """Copy what a server needs beside the weights, such as the tokenizer, from where the model was read."""
+    place = Path(published["source"])
+    gone = [name for name in published["others"] if not (place / name).is_file()]
+    if gone:
+        warnings.warn(f"{', '.join(gone)}: not in {str(place)!r} any more, and so not copied", UserWarning, stacklevel=3)
+    for name in published["others"]:
+        if name not in gone and (place / name).resolve() != (folder / name).resolve():
+            shutil.copyfile(place / name, folder / name)
 
 
 def _beside(path: Path) -> Path:
@@ -130,7 +147,7 @@ def _folder_of(folder: str | Path, options: Mapping[str, Any]) -> Path:
     if Path(folder).is_dir():
         return Path(folder).resolve()
     hub = needed("huggingface_hub", "hf", _BY)
-    return Path(hub.snapshot_download(str(folder), allow_patterns=["*.safetensors", "*.json"], **options))
+    return Path(hub.snapshot_download(str(folder), allow_patterns=_WANTED, **options))
 
 
 def _class_of(library: Any, config: Any) -> Any:
@@ -153,7 +170,9 @@ def _described(place: Path, tensors: FileTensors) -> dict[str, Any]:
     documents = {name: (place / name).read_text("utf-8") for name in _DOCUMENTS if (place / name).is_file()}
     if _CONFIG not in documents:
         raise FileNotFoundError(f"{str(place)!r} has no {_CONFIG}: give the folder of a model of transformers")
-    described = {"source": str(place), "files": files, "documents": documents, "kept": {}}
+    known = {*files, *_DOCUMENTS, _INDEX}
+    others = sorted(each.name for each in place.iterdir() if each.is_file() and each.name not in known)
+    described = {"source": str(place), "files": files, "documents": documents, "kept": {}, "others": others}
     if (place / _INDEX).is_file():
         described["index"] = json.loads((place / _INDEX).read_text("utf-8")).get("metadata", {})
     return described
@@ -169,8 +188,8 @@ class _Layout:
             for file, said in published["files"].items()
             for name, (dtype, shape) in said["tensors"].items()
         }
-        config = json.loads(published["documents"][_CONFIG])
-        self.stored = stored_weights(self.headers, config.get("quantization_config"))
+        config, of_server = (json.loads(published["documents"].get(name, "null")) for name in (_CONFIG, _OF_SERVER))
+        self.stored = stored_weights(self.headers, quantization_of(config, of_server))
         self.weight_of = {name: each for each in self.stored.values() for name in (each.codes, each.scale)}
         self.extras = {name for each in self.stored.values() for name in each.extras}
         self.floats = [name for name in self.headers if name not in self.weight_of and name not in self.extras]

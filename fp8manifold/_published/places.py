@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from fp8manifold._encoded.storage import SQUARE
-from fp8manifold._encoded.stored_scale import decoded_scale
 from fp8manifold._published.parts import read_parts
 from fp8manifold._published.stored import StoredWeight
 from fp8manifold.parameter import FP8Parameter
@@ -62,8 +61,8 @@ def weight_of(
         done(part.nbytes)
         if index:
             at, sizes = scales_at(index, codes.shape, stored)
-            scale = decoded_scale(scale) if scale.dtype == torch.uint8 else scale
-            scales = torch.empty(sizes, device=device) if scales is None else scales
+            if scales is None:  # transformers has another default dtype while it reads
+                scales = torch.empty(sizes, dtype=torch.float32, device=device)
             scales[at] = scale.to(scales.device).reshape(scales[at].shape)
         else:
             scales = scale.to(device=device, copy=True)
