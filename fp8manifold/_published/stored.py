@@ -1,10 +1,11 @@
-"""Weights that files hold as codes and scales, found by the headers of their tensors: what is not known is refused."""
+"""What a file holds for one weight: dtypes and shapes of its codes and of its scales."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
+from fp8manifold._encoded.storage import SQUARE, BlockSize
 from fp8manifold.formats import FloatFormat, as_format
 from fp8manifold.scaling import BLOCK_SIZE, SQUARE_SIZE, StoredGranularity
 
@@ -15,10 +16,13 @@ FORMATS: Final = {
     "F8_E5M2FNUZ": as_format("E5M2FNUZ"),
 }
 """Formats of codes of a byte each, by the dtypes of safetensors."""
+PACKED: Final = ("F4", "U8", "I8")
+"""Dtypes of codes of E2M1, two a byte; of ``F4`` a header counts codes, and torch bytes."""
 EXPONENTS: Final = ("F8_E8M0", "U8")
 """Dtypes in which scales are exponents, E8M0."""
 SCALES: Final = ("F32", "BF16", "F16", *EXPONENTS)
 """Dtypes that scales are read from."""
+_A_BYTE: Final = 2
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,11 @@ class Header:
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """One weight that files hold as codes and scales, by names in the files; ``name`` is that in a model."""
+    """One weight that files hold as codes and scales, by names in the files; ``name`` is that in a model.
+
+    ``shape`` is that of the codes, unpacked; a model may have its weight transposed, as transformers has experts whose
+    codes are called ``_blocks``.  ``extras`` are tensors beside it that are no part of it, such as ``input_scale``.
+    """
 
     name: str
     codes: str
@@ -41,6 +49,7 @@ class StoredWeight:
     granularity: StoredGranularity
     shape: tuple[int, ...]
     code_dtype: str
+    code_shape: tuple[int, ...]
     scale_dtype: str
     scale_shape: tuple[int, ...]
     file: str
@@ -52,72 +61,37 @@ class StoredWeight:
         return next(shape for granularity, shape in scale_shapes(self.shape) if granularity == self.granularity)
 
     @property
-    def block_size(self) -> int | tuple[int, int] | None:
-        """As :meth:`fp8manifold.FP8Tensor.from_codes` takes it."""
-        return {"block": BLOCK_SIZE, "square": (SQUARE_SIZE, SQUARE_SIZE)}.get(self.granularity)
+    def block_size(self) -> BlockSize:
+        """What shares a scale, as :meth:`fp8manifold.FP8Tensor.from_codes` takes it."""
+        return BLOCK_SIZE if self.granularity == "block" else SQUARE if self.granularity == "square" else None
 
 
 def scale_shapes(shape: tuple[int, ...]) -> Iterator[tuple[StoredGranularity, tuple[int, ...]]]:
-    """Shapes that scales of a weight may have, of each granularity our own first; equal shapes mean the same."""
+    """Shapes that scales of a weight may have, of each granularity our own first.
+
+    Where two granularities have the same shape, they say the same of every weight.
+    """
     yield "tensor", ()
     yield "tensor", (1,)
     yield "tensor", tuple(1 for _ in shape)
-    if len(shape) < 2:
-        return
-    *lead, rows, columns = shape
-    yield "channel", (shape[0], *(1 for _ in shape[1:]))
-    yield "channel", shape[:1]
-    yield "row", (*shape[:-1], 1)
-    yield "row", shape[:-1]
-    if columns % BLOCK_SIZE == 0:
-        yield "block", (*shape[:-1], columns // BLOCK_SIZE)
-    down, across = math.ceil(rows / SQUARE_SIZE), math.ceil(columns / SQUARE_SIZE)
-    yield "square", (*lead, down, across)
-    yield "square", (*lead, down, 1, across, 1)
+    if len(shape) > 1:
+        *lead, rows, columns = shape
+        yield "channel", (shape[0], *(1 for _ in shape[1:]))
+        yield "channel", shape[:1]
+        yield "row", (*shape[:-1], 1)
+        down, across = math.ceil(rows / SQUARE_SIZE), math.ceil(columns / SQUARE_SIZE)
+        yield "square", (*lead, down, across)
+        yield "square", (*lead, down, 1, across, 1)
+    if shape and shape[-1] % BLOCK_SIZE == 0:
+        yield "block", (*shape[:-1], shape[-1] // BLOCK_SIZE)
 
 
-def stored_weights(headers: Mapping[str, Header], config: Mapping[str, Any] | None) -> dict[str, StoredWeight]:
-    """Find every weight in codes of a folder.
-
-    Args:
-        headers: of all tensors of all its files, by name.
-        config: the ``quantization_config`` of its settings, if there is one.
-
-    Returns:
-        The weights by the names that a model has.
-
-    Raises:
-        ValueError: names a tensor, its file, what is there and what is read.
-    """
-    found = {}
-    for name, header in headers.items():
-        if header.dtype in FORMATS:
-            weight = _stored(name, header, headers)
-            found[weight.name] = weight
-    return found
-
-
-def _stored(name: str, header: Header, headers: Mapping[str, Header]) -> StoredWeight:
-    where = f"{name} of {header.file!r} holds {header.dtype} of shape {header.shape}"
-    scale = next((each for each in (f"{name}_scale_inv", f"{name}_scale") if each in headers), None)
-    if scale is None:
-        raise ValueError(f"{where}, and no scale: {name}_scale_inv or {name}_scale is missing")
-    has = headers[scale]
-    if has.dtype not in SCALES:
-        raise ValueError(f"{where}, and {scale} is {has.dtype}: scales are read from {', '.join(SCALES)}")
-    fits = [granularity for granularity, shape in scale_shapes(header.shape) if shape == has.shape]
-    if not fits:
-        raise ValueError(f"{where}, and {scale} has shape {has.shape}: one a tensor, row, 32 or 128 x 128 is read")
-    granularity = "square" if "square" in fits and scale.endswith("_inv") else fits[0]
-    return StoredWeight(
-        name,
-        name,
-        scale,
-        FORMATS[header.dtype],
-        granularity,
-        header.shape,
-        header.dtype,
-        has.dtype,
-        has.shape,
-        header.file,
-    )
+def unpacked(codes: Header, scale: Header) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Shapes of a weight in E2M1 and of the bytes that hold it, by rows or by blocks of 32; None of anything else."""
+    if codes.dtype not in PACKED or scale.dtype not in EXPONENTS or not scale.shape:
+        return None
+    *rows, blocks = scale.shape
+    shape, flat = (*rows, blocks * BLOCK_SIZE), (*rows, blocks * BLOCK_SIZE // _A_BYTE)
+    if codes.dtype == "F4":
+        return (shape, flat) if codes.shape == shape else None
+    return (shape, codes.shape) if codes.shape in (flat, (*rows, blocks, BLOCK_SIZE // _A_BYTE)) else None
