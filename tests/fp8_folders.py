@@ -429,8 +429,9 @@ def decoded(folder: Path) -> dict[str, Tensor]:
     if method == "mxfp4":
         from transformers.integrations.mxfp4 import convert_moe_packed_tensors as unpacked
 
-        stems = [name.removesuffix("_blocks") for name in files if name.endswith("_blocks")]
-        return {s: unpacked(files[f"{s}_blocks"], files[f"{s}_scales"], dtype=torch.float32) for s in stems}
+        experts = {name: name.removesuffix("blocks") + "scales" for name in files if name.endswith("_blocks")}
+        # the model has inputs before outputs, files have them after
+        return {k: unpacked(files[k], files[s], dtype=torch.float32).transpose(1, 2) for k, s in experts.items()}
     found = {}
     for name, codes in files.items():
         if codes.dtype in (E4M3, E5M2):
@@ -470,5 +471,7 @@ def _decompressed(files: dict[str, Tensor], config: dict[str, Any]) -> dict[str,
             stem = name.removesuffix("weight_scale")
             names = ("weight", "weight_scale", "weight_packed")
             parts = {part: files[stem + part] for part in names if stem + part in files}
+            if config["config_groups"]["group_0"]["weights"]["strategy"] == "channel":
+                parts["weight_scale"] = parts["weight_scale"].reshape(-1, 1)  # it takes no other shape
             found[next(stem + part for part in parts if part != "weight_scale")] = decompress(parts, scheme)["weight"]
     return found
