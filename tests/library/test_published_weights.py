@@ -1,6 +1,5 @@
 """Weights of published FP8 folders, by their headers: read as their publishers read them, written to the byte."""
 
-import json
 from pathlib import Path
 
 import pytest
