@@ -115,7 +115,8 @@ def load_fp8(
         how = {"rounding": rounding, "draws": draws, "dtype": dtype, "device": device}
         reader = _Reader(tensors, layout, how, seed, activations)
         config = library.AutoConfig.from_pretrained(place)
-        vars(config).pop("quantization_config", None)
+        for part in (config, config.get_text_config(decoder=True)):
+            vars(part).pop("quantization_config", None)
         model, said = _class_of(library, config).from_pretrained(
             None,
             config=config,
@@ -209,7 +210,9 @@ def _copy_others(published: Mapping[str, Any], folder: Path) -> None:
     place = Path(published["source"])
     gone = [name for name in published["others"] if not (place / name).is_file()]
     if gone:
-        warnings.warn(f"{', '.join(gone)}: not in {str(place)!r} any more, and so not copied", UserWarning, stacklevel=3)
+        warnings.warn(
+            f"{', '.join(gone)}: not in {str(place)!r} any more, and so not copied", UserWarning, stacklevel=3
+        )
     for name in published["others"]:
         if name not in gone and (place / name).resolve() != (folder / name).resolve():
             shutil.copyfile(place / name, folder / name)
@@ -248,7 +251,11 @@ def _folder_of(folder: str | Path, options: Mapping[str, Any]) -> Path:
     if Path(folder).is_dir():
         return Path(folder).resolve()
     hub = needed("huggingface_hub", "hf", _BY)
-    return Path(hub.snapshot_download(str(folder), allow_patterns=_WANTED, **options))
+    try:
+        return Path(hub.snapshot_download(str(folder), allow_patterns=_WANTED, **options))
+    except (OSError, ValueError) as error:  # what it raises, of a name and of the network, is one of these
+        why = str(error).partition("\n")[0]
+        raise FileNotFoundError(f"{str(folder)!r} is no folder, and no model that the Hub gives: {why}") from error
 
 
 def _class_of(library: Any, config: Any) -> Any:
@@ -348,9 +355,13 @@ class _Reader:
         floats = {layout.places[name].target: name for name in self.floats}
         for number, (target, parts) in enumerate(by_target.items()):
             if target in floats:
-                raise ValueError(f"{parts[0].codes!r} is in codes, {floats[target]!r} is not: the model has both in {target!r}")
+                raise ValueError(
+                    f"{parts[0].codes!r} is in codes, {floats[target]!r} is not: the model has both in {target!r}"
+                )
             if target in tied or target in tied.values():
-                raise ValueError(f"{parts[0].codes!r} is in codes, and tied in the model: config.json says tie_word_embeddings")
+                raise ValueError(
+                    f"{parts[0].codes!r} is in codes, and tied in the model: config.json says tie_word_embeddings"
+                )
             own = model.get_parameter(target)
             places = [(layout.places[each.name].index, each) for each in parts]
             seed = (self._seed << 32) + number
@@ -378,7 +389,9 @@ class _Reader:
         layout = self._layout
         small = [name for name in layout.left if layout.headers[name].shape in ((), (1,))]
         layout.published["kept"] = {
-            name: self._tensors.read(name).tolist() for name in (*sorted(layout.extras), *small) if name in layout.headers
+            name: self._tensors.read(name).tolist()
+            for name in (*sorted(layout.extras), *small)
+            if name in layout.headers
         }
 
     def _check_left(self, model: Any) -> None:

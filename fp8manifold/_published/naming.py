@@ -46,7 +46,9 @@ def places_of(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Pl
         for name, place in made.items():
             _check_fits(name, shapes[name], place, whole)
         if sum(_size(shapes[name]) for name in made) != _size(whole):
-            raise ValueError(f"{target!r} has shape {whole} in the model, and {_all(made)} in the files do not cover it")
+            raise ValueError(
+                f"{target!r} has shape {whole} in the model, and {_all(made)} in the files do not cover it"
+            )
         places |= made
     return places
 
@@ -72,11 +74,17 @@ def _parts(
     if kinds not in (["MergeModulelist"], ["MergeModulelist", "Concatenate"], ["Concatenate"]) or (
         len(converter.target_patterns) > 1 or (kinds[0] == "MergeModulelist" and steps[0][1] != 0)
     ):
-        raise ValueError(f"transformers makes {target!r} of {_all(sum(lists, []))} by {', '.join(kinds)}: not read here")
+        raise ValueError(
+            f"transformers makes {target!r} of {_all(sum(lists, []))} by {', '.join(kinds)}: not read here"
+        )
     stacked = kinds[0] == "MergeModulelist"
     groups = lists if stacked else [[name] for names in lists for name in names]
     if kinds[-1] == "MergeModulelist":
-        return {name: Place(target, _index(number, shapes[name])) for (names,) in [groups] for number, name in enumerate(names)}
+        return {
+            name: Place(target, _index(number, shapes[name]))
+            for (names,) in [groups]
+            for number, name in enumerate(names)
+        }
     dim = steps[-1][1] - stacked
     ends = [0, *accumulate(shapes[names[0]][dim] for names in groups)]
     return {
@@ -95,7 +103,9 @@ def _check_fits(name: str, shape: tuple[int, ...], place: Place, whole: tuple[in
     spans = [entry for entry in place.index if isinstance(entry, slice)] or [slice(0, size) for size in whole]
     inside = not place.index or len(place.index) == len(whole)
     if not inside or shape != tuple(span.stop - span.start for span in spans):
-        raise ValueError(f"{name!r} has shape {shape} in the files, and the model has {place.target!r} of shape {whole}")
+        raise ValueError(
+            f"{name!r} has shape {shape} in the files, and the model has {place.target!r} of shape {whole}"
+        )
 
 
 def _size(shape: tuple[int, ...]) -> int:
