@@ -24,6 +24,7 @@ LIBRARY = (
     ("ops", "averages", "distributed", "exchange"),
     ("optim",),
     ("huggingface",),
+    ("checkpoints",),
 )
 BENCH = (
     ("system",),

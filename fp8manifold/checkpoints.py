@@ -1,0 +1,442 @@
+"""Published FP8 checkpoints: read into models of transformers as they are, trained in place, and written back."""
+
+import json
+import re
+import shutil
+import warnings
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor
+
+from fp8manifold._base.checks import check_choice, check_int, needed
+from fp8manifold._encoded.scaled import Rounding
+from fp8manifold._published import StoredWeight, written_parts
+from fp8manifold._published.layout import GENERATION, INDEX, Layout, described
+from fp8manifold._published.naming import entries_of
+from fp8manifold._published.places import part_of, weight_of
+from fp8manifold._ranks import share_of
+from fp8manifold.huggingface import published_of, reading
+from fp8manifold.nn._loading import put_codes
+from fp8manifold.nn._tensor_files import FileTensors, files_of
+from fp8manifold.parameter import FP8Parameter
+from fp8manifold.random_bits import Draws
+
+__all__ = ["load_fp8", "published_weights", "save_fp8"]
+
+Activations = Literal["float", "as stored"]
+_ACTIVATIONS: Final = ("float", "as stored")
+_BY: Final = "load_fp8"
+_INPUT: Final = ("input_scale", "activation_scale")
+#: of a repository: weights, settings, and what a tokenizer is made of
+_WANTED: Final = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
+_OF_HUB: Final = ("revision", "token", "cache_dir", "local_files_only", "force_download")
+_DTYPES: Final = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+def load_fp8(
+    folder: str | Path,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cpu",
+    activations: Activations = "float",
+    rounding: Rounding = "stochastic",
+    draws: Draws = "independent",
+    seed: int = 0,
+    **options: Any,
+) -> Any:
+    """Read a published FP8 model into one of transformers whose weights are codes that can be trained.
+
+    .. math:: w = s \\cdot \\operatorname{decode}(code)
+
+    Codes, formats and scales stay what the files have, in the layouts of DeepSeek (``weight_scale_inv``, squares of
+    128 x 128), compressed-tensors, ModelOpt, torchao, MXFP8 and MXFP4.  A linear layer becomes a
+    :class:`QuantizedLinear`; experts that transformers has in one parameter, and other weights, become an
+    :class:`FP8Parameter` where they are.  What the files have as floats stays float.  :func:`save_fp8` writes the model
+    back, also after ``save_pretrained`` and ``from_pretrained``: ``model.config.quantization_config.published`` says
+    how.  Reading takes the memory of the codes and of one tensor.
+
+    Args:
+        folder: of ``*.safetensors`` and ``config.json``, or a model's name on the Hub.
+        dtype: in which weights appear, and floats are held: ``torch.bfloat16`` or ``torch.float32``.
+        device: where the weights go, one at a time.
+        activations: what layers multiply the weights with.  ``float`` leaves their inputs as they are; ``as stored``
+            rounds the input of each layer that has an ``input_scale`` in the files, at that scale, as a server does.
+        rounding, draws, seed: of the weights, as in :func:`fp8manifold.quantize_model`.
+        options: of transformers' ``from_pretrained``, such as ``attn_implementation``; for the Hub ``revision``,
+            ``token``, ``cache_dir``, ``local_files_only`` and ``force_download``.
+
+    Returns:
+        The model, of the class that ``config.json`` names, in evaluation mode.
+
+    NaN and -0 among the codes are kept.  Tensors without a place in the model, such as scales of a cache or layers that
+    transformers leaves out, are written back as they were.
+
+    Raises:
+        ImportError: transformers is missing.
+        FileNotFoundError: no such folder, or one without weights or settings.
+        ValueError: no weight in codes; a layout, dtype or setting that is not read, by its tensor and file; a tensor
+            that the model lacks, or the files; scales that a fused parameter can't keep apart, such as one a tensor for
+            ``gate`` and ``up`` of experts; floats that ``dtype`` has not every number of; ``activations="as stored"``
+            where no layer has an ``input_scale``.
+
+    Example:
+        >>> import fp8manifold as fm
+        >>> model = fm.load_fp8("Qwen/Qwen3-8B-FP8")  # doctest: +SKIP
+        >>> optimizer = fm.optim.StiffnessAdamW(model.parameters(), lr=1e-5)  # doctest: +SKIP
+        >>> model(tokens, labels=tokens).loss.backward(); optimizer.step()  # doctest: +SKIP
+        >>> fm.save_fp8(model, "trained")  # doctest: +SKIP
+        >>> fm.load_fp8("Qwen3-8B-FP8", activations="e4m3")
+        Traceback (most recent call last):
+        ValueError: activations='e4m3' is unknown: one of float, as stored; did you mean 'float'?
+
+    Source: DeepSeek-V3 (arXiv 2412.19437) for squares; compressed-tensors (vllm-project) 0.20; Model-Optimizer; OCP
+    Microscaling Formats 1.0.
+    """
+    check_choice("activations", activations, _ACTIVATIONS)
+    check_int("seed", seed, 0, 2**31 - 1)
+    library = needed("transformers", "hf", _BY)
+    place = _folder_of(folder, {key: options.pop(key) for key in _OF_HUB if key in options})
+    with closing(FileTensors(files_of(place))) as tensors:
+        layout = Layout(described(place, tensors))
+        if not layout.stored:
+            raise ValueError(f"{str(place)!r} has no weight in FP8 codes: read it with from_pretrained")
+        how = {"rounding": rounding, "draws": draws, "dtype": dtype, "device": device}
+        reader = _Reader(tensors, layout, how, seed, activations)
+        config = library.AutoConfig.from_pretrained(place)
+        for part in (config, config.get_text_config(decoder=True)):
+            vars(part).pop("quantization_config", None)
+        model, said = _class_of(library, config).from_pretrained(
+            None,
+            config=config,
+            state_dict=reader.floats,
+            dtype=dtype,
+            quantization_config=reading(layout.published, reader),
+            output_loading_info=True,
+            **options,
+        )
+        if missing := sorted(said["missing_keys"]):
+            raise ValueError(f"the model has {missing[0]!r}, which {str(place)!r} lacks")
+        _check_floats_kept(model, tensors, layout)
+    if model.can_generate() and (place / GENERATION).is_file():
+        model.generation_config = library.GenerationConfig.from_pretrained(place)
+    return model.to(device)
+
+
+def save_fp8(model: Any, folder: str | Path) -> None:
+    """Write a model that :func:`load_fp8` read in the layout it came in: a server loads it as the one it was made of.
+
+    .. math:: \\operatorname{save}(\\operatorname{load}(F)) = F
+
+    Names, dtypes, shards, index and settings are those of the folder that was read, and a weight that was not trained
+    is the same bytes; the tokenizer's files are copied while that folder is there.  Floats are rounded in no case: what
+    the file's dtype does not hold, such as a norm trained in float32, is written in the parameter's own.  So the logits
+    of the folder are those of the model, to the bit in float32.
+
+    Args:
+        model: of :func:`load_fp8`, or saved from it and read by ``from_pretrained``; it stays what it is.
+        folder: made if it is not there; files of the same names are replaced once all have been written.
+
+    NaN and -0 are kept.
+
+    Raises:
+        FileNotFoundError: tensors that the model has no place for, such as layers that transformers leaves out, are
+            copied from the folder that was read, and it is not there any more.
+        TypeError: a model of which several processes hold a part each.
+        ValueError: a model that does not say how it was published, or a weight that is in codes no more, or in others.
+
+    Warns:
+        UserWarning: files beside the weights that are not there to be copied any more.
+
+    Example:
+        >>> import fp8manifold as fm
+        >>> fm.save_fp8(fm.load_fp8("Qwen3-8B-FP8"), "same")  # doctest: +SKIP
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> model = LlamaForCausalLM(LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, vocab_size=8))
+        >>> fm.save_fp8(model, "trained")
+        Traceback (most recent call last):
+        ValueError: the model does not say in which FP8 layout it was published: one that fm.load_fp8 read does; \
+fm.export_model writes others
+    """
+    published = published_of(model)
+    if published is None:
+        raise ValueError(
+            "the model does not say in which FP8 layout it was published: one that fm.load_fp8 read does; "
+            "fm.export_model writes others"
+        )
+    layout = Layout(published)
+    layout.find(model)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file = needed("safetensors.torch", "hf", "save_fp8").save_file
+    entries = entries_of(model)
+    where: dict[str, str] = {}
+    total = 0
+    with closing(_Source(layout)) as source:
+        for file, said in published["files"].items():
+            made: dict[str, Tensor] = {}
+            for name in said["tensors"]:
+                if name not in made:
+                    made |= _written(name, layout, entries, source)
+            tensors = _apart({name: made[name].detach().cpu().contiguous() for name in said["tensors"]})
+            where |= dict.fromkeys(tensors, file)
+            total += sum(tensor.nbytes for tensor in tensors.values())
+            save_file(tensors, _beside(folder / file), said["metadata"])
+    texts = dict(published["documents"])
+    if "index" in published:
+        about = dict(published["index"])
+        about |= {"total_size": total} if "total_size" in about else {}
+        texts[INDEX] = json.dumps({"metadata": about, "weight_map": where}, indent=2, sort_keys=True) + "\n"
+    for name, text in texts.items():
+        _beside(folder / name).write_text(text, "utf-8")
+    for name in (*published["files"], *texts):  # whole or not at all, and never into a file that is mapped
+        _beside(folder / name).replace(folder / name)
+    _copy_others(published, folder)
+
+
+def _copy_others(published: Mapping[str, Any], folder: Path) -> None:
+    """Copy what a server needs beside the weights, such as the tokenizer, from where the model was read."""
+    place = Path(published["source"])
+    gone = [name for name in published["others"] if not (place / name).is_file()]
+    if gone:
+        warnings.warn(
+            f"{', '.join(gone)}: not in {str(place)!r} any more, and so not copied", UserWarning, stacklevel=3
+        )
+    for name in published["others"]:
+        if name not in gone and (place / name).resolve() != (folder / name).resolve():
+            shutil.copyfile(place / name, folder / name)
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f"{path.name}.tmp")
+
+
+def published_weights(folder: str | Path, **options: Any) -> dict[str, StoredWeight]:
+    """Say which weights of a published model are in codes, and how, by the headers of its files: no tensor is read.
+
+    Args:
+        folder, options: as in :func:`load_fp8`.
+
+    Returns:
+        By the name of each weight its ``format``, ``granularity`` and ``shape``, the names, dtypes and shapes of its
+        tensors, and their file.  Of a model of floats there are none.
+
+    Raises:
+        FileNotFoundError, ValueError: as :func:`load_fp8`.
+
+    Example:
+        >>> import fp8manifold as fm
+        >>> found = fm.published_weights("Qwen3-8B-FP8")  # doctest: +SKIP
+        >>> found["model.layers.0.mlp.up_proj.weight"].granularity  # doctest: +SKIP
+        'square'
+    """
+    place = _folder_of(folder, options)
+    with closing(FileTensors(files_of(place))) as tensors:
+        return Layout(described(place, tensors)).stored
+
+
+def _folder_of(folder: str | Path, options: Mapping[str, Any]) -> Path:
+    """A folder, or that of a model's name in the hub's cache."""
+    if Path(folder).is_dir():
+        return Path(folder).resolve()
+    hub = needed("huggingface_hub", "hf", _BY)
+    try:
+        return Path(hub.snapshot_download(str(folder), allow_patterns=_WANTED, **options))
+    except (OSError, ValueError) as error:  # what it raises, of a name and of the network, is one of these
+        why = str(error).partition("\n")[0]
+        raise FileNotFoundError(f"{str(folder)!r} is no folder, and no model that the Hub gives: {why}") from error
+
+
+def _class_of(library: Any, config: Any) -> Any:
+    names = config.architectures or []
+    found = next((kind for name in names if (kind := getattr(library, name, None)) is not None), None)
+    if found is None:
+        raise ValueError(f"config.json has architectures={names!r}: the name of a class of transformers is needed")
+    return found
+
+
+# Reading
+
+
+class _Reader:
+    """Reads codes before transformers reads the floats, and puts them in afterwards."""
+
+    def __init__(
+        self, tensors: FileTensors, layout: Layout, options: dict[str, Any], seed: int, activations: Activations
+    ) -> None:
+        self._tensors, self._layout, self._options, self._seed = tensors, layout, options, seed
+        self._activations = activations
+        self._made: dict[str, FP8Parameter] = {}
+        self._scales: dict[str, Tensor] = {}
+        self._aside: dict[str, Any] = {}
+        self.floats: dict[str, Any] = {}
+        """Floats for transformers to read, once it is known which the model has."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Reader":
+        """Itself: settings are copied, and files are not."""
+        return self
+
+    def wants(self, name: str) -> bool:
+        """Whether a tensor that transformers reads becomes codes, which none does."""
+        return False
+
+    def begin(self, model: Any) -> None:
+        """Read every weight in codes, one tensor at a time, and take its place out of a model without values."""
+        layout = self._layout
+        layout.find(model)
+        self._keep()
+        self._check_left(model)
+        self.floats |= {name: self._tensors.part(name) for name in layout.floats if name in layout.places}
+        tied: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+        by_target: dict[str, list[StoredWeight]] = {}
+        for name, stored in layout.stored.items():
+            if name in layout.places:
+                by_target.setdefault(layout.places[name].target, []).append(stored)
+        floats = {layout.places[name].target: name for name in self.floats}
+        for number, (target, parts) in enumerate(by_target.items()):
+            if target in floats:
+                raise ValueError(
+                    f"{parts[0].codes!r} is in codes, {floats[target]!r} is not: the model has both in {target!r}"
+                )
+            if target in tied or target in tied.values():
+                raise ValueError(
+                    f"{parts[0].codes!r} is in codes, and tied in the model: config.json says tie_word_embeddings"
+                )
+            own = model.get_parameter(target)
+            places = [(layout.places[each.name].index, each) for each in parts]
+            seed = (self._seed << 32) + number
+            self._made[target] = weight_of(
+                target, places, own.shape, self._tensors.read, self._tensors.was_read, seed=seed, **self._options
+            )
+            if self._activations != "float":
+                self._take_input_scale(target, parts)
+            owner, _, entry = target.rpartition(".")
+            module = model.get_submodule(owner)
+            self._aside[target], module._parameters[entry] = own, None
+            module._is_hf_initialized = True  # there is nothing to initialise
+        if self._activations != "float" and not self._scales:
+            raise ValueError("activations='as stored', and no layer of the files has an input_scale: take 'float'")
+
+    def finish(self, model: Any) -> None:
+        """Put the codes in."""
+        for target, own in self._aside.items():
+            owner, _, entry = target.rpartition(".")
+            model.get_submodule(owner)._parameters[entry] = own
+        put_codes(model, self._made, self._scales)
+
+    def _keep(self) -> None:
+        """Let small tensors that the model has no place for travel with its settings."""
+        layout = self._layout
+        small = [name for name in layout.left if layout.headers[name].shape in ((), (1,))]
+        layout.published["kept"] = {
+            name: self._tensors.read(name).tolist()
+            for name in (*sorted(layout.extras), *small)
+            if name in layout.headers
+        }
+
+    def _check_left(self, model: Any) -> None:
+        patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq"]
+        for name in self._layout.left:
+            if name not in self._layout.published["kept"] and not any(re.search(each, name) for each in patterns):
+                raise ValueError(f"{name!r} of {self._layout.headers[name].file!r} has no place in the model")
+
+    def _take_input_scale(self, target: str, parts: list[StoredWeight]) -> None:
+        names = [name for each in parts for name in each.extras if name.endswith(_INPUT)]
+        if len(parts) > 1 and names:
+            raise ValueError(f"activations='as stored', and {target!r} has {len(names)} input scales: take 'float'")
+        if names:
+            self._scales[target] = self._tensors.read(names[0]).float().reshape(())
+
+
+def _check_floats_kept(model: Any, tensors: FileTensors, layout: Layout) -> None:
+    """Refuse a dtype that the numbers of a file don't fit in: they could not be written back."""
+    entries = entries_of(model)
+    for name in layout.floats:
+        if (place := layout.places.get(name)) is None:
+            continue
+        held = entries[place.target][place.index]
+        dtype = layout.headers[name].dtype
+        if _DTYPES.get(dtype, held.dtype) == held.dtype:
+            continue
+        value = tensors.read(name)
+        if not torch.equal(held.to(value), value):
+            raise ValueError(
+                f"{name!r} of {layout.headers[name].file!r} is {dtype}, of which {held.dtype} has not every number: "
+                "give dtype=torch.float32"
+            )
+
+
+# Writing
+
+
+class _Source:
+    """The folder that a model came from, opened only where it has something that the model does not."""
+
+    def __init__(self, layout: Layout) -> None:
+        names = [name for name in layout.left if name not in layout.published["kept"]]
+        self._tensors: FileTensors | None = None
+        if not names:
+            return
+        place = Path(layout.published["source"])
+        if not place.is_dir():
+            raise FileNotFoundError(
+                f"{str(place)!r} is not there any more: {names[0]!r}, which the model lacks, is copied from it"
+            )
+        self._tensors = FileTensors(files_of(place))
+        for name in names:
+            if self._tensors.names().count(name) != 1 or self._tensors.header(name) != layout.headers[name]:
+                raise ValueError(f"{name!r} in {str(place)!r} is not what it was when the model was read")
+
+    def read(self, name: str) -> Tensor:
+        assert self._tensors is not None
+        return self._tensors.read(name)
+
+    def close(self) -> None:
+        if self._tensors is not None:
+            self._tensors.close()
+
+
+@torch.no_grad()
+def _written(name: str, layout: Layout, entries: Mapping[str, Tensor], source: _Source) -> dict[str, Tensor]:
+    """A tensor of the files by its name, with those that are written together with it."""
+    kept, header = layout.published["kept"], layout.headers[name]
+    if name in kept:
+        return {name: torch.tensor(kept[name], dtype=_DTYPES[header.dtype])}
+    stored = layout.weight_of.get(name)
+    place = layout.places.get(name if stored is None else stored.name)
+    if place is None:
+        return {name: source.read(name)}
+    own = entries[place.target]
+    if share_of(own) is not None:
+        raise TypeError(f"{place.target!r} is sharded: save the model in one process")
+    if stored is not None:
+        if not isinstance(own, FP8Parameter):
+            raise ValueError(f"{place.target!r} is in codes no more: {name!r} can't be written back")
+        return written_parts(stored, part_of(own, place, stored))
+    value = own[place.index]
+    if isinstance(own, FP8Parameter):
+        raise ValueError(f"{place.target!r} is in codes, and {name!r} is {header.dtype}: it can't be written back")
+    narrow = value.to(_DTYPES[header.dtype]) if header.dtype in _DTYPES else value
+    return {name: narrow if torch.equal(narrow.to(value.dtype), value) else value}
+
+
+def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors none of which is another: safetensors writes no tied ones."""
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        if tensor.data_ptr() in seen:
+            tensors[name] = tensor.clone()
+        seen.add(tensor.data_ptr())
+    return tensors
