@@ -45,11 +45,12 @@ INLINE Local local_to(const Job *j, float scale, int exact)
     Local l = {scale, 1.0f, 0, 0, 0, {0, 0, 0}, {f->mantissa_bits, f->emin, f->emax}, exact};
     if (s->storage == PLAIN)
         return l;
-    l.inverse = 1.0f / scale;
+    const int mantissa = bits_of(scale) & 0x7FFFFF; /* a power of two's reciprocal costs a tenth of a division */
+    l.inverse = mantissa || scale > 0x1p126f ? 1.0f / scale : reciprocal(scale);
     l.rate = j->hyper.rate * l.inverse;
     l.floor = j->hyper.floor * l.inverse;
     if (s->stiffness == FIELD_POWER)
-        l.log_reference = j->hyper.log_reference - log2_of_mantissa(scale);
+        l.log_reference = j->hyper.log_reference - (mantissa ? log2_of_mantissa(scale) : 0.0f);
     if (s->geometry == EXPONENTIAL || s->geometry == TANGENT) {
         int exponent;
         frexpf(scale, &exponent);
