@@ -409,7 +409,10 @@ class Slow:
         if self.extra:
             signed = -count if negative else count
             nearest = math.floor(Fraction(signed, 2**self.extra) + Fraction(1, 2))
+            old = self.stored[i]
+            was = np.signbit(old) and old == 0 if self.storage == "grid" else old == self.fmt.sign_bit  # -0
             self.residual[i], code = signed - (nearest << self.extra), own.code(nearest, nearest < 0)
+            code = self.fmt.sign_bit if nearest == 0 and was else code
         value = f32(own.value(own.signed(code)))
         value = f32(-0.0) if value == 0 and code & self.fmt.sign_bit else value
         if self.storage == "grid":
