@@ -25,6 +25,8 @@ _PACKING: Final = ("_blocks", "_packed", "_qdata")
 _SCALES: Final = ("{0}_scale_inv", "{0}_scale", "{0}_scales", "{0}.absmax")
 _PLAIN: Final = ("scale", "scales", "qscale_weight", "SCB")
 """Names of scales, by that of the weight, and by none."""
+_SECOND: Final = ("_scale_2", "_global_scale", "_outer_scale_denominator", "_zero_point")
+"""How names end of what codes are computed from beside a scale."""
 _OF_OTHERS: Final = re.compile(r"(\w+_)?(input|output|activation|kv|kv_cache|prob|[qkv])_scale(_ub)?")
 """Scales of activations and caches."""
 
@@ -62,12 +64,7 @@ def stored_weights(headers: Mapping[str, Header], config: Mapping[str, Any] | No
         if may_be_weight(name, header.dtype, headers):
             weight = _stored(name, header, headers, in_squares)
             found[weight.name] = weight
-    read = {name for weight in found.values() for name in (weight.codes, weight.scale)}
-    for name, header in headers.items():
-        if name not in read and (_is_short(header.dtype) or name.endswith(("weight_scale", "_scale_inv"))):
-            base = name.removesuffix("_inv").removesuffix("_scale")
-            beside = headers[base].dtype if base in headers else "missing"
-            raise _refused(name, header, f"as a scale, and {base} is {beside}")
+    _check_others(found, headers)
     for weight in found.values():
         if unread := _unread(config or {}):
             raise _refused(weight.codes, headers[weight.codes], f"by settings with {unread}")
@@ -137,6 +134,8 @@ def _stored(name: str, header: Header, headers: Mapping[str, Header], in_squares
     at = f"at {scale} of {beside.dtype} and shape {beside.shape}"
     if more := _more(name, scale, headers):
         raise _refused(name, header, f"{at}, and at {more}")
+    if name.endswith("_qdata") and beside.dtype in EXPONENTS:  # as its metadata say, which no header of a tensor does
+        raise _refused(name, header, f"{at}, which torchao may have written in the order of a kernel")
     packed = unpacked(header, beside)
     shape, held = packed or (header.shape, header.shape)
     fmt = as_format("E2M1") if packed else FORMATS.get(header.dtype)
@@ -152,19 +151,28 @@ def _stored(name: str, header: Header, headers: Mapping[str, Header], in_squares
     return StoredWeight(own, name, scale, *found)
 
 
+def _check_others(found: Mapping[str, StoredWeight], headers: Mapping[str, Header]) -> None:
+    """Refuse codes and scales that are no part of a weight, but for what only scales activations."""
+    read = {name for weight in found.values() for name in (weight.codes, weight.scale)}
+    layers = {weight.codes.rpartition(".")[0] for weight in found.values() if weight.name.endswith("weight")}
+    for name, header in headers.items():
+        owner, _, entry = name.rpartition(".")
+        if name in read:
+            continue
+        if _is_short(header.dtype) or name.endswith(("weight_scale", "_scale_inv")):
+            base = name.removesuffix("_inv").removesuffix("_scale")
+            beside = headers[base].dtype if base in headers else "missing"
+            raise _refused(name, header, f"as a scale, and {base} is {beside}")
+        if owner in layers and "scale" in entry and not _OF_OTHERS.fullmatch(entry):
+            raise _refused(name, header, f"which may change what the weights of {owner or 'the model'} do")
+
+
 def _more(name: str, scale: str, headers: Mapping[str, Header]) -> str | None:
     """A tensor beside a weight that changes what it is, such as a second scale or a zero point."""
     owner, dot, entry = name.rpartition(".")
-    stem = _stem(entry)
-    ends = (
-        "_scale_2",
-        "_global_scale",
-        "_outer_scale_denominator",
-        "_zero_point",
-        "_g_idx",
-        *(each.removeprefix("{0}") for each in _SCALES),
-    )
-    return next((each for end in ends if (each := owner + dot + stem + end) in headers and each != scale), None)
+    stem = owner + dot + _stem(entry)
+    names = (stem + end for end in (*_SECOND, "_scale_inv", "_scale", "_scales"))
+    return next((each for each in names if each in headers and each != scale), None)
 
 
 def _unread(config: Mapping[str, Any]) -> str | None:

@@ -25,10 +25,12 @@ _DTYPES: Final = {
     "F16": torch.float16,
 }
 _TINY: Final = torch.finfo(torch.float32).tiny
-_NOTHING: Final = {True: _TINY, False: _TINY * (1 + 2.0**-23)}
+_NOTHING: Final = {True: 2.0, False: 1 + 2.0**-7}
 """The scale of codes whose scale in the file is 0, by whether it is an exponent there.
 
-Quantisers write 0 where all weights are 0, or by 0 / 0 NaN: no value depends on it.  A file may not have this there.
+Quantisers write 0 where all weights are 0, or by 0 / 0 NaN: no value depends on it.  Others write there 1 or a small
+number, but not this, which a file may not have there.  It is about what our own scales of zeros are, and a number of
+bfloat16 and float16, as is what a step makes of it by powers of two.
 """
 
 
@@ -70,10 +72,10 @@ def read_parts(stored: StoredWeight, read: Callable[[str], Tensor]) -> tuple[Ten
         wrong &= ~(is_empty & (scale == 0) & ~scale.signbit())
         clash = is_empty & (scale == nothing)
         if bool((wrong | clash).any()):
-            entry = kept[wrong | clash][0].item()
+            entry = ("the exponent " if exponents else "") + f"{kept[wrong | clash][0].item():g}"
             raise ValueError(
-                f"{stored.scale}, of the codes {stored.codes} of {stored.file!r}, holds {entry:g}: scales are finite "
-                "and 2^-126 at least, those of zeros alone may be 0"
+                f"{stored.scale}, of the codes {stored.codes} of {stored.file!r}, holds {entry}: scales are finite and "
+                f"2^-126 at least; where all codes are 0, it may be 0 (E8M0: the byte 0), but not {nothing:g}"
             )
         scale = scale.masked_fill(scale == 0, nothing)
     return codes, scale
