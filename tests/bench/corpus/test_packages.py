@@ -1,0 +1,151 @@
+"""Packages as a corpus: what is taken of each kind, what is left out, and archives that can't be had or are others."""
+
+import gzip
+import io
+import json
+import lzma
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanogpt_bench.cli import main
+from nanogpt_bench.data import packages, prepare_packages
+from nanogpt_bench.data.batches import load_corpus
+from nanogpt_bench.data.packages import PACKAGES, VAL_EVERY
+from nanogpt_bench.data.tokenizers import make_tokenizer
+from nanogpt_bench.system.errors import BenchError
+from nanogpt_bench.system.files import sha256
+
+TWICE = "This sentence stands in every archive, as a licence or a header does."
+
+
+def said(what: str, number: int = 0) -> str:
+    return f"{TWICE} Here the text number {number} of {what} goes on, and nothing else says so."
+
+
+def wheel(files: dict[str, bytes]) -> bytes:
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w") as archive:
+        for name, content in files.items():
+            archive.writestr(zipfile.ZipInfo(name), content)
+    return data.getvalue()
+
+
+def tar_xz(files: dict[str, bytes]) -> bytes:
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w") as archive:
+        for name, content in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return lzma.compress(data.getvalue())
+
+
+def deb(files: dict[str, bytes]) -> bytes:
+    """An ar archive as dpkg-deb writes it; the control archive's size is odd."""
+    control = tar_xz({"control": b"Package: tiny"})
+    members = {"debian-binary": b"2.0\n", "control.tar.xz": control + b"\0" * (len(control) % 2 == 0)}
+    written = b"!<arch>\n"
+    for name, data in {**members, "data.tar.xz": tar_xz(files)}.items():
+        written += (
+            f"{name:<16}{0:<12}{0:<6}{0:<6}{100644:<8}{len(data):<10}`\n".encode() + data + b"\n" * (len(data) % 2)
+        )
+    return written
+
+
+def described(key: str, text: str) -> bytes:
+    return json.dumps({"shapes": [{key: f"<p>{text}</p>"}, {key: {"not a": "text"}}, {key: "short"}]}).encode()
+
+
+def archives() -> dict[str, bytes]:
+    """Of every package an archive with two files, one whose text has a sentence of the others before it."""
+    service = "botocore/data/{}/{}/service-2.json"
+    google = "googleapiclient/discovery_cache/documents/{}.json"
+    source = '/* {} */\nchar *a = "/* a text in quotes, which is not a comment of the program. */";\n'
+    comment = source.format("{}").replace("{}", "%s").encode()
+    linux = {
+        "linux-source-6.1/Documentation/a.rst": said("a.rst").encode(),
+        "linux-source-6.1/Documentation/translations/fr/b.rst": b"Une phrase en fran\xc3\xa7ais, qui n'est pas anglaise.",
+        "linux-source-6.1/lib/c.c": comment % said("c.c").encode(),
+        "linux-source-6.1/lib/d.h": b"/* SPDX: this header says under which licence one may use the file. */\n",
+        "linux-source-6.1/lib/e.rs": b"// The lines of one comment in the other form\n// belong to one another.\nx\n",
+        "linux-source-6.1/lib/e.bin": b"/* A comment in a file that holds no source code at all. */",
+    }
+    java = {"java.base/A.java": comment % said("A {@code java}").encode(), "java.base/A.class": b"\xca\xfe"}
+    return {
+        "oci": wheel(
+            {
+                **{f"oci/m{n}.py": f'"""{said("a module", n)}"""\ndef broken'.encode()[:-11] for n in range(200)},
+                "oci/z.py": b"def broken(",
+            }
+        ),
+        "botocore": wheel(
+            {
+                service.format("s3", "2006-03-01"): described("documentation", said("an old version")),
+                service.format("s3", "2016-03-01") + ".gz": gzip.compress(
+                    described("documentation", said("s3 &amp; more"))
+                ),
+            }
+        ),
+        "google-api-python-client": wheel({google.format("v1"): described("description", said("v1"))}),
+        "openjdk-17-source": deb({"./usr/share/doc": b"", "./usr/lib/jvm/openjdk-17/lib/src.zip": wheel(java)}),
+        "linux-source-6.1": deb({"./usr/src/linux-source-6.1.tar.xz": tar_xz(linux)}),
+    }
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with an archive of each package, whose sha256 are those that are expected."""
+    made = tmp_path / "archives"
+    made.mkdir()
+    for name, data in archives().items():
+        archive = made / PACKAGES[name].archive
+        archive.write_bytes(data)
+        monkeypatch.setitem(PACKAGES, name, replace(PACKAGES[name], sha256=sha256(archive)))
+    return made
+
+
+def documents(out: Path) -> dict[str, list[str]]:
+    corpus, made = load_corpus(out, 16), make_tokenizer("byte", "")
+    splits = {"train": corpus.train, "val": corpus.val}
+    return {split: bytes_of(tokens.tolist(), made.end_of_text) for split, tokens in splits.items()}
+
+
+def bytes_of(tokens: list[int], end: int | None) -> list[str]:
+    found, text = [], bytearray()
+    for token in tokens:
+        if token == end:
+            found.append(text.decode())
+            text.clear()
+        else:
+            text.append(token)
+    return found
+
+
+def test_each_kind_gives_its_english_and_no_sentence_twice(folder: Path, tmp_path: Path) -> None:
+    meta = prepare_packages(tmp_path / "out", data_dir=folder)
+    splits = documents(tmp_path / "out")
+    texts = splits["train"] + splits["val"]
+    assert sum(TWICE in text for text in texts) == 1
+    for what in ("s3 & more", "v1", "A java", "a.rst", "c.c", *(f"a module" for _ in range(1))):
+        assert any(f"of {what} goes on" in text for text in texts), what
+    assert "The lines of one comment in the other form\nbelong to one another." in texts
+    for left in ("old version", "short", "in quotes", "Une phrase", "under which licence", "no source code", "<p>"):
+        assert not any(left in text for text in texts), left
+    assert meta["source"]["documents"] == len(texts) == 200 + 1 + 1 + 1 + 3
+    facts = meta["source"]["packages"]
+    assert {name: fact["documents"] for name, fact in facts.items()} == {
+        **dict.fromkeys(PACKAGES, 1),
+        "oci": 200,
+        "linux-source-6.1": 3,
+    }
+    assert [facts[name]["licence"] for name in ("botocore", "linux-source-6.1")] == ["Apache-2.0", "GPL-2.0-only"]
+    assert all(fact["sha256"] == sha256(folder / fact["archive"]) for fact in facts.values())
+    assert sum(fact["bytes"] for fact in facts.values()) == sum(len(text.encode()) for text in texts)
