@@ -128,7 +128,7 @@ def prepare_packages(
 def _archives(chosen: dict[str, Package], folder: Path | None, out: Path, progress: bool) -> Iterator[dict[str, Path]]:
     """Yield the archive of each package, whose sha256 was found right; what is downloaded goes with the block."""
     if folder is not None:
-        yield {name: _checked(name, package, folder) for name, package in chosen.items()}
+        yield {name: _checked(name, chosen, folder) for name in chosen}
         return
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -140,7 +140,7 @@ def _archives(chosen: dict[str, Package], folder: Path | None, out: Path, progre
         for name, package in chosen.items():
             with _bar(f"downloading {name}", progress):
                 failure = _download(package.command(name), downloads)
-            found[name] = _checked(name, package, Path(downloads), failure)
+            found[name] = _checked(name, chosen, Path(downloads), failure)
         yield found
 
 
@@ -156,18 +156,19 @@ def _download(command: list[str], folder: str) -> str:
     return one_line((said or done.stderr.splitlines() or ["it failed"])[-1]) if done.returncode else ""
 
 
-def _checked(name: str, package: Package, folder: Path, failure: str = "") -> Path:
+def _checked(name: str, chosen: dict[str, Package], folder: Path, failure: str = "") -> Path:
+    package = chosen[name]
     archive = folder / package.archive
     if archive.is_file():
         if (found := sha256(archive)) == package.sha256:
             return archive
         failure = f"{str(archive)!r} has the sha256 {found}, not {package.sha256}"
     where = f"; {failure}" if failure else f": it is not in {str(folder)!r}"
-    rest = ",".join(other for other in PACKAGES if other != name)
+    rest = ",".join(other for other in chosen if other != name)
     command = " ".join(["pip", *package.command(name)[3:]] if archive.suffix == ".whl" else package.command(name))
     raise BenchError(
         f"prepare packages can't have {package.archive}{where}; get it with: {command}; then give its folder with "
-        f"--data-dir; or leave it out: --packages {rest}"
+        f"--data-dir{f'; or leave it out: --packages {rest}' if rest else ''}"
     )
 
 

@@ -72,7 +72,7 @@ def archives() -> dict[str, bytes]:
     comment = source.format("{}").replace("{}", "%s").encode()
     linux = {
         "linux-source-6.1/Documentation/a.rst": said("a.rst").encode(),
-        "linux-source-6.1/Documentation/translations/fr/b.rst": b"Une phrase en fran\xc3\xa7ais, qui n'est pas anglaise.",
+        "linux-source-6.1/Documentation/translations/fr/b.rst": b"Une phrase en fran\xc3\xa7ais, qui n'est pas utile.",
         "linux-source-6.1/lib/c.c": comment % said("c.c").encode(),
         "linux-source-6.1/lib/d.h": b"/* SPDX: this header says under which licence one may use the file. */\n",
         "linux-source-6.1/lib/e.rs": b"// The lines of one comment in the other form\n// belong to one another.\nx\n",
@@ -134,7 +134,7 @@ def test_each_kind_gives_its_english_and_no_sentence_twice(folder: Path, tmp_pat
     splits = documents(tmp_path / "out")
     texts = splits["train"] + splits["val"]
     assert sum(TWICE in text for text in texts) == 1
-    for what in ("s3 & more", "v1", "A java", "a.rst", "c.c", *(f"a module" for _ in range(1))):
+    for what in ("s3 & more", "v1", "A java", "a.rst", "c.c", "a module"):
         assert any(f"of {what} goes on" in text for text in texts), what
     assert "The lines of one comment in the other form\nbelong to one another." in texts
     for left in ("old version", "short", "in quotes", "Une phrase", "under which licence", "no source code", "<p>"):
@@ -149,3 +149,120 @@ def test_each_kind_gives_its_english_and_no_sentence_twice(folder: Path, tmp_pat
     assert [facts[name]["licence"] for name in ("botocore", "linux-source-6.1")] == ["Apache-2.0", "GPL-2.0-only"]
     assert all(fact["sha256"] == sha256(folder / fact["archive"]) for fact in facts.values())
     assert sum(fact["bytes"] for fact in facts.values()) == sum(len(text.encode()) for text in texts)
+
+
+def test_held_out_are_whole_files_wherever_they_are_and_whatever_else_is_taken(folder: Path, tmp_path: Path) -> None:
+    prepare_packages(tmp_path / "all", data_dir=folder)
+    prepare_packages(tmp_path / "oci", packages=["oci"], data_dir=folder)
+    every, oci = documents(tmp_path / "all"), documents(tmp_path / "oci")
+    assert len(oci["train"]) + len(oci["val"]) == 200
+    assert 0.2 < len(oci["val"]) * VAL_EVERY / 200 < 4
+    for split in ("train", "val"):
+        assert [text for text in every[split] if "a module" in text] == oci[split]
+    numbers = [int(text.split("number ")[1].split(" ")[0]) for text in oci["train"]]
+    assert numbers != sorted(numbers)  # a limit takes of all packages
+
+
+def test_the_same_archives_give_the_same_bytes(folder: Path, tmp_path: Path) -> None:
+    made = {
+        name: [(tmp_path / name / file).read_bytes() for file in ("train.bin", "val.bin", "meta.json")]
+        for name in ("a", "b")
+        if prepare_packages(tmp_path / name, data_dir=folder)
+    }
+    assert made["a"] == made["b"]
+
+
+def copying(folder: Path) -> Callable[[Any, str], list[str]]:
+    """A registry's client that finds what it is to download in a folder."""
+
+    def command(package: Any, name: str) -> list[str]:
+        program = "import shutil, sys; shutil.copy(*sys.argv[1:])"
+        return [sys.executable, "-c", program, str(folder / package.archive), package.archive]
+
+    return command
+
+
+def test_what_is_downloaded_is_read_and_goes(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packages.Package, "command", copying(folder))
+    out = tmp_path / "made" / "out"
+    meta = prepare_packages(out, progress=True)
+    assert meta == prepare_packages(tmp_path / "other", data_dir=folder)
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+
+
+def test_an_interrupted_download_leaves_nothing(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(command: list[str], **options: Any) -> None:
+        (Path(options["cwd"]) / "half.whl").write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        prepare_packages(tmp_path / "made" / "out")
+    assert list((tmp_path / "made").iterdir()) == []
+
+
+def other_archive(folder: Path) -> None:
+    (folder / PACKAGES["botocore"].archive).write_bytes(b"another version")
+
+
+def no_archive(folder: Path) -> None:
+    (folder / PACKAGES["linux-source-6.1"].archive).unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "packages", "message"),
+    [
+        (
+            other_archive,
+            None,
+            r"have botocore-1.44.8-py3-none-any.whl; '.*' has the sha256 [0-9a-f]{64}, not [0-9a-f]{64};",
+        ),
+        (
+            no_archive,
+            None,
+            r"can't have linux-source-6.1_6.1.176-1_all.deb: it is not in '.*'; get it with: apt-get "
+            r"download linux-source-6.1=6.1.176-1; then .* --packages oci,botocore,google-api-python-client,openjdk",
+        ),
+        (no_archive, ["linux-source"], "unknown package 'linux-source'; did you mean 'linux-source-6.1'"),
+    ],
+)
+def test_an_archive_that_cant_be_had_is_refused(
+    folder: Path, tmp_path: Path, damage: Callable[[Path], None], packages: list[str] | None, message: str
+) -> None:
+    damage(folder)
+    with pytest.raises(BenchError, match=message) as caught:
+        prepare_packages(tmp_path / "out", packages=packages, data_dir=folder)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        (
+            [sys.executable, "-c", "import sys; sys.exit('noise\\nERROR: No matching distribution\\nnotice')"],
+            "any.whl; ERROR: No match",
+        ),
+        ([sys.executable, "-c", "pass"], "can't have oci.*: it is not in"),
+        (["/nowhere/client"], "any.whl; /nowhere/client: No such file"),
+    ],
+)
+def test_a_client_that_fails_is_told_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: list[str], message: str
+) -> None:
+    monkeypatch.setattr(packages.Package, "command", lambda package, name: program)
+    with pytest.raises(BenchError, match=message):
+        prepare_packages(tmp_path / "made" / "out")
+    assert list((tmp_path / "made").iterdir()) == []
+
+
+def test_the_command(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["prepare", "packages", "--packages", "oci, botocore", "--data-dir", str(folder)]) == 0
+    assert capsys.readouterr().out.startswith("data/packages: ")
+    assert main(["prepare", "stdlib", "--packages", "oci"]) == 2
+    assert "--packages" in capsys.readouterr().err
+    assert main(["prepare", "packages", "--revision", "main"]) == 2
+    assert "--revision 'main' goes with prepare eurlex and hub" in capsys.readouterr().err
