@@ -41,10 +41,6 @@ class Package:
         pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--retries", "1"]
         return [*pip, f"{name}=={self.version}"]
 
-    def meta(self) -> dict[str, str]:
-        """Return what meta.json says of the package."""
-        return {"version": self.version, "archive": self.archive, "sha256": self.sha256, "licence": self.licence}
-
 
 #: in the order in which they are read: a sentence stays where it comes first
 PACKAGES = {
@@ -173,15 +169,15 @@ def _checked(name: str, chosen: dict[str, Package], folder: Path, failure: str =
 
 
 @contextmanager
-def _bar(what: str, show: bool) -> Iterator[Callable[[int], None]]:
-    """Show what is done, how many characters came of it and how long it takes, on standard error."""
+def _bar(what: str, show: bool) -> Iterator[Callable[[str], None]]:
+    """Show on standard error what is done, how far it is and how long it takes."""
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    columns = (SpinnerColumn(), TextColumn(what), TextColumn("{task.completed:,.0f} characters"), TimeElapsedColumn())
+    columns = (SpinnerColumn(), TextColumn(f"{what} {{task.description}}"), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), disable=not show, transient=True) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda characters: bar.update(task, advance=characters)
+        task = bar.add_task("")
+        yield lambda said: bar.update(task, description=said)
 
 
 def _documents(archives: dict[str, Path], progress: bool) -> tuple[dict[bytes, str], dict[str, dict[str, Any]]]:
@@ -190,12 +186,13 @@ def _documents(archives: dict[str, Path], progress: bool) -> tuple[dict[bytes, s
     facts: dict[str, dict[str, Any]] = {}
     for name, archive in archives.items():
         count = size = 0
-        with _bar(f"reading {name}", progress) as advance:
+        with _bar(f"reading {name}", progress) as show:
             for path, texts in PACKAGES[name].read(archive):
                 kept = filter(None, (known.new(text) for text in texts if len(text) >= SHORTEST))
                 if text := "\n\n".join(kept):
                     documents[hashlib.sha256(f"{name}/{path}".encode()).digest()] = text
                     count, size = count + 1, size + len(text.encode("utf-8"))
-                    advance(len(text))
-        facts[name] = {**PACKAGES[name].meta(), "documents": count, "bytes": size}
+                    show(f"{size:,} bytes")
+        told = {key: value for key, value in vars(PACKAGES[name]).items() if key != "read"}
+        facts[name] = {**told, "documents": count, "bytes": size}
     return documents, facts

@@ -98,7 +98,7 @@ def check(config: Resolved, folder: Path, falls: float) -> None:
     steps = config.train.max_steps
     ours, theirs = bench_losses(config, folder), transformers_losses(config, steps)
     assert len(ours) == steps
-    assert ours == pytest.approx(theirs, abs=2e-6, rel=0)
+    assert ours == pytest.approx(theirs, abs=1e-5, rel=0)  # ten of float32's units at losses from 8 to 16
     assert ours[0] - ours[-1] > falls
 
 
