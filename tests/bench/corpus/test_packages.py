@@ -80,18 +80,14 @@ def archives() -> dict[str, bytes]:
     }
     java = {"java.base/A.java": comment % said("A {@code java}").encode(), "java.base/A.class": b"\xca\xfe"}
     return {
-        "oci": wheel(
-            {
-                **{f"oci/m{n}.py": f'"""{said("a module", n)}"""\ndef broken'.encode()[:-11] for n in range(200)},
-                "oci/z.py": b"def broken(",
-            }
-        ),
+        "oci": wheel({"oci/a.py": f'"""{said("a module")}"""'.encode(), "oci/z.py": b"def broken("}),
         "botocore": wheel(
             {
                 service.format("s3", "2006-03-01"): described("documentation", said("an old version")),
                 service.format("s3", "2016-03-01") + ".gz": gzip.compress(
                     described("documentation", said("s3 &amp; more"))
                 ),
+                **{service.format(f"x{n}", "1"): described("documentation", said("a service", n)) for n in range(200)},
             }
         ),
         "google-api-python-client": wheel({google.format("v1"): described("description", said("v1"))}),
@@ -139,11 +135,11 @@ def test_each_kind_gives_its_english_and_no_sentence_twice(folder: Path, tmp_pat
     assert "The lines of one comment in the other form\nbelong to one another." in texts
     for left in ("old version", "short", "in quotes", "Une phrase", "under which licence", "no source code", "<p>"):
         assert not any(left in text for text in texts), left
-    assert meta["source"]["documents"] == len(texts) == 200 + 1 + 1 + 1 + 3
+    assert meta["source"]["documents"] == len(texts) == 1 + 201 + 1 + 1 + 3
     facts = meta["source"]["packages"]
     assert {name: fact["documents"] for name, fact in facts.items()} == {
         **dict.fromkeys(PACKAGES, 1),
-        "oci": 200,
+        "botocore": 201,
         "linux-source-6.1": 3,
     }
     assert [facts[name]["licence"] for name in ("botocore", "linux-source-6.1")] == ["Apache-2.0", "GPL-2.0-only"]
@@ -153,14 +149,15 @@ def test_each_kind_gives_its_english_and_no_sentence_twice(folder: Path, tmp_pat
 
 def test_held_out_are_whole_files_wherever_they_are_and_whatever_else_is_taken(folder: Path, tmp_path: Path) -> None:
     prepare_packages(tmp_path / "all", data_dir=folder)
-    prepare_packages(tmp_path / "oci", packages=["oci"], data_dir=folder)
-    every, oci = documents(tmp_path / "all"), documents(tmp_path / "oci")
-    assert len(oci["train"]) + len(oci["val"]) == 200
-    assert 0.2 < len(oci["val"]) * VAL_EVERY / 200 < 4
+    prepare_packages(tmp_path / "botocore", packages=["botocore"], data_dir=folder)
+    every, alone = documents(tmp_path / "all"), documents(tmp_path / "botocore")
+    found = {split: [text.replace(TWICE, "").strip() for text in alone[split]] for split in ("train", "val")}
+    assert len(found["train"]) + len(found["val"]) == 201
+    assert 0.2 < len(found["val"]) * VAL_EVERY / 201 < 4
     for split in ("train", "val"):
-        assert [text for text in every[split] if "a module" in text] == oci[split]
-    numbers = [int(text.split("number ")[1].split(" ")[0]) for text in oci["train"]]
-    assert numbers != sorted(numbers)  # a limit takes of all packages
+        assert [text for text in every[split] if "of a service" in text or "of s3" in text] == found[split]
+    numbers = [text.split("number ")[1].split(" ")[0] for text in found["train"] if "of a service" in text]
+    assert numbers != sorted(numbers)  # as they are in the archive: a limit takes of all packages
 
 
 def test_the_same_archives_give_the_same_bytes(folder: Path, tmp_path: Path) -> None:
