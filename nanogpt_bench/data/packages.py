@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.data.prose import SHORTEST, Reader, Sentences, described, java_package, linux_package, python_wheel
+from nanogpt_bench.data.prose import Reader, Sentences, described, java_package, linux_package, python_wheel
 from nanogpt_bench.data.tokenizers import check_tokenizer, make_tokenizer
 from nanogpt_bench.data.write import check_folder, split_limits, write_corpus
 from nanogpt_bench.system.errors import BenchError, one_line, refused, unknown
@@ -188,8 +188,7 @@ def _documents(archives: dict[str, Path], progress: bool) -> tuple[dict[bytes, s
         count = size = 0
         with _bar(f"reading {name}", progress) as show:
             for path, texts in PACKAGES[name].read(archive):
-                kept = filter(None, (known.new(text) for text in texts if len(text) >= SHORTEST))
-                if text := "\n\n".join(kept):
+                if text := "\n\n".join(filter(None, map(known.new, texts))):
                     documents[hashlib.sha256(f"{name}/{path}".encode()).digest()] = text
                     count, size = count + 1, size + len(text.encode("utf-8"))
                     show(f"{size:,} bytes")

@@ -19,7 +19,7 @@ from nanogpt_bench.data.text import docstrings
 File = tuple[str, list[str]]
 Reader = Callable[[Path], Iterator[File]]
 
-#: characters of the shortest text, sentence and comment; what is shorter belongs to the sentence beside it
+#: characters of the shortest text, and of the shortest sentence that is looked for in other texts
 SHORTEST = 40
 #: where a sentence ends: behind its mark, or before an empty line
 _END = re.compile(r"[.!?]\s+|\n[ \t]*\n\s*")
@@ -39,40 +39,47 @@ LARGEST_SOURCE = 3_000_000
 
 
 class Sentences:
-    """Texts without the sentences that were in one before, and without those of one of the others."""
+    """Texts without the sentences of at least `SHORTEST` characters that came before, whatever blanks are in them."""
 
     def __init__(self) -> None:
-        self._seen: set[bytes] = set()
+        self._texts, self._sentences = set[bytes](), set[bytes]()
 
     def new(self, text: str) -> str:
-        """Return what is new in a text.
+        """Return what is new in a text, "" where that is too short; a short sentence goes with the one before it.
 
         >>> known = Sentences()
         >>> known.new("The first of the sentences is long enough. The second sentence is as long as that one.")[:18]
         'The first of the s'
-        >>> known.new("A third sentence, of which no text had a word. The second sentence is as long as that one.")
+        >>> known.new("A third sentence, of which no text had a word. The second sentence is as long as that one. So.")
         'A third sentence, of which no text had a word.'
         """
-        kept = []
+        kept, keep = [], _first(" ".join(text.split()), self._texts)
         for sentence in sentences(text):
-            key = hashlib.blake2b(" ".join(sentence.split()).encode(), digest_size=8).digest()
-            if key not in self._seen:
-                self._seen.add(key)
+            if len(words := " ".join(sentence.split())) >= SHORTEST:
+                keep = _first(words, self._sentences)
+            if keep:
                 kept.append(sentence)
-        return "".join(kept).strip()
+        left = "".join(kept).strip()
+        return left if len(left) >= SHORTEST else ""
+
+
+def _first(text: str, seen: set[bytes]) -> bool:
+    """Whether a text was not seen before, but is from now on."""
+    count = len(seen)
+    seen.add(hashlib.blake2b(text.encode(), digest_size=8).digest())
+    return len(seen) > count
 
 
 def sentences(text: str) -> Iterator[str]:
-    """Yield the sentences of a text, each with the blanks behind it, none shorter than `SHORTEST` unless the text is.
+    """Yield the sentences of a text, each with the blanks behind it.
 
-    >>> list(sentences("It says so, e.g. in the manual of the tool. Here is what follows it, and no more than that."))
-    ['It says so, e.g. in the manual of the tool. ', 'Here is what follows it, and no more than that.']
+    >>> list(sentences("It says so. Here is what\\nfollows.\\n\\nA title\\n\\nThe end"))
+    ['It says so. ', 'Here is what\\nfollows.\\n\\n', 'A title\\n\\n', 'The end']
     """
     start = 0
     for end in _END.finditer(text):
-        if end.end() - start >= SHORTEST and len(text) - end.end() >= SHORTEST:
-            yield text[start : end.end()]
-            start = end.end()
+        yield text[start : end.end()]
+        start = end.end()
     yield text[start:]
 
 

@@ -113,7 +113,8 @@ def test_a_small_model_has_the_losses_of_transformers(tmp_path: Path, text_file:
 
 @pytest.mark.slow
 def test_the_whole_model_has_the_losses_of_transformers(tmp_path: Path, text_file: Path) -> None:
-    prepare_text(text_file, tmp_path / "data", "gpt2")
+    (tmp_path / "long.txt").write_text(text_file.read_text(encoding="utf-8") * 8, encoding="utf-8")
+    prepare_text(tmp_path / "long.txt", tmp_path / "data", "gpt2")
     few = {"train.max_steps": 3, "train.batch_size": 1, "optimizer.warmup_steps": 1, "eval.batches": 1}
     config = settings(tmp_path / "data", *(f"--{key}={value}" for key, value in few.items()))
     assert (config.model.n_layer, config.model.block_size, config.train.accumulation) == (12, 1024, 2)

@@ -19,6 +19,7 @@ from nanogpt_bench.cli import main
 from nanogpt_bench.data import packages, prepare_packages
 from nanogpt_bench.data.batches import load_corpus
 from nanogpt_bench.data.packages import PACKAGES, VAL_EVERY
+from nanogpt_bench.data.prose import Sentences
 from nanogpt_bench.data.tokenizers import make_tokenizer
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.files import sha256
@@ -145,6 +146,18 @@ def test_each_kind_gives_its_english_and_no_sentence_twice(folder: Path, tmp_pat
     assert [facts[name]["licence"] for name in ("botocore", "linux-source-6.1")] == ["Apache-2.0", "GPL-2.0-only"]
     assert all(fact["sha256"] == sha256(folder / fact["archive"]) for fact in facts.values())
     assert sum(fact["bytes"] for fact in facts.values()) == sum(len(text.encode()) for text in texts)
+
+
+def test_no_long_sentence_is_twice_whatever_stands_before_it() -> None:
+    known = Sentences()
+    long = "A sentence of more than forty characters, which is long."
+    assert known.new(f"Short. {long}") == f"Short. {long}"
+    other = "Another one of them, which stands before the first of all."
+    assert known.new(f"Else. {long}\n{other} So.") == f"Else. {other} So."
+    assert known.new(long.replace(" ", "\n ")) == known.new(f"{long} And so on.") == known.new("Short. Else.") == ""
+    brief = "Brief. Very brief. " * 4
+    assert known.new(brief) == brief.strip()
+    assert known.new(brief) == ""
 
 
 def test_held_out_are_whole_files_wherever_they_are_and_whatever_else_is_taken(folder: Path, tmp_path: Path) -> None:
