@@ -13,8 +13,8 @@ from _gpu.session import Session
 
 __all__ = ["gpt2"]
 
-SWEEP: Final = Path(__file__).parent.parent / "gpt2.yaml"
-DATA: Final = Path("data/gpt2")
+SWEEP: Final = "gpt2_rules.yaml"  # of the bench
+DATA: Final = Path("data/packages")
 RUNS: Final = Path("runs/gpt2")
 STOPPING: Final = 60.0  # seconds in which a run that is told to stop writes its checkpoint
 FIGURES: Final = {
@@ -29,7 +29,7 @@ def gpt2(session: Session) -> dict[str, Any]:
     """Loss, speed and bytes a parameter of each row so far; what is not finished goes on in the next call."""
     if not session.dry:
         if not DATA.is_dir():
-            prepare = f"nanogpt-bench prepare text --input TEXT --tokenizer gpt2 --out {DATA}"
+            prepare = "nanogpt-bench prepare packages --tokenizer gpt2"
             raise FileNotFoundError(f"no text in {str(DATA)!r}; prepare one: {prepare}")
         return sweep(session, DATA, RUNS)
     from nanogpt_bench.data import prepare_text  # its packages are not everywhere
@@ -43,7 +43,7 @@ def gpt2(session: Session) -> dict[str, Any]:
 
 def sweep(session: Session, data: Path, out: Path, *more: str) -> dict[str, Any]:
     """Train until the part's time is up, and read what there is."""
-    words = ["sweep", str(SWEEP), "--data.dir", str(data), "--out", str(out), *more]
+    words = ["sweep", SWEEP, "--data.dir", str(data), "--out", str(out), *more]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-m", "nanogpt_bench", *words]
     running = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.commands.arguments import braced, one_of, positive, tokenizer
+from nanogpt_bench.commands.arguments import braced, names, one_of, positive, tokenizer
 from nanogpt_bench.config.schema import DEFAULT_DATA_DIR
 from nanogpt_bench.system.errors import BenchError, counted
 
@@ -13,7 +13,8 @@ from nanogpt_bench.system.errors import BenchError, counted
 GOES_WITH = {
     "task": ("eurlex",),
     "input": ("text", "nanogpt"),
-    "data_dir": ("eurlex", "hub"),
+    "packages": ("packages",),
+    "data_dir": ("eurlex", "hub", "packages"),
     "revision": ("eurlex", "hub"),
     "dataset": ("hub",),
     "config": ("hub",),
@@ -26,7 +27,7 @@ NEEDS = {
 }
 
 
-SOURCES = ("stdlib", "eurlex", "hub", "text", "nanogpt")
+SOURCES = ("stdlib", "packages", "eurlex", "hub", "text", "nanogpt")
 PREPARED = ("text", "labels")
 
 
@@ -37,6 +38,7 @@ def add_parser(commands: Any, text: str) -> Any:
         help=text,
         description="Turn a text into train.bin, val.bin (uint16 tokens) and meta.json.",
         epilog="examples:\n  nanogpt-bench prepare stdlib\n"
+        "  nanogpt-bench prepare packages --tokenizer gpt2\n"
         "  nanogpt-bench prepare text --input book.txt --tokenizer char --out data/book\n"
         "  nanogpt-bench prepare nanogpt --input nanoGPT/data/openwebtext --tokenizer gpt2\n"
         "  nanogpt-bench prepare eurlex --tokenizer gpt2 --limit-tokens 10000000\n"
@@ -48,8 +50,9 @@ def add_parser(commands: Any, text: str) -> Any:
         "source",
         type=one_of(SOURCES),
         metavar=braced(SOURCES),
-        help="stdlib: the help topics and docstrings of the Python standard library; eurlex: English EU legislation; "
-        "hub: any text data set of the Hugging Face hub; text: any UTF-8 file; nanogpt: its train.bin and val.bin",
+        help="stdlib: the help topics and docstrings of the Python standard library; packages: documentation and "
+        "comments in fixed versions of packages of PyPI and Debian; eurlex: English EU legislation; hub: any text data "
+        "set of the Hugging Face hub; text: any UTF-8 file; nanogpt: its train.bin and val.bin",
     )
     _add_source_options(parser)
     parser.add_argument(
@@ -80,11 +83,13 @@ def _add_source_options(parser: Any) -> None:
     parser.add_argument("--config", metavar="C", help="its configuration (hub; default: its only one)")
     parser.add_argument("--column", metavar="COL", help="its column of text (hub)")
     parser.add_argument("--revision", metavar="REV", help="branch, tag or commit on the hub (eurlex, hub)")
+    parser.add_argument("--packages", type=names, metavar="A,B", help="these of them alone (packages; default: all)")
     parser.add_argument(
         "--data-dir",
         type=Path,
         metavar="DIR",
-        help="read DIR/CONFIG/SPLIT-*.parquet or DIR/SPLIT-*.parquet, a local copy, instead (eurlex, hub)",
+        help="read DIR/CONFIG/SPLIT-*.parquet or DIR/SPLIT-*.parquet, a local copy, instead (eurlex, hub), or the "
+        "archives of the packages in DIR (packages)",
     )
 
 
@@ -128,13 +133,19 @@ def default_folder(args: argparse.Namespace) -> Path:
     made = "" if args.task in (None, "text") else f"-{args.task}"
     if args.source == "nanogpt":
         return Path("data") / f"nanogpt-{args.input.resolve().name}"
-    names = {"eurlex": f"eurlex{made}", "hub": (args.dataset or "").rpartition("/")[2]}
-    return Path("data") / (names.get(args.source) or args.input.stem)
+    called = {"eurlex": f"eurlex{made}", "hub": (args.dataset or "").rpartition("/")[2], "packages": "packages"}
+    return Path("data") / (called.get(args.source) or args.input.stem)
 
 
 def _prepare(args: argparse.Namespace, out: Path) -> dict[str, Any]:
-    from nanogpt_bench.data.dataset import prepare_eurlex, prepare_hub
-    from nanogpt_bench.data.text import prepare_nanogpt, prepare_stdlib, prepare_text
+    from nanogpt_bench.data import (
+        prepare_eurlex,
+        prepare_hub,
+        prepare_nanogpt,
+        prepare_packages,
+        prepare_stdlib,
+        prepare_text,
+    )
 
     options: dict[str, Any] = {
         "tokenizer": args.tokenizer or "byte",
@@ -147,7 +158,10 @@ def _prepare(args: argparse.Namespace, out: Path) -> dict[str, Any]:
         return prepare_text(args.input, out, **options)
     if args.source == "nanogpt":
         return prepare_nanogpt(args.input, out, **options)
-    options |= {"revision": args.revision, "data_dir": args.data_dir}
+    options["data_dir"] = args.data_dir
+    if args.source == "packages":
+        return prepare_packages(out, **options, packages=args.packages)
+    options["revision"] = args.revision
     if args.source == "eurlex":
         return prepare_eurlex(out, **options, task=args.task or "text")
     return prepare_hub(out, args.dataset, args.column, config=args.config, **options)

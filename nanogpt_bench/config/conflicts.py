@@ -113,7 +113,8 @@ def _refuse(config: Config, rows: Iterable[Row]) -> None:
     for key, refused, why in rows:
         value = get(config, key)
         if refused and _asks(value):
-            raise BenchError(f"{key}: {value!r} {why}" + ("" if ";" in why else f"; add {without(key)}"))
+            away = f"--{key} false" if value is True else without(key)  # null may mean true, by the model's size
+            raise BenchError(f"{key}: {value!r} {why}" + ("" if ";" in why else f"; add {away}"))
 
 
 def without(key: str) -> str:

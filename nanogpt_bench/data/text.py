@@ -167,7 +167,7 @@ def stdlib_documents(root: Path | None = None) -> list[str]:
 
 def _topics(path: Path) -> list[str]:
     """Return the values of the dictionary literal in pydoc_data/topics.py, sorted by topic."""
-    tree = _parse(path) if path.exists() else None
+    tree = _parse(path.read_bytes()) if path.exists() else None
     dictionaries = [node for node in ast.walk(tree) if isinstance(node, ast.Dict)] if tree else []
     found: dict[str, str] = {}
     for dictionary in dictionaries:
@@ -179,9 +179,14 @@ def _topics(path: Path) -> list[str]:
 
 def _modules(root: Path) -> Iterator[str]:
     for path in _sources(root):
-        nodes = _in_source_order(tree) if (tree := _parse(path)) else ()
-        if text := "\n\n".join(filter(None, map(ast.get_docstring, nodes))):
+        if text := "\n\n".join(docstrings(path.read_bytes())):
             yield text + "\n"
+
+
+def docstrings(source: bytes) -> list[str]:
+    """Return the docstrings of a module, its classes and functions in source order; none of what is no Python."""
+    nodes = _in_source_order(tree) if (tree := _parse(source)) else ()
+    return list(filter(None, map(ast.get_docstring, nodes)))
 
 
 def _sources(root: Path) -> Iterable[Path]:
@@ -197,11 +202,11 @@ def _sources(root: Path) -> Iterable[Path]:
     return [root / path for path in sorted(kept, key=lambda path: path.as_posix())]
 
 
-def _parse(path: Path) -> ast.Module | None:
+def _parse(source: bytes) -> ast.Module | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # invalid escapes in old modules
         try:
-            return ast.parse(path.read_bytes())
+            return ast.parse(source)
         except (SyntaxError, ValueError):
             return None  # templates and deliberately broken files
 

@@ -28,7 +28,7 @@ REFUSED: dict[str, str] = {
     "cmpare": "did you mean 'compare'",
     # options of commands
     "prepare stdlb": "stdlb & did you mean 'stdlib'",
-    "prepare eurlx": "did you mean 'eurlex' & allowed: stdlib, eurlex, hub, text",
+    "prepare eurlx": "did you mean 'eurlex' & allowed: stdlib, packages, eurlex, hub, text",
     "prepare stdlib --data-dir x": "--data-dir 'x' & prepare eurlex and hub",
     "prepare eurlex --dataset x": "--dataset 'x' & prepare hub",
     "prepare eurlex --data-dir gone": "--data-dir 'gone' & not a folder",

@@ -2,8 +2,10 @@
 
 import base64
 import functools
+import hashlib
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -12,10 +14,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tiktoken
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nanogpt_bench.data import byte_pairs, tokenizers
+from nanogpt_bench.data.text import stdlib_documents
 from nanogpt_bench.data.tokenizers import (
     CharTokenizer,
     Gpt2Tokenizer,
@@ -61,6 +65,24 @@ def test_gpt2_known_tokens() -> None:
     assert Gpt2Tokenizer().encode("hello world").tolist() == [31373, 995]
     assert 50256 not in Gpt2Tokenizer().encode("<|endoftext|>")
     assert Gpt2Tokenizer().vocab_size == 50257
+
+
+def test_gpt2_s_tokens_are_tiktoken_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of its own definition of GPT-2, which finds in its cache what it would download."""
+    from tiktoken_ext import openai_public
+
+    folder = tokenizers._offline_folder()
+    assert folder is not None
+    for name in tokenizers.SHA256:
+        address = f"https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{name}"
+        shutil.copy(folder / name, tmp_path / hashlib.sha1(address.encode()).hexdigest())
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    theirs = tiktoken.Encoding(**openai_public.gpt2())
+    ours = make_tokenizer("gpt2", "")
+    assert ours.vocab_size == theirs.n_vocab
+    awkward = "  \n\n\tif x:\r\n      y = 'it''s'  \u00a0\u2003 1234567890 \U0001f600  "
+    for text in (TEXT, awkward, *stdlib_documents()[:40]):
+        assert ours.encode(text).tolist() == theirs.encode_ordinary(text)
 
 
 def test_gpt2_merges_nothing_across_a_cut() -> None:

@@ -1,0 +1,278 @@
+"""Packages as a corpus: what is taken of each kind, what is left out, and archives that can't be had or are others."""
+
+import gzip
+import io
+import json
+import lzma
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanogpt_bench.cli import main
+from nanogpt_bench.data import packages, prepare_packages
+from nanogpt_bench.data.batches import load_corpus
+from nanogpt_bench.data.packages import PACKAGES, VAL_EVERY
+from nanogpt_bench.data.prose import Sentences
+from nanogpt_bench.data.tokenizers import make_tokenizer
+from nanogpt_bench.system.errors import BenchError
+from nanogpt_bench.system.files import sha256
+
+TWICE = "This sentence stands in every archive, as a licence or a header does."
+
+
+def said(what: str, number: int = 0) -> str:
+    return f"{TWICE} Here the text number {number} of {what} goes on, and nothing else says so."
+
+
+def wheel(files: dict[str, bytes]) -> bytes:
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w") as archive:
+        for name, content in files.items():
+            archive.writestr(zipfile.ZipInfo(name), content)
+    return data.getvalue()
+
+
+def tar_xz(files: dict[str, bytes]) -> bytes:
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w") as archive:
+        for name, content in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return lzma.compress(data.getvalue())
+
+
+def deb(files: dict[str, bytes]) -> bytes:
+    """An ar archive as dpkg-deb writes it; the control archive's size is odd."""
+    control = tar_xz({"control": b"Package: tiny"})
+    members = {"debian-binary": b"2.0\n", "control.tar.xz": control + b"\0" * (len(control) % 2 == 0)}
+    written = b"!<arch>\n"
+    for name, data in {**members, "data.tar.xz": tar_xz(files)}.items():
+        written += (
+            f"{name:<16}{0:<12}{0:<6}{0:<6}{100644:<8}{len(data):<10}`\n".encode() + data + b"\n" * (len(data) % 2)
+        )
+    return written
+
+
+def described(key: str, text: str) -> bytes:
+    return json.dumps({"shapes": [{key: f"<p>{text}</p>"}, {key: {"not a": "text"}}, {key: "short"}]}).encode()
+
+
+def archives() -> dict[str, bytes]:
+    """Of every package an archive with two files, one whose text has a sentence of the others before it."""
+    service = "botocore/data/{}/{}/service-2.json"
+    google = "googleapiclient/discovery_cache/documents/{}.json"
+    source = '/* {} */\nchar *a = "/* a text in quotes, which is not a comment of the program. */";\n'
+    comment = source.format("{}").replace("{}", "%s").encode()
+    linux = {
+        "linux-source-6.1/Documentation/a.rst": said("a.rst").encode(),
+        "linux-source-6.1/Documentation/translations/fr/b.rst": b"Une phrase en fran\xc3\xa7ais, qui n'est pas utile.",
+        "linux-source-6.1/lib/c.c": comment % said("c.c").encode(),
+        "linux-source-6.1/lib/d.h": b"/* SPDX: this header says under which licence one may use the file. */\n",
+        "linux-source-6.1/lib/e.rs": b"// The lines of one comment in the other form\n// belong to one another.\nx\n",
+        "linux-source-6.1/lib/e.bin": b"/* A comment in a file that holds no source code at all. */",
+    }
+    java = {"java.base/A.java": comment % said("A {@code java}").encode(), "java.base/A.class": b"\xca\xfe"}
+    return {
+        "oci": wheel({"oci/a.py": f'"""{said("a module")}"""'.encode(), "oci/z.py": b"def broken("}),
+        "botocore": wheel(
+            {
+                service.format("s3", "2006-03-01"): described("documentation", said("an old version")),
+                service.format("s3", "2016-03-01") + ".gz": gzip.compress(
+                    described("documentation", said("s3 &amp; more"))
+                ),
+                **{service.format(f"x{n}", "1"): described("documentation", said("a service", n)) for n in range(200)},
+            }
+        ),
+        "google-api-python-client": wheel({google.format("v1"): described("description", said("v1"))}),
+        "openjdk-17-source": deb({"./usr/share/doc": b"", "./usr/lib/jvm/openjdk-17/lib/src.zip": wheel(java)}),
+        "linux-source-6.1": deb({"./usr/src/linux-source-6.1.tar.xz": tar_xz(linux)}),
+    }
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with an archive of each package, whose sha256 are those that are expected."""
+    made = tmp_path / "archives"
+    made.mkdir()
+    for name, data in archives().items():
+        archive = made / PACKAGES[name].archive
+        archive.write_bytes(data)
+        monkeypatch.setitem(PACKAGES, name, replace(PACKAGES[name], sha256=sha256(archive)))
+    return made
+
+
+def documents(out: Path) -> dict[str, list[str]]:
+    corpus, made = load_corpus(out, 16), make_tokenizer("byte", "")
+    splits = {"train": corpus.train, "val": corpus.val}
+    return {split: bytes_of(tokens.tolist(), made.end_of_text) for split, tokens in splits.items()}
+
+
+def bytes_of(tokens: list[int], end: int | None) -> list[str]:
+    found, text = [], bytearray()
+    for token in tokens:
+        if token == end:
+            found.append(text.decode())
+            text.clear()
+        else:
+            text.append(token)
+    return found
+
+
+def test_each_kind_gives_its_english_and_no_sentence_twice(folder: Path, tmp_path: Path) -> None:
+    meta = prepare_packages(tmp_path / "out", data_dir=folder)
+    splits = documents(tmp_path / "out")
+    texts = splits["train"] + splits["val"]
+    assert sum(TWICE in text for text in texts) == 1
+    for what in ("s3 & more", "v1", "A java", "a.rst", "c.c", "a module"):
+        assert any(f"of {what} goes on" in text for text in texts), what
+    assert "The lines of one comment in the other form\nbelong to one another." in texts
+    for left in ("old version", "short", "in quotes", "Une phrase", "under which licence", "no source code", "<p>"):
+        assert not any(left in text for text in texts), left
+    assert meta["source"]["documents"] == len(texts) == 1 + 201 + 1 + 1 + 3
+    facts = meta["source"]["packages"]
+    assert {name: fact["documents"] for name, fact in facts.items()} == {
+        **dict.fromkeys(PACKAGES, 1),
+        "botocore": 201,
+        "linux-source-6.1": 3,
+    }
+    assert [facts[name]["licence"] for name in ("botocore", "linux-source-6.1")] == ["Apache-2.0", "GPL-2.0-only"]
+    assert all(fact["sha256"] == sha256(folder / fact["archive"]) for fact in facts.values())
+    assert sum(fact["bytes"] for fact in facts.values()) == sum(len(text.encode()) for text in texts)
+
+
+def test_no_long_sentence_is_twice_whatever_stands_before_it() -> None:
+    known = Sentences()
+    long = "A sentence of more than forty characters, which is long."
+    assert known.new(f"Short. {long}") == f"Short. {long}"
+    other = "Another one of them, which stands before the first of all."
+    assert known.new(f"Else. {long}\n{other} So.") == f"Else. {other} So."
+    assert known.new(long.replace(" ", "\n ")) == known.new(f"{long} And so on.") == known.new("Short. Else.") == ""
+    brief = "Brief. Very brief. " * 4
+    assert known.new(brief) == brief.strip()
+    assert known.new(brief) == ""
+
+
+def test_held_out_are_whole_files_wherever_they_are_and_whatever_else_is_taken(folder: Path, tmp_path: Path) -> None:
+    prepare_packages(tmp_path / "all", data_dir=folder)
+    prepare_packages(tmp_path / "botocore", packages=["botocore"], data_dir=folder)
+    every, alone = documents(tmp_path / "all"), documents(tmp_path / "botocore")
+    found = {split: [text.replace(TWICE, "").strip() for text in alone[split]] for split in ("train", "val")}
+    assert len(found["train"]) + len(found["val"]) == 201
+    assert 0.2 < len(found["val"]) * VAL_EVERY / 201 < 4
+    for split in ("train", "val"):
+        assert [text for text in every[split] if "of a service" in text or "of s3" in text] == found[split]
+    numbers = [text.split("number ")[1].split(" ")[0] for text in found["train"] if "of a service" in text]
+    assert numbers != sorted(numbers)  # as they are in the archive: a limit takes of all packages
+
+
+def test_the_same_archives_give_the_same_bytes(folder: Path, tmp_path: Path) -> None:
+    made = {
+        name: [(tmp_path / name / file).read_bytes() for file in ("train.bin", "val.bin", "meta.json")]
+        for name in ("a", "b")
+        if prepare_packages(tmp_path / name, data_dir=folder)
+    }
+    assert made["a"] == made["b"]
+
+
+def copying(folder: Path) -> Callable[[Any, str], list[str]]:
+    """A registry's client that finds what it is to download in a folder."""
+
+    def command(package: Any, name: str) -> list[str]:
+        program = "import shutil, sys; shutil.copy(*sys.argv[1:])"
+        return [sys.executable, "-c", program, str(folder / package.archive), package.archive]
+
+    return command
+
+
+def test_what_is_downloaded_is_read_and_goes(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packages.Package, "command", copying(folder))
+    out = tmp_path / "made" / "out"
+    meta = prepare_packages(out, progress=True)
+    assert meta == prepare_packages(tmp_path / "other", data_dir=folder)
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+
+
+def test_an_interrupted_download_leaves_nothing(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(command: list[str], **options: Any) -> None:
+        (Path(options["cwd"]) / "half.whl").write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        prepare_packages(tmp_path / "made" / "out")
+    assert list((tmp_path / "made").iterdir()) == []
+
+
+def other_archive(folder: Path) -> None:
+    (folder / PACKAGES["botocore"].archive).write_bytes(b"another version")
+
+
+def no_archive(folder: Path) -> None:
+    (folder / PACKAGES["linux-source-6.1"].archive).unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "packages", "message"),
+    [
+        (
+            other_archive,
+            None,
+            r"have botocore-1.44.8-py3-none-any.whl; '.*' has the sha256 [0-9a-f]{64}, not [0-9a-f]{64};",
+        ),
+        (
+            no_archive,
+            None,
+            r"can't have linux-source-6.1_6.1.176-1_all.deb: it is not in '.*'; get it with: apt-get "
+            r"download linux-source-6.1=6.1.176-1; then .* --packages oci,botocore,google-api-python-client,openjdk",
+        ),
+        (no_archive, ["linux-source"], "unknown package 'linux-source'; did you mean 'linux-source-6.1'"),
+    ],
+)
+def test_an_archive_that_cant_be_had_is_refused(
+    folder: Path, tmp_path: Path, damage: Callable[[Path], None], packages: list[str] | None, message: str
+) -> None:
+    damage(folder)
+    with pytest.raises(BenchError, match=message) as caught:
+        prepare_packages(tmp_path / "out", packages=packages, data_dir=folder)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        (
+            [sys.executable, "-c", "import sys; sys.exit('noise\\nERROR: No matching distribution\\nnotice')"],
+            "any.whl; ERROR: No match",
+        ),
+        ([sys.executable, "-c", "pass"], "can't have oci.*: it is not in"),
+        (["/nowhere/client"], "any.whl; /nowhere/client: No such file"),
+    ],
+)
+def test_a_client_that_fails_is_told_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: list[str], message: str
+) -> None:
+    monkeypatch.setattr(packages.Package, "command", lambda package, name: program)
+    with pytest.raises(BenchError, match=message):
+        prepare_packages(tmp_path / "made" / "out")
+    assert list((tmp_path / "made").iterdir()) == []
+
+
+def test_the_command(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["prepare", "packages", "--packages", "oci, botocore", "--data-dir", str(folder)]) == 0
+    assert capsys.readouterr().out.startswith("data/packages: ")
+    assert main(["prepare", "stdlib", "--packages", "oci"]) == 2
+    assert "--packages" in capsys.readouterr().err
+    assert main(["prepare", "packages", "--revision", "main"]) == 2
+    assert "--revision 'main' goes with prepare eurlex and hub" in capsys.readouterr().err
