@@ -13,6 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from covering import covering
+from laws import loop_inside
 
 # Sums depend on the number of threads: a test and the processes it starts take one, unless told otherwise.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -28,6 +29,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_TALLY] = []
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    loop_inside(metafunc)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of a matrix that asks for it, leave a covering sample to the default run, and the rest to the slow one."""
@@ -36,7 +41,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     matrices: dict[str, list[pytest.Item]] = {}
     for item in items:
         asked = item.get_closest_marker("covering") and not item.get_closest_marker("slow")
-        if asked and hasattr(item, "callspec"):
+        if asked and hasattr(item, "callspec") and "cases" not in item.callspec.params:
             matrices.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for matrix in matrices.values():
         (strength,) = matrix[0].get_closest_marker("covering").args  # type: ignore[union-attr]

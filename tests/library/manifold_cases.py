@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import settings
+from laws import each
 from numpy.typing import NDArray
 
 import fp8manifold as fm
@@ -52,12 +52,12 @@ METRICS = {
 
 EXACT_SCALES = {name: SCALES[name] for name in ("1", "2^-7")}
 
-every_format = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
-few_formats = pytest.mark.parametrize("fmt", FEW.values(), ids=FEW)
-every_metric = pytest.mark.parametrize("metric", METRICS.values(), ids=METRICS)
-every_scale = pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
-exact_scale = pytest.mark.parametrize("scale", EXACT_SCALES.values(), ids=EXACT_SCALES)
-both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+every_format = each("fmt", FORMATS.values(), ids=FORMATS)
+few_formats = each("fmt", FEW.values(), ids=FEW)
+every_metric = each("metric", METRICS.values(), ids=METRICS)
+every_scale = each("scale", SCALES.values(), ids=SCALES)
+exact_scale = each("scale", EXACT_SCALES.values(), ids=EXACT_SCALES)
+both_dtypes = each("dtype", [torch.float32, torch.float64], ids=str)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from grid_inputs import NAMED, ODD, critical, critical64, every_16_bit, float16_holds, random_in_range
+from laws import each
 
 import fp8manifold as fm
 from fp8manifold import reference
@@ -14,8 +15,8 @@ from fp8manifold import reference
 pytestmark = pytest.mark.covering(2)
 
 ALL = NAMED | ODD
-named = pytest.mark.parametrize("fmt", NAMED.values(), ids=NAMED)
-every = pytest.mark.parametrize("fmt", ALL.values(), ids=ALL)
+named = each("fmt", NAMED.values(), ids=NAMED)
+every = each("fmt", ALL.values(), ids=ALL)
 
 
 def dtypes(fmt: fm.FloatFormat) -> list[torch.dtype]:
@@ -128,7 +129,7 @@ def test_round_trip_of_float32_is_within_its_resolution(fmt) -> None:
 
 
 @named
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@each("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_16_bit_dtypes_are_float64_rounded_once(fmt, dtype, compare_bits) -> None:
     if dtype == torch.float16 and not float16_holds(fmt):
         for function in (fm.ulp, fm.to_chart, fm.from_chart):
@@ -142,7 +143,7 @@ def test_16_bit_dtypes_are_float64_rounded_once(fmt, dtype, compare_bits) -> Non
 
 
 @named
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@each("dtype", [torch.float32, torch.float64], ids=str)
 def test_the_ends_zero_and_nan(fmt, dtype) -> None:
     top, end = reference.max_code(fmt), [math.inf, -math.inf, math.nan, 0.0, -0.0]
     chart = fm.to_chart(torch.tensor(end, dtype=dtype), fmt)
@@ -156,7 +157,7 @@ def test_the_ends_zero_and_nan(fmt, dtype) -> None:
     assert back[2].isnan()
 
 
-@pytest.mark.parametrize("function", [fm.ulp, fm.to_chart, fm.from_chart])
+@each("function", [fm.ulp, fm.to_chart, fm.from_chart])
 def test_shapes_and_strides(function) -> None:
     x = torch.linspace(-3, 3, 60).reshape(3, 4, 5)
     whole = function(x, "E4M3")

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from grid_inputs import NAMED, ODD, critical, random_float32, random_in_range
+from laws import each
 from numpy.typing import NDArray
 from tables import mirrored
 
@@ -29,9 +30,9 @@ SAMPLE = ("E4M3", "E5M2", "E3M4", "E2M5", "E6M1", "E1M6", "E7M0", "E4M3FNUZ", "E
 BIASED = [fmt for fmt in ODD.values() if "_B" in fmt.name]
 COMPILED = ("E4M3", "E5M2FNUZ", "E7M0")
 
-every = pytest.mark.parametrize("fmt", EVERY.values(), ids=EVERY)
-sample = pytest.mark.parametrize("fmt", [*(EVERY[name] for name in SAMPLE), *BIASED], ids=lambda fmt: fmt.name)
-extra = pytest.mark.parametrize("extra", [0, 4, 8])
+every = each("fmt", EVERY.values(), ids=EVERY)
+sample = each("fmt", [*(EVERY[name] for name in SAMPLE), *BIASED], ids=lambda fmt: fmt.name)
+extra = each("extra", [0, 4, 8])
 
 
 @cache
@@ -211,6 +212,6 @@ def compiled_agrees(fmt: fm.FloatFormat) -> None:
 
 @pytest.mark.skipif(torch.__version__ < (2, 9), reason="torch 2.8 cannot shift by sizes that it takes for dynamic")
 @pytest.mark.usefixtures("cpp_compiler")
-@pytest.mark.parametrize("name", COMPILED)
+@each("name", COMPILED)
 def test_compiled(name: str) -> None:
     compiled_agrees(EVERY[name])

@@ -9,20 +9,21 @@ import pytest
 from grid_inputs import NAMED, ODD, finite_values
 from hypothesis import given
 from hypothesis import strategies as st
+from laws import each
 from test_grid_external import GFLOAT, ML_DTYPES
 
 import fp8manifold as fm
 from fp8manifold import reference
 
 ALL = NAMED | ODD
-every = pytest.mark.parametrize("fmt", ALL.values(), ids=ALL)
+every = each("fmt", ALL.values(), ids=ALL)
 
 
 def read(name: str) -> fm.FloatFormat:
     return fm.FloatFormat.from_string(name)
 
 
-@pytest.mark.parametrize("name", ML_DTYPES)
+@each("name", ML_DTYPES)
 def test_equals_ml_dtypes(name: str) -> None:
     fmt, info = read(name), ml_dtypes.finfo(ML_DTYPES[name])
     assert fmt.max == float(info.max)
@@ -31,7 +32,7 @@ def test_equals_ml_dtypes(name: str) -> None:
     assert (fmt.bits, fmt.mantissa_bits) == (info.bits, info.nmant)
 
 
-@pytest.mark.parametrize("name", GFLOAT)
+@each("name", GFLOAT)
 def test_equals_gfloat(name: str) -> None:
     fmt, info = read(name), GFLOAT[name]
     assert (fmt.bits, fmt.bias, fmt.mantissa_bits + 1) == (info.k, info.bias, info.precision)
@@ -76,7 +77,7 @@ def test_name_round_trip(fmt: fm.FloatFormat) -> None:
         assert read(name) == fmt
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "fields"),
     [
         ("e4m3", (4, 3, 7, "fn")),
@@ -109,7 +110,7 @@ BAD_NAMES = ["", " ", "E4", "4M3", "E4N3", "M3E4", "E4M3FNX", "E4M3FN FN", "E4M-
 TOO_WIDE = ["E8M0", "E0M7", "E0M0", "E4M4", "E5M3", "E99M99", "P3109_8P8", "P3109_8P0", "P3109_9P3", "E4M3P3109"]
 
 
-@pytest.mark.parametrize("text", BAD_NAMES + TOO_WIDE)
+@each("text", BAD_NAMES + TOO_WIDE)
 def test_bad_names_are_refused_with_all_that_helps(text: str) -> None:
     with pytest.raises(ValueError, match="ExMy") as caught:
         read(text)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from laws import each
 from manifold_cases import (
     FORMATS,
     METRICS,
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.covering(2)
 
 DRAWS = 1_000_000
 
-both_roundings = pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+both_roundings = each("rounding", ["nearest", "stochastic"])
 any_float = st.floats(width=32, allow_nan=False)
 
 

@@ -20,6 +20,7 @@ from grid_inputs import (
     random_float64,
     random_in_range,
 )
+from laws import each
 from numpy.typing import NDArray
 from tables import Int64, StochasticSteps, mirrored, steps, stochastic_steps
 
@@ -30,17 +31,17 @@ from fp8manifold._numerics.rounding import OVERFLOWS, ROUNDINGS
 pytestmark = pytest.mark.covering(2)
 
 DETERMINISTIC = ROUNDINGS[:4]
-named = pytest.mark.parametrize("fmt", NAMED.values(), ids=NAMED)
+named = each("fmt", NAMED.values(), ids=NAMED)
 COVERING = covering([{"e": f.exponent_bits, "m": f.mantissa_bits, "layout": f.layout} for f in ODD.values()], 2)
 #: of the others every two of these together in the default run: a table of every way of rounding asks the oracle
 LATER = [fmt for place, fmt in enumerate(ODD.values()) if place not in COVERING]
 EVERY = NAMED | ODD
-every = pytest.mark.parametrize("fmt", EVERY.values(), ids=EVERY)
-every_in_turn = pytest.mark.parametrize(
+every = each("fmt", EVERY.values(), ids=EVERY)
+every_in_turn = each(
     "fmt", [pytest.param(fmt, marks=[pytest.mark.slow] if fmt in LATER else []) for fmt in EVERY.values()], ids=EVERY
 )
-rounding = pytest.mark.parametrize("rounding", DETERMINISTIC)
-overflow = pytest.mark.parametrize("overflow", OVERFLOWS)
+rounding = each("rounding", DETERMINISTIC)
+overflow = each("overflow", OVERFLOWS)
 
 
 def as_float64(x: torch.Tensor) -> NDArray[np.float64]:
@@ -69,7 +70,7 @@ def bits_tensor(draws: Int64) -> torch.Tensor:
     return torch.from_numpy(draws.astype(np.int32))
 
 
-@pytest.mark.parametrize("name", ["E4M3", "E5M2", "E7M0", "E1M6", "E4M3FNUZ", "P3109_8P7", "E2M1"])
+@each("name", ["E4M3", "E5M2", "E7M0", "E1M6", "E4M3FNUZ", "P3109_8P7", "E2M1"])
 def test_oracle_nearest_is_the_closest_value_with_the_even_code(name: str) -> None:
     fmt = fm.FloatFormat.from_string(name)
     codes = {m: reference.magnitude(m, fmt) for m in range(reference.max_code(fmt) + 1)}
@@ -184,7 +185,7 @@ def test_decode_every_code(fmt, compare_bits) -> None:
 
 
 @named
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@each("dtype", [torch.float32, torch.float64], ids=str)
 def test_encode_gives_the_code_of_the_rounded_value(fmt, dtype) -> None:
     x = torch.from_numpy(critical64(fmt)).to(dtype)
     x = x[~x.isnan()]
@@ -222,7 +223,7 @@ def test_encode_nan(fmt) -> None:
     assert {codes[1], codes[2]} <= set(reference.nan_codes(fmt))
 
 
-@pytest.mark.parametrize("size", [1, 65535, 65536, 65537, 200_003])
+@each("size", [1, 65535, 65536, 65537, 200_003])
 def test_every_chunk_is_rounded(size: int, compare_bits) -> None:
     """Sizes on both sides of any power-of-two block."""
     x = torch.from_numpy(np.random.default_rng(size).normal(size=size).astype(np.float32))
@@ -249,7 +250,7 @@ def test_a_name_is_as_good_as_a_format() -> None:
     assert torch.equal(fm.ulp(x, "E3M4"), fm.ulp(x, fmt))
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (2, 0, 3)])
+@each("shape", [(), (0,), (2, 0, 3)])
 def test_encode_and_decode_keep_odd_shapes(shape: tuple[int, ...]) -> None:
     codes = fm.encode(torch.ones(shape), "E4M3")
     assert codes.shape == shape

@@ -3,11 +3,11 @@
 import gfloat
 import ml_dtypes
 import numpy as np
-import pytest
 import torch
 from gfloat.formats import format_info_p3109
 from gfloat.types import Domain, FormatInfo
 from grid_inputs import critical, critical64, every_16_bit, random_float32, random_in_range
+from laws import each
 from numpy.typing import NDArray
 
 import fp8manifold as fm
@@ -77,8 +77,8 @@ GFLOAT = {
     **{f"P3109_8P{p}": format_info_p3109(8, p) for p in range(1, 8)},
     **{f"P3109_8P{p}F": format_info_p3109(8, p, domain=Domain.Finite) for p in range(1, 8)},
 }
-ml_dtypes_formats = pytest.mark.parametrize("name", ML_DTYPES)
-gfloat_formats = pytest.mark.parametrize("name", GFLOAT)
+ml_dtypes_formats = each("name", ML_DTYPES)
+gfloat_formats = each("name", GFLOAT)
 
 
 def inputs_float32(fmt: fm.FloatFormat) -> dict[str, torch.Tensor]:
@@ -129,8 +129,8 @@ def has_specials(info: FormatInfo) -> bool:
 
 
 @gfloat_formats
-@pytest.mark.parametrize("rounding", GFLOAT_ROUNDINGS)
-@pytest.mark.parametrize("overflow", ["saturate", "inf_or_nan"])
+@each("rounding", GFLOAT_ROUNDINGS)
+@each("overflow", ["saturate", "inf_or_nan"])
 def test_rounding_against_gfloat(name: str, rounding: str, overflow: str, compare_bits) -> None:
     fmt = fm.FloatFormat.from_string(name)
     saturate = overflow == "saturate" or not has_specials(GFLOAT[name])

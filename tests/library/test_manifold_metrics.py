@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from laws import each
 from manifold_cases import (
     EPS,
     FORMATS,
@@ -62,7 +63,7 @@ def test_gradient_of_exp_is_the_ratio_of_stiffnesses(fmt, metric, scale) -> None
     assert same_bits(derivative(manifold.expmap(x, still), still), torch.ones_like(x))
 
 
-@pytest.mark.parametrize("name", ["E4M3", "E3M4", "E1M6", "E2M1"])
+@each("name", ["E4M3", "E3M4", "E1M6", "E2M1"])
 @every_metric
 def test_gradcheck_away_from_the_kinks(name, metric) -> None:
     """Both arguments of exp, log and dist against finite differences."""
@@ -125,7 +126,7 @@ def test_metric_euclidean_is_addition(fmt, scale) -> None:
     assert same_bits(manifold.stiffness(x), spread(torch.ones(300, dtype=torch.float64), scale))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@each("dtype", [torch.bfloat16, torch.float16], ids=str)
 @every_metric
 def test_half_precision_points_are_computed_in_float32(dtype, metric) -> None:
     fmt = FORMATS["E4M3"]

@@ -9,6 +9,7 @@ import geoopt
 import pytest
 import torch
 from fisher_cases import optimizer_of, tagger
+from laws import each
 from optimizer_cases import (
     CLASSES,
     RIEMANNIAN,
@@ -303,7 +304,7 @@ MORE: dict[str, Any] = {
 
 
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate:UserWarning")
-@pytest.mark.parametrize("call", REFUSED)
+@each("call", REFUSED)
 def test_a_call_is_refused_in_one_line_and_nothing_is_changed(call: str) -> None:
     if "fisher" in call.lower():
         pytest.importorskip("nngeometry", reason="extra fisher")
@@ -321,7 +322,7 @@ def test_what_is_off_may_be_said(kind: Any) -> None:
 
 # ------------------------------------------------------------------------------------------- options that went astray
 @every_class
-@pytest.mark.parametrize("lr", [math.nan, math.inf, -0.1, torch.tensor(math.nan)], ids=str)
+@each("lr", [math.nan, math.inf, -0.1, torch.tensor(math.nan)], ids=str)
 def test_a_learning_rate_that_went_astray_is_refused_by_the_step(kind: Any, lr: Any) -> None:
     """Set by a scheduler or by hand after construction: named, and nothing has changed."""
     weight = stored_weight()
@@ -338,7 +339,7 @@ def test_a_learning_rate_that_went_astray_is_refused_by_the_step(kind: Any, lr: 
 
 
 @every_class
-@pytest.mark.parametrize(
+@each(
     ("change", "error", "message"),
     [
         ({"weight_decay": math.nan}, ValueError, "weight_decay=nan"),
@@ -416,7 +417,7 @@ ANOTHER: dict[str, tuple[Any, Any, str]] = {
 
 
 @every_class
-@pytest.mark.parametrize(("saved", "ours", "message"), ANOTHER.values(), ids=ANOTHER)
+@each(("saved", "ours", "message"), ANOTHER.values(), ids=ANOTHER)
 def test_a_state_made_for_another_parameter_is_refused(kind: Any, saved: Any, ours: Any, message: str) -> None:
     """In one line that names both, with the optimizer left as it was."""
     state = trained(kind, saved(), moments="8bit", writeback="residual8").state_dict()
