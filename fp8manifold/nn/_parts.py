@@ -103,8 +103,9 @@ def gather_parts(state: dict[str, Any], name: str, own: Tensor) -> None:
         state[name] = _going_on(local_of(saved).with_parts(lambda part: part), saved)
         return
     if hasattr(saved, "qdata"):  # torchao's Float8Tensor, which is both
-        state[name + "_scale"] = saved.scale
-        saved = state[name] = saved.qdata
+        joined: Any = saved
+        state[name + "_scale"], state[name] = joined.scale, joined.qdata
+        saved = joined.qdata
     known = name + "_traits"
     if not holds_codes(saved) and known in state:
         raise ValueError(
