@@ -7,9 +7,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from fp8manifold.nn._in_place import parameter_names, put_parameter
+from fp8manifold.nn._linear import QuantizedLinear
 from fp8manifold.nn._plan import Plan, plan
-from fp8manifold.nn._spec import Formats
-from fp8manifold.nn._surgery import carry_out, check_layers, encoded, layers_of, parameters_of
+from fp8manifold.nn._scalers import Scale
+from fp8manifold.nn._selection import obstacle
+from fp8manifold.nn._spec import Formats, LayerSpec, OperandSpec
+from fp8manifold.nn._surgery import carry_out, check_layers, encoded, layers_of, parameters_of, replace_layers
 from fp8manifold.nn._tensor_files import (
     FLOATS,
     FileTensors,
@@ -203,6 +207,33 @@ def _like(entry: Tensor, value: Tensor) -> Tensor:
     parameter = nn.Parameter(value, requires_grad=entry.requires_grad)
     vars(parameter).update(vars(entry))
     return parameter
+
+
+def put_codes(model: nn.Module, made: Mapping[str, FP8Parameter], inputs: Mapping[str, Tensor]) -> nn.Module:
+    """Put weights in codes into a model: linear layers become quantised ones, other modules hold them where they are.
+
+    Args:
+        model: changed in place.
+        made: by the first name of each parameter.
+        inputs: frozen scales of a layer's input, of those that round it, by the same names.
+    """
+    names = parameter_names(model)
+    layers: dict[str, nn.Module] = {}
+    for name, codes in made.items():
+        owner, _, entry = name.rpartition(".")
+        module, every = model.get_submodule(owner), names[id(model.get_parameter(name))]
+        if type(module) is not nn.Linear or obstacle(module) is not None or entry != "weight" or every != [name]:
+            put_parameter(model, every, codes)
+            continue
+        scale = inputs.get(name)
+        rounded = None if scale is None else OperandSpec(codes.format, policy="static")
+        spec = LayerSpec(OperandSpec(codes.format, codes.granularity), rounded)  # type: ignore[arg-type]
+        layer = QuantizedLinear(module, spec, "fp8", codes=codes, seed=codes.seed)
+        if scale is not None:
+            assert isinstance(layer.activation_scaler, Scale)
+            layer.activation_scaler.freeze(scale)
+        layers[owner] = layer
+    return replace_layers(model, layers)
 
 
 class Reader:

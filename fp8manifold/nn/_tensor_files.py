@@ -152,6 +152,15 @@ class FileTensors:
         tensor: Tensor = self._where[name][1].get_tensor(name)
         return tensor
 
+    def part(self, name: str) -> Any:
+        """The tensor, unread until it is indexed."""
+        return self._where[name][1].get_slice(name)
+
+    def metadata(self, name: str) -> dict[str, str] | None:
+        """What the header of a tensor's file says beside the tensors."""
+        said: dict[str, str] | None = self._where[name][1].metadata()
+        return said
+
     def was_read(self, size: int) -> None:
         self._pages.was_read(size)
 
