@@ -2,21 +2,21 @@
 The policy that samples is the policy that is trained
 =====================================================
 
-A small Llama learns by REINFORCE to write, after each token, the next one up.  Its samples come from a second model of
-transformers, which reads the FP8 folder that the trainer has just written: E4M3, with a scale for 128 x 128 weights.
+A small Llama learns by REINFORCE to write, after each token, the next one up.  It begins as an FP8 folder of the usual
+kind: codes of E4M3, and a scale for 128 x 128 weights.  Its samples come from a second model, which transformers reads
+from the folder that the trainer has just written.
 
-A trainer whose weights are those codes gives every sampled token the sampler's probability, to the bit: importance
-ratios are exactly 1.  The usual trainer has float32 weights and rounds a copy for each rollout; its ratios are not 1.
-Tokens are sampled in passes over whole sequences, so that both sides do the same arithmetic.
+A trainer whose weights are the codes gives every sampled token the sampler's probability, to the bit: importance ratios
+are exactly 1.  The usual trainer has float32 weights and rounds a copy for each rollout; its ratios are not 1.  Tokens
+are sampled in passes over whole sequences, so that both sides do the same arithmetic.
 
 Needs transformers (``pip install 'fp8manifold[hf]'``).  Expected output::
 
                        reward first    last    |log ratio| at most
-    codes in place                0.067   0.893                 0.0000
+    codes in place                0.067   0.913                 0.0000
     float32, rounded              0.067   0.904                 0.0610
 """
 
-import copy
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -24,14 +24,14 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, FineGrainedFP8Config, LlamaConfig, logging
+from transformers import FineGrainedFP8Config, LlamaConfig, LlamaForCausalLM, logging
 
 import fp8manifold as fm
 
 TOKENS, LENGTH, SEQUENCES, UPDATES = 16, 8, 64, 60
 
 
-def round_into(folder: Path, model: nn.Module) -> None:
+def save_rounded(model: nn.Module, folder: Path) -> None:
     """Write a float model in E4M3, at the largest weight of each square over 448, as published models have it."""
     tensors = {name: p.detach() for name, p in model.named_parameters()}
     for name in [name for name in tensors if name.endswith("proj.weight")]:
@@ -47,7 +47,7 @@ def round_into(folder: Path, model: nn.Module) -> None:
 def sample(folder: Path, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Sequences of the model that transformers reads, and the log-probability that each token was drawn with."""
     decoded = FineGrainedFP8Config(dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=decoded, dtype=torch.float32)
+    model = LlamaForCausalLM.from_pretrained(folder, quantization_config=decoded, dtype=torch.float32)
     tokens, drawn_with = torch.randint(TOKENS, (SEQUENCES, LENGTH), generator=generator), []
     for place in range(1, LENGTH):
         each = model(input_ids=tokens, use_cache=False).logits[:, place - 1].log_softmax(-1)
@@ -56,13 +56,12 @@ def sample(folder: Path, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     return tokens, torch.cat(drawn_with, 1)
 
 
-def train(name: str, model: nn.Module, optimizer: torch.optim.Optimizer, write: Callable[..., None]) -> float:
-    """Train on samples of what is written, print the rewards, and return the largest |log ratio|."""
+def train(name: str, model: nn.Module, optimizer: torch.optim.Optimizer, save: Callable[..., None], to: Path) -> float:
+    """Train on samples of what is saved, print the rewards, and return the largest |log ratio|."""
     generator, rewards, furthest = torch.Generator().manual_seed(1), [], 0.0
     for _ in range(UPDATES):
-        with tempfile.TemporaryDirectory() as folder:
-            write(Path(folder), model)
-            tokens, drawn_with = sample(Path(folder), generator)
+        save(model, to)
+        tokens, drawn_with = sample(to, generator)
         right = (tokens[:, 1:] == (tokens[:, :-1] + 1) % TOKENS).float()
         each = model(input_ids=tokens, use_cache=False).logits[:, :-1].log_softmax(-1)
         log_ratio = each.gather(2, tokens[:, 1:, None])[..., 0] - drawn_with
@@ -80,9 +79,12 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     logging.disable_progress_bar()
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
-    floats = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=TOKENS, max_position_embeddings=LENGTH, **sizes))
-    codes = fm.quantize_model(copy.deepcopy(floats), {"*": "E4M3", "lm_head": "none"}, "fp8", granularity="square")
-    print(f"{'':<19}{'reward first':>16}{'last':>8}{'|log ratio| at most':>23}")
-    adam = fm.optim.StiffnessAdamW(codes.parameters(), lr=1e-3, moments="8bit")
-    assert train("codes in place", codes, adam, lambda folder, model: fm.export_model(model, folder, layout="fp8")) == 0
-    train("float32, rounded", floats, torch.optim.AdamW(floats.parameters(), lr=1e-3), round_into)
+    floats = LlamaForCausalLM(LlamaConfig(vocab_size=TOKENS, architectures=["LlamaForCausalLM"], **sizes))
+    with tempfile.TemporaryDirectory() as folder:
+        save_rounded(floats, Path(folder))
+        codes = fm.load_fp8(folder, dtype=torch.float32)
+        print(f"{'':<19}{'reward first':>16}{'last':>8}{'|log ratio| at most':>23}")
+        adam = fm.optim.StiffnessAdamW(codes.parameters(), lr=1e-3, moments="8bit")
+        assert train("codes in place", codes, adam, fm.save_fp8, Path(folder)) == 0
+        adam = torch.optim.AdamW(floats.parameters(), lr=1e-3)
+        train("float32, rounded", floats, adam, save_rounded, Path(folder))
