@@ -164,9 +164,9 @@ def _class_of(library: Any, config: Any) -> Any:
 def _described(place: Path, tensors: FileTensors) -> dict[str, Any]:
     files: dict[str, Any] = {}
     for name in tensors.names():
-        shape, dtype, file = tensors.known(name)
-        said = files.setdefault(file, {"metadata": tensors.metadata(name), "tensors": {}})
-        said["tensors"][name] = [dtype, list(shape)]
+        header = tensors.header(name)
+        said = files.setdefault(header.file, {"metadata": tensors.metadata(name), "tensors": {}})
+        said["tensors"][name] = [header.dtype, list(header.shape)]
     documents = {name: (place / name).read_text("utf-8") for name in _DOCUMENTS if (place / name).is_file()}
     if _CONFIG not in documents:
         raise FileNotFoundError(f"{str(place)!r} has no {_CONFIG}: give the folder of a model of transformers")
@@ -254,7 +254,7 @@ class _Reader:
             places = [(layout.places[each.name].index, each) for each in parts]
             seed = (self._seed << 32) + number
             self._made[target] = weight_of(
-                target, own.shape, places, self._tensors.read, self._tensors.was_read, seed=seed, **self._options
+                target, places, own.shape, self._tensors.read, self._tensors.was_read, seed=seed, **self._options
             )
             if self._activations != "float":
                 self._take_input_scale(target, parts)
@@ -330,9 +330,8 @@ class _Source:
             )
         self._tensors = FileTensors(files_of(place))
         for name in names:
-            has, wanted = self._tensors.known(name), layout.headers[name]
-            if has != (wanted.shape, wanted.dtype, wanted.file):
-                raise ValueError(f"{name!r} in {str(place)!r} is not what it was when the model was read: {has}")
+            if self._tensors.names().count(name) != 1 or self._tensors.header(name) != layout.headers[name]:
+                raise ValueError(f"{name!r} in {str(place)!r} is not what it was when the model was read")
 
     def read(self, name: str) -> Tensor:
         assert self._tensors is not None

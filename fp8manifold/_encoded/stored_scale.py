@@ -81,7 +81,7 @@ _LOG: Final = logging.getLogger("fp8manifold")
 def fresh_scale(w: Tensor, fmt: FloatFormat, granularity: StoredGranularity, headroom: float | None) -> Tensor:
     """:func:`fp8manifold.storage_scale`; of a meta tensor, which has no magnitude, one without values."""
     if w.is_meta:
-        return torch.empty(_scale_shape(w.shape, granularity), device="meta")
+        return torch.empty(_scale_shape(w.shape, granularity), dtype=torch.float32, device="meta")
     return storage_scale(w, fmt, granularity, headroom=headroom)
 
 

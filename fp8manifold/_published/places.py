@@ -29,8 +29,8 @@ class Place:
 
 def weight_of(
     target: str,
-    shape: Sequence[int],
     parts: Sequence[tuple[Index, StoredWeight]],
+    shape: Sequence[int],
     read: Callable[[str], Tensor],
     done: Callable[[int], None],
     **options: Any,
@@ -39,8 +39,8 @@ def weight_of(
 
     Args:
         target: its name, for messages.
-        shape: of the parameter.
         parts: what covers it, and where.
+        shape: of the parameter.
         read: gives a tensor of the files by its name.
         done: is told how many bytes were read and are needed no more.
         options: ``device``, and those of :meth:`FP8Tensor.from_codes`.

@@ -2,11 +2,15 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing, suppress
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
+from fp8manifold._base.checks import check_int
+from fp8manifold._encoded.scaled import Rounding
+from fp8manifold._published.places import weight_of
 from fp8manifold.nn._in_place import parameter_names, put_parameter
 from fp8manifold.nn._linear import QuantizedLinear
 from fp8manifold.nn._plan import Plan, plan
@@ -20,13 +24,17 @@ from fp8manifold.nn._tensor_files import (
     GivenTensors,
     MappedFiles,
     Source,
+    StoredTensors,
     Tensors,
     files_of,
     refuse_codes,
 )
 from fp8manifold.parameter import FP8Parameter
+from fp8manifold.random_bits import Draws
 
 _NAMED: Final = 3
+AS_STORED: Final = "as stored"
+"""In place of formats: those that the files have."""
 
 
 def load_quantized(
@@ -49,7 +57,9 @@ def load_quantized(
         source: a safetensors file, several, the folder they are in (of shards, with their index), or a mapping from
             name to tensor, which may make each tensor when it is asked for.  Names are those of
             ``model.state_dict()``; of a tied weight one is enough.
-        formats, options: of :func:`fp8manifold.quantize_model`, but ``storage``, which is ``fp8``.
+        formats, options: of :func:`fp8manifold.quantize_model`, but ``storage``, which is ``fp8``.  ``"as stored"`` takes
+            files whose weights are in FP8 already, in a published layout (:func:`fp8manifold.load_fp8`): codes, formats
+            and scales stay what they are, and options are ``rounding``, ``draws`` and ``seed``.
         device: where the weights go, one at a time.
 
     Returns:
@@ -75,6 +85,8 @@ def load_quantized(
         Traceback (most recent call last):
         ValueError: parameter 'weight' has values already: build the model under torch.device('meta')
     """
+    if isinstance(formats, str) and formats == AS_STORED:
+        return _load_as_stored(model, source, device, **options)
     if "storage" in options:
         raise TypeError("load_quantized has no storage: weights are read into 'fp8', one byte each")
     planned = plan(model, formats, "fp8", **options)
@@ -101,6 +113,43 @@ def load_quantized(
     _put(model, floats, device)
     made = carry_out(model, planned, codes)
     return made if torch.device(device).type == "cpu" else made.to(device)
+
+
+def _load_as_stored(
+    model: nn.Module,
+    source: Mapping[str, Any] | Source,
+    device: torch.device | str,
+    *,
+    rounding: Rounding = "stochastic",
+    draws: Draws = "independent",
+    seed: int = 0,
+) -> nn.Module:
+    """Fill a model without values from codes and floats as files have them."""
+    if isinstance(source, Mapping):
+        raise TypeError(f"formats={AS_STORED!r} reads files, which say what their codes are, and no mapping")
+    check_int("seed", seed, 0, 2**31 - 1)
+    _check_without_values(model)
+    codes: dict[str, FP8Parameter] = {}
+    floats: dict[str, Tensor] = {}
+    with closing(StoredTensors(source)) as tensors:
+        chosen = _check_names(model, tensors)
+        for names, own in _groups(model).values():
+            first = chosen[names[0]][0]
+            if (stored := tensors.stored.get(first)) is None:
+                value = _read(tensors, chosen[names[0]], own)
+                floats[names[0]] = value.to(device=device, dtype=own.dtype, copy=True)
+                tensors.was_read(value.nbytes)
+                del value
+                continue
+            if len(chosen[names[0]]) > 1:
+                raise ValueError(f"{first!r} and {chosen[names[0]][1]!r} are one tensor in the model, and in codes")
+            how: dict[str, Any] = {"rounding": rounding, "draws": draws, "seed": (seed << 32) + len(codes)}
+            made = weight_of(
+                first, [((), stored)], own.shape, tensors.read, tensors.was_read, device=device, dtype=own.dtype, **how
+            )
+            codes[names[0]] = made.requires_grad_(own.requires_grad)
+    _put(model, floats, device)
+    return put_codes(model, codes).to(device)
 
 
 def _check_without_values(model: nn.Module) -> None:
@@ -209,7 +258,9 @@ def _like(entry: Tensor, value: Tensor) -> Tensor:
     return parameter
 
 
-def put_codes(model: nn.Module, made: Mapping[str, FP8Parameter], inputs: Mapping[str, Tensor]) -> nn.Module:
+def put_codes(
+    model: nn.Module, made: Mapping[str, FP8Parameter], inputs: Mapping[str, Tensor] = MappingProxyType({})
+) -> nn.Module:
     """Put weights in codes into a model: linear layers become quantised ones, other modules hold them where they are.
 
     Args:
