@@ -211,8 +211,9 @@ def refitted_scale(amax: Tensor, scale: Tensor, fmt: FloatFormat, least: float =
 
 
 def narrowed_scale(amax: Tensor, scale: Tensor, fmt: FloatFormat) -> Tensor:
-    """The narrowing half of :func:`widened_scale`, for codes: a fresh scale where the present one is 16 times that."""
-    fresh = _placing_scale(amax, _placed_at(fmt, usual_headroom(fmt, 1.0)))
+    """The narrowing half of :func:`widened_scale`, for codes, by powers of two: no value moves, whatever the scale."""
+    mantissa = torch.frexp(scale).mantissa * 2
+    fresh = _placing_scale(amax / mantissa, _placed_at(fmt, usual_headroom(fmt, 1.0))) * mantissa
     return torch.where((amax > 0) & (fresh * _HYSTERESIS <= scale), fresh, scale)
 
 
