@@ -10,9 +10,9 @@ With r the trained policy's probability of a sampled token over that of the samp
 
     k3 KL = mean(r - 1 - log r),        ratio = mean(r),        argmax = share of places whose likeliest token differs
 
-Weights in place are E4M3 codes, trained by StiffnessAdamW and written as they are.  All others are trained by AdamW;
-a server has them rounded to E4M3 at the largest weight of 128 x 128, or of a row, over 448.  A server's weights are
-decoded here by hand, as code times scale.  Without a model a Llama of 1.5M weights reads Python's documentation first.
+A server has E4M3 codes at the largest weight of 128 x 128, or of a row, over 448.  In place, StiffnessAdamW trains
+those of such a folder, which is written as it is.  Other weights are trained by AdamW and rounded for the server.  What
+a server has is decoded by hand, as code times scale.  Without a model a Llama of 1.5M weights reads some prose first.
 """
 
 import argparse
@@ -31,7 +31,7 @@ import torch.nn.functional as F
 import transformers
 from _forms import add_form_options, text_table
 from _record import add_option, record
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -57,6 +57,14 @@ def decoded(codes: Tensor, scale: Tensor, block: tuple[int, int] | None) -> Tens
     rows, columns = block or (1, codes.shape[1])
     spread = scale.view(-1, scale.shape[-1]).repeat_interleave(rows, 0).repeat_interleave(columns, 1)
     return codes.float() * spread[: codes.shape[0], : codes.shape[1]]
+
+
+def copy_in(base: Any, dtype: torch.dtype) -> Any:
+    """A copy with its parameters in a dtype; rotary frequencies stay in float32, as ``from_pretrained`` has them."""
+    model = copy.deepcopy(base)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
 
 
 def linear(model: nn.Module) -> dict[str, nn.Linear]:
@@ -95,15 +103,33 @@ class Policy:
     served: Callable[[], dict[str, Tensor]]
 
 
+def publish(model: Any, folder: Path, block: tuple[int, int] | None, dtype: torch.dtype) -> None:
+    """Write a float model as it is published in FP8: a scale for each block or row, and the rest in some dtype."""
+    tensors = {name: p.detach().to(dtype) for name, p in model.named_parameters()}
+    for name, layer in linear(model).items():
+        tensors[f"{name}.weight"], tensors[f"{name}.{'weight_scale_inv' if block else 'weight_scale'}"] = rounded(
+            layer.weight.detach(), block
+        )
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    weights = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    rows = {"quant_method": "compressed-tensors", "format": "float-quantized", "quantization_status": "compressed"}
+    squares = {"quant_method": "fp8", "weight_block_size": block}
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    config.quantization_config = squares if block else rows | {"config_groups": groups, "ignore": ["lm_head"]}
+    config.save_pretrained(folder)
+
+
 def in_place(base: Any, lr: float, block: tuple[int, int] | None, dtype: torch.dtype = torch.float32) -> Policy:
-    """Codes that are trained, written, and read by hand."""
-    model = copy.deepcopy(base).to(dtype)
-    shares, layout = ("square", "fp8") if block else ("channel", "compressed-tensors")
-    fm.quantize_model(model, {"*": "E4M3", "lm_head": "none"}, "fp8", granularity=shares, tied="leave")
+    """The codes of a published folder: trained, written, and read by hand."""
+    with tempfile.TemporaryDirectory() as folder:
+        publish(base, Path(folder), block, dtype)
+        model = fm.load_fp8(folder, dtype=dtype).eval()
 
     def served() -> dict[str, Tensor]:
         with tempfile.TemporaryDirectory() as folder:
-            fm.export_model(model, folder, layout)
+            fm.save_fp8(model, folder)
             tensors = load_file(Path(folder) / "model.safetensors")
         for name in [name for name, value in tensors.items() if value.dtype is E4M3]:
             scale = tensors.pop(f"{name}_scale_inv" if block else f"{name}_scale")
@@ -122,7 +148,7 @@ def from_master(
     copied_in: torch.dtype | None = None,
 ) -> Policy:
     """Float weights that are trained, as they are or rounded, and a copy rounded for the server, perhaps in a dtype."""
-    model = copy.deepcopy(base).to(dtype)
+    model = copy_in(base, dtype)
     masters = {name: layer.weight for name, layer in linear(model).items()}
     for layer in linear(model).values() if trained_rounded else ():
         parametrize.register_parametrization(layer, "weight", Rounded(block))
@@ -180,7 +206,7 @@ def mismatch(trained: Tensor, sampling: Tensor, drawn: Tensor) -> dict[str, floa
 
 def measure(policy: Policy, base: Any, text: Tensor, args: argparse.Namespace) -> list[dict[str, float]]:
     """The mismatch and the reward before the first update and after each."""
-    server = copy.deepcopy(base).to(next(policy.model.parameters()).dtype)
+    server = copy_in(base, policy.model.lm_head.weight.dtype)
     found = []
     for update in range(args.updates + 1):
         torch.manual_seed(update)
