@@ -202,7 +202,7 @@ class _Quantizer:
     def param_needs_quantization(self, model: nn.Module, param_name: str, **_: Any) -> bool:
         """Whether a tensor becomes codes as it is read, or may be of another shape, as a measured scale may."""
         if self.reader is not None:
-            return self.reader.wants(param_name)
+            return bool(self.reader.wants(param_name))
         owner, entry = param_name.rpartition(".")[::2]
         return entry in ("value", "history") and isinstance(model.get_submodule(owner), Scale)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from itertools import accumulate, pairwise
+from math import prod
 from typing import Any, Final
 
 from torch import Tensor, nn
@@ -42,11 +43,13 @@ def places_of(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Pl
         if None in by_pattern:
             made = {name: Place(target) for name in by_pattern[None]}
         else:
-            made = _parts(target, by_pattern, operations[next(iter(by_pattern))], shapes)  # type: ignore[index]
+            made = _parts(target, by_pattern, operations[next(iter(by_pattern))], shapes)
         for name, place in made.items():
             _check_fits(name, shapes[name], place, whole)
-        if sum(_size(shapes[name]) for name in made) != _size(whole):
-            raise ValueError(f"{target!r} has shape {whole} in the model, and {_all(made)} in the files do not cover it")
+        if sum(prod(shapes[name]) for name in made) != prod(whole):
+            raise ValueError(
+                f"{target!r} has shape {whole} in the model, and {_all(made)} in the files do not cover it"
+            )
         places |= made
     return places
 
@@ -66,17 +69,22 @@ def _parts(
     target: str, by_pattern: Mapping[Any, list[str]], converter: Any, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Place]:
     """Places of tensors that are stacked, joined, or both, in the order in which transformers does it."""
-    steps = [(type(each).__name__, getattr(each, "dim", None)) for each in converter.operations]
+    steps = [(type(each).__name__, getattr(each, "dim", 0)) for each in converter.operations]
     lists = [by_pattern[pattern] for pattern in converter.source_patterns if pattern in by_pattern]
     kinds = [kind for kind, _ in steps]
     if kinds not in (["MergeModulelist"], ["MergeModulelist", "Concatenate"], ["Concatenate"]) or (
         len(converter.target_patterns) > 1 or (kinds[0] == "MergeModulelist" and steps[0][1] != 0)
     ):
-        raise ValueError(f"transformers makes {target!r} of {_all(sum(lists, []))} by {', '.join(kinds)}: not read here")
+        names = [name for each in lists for name in each]
+        raise ValueError(f"transformers makes {target!r} of {_all(names)} by {', '.join(kinds)}, which is not read")
     stacked = kinds[0] == "MergeModulelist"
     groups = lists if stacked else [[name] for names in lists for name in names]
     if kinds[-1] == "MergeModulelist":
-        return {name: Place(target, _index(number, shapes[name])) for (names,) in [groups] for number, name in enumerate(names)}
+        return {
+            name: Place(target, _index(number, shapes[name]))
+            for (names,) in [groups]
+            for number, name in enumerate(names)
+        }
     dim = steps[-1][1] - stacked
     ends = [0, *accumulate(shapes[names[0]][dim] for names in groups)]
     return {
@@ -95,14 +103,9 @@ def _check_fits(name: str, shape: tuple[int, ...], place: Place, whole: tuple[in
     spans = [entry for entry in place.index if isinstance(entry, slice)] or [slice(0, size) for size in whole]
     inside = not place.index or len(place.index) == len(whole)
     if not inside or shape != tuple(span.stop - span.start for span in spans):
-        raise ValueError(f"{name!r} has shape {shape} in the files, and the model has {place.target!r} of shape {whole}")
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for each in shape:
-        size *= each
-    return size
+        raise ValueError(
+            f"{name!r} has shape {shape} in the files, and the model has {place.target!r} of shape {whole}"
+        )
 
 
 def _all(names: Any) -> str:
