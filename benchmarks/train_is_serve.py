@@ -12,7 +12,7 @@ With r the trained policy's probability of a sampled token over that of the samp
 
 A server has E4M3 codes at the largest weight of 128 x 128, or of a row, over 448.  In place, StiffnessAdamW trains
 those of such a folder, which is written as it is.  Other weights are trained by AdamW and rounded for the server.  What
-a server has is decoded by hand, as code times scale.  Without a model a Llama of 1.5M weights reads some prose first.
+a server has is decoded by hand, as code times scale.  Without a model a Llama of 1.4M weights reads some prose first.
 """
 
 import argparse
@@ -280,7 +280,7 @@ def main() -> None:
         print(json.dumps(found, indent=1))
         return
     columns = ("weights in training, and at the server", "k3 KL before", "after 1", f"after {args.updates}")
-    columns += ("argmax", "ratio", "|log r| at most")
+    columns += ("argmax", "ratio", "log r at most")
     rows: list[tuple[str, ...]] = []
     for name, at in found.items():
         last = at[-1]
