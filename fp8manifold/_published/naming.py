@@ -72,24 +72,17 @@ def _parts(
     steps = [(type(each).__name__, getattr(each, "dim", 0)) for each in converter.operations]
     lists = [by_pattern[pattern] for pattern in converter.source_patterns if pattern in by_pattern]
     kinds = [kind for kind, _ in steps]
-    if kinds not in (["MergeModulelist"], ["MergeModulelist", "Concatenate"], ["Concatenate"]) or (
-        len(converter.target_patterns) > 1 or (kinds[0] == "MergeModulelist" and steps[0][1] != 0)
-    ):
+    stacked, joined = ("MergeModulelist", 0) in steps, kinds[-1] == "Concatenate"
+    known = kinds == ["MergeModulelist"] * stacked + ["Concatenate"] * joined
+    if not known or len(converter.target_patterns) > 1 or not (joined or len(lists) == 1):
         names = [name for each in lists for name in each]
         raise ValueError(f"transformers makes {target!r} of {_all(names)} by {', '.join(kinds)}, which is not read")
-    stacked = kinds[0] == "MergeModulelist"
     groups = lists if stacked else [[name] for names in lists for name in names]
-    if kinds[-1] == "MergeModulelist":
-        return {
-            name: Place(target, _index(number, shapes[name]))
-            for (names,) in [groups]
-            for number, name in enumerate(names)
-        }
-    dim = steps[-1][1] - stacked
-    ends = [0, *accumulate(shapes[names[0]][dim] for names in groups)]
+    dim = steps[-1][1] - stacked if joined else None
+    ends = [0, *(0 if dim is None else shapes[names[0]][dim] for names in groups)]
     return {
         name: Place(target, _index(number if stacked else None, shapes[name], dim, span))
-        for span, names in zip(pairwise(ends), groups, strict=True)
+        for span, names in zip(pairwise(accumulate(ends)), groups, strict=True)
         for number, name in enumerate(names)
     }
 
@@ -100,9 +93,9 @@ def _index(number: int | None, shape: tuple[int, ...], dim: int | None = None, s
 
 
 def _check_fits(name: str, shape: tuple[int, ...], place: Place, whole: tuple[int, ...]) -> None:
-    spans = [entry for entry in place.index if isinstance(entry, slice)] or [slice(0, size) for size in whole]
-    inside = not place.index or len(place.index) == len(whole)
-    if not inside or shape != tuple(span.stop - span.start for span in spans):
+    ends = [entry.stop if isinstance(entry, slice) else entry + 1 for entry in place.index]
+    inside = len(ends) == len(whole) and all(end <= size for end, size in zip(ends, whole, strict=True))
+    if not inside and (place.index or shape != whole):
         raise ValueError(
             f"{name!r} has shape {shape} in the files, and the model has {place.target!r} of shape {whole}"
         )

@@ -1,5 +1,6 @@
 """Published FP8 models: read as they are, trained in place, saved and read again, and written back to the byte."""
 
+import importlib
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ import fp8manifold as fm
 from fp8manifold import FP8Parameter, QuantizedLinear, load_fp8, save_fp8
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what other libraries announce is their own business
+PARTS = ("core_model_loading", "conversion_mapping")
 TOKENS = torch.arange(24).view(2, 12)
 
 
@@ -71,6 +73,39 @@ def test_a_saved_model_still_knows_how_it_was_published(name: str, tmp_path: Pat
     assert expected != files(folder)
     assert written(again, tmp_path / "again") == expected
     assert train(model, adamw(model), 2) == train(again, adamw(again), 2)
+
+
+@pytest.mark.parametrize("name", ["rows, fused", "squares, fused"])
+def test_a_fused_weight_is_taken_apart_again(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make(name, tmp_path / "published")
+    whole, heads = load_fp8(folder), {"q": 256, "k": 128, "v": 128}
+
+    def split(name: str, value: Tensor) -> dict[str, Tensor]:
+        if "qkv_proj" not in name:
+            return {name: value}
+        rows = [size * value.shape[0] // 512 for size in heads.values()]
+        named = zip(heads, value.split(rows), strict=True)
+        return {name.replace("qkv_proj", f"{head}_proj"): part.clone() for head, part in named}
+
+    rewritten(folder, split, None)
+    transformers()
+    loading, mapping = map(importlib.import_module, (f"transformers.{part}" for part in PARTS))
+
+    def converted(sources: list[str], target: str, operation: Any) -> None:
+        made = loading.WeightConverter(sources, target, [operation])
+        monkeypatch.setattr(mapping, "get_model_conversion_mapping", lambda *_, **__: [made])
+
+    sources = [f"self_attn.{head}_proj.weight" for head in heads]
+    converted(sources, "self_attn.qkv_proj.weight", loading.Concatenate(dim=0))
+    model = load_fp8(folder)
+    assert torch.equal(model(TOKENS).logits, whole(TOKENS).logits)
+    assert written(model, tmp_path / "same") == files(folder)
+    train(model, adamw(model), 1)
+    save_fp8(model, tmp_path / "trained")
+    assert torch.equal(load_fp8(tmp_path / "trained")(TOKENS).logits, model(TOKENS).logits)
+    converted(["down_proj.weight"], "down_proj.weight", loading.Transpose(0, 1))
+    with refused(ValueError, "down_proj.weight", "by Transpose, which is not read"):
+        load_fp8(folder)
 
 
 def test_a_trainer_trains_it_and_resumes(tmp_path: Path) -> None:
