@@ -132,8 +132,7 @@ def attach(model: Any) -> Any:
     layers, parameters = recipe_of(model), parameters_recipe_of(model)
     if not layers and not parameters:
         raise ValueError("the model has no quantised layer: call quantize_model first")
-    described = config(layers=layers, parameters=parameters, published=published_of(model))
-    model.hf_quantizer = quantizer(described, pre_quantized=True)
+    model.hf_quantizer = quantizer(config(layers=layers, parameters=parameters), pre_quantized=True)
     model.is_quantized, model.quantization_method = True, _METHOD
     _describe(model)
     return model
