@@ -184,12 +184,15 @@ def bitsandbytes_8bit(work: Workload) -> Built:
     return [*weights], bitsandbytes.optim.AdamW8bit(weights, **ADAMW)
 
 
-def ours(label: str, optimizer: str, fmt: str = "E4M3", goals: Any = None, **options: Any) -> Contender:
-    """An optimizer of this library over weights of one byte."""
+def ours(
+    label: str, optimizer: str, fmt: str = "E4M3", goals: Any = None, *, factors: bool = False, **options: Any
+) -> Contender:
+    """An optimizer of this library over weights of one byte, under scales that are powers of two, or multiples."""
     residual = str(options.get("writeback")).startswith("residual")
 
     def convert(weight: Tensor, position: int) -> Tensor:
-        return fm.FP8Parameter(weight, fmt, seed=position, keep_remainder=residual)
+        stored = fm.FP8Parameter(weight, fmt, seed=position, keep_remainder=residual)
+        return stored.set_scale_(stored.scale * 1.2345679) if factors else stored
 
     def build(work: Workload) -> Built:
         weights = matrices(work.weights(), convert)
@@ -252,6 +255,10 @@ CONTENDERS: Final[dict[str, Contender]] = {
     "stiffness-adamw-momentum": stiffness_adamw("momentum, float32 moments", writeback="momentum"),
     "stiffness-adamw-k0": stiffness_adamw("stochastic, k = 0", stiffness=0.0),
     "stiffness-adamw-annealed": stiffness_adamw("stochastic, k from 1 to 0", stiffness=fm.optim.anneal(1.0, 0.0, 1000)),
+    "stiffness-adamw-factors": stiffness_adamw("stochastic, float32 moments, any scales", factors=True),
+    "stiffness-adamw-annealed-factors": stiffness_adamw(
+        "stochastic, k from 1 to 0, any scales", stiffness=fm.optim.anneal(1.0, 0.0, 1000), factors=True
+    ),
     "stiffness-adamw-dither": stiffness_adamw("stochastic, dithered draws", draws="dither"),
     "stiffness-adamw-e2m5": stiffness_adamw("stochastic, float32 moments", "E2M5"),
     "stiffness-adamw-e5m2": stiffness_adamw("stochastic, float32 moments", "E5M2"),

@@ -84,7 +84,7 @@ def rounded(x: Tensor, way: Way, step: int, stream: int, seed: int, draws: Draws
     words = fm.random_bits(x.shape, seed=seed, step=step, stream=stream, draws=draws)
     fmt, bits = as_format(way.fmt), way.residual_bits
     signed = encode_signed(x, fmt, words, bits)  # what the optimizers keep, and the codes that they put it beside
-    codes, _ = split_codes(signed, fmt, bits)
+    codes, _ = split_codes(signed, fmt, bits, 0 * signed)
     return decode_signed(signed, fmt, bits)[0], decode_with_ulp(codes, fmt)[0]
 
 

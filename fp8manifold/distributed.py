@@ -157,7 +157,10 @@ def _text_sent(text: str, ranks: Ranks, device: torch.device) -> str:
 def _kinds(model: nn.Module) -> dict[str, Any]:
     """What parameters in codes are, as entries of shape and kind, but for their seeds and how they are rounded."""
     found = {name: p for name, p in model.named_parameters() if isinstance(p, FP8Tensor)}
-    return {f"format of {name}": [[], f"{p.format.name}, {p.block_size}, {p.dtype}"] for name, p in found.items()}
+    return {
+        f"format of {name}": [[], f"{p.format.name}, {p.block_size}, {p.dtype}, {p.kept_scale.dtype}"]
+        for name, p in found.items()
+    }
 
 
 def _start_together(wrapper: nn.Module, name: str, model: Any) -> None:

@@ -41,7 +41,7 @@ def block_size_of(number: int) -> BlockSize:
 
 def expand_squares(scale: Tensor, shape: tuple[int, ...]) -> Tensor:
     """One scale a square, of the last two dimensions, as one a weight."""
-    return _cut_to(spread_rows(scale, shape[-2]).repeat_interleave(SQUARE_SIZE, -1), shape[-1])
+    return _spread(spread_rows(scale, shape[-2]), shape[-1], -1).contiguous()
 
 
 def run_length(columns: int) -> int:
@@ -70,7 +70,14 @@ def runs_of_rows(scale: Tensor, columns: int) -> Tensor:
 
 def spread_rows(scale: Tensor, rows: int) -> Tensor:
     """One scale a square as one a row, for each square that it runs through."""
-    return scale.repeat_interleave(SQUARE_SIZE, -2)[..., :rows, :]
+    return _spread(scale, rows, -2)
+
+
+def _spread(scale: Tensor, size: int, dim: int) -> Tensor:
+    if size % SQUARE_SIZE and (is_traced(scale) or torch.compiler.is_compiling()):
+        # inductor takes (i % size) // 128 for (i // 128) % (size // 128) where it joins loops: no // for it to find
+        return scale.index_select(dim, (torch.arange(size, device=scale.device) * (1 / SQUARE_SIZE)).long())
+    return scale.repeat_interleave(SQUARE_SIZE, dim).narrow(dim, 0, size)
 
 
 def _cut_to(scale: Tensor, columns: int) -> Tensor:

@@ -279,6 +279,6 @@ def rewrite_together(own: Any, left: Tensor, new: Tensor) -> None:
     key = {"seed": own.seed, "step": int(own.counter), "stream": stream}
     draws = random_bits(codes.shape, device=codes.device, **key)  # independent, as of every operator
     own.counter.add_(1)
-    rounded, rest = split_codes(encode_signed(_units(own, left) * ratio, fmt, draws, _BITS), fmt, _BITS)
+    rounded, rest = split_codes(encode_signed(_units(own, left) * ratio, fmt, draws, _BITS), fmt, _BITS, codes)
     left.copy_(torch.where(ratio == 1, left, rest.to(torch.int8)))
     codes.copy_(torch.where(ratio == 1, codes, unless_special(rounded, codes, fmt)))

@@ -58,7 +58,7 @@ INLINE void adam_over_codes(const Job *j, const Local *l, const Block *b, Tile *
         const int32_t draw = writeback ? draw_of(random_word(weight_keys, at + (uint32_t)i)) : 0;
         int32_t new;
         if (extra)
-            new = split_code(f, encode_signed(f, target, 1, draw, extra, 0), extra, &rest[i]);
+            new = split_code(f, encode_signed(f, target, 1, draw, extra, 0), extra, &rest[i], old);
         else
             new = encode_finite(f, target, writeback, draw, 1);
         code[i] = new;

@@ -174,10 +174,14 @@ def joined_codes(codes: Tensor, residual: Tensor, fmt: FloatFormat, bits: int) -
     return (signed << bits) + residual
 
 
-def split_codes(signed: Tensor, fmt: FloatFormat, bits: int) -> tuple[Tensor, Tensor]:
-    """The nearest code and what is left, between ``-2^(bits-1)`` and ``2^(bits-1) - 1`` parts of a step."""
+def split_codes(signed: Tensor, fmt: FloatFormat, bits: int, old: Tensor) -> tuple[Tensor, Tensor]:
+    """The nearest code and what is left, between ``-2^(bits-1)`` and ``2^(bits-1) - 1`` parts of a step.
+
+    Of the two zeros it is -0 where the ``old`` code was.
+    """
     nearest = (signed + (1 << (bits - 1))) >> bits
-    return nearest.abs() | (nearest & fmt.sign_bit), signed - (nearest << bits)
+    codes = torch.where(nearest == 0, (old == fmt.sign_bit) * fmt.sign_bit, nearest.abs() | (nearest & fmt.sign_bit))
+    return codes, signed - (nearest << bits)
 
 
 def unless_special(codes: Tensor, old: Tensor, fmt: FloatFormat) -> Tensor:

@@ -174,6 +174,14 @@ def encode_signed(x, draw, F: tl.constexpr, EXTRA: tl.constexpr, FIXED: tl.const
     return (code ^ negative) - negative
 
 
+@triton.jit
+def split_code(signed, old, F: tl.constexpr, EXTRA: tl.constexpr):
+    """The nearest code of a finer one and what is left; of the two zeros -0 where the old code was."""
+    nearest = (signed + (1 << (EXTRA - 1))) >> EXTRA
+    code = tl.where(nearest == 0, tl.where(old == F.SIGN, F.SIGN, 0), tl.abs(nearest) | (nearest & F.SIGN))
+    return code, (signed - (nearest << EXTRA)).to(tl.int8)
+
+
 # ------------------------------------------------------------------------------------------------------------- round
 @triton.jit
 def binade_of(x, lowest):

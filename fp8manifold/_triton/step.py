@@ -18,6 +18,7 @@ from fp8manifold._triton.format import (
     random_half,
     random_word,
     round_value,
+    split_code,
 )
 from fp8manifold._triton.stages import (
     KEYS,
@@ -59,12 +60,11 @@ def _store_float(words, at, inside, value, word, S: tl.constexpr, T: tl.constexp
 
 
 @triton.jit
-def _split(words, at, inside, target, draw, S: tl.constexpr, T: tl.constexpr):
+def _split(words, at, inside, target, draw, old, S: tl.constexpr, T: tl.constexpr):
     """The nearest code of a finer one; what is left is kept beside it."""
-    signed = encode_signed(target, draw, S.format, S.extra, S.fixed)
-    nearest = (signed + (1 << (S.extra - 1))) >> S.extra
-    store(words, 4, tl.int8, at, (signed - (nearest << S.extra)).to(tl.int8), inside, T.aligned)
-    return tl.abs(nearest) | (nearest & S.format.SIGN)
+    code, rest = split_code(encode_signed(target, draw, S.format, S.extra, S.fixed), old, S.format, S.extra)
+    store(words, 4, tl.int8, at, rest, inside, T.aligned)
+    return code
 
 
 @triton.jit
@@ -81,7 +81,8 @@ def _store_weights(words, at, inside, old, x, target, scale, word, S: tl.constex
         _store_float(words, at, inside, tl.where(after == x, old, after * scale), word, S, T)
     elif S.storage == "grid":
         if S.extra:
-            value = code_value(_split(words, at, inside, target, draw, S, T), S.format) * scale
+            negative = tl.where(bits_of(old) == -2147483648, S.format.SIGN, 0)
+            value = code_value(_split(words, at, inside, target, draw, negative, S, T), S.format) * scale
             value = tl.where(old != old, old, value)
         else:
             after = round_value(target, draw, S.format, STOCHASTIC)
@@ -89,7 +90,7 @@ def _store_weights(words, at, inside, old, x, target, scale, word, S: tl.constex
         store(words, 1, tl.float32, at, value, inside, T.aligned)
     else:
         if S.extra:
-            code = _split(words, at, inside, target, draw, S, T)
+            code = _split(words, at, inside, target, draw, old, S, T)
         else:
             code = encode_finite(target, draw, S.format, STOCHASTIC, S.fixed)
             if S.writeback == "momentum":

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from fp8manifold._triton.format import draw_of, encode_finite, encode_signed, is_special, random_word
+from fp8manifold._triton.format import draw_of, encode_finite, encode_signed, is_special, random_word, split_code
 from fp8manifold._triton.kinds import WIDENED
 from fp8manifold._triton.stages import decoded, load, load_scales, place_of, pointer, store
 
@@ -36,9 +36,8 @@ def _rewrite(words, at, inside, S: tl.constexpr):
     draw = draw_of(random_word((words + KEYS).to(tl.pointer_type(tl.uint32)), at.to(tl.uint32)))
     if S.extra:
         signed = encode_signed(x * 0.5, draw, S.format, S.extra, S.fixed)
-        nearest = (signed + (1 << (S.extra - 1))) >> S.extra
-        store(words, 1, tl.int8, at, (signed - (nearest << S.extra)).to(tl.int8), inside, False)
-        code = tl.abs(nearest) | (nearest & S.format.SIGN)
+        code, rest = split_code(signed, old, S.format, S.extra)
+        store(words, 1, tl.int8, at, rest, inside, False)
     else:
         code = encode_finite(x * 0.5, draw, S.format, True, S.fixed)
     if S.format.MANY_NANS or S.format.ONE_NAN >= 0:

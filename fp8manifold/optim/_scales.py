@@ -123,17 +123,17 @@ def rewrite(slot: Slot, new: Tensor) -> None:
     offset = 0 if slot.share is None else slot.share.offset
     places = (rows * weight.shape[1] + offset).unsqueeze(1) + torch.arange(weight.shape[1], device=x.device)
     draws = draw_of(words_at(places, (*slot.key, FOR_RESCALING)))
-    rounded, rest = _rounded(x, fmt, draws, bits)
+    rounded, rest = _rounded(x, fmt, draws, bits, arrays["weight"])
     weight[rows] = unless_special(rounded, arrays["weight"], fmt)
     if bits:
         residual[rows] = rest.to(torch.int8)
 
 
-def _rounded(x: Tensor, fmt: FloatFormat, draws: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+def _rounded(x: Tensor, fmt: FloatFormat, draws: Tensor, bits: int, old: Tensor) -> tuple[Tensor, Tensor]:
     """Codes, and the residual beside them."""
     if not bits:
         return (codes := encode_finite(x, fmt, draws)), codes
-    return split_codes(encode_signed(x, fmt, draws, bits), fmt, bits)
+    return split_codes(encode_signed(x, fmt, draws, bits), fmt, bits, old)
 
 
 # Scales that are fitted

@@ -90,7 +90,7 @@ def write(
 def rescaled(arrays: dict[str, Tensor]) -> tuple[Tensor | None, dict[str, Tensor]]:
     """The arrays under the scales that this step fits, and the old scales in units of these; None where it fits none.
 
-    These are powers of two, so that of powers of two the write-back alone rounds.
+    These are powers of two, so that the write-back alone rounds.
     """
     if "next_scale" not in arrays:
         return None, arrays

@@ -86,7 +86,8 @@ class WriteBack:
         """
         weight, bits = arrays["weight"], self.residual_bits
         if bits:
-            codes, residual = split_codes(encode_signed(target.to(torch.float32), fmt, draws, bits), fmt, bits)
+            old = weight if storage == "codes" else ((weight == 0) & weight.signbit()) * fmt.sign_bit
+            codes, residual = split_codes(encode_signed(target.to(torch.float32), fmt, draws, bits), fmt, bits, old)
             stored = {"residual": residual.to(torch.int8)}
             if storage == "codes":
                 return stored | {"weight": unless_special(codes, weight, fmt)}, target

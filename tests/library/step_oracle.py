@@ -202,12 +202,13 @@ class Slow:
             largest[group] = max(largest.get(group, 0.0), here)
         return largest
 
-    def _fresh_scale(self, largest: float, headroom: float) -> float:
-        """The power of two that leaves a headroom, 16 or what keeps the largest at 8 times the smallest normal."""
+    def _fresh_scale(self, largest: float, headroom: float, scale: float) -> float:
+        """The scale times a power of two that leaves a headroom: 16, or 8 times the smallest normal for the largest."""
         room = min(16.0, max(headroom, self.fmt.max / (8 * self.fmt.min_normal)))
         top = min(self.fmt.max / room, self.fmt.ulp_min * 2.0**40)
-        mantissa, exponent = math.frexp(f32(f32(largest) / f32(top)))
-        return 2.0 ** (exponent - (mantissa == 0.5))
+        factor = math.frexp(scale)[0] * 2
+        mantissa, exponent = math.frexp(f32(f32(largest) / f32(top * factor)))
+        return 2.0 ** (exponent - (mantissa == 0.5)) * factor
 
     def _fitted(self, targets: list[F32]) -> list[float]:
         """Scales whose weights all are 0 suit what is asked for; where steps are counted in spacings nothing does."""
@@ -219,7 +220,7 @@ class Slow:
         new = []
         for group, scale in zip(self.groups, self.scales, strict=True):
             if held[group] == 0 and group not in nan and asked[group] > 0:
-                fresh = self._fresh_scale(asked[group], 2.0)
+                fresh = self._fresh_scale(asked[group], 2.0, scale)
                 beyond = asked[group] >= scale * (self.fmt.max + self.fmt.ulp_max / 2)
                 scale = fresh if beyond or 16 * fresh <= scale else scale
             new.append(scale)
@@ -229,8 +230,7 @@ class Slow:
         """Scales 16 times as large as fresh ones, by powers of two, come down to these; their weights stay the same."""
         held, new = self._under_each_scale([self.fmt.decode_code(c) for c in self.stored]), []
         for group, scale in zip(self.groups, self.scales, strict=True):
-            f = math.frexp(scale)[0] * 2
-            fresh = self._fresh_scale(f32(f32(held[group]) / f32(f)), 1.0) * f if held[group] else scale
+            fresh = self._fresh_scale(held[group], 1.0, scale) if held[group] else scale
             new.append(fresh if 16 * fresh <= scale else scale)
         for i, scale in enumerate(new):
             if scale != self.scales[i]:
@@ -409,7 +409,10 @@ class Slow:
         if self.extra:
             signed = -count if negative else count
             nearest = math.floor(Fraction(signed, 2**self.extra) + Fraction(1, 2))
+            old = self.stored[i]
+            was = np.signbit(old) and old == 0 if self.storage == "grid" else old == self.fmt.sign_bit  # -0
             self.residual[i], code = signed - (nearest << self.extra), own.code(nearest, nearest < 0)
+            code = self.fmt.sign_bit if nearest == 0 and was else code
         value = f32(own.value(own.signed(code)))
         value = f32(-0.0) if value == 0 and code & self.fmt.sign_bit else value
         if self.storage == "grid":

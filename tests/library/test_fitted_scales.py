@@ -8,7 +8,7 @@ import torch
 from family_cases import is_valid
 from optimizer_cases import normal
 from paths import PATHS, by
-from test_step_oracle import OPTIONS, follow, stored
+from test_step_oracle import OPTIONS, SCALES, follow, scaled, stored
 from torch import Tensor
 
 import fp8manifold as fm
@@ -112,8 +112,9 @@ ORACLE = [
 
 @pytest.mark.parametrize(("kind", "writeback"), ORACLE)
 @pytest.mark.parametrize("scale", ["rows", "one"])
-def test_fitted_scales_are_those_of_the_definition(kind: str, writeback: str, scale: str) -> None:
-    p = stored("E4M3", **({"scale": 2.0**-4} if scale == "one" else {}))
+@scaled
+def test_fitted_scales_are_those_of_the_definition(kind: str, writeback: str, scale: str, factor: Any) -> None:
+    p = stored("E4M3", scale=2.0**-4 * float(torch.as_tensor(factor).max()) if scale == "one" else SCALES * factor)
     p.codes[1] = 0
     if scale == "one":
         p.codes.zero_()
@@ -123,17 +124,20 @@ def test_fitted_scales_are_those_of_the_definition(kind: str, writeback: str, sc
 
 @pytest.mark.parametrize("kind", ["StiffnessAdamW", "StiffnessLion", "Madam", "RiemannianAdam"])
 @pytest.mark.parametrize("writeback", ["stochastic", "residual8"])
-def test_narrowed_scales_are_those_of_the_definition(kind: str, writeback: str) -> None:
-    p = stored("E4M3")
+@scaled
+def test_narrowed_scales_are_those_of_the_definition(kind: str, writeback: str, factor: Any) -> None:
+    p = stored("E4M3", scale=SCALES * factor)
     p.codes[2] = p.codes[2] & 0x87
     before = p.scale.clone()
     options = OPTIONS[kind] | {"lr": 1e-4, "writeback": writeback, "refresh_every": 2}
     follow(kind, p, options, steps=3, moved=0.0)
     assert p.scale[2] <= before[2] / 16
+    assert torch.equal(*(torch.frexp(scale).mantissa for scale in (p.scale, before)))
 
 
-def test_narrowing_moves_no_weight_and_does_not_flap(caplog: pytest.LogCaptureFixture) -> None:
-    p = fm.FP8Parameter(normal(*SHAPE, seed=3) * 1e-3, "E2M5", scale=1 / 64, seed=0)
+@pytest.mark.parametrize("factor", [1.0, 1.2345679])
+def test_narrowing_moves_no_weight_and_does_not_flap(factor: float, caplog: pytest.LogCaptureFixture) -> None:
+    p = fm.FP8Parameter(normal(*SHAPE, seed=3) * 1e-3, "E2M5", scale=factor / 64, seed=0)
     before = p.dequantize()
     optimizer = optim.StiffnessAdamW([p], lr=0.0, refresh_every=2)
     with caplog.at_level(logging.INFO, logger="fp8manifold"):
@@ -141,7 +145,7 @@ def test_narrowing_moves_no_weight_and_does_not_flap(caplog: pytest.LogCaptureFi
             p.grad = normal(*SHAPE, seed=4)
             optimizer.step()
     assert torch.equal(p.dequantize(), before)
-    assert (p.scale <= 2.0**-10).all()
+    assert (p.scale <= factor * 2.0**-10).all()
     assert optimizer.fitted_scales == 4
     assert optimizer.widened_scales == 0
     assert caplog.text.count("has shrunk: 4 of 4 scales changed") == 1

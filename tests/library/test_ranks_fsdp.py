@@ -126,7 +126,7 @@ def path_of(combination: tuple[str, str, str]) -> str:
 
 @pytest.mark.parametrize("combination", SOME, ids=lambda c: "-".join(c))
 def test_rows_are_stepped_as_the_whole(pool: Pool, combination: tuple[str, str, str]) -> None:
-    """22, 64 and 5 rows in 3 processes: none of which has as many as the others; every other under scales of any kind."""
+    """22, 64 and 5 rows in 3 processes: none has as many as the others; every other case has scales of any kind."""
     net = {"granularity": "channel", "factors": SOME.index(combination) % 2 == 0}
     pool.run(stepped, *combination, net, path_of(combination))
 

@@ -35,8 +35,9 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 def weights(granularity: Any = "channel", factors: bool = False) -> list[Any]:
     """Two of one byte, one of which soon reaches its end, a vector and an ordinary matrix, in two groups."""
+    options: dict[str, Any] = {"granularity": granularity, "headroom": 1.0}
     stored = [
-        with_factors(fm.FP8Parameter(normal(4, 64, seed=i), fmt, seed=i, granularity=granularity, headroom=1.0), factors)
+        with_factors(fm.FP8Parameter(normal(4, 64, seed=i), fmt, seed=i, **options), factors)
         for i, fmt in enumerate(("E4M3", "E5M2"))
     ]
     return [*stored, torch.nn.Parameter(normal(33, seed=3)), torch.nn.Parameter(normal(4, 3, seed=4))]

@@ -108,9 +108,7 @@ CASES: dict[str, Case] = {
 
 @pytest.mark.parametrize("factors", [False, True], ids=["", "factors"])
 @pytest.mark.parametrize(("kind", "make", "options"), CASES.values(), ids=CASES)
-def test_native_steps_have_the_bits_of_eager_ones(
-    kind: str, make: Any, options: dict[str, Any], factors: bool
-) -> None:
+def test_native_steps_have_the_bits_of_eager_ones(kind: str, make: Any, options: dict[str, Any], factors: bool) -> None:
     same_steps(kind, make, options, factors)
 
 

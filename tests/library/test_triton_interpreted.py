@@ -72,12 +72,16 @@ FAULTS = {
     "bound": ("stages.py", "- 125) >> 1) + 120", "- 125) >> 1) + 121"),
     "draw": ("format.py", "(0xFFFFFF - draw)", "draw"),
     "fitted": ("stages.py", "- F.EMAX, 1) << 23", "- F.EMAX + 1, 1) << 23"),
+    "inverse": ("stages.py", 'S.storage == "codes" and S.exponents', 'S.storage == "codes"'),
+    "logarithm": ("format.py", "if not EXPONENTS", "if EXPONENTS"),
+    "doubled": ("widen.py", "scale * 2.0 <= S.widest", "scale < S.widest"),
+    "zero": ("format.py", "tl.where(old == F.SIGN, F.SIGN, 0)", "0"),
     "scale": ("operand_kernels.py", "> (LARGEST & 0x7FFFFF)", ">= (LARGEST & 0x7FFFFF)"),
     "not finite": ("operand_kernels.py", "tl.where(reciprocal == 0.0, 0.0, x) *", "x *"),
     "turn": ("operand_kernels.py", "tl.maximum(amax, _largest(value, 1))", "_largest(value, 1)"),
     "integers": ("operand_kernels.py", "((code & 127) ^ negative) - negative", "(code & 127) ^ negative"),
 }
-CASES = {"phase": "test_arrays", "fitted": "test_momentum_of_matrices"}
+CASES = {"phase": "test_arrays", "doubled": "without_a_number", "fitted": "test_momentum_of_matrices"}
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from optimizer_cases import free_weight, frozen, normal, same_bits, snapshot
+from optimizer_cases import free_weight, frozen, normal, same_bits, snapshot, with_factors
 from scalar_grid import Codes
 from tapes import Tapes
 from torch import Tensor
@@ -56,9 +56,7 @@ def weights(name: str, seed: int, draws: Any) -> list[fm.FP8Parameter]:
         special = [0, fmt.max_code, fmt.max_code | fmt.sign_bit, 1, 1 | fmt.sign_bit, *fmt.nan_codes[:1]]
         special += [fmt.sign_bit] if fmt.has_negative_zero else []
         p.codes.view(-1)[: len(special)] = torch.tensor(special, dtype=torch.uint8)
-        if (seed + i) % 2:
-            p.set_scale_(p.scale * normal(*p.scale.shape, seed=3).abs().exp())
-        made.append(p)
+        made.append(with_factors(p, (seed + i) % 2 == 1))
     return made
 
 
@@ -214,8 +212,10 @@ def pair(stored: Any = None, **options: Any) -> tuple[Any, Any]:
     made = []
     for device in (CARD, torch.device("cpu")):
         how: Any = {"fmt": "E4M3", "headroom": 1.0, **(stored or {})}
+        factors = how.pop("factors", False)
         second = (3, 64) if how.get("granularity") == "block" else (3, 37)  # rows that share bytes of a residual
         weights = [fm.FP8Parameter(normal(*shape, seed=s), seed=s, **how) for s, shape in ((1, (4, 64)), (2, second))]
+        weights = [with_factors(p, factors) for p in weights]
         weights.append(torch.nn.Parameter(normal(7, seed=3)))  # type: ignore[arg-type]
         weights = [torch.nn.Parameter(p.detach().to(device)) for p in weights]  # type: ignore[misc]
         made.append(optim.StiffnessAdamW(weights, 1.0, **options))
@@ -231,8 +231,8 @@ def put(optimizer: Any, step: int, bad: float | None = None) -> None:
 
 
 WIDENED: dict[str, dict[str, Any]] = {
-    "stochastic": {},
-    "residual8": {"granularity": "block"},
+    "stochastic": {"factors": True},
+    "residual8": {"granularity": "block", "factors": True},
     "nearest": {"granularity": "tensor"},
     "momentum": {"fmt": "E4M3IEEE"},
 }
@@ -303,8 +303,8 @@ def test_scales_of_codes_without_a_number_double_as_they_do_on_the_host(
     made, said = [], []
     for device in (CARD, torch.device("cpu")):
         p = fm.FP8Parameter(normal(5, 1301, seed=4), "E5M2", seed=4, scale=2.0**-10, keep_remainder=False)
-        p.codes[0, 7], p.codes[2, 0], p.codes[3, 1300] = 0x7F, 0x7B, 0xFB
-        p.scale[3] = 2.0**112
+        p.codes[0, 7], p.codes[2, 0], p.codes[3, 1300], p.codes[4, 9] = 0x7F, 0x7B, 0xFB, 0x7B
+        p.scale[1:] = torch.tensor([[1.3 / 1024], [2.0**-10], [2.0**112], [1.5 * 2.0**111]])
         p = torch.nn.Parameter(p.detach().to(device))  # type: ignore[assignment]
         made.append(optim.StiffnessAdamW([p], 1e-9, writeback="residual8", weight_decay=0.0))
     for step in range(2):
