@@ -353,8 +353,9 @@ def test_training_memory_from_end_to_end() -> None:
 def test_loading_from_end_to_end() -> None:
     printed = run("loading.py", "--weights", "0.2M", "--shards", "2", "--json")
     rows = {row["way"]: row for row in json.loads(printed[printed.index("[") :])}
-    assert len(rows) == 5
+    assert len(rows) == 8
     assert all(row["gb"] < 1 for row in rows.values())
+    run("loading.py", "--fp8", "--record", code=2)
 
 
 def test_train_is_serve_from_end_to_end() -> None:
@@ -425,9 +426,11 @@ def test_reading_into_codes_takes_less_than_one_and_a_half_bytes_a_weight() -> N
     )
     rows = {row["way"]: row for row in json.loads(done.stdout)}
     assert rows["from_pretrained(quantization_config=...)"]["beyond"] < 1.3
-    assert rows["the same, float32 asked for"]["beyond"] < 1.5
+    assert rows["the same, dtype=torch.float32"]["beyond"] < 1.5
     assert rows["load_quantized, transformers' model on meta"]["beyond"] < 1.3
     assert rows["from_pretrained, bfloat16, then quantize_model"]["beyond"] > 2.5
+    assert rows["load_fp8 of an FP8 folder"]["bytes"] < 1.15
+    assert rows["from_pretrained of the FP8 folder, bfloat16"]["bytes"] > 2
 
 
 @pytest.mark.slow

@@ -22,6 +22,9 @@ Get = Callable[[str], Path]
 NOT_SERVED = {"squares, partial", "modelopt", "modelopt, kv", "tensor of fp8, autofp8"} | {
     *("blocks, experts", "mxfp8, experts", "rows, flat")
 }
+#: ``load_fp8`` refuses these: parts of one weight with a scale each, and experts that transformers has transposed
+REFUSED = {"tensor, experts", "gpt-oss"}
+READ = [name for name in LAYOUTS if name not in REFUSED]
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -85,13 +88,13 @@ def check_same_files(folder: Path, other: Path) -> None:
         assert [key for key, span in spans.items() if data[span] != expected[span]] == []
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", READ)
 def test_no_step_and_the_same_files(published: Get, name: str, tmp_path: Path) -> None:
     fm.save_fp8(fm.load_fp8(published(name)), tmp_path)
     check_same_files(tmp_path, published(name))
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", READ)
 def test_the_model_is_the_one_that_others_decode(published: Get, name: str, tmp_path: Path) -> None:
     for dtype in sorted({torch.bfloat16, widest(name)}, key=str):
         model = fm.load_fp8(published(name), dtype=dtype)
@@ -123,11 +126,11 @@ OPTIMIZERS: dict[str, Callable[[Any, float], Any]] = {
 PAIRS = [
     (name, optimizer)
     for start in range(len(OPTIMIZERS))
-    for name, optimizer in zip(LAYOUTS, itertools.islice(itertools.cycle(OPTIMIZERS), start, None), strict=False)
+    for name, optimizer in zip(READ, itertools.islice(itertools.cycle(OPTIMIZERS), start, None), strict=False)
 ]
 
 
-@pytest.mark.parametrize(("name", "optimizer"), some(PAIRS, len(LAYOUTS)))
+@pytest.mark.parametrize(("name", "optimizer"), some(PAIRS, len(READ)))
 def test_gradients_of_zero_and_the_same_files(published: Get, name: str, optimizer: str, tmp_path: Path) -> None:
     model = fm.load_fp8(published(name))
     stepping = OPTIMIZERS[optimizer](model, 1e-2)
