@@ -81,7 +81,7 @@ class Rounded(nn.Module):
 
     def forward(self, weight: Tensor) -> Tensor:
         values = decoded(*rounded(weight.detach(), self.block), self.block)
-        return _Through.apply(weight, values)  # type: ignore[no-any-return, no-untyped-call]
+        return _Through.apply(weight, values)  # type: ignore[no-any-return]
 
 
 class _Through(torch.autograd.Function):
@@ -279,8 +279,8 @@ def main() -> None:
     if args.json:
         print(json.dumps(found, indent=1))
         return
-    columns = ("weights in training, and at the server", "k3 KL before", "after 1", f"after {args.updates}")
-    columns += ("argmax", "ratio", "log r at most")
+    columns = ["weights in training, and at the server", "k3 KL before", "after 1", f"after {args.updates}"]
+    columns += ["argmax", "ratio", "log r at most"]
     rows: list[tuple[str, ...]] = []
     for name, at in found.items():
         last = at[-1]
