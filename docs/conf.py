@@ -60,7 +60,7 @@ nitpick_ignore_regex = [
     (
         r"py:.*",
         r"(fp8manifold\.[\w.]+\.)?(FormatLike|Formats|Rounding|Overflow|Metric|Granularity|Policy|STE|Schedule"
-        r"|Parameters|ScaleLike|Storage|TrainerOptimizer)",
+        r"|Parameters|ScaleLike|Storage|StoredWeight|TrainerOptimizer)",
     ),
 ]
 

@@ -33,6 +33,7 @@ from nanogpt_bench.loop.outcome import Progress
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 NAMES = ("_forms", "_timing", "_contenders", "_write_back", "optimizer_step", "linear_forward", "harness_overhead")
 NAMES += ("write_back_noise", "moment_formats", "arrived_share", "draws", "overhead", "walk_of_a_step")
+NAMES += ("train_is_serve",)
 SIZES = ("--model.n_layer=1", "--model.n_head=1", "--model.n_embd=8", "--model.block_size=8")
 
 
@@ -215,6 +216,7 @@ BAD = {
     "arrived_share --rows 0": "--rows 0: at least 1",
     "draws --rows 0": "--rows 0: at least 1",
     "draws --steps 0": "--steps 0: at least 1",
+    "train_is_serve --written 0": "--written 0: at least 1",
 }
 
 
@@ -354,6 +356,43 @@ def test_loading_from_end_to_end() -> None:
     assert len(rows) == 8
     assert all(row["gb"] < 1 for row in rows.values())
     run("loading.py", "--fp8", "--record", code=2)
+
+
+def test_train_is_serve_from_end_to_end() -> None:
+    """What is trained in place or rounded alike on both sides is served to the bit; nothing else is."""
+    printed = run("train_is_serve.py", "--reading", "2", "--prompts", "1", "--written", "4", "--updates", "1", "--json")
+    found = json.loads(printed[printed.index("{") :])
+    alike = {"codes in place, squares", "codes in place, rows", "codes in place, squares, products in bfloat16"}
+    alike.add("float32 rounded in training, a copy in squares")
+    assert {
+        name for name, at in found.items() if all(m["k3"] == m["largest"] == 0 == m["ratio"] - 1 for m in at)
+    } == alike
+    assert len(found) == 8
+    assert all(m["k3"] > 0 < m["largest"] for name, at in found.items() for m in at if name not in alike)
+
+
+def test_a_policy_that_is_served_one_update_late_is_found(modules: dict[str, ModuleType]) -> None:
+    script = modules["train_is_serve"]
+    base, text = script.small(2)
+    options = argparse.Namespace(updates=1, prompts=1, written=4)
+    policy = script.in_place(base, 1e-2, script.SQUARES)
+    late = policy.served()
+    policy.served = lambda: late
+    before, after = script.measure(policy, base, text, options)
+    assert before["k3"] == 0 < after["k3"]
+
+
+def test_the_mismatch_is_what_its_formulas_say(modules: dict[str, ModuleType]) -> None:
+    trained, sampling = torch.randn(2, 2, 3, 5).log_softmax(-1)
+    drawn = torch.randint(5, (2, 3, 1))
+    places = [(i, j, int(drawn[i, j])) for i in range(2) for j in range(3)]
+    logs = [float(trained[place].double() - sampling[place].double()) for place in places]
+    found = modules["train_is_serve"].mismatch(trained, sampling, drawn)
+    assert found["k3"] == pytest.approx(sum(math.exp(log) - 1 - log for log in logs) / 6)
+    assert found["ratio"] == pytest.approx(sum(map(math.exp, logs)) / 6)
+    assert found["largest"] == pytest.approx(max(map(abs, logs)))
+    differ = [int(trained[i, j].argmax()) != int(sampling[i, j].argmax()) for i, j, _ in places]
+    assert found["argmax"] == pytest.approx(sum(differ) / 6)
 
 
 def test_study_steps_from_end_to_end(corpus: Path) -> None:

@@ -32,6 +32,7 @@ CLAIMS: dict[str, Claim] = {
     "lightning_digits": lambda n: n[3] > 0.9 and n[2] < 0.3,
     "finetune_per_layer": lambda n: abs(n[1] - n[0]) < 0.05 and n[3] < n[1] - 0.2 and n[3] < n[2] + 0.1,
     "finetune_llm": lambda n: abs(n[1] - n[0]) < 0.05 and n[2] < n[1] - 0.1 and n[3] < 3.3,
+    "train_is_serve": lambda n: min(n[1], n[4]) > 0.8 > max(n[0], n[3]) and n[2] == 0 < 0.01 < n[5],
 }
 # packages of extras that an example needs
 NEEDS = {
@@ -42,6 +43,7 @@ NEEDS = {
     "lightning_digits": ["lightning", "sklearn"],
     "finetune_per_layer": ["transformers"],
     "finetune_llm": ["transformers"],
+    "train_is_serve": ["transformers"],
     "read_run_folder": ["pandas"],
     "diffusion_one_byte": ["sklearn"],
 }

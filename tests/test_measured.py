@@ -22,7 +22,7 @@ ELSEWHERE = {
     name: ROOT / "docs" / f"{page}.md"
     for name, page in (
         *(("arrived_share", "related-work"), ("loading", "fits"), ("whole_step", "fits")),
-        *(("study_steps", "../study/study-q14"), ("draws", "noise")),
+        *(("study_steps", "../study/study-q14"), ("draws", "noise"), ("train_is_serve", "other-libraries")),
     )
 }
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from fp8_folders import make, tensors_of
 from torch import Tensor
 
 import fp8manifold as fm
@@ -72,7 +73,23 @@ def ran(llama: Path) -> dict[str, Any]:
 def test_there_are_ten_lines_and_they_stand_on_both_pages() -> None:
     lines = [line for line in recipe(README).splitlines() if line and not line.startswith(("import", "from"))]
     assert len(lines) == 10
-    assert recipe(PAGE) == recipe(README)
+    assert recipe(PAGE.partition("## Ten lines of Python")[2]) == recipe(README)
+
+
+def test_the_lines_for_an_fp8_checkpoint_train_it(tmp_path: Path) -> None:
+    """Those of the first screen, the model's name replaced: what is saved has the layout that was read, and learnt."""
+    published, trained = make("squares, tied", tmp_path / "published"), tmp_path / "trained"
+    text = torch.randint(96, (1, 33), generator=torch.Generator().manual_seed(1))
+    code = recipe(PAGE).replace("Qwen/Qwen3-8B-FP8", published.as_posix()).replace('"trained"', repr(str(trained)))
+    code = code.replace("lr=2e-4", "lr=5e-3")
+    exec(compile(code, "finetune.md", "exec"), {"batches": [text] * 20})
+    decoded: Any = {"quantization_config": transformers.FineGrainedFP8Config(dequantize=True), "dtype": torch.float32}
+    read = transformers.AutoModelForCausalLM.from_pretrained
+    before, after = (read(each, **decoded)(input_ids=text, labels=text).loss for each in (published, trained))
+    assert after < before - 0.5
+    assert (trained / "config.json").read_bytes() == (published / "config.json").read_bytes()
+    kinds = [{name: (t.dtype, t.shape) for name, t in tensors_of(folder).items()} for folder in (published, trained)]
+    assert kinds[0] == kinds[1]
 
 
 def test_the_ten_lines_train(ran: dict[str, Any]) -> None:

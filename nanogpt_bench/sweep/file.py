@@ -75,9 +75,9 @@ class Tune(Confirm):
     @field_validator("choices", mode="before")
     @classmethod
     def _lists(cls, choices: Any) -> Any:
-        for key, values in choices.items() if isinstance(choices, dict) else [("tune.choices", None)]:
-            numbers = isinstance(values, list) and all(type(value) in (int, float) for value in values)
-            if not numbers or len(values) < 2 or sorted({*values}) != values:
+        for key, values in choices.items() if isinstance(choices, dict) else [("tune.choices", choices)]:
+            numbers = values if isinstance(values, list) and all(type(v) in (int, float) for v in values) else []
+            if len(numbers) < 2 or sorted({*numbers}) != numbers:
                 raise BenchError(
                     f"{key}: {values!r} is not allowed; give two or more rising numbers, such as [0.0, 0.1]"
                 )
