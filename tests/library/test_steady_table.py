@@ -36,7 +36,9 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
 def weights(granularity: Any = "channel", factors: bool = False) -> list[Any]:
     """Two of one byte, one of which soon reaches its end, a vector and an ordinary matrix, in two groups."""
     stored = [
-        with_factors(fm.FP8Parameter(normal(4, 64, seed=i), fmt, seed=i, granularity=granularity, headroom=1.0), factors)
+        with_factors(
+            fm.FP8Parameter(normal(4, 64, seed=i), fmt, seed=i, granularity=granularity, headroom=1.0), factors
+        )
         for i, fmt in enumerate(("E4M3", "E5M2"))
     ]
     return [*stored, torch.nn.Parameter(normal(33, seed=3)), torch.nn.Parameter(normal(4, 3, seed=4))]
@@ -496,7 +498,8 @@ def test_what_a_card_is_given_is_what_is_planned(
                 assert int(job["pointers"][-1]) in range(said[1].data_ptr(), said.data_ptr() + said.nbytes)
             for p, record in zip(everyone(optimizer), widened.view(WIDENED).ravel(), strict=False):
                 assert int(record["pointers"][0]) == p.codes.data_ptr()
-                assert int(record["pointers"][3]) in range(said[1].data_ptr(), said.data_ptr() + said.nbytes)
+                assert int(record["pointers"][3]) == p.grad.data_ptr()
+                assert int(record["pointers"][5]) in range(said[1].data_ptr(), said.data_ptr() + said.nbytes)
         for dtype, first, second in zip((JOB, WIDENED), *tables, strict=False):
             for name in set(dtype.names or ()) - {"pointers"}:
                 assert first.view(dtype)[name].tobytes() == second.view(dtype)[name].tobytes()
