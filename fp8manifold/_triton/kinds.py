@@ -34,8 +34,8 @@ finite, and whether some weights in a row are 0 throughout."""
 
 WIDENED: Final = np.dtype(
     [
-        # codes, residual, scales as they are kept, what is said of the parameter
-        ("pointers", np.uint64, 4),
+        # codes, residual, scales as they are kept, gradient, first average, what is said of the parameter
+        ("pointers", np.uint64, 6),
         ("rows", np.int64),
         ("length", np.int64),
         ("keys", np.int32, 4),
@@ -150,21 +150,25 @@ class Widening:
     """The largest scale."""
     exponents: bool
     """Whether scales are kept as exponents, a byte each."""
+    gradient: str
+    moments: str
+    """Dtypes of the gradient, and of a first average; no name where there is none."""
 
     __hash__ = _kept_hash
 
 
 @lru_cache(maxsize=256)
-def widening_of(fmt: FloatFormat, residual_bits: int, exponents: bool) -> Widening:
+def widening_of(fmt: FloatFormat, residual_bits: int, exponents: bool, gradient: str, moments: str) -> Widening:
     """How the scales of codes double.
 
     Args:
         fmt: the codes' format.
         residual_bits: of a weight's residual.
         exponents: whether scales are kept as exponents.
+        gradient, moments: dtypes of the gradient and of a first average, if there is one.
     """
     known = format_of(fmt)
-    return Widening(known, residual_bits, known.fixed(residual_bits), widest_scale(fmt), exponents)
+    return Widening(known, residual_bits, known.fixed(residual_bits), widest_scale(fmt), exponents, gradient, moments)
 
 
 def widest_scale(fmt: FloatFormat) -> float:

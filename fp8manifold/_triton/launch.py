@@ -158,7 +158,7 @@ def _doublings(records: NDArray[np.void], widenings: Sequence[Widening], device:
 @lru_cache(maxsize=256)
 def _rows_of(widening: Widening) -> Tile:
     """Some whole rows a program, in turns."""
-    width = 32 if widening.exponents else 256
+    width = 32 if widening.exponents else 128
     return Tile(_CHECKED // width, width, 0, "row", aligned=False, long=True)
 
 

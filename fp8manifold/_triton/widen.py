@@ -5,7 +5,7 @@ import triton.language as tl
 
 from fp8manifold._triton.format import draw_of, encode_finite, encode_signed, is_special, random_word, split_code
 from fp8manifold._triton.kinds import WIDENED
-from fp8manifold._triton.stages import decoded, load, load_scales, place_of, pointer, store
+from fp8manifold._triton.stages import decoded, load, load_float, load_scales, place_of, pointer, store
 
 __all__ = ["widen_kernel"]
 
@@ -46,25 +46,37 @@ def _rewrite(words, at, inside, S: tl.constexpr):
 
 
 @triton.jit
+def _moves(words, at, inside, S: tl.constexpr):
+    """Which weights have a gradient or a first average that is not 0."""
+    moves = load_float(words, 3, S.gradient, at, inside, False) != 0
+    if S.moments == "8bit":
+        moves = moves | ((load(words, 4, tl.uint8, at, inside, False) & 0x7F) != 0)
+    elif S.moments != "":
+        moves = moves | (load_float(words, 4, S.moments, at, inside, False) != 0)
+    return moves
+
+
+@triton.jit
 def widen_kernel(table, chunks, refused, S: tl.constexpr, T: tl.constexpr):
-    """Double the scale of every row that has the format's largest magnitude, where a step was taken that left one.
+    """Double the scale of every row that has the format's largest magnitude where it is moved, after a step.
 
     A program has some rows, and looks no further where the step's flag is 0, as it nearly always is.
     """
     chunk = chunks + 2 * tl.program_id(0)
     words = table + tl.load(chunk).to(tl.int64) * WORDS
-    flags = pointer(words, 3, tl.int32, False)
+    flags = pointer(words, 5, tl.int32, False)
     if (tl.load(refused) == 0) & (tl.load(flags) != 0):
         places = words.to(tl.pointer_type(tl.int64))
-        length = tl.load(places + 5)
+        length = tl.load(places + 7)
         row = tl.load(chunk + 1) + tl.arange(0, T.rows)
-        in_rows = row < tl.load(places + 4)
+        in_rows = row < tl.load(places + 6)
         tiles = ((length + (T.width - 1)) // T.width).to(tl.int32)
         ends = tl.zeros((T.rows,), tl.int32)
         for tile in range(tiles):
             at, inside = place_of(row, in_rows, tile * T.width, length, T)
             code = load(words, 0, tl.uint8, at, inside, False).to(tl.int32)
             last = ((code & (S.format.SIGN - 1)) == S.format.MAX_CODE) & inside
+            last = last & _moves(words, at, inside, S)
             ends = tl.maximum(ends, tl.max(last.to(tl.int32), axis=1))
         scale = load_scales(words, 2, row, in_rows, S)
         doubles = in_rows & (ends > 0) & (scale * 2.0 <= S.widest)

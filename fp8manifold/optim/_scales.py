@@ -1,6 +1,7 @@
 """Scales that a step changes: doubled at the end of the range, fitted to first values, narrowed where far too large.
 
-A weight at the end of its range has its row, block or tensor widened after the step.
+A weight at the end of its range has its row, block or tensor widened after the step, if its own gradient or first
+average is not 0: published scales put one of each group there, and what nothing moves stays to the byte.
 
 The scale of weights that all are 0 says nothing of those to come: it is 1, where nobody has given another.  The step
 that moves such weights is computed as any other; only its write-back is under a scale for what it asks for.  That is
@@ -19,6 +20,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from fp8manifold._encoded.storage import largest_magnitude
 from fp8manifold._encoded.stored_scale import describe_change
 from fp8manifold._numerics.codec import encode_finite, encode_signed, split_codes, unless_special
 from fp8manifold._ranks import Ranks, local_of
@@ -87,14 +89,15 @@ def _holds_last(slot: Slot) -> bool:
 
 
 def widen(slot: Slot) -> int:
-    """Double each scale whose largest weight is the format's, and return how many there were.
+    """Double each scale under which a weight that is moved is the format's largest, and return how many there were.
 
     Their weights, with the residual kept beside them, are rounded stochastically once, which moves none that the wider
     grid holds.  No scale becomes narrower: that is :meth:`FP8Tensor.adapt_scale_`.
     """
     held = _held(slot)
     old, fmt = held.scale, held.format
-    largest = held.largest() if old.dim() else slot.ranks.largest(held.largest())
+    largest = largest_magnitude(torch.where(_moved(slot), held.codes, 0), old, fmt, held.block_size)
+    largest = largest if old.dim() else slot.ranks.largest(largest)
     new = torch.where((largest >= old * fmt.max) & (old * 2 <= widest_scale(fmt)), old * 2, old)
     if not (count := int((new != old).sum())):
         return 0
@@ -104,6 +107,20 @@ def widen(slot: Slot) -> int:
         rewrite(slot, scales_in_runs(held, new)[0])
     held.set_scale_(new)
     return count
+
+
+def _moved(slot: Slot) -> Tensor:
+    """Which weights have a gradient or a first average that is not 0; a steady step has only the parameter's own."""
+    first, shape = slot.spec.first, _held(slot).codes.shape
+    if "gradient" in slot.tensors:
+        moving = [slot.tensors["gradient"], *([slot.tensors[first]] if first else [])]
+    else:
+        moving = [slot.parameter.grad, *([slot.state[first]] if first else [])]  # type: ignore[list-item]
+    return torch.stack([_is_not_zero(each).view(shape) for each in moving]).any(0)
+
+
+def _is_not_zero(x: Tensor) -> Tensor:
+    return ((x & 0x7F) if x.dtype is torch.uint8 else x) != 0  # codes of moments have a zero of either sign
 
 
 def rewrite(slot: Slot, new: Tensor) -> None:
@@ -205,7 +222,7 @@ def _moves(slot: Slot, zero: Tensor) -> bool:
         if rows.dim() and rows.shape != view.dims:
             rows = rows.flatten().nonzero().flatten()  # few, mostly: those of a padding token
         tensors = [tensor.view(view.dims)[rows] for tensor in tensors]
-    return any(bool(((t & 0x7F) if t.dtype is torch.uint8 else t).any()) for t in tensors)
+    return any(bool(_is_not_zero(tensor).any()) for tensor in tensors)
 
 
 def fit_scales(slots: Sequence[Slot]) -> None:

@@ -85,7 +85,10 @@ class TritonStep:
         """Everything in the launches but numbers, keys and the places of gradients."""
         calls = [(kernel, id(chunks), facts) for _, some in self.launches for kernel, chunks, facts in some]
         places = [records["pointers"][:, :-1].tolist() for records, _ in self.launches]
-        return calls, [[row[:2] + row[3:] for row in places[0]], *places[1:]]
+        return calls, [
+            [row[:2] + row[3:] for row in places[0]],
+            *([row[:3] + row[4:] for row in rows] for rows in places[1:]),
+        ]
 
     def fill(self, slots: Sequence[Slot], said: Tensor) -> None:
         """Fill the records with the numbers and keys of a step, and with the places of what its kernels say."""
@@ -94,6 +97,7 @@ class TritonStep:
         records["keys"], records["hyper"] = key_rows(slots), number_rows(slots)
         if self._widenings is not None:
             doubled = self._widenings[0]
+            doubled["pointers"][:, 3] = records["pointers"][self._doubling, 2]
             doubled["pointers"][:, -1] = places[self._doubling]
             doubled["keys"] = key_rows([slots[i] for i in self._doubling], FOR_RESCALING)[:, :4]
 
@@ -156,9 +160,12 @@ def _widenings(slots: Sequence[Slot]) -> Widenings | None:
         held, bits = slot.parameter, slot.spec.residual_bits
         assert isinstance(held, FP8Tensor)
         scale, residual = held.kept_scale, slot.tensors["residual"].data_ptr() if bits else 0
-        record["pointers"] = (slot.tensors["weight"].data_ptr(), residual, scale.data_ptr(), 0)
+        first = slot.spec.first
+        average = slot.tensors[first].data_ptr() if first else 0
+        record["pointers"] = (slot.tensors["weight"].data_ptr(), residual, scale.data_ptr(), 0, average, 0)
         record["rows"], record["length"] = scale.numel(), slot.view.numel // scale.numel()
-        made.append(widening_of(held.format, bits, scale.dtype is torch.uint8))
+        gradient, moments = _DTYPES[slot.tensors["gradient"].dtype], slot.spec.moments if first else ""
+        made.append(widening_of(held.format, bits, scale.dtype is torch.uint8, gradient, moments))
     return records, made
 
 

@@ -497,7 +497,8 @@ def test_what_a_card_is_given_is_what_is_planned(
                 assert int(job["pointers"][-1]) in range(said[1].data_ptr(), said.data_ptr() + said.nbytes)
             for p, record in zip(everyone(optimizer), widened.view(WIDENED).ravel(), strict=False):
                 assert int(record["pointers"][0]) == p.codes.data_ptr()
-                assert int(record["pointers"][3]) in range(said[1].data_ptr(), said.data_ptr() + said.nbytes)
+                assert int(record["pointers"][3]) == p.grad.data_ptr()
+                assert int(record["pointers"][5]) in range(said[1].data_ptr(), said.data_ptr() + said.nbytes)
         for dtype, first, second in zip((JOB, WIDENED), *tables, strict=False):
             for name in set(dtype.names or ()) - {"pointers"}:
                 assert first.view(dtype)[name].tobytes() == second.view(dtype)[name].tobytes()

@@ -211,7 +211,15 @@ def test_scales_that_double(name: str, bits: int, exponents: bool, architecture:
     from fp8manifold._triton.widen import widen_kernel
 
     fmt = format_of(as_format(name))
-    widening = Widening(fmt, bits, fmt.fixed(bits), widest_scale(as_format(name)), exponents)
+    widening = Widening(
+        fmt,
+        bits,
+        fmt.fixed(bits),
+        widest_scale(as_format(name)),
+        exponents,
+        "float32",
+        "8bit" if exponents else "float32",
+    )
     pointers = {"table": "*i32", "chunks": "*i32", "refused": "*i32"}
     constants = {"S": widening, "T": launch._rows_of(widening)}
     assert list(faults(build(widen_kernel, pointers, constants, architecture, tmp_path))) == []

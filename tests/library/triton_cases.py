@@ -298,20 +298,21 @@ def test_weights_of_zeros_begin_as_on_the_cpu(
 def test_scales_of_codes_without_a_number_double_as_they_do_on_the_host(
     on_a_card: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """NaN, rows longer than a program's, some at their end and some not, and the widest scale there is."""
+    """NaN, rows longer than a program's, some at their end and some not or not moved, and the widest scale there is."""
     caplog.set_level("INFO", "fp8manifold")
     made, said = [], []
     for device in (CARD, torch.device("cpu")):
         p = fm.FP8Parameter(normal(5, 1301, seed=4), "E5M2", seed=4, scale=2.0**-10, keep_remainder=False)
-        p.codes[0, 7], p.codes[2, 0], p.codes[3, 1300], p.codes[4, 9] = 0x7F, 0x7B, 0xFB, 0x7B
-        p.scale[1:] = torch.tensor([[1.3 / 1024], [2.0**-10], [2.0**112], [1.5 * 2.0**111]])
+        p.codes[0, 7], p.codes[2, 0], p.codes[3, 1300], p.codes[4, 3] = 0x7F, 0x7B, 0xFB, 0x7B
+        p.scale[1:4] = torch.tensor([[1.3 / 1024], [2.0**-10], [2.0**112]])
         p = torch.nn.Parameter(p.detach().to(device))  # type: ignore[assignment]
         made.append(optim.StiffnessAdamW([p], 1e-9, writeback="residual8", weight_decay=0.0))
     for step in range(2):
         for optimizer in made:
             monkeypatch.setattr(_steady, "on_gpu", lambda device, gpu=optimizer is made[0]: gpu)
             (p,) = optimizer.param_groups[0]["params"]
-            p.grad = torch.zeros(p.shape, device=p.device)
+            p.grad = torch.ones(p.shape, device=p.device)
+            p.grad[4, 3] = 0.0
             if step:
                 p.codes[1, 5] = 0x7B
             optimizer.step()
@@ -320,6 +321,7 @@ def test_scales_of_codes_without_a_number_double_as_they_do_on_the_host(
         a, b = (optimizer.param_groups[0]["params"][0] for optimizer in made)
         assert same_bits([a.cpu()], [b])
         assert torch.equal(a.scale.cpu(), b.scale)
+        assert [b.scale[2].item(), b.scale[4].item()] == [2.0**-9, 2.0**-10]
     assert frozen(made[0].state_dict()) == frozen(made[1].state_dict())
     assert said[2] == said[3] != []
 
