@@ -102,7 +102,7 @@ def pair(
     if compiled:
         models = [torch.compile(model, fullgraph=True) for model in models]
     if halved:
-        ours[0].weight._scale = ours[0].weight._scale.bfloat16()
+        ours[0].weight.kept_scale = ours[0].weight.kept_scale.bfloat16()
     first, second = (both(model, x, autocast=autocast) for model in models)
     return first, second
 

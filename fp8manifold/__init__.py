@@ -3,6 +3,7 @@
 from fp8manifold import _geoopt_import, _shards, distributed, huggingface, ops, optim, reference  # noqa: F401
 from fp8manifold._native import NativeUnavailableWarning
 from fp8manifold.averages import averaged_model
+from fp8manifold.checkpoints import load_fp8, published_weights, save_fp8
 from fp8manifold.exchange import export_model, exported_state_dict
 from fp8manifold.fake_quant import fake_quantize
 from fp8manifold.formats import NAMED_FORMATS, FloatFormat
@@ -49,15 +50,18 @@ __all__ = [
     "fake_quantize",
     "from_chart",
     "huggingface",
+    "load_fp8",
     "load_quantized",
     "ops",
     "optim",
+    "published_weights",
     "quantization_report",
     "quantize_model",
     "quantize_weight_gradients",
     "random_bits",
     "reference",
     "round_to_grid",
+    "save_fp8",
     "storage_scale",
     "to_chart",
     "ulp",

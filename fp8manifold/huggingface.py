@@ -79,6 +79,20 @@ def quantization_config(formats: Formats = "E4M3", storage: str = "fp8", **optio
     return _classes()[0](formats=formats, storage=storage, options=options)
 
 
+def reading(published: dict[str, Any], reader: Any) -> Any:
+    """A configuration under which ``from_pretrained`` lets ``reader`` put codes of a published model in."""
+    register()
+    config = _classes()[0](layers=[], published=published)
+    config.reader = reader
+    return config
+
+
+def published_of(model: Any) -> dict[str, Any] | None:
+    """The layout in which a model in codes was published, as its settings have it."""
+    found: dict[str, Any] | None = getattr(getattr(model.config, "quantization_config", None), "published", None)
+    return found
+
+
 def attach(model: Any) -> Any:
     """Let transformers save a model that :func:`fp8manifold.quantize_model` has changed, and its ``Trainer`` train it.
 
@@ -117,7 +131,8 @@ def attach(model: Any) -> Any:
     layers, parameters = recipe_of(model), parameters_recipe_of(model)
     if not layers and not parameters:
         raise ValueError("the model has no quantised layer: call quantize_model first")
-    model.hf_quantizer = quantizer(config(layers=layers, parameters=parameters), pre_quantized=True)
+    described = config(layers=layers, parameters=parameters, published=published_of(model))
+    model.hf_quantizer = quantizer(described, pre_quantized=True)
     model.is_quantized, model.quantization_method = True, _METHOD
     _describe(model)
     return model
@@ -144,9 +159,12 @@ class _Config:
         options: Mapping[str, Any] | None = None,
         layers: list[dict[str, Any]] | None = None,
         parameters: list[dict[str, Any]] | None = None,
+        published: dict[str, Any] | None = None,
         quant_method: str = _METHOD,
     ) -> None:
         self.quant_method = quant_method
+        if published is not None:
+            self.published = published
         if layers is not None:
             self.layers = layers
             if parameters:
@@ -169,7 +187,8 @@ class _Quantizer:
 
     quantization_config: Any
     pre_quantized: bool
-    reader: Reader | None = None
+    reader: Any = None
+    """What makes codes of what transformers reads, or puts those in that it read itself."""
     own_parameters: tuple[str, ...] = ()
     """Names of parameters in codes that are called otherwise than ``weight``."""
     requires_calibration = False
@@ -222,7 +241,10 @@ class _Quantizer:
 
     def _process_model_before_weight_loading(self, model: nn.Module, checkpoint_files: Any = None, **_: Any) -> None:
         wanted = self.quantization_config
-        if not self.pre_quantized:
+        if (reader := vars(wanted).pop("reader", None)) is not None:
+            self.reader = reader
+            reader.begin(model)
+        elif not self.pre_quantized:
             if checkpoint_files is None:  # tensors in memory are cast before anybody is asked
                 raise ValueError("state_dict= goes with no quantization_config here: call quantize_model on the model")
             check_floats(model, checkpoint_files)
@@ -310,7 +332,8 @@ def _describe(model: Any) -> None:
         model.config.tie_word_embeddings = False
     layers, parameters = recipe_of(model), parameters_recipe_of(model)
     if layers or parameters:
-        model.config.quantization_config = _classes()[0](layers=layers, parameters=parameters)
+        published = published_of(model)
+        model.config.quantization_config = _classes()[0](layers=layers, parameters=parameters, published=published)
     else:
         vars(model.config).pop("quantization_config", None)
 

@@ -51,6 +51,8 @@ from fp8manifold.scaling import BLOCK_SIZE, STORED_GRANULARITIES, StoredGranular
 __all__ = ["FP8Tensor"]
 
 _LOG: Final = logging.getLogger("fp8manifold")
+_KEPT_SCALE: Final = ("kept_scale", "exponents", "scale")
+"""What that part is called, and was in files of earlier versions."""
 
 
 class FP8Tensor(ScaledTensor):
@@ -232,7 +234,7 @@ class FP8Tensor(ScaledTensor):
     ) -> Self:
         """The tensor around its parts, all set here, as ``torch.nn.Parameter`` would call an ``__init__``.
 
-        ``kept_scale`` is uint8 where blocks have scales.
+        ``kept_scale`` is uint8 where blocks have exponents.
         """
         traits.check()
         if traits.dtype not in DTYPES:
@@ -247,7 +249,7 @@ class FP8Tensor(ScaledTensor):
         )
         self.codes, self.counter, self.remainder = codes, counter, remainder
         self.format, self.rounding, self.seed, _, block_size, self.by_operator, self.draws = traits
-        self._keep_scale(kept_scale, block_size)
+        self.kept_scale, self.block_size, self.lent_from = kept_scale, block_size, None
         guard_memory(self)
         return self
 
@@ -278,7 +280,7 @@ class FP8Tensor(ScaledTensor):
         if self.lent_from is not None:
             check_current(self)
         rest = (self.format.name, self.rounding, self.seed, self.dtype, self.block_size, self.by_operator, self.draws)
-        return ["codes", "exponents" if self.block_size else "scale", "counter"], rest
+        return ["codes", "kept_scale", "counter"], rest
 
     @classmethod
     def __metadata_guard__(cls, seen: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
@@ -288,13 +290,13 @@ class FP8Tensor(ScaledTensor):
     @classmethod
     def __tensor_unflatten__(cls, parts: dict[str, Tensor], rest: tuple[Any, ...], size: Any, stride: Any) -> Self:
         """The way back."""
-        traits = Traits.from_flat(rest)
-        kept = parts["exponents" if traits.block_size else "scale"]
-        return cls._wrap(parts["codes"], kept, parts["counter"], parts.get("remainder"), traits)
+        kept = next(parts[name] for name in _KEPT_SCALE if name in parts)
+        return cls._wrap(parts["codes"], kept, parts["counter"], parts.get("remainder"), Traits.from_flat(rest))
 
     def _stable_hash_for_caching(self) -> str:
         """What compiled code on disk is found by: all that it may depend on."""
-        shapes = (tuple(self.shape), tuple(self.kept_scale.shape), str(self.device), self.requires_grad)
+        scales = (tuple(self.kept_scale.shape), str(self.kept_scale.dtype))
+        shapes = (tuple(self.shape), *scales, str(self.device), self.requires_grad)
         return hashlib.sha256(repr((TRACED_AS, type(self).__name__, *shapes, self._traits().flat)).encode()).hexdigest()
 
     def dequantize(self) -> Tensor:
@@ -312,8 +314,7 @@ class FP8Tensor(ScaledTensor):
             rows = replay(spread_rows(self.scale, self.shape[0]))
             return decode_runs(codes, runs_of_rows(rows, self.shape[1]), self.format, self.dtype)
         scale = replay(self.kept_scale) if self.kept_scale.dim() else self.kept_scale
-        scale = decoded_scale(scale) if self.block_size else scale
-        return dequantize_codes(codes, scale, self.format, self.dtype, self.block_size)
+        return dequantize_codes(codes, decoded_scale(scale), self.format, self.dtype, self.block_size)
 
     def write(self, values: Tensor, operator: str = "write") -> None:
         """Round ``values`` of the tensor's shape, in its own mode, and store their codes in place.

@@ -53,7 +53,7 @@ def is_backward() -> bool:
 # ------------------------------------------------------------------------------------------------------------- dispatch
 
 
-TRACED_AS: Final = 4
+TRACED_AS: Final = 5
 """Counts the changes in what operators are traced to, for code that a compiler has kept on disk."""
 
 DTYPES: Final = (torch.float32, torch.bfloat16)

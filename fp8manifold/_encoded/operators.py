@@ -18,9 +18,16 @@ from fp8manifold._encoded.dispatch import (
     refuse_collective,
     view_of,
 )
-from fp8manifold._encoded.scaled import as_kept, is_lent_here, lent
+from fp8manifold._encoded.scaled import is_lent_here, lent, write_kept
 from fp8manifold._encoded.storage import decode_runs, dequantize_codes, is_traced, runs_of_rows
-from fp8manifold._encoded.stored_scale import broadcasts_to, check_covers, decoded_scale, refit_scale_, scale_in_float32
+from fp8manifold._encoded.stored_scale import (
+    as_kept,
+    broadcasts_to,
+    check_covers,
+    decoded_scale,
+    refit_scale_,
+    scale_in_float32,
+)
 from fp8manifold.scaling import SQUARE_SIZE
 
 
@@ -38,21 +45,23 @@ def adopt_parts(own: Any, other: Any) -> Tensor | None:
         raise ValueError(
             f"the other tensor has a scale for each {other.granularity}, this one for each {own.granularity}"
         )
-    kept = other.kept_scale if other.block_size == own.block_size else as_kept(own, scale)
+    if other.block_size != own.block_size and own.exponents is not None and not own.is_share:
+        scale = as_kept(scale, blocks=True)
     counter = other.counter
     if other.resumes:
         own.seed, own.by_operator, own.draws = other.seed, other.by_operator, other.draws
     else:
         counter = torch.maximum(own.counter, counter.to(own.counter.device))
-    for mine, part in ((own.codes, other.codes), (own.kept_scale, kept), (own.counter, counter)):
-        mine.copy_(part)
+    own.codes.copy_(other.codes)
+    write_kept(own.kept_scale, scale)
+    own.counter.copy_(counter)
     return None if other.remainder is None else other.remainder.to(own.codes.device, copy=True)
 
 
 def checked_scale(own: Any, scale: float | Tensor, largest: Tensor) -> Tensor:
     """A new scale in the shape of the old one, unless it is too narrow for the ``largest`` magnitude under it."""
     new, shape = scale_in_float32(scale, own.device), own.kept_scale.shape
-    as_kept(own, new)  # or refused
+    as_kept(new, blocks=False)  # or refused
     if not broadcasts_to(new.shape, shape):
         raise ValueError(f"scale has shape {tuple(new.shape)}: it must fit {tuple(shape)}")
     new = new.expand(shape)
@@ -218,6 +227,5 @@ def _embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         runs = runs_of_rows(decoded_scale(x.kept_scale[flat // SQUARE_SIZE]), x.shape[1])
         return decode_runs(codes, runs, x.format, x.dtype).view(*rows.shape, x.shape[1])
     scale = x.kept_scale[flat] if x.kept_scale.dim() else x.kept_scale
-    scale = decoded_scale(scale) if x.block_size else scale
-    values = dequantize_codes(codes, scale, x.format, x.dtype, x.block_size)
+    values = dequantize_codes(codes, decoded_scale(scale), x.format, x.dtype, x.block_size)
     return values.view(*rows.shape, x.shape[1])

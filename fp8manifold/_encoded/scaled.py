@@ -10,14 +10,7 @@ from torch import Tensor
 from fp8manifold._base.checks import check_choice, check_int
 from fp8manifold._encoded.dispatch import EncodedTensor, View
 from fp8manifold._encoded.storage import BlockSize, is_traced, largest_magnitude
-from fp8manifold._encoded.stored_scale import (
-    broadcasts_to,
-    decoded_scale,
-    expand_kept,
-    exponents_of,
-    power_of_two,
-    scale_in_float32,
-)
+from fp8manifold._encoded.stored_scale import as_kept, broadcasts_to, decoded_scale, expand_kept, scale_in_float32
 from fp8manifold.formats import FloatFormat
 from fp8manifold.random_bits import Draws
 
@@ -116,7 +109,8 @@ class ScaledTensor(EncodedTensor):
     """Codes of a format, and their scales."""
 
     codes: Tensor
-    exponents: Tensor | None
+    kept_scale: Tensor
+    """The memory of the scales: uint8 exponents, which blocks have where all are powers of two, otherwise float32."""
     format: FloatFormat
     block_size: BlockSize
     lent_from: Lent | None
@@ -125,31 +119,20 @@ class ScaledTensor(EncodedTensor):
     """The optimizer whose state has something in units of the scale."""
     resumes = False
     """Whether it came from a state dict: whoever copies it goes on with its count and seed."""
-    _scale: Tensor | None
-
-    def _keep_scale(self, kept: Tensor, block_size: BlockSize) -> None:
-        """Hold the memory of scales, uint8 where blocks have them."""
-        self.block_size, self.lent_from = block_size, None
-        self._scale, self.exponents = (kept, None) if block_size is None else (None, kept)
 
     @property
-    def kept_scale(self) -> Tensor:
-        """The memory of the scales: ``exponents`` of blocks, otherwise ``scale`` itself."""
-        kept = self.exponents if self.block_size else self._scale
-        assert kept is not None
-        return kept
+    def exponents(self) -> Tensor | None:
+        """The memory of the scales where it holds bytes."""
+        return self.kept_scale if self.kept_scale.dtype is torch.uint8 else None
 
     @property
     def scale(self) -> Tensor:
-        """The scales, float32; of blocks a copy, made when it is asked for."""
-        return decoded_scale(self.kept_scale) if self.block_size else self.kept_scale
+        """The scales, float32; of exponents a copy, made when it is asked for."""
+        return decoded_scale(self.kept_scale)
 
     @scale.setter
-    def scale(self, scale: Tensor) -> None:
-        if self.block_size:
-            self.set_scale_(scale)
-        else:
-            self._scale = scale
+    def scale(self, scale: float | Tensor) -> None:
+        self.set_scale_(scale)
 
     @property
     def granularity(self) -> str:
@@ -172,12 +155,13 @@ class ScaledTensor(EncodedTensor):
         """Write other scales, for all that share them; the codes stay, so that their values change with the scales.
 
         Args:
-            scale: powers of two, of blocks from 2^-126 to 2^127; a number, or a tensor that broadcasts to the shape of
-                ``scale``.
+            scale: positive normal numbers, rounded to float32; a number, or a tensor that broadcasts to the shape of
+                ``scale``.  Blocks that have exponents hold float32 from then on unless all are powers of two.
 
         Raises:
             TypeError: uint8, which might be exponents.
-            ValueError: a scale that is no such power of two, or does not fit.
+            ValueError: a scale that is no such number, or does not fit.
+            RuntimeError: exponents that would become floats in compiled code, or in one process of several.
 
         Example:
             >>> import torch
@@ -187,10 +171,13 @@ class ScaledTensor(EncodedTensor):
             ([1.0, 2.0], [[126, 127]])
         """
         check_own(self)
-        new, kept = scale_in_float32(scale, self.device), self.kept_scale
-        if not broadcasts_to(new.shape, kept.shape):
-            raise ValueError(f"scale has shape {tuple(new.shape)}: it must fit {tuple(kept.shape)}")
-        kept.copy_(as_kept(self, new))
+        new, shape = scale_in_float32(scale, self.device), self.kept_scale.shape
+        if not broadcasts_to(new.shape, shape):
+            raise ValueError(f"scale has shape {tuple(new.shape)}: it must fit {tuple(shape)}")
+        new = as_kept(new, blocks=self.exponents is not None)
+        if self.is_share and new.dtype is not self.kept_scale.dtype:
+            raise RuntimeError("a sharded FP8Tensor has exponents for scales: give others than powers of two before")
+        write_kept(self.kept_scale, new)
         self._changed()
         return self
 
@@ -199,6 +186,14 @@ class ScaledTensor(EncodedTensor):
         raise NotImplementedError
 
 
-def as_kept(own: Any, scale: Tensor) -> Tensor:
-    """A float32 scale as a tensor of codes keeps its own."""
-    return exponents_of(scale) if own.block_size else power_of_two(scale)
+def write_kept(kept: Tensor, new: Tensor) -> None:
+    """Write scales, for all that share the memory: exponents become floats where floats are written.
+
+    Raises:
+        RuntimeError: they would in compiled code.
+    """
+    if kept.dtype is not new.dtype and kept.dtype is torch.uint8:
+        if is_traced(kept):
+            raise RuntimeError("compiled code can't write floats in place of exponents: set the scale in eager mode")
+        kept.data = torch.empty(kept.shape, device=kept.device)
+    kept.copy_(decoded_scale(new) if kept.dtype is torch.float32 else new)

@@ -1,4 +1,4 @@
-"""Power-of-two scales of stored weights: made, checked against a shape, described; those of blocks as exponents."""
+"""Scales of stored weights: made, checked, described; those of blocks as exponents where all are powers of two."""
 
 import logging
 import warnings
@@ -27,31 +27,42 @@ from fp8manifold.scaling import (
 ONE: Final = 127
 """The byte of a scale of 1."""
 IN_BLOCKS: Final = ("block", "square")
-"""Granularities whose scales are kept as exponents, a byte each."""
+"""Granularities whose scales are kept as exponents, a byte each, where all are powers of two."""
 _MANTISSA_BITS: Final = 23
-_ENDS: Final = "from 2^-126 to 2^127"
+_FRACTION: Final = 2**_MANTISSA_BITS - 1
 
 
-def exponents_of(scale: Tensor) -> Tensor:
-    """The byte ``e`` of each scale ``2^(e - 127)``."""
-    bits = scale.view(torch.int32)
-    exponents = bits >> _MANTISSA_BITS
+def are_powers_of_two(scale: Tensor) -> bool:
+    """Whether all of a float32 scale are, so that they can be kept as exponents; False while a compiler looks on."""
+    return scale.is_meta or not (is_traced(scale) or bool((scale.view(torch.int32) & _FRACTION).any()))
+
+
+def as_kept(scale: Tensor, *, blocks: bool) -> Tensor:
+    """A float32 scale as it is kept: of blocks the byte ``e`` of ``2^(e - 127)`` where all are such.
+
+    Raises:
+        ValueError: an entry is no positive normal number.
+    """
     if not is_traced(scale):
-        wrong = (exponents << _MANTISSA_BITS != bits) | (exponents < 1) | (exponents > 254)
+        wrong = ~((scale >= torch.finfo(torch.float32).tiny) & scale.isfinite())
         if bool(wrong.any()):
             entry = scale[wrong][0].item()
-            raise ValueError(f"scale holds {entry:g}: every entry must be a power of two, those of blocks {_ENDS}")
-    return exponents.to(torch.uint8)
+            raise ValueError(f"scale holds {entry:g}: every entry must be finite, and 2^-126 at least")
+    return _exponents_of(scale) if blocks and are_powers_of_two(scale) else scale
 
 
-def decoded_scale(exponents: Tensor) -> Tensor:
+def _exponents_of(scale: Tensor) -> Tensor:
+    return (scale.view(torch.int32) >> _MANTISSA_BITS).to(torch.uint8)
+
+
+def decoded_scale(kept: Tensor) -> Tensor:
     """The way back, float32; 0 for a byte of 0, which is memory without values."""
-    return (exponents.to(torch.int32) << _MANTISSA_BITS).view(torch.float32)
+    return (kept.to(torch.int32) << _MANTISSA_BITS).view(torch.float32) if kept.dtype is torch.uint8 else kept
 
 
 def expand_kept(kept: Tensor, block_size: BlockSize, shape: torch.Size) -> Tensor:
     """Scales, as they are kept, in a shape that broadcasts against the values."""
-    return expand_scale(decoded_scale(kept) if block_size else kept, block_size, shape)
+    return expand_scale(decoded_scale(kept), block_size, shape)
 
 
 def checked_exponents(exponents: Tensor) -> Tensor:
@@ -60,7 +71,7 @@ def checked_exponents(exponents: Tensor) -> Tensor:
         wrong = (exponents == 0) | (exponents == 255)
         if bool(wrong.any()):
             entry = int(exponents[wrong][0])
-            raise ValueError(f"scale holds the exponent {entry}: those of blocks are 1 to 254, {_ENDS}")
+            raise ValueError(f"scale holds the exponent {entry}: they are 1 to 254, from 2^-126 to 2^127")
     return exponents
 
 
@@ -70,14 +81,14 @@ _LOG: Final = logging.getLogger("fp8manifold")
 def fresh_scale(w: Tensor, fmt: FloatFormat, granularity: StoredGranularity, headroom: float | None) -> Tensor:
     """:func:`fp8manifold.storage_scale`; of a meta tensor, which has no magnitude, one without values."""
     if w.is_meta:
-        return torch.empty(_scale_shape(w.shape, granularity), device="meta")
+        return torch.empty(_scale_shape(w.shape, granularity), dtype=torch.float32, device="meta")
     return storage_scale(w, fmt, granularity, headroom=headroom)
 
 
 def kept_fresh_scale(w: Tensor, fmt: FloatFormat, granularity: StoredGranularity, headroom: float | None) -> Tensor:
-    """The same as it is kept: uint8 of blocks."""
+    """The same as it is kept: uint8 of blocks, as all are powers of two."""
     scale = fresh_scale(w, fmt, granularity, headroom)
-    return exponents_of(scale) if granularity in IN_BLOCKS else scale
+    return _exponents_of(scale) if granularity in IN_BLOCKS else scale
 
 
 def own_headroom(fmt: FloatFormat, headroom: float | None) -> float:
@@ -86,10 +97,10 @@ def own_headroom(fmt: FloatFormat, headroom: float | None) -> float:
 
 
 def given_scale(scale: float | Tensor, w: Tensor, granularity: str) -> Tensor:
-    """A scale that the caller chose, as it is kept: float32, of blocks uint8, in the granularity's shape."""
+    """A scale that the caller chose, as it is kept, in the granularity's shape."""
     if not isinstance(scale, Tensor | int | float) or isinstance(scale, bool):
         raise TypeError(f"scale must be a number or a tensor, not {type(scale).__name__}")
-    tensor = _as_kept(scale, w.device, blocks=granularity in IN_BLOCKS)
+    tensor = _given(scale, w.device, blocks=granularity in IN_BLOCKS)
     shape = _scale_shape(w.shape, granularity)
     if tensor.shape == shape:
         return tensor
@@ -101,27 +112,17 @@ def given_scale(scale: float | Tensor, w: Tensor, granularity: str) -> Tensor:
     )
 
 
-def _as_kept(scale: float | Tensor, device: torch.device, *, blocks: bool) -> Tensor:
+def _given(scale: float | Tensor, device: torch.device, *, blocks: bool) -> Tensor:
     if blocks and isinstance(scale, Tensor) and scale.dtype == torch.uint8:
         return checked_exponents(scale.to(device))
-    wide = scale_in_float32(scale, device)
-    return exponents_of(wide) if blocks else power_of_two(wide)
+    return as_kept(scale_in_float32(scale, device), blocks=blocks)
 
 
 def scale_in_float32(scale: float | Tensor, device: torch.device) -> Tensor:
     """A number or a tensor as float32."""
     if isinstance(scale, Tensor) and scale.dtype == torch.uint8:
-        raise TypeError("scale is torch.uint8, in which blocks keep exponents: take powers of two in float32")
+        raise TypeError("scale is torch.uint8, in which blocks keep exponents: take float32")
     return torch.as_tensor(scale, dtype=torch.float32, device=device)
-
-
-def power_of_two(scale: Tensor) -> Tensor:
-    """The scale itself, if every entry is a positive power of two."""
-    if not is_traced(scale):
-        wrong = ~((torch.frexp(scale).mantissa == 0.5) & scale.isfinite())
-        if bool(wrong.any()):
-            raise ValueError(f"scale holds {scale[wrong][0].item():g}: every entry must be a power of two")
-    return scale
 
 
 def check_covers(scale: Tensor, largest: Tensor, fmt: FloatFormat) -> None:

@@ -2,27 +2,39 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing, suppress
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
+from fp8manifold._base.checks import check_int
+from fp8manifold._encoded.scaled import Rounding
+from fp8manifold._published.places import weight_of
+from fp8manifold.nn._in_place import parameter_names, put_parameter
+from fp8manifold.nn._linear import QuantizedLinear
 from fp8manifold.nn._plan import Plan, plan
-from fp8manifold.nn._spec import Formats
-from fp8manifold.nn._surgery import carry_out, check_layers, encoded, layers_of, parameters_of
+from fp8manifold.nn._scalers import Scale
+from fp8manifold.nn._selection import obstacle
+from fp8manifold.nn._spec import Formats, LayerSpec, OperandSpec
+from fp8manifold.nn._surgery import carry_out, check_layers, encoded, layers_of, parameters_of, replace_layers
 from fp8manifold.nn._tensor_files import (
     FLOATS,
     FileTensors,
     GivenTensors,
     MappedFiles,
     Source,
+    StoredTensors,
     Tensors,
     files_of,
     refuse_codes,
 )
 from fp8manifold.parameter import FP8Parameter
+from fp8manifold.random_bits import Draws
 
 _NAMED: Final = 3
+AS_STORED: Final = "as stored"
+"""In place of formats: those that the files have."""
 
 
 def load_quantized(
@@ -45,7 +57,9 @@ def load_quantized(
         source: a safetensors file, several, the folder they are in (of shards, with their index), or a mapping from
             name to tensor, which may make each tensor when it is asked for.  Names are those of
             ``model.state_dict()``; of a tied weight one is enough.
-        formats, options: of :func:`fp8manifold.quantize_model`, but ``storage``, which is ``fp8``.
+        formats, options: of :func:`fp8manifold.quantize_model`, but ``storage``, which is ``fp8``.  ``"as stored"`` takes
+            files whose weights are in FP8 already, in a published layout (:func:`fp8manifold.load_fp8`): codes, formats
+            and scales stay what they are, and options are ``rounding``, ``draws`` and ``seed``.
         device: where the weights go, one at a time.
 
     Returns:
@@ -71,6 +85,8 @@ def load_quantized(
         Traceback (most recent call last):
         ValueError: parameter 'weight' has values already: build the model under torch.device('meta')
     """
+    if isinstance(formats, str) and formats == AS_STORED:
+        return _load_as_stored(model, source, device, **options)
     if "storage" in options:
         raise TypeError("load_quantized has no storage: weights are read into 'fp8', one byte each")
     planned = plan(model, formats, "fp8", **options)
@@ -97,6 +113,43 @@ def load_quantized(
     _put(model, floats, device)
     made = carry_out(model, planned, codes)
     return made if torch.device(device).type == "cpu" else made.to(device)
+
+
+def _load_as_stored(
+    model: nn.Module,
+    source: Mapping[str, Any] | Source,
+    device: torch.device | str,
+    *,
+    rounding: Rounding = "stochastic",
+    draws: Draws = "independent",
+    seed: int = 0,
+) -> nn.Module:
+    """Fill a model without values from codes and floats as files have them."""
+    if isinstance(source, Mapping):
+        raise TypeError(f"formats={AS_STORED!r} reads files, which say what their codes are, and no mapping")
+    check_int("seed", seed, 0, 2**31 - 1)
+    _check_without_values(model)
+    codes: dict[str, FP8Parameter] = {}
+    floats: dict[str, Tensor] = {}
+    with closing(StoredTensors(source)) as tensors:
+        chosen = _check_names(model, tensors)
+        for names, own in _groups(model).values():
+            first = chosen[names[0]][0]
+            if (stored := tensors.stored.get(first)) is None:
+                value = _read(tensors, chosen[names[0]], own)
+                floats[names[0]] = value.to(device=device, dtype=own.dtype, copy=True)
+                tensors.was_read(value.nbytes)
+                del value
+                continue
+            if len(chosen[names[0]]) > 1:
+                raise ValueError(f"{first!r} and {chosen[names[0]][1]!r} are one tensor in the model, and in codes")
+            how: dict[str, Any] = {"rounding": rounding, "draws": draws, "seed": (seed << 32) + len(codes)}
+            made = weight_of(
+                first, [((), stored)], own.shape, tensors.read, tensors.was_read, device=device, dtype=own.dtype, **how
+            )
+            codes[names[0]] = made.requires_grad_(own.requires_grad)
+    _put(model, floats, device)
+    return put_codes(model, codes).to(device)
 
 
 def _check_without_values(model: nn.Module) -> None:
@@ -203,6 +256,35 @@ def _like(entry: Tensor, value: Tensor) -> Tensor:
     parameter = nn.Parameter(value, requires_grad=entry.requires_grad)
     vars(parameter).update(vars(entry))
     return parameter
+
+
+def put_codes(
+    model: nn.Module, made: Mapping[str, FP8Parameter], inputs: Mapping[str, Tensor] = MappingProxyType({})
+) -> nn.Module:
+    """Put weights in codes into a model: linear layers become quantised ones, other modules hold them where they are.
+
+    Args:
+        model: changed in place.
+        made: by the first name of each parameter.
+        inputs: frozen scales of a layer's input, of those that round it, by the same names.
+    """
+    names = parameter_names(model)
+    layers: dict[str, nn.Module] = {}
+    for name, codes in made.items():
+        owner, _, entry = name.rpartition(".")
+        module, every = model.get_submodule(owner), names[id(model.get_parameter(name))]
+        if type(module) is not nn.Linear or obstacle(module) is not None or entry != "weight" or every != [name]:
+            put_parameter(model, every, codes)
+            continue
+        scale = inputs.get(name)
+        rounded = None if scale is None else OperandSpec(codes.format, policy="static")
+        spec = LayerSpec(OperandSpec(codes.format, codes.granularity), rounded)  # type: ignore[arg-type]
+        layer = QuantizedLinear(module, spec, "fp8", codes=codes, seed=codes.seed)
+        if scale is not None:
+            assert isinstance(layer.activation_scaler, Scale)
+            layer.activation_scaler.freeze(scale)
+        layers[owner] = layer
+    return replace_layers(model, layers)
 
 
 class Reader:

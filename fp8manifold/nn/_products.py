@@ -80,8 +80,8 @@ _FEW: Final = 2**21
 
 def _values(weight: FP8Tensor, dtype: torch.dtype) -> Tensor:
     """The values for a product, of which a card makes the same whatever the bits of a NaN are."""
-    codes, scale, fmt = weight.codes, weight._scale, weight.format
-    if scale is not None:
+    codes, scale, fmt = weight.codes, weight.kept_scale, weight.format
+    if weight.block_size is None:
         if dtype is torch.bfloat16 and _is_on_card(codes) and codes.numel() <= _FEW and (own := FLOAT8.get(fmt)):
             # in float32, as a scale of no dimensions would not have it
             return codes.view(own).bfloat16().mul_(scale if scale.dim() else scale.view(1))

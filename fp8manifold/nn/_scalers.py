@@ -206,6 +206,11 @@ class Scale(Scaler):
             return self._delayed(self._amax(x))
         return self.value if self.policy == "static" and self._is_frozen() else self._fresh(x)
 
+    def freeze(self, scale: Tensor) -> None:
+        """Take a scale for all tensors from now on, as of a file, where the policy is ``static``."""
+        self.value = scale.to(self.value)
+        self.frozen.fill_(True)
+
     def reset_parameters(self) -> None:
         """Begin anew, as before the first tensor."""
         super().reset_parameters()

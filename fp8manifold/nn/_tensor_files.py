@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8manifold._base.checks import needed
+from fp8manifold._published import Header, quantization_of, stored_weights
 
 FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16", torch.float64, torch.float32, torch.float16, torch.bfloat16})
 """What weights are read from, as files and as torch name it."""
@@ -144,19 +145,53 @@ class FileTensors:
         return list(self._where)
 
     def known(self, name: str) -> tuple[tuple[int, ...], str, str]:
-        path, file = self._where[name]
-        part = file.get_slice(name)
-        return tuple(part.get_shape()), part.get_dtype(), path.name
+        header = self.header(name)
+        return header.shape, header.dtype, header.file
 
     def read(self, name: str) -> Tensor:
         tensor: Tensor = self._where[name][1].get_tensor(name)
         return tensor
+
+    def header(self, name: str) -> Header:
+        """What the file says of a tensor."""
+        path, file = self._where[name]
+        part = file.get_slice(name)
+        return Header(part.get_dtype(), tuple(part.get_shape()), path.name)
+
+    def part(self, name: str) -> Any:
+        """The tensor, unread until it is indexed."""
+        return self._where[name][1].get_slice(name)
+
+    def metadata(self, name: str) -> dict[str, str] | None:
+        """What the header of a tensor's file says beside the tensors."""
+        said: dict[str, str] | None = self._where[name][1].metadata()
+        return said
 
     def was_read(self, size: int) -> None:
         self._pages.was_read(size)
 
     def close(self) -> None:
         self._opened.close()
+
+
+class StoredTensors(FileTensors):
+    """Those of files with weights in codes: each is one tensor, of floats by its values, by the name a model has."""
+
+    def __init__(self, source: Source) -> None:
+        paths = files_of(source)
+        super().__init__(paths)
+        headers = {name: self.header(name) for name in super().names()}
+        said = [path.parent / name for path in paths[:1] for name in ("config.json", "hf_quant_config.json")]
+        config, of_server = (json.loads(path.read_text("utf-8")) if path.is_file() else None for path in said)
+        self.stored = stored_weights(headers, quantization_of(config or {}, of_server))
+        self._hidden = {name for each in self.stored.values() for name in (each.codes, each.scale, *each.extras)}
+
+    def names(self) -> list[str]:
+        return [*self.stored, *(name for name in super().names() if name not in self._hidden)]
+
+    def known(self, name: str) -> tuple[tuple[int, ...], str, str]:
+        stored = self.stored.get(name)
+        return super().known(name) if stored is None else (stored.shape, "F32", stored.file)
 
 
 Tensors = GivenTensors | FileTensors

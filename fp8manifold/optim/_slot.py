@@ -180,8 +180,7 @@ class Slot:
     @cached_property
     def scale(self) -> Tensor | None:
         """The scale in floats, which is made where it is asked for."""
-        kept = self.kept_scale
-        return decoded_scale(kept) if kept is not None and kept.dtype is torch.uint8 else kept
+        return None if self.kept_scale is None else decoded_scale(self.kept_scale)
 
     @property
     def ranks(self) -> Ranks:

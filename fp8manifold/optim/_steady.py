@@ -85,7 +85,7 @@ _VERSION: Final = attrgetter("_version")
 _KIND: Final = attrgetter("dtype", "device", "layout", "shape")
 _FACTS: Final = (Tensor.data_ptr, Tensor.numel, attrgetter("dtype"), Tensor.is_contiguous)
 _PARTS: Final = attrgetter(
-    *("codes", "_scale", "exponents", "remainder", "format", "block_size", "rounding", "draws", "seed", "stepped_by")
+    *("codes", "kept_scale", "remainder", "format", "block_size", "rounding", "draws", "seed", "stepped_by")
 )
 _FILLED: Final = attrgetter("filled")
 _CODES_VERSION: Final = attrgetter("codes._version")

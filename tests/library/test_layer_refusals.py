@@ -110,7 +110,7 @@ TENSORS = {
     "FP8Parameter(w, seed=0.5)": "TypeError: seed=0.5",
     "FP8Parameter(w, headroom=0.5)": "ValueError: headroom=0.5",
     "FP8Parameter(w, dtype=float64)": "TypeError: dtype=torch.float64 & float32 or torch.bfloat16",
-    "FP8Parameter(w, scale=0.3)": "ValueError: scale holds 0.3 & power of two",
+    "FP8Parameter(w, scale=2.0**-130)": "ValueError: scale holds 7.34684e-40 & 2^-126 at least",
     "FP8Parameter(w, scale=-1.0)": "ValueError: scale holds -1",
     "FP8Parameter(w, scale=inf)": "ValueError: scale holds inf",
     "FP8Parameter(w, scale=0.0)": "ValueError: scale holds 0",
@@ -142,9 +142,9 @@ TENSORS = {
     "f'{p:.2f}'": "TypeError: unsupported format string",
 }
 SCALES = {
-    "blocks.set_scale_(0.3)": "ValueError: scale holds 0.3: every entry must be a power of two",
-    "blocks.set_scale_(0.0)": "ValueError: scale holds 0: every entry must be a power of two",
-    "blocks.set_scale_(-1.0)": "ValueError: scale holds -1: every entry must be a power of two",
+    "blocks.set_scale_(0.0)": "ValueError: scale holds 0: every entry must be finite, and 2^-126 at least",
+    "blocks.set_scale_(-1.0)": "ValueError: scale holds -1: every entry must be finite, and 2^-126 at least",
+    "blocks.set_scale_(float('inf'))": "ValueError: scale holds inf: every entry must be finite, and 2^-126 at least",
     "blocks.set_scale_(inf)": "ValueError: scale holds inf",
     "blocks.set_scale_(nan)": "ValueError: scale holds nan",
     "blocks.set_scale_(2.0**-127)": "ValueError: those of blocks from 2^-126 to 2^127",

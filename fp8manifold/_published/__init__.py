@@ -1,0 +1,10 @@
+"""Published files of weights in codes: which tensors are codes and which scales, read and written to the byte.
+
+Nothing here opens a file or knows a model: headers come in, and tensors by a function that reads one by its name.
+"""
+
+from fp8manifold._published.found import quantization_of, stored_weights
+from fp8manifold._published.parts import read_parts, written_parts
+from fp8manifold._published.stored import Header, StoredWeight
+
+__all__ = ["Header", "StoredWeight", "quantization_of", "read_parts", "stored_weights", "written_parts"]

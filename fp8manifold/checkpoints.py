@@ -1,0 +1,376 @@
+"""Published FP8 checkpoints: read into models of transformers as they are, trained in place, and written back."""
+
+import json
+import re
+import shutil
+import warnings
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor
+
+from fp8manifold._base.checks import check_choice, check_int, needed
+from fp8manifold._encoded.scaled import Rounding
+from fp8manifold._published import Header, StoredWeight, quantization_of, stored_weights, written_parts
+from fp8manifold._published.naming import entries_of, places_of
+from fp8manifold._published.places import Place, part_of, weight_of
+from fp8manifold._ranks import share_of
+from fp8manifold.huggingface import published_of, reading
+from fp8manifold.nn._loading import put_codes
+from fp8manifold.nn._tensor_files import FileTensors, files_of
+from fp8manifold.parameter import FP8Parameter
+from fp8manifold.random_bits import Draws
+
+__all__ = ["load_fp8", "published_weights", "save_fp8"]
+
+Activations = Literal["float", "as stored"]
+_ACTIVATIONS: Final = ("float", "as stored")
+_BY: Final = "load_fp8"
+_CONFIG: Final = "config.json"
+_GENERATION: Final = "generation_config.json"
+_OF_SERVER: Final = "hf_quant_config.json"
+_DOCUMENTS: Final = (_CONFIG, _GENERATION, _OF_SERVER)
+_INDEX: Final = "model.safetensors.index.json"
+_INPUT: Final = ("input_scale", "activation_scale")
+#: of a repository: weights, settings, and what a tokenizer is made of
+_WANTED: Final = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
+_OF_HUB: Final = ("revision", "token", "cache_dir", "local_files_only", "force_download")
+_DTYPES: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def load_fp8(
+    folder: str | Path,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cpu",
+    activations: Activations = "float",
+    rounding: Rounding = "stochastic",
+    draws: Draws = "independent",
+    seed: int = 0,
+    **options: Any,
+) -> Any:
+    """Read a published FP8 model as it is into one of transformers whose weights are codes that can be trained.
+
+    .. math:: w = s \\cdot \\operatorname{decode}(code)
+    """
+    check_choice("activations", activations, _ACTIVATIONS)
+    check_int("seed", seed, 0, 2**31 - 1)
+    library = needed("transformers", "hf", _BY)
+    place = _folder_of(folder, {key: options.pop(key) for key in _OF_HUB if key in options})
+    with closing(FileTensors(files_of(place))) as tensors:
+        layout = _Layout(_described(place, tensors))
+        if not layout.stored:
+            raise ValueError(f"{str(place)!r} has no weight in FP8 codes: read it with from_pretrained")
+        how = {"rounding": rounding, "draws": draws, "dtype": dtype, "device": device}
+        reader = _Reader(tensors, layout, how, seed, activations)
+        config = library.AutoConfig.from_pretrained(place)
+        vars(config).pop("quantization_config", None)
+        model, said = _class_of(library, config).from_pretrained(
+            None,
+            config=config,
+            state_dict=reader.floats,
+            dtype=dtype,
+            quantization_config=reading(layout.published, reader),
+            output_loading_info=True,
+            **options,
+        )
+        if missing := sorted(said["missing_keys"]):
+            raise ValueError(f"the model has {missing[0]!r}, which {str(place)!r} lacks")
+        _check_floats_kept(model, tensors, layout)
+    if model.can_generate() and (place / _GENERATION).is_file():
+        model.generation_config = library.GenerationConfig.from_pretrained(place)
+    return model.to(device)
+
+
+def save_fp8(model: Any, folder: str | Path) -> None:
+    """Write a model that :func:`load_fp8` read, in the layout and the files it came in."""
+    published = published_of(model)
+    if published is None:
+        raise ValueError("the model does not say in which FP8 layout it came, as one that fm.load_fp8 read does")
+    layout = _Layout(published)
+    layout.find(model)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file = needed("safetensors.torch", "hf", "save_fp8").save_file
+    entries = entries_of(model)
+    where: dict[str, str] = {}
+    total = 0
+    with closing(_Source(layout)) as source:
+        for file, said in published["files"].items():
+            made: dict[str, Tensor] = {}
+            for name in said["tensors"]:
+                if name not in made:
+                    made |= _written(name, layout, entries, source)
+            tensors = _apart({name: made[name].detach().cpu().contiguous() for name in said["tensors"]})
+            where |= dict.fromkeys(tensors, file)
+            total += sum(tensor.nbytes for tensor in tensors.values())
+            save_file(tensors, _beside(folder / file), said["metadata"])
+    texts = dict(published["documents"])
+    if "index" in published:
+        about = dict(published["index"])
+        about |= {"total_size": total} if "total_size" in about else {}
+        texts[_INDEX] = json.dumps({"metadata": about, "weight_map": where}, indent=2, sort_keys=True) + "\n"
+    for name, text in texts.items():
+        _beside(folder / name).write_text(text, "utf-8")
+    for name in (*published["files"], *texts):  # whole or not at all, and never into a file that is mapped
+        _beside(folder / name).replace(folder / name)
+    _copy_others(published, folder)
+
+
+def _copy_others(published: Mapping[str, Any], folder: Path) -> None:
+    """Copy what a server needs beside the weights, such as the tokenizer, from where the model was read."""
+    place = Path(published["source"])
+    gone = [name for name in published["others"] if not (place / name).is_file()]
+    if gone:
+        warnings.warn(f"{', '.join(gone)}: not in {str(place)!r} any more, and so not copied", UserWarning, stacklevel=3)
+    for name in published["others"]:
+        if name not in gone and (place / name).resolve() != (folder / name).resolve():
+            shutil.copyfile(place / name, folder / name)
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f"{path.name}.tmp")
+
+
+def published_weights(folder: str | Path, **options: Any) -> dict[str, StoredWeight]:
+    """The weights that a published model has in codes, by name; nothing is read, and a float model has none."""
+    place = _folder_of(folder, options)
+    with closing(FileTensors(files_of(place))) as tensors:
+        return _Layout(_described(place, tensors)).stored
+
+
+def _folder_of(folder: str | Path, options: Mapping[str, Any]) -> Path:
+    """A folder, or that of a model's name in the hub's cache."""
+    if Path(folder).is_dir():
+        return Path(folder).resolve()
+    hub = needed("huggingface_hub", "hf", _BY)
+    return Path(hub.snapshot_download(str(folder), allow_patterns=_WANTED, **options))
+
+
+def _class_of(library: Any, config: Any) -> Any:
+    names = config.architectures or []
+    found = next((kind for name in names if (kind := getattr(library, name, None)) is not None), None)
+    if found is None:
+        raise ValueError(f"config.json has architectures={names!r}: the name of a class of transformers is needed")
+    return found
+
+
+# What a folder is: words and numbers that travel with a model's settings
+
+
+def _described(place: Path, tensors: FileTensors) -> dict[str, Any]:
+    files: dict[str, Any] = {}
+    for name in tensors.names():
+        header = tensors.header(name)
+        said = files.setdefault(header.file, {"metadata": tensors.metadata(name), "tensors": {}})
+        said["tensors"][name] = [header.dtype, list(header.shape)]
+    documents = {name: (place / name).read_text("utf-8") for name in _DOCUMENTS if (place / name).is_file()}
+    if _CONFIG not in documents:
+        raise FileNotFoundError(f"{str(place)!r} has no {_CONFIG}: give the folder of a model of transformers")
+    known = {*files, *_DOCUMENTS, _INDEX}
+    others = sorted(each.name for each in place.iterdir() if each.is_file() and each.name not in known)
+    described = {"source": str(place), "files": files, "documents": documents, "kept": {}, "others": others}
+    if (place / _INDEX).is_file():
+        described["index"] = json.loads((place / _INDEX).read_text("utf-8")).get("metadata", {})
+    return described
+
+
+class _Layout:
+    """What the tensors of a folder are, by its description and, once it is found in a model, where that has them."""
+
+    def __init__(self, published: dict[str, Any]) -> None:
+        self.published = published
+        self.headers = {
+            name: Header(dtype, tuple(shape), file)
+            for file, said in published["files"].items()
+            for name, (dtype, shape) in said["tensors"].items()
+        }
+        config, of_server = (json.loads(published["documents"].get(name, "null")) for name in (_CONFIG, _OF_SERVER))
+        self.stored = stored_weights(self.headers, quantization_of(config, of_server))
+        self.weight_of = {name: each for each in self.stored.values() for name in (each.codes, each.scale)}
+        self.extras = {name for each in self.stored.values() for name in each.extras}
+        self.floats = [name for name in self.headers if name not in self.weight_of and name not in self.extras]
+        self.places: dict[str, Place] = {}
+
+    def find(self, model: Any) -> None:
+        """Look for every tensor in a model."""
+        shapes = {name: self.headers[name].shape for name in self.floats}
+        self.places = places_of(model, shapes | {name: each.shape for name, each in self.stored.items()})
+
+    @property
+    def left(self) -> list[str]:
+        """Tensors of floats, codes and scales that the model has no place for."""
+        names = {name: each.name for name, each in self.weight_of.items()} | {name: name for name in self.floats}
+        return [name for name, own in names.items() if own not in self.places]
+
+
+# Reading
+
+
+class _Reader:
+    """Reads codes before transformers reads the floats, and puts them in afterwards."""
+
+    def __init__(
+        self, tensors: FileTensors, layout: _Layout, options: dict[str, Any], seed: int, activations: Activations
+    ) -> None:
+        self._tensors, self._layout, self._options, self._seed = tensors, layout, options, seed
+        self._activations = activations
+        self._made: dict[str, FP8Parameter] = {}
+        self._scales: dict[str, Tensor] = {}
+        self._aside: dict[str, Any] = {}
+        self.floats: dict[str, Any] = {}
+        """Floats for transformers to read, once it is known which the model has."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Reader":
+        """Itself: settings are copied, and files are not."""
+        return self
+
+    def wants(self, name: str) -> bool:
+        """Whether a tensor that transformers reads becomes codes, which none does."""
+        return False
+
+    def begin(self, model: Any) -> None:
+        """Read every weight in codes, one tensor at a time, and take its place out of a model without values."""
+        layout = self._layout
+        layout.find(model)
+        self._keep()
+        self._check_left(model)
+        self.floats |= {name: self._tensors.part(name) for name in layout.floats if name in layout.places}
+        tied: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+        by_target: dict[str, list[StoredWeight]] = {}
+        for name, stored in layout.stored.items():
+            if name in layout.places:
+                by_target.setdefault(layout.places[name].target, []).append(stored)
+        floats = {layout.places[name].target: name for name in self.floats}
+        for number, (target, parts) in enumerate(by_target.items()):
+            if target in floats:
+                raise ValueError(f"{parts[0].codes!r} is in codes, {floats[target]!r} is not: the model has both in {target!r}")
+            if target in tied or target in tied.values():
+                raise ValueError(f"{parts[0].codes!r} is in codes, and tied in the model: config.json says tie_word_embeddings")
+            own = model.get_parameter(target)
+            places = [(layout.places[each.name].index, each) for each in parts]
+            seed = (self._seed << 32) + number
+            self._made[target] = weight_of(
+                target, places, own.shape, self._tensors.read, self._tensors.was_read, seed=seed, **self._options
+            )
+            if self._activations != "float":
+                self._take_input_scale(target, parts)
+            owner, _, entry = target.rpartition(".")
+            module = model.get_submodule(owner)
+            self._aside[target], module._parameters[entry] = own, None
+            module._is_hf_initialized = True  # there is nothing to initialise
+        if self._activations != "float" and not self._scales:
+            raise ValueError("activations='as stored', and no layer of the files has an input_scale: take 'float'")
+
+    def finish(self, model: Any) -> None:
+        """Put the codes in."""
+        for target, own in self._aside.items():
+            owner, _, entry = target.rpartition(".")
+            model.get_submodule(owner)._parameters[entry] = own
+        put_codes(model, self._made, self._scales)
+
+    def _keep(self) -> None:
+        """Let small tensors that the model has no place for travel with its settings."""
+        layout = self._layout
+        small = [name for name in layout.left if layout.headers[name].shape in ((), (1,))]
+        layout.published["kept"] = {
+            name: self._tensors.read(name).tolist() for name in (*sorted(layout.extras), *small) if name in layout.headers
+        }
+
+    def _check_left(self, model: Any) -> None:
+        patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq"]
+        for name in self._layout.left:
+            if name not in self._layout.published["kept"] and not any(re.search(each, name) for each in patterns):
+                raise ValueError(f"{name!r} of {self._layout.headers[name].file!r} has no place in the model")
+
+    def _take_input_scale(self, target: str, parts: list[StoredWeight]) -> None:
+        names = [name for each in parts for name in each.extras if name.endswith(_INPUT)]
+        if len(parts) > 1 and names:
+            raise ValueError(f"activations='as stored', and {target!r} has {len(names)} input scales: take 'float'")
+        if names:
+            self._scales[target] = self._tensors.read(names[0]).float().reshape(())
+
+
+def _check_floats_kept(model: Any, tensors: FileTensors, layout: _Layout) -> None:
+    """Refuse a dtype that the numbers of a file don't fit in: they could not be written back."""
+    entries = entries_of(model)
+    for name in layout.floats:
+        if (place := layout.places.get(name)) is None:
+            continue
+        held = entries[place.target][place.index]
+        dtype = layout.headers[name].dtype
+        if _DTYPES.get(dtype, held.dtype) == held.dtype:
+            continue
+        value = tensors.read(name)
+        if not torch.equal(held.to(value), value):
+            raise ValueError(
+                f"{name!r} of {layout.headers[name].file!r} is {dtype}, of which {held.dtype} has not every number: give "
+                "dtype=torch.float32"
+            )
+
+
+# Writing
+
+
+class _Source:
+    """The folder that a model came from, opened only where it has something that the model does not."""
+
+    def __init__(self, layout: _Layout) -> None:
+        names = [name for name in layout.left if name not in layout.published["kept"]]
+        self._tensors: FileTensors | None = None
+        if not names:
+            return
+        place = Path(layout.published["source"])
+        if not place.is_dir():
+            raise FileNotFoundError(
+                f"{str(place)!r} is not there any more: {names[0]!r}, which the model has no place for, is copied from it"
+            )
+        self._tensors = FileTensors(files_of(place))
+        for name in names:
+            if self._tensors.names().count(name) != 1 or self._tensors.header(name) != layout.headers[name]:
+                raise ValueError(f"{name!r} in {str(place)!r} is not what it was when the model was read")
+
+    def read(self, name: str) -> Tensor:
+        assert self._tensors is not None
+        return self._tensors.read(name)
+
+    def close(self) -> None:
+        if self._tensors is not None:
+            self._tensors.close()
+
+
+@torch.no_grad()
+def _written(name: str, layout: _Layout, entries: Mapping[str, Tensor], source: _Source) -> dict[str, Tensor]:
+    """A tensor of the files by its name, with those that are written together with it."""
+    kept, header = layout.published["kept"], layout.headers[name]
+    if name in kept:
+        return {name: torch.tensor(kept[name], dtype=_DTYPES[header.dtype])}
+    stored = layout.weight_of.get(name)
+    place = layout.places.get(name if stored is None else stored.name)
+    if place is None:
+        return {name: source.read(name)}
+    own = entries[place.target]
+    if share_of(own) is not None:
+        raise TypeError(f"{place.target!r} is sharded: save the model in one process")
+    if stored is not None:
+        if not isinstance(own, FP8Parameter):
+            raise ValueError(f"{place.target!r} is in codes no more: {name!r} can't be written back")
+        return written_parts(stored, part_of(own, place, stored))
+    value = own[place.index]
+    if isinstance(own, FP8Parameter):
+        raise ValueError(f"{place.target!r} is in codes, and {name!r} is {header.dtype}: it can't be written back")
+    narrow = value.to(_DTYPES[header.dtype]) if header.dtype in _DTYPES else value
+    return {name: narrow if torch.equal(narrow.to(value.dtype), value) else value}
+
+
+def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors none of which is another: safetensors writes no tied ones."""
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        if tensor.data_ptr() in seen:
+            tensors[name] = tensor.clone()
+        seen.add(tensor.data_ptr())
+    return tensors
