@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fp8manifold._base.checks import check_choice, needed
 from fp8manifold._encoded.dispatch import FLOAT8
 from fp8manifold._encoded.storage import SQUARE
+from fp8manifold._encoded.stored_scale import are_powers_of_two, as_kept
 from fp8manifold._ranks import share_of
 from fp8manifold.formats import FloatFormat
 from fp8manifold.grid import decode
@@ -31,18 +32,19 @@ _FORMATS: Final = {"compressed-tensors": ("E4M3",), "fp8": ("E4M3",), "torchao":
 _STRATEGIES: Final[dict[str, dict[str, Any]]] = {
     "tensor": {"strategy": "tensor"},
     "channel": {"strategy": "channel"},
+    "group": {"strategy": "group", "group_size": BLOCK_SIZE},
     "block": {"strategy": "group", "group_size": BLOCK_SIZE, "scale_dtype": "torch.uint8"},
 }
 #: of a layer's inputs, which a server rounds as they come: a scale a token, or one for 32 of its values (MXFP8)
 _DYNAMIC: Final[dict[str, dict[str, Any]]] = {
     "tensor": {"strategy": "token"},
     "channel": {"strategy": "token"},
+    "group": _STRATEGIES["group"],
     "block": _STRATEGIES["block"],
 }
 _SQUARES: Final = "a scale for each square of 128 x 128"
 _OTHERS: Final = "one for a tensor, a row or a block of 32"
 _WAYS: Final = ("take layout='fp8'", "quantise with granularity='square', or take another layout")
-_E8M0_BIAS: Final = 127
 _OF_WEIGHT: Final = frozenset(f"weight{suffix}" for suffix in PARTS if suffix)
 _PLAIN, _BLOCKS, _MIXED = "float-quantized", "mxfp8-quantized", "mixed-precision"
 
@@ -55,8 +57,8 @@ def exported_state_dict(
     .. math:: w = s \\cdot \\operatorname{decode}(code)
 
     - ``compressed-tensors``: ``weight`` is float8_e4m3fn, ``weight_scale`` float32 of shape ``(1,)`` or ``(R, 1)``
-      (format ``float-quantized``), or uint8 exponents ``(R, C/32)`` (E8M0, format ``mxfp8-quantized``) where blocks of
-      32 have scales.
+      (format ``float-quantized``), or where blocks of 32 have scales uint8 exponents ``(R, C/32)`` (E8M0, format
+      ``mxfp8-quantized``), or float32 unless all are powers of two.
     - ``torchao``: ``weight`` is a ``Float8Tensor``, whose ``block_size`` is that of what shares a scale.
     - ``fp8``: ``weight`` is float8_e4m3fn, ``weight_scale_inv`` float32 ``(R/128, C/128)``, rounded up: the layout of
       DeepSeek-V3, which transformers (``FineGrainedFP8Config``), vLLM and SGLang read, of a model that was quantised
@@ -85,7 +87,7 @@ def exported_state_dict(
         TypeError: no module, or one that several processes hold a part of each.
         ValueError: an unknown layout, activations that it can't describe, a format that it has no dtype for, scales of
             another shape than it takes, a layer that it does not take (transformers' ``Conv1D``), values between those
-            of the format, a block scale that is no E8M0, or no quantised weight.
+            of the format, or no quantised weight.
 
     Warns:
         UserWarning: with ``fp8``, once, of matrices that end in a partial square after a whole one, which transformers'
@@ -214,7 +216,9 @@ class _Weight:
             return "square"
         if not self.scale.dim():
             return "tensor"
-        return "channel" if self.scale.shape[-1] == 1 else "block"
+        if self.scale.shape[-1] == 1:
+            return "channel"
+        return "block" if are_powers_of_two(self.scale) else "group"
 
 
 @torch.no_grad()
@@ -280,11 +284,8 @@ def _is_for_training(name: str, layers: dict[str, QuantizedLinear]) -> bool:
 
 def _compressed(weight: _Weight) -> dict[str, Tensor]:
     scale = weight.scale.reshape(1) if weight.shares == "tensor" else weight.scale
-    if weight.shares == "block" and not scale.is_meta:
-        exponents = torch.frexp(scale).exponent - 1 + _E8M0_BIAS
-        if bool((torch.ldexp(torch.ones_like(scale), exponents - _E8M0_BIAS) != scale).any() | (exponents < 0).any()):
-            raise ValueError(f"{weight.name!r} has a block scale that is no E8M0: a power of two, 2^-127 at least")
-        scale = exponents.to(torch.uint8)
+    if weight.shares == "block":
+        scale = as_kept(scale, blocks=True)
     return {weight.name: weight.codes.view(FLOAT8[weight.format]), f"{weight.name}_scale": scale}
 
 
@@ -338,7 +339,7 @@ def _squares_config(weights: list[_Weight], left: list[str]) -> dict[str, Any]:
 
 def _float8_tensors(weight: _Weight) -> dict[str, Tensor]:
     rows, columns = weight.codes.shape
-    block = {"tensor": [rows, columns], "channel": [1, columns], "block": [1, BLOCK_SIZE]}[weight.shares]
+    block = {"tensor": [rows, columns], "channel": [1, columns]}.get(weight.shares, [1, BLOCK_SIZE])
     scale = weight.scale.reshape(1, 1) if weight.shares == "tensor" else weight.scale
     made = needed("torchao.quantization", "torchao", "layout='torchao'").Float8Tensor
     return {weight.name: made(weight.codes.view(FLOAT8[weight.format]), scale, block_size=block, dtype=weight.dtype)}

@@ -1,4 +1,4 @@
-"""Weights that live in one byte each: codes of a float format and power-of-two scales, usable as any tensor is."""
+"""Weights that live in one byte each: codes of a float format and scales, usable as any tensor is."""
 
 import hashlib
 import logging
@@ -21,7 +21,6 @@ from fp8manifold._encoded.storage import (
     codes_of,
     decode_runs,
     dequantize_codes,
-    expand_scale,
     is_traced,
     next_codes,
     runs_of_rows,
@@ -29,6 +28,7 @@ from fp8manifold._encoded.storage import (
     void_remainder,
 )
 from fp8manifold._encoded.stored_scale import (
+    are_powers_of_two,
     decoded_scale,
     describe_change,
     describe_scale,
@@ -56,9 +56,13 @@ _KEPT_SCALE: Final = ("kept_scale", "exponents", "scale")
 
 
 class FP8Tensor(ScaledTensor):
-    """A tensor that holds a code of at most eight bits for every value, and power-of-two scales.
+    """A tensor that holds a code of at most eight bits for every value, and scales that they share.
 
     .. math:: w = s \\cdot \\operatorname{decode}(code)
+
+    Scales of its own making are powers of two, so that products are exact.  Others are those of a file, in which
+    ``s`` is mostly the largest magnitude by that of the format: the product is rounded to float32, and from there to
+    bfloat16.  A value that an operator leaves as it is keeps its code.
 
     To torch it is a float32 or bfloat16 tensor.  Operators decode it when they run, and autograd keeps codes.  An
     operator that writes in place (``add_``, ``copy_``, those of torch's own optimizers) decodes, runs in float32 and
@@ -75,8 +79,8 @@ class FP8Tensor(ScaledTensor):
             one scale instead of channels.
         headroom: of the scale, as in :func:`fp8manifold.storage_scale`, but that None takes 1 in a format of few
             binades: our optimizers double a scale as soon as its end is reached.  Other optimizers need 2 or more.
-        scale: the scale itself, in place of ``headroom``: a power of two, or a tensor of them of the granularity's
-            shape.  What lies beyond its range saturates.
+        scale: the scale itself, in place of ``headroom``: a positive normal number, rounded to float32, or a tensor of
+            them of the granularity's shape.  What lies beyond its range saturates.
         rounding: how values written in place are rounded: ``stochastic`` or ``nearest``.
         seed: key of the random bits of ``stochastic``, one for each tensor; None: from torch's default generator.
         dtype: what it appears as, float32 or bfloat16; by default that of ``w``, or float32.
@@ -87,10 +91,12 @@ class FP8Tensor(ScaledTensor):
 
     Attributes:
         codes: uint8, in the shape of the tensor.
-        scale: float32 powers of two: ``()``, ``(R, 1, .., 1)``, ``(.., 1)``, ``(.., C/32)`` or ``(.., R/128, C/128)``,
-            rounded up.  Of blocks and squares it is a copy, in which nothing is to be written: take
-            :meth:`set_scale_`, or :meth:`rescale_` where values are to stay.
-        exponents: of blocks and squares what is kept: uint8, ``127 + log2(scale)``, as in E8M0; otherwise None.
+        scale: float32: ``()``, ``(R, 1, .., 1)``, ``(.., 1)``, ``(.., C/32)`` or ``(.., R/128, C/128)``, rounded up.
+            It may be a copy, in which nothing is to be written: take :meth:`set_scale_`, or :meth:`rescale_` where
+            values are to stay.
+        kept_scale: their memory: of blocks and squares uint8, ``127 + log2(scale)``, as in E8M0, unless they were given
+            scales that are no powers of two; otherwise float32.
+        exponents: that memory where it is uint8, otherwise None.
         format: the :class:`FloatFormat`.
         block_size: 32, ``(128, 128)`` of squares, or None where neither have scales.
         counter: int64, advanced by every stochastic write, so that no draw is used twice; part of the state.
@@ -101,8 +107,8 @@ class FP8Tensor(ScaledTensor):
 
     Raises:
         TypeError: ``w`` is no float tensor, or an option of another type.
-        ValueError: an unknown format or option, a scale that is no power of two or does not fit, NaN without a code
-            for it, or without ``scale`` any value that is not finite.
+        ValueError: an unknown format or option, a scale that is no positive normal number or does not fit, NaN without
+            a code for it, or without ``scale`` any value that is not finite.
 
     Example:
         >>> w = FP8Tensor(torch.tensor([[0.3, -0.7]]), "E4M3")
@@ -186,12 +192,13 @@ class FP8Tensor(ScaledTensor):
         draws: Draws = "independent",
         requires_grad: bool = False,
     ) -> Self:
-        """Put codes and scales together; the tensors are held, not copied, but for float32 scales of blocks.
+        """Put codes and scales together; the tensors are held, not copied, but for powers of two of blocks.
 
         Args:
             codes: uint8, contiguous.
-            scale: float32 powers of two: ``()``, ``(R, 1, .., 1)``, ``(.., 1)``, with ``block_size=32`` ``(.., C/32)``,
-                or of squares ``(.., R/128, C/128)``, rounded up; of both it may be uint8: exponents as in E8M0.
+            scale: float32, positive and normal: ``()``, ``(R, 1, .., 1)``, ``(.., 1)``, with ``block_size=32``
+                ``(.., C/32)``, or of squares ``(.., R/128, C/128)``, rounded up; of both it may be uint8: exponents as
+                in E8M0, which float32 becomes where all are powers of two.
             fmt, rounding, seed, dtype, draws: as in the constructor.
             block_size: 32 for one scale a block, ``(128, 128)`` for one a square, otherwise None.
             counter: number of stochastic writes so far.
@@ -323,10 +330,12 @@ class FP8Tensor(ScaledTensor):
         key of the draws.
         """
         check_own(self)
-        scale = self.scale
-        warn_if_saturated(values, expand_scale(scale, self.block_size, self.codes.shape), self.format)
-        warn_if_lost(values, scale, self.format, self.granularity)
-        codes = next_codes(self, values, scale, self.rounding, operator)
+        scale = self.expanded_scale()
+        warn_if_saturated(values, scale, self.format)
+        warn_if_lost(values, self.scale, self.format, self.granularity)
+        codes = next_codes(self, values / scale, self.rounding, operator)
+        if self.rounding == "stochastic" and self.exponents is None and not are_powers_of_two(self.scale):
+            codes = torch.where(self._has(values), self.codes, codes)  # the division may leave them a hair off the grid
         self.codes.copy_(codes)
         self._changed()
 
@@ -343,6 +352,15 @@ class FP8Tensor(ScaledTensor):
         left = adopt_parts(self, other)
         self._changed()
         self.remainder = left
+
+    def _in_float32(self) -> Tensor:
+        check_current(self)
+        return dequantize_codes(self.codes, self.scale, self.format, torch.float32, self.block_size)
+
+    def _has(self, values: Tensor) -> Tensor:
+        """Where values are those of the tensor already, as it appears or in float32, to the sign of a zero."""
+        own, bits = self._in_float32(), values.float().view(torch.int32)
+        return (own.view(torch.int32) == bits) | (own.to(self.dtype).float().view(torch.int32) == bits)
 
     def _writes(self) -> int:
         return self.codes._version
@@ -370,10 +388,10 @@ class FP8Tensor(ScaledTensor):
         The residual of the optimizer that steps it goes with it: the sum of both stays, rounded to 1/256 of a step.
 
         Args:
-            scale: powers of two; a number, or a tensor that broadcasts to the shape of ``scale``.
+            scale: positive normal numbers; one, or a tensor that broadcasts to the shape of ``scale``.
 
         Raises:
-            ValueError: a scale that is no power of two, does not fit, or is too narrow for a stored value.
+            ValueError: a scale that is no such number, does not fit, or is too narrow for a stored value.
 
         Example:
             >>> w = FP8Tensor(torch.tensor([1.0, 0.25]), "E4M3", scale=0.125)
@@ -386,8 +404,8 @@ class FP8Tensor(ScaledTensor):
         if left is not None:
             rewrite_together(self, left, new)
         else:
-            values = dequantize_codes(self.codes, self.scale, self.format, torch.float32, self.block_size)
-            self.codes.copy_(next_codes(self, values, new, "stochastic", "rescale_"))
+            units = dequantize_codes(self.codes, self.scale / new, self.format, torch.float32, self.block_size)
+            self.codes.copy_(next_codes(self, units, "stochastic", "rescale_"))
         entry.pop("reference", None)  # S_ref is of the old spacing: the next step computes it anew
         return self.set_scale_(new)
 

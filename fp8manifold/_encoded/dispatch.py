@@ -97,6 +97,10 @@ class EncodedTensor(torch.Tensor):
         """The values as a plain tensor."""
         raise NotImplementedError
 
+    def _in_float32(self) -> Tensor:
+        """The values in float32, with no rounding to what it appears as."""
+        raise NotImplementedError
+
     def _dequantized_view(self, replay: "Replay") -> Tensor:
         """The values of a view of it as a plain tensor."""
         viewed: Tensor = replay(self.dequantize())
@@ -258,13 +262,17 @@ class View(EncodedTensor):
         """The values as a plain tensor."""
         return self.base._dequantized_view(self.replay)
 
+    def _in_float32(self) -> Tensor:
+        viewed: Tensor = self.replay(self.base._in_float32())
+        return viewed
+
     def check_writable(self) -> None:
         """As the base has it."""
         self.base.check_writable()
 
     def write(self, values: Tensor, operator: str = "write") -> None:
         """Into the base, where all other values are on the grid already and stay."""
-        whole = self.base.dequantize()
+        whole = self.base._in_float32()
         self.replay(whole).copy_(values)
         self.base.write(whole, operator)
 
@@ -364,7 +372,7 @@ def _run_writing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], writt
     for x in written:
         if isinstance(x, EncodedTensor):
             x.check_writable()
-            stands_for[id(x)] = x.dequantize().float() if widen else x.dequantize()
+            stands_for[id(x)] = x._in_float32() if widen else x.dequantize()
 
     def argument(x: Tensor) -> Tensor:
         if id(x) in stands_for:

@@ -180,7 +180,7 @@ def _replace(func: Any, x: Any, put: Callable[[Tensor], Any], *, fresh: bool) ->
     if x.numel() != root.numel() or is_traced(root.codes):
         return NotImplemented
     root.check_writable()
-    values = root.dequantize().float()
+    values = root._in_float32()
     put(reduce(lambda viewed, replay: replay(viewed), reversed(replays), values))
     refit_scale_(root, values, fresh=fresh)
     root.write(values, name_of(func))

@@ -1,4 +1,4 @@
-"""Codes and power-of-two scales as a store of weights: from floats, to floats, and what the rounding left.
+"""Codes and scales as a store of weights: from floats, to floats, and what the rounding left.
 
 A scale belongs to what its shape says, to 32 weights of a row, or to a square of 128 x 128: partial squares end the
 rows and columns of a matrix.
@@ -102,7 +102,8 @@ def dequantize_codes(
     """``scale * decode(codes)`` in one pass: the only place where stored weights become floats.
 
     A float32 scale is ``()``, one entry an index of the first axis ``(R, 1, .., 1)``, one a block of the last, or one a
-    square of the last two.  In float32 and bfloat16 every product is exact.
+    square of the last two.  Products are rounded to float32, and from there to ``dtype``; of powers of two they are
+    exact in both.
     """
     if is_traced(codes) or torch.compiler.is_compiling():
         return (decode_bits(codes, fmt) * expand_scale(scale, block_size, codes.shape)).to(dtype)
@@ -206,19 +207,18 @@ def largest_magnitude(codes: Tensor, scale: Tensor, fmt: FloatFormat, block_size
     return decode_known(top.view(scale.shape), fmt) * scale
 
 
-def next_codes(own: Any, values: Tensor, scale: Tensor, rounding: str, operator: str) -> Tensor:
-    """Codes of what ``operator`` writes into a tensor of codes; stochastic rounding advances its counter.
+def next_codes(own: Any, units: Tensor, rounding: str, operator: str) -> Tensor:
+    """Codes of what ``operator`` writes, in units of the scale; stochastic rounding advances the counter.
 
     The draws are independent, whatever the tensor's own are: what an average or a loaded snapshot asks for depends on
     the draws before it.
     """
-    steps = values / expand_scale(scale, own.block_size, own.codes.shape)
     if is_traced(own.codes):
-        return encode_in_graph(steps, own.format, rounding)
+        return encode_in_graph(units, own.format, rounding)
     if rounding == "nearest":
-        return encode(steps, own.format)
+        return encode(units, own.format)
     stream = named_word(operator) if own.by_operator else 0
     key = {"seed": own.seed, "step": int(own.counter), "stream": stream}
-    codes = encode(steps, own.format, "stochastic", **key)
+    codes = encode(units, own.format, "stochastic", **key)
     own.counter.add_(1)
     return codes

@@ -14,6 +14,7 @@ from fp8manifold.grid import round_to_grid
 from fp8manifold.random_bits import named_word, random_bits
 from fp8manifold.scaling import (
     BLOCK_SIZE,
+    ROUNDING_OF_SCALES,
     SaturationWarning,
     StoredGranularity,
     UnderflowWarning,
@@ -127,7 +128,7 @@ def scale_in_float32(scale: float | Tensor, device: torch.device) -> Tensor:
 
 def check_covers(scale: Tensor, largest: Tensor, fmt: FloatFormat) -> None:
     """Raise ValueError unless the largest stored magnitude under each scale is within its range."""
-    beyond = largest > scale * fmt.max
+    beyond = largest > scale * fmt.max * ROUNDING_OF_SCALES
     if bool(beyond.any()):
         top = float(largest[beyond].max())
         raise ValueError(f"scale is too narrow: a stored value of {top:g} needs one of at least {top / fmt.max:g}")
@@ -156,19 +157,19 @@ def broadcasts_to(shape: torch.Size, other: torch.Size) -> bool:
 
 
 def describe_scale(scale: Tensor) -> str:
-    """``2^-5``, or ``2^-5..2^-3`` where there are several."""
+    """``2^-5``, ``1.5*2^-7`` or ``2^-5..2^-3`` where there are several."""
     if is_traced(scale) or not scale.numel():
         return "?"
-    low, high = _exponents(scale)
-    return f"2^{low}" if scale.dim() == 0 else f"2^{low}..2^{high}"
+    low, high = _ends(scale, "")
+    return low if scale.dim() == 0 else f"{low}..{high}"
 
 
 def describe_change(old: Tensor, new: Tensor) -> str:
     """How many scales change, and by how much."""
     if not old.numel():
         return "no scale to change"
-    low, high = _exponents(new / old)
-    return f"{int((old != new).sum())} of {old.numel()} scales changed, by 2^{low:+d} to 2^{high:+d}"
+    low, high = _ends(new / old, "+")
+    return f"{int((old != new).sum())} of {old.numel()} scales changed, by {low} to {high}"
 
 
 def warn_if_saturated(values: Tensor, scale: Tensor, fmt: FloatFormat) -> None:
@@ -224,15 +225,16 @@ def refit_scale_(x: Any, values: Tensor, *, fresh: bool) -> None:
     new = refitted_scale(amax, torch.where(amax > 0, 0.0, old) if fresh else old, x.format)
     if torch.equal(new, old):
         return
-    units = values / x.expanded_scale()
-    if fresh or not torch.equal(round_to_grid(units, x.format), units):
+    points = round_to_grid(values / x.expanded_scale(), x.format) * x.expanded_scale()
+    if fresh or not bool(((points == values) | (points.to(x.dtype) == values)).all()):
         _LOG.info("%s of shape %s: %s", x.format.name, tuple(x.shape), describe_change(old, new))
         x.set_scale_(new)
 
 
-def _exponents(scale: Tensor) -> tuple[int, int]:
-    low, high = torch.frexp(torch.stack(torch.aminmax(scale))).exponent.tolist()
-    return low - 1, high - 1
+def _ends(scale: Tensor, sign: str) -> list[str]:
+    """The least and the largest as a factor and a power of two."""
+    ends = zip(*map(Tensor.tolist, torch.frexp(torch.stack(torch.aminmax(scale)))), strict=True)
+    return [f"{2 * m:.6g}*".removeprefix("1*") + f"2^{e - 1:{sign}d}" for m, e in ends]
 
 
 _BITS = 8

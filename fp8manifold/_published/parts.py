@@ -32,6 +32,11 @@ Quantisers write 0 where all weights are 0, or by 0 / 0 NaN: no value depends on
 """
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """What safetensors calls a dtype of codes or of scales; any other as torch has it."""
+    return next((name for name, known in _DTYPES.items() if known is dtype), str(dtype))
+
+
 def read_parts(stored: StoredWeight, read: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
     """Codes, uint8, and scales as :meth:`fp8manifold.FP8Tensor.from_codes` takes them with ``stored.block_size``.
 

@@ -11,6 +11,8 @@ from fp8manifold._encoded.dispatch import DTYPES, FLOAT8, as_codes, float8_forma
 from fp8manifold._encoded.operators import checked_remainder
 from fp8manifold._encoded.scaled import DRAWS, ROUNDINGS, Traits
 from fp8manifold._encoded.storage import block_size_of, number_of
+from fp8manifold._encoded.stored_scale import as_kept
+from fp8manifold._published import Header, dtype_name, read_parts, stored_weights
 from fp8manifold._ranks import local_of, share_of, spread
 from fp8manifold.formats import LAYOUTS, FloatFormat
 from fp8manifold.nn._tensor_files import refuse_codes
@@ -65,18 +67,18 @@ def parts_of(name: str, weight: Tensor) -> dict[str, Tensor]:
     """
     held: FP8Tensor = local_of(weight)
     scale = spread(weight, held.kept_scale) if held.kept_scale.dim() else held.kept_scale
-    traits = torch.tensor(_numbers(held._traits()), device=held.device)
+    traits = torch.tensor(_numbers(held._traits(), floats=held.exponents is None), device=held.device)
     left = [] if held.remainder is None else [spread(weight, held.remainder)]
     parts = (spread(weight, held.codes), scale, held.counter, traits, *left)
     return {name + suffix: part for suffix, part in zip(PARTS, parts, strict=False)}
 
 
-def _numbers(traits: Traits) -> list[int]:
-    fmt = traits.format
+def _numbers(traits: Traits, *, floats: bool) -> list[int]:
+    fmt, size = traits.format, number_of(traits.block_size)
     return [
         *(fmt.exponent_bits, fmt.mantissa_bits, fmt.bias, LAYOUTS.index(fmt.layout)),
         *(ROUNDINGS.index(traits.rounding), traits.seed, DTYPES.index(traits.dtype)),
-        *(number_of(traits.block_size), int(traits.by_operator), DRAWS.index(traits.draws)),
+        *(-size if floats else size, int(traits.by_operator), DRAWS.index(traits.draws)),
     ]
 
 
@@ -100,30 +102,30 @@ def gather_parts(state: dict[str, Any], name: str, own: Tensor) -> None:
     if is_in_codes(saved):  # a tensor of codes itself, as earlier versions had it in states
         state[name] = _going_on(local_of(saved).with_parts(lambda part: part), saved)
         return
+    if hasattr(saved, "qdata"):  # torchao's Float8Tensor, which is both
+        state[name + "_scale"] = saved.scale
+        saved = state[name] = saved.qdata
     known = name + "_traits"
     if not holds_codes(saved) and known in state:
         raise ValueError(
             f"{name} holds {saved.dtype}, and by {known} it is codes, which can't be averaged or cast: average "
             f"decoded weights (fm.averaged_model), or leave out {name}_scale, {name}_counter and {known}"
         )
-    if not holds_codes(saved) or name + "_scale" not in state:
+    if not holds_codes(saved) or not {name + "_scale", name + "_scale_inv"} & state.keys():
         refuse_codes(name, saved.dtype, state)
         return
+    if known not in state:
+        options = _take_published(state, name, saved, local_of(own))
     scale, counter, traits, left = (state.pop(name + suffix, None) for suffix in PARTS[1:])
-    if traits is None and counter is not None:
-        raise ValueError(
-            f"{name} has a {name}_counter and no {known}, as in files of earlier versions, whose header says what it "
-            "is: pass their tensors and metadata through fm.unflatten_state_dict"
-        )
-    options = _read_traits(name, traits) if traits is not None else _assumed(name, saved, local_of(own))
-    scale = scale if scale.dtype == torch.uint8 else scale.float()  # bytes are exponents of blocks
-    if scale.shape == (1,) and saved.dim() > 1:  # as compressed-tensors has the scale of a whole tensor
-        scale = scale.reshape(())
+    if traits is not None:
+        options = _read_traits(name, traits, scale)
     try:
         codes = _rows_here(saved, own)
         scale = _rows_here(scale, own) if scale.dim() else scale
         kind = type(local_of(own)) if is_in_codes(own) and share_of(own) is not None else FP8Parameter
         made = kind.from_codes(as_codes(codes), scale, counter=0 if counter is None else counter, **options)
+        if made.block_size and scale.dtype is torch.float32:  # which no process decides by its own rows
+            made.kept_scale = scale
         made.remainder = checked_remainder(None if left is None else _rows_here(left, own), codes)
         state[name] = _going_on(made, own)
     except (ValueError, TypeError) as error:
@@ -160,11 +162,13 @@ def unflatten_state_dict(tensors: Mapping[str, Tensor], metadata: Mapping[str, s
     keeps to the bit (safetensors, ``torch.save``, distributed checkpoints, accelerate, transformers):
 
     - ``w``: the codes, uint8;
-    - ``w_scale``: float32 powers of two, of blocks and squares uint8 exponents, 127 + log2, as in E8M0;
+    - ``w_scale``: float32, of blocks and squares uint8 exponents, 127 + log2, as in E8M0, unless they were given
+      scales that are no powers of two;
     - ``w_counter``: int64, how many stochastic writes there were;
     - ``w_remainder``: int8, what rounding left, where it is kept: until an optimizer has taken it;
     - ``w_traits``: ten int64: exponent bits, mantissa bits, bias, number of the layout, of the rounding, seed, number
-      of the dtype, block size or 0, whether an operator's name enters its draws, and how these follow each other.
+      of the dtype, block size or 0, negative of scales in float32, whether an operator's name enters its draws, and
+      how these follow each other.
 
     ``load_state_dict`` takes them, in quantised layers of every storage; so it takes codes and scales alone, as
     compressed-tensors has them.  Weights that ``fully_shard`` has spread over processes have parts that are spread.
@@ -198,14 +202,14 @@ def unflatten_state_dict(tensors: Mapping[str, Tensor], metadata: Mapping[str, s
             name = key.removeprefix(_EARLIER)
             if lacking := [name + suffix for suffix in PARTS[:3] if name + suffix not in state]:
                 raise ValueError(f"tensors lack {lacking[0]!r}, which the metadata name")
-            state[name + "_traits"] = _read_line(name, line)
+            state[name + "_traits"] = _read_line(name, line, floats=state[name + "_scale"].dtype != torch.uint8)
     for name in [key.removesuffix("_traits") for key in state if key.endswith("_traits")]:
         if isinstance(state.get(name), Tensor) and name + "_scale" in state:
             gather_parts(state, name, state[name])
     return state
 
 
-def _read_line(name: str, line: str) -> Tensor:
+def _read_line(name: str, line: str, *, floats: bool) -> Tensor:
     """The numbers of what an earlier version said of a weight in a file's header, in JSON."""
     try:
         said = json.loads(line)
@@ -214,20 +218,25 @@ def _read_line(name: str, line: str) -> Tensor:
         fmt = FloatFormat.from_string(said["format"])
         traits = Traits(fmt, said["rounding"], said["seed"], dtype, block_size, said["by_operator"], said["draws"])
         traits.check()
-        return torch.tensor(_numbers(traits))
+        return torch.tensor(_numbers(traits, floats=floats))
     except (ValueError, TypeError, KeyError, StopIteration) as error:
         raise ValueError(f"{name!r} can't be put together from {line!r:.200}: {error!r:.200}") from None
 
 
-def _read_traits(name: str, traits: Tensor) -> dict[str, Any]:
+def _read_traits(name: str, traits: Tensor, scale: Tensor) -> dict[str, Any]:
     try:
         exponent, mantissa, bias, layout, rounding, seed, dtype, block, by_operator, draws = traits.tolist()
+        if block and (block > 0) is not (scale.dtype is torch.uint8):
+            raise ValueError(
+                f"{name}_scale is {scale.dtype}, and was {'exponents' if block > 0 else 'torch.float32'} when it was "
+                "saved: who read it cast it; read it into a tensor of that dtype, or load a file into a new model first"
+            )
         return {
             "fmt": FloatFormat(exponent, mantissa, bias, _one_of(LAYOUTS, layout)),
             "rounding": _one_of(ROUNDINGS, rounding),
             "seed": seed,
             "dtype": _one_of(DTYPES, dtype),
-            "block_size": block_size_of(block),
+            "block_size": block_size_of(abs(block)),
             "by_operator": bool(by_operator),
             "draws": _one_of(DRAWS, draws),
         }
@@ -241,17 +250,37 @@ def _one_of(known: tuple[Any, ...], index: int) -> Any:
     return known[index]
 
 
-def _assumed(name: str, saved: Tensor, weight: Tensor) -> dict[str, Any]:
-    """What a file of another library leaves out is as the layer has it."""
-    fmt = float8_format(saved.dtype)
-    if fmt is None:
+def _take_published(state: dict[str, Any], name: str, saved: Tensor, weight: Tensor) -> dict[str, Any]:
+    """Put the scale of another library's file as our own states have it; what that leaves out is as the layer has it.
+
+    Raises:
+        ValueError: an earlier version's state, codes of no known format, or scales that are not understood.
+    """
+    if name + "_counter" in state:
+        raise ValueError(
+            f"{name} has a {name}_counter and no {name}_traits, as in files of earlier versions, whose header says "
+            "what it is: pass their tensors and metadata through fm.unflatten_state_dict"
+        )
+    if float8_format(saved.dtype) is None:
         raise ValueError(f"{name} holds uint8 codes, and {name}_traits, which say of which format, are missing")
+    beside = {name: saved} | {
+        key: x for key, x in state.items() if key.startswith(name + "_") and isinstance(x, Tensor)
+    }
+    headers = {key: Header(dtype_name(x.dtype), tuple(x.shape), "the state dict") for key, x in beside.items()}
+    (stored,) = stored_weights(headers).values()
+    scale = state.pop(stored.scale)
+    if share_of(saved) is None:
+        _, scale = read_parts(stored, {stored.codes: saved, stored.scale: scale}.__getitem__)
+        scale = as_kept(scale, blocks=stored.block_size is not None)
+    else:
+        scale = scale if scale.dtype is torch.uint8 else scale.float()
+    state[name + "_scale"] = scale
     own = weight if isinstance(weight, FP8Tensor) else None
     return {
-        "fmt": fmt,
+        "fmt": stored.format,
         "rounding": own.rounding if own is not None else "stochastic",
         "seed": own.seed if own is not None else 0,
         "dtype": weight.dtype if weight.dtype in DTYPES else torch.float32,
-        "block_size": own.block_size if own is not None else None,
+        "block_size": stored.block_size,
         "draws": own.draws if own is not None else DRAWS[0],
     }

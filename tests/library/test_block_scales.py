@@ -178,10 +178,13 @@ def test_extreme_scales_come_back_to_the_bit(trip: Any, tmp_path: Path) -> None:
     assert torch.equal(back.dequantize(), p.dequantize())
 
 
-def test_scales_that_were_saved_as_floats_are_taken() -> None:
-    p = extreme()
-    tensors = nn.ParameterDict({"w": p}).state_dict()
-    assert same_store(fm.unflatten_state_dict(tensors | {"w_scale": p.scale})["w"], p)  # type: ignore[arg-type]
+def test_scales_that_were_cast_as_they_were_read_are_refused() -> None:
+    """As distributed checkpoints do, which copy into what is there."""
+    exponents = nn.ParameterDict({"w": extreme()}).state_dict()
+    floats = nn.ParameterDict({"w": extreme().detach().set_scale_(3.0)}).state_dict()
+    for state, cast, was in ((exponents, torch.float32, "exponents"), (floats, torch.uint8, "torch.float32")):
+        with pytest.raises(ValueError, match=f"w_scale is {cast}, and was {was} when it was saved"):
+            fm.unflatten_state_dict(state | {"w_scale": state["w_scale"].to(cast)})
 
 
 @pytest.mark.usefixtures("cpp_compiler")

@@ -282,18 +282,17 @@ def test_block_scales_are_written_as_they_are_kept() -> None:
         assert torch.equal(written, layer.weight.exponents)
 
 
-def test_a_block_scale_that_is_no_e8m0_is_refused() -> None:
-    """Of master weights; those of codes can't be any other."""
+def test_a_block_scale_that_is_no_e8m0_is_written_as_a_float() -> None:
     spec = LayerSpec("E4M3", granularity="block", policy="static")
     layer: Any = quantize_model(nn.Linear(64, 1, bias=False), spec, "master")
     layer(torch.ones(1, 64))
     with torch.no_grad():
         layer.weight.zero_()
-    layer.weight_scaler.value.fill_(2.0**-127)
-    assert exported_state_dict(layer)[0]["weight_scale"].tolist() == [[0, 0]]
-    layer.weight_scaler.value.fill_(2.0**-128)
-    with pytest.raises(ValueError, match=r"'weight' has a block scale that is no E8M0"):
-        exported_state_dict(layer)
+    for scale, dtype in ((2.0**-126, torch.uint8), (2.0**-127, torch.float32), (3.0, torch.float32)):
+        layer.weight_scaler.value.fill_(scale)
+        written = exported_state_dict(layer)[0]["weight_scale"]
+        assert written.tolist() == [[1, 1] if dtype is torch.uint8 else [scale, scale]]
+        assert written.dtype is dtype
 
 
 @pytest.mark.parametrize("missing", ["torchao", "transformers"])
