@@ -53,18 +53,6 @@ class Ranks:
             torch.distributed.broadcast(x, group=self.group, group_src=source)
         return x
 
-    def counted(self, values: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """Different values, float64, with how often all processes together have them."""
-        if self.size == 1:
-            return values, counts
-        most = int(self.largest(torch.tensor([len(values)], device=values.device)))
-        table = torch.zeros(1, 2, most, dtype=torch.int64, device=values.device)
-        table[0, 0, : len(values)], table[0, 1, : len(values)] = values.view(torch.int64), counts
-        table = self.gathered(table)
-        values, places = table[:, 0].flatten().view(torch.float64).unique(return_inverse=True)
-        counts = torch.zeros(len(values), dtype=torch.int64, device=values.device)
-        return values, counts.index_add_(0, places, table[:, 1].flatten())
-
     def _reduced(self, x: Tensor, operation: str) -> Tensor:
         if self.size == 1:
             return x

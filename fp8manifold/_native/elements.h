@@ -12,6 +12,7 @@ static const Format MOMENTUM = {5, 1, 0, 2, 8, 128, 127, 0x40FC0000, 1, 0, -1, 0
 /* What holds for all elements that share a scale. */
 typedef struct {
     float scale, inverse, rate, floor;
+    float log_reference; /* log2 S_ref, less that of the scale's mantissa */
     Chart chart, own;
     int exact; /* whether dividing by the scale is */
 } Local;
@@ -23,16 +24,32 @@ INLINE int extra_bits(const Spec *s) { return s->writeback == WRITE_RESIDUAL8 ? 
 
 INLINE int rounds(const Spec *s) { return s->storage == CODES || s->storage == GRID; }
 
+/* log2 f of 2^e f, as log2_of_mantissa of fp8manifold/_numerics/stiffness.py. */
+INLINE float log2_of_mantissa(float x)
+{
+    static const float coefficients[8] = {
+        (float)2.8853900817779268,  (float)0.9617966939259756, (float)0.5770780163555853,  (float)0.4121985831111324,
+        (float)0.3205988979753252, (float)0.2623081892525388, (float)0.22195308321368667, (float)0.19235933878519512,
+    };
+    const float f = float_of((bits_of(x) & 0x7FFFFF) | 0x3F800000), t = (f - 1.0f) / (f + 1.0f), square = t * t;
+    float value = coefficients[7];
+    for (int i = 6; i >= 0; i--)
+        value = value * square + coefficients[i];
+    return value * t;
+}
+
 INLINE Local local_to(const Job *j, float scale, int exact)
 {
     const Spec *s = j->spec;
     const Format *f = &s->format;
-    Local l = {scale, 1.0f, 0, 0, {0, 0, 0}, {f->mantissa_bits, f->emin, f->emax}, exact};
+    Local l = {scale, 1.0f, 0, 0, 0, {0, 0, 0}, {f->mantissa_bits, f->emin, f->emax}, exact};
     if (s->storage == PLAIN)
         return l;
-    l.inverse = s->storage == CODES ? reciprocal(scale) : 1.0f / scale;
+    l.inverse = 1.0f / scale;
     l.rate = j->hyper.rate * l.inverse;
     l.floor = j->hyper.floor * l.inverse;
+    if (s->stiffness == FIELD_POWER)
+        l.log_reference = j->hyper.log_reference - log2_of_mantissa(scale);
     if (s->geometry == EXPONENTIAL || s->geometry == TANGENT) {
         int exponent;
         frexpf(scale, &exponent);
@@ -121,10 +138,10 @@ INLINE int32_t root_to_codes(float root, float inverse, uint32_t word)
 
 /* --------------------------------------------------------------------------------------------------- geometry */
 /* (S / S_ref)^k of a spacing in value. */
-INLINE float field_factor(const Hyper *h, int mode, float stiffness)
+INLINE float field_factor(const Hyper *h, int mode, float stiffness, float log_reference)
 {
     if (mode == FIELD_POWER) {
-        float at = (float)((bits_of(stiffness) >> 23) - 127) - h->log_reference;
+        float at = (float)((bits_of(stiffness) >> 23) - 127) - log_reference;
         at = at > h->log_low ? at : h->log_low;
         at = at < h->log_high ? at : h->log_high;
         return exp2_exact(at * h->power);
@@ -136,7 +153,7 @@ INLINE float field_factor(const Hyper *h, int mode, float stiffness)
 
 INLINE float factor_at(const Job *j, const Local *l, float ulp, int mode)
 {
-    return field_factor(&j->hyper, mode, (j->spec->metric == METRIC_ULP ? ulp : 1.0f) * l->scale);
+    return field_factor(&j->hyper, mode, (j->spec->metric == METRIC_ULP ? ulp : 1.0f) * l->scale, l->log_reference);
 }
 
 INLINE float stiffness_at(const Local *l, float x, int metric)

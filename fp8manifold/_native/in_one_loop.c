@@ -13,7 +13,7 @@ INLINE void adam_over_codes(const Job *j, const Local *l, const Block *b, Tile *
     const int extra = writeback == WRITE_RESIDUAL8 ? 8 : 0, n = t->n;
     const uint32_t at = (uint32_t)t->at;
     const float gain1 = j->spec->maximize ? -h->gain1 : h->gain1, keep = j->spec->decays ? h->keep : 1.0f;
-    const float scale = l->scale, rate = l->rate;
+    const float scale = l->scale, rate = l->rate, log_reference = l->log_reference;
     const float first_scale = b->first, second_scale = b->second;
     const float first_inverse = b->first_inverse, second_inverse = b->second_inverse;
     uint8_t *codes = (uint8_t *)j->weight + t->at;
@@ -53,7 +53,7 @@ INLINE void adam_over_codes(const Job *j, const Local *l, const Block *b, Tile *
         root = sqrtf(v);
         float direction = m / (root + h->eps);
         if (stiffness)
-            direction = direction * field_factor(h, stiffness, w.ulp * scale);
+            direction = direction * field_factor(h, stiffness, w.ulp * scale, log_reference);
         const float target = move_linear(w.value * keep, direction, rate);
         const int32_t draw = writeback ? draw_of(random_word(weight_keys, at + (uint32_t)i)) : 0;
         int32_t new;

@@ -13,37 +13,39 @@ from fp8manifold.formats import FloatFormat
 
 _UNBOUNDED = 2**20  # an exponent past all others
 _COEFFICIENTS = tuple(math.log(2) ** i / math.factorial(i) for i in range(16))
+_LOGARITHM = tuple(2 / math.log(2) / (2 * i + 1) for i in range(18))
+_PART = 26  # bits of a mantissa that are summed at once
 
 
 def reference_stiffness(stiffness: Tensor, ranks: Ranks = ALONE) -> float:
     """The mean of a stiffness field, of which processes may hold a part each, to the last bit or so of float64.
 
-    Equal values are counted exactly, so the result does not depend on how a tensor is cut up or summed.
+    Integers are summed for each exponent, so the result does not depend on how a tensor is cut up or summed.
     """
     fields = float_bits(stiffness.dtype)
-    if (counts := _counted(stiffness)) is not None:
-        counts = counts.cpu() if ranks.size == 1 else counts  # a few numbers: a card is waited for once, not for each
-        used = counts.nonzero().flatten()
-        values = torch.tensor([math.ldexp(1, i - fields.bias) for i in used.tolist()], dtype=torch.float64)
-        counts = counts[used]
-    else:
-        values, counts = stiffness.flatten().unique(return_counts=True)
-    values, counts = ranks.counted(values.to(counts.device, torch.float64), counts)
-    terms = [value * count for value, count in zip(values.tolist(), counts.tolist(), strict=True)]
-    return math.fsum(terms) / int(counts.sum())
+    counts, *parts = ranks.total(_summed(stiffness)).tolist()
+    terms = [math.ldexp(n, e - fields.bias) for e, n in enumerate(counts) if n and e]
+    for i, part in enumerate(parts):
+        unit = _PART * i - fields.bias - fields.mantissa_bits
+        terms += [math.ldexp(n, max(e, 1) + unit) for e, n in enumerate(part) if n]
+    return math.fsum(terms) / sum(counts) or 2.0**-fields.bias  # where all of it has underflowed
 
 
-def _counted(stiffness: Tensor) -> Tensor | None:
-    """How many there are of each exponent, counted in pieces; None unless all are powers of two."""
+def _summed(stiffness: Tensor) -> Tensor:
+    """How many there are of each exponent, and the sums of their mantissas, of 26 bits at once; taken in pieces."""
     fields = float_bits(stiffness.dtype)
-    counts = torch.zeros(2 * fields.bias + 2, dtype=torch.int64, device=stiffness.device)
-    for part in stiffness.flatten().split(block_on(stiffness.device)):
-        bits = part.view(fields.integer)
+    shifts = range(0, fields.mantissa_bits, _PART)
+    sums = torch.zeros(1 + len(shifts), 2 * fields.bias + 2, dtype=torch.int64, device=stiffness.device)
+    for piece in stiffness.flatten().split(block_on(stiffness.device)):
+        bits = piece.view(fields.integer)
         exponents = bits >> fields.mantissa_bits
-        if not bool((bits == exponents << fields.mantissa_bits).all()):
-            return None
-        counts += torch.bincount(exponents, minlength=len(counts))
-    return counts
+        mantissas = bits - (exponents << fields.mantissa_bits)
+        sums[0] += torch.bincount(exponents, minlength=sums.shape[1])
+        if bool(mantissas.any()):
+            for row, shift in zip(sums[1:], shifts, strict=True):
+                part = ((mantissas >> shift) & ((1 << _PART) - 1)).double()  # whose sums are exact
+                row += torch.bincount(exponents, part, sums.shape[1]).long()
+    return sums
 
 
 def bounded_share(stiffness: Tensor, reference: float, damping: float, clip: float, ranks: Ranks = ALONE) -> float:
@@ -58,14 +60,13 @@ def bounded_share(stiffness: Tensor, reference: float, damping: float, clip: flo
     return share
 
 
-def factor(stiffness: Tensor, mode: str, numbers: Mapping[str, Tensor], *, powers_of_two: bool) -> Tensor:
-    """``clamp(S / S_ref, damping, clip)^k``, the same bits eager and compiled.
+def factor(stiffness: Tensor, scale: Tensor, mode: str, numbers: Mapping[str, Tensor]) -> Tensor:
+    """``clamp(S / S_ref, damping, clip)^k``, the same bits everywhere; ``scale`` has the mantissas of ``stiffness``.
 
-    Where every stiffness is a power of two, the general power is that of its exponent:
-    ``2^(k (log2 S - log2 S_ref))``; other fields use ``pow``, in eager code only.
+    The general power is that of the logarithm: ``2^(k (log2 S - log2 S_ref))``.
     """
-    if mode == "power" and powers_of_two:
-        logarithm = _exponent(stiffness) - numbers["log_reference"]
+    if mode == "power":
+        logarithm = _exponent(stiffness) - (numbers["log_reference"] - log2_of_mantissa(scale))
         return exp2_exact(_between(logarithm, numbers["log_low"], numbers["log_high"]) * numbers["power"])
     # positive floats order like their bits, and integer bounds cost a third of those that look for NaN
     fields = float_bits(stiffness.dtype)
@@ -74,9 +75,27 @@ def factor(stiffness: Tensor, mode: str, numbers: Mapping[str, Tensor], *, power
     ratio = _between(bits, low, high).view(stiffness.dtype)
     if mode == "sqrt":
         return sqrt_exact(ratio)
-    if mode == "square":
-        return ratio * ratio
-    return _pow(ratio, numbers["power"]) if mode == "power" else ratio
+    return ratio * ratio if mode == "square" else ratio
+
+
+def log2_of_mantissa(x: Tensor) -> Tensor:
+    """``log2 f`` of a positive ``x = 2^e f`` with ``f`` in [1, 2): 0 for a power of two, elsewhere within ``2^-22``.
+
+    .. math:: \\log_2 f = \\frac{2}{\\ln 2} \\left( t + \\frac{t^3}{3} + \\frac{t^5}{5} + \\dots \\right),
+              \\qquad t = \\frac{f - 1}{f + 1}
+
+    A sum in ``+``, ``*`` and one division: the same bits everywhere.
+    """
+    fields = float_bits(x.dtype)
+    mask, one = (1 << fields.mantissa_bits) - 1, fields.power_of_two(0)
+    f = ((x.view(fields.integer) & mask) | one).view(x.dtype)
+    t = (f - 1) / (f + 1)
+    square = t * t
+    coefficients = _LOGARITHM if x.dtype == torch.float64 else _LOGARITHM[:8]
+    value = torch.full_like(x, coefficients[-1])
+    for coefficient in reversed(coefficients[:-1]):
+        value = value * square + coefficient
+    return value * t
 
 
 def exp2_exact(x: Tensor) -> Tensor:
@@ -99,11 +118,8 @@ def power_of_ratio(stiffness: Tensor, reference: float, exponent: float, damping
     if exponent in (0.5, 1, 2):
         ratio = (stiffness * (1 / reference)).clamp_(damping, clip)
         return ratio if exponent == 1 else ratio.square_() if exponent == 2 else sqrt_exact(ratio)
-    fields = float_bits(stiffness.dtype)
-    if not bool((stiffness.view(fields.integer) & ((1 << fields.mantissa_bits) - 1)).any()):
-        logarithm = _exponent(stiffness) - math.log2(reference)
-        return exp2_exact(logarithm.clamp_(log2_bounded(damping), log2_bounded(clip)) * exponent)
-    return _pow((stiffness * (1 / reference)).clamp_(damping, clip), exponent)
+    logarithm = _exponent(stiffness) - (math.log2(reference) - log2_of_mantissa(stiffness))
+    return exp2_exact(logarithm.clamp_(log2_bounded(damping), log2_bounded(clip)) * exponent)
 
 
 def log2_bounded(x: float) -> float:
@@ -111,15 +127,9 @@ def log2_bounded(x: float) -> float:
     return -1e4 if x == 0 else 1e4 if math.isinf(x) else math.log2(x)
 
 
-def _exponent(power_of_two: Tensor) -> Tensor:
-    fields = float_bits(power_of_two.dtype)
-    exponent = (power_of_two.view(fields.integer) >> fields.mantissa_bits) - fields.bias
-    return exponent.to(power_of_two.dtype)
-
-
-def _pow(ratio: Tensor, exponent: Tensor | float) -> Tensor:
-    """Through float64: a vectorised float32 ``pow`` differs in the last bit from the one for a row's tail."""
-    return ratio.double().pow(exponent).to(ratio.dtype)
+def _exponent(x: Tensor) -> Tensor:
+    fields = float_bits(x.dtype)
+    return ((x.view(fields.integer) >> fields.mantissa_bits) - fields.bias).to(x.dtype)
 
 
 def _between(x: Tensor, low: Tensor, high: Tensor) -> Tensor:

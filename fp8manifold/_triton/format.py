@@ -323,13 +323,33 @@ def exp2_exact(x):
 
 
 @triton.jit
-def field_factor(stiffness, reference, MODE: tl.constexpr):
-    """(S / S_ref)^k of a spacing in value.
+def log2_of_mantissa(x):
+    """log2 f of 2^e f."""
+    f = float_of((bits_of(x) & 0x7FFFFF) | 0x3F800000)
+    t = tl.math.div_rn(f - 1.0, f + 1.0)
+    square = t * t
+    value = square * 0.0 + 0.19235933878519512
+    value = value * square + 0.22195308321368667
+    value = value * square + 0.2623081892525388
+    value = value * square + 0.3205988979753252
+    value = value * square + 0.4121985831111324
+    value = value * square + 0.5770780163555853
+    value = value * square + 0.9617966939259756
+    value = value * square + 2.8853900817779268
+    return value * t
+
+
+@triton.jit
+def field_factor(stiffness, scale, reference, MODE: tl.constexpr, EXPONENTS: tl.constexpr):
+    """(S / S_ref)^k of a spacing in value, which has the scale's mantissa: EXPONENTS, none.
 
     ``reference`` points to 1 / S_ref, log2 S_ref, the bounds of the ratio, those of its logarithm, and k.
     """
     if MODE == "power":
-        log = ((bits_of(stiffness) >> 23) - 127).to(tl.float32) - tl.load(reference + 1)
+        log_reference = tl.load(reference + 1)
+        if not EXPONENTS:
+            log_reference = log_reference - log2_of_mantissa(scale)
+        log = ((bits_of(stiffness) >> 23) - 127).to(tl.float32) - log_reference
         log = tl.minimum(tl.maximum(log, tl.load(reference + 4)), tl.load(reference + 5))
         factor = exp2_exact(log * tl.load(reference + 6))
     else:

@@ -136,7 +136,7 @@ def ends_at(words, scale, S: tl.constexpr):
 @triton.jit
 def inverse_of(scale, S: tl.constexpr):
     inverse = scale
-    if S.storage == "codes":
+    if S.storage == "codes" and S.exponents:
         inverse = reciprocal(scale)
     elif S.storage != "plain":
         inverse = tl.math.div_rn(scale * 0.0 + 1.0, scale)
@@ -334,7 +334,8 @@ def descend(words, at, inside, g, m, v, S: tl.constexpr, T: tl.constexpr):
 @triton.jit
 def _factor(words, ulp, scale, S: tl.constexpr):
     stiffness = ulp * scale if S.metric == "ulp" else scale
-    return field_factor(stiffness, (words + HYPER + 9).to(tl.pointer_type(tl.float32)), S.stiffness)
+    reference = (words + HYPER + 9).to(tl.pointer_type(tl.float32))
+    return field_factor(stiffness, scale, reference, S.stiffness, S.exponents)
 
 
 @triton.jit

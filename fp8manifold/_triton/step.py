@@ -147,7 +147,6 @@ def _take(words, row, start, blocks, S: tl.constexpr, T: tl.constexpr):
     """Step a tile; ``blocks`` are the scales of its rows' averages, or None where the tile has all of its rows."""
     at, inside, in_rows = _place(words, row, start, T)
     scale = scale_at(words, row, at, inside, in_rows, S, T)
-    inverse = inverse_of(scale, S)
     lowest, highest = ends_at(words, scale, S)
     old, x, ulp = load_weights(words, at, inside, scale, S, T)
     g = load_gradient(words, at, inside, x, scale, lowest, highest, S, T)
@@ -161,6 +160,7 @@ def _take(words, row, start, blocks, S: tl.constexpr, T: tl.constexpr):
     if S.second:
         v = load_average(words, 6, at, inside, blocks[2], S, T)
     direction, m, v, root, denominator = descend(words, at, inside, g, m, v, S, T)
+    inverse = inverse_of(scale, S)
     target = move(words, x, ulp, direction, scale, inverse, lowest, highest, S)
     first_inverse = blocks[1]
     if S.fitted and not T.long:

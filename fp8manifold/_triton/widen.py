@@ -68,7 +68,7 @@ def widen_kernel(table, chunks, refused, S: tl.constexpr, T: tl.constexpr):
             last = ((code & (S.format.SIGN - 1)) == S.format.MAX_CODE) & inside
             ends = tl.maximum(ends, tl.max(last.to(tl.int32), axis=1))
         scale = load_scales(words, 2, row, in_rows, S)
-        doubles = in_rows & (ends > 0) & (scale < S.widest)
+        doubles = in_rows & (ends > 0) & (scale * 2.0 <= S.widest)
         for tile in range(tiles):
             at, inside = place_of(row, doubles, tile * T.width, length, T)
             _rewrite(words, at, inside, S)

@@ -13,7 +13,7 @@ from fp8manifold.optim._directions import named
 from fp8manifold.optim._scales import fit_scales
 from fp8manifold.optim._slot import Slot
 from fp8manifold.optim._spec import LARGEST
-from fp8manifold.optim._step import Outcome, load_weights, reciprocal_scale, rescaled, stiffness_factor, store_moments
+from fp8manifold.optim._step import Outcome, load_weights, rescaled, stiffness_factor, store_moments
 
 COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
 """Of the quintic that takes singular values of 0 .. 1 to about 1 (Jordan et al. 2024)."""
@@ -219,7 +219,7 @@ def _write_alone(slot: Slot, half: Slot, momentum: Tensor, ratio: float) -> list
         shift, arrays = rescaled(arrays)
         asked = asked if shift is None else asked * shift
         weights = load_weights(slot.spec, arrays, slot.dtype)
-        error = (asked - weights.x) / reciprocal_scale(slot.spec, arrays)
+        error = (asked - weights.x) / (1 / arrays["scale"])
         if slot.spec.stiffness != "none":
             error = error / _stiffness(slot, arrays).square()
         noise = block_noise(slot, arrays["gradient"], start).get("moments")

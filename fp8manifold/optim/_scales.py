@@ -9,7 +9,7 @@ the format (a chart's, a factor's) there is nothing to fit: its size follows fro
 
 A scale that is 16 times what a new parameter of these weights had is narrowed on a step that computes S_ref anew, which
 looks at all codes anyway.  It is exact: powers of two further down the grid has every value that it has above.  A scale
-that has come down has to be doubled four times before it may come down again.
+that has come down has to be doubled four times before it may come down again.  Of a scale ``2^e f`` both move ``e``.
 """
 
 import logging
@@ -95,7 +95,7 @@ def widen(slot: Slot) -> int:
     held = _held(slot)
     old, fmt = held.scale, held.format
     largest = held.largest() if old.dim() else slot.ranks.largest(held.largest())
-    new = torch.where(largest >= old * fmt.max, old * 2, old).clamp(max=widest_scale(fmt)).maximum(old)
+    new = torch.where((largest >= old * fmt.max) & (old * 2 <= widest_scale(fmt)), old * 2, old)
     if not (count := int((new != old).sum())):
         return 0
     if _LOG.isEnabledFor(logging.INFO):

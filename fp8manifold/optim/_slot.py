@@ -203,7 +203,7 @@ class Slot:
 
     @property
     def scale_is_power_of_two(self) -> bool:
-        """True where dividing by the scale is exact, as it is by those of codes."""
+        """True where dividing by the scale leaves points of the grid; codes are not divided by theirs."""
         if self.storage in ("codes", "plain"):
             return True
         assert self.scale is not None

@@ -78,9 +78,8 @@ class Spec:
 
     @cached_property
     def compiles(self) -> bool:
-        """True for a step with the same bits compiled: no function of the user's, no ``pow``, ``exp`` or ``log``."""
-        is_plain_power = self.stiffness == "power" and not self.scale_is_power_of_two
-        return not (callable(self.metric) or self.metric == "log" or is_plain_power)
+        """True for a step with the same bits compiled: no function of the user's, no ``exp`` or ``log``."""
+        return not (callable(self.metric) or self.metric == "log")
 
     @cached_property
     def draws_for_weight(self) -> bool:

@@ -90,7 +90,7 @@ def write(
 def rescaled(arrays: dict[str, Tensor]) -> tuple[Tensor | None, dict[str, Tensor]]:
     """The arrays under the scales that this step fits, and the old scales in units of these; None where it fits none.
 
-    These are powers of two, so that the write-back alone rounds.
+    These are powers of two, so that of powers of two the write-back alone rounds.
     """
     if "next_scale" not in arrays:
         return None, arrays
@@ -121,7 +121,7 @@ def _with_error(
     Source: ECO (arXiv 2601.22101), for momentum and Adam.
     """
     if spec.geometry == "linear":
-        error = (target - after) / reciprocal_scale(spec, arrays)
+        error = (target - after) / (1 / arrays["scale"])
         if spec.stiffness != "none":
             error = error / stiffness_factor(spec, weights, arrays, numbers)
     else:
@@ -185,14 +185,6 @@ def _as_stored(x: Tensor, dtype: torch.dtype, draws: Tensor | None) -> Tensor:
     return x.to(dtype) if draws is None else to_half(x, dtype, draws)
 
 
-def reciprocal_scale(spec: Spec, arrays: dict[str, Tensor]) -> Tensor:
-    """``1 / scale``; of a power of two by its exponent, as a division costs as much as ten other operations."""
-    scale = arrays["scale"]
-    if spec.storage != "codes":
-        return 1 / scale
-    return ((254 << 23) - scale.view(torch.int32)).view(torch.float32)
-
-
 _LOG2_E = math.log2(math.e)
 _LONGEST = 2.0**24  # steps of the chart: far past either end, and far from overflow
 
@@ -205,9 +197,9 @@ def move(spec: Spec, weights: Weights, direction: Tensor, arrays: dict[str, Tens
     if spec.geometry == "linear":
         if spec.stiffness != "none":
             direction = direction * stiffness_factor(spec, weights, arrays, numbers)
-        return start - direction * (numbers["rate"] * reciprocal_scale(spec, arrays))
+        return start - direction * (numbers["rate"] * (1 / arrays["scale"]))
     if spec.geometry == "multiplicative":
-        return _by_factor(start, direction * numbers["rate"], numbers["floor"] * reciprocal_scale(spec, arrays))
+        return _by_factor(start, direction * numbers["rate"], numbers["floor"] * (1 / arrays["scale"]))
     chart, steps = chart_for(spec, arrays), (direction * -numbers["rate"]).clamp(-_LONGEST, _LONGEST)
     if spec.geometry == "tangent":
         moved = start + steps * chart.stiffness(start)
@@ -239,8 +231,9 @@ def stiffness_factor(spec: Spec, weights: Weights, arrays: dict[str, Tensor], nu
         assert spec.fmt is not None
         stiffness = chart_of(spec.fmt, spec.metric).stiffness(weights.x)
     assert stiffness is not None
-    exact = spec.metric in ("ulp", "euclidean") and spec.scale_is_power_of_two
-    return factor(stiffness * arrays["scale"], spec.stiffness, numbers, powers_of_two=exact)
+    in_value = stiffness * arrays["scale"]
+    powers_of_two = spec.metric in ("ulp", "euclidean")  # in units of the scale
+    return factor(in_value, arrays["scale"] if powers_of_two else in_value, spec.stiffness, numbers)
 
 
 def _by_factor(x: Tensor, step: Tensor, floor: Tensor) -> Tensor:

@@ -55,10 +55,22 @@ def free_weight(x: Tensor, fmt: str = "E4M3", scale: float | Tensor = 1.0) -> ge
 
 
 def stored_weight(
-    fmt: str = "E4M3", shape: Sequence[int] = (3, 7), *, seed: int = 0, **options: Any
+    fmt: str = "E4M3", shape: Sequence[int] = (3, 7), *, seed: int = 0, factors: bool = False, **options: Any
 ) -> fm.FP8Parameter:
-    """A weight of one byte, with room above its largest value."""
-    return fm.FP8Parameter(normal(*shape, seed=seed, std=0.1), fmt, **{"headroom": 64.0, "seed": seed, **options})
+    """A weight of one byte, with room above its largest value, under scales that are powers of two, or others."""
+    w = normal(*shape, seed=seed, std=0.1)
+    return with_factors(fm.FP8Parameter(w, fmt, **{"headroom": 64.0, "seed": seed, **options}), factors)
+
+
+def with_factors(x: Any, factors: bool = True) -> Any:
+    """The same, a tensor or a model, with scales that are no powers of two but the first: of codes, which stay."""
+    for p in (x.parameters() if isinstance(x, nn.Module) else [x]) if factors else ():
+        if isinstance(p, fm.FP8Tensor) and p.scale.numel():
+            factor = 1 + torch.rand(p.scale.numel(), generator=torch.Generator().manual_seed(5))
+            factor[1:2] = 2.0 - 2.0**-23
+            factor[: int(p.scale.numel() > 1)] = 1.0
+            p.set_scale_(p.scale * factor.view(p.scale.shape))
+    return x
 
 
 def mixed_parameters() -> list[nn.Parameter]:
@@ -76,8 +88,9 @@ def mixed_parameters() -> list[nn.Parameter]:
         nn.Parameter(normal(2, seed=7), requires_grad=False),
         grid_weight("E5M2", (4,), seed=8, dtype=torch.float64),
         stored_weight("E4M3", (3, 7), seed=9, granularity="tensor"),
-        stored_weight("E5M2", (5, 3), seed=10, dtype=torch.bfloat16),
+        stored_weight("E5M2", (5, 3), seed=10, dtype=torch.bfloat16, factors=True),
         stored_weight("E4M3", (2, 64), seed=11, granularity="block"),
+        stored_weight("E4M3", (2, 64), seed=14, granularity="block", factors=True),
         stored_weight("E7M0", (), seed=12),
         stored_weight("E4M3", (0, 4), seed=13),
     ]

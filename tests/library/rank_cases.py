@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from optimizer_cases import bits_of, normal
+from optimizer_cases import bits_of, normal, with_factors
 from torch import Tensor, nn
 
 import fp8manifold as fm
@@ -17,6 +17,7 @@ def model(
     rows: int = 22,
     seed: int = 0,
     products: Any = "decoded",
+    factors: bool = False,
     **options: Any,
 ) -> Any:
     """Three linear layers with norms; 2 and 3 divide the rows of none of them where ``rows`` is 22 or 7 alone."""
@@ -33,7 +34,7 @@ def model(
         kinds["4"] = fm.LayerSpec("E4M3", granularity=granularity)
     if granularity == "block":  # which 32 has to divide
         kinds["2"] = fm.LayerSpec("E4M3", granularity="channel")
-    return fm.quantize_model(net, kinds, storage, seed=seed, **options)
+    return with_factors(fm.quantize_model(net, kinds, storage, seed=seed, **options), factors)
 
 
 def batch(step: int, rank: int = 0) -> Tensor:

@@ -33,6 +33,16 @@ def exp2(x: F32) -> F32:
     return f32(value * f32(2.0 ** min(max(int(whole), -126), 127)))
 
 
+def log2_of_mantissa(x: F32) -> F32:
+    """log2 f of 2^e f, by eight terms of the series of (f - 1) / (f + 1), Horner's way."""
+    f = f32(math.ldexp(math.frexp(float(x))[0], 1))
+    t = f32(f32(f - f32(1)) / f32(f + f32(1)))
+    square, value = f32(t * t), f32(0)
+    for i in range(7, -1, -1):
+        value = f32(f32(value * square) + f32(2 / math.log(2) / (2 * i + 1)))
+    return f32(value * t)
+
+
 class Finer(NamedTuple):
     """The fields of a format, with as many mantissa bits as are needed."""
 

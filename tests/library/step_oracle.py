@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
-from scalar_grid import F32, Chart, Codes, exp2, exponent_of, f32, root
+from scalar_grid import F32, Chart, Codes, exp2, exponent_of, f32, log2_of_mantissa, root
 
 import fp8manifold as fm
 from fp8manifold.random_bits import word_range
@@ -206,7 +206,8 @@ class Slow:
         """The power of two that leaves a headroom, 16 or what keeps the largest at 8 times the smallest normal."""
         room = min(16.0, max(headroom, self.fmt.max / (8 * self.fmt.min_normal)))
         top = min(self.fmt.max / room, self.fmt.ulp_min * 2.0**40)
-        return 2.0 ** math.ceil(math.log2(largest / top))
+        mantissa, exponent = math.frexp(f32(f32(largest) / f32(top)))
+        return 2.0 ** (exponent - (mantissa == 0.5))
 
     def _fitted(self, targets: list[F32]) -> list[float]:
         """Scales whose weights all are 0 suit what is asked for; where steps are counted in spacings nothing does."""
@@ -225,10 +226,11 @@ class Slow:
         return new
 
     def _narrow(self) -> None:
-        """Scales 16 times as large as fresh ones come down to these; their weights stay what they are."""
+        """Scales 16 times as large as fresh ones, by powers of two, come down to these; their weights stay the same."""
         held, new = self._under_each_scale([self.fmt.decode_code(c) for c in self.stored]), []
         for group, scale in zip(self.groups, self.scales, strict=True):
-            fresh = self._fresh_scale(held[group], 1.0) if held[group] else scale
+            f = math.frexp(scale)[0] * 2
+            fresh = self._fresh_scale(f32(f32(held[group]) / f32(f)), 1.0) * f if held[group] else scale
             new.append(fresh if 16 * fresh <= scale else scale)
         for i, scale in enumerate(new):
             if scale != self.scales[i]:
@@ -358,7 +360,8 @@ class Slow:
         if callable(o["stiffness"]) or k not in (0.5, 1, 2):
             bounds = (-1e4 if not x else 1e4 if math.isinf(x) else math.log2(x) for x in (o["damping"], o["clip"]))
             low, high = bounds
-            logarithm = f32(f32(exponent_of(float(stiffness))) - f32(math.log2(self.reference)))
+            reference = f32(f32(math.log2(self.reference)) - log2_of_mantissa(weight.scale))
+            logarithm = f32(f32(exponent_of(float(stiffness))) - reference)
             return exp2(f32(min(max(logarithm, f32(low)), f32(high)) * f32(k)))
         ratio = min(max(f32(stiffness * f32(1 / self.reference)), f32(o["damping"])), f32(o["clip"]))
         return root(ratio) if k == 0.5 else f32(ratio * ratio) if k == 2 else ratio

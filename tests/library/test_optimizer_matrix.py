@@ -1,5 +1,6 @@
 """Every optimizer x write-back x moments of the registry over one parameter of every kind, in one list."""
 
+import itertools
 import math
 import weakref
 from typing import Any
@@ -284,8 +285,9 @@ def test_one_group_that_raises_is_enough(name: str, order: tuple[str, str]) -> N
 def test_codes_step_as_the_grid_they_stand_for(name: str, writeback: str, moments: str) -> None:
     """A stored weight and a float one on its manifold: the same codes after every step."""
     granularities = ["tensor", "channel"] + (["block"] if moments != "8bit" else [])  # there blocks follow the scales
-    for granularity in granularities:
-        stored = stored_weight("E4M3", (6, 64), seed=2, granularity=granularity, headroom=8.0)
+    for granularity, factors in itertools.product(granularities, (False, True)):
+        kind: dict[str, Any] = {"seed": 2, "granularity": granularity, "headroom": 8.0, "factors": factors}
+        stored = stored_weight("E4M3", (6, 64), **kind)
         scale = stored.expanded_scale().clone()
         grid = on(fm.FP8Manifold("E4M3", scale, stored.rounding, stored.seed), stored.dequantize())
         optimizers = [make(name, [p], writeback=writeback, moments=moments, weight_decay=0.01) for p in (stored, grid)]
@@ -293,11 +295,9 @@ def test_codes_step_as_the_grid_they_stand_for(name: str, writeback: str, moment
             for p, optimizer in zip((stored, grid), optimizers, strict=True):
                 put_gradients([p], t, 0.1)
                 optimizer.step()
-            assert torch.equal(fm.encode(grid.detach().as_subclass(Tensor) / scale, "E4M3"), stored.codes), granularity
+            assert torch.equal(fm.encode(grid.detach().as_subclass(Tensor) / scale, "E4M3"), stored.codes), kind
         assert optimizers[0].widened_scales == 0
-        assert (
-            stored.codes != stored_weight("E4M3", (6, 64), seed=2, granularity=granularity, headroom=8.0).codes
-        ).any()
+        assert (stored.codes != stored_weight("E4M3", (6, 64), **kind).codes).any()
 
 
 @pytest.mark.covering(2)

@@ -48,7 +48,8 @@ class Weights(nn.Module):
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
         scale = torch.tensor([[2.0**-5], [2.0**-4]])
-        saturating = stored_weight("E4M3", (3, 32), seed=seed + 3, granularity="block", headroom=1.0)
+        kind = {"granularity": "block", "headroom": 1.0, "factors": True}
+        saturating = stored_weight("E4M3", (3, 32), seed=seed + 3, **kind)
         transposed = fm.FP8Manifold("E4M3", 2.0**-5)
         self.weights = nn.ParameterList(
             [

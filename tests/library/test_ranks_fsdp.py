@@ -126,10 +126,12 @@ def path_of(combination: tuple[str, str, str]) -> str:
 
 @pytest.mark.parametrize("combination", SOME, ids=lambda c: "-".join(c))
 def test_rows_are_stepped_as_the_whole(pool: Pool, combination: tuple[str, str, str]) -> None:
-    """22, 64 and 5 rows in 3 processes: none of which has as many as the others."""
-    pool.run(stepped, *combination, {"granularity": "channel"}, path_of(combination))
+    """22, 64 and 5 rows in 3 processes: none of which has as many as the others; every other under scales of any kind."""
+    net = {"granularity": "channel", "factors": SOME.index(combination) % 2 == 0}
+    pool.run(stepped, *combination, net, path_of(combination))
 
 
+@pytest.mark.parametrize("factors", [False, True], ids=["", "factors"])
 @pytest.mark.parametrize("granularity", ["tensor", "block"])
 @pytest.mark.parametrize(
     "combination",
@@ -142,8 +144,8 @@ def test_rows_are_stepped_as_the_whole(pool: Pool, combination: tuple[str, str, 
     ],
     ids=lambda c: "-".join(c),
 )
-def test_every_granularity(pair: Pool, combination: tuple[str, str, str], granularity: str) -> None:
-    pair.run(stepped, *combination, {"granularity": granularity}, {})
+def test_every_granularity(pair: Pool, combination: tuple[str, str, str], granularity: str, factors: bool) -> None:
+    pair.run(stepped, *combination, {"granularity": granularity, "factors": factors})
 
 
 @pytest.mark.parametrize("moments", ["float32", "8bit"])
@@ -173,7 +175,7 @@ def test_rows_of_halves_draw_as_the_whole(pair: Pool, name: str, dtype: torch.dt
 @pytest.mark.parametrize("combination", COMBINATIONS, ids=lambda c: "-".join(c))
 def test_every_combination(pool: Pool, pair: Pool, combination: tuple[str, str, str], granularity: str) -> None:
     """Natively, and in one of the six by torch's own operators."""
-    for net in ({}, {"rows": 7}, {"storage": "float"}):
+    for net in ({}, {"rows": 7}, {"storage": "float"}, {"factors": True}):
         pair.run(stepped, *combination, {"granularity": granularity, **net})
         path = "eager" if granularity == "block" else "native"
         pool.run(stepped, *combination, {"granularity": granularity, **net}, path)

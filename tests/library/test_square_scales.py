@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from optimizer_cases import frozen, normal, snapshot
+from optimizer_cases import frozen, normal, snapshot, with_factors
 from paths import PATHS, by
 from tensor_cases import same_store
 from torch import Tensor, nn
@@ -19,9 +19,13 @@ from fp8manifold.optim._slot import slot_of
 SHAPES = ((256, 128), (5, 7), (130, 64), (200, 192), (257, 160), (130, 131), (2, 140, 256))
 
 
-def weight(shape: tuple[int, ...], name: str = "E4M3", seed: int = 0, **options: Any) -> fm.FP8Parameter:
+def weight(
+    shape: tuple[int, ...], name: str = "E4M3", seed: int = 0, *, factors: bool = False, **options: Any
+) -> fm.FP8Parameter:
     w = normal(*shape, seed=seed) * torch.exp2(4 * normal(*shape[:-1], 1, seed=seed + 1).clamp(-1, 1))
-    return fm.FP8Parameter(w, name, granularity="square", **{"seed": seed, **options})
+    p = fm.FP8Parameter(w, name, granularity="square", **{"seed": seed, **options})
+    made: fm.FP8Parameter = with_factors(p, factors)
+    return made
 
 
 def squares(shape: tuple[int, ...]) -> list[tuple[Any, ...]]:
@@ -106,11 +110,12 @@ def step(optimizer: Any, parameters: list[Tensor], number: int) -> None:
     optimizer.step()
 
 
+@pytest.mark.parametrize("factors", [False, True], ids=["", "factors"])
 @pytest.mark.parametrize("kind", STEPS)
-def test_paths_have_the_same_bits(kind: str) -> None:
+def test_paths_have_the_same_bits(kind: str, factors: bool) -> None:
     """Through a scale that widens, too: gradients point outwards in one square."""
     shapes = SHAPES[:-1] if kind.startswith("muon") else SHAPES
-    twins = [[weight(shape, seed=i) for i, shape in enumerate(shapes)] for _ in PATHS]
+    twins = [[weight(shape, seed=i, factors=factors) for i, shape in enumerate(shapes)] for _ in PATHS]
     made = [by(path, STEPS[kind](p, seed=3)) for p, path in zip(twins, PATHS, strict=True)]
     for number in range(4):
         for parameters, optimizer in zip(twins, made, strict=True):

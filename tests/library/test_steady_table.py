@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from optimizer_cases import frozen, normal
+from optimizer_cases import frozen, normal, with_factors
 from torch import Tensor
 
 import fp8manifold as fm
@@ -33,18 +33,20 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def weights(granularity: Any = "channel") -> list[Any]:
+def weights(granularity: Any = "channel", factors: bool = False) -> list[Any]:
     """Two of one byte, one of which soon reaches its end, a vector and an ordinary matrix, in two groups."""
     stored = [
-        fm.FP8Parameter(normal(4, 64, seed=i), fmt, seed=i, granularity=granularity, headroom=1.0)
+        with_factors(fm.FP8Parameter(normal(4, 64, seed=i), fmt, seed=i, granularity=granularity, headroom=1.0), factors)
         for i, fmt in enumerate(("E4M3", "E5M2"))
     ]
     return [*stored, torch.nn.Parameter(normal(33, seed=3)), torch.nn.Parameter(normal(4, 3, seed=4))]
 
 
-def made(kind: str = "adamw", granularity: Any = "channel", *, keeps: bool = True, **options: Any) -> Any:
+def made(
+    kind: str = "adamw", granularity: Any = "channel", *, factors: bool = False, keeps: bool = True, **options: Any
+) -> Any:
     """An optimizer, with a table or without."""
-    parameters, (cls, given) = weights(granularity), KINDS[kind]
+    parameters, (cls, given) = weights(granularity, factors), KINDS[kind]
     groups = [{"params": parameters[:3]}, {"params": parameters[3:], "lr": given["lr"] / 2}]
     optimizer = cls(groups, **{"refresh_every": 1000, **given, **options})
     optimizer.keeps_table = keeps
@@ -85,9 +87,12 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 @pytest.mark.parametrize("granularity", ["channel", "tensor", "block", "square"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_steps_have_the_bits_of_steps_that_are_planned(kind: str, granularity: Any, served: list[bool]) -> None:
+@pytest.mark.parametrize("factors", [False, True], ids=["", "factors"])
+def test_steps_have_the_bits_of_steps_that_are_planned(
+    factors: bool, kind: str, granularity: Any, served: list[bool]
+) -> None:
     """With steps that are left out, a schedule of the learning rate, and scales that double."""
-    ours, planned = made(kind, granularity), made(kind, granularity, keeps=False)
+    ours, planned = (made(kind, granularity, factors=factors, keeps=keeps) for keeps in (True, False))
     for t in range(STEPS):
         for optimizer in (ours, planned):
             put(optimizer, t, torch.inf if t in (4, 5) else 2.0**70 if t == 7 else None)
@@ -96,7 +101,8 @@ def test_steps_have_the_bits_of_steps_that_are_planned(kind: str, granularity: A
             optimizer.step()
         assert bits(ours) == bits(planned)
     assert ours.skipped_steps == planned.skipped_steps == 3
-    served_at_all = granularity in ("channel", "tensor")  # of the others native code reads scales that are copies
+    read_in_place = ("channel", "tensor", "block" if factors else "")  # of others native code reads copies
+    served_at_all = granularity in read_in_place
     assert any(served) == served_at_all
     if kind == "adamw" and served_at_all:
         assert served == [True] * (STEPS - 2)

@@ -10,18 +10,22 @@ from family_cases import NAMES, is_valid
 from optimizer_cases import normal, on
 from paths import PATHS
 from scalar_grid import exp2, f32
+from scalar_grid import log2_of_mantissa as slow_log2
 from step_oracle import Slow
 from torch import Tensor
 
 import fp8manifold as fm
 from fp8manifold import optim
-from fp8manifold._numerics.stiffness import exp2_exact
+from fp8manifold._numerics.stiffness import exp2_exact, log2_of_mantissa
 from fp8manifold.optim import _backends, _steady, anneal
 from fp8manifold.optim._spec import MOMENTS
 from fp8manifold.optim._writeback import WRITEBACKS
 
 SCALES = torch.tensor([[2.0**-5], [2.0**-3], [2.0**-9]])
+FACTORS = torch.tensor([[1.2345679], [1.0], [1.9999999]])
 STEPS = 4
+scaled = pytest.mark.parametrize("factor", [1.0, FACTORS], ids=["", "factors"])
+"""Scales that are powers of two, and others."""
 
 
 @pytest.fixture(params=PATHS, autouse=True)
@@ -151,10 +155,11 @@ def follow(
     assert moves(p, optimizer.state[p], before) >= moved
 
 
+@scaled
 @pytest.mark.parametrize(("kind", "writeback", "moments"), COMBINATIONS)
-def test_every_combination(kind: str, writeback: str, moments: str) -> None:
+def test_every_combination(kind: str, writeback: str, moments: str, factor: Any) -> None:
     options = OPTIONS[kind] | {"writeback": writeback, "moments": moments, "seed": 9, "weight_decay": 0.05}
-    follow(kind, stored("E4M3"), options)
+    follow(kind, stored("E4M3", scale=SCALES * factor), options)
 
 
 def test_every_optimizer_of_the_registry_has_a_row_here() -> None:
@@ -187,9 +192,10 @@ def unit(name: str) -> Tensor:
 
 @pytest.mark.covering(1)
 @varied
+@scaled
 @pytest.mark.parametrize("name", FORMATS)
-def test_formats(name: str, kind: str, options: dict[str, Any]) -> None:
-    follow(kind, stored(name, scale=unit(name)), OPTIONS[kind] | options, steps=3, moved=0.02)
+def test_formats(name: str, factor: Any, kind: str, options: dict[str, Any]) -> None:
+    follow(kind, stored(name, scale=unit(name) * factor), OPTIONS[kind] | options, steps=3, moved=0.02)
 
 
 GRANULARITIES: dict[str, tuple[tuple[int, ...], Any, dict[str, Any], int]] = {
@@ -200,6 +206,9 @@ GRANULARITIES: dict[str, tuple[tuple[int, ...], Any, dict[str, Any], int]] = {
     "three axes": ((3, 2, 32), SCALES[:, :, None], {}, 64),
     "blocks of 32": ((2, 64), torch.tensor([[1.0, 2.0], [8.0, 0.5]]) / 16, {"block_size": 32}, 32),
     "blocks of averages shorter than a row": ((2, 320), SCALES[:2], {}, 160),
+    "one scale, no power of two": ((3, 14), 0.3, {}, 14),
+    "three axes, no powers of two": ((3, 2, 32), (SCALES * FACTORS)[:, :, None], {}, 64),
+    "blocks of 32, no powers of two": ((2, 64), torch.tensor([[0.07, 0.125], [0.6, 0.03]]), {"block_size": 32}, 32),
 }
 
 
@@ -252,23 +261,26 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@scaled
 @pytest.mark.parametrize(("kind", "options"), OTHERS.values(), ids=OTHERS)
-def test_options(kind: str, options: dict[str, Any]) -> None:
-    follow(kind, stored("E4M3"), OPTIONS[kind] | options, moved=0.02)
+def test_options(kind: str, options: dict[str, Any], factor: Any) -> None:
+    follow(kind, stored("E4M3", scale=SCALES * factor), OPTIONS[kind] | options, moved=0.02)
 
 
 @pytest.mark.parametrize("stiffness", [0.0, 1.0, 0.37])
 @pytest.mark.parametrize("writeback", ["nearest", "stochastic", "residual8"])
 @pytest.mark.parametrize("moments", ["float32", "bfloat16", "8bit"])
-def test_what_native_code_does_in_one_loop(moments: str, writeback: str, stiffness: float) -> None:
+@scaled
+def test_what_native_code_does_in_one_loop(factor: Any, moments: str, writeback: str, stiffness: float) -> None:
     options = {"moments": moments, "writeback": writeback, "stiffness": stiffness}
-    follow("StiffnessAdamW", stored("E4M3"), OPTIONS["StiffnessAdamW"] | options, moved=0.02)
+    follow("StiffnessAdamW", stored("E4M3", scale=SCALES * factor), OPTIONS["StiffnessAdamW"] | options, moved=0.02)
 
 
 @varied
-def test_scales_are_widened_where_a_weight_is_at_an_end(kind: str, options: dict[str, Any]) -> None:
+@scaled
+def test_scales_are_widened_where_a_weight_is_at_an_end(factor: Any, kind: str, options: dict[str, Any]) -> None:
     """With one unbiased rounding, after the step; the other scales stay."""
-    p = stored("E4M3")
+    p = stored("E4M3", scale=SCALES * factor)
     p.codes[1, 3:5] = torch.tensor([126, 254], dtype=torch.uint8)
     before = p.scale.clone()
     follow(kind, p, OPTIONS[kind] | options | {"refresh_every": 2}, moved=0.02)
@@ -351,6 +363,12 @@ def test_floats(storage: str, scale: Any, kind: str, options: dict[str, Any]) ->
         for name in slow.names:
             assert bit_list(state[name]) == bit_list(slow.averages[name]), f"step {t + 1}: {name}"
     assert (now.view(-1).numpy() != first).mean() > 0.02
+
+
+def test_logarithms() -> None:
+    """The series behind a general exponent where scales are no powers of two."""
+    x = torch.cat([normal(3000, seed=1).exp(), torch.tensor([1.0, 1.9999999, 2.0**-126, 1.0000001])])
+    assert bit_list(log2_of_mantissa(x)) == bit_list([slow_log2(f32(v)) for v in x.tolist()])
 
 
 def test_powers_of_two() -> None:

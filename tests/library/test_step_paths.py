@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
-from optimizer_cases import free_weight, grid_weight, normal, snapshot
+from optimizer_cases import free_weight, grid_weight, normal, snapshot, with_factors
 from paths import PATHS, by
 from torch import Tensor, nn
 
@@ -17,7 +17,7 @@ from fp8manifold._numerics.stiffness import exp2_exact
 SHAPES = ((5, 7), (64, 33), (2, 300), (96, 96))
 
 
-def of_codes(name: str = "E4M3", granularity: Any = "channel", shapes: Any = SHAPES, **options: Any) -> list[Tensor]:
+def of_codes(name: str = "E4M3", granularity: Any = "channel", shapes: Any = SHAPES, **options: Any) -> list[Any]:
     return [
         fm.FP8Parameter(normal(*shape, seed=i, std=0.1), name, granularity=granularity, **{"seed": i, **options})
         for i, shape in enumerate(shapes)
@@ -32,9 +32,10 @@ def take(optimizer: Any, t: int) -> None:
     optimizer.step()
 
 
-def same_steps(kind: str, make: Any, options: dict[str, Any], steps: int = 4) -> None:
+def same_steps(kind: str, make: Any, options: dict[str, Any], factors: bool, steps: int = 4) -> None:
     """Everything that a step may change, after each step."""
-    ours, eager = (by(path, getattr(optim, kind)(make(), **options)) for path in PATHS)
+    weights = ([with_factors(p, factors) for p in make()] for _ in PATHS)
+    ours, eager = (by(path, getattr(optim, kind)(w, **options)) for path, w in zip(PATHS, weights, strict=True))
     first = snapshot(ours)["parameters"]
     for t in range(steps):
         take(eager, t)
@@ -105,9 +106,12 @@ CASES: dict[str, Case] = {
 }
 
 
+@pytest.mark.parametrize("factors", [False, True], ids=["", "factors"])
 @pytest.mark.parametrize(("kind", "make", "options"), CASES.values(), ids=CASES)
-def test_native_steps_have_the_bits_of_eager_ones(kind: str, make: Any, options: dict[str, Any]) -> None:
-    same_steps(kind, make, options)
+def test_native_steps_have_the_bits_of_eager_ones(
+    kind: str, make: Any, options: dict[str, Any], factors: bool
+) -> None:
+    same_steps(kind, make, options, factors)
 
 
 def strided(g: Tensor, how: str) -> Tensor:

@@ -45,14 +45,19 @@ def gradient(shape: torch.Size, kind: int, seed: int) -> Tensor:
 
 
 def weights(name: str, seed: int, draws: Any) -> list[fm.FP8Parameter]:
-    """Of every shape, over many binades, with zeros of both signs, both ends and a NaN where there are any."""
+    """Of every shape, over many binades, with zeros of both signs, both ends and a NaN where there are any.
+
+    Every other one has scales that are no powers of two.
+    """
     fmt, made = as_format(name), []
-    for shape, granularity in SHAPES:
+    for i, (shape, granularity) in enumerate(SHAPES):
         w = normal(*shape, seed=seed) * torch.exp2(normal(*shape, seed=seed + 1).mul(5).clamp(-12, 3).round())
         p = fm.FP8Parameter(w, fmt, granularity=granularity, seed=seed, keep_remainder=False, draws=draws)  # type: ignore[arg-type]
         special = [0, fmt.max_code, fmt.max_code | fmt.sign_bit, 1, 1 | fmt.sign_bit, *fmt.nan_codes[:1]]
         special += [fmt.sign_bit] if fmt.has_negative_zero else []
         p.codes.view(-1)[: len(special)] = torch.tensor(special, dtype=torch.uint8)
+        if (seed + i) % 2:
+            p.set_scale_(p.scale * normal(*p.scale.shape, seed=3).abs().exp())
         made.append(p)
     return made
 
