@@ -1,8 +1,9 @@
 """Main memory that reading a model into codes takes, at its peak, beside reading its floats and rounding them then.
 
-    python benchmarks/loading.py [--weights 277M] [--shards 5] [--folder PATH] [--markdown | --json] [--record]
+    python benchmarks/loading.py [--fp8] [--weights 277M] [--shards 5] [--folder PATH] [--markdown | --json] [--record]
 
-A Llama of random bfloat16 weights, tied, is written in shards of safetensors by a process of its own.  Each way of
+A Llama of random bfloat16 weights, tied, is written in shards of safetensors by a process of its own, and once more
+with its layers in codes and a float32 scale for each 128 x 128, as DeepSeek and Qwen publish them.  Each way of
 reading it runs in a fresh process, and so does one that has imported the same and built a small model.  What is shown
 is the largest resident set of the one (``VmHWM`` of Linux, pages of mapped files among them) less that of the other.
 """
@@ -21,8 +22,13 @@ from typing import Any, Final
 from _forms import add_form_options, text_table
 from _record import Cell, add_option, record
 
-#: width, inner width, layers, tokens of a model of about as many weights
-SIZES: Final = {"0.2M": (64, 192, 4, 64), "277M": (1024, 4096, 16, 8192), "1.2B": (2048, 8192, 16, 128256)}
+#: width, inner width, layers, tokens of a model of about as many weights; what publishers keep in float are the tokens
+SIZES: Final = {
+    "0.2M": (64, 192, 4, 64),
+    "277M": (1024, 4096, 16, 8192),
+    "1.2B": (2048, 8192, 16, 128256),
+    "1.2B, 32k tokens": (2048, 8192, 17, 32000),
+}
 #: what is read, and how; in which dtype the weights appear
 WAYS: Final = {
     "from_pretrained(quantization_config=...)": ("codes", "auto"),
@@ -30,6 +36,9 @@ WAYS: Final = {
     "load_quantized, transformers' model on meta": ("own", "bfloat16"),
     "from_pretrained, bfloat16, then quantize_model": ("after", "auto"),
     "from_pretrained, float32, then quantize_model": ("after", "float32"),
+    "load_fp8 of an FP8 folder": ("fp8", "bfloat16"),
+    "the same FP8 folder, dtype=torch.float32": ("fp8", "float32"),
+    "from_pretrained of the FP8 folder, bfloat16": ("fp8 decoded", "bfloat16"),
 }
 FORMATS: Final = {"*": "E4M3"}
 
@@ -51,13 +60,17 @@ def config_of(size: str) -> Any:
 
 
 def write(folder: Path, size: str, shards: int) -> None:
-    """Random weights in bfloat16, a shard at a time, as ``save_pretrained`` writes them."""
+    """Random weights in bfloat16, or codes in a folder called fp8, a shard at a time, as ``save_pretrained`` writes."""
     import torch
     import transformers
     from safetensors.torch import save_file
 
     config = config_of(size)
+    fp8 = folder.name == "fp8"
     config.architectures, config.dtype = ["LlamaForCausalLM"], "bfloat16"
+    if fp8:
+        method = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+        config.quantization_config = method
     config.save_pretrained(folder)
     with torch.device("meta"):
         shapes = {name: p.shape for name, p in transformers.LlamaForCausalLM(config).named_parameters()}
@@ -66,10 +79,17 @@ def write(folder: Path, size: str, shards: int) -> None:
     for shard in range(shards):
         file = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
         its = names[shard * len(names) // shards : (shard + 1) * len(names) // shards]
-        save_file(
-            {name: (torch.randn(shapes[name]) * 0.02).bfloat16() for name in its}, folder / file, {"format": "pt"}
-        )
-        where |= dict.fromkeys(its, file)
+        tensors = {}
+        for name in its:
+            weight = torch.randn(shapes[name])
+            if fp8 and name.endswith("_proj.weight"):
+                tensors[name] = (100 * weight).clamp_(-448, 448).to(torch.float8_e4m3fn)
+                squares = [-(-side // 128) for side in shapes[name]]
+                tensors[f"{name}_scale_inv"] = 2e-4 * (1 + torch.rand(squares))
+            else:
+                tensors[name] = (0.02 * weight).bfloat16()
+        save_file(tensors, folder / file, {"format": "pt"})
+        where |= dict.fromkeys(tensors, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
 
 
@@ -83,6 +103,10 @@ def read(folder: Path, way: str, dtype: str) -> Any:
     transformers.utils.logging.disable_progress_bar()
     auto = transformers.AutoModelForCausalLM
     asked = dtype if dtype == "auto" else getattr(torch, dtype)
+    if way == "fp8":
+        return fm.load_fp8(folder, dtype=asked)
+    if way == "fp8 decoded":
+        return auto.from_pretrained(folder, dtype=asked)
     if way == "codes":
         config = fm.huggingface.quantization_config(FORMATS, tied="leave")
         return auto.from_pretrained(folder, quantization_config=config, dtype=asked)
@@ -131,13 +155,17 @@ def run_child(*words: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def measure(folder: Path, size: str, shards: int) -> list[tuple[str, float, float, float]]:
+def measure(
+    folder: Path, size: str, shards: int, ways: dict[str, tuple[str, str]]
+) -> list[tuple[str, float, float, float]]:
     """For each way: GB at the peak, bytes a weight, and the same beyond the largest tensor."""
-    run_child("write", str(folder), size, str(shards))
+    folders = {way: folder / ("fp8" if way.startswith("fp8") else "floats") for way, _ in ways.values()}
+    for each in sorted(set(folders.values())):
+        run_child("write", str(each), size, str(shards))
     empty = run_child("read", str(folder), size, "empty", "auto")["peak"]
     rows = []
-    for name, (way, dtype) in WAYS.items():
-        found = run_child("read", str(folder), size, way, dtype)
+    for name, (way, dtype) in ways.items():
+        found = run_child("read", str(folders[way]), size, way, dtype)
         peak = found["peak"] - empty
         rows.append((name, peak / 1e9, peak / found["weights"], (peak - found["largest"]) / found["weights"]))
     return rows
@@ -145,6 +173,7 @@ def measure(folder: Path, size: str, shards: int) -> list[tuple[str, float, floa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--fp8", action="store_true", help="read the FP8 folder alone")
     parser.add_argument("--weights", choices=tuple(SIZES), default="277M", help="how many there are")
     parser.add_argument("--shards", type=int, default=5, help="files that they are in")
     parser.add_argument("--folder", type=Path, help="where the files are written meanwhile; by default a temporary one")
@@ -162,22 +191,19 @@ def main() -> None:
         return
     if not Path("/proc/self/status").exists():
         raise SystemExit("VmHWM is what Linux says of a process; there is nothing like it here")
+    if args.fp8 and args.record:
+        parser.error("--record writes the whole table: leave out --fp8")
+    ways = {name: way for name, way in WAYS.items() if way[0].startswith("fp8") or not args.fp8}
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        rows = measure(Path(folder), args.weights, args.shards)
+        rows = measure(Path(folder), args.weights, args.shards, ways)
+    columns = (f"{args.weights} weights", "GB at the peak", "bytes a weight", "beyond the largest tensor")
     if args.json:
         print(json.dumps([dict(zip(("way", "gb", "bytes", "beyond"), row, strict=True)) for row in rows], indent=1))
     else:
-        header = (f"{args.weights} bfloat16 weights", "GB at the peak", "bytes a weight", "beyond the largest tensor")
         lines = [(name, *(f"{cell:.2f}" for cell in cells)) for name, *cells in rows]
-        print(text_table([header, *lines], ("---", "---:", "---:", "---:"), args.markdown))
+        print(text_table([columns, *lines], ("---", "---:", "---:", "---:"), args.markdown))
     if args.record:
         cells: list[list[Cell]] = [[name, *(round(cell, 2) for cell in rest)] for name, *rest in rows]
-        columns = (
-            f"{args.weights} weights in bfloat16",
-            "GB at the peak",
-            "bytes a weight",
-            "beyond the largest tensor",
-        )
         record("", columns, cells, packages=("transformers", "safetensors"))
 
 

@@ -38,7 +38,11 @@ _INPUT: Final = ("input_scale", "activation_scale")
 #: of a repository: weights, settings, and what a tokenizer is made of
 _WANTED: Final = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
 _OF_HUB: Final = ("revision", "token", "cache_dir", "local_files_only", "force_download")
-_DTYPES: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES: Final = {
+    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
+    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8},
+    **{"U8": torch.uint8, "BOOL": torch.bool},
+}
 
 
 def load_fp8(
@@ -52,9 +56,53 @@ def load_fp8(
     seed: int = 0,
     **options: Any,
 ) -> Any:
-    """Read a published FP8 model as it is into one of transformers whose weights are codes that can be trained.
+    """Read a published FP8 model into one of transformers whose weights are codes that can be trained.
 
     .. math:: w = s \\cdot \\operatorname{decode}(code)
+
+    Codes, formats and scales stay what the files have, in the layouts of DeepSeek (``weight_scale_inv``, squares of
+    128 x 128), compressed-tensors, ModelOpt, torchao, MXFP8 and MXFP4.  A linear layer becomes a
+    :class:`QuantizedLinear`; experts that transformers has in one parameter, and other weights, become an
+    :class:`FP8Parameter` where they are.  What the files have as floats stays float.  :func:`save_fp8` writes the model
+    back, also after ``save_pretrained`` and ``from_pretrained``: ``model.config.quantization_config.published`` says
+    how.  Reading takes the memory of the codes and of one tensor.
+
+    Args:
+        folder: of ``*.safetensors`` and ``config.json``, or a model's name on the Hub.
+        dtype: in which weights appear, and floats are held: ``torch.bfloat16`` or ``torch.float32``.
+        device: where the weights go, one at a time.
+        activations: what layers multiply the weights with.  ``float`` leaves their inputs as they are; ``as stored``
+            rounds the input of each layer that has an ``input_scale`` in the files, at that scale, as a server does.
+        rounding, draws, seed: of the weights, as in :func:`fp8manifold.quantize_model`.
+        options: of transformers' ``from_pretrained``, such as ``attn_implementation``; for the Hub ``revision``,
+            ``token``, ``cache_dir``, ``local_files_only`` and ``force_download``.
+
+    Returns:
+        The model, of the class that ``config.json`` names, in evaluation mode.
+
+    NaN and -0 among the codes are kept.  Tensors without a place in the model, such as scales of a cache or layers that
+    transformers leaves out, are written back as they were.
+
+    Raises:
+        ImportError: transformers is missing.
+        FileNotFoundError: no such folder, or one without weights or settings.
+        ValueError: no weight in codes; a layout, dtype or setting that is not read, by its tensor and file; a tensor
+            that the model lacks, or the files; scales that a fused parameter can't keep apart, such as one a tensor for
+            ``gate`` and ``up`` of experts; floats that ``dtype`` has not every number of; ``activations="as stored"``
+            where no layer has an ``input_scale``.
+
+    Example:
+        >>> import fp8manifold as fm
+        >>> model = fm.load_fp8("Qwen/Qwen3-8B-FP8")  # doctest: +SKIP
+        >>> optimizer = fm.optim.StiffnessAdamW(model.parameters(), lr=1e-5)  # doctest: +SKIP
+        >>> model(tokens, labels=tokens).loss.backward(); optimizer.step()  # doctest: +SKIP
+        >>> fm.save_fp8(model, "trained")  # doctest: +SKIP
+        >>> fm.load_fp8("Qwen3-8B-FP8", activations="e4m3")
+        Traceback (most recent call last):
+        ValueError: activations='e4m3' is unknown: one of float, as stored; did you mean 'float'?
+
+    Source: DeepSeek-V3 (arXiv 2412.19437) for squares; compressed-tensors (vllm-project) 0.20; Model-Optimizer; OCP
+    Microscaling Formats 1.0.
     """
     check_choice("activations", activations, _ACTIVATIONS)
     check_int("seed", seed, 0, 2**31 - 1)
@@ -86,10 +134,46 @@ def load_fp8(
 
 
 def save_fp8(model: Any, folder: str | Path) -> None:
-    """Write a model that :func:`load_fp8` read, in the layout and the files it came in."""
+    """Write a model that :func:`load_fp8` read in the layout it came in: a server loads it as the one it was made of.
+
+    .. math:: \\operatorname{save}(\\operatorname{load}(F)) = F
+
+    Names, dtypes, shards, index and settings are those of the folder that was read, and a weight that was not trained
+    is the same bytes; the tokenizer's files are copied while that folder is there.  Floats are rounded in no case: what
+    the file's dtype does not hold, such as a norm trained in float32, is written in the parameter's own.  So transformers
+    reads the logits of the model, to the bit in float32.
+
+    Args:
+        model: of :func:`load_fp8`, or saved from it and read by ``from_pretrained``; it stays what it is.
+        folder: made if it is not there; files of the same names are replaced once all have been written.
+
+    NaN and -0 are kept.
+
+    Raises:
+        FileNotFoundError: tensors that the model has no place for, such as layers that transformers leaves out, are
+            copied from the folder that was read, and it is not there any more.
+        TypeError: a model of which several processes hold a part each.
+        ValueError: a model that does not say how it was published, or a weight that is in codes no more, or in others.
+
+    Warns:
+        UserWarning: files beside the weights that are not there to be copied any more.
+
+    Example:
+        >>> import fp8manifold as fm
+        >>> fm.save_fp8(fm.load_fp8("Qwen3-8B-FP8"), "same")  # doctest: +SKIP
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> model = LlamaForCausalLM(LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, vocab_size=8))
+        >>> fm.save_fp8(model, "trained")
+        Traceback (most recent call last):
+        ValueError: the model does not say in which FP8 layout it was published: one that fm.load_fp8 read does; \
+fm.export_model writes others
+    """
     published = published_of(model)
     if published is None:
-        raise ValueError("the model does not say in which FP8 layout it came, as one that fm.load_fp8 read does")
+        raise ValueError(
+            "the model does not say in which FP8 layout it was published: one that fm.load_fp8 read does; "
+            "fm.export_model writes others"
+        )
     layout = _Layout(published)
     layout.find(model)
     folder = Path(folder)
@@ -136,7 +220,24 @@ def _beside(path: Path) -> Path:
 
 
 def published_weights(folder: str | Path, **options: Any) -> dict[str, StoredWeight]:
-    """The weights that a published model has in codes, by name; nothing is read, and a float model has none."""
+    """Say which weights of a published model are in codes, and how, by the headers of its files: no tensor is read.
+
+    Args:
+        folder, options: as in :func:`load_fp8`.
+
+    Returns:
+        By the name of each weight its ``format``, ``granularity`` and ``shape``, the names, dtypes and shapes of its
+        tensors, and their file.  Of a model of floats there are none.
+
+    Raises:
+        FileNotFoundError, ValueError: as :func:`load_fp8`.
+
+    Example:
+        >>> import fp8manifold as fm
+        >>> found = fm.published_weights("Qwen3-8B-FP8")  # doctest: +SKIP
+        >>> found["model.layers.0.mlp.up_proj.weight"].granularity  # doctest: +SKIP
+        'square'
+    """
     place = _folder_of(folder, options)
     with closing(FileTensors(files_of(place))) as tensors:
         return _Layout(_described(place, tensors)).stored

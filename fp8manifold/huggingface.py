@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8manifold._base.checks import check_choice, needed
+from fp8manifold._published.found import FLOATS
 from fp8manifold.exchange import has_own_head
 from fp8manifold.formats import FloatFormat
 from fp8manifold.nn._grid_weight import GridParameter
@@ -21,7 +22,7 @@ from fp8manifold.nn._saved import parameters_recipe_of, put_layers, put_paramete
 from fp8manifold.nn._scalers import Scale
 from fp8manifold.nn._spec import Formats, LayerSpec
 from fp8manifold.nn._surgery import dequantize_model
-from fp8manifold.nn._tensor_files import FLOATS, check_floats
+from fp8manifold.nn._tensor_files import check_floats
 from fp8manifold.optim import StiffnessAdamW, StiffnessMuon, step_in_backward
 from fp8manifold.tensor import FP8Tensor
 

@@ -5,6 +5,7 @@ library is not at hand is written by its published formula: ``amax / 448`` of ea
 """
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -157,9 +158,7 @@ def fine_grained(folder: Path, model: Any, shards: str, **options: Any) -> None:
         if name.endswith("activation_scale"):
             scale.data.fill_(float(torch.rand(())) / 448)  # found by calibration; until then whatever was in memory
     made.save_pretrained(folder, max_shard_size=shards)
-    for file in sorted((folder / "floats").iterdir()):
-        file.unlink()
-    (folder / "floats").rmdir()
+    shutil.rmtree(folder / "floats")
 
 
 def fine_grained_tensors(folder: Path, model: Any, shards: str, **options: Any) -> None:
@@ -267,6 +266,16 @@ def _observed(weight: Tensor, args: Any) -> Tensor:
     return scale.unsqueeze(-1) if args.strategy == "channel" else scale
 
 
+def torchao(folder: Path, model: Any, shards: str) -> None:
+    """``Float8WeightOnlyConfig`` of torchao through transformers; the files' metadata says what each weight is."""
+    ao, library = pytest.importorskip("torchao.quantization"), transformers()
+    model.save_pretrained(folder / "floats")
+    config = library.TorchAoConfig(ao.Float8WeightOnlyConfig())
+    made = type(model).from_pretrained(folder / "floats", quantization_config=config, dtype=torch.bfloat16)
+    made.save_pretrained(folder, max_shard_size=shards)
+    shutil.rmtree(folder / "floats")
+
+
 def flat(folder: Path, model: Any, shards: str, **options: Any) -> None:
     """``compressed``, its scales of rows in one dimension, or in none where there is one."""
     compressed(folder, model, shards, **options)
@@ -336,7 +345,7 @@ class Layout:
     kind: str
     write: Callable[..., None]
     options: dict[str, Any] = field(default_factory=dict)
-    #: whose code makes it: "transformers", "compressed-tensors", or "formula"
+    #: whose code makes it: "transformers", "compressed-tensors", "torchao", or "formula"
     by: str = "formula"
     shards: str = "10GB"
 
@@ -384,6 +393,7 @@ LAYOUTS: dict[str, Layout] = {
     "blocks, experts": _ct("qwen3 experts", "FP8_BLOCK"),
     "mxfp8": _ct("llama", "MXFP8"),
     "mxfp8, experts": _ct("qwen3 experts", "MXFP8"),
+    "torchao": Layout("llama", torchao, by="torchao"),
     "modelopt": Layout("llama", modelopt),
     "modelopt, kv": Layout("llama of 4", modelopt, {"kv": True}, shards="1MB"),
     "gpt-oss": Layout("gpt-oss", gpt_oss),
@@ -426,11 +436,16 @@ def decoded(folder: Path) -> dict[str, Tensor]:
     method = config.get("quant_method")
     if method == "compressed-tensors":
         return _decompressed(files, config)
+    if method == "torchao":
+        modules = dict(served(folder, torch.bfloat16).named_modules())
+        parts = {name: modules[name.removesuffix("._weight_qdata")] for name in files if name.endswith("_qdata")}
+        return {name: module.weight.dequantize().detach() for name, module in parts.items()}
     if method == "mxfp4":
         from transformers.integrations.mxfp4 import convert_moe_packed_tensors as unpacked
 
-        stems = [name.removesuffix("_blocks") for name in files if name.endswith("_blocks")]
-        return {s: unpacked(files[f"{s}_blocks"], files[f"{s}_scales"], dtype=torch.float32) for s in stems}
+        experts = {name: name.removesuffix("blocks") + "scales" for name in files if name.endswith("_blocks")}
+        # the model has inputs before outputs, files have them after
+        return {k: unpacked(files[k], files[s], dtype=torch.float32).transpose(1, 2) for k, s in experts.items()}
     found = {}
     for name, codes in files.items():
         if codes.dtype in (E4M3, E5M2):
@@ -470,5 +485,7 @@ def _decompressed(files: dict[str, Tensor], config: dict[str, Any]) -> dict[str,
             stem = name.removesuffix("weight_scale")
             names = ("weight", "weight_scale", "weight_packed")
             parts = {part: files[stem + part] for part in names if stem + part in files}
+            if config["config_groups"]["group_0"]["weights"]["strategy"] == "channel":
+                parts["weight_scale"] = parts["weight_scale"].reshape(-1, 1)  # it takes no other shape
             found[next(stem + part for part in parts if part != "weight_scale")] = decompress(parts, scheme)["weight"]
     return found

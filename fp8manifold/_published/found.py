@@ -5,11 +5,14 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from fp8manifold._published.stored import FORMATS, SCALES, Header, StoredWeight, scale_shapes, unpacked
+import torch
+
+from fp8manifold._published.stored import EXPONENTS, FORMATS, SCALES, Header, StoredWeight, scale_shapes, unpacked
 from fp8manifold.formats import as_format
 from fp8manifold.scaling import BLOCK_SIZE, SQUARE_SIZE
 
-FLOATS: Final = ("F64", "F32", "F16", "BF16")
+FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16", torch.float64, torch.float32, torch.float16, torch.bfloat16})
+"""What float weights are read from, as files and as torch name it."""
 _READ: Final = (
     "read are float8 and packed E2M1, with a positive scale for the tensor, each row, 32 of a row or each square of "
     "128 x 128, of float32, bfloat16, float16 or E8M0"
@@ -54,14 +57,15 @@ def stored_weights(headers: Mapping[str, Header], config: Mapping[str, Any] | No
         ValueError: names a tensor, its file, what is there and what is read.
     """
     found = {}
+    in_squares = any(where.get("block_structure") for where in _with_groups(config or {}))
     for name, header in headers.items():
         if may_be_weight(name, header.dtype, headers):
-            weight = _stored(name, header, headers)
+            weight = _stored(name, header, headers, in_squares)
             found[weight.name] = weight
-    scales = {weight.scale for weight in found.values()}
+    read = {name for weight in found.values() for name in (weight.codes, weight.scale)}
     for name, header in headers.items():
-        base = name.removesuffix("_inv").removesuffix("_scale")
-        if name not in scales and (header.dtype == "F8_E8M0" or name.endswith(("weight_scale", "_scale_inv"))):
+        if name not in read and (_is_short(header.dtype) or name.endswith(("weight_scale", "_scale_inv"))):
+            base = name.removesuffix("_inv").removesuffix("_scale")
             beside = headers[base].dtype if base in headers else "missing"
             raise _refused(name, header, f"as a scale, and {base} is {beside}")
     for weight in found.values():
@@ -71,17 +75,33 @@ def stored_weights(headers: Mapping[str, Header], config: Mapping[str, Any] | No
     return _with_extras(found, headers)
 
 
-def may_be_weight(name: str, dtype: str, others: Collection[str]) -> bool:
-    """Whether a tensor that holds no floats is a weight: masks and positions are not, nor are scales."""
+def refuse_codes(name: str, dtype: torch.dtype | str, others: Collection[str] = (), file: str = "") -> None:
+    """Raise ValueError unless a tensor that a float weight is read from holds floats."""
+    if dtype in FLOATS:
+        return
+    scale = scale_of(name, others)
+    beside = f"at the scales of {scale!r}, which fm.load_fp8 reads, and not this" if scale else f"and {name}_scale is missing"
+    where = f" of {file!r}" if file else ""
+    raise ValueError(
+        f"{name}{where} holds codes ({dtype}), {beside}: weights are read from float64, float32, float16 or bfloat16; "
+        "decode it first, values times scales"
+    )
+
+
+def may_be_weight(name: str, dtype: torch.dtype | str, others: Collection[str]) -> bool:
+    """Whether a tensor holds codes of a weight, by its dtype and by its name among those of the same files.
+
+    Masks and positions do not, nor do scales.
+    """
     entry = name.rpartition(".")[2]
-    if dtype in FLOATS or dtype == "F8_E8M0" or is_scale(entry):
+    if dtype in FLOATS or any(word in entry.lower() for word in ("scale", "scb", "absmax")):
         return False
-    return dtype.startswith("F") or entry.endswith(("weight", *_PACKING)) or scale_of(name, others) is not None
+    return _is_short(dtype) or entry.endswith(("weight", *_PACKING)) or scale_of(name, others) is not None
 
 
-def is_scale(entry: str) -> bool:
-    """Whether a tensor is called a scale."""
-    return any(word in entry.lower() for word in ("scale", "scb", "absmax"))
+def _is_short(dtype: torch.dtype | str) -> bool:
+    """Whether it is a float of at most eight bits, as files or as torch name it."""
+    return re.match(r"f(loat)?[468]", str(dtype).removeprefix("torch.").lower()) is not None and dtype not in FLOATS
 
 
 def scale_of(name: str, others: Collection[str]) -> str | None:
@@ -100,8 +120,8 @@ def _refused(name: str, header: Header, why: str) -> ValueError:
     return ValueError(f"{name} of {header.file!r} holds {header.dtype} of shape {header.shape}, {why}: {_READ}")
 
 
-def _stored(name: str, header: Header, headers: Mapping[str, Header]) -> StoredWeight:
-    """One weight by its header and those beside it."""
+def _stored(name: str, header: Header, headers: Mapping[str, Header], in_squares: bool) -> StoredWeight:
+    """One weight by its header and those beside it; granularities that say the same go by the usual name."""
     if f"{name}_traits" in headers:
         raise _refused(
             name, header, "codes of this library's own states, which load_state_dict and from_pretrained read"
@@ -119,7 +139,8 @@ def _stored(name: str, header: Header, headers: Mapping[str, Header]) -> StoredW
     fits = [granularity for granularity, known in scale_shapes(shape) if known == beside.shape]
     if fmt is None or beside.dtype not in SCALES or not fits:
         raise _refused(name, header, at)
-    granularity = "square" if "square" in fits and scale.endswith("_inv") else fits[0]
+    usual = "block" if beside.dtype in EXPONENTS else "square" if scale.endswith("_inv") or in_squares else fits[0]
+    granularity = usual if usual in fits else fits[0]
     owner, dot, entry = name.rpartition(".")
     stem = _stem(entry)
     own = owner + dot + (stem.removeprefix("_") if stem != entry else entry)

@@ -67,7 +67,7 @@ def read_parts(stored: StoredWeight, read: Callable[[str], Tensor]) -> tuple[Ten
     nothing = _NOTHING[exponents]
     if bool((wrong | (scale == nothing)).any()):
         is_empty = _holds_nothing(stored, codes)
-        wrong &= ~(is_empty & (scale == 0))
+        wrong &= ~(is_empty & (scale == 0) & ~scale.signbit())
         clash = is_empty & (scale == nothing)
         if bool((wrong | clash).any()):
             entry = kept[wrong | clash][0].item()

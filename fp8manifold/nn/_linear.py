@@ -13,6 +13,7 @@ from fp8manifold._base.reading import advance, eager_only, has_values, known
 from fp8manifold._encoded.dispatch import is_backward
 from fp8manifold._encoded.scaled import Rounding
 from fp8manifold._encoded.storage import expand_scale
+from fp8manifold._published.found import FLOATS
 from fp8manifold.fake_quant import quantize_at
 from fp8manifold.formats import FloatFormat
 from fp8manifold.grid import encode
@@ -54,7 +55,6 @@ from fp8manifold.nn._spec import (
     is_stored,
     units_of,
 )
-from fp8manifold.nn._tensor_files import FLOATS
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.random_bits import Draws, Stream
 from fp8manifold.scaling import BLOCK_SIZE, WeightGranularity

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fp8manifold._base.checks import check_int
 from fp8manifold._encoded.scaled import Rounding
+from fp8manifold._published.found import FLOATS, refuse_codes
 from fp8manifold._published.places import weight_of
 from fp8manifold.nn._in_place import parameter_names, put_parameter
 from fp8manifold.nn._linear import QuantizedLinear
@@ -19,7 +20,6 @@ from fp8manifold.nn._selection import obstacle
 from fp8manifold.nn._spec import Formats, LayerSpec, OperandSpec
 from fp8manifold.nn._surgery import carry_out, check_layers, encoded, layers_of, parameters_of, replace_layers
 from fp8manifold.nn._tensor_files import (
-    FLOATS,
     FileTensors,
     GivenTensors,
     MappedFiles,
@@ -27,7 +27,6 @@ from fp8manifold.nn._tensor_files import (
     StoredTensors,
     Tensors,
     files_of,
-    refuse_codes,
 )
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.random_bits import Draws

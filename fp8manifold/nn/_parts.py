@@ -13,9 +13,9 @@ from fp8manifold._encoded.scaled import DRAWS, ROUNDINGS, Traits
 from fp8manifold._encoded.storage import block_size_of, number_of
 from fp8manifold._encoded.stored_scale import as_kept
 from fp8manifold._published import Header, dtype_name, read_parts, stored_weights
+from fp8manifold._published.found import refuse_codes
 from fp8manifold._ranks import local_of, share_of, spread
 from fp8manifold.formats import LAYOUTS, FloatFormat
-from fp8manifold.nn._tensor_files import refuse_codes
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.tensor import FP8Tensor
 

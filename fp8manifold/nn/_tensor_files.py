@@ -1,4 +1,4 @@
-"""Tensors that weights are read from, and files of them: floats alone, and memory given back once they are read.
+"""Tensors that weights are read from, and files of them: memory is given back once they are read.
 
 A page of a file that was read counts as memory of the process until it is given back; the file still has it.
 """
@@ -18,11 +18,8 @@ from torch import Tensor, nn
 
 from fp8manifold._base.checks import needed
 from fp8manifold._published import Header, quantization_of, stored_weights
+from fp8manifold._published.found import may_be_weight, refuse_codes
 
-FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16", torch.float64, torch.float32, torch.float16, torch.bfloat16})
-"""What weights are read from, as files and as torch name it."""
-_SCALES: Final = ("scale", "scb", "absmax")
-"""How names of scales go: weight_scale_inv, weight_scale, scales, SCB."""
 _MAPPINGS: Final = Path("/proc/self/smaps")
 _DONTNEED: Final = 4
 _EVERY: Final = 2**24
@@ -238,37 +235,6 @@ def _indexed(index: Path) -> list[Path]:
     return [index.parent / name for name in names]
 
 
-# Codes where float weights are to be read
-
-
-def refuse_codes(name: str, dtype: torch.dtype | str, others: Iterable[str] = (), file: str = "") -> None:
-    """Raise ValueError unless a tensor that a float weight is read from holds floats."""
-    if dtype in FLOATS:
-        return
-    scale = scale_of(name, others)
-    beside = f"at the scales of {scale!r}, which are not read" if scale else f"and {name}_scale is missing"
-    where = f" of {file!r}" if file else ""
-    raise ValueError(
-        f"{name}{where} holds codes ({dtype}), {beside}: weights are read from float64, float32, float16 or bfloat16; "
-        "decode it first, values times scales"
-    )
-
-
-def is_scale(entry: str) -> bool:
-    """Whether a tensor is called a scale."""
-    return any(word in entry.lower() for word in _SCALES)
-
-
-def scale_of(name: str, others: Iterable[str]) -> str | None:
-    """The name of a tensor's scale among those that lie beside it, or None."""
-    owner, _, entry = name.rpartition(".")
-    stem = entry.removesuffix("_blocks").removesuffix("_packed")
-    near = sorted(each for each in others if each.rpartition(".")[0] == owner and is_scale(each.rpartition(".")[2]))
-    named = [each for each in near if each.rpartition(".")[2].startswith(stem)]
-    plain = [each for each in near if each.rpartition(".")[2].lower().startswith(_SCALES)]
-    return next(iter(named + plain), None)
-
-
 def check_floats(model: nn.Module, source: Source) -> None:
     """Refuse files that hold codes where a model has float weights, which transformers alone reads as numbers.
 
@@ -289,7 +255,7 @@ def check_floats(model: nn.Module, source: Source) -> None:
         >>> check_floats(model, "DeepSeek-V3")  # doctest: +SKIP
         Traceback (most recent call last):
         ValueError: model.layers.0.mlp.down_proj.weight of 'model-00001-of-000163.safetensors' holds codes (F8_E4M3), at
-        the scales of 'model.layers.0.mlp.down_proj.weight_scale_inv', which are not read: weights are read from ...
+        the scales of 'model.layers.0.mlp.down_proj.weight_scale_inv', which fm.load_fp8 reads, and not this: ...
     """
     start = f"{getattr(model, 'base_model_prefix', '')}."
     are_floats: dict[str, bool] = {}
@@ -312,11 +278,5 @@ def _check(file: str, dtypes: Dtypes, are_floats: Mapping[str, bool]) -> None:
     positions), unless it is called a weight or has scales.
     """
     for name, dtype in dtypes.items():
-        if are_floats.get(name, _may_be_weight(name, dtype, dtypes)):
+        if are_floats.get(name, may_be_weight(name, dtype, dtypes)):
             refuse_codes(name, dtype, dtypes, file)
-
-
-def _may_be_weight(name: str, dtype: torch.dtype | str, others: Iterable[str]) -> bool:
-    in_float8 = str(dtype).removeprefix("torch.").lower().startswith(("f8", "float8"))
-    entry = name.rpartition(".")[2]
-    return in_float8 or entry.endswith("weight") or (not is_scale(entry) and scale_of(name, others) is not None)

@@ -69,7 +69,7 @@ def said(layout: str, name: str, file: str = "") -> str:
     dtype, in_file, beside, _ = LAYOUTS[layout]
     where, kind = (f" of {file!r}", in_file) if file else ("", str(dtype))
     scales = name.removesuffix("weight") + beside
-    how = f"at the scales of {scales!r}, which are not read" if beside else f"and {name}_scale is missing"
+    how = f"at the scales of {scales!r}, which fm.load_fp8 reads, and not this" if beside else f"and {name}_scale is missing"
     return f"{name}{where} holds codes ({kind}), {how}: {WANTED}"
 
 
