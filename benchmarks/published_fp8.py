@@ -3,9 +3,9 @@
     python benchmarks/published_fp8.py models/smollm2 models/smollm2-squares --layout deepseek
     python benchmarks/published_fp8.py models/smollm2 models/smollm2-rows --layout compressed-tensors
 
-Every linear layer but the head becomes E4M3; what else there is becomes bfloat16. ``deepseek`` has squares of 128 x 128,
-by formula. ``compressed-tensors`` has a scale a row, by that package. OUT-float has the values of OUT in float32, by
-torch's own float8 type alone: what a training in place is compared with. Nothing here is this library's code.
+Every linear layer but the head becomes E4M3; what else there is becomes bfloat16.  ``deepseek`` has squares of 128 x
+128, by formula.  ``compressed-tensors`` has a scale a row, by that package.  OUT-float has the values of OUT in float32,
+by torch's own float8 type alone.  Nothing here is this library's code.
 """
 
 import argparse
@@ -95,7 +95,8 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="a new folder")
     parser.add_argument("--layout", choices=LAYOUTS, required=True)
     args = parser.parse_args()
-    gguf = {"gguf_file": path.name for path in args.model.glob("*.gguf")}
+    names = [path.name for path in args.model.glob("*.gguf")]
+    gguf = {"gguf_file": names[0]} if names else {}
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16, **gguf)
     model.hf_quantizer, model.is_quantized = None, False  # of a .gguf file's floats
     vars(model.config).pop("quantization_config", None)

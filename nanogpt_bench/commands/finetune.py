@@ -192,7 +192,8 @@ def save_model(run_dir: Path, out: Path, layout: Layout | Literal["float", "its 
     fill(model, found.tensors, found.metadata, f"checkpoint {str(found.path)!r}")
     with reading(name) as transformers, _written(out):
         if layout == OWN:
-            return fm.save_fp8(model, out)
+            fm.save_fp8(model, out)
+            return
         _write(fm.dequantize_model(model) if layout == FLOAT else model, out, layout)
         transformers.AutoTokenizer.from_pretrained(**find_model(name)).save_pretrained(out)
 

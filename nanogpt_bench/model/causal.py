@@ -149,7 +149,7 @@ def settings_of(name: str) -> Any:
     """Return the model's settings as transformers' object, of a model that can be trained and measured here.
 
     Raises:
-        BenchError: as `find_model`, or a model in codes that are not read, no causal language model, or without attention.
+        BenchError: as `stored_of`, or a model quantised otherwise, no causal language model, or without attention.
     """
     where = find_model(name)
     with reading(name) as transformers:
@@ -180,9 +180,12 @@ def stored_of(name: str) -> Mapping[str, Any]:
         BenchError: as `find_model`, or codes that can't be read, with the names of tensor and file.
     """
     where, folder = find_model(name), Path(name)
-    said = folder / "config.json" if folder.is_dir() else hub_file(name, "config.json", asked="model")
-    of_floats = not folder.is_dir() and "quantization_config" not in said.read_text("utf-8")
-    if "gguf_file" in where or of_floats or (folder.is_dir() and not any(folder.glob("*.safetensors"))):
+    if folder.is_dir():
+        speaks = any(folder.glob("*.safetensors"))
+    else:  # of the hub, from which files are got only where settings speak of codes
+        settings = None if "gguf_file" in where else hub_file(name, "config.json", asked="model").read_text("utf-8")
+        speaks = settings is not None and "quantization_config" in settings
+    if "gguf_file" in where or not speaks:
         return {}
     with reading(name):
         try:

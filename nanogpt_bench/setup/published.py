@@ -35,7 +35,9 @@ def fill_stored(model: ModelConfig) -> None:
     if model.storage == "float32":
         return
     names, kinds = (sorted({kind(each) for each in stored.values()}) for kind in (_format_of, _granularity_of))
-    formats = {"*": names[0]} if len(names) == 1 else {name: _format_of(each) for name, each in _of_layers(model).items()}
+    formats = (
+        {"*": names[0]} if len(names) == 1 else {name: _format_of(each) for name, each in _of_layers(model).items()}
+    )
     if model.formats not in ({}, formats):
         said = f"is not that of {called} ({', '.join(names)})"
         raise BenchError(f"model.formats: {model.formats!r} {said}; add --model.format null --model.formats {{}}")
@@ -67,6 +69,4 @@ def _of_layers(model: ModelConfig) -> dict[str, Any]:
 
 def stored_layers(model: ModelConfig) -> dict[str, fm.LayerSpec]:
     """Return what the linear layers of a published model are stored in."""
-    return {
-        name: fm.LayerSpec(each.format, granularity=each.granularity) for name, each in _of_layers(model).items()
-    }
+    return {name: fm.LayerSpec(each.format, granularity=each.granularity) for name, each in _of_layers(model).items()}
