@@ -4,8 +4,8 @@
     python benchmarks/published_fp8.py models/smollm2 models/smollm2-rows --layout compressed-tensors
 
 Every linear layer but the head becomes E4M3; what else there is becomes bfloat16.  ``deepseek`` has squares of 128 x
-128, by formula.  ``compressed-tensors`` has a scale a row, by that package.  OUT-float has the values of OUT in float32,
-by torch's own float8 type alone.  Nothing here is this library's code.
+128, by formula.  ``compressed-tensors`` has a scale a row, by that package.  OUT-float has the values of OUT in
+float32, by torch's own float8 type alone.  Nothing here is this library's code.
 """
 
 import argparse

@@ -40,16 +40,26 @@ def add_parser(commands: Any, text: str) -> Any:
         "  nanogpt-bench finetune --model models/smollm2 --data.dir data/law --train.step_in_backward true "
         "--optimizer.clip_by previous --train.recompute true --train.precision bf16-mixed --save models/law",
     )
-    parser.add_argument("--model", required=True, metavar="PATH", help="a folder, a .gguf file, or an id on the hub")
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="PATH",
+        help="a folder, of floats or published in FP8, a .gguf file, or an id on the hub",
+    )
     parser.add_argument("--name", help="results go to runs/NAME (default: finetune, numbered)")
     parser.add_argument("--resume", action="store_true", help="go on from the newest whole checkpoint of runs/NAME")
-    parser.add_argument("--save", type=Path, metavar="DIR", help="write the model as save_pretrained does")
+    parser.add_argument(
+        "--save",
+        type=Path,
+        metavar="DIR",
+        help="write the model as save_pretrained does; one published in FP8 as it came",
+    )
     parser.add_argument(
         "--layout",
         type=one_of(LAYOUTS),
         metavar=braced(LAYOUTS),
-        help="of --save: floats (default), codes and scales in the layout of compressed-tensors or torchao, or fp8: in "
-        "that of DeepSeek-V3, squares of 128 x 128",
+        help="of --save: floats (default, but of a model published in FP8), codes and scales in the layout of "
+        "compressed-tensors or torchao, or fp8: in that of DeepSeek-V3, squares of 128 x 128",
     )
     return parser
 
@@ -96,7 +106,7 @@ def check_save(config: Resolved, out: Path, layout: Layout | Literal["float"] | 
         raise BenchError("--save writes the weights of the last checkpoint; leave --checkpoint.last false out")
     if stored and layout not in (None, FLOAT):
         raise BenchError(f"--layout {layout}: {config.model.pretrained!r} has a layout of its own; leave --layout out")
-    if layout not in (None, FLOAT):
+    if layout is not None and layout != FLOAT:
         check_layout(config, layout)
     own = stored and layout is None
     check_room(out, found.stored_bytes if own else 4 * found.parameters, "--save")
