@@ -25,6 +25,7 @@ from _record import Cell, add_option, record
 #: width, inner width, layers, tokens of a model of about as many weights; what publishers keep in float are the tokens
 SIZES: Final = {
     "0.2M": (64, 192, 4, 64),
+    "50M": (1024, 4096, 3, 64),
     "277M": (1024, 4096, 16, 8192),
     "1.2B": (2048, 8192, 16, 128256),
     "1.2B, 32k tokens": (2048, 8192, 17, 32000),

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from fp8manifold._base.checks import check_choice, check_int, needed
 from fp8manifold._encoded.scaled import Rounding
-from fp8manifold._published import Header, StoredWeight, quantization_of, stored_weights, written_parts
-from fp8manifold._published.naming import entries_of, places_of
-from fp8manifold._published.places import Place, part_of, weight_of
+from fp8manifold._published import StoredWeight, written_parts
+from fp8manifold._published.layout import GENERATION, INDEX, Layout, described
+from fp8manifold._published.naming import entries_of
+from fp8manifold._published.places import part_of, weight_of
 from fp8manifold._ranks import share_of
 from fp8manifold.huggingface import published_of, reading
 from fp8manifold.nn._loading import put_codes
@@ -29,19 +30,19 @@ __all__ = ["load_fp8", "published_weights", "save_fp8"]
 Activations = Literal["float", "as stored"]
 _ACTIVATIONS: Final = ("float", "as stored")
 _BY: Final = "load_fp8"
-_CONFIG: Final = "config.json"
-_GENERATION: Final = "generation_config.json"
-_OF_SERVER: Final = "hf_quant_config.json"
-_DOCUMENTS: Final = (_CONFIG, _GENERATION, _OF_SERVER)
-_INDEX: Final = "model.safetensors.index.json"
 _INPUT: Final = ("input_scale", "activation_scale")
 #: of a repository: weights, settings, and what a tokenizer is made of
 _WANTED: Final = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
 _OF_HUB: Final = ("revision", "token", "cache_dir", "local_files_only", "force_download")
 _DTYPES: Final = {
-    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
-    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8},
-    **{"U8": torch.uint8, "BOOL": torch.bool},
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
 }
 
 
@@ -109,13 +110,14 @@ def load_fp8(
     library = needed("transformers", "hf", _BY)
     place = _folder_of(folder, {key: options.pop(key) for key in _OF_HUB if key in options})
     with closing(FileTensors(files_of(place))) as tensors:
-        layout = _Layout(_described(place, tensors))
+        layout = Layout(described(place, tensors))
         if not layout.stored:
             raise ValueError(f"{str(place)!r} has no weight in FP8 codes: read it with from_pretrained")
         how = {"rounding": rounding, "draws": draws, "dtype": dtype, "device": device}
         reader = _Reader(tensors, layout, how, seed, activations)
         config = library.AutoConfig.from_pretrained(place)
-        vars(config).pop("quantization_config", None)
+        for part in (config, config.get_text_config(decoder=True)):
+            vars(part).pop("quantization_config", None)
         model, said = _class_of(library, config).from_pretrained(
             None,
             config=config,
@@ -128,7 +130,7 @@ def load_fp8(
         if missing := sorted(said["missing_keys"]):
             raise ValueError(f"the model has {missing[0]!r}, which {str(place)!r} lacks")
         _check_floats_kept(model, tensors, layout)
-    if model.can_generate() and (place / _GENERATION).is_file():
+    if model.can_generate() and (place / GENERATION).is_file():
         model.generation_config = library.GenerationConfig.from_pretrained(place)
     return model.to(device)
 
@@ -140,8 +142,8 @@ def save_fp8(model: Any, folder: str | Path) -> None:
 
     Names, dtypes, shards, index and settings are those of the folder that was read, and a weight that was not trained
     is the same bytes; the tokenizer's files are copied while that folder is there.  Floats are rounded in no case: what
-    the file's dtype does not hold, such as a norm trained in float32, is written in the parameter's own.  So transformers
-    reads the logits of the model, to the bit in float32.
+    the file's dtype does not hold, such as a norm trained in float32, is written in the parameter's own.  So the logits
+    of the folder are those of the model, to the bit in float32.
 
     Args:
         model: of :func:`load_fp8`, or saved from it and read by ``from_pretrained``; it stays what it is.
@@ -174,7 +176,7 @@ fm.export_model writes others
             "the model does not say in which FP8 layout it was published: one that fm.load_fp8 read does; "
             "fm.export_model writes others"
         )
-    layout = _Layout(published)
+    layout = Layout(published)
     layout.find(model)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -196,7 +198,7 @@ fm.export_model writes others
     if "index" in published:
         about = dict(published["index"])
         about |= {"total_size": total} if "total_size" in about else {}
-        texts[_INDEX] = json.dumps({"metadata": about, "weight_map": where}, indent=2, sort_keys=True) + "\n"
+        texts[INDEX] = json.dumps({"metadata": about, "weight_map": where}, indent=2, sort_keys=True) + "\n"
     for name, text in texts.items():
         _beside(folder / name).write_text(text, "utf-8")
     for name in (*published["files"], *texts):  # whole or not at all, and never into a file that is mapped
@@ -209,7 +211,9 @@ def _copy_others(published: Mapping[str, Any], folder: Path) -> None:
     place = Path(published["source"])
     gone = [name for name in published["others"] if not (place / name).is_file()]
     if gone:
-        warnings.warn(f"{', '.join(gone)}: not in {str(place)!r} any more, and so not copied", UserWarning, stacklevel=3)
+        warnings.warn(
+            f"{', '.join(gone)}: not in {str(place)!r} any more, and so not copied", UserWarning, stacklevel=3
+        )
     for name in published["others"]:
         if name not in gone and (place / name).resolve() != (folder / name).resolve():
             shutil.copyfile(place / name, folder / name)
@@ -240,7 +244,7 @@ def published_weights(folder: str | Path, **options: Any) -> dict[str, StoredWei
     """
     place = _folder_of(folder, options)
     with closing(FileTensors(files_of(place))) as tensors:
-        return _Layout(_described(place, tensors)).stored
+        return Layout(described(place, tensors)).stored
 
 
 def _folder_of(folder: str | Path, options: Mapping[str, Any]) -> Path:
@@ -248,7 +252,11 @@ def _folder_of(folder: str | Path, options: Mapping[str, Any]) -> Path:
     if Path(folder).is_dir():
         return Path(folder).resolve()
     hub = needed("huggingface_hub", "hf", _BY)
-    return Path(hub.snapshot_download(str(folder), allow_patterns=_WANTED, **options))
+    try:
+        return Path(hub.snapshot_download(str(folder), allow_patterns=_WANTED, **options))
+    except (OSError, ValueError) as error:  # what it raises, of a name and of the network, is one of these
+        why = str(error).partition("\n")[0]
+        raise FileNotFoundError(f"{str(folder)!r} is no folder, and no model that the Hub gives: {why}") from error
 
 
 def _class_of(library: Any, config: Any) -> Any:
@@ -259,55 +267,6 @@ def _class_of(library: Any, config: Any) -> Any:
     return found
 
 
-# What a folder is: words and numbers that travel with a model's settings
-
-
-def _described(place: Path, tensors: FileTensors) -> dict[str, Any]:
-    files: dict[str, Any] = {}
-    for name in tensors.names():
-        header = tensors.header(name)
-        said = files.setdefault(header.file, {"metadata": tensors.metadata(name), "tensors": {}})
-        said["tensors"][name] = [header.dtype, list(header.shape)]
-    documents = {name: (place / name).read_text("utf-8") for name in _DOCUMENTS if (place / name).is_file()}
-    if _CONFIG not in documents:
-        raise FileNotFoundError(f"{str(place)!r} has no {_CONFIG}: give the folder of a model of transformers")
-    known = {*files, *_DOCUMENTS, _INDEX}
-    others = sorted(each.name for each in place.iterdir() if each.is_file() and each.name not in known)
-    described = {"source": str(place), "files": files, "documents": documents, "kept": {}, "others": others}
-    if (place / _INDEX).is_file():
-        described["index"] = json.loads((place / _INDEX).read_text("utf-8")).get("metadata", {})
-    return described
-
-
-class _Layout:
-    """What the tensors of a folder are, by its description and, once it is found in a model, where that has them."""
-
-    def __init__(self, published: dict[str, Any]) -> None:
-        self.published = published
-        self.headers = {
-            name: Header(dtype, tuple(shape), file)
-            for file, said in published["files"].items()
-            for name, (dtype, shape) in said["tensors"].items()
-        }
-        config, of_server = (json.loads(published["documents"].get(name, "null")) for name in (_CONFIG, _OF_SERVER))
-        self.stored = stored_weights(self.headers, quantization_of(config, of_server))
-        self.weight_of = {name: each for each in self.stored.values() for name in (each.codes, each.scale)}
-        self.extras = {name for each in self.stored.values() for name in each.extras}
-        self.floats = [name for name in self.headers if name not in self.weight_of and name not in self.extras]
-        self.places: dict[str, Place] = {}
-
-    def find(self, model: Any) -> None:
-        """Look for every tensor in a model."""
-        shapes = {name: self.headers[name].shape for name in self.floats}
-        self.places = places_of(model, shapes | {name: each.shape for name, each in self.stored.items()})
-
-    @property
-    def left(self) -> list[str]:
-        """Tensors of floats, codes and scales that the model has no place for."""
-        names = {name: each.name for name, each in self.weight_of.items()} | {name: name for name in self.floats}
-        return [name for name, own in names.items() if own not in self.places]
-
-
 # Reading
 
 
@@ -315,7 +274,7 @@ class _Reader:
     """Reads codes before transformers reads the floats, and puts them in afterwards."""
 
     def __init__(
-        self, tensors: FileTensors, layout: _Layout, options: dict[str, Any], seed: int, activations: Activations
+        self, tensors: FileTensors, layout: Layout, options: dict[str, Any], seed: int, activations: Activations
     ) -> None:
         self._tensors, self._layout, self._options, self._seed = tensors, layout, options, seed
         self._activations = activations
@@ -348,9 +307,13 @@ class _Reader:
         floats = {layout.places[name].target: name for name in self.floats}
         for number, (target, parts) in enumerate(by_target.items()):
             if target in floats:
-                raise ValueError(f"{parts[0].codes!r} is in codes, {floats[target]!r} is not: the model has both in {target!r}")
+                raise ValueError(
+                    f"{parts[0].codes!r} is in codes, {floats[target]!r} is not: the model has both in {target!r}"
+                )
             if target in tied or target in tied.values():
-                raise ValueError(f"{parts[0].codes!r} is in codes, and tied in the model: config.json says tie_word_embeddings")
+                raise ValueError(
+                    f"{parts[0].codes!r} is in codes, and tied in the model: config.json says tie_word_embeddings"
+                )
             own = model.get_parameter(target)
             places = [(layout.places[each.name].index, each) for each in parts]
             seed = (self._seed << 32) + number
@@ -378,7 +341,9 @@ class _Reader:
         layout = self._layout
         small = [name for name in layout.left if layout.headers[name].shape in ((), (1,))]
         layout.published["kept"] = {
-            name: self._tensors.read(name).tolist() for name in (*sorted(layout.extras), *small) if name in layout.headers
+            name: self._tensors.read(name).tolist()
+            for name in (*sorted(layout.extras), *small)
+            if name in layout.headers
         }
 
     def _check_left(self, model: Any) -> None:
@@ -395,7 +360,7 @@ class _Reader:
             self._scales[target] = self._tensors.read(names[0]).float().reshape(())
 
 
-def _check_floats_kept(model: Any, tensors: FileTensors, layout: _Layout) -> None:
+def _check_floats_kept(model: Any, tensors: FileTensors, layout: Layout) -> None:
     """Refuse a dtype that the numbers of a file don't fit in: they could not be written back."""
     entries = entries_of(model)
     for name in layout.floats:
@@ -408,8 +373,8 @@ def _check_floats_kept(model: Any, tensors: FileTensors, layout: _Layout) -> Non
         value = tensors.read(name)
         if not torch.equal(held.to(value), value):
             raise ValueError(
-                f"{name!r} of {layout.headers[name].file!r} is {dtype}, of which {held.dtype} has not every number: give "
-                "dtype=torch.float32"
+                f"{name!r} of {layout.headers[name].file!r} is {dtype}, of which {held.dtype} has not every number: "
+                "give dtype=torch.float32"
             )
 
 
@@ -419,7 +384,7 @@ def _check_floats_kept(model: Any, tensors: FileTensors, layout: _Layout) -> Non
 class _Source:
     """The folder that a model came from, opened only where it has something that the model does not."""
 
-    def __init__(self, layout: _Layout) -> None:
+    def __init__(self, layout: Layout) -> None:
         names = [name for name in layout.left if name not in layout.published["kept"]]
         self._tensors: FileTensors | None = None
         if not names:
@@ -427,7 +392,7 @@ class _Source:
         place = Path(layout.published["source"])
         if not place.is_dir():
             raise FileNotFoundError(
-                f"{str(place)!r} is not there any more: {names[0]!r}, which the model has no place for, is copied from it"
+                f"{str(place)!r} is not there any more: {names[0]!r}, which the model lacks, is copied from it"
             )
         self._tensors = FileTensors(files_of(place))
         for name in names:
@@ -444,7 +409,7 @@ class _Source:
 
 
 @torch.no_grad()
-def _written(name: str, layout: _Layout, entries: Mapping[str, Tensor], source: _Source) -> dict[str, Tensor]:
+def _written(name: str, layout: Layout, entries: Mapping[str, Tensor], source: _Source) -> dict[str, Tensor]:
     """A tensor of the files by its name, with those that are written together with it."""
     kept, header = layout.published["kept"], layout.headers[name]
     if name in kept:

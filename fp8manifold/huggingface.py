@@ -132,8 +132,7 @@ def attach(model: Any) -> Any:
     layers, parameters = recipe_of(model), parameters_recipe_of(model)
     if not layers and not parameters:
         raise ValueError("the model has no quantised layer: call quantize_model first")
-    described = config(layers=layers, parameters=parameters, published=published_of(model))
-    model.hf_quantizer = quantizer(described, pre_quantized=True)
+    model.hf_quantizer = quantizer(config(layers=layers, parameters=parameters), pre_quantized=True)
     model.is_quantized, model.quantization_method = True, _METHOD
     _describe(model)
     return model
@@ -202,7 +201,7 @@ class _Quantizer:
     def param_needs_quantization(self, model: nn.Module, param_name: str, **_: Any) -> bool:
         """Whether a tensor becomes codes as it is read, or may be of another shape, as a measured scale may."""
         if self.reader is not None:
-            return self.reader.wants(param_name)
+            return bool(self.reader.wants(param_name))
         owner, entry = param_name.rpartition(".")[::2]
         return entry in ("value", "history") and isinstance(model.get_submodule(owner), Scale)
 

@@ -200,20 +200,19 @@ def storage_scale(
 def refitted_scale(amax: Tensor, scale: Tensor, fmt: FloatFormat, least: float = 1.0) -> Tensor:
     """The scale for weights whose values have all been replaced: the present one where it suits them, a fresh one else.
 
-    It suits them where none saturates and :func:`widened_scale` would not narrow it; what is no power of two (memory
-    without values) suits nothing.  ``least`` is the least :func:`usual_headroom` of a fresh one.
+    It suits them where none saturates and :func:`widened_scale` would not narrow it; what is no positive normal number
+    (memory without values) suits nothing.  ``least`` is the least :func:`usual_headroom` of a fresh one.
     """
-    fresh = _placing_scale(amax, _placed_at(fmt, usual_headroom(fmt, least)))
-    made = (torch.frexp(scale).mantissa == 0.5) & scale.isfinite()
+    made = (scale >= torch.finfo(scale.dtype).tiny) & scale.isfinite()
+    fresh = _placing_scale(amax, _placed_at(fmt, usual_headroom(fmt, least)), torch.where(made, scale, 1.0))
     beyond = amax >= scale * (fmt.max + fmt.ulp_max / 2)
     shrunk = (amax > 0) & (fresh * _HYSTERESIS <= scale)
     return torch.where(beyond | shrunk | ~made, fresh, scale)
 
 
 def narrowed_scale(amax: Tensor, scale: Tensor, fmt: FloatFormat) -> Tensor:
-    """The narrowing half of :func:`widened_scale`, for codes, by powers of two: no value moves, whatever the scale."""
-    mantissa = torch.frexp(scale).mantissa * 2
-    fresh = _placing_scale(amax / mantissa, _placed_at(fmt, usual_headroom(fmt, 1.0))) * mantissa
+    """The narrowing half of :func:`widened_scale`, for codes: a fresh scale where the present one is 16 times that."""
+    fresh = _placing_scale(amax, _placed_at(fmt, usual_headroom(fmt, 1.0)), scale)
     return torch.where((amax > 0) & (fresh * _HYSTERESIS <= scale), fresh, scale)
 
 
@@ -223,20 +222,20 @@ def widened_scale(amax: Tensor, scale: Tensor, fmt: FormatLike, headroom: float 
     .. math:: s' = s^* \\text{ where } amax \\ge s \\, max \\text{ or } 16 s^* \\le s, \\qquad
               s' = s \\text{ elsewhere},
 
-    with ``s*`` the :func:`storage_scale` of ``amax``.  Where the largest weight has reached the end of the range, the
-    scale is made wide enough to leave ``headroom``
-    again; where it has shrunk so far that the scale could be 16 times smaller with that headroom, it is made so
-    narrow (which moves no weight); everywhere else it stays, whatever ``headroom`` it leaves.
+    with ``s*`` the :func:`storage_scale` of ``amax``, times the factor ``f`` in [1, 2) of ``s = 2^e f`` and no larger
+    than that asks for.  Where the largest weight has reached the end of the range, the scale is made wide enough to
+    leave ``headroom`` again; where it has shrunk so far that the scale could be 16 times smaller with that headroom, it
+    is made so narrow (which moves no weight); everywhere else it stays, whatever ``headroom`` it leaves.
 
     Args:
         amax: the largest magnitude under each scale, in value; of the shape of ``scale``.
-        scale: powers of two.
+        scale: positive normal numbers.
         fmt: a format or its name.
         headroom: as in :func:`storage_scale`.
 
     Returns:
-        float32 powers of two of the shape of ``scale``; unchanged where ``amax`` is 0 (+0 or -0) or NaN, the largest
-        there is (``2^127``) where it is Inf.  Empty tensors give an empty one.
+        float32, of the shape of ``scale``, times powers of two; unchanged where ``amax`` is 0 (+0 or -0) or NaN, the
+        largest there is (``2^127`` of powers of two) where it is Inf.  Empty tensors give an empty one.
 
     Raises:
         ValueError: a headroom below 1.
@@ -247,7 +246,7 @@ def widened_scale(amax: Tensor, scale: Tensor, fmt: FormatLike, headroom: float 
         [4.0, 0.5, 0.0078125]
     """
     fmt = as_format(fmt)
-    fresh = _placing_scale(amax.float(), _placed_at(fmt, headroom))
+    fresh = _placing_scale(amax.float(), _placed_at(fmt, headroom), scale)
     saturated = amax >= scale * fmt.max
     shrunk = (amax > 0) & (fresh * _HYSTERESIS <= scale)
     return torch.where(saturated | shrunk, fresh, scale)
@@ -270,8 +269,11 @@ def _placed_at(fmt: FloatFormat, headroom: float | None) -> float:
     return min(fmt.max / headroom, math.ldexp(fmt.ulp_min, _DEPTH))
 
 
-def _placing_scale(amax: Tensor, top: float) -> Tensor:
-    return torch.where(amax > 0, _power_of_two_above((amax / top).clamp(2.0**-126, 2.0**127)), 1.0)
+def _placing_scale(amax: Tensor, top: float, like: Tensor | None = None) -> Tensor:
+    """The least power of two that places a magnitude at ``top`` or below, times the factor of the scale ``like``."""
+    factor = 1.0 if like is None else 2 * torch.frexp(like).mantissa
+    least = (amax / (top * factor)).clamp(2.0**-126, 2.0**127)
+    return torch.where(amax > 0, _power_of_two_above(least) * factor, 1.0)
 
 
 def _block_amax(x: Tensor) -> Tensor:

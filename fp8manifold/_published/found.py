@@ -80,7 +80,11 @@ def refuse_codes(name: str, dtype: torch.dtype | str, others: Collection[str] = 
     if dtype in FLOATS:
         return
     scale = scale_of(name, others)
-    beside = f"at the scales of {scale!r}, which fm.load_fp8 reads, and not this" if scale else f"and {name}_scale is missing"
+    beside = (
+        f"at the scales of {scale!r}, which fm.load_fp8 reads, and not this"
+        if scale
+        else f"and {name}_scale is missing"
+    )
     where = f" of {file!r}" if file else ""
     raise ValueError(
         f"{name}{where} holds codes ({dtype}), {beside}: weights are read from float64, float32, float16 or bfloat16; "

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from itertools import accumulate, pairwise
+from math import prod
 from typing import Any, Final
 
 from torch import Tensor, nn
@@ -42,11 +43,13 @@ def places_of(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Pl
         if None in by_pattern:
             made = {name: Place(target) for name in by_pattern[None]}
         else:
-            made = _parts(target, by_pattern, operations[next(iter(by_pattern))], shapes)  # type: ignore[index]
+            made = _parts(target, by_pattern, operations[next(iter(by_pattern))], shapes)
         for name, place in made.items():
             _check_fits(name, shapes[name], place, whole)
-        if sum(_size(shapes[name]) for name in made) != _size(whole):
-            raise ValueError(f"{target!r} has shape {whole} in the model, and {_all(made)} in the files do not cover it")
+        if sum(prod(shapes[name]) for name in made) != prod(whole):
+            raise ValueError(
+                f"{target!r} has shape {whole} in the model, and {_all(made)} in the files do not cover it"
+            )
         places |= made
     return places
 
@@ -66,22 +69,20 @@ def _parts(
     target: str, by_pattern: Mapping[Any, list[str]], converter: Any, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Place]:
     """Places of tensors that are stacked, joined, or both, in the order in which transformers does it."""
-    steps = [(type(each).__name__, getattr(each, "dim", None)) for each in converter.operations]
+    steps = [(type(each).__name__, getattr(each, "dim", 0)) for each in converter.operations]
     lists = [by_pattern[pattern] for pattern in converter.source_patterns if pattern in by_pattern]
     kinds = [kind for kind, _ in steps]
-    if kinds not in (["MergeModulelist"], ["MergeModulelist", "Concatenate"], ["Concatenate"]) or (
-        len(converter.target_patterns) > 1 or (kinds[0] == "MergeModulelist" and steps[0][1] != 0)
-    ):
-        raise ValueError(f"transformers makes {target!r} of {_all(sum(lists, []))} by {', '.join(kinds)}: not read here")
-    stacked = kinds[0] == "MergeModulelist"
+    stacked, joined = ("MergeModulelist", 0) in steps, kinds[-1] == "Concatenate"
+    known = kinds == ["MergeModulelist"] * stacked + ["Concatenate"] * joined
+    if not known or len(converter.target_patterns) > 1 or not (joined or len(lists) == 1):
+        names = [name for each in lists for name in each]
+        raise ValueError(f"transformers makes {target!r} of {_all(names)} by {', '.join(kinds)}, which is not read")
     groups = lists if stacked else [[name] for names in lists for name in names]
-    if kinds[-1] == "MergeModulelist":
-        return {name: Place(target, _index(number, shapes[name])) for (names,) in [groups] for number, name in enumerate(names)}
-    dim = steps[-1][1] - stacked
-    ends = [0, *accumulate(shapes[names[0]][dim] for names in groups)]
+    dim = steps[-1][1] - stacked if joined else None
+    ends = [0, *(0 if dim is None else shapes[names[0]][dim] for names in groups)]
     return {
         name: Place(target, _index(number if stacked else None, shapes[name], dim, span))
-        for span, names in zip(pairwise(ends), groups, strict=True)
+        for span, names in zip(pairwise(accumulate(ends)), groups, strict=True)
         for number, name in enumerate(names)
     }
 
@@ -92,17 +93,12 @@ def _index(number: int | None, shape: tuple[int, ...], dim: int | None = None, s
 
 
 def _check_fits(name: str, shape: tuple[int, ...], place: Place, whole: tuple[int, ...]) -> None:
-    spans = [entry for entry in place.index if isinstance(entry, slice)] or [slice(0, size) for size in whole]
-    inside = not place.index or len(place.index) == len(whole)
-    if not inside or shape != tuple(span.stop - span.start for span in spans):
-        raise ValueError(f"{name!r} has shape {shape} in the files, and the model has {place.target!r} of shape {whole}")
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for each in shape:
-        size *= each
-    return size
+    ends = [entry.stop if isinstance(entry, slice) else entry + 1 for entry in place.index]
+    inside = len(ends) == len(whole) and all(end <= size for end, size in zip(ends, whole, strict=True))
+    if not inside and (place.index or shape != whole):
+        raise ValueError(
+            f"{name!r} has shape {shape} in the files, and the model has {place.target!r} of shape {whole}"
+        )
 
 
 def _all(names: Any) -> str:

@@ -56,9 +56,9 @@ def load_quantized(
         source: a safetensors file, several, the folder they are in (of shards, with their index), or a mapping from
             name to tensor, which may make each tensor when it is asked for.  Names are those of
             ``model.state_dict()``; of a tied weight one is enough.
-        formats, options: of :func:`fp8manifold.quantize_model`, but ``storage``, which is ``fp8``.  ``"as stored"`` takes
-            files whose weights are in FP8 already, in a published layout (:func:`fp8manifold.load_fp8`): codes, formats
-            and scales stay what they are, and options are ``rounding``, ``draws`` and ``seed``.
+        formats, options: of :func:`fp8manifold.quantize_model`, but ``storage``, which is ``fp8``.  ``"as stored"``
+            takes files whose weights are in FP8 already, in a published layout (:func:`fp8manifold.load_fp8`): codes,
+            formats and scales stay what they are, and options are ``rounding``, ``draws`` and ``seed``.
         device: where the weights go, one at a time.
 
     Returns:
@@ -146,7 +146,8 @@ def _load_as_stored(
             made = weight_of(
                 first, [((), stored)], own.shape, tensors.read, tensors.was_read, device=device, dtype=own.dtype, **how
             )
-            codes[names[0]] = made.requires_grad_(own.requires_grad)
+            made.requires_grad_(own.requires_grad)
+            codes[names[0]] = made
     _put(model, floats, device)
     return put_codes(model, codes).to(device)
 

@@ -1,5 +1,6 @@
 """What every optimizer of the registry keeps to: one rounding a step, its own noise, torch's contract, its options."""
 
+import itertools
 import math
 from typing import Any
 
@@ -31,6 +32,7 @@ from torch import Tensor, nn
 
 import fp8manifold as fm
 from fp8manifold.optim import RiemannianAdam, RiemannianSGD, StiffnessAdamW, StiffnessWrapper, anneal
+from fp8manifold.scaling import STORED_GRANULARITIES
 
 by_name = pytest.mark.parametrize("name", NAMES)
 
@@ -106,6 +108,29 @@ def test_what_a_zero_gradient_leaves_is_the_same_to_the_bit(name: str, writeback
     residual = optimizer.param_groups[0].get("writeback") == "residual8"
     # code and residual together are one signed number, to which the two zeros are one
     assert all(map(torch.equal, before, values(weights))) if residual else same_bits(before, values(weights))
+
+
+@pytest.mark.parametrize("writeback", ["nearest", "stochastic", "residual8"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_zero_gradient_changes_no_byte_of_codes(name: str, writeback: str) -> None:
+    """Nor of scales and residuals, whatever the scales are, of all granularities; both zeros among them."""
+    weights, before = [], []
+    for granularity, factors in itertools.product(STORED_GRANULARITIES, (False, True)):
+        p = stored_weight("E4M3", (130, 160), granularity=granularity, factors=factors, keep_remainder=False)
+        p.codes[0, :3] = torch.tensor([0, 0x80, 1], dtype=torch.uint8)
+        weights.append(p)
+        before += [bits_of(p.codes), bits_of(p.kept_scale)]
+    optimizer = make(name, weights, writeback=writeback, weight_decay=0.0, refresh_every=2)
+    for step in range(4):
+        for p in weights:
+            p.grad = torch.zeros(p.shape)
+        optimizer.step()
+        left = [optimizer.state[p]["residual"] for p in weights if writeback == "residual8"]
+        for x in left if not step else ():
+            x.copy_(normal(*x.shape, seed=1, std=40.0).clamp(-128, 127))
+        kept = [bits_of(x) for x in left] if not step else kept
+    assert [bits_of(x) for x in left] == kept
+    assert [bits_of(x) for p in weights for x in (p.codes, p.kept_scale)] == before
 
 
 # -------------------------------------------------------------------------------------------------------- noise

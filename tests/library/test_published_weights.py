@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from fp8_folders import LAYOUTS, decoded, make, quantization_of, tensors_of
+from fp8_folders import LAYOUTS, make, tensors_of
+from fp8_served import decoded, quantization_of
 from safetensors import safe_open
 
 import fp8manifold as fm

@@ -1,0 +1,333 @@
+"""Published FP8 models: read as they are, trained in place, saved and read again, and written back to the byte."""
+
+import importlib
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fp8_folders import make, rewritten, tensors_of, transformers
+from torch import Tensor, nn
+
+import fp8manifold as fm
+from fp8manifold import FP8Parameter, QuantizedLinear, load_fp8, save_fp8
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # what other libraries announce is their own business
+PARTS = ("core_model_loading", "conversion_mapping")
+TOKENS = torch.arange(24).view(2, 12)
+
+
+def adamw(model: Any) -> Any:
+    return fm.optim.StiffnessAdamW(model.parameters(), lr=1e-3)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in sorted(folder.iterdir()) if file.is_file()}
+
+
+def written(model: Any, folder: Path) -> dict[str, bytes]:
+    save_fp8(model, folder)
+    return files(folder)
+
+
+def in_codes(model: nn.Module) -> dict[str, FP8Parameter]:
+    return {name: weight for name, weight in model.named_parameters() if isinstance(weight, FP8Parameter)}
+
+
+def train(model: Any, optimizer: Any, steps: int) -> list[float]:
+    losses = []
+    model.train()
+    for _ in range(steps):
+        loss = model(TOKENS, labels=TOKENS).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    model.eval()
+    return losses
+
+
+@contextmanager
+def refused(kind: type[Exception], *parts: str) -> Iterator[None]:
+    with pytest.raises(kind) as caught:
+        yield
+    assert all(part in str(caught.value) for part in parts), str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["squares, shards", "squares, experts", "rows, experts", "modelopt, kv", "mxfp4"])
+def test_a_saved_model_still_knows_how_it_was_published(name: str, tmp_path: Path) -> None:
+    folder = make(name, tmp_path / "published")
+    (folder / "tokenizer.model").write_bytes(b"\0words")
+    model = load_fp8(folder)
+    assert written(model, tmp_path / "same") == files(folder)
+    train(model, adamw(model), 1)
+    model.save_pretrained(tmp_path / "saved")
+    again, said = transformers().AutoModelForCausalLM.from_pretrained(tmp_path / "saved", output_loading_info=True)
+    assert not any(said.values()), said
+    expected = written(model, tmp_path / "trained")
+    assert expected.keys() == files(folder).keys()
+    assert expected != files(folder)
+    assert written(again, tmp_path / "again") == expected
+    assert train(model, adamw(model), 2) == train(again, adamw(again), 2)
+
+
+@pytest.mark.parametrize("name", ["rows, fused", "squares, fused"])
+def test_a_fused_weight_is_taken_apart_again(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make(name, tmp_path / "published")
+    whole, heads = load_fp8(folder), {"q": 256, "k": 128, "v": 128}
+
+    def split(name: str, value: Tensor) -> dict[str, Tensor]:
+        if "qkv_proj" not in name:
+            return {name: value}
+        rows = [size * value.shape[0] // 512 for size in heads.values()]
+        named = zip(heads, value.split(rows), strict=True)
+        return {name.replace("qkv_proj", f"{head}_proj"): part.clone() for head, part in named}
+
+    rewritten(folder, split, None)
+    transformers()
+    loading, mapping = map(importlib.import_module, (f"transformers.{part}" for part in PARTS))
+
+    def converted(sources: list[str], target: str, operation: Any) -> None:
+        made = loading.WeightConverter(sources, target, [operation])
+        monkeypatch.setattr(mapping, "get_model_conversion_mapping", lambda *_, **__: [made])
+
+    sources = [f"self_attn.{head}_proj.weight" for head in heads]
+    converted(sources, "self_attn.qkv_proj.weight", loading.Concatenate(dim=0))
+    model = load_fp8(folder)
+    assert torch.equal(model(TOKENS).logits, whole(TOKENS).logits)
+    assert written(model, tmp_path / "same") == files(folder)
+    train(model, adamw(model), 1)
+    save_fp8(model, tmp_path / "trained")
+    assert torch.equal(load_fp8(tmp_path / "trained")(TOKENS).logits, model(TOKENS).logits)
+    converted(["down_proj.weight"], "down_proj.weight", loading.Transpose(0, 1))
+    with refused(ValueError, "down_proj.weight", "by Transpose, which is not read"):
+        load_fp8(folder)
+
+
+def test_a_trainer_trains_it_and_resumes(tmp_path: Path) -> None:
+    library = transformers()
+    folder = make("rows", tmp_path / "published")
+    lines = [{"input_ids": TOKENS[0], "labels": TOKENS[0]}, {"input_ids": TOKENS[1], "labels": TOKENS[1]}] * 4
+
+    def trained(model: Any, where: str, resume: bool = False) -> Any:
+        arguments = library.TrainingArguments(
+            str(tmp_path / where), max_steps=4, save_steps=2, learning_rate=1e-3, use_cpu=True, report_to=[], seed=0
+        )
+        chosen = fm.huggingface.trainer_optimizer(arguments, "muon")
+        trainer = library.Trainer(model, arguments, train_dataset=lines, optimizer_cls_and_kwargs=chosen)
+        trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2") if resume else None)
+        return trainer.model
+
+    model = trained(load_fp8(folder), "run")
+    halfway = library.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-2")
+    again = trained(halfway, "resumed", resume=True)
+    assert written(again, tmp_path / "again") == written(model, tmp_path / "trained") != files(folder)
+
+
+@pytest.mark.parametrize("name", ["tensor", "modelopt", "tensor of fp8, static"])
+def test_inputs_are_rounded_as_stored(name: str, tmp_path: Path) -> None:
+    folder = make(name, tmp_path / "published")
+    model = load_fp8(folder, activations="as stored")
+    layer = model.model.layers[0].mlp.up_proj
+    ends = ("input_scale", "activation_scale")
+    scale = next(x for key, x in tensors_of(folder).items() if "0.mlp.up_proj" in key and key.endswith(ends)).float()
+    x = (torch.randn(3, 256, generator=torch.Generator().manual_seed(0)) * scale * 300).bfloat16()
+    rounded = ((x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale).bfloat16()
+    assert not torch.equal(rounded, x)
+    train(model, adamw(model), 1)
+    assert torch.equal(layer(x), nn.functional.linear(rounded, layer.weight.dequantize()))
+    model.save_pretrained(tmp_path / "saved")
+    again = transformers().AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert torch.equal(model(TOKENS).logits, again(TOKENS).logits)
+    kept = {key: x for key, x in tensors_of(folder).items() if key.endswith(ends)}
+    save_fp8(again, tmp_path / "trained")
+    after = tensors_of(tmp_path / "trained")
+    assert kept
+    assert all(torch.equal(after[key], value) for key, value in kept.items())
+
+
+@pytest.mark.parametrize("name", ["squares", "rows, bfloat16", "modelopt"])
+def test_load_quantized_reads_them_into_any_module(name: str, tmp_path: Path) -> None:
+    folder = make(name, tmp_path / "published")
+    library = transformers()
+    config = library.AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        empty = library.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    expected = load_fp8(folder, seed=3)
+    empty.model.rotary_emb = expected.model.rotary_emb
+    model = fm.load_quantized(empty, folder, "as stored", seed=3).eval()
+    assert isinstance(model.model.layers[0].mlp.up_proj, QuantizedLinear)
+    assert torch.equal(model(TOKENS).logits, expected(TOKENS).logits)
+    states = model.state_dict(), expected.state_dict()
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0] if not key.endswith("_traits"))
+    with refused(ValueError, "parameter", "has values already"):
+        fm.load_quantized(model, folder, "as stored")
+    with refused(TypeError, "reads files"):
+        fm.load_quantized(empty, {}, "as stored")
+    with pytest.raises(TypeError, match="granularity"):
+        fm.load_quantized(empty, folder, "as stored", granularity="tensor")
+
+
+def test_floats_are_never_rounded(tmp_path: Path) -> None:
+    folder = make("squares", tmp_path / "published")
+    norm = "model.layers.0.input_layernorm.weight"
+    third = torch.full((256,), 1 / 3)
+    rewritten(folder, lambda name, value: {name: third if name == norm else value}, None)
+    with refused(ValueError, norm, "'model.safetensors'", "F32", "torch.bfloat16", "dtype=torch.float32"):
+        load_fp8(folder)
+    model = load_fp8(folder, dtype=torch.float32)
+    assert written(model, tmp_path / "same") == files(folder)
+    model.model.norm.weight.data.fill_(1 / 3)
+    model.model.embed_tokens.weight.data.fill_(0.5)
+    save_fp8(model, tmp_path / "changed")
+    after, before = tensors_of(tmp_path / "changed"), tensors_of(folder)
+    assert torch.equal(after.pop("model.norm.weight"), third)
+    assert all(after[name].dtype == before[name].dtype for name in after)
+
+
+def test_what_the_model_has_no_place_for_is_copied(tmp_path: Path) -> None:
+    """Layers for drafts, which transformers leaves out, beside experts."""
+    folder = make("squares, deepseek", tmp_path / "published")
+    more = {
+        "model.layers.61.mlp.down_proj.weight": torch.ones(128, 256).to(torch.float8_e4m3fn),
+        "model.layers.61.mlp.down_proj.weight_scale_inv": torch.full((1, 2), 0.3),
+        "model.layers.61.enorm.weight": torch.ones(128, dtype=torch.bfloat16),
+    }
+    first = next(iter(tensors_of(folder)))
+    rewritten(folder, lambda name, value: {name: value, **(more if name == first else {})}, None)
+    model = load_fp8(folder)
+    assert written(model, tmp_path / "same") == files(folder)
+    moved = folder.rename(tmp_path / "moved")
+    with refused(FileNotFoundError, str(folder), "layers.61"):
+        save_fp8(model, tmp_path / "lost")
+    assert not list((tmp_path / "lost").iterdir())
+    rewritten(moved, lambda name, value: {} if name in more else {name: value}, None)
+    moved.rename(folder)
+    with refused(ValueError, "layers.61", "is not what it was"):
+        save_fp8(model, tmp_path / "lost")
+
+
+def test_it_can_be_written_over_what_was_read(tmp_path: Path) -> None:
+    folder = make("squares, tied", tmp_path / "published")
+    model = load_fp8(folder)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    before = files(folder)
+    assert written(model, folder) == before
+    train(model, adamw(model), 1)
+    save_fp8(model, folder)
+    assert torch.equal(load_fp8(folder)(TOKENS).logits, model(TOKENS).logits)
+
+
+def without(*ends: str) -> Callable[[str, Tensor], dict[str, Tensor]]:
+    return lambda name, value: {} if name.endswith(ends) else {name: value}
+
+
+def decoded(end: str) -> Callable[[str, Tensor], dict[str, Tensor]]:
+    def change(name: str, value: Tensor) -> dict[str, Tensor]:
+        if name.endswith(f"{end}_scale_inv"):
+            return {}
+        return {name: value.bfloat16() if name.endswith(end) else value}
+
+    return change
+
+
+REFUSED: dict[str, tuple[str, Callable[[str, Tensor], dict[str, Tensor]], tuple[str, ...]]] = {
+    "a layer is missing": (
+        "squares",
+        without("up_proj.weight", "up_proj.weight_scale_inv"),
+        ("the model has", "up_proj"),
+    ),
+    "a norm is missing": ("squares", without("model.norm.weight"), ("the model has 'model.norm.weight'", "lacks")),
+    "a layer too many": (
+        "squares",
+        lambda name, value: {name: value, name.replace("layers.0", "layers.7"): value.clone()},
+        ("layers.7", "'model.safetensors'", "has no place in the model"),
+    ),
+    "another shape": (
+        "rows",
+        lambda name, value: {name: value[:64] if "up_proj" in name else value},
+        ("up_proj.weight'", "(64, 256)", "(384, 256)"),
+    ),
+    "one scale for each of two that are one": (
+        "tensor, experts",
+        lambda name, value: {name: value},
+        ("experts.0.w1.weight", "a scale for each tensor", "could not be written back"),
+    ),
+    "an expert that is no more in codes": (
+        "squares, experts",
+        decoded("experts.1.up_proj.weight"),
+        ("experts.1.up_proj.weight", "is not", "gate_up_proj"),
+    ),
+    "an expert too few": (
+        "squares, experts",
+        without("experts.3.up_proj.weight", "experts.3.up_proj.weight_scale_inv"),
+        ("gate_up_proj", "do not cover it"),
+    ),
+    "the transposed experts of gpt-oss": (
+        "gpt-oss",
+        lambda name, value: {name: value},
+        ("experts.down_proj", "(4, 64, 96)", "(4, 96, 64)"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_is_refused_by_its_name(case: str, tmp_path: Path) -> None:
+    name, change, said = REFUSED[case]
+    folder = make(name, tmp_path / "published")
+    rewritten(folder, change, None)
+    with refused(ValueError, *said):
+        load_fp8(folder)
+
+
+def test_scales_that_do_not_align_in_a_fused_weight_are_refused(tmp_path: Path) -> None:
+    """Experts of 96 rows: a square of 128 would begin in one of two matrices and end in the other."""
+    folder = make("squares, experts", tmp_path / "published")
+
+    def narrow(name: str, value: Tensor) -> dict[str, Tensor]:
+        if "experts" in name and value.dim() == 2 and not name.endswith("_scale_inv"):
+            return {name: (value[:, :96] if "down" in name else value[:96]).contiguous()}
+        return {name: value}
+
+    rewritten(folder, narrow, None)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "moe_intermediate_size": 96}))
+    with refused(ValueError, "experts.0.gate_proj.weight", "square", "0 to 96 of the 192 rows"):
+        load_fp8(folder)
+
+
+def test_calls_that_mean_nothing_are_refused(tmp_path: Path) -> None:
+    library = transformers()
+    folder = make("squares", tmp_path / "published")
+    with refused(ValueError, "activations='as stored'", "no layer", "input_scale"):
+        load_fp8(folder, activations="as stored")
+    with refused(TypeError, "torch.float16"):
+        load_fp8(folder, dtype=torch.float16)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["Nothing"]}))
+    with refused(ValueError, "architectures=['Nothing']"):
+        load_fp8(folder)
+    config.pop("quantization_config")
+    (folder / "config.json").write_text(json.dumps(config))
+    with refused(ValueError, "down_proj.weight", "F8_E4M3", "fm.load_fp8 reads"):
+        library.AutoModelForCausalLM.from_pretrained(folder, quantization_config=fm.huggingface.quantization_config())
+    model = load_fp8(folder)  # tensors say what they are
+    assert fm.published_weights(folder).keys() == in_codes(model).keys()
+    floats = library.LlamaForCausalLM(library.LlamaConfig(**{k: v for k, v in config.items() if k != "dtype"}))
+    with refused(ValueError, "does not say in which FP8 layout", "fm.export_model"):
+        save_fp8(floats, tmp_path / "trained")
+    floats.save_pretrained(tmp_path / "floats")
+    assert fm.published_weights(tmp_path / "floats") == {}
+    with refused(ValueError, "no weight in FP8 codes", "from_pretrained"):
+        load_fp8(tmp_path / "floats")
+    (folder / "config.json").unlink()
+    with refused(FileNotFoundError, "config.json"):
+        load_fp8(folder)
+    fm.dequantize_model(model)
+    with refused(ValueError, "down_proj.weight", "in codes no more"):
+        save_fp8(model, tmp_path / "trained")
