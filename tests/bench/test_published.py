@@ -14,6 +14,7 @@ pytest.importorskip("transformers", reason="needs the extra hf")
 
 import causal_models
 import fp8_folders
+import fp8_served
 
 import fp8manifold as fm
 from nanogpt_bench.cli import main
@@ -77,7 +78,7 @@ def test_what_is_trained_is_written_as_it_came_and_is_what_transformers_serves(
     trainer = trainer_of(load_config(Path("runs/whole/config.yaml"), ["--model.pretrained=./saved"]))
     assert trainer.validate() == loss
     (tokens, targets), *_ = trainer._eval_batches
-    logits = fp8_folders.served(Path("saved"), torch.float32)(tokens).logits
+    logits = fp8_served.served(Path("saved"), torch.float32)(tokens).logits
     assert torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).item() == loss
 
 
@@ -99,7 +100,7 @@ def test_evaluate_measures_a_folder_as_it_is_stored_or_what_it_stands_for(
     assert floats["bytes_per_parameter"] == pytest.approx(4, rel=0.01)
     assert rounded["gap"] != 0
     windows = torch.arange(51).view(3, 17)
-    served = fp8_folders.served(Path("model"), torch.float32)
+    served = fp8_served.served(Path("model"), torch.float32)
     assert window_losses(load_causal("./model", quantization={}), windows, 2) == window_losses(served, windows, 2)
 
 
@@ -112,7 +113,7 @@ def test_a_rule_of_floats_trains_the_values(words: Callable[[str], list[str]]) -
     config = resolve(
         load_config(find_config("finetune"), [*finetune[3:], "--rule", "fp32", "--model.pretrained", "./model"])
     )
-    served = fp8_folders.served(Path("model"), torch.float32).state_dict()
+    served = fp8_served.served(Path("model"), torch.float32).state_dict()
     model = trainer_of(config).model
     assert all(torch.equal(served[name], value) for name, value in model.state_dict().items())
     assert main([*finetune, "--rule", "fp32", "--save", "saved"]) == 0
@@ -128,7 +129,7 @@ def test_the_values_of_what_was_trained_in_codes_can_be_saved(words: Callable[[s
 
 
 def _decoded(folder: str) -> dict[str, torch.Tensor]:
-    return fp8_folders.decoded(Path(folder))
+    return fp8_served.decoded(Path(folder))
 
 
 REFUSED = {
