@@ -14,10 +14,11 @@ from matplotlib.figure import Figure
 
 from nanogpt_bench.report.results import Difference, Result
 from nanogpt_bench.report.results_file import Exported, read_export
-from nanogpt_bench.report.rows import row_label
+from nanogpt_bench.report.rows import row_label, shortfall
 from nanogpt_bench.report.tables import format_figure
 
 FOLDER = Path(__file__).parent / "measured" / "finetune"
+PUBLISHED = Path(__file__).parent / "measured" / "published"
 EMBEDDINGS = Path(__file__).parent / "measured" / "embeddings" / "study_embeddings.json"
 BASELINE = "fp32"
 #: what embeddings in one byte are measured against
@@ -90,6 +91,22 @@ def table_of_rows(files: Sequence[Exported]) -> str:
     return f"{markdown(header, rows)}\n{source(file)}"
 
 
+def table_of_folders(files: Mapping[str, Exported]) -> str:
+    """For each published folder what it was trained as: losses before and after, and the distance to its floats'."""
+    header = ("folder", "rule", "lr", "bytes a parameter", "seeds", "before", "after", f"less `{BASELINE}`")
+    rows = []
+    for name, file in files.items():
+        for result in (result for result in measured_against(file, BASELINE) if result.row.runs):
+            runs, held = result.row.runs, result.bytes_per_parameter
+            before = [loss for run in runs if (loss := run.number("first_val_loss")) is not None]
+            cells = [name, f"`{result.row.rule}`", named(float(runs[0].config["optimizer"]["lr"]))]
+            cells += ["-" if held is None else f"{held:.2f}", str(len(runs)), f"{sum(before) / len(before):.4f}"]
+            rows.append([*cells, format_figure(result.final_val_loss), _apart(result, result.difference)])
+    every = tuple(row for file in files.values() for row in file.rows)
+    short = f"({missing} were made.)\n\n" if (missing := shortfall(every)) else ""
+    return f"{short}{markdown(header, rows)}\n{source(replace(next(iter(files.values())), rows=every))}"
+
+
 def _apart(result: Result, found: Difference | None) -> str:
     return "" if result.reference else written(found)
 
@@ -159,6 +176,8 @@ def write_finetune(folder: Path, files: Path = FOLDER) -> None:
     embeddings = read_export(EMBEDDINGS)
     text = f"{table(embeddings, [WITHOUT])}\n{source(embeddings)}"
     (folder / f"{EMBEDDINGS.stem}.md").write_text(text, encoding="utf-8")
+    folders = {path.stem: read_export(path) for path in sorted(PUBLISHED.glob("*.json"), reverse=True)}
+    (folder / "finetune-published.md").write_text(table_of_folders(folders), encoding="utf-8")
     for name, of in groups(files):
         if any(len(rates(file)) > 1 for file in of):
             (folder / f"finetune-{name}.md").write_text(table_of_rows(of), encoding="utf-8")

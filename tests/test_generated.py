@@ -25,7 +25,13 @@ SHOWS = (
     re.compile(r"<(?:img|source)[^>]* (?:src|srcset)=\"([^\"]+)\""),
 )
 
-FINETUNED = {"finetune-card.md", "finetune-small.md", "finetune-small.svg", "study_embeddings.md"}
+FINETUNED = {
+    "finetune-card.md",
+    "finetune-published.md",
+    "finetune-small.md",
+    "finetune-small.svg",
+    "study_embeddings.md",
+}
 
 
 @pytest.fixture

@@ -44,7 +44,9 @@ def add_parser(commands: Any, text: str) -> Any:
     )
     parser.add_argument("run", nargs="?", metavar="RUN", help="a run's folder")
     parser.add_argument(
-        "--model", metavar="PATH", help="a folder of save_pretrained, a .gguf file, or an id on the hub"
+        "--model",
+        metavar="PATH",
+        help="a folder of save_pretrained or published in FP8, a .gguf file, or an id on the hub",
     )
     parser.add_argument("--checkpoint", metavar="WHICH", help="of a run: best, last (the default) or step-N")
     parser.add_argument(

@@ -17,6 +17,8 @@ from nanogpt_bench.system.lock import LOCK, is_unused, locked
 Layout = Literal["compressed-tensors", "torchao", "fp8"]
 CONFIG = "finetune.yaml"
 FLOAT: Final = "float"
+#: that of a published model trained as it is stored
+OWN: Final = "its own"
 LAYOUTS = (FLOAT, "compressed-tensors", "torchao", "fp8")
 #: of float32 AdamW: a weight, two averages and a gradient, four bytes each
 ADAMW_BYTES = 16
@@ -38,16 +40,26 @@ def add_parser(commands: Any, text: str) -> Any:
         "  nanogpt-bench finetune --model models/smollm2 --data.dir data/law --train.step_in_backward true "
         "--optimizer.clip_by previous --train.recompute true --train.precision bf16-mixed --save models/law",
     )
-    parser.add_argument("--model", required=True, metavar="PATH", help="a folder, a .gguf file, or an id on the hub")
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="PATH",
+        help="a folder, of floats or published in FP8, a .gguf file, or an id on the hub",
+    )
     parser.add_argument("--name", help="results go to runs/NAME (default: finetune, numbered)")
     parser.add_argument("--resume", action="store_true", help="go on from the newest whole checkpoint of runs/NAME")
-    parser.add_argument("--save", type=Path, metavar="DIR", help="write the model as save_pretrained does")
+    parser.add_argument(
+        "--save",
+        type=Path,
+        metavar="DIR",
+        help="write the model as save_pretrained does; one published in FP8 as it came",
+    )
     parser.add_argument(
         "--layout",
         type=one_of(LAYOUTS),
         metavar=braced(LAYOUTS),
-        help="of --save: floats (default), codes and scales in the layout of compressed-tensors or torchao, or fp8: in "
-        "that of DeepSeek-V3, squares of 128 x 128",
+        help="of --save: floats (default, but of a model published in FP8), codes and scales in the layout of "
+        "compressed-tensors or torchao, or fp8: in that of DeepSeek-V3, squares of 128 x 128",
     )
     return parser
 
@@ -59,7 +71,7 @@ def main(args: argparse.Namespace) -> int:
         BenchError: a model, a text or settings that can't be used, or a model that can't be written.
     """
     overrides = [*args.overrides, "--model.pretrained", args.model]
-    layout: Any = args.layout or FLOAT
+    layout: Any = args.layout
     if args.layout is not None and args.save is None:
         raise BenchError("--layout goes with --save DIR, which is what it is the layout of")
     if args.save is not None:
@@ -67,7 +79,7 @@ def main(args: argparse.Namespace) -> int:
             raise BenchError(f"--save {str(args.save)!r} is in use; give a new folder")
         from nanogpt_bench.setup.resolve import resolve  # here, as all that brings torch: the help need not wait for it
 
-        check_save(resolve(load_config(find_config(CONFIG), overrides)), args.save, layout)
+        layout = check_save(resolve(load_config(find_config(CONFIG), overrides)), args.save, layout)
     with nullcontext() if args.save is None else locked(args.save, "--save"):
         summary, run_dir = trained(CONFIG, args.name, overrides, resume=args.resume)
         print(memory_line(summary))
@@ -78,8 +90,8 @@ def main(args: argparse.Namespace) -> int:
     return exit_code(summary)
 
 
-def check_save(config: Resolved, out: Path, layout: Layout | Literal["float"]) -> None:
-    """Refuse, before a training, what would be in the way of writing its model after it; no weight is read.
+def check_save(config: Resolved, out: Path, layout: Layout | Literal["float"] | None) -> str:
+    """Return the layout to write in, and refuse what would be in the way of it; before a training, no weight is read.
 
     Raises:
         BenchError: a folder without room, settings under which no last weights are kept, or a layout that
@@ -87,12 +99,18 @@ def check_save(config: Resolved, out: Path, layout: Layout | Literal["float"]) -
     """
     from nanogpt_bench.checkpoint import check_room
     from nanogpt_bench.model.causal import outline
+    from nanogpt_bench.setup.published import trains_stored
 
+    found, stored = outline(config.model.pretrained or ""), trains_stored(config.model)
     if not config.checkpoint.last:
         raise BenchError("--save writes the weights of the last checkpoint; leave --checkpoint.last false out")
-    if layout != FLOAT:
+    if stored and layout not in (None, FLOAT):
+        raise BenchError(f"--layout {layout}: {config.model.pretrained!r} has a layout of its own; leave --layout out")
+    if layout is not None and layout != FLOAT:
         check_layout(config, layout)
-    check_room(out, 4 * outline(config.model.pretrained or "").parameters, "--save")
+    own = stored and layout is None
+    check_room(out, found.stored_bytes if own else 4 * found.parameters, "--save")
+    return OWN if own else layout or FLOAT
 
 
 @contextmanager
@@ -158,10 +176,11 @@ def check_layout(config: Resolved, layout: Layout) -> None:
         fm.exported_state_dict(fm.quantize_model(model, {"*": "none", **stored}, "fp8", tied="untie"), layout)
 
 
-def save_model(run_dir: Path, out: Path, layout: Layout | Literal["float"] = "float") -> None:
+def save_model(run_dir: Path, out: Path, layout: Layout | Literal["float", "its own"] = "float") -> None:
     """Write the newest weights of a fine-tuning as transformers reads them, and the tokenizer.
 
-    `layout` is float, for their values, or one that `fm.export_model` has, for their codes and scales.
+    `layout` is float, for their values, or one that `fm.export_model` has, for their codes and scales; of a published
+    model that was trained as it is stored its own, files beside the weights included.
 
     Raises:
         BenchError: no checkpoint, one of something else, or a layout that can't hold the model.
@@ -182,13 +201,19 @@ def save_model(run_dir: Path, out: Path, layout: Layout | Literal["float"] = "fl
         model = trained_model(config, open_corpus(config), device)
     fill(model, found.tensors, found.metadata, f"checkpoint {str(found.path)!r}")
     with reading(name) as transformers, _written(out):
+        if layout == OWN:
+            fm.save_fp8(model, out)
+            return
         _write(fm.dequantize_model(model) if layout == FLOAT else model, out, layout)
         transformers.AutoTokenizer.from_pretrained(**find_model(name)).save_pretrained(out)
 
 
 def _write(model: Any, out: Path, layout: Layout | Literal["float"]) -> None:
+    from nanogpt_bench.model.causal import without_codes
+
     head = model.get_output_embeddings()
     settings = model.config = copy.deepcopy(model.config)
+    without_codes(model)
     settings.use_cache = True
     settings.tie_word_embeddings = head is not None and head.weight is model.get_input_embeddings().weight
     if layout == "float":

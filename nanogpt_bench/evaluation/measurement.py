@@ -131,6 +131,8 @@ class Measurement:
     save: Path | None = None
     #: reads the model in formats, where each row has a model of its own
     reader: Callable[[Mapping[str, Any], Mapping[str, Any]], nn.Module] | None = None
+    #: formats and granularities of a published model that is measured as it is
+    stored: tuple[str, str] | None = None
     #: loss of each window with float weights
     floats: list[float] = field(default_factory=list)
     #: loss of each window in the row before

@@ -78,18 +78,39 @@ def report_model(args: argparse.Namespace) -> int:
         found = outline(args.model)
         corpus = _text(args, config.data.dir if "data.dir" in given else None, found, config.model.block_size)
         block = config.model.block_size or min(BLOCK, found.positions, len(corpus.val) - 1)
-        anew = _reads_anew(args, given.get("model.formats") or {})
-        model = (load_narrow(args.model) if anew else None) or load_causal(args.model)
+        stored = _as_stored(found) if _measures_stored(args, given) else None
+        anew = not found.stored and _reads_anew(args, given.get("model.formats") or {})
+        model = (load_narrow(args.model) if anew else None) or _load(args.model, found, in_codes=stored is not None)
         windows = spread(corpus.val, args.windows or WINDOWS, block).to(device)
         batch = config.train.batch_size if "train.batch_size" in given else BATCH
         options = {"tied": config.model.tied or "leave", "headroom": config.model.headroom, "seed": config.seed}
         read = f"{counted(len(windows), 'window')} of {counted(block, 'token')}"
         say(f"{args.model}: {found.kind}, {found.parameters:,} parameters; {read}")
         measured = (model.to(device), windows, corpus.val_tokens_per_byte, batch, options, args.save)
-        at = Measurement(args.model, *measured, reader=partial(_read, args.model, device) if anew else None)
+        reader = partial(_read, args.model, device) if anew else None
+        at = Measurement(args.model, *measured, reader=reader, stored=stored)
         del model, measured
         _report(at, args, dict(given.get("model.formats") or {}), out, environment(corpus, config.runtime.threads))
     return 0
+
+
+def _measures_stored(args: argparse.Namespace, given: Mapping[str, Any]) -> bool:
+    """Whether nothing is asked that takes floats: of a published model its codes are then measured as they are."""
+    asked = (args.formats, args.scales, args.embeddings, args.sensitivity, args.budget)
+    return not any(asked) and not any(given.get(key) for key in ("model.formats", "model.tied", "model.headroom"))
+
+
+def _as_stored(found: Outline) -> tuple[str, str] | None:
+    """The formats of a published model's weights, and what shares a scale; None of floats."""
+    formats = sorted({each.format.name for each in found.stored.values()})
+    shared = sorted({each.granularity for each in found.stored.values()})
+    return (",".join(formats), ",".join(shared)) if formats else None
+
+
+def _load(name: str, found: Outline, *, in_codes: bool) -> Any:
+    if not in_codes:
+        return load_causal(name)
+    return load_causal(name, bytes_each=found.stored_bytes / found.parameters, quantization={})
 
 
 def _reads_anew(args: argparse.Namespace, own: Mapping[str, Any]) -> bool:
@@ -227,10 +248,11 @@ def _check_folder(out: Path) -> None:
 def _measure(
     at: Measurement, args: argparse.Namespace, formats: Sequence[str], own: Mapping[str, Any]
 ) -> tuple[list[Row], dict[str, Any] | None]:
-    names = list(formats) or ([] if own else list(FORMATS))
+    names = list(formats) or ([] if own or at.stored else list(FORMATS))
     scales = args.scales or ["channel"]
     embeddings = ["none"] if args.embeddings else []
-    plans: list[tuple[str, Mapping[str, Any], str]] = [("none", {}, "")]
+    first, shared = at.stored or ("none", "")
+    plans: list[tuple[str, Mapping[str, Any], str]] = [(first, {}, shared)]
     plans += [("mixed", own, scale) for scale in scales if own and not formats]
     for name in names:
         plans += [(name, {"*": name, **dict.fromkeys([EMBEDDINGS] * len(embeddings), name), **own}, s) for s in scales]
@@ -242,7 +264,7 @@ def _measure(
         for plan in plans:
             rows.append(at.row(*plan))
             tick(f"{' '.join(filter(None, (plan[0], plan[2])))}: {rows[-1].val_loss:.4f}")
-            if len(rows) == 2:
+            if len(rows) == 2 or at.stored:
                 say(f"not quantised: {'; '.join(at.left) or 'nothing'}")
         if not parts:
             return rows, None
@@ -370,7 +392,7 @@ def _write(out: Path, model: str, rows: Sequence[Row], table: Any, facts: Mappin
 
 def _as_run(row: Row, model: str, facts: Mapping[str, Any], block: int) -> Run:
     """Return a row as the report reads it: a run of no step."""
-    rule = f"rounded ({row.scale})" if row.formats else "float32"
+    rule = f"rounded ({row.scale})" if row.formats else "float32" if row.format == "none" else "as stored"
     settings = {"pretrained": model, "block_size": block, "formats": row.formats, "granularity": row.scale or None}
     summary: dict[str, Any] = {
         "name": f"{row.format} {row.scale}".strip(),

@@ -1,7 +1,7 @@
-"""A causal language model of transformers: where it lies, what it consists of, and its weights as floats.
+"""A causal language model of transformers: where it lies, what it consists of, and its weights, as floats or in codes.
 
-Read is a folder that `save_pretrained` wrote (safetensors only), a `.gguf` file, whose weights become floats, or an id
-on the hub. Nothing is unpickled, and no code that comes with a model is run.
+Read is a folder that `save_pretrained` wrote (safetensors only) or that was published in FP8, a `.gguf` file, whose
+weights become floats, or an id on the hub. Nothing is unpickled, and no code that comes with a model is run.
 """
 
 import copy
@@ -9,6 +9,7 @@ import functools
 import io
 import json
 import logging
+import math
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
@@ -62,6 +63,17 @@ class Outline:
     layers: Mapping[str, tuple[int, int]]
     #: of a layer whose weight is another module's too, the names of that weight
     shared: Mapping[str, tuple[str, ...]]
+    #: what the files hold as codes and scales, by a weight's name (`fm.published_weights`); nothing of a float model
+    stored: Mapping[str, Any]
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all weights as they are stored, what is in no codes in float32."""
+        codes, scales = (
+            sum(math.prod(shape) for shape in shapes)
+            for shapes in zip(*((each.shape, each.own_scale_shape) for each in self.stored.values()), strict=True)
+        )
+        return 4 * self.parameters - 3 * codes + 4 * scales
 
 
 def find_model(name: str) -> dict[str, Any]:
@@ -137,13 +149,13 @@ def settings_of(name: str) -> Any:
     """Return the model's settings as transformers' object, of a model that can be trained and measured here.
 
     Raises:
-        BenchError: as `find_model`, or a model that is quantised, no causal language model, or without attention.
+        BenchError: as `stored_of`, or a model quantised otherwise, no causal language model, or without attention.
     """
     where = find_model(name)
     with reading(name) as transformers:
         found = transformers.AutoConfig.from_pretrained(**where, trust_remote_code=False)
-    quantised = getattr(found, "quantization_config", None)
-    if quantised is not None:
+    quantised = vars(found).pop("quantization_config", None)
+    if quantised is not None and not stored_of(name):
         how = quantised.get("quant_method") if isinstance(quantised, dict) else type(quantised).__name__
         raise BenchError(
             f"model {name!r} is quantised already ({how}); give the one with float weights it was made from"
@@ -158,6 +170,28 @@ def settings_of(name: str) -> Any:
     if "gguf_file" not in where and _has_own_head(found, name):  # which transformers reads, whatever the settings say
         found.tie_word_embeddings = found.get_text_config().tie_word_embeddings = False
     return found
+
+
+@functools.lru_cache(maxsize=4)
+def stored_of(name: str) -> Mapping[str, Any]:
+    """Return what the files of the model called `name` hold as codes and scales, by a weight's name; no weight is read.
+
+    Raises:
+        BenchError: as `find_model`, or codes that can't be read, with the names of tensor and file.
+    """
+    where, folder = find_model(name), Path(name)
+    if folder.is_dir():
+        speaks = any(folder.glob("*.safetensors"))
+    else:  # of the hub, from which files are got only where settings speak of codes
+        settings = None if "gguf_file" in where else hub_file(name, "config.json", asked="model").read_text("utf-8")
+        speaks = settings is not None and "quantization_config" in settings
+    if "gguf_file" in where or not speaks:
+        return {}
+    with reading(name):
+        try:
+            return fm.published_weights(name)
+        except ValueError as error:
+            raise BenchError(f"model {name!r}: {one_line(error)}") from None
 
 
 def _has_own_head(settings: Any, name: str) -> bool:
@@ -210,6 +244,7 @@ def outline(name: str) -> Outline:
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         layers={layer: _sizes(module) for layer, module in linear.items()},
         shared={layer: names for layer, names in shared.items() if len(names) > 1},
+        stored=stored_of(name),
     )
 
 
@@ -244,13 +279,15 @@ def _sizes(module: Any) -> tuple[int, int]:
 
 
 def load_causal(name: str, *, bytes_each: float = 5.0, quantization: Mapping[str, Any] | None = None) -> Any:
-    """Return the model called `name` with float32 weights, and a method `loss(tokens, targets)` as `GPT` has it.
+    """Return the model called `name`, in float32 or in codes, and a method `loss(tokens, targets)` as `GPT` has it.
 
     Args:
         name: a folder, a .gguf file, or an id on the hub.
         bytes_each: what a parameter will take together with all that follows: 5 for the weight and its codes.
         quantization: arguments of `fm.quantize_model`, by which weights become codes as they are read, but from a
             .gguf file, which transformers reads as floats only: the model is then of floats, and to be quantised.
+            Weights that are in codes already stay as they are stored; of these arguments `rounding`, `draws` and
+            `seed` are theirs. Without any they become the floats that they stand for.
 
     Raises:
         BenchError: as `outline`; not enough memory, said before a weight is read; weights that are missing; or a model
@@ -260,6 +297,29 @@ def load_causal(name: str, *, bytes_each: float = 5.0, quantization: Mapping[str
     copies = 4.0 if "gguf_file" in where else 0.0  # transformers has all floats of a GGUF twice while it reads it
     floats = 0.0 if quantization is not None and not copies else max(5.0, 4.0 + copies)
     check_memory(found.parameters * max(bytes_each, floats), f"model {name!r}, {found.parameters:,} parameters,")
+    read = _as_stored if found.stored else _from_floats
+    model = read(name, where, quantization)
+    if (quantization or {}).get("tied") != "untie":  # which gives it a head of its own
+        check_head(model, skeleton(name), name)
+    model.config.use_cache = False
+    check_finite(model, name)
+    own = type(model)
+    model.__class__ = type(own.__name__, (_WithLoss, own), {"__module__": own.__module__})
+    check_causal(model, name)
+    return model.train()
+
+
+def _as_stored(name: str, where: Mapping[str, Any], quantization: Mapping[str, Any] | None) -> Any:
+    """A model whose files hold codes: with them, or without arguments decoded."""
+    options = {key: value for key, value in (quantization or {}).items() if key in ("rounding", "draws", "seed")}
+    with reading(name):
+        model = fm.load_fp8(name, dtype=torch.float32, **options)
+        return model if quantization is not None else without_codes(fm.dequantize_model(model))
+
+
+def _from_floats(name: str, where: Mapping[str, Any], quantization: Mapping[str, Any] | None) -> Any:
+    """A model whose files hold floats: with them, or with codes that each becomes as it is read."""
+    copies = "gguf_file" in where
     with reading(name) as transformers:
         options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": False, "output_loading_info": True}
         options |= {} if copies else {"use_safetensors": True}
@@ -278,18 +338,14 @@ def load_causal(name: str, *, bytes_each: float = 5.0, quantization: Mapping[str
         keys = sorted(key for key in said.get(f"{kind}_keys") or () if not key.endswith(_MASK))
         if keys:
             raise BenchError(f"model {name!r} does not fit its config.json: {kind} weight {keys[0]!r}")
-    if (quantization or {}).get("tied") != "untie":  # which gives it a head of its own
-        check_head(model, skeleton(name), name)
-    model.config.use_cache = False
-    if getattr(model, "hf_quantizer", None) is not None:
-        # it is saved as the layers that it has: floats by now, or codes as this bench writes them
-        model.hf_quantizer, model.is_quantized = None, False
-        vars(model.config).pop("quantization_config", None)
-    check_finite(model, name)
-    own = type(model)
-    model.__class__ = type(own.__name__, (_WithLoss, own), {"__module__": own.__module__})
-    check_causal(model, name)
-    return model.train()
+    return without_codes(model)
+
+
+def without_codes(model: Any) -> Any:
+    """Let a model be saved with the layers that it has, floats or codes as this bench writes them, and return it."""
+    model.hf_quantizer, model.is_quantized = None, False
+    vars(model.config).pop("quantization_config", None)
+    return model
 
 
 def load_narrow(name: str) -> Any | None:

@@ -175,6 +175,8 @@ def _bytes_each(config: Config) -> float:
         weights = 4 if config.model.storage in ("float32", "master") else 1
         return max(5, weights + state + gradients)
     found = outline(config.model.pretrained or "")
+    if found.stored:
+        return found.stored_bytes / found.parameters + state + gradients
     in_codes = sum(rows * columns for name, (rows, columns) in found.layers.items() if name in asked["formats"])
     return 4 - 3 * in_codes / found.parameters + state + gradients
 

@@ -12,6 +12,7 @@ from nanogpt_bench.config.settings import Resolved
 from nanogpt_bench.model.causal import rows_of_outputs
 from nanogpt_bench.model.gpt import linear_sizes
 from nanogpt_bench.model.weights import quantized_layers
+from nanogpt_bench.setup.published import trains_stored
 from nanogpt_bench.system.errors import BenchError, counted, one_line
 
 #: layers left in float that are named
@@ -64,7 +65,9 @@ def read_as_codes(config: Config) -> dict[str, Any] | None:
 
     What quantises activations has scales that depend on all tokens, which hides whether a model looks ahead.
     """
-    if not isinstance(config, Resolved) or config.model.storage != "fp8" or not config.layers:
+    if not isinstance(config, Resolved) or config.model.storage != "fp8":
+        return None
+    if not config.layers and not trains_stored(config.model):
         return None
     if any(spec.activation is not None for spec in config.layers.values()):
         return None

@@ -119,8 +119,9 @@ def every_code(name: str, scale: Tensor) -> fm.FP8Parameter:
 
 @pytest.mark.parametrize("name", [fmt.name for fmt in FLOAT8])
 def test_what_a_card_multiplies_by_has_the_bits_of_native_code(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scales of the whole range of float32, below that of bfloat16 too, one a row or one in all; but for NaN's own."""
-    every = torch.exp2(torch.arange(-149.0, 128.0, dtype=torch.float64)).float()
+    """Scales of the whole range, powers of two and between them, one a row or one in all; but for NaN's own bits."""
+    every = torch.exp2(torch.arange(-126.0, 128.0, dtype=torch.float64)).float()
+    every = torch.cat((every, every[:-1] * 1.3))
     weights = [every_code(name, every[:, None]), *(every_code(name, scale) for scale in every[::4])]
     expected = [_products._values(w, torch.bfloat16) for w in weights]
     on_a_card(monkeypatch)

@@ -1,0 +1,193 @@
+"""Published FP8 folders in the bench: trained, written back and measured as they are stored; all else is refused."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bench_runs import trainer_of
+from safetensors.torch import load_file, save_file
+
+pytest.importorskip("transformers", reason="needs the extra hf")
+
+import causal_models
+import fp8_folders
+import fp8_served
+
+import fp8manifold as fm
+from nanogpt_bench.cli import main
+from nanogpt_bench.config.settings import find_config, load_config
+from nanogpt_bench.model.causal import load_causal, outline, settings_of, stored_of, window_losses
+from nanogpt_bench.setup.resolve import resolve
+from nanogpt_bench.setup.start import _bytes_each
+from nanogpt_bench.system import free_memory
+from nanogpt_bench.system.errors import BenchError
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # what other libraries' imports announce is their own business
+SMALL = ["--model.block_size", "16", "--train.max_steps", "2", "--train.batch_size", "2", "--eval.batches", "1"]
+SMALL += ["--optimizer.warmup_steps", "0", "--optimizer.lr", "1e-2", "--eval.interval", "2"]
+SQUARES, ROWS, EXPERTS, FIVE = "squares", "rows", "squares, experts", "squares, e5m2"
+
+
+@pytest.fixture
+def words(tmp_path: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[str]]:
+    """Give the words of a small fine-tuning of a folder in the layout of that name, `model` beside its text `law`."""
+    monkeypatch.chdir(tmp_path)
+    for cache in (outline, settings_of, stored_of):  # of another test's folder
+        cache.cache_clear()
+
+    def made(layout: str) -> list[str]:
+        causal_models.write_tokenizer(fp8_folders.make(layout, tmp_path / "model"))
+        text = ["prepare", "text", "--input", str(text_file), "--tokenizer", "./model", "--out", "law"]
+        assert main([*text, "--limit-tokens", "2000"]) == 0
+        return ["finetune", "--model", "./model", "--data.dir", "law", *SMALL]
+
+    return made
+
+
+def tensors(folder: str) -> dict[str, torch.Tensor]:
+    return {name: value for file in Path(folder).glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+@pytest.mark.parametrize(
+    ("layout", "rule"),
+    [(SQUARES, "muon-stochastic"), (SQUARES, "residual8"), (ROWS, "stochastic-8bit"), (EXPERTS, "stochastic")],
+)
+def test_what_is_trained_is_written_as_it_came_and_is_what_transformers_serves(
+    layout: str, rule: str, words: Callable[[str], list[str]]
+) -> None:
+    finetune = [*words(layout), "--rule", rule]
+    assert main([*finetune, "--name", "whole", "--save", "saved"]) == 0
+    assert main([*finetune, "--name", "cut", "--train.max_seconds", "1e-9"]) == 0
+    assert main([*finetune, "--name", "cut", "--resume", "--save", "again"]) == 0
+    before, after = tensors("model"), tensors("saved")
+    assert before.keys() == after.keys()
+    moved = {name for name, value in after.items() if value.dtype == torch.float8_e4m3fn}
+    assert moved
+    for name, value in before.items():
+        if name in moved:
+            assert not torch.equal(value.view(torch.uint8), after[name].view(torch.uint8)), name
+            assert value.dtype == after[name].dtype
+    for file in Path("model").iterdir():
+        if file.suffix != ".safetensors":
+            assert file.name.endswith("index.json") or file.read_bytes() == Path("saved", file.name).read_bytes()
+        assert Path("saved", file.name).read_bytes() == Path("again", file.name).read_bytes(), file.name
+    loss = json.loads(Path("runs/whole/summary.json").read_text())["final_val_loss"]
+    trainer = trainer_of(load_config(Path("runs/whole/config.yaml"), ["--model.pretrained=./saved"]))
+    assert trainer.validate() == loss
+    (tokens, targets), *_ = trainer._eval_batches
+    logits = fp8_served.served(Path("saved"), torch.float32)(tokens).logits
+    assert torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).item() == loss
+
+
+def test_evaluate_measures_a_folder_as_it_is_stored_or_what_it_stands_for(
+    words: Callable[[str], list[str]], capsys: Any
+) -> None:
+    words(SQUARES)
+    evaluate = ["evaluate", "--model", "./model", "--data.dir", "law", "--windows", "3", "--model.block_size", "16"]
+    assert main([*evaluate, "--out", "stored"]) == 0
+    assert main([*evaluate, "--out", "rounded", "--formats", "E2M5", "--scales", "tensor"]) == 0
+    (stored,), (floats, rounded) = (
+        json.loads(Path(out, "evaluation.json").read_text())["rows"] for out in ("stored", "rounded")
+    )
+    assert (stored["format"], stored["scale"], stored["gap"]) == ("E4M3", "square", None)
+    found = outline("./model")
+    assert stored["bytes_per_parameter"] == pytest.approx(found.stored_bytes / found.parameters, rel=0.01)
+    assert stored["quantized_parameters"] == sum(each.shape.numel() for each in map(_sized, found.stored.values()))
+    assert (floats["format"], floats["val_loss"]) == ("none", stored["val_loss"])
+    assert floats["bytes_per_parameter"] == pytest.approx(4, rel=0.01)
+    assert rounded["gap"] != 0
+    windows = torch.arange(51).view(3, 17)
+    served = fp8_served.served(Path("model"), torch.float32)
+    assert window_losses(load_causal("./model", quantization={}), windows, 2) == window_losses(served, windows, 2)
+
+
+def _sized(stored: Any) -> torch.Tensor:
+    return torch.empty(stored.shape, device="meta")
+
+
+def test_a_rule_of_floats_trains_the_values(words: Callable[[str], list[str]]) -> None:
+    finetune = [*words(ROWS), "--model.format", "null"]
+    config = resolve(
+        load_config(find_config("finetune"), [*finetune[3:], "--rule", "fp32", "--model.pretrained", "./model"])
+    )
+    served = fp8_served.served(Path("model"), torch.float32).state_dict()
+    model = trainer_of(config).model
+    assert all(torch.equal(served[name], value) for name, value in model.state_dict().items())
+    assert main([*finetune, "--rule", "fp32", "--save", "saved"]) == 0
+    assert {value.dtype for value in tensors("saved").values()} == {torch.float32}
+    assert "quantization_config" not in json.loads(Path("saved/config.json").read_text())
+
+
+def test_the_values_of_what_was_trained_in_codes_can_be_saved(words: Callable[[str], list[str]]) -> None:
+    finetune = [*words(FIVE), "--model.format", "null", "--rule", "stochastic"]
+    assert main([*finetune, "--save", "saved"]) == 0
+    assert main([*finetune, "--name", "finetune", "--resume", "--save", "floats", "--layout", "float"]) == 0
+    assert all(torch.equal(value, tensors("floats")[name]) for name, value in _decoded("saved").items())
+
+
+def _decoded(folder: str) -> dict[str, torch.Tensor]:
+    return fp8_served.decoded(Path(folder))
+
+
+REFUSED = {
+    "--model.format E5M2": "model.formats: {'*': 'E5M2'} is not that of './model', whose weights are stored in codes",
+    "--model.formats.lm_head E4M3": "model.formats: {'lm_head': 'E4M3', '*': 'E4M3'} is not that of './model'",
+    "--model.granularity channel": "model.granularity: 'channel' is not that of './model', whose weights are stored in",
+    "--rule master": "model.storage: 'master' can't be used with './model', whose weights are stored in codes; give",
+    "--rule stochastic-fp8": "model.products: 'fp8' can't be used with './model'",
+    "--model.embeddings E4M3": "model.embeddings: 'E4M3' can't be used with './model'",
+    "--model.headroom 2": "model.headroom: 2.0 can't be used with './model'",
+    "--save saved --layout torchao": "--layout torchao: './model' has a layout of its own; leave --layout out",
+}
+
+
+def test_what_is_not_as_the_files_have_it_is_refused(
+    words: Callable[[str], list[str]], refused: Callable[..., str]
+) -> None:
+    finetune = words(SQUARES)
+    for more, told in REFUSED.items():
+        assert told in refused(*finetune, *more.split()), more
+    assert not Path("runs").exists()
+    config = resolve(load_config(find_config("finetune"), [*finetune[3:], "--model.pretrained", "./model"]))
+    assert (config.model.formats, config.model.granularity) == ({"*": "E4M3"}, "square")
+    assert resolve(load_config(None, [])).model.granularity is None
+
+
+def test_codes_that_are_not_understood_are_refused_by_tensor_and_file(
+    words: Callable[[str], list[str]], refused: Callable[..., str], text_file: Path
+) -> None:
+    finetune = words(SQUARES)
+    state = load_file("model/model.safetensors")
+    del state["model.layers.0.mlp.up_proj.weight_scale_inv"]
+    save_file(state, "model/model.safetensors", {"format": "pt"})
+    for cache in (outline, settings_of, stored_of):
+        cache.cache_clear()
+    for command in (finetune, ["evaluate", "--model", "./model", "--input", text_file, "--out", "out"]):
+        told = refused(*command)
+        assert "model './model': model.layers.0.mlp.up_proj.weight of 'model.safetensors' holds F8_E4M3" in told
+        assert "its scale is missing" in told
+
+
+def test_memory_is_that_of_codes(words: Callable[[str], list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    finetune = words(SQUARES)
+    found = outline("./model")
+    codes, scales = (sum(_sized(x).numel() for x in found.stored.values()), 0)
+    scales = sum(value.numel() for name, value in tensors("model").items() if name.endswith("_scale_inv"))
+    assert found.stored_bytes == 4 * (found.parameters - codes) + codes + 4 * scales
+    config = resolve(load_config(find_config("finetune"), [*finetune[3:], "--model.pretrained", "./model"]))
+    assert _bytes_each(config) == found.stored_bytes / found.parameters + 2 + 4  # two averages of a byte, a gradient
+    monkeypatch.setattr(free_memory, "free_memory", lambda: 3 * found.parameters)
+    load_causal("./model", bytes_each=found.stored_bytes / found.parameters, quantization={})
+    with pytest.raises(BenchError, match="needs about"):
+        load_causal("./model")  # codes and floats at once
+
+
+def test_a_trained_folder_says_its_formats(words: Callable[[str], list[str]]) -> None:
+    words(EXPERTS)
+    model = load_causal("./model", quantization={"seed": 3, "rounding": "nearest"})
+    own = {name for name, value in model.named_parameters() if isinstance(value, fm.FP8Tensor)}
+    assert own == {name for name in own if "experts" in name or name.endswith("_proj.weight")}
+    assert {value.rounding for value in model.parameters() if isinstance(value, fm.FP8Tensor)} == {"nearest"}
