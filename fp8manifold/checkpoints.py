@@ -100,7 +100,7 @@ def load_fp8(
         >>> fm.save_fp8(model, "trained")  # doctest: +SKIP
         >>> fm.load_fp8("Qwen3-8B-FP8", activations="e4m3")
         Traceback (most recent call last):
-        ValueError: activations='e4m3' is unknown: one of float, as stored; did you mean 'float'?
+        ValueError: activations='e4m3' is unknown: one of float, as stored; did you mean 'as stored'?
 
     Source: DeepSeek-V3 (arXiv 2412.19437) for squares; compressed-tensors (vllm-project) 0.20; Model-Optimizer; OCP
     Microscaling Formats 1.0.
@@ -164,7 +164,8 @@ def save_fp8(model: Any, folder: str | Path) -> None:
         >>> import fp8manifold as fm
         >>> fm.save_fp8(fm.load_fp8("Qwen3-8B-FP8"), "same")  # doctest: +SKIP
         >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> model = LlamaForCausalLM(LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, vocab_size=8))
+        >>> sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 8}
+        >>> model = LlamaForCausalLM(LlamaConfig(**sizes))
         >>> fm.save_fp8(model, "trained")
         Traceback (most recent call last):
         ValueError: the model does not say in which FP8 layout it was published: one that fm.load_fp8 read does; \

@@ -161,7 +161,7 @@ SCALES = {
         for bad in ("nan", "inf", "-inf")
     },
     "storage_scale(full((1, 32), nan), 'E4M3', 'block')": "ValueError: NaN or Inf",
-    "p.rescale_(0.3)": "ValueError: scale holds 0.3",
+    "p.rescale_(-0.3)": "ValueError: scale holds -0.3",
     "p.rescale_(tensor([1.0, nan, 1.0, 1.0])[:, None])": "ValueError: scale holds nan",
     "p.rescale_(ones(4, 2))": "ValueError: (4, 2): it must fit (4, 1)",
     "p.rescale_(ones(3, 1))": "ValueError: (3, 1): it must fit (4, 1)",
