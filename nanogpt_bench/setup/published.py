@@ -1,5 +1,7 @@
 """A model whose files hold codes, trained as it is stored: its formats and scales are the files', and nothing else."""
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import fp8manifold as fm
@@ -14,7 +16,17 @@ _OTHERWISE = ("embeddings", "headroom", "products", "constraint")
 
 def trains_stored(model: ModelConfig) -> bool:
     """Whether a resolved configuration trains codes as a published model has them."""
-    return model.storage == "fp8" and bool(model.pretrained) and bool(outline(model.pretrained or "").stored)
+    return model.storage == "fp8" and bool(_stored(model))
+
+
+def _stored(model: ModelConfig) -> Mapping[str, Any]:
+    """The weights in codes of a model that is read; none of a name that the hub does not give: reading it says so."""
+    try:
+        return outline(model.pretrained).stored if model.pretrained else {}
+    except BenchError:
+        if Path(model.pretrained or "").exists():
+            raise
+        return {}
 
 
 def fill_stored(model: ModelConfig) -> None:
@@ -23,7 +35,7 @@ def fill_stored(model: ModelConfig) -> None:
     Raises:
         BenchError: a setting that says otherwise, and the flag that takes it away.
     """
-    stored = outline(model.pretrained).stored if model.pretrained else {}
+    stored = _stored(model)
     if not stored:
         return
     called = f"{model.pretrained!r}, whose weights are stored in codes"

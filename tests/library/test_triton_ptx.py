@@ -148,7 +148,8 @@ def test_a_step_of_codes(name: str, architecture: int, tmp_path: Path) -> None:
     loads = 1 + 4 + 2 * bytes_a_weight + (writeback == "residual8")
     assert len(re.findall(r"ld\.global\S*\.v4\.b32", built.ptx)) == loads  # 16 elements a thread: 16 bytes of each byte
     assert len(re.findall(r"st\.global\S*\.v4\.b32", built.ptx)) == loads - 4
-    assert built.registers <= 168
+    # keeping -0 beside a residual holds the old codes until they are written: a block fewer at a time
+    assert built.registers <= (184 if name == "residual8, 8-bit moments" else 168)
     recorded = json.loads(RECORD.read_text(encoding="utf-8"))[f"sm_{architecture}"][name]
     assert built.instructions == pytest.approx(recorded["instructions"], rel=0.05)
     assert built.registers == pytest.approx(recorded["registers"], rel=0.05)

@@ -361,7 +361,7 @@ def test_full_scales_of_matrices_double_in_one_launch(
             monkeypatch.setattr(_backends, "is_native", lambda slot, ours=ours: not ours)
             monkeypatch.setattr(_backends, "is_triton", lambda slot, ours=ours: ours)
             for p in optimizer.param_groups[0]["params"]:
-                p.grad = torch.zeros(p.shape, device=p.device)
+                p.grad = torch.ones(p.shape, device=p.device)
                 p.codes[step, 5 + step] = largest
                 p.codes[2, 3] = largest | as_format(fmt).sign_bit
             optimizer.step()
