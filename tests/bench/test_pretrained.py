@@ -101,10 +101,8 @@ def test_codes_are_not_read_as_weights(dtype: torch.dtype, tmp_path: Path, folde
         stored["h.0.mlp.c_fc.weight"] = (stored["h.0.mlp.c_fc.weight"] * 100).to(dtype)
 
     made = gpt2_checkpoints.change(gpt2_checkpoints.write(tmp_path), edit)
-    with pytest.raises(
-        BenchError,
-        match=r"h\.0\.mlp\.c_fc\.weight of 'model\.safetensors' holds (F8_E4M3|I8) of shape \(16, 64\), and its scale is missing",
-    ):
+    said = r"weight of 'model\.safetensors' holds (F8_E4M3|I8) of shape \(16, 64\), and its scale is missing"
+    with pytest.raises(BenchError, match=said):
         loaded(made)
 
 
