@@ -66,7 +66,7 @@ def load_fp8(
     :class:`QuantizedLinear`; experts that transformers has in one parameter, and other weights, become an
     :class:`FP8Parameter` where they are.  What the files have as floats stays float.  :func:`save_fp8` writes the model
     back, also after ``save_pretrained`` and ``from_pretrained``: ``model.config.quantization_config.published`` says
-    how.  Reading takes the memory of the codes and of one tensor.
+    how, with the path of the folder.  Reading takes the memory of the codes and of one tensor.
 
     Args:
         folder: of ``*.safetensors`` and ``config.json``, or a model's name on the Hub.

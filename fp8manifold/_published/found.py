@@ -195,8 +195,12 @@ def _unread(config: Mapping[str, Any]) -> str | None:
 def _with_groups(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """The settings themselves, and those of weights in each of their groups."""
     yield config
-    for group in (config.get("config_groups") or {}).values():
-        yield group.get("weights") or {}
+    groups = config.get("config_groups") or {}
+    try:
+        weights = [dict(group.get("weights") or {}) for group in groups.values()]
+    except (AttributeError, TypeError, ValueError):
+        raise ValueError(f"config_groups={groups!r:.80} in the settings: groups by their names are read") from None
+    yield from weights
 
 
 def _with_extras(found: dict[str, StoredWeight], headers: Mapping[str, Header]) -> dict[str, StoredWeight]:

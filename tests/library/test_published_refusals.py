@@ -265,6 +265,12 @@ def test_what_is_not_known_is_refused_by_tensor_and_file(kind: str) -> None:
     assert "read are float8" in line
 
 
+@pytest.mark.parametrize("groups", [[{}], "all", {"g": 1}, {"g": {"weights": 8}}], ids=str)
+def test_groups_that_are_none_are_refused(groups: Any) -> None:
+    with pytest.raises(ValueError, match=r"^config_groups=.* groups by their names are read$"):
+        stored_weights(headers_of({"w": codes((4, 64)), "w_scale": S}), {"config_groups": groups})
+
+
 def test_a_weight_in_another_layout_is_not_written() -> None:
     tensors = {"w": codes((4, 64)), "w_scale": S}
     stored, weight = only(tensors), weight_of(only(tensors), tensors)
