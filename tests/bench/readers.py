@@ -29,7 +29,7 @@ from nanogpt_bench.runs.read import AT_END, SUMS
 from nanogpt_bench.sweep.file import read_sweep
 from nanogpt_bench.system.errors import BenchError
 
-sys.path.insert(0, str(Path(__file__).parent / "test_report"))
+sys.path.insert(0, str(Path(__file__).parent / "report"))
 
 from run_folders import write_run
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "library"))
+sys.path[:0] = [str(Path(__file__).parents[1] / "library" / folder) for folder in ("", "kernels")]
 
 from test_triton_interpreted import HERE, SESSIONS, run
 

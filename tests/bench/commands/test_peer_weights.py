@@ -122,7 +122,7 @@ def test_a_checkpoint_of_them_starts_no_other_run(corpus_dir: Path, tmp_path: Pa
 def test_the_sweep_of_peers_has_each_of_them_once(name: str, labels: set[str]) -> None:
     if not {"sdnq-muon", "torchao-int8"} <= set(available_rules()):
         pytest.skip("sdnq or torchao is not installed")
-    sweep = read_sweep(Path(__file__).parents[2] / "study" / "sweeps" / name)
+    sweep = read_sweep(Path(__file__).parents[3] / "study" / "sweeps" / name)
     planned = plan_sweep(sweep)
     assert len({point.label for point in planned}) == len(planned)
     assert {point.label for point in planned if RULES[point.rule].storage == "peer"} == labels

@@ -13,7 +13,7 @@ import pytest
 import fp8manifold
 from fp8manifold._native import is_available
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 PACKAGE = Path(fp8manifold.__file__).parent
 
 pytestmark = [
@@ -24,8 +24,12 @@ pytestmark = [
 
 #: a file, what of it native code steps, and how many steps or elements are compared at least
 SESSIONS = {
-    "test_step_oracle.py": ("native and not (test_options or in_one_loop or residual_of or widened)", "slots", 400),
-    "test_fitted_momentum.py": ("definition and native", "slots", 60),
+    "optim/test_step_oracle.py": (
+        "native and not (test_options or in_one_loop or residual_of or widened)",
+        "slots",
+        400,
+    ),
+    "optim/test_fitted_momentum.py": ("definition and native", "slots", 60),
     "triton_cases.py": ("", "elements", 100_000),
     "operand_cases.py": ("", "elements", 500_000),
 }
@@ -38,7 +42,7 @@ def run(*arguments: str, package: Path = PACKAGE, interpreted: bool = True) -> t
     environment["PYTHONPATH"] = os.pathsep.join(path)
     quiet = ("-q", "-x", "--no-header", "-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning")  # NumPy's, of NaN
     command = (sys.executable, "-P", "-m", "pytest", "-p", "triton_twins", *quiet, *arguments)
-    done = subprocess.run(command, cwd=HERE.parent.parent, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=HERE.parents[1], env=environment, capture_output=True, text=True, check=False)
     output = done.stdout + done.stderr
     counted = re.search(r"compared: (\{.*\})", output)
     assert counted, f"exit code {done.returncode}, {output[-3000:]!r}"
@@ -58,7 +62,7 @@ def test_kernels_have_the_bits_of_native_code_and_of_the_oracle(file: str) -> No
 @pytest.mark.slow
 def test_the_matrix() -> None:
     """Every option, format and shape of both files."""
-    both = (str(HERE / "test_step_oracle.py"), str(HERE / "triton_cases.py"))
+    both = (str(HERE / "optim" / "test_step_oracle.py"), str(HERE / "triton_cases.py"))
     for marked in ("not slow", "slow"):
         code, output, _ = run(*both, "-k", "native or triton_cases", "-m", marked)
         assert code == 0, output[-3000:]

@@ -13,7 +13,7 @@ import pytest
 from nanogpt_bench.config.rules import RULES
 from nanogpt_bench.data import prepare_text
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "rule_learning_rates.py"
+SCRIPT = Path(__file__).parents[3] / "benchmarks" / "rule_learning_rates.py"
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ NOT_SERVED = {"squares, partial", "modelopt", "modelopt, kv", "tensor of fp8, au
 #: ``load_fp8`` refuses these: parts of one weight with a scale each, and experts that transformers has transposed
 REFUSED = {"tensor, experts", "gpt-oss"}
 READ = [name for name in LAYOUTS if name not in REFUSED]
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
 
 def as_served(name: str, folder: Path, dtype: torch.dtype, place: Path) -> Any:

@@ -19,7 +19,7 @@ from nanogpt_bench.system.ranks import ALONE, Ranks
 from nanogpt_bench.training.run_state import capture, restore
 from nanogpt_bench.training.trainer import Trainer
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "library"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "library"))
 from rank_pool import Pool
 
 MONITORS = {"monitor__watch": "[resources, trend]"}
