@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path[:0] = [str(Path(__file__).parents[1] / "library" / folder) for folder in ("", "kernels")]
+sys.path.insert(0, str(Path(__file__).parents[1] / "library"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "library" / "kernels"))
 
 from test_triton_interpreted import HERE, SESSIONS, run
 
