@@ -26,6 +26,7 @@ release = version = installed_version("fp8manifold")
 extensions = [
     "_elsewhere",
     "_mathml",
+    "_plain",
     "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx.ext.doctest",
@@ -36,7 +37,7 @@ extensions = [
 ]
 exclude_patterns = ["_build", "generated", "examples/GALLERY_HEADER.rst"]
 suppress_warnings = ["config.cache"]  # the gallery's settings hold objects
-myst_enable_extensions = ["dollarmath", "amsmath", "colon_fence", "deflist"]
+myst_enable_extensions = ["dollarmath", "amsmath"]
 myst_heading_anchors = 3
 
 autodoc_member_order = "bysource"

@@ -3,20 +3,24 @@
 import contextlib
 import doctest
 import importlib.util
+import io
+import itertools
 import os
 import re
-import runpy
 import shlex
 import shutil
 import subprocess
 import sys
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from markdown_it import MarkdownIt
+from sybil import Example, Sybil
+from sybil.evaluators.python import PythonEvaluator
+from sybil.parsers.markdown import CodeBlockParser, SkipParser
 
 import fp8manifold as fm
 from nanogpt_bench.cli import parse
@@ -111,12 +115,33 @@ def test_figures_are_each_on_one_page_and_examples_have_their_own(site: Path) ->
     assert [name for name in names if not (site / "examples" / f"{name}.html").exists()] == []
 
 
-def test_the_code_on_the_pages_prints_what_they_say(site: Path) -> None:
-    sphinx(site.parent, "doctest", "doctest")
-    report = (site.parent / "doctest" / "output.txt").read_text(encoding="utf-8")
-    ran = int(re.findall(r"(\d+) tests?\n", report.partition("Doctest summary")[2])[0])
-    assert ran == sum(len(blocks(page, r"\{testcode\}")) for page in PAGES if page.suffix == ".md")
-    assert ran >= 10
+def run_python(example: Example) -> None:
+    """Run a block of Python, and leave what it printed for the block that follows."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        PythonEvaluator()(example)
+    example.namespace["printed"] = printed.getvalue()
+
+
+def compare_output(example: Example) -> None:
+    """Compare a block of text that follows one of Python with what that one printed, as doctest does."""
+    before = example.document.text[: example.start].rstrip()
+    if before.endswith("```") and before[:-3].rpartition("```")[2].startswith("python\n"):
+        wanted, printed = str(example.parsed), example.namespace["printed"]
+        assert doctest.OutputChecker().check_output(wanted, printed, doctest.ELLIPSIS), printed
+
+
+PLAIN = [page for page in PAGES if page.suffix == ".md"]
+#: README's lines are run by `test_recipe.py`
+WITH_CODE = [page for page in PLAIN if page not in (README, ROOT / "docs" / "log.md") and blocks(page, "python")]
+RUNS = Sybil([CodeBlockParser("python", run_python), CodeBlockParser("text", compare_output), SkipParser()])
+
+
+@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)
+def test_the_code_on_the_pages_prints_what_they_say(page: Path, tmp_path: Path) -> None:
+    """The blocks of a page run one after the other; a comment skips what needs a hub, a GPU or several processes."""
+    with contextlib.chdir(tmp_path), torch.random.fork_rng():
+        for example in RUNS.parse(page).examples():
+            example.evaluate()
 
 
 def test_no_page_loads_anything_from_elsewhere(site: Path) -> None:
@@ -125,7 +150,9 @@ def test_no_page_loads_anything_from_elsewhere(site: Path) -> None:
         assert re.findall(r'<(?:script|img|link)[^>]+(?:src|href)="(https?://[^"]+)"', text) == [], page.name
 
 
-WRITERS = [ROOT / "docs" / f"{name}.py" for name in ("_cards", "_tables", "_mathml", "_elsewhere", "_compared")]
+WRITERS = [
+    ROOT / "docs" / f"{name}.py" for name in ("_cards", "_tables", "_mathml", "_elsewhere", "_plain", "_compared")
+]
 OF_STUDY = ("_study", "_paired", "_failures", "_limits", "_recovered", "_weights")
 WRITERS += [ROOT / "study" / f"{name}.py" for name in OF_STUDY]
 
@@ -137,24 +164,17 @@ def test_the_doctests_of_the_page_writers_pass(path: Path) -> None:
     assert result.failed == 0
 
 
-@pytest.fixture
-def run_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[[str], str]:
-    """Return a function that runs a program, warnings being errors, and returns what it printed."""
-
-    def run(code: str) -> str:
-        script = tmp_path / "script.py"
-        script.write_text(code, encoding="utf-8")
-        with contextlib.chdir(tmp_path), torch.random.fork_rng():
-            runpy.run_path(str(script), run_name="__main__")
-        return capsys.readouterr().out
-
-    return run
-
-
-def test_start_page_code_runs(run_code: Callable[[str], str]) -> None:
-    step = "\nmodel(torch.ones(4, 16)).sum().backward()\noptimizer.step()\nprint(type(model[0]).__name__)\n"
-    code = "\n".join(blocks(ROOT / "docs" / "start.md", "python")) + step
-    assert run_code(code).strip() == "QuantizedLinear"
+@pytest.mark.parametrize("page", PLAIN, ids=lambda page: page.stem)
+def test_pages_are_plain_markdown(page: Path) -> None:
+    """As a repository shows them, no role, directive, definition list or link without a text is left over."""
+    tokens = MarkdownIt("commonmark").enable("table").parse(page.read_text(encoding="utf-8"))
+    assert [token.content for token in tokens if token.type == "inline" and re.search("^: ", token.content, re.M)] == []
+    fences = [token.info for token in tokens if token.type == "fence"]
+    assert page.parent.name == "api" or not any(info.startswith("{") for info in fences)  # pages of the site alone
+    parts = [child for token in tokens for child in token.children or []]
+    for one, two in itertools.pairwise(parts):
+        assert not (one.type == "link_open" and two.type == "link_close"), one.attrs
+        assert not (one.type == "text" and two.type == "code_inline" and re.search(r"\{[\w:-]+\}$", one.content)), two
 
 
 def test_links_lead_somewhere() -> None:
