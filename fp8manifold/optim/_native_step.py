@@ -1,7 +1,7 @@
 """A step in native code: of many parameters in one call, whose pointers and sizes are checked before every one."""
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, Final, get_args
 
@@ -33,6 +33,8 @@ _WEIGHTS: Final = {
     "plain": _FLOATS,
     "direction": _FLOATS,
 }
+#: elements of gradients and weights of 16 bits that are in float32 at a time
+_COPIED: Final = 2**20
 _MOMENT_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
 
 
@@ -88,13 +90,30 @@ class NativeStep:
 
 def run_native(slots: Sequence[Slot]) -> None:
     """Take the steps in place; no two of them share memory."""
-    wide = [slot.replaced(tensors=slot.tensors | _in_float32(slot)) for slot in slots]
-    for slot, stepped, found in zip(slots, wide, NativeStep(wide).run(wide).tolist(), strict=True):
-        if slot.spec.storage == "codes":
-            slot.reached.append(bool(found[0]))
-            slot.emptied.append(bool(found[1]))
-        if stepped.weight is not slot.weight:
-            _store_halves(slot, stepped.weight)
+    for part in _parts(slots):
+        wide = [slot.replaced(tensors=slot.tensors | _in_float32(slot)) for slot in part]
+        for slot, stepped, found in zip(part, wide, NativeStep(wide).run(wide).tolist(), strict=True):
+            if slot.spec.storage == "codes":
+                slot.reached.append(bool(found[0]))
+                slot.emptied.append(bool(found[1]))
+            if stepped.weight is not slot.weight:
+                _store_halves(slot, stepped.weight)
+
+
+def _parts(slots: Sequence[Slot]) -> Iterator[list[Slot]]:
+    """Slots in runs whose float32 copies are one slot's, or have at most `_COPIED` elements together."""
+    part: list[Slot] = []
+    copied = 0
+    for slot in slots:
+        narrow = (slot.weight.dtype in _FLOATS[1:]) + (slot.tensors["gradient"].dtype in _FLOATS[1:])
+        size = slot.weight.numel() * narrow
+        if part and size and copied + size > _COPIED:
+            yield part
+            part, copied = [], 0
+        part.append(slot)
+        copied += size
+    if part:
+        yield part
 
 
 def _in_float32(slot: Slot) -> dict[str, Tensor]:
