@@ -1,8 +1,7 @@
 """What training a language model of a Llama's shape takes in memory, by arithmetic, and which card that fits.
 
-Counted are weights, optimizer state and gradients, as ``nanogpt_bench.setup.memory`` counts them on live tensors: an
-embedding, norms, routers and biases are float32, the state of every parameter is of 8 bits.  ``python docs/_cards.py``
-prints the tables of the page on fine-tuning.
+Counted are weights, optimizer state and gradients, as ``nanogpt_bench.setup.memory`` counts them on live tensors, and
+activations by an estimate.  ``python docs/_cards.py`` prints the tables of the pages on memory and fine-tuning.
 """
 
 from dataclasses import dataclass
@@ -13,8 +12,12 @@ from _markdown import markdown
 LONGEST_BLOCK = 256
 #: GB of the cards that are sold
 CARDS = (8, 12, 16, 24, 32, 48, 80)
-#: share of a card that weights, state and gradients may take: activations need the rest
-SHARE = 0.8
+#: share of a card that a training may take: the allocator, the driver and copies of a layer need the rest
+SHARE = 0.9
+#: of one sequence
+TOKENS = 2048
+#: experts that a token goes through, of the one mixture here
+OF_EXPERTS = 8
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,8 @@ MODELS = (
     Model("Llama-3.2-1B", 16, 2048, 8192, 128256, 2048, 512, tied=True),
     Model("Qwen2.5-3B", 36, 2048, 11008, 151936, 2048, 256, tied=True, biases=True),
     Model("Llama-2-7B", 32, 4096, 11008, 32000, 4096, 4096, tied=False),
+    Model("Llama-3.1-8B", 32, 4096, 14336, 128256, 4096, 1024, tied=False),
+    Model("Qwen3-8B", 36, 4096, 12288, 151936, 4096, 1024, tied=False, head=128),
     Model("Qwen2.5-14B", 48, 5120, 13824, 152064, 5120, 1024, tied=False, biases=True),
     Model("Qwen3-30B-A3B", 48, 2048, 768, 151936, 4096, 512, tied=False, experts=128, head=128),
 )
@@ -80,39 +85,61 @@ class Memory:
     held: float
     """Weights and optimizer state."""
     gradients: float
-    """All of them, in float32."""
+    """All of them."""
     largest: float
     """The largest one alone."""
+
+    @property
+    def peak(self) -> float:
+        """All gradients beside all state, as clipping has them."""
+        return self.held + self.gradients
+
+    @property
+    def in_backward(self) -> float:
+        """One gradient at a time."""
+        return self.held + self.largest
 
 
 def in_float32(model: Model) -> Memory:
     """AdamW as torch has it."""
-    return Memory(12 * model.parameters(), *_gradients(model))
+    return Memory(12 * model.parameters(), *_gradients(model, 4))
+
+
+def in_bfloat16(model: Model, moments: float) -> Memory:
+    """A model of bfloat16 weights under AdamW, whose two moments take so many bytes per weight each."""
+    return Memory((2 + 2 * moments) * model.parameters(), *_gradients(model, 2))
 
 
 def in_one_byte(model: Model, *, muon: bool) -> Memory:
-    """Linear weights in a byte with a scale a row; averages of 8 bits, two under Adam, one of a hidden matrix' Muon."""
+    """Linear weights in a byte with a scale a row, the rest in float32; averages of 8 bits, one for Muon's matrices."""
     hidden = sum(_byte(*shape) + (1 if muon else 2) * _average(*shape) for shape in model.matrices())
     heads = sum(_byte(*shape) + 2 * _average(*shape) for shape in model.heads())
     floats = sum(4 * rows * columns + 2 * _average(rows, columns) for rows, columns in model.floats())
-    return Memory(hidden + heads + floats, *_gradients(model))
+    return Memory(hidden + heads + floats, *_gradients(model, 4))
 
 
-def all_in_codes(model: Model) -> Memory:
-    """The same under Muon of a bfloat16 model with its embedding in a byte: gradients take two bytes."""
-    hidden = sum(_byte(*shape) + _average(*shape) for shape in model.matrices())
+def all_in_codes(model: Model, *, muon: bool) -> Memory:
+    """The same of a bfloat16 model with its embedding in a byte: gradients take two bytes."""
+    hidden = sum(_byte(*shape) + (1 if muon else 2) * _average(*shape) for shape in model.matrices())
     others = [*model.heads(), (model.vocab, model.width)]
     heads = sum(_byte(*shape) + 2 * _average(*shape) for shape in others)
     floats = sum(2 * rows * columns + 2 * _average(rows, columns) for rows, columns in model.small())
-    gradients, largest = _gradients(model)
-    return Memory(hidden + heads + floats, gradients / 2, largest / 2)
+    return Memory(hidden + heads + floats, *_gradients(model, 2))
+
+
+def activations(model: Model, tokens: int = TOKENS) -> float:
+    """An estimate in bfloat16 with blocks computed once more: the input of each block, one block, and the logits.
+
+    A block holds inputs and outputs of its norms and matrices; logits and their gradients are in bfloat16 and float32.
+    """
+    block = 6 * model.width + 2 * (model.queries + model.keys) + 4 * model.inner * (OF_EXPERTS if model.experts else 1)
+    return tokens * (2 * model.layers * model.width + 2 * block + 12 * model.vocab)
 
 
 def to_load(model: Model) -> float:
-    """Bytes at the peak of reading it: each weight in codes or as it stays, in float32, and the largest tensor."""
-    codes = sum(_byte(*shape) for shape in [*model.matrices(), *model.heads()])
-    floats = sum(4 * rows * columns for rows, columns in model.floats())
-    return codes + floats + _gradients(model)[1]
+    """Bytes at the peak of reading it into codes, the embedding too: what stays in bfloat16, and the largest tensor."""
+    codes = sum(_byte(*shape) for shape in [*model.matrices(), *model.heads(), (model.vocab, model.width)])
+    return codes + sum(2 * rows * columns for rows, columns in model.small()) + _gradients(model, 2)[1]
 
 
 def _byte(rows: int, columns: int) -> int:
@@ -125,47 +152,46 @@ def _average(rows: int, columns: int) -> int:
     return rows * columns + 4 * rows * columns // block
 
 
-def _gradients(model: Model) -> tuple[int, int]:
+def _gradients(model: Model, width: int) -> tuple[int, int]:
     largest = max(rows * columns for rows, columns in [*model.matrices(), *model.heads(), *model.floats()])
-    return 4 * model.parameters(), 4 * largest
+    return width * model.parameters(), width * largest
 
 
 def peaks(model: Model) -> dict[str, float]:
     """Bytes at the moment when they are most, by way of training."""
-    exact, adam, muon = in_float32(model), in_one_byte(model, muon=False), in_one_byte(model, muon=True)
-    every = all_in_codes(model)
+    adam, muon = all_in_codes(model, muon=False), all_in_codes(model, muon=True)
     return {
-        "float32 AdamW": exact.held + exact.gradients,
-        "one-byte AdamW, clipped": adam.held + adam.gradients,
-        "one-byte AdamW, step in backward": adam.held + adam.largest,
-        "one-byte Muon, step in backward": muon.held + muon.largest,
-        "the same, embedding too, bfloat16": every.held + every.largest,
+        "float32 AdamW": in_float32(model).peak,
+        "bfloat16 AdamW": in_bfloat16(model, 2).peak,
+        "bfloat16, 8-bit AdamW": in_bfloat16(model, 1 + 4 / LONGEST_BLOCK).peak,
+        "one-byte AdamW": adam.peak,
+        "one-byte AdamW, steps in backward": adam.in_backward,
+        "one-byte Muon, steps in backward": muon.in_backward,
     }
 
 
 def card(size: float) -> str:
-    """The smallest card of whose memory the bytes are four fifths at most.
+    """The smallest card of whose memory the bytes are nine tenths at most.
 
-    >>> card(6.4e9), card(6.5e9), card(65e9)
+    >>> card(7.2e9), card(7.3e9), card(73e9)
     ('8 GB', '12 GB', 'none')
     """
     return next((f"{each} GB" for each in CARDS if size <= SHARE * each * 1e9), "none")
 
 
 def memory_table() -> str:
-    """GB of weights and state, and at the peak with gradients."""
-    rows = []
-    for model in MODELS:
-        held = [in_float32(model).held, *(in_one_byte(model, muon=muon).held for muon in (False, False, True))]
-        held.append(all_in_codes(model).held)
-        pairs = [f"{gb(size)} / {gb(peak)}" for size, peak in zip(held, peaks(model).values(), strict=True)]
-        rows.append([model.name, f"{model.parameters() / 1e9:.2f}", *pairs, gb(to_load(model))])
-    return markdown(("model", "parameters, billion", *peaks(MODELS[0]), "to load, main memory"), rows)
+    """GB at the peak with gradients, of activations, and to read into codes."""
+    header = ("model", "parameters, billion", *peaks(MODELS[0]), f"activations, {TOKENS:,} tokens", "to load")
+    rows = [
+        [m.name, f"{m.parameters() / 1e9:.2f}", *map(gb, [*peaks(m).values(), activations(m), to_load(m)])]
+        for m in MODELS
+    ]
+    return markdown(header, rows)
 
 
 def cards_table() -> str:
     """The smallest card for each model and way of training."""
-    rows = [[model.name, *map(card, peaks(model).values())] for model in MODELS]
+    rows = [[m.name, *(card(peak + activations(m)) for peak in peaks(m).values())] for m in MODELS]
     return markdown(("model", *peaks(MODELS[0])), rows)
 
 
@@ -178,7 +204,7 @@ def recipe_table() -> str:
     model = MODELS[0]
     rows = []
     for (name, loss), memory in zip(ENDED.items(), (in_float32(model), in_one_byte(model, muon=False)), strict=True):
-        sizes = (memory.held, memory.held + memory.gradients)
+        sizes = (memory.held, memory.peak)
         cells = [f"{size / model.parameters():.1f} ({gb(size)} GB)" for size in sizes]
         rows.append([name, f"{loss:.3f}", *cells])
     header = ("SmolLM2-135M, 200 steps", "loss, nats a token", "bytes a parameter", "at the peak, with gradients")
