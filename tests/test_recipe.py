@@ -120,7 +120,7 @@ def test_the_lines_for_a_card_train_and_what_they_save_is_read(llama: Path, tmp_
 
 def test_each_way_of_saving_keeps_what_the_model_computes(ran: dict[str, Any], tmp_path: Path) -> None:
     """The page's three: codes to train on, codes for others, floats."""
-    code = PAGE.partition("Afterwards, one of these:\n\n```python\n")[2].partition("```")[0]
+    code = recipe(PAGE.partition("Afterwards, one of these:")[2])
     ways = {line.split('"')[1]: line for line in code.splitlines()}
     assert set(ways) == {"codes", "served", "floats"}
     tokens, trained = torch.arange(8).view(1, 8), copy.deepcopy(ran["model"]).eval()
