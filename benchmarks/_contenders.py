@@ -1,4 +1,4 @@
-"""Who takes part in ``optimizer_step.py``: each contender is a name and a factory of (parameters, optimizer).
+"""Contenders of ``optimizer_step.py``: each is a name and a factory of (parameters, optimizer).
 
 Whatever has two dimensions or more is stored as the contender's name says; vectors stay in the plain dtype, as biases
 and LayerNorms do in a model.  AdamW's settings are the same everywhere.
@@ -74,7 +74,7 @@ class Workload:
             parameter.grad = gradient.to(parameter.dtype)
 
     def drop_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """What ``zero_grad`` does."""
+        """Free the gradients, as ``zero_grad`` does."""
         for parameter in parameters:
             parameter.grad = None
 

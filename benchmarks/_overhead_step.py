@@ -1,4 +1,4 @@
-"""What the host pays for a step of small parameters: the cases of `overhead.py`, beside torch's fused AdamW."""
+"""The host's time for a step of small parameters: the cases of `overhead.py`, beside torch's fused AdamW."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -55,7 +55,7 @@ def pretend_a_card(until: ExitStack) -> None:
 
 
 def cases(until: ExitStack) -> Iterator[tuple[str, Step, Step, int, float]]:
-    """What is measured, our step and torch's, the parameters and the goal; after a CPU's cases a card is pretended.
+    """Cases: a name, our step and torch's, the parameters and the goal; after a CPU's cases a card is pretended.
 
     On a CPU parameters have 32 elements, so that the arithmetic is nearly nothing.
     """

@@ -79,7 +79,7 @@ def inner_tensors(tensor: Tensor) -> list[Tensor]:
 
 
 def held_by(item: Any) -> list[object]:
-    """What an object refers to: elements, attributes, inner tensors."""
+    """Objects that an object refers to: elements, attributes, inner tensors."""
     if isinstance(item, dict):
         return [*item.keys(), *item.values()]
     if isinstance(item, list | tuple | set | frozenset):

@@ -35,7 +35,7 @@ class Way:
 
     @property
     def label(self) -> str:
-        """What the table calls it."""
+        """Name in the table."""
         words = [self.fmt, "rows" if self.granularity == "channel" else f"blocks of {BLOCK_SIZE}"]
         words += [] if self.pow2 else ["float scale"]
         words += ["fitted in every step"] if not self.every else [f"room {self.room:g}", self.looks]
@@ -43,7 +43,7 @@ class Way:
 
     @property
     def looks(self) -> str:
-        """How often scales are looked at."""
+        """Steps between two reviews of the scales."""
         if self.stepped:
             return "the library's step"
         return "widened at once" if self.every == 1 else f"every {self.every} steps"
@@ -77,7 +77,7 @@ def next_scale(target: Tensor, scale: Tensor, way: Way, step: int) -> Tensor:
 
 
 def rounded(x: Tensor, way: Way, step: int, stream: int, seed: int, draws: Draws) -> tuple[Tensor, Tensor]:
-    """What is kept of weights in units of their scale, and what the codes of it stand for: alike without a residual."""
+    """Stored weights in units of their scale, and the values of their codes: alike without a residual."""
     if not way.residual_bits:
         code = fm.round_to_grid(x, way.fmt, "stochastic", seed=seed, step=step, stream=stream, draws=draws)
         return code, code
@@ -124,7 +124,7 @@ def stepped(start: Tensor, updates: Iterable[Tensor], way: Way, draws: Draws, se
 
 
 class Error(NamedTuple):
-    """What a write-back did to the weights of a layer."""
+    """The error of a write-back over the weights of a layer."""
 
     noise: float
     """The root mean square of the error over that of the weights."""

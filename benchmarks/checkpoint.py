@@ -1,4 +1,4 @@
-"""What a checkpoint costs: time and bytes of a commit, as ratios to ``torch.save`` of the same state in the same run.
+"""The cost of a checkpoint: time and bytes of a commit, as ratios to ``torch.save`` of the same state in the same run.
 
     python benchmarks/checkpoint.py [--elements 10000000] [--repeats 9] [--folder PATH] [--record]
 

@@ -1,4 +1,4 @@
-"""How far it is from a configuration to the first codes, and what planning a sweep takes.
+"""Calls and files between a configuration and the first codes, and the time that planning a sweep takes.
 
     python benchmarks/configuration.py [--points 1000]
 
@@ -43,7 +43,7 @@ axes:
 
 
 class Way:
-    """What a profiler counts of the calls into the two packages."""
+    """Calls into the two packages, as a profiler counts them."""
 
     def __init__(self) -> None:
         self.files: set[str] = set()
@@ -62,7 +62,7 @@ class Way:
 
 
 def way_of(work: Callable[[], Any]) -> Way:
-    """What is passed through while something is done."""
+    """Count the calls while something is done."""
     way = Way()
     sys.setprofile(way)
     try:

@@ -40,7 +40,7 @@ SPREAD: Final = 0.05
 
 @dataclass(frozen=True)
 class Stream:
-    """What an optimizer is asked for, step after step."""
+    """The movements asked of an optimizer, step after step."""
 
     optimizer: Callable[..., Any]
     options: dict[str, Any]
@@ -69,7 +69,7 @@ STREAMS: Final = {
 
 
 def ends(fmt: str, draws: Draws, stream: Stream, options: argparse.Namespace) -> tuple[Tensor, Tensor, Tensor]:
-    """How far the weights were from 0, on the side where they began: at the start, as floats and as bytes."""
+    """Mean distance of weights from 0, on the side where they began: at the start, as floats and as bytes."""
     generator = torch.Generator().manual_seed(options.seed)
     shape = options.rows, options.rows
     weight = fm.FP8Parameter(torch.randn(shape, generator=generator) * SPREAD, fmt, seed=options.seed)

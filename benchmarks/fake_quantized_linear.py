@@ -1,4 +1,4 @@
-"""What a fake-quantised linear layer costs, as a ratio to torchao's emulated float8 linear of the same formats.
+"""The cost of a fake-quantised linear layer, as a ratio to torchao's emulated float8 linear of the same formats.
 
     python benchmarks/fake_quantized_linear.py [--sizes 512x2048] [--tokens 1024] [--recipes tensor channel] [--pairs N]
                                                [--record]
@@ -49,7 +49,7 @@ class Row:
 
     @property
     def met(self) -> bool:
-        """Whether it is no slower than torchao's."""
+        """Return whether it is no slower than torchao's."""
         return self.ratio <= GOAL
 
 

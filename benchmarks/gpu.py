@@ -96,7 +96,7 @@ def run(session: Session, parts: tuple[Part, ...], out: Path, minutes: float = 9
 
 
 def facts(session: Session) -> dict[str, Any]:
-    """What figures depend on: the device, torch, Python, and a digest of all code that is measured or measures."""
+    """Facts that figures depend on: device, torch, Python, and a digest of all code that is measured or measures."""
     root = Path(__file__).parent.parent
     files = [path for name in ("fp8manifold", "benchmarks/_gpu") for path in sorted((root / name).rglob("*.*"))]
     code = hashlib.sha256(b"".join(path.read_bytes() for path in files if path.suffix in (".py", ".c", ".h")))
@@ -122,7 +122,7 @@ def chosen(named: list[str], measured: dict[str, Any]) -> tuple[Part, ...]:
 
 
 def failures(result: dict[str, Any]) -> list[str]:
-    """What bits differ, and which parts failed."""
+    """List bits that differ and parts that failed."""
     found = []
     for name, part in result["parts"].items():
         figures = part["figures"]
@@ -134,7 +134,7 @@ def failures(result: dict[str, Any]) -> list[str]:
 
 
 def counted(case: Any) -> int:
-    """How much differs, of a case of bits."""
+    """Count of a case of bits."""
     return int(case.get("count", 0) if isinstance(case, dict) else case)
 
 

@@ -1,4 +1,4 @@
-"""What the bench's loop costs beside a plain one over the same model, and what its monitors cost.
+"""The cost of the bench's loop beside a plain one over the same model, and the cost of its monitors.
 
     python benchmarks/harness_overhead.py [--steps 400] [--format E4M3] [--markdown | --json]
 

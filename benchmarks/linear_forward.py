@@ -1,4 +1,4 @@
-"""What a linear layer with one-byte weights costs, as a ratio to ``nn.Linear`` of the same shape and dtype.
+"""The cost of a linear layer with one-byte weights, as a ratio to ``nn.Linear`` of the same shape and dtype.
 
     python benchmarks/linear_forward.py [--storage fp8] [--tokens 64 256 1024 4096] [--modes eager compiled]
                                         [--pairs 25] [--seconds 5] [--device cpu] [--markdown | --json] [--record]

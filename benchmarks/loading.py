@@ -146,7 +146,7 @@ def highest() -> int:
 
 
 def run_child(*words: str) -> Any:
-    """What a fresh process of this script prints, as JSON."""
+    """Run this script in a fresh process, and read the JSON that it prints."""
     command = [sys.executable, __file__, "--child", *words]
     done = subprocess.run(
         command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False

@@ -52,12 +52,12 @@ class Way:
 
     @property
     def label(self) -> str:
-        """What the table calls it."""
+        """Name in the table."""
         return self.fmt if self.fmt == "bfloat16" else f"{self.fmt}, {self.scale}"
 
     @property
     def bits(self) -> int:
-        """Of a value, without what its block's scale takes."""
+        """Bits per value, its block's scale left out."""
         return 16 if self.fmt == "bfloat16" else as_format(self.fmt).bits
 
 
@@ -160,7 +160,7 @@ class OfTheLibrary(Kept):
 
 
 def update_of(optimizer: str, moment: Tensor, gradient: Tensor, second: Tensor) -> Tensor:
-    """What a step moves along."""
+    """Direction of a step."""
     if optimizer == "AdamW":
         return moment / (second.sqrt() + 1e-12)
     beta = BETAS["Muon"][0]

@@ -1,4 +1,4 @@
-"""Whether Adam's first average should remember longer, or shorter, where the spacing is wide: final loss by exponent.
+"""Adam's first average with a memory longer or shorter where the spacing is wide: final loss by exponent.
 
     python benchmarks/momentum_by_stiffness.py --data-dir data/stdlib [--formats E4M3,E5M2] [--seeds 42,43,44]
                                                [--powers library,0,0.5,1,-0.5] [--beta1 0.9] [--max-steps 300]

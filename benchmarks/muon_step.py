@@ -1,4 +1,4 @@
-"""What one step of StiffnessMuon costs, as a ratio to ``torch.optim.Muon`` over the same float32 matrices.
+"""The cost of one step of StiffnessMuon, as a ratio to ``torch.optim.Muon`` over the same float32 matrices.
 
     python benchmarks/muon_step.py [--sizes 0.86M 10M] [--pairs 15] [--processes 3] [--markdown | --json] [--record]
 
@@ -86,7 +86,7 @@ def _step(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
 
 
 def in_fresh_process(label: str, size: str, pairs: int) -> dict[str, float]:
-    """What :func:`measure` returns in a process of its own."""
+    """Call :func:`measure` in a fresh process."""
     command = [sys.executable, __file__, "--worker", label, "--sizes", size, "--pairs", str(pairs)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -120,7 +120,7 @@ def _row(size: str, label: str, runs: list[dict[str, float]]) -> dict[str, Any]:
 
 
 def verdict(ratio: float) -> str:
-    """Whether bar and goal are met.
+    """Say which of bar and goal is met.
 
     >>> verdict(1.05), verdict(1.2), verdict(1.5)
     ('goal met', 'bar met', 'bar not met')

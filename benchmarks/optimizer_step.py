@@ -1,4 +1,4 @@
-"""What one optimizer step costs, as a ratio to torch's fused float32 AdamW, and how many bytes a parameter it needs.
+"""The cost of one optimizer step, as a ratio to torch's fused float32 AdamW, and the bytes per parameter it needs.
 
     python benchmarks/optimizer_step.py [--contenders 'stiffness-*' peers] [--pairs 25] [--processes 3]
                                         [--params 10M] [--device cpu] [--markdown | --json] [--record]
@@ -85,12 +85,12 @@ def measure(name: str, work: Workload, pairs: int) -> dict[str, Any]:
 
 
 def is_of_use(category: type[Warning]) -> bool:
-    """Whether a warning says something about the run: a deprecation inside a library does not."""
+    """Return whether a warning says something about the run: a deprecation inside a library does not."""
     return not issubclass(category, DeprecationWarning | FutureWarning)
 
 
 def in_fresh_process(name: str, options: argparse.Namespace, cache: Path) -> dict[str, Any]:
-    """What :func:`measure` returns in a process of its own."""
+    """Call :func:`measure` in a fresh process."""
     command = [sys.executable, __file__, "--worker", name, "--pairs", str(options.pairs), "--params", options.params]
     command += ["--elements", str(options.elements), "--device", options.device]
     environment = os.environ | {
@@ -201,7 +201,7 @@ def remarks(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def title(rows: list[dict[str, Any]], options: argparse.Namespace) -> str:
-    """What was measured, and how long the reference took."""
+    """Title of the table: its subject, and how long the reference took."""
     work = Workload.sized(options.params, options.elements, torch.device("cpu"))
     device = torch.cuda.get_device_name() if options.device == "cuda" else "CPU, one thread, process CPU time"
     text = (

@@ -1,4 +1,4 @@
-"""What the host pays for small layers and steps, as ratios to ``nn.Linear`` and fused AdamW in the same run.
+"""The host's time for small layers and steps, as ratios to ``nn.Linear`` and fused AdamW in the same run.
 
     python benchmarks/overhead.py [--parts layer compiled step] [--pairs 60] [--calls 50] [--markdown] [--record]
 

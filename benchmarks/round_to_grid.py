@@ -1,4 +1,4 @@
-"""How long rounding to a grid takes, as a ratio to ``torch.clone`` of the same tensor measured in the same run.
+"""The time of rounding to a grid, as a ratio to ``torch.clone`` of the same tensor measured in the same run.
 
     python benchmarks/round_to_grid.py [--elements 16777216] [--repeats 15] [--record]
 
@@ -59,7 +59,7 @@ def ours(x: torch.Tensor) -> Iterator[Contender]:
 
 
 def peers(x: torch.Tensor) -> Iterator[Contender]:
-    """What else rounds to FP8, on a smaller tensor where the full one would take minutes."""
+    """Other packages that round to FP8, on a smaller tensor where the full one would take minutes."""
     yield "torch float8_e4m3fn, there and back", lambda: x.to(torch.float8_e4m3fn).float(), x.numel()
     try:
         import ml_dtypes

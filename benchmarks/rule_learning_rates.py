@@ -55,7 +55,7 @@ MOST_POWERS = 8
 
 @dataclass(frozen=True)
 class Search:
-    """What is the same for all trainings."""
+    """Settings that all trainings share."""
 
     out: Path
     fmt: str = "E4M3"
@@ -68,7 +68,7 @@ class Search:
         return self.out / "corpus"
 
     def folder(self, rule: str, power: int) -> Path:
-        """Where the training of `rule` at 2^power times its centre is."""
+        """Folder of the training of `rule` at 2^power times its centre."""
         steps = f"{self.max_steps}-steps-seed-{self.seed}"
         return self.out / steps / row_label(rule, self.format_of(rule)).replace(" ", "-") / f"{lr_at(rule, power):.6g}"
 
@@ -76,7 +76,7 @@ class Search:
         return "none" if RULES[rule].storage == "float32" else self.fmt
 
     def job(self, rule: str, power: int) -> dict[str, object]:
-        """What a worker process needs to train."""
+        """Everything a worker process needs to train."""
         settings = row_settings(
             rule, self.format_of(rule), seed=self.seed, max_steps=self.max_steps, data_dir=self.corpus.as_posix()
         )

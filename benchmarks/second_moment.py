@@ -1,4 +1,4 @@
-"""How much longer a step is for the rounding of its second moment, by what the rounding keeps right in the mean.
+"""The length that a step gains by the rounding of its second moment, by what the rounding keeps right in the mean.
 
     python benchmarks/second_moment.py [--elements 32768] [--lookbacks 4] [--seed 1] [--json] [--record]
 
@@ -54,7 +54,7 @@ class Library:
         self.optimizer = fm.optim.StiffnessAdamW([self.weight], **options)
 
     def read(self) -> Tensor:
-        """What it is now."""
+        """Read the value of now."""
         state = self.optimizer.state.get(self.weight)
         if not state:
             return torch.zeros(self.weight.shape, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""How far the policy that samples is from the policy that is trained, where rollouts come from weights in FP8.
+"""Distance between the policy that samples and the policy that is trained, where rollouts come from weights in FP8.
 
     python benchmarks/train_is_serve.py [--model FOLDER_OR_GGUF] [--updates 20] [--json | --markdown] [--record]
                                         [--prompts 8] [--written 32] [--lr 1e-4] [--reading 300]
@@ -194,7 +194,7 @@ def roll_out(policy: Policy, server: Any, prompts: Tensor, written: int) -> tupl
 
 
 def mismatch(trained: Tensor, sampling: Tensor, drawn: Tensor) -> dict[str, float]:
-    """Of two policies' log-probabilities, and of the tokens that one of them drew."""
+    """Mismatch of two policies' log-probabilities, over the tokens that one of them drew."""
     log_ratio = (trained.gather(2, drawn) - sampling.gather(2, drawn)).double()
     return {
         "k3": (log_ratio.expm1() - log_ratio).mean().item(),

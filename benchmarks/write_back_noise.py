@@ -73,7 +73,7 @@ WAYS: Final = (
 
 @dataclass(frozen=True)
 class Recording:
-    """What the steps of a training asked of one layer, from the number ``first`` on."""
+    """Movements that the steps of a training asked of one layer, from the number ``first`` on."""
 
     start: Tensor
     updates: list[Tensor]
@@ -168,7 +168,7 @@ def rows_of(optimizer: str, found: Found) -> list[list[Cell]]:
 
 
 def bar(found: Found) -> str:
-    """What is asked of rows without slack: half of the noise of the former rule, in the median."""
+    """Bar for rows without slack: half of the noise of the former rule, in the median."""
     median, smallest, largest = spread_of(found[NO_SLACK]["dither"], found[FORMER]["independent"])
     figures = f"{median:.3f} ({smallest:.3f} .. {largest:.3f})"
     met = "met" if median <= BAR else "NOT met"

@@ -1,4 +1,4 @@
-"""What training a language model of a Llama's shape takes in memory, by arithmetic, and which card that fits.
+"""Memory that training a language model of a Llama's shape takes, by arithmetic, and the card that it fits.
 
 Counted are weights, optimizer state and gradients, as ``nanogpt_bench.setup.memory`` counts them on live tensors, and
 activations by an estimate.  ``python docs/_cards.py`` prints the tables of the pages on memory and fine-tuning.
@@ -51,7 +51,7 @@ class Model:
         return [] if self.tied else [(self.vocab, self.width)]
 
     def floats(self) -> list[tuple[int, int]]:
-        """What stays float32: the embedding, and what is small."""
+        """Shapes that stay float: the embedding, and what is small."""
         return [(self.vocab, self.width), *self.small()]
 
     def small(self) -> list[tuple[int, int]]:
@@ -62,7 +62,7 @@ class Model:
         return [*(each for each in norms if each[1]), *routers, *biases]
 
     def parameters(self) -> int:
-        """How many there are."""
+        """Count of the parameters."""
         return sum(rows * columns for rows, columns in [*self.matrices(), *self.heads(), *self.floats()])
 
 
@@ -221,7 +221,7 @@ MEASURED = {
 
 
 def measured_table() -> str:
-    """What was measured, in the unit of the other tables."""
+    """Measured sizes in the unit of the other tables."""
     count = MODELS[0].parameters()
     sizes = {name: [mib * 2**20 for mib in found] for name, found in MEASURED.items()}
     rows = [[name, *(f"{size / count:.1f} ({gb(size)} GB)" for size in of)] for name, of in sizes.items()]

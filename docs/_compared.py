@@ -30,7 +30,7 @@ def baselines(file: Exported, among: Sequence[str] = BASELINES) -> list[str]:
 
 
 def text_of(result: Result) -> str:
-    """What the row trained on: the last part of its `data.dir`."""
+    """Name of the row's text: the last part of its `data.dir`."""
     return text_of_row(result.row)
 
 
@@ -95,7 +95,7 @@ def _difference(result: Result) -> str:
 
 
 def source(file: Exported) -> str:
-    """Where the runs were made; without a commit where that is not known."""
+    """Commit and machine of the runs; without a commit where that is not known."""
     runs = [run for row in file.rows for run in row.runs]
     commits = dict.fromkeys(str(known)[:7] for run in runs if (known := run.environment.get("commit")))
     made = f"Commit {', '.join(commits)}, torch" if commits else "Torch"
@@ -107,6 +107,6 @@ def source(file: Exported) -> str:
 
 
 def _apart(file: Exported) -> bool:
-    """Whether a row is paired across two processors with one that it may be measured against."""
+    """Return whether a row is paired across two processors with one that it may be measured against."""
     each = [measured_against(file, name) for name in baselines(file)]
     return any(result.difference.apart for results in each for result in results if result.difference)

@@ -8,7 +8,7 @@ LINK = re.compile(r"\]\(\.\./(study/[\w-]+\.md)(#[\w-]*)?\)")
 
 
 def repository() -> str | None:
-    """Where the files of the repository are read, as the package's metadata have it."""
+    """Address of the repository's files, by the package's metadata."""
     urls = dict(line.split(", ", 1) for line in metadata("fp8manifold").get_all("Project-URL") or [])
     return urls["Documentation"].removesuffix("docs") if "Documentation" in urls else None
 

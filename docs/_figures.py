@@ -27,7 +27,7 @@ def grid_manifold(weights: torch.Tensor, name: str) -> fm.FP8Manifold:
 
 
 def number_line() -> Figure:
-    """Where the values of four formats lie, and the chart that numbers them."""
+    """Values of four formats on a line, and the chart that numbers them."""
     figure, (line, chart) = plt.subplots(1, 2, figsize=(9, 4.2), width_ratios=(1.25, 1), layout="constrained")
     names = ("E1M6", "E4M3", "E5M2", "E7M0")
     for row, name in enumerate(names):

@@ -53,14 +53,14 @@ def named(rate: float) -> str:
 
 
 def groups(files: Path = FOLDER) -> Iterator[tuple[str, list[Exported]]]:
-    """What was measured at several rates (`NAME-RATE.json`), or at one (`NAME.json`), by its name; rates upward."""
+    """Files measured at several rates (`NAME-RATE.json`), or at one (`NAME.json`), by name; rates upward."""
     paths = sorted(files.glob("*.json"))
     for name, of in groupby(paths, key=lambda path: path.stem.split("-")[0]):
         yield name, sorted(map(read_export, of), key=rates)
 
 
 def tables(files: Sequence[Exported]) -> str:
-    """What float32 came from and to; for each format a line a rule and a column for each text and rate."""
+    """Losses of float32 before and after; for each format a line per rule and a column for each text and rate."""
     each = {rate(file): measured_against(file, BASELINE) for file in files}
     formats = dict.fromkeys(r.row.format for results in each.values() for r in results if not r.reference)
     parts = [*map(_came_from, each, each.values())]

@@ -34,7 +34,7 @@ def number_line(fmt: fm.FloatFormat) -> Figure:
 
 
 def facts(fmt: fm.FloatFormat) -> str:
-    """What `FloatFormat` derives of a format, as a table."""
+    """Facts that `FloatFormat` derives of a format, as a table."""
     steps = sum(1 <= value < 2 for value in fmt.values) or "none"
     inf = "none" if fmt.inf_code is None else f"`0x{fmt.inf_code:02X}`"
     rows: Iterator[tuple[str, str]] = iter(

@@ -109,7 +109,7 @@ class Pages:
         return found
 
     def recorded(self) -> dict[str, Any]:
-        """What `_generated.json` holds: of every slow maker what it was made from, and the digests of its pieces."""
+        """Read `_generated.json`: of every slow maker its inputs, and the digests of its pieces."""
         held: dict[str, Any] = json.loads(self.record.read_text(encoding="utf-8")) if self.record.exists() else {}
         return held
 
@@ -172,7 +172,7 @@ class Pages:
                 path.write_text(new, encoding="utf-8")
 
     def report(self, names: list[str]) -> Iterator[str]:
-        """What to say of stale pieces."""
+        """Report stale pieces."""
         if names:
             yield f"stale: {', '.join(names)}; `{self.command}` makes them again"
 

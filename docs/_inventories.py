@@ -1,4 +1,4 @@
-"""Where names of other projects are documented; a few of them are kept here, so that a build needs no network."""
+"""Inventories of other projects' names; a few are written here, so that a build needs no network."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the figures have in common: colours, line styles and matplotlib's settings."""
+"""Looks that figures share: colours, line styles and matplotlib's settings."""
 
 from typing import Any
 

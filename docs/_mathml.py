@@ -12,7 +12,7 @@ MINUS, BARS, LINES = {"-", "&#x02212;"}, {"|", "&#x0007C;"}, {"&#x02015;", "&#x0
 
 
 class Writer(Protocol):
-    """What is needed of Sphinx's HTML writer."""
+    """The part of Sphinx's HTML writer that is used."""
 
     body: list[str]
 

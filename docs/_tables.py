@@ -122,7 +122,7 @@ def _settings_rows(settings: Iterable[Any]) -> str:
 
 
 def _bounds(setting: Any) -> str:
-    """What a setting allows, in words."""
+    """Values that a setting allows, in words."""
     if setting.facts["choices"]:
         return ", ".join(f"`{choice}`" for choice in setting.facts["choices"])
     signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}

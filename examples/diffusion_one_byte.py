@@ -41,7 +41,7 @@ def model_of(seed: int = 0) -> nn.Module:
 
 
 def loss_of(model: nn.Module, x: Tensor, labels: Tensor, generator: torch.Generator) -> Tensor:
-    """How far the predicted noise is from that which was added, at random times."""
+    """Mean squared distance of the predicted noise from the added one, at random times."""
     noise = torch.randn(x.shape, generator=generator)
     times = torch.randint(100, (len(x),), generator=generator)
     noisy = scheduler.add_noise(x, noise, times)

@@ -1,4 +1,4 @@
-"""How far each rule is from a baseline along the training: paired differences at validations of runs of one length."""
+"""Distance of each rule from a baseline along the training: paired differences at validations of runs of one length."""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""How the runs of a file failed: what became of their updates, and the classes of failure."""
+"""Failures of the runs of a file: what became of their updates, and the classes of failure."""
 
 from collections import Counter
 from statistics import fmean

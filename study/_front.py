@@ -94,11 +94,11 @@ def write_front(folder: Path) -> None:
 
 
 def apart(one: Result, other: Result) -> bool:
-    """Whether some runs of two rows were made on two processors, so that their times can't be compared."""
+    """Return whether some runs of two rows were made on two processors, so that their times can't be compared."""
     return any(on_two_processors(a.environment, b.environment) for a in one.row.runs for b in other.row.runs)
 
 
 def seconds(results: list[Result]) -> list[float]:
-    """Of a step, run by run, all that a run does between its steps included."""
+    """Seconds per step, run by run, with all that a run does between its steps."""
     known = [(run.number("seconds"), run.number("steps")) for result in results for run in result.row.runs]
     return [time / steps for time, steps in known if time and steps]

@@ -33,7 +33,7 @@ Points = dict[str, dict[str, list[float]]]
 
 
 def points() -> Points:
-    """What is drawn; float32 AdamW lies at 0."""
+    """Points of the drawing; float32 AdamW is at 0."""
     found: Points = {}
     for stems in dict.fromkeys(stems for stems, *_ in ROWS.values()):
         for text, results in against_baseline(stems, "fp32"):

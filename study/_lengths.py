@@ -11,7 +11,7 @@ from nanogpt_bench.report.rows import find_reference, references_of
 
 
 def ladder_of(file: Exported) -> Ladder | None:
-    """What the same rule was trained for several of: lengths, or sizes of the model."""
+    """Setting of which the same rule has several values: length, or size of the model."""
     return next((ladder for ladder in LADDERS if climbed(ladder, _measured(file))), None)
 
 

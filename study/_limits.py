@@ -16,7 +16,7 @@ TOLERANCE = 0.1
 
 
 def is_search(file: Exported) -> bool:
-    """Whether the file's rows are rates that a search for the largest stable one tried, which has no baseline."""
+    """Return whether the rows are rates tried by a search for the largest stable one, which has no baseline."""
     return file.baseline is None and all(" lr=" in row.label for row in file.rows)
 
 
@@ -40,7 +40,7 @@ def limits_by_seed(rows: Sequence[Row]) -> dict[tuple[str, str], dict[int, tuple
 
 
 def is_stable(summary: Mapping[str, Any]) -> bool:
-    """Whether a run ended below the loss of the untrained model, and near the best of its validations."""
+    """Return whether a run ended below the loss of the untrained model, and near the best of its validations."""
     first, best, final = (finite(summary.get(f"{name}_val_loss")) for name in ("first", "best", "final"))
     if summary.get("status") == "failed" or first is None or best is None or final is None:
         return False

@@ -17,13 +17,13 @@ END = 1.0
 
 
 def is_map(file: Exported) -> bool:
-    """Whether every row but the float one is a pattern in a format: ``E4M3 attn.qkv``."""
+    """Return whether every row but the float one is a pattern in a format: ``E4M3 attn.qkv``."""
     of_one = [row for row in file.rows if row.format != "none"]
     return bool(of_one) and all(formats_of(row) and row.label.split()[-1] in formats_of(row) for row in of_one)
 
 
 def formats_of(row: Row) -> Mapping[str, object]:
-    """What the row's runs have in ``model.formats``."""
+    """The row's ``model.formats``."""
     return next((run.config["model"].get("formats") or {} for run in row.runs), {})
 
 
@@ -49,7 +49,7 @@ def drawn_map(file: Exported) -> str:
 
 
 def warps(file: Exported) -> str:
-    """What the warp figures at the end tell of the gap, over layers and formats, with intervals over formats."""
+    """Correlation of the warp figures at the end with the gap, over layers and formats, with intervals over formats."""
     told = rank_predictors(
         list(early_points(file.rows, find_reference(file.rows, file.baseline), at=END, over="format").values())
     )

@@ -1,4 +1,4 @@
-"""What each monitor at a tenth of the training tells of the final gap, over rules of AdamW's kind and over all."""
+"""Correlation of each monitor at a tenth of the training with the final gap: rules of AdamW's kind, and all rules."""
 
 from collections.abc import Callable, Sequence
 
@@ -32,7 +32,7 @@ def monitors(*files: Exported) -> str:
 
 
 def looked_early(file: Exported) -> bool:
-    """Whether there are runs with a float32 AdamW beside them and a look within a tenth of their steps."""
+    """Return whether there are runs with a float32 AdamW beside them, measured within a tenth of their steps."""
     return _has_reference(file) and bool(_points([file], lambda row: True))
 
 
@@ -52,7 +52,7 @@ def _points(files: Sequence[Exported], kept: Callable[[Row], bool]) -> list[Poin
 
 
 def found(told: Predictor) -> bool:
-    """Whether the interval of the rank correlation leaves 0 out, and the figure adds to the loss of that time."""
+    """Return whether the rank correlation's interval leaves 0 out, and the figure adds to the loss of that time."""
     if told.low is None or told.high is None or told.holm is None:
         return False
     return not told.low <= 0 <= told.high and told.holm < LEVEL

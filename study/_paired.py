@@ -1,4 +1,4 @@
-"""What is paired by seed: final losses, and a difference in figures."""
+"""Final losses paired by seed, and a difference in figures."""
 
 from nanogpt_bench.report.results import MARK, Difference
 from nanogpt_bench.report.rows import Row

@@ -1,4 +1,4 @@
-"""Of what nearest rounding loses to float32 in a format, the share that each rule brings back."""
+"""Share that each rule brings back of what nearest rounding loses to float32 in a format."""
 
 from _markdown import markdown
 from _paired import losses_of

@@ -1,4 +1,4 @@
-"""How far a rule is from its float baseline, by the mean ULP of its weights, over the formats of a file."""
+"""Distance of a rule from its float baseline, by the mean ULP of its weights, over the formats of a file."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -75,7 +75,7 @@ def _told(each: Sequence[Spaced]) -> str:
 
 
 def is_drawn(each: Sequence[Spaced]) -> bool:
-    """Whether enough distances are above 0 for logarithmic axes."""
+    """Return whether enough distances are above 0 for logarithmic axes."""
     return sum(point.distance.mean > LOWEST for point in each) >= FORMATS
 
 

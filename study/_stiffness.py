@@ -1,4 +1,4 @@
-"""What k from 1 to 0 is worth in each format: against k = 0 in the same format, text and rounding."""
+"""Gain of k from 1 to 0 in each format: against k = 0 in the same format, text and rounding."""
 
 from _markdown import markdown
 from _paired import losses_of

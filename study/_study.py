@@ -108,7 +108,7 @@ def against_baseline(stems: str, baseline: str) -> Iterator[tuple[str, list[Resu
 
 
 def decided(file: Exported, against: Sequence[str]) -> str:
-    """What the intervals of all texts together say of every rule, as the study's page has laid it down."""
+    """Verdict of the intervals of all texts together on every rule, as the study's page has laid it down."""
     each = {name: measured_against(file, name) for name in against}
     labels = dict.fromkeys(short(result) for results in each.values() for result in results)
     rows = [

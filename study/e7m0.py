@@ -32,7 +32,7 @@ ANSWERS = {True: "confirmed", False: "refuted", None: "not judged"}
 
 @dataclass(frozen=True)
 class Prediction:
-    """What was predicted, whether a run confirms it (None where it did not record the figure), and its figures."""
+    """A prediction, whether a run confirms it (None where it did not record the figure), and its figures."""
 
     statement: str
     confirmed: bool | None

@@ -1,4 +1,4 @@
-"""Whether a card's bits are the CPU's: of steps, of arrays, and of products within the bound of their sums."""
+"""A card's bits beside the CPU's: of steps, of arrays, and of products within the bound of their sums."""
 
 import copy
 from functools import partial
@@ -88,14 +88,14 @@ def values_of_bfloat16() -> Tensor:
 
 
 def differing_conversions(session: Session) -> int:
-    """How many values torch converts to another code than the library does on the CPU."""
+    """Count values that torch converts to another code than the library does on the CPU."""
     x = values_of_bfloat16()
     there = x.to(session.device).to(torch.float8_e4m3fn)
     return int((bits(there) != bits(fm.encode(x.float(), "E4M3"))).sum())
 
 
 def differing_in_a_layer(session: Session) -> int:
-    """How many values another one comes out for, of a layer that multiplies by 1 what it has rounded.
+    """Count values that differ, of a layer that multiplies by 1 after it has rounded.
 
     The largest value of the format stands at the end of each row, so that the row's scale is 1.
     """
@@ -112,7 +112,7 @@ def differing_in_a_layer(session: Session) -> int:
 def beyond_the_bound(
     session: Session, shape: tuple[int, int, int], products: str, fmt: str = "E4M3"
 ) -> dict[str, float]:
-    """How many elements of y, dx and dW are further from the CPU's than the bound, and the largest distance over it.
+    """Count elements of y, dx and dW further from the CPU's than the bound, with the largest distance over it.
 
     An FP8 unit keeps fewer bits of a sum than float32: ``2^-9 |y| + 2^-11 (|a| @ |b|)``.  Sums of integers are exact.
     """

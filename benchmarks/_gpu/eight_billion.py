@@ -65,7 +65,7 @@ def eight_billion(session: Session) -> dict[str, Any]:
 
 
 def in_a_process(options: dict[str, Any], session: Session) -> dict[str, Any]:
-    """What a row says, or why it says nothing."""
+    """A row's figures, or why it has none."""
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     path = os.pathsep.join([str(Path(__file__).parent.parent), *sys.path])
     try:

@@ -57,6 +57,6 @@ def sweep(session: Session, data: Path, out: Path, *more: str) -> dict[str, Any]
 
 
 def figures(run: dict[str, Any]) -> dict[str, Any]:
-    """Of a run in sweep.json."""
+    """Figures of a run in sweep.json."""
     found = {name: run[key] for name, key in FIGURES.items() if run.get(key) is not None}
     return found if run["status"] == "finished" else {**found, "status": run["status"] or "not begun"}

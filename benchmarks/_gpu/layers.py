@@ -1,4 +1,4 @@
-"""What a layer's products take: a call in Python, products by themselves, and the kernels that feed them."""
+"""Times of a layer's products: a call in Python, products by themselves, and the kernels that feed them."""
 
 import copy
 from collections.abc import Callable, Iterator

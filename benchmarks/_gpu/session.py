@@ -1,4 +1,4 @@
-"""Where the parts of ``gpu.py`` run, how long each may take, and how a card is timed."""
+"""A session of ``gpu.py``: where its parts run, how long each may take, and how a card is timed."""
 
 import contextlib
 import inspect
@@ -19,7 +19,7 @@ PRODUCTS = ("decoded", "fp8") if "products" in inspect.signature(fm.quantize_mod
 
 
 class Session:
-    """Where to run, how large, and how long a part may still take."""
+    """Device, sizes, and the time that a part may still take."""
 
     def __init__(self, dry: bool) -> None:
         self.dry, self.device = dry, torch.device("cpu" if dry else "cuda")
@@ -31,12 +31,12 @@ class Session:
 
     @property
     def seconds_left(self) -> float:
-        """Of the part."""
+        """Seconds until the part's end."""
         return self.until - time.monotonic()
 
     @property
     def has_time(self) -> bool:
-        """Whether another case may begin; in a dry run it always may."""
+        """Return whether another case may begin; in a dry run it always may."""
         return self.dry or self.seconds_left > 0
 
     def case(self, found: dict[str, Any], name: str, measure: Callable[[], Any]) -> None:
@@ -77,7 +77,7 @@ class Session:
         return sum(event.self_device_time_total for event in profile.key_averages()) / 1e3
 
     def times(self, call: Callable[[], object], repeats: int = 20) -> dict[str, float]:
-        """Of a call, and of its kernels."""
+        """Milliseconds of a call, and of its kernels."""
         return {"ms": self.milliseconds(call, repeats), "kernels ms": self.busy(call)}
 
     def normal(self, *shape: int, deviation: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -1,4 +1,4 @@
-"""How long a step of the optimizers takes, on the card and in Python, and what the driver is called for."""
+"""Times of a step of the optimizers, on the card and in Python, and the calls of the driver."""
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -90,7 +90,7 @@ def step_times(session: Session) -> dict[str, Any]:
 
 
 def step_calls(session: Session) -> dict[str, Any]:
-    """What Python adds to a step of so many parameters of 256 x 1024."""
+    """Time that Python adds to a step of so many parameters of 256 x 1024."""
     found: dict[str, Any] = {}
     for count in (3,) if session.dry else (8, 60, 172, 290):
         shapes = [(8, 256) if session.dry else (256, 1024)] * count
@@ -138,7 +138,7 @@ def peer(package: str, name: str) -> Any:
 
 
 def launches(session: Session) -> dict[str, Any]:
-    """What the driver was called for in a steady step of 290 parameters.
+    """Calls of the driver in a steady step of 290 parameters.
 
     Events are waited for that belong to the step before: its verdict, and its uploads.
     """

@@ -128,7 +128,7 @@ def one_block(session: Session) -> dict[str, Any]:
 
 
 def block_times(session: Session, shape: Shape, kind: str, compiled: bool) -> dict[str, float]:
-    """Of one row."""
+    """Times of one row."""
     torch.manual_seed(0)
     torch._dynamo.reset()
     block: Any = Block(shape).to(session.device, torch.bfloat16)
@@ -157,7 +157,7 @@ def losses(session: Session) -> dict[str, Any]:
 
 
 def last_loss(session: Session, kind: str) -> dict[str, float]:
-    """Of one row."""
+    """Last loss of one row."""
     steps, last = (4, 2) if session.dry else (200, 20)
     torch.manual_seed(0)
     model = GPT(shape := shape_of(session, 768)).to(session.device)
