@@ -30,9 +30,7 @@ NUMBERS: Final = (
     "per_unit",  # what gradients with respect to codes are multiplied by, a power of two
 )
 
-KEYS: Final = 8
-"""int32 words a row of keys holds: three round keys and a phase for the weights' draws, as many for the moments'."""
-
+POSITIONS: Final = {name: i for i, name in enumerate(NUMBERS)}
 
 Numbers = Mapping[str, Tensor]
 """The numbers of a step by name, each a 0-dim tensor."""
@@ -40,6 +38,15 @@ Numbers = Mapping[str, Tensor]
 
 def named(row: Tensor) -> Numbers:
     return dict(zip(NUMBERS, row.unbind(), strict=True))
+
+
+def row_of(numbers: Mapping[str, float], dtype: torch.dtype) -> list[float]:
+    """Numbers in the order of :data:`NUMBERS`, 0 where none is given; eps is above 0, so that 0 / eps is 0."""
+    row = [0.0] * len(NUMBERS)
+    for name, number in numbers.items():
+        row[POSITIONS[name]] = number
+    row[POSITIONS["eps"]] = max(row[POSITIONS["eps"]], torch.finfo(dtype).tiny)
+    return row
 
 
 class Descent(NamedTuple):

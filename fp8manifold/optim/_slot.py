@@ -1,15 +1,13 @@
 """A slot is one parameter in one step: where its weight lives, the view it is stepped in, the key of its draws."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any, Final, NamedTuple
 
 import geoopt
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fp8manifold._base.float_bits import working_dtype
@@ -21,14 +19,16 @@ from fp8manifold._numerics.stiffness import bounded_ends
 from fp8manifold._ranks import ALONE, Ranks, Share, local_of, share_of
 from fp8manifold.formats import LAYOUTS, FloatFormat
 from fp8manifold.manifolds import FP8Manifold, StiffnessManifold
-from fp8manifold.optim._directions import KEYS, NUMBERS
+from fp8manifold.optim._directions import row_of
 from fp8manifold.optim._spec import BOUND_NAMES, Spec, Storage
-from fp8manifold.random_bits import Stream, round_key_rows, round_keys, signed_word, stream_of
+from fp8manifold.random_bits import Stream, stream_of
 from fp8manifold.tensor import FP8Tensor
 
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 """Parameters as they are given to an optimizer."""
 
+FOR_MOMENTS, FOR_RESCALING = 1, 2
+"""A fourth key word, for draws apart from those of weights: of moments, and of weights whose scale doubles."""
 _LONGEST_BLOCK: Final = 256
 _SHORTEST_BLOCK: Final = 32
 
@@ -238,7 +238,7 @@ class Slot:
     @property
     def moments_key(self) -> Stream:
         """Key of the moments' draws: independent, for a moment forgets, and earlier draws would enter its odds."""
-        return Stream((*self.key, _FOR_MOMENTS))
+        return Stream((*self.key, FOR_MOMENTS))
 
     @cached_property
     def offset(self) -> int:
@@ -396,72 +396,3 @@ def stabilize(slot: Slot) -> None:
     if not isinstance(parameter, FP8Tensor) and (manifold := manifold_of(parameter)) is not None:
         parameter.copy_(manifold.projx(parameter))
         slot.tensors["weight"], _ = _memory_of(parameter)
-
-
-_FOR_MOMENTS: Final = 1
-FOR_RESCALING: Final = 2
-"""A fourth key word, so that no draw of a step is used again where its scales double."""
-
-
-def key_row(slot: Slot) -> list[int]:
-    """The round keys and phases of one slot, the offset taken into the first of each three."""
-    high, low = divmod(slot.offset, 2**32)
-    keys = []
-    for words, phase in (slot.rounding_key, slot.moments_key):
-        first, second, third = round_keys(words, high)
-        keys += [signed_word(first + low), second, third, phase]
-    return keys
-
-
-def key_rows(slots: Sequence[Slot], *more: int) -> NDArray[np.int32]:
-    """The :func:`key_row` of each slot, those at offset 0 together; of other draws, with ``more``, keys alone."""
-    rows = np.zeros((len(slots), KEYS), dtype=np.int32)
-    streams = np.array([slot.state["stream"] for slot in slots], dtype=np.uint64)
-    words = [(slot.group["seed"], slot.done + 1) for slot in slots]
-    if more:
-        rows[:, :3] = round_key_rows(words, streams, *more)
-        return rows
-    kinds: dict[str, list[int]] = {}
-    for i, slot in enumerate(slots):
-        kinds.setdefault(slot.draws, []).append(i)
-    for draws, some in kinds.items():
-        known = {words[i]: stream_of(draws, *words[i], 0) for i in some}
-        keys = [known[words[i]] for i in some]
-        rows[some, :3] = round_key_rows([key.words[:2] for key in keys], streams[some], *keys[0].words[3:])
-        rows[some, 3] = [key.phase for key in keys]
-    if some := [i for i, slot in enumerate(slots) if slot.spec.draws_for_moments]:
-        rows[some, 4:7] = round_key_rows([words[i] for i in some], streams[some], _FOR_MOMENTS)
-    for i, slot in enumerate(slots):
-        if slot.offset:
-            rows[i] = key_row(slot)
-    return rows
-
-
-_POSITIONS: Final = {name: i for i, name in enumerate(NUMBERS)}
-_EPS: Final = _POSITIONS["eps"]
-
-
-def row_of(numbers: Mapping[str, float], dtype: torch.dtype) -> list[float]:
-    """Numbers in the order of :data:`NUMBERS`, 0 where none is given; eps is kept from 0.
-
-    A weight that never had a gradient has the direction 0 / eps, which is 0 unless eps is.
-    """
-    row = [0.0] * len(NUMBERS)
-    for name, number in numbers.items():
-        row[_POSITIONS[name]] = number
-    row[_EPS] = max(row[_EPS], torch.finfo(dtype).tiny)
-    return row
-
-
-def number_rows(slots: Sequence[Slot]) -> NDArray[np.float32]:
-    """The numbers of each slot, in float32; for native code a direction is a step by -1 from a weight of 0."""
-    rows = np.zeros((len(slots), len(NUMBERS)), dtype=np.float64)
-    kinds: dict[tuple[str, ...], list[int]] = {}
-    for i, slot in enumerate(slots):
-        kinds.setdefault(tuple(slot.numbers), []).append(i)
-    for names, some in kinds.items():
-        places = [_POSITIONS[name] for name in names]
-        rows[np.ix_(some, places)] = [list(slots[i].numbers.values()) for i in some]
-    rows[[i for i, slot in enumerate(slots) if slot.spec.storage == "direction"], _POSITIONS["rate"]] = -1.0
-    rows[:, _EPS] = np.maximum(rows[:, _EPS], torch.finfo(torch.float32).tiny)
-    return rows.astype(np.float32)
