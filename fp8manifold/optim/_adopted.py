@@ -1,4 +1,4 @@
-"""States from elsewhere: of torch's AdamW, or saved with other ``moments``; and the way back to torch."""
+"""States from elsewhere: of torch's AdamW, with other ``moments``, or of whole parameters; and the way to torch."""
 
 from typing import Any, Final
 
@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from fp8manifold._numerics.stiffness import sqrt_exact
-from fp8manifold._ranks import share_of
-from fp8manifold.optim._checks import check_state
+from fp8manifold._ranks import Share, share_of
+from fp8manifold.distributed import rows_of
 from fp8manifold.optim._directions import MOMENT_NAMES, NUMBERS
 from fp8manifold.optim._slot import Slot, is_quantized, slot_of
 from fp8manifold.optim._spec import BOUND_NAMES, Spec
-from fp8manifold.optim._state import new_stream, twins
+from fp8manifold.optim._state import check_sizes, check_state
 from fp8manifold.optim._step import fit, load_moments, prepare, store_moments
+from fp8manifold.optim._streams import new_stream, twins
 from fp8manifold.optim.stiffness import StiffnessAdamW
 
 _OF_ADAMW: Final = {"step", "exp_avg", "exp_avg_sq"}
@@ -58,9 +59,7 @@ def adopted_state(state_dict: dict[str, Any], optimizer: Any) -> dict[str, Any]:
     elif not isinstance(optimizer, StiffnessAdamW):
         raise ValueError(f"a state of torch's AdamW goes into StiffnessAdamW: {type(optimizer).__name__} has others")
     theirs, ours = state_dict["param_groups"], optimizer.state_dict()["param_groups"]
-    sizes = [len(group["params"]) for group in theirs], [len(group["params"]) for group in ours]
-    if sizes[0] != sizes[1]:
-        raise ValueError(f"this state has groups of size {sizes[0]}, the optimizer of size {sizes[1]}")
+    check_sizes(theirs, ours)
     groups = [
         mine | {name: value for name, value in saved.items() if own or name in _OPTIONS} | {"moments": mine["moments"]}
         for saved, mine in zip(theirs, ours, strict=True)
@@ -178,3 +177,43 @@ def _stored(floats: dict[str, Tensor], group: dict[str, Any], stored: str, slot:
     root = sqrt_exact(moments["exp_avg_sq"]) if "exp_avg_sq" in moments else None
     kept = store_moments(spec, moments, arrays, noise, root)
     return {name: value.reshape(shape) for name, value in kept.items()} | bounds
+
+
+@torch.no_grad()
+def rows_of_state(state_dict: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """An optimizer's whole state as one of its sharded parameters: what their ``load_state_dict`` takes.
+
+    What has a row for each of the parameter's is cut, as :func:`~fp8manifold.distributed.rows_of` does: moments with
+    the magnitudes of their blocks, and residuals.  Counts, and what belongs to a parameter that is not sharded, stay as
+    they are.
+
+    Args:
+        state_dict: of an optimizer of the same groups in one process, or gathered; the same in every process.
+        optimizer: of this library or of torch's, over parameters after ``fully_shard``.
+
+    Raises:
+        ValueError: entries with other rows than the parameter's.
+
+    Example:
+        >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
+        >>> rows_of_state(optimizer.state_dict(), optimizer)["state"]
+        {}
+    """
+    everyone = [p for group in optimizer.param_groups for p in group["params"]]
+    saved = [index for group in state_dict["param_groups"] for index in group["params"]]
+    state = dict(state_dict["state"])
+    for index, parameter in zip(saved, everyone, strict=True):
+        share = share_of(parameter)
+        if share is not None and index in state:
+            state[index] = {name: _entry(name, value, parameter, share) for name, value in state[index].items()}
+    return state_dict | {"state": state}
+
+
+def _entry(name: str, value: Any, parameter: Tensor, share: Share) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if name in BOUND_NAMES:
+        in_rows = value.reshape(share.shape[0], -1) if len(share.shape) > 1 else None
+    else:
+        in_rows = value if value.shape == share.shape else None
+    return value if in_rows is None else rows_of(in_rows, parameter)

@@ -1,6 +1,7 @@
 """The backends of a step, with the same bits: native code, a GPU's kernels, PyTorch."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ from fp8manifold._numerics.charts import chart_of
 from fp8manifold._ranks import local_of
 from fp8manifold.optim._native_step import is_native, run_native
 from fp8manifold.optim._slot import Slot, row_of
+from fp8manifold.optim._spec import BOUND_NAMES
 from fp8manifold.optim._step import Outcome, load_weights, step
 from fp8manifold.optim._triton_step import is_triton, run_triton
 from fp8manifold.random_bits import word_range
@@ -38,6 +40,24 @@ def run_all(slots: Sequence[Slot]) -> None:
             run_eager(slot)
         note_changes([tensor for slot in together for tensor in slot.changed])
         note_changes([slot.kept_scale for slot in together if slot.kept_scale is not None and any(slot.doubled)])
+
+
+@contextmanager
+def gathered(slots: Sequence[Slot]) -> Iterator[None]:
+    """Gather all rows of each slot that is stepped whole, in one order everywhere, and put them back after the step."""
+    homes = {slot: slot.tensors for slot in slots if slot.whole}
+    for slot, home in homes.items():
+        assert slot.share is not None
+        slot.tensors = {n: own if n in BOUND_NAMES else slot.share.gathered(own) for n, own in home.items()}
+    yield
+    for slot, home in homes.items():
+        assert slot.share is not None
+        for name in home.keys() - {"gradient"} - BOUND_NAMES:
+            home[name].copy_(slot.share.own(slot.tensors[name]))
+        slot.tensors = home
+    for slot in slots:
+        if not slot.in_place:
+            local_of(slot.parameter).copy_(slot.weight)
 
 
 def _split(slots: Sequence[Slot], takes: Callable[[Slot], bool]) -> tuple[list[Slot], list[Slot]]:
@@ -68,10 +88,7 @@ def uploaded(rows: Tensor, device: torch.device) -> Tensor:
 
 
 def note_changes(tensors: Sequence[Tensor]) -> None:
-    """Tell autograd of changes by native code and kernels, so that it refuses tensors that it had saved.
-
-    The remainder of the first rounding, where no residual has begun with it, is void.
-    """
+    """Tell autograd of changes by native code and kernels; remainders of a first rounding are void then."""
     torch.autograd.graph.increment_version(tensors)
     for held in map(local_of, tensors):
         if isinstance(held, FP8Tensor) and held.remainder is not None:
@@ -132,10 +149,7 @@ class StepView:
 
 
 def observed_step(slot: Slot) -> StepView:
-    """Take the step eagerly and show it: the values it started from, asked for and left.
-
-    With an ULP residual these are the values that the residual stands for, not those of the codes alone.
-    """
+    """Take the step eagerly and show the values it started from, asked for and left, residuals included."""
     return viewed(slot, lambda: run_eager(slot, observed=True))
 
 

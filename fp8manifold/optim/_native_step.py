@@ -187,23 +187,20 @@ def places_of(slot: Slot, gradient: Tensor, scale: Tensor | None, *, kept: bool 
     spec, numel, weight = slot.spec, slot.view.numel, slot.tensors["weight"]
     tensors = {None: None, **slot.tensors}
     blocks, dtype = numel // slot.view.dims[-1], _MOMENT_DTYPES[spec.moments]
-    first, (second, largest) = spec.first, (n if n in spec.stores else None for n in ("exp_avg_sq", "max_exp_avg_sq"))
+    first, second = spec.first, "exp_avg_sq" if "exp_avg_sq" in spec.stores else None
     bounds = [spec.bounds[name] if name and spec.blockwise else None for name in (first, second)]
     exponents = kept and scale is not None and scale.dtype is torch.uint8
+    kinds = [x.dtype if x.dtype in _FLOATS else torch.float32 for x in (weight, gradient)]
     wanted = [
-        (weight, torch.uint8 if spec.storage == "codes" else _own(weight), numel),
-        (gradient, _own(gradient), numel),
+        (weight, torch.uint8 if spec.storage == "codes" else kinds[0], numel),
+        (gradient, kinds[1], numel),
         (scale, torch.uint8 if exponents else torch.float32, None),
         (tensors["residual" if spec.residual_bits else None], torch.int8, numel),
-        *((tensors[name], dtype, numel) for name in (first, second)),
-        (tensors[largest], torch.float32, numel),
-        *((tensors[name], torch.float32, blocks) for name in bounds),
+        *[(tensors[name], dtype, numel) for name in (first, second)],
+        (tensors["max_exp_avg_sq" if spec.amsgrad else None], torch.float32, numel),
+        *[(tensors[name], torch.float32, blocks) for name in bounds],
     ]
     return [_address(*each, weight.device) for each in wanted]
-
-
-def _own(floats: Tensor) -> torch.dtype:
-    return floats.dtype if floats.dtype in _FLOATS else torch.float32
 
 
 def _address(tensor: Tensor | None, dtype: torch.dtype, numel: int | None, device: torch.device) -> int:

@@ -9,23 +9,20 @@ from torch import Tensor
 from fp8manifold._base.reading import Later, eager_only
 from fp8manifold._numerics.stiffness import bounded_share, end_exponents, reference_stiffness
 from fp8manifold._ranks import local_of
-from fp8manifold.optim._agreement import all_finite, in_every_process, warn_of_one, warn_of_skips
-from fp8manifold.optim._backends import StepView, note_changes, observed_step, run_all
+from fp8manifold.optim._agreement import in_every_process
+from fp8manifold.optim._backends import StepView, gathered, note_changes, observed_step, run_all
 from fp8manifold.optim._checks import (
     CHANGING,
-    check_arrays,
     check_combination,
-    check_entry,
     check_lr,
     check_parameters,
     check_shared,
-    check_state,
     refuse_recording,
-    restore_dtypes,
     unshare,
     warn_of_overridden,
 )
 from fp8manifold.optim._directions import MOMENT_NAMES
+from fp8manifold.optim._finite import all_finite, warn_of_one, warn_of_skips
 from fp8manifold.optim._scales import (
     at_an_end,
     fit_scales,
@@ -37,10 +34,19 @@ from fp8manifold.optim._scales import (
     take_fitted,
     widen,
 )
-from fp8manifold.optim._slot import Slot, counted, is_quantized, slot_of, stabilize
+from fp8manifold.optim._slot import Slot, counted, is_quantized, slot_of, stabilize, stiffness_field
 from fp8manifold.optim._spec import BOUND_NAMES, Spec, spec_of
-from fp8manifold.optim._state import claim, gathered, make_state, new_stream, stiffness_field, take_remainder, twins
+from fp8manifold.optim._state import (
+    check_arrays,
+    check_entry,
+    check_state,
+    claim,
+    make_state,
+    restore_dtypes,
+    take_remainder,
+)
 from fp8manifold.optim._steady import Table, is_steady, planned
+from fp8manifold.optim._streams import new_stream, twins
 from fp8manifold.optim._triton_step import hear
 from fp8manifold.optim._writeback import rounds_at_random
 

@@ -14,7 +14,9 @@ from fp8manifold._base.float_bits import working_dtype
 from fp8manifold._base.reading import Later, expect, known
 from fp8manifold._encoded.storage import number_of, run_length, runs_of
 from fp8manifold._encoded.stored_scale import decoded_scale
-from fp8manifold._numerics.charts import Metric
+from fp8manifold._native._arrays import spacings
+from fp8manifold._numerics.charts import Metric, chart_of
+from fp8manifold._numerics.codec import decode_bits, decode_with_ulp
 from fp8manifold._numerics.stiffness import bounded_ends
 from fp8manifold._ranks import ALONE, Ranks, Share, local_of, share_of
 from fp8manifold.formats import LAYOUTS, FloatFormat
@@ -332,6 +334,13 @@ def slot_of(group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> 
     )
 
 
+def in_words(group: dict[str, Any], i: int, k: int) -> str:
+    """A parameter of a group by its name where the groups have names, its position and its shape."""
+    names = group.get("param_names")
+    name = f"{names[k]!r}, " if names else ""
+    return f"parameter {k} of group {i} ({name}shape {tuple(group['params'][k].shape)})"
+
+
 def steps_taken(state: Mapping[str, Any]) -> int:
     """The steps that a parameter's state has taken; a count on a card is waited for where nobody has heard of it."""
     step = state.get("step", 0)
@@ -396,3 +405,24 @@ def stabilize(slot: Slot) -> None:
     if not isinstance(parameter, FP8Tensor) and (manifold := manifold_of(parameter)) is not None:
         parameter.copy_(manifold.projx(parameter))
         slot.tensors["weight"], _ = _memory_of(parameter)
+
+
+def stiffness_field(slot: Slot, metric: Metric) -> Tensor:
+    """The field S of a metric over all weights, in value."""
+    assert slot.fmt is not None
+    assert slot.scale is not None
+    if slot.storage == "codes" and metric == "ulp":
+        if (native := spacings(slot.weight, slot.fmt, slot.scale)) is not None:
+            return native
+        stiffness = decode_with_ulp(slot.weight, slot.fmt)[1]
+    else:
+        if slot.storage == "codes":
+            x = decode_bits(slot.weight, slot.fmt)
+        else:
+            x = slot.weight.to(working_dtype(slot.weight)) / slot.scale
+        stiffness = chart_of(slot.fmt, metric).stiffness(x)
+    return stiffness * expanded(slot.scale, slot.weight.shape, slot.block_size)
+
+
+def expanded(scale: Tensor, shape: torch.Size, block_size: int | None) -> Tensor:
+    return scale if block_size is None else scale.repeat_interleave(block_size, dim=-1).view(shape)

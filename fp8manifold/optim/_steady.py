@@ -19,8 +19,9 @@ from torch import Tensor
 
 from fp8manifold import _triton
 from fp8manifold._base.reading import Later
-from fp8manifold.optim._agreement import all_finite, are_several, squares_are_finite
+from fp8manifold.optim._agreement import are_several
 from fp8manifold.optim._checks import CHANGING, check_lr
+from fp8manifold.optim._finite import all_finite, squares_are_finite
 from fp8manifold.optim._native_step import NativeStep, is_native, sum_of_squares
 from fp8manifold.optim._scales import zero_scales
 from fp8manifold.optim._slot import Slot, counted

@@ -10,15 +10,15 @@ from torch import Tensor
 from fp8manifold._base.float_bits import working_dtype
 from fp8manifold._numerics.stiffness import bounded_share, bounds, reference_stiffness
 from fp8manifold._ranks import local_of, spread
-from fp8manifold.optim._agreement import in_every_process, squares_are_finite
-from fp8manifold.optim._checks import check_betas, check_finite, check_first_moment, lr_of, options_in
+from fp8manifold.optim._agreement import in_every_process
+from fp8manifold.optim._checks import check_first_moment, lr_of, options_in
 from fp8manifold.optim._directions import DIRECTIONS, MOMENT_NAMES
+from fp8manifold.optim._finite import squares_are_finite
 from fp8manifold.optim._optimizer import ManifoldOptimizer
-from fp8manifold.optim._slot import Parameters, Slot, is_quantized, manifold_of
+from fp8manifold.optim._slot import Parameters, Slot, expanded, is_quantized, manifold_of, stiffness_field
 from fp8manifold.optim._spec import BOUNDS
-from fp8manifold.optim._state import expanded, stiffness_field
 from fp8manifold.optim._writeback import rounds_at_random, to_half
-from fp8manifold.optim.stiffness import adam_numbers, check_momentum, momentum_numbers
+from fp8manifold.optim.stiffness import adam_numbers, check_momentum, sgd_numbers
 from fp8manifold.random_bits import Draws, draw_range
 
 __all__ = ["Riemannian", "RiemannianAdam", "RiemannianSGD", "change_unit", "unit_of", "with_l2"]
@@ -57,6 +57,11 @@ class Riemannian(ManifoldOptimizer):
 
     stores_all_moments = False
 
+    def __init__(self, params: Parameters, options: dict[str, Any]) -> None:
+        if (every := options.pop("stabilize")) is not None:
+            options["stabilize_every"] = every
+        super().__init__(params, options)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; one that mixes quantised with ordinary parameters needs ``float_lr``."""
         if not isinstance(param_group, dict) or isinstance(param_group.get("params", set()), set):
@@ -88,11 +93,6 @@ class Riemannian(ManifoldOptimizer):
                     "too: pass float_lr=... for them (1e-3, say), or put them in a group with an lr of its own"
                 )
         return None
-
-    def _check_group(self, group: dict[str, Any]) -> None:
-        super()._check_group(group)
-        if group["float_lr"] is not None:
-            check_finite("float_lr", group["float_lr"])
 
     def _prepare(self, slot: Slot) -> None:
         if slot.fmt is not None:
@@ -193,11 +193,8 @@ def with_l2(gradient: Tensor, point: Tensor, group: dict[str, Any]) -> Tensor:
 
 
 def _progress(group: dict[str, Any]) -> float:
-    """``lr / initial_lr``: how far a schedule has taken the learning rate from what its group was made with.
-
-    A key of our own keeps that: schedulers write theirs, ``initial_lr``, and OneCycleLR puts the warm-up's start there.
-    """
-    start = float(group["start_lr"])
+    """``lr / initial_lr``: how far a schedule has taken the learning rate from what its group was made with."""
+    start = float(group["start_lr"])  # schedulers write ``initial_lr``, OneCycleLR the warm-up's start
     return lr_of(group) / start if start else 1.0
 
 
@@ -232,8 +229,7 @@ class RiemannianAdam(Riemannian):
         damping, clip: bounds of S / S_ref, taken to powers of two, inside which the chart is the format's own; outside
             it is linear.  Metrics other than ``ulp`` are not bounded.
         refresh_every: steps between two computations of S_ref.
-        maximize, on_nonfinite, stabilize_every, reset_every: as in :class:`StiffnessAdamW`.
-        flags: torch's ``foreach``, ``fused``, ``capturable`` and ``differentiable``, which must be False or None.
+        maximize, on_nonfinite, stabilize_every, reset_every, flags: as in :class:`StiffnessAdamW`.
 
     Attributes:
         bounded_share: share of the quantised weights that met a bound at the last refresh.
@@ -284,16 +280,10 @@ class RiemannianAdam(Riemannian):
         reset_every: int | None = None,
         **flags: Any,
     ) -> None:
-        options = options_in(locals())
-        if (every := options.pop("stabilize")) is not None:
-            options["stabilize_every"] = every
-        super().__init__(params, options)
+        super().__init__(params, options_in(locals()))
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
-        check_betas(group["betas"])
-        check_finite("eps", group["eps"])
-
         if group["amsgrad"] and group["moments"] != "float32":
             raise ValueError(f"amsgrad=True does not go with moments={group['moments']!r}: a maximum can't be rounded")
         check_first_moment(group)
@@ -355,8 +345,7 @@ class RiemannianSGD(Riemannian):
         momentum, dampening, nesterov: as in ``torch.optim.SGD``.
         weight_decay: as in :class:`RiemannianAdam`.
         stabilize, float_lr, writeback, draws, moments, seed, damping, clip, refresh_every, maximize,
-            on_nonfinite, stabilize_every, reset_every: as in :class:`RiemannianAdam`.
-        flags: torch's ``foreach``, ``fused``, ``capturable`` and ``differentiable``, which must be False or None.
+            on_nonfinite, stabilize_every, reset_every, flags: as in :class:`RiemannianAdam`.
 
     Raises:
         TypeError, ValueError: as :class:`RiemannianAdam`; Nesterov needs momentum and no dampening.
@@ -402,10 +391,7 @@ class RiemannianSGD(Riemannian):
         reset_every: int | None = None,
         **flags: Any,
     ) -> None:
-        options = options_in(locals())
-        if (every := options.pop("stabilize")) is not None:
-            options["stabilize_every"] = every
-        super().__init__(params, options)
+        super().__init__(params, options_in(locals()))
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
@@ -416,8 +402,7 @@ class RiemannianSGD(Riemannian):
         return super()._fields(slot) | moments
 
     def _numbers(self, slot: Slot) -> dict[str, float]:
-        numbers = momentum_numbers(lr_of(slot.group), slot.group, first=slot.age == 1)
-        return numbers | {"keep": _keep(slot.group), "per_unit": 1.0}
+        return sgd_numbers(slot) | {"keep": _keep(slot.group), "per_unit": 1.0}
 
     def _momentum(self, group: dict[str, Any], state: dict[str, Any], gradient: Tensor) -> Tensor:
         """The direction off our manifolds, in place where there is a buffer."""

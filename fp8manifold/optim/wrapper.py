@@ -17,7 +17,7 @@ from fp8manifold.grid import round_to_grid
 from fp8manifold.manifolds import FP8Manifold, StiffnessManifold
 from fp8manifold.optim._checks import Schedule, check_unshared, scheduled
 from fp8manifold.optim._slot import own_manifold
-from fp8manifold.optim._state import new_stream, twins
+from fp8manifold.optim._streams import new_stream, twins
 from fp8manifold.optim._writeback import WRITEBACKS, rounds_at_random, to_half
 from fp8manifold.random_bits import Draws, mixed_word, random_bits
 from fp8manifold.tensor import FP8Tensor

@@ -14,8 +14,7 @@ from fp8manifold._numerics.charts import Metric
 from fp8manifold._numerics.stiffness import power_of_ratio, reference_stiffness
 from fp8manifold.optim._checks import Schedule, check_betas, check_finite, check_unshared, lr_of, options_in
 from fp8manifold.optim._fisher import nngeometry as fisher
-from fp8manifold.optim._slot import Parameters, Slot
-from fp8manifold.optim._state import stiffness_field
+from fp8manifold.optim._slot import Parameters, Slot, stiffness_field
 from fp8manifold.optim._writeback import rule_of
 from fp8manifold.optim.stiffness import StiffnessOptimizer, adam_numbers, injected
 from fp8manifold.random_bits import Draws

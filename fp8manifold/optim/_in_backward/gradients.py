@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from fp8manifold.optim._slot import Slot, steps_taken
-from fp8manifold.optim._state import new_stream, twins
+from fp8manifold.optim._streams import new_stream, twins
 from fp8manifold.optim._writeback import to_half
 from fp8manifold.random_bits import Stream, draw_range
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from fp8manifold._base.checks import check_choice
-from fp8manifold.optim._agreement import described
 from fp8manifold.optim._in_backward.clipping import Clipping
 from fp8manifold.optim._in_backward.gradients import Accumulation, SpentGradient, StandIn
 from fp8manifold.optim._optimizer import ManifoldOptimizer
+from fp8manifold.optim._slot import in_words
 
 _SUMS: Final = ("bfloat16",)
 
@@ -136,7 +136,7 @@ class InBackward:
                     if other is not None and (optimizer := other._of()) is None:
                         other.remove()
                     elif other is not None and other._place_of(parameter) is not None:
-                        return described(group, i, k), optimizer
+                        return in_words(group, i, k), optimizer
         return None
 
     def listen(self, groups: list[dict[str, Any]]) -> None:
@@ -222,7 +222,7 @@ class InBackward:
             for k, parameter in enumerate(group["params"]):
                 if parameter.grad is not None and not isinstance(parameter.grad, StandIn):
                     raise RuntimeError(
-                        f"{described(group, i, k)} has a gradient that step_in_backward was not told of: it was given "
+                        f"{in_words(group, i, k)} has a gradient that step_in_backward was not told of: it was given "
                         "one by hand, or moved since (model.to); remove() and call it again"
                     )
         if self._accumulation is not None:
@@ -261,7 +261,7 @@ class InBackward:
         group = self.optimizer.param_groups[place[0]]
         if gradient is None:
             raise RuntimeError(
-                f"the gradient of {described(group, *place)} was freed by another hook "
+                f"the gradient of {in_words(group, *place)} was freed by another hook "
                 "(register_post_accumulate_grad_hook) before step_in_backward could use it: remove that one"
             )
         with self._one_at_a_time, torch.no_grad():
