@@ -6,12 +6,11 @@ from fp8manifold.optim._checks import anneal
 from fp8manifold.optim._fisher import FisherNaturalGradient
 from fp8manifold.optim._graphed import graphed
 from fp8manifold.optim._in_backward import InBackward, step_in_backward
-from fp8manifold.optim._sorting import MuonReport, ReportedParameter, muon_report
 from fp8manifold.optim._triton_step import CompileUnavailableWarning
 from fp8manifold.optim._writeback import WRITEBACKS, WriteBack
 from fp8manifold.optim.riemannian import RiemannianAdam, RiemannianSGD
 from fp8manifold.optim.stiffness import Madam, StiffnessAdamW, StiffnessLion, StiffnessSGD
-from fp8manifold.optim.stiffness_muon import StiffnessMuon
+from fp8manifold.optim.stiffness_muon import MuonReport, ReportedParameter, StiffnessMuon, muon_report
 from fp8manifold.optim.wrapper import StiffnessWrapper
 
 __all__ = [

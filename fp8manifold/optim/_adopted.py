@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fp8manifold._numerics.stiffness import sqrt_exact
-from fp8manifold._ranks import Share, share_of
+from fp8manifold._ranks import share_of
 from fp8manifold.distributed import rows_of
 from fp8manifold.optim._directions import MOMENT_NAMES, NUMBERS
 from fp8manifold.optim._slot import Slot, is_quantized, slot_of
@@ -28,13 +28,12 @@ _HALF: Final = 0x8000_8000 - 2**32
 def adopted_state(state_dict: dict[str, Any], optimizer: Any) -> dict[str, Any]:
     """A state of torch's ``AdamW``, or one saved with other ``moments``, as ``optimizer.load_state_dict`` takes it.
 
-    Parameters are matched by their order, as torch does.  Averages that are stored shorter are rounded to nearest;
-    float32 stays float32 to the bit.  Of torch's state averages, step counts and the options that both have are taken,
-    for :class:`StiffnessAdamW`: bias corrections belong to the ``betas``.  Of one of this library's all is taken but
-    ``moments``.
+    Parameters are matched by their order.  Averages that are stored shorter are rounded to nearest.  Of torch's state,
+    for :class:`StiffnessAdamW`, averages, step counts and the options that both have are taken; of one of this
+    library's all but ``moments``.
 
     Args:
-        state_dict: as ``torch.load(path, weights_only=True)`` gives it, of a Trainer's ``optimizer.pt`` too; unchanged.
+        state_dict: as ``torch.load(path, weights_only=True)`` gives it; unchanged.
         optimizer: of this library, over whole parameters: :func:`rows_of_state` comes after this for sharded ones.
 
     Raises:
@@ -73,9 +72,8 @@ def adopted_state(state_dict: dict[str, Any], optimizer: Any) -> dict[str, Any]:
             continue
         if not own:
             _check_foreign(entry, index)
-            stream = new_stream(
-                parameter, order[parameter], entries, len(entries), draws=True, alone=len(everyone) == 1
-            )
+            twin, alone = order[parameter], len(everyone) == 1
+            stream = new_stream(parameter, twin, entries, len(entries), draws=True, alone=alone)
             entry |= {"step": torch.tensor(float(entry["step"])), "stream": stream}
             entry |= {} if (fields := slot_of({}, parameter, {}).fields) is None else {"grid": torch.tensor(fields)}
         state[index] = entries[parameter] = entry
@@ -183,9 +181,8 @@ def _stored(floats: dict[str, Tensor], group: dict[str, Any], stored: str, slot:
 def rows_of_state(state_dict: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """An optimizer's whole state as one of its sharded parameters: what their ``load_state_dict`` takes.
 
-    What has a row for each of the parameter's is cut, as :func:`~fp8manifold.distributed.rows_of` does: moments with
-    the magnitudes of their blocks, and residuals.  Counts, and what belongs to a parameter that is not sharded, stay as
-    they are.
+    Moments with the bounds of their blocks, and residuals, are cut as :func:`~fp8manifold.distributed.rows_of` does.
+    Counts, and entries of a parameter that is not sharded, stay as they are.
 
     Args:
         state_dict: of an optimizer of the same groups in one process, or gathered; the same in every process.
@@ -203,17 +200,12 @@ def rows_of_state(state_dict: dict[str, Any], optimizer: torch.optim.Optimizer) 
     saved = [index for group in state_dict["param_groups"] for index in group["params"]]
     state = dict(state_dict["state"])
     for index, parameter in zip(saved, everyone, strict=True):
-        share = share_of(parameter)
-        if share is not None and index in state:
-            state[index] = {name: _entry(name, value, parameter, share) for name, value in state[index].items()}
+        if (share := share_of(parameter)) is None or index not in state:
+            continue
+        state[index] = dict(state[index])
+        for name, value in state[index].items():
+            if name in BOUND_NAMES and len(share.shape) > 1:
+                state[index][name] = rows_of(value.reshape(share.shape[0], -1), parameter)
+            elif name not in BOUND_NAMES and isinstance(value, Tensor) and value.shape == share.shape:
+                state[index][name] = rows_of(value, parameter)
     return state_dict | {"state": state}
-
-
-def _entry(name: str, value: Any, parameter: Tensor, share: Share) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    if name in BOUND_NAMES:
-        in_rows = value.reshape(share.shape[0], -1) if len(share.shape) > 1 else None
-    else:
-        in_rows = value if value.shape == share.shape else None
-    return value if in_rows is None else rows_of(in_rows, parameter)

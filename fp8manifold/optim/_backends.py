@@ -12,8 +12,9 @@ from fp8manifold._base.reading import eager_only
 from fp8manifold._encoded.storage import void_remainder
 from fp8manifold._numerics.charts import chart_of
 from fp8manifold._ranks import local_of
+from fp8manifold.optim._directions import row_of
 from fp8manifold.optim._native_step import is_native, run_native
-from fp8manifold.optim._slot import Slot, row_of
+from fp8manifold.optim._slot import Slot
 from fp8manifold.optim._spec import BOUND_NAMES
 from fp8manifold.optim._step import Outcome, load_weights, step
 from fp8manifold.optim._triton_step import is_triton, run_triton

@@ -71,6 +71,7 @@ def scheduled(name: str, value: Schedule, step: int, low: float, high: float) ->
     return current
 
 
+_OPTIONAL: Final = ("float_lr", "previous_norm", "stabilize_every", "reset_every")
 _UNSUPPORTED: Final = ("foreach", "fused", "capturable", "differentiable")
 
 
@@ -85,7 +86,7 @@ def check_finite(name: str, value: Any) -> None:
     check_number(name, value, 0.0, math.inf, open_high=True)
 
 
-def check_betas(betas: Any) -> None:
+def _check_betas(betas: Any) -> None:
     """Raise unless ``betas`` is a pair of numbers in [0, 1)."""
     if not isinstance(betas, tuple | list) or len(betas) != 2:
         raise TypeError(f"betas={betas!r} must be a pair of numbers")
@@ -132,28 +133,27 @@ def lr_of(group: dict[str, Any]) -> float:
 
 def check_shared(optimizer: str, group: dict[str, Any], damping: str) -> None:
     """Raise unless the options that optimizers share are valid; ``damping`` is what its lower bound is called."""
-    if "betas" in group:
-        check_betas(group["betas"])
-    for name in ("eps", "float_lr", "previous_norm"):
-        if group.get(name) is not None:
-            check_finite(name, group[name])
     lr = group["lr"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(f"lr has shape {tuple(lr.shape)}: a number or a tensor of one element is needed")
     check_lr(group)
-    check_finite("weight_decay", group["weight_decay"])
+    for name in ("eps", "adam_eps", "weight_decay", "float_lr", "previous_norm"):
+        if name in group and not (group[name] is None and name in _OPTIONAL):
+            check_finite(name, group[name])
+    if "betas" in group:
+        _check_betas(group["betas"])
     check_int("seed", group["seed"], 0, 2**64 - 1)
     check_choice("on_nonfinite", group["on_nonfinite"], ("skip", "raise"))
-    if not isinstance(maximize := group["maximize"], bool):
-        raise TypeError(f"maximize={maximize!r} must be True or False, not {type(maximize).__name__}")
-    for name in ("stabilize_every", "reset_every"):
-        if group[name] is not None:
+    for name in ("maximize", "nesterov", "normalize"):
+        if not isinstance(value := group.get(name, False), bool):
+            raise TypeError(f"{name}={value!r} must be True or False, not {type(value).__name__}")
+    for name in ("refresh_every", "stabilize_every", "reset_every"):
+        if not (group[name] is None and name in _OPTIONAL):
             check_int(name, group[name], 1, 2**62)
     reject_flags(optimizer, {name: group[name] for name in _UNSUPPORTED if name in group})
     group.setdefault("start_lr", float(lr))
     check_number(damping, group[damping], 0.0, 1.0)
     check_number("clip", group["clip"], 1.0)
-    check_int("refresh_every", group["refresh_every"], 1, 2**62)
 
 
 def check_combination(optimizer: str, direction: str, group: dict[str, Any]) -> None:
@@ -192,7 +192,11 @@ def check_parameters(parameters: list[Tensor]) -> None:
     seen: set[int] = set()
     for parameter in parameters:
         check_share(parameter)
-        if _is_in_pieces(parameter):
+        manifold = None if isinstance(parameter, FP8Tensor) else own_manifold(parameter)
+        # a flat piece of a weight on a grid, or the flat parameter that FSDP's first version makes
+        flat = [getattr(part.module, "manifold", None) for part in getattr(parameter, "_param_infos", ())]
+        fits = manifold is None or broadcasts_to(manifold.scale.shape, parameter.shape)
+        if not fits or any(isinstance(each, StiffnessManifold) for each in flat):
             raise ValueError(
                 f"a parameter of shape {tuple(parameter.shape)} is sharded by FullyShardedDataParallel, without the "
                 "scales of its pieces: use DistributedDataParallel, or storage='fp8' or 'master' with fully_shard"
@@ -204,7 +208,6 @@ def check_parameters(parameters: list[Tensor]) -> None:
             )
         if parameter.is_meta:
             raise ValueError(f"a parameter of shape {tuple(parameter.shape)} is on the meta device: it has no values")
-        manifold = None if isinstance(parameter, FP8Tensor) else own_manifold(parameter)
         if manifold is not None and manifold.scale.device != parameter.device:
             raise ValueError(
                 f"a parameter of shape {tuple(parameter.shape)} is on {parameter.device} and its manifold on "
@@ -225,15 +228,6 @@ def check_unshared(name: str, parameters: Iterable[Tensor]) -> None:
                 f"{name} can't step a parameter of shape {tuple(parameter.shape)} that is sharded: it needs the whole; "
                 "use StiffnessAdamW or another of fp8manifold.optim, or DistributedDataParallel"
             )
-
-
-def _is_in_pieces(parameter: Tensor) -> bool:
-    """True for a flat piece of a weight on a grid, and for the flat parameter that FSDP's first version makes."""
-    manifold = None if isinstance(parameter, FP8Tensor) else own_manifold(parameter)
-    if manifold is not None:
-        return not broadcasts_to(manifold.scale.shape, parameter.shape)
-    parts = getattr(parameter, "_param_infos", ())
-    return any(isinstance(getattr(part.module, "manifold", None), StiffnessManifold) for part in parts)
 
 
 _MOVING: Final = ("lr", "float_lr", "betas", "momentum", "weight_decay")

@@ -140,23 +140,17 @@ def run_native(slots: Sequence[Slot]) -> None:
         if slot.spec.storage == "codes":
             slot.reached.append(bool(found[0]))
             slot.emptied.append(bool(found[1]))
-        if stepped.weight is not slot.weight:
-            _store_halves(slot, stepped.weight)
+        if (weight := slot.weight) is not (after := stepped.weight):  # rounded once
+            if slot.spec.draws_for_weight:
+                draws = draw_range(slot.offset, weight.numel(), slot.rounding_key, weight.device).view(weight.shape)
+                after = to_half(after, weight.dtype, draws)
+            weight.copy_(after)
 
 
 def _in_float32(slot: Slot) -> dict[str, Tensor]:
     """The gradient, and a weight of half as many bits, which is rounded once."""
     wide = {"gradient": slot.tensors["gradient"].to(torch.float32)}
     return wide | ({"weight": slot.weight.float()} if slot.weight.dtype in _FLOATS[1:] else {})
-
-
-def _store_halves(slot: Slot, stepped: Tensor) -> None:
-    """Round weights that were stepped in float32, once."""
-    weight = slot.weight
-    if slot.spec.draws_for_weight:
-        draws = draw_range(slot.offset, weight.numel(), slot.rounding_key, weight.device).view(weight.shape)
-        stepped = to_half(stepped, weight.dtype, draws)
-    weight.copy_(stepped)
 
 
 def sum_of_squares(places: Any, sizes: Any) -> float | None:
@@ -185,7 +179,7 @@ def places_of(slot: Slot, gradient: Tensor, scale: Tensor | None, *, kept: bool 
     With ``kept`` the scale may be exponents.
     """
     spec, numel, weight = slot.spec, slot.view.numel, slot.tensors["weight"]
-    tensors = {None: None, **slot.tensors}
+    tensors: dict[str | None, Tensor | None] = {None: None, **slot.tensors}
     blocks, dtype = numel // slot.view.dims[-1], _MOMENT_DTYPES[spec.moments]
     first, second = spec.first, "exp_avg_sq" if "exp_avg_sq" in spec.stores else None
     bounds = [spec.bounds[name] if name and spec.blockwise else None for name in (first, second)]

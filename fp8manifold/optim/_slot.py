@@ -37,12 +37,9 @@ _SHORTEST_BLOCK: Final = 32
 
 @dataclass(frozen=True)
 class View:
-    """A view of one or two dimensions that every array of a step broadcasts to.
+    """A view of one or two dimensions that every array of a step broadcasts to."""
 
-    ``dims`` are (rows, length), or the length alone where there is one row; a row is a block of the moments, where
-    they are stored in blocks, or the weights that share a scale.
-    """
-
+    #: (rows, length), or the length alone; a row is a block of moments in blocks, or the weights that share a scale
     dims: tuple[int, ...]
     #: dimensions of a scale, one for a row or for an element; () for one in all
     row_dims: tuple[int, ...]
@@ -69,13 +66,9 @@ def row_view(scale: Tensor, shape: tuple[int, ...], view: View) -> Tensor:
 
 @lru_cache(maxsize=4096)
 def view_of(shape: tuple[int, ...], scale_shape: tuple[int, ...] | None, block_size: int | None, blocks: bool) -> View:
-    """The view that a parameter is stepped in.
+    """The view that a parameter is stepped in, by its shape, that of its scale, and whether moments are in blocks.
 
-    Args:
-        shape: of the parameter.
-        scale_shape: of its scale; None for an ordinary parameter.
-        block_size: length of the blocks that share a scale, where there are such; 1 where each weight has its own.
-        blocks: whether moments are stored in blocks.
+    Blocks of ``block_size`` share a scale, where there are such; with 1 each weight has its own.
     """
     numel = math.prod(shape)
     rows, each = shape[0] if len(shape) > 1 else 1, False
@@ -93,22 +86,16 @@ def view_of(shape: tuple[int, ...], scale_shape: tuple[int, ...] | None, block_s
         rows, row_dims = numel // shape[-1], None
     else:
         return View((numel,), (numel,))
-    length = numel // rows
-    block = _block_length(length) if blocks else length
+    block = length = numel // rows
+    if blocks:  # the longest that divides a row, or the row itself where only a short one does
+        longest = range(min(length, _LONGEST_BLOCK), _SHORTEST_BLOCK - 1, -1)
+        block = next((each for each in longest if length % each == 0), length)
     repeats = length // block
     dims = (rows * repeats, block) if rows * repeats > 1 else (block,)
     if each:
         return View(dims, dims)
     row_dims = (rows * repeats, 1) if row_dims is None and len(dims) == 2 else ()
     return View(dims, row_dims, repeats if row_dims else 1)
-
-
-def _block_length(length: int) -> int:
-    """The longest block up to 256 that divides a row, or the row itself where only a short one does."""
-    for block in range(min(length, _LONGEST_BLOCK), _SHORTEST_BLOCK - 1, -1):
-        if length % block == 0:
-            return block
-    return length
 
 
 class Key(NamedTuple):
@@ -181,12 +168,11 @@ class Slot:
 
     @cached_property
     def scale(self) -> Tensor | None:
-        """The scale in floats, which is made where it is asked for."""
+        """The scale in floats."""
         return None if self.kept_scale is None else decoded_scale(self.kept_scale)
 
     @property
     def ranks(self) -> Ranks:
-        """The processes that hold a part each."""
         return ALONE if self.share is None else self.share.ranks
 
     @property
@@ -229,12 +215,10 @@ class Slot:
 
     @property
     def key(self) -> Key:
-        """The key of its draws."""
         return Key(self.group["seed"], self.done + 1, self.state["stream"])
 
     @property
     def rounding_key(self) -> Stream:
-        """The key of the draws for the weight."""
         return stream_of(self.draws, *self.key)
 
     @property
@@ -293,36 +277,17 @@ def slot_of(group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> 
     held, share = parameter, share_of(parameter)
     if share is not None:
         held = share.local
-    draws: str | None = group.get("draws")
-    done = steps_taken(state)
+    draws, of_step = group.get("draws"), (group, parameter, state, steps_taken(state))
     if isinstance(held, FP8Tensor):
-        scale, block_size = scales_in_runs(held)
-        return Slot(
-            group,
-            parameter,
-            state,
-            done,
-            "codes",
-            {"weight": held.codes},
-            held.format,
-            scale,
-            block_size,
-            rounding=held.rounding,
-            draws=draws or held.draws,
-            share=share,
-        )
+        how: dict[str, Any] = {"rounding": held.rounding, "draws": draws or held.draws, "share": share}
+        return Slot(*of_step, "codes", {"weight": held.codes}, held.format, *scales_in_runs(held), **how)
     weight, in_place = _memory_of(held)
     manifold, tensors = own_manifold(held), {"weight": weight}
     if manifold is None:
-        draws = draws or "independent"
-        return Slot(group, parameter, state, done, "plain", tensors, draws=draws, in_place=in_place, share=share)
-    storage: Storage = "grid" if isinstance(manifold, FP8Manifold) else "free"
+        return Slot(*of_step, "plain", tensors, draws=draws or "independent", in_place=in_place, share=share)
     return Slot(
-        group,
-        parameter,
-        state,
-        done,
-        storage,
+        *of_step,
+        "grid" if isinstance(manifold, FP8Manifold) else "free",
         tensors,
         manifold.format,
         manifold.scale.to(working_dtype(weight)),
@@ -365,12 +330,7 @@ def count_on_card(steps: list[Tensor], said: Tensor) -> None:
 
 
 def scales_in_runs(held: FP8Tensor, scale: Tensor | None = None) -> tuple[Tensor, int | None]:
-    """The scales that a step takes, as they are kept, and the length of the runs that share one; made for squares.
-
-    Args:
-        held: the codes.
-        scale: in place of their own, in the shape of these, in floats.
-    """
+    """The scales that a step takes, its own or others in their shape, and the length of the runs that share one."""
     scale = held.kept_scale if scale is None else scale
     if not isinstance(held.block_size, tuple):
         return scale, held.block_size

@@ -1,8 +1,7 @@
 """Steps on a GPU by Triton kernels: the records of native code, one launch for all parameters of a kind.
 
-A steady step is launched and left to the card, which decides by itself whether it is taken and which scales double.
-Weights, moments, scales and counts of steps there are those of a CPU for whatever reads them.  What the kernels have
-said is heard at the parameter's next step, whose random bits follow from it, or where somebody reads a count.
+A steady step is left to the card, which decides by itself whether it is taken and which scales double.  The host reads
+what the kernels have found at the parameter's next step, or where somebody reads a count.
 """
 
 import logging
@@ -25,7 +24,7 @@ from fp8manifold.optim._spec import MOMENT_FORMAT, Spec
 from fp8manifold.tensor import FP8Tensor
 
 _ELEMENTS: Final = 2048
-"""Elements of a program: 16 a thread, so that a thread loads and stores bytes by 128 bits."""
+"""Elements of a program: 16 a thread, so that it loads and stores bytes by 128 bits."""
 _LONGEST: Final = 1024
 """The longest row with moments in blocks that one program steps at once."""
 _PIECES: Final = (256, 128, 64, 32, 16)
@@ -124,11 +123,10 @@ def run_triton(slots: Sequence[Slot], *, decides: bool = False) -> Later | None:
 
     With ``decides`` the card may refuse all, and the host does not wait for what it says.
     """
-    if (found := launched(slots, decides=decides)) is None:
-        return None
-    _, said = found
-    if decides:
-        return said
+    found = launched(slots, decides=decides)
+    if found is None or decides:
+        return found and found[1]
+    said = found[1]
     if any(slot.spec.storage == "codes" for slot in slots):
         for slot, (reached, doubled, _, emptied) in zip(slots, said.values[1:], strict=True):
             if slot.spec.storage == "codes":
@@ -209,8 +207,7 @@ def kind_of(slot: Slot, places: Sequence[int] = ()) -> tuple[int, int, int, Kind
     return rows, length, repeats, (kernel_spec(slot.spec, weight, gradient, exponents), tile)
 
 
-_tile = lru_cache(maxsize=1024)(Tile)
-"""The same tile for parameters of one kind, so that its hash is made once."""
+_tile = lru_cache(maxsize=1024)(Tile)  # the same one for parameters of one kind, so that its hash is made once
 
 
 def _cut(rows: int, length: int, scales: str) -> tuple[int, int, int, str]:

@@ -10,7 +10,7 @@ from fp8manifold._base.checks import check_choice, check_number
 from fp8manifold._numerics.charts import Metric, chart_of
 from fp8manifold._numerics.stiffness import log2_bounded
 from fp8manifold.formats import FloatFormat
-from fp8manifold.optim._checks import Schedule, check_first_moment, lr_of, options_in, scheduled
+from fp8manifold.optim._checks import Schedule, check_finite, check_first_moment, lr_of, options_in, scheduled
 from fp8manifold.optim._optimizer import ManifoldOptimizer
 from fp8manifold.optim._slot import Parameters, Slot, manifold_of, own_manifold
 from fp8manifold.optim._writeback import WRITEBACKS, rule_of
@@ -22,7 +22,7 @@ _MODES = {0.0: "none", 1.0: "linear", 0.5: "sqrt", 2.0: "square"}
 
 
 class StiffnessOptimizer(ManifoldOptimizer):
-    """``w - lr (S / S_ref)^k d``: subclasses name the direction ``d`` and give its numbers."""
+    """``w - lr (S / S_ref)^k d``, of which subclasses give the direction ``d`` and its numbers."""
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
@@ -109,9 +109,8 @@ class StiffnessAdamW(StiffnessOptimizer):
     mean of ``S`` over the tensor.  Everything is computed in float32 (float64 for float64 parameters) and rounded
     once.  ``k = 0``, the default, is AdamW with a rounded write-back; ``k = 1`` approximates the Riemannian step.
 
-    An :class:`~fp8manifold.FP8Parameter` and a parameter on an :class:`~fp8manifold.FP8Manifold` are rounded to their
-    grid, one on a :class:`~fp8manifold.StiffnessManifold` is stepped without rounding, and an ordinary one gets plain
-    AdamW with the same learning rate; all may share a list.
+    Parameters in one byte or on an :class:`~fp8manifold.FP8Manifold` are rounded to their grid, those on a
+    :class:`~fp8manifold.StiffnessManifold` are not rounded, and ordinary ones get plain AdamW; all may share a list.
 
     Args:
         params: parameters, or groups of them with options of their own, as for any ``torch.optim`` optimizer.
@@ -121,19 +120,16 @@ class StiffnessAdamW(StiffnessOptimizer):
         weight_decay: decoupled decay, times ``lr`` a step.
         stiffness: the exponent k, 0 for AdamW: a number, or a function of the steps taken, such as :func:`anneal`.
         metric: what S is: ``ulp``, ``log``, ``euclidean`` or a function S(x, fmt).
-        writeback: how what was asked for becomes a point of the grid.  ``nearest`` and ``stochastic`` round.
-            ``residual8`` keeps what rounding leaves in a byte a weight, rounded stochastically to 1/256 of an ULP (a -0
-            becomes +0).  ``momentum`` rounds stochastically and gives the error to the first average.  Ordinary
-            bfloat16 and float16 parameters are rounded to their dtype: to nearest under ``nearest``, stochastically
-            under all others, finite values saturating.
+        writeback: how a target becomes a point of the grid.  ``nearest`` and ``stochastic`` round.  ``residual8`` keeps
+            what rounding leaves in a byte a weight, rounded stochastically to 1/256 of an ULP (a -0 becomes +0).
+            ``momentum`` rounds stochastically and gives the error to the first average.  Ordinary bfloat16 and float16
+            parameters are rounded to their dtype, under all but ``nearest`` stochastically, finite values saturating.
         draws: random draws of one weight, step by step: ``independent``, or ``dither``, which spreads them evenly, so
             that less noise adds up, and pulls weights towards 0: decay is 7% too strong in E4M3, 12% in E5M2
-            (:func:`fp8manifold.random_bits`).  Those of moments are independent.  A weight's own ``draws`` are for
-            optimizers that have none.
+            (:func:`fp8manifold.random_bits`).  Those of moments are independent.
         moments: how the averages are stored: ``float32``, ``bfloat16`` or ``8bit`` (block-wise E4M3, the second as its
-            square root; of Muon E2M5), the last two with stochastic rounding that is right in the mean.  Of the second
-            average in 8 bits that is ``1 / sqrt(v)``, which a step goes with; ``v`` itself is 4 to 6% above.  float64
-            parameters have float64 averages under ``float32``.
+            square root; of Muon E2M5), the last two with stochastic rounding that is right in the mean: in 8 bits of
+            ``1 / sqrt(v)``, with ``v`` itself 4 to 6% above.  Under ``float32`` float64 parameters have float64 ones.
         seed: key of all random bits; they also depend on the step and on the parameter's position.
         damping: lower bound of S / S_ref, so that weights near zero keep moving in formats of many binades.
         clip: upper bound of S / S_ref, so that outliers do not run away.
@@ -149,8 +145,8 @@ class StiffnessAdamW(StiffnessOptimizer):
 
     Raises:
         TypeError: an option of another type.
-        ValueError: an option out of range, an unsupported torch flag or combination, no parameters, or a parameter on
-            a manifold of another library (use :class:`RiemannianAdam` there).
+        ValueError: an option out of range, an unsupported flag or combination, no parameters, or a parameter on a
+            manifold of another library (use :class:`RiemannianAdam` there).
 
     Example:
         >>> import fp8manifold as fm, torch
@@ -227,8 +223,7 @@ class StiffnessSGD(StiffnessOptimizer):
               - \\eta \\left( \\mathrm{clamp}(S(w) / S_{ref}, damping, clip) \\right)^k b \\right)
 
     ``k = 0``, the default, is SGD with a rounded write-back.  A gradient is a covector, so that its Riemannian step is
-    ``S^2 g``: ``stiffness=2.0``.  Unlike ``torch.optim.SGD`` the decay is decoupled from the gradient.  Ordinary
-    parameters get plain SGD with the same learning rate.
+    ``S^2 g``: ``stiffness=2.0``.  Unlike torch's the decay is decoupled.  Ordinary parameters get plain SGD.
 
     Args:
         params: parameters or groups, quantised and ordinary ones mixed.
@@ -288,10 +283,6 @@ class StiffnessSGD(StiffnessOptimizer):
         super()._check_group(group)
         check_momentum(group)
 
-    def _fields(self, slot: Slot) -> dict[str, Any]:
-        moments = {"has_moments": bool(slot.group["momentum"]), "nesterov": slot.group["nesterov"]}
-        return super()._fields(slot) | moments
-
     def _numbers(self, slot: Slot) -> dict[str, float]:
         return sgd_numbers(slot) | self._shared_numbers(slot)
 
@@ -341,7 +332,8 @@ class StiffnessLion(StiffnessOptimizer):
         betas: of the interpolation, and of the average.
         weight_decay: decoupled decay, times ``lr`` a step.
         stiffness, metric, writeback, draws, moments, seed, damping, clip, refresh_every, maximize,
-            on_nonfinite, stabilize_every, reset_every, flags: as in :class:`StiffnessAdamW`, without ``writeback="momentum"``.
+            on_nonfinite, stabilize_every, reset_every, flags: as in :class:`StiffnessAdamW`, without
+            ``writeback="momentum"``.
 
     Raises:
         TypeError, ValueError: as :class:`StiffnessAdamW`.
@@ -403,10 +395,8 @@ class Madam(StiffnessOptimizer):
               d = \\mathrm{clamp}(g / \\sqrt{\\hat v}, -c, c)
 
     A multiplicative step can't change a sign, nor leave zero.  So below the floor ``f = escape * 2^M S_ref`` it
-    becomes additive: the two have the same value and slope where they meet.  The step is taken in value and rounded
-    once; on a logarithmic chart stochastic rounding would be biased.
-
-    Ordinary parameters (norms, embeddings, biases) get AdamW at ``float_lr``, since zeros are common there.
+    becomes additive: the two have the same value and slope where they meet.  Ordinary parameters (norms, embeddings,
+    biases), where zeros are common, get AdamW at ``float_lr``.
 
     Args:
         params: parameters or groups, quantised and ordinary ones mixed.
@@ -418,8 +408,8 @@ class Madam(StiffnessOptimizer):
         max_direction: the bound ``c``.
         escape: the floor, as a share of the tensor's mean binade.
         writeback, draws, moments, seed, damping, clip, refresh_every, maximize, on_nonfinite,
-            stabilize_every, reset_every, flags: as in :class:`StiffnessAdamW`, without ``writeback="momentum"``; ``damping``
-            and ``clip`` only say what ``bounded_share`` counts.
+            stabilize_every, reset_every, flags: as in :class:`StiffnessAdamW`, without ``writeback="momentum"``;
+            ``damping`` and ``clip`` only say what ``bounded_share`` counts.
 
     Raises:
         TypeError, ValueError: as :class:`StiffnessAdamW`.
@@ -467,6 +457,7 @@ class Madam(StiffnessOptimizer):
         super().__init__(params, options_in(locals()))
 
     def _check_group(self, group: dict[str, Any]) -> None:
+        check_finite("float_lr", group["float_lr"])
         check_number("max_direction", group["max_direction"], 0.0, open_low=True)
         check_number("escape", group["escape"], 0.0, open_low=True)
         super()._check_group(group)
