@@ -161,7 +161,7 @@ def _word(fact: object) -> int:
 
 
 def _difference(optimizer: Optimizer, ranks: Ranks, facts: Sequence[Fact], device: torch.device) -> str:
-    """The line that names what differs; every process of ``ranks`` asks for it."""
+    """The line that names what differs; every process of ``ranks`` calls this."""
     count = torch.tensor([len(facts)], device=device)
     if not bool((ranks.gathered(count) == count).all()):
         return "the optimizers of the processes have other groups or numbers of parameters: make them of the same model"

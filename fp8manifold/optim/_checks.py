@@ -235,7 +235,7 @@ _MOVING: Final = ("lr", "float_lr", "betas", "momentum", "weight_decay")
 
 
 def unshare(groups: Sequence[dict[str, Any]]) -> None:
-    """Give each group tensors of its own: what schedulers write in place, a group at a time, they would write twice."""
+    """Copy tensors that groups share: schedulers that write in place, a group at a time, would write them twice."""
     held = Counter(value.data_ptr() for group in groups for value in group.values() if isinstance(value, Tensor))
     for group in groups:
         shared = [name for name, value in group.items() if isinstance(value, Tensor) and held[value.data_ptr()] > 1]

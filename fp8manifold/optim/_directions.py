@@ -55,8 +55,7 @@ class Descent(NamedTuple):
     direction: Tensor
     moments: dict[str, Tensor]
     denominator: Tensor | None = None
-    root: Tensor | None = None
-    """The square root of the second moment, where it has been computed."""
+    root: Tensor | None = None  # of the second moment, where it has been computed
 
 
 def adam(gradient: Tensor, moments: dict[str, Tensor], numbers: Numbers) -> Descent:
@@ -142,10 +141,8 @@ class Direction(NamedTuple):
 
     descend: Callable[..., Descent]
     moments: tuple[str, ...]
-    takes_no_error: str | None = None
-    """The reason why no rounding error can be injected into its first moment; None where it can."""
-    fitted: bool = False
-    """Whether its moment is, in 8 bits, on a grid fitted to each block's largest value: :data:`MOMENTUM_FORMAT`."""
+    takes_no_error: str | None = None  # the reason why no rounding error can go into its first moment
+    fitted: bool = False  # its moment is, in 8 bits, on a grid fitted to each block's largest value
 
 
 DIRECTIONS: Final = {

@@ -8,15 +8,26 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fp8manifold.optim._backends import StepView, block_noise, blocks_of, run_all, run_eager, viewed
+from fp8manifold.optim._backends import run_all
 from fp8manifold.optim._directions import named
 from fp8manifold.optim._scales import fit_scales
 from fp8manifold.optim._slot import Slot
 from fp8manifold.optim._spec import LARGEST
-from fp8manifold.optim._step import Outcome, load_weights, rescaled, stiffness_factor, store_moments
+from fp8manifold.optim._step import (
+    Outcome,
+    StepView,
+    block_noise,
+    blocks_of,
+    load_weights,
+    rescaled,
+    run_eager,
+    stiffness_factor,
+    store_moments,
+    viewed,
+)
 
 COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
-"""Of the quintic that takes singular values of 0 .. 1 to about 1 (Jordan et al. 2024)."""
+"""Coefficients of the quintic that takes singular values of 0 .. 1 to about 1 (Jordan et al. 2024)."""
 
 ADJUSTMENTS: Final = ("original", "match_rms_adamw", "spectral_unclamped")
 """Rules for the size of a step by the shape of a matrix, as ``torch.optim.Muon`` spells them; None is ``original``."""
@@ -172,7 +183,7 @@ def _ratio(mixed: Tensor, factor: Tensor) -> float:
 
 def second_half(slot: Slot, direction: Tensor) -> Slot:
     tensors = {name: tensor for name, tensor in slot.tensors.items() if name not in _STATE}
-    # asked for twice: a conversion to the dtype it has already leaves the factor of a tall matrix transposed
+    # contiguous twice: a conversion to the dtype it has already leaves the factor of a tall matrix transposed
     direction = direction.to(slot.dtype, memory_format=torch.contiguous_format).contiguous().view(slot.view.dims)
     return slot.replaced(spec=slot.spec.second_half, tensors=tensors | {"gradient": direction})
 

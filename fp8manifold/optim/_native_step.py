@@ -179,7 +179,7 @@ def places_of(slot: Slot, gradient: Tensor, scale: Tensor | None, *, kept: bool 
     With ``kept`` the scale may be exponents.
     """
     spec, numel, weight = slot.spec, slot.view.numel, slot.tensors["weight"]
-    tensors: dict[str | None, Tensor | None] = {None: None, **slot.tensors}
+    tensors: dict[Any, Any] = {None: None, **slot.tensors}
     blocks, dtype = numel // slot.view.dims[-1], _MOMENT_DTYPES[spec.moments]
     first, second = spec.first, "exp_avg_sq" if "exp_avg_sq" in spec.stores else None
     bounds = [spec.bounds[name] if name and spec.blockwise else None for name in (first, second)]

@@ -10,7 +10,7 @@ from fp8manifold._base.reading import Later, eager_only
 from fp8manifold._numerics.stiffness import bounded_share, end_exponents, reference_stiffness
 from fp8manifold._ranks import local_of
 from fp8manifold.optim._agreement import in_every_process
-from fp8manifold.optim._backends import StepView, gathered, note_changes, observed_step, run_all
+from fp8manifold.optim._backends import gathered, note_changes, run_all
 from fp8manifold.optim._checks import (
     CHANGING,
     check_combination,
@@ -36,6 +36,7 @@ from fp8manifold.optim._state import (
     take_remainder,
 )
 from fp8manifold.optim._steady import Table, is_steady, planned
+from fp8manifold.optim._step import StepView, observed_step
 from fp8manifold.optim._streams import new_stream, twins
 from fp8manifold.optim._triton_step import hear
 from fp8manifold.optim._writeback import rounds_at_random
@@ -86,7 +87,9 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     streams_begun: int = 0
     _unheard: tuple[tuple[Later, dict[Tensor, int | None], bool], ...] = ()  # what ``hear`` takes of each step
     _table: Table | None = None  # of the last steady step; looked over before each use
-    _recorder: Callable[[], None] | None = None  # told of the step while a graph of what is around it is recorded
+    _recorder: Callable[[], None] | None = (
+        None  # called in place of a step while a graph of the passes around it is recorded
+    )
     _graph: Callable[[Any, list[Slot]], Later] | None = None  # takes and counts what a card's table launches
     _in_backward: Any = None  # the handle of ``step_in_backward``
     _has_started: bool = False
@@ -153,8 +156,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         elif taken := self._may_step(slots):
             for group in self.param_groups:
                 for parameter in group["params"]:
-                    if getattr(local_of(parameter), "remainder", None) is not None:
-                        take_remainder(group, parameter, self.state)
+                    take_remainder(group, parameter, self.state)
             self._take(counted(self._begin(slots)))
         if taken:
             self.skipped_in_row = 0
@@ -194,8 +196,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             warn_of_skips(self, culprits)
 
     def _slots(self) -> list[Slot]:
-        members = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
-        return [slot_of(group, p, self.state.get(p, {})) for group, p in members]
+        return [self._slot(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
 
     def _slot(self, group: dict[str, Any], parameter: Tensor) -> Slot:
         return slot_of(group, parameter, self.state.get(parameter, {}))

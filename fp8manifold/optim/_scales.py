@@ -3,14 +3,12 @@
 A weight at the end of its range has its row, block or tensor widened after the step, if its own gradient or first
 average is not 0: published scales put one of each group there, and what nothing moves stays to the byte.
 
-The scale of weights that all are 0 says nothing of those to come: it is 1, where nobody has given another.  The step
-that moves such weights is computed as any other; only its write-back is under a scale for what it asks for.  That is
-known from what is stored alone, so shards and resumed runs have the same bits.  Where a step is counted in spacings of
-the format (a chart's, a factor's) there is nothing to fit: its size follows from the scale.
+The scale of weights that all are 0 says nothing of those to come.  The step that moves them is computed as any other;
+only its write-back is under a scale for its targets, which follow from what is stored alone: shards and resumed runs
+have the same bits.  Where a step is counted in spacings of the format there is nothing to fit.
 
-A scale that is 16 times what a new parameter of these weights had is narrowed on a step that computes S_ref anew, which
-looks at all codes anyway.  It is exact: powers of two further down the grid has every value that it has above.  A scale
-that has come down has to be doubled four times before it may come down again.  Of a scale ``2^e f`` both move ``e``.
+A scale that is 16 times what a new parameter of these weights had is narrowed on a step that computes S_ref again.  It
+is exact: powers of two further down the grid has every value that it has above.  Of a scale ``2^e f`` both move ``e``.
 """
 
 import logging
@@ -25,9 +23,8 @@ from fp8manifold._encoded.stored_scale import describe_change
 from fp8manifold._numerics.codec import encode_finite, encode_signed, split_codes, unless_special
 from fp8manifold._ranks import Ranks, local_of
 from fp8manifold._triton.kinds import widest_scale
-from fp8manifold.optim._backends import block_noise, blocks_of
 from fp8manifold.optim._slot import FOR_RESCALING, Slot, row_view, scales_in_runs
-from fp8manifold.optim._step import load_weights, step
+from fp8manifold.optim._step import block_noise, blocks_of, load_weights, step
 from fp8manifold.random_bits import draw_of, words_at
 from fp8manifold.scaling import narrowed_scale, refitted_scale
 from fp8manifold.tensor import FP8Tensor
@@ -36,7 +33,7 @@ _LOG: Final = logging.getLogger("fp8manifold")
 _FEW: Final = 16
 """Codes at the start of a row, one of which nearly always is not 0."""
 _ROOM: Final = 2.0
-"""The next step of weights that were 0 asks for as much again."""
+"""The next step of weights that were 0 moves them as far again."""
 
 
 def _held(slot: Slot) -> FP8Tensor:
@@ -282,5 +279,5 @@ def _change(slot: Slot, new: Tensor, what: str) -> int:
 
 
 def own_count(slot: Slot, count: int) -> int:
-    """How many of some scales this process counts: of one that all share, the first does."""
+    """The number of scales that this process counts: one that all share is counted by the first."""
     return 0 if has_one_scale(slot) and slot.ranks.rank else count

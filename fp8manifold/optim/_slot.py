@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import geoopt
 import torch
@@ -41,10 +41,8 @@ class View:
 
     #: (rows, length), or the length alone; a row is a block of moments in blocks, or the weights that share a scale
     dims: tuple[int, ...]
-    #: dimensions of a scale, one for a row or for an element; () for one in all
-    row_dims: tuple[int, ...]
-    #: rows of the view that share one of the scale's entries
-    repeats: int = 1
+    row_dims: tuple[int, ...]  # of a scale, one for a row or for an element; () for one in all
+    repeats: int = 1  # rows of the view that share one of the scale's entries
 
     @property
     def block_dims(self) -> tuple[int, ...]:
@@ -98,65 +96,44 @@ def view_of(shape: tuple[int, ...], scale_shape: tuple[int, ...] | None, block_s
     return View(dims, row_dims, repeats if row_dims else 1)
 
 
-class Key(NamedTuple):
-    """The key of one parameter's draws in one step."""
-
-    seed: int
-    step: int
-    stream: int
-
-
 _FOLLOWING: Final = frozenset(("scale", "arrays", "row"))
 """Attributes of a slot that follow from the others."""
 
 
 @dataclass(eq=False)
 class Slot:
-    """One parameter in one step, made anew in every step from its group, its state and the parameter itself."""
+    """One parameter in one step, made in every step from its group, its state and the parameter itself."""
 
     group: dict[str, Any]
     parameter: Tensor
     state: dict[str, Any]
-    #: steps taken before this one
-    done: int
+    done: int  # steps taken before this one
     storage: Storage
     #: ``weight``, and once the step is prepared ``gradient`` and what the state has: moments, bounds, ``residual``;
     #: contiguous, the rows that this process holds
     tensors: dict[str, Tensor]
-    #: None for an ordinary parameter
-    fmt: FloatFormat | None = None
-    #: as it is kept: the exponents alone, uint8, where blocks have scales
-    kept_scale: Tensor | None = None
+    fmt: FloatFormat | None = None  # None for an ordinary parameter
+    kept_scale: Tensor | None = None  # of blocks the exponents alone, uint8
     block_size: int | None = None
     metric: Metric = "ulp"
     rounding: str = "nearest"
-    #: how the draws for the weight follow each other, step by step
-    draws: str = "independent"
+    draws: str = "independent"  # how those for the weight follow each other, step by step
     retraction: str = "exponential"
-    #: whether ``weight`` is the parameter's own memory, and not a contiguous copy of it
-    in_place: bool = True
-    #: the rows that this process holds of a sharded parameter
-    share: Share | None = None
+    in_place: bool = True  # ``weight`` is the parameter's own memory, and no contiguous copy of it
+    share: Share | None = None  # the rows that this process holds of a sharded parameter
 
     spec: Spec = field(init=False)
     view: View = field(init=False)
     numbers: dict[str, float] = field(init=False)
-    #: the stiffness exponent of this step
-    power: float = 0.0
-    #: exponents, in value, between which a chart of the ulp follows the format
-    ends: tuple[int, int] = (0, 0)
-    #: whether every process steps all rows of a sharded parameter
-    whole: bool = False
-    #: whether the step left a code of the largest magnitude, where its backend looked for one
+    power: float = 0.0  # the stiffness exponent of this step
+    ends: tuple[int, int] = (0, 0)  # exponents, in value, between which a chart of the ulp follows the format
+    whole: bool = False  # every process steps all rows of a sharded parameter
+    # found by a backend: a code of the largest magnitude, how many scales it has doubled, a part of a row of zeros
     reached: list[bool] = field(default_factory=list)
-    #: how many scales have been doubled for that, where its backend does it
     doubled: list[int] = field(default_factory=list)
-    #: whether it left a part of a row that is 0 throughout, where its backend looked for one
     emptied: list[bool] = field(default_factory=list)
-    #: the scales that the step fits, as a mask in the shape of the parameter's: their weights all are 0; None for none
-    zero: Tensor | None = None
-    #: the scales after a step that fits some, in floats
-    next_scale: list[Tensor] = field(default_factory=list)
+    zero: Tensor | None = None  # mask of the scales that the step fits, whose weights all are 0
+    next_scale: list[Tensor] = field(default_factory=list)  # in floats, after a step that fits some
 
     @property
     def weight(self) -> Tensor:
@@ -214,8 +191,9 @@ class Slot:
         return self.done + 1 - int(self.state.get("since", 0))
 
     @property
-    def key(self) -> Key:
-        return Key(self.group["seed"], self.done + 1, self.state["stream"])
+    def key(self) -> tuple[int, int, int]:
+        """Seed, step and stream of its draws."""
+        return self.group["seed"], self.done + 1, self.state["stream"]
 
     @property
     def rounding_key(self) -> Stream:
@@ -261,7 +239,7 @@ class Slot:
         return list(changed.values())
 
     def replaced(self, **fields: Any) -> "Slot":
-        """A copy with other fields, views of which are made anew."""
+        """A copy with other fields, without the views of the old ones."""
         kept = {name: value for name, value in self.__dict__.items() if name not in _FOLLOWING}
         other = object.__new__(Slot)
         other.__dict__ = kept | fields

@@ -23,10 +23,10 @@ LARGEST: Final = "avg_largest"
 BOUND_NAMES: Final = frozenset((*BOUNDS.values(), LARGEST))
 
 MOMENT_FORMAT: Final = FloatFormat(4, 3)
-"""Of both moments in 8 bits; the second is stored as its square root, which doubles the range: 36 binades of ``v``."""
+"""The format of both moments in 8 bits; the second is stored as its square root, for 36 binades of ``v``."""
 
 MOMENTUM_FORMAT: Final = FloatFormat(2, 5)
-"""Of one that is fitted, with even spacing: of an orthogonal factor an error counts beside the whole matrix."""
+"""The format of a fitted moment, with even spacing: of an orthogonal factor an error counts beside the whole matrix."""
 
 
 def bounds_of(direction: str | None) -> dict[str, str]:
@@ -47,16 +47,13 @@ class Spec:
     #: codes (one byte), grid (floats on the grid), free (floats between its ends), plain (floats), or direction: no
     #: weight, but the direction itself in its place
     storage: Storage
-    #: of floats stochastic where they are rounded so, to bfloat16 or float16, and nearest else
-    writeback: str = "nearest"
+    writeback: str = "nearest"  # of floats stochastic where halves are rounded so
     moments: str = "float32"
     fmt: FloatFormat | None = None
     metric: Metric = "ulp"
     scale_is_power_of_two: bool = True
-    #: linear in value, along the chart's geodesic, along its tangent, or multiplicative
-    geometry: Geometry = "linear"
-    #: how S / S_ref enters a linear step: none, linear, sqrt, square or power
-    stiffness: str = "none"
+    geometry: Geometry = "linear"  # in value, along the chart's geodesic, along its tangent, or multiplicative
+    stiffness: str = "none"  # how S / S_ref enters a linear step: none, linear, sqrt, square or power
     decays: bool = False
     has_moments: bool = True
     nesterov: bool = False

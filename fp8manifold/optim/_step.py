@@ -1,11 +1,14 @@
-"""A step of one parameter as a pure function: moments, direction, move, write-back."""
+"""A step in PyTorch: a pure function of moments, direction, move and write-back, taken in blocks and shown."""
 
 import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fp8manifold._base.blocks import block_on
 from fp8manifold._numerics.charts import Chart, UlpChart, chart_of, sign_of
 from fp8manifold._numerics.codec import (
     decode_magnitude,
@@ -19,13 +22,14 @@ from fp8manifold._numerics.codec import (
 from fp8manifold._numerics.rounding import round_block
 from fp8manifold._numerics.stiffness import exp2_exact, factor
 from fp8manifold.optim._directions import DIRECTIONS, Descent, Numbers, named
+from fp8manifold.optim._slot import Slot
 from fp8manifold.optim._spec import BOUNDS, LARGEST, MOMENT_FORMAT, MOMENTUM_FORMAT, Spec
 from fp8manifold.optim._writeback import to_half
-from fp8manifold.random_bits import RANDOM_BITS, draw_of
+from fp8manifold.random_bits import RANDOM_BITS, draw_of, word_range
 
 
 class Outcome(NamedTuple):
-    """The new values of what is stored, by name, and what the step asked for, in units of the scale."""
+    """The new values of stored tensors by name, the weights before, and the target in units of the scale."""
 
     stored: dict[str, Tensor]
     before: "Weights"
@@ -65,7 +69,7 @@ def write(
     numbers: Numbers,
     noise: dict[str, Tensor],
 ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-    """The value asked for along a direction, what is stored of it, and the moments with the error."""
+    """The target along a direction, the tensors stored of it, and the moments with the error."""
     if spec.storage == "direction":
         direction = torch.where(descent.direction == 0, 0.0, descent.direction)  # 0 has no sign, as in native code
         return direction, {"weight": direction}, descent.moments
@@ -150,7 +154,7 @@ def load_weights(spec: Spec, arrays: dict[str, Tensor], dtype: torch.dtype) -> W
 def store_weights(
     spec: Spec, arrays: dict[str, Tensor], before: Weights, target: Tensor, draws: Tensor | None
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """What is stored, by name, and the weights that it stands for, in units of the scale."""
+    """The tensors to store by name, and the weights that they mean in units of the scale."""
     weight, fmt = arrays["weight"], spec.fmt
     if spec.storage == "plain":
         return {"weight": _as_stored(target, weight.dtype, draws)}, target
@@ -171,7 +175,7 @@ _LONGEST = 2.0**24  # steps of the chart: far past either end, and far from over
 
 
 def move(spec: Spec, weights: Weights, direction: Tensor, arrays: dict[str, Tensor], numbers: Numbers) -> Tensor:
-    """The value asked for, in units of the scale, before anything is rounded."""
+    """The target in units of the scale, before anything is rounded."""
     start = weights.x * numbers["keep"] if spec.decays else weights.x
     if spec.storage == "plain":
         return start - direction * numbers["rate"]
@@ -194,7 +198,7 @@ def move(spec: Spec, weights: Weights, direction: Tensor, arrays: dict[str, Tens
 
 
 def covector(spec: Spec, weights: Weights, gradient: Tensor, arrays: dict[str, Tensor], numbers: Numbers) -> Tensor:
-    """The gradient with respect to the coordinates that the direction is taken in; of codes in a unit of its own."""
+    """The gradient with respect to the coordinates that the direction is taken in; of codes in their unit."""
     if spec.geometry not in ("exponential", "tangent"):
         return gradient
     return gradient * (chart_for(spec, arrays).stiffness(weights.x) * (arrays["scale"] * numbers["per_unit"]))
@@ -330,3 +334,74 @@ def _reciprocal(power_of_two: Tensor) -> Tensor:
 def _to_bfloat16(x: Tensor, draws: Tensor) -> Tensor:
     """Random bits below the kept ones carry into them with the probability of what is cut off."""
     return ((x.view(torch.int32) + draws) & -65536).view(torch.float32).to(torch.bfloat16)
+
+
+def run_eager(slot: Slot, *, observed: bool = False) -> list[Outcome]:
+    """Take the step in place, and return the outcome of each part of it where it is observed."""
+    outcomes = []
+    for arrays, start in blocks_of(slot):
+        outcome = step(slot.spec, arrays, slot.row, block_noise(slot, arrays["gradient"], start))
+        for name, value in outcome.stored.items():
+            arrays[name].copy_(value)
+        if observed:
+            outcomes.append(outcome)
+    return outcomes
+
+
+def blocks_of(slot: Slot) -> Iterator[tuple[dict[str, Tensor], int]]:
+    """The arrays some rows at a time, and the position of their first element in the slot."""
+    first, inner = slot.view.dims[0], slot.view.numel // slot.view.dims[0]
+    rows = max(1, block_on(slot.device) // inner)
+    if len(slot.view.dims) == 1 and slot.spec.blockwise:
+        rows = first  # its one block is not cut up
+    for start in range(0, first, rows):
+        yield {name: _rows(a, start, rows, first) for name, a in slot.arrays.items()}, start * inner
+
+
+def block_noise(slot: Slot, part: Tensor, start: int) -> dict[str, Tensor]:
+    """The random words of a part of a slot, by what draws them."""
+    wanted = {"weight": slot.spec.draws_for_weight, "moments": slot.spec.draws_for_moments}
+    keys = {"weight": slot.rounding_key, "moments": slot.moments_key}
+    noise = {}
+    for name in (name for name, draws in wanted.items() if draws):
+        words, phase = keys[name]
+        noise[name] = word_range(slot.offset + start, part.numel(), words, part.device, phase=phase).view(part.shape)
+    return noise
+
+
+def _rows(array: Tensor, start: int, rows: int, total: int) -> Tensor:
+    return array[start : start + rows] if array.dim() and array.shape[0] == total else array
+
+
+@dataclass(frozen=True)
+class StepView:
+    """One quantised parameter in one step, for an observer; the tensors are detached and not to be changed."""
+
+    parameter: Tensor
+    """The parameter itself, after the step."""
+    before: Tensor
+    """Its values before the step; as those below of its shape, in float32 (float64 for float64 parameters)."""
+    target: Tensor
+    """The value requested, before the write-back rounds it."""
+    after: Tensor
+    """The value after the write-back."""
+    stiffness: Tensor
+    """One step of the metric at ``before``: an ULP, where that is ``ulp``."""
+
+
+def observed_step(slot: Slot) -> StepView:
+    """Take the step eagerly and show the values before it, its targets and the values after it, residuals included."""
+    return viewed(slot, lambda: run_eager(slot, observed=True))
+
+
+def viewed(slot: Slot, take: Callable[[], list[Outcome]]) -> StepView:
+    """Show the step of a slot that ``take`` takes, part by part."""
+    shape, scale = slot.weight.shape, slot.arrays["scale"]
+    before = load_weights(slot.spec, slot.arrays, slot.dtype).x * scale
+    outcomes = take()
+    target = torch.cat([outcome.target for outcome in outcomes]) * scale
+    x = torch.cat([outcome.before.x for outcome in outcomes])
+    assert slot.spec.fmt is not None
+    stiffness = chart_of(slot.spec.fmt, slot.spec.metric).stiffness(x) * scale
+    after = load_weights(slot.spec, slot.arrays, slot.dtype).x * slot.arrays.get("next_scale", scale)
+    return StepView(slot.parameter, *(x.reshape(shape) for x in (before, target, after, stiffness)))

@@ -36,7 +36,7 @@ def new_stream(
     """A stream of 63 bits from what is the parameter's own, which no other parameter of the state has or had.
 
     Its own are its first values, and the seed of a one-byte tensor or of a grid's manifold, so that the two
-    storages draw the same bits.  Those that share both are told apart by their order in the optimizer, or, without a
+    storages draw the same bits.  Parameters that share both differ by their order in the optimizer, or, without a
     seed and in an optimizer each, by their first gradients: these differ between machines in the last bits, so they
     enter nowhere else.
 

@@ -13,16 +13,16 @@ from fp8manifold.formats import FloatFormat
 
 @dataclass(frozen=True)
 class WriteBack:
-    r"""One way from the value that a step asks for to what is stored of it.
+    r"""One way from the target of a step to the weight that is stored.
 
     An update is lost where rounding undoes it and nothing of it is kept, put into a moment or returned on average.
-    With :math:`t` asked for, :math:`u` uniform in one ULP, :math:`r` the remainder, and :math:`\rho_b` rounding, at
+    With the target :math:`t`, :math:`u` uniform in one ULP, :math:`r` the remainder, and :math:`\rho_b` rounding, at
     random too, to :math:`2^{-b}` ULP:
 
     .. math:: w = \lfloor t + u \rfloor \qquad\text{or, with } b \text{ bits,}\quad
         w = \operatorname{round}\rho_b(t + r), \quad r' = \rho_b(t + r) - w
 
-    A weight that is NaN stays so; infinite ones are never asked for; -0 is a value like others; empty stays empty.
+    A weight that is NaN stays so; no target is infinite; -0 is a value like others; empty stays empty.
 
     Args:
         name: what optimizers call it.
@@ -50,12 +50,12 @@ class WriteBack:
 
     @property
     def draws(self) -> bool:
-        """Whether it needs random bits."""
+        """True where it needs random bits."""
         return self.rounding == "stochastic"
 
     @property
     def loses_updates(self) -> bool:
-        """Whether weights that stand still have lost what they were asked for; else that is theirs in the long run."""
+        """True where the update of a weight that does not move is lost, not returned on average."""
         return not (self.draws or self.residual_bits or self.injects)
 
     @property
@@ -71,13 +71,13 @@ class WriteBack:
     def store(
         self, storage: str, fmt: FloatFormat, arrays: dict[str, Tensor], target: Tensor, draws: Tensor | None
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """Round once: what is stored, by name, and the weights that it stands for, in units of the scale.
+        """Round once, to tensors to store by name, and the weights that they mean in units of the scale.
 
         Args:
             storage: ``codes``, or ``grid`` for floats on it.
             fmt: the format.
             arrays: ``weight`` as it is, and its ``scale``.
-            target: what was asked for, in units of the scale.
+            target: in units of the scale.
             draws: 24-bit random bits, where it draws any.
         """
         weight, bits = arrays["weight"], self.residual_bits

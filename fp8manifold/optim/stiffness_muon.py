@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from fp8manifold._base.checks import check_choice, check_int, check_number
 from fp8manifold._numerics.charts import Metric
 from fp8manifold.nn._selection import CONVOLUTIONS, is_linear
-from fp8manifold.optim._backends import StepView
 from fp8manifold.optim._checks import Schedule, check_first_moment, lr_of, options_in
 from fp8manifold.optim._muon import ADJUSTMENTS, COEFFICIENTS, SHAPES, adjusted_rate, as_matrices, take_muon_steps
 from fp8manifold.optim._slot import Parameters, Slot
+from fp8manifold.optim._step import StepView
 from fp8manifold.optim._writeback import rule_of
 from fp8manifold.optim.stiffness import StiffnessOptimizer, adam_numbers, momentum_numbers
 from fp8manifold.random_bits import Draws
@@ -36,7 +36,7 @@ _KINDS: Final[dict[_Kind, dict[str, Any]]] = {
     "others": {"direction": "adam"},
     "vectors": {"direction": "adam", "weight_decay": 0.0},
 }
-"""Of the groups, in their order, where they are not ``direction="muon"`` with the decay that is asked for."""
+"""Options of the groups, in their order, where they are not ``direction="muon"`` with the given decay."""
 
 _NO_DECAY: Final = re.compile(
     r"(.*_)?(bias|biases|pos|position|positions|positional)(_.*)?"  # gate_up_proj_bias, pos_embed, rel_pos_h
@@ -275,7 +275,7 @@ class ReportedParameter:
     direction: str
     """``muon`` or ``adam``."""
     decays: bool
-    """Whether ``weight_decay`` is for it."""
+    """True where ``weight_decay`` is for it."""
     reason: str
     """Why."""
 

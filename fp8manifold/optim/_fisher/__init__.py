@@ -64,7 +64,7 @@ class FisherNaturalGradient(StiffnessOptimizer):
         damping: added to each eigenvalue of ``T F T``, in units of their mean.
         decay: weight of earlier measurements in the running average of ``F`` (in ekfac: of the matrices that the
             eigenbasis is taken from).
-        batches: batches for one measurement: the first of the loader, which is begun anew each time.
+        batches: batches for one measurement: the first of the loader, which begins again each time.
         samples: labels drawn for each token.
         normalize: divide each natural gradient by its root mean square.
         max_features: kfac and ekfac leave layers that are wider, on either side, to StiffnessAdamW.
@@ -76,7 +76,7 @@ class FisherNaturalGradient(StiffnessOptimizer):
         floor: lower bound of S / S_ref, called ``damping`` there.
         on_nonfinite: what happens when a gradient is not finite, or a damped ``F`` not positive definite: ``skip``
             leaves out the whole step (with a ``RuntimeWarning`` if it is because of ``F``), ``raise`` raises.
-        reset_every: forget momentum, running averages and ``F``, which is then measured anew, every so many steps.
+        reset_every: forget momentum, running averages and ``F``, which is then measured again, every so many steps.
 
     Raises:
         TypeError: an option of another type, a loader that can be iterated over once only.

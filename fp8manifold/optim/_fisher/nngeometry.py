@@ -22,11 +22,11 @@ from fp8manifold.nn._linear import QuantizedLinear
 from fp8manifold.random_bits import RANDOM_BITS, random_bits
 
 Pair = tuple[Tensor, Tensor]
-"""Of inputs (I, I) and of output gradients (O, O)."""
+"""Moments of inputs (I, I) and of output gradients (O, O)."""
 NEEDED: Final = {"diagonal": "fisher_diagonal", "kfac": "inverse_inputs", "ekfac": "eigenvalues"}
 """Representations, with a name in a parameter's state of each."""
 METRIC: Final = ("fisher_", "inverse_", "basis_", "eigenvalues")
-"""How the names in a parameter's state begin that a metric consists of."""
+"""Beginnings of the names in a parameter's state that make a metric."""
 _KINDS: Final = {"diagonal": "PMatDiag", "kfac": "PMatKFAC", "ekfac": "PMatEKFAC"}
 _LAYER: Final = ""  # the name that a module has in itself: a matrix is of one layer
 
@@ -218,7 +218,7 @@ def _watched(model: nn.Module, layers: Sequence[Layer]) -> Iterator[list[tuple[i
 
 
 def _sum_over_rows(kind: str, x: Tensor, y: Tensor, basis: Pair | None) -> list[Tensor]:
-    """What nngeometry measures of a plain layer with inputs (N, I) whose outputs have the gradients (N, O)."""
+    """nngeometry's measurement of a plain layer with inputs (N, I) whose outputs have the gradients (N, O)."""
     layer = nn.utils.skip_init(nn.Linear, x.shape[1], y.shape[1], bias=False, device=x.device)
     backend = load_nngeometry().backend.TorchHooksJacobianBackend(
         layer, lambda x, y: (layer(x) * y).sum(1), layer_collection=_layer_of(layer.weight)

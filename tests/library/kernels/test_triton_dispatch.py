@@ -23,9 +23,9 @@ from fp8manifold._triton import launch
 from fp8manifold._triton.kinds import KernelSpec, as_constants, format_of
 from fp8manifold.formats import as_format
 from fp8manifold.optim import _finite, _steady, _streams, _triton_step
-from fp8manifold.optim._backends import blocks_of
 from fp8manifold.optim._slot import Slot
 from fp8manifold.optim._state import restore_dtypes
+from fp8manifold.optim._step import blocks_of
 
 MOST_LAUNCHES = 12
 VIEWS = ("view", "detach", "alias", "slice", "select", "unsqueeze", "expand", "t", "transpose", "reshape", "as_strided")
@@ -310,7 +310,7 @@ def test_eager_blocks_are_those_of_the_device(monkeypatch: pytest.MonkeyPatch) -
     assert 124_000_000 / block_on(torch.device("cuda")) <= 2
     (slot,) = stepped(fm.FP8Parameter(normal(600, 512), "E4M3", seed=1))
     assert len(list(blocks_of(slot))) == 3
-    monkeypatch.setattr("fp8manifold.optim._backends.block_on", lambda device: block_on(torch.device("cuda")))
+    monkeypatch.setattr("fp8manifold.optim._step.block_on", lambda device: block_on(torch.device("cuda")))
     assert len(list(blocks_of(slot))) == 1
 
 
