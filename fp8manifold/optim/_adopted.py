@@ -1,4 +1,4 @@
-"""States from elsewhere: of torch's AdamW, or saved with other ``moments``; and the way back to torch."""
+"""States from elsewhere: of torch's AdamW, with other ``moments``, or of whole parameters; and the way to torch."""
 
 from typing import Any, Final
 
@@ -7,12 +7,13 @@ from torch import Tensor
 
 from fp8manifold._numerics.stiffness import sqrt_exact
 from fp8manifold._ranks import share_of
-from fp8manifold.optim._checks import check_state
+from fp8manifold.distributed import rows_of
 from fp8manifold.optim._directions import MOMENT_NAMES, NUMBERS
 from fp8manifold.optim._slot import Slot, is_quantized, slot_of
 from fp8manifold.optim._spec import BOUND_NAMES, Spec
-from fp8manifold.optim._state import new_stream, twins
+from fp8manifold.optim._state import check_sizes, check_state
 from fp8manifold.optim._step import fit, load_moments, prepare, store_moments
+from fp8manifold.optim._streams import new_stream, twins
 from fp8manifold.optim.stiffness import StiffnessAdamW
 
 _OF_ADAMW: Final = {"step", "exp_avg", "exp_avg_sq"}
@@ -27,13 +28,12 @@ _HALF: Final = 0x8000_8000 - 2**32
 def adopted_state(state_dict: dict[str, Any], optimizer: Any) -> dict[str, Any]:
     """A state of torch's ``AdamW``, or one saved with other ``moments``, as ``optimizer.load_state_dict`` takes it.
 
-    Parameters are matched by their order, as torch does.  Averages that are stored shorter are rounded to nearest;
-    float32 stays float32 to the bit.  Of torch's state averages, step counts and the options that both have are taken,
-    for :class:`StiffnessAdamW`: bias corrections belong to the ``betas``.  Of one of this library's all is taken but
-    ``moments``.
+    Parameters are matched by their order.  Averages that are stored shorter are rounded to nearest.  Of torch's state,
+    for :class:`StiffnessAdamW`, averages, step counts and the options that both have are taken; of one of this
+    library's all but ``moments``.
 
     Args:
-        state_dict: as ``torch.load(path, weights_only=True)`` gives it, of a Trainer's ``optimizer.pt`` too; unchanged.
+        state_dict: as ``torch.load(path, weights_only=True)`` gives it; unchanged.
         optimizer: of this library, over whole parameters: :func:`rows_of_state` comes after this for sharded ones.
 
     Raises:
@@ -58,9 +58,7 @@ def adopted_state(state_dict: dict[str, Any], optimizer: Any) -> dict[str, Any]:
     elif not isinstance(optimizer, StiffnessAdamW):
         raise ValueError(f"a state of torch's AdamW goes into StiffnessAdamW: {type(optimizer).__name__} has others")
     theirs, ours = state_dict["param_groups"], optimizer.state_dict()["param_groups"]
-    sizes = [len(group["params"]) for group in theirs], [len(group["params"]) for group in ours]
-    if sizes[0] != sizes[1]:
-        raise ValueError(f"this state has groups of size {sizes[0]}, the optimizer of size {sizes[1]}")
+    check_sizes(theirs, ours)
     groups = [
         mine | {name: value for name, value in saved.items() if own or name in _OPTIONS} | {"moments": mine["moments"]}
         for saved, mine in zip(theirs, ours, strict=True)
@@ -74,9 +72,8 @@ def adopted_state(state_dict: dict[str, Any], optimizer: Any) -> dict[str, Any]:
             continue
         if not own:
             _check_foreign(entry, index)
-            stream = new_stream(
-                parameter, order[parameter], entries, len(entries), draws=True, alone=len(everyone) == 1
-            )
+            twin, alone = order[parameter], len(everyone) == 1
+            stream = new_stream(parameter, twin, entries, len(entries), draws=True, alone=alone)
             entry |= {"step": torch.tensor(float(entry["step"])), "stream": stream}
             entry |= {} if (fields := slot_of({}, parameter, {}).fields) is None else {"grid": torch.tensor(fields)}
         state[index] = entries[parameter] = entry
@@ -178,3 +175,37 @@ def _stored(floats: dict[str, Tensor], group: dict[str, Any], stored: str, slot:
     root = sqrt_exact(moments["exp_avg_sq"]) if "exp_avg_sq" in moments else None
     kept = store_moments(spec, moments, arrays, noise, root)
     return {name: value.reshape(shape) for name, value in kept.items()} | bounds
+
+
+@torch.no_grad()
+def rows_of_state(state_dict: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """An optimizer's whole state as one of its sharded parameters: what their ``load_state_dict`` takes.
+
+    Moments with the bounds of their blocks, and residuals, are cut as :func:`~fp8manifold.distributed.rows_of` does.
+    Counts, and entries of a parameter that is not sharded, stay as they are.
+
+    Args:
+        state_dict: of an optimizer of the same groups in one process, or gathered; the same in every process.
+        optimizer: of this library or of torch's, over parameters after ``fully_shard``.
+
+    Raises:
+        ValueError: entries with other rows than the parameter's.
+
+    Example:
+        >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
+        >>> rows_of_state(optimizer.state_dict(), optimizer)["state"]
+        {}
+    """
+    everyone = [p for group in optimizer.param_groups for p in group["params"]]
+    saved = [index for group in state_dict["param_groups"] for index in group["params"]]
+    state = dict(state_dict["state"])
+    for index, parameter in zip(saved, everyone, strict=True):
+        if (share := share_of(parameter)) is None or index not in state:
+            continue
+        state[index] = dict(state[index])
+        for name, value in state[index].items():
+            if name in BOUND_NAMES and len(share.shape) > 1:
+                state[index][name] = rows_of(value.reshape(share.shape[0], -1), parameter)
+            elif name not in BOUND_NAMES and isinstance(value, Tensor) and value.shape == share.shape:
+                state[index][name] = rows_of(value, parameter)
+    return state_dict | {"state": state}

@@ -1,21 +1,20 @@
-"""The backends of a step, with the same bits: native code, a GPU's kernels, PyTorch."""
+"""Each step by the first backend that has it: native code, a GPU's kernels, PyTorch, with the same bits."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from fp8manifold._base.blocks import block_on
 from fp8manifold._base.reading import eager_only
 from fp8manifold._encoded.storage import void_remainder
-from fp8manifold._numerics.charts import chart_of
 from fp8manifold._ranks import local_of
+from fp8manifold.optim._directions import row_of
 from fp8manifold.optim._native_step import is_native, run_native
-from fp8manifold.optim._slot import Slot, row_of
-from fp8manifold.optim._step import Outcome, load_weights, step
+from fp8manifold.optim._slot import Slot
+from fp8manifold.optim._spec import BOUND_NAMES
+from fp8manifold.optim._step import run_eager
 from fp8manifold.optim._triton_step import is_triton, run_triton
-from fp8manifold.random_bits import word_range
 from fp8manifold.tensor import FP8Tensor
 
 
@@ -38,6 +37,24 @@ def run_all(slots: Sequence[Slot]) -> None:
             run_eager(slot)
         note_changes([tensor for slot in together for tensor in slot.changed])
         note_changes([slot.kept_scale for slot in together if slot.kept_scale is not None and any(slot.doubled)])
+
+
+@contextmanager
+def gathered(slots: Sequence[Slot]) -> Iterator[None]:
+    """Gather all rows of each slot that is stepped whole, in one order everywhere, and put them back after the step."""
+    homes = {slot: slot.tensors for slot in slots if slot.whole}
+    for slot, home in homes.items():
+        assert slot.share is not None
+        slot.tensors = {n: own if n in BOUND_NAMES else slot.share.gathered(own) for n, own in home.items()}
+    yield
+    for slot, home in homes.items():
+        assert slot.share is not None
+        for name in home.keys() - {"gradient"} - BOUND_NAMES:
+            home[name].copy_(slot.share.own(slot.tensors[name]))
+        slot.tensors = home
+    for slot in slots:
+        if not slot.in_place:
+            local_of(slot.parameter).copy_(slot.weight)
 
 
 def _split(slots: Sequence[Slot], takes: Callable[[Slot], bool]) -> tuple[list[Slot], list[Slot]]:
@@ -68,85 +85,8 @@ def uploaded(rows: Tensor, device: torch.device) -> Tensor:
 
 
 def note_changes(tensors: Sequence[Tensor]) -> None:
-    """Tell autograd of changes by native code and kernels, so that it refuses tensors that it had saved.
-
-    The remainder of the first rounding, where no residual has begun with it, is void.
-    """
+    """Tell autograd of changes by native code and kernels; remainders of a first rounding are void then."""
     torch.autograd.graph.increment_version(tensors)
     for held in map(local_of, tensors):
         if isinstance(held, FP8Tensor) and held.remainder is not None:
             void_remainder(held)
-
-
-def run_eager(slot: Slot, *, observed: bool = False) -> list[Outcome]:
-    """Take the step in place, and return the outcome of each part of it where it is observed."""
-    outcomes = []
-    for arrays, start in blocks_of(slot):
-        outcome = step(slot.spec, arrays, slot.row, block_noise(slot, arrays["gradient"], start))
-        for name, value in outcome.stored.items():
-            arrays[name].copy_(value)
-        if observed:
-            outcomes.append(outcome)
-    return outcomes
-
-
-def blocks_of(slot: Slot) -> Iterator[tuple[dict[str, Tensor], int]]:
-    """The arrays some rows at a time, and the position of their first element in the slot."""
-    first, inner = slot.view.dims[0], slot.view.numel // slot.view.dims[0]
-    rows = max(1, block_on(slot.device) // inner)
-    if len(slot.view.dims) == 1 and slot.spec.blockwise:
-        rows = first  # its one block is not cut up
-    for start in range(0, first, rows):
-        yield {name: _rows(a, start, rows, first) for name, a in slot.arrays.items()}, start * inner
-
-
-def block_noise(slot: Slot, part: Tensor, start: int) -> dict[str, Tensor]:
-    """The random words of a part of a slot, by what draws them."""
-    wanted = {"weight": slot.spec.draws_for_weight, "moments": slot.spec.draws_for_moments}
-    keys = {"weight": slot.rounding_key, "moments": slot.moments_key}
-    noise = {}
-    for name in (name for name, draws in wanted.items() if draws):
-        words, phase = keys[name]
-        noise[name] = word_range(slot.offset + start, part.numel(), words, part.device, phase=phase).view(part.shape)
-    return noise
-
-
-def _rows(array: Tensor, start: int, rows: int, total: int) -> Tensor:
-    return array[start : start + rows] if array.dim() and array.shape[0] == total else array
-
-
-@dataclass(frozen=True)
-class StepView:
-    """What an observer sees of one quantised parameter in one step; the tensors are detached and not to be changed."""
-
-    parameter: Tensor
-    """The parameter itself, after the step."""
-    before: Tensor
-    """Its values before the step; as those below of its shape, in float32 (float64 for float64 parameters)."""
-    target: Tensor
-    """The value requested, before the write-back rounds it."""
-    after: Tensor
-    """The value after the write-back."""
-    stiffness: Tensor
-    """One step of the metric at ``before``: an ULP, where that is ``ulp``."""
-
-
-def observed_step(slot: Slot) -> StepView:
-    """Take the step eagerly and show it: the values it started from, asked for and left.
-
-    With an ULP residual these are the values that the residual stands for, not those of the codes alone.
-    """
-    return viewed(slot, lambda: run_eager(slot, observed=True))
-
-
-def viewed(slot: Slot, take: Callable[[], list[Outcome]]) -> StepView:
-    """Show the step of a slot that ``take`` takes, part by part."""
-    shape, scale = slot.weight.shape, slot.arrays["scale"]
-    before = load_weights(slot.spec, slot.arrays, slot.dtype).x * scale
-    outcomes = take()
-    target = torch.cat([outcome.target for outcome in outcomes]) * scale
-    x = torch.cat([outcome.before.x for outcome in outcomes])
-    assert slot.spec.fmt is not None
-    stiffness = chart_of(slot.spec.fmt, slot.spec.metric).stiffness(x) * scale
-    after = load_weights(slot.spec, slot.arrays, slot.dtype).x * slot.arrays.get("next_scale", scale)
-    return StepView(slot.parameter, *(x.reshape(shape) for x in (before, target, after, stiffness)))

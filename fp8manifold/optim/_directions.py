@@ -30,9 +30,7 @@ NUMBERS: Final = (
     "per_unit",  # what gradients with respect to codes are multiplied by, a power of two
 )
 
-KEYS: Final = 8
-"""int32 words a row of keys holds: three round keys and a phase for the weights' draws, as many for the moments'."""
-
+POSITIONS: Final = {name: i for i, name in enumerate(NUMBERS)}
 
 Numbers = Mapping[str, Tensor]
 """The numbers of a step by name, each a 0-dim tensor."""
@@ -42,14 +40,22 @@ def named(row: Tensor) -> Numbers:
     return dict(zip(NUMBERS, row.unbind(), strict=True))
 
 
+def row_of(numbers: Mapping[str, float], dtype: torch.dtype) -> list[float]:
+    """Numbers in the order of :data:`NUMBERS`, 0 where none is given; eps is above 0, so that 0 / eps is 0."""
+    row = [0.0] * len(NUMBERS)
+    for name, number in numbers.items():
+        row[POSITIONS[name]] = number
+    row[POSITIONS["eps"]] = max(row[POSITIONS["eps"]], torch.finfo(dtype).tiny)
+    return row
+
+
 class Descent(NamedTuple):
     """A direction, the moments after the step by name, and what a first moment is divided by to give it."""
 
     direction: Tensor
     moments: dict[str, Tensor]
     denominator: Tensor | None = None
-    root: Tensor | None = None
-    """The square root of the second moment, where it has been computed."""
+    root: Tensor | None = None  # of the second moment, where it has been computed
 
 
 def adam(gradient: Tensor, moments: dict[str, Tensor], numbers: Numbers) -> Descent:
@@ -135,10 +141,8 @@ class Direction(NamedTuple):
 
     descend: Callable[..., Descent]
     moments: tuple[str, ...]
-    takes_no_error: str | None = None
-    """The reason why no rounding error can be injected into its first moment; None where it can."""
-    fitted: bool = False
-    """Whether its moment is, in 8 bits, on a grid fitted to each block's largest value: :data:`MOMENTUM_FORMAT`."""
+    takes_no_error: str | None = None  # the reason why no rounding error can go into its first moment
+    fitted: bool = False  # its moment is, in 8 bits, on a grid fitted to each block's largest value
 
 
 DIRECTIONS: Final = {

@@ -32,7 +32,6 @@ class _Graphs:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record what is launched, without running it."""
         gc.collect()  # or something with memory on the card may go while it records
         self.begin()
         try:
@@ -53,7 +52,6 @@ class _Graphs:
             self._graphs[-1].capture_end()
 
     def replay(self, which: int) -> None:
-        """Launch all of a graph again."""
         self._graphs[which].replay()
 
 
@@ -123,12 +121,7 @@ class _Passes:
 
 
 class GraphedStep:
-    """A training step that runs from CUDA graphs where it can, with the bits of the same calls without them.
-
-    Attributes:
-        replayed: number of calls that were replays.
-        recorded: number of times that the two passes were recorded.
-    """
+    """A training step that runs from CUDA graphs where it can, and counts its replays and recordings."""
 
     replayed = recorded = 0
 
@@ -157,7 +150,7 @@ class GraphedStep:
         return outputs
 
     def _call(self, inputs: tuple[Any, ...]) -> Any:
-        """Take it as it is, and put its gradients where a replay has them."""
+        """Take it without graphs, and put its gradients where a replay has them."""
         self._calls += 1
         outputs = self._train_step(*inputs)
         if self._passes is not None:
@@ -186,11 +179,10 @@ def graphed(train_step: Callable[..., Any], optimizer: torch.optim.Optimizer) ->
     """Record a whole training step in CUDA graphs, and replay them with the bits of the same calls without graphs.
 
     The forward and backward pass are one graph, and the kernels of the optimizer's step another.  While the first runs,
-    the host looks over the table of the step and writes to the card what changes from step to step: learning rate,
-    bias corrections, the keys of random bits.  Counts of steps, verdicts on gradients and doubled scales are there
-    already.  So any scheduler works, and a step that no table has, one that refreshes S_ref or one of matrices, is
-    taken as ever between the passes.  The first calls run without graphs, and so do calls with inputs of another shape
-    or after somebody has replaced gradients.  Where weights have moved in memory the passes are recorded again.
+    the host writes to the card what changes from step to step: learning rate, bias corrections, keys of random bits.
+    So any scheduler works, and a step that refreshes S_ref, or one of matrices, is taken as ever between the passes.
+    The first calls run without graphs, and so do calls with inputs of another shape or after somebody has replaced
+    gradients.  Where weights have moved in memory the passes are recorded again.
 
     Args:
         train_step: a function of tensors and constants that clears gradients, runs forward and backward pass, and calls

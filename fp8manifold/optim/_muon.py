@@ -8,15 +8,26 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fp8manifold.optim._backends import StepView, block_noise, blocks_of, run_all, run_eager, viewed
+from fp8manifold.optim._backends import run_all
 from fp8manifold.optim._directions import named
 from fp8manifold.optim._scales import fit_scales
 from fp8manifold.optim._slot import Slot
 from fp8manifold.optim._spec import LARGEST
-from fp8manifold.optim._step import Outcome, load_weights, rescaled, stiffness_factor, store_moments
+from fp8manifold.optim._step import (
+    Outcome,
+    StepView,
+    block_noise,
+    blocks_of,
+    load_weights,
+    rescaled,
+    run_eager,
+    stiffness_factor,
+    store_moments,
+    viewed,
+)
 
 COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
-"""Of the quintic that takes singular values of 0 .. 1 to about 1 (Jordan et al. 2024)."""
+"""Coefficients of the quintic that takes singular values of 0 .. 1 to about 1 (Jordan et al. 2024)."""
 
 ADJUSTMENTS: Final = ("original", "match_rms_adamw", "spectral_unclamped")
 """Rules for the size of a step by the shape of a matrix, as ``torch.optim.Muon`` spells them; None is ``original``."""
@@ -30,17 +41,12 @@ _TOGETHER: Final = 2**20  # weights
 
 
 def take_muon_steps(slots: Sequence[Slot], observed: Set[Slot]) -> list[StepView]:
-    """Take steps in place, each in two halves, and show those that are observed.
+    """Take steps of the same matrices in every process, in place and in two halves, and show those that are observed.
 
     .. math:: m \\leftarrow \\mu m + (1 - \\mu) g, \\quad u = (1 - \\mu) g + \\mu m, \\quad
               d = F \\, \\mathrm{factor}(F u), \\quad F = (S / S_{ref})^k
 
     where ``u = m`` without Nesterov, and the second half is that of any other direction ``d``.
-
-    Args:
-        slots: of every process the same parameters in the same order, with its rows, or none; their direction is
-            ``muon``.
-        observed: some of them.
     """
     views = []
     sharded = [slot for slot in slots if slot.share is not None]
@@ -70,26 +76,20 @@ def _in_turn(slots: Sequence[Slot]) -> Iterator[list[Slot]]:
 
 def average(slots: Sequence[Slot]) -> list[tuple[Tensor, Tensor]]:
     """Advance each momentum; it, as floats where it is kept beside the state, and ``F u``."""
-    halves = {slot: first_half(slot) for slot in slots if slot.weight.numel() and not _is_as_torch(slot)}
+    as_torch = {slot for slot in slots if slot.storage == "plain" and slot.spec.moments == "float32"}
+    halves = {slot: first_half(slot) for slot in slots if slot.weight.numel() and slot not in as_torch}
     run_all(list(halves.values()))
     return [_averaged(slot, halves.get(slot)) for slot in slots]
 
 
 def first_half(slot: Slot) -> Slot:
-    """The step of a slot as far as its direction, in place of its weight.
-
-    A momentum that an error is injected into later is kept as floats beside the state.
-    """
+    """The step of a slot as far as its direction; a momentum that takes an error later is floats beside the state."""
     tensors = {name: slot.tensors[name] for name in _STATE if name in slot.tensors}
     if slot.spec.injects and slot.spec.has_moments:
         tensors[_BUFFER] = tensors[_BUFFER].to(slot.dtype, copy=True)
     direction = torch.zeros(slot.view.dims, dtype=slot.dtype, device=slot.device)
     tensors |= {"weight": direction, "gradient": slot.tensors["gradient"]}
     return slot.replaced(spec=slot.spec.first_half, tensors=tensors, kept_scale=None)
-
-
-def _is_as_torch(slot: Slot) -> bool:
-    return slot.storage == "plain" and slot.spec.moments == "float32"
 
 
 def _averaged(slot: Slot, half: Slot | None) -> tuple[Tensor, Tensor]:
@@ -120,18 +120,15 @@ def _averaged_as_torch(slot: Slot) -> tuple[Tensor, Tensor]:
 
 
 def _factors(slots: Sequence[Slot], averaged: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, float]]:
-    factors = [_orthogonal(slot, mixed) for slot, (_, mixed) in zip(slots, averaged, strict=True)]
-    return [
-        (factor, _ratio(mixed, factor) if slot.spec.injects else 1.0)
-        for slot, (_, mixed), factor in zip(slots, averaged, factors, strict=True)
-    ]
+    found = []
+    for slot, (_, mixed) in zip(slots, averaged, strict=True):
+        factor = _orthogonal(slot, mixed)
+        found.append((factor, _ratio(mixed, factor) if slot.spec.injects else 1.0))
+    return found
 
 
 def _sharded_factors(slots: Sequence[Slot], averaged: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, float]]:
-    """Send each matrix to its owner in the dtype of products, and receive the own rows of its factor.
-
-    Owners work at the same time, each on its own matrices.
-    """
+    """Send each matrix to its owner in the dtype of products, and receive the own rows of its factor."""
     owners, parts, wholes = _owners(slots), [], []
     for slot, (_, mixed), owner in zip(slots, averaged, owners, strict=True):
         assert slot.share is not None
@@ -186,7 +183,7 @@ def _ratio(mixed: Tensor, factor: Tensor) -> float:
 
 def second_half(slot: Slot, direction: Tensor) -> Slot:
     tensors = {name: tensor for name, tensor in slot.tensors.items() if name not in _STATE}
-    # asked for twice: a conversion to the dtype it has already leaves the factor of a tall matrix transposed
+    # contiguous twice: a conversion to the dtype it has already leaves the factor of a tall matrix transposed
     direction = direction.to(slot.dtype, memory_format=torch.contiguous_format).contiguous().view(slot.view.dims)
     return slot.replaced(spec=slot.spec.second_half, tensors=tensors | {"gradient": direction})
 
@@ -218,8 +215,7 @@ def _write_alone(slot: Slot, half: Slot, momentum: Tensor, ratio: float) -> list
     for (arrays, part, start), (_, asked, _) in zip(_parts(slot, momentum), _parts(slot, target), strict=True):
         shift, arrays = rescaled(arrays)
         asked = asked if shift is None else asked * shift
-        weights = load_weights(slot.spec, arrays, slot.dtype)
-        error = (asked - weights.x) / (1 / arrays["scale"])
+        error = (asked - load_weights(slot.spec, arrays, slot.dtype).x) / (1 / arrays["scale"])
         if slot.spec.stiffness != "none":
             error = error / _stiffness(slot, arrays).square()
         noise = block_noise(slot, arrays["gradient"], start).get("moments")
@@ -241,9 +237,6 @@ def _parts(slot: Slot, whole: Tensor) -> Iterator[tuple[dict[str, Tensor], Tenso
         row += count
 
 
-# The pure functions
-
-
 def orthogonal_factor(
     matrices: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float, dtype: torch.dtype
 ) -> Tensor:
@@ -252,16 +245,8 @@ def orthogonal_factor(
     .. math:: X_0 = \\frac{M}{\\max(\\lVert M \\rVert_F, \\epsilon)}, \\qquad
               X_{i+1} = a X_i + \\left( b\\, X_i X_i^T + c\\, (X_i X_i^T)^2 \\right) X_i
 
-    Args:
-        matrices: one matrix, or a batch of them along the first dimension; not changed.
-        coefficients: a, b and c.
-        steps: number of iterations.
-        eps: lower bound of the norm: a matrix of zeros stays one.
-        dtype: what the products are computed in; the matrices are divided by their norms in it too, but for float16,
-            whose range neither may exceed: in float32 there.
-
-    Returns:
-        The factors, in ``dtype``.
+    A matrix of zeros stays one, by ``eps``.  Products are computed in ``dtype``, and norms too, but in float32 for
+    float16, whose range they may exceed.
 
     Source: Bernstein and Newhouse 2024; Jordan et al. 2024 (Muon) for the coefficients.
     """

@@ -13,10 +13,11 @@ from torch import Tensor
 from fp8manifold._native import library, threads_for
 from fp8manifold._numerics.records import JOB, SPEC, format_record
 from fp8manifold.formats import FloatFormat
-from fp8manifold.optim._slot import Slot, key_rows, number_rows, row_view
+from fp8manifold.optim._directions import NUMBERS, POSITIONS
+from fp8manifold.optim._slot import FOR_MOMENTS, Slot, row_view
 from fp8manifold.optim._spec import MOMENTS, Geometry, Spec
 from fp8manifold.optim._writeback import to_half
-from fp8manifold.random_bits import draw_range
+from fp8manifold.random_bits import draw_range, round_key_rows, round_keys, signed_word, stream_of
 
 #: what there is native code for, in its order; all else takes its steps in PyTorch
 _DIRECTIONS: Final = ("adam", "sgd", "lion", "madam", "muon")
@@ -60,7 +61,7 @@ class NativeStep:
     """The records of some steps, in place, which serve the same parameters again; no two of them share memory."""
 
     def __init__(self, slots: Sequence[Slot]) -> None:
-        pointers, sizes, facts = [], [], []
+        jobs = []
         self._specs, self._scales = [], []
         self._found = np.zeros((len(slots), 2), dtype=np.int32)
         for slot, found in zip(slots, self._found, strict=True):
@@ -68,13 +69,9 @@ class NativeStep:
             spec = _specification(slot.spec)
             self._specs.append(spec)
             self._scales.append(scale)
-            places = places_of(slot, slot.tensors["gradient"], scale)
-            pointers.append([spec.ctypes.data, *places, found.ctypes.data])
-            sizes.append((rows, length))
-            facts.append((kind, slot.view.repeats, *slot.ends))
-        self.records = np.zeros(len(slots), dtype=JOB)
-        self.records["pointers"], self.records["facts"] = np.array(pointers, dtype=np.uint64), facts
-        self.records["rows"], self.records["length"] = zip(*sizes, strict=True)
+            places = [spec.ctypes.data, *places_of(slot, slot.tensors["gradient"], scale), found.ctypes.data]
+            jobs.append((places, rows, length, (kind, slot.view.repeats, *slot.ends)))
+        self.records = records_of(jobs)
 
     def run(self, slots: Sequence[Slot]) -> NDArray[np.int32]:
         """Take the steps; of each, whether it left a weight at the end of its range, and some in a row at 0."""
@@ -88,6 +85,56 @@ class NativeStep:
         return self._found
 
 
+def records_of(jobs: Sequence[tuple[list[int], int, int, tuple[int, ...]]]) -> NDArray[np.void]:
+    """A record for each of addresses, rows, length and facts, without keys and numbers."""
+    records = np.zeros(len(jobs), dtype=JOB)
+    pointers, records["rows"], records["length"], records["facts"] = zip(*jobs, strict=True)
+    records["pointers"] = np.array(pointers, dtype=np.uint64)
+    return records
+
+
+def key_rows(slots: Sequence[Slot], *more: int) -> NDArray[np.int32]:
+    """Round keys and phase of each slot's draws, for weights and for moments; with ``more``, keys of other draws."""
+    rows = np.zeros((len(slots), 8), dtype=np.int32)
+    streams = np.array([slot.state["stream"] for slot in slots], dtype=np.uint64)
+    words = [(slot.group["seed"], slot.done + 1) for slot in slots]
+    if more:
+        rows[:, :3] = round_key_rows(words, streams, *more)
+        return rows
+    kinds: dict[str, list[int]] = {}
+    for i, slot in enumerate(slots):
+        kinds.setdefault(slot.draws, []).append(i)
+    for draws, some in kinds.items():
+        known = {words[i]: stream_of(draws, *words[i], 0) for i in some}
+        keys = [known[words[i]] for i in some]
+        rows[some, :3] = round_key_rows([key.words[:2] for key in keys], streams[some], *keys[0].words[3:])
+        rows[some, 3] = [key.phase for key in keys]
+    if some := [i for i, slot in enumerate(slots) if slot.spec.draws_for_moments]:
+        rows[some, 4:7] = round_key_rows([words[i] for i in some], streams[some], FOR_MOMENTS)
+    for slot, row in zip(slots, rows, strict=True):
+        if slot.offset:  # it goes into the first of each three keys
+            high, low = divmod(slot.offset, 2**32)
+            for at, key in ((0, slot.rounding_key), (4, slot.moments_key)):
+                first, second, third = round_keys(key.words, high)
+                row[at : at + 4] = signed_word(first + low), second, third, key.phase
+    return rows
+
+
+def number_rows(slots: Sequence[Slot]) -> NDArray[np.float32]:
+    """The numbers of each slot, in float32; for native code a direction is a step by -1 from a weight of 0."""
+    rows = np.zeros((len(slots), len(NUMBERS)), dtype=np.float64)
+    kinds: dict[tuple[str, ...], list[int]] = {}
+    for i, slot in enumerate(slots):
+        kinds.setdefault(tuple(slot.numbers), []).append(i)
+    for names, some in kinds.items():
+        places = [POSITIONS[name] for name in names]
+        rows[np.ix_(some, places)] = [list(slots[i].numbers.values()) for i in some]
+    rows[[i for i, slot in enumerate(slots) if slot.spec.storage == "direction"], POSITIONS["rate"]] = -1.0
+    eps = POSITIONS["eps"]
+    rows[:, eps] = np.maximum(rows[:, eps], torch.finfo(torch.float32).tiny)
+    return rows.astype(np.float32)
+
+
 def run_native(slots: Sequence[Slot]) -> None:
     """Take the steps in place; no two of them share memory."""
     for part in _parts(slots):
@@ -96,8 +143,11 @@ def run_native(slots: Sequence[Slot]) -> None:
             if slot.spec.storage == "codes":
                 slot.reached.append(bool(found[0]))
                 slot.emptied.append(bool(found[1]))
-            if stepped.weight is not slot.weight:
-                _store_halves(slot, stepped.weight)
+            if (weight := slot.weight) is not (after := stepped.weight):  # rounded once
+                if slot.spec.draws_for_weight:
+                    draws = draw_range(slot.offset, weight.numel(), slot.rounding_key, weight.device)
+                    after = to_half(after, weight.dtype, draws.view(weight.shape))
+                weight.copy_(after)
 
 
 def _parts(slots: Sequence[Slot]) -> Iterator[list[Slot]]:
@@ -122,20 +172,8 @@ def _in_float32(slot: Slot) -> dict[str, Tensor]:
     return wide | ({"weight": slot.weight.float()} if slot.weight.dtype in _FLOATS[1:] else {})
 
 
-def _store_halves(slot: Slot, stepped: Tensor) -> None:
-    """Round weights that were stepped in float32, once."""
-    weight = slot.weight
-    if slot.spec.draws_for_weight:
-        draws = draw_range(slot.offset, weight.numel(), slot.rounding_key, weight.device).view(weight.shape)
-        stepped = to_half(stepped, weight.dtype, draws)
-    weight.copy_(stepped)
-
-
 def sum_of_squares(places: Any, sizes: Any) -> float | None:
-    """The sum of squares over contiguous float32 memory of the CPU, in float32; None without native code.
-
-    ``places`` are addresses, and ``sizes`` numbers of elements, in lists or arrays.
-    """
+    """The sum of squares over float32 memory of the CPU, by addresses and numbers of elements; None without C code."""
     if (kernels := library()) is None:
         return None
     addresses, numbers = np.array(places, dtype=np.uint64), np.array(sizes, dtype=np.int64)
@@ -155,39 +193,32 @@ def _matrix(slot: Slot) -> tuple[int, int, int, Tensor | None]:
 
 
 def places_of(slot: Slot, gradient: Tensor, scale: Tensor | None, *, kept: bool = False) -> list[int]:
-    """Addresses of all tensors, 0 for absent ones; raises unless each has the right dtype, size and layout.
+    """Addresses of all tensors, 0 for absent ones, each of the right dtype, size and layout, or RuntimeError.
 
-    Args:
-        slot: the step.
-        gradient, scale: as they are read.
-        kept: whether scales may be exponents, as they are kept.
+    With ``kept`` the scale may be exponents.
     """
-    tensors, numel, spec = slot.tensors, slot.view.numel, slot.spec
-    device = tensors["weight"].device
-    blocks = numel // slot.view.dims[-1]
-    dtype = _MOMENT_DTYPES[spec.moments]
-    stores = spec.stores
-    first = spec.first
-    second = "exp_avg_sq" if "exp_avg_sq" in stores else None
+    spec, numel, weight = slot.spec, slot.view.numel, slot.tensors["weight"]
+    tensors: dict[Any, Any] = {None: None, **slot.tensors}
+    blocks, dtype = numel // slot.view.dims[-1], _MOMENT_DTYPES[spec.moments]
+    first, second = spec.first, "exp_avg_sq" if "exp_avg_sq" in spec.stores else None
+    bounds = [spec.bounds[name] if name and spec.blockwise else None for name in (first, second)]
+    exponents = kept and scale is not None and scale.dtype is torch.uint8
+    kinds = [x.dtype if x.dtype in _FLOATS else torch.float32 for x in (weight, gradient)]
     wanted = [
-        (tensors["weight"], torch.uint8 if spec.storage == "codes" else _own(tensors["weight"]), numel),
-        (gradient, _own(gradient), numel),
-        (scale, torch.uint8 if kept and scale is not None and scale.dtype is torch.uint8 else torch.float32, None),
-        (tensors["residual"] if spec.residual_bits else None, torch.int8, numel),
-        (None if first is None else tensors[first], dtype, numel),
-        (None if second is None else tensors[second], dtype, numel),
-        (tensors["max_exp_avg_sq"] if "max_exp_avg_sq" in stores else None, torch.float32, numel),
-        (None if first is None or not slot.spec.blockwise else tensors[spec.bounds[first]], torch.float32, blocks),
-        (None if second is None or not slot.spec.blockwise else tensors[spec.bounds[second]], torch.float32, blocks),
+        (weight, torch.uint8 if spec.storage == "codes" else kinds[0], numel),
+        (gradient, kinds[1], numel),
+        (scale, torch.uint8 if exponents else torch.float32, None),
+        (tensors["residual" if spec.residual_bits else None], torch.int8, numel),
+        *[(tensors[name], dtype, numel) for name in (first, second)],
+        (tensors["max_exp_avg_sq" if spec.amsgrad else None], torch.float32, numel),
+        *[(tensors[name], torch.float32, blocks) for name in bounds],
     ]
-    return [0 if tensor is None else _address(tensor, dtype, size, device) for tensor, dtype, size in wanted]
+    return [_address(*each, weight.device) for each in wanted]
 
 
-def _own(floats: Tensor) -> torch.dtype:
-    return floats.dtype if floats.dtype in _FLOATS else torch.float32
-
-
-def _address(tensor: Tensor, dtype: torch.dtype, numel: int | None, device: torch.device) -> int:
+def _address(tensor: Tensor | None, dtype: torch.dtype, numel: int | None, device: torch.device) -> int:
+    if tensor is None:
+        return 0
     fits = tensor.dtype is dtype and tensor.numel() == (numel or tensor.numel()) and tensor.device == device
     if not (fits and tensor.is_contiguous()):
         place = "the CPU" if device.type == "cpu" else device

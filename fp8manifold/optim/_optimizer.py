@@ -1,7 +1,7 @@
 """ManifoldOptimizer, the base of the library's optimizers: a step from checks to write-back, and the state."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -9,38 +9,35 @@ from torch import Tensor
 from fp8manifold._base.reading import Later, eager_only
 from fp8manifold._numerics.stiffness import bounded_share, end_exponents, reference_stiffness
 from fp8manifold._ranks import local_of
-from fp8manifold.optim._agreement import all_finite, in_every_process, warn_of_one, warn_of_skips
-from fp8manifold.optim._backends import StepView, note_changes, observed_step, run_all
+from fp8manifold.optim._agreement import in_every_process
+from fp8manifold.optim._backends import gathered, note_changes, run_all
 from fp8manifold.optim._checks import (
     CHANGING,
-    check_arrays,
     check_combination,
-    check_entry,
     check_lr,
     check_parameters,
     check_shared,
-    check_state,
     refuse_recording,
-    restore_dtypes,
     unshare,
     warn_of_overridden,
 )
 from fp8manifold.optim._directions import MOMENT_NAMES
-from fp8manifold.optim._scales import (
-    at_an_end,
-    fit_scales,
-    has_one_scale,
-    mark_zero,
-    narrow,
-    note_filled,
-    own_count,
-    take_fitted,
-    widen,
-)
-from fp8manifold.optim._slot import Slot, counted, is_quantized, slot_of, stabilize
+from fp8manifold.optim._finite import all_finite, warn_of_one, warn_of_skips
+from fp8manifold.optim._scales import fit_scales, mark_zero, narrow, take_fitted, widen_full
+from fp8manifold.optim._slot import Slot, counted, is_quantized, slot_of, stabilize, stiffness_field
 from fp8manifold.optim._spec import BOUND_NAMES, Spec, spec_of
-from fp8manifold.optim._state import claim, gathered, make_state, new_stream, stiffness_field, take_remainder, twins
+from fp8manifold.optim._state import (
+    check_arrays,
+    check_entry,
+    check_state,
+    claim,
+    make_state,
+    restore_dtypes,
+    take_remainder,
+)
 from fp8manifold.optim._steady import Table, is_steady, planned
+from fp8manifold.optim._step import StepView, observed_step
+from fp8manifold.optim._streams import new_stream, twins
 from fp8manifold.optim._triton_step import hear
 from fp8manifold.optim._writeback import rounds_at_random
 
@@ -64,38 +61,20 @@ def _count(name: str) -> Any:
     return property(read, write)
 
 
-class Hooks(Protocol):
-    """The hooks that take steps in the backward pass, where there are such."""
-
-    def watch(self, group: dict[str, Any]) -> None:
-        """Take the steps of a group's parameters from now on, or raise where others do."""
-
-    def loaded(self, groups: list[dict[str, Any]]) -> None:
-        """Go on with the groups of a state that was loaded."""
-
-    def check_whole(self) -> None:
-        """Raise in the middle of a step."""
-
-    def finish(self) -> None:
-        """Do what is left for :meth:`ManifoldOptimizer.step`."""
-
-
 class ManifoldOptimizer(torch.optim.Optimizer):
     """Base of the library's optimizers: subclasses name a direction, fields of the spec and the numbers of a step.
 
     Attributes:
         observer: called with a :class:`StepView` for every quantised parameter in every step; None costs nothing.
-        observes: says of a parameter whether the observer is called for it; None: for all.  What it is not called for
-            costs what it costs unobserved.
+        observes: a function of a parameter, true where the observer is called for it; None: for all.
         skipped_steps: number of steps left out because a gradient was not finite: steps of all parameters, or of one
             under :func:`step_in_backward`.
         skipped_in_row: how many of them came last, with no step taken since.
         warn_after: a ``RuntimeWarning`` names the parameters at fault when so many have come in a row.
         widened_scales: how many scales of one-byte weights this process has doubled, as a weight had reached the end.
-            On a GPU the card decides on both by itself; to read one of these three numbers waits for its steps.
+            To read one of these three numbers waits for a GPU's steps.
         fitted_scales: how many it has fitted to first values, of weights that all were 0, or has narrowed by far.
-        streams_begun: how many parameters have been given random bits of their own (``stream`` in their state); those
-            of parameters that are removed are not given again.
+        streams_begun: how many parameters have been given random bits of their own (``stream`` in their state).
     """
 
     observer: Callable[[StepView], None] | None = None
@@ -108,9 +87,11 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     streams_begun: int = 0
     _unheard: tuple[tuple[Later, dict[Tensor, int | None], bool], ...] = ()  # what ``hear`` takes of each step
     _table: Table | None = None  # of the last steady step; looked over before each use
-    _recorder: Callable[[], None] | None = None  # told of the step while a graph of what is around it is recorded
+    _recorder: Callable[[], None] | None = (
+        None  # called in place of a step while a graph of the passes around it is recorded
+    )
     _graph: Callable[[Any, list[Slot]], Later] | None = None  # takes and counts what a card's table launches
-    _in_backward: Hooks | None = None
+    _in_backward: Any = None  # the handle of ``step_in_backward``
     _has_started: bool = False
     elsewhere: Any = None
     """The processes that step the other parts, and their device, where ``ZeroRedundancyOptimizer`` steps this one."""
@@ -145,13 +126,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
 
         If any gradient is not finite, or so large that its square is not, nothing changes at all, step counts
         included: the step is counted in ``skipped_steps``, or a ``FloatingPointError`` is raised
-        (``on_nonfinite="raise"``).  Gradients are never modified.
-
-        Args:
-            closure: reevaluates the model and returns the loss.
-
-        Returns:
-            The closure's result, or None.
+        (``on_nonfinite="raise"``).  Gradients are never modified.  Returns what ``closure`` returns, or None.
 
         Raises:
             ValueError: a sparse or complex gradient.
@@ -181,8 +156,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         elif taken := self._may_step(slots):
             for group in self.param_groups:
                 for parameter in group["params"]:
-                    if getattr(local_of(parameter), "remainder", None) is not None:
-                        take_remainder(group, parameter, self.state)
+                    take_remainder(group, parameter, self.state)
             self._take(counted(self._begin(slots)))
         if taken:
             self.skipped_in_row = 0
@@ -191,10 +165,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         return loss
 
     def step_alone(self, group: dict[str, Any], parameter: Tensor) -> None:
-        """Take the step of one parameter; where its gradient is not finite, warn and count it in ``skipped_steps``.
-
-        The numbers are those of a :meth:`step` of all.  :func:`step_in_backward` calls it.
-        """
+        """Take the step of one parameter as :meth:`step` would; where it is skipped, warn and count it."""
         refuse_recording(self)
         self._hear(parameter)
         slots = [self._slot(group, parameter)]
@@ -225,11 +196,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             warn_of_skips(self, culprits)
 
     def _slots(self) -> list[Slot]:
-        """The slots of the parameters that have a gradient."""
-        slots = []
-        for group in self.param_groups:
-            slots += [slot_of(group, p, self.state.get(p, {})) for p in group["params"] if p.grad is not None]
-        return slots
+        return [self._slot(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
 
     def _slot(self, group: dict[str, Any], parameter: Tensor) -> Slot:
         return slot_of(group, parameter, self.state.get(parameter, {}))
@@ -253,13 +220,12 @@ class ManifoldOptimizer(torch.optim.Optimizer):
 
     def _begin(self, slots: list[Slot]) -> list[Slot]:
         """Begin the step of each slot with elements: state, spec, view, tensors and numbers."""
-        slots, begins = [slot for slot in slots if slot.parameter.numel()], False
+        slots = [slot for slot in slots if slot.parameter.numel()]
         for slot in slots:
             stores_moments = self.stores_all_moments or slot.fmt is not None
             check_arrays(slot.state, slot.parameter, slot.group, stores_moments=stores_moments)
-            begins = begins or "stream" not in slot.state
         everyone = [p for group in self.param_groups for p in group["params"]]
-        earlier = twins(everyone) if begins else {}
+        earlier = twins(everyone) if [slot for slot in slots if "stream" not in slot.state] else {}
         for slot in slots:
             self._begin_state(slot, earlier.get(slot.parameter, 0), alone=len(everyone) == 1)
         for slot in slots:
@@ -309,31 +275,33 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         if slot.storage in ("free", "plain"):
             writeback = "stochastic" if rounds_at_random(slot.weight, group) else "nearest"
         fields = {
+            "storage": slot.storage,
+            "fmt": slot.fmt,
+            "scale_is_power_of_two": slot.scale_is_power_of_two,
             "writeback": writeback,
             "moments": group["moments"],
             "decays": bool(group["weight_decay"]),
             "maximize": group["maximize"],
-            **self._fields(slot),
         }
-        exact = slot.scale_is_power_of_two
-        return spec_of(storage=slot.storage, fmt=slot.fmt, scale_is_power_of_two=exact, **fields)
+        fields |= self._fields(slot)
+        if fields["direction"] in ("sgd", "muon"):
+            fields |= {"has_moments": bool(group.get("momentum", True)), "nesterov": group.get("nesterov", False)}
+        return spec_of(**fields)
 
     def _fields(self, slot: Slot) -> dict[str, Any]:
         """Fields of the spec that follow neither from storage nor from shared options: direction, geometry, ..."""
         raise NotImplementedError
 
     def _numbers(self, slot: Slot) -> dict[str, float]:
-        """The numbers of this step, by their names in :data:`NUMBERS`."""
+        """The numbers of this step by name."""
         raise NotImplementedError
 
     def _refresh(self, slot: Slot) -> None:
-        """Compute S_ref and the bounded share."""
         stiffness = stiffness_field(slot, slot.spec.metric)
         slot.state["reference"] = reference_stiffness(stiffness, slot.ranks)
         slot.state["bounded"] = self._bounded(slot, stiffness, slot.state["reference"])
 
     def _bounded(self, slot: Slot, stiffness: Tensor, reference: float) -> float:
-        """The share of a field that lies outside the bounds."""
         return bounded_share(stiffness, reference, slot.group[self.damping_option], slot.group["clip"], slot.ranks)
 
     def _take(self, slots: list[Slot]) -> None:
@@ -349,7 +317,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         note_changes([slot.parameter for slot in slots])
 
     def _run(self, slots: list[Slot]) -> list[StepView]:
-        """Run the steps, each by the backend that has it; observed ones eagerly, one by one."""
+        """Run the steps, observed ones eagerly and one by one."""
         fit_scales(slots)
         if self.observer is None:
             run_all(slots)
@@ -364,16 +332,10 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         return self.observes is None or self.observes(slot.parameter)
 
     def _widen(self, slots: list[Slot]) -> None:
-        """Double the scales that the step has left a weight at the end of."""
-        for slot in at_an_end(slots):
-            changed = sum(slot.doubled) if slot.doubled else widen(slot)
-            self.widened_scales += own_count(slot, changed)
-            if changed and has_one_scale(slot):
-                self._refresh(slot)
-        note_filled(slots)
+        widen_full(self, slots)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, checking its options and parameters like the constructor's."""
+        """Add a group, whose options and parameters are checked."""
         super().add_param_group(param_group)
         self._table, group = None, self.param_groups[-1]
         unshare(self.param_groups)
@@ -389,13 +351,11 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         self._has_started = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """torch's part, the counts and ``warn_after``; who observes does not go with a copy."""
+        """torch's part and the counts: who observes does not go with a copy."""
         return super().__getstate__() | {name: getattr(self, name) for name in (*_COUNTS, "warn_after")}
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, with everything a bit-exact resume needs; of schedules (functions) the name, and None.
-
-        They are left to the constructor; their names are what flat states are read by.
+        """The state, with all that a bit-exact resume needs but schedules (functions): None is in their places.
 
         Raises:
             RuntimeError: in the middle of a step that :func:`step_in_backward` takes in parts.
@@ -409,9 +369,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state; tensors keep the dtype they were saved in.
-
-        What hooks before the loading make of the state is what is checked and loaded, and hooks after it see all of it.
+        """Load a state, as hooks before the loading have left it; tensors keep the dtype they were saved in.
 
         Raises:
             TypeError: no state, or an option in it of another type.

@@ -3,18 +3,16 @@
 A weight at the end of its range has its row, block or tensor widened after the step, if its own gradient or first
 average is not 0: published scales put one of each group there, and what nothing moves stays to the byte.
 
-The scale of weights that all are 0 says nothing of those to come: it is 1, where nobody has given another.  The step
-that moves such weights is computed as any other; only its write-back is under a scale for what it asks for.  That is
-known from what is stored alone, so shards and resumed runs have the same bits.  Where a step is counted in spacings of
-the format (a chart's, a factor's) there is nothing to fit: its size follows from the scale.
+The scale of weights that all are 0 says nothing of those to come.  The step that moves them is computed as any other;
+only its write-back is under a scale for its targets, which follow from what is stored alone: shards and resumed runs
+have the same bits.  Where a step is counted in spacings of the format there is nothing to fit.
 
-A scale that is 16 times what a new parameter of these weights had is narrowed on a step that computes S_ref anew, which
-looks at all codes anyway.  It is exact: powers of two further down the grid has every value that it has above.  A scale
-that has come down has to be doubled four times before it may come down again.  Of a scale ``2^e f`` both move ``e``.
+A scale that is 16 times what a new parameter of these weights had is narrowed on a step that computes S_ref again.  It
+is exact: powers of two further down the grid has every value that it has above.  Of a scale ``2^e f`` both move ``e``.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -25,10 +23,8 @@ from fp8manifold._encoded.stored_scale import describe_change
 from fp8manifold._numerics.codec import encode_finite, encode_signed, split_codes, unless_special
 from fp8manifold._ranks import Ranks, local_of
 from fp8manifold._triton.kinds import widest_scale
-from fp8manifold.formats import FloatFormat
-from fp8manifold.optim._backends import block_noise, blocks_of
 from fp8manifold.optim._slot import FOR_RESCALING, Slot, row_view, scales_in_runs
-from fp8manifold.optim._step import load_weights, step
+from fp8manifold.optim._step import block_noise, blocks_of, load_weights, step
 from fp8manifold.random_bits import draw_of, words_at
 from fp8manifold.scaling import narrowed_scale, refitted_scale
 from fp8manifold.tensor import FP8Tensor
@@ -37,7 +33,7 @@ _LOG: Final = logging.getLogger("fp8manifold")
 _FEW: Final = 16
 """Codes at the start of a row, one of which nearly always is not 0."""
 _ROOM: Final = 2.0
-"""The next step of weights that were 0 asks for as much again."""
+"""The next step of weights that were 0 moves them as far again."""
 
 
 def _held(slot: Slot) -> FP8Tensor:
@@ -49,17 +45,24 @@ def _held(slot: Slot) -> FP8Tensor:
 # Scales that double
 
 
-def at_an_end(slots: Sequence[Slot]) -> list[Slot]:
-    """The slots of one-byte parameters with a weight at the end of its range after the step.
+def widen_full(optimizer: Any, slots: Sequence[Slot]) -> None:
+    """Double and count the scales of one-byte parameters that a step has left a weight at the end of.
 
-    A process widens the scales of its own rows.  Of one scale for the rows of several processes the flag is
-    all-reduced.
+    A process widens the scales of its own rows; of one scale for the rows of several the flag is all-reduced.
     """
     kept = [slot for slot in slots if slot.spec.storage == "codes"]
     found = {slot: _holds_last(slot) for slot in kept}
     shared = {slot: [int(found[slot])] for slot in kept if has_one_scale(slot) and slot.share is not None}
-    found |= {slot: bool(flag) for slot, (flag,) in largest_anywhere(shared).items()}
-    return [slot for slot in kept if found[slot]]
+    found |= {slot: bool(flag) for slot, (flag,) in _largest_anywhere(shared).items()}
+    for slot in kept:
+        if found[slot]:
+            changed = sum(slot.doubled) if slot.doubled else _widen(slot)
+            optimizer.widened_scales += own_count(slot, changed)
+            if changed and has_one_scale(slot):
+                optimizer._refresh(slot)
+    for slot in slots:  # as backends know that look at each code
+        if slot.emptied and not any(slot.emptied):
+            _fill(_held(slot))
 
 
 def has_one_scale(slot: Slot) -> bool:
@@ -67,7 +70,7 @@ def has_one_scale(slot: Slot) -> bool:
     return slot.kept_scale is not None and not slot.kept_scale.dim()
 
 
-def largest_anywhere(flags: dict[Slot, list[int]]) -> dict[Slot, list[int]]:
+def _largest_anywhere(flags: dict[Slot, list[int]]) -> dict[Slot, list[int]]:
     """The largest of each flag of sharded slots over their processes, by one all-reduce for each group of these."""
     together: dict[int, tuple[Ranks, list[Slot]]] = {}
     for slot in flags:
@@ -88,12 +91,8 @@ def _holds_last(slot: Slot) -> bool:
     return bool(((codes & (fmt.sign_bit - 1)) == fmt.max_code).any())
 
 
-def widen(slot: Slot) -> int:
-    """Double each scale under which a weight that is moved is the format's largest, and return how many there were.
-
-    Their weights, with the residual kept beside them, are rounded stochastically once, which moves none that the wider
-    grid holds.  No scale becomes narrower: that is :meth:`FP8Tensor.adapt_scale_`.
-    """
+def _widen(slot: Slot) -> int:
+    """Double each scale under which a weight that is moved is the format's largest, and return how many there were."""
     held = _held(slot)
     old, fmt = held.scale, held.format
     largest = largest_magnitude(torch.where(_moved(slot), held.codes, 0), old, fmt, held.block_size)
@@ -104,13 +103,13 @@ def widen(slot: Slot) -> int:
     if _LOG.isEnabledFor(logging.INFO):
         _LOG.info("%s of shape %s saturates: %s", fmt.name, tuple(held.shape), describe_change(old, new))
     if held.numel():
-        rewrite(slot, scales_in_runs(held, new)[0])
+        _rewrite(slot, scales_in_runs(held, new)[0])
     held.set_scale_(new)
     return count
 
 
 def _moved(slot: Slot) -> Tensor:
-    """Which weights have a gradient or a first average that is not 0; a steady step has only the parameter's own."""
+    """Weights with a gradient or a first average that is not 0, as a mask; a steady step has the parameter's own."""
     first, shape = slot.spec.first, _held(slot).codes.shape
     if "gradient" in slot.tensors:
         moving = [slot.tensors["gradient"], *([slot.tensors[first]] if first else [])]
@@ -123,7 +122,7 @@ def _is_not_zero(x: Tensor) -> Tensor:
     return ((x & 0x7F) if x.dtype is torch.uint8 else x) != 0  # codes of moments have a zero of either sign
 
 
-def rewrite(slot: Slot, new: Tensor) -> None:
+def _rewrite(slot: Slot, new: Tensor) -> None:
     """Round the weights of every scale that changes to its new grid; ``new`` is as :func:`scales_in_runs` has it."""
     fmt, scale, view, bits = slot.fmt, slot.scale, slot.view_in(blocks=False), slot.spec.residual_bits
     assert fmt is not None
@@ -140,27 +139,19 @@ def rewrite(slot: Slot, new: Tensor) -> None:
     offset = 0 if slot.share is None else slot.share.offset
     places = (rows * weight.shape[1] + offset).unsqueeze(1) + torch.arange(weight.shape[1], device=x.device)
     draws = draw_of(words_at(places, (*slot.key, FOR_RESCALING)))
-    rounded, rest = _rounded(x, fmt, draws, bits, arrays["weight"])
-    weight[rows] = unless_special(rounded, arrays["weight"], fmt)
     if bits:
+        rounded, rest = split_codes(encode_signed(x, fmt, draws, bits), fmt, bits, arrays["weight"])
         residual[rows] = rest.to(torch.int8)
-
-
-def _rounded(x: Tensor, fmt: FloatFormat, draws: Tensor, bits: int, old: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes, and the residual beside them."""
-    if not bits:
-        return (codes := encode_finite(x, fmt, draws)), codes
-    return split_codes(encode_signed(x, fmt, draws, bits), fmt, bits, old)
+    else:
+        rounded = encode_finite(x, fmt, draws)
+    weight[rows] = unless_special(rounded, arrays["weight"], fmt)
 
 
 # Scales that are fitted
 
 
 def zero_scales(held: FP8Tensor) -> Tensor | None:
-    """The scales whose weights all are 0, as a mask in their shape; None where there are none.
-
-    Nothing is looked at while the codes are those of a step that left none.
-    """
+    """The scales whose weights all are 0, as a mask in their shape; None for none, and while a step has left none."""
     if not held.codes.numel() or (not held.codes.is_inference() and held.filled == held.codes._version):
         return None
     if isinstance(held.block_size, tuple):
@@ -189,18 +180,8 @@ def _used(held: FP8Tensor, rows: Tensor) -> Tensor:
     return ((rows & (0xFF ^ negative)) != 0).any(1)
 
 
-def note_filled(slots: Sequence[Slot]) -> None:
-    """Remember of which parameters a step has left no part of a row at 0, as backends know that look at each code."""
-    for slot in slots:
-        if slot.emptied and not any(slot.emptied):
-            _fill(_held(slot))
-
-
 def mark_zero(slots: Sequence[Slot]) -> None:
-    """Mark in each slot the scales that its step fits: their weights all are 0, and are about to move.
-
-    Of one scale for the rows of several processes they agree on it.
-    """
+    """Mark in each slot the scales that its step fits: their weights all are 0, in every process, and will move."""
     flags: dict[Slot, list[int]] = {}
     for slot in slots:
         if slot.spec.storage == "codes" and slot.spec.geometry == "linear":
@@ -209,7 +190,7 @@ def mark_zero(slots: Sequence[Slot]) -> None:
             slot.zero = zero if moves else None
             if has_one_scale(slot) and slot.share is not None:
                 flags[slot] = [int(zero is None and slot.weight.numel() > 0), int(moves)]
-    for slot, (used, moved) in largest_anywhere(flags).items():
+    for slot, (used, moved) in _largest_anywhere(flags).items():
         slot.zero = torch.ones((), dtype=torch.bool, device=slot.device) if moved and not used else None
 
 
@@ -226,7 +207,7 @@ def _moves(slot: Slot, zero: Tensor) -> bool:
 
 
 def fit_scales(slots: Sequence[Slot]) -> None:
-    """Fit the marked scales to the values that the steps ask for; the steps themselves are still to be taken."""
+    """Fit the marked scales to the values that the steps to come ask for."""
     for slot in slots:
         if slot.zero is not None:
             _fit(slot, slot.zero)
@@ -257,20 +238,22 @@ def _fit(slot: Slot, zero: Tensor) -> None:
 
 
 def take_fitted(optimizer: Any, slots: Sequence[Slot]) -> None:
-    """Set the scales that steps have fitted, count them, and compute S_ref anew: spacings are others."""
+    """Set and count the scales that steps have fitted, and compute S_ref again: spacings are others."""
     kept = [slot for slot in slots if slot.spec.storage == "codes"]
     fitted = {slot: sum(_change(slot, new, "begins") for new in slot.next_scale) for slot in kept}
     optimizer.fitted_scales += sum(own_count(slot, count) for slot, count in fitted.items())
-    for slot in _with_new_reference(fitted):
-        optimizer._refresh(slot)
+    # S_ref follows at once, in every process; of rows where steps read it
+    changed = {s: bool(n) for s, n in fitted.items() if has_one_scale(s) or s.spec.stiffness != "none"}
+    rows = {s: [int(flag)] for s, flag in changed.items() if s.share is not None and not has_one_scale(s)}
+    changed |= {slot: bool(flag) for slot, (flag,) in _largest_anywhere(rows).items()}
+    for slot, flag in changed.items():
+        if flag:
+            optimizer._refresh(slot)
 
 
 def narrow(slot: Slot) -> int:
-    """Narrow the scales of codes that have become far too large, and return how many there were; no value moves.
-
-    A first step leaves those that somebody has given.
-    """
-    if slot.storage != "codes" or not slot.done:
+    """Narrow the scales of codes that have become far too large, and return how many there were; no value moves."""
+    if slot.storage != "codes" or not slot.done:  # a first step leaves those that somebody has given
         return 0
     held = _held(slot)
     largest = held.largest() if held.kept_scale.dim() else slot.ranks.largest(held.largest())
@@ -278,7 +261,7 @@ def narrow(slot: Slot) -> int:
     if bool((new == held.scale).all()) or (slot.spec.residual_bits and "residual" not in slot.state):
         return 0
     if held.numel():
-        rewrite(slot, scales_in_runs(held, new)[0])
+        _rewrite(slot, scales_in_runs(held, new)[0])
     return own_count(slot, _change(slot, new, "has shrunk"))
 
 
@@ -296,13 +279,5 @@ def _change(slot: Slot, new: Tensor, what: str) -> int:
 
 
 def own_count(slot: Slot, count: int) -> int:
-    """How many of some scales this process counts: of one that all share, the first does."""
+    """The number of scales that this process counts: one that all share is counted by the first."""
     return 0 if has_one_scale(slot) and slot.ranks.rank else count
-
-
-def _with_new_reference(fitted: Mapping[Slot, int]) -> list[Slot]:
-    """The slots whose S_ref follows fitted scales at once, in every process: of rows where steps read it."""
-    changed = {s: bool(n) for s, n in fitted.items() if has_one_scale(s) or s.spec.stiffness != "none"}
-    rows = {s: [int(flag)] for s, flag in changed.items() if s.share is not None and not has_one_scale(s)}
-    changed |= {slot: bool(flag) for slot, (flag,) in largest_anywhere(rows).items()}
-    return [slot for slot, flag in changed.items() if flag]

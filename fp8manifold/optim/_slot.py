@@ -1,51 +1,48 @@
 """A slot is one parameter in one step: where its weight lives, the view it is stepped in, the key of its draws."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import geoopt
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fp8manifold._base.float_bits import working_dtype
 from fp8manifold._base.reading import Later, expect, known
 from fp8manifold._encoded.storage import number_of, run_length, runs_of
 from fp8manifold._encoded.stored_scale import decoded_scale
-from fp8manifold._numerics.charts import Metric
+from fp8manifold._native._arrays import spacings
+from fp8manifold._numerics.charts import Metric, chart_of
+from fp8manifold._numerics.codec import decode_bits, decode_with_ulp
 from fp8manifold._numerics.stiffness import bounded_ends
 from fp8manifold._ranks import ALONE, Ranks, Share, local_of, share_of
 from fp8manifold.formats import LAYOUTS, FloatFormat
 from fp8manifold.manifolds import FP8Manifold, StiffnessManifold
-from fp8manifold.optim._directions import KEYS, NUMBERS
+from fp8manifold.optim._directions import row_of
 from fp8manifold.optim._spec import BOUND_NAMES, Spec, Storage
-from fp8manifold.random_bits import Stream, round_key_rows, round_keys, signed_word, stream_of
+from fp8manifold.random_bits import Stream, stream_of
 from fp8manifold.tensor import FP8Tensor
 
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 """Parameters as they are given to an optimizer."""
 
+FOR_MOMENTS, FOR_RESCALING = 1, 2
+"""A fourth key word, for draws apart from those of weights: of moments, and of weights whose scale doubles."""
 _LONGEST_BLOCK: Final = 256
 _SHORTEST_BLOCK: Final = 32
 
 
 @dataclass(frozen=True)
 class View:
-    """A view of one or two dimensions that every array of a step broadcasts to.
+    """A view of one or two dimensions that every array of a step broadcasts to."""
 
-    ``dims`` are (rows, length), or the length alone where there is one row; a row is a block of the moments, where
-    they are stored in blocks, or the weights that share a scale.
-    """
-
+    #: (rows, length), or the length alone; a row is a block of moments in blocks, or the weights that share a scale
     dims: tuple[int, ...]
-    #: dimensions of a scale, one for a row or for an element; () for one in all
-    row_dims: tuple[int, ...]
-    #: rows of the view that share one of the scale's entries
-    repeats: int = 1
+    row_dims: tuple[int, ...]  # of a scale, one for a row or for an element; () for one in all
+    repeats: int = 1  # rows of the view that share one of the scale's entries
 
     @property
     def block_dims(self) -> tuple[int, ...]:
@@ -67,13 +64,9 @@ def row_view(scale: Tensor, shape: tuple[int, ...], view: View) -> Tensor:
 
 @lru_cache(maxsize=4096)
 def view_of(shape: tuple[int, ...], scale_shape: tuple[int, ...] | None, block_size: int | None, blocks: bool) -> View:
-    """The view that a parameter is stepped in.
+    """The view that a parameter is stepped in, by its shape, that of its scale, and whether moments are in blocks.
 
-    Args:
-        shape: of the parameter.
-        scale_shape: of its scale; None for an ordinary parameter.
-        block_size: length of the blocks that share a scale, where there are such; 1 where each weight has its own.
-        blocks: whether moments are stored in blocks.
+    Blocks of ``block_size`` share a scale, where there are such; with 1 each weight has its own.
     """
     numel = math.prod(shape)
     rows, each = shape[0] if len(shape) > 1 else 1, False
@@ -91,8 +84,10 @@ def view_of(shape: tuple[int, ...], scale_shape: tuple[int, ...] | None, block_s
         rows, row_dims = numel // shape[-1], None
     else:
         return View((numel,), (numel,))
-    length = numel // rows
-    block = _block_length(length) if blocks else length
+    block = length = numel // rows
+    if blocks:  # the longest that divides a row, or the row itself where only a short one does
+        longest = range(min(length, _LONGEST_BLOCK), _SHORTEST_BLOCK - 1, -1)
+        block = next((each for each in longest if length % each == 0), length)
     repeats = length // block
     dims = (rows * repeats, block) if rows * repeats > 1 else (block,)
     if each:
@@ -101,73 +96,44 @@ def view_of(shape: tuple[int, ...], scale_shape: tuple[int, ...] | None, block_s
     return View(dims, row_dims, repeats if row_dims else 1)
 
 
-def _block_length(length: int) -> int:
-    """The longest block up to 256 that divides a row, or the row itself where only a short one does."""
-    for block in range(min(length, _LONGEST_BLOCK), _SHORTEST_BLOCK - 1, -1):
-        if length % block == 0:
-            return block
-    return length
-
-
-class Key(NamedTuple):
-    """The key of one parameter's draws in one step."""
-
-    seed: int
-    step: int
-    stream: int
-
-
 _FOLLOWING: Final = frozenset(("scale", "arrays", "row"))
 """Attributes of a slot that follow from the others."""
 
 
 @dataclass(eq=False)
 class Slot:
-    """One parameter in one step, made anew in every step from its group, its state and the parameter itself."""
+    """One parameter in one step, made in every step from its group, its state and the parameter itself."""
 
     group: dict[str, Any]
     parameter: Tensor
     state: dict[str, Any]
-    #: steps taken before this one
-    done: int
+    done: int  # steps taken before this one
     storage: Storage
     #: ``weight``, and once the step is prepared ``gradient`` and what the state has: moments, bounds, ``residual``;
     #: contiguous, the rows that this process holds
     tensors: dict[str, Tensor]
-    #: None for an ordinary parameter
-    fmt: FloatFormat | None = None
-    #: as it is kept: the exponents alone, uint8, where blocks have scales
-    kept_scale: Tensor | None = None
+    fmt: FloatFormat | None = None  # None for an ordinary parameter
+    kept_scale: Tensor | None = None  # of blocks the exponents alone, uint8
     block_size: int | None = None
     metric: Metric = "ulp"
     rounding: str = "nearest"
-    #: how the draws for the weight follow each other, step by step
-    draws: str = "independent"
+    draws: str = "independent"  # how those for the weight follow each other, step by step
     retraction: str = "exponential"
-    #: whether ``weight`` is the parameter's own memory, and not a contiguous copy of it
-    in_place: bool = True
-    #: the rows that this process holds of a sharded parameter
-    share: Share | None = None
+    in_place: bool = True  # ``weight`` is the parameter's own memory, and no contiguous copy of it
+    share: Share | None = None  # the rows that this process holds of a sharded parameter
 
     spec: Spec = field(init=False)
     view: View = field(init=False)
     numbers: dict[str, float] = field(init=False)
-    #: the stiffness exponent of this step
-    power: float = 0.0
-    #: exponents, in value, between which a chart of the ulp follows the format
-    ends: tuple[int, int] = (0, 0)
-    #: whether every process steps all rows of a sharded parameter
-    whole: bool = False
-    #: whether the step left a code of the largest magnitude, where its backend looked for one
+    power: float = 0.0  # the stiffness exponent of this step
+    ends: tuple[int, int] = (0, 0)  # exponents, in value, between which a chart of the ulp follows the format
+    whole: bool = False  # every process steps all rows of a sharded parameter
+    # found by a backend: a code of the largest magnitude, how many scales it has doubled, a part of a row of zeros
     reached: list[bool] = field(default_factory=list)
-    #: how many scales have been doubled for that, where its backend does it
     doubled: list[int] = field(default_factory=list)
-    #: whether it left a part of a row that is 0 throughout, where its backend looked for one
     emptied: list[bool] = field(default_factory=list)
-    #: the scales that the step fits, as a mask in the shape of the parameter's: their weights all are 0; None for none
-    zero: Tensor | None = None
-    #: the scales after a step that fits some, in floats
-    next_scale: list[Tensor] = field(default_factory=list)
+    zero: Tensor | None = None  # mask of the scales that the step fits, whose weights all are 0
+    next_scale: list[Tensor] = field(default_factory=list)  # in floats, after a step that fits some
 
     @property
     def weight(self) -> Tensor:
@@ -179,12 +145,11 @@ class Slot:
 
     @cached_property
     def scale(self) -> Tensor | None:
-        """The scale in floats, which is made where it is asked for."""
+        """The scale in floats."""
         return None if self.kept_scale is None else decoded_scale(self.kept_scale)
 
     @property
     def ranks(self) -> Ranks:
-        """The processes that hold a part each."""
         return ALONE if self.share is None else self.share.ranks
 
     @property
@@ -226,19 +191,18 @@ class Slot:
         return self.done + 1 - int(self.state.get("since", 0))
 
     @property
-    def key(self) -> Key:
-        """The key of its draws."""
-        return Key(self.group["seed"], self.done + 1, self.state["stream"])
+    def key(self) -> tuple[int, int, int]:
+        """Seed, step and stream of its draws."""
+        return self.group["seed"], self.done + 1, self.state["stream"]
 
     @property
     def rounding_key(self) -> Stream:
-        """The key of the draws for the weight."""
         return stream_of(self.draws, *self.key)
 
     @property
     def moments_key(self) -> Stream:
         """Key of the moments' draws: independent, for a moment forgets, and earlier draws would enter its odds."""
-        return Stream((*self.key, _FOR_MOMENTS))
+        return Stream((*self.key, FOR_MOMENTS))
 
     @cached_property
     def offset(self) -> int:
@@ -275,7 +239,7 @@ class Slot:
         return list(changed.values())
 
     def replaced(self, **fields: Any) -> "Slot":
-        """A copy with other fields, views of which are made anew."""
+        """A copy with other fields, without the views of the old ones."""
         kept = {name: value for name, value in self.__dict__.items() if name not in _FOLLOWING}
         other = object.__new__(Slot)
         other.__dict__ = kept | fields
@@ -291,36 +255,17 @@ def slot_of(group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> 
     held, share = parameter, share_of(parameter)
     if share is not None:
         held = share.local
-    draws: str | None = group.get("draws")
-    done = steps_taken(state)
+    draws, of_step = group.get("draws"), (group, parameter, state, steps_taken(state))
     if isinstance(held, FP8Tensor):
-        scale, block_size = scales_in_runs(held)
-        return Slot(
-            group,
-            parameter,
-            state,
-            done,
-            "codes",
-            {"weight": held.codes},
-            held.format,
-            scale,
-            block_size,
-            rounding=held.rounding,
-            draws=draws or held.draws,
-            share=share,
-        )
+        how: dict[str, Any] = {"rounding": held.rounding, "draws": draws or held.draws, "share": share}
+        return Slot(*of_step, "codes", {"weight": held.codes}, held.format, *scales_in_runs(held), **how)
     weight, in_place = _memory_of(held)
     manifold, tensors = own_manifold(held), {"weight": weight}
     if manifold is None:
-        draws = draws or "independent"
-        return Slot(group, parameter, state, done, "plain", tensors, draws=draws, in_place=in_place, share=share)
-    storage: Storage = "grid" if isinstance(manifold, FP8Manifold) else "free"
+        return Slot(*of_step, "plain", tensors, draws=draws or "independent", in_place=in_place, share=share)
     return Slot(
-        group,
-        parameter,
-        state,
-        done,
-        storage,
+        *of_step,
+        "grid" if isinstance(manifold, FP8Manifold) else "free",
         tensors,
         manifold.format,
         manifold.scale.to(working_dtype(weight)),
@@ -330,6 +275,13 @@ def slot_of(group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> 
         retraction=getattr(manifold, "retraction", "exponential"),
         in_place=in_place,
     )
+
+
+def in_words(group: dict[str, Any], i: int, k: int) -> str:
+    """A parameter of a group by its name where the groups have names, its position and its shape."""
+    names = group.get("param_names")
+    name = f"{names[k]!r}, " if names else ""
+    return f"parameter {k} of group {i} ({name}shape {tuple(group['params'][k].shape)})"
 
 
 def steps_taken(state: Mapping[str, Any]) -> int:
@@ -356,12 +308,7 @@ def count_on_card(steps: list[Tensor], said: Tensor) -> None:
 
 
 def scales_in_runs(held: FP8Tensor, scale: Tensor | None = None) -> tuple[Tensor, int | None]:
-    """The scales that a step takes, as they are kept, and the length of the runs that share one; made for squares.
-
-    Args:
-        held: the codes.
-        scale: in place of their own, in the shape of these, in floats.
-    """
+    """The scales that a step takes, its own or others in their shape, and the length of the runs that share one."""
     scale = held.kept_scale if scale is None else scale
     if not isinstance(held.block_size, tuple):
         return scale, held.block_size
@@ -398,70 +345,22 @@ def stabilize(slot: Slot) -> None:
         slot.tensors["weight"], _ = _memory_of(parameter)
 
 
-_FOR_MOMENTS: Final = 1
-FOR_RESCALING: Final = 2
-"""A fourth key word, so that no draw of a step is used again where its scales double."""
+def stiffness_field(slot: Slot, metric: Metric) -> Tensor:
+    """The field S of a metric over all weights, in value."""
+    assert slot.fmt is not None
+    assert slot.scale is not None
+    if slot.storage == "codes" and metric == "ulp":
+        if (native := spacings(slot.weight, slot.fmt, slot.scale)) is not None:
+            return native
+        stiffness = decode_with_ulp(slot.weight, slot.fmt)[1]
+    else:
+        if slot.storage == "codes":
+            x = decode_bits(slot.weight, slot.fmt)
+        else:
+            x = slot.weight.to(working_dtype(slot.weight)) / slot.scale
+        stiffness = chart_of(slot.fmt, metric).stiffness(x)
+    return stiffness * expanded(slot.scale, slot.weight.shape, slot.block_size)
 
 
-def key_row(slot: Slot) -> list[int]:
-    """The round keys and phases of one slot, the offset taken into the first of each three."""
-    high, low = divmod(slot.offset, 2**32)
-    keys = []
-    for words, phase in (slot.rounding_key, slot.moments_key):
-        first, second, third = round_keys(words, high)
-        keys += [signed_word(first + low), second, third, phase]
-    return keys
-
-
-def key_rows(slots: Sequence[Slot], *more: int) -> NDArray[np.int32]:
-    """The :func:`key_row` of each slot, those at offset 0 together; of other draws, with ``more``, keys alone."""
-    rows = np.zeros((len(slots), KEYS), dtype=np.int32)
-    streams = np.array([slot.state["stream"] for slot in slots], dtype=np.uint64)
-    words = [(slot.group["seed"], slot.done + 1) for slot in slots]
-    if more:
-        rows[:, :3] = round_key_rows(words, streams, *more)
-        return rows
-    kinds: dict[str, list[int]] = {}
-    for i, slot in enumerate(slots):
-        kinds.setdefault(slot.draws, []).append(i)
-    for draws, some in kinds.items():
-        known = {words[i]: stream_of(draws, *words[i], 0) for i in some}
-        keys = [known[words[i]] for i in some]
-        rows[some, :3] = round_key_rows([key.words[:2] for key in keys], streams[some], *keys[0].words[3:])
-        rows[some, 3] = [key.phase for key in keys]
-    if some := [i for i, slot in enumerate(slots) if slot.spec.draws_for_moments]:
-        rows[some, 4:7] = round_key_rows([words[i] for i in some], streams[some], _FOR_MOMENTS)
-    for i, slot in enumerate(slots):
-        if slot.offset:
-            rows[i] = key_row(slot)
-    return rows
-
-
-_POSITIONS: Final = {name: i for i, name in enumerate(NUMBERS)}
-_EPS: Final = _POSITIONS["eps"]
-
-
-def row_of(numbers: Mapping[str, float], dtype: torch.dtype) -> list[float]:
-    """Numbers in the order of :data:`NUMBERS`, 0 where none is given; eps is kept from 0.
-
-    A weight that never had a gradient has the direction 0 / eps, which is 0 unless eps is.
-    """
-    row = [0.0] * len(NUMBERS)
-    for name, number in numbers.items():
-        row[_POSITIONS[name]] = number
-    row[_EPS] = max(row[_EPS], torch.finfo(dtype).tiny)
-    return row
-
-
-def number_rows(slots: Sequence[Slot]) -> NDArray[np.float32]:
-    """The numbers of each slot, in float32; for native code a direction is a step by -1 from a weight of 0."""
-    rows = np.zeros((len(slots), len(NUMBERS)), dtype=np.float64)
-    kinds: dict[tuple[str, ...], list[int]] = {}
-    for i, slot in enumerate(slots):
-        kinds.setdefault(tuple(slot.numbers), []).append(i)
-    for names, some in kinds.items():
-        places = [_POSITIONS[name] for name in names]
-        rows[np.ix_(some, places)] = [list(slots[i].numbers.values()) for i in some]
-    rows[[i for i, slot in enumerate(slots) if slot.spec.storage == "direction"], _POSITIONS["rate"]] = -1.0
-    rows[:, _EPS] = np.maximum(rows[:, _EPS], torch.finfo(torch.float32).tiny)
-    return rows.astype(np.float32)
+def expanded(scale: Tensor, shape: torch.Size, block_size: int | None) -> Tensor:
+    return scale if block_size is None else scale.repeat_interleave(block_size, dim=-1).view(shape)

@@ -14,8 +14,7 @@ MOMENTS: Final = ("float32", "bfloat16", "8bit")
 BOUNDS: Final = {"exp_avg": "avg_bound", "momentum_buffer": "avg_bound", "exp_avg_sq": "sq_bound"}
 """The float32 bound of each block of a moment: the running average of its largest gradient.
 
-No value of the block exceeds it but by rounding noise, so a scale taken from it leaves room and needs no second pass;
-only while gradients stay 0 for hundreds of steps does that noise, of moments on their way to 0, ever reach the end.
+No value of the block exceeds it but by rounding noise, so a scale taken from it leaves room and needs no second pass.
 """
 
 LARGEST: Final = "avg_largest"
@@ -24,13 +23,10 @@ LARGEST: Final = "avg_largest"
 BOUND_NAMES: Final = frozenset((*BOUNDS.values(), LARGEST))
 
 MOMENT_FORMAT: Final = FloatFormat(4, 3)
-"""Of both moments in 8 bits; the second is stored as its square root, which doubles the range: 36 binades of ``v``."""
+"""The format of both moments in 8 bits; the second is stored as its square root, for 36 binades of ``v``."""
 
 MOMENTUM_FORMAT: Final = FloatFormat(2, 5)
-"""Of one that is fitted: even spacing for what is small in its block, where no range is asked for.
-
-An orthogonal factor is that of a whole matrix: an error counts beside the matrix, not beside the value that has it.
-"""
+"""The format of a fitted moment, with even spacing: of an orthogonal factor an error counts beside the whole matrix."""
 
 
 def bounds_of(direction: str | None) -> dict[str, str]:
@@ -51,16 +47,13 @@ class Spec:
     #: codes (one byte), grid (floats on the grid), free (floats between its ends), plain (floats), or direction: no
     #: weight, but the direction itself in its place
     storage: Storage
-    #: of floats stochastic where they are rounded so, to bfloat16 or float16, and nearest else
-    writeback: str = "nearest"
+    writeback: str = "nearest"  # of floats stochastic where halves are rounded so
     moments: str = "float32"
     fmt: FloatFormat | None = None
     metric: Metric = "ulp"
     scale_is_power_of_two: bool = True
-    #: linear in value, along the chart's geodesic, along its tangent, or multiplicative
-    geometry: Geometry = "linear"
-    #: how S / S_ref enters a linear step: none, linear, sqrt, square or power
-    stiffness: str = "none"
+    geometry: Geometry = "linear"  # in value, along the chart's geodesic, along its tangent, or multiplicative
+    stiffness: str = "none"  # how S / S_ref enters a linear step: none, linear, sqrt, square or power
     decays: bool = False
     has_moments: bool = True
     nesterov: bool = False
@@ -73,7 +66,6 @@ class Spec:
 
     @cached_property
     def residual_bits(self) -> int:
-        """Bits of the ULP residual kept beside the code."""
         return self.rule.residual_bits
 
     @cached_property
@@ -83,33 +75,23 @@ class Spec:
 
     @cached_property
     def draws_for_weight(self) -> bool:
-        """True where the write-back needs random bits."""
         return self.rule.draws
 
     @cached_property
     def draws_for_moments(self) -> bool:
-        """True where storing the moments needs random bits."""
         return self.moments != "float32" and bool(self.stores)
 
     @cached_property
-    def rounds(self) -> bool:
-        """True where numbers of the format are stored."""
-        return self.storage in ("codes", "grid")
-
-    @cached_property
     def injects(self) -> bool:
-        """True where the first moment receives the rounding error."""
-        return self.rounds and self.rule.injects
+        return self.storage in ("codes", "grid") and self.rule.injects
 
     @cached_property
     def stores(self) -> tuple[str, ...]:
-        """The moments that the direction keeps, by their names in the state."""
         moments = DIRECTIONS[self.direction].moments if self.has_moments else ()
         return (*moments, "max_exp_avg_sq") if self.amsgrad else moments
 
     @cached_property
     def blockwise(self) -> bool:
-        """True where moments are stored in blocks, each with a bound."""
         return self.moments == "8bit" and bool(self.stores)
 
     @cached_property
@@ -130,7 +112,6 @@ class Spec:
 
     @cached_property
     def first_format(self) -> FloatFormat:
-        """The format of its first moment in 8 bits."""
         return MOMENTUM_FORMAT if self.fitted else MOMENT_FORMAT
 
     @cached_property
@@ -161,11 +142,9 @@ class Spec:
 def spec_of(**fields: Any) -> Spec:
     """A spec; the same object for the same fields, where they can be told apart."""
     try:
-        return _spec_of(**fields)
+        return _known_spec(**fields)
     except TypeError:  # a metric that has no hash
         return Spec(**fields)
 
 
-@lru_cache(maxsize=1024)
-def _spec_of(**fields: Any) -> Spec:
-    return Spec(**fields)
+_known_spec = lru_cache(maxsize=1024)(Spec)

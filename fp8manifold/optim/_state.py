@@ -1,32 +1,26 @@
-"""State of a parameter between steps: residual and moments, its stream of random bits, its rows, a wider scale."""
+"""State of a parameter between steps: what it begins with, and what a loaded or edited one has to be."""
 
 import weakref
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from itertools import count
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from fp8manifold._base.blocks import block_on
-from fp8manifold._base.float_bits import working_dtype
-from fp8manifold._base.reading import eager_only
 from fp8manifold._encoded.storage import void_remainder
-from fp8manifold._native._arrays import content, spacings
-from fp8manifold._numerics.charts import Metric, chart_of
-from fp8manifold._numerics.codec import decode_bits, decode_with_ulp
-from fp8manifold._ranks import Share, local_of, share_of, spread
-from fp8manifold.distributed import rows_of
+from fp8manifold._ranks import local_of, spread
 from fp8manifold.formats import LAYOUTS, FloatFormat
-from fp8manifold.manifolds import FP8Manifold
-from fp8manifold.optim._slot import Slot, own_manifold, slot_of
-from fp8manifold.optim._spec import BOUND_NAMES
+from fp8manifold.optim._directions import MOMENT_NAMES
+from fp8manifold.optim._slot import Slot, slot_of
+from fp8manifold.optim._spec import BOUND_NAMES, bounds_of
 from fp8manifold.optim._writeback import rule_of
-from fp8manifold.random_bits import mixed_word, word_range
 from fp8manifold.scaling import SQUARE_SIZE
 from fp8manifold.tensor import FP8Tensor
+
+STORED: Final = {"float32": None, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
+"""The dtype of moments; None is the one that is computed in."""
+_FUNCTIONS: Final = ("stiffness", "metric")
+"""Options that may be functions, in whose place a state has None."""
+_KEPT: Final = (*MOMENT_NAMES, "residual", *sorted(BOUND_NAMES))
 
 
 def first_residual(parameter: Tensor) -> Tensor:
@@ -58,41 +52,6 @@ def take_remainder(group: dict[str, Any], parameter: Tensor, state: dict[Tensor,
         entry["residual"] = first_residual(parameter)
 
 
-@contextmanager
-def gathered(slots: Sequence[Slot]) -> Iterator[None]:
-    """Gather all rows of each slot that is stepped whole, and put them back after the step.
-
-    Collectives follow the order of the slots and of their tensors.  Bounds are whole in every process.
-    """
-    homes = {slot: slot.tensors for slot in slots if slot.whole}
-    for slot, home in homes.items():
-        assert slot.share is not None
-        slot.tensors = {n: own if n in BOUND_NAMES else slot.share.gathered(own) for n, own in home.items()}
-    yield
-    for slot, home in homes.items():
-        assert slot.share is not None
-        for name in home.keys() - {"gradient"} - BOUND_NAMES:
-            home[name].copy_(slot.share.own(slot.tensors[name]))
-        slot.tensors = home
-    for slot in slots:
-        if not slot.in_place:
-            local_of(slot.parameter).copy_(slot.weight)
-
-
-def described(fields: tuple[int, ...] | None) -> str:
-    """Format and granularity in words, of the numbers of :attr:`Slot.fields`."""
-    if fields is None:
-        return "an ordinary parameter"
-    exponent_bits, mantissa_bits, bias, layout, shares = fields
-    squares = {SQUARE_SIZE**2: f"square of {SQUARE_SIZE} x {SQUARE_SIZE}"}
-    shared = ({0: "tensor", 1: "channel"} | squares).get(shares, f"block of {shares}")
-    return f"{FloatFormat(exponent_bits, mantissa_bits, bias, LAYOUTS[layout]).name}, one scale a {shared}"
-
-
-STORED: Final = {"float32": None, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
-"""The dtype of moments; None is the one that is computed in."""
-
-
 def make_state(slot: Slot) -> None:
     """Add what the step keeps and the state lacks."""
     spec, parameter, state = slot.spec, slot.parameter, slot.state
@@ -106,186 +65,139 @@ def make_state(slot: Slot) -> None:
             dtype = STORED[spec.moments] or slot.dtype
             state[name] = spread(parameter, torch.zeros(held.shape, dtype=dtype, device=held.device))
         if name in spec.bounds and spec.bounds[name] not in state:
-            state[spec.bounds[name]] = _first_bounds(slot)
+            # one a block; of a sharded matrix with a row for each of its rows, of a sharded vector all in every process
+            in_rows = parameter.dim() > 1 and slot.share is not None
+            shape = (held.shape[0], held.shape[1:].numel() // slot.view.dims[-1]) if in_rows else slot.view.block_dims
+            bounds = torch.zeros(shape, dtype=torch.float32, device=held.device)
+            state[spec.bounds[name]] = spread(parameter, bounds) if in_rows else bounds
     if spec.residual_bits and "residual" not in state:
         state["residual"] = first_residual(parameter)
 
 
-def _first_bounds(slot: Slot) -> Tensor:
-    """One a block; of a sharded matrix with a row for each of its rows, of a sharded vector all in every process."""
-    held, in_rows = local_of(slot.parameter), slot.parameter.dim() > 1 and slot.share is not None
-    shape = (held.shape[0], held.shape[1:].numel() // slot.view.dims[-1]) if in_rows else slot.view.block_dims
-    bounds = torch.zeros(shape, dtype=torch.float32, device=held.device)
-    return spread(slot.parameter, bounds) if in_rows else bounds
+def check_state(optimizer: torch.optim.Optimizer, state_dict: Any) -> None:
+    """Raise TypeError or ValueError unless a state is one of this kind of optimizer, made for these parameters."""
+    name = type(optimizer).__name__
+    if not isinstance(state_dict, dict):
+        raise TypeError(f"state_dict must be a dict, not {type(state_dict).__name__}")
+    if missing := sorted({"state", "param_groups"} - state_dict.keys()):
+        raise ValueError(f"this state is not one of {name}: it lacks {', '.join(missing)}")
+    if (kind := state_dict.get("optimizer", name)) != name:
+        raise ValueError(f"this state is one of {kind if isinstance(kind, str) else 'a wrapper'}, not of {name}")
+    groups = state_dict["param_groups"]
+    check_sizes(groups, optimizer.param_groups)
+    for saved, ours in zip(groups, optimizer.param_groups, strict=True):
+        known = [option for option in optimizer.defaults if option in ours and not callable(ours[option])]
+        lacking = [
+            option for option in known if option not in saved or (saved[option] is None and option in _FUNCTIONS)
+        ]
+        if lacking:
+            raise ValueError(f"this state is not one of {name}: its parameter groups lack {', '.join(lacking)}")
+        for index, parameter in zip(saved["params"], ours["params"], strict=True):
+            _check_origin(state_dict["state"].get(index, {}), parameter, index)
 
 
-def _values_of(slot: Slot) -> Tensor:
-    if slot.storage == "codes":
-        assert slot.fmt is not None
-        return decode_bits(slot.weight, slot.fmt)
-    x = slot.weight.to(working_dtype(slot.weight))
-    return x if slot.scale is None else x / slot.scale
+def check_sizes(theirs: list[dict[str, Any]], ours: list[dict[str, Any]]) -> None:
+    """Raise ValueError unless groups have as many parameters as an optimizer's."""
+    sizes = [len(group["params"]) for group in theirs], [len(group["params"]) for group in ours]
+    if sizes[0] != sizes[1]:
+        raise ValueError(f"this state has groups of size {sizes[0]}, the optimizer of size {sizes[1]}")
 
 
-def stiffness_field(slot: Slot, metric: Metric) -> Tensor:
-    """The field S of a metric over all weights, in value."""
-    assert slot.fmt is not None
-    assert slot.scale is not None
-    if slot.storage == "codes" and metric == "ulp":
-        if (native := spacings(slot.weight, slot.fmt, slot.scale)) is not None:
-            return native
-        stiffness = decode_with_ulp(slot.weight, slot.fmt)[1]
-    else:
-        stiffness = chart_of(slot.fmt, metric).stiffness(_values_of(slot))
-    return stiffness * expanded(slot.scale, slot.weight.shape, slot.block_size)
+def _check_origin(entry: dict[str, Any], parameter: Tensor, index: int) -> None:
+    """Raise ValueError unless an entry is one of this library's, for a parameter of this shape and format."""
+    whose = _whose(parameter, index)
+    if entry and "step" in entry and "stream" not in entry:
+        raise ValueError(f"{whose} lacks its stream: it is not one of this library's optimizers")
+    _check_tensors(entry, parameter, index)
+    _check_residual(entry, whose)
+    if entry:
+        here = slot_of({}, parameter, {}).fields
+        made_for = tuple(int(field) for field in entry["grid"]) if "grid" in entry else None
+        if made_for != here:
+            raise ValueError(f"{whose} was made for {_in_words(made_for)}: the parameter is {_in_words(here)}")
 
 
-def expanded(scale: Tensor, shape: torch.Size, block_size: int | None) -> Tensor:
-    return scale if block_size is None else scale.repeat_interleave(block_size, dim=-1).view(shape)
+def _in_words(fields: tuple[int, ...] | None) -> str:
+    """Format and granularity in words, of the numbers of :attr:`Slot.fields`."""
+    if fields is None:
+        return "an ordinary parameter"
+    exponent_bits, mantissa_bits, bias, layout, shares = fields
+    squares = {SQUARE_SIZE**2: f"square of {SQUARE_SIZE} x {SQUARE_SIZE}"}
+    shared = ({0: "tensor", 1: "channel"} | squares).get(shares, f"block of {shares}")
+    return f"{FloatFormat(exponent_bits, mantissa_bits, bias, LAYOUTS[layout]).name}, one scale a {shared}"
 
 
-_SEEDED, _FLOATS = 1, 2
-_INTEGERS: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-_VALUES: Final = (0x5EED, 0, 0)
-_GRADIENT: Final = (0x5EED, 1, 0)
+def _check_tensors(entry: dict[str, Any], parameter: Tensor, index: int | None = None) -> None:
+    """Raise ValueError unless what goes with the weights are tensors, and moments of the parameter's shape."""
+    for name in _KEPT:
+        if name in entry and not isinstance(entry[name], Tensor):
+            raise ValueError(f"{_whose(parameter, index)} has {name}={entry[name]!r}: a tensor is needed")
+        if name in entry and name in MOMENT_NAMES and entry[name].shape != parameter.shape:
+            whose, shapes = _whose(parameter, index), (tuple(entry[name].shape), tuple(parameter.shape))
+            raise ValueError(f"{whose} has {name} of shape {shapes[0]}: the parameter's is {shapes[1]}")
 
 
-def new_stream(
-    parameter: Tensor,
-    twin: int,
-    state: dict[Tensor, Any],
-    begun: int,
-    *,
-    draws: bool,
-    alone: bool,
-    values: Tensor | None = None,
-) -> int:
-    """A stream of 63 bits from what is the parameter's own, which no other parameter of the state has or had.
-
-    Its own are its first values, and the seed of a one-byte tensor or of a grid's manifold, so that the two
-    storages draw the same bits.  Those that share both are told apart by their order in the optimizer, or, without a
-    seed and in an optimizer each, by their first gradients: these differ between machines in the last bits, so they
-    enter nowhere else.
-
-    Args:
-        parameter: with its gradient.
-        twin: how many before it share its seed, as :func:`twins` has it.
-        state: the optimizer's, with the streams in use.
-        begun: how many streams have been given: more than are in use where parameters or states were removed.
-        draws: whether random bits are drawn for an ordinary parameter.
-        alone: whether it is the optimizer's only parameter.
-        values: the first values, where the parameter has others by now.
-    """
-    used = [entry["stream"] for entry in state.values() if "stream" in entry]
-    removed = max(begun - len(used), 0)
-    seed = _seed_of(parameter)
-    first = parameter if values is None else values
-    content = _content(first, parameter.grad if alone and not seed else None) if draws or seed is not None else ()
-    words = (*_seed_words(parameter), *content)
-    return next(stream for i in count(twin) if (stream := mixed_word(*words, removed, i)) not in used)
+def check_arrays(state: dict[str, Any], parameter: Tensor, group: dict[str, Any], *, stores_moments: bool) -> None:
+    """Raise ValueError unless a state that may have been edited can be stepped; called before anything changes."""
+    _check_tensors(state, parameter)
+    holds = False
+    for name in _KEPT:
+        if (value := state.get(name)) is None:
+            continue
+        holds = True
+        if value.device != parameter.device:
+            raise ValueError(
+                f"{_whose(parameter)} has {name} on {value.device}, but the parameter is on {parameter.device}: "
+                "move both to one device"
+            )
+        if not value.is_contiguous() or local_of(value).is_neg():
+            state[name] = value.contiguous().resolve_neg()
+    if holds:
+        check_entry(state, parameter, group, stores_moments=stores_moments)
 
 
-def twins(parameters: Iterable[Tensor]) -> dict[Tensor, int]:
-    """For each parameter the number of earlier ones with its seed, or of ordinary ones with its shape."""
-    seen: Counter[tuple[int, ...]] = Counter()
-    numbers = {}
-    for parameter in parameters:
-        words = _seed_words(parameter)
-        numbers[parameter] = seen[words]
-        seen[words] += 1
-    return numbers
+def _whose(parameter: Tensor, index: int | None = None) -> str:
+    which = f"a parameter of shape {tuple(parameter.shape)}" if index is None else f"parameter {index}"
+    return f"the state of {which}"
 
 
-def _seed_words(parameter: Tensor) -> tuple[int, ...]:
-    seed = _seed_of(parameter)
-    return (_FLOATS, *parameter.shape) if seed is None else (_SEEDED, seed)
+def check_entry(entry: dict[str, Any], parameter: Tensor, group: dict[str, Any], *, stores_moments: bool) -> None:
+    """Raise ValueError unless moments and residual are kept as a group's options have it."""
+    moments = group["moments"] if stores_moments else "float32"
+    dtype = STORED[moments] or (torch.float64 if parameter.dtype is torch.float64 else torch.float32)
+    bounds = bounds_of(group.get("direction")) if moments == "8bit" else {}
+    for name in MOMENT_NAMES:
+        if name in entry and entry[name].dtype != dtype:
+            raise ValueError(
+                f"{_whose(parameter)} has {name} in {entry[name].dtype}, but "
+                f"moments={moments!r} keeps it in {dtype}: load optim.adopted_state(state, optimizer) instead"
+            )
+        if name in entry and bounds.get(name, name) not in entry:
+            raise ValueError(
+                f"{_whose(parameter)} has {name} in 8 bits without {bounds[name]}, which says how its blocks are "
+                "scaled: it was kept in another format, which is not read; begin with a new state"
+            )
+    if rule_of(group).state:
+        _check_residual(entry, _whose(parameter))
 
 
-def _seed_of(parameter: Tensor) -> int | None:
-    if isinstance(held := local_of(parameter), FP8Tensor):
-        return held.seed
-    manifold = own_manifold(parameter)
-    return int(manifold.seed_word) if isinstance(manifold, FP8Manifold) else None
+def _check_residual(entry: dict[str, Any], whose: str) -> None:
+    """Raise ValueError for a residual of several weights in a byte, as earlier releases kept of 4 and 2 bits."""
+    residual = entry.get("residual")
+    if isinstance(residual, Tensor) and residual.dtype is not torch.int8:
+        raise ValueError(
+            f"{whose} has a residual in {residual.dtype}: those of 4 and 2 bits are not read any more; only "
+            "writeback='residual8' keeps one, in torch.int8: begin with a new state"
+        )
 
 
-def _content(first: Tensor, gradient: Tensor | None) -> tuple[int, ...]:
-    """Words of the first values, and of the first gradient."""
-    held = local_of(first)
-    values = held.dequantize() if isinstance(held, FP8Tensor) else held.detach().as_subclass(Tensor)
-    words = (_whole_word(first, values, _VALUES),)
-    return words if gradient is None else (*words, _whole_word(first, local_of(gradient.detach()), _GRADIENT))
-
-
-def _whole_word(parameter: Tensor, held: Tensor, key: tuple[int, int, int]) -> int:
-    """:func:`content_word`, of what processes hold together: the sum of theirs."""
-    share = share_of(parameter)
-    if share is None:
-        return content_word(held, key)
-    word = content_word(held, key, share.offset)
-    signed = torch.tensor([word - 2**64 if word >= 2**63 else word], device=held.device)
-    return int(share.ranks.total(signed)) % 2**64
-
-
-@eager_only
-def content_word(x: Tensor, key: tuple[int, int, int], offset: int = 0) -> int:
-    """``sum(bits_i r_i) mod 2^64`` over all elements, with ``r`` drawn by position: that of parts is their sum.
-
-    Every NaN counts as the quiet one, for a GPU's arithmetic gives other bits than a CPU's.
-
-    Args:
-        x: float tensor of any shape; positions count in row-major order.
-        key: of ``r``.
-        offset: position of the first element.
-    """
-    if (native := content(x, key, offset)) is not None:
-        return native
-    flat = x.reshape(-1).resolve_neg()
-    total = torch.zeros((), dtype=torch.int64, device=x.device)  # where x is: it is waited for once
-    size = block_on(x.device)
-    quiet = int(torch.tensor(torch.nan, dtype=flat.dtype).view(integer := _INTEGERS[flat.element_size()]))
-    for start in range(0, flat.numel(), size):
-        values = flat[start : start + size]
-        part = values.view(integer).masked_fill(values.isnan(), quiet).to(torch.int64)
-        words = word_range(offset + start, part.numel(), key, x.device).to(torch.int64)
-        total += (part * words).sum()
-    return int(total) % 2**64
-
-
-@torch.no_grad()
-def rows_of_state(state_dict: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """An optimizer's whole state as one of its sharded parameters: what their ``load_state_dict`` takes.
-
-    What has a row for each of the parameter's is cut, as :func:`~fp8manifold.distributed.rows_of` does: moments with
-    the magnitudes of their blocks, and residuals.  Counts, and what belongs to a parameter that is not sharded, stay as
-    they are.
-
-    Args:
-        state_dict: of an optimizer of the same groups in one process, or gathered; the same in every process.
-        optimizer: of this library or of torch's, over parameters after ``fully_shard``.
-
-    Raises:
-        ValueError: entries with other rows than the parameter's.
-
-    Example:
-        >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
-        >>> rows_of_state(optimizer.state_dict(), optimizer)["state"]
-        {}
-    """
-    everyone = [p for group in optimizer.param_groups for p in group["params"]]
-    saved = [index for group in state_dict["param_groups"] for index in group["params"]]
-    state = dict(state_dict["state"])
-    for index, parameter in zip(saved, everyone, strict=True):
-        share = share_of(parameter)
-        if share is not None and index in state:
-            state[index] = {name: _entry(name, value, parameter, share) for name, value in state[index].items()}
-    return state_dict | {"state": state}
-
-
-def _entry(name: str, value: Any, parameter: Tensor, share: Share) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    if name in BOUND_NAMES:
-        in_rows = value.reshape(share.shape[0], -1) if len(share.shape) > 1 else None
-    else:
-        in_rows = value if value.shape == share.shape else None
-    return value if in_rows is None else rows_of(in_rows, parameter)
+def restore_dtypes(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Restore the dtypes of a loaded state, which torch casts to the parameter's: ours may be wider, or codes."""
+    saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for index, parameter in zip(saved_ids, parameters, strict=True):
+        claim(optimizer, parameter)
+        for name, value in state_dict["state"].get(index, {}).items():
+            if isinstance(value, Tensor):  # the grid is read on the host, counts until the first step on a card
+                device = "cpu" if name in ("step", "grid") else parameter.device
+                optimizer.state[parameter][name] = value.detach().to(device, copy=True)

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from fp8manifold import _triton
 from fp8manifold._base.reading import Later
-from fp8manifold.optim._agreement import all_finite, are_several, squares_are_finite
+from fp8manifold.optim._agreement import are_several
 from fp8manifold.optim._checks import CHANGING, check_lr
+from fp8manifold.optim._finite import all_finite, squares_are_finite
 from fp8manifold.optim._native_step import NativeStep, is_native, sum_of_squares
 from fp8manifold.optim._scales import zero_scales
 from fp8manifold.optim._slot import Slot, counted
@@ -32,11 +33,7 @@ _DUE: Final = ("refresh_every", "stabilize_every", "reset_every")
 
 
 def is_steady(optimizer: Any, slots: Sequence[Slot]) -> bool:
-    """Whether planning a step changes nothing, so that the plan may serve again and a card may decide on it.
-
-    On one device, in one process, unobserved, with nothing due: no first step, no refresh, no reset; and by nobody's
-    own methods.
-    """
+    """True where planning a step changes nothing, so that the plan may serve again and a card may decide on it."""
     if not slots or are_several() or optimizer.observer is not None or not optimizer.defers_verdict:
         return False
     if vars(optimizer).keys() & _methods(optimizer.__class__):
@@ -46,7 +43,6 @@ def is_steady(optimizer: Any, slots: Sequence[Slot]) -> bool:
 
 
 def on_gpu(device: torch.device) -> bool:
-    """Whether kernels run there."""
     return device.type == "cuda" and _triton.is_available()
 
 
@@ -101,9 +97,8 @@ def _methods(kind: Any) -> frozenset[str]:
 class Table:
     """The table of a steady step: slots, records and launches, with everything that they were made from.
 
-    It is no part of an optimizer's state: neither saved nor copied.  It serves again after one look at all of that:
-    groups, options, states and attributes by identity, tensors by address, version, size and dtype, and so step counts
-    by value.  Between steps it holds no tensor: what others let go is gone, and the table serves no more.
+    It is neither saved nor copied.  It serves again after a comparison of all of that: groups, options, states and
+    attributes by identity, tensors by address, version, size and dtype.  Between steps it holds no tensor.
     """
 
     def __init__(self, slots: list[Slot]) -> None:
@@ -123,17 +118,10 @@ class Table:
         self._tensors: list[Tensor] = []
 
     def take(self, optimizer: Any, *, alone: bool = False) -> bool | None:
-        """Take the step of all, or of none where a gradient or its square is not finite.
+        """Take the step of all, or of none where a gradient or its square is not finite; None where a card decides.
 
-        A card decides on that, and the host hears of it later (:func:`~fp8manifold.optim._triton_step.hear`).  It waits
-        where that would be too late: where a group raises, and where one scale is that of a whole parameter, for its
-        S_ref is computed anew when it doubles.
-
-        Returns:
-            Whether it was taken; None where a card decides.
-
-        Raises:
-            FloatingPointError: a gradient is not finite, and its group has ``on_nonfinite="raise"``.
+        The host hears of that later, but waits where a group raises, and where one scale is that of a whole parameter:
+        its S_ref changes when it doubles.
         """
         is_new, self._taken = self._step is None, False
         ends = self._on_card(optimizer) if on_gpu(self._device) else self._here(optimizer)
@@ -145,7 +133,9 @@ class Table:
                 self._seal(optimizer)
             self._versions = list(map(_VERSION, self._tensors))
             if self._said is not None:
-                versions = dict(zip(self._parameters, map(_version_of, self._parameters), strict=True))
+                held = [p.codes if isinstance(p, FP8Tensor) else p for p in self._parameters]
+                left = [None if x.is_inference() else x._version for x in held]
+                versions = dict(zip(self._parameters, left, strict=True))
                 optimizer._unheard += ((self._said, versions, alone),)
         self._parameters, self._changed, self._tensors = [], [], []
         self.slots = self.slots if self.alive else []
@@ -195,7 +185,7 @@ class Table:
         return [(i, bool(said.values[1 + i][0]), True) for i in self._late]
 
     def serves(self, optimizer: Any) -> bool:
-        """Whether everything is as the step before has left it, and nothing is due; then the next step is ready."""
+        """True where all is as the step before has left it, and nothing is due; then the next step is ready."""
         if not self.alive or (found := self._look(optimizer)) is None:
             return False
         parameters, states, gradients, held, seen = found
@@ -231,7 +221,7 @@ class Table:
         return True
 
     def _look(self, optimizer: Any) -> tuple[Any, ...] | None:
-        """Parameters, states, gradients, all that a plan is made of, what it is known by; None where none can be."""
+        """Parameters, states, gradients, all that a plan is made of, and what it is known by; or None."""
         groups = optimizer.param_groups
         each = [[p for p in group["params"] if p.grad is not None] for group in groups]
         parameters = [*chain.from_iterable(each)]
@@ -257,7 +247,12 @@ class Table:
         parameters, _, gradients, held, seen = found
         places = [i for i, x in enumerate(held) if isinstance(x, Tensor) and not isinstance(x, FP8Tensor)]
         tensors = [held[i] for i in places]
-        if any(tensor.is_inference() for tensor in tensors) or not self._is_plain(tensors + gradients):
+        assert self._step is not None
+        # all addresses of the plan are those of tensors that are compared: no copy, and no manifold's
+        plain = all(slot.storage in ("codes", "plain") for slot in self.slots)
+        compared = {0, *(tensor.data_ptr() for tensor in tensors + gradients)}
+        plain = plain and compared.issuperset(self._step.records["pointers"][:, 1:10].flatten().tolist())
+        if not plain or any(tensor.is_inference() for tensor in tensors):
             return
         known = {tensor.data_ptr(): i for i, tensor in enumerate(tensors)}
         self._steps = [known[tensor.data_ptr()] for tensor in self._changed]
@@ -274,13 +269,6 @@ class Table:
             vars(slot).pop("scale", None)
             slot.tensors, slot.kept_scale = {}, None
 
-    def _is_plain(self, tensors: list[Tensor]) -> bool:
-        """Whether all addresses of the plan are those of tensors that are looked at: no copy, and no manifold's."""
-        assert self._step is not None
-        known = {0, *(tensor.data_ptr() for tensor in tensors)}
-        stored = all(slot.storage in ("codes", "plain") for slot in self.slots)
-        return stored and known.issuperset(self._step.records["pointers"][:, 1:10].flatten().tolist())
-
     def _whole(self, i: int, reached: bool, emptied: bool) -> Slot:
         """A slot with all that doubling its scales takes."""
         slot, held = self.slots[i], self._parameters[i]
@@ -292,8 +280,3 @@ class Table:
 
 def _facts_of(tensors: list[Tensor]) -> list[list[Any]]:
     return [list(map(fact, tensors)) for fact in _FACTS]
-
-
-def _version_of(parameter: Any) -> int | None:
-    held = parameter.codes if isinstance(parameter, FP8Tensor) else parameter
-    return None if held.is_inference() else held._version

@@ -1,11 +1,14 @@
-"""A step of one parameter as a pure function: moments, direction, move, write-back."""
+"""A step in PyTorch: a pure function of moments, direction, move and write-back, taken in blocks and shown."""
 
 import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fp8manifold._base.blocks import block_on
 from fp8manifold._numerics.charts import Chart, UlpChart, chart_of, sign_of
 from fp8manifold._numerics.codec import (
     decode_magnitude,
@@ -19,13 +22,14 @@ from fp8manifold._numerics.codec import (
 from fp8manifold._numerics.rounding import round_block
 from fp8manifold._numerics.stiffness import exp2_exact, factor
 from fp8manifold.optim._directions import DIRECTIONS, Descent, Numbers, named
+from fp8manifold.optim._slot import Slot
 from fp8manifold.optim._spec import BOUNDS, LARGEST, MOMENT_FORMAT, MOMENTUM_FORMAT, Spec
 from fp8manifold.optim._writeback import to_half
-from fp8manifold.random_bits import RANDOM_BITS, draw_of
+from fp8manifold.random_bits import RANDOM_BITS, draw_of, word_range
 
 
 class Outcome(NamedTuple):
-    """The new values of what is stored, by name, and what the step asked for, in units of the scale."""
+    """The new values of stored tensors by name, the weights before, and the target in units of the scale."""
 
     stored: dict[str, Tensor]
     before: "Weights"
@@ -35,21 +39,19 @@ class Outcome(NamedTuple):
 def step(spec: Spec, arrays: dict[str, Tensor], row: Tensor, noise: dict[str, Tensor]) -> Outcome:
     """Take a step from ``arrays``, none of which is changed.
 
-    Args:
-        spec: what is stepped and how.
-        arrays: the weight, its gradient, the state and the scale, all views that broadcast against each other; rows of
-            them are whole blocks of 8-bit moments.
-        row: one of :data:`NUMBERS`, in the dtype that is computed in.
-        noise: 32-bit random words: ``weight`` for the write-back, ``moments`` for the moments.
+    The weight, its gradient, the state and the scale broadcast against each other, in rows of whole blocks of 8-bit
+    moments.  ``row`` has :data:`NUMBERS`, and ``noise`` 32-bit random words for the ``weight`` and the ``moments``.
     """
     numbers, weights = named(row), load_weights(spec, arrays, row.dtype)
     bounds: dict[str, Tensor] = {}
-    gradient = covector(spec, weights, _gradient(spec, arrays, row.dtype), arrays, numbers)
+    gradient = arrays["gradient"].to(row.dtype)
+    gradient = covector(spec, weights, -gradient if spec.maximize else gradient, arrays, numbers)
     if spec.blockwise:
         prepared = prepare(spec, arrays, gradient, numbers)
         bounds = {name: prepared.pop(name) for name in spec.bounds.values() if name in prepared}
         arrays = arrays | prepared
-    descent = average(spec, gradient, load_moments(spec, arrays, row.dtype), numbers)
+    nesterov = {"nesterov": True} if spec.nesterov else {}
+    descent = DIRECTIONS[spec.direction].descend(gradient, load_moments(spec, arrays, row.dtype), numbers, **nesterov)
     target, stored, moments = write(spec, weights, descent, arrays, numbers, noise)
     if spec.fitted:
         prepared = fit(moments[spec.stores[0]])
@@ -57,12 +59,6 @@ def step(spec: Spec, arrays: dict[str, Tensor], row: Tensor, noise: dict[str, Te
         arrays = arrays | prepared
     kept = store_moments(spec, moments, arrays, noise.get("moments"), descent.root)
     return Outcome(stored | kept | bounds, weights, target)
-
-
-def average(spec: Spec, gradient: Tensor, moments: dict[str, Tensor], numbers: Numbers) -> Descent:
-    """The first half of a step: the direction, and the moments after it."""
-    descend = DIRECTIONS[spec.direction].descend
-    return descend(gradient, moments, numbers, **({"nesterov": True} if spec.nesterov else {}))
 
 
 def write(
@@ -73,7 +69,7 @@ def write(
     numbers: Numbers,
     noise: dict[str, Tensor],
 ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-    """The second half: the value asked for along a direction, what is stored of it, and the moments with the error."""
+    """The target along a direction, the tensors stored of it, and the moments with the error."""
     if spec.storage == "direction":
         direction = torch.where(descent.direction == 0, 0.0, descent.direction)  # 0 has no sign, as in native code
         return direction, {"weight": direction}, descent.moments
@@ -88,18 +84,10 @@ def write(
 
 
 def rescaled(arrays: dict[str, Tensor]) -> tuple[Tensor | None, dict[str, Tensor]]:
-    """The arrays under the scales that this step fits, and the old scales in units of these; None where it fits none.
-
-    These are powers of two, so that the write-back alone rounds.
-    """
+    """The old scales in units of those that this step fits, a power of two, and the arrays under these; or None."""
     if "next_scale" not in arrays:
         return None, arrays
     return arrays["scale"] / arrays["next_scale"], arrays | {"scale": arrays["next_scale"]}
-
-
-def _gradient(spec: Spec, arrays: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
-    gradient = arrays["gradient"].to(dtype)
-    return -gradient if spec.maximize else gradient
 
 
 def _with_error(
@@ -146,30 +134,27 @@ def load_weights(spec: Spec, arrays: dict[str, Tensor], dtype: torch.dtype) -> W
     if spec.storage in ("plain", "direction"):
         return Weights(weight.to(dtype), None)
     assert fmt is not None
-    if spec.storage == "free":
+    bits, codes = spec.residual_bits, weight
+    if spec.storage != "codes":
         x = weight.to(dtype) / arrays["scale"]
-        return Weights(x, chart_of(fmt, "ulp").stiffness(x))
-    if spec.storage == "grid":
-        x = weight.to(dtype) / arrays["scale"]
-        if not spec.scale_is_power_of_two:  # the division leaves a point of the grid a hair off it
+        if spec.storage == "grid" and not spec.scale_is_power_of_two:  # the division leaves its points a hair off it
             x = round_block(x, fmt, "nearest", "saturate", None)
-        if not spec.residual_bits:
+        if spec.storage == "free" or not bits:
             return Weights(x, chart_of(fmt, "ulp").stiffness(x))
         codes = encode_finite(x.to(torch.float32), fmt)
-    else:
-        codes = weight.to(torch.int32)
-    bits = spec.residual_bits
     if bits:
-        x, ulp = decode_signed(joined_codes(codes, arrays["residual"].to(torch.int32), fmt, bits), fmt, bits)
+        x, ulp = decode_signed(
+            joined_codes(codes.to(torch.int32), arrays["residual"].to(torch.int32), fmt, bits), fmt, bits
+        )
     else:
-        x, ulp = decode_with_ulp(codes, fmt)
+        x, ulp = decode_with_ulp(codes.to(torch.int32), fmt)
     return Weights(x.to(dtype), (ulp * 2.0**bits).to(dtype))
 
 
 def store_weights(
     spec: Spec, arrays: dict[str, Tensor], before: Weights, target: Tensor, draws: Tensor | None
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """The new values of the stored tensors, by name, and the weights they stand for, in units of the scale."""
+    """The tensors to store by name, and the weights that they mean in units of the scale."""
     weight, fmt = arrays["weight"], spec.fmt
     if spec.storage == "plain":
         return {"weight": _as_stored(target, weight.dtype, draws)}, target
@@ -190,7 +175,7 @@ _LONGEST = 2.0**24  # steps of the chart: far past either end, and far from over
 
 
 def move(spec: Spec, weights: Weights, direction: Tensor, arrays: dict[str, Tensor], numbers: Numbers) -> Tensor:
-    """The value asked for, in units of the scale, before anything is rounded."""
+    """The target in units of the scale, before anything is rounded."""
     start = weights.x * numbers["keep"] if spec.decays else weights.x
     if spec.storage == "plain":
         return start - direction * numbers["rate"]
@@ -199,7 +184,10 @@ def move(spec: Spec, weights: Weights, direction: Tensor, arrays: dict[str, Tens
             direction = direction * stiffness_factor(spec, weights, arrays, numbers)
         return start - direction * (numbers["rate"] * (1 / arrays["scale"]))
     if spec.geometry == "multiplicative":
-        return _by_factor(start, direction * numbers["rate"], numbers["floor"] * (1 / arrays["scale"]))
+        # below the floor a step can change the sign; the two have the same value and slope where they meet
+        step, floor = direction * numbers["rate"], numbers["floor"] * (1 / arrays["scale"])
+        scaled = start * exp2_exact(sign_of(start) * step * -_LOG2_E)
+        return torch.where(start.abs() >= floor, scaled, start - floor * step)
     chart, steps = chart_for(spec, arrays), (direction * -numbers["rate"]).clamp(-_LONGEST, _LONGEST)
     if spec.geometry == "tangent":
         moved = start + steps * chart.stiffness(start)
@@ -210,7 +198,7 @@ def move(spec: Spec, weights: Weights, direction: Tensor, arrays: dict[str, Tens
 
 
 def covector(spec: Spec, weights: Weights, gradient: Tensor, arrays: dict[str, Tensor], numbers: Numbers) -> Tensor:
-    """The gradient with respect to the coordinates that the direction is taken in; of codes in a unit of its own."""
+    """The gradient with respect to the coordinates that the direction is taken in; of codes in their unit."""
     if spec.geometry not in ("exponential", "tangent"):
         return gradient
     return gradient * (chart_for(spec, arrays).stiffness(weights.x) * (arrays["scale"] * numbers["per_unit"]))
@@ -236,26 +224,13 @@ def stiffness_factor(spec: Spec, weights: Weights, arrays: dict[str, Tensor], nu
     return factor(in_value, arrays["scale"] if powers_of_two else in_value, spec.stiffness, numbers)
 
 
-def _by_factor(x: Tensor, step: Tensor, floor: Tensor) -> Tensor:
-    """``x exp(-sign(x) step)`` above the floor; below it ``x - floor step``, which can change the sign.
-
-    The two have the same value and slope in ``step`` where they meet.
-    """
-    outward = sign_of(x) * step
-    return torch.where(x.abs() >= floor, x * exp2_exact(outward * -_LOG2_E), x - floor * step)
-
-
 _FIELD, _BIAS = 23, 127
 _CARRY = ~largest_bits(MOMENTUM_FORMAT) & ((1 << _FIELD) - 1)  # what is above the format's largest is of the next power
 _HEADROOM = 7  # the bound is placed at 2^7 of MOMENT_FORMAT's 448: rounding noise has room above it
 
 
 def prepare(spec: Spec, arrays: dict[str, Tensor], gradient: Tensor, numbers: Numbers) -> dict[str, Tensor]:
-    """What there is of 8-bit moments for each block, a row of the view.
-
-    It is the scale of the stored moment, and, where that does not follow from the moment itself, the bound after the
-    step and 1 over its scale.
-    """
+    """Scales of 8-bit moments by block; where they do not follow from the moments, bounds after the step too."""
     if spec.fitted:
         return {"avg_scale": _fitted_scale(arrays[LARGEST])}
     largest = gradient.to(torch.float32).abs().amax(dim=-1, keepdim=True)
@@ -359,3 +334,74 @@ def _reciprocal(power_of_two: Tensor) -> Tensor:
 def _to_bfloat16(x: Tensor, draws: Tensor) -> Tensor:
     """Random bits below the kept ones carry into them with the probability of what is cut off."""
     return ((x.view(torch.int32) + draws) & -65536).view(torch.float32).to(torch.bfloat16)
+
+
+def run_eager(slot: Slot, *, observed: bool = False) -> list[Outcome]:
+    """Take the step in place, and return the outcome of each part of it where it is observed."""
+    outcomes = []
+    for arrays, start in blocks_of(slot):
+        outcome = step(slot.spec, arrays, slot.row, block_noise(slot, arrays["gradient"], start))
+        for name, value in outcome.stored.items():
+            arrays[name].copy_(value)
+        if observed:
+            outcomes.append(outcome)
+    return outcomes
+
+
+def blocks_of(slot: Slot) -> Iterator[tuple[dict[str, Tensor], int]]:
+    """The arrays some rows at a time, and the position of their first element in the slot."""
+    first, inner = slot.view.dims[0], slot.view.numel // slot.view.dims[0]
+    rows = max(1, block_on(slot.device) // inner)
+    if len(slot.view.dims) == 1 and slot.spec.blockwise:
+        rows = first  # its one block is not cut up
+    for start in range(0, first, rows):
+        yield {name: _rows(a, start, rows, first) for name, a in slot.arrays.items()}, start * inner
+
+
+def block_noise(slot: Slot, part: Tensor, start: int) -> dict[str, Tensor]:
+    """The random words of a part of a slot, by what draws them."""
+    wanted = {"weight": slot.spec.draws_for_weight, "moments": slot.spec.draws_for_moments}
+    keys = {"weight": slot.rounding_key, "moments": slot.moments_key}
+    noise = {}
+    for name in (name for name, draws in wanted.items() if draws):
+        words, phase = keys[name]
+        noise[name] = word_range(slot.offset + start, part.numel(), words, part.device, phase=phase).view(part.shape)
+    return noise
+
+
+def _rows(array: Tensor, start: int, rows: int, total: int) -> Tensor:
+    return array[start : start + rows] if array.dim() and array.shape[0] == total else array
+
+
+@dataclass(frozen=True)
+class StepView:
+    """One quantised parameter in one step, for an observer; the tensors are detached and not to be changed."""
+
+    parameter: Tensor
+    """The parameter itself, after the step."""
+    before: Tensor
+    """Its values before the step; as those below of its shape, in float32 (float64 for float64 parameters)."""
+    target: Tensor
+    """The value requested, before the write-back rounds it."""
+    after: Tensor
+    """The value after the write-back."""
+    stiffness: Tensor
+    """One step of the metric at ``before``: an ULP, where that is ``ulp``."""
+
+
+def observed_step(slot: Slot) -> StepView:
+    """Take the step eagerly and show the values before it, its targets and the values after it, residuals included."""
+    return viewed(slot, lambda: run_eager(slot, observed=True))
+
+
+def viewed(slot: Slot, take: Callable[[], list[Outcome]]) -> StepView:
+    """Show the step of a slot that ``take`` takes, part by part."""
+    shape, scale = slot.weight.shape, slot.arrays["scale"]
+    before = load_weights(slot.spec, slot.arrays, slot.dtype).x * scale
+    outcomes = take()
+    target = torch.cat([outcome.target for outcome in outcomes]) * scale
+    x = torch.cat([outcome.before.x for outcome in outcomes])
+    assert slot.spec.fmt is not None
+    stiffness = chart_of(slot.spec.fmt, slot.spec.metric).stiffness(x) * scale
+    after = load_weights(slot.spec, slot.arrays, slot.dtype).x * slot.arrays.get("next_scale", scale)
+    return StepView(slot.parameter, *(x.reshape(shape) for x in (before, target, after, stiffness)))

@@ -1,8 +1,7 @@
 """Steps on a GPU by Triton kernels: the records of native code, one launch for all parameters of a kind.
 
-A steady step is launched and left to the card, which decides by itself whether it is taken and which scales double.
-Weights, moments, scales and counts of steps there are those of a CPU for whatever reads them.  What the kernels have
-said is heard at the parameter's next step, whose random bits follow from it, or where somebody reads a count.
+A steady step is left to the card, which decides by itself whether it is taken and which scales double.  The host reads
+what the kernels have found at the parameter's next step, or where somebody reads a count.
 """
 
 import logging
@@ -13,21 +12,19 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fp8manifold import _triton
 from fp8manifold._base.reading import Later
-from fp8manifold._numerics.records import JOB
 from fp8manifold._triton.kinds import SAID, WIDENED, KernelSpec, Tile, format_of, widening_of
 from fp8manifold._triton.launch import KernelsUnavailableError, Kind, Widenings, launch, launches_of
-from fp8manifold.optim._native_step import has_code, places_of
-from fp8manifold.optim._slot import FOR_RESCALING, Slot, key_rows, number_rows, row_view
+from fp8manifold.optim._native_step import has_code, key_rows, number_rows, places_of, records_of
+from fp8manifold.optim._slot import FOR_RESCALING, Slot, row_view
 from fp8manifold.optim._spec import MOMENT_FORMAT, Spec
 from fp8manifold.tensor import FP8Tensor
 
 _ELEMENTS: Final = 2048
-"""Elements of a program: 16 a thread, so that a thread loads and stores bytes by 128 bits."""
+"""Elements of a program: 16 a thread, so that it loads and stores bytes by 128 bits."""
 _LONGEST: Final = 1024
 """The longest row with moments in blocks that one program steps at once."""
 _PIECES: Final = (256, 128, 64, 32, 16)
@@ -55,14 +52,18 @@ def is_triton(slot: Slot) -> bool:
 class TritonStep:
     """The launches of some steps, in place, on one device, of disjoint memory; they serve the same parameters again.
 
-    Args:
-        slots: the slots to step.
-        decides: the card refuses all steps where the square of any gradient is not finite.
+    With ``decides`` the card refuses all of them where the square of any gradient is not finite.
     """
 
     def __init__(self, slots: Sequence[Slot], *, decides: bool = False) -> None:
         self._scales = [_scale(slot) for slot in slots]
-        self.records, kinds = _records(slots, self._scales)
+        jobs, kinds = [], []
+        for slot, scale in zip(slots, self._scales, strict=True):
+            places = [0, *places_of(slot, slot.tensors["gradient"], scale, kept=True)]
+            rows, length, repeats, kind = kind_of(slot, places)
+            kinds.append(kind)
+            jobs.append(([*places, 0], rows, length, (0, repeats, *slot.ends)))
+        self.records = records_of(jobs)
         self._doubling = [i for i, slot in enumerate(slots) if doubles_on_card(slot)]
         self._widenings = _widenings([slots[i] for i in self._doubling])
         self._device = slots[0].device
@@ -103,32 +104,29 @@ class TritonStep:
 
 
 def launched(slots: Sequence[Slot], *, decides: bool) -> tuple[TritonStep, Later] | None:
-    """Step the slots, and return what may step them again, and what the kernels say.
-
-    None where kernels can't be compiled: nothing changes, and the process warns once.
-    """
+    """A step that has been launched, and what its kernels say; None, with one warning, where none can be compiled."""
     try:
         step = TritonStep(slots, decides=decides)
         return step, step.run(slots)
     except KernelsUnavailableError as error:
-        _give_up(error)
+        _given_up.append(first_line := str(error).strip().splitlines()[0])
+        warnings.warn(
+            f"optimizer steps on the GPU run without Triton's kernels: {first_line}; the same results, slower",
+            CompileUnavailableWarning,
+            stacklevel=2,
+        )
         return None
 
 
 def run_triton(slots: Sequence[Slot], *, decides: bool = False) -> Later | None:
-    """Step the slots in place, and return what their kernels say: a row for all, and one for each.
+    """Step the slots in place and note of those with codes what the kernels say; None where none can be compiled.
 
-    The host waits for that, and notes it of slots with codes.  None where kernels can't be compiled.
-
-    Args:
-        slots: the slots to step, on one device, of disjoint memory.
-        decides: the card refuses all steps where the square of any gradient is not finite, and the host does not wait.
+    With ``decides`` the card may refuse all, and the host does not wait for what it says.
     """
-    if (found := launched(slots, decides=decides)) is None:
-        return None
-    _, said = found
-    if decides:
-        return said
+    found = launched(slots, decides=decides)
+    if found is None or decides:
+        return found and found[1]
+    said = found[1]
     if any(slot.spec.storage == "codes" for slot in slots):
         for slot, (reached, doubled, _, emptied) in zip(slots, said.values[1:], strict=True):
             if slot.spec.storage == "codes":
@@ -169,33 +167,8 @@ def _widenings(slots: Sequence[Slot]) -> Widenings | None:
     return records, made
 
 
-def _records(slots: Sequence[Slot], scales: Sequence[Tensor | None]) -> tuple[NDArray[np.void], list[Kind]]:
-    """One record a slot, still without keys, numbers and where its kernel says something, and the kernel of each."""
-    records = np.zeros(len(slots), dtype=JOB)
-    kinds, pointers, facts, sizes = [], [], [], []
-    for slot, scale in zip(slots, scales, strict=True):
-        places = [0, *places_of(slot, slot.tensors["gradient"], scale, kept=True)]
-        rows, length, repeats, kind = kind_of(slot, places)
-        kinds.append(kind)
-        pointers.append([*places, 0])
-        sizes.append((rows, length))
-        facts.append((0, repeats, *slot.ends))
-    records["pointers"], records["facts"] = np.array(pointers, dtype=np.uint64), facts
-    records["rows"], records["length"] = zip(*sizes, strict=True)
-    return records, kinds
-
-
 _given_up: Final[list[str]] = []
 """The first line of the error for which kernels were given up, after its warning."""
-
-
-def _give_up(error: Exception) -> None:
-    _given_up.append(first_line := str(error).strip().splitlines()[0])
-    warnings.warn(
-        f"optimizer steps on the GPU run without Triton's kernels: {first_line}; the same results, slower",
-        CompileUnavailableWarning,
-        stacklevel=3,
-    )
 
 
 def _scale(slot: Slot) -> Tensor | None:
@@ -234,8 +207,7 @@ def kind_of(slot: Slot, places: Sequence[int] = ()) -> tuple[int, int, int, Kind
     return rows, length, repeats, (kernel_spec(slot.spec, weight, gradient, exponents), tile)
 
 
-_tile = lru_cache(maxsize=1024)(Tile)
-"""The same tile for parameters of one kind, so that its hash is made once."""
+_tile = lru_cache(maxsize=1024)(Tile)  # the same one for parameters of one kind, so that its hash is made once
 
 
 def _cut(rows: int, length: int, scales: str) -> tuple[int, int, int, str]:
@@ -279,13 +251,7 @@ def kernel_spec(spec: Spec, weight: torch.dtype, gradient: torch.dtype, exponent
 
 
 def hear(optimizer: Any, said: Later, versions: dict[Tensor, int | None], *, alone: bool) -> None:
-    """Count a step that a card has decided on as taken, with the scales that doubled, or as skipped; wait for it.
-
-    ``versions`` are its parameters, with the version that it has left their codes at.
-
-    Warns:
-        RuntimeWarning: a skipped step, as ``step`` and :func:`step_in_backward` warn.
-    """
+    """Wait for a step that a card has decided on, and count it; ``versions`` are those it has left the codes at."""
     (refused, *_), *words = said.values
     if refused:
         culprits = [parameter for parameter, (_, _, bad, _) in zip(versions, words, strict=True) if bad]

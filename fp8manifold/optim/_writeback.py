@@ -13,16 +13,16 @@ from fp8manifold.formats import FloatFormat
 
 @dataclass(frozen=True)
 class WriteBack:
-    r"""One way from the value that a step asks for to what is stored of it.
+    r"""One way from the target of a step to the weight that is stored.
 
     An update is lost where rounding undoes it and nothing of it is kept, put into a moment or returned on average.
-    With :math:`t` asked for, :math:`u` uniform in one ULP, :math:`r` the remainder, and :math:`\rho_b` rounding, at
+    With the target :math:`t`, :math:`u` uniform in one ULP, :math:`r` the remainder, and :math:`\rho_b` rounding, at
     random too, to :math:`2^{-b}` ULP:
 
     .. math:: w = \lfloor t + u \rfloor \qquad\text{or, with } b \text{ bits,}\quad
         w = \operatorname{round}\rho_b(t + r), \quad r' = \rho_b(t + r) - w
 
-    A weight that is NaN stays so; infinite ones are never asked for; -0 is a value like others; empty stays empty.
+    A weight that is NaN stays so; no target is infinite; -0 is a value like others; empty stays empty.
 
     Args:
         name: what optimizers call it.
@@ -39,27 +39,23 @@ class WriteBack:
     """
 
     name: str
-    """What optimizers call it."""
     rounding: Literal["nearest", "stochastic"] = "stochastic"
-    """How a value goes to the grid."""
     residual_bits: Literal[0, 8] = 0
-    """Bits a weight in which the state keeps what the rounding left."""
     injects: bool = False
-    """Whether what the rounding took goes into the first moment."""
 
     def __post_init__(self) -> None:
-        """Refuse a width that no state is kept in."""
+        """Refuse another width."""
         if self.residual_bits not in (0, 8):
             raise ValueError(f"residual_bits={self.residual_bits!r} is not kept: 0 or 8")
 
     @property
     def draws(self) -> bool:
-        """Whether it needs random bits."""
+        """True where it needs random bits."""
         return self.rounding == "stochastic"
 
     @property
     def loses_updates(self) -> bool:
-        """Whether weights that stand still have lost what they were asked for; else that is theirs in the long run."""
+        """True where the update of a weight that does not move is lost, not returned on average."""
         return not (self.draws or self.residual_bits or self.injects)
 
     @property
@@ -75,13 +71,13 @@ class WriteBack:
     def store(
         self, storage: str, fmt: FloatFormat, arrays: dict[str, Tensor], target: Tensor, draws: Tensor | None
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """Round once: what is stored, by name, and the weights that it stands for.
+        """Round once, to tensors to store by name, and the weights that they mean in units of the scale.
 
         Args:
             storage: ``codes``, or ``grid`` for floats on it.
             fmt: the format.
             arrays: ``weight`` as it is, and its ``scale``.
-            target: what was asked for, in units of the scale, as are the weights that come back.
+            target: in units of the scale.
             draws: 24-bit random bits, where it draws any.
         """
         weight, bits = arrays["weight"], self.residual_bits
@@ -129,27 +125,21 @@ def rounds_at_random(parameter: Tensor, group: dict[str, Any]) -> bool:
 
 
 def to_half(x: Tensor, dtype: torch.dtype, draws: Tensor) -> Tensor:
-    """One of the two neighbours of every value, away from zero with the odds of what would be cut off.
+    """One of the two neighbours of every float32, away from zero with the odds of what would be cut off.
 
     .. math:: P(b) = \\frac{|x| - a}{b - a}, \\qquad a \\le |x| < b
 
     Values stay, -0, NaN and Inf too; finite ones beyond the largest value become that, and no draw makes them Inf.
-
-    Args:
-        x: float32.
-        dtype: bfloat16 or float16.
-        draws: 24 random bits each (int32), of which bfloat16 takes the upper 16: exact odds.
+    Draws have 24 bits, of which bfloat16 takes the upper 16.
     """
     bits = x.view(torch.int32)
     magnitude = bits & _MAGNITUDE
-    rounded = _bfloat16_bits(magnitude, draws) if dtype is torch.bfloat16 else _float16_bits(magnitude, draws)
+    if dtype is torch.bfloat16:  # one more in the kept bits where the others exceed the draw
+        rounded = ((magnitude + ((draws >> 8) ^ 0xFFFF)) & -65536).clamp(max=_LARGEST_BFLOAT16)
+    else:
+        rounded = _float16_bits(magnitude, draws)
     stored = torch.where(magnitude < _EXPONENT, rounded, magnitude) | (bits & _SIGN)
     return stored.view(torch.float32).to(dtype)
-
-
-def _bfloat16_bits(magnitude: Tensor, draws: Tensor) -> Tensor:
-    """Add one to the kept bits where the others exceed the draw."""
-    return ((magnitude + ((draws >> 8) ^ 0xFFFF)) & -65536).clamp(max=_LARGEST_BFLOAT16)
 
 
 def _float16_bits(magnitude: Tensor, draws: Tensor) -> Tensor:

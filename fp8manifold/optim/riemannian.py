@@ -10,18 +10,18 @@ from torch import Tensor
 from fp8manifold._base.float_bits import working_dtype
 from fp8manifold._numerics.stiffness import bounded_share, bounds, reference_stiffness
 from fp8manifold._ranks import local_of, spread
-from fp8manifold.optim._agreement import in_every_process, squares_are_finite
-from fp8manifold.optim._checks import check_betas, check_finite, check_first_moment, lr_of, options_in
+from fp8manifold.optim._agreement import in_every_process
+from fp8manifold.optim._checks import check_first_moment, lr_of, options_in
 from fp8manifold.optim._directions import DIRECTIONS, MOMENT_NAMES
+from fp8manifold.optim._finite import squares_are_finite
 from fp8manifold.optim._optimizer import ManifoldOptimizer
-from fp8manifold.optim._slot import Parameters, Slot, is_quantized, manifold_of
+from fp8manifold.optim._slot import Parameters, Slot, expanded, is_quantized, manifold_of, stiffness_field
 from fp8manifold.optim._spec import BOUNDS
-from fp8manifold.optim._state import expanded, stiffness_field
 from fp8manifold.optim._writeback import rounds_at_random, to_half
-from fp8manifold.optim.stiffness import adam_numbers, check_momentum, momentum_numbers
+from fp8manifold.optim.stiffness import adam_numbers, check_momentum, sgd_numbers
 from fp8manifold.random_bits import Draws, draw_range
 
-__all__ = ["Riemannian", "RiemannianAdam", "RiemannianSGD", "change_unit", "unit_of", "with_l2"]
+__all__ = ["RiemannianAdam", "RiemannianSGD"]
 
 _POWERS: Final = {"exp_avg": 1, "exp_avg_sq": 2, "max_exp_avg_sq": 2}
 _LARGEST_EXPONENT: Final = 126  # of a power of two whose reciprocal is a float32, too
@@ -57,6 +57,11 @@ class Riemannian(ManifoldOptimizer):
 
     stores_all_moments = False
 
+    def __init__(self, params: Parameters, options: dict[str, Any]) -> None:
+        if (every := options.pop("stabilize")) is not None:
+            options["stabilize_every"] = every
+        super().__init__(params, options)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; one that mixes quantised with ordinary parameters needs ``float_lr``."""
         if not isinstance(param_group, dict) or isinstance(param_group.get("params", set()), set):
@@ -72,27 +77,16 @@ class Riemannian(ManifoldOptimizer):
             param_group["lr"] = _LR_OWN if any(own) else _LR_OTHER
         param_group["own_lr"] = explicit or self.defaults["lr"] is None
         super().add_param_group(param_group)
-        if clash := self._mixes_units():
-            self.param_groups.pop()
-            raise ValueError(clash)
-
-    def _mixes_units(self) -> str | None:
-        """The reason to refuse groups that would step ordinary parameters with a learning rate in ULPs."""
         kinds = [{is_quantized(p) for p in group["params"]} for group in self.param_groups]
         any_own = any(True in kind for kind in kinds)
         for group, kind in zip(self.param_groups, kinds, strict=True):
             shares_lr = True in kind or (any_own and not group["own_lr"])
             if False in kind and shares_lr and group["float_lr"] is None:
-                return (
+                self.param_groups.pop()
+                raise ValueError(
                     f"lr={group['lr']} is in ULPs a step on quantised parameters, and these groups hold ordinary ones "
                     "too: pass float_lr=... for them (1e-3, say), or put them in a group with an lr of its own"
                 )
-        return None
-
-    def _check_group(self, group: dict[str, Any]) -> None:
-        super()._check_group(group)
-        if group["float_lr"] is not None:
-            check_finite("float_lr", group["float_lr"])
 
     def _prepare(self, slot: Slot) -> None:
         if slot.fmt is not None:
@@ -163,11 +157,27 @@ class Riemannian(ManifoldOptimizer):
         self, slot: Slot, parameter: Tensor, state: dict[str, Any], manifold: geoopt.Manifold
     ) -> Tensor:
         """The end of a step on another manifold of geoopt's, or in Euclidean space, in the working dtype."""
-        raise NotImplementedError
+        group, point = slot.group, parameter.detach().to(working_dtype(parameter))
+        assert parameter.grad is not None
+        gradient = parameter.grad.to(point.dtype)
+        gradient = -gradient if group["maximize"] else gradient
+        if group["weight_decay"]:  # geoopt's L2 decay
+            gradient = gradient + point * group["weight_decay"]
+        gradient = manifold.egrad2rgrad(point, gradient)
+        direction, first = self._descend_elsewhere(slot, point, gradient, state, manifold)
+        lr = lr_of(group) if group["float_lr"] is None else group["float_lr"] * _progress(group)
+        if first is None:
+            return manifold.retr(point, -lr * direction)  # type: ignore[no-any-return]
+        moved: Tensor
+        moved, transported = manifold.retr_transp(point, -lr * direction, first)
+        first.copy_(transported)
+        return moved
 
-    def _learning_rate_elsewhere(self, group: dict[str, Any]) -> float:
-        """``float_lr`` follows the schedule of ``lr``; without one, ``lr`` itself."""
-        return lr_of(group) if group["float_lr"] is None else group["float_lr"] * _progress(group)
+    def _descend_elsewhere(
+        self, slot: Slot, point: Tensor, gradient: Tensor, state: dict[str, Any], manifold: geoopt.Manifold
+    ) -> tuple[Tensor, Tensor | None]:
+        """A direction on another manifold, and the average to transport along it, where there is one."""
+        raise NotImplementedError
 
 
 def _largest(slot: Slot, field: Tensor) -> float:
@@ -175,7 +185,6 @@ def _largest(slot: Slot, field: Tensor) -> float:
 
 
 def _keep(group: dict[str, Any]) -> float:
-    """The share of a weight that decay leaves, which follows the schedule of ``lr``."""
     return 1 - float(group["weight_decay"]) * _progress(group)
 
 
@@ -187,17 +196,9 @@ def _store(slot: Slot, rows: Tensor, moved: Tensor) -> None:
     rows.copy_(moved)
 
 
-def with_l2(gradient: Tensor, point: Tensor, group: dict[str, Any]) -> Tensor:
-    """geoopt's L2 decay, without writing into the gradient."""
-    return gradient + point * group["weight_decay"] if group["weight_decay"] else gradient
-
-
 def _progress(group: dict[str, Any]) -> float:
-    """``lr / initial_lr``: how far a schedule has taken the learning rate from what its group was made with.
-
-    A key of our own keeps that: schedulers write theirs, ``initial_lr``, and OneCycleLR puts the warm-up's start there.
-    """
-    start = float(group["start_lr"])
+    """``lr / initial_lr``: how far a schedule has taken the learning rate from what its group was made with."""
+    start = float(group["start_lr"])  # schedulers write ``initial_lr``, OneCycleLR the warm-up's start
     return lr_of(group) / start if start else 1.0
 
 
@@ -210,9 +211,8 @@ class RiemannianAdam(Riemannian):
               \\qquad d = \\frac{\\hat m}{\\sqrt{\\hat v} + \\epsilon S_{ref}}
 
     so ``lr`` is in **ULPs a step** (default 0.5).  The averages live in code coordinates, where parallel transport
-    does nothing, in multiples of a power of two next to the stiffness (``unit`` in the state), so that no size of
-    weights takes their squares out of float32.  On other manifolds of geoopt's and on ordinary parameters it takes
-    geoopt's steps, L2 decay included, at ``float_lr``, without touching ``.grad``.
+    does nothing, in multiples of a power of two next to the stiffness (``unit`` in the state).  On other manifolds of
+    geoopt's and on ordinary parameters it takes geoopt's steps, L2 decay included, at ``float_lr``.
 
     Args:
         params: parameters or groups.
@@ -220,20 +220,17 @@ class RiemannianAdam(Riemannian):
         betas, eps, weight_decay, amsgrad: as in geoopt; on our manifolds decay is decoupled, a fraction
             ``weight_decay * lr / initial_lr`` of the weight a step, ``initial_lr`` being the one given here.
         stabilize: project every so many steps (geoopt's name of ``stabilize_every``).  The momentum stays as it was
-            transported, which is tangent; geoopt's projects it, too, with a ``proju`` that on its canonical Stiefel
-            manifold is no projection and doubles a part of it, so that there the steps differ.
+            transported; geoopt's is projected by ``proju``, which on its canonical Stiefel manifold doubles a part.
         float_lr: learning rate of the parameters that are not on our manifolds; it follows ``lr``'s schedule and is
             required where a list mixes both kinds.
-        writeback, draws, moments: as in :class:`StiffnessAdamW`; a write-back of None takes the manifold's own rounding
-            and ``draws`` of None its own, with stochastic and independent ones for ordinary bfloat16 and float16
-            parameters.  The random bits are the optimizer's (seed,
-            step, position of the parameter), not the manifold's counter.  Parameters elsewhere have float32 averages.
+        writeback, draws, moments: as in :class:`StiffnessAdamW`; None takes the manifold's own rounding and draws, with
+            stochastic and independent ones for ordinary bfloat16 and float16 parameters.  The random bits are the
+            optimizer's, not the manifold's counter.  Parameters elsewhere have float32 averages.
         seed: key of all random bits.
-        damping, clip: bounds of S / S_ref, taken to powers of two, inside which the chart is the format's own; outside
-            it is linear.  Metrics other than ``ulp`` are not bounded.
+        damping, clip: bounds of S / S_ref, as powers of two, outside of which the chart is linear.  Metrics other than
+            ``ulp`` are not bounded.
         refresh_every: steps between two computations of S_ref.
-        maximize, on_nonfinite, stabilize_every, reset_every: as in :class:`StiffnessAdamW`.
-        flags: torch's ``foreach``, ``fused``, ``capturable`` and ``differentiable``, which must be False or None.
+        maximize, on_nonfinite, stabilize_every, reset_every, flags: as in :class:`StiffnessAdamW`.
 
     Attributes:
         bounded_share: share of the quantised weights that met a bound at the last refresh.
@@ -284,16 +281,10 @@ class RiemannianAdam(Riemannian):
         reset_every: int | None = None,
         **flags: Any,
     ) -> None:
-        options = options_in(locals())
-        if (every := options.pop("stabilize")) is not None:
-            options["stabilize_every"] = every
-        super().__init__(params, options)
+        super().__init__(params, options_in(locals()))
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
-        check_betas(group["betas"])
-        check_finite("eps", group["eps"])
-
         if group["amsgrad"] and group["moments"] != "float32":
             raise ValueError(f"amsgrad=True does not go with moments={group['moments']!r}: a maximum can't be rounded")
         check_first_moment(group)
@@ -320,24 +311,19 @@ class RiemannianAdam(Riemannian):
         numbers = adam_numbers(lr_of(group), tuple(group["betas"]), eps, slot.age)
         return numbers | {"keep": _keep(group), "per_unit": per_unit}
 
-    def _step_elsewhere(
-        self, slot: Slot, parameter: Tensor, state: dict[str, Any], manifold: geoopt.Manifold
-    ) -> Tensor:
-        group, step = slot.group, slot.age
-        _make_averages(group, parameter, state)
-        beta1, beta2 = group["betas"]
-        point = parameter.detach().to(working_dtype(parameter))
-        gradient = manifold.egrad2rgrad(point, with_l2(_ascending(group, parameter), point, group))
+    def _descend_elsewhere(
+        self, slot: Slot, point: Tensor, gradient: Tensor, state: dict[str, Any], manifold: geoopt.Manifold
+    ) -> tuple[Tensor, Tensor | None]:
+        group, step, (beta1, beta2) = slot.group, slot.age, slot.group["betas"]
+        for name in (*DIRECTIONS["adam"].moments, *(["max_exp_avg_sq"] if group["amsgrad"] else [])):
+            if name not in state:
+                state[name] = torch.zeros(point.shape, dtype=point.dtype, device=point.device)
         first, second = state["exp_avg"], state["exp_avg_sq"]
         first.mul_(beta1).add_(gradient, alpha=1 - beta1)
         second.mul_(beta2).add_(manifold.component_inner(point, gradient), alpha=1 - beta2)
         if group["amsgrad"]:
             second = torch.maximum(state["max_exp_avg_sq"], second, out=state["max_exp_avg_sq"])
-        direction = (first / (1 - beta1**step)) / ((second / (1 - beta2**step)).sqrt_().add_(group["eps"]))
-        moved: Tensor
-        moved, transported = manifold.retr_transp(point, -self._learning_rate_elsewhere(group) * direction, first)
-        first.copy_(transported)
-        return moved
+        return (first / (1 - beta1**step)) / ((second / (1 - beta2**step)).sqrt_().add_(group["eps"])), first
 
 
 class RiemannianSGD(Riemannian):
@@ -355,8 +341,7 @@ class RiemannianSGD(Riemannian):
         momentum, dampening, nesterov: as in ``torch.optim.SGD``.
         weight_decay: as in :class:`RiemannianAdam`.
         stabilize, float_lr, writeback, draws, moments, seed, damping, clip, refresh_every, maximize,
-            on_nonfinite, stabilize_every, reset_every: as in :class:`RiemannianAdam`.
-        flags: torch's ``foreach``, ``fused``, ``capturable`` and ``differentiable``, which must be False or None.
+            on_nonfinite, stabilize_every, reset_every, flags: as in :class:`RiemannianAdam`.
 
     Raises:
         TypeError, ValueError: as :class:`RiemannianAdam`; Nesterov needs momentum and no dampening.
@@ -402,60 +387,24 @@ class RiemannianSGD(Riemannian):
         reset_every: int | None = None,
         **flags: Any,
     ) -> None:
-        options = options_in(locals())
-        if (every := options.pop("stabilize")) is not None:
-            options["stabilize_every"] = every
-        super().__init__(params, options)
+        super().__init__(params, options_in(locals()))
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
         check_momentum(group)
 
-    def _fields(self, slot: Slot) -> dict[str, Any]:
-        moments = {"has_moments": bool(slot.group["momentum"]), "nesterov": slot.group["nesterov"]}
-        return super()._fields(slot) | moments
-
     def _numbers(self, slot: Slot) -> dict[str, float]:
-        numbers = momentum_numbers(lr_of(slot.group), slot.group, first=slot.age == 1)
-        return numbers | {"keep": _keep(slot.group), "per_unit": 1.0}
+        return sgd_numbers(slot) | {"keep": _keep(slot.group), "per_unit": 1.0}
 
-    def _momentum(self, group: dict[str, Any], state: dict[str, Any], gradient: Tensor) -> Tensor:
-        """The direction off our manifolds, in place where there is a buffer."""
-        momentum, nesterov = group["momentum"], group["nesterov"]
+    def _descend_elsewhere(
+        self, slot: Slot, point: Tensor, gradient: Tensor, state: dict[str, Any], manifold: geoopt.Manifold
+    ) -> tuple[Tensor, Tensor | None]:
+        group, momentum = slot.group, slot.group["momentum"]
         if not momentum:
-            return gradient
+            return gradient, None
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = gradient.clone()
         else:
             state["momentum_buffer"].mul_(momentum).add_(gradient * (1 - group["dampening"]))
         buffer: Tensor = state["momentum_buffer"]
-        return gradient + buffer * momentum if nesterov else buffer
-
-    def _step_elsewhere(
-        self, slot: Slot, parameter: Tensor, state: dict[str, Any], manifold: geoopt.Manifold
-    ) -> Tensor:
-        group = slot.group
-        point = parameter.detach().to(working_dtype(parameter))
-        gradient = manifold.egrad2rgrad(point, with_l2(_ascending(group, parameter), point, group))
-        direction = self._momentum(group, state, gradient)
-        step = -self._learning_rate_elsewhere(group) * direction
-        if not group["momentum"]:
-            reached: Tensor = manifold.retr(point, step)
-            return reached
-        moved: Tensor
-        moved, transported = manifold.retr_transp(point, step, state["momentum_buffer"])
-        state["momentum_buffer"].copy_(transported)
-        return moved
-
-
-def _ascending(group: dict[str, Any], parameter: Tensor) -> Tensor:
-    """The gradient in the working dtype, turned around where the objective is maximised."""
-    assert parameter.grad is not None
-    gradient = parameter.grad.to(working_dtype(parameter))
-    return -gradient if group["maximize"] else gradient
-
-
-def _make_averages(group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> None:
-    for name in (*DIRECTIONS["adam"].moments, *(["max_exp_avg_sq"] if group["amsgrad"] else [])):
-        if name not in state:
-            state[name] = torch.zeros(parameter.shape, dtype=working_dtype(parameter), device=parameter.device)
+        return gradient + buffer * momentum if group["nesterov"] else buffer, buffer

@@ -1,4 +1,4 @@
-"""The stiffness family: AdamW, SGD and Lion whose step is scaled, weight by weight, with a power of the local ULP."""
+"""The stiffness family: AdamW, SGD, Lion and Madam over weights that live on a grid."""
 
 import math
 from functools import lru_cache
@@ -10,15 +10,7 @@ from fp8manifold._base.checks import check_choice, check_number
 from fp8manifold._numerics.charts import Metric, chart_of
 from fp8manifold._numerics.stiffness import log2_bounded
 from fp8manifold.formats import FloatFormat
-from fp8manifold.optim._checks import (
-    Schedule,
-    check_betas,
-    check_finite,
-    check_first_moment,
-    lr_of,
-    options_in,
-    scheduled,
-)
+from fp8manifold.optim._checks import Schedule, check_finite, check_first_moment, lr_of, options_in, scheduled
 from fp8manifold.optim._optimizer import ManifoldOptimizer
 from fp8manifold.optim._slot import Parameters, Slot, manifold_of, own_manifold
 from fp8manifold.optim._writeback import WRITEBACKS, rule_of
@@ -30,7 +22,7 @@ _MODES = {0.0: "none", 1.0: "linear", 0.5: "sqrt", 2.0: "square"}
 
 
 class StiffnessOptimizer(ManifoldOptimizer):
-    """``w - lr (S / S_ref)^k d``: subclasses name the direction ``d`` and give its numbers."""
+    """``w - lr (S / S_ref)^k d``, of which subclasses give the direction ``d`` and its numbers."""
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
@@ -117,9 +109,8 @@ class StiffnessAdamW(StiffnessOptimizer):
     mean of ``S`` over the tensor.  Everything is computed in float32 (float64 for float64 parameters) and rounded
     once.  ``k = 0``, the default, is AdamW with a rounded write-back; ``k = 1`` approximates the Riemannian step.
 
-    An :class:`~fp8manifold.FP8Parameter` and a parameter on an :class:`~fp8manifold.FP8Manifold` are rounded to their
-    grid, one on a :class:`~fp8manifold.StiffnessManifold` is stepped without rounding, and an ordinary one gets plain
-    AdamW with the same learning rate; all may share a list.
+    Parameters in one byte or on an :class:`~fp8manifold.FP8Manifold` are rounded to their grid, those on a
+    :class:`~fp8manifold.StiffnessManifold` are not rounded, and ordinary ones get plain AdamW; all may share a list.
 
     Args:
         params: parameters, or groups of them with options of their own, as for any ``torch.optim`` optimizer.
@@ -129,19 +120,16 @@ class StiffnessAdamW(StiffnessOptimizer):
         weight_decay: decoupled decay, times ``lr`` a step.
         stiffness: the exponent k, 0 for AdamW: a number, or a function of the steps taken, such as :func:`anneal`.
         metric: what S is: ``ulp``, ``log``, ``euclidean`` or a function S(x, fmt).
-        writeback: how what was asked for becomes a point of the grid.  ``nearest`` and ``stochastic`` round.
-            ``residual8`` keeps what rounding leaves in a byte a weight, rounded stochastically to 1/256 of an ULP (a -0
-            becomes +0).  ``momentum`` rounds stochastically and gives the error to the first average.  Ordinary
-            bfloat16 and float16 parameters are rounded to their dtype: to nearest under ``nearest``, stochastically
-            under all others, finite values saturating.
+        writeback: how a target becomes a point of the grid.  ``nearest`` and ``stochastic`` round.  ``residual8`` keeps
+            what rounding leaves in a byte a weight, rounded stochastically to 1/256 of an ULP (a -0 becomes +0).
+            ``momentum`` rounds stochastically and gives the error to the first average.  Ordinary bfloat16 and float16
+            parameters are rounded to their dtype, under all but ``nearest`` stochastically, finite values saturating.
         draws: random draws of one weight, step by step: ``independent``, or ``dither``, which spreads them evenly, so
             that less noise adds up, and pulls weights towards 0: decay is 7% too strong in E4M3, 12% in E5M2
-            (:func:`fp8manifold.random_bits`).  Those of moments are independent.  A weight's own ``draws`` are for
-            optimizers that have none.
+            (:func:`fp8manifold.random_bits`).  Those of moments are independent.
         moments: how the averages are stored: ``float32``, ``bfloat16`` or ``8bit`` (block-wise E4M3, the second as its
-            square root; of Muon E2M5), the last two with stochastic rounding that is right in the mean.  Of the second
-            average in 8 bits that is ``1 / sqrt(v)``, which a step goes with; ``v`` itself is 4 to 6% above.  float64
-            parameters have float64 averages under ``float32``.
+            square root; of Muon E2M5), the last two with stochastic rounding that is right in the mean: in 8 bits of
+            ``1 / sqrt(v)``, with ``v`` itself 4 to 6% above.  Under ``float32`` float64 parameters have float64 ones.
         seed: key of all random bits; they also depend on the step and on the parameter's position.
         damping: lower bound of S / S_ref, so that weights near zero keep moving in formats of many binades.
         clip: upper bound of S / S_ref, so that outliers do not run away.
@@ -157,8 +145,8 @@ class StiffnessAdamW(StiffnessOptimizer):
 
     Raises:
         TypeError: an option of another type.
-        ValueError: an option out of range, an unsupported torch flag or combination, no parameters, or a parameter on
-            a manifold of another library (use :class:`RiemannianAdam` there).
+        ValueError: an option out of range, an unsupported flag or combination, no parameters, or a parameter on a
+            manifold of another library (use :class:`RiemannianAdam` there).
 
     Example:
         >>> import fp8manifold as fm, torch
@@ -219,8 +207,6 @@ class StiffnessAdamW(StiffnessOptimizer):
         super().__init__(params, options_in(locals()))
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        check_betas(group["betas"])
-        check_finite("eps", group["eps"])
         super()._check_group(group)
         check_first_moment(group)
 
@@ -237,8 +223,7 @@ class StiffnessSGD(StiffnessOptimizer):
               - \\eta \\left( \\mathrm{clamp}(S(w) / S_{ref}, damping, clip) \\right)^k b \\right)
 
     ``k = 0``, the default, is SGD with a rounded write-back.  A gradient is a covector, so that its Riemannian step is
-    ``S^2 g``: ``stiffness=2.0``.  Unlike ``torch.optim.SGD`` the decay is decoupled from the gradient.  Ordinary
-    parameters get plain SGD with the same learning rate.
+    ``S^2 g``: ``stiffness=2.0``.  Unlike torch's the decay is decoupled.  Ordinary parameters get plain SGD.
 
     Args:
         params: parameters or groups, quantised and ordinary ones mixed.
@@ -246,9 +231,8 @@ class StiffnessSGD(StiffnessOptimizer):
         momentum, dampening, nesterov: as in ``torch.optim.SGD``; the buffer starts from the first gradient.
         weight_decay: decoupled decay, times ``lr`` a step.
         stiffness, metric, writeback, draws, moments, seed, damping, clip, refresh_every, maximize,
-            on_nonfinite, stabilize_every, reset_every: as in :class:`StiffnessAdamW`; ``writeback="momentum"``
+            on_nonfinite, stabilize_every, reset_every, flags: as in :class:`StiffnessAdamW`; ``writeback="momentum"``
             and ``moments`` need ``momentum`` > 0, the former without Nesterov.
-        flags: torch's ``foreach``, ``fused``, ``capturable`` and ``differentiable``, which must be False or None.
 
     Raises:
         TypeError, ValueError: as :class:`StiffnessAdamW`; Nesterov needs momentum and no dampening.
@@ -299,20 +283,19 @@ class StiffnessSGD(StiffnessOptimizer):
         super()._check_group(group)
         check_momentum(group)
 
-    def _fields(self, slot: Slot) -> dict[str, Any]:
-        moments = {"has_moments": bool(slot.group["momentum"]), "nesterov": slot.group["nesterov"]}
-        return super()._fields(slot) | moments
-
     def _numbers(self, slot: Slot) -> dict[str, float]:
-        numbers = momentum_numbers(lr_of(slot.group), slot.group, first=slot.age == 1)
-        return numbers | self._shared_numbers(slot)
+        return sgd_numbers(slot) | self._shared_numbers(slot)
 
 
-def momentum_numbers(rate: float, group: dict[str, Any], *, first: bool) -> dict[str, float]:
-    """SGD's numbers; the buffer starts from the whole gradient."""
-    momentum = group["momentum"]
-    gain = 1.0 if first else 1 - group["dampening"]
+def momentum_numbers(rate: float, momentum: float, gain: float) -> dict[str, float]:
+    """Numbers of a step by one average, which is given ``gain`` of the gradient."""
     return {"beta1": momentum, "gain1": gain, "rate": rate, "inject": injected(rate, momentum)}
+
+
+def sgd_numbers(slot: Slot) -> dict[str, float]:
+    """SGD's numbers; the buffer starts from the whole gradient."""
+    group = slot.group
+    return momentum_numbers(lr_of(group), group["momentum"], 1.0 if slot.age == 1 else 1 - group["dampening"])
 
 
 def check_momentum(group: dict[str, Any]) -> None:
@@ -349,8 +332,8 @@ class StiffnessLion(StiffnessOptimizer):
         betas: of the interpolation, and of the average.
         weight_decay: decoupled decay, times ``lr`` a step.
         stiffness, metric, writeback, draws, moments, seed, damping, clip, refresh_every, maximize,
-            on_nonfinite, stabilize_every, reset_every: as in :class:`StiffnessAdamW`, without ``writeback="momentum"``.
-        flags: torch's ``foreach``, ``fused``, ``capturable`` and ``differentiable``, which must be False or None.
+            on_nonfinite, stabilize_every, reset_every, flags: as in :class:`StiffnessAdamW`, without
+            ``writeback="momentum"``.
 
     Raises:
         TypeError, ValueError: as :class:`StiffnessAdamW`.
@@ -397,12 +380,102 @@ class StiffnessLion(StiffnessOptimizer):
     ) -> None:
         super().__init__(params, options_in(locals()))
 
-    def _check_group(self, group: dict[str, Any]) -> None:
-        check_betas(group["betas"])
-        super()._check_group(group)
-
     def _numbers(self, slot: Slot) -> dict[str, float]:
         beta1, beta2 = slot.group["betas"]
         rate = lr_of(slot.group)
         numbers = {"beta1": beta1, "gain1": 1 - beta1, "beta2": beta2, "gain2": 1 - beta2, "rate": rate}
         return numbers | self._shared_numbers(slot)
+
+
+class Madam(StiffnessOptimizer):
+    """Steps that multiply a weight, for formats whose values are spaced multiplicatively.
+
+    .. math:: w \\leftarrow \\mathrm{round}\\left( w \\, e^{-\\operatorname{sign}(w) \\eta d} \\right)
+              \\text{ where } |w| \\ge f, \\qquad \\mathrm{round}(w - f \\eta d) \\text{ elsewhere}, \\qquad
+              d = \\mathrm{clamp}(g / \\sqrt{\\hat v}, -c, c)
+
+    A multiplicative step can't change a sign, nor leave zero.  So below the floor ``f = escape * 2^M S_ref`` it
+    becomes additive: the two have the same value and slope where they meet.  Ordinary parameters (norms, embeddings,
+    biases), where zeros are common, get AdamW at ``float_lr``.
+
+    Args:
+        params: parameters or groups, quantised and ordinary ones mixed.
+        lr: learning rate: the share by which a weight changes in a step, times ``d``.
+        betas: of ordinary parameters; the second one is that of ``v`` everywhere.
+        eps: added to the denominator.
+        weight_decay: decoupled decay, times ``lr`` (``float_lr`` for ordinary parameters) a step.
+        float_lr: learning rate of ordinary parameters; it follows ``lr``'s schedule.
+        max_direction: the bound ``c``.
+        escape: the floor, as a share of the tensor's mean binade.
+        writeback, draws, moments, seed, damping, clip, refresh_every, maximize, on_nonfinite,
+            stabilize_every, reset_every, flags: as in :class:`StiffnessAdamW`, without ``writeback="momentum"``;
+            ``damping`` and ``clip`` only say what ``bounded_share`` counts.
+
+    Raises:
+        TypeError, ValueError: as :class:`StiffnessAdamW`.
+
+    Example:
+        >>> import fp8manifold as fm, torch
+        >>> weight = fm.FP8Parameter(torch.tensor([-1.0, 0.0, 0.25, 1.0]), "E7M0", seed=0)
+        >>> optimizer = Madam([weight], lr=0.05)
+        >>> for _ in range(300):
+        ...     optimizer.zero_grad()
+        ...     (weight - 0.5).square().sum().backward()
+        ...     optimizer.step()
+        >>> bool((weight > 0.2).all())  # also those that started at -1 and 0
+        True
+
+    Source: Bernstein et al. 2020 (arXiv 2006.14560); the additive escape is this library's.
+    """
+
+    direction = "madam"
+
+    def __init__(
+        self,
+        params: Parameters,
+        lr: float | Tensor = 0.01,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        float_lr: float = 1e-3,
+        max_direction: float = 10.0,
+        escape: float = 2.0**-4,
+        writeback: str = "stochastic",
+        draws: Draws = "independent",
+        moments: str = "float32",
+        seed: int = 0,
+        damping: float = 2.0**-8,
+        clip: float = 2.0**4,
+        refresh_every: int = 100,
+        maximize: bool = False,
+        on_nonfinite: str = "skip",
+        stabilize_every: int | None = None,
+        reset_every: int | None = None,
+        **flags: Any,
+    ) -> None:
+        super().__init__(params, options_in(locals()))
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        check_finite("float_lr", group["float_lr"])
+        check_number("max_direction", group["max_direction"], 0.0, open_low=True)
+        check_number("escape", group["escape"], 0.0, open_low=True)
+        super()._check_group(group)
+
+    def _fields(self, slot: Slot) -> dict[str, Any]:
+        return {"direction": "adam"} if slot.fmt is None else {"direction": "madam", "geometry": "multiplicative"}
+
+    def _numbers(self, slot: Slot) -> dict[str, float]:
+        group, lr, start = slot.group, lr_of(slot.group), slot.group["start_lr"]
+        if slot.fmt is None:
+            lr = group["float_lr"] * (lr / start if start else 1.0)
+        numbers = adam_numbers(lr, tuple(group["betas"]), group["eps"], slot.age)
+        numbers = numbers | {"keep": 1 - lr * group["weight_decay"]}
+        if slot.fmt is None:
+            return numbers
+        return numbers | {
+            "rate": lr,
+            "correction": math.sqrt(1 - group["betas"][1] ** slot.age),
+            "largest": group["max_direction"],
+            "floor": group["escape"] * slot.state["reference"] * 2.0**slot.fmt.mantissa_bits,
+        }

@@ -1,25 +1,51 @@
 """StiffnessMuon: Muon over matrices that live on a grid, and Adam over what is no matrix, in one optimizer."""
 
 import math
-from collections.abc import Sequence
-from typing import Any
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
 
 from fp8manifold._base.checks import check_choice, check_int, check_number
 from fp8manifold._numerics.charts import Metric
-from fp8manifold.optim._backends import StepView
-from fp8manifold.optim._checks import Schedule, check_betas, check_finite, check_first_moment, lr_of, options_in
+from fp8manifold.nn._selection import CONVOLUTIONS, is_linear
+from fp8manifold.optim._checks import Schedule, check_first_moment, lr_of, options_in
 from fp8manifold.optim._muon import ADJUSTMENTS, COEFFICIENTS, SHAPES, adjusted_rate, as_matrices, take_muon_steps
 from fp8manifold.optim._slot import Parameters, Slot
-from fp8manifold.optim._sorting import sorted_groups
+from fp8manifold.optim._step import StepView
 from fp8manifold.optim._writeback import rule_of
-from fp8manifold.optim.stiffness import StiffnessOptimizer, adam_numbers, injected
+from fp8manifold.optim.stiffness import StiffnessOptimizer, adam_numbers, momentum_numbers
 from fp8manifold.random_bits import Draws
 
 _DIRECTIONS = ("muon", "adam")
 _PRODUCTS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+_HEADS: Final = ("lm_head", "head", "classifier", "score", "embed_out", "output_projection")
+"""Last parts of the names under which models keep the layer that gives their outputs."""
+
+_Kind = Literal["matrices", "kernels", "experts", "others", "vectors"]
+
+_KINDS: Final[dict[_Kind, dict[str, Any]]] = {
+    "matrices": {},
+    "kernels": {"matrix_shape": "flatten"},
+    "experts": {"matrix_shape": "batch"},
+    "others": {"direction": "adam"},
+    "vectors": {"direction": "adam", "weight_decay": 0.0},
+}
+"""Options of the groups, in their order, where they are not ``direction="muon"`` with the given decay."""
+
+_NO_DECAY: Final = re.compile(
+    r"(.*_)?(bias|biases|pos|position|positions|positional)(_.*)?"  # gate_up_proj_bias, pos_embed, rel_pos_h
+    r"|(.*_)?(token|tokens|latent|latents)"  # cls_token, register_tokens
+    r"|A_log|A_logs|A_b_log|log_.*|D|Ds|D_b|time_(decay|first|faaaa)"  # state spaces
+)
+"""Names of a module's own parameters that are no matrix of a layer, and decay nowhere."""
+
+_EMBEDDING: Final = re.compile(r"(.*_)?(embed|embeds|embedding|embeddings)")
 
 
 class StiffnessMuon(StiffnessOptimizer):
@@ -34,10 +60,9 @@ class StiffnessMuon(StiffnessOptimizer):
     from the matrix' shape.  With ``k = 0``, the default, this is ``torch.optim.Muon`` with one rounding a step, and on
     float parameters its numbers; ``k = 1`` takes the steepest step of the spectral norm in the chart's coordinates.
 
-    With ``writeback="stochastic"`` and ``moments="8bit"`` a matrix takes two bytes a weight, its momentum included.
-    That is in E2M5, rounded stochastically, in blocks whose power-of-two scale is the smallest that holds all of them.
-    Embeddings, heads, norms and biases are for Adam: put them into groups with ``direction="adam"``, which are stepped
-    as :class:`StiffnessAdamW` does, or let :meth:`for_model` sort a whole model.
+    With ``writeback="stochastic"`` and ``moments="8bit"`` a matrix takes two bytes a weight, its momentum in E2M5
+    included.  Embeddings, heads, norms and biases are for Adam: in groups with ``direction="adam"``, stepped as by
+    :class:`StiffnessAdamW`; :meth:`for_model` sorts a whole model.
 
     Args:
         params: parameters or groups, quantised and ordinary ones mixed; matrices, where ``direction`` is ``muon``.
@@ -53,10 +78,9 @@ class StiffnessMuon(StiffnessOptimizer):
         ns_dtype: what the products are computed in; None is bfloat16 where the device has it, float32 elsewhere.
         betas, adam_eps: of groups with ``direction="adam"``.
         stiffness, metric, writeback, draws, moments, seed, damping, clip, refresh_every, maximize,
-            on_nonfinite, stabilize_every, reset_every: as in :class:`StiffnessAdamW`.  ``moments`` and
+            on_nonfinite, stabilize_every, reset_every, flags: as in :class:`StiffnessAdamW`.  ``moments`` and
             ``writeback="momentum"`` need ``momentum`` > 0; the latter gives the momentum what the rounding took as
             if the step were linear in it.
-        flags: torch's ``foreach``, ``fused``, ``capturable`` and ``differentiable``, which must be False or None.
 
     A gradient of zeros has a step of zeros.  Matrices are orthogonalised one by one, so that no step depends on what
     else is stepped; their products are the same bits on the same machine with the same number of threads.
@@ -134,13 +158,12 @@ class StiffnessMuon(StiffnessOptimizer):
                   d = \\hat m / (\\sqrt{\\hat v} + \\epsilon) \\text{ for the rest}
 
         A matrix is a parameter of two dimensions, the kernel of a convolution, or a batch of matrices (three
-        dimensions), unless it is that of an embedding or of the model's head, or of a convolution of each channel
-        alone.  The head is what ``get_output_embeddings`` gives, or else a module called ``lm_head``, ``head``,
-        ``classifier``, ``score``, ``embed_out`` or ``output_projection``.  What is no layer's weight is a vector, if
-        all but one of its dimensions are 1, or if its name is that of a bias (``gate_up_proj_bias``), of positions or
-        tokens (``pos_embed``, ``cls_token``) or of a state space (``A_log``, ``D``); so is what the model marks
-        (``no_weight_decay()``, ``_no_weight_decay``).  :func:`muon_report` prints which is what and why, and the
-        groups, with ``param_names``, say what became of each parameter.
+        dimensions), unless it is that of an embedding, of the head, or of a convolution of each channel alone.  The
+        head is what ``get_output_embeddings`` gives, or else a module called ``lm_head``, ``head``, ``classifier``,
+        ``score``, ``embed_out`` or ``output_projection``.  A parameter that is no layer's weight is a vector, if all
+        but one of its dimensions are 1, or by the name of a bias (``gate_up_proj_bias``), of positions or tokens
+        (``pos_embed``, ``cls_token``) or of a state space (``A_log``, ``D``); so is what the model marks
+        (``no_weight_decay()``, ``_no_weight_decay``).  :func:`muon_report` prints all of this for a model.
 
         Args:
             model: quantised or not; parameters that require no gradient are left out.
@@ -159,7 +182,11 @@ class StiffnessMuon(StiffnessOptimizer):
             >>> [(group["direction"], group["param_names"]) for group in optimizer.param_groups]
             [('muon', ['1.weight']), ('adam', ['0.weight']), ('adam', ['1.bias', '2.weight', '2.bias'])]
         """
-        groups = sorted_groups(model, others, weight_decay)
+        kinds: dict[_Kind, list[tuple[str, Tensor]]] = {}
+        for name, parameter, kind, _ in _sorted(model, others):
+            kinds.setdefault(kind, []).append((name, parameter))
+        decay = {"direction": "muon", "weight_decay": weight_decay}
+        groups = [{**decay, **_KINDS[kind], "params": kinds[kind]} for kind in _KINDS if kind in kinds]
         for group in groups:
             group["lr"] = lr if group["direction"] == "muon" or other_lr is None else other_lr
         return cls(groups, lr, weight_decay, **{"adjust_lr_fn": "match_rms_adamw", **options})
@@ -167,8 +194,6 @@ class StiffnessMuon(StiffnessOptimizer):
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
         check_choice("direction", group["direction"], _DIRECTIONS)
-        check_betas(group["betas"])
-        check_finite("adam_eps", group["adam_eps"])
         if group["direction"] == "adam":
             check_first_moment(group)
             return
@@ -177,10 +202,7 @@ class StiffnessMuon(StiffnessOptimizer):
             _check_matrix(parameter, group["matrix_shape"])
 
     def _fields(self, slot: Slot) -> dict[str, Any]:
-        fields = super()._fields(slot) | {"direction": slot.group["direction"]}
-        if not _is_muons(slot):
-            return fields
-        return fields | {"has_moments": bool(slot.group["momentum"]), "nesterov": slot.group["nesterov"]}
+        return super()._fields(slot) | {"direction": slot.group["direction"]}
 
     def _numbers(self, slot: Slot) -> dict[str, float]:
         group, lr, shared = slot.group, lr_of(slot.group), self._shared_numbers(slot)
@@ -189,8 +211,7 @@ class StiffnessMuon(StiffnessOptimizer):
         shape = torch.empty(slot.parameter.shape, device="meta")
         rows, columns = as_matrices(shape, group["matrix_shape"]).shape[-2:]
         rate, momentum = adjusted_rate(lr, group["adjust_lr_fn"], rows, columns), group["momentum"]
-        numbers = {"beta1": momentum, "gain1": 1 - momentum, "rate": rate, "inject": injected(rate, momentum)}
-        return numbers | shared
+        return momentum_numbers(rate, momentum, 1 - momentum) | shared
 
     def _run(self, slots: list[Slot]) -> list[StepView]:
         """Run Adam's steps as everywhere, and those of matrices in two halves."""
@@ -212,13 +233,10 @@ def _check_muon(group: dict[str, Any]) -> None:
         )
     momentum = group["momentum"]
     check_number("momentum", momentum, 0.0, 1.0, open_high=True)
-    check_finite("eps", group["eps"])
     check_int("ns_steps", group["ns_steps"], 0, 99)
     check_choice("matrix_shape", group["matrix_shape"], SHAPES)
     if group["adjust_lr_fn"] is not None:
         check_choice("adjust_lr_fn", group["adjust_lr_fn"], ADJUSTMENTS)
-    if not isinstance(group["nesterov"], bool):
-        raise TypeError(f"nesterov={group['nesterov']!r} must be True or False")
     coefficients = group["ns_coefficients"]
     if not isinstance(coefficients, tuple | list) or len(coefficients) != 3:
         raise TypeError(f"ns_coefficients={coefficients!r} must be three numbers")
@@ -244,3 +262,132 @@ def _check_matrix(parameter: Tensor, matrix_shape: str) -> None:
             f"a parameter of shape {shape} is no matrix: give its group matrix_shape='flatten' (one matrix, a row a "
             "filter) or, with three dimensions, 'batch' (a matrix for each entry of the first)"
         )
+
+
+@dataclass(frozen=True)
+class ReportedParameter:
+    """One parameter of a model, and the direction that steps it."""
+
+    name: str
+    """Its dotted name."""
+    shape: tuple[int, ...]
+    """Its shape."""
+    direction: str
+    """``muon`` or ``adam``."""
+    decays: bool
+    """True where ``weight_decay`` is for it."""
+    reason: str
+    """Why."""
+
+
+@dataclass(frozen=True)
+class MuonReport:
+    """Parameters of Muon and of Adam; as a string a table."""
+
+    parameters: tuple[ReportedParameter, ...]
+    """Each that requires a gradient, those that are shared once, in the model's order."""
+
+    def __str__(self) -> str:
+        """A line for each parameter, and one for all of them."""
+        rows = [("parameter", "shape", "direction", "decays", "")]
+        rows += [(p.name, str(p.shape), p.direction, "yes" if p.decays else "no", p.reason) for p in self.parameters]
+        widths = [max(len(row[i]) for row in rows) for i in range(4)]
+        lines = ["  ".join([*map(str.ljust, row, widths), row[4]]).rstrip() for row in rows]
+        muons = sum(p.direction == "muon" for p in self.parameters)
+        return "\n".join([*lines, f"Muon's: {muons} of {len(self.parameters)} parameters, the rest Adam's"])
+
+
+def muon_report(model: nn.Module, others: Sequence[str] | None = None) -> MuonReport:
+    """Sort a model's parameters as :meth:`StiffnessMuon.for_model` does, with the reasons.
+
+    Args:
+        model: any, quantised or not; nothing is changed.
+        others: as in :meth:`StiffnessMuon.for_model`.
+
+    Returns:
+        A :class:`MuonReport` of the parameters that require a gradient.
+
+    Raises:
+        TypeError: ``model`` is not an ``nn.Module``.
+        ValueError: a pattern that names nothing.
+
+    Example:
+        >>> print(muon_report(nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 8), nn.LayerNorm(8))))
+        parameter  shape    direction  decays
+        0.weight   (10, 8)  adam       yes     an embedding
+        1.weight   (8, 8)   muon       yes     a matrix
+        1.bias     (8,)     adam       no      a vector
+        2.weight   (8,)     adam       no      a vector
+        2.bias     (8,)     adam       no      a vector
+        Muon's: 1 of 5 parameters, the rest Adam's
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")
+    rows = []
+    for name, parameter, kind, reason in _sorted(model, others):
+        options, shape = _KINDS[kind], tuple(parameter.shape)
+        direction, decays = str(options.get("direction", "muon")), "weight_decay" not in options
+        rows.append(ReportedParameter(name, shape, direction, decays, reason))
+    return MuonReport(tuple(rows))
+
+
+def _sorted(model: nn.Module, others: Sequence[str] | None) -> Iterator[tuple[str, Tensor, _Kind, str]]:
+    """Name, kind of group and its reason, of each parameter that is trained, in the model's order."""
+    adams, exempt = _adams(model, others), _exempt(model)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            yield name, parameter, *_kind(model, name, parameter, adams, exempt)
+
+
+def _kind(model: nn.Module, name: str, parameter: Tensor, adams: dict[int, str], exempt: set[int]) -> tuple[_Kind, str]:
+    place, _, own = name.rpartition(".")
+    owner = model.get_submodule(place)
+    # the weight that a layer multiplies by: no name or shape makes it anything else
+    multiplies = own == "weight" and (is_linear(owner) or isinstance(owner, CONVOLUTIONS))
+    if parameter.dim() < 2:
+        return "vectors", "a vector"
+    if id(parameter) in exempt:
+        return "vectors", "the model says that it does not decay"
+    if not multiplies and sum(size != 1 for size in parameter.shape) < 2:
+        return "vectors", "a vector, by its shape"
+    if not multiplies and _NO_DECAY.fullmatch(own):
+        return "vectors", f"by its name, {own!r}"
+    if id(parameter) in adams:
+        return "others", adams[id(parameter)]
+    if isinstance(owner, CONVOLUTIONS) and own == "weight":
+        if owner.groups > 1 and parameter.shape[1] == 1:
+            return "others", "a convolution of each channel alone"
+        return "kernels", "a convolution: a row for each filter"
+    if _EMBEDDING.fullmatch(own):
+        return "others", f"by its name, {own!r}"
+    if parameter.dim() > 3:
+        return "others", f"{parameter.dim()} dimensions"
+    return ("matrices", "a matrix") if parameter.dim() == 2 else ("experts", f"{parameter.shape[0]} matrices")
+
+
+def _exempt(model: nn.Module) -> set[int]:
+    """Parameters that the model itself exempts from decay, as timm's models list them and state spaces mark them."""
+    says = getattr(model, "no_weight_decay", None)
+    names = set(says()) if callable(says) else set()
+    marked = "_no_weight_decay"
+    return {id(p) for name, p in model.named_parameters() if name in names or getattr(p, marked, False)}
+
+
+def _adams(model: nn.Module, patterns: Sequence[str] | None) -> dict[int, str]:
+    """The parameters that are Adam's whatever their shape: embeddings always, and heads, or what the patterns name."""
+    found: dict[int, str] = {}
+    for pattern in patterns or ():
+        matched = [
+            p for name, m in model.named_modules() if name and fnmatchcase(name, pattern) for p in m.parameters()
+        ]
+        matched += [p for name, p in model.named_parameters() if fnmatchcase(name, pattern)]
+        if not matched:
+            raise ValueError(f"others={pattern!r} names no module and no parameter of the model")
+        found |= {id(parameter): f"others={pattern!r} names it" for parameter in matched}
+    if patterns is None:
+        head = getattr(model, "get_output_embeddings", lambda: None)()
+        modules = [m for name, m in model.named_modules() if name.rsplit(".", 1)[-1] in _HEADS]
+        for module in modules if head is None else [head]:
+            found |= {id(parameter): "the head" for parameter in module.parameters()}
+    embeddings = [m.weight for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    return found | {id(weight): "an embedding" for weight in embeddings}

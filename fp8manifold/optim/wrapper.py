@@ -17,7 +17,7 @@ from fp8manifold.grid import round_to_grid
 from fp8manifold.manifolds import FP8Manifold, StiffnessManifold
 from fp8manifold.optim._checks import Schedule, check_unshared, scheduled
 from fp8manifold.optim._slot import own_manifold
-from fp8manifold.optim._state import new_stream, twins
+from fp8manifold.optim._streams import new_stream, twins
 from fp8manifold.optim._writeback import WRITEBACKS, rounds_at_random, to_half
 from fp8manifold.random_bits import Draws, mixed_word, random_bits
 from fp8manifold.tensor import FP8Tensor
@@ -41,9 +41,8 @@ class StiffnessWrapper(torch.optim.Optimizer):
     :class:`~fp8manifold.FP8Manifold` is written back to its grid once, after the step; an ordinary parameter has no
     stiffness and takes ``f = scale(t)``.
 
-    An :class:`~fp8manifold.FP8Parameter` holds nothing but numbers of its format, so the wrapped optimizer's own writes
-    are rounded already, as the parameter says (``Delta`` is what is left of them): there ``writeback`` is a second
-    rounding, and does not bring back what a nearest first one has lost.
+    The wrapped optimizer's own writes into an :class:`~fp8manifold.FP8Parameter` are rounded already, as the parameter
+    says: there ``writeback`` is a second rounding, and does not bring back what a nearest first one has lost.
 
     Args:
         optimizer: any ``torch.optim.Optimizer``; its groups, state and learning rate stay its own.
@@ -54,8 +53,7 @@ class StiffnessWrapper(torch.optim.Optimizer):
         writeback: ``nearest`` or ``stochastic``; None takes each manifold's own rounding.  Ordinary bfloat16 and
             float16 parameters whose update is scaled are rounded stochastically but under ``nearest``; what the wrapped
             optimizer itself has lost in writing them does not come back.
-        draws: of ``stochastic``: ``independent`` or ``dither``; None takes each manifold's own, and independent ones
-            for ordinary parameters.
+        draws: of ``stochastic``: ``independent`` or ``dither``; None takes each manifold's own, or independent ones.
 
     Attributes:
         steps_taken: number of steps.
@@ -142,15 +140,11 @@ class StiffnessWrapper(torch.optim.Optimizer):
         return self.optimizer.state
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but torch's groups and state, which are the wrapped optimizer's: what copying needs."""
+        """All but torch's groups and state, which are the wrapped optimizer's."""
         return dict(self.__dict__)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the wrapped optimizer.
-
-        Args:
-            param_group: its ``params`` and options, as the wrapped optimizer takes them.
-        """
+        """Add a group to the wrapped optimizer."""
         self.optimizer.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
@@ -168,10 +162,7 @@ class StiffnessWrapper(torch.optim.Optimizer):
         return changed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` gave.
-
-        Args:
-            state_dict: that of another wrapper, around the same kind of optimizer with as many parameters.
+        """Load what :meth:`state_dict` of another wrapper gave.
 
         Raises:
             ValueError: the state of another kind of optimizer, or of another number of parameters.
@@ -180,16 +171,15 @@ class StiffnessWrapper(torch.optim.Optimizer):
         if missing := {"optimizer", "steps_taken", "references", "streams", "streams_begun"} - state_dict.keys():
             raise ValueError(f"this state is not one of StiffnessWrapper: it lacks {', '.join(sorted(missing))}")
         self.optimizer.load_state_dict(state_dict["optimizer"])
-        self.steps_taken = int(state_dict["steps_taken"])
-        pairs = zip(self._parameters(), state_dict["references"], strict=True)
-        self.references = {p: reference for p, reference in pairs if reference is not None}
-        streams = zip(self._parameters(), state_dict["streams"], strict=True)
-        self.streams = {p: int(stream) for p, stream in streams if stream is not None}
+        self.steps_taken, parameters = int(state_dict["steps_taken"]), self._parameters()
+        known = {name: zip(parameters, state_dict[name], strict=True) for name in ("references", "streams")}
+        self.references = {p: reference for p, reference in known["references"] if reference is not None}
+        self.streams = {p: int(stream) for p, stream in known["streams"] if stream is not None}
         self.streams_begun = max(int(state_dict["streams_begun"]), len(self.streams))
         self._hooked("load_state_dict_post")
 
     def _hooked(self, when: str, *state_dict: dict[str, Any]) -> Any:
-        """What the hooks that torch has registered make of a state; some get the wrapper alone."""
+        """Call torch's hooks of a state, which may change it; some get the wrapper alone."""
         for hook in getattr(self, f"_optimizer_{when}_hooks").values():
             changed = hook(self, *state_dict)
             state_dict = (changed,) if state_dict and changed is not None else state_dict
@@ -198,14 +188,7 @@ class StiffnessWrapper(torch.optim.Optimizer):
     @eager_only  # it writes codes, and counts
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of the wrapped optimizer, scaled and written back.
-
-        Args:
-            closure: reevaluates the model and returns the loss.
-
-        Returns:
-            What the wrapped optimizer returns.
-        """
+        """One step of the wrapped optimizer, scaled and written back, which returns what that returns."""
         before = [p.detach().clone() for p in self._parameters()]
         factors = [self._factor(p) for p in self._parameters()]
         if self.on == "update":
@@ -314,19 +297,14 @@ class StiffnessWrapper(torch.optim.Optimizer):
 def _write_back(
     target: Tensor, manifold: StiffnessManifold, writeback: str, draws: Draws, *, seed: int, step: int, stream: int
 ) -> Tensor:
-    """``scale * round(target / scale)`` on a grid, the nearest point of the interval on the continuous manifold.
-
-    Stochastic draws are keyed by seed, step and parameter.
-    """
+    """``scale * round(target / scale)`` on a grid, the nearest point of the interval on the continuous manifold."""
     if not isinstance(manifold, FP8Manifold):
         return manifold.projx(target)
     scale = manifold.scale.to(target.dtype)
     if writeback == "nearest":
         return round_to_grid(target / scale, manifold.format) * scale
-    after = round_to_grid(
-        target / scale, manifold.format, "stochastic", seed=seed, step=step, stream=stream, draws=draws
-    )
-    after = after * scale
+    words: dict[str, Any] = {"seed": seed, "step": step, "stream": stream}
+    after = round_to_grid(target / scale, manifold.format, "stochastic", **words, draws=draws) * scale
     if bool((torch.frexp(scale).mantissa == 0.5).all()):
         return after
     # dividing by any other scale puts points of the grid a hair off it, where a draw could move them

@@ -1,4 +1,4 @@
-"""What the Fisher metric of linear layers is measured from, shown to nngeometry as rows of plain linear layers.
+"""The Fisher metric of linear layers, measured by nngeometry on rows of plain linear layers.
 
 nngeometry's hooks look for ``nn.Linear`` with float weights and 2-D inputs, called once.  Layers here are of one
 byte, see (B, T, I), quantise their inputs and may be called twice: a hook of ours takes the rows of each call, and
@@ -22,11 +22,11 @@ from fp8manifold.nn._linear import QuantizedLinear
 from fp8manifold.random_bits import RANDOM_BITS, random_bits
 
 Pair = tuple[Tensor, Tensor]
-"""Of inputs (I, I) and of output gradients (O, O)."""
+"""Moments of inputs (I, I) and of output gradients (O, O)."""
 NEEDED: Final = {"diagonal": "fisher_diagonal", "kfac": "inverse_inputs", "ekfac": "eigenvalues"}
 """Representations, with a name in a parameter's state of each."""
 METRIC: Final = ("fisher_", "inverse_", "basis_", "eigenvalues")
-"""How the names in a parameter's state begin that a metric consists of."""
+"""Beginnings of the names in a parameter's state that make a metric."""
 _KINDS: Final = {"diagonal": "PMatDiag", "kfac": "PMatKFAC", "ekfac": "PMatEKFAC"}
 _LAYER: Final = ""  # the name that a module has in itself: a matrix is of one layer
 
@@ -41,14 +41,12 @@ def load_nngeometry() -> Any:
 
 
 class Layer(NamedTuple):
-    """A layer to be measured."""
+    """A layer to be measured, with ``T`` (O, I), the derivative of value by coordinate, and its state so far."""
 
     name: str
     module: nn.Linear
     stretch: Tensor
-    """``T`` (O, I), the derivative of value by coordinate."""
     earlier: dict[str, Any]
-    """What its state holds of earlier measurements."""
 
 
 def measure(
@@ -61,11 +59,7 @@ def measure(
     damping: float,
     decay: float,
 ) -> list[dict[str, Any]]:
-    """New metrics, as entries for the layers' states; ``decay`` is the weight of earlier measurements.
-
-    Raises:
-        FloatingPointError: a damped metric is not positive definite, or a layer was not reached.
-    """
+    """New metrics, as entries for the layers' states; ``decay`` is the weight of earlier measurements."""
     diagonal = representation == "diagonal"
     names = ("fisher_diagonal",) if diagonal else ("fisher_inputs", "fisher_outputs")
     found = _mean_over_tokens(model, layers, loss, passes, "diagonal" if diagonal else "kfac")
@@ -88,10 +82,7 @@ def measure(
 
 
 def natural_gradient(kind: str, metric: dict[str, Any], g: Tensor, stretch: Tensor | float = 1.0) -> Tensor:
-    """``T (T F T + damping)^-1 T g``: minus the step, in values, that a unit of lr takes.
-
-    ``stretch`` is ``T`` for the diagonal; what a Kronecker product has of it is in the metric.
-    """
+    """``T (T F T + damping)^-1 T g``, with ``stretch`` for ``T`` of a diagonal; a Kronecker metric has it inside."""
     if kind == "kfac":
         matrix = _matrix(kind, g, {_LAYER: (metric["inverse_inputs"], metric["inverse_outputs"])})
     elif kind == "ekfac":
@@ -147,7 +138,7 @@ def _layer_of(weight: Tensor) -> Any:
 
 
 def _added(layer: Layer, values: Tensor, damping: float) -> float:
-    """What damping adds to each eigenvalue: ``damping`` times their mean."""
+    """``damping`` times the mean eigenvalue, which is added to each."""
     mean = values.double().mean().item()
     check_definite(f"layer {layer.name!r}", values.flatten(), damping * mean, mean)
     return damping * mean
@@ -177,11 +168,7 @@ def _mean_over_tokens(
     kind: str,
     bases: Sequence[Pair] = (),
 ) -> list[list[Tensor]]:
-    """Each layer's diagonal (O, I), factors of inputs and output gradients (kfac), or eigenvalues in ``bases`` (ekfac).
-
-    Raises:
-        FloatingPointError: a layer that no pass reaches.
-    """
+    """Each layer's diagonal (O, I), factors of inputs and output gradients (kfac), or eigenvalues in ``bases``."""
     sums: list[list[Tensor]] = [[] for _ in layers]
     tokens = [0] * len(layers)
     with _watched(model, layers) as calls:
@@ -207,10 +194,7 @@ def _mean_over_tokens(
 
 @contextmanager
 def _watched(model: nn.Module, layers: Sequence[Layer]) -> Iterator[list[tuple[int, Tensor, Tensor]]]:
-    """A list that each call of a layer adds to: its place, what its weight is multiplied by (N, I), and its output.
-
-    Gradients are on, the model is in evaluation mode and runs eagerly: compiled code would not see the hooks.
-    """
+    """A list that each call of a layer adds its place, rows of inputs (N, I) and output to, in evaluation mode."""
     calls: list[tuple[int, Tensor, Tensor]] = []
 
     def keep(i: int, layer: nn.Linear, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
@@ -224,7 +208,7 @@ def _watched(model: nn.Module, layers: Sequence[Layer]) -> Iterator[list[tuple[i
     hooks = [layer.module.register_forward_hook(partial(keep, i)) for i, layer in enumerate(layers)]
     model.eval()
     try:
-        with torch.enable_grad(), torch.compiler.set_stance("force_eager"):
+        with torch.enable_grad(), torch.compiler.set_stance("force_eager"):  # compiled code would not see the hooks
             yield calls
     finally:
         for hook in hooks:
@@ -234,7 +218,7 @@ def _watched(model: nn.Module, layers: Sequence[Layer]) -> Iterator[list[tuple[i
 
 
 def _sum_over_rows(kind: str, x: Tensor, y: Tensor, basis: Pair | None) -> list[Tensor]:
-    """What nngeometry measures of a plain layer with inputs (N, I) whose outputs have the gradients (N, O)."""
+    """nngeometry's measurement of a plain layer with inputs (N, I) whose outputs have the gradients (N, O)."""
     layer = nn.utils.skip_init(nn.Linear, x.shape[1], y.shape[1], bias=False, device=x.device)
     backend = load_nngeometry().backend.TorchHooksJacobianBackend(
         layer, lambda x, y: (layer(x) * y).sum(1), layer_collection=_layer_of(layer.weight)
@@ -258,22 +242,14 @@ def call_model(model: nn.Module, batch: Any) -> Tensor:
 
 
 def first_batches(loader: Any, count: int, *, seed: int, step: int) -> list[Any]:
-    """The first batches of the loader, begun anew; a function is called with the number of steps taken.
-
-    A ``DataLoader`` draws its order from torch's global generator: it sees one that depends on seed and step, and
-    the caller's is put back.
-    """
+    """The first batches of the loader, in an order that depends on seed and step and on no global generator."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed((seed ^ _BATCHES ^ (step * 0x9E3779B97F4A7C15)) % 2**64)
         return list(islice(iter(loader(step) if callable(loader) else loader), count))
 
 
 def likelihood(scores: Any, *, seed: int, step: int, stream: int) -> Tensor:
-    """The negative log-likelihood of labels that are drawn from the softmax of logits (..., V).
-
-    Raises:
-        ValueError: logits of another shape or type.
-    """
+    """The negative log-likelihood of labels that are drawn from the softmax of logits (..., V)."""
     if not isinstance(scores, Tensor) or not scores.is_floating_point() or scores.dim() < 2 or scores.shape[-1] < 2:
         shape = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
         raise ValueError(f"the model gave {shape}: logits (..., V) of at least two classes are needed; see logits=")
@@ -286,8 +262,7 @@ def likelihood(scores: Any, *, seed: int, step: int, stream: int) -> Tensor:
 def sample_labels(scores: Tensor, *, seed: int, step: int, stream: int) -> Tensor:
     """One label for every row of logits (N, V), drawn from its softmax by inverting the cumulative distribution.
 
-    The draws are a pure function of the key; a label of probability 0 is never drawn, and one below 2^-24 is drawn
-    less often than it should be.
+    A label of probability 0 is never drawn, and one below 2^-24 less often than it should be.
     """
     draws = random_bits(len(scores), seed=seed ^ _LABELS, step=step, stream=stream, device=scores.device)
     rows = max(_CHUNK // scores.shape[1], 1)

@@ -1,5 +1,420 @@
-"""Steps in the backward pass: the hooks, clipping by the norm of another pass, accumulation over several passes."""
+"""Steps in the backward pass: each gradient is used and freed before the next is computed."""
 
-from fp8manifold.optim._in_backward.hooks import InBackward, step_in_backward
+import gc
+import threading
+import warnings
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+import torch.distributed
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from fp8manifold._base.checks import check_choice
+from fp8manifold.optim._agreement import are_several
+from fp8manifold.optim._in_backward.gradients import Accumulation, Clipping, SpentGradient, StandIn
+from fp8manifold.optim._optimizer import ManifoldOptimizer
+from fp8manifold.optim._slot import in_words
 
 __all__ = ["InBackward", "step_in_backward"]
+
+_SUMS: Final = ("bfloat16",)
+
+
+class _Hook:
+    """Autograd calls it with a parameter whose gradient is there; it keeps neither handle nor optimizer alive."""
+
+    def __init__(self, handle: "InBackward") -> None:
+        self.handle = weakref.ref(handle)
+
+    def __call__(self, parameter: Tensor) -> None:
+        if (handle := self.handle()) is not None:
+            handle._take(parameter)
+
+
+class InBackward:
+    """The hooks by which an optimizer steps in the backward pass, as :func:`step_in_backward` gives them.
+
+    A context manager that removes them at its end.  It does not keep the optimizer: when that is deleted, steps end.
+
+    Args:
+        optimizer: whose parameters step.
+
+    Raises:
+        RuntimeError: in a backward pass, where there are several processes by then, where another hook has freed a
+            gradient, or where the optimizer was deleted before its first step.
+        FloatingPointError: in a backward pass, for a gradient that is not finite, with ``on_nonfinite="raise"``.
+
+    Example:
+        >>> import fp8manifold as fm
+        >>> weight = fm.FP8Parameter(torch.eye(2), "E4M3")
+        >>> optimizer = fm.optim.StiffnessMuon([weight], 0.1)
+        >>> with fm.optim.step_in_backward(optimizer):
+        ...     weight.square().sum().backward()
+        >>> int(optimizer.state[weight]["step"])
+        1
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._of = weakref.ref(optimizer)
+        self._hook = _Hook(self)
+        self._has_stepped = False
+        self._clipping: Clipping | None = None
+        self._accumulation: Accumulation | None = None
+        self._hooks: list[RemovableHandle] = []
+        self._one_at_a_time = threading.Lock()  # autograd has one thread a device
+        self._last_places: dict[int, tuple[int, int]] = {}  # a first guess, checked on every use
+        weakref.finalize(self, _remove_all, self._hooks).atexit = False
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer whose parameters step.
+
+        Raises:
+            RuntimeError: it was deleted.
+        """
+        if (optimizer := self._of()) is None:
+            raise RuntimeError(_GONE)
+        return optimizer
+
+    def __enter__(self) -> "InBackward":
+        """Return the handle; the hooks are there already."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Remove the hooks."""
+        self.remove()
+
+    def remove(self) -> None:
+        """Remove the hooks, so that ``step()`` steps again.  A second call changes nothing."""
+        _remove_all(self._hooks)
+        optimizer = self._of()
+        if optimizer is not None and optimizer._in_backward is self:
+            optimizer._in_backward = None
+
+    def watch(self, group: dict[str, Any]) -> None:
+        """Hook a group's parameters; each steps with the options of the group that it is in by then.
+
+        Raises:
+            RuntimeError: another optimizer steps one of them in backward; nothing is hooked then.
+        """
+        self.check_free([group])
+        for parameter in group["params"]:
+            if self._hook not in _hooks_of(parameter):
+                trains = parameter.requires_grad  # autograd refuses a frozen one, which may train later
+                self._hooks.append(parameter.requires_grad_(True).register_post_accumulate_grad_hook(self._hook))
+                parameter.requires_grad_(trains)
+        self.listen([group])
+        if self._clipping is not None:
+            self._clipping.watch(self.optimizer.param_groups)
+
+    def check_free(self, groups: list[dict[str, Any]]) -> None:
+        """Refuse parameters whose gradients the hooks of another optimizer would take.
+
+        Raises:
+            RuntimeError: there is such a parameter.
+        """
+        if self._taken(groups) is None:
+            return
+        gc.collect()  # what nothing but a cycle keeps is nobody
+        if (found := self._taken(groups)) is not None:
+            name, other = found
+            raise RuntimeError(
+                f"{name} steps in backward already, with another {type(other).__name__}, which would use its gradient "
+                "and free it: remove() the handle of that one, or delete it"
+            )
+
+    def _taken(self, groups: list[dict[str, Any]]) -> tuple[str, Any] | None:
+        """The first parameter that another optimizer steps, and that optimizer."""
+        for i, group in enumerate(groups):
+            for k, parameter in enumerate(group["params"]):
+                for hook in _hooks_of(parameter):
+                    other = hook.handle() if isinstance(hook, _Hook) and hook is not self._hook else None
+                    if other is not None and (optimizer := other._of()) is None:
+                        other.remove()
+                    elif other is not None and other._place_of(parameter) is not None:
+                        return in_words(group, i, k), optimizer
+        return None
+
+    def listen(self, groups: list[dict[str, Any]]) -> None:
+        """Register the parameters' hooks again: ``Module.to`` swaps encoded tensors and drops their hooks."""
+        for group in groups:
+            for parameter in group["params"]:
+                if (hooks := parameter._post_accumulate_grad_hooks) is not None:
+                    parameter._post_accumulate_grad_hooks = hooks
+
+    def loaded(self, groups: list[dict[str, Any]]) -> None:
+        """Continue from a loaded state, which has nothing of the step under way."""
+        self.listen(groups)
+        if self._clipping is not None:
+            self._clipping.forget()
+            self._clipping.watch(groups)
+
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        """Within it, a backward pass takes the norm of the whole gradient, frees it, and steps nothing.
+
+        With ``clip="exact"`` it comes before each pass that steps, which computes the same; with ``"previous"`` before
+        the first.
+
+        Raises:
+            RuntimeError: nothing is clipped here; in it, a second backward pass; at its end, no gradient has passed.
+
+        Example:
+            >>> import fp8manifold as fm
+            >>> weight = fm.FP8Parameter(torch.eye(2), "E4M3")
+            >>> optimizer = fm.optim.StiffnessMuon([weight], 0.1)
+            >>> handle = fm.optim.step_in_backward(optimizer, clip="exact", max_norm=1.0)
+            >>> with handle.measure():
+            ...     weight.square().sum().backward()
+            >>> weight.square().sum().backward()
+            >>> optimizer.step()
+            >>> int(optimizer.state[weight]["step"])
+            1
+        """
+        clipping = self._clipping
+        if clipping is None:
+            raise RuntimeError("measure() takes a norm to clip by: give step_in_backward clip='exact' or 'previous'")
+        if clipping.norms:
+            raise RuntimeError("measure() comes between steps: call optimizer.step(), which ends the one under way")
+        clipping.measuring = True
+        try:
+            yield
+        except BaseException:
+            clipping.forget()
+            raise
+        finally:
+            clipping.measuring = False
+        clipping.measured(self.optimizer.param_groups)
+
+    def check_whole(self) -> None:
+        """Refuse to save in the middle of a step.
+
+        Raises:
+            RuntimeError: gradients were used since the last ``optimizer.step()``.
+        """
+        if self._clipping is not None and self._clipping.norms:
+            raise RuntimeError(
+                "a step is under way: gradients have been used that optimizer.step() has not ended the step of; save "
+                "the state after it"
+            )
+
+    def finish(self) -> None:
+        """Do what ``optimizer.step()`` has left: end the step, and step by accumulated gradients.
+
+        Raises:
+            RuntimeError: a gradient that no hook has seen.
+            FloatingPointError: a norm that is not finite, with ``clip="exact"`` and ``on_nonfinite="raise"``.
+        """
+        for i, group in enumerate(self.optimizer.param_groups):
+            for k, parameter in enumerate(group["params"]):
+                if parameter.grad is not None and not isinstance(parameter.grad, StandIn):
+                    raise RuntimeError(
+                        f"{in_words(group, i, k)} has a gradient that step_in_backward was not told of: it was given "
+                        "one by hand, or moved since (model.to); remove() and call it again"
+                    )
+        if self._accumulation is not None:
+            with torch.no_grad():
+                self._accumulation.finish(self.optimizer)
+        if self._clipping is None:
+            return
+        if not self._clipping.end(self.optimizer.param_groups):
+            self.optimizer.skipped_in_row = 0
+            return
+        if any(group["on_nonfinite"] == "raise" for group in self.optimizer.param_groups):
+            raise FloatingPointError("the norm of the whole gradient is not finite: on_nonfinite='skip' leaves it out")
+        self.optimizer.skipped_steps += 1
+        self.optimizer.skipped_in_row += 1
+        warnings.warn(
+            "step_in_backward: the norm of the whole gradient is not finite: the step was left out",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+    def _take(self, parameter: Tensor) -> None:
+        if self._of() is None:
+            if not self._has_stepped:  # a loop without step() would never notice
+                raise RuntimeError(_GONE)
+            return
+        self._has_stepped = True
+        _check_alone()
+        gradient = parameter.grad
+        if isinstance(gradient, StandIn):
+            return  # the sum grows; or the parameter left and came back, has two hooks, and the first has stepped
+        if (place := self._place_of(parameter)) is None:
+            return  # no group contains it any more: its gradient belongs to others
+        group = self.optimizer.param_groups[place[0]]
+        if gradient is None:
+            raise RuntimeError(
+                f"the gradient of {in_words(group, *place)} was freed by another hook "
+                "(register_post_accumulate_grad_hook) before step_in_backward could use it: remove that one"
+            )
+        with self._one_at_a_time, torch.no_grad():
+            if self._accumulation is not None:
+                self._accumulation.take(self.optimizer, group, parameter)
+            else:
+                self._step(group, parameter, gradient, place)
+
+    def _step(self, group: dict[str, Any], parameter: Tensor, gradient: Tensor, place: tuple[int, int]) -> None:
+        clipping = self._clipping
+        lets = clipping is None or clipping.lets(gradient, place, self.optimizer.param_groups)
+        if lets:
+            self.optimizer.step_alone(group, parameter)
+        if clipping is None:
+            parameter.grad = SpentGradient(parameter)
+        elif clipping.measuring:
+            parameter.grad = None
+        else:
+            parameter.grad = SpentGradient(parameter, clipping.norms[place], clipping.is_done_by)
+
+    def _place_of(self, parameter: Tensor) -> tuple[int, int] | None:
+        """The parameter's place in the groups now: ``load_state_dict`` replaces groups, and users change them."""
+        groups = self.optimizer.param_groups
+        i, k = self._last_places.get(id(parameter), (0, 0))
+        if i < len(groups) and k < len(groups[i]["params"]) and groups[i]["params"][k] is parameter:
+            return i, k
+        for i, group in enumerate(groups):
+            for k, each in enumerate(group["params"]):
+                if each is parameter:
+                    self._last_places[id(parameter)] = i, k
+                    return i, k
+        return None
+
+
+_GONE = (
+    "the optimizer that step_in_backward was given has been deleted: keep it in a variable, its handle does not keep it"
+)
+
+
+def _hooks_of(parameter: Tensor) -> list[Any]:
+    return list((parameter._post_accumulate_grad_hooks or {}).values())
+
+
+def _remove_all(hooks: list[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
+    hooks.clear()
+
+
+def step_in_backward(
+    optimizer: torch.optim.Optimizer,
+    *,
+    clip: str | None = None,
+    max_norm: float | None = None,
+    first: str = "refuse",
+    accumulate: str | None = None,
+) -> InBackward:
+    """Step each parameter as soon as its gradient is there, and free the gradient: no two need memory at once.
+
+    .. math:: \\text{peak} = \\text{weights} + \\text{state} + \\max_i \\text{gradient}_i, \\qquad
+              g \\leftarrow \\min(1, \\mathrm{max\\_norm} / (\\lVert g \\rVert + 10^{-6}))\\, g
+
+    in place of ``weights + state + sum_i gradient_i``.  Without ``clip`` the numbers are those of ``optimizer.step()``
+    after the same backward pass.  The loop stays as it is; ``step()`` only ends the step.
+
+    A used gradient is replaced by a stand-in without memory.  A second backward pass before ``zero_grad()``,
+    ``GradScaler``, reading gradients, and more than one process are refused.  Options allow clipping and accumulation:
+
+    ``clip="exact"``
+        two backward passes a step, of which the first, under ``handle.measure()``, takes the norm.  The numbers are
+        those of ``clip_grad_norm_``, to the bit if the passes compute the same and the parameters are in the same
+        order; the norms of bfloat16 and float16 gradients are float32 here.
+    ``clip="previous"``
+        one pass: the factor has the norm of the step before, which groups and states have as ``previous_norm``; one
+        that is not finite is left out.  The first step is refused until ``handle.measure()`` has taken a norm, or,
+        with ``first="measure"``, only takes it.
+    ``accumulate="bfloat16"``
+        gradients of several passes are summed up in bfloat16, each rounded stochastically, 2 bytes a weight, and
+        ``optimizer.step()`` takes the steps.  The sums are in ``grad``: ``clip_grad_norm_`` works, without ``clip``.
+
+    A gradient that is not finite leaves out the step of its own parameter only, with a warning
+    (``on_nonfinite="raise"``: ends the backward pass); with ``clip="exact"`` and of sums it leaves out all steps.
+    On a GPU the card decides on that of one parameter, and the warning comes with its next step.
+
+    Args:
+        optimizer: any of this library but :class:`FisherNaturalGradient` and :class:`StiffnessWrapper`.
+        clip: None, ``previous`` or ``exact``; then ``clip_grad_norm_`` of all parameters may be called after the
+            backward pass, with the same ``max_norm`` or with inf, and gives the norm.
+        max_norm: what the norm of the whole gradient is clipped to; inf only takes norms.
+        first: what ``clip="previous"`` does without a norm: ``refuse``, or ``measure``.
+        accumulate: None or ``bfloat16``.
+
+    Returns:
+        A handle with ``remove()``, which is a context manager too.  Groups added later, and parameters that are frozen
+        now, are stepped alike.
+
+    Raises:
+        TypeError: another optimizer.
+        ValueError: ``max_norm`` without ``clip`` or ``clip`` without it, ``clip`` with ``accumulate``, an unknown
+            choice.
+        RuntimeError: a gradient is there already, a parameter is stepped in backward already, or there are several
+            processes.
+
+    Example:
+        >>> import fp8manifold as fm
+        >>> model = fm.quantize_model(torch.nn.Linear(4, 2), "E4M3", storage="fp8")
+        >>> optimizer = fm.optim.StiffnessMuon.for_model(model, 1e-2, moments="8bit")
+        >>> handle = fm.optim.step_in_backward(optimizer, clip="previous", max_norm=1.0)
+        >>> loss = lambda: model(torch.ones(1, 4)).square().sum()
+        >>> with handle.measure():  # once, before the first step
+        ...     loss().backward()
+        >>> for _ in range(3):
+        ...     optimizer.zero_grad()
+        ...     loss().backward()
+        ...     optimizer.step()
+        >>> model.weight.grad
+        SpentGradient(shape=(2, 4), dtype=torch.float32)
+        >>> optimizer.param_groups[0]["previous_norm"] > 0
+        True
+
+    Source: Lv et al. 2023 (LOMO, arXiv 2306.09782) for stepping in the backward pass, and for two passes to clip.
+    """
+    if not isinstance(optimizer, ManifoldOptimizer) or not optimizer.steps_alone:
+        raise TypeError(
+            f"step_in_backward needs an optimizer of fp8manifold.optim whose parameters step independently, not "
+            f"{type(optimizer).__name__}"
+        )
+    if optimizer._in_backward is not None:
+        raise RuntimeError(f"this {type(optimizer).__name__} steps in backward already: remove() the first handle")
+    if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+        raise RuntimeError("there are gradients already, which no backward pass would use: call zero_grad() first")
+    _check_alone()
+    handle = InBackward(optimizer)
+    handle._clipping, handle._accumulation = _options(clip, max_norm, first, accumulate)
+    handle.check_free(optimizer.param_groups)
+    optimizer._in_backward = handle
+    for group in optimizer.param_groups:
+        handle.watch(group)
+    return handle
+
+
+def _options(
+    clip: str | None, max_norm: float | None, first: str, accumulate: str | None
+) -> tuple[Clipping | None, Accumulation | None]:
+    if clip is None and max_norm is not None:
+        raise ValueError(
+            f"max_norm={max_norm!r} needs clip='previous' (one backward pass a step, by the norm of the step before) "
+            "or clip='exact' (two backward passes a step)"
+        )
+    if clip is None and first != "refuse":
+        raise ValueError(f"first={first!r} is for clip='previous', and nothing is clipped here")
+    if accumulate is not None:
+        check_choice("accumulate", accumulate, _SUMS)
+    if clip is not None and accumulate is not None:
+        raise ValueError(
+            f"clip={clip!r} does not go with accumulate={accumulate!r}: sums can be clipped by clip_grad_norm_; leave "
+            "out clip"
+        )
+    clipping = None if clip is None else Clipping(clip, max_norm, first)
+    return clipping, None if accumulate is None else Accumulation()
+
+
+def _check_alone() -> None:
+    if are_several() and (size := torch.distributed.get_world_size()) > 1:
+        raise RuntimeError(
+            f"step_in_backward works in one process, and here are {size}: a step would be taken before the "
+            "gradients have been summed over them"
+        )

@@ -1,6 +1,6 @@
-"""Gradients under steps in the backward pass: spent ones without memory, and sums in bfloat16."""
+"""Gradients under steps in the backward pass: clipped by a norm, spent without memory, summed in bfloat16."""
 
-import weakref
+import math
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from fp8manifold.optim._slot import Slot, steps_taken
-from fp8manifold.optim._state import new_stream, twins
+from fp8manifold._base.checks import check_choice, check_number
+from fp8manifold.optim._slot import steps_taken
+from fp8manifold.optim._streams import new_stream, twins
 from fp8manifold.optim._writeback import to_half
 from fp8manifold.random_bits import Stream, draw_range
 
@@ -46,17 +47,10 @@ class StandIn(Tensor):
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
 
-    def added(self, gradient: Tensor) -> None:
-        raise NotImplementedError
-
-    def scaled(self, factor: Any) -> None:
-        raise NotImplementedError
-
-    def zeroed(self) -> None:
-        raise NotImplementedError
-
-    def asked(self, func: Any, args: Any, kwargs: Any) -> Any:
-        raise NotImplementedError
+    added: Callable[[Tensor], None]
+    scaled: Callable[[Any], None]
+    zeroed: Callable[[], None]
+    asked: Callable[[Any, Any, Any], Any]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -70,35 +64,22 @@ class StandIn(Tensor):
         if func is _ADD and isinstance(args[0], StandIn):
             args[0].added(args[1])
         elif func in _SCALES and not isinstance(args[1], list | tuple):
-            _one_by_one(each, lambda one: one.scaled(args[1]), lambda one: one.mul_(args[1]))
+            for one in each:
+                (one.scaled if isinstance(one, StandIn) else one.mul_)(args[1])
         elif func in _ZEROING:
-            _one_by_one(each, lambda one: one.zeroed(), lambda one: one.zero_())
+            for one in each:
+                (one.zeroed if isinstance(one, StandIn) else one.zero_)()
         else:
-            return next(one for one in _stand_ins(args, kwargs)).asked(func, args, kwargs)
+            found: list[StandIn] = []
+            tree_map_only(StandIn, found.append, (args, kwargs))
+            return found[0].asked(func, args, kwargs)
         return None if func._schema.name.startswith("aten::_foreach") else args[0]
-
-
-def _one_by_one(each: Any, ours: Callable[[StandIn], None], others: Callable[[Tensor], object]) -> None:
-    for one in each:
-        if isinstance(one, StandIn):
-            ours(one)
-        else:
-            others(one)
-
-
-def _stand_ins(args: Any, kwargs: Any) -> list[StandIn]:
-    found: list[StandIn] = []
-    tree_map_only(StandIn, found.append, (args, kwargs))
-    return found
 
 
 class SpentGradient(StandIn):
     """A gradient that has been used and freed: shape and dtype, and an error for nearly every operator.
 
-    Args:
-        parameter: the parameter whose gradient it was.
-        norm: the gradient's 2-norm where it was measured, which ``clip_grad_norm_`` may read.
-        may_scale: returns whether a factor is that of the clipping done already; None refuses every factor.
+    ``clip_grad_norm_`` may read its ``norm``, where it was measured, and scale it where ``may_scale`` knows the factor.
     """
 
     def __init__(
@@ -140,10 +121,6 @@ class GradientSum(StandIn):
     .. math:: s_1 = \\mathrm{round}(g_1), \\qquad s_i = \\mathrm{round}(s_{i-1} + g_i)
 
     It reads as a tensor of the gradient's dtype.  A scalar that it is multiplied by is kept beside it.
-
-    Args:
-        parameter: the parameter, with its first gradient in ``grad``.
-        words: key words of the draws: seed, step and stream.
     """
 
     def __init__(self, parameter: Tensor, words: tuple[int, int, int]) -> None:
@@ -188,50 +165,168 @@ class GradientSum(StandIn):
 class Accumulation:
     """The accumulated gradients of an optimizer's parameters between two calls of ``optimizer.step()``."""
 
-    def __init__(self, optimizer: Any) -> None:
-        self._of = weakref.ref(optimizer)
+    def __init__(self) -> None:
         self._twins: dict[Tensor, int] = {}
 
-    @property
-    def optimizer(self) -> Any:
-        optimizer = self._of()
-        assert optimizer is not None
-        return optimizer
+    def take(self, optimizer: Any, group: dict[str, Any], parameter: Tensor) -> None:
+        """Put a sum in the place of a parameter's first gradient."""
+        state = optimizer.state.get(parameter, {})
+        stream = state.get("stream")
+        if stream is None:  # that which its first step would give it
+            if parameter not in self._twins:
+                self._twins = twins([p for each in optimizer.param_groups for p in each["params"]])
+            twin, alone, begun = self._twins[parameter], len(self._twins) == 1, optimizer.streams_begun
+            stream = new_stream(parameter, twin, optimizer.state, begun, draws=True, alone=alone)
+        parameter.grad = GradientSum(parameter, (group["seed"], steps_taken(state) + 1, int(stream)))
 
-    def take(self, group: dict[str, Any], parameter: Tensor) -> None:
-        words = (group["seed"], self._steps(parameter) + 1, self._stream(parameter))
-        parameter.grad = GradientSum(parameter, words)
-
-    def finish(self) -> None:
-        """Step every parameter that has accumulated a gradient, and free the sums."""
-        members = [(group, p) for group in self.optimizer.param_groups for p in group["params"]]
-        self._step_sums([self.optimizer._slot(group, p) for group, p in members if isinstance(p.grad, GradientSum)])
+    def finish(self, optimizer: Any) -> None:
+        """Step by all sums, and free them; where one is not finite, skip every step and keep them."""
         self._twins = {}
-
-    def _step_sums(self, slots: list[Slot]) -> None:
-        """Step by the sums in ``grad``.  Where one is not finite, skip every step and keep all sums."""
-        if not slots:
+        members = [(group, p) for group in optimizer.param_groups for p in group["params"]]
+        summed = [(group, p) for group, p in members if isinstance(p.grad, GradientSum)]
+        if not summed:
             return
-        if not self.optimizer._may_step(slots):
-            self.optimizer._count_skipped()
+        if not optimizer._may_step([optimizer._slot(group, p) for group, p in summed]):
+            optimizer._count_skipped()
             return
-        self.optimizer.skipped_in_row = 0
-        for group, p in [(slot.group, slot.parameter) for slot in slots]:
-            assert isinstance(p.grad, GradientSum)
+        optimizer.skipped_in_row = 0
+        for group, p in summed:
             p.grad = p.grad.value()
-            self.optimizer.step_alone(group, p)
+            optimizer.step_alone(group, p)
             p.grad = SpentGradient(p)
 
-    def _steps(self, parameter: Tensor) -> int:
-        return steps_taken(self.optimizer.state.get(parameter, {}))
 
-    def _stream(self, parameter: Tensor) -> int:
-        """The parameter's stream of draws; before its first step, the stream that the step would assign."""
-        state = self.optimizer.state.get(parameter, {})
-        if "stream" in state:
-            return int(state["stream"])
-        if parameter not in self._twins:
-            everyone = [p for group in self.optimizer.param_groups for p in group["params"]]
-            self._twins = twins(everyone)
-        alone, begun = len(self._twins) == 1, self.optimizer.streams_begun
-        return new_stream(parameter, self._twins[parameter], self.optimizer.state, begun, draws=True, alone=alone)
+# Clipping
+
+
+_KINDS: Final = ("previous", "exact")
+_FIRSTS: Final = ("refuse", "measure")
+_CLOSE: Final = 1e-5  # relative difference of two sums of the same squares in another order
+
+
+def norm_of(gradient: Tensor) -> Tensor:
+    """The 2-norm of a gradient, of shape (), in float32 or in the gradient's dtype where that is wider."""
+    dtype = torch.promote_types(gradient.dtype, torch.float32)
+    norm: Tensor = torch.linalg.vector_norm(gradient, dtype=None if dtype is gradient.dtype else dtype)
+    return norm
+
+
+def clip_factor(total: Tensor, max_norm: float) -> Tensor:
+    """The factor of ``clip_grad_norm_``, at most 1.
+
+    .. math:: c = \\min(1, \\mathrm{max\\_norm} / (\\lVert g \\rVert + 10^{-6}))
+    """
+    return torch.clamp(max_norm / (total + 1e-6), max=1.0)
+
+
+class Clipping:
+    """The norm of every gradient of the step under way, and the factor that clips them.
+
+    Its arguments are those of :func:`step_in_backward`; every group holds the norm of the last step as
+    ``previous_norm``, None before the first.
+    """
+
+    def __init__(self, kind: str, max_norm: float | None, first: str) -> None:
+        check_choice("clip", kind, _KINDS)
+        check_choice("first", first, _FIRSTS)
+        if max_norm is None:
+            raise ValueError(f"clip={kind!r} needs max_norm, what the norm of the whole gradient is clipped to")
+        check_number("max_norm", max_norm, 0.0, math.inf, open_low=True)
+        if first != "refuse" and kind != "previous":
+            raise ValueError(f"first={first!r} is for clip='previous': every step of clip={kind!r} has its own pass")
+        self.kind, self.max_norm, self.first = kind, float(max_norm), first
+        self.measuring = False
+        self.norms: dict[tuple[int, int], Tensor] = {}  # by the index of a group, and that of a parameter there
+        self.is_left_out = False  # the pass under way steps nothing: it only measures, or its norm is not finite
+        self._measured: Tensor | None = None
+        self._now: Tensor | None = None
+
+    def watch(self, groups: list[dict[str, Any]]) -> None:
+        """Add ``previous_norm`` to groups without one: that of the other groups, else None."""
+        if self.kind == "previous":
+            known = next((group["previous_norm"] for group in groups if "previous_norm" in group), None)
+            for group in groups:
+                group.setdefault("previous_norm", known)
+
+    def forget(self) -> None:
+        self.norms, self._measured, self.is_left_out = {}, None, False
+
+    def lets(self, gradient: Tensor, place: tuple[int, int], groups: list[dict[str, Any]]) -> bool:
+        """Measure the norm of a gradient and clip it in place; true where its parameter steps."""
+        if place in self.norms:
+            end = "measure() takes the norm of one backward pass" if self.measuring else "call optimizer.step() after"
+            raise RuntimeError(
+                f"a second backward pass before the step of the first has ended, under clip={self.kind!r}: {end}"
+                f"{'' if self.measuring else ' each, which ends a step and keeps its norm'}"
+            )
+        if not self.norms:
+            self._now = None if self.measuring else self._factor(groups)
+        self.norms[place] = norm_of(gradient)
+        if self._now is None or self.is_left_out:
+            return False
+        if self._now != 1:
+            gradient.mul_(self._now)
+        return True
+
+    def measured(self, groups: list[dict[str, Any]]) -> None:
+        """Keep the norm of a pass that only measured."""
+        if not self.norms:
+            raise RuntimeError("measure() has seen no gradient: there was no backward pass in it, or none to step")
+        total, self.norms = self._total(), {}
+        if self.kind == "exact":
+            self._measured = total.cpu()
+        else:
+            _keep(total, groups)
+
+    def end(self, groups: list[dict[str, Any]]) -> bool:
+        """End a step and keep its norm for the next; true where the step was skipped."""
+        left_out = self.is_left_out and self.kind == "exact"
+        if self.norms and self.kind == "previous":
+            _keep(self._total(), groups)
+        self.forget()
+        return left_out
+
+    def is_done_by(self, factor: float) -> bool:
+        """True for 1, and for the factor of ``clip_grad_norm_`` in this step, whose gradients are clipped already."""
+        if factor == 1:
+            return True
+        own = float(clip_factor(self._total(), self.max_norm)) if self.norms else math.inf
+        return math.isclose(factor, own, rel_tol=_CLOSE) or (math.isnan(factor) and math.isnan(own))
+
+    def _factor(self, groups: list[dict[str, Any]]) -> Tensor | None:
+        """The factor of the pass that begins; None for a pass that only measures the first norm."""
+        if math.isinf(self.max_norm):
+            return torch.ones(())
+        if self.kind == "exact":
+            if self._measured is None:
+                raise RuntimeError(_without_norm("exact", "each step"))
+            self.is_left_out = not math.isfinite(self._measured)
+            return clip_factor(self._measured, self.max_norm)
+        known = groups[0].get("previous_norm")
+        if known is not None:
+            return clip_factor(torch.tensor(known, dtype=torch.float32), self.max_norm)
+        if self.first == "refuse":
+            more = ", or give step_in_backward(first='measure'), which takes no step in the first pass"
+            raise RuntimeError(_without_norm("previous", "the first step") + more)
+        self.is_left_out = True
+        return None
+
+    def _total(self) -> Tensor:
+        """The norm of all gradients of the step, in the order in which ``clip_grad_norm_`` reduces the parameters."""
+        norms = [self.norms[place] for place in sorted(self.norms)]
+        total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+        return total
+
+
+def _without_norm(kind: str, when: str) -> str:
+    return (
+        f"clip={kind!r} has no norm to clip by: before {when} take it with `with handle.measure(): loss.backward()`, "
+        "which takes no step"
+    )
+
+
+def _keep(total: Tensor, groups: list[dict[str, Any]]) -> None:
+    """Write the norm to all groups; one that is not finite leaves the previous one."""
+    if math.isfinite(norm := float(total)):
+        for group in groups:
+            group["previous_norm"] = norm

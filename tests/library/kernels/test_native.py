@@ -24,7 +24,7 @@ from fp8manifold._native import _arrays, is_available
 from fp8manifold._native._arrays import rounded_at
 from fp8manifold._numerics import records as _layouts
 from fp8manifold.optim import _native_step
-from fp8manifold.optim._state import content_word
+from fp8manifold.optim._streams import content_word
 from fp8manifold.random_bits import stream_of
 
 FOLDER = Path(_arrays.__file__).parent

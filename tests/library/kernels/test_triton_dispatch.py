@@ -22,10 +22,10 @@ from fp8manifold._base.blocks import BLOCK, block_on
 from fp8manifold._triton import launch
 from fp8manifold._triton.kinds import KernelSpec, as_constants, format_of
 from fp8manifold.formats import as_format
-from fp8manifold.optim import _agreement, _state, _steady, _triton_step
-from fp8manifold.optim._backends import blocks_of
-from fp8manifold.optim._checks import restore_dtypes
+from fp8manifold.optim import _finite, _steady, _streams, _triton_step
 from fp8manifold.optim._slot import Slot
+from fp8manifold.optim._state import restore_dtypes
+from fp8manifold.optim._step import blocks_of
 
 MOST_LAUNCHES = 12
 VIEWS = ("view", "detach", "alias", "slice", "select", "unsqueeze", "expand", "t", "transpose", "reshape", "as_strided")
@@ -310,7 +310,7 @@ def test_eager_blocks_are_those_of_the_device(monkeypatch: pytest.MonkeyPatch) -
     assert 124_000_000 / block_on(torch.device("cuda")) <= 2
     (slot,) = stepped(fm.FP8Parameter(normal(600, 512), "E4M3", seed=1))
     assert len(list(blocks_of(slot))) == 3
-    monkeypatch.setattr("fp8manifold.optim._backends.block_on", lambda device: block_on(torch.device("cuda")))
+    monkeypatch.setattr("fp8manifold.optim._step.block_on", lambda device: block_on(torch.device("cuda")))
     assert len(list(blocks_of(slot))) == 1
 
 
@@ -329,21 +329,21 @@ def test_counts_stay_on_the_host_wherever_a_state_is_loaded_to() -> None:
 
 def test_products_longer_than_31_bits_are_taken_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     x = normal(1000, dtype=torch.float64)
-    whole = _agreement._sum_of_squares(x)
-    monkeypatch.setattr(_agreement, "_DOT", 7)
-    torch.testing.assert_close(_agreement._sum_of_squares(x), whole)
+    whole = _finite._sum_of_squares(x)
+    monkeypatch.setattr(_finite, "_DOT", 7)
+    torch.testing.assert_close(_finite._sum_of_squares(x), whole)
     x[999] = torch.inf
-    assert not _agreement._sum_of_squares(x).isfinite()
+    assert not _finite._sum_of_squares(x).isfinite()
 
 
 def test_a_first_step_waits_once_for_the_word_of_its_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """And not once a block."""
     counts: Counter[str] = Counter()
     x = normal(5 * BLOCK // 2).double()
-    expected = _state.content_word(x, (1, 2, 3))
-    monkeypatch.setattr(_state, "block_on", lambda device: BLOCK // 4)
+    expected = _streams.content_word(x, (1, 2, 3))
+    monkeypatch.setattr(_streams, "block_on", lambda device: BLOCK // 4)
     with Watch(set(), counts):
-        assert _state.content_word(x, (1, 2, 3)) == expected
+        assert _streams.content_word(x, (1, 2, 3)) == expected
     assert counts["_local_scalar_dense"] == 1
 
 
@@ -351,9 +351,9 @@ def test_every_nan_counts_alike_in_a_stream(monkeypatch: pytest.MonkeyPatch) -> 
     """A GPU's arithmetic gives other bits of it than a CPU's."""
     patterns = [0x7FC00000, 0x7FFFFFFF, 0x7F800001, -0x400000]
     x = [torch.tensor([1, bits, 0x7F800000], dtype=torch.int32).view(torch.float32) for bits in patterns]
-    native = {_state.content_word(values, (1, 2, 3)) for values in x}
-    monkeypatch.setattr(_state, "content", lambda *_: None)
-    assert native == {_state.content_word(values, (1, 2, 3)) for values in x}
+    native = {_streams.content_word(values, (1, 2, 3)) for values in x}
+    monkeypatch.setattr(_streams, "content", lambda *_: None)
+    assert native == {_streams.content_word(values, (1, 2, 3)) for values in x}
     assert len(native) == 1
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fp8manifold import optim
 from fp8manifold.optim._in_backward.gradients import FOR_SUMS, GradientSum
-from fp8manifold.optim._state import twins
+from fp8manifold.optim._streams import twins
 from fp8manifold.optim._writeback import to_half
 from fp8manifold.random_bits import Stream, draw_range
 

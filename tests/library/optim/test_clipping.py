@@ -10,7 +10,7 @@ from in_backward_cases import OPTIMIZERS, everything, loss, network, train
 from torch import Tensor, nn
 
 from fp8manifold import optim
-from fp8manifold.optim._in_backward.clipping import clip_factor
+from fp8manifold.optim._in_backward.gradients import clip_factor
 
 SMALL = 1e-3
 """What every gradient of the network is clipped by."""

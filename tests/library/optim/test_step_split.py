@@ -116,12 +116,12 @@ def test_positions_beyond_32_bits() -> None:
 
 def test_the_blocks_in_which_eager_code_runs_are_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eager steps run some rows at a time; of a different number of rows the same bits come out."""
-    from fp8manifold.optim import _backends
+    from fp8manifold.optim import _step
 
     for kind, options in CASES.values():
         results = []
         for block in (1, 70, 1 << 20):
-            monkeypatch.setattr(_backends, "block_on", lambda _, size=block: size)
+            monkeypatch.setattr(_step, "block_on", lambda _, size=block: size)
             p = fm.FP8Parameter(normal(9, 31, seed=3, std=0.1), "E4M3", seed=3)
             slot = third_step(kind, p, options)
             results.append(copied(slot) | {"after": same_in_parts(slot, [4])["weight"]})

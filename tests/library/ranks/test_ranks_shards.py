@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import fp8manifold as fm
-from fp8manifold.optim._state import gathered as gathered_rows
+from fp8manifold.optim._backends import gathered as gathered_rows
 
 
 class Wire(TorchDispatchMode):
