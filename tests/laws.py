@@ -72,7 +72,13 @@ def loop_inside(metafunc: pytest.Metafunc) -> None:
         for place, (names, table, _) in zip(chosen, loops, strict=True):
             case |= zip(names, table[place].values, strict=True)
             slow |= {at} if table[place].marks else set()
-        places.append({names[0]: place for place, (names, _, _) in zip(chosen, loops, strict=True)})
+        places.append(
+            {
+                name: value if isinstance(value, str) else place
+                for place, (names, table, _) in zip(chosen, loops, strict=True)
+                for name, value in zip(names, table[place].values, strict=True)
+            }
+        )
         every.append((", ".join(said[place] for place, (_, _, said) in zip(chosen, loops, strict=True)), case))
     marker = metafunc.definition.get_closest_marker("covering")
     if marker and not metafunc.config.getoption("--full"):

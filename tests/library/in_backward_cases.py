@@ -30,6 +30,26 @@ def network(storage: str | None) -> nn.Module:
     return model if storage is None else fm.quantize_model(model, "E4M3", storage=storage)
 
 
+def stepping(name: str = "adamw", storage: str | None = "fp8", *, measured: bool = False, **options: Any) -> Any:
+    """A network, its optimizer, and the handle of steps in the backward pass, whose norm is measured on request."""
+    model = network(storage)
+    optimizer = OPTIMIZERS[name](model)
+    handle = optim.step_in_backward(optimizer, **options)
+    if measured:
+        measure(model, handle)
+    return model, optimizer, handle
+
+
+def measure(model: nn.Module, handle: Any) -> None:
+    with handle.measure():
+        loss(model).backward()
+
+
+def ordinary(name: str = "adamw", storage: str | None = "fp8") -> tuple[nn.Module, Any]:
+    model = network(storage)
+    return model, OPTIMIZERS[name](model)
+
+
 def loss(model: nn.Module) -> Tensor:
     return model(TOKENS).square().mean()
 

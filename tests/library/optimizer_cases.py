@@ -73,28 +73,6 @@ def with_factors(x: Any, factors: bool = True) -> Any:
     return x
 
 
-def mixed_parameters() -> list[nn.Parameter]:
-    """One parameter of every kind that may share a list, twice where two must not be confused."""
-    twin = grid_weight("E4M3", (3, 7), ROWS, seed=1)
-    return [
-        grid_weight("E4M3", (3, 7), ROWS, "stochastic", seed=1),
-        nn.Parameter(normal(4, 3, seed=2)),
-        on(twin.manifold, twin.detach().clone()),
-        grid_weight("E7M0", (5,), 0.3, seed=3),
-        free_weight(normal(6, seed=4), "E5M2"),
-        nn.Parameter(normal(9, seed=5).bfloat16()),
-        grid_weight("E3M4", (), 2.0**-3, seed=6),
-        nn.Parameter(torch.empty(0, 3)),
-        nn.Parameter(normal(2, seed=7), requires_grad=False),
-        grid_weight("E5M2", (4,), seed=8, dtype=torch.float64),
-        stored_weight("E4M3", (3, 7), seed=9, granularity="tensor"),
-        stored_weight("E5M2", (5, 3), seed=10, dtype=torch.bfloat16),
-        stored_weight("E4M3", (2, 64), seed=11, granularity="block"),
-        stored_weight("E7M0", (), seed=12),
-        stored_weight("E4M3", (0, 4), seed=13),
-    ]
-
-
 def same_parameters(parameters: Iterable[Tensor]) -> list[nn.Parameter]:
     """Copies with manifolds of their own."""
     copies: list[nn.Parameter] = []
@@ -115,6 +93,17 @@ def put_gradients(parameters: Iterable[Tensor], step: int, size: float = 1.0) ->
     for i, p in enumerate(parameters):
         if p.requires_grad:
             p.grad = normal(*p.shape, seed=1000 * step + i, std=size).to(p.dtype)
+
+
+def take_steps(
+    optimizers: Iterable[Any], parameters: Iterable[Iterable[Tensor]], steps: range, size: float = 1.0
+) -> None:
+    """Steps of each optimizer over its own parameters, with the gradients of :func:`put_gradients`."""
+    for optimizer, own in zip(optimizers, parameters, strict=True):
+        own = list(own)
+        for t in steps:
+            put_gradients(own, t, size)
+            optimizer.step()
 
 
 def pull_to(parameters: Iterable[Tensor], targets: Iterable[Tensor]) -> None:
@@ -198,7 +187,3 @@ CLASSES = (StiffnessAdamW, StiffnessSGD, StiffnessLion, Madam, *RIEMANNIAN)
 
 
 every_class = pytest.mark.parametrize("kind", CLASSES)
-
-
-def stochastic(kind: Any, parameters: Any, **options: Any) -> Any:
-    return kind(parameters, writeback="stochastic", **options)

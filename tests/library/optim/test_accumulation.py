@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from in_backward_cases import OPTIMIZERS, everything, network, train
+from in_backward_cases import OPTIMIZERS, everything, ordinary, stepping, train
+from laws import each
 from torch import Tensor, nn
 
 from fp8manifold import optim
@@ -43,18 +44,17 @@ def rounded_sums(model: nn.Module, optimizer: Any) -> dict[Tensor, Tensor]:
     return sums
 
 
-@pytest.mark.parametrize("clips", [False, True])
-@pytest.mark.parametrize("storage", ["fp8", None])
+@each("clips", [False, True])
+@each("storage", ["fp8", None])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_sums_are_the_gradients_of_an_ordinary_step(name: str, storage: str | None, clips: bool) -> None:
-    plain, model = network(storage), network(storage)
-    ordinary, optimizer = OPTIMIZERS[name](plain), OPTIMIZERS[name](model)
-    train(plain, ordinary, 1)
+    (plain, whole), (model, optimizer) = ordinary(name, storage), ordinary(name, storage)
+    train(plain, whole, 1)
     train(model, optimizer, 1)
     optimizer.zero_grad()
     optim.step_in_backward(optimizer, accumulate="bfloat16")
     for _ in range(2):
-        sums = rounded_sums(plain, ordinary)
+        sums = rounded_sums(plain, whole)
         for p, held in sums.items():
             p.grad = held.to(p.dtype)
         optimizer.zero_grad()
@@ -64,12 +64,12 @@ def test_sums_are_the_gradients_of_an_ordinary_step(name: str, storage: str | No
         assert all(isinstance(g, GradientSum) and g.held.dtype is torch.bfloat16 for g in gradients)
         assert all(map(torch.equal, [g.float() for g in gradients if g is not None], map(Tensor.float, sums.values())))
         if clips:
-            norms = [nn.utils.clip_grad_norm_(each.parameters(), 1e-3) for each in (plain, model)]
+            norms = [nn.utils.clip_grad_norm_(net.parameters(), 1e-3) for net in (plain, model)]
             assert torch.equal(*norms)
-        ordinary.step()
+        whole.step()
         optimizer.step()
         assert repr(model[1].weight.grad).startswith("SpentGradient")
-    assert everything(model, optimizer) == everything(plain, ordinary)
+    assert everything(model, optimizer) == everything(plain, whole)
 
 
 def test_sums_are_right_on_average() -> None:
@@ -86,9 +86,7 @@ def test_sums_are_right_on_average() -> None:
 
 
 def test_draws_before_the_first_step_are_those_of_the_stream_to_come() -> None:
-    model = network("fp8")
-    optimizer = OPTIMIZERS["adamw"](model)
-    optim.step_in_backward(optimizer, accumulate="bfloat16")
+    model, optimizer, _ = stepping(accumulate="bfloat16")
     loss(model, BATCHES[0]).backward()
     words = {p: p.grad.words for p in model.parameters() if isinstance(p.grad, GradientSum)}
     assert not optimizer.state
@@ -98,15 +96,13 @@ def test_draws_before_the_first_step_are_those_of_the_stream_to_come() -> None:
 
 
 def test_zero_grad_drops_a_sum_and_a_state_is_saved_without_it() -> None:
-    model, other = network("fp8"), network("fp8")
-    optimizers = [OPTIMIZERS["adamw"](each) for each in (model, other)]
-    for optimizer in optimizers:
-        optim.step_in_backward(optimizer, accumulate="bfloat16")
+    (model, *ours), (other, *its) = (stepping(accumulate="bfloat16") for _ in "ab")
+    optimizers = [ours[0], its[0]]
     loss(model, BATCHES[1]).backward()
     saved = optimizers[0].state_dict()  # as without step_in_backward: gradients are no part of it
     assert not saved["state"]
-    for each, optimizer in zip((model, other), optimizers, strict=True):
-        pass_all(each, optimizer)
+    for net, optimizer in zip((model, other), optimizers, strict=True):
+        pass_all(net, optimizer)
     assert everything(model, optimizers[0]) == everything(other, optimizers[1])
     optimizers[0].zero_grad()
     loss(model, BATCHES[1]).backward()
@@ -115,9 +111,7 @@ def test_zero_grad_drops_a_sum_and_a_state_is_saved_without_it() -> None:
 
 
 def test_a_sum_that_is_not_finite_leaves_out_all_steps() -> None:
-    model = network("fp8")
-    optimizer = OPTIMIZERS["muon"](model)
-    optim.step_in_backward(optimizer, accumulate="bfloat16")
+    model, optimizer, _ = stepping("muon", accumulate="bfloat16")
     before = everything(model, optimizer)
     hook = model[3].weight.register_hook(lambda g: g * math.nan)
     optimizer.warn_after = 1
@@ -133,9 +127,7 @@ def test_a_sum_that_is_not_finite_leaves_out_all_steps() -> None:
 
 
 def test_what_a_sum_cannot_do_is_refused() -> None:
-    model = network("fp8")
-    optimizer = OPTIMIZERS["adamw"](model)
-    optim.step_in_backward(optimizer, accumulate="bfloat16")
+    model, optimizer, _ = stepping(accumulate="bfloat16")
     loss(model, BATCHES[0]).backward()
     gradient = model[1].weight.grad
     assert repr(gradient) == "GradientSum(shape=(16, 16), dtype=torch.float32)"

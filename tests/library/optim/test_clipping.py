@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from in_backward_cases import OPTIMIZERS, everything, loss, network, train
+from in_backward_cases import OPTIMIZERS, everything, loss, measure, network, ordinary, stepping, train
+from laws import each
 from torch import Tensor, nn
 
 from fp8manifold import optim
@@ -26,29 +27,25 @@ def without_norms(saved: list[Any]) -> list[Any]:
     return [each for i, each in enumerate(saved) if i not in places and i - 1 not in places]
 
 
-@pytest.mark.parametrize("storage", ["fp8", None])
+@each("storage", ["fp8", None])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_two_passes_are_clip_grad_norm_to_the_bit(name: str, storage: str | None) -> None:
-    plain = network(storage)
-    ordinary = OPTIMIZERS[name](plain)
+    plain, whole = ordinary(name, storage)
     norms = []
     for _ in range(3):
-        ordinary.zero_grad()
+        whole.zero_grad()
         loss(plain).backward()
-        norms.append(nn.utils.clip_grad_norm_(everyone(ordinary), SMALL))
-        ordinary.step()
-    model = network(storage)
-    optimizer = OPTIMIZERS[name](model)
-    handle = optim.step_in_backward(optimizer, clip="exact", max_norm=SMALL)
+        norms.append(nn.utils.clip_grad_norm_(everyone(whole), SMALL))
+        whole.step()
+    model, optimizer, handle = stepping(name, storage, clip="exact", max_norm=SMALL)
     for i in range(3):
         optimizer.zero_grad()
-        with handle.measure():
-            loss(model).backward()
+        measure(model, handle)
         assert all(p.grad is None for p in model.parameters())
         loss(model).backward()
         assert torch.equal(nn.utils.clip_grad_norm_(everyone(optimizer), SMALL), norms[i])  # for its result
         optimizer.step()
-    assert everything(model, optimizer) == everything(plain, ordinary)
+    assert everything(model, optimizer) == everything(plain, whole)
     assert float(norms[0]) > 10 * SMALL
 
 
@@ -67,37 +64,25 @@ def clipped_by_hand(model: nn.Module, optimizer: Any, steps: int, previous: Tens
 
 
 @pytest.mark.parametrize("name", ["muon", "adamw", "sgd"])
-@pytest.mark.parametrize("max_norm", [SMALL, 0.4, 1e9])
+@each("max_norm", [SMALL, 0.4, 1e9])
 def test_one_pass_clips_by_the_norm_of_the_step_before(name: str, max_norm: float) -> None:
-    plain = network("fp8")
-    ordinary = OPTIMIZERS[name](plain)
+    plain, whole = ordinary(name)
     loss(plain).backward()
-    first = nn.utils.get_total_norm([p.grad for p in everyone(ordinary) if p.grad is not None])
-    last = clipped_by_hand(plain, ordinary, 4, first, max_norm)
-    model = network("fp8")
-    optimizer = OPTIMIZERS[name](model)
-    handle = optim.step_in_backward(optimizer, clip="previous", max_norm=max_norm)
-    with handle.measure():
-        loss(model).backward()
+    first = nn.utils.get_total_norm([p.grad for p in everyone(whole) if p.grad is not None])
+    last = clipped_by_hand(plain, whole, 4, first, max_norm)
+    model, optimizer, _ = stepping(name, clip="previous", max_norm=max_norm, measured=True)
     train(model, optimizer, 4)
     assert {group["previous_norm"] for group in optimizer.param_groups} == {float(last)}
-    assert without_norms(everything(model, optimizer)) == everything(plain, ordinary)
+    assert without_norms(everything(model, optimizer)) == everything(plain, whole)
 
 
 def test_the_norm_is_in_the_state_and_a_resumed_run_is_the_whole_one() -> None:
-    def begun() -> tuple[nn.Module, Any, Any]:
-        model = network("fp8")
-        optimizer = OPTIMIZERS["muon"](model)
-        return model, optimizer, optim.step_in_backward(optimizer, clip="previous", max_norm=0.4)
-
-    whole, uninterrupted, handle = begun()
-    with handle.measure():
-        loss(whole).backward()
+    whole, uninterrupted, _ = stepping("muon", clip="previous", max_norm=0.4, measured=True)
     train(whole, uninterrupted, 2)
     saved = copy.deepcopy([whole.state_dict(), uninterrupted.state_dict()])
     assert all(group["previous_norm"] > 0 for group in saved[1]["param_groups"])
     train(whole, uninterrupted, 3)
-    model, optimizer, _ = begun()
+    model, optimizer, _ = stepping("muon", clip="previous", max_norm=0.4)
     model.load_state_dict(saved[0])
     optimizer.load_state_dict(saved[1])
     train(model, optimizer, 3)
@@ -108,9 +93,7 @@ def test_the_norm_is_in_the_state_and_a_resumed_run_is_the_whole_one() -> None:
 
 
 def test_a_first_pass_without_a_norm_is_refused_or_measured() -> None:
-    model = network("fp8")
-    optimizer = OPTIMIZERS["adamw"](model)
-    handle = optim.step_in_backward(optimizer, clip="previous", max_norm=SMALL)
+    model, optimizer, handle = stepping(clip="previous", max_norm=SMALL)
     assert [group["previous_norm"] for group in optimizer.param_groups] == [None]
     before = everything(model, optimizer)
     with pytest.raises(RuntimeError, match=r"clip='previous' has no norm to clip by: .*with handle.measure\(\)"):
@@ -123,18 +106,13 @@ def test_a_first_pass_without_a_norm_is_refused_or_measured() -> None:
     assert not optimizer.state
     norm = optimizer.param_groups[0]["previous_norm"]
     train(model, optimizer, 1)
-    other = network("fp8")
-    ordinary = OPTIMIZERS["adamw"](other)
-    clipped_by_hand(other, ordinary, 1, torch.tensor(norm), SMALL)
-    assert without_norms(everything(model, optimizer)) == everything(other, ordinary)
+    other, whole = ordinary()
+    clipped_by_hand(other, whole, 1, torch.tensor(norm), SMALL)
+    assert without_norms(everything(model, optimizer)) == everything(other, whole)
 
 
 def test_exact_without_a_measured_pass_is_refused_in_every_step() -> None:
-    model = network("fp8")
-    optimizer = OPTIMIZERS["adamw"](model)
-    handle = optim.step_in_backward(optimizer, clip="exact", max_norm=SMALL)
-    with handle.measure():
-        loss(model).backward()
+    model, optimizer, _ = stepping(clip="exact", max_norm=SMALL, measured=True)
     train(model, optimizer, 1)
     with pytest.raises(RuntimeError, match="clip='exact' has no norm to clip by: before each step"):
         train(model, optimizer, 1)
@@ -143,17 +121,17 @@ def test_exact_without_a_measured_pass_is_refused_in_every_step() -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e30])
 def test_a_norm_that_is_not_finite_is_no_norm_to_clip_by(bad: float) -> None:
     """The step of the parameter at fault is left out, and the next clips by the last norm that was one."""
-    model = network("fp8")
-    optimizer = OPTIMIZERS["adamw"](model)
-    handle = optim.step_in_backward(optimizer, clip="previous", max_norm=SMALL)
-    with handle.measure():
-        loss(model).backward()
+    model, optimizer, _ = stepping(clip="previous", max_norm=SMALL, measured=True)
     train(model, optimizer, 1)
     norm = optimizer.param_groups[0]["previous_norm"]
     hook = model[3].weight.register_hook(lambda g: torch.full_like(g, bad))
-    with pytest.warns(RuntimeWarning, match=r"shape \(16, 16\)\) is not finite: its step was left out"):
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with pytest.warns(RuntimeWarning, match=r"parameter 3 of group 0 \(shape \(16, 16\)\) is not finite: its step"):
         train(model, optimizer, 1)
     hook.remove()
+    moved = {name for name, p in model.named_parameters() if not torch.equal(p.detach(), before[name])}
+    assert "3.weight" not in moved
+    assert {"1.weight", "5.weight"} <= moved
     assert optimizer.param_groups[0]["previous_norm"] == norm
     assert optimizer.skipped_steps == 1
     assert int(optimizer.state[model[3].weight]["step"]) == 1
@@ -162,7 +140,7 @@ def test_a_norm_that_is_not_finite_is_no_norm_to_clip_by(bad: float) -> None:
     assert optimizer.param_groups[0]["previous_norm"] != norm
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@each("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("raises", [False, True])
 def test_an_exact_norm_that_is_not_finite_leaves_out_the_step(bad: float, raises: bool) -> None:
     """As clip_grad_norm_ and a step of all would."""
@@ -171,8 +149,7 @@ def test_an_exact_norm_that_is_not_finite_leaves_out_the_step(bad: float, raises
     handle = optim.step_in_backward(optimizer, clip="exact", max_norm=SMALL)
     model[3].weight.register_hook(lambda g: torch.full_like(g, bad))
     before = everything(model, optimizer)
-    with handle.measure():
-        loss(model).backward()
+    measure(model, handle)
     loss(model).backward()
     if raises:
         with pytest.raises(FloatingPointError, match="the norm of the whole gradient is not finite"):
@@ -187,28 +164,21 @@ def test_an_exact_norm_that_is_not_finite_leaves_out_the_step(bad: float, raises
 
 def test_infinity_takes_norms_and_clips_nothing() -> None:
     """What a trainer asks for its log: without a first pass, to the numbers of steps that are not clipped."""
-    plain, model = network("fp8"), network("fp8")
-    ordinary, optimizer = OPTIMIZERS["adamw"](plain), OPTIMIZERS["adamw"](model)
-    optim.step_in_backward(optimizer, clip="previous", max_norm=math.inf)
+    (plain, whole), (model, optimizer, _) = ordinary(), stepping(clip="previous", max_norm=math.inf)
     for _ in range(3):
-        for each, by in ((plain, ordinary), (model, optimizer)):
+        for net, by in ((plain, whole), (model, optimizer)):
             by.zero_grad()
-            loss(each).backward()
-        norms = [nn.utils.clip_grad_norm_(each.parameters(), math.inf) for each in (plain, model)]
-        assert torch.equal(*norms)
-        ordinary.step()
+            loss(net).backward()
+        assert torch.equal(*(nn.utils.clip_grad_norm_(net.parameters(), math.inf) for net in (plain, model)))
+        whole.step()
         optimizer.step()
-    assert without_norms(everything(model, optimizer)) == everything(plain, ordinary)
+    assert without_norms(everything(model, optimizer)) == everything(plain, whole)
 
 
-@pytest.mark.parametrize("foreach", [None, False])
+@each("foreach", [None, False])
 @pytest.mark.parametrize("kind", ["previous", "exact"])
 def test_another_clipping_is_refused(kind: str, foreach: bool | None) -> None:
-    model = network("fp8")
-    optimizer = OPTIMIZERS["adamw"](model)
-    handle = optim.step_in_backward(optimizer, clip=kind, max_norm=SMALL)
-    with handle.measure():
-        loss(model).backward()
+    model, optimizer, _ = stepping(clip=kind, max_norm=SMALL, measured=True)
     loss(model).backward()
     parameters = list(model.parameters())
     with pytest.raises(RuntimeError, match="it was called with another factor"):
@@ -225,16 +195,13 @@ def test_another_clipping_is_refused(kind: str, foreach: bool | None) -> None:
 
 
 def test_passes_that_are_no_steps_are_refused() -> None:
-    model = network("fp8")
-    optimizer = OPTIMIZERS["adamw"](model)
-    handle = optim.step_in_backward(optimizer, clip="previous", max_norm=SMALL)
+    model, optimizer, handle = stepping(clip="previous", max_norm=SMALL)
     with pytest.raises(RuntimeError, match=r"measure\(\) has seen no gradient"), handle.measure():
         pass
     with pytest.raises(RuntimeError, match=r"measure\(\) takes the norm of one backward pass"), handle.measure():
         list(map(Tensor.backward, [loss(model), loss(model)]))
     optimizer.zero_grad()
-    with handle.measure():
-        loss(model).backward()
+    measure(model, handle)
     loss(model).backward()
     with pytest.raises(RuntimeError, match=r"a step is under way: .* save the state after it"):
         optimizer.state_dict()
@@ -253,11 +220,7 @@ def test_passes_that_are_no_steps_are_refused() -> None:
 
 
 def test_loading_a_state_forgets_the_step_under_way() -> None:
-    model = network("fp8")
-    optimizer = OPTIMIZERS["adamw"](model)
-    handle = optim.step_in_backward(optimizer, clip="previous", max_norm=SMALL)
-    with handle.measure():
-        loss(model).backward()
+    model, optimizer, _ = stepping(clip="previous", max_norm=SMALL, measured=True)
     saved = copy.deepcopy(optimizer.state_dict())
     loss(model).backward()
     optimizer.load_state_dict(saved)
@@ -270,11 +233,7 @@ def test_loading_a_state_forgets_the_step_under_way() -> None:
 
 
 def test_groups_that_come_later_have_the_norm_too() -> None:
-    model = network("fp8")
-    optimizer = OPTIMIZERS["adamw"](model)
-    handle = optim.step_in_backward(optimizer, clip="previous", max_norm=SMALL)
-    with handle.measure():
-        loss(model).backward()
+    model, optimizer, _ = stepping(clip="previous", max_norm=SMALL, measured=True)
     late = nn.Parameter(torch.ones(3))
     optimizer.add_param_group({"params": [late]})
     assert len({group["previous_norm"] for group in optimizer.param_groups}) == 1
@@ -294,7 +253,7 @@ def test_norms_of_bfloat16_gradients_are_float32() -> None:
     torch.testing.assert_close(nn.utils.get_total_norm([p.grad for p in model.parameters()]), whole.norm())
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "error", "match"),
     [
         ({"max_norm": 1.0}, ValueError, r"max_norm=1.0 needs clip='previous' \(one backward .* or clip='exact' \(two"),

@@ -1,21 +1,38 @@
-"""FisherNaturalGradient: the step it documents, and what it leaves alone."""
+"""FisherNaturalGradient: the step it documents, when it measures, what fails, resuming and learning."""
 
+import copy
+import sys
+import warnings
 from typing import Any
 
 import pytest
 import torch
-from fisher_cases import EVERY, STORAGES, batch, optimizer_of, put_gradients, stretch_of, tagger, train, values
-from optimizer_cases import same_bits
+from fisher_cases import (
+    EVERY,
+    STORAGES,
+    batch,
+    counting,
+    optimizer_of,
+    put_gradients,
+    snapshot,
+    stretch_of,
+    tagger,
+    train,
+    values,
+)
+from laws import each
+from optimizer_cases import frozen, same_bits, through_disk
 from torch import Tensor
 
 import fp8manifold as fm
-from fp8manifold.optim import FisherNaturalGradient, StiffnessAdamW
+from fp8manifold.optim import FisherNaturalGradient, StiffnessAdamW, anneal
+from fp8manifold.optim._fisher.nngeometry import METRIC
 
 pytest.importorskip("nngeometry", reason="extra fisher")
 
 
-@pytest.mark.parametrize("bounds", [(2.0**-8, 16.0), (0.75, 1.5)])
-@pytest.mark.parametrize("storage", STORAGES)
+@each("bounds", [(2.0**-8, 16.0), (0.75, 1.5)])
+@each("storage", STORAGES)
 def test_step_is_the_damped_natural_one(storage: str, bounds: tuple[float, float]) -> None:
     """``(F + c T^-2)^-1 g``, rounded once to the nearest point of the grid."""
     model = tagger(storage)
@@ -106,10 +123,7 @@ def test_direction_averages_and_decays() -> None:
         torch.testing.assert_close(values([weight])[0], expected)
 
 
-# What it leaves alone
-
-
-@pytest.mark.parametrize("storage", STORAGES)
+@each("storage", STORAGES)
 def test_other_parameters_take_the_step_of_stiffness_adamw(storage: str) -> None:
     """Bias, norm, embedding, and a linear layer that is too wide for its group."""
     ours, theirs = tagger(storage), tagger(storage)
@@ -126,3 +140,208 @@ def test_other_parameters_take_the_step_of_stiffness_adamw(storage: str) -> None
         assert same_bits(values(ours.parameters())[:-1], values(theirs.parameters())[:-1])
     assert "exp_avg" in optimizer.state[ours.hidden.weight]
     assert "momentum_buffer" in optimizer.state[ours.head.weight]
+
+
+def test_metric_is_measured_every_refresh_steps() -> None:
+    model = tagger()
+    asked, loader = counting([batch()])
+    train(model, optimizer_of(model, loader, refresh=3), 8)
+    assert asked == [0, 3, 6]
+
+
+def test_labels_are_drawn_anew_at_every_refresh() -> None:
+    model = tagger()
+    optimizer = optimizer_of(model, lr=0.0, refresh=1, decay=0.0, representation="diagonal")
+    seen = []
+    for step in range(3):
+        train(model, optimizer, 1, step)
+        seen.append(optimizer.state[model.head.weight]["fisher_diagonal"])
+    assert not torch.equal(seen[0], seen[1])
+    assert not torch.equal(seen[1], seen[2])
+
+
+def test_another_representation_takes_the_place_of_the_first() -> None:
+    model = tagger()
+    optimizer = optimizer_of(model, decay=0.0)
+    for step, (representation, names) in enumerate(
+        {
+            "kfac": {"inverse_inputs", "inverse_outputs"},
+            "ekfac": {"basis_inputs", "basis_outputs", "eigenvalues", "fisher_damping"},
+            "diagonal": {"fisher_diagonal", "fisher_damping"},
+        }.items()
+    ):
+        optimizer.param_groups[0]["representation"] = representation
+        train(model, optimizer, 1, step)
+        assert {name for name in optimizer.state[model.head.weight] if name.startswith(METRIC)} == names
+
+
+@EVERY
+def test_reset_forgets_what_was_measured(representation: str) -> None:
+    """After a reset the state is that of an optimizer which begins there with the same step count."""
+    model = tagger("plain")
+    asked, loader = counting([batch()])
+    optimizer = optimizer_of(model, loader, representation=representation, refresh=100, reset_every=4, decay=0.9)
+    name = "fisher_diagonal" if representation == "diagonal" else "fisher_inputs"
+    train(model, optimizer, 4)
+    kept = optimizer.state[model.head.weight][name].clone()
+    fresh = copy.deepcopy(model)
+    train(model, optimizer, 1, 4)
+    assert asked == [0, 4]
+    again = optimizer_of(
+        fresh, loader, representation=representation, decay=0.0 if representation == "diagonal" else 1e-9
+    )
+    train(fresh, again, 1, 4)
+    now = optimizer.state[model.head.weight][name]
+    assert not torch.allclose(now, kept, rtol=1e-3)
+    if representation != "diagonal":  # inputs do not depend on the labels, whose key is the step
+        torch.testing.assert_close(now, again.state[fresh.head.weight][name])
+    buffer = optimizer.state[model.head.weight]["momentum_buffer"]
+    assert buffer.square().mean().sqrt().item() == pytest.approx(0.1, rel=1e-4)
+
+
+def test_groups_have_options_of_their_own() -> None:
+    model = tagger()
+    rest = [p for p in model.parameters() if p is not model.head.weight and p is not model.hidden.weight]
+    groups = [
+        {"params": [model.head.weight], "representation": "diagonal", "refresh": 2, "stiffness": anneal(1.0, 0.0, 3)},
+        {"params": [model.hidden.weight], "representation": "ekfac", "samples": 3, "batches": 2},
+        {"params": rest, "lr": 0.1},
+    ]
+    optimizer = FisherNaturalGradient(groups, model, [batch(1), batch(2)])
+    train(model, optimizer, 4)
+    assert "fisher_diagonal" in optimizer.state[model.head.weight]
+    assert "eigenvalues" in optimizer.state[model.hidden.weight]
+    assert "exp_avg" in optimizer.state[model.norm.weight]
+    assert 0 <= optimizer.bounded_share <= 1
+
+
+def test_parameters_that_join_later_are_measured_when_they_do() -> None:
+    model = tagger()
+    asked, loader = counting([batch()])
+    optimizer = optimizer_of(model, loader, refresh=10)
+    for step in range(3):
+        put_gradients(model, step)
+        if step < 2:
+            model.head.weight.grad = None
+        optimizer.step()
+    assert asked == [0, 0]
+    assert int(optimizer.state[model.head.weight]["step"]) == 1
+
+
+@EVERY
+def test_indefinite_metric_leaves_the_step_out(representation: str) -> None:
+    """Two tokens span two directions of eight: nothing to invert without damping."""
+    model = tagger()
+    tokens = torch.tensor([[1, 2]])
+    if representation == "diagonal":
+        model.embedding.weight.data[:, 3] = 0
+    optimizer = optimizer_of(model, [(tokens, None)], representation=representation, damping=0.0)
+    put_gradients(model)
+    before = snapshot(optimizer)
+    with pytest.warns(RuntimeWarning, match=r"left out: layer 'h.*not positive definite.*raise damping"):
+        optimizer.step()
+    after = snapshot(optimizer)
+    assert optimizer.skipped_steps == 1
+    after["state"]["skipped_steps"] = after["state"]["skipped_in_row"] = 0
+    assert after == before
+    for group in optimizer.param_groups:
+        group["damping"] = 0.1
+    optimizer.step()
+    assert optimizer.skipped_steps == 1
+    assert snapshot(optimizer)["parameters"] != before["parameters"]
+
+
+def test_indefinite_metric_raises_where_asked_to() -> None:
+    model = tagger()
+    optimizer = optimizer_of(model, [(torch.tensor([[1, 2]]), None)], damping=0.0, on_nonfinite="raise")
+    put_gradients(model)
+    before = snapshot(optimizer)
+    with pytest.raises(FloatingPointError, match="not positive definite"):
+        optimizer.step()
+    assert snapshot(optimizer) == before
+
+
+def test_bad_gradients_leave_the_step_out_and_measure_nothing() -> None:
+    model = tagger()
+    asked, loader = counting([batch()])
+    optimizer = optimizer_of(model, loader)
+    put_gradients(model)
+    model.norm.weight.grad[3] = float("nan")
+    before = snapshot(optimizer)
+    optimizer.step()
+    assert (optimizer.skipped_steps, asked) == (1, [])
+    after = snapshot(optimizer)
+    after["state"]["skipped_steps"] = after["state"]["skipped_in_row"] = 0
+    assert after == before
+
+
+def resumes(storage: str, steps: int, **options: Any) -> None:
+    """After every step a checkpoint, loaded elsewhere, takes the next step as the run itself does."""
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*batch(9)), 3, shuffle=True)
+    model, other = tagger(storage), tagger(storage, seed=1)
+    optimizer = optimizer_of(model, loader, **options)
+    train(model, optimizer, 1)
+    for step in range(1, steps):
+        saved = through_disk({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+        other.load_state_dict(saved["model"])
+        again = optimizer_of(other, loader, **options)
+        again.load_state_dict(saved["optimizer"])
+        train(model, optimizer, 1, step)
+        train(other, again, 1, step)
+        assert same_bits(values(model.parameters()), values(other.parameters())), f"after step {step}"
+        assert frozen(optimizer.state_dict()) == frozen(again.state_dict()), f"after step {step}"
+
+
+@EVERY
+@each("storage", STORAGES)
+def test_resume_is_bit_exact_for_every_representation(representation: str, storage: str) -> None:
+    resumes(storage, 15, representation=representation, refresh=4, weight_decay=0.1)
+
+
+@EVERY
+@each("storage", STORAGES)
+def test_learns(representation: str, storage: str) -> None:
+    model = tagger(storage)
+    optimizer = optimizer_of(model, lr=0.03, representation=representation)
+    first = put_gradients(model)
+    train(model, optimizer, 80)
+    assert first > 1.4
+    assert put_gradients(model) < 0.35
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_learns_in_other_dtypes(dtype: torch.dtype) -> None:
+    model = tagger("plain").to(dtype)
+    optimizer = optimizer_of(model, lr=0.02)
+    first = put_gradients(model)
+    train(model, optimizer, 40)
+    assert put_gradients(model) < 0.7 * first
+    metric = optimizer.state[model.head.weight]
+    assert {metric[name].dtype for name in ("inverse_inputs", "fisher_outputs")} == {torch.float32}
+    assert metric["momentum_buffer"].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+def test_bad_sources() -> None:
+    model = tagger()
+    optimizer = FisherNaturalGradient(model.parameters(), model, lambda step: [])
+    put_gradients(model)
+    with pytest.raises(ValueError, match="gave no batch"):
+        optimizer.step()
+    optimizer.loader = [{"ids": batch()[0]}]
+    with pytest.raises(TypeError, match="the loader gave a dict, not tensors: say with logits="):
+        optimizer.step()
+
+
+def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nngeometry", None)
+    with pytest.raises(ImportError, match=r"pip install 'fp8manifold\[fisher\]'"):
+        optimizer_of(tagger())
+
+
+def test_logits_may_be_computed_in_another_way() -> None:
+    model = tagger()
+    optimizer = optimizer_of(model, [{"ids": batch()[0]}], logits=lambda m, b: m(b["ids"]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, optimizer, 2)
+    assert optimizer.skipped_steps == 0

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from in_backward_cases import OPTIMIZERS, TOKENS, everything, flat, loss, network, train
+from in_backward_cases import OPTIMIZERS, TOKENS, everything, flat, loss, network, ordinary, train
+from in_backward_cases import stepping as made
+from laws import each
 from torch import Tensor, nn
 
 from fp8manifold import optim
@@ -17,20 +19,15 @@ from fp8manifold import optim
 
 @pytest.fixture
 def stepping() -> tuple[nn.Module, Any, Any]:
-    model = network("fp8")
-    optimizer = OPTIMIZERS["muon"](model)
-    return model, optimizer, optim.step_in_backward(optimizer)
+    begun: tuple[nn.Module, Any, Any] = made("muon")
+    return begun
 
 
-@pytest.mark.parametrize("storage", ["fp8", "grid", "master", None])
+@each("storage", ["fp8", "grid", "master", None])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_numbers_are_those_of_an_ordinary_step(name: str, storage: str | None) -> None:
     ends = []
-    for in_backward in (False, True):
-        model = network(storage)
-        optimizer = OPTIMIZERS[name](model)
-        if in_backward:
-            optim.step_in_backward(optimizer)
+    for model, optimizer in (ordinary(name, storage), made(name, storage)[:2]):
         train(model, optimizer, 4)
         ends.append(everything(model, optimizer))
     assert ends[0] == ends[1]
@@ -87,55 +84,51 @@ def test_no_gradient_outlives_its_step(stepping: tuple[nn.Module, Any, Any]) -> 
     assert alive == [0] * 2 * len(list(model.parameters()))
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda m, _: loss(m).backward(),
-        lambda m, _: nn.utils.clip_grad_norm_(m.parameters(), 1.0),
-        lambda m, _: nn.utils.clip_grad_norm_(m.parameters(), 1.0, foreach=False),
-        lambda m, _: nn.utils.clip_grad_value_(m.parameters(), 1.0),
-        lambda m, _: m[1].weight.grad.norm(),
-        lambda m, _: m[1].weight.grad.mul_(2),
-        lambda m, _: m[4].bias.grad + 1,
-    ],
-)
-def test_what_needs_gradients_that_are_gone_is_refused(
-    use: Callable[[nn.Module, Any], Any], stepping: tuple[nn.Module, Any, Any]
-) -> None:
-    model, optimizer, _ = stepping
+SPENT = "this gradient has been used and freed"
+ZEROS = r"^zero_grad\(set_to_none=False\) .*call zero_grad\(set_to_none=True\)"
+#: what needs gradients that are gone, of a model and its optimizer, and what is said
+GONE: dict[str, tuple[Callable[[nn.Module, Any], Any], str]] = {
+    "another pass": (lambda m, _: loss(m).backward(), SPENT),
+    "clipping": (lambda m, _: nn.utils.clip_grad_norm_(m.parameters(), 1.0), SPENT),
+    "clipping one by one": (lambda m, _: nn.utils.clip_grad_norm_(m.parameters(), 1.0, foreach=False), SPENT),
+    "clipping values": (lambda m, _: nn.utils.clip_grad_value_(m.parameters(), 1.0), SPENT),
+    "a norm": (lambda m, _: m[1].weight.grad.norm(), SPENT),
+    "a product": (lambda m, _: m[1].weight.grad.mul_(2), SPENT),
+    "a sum": (lambda m, _: m[4].bias.grad + 1, SPENT),
+    "zeros": (lambda _, o: o.zero_grad(set_to_none=False), ZEROS),
+    "zeros of the model": (lambda m, _: m.zero_grad(set_to_none=False), ZEROS),
+    "zeros together": (lambda _, o: (o.defaults.update(foreach=True), o.zero_grad(set_to_none=False)), ZEROS),
+    "scaled": (lambda m, o: scaled(m, o), "scaled"),
+    "memory": (lambda m, _: m[1].weight.grad.untyped_storage().tolist(), "data is not allocated"),
+}
+
+
+def scaled(model: nn.Module, optimizer: Any) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+
+
+@each("use", GONE)
+def test_what_needs_gradients_that_are_gone_is_refused(use: str) -> None:
+    model, optimizer, _ = made()
     train(model, optimizer, 1)
+    assert repr(model[1].weight.grad) == "SpentGradient(shape=(16, 16), dtype=torch.float32)"
     before = everything(model, optimizer)
-    with pytest.raises(RuntimeError, match="this gradient has been used and freed"):
-        use(model, optimizer)
+    with pytest.raises(RuntimeError, match=GONE[use][1]):
+        GONE[use][0](model, optimizer)
     assert everything(model, optimizer) == before
-
-
-@pytest.mark.parametrize("foreach", [False, True])
-@pytest.mark.parametrize("of_the_model", [False, True])
-def test_gradients_of_zeros_are_refused_by_their_name(of_the_model: bool, foreach: bool) -> None:
-    model = network("fp8")
-    optimizer = OPTIMIZERS["adamw"](model)
-    optimizer.defaults["foreach"] = foreach
-    optim.step_in_backward(optimizer)
-    train(model, optimizer, 1)
-    with pytest.raises(RuntimeError, match=r"^zero_grad\(set_to_none=False\) .*call zero_grad\(set_to_none=True\)"):
-        (model if of_the_model else optimizer).zero_grad(set_to_none=False)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_state_that_is_loaded_is_stepped_on(name: str) -> None:
     """Loading gives an optimizer other groups; saved before, loaded after ``step_in_backward`` or before it."""
-    whole = network("fp8")
-    uninterrupted = OPTIMIZERS[name](whole)
+    whole, uninterrupted = ordinary(name)
     train(whole, uninterrupted, 5)
-    model = network("fp8")
-    optimizer = OPTIMIZERS[name](model)
-    optim.step_in_backward(optimizer)
+    model, optimizer, _ = made(name)
     train(model, optimizer, 2)
     saved = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
-    resumed = network("fp8")
-    other = OPTIMIZERS[name](resumed)
-    optim.step_in_backward(other)
+    resumed, other, _ = made(name)
     train(resumed, other, 1)  # gradients that are spent are there while it is loaded
     resumed.load_state_dict(saved[0])
     other.load_state_dict(saved[1])
@@ -165,6 +158,7 @@ def test_groups_come_and_go_after_a_state_is_loaded(stepping: tuple[nn.Module, A
     optimizer.add_param_group({"params": [late], "direction": "adam", "param_names": ["late"]})
     optimizer.load_state_dict(optimizer.state_dict())
     late.sum().backward()
+    assert bool((late < 1).all())
     assert int(optimizer.state[late]["step"]) == 1
     group = optimizer.param_groups.pop()
     late.grad = None
@@ -206,42 +200,6 @@ def test_accelerate_and_its_resume_step_in_backward(tmp_path: Path) -> None:
     assert all(torch.equal(a.detach(), b.detach()) for a, b in zip(model.parameters(), whole.parameters(), strict=True))
 
 
-def test_scaled_gradients_are_refused(stepping: tuple[nn.Module, Any, Any]) -> None:
-    model, optimizer, _ = stepping
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(loss(model)).backward()
-    with pytest.raises(RuntimeError, match="scaled"):
-        scaler.step(optimizer)
-
-
-def test_a_stand_in_says_what_it_is_and_takes_no_memory(stepping: tuple[nn.Module, Any, Any]) -> None:
-    model, optimizer, _ = stepping
-    train(model, optimizer, 1)
-    gradient = model[1].weight.grad
-    assert repr(gradient) == "SpentGradient(shape=(16, 16), dtype=torch.float32)"
-    with pytest.raises(RuntimeError):
-        gradient.untyped_storage().tolist()
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e30])
-def test_a_gradient_that_is_not_finite_leaves_out_its_own_step_only(
-    bad: float, stepping: tuple[nn.Module, Any, Any]
-) -> None:
-    model, optimizer, _ = stepping
-    train(model, optimizer, 1)
-    hook = model[3].weight.register_hook(lambda g: torch.full_like(g, bad))
-    optimizer.zero_grad()
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    with pytest.warns(RuntimeWarning, match=r"'3.weight', shape \(16, 16\)\) is not finite: its step was left out"):
-        loss(model).backward()
-    hook.remove()
-    moved = {name for name, p in model.named_parameters() if not torch.equal(p.detach(), before[name])}
-    assert "3.weight" not in moved
-    assert {"1.weight", "5.weight"} <= moved
-    assert optimizer.skipped_steps == 1
-    assert int(optimizer.state[model[3].weight]["step"]) == 1
-
-
 def test_a_gradient_that_is_not_finite_ends_the_backward_pass_where_asked_to() -> None:
     model = network("fp8")
     optimizer = optim.StiffnessMuon.for_model(model, 1e-2, on_nonfinite="raise")
@@ -251,24 +209,8 @@ def test_a_gradient_that_is_not_finite_ends_the_backward_pass_where_asked_to() -
         loss(model).backward()
 
 
-def test_groups_that_come_later_are_stepped_and_parameters_that_go_are_not(
-    stepping: tuple[nn.Module, Any, Any],
-) -> None:
-    model, optimizer, _ = stepping
-    late = nn.Parameter(torch.ones(3))
-    optimizer.add_param_group({"params": [late], "direction": "adam", "param_names": ["late"]})
-    late.sum().backward()
-    assert bool((late < 1).all())
-    optimizer.param_groups.pop()
-    late.grad = None
-    late.sum().backward()
-    assert late.grad is not None
-    assert torch.equal(late.grad, torch.ones(3))
-    assert model[1].weight.grad is None
-
-
-@pytest.mark.parametrize("ends_steps", [False, True])
-@pytest.mark.parametrize("name", ["1.weight", "5.bias"])
+@each("ends_steps", [False, True])
+@each("name", ["1.weight", "5.bias"])
 def test_a_parameter_that_was_frozen_is_not_forgotten(name: str, ends_steps: bool) -> None:
     """It trains from where it is unfrozen on, in a loop without ``step()`` too."""
     model = network("fp8")
@@ -366,9 +308,7 @@ def test_steps_end_with_their_optimizer(keeps_handle: bool) -> None:
 
 
 def test_gradients_are_the_users_again_once_an_optimizer_is_gone() -> None:
-    model = network("fp8")
-    optimizer = OPTIMIZERS["muon"](model)
-    handle = optim.step_in_backward(optimizer)
+    model, optimizer, handle = made("muon")
     train(model, optimizer, 1)
     optimizer.zero_grad()
     del optimizer

@@ -12,10 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from family_cases import VALID, make
+from laws import each
 from optimizer_cases import bits_of, frozen
 from rank_cases import batch, loss_of, model, refusal, seeds, stored
 from rank_pool import Pool
 from tensor_cases import parameter
+from test_ranks_fsdp import BORDER, near_the_border
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -198,21 +200,23 @@ def backward_beside(wrapped: Any, alone: nn.Module, step: int) -> None:
         q.grad = p.grad.clone()
 
 
-def trained(name: str, writeback: str, moments: str, granularity: str, steps: int) -> Any:
+def trained(name: str, writeback: str, moments: str, granularity: str, border: bool = False, **more: Any) -> Any:
     """Ranks under DDP, and in each of them one process that steps the averaged gradients."""
     rank = dist.get_rank()
     net = model(granularity, seed=rank, keep_remainder=True)
     fm.distributed.sync(net)
     alone = copy.deepcopy(net)
     wrapped = DistributedDataParallel(net, init_sync=False)
-    options = {"writeback": writeback, "moments": moments, "refresh_every": 2}
+    options = {"writeback": writeback, "moments": moments, "refresh_every": 2, **more}
     for layer, twin in zip(linear(net), linear(alone), strict=True):
         twin.weight.remainder = layer.weight.remainder.clone()
     optimizers = [make(name, each.parameters(), **options) for each in (net, alone)]
-    for step in range(steps):
+    for step in range(5 if border else 4):
         backward_beside(wrapped, alone, step)
         for optimizer in optimizers:
             optimizer.step()
+        if step == 0 and border:
+            near_the_border(*optimizers)
     ours, its = [frozen(optimizer.state_dict()) for optimizer in optimizers]
     assert ours == its
     assert stored(net) == stored(alone)
@@ -226,14 +230,51 @@ SOME = COMBINATIONS[::4]
 
 @pytest.mark.parametrize("combination", SOME, ids=lambda c: "-".join(c))
 def test_ranks_stay_identical_and_one_process(pair: Pool, combination: tuple[str, str, str]) -> None:
-    equal_everywhere(pair.run(trained, *combination, "channel", 4))
+    equal_everywhere(pair.run(trained, *combination, "channel"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("combination", COMBINATIONS, ids=lambda c: "-".join(c))
 def test_ranks_stay_identical_in_every_combination(pool: Pool, combination: tuple[str, str, str]) -> None:
     for granularity in ("tensor", "channel", "block"):
-        equal_everywhere(pool.run(trained, *combination, granularity, 4))
+        equal_everywhere(pool.run(trained, *combination, granularity))
+
+
+@pytest.mark.parametrize(
+    "combination",
+    [
+        ("RiemannianAdam", "stochastic", "8bit"),
+        ("StiffnessMuon", "stochastic", "8bit"),
+        ("StiffnessAdamW", "residual8", "bfloat16"),
+    ],
+    ids=lambda c: "-".join(c),
+)
+def test_ranks_dither_as_one_process(pool: Pool, combination: tuple[str, str, str]) -> None:
+    equal_everywhere(pool.run(trained, *combination, "channel", border=True, draws="dither"))
+
+
+def dithered_by_themselves() -> Any:
+    """torch's SGD, for which the tensors draw, as the first process made them."""
+    net = model(seed=dist.get_rank())
+    for p in net.parameters():
+        if isinstance(p, fm.FP8Tensor) and dist.get_rank() == 0:  # what the others are sent
+            p.draws = "dither"
+            p.counter.fill_(BORDER)
+    fm.distributed.sync(net)
+    assert {p.draws for p in net.parameters() if isinstance(p, fm.FP8Tensor)} == {"dither"}
+    alone = copy.deepcopy(net)
+    wrapped = DistributedDataParallel(net, init_sync=False)
+    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (net, alone)]
+    for step in range(5):
+        backward_beside(wrapped, alone, step)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert stored(net) == stored(alone)
+    return stored(net)
+
+
+def test_tensors_that_dither_do_so_in_every_process(pool: Pool) -> None:
+    equal_everywhere(pool.run(dithered_by_themselves))
 
 
 def with_nan_in_one(on_nonfinite: str, kind: str) -> Any:
@@ -334,20 +375,20 @@ def with_other_layers(spec: str, each: list[str]) -> Any:
 
 
 @pytest.mark.parametrize("spec", SHARED)
-@pytest.mark.parametrize("each", [["first", "second"], ["first second", "second first"], ["first second", "first"]])
-def test_ranks_that_run_other_layers_share_no_scales(pair: Pool, spec: str, each: list[str]) -> None:
-    for said in pair.run(with_other_layers, spec, each):
+@each("runs", [["first", "second"], ["first second", "second first"], ["first second", "first"]])
+def test_ranks_that_run_other_layers_share_no_scales(pair: Pool, spec: str, runs: list[str]) -> None:
+    for said in pair.run(with_other_layers, spec, runs):
         assert "is not what every process runs now" in said
         assert "take policy='dynamic'" in said
         assert "\n" not in said
 
 
 @pytest.mark.parametrize("spec", SHARED)
-@pytest.mark.parametrize("runs", ["first second", "second", "", "first first"])
+@each("runs", ["first second", "second", "", "first first"])
 def test_ranks_that_leave_out_the_same_layers_share_scales(pair: Pool, spec: str, runs: str) -> None:
-    each = pair.run(with_other_layers, spec, [runs, runs])
-    assert not isinstance(each[0], str), each[0]
-    equal_everywhere(each)
+    found = pair.run(with_other_layers, spec, [runs, runs])
+    assert not isinstance(found[0], str), found[0]
+    equal_everywhere(found)
 
 
 def of_other_sizes() -> str:
@@ -413,7 +454,7 @@ def moved_after_the_start(storage: str, move: str, differs: bool) -> Any:
     return stored(net)
 
 
-@pytest.mark.parametrize("move", MOVES)
+@each("move", MOVES)
 @pytest.mark.parametrize("storage", ["fp8", "grid", "master"])
 def test_a_model_may_be_moved_after_the_start(pair: Pool, storage: str, move: str) -> None:
     equal_everywhere(pair.run(moved_after_the_start, storage, move, False))

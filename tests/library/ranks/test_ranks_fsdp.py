@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from family_cases import VALID, make
+from laws import each
 from optimizer_cases import bits_of, normal
 from paths import by
 from rank_cases import batch, loss_of, model
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 import fp8manifold as fm
 from fp8manifold._shards import FP8Shard
+from fp8manifold.random_bits import EPOCH
 
 
 def sharded(net: Any, *, nested: bool = True, **options: Any) -> Any:
@@ -28,8 +30,8 @@ def sharded(net: Any, *, nested: bool = True, **options: Any) -> Any:
 
 
 def own_rows(whole: Tensor, part: Tensor) -> Tensor:
-    each = -(-whole.shape[0] // dist.get_world_size())
-    return whole[dist.get_rank() * each :][: part.shape[0]]
+    count = -(-whole.shape[0] // dist.get_world_size())
+    return whole[dist.get_rank() * count :][: part.shape[0]]
 
 
 def check_same(net: nn.Module, alone: nn.Module, *, seeds: bool = True) -> None:
@@ -62,20 +64,46 @@ def step_alike(parts: Any, whole: Any, optimizers: Any, step: int) -> None:
     check_same(parts, whole)
 
 
-def stepped(name: str, writeback: str, moments: str, net: dict[str, Any], path: str = "native") -> int:
-    """Steps of rows and of the whole from equal gradients, natively unless told otherwise; how many scales widened."""
+BORDER = EPOCH - 2
+"""Writes that are behind each parameter when the steps begin that are compared: the third is of another epoch."""
+
+
+def near_the_border(*optimizers: Any) -> None:
+    """Let states that have begun be as far as the last writes of an epoch of dithered draws."""
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            assert int(state["step"]) == 1
+            state["step"] += BORDER - 1
+
+
+def stepped(
+    name: str,
+    writeback: str,
+    moments: str,
+    net: dict[str, Any],
+    path: str = "native",
+    border: bool = False,
+    **more: Any,
+) -> int:
+    """Steps of rows and of the whole from equal gradients, natively unless told otherwise; how many scales widened.
+
+    On request they pass a border between epochs of dithered draws.
+    """
     whole = model(**net, keep_remainder=writeback.startswith("residual"))
     parts = sharded(model(**net, keep_remainder=writeback.startswith("residual")))
-    options = {"writeback": writeback, "moments": moments, "refresh_every": 2}
+    options = {"writeback": writeback, "moments": moments, "refresh_every": 2, **more}
     optimizers = [by(path, make(name, each.parameters(), **options)) for each in (parts, whole)]
-    for step in range(4):
+    for step in range(5 if border else 4):
         step_alike(parts, whole, optimizers, step)
+        if step == 0 and border:
+            near_the_border(*optimizers)
         if step == 1:  # the first forward pass may put other memory in the place of the parameters
             with torch.no_grad():
                 assert torch.equal(parts(batch(0)), whole(batch(0)))
             parts.reshard()  # after a forward pass the root stays whole
     ours, its = optimizers
     assert ours.bounded_share == its.bounded_share
+    assert not border or {int(state["step"]) for state in ours.state.values()} == {BORDER + 4}
     return same_count(ours, its)
 
 
@@ -104,10 +132,8 @@ def stepped_from_zeros(name: str, granularity: Any, options: dict[str, Any]) -> 
         assert optimizers[0].state[p].get("reference") == optimizers[1].state[q].get("reference")
 
 
-@pytest.mark.parametrize("granularity", ["tensor", "channel"])
-@pytest.mark.parametrize(
-    ("name", "stiffness"), [("StiffnessAdamW", 0.0), ("StiffnessAdamW", 1.0), ("StiffnessMuon", 0.0)]
-)
+@each("granularity", ["tensor", "channel"])
+@each(("name", "stiffness"), [("StiffnessAdamW", 0.0), ("StiffnessAdamW", 1.0), ("StiffnessMuon", 0.0)])
 def test_rows_of_zeros_begin_as_the_whole_does(pool: Pool, name: str, stiffness: float, granularity: str) -> None:
     options = {"stiffness": stiffness, "moments": "8bit", "refresh_every": 2}
     pool.run(stepped_from_zeros, name, granularity, options)
@@ -131,8 +157,8 @@ def test_rows_are_stepped_as_the_whole(pool: Pool, combination: tuple[str, str, 
     pool.run(stepped, *combination, net, path_of(combination))
 
 
-@pytest.mark.parametrize("factors", [False, True], ids=["", "factors"])
-@pytest.mark.parametrize("granularity", ["tensor", "block"])
+@each("factors", [False, True])
+@each("granularity", ["tensor", "block"])
 @pytest.mark.parametrize(
     "combination",
     [
@@ -148,11 +174,33 @@ def test_every_granularity(pair: Pool, combination: tuple[str, str, str], granul
     pair.run(stepped, *combination, {"granularity": granularity, "factors": factors})
 
 
-@pytest.mark.parametrize("moments", ["float32", "8bit"])
-@pytest.mark.parametrize("name", ["StiffnessAdamW", "StiffnessMuon"])
-def test_rows_of_floats(pair: Pool, name: str, moments: str) -> None:
-    """Matrices and vectors that are alike in all but their shapes."""
-    pair.run(stepped, name, "stochastic", moments, {"storage": "float"}, {})
+@each("moments", ["float32", "8bit"])
+@each("name", ["StiffnessAdamW", "StiffnessMuon"])
+@each("net", [{"storage": "float"}, {"rows": 7}])
+def test_rows_of_floats_and_of_odd_columns(pair: Pool, name: str, moments: str, net: dict[str, Any]) -> None:
+    """Matrices and vectors that are alike in all but their shapes; and 7 columns."""
+    pair.run(stepped, name, "stochastic", moments, net)
+
+
+@pytest.mark.covering(1)
+@each(("name", "writeback", "moments"), COMBINATIONS)
+@each(("granularity", "path"), [("channel", "native"), ("tensor", "eager"), ("block", "native")])
+def test_rows_dither_as_the_whole(
+    pool: Pool, name: str, writeback: str, moments: str, granularity: str, path: str
+) -> None:
+    net = {"granularity": granularity}
+    pool.run(stepped, name, writeback, moments, net, path, border=True, draws="dither")
+
+
+@each("name", ["RiemannianAdam", "RiemannianSGD"])
+def test_rows_draw_by_the_weights_own(pool: Pool, name: str) -> None:
+    """Of an optimizer without draws of its own, with those that the model was made with."""
+    pool.run(stepped, name, "stochastic", "8bit", {"draws": "dither"}, border=True, draws=None)
+
+
+@each("granularity", ["channel", "tensor", "block"])
+def test_one_process_holds_all_rows(pools: dict[int, Pool], granularity: str) -> None:
+    pools[1].run(stepped, "StiffnessAdamW", "stochastic", "float32", {"granularity": granularity})
 
 
 def stepped_halves(name: str, dtype: torch.dtype, path: str) -> None:
@@ -164,8 +212,8 @@ def stepped_halves(name: str, dtype: torch.dtype, path: str) -> None:
         step_alike(parts, whole, optimizers, step)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", ["StiffnessAdamW", "StiffnessMuon", "RiemannianAdam", "RiemannianSGD"])
+@each("dtype", [torch.bfloat16, torch.float16])
+@each("name", ["StiffnessAdamW", "StiffnessMuon", "RiemannianAdam", "RiemannianSGD"])
 def test_rows_of_halves_draw_as_the_whole(pair: Pool, name: str, dtype: torch.dtype) -> None:
     pair.run(stepped_halves, name, dtype, "eager" if (name, dtype) == ("StiffnessMuon", torch.float16) else "native")
 
@@ -311,6 +359,6 @@ OPTIONS_OF_LARGE_STEPS = {"RiemannianAdam": 8.0, "Madam": 0.8}
     ids=lambda c: "-".join(c),
 )
 def test_vectors_batches_single_rows_and_wider_scales(pool: Pool, combination: tuple[str, str, str]) -> None:
-    each = pool.run(vectors_stepped, *combination, path_of(combination))
-    assert each[0] == each[1] == each[2]
-    assert each[0][0] > 0
+    found = pool.run(vectors_stepped, *combination, path_of(combination))
+    assert found[0] == found[1] == found[2]
+    assert found[0][0] > 0
