@@ -13,8 +13,8 @@ from fp8manifold._base.checks import check_choice, needed
 from fp8manifold._published.found import FLOATS
 from fp8manifold.exchange import has_own_head
 from fp8manifold.formats import FloatFormat
+from fp8manifold.nn._carried import in_place_parameters, parameter_names
 from fp8manifold.nn._grid_weight import GridParameter
-from fp8manifold.nn._in_place import in_place_parameters, parameter_names
 from fp8manifold.nn._linear import QuantizedConv1D, QuantizedLinear
 from fp8manifold.nn._loading import Encode, Reader
 from fp8manifold.nn._parts import PARTS, gather_parts
@@ -313,13 +313,12 @@ def _keep_whole(model: Any) -> None:
         mapping = needed("transformers.conversion_mapping", "hf", _BY)
         kept = mapping.get_model_conversion_mapping(model, add_legacy=False)
         kept = [each for each in kept if not isinstance(each, getattr(package, "PrefixChange", ()))]
-    whole = [each for each in kept if isinstance(each, package.WeightConverter) and _makes(each, names)]
-    model._weight_conversions = [each for each in kept if each not in whole]
-
-
-def _makes(conversion: Any, names: list[str]) -> bool:
-    """Whether a conversion puts together one of the parameters that are called so."""
-    return any(target in name for target in conversion.target_patterns for name in names)
+    model._weight_conversions = [
+        each
+        for each in kept
+        if not isinstance(each, package.WeightConverter)
+        or not any(target in name for target in each.target_patterns for name in names)
+    ]
 
 
 def _is_ours(conversion: Any) -> bool:
@@ -338,9 +337,7 @@ def _describe(model: Any) -> None:
         vars(model.config).pop("quantization_config", None)
 
 
-def _part(pattern: str) -> str:
-    """The part of a weight that a pattern of names means, as of one called ``weight``."""
-    return "weight" + next((suffix for suffix in PARTS if suffix and pattern.endswith(suffix)), "")
+
 
 
 class _Gather:
@@ -349,12 +346,15 @@ class _Gather:
     def convert(
         self, input_dict: dict[str, Any], *, model: Any, full_layer_name: str, missing_keys: Any = None, **_: Any
     ) -> dict[str, Tensor]:
-        parts = {_part(name): value[0] if isinstance(value, list) else value for name, value in input_dict.items()}
+        parts = {}
+        for pattern, value in input_dict.items():
+            suffix = next((suffix for suffix in PARTS[1:] if pattern.endswith(suffix)), "")
+            parts[f"weight{suffix}"] = value[0] if isinstance(value, list) else value
         owner, entry = full_layer_name.rpartition(".")[::2]
         layer = model.get_submodule(owner)
         own = getattr(layer, entry)  # without values
         if missing_keys is not None:  # names of the model's state, of which one alone stands for all parts
-            missing_keys.difference_update({full_layer_name + suffix for suffix in PARTS if suffix})
+            missing_keys.difference_update({full_layer_name + suffix for suffix in PARTS[1:]})
         gather_parts(parts, "weight", own)
         value = parts["weight"]
         if isinstance(value, FP8Tensor):
@@ -441,28 +441,24 @@ def trainer_optimizer(
     shared = {"lr": arguments.learning_rate, "weight_decay": arguments.weight_decay}
     betas, eps = (arguments.adam_beta1, arguments.adam_beta2), arguments.adam_epsilon
     shared |= {"betas": betas, "adam_eps" if rule == "muon" else "eps": eps}
-    return TrainerOptimizer, shared | options | {
-        "rule": rule,
-        "in_backward": _asked(arguments) if in_backward else None,
-    }
-
-
-def _asked(arguments: Any) -> dict[str, Any]:
-    """How steps are taken in the backward pass, by what a trainer would do after it."""
-    if getattr(arguments, "fp16", False):
+    how: dict[str, Any] | None = None
+    if in_backward and getattr(arguments, "fp16", False):
         raise ValueError("in_backward=True does not go with fp16=True, whose gradients are scaled: use bf16=True")
-    if arguments.gradient_accumulation_steps > 1:
-        return {"accumulate": "bfloat16"}
-    return {"clip": "previous", "max_norm": float(arguments.max_grad_norm or math.inf), "first": "measure"}
+    if in_backward and arguments.gradient_accumulation_steps > 1:
+        how = {"accumulate": "bfloat16"}
+    elif in_backward:
+        how = {"clip": "previous", "max_norm": float(arguments.max_grad_norm or math.inf), "first": "measure"}
+    return TrainerOptimizer, shared | options | {"rule": rule, "in_backward": how}
 
 
 def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """What decays and what doesn't, as Trainer has it."""
     trainer = needed("transformers", "hf", "fp8manifold.huggingface.trainer_optimizer").Trainer
     decays = set(trainer.get_decay_parameter_names(None, model))
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    groups = [
-        {"params": [each for each in named if (each[0] in decays) is decaying], "weight_decay": decay}
-        for decaying, decay in ((True, weight_decay), (False, 0.0))
-    ]
-    return [group for group in groups if group["params"]]
+    groups: dict[bool, dict[str, Any]] = {}
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            decaying = name in decays
+            groups.setdefault(decaying, {"params": [], "weight_decay": weight_decay if decaying else 0.0})
+            groups[decaying]["params"].append((name, p))
+    return [groups[decaying] for decaying in (True, False) if decaying in groups]

@@ -86,24 +86,23 @@ def fp8_mm(
     formats = (_name_of(a_format), _name_of(b_format), _name_of(gradient_format))
     left = None if a_scale is None else _given_scale(a, a_scale, granularity, 0)
     right = None if b_scale is None else _given_scale(b, b_scale, granularity, 1)
-    return _product(a, b, left, right, *formats, granularity, pow2, out_dtype or a.dtype)
+    return _product(a, b, (left, right), formats, granularity, pow2, out_dtype or a.dtype)
 
 
 def _product(
     a: Tensor,
     b: Tensor,
-    a_scale: Tensor | None,
-    b_scale: Tensor | None,
-    a_format: str,
-    b_format: str,
-    gradient_format: str,
+    scales: tuple[Tensor | None, Tensor | None],
+    formats: tuple[str, str, str],
     granularity: ProductGranularity,
-    pow2: bool,
-    out_dtype: torch.dtype,
+    *how: Any,
 ) -> Tensor:
-    left = _measured_scale(a, a_format, granularity, 0, pow2) if a_scale is None or a_format == NONE else a_scale
-    right = _measured_scale(b, b_format, granularity, 1, pow2) if b_scale is None or b_format == NONE else b_scale
-    result: Tensor = _fp8_mm(a, b, left, right, a_format, b_format, gradient_format, granularity, pow2, out_dtype)
+    """The operator, with scales measured where none are given; an operand that is taken as it is has none."""
+    left, right = (
+        _measured_scale(x, fmt, granularity, axis, how[0]) if scale is None or fmt == NONE else scale
+        for axis, (x, scale, fmt) in enumerate(zip((a, b), scales, formats[:2], strict=True))
+    )
+    result: Tensor = _fp8_mm(a, b, left, right, *formats, granularity, *how)
     return result
 
 
@@ -130,10 +129,7 @@ def _measured_scale(x: Tensor, fmt: str, granularity: ProductGranularity, axis: 
     return amax_scale(x, fmt, granularity, axis=axis, pow2=pow2)
 
 
-def _gradient_scale(x: Tensor, fmt: str, granularity: ProductGranularity, axis: int, pow2: bool) -> Tensor:
-    """NaN for a gradient that holds Inf or NaN, so that no saturation hides it."""
-    zero_or_nan = x.sum(dtype=torch.float32) * 0.0
-    return _measured_scale(x, fmt, granularity, axis, pow2) + zero_or_nan
+
 
 
 def _given_scale(x: Tensor, scale: Tensor | float, granularity: ProductGranularity, axis: int) -> Tensor:
@@ -175,19 +171,8 @@ def _fp8_mm(
 
 
 @_fp8_mm.register_fake
-def _(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor,
-    b_scale: Tensor,
-    a_format: str,
-    b_format: str,
-    gradient_format: str,
-    granularity: str,
-    pow2: bool,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
+def _(a: Tensor, b: Tensor, *how: Any) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[1]), dtype=how[-1])
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -200,14 +185,15 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     a_format, b_format, g_format = ctx.formats
     if ctx.granularity == "channel":
         a_scale = b_scale = None  # they are of rows and columns that these products sum over
-    options = (g_format, ctx.granularity, ctx.pow2)
+    options = (ctx.granularity, ctx.pow2)
     for_a = for_b = None
+    zero_or_nan = gradient.sum(dtype=torch.float32) * 0.0  # so that no saturation hides that it holds Inf or NaN
     if ctx.needs_input_grad[0]:
-        g_scale = _gradient_scale(gradient, g_format, ctx.granularity, 0, ctx.pow2)
-        for_a = _product(gradient, b.t(), g_scale, b_scale, g_format, b_format, *options, a.dtype)
+        g_scale = _measured_scale(gradient, g_format, ctx.granularity, 0, ctx.pow2) + zero_or_nan
+        for_a = _product(gradient, b.t(), (g_scale, b_scale), (g_format, b_format, g_format), *options, a.dtype)
     if ctx.needs_input_grad[1]:
-        g_scale = _gradient_scale(gradient, g_format, ctx.granularity, 1, ctx.pow2)
-        for_b = _product(a.t(), gradient, a_scale, g_scale, a_format, g_format, *options, b.dtype)
+        g_scale = _measured_scale(gradient, g_format, ctx.granularity, 1, ctx.pow2) + zero_or_nan
+        for_b = _product(a.t(), gradient, (a_scale, g_scale), (a_format, g_format, g_format), *options, b.dtype)
     return for_a, for_b, *(None,) * 8
 
 

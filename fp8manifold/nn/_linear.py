@@ -18,7 +18,6 @@ from fp8manifold.fake_quant import quantize_at
 from fp8manifold.formats import FloatFormat
 from fp8manifold.grid import encode
 from fp8manifold.manifolds import FP8Manifold
-from fp8manifold.nn._code_products import linear_from_codes, rounded_input, units_on
 from fp8manifold.nn._grid_weight import (
     check_dtype_holds,
     check_kept,
@@ -34,11 +33,13 @@ from fp8manifold.nn._products import (
     byte_weight,
     forbid_fused_operators,
     linear,
+    linear_from_codes,
     linear_with_rounded_gradients,
     over_nested,
     round_gradient,
-    scale_of,
+    rounded_input,
     scaler_of,
+    units_on,
 )
 from fp8manifold.nn._scalers import Scaler, SharedAmax, announce_gradients
 from fp8manifold.nn._selection import linear_around, linear_of
@@ -121,7 +122,12 @@ class QuantizedLinear(nn.Linear):
     quantisation-aware training.
     """
 
+    _fp8_takes_parts = True
     draws: Tensor
+    weight_scaler: Scaler | None
+    activation_scaler: Scaler | None
+    activation_gradient_scaler: Scaler | None
+    weight_gradient_scaler: Scaler | None
 
     def __init__(
         self,
@@ -193,12 +199,12 @@ class QuantizedLinear(nn.Linear):
         weight: Tensor = self.weight
         if self.storage != "master" and not torch.compiler.is_compiling():
             check_kept(self, self.storage)
-        if self.weight_scaler is not None:
-            weight = self._fake_quantized("weight", weight, scale_of(self.weight_scaler, weight, repeats), draw)
+        if (scaler := self.weight_scaler) is not None:
+            weight = self._fake_quantized("weight", weight, (scaler.preview if repeats else scaler)(weight), draw)
         quantized = input
-        if self.activation_scaler is not None:
+        if (scaler := self.activation_scaler) is not None:
             rows = self._rows(input)
-            scale = scale_of(self.activation_scaler, rows, repeats)
+            scale = (scaler.preview if repeats else scaler)(rows)
             quantized = self._fake_quantized("activation", rows, scale, draw).view(input.shape)
         of_weight = None if self._defers else self._rounded("weight_gradient", draw)
         backward = self._rounded("activation_gradient", draw), of_weight
@@ -257,9 +263,9 @@ class QuantizedLinear(nn.Linear):
 
     def extra_repr(self) -> str:
         """What ``nn.Linear`` shows, with formats and storage."""
-        return f"{super().extra_repr()}, {self._described_formats()}"
+        return f"{super().extra_repr()}, {self.described_formats()}"
 
-    def _described_formats(self) -> str:
+    def described_formats(self) -> str:
         names = {name: self._operands[name].format.name if name in self._operands else NONE for name in OPERANDS}
         shown = [f"{name}={names[name]}" for name in OPERANDS if name in OPERANDS[:2] or names[name] != NONE]
         draws = getattr(self.weight if isinstance(self.weight, FP8Tensor) else self.manifold, "draws", "independent")
@@ -285,13 +291,10 @@ class QuantizedLinear(nn.Linear):
         """One for every operand whose scale is not stored with it."""
         if shared is None and any(operand.scale == GLOBAL for operand in self._operands.values()):
             shared = self.shared_amax = SharedAmax()
-        scalers: dict[str, Scaler | None] = dict.fromkeys(OPERANDS)
-        for name, operand in self._operands.items():
-            if name != "weight" or self.storage == "master":
-                scalers[name] = scaler_of(operand, shared)
-        self.weight_scaler, self.activation_scaler = scalers["weight"], scalers["activation"]
-        self.activation_gradient_scaler = scalers["activation_gradient"]
-        self.weight_gradient_scaler = scalers["weight_gradient"]
+        for name in OPERANDS:
+            stored = name == "weight" and self.storage != "master"
+            operand = None if stored else self._operands.get(name)
+            setattr(self, f"{name}_scaler", None if operand is None else scaler_of(operand, shared))
 
     def _rows(self, x: Tensor) -> Tensor:
         """The input in the shape that its scales are measured in."""
@@ -325,12 +328,16 @@ class QuantizedLinear(nn.Linear):
         The second time a layer has to round as it did the first time, which one with random bits, or with scales of the
         past, does not.
         """
-        scalers = (self.weight_scaler, self.activation_scaler)
-        remembers = hasattr(self, "draws") or any(scaler is not None and scaler.remembers for scaler in scalers)
-        if self.training and remembers:
+        scalers, repeats = (self.weight_scaler, self.activation_scaler), False
+        draws = hasattr(self, "draws")
+        if self.training and (draws or any(scaler is not None and scaler.remembers for scaler in scalers)):
             self._refuse_repetition()
-            return self._next_draw(), False
-        return self._next_draw(), not torch.compiler.is_compiling() and is_backward()
+        else:
+            repeats = not torch.compiler.is_compiling() and is_backward()
+        draw = self._draw()
+        if self.training and draws:
+            advance(self.draws, draw)
+        return draw, repeats
 
     @eager_only  # a graph would do the same whether or not it is run again
     def _refuse_repetition(self) -> None:
@@ -341,17 +348,9 @@ class QuantizedLinear(nn.Linear):
                 "and policy='dynamic'; what is new there is run under torch.no_grad()"
             )
 
-    def _next_draw(self) -> int:
-        draw = self._draw()
-        if self.training and hasattr(self, "draws"):
-            advance(self.draws, draw)
-        return draw
-
     def _in_codes(self, weight: Tensor, fmt: FloatFormat, **how: Any) -> FP8Parameter:
-        granularity, headroom = self._placing()
-        return byte_weight(
-            weight, fmt, granularity=granularity, headroom=headroom, keep_remainder=self._keep_remainder, **how
-        )
+        how |= dict(zip(("granularity", "headroom"), self._placing(), strict=True))
+        return byte_weight(weight, fmt, keep_remainder=self._keep_remainder, **how)
 
     def _encoded(self, values: Tensor, weight: FP8Tensor) -> FP8Parameter:
         """Floats as the layer's own weight is: in its format, with its rounding, seed and draws."""
@@ -416,7 +415,6 @@ class QuantizedLinear(nn.Linear):
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """One-byte weights in their parts."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         warn_off_grid(self._parameters.get("weight"), self.manifold)
         write_parts(self, destination, prefix)
@@ -440,9 +438,8 @@ class QuantizedLinear(nn.Linear):
         """Make what is saved of the weight one of this storage; or say why it can't be."""
         weight = self.weight
         try:
-            gather_parts(state_dict, prefix + "weight", weight)
             for name, own in self._parameters.items():
-                if name != "weight" and own is not None and is_in_codes(own):
+                if own is not None and (name == "weight" or is_in_codes(own)):
                     gather_parts(state_dict, prefix + name, own)
         except ValueError as error:
             return str(error)

@@ -12,13 +12,13 @@ from fp8manifold._base.checks import check_int
 from fp8manifold._encoded.scaled import Rounding
 from fp8manifold._published.found import FLOATS, refuse_codes
 from fp8manifold._published.places import weight_of
-from fp8manifold.nn._in_place import parameter_names, put_parameter
+from fp8manifold.nn._carried import check_layers, parameter_names, put_parameter, replace_layers
 from fp8manifold.nn._linear import QuantizedLinear
 from fp8manifold.nn._plan import Plan, plan
 from fp8manifold.nn._scalers import Scale
 from fp8manifold.nn._selection import obstacle
 from fp8manifold.nn._spec import Formats, LayerSpec, OperandSpec
-from fp8manifold.nn._surgery import carry_out, check_layers, encoded, layers_of, parameters_of, replace_layers
+from fp8manifold.nn._surgery import carry_out, encoded, layers_of, parameters_of
 from fp8manifold.nn._tensor_files import (
     FileTensors,
     GivenTensors,
@@ -160,14 +160,10 @@ def _check_without_values(model: nn.Module) -> None:
     for name, module in model.named_modules():
         for entry in sorted(module._non_persistent_buffers_set):
             if (buffer := module._buffers.get(entry)) is not None and buffer.is_meta:
+                buffer_name = f"{name}.{entry}".lstrip(".")
                 raise ValueError(
-                    f"buffer {_joined(name, entry)!r} has no values and is in no state dict: give the model one that "
-                    "has, before"
+                    f"buffer {buffer_name!r} has no values and is in no state dict: give the model one that has, before"
                 )
-
-
-def _joined(module: str, entry: str) -> str:
-    return f"{module}.{entry}" if module else entry
 
 
 def _groups(model: nn.Module) -> dict[int, tuple[list[str], Tensor]]:
@@ -177,7 +173,7 @@ def _groups(model: nn.Module) -> dict[int, tuple[list[str], Tensor]]:
         kept = {name: x for name, x in module._buffers.items() if name not in module._non_persistent_buffers_set}
         for name, value in (module._parameters | kept).items():
             if value is not None:
-                found.setdefault(id(value), ([], value))[0].append(_joined(module_name, name))
+                found.setdefault(id(value), ([], value))[0].append(f"{module_name}.{name}".lstrip("."))
     return found
 
 

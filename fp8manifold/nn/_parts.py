@@ -6,6 +6,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from fp8manifold._encoded.dispatch import DTYPES, FLOAT8, as_codes, float8_format
 from fp8manifold._encoded.operators import checked_remainder
@@ -23,6 +24,11 @@ _LEFT: Final = "_remainder"
 PARTS: Final = ("", "_scale", "_counter", "_traits", _LEFT)
 """What is added to a weight's name for each of its parts; the last is there where a weight has kept it."""
 _EARLIER: Final = "fp8:"
+TAKES_PARTS: Final = "_fp8_takes_parts"
+"""An attribute of classes that save and load parts themselves."""
+AT_OWN_SCALE: Final = "_fp8_at_own_scale"
+"""An attribute of modules whose parameters in codes take floats at a scale of these."""
+_REGISTERED: Final = "_fp8_in_states"
 
 
 def is_in_codes(value: Any) -> bool:
@@ -45,6 +51,28 @@ def name_parts(module: nn.Module, name: str) -> None:
             vars(module)[name + suffix] = None
 
 
+# Every module writes its parameters in codes as parts
+
+
+def _register(module: nn.Module, name: str, parameter: Any) -> None:
+    """Let a module that is given a parameter in codes save and load it as parts; quantised layers do it themselves."""
+    if isinstance(parameter, FP8Parameter) and not hasattr(type(module), TAKES_PARTS):
+        name_parts(module, name)
+        if not hasattr(module, _REGISTERED):
+            setattr(module, _REGISTERED, True)
+            module.register_state_dict_post_hook(_write_parts)
+            module.register_load_state_dict_pre_hook(_read_parts)
+
+
+register_module_parameter_registration_hook(_register)
+
+
+def _write_parts(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """A hook of a module's state dict: a function of the module, so that copies and pickles keep it."""
+    if not hasattr(type(module), TAKES_PARTS):  # a quantised layer has taken the hooks over from the one in its place
+        write_parts(module, state, prefix)
+
+
 def write_parts(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
     """Put parts in the place of every parameter in codes that a module has written; variables stay what they are."""
     for name, own in module._parameters.items():
@@ -56,6 +84,33 @@ def write_parts(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
                     f"{prefix + name} is in codes, and {taken[0]} is called like a part of it: rename that"
                 )
             state.update(parts)
+
+
+def _read_parts(module: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
+    """The way back, before a module loads: of parts, and of floats, for a scale of their own where we quantised it."""
+    for name, own in module._parameters.items():
+        if own is None or not is_in_codes(own) or hasattr(type(module), TAKES_PARTS):
+            continue
+        key = prefix + name
+        try:
+            gather_parts(state, key, own)
+        except ValueError as error:
+            args[-1].append(str(error))
+            for suffix in PARTS:
+                state.pop(key + suffix, None)
+            continue
+        saved = state.get(key)
+        if not isinstance(saved, Tensor) or not isinstance(own, FP8Parameter):
+            continue
+        if isinstance(saved, FP8Tensor):
+            if saved.format != own.format:
+                args[-1].append(f"{key} is of {saved.format.name}, but this parameter is of {own.format.name}")
+        elif hasattr(module, AT_OWN_SCALE) and saved.shape == own.shape:
+            how: Any = {name: getattr(own, name) for name in ("granularity", "rounding", "draws", "seed")}
+            state[key] = FP8Parameter(saved.detach().to(own.dtype), own.format, **how)
+
+
+# Parts of a weight
 
 
 def parts_of(name: str, weight: Tensor) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from fp8manifold._base.checks import check_choice, check_int
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
-from fp8manifold.nn._in_place import parameter_names
+from fp8manifold.nn._carried import parameter_names
 from fp8manifold.nn._linear import STORAGES, QuantizedLinear, Storage
 from fp8manifold.nn._selection import (
     CONVOLUTIONS,

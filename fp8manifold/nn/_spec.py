@@ -1,7 +1,7 @@
 """Specifications of a quantised layer: its operands' formats, scales and rounding, checked."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Final, Literal, TypeGuard, get_args
 
@@ -19,9 +19,8 @@ from fp8manifold.tensor import FP8Tensor
 NONE: Final = "none"
 """The format that leaves an operand, or a pattern's layers, as they are."""
 OperandName = Literal["weight", "activation", "activation_gradient", "weight_gradient"]
-OPERANDS: Final[tuple[OperandName, ...]] = ("weight", "activation", "activation_gradient", "weight_gradient")
+OPERANDS: Final[tuple[OperandName, ...]] = get_args(OperandName)
 OperandRounding = Literal["nearest", "stochastic"]
-OPERAND_ROUNDINGS: Final = ("nearest", "stochastic")
 GLOBAL: Final = "global"
 
 
@@ -68,10 +67,11 @@ class OperandSpec:
         ste: STE | None = None,
     ) -> None:
         values = (as_format(format), granularity, policy, history, rounding, _read_scale(scale), ste)
-        for field, value in zip(fields(self), values, strict=True):
-            object.__setattr__(self, field.name, value)
-        self._check_choices()
-        self._check_scale()
+        _set_fields(self, values, _OPERAND_CHOICES)
+        if scale is not None and policy is not None:
+            raise ValueError(f"scale={scale!r} leaves nothing to policy={policy!r}: give one of them")
+        if scale is not None and granularity not in (None, "tensor"):
+            raise ValueError(f"scale={scale!r} is one for the tensor, not granularity={granularity!r}")
 
     def filled(self, **defaults: Any) -> "OperandSpec":
         """A copy in which what was None has the layer's value.
@@ -91,30 +91,25 @@ class OperandSpec:
             defaults["history"] = None
         return replace(self, **{name: value for name, value in defaults.items() if getattr(self, name) is None})
 
-    def _check_choices(self) -> None:
-        for name, allowed in _OPERAND_CHOICES.items():
-            value = getattr(self, name)
-            if value is not None:
-                check_choice(name, value, allowed)
-        if self.history is not None:
-            check_int("history", self.history, 1, 2**20)
-
-    def _check_scale(self) -> None:
-        if self.scale is None:
-            return
-        if self.policy is not None:
-            raise ValueError(f"scale={self.scale!r} leaves nothing to policy={self.policy!r}: give one of them")
-        if self.granularity not in (None, "tensor"):
-            raise ValueError(f"scale={self.scale!r} is one for the tensor, not granularity={self.granularity!r}")
-
 
 _OPERAND_CHOICES: Final = {
     "granularity": WEIGHT_GRANULARITIES,
     "policy": POLICIES,
-    "rounding": OPERAND_ROUNDINGS,
+    "rounding": get_args(OperandRounding),
     "ste": STES,
 }
 OperandLike = FormatLike | OperandSpec | Mapping[str, Any] | None
+
+
+def _set_fields(spec: Any, values: Iterable[Any], choices: Mapping[str, tuple[str, ...]]) -> None:
+    """Set the fields of a frozen specification; those that are choices, and a history, are checked."""
+    for field, value in zip(fields(spec), values, strict=True):
+        object.__setattr__(spec, field.name, value)
+    for name, allowed in choices.items():
+        if (value := getattr(spec, name)) is not None:
+            check_choice(name, value, allowed)
+    if spec.history is not None:
+        check_int("history", spec.history, 1, 2**20)
 
 
 def _read_scale(scale: float | str | None) -> Any:
@@ -149,7 +144,6 @@ def is_none(value: object) -> bool:
 
 
 LayerRounding = Literal["nearest", "stochastic", "split"]
-LAYER_ROUNDINGS: Final = ("nearest", "stochastic", "split")
 Products = Literal["decoded", "fp8", "int8", "auto"]
 PRODUCTS: Final = get_args(Products)
 GradientProducts = Literal["bfloat16", "fp8"]
@@ -236,15 +230,9 @@ class LayerSpec:
         check_choice("granularity", granularity, WEIGHT_GRANULARITIES)
         check_choice("products", products, PRODUCTS)
         check_choice("gradient_products", gradient_products, get_args(GradientProducts))
-        for name, given in (("policy", policy), ("ste", ste), ("rounding", rounding)):
-            if given is not None:
-                check_choice(name, given, _CHOICES[name])
-        if history is not None:
-            check_int("history", history, 1, 2**20)
         operands = (read_operand("weight", weight), read_operand("activation", activation), *_read_gradients(gradient))
         values = (*operands, granularity, policy, ste, rounding, history, products, gradient_products)
-        for field, value in zip(fields(self), values, strict=True):
-            object.__setattr__(self, field.name, value)
+        _set_fields(self, values, _CHOICES)
         object.__setattr__(self, "_filled", {name: self._fill(name) for name in OPERANDS})
         self._check()
 
@@ -305,7 +293,7 @@ class LayerSpec:
 Formats = FormatLike | LayerSpec | Mapping[str, FormatLike | LayerSpec | Mapping[str, Any] | None]
 _KEYS: Final = tuple(inspect.signature(LayerSpec).parameters)
 _GRADIENTS: Final = ("activation", "weight")
-_CHOICES: Final[dict[str, tuple[str, ...]]] = {"policy": POLICIES, "ste": STES, "rounding": LAYER_ROUNDINGS}
+_CHOICES: Final[dict[str, tuple[str, ...]]] = {"policy": POLICIES, "ste": STES, "rounding": get_args(LayerRounding)}
 
 
 def _check_operand(name: str, spec: OperandSpec) -> None:
@@ -320,25 +308,6 @@ def _check_operand(name: str, spec: OperandSpec) -> None:
             f"{name} has granularity={spec.granularity!r} with policy={spec.policy!r}: its rows change from batch to "
             "batch, so take policy='dynamic' or granularity='tensor'"
         )
-
-
-def check_options_are_taken(spec: LayerSpec, storage: str) -> None:
-    """Raise ValueError for an option of the layer that none of its operands takes under this storage."""
-    stored = {"weight"} if storage != "master" else set()
-    operands = {name: getattr(spec, name) for name in OPERANDS if name not in stored and getattr(spec, name)}
-    for option in _CHOICES:
-        value = getattr(spec, option)
-        if value is not None and not any(_takes(name, operand, option) for name, operand in operands.items()):
-            raise ValueError(
-                f"the layer has {option}={value!r}, which no operand takes: with storage={storage!r} those that are "
-                f"quantised in the passes are {', '.join(operands) or 'none'}; leave {option} out"
-            )
-
-
-def _takes(name: str, operand: OperandSpec, option: str) -> bool:
-    if option == "policy" and operand.scale is not None:
-        return False
-    return getattr(operand, option) is None and not (option == "ste" and name.endswith("gradient"))
 
 
 def _read_gradients(gradient: GradientLike) -> tuple[OperandSpec | None, OperandSpec | None]:
@@ -421,30 +390,36 @@ def _read_spec(pattern: str, value: object, granularity: WeightGranularity, prod
 
 
 def check_storage(storage: str, spec: LayerSpec, keep_remainder: bool) -> None:
-    """Refuse options of the weight that its storage would ignore."""
+    """Refuse options that a storage would ignore, and those of the layer that no operand takes under it."""
     weight = spec.operands.get("weight")
-    if weight is not None and weight.granularity == "block" and storage == "grid":
+    granularity = None if weight is None else weight.granularity
+    if granularity == "block" and storage == "grid":
         raise ValueError(f"granularity='block' needs storage='fp8' or 'master', not storage={storage!r}")
-    if weight is not None and weight.granularity == "square" and storage != "fp8":
-        raise ValueError(f"granularity='square' needs storage='fp8', not storage={storage!r}")
-    if spec.products != "decoded" and storage != "fp8":
-        raise ValueError(f"products={spec.products!r} needs storage='fp8', not storage={storage!r}")
-    if keep_remainder and storage != "fp8":
-        raise ValueError(f"keep_remainder=True needs storage='fp8', not storage={storage!r}")
-    _check_stored(storage, spec)
-    check_options_are_taken(spec, storage)
-
-
-def _check_stored(storage: str, spec: LayerSpec) -> None:
-    if storage == "master" or spec.weight is None:
-        return
+    given = {"granularity='square'": granularity == "square", f"products={spec.products!r}": spec.products != "decoded"}
+    for option, is_given in (given | {"keep_remainder=True": keep_remainder}).items():
+        if is_given and storage != "fp8":
+            raise ValueError(f"{option} needs storage='fp8', not storage={storage!r}")
+    operands = {name: operand for name in OPERANDS if (operand := getattr(spec, name)) is not None}
+    stored = operands.pop("weight", None) if storage != "master" else None
     for option in ("policy", "history", "rounding", "scale", "ste"):
-        value = getattr(spec.weight, option)
-        if value is not None:
+        if (value := getattr(stored, option, None)) is not None:
             raise ValueError(
                 f"weight has {option}={value!r}, which needs storage='master', not storage={storage!r}: a stored "
                 "weight has a static power-of-two scale, and is rounded when it is written"
             )
+    for option in _CHOICES:
+        value = getattr(spec, option)
+        if value is not None and not any(_takes(name, operand, option) for name, operand in operands.items()):
+            raise ValueError(
+                f"the layer has {option}={value!r}, which no operand takes: with storage={storage!r} those that are "
+                f"quantised in the passes are {', '.join(operands) or 'none'}; leave {option} out"
+            )
+
+
+def _takes(name: str, operand: OperandSpec, option: str) -> bool:
+    if option == "policy" and operand.scale is not None:
+        return False
+    return getattr(operand, option) is None and not (option == "ste" and name.endswith("gradient"))
 
 
 def check_draws(draws: str, storage: str) -> None:
