@@ -94,21 +94,18 @@ def _padded(part: Tensor, rows: int, value: float) -> Tensor:
 
 
 def _one_in(kept: Tensor) -> float:
-    """A scale of 1 as it is kept."""
     return ONE if kept.dtype == torch.uint8 else 1.0
 
 
 def _in_rows(x: FP8Tensor, change: Callable[[Tensor, float], Tensor], counter: Tensor | None = None) -> FP8Tensor:
     """The tensor with ``change`` of every part that has rows; it is told what stands in a row that is new."""
-    if isinstance(x.block_size, tuple):
+    squares = isinstance(x.block_size, tuple)
+    if squares or (x.block_size and x.dim() == 1):
+        each = "square of 128 x 128" if squares else f"block of {BLOCK_SIZE}"
+        why = "share scales: take granularity='channel' or 'block'"
         raise RuntimeError(
-            f"a tensor of shape {tuple(x.shape)} with a scale for each square of 128 x 128 can't be sharded, as its "
-            "rows share scales: take granularity='channel' or 'block'"
-        )
-    if x.block_size and x.dim() == 1:
-        raise RuntimeError(
-            f"a tensor of shape {tuple(x.shape)} with a scale for each block of {BLOCK_SIZE} can't be sharded, as its "
-            "rows are single numbers: take granularity='tensor'"
+            f"a tensor of shape {tuple(x.shape)} with a scale for each {each} can't be sharded, as its rows "
+            + (why if squares else "are single numbers: take granularity='tensor'")
         )
     scale = x.kept_scale
     if scale.dim():
@@ -170,12 +167,8 @@ def _new_zeros(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The tensor itself, where its geometry stays; rows flat too, where FSDP2 keeps them to know their memory again."""
     x, size, *strides = args
-    stays = tuple(size) == tuple(x.shape) and (not strides or (tuple(strides[0]), *strides[1:]) in _unmoved(x))
+    unmoved = (x.stride(),), (x.stride(), 0), (x.stride(), None)  # how as_strided is asked for what is there already
+    stays = tuple(size) == tuple(x.shape) and (not strides or (tuple(strides[0]), *strides[1:]) in unmoved)
     if not isinstance(x, FP8Tensor) or not (stays or (x.is_share and tuple(size) == (-1,))):
         return NotImplemented
     return alias(_aten.detach.default, (x,), {})
-
-
-def _unmoved(x: Tensor) -> tuple[Any, ...]:
-    """How ``as_strided`` is asked for what is there already."""
-    return (x.stride(),), (x.stride(), 0), (x.stride(), None)

@@ -120,7 +120,10 @@ def _send(model: nn.Module, ranks: Ranks) -> None:
     state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     hidden = {f"hidden buffer {name}": b for name, b in model.named_buffers() if name not in state}
     tensors = {name: value.detach().contiguous() for name, value in (state | hidden).items()}
-    own = {name: [list(x.shape), str(x.dtype)] for name, x in tensors.items()} | _kinds(model)
+    own: dict[str, Any] = {name: [list(x.shape), str(x.dtype)] for name, x in tensors.items()}
+    for name, p in model.named_parameters():  # but for seeds and rounding
+        if isinstance(p, FP8Tensor):
+            own[f"format of {name}"] = [[], f"{p.format.name}, {p.block_size}, {p.dtype}"]
     first_own = json.loads(_text_sent(json.dumps(own), ranks, device))
     refusal = _difference(own, first_own)
     if ranks.any(refusal is not None, device):
@@ -154,10 +157,7 @@ def _text_sent(text: str, ranks: Ranks, device: torch.device) -> str:
     return bytes(data.cpu().tolist()).decode()
 
 
-def _kinds(model: nn.Module) -> dict[str, Any]:
-    """What parameters in codes are, as entries of shape and kind, but for their seeds and how they are rounded."""
-    found = {name: p for name, p in model.named_parameters() if isinstance(p, FP8Tensor)}
-    return {f"format of {name}": [[], f"{p.format.name}, {p.block_size}, {p.dtype}"] for name, p in found.items()}
+
 
 
 def _start_together(wrapper: nn.Module, name: str, model: Any) -> None:
@@ -266,14 +266,11 @@ def check_digest(state: Mapping[str, Any]) -> None:
 
 def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     """Everything that is no container, by its path."""
-    if isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from _leaves(each, f"{name}/{key}" if name else str(key))
-    elif isinstance(value, list | tuple):
-        for i, each in enumerate(value):
-            yield from _leaves(each, f"{name}/{i}")
-    else:
+    if not isinstance(value, Mapping | list | tuple):
         yield name, value
+        return
+    for key, each in value.items() if isinstance(value, Mapping) else enumerate(value):
+        yield from _leaves(each, f"{name}/{key}" if name else str(key))
 
 
 def _share(value: Any) -> Share | None:

@@ -337,9 +337,6 @@ def _describe(model: Any) -> None:
         vars(model.config).pop("quantization_config", None)
 
 
-
-
-
 class _Gather:
     """From what a file has under a weight's name to the parameter that the layer takes, in the dtype of its own."""
 

@@ -129,9 +129,6 @@ def _measured_scale(x: Tensor, fmt: str, granularity: ProductGranularity, axis: 
     return amax_scale(x, fmt, granularity, axis=axis, pow2=pow2)
 
 
-
-
-
 def _given_scale(x: Tensor, scale: Tensor | float, granularity: ProductGranularity, axis: int) -> Tensor:
     shape = [1, 1]
     shape[axis] = x.shape[axis]

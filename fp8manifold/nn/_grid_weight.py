@@ -50,7 +50,7 @@ def _on_grid(weight: Tensor, manifold: FP8Manifold, values: Tensor) -> Tensor:
     if torch.equal(points, values):
         return values
     warn_of_rounding(manifold.format)
-    shared: Literal["channel", "tensor"] = "channel" if scale.dim() else "tensor"
+    shared: Any = "channel" if scale.dim() else "tensor"
     amax = amax_of(values, shared)
     if not bool(amax.isfinite().all()):
         return points
@@ -175,22 +175,23 @@ def prepare_grid_state(
     if not isinstance(saved, Tensor) or saved.shape != weight.shape:
         return None  # torch says what is wrong with it
     values = saved.dequantize() if isinstance(saved, FP8Tensor) else saved.detach().as_subclass(Tensor)
-    if scale is None:
-        scale = _scale_of(saved, values, manifold, granularity, headroom)
-        if refusal := _lacks_points(manifold.format, scale, weight.dtype):
-            return f"{key} can't be loaded into {refusal}"
-        scale = scale.to(manifold.scale.dtype)
-        known = manifold if not manifold.counter.is_meta else FP8Manifold(manifold.format, scale, seed=seed)
-        for name in _BUFFERS:
-            state.setdefault(f"{prefix}manifold.{name}", getattr(known, name).clone())
-        state[scale_key] = scale
-    elif scale.shape == manifold.scale.shape:
+    own, fresh = manifold.scale, scale is None
+    if scale is None:  # that of codes in the same format, which are taken exactly, or a fresh one
+        same = isinstance(saved, FP8Tensor) and saved.format == manifold.format and saved.scale.shape == own.shape
+        scale = saved.scale if same else fresh_scale(values, manifold.format, granularity, headroom)
+    elif scale.shape == own.shape:
         warn_if_saturated(values, scale, manifold.format)
     if refusal := _lacks_points(manifold.format, scale, weight.dtype):
         return f"{key} can't be loaded into {refusal}"
-    state[key] = GridParameter(
-        _projected(values, scale, manifold), manifold=manifold, requires_grad=weight.requires_grad
-    )
+    if fresh:
+        state[scale_key] = scale = scale.to(own.dtype)
+        known = manifold if not manifold.counter.is_meta else FP8Manifold(manifold.format, scale, seed=seed)
+        for name in _BUFFERS:
+            state.setdefault(f"{prefix}manifold.{name}", getattr(known, name).clone())
+    if not (values.is_meta or scale.is_meta) and scale.shape == own.shape:
+        points = FP8Manifold(manifold.format, scale.to(values.device)).projx(values)
+        values = values if torch.equal(points, values) else points  # to the sign of a zero
+    state[key] = GridParameter(values, manifold=manifold, requires_grad=weight.requires_grad)
     return None
 
 
@@ -216,21 +217,3 @@ def renew_grid_weight(
     for name in ("scale", *_BUFFERS):
         getattr(manifold, name).copy_(getattr(fresh, name))
     weight.copy_(fresh.projx(values))
-
-
-def _scale_of(
-    saved: Tensor, values: Tensor, manifold: FP8Manifold, granularity: WeightGranularity, headroom: float | None
-) -> Tensor:
-    """That of codes in the same format, which are taken exactly, or a fresh one."""
-    own = manifold.scale
-    if isinstance(saved, FP8Tensor) and saved.format == manifold.format and saved.scale.shape == own.shape:
-        return saved.scale
-    return fresh_scale(values, manifold.format, granularity, headroom)
-
-
-def _projected(values: Tensor, scale: Tensor, manifold: FP8Manifold) -> Tensor:
-    """The nearest points of the grid; what is on it stays as it is, to the sign of a zero."""
-    if values.is_meta or scale.is_meta or scale.shape != manifold.scale.shape:
-        return values
-    points = FP8Manifold(manifold.format, scale.to(values.device)).projx(values)
-    return values if torch.equal(points, values) else points

@@ -78,34 +78,31 @@ class QuantizedLinear(nn.Linear):
     float32 values lie on the grid at a static power-of-two scale, and there is no master copy.  With ``fp8`` it is an
     :class:`FP8Parameter`, the same weights in one byte each.
 
-    The layer's input, the gradient that arrives at its output and the gradient of its weight are quantised as they
-    come, where the specification gives them a format.  A gradient that holds Inf or NaN becomes NaN as a whole, so that
-    no saturation hides it; an input that does so is treated as in :func:`fake_quantize`.  -0 is kept where the layout
-    has it, and an empty batch has an empty output.
-
-    Loading a state dict takes the weight of another ``fp8`` layer exactly, with scale, counter, seed and what rounding
-    left; a float weight is rounded, at a scale of its own.
+    Input, the gradient of the output and the gradient of the weight are quantised as they come, where the specification
+    gives them a format.  A gradient that holds Inf or NaN becomes NaN as a whole, so that no saturation hides it; an
+    input that does so is treated as in :func:`fake_quantize`.  -0 is kept where the layout has it, and an empty batch
+    has an empty output.  A state dict gives an ``fp8`` weight exactly, with scale, counter, seed and remainder; a float
+    weight is rounded, at a fresh scale.
 
     Args:
         linear: the layer to take over; its bias parameter is kept, its weight too with storage ``master``.
         spec: formats and options.
         storage: ``master``, ``grid`` or ``fp8``.
         headroom: of the stored weights' scale, as in :func:`fp8manifold.storage_scale`.
-        rounding, draws: of stored weights, where what writes has none of its own; see :func:`quantize_model`.
-        seed: of stored weights and of stochastic rounding in the two passes; every layer needs one of its own.
+        rounding, draws: of stored weights, where the writer has none; see :func:`quantize_model`.
+        seed: of stored weights and of stochastic rounding in the two passes; every layer needs another.
         keep_remainder: with ``fp8``, keep what rounding left, for residuals to begin with; fine-tuning needs it.
         defer_weight_gradient: leave the weight's gradient in float in the backward pass, for
             :meth:`quantize_weight_gradient` to quantise once it has been clipped.
         global_with: a layer whose gradients under ``scale="global"`` share their magnitude with this one's.
-        codes: with ``fp8``, the weight in codes already, of the specification's format and granularity: it is held as
-            it is, under ``seed``, and of ``linear.weight`` only the shape is looked at.
+        codes: with ``fp8``, the weight in codes of the specification's format and granularity, which is held as it is,
+            under ``seed``; of ``linear.weight`` only the shape counts then.
 
     The modules ``weight_scaler``, ``activation_scaler``, ``activation_gradient_scaler`` and ``weight_gradient_scaler``
-    give the operands their scales; the last one given is the ``value`` of each.  An operand that is not quantised
-    has None there, and so has a stored weight.  The rows of a nested tensor share their scale as those of a batch do.
-    A forward pre-hook that does nothing keeps the fused operators of ``nn.TransformerEncoderLayer`` away, which would
-    read the weight and never call the layer.  Under activation checkpointing a pass runs again in the backward pass to
-    the same bits; a layer that draws random bits or delays its scales refuses it.
+    give the scales, the last one as ``value``; None for a stored weight or what is not quantised.  Rows of a nested
+    tensor share their scale as those of a batch do.  A forward pre-hook that does nothing keeps the fused operators of
+    ``nn.TransformerEncoderLayer`` away, which would read the weight and never call the layer.  Under activation
+    checkpointing a repeated pass gives the same bits; a layer that draws random bits or delays its scales refuses it.
 
     Raises:
         TypeError: ``linear`` is no ``nn.Linear``; with ``fp8`` a weight that is neither float32 nor bfloat16.

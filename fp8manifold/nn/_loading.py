@@ -46,9 +46,9 @@ def load_quantized(
 ) -> nn.Module:
     """Fill a model without values from float weights, each rounded to its codes as soon as it is read.
 
-    What comes out is, to the bit, what ``quantize_model(model, formats, "fp8", **options)`` makes of the model with all
-    its floats, which is never there: at its peak loading takes the bytes of the result and one float tensor.  A model
-    of transformers is read so by ``from_pretrained`` with :func:`fp8manifold.huggingface.quantization_config`.
+    The result is, to the bit, that of ``quantize_model(model, formats, "fp8", **options)`` of the model with all its
+    floats, which is never there: at its peak loading takes the bytes of the result and one float tensor.  A model of
+    transformers is read so by ``from_pretrained`` with :func:`fp8manifold.huggingface.quantization_config`.
 
     Args:
         model: all its parameters on ``torch.device("meta")``; changed in place, once everything has been read.  Weights
@@ -62,14 +62,13 @@ def load_quantized(
         device: where the weights go, one at a time.
 
     Returns:
-        The model; a new layer if ``model`` is itself an ``nn.Linear``.
-
-    NaN and Inf in a weight that becomes codes are refused; -0 is kept where the layout has it.
+        The model; a new layer if ``model`` is itself an ``nn.Linear``.  -0 is kept where the layout has it.
 
     Raises:
-        TypeError, ValueError: as :func:`fp8manifold.quantize_model`; a parameter that has values already, a buffer that
-            has none and is in no state dict; tensors that are missing, that the model does not have, of another shape,
-            or that are no floats; names of one weight with different values.  The model is then as it was.
+        TypeError, ValueError: as :func:`fp8manifold.quantize_model`, of NaN and Inf too; a parameter that has values
+            already, a buffer that has none and is in no state dict; tensors that are missing,
+            unknown to the model, of another shape, or no floats; names of one weight with different values.  The model
+            is as it was.
         FileNotFoundError: no such file.
         ImportError: safetensors is missing.
 

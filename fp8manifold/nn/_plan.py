@@ -6,7 +6,7 @@ This is the one place that matches patterns: surgery, loading and the report rea
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, get_args
 
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
@@ -42,7 +42,7 @@ from fp8manifold.scaling import StoredGranularity, WeightGranularity
 from fp8manifold.tensor import FP8Tensor
 
 Tied = Literal["refuse", "untie", "leave"]
-TIED: Final = ("refuse", "untie", "leave")
+TIED: Final = get_args(Tied)
 Parameters = str | Sequence[str] | Mapping[str, FormatLike | None]
 Embeddings = FormatLike | Mapping[str, FormatLike | None]
 _SHOWN: Final = 3
@@ -134,8 +134,13 @@ def plan(
         taken = {linears[name].names for name in specs if not linears[name].is_shared}
         placed = _placed(model, names, taken, parameters, embeddings, read, granularity)
     specs = _settled(specs, linears, storage, keep_remainder, tied, placed)
-    entries = [_replaced(model, name, spec, linears[name], storage) for name, spec in specs.items()] + placed
-    entries = [replace(entry, seed=(seed << 32) + index) for index, entry in enumerate(entries)]
+    entries = []
+    for name, spec in specs.items():
+        weight, linear = spec.operands.get("weight") if storage == "fp8" else None, linears[name]
+        codes: Any = {} if weight is None else {"format": weight.format, "granularity": weight.granularity}
+        module = model.get_submodule(name)
+        entries.append(Entry(name, module, linear.names, spec, is_copied=linear.is_shared, **codes))
+    entries = [replace(entry, seed=(seed << 32) + index) for index, entry in enumerate(entries + placed)]
     options = {
         "headroom": headroom,
         "rounding": rounding,
@@ -299,12 +304,6 @@ def _serves(entry: Entry, names: Sequence[str], spec: LayerSpec) -> bool:
     return (weight.format, weight.granularity) == (entry.format, entry.granularity)
 
 
-def _replaced(model: nn.Module, name: str, spec: LayerSpec, linear: _Linear, storage: str) -> Entry:
-    weight = spec.operands.get("weight") if storage == "fp8" else None
-    codes: Any = {} if weight is None else {"format": weight.format, "granularity": weight.granularity}
-    return Entry(name, model.get_submodule(name), linear.names, spec, is_copied=linear.is_shared, **codes)
-
-
 # Parameters that become codes where they are
 
 
@@ -327,13 +326,12 @@ def _placed(
     chosen = _chosen_parameters(by_first, parameters, formats) | _chosen_embeddings(model, by_first, embeddings)
     entries = []
     for first, (its, parameter, module) in found.items():
-        if (fmt := chosen.get(first)) is not None:
-            if isinstance(parameter, FP8Tensor) and parameter.format != fmt:
-                raise ValueError(
-                    f"parameter {first!r} is in {parameter.format.name} already: call dequantize_model first"
-                )
-            shares = _shares(first, module, parameter, granularity)
-            entries.append(Entry(first, module, its, format=fmt, granularity=shares))
+        if (fmt := chosen.get(first)) is None:
+            continue
+        if isinstance(parameter, FP8Tensor) and parameter.format != fmt:
+            raise ValueError(f"parameter {first!r} is in {parameter.format.name} already: call dequantize_model first")
+        shares = _shares(first, module, parameter, granularity)
+        entries.append(Entry(first, module, its, format=fmt, granularity=shares))
     return entries
 
 
@@ -370,9 +368,8 @@ def _formats_chosen(
     what: str, given: Mapping[str, FormatLike | None], names: Mapping[str, Sequence[str]]
 ) -> dict[str, FloatFormat | None]:
     """The format of each parameter that a pattern of an option called ``what`` matches; None leaves it."""
-    for pattern in given:
-        if not isinstance(pattern, str):
-            raise TypeError(f"{what} has {pattern!r}: a pattern must be a string")
+    if odd := [pattern for pattern in given if not isinstance(pattern, str)]:
+        raise TypeError(f"{what} has {odd[0]!r}: a pattern must be a string")
 
     def check(pattern: str, matched: list[str]) -> None:
         if not matched:

@@ -26,13 +26,13 @@ GLOBAL: Final = "global"
 
 @dataclass(frozen=True)
 class OperandSpec:
-    """How a weight, an activation or a gradient is quantised; what is None is as the layer has it.
+    """How a weight, an activation or a gradient is quantised; options that are None are the layer's.
 
     Args:
         format: a format or its name.
-        granularity: one scale for the ``tensor``, for each ``channel`` (row: an output of a weight, a token of an
-            activation or gradient), for each ``block`` of 32 along a row, a power of two (E8M0), or, of stored weights,
-            for each ``square`` of 128 x 128.
+        granularity: one scale per ``tensor``, per ``channel`` (row: an output of a weight, a token of an activation or
+            gradient), per ``block`` of 32 along a row, a power of two (E8M0), or, of stored weights, per ``square`` of
+            128 x 128.
         policy: of the scale, as in :class:`Scale`.
         history: of the policy ``delayed``, usually 16 to 100 tensors.
         rounding: ``nearest`` or ``stochastic``.
@@ -74,10 +74,7 @@ class OperandSpec:
             raise ValueError(f"scale={scale!r} is one for the tensor, not granularity={granularity!r}")
 
     def filled(self, **defaults: Any) -> "OperandSpec":
-        """A copy in which what was None has the layer's value.
-
-        Args:
-            defaults: the layer's values by name, ``policy`` among them.
+        """A copy in which the layer's values, by name, ``policy`` among them, stand for what was None.
 
         Raises:
             ValueError: a history where the policy is not ``delayed``.
@@ -166,16 +163,15 @@ class LayerSpec:
     Args:
         weight: of the weight.
         activation: of the layer's input.
-        granularity: of the weight's scale: one for the ``tensor``, for each ``channel`` (row), for each ``block`` of 32
-            along a row, or of stored weights for each ``square`` of 128 x 128.  Activations and gradients have one
-            scale a tensor, unless they say otherwise.
+        granularity: of the weight's scale, as in :class:`OperandSpec`.  Activations and gradients have one scale per
+            tensor, unless they have an option of theirs.
         policy: of the measured scales, as in :class:`Scale`; None takes ``dynamic``.  Stored weights always have a
             static power-of-two scale.
         ste: the straight-through gradient of weight and activation, as in :func:`fake_quantize`; None takes
             ``identity``.
-        gradient: of both gradients, or a mapping with the keys ``activation`` (the gradient that arrives at the
-            layer's output, which both products of the backward pass take) and ``weight`` (the weight's gradient of
-            one backward pass: quantised, and added up in float32).
+        gradient: of both gradients, or a mapping with the keys ``activation`` (the gradient of the output, in both
+            backward products) and ``weight`` (the weight's gradient of one backward pass: quantised, and
+            added up in float32); they become ``activation_gradient`` and ``weight_gradient``.
         rounding: ``nearest``, ``stochastic``, or ``split``: nearest in the forward pass, stochastic in the backward;
             None takes ``nearest``.  Stored weights are rounded when they are written.
         history: of the policy ``delayed``, usually 16 to 100 tensors; None takes 16.
@@ -184,11 +180,9 @@ class LayerSpec:
             two; or ``auto``: codes on a card with such units where they fit, otherwise ``decoded``.  Numbers differ.
         gradient_products: of products on ``fp8`` units, what the weight's gradient is computed in.
 
-    Codes are multiplied where 16 divides rows and columns, with one scale a ``tensor`` or ``channel``, and with neither
+    Codes are multiplied where 16 divides rows and columns, with one scale per ``tensor`` or ``channel``, and neither
     ``activation`` nor ``gradient``.  A row of the input that holds NaN or Inf makes its output NaN; a gradient that
     does so makes both gradients NaN.
-
-    What ``gradient`` says is in the attributes ``activation_gradient`` and ``weight_gradient``.
 
     Raises:
         TypeError, ValueError: a format or option that can't be read, or that would change nothing.

@@ -29,7 +29,6 @@ _INDEX: Final = "model.safetensors.index.json"
 #: bytes; those of the largest models have ten million
 _LARGEST_INDEX: Final = 2**26
 Source = str | Path | Iterable[str | Path]
-Dtypes = Mapping[str, torch.dtype | str]
 
 
 class MappedFiles:
@@ -84,7 +83,6 @@ class GivenTensors:
         self._given = given
 
     def names(self) -> list[str]:
-        """What there is."""
         return list(self._given)
 
     def known(self, name: str) -> tuple[tuple[int, ...] | None, torch.dtype | str | None, str]:
@@ -95,7 +93,6 @@ class GivenTensors:
         return tuple(value.shape), value.dtype, ""
 
     def read(self, name: str) -> Tensor:
-        """The tensor itself."""
         value = self._given[name]
         if not isinstance(value, Tensor):
             raise TypeError(f"{name!r} is of {type(value).__name__}: a state dict has tensors")
@@ -198,12 +195,6 @@ def _safe_open(path: Path) -> Any:
     return needed("safetensors", "hf", "load_quantized").safe_open(path, framework="pt")
 
 
-def dtypes_in(path: str | Path) -> dict[str, str]:
-    """What the tensors of a safetensors file are, by their names; none is read."""
-    with _safe_open(Path(path)) as file:
-        return {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118 (it is no mapping)
-
-
 def files_of(source: Source) -> list[Path]:
     """The safetensors files that a path, a folder or several paths mean."""
     if not isinstance(source, str | Path):
@@ -261,22 +252,16 @@ def check_floats(model: nn.Module, source: Source) -> None:
     are_floats: dict[str, bool] = {}
     for name, value in model.state_dict().items():  # a file may be that of the base, or of a model that has it as one
         are_floats |= dict.fromkeys((name.removeprefix(start), start + name, name), value.is_floating_point())
-    for file in map(str, files_of(source)):
-        _check(Path(file).name, dtypes_in(file) if file.endswith(".safetensors") else _pickled(file), are_floats)
-
-
-def _pickled(file: str) -> dict[str, torch.dtype]:
-    """What the tensors of another file are, as transformers reads it."""
-    read = import_module("transformers.modeling_utils").load_state_dict
-    return {name: value.dtype for name, value in read(file, map_location="meta").items() if isinstance(value, Tensor)}
-
-
-def _check(file: str, dtypes: Dtypes, are_floats: Mapping[str, bool]) -> None:
-    """Raise ValueError for the first tensor that holds codes where the model has floats.
-
-    What the model does not have, or under a name that transformers gives it as it reads, may hold integers (masks,
-    positions), unless it is called a weight or has scales.
-    """
-    for name, dtype in dtypes.items():
-        if are_floats.get(name, may_be_weight(name, dtype, dtypes)):
-            refuse_codes(name, dtype, dtypes, file)
+    for path in files_of(source):
+        dtypes: Mapping[str, torch.dtype | str]
+        if path.suffix == ".safetensors":
+            with _safe_open(path) as file:
+                dtypes = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118 (no mapping)
+        else:
+            read = import_module("transformers.modeling_utils").load_state_dict(str(path), map_location="meta")
+            dtypes = {name: value.dtype for name, value in read.items() if isinstance(value, Tensor)}
+        # what the model lacks, or has under a name that transformers gives it as it reads, may hold integers (masks,
+        # positions), unless it is called a weight or has scales
+        for name, dtype in dtypes.items():
+            if are_floats.get(name, may_be_weight(name, dtype, dtypes)):
+                refuse_codes(name, dtype, dtypes, path.name)

@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+from laws import each
 from optimizer_cases import normal
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune, remove_spectral_norm, remove_weight_norm
 
 from fp8manifold import LayerSpec, QuantizedLinear, dequantize_model, quantization_report, quantize_model
 
-storages = pytest.mark.parametrize("storage", ["master", "grid", "fp8"])
+storages = each("storage", ["master", "grid", "fp8"])
 X = normal(3, 8)
 
 
@@ -93,7 +94,7 @@ def orders(net: nn.Module, known: Any) -> tuple[list[str], list[str]]:
     return names, [name for name in net.state_dict() if name in known]
 
 
-@pytest.mark.parametrize("tied", ["refuse", "untie", "leave"])
+@each("tied", ["refuse", "untie", "leave"])
 @storages
 def test_parameters_and_state_keep_their_order(storage: Any, tied: Any) -> None:
     """What goes by order: optimizers' states, averages, communication."""
@@ -129,7 +130,7 @@ def test_a_layer_made_by_itself_has_its_weight_first(storage: Any) -> None:
         assert list(layer._parameters) == list(linear._parameters)
 
 
-@pytest.mark.parametrize("name", ["spec", "weight_codes", "weight_scaler"])
+@each("name", ["spec", "weight_codes", "weight_scaler"])
 def test_an_attribute_without_a_place_is_refused(name: str) -> None:
     net = model()
     setattr(net[1], name, nn.ReLU() if name == "weight_scaler" else 1)
@@ -193,7 +194,7 @@ DONE: dict[str, Any] = {
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
 @pytest.mark.filterwarnings("ignore:.*spectral_norm. is deprecated:FutureWarning")
-@pytest.mark.parametrize("done", DONE)
+@each("done", DONE)
 @storages
 def test_layers_that_something_was_done_to(storage: Any, done: str) -> None:
     """Refused where a pattern names them, left by ``*``, and taken once it is taken back."""

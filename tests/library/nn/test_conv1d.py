@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from laws import each
 from optimizer_cases import normal, through_disk
 from torch import Tensor, nn
 
@@ -12,7 +13,7 @@ import fp8manifold as fm
 from fp8manifold import LayerSpec, QuantizedLinear, dequantize_model, quantize_model
 
 transformers = pytest.importorskip("transformers", reason="needs the package transformers")
-storages = pytest.mark.parametrize("storage", ["master", "grid", "fp8"])
+storages = each("storage", ["master", "grid", "fp8"])
 TOKENS = torch.arange(10).view(2, 5)
 
 
@@ -59,7 +60,7 @@ def test_it_computes_what_fake_quantisation_by_hand_does(made: Any, storage: Any
 
 
 @storages
-@pytest.mark.parametrize("assign", [False, True])
+@each("assign", [False, True])
 def test_state_dicts_of_every_kind(made: Any, storage: Any, assign: bool) -> None:
     """Its own; that of the float model, in Conv1D's layout, square weights among them; and back into a float model."""
     model, other = quantized(made, storage), quantized(made, storage, seed=1)

@@ -3,8 +3,8 @@
 import json
 from typing import Any
 
-import pytest
 import torch
+from laws import each
 from refused import check_refused
 from surgery_models import Model
 from tensor_cases import Net, parameter
@@ -382,18 +382,17 @@ FILES = {
     "export_model(exported, 'nowhere')": "TypeError: Sequential, no model of transformers: write what "
     "exported_state_dict gives",
 }
+
+
 REFUSED = {**TENSORS, **SCALES, **SURGERY, **FILES}
 
 
-@pytest.mark.parametrize("call", REFUSED)
+@each("call", REFUSED)
 def test_a_call_is_refused_in_one_line_and_nothing_is_changed(call: str) -> None:
     check_refused(call, REFUSED[call], SUBJECTS, **MORE)
 
 
-@pytest.mark.parametrize("formats", FORMATS)
+@each("formats", FORMATS)
 def test_what_is_not_allowed_is_known_without_a_model(formats: str) -> None:
-    said = [
-        check_refused(call, FORMATS[formats], SUBJECTS, SIZES=SIZES)
-        for call in (f"quantize_model(model, {formats}, 'grid')", f"check_formats({formats}, SIZES, 'grid')")
-    ]
-    assert len({*said}) == 1
+    calls = (f"quantize_model(model, {formats}, 'grid')", f"check_formats({formats}, SIZES, 'grid')")
+    assert len({check_refused(call, FORMATS[formats], SUBJECTS, SIZES=SIZES) for call in calls}) == 1

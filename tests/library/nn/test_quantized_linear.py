@@ -7,6 +7,7 @@ import geoopt
 import pytest
 import torch
 import torch.nn.functional as F
+from laws import each
 from optimizer_cases import normal, on_grid, through_disk
 from surgery_models import LINEARS, TOKENS, Model
 from torch import Tensor, nn
@@ -14,8 +15,8 @@ from torch import Tensor, nn
 import fp8manifold as fm
 from fp8manifold import LayerSpec, QuantizedLinear, SaturationWarning, dequantize_model, quantize_model
 
-storages = pytest.mark.parametrize("storage", ["master", "grid"])
-all_storages = pytest.mark.parametrize("storage", ["master", "grid", "fp8"])
+storages = each("storage", ["master", "grid"])
+all_storages = each("storage", ["master", "grid", "fp8"])
 FORMATS = ("E4M3", "E5M2", "E3M4", "E1M6", "E7M0")
 
 
@@ -28,9 +29,9 @@ def layers(model: nn.Module) -> list[QuantizedLinear]:
 
 
 # ---------------------------------------------------------------------------------------------- what a layer computes
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("granularity", ["tensor", "channel"])
-@pytest.mark.parametrize("name", FORMATS)
+@each("bias", [True, False])
+@each("granularity", ["tensor", "channel"])
+@each("name", FORMATS)
 def test_master_is_a_fake_quantised_weight(name: str, granularity: Any, bias: bool) -> None:
     linear = nn.Linear(16, 5, bias=bias)
     weight = linear.weight
@@ -45,9 +46,9 @@ def test_master_is_a_fake_quantised_weight(name: str, granularity: Any, bias: bo
     assert torch.equal(weight.grad, x.sum(0).expand(5, 16))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("granularity", ["tensor", "channel"])
-@pytest.mark.parametrize("name", FORMATS)
+@each("bias", [True, False])
+@each("granularity", ["tensor", "channel"])
+@each("name", FORMATS)
 def test_grid_is_the_weight_itself(name: str, granularity: Any, bias: bool) -> None:
     """On the grid, at power-of-two scales with headroom 16, within half an ULP of the weight it was."""
     linear = nn.Linear(64, 5, bias=bias)
@@ -128,7 +129,7 @@ def test_the_models_own_code_runs_unchanged(storage: Any) -> None:
         assert model(TOKENS).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("storage", ["grid", "fp8"])
+@each("storage", ["grid", "fp8"])
 def test_options_reach_the_weights(storage: Any) -> None:
     """Of which every one has a seed of its own."""
     options: dict[str, Any] = {"rounding": "nearest", "headroom": 4.0, "granularity": "tensor"}
@@ -235,8 +236,8 @@ TRAINERS: dict[str, Any] = {
 FOUR = LayerSpec("E4M3", activation="E4M3", gradient="E5M2", rounding="split")
 
 
-@pytest.mark.parametrize("formats", ["E4M3", FOUR], ids=["weights", "four"])
-@pytest.mark.parametrize(("storage", "make"), TRAINERS.values(), ids=TRAINERS)
+@each("formats", ["E4M3", FOUR], ids=["weights", "four"])
+@each(("storage", "make"), TRAINERS.values(), ids=TRAINERS)
 def test_a_small_network_learns(storage: str, make: Any, formats: Any) -> None:
     """To a fraction of the loss it began with, on weights, or all four operands, of eight bits."""
     first, last, model = trained_loss(storage, make, formats)
