@@ -34,10 +34,9 @@ def sync(model: nn.Module, group: Any = None) -> None:
     - this library's optimizers leave out a step in all processes where a gradient is not finite in one,
     - and their first step compares the parameters over the processes, and raises where they are not equal.
 
-    They are known by the layers that hold them, which have to be there as long as they are trained.  A model may be
-    moved (``to``, ``share_memory``) afterwards.  Call it before ``DistributedDataParallel(model, init_sync=False)``,
-    before ``ZeroRedundancyOptimizer``, and before ``fully_shard``, in every process.  DDP's own start
-    (``init_sync=True``) of a model with one-byte weights calls it.
+    The layers have to be kept as long as they are trained; the model may be moved (``to``, ``share_memory``).  Call it
+    in every process, before ``DistributedDataParallel(model, init_sync=False)``, ``ZeroRedundancyOptimizer`` and
+    ``fully_shard``.  DDP's own start (``init_sync=True``) of a model with one-byte weights calls it.
 
     Args:
         model: of the same layers, formats and shapes in every process.
@@ -138,7 +137,7 @@ def _send(model: nn.Module, ranks: Ranks) -> None:
 
 
 def _difference(own: dict[str, Any], first: dict[str, Any]) -> str | None:
-    """What this process lacks of the first one's model, or has otherwise."""
+    """A line on what differs from the first process's model, or None."""
     if strange := sorted(own.keys() ^ first.keys()):
         return f"{strange[0]!r} is in one of them only"
     for name, (shape, dtype) in own.items():
@@ -150,22 +149,14 @@ def _difference(own: dict[str, Any], first: dict[str, Any]) -> str | None:
 
 
 def _text_sent(text: str, ranks: Ranks, device: torch.device) -> str:
-    """The first process' text."""
     data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
     size = ranks.sent(torch.tensor([len(data)], device=device))
     data = ranks.sent(data if ranks.rank == 0 else data.new_empty(int(size)))
     return bytes(data.cpu().tolist()).decode()
 
 
-
-
-
 def _start_together(wrapper: nn.Module, name: str, model: Any) -> None:
-    """Call :func:`sync` where a module becomes that of DDP, whose own start would send one-byte weights as floats.
-
-    DDP then sends what all processes have already, which writes nothing.  Libraries that wrap a model by themselves
-    (accelerate, transformers' ``Trainer``) need not know.
-    """
+    """Call :func:`sync` where DDP takes a model, whose own start would send one-byte weights as floats."""
     if isinstance(wrapper, DistributedDataParallel) and isinstance(model, nn.Module):
         stored = [m for m in model.modules() if any(isinstance(p, FP8Tensor) for p in m._parameters.values())]
         if any(module not in replicas for module in stored):

@@ -57,21 +57,20 @@ def exported_state_dict(
     - ``torchao``: ``weight`` is a ``Float8Tensor``, whose ``block_size`` is that of what shares a scale.
     - ``fp8``: ``weight`` is float8_e4m3fn, ``weight_scale_inv`` float32 ``(R/128, C/128)``, rounded up: the layout of
       DeepSeek-V3, which transformers (``FineGrainedFP8Config``), vLLM and SGLang read, of a model that was quantised
-      with ``granularity="square"``.  Rows and columns that 128 does not divide end in partial squares, as there.
+      with ``granularity="square"``; partial squares end rows and columns, as there.
 
-    Only weights are described: how a layer quantises its input and its gradients when it is trained is not.  The
-    weights that the other library decodes in float32 are :meth:`QuantizedLinear.quantized_weight` to the bit, and in
-    bfloat16 too, where stored weights have scales that are powers of two.  NaN and -0 are kept, Inf does not occur.
+    Only weights are described, not how a layer quantises its input and gradients in training.  The values that the
+    other library decodes are :meth:`QuantizedLinear.quantized_weight` to the bit, in float32, and in bfloat16 where
+    scales are powers of two, as those of stored weights.  NaN and -0 are kept, Inf does not occur.
 
     Args:
         model: of :func:`quantize_model`, in any storage; what is not quantised stays as it is, and parameters in codes
-            that are no linear layer's weight (experts, convolutions, embeddings) are written as the floats they are.
+            that are no linear layer's weight (experts, convolutions, embeddings) are written as floats.
         layout: ``compressed-tensors`` or ``fp8``, which take E4M3, or ``torchao``, which takes E4M3, E5M2, E4M3FNUZ
             and E5M2FNUZ.  Squares of 128 x 128 are ``fp8``'s alone.
-        activations: what the reader multiplies the weights with.  ``float`` leaves a layer's inputs as they are
-            (W8A16).  ``E4M3`` lets a server round them as they come, by a scale a token, or one for 32 values where
-            blocks have scales, and multiply in FP8 (W8A8, the schemes ``FP8_DYNAMIC`` and ``MXFP8``): of
-            ``compressed-tensors`` alone.  With ``fp8`` the reader decides.
+        activations: ``float`` leaves a layer's inputs as they are (W8A16).  ``E4M3``, of ``compressed-tensors`` alone,
+            lets a server round them, at a scale per token, or per 32 values where blocks have scales, and multiply in
+            FP8 (W8A8, the schemes ``FP8_DYNAMIC`` and ``MXFP8``).  With ``fp8`` the reader decides.
 
     Returns:
         The tensors, of which codes share the model's memory, and tied ones are there once; and the
@@ -79,7 +78,7 @@ def exported_state_dict(
 
     Raises:
         ImportError: torchao is missing.
-        TypeError: no module, or one that several processes hold a part of each.
+        TypeError: no module, or a sharded one.
         ValueError: an unknown layout, activations that it can't describe, a format that it has no dtype for, scales of
             another shape than it takes, a layer that it does not take (transformers' ``Conv1D``), values between those
             of the format, or no quantised weight.
@@ -179,7 +178,7 @@ safetensors.torch.save_file
 
 
 def has_own_head(model: Any) -> bool:
-    """Whether a model's output layer is there and does not share the embedding, whatever its settings say."""
+    """True where a model has an output layer that does not share the embedding, whatever its settings say."""
     head = model.get_output_embeddings()
     return head is not None and head.weight is not model.get_input_embeddings().weight
 
@@ -241,7 +240,7 @@ def _one_each(scale: Tensor, layer: QuantizedLinear) -> Tensor:
 
 
 def _state(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """What the model computes with, by name: tied parameters once, and nothing that layers keep for their training."""
+    """The tensors that the model computes with, by name: tied ones once, and nothing that layers keep for training."""
     names, others = parameter_names(model).values(), in_place_parameters(model)
     left = {name for its in names for name in its[1:]}
     left |= {name + suffix for its in names if its[0] in others for name in its for suffix in PARTS if suffix}
@@ -317,7 +316,6 @@ def _float8_tensors(weight: _Weight) -> dict[str, Tensor]:
 
 
 def _torchao_config(weights: list[_Weight], left: list[str], rounded: bool) -> dict[str, Any]:
-    """That of float8 weights, rounded anew; what a file's tensors are is said in its metadata."""
     package = needed("torchao.quantization", "torchao", "layout='torchao'")
     kind = package.Float8WeightOnlyConfig(weight_dtype=FLOAT8[weights[0].format])
     default = needed("torchao.core.config", "torchao", "layout='torchao'").config_to_dict(kind)

@@ -40,7 +40,7 @@ def fake_quantize(
 
     .. math:: Q(x) = s \\cdot \\mathrm{round}(x / s)
 
-    The derivative of ``Q`` is zero almost everywhere; the straight-through estimator stands in for it.
+    The derivative of ``Q`` is zero almost everywhere; the straight-through estimator replaces it.
 
     Args:
         x: float tensor of any shape.
@@ -112,7 +112,8 @@ class _FakeQuantize(torch.autograd.Function):
     ) -> Tensor:
         ctx.ste = ste
         if ste == "clipped":
-            ctx.save_for_backward(_inside(x, scale, fmt, blocks))
+            work, spread = working_dtype(x), scale.repeat_interleave(BLOCK_SIZE, -1) if blocks else scale
+            ctx.save_for_backward((x.to(work) / spread.to(work)).abs() <= fmt.max * ROUNDING_OF_SCALES)
         elif ste == "relu":
             ctx.save_for_backward(x > 0)
         return rounded_at(x, scale, fmt, rounding, key, blocks=blocks)
@@ -126,15 +127,6 @@ class _FakeQuantize(torch.autograd.Function):
             (passes,) = ctx.saved_tensors
             gradient = gradient.masked_fill(~passes, 0.0)
         return gradient, *(None,) * 6
-
-
-def _inside(x: Tensor, scale: Tensor, fmt: FloatFormat, blocks: bool) -> Tensor:
-    work = working_dtype(x)
-    spread = scale.repeat_interleave(BLOCK_SIZE, -1) if blocks else scale
-    return (x.to(work) / spread.to(work)).abs() <= fmt.max * ROUNDING_OF_SCALES
-
-
-
 
 
 def as_scale(x: Tensor, scale: Tensor | float, blocks: bool = False, dtype: torch.dtype = torch.float32) -> Tensor:

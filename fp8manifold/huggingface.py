@@ -59,7 +59,7 @@ def quantization_config(formats: Formats = "E4M3", storage: str = "fp8", **optio
     """Give what ``from_pretrained(..., quantization_config=...)`` quantises a float model by while it loads it.
 
     Args:
-        formats, storage, options: of :func:`fp8manifold.quantize_model`; here one byte a weight unless told otherwise.
+        formats, storage, options: of :func:`fp8manifold.quantize_model`; here one byte per weight by default.
 
     Returns:
         A configuration of transformers.  With ``storage="fp8"`` each weight becomes codes as it is read, one at a time,
@@ -98,8 +98,8 @@ def attach(model: Any) -> Any:
     """Let transformers save a model that :func:`fp8manifold.quantize_model` has changed, and its ``Trainer`` train it.
 
     ``save_pretrained`` then writes codes, scales, counts and seeds, as :func:`fp8manifold.unflatten_state_dict` says,
-    and ``config.json`` says what each layer is.  ``from_pretrained`` gives the model back to the bit, and ``Trainer``
-    goes on so with ``resume_from_checkpoint``, the optimizer's state included.  NaN and -0 are kept.  What
+    and ``config.json`` has each layer's options.  ``from_pretrained`` gives the model back to the bit, and ``Trainer``
+    goes on so with ``resume_from_checkpoint``, the optimizer's state included.  NaN and -0 are kept.  A model that
     ``from_pretrained`` has read or quantised is attached already.
 
     Args:
@@ -140,7 +140,6 @@ def attach(model: Any) -> Any:
 
 @functools.cache
 def _classes() -> tuple[Any, Any]:
-    """The two classes that transformers knows a method by, and makes objects of."""
     loading = needed("transformers", "hf", _BY)
     if int(loading.__version__.split(".")[0]) < 5:
         raise ImportError(f"{_BY} needs transformers 5 or newer, not {loading.__version__}")
@@ -150,7 +149,7 @@ def _classes() -> tuple[Any, Any]:
 
 
 class _Config:
-    """What is to be quantised, or the layers that were: an object with nothing but what JSON has."""
+    """A configuration: formats to quantise by, or the layers that were; it holds nothing but what JSON has."""
 
     def __init__(
         self,
@@ -183,12 +182,12 @@ def _formats_as_json(formats: Any) -> Any:
 
 
 class _Quantizer:
-    """What transformers asks when it loads and saves; put before its own class."""
+    """The answers to transformers as it loads and saves; put before its own class."""
 
     quantization_config: Any
     pre_quantized: bool
     reader: Any = None
-    """What makes codes of what transformers reads, or puts those in that it read itself."""
+    """A reader that makes codes of tensors from transformers, or puts in those that it read itself."""
     own_parameters: tuple[str, ...] = ()
     """Names of parameters in codes that are called otherwise than ``weight``."""
     requires_calibration = False
@@ -199,14 +198,13 @@ class _Quantizer:
         return True
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **_: Any) -> bool:
-        """Whether a tensor becomes codes as it is read, or may be of another shape, as a measured scale may."""
+        """True where a tensor becomes codes as it is read, or may have another shape, as a measured scale may."""
         if self.reader is not None:
             return bool(self.reader.wants(param_name))
         owner, entry = param_name.rpartition(".")[::2]
         return entry in ("value", "history") and isinstance(model.get_submodule(owner), Scale)
 
     def get_quantize_ops(self) -> Any:
-        """What makes codes of a tensor that was read."""
         package = needed("transformers.core_model_loading", "hf", _BY)
         operation = type("Encoded", (Encode, package.ConversionOps), {})()
         operation.reader = self.reader
@@ -219,7 +217,6 @@ class _Quantizer:
         return device_map
 
     def param_element_size(self, model: nn.Module, param_name: str, param: Tensor) -> float:
-        """Bytes of a parameter's element, for those who place layers on devices."""
         return 1.0 if isinstance(param, FP8Tensor) else float(param.element_size())
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: Any) -> Any:
@@ -272,11 +269,10 @@ class _Quantizer:
         attach(model)
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
-        """What ``model.dequantize()`` does: ordinary layers that hold the values."""
         return dequantize_model(model).to(dtype)  # None leaves what it is
 
     def get_state_dict_and_metadata(self, model: Any, *_: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """What is saved, of the model as it is now; its settings are written after that."""
+        """The state of the model as it is now; its settings are written after that."""
         _describe(model)
         _keep_whole(model)
         state, names = model.state_dict(), parameter_names(model)
@@ -368,7 +364,7 @@ class _Gather:
 
 
 class TrainerOptimizer:
-    """What a trainer makes first, and then calls with the model and the second part of :func:`trainer_optimizer`."""
+    """The factory that a trainer makes, then calls with the model and the options of :func:`trainer_optimizer`."""
 
     def __call__(
         self, model: nn.Module, arguments: Any = None, *, rule: str, in_backward: dict[str, Any] | None, **options: Any
@@ -391,16 +387,13 @@ def trainer_optimizer(
 
     .. math:: (F, o) \\text{ with } F()(\\text{model}, **o) = \\text{the optimizer}
 
-    which is how other loops, whose factory sees the model, use it.  The learning rate, betas, eps and decay are those
-    of the arguments, and biases and norms don't decay.  Nothing of ``Trainer`` has to be overridden: it clips,
-    accumulates, logs the norm, saves and resumes to the bit.
+    The learning rate, betas, eps and decay are those of the arguments, and biases and norms don't decay.  Nothing of
+    ``Trainer`` has to be overridden: it clips, accumulates, logs the norm, saves and resumes to the bit.
 
     With ``in_backward`` each parameter steps as soon as its gradient is there, by
-    :func:`fp8manifold.optim.step_in_backward`, and ``max_grad_norm`` and ``gradient_accumulation_steps`` say how:
-
-    - without accumulation, ``clip="previous"``: clipped by the norm of the step before.  The first step only takes its
-      norm, and trains nothing;
-    - with it, ``accumulate="bfloat16"``: sums in two bytes a weight, clipped by their own norm.
+    :func:`fp8manifold.optim.step_in_backward`: without ``gradient_accumulation_steps``, ``clip="previous"``, by the
+    norm of the step before, the first of which trains nothing; with it, ``accumulate="bfloat16"``, sums in two bytes
+    per weight, clipped by their own norm.
 
     Args:
         arguments: ``TrainingArguments``, or those of a library on it (``SFTConfig``).
@@ -410,11 +403,11 @@ def trainer_optimizer(
         options: the optimizer's, in place of the arguments'; for ``muon`` those of ``for_model`` too.
 
     Returns:
-        A factory, and what it is called with beside the model.
+        A factory, and the options that it is called with beside the model.
 
     Raises:
         ImportError: in the factory, transformers is missing.
-        TypeError: no arguments of a trainer; in the factory, an option that there is not.
+        TypeError: no arguments of a trainer; in the factory, an unknown option.
         ValueError: another rule; ``fp16=True``, which scales gradients, with ``in_backward``; in the factory, options
             of the optimizer's.
         RuntimeError: in the factory, ``in_backward`` in several processes.
@@ -449,7 +442,7 @@ def trainer_optimizer(
 
 
 def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """What decays and what doesn't, as Trainer has it."""
+    """Parameters that decay, and those that do not, as Trainer has it."""
     trainer = needed("transformers", "hf", "fp8manifold.huggingface.trainer_optimizer").Trainer
     decays = set(trainer.get_decay_parameter_names(None, model))
     groups: dict[bool, dict[str, Any]] = {}

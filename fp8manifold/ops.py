@@ -11,7 +11,7 @@ from fp8manifold._base.float_bits import working_dtype
 from fp8manifold._native._arrays import encoded_units, rounded_units
 from fp8manifold.fake_quant import as_scale
 from fp8manifold.formats import FormatLike, as_format
-from fp8manifold.nn._spec import NONE, is_none
+from fp8manifold.nn._spec import ALIGNMENT, NONE, is_none
 from fp8manifold.scaling import amax_scale
 
 __all__ = ["fp8_mm"]
@@ -20,8 +20,6 @@ ProductGranularity = Literal["tensor", "channel"]
 _GRANULARITIES: Final = ("tensor", "channel")
 _HARDWARE: Final = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
 _OUT: Final = (torch.float32, torch.bfloat16, torch.float16)
-_ALIGNMENT: Final = 16
-_LINES: Final = ("row", "column")
 
 
 def fp8_mm(
@@ -82,7 +80,15 @@ def fp8_mm(
     Source: Micikevicius et al. 2022 (FP8 Formats for Deep Learning).
     """
     check_choice("granularity", granularity, _GRANULARITIES)
-    _check_matrices(a, b)
+    for name, x in (("a", a), ("b", b)):
+        working_dtype(x, name)
+        if x.dim() != 2:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}: it must be a matrix, of two dimensions")
+    if a.shape[1] != b.shape[0]:
+        raise ValueError(
+            f"a of shape {tuple(a.shape)} and b of shape {tuple(b.shape)} can't be multiplied: a must have as many "
+            "columns as b has rows"
+        )
     formats = (_name_of(a_format), _name_of(b_format), _name_of(gradient_format))
     left = None if a_scale is None else _given_scale(a, a_scale, granularity, 0)
     right = None if b_scale is None else _given_scale(b, b_scale, granularity, 1)
@@ -110,18 +116,6 @@ def _name_of(fmt: FormatLike | None) -> str:
     return NONE if fmt is None or is_none(fmt) else as_format(fmt).name
 
 
-def _check_matrices(a: Tensor, b: Tensor) -> None:
-    for name, x in (("a", a), ("b", b)):
-        working_dtype(x, name)
-        if x.dim() != 2:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}: it must be a matrix, of two dimensions")
-    if a.shape[1] != b.shape[0]:
-        raise ValueError(
-            f"a of shape {tuple(a.shape)} and b of shape {tuple(b.shape)} can't be multiplied: a must have as many "
-            "columns as b has rows"
-        )
-
-
 def _measured_scale(x: Tensor, fmt: str, granularity: ProductGranularity, axis: int, pow2: bool) -> Tensor:
     """The scale of a matrix, ``()`` or one for each index of ``axis``; 1 for an operand that is taken as it is."""
     if fmt == NONE:
@@ -130,19 +124,16 @@ def _measured_scale(x: Tensor, fmt: str, granularity: ProductGranularity, axis: 
 
 
 def _given_scale(x: Tensor, scale: Tensor | float, granularity: ProductGranularity, axis: int) -> Tensor:
-    shape = [1, 1]
-    shape[axis] = x.shape[axis]
+    shape, line = ((x.shape[0], 1), "row") if axis == 0 else ((1, x.shape[1]), "column")
     given = as_scale(x, scale)
-    if granularity == "tensor" and given.numel() != 1:
-        raise ValueError(f"scale of shape {tuple(given.shape)} is not one number, as granularity='tensor' has it")
     if granularity == "tensor":
+        if given.numel() != 1:
+            raise ValueError(f"scale of shape {tuple(given.shape)} is not one number, as granularity='tensor' has it")
         return given.reshape(())
     try:
         return given.expand(shape).contiguous()
     except RuntimeError:
-        raise ValueError(
-            f"scale of shape {tuple(given.shape)} does not fit {tuple(shape)}, one a {_LINES[axis]}"
-        ) from None
+        raise ValueError(f"scale of shape {tuple(given.shape)} does not fit {shape}, one a {line}") from None
 
 
 @torch.library.custom_op("fp8manifold::fp8_mm", mutates_args=())
@@ -227,7 +218,7 @@ def _codes_of(x: Tensor, scale: Tensor, fmt: str) -> Tensor:
 def _has_units_for(a: Tensor, b: Tensor, a_format: str, b_format: str) -> bool:
     if a.device.type != "cuda" or torch.version.hip is not None or not {a_format, b_format} <= set(_HARDWARE):
         return False
-    aligned = b.shape[0] % _ALIGNMENT == 0 and b.shape[1] % _ALIGNMENT == 0
+    aligned = b.shape[0] % ALIGNMENT == b.shape[1] % ALIGNMENT == 0
     fits = aligned and min(*a.shape, *b.shape) > 0 and a_format + b_format != "E5M2E5M2"
     return fits and torch.cuda.get_device_capability(a.device) >= (9, 0)
 

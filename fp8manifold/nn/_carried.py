@@ -114,10 +114,7 @@ def check_layers(model: nn.Module, layers: dict[str, nn.Module]) -> None:
 
 
 def _carry_over(old: Any, new: Any) -> None:
-    """Give the new layer what hangs on the old one, which is not to be used any more.
-
-    The hooks' own dictionaries go over, so that a handle still removes its hook.
-    """
+    """Give the new layer what hangs on the old one: the dictionaries of hooks themselves, so that handles work."""
     vars(new).update({kind: vars(old)[kind] for kind in _HOOKS if kind in vars(old)})
     vars(new)["_is_full_backward_hook"] = vars(old).get("_is_full_backward_hook")
     hooks = new._forward_pre_hooks
@@ -144,17 +141,15 @@ def _own(layer: nn.Module) -> frozenset[str]:
 
 
 def _attributes(layer: nn.Module) -> list[str]:
-    """Names of attributes that somebody set on the layer."""
     own = _own(layer)
     return [key for key in vars(layer) if key not in own]
 
 
 def _registered(layer: nn.Module) -> dict[str, dict[str, Any]]:
-    """Parameters, buffers and modules that somebody registered in the layer."""
     own = _own(layer)
     return {place: {key: x for key, x in vars(layer)[place].items() if key not in own} for place in _REGISTERED}
 
 
 def _is_transposed(old: nn.Module, new: nn.Module) -> bool:
-    """Whether one of the weights is the other transposed."""
+    """True where one of the weights is the other transposed."""
     return is_conv1d(old) or is_conv1d(new)

@@ -58,7 +58,7 @@ from fp8manifold.nn._spec import (
 )
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.random_bits import Draws, Stream
-from fp8manifold.scaling import BLOCK_SIZE, WeightGranularity
+from fp8manifold.scaling import BLOCK_SIZE
 from fp8manifold.tensor import FP8Tensor
 
 Storage = Literal["master", "grid", "fp8"]
@@ -195,7 +195,7 @@ class QuantizedLinear(nn.Linear):
         draw, repeats = self._pass()
         weight: Tensor = self.weight
         if self.storage != "master" and not torch.compiler.is_compiling():
-            check_kept(self, self.storage)
+            check_kept(self)
         if (scaler := self.weight_scaler) is not None:
             weight = self._fake_quantized("weight", weight, (scaler.preview if repeats else scaler)(weight), draw)
         quantized = input
@@ -212,7 +212,7 @@ class QuantizedLinear(nn.Linear):
         return linear_with_rounded_gradients(quantized, weight, self.bias, *backward)
 
     def quantized_input(self, x: Tensor) -> Tensor:
-        """What the last forward pass multiplied by in place of its input ``x``: for those who look on."""
+        """The values that the last forward pass multiplied by in place of its input ``x``."""
         if units := units_on(self._units, self.spec, self.weight.device):
             return rounded_input(x, units)
         if self.activation_scaler is None:
@@ -255,14 +255,14 @@ class QuantizedLinear(nn.Linear):
             raise ValueError("this layer has weight=None: only a weight with a format has codes; see spec")
         if is_stored(self.weight):
             return self.weight.codes.clone()
-        warn_off_grid(self._parameters.get("weight"), self.manifold)
+        warn_off_grid(self)
         return encode(self.quantized_weight().detach() / self.weight_scale(), self.weight_format)
 
     def extra_repr(self) -> str:
-        """What ``nn.Linear`` shows, with formats and storage."""
-        return f"{super().extra_repr()}, {self.described_formats()}"
+        """The line of ``nn.Linear``, with formats and storage."""
+        return f"{super().extra_repr()}, {self._described_formats()}"
 
-    def described_formats(self) -> str:
+    def _described_formats(self) -> str:
         names = {name: self._operands[name].format.name if name in self._operands else NONE for name in OPERANDS}
         shown = [f"{name}={names[name]}" for name in OPERANDS if name in OPERANDS[:2] or names[name] != NONE]
         draws = getattr(self.weight if isinstance(self.weight, FP8Tensor) else self.manifold, "draws", "independent")
@@ -280,12 +280,12 @@ class QuantizedLinear(nn.Linear):
         if has_values(weight) and not bool(weight.isfinite().all()):
             raise ValueError(f"a weight of shape {tuple(weight.shape)} holds NaN or Inf: it can't be quantised")
         if self.storage == "grid":
-            self.weight, self.manifold = grid_weight(weight, operand.format, *self._placing(), rounding, seed, draws)
+            self.weight, self.manifold = grid_weight(weight, operand.format, *self._placing, rounding, seed, draws)
         elif self.storage == "fp8":
             self.weight = self._in_codes(weight, operand.format, rounding=rounding, seed=seed, draws=draws)
 
     def _make_scalers(self, shared: SharedAmax | None) -> None:
-        """One for every operand whose scale is not stored with it."""
+        """Make one for every operand whose scale is not stored with it."""
         if shared is None and any(operand.scale == GLOBAL for operand in self._operands.values()):
             shared = self.shared_amax = SharedAmax()
         for name in OPERANDS:
@@ -294,7 +294,6 @@ class QuantizedLinear(nn.Linear):
             setattr(self, f"{name}_scaler", None if operand is None else scaler_of(operand, shared))
 
     def _rows(self, x: Tensor) -> Tensor:
-        """The input in the shape that its scales are measured in."""
         return x.reshape(-1, x.shape[-1]) if self._operands["activation"].granularity == "channel" else x
 
     def _fake_quantized(self, name: OperandName, x: Tensor, scale: Tensor, draw: int) -> Tensor:
@@ -320,11 +319,7 @@ class QuantizedLinear(nn.Linear):
         return max(self._draw() - 1 if self.training else self._draw(), 0)
 
     def _pass(self) -> tuple[int, bool]:
-        """Number of a forward pass, and whether it runs in a backward pass, as activation checkpointing has it.
-
-        The second time a layer has to round as it did the first time, which one with random bits, or with scales of the
-        past, does not.
-        """
+        """The number of a forward pass, and whether activation checkpointing repeats it, to the same bits."""
         scalers, repeats = (self.weight_scaler, self.activation_scaler), False
         draws = hasattr(self, "draws")
         if self.training and (draws or any(scaler is not None and scaler.remembers for scaler in scalers)):
@@ -346,7 +341,7 @@ class QuantizedLinear(nn.Linear):
             )
 
     def _in_codes(self, weight: Tensor, fmt: FloatFormat, **how: Any) -> FP8Parameter:
-        how |= dict(zip(("granularity", "headroom"), self._placing(), strict=True))
+        how |= dict(zip(("granularity", "headroom"), self._placing, strict=True))
         return byte_weight(weight, fmt, keep_remainder=self._keep_remainder, **how)
 
     def _encoded(self, values: Tensor, weight: FP8Tensor) -> FP8Parameter:
@@ -370,7 +365,7 @@ class QuantizedLinear(nn.Linear):
             self.weight.counter.zero_()
             self.weight.remainder = weight.remainder
         elif self.manifold is not None:
-            renew_grid_weight(self.weight, self.manifold, fresh.weight, *self._placing(), self._seed)
+            renew_grid_weight(self, fresh.weight)
         else:
             self.weight.copy_(fresh.weight)
         for module in self.children():
@@ -379,10 +374,9 @@ class QuantizedLinear(nn.Linear):
         if hasattr(self, "draws"):
             self.draws.zero_()
 
-    def _placing(self) -> tuple[WeightGranularity, float | None]:
-        granularity = self._operands["weight"].granularity
-        assert granularity is not None
-        return granularity, self._headroom
+    @property
+    def _placing(self) -> tuple[Any, float | None]:
+        return self._operands["weight"].granularity, self._headroom
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Refuse, before anything has changed, a dtype that the stored weights can't appear as, and a live graph."""
@@ -407,13 +401,12 @@ class QuantizedLinear(nn.Linear):
                 f"a layer with storage='fp8' can't be moved ({self.extra_repr()}): a graph that is still there, or a "
                 "weak reference, holds its weight; end the backward pass, or drop outputs and losses, and move it then"
             ) from error
-        if self.manifold is not None:
-            keep_on_manifold(self.weight, self.manifold)
+        keep_on_manifold(self)
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        warn_off_grid(self._parameters.get("weight"), self.manifold)
+        warn_off_grid(self)
         write_parts(self, destination, prefix)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -426,8 +419,7 @@ class QuantizedLinear(nn.Linear):
                 args[-1].append(refusal)
             else:
                 super()._load_from_state_dict(state_dict, prefix, *args)
-                if self.manifold is not None:
-                    keep_on_manifold(self.weight, self.manifold)
+                keep_on_manifold(self)
         finally:
             self._load_state_dict_pre_hooks = hooks
 
@@ -442,7 +434,7 @@ class QuantizedLinear(nn.Linear):
             return str(error)
         saved = state_dict.get(prefix + "weight")
         if isinstance(self.manifold, FP8Manifold):  # on a continuous manifold every value is a point
-            return prepare_grid_state(state_dict, prefix, weight, self.manifold, *self._placing(), self._seed)
+            return prepare_grid_state(self, state_dict, prefix)
         if not isinstance(weight, FP8Tensor) or not isinstance(saved, Tensor):
             return None
         if not isinstance(saved, FP8Tensor):

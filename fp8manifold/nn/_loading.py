@@ -122,7 +122,6 @@ def _load_as_stored(
     draws: Draws = "independent",
     seed: int = 0,
 ) -> nn.Module:
-    """Fill a model without values from codes and floats as files have them."""
     if isinstance(source, Mapping):
         raise TypeError(f"formats={AS_STORED!r} reads files, which say what their codes are, and no mapping")
     check_int("seed", seed, 0, 2**31 - 1)
@@ -256,13 +255,7 @@ def _like(entry: Tensor, value: Tensor) -> Tensor:
 def put_codes(
     model: nn.Module, made: Mapping[str, FP8Parameter], inputs: Mapping[str, Tensor] = MappingProxyType({})
 ) -> nn.Module:
-    """Put weights in codes into a model: linear layers become quantised ones, other modules hold them where they are.
-
-    Args:
-        model: changed in place.
-        made: by the first name of each parameter.
-        inputs: frozen scales of a layer's input, of those that round it, by the same names.
-    """
+    """Put codes into a model: linear layers become quantised ones, with frozen scales of inputs by the same names."""
     names = parameter_names(model)
     layers: dict[str, nn.Module] = {}
     for name, codes in made.items():
@@ -283,11 +276,7 @@ def put_codes(
 
 
 class Reader:
-    """What is to become codes of a model of transformers that has no values yet, and what did.
-
-    Left to the floats, and so to the end, is what transformers may tie, and what it reads in another dtype than the
-    model's, which is ``torch.get_default_dtype()``.
-    """
+    """Codes for a model of transformers that has no values yet; tied weights and other dtypes wait until the end."""
 
     def __init__(
         self, model: Any, formats: Any, storage: str, options: Mapping[str, Any], files: Iterable[str] | None
@@ -312,7 +301,7 @@ class Reader:
         return name in self._wanted
 
     def encoded(self, model: nn.Module, name: str, value: Tensor) -> Tensor:
-        """The codes of a tensor that was read; what does not fit stays as it is, for those to refuse who do."""
+        """The codes of a tensor that was read; one that does not fit is left to transformers to refuse."""
         entry = self._wanted.get(name)
         with suppress(TypeError, ValueError):
             if entry is not None and value.shape == (own := model.get_parameter(name)).shape:
@@ -334,12 +323,11 @@ class Reader:
 
 
 class Encode:
-    """What transformers runs on a tensor that becomes codes; put before its own class."""
+    """The operation that transformers runs on a tensor that becomes codes; put before its own class."""
 
     reader: Reader
 
     def convert(self, input_dict: dict[str, Any], *, model: Any, **_: Any) -> dict[str, Any]:
-        """The same tensors by their names in the model, in codes where they are to be."""
         made = {}
         for name in list(input_dict):
             value = input_dict.pop(name)

@@ -44,7 +44,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _dtype_of_codes(x: Tensor, weight: FP8Tensor, bias: Tensor | None) -> torch.dtype | None:
-    """What codes are decoded into for a product, as autocast has it on their device; None where torch sees to it."""
+    """The dtype of a product with codes, as autocast has it on their device; None leaves it to torch."""
     if not _is_simple(x, weight):
         return None
     device = "cuda" if x.is_cuda else "cpu"
@@ -56,7 +56,7 @@ def _dtype_of_codes(x: Tensor, weight: FP8Tensor, bias: Tensor | None) -> torch.
 
 
 def _is_simple(x: Tensor, weight: FP8Tensor) -> bool:
-    """Whether nobody looks on who has to see the operator itself: a tracer, a transform, forward mode."""
+    """True unless a tracer, a transform or forward mode has to see the operator itself."""
     codes = weight.codes
     here = codes.is_cpu if x.is_cpu else x.is_cuda and x.device == codes.device
     return here and x.dim() > 1 and forward_ad._current_level < 0 and has_memory(x, codes)
@@ -125,7 +125,7 @@ class _CodesLinear(torch.autograd.Function):
 def linear_with_rounded_gradients(
     x: Tensor, weight: Tensor, bias: Tensor | None, of_activation: Rounded, of_weight: Rounded
 ) -> Tensor:
-    """``x W^T + b`` whose backward pass takes ``G' = of_activation(G)`` in place of the gradient G that arrives.
+    """``x W^T + b`` whose backward pass takes ``G' = of_activation(G)`` in place of its gradient G.
 
     .. math:: dx = G' W, \\qquad dW = \\mathrm{of\\_weight}(G'^T x), \\qquad db = \\sum G
 
@@ -180,7 +180,7 @@ def round_gradient(gradient: Tensor, *, scaler: Scaler, operand: OperandSpec, ke
 
 
 def scaler_of(operand: OperandSpec, shared: SharedAmax | None) -> Scaler:
-    """What gives an operand its scale; ``global`` ones share a magnitude."""
+    """The scaler of an operand; ``global`` ones share a magnitude."""
     if operand.scale == GLOBAL:
         assert shared is not None
         return GlobalScale(operand.format, shared)
@@ -229,15 +229,11 @@ def over_nested(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 _E4M3: Final = torch.float8_e4m3fn
 _LEAST: Final = {"fp8": (8, 9), "int8": (8, 0)}
 _LEAST_ROWS: Final = 17
-"""Of the first matrix of a product of INT8 on a card."""
+"""Rows of the first matrix of a product of INT8 on a card."""
 
 
 def units_on(units: Units | None, spec: LayerSpec, device: torch.device) -> Units | None:
-    """What multiplies the codes of a layer on a device: with ``auto`` only where that is fast; None decodes them.
-
-    Raises:
-        RuntimeError: the device has no such units, and they were asked for by name.
-    """
+    """The units for codes of a layer on a device, with ``auto`` fast ones; None decodes.  Others are refused."""
     if units is None or (spec.products == "auto" and device.type != "cuda"):
         return None
     why = why_no_units(units, device)
@@ -247,7 +243,7 @@ def units_on(units: Units | None, spec: LayerSpec, device: torch.device) -> Unit
 
 
 def why_no_units(units: Units, device: torch.device) -> str:
-    """Why a device can't multiply such codes, or nothing; a CPU does it slowly, to the same numbers."""
+    """A reason why a device can't multiply such codes, or nothing; a CPU does it slowly, to the same numbers."""
     if device.type in ("cpu", "meta"):
         return ""
     if device.type != "cuda" or torch.version.hip is not None:
@@ -264,7 +260,7 @@ why_no_units._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def chosen_products(spec: LayerSpec, in_features: int, out_features: int, device: torch.device) -> str:
-    """What ``auto`` takes for a layer on a device, and why not codes; nothing where it was told by name."""
+    """The choice of ``auto`` for a layer on a device, and why; nothing where ``products`` names it."""
     if spec.products != "auto":
         return ""
     why = why_decoded(spec, in_features, out_features)
@@ -383,7 +379,7 @@ def _transposed(weight: FP8Tensor, units: Units, after: Tensor) -> Tensor:
 
 
 def _dtype_of(weight: FP8Tensor) -> torch.dtype:
-    """Of E4M3 or E5M2: no other format has units.  A look into a table would be many guards of a compiled layer."""
+    """The dtype of E4M3 or E5M2; a look into a table would be many guards of a compiled layer."""
     return _E4M3 if weight.format.mantissa_bits == 3 else torch.float8_e5m2
 
 
@@ -408,7 +404,7 @@ def _product(a: Tensor, b: Tensor, rows: Tensor, columns: Tensor, dtype: torch.d
 
 
 def check_operands(a: Tensor, b: Tensor) -> None:
-    """What a card takes, said everywhere: a CPU takes any layout and size, and two of E5M2."""
+    """Check on every device what a card takes: a CPU takes any layout and size, and two of E5M2."""
     assert a.dtype is _E4M3, "no unit multiplies two matrices of E5M2"
     assert a.is_contiguous(), "the first matrix is by rows"
     assert b.is_contiguous(), "the second one, transposed, is by columns"

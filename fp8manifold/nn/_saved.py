@@ -45,7 +45,6 @@ def parameters_recipe_of(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def _add(groups: list[dict[str, Any]], made: dict[str, Any], name: str, seed: int) -> None:
-    """Put a seed into the group of those made alike."""
     alike = next((group for group in groups if {**group, "seeds": None} == {**made, "seeds": None}), None)
     if alike is None:
         groups.append(alike := {**made, "seeds": {}})

@@ -30,7 +30,6 @@ class Operand(NamedTuple):
     name: str
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Operand":
-        """Itself: a copy's magnitudes are shared as these are."""
         return self
 
     def largest(self, amax: Tensor, member: int = 0) -> Tensor:
@@ -61,7 +60,7 @@ class Operand(NamedTuple):
 
 
 UNSHARED = Operand(ALONE, 0, "")
-"""One of a single process."""
+"""The operand of a single process."""
 
 
 class _End:
@@ -82,17 +81,17 @@ class _End:
 Policy = Literal["dynamic", "static", "delayed"]
 POLICIES: Final[tuple[Policy, ...]] = get_args(Policy)
 HISTORY: Final = 16
-"""Tensors whose magnitudes a delayed scale looks back on, unless told otherwise."""
+"""Tensors whose magnitudes a delayed scale looks back on by default."""
 
 
 class Scaler(nn.Module):
-    """What gives a tensor its scale; the last one it gave is in the buffer ``value``, for logging."""
+    """The source of a tensor's scale; the last one is in the buffer ``value``, for logging."""
 
     value: Tensor
     remembers = False
-    """Whether a tensor has a say in the scales of those after it."""
+    """True where a tensor has a say in the scales of later ones."""
     shared: Operand = UNSHARED
-    """What it is to the processes that share what it remembers."""
+    """The operand of the processes that share what it remembers."""
 
     def preview(self, x: Tensor) -> Tensor:
         """The scale that ``x`` would be given; nothing is remembered."""
@@ -104,7 +103,6 @@ class Scaler(nn.Module):
             self.shared.announce(device)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The scale for ``x``."""
         raise NotImplementedError
 
     def reset_parameters(self) -> None:
@@ -117,7 +115,7 @@ _LATER: Final[WeakKeyDictionary[nn.Module, LaterMaximum]] = WeakKeyDictionary()
 
 
 class Scale(Scaler):
-    """The amax scale of one tensor through training: computed anew, frozen, or from the magnitudes of the past.
+    """The amax scale of one tensor through training: fresh, frozen, or from the magnitudes of the past.
 
     Args:
         fmt: a format or its name.
@@ -325,7 +323,7 @@ class SharedAmax(nn.Module):
 class GlobalScale(Scaler):
     """One magnitude for every gradient of a model, as under loss scaling: small gradients underflow.
 
-    It stands for what per-tensor scales are there to avoid.  The magnitude is that of the previous pass; the share that
+    It shows what per-tensor scales avoid.  The magnitude is that of the previous pass; the share that
     a tensor has in it is measured in training mode.
     """
 

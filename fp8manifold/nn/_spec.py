@@ -26,7 +26,7 @@ GLOBAL: Final = "global"
 
 @dataclass(frozen=True)
 class OperandSpec:
-    """How a weight, an activation or a gradient is quantised; options that are None are the layer's.
+    """A specification of a weight, an activation or a gradient; options that are None are the layer's.
 
     Args:
         format: a format or its name.
@@ -146,7 +146,7 @@ PRODUCTS: Final = get_args(Products)
 GradientProducts = Literal["bfloat16", "fp8"]
 Units = Literal["fp8", "int8"]
 _UNITS: Final[dict[str, Units]] = {"E4M3": "fp8", "E5M2": "fp8", "E1M6": "int8"}
-"""What multiplies the codes of a format as they are."""
+"""The units that multiply the codes of a format as they are."""
 ALIGNMENT: Final = 16
 _LONGEST_SUM: Final = (2**31 - 1) // 127**2
 """Products of INT8 whose sum is an int32, whatever they are."""
@@ -155,7 +155,7 @@ GradientLike = OperandLike | Mapping[str, OperandLike]
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What is quantised in a linear layer, and how.
+    """The formats of a linear layer's operands, and how they are quantised.
 
     An operand is a format, an :class:`OperandSpec`, a mapping of its arguments, or None (or ``"none"``), which leaves
     it as it is.  The layer's own options stand for those that an operand does not have.
@@ -232,11 +232,11 @@ class LayerSpec:
 
     @property
     def quantizes_nothing(self) -> bool:
-        """Whether the layer stays as it is."""
+        """True where the layer stays as it is."""
         return all(getattr(self, name) is None for name in OPERANDS)
 
     def operand(self, name: OperandName) -> OperandSpec | None:
-        """How an operand is quantised, with every option filled in that has a meaning; None if it is not.
+        """An operand's specification, with every option filled in that has a meaning; None if it is not quantised.
 
         Args:
             name: ``weight``, ``activation``, ``activation_gradient`` or ``weight_gradient``.
@@ -249,7 +249,7 @@ class LayerSpec:
 
     @property
     def operands(self) -> dict[OperandName, OperandSpec]:
-        """What is quantised, by name, as :meth:`operand` has it."""
+        """Quantised operands by name, as :meth:`operand` has them."""
         return {name: spec for name, spec in self._filled.items() if spec is not None}
 
     def _fill(self, name: OperandName) -> OperandSpec | None:
@@ -280,7 +280,7 @@ class LayerSpec:
 
     @property
     def units(self) -> Units | None:
-        """What could multiply the weight's codes as they are, or None."""
+        """The units that could multiply the weight's codes as they are, or None."""
         return None if self.weight is None else _UNITS.get(self.weight.format.name)
 
 
@@ -318,7 +318,7 @@ def _read_gradients(gradient: GradientLike) -> tuple[OperandSpec | None, Operand
 
 
 def why_decoded(spec: LayerSpec, in_features: int, out_features: int) -> str:
-    """Why the codes of a weight of that shape can't be multiplied as they are, or nothing."""
+    """A reason why the codes of a weight of that shape can't be multiplied as they are, or nothing."""
     units, operands = spec.units, spec.operands
     if units is None:
         return f"no units multiply codes of weight={NONE if spec.weight is None else spec.weight.format.name}"
@@ -338,7 +338,7 @@ def why_decoded(spec: LayerSpec, in_features: int, out_features: int) -> str:
 
 
 def units_of(spec: LayerSpec, in_features: int, out_features: int) -> Units | None:
-    """What multiplies codes of that shape as they are, where the device has it; None where they are decoded."""
+    """The units that multiply codes of that shape, where the device has them; None where they are decoded."""
     if spec.products == "decoded":
         return None
     why = why_decoded(spec, in_features, out_features)
@@ -449,7 +449,7 @@ def check_codes_fit(codes: FP8Tensor, linear: nn.Linear, spec: LayerSpec, storag
 
 
 def is_stored(weight: Tensor) -> TypeGuard[FP8Tensor]:
-    """Whether a weight is one of codes."""
+    """True for a weight in codes; a sharded one is refused."""
     if share_of(weight) is not None:
         raise RuntimeError(
             f"a weight of shape {tuple(weight.shape)} is sharded: call unshard() of the module that fully_shard made, "

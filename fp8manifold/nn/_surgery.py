@@ -240,11 +240,16 @@ def dequantize_model(model: nn.Module) -> nn.Module:
         raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")
     made: dict[nn.Module, nn.Module] = {}
     layers: dict[str, nn.Module] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, QuantizedLinear):
-            if module not in made:
-                made[module] = _dequantized(name, module)
-            layers[name] = made[module]
+    for name, layer in model.named_modules(remove_duplicate=False):
+        if not isinstance(layer, QuantizedLinear):
+            continue
+        if layer not in made:
+            if (found := obstacle(layer)) is not None and found.is_done_to_it:
+                raise ValueError(f"layer {name!r} can't be dequantised: {found.reason}")
+            weight = layer.quantized_weight().detach()
+            own = weight.dequantize() if isinstance(weight, FP8Tensor) else weight.clone().as_subclass(Tensor)
+            made[layer] = layer.restored(own) if isinstance(layer, QuantizedConv1D) else linear_around(own, layer)
+        layers[name] = made[layer]
     names = parameter_names(model)
     for parameter in in_place_parameters(model).values():
         values = nn.Parameter(parameter.dequantize(), requires_grad=parameter.requires_grad)
@@ -252,52 +257,44 @@ def dequantize_model(model: nn.Module) -> nn.Module:
     return replace_layers(model, layers)
 
 
-def _dequantized(name: str, layer: QuantizedLinear) -> nn.Module:
-    if (found := obstacle(layer)) is not None and found.is_done_to_it:
-        raise ValueError(f"layer {name!r} can't be dequantised: {found.reason}")
-    weight = layer.quantized_weight().detach()
-    values = weight.dequantize() if isinstance(weight, FP8Tensor) else weight.clone().as_subclass(Tensor)
-    return layer.restored(values) if isinstance(layer, QuantizedConv1D) else linear_around(values, layer)
-
-
 # The report
 
 
 @dataclass(frozen=True)
 class ReportedLayer:
-    """What became of one layer of a model."""
+    """The result for one layer of a model."""
 
     name: str
     """Its dotted name; empty where the model is the layer."""
     kind: str
     """Its class."""
     parameters: int
-    """How many numbers its own parameters hold, those it shares among them."""
+    """Count of numbers in its parameters, shared ones among them."""
     quantized: bool
-    """Whether its weight or what it is multiplied by is quantised."""
+    """True where its weight or its input is quantised."""
     detail: str
     """Formats and storage, or why it was left."""
 
 
 @dataclass(frozen=True)
 class QuantizationReport:
-    """What of a model is quantised and what is not; as a string a table."""
+    """The quantised and the other layers of a model; as a string a table."""
 
     layers: tuple[ReportedLayer, ...]
     """Every layer with a weight of two dimensions or more, in the model's order."""
     parameters: int
-    """How many numbers the parameters of the model hold, those that are shared once."""
+    """Count of numbers in the model's parameters, shared ones once."""
     quantized_parameters: int
-    """How many of them have a format."""
+    """Count of those that have a format."""
 
     @property
     def quantized(self) -> tuple[ReportedLayer, ...]:
-        """The layers that are quantised."""
+        """Quantised layers."""
         return tuple(layer for layer in self.layers if layer.quantized)
 
     @property
     def left(self) -> tuple[ReportedLayer, ...]:
-        """The layers that are not."""
+        """Layers that were left."""
         return tuple(layer for layer in self.layers if not layer.quantized)
 
     def __str__(self) -> str:
@@ -315,7 +312,7 @@ class QuantizationReport:
 
 
 def quantization_report(model: nn.Module) -> QuantizationReport:
-    """What of a model is quantised, in which formats, what is not, and why; nothing is changed.
+    """Report which layers of a model are quantised, in which formats, and why others are not; nothing is changed.
 
     Args:
         model: any, of :func:`quantize_model` or not.
@@ -350,6 +347,6 @@ def _reported(model: nn.Module, entry: Entry) -> ReportedLayer:
     if isinstance(module, QuantizedLinear):
         read = isinstance(model.get_submodule(name.rpartition(".")[0]), nn.MultiheadAttention)
         chosen = chosen_products(module.spec, module.in_features, module.out_features, module.weight.device)
-        left, detail = NEVER_CALLED, "" if read else module.described_formats() + chosen
+        left, detail = NEVER_CALLED, "" if read else module._described_formats() + chosen
     count = sum(p.numel() for p in module.parameters(recurse=False))
     return ReportedLayer(name, type(module).__name__, count, bool(detail), detail or left)

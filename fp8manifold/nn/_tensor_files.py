@@ -77,7 +77,7 @@ class MappedFiles:
 
 
 class GivenTensors:
-    """Those of a mapping, which may make each when it is asked for."""
+    """Tensors of a mapping, which may make each when it is asked for."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         self._given = given
@@ -99,14 +99,14 @@ class GivenTensors:
         return value.detach()
 
     def was_read(self, size: int) -> None:
-        """Count bytes of tensors that nobody needs any more; whoever made these has their memory."""
+        """Count nothing: the memory is that of whoever made the tensors."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Close nothing."""
 
 
 class FileTensors:
-    """Those of safetensors files, mapped into memory; a tensor is the file's own pages."""
+    """Tensors of safetensors files, mapped into memory; each is the file's own pages."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self._opened = ExitStack()
@@ -147,17 +147,14 @@ class FileTensors:
         return tensor
 
     def header(self, name: str) -> Header:
-        """What the file says of a tensor."""
         path, file = self._where[name]
         part = file.get_slice(name)
         return Header(part.get_dtype(), tuple(part.get_shape()), path.name)
 
     def part(self, name: str) -> Any:
-        """The tensor, unread until it is indexed."""
         return self._where[name][1].get_slice(name)
 
     def metadata(self, name: str) -> dict[str, str] | None:
-        """What the header of a tensor's file says beside the tensors."""
         said: dict[str, str] | None = self._where[name][1].metadata()
         return said
 
@@ -169,7 +166,7 @@ class FileTensors:
 
 
 class StoredTensors(FileTensors):
-    """Those of files with weights in codes: each is one tensor, of floats by its values, by the name a model has."""
+    """Tensors of files with weights in codes, each of floats by its values, by the name that a model has."""
 
     def __init__(self, source: Source) -> None:
         paths = files_of(source)
@@ -213,7 +210,6 @@ def files_of(source: Source) -> list[Path]:
 
 
 def _indexed(index: Path) -> list[Path]:
-    """The files that an index names, which lie beside it."""
     try:
         if (size := index.stat().st_size) > _LARGEST_INDEX:
             raise ValueError(f"it has {size} bytes, {_LARGEST_INDEX} are read at most")

@@ -1,4 +1,4 @@
-"""What holds a quantised layer calls it: no fused operator reads its weight instead, and nested tensors are taken."""
+"""Modules around a quantised layer call it: no fused operator reads its weight, and nested tensors are taken."""
 
 import copy
 import pickle

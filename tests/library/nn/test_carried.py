@@ -1,4 +1,4 @@
-"""What hangs on a layer goes over to the one that takes its place, and comes back; what can't is refused."""
+"""Hooks and attributes of a layer go over to the one that takes its place, and come back, or are refused."""
 
 import copy
 from typing import Any
@@ -97,7 +97,7 @@ def orders(net: nn.Module, known: Any) -> tuple[list[str], list[str]]:
 @each("tied", ["refuse", "untie", "leave"])
 @storages
 def test_parameters_and_state_keep_their_order(storage: Any, tied: Any) -> None:
-    """What goes by order: optimizers' states, averages, communication."""
+    """Optimizers' states, averages and communication go by order."""
 
     def made() -> nn.Sequential:
         net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 8))
@@ -156,34 +156,26 @@ def pruned(layer: nn.Module) -> None:
     prune.random_unstructured(layer, "weight", 0.5)
 
 
-def pruned_bias(layer: nn.Module) -> None:
-    prune.random_unstructured(layer, "bias", 0.5)
-
-
-def old_weight_norm(layer: nn.Module) -> None:
-    nn.utils.weight_norm(layer)
-
-
-def old_spectral_norm(layer: nn.Module) -> None:
-    nn.utils.spectral_norm(layer)
-
-
-def replaced(layer: nn.Module) -> None:
-    layer.forward = lambda x: x  # type: ignore[method-assign,assignment]
-
-
 #: what is done to a layer, what is said, and how it is taken back
 DONE: dict[str, Any] = {
     "pruned": (pruned, r"prune\.remove\(layer, 'weight'\)", lambda m: prune.remove(m, "weight")),
-    "bias": (pruned_bias, r"prune\.remove\(layer, 'bias'\)", lambda m: prune.remove(m, "bias")),
-    "weight_norm": (old_weight_norm, r"remove_weight_norm\(layer\)", remove_weight_norm),
-    "spectral_norm": (old_spectral_norm, r"remove_spectral_norm\(layer\)", remove_spectral_norm),
+    "bias": (
+        lambda m: prune.random_unstructured(m, "bias", 0.5),
+        r"prune\.remove\(layer, 'bias'\)",
+        lambda m: prune.remove(m, "bias"),
+    ),
+    "weight_norm": (nn.utils.weight_norm, r"remove_weight_norm\(layer\)", remove_weight_norm),
+    "spectral_norm": (nn.utils.spectral_norm, r"remove_spectral_norm\(layer\)", remove_spectral_norm),
     "parametrised": (
         lambda m: parametrizations.weight_norm(m),
         "remove_parametrizations for its 'weight'",
         lambda m: parametrize.remove_parametrizations(m, "weight"),
     ),
-    "forward": (replaced, "its forward was replaced on the object", lambda m: delattr(m, "forward")),
+    "forward": (
+        lambda m: setattr(m, "forward", len),
+        "its forward was replaced on the object",
+        lambda m: delattr(m, "forward"),
+    ),
     "compiled": (
         lambda m: setattr(m, "_compiled_call_impl", m._call_impl),  # what compile() does, without the compiler
         "compile then",

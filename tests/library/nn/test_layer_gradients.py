@@ -26,7 +26,7 @@ def layer_of(spec: LayerSpec, storage: Any = "master", seed: int = 0, **options:
 
 
 def gradients(layer: nn.Module, x: Tensor = X, g: Tensor = G, run: Any = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the input, the weight and the bias, after one backward pass."""
+    """Gradients of the input, the weight and the bias, after one backward pass."""
     x = x.clone().requires_grad_()
     layer.zero_grad()
     (run or layer)(x).backward(g)
@@ -56,14 +56,6 @@ def test_gradients_are_quantised_once_each(storage: Any, granularity: Any, opera
     assert close(for_x, arrived @ weight)
     assert close(for_weight, expected)
     assert torch.equal(for_bias, G.sum(0))
-
-
-def test_a_gradient_without_quantised_weights() -> None:
-    layer = layer_of(LayerSpec(gradient="E5M2"))
-    plain = nn.Linear(32, 64)
-    plain.load_state_dict({"weight": layer.weight, "bias": layer.bias})
-    assert torch.equal(layer(X), plain(X))
-    assert close(gradients(layer)[0], fake_quantize(G, "E5M2") @ plain.weight)
 
 
 def test_weight_gradients_of_micro_steps_are_added_up_in_float32() -> None:
@@ -132,7 +124,7 @@ OPERANDS = ("weight", "activation", *BACKWARD)
 
 
 def multiplied(layer: QuantizedLinear, operand: str) -> Tensor:
-    """What one forward pass multiplied by."""
+    """The values that one forward pass multiplied by."""
     weight = layer.quantized_weight().detach()
     y = layer(X).detach()
     assert torch.equal(y, F.linear(layer.quantized_input(X), weight, layer.bias))

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from laws import each
-from optimizer_cases import bits_of, normal
+from optimizer_cases import bits_of
 from surgery_models import LINEARS, Model
 from torch import Tensor, nn
 
@@ -84,14 +83,6 @@ def test_specs_and_dicts() -> None:
     assert model.blocks[0].mlp["fc"].spec.granularity == model.blocks[0].attn.qkv.spec.granularity == "tensor"
     assert LayerSpec("none").quantizes_nothing
     assert LayerSpec(None, "NONE").quantizes_nothing
-
-
-def test_activations_alone() -> None:
-    layer = quantize_model(nn.Linear(8, 4), LayerSpec(activation="E4M3"))
-    x = normal(3, 8)
-    assert torch.equal(layer(x), F.linear(fm.fake_quantize(x, "E4M3"), layer.weight, layer.bias))
-    assert layer.weight_scale().item() == 1.0
-    assert torch.equal(layer.quantized_weight(), layer.weight)
 
 
 @each("tied", ["refuse", "untie", "leave"])

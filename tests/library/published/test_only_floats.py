@@ -65,7 +65,7 @@ def in_codes(state: Mapping[str, Tensor], layout: str, wanted: Callable[[str, Te
 
 
 def said(layout: str, name: str, file: str = "") -> str:
-    """What is to be said of the first weight."""
+    """The refusal of the first weight."""
     dtype, in_file, beside, _ = LAYOUTS[layout]
     where, kind = (f" of {file!r}", in_file) if file else ("", str(dtype))
     scales = name.removesuffix("weight") + beside
@@ -88,7 +88,7 @@ def is_one(name: str, value: Tensor) -> bool:
 
 @each("layout", LAYOUTS)
 def test_load_quantized(layout: str, tmp_path: Path) -> None:
-    """Of a state, of a file, and of tensors that are made when they are asked for, where nothing lies beside them."""
+    """From a state, a file, and, where there are no scales, tensors that are made on request."""
     state = in_codes(state_of(Net()), layout, is_one)
     safetensors.save_file(state, tmp_path / "part.safetensors")
     sources: list[tuple[Any, str]] = [(state, ""), (tmp_path, "part.safetensors")]

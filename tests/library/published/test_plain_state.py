@@ -159,7 +159,7 @@ def test_accelerate_goes_on_to_the_same_bits(optimizer: str, tmp_path: Path) -> 
 @each("storage", ["fp8", "grid", "master", "embedded"])
 @each("name", ["E4M3", "E2M5"])
 def test_codes_that_were_averaged_are_refused(name: str, storage: Any, strict: bool) -> None:
-    """They were taken for floats, 128 for 0.18, where ``strict=False`` lets the other parts pass."""
+    """Codes were taken for floats, 128 for 0.18, where ``strict=False`` lets the other parts pass."""
 
     def stored(seed: int, storage: Any) -> Any:
         if storage != "embedded":
