@@ -170,9 +170,10 @@ def prepare_grid_state(layer: Any, state: dict[str, Any], prefix: str) -> str | 
     values = saved.dequantize() if isinstance(saved, FP8Tensor) else saved.detach().as_subclass(Tensor)
     own, fresh = manifold.scale, scale is None
     if scale is None:  # that of codes in the same format, which are taken exactly, or a fresh one
-        scale = fresh_scale(values, manifold.format, *layer._placing)
         if isinstance(saved, FP8Tensor) and saved.format == manifold.format and saved.scale.shape == own.shape:
             scale = saved.scale
+        else:
+            scale = fresh_scale(values, manifold.format, *layer._placing)
     elif scale.shape == own.shape:
         warn_if_saturated(values, scale, manifold.format)
     if refusal := _lacks_points(manifold.format, scale, weight.dtype):

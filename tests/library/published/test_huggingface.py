@@ -9,6 +9,7 @@ import pytest
 import torch
 from hf_cases import gpt2, llama, logits, read, transformers
 from laws import each
+from optimizer_cases import frozen
 from surgery_models import bits
 from torch import Tensor, nn
 
@@ -182,17 +183,6 @@ def losses(trainer: Any) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def same(one: Any, other: Any) -> bool:
-    """True for two states that are equal, to the last number in them."""
-    if isinstance(one, Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(each, other[key]) for key, each in one.items())
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
-
-
 @MAKERS
 @pytest.mark.parametrize("optimizer", ["8bit", "residual8", "muon", "wrapper", "adamw"])
 def test_a_trainer_goes_on_where_it_was(maker: Any, optimizer: str, tmp_path: Path) -> None:
@@ -204,7 +194,7 @@ def test_a_trainer_goes_on_where_it_was(maker: Any, optimizer: str, tmp_path: Pa
     assert losses(resumed)[-3:] == losses(ended)[-3:]
     assert bits(again) == bits(whole)
     assert bits(read(tmp_path / "whole" / "checkpoint-6")) == bits(whole)
-    assert same(resumed.optimizer.state_dict(), ended.optimizer.state_dict())
+    assert frozen(resumed.optimizer.state_dict()) == frozen(ended.optimizer.state_dict())
 
 
 ONE_BY_ONE: dict[str, Any] = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "max_grad_norm": 0.0}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from laws import each
-from optimizer_cases import normal
+from optimizer_cases import frozen, normal
 from safetensors.torch import load_file, save_file
 from tensor_cases import FORMATS, GRANULARITIES, same_store
 from torch import Tensor, nn
@@ -142,17 +142,10 @@ def test_accelerate_goes_on_to_the_same_bits(optimizer: str, tmp_path: Path) -> 
             steps.zero_grad()
             accelerator.backward(model(normal(8, 64) * (step + 1)).square().sum())
             steps.step()
-        ended.append((model, steps.state_dict()["state"]))
+        ended.append(frozen((model.state_dict(), steps.state_dict()["state"])))
         accelerator.free_memory()
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    (one, state), (other, its) = ended
-    for index in (0, 2):
-        assert same_store(one[index].weight, other[index].weight)
-        assert int(one[index].weight.counter) == int(other[index].weight.counter)
-    for key, entry in state.items():
-        for name, value in entry.items():
-            same = torch.equal(value, its[key][name]) if isinstance(value, Tensor) else value == its[key][name]
-            assert same, (key, name)
+    assert ended[0] == ended[1]
 
 
 @each("strict", [True, False])
@@ -161,14 +154,12 @@ def test_accelerate_goes_on_to_the_same_bits(optimizer: str, tmp_path: Path) -> 
 def test_codes_that_were_averaged_are_refused(name: str, storage: Any, strict: bool) -> None:
     """Codes were taken for floats, 128 for 0.18, where ``strict=False`` lets the other parts pass."""
 
-    def stored(seed: int, storage: Any) -> Any:
-        if storage != "embedded":
-            return made(name, seed, storage)
-        return quantize_model(nn.Sequential(nn.Embedding(8, 32), nn.Linear(32, 4)), name, "fp8", embeddings=name)
-
-    first, second = (stored(seed, storage if storage == "embedded" else "fp8").state_dict() for seed in (0, 1))
+    model = made(name, storage=storage) if storage != "embedded" else None
+    first, second = (made(name, seed).state_dict() for seed in (0, 1))
+    if model is None:
+        model = quantize_model(nn.Sequential(nn.Embedding(8, 32), nn.Linear(32, 4)), name, "fp8", embeddings=name)
+        first = second = model.state_dict()
     averaged = {key: (first[key].float() + second[key].float()) / 2 for key in first}
-    model = stored(0, storage)
     before = model[0].weight.detach().clone()
     line = r"0\.weight holds torch\.float32, and by 0\.weight_traits it is codes, .* average decoded weights \(fm\.aver"
     with pytest.raises(RuntimeError, match=line):
