@@ -95,17 +95,16 @@ def load_quantized(
     becomes_codes = planned.encoded
     tensors: Tensors = GivenTensors(source) if isinstance(source, Mapping) else FileTensors(files_of(source))
     with closing(tensors):
-        chosen = _check_names(model, tensors)
         codes: dict[str, FP8Parameter] = {}
         floats: dict[str, Tensor] = {}
-        for names, own in _groups(model).values():
-            value = _read(tensors, chosen[names[0]], own)
-            if entry := becomes_codes.get(names[0]):
+        for name, there, own in _checked(model, tensors):
+            value = _read(tensors, there, own)
+            if entry := becomes_codes.get(name):
                 placed = value.to(device=device, dtype=own.dtype)
-                codes[names[0]] = encoded(planned, entry, placed, requires_grad=own.requires_grad)
+                codes[name] = encoded(planned, entry, placed, requires_grad=own.requires_grad)
                 del placed
             else:
-                floats[names[0]] = value.to(device=device, dtype=own.dtype, copy=True)
+                floats[name] = value.to(device=device, dtype=own.dtype, copy=True)
             tensors.was_read(value.nbytes)
             del value
     _put(model, floats, device)
@@ -129,23 +128,19 @@ def _load_as_stored(
     codes: dict[str, FP8Parameter] = {}
     floats: dict[str, Tensor] = {}
     with closing(StoredTensors(source)) as tensors:
-        chosen = _check_names(model, tensors)
-        for names, own in _groups(model).values():
-            first = chosen[names[0]][0]
-            if (stored := tensors.stored.get(first)) is None:
-                value = _read(tensors, chosen[names[0]], own)
-                floats[names[0]] = value.to(device=device, dtype=own.dtype, copy=True)
+        for name, there, own in _checked(model, tensors):
+            if (stored := tensors.stored.get(there[0])) is None:
+                value = _read(tensors, there, own)
+                floats[name] = value.to(device=device, dtype=own.dtype, copy=True)
                 tensors.was_read(value.nbytes)
                 del value
                 continue
-            if len(chosen[names[0]]) > 1:
-                raise ValueError(f"{first!r} and {chosen[names[0]][1]!r} are one tensor in the model, and in codes")
-            how: dict[str, Any] = {"rounding": rounding, "draws": draws, "seed": (seed << 32) + len(codes)}
-            made = weight_of(
-                first, [((), stored)], own.shape, tensors.read, tensors.was_read, device=device, dtype=own.dtype, **how
-            )
-            made.requires_grad_(own.requires_grad)
-            codes[names[0]] = made
+            if there[1:]:
+                raise ValueError(f"{there[0]!r} and {there[1]!r} are one tensor in the model, and in codes")
+            how: Any = {"device": device, "dtype": own.dtype, "rounding": rounding, "draws": draws}
+            how["seed"] = (seed << 32) + len(codes)
+            codes[name] = weight_of(there[0], [((), stored)], own.shape, tensors.read, tensors.was_read, **how)
+            codes[name].requires_grad_(own.requires_grad)
     _put(model, floats, device)
     return put_codes(model, codes).to(device)
 
@@ -175,18 +170,17 @@ def _groups(model: nn.Module) -> dict[int, tuple[list[str], Tensor]]:
     return found
 
 
-def _check_names(model: nn.Module, tensors: Tensors) -> dict[str, list[str]]:
-    """The names under which each entry is there, by the first it has in the model."""
+def _checked(model: nn.Module, tensors: Tensors) -> list[tuple[str, list[str], Tensor]]:
+    """The entries of a model's state, each with its first name in the model and those that the source has for it."""
     there = set(tensors.names())
-    chosen: dict[str, list[str]] = {}
+    found: list[tuple[str, list[str], Tensor]] = []
     known: set[str] = set()
     missing, unfit = [], []
     for names, entry in _groups(model).values():
         known |= set(names)
-        chosen[names[0]] = [name for name in names if name in there]
-        if not chosen[names[0]]:
-            missing.append(names[0])
-        for name in chosen[names[0]]:
+        found.append((names[0], [name for name in names if name in there], entry))
+        missing += [] if there.intersection(names) else names[:1]
+        for name in found[-1][1]:
             shape, dtype, file = tensors.known(name)
             if dtype is not None and entry.is_floating_point():
                 refuse_codes(name, dtype, there, file)
@@ -199,7 +193,7 @@ def _check_names(model: nn.Module, tensors: Tensors) -> dict[str, list[str]]:
         raise ValueError(f"the source has {_some(unexpected)}, which the model lacks")
     if unfit:
         raise ValueError(unfit[0] + (f"; and {len(unfit) - 1} more like it" if unfit[1:] else ""))
-    return chosen
+    return found
 
 
 def _unfit(name: str, entry: Tensor, shape: tuple[int, ...] | None, dtype: torch.dtype | str | None) -> list[str]:

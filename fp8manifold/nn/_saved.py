@@ -92,12 +92,8 @@ def _options_of(layer: QuantizedLinear) -> dict[str, Any]:
     if own is not None:
         options["rounding"] = own.rounding
         options |= {"draws": own.draws} if own.draws != DRAWS[0] else {}  # which older versions do not know
-    given = {
-        "headroom": layer._headroom,
-        "keep_remainder": layer._keep_remainder,
-        "defer_weight_gradient": layer._defers,
-    }
-    return options | {key: value for key, value in given.items() if value}
+    given = zip(_OPTIONS[3:], (layer._headroom, layer._keep_remainder, layer._defers), strict=True)
+    return options | {key: value for key, value in given if value}
 
 
 def spec_as_json(spec: LayerSpec) -> dict[str, Any]:

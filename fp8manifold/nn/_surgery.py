@@ -1,6 +1,6 @@
 """The surgery that puts quantised layers into a model whose code stays as it is, the way back, and a report of it."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
@@ -18,6 +18,8 @@ from fp8manifold.parameter import FP8Parameter
 from fp8manifold.random_bits import Draws
 from fp8manifold.scaling import WeightGranularity
 from fp8manifold.tensor import FP8Tensor
+
+Wanted = tuple[str, nn.Module, Any, Mapping[str, Any]]
 
 
 def quantize_model(
@@ -132,16 +134,18 @@ def carry_out(model: nn.Module, planned: Plan, codes: Mapping[str, FP8Parameter]
 
 def layers_of(planned: Plan, codes: Mapping[str, FP8Parameter] = MappingProxyType({})) -> dict[str, nn.Module]:
     """The new layers by name; of those that have codes already, the float weight is not looked at."""
-    wanted: list[tuple[str, nn.Module, Any, dict[str, Any]]] = []
-    for entry in planned.layers:
-        own = None if entry.is_copied else codes.get(entry.parameters[0])
-        old = linear_of(entry.module) if entry.is_copied and not is_conv1d(entry.module) else entry.module
-        options = {**planned.options, "storage": planned.storage, "seed": entry.seed, "codes": own}
-        wanted.append((entry.name, old, entry.spec, options))
-    return made_layers(wanted)
+
+    def wanted() -> Iterator[Wanted]:  # one copy of a weight after the other
+        for entry in planned.layers:
+            own = None if entry.is_copied else codes.get(entry.parameters[0])
+            old = linear_of(entry.module) if entry.is_copied and not is_conv1d(entry.module) else entry.module
+            options = {**planned.options, "storage": planned.storage, "seed": entry.seed, "codes": own}
+            yield entry.name, old, entry.spec, options
+
+    return made_layers(wanted())
 
 
-def made_layers(wanted: Iterable[tuple[str, nn.Module, Any, Mapping[str, Any]]]) -> dict[str, nn.Module]:
+def made_layers(wanted: Iterable[Wanted]) -> dict[str, nn.Module]:
     """Quantised layers by name, of names, old layers, specifications and options; gradients may share a magnitude."""
     made: dict[str, nn.Module] = {}
     first_global: QuantizedLinear | None = None
