@@ -13,10 +13,16 @@ from fp8manifold.nn import QuantizedLinear
 from fp8manifold.nn._loading import load_quantized
 from fp8manifold.nn._parts import unflatten_state_dict
 from fp8manifold.nn._plan import check_formats
-from fp8manifold.nn._report import QuantizationReport, ReportedLayer, quantization_report
 from fp8manifold.nn._scalers import Scale
 from fp8manifold.nn._spec import LayerSpec, OperandSpec
-from fp8manifold.nn._surgery import dequantize_model, quantize_model, quantize_weight_gradients
+from fp8manifold.nn._surgery import (
+    QuantizationReport,
+    ReportedLayer,
+    dequantize_model,
+    quantization_report,
+    quantize_model,
+    quantize_weight_gradients,
+)
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.random_bits import random_bits
 from fp8manifold.scaling import SaturationWarning, UnderflowWarning, amax_scale, storage_scale, widened_scale

@@ -13,7 +13,7 @@ _DISTRIBUTED: Final = torch.distributed.is_available()
 
 
 class Ranks:
-    """A process group, by what it is asked for here; without one, or with a single process, every answer is the own."""
+    """A process group; without one, or with a single process, every answer is the process's own."""
 
     def __init__(self, group: Any = None) -> None:
         self.group = group
@@ -48,7 +48,7 @@ class Ranks:
         return whole
 
     def sent(self, x: Tensor, source: int = 0) -> Tensor:
-        """What one of the processes has, in a tensor of the same shape and dtype, in place."""
+        """The tensor of one of the processes, in one of the same shape and dtype, in place."""
         if self.size > 1:
             torch.distributed.broadcast(x, group=self.group, group_src=source)
         return x
@@ -82,14 +82,14 @@ class Replicas(Ranks):
             replicas.setdefault(owner, {})[name] = self
 
     def parameters(self) -> list[Tensor | None]:
-        """They, in the order of their names; None for one that is gone, or sharded since."""
+        """Parameters in the order of their names; None for one that is gone, or sharded since."""
         owners = [(place(), name) for place, name in self._places]
         found = [None if owner is None else owner._parameters.get(name) for owner, name in owners]
         return [None if p is None or share_of(p) is not None else p for p in found]
 
 
 replicas: Final[WeakKeyDictionary[nn.Module, dict[str, Replicas]]] = WeakKeyDictionary()
-"""The processes that hold a layer's parameters too, by name, where :func:`fp8manifold.distributed.sync` was told so."""
+"""The processes that hold a layer's parameters too, by name, as :func:`fp8manifold.distributed.sync` has set them."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,6 @@ class Share:
         return min(self.ranks.rank * self.rows, self.shape[0]) * (self.shape[1:].numel())
 
     def gathered(self, own: Tensor) -> Tensor:
-        """All rows of something that has as many as the parameter, in every process."""
         return self.ranks.gathered(self.padded(own))[: self.shape[0]]
 
     def collected(self, own: Tensor, owner: int) -> Tensor | None:
@@ -140,7 +139,6 @@ class Share:
         return part.view(like.dtype).reshape(-1, *like.shape[1:])[: len(like)]
 
     def own(self, whole: Tensor) -> Tensor:
-        """The own rows of all."""
         first = min(self.ranks.rank * self.rows, self.shape[0])
         return whole[first : first + self.local.shape[0]]
 
@@ -156,12 +154,12 @@ def bytes_of(x: Tensor) -> Tensor:
 
 
 def local_of(x: Any) -> Any:
-    """What this process holds of a DTensor; anything else as it is."""
+    """The part of a DTensor that this process holds; anything else as it is."""
     return x if type(x) is Tensor else getattr(x, "_local_tensor", x)
 
 
 def share_of(parameter: Tensor) -> Share | None:
-    """What this process holds of a parameter that is spread over several; None of one that is not."""
+    """The part of a parameter that this process holds of one spread over several; None of any other."""
     tensors = sys.modules.get("torch.distributed.tensor")  # without which there are no DTensors
     if tensors is None or not isinstance(parameter, tensors.DTensor):
         return None

@@ -28,7 +28,6 @@ class FP8Shard(FP8Tensor):
     is_share = True
 
     def check_writable(self) -> NoReturn:
-        """Refuse what knows nothing of the other rows."""
         raise RuntimeError(
             "a sharded FP8Tensor is written by the optimizers of fp8manifold.optim and by load_state_dict only, as its "
             "random bits and scales are those of the whole: fill it, or change its scale, before fully_shard, or take "
@@ -36,7 +35,6 @@ class FP8Shard(FP8Tensor):
         )
 
     def rescale_(self, scale: float | Tensor) -> NoReturn:
-        """Refused, as :meth:`check_writable` says."""
         self.check_writable()
 
     def adopt(self, other: FP8Tensor | View) -> None:
@@ -49,7 +47,7 @@ class FP8Shard(FP8Tensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
-        """What is sent: the codes, and as bytes the scales of rows; of blocks they are bytes already.
+        """The tensors to send: codes, and as bytes the scales of rows; of blocks they are bytes already.
 
         FSDP takes nothing but codes where the last processes have fewer rows: scales are gathered here then.  A single
         process has all of them.
@@ -94,21 +92,18 @@ def _padded(part: Tensor, rows: int, value: float) -> Tensor:
 
 
 def _one_in(kept: Tensor) -> float:
-    """A scale of 1 as it is kept."""
     return ONE if kept.dtype == torch.uint8 else 1.0
 
 
 def _in_rows(x: FP8Tensor, change: Callable[[Tensor, float], Tensor], counter: Tensor | None = None) -> FP8Tensor:
-    """The tensor with ``change`` of every part that has rows; it is told what stands in a row that is new."""
-    if isinstance(x.block_size, tuple):
+    """The tensor with ``change`` of every part that has rows, called with the value for a new row."""
+    squares = isinstance(x.block_size, tuple)
+    if squares or (x.block_size and x.dim() == 1):
+        each = "square of 128 x 128" if squares else f"block of {BLOCK_SIZE}"
+        why = "share scales: take granularity='channel' or 'block'"
         raise RuntimeError(
-            f"a tensor of shape {tuple(x.shape)} with a scale for each square of 128 x 128 can't be sharded, as its "
-            "rows share scales: take granularity='channel' or 'block'"
-        )
-    if x.block_size and x.dim() == 1:
-        raise RuntimeError(
-            f"a tensor of shape {tuple(x.shape)} with a scale for each block of {BLOCK_SIZE} can't be sharded, as its "
-            "rows are single numbers: take granularity='tensor'"
+            f"a tensor of shape {tuple(x.shape)} with a scale for each {each} can't be sharded, as its rows "
+            + (why if squares else "are single numbers: take granularity='tensor'")
         )
     scale = x.kept_scale
     if scale.dim():
@@ -121,11 +116,7 @@ def _in_rows(x: FP8Tensor, change: Callable[[Tensor, float], Tensor], counter: T
 
 
 def _rows_of(view: View) -> FP8Tensor:
-    """What a view of some rows of a whole tensor shows, on the same memory.
-
-    Raises:
-        RuntimeError: a view of something else.
-    """
+    """The rows of a whole tensor that a view shows, on the same memory."""
     whole = view.base
     if not isinstance(whole, FP8Tensor) or not takes_rows(view.replay):
         raise RuntimeError(
@@ -170,12 +161,8 @@ def _new_zeros(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The tensor itself, where its geometry stays; rows flat too, where FSDP2 keeps them to know their memory again."""
     x, size, *strides = args
-    stays = tuple(size) == tuple(x.shape) and (not strides or (tuple(strides[0]), *strides[1:]) in _unmoved(x))
+    unmoved = (x.stride(),), (x.stride(), 0), (x.stride(), None)  # how as_strided is asked for what is there already
+    stays = tuple(size) == tuple(x.shape) and (not strides or (tuple(strides[0]), *strides[1:]) in unmoved)
     if not isinstance(x, FP8Tensor) or not (stays or (x.is_share and tuple(size) == (-1,))):
         return NotImplemented
     return alias(_aten.detach.default, (x,), {})
-
-
-def _unmoved(x: Tensor) -> tuple[Any, ...]:
-    """How ``as_strided`` is asked for what is there already."""
-    return (x.stride(),), (x.stride(), 0), (x.stride(), None)

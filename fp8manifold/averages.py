@@ -73,7 +73,6 @@ class _Average(AveragedModel):
 
 
 def _sharded_of(model: nn.Module) -> list[Any]:
-    """The modules of a model that ``fully_shard`` was called on."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # without which there are none
     if fsdp is None or not isinstance(model, nn.Module):
         return []
@@ -81,7 +80,7 @@ def _sharded_of(model: nn.Module) -> list[Any]:
 
 
 def _rows_of(parameter: Tensor) -> tuple[Any, ...] | None:
-    """What tells which rows of a parameter this process holds; None of one that is whole."""
+    """A key of the rows of a parameter that this process holds; None of one that is whole."""
     share = share_of(parameter)
     return None if share is None else (share.shape, share.mesh, tuple(share.placements))
 

@@ -34,10 +34,9 @@ def sync(model: nn.Module, group: Any = None) -> None:
     - this library's optimizers leave out a step in all processes where a gradient is not finite in one,
     - and their first step compares the parameters over the processes, and raises where they are not equal.
 
-    They are known by the layers that hold them, which have to be there as long as they are trained.  A model may be
-    moved (``to``, ``share_memory``) afterwards.  Call it before ``DistributedDataParallel(model, init_sync=False)``,
-    before ``ZeroRedundancyOptimizer``, and before ``fully_shard``, in every process.  DDP's own start
-    (``init_sync=True``) of a model with one-byte weights calls it.
+    The layers have to be kept as long as they are trained; the model may be moved (``to``, ``share_memory``).  Call it
+    in every process, before ``DistributedDataParallel(model, init_sync=False)``, ``ZeroRedundancyOptimizer`` and
+    ``fully_shard``.  DDP's own start (``init_sync=True``) of a model with one-byte weights calls it.
 
     Args:
         model: of the same layers, formats and shapes in every process.
@@ -120,7 +119,10 @@ def _send(model: nn.Module, ranks: Ranks) -> None:
     state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     hidden = {f"hidden buffer {name}": b for name, b in model.named_buffers() if name not in state}
     tensors = {name: value.detach().contiguous() for name, value in (state | hidden).items()}
-    own = {name: [list(x.shape), str(x.dtype)] for name, x in tensors.items()} | _kinds(model)
+    own: dict[str, Any] = {name: [list(x.shape), str(x.dtype)] for name, x in tensors.items()}
+    for name, p in model.named_parameters():  # but for seeds and rounding
+        if isinstance(p, FP8Tensor):
+            own[f"format of {name}"] = [[], f"{p.format.name}, {p.block_size}, {p.dtype}"]
     first_own = json.loads(_text_sent(json.dumps(own), ranks, device))
     refusal = _difference(own, first_own)
     if ranks.any(refusal is not None, device):
@@ -135,7 +137,7 @@ def _send(model: nn.Module, ranks: Ranks) -> None:
 
 
 def _difference(own: dict[str, Any], first: dict[str, Any]) -> str | None:
-    """What this process lacks of the first one's model, or has otherwise."""
+    """A line on what differs from the first process's model, or None."""
     if strange := sorted(own.keys() ^ first.keys()):
         return f"{strange[0]!r} is in one of them only"
     for name, (shape, dtype) in own.items():
@@ -147,25 +149,14 @@ def _difference(own: dict[str, Any], first: dict[str, Any]) -> str | None:
 
 
 def _text_sent(text: str, ranks: Ranks, device: torch.device) -> str:
-    """The first process' text."""
     data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
     size = ranks.sent(torch.tensor([len(data)], device=device))
     data = ranks.sent(data if ranks.rank == 0 else data.new_empty(int(size)))
     return bytes(data.cpu().tolist()).decode()
 
 
-def _kinds(model: nn.Module) -> dict[str, Any]:
-    """What parameters in codes are, as entries of shape and kind, but for their seeds and how they are rounded."""
-    found = {name: p for name, p in model.named_parameters() if isinstance(p, FP8Tensor)}
-    return {f"format of {name}": [[], f"{p.format.name}, {p.block_size}, {p.dtype}"] for name, p in found.items()}
-
-
 def _start_together(wrapper: nn.Module, name: str, model: Any) -> None:
-    """Call :func:`sync` where a module becomes that of DDP, whose own start would send one-byte weights as floats.
-
-    DDP then sends what all processes have already, which writes nothing.  Libraries that wrap a model by themselves
-    (accelerate, transformers' ``Trainer``) need not know.
-    """
+    """Call :func:`sync` where DDP takes a model, whose own start would send one-byte weights as floats."""
     if isinstance(wrapper, DistributedDataParallel) and isinstance(model, nn.Module):
         stored = [m for m in model.modules() if any(isinstance(p, FP8Tensor) for p in m._parameters.values())]
         if any(module not in replicas for module in stored):
@@ -266,14 +257,11 @@ def check_digest(state: Mapping[str, Any]) -> None:
 
 def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     """Everything that is no container, by its path."""
-    if isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from _leaves(each, f"{name}/{key}" if name else str(key))
-    elif isinstance(value, list | tuple):
-        for i, each in enumerate(value):
-            yield from _leaves(each, f"{name}/{i}")
-    else:
+    if not isinstance(value, Mapping | list | tuple):
         yield name, value
+        return
+    for key, each in value.items() if isinstance(value, Mapping) else enumerate(value):
+        yield from _leaves(each, f"{name}/{key}" if name else str(key))
 
 
 def _share(value: Any) -> Share | None:

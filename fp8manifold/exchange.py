@@ -17,7 +17,7 @@ from fp8manifold._encoded.stored_scale import are_powers_of_two, as_kept
 from fp8manifold._ranks import share_of
 from fp8manifold.formats import FloatFormat
 from fp8manifold.grid import decode
-from fp8manifold.nn._in_place import in_place_parameters, parameter_names
+from fp8manifold.nn._carried import in_place_parameters, parameter_names
 from fp8manifold.nn._linear import QuantizedConv1D, QuantizedLinear
 from fp8manifold.nn._parts import PARTS
 from fp8manifold.nn._selection import is_linear
@@ -35,17 +35,12 @@ _STRATEGIES: Final[dict[str, dict[str, Any]]] = {
     "group": {"strategy": "group", "group_size": BLOCK_SIZE},
     "block": {"strategy": "group", "group_size": BLOCK_SIZE, "scale_dtype": "torch.uint8"},
 }
-#: of a layer's inputs, which a server rounds as they come: a scale a token, or one for 32 of its values (MXFP8)
-_DYNAMIC: Final[dict[str, dict[str, Any]]] = {
-    "tensor": {"strategy": "token"},
-    "channel": {"strategy": "token"},
-    "group": _STRATEGIES["group"],
-    "block": _STRATEGIES["block"],
-}
+#: of a layer's inputs, which a server rounds as they come: a scale per token, or one per 32 of its values (MXFP8)
+_DYNAMIC: Final = _STRATEGIES | {shares: {"strategy": "token"} for shares in ("tensor", "channel")}
 _SQUARES: Final = "a scale for each square of 128 x 128"
 _OTHERS: Final = "one for a tensor, a row or a block of 32"
 _WAYS: Final = ("take layout='fp8'", "quantise with granularity='square', or take another layout")
-_OF_WEIGHT: Final = frozenset(f"weight{suffix}" for suffix in PARTS if suffix)
+_OF_WEIGHT: Final = {f"weight{suffix}" for suffix in PARTS if suffix}
 _PLAIN, _BLOCKS, _MIXED = "float-quantized", "mxfp8-quantized", "mixed-precision"
 
 
@@ -62,21 +57,20 @@ def exported_state_dict(
     - ``torchao``: ``weight`` is a ``Float8Tensor``, whose ``block_size`` is that of what shares a scale.
     - ``fp8``: ``weight`` is float8_e4m3fn, ``weight_scale_inv`` float32 ``(R/128, C/128)``, rounded up: the layout of
       DeepSeek-V3, which transformers (``FineGrainedFP8Config``), vLLM and SGLang read, of a model that was quantised
-      with ``granularity="square"``.  Rows and columns that 128 does not divide end in partial squares, as there.
+      with ``granularity="square"``; partial squares end rows and columns, as there.
 
-    Only weights are described: how a layer quantises its input and its gradients when it is trained is not.  The
-    weights that the other library decodes in float32 are :meth:`QuantizedLinear.quantized_weight` to the bit, and in
-    bfloat16 too, where stored weights have scales that are powers of two.  NaN and -0 are kept, Inf does not occur.
+    Only weights are described, not how a layer quantises its input and gradients in training.  The values that the
+    other library decodes are :meth:`QuantizedLinear.quantized_weight` to the bit, in float32, and in bfloat16 where
+    scales are powers of two, as those of stored weights.  NaN and -0 are kept, Inf does not occur.
 
     Args:
         model: of :func:`quantize_model`, in any storage; what is not quantised stays as it is, and parameters in codes
-            that are no linear layer's weight (experts, convolutions, embeddings) are written as the floats they are.
+            that are no linear layer's weight (experts, convolutions, embeddings) are written as floats.
         layout: ``compressed-tensors`` or ``fp8``, which take E4M3, or ``torchao``, which takes E4M3, E5M2, E4M3FNUZ
             and E5M2FNUZ.  Squares of 128 x 128 are ``fp8``'s alone.
-        activations: what the reader multiplies the weights with.  ``float`` leaves a layer's inputs as they are
-            (W8A16).  ``E4M3`` lets a server round them as they come, by a scale a token, or one for 32 values where
-            blocks have scales, and multiply in FP8 (W8A8, the schemes ``FP8_DYNAMIC`` and ``MXFP8``): of
-            ``compressed-tensors`` alone.  With ``fp8`` the reader decides.
+        activations: ``float`` leaves a layer's inputs as they are (W8A16).  ``E4M3``, of ``compressed-tensors`` alone,
+            lets a server round them, at a scale per token, or per 32 values where blocks have scales, and multiply in
+            FP8 (W8A8, the schemes ``FP8_DYNAMIC`` and ``MXFP8``).  With ``fp8`` the reader decides.
 
     Returns:
         The tensors, of which codes share the model's memory, and tied ones are there once; and the
@@ -84,7 +78,7 @@ def exported_state_dict(
 
     Raises:
         ImportError: torchao is missing.
-        TypeError: no module, or one that several processes hold a part of each.
+        TypeError: no module, or a sharded one.
         ValueError: an unknown layout, activations that it can't describe, a format that it has no dtype for, scales of
             another shape than it takes, a layer that it does not take (transformers' ``Conv1D``), values between those
             of the format, or no quantised weight.
@@ -114,26 +108,16 @@ def exported_state_dict(
     weights = {weight.name: weight for weight in _quantized(model, layout)}
     if not weights:
         raise ValueError("the model has no quantised weight: call quantize_model first")
-    made = {"compressed-tensors": _compressed, "torchao": _float8_tensors, "fp8": _in_squares}[layout]
     if layout == "fp8":
         _warn_of_partial_squares(weights.values())
     tensors: dict[str, Tensor] = {}
     for name, value in _state(model):
-        if name in weights:
-            tensors |= made(weights[name])
-        else:
-            tensors[name] = value
-    left = [
-        name
-        for name, module in model.named_modules()
-        if is_linear(module) and f"{name}.weight".lstrip(".") not in weights
-    ]
+        tensors |= _TENSORS[layout](weights[name]) if name in weights else {name: value}
+    linears = (name for name, module in model.named_modules() if is_linear(module))
+    left = [name for name in linears if f"{name}.weight".lstrip(".") not in weights]
     if layout == "fp8":  # which knows linear layers, and experts by their name
         left += sorted({name.rpartition(".")[0] for name in in_place_parameters(model)} - {*left, ""})
-    found = list(weights.values())
-    if layout == "compressed-tensors":
-        return tensors, _compressed_config(found, left, rounded=activations != "float")
-    return tensors, {"torchao": _torchao_config, "fp8": _squares_config}[layout](found, left)
+    return tensors, _CONFIGS[layout](list(weights.values()), left, activations != "float")
 
 
 def export_model(
@@ -194,7 +178,7 @@ safetensors.torch.save_file
 
 
 def has_own_head(model: Any) -> bool:
-    """Whether a model's output layer is there and does not share the embedding, whatever its settings say."""
+    """True where a model has an output layer that does not share the embedding, whatever its settings say."""
     head = model.get_output_embeddings()
     return head is not None and head.weight is not model.get_input_embeddings().weight
 
@@ -256,30 +240,16 @@ def _one_each(scale: Tensor, layer: QuantizedLinear) -> Tensor:
 
 
 def _state(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """What the model computes with, by name: tied parameters once, and nothing that layers keep for their training."""
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
-    first: dict[int, str] = {}
-    again = {
-        name
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if first.setdefault(id(parameter), name) != name
-    }
-    others = in_place_parameters(model)
-    names = parameter_names(model)
-    every = [name for own in others.values() for name in names[id(own)]]
-    parts = {f"{name}{suffix}" for name in every for suffix in PARTS if suffix}
+    """The tensors that the model computes with, by name: tied ones once, and nothing that layers keep for training."""
+    names, others = parameter_names(model).values(), in_place_parameters(model)
+    left = {name for its in names for name in its[1:]}
+    left |= {name + suffix for its in names if its[0] in others for name in its for suffix in PARTS if suffix}
+    layers = {f"{name}.".lstrip("."): m for name, m in model.named_modules() if isinstance(m, QuantizedLinear)}
     for name, value in model.state_dict().items():
-        if name not in again and name not in parts and not _is_for_training(name, layers):
+        start = next((start for start in layers if name.startswith(start)), None)
+        beside = set() if start is None else layers[start]._own_names | _OF_WEIGHT  # its weight and bias
+        if name not in left and name.removeprefix(start or "").partition(".")[0] not in beside:
             yield name, others[name].dequantize() if name in others else value
-
-
-def _is_for_training(name: str, layers: dict[str, QuantizedLinear]) -> bool:
-    """Whether an entry of a state is what a quantised layer keeps beside its weight and bias."""
-    for prefix, layer in layers.items():
-        start = f"{prefix}." if prefix else ""
-        if name.startswith(start):
-            return name.removeprefix(start).partition(".")[0] in layer._own_names | _OF_WEIGHT
-    return False
 
 
 def _compressed(weight: _Weight) -> dict[str, Tensor]:
@@ -328,7 +298,7 @@ def _warn_of_partial_squares(weights: Iterable[_Weight]) -> None:
         )
 
 
-def _squares_config(weights: list[_Weight], left: list[str]) -> dict[str, Any]:
+def _squares_config(weights: list[_Weight], left: list[str], rounded: bool) -> dict[str, Any]:
     return {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
@@ -345,9 +315,12 @@ def _float8_tensors(weight: _Weight) -> dict[str, Tensor]:
     return {weight.name: made(weight.codes.view(FLOAT8[weight.format]), scale, block_size=block, dtype=weight.dtype)}
 
 
-def _torchao_config(weights: list[_Weight], left: list[str]) -> dict[str, Any]:
-    """That of float8 weights, rounded anew; what a file's tensors are is said in its metadata."""
+def _torchao_config(weights: list[_Weight], left: list[str], rounded: bool) -> dict[str, Any]:
     package = needed("torchao.quantization", "torchao", "layout='torchao'")
     kind = package.Float8WeightOnlyConfig(weight_dtype=FLOAT8[weights[0].format])
     default = needed("torchao.core.config", "torchao", "layout='torchao'").config_to_dict(kind)
     return {"quant_method": "torchao", "quant_type": {"default": default}, "modules_to_not_convert": left}
+
+
+_TENSORS: Final = {"compressed-tensors": _compressed, "torchao": _float8_tensors, "fp8": _in_squares}
+_CONFIGS: Final = {"compressed-tensors": _compressed_config, "torchao": _torchao_config, "fp8": _squares_config}

@@ -40,7 +40,7 @@ def fake_quantize(
 
     .. math:: Q(x) = s \\cdot \\mathrm{round}(x / s)
 
-    The derivative of ``Q`` is zero almost everywhere; the straight-through estimator stands in for it.
+    The derivative of ``Q`` is zero almost everywhere; the straight-through estimator replaces it.
 
     Args:
         x: float tensor of any shape.
@@ -81,7 +81,13 @@ def fake_quantize(
         given = scale_of_amax(wide_amax(x, granularity, axis), fmt, pow2=pow2 or blocks)
     else:
         given = as_scale(x, scale, blocks, work)
-    return quantize_at(x, given, fmt, ste, rounding, _key(rounding, seed, step, stream), blocks=blocks)
+    key = None
+    if rounding == "stochastic":
+        if seed is None:
+            raise ValueError("rounding='stochastic' needs seed=...")
+        check_words(seed=seed, step=step, stream=stream)
+        key = Stream((seed, step, stream))
+    return quantize_at(x, given, fmt, ste, rounding, key, blocks=blocks)
 
 
 def quantize_at(
@@ -106,7 +112,8 @@ class _FakeQuantize(torch.autograd.Function):
     ) -> Tensor:
         ctx.ste = ste
         if ste == "clipped":
-            ctx.save_for_backward(_inside(x, scale, fmt, blocks))
+            work, spread = working_dtype(x), scale.repeat_interleave(BLOCK_SIZE, -1) if blocks else scale
+            ctx.save_for_backward((x.to(work) / spread.to(work)).abs() <= fmt.max * ROUNDING_OF_SCALES)
         elif ste == "relu":
             ctx.save_for_backward(x > 0)
         return rounded_at(x, scale, fmt, rounding, key, blocks=blocks)
@@ -122,42 +129,21 @@ class _FakeQuantize(torch.autograd.Function):
         return gradient, *(None,) * 6
 
 
-def _inside(x: Tensor, scale: Tensor, fmt: FloatFormat, blocks: bool) -> Tensor:
-    work = working_dtype(x)
-    spread = scale.repeat_interleave(BLOCK_SIZE, -1) if blocks else scale
-    return (x.to(work) / spread.to(work)).abs() <= fmt.max * ROUNDING_OF_SCALES
-
-
-def _key(rounding: str, seed: int | None, step: int, stream: int) -> Stream | None:
-    if rounding != "stochastic":
-        return None
-    if seed is None:
-        raise ValueError("rounding='stochastic' needs seed=...")
-    check_words(seed=seed, step=step, stream=stream)
-    return Stream((seed, step, stream))
-
-
 def as_scale(x: Tensor, scale: Tensor | float, blocks: bool = False, dtype: torch.dtype = torch.float32) -> Tensor:
     """A scale that the caller chose, in a dtype: broadcasting against ``x``, or one for every block."""
     tensor = torch.as_tensor(scale, dtype=dtype, device=x.device).detach()
+    shape, which = x.shape, f"x of shape {tuple(x.shape)}"
     if blocks:
-        tensor = _of_blocks(x, tensor)
-    elif not broadcasts_to(tensor.shape, x.shape):
-        raise ValueError(f"scale of shape {tuple(tensor.shape)} does not fit x of shape {tuple(x.shape)}")
-    if (
-        not torch.compiler.is_compiling()
-        and not is_traced(tensor)
-        and not bool(((tensor > 0) & tensor.isfinite()).all())
-    ):
-        bad = tensor[~((tensor > 0) & tensor.isfinite())][0].item() if tensor.dim() else tensor.item()
-        raise ValueError(f"scale holds {bad}: every entry must be finite and positive")
+        if x.dim() == 0 or x.shape[-1] % BLOCK_SIZE:
+            raise ValueError(f"granularity='block' needs a last dimension that {BLOCK_SIZE} divides, not {(*shape,)}")
+        shape = torch.Size((*shape[:-1], shape[-1] // BLOCK_SIZE))
+        which = f"{tuple(shape)}, the blocks of x"
+    if not broadcasts_to(tensor.shape, shape):
+        raise ValueError(f"scale of shape {tuple(tensor.shape)} does not fit {which}")
+    tensor = tensor.expand(shape) if blocks else tensor
+    if torch.compiler.is_compiling() or is_traced(tensor):
+        return tensor
+    wrong = ~((tensor > 0) & tensor.isfinite())
+    if bool(wrong.any()):
+        raise ValueError(f"scale holds {tensor[wrong][0].item()}: every entry must be finite and positive")
     return tensor
-
-
-def _of_blocks(x: Tensor, scale: Tensor) -> Tensor:
-    if x.dim() == 0 or x.shape[-1] % BLOCK_SIZE:
-        raise ValueError(f"granularity='block' needs a last dimension that {BLOCK_SIZE} divides, not {tuple(x.shape)}")
-    shape = torch.Size((*x.shape[:-1], x.shape[-1] // BLOCK_SIZE))
-    if not broadcasts_to(scale.shape, shape):
-        raise ValueError(f"scale of shape {tuple(scale.shape)} does not fit {tuple(shape)}, the blocks of x")
-    return scale.expand(shape)

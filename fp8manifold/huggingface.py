@@ -13,8 +13,8 @@ from fp8manifold._base.checks import check_choice, needed
 from fp8manifold._published.found import FLOATS
 from fp8manifold.exchange import has_own_head
 from fp8manifold.formats import FloatFormat
+from fp8manifold.nn._carried import in_place_parameters, parameter_names
 from fp8manifold.nn._grid_weight import GridParameter
-from fp8manifold.nn._in_place import in_place_parameters, parameter_names
 from fp8manifold.nn._linear import QuantizedConv1D, QuantizedLinear
 from fp8manifold.nn._loading import Encode, Reader
 from fp8manifold.nn._parts import PARTS, gather_parts
@@ -59,7 +59,7 @@ def quantization_config(formats: Formats = "E4M3", storage: str = "fp8", **optio
     """Give what ``from_pretrained(..., quantization_config=...)`` quantises a float model by while it loads it.
 
     Args:
-        formats, storage, options: of :func:`fp8manifold.quantize_model`; here one byte a weight unless told otherwise.
+        formats, storage, options: of :func:`fp8manifold.quantize_model`; here one byte per weight by default.
 
     Returns:
         A configuration of transformers.  With ``storage="fp8"`` each weight becomes codes as it is read, one at a time,
@@ -98,8 +98,8 @@ def attach(model: Any) -> Any:
     """Let transformers save a model that :func:`fp8manifold.quantize_model` has changed, and its ``Trainer`` train it.
 
     ``save_pretrained`` then writes codes, scales, counts and seeds, as :func:`fp8manifold.unflatten_state_dict` says,
-    and ``config.json`` says what each layer is.  ``from_pretrained`` gives the model back to the bit, and ``Trainer``
-    goes on so with ``resume_from_checkpoint``, the optimizer's state included.  NaN and -0 are kept.  What
+    and ``config.json`` has each layer's options.  ``from_pretrained`` gives the model back to the bit, and ``Trainer``
+    goes on so with ``resume_from_checkpoint``, the optimizer's state included.  NaN and -0 are kept.  A model that
     ``from_pretrained`` has read or quantised is attached already.
 
     Args:
@@ -140,7 +140,6 @@ def attach(model: Any) -> Any:
 
 @functools.cache
 def _classes() -> tuple[Any, Any]:
-    """The two classes that transformers knows a method by, and makes objects of."""
     loading = needed("transformers", "hf", _BY)
     if int(loading.__version__.split(".")[0]) < 5:
         raise ImportError(f"{_BY} needs transformers 5 or newer, not {loading.__version__}")
@@ -150,7 +149,7 @@ def _classes() -> tuple[Any, Any]:
 
 
 class _Config:
-    """What is to be quantised, or the layers that were: an object with nothing but what JSON has."""
+    """A configuration: formats to quantise by, or the layers that were; it holds nothing but what JSON has."""
 
     def __init__(
         self,
@@ -183,12 +182,12 @@ def _formats_as_json(formats: Any) -> Any:
 
 
 class _Quantizer:
-    """What transformers asks when it loads and saves; put before its own class."""
+    """The answers to transformers as it loads and saves; put before its own class."""
 
     quantization_config: Any
     pre_quantized: bool
     reader: Any = None
-    """What makes codes of what transformers reads, or puts those in that it read itself."""
+    """A reader that makes codes of tensors from transformers, or puts in those that it read itself."""
     own_parameters: tuple[str, ...] = ()
     """Names of parameters in codes that are called otherwise than ``weight``."""
     requires_calibration = False
@@ -199,14 +198,13 @@ class _Quantizer:
         return True
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **_: Any) -> bool:
-        """Whether a tensor becomes codes as it is read, or may be of another shape, as a measured scale may."""
+        """True where a tensor becomes codes as it is read, or may have another shape, as a measured scale may."""
         if self.reader is not None:
             return bool(self.reader.wants(param_name))
         owner, entry = param_name.rpartition(".")[::2]
         return entry in ("value", "history") and isinstance(model.get_submodule(owner), Scale)
 
     def get_quantize_ops(self) -> Any:
-        """What makes codes of a tensor that was read."""
         package = needed("transformers.core_model_loading", "hf", _BY)
         operation = type("Encoded", (Encode, package.ConversionOps), {})()
         operation.reader = self.reader
@@ -219,7 +217,6 @@ class _Quantizer:
         return device_map
 
     def param_element_size(self, model: nn.Module, param_name: str, param: Tensor) -> float:
-        """Bytes of a parameter's element, for those who place layers on devices."""
         return 1.0 if isinstance(param, FP8Tensor) else float(param.element_size())
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: Any) -> Any:
@@ -272,11 +269,10 @@ class _Quantizer:
         attach(model)
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
-        """What ``model.dequantize()`` does: ordinary layers that hold the values."""
         return dequantize_model(model).to(dtype)  # None leaves what it is
 
     def get_state_dict_and_metadata(self, model: Any, *_: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """What is saved, of the model as it is now; its settings are written after that."""
+        """The state of the model as it is now; its settings are written after that."""
         _describe(model)
         _keep_whole(model)
         state, names = model.state_dict(), parameter_names(model)
@@ -313,13 +309,12 @@ def _keep_whole(model: Any) -> None:
         mapping = needed("transformers.conversion_mapping", "hf", _BY)
         kept = mapping.get_model_conversion_mapping(model, add_legacy=False)
         kept = [each for each in kept if not isinstance(each, getattr(package, "PrefixChange", ()))]
-    whole = [each for each in kept if isinstance(each, package.WeightConverter) and _makes(each, names)]
-    model._weight_conversions = [each for each in kept if each not in whole]
-
-
-def _makes(conversion: Any, names: list[str]) -> bool:
-    """Whether a conversion puts together one of the parameters that are called so."""
-    return any(target in name for target in conversion.target_patterns for name in names)
+    model._weight_conversions = [
+        each
+        for each in kept
+        if not isinstance(each, package.WeightConverter)
+        or not any(target in name for target in each.target_patterns for name in names)
+    ]
 
 
 def _is_ours(conversion: Any) -> bool:
@@ -338,23 +333,21 @@ def _describe(model: Any) -> None:
         vars(model.config).pop("quantization_config", None)
 
 
-def _part(pattern: str) -> str:
-    """The part of a weight that a pattern of names means, as of one called ``weight``."""
-    return "weight" + next((suffix for suffix in PARTS if suffix and pattern.endswith(suffix)), "")
-
-
 class _Gather:
     """From what a file has under a weight's name to the parameter that the layer takes, in the dtype of its own."""
 
     def convert(
         self, input_dict: dict[str, Any], *, model: Any, full_layer_name: str, missing_keys: Any = None, **_: Any
     ) -> dict[str, Tensor]:
-        parts = {_part(name): value[0] if isinstance(value, list) else value for name, value in input_dict.items()}
+        parts = {}
+        for pattern, value in input_dict.items():
+            suffix = next((suffix for suffix in PARTS[1:] if pattern.endswith(suffix)), "")
+            parts[f"weight{suffix}"] = value[0] if isinstance(value, list) else value
         owner, entry = full_layer_name.rpartition(".")[::2]
         layer = model.get_submodule(owner)
         own = getattr(layer, entry)  # without values
         if missing_keys is not None:  # names of the model's state, of which one alone stands for all parts
-            missing_keys.difference_update({full_layer_name + suffix for suffix in PARTS if suffix})
+            missing_keys.difference_update({full_layer_name + suffix for suffix in PARTS[1:]})
         gather_parts(parts, "weight", own)
         value = parts["weight"]
         if isinstance(value, FP8Tensor):
@@ -371,7 +364,7 @@ class _Gather:
 
 
 class TrainerOptimizer:
-    """What a trainer makes first, and then calls with the model and the second part of :func:`trainer_optimizer`."""
+    """The factory that a trainer makes, then calls with the model and the options of :func:`trainer_optimizer`."""
 
     def __call__(
         self, model: nn.Module, arguments: Any = None, *, rule: str, in_backward: dict[str, Any] | None, **options: Any
@@ -394,16 +387,13 @@ def trainer_optimizer(
 
     .. math:: (F, o) \\text{ with } F()(\\text{model}, **o) = \\text{the optimizer}
 
-    which is how other loops, whose factory sees the model, use it.  The learning rate, betas, eps and decay are those
-    of the arguments, and biases and norms don't decay.  Nothing of ``Trainer`` has to be overridden: it clips,
-    accumulates, logs the norm, saves and resumes to the bit.
+    The learning rate, betas, eps and decay are those of the arguments, and biases and norms don't decay.  Nothing of
+    ``Trainer`` has to be overridden: it clips, accumulates, logs the norm, saves and resumes to the bit.
 
     With ``in_backward`` each parameter steps as soon as its gradient is there, by
-    :func:`fp8manifold.optim.step_in_backward`, and ``max_grad_norm`` and ``gradient_accumulation_steps`` say how:
-
-    - without accumulation, ``clip="previous"``: clipped by the norm of the step before.  The first step only takes its
-      norm, and trains nothing;
-    - with it, ``accumulate="bfloat16"``: sums in two bytes a weight, clipped by their own norm.
+    :func:`fp8manifold.optim.step_in_backward`: without ``gradient_accumulation_steps``, ``clip="previous"``, by the
+    norm of the step before, the first of which trains nothing; with it, ``accumulate="bfloat16"``, sums in two bytes
+    per weight, clipped by their own norm.
 
     Args:
         arguments: ``TrainingArguments``, or those of a library on it (``SFTConfig``).
@@ -413,11 +403,11 @@ def trainer_optimizer(
         options: the optimizer's, in place of the arguments'; for ``muon`` those of ``for_model`` too.
 
     Returns:
-        A factory, and what it is called with beside the model.
+        A factory, and the options that it is called with beside the model.
 
     Raises:
         ImportError: in the factory, transformers is missing.
-        TypeError: no arguments of a trainer; in the factory, an option that there is not.
+        TypeError: no arguments of a trainer; in the factory, an unknown option.
         ValueError: another rule; ``fp16=True``, which scales gradients, with ``in_backward``; in the factory, options
             of the optimizer's.
         RuntimeError: in the factory, ``in_backward`` in several processes.
@@ -441,28 +431,24 @@ def trainer_optimizer(
     shared = {"lr": arguments.learning_rate, "weight_decay": arguments.weight_decay}
     betas, eps = (arguments.adam_beta1, arguments.adam_beta2), arguments.adam_epsilon
     shared |= {"betas": betas, "adam_eps" if rule == "muon" else "eps": eps}
-    return TrainerOptimizer, shared | options | {
-        "rule": rule,
-        "in_backward": _asked(arguments) if in_backward else None,
-    }
-
-
-def _asked(arguments: Any) -> dict[str, Any]:
-    """How steps are taken in the backward pass, by what a trainer would do after it."""
-    if getattr(arguments, "fp16", False):
+    how: dict[str, Any] | None = None
+    if in_backward and getattr(arguments, "fp16", False):
         raise ValueError("in_backward=True does not go with fp16=True, whose gradients are scaled: use bf16=True")
-    if arguments.gradient_accumulation_steps > 1:
-        return {"accumulate": "bfloat16"}
-    return {"clip": "previous", "max_norm": float(arguments.max_grad_norm or math.inf), "first": "measure"}
+    if in_backward and arguments.gradient_accumulation_steps > 1:
+        how = {"accumulate": "bfloat16"}
+    elif in_backward:
+        how = {"clip": "previous", "max_norm": float(arguments.max_grad_norm or math.inf), "first": "measure"}
+    return TrainerOptimizer, shared | options | {"rule": rule, "in_backward": how}
 
 
 def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """What decays and what doesn't, as Trainer has it."""
+    """Parameters that decay, and those that do not, as Trainer has it."""
     trainer = needed("transformers", "hf", "fp8manifold.huggingface.trainer_optimizer").Trainer
     decays = set(trainer.get_decay_parameter_names(None, model))
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    groups = [
-        {"params": [each for each in named if (each[0] in decays) is decaying], "weight_decay": decay}
-        for decaying, decay in ((True, weight_decay), (False, 0.0))
-    ]
-    return [group for group in groups if group["params"]]
+    groups: dict[bool, dict[str, Any]] = {}
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            decaying = name in decays
+            groups.setdefault(decaying, {"params": [], "weight_decay": weight_decay if decaying else 0.0})
+            groups[decaying]["params"].append((name, p))
+    return [groups[decaying] for decaying in (True, False) if decaying in groups]

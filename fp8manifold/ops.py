@@ -11,7 +11,7 @@ from fp8manifold._base.float_bits import working_dtype
 from fp8manifold._native._arrays import encoded_units, rounded_units
 from fp8manifold.fake_quant import as_scale
 from fp8manifold.formats import FormatLike, as_format
-from fp8manifold.nn._spec import NONE, is_none
+from fp8manifold.nn._spec import ALIGNMENT, NONE, is_none
 from fp8manifold.scaling import amax_scale
 
 __all__ = ["fp8_mm"]
@@ -20,8 +20,6 @@ ProductGranularity = Literal["tensor", "channel"]
 _GRANULARITIES: Final = ("tensor", "channel")
 _HARDWARE: Final = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
 _OUT: Final = (torch.float32, torch.bfloat16, torch.float16)
-_ALIGNMENT: Final = 16
-_LINES: Final = ("row", "column")
 
 
 def fp8_mm(
@@ -82,36 +80,6 @@ def fp8_mm(
     Source: Micikevicius et al. 2022 (FP8 Formats for Deep Learning).
     """
     check_choice("granularity", granularity, _GRANULARITIES)
-    _check_matrices(a, b)
-    formats = (_name_of(a_format), _name_of(b_format), _name_of(gradient_format))
-    left = None if a_scale is None else _given_scale(a, a_scale, granularity, 0)
-    right = None if b_scale is None else _given_scale(b, b_scale, granularity, 1)
-    return _product(a, b, left, right, *formats, granularity, pow2, out_dtype or a.dtype)
-
-
-def _product(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor | None,
-    b_scale: Tensor | None,
-    a_format: str,
-    b_format: str,
-    gradient_format: str,
-    granularity: ProductGranularity,
-    pow2: bool,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    left = _measured_scale(a, a_format, granularity, 0, pow2) if a_scale is None or a_format == NONE else a_scale
-    right = _measured_scale(b, b_format, granularity, 1, pow2) if b_scale is None or b_format == NONE else b_scale
-    result: Tensor = _fp8_mm(a, b, left, right, a_format, b_format, gradient_format, granularity, pow2, out_dtype)
-    return result
-
-
-def _name_of(fmt: FormatLike | None) -> str:
-    return NONE if fmt is None or is_none(fmt) else as_format(fmt).name
-
-
-def _check_matrices(a: Tensor, b: Tensor) -> None:
     for name, x in (("a", a), ("b", b)):
         working_dtype(x, name)
         if x.dim() != 2:
@@ -121,6 +89,31 @@ def _check_matrices(a: Tensor, b: Tensor) -> None:
             f"a of shape {tuple(a.shape)} and b of shape {tuple(b.shape)} can't be multiplied: a must have as many "
             "columns as b has rows"
         )
+    formats = (_name_of(a_format), _name_of(b_format), _name_of(gradient_format))
+    left = None if a_scale is None else _given_scale(a, a_scale, granularity, 0)
+    right = None if b_scale is None else _given_scale(b, b_scale, granularity, 1)
+    return _product(a, b, (left, right), formats, granularity, pow2, out_dtype or a.dtype)
+
+
+def _product(
+    a: Tensor,
+    b: Tensor,
+    scales: tuple[Tensor | None, Tensor | None],
+    formats: tuple[str, str, str],
+    granularity: ProductGranularity,
+    *how: Any,
+) -> Tensor:
+    """The operator, with scales measured where none are given; an operand that is taken as it is has none."""
+    left, right = (
+        _measured_scale(x, fmt, granularity, axis, how[0]) if scale is None or fmt == NONE else scale
+        for axis, (x, scale, fmt) in enumerate(zip((a, b), scales, formats[:2], strict=True))
+    )
+    result: Tensor = _fp8_mm(a, b, left, right, *formats, granularity, *how)
+    return result
+
+
+def _name_of(fmt: FormatLike | None) -> str:
+    return NONE if fmt is None or is_none(fmt) else as_format(fmt).name
 
 
 def _measured_scale(x: Tensor, fmt: str, granularity: ProductGranularity, axis: int, pow2: bool) -> Tensor:
@@ -130,26 +123,17 @@ def _measured_scale(x: Tensor, fmt: str, granularity: ProductGranularity, axis: 
     return amax_scale(x, fmt, granularity, axis=axis, pow2=pow2)
 
 
-def _gradient_scale(x: Tensor, fmt: str, granularity: ProductGranularity, axis: int, pow2: bool) -> Tensor:
-    """NaN for a gradient that holds Inf or NaN, so that no saturation hides it."""
-    zero_or_nan = x.sum(dtype=torch.float32) * 0.0
-    return _measured_scale(x, fmt, granularity, axis, pow2) + zero_or_nan
-
-
 def _given_scale(x: Tensor, scale: Tensor | float, granularity: ProductGranularity, axis: int) -> Tensor:
-    shape = [1, 1]
-    shape[axis] = x.shape[axis]
+    shape, line = ((x.shape[0], 1), "row") if axis == 0 else ((1, x.shape[1]), "column")
     given = as_scale(x, scale)
-    if granularity == "tensor" and given.numel() != 1:
-        raise ValueError(f"scale of shape {tuple(given.shape)} is not one number, as granularity='tensor' has it")
     if granularity == "tensor":
+        if given.numel() != 1:
+            raise ValueError(f"scale of shape {tuple(given.shape)} is not one number, as granularity='tensor' has it")
         return given.reshape(())
     try:
         return given.expand(shape).contiguous()
     except RuntimeError:
-        raise ValueError(
-            f"scale of shape {tuple(given.shape)} does not fit {tuple(shape)}, one a {_LINES[axis]}"
-        ) from None
+        raise ValueError(f"scale of shape {tuple(given.shape)} does not fit {shape}, one a {line}") from None
 
 
 @torch.library.custom_op("fp8manifold::fp8_mm", mutates_args=())
@@ -175,19 +159,8 @@ def _fp8_mm(
 
 
 @_fp8_mm.register_fake
-def _(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor,
-    b_scale: Tensor,
-    a_format: str,
-    b_format: str,
-    gradient_format: str,
-    granularity: str,
-    pow2: bool,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
+def _(a: Tensor, b: Tensor, *how: Any) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[1]), dtype=how[-1])
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -200,14 +173,15 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     a_format, b_format, g_format = ctx.formats
     if ctx.granularity == "channel":
         a_scale = b_scale = None  # they are of rows and columns that these products sum over
-    options = (g_format, ctx.granularity, ctx.pow2)
+    options = (ctx.granularity, ctx.pow2)
     for_a = for_b = None
+    zero_or_nan = gradient.sum(dtype=torch.float32) * 0.0  # so that no saturation hides that it holds Inf or NaN
     if ctx.needs_input_grad[0]:
-        g_scale = _gradient_scale(gradient, g_format, ctx.granularity, 0, ctx.pow2)
-        for_a = _product(gradient, b.t(), g_scale, b_scale, g_format, b_format, *options, a.dtype)
+        g_scale = _measured_scale(gradient, g_format, ctx.granularity, 0, ctx.pow2) + zero_or_nan
+        for_a = _product(gradient, b.t(), (g_scale, b_scale), (g_format, b_format, g_format), *options, a.dtype)
     if ctx.needs_input_grad[1]:
-        g_scale = _gradient_scale(gradient, g_format, ctx.granularity, 1, ctx.pow2)
-        for_b = _product(a.t(), gradient, a_scale, g_scale, a_format, g_format, *options, b.dtype)
+        g_scale = _measured_scale(gradient, g_format, ctx.granularity, 1, ctx.pow2) + zero_or_nan
+        for_b = _product(a.t(), gradient, (a_scale, g_scale), (a_format, g_format, g_format), *options, b.dtype)
     return for_a, for_b, *(None,) * 8
 
 
@@ -244,7 +218,7 @@ def _codes_of(x: Tensor, scale: Tensor, fmt: str) -> Tensor:
 def _has_units_for(a: Tensor, b: Tensor, a_format: str, b_format: str) -> bool:
     if a.device.type != "cuda" or torch.version.hip is not None or not {a_format, b_format} <= set(_HARDWARE):
         return False
-    aligned = b.shape[0] % _ALIGNMENT == 0 and b.shape[1] % _ALIGNMENT == 0
+    aligned = b.shape[0] % ALIGNMENT == b.shape[1] % ALIGNMENT == 0
     fits = aligned and min(*a.shape, *b.shape) > 0 and a_format + b_format != "E5M2E5M2"
     return fits and torch.cuda.get_device_capability(a.device) >= (9, 0)
 

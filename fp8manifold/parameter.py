@@ -24,8 +24,7 @@ class FP8Parameter(FP8Tensor, geoopt.ManifoldParameter):  # type: ignore[misc]  
     Args:
         w, fmt: as in :class:`FP8Tensor`.
         options: ``granularity``, ``headroom``, ``scale``, ``rounding``, ``draws``, ``seed``, ``dtype`` and
-            ``keep_remainder``, as there, and ``requires_grad``: whether it is trained, which it is unless told
-            otherwise.
+            ``keep_remainder``, as there, and ``requires_grad``, True by default.
 
     An :class:`FP8Tensor` without ``fmt`` and options is taken as it is: the parameter shares its codes and scales.  So
     it is with the attributes of a parameter for options, which is how libraries that move weights rebuild one.
@@ -45,12 +44,9 @@ class FP8Parameter(FP8Tensor, geoopt.ManifoldParameter):  # type: ignore[misc]  
     def __new__(cls: type[Self], w: Tensor, fmt: FormatLike | None = None, **options: Any) -> Self:
         as_it_is = "codes" in options or not options.keys() - {"requires_grad"}
         if isinstance(w, FP8Tensor) and fmt is None and as_it_is:
-            return cls._around(w, bool(options.get("requires_grad", True)))
+            requires_grad = bool(options.get("requires_grad", True))
+            return cls._wrap(w.codes, w.kept_scale, w.counter, w.remainder, w._traits(), requires_grad)
         return FP8Tensor.__new__(cls, w, "E4M3" if fmt is None else fmt, **{"requires_grad": True, **options})
-
-    @classmethod
-    def _around(cls, w: FP8Tensor, requires_grad: bool) -> Self:
-        return cls._wrap(w.codes, w.kept_scale, w.counter, w.remainder, w._traits(), requires_grad)
 
 
 torch.serialization.add_safe_globals([FP8Parameter])

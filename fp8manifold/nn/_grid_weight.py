@@ -1,4 +1,4 @@
-"""A layer's weight on the grid: it stays there when it is assigned to, loaded, moved with its module, or made anew."""
+"""A layer's weight on the grid: it stays there when it is assigned to, loaded, moved with its module, or reset."""
 
 import warnings
 from typing import Any, Final, Literal
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fp8manifold._base.reading import has_values
 from fp8manifold._encoded.stored_scale import are_powers_of_two, fresh_scale, warn_if_saturated, warn_of_rounding
 from fp8manifold.formats import FloatFormat
-from fp8manifold.manifolds import FP8Manifold, StiffnessManifold
+from fp8manifold.manifolds import FP8Manifold
 from fp8manifold.random_bits import Draws
 from fp8manifold.scaling import WeightGranularity, amax_of, refitted_scale, storage_scale
 from fp8manifold.tensor import FP8Tensor
@@ -28,7 +28,6 @@ class GridParameter(geoopt.ManifoldParameter):  # type: ignore[misc]  # geoopt i
 
     @property
     def data(self) -> Tensor:
-        """The values, sharing memory."""
         values: Tensor = _DATA.__get__(self)
         return values
 
@@ -50,7 +49,7 @@ def _on_grid(weight: Tensor, manifold: FP8Manifold, values: Tensor) -> Tensor:
     if torch.equal(points, values):
         return values
     warn_of_rounding(manifold.format)
-    shared: Literal["channel", "tensor"] = "channel" if scale.dim() else "tensor"
+    shared: Any = "channel" if scale.dim() else "tensor"
     amax = amax_of(values, shared)
     if not bool(amax.isfinite().all()):
         return points
@@ -91,7 +90,7 @@ def check_dtype_holds(manifold: FP8Manifold, dtype: torch.dtype) -> None:
 
 
 def _lacks_points(fmt: FloatFormat, scale: Tensor, dtype: torch.dtype) -> str | None:
-    """What a dtype lacks of the grid, or None."""
+    """A line on what a dtype lacks of the grid, or None."""
     if not has_values(scale) or dtype == scale.dtype:
         return None
     number = torch.finfo(dtype)
@@ -111,7 +110,7 @@ _LOST: Final = {
 }
 
 
-def check_kept(layer: nn.Module, storage: str) -> None:
+def check_kept(layer: Any) -> None:
     """Raise RuntimeError where somebody has put another parameter in the place of the weight, without its storage.
 
     A tensor that stands there for one call is a functional call's, and what pruning and parametrisations compute is
@@ -128,13 +127,14 @@ def check_kept(layer: nn.Module, storage: str) -> None:
         kept = not isinstance(weight, nn.Parameter)
     if not kept:
         raise RuntimeError(
-            f"the weight of a layer with storage={storage!r} {_LOST[storage]}; sharding (FSDP, tensor parallelism) "
-            "takes it away: use DistributedDataParallel, or storage='fp8' or 'master' with fully_shard"
+            f"the weight of a layer with storage={layer.storage!r} {_LOST[layer.storage]}; sharding (FSDP, tensor "
+            "parallelism) takes it away: use DistributedDataParallel, or storage='fp8' or 'master' with fully_shard"
         )
 
 
-def warn_off_grid(weight: Tensor | None, manifold: StiffnessManifold | None) -> None:
+def warn_off_grid(layer: Any) -> None:
     """Warn where values that are saved are no points of the grid: an operator wrote past ``data`` and the manifold."""
+    weight, manifold = layer._parameters.get("weight"), layer.manifold
     if weight is None or not isinstance(manifold, FP8Manifold):  # computed from another parameter, or on no grid
         return
     if not (has_values(weight) and has_values(manifold.scale)):
@@ -149,23 +149,16 @@ def warn_off_grid(weight: Tensor | None, manifold: StiffnessManifold | None) -> 
         )
 
 
-def keep_on_manifold(weight: Tensor, manifold: FP8Manifold) -> None:
-    """Give a parameter that torch has made anew its manifold back; it stays the object that it is."""
-    if not isinstance(weight, geoopt.ManifoldParameter):
-        weight.__class__ = GridParameter
-        weight.manifold = manifold  # type: ignore[attr-defined]
+def keep_on_manifold(layer: Any) -> None:
+    """Give a weight that torch has replaced its manifold back; it stays the object that it is."""
+    if layer.manifold is not None and not isinstance(layer.weight, geoopt.ManifoldParameter):
+        layer.weight.__class__ = GridParameter
+        layer.weight.manifold = layer.manifold
 
 
-def prepare_grid_state(
-    state: dict[str, Any],
-    prefix: str,
-    weight: Tensor,
-    manifold: FP8Manifold,
-    granularity: WeightGranularity,
-    headroom: float | None,
-    seed: int,
-) -> str | None:
+def prepare_grid_state(layer: Any, state: dict[str, Any], prefix: str) -> str | None:
     """Put what is saved of a weight on the grid, at the scale saved with it or a fresh one, or say why not."""
+    weight, manifold = layer.weight, layer.manifold
     key, scale_key = f"{prefix}weight", f"{prefix}manifold.scale"
     saved, scale = state.get(key), state.get(scale_key)
     if saved is None and scale is not None:
@@ -175,62 +168,41 @@ def prepare_grid_state(
     if not isinstance(saved, Tensor) or saved.shape != weight.shape:
         return None  # torch says what is wrong with it
     values = saved.dequantize() if isinstance(saved, FP8Tensor) else saved.detach().as_subclass(Tensor)
-    if scale is None:
-        scale = _scale_of(saved, values, manifold, granularity, headroom)
-        if refusal := _lacks_points(manifold.format, scale, weight.dtype):
-            return f"{key} can't be loaded into {refusal}"
-        scale = scale.to(manifold.scale.dtype)
-        known = manifold if not manifold.counter.is_meta else FP8Manifold(manifold.format, scale, seed=seed)
-        for name in _BUFFERS:
-            state.setdefault(f"{prefix}manifold.{name}", getattr(known, name).clone())
-        state[scale_key] = scale
-    elif scale.shape == manifold.scale.shape:
+    own, fresh = manifold.scale, scale is None
+    if scale is None:  # that of codes in the same format, which are taken exactly, or a fresh one
+        if isinstance(saved, FP8Tensor) and saved.format == manifold.format and saved.scale.shape == own.shape:
+            scale = saved.scale
+        else:
+            scale = fresh_scale(values, manifold.format, *layer._placing)
+    elif scale.shape == own.shape:
         warn_if_saturated(values, scale, manifold.format)
     if refusal := _lacks_points(manifold.format, scale, weight.dtype):
         return f"{key} can't be loaded into {refusal}"
-    state[key] = GridParameter(
-        _projected(values, scale, manifold), manifold=manifold, requires_grad=weight.requires_grad
-    )
+    if fresh:
+        state[scale_key] = scale = scale.to(own.dtype)
+        known = manifold if not manifold.counter.is_meta else FP8Manifold(manifold.format, scale, seed=layer._seed)
+        for name in _BUFFERS:
+            state.setdefault(f"{prefix}manifold.{name}", getattr(known, name).clone())
+    if not (values.is_meta or scale.is_meta) and scale.shape == own.shape:
+        points = FP8Manifold(manifold.format, scale.to(values.device)).projx(values)
+        values = values if torch.equal(points, values) else points  # to the sign of a zero
+    state[key] = GridParameter(values, manifold=manifold, requires_grad=weight.requires_grad)
     return None
 
 
-def renew_grid_weight(
-    weight: Tensor,
-    manifold: StiffnessManifold,
-    values: Tensor,
-    granularity: WeightGranularity,
-    headroom: float | None,
-    seed: int,
-) -> None:
-    """Write values at a scale of their own, and begin the manifold's count of draws anew; in place.
+def renew_grid_weight(layer: Any, values: Tensor) -> None:
+    """Write values at a fresh scale, and reset the manifold's count of draws; in place.
 
     On the continuous manifold they are written as they are.
     """
-    scale = fresh_scale(values, manifold.format, granularity, headroom)
+    weight, manifold = layer.weight, layer.manifold
+    scale = fresh_scale(values, manifold.format, *layer._placing)
     if not isinstance(manifold, FP8Manifold):
         manifold.scale.copy_(scale)
         weight.copy_(values)
         return
-    fresh = FP8Manifold(manifold.format, scale, manifold.rounding, seed)
+    fresh = FP8Manifold(manifold.format, scale, manifold.rounding, layer._seed)
     check_dtype_holds(fresh, weight.dtype)
     for name in ("scale", *_BUFFERS):
         getattr(manifold, name).copy_(getattr(fresh, name))
     weight.copy_(fresh.projx(values))
-
-
-def _scale_of(
-    saved: Tensor, values: Tensor, manifold: FP8Manifold, granularity: WeightGranularity, headroom: float | None
-) -> Tensor:
-    """That of codes in the same format, which are taken exactly, or a fresh one."""
-    own = manifold.scale
-    if isinstance(saved, FP8Tensor) and saved.format == manifold.format and saved.scale.shape == own.shape:
-        return saved.scale
-    return fresh_scale(values, manifold.format, granularity, headroom)
-
-
-def _projected(values: Tensor, scale: Tensor, manifold: FP8Manifold) -> Tensor:
-    """The nearest points of the grid; what is on it stays as it is, to the sign of a zero."""
-    if values.is_meta or scale.is_meta or scale.shape != manifold.scale.shape:
-        return values
-    points = FP8Manifold(manifold.format, scale.to(values.device)).projx(values)
-    return values if torch.equal(points, values) else points

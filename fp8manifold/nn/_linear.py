@@ -18,7 +18,6 @@ from fp8manifold.fake_quant import quantize_at
 from fp8manifold.formats import FloatFormat
 from fp8manifold.grid import encode
 from fp8manifold.manifolds import FP8Manifold
-from fp8manifold.nn._code_products import linear_from_codes, rounded_input, units_on
 from fp8manifold.nn._grid_weight import (
     check_dtype_holds,
     check_kept,
@@ -34,11 +33,13 @@ from fp8manifold.nn._products import (
     byte_weight,
     forbid_fused_operators,
     linear,
+    linear_from_codes,
     linear_with_rounded_gradients,
     over_nested,
     round_gradient,
-    scale_of,
+    rounded_input,
     scaler_of,
+    units_on,
 )
 from fp8manifold.nn._scalers import Scaler, SharedAmax, announce_gradients
 from fp8manifold.nn._selection import linear_around, linear_of
@@ -57,7 +58,7 @@ from fp8manifold.nn._spec import (
 )
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.random_bits import Draws, Stream
-from fp8manifold.scaling import BLOCK_SIZE, WeightGranularity
+from fp8manifold.scaling import BLOCK_SIZE
 from fp8manifold.tensor import FP8Tensor
 
 Storage = Literal["master", "grid", "fp8"]
@@ -77,34 +78,31 @@ class QuantizedLinear(nn.Linear):
     float32 values lie on the grid at a static power-of-two scale, and there is no master copy.  With ``fp8`` it is an
     :class:`FP8Parameter`, the same weights in one byte each.
 
-    The layer's input, the gradient that arrives at its output and the gradient of its weight are quantised as they
-    come, where the specification gives them a format.  A gradient that holds Inf or NaN becomes NaN as a whole, so that
-    no saturation hides it; an input that does so is treated as in :func:`fake_quantize`.  -0 is kept where the layout
-    has it, and an empty batch has an empty output.
-
-    Loading a state dict takes the weight of another ``fp8`` layer exactly, with scale, counter, seed and what rounding
-    left; a float weight is rounded, at a scale of its own.
+    Input, the gradient of the output and the gradient of the weight are quantised as they come, where the specification
+    gives them a format.  A gradient that holds Inf or NaN becomes NaN as a whole, so that no saturation hides it; an
+    input that does so is treated as in :func:`fake_quantize`.  -0 is kept where the layout has it, and an empty batch
+    has an empty output.  A state dict gives an ``fp8`` weight exactly, with scale, counter, seed and remainder; a float
+    weight is rounded, at a fresh scale.
 
     Args:
         linear: the layer to take over; its bias parameter is kept, its weight too with storage ``master``.
         spec: formats and options.
         storage: ``master``, ``grid`` or ``fp8``.
         headroom: of the stored weights' scale, as in :func:`fp8manifold.storage_scale`.
-        rounding, draws: of stored weights, where what writes has none of its own; see :func:`quantize_model`.
-        seed: of stored weights and of stochastic rounding in the two passes; every layer needs one of its own.
+        rounding, draws: of stored weights, where the writer has none; see :func:`quantize_model`.
+        seed: of stored weights and of stochastic rounding in the two passes; every layer needs another.
         keep_remainder: with ``fp8``, keep what rounding left, for residuals to begin with; fine-tuning needs it.
         defer_weight_gradient: leave the weight's gradient in float in the backward pass, for
             :meth:`quantize_weight_gradient` to quantise once it has been clipped.
         global_with: a layer whose gradients under ``scale="global"`` share their magnitude with this one's.
-        codes: with ``fp8``, the weight in codes already, of the specification's format and granularity: it is held as
-            it is, under ``seed``, and of ``linear.weight`` only the shape is looked at.
+        codes: with ``fp8``, the weight in codes of the specification's format and granularity, which is held as it is,
+            under ``seed``; of ``linear.weight`` only the shape counts then.
 
     The modules ``weight_scaler``, ``activation_scaler``, ``activation_gradient_scaler`` and ``weight_gradient_scaler``
-    give the operands their scales; the last one given is the ``value`` of each.  An operand that is not quantised
-    has None there, and so has a stored weight.  The rows of a nested tensor share their scale as those of a batch do.
-    A forward pre-hook that does nothing keeps the fused operators of ``nn.TransformerEncoderLayer`` away, which would
-    read the weight and never call the layer.  Under activation checkpointing a pass runs again in the backward pass to
-    the same bits; a layer that draws random bits or delays its scales refuses it.
+    give the scales, the last one as ``value``; None for a stored weight or what is not quantised.  Rows of a nested
+    tensor share their scale as those of a batch do.  A forward pre-hook that does nothing keeps the fused operators of
+    ``nn.TransformerEncoderLayer`` away, which would read the weight and never call the layer.  Under activation
+    checkpointing a repeated pass gives the same bits; a layer that draws random bits or delays its scales refuses it.
 
     Raises:
         TypeError: ``linear`` is no ``nn.Linear``; with ``fp8`` a weight that is neither float32 nor bfloat16.
@@ -121,7 +119,12 @@ class QuantizedLinear(nn.Linear):
     quantisation-aware training.
     """
 
+    _fp8_takes_parts = True
     draws: Tensor
+    weight_scaler: Scaler | None
+    activation_scaler: Scaler | None
+    activation_gradient_scaler: Scaler | None
+    weight_gradient_scaler: Scaler | None
 
     def __init__(
         self,
@@ -192,13 +195,13 @@ class QuantizedLinear(nn.Linear):
         draw, repeats = self._pass()
         weight: Tensor = self.weight
         if self.storage != "master" and not torch.compiler.is_compiling():
-            check_kept(self, self.storage)
-        if self.weight_scaler is not None:
-            weight = self._fake_quantized("weight", weight, scale_of(self.weight_scaler, weight, repeats), draw)
+            check_kept(self)
+        if (scaler := self.weight_scaler) is not None:
+            weight = self._fake_quantized("weight", weight, (scaler.preview if repeats else scaler)(weight), draw)
         quantized = input
-        if self.activation_scaler is not None:
+        if (scaler := self.activation_scaler) is not None:
             rows = self._rows(input)
-            scale = scale_of(self.activation_scaler, rows, repeats)
+            scale = (scaler.preview if repeats else scaler)(rows)
             quantized = self._fake_quantized("activation", rows, scale, draw).view(input.shape)
         of_weight = None if self._defers else self._rounded("weight_gradient", draw)
         backward = self._rounded("activation_gradient", draw), of_weight
@@ -209,7 +212,7 @@ class QuantizedLinear(nn.Linear):
         return linear_with_rounded_gradients(quantized, weight, self.bias, *backward)
 
     def quantized_input(self, x: Tensor) -> Tensor:
-        """What the last forward pass multiplied by in place of its input ``x``: for those who look on."""
+        """The values that the last forward pass multiplied by in place of its input ``x``."""
         if units := units_on(self._units, self.spec, self.weight.device):
             return rounded_input(x, units)
         if self.activation_scaler is None:
@@ -252,11 +255,11 @@ class QuantizedLinear(nn.Linear):
             raise ValueError("this layer has weight=None: only a weight with a format has codes; see spec")
         if is_stored(self.weight):
             return self.weight.codes.clone()
-        warn_off_grid(self._parameters.get("weight"), self.manifold)
+        warn_off_grid(self)
         return encode(self.quantized_weight().detach() / self.weight_scale(), self.weight_format)
 
     def extra_repr(self) -> str:
-        """What ``nn.Linear`` shows, with formats and storage."""
+        """The line of ``nn.Linear``, with formats and storage."""
         return f"{super().extra_repr()}, {self._described_formats()}"
 
     def _described_formats(self) -> str:
@@ -277,24 +280,20 @@ class QuantizedLinear(nn.Linear):
         if has_values(weight) and not bool(weight.isfinite().all()):
             raise ValueError(f"a weight of shape {tuple(weight.shape)} holds NaN or Inf: it can't be quantised")
         if self.storage == "grid":
-            self.weight, self.manifold = grid_weight(weight, operand.format, *self._placing(), rounding, seed, draws)
+            self.weight, self.manifold = grid_weight(weight, operand.format, *self._placing, rounding, seed, draws)
         elif self.storage == "fp8":
             self.weight = self._in_codes(weight, operand.format, rounding=rounding, seed=seed, draws=draws)
 
     def _make_scalers(self, shared: SharedAmax | None) -> None:
-        """One for every operand whose scale is not stored with it."""
+        """Make one for every operand whose scale is not stored with it."""
         if shared is None and any(operand.scale == GLOBAL for operand in self._operands.values()):
             shared = self.shared_amax = SharedAmax()
-        scalers: dict[str, Scaler | None] = dict.fromkeys(OPERANDS)
-        for name, operand in self._operands.items():
-            if name != "weight" or self.storage == "master":
-                scalers[name] = scaler_of(operand, shared)
-        self.weight_scaler, self.activation_scaler = scalers["weight"], scalers["activation"]
-        self.activation_gradient_scaler = scalers["activation_gradient"]
-        self.weight_gradient_scaler = scalers["weight_gradient"]
+        for name in OPERANDS:
+            stored = name == "weight" and self.storage != "master"
+            operand = None if stored else self._operands.get(name)
+            setattr(self, f"{name}_scaler", None if operand is None else scaler_of(operand, shared))
 
     def _rows(self, x: Tensor) -> Tensor:
-        """The input in the shape that its scales are measured in."""
         return x.reshape(-1, x.shape[-1]) if self._operands["activation"].granularity == "channel" else x
 
     def _fake_quantized(self, name: OperandName, x: Tensor, scale: Tensor, draw: int) -> Tensor:
@@ -320,17 +319,17 @@ class QuantizedLinear(nn.Linear):
         return max(self._draw() - 1 if self.training else self._draw(), 0)
 
     def _pass(self) -> tuple[int, bool]:
-        """Number of a forward pass, and whether it runs in a backward pass, as activation checkpointing has it.
-
-        The second time a layer has to round as it did the first time, which one with random bits, or with scales of the
-        past, does not.
-        """
-        scalers = (self.weight_scaler, self.activation_scaler)
-        remembers = hasattr(self, "draws") or any(scaler is not None and scaler.remembers for scaler in scalers)
-        if self.training and remembers:
+        """The number of a forward pass, and whether activation checkpointing repeats it, to the same bits."""
+        scalers, repeats = (self.weight_scaler, self.activation_scaler), False
+        draws = hasattr(self, "draws")
+        if self.training and (draws or any(scaler is not None and scaler.remembers for scaler in scalers)):
             self._refuse_repetition()
-            return self._next_draw(), False
-        return self._next_draw(), not torch.compiler.is_compiling() and is_backward()
+        else:
+            repeats = not torch.compiler.is_compiling() and is_backward()
+        draw = self._draw()
+        if self.training and draws:
+            advance(self.draws, draw)
+        return draw, repeats
 
     @eager_only  # a graph would do the same whether or not it is run again
     def _refuse_repetition(self) -> None:
@@ -341,17 +340,9 @@ class QuantizedLinear(nn.Linear):
                 "and policy='dynamic'; what is new there is run under torch.no_grad()"
             )
 
-    def _next_draw(self) -> int:
-        draw = self._draw()
-        if self.training and hasattr(self, "draws"):
-            advance(self.draws, draw)
-        return draw
-
     def _in_codes(self, weight: Tensor, fmt: FloatFormat, **how: Any) -> FP8Parameter:
-        granularity, headroom = self._placing()
-        return byte_weight(
-            weight, fmt, granularity=granularity, headroom=headroom, keep_remainder=self._keep_remainder, **how
-        )
+        how |= dict(zip(("granularity", "headroom"), self._placing, strict=True))
+        return byte_weight(weight, fmt, keep_remainder=self._keep_remainder, **how)
 
     def _encoded(self, values: Tensor, weight: FP8Tensor) -> FP8Parameter:
         """Floats as the layer's own weight is: in its format, with its rounding, seed and draws."""
@@ -374,7 +365,7 @@ class QuantizedLinear(nn.Linear):
             self.weight.counter.zero_()
             self.weight.remainder = weight.remainder
         elif self.manifold is not None:
-            renew_grid_weight(self.weight, self.manifold, fresh.weight, *self._placing(), self._seed)
+            renew_grid_weight(self, fresh.weight)
         else:
             self.weight.copy_(fresh.weight)
         for module in self.children():
@@ -383,10 +374,9 @@ class QuantizedLinear(nn.Linear):
         if hasattr(self, "draws"):
             self.draws.zero_()
 
-    def _placing(self) -> tuple[WeightGranularity, float | None]:
-        granularity = self._operands["weight"].granularity
-        assert granularity is not None
-        return granularity, self._headroom
+    @property
+    def _placing(self) -> tuple[Any, float | None]:
+        return self._operands["weight"].granularity, self._headroom
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Refuse, before anything has changed, a dtype that the stored weights can't appear as, and a live graph."""
@@ -411,14 +401,12 @@ class QuantizedLinear(nn.Linear):
                 f"a layer with storage='fp8' can't be moved ({self.extra_repr()}): a graph that is still there, or a "
                 "weak reference, holds its weight; end the backward pass, or drop outputs and losses, and move it then"
             ) from error
-        if self.manifold is not None:
-            keep_on_manifold(self.weight, self.manifold)
+        keep_on_manifold(self)
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """One-byte weights in their parts."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        warn_off_grid(self._parameters.get("weight"), self.manifold)
+        warn_off_grid(self)
         write_parts(self, destination, prefix)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -431,8 +419,7 @@ class QuantizedLinear(nn.Linear):
                 args[-1].append(refusal)
             else:
                 super()._load_from_state_dict(state_dict, prefix, *args)
-                if self.manifold is not None:
-                    keep_on_manifold(self.weight, self.manifold)
+                keep_on_manifold(self)
         finally:
             self._load_state_dict_pre_hooks = hooks
 
@@ -440,15 +427,14 @@ class QuantizedLinear(nn.Linear):
         """Make what is saved of the weight one of this storage; or say why it can't be."""
         weight = self.weight
         try:
-            gather_parts(state_dict, prefix + "weight", weight)
             for name, own in self._parameters.items():
-                if name != "weight" and own is not None and is_in_codes(own):
+                if own is not None and (name == "weight" or is_in_codes(own)):
                     gather_parts(state_dict, prefix + name, own)
         except ValueError as error:
             return str(error)
         saved = state_dict.get(prefix + "weight")
         if isinstance(self.manifold, FP8Manifold):  # on a continuous manifold every value is a point
-            return prepare_grid_state(state_dict, prefix, weight, self.manifold, *self._placing(), self._seed)
+            return prepare_grid_state(self, state_dict, prefix)
         if not isinstance(weight, FP8Tensor) or not isinstance(saved, Tensor):
             return None
         if not isinstance(saved, FP8Tensor):

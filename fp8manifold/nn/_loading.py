@@ -12,13 +12,13 @@ from fp8manifold._base.checks import check_int
 from fp8manifold._encoded.scaled import Rounding
 from fp8manifold._published.found import FLOATS, refuse_codes
 from fp8manifold._published.places import weight_of
-from fp8manifold.nn._in_place import parameter_names, put_parameter
+from fp8manifold.nn._carried import check_layers, parameter_names, put_parameter, replace_layers
 from fp8manifold.nn._linear import QuantizedLinear
 from fp8manifold.nn._plan import Plan, plan
 from fp8manifold.nn._scalers import Scale
 from fp8manifold.nn._selection import obstacle
 from fp8manifold.nn._spec import Formats, LayerSpec, OperandSpec
-from fp8manifold.nn._surgery import carry_out, check_layers, encoded, layers_of, parameters_of, replace_layers
+from fp8manifold.nn._surgery import carry_out, encoded, layers_of, parameters_of
 from fp8manifold.nn._tensor_files import (
     FileTensors,
     GivenTensors,
@@ -46,9 +46,9 @@ def load_quantized(
 ) -> nn.Module:
     """Fill a model without values from float weights, each rounded to its codes as soon as it is read.
 
-    What comes out is, to the bit, what ``quantize_model(model, formats, "fp8", **options)`` makes of the model with all
-    its floats, which is never there: at its peak loading takes the bytes of the result and one float tensor.  A model
-    of transformers is read so by ``from_pretrained`` with :func:`fp8manifold.huggingface.quantization_config`.
+    The result is, to the bit, that of ``quantize_model(model, formats, "fp8", **options)`` of the model with all its
+    floats, which is never there: at its peak loading takes the bytes of the result and one float tensor.  A model of
+    transformers is read so by ``from_pretrained`` with :func:`fp8manifold.huggingface.quantization_config`.
 
     Args:
         model: all its parameters on ``torch.device("meta")``; changed in place, once everything has been read.  Weights
@@ -62,14 +62,13 @@ def load_quantized(
         device: where the weights go, one at a time.
 
     Returns:
-        The model; a new layer if ``model`` is itself an ``nn.Linear``.
-
-    NaN and Inf in a weight that becomes codes are refused; -0 is kept where the layout has it.
+        The model; a new layer if ``model`` is itself an ``nn.Linear``.  -0 is kept where the layout has it.
 
     Raises:
-        TypeError, ValueError: as :func:`fp8manifold.quantize_model`; a parameter that has values already, a buffer that
-            has none and is in no state dict; tensors that are missing, that the model does not have, of another shape,
-            or that are no floats; names of one weight with different values.  The model is then as it was.
+        TypeError, ValueError: as :func:`fp8manifold.quantize_model`, of NaN and Inf too; a parameter that has values
+            already, a buffer that has none and is in no state dict; tensors that are missing,
+            unknown to the model, of another shape, or no floats; names of one weight with different values.  The model
+            is as it was.
         FileNotFoundError: no such file.
         ImportError: safetensors is missing.
 
@@ -96,17 +95,16 @@ def load_quantized(
     becomes_codes = planned.encoded
     tensors: Tensors = GivenTensors(source) if isinstance(source, Mapping) else FileTensors(files_of(source))
     with closing(tensors):
-        chosen = _check_names(model, tensors)
         codes: dict[str, FP8Parameter] = {}
         floats: dict[str, Tensor] = {}
-        for names, own in _groups(model).values():
-            value = _read(tensors, chosen[names[0]], own)
-            if entry := becomes_codes.get(names[0]):
+        for name, there, own in _checked(model, tensors):
+            value = _read(tensors, there, own)
+            if entry := becomes_codes.get(name):
                 placed = value.to(device=device, dtype=own.dtype)
-                codes[names[0]] = encoded(planned, entry, placed, requires_grad=own.requires_grad)
+                codes[name] = encoded(planned, entry, placed, requires_grad=own.requires_grad)
                 del placed
             else:
-                floats[names[0]] = value.to(device=device, dtype=own.dtype, copy=True)
+                floats[name] = value.to(device=device, dtype=own.dtype, copy=True)
             tensors.was_read(value.nbytes)
             del value
     _put(model, floats, device)
@@ -123,7 +121,6 @@ def _load_as_stored(
     draws: Draws = "independent",
     seed: int = 0,
 ) -> nn.Module:
-    """Fill a model without values from codes and floats as files have them."""
     if isinstance(source, Mapping):
         raise TypeError(f"formats={AS_STORED!r} reads files, which say what their codes are, and no mapping")
     check_int("seed", seed, 0, 2**31 - 1)
@@ -131,23 +128,19 @@ def _load_as_stored(
     codes: dict[str, FP8Parameter] = {}
     floats: dict[str, Tensor] = {}
     with closing(StoredTensors(source)) as tensors:
-        chosen = _check_names(model, tensors)
-        for names, own in _groups(model).values():
-            first = chosen[names[0]][0]
-            if (stored := tensors.stored.get(first)) is None:
-                value = _read(tensors, chosen[names[0]], own)
-                floats[names[0]] = value.to(device=device, dtype=own.dtype, copy=True)
+        for name, there, own in _checked(model, tensors):
+            if (stored := tensors.stored.get(there[0])) is None:
+                value = _read(tensors, there, own)
+                floats[name] = value.to(device=device, dtype=own.dtype, copy=True)
                 tensors.was_read(value.nbytes)
                 del value
                 continue
-            if len(chosen[names[0]]) > 1:
-                raise ValueError(f"{first!r} and {chosen[names[0]][1]!r} are one tensor in the model, and in codes")
-            how: dict[str, Any] = {"rounding": rounding, "draws": draws, "seed": (seed << 32) + len(codes)}
-            made = weight_of(
-                first, [((), stored)], own.shape, tensors.read, tensors.was_read, device=device, dtype=own.dtype, **how
-            )
-            made.requires_grad_(own.requires_grad)
-            codes[names[0]] = made
+            if there[1:]:
+                raise ValueError(f"{there[0]!r} and {there[1]!r} are one tensor in the model, and in codes")
+            how: Any = {"device": device, "dtype": own.dtype, "rounding": rounding, "draws": draws}
+            how["seed"] = (seed << 32) + len(codes)
+            codes[name] = weight_of(there[0], [((), stored)], own.shape, tensors.read, tensors.was_read, **how)
+            codes[name].requires_grad_(own.requires_grad)
     _put(model, floats, device)
     return put_codes(model, codes).to(device)
 
@@ -160,14 +153,10 @@ def _check_without_values(model: nn.Module) -> None:
     for name, module in model.named_modules():
         for entry in sorted(module._non_persistent_buffers_set):
             if (buffer := module._buffers.get(entry)) is not None and buffer.is_meta:
+                buffer_name = f"{name}.{entry}".lstrip(".")
                 raise ValueError(
-                    f"buffer {_joined(name, entry)!r} has no values and is in no state dict: give the model one that "
-                    "has, before"
+                    f"buffer {buffer_name!r} has no values and is in no state dict: give the model one that has, before"
                 )
-
-
-def _joined(module: str, entry: str) -> str:
-    return f"{module}.{entry}" if module else entry
 
 
 def _groups(model: nn.Module) -> dict[int, tuple[list[str], Tensor]]:
@@ -177,22 +166,21 @@ def _groups(model: nn.Module) -> dict[int, tuple[list[str], Tensor]]:
         kept = {name: x for name, x in module._buffers.items() if name not in module._non_persistent_buffers_set}
         for name, value in (module._parameters | kept).items():
             if value is not None:
-                found.setdefault(id(value), ([], value))[0].append(_joined(module_name, name))
+                found.setdefault(id(value), ([], value))[0].append(f"{module_name}.{name}".lstrip("."))
     return found
 
 
-def _check_names(model: nn.Module, tensors: Tensors) -> dict[str, list[str]]:
-    """The names under which each entry is there, by the first it has in the model."""
+def _checked(model: nn.Module, tensors: Tensors) -> list[tuple[str, list[str], Tensor]]:
+    """The entries of a model's state, each with its first name in the model and those that the source has for it."""
     there = set(tensors.names())
-    chosen: dict[str, list[str]] = {}
+    found: list[tuple[str, list[str], Tensor]] = []
     known: set[str] = set()
     missing, unfit = [], []
     for names, entry in _groups(model).values():
         known |= set(names)
-        chosen[names[0]] = [name for name in names if name in there]
-        if not chosen[names[0]]:
-            missing.append(names[0])
-        for name in chosen[names[0]]:
+        found.append((names[0], [name for name in names if name in there], entry))
+        missing += [] if there.intersection(names) else names[:1]
+        for name in found[-1][1]:
             shape, dtype, file = tensors.known(name)
             if dtype is not None and entry.is_floating_point():
                 refuse_codes(name, dtype, there, file)
@@ -205,7 +193,7 @@ def _check_names(model: nn.Module, tensors: Tensors) -> dict[str, list[str]]:
         raise ValueError(f"the source has {_some(unexpected)}, which the model lacks")
     if unfit:
         raise ValueError(unfit[0] + (f"; and {len(unfit) - 1} more like it" if unfit[1:] else ""))
-    return chosen
+    return found
 
 
 def _unfit(name: str, entry: Tensor, shape: tuple[int, ...] | None, dtype: torch.dtype | str | None) -> list[str]:
@@ -261,13 +249,7 @@ def _like(entry: Tensor, value: Tensor) -> Tensor:
 def put_codes(
     model: nn.Module, made: Mapping[str, FP8Parameter], inputs: Mapping[str, Tensor] = MappingProxyType({})
 ) -> nn.Module:
-    """Put weights in codes into a model: linear layers become quantised ones, other modules hold them where they are.
-
-    Args:
-        model: changed in place.
-        made: by the first name of each parameter.
-        inputs: frozen scales of a layer's input, of those that round it, by the same names.
-    """
+    """Put codes into a model: linear layers become quantised ones, with frozen scales of inputs by the same names."""
     names = parameter_names(model)
     layers: dict[str, nn.Module] = {}
     for name, codes in made.items():
@@ -288,11 +270,7 @@ def put_codes(
 
 
 class Reader:
-    """What is to become codes of a model of transformers that has no values yet, and what did.
-
-    Left to the floats, and so to the end, is what transformers may tie, and what it reads in another dtype than the
-    model's, which is ``torch.get_default_dtype()``.
-    """
+    """Codes for a model of transformers that has no values yet; tied weights and other dtypes wait until the end."""
 
     def __init__(
         self, model: Any, formats: Any, storage: str, options: Mapping[str, Any], files: Iterable[str] | None
@@ -317,7 +295,7 @@ class Reader:
         return name in self._wanted
 
     def encoded(self, model: nn.Module, name: str, value: Tensor) -> Tensor:
-        """The codes of a tensor that was read; what does not fit stays as it is, for those to refuse who do."""
+        """The codes of a tensor that was read; one that does not fit is left to transformers to refuse."""
         entry = self._wanted.get(name)
         with suppress(TypeError, ValueError):
             if entry is not None and value.shape == (own := model.get_parameter(name)).shape:
@@ -339,12 +317,11 @@ class Reader:
 
 
 class Encode:
-    """What transformers runs on a tensor that becomes codes; put before its own class."""
+    """The operation that transformers runs on a tensor that becomes codes; put before its own class."""
 
     reader: Reader
 
     def convert(self, input_dict: dict[str, Any], *, model: Any, **_: Any) -> dict[str, Any]:
-        """The same tensors by their names in the model, in codes where they are to be."""
         made = {}
         for name in list(input_dict):
             value = input_dict.pop(name)

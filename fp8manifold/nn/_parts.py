@@ -1,4 +1,4 @@
-"""One-byte weights in state dicts: codes, scales, a count, what rounding left, and a line of numbers that says what."""
+"""One-byte weights in state dicts: codes, scales, a count, what rounding left, and their traits as numbers."""
 
 import json
 from collections.abc import Mapping
@@ -6,6 +6,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from fp8manifold._encoded.dispatch import DTYPES, FLOAT8, as_codes, float8_format
 from fp8manifold._encoded.operators import checked_remainder
@@ -21,17 +22,22 @@ from fp8manifold.tensor import FP8Tensor
 
 _LEFT: Final = "_remainder"
 PARTS: Final = ("", "_scale", "_counter", "_traits", _LEFT)
-"""What is added to a weight's name for each of its parts; the last is there where a weight has kept it."""
+"""Suffixes of a weight's name for its parts; the last exists where a weight has kept a remainder."""
 _EARLIER: Final = "fp8:"
+TAKES_PARTS: Final = "_fp8_takes_parts"
+"""An attribute of classes that save and load parts themselves."""
+AT_OWN_SCALE: Final = "_fp8_at_own_scale"
+"""An attribute of modules whose parameters in codes take floats at a scale of these."""
+_REGISTERED: Final = "_fp8_in_states"
 
 
 def is_in_codes(value: Any) -> bool:
-    """Whether a tensor, or what this process holds of it, is a tensor of codes."""
+    """True for a tensor of codes, or one of which this process holds codes."""
     return isinstance(local_of(value), FP8Tensor)
 
 
 def holds_codes(saved: Any) -> bool:
-    """Whether what a state has for a weight are codes, by themselves or with their scales."""
+    """True where a state has codes for a weight, by themselves or with their scales."""
     return is_in_codes(saved) or saved.dtype == torch.uint8 or saved.dtype in FLOAT8.values()
 
 
@@ -43,6 +49,28 @@ def name_parts(module: nn.Module, name: str) -> None:
     for suffix in PARTS[1:]:
         if not hasattr(module, name + suffix):
             vars(module)[name + suffix] = None
+
+
+# Every module writes its parameters in codes as parts
+
+
+def _register(module: nn.Module, name: str, parameter: Any) -> None:
+    """Let a module that is given a parameter in codes save and load it as parts; quantised layers do it themselves."""
+    if isinstance(parameter, FP8Parameter) and not hasattr(type(module), TAKES_PARTS):
+        name_parts(module, name)
+        if not hasattr(module, _REGISTERED):
+            setattr(module, _REGISTERED, True)
+            module.register_state_dict_post_hook(_write_parts)
+            module.register_load_state_dict_pre_hook(_read_parts)
+
+
+register_module_parameter_registration_hook(_register)
+
+
+def _write_parts(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """A hook of a module's state dict: a function of the module, so that copies and pickles keep it."""
+    if not hasattr(type(module), TAKES_PARTS):  # a quantised layer has taken the hooks over from the one in its place
+        write_parts(module, state, prefix)
 
 
 def write_parts(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
@@ -58,13 +86,35 @@ def write_parts(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
             state.update(parts)
 
 
-def parts_of(name: str, weight: Tensor) -> dict[str, Tensor]:
-    """The parts by name, which share the weight's memory; those that have its rows are spread over processes as it is.
+def _read_parts(module: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
+    """The way back, before a module loads: of parts, and of floats, for a scale of their own where we quantised it."""
+    for name, own in module._parameters.items():
+        if own is None or not is_in_codes(own) or hasattr(type(module), TAKES_PARTS):
+            continue
+        key = prefix + name
+        try:
+            gather_parts(state, key, own)
+        except ValueError as error:
+            args[-1].append(str(error))
+            for suffix in PARTS:
+                state.pop(key + suffix, None)
+            continue
+        saved = state.get(key)
+        if not isinstance(saved, Tensor) or not isinstance(own, FP8Parameter):
+            continue
+        if isinstance(saved, FP8Tensor):
+            if saved.format != own.format:
+                args[-1].append(f"{key} is of {saved.format.name}, but this parameter is of {own.format.name}")
+        elif hasattr(module, AT_OWN_SCALE) and saved.shape == own.shape:
+            how: Any = {name: getattr(own, name) for name in ("granularity", "rounding", "draws", "seed")}
+            state[key] = FP8Parameter(saved.detach().to(own.dtype), own.format, **how)
 
-    Args:
-        name: of the weight in the state.
-        weight: in codes, or by rows.
-    """
+
+# Parts of a weight
+
+
+def parts_of(name: str, weight: Tensor) -> dict[str, Tensor]:
+    """The parts by name, on the weight's memory; those with its rows are spread over processes as it is."""
     held: FP8Tensor = local_of(weight)
     scale = spread(weight, held.kept_scale) if held.kept_scale.dim() else held.kept_scale
     traits = torch.tensor(_numbers(held._traits(), floats=held.exponents is None), device=held.device)
@@ -85,12 +135,8 @@ def _numbers(traits: Traits, *, floats: bool) -> list[int]:
 def gather_parts(state: dict[str, Any], name: str, own: Tensor) -> None:
     """Put one weight together again in the place of its parts, where a state has them: who loads it goes on with it.
 
-    Codes and scales alone are taken too, of a file that another library wrote: the count then begins anew.
-
-    Args:
-        state: of tensors; rows of several processes and whole tensors are taken alike.
-        name: of the weight in it.
-        own: the layer's weight, of which this process may hold some rows only.
+    Codes and scales alone are taken too, of a file that another library wrote: the count is 0 then.  Rows of several
+    processes and whole tensors are taken alike; ``own``, the layer's weight, says which rows this process holds.
 
     Raises:
         ValueError: parts that do not fit together, codes that nothing says the format or the scales of, integers, or
@@ -134,11 +180,7 @@ def gather_parts(state: dict[str, Any], name: str, own: Tensor) -> None:
 
 
 def _rows_here(part: Tensor, own: Tensor) -> Tensor:
-    """Of a part what this process holds of the weight.
-
-    Raises:
-        ValueError: it is spread over processes, and the weight is not.
-    """
+    """The rows of a part that this process holds of the weight; ValueError where only the part is spread."""
     share = share_of(own)
     if share_of(part) is not None:
         if share is None:
@@ -176,7 +218,7 @@ def unflatten_state_dict(tensors: Mapping[str, Tensor], metadata: Mapping[str, s
 
     Args:
         tensors: as ``safetensors.torch.load_file`` gives them, say.
-        metadata: of a file that an earlier version wrote, in whose header lies what ``w_traits`` has now.
+        metadata: of a file that an earlier version wrote, whose header has what ``w_traits`` has now.
 
     Returns:
         The state with an :class:`FP8Parameter` for every weight in codes; the tensors are held, not copied.
@@ -252,11 +294,7 @@ def _one_of(known: tuple[Any, ...], index: int) -> Any:
 
 
 def _take_published(state: dict[str, Any], name: str, saved: Tensor, weight: Tensor) -> dict[str, Any]:
-    """Put the scale of another library's file as our own states have it; what that leaves out is as the layer has it.
-
-    Raises:
-        ValueError: an earlier version's state, codes of no known format, or scales that are not understood.
-    """
+    """Take the scale of another library's file as our states have it; other traits are the layer's."""
     if name + "_counter" in state:
         raise ValueError(
             f"{name} has a {name}_counter and no {name}_traits, as in files of earlier versions, whose header says "

@@ -1,4 +1,4 @@
-"""What happens with every weight of a model, decided before anything is done, of a model without values too.
+"""The plan of a surgery: a decision on every weight, before anything is done, of a model without values too.
 
 This is the one place that matches patterns: surgery, loading and the report read what it decided.
 """
@@ -6,14 +6,14 @@ This is the one place that matches patterns: surgery, loading and the report rea
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, get_args
 
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from fp8manifold._base.checks import check_choice, check_int
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
-from fp8manifold.nn._in_place import parameter_names
+from fp8manifold.nn._carried import parameter_names
 from fp8manifold.nn._linear import STORAGES, QuantizedLinear, Storage
 from fp8manifold.nn._selection import (
     CONVOLUTIONS,
@@ -42,7 +42,7 @@ from fp8manifold.scaling import StoredGranularity, WeightGranularity
 from fp8manifold.tensor import FP8Tensor
 
 Tied = Literal["refuse", "untie", "leave"]
-TIED: Final = ("refuse", "untie", "leave")
+TIED: Final = get_args(Tied)
 Parameters = str | Sequence[str] | Mapping[str, FormatLike | None]
 Embeddings = FormatLike | Mapping[str, FormatLike | None]
 _SHOWN: Final = 3
@@ -50,23 +50,23 @@ _SHOWN: Final = 3
 
 @dataclass(frozen=True)
 class Entry:
-    """What happens with one weight."""
+    """The decision on one weight."""
 
     name: str
-    """Of the module; of a parameter that becomes codes where it is, the first of its own."""
+    """The module's; of a parameter that becomes codes where it is, its first name."""
     module: nn.Module
-    """That holds it."""
+    """The holder of the weight."""
     parameters: tuple[str, ...] = ()
     """All names that the weight has in the model; none where the module has none of its own."""
     spec: LayerSpec | None = None
-    """Of the quantised layer that takes the module's place."""
+    """The specification of the quantised layer that takes the module's place."""
     format: FloatFormat | None = None
-    """Of the codes that the weight becomes."""
+    """The format of the codes that the weight becomes."""
     granularity: StoredGranularity | None = None
-    """Of their scale."""
+    """The granularity of their scale."""
     seed: int = 0
     is_copied: bool = False
-    """Whether the layer gets a copy of a weight that others have, too."""
+    """True where the layer gets a copy of a weight that others have, too."""
     left: str = ""
     """Why it stays as it is."""
 
@@ -81,7 +81,7 @@ class Plan:
 
     @property
     def layers(self) -> list[Entry]:
-        """Those that are replaced."""
+        """Layers to replace."""
         return [entry for entry in self.entries if entry.spec is not None]
 
     @property
@@ -91,7 +91,7 @@ class Plan:
 
     @property
     def encoded(self) -> dict[str, Entry]:
-        """By their first names the parameters of which nothing but codes is needed."""
+        """Parameters of which only codes are needed, by their first names."""
         copied = {entry.parameters for entry in self.entries if entry.is_copied}
         made = [entry for entry in self.entries if entry.format is not None and entry.parameters not in copied]
         return {entry.parameters[0]: entry for entry in made}
@@ -114,7 +114,7 @@ def plan(
     parameters: Parameters | None = None,
     embeddings: Embeddings | None = None,
 ) -> Plan:
-    """What :func:`fp8manifold.quantize_model` is going to do; without formats all is left."""
+    """Decide what :func:`fp8manifold.quantize_model` does; without formats all is left."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")
     check_choice("storage", storage, STORAGES)
@@ -134,8 +134,13 @@ def plan(
         taken = {linears[name].names for name in specs if not linears[name].is_shared}
         placed = _placed(model, names, taken, parameters, embeddings, read, granularity)
     specs = _settled(specs, linears, storage, keep_remainder, tied, placed)
-    entries = [_replaced(model, name, spec, linears[name], storage) for name, spec in specs.items()] + placed
-    entries = [replace(entry, seed=(seed << 32) + index) for index, entry in enumerate(entries)]
+    entries = []
+    for name, spec in specs.items():
+        weight, linear = spec.operands.get("weight") if storage == "fp8" else None, linears[name]
+        codes: Any = {} if weight is None else {"format": weight.format, "granularity": weight.granularity}
+        module = model.get_submodule(name)
+        entries.append(Entry(name, module, linear.names, spec, is_copied=linear.is_shared, **codes))
+    entries = [replace(entry, seed=(seed << 32) + index) for index, entry in enumerate(entries + placed)]
     options = {
         "headroom": headroom,
         "rounding": rounding,
@@ -196,7 +201,7 @@ def check_formats(
 
 
 class _Linear(NamedTuple):
-    """What decides on a linear layer: all names of its weight, and what of it or around it is in the way."""
+    """The facts that decide on a linear layer: all names of its weight, and what is in the way."""
 
     names: tuple[str, ...]
     obstacle: Obstacle | None = None
@@ -276,7 +281,7 @@ def _settled(
     tied: str,
     placed: Sequence[Entry],
 ) -> dict[str, LayerSpec]:
-    """Those to replace once it is decided on shared weights, of which some may be among the parameters ``placed``."""
+    """The layers to replace once shared weights are decided on, some of which may be among ``placed``."""
     shared = [name for name in specs if linears[name].is_shared]
     for name in shared:
         names = linears[name].names
@@ -292,17 +297,11 @@ def _settled(
 
 
 def _serves(entry: Entry, names: Sequence[str], spec: LayerSpec) -> bool:
-    """Whether a parameter becomes the codes that a layer which has it for its weight asks for, and nothing more."""
+    """True where a parameter becomes just the codes that a layer with it for its weight needs."""
     weight = spec.operands.get("weight")
     if weight is None or len(spec.operands) > 1 or spec.products != "decoded" or entry.name not in names:
         return False
     return (weight.format, weight.granularity) == (entry.format, entry.granularity)
-
-
-def _replaced(model: nn.Module, name: str, spec: LayerSpec, linear: _Linear, storage: str) -> Entry:
-    weight = spec.operands.get("weight") if storage == "fp8" else None
-    codes: Any = {} if weight is None else {"format": weight.format, "granularity": weight.granularity}
-    return Entry(name, model.get_submodule(name), linear.names, spec, is_copied=linear.is_shared, **codes)
 
 
 # Parameters that become codes where they are
@@ -327,13 +326,12 @@ def _placed(
     chosen = _chosen_parameters(by_first, parameters, formats) | _chosen_embeddings(model, by_first, embeddings)
     entries = []
     for first, (its, parameter, module) in found.items():
-        if (fmt := chosen.get(first)) is not None:
-            if isinstance(parameter, FP8Tensor) and parameter.format != fmt:
-                raise ValueError(
-                    f"parameter {first!r} is in {parameter.format.name} already: call dequantize_model first"
-                )
-            shares = _shares(first, module, parameter, granularity)
-            entries.append(Entry(first, module, its, format=fmt, granularity=shares))
+        if (fmt := chosen.get(first)) is None:
+            continue
+        if isinstance(parameter, FP8Tensor) and parameter.format != fmt:
+            raise ValueError(f"parameter {first!r} is in {parameter.format.name} already: call dequantize_model first")
+        shares = _shares(first, module, parameter, granularity)
+        entries.append(Entry(first, module, its, format=fmt, granularity=shares))
     return entries
 
 
@@ -370,9 +368,8 @@ def _formats_chosen(
     what: str, given: Mapping[str, FormatLike | None], names: Mapping[str, Sequence[str]]
 ) -> dict[str, FloatFormat | None]:
     """The format of each parameter that a pattern of an option called ``what`` matches; None leaves it."""
-    for pattern in given:
-        if not isinstance(pattern, str):
-            raise TypeError(f"{what} has {pattern!r}: a pattern must be a string")
+    if odd := [pattern for pattern in given if not isinstance(pattern, str)]:
+        raise TypeError(f"{what} has {odd[0]!r}: a pattern must be a string")
 
     def check(pattern: str, matched: list[str]) -> None:
         if not matched:
@@ -387,7 +384,7 @@ def _formats_chosen(
 
 
 def _shares(name: str, module: nn.Module, parameter: Tensor, granularity: str) -> StoredGranularity:
-    """What shares a scale: a filter of a convolution, otherwise a row of the last dimension."""
+    """The granularity: a filter of a convolution shares a scale, otherwise a row of the last dimension."""
     kernel = isinstance(module, CONVOLUTIONS)
     if granularity == "square" and kernel:
         raise ValueError(

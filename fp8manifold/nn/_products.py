@@ -1,4 +1,4 @@
-"""The product of a quantised layer: over codes, with quantised gradients, of nested input, in no fused operator."""
+"""Products of a quantised layer: of decoded codes, with quantised gradients, of nested input, or of the codes."""
 
 from collections.abc import Callable
 from typing import Any, Final
@@ -10,11 +10,13 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from fp8manifold._encoded.dispatch import DTYPES, FLOAT8
+from fp8manifold._encoded.products import codes_to_int8, int8_rows, round_columns, round_rows, transpose_bytes
+from fp8manifold._encoded.scaled import check_current
 from fp8manifold._encoded.storage import dequantize_codes
 from fp8manifold._native._arrays import decoded, has_memory, rounded_at
 from fp8manifold.formats import FloatFormat
 from fp8manifold.nn._scalers import HISTORY, FixedScale, GlobalScale, Scale, Scaler, SharedAmax
-from fp8manifold.nn._spec import GLOBAL, OperandSpec
+from fp8manifold.nn._spec import ALIGNMENT, GLOBAL, OPERANDS, LayerSpec, OperandSpec, Units, why_decoded
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.random_bits import Stream
 from fp8manifold.tensor import FP8Tensor
@@ -41,22 +43,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return result
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The same where autograd does not look on."""
-    if not isinstance(weight, FP8Tensor) or (dtype := _dtype_of_codes(x, weight, bias)) is None:
-        return F.linear(x, weight, bias)
-    return F.linear(x.to(dtype), _values(weight, dtype), None if bias is None else bias.to(dtype))
-
-
-def values_in(weight: Tensor, x: Tensor) -> Tensor:
-    """The values of a weight, in codes or not, in the dtype of ``x``: of codes without a copy of them."""
-    if isinstance(weight, FP8Tensor) and x.dtype in DTYPES and _is_simple(x, weight):
-        return _values(weight, x.dtype)
-    return weight.to(x.dtype)
-
-
 def _dtype_of_codes(x: Tensor, weight: FP8Tensor, bias: Tensor | None) -> torch.dtype | None:
-    """What codes are decoded into for a product, as autocast has it on their device; None where torch sees to it."""
+    """The dtype of a product with codes, as autocast has it on their device; None leaves it to torch."""
     if not _is_simple(x, weight):
         return None
     device = "cuda" if x.is_cuda else "cpu"
@@ -68,7 +56,7 @@ def _dtype_of_codes(x: Tensor, weight: FP8Tensor, bias: Tensor | None) -> torch.
 
 
 def _is_simple(x: Tensor, weight: FP8Tensor) -> bool:
-    """Whether nobody looks on who has to see the operator itself: a tracer, a transform, forward mode."""
+    """True unless a tracer, a transform or forward mode has to see the operator itself."""
     codes = weight.codes
     here = codes.is_cpu if x.is_cpu else x.is_cuda and x.device == codes.device
     return here and x.dim() > 1 and forward_ad._current_level < 0 and has_memory(x, codes)
@@ -82,7 +70,7 @@ def _values(weight: FP8Tensor, dtype: torch.dtype) -> Tensor:
     """The values for a product, of which a card makes the same whatever the bits of a NaN are."""
     codes, scale, fmt = weight.codes, weight.kept_scale, weight.format
     if weight.block_size is None:
-        if dtype is torch.bfloat16 and _is_on_card(codes) and codes.numel() <= _FEW and (own := FLOAT8.get(fmt)):
+        if dtype is torch.bfloat16 and is_on_card(codes) and codes.numel() <= _FEW and (own := FLOAT8.get(fmt)):
             # in float32, as a scale of no dimensions would not have it
             return codes.view(own).bfloat16().mul_(scale if scale.dim() else scale.view(1))
         if (values := decoded(codes, fmt, dtype, scale)) is not None:
@@ -90,8 +78,8 @@ def _values(weight: FP8Tensor, dtype: torch.dtype) -> Tensor:
     return dequantize_codes(codes, weight.scale, fmt, dtype, weight.block_size)
 
 
-def _is_on_card(codes: Tensor) -> bool:
-    return codes.is_cuda
+def is_on_card(x: Tensor) -> bool:
+    return x.is_cuda
 
 
 _CAST: Final = {
@@ -137,14 +125,14 @@ class _CodesLinear(torch.autograd.Function):
 def linear_with_rounded_gradients(
     x: Tensor, weight: Tensor, bias: Tensor | None, of_activation: Rounded, of_weight: Rounded
 ) -> Tensor:
-    """``x W^T + b`` whose backward pass takes ``G' = of_activation(G)`` in place of the gradient G that arrives.
+    """``x W^T + b`` whose backward pass takes ``G' = of_activation(G)`` in place of its gradient G.
 
     .. math:: dx = G' W, \\qquad dW = \\mathrm{of\\_weight}(G'^T x), \\qquad db = \\sum G
 
     The weight's gradient is rounded in float32, whatever the products were in.
     """
-    apply: Callable[..., Tensor] = _Linear.apply  # typed in some releases of torch only
-    return apply(x, weight, bias, of_activation, of_weight)
+    result: Tensor = _Linear.apply(x, weight, bias, of_activation, of_weight)
+    return result
 
 
 class _Linear(torch.autograd.Function):
@@ -152,7 +140,10 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, of_activation: Rounded, of_weight: Rounded
     ) -> Tensor:
-        y = product(x, weight, bias)
+        if not isinstance(weight, FP8Tensor) or (dtype := _dtype_of_codes(x, weight, bias)) is None:
+            y = F.linear(x, weight, bias)
+        else:
+            y = F.linear(x.to(dtype), _values(weight, dtype), None if bias is None else bias.to(dtype))
         # what the products were in under autocast, and less to keep
         ctx.save_for_backward(x.to(y.dtype), weight)
         ctx.dtypes = x.dtype, None if bias is None else bias.dtype
@@ -169,14 +160,16 @@ class _Linear(torch.autograd.Function):
         for_bias = rows.sum(0).to(bias_dtype) if needs_bias else None
         if ctx.of_activation is not None:
             rows = ctx.of_activation(rows)
-        for_x = (rows @ values_in(weight, rows)).view(x.shape).to(x_dtype) if needs_x else None
-        for_weight = _weight_gradient(rows, x, ctx.of_weight, weight.dtype) if needs_weight else None
+        for_x = for_weight = None
+        if needs_x:
+            simple = isinstance(weight, FP8Tensor) and rows.dtype in DTYPES and _is_simple(rows, weight)
+            values = _values(weight, rows.dtype) if simple else weight.to(rows.dtype)
+            for_x = (rows @ values).view(x.shape).to(x_dtype)
+        if needs_weight:
+            for_weight = rows.t() @ x.reshape(-1, x.shape[-1])
+            for_weight = for_weight if ctx.of_weight is None else ctx.of_weight(for_weight.float())
+            for_weight = for_weight.to(weight.dtype)
         return for_x, for_weight, for_bias, None, None
-
-
-def _weight_gradient(rows: Tensor, x: Tensor, rounded: Rounded, dtype: torch.dtype) -> Tensor:
-    product = rows.t() @ x.reshape(-1, x.shape[-1])
-    return product.to(dtype) if rounded is None else rounded(product.float()).to(dtype)
 
 
 def round_gradient(gradient: Tensor, *, scaler: Scaler, operand: OperandSpec, key: Stream) -> Tensor:
@@ -186,22 +179,15 @@ def round_gradient(gradient: Tensor, *, scaler: Scaler, operand: OperandSpec, ke
     return rounded_at(gradient, scaler(gradient) + zero_or_nan, operand.format, rounding, key, blocks=blocks)
 
 
-def scale_of(scaler: Scaler, x: Tensor, repeats: bool) -> Tensor:
-    """The scale of an operand; it is not remembered twice."""
-    return scaler.preview(x) if repeats else scaler(x)
-
-
 def scaler_of(operand: OperandSpec, shared: SharedAmax | None) -> Scaler:
-    """What gives an operand its scale; ``global`` ones share a magnitude."""
+    """The scaler of an operand; ``global`` ones share a magnitude."""
     if operand.scale == GLOBAL:
         assert shared is not None
         return GlobalScale(operand.format, shared)
     if operand.scale is not None:
         return FixedScale(operand.scale)
-    assert operand.granularity is not None
-    assert operand.policy is not None
-    assert operand.granularity != "square"  # which stored weights alone have
-    return Scale(operand.format, operand.granularity, operand.policy, history=operand.history or HISTORY)
+    how: Any = operand.granularity, operand.policy  # filled in, and no squares, which stored weights alone have
+    return Scale(operand.format, *how, history=operand.history or HISTORY)
 
 
 def forbid_fused_operators(layer: Any) -> None:
@@ -211,21 +197,12 @@ def forbid_fused_operators(layer: Any) -> None:
     would pass over what a quantised layer does to weight and input.  Weights in codes that are only decoded need none:
     they are decoded for any operator, and a hook costs a small layer a tenth of its time.
     """
-    scalers = (
-        layer.weight_scaler,
-        layer.activation_scaler,
-        layer.activation_gradient_scaler,
-        layer.weight_gradient_scaler,
-    )
-    if layer.storage != "fp8" or layer._units is not None or scalers != (None,) * 4:
-        layer.register_forward_pre_hook(_is_called)
+    scaled = any(getattr(layer, f"{name}_scaler") is not None for name in OPERANDS)
+    if layer.storage != "fp8" or layer._units is not None or scaled:
+        layer.register_forward_pre_hook(is_called)
 
 
-def is_our_hook(hook: object) -> bool:
-    return hook is _is_called
-
-
-def _is_called(layer: nn.Module, args: Any) -> None:
+def is_called(layer: nn.Module, args: Any) -> None:
     """A forward pre-hook; a function of the module, so that copies and pickles of the layer keep it."""
 
 
@@ -244,3 +221,200 @@ def over_nested(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return torch.nested.as_nested_tensor(
         [row.view(*part.shape[:-1], -1) for row, part in zip(split, parts, strict=True)]
     )
+
+
+# Products straight from codes, on units of eight bits: forward, and both gradients
+
+
+_E4M3: Final = torch.float8_e4m3fn
+_LEAST: Final = {"fp8": (8, 9), "int8": (8, 0)}
+_LEAST_ROWS: Final = 17
+"""Rows of the first matrix of a product of INT8 on a card."""
+
+
+def units_on(units: Units | None, spec: LayerSpec, device: torch.device) -> Units | None:
+    """The units for codes of a layer on a device, with ``auto`` fast ones; None decodes.  Others are refused."""
+    if units is None or (spec.products == "auto" and device.type != "cuda"):
+        return None
+    why = why_no_units(units, device)
+    if why and spec.products != "auto":
+        raise RuntimeError(f"products={spec.products!r}: {why}; take products='decoded' or 'auto'")
+    return None if why else units
+
+
+def why_no_units(units: Units, device: torch.device) -> str:
+    """A reason why a device can't multiply such codes, or nothing; a CPU does it slowly, to the same numbers."""
+    if device.type in ("cpu", "meta"):
+        return ""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return f"{device.type if torch.version.hip is None else 'ROCm'} has no {units.upper()} units"
+    found, least = torch.cuda.get_device_capability(device), _LEAST[units]
+    needed, own = (".".join(map(str, each)) for each in (least, found))
+    if found >= least:
+        return ""
+    return f"{units.upper()} units begin at compute capability {needed}, and {device} has {own}"
+
+
+# what torch.compiler.assume_constant_result says, which loads the compiler: a graph is of one device
+why_no_units._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def chosen_products(spec: LayerSpec, in_features: int, out_features: int, device: torch.device) -> str:
+    """The choice of ``auto`` for a layer on a device, and why; nothing where ``products`` names it."""
+    if spec.products != "auto":
+        return ""
+    why = why_decoded(spec, in_features, out_features)
+    if not why and spec.units is not None:
+        slow = f"{device.type} has no fast {spec.units.upper()} units" if device.type in ("cpu", "meta") else ""
+        why = slow or why_no_units(spec.units, device)
+    return f": decoded, as {why}" if why else f": {spec.units}"
+
+
+def rounded_input(x: Tensor, units: Units) -> Tensor:
+    """The values that such a product takes in place of its input ``x``, exact in bfloat16."""
+    codes, scale = _rounded(x.detach().reshape(-1, x.shape[-1]), None, units)
+    return ((codes.view(_E4M3) if units == "fp8" else codes).float() * scale).to(x.dtype).view(x.shape)
+
+
+def linear_from_codes(x: Tensor, weight: Tensor, bias: Tensor | None, units: Units, spec: LayerSpec) -> Tensor:
+    """``x W^T + b`` of a weight in codes, in the dtype (or autocast dtype) of an ``nn.Linear``.
+
+    .. math:: y = p \\, (X C^T) \\, w^T + b, \\qquad dx = q \\, (G C), \\qquad dW = g^T x
+
+    with the codes C at their scales w as they are, (X, p) the rows of x rounded to E4M3 or INT8, and (G, q) those of
+    ``g w``.  With ``gradient_products="fp8"`` dW is ``r (H X)`` of (H, r), the columns of ``g p``.
+    """
+    if not isinstance(weight, FP8Tensor):
+        raise RuntimeError(f"products={spec.products!r} multiplies codes, and the weight is a {type(weight).__name__}")
+    if not torch.compiler.is_compiling() and spec.weight is not None and weight.format != spec.weight.format:
+        raise RuntimeError(f"the layer was made for codes of {spec.weight.format.name}, not of {weight.format.name}")
+    device, dtype = x.device.type, weight.dtype
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
+    if x.dtype != dtype:
+        raise RuntimeError(f"the input has dtype {x.dtype}, and the weight {dtype}: they must be one")
+    check_current(weight)
+    result: Tensor = _FromCodes.apply(x, weight, bias, units, spec.gradient_products == "fp8")
+    return result
+
+
+class _FromCodes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: FP8Tensor, bias: Tensor | None, units: Units, rounds: bool) -> Any:
+        rows = _rows(x)
+        if rounds and rows.shape[0] % ALIGNMENT:
+            raise ValueError(
+                f"gradient_products='fp8' sums over the rows of the input, {rows.shape[0]}, which {ALIGNMENT} does not "
+                "divide: pad with rows of zeros, or take gradient_products='bfloat16'"
+            )
+        operand, p = _rounded(rows, None, units)
+        codes, scale = _operand(weight, units)
+        y = _product(operand, codes, p, scale, x.dtype, fast=True)
+        if bias is not None:
+            y = y.add_(bias)
+        kept = ((operand, p) if rounds else (rows,)) if ctx.needs_input_grad[1] else ()
+        ctx.save_for_backward(weight, *kept)
+        ctx.units, ctx.shape, ctx.rounds = units, x.shape, rounds
+        if x.dim() == 2:
+            return y
+        # no view, as that of nn.Linear is none: FSDP hangs a hook on it
+        return torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], weight.shape[0]))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        weight, *kept = ctx.saved_tensors
+        g = _rows(gradient)
+        for_x = for_weight = said = None
+        if ctx.needs_input_grad[0]:
+            operand, q = _rounded(g, weight.scale.view(1, -1), ctx.units)
+            said, unit = _zero_or_nan(q), weight.format.ulp_min if ctx.units == "int8" else 1.0
+            codes = _transposed(weight, ctx.units, g)
+            for_x = _product(operand, codes, q, said + unit, g.dtype).view(ctx.shape)
+        if ctx.needs_input_grad[1]:
+            if ctx.rounds:
+                for_weight = _rounded_gradient(g, *kept)
+            else:  # NaN throughout where the gradient holds one
+                said = g.sum(dtype=torch.float32) * 0.0 if said is None else said
+                for_weight = torch.addmm(said.to(g.dtype).expand(kept[0].shape[1]), g.t(), kept[0])
+            for_weight = for_weight.to(weight.dtype)
+        return for_x, for_weight, g.sum(0) if ctx.needs_input_grad[2] else None, None, None
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.dim() == 2 and x.is_contiguous() else x.reshape(-1, x.shape[-1]).contiguous()
+
+
+def _zero_or_nan(scales: Tensor) -> Tensor:
+    """NaN where one of them is, so that all of a gradient shows it; otherwise 0."""
+    return (scales * 0.0).sum()
+
+
+def _rounded_gradient(g: Tensor, x: Tensor, p: Tensor) -> Tensor:
+    """``g^T x`` of columns of ``g p`` rounded to E4M3, and of the codes of x as they are."""
+    if not g.shape[0]:
+        return g.new_zeros((g.shape[1], x.shape[1]))
+    codes, r = round_columns(g, p)
+    return _product(codes, transpose_bytes(x).view(_E4M3), r, _zero_or_nan(r) + 1.0, g.dtype)
+
+
+def _rounded(rows: Tensor, fold: Tensor | None, units: Units) -> tuple[Tensor, Tensor]:
+    return round_rows(rows, fold) if units == "fp8" else int8_rows(rows, fold)
+
+
+def _operand(weight: FP8Tensor, units: Units) -> tuple[Tensor, Tensor]:
+    """The codes as numbers of the units, and the scales (1, N) of what they stand for."""
+    scale = weight.scale.view(1, -1)
+    if units == "int8":
+        return codes_to_int8(weight.codes), scale * weight.format.ulp_min
+    return weight.codes.view(_dtype_of(weight)), scale
+
+
+def _transposed(weight: FP8Tensor, units: Units, after: Tensor) -> Tensor:
+    """The codes as numbers of the units, by columns of the weight."""
+    if units == "int8":
+        return codes_to_int8(weight.codes, transposed=True, after=after)
+    return transpose_bytes(weight.codes, after).view(_dtype_of(weight))
+
+
+def _dtype_of(weight: FP8Tensor) -> torch.dtype:
+    """The dtype of E4M3 or E5M2; a look into a table would be many guards of a compiled layer."""
+    return _E4M3 if weight.format.mantissa_bits == 3 else torch.float8_e5m2
+
+
+def _product(a: Tensor, b: Tensor, rows: Tensor, columns: Tensor, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
+    """``a b^T`` of (M, K) and (N, K), times scales (M, 1) of rows and (1, N) or one of columns, rounded once."""
+    if a.dtype is torch.int8:
+        return (_integer_sums(a, b) * rows * columns).to(dtype)
+    a = a.view(_E4M3)
+    check_operands(a, b)
+    if not is_on_card(a):
+        return ((a.float() @ b.float().t()) * rows * columns).to(dtype)
+    if not a.shape[0] or not a.shape[1]:
+        return a.new_zeros((a.shape[0], b.shape[0]), dtype=dtype)
+    if dtype is torch.bfloat16 and not torch.compiler.is_compiling():
+        # one scale for each of both, or the release of torch knows no such product
+        columns = columns.expand(1, b.shape[0]).contiguous()
+        return torch._scaled_mm(a, b.t(), scale_a=rows, scale_b=columns, out_dtype=dtype, use_fast_accum=fast)
+    # powers of two after the rounding to bfloat16 give the same bits, and a compiler fuses them with what follows
+    one, wide = rows.new_ones(()), dtype if dtype is torch.bfloat16 else torch.float32
+    sums = torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=wide, use_fast_accum=fast)
+    return (sums * rows * columns).to(dtype)
+
+
+def check_operands(a: Tensor, b: Tensor) -> None:
+    """Check on every device what a card takes: a CPU takes any layout and size, and two of E5M2."""
+    assert a.dtype is _E4M3, "no unit multiplies two matrices of E5M2"
+    assert a.is_contiguous(), "the first matrix is by rows"
+    assert b.is_contiguous(), "the second one, transposed, is by columns"
+    assert b.shape[0] % ALIGNMENT == b.shape[1] % ALIGNMENT == 0, f"{ALIGNMENT} divides K and N"
+
+
+def _integer_sums(a: Tensor, b: Tensor) -> Tensor:
+    """Sums of whole numbers, exact in any order, rounded once to float32."""
+    if not is_on_card(a):  # some processors' products of INT8 saturate on the way
+        return (a.double() @ b.double().t()).float()
+    few = max(_LEAST_ROWS - a.shape[0], 0)
+    padded = torch.nn.functional.pad(a, (0, 0, 0, few)) if few else a
+    return torch._int_mm(padded, b.t())[: a.shape[0]].float()

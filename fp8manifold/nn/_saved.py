@@ -9,14 +9,16 @@ from torch import nn
 from fp8manifold._base.checks import check_int, check_keys
 from fp8manifold._encoded.scaled import DRAWS
 from fp8manifold.manifolds import FP8Manifold
-from fp8manifold.nn._in_place import in_place_parameters, parameter_names, put_parameter
-from fp8manifold.nn._linear import QuantizedConv1D, QuantizedLinear
+from fp8manifold.nn._carried import in_place_parameters, parameter_names, put_parameter, replace_layers
+from fp8manifold.nn._linear import QuantizedLinear
 from fp8manifold.nn._selection import is_conv1d, obstacle
-from fp8manifold.nn._spec import LayerSpec, OperandSpec
-from fp8manifold.nn._surgery import replace_layers
+from fp8manifold.nn._spec import OPERANDS, LayerSpec, OperandSpec
+from fp8manifold.nn._surgery import made_layers
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.tensor import FP8Tensor
 
+_DEFAULTS: Final = {"products": "decoded", "gradient_products": "bfloat16"}
+"""Options that older versions do not know, which are written where they say something else."""
 _OPTIONS: Final = ("storage", "rounding", "draws", "headroom", "keep_remainder", "defer_weight_gradient")
 
 
@@ -43,7 +45,6 @@ def parameters_recipe_of(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def _add(groups: list[dict[str, Any]], made: dict[str, Any], name: str, seed: int) -> None:
-    """Put a seed into the group of those made alike."""
     alike = next((group for group in groups if {**group, "seeds": None} == {**made, "seeds": None}), None)
     if alike is None:
         groups.append(alike := {**made, "seeds": {}})
@@ -74,24 +75,15 @@ def put_layers(model: nn.Module, recipe: Sequence[Mapping[str, Any]]) -> None:
     modules = dict(model.named_modules())
     for name in made:
         module = modules.get(name)
-        if module is None or isinstance(module, QuantizedLinear) or not _can_be_replaced(module):
+        if module is None or not (type(module) is nn.Linear or is_conv1d(module)) or obstacle(module) is not None:
             raise ValueError(f"the quantised layer {name!r} has no float layer in the model that it could replace")
-    layers: dict[str, nn.Module] = {}
-    first_global: QuantizedLinear | None = None
+    wanted: list[Any] = []
     for name in (name for name in modules if name in made):
-        old, group = modules[name], made[name]
-        check_int(f"seed of {name!r}", group["seeds"][name], 0, 2**63 - 1)
-        kind: Any = QuantizedConv1D if is_conv1d(old) else QuantizedLinear
+        group, seed = made[name], made[name]["seeds"][name]
+        check_int(f"seed of {name!r}", seed, 0, 2**63 - 1)
         options = {key: group[key] for key in _OPTIONS if key in group}
-        layer = kind(old, LayerSpec(**group["spec"]), seed=group["seeds"][name], global_with=first_global, **options)
-        if first_global is None and layer.shared_amax is not None:
-            first_global = layer
-        layers[name] = layer
-    replace_layers(model, layers)
-
-
-def _can_be_replaced(module: nn.Module) -> bool:
-    return (type(module) is nn.Linear or is_conv1d(module)) and obstacle(module) is None
+        wanted.append((name, modules[name], LayerSpec(**group["spec"]), options | {"seed": seed}))
+    replace_layers(model, made_layers(wanted))
 
 
 def _options_of(layer: QuantizedLinear) -> dict[str, Any]:
@@ -100,30 +92,18 @@ def _options_of(layer: QuantizedLinear) -> dict[str, Any]:
     if own is not None:
         options["rounding"] = own.rounding
         options |= {"draws": own.draws} if own.draws != DRAWS[0] else {}  # which older versions do not know
-    given = {
-        "headroom": layer._headroom,
-        "keep_remainder": layer._keep_remainder,
-        "defer_weight_gradient": layer._defers,
-    }
-    return options | {key: value for key, value in given.items() if value}
+    given = zip(_OPTIONS[3:], (layer._headroom, layer._keep_remainder, layer._defers), strict=True)
+    return options | {key: value for key, value in given if value}
 
 
 def spec_as_json(spec: LayerSpec) -> dict[str, Any]:
     """The arguments of a specification, in the types of JSON."""
-    gradients = {"activation": spec.activation_gradient, "weight": spec.weight_gradient}
-    given: dict[str, Any] = {
-        "weight": _operand_as_json(spec.weight),
-        "activation": _operand_as_json(spec.activation),
-        "gradient": {key: _operand_as_json(each) for key, each in gradients.items() if each is not None} or None,
-        "granularity": spec.granularity,
-        "policy": spec.policy,
-        "ste": spec.ste,
-        "rounding": spec.rounding,
-        "history": spec.history,
-        # which older versions do not know
-        "products": None if spec.products == "decoded" else spec.products,
-        "gradient_products": None if spec.gradient_products == "bfloat16" else spec.gradient_products,
-    }
+    weight, activation, *both = (_operand_as_json(getattr(spec, name)) for name in OPERANDS)
+    gradient = {kind: each for kind, each in zip(("activation", "weight"), both, strict=True) if each is not None}
+    given: dict[str, Any] = {"weight": weight, "activation": activation, "gradient": gradient or None}
+    for name in (field.name for field in fields(spec) if field.name not in OPERANDS):
+        value = getattr(spec, name)
+        given[name] = None if _DEFAULTS.get(name) == value else value
     return {key: value for key, value in given.items() if value is not None}
 
 

@@ -1,7 +1,7 @@
 """Scales of activations and gradients over time, agreed on by several processes."""
 
 import warnings
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, get_args
 from weakref import WeakKeyDictionary
 
 import torch
@@ -30,7 +30,6 @@ class Operand(NamedTuple):
     name: str
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Operand":
-        """Itself: a copy's magnitudes are shared as these are."""
         return self
 
     def largest(self, amax: Tensor, member: int = 0) -> Tensor:
@@ -61,7 +60,7 @@ class Operand(NamedTuple):
 
 
 UNSHARED = Operand(ALONE, 0, "")
-"""One of a single process."""
+"""The operand of a single process."""
 
 
 class _End:
@@ -76,31 +75,23 @@ class _End:
             self.operand.announce(torch.device("cpu") if parameter is None else parameter.device)
 
 
-def end_passes_together(model: nn.Module, ranks: Ranks) -> None:
-    """Let the model say where its forward pass ends, to these processes and no others."""
-    hooks = model._forward_hooks
-    for key in [key for key, hook in hooks.items() if isinstance(hook, _End)]:
-        del hooks[key]
-    model.register_forward_hook(_End(ranks))
-
-
 # Scalers
 
 
 Policy = Literal["dynamic", "static", "delayed"]
-POLICIES: Final = ("dynamic", "static", "delayed")
+POLICIES: Final[tuple[Policy, ...]] = get_args(Policy)
 HISTORY: Final = 16
-"""Tensors whose magnitudes a delayed scale looks back on, unless told otherwise."""
+"""Tensors whose magnitudes a delayed scale looks back on by default."""
 
 
 class Scaler(nn.Module):
-    """What gives a tensor its scale; the last one it gave is in the buffer ``value``, for logging."""
+    """The source of a tensor's scale; the last one is in the buffer ``value``, for logging."""
 
     value: Tensor
     remembers = False
-    """Whether a tensor has a say in the scales of those after it."""
+    """True where a tensor has a say in the scales of later ones."""
     shared: Operand = UNSHARED
-    """What it is to the processes that share what it remembers."""
+    """The operand of the processes that share what it remembers."""
 
     def preview(self, x: Tensor) -> Tensor:
         """The scale that ``x`` would be given; nothing is remembered."""
@@ -112,7 +103,6 @@ class Scaler(nn.Module):
             self.shared.announce(device)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The scale for ``x``."""
         raise NotImplementedError
 
     def reset_parameters(self) -> None:
@@ -125,7 +115,7 @@ _LATER: Final[WeakKeyDictionary[nn.Module, LaterMaximum]] = WeakKeyDictionary()
 
 
 class Scale(Scaler):
-    """The amax scale of one tensor through training: computed anew, frozen, or from the magnitudes of the past.
+    """The amax scale of one tensor through training: fresh, frozen, or from the magnitudes of the past.
 
     Args:
         fmt: a format or its name.
@@ -189,7 +179,11 @@ class Scale(Scaler):
                 amax = self.shared.largest(amax)
             self.value = self._delayed(amax)
             if self.training:
-                self._remember(amax)
+                past = self.history
+                if past.dim() == 1 and amax.dim():  # until now it did not know the shape of its tensor
+                    past = past.view(-1, *(1 for _ in amax.shape)).expand(-1, *amax.shape)
+                finite = torch.where(amax.isfinite(), amax, 0.0)
+                self.history = torch.cat([past[1:], finite.unsqueeze(0)])
         elif self.policy == "dynamic":
             self.value = self._fresh(x)
         elif not self._is_frozen():
@@ -201,7 +195,7 @@ class Scale(Scaler):
 
     @torch.no_grad()
     def preview(self, x: Tensor) -> Tensor:
-        """The scale that ``x`` would be given; nothing is remembered."""
+        """The scale that ``x`` would get; nothing is remembered."""
         if self.policy == "delayed":
             return self._delayed(self._amax(x))
         return self.value if self.policy == "static" and self._is_frozen() else self._fresh(x)
@@ -235,31 +229,22 @@ class Scale(Scaler):
         past = self.history.amax(0)
         return scale_of_amax(torch.where(past > 0, past, amax), self.format, pow2=self.pow2)
 
-    def _remember(self, amax: Tensor) -> None:
-        past = self.history
-        if past.dim() == 1 and amax.dim():  # until now it did not know the shape of its tensor
-            past = past.view(-1, *(1 for _ in amax.shape)).expand(-1, *amax.shape)
-        finite = torch.where(amax.isfinite(), amax, 0.0)
-        self.history = torch.cat([past[1:], finite.unsqueeze(0)])
-
     def _warn_if_saturated(self, x: Tensor) -> None:
         """At once, or on a card, where that would be to wait, when a later tensor is seen."""
         limit = self.value * (self.format.max * ROUNDING_OF_SCALES)
         amax = self._amax(x)
+        worst: float | None = None
         if not has_values(amax):
             return
         if not is_read_at_once(amax):
-            worst = torch.where(amax > limit, amax / limit, 0.0).max()
-            self._warn_of(_LATER.setdefault(self, LaterMaximum()).add(worst))
+            worst = _LATER.setdefault(self, LaterMaximum()).add(torch.where(amax > limit, amax / limit, 0.0).max())
         elif bool((amax > limit).any()):
-            self._warn_of((amax / limit).max().item())
-
-    def _warn_of(self, worst: float | None) -> None:
+            worst = (amax / limit).max().item()
         if worst:
             warnings.warn(
                 f"a frozen {self.format.name} scale saturates: the largest magnitude is {worst:.3g} times its range",
                 SaturationWarning,
-                stacklevel=4,
+                stacklevel=3,
             )
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: object) -> None:
@@ -338,7 +323,7 @@ class SharedAmax(nn.Module):
 class GlobalScale(Scaler):
     """One magnitude for every gradient of a model, as under loss scaling: small gradients underflow.
 
-    It stands for what per-tensor scales are there to avoid.  The magnitude is that of the previous pass; the share that
+    It shows what per-tensor scales avoid.  The magnitude is that of the previous pass; the share that
     a tensor has in it is measured in training mode.
     """
 
@@ -378,8 +363,11 @@ def share_magnitudes(model: nn.Module, ranks: Ranks) -> None:
         if isinstance(module, Scaler | SharedAmax):
             module.shared = Operand(ranks, number, repr(name))
             remembers = remembers or isinstance(module, SharedAmax) or module.remembers
-    if remembers:
-        end_passes_together(model, ranks)
+    if remembers:  # say where the forward pass ends, to these processes and no others
+        hooks = model._forward_hooks
+        for key in [key for key, hook in hooks.items() if isinstance(hook, _End)]:
+            del hooks[key]
+        model.register_forward_hook(_End(ranks))
 
 
 def announce_gradients(layer: Any, x: Tensor) -> None:

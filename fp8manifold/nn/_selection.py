@@ -25,7 +25,7 @@ class Obstacle:
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether this is the linear layer of transformers' GPT-2, with a transposed weight; nothing is imported for it."""
+    """True for the linear layer of transformers' GPT-2, with a transposed weight; nothing is imported for it."""
     return any(c.__name__ == "Conv1D" and c.__module__ == "transformers.pytorch_utils" for c in type(module).__mro__)
 
 
@@ -47,7 +47,7 @@ def obstacle(module: nn.Module) -> Obstacle | None:
 
 
 def _done(module: nn.Module) -> str | None:
-    """What was done to a layer that would be lost."""
+    """The change to a layer that would be lost, or None."""
     if parametrize.is_parametrized(module):
         names = " and ".join(repr(name) for name in module.parametrizations)  # type: ignore[union-attr]
         return f"it is parametrised: call torch.nn.utils.parametrize.remove_parametrizations for its {names} first"
@@ -124,12 +124,12 @@ def by_pattern(
 
 
 def literal(pattern: str) -> str:
-    """What of a pattern stands for itself."""
+    """The characters of a pattern that stand for themselves."""
     return pattern.replace("*", "").replace("?", "")
 
 
 def names_part(pattern: str, part: str) -> bool:
-    """Whether a pattern means a part of a model itself, and not all that is in some part that it is in."""
+    """True where a pattern means a part of a model itself, and not all that is in some part around it."""
     return any(literal(word) and fnmatch.fnmatchcase(part, word) for word in pattern.split("."))
 
 

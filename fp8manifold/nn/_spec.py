@@ -1,7 +1,7 @@
 """Specifications of a quantised layer: its operands' formats, scales and rounding, checked."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Final, Literal, TypeGuard, get_args
 
@@ -19,21 +19,20 @@ from fp8manifold.tensor import FP8Tensor
 NONE: Final = "none"
 """The format that leaves an operand, or a pattern's layers, as they are."""
 OperandName = Literal["weight", "activation", "activation_gradient", "weight_gradient"]
-OPERANDS: Final[tuple[OperandName, ...]] = ("weight", "activation", "activation_gradient", "weight_gradient")
+OPERANDS: Final[tuple[OperandName, ...]] = get_args(OperandName)
 OperandRounding = Literal["nearest", "stochastic"]
-OPERAND_ROUNDINGS: Final = ("nearest", "stochastic")
 GLOBAL: Final = "global"
 
 
 @dataclass(frozen=True)
 class OperandSpec:
-    """How a weight, an activation or a gradient is quantised; what is None is as the layer has it.
+    """A specification of a weight, an activation or a gradient; options that are None are the layer's.
 
     Args:
         format: a format or its name.
-        granularity: one scale for the ``tensor``, for each ``channel`` (row: an output of a weight, a token of an
-            activation or gradient), for each ``block`` of 32 along a row, a power of two (E8M0), or, of stored weights,
-            for each ``square`` of 128 x 128.
+        granularity: one scale per ``tensor``, per ``channel`` (row: an output of a weight, a token of an activation or
+            gradient), per ``block`` of 32 along a row, a power of two (E8M0), or, of stored weights, per ``square`` of
+            128 x 128.
         policy: of the scale, as in :class:`Scale`.
         history: of the policy ``delayed``, usually 16 to 100 tensors.
         rounding: ``nearest`` or ``stochastic``.
@@ -68,16 +67,14 @@ class OperandSpec:
         ste: STE | None = None,
     ) -> None:
         values = (as_format(format), granularity, policy, history, rounding, _read_scale(scale), ste)
-        for field, value in zip(fields(self), values, strict=True):
-            object.__setattr__(self, field.name, value)
-        self._check_choices()
-        self._check_scale()
+        _set_fields(self, values, _OPERAND_CHOICES)
+        if scale is not None and policy is not None:
+            raise ValueError(f"scale={scale!r} leaves nothing to policy={policy!r}: give one of them")
+        if scale is not None and granularity not in (None, "tensor"):
+            raise ValueError(f"scale={scale!r} is one for the tensor, not granularity={granularity!r}")
 
     def filled(self, **defaults: Any) -> "OperandSpec":
-        """A copy in which what was None has the layer's value.
-
-        Args:
-            defaults: the layer's values by name, ``policy`` among them.
+        """A copy in which the layer's values, by name, ``policy`` among them, stand for what was None.
 
         Raises:
             ValueError: a history where the policy is not ``delayed``.
@@ -91,30 +88,25 @@ class OperandSpec:
             defaults["history"] = None
         return replace(self, **{name: value for name, value in defaults.items() if getattr(self, name) is None})
 
-    def _check_choices(self) -> None:
-        for name, allowed in _OPERAND_CHOICES.items():
-            value = getattr(self, name)
-            if value is not None:
-                check_choice(name, value, allowed)
-        if self.history is not None:
-            check_int("history", self.history, 1, 2**20)
-
-    def _check_scale(self) -> None:
-        if self.scale is None:
-            return
-        if self.policy is not None:
-            raise ValueError(f"scale={self.scale!r} leaves nothing to policy={self.policy!r}: give one of them")
-        if self.granularity not in (None, "tensor"):
-            raise ValueError(f"scale={self.scale!r} is one for the tensor, not granularity={self.granularity!r}")
-
 
 _OPERAND_CHOICES: Final = {
     "granularity": WEIGHT_GRANULARITIES,
     "policy": POLICIES,
-    "rounding": OPERAND_ROUNDINGS,
+    "rounding": get_args(OperandRounding),
     "ste": STES,
 }
 OperandLike = FormatLike | OperandSpec | Mapping[str, Any] | None
+
+
+def _set_fields(spec: Any, values: Iterable[Any], choices: Mapping[str, tuple[str, ...]]) -> None:
+    """Set the fields of a frozen specification; those that are choices, and a history, are checked."""
+    for field, value in zip(fields(spec), values, strict=True):
+        object.__setattr__(spec, field.name, value)
+    for name, allowed in choices.items():
+        if (value := getattr(spec, name)) is not None:
+            check_choice(name, value, allowed)
+    if spec.history is not None:
+        check_int("history", spec.history, 1, 2**20)
 
 
 def _read_scale(scale: float | str | None) -> Any:
@@ -149,13 +141,12 @@ def is_none(value: object) -> bool:
 
 
 LayerRounding = Literal["nearest", "stochastic", "split"]
-LAYER_ROUNDINGS: Final = ("nearest", "stochastic", "split")
 Products = Literal["decoded", "fp8", "int8", "auto"]
 PRODUCTS: Final = get_args(Products)
 GradientProducts = Literal["bfloat16", "fp8"]
 Units = Literal["fp8", "int8"]
 _UNITS: Final[dict[str, Units]] = {"E4M3": "fp8", "E5M2": "fp8", "E1M6": "int8"}
-"""What multiplies the codes of a format as they are."""
+"""The units that multiply the codes of a format as they are."""
 ALIGNMENT: Final = 16
 _LONGEST_SUM: Final = (2**31 - 1) // 127**2
 """Products of INT8 whose sum is an int32, whatever they are."""
@@ -164,7 +155,7 @@ GradientLike = OperandLike | Mapping[str, OperandLike]
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What is quantised in a linear layer, and how.
+    """The formats of a linear layer's operands, and how they are quantised.
 
     An operand is a format, an :class:`OperandSpec`, a mapping of its arguments, or None (or ``"none"``), which leaves
     it as it is.  The layer's own options stand for those that an operand does not have.
@@ -172,16 +163,15 @@ class LayerSpec:
     Args:
         weight: of the weight.
         activation: of the layer's input.
-        granularity: of the weight's scale: one for the ``tensor``, for each ``channel`` (row), for each ``block`` of 32
-            along a row, or of stored weights for each ``square`` of 128 x 128.  Activations and gradients have one
-            scale a tensor, unless they say otherwise.
+        granularity: of the weight's scale, as in :class:`OperandSpec`.  Activations and gradients have one scale per
+            tensor, unless they have an option of theirs.
         policy: of the measured scales, as in :class:`Scale`; None takes ``dynamic``.  Stored weights always have a
             static power-of-two scale.
         ste: the straight-through gradient of weight and activation, as in :func:`fake_quantize`; None takes
             ``identity``.
-        gradient: of both gradients, or a mapping with the keys ``activation`` (the gradient that arrives at the
-            layer's output, which both products of the backward pass take) and ``weight`` (the weight's gradient of
-            one backward pass: quantised, and added up in float32).
+        gradient: of both gradients, or a mapping with the keys ``activation`` (the gradient of the output, in both
+            backward products) and ``weight`` (the weight's gradient of one backward pass: quantised, and
+            added up in float32); they become ``activation_gradient`` and ``weight_gradient``.
         rounding: ``nearest``, ``stochastic``, or ``split``: nearest in the forward pass, stochastic in the backward;
             None takes ``nearest``.  Stored weights are rounded when they are written.
         history: of the policy ``delayed``, usually 16 to 100 tensors; None takes 16.
@@ -190,11 +180,9 @@ class LayerSpec:
             two; or ``auto``: codes on a card with such units where they fit, otherwise ``decoded``.  Numbers differ.
         gradient_products: of products on ``fp8`` units, what the weight's gradient is computed in.
 
-    Codes are multiplied where 16 divides rows and columns, with one scale a ``tensor`` or ``channel``, and with neither
+    Codes are multiplied where 16 divides rows and columns, with one scale per ``tensor`` or ``channel``, and neither
     ``activation`` nor ``gradient``.  A row of the input that holds NaN or Inf makes its output NaN; a gradient that
     does so makes both gradients NaN.
-
-    What ``gradient`` says is in the attributes ``activation_gradient`` and ``weight_gradient``.
 
     Raises:
         TypeError, ValueError: a format or option that can't be read, or that would change nothing.
@@ -236,25 +224,19 @@ class LayerSpec:
         check_choice("granularity", granularity, WEIGHT_GRANULARITIES)
         check_choice("products", products, PRODUCTS)
         check_choice("gradient_products", gradient_products, get_args(GradientProducts))
-        for name, given in (("policy", policy), ("ste", ste), ("rounding", rounding)):
-            if given is not None:
-                check_choice(name, given, _CHOICES[name])
-        if history is not None:
-            check_int("history", history, 1, 2**20)
         operands = (read_operand("weight", weight), read_operand("activation", activation), *_read_gradients(gradient))
         values = (*operands, granularity, policy, ste, rounding, history, products, gradient_products)
-        for field, value in zip(fields(self), values, strict=True):
-            object.__setattr__(self, field.name, value)
+        _set_fields(self, values, _CHOICES)
         object.__setattr__(self, "_filled", {name: self._fill(name) for name in OPERANDS})
         self._check()
 
     @property
     def quantizes_nothing(self) -> bool:
-        """Whether the layer stays as it is."""
+        """True where the layer stays as it is."""
         return all(getattr(self, name) is None for name in OPERANDS)
 
     def operand(self, name: OperandName) -> OperandSpec | None:
-        """How an operand is quantised, with every option filled in that has a meaning; None if it is not.
+        """An operand's specification, with every option filled in that has a meaning; None if it is not quantised.
 
         Args:
             name: ``weight``, ``activation``, ``activation_gradient`` or ``weight_gradient``.
@@ -267,7 +249,7 @@ class LayerSpec:
 
     @property
     def operands(self) -> dict[OperandName, OperandSpec]:
-        """What is quantised, by name, as :meth:`operand` has it."""
+        """Quantised operands by name, as :meth:`operand` has them."""
         return {name: spec for name, spec in self._filled.items() if spec is not None}
 
     def _fill(self, name: OperandName) -> OperandSpec | None:
@@ -298,14 +280,14 @@ class LayerSpec:
 
     @property
     def units(self) -> Units | None:
-        """What could multiply the weight's codes as they are, or None."""
+        """The units that could multiply the weight's codes as they are, or None."""
         return None if self.weight is None else _UNITS.get(self.weight.format.name)
 
 
 Formats = FormatLike | LayerSpec | Mapping[str, FormatLike | LayerSpec | Mapping[str, Any] | None]
 _KEYS: Final = tuple(inspect.signature(LayerSpec).parameters)
 _GRADIENTS: Final = ("activation", "weight")
-_CHOICES: Final[dict[str, tuple[str, ...]]] = {"policy": POLICIES, "ste": STES, "rounding": LAYER_ROUNDINGS}
+_CHOICES: Final[dict[str, tuple[str, ...]]] = {"policy": POLICIES, "ste": STES, "rounding": get_args(LayerRounding)}
 
 
 def _check_operand(name: str, spec: OperandSpec) -> None:
@@ -322,25 +304,6 @@ def _check_operand(name: str, spec: OperandSpec) -> None:
         )
 
 
-def check_options_are_taken(spec: LayerSpec, storage: str) -> None:
-    """Raise ValueError for an option of the layer that none of its operands takes under this storage."""
-    stored = {"weight"} if storage != "master" else set()
-    operands = {name: getattr(spec, name) for name in OPERANDS if name not in stored and getattr(spec, name)}
-    for option in _CHOICES:
-        value = getattr(spec, option)
-        if value is not None and not any(_takes(name, operand, option) for name, operand in operands.items()):
-            raise ValueError(
-                f"the layer has {option}={value!r}, which no operand takes: with storage={storage!r} those that are "
-                f"quantised in the passes are {', '.join(operands) or 'none'}; leave {option} out"
-            )
-
-
-def _takes(name: str, operand: OperandSpec, option: str) -> bool:
-    if option == "policy" and operand.scale is not None:
-        return False
-    return getattr(operand, option) is None and not (option == "ste" and name.endswith("gradient"))
-
-
 def _read_gradients(gradient: GradientLike) -> tuple[OperandSpec | None, OperandSpec | None]:
     if not isinstance(gradient, Mapping) or "format" in gradient:
         both = read_operand("gradient", gradient)
@@ -355,7 +318,7 @@ def _read_gradients(gradient: GradientLike) -> tuple[OperandSpec | None, Operand
 
 
 def why_decoded(spec: LayerSpec, in_features: int, out_features: int) -> str:
-    """Why the codes of a weight of that shape can't be multiplied as they are, or nothing."""
+    """A reason why the codes of a weight of that shape can't be multiplied as they are, or nothing."""
     units, operands = spec.units, spec.operands
     if units is None:
         return f"no units multiply codes of weight={NONE if spec.weight is None else spec.weight.format.name}"
@@ -375,7 +338,7 @@ def why_decoded(spec: LayerSpec, in_features: int, out_features: int) -> str:
 
 
 def units_of(spec: LayerSpec, in_features: int, out_features: int) -> Units | None:
-    """What multiplies codes of that shape as they are, where the device has it; None where they are decoded."""
+    """The units that multiply codes of that shape, where the device has them; None where they are decoded."""
     if spec.products == "decoded":
         return None
     why = why_decoded(spec, in_features, out_features)
@@ -421,30 +384,36 @@ def _read_spec(pattern: str, value: object, granularity: WeightGranularity, prod
 
 
 def check_storage(storage: str, spec: LayerSpec, keep_remainder: bool) -> None:
-    """Refuse options of the weight that its storage would ignore."""
+    """Refuse options that a storage would ignore, and those of the layer that no operand takes under it."""
     weight = spec.operands.get("weight")
-    if weight is not None and weight.granularity == "block" and storage == "grid":
+    granularity = None if weight is None else weight.granularity
+    if granularity == "block" and storage == "grid":
         raise ValueError(f"granularity='block' needs storage='fp8' or 'master', not storage={storage!r}")
-    if weight is not None and weight.granularity == "square" and storage != "fp8":
-        raise ValueError(f"granularity='square' needs storage='fp8', not storage={storage!r}")
-    if spec.products != "decoded" and storage != "fp8":
-        raise ValueError(f"products={spec.products!r} needs storage='fp8', not storage={storage!r}")
-    if keep_remainder and storage != "fp8":
-        raise ValueError(f"keep_remainder=True needs storage='fp8', not storage={storage!r}")
-    _check_stored(storage, spec)
-    check_options_are_taken(spec, storage)
-
-
-def _check_stored(storage: str, spec: LayerSpec) -> None:
-    if storage == "master" or spec.weight is None:
-        return
+    given = {"granularity='square'": granularity == "square", f"products={spec.products!r}": spec.products != "decoded"}
+    for option, is_given in (given | {"keep_remainder=True": keep_remainder}).items():
+        if is_given and storage != "fp8":
+            raise ValueError(f"{option} needs storage='fp8', not storage={storage!r}")
+    operands = {name: operand for name in OPERANDS if (operand := getattr(spec, name)) is not None}
+    stored = operands.pop("weight", None) if storage != "master" else None
     for option in ("policy", "history", "rounding", "scale", "ste"):
-        value = getattr(spec.weight, option)
-        if value is not None:
+        if (value := getattr(stored, option, None)) is not None:
             raise ValueError(
                 f"weight has {option}={value!r}, which needs storage='master', not storage={storage!r}: a stored "
                 "weight has a static power-of-two scale, and is rounded when it is written"
             )
+    for option in _CHOICES:
+        value = getattr(spec, option)
+        if value is not None and not any(_takes(name, operand, option) for name, operand in operands.items()):
+            raise ValueError(
+                f"the layer has {option}={value!r}, which no operand takes: with storage={storage!r} those that are "
+                f"quantised in the passes are {', '.join(operands) or 'none'}; leave {option} out"
+            )
+
+
+def _takes(name: str, operand: OperandSpec, option: str) -> bool:
+    if option == "policy" and operand.scale is not None:
+        return False
+    return getattr(operand, option) is None and not (option == "ste" and name.endswith("gradient"))
 
 
 def check_draws(draws: str, storage: str) -> None:
@@ -480,7 +449,7 @@ def check_codes_fit(codes: FP8Tensor, linear: nn.Linear, spec: LayerSpec, storag
 
 
 def is_stored(weight: Tensor) -> TypeGuard[FP8Tensor]:
-    """Whether a weight is one of codes."""
+    """True for a weight in codes; a sharded one is refused."""
     if share_of(weight) is not None:
         raise RuntimeError(
             f"a weight of shape {tuple(weight.shape)} is sharded: call unshard() of the module that fully_shard made, "

@@ -1,23 +1,25 @@
-"""The surgery that puts quantised layers into a model whose code stays as it is."""
+"""The surgery that puts quantised layers into a model whose code stays as it is, the way back, and a report of it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from fp8manifold.nn._carried import carry_over, check_can_be_carried
-from fp8manifold.nn._in_place import in_place_parameters, parameter_names, put_parameter
+from fp8manifold.nn._carried import check_layers, in_place_parameters, parameter_names, put_parameter, replace_layers
 from fp8manifold.nn._linear import QuantizedConv1D, QuantizedLinear, Storage
 from fp8manifold.nn._plan import Embeddings, Entry, Parameters, Plan, Tied, plan
-from fp8manifold.nn._products import byte_weight
-from fp8manifold.nn._selection import is_conv1d, linear_around, linear_of, obstacle
+from fp8manifold.nn._products import byte_weight, chosen_products
+from fp8manifold.nn._selection import NEVER_CALLED, is_conv1d, linear_around, linear_of, obstacle
 from fp8manifold.nn._spec import Formats, Products
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.random_bits import Draws
 from fp8manifold.scaling import WeightGranularity
 from fp8manifold.tensor import FP8Tensor
+
+Wanted = tuple[str, nn.Module, Any, Mapping[str, Any]]
 
 
 def quantize_model(
@@ -44,52 +46,48 @@ def quantize_model(
     with the most literal characters wins, and of two as specific the later one.  Layers whose class is ``nn.Linear``
     itself or transformers' ``Conv1D`` are replaced; embeddings, norms and attention products stay in their own
     precision, unless ``parameters`` or ``embeddings`` asks for codes.  :func:`quantization_report` says what was
-    replaced and what was left, and why.
+    replaced, and what was left and why.
 
-    PEFT's adapters (``lora_A``, ``lora_B``) are what is trained beside frozen layers.  They stay as they are, with a
-    warning that names them, unless a pattern names their part: ``{"*": "E4M3", "lora_*": "E4M3"}``.
+    PEFT's adapters (``lora_A``, ``lora_B``) stay as they are, with a warning that names them, unless a pattern names
+    their part: ``{"*": "E4M3", "lora_*": "E4M3"}``.
 
-    What was hung on a layer goes over to the new one: hooks of every kind, those of its weight, attributes, the
-    gradient.  A layer whose weight is computed (pruned, parametrised, ``weight_norm``, ``spectral_norm``) or whose
-    ``forward`` was replaced is left by ``*`` and refused where a pattern names it.  A ``Conv1D`` becomes a
-    :class:`QuantizedLinear` whose weight is a new parameter, ``(out, in)``, while float weights in its state dict stay
-    ``(in, out)``.
+    Hooks of every kind, of the weight too, attributes and the gradient go over to the new layer.  A layer whose weight
+    is computed (pruned, parametrised, ``weight_norm``, ``spectral_norm``) or whose ``forward`` was replaced is left by
+    ``*`` and refused where a pattern names it.  A ``Conv1D`` becomes a :class:`QuantizedLinear` whose weight is a new
+    parameter, ``(out, in)``, while float weights in its state dict stay ``(in, out)``.
 
     Args:
         model: changed in place.
         formats: one format or :class:`LayerSpec` for every linear layer, or a mapping from pattern to format, spec,
             dict of :class:`LayerSpec`'s arguments, or ``"none"`` (leave as it is).
         storage: ``master`` (float copy, quantised forward), ``grid`` (float values on the grid, no master copy) or
-            ``fp8`` (the same in one byte a weight).
+            ``fp8`` (the same in one byte per weight).
         granularity: of the weight scales, where a bare format is given: ``tensor``, ``channel`` (row), ``block`` (32 of
-            a row), or with ``fp8`` ``square`` (128 x 128, with partial ones at the ends: what is trained is what
-            :func:`export_model` writes for servers with ``layout="fp8"``).
+            a row), or with ``fp8`` ``square`` (128 x 128, partial ones at the ends, which :func:`export_model` writes
+            for servers with ``layout="fp8"``).
         headroom, keep_remainder: as in :class:`QuantizedLinear`.
-        rounding: of stored weights, where what writes has none of its own, as geoopt's and torch's optimizers.
-        seed: the seeds of stored weights and of stochastic rounding derive from it, one a layer.
+        rounding: of stored weights, where the writer has none, as geoopt's and torch's optimizers.
+        seed: the seeds of stored weights and of stochastic rounding derive from it, one per layer.
         defer_weight_gradients: leave the weights' gradients in float in the backward pass, for
             :func:`quantize_weight_gradients` to quantise once they have been clipped.
-        tied: what to do with a layer whose weight is another module's too, such as an output layer that shares the
-            embedding's: ``refuse``, ``untie`` it (it gets a copy, and the embedding stays float) or ``leave`` it as it
-            is.  The embedding stays float unless ``embeddings`` asks for codes.
+        tied: for a layer whose weight is another module's too, as an output layer that shares the embedding's:
+            ``refuse``, ``untie`` it (it gets a copy) or ``leave`` it as it is.  The embedding stays float unless
+            ``embeddings`` asks for codes.
         draws: random draws of one stored weight, step by step: ``independent``, or ``dither``, which spreads them
-            evenly, with less noise and a pull towards 0 (:func:`fp8manifold.random_bits`).  As with ``rounding``, an
-            optimizer's own option goes before it: the optimizers here that have a write-back of their own have draws
-            of their own, too, ``independent`` unless told otherwise.  Those that may have none (``draws=None`` in
-            ``RiemannianAdam``, ``RiemannianSGD`` and ``StiffnessWrapper``), and geoopt's, take the weight's.  Operators
-            that write have independent ones.  A state dict has it with ``fp8``; with ``grid``, as rounding, it is the
-            layer's.
-        products: what multiplies where a bare format is given, as in :class:`LayerSpec`: ``decoded``, or with ``fp8``
-            the codes themselves by ``fp8`` or ``int8`` units, or ``auto``.
+            evenly, with less noise and a pull towards 0 (:func:`fp8manifold.random_bits`).  An optimizer's own option
+            goes first: those here that have a write-back draw ``independent`` unless given another; those that may have
+            none (``draws=None`` in ``RiemannianAdam``, ``RiemannianSGD`` and ``StiffnessWrapper``), and geoopt's, take
+            the weight's.  Operators that write have independent ones.  A state dict has it with ``fp8``; with ``grid``,
+            as rounding, it is the layer's.
+        products: what multiplies where a bare format is given, as in :class:`LayerSpec`.
         parameters: with ``fp8``, any others of two or more dimensions by patterns over their names, such as
-            ``"*.experts.*"`` or ``"conv"``: each becomes an :class:`FP8Parameter` where it is, and whoever reads it
-            decodes it.  One pattern or several take the weight's format that ``formats`` has for ``*``; a mapping from
-            pattern to format, or ``"none"``, has its own.  A row of the last dimension has a scale (experts:
-            ``(E, R, 1)``), of a convolution a filter, unless ``granularity`` is ``tensor``, ``block`` or ``square``,
-            which convolutions do not have.
+            ``"*.experts.*"`` or ``"conv"``: each becomes an :class:`FP8Parameter` where it is, decoded by its reader.
+            One pattern or several take the weight's format that ``formats`` has for ``*``; a mapping from pattern to
+            format, or ``"none"``, has its own.  A row of the last dimension has a scale (experts: ``(E, R, 1)``), of a
+            convolution a filter, unless ``granularity`` is ``tensor``, ``block`` or ``square`` (not of convolutions).
         embeddings: with ``fp8``, a format for every ``nn.Embedding``, or a mapping from pattern to format.  Only the
-            rows that are looked up are decoded.  A head that shares the embedding's weight shares its codes then, and
-            stays an ``nn.Linear``, unless it is untied.
+            rows that are looked up are decoded.  A head that shares the weight shares its codes, and stays an
+            ``nn.Linear``, unless it is untied.
 
     Returns:
         The model; a new layer if ``model`` is itself an ``nn.Linear``.
@@ -97,9 +95,8 @@ def quantize_model(
     Raises:
         TypeError: a model or formats of another type.
         ValueError: a pattern that matches no linear layer, or none that can be replaced, or names one whose weight is
-            computed; an unknown format or option, a layer that is quantised already, weights that are not finite, a
-            weight shared with another module under ``tied="refuse"``, a layer that the model has in two places, or
-            an attribute that has no place on a quantised layer.
+            computed; an unknown format or option, a layer that is quantised already or in two places, weights that are
+            not finite, one shared under ``tied="refuse"``, or an attribute that has no place on a quantised layer.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -137,15 +134,24 @@ def carry_out(model: nn.Module, planned: Plan, codes: Mapping[str, FP8Parameter]
 
 def layers_of(planned: Plan, codes: Mapping[str, FP8Parameter] = MappingProxyType({})) -> dict[str, nn.Module]:
     """The new layers by name; of those that have codes already, the float weight is not looked at."""
+
+    def wanted() -> Iterator[Wanted]:  # one copy of a weight after the other
+        for entry in planned.layers:
+            own = None if entry.is_copied else codes.get(entry.parameters[0])
+            old = linear_of(entry.module) if entry.is_copied and not is_conv1d(entry.module) else entry.module
+            options = {**planned.options, "storage": planned.storage, "seed": entry.seed, "codes": own}
+            yield entry.name, old, entry.spec, options
+
+    return made_layers(wanted())
+
+
+def made_layers(wanted: Iterable[Wanted]) -> dict[str, nn.Module]:
+    """Quantised layers by name, of names, old layers, specifications and options; gradients may share a magnitude."""
     made: dict[str, nn.Module] = {}
     first_global: QuantizedLinear | None = None
-    for entry in planned.layers:
-        transposed = is_conv1d(entry.module)
-        kind: Any = QuantizedConv1D if transposed else QuantizedLinear
-        old: Any = linear_of(entry.module) if entry.is_copied and not transposed else entry.module
-        own = None if entry.is_copied else codes.get(entry.parameters[0])
-        options = {**planned.options, "seed": entry.seed, "codes": own, "global_with": first_global}
-        layer = made[entry.name] = kind(old, entry.spec, planned.storage, **options)
+    for name, old, spec, options in wanted:
+        kind: Any = QuantizedConv1D if is_conv1d(old) else QuantizedLinear
+        layer = made[name] = kind(old, spec, global_with=first_global, **options)
         if first_global is None and layer.shared_amax is not None:
             first_global = layer
     return made
@@ -187,9 +193,8 @@ def quantize_weight_gradients(model: nn.Module) -> None:
     """Quantise the weight gradients of one backward pass, in a model of ``defer_weight_gradients=True``.
 
     The order is: backward pass, clipping, this function; with several micro-batches in a step, once for each, and
-    their sum is float32.  A gradient is replaced by its quantised values, in its own dtype, at the scale that the
-    layer's specification gives it; one that holds Inf or NaN becomes NaN as a whole.  Layers that do not defer, whose
-    weights' gradients have no format, or that hold no gradient are left alone.
+    their sum is float32.  A gradient is replaced by its quantised values, in its own dtype, at the scale of the layer's
+    specification; one that holds Inf or NaN becomes NaN as a whole.  Other layers are left alone.
 
     Args:
         model: of :func:`quantize_model`.
@@ -239,11 +244,16 @@ def dequantize_model(model: nn.Module) -> nn.Module:
         raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")
     made: dict[nn.Module, nn.Module] = {}
     layers: dict[str, nn.Module] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, QuantizedLinear):
-            if module not in made:
-                made[module] = _dequantized(name, module)
-            layers[name] = made[module]
+    for name, layer in model.named_modules(remove_duplicate=False):
+        if not isinstance(layer, QuantizedLinear):
+            continue
+        if layer not in made:
+            if (found := obstacle(layer)) is not None and found.is_done_to_it:
+                raise ValueError(f"layer {name!r} can't be dequantised: {found.reason}")
+            weight = layer.quantized_weight().detach()
+            own = weight.dequantize() if isinstance(weight, FP8Tensor) else weight.clone().as_subclass(Tensor)
+            made[layer] = layer.restored(own) if isinstance(layer, QuantizedConv1D) else linear_around(own, layer)
+        layers[name] = made[layer]
     names = parameter_names(model)
     for parameter in in_place_parameters(model).values():
         values = nn.Parameter(parameter.dequantize(), requires_grad=parameter.requires_grad)
@@ -251,30 +261,96 @@ def dequantize_model(model: nn.Module) -> nn.Module:
     return replace_layers(model, layers)
 
 
-def _dequantized(name: str, layer: QuantizedLinear) -> nn.Module:
-    if (found := obstacle(layer)) is not None and found.is_done_to_it:
-        raise ValueError(f"layer {name!r} can't be dequantised: {found.reason}")
-    weight = layer.quantized_weight().detach()
-    values = weight.dequantize() if isinstance(weight, FP8Tensor) else weight.clone().as_subclass(Tensor)
-    return layer.restored(values) if isinstance(layer, QuantizedConv1D) else linear_around(values, layer)
+# The report
 
 
-def replace_layers(model: nn.Module, layers: Mapping[str, nn.Module]) -> nn.Module:
-    """Put layers in the place of others, with all that hangs on these, unless one of them can't be."""
-    check_layers(model, layers)
-    old = {name: model.get_submodule(name) for name in layers}
-    done: set[nn.Module] = set()
-    for name, layer in layers.items():
-        if layer not in done:
-            carry_over(old[name], layer)
-            done.add(layer)
-        if not name:
-            return layer
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, layer)
-    return model
+@dataclass(frozen=True)
+class ReportedLayer:
+    """The result for one layer of a model."""
+
+    name: str
+    """Its dotted name; empty where the model is the layer."""
+    kind: str
+    """Its class."""
+    parameters: int
+    """Count of numbers in its parameters, shared ones among them."""
+    quantized: bool
+    """True where its weight or its input is quantised."""
+    detail: str
+    """Formats and storage, or why it was left."""
 
 
-def check_layers(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
-    for name, layer in layers.items():
-        check_can_be_carried(name, model.get_submodule(name), layer)
+@dataclass(frozen=True)
+class QuantizationReport:
+    """The quantised and the other layers of a model; as a string a table."""
+
+    layers: tuple[ReportedLayer, ...]
+    """Every layer with a weight of two dimensions or more, in the model's order."""
+    parameters: int
+    """Count of numbers in the model's parameters, shared ones once."""
+    quantized_parameters: int
+    """Count of those that have a format."""
+
+    @property
+    def quantized(self) -> tuple[ReportedLayer, ...]:
+        """Quantised layers."""
+        return tuple(layer for layer in self.layers if layer.quantized)
+
+    @property
+    def left(self) -> tuple[ReportedLayer, ...]:
+        """Layers that were left."""
+        return tuple(layer for layer in self.layers if not layer.quantized)
+
+    def __str__(self) -> str:
+        """A line for each layer, and one for all of them."""
+        rows = [("layer", "class", "parameters", "")]
+        for layer in self.layers:
+            detail = layer.detail if layer.quantized else f"left: {layer.detail}"
+            rows.append((layer.name or "(the model)", layer.kind, f"{layer.parameters:,}", detail))
+        name, kind, count = (max(len(row[i]) for row in rows) for i in range(3))
+        lines = [f"{a:<{name}}  {b:<{kind}}  {c:>{count}}  {d}".rstrip() for a, b, c, d in rows]
+        share = self.quantized_parameters / self.parameters if self.parameters else 0.0
+        total = f"quantised: {len(self.quantized)} of {len(self.layers)} layers"
+        weights = f"{self.quantized_parameters:,} of {self.parameters:,} parameters ({share:.1%})"
+        return "\n".join([*lines, f"{total}, {weights}"])
+
+
+def quantization_report(model: nn.Module) -> QuantizationReport:
+    """Report which layers of a model are quantised, in which formats, and why others are not; nothing is changed.
+
+    Args:
+        model: any, of :func:`quantize_model` or not.
+
+    Returns:
+        A :class:`QuantizationReport`, to print or to look through.
+
+    Raises:
+        TypeError: ``model`` is not an ``nn.Module``.
+
+    Example:
+        >>> from fp8manifold import quantize_model
+        >>> model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+        >>> print(quantization_report(quantize_model(model, {"1": "E4M3"}, storage="fp8")))
+        layer  class            parameters
+        0      Embedding                32  left: not a linear layer
+        1      QuantizedLinear          20  weight=E4M3, activation=none, storage=fp8
+        2      Linear                   10  left: no pattern names it, or one that says 'none'
+        quantised: 1 of 3 layers, 16 of 62 parameters (25.8%)
+    """
+    layers = [_reported(model, entry) for entry in plan(model, None).entries]
+    quantized = (m for m in model.modules() if isinstance(m, QuantizedLinear) and m.weight_format is not None)
+    weights = {id(m.weight): m.weight.numel() for m in quantized}
+    weights |= {id(p): p.numel() for p in in_place_parameters(model).values()}
+    return QuantizationReport(tuple(layers), sum(p.numel() for p in model.parameters()), sum(weights.values()))
+
+
+def _reported(model: nn.Module, entry: Entry) -> ReportedLayer:
+    name, module, left = entry.name, entry.module, entry.left
+    held = [f"{key}={p.format.name}" for key, p in module._parameters.items() if isinstance(p, FP8Parameter)]
+    detail = f"{', '.join(held)}, storage=fp8" if held else ""
+    if isinstance(module, QuantizedLinear):
+        read = isinstance(model.get_submodule(name.rpartition(".")[0]), nn.MultiheadAttention)
+        chosen = chosen_products(module.spec, module.in_features, module.out_features, module.weight.device)
+        left, detail = NEVER_CALLED, "" if read else module._described_formats() + chosen
+    count = sum(p.numel() for p in module.parameters(recurse=False))
+    return ReportedLayer(name, type(module).__name__, count, bool(detail), detail or left)

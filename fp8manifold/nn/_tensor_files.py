@@ -29,7 +29,6 @@ _INDEX: Final = "model.safetensors.index.json"
 #: bytes; those of the largest models have ten million
 _LARGEST_INDEX: Final = 2**26
 Source = str | Path | Iterable[str | Path]
-Dtypes = Mapping[str, torch.dtype | str]
 
 
 class MappedFiles:
@@ -78,13 +77,12 @@ class MappedFiles:
 
 
 class GivenTensors:
-    """Those of a mapping, which may make each when it is asked for."""
+    """Tensors of a mapping, which may make each when it is asked for."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         self._given = given
 
     def names(self) -> list[str]:
-        """What there is."""
         return list(self._given)
 
     def known(self, name: str) -> tuple[tuple[int, ...] | None, torch.dtype | str | None, str]:
@@ -95,21 +93,20 @@ class GivenTensors:
         return tuple(value.shape), value.dtype, ""
 
     def read(self, name: str) -> Tensor:
-        """The tensor itself."""
         value = self._given[name]
         if not isinstance(value, Tensor):
             raise TypeError(f"{name!r} is of {type(value).__name__}: a state dict has tensors")
         return value.detach()
 
     def was_read(self, size: int) -> None:
-        """Count bytes of tensors that nobody needs any more; whoever made these has their memory."""
+        """Count nothing: the memory is that of whoever made the tensors."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Close nothing."""
 
 
 class FileTensors:
-    """Those of safetensors files, mapped into memory; a tensor is the file's own pages."""
+    """Tensors of safetensors files, mapped into memory; each is the file's own pages."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self._opened = ExitStack()
@@ -150,17 +147,14 @@ class FileTensors:
         return tensor
 
     def header(self, name: str) -> Header:
-        """What the file says of a tensor."""
         path, file = self._where[name]
         part = file.get_slice(name)
         return Header(part.get_dtype(), tuple(part.get_shape()), path.name)
 
     def part(self, name: str) -> Any:
-        """The tensor, unread until it is indexed."""
         return self._where[name][1].get_slice(name)
 
     def metadata(self, name: str) -> dict[str, str] | None:
-        """What the header of a tensor's file says beside the tensors."""
         said: dict[str, str] | None = self._where[name][1].metadata()
         return said
 
@@ -172,7 +166,7 @@ class FileTensors:
 
 
 class StoredTensors(FileTensors):
-    """Those of files with weights in codes: each is one tensor, of floats by its values, by the name a model has."""
+    """Tensors of files with weights in codes, each of floats by its values, by the name that a model has."""
 
     def __init__(self, source: Source) -> None:
         paths = files_of(source)
@@ -198,12 +192,6 @@ def _safe_open(path: Path) -> Any:
     return needed("safetensors", "hf", "load_quantized").safe_open(path, framework="pt")
 
 
-def dtypes_in(path: str | Path) -> dict[str, str]:
-    """What the tensors of a safetensors file are, by their names; none is read."""
-    with _safe_open(Path(path)) as file:
-        return {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118 (it is no mapping)
-
-
 def files_of(source: Source) -> list[Path]:
     """The safetensors files that a path, a folder or several paths mean."""
     if not isinstance(source, str | Path):
@@ -222,7 +210,6 @@ def files_of(source: Source) -> list[Path]:
 
 
 def _indexed(index: Path) -> list[Path]:
-    """The files that an index names, which lie beside it."""
     try:
         if (size := index.stat().st_size) > _LARGEST_INDEX:
             raise ValueError(f"it has {size} bytes, {_LARGEST_INDEX} are read at most")
@@ -261,22 +248,16 @@ def check_floats(model: nn.Module, source: Source) -> None:
     are_floats: dict[str, bool] = {}
     for name, value in model.state_dict().items():  # a file may be that of the base, or of a model that has it as one
         are_floats |= dict.fromkeys((name.removeprefix(start), start + name, name), value.is_floating_point())
-    for file in map(str, files_of(source)):
-        _check(Path(file).name, dtypes_in(file) if file.endswith(".safetensors") else _pickled(file), are_floats)
-
-
-def _pickled(file: str) -> dict[str, torch.dtype]:
-    """What the tensors of another file are, as transformers reads it."""
-    read = import_module("transformers.modeling_utils").load_state_dict
-    return {name: value.dtype for name, value in read(file, map_location="meta").items() if isinstance(value, Tensor)}
-
-
-def _check(file: str, dtypes: Dtypes, are_floats: Mapping[str, bool]) -> None:
-    """Raise ValueError for the first tensor that holds codes where the model has floats.
-
-    What the model does not have, or under a name that transformers gives it as it reads, may hold integers (masks,
-    positions), unless it is called a weight or has scales.
-    """
-    for name, dtype in dtypes.items():
-        if are_floats.get(name, may_be_weight(name, dtype, dtypes)):
-            refuse_codes(name, dtype, dtypes, file)
+    for path in files_of(source):
+        dtypes: Mapping[str, torch.dtype | str]
+        if path.suffix == ".safetensors":
+            with _safe_open(path) as file:
+                dtypes = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118 (no mapping)
+        else:
+            read = import_module("transformers.modeling_utils").load_state_dict(str(path), map_location="meta")
+            dtypes = {name: value.dtype for name, value in read.items() if isinstance(value, Tensor)}
+        # what the model lacks, or has under a name that transformers gives it as it reads, may hold integers (masks,
+        # positions), unless it is called a weight or has scales
+        for name, dtype in dtypes.items():
+            if are_floats.get(name, may_be_weight(name, dtype, dtypes)):
+                refuse_codes(name, dtype, dtypes, path.name)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8manifold as fm
-from fp8manifold.nn._code_products import why_no_units
+from fp8manifold.nn._products import why_no_units
 
 CARD = torch.device("cuda")
 CASES = [("E4M3", "bfloat16"), ("E4M3", "fp8"), ("E5M2", "fp8"), ("E1M6", "bfloat16")]

@@ -1,10 +1,11 @@
-"""What the tests of models of transformers share: small ones of the same draws, and folders that are read whole."""
+"""Shared by tests of models of transformers: small ones of the same draws, and folders that are read whole."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 transformers = pytest.importorskip("transformers", reason="needs the package transformers")
 transformers.utils.logging.set_verbosity_error()
@@ -29,13 +30,18 @@ def llama(tied: bool = True, **options: Any) -> Any:
     return seeded("Llama", transformers.LlamaConfig(**{**SIZES, **options}, tie_word_embeddings=tied))
 
 
-def gpt2(tied: bool = True) -> Any:
+def gpt2(tied: bool = True, **options: Any) -> Any:
     sizes = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 16, "vocab_size": 48}
     sizes |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id", "resid_pdrop", "embd_pdrop"), 0)
-    return seeded("GPT2LM", transformers.GPT2Config(**sizes, attn_pdrop=0.0, tie_word_embeddings=tied))
+    return seeded("GPT2LM", transformers.GPT2Config(**{**sizes, **options}, attn_pdrop=0.0, tie_word_embeddings=tied))
 
 
 def read(folder: Path, **options: Any) -> Any:
     model, said = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
     assert not any(said.values()), said
     return model
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        return model.eval()(torch.arange(12).view(2, 6)).logits  # type: ignore[no-any-return]

@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8manifold as fm
 from fp8manifold._encoded.products import codes_to_int8, int8_rows, round_columns, round_rows
-from fp8manifold.nn import _code_products
-from fp8manifold.nn._code_products import check_operands
+from fp8manifold.nn import _products
+from fp8manifold.nn._products import check_operands
 from fp8manifold.nn._saved import put_layers, recipe_of
 
 E4M3 = torch.float8_e4m3fn
@@ -172,7 +172,7 @@ def test_torchs_own_products_give_the_same_bits(
     net.weight.codes.copy_(torch.where(net.weight.codes > 127, 0xA0, 0x48).to(torch.uint8))  # two bits each
     x, g = x.sign() * 2.0, g.sign() * 0.25
     expected = passes(net, x, g)
-    monkeypatch.setattr(_code_products, "is_on_card", lambda x: True)
+    monkeypatch.setattr(_products, "is_on_card", lambda x: True)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: in_graph)
     for ours, emulation in zip(passes(net, x, g), expected, strict=True):
         assert torch.equal(ours, emulation)
@@ -208,7 +208,7 @@ def test_layouts_scales_and_sizes_are_those_of_a_card(
             weight = fm.FP8Parameter(fm.FP8Tensor.from_codes(codes, scale, fmt, dtype=dtype, seed=1))
             ctx = Context()
             with torch.no_grad():
-                forward, backward = _code_products._FromCodes.forward, _code_products._FromCodes.backward
+                forward, backward = _products._FromCodes.forward, _products._FromCodes.backward
                 y = forward(ctx, x, weight, None, UNITS[fmt], rounds)
                 dx, dw, *_ = backward(ctx, torch.empty_like(y))
             assert (y.shape, dx.shape, dw.shape) == ((rows, size[1]), x.shape, weight.shape)
@@ -240,7 +240,7 @@ def test_what_a_cpu_takes_and_a_card_does_not_is_refused_everywhere(monkeypatch:
         with pytest.raises(AssertionError):
             check_operands(*pair)
     called: list[Any] = []
-    monkeypatch.setattr(_code_products, "check_operands", lambda a, b: called.append((a, b)))
+    monkeypatch.setattr(_products, "check_operands", lambda a, b: called.append((a, b)))
     passes(layer("E5M2", (64, 32), gradient_products="fp8"), *batch((64, 32), 16))
     assert len(called) == 3
 
@@ -372,7 +372,7 @@ def test_a_graph_asks_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     @torch.compile(fullgraph=True, backend="eager")
     def on_card(x: Tensor) -> Tensor:
-        return x + (_code_products.units_on("fp8", spec, torch.device("cuda", 0)) == "fp8")
+        return x + (_products.units_on("fp8", spec, torch.device("cuda", 0)) == "fp8")
 
     assert on_card(torch.zeros(1)).item() == 1.0
 
@@ -475,7 +475,7 @@ def test_auto_takes_codes_where_they_fit_and_says_why_not(monkeypatch: pytest.Mo
     assert "products" not in reported[7]
     x = normal(4, 32)
     assert torch.equal(net[0](x), nn.functional.linear(x, net[0].weight.dequantize(), net[0].bias))
-    units_on = partial(_code_products.units_on, device=torch.device("cuda", 0))
+    units_on = partial(_products.units_on, device=torch.device("cuda", 0))
     monkeypatch.setattr(torch.version, "hip", None, raising=False)
     for capability, found in (((9, 0), ["fp8", "int8"]), ((8, 0), [None, "int8"]), ((7, 5), [None, None])):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, own=capability: own)
@@ -485,7 +485,7 @@ def test_auto_takes_codes_where_they_fit_and_says_why_not(monkeypatch: pytest.Mo
 
 def test_devices_without_units_are_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     net = layer("E4M3", (64, 32))
-    on = partial(_code_products.units_on, "fp8", net.spec)
+    on = partial(_products.units_on, "fp8", net.spec)
     with pytest.raises(
         RuntimeError, match=r"^products='fp8': mps has no FP8 units; take products='decoded' or 'auto'$"
     ):
@@ -496,7 +496,7 @@ def test_devices_without_units_are_refused_at_once(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.version, "hip", "6.0")
     with pytest.raises(RuntimeError, match=r"ROCm has no FP8 units"):
         on(torch.device("cuda", 0))
-    monkeypatch.setattr(_code_products, "why_no_units", lambda units, device: "it has none")
+    monkeypatch.setattr(_products, "why_no_units", lambda units, device: "it has none")
     with pytest.raises(RuntimeError, match=r"^products='fp8': it has none; take"):
         fm.quantize_model(nn.Linear(32, 16), "E4M3", storage="fp8", products="fp8")
 

@@ -104,7 +104,7 @@ def test_who_looks_on_sees_torchs_operator() -> None:
 
 def on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decode for products as a card does."""
-    monkeypatch.setattr(_products, "_is_on_card", lambda codes: True)
+    monkeypatch.setattr(_products, "is_on_card", lambda x: True)
 
 
 def every_code(name: str, scale: Tensor) -> fm.FP8Parameter:

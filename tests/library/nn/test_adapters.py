@@ -1,4 +1,4 @@
-"""PEFT over stored weights: what is merged into them is rounded once and said, and a grid is never left silently."""
+"""PEFT: adapters that stay floats, merges that are rounded once and said, and a grid that is never left silently."""
 
 import copy
 import warnings
@@ -8,6 +8,7 @@ from typing import Any
 import geoopt
 import pytest
 import torch
+from laws import each
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
@@ -73,9 +74,12 @@ def adapted(peft: Any, kind: str, model: Any, target: str = "fc") -> Any:
     return wrapped
 
 
+STORAGES = ("grid", "fp8")
+
+
 @pytest.mark.filterwarnings("ignore:Unmerge result can be inaccurate")  # IA3's own
-@pytest.mark.parametrize("storage", ["grid", "fp8"])
-@pytest.mark.parametrize("safe", [False, True])
+@each("storage", STORAGES)
+@each("safe", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_merge_is_said_and_stays_on_the_grid(kind: str, safe: bool, storage: Any, peft: Any) -> None:
     model = made(storage)
@@ -106,9 +110,8 @@ def test_a_merge_takes_a_scale_that_holds_the_sum(peft: Any) -> None:
         wrapped.merge_adapter()
     assert is_on_grid(layer)
     row = wanted.abs().amax(1, keepdim=True)
-    assert bool(
-        ((layer.weight.detach() - wanted).abs() <= row / 16).all()
-    )  # half an ULP of E4M3 at the end of the range
+    half_an_ulp = row / 16  # of E4M3 at the end of the range
+    assert bool(((layer.weight.detach() - wanted).abs() <= half_an_ulp).all())
 
 
 def test_adapters_of_an_embedding_in_codes(peft: Any) -> None:
@@ -121,41 +124,86 @@ def test_adapters_of_an_embedding_in_codes(peft: Any) -> None:
     assert not torch.equal(merged.emb.weight.dequantize(), before)
 
 
-@pytest.mark.parametrize("storage", ["grid", "fp8"])
-@pytest.mark.parametrize("kind", KINDS)
+@each("storage", STORAGES)
+@each("kind", KINDS)
 def test_decoded_merged_and_quantised(kind: str, storage: Any, peft: Any) -> None:
     """As the page has it: the sum is rounded once, to the nearest, and nothing is said."""
-    wrapped = adapted(peft, kind, made(storage)).eval()
-    decoded = dequantize_model(wrapped)
+    decoded = dequantize_model(adapted(peft, kind, made(storage)).eval())
     expected = decoded(torch.arange(16))
     merged = decoded.merge_and_unload()
     torch.testing.assert_close(merged(torch.arange(16)), expected)
-    floats = merged.fc.weight.detach().clone()
     assert type(merged.fc) is nn.Linear
-    quantize_model(merged, "E4M3", storage)
-    assert torch.equal(
-        torch.as_tensor(merged.fc.quantized_weight().detach()),
-        torch.as_tensor(quantize_model(layer_of(floats), "E4M3", storage)[0].quantized_weight().detach()),
-    )
+    alone = nn.Linear(32, 32, bias=False)
+    alone.weight = nn.Parameter(merged.fc.weight.detach().clone())
+    layers = quantize_model(merged, "E4M3", storage).fc, quantize_model(alone, "E4M3", storage)
+    ours, expected = (torch.as_tensor(layer.quantized_weight().detach()) for layer in layers)
+    assert torch.equal(ours, expected)
 
 
-def layer_of(weight: Tensor) -> Any:
-    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
-    layer.weight = nn.Parameter(weight)
-    return nn.Sequential(layer)
+# Surgery on a model that has adapters
+
+
+def injected(peft: Any) -> Any:
+    torch.manual_seed(0)
+    return peft.inject_adapter_in_model(peft.LoraConfig(r=4, target_modules=["fc", "head"]), Net())
+
+
+def quantized(model: nn.Module) -> set[str]:
+    return {name for name, module in model.named_modules() if isinstance(module, fm.QuantizedLinear)}
+
+
+@each("formats", ["E2M5", {"*": "E2M5"}, {"fc": "E2M5", "head": "E4M3"}])
+@each("storage", ["master", *STORAGES])
+def test_adapters_stay_and_are_named_once(formats: Any, storage: Any, peft: Any) -> None:
+    names = r"fc\.lora_A\.default, fc\.lora_B\.default, head\.lora_A\.default and 1 more"
+    with pytest.warns(UserWarning, match=names) as said:
+        model = quantize_model(injected(peft), formats, storage=storage)
+    assert len(said) == 1
+    assert said[0].filename == __file__
+    assert "\n" not in str(said[0].message)
+    assert quantized(model) == {"fc.base_layer", "head.base_layer"}
+
+
+@pytest.mark.filterwarnings("ignore:adapters of PEFT stay as they are")
+@each("pattern", ["lora_B", "*.lora_B.*", "head.lora_B.default", "lora_*"])
+def test_a_pattern_that_names_them_takes_them(pattern: str, peft: Any) -> None:
+    model = quantize_model(injected(peft), {"*": "E2M5", pattern: "E2M5"}, storage="fp8")
+    assert "head.lora_B.default" in quantized(model)
+
+
+def test_no_word_where_adapters_were_left_by_a_pattern(peft: Any) -> None:
+    model = quantize_model(injected(peft), {"base_layer": "E2M5"}, storage="fp8")
+    again = quantize_model(injected(peft), {"*": "E2M5", "lora_*": "none"}, storage="fp8")
+    assert quantized(model) == quantized(again)
+
+
+def test_an_adapter_of_zeros_that_is_asked_for_learns(peft: Any) -> None:
+    """``lora_B`` begins with zeros: its scale is fitted in its first step."""
+    model = quantize_model(injected(peft), {"base_layer": "E4M3", "lora_*": "E2M5"}, storage="fp8")
+    b: Any = model.get_submodule("head.lora_B.default").weight
+    assert not b.codes.any()
+    optimizer = fm.optim.StiffnessAdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    model(torch.arange(16)).square().mean().backward()
+    optimizer.step()
+    assert (b.scale <= 2.0**-11).all()
+    assert b.codes.any()
 
 
 # Others that write
 
 
-def test_what_is_assigned_is_rounded() -> None:
-    """As values assigned to codes are."""
-    layer = made("grid").fc
-    with pytest.warns(UserWarning, match=MERGED):
-        layer.weight.data = layer.weight.data * 1.01
-    with pytest.warns(UserWarning, match=MERGED):
-        layer.weight.data *= 1.01
-    assert is_on_grid(layer)
+def test_what_is_assigned_is_rounded(tmp_path: Path) -> None:
+    """As values assigned to codes are; of a copy of a model, too."""
+    torch.save(made("grid"), tmp_path / "model.pt")
+    assigned = made("grid")
+    assigned.load_state_dict(made("grid").state_dict(), assign=True)
+    others = (copy.deepcopy(made("grid")), torch.load(tmp_path / "model.pt", weights_only=False), assigned)
+    for layer in (made("grid").fc, *(model.fc for model in others)):
+        with pytest.warns(UserWarning, match=MERGED):
+            layer.weight.data = layer.weight.data * 1.01
+        with pytest.warns(UserWarning, match=MERGED):
+            layer.weight.data *= 1.01
+        assert is_on_grid(layer)
     scale = layer.manifold.scale.clone()
     with pytest.warns(UserWarning, match=MERGED):
         layer.weight.data = layer.weight.data * 1001
@@ -167,19 +215,7 @@ def test_what_is_assigned_is_rounded() -> None:
     assert torch.equal(layer.weight, same)
 
 
-def test_a_copy_of_a_model_keeps_its_points_too(tmp_path: Path) -> None:
-    torch.save(made("grid"), tmp_path / "model.pt")
-    for model in (copy.deepcopy(made("grid")), torch.load(tmp_path / "model.pt", weights_only=False)):
-        with pytest.warns(UserWarning, match=MERGED):
-            model.fc.weight.data *= 1.01
-        assert is_on_grid(model.fc)
-    model.load_state_dict(made("grid").state_dict(), assign=True)
-    with pytest.warns(UserWarning, match=MERGED):
-        model.fc.weight.data *= 1.01
-    assert is_on_grid(model.fc)
-
-
-@pytest.mark.parametrize("write", ["weight.mul_(1.01)", "weight.data.mul_(1.01)", "nn.init.normal_(weight)"])
+@each("write", ["weight.mul_(1.01)", "weight.data.mul_(1.01)", "nn.init.normal_(weight)"])
 def test_weights_off_the_grid_are_not_saved_without_a_word(write: str) -> None:
     """An operator in place can't be seen; what is saved is looked at."""
     layer = made("grid").fc

@@ -1,4 +1,4 @@
-"""What holds a quantised layer calls it: no fused operator reads its weight instead, and nested tensors are taken."""
+"""Modules around a quantised layer call it: no fused operator reads its weight, and nested tensors are taken."""
 
 import copy
 import pickle
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from laws import each
 from optimizer_cases import normal
 from torch import Tensor, nn
 
@@ -38,10 +39,10 @@ def without_fused_operators() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(True)
 
 
-@pytest.mark.parametrize("padding", [None, PADDING], ids=["whole", "nested"])
-@pytest.mark.parametrize("pattern", ["*", "layers.1"])
-@pytest.mark.parametrize("storage", ["master", "grid", "fp8", "bare"])
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@each("padding", [None, PADDING], ids=["whole", "nested"])
+@each("pattern", ["*", "layers.1"])
+@each("storage", ["master", "grid", "fp8", "bare"])
+@each("mode", [torch.no_grad, torch.inference_mode])
 def test_an_encoder_in_evaluation_calls_its_layers(mode: Any, storage: Any, pattern: str, padding: Any) -> None:
     stored = "fp8" if storage == "bare" else storage
     model = quantize_model(encoder(), {pattern: LayerSpec("E4M3") if storage == "bare" else TOKENS}, stored)
@@ -53,9 +54,7 @@ def test_an_encoder_in_evaluation_calls_its_layers(mode: Any, storage: Any, patt
     torch.testing.assert_close(seen[tokens], expected[tokens], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "disk"]
-)
+@each("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "disk"])
 def test_a_copy_of_the_encoder_calls_them_too(copied: Any) -> None:
     model = copied(quantize_model(encoder(), {"*": TOKENS}))
     with torch.no_grad(), without_fused_operators():
@@ -64,7 +63,7 @@ def test_a_copy_of_the_encoder_calls_them_too(copied: Any) -> None:
         torch.testing.assert_close(model(X), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+@each("layout", [torch.strided, torch.jagged], ids=str)
 def test_nested_rows_are_quantised_as_one_tensor(layout: torch.layout) -> None:
     """One scale for all of them, as if they had come in one piece; gradients flow."""
     layer = QuantizedLinear(nn.Linear(32, 8), LayerSpec("E4M3", activation="E4M3", gradient="E5M2"))

@@ -1,17 +1,18 @@
-"""What hangs on a layer goes over to the one that takes its place, and comes back; what can't is refused."""
+"""Hooks and attributes of a layer go over to the one that takes its place, and come back, or are refused."""
 
 import copy
 from typing import Any
 
 import pytest
 import torch
+from laws import each
 from optimizer_cases import normal
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune, remove_spectral_norm, remove_weight_norm
 
 from fp8manifold import LayerSpec, QuantizedLinear, dequantize_model, quantization_report, quantize_model
 
-storages = pytest.mark.parametrize("storage", ["master", "grid", "fp8"])
+storages = each("storage", ["master", "grid", "fp8"])
 X = normal(3, 8)
 
 
@@ -93,10 +94,10 @@ def orders(net: nn.Module, known: Any) -> tuple[list[str], list[str]]:
     return names, [name for name in net.state_dict() if name in known]
 
 
-@pytest.mark.parametrize("tied", ["refuse", "untie", "leave"])
+@each("tied", ["refuse", "untie", "leave"])
 @storages
 def test_parameters_and_state_keep_their_order(storage: Any, tied: Any) -> None:
-    """What goes by order: optimizers' states, averages, communication."""
+    """Optimizers' states, averages and communication go by order."""
 
     def made() -> nn.Sequential:
         net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 8))
@@ -129,7 +130,7 @@ def test_a_layer_made_by_itself_has_its_weight_first(storage: Any) -> None:
         assert list(layer._parameters) == list(linear._parameters)
 
 
-@pytest.mark.parametrize("name", ["spec", "weight_codes", "weight_scaler"])
+@each("name", ["spec", "weight_codes", "weight_scaler"])
 def test_an_attribute_without_a_place_is_refused(name: str) -> None:
     net = model()
     setattr(net[1], name, nn.ReLU() if name == "weight_scaler" else 1)
@@ -155,34 +156,26 @@ def pruned(layer: nn.Module) -> None:
     prune.random_unstructured(layer, "weight", 0.5)
 
 
-def pruned_bias(layer: nn.Module) -> None:
-    prune.random_unstructured(layer, "bias", 0.5)
-
-
-def old_weight_norm(layer: nn.Module) -> None:
-    nn.utils.weight_norm(layer)
-
-
-def old_spectral_norm(layer: nn.Module) -> None:
-    nn.utils.spectral_norm(layer)
-
-
-def replaced(layer: nn.Module) -> None:
-    layer.forward = lambda x: x  # type: ignore[method-assign,assignment]
-
-
 #: what is done to a layer, what is said, and how it is taken back
 DONE: dict[str, Any] = {
     "pruned": (pruned, r"prune\.remove\(layer, 'weight'\)", lambda m: prune.remove(m, "weight")),
-    "bias": (pruned_bias, r"prune\.remove\(layer, 'bias'\)", lambda m: prune.remove(m, "bias")),
-    "weight_norm": (old_weight_norm, r"remove_weight_norm\(layer\)", remove_weight_norm),
-    "spectral_norm": (old_spectral_norm, r"remove_spectral_norm\(layer\)", remove_spectral_norm),
+    "bias": (
+        lambda m: prune.random_unstructured(m, "bias", 0.5),
+        r"prune\.remove\(layer, 'bias'\)",
+        lambda m: prune.remove(m, "bias"),
+    ),
+    "weight_norm": (nn.utils.weight_norm, r"remove_weight_norm\(layer\)", remove_weight_norm),
+    "spectral_norm": (nn.utils.spectral_norm, r"remove_spectral_norm\(layer\)", remove_spectral_norm),
     "parametrised": (
         lambda m: parametrizations.weight_norm(m),
         "remove_parametrizations for its 'weight'",
         lambda m: parametrize.remove_parametrizations(m, "weight"),
     ),
-    "forward": (replaced, "its forward was replaced on the object", lambda m: delattr(m, "forward")),
+    "forward": (
+        lambda m: setattr(m, "forward", len),
+        "its forward was replaced on the object",
+        lambda m: delattr(m, "forward"),
+    ),
     "compiled": (
         lambda m: setattr(m, "_compiled_call_impl", m._call_impl),  # what compile() does, without the compiler
         "compile then",
@@ -193,7 +186,7 @@ DONE: dict[str, Any] = {
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
 @pytest.mark.filterwarnings("ignore:.*spectral_norm. is deprecated:FutureWarning")
-@pytest.mark.parametrize("done", DONE)
+@each("done", DONE)
 @storages
 def test_layers_that_something_was_done_to(storage: Any, done: str) -> None:
     """Refused where a pattern names them, left by ``*``, and taken once it is taken back."""

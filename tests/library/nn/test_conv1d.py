@@ -5,26 +5,20 @@ from typing import Any
 
 import pytest
 import torch
+from hf_cases import gpt2, logits
+from laws import each
 from optimizer_cases import normal, through_disk
-from torch import Tensor, nn
+from torch import nn
 
 import fp8manifold as fm
 from fp8manifold import LayerSpec, QuantizedLinear, dequantize_model, quantize_model
 
-transformers = pytest.importorskip("transformers", reason="needs the package transformers")
-storages = pytest.mark.parametrize("storage", ["master", "grid", "fp8"])
-TOKENS = torch.arange(10).view(2, 5)
+storages = each("storage", ["master", "grid", "fp8"])
 
 
 @pytest.fixture(scope="module")
 def made() -> Any:
-    config = transformers.GPT2Config(
-        n_layer=1, n_head=2, n_embd=32, n_positions=16, vocab_size=20, bos_token_id=0, eos_token_id=0
-    )
-    config._attn_implementation = "eager"
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return transformers.GPT2LMHeadModel(config).eval()
+    return gpt2(n_layer=1).eval()
 
 
 def quantized(model: Any, storage: Any, **options: Any) -> Any:
@@ -33,11 +27,6 @@ def quantized(model: Any, storage: Any, **options: Any) -> Any:
 
 def convs(model: nn.Module) -> dict[str, Any]:
     return {name: m for name, m in model.named_modules() if type(m).__name__ in ("Conv1D", "QuantizedConv1D")}
-
-
-def logits(model: Any) -> Tensor:
-    with torch.no_grad():
-        return model(TOKENS).logits  # type: ignore[no-any-return]
 
 
 @storages
@@ -59,7 +48,7 @@ def test_it_computes_what_fake_quantisation_by_hand_does(made: Any, storage: Any
 
 
 @storages
-@pytest.mark.parametrize("assign", [False, True])
+@each("assign", [False, True])
 def test_state_dicts_of_every_kind(made: Any, storage: Any, assign: bool) -> None:
     """Its own; that of the float model, in Conv1D's layout, square weights among them; and back into a float model."""
     model, other = quantized(made, storage), quantized(made, storage, seed=1)

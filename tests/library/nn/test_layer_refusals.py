@@ -1,10 +1,10 @@
-"""What one-byte tensors, layers, surgery and their files don't take: a line each, and nothing is changed."""
+"""Refusals of one-byte tensors, layers, surgery and their files: a line each, and nothing is changed."""
 
 import json
 from typing import Any
 
-import pytest
 import torch
+from laws import each
 from refused import check_refused
 from surgery_models import Model
 from tensor_cases import Net, parameter
@@ -112,8 +112,6 @@ TENSORS = {
     "FP8Parameter(w, dtype=float64)": "TypeError: dtype=torch.float64 & float32 or torch.bfloat16",
     "FP8Parameter(w, scale=2.0**-130)": "ValueError: scale holds 7.34684e-40 & 2^-126 at least",
     "FP8Parameter(w, scale=-1.0)": "ValueError: scale holds -1",
-    "FP8Parameter(w, scale=inf)": "ValueError: scale holds inf",
-    "FP8Parameter(w, scale=0.0)": "ValueError: scale holds 0",
     "FP8Parameter(w, scale='1')": "TypeError: scale must be a number or a tensor, not str",
     "FP8Parameter(w, scale=ones(64))": "ValueError: (64,): & 'channel' & needs (2, 1)",
     "FP8Parameter(w, granularity='block', scale=ones(2, 1))": "ValueError: needs (2, 2)",
@@ -131,30 +129,23 @@ TENSORS = {
     "p.copy_(q)": "ValueError: of E5M2, but this one is of E4M3",
     "p.copy_(parameter(shape=(4, 32)))": "ValueError: shape",
     "whole.copy_(p)": "ValueError: a scale for each channel, this one for each tensor",
-    "whole.copy_(blocks)": "ValueError: a scale for each block, this one for each tensor",
     "p.copy_(blocks)": "ValueError: a scale for each block, this one for each channel",
     "squares.copy_(FP8Tensor(ones(200, 64), granularity='block'))": "ValueError: a scale for each block, this one for "
     "each square",
     "p.t().view(-1)": "RuntimeError: view size is not compatible",
     "p.t_()": "RuntimeError: in place",
-    "p.unsqueeze_(0)": "RuntimeError: in place",
     "p.resize_(2, 2)": "RuntimeError: resize",
     "f'{p:.2f}'": "TypeError: unsupported format string",
 }
 SCALES = {
     "blocks.set_scale_(0.0)": "ValueError: scale holds 0: every entry must be finite, and 2^-126 at least",
-    "blocks.set_scale_(-1.0)": "ValueError: scale holds -1: every entry must be finite, and 2^-126 at least",
     "blocks.set_scale_(inf)": "ValueError: scale holds inf",
-    "blocks.set_scale_(nan)": "ValueError: scale holds nan",
     "blocks.set_scale_(2.0**-127)": "ValueError: scale holds 5.87747e-39: & 2^-126 at least",
     "blocks.set_scale_(ones(3, 1))": "ValueError: shape (3, 1): it must fit (4, 2)",
     "blocks.set_scale_(full((4, 2), 128).byte())": "TypeError: scale is torch.uint8",
     "setattr(blocks, 'scale', full((4, 2), -3.0))": "ValueError: scale holds -3",
-    "blocks.rescale_(-3.0)": "ValueError: scale holds -3",
     "blocks.rescale_(2.0**-127)": "ValueError: scale holds 5.87747e-39",
     "blocks.rescale_(tensor(128).byte())": "TypeError: scale is torch.uint8",
-    "parameter(granularity='block', scale=2.0**-127)": "ValueError: scale holds 5.87747e-39",
-    "FP8Parameter.from_codes(left, -0.3, 'E4M3', block_size=32)": "ValueError: scale holds -0.3",
     "FP8Parameter.from_codes(left, left[:, :2], 'E4M3', block_size=32)": "ValueError: scale holds the exponent 0: "
     "they are 1 to 254",
     "FP8Parameter.from_codes(left, left[:, :2] + 255, 'E4M3', block_size=32)": "ValueError: scale holds the exponent "
@@ -173,9 +164,6 @@ SCALES = {
     "granularity='square', which is for weights",
     "quantize_model(linear, 'E4M3', 'grid', granularity='square')": "ValueError: granularity='square' needs "
     "storage='fp8'",
-    "quantize_model(linear, 'E4M3', 'master', granularity='square')": "ValueError: granularity='square' needs "
-    "storage='fp8'",
-    "quantize_model(linear, 'E4M3', 'fp8', granularity='sqare')": "ValueError: did you mean 'square'",
     "quantize_model(nn.Sequential(nn.Conv2d(2, 2, 3), linear), 'E4M3', 'fp8', granularity='square', parameters='0')": (
         "ValueError: parameter '0.weight' is that of a convolution"
     ),
@@ -206,8 +194,6 @@ SPECS = {
 #: of a model with 49 linear layers
 FORMATS = {
     "{'atn': 'E4M3'}": "ValueError: pattern 'atn' matches none of the 49 linear layers; did you mean 'attn'",
-    "{'*': 'E4M3', 'blocks.12': 'E4M3'}": "ValueError: 'blocks.12'",
-    "{'att': 'E4M3'}": "ValueError: 'att'",
     "{'*': 'E4M3', 'embedding': 'none'}": "ValueError: 'embedding'",
     "'E4M33'": "ValueError: E4M33",
     "{'attn': 'E9M9'}": "ValueError: E9M9",
@@ -222,11 +208,9 @@ FORMATS = {
     "{}": "ValueError: empty",
 }
 OPTIONS = {
-    "storage='fp8x'": "ValueError: storage='fp8x'",
     "storage='gird'": "ValueError: did you mean 'grid'",
     "granularity='row', storage='grid'": "ValueError: granularity='row'",
     "rounding='up', storage='grid'": "ValueError: rounding='up'",
-    "headroom=0.5, storage='grid'": "ValueError: headroom=0.5",
     "headroom=0.5, storage='master'": "ValueError: headroom=0.5",
     "headroom='16', storage='grid'": "TypeError: headroom='16'",
     "seed=-1, storage='grid'": "ValueError: seed=-1",
@@ -346,7 +330,6 @@ FILES = {
         }.items()
     },
     "unflatten_state_dict(flat, {'fp8:w': '{'})": "ValueError: 'w' can't be put together from '{'",
-    "unflatten_state_dict(flat, {'fp8:w': '[]'})": "ValueError: 'w' can't be put together from '[]'",
     "unflatten_state_dict(flat, {'fp8:v': described()['fp8:w']})": "ValueError: lack 'v'",
     **{
         f"unflatten_state_dict(flat | {given}, described())": f"ValueError: {said}"
@@ -382,18 +365,17 @@ FILES = {
     "export_model(exported, 'nowhere')": "TypeError: Sequential, no model of transformers: write what "
     "exported_state_dict gives",
 }
+
+
 REFUSED = {**TENSORS, **SCALES, **SURGERY, **FILES}
 
 
-@pytest.mark.parametrize("call", REFUSED)
+@each("call", REFUSED)
 def test_a_call_is_refused_in_one_line_and_nothing_is_changed(call: str) -> None:
     check_refused(call, REFUSED[call], SUBJECTS, **MORE)
 
 
-@pytest.mark.parametrize("formats", FORMATS)
+@each("formats", FORMATS)
 def test_what_is_not_allowed_is_known_without_a_model(formats: str) -> None:
-    said = [
-        check_refused(call, FORMATS[formats], SUBJECTS, SIZES=SIZES)
-        for call in (f"quantize_model(model, {formats}, 'grid')", f"check_formats({formats}, SIZES, 'grid')")
-    ]
-    assert len({*said}) == 1
+    calls = (f"quantize_model(model, {formats}, 'grid')", f"check_formats({formats}, SIZES, 'grid')")
+    assert len({check_refused(call, FORMATS[formats], SUBJECTS, SIZES=SIZES) for call in calls}) == 1

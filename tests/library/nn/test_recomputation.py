@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from laws import each
 from optimizer_cases import normal
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -17,7 +18,7 @@ SPECS: dict[str, Any] = {
     "delayed": LayerSpec("E4M3", activation="E4M3", policy="delayed", history=3),
 }
 DYNAMIC = LayerSpec("E4M3", activation="E4M3")
-ways = pytest.mark.parametrize("reentrant", [False, True], ids=["graph", "reentrant"])
+ways = each("reentrant", [False, True], ids=["graph", "reentrant"])
 
 
 def net(spec: LayerSpec) -> nn.Module:
@@ -40,7 +41,7 @@ def test_a_pass_that_remembers_nothing_is_repeated(reentrant: bool) -> None:
 
 
 @ways
-@pytest.mark.parametrize("spec", SPECS)
+@each("spec", SPECS)
 def test_one_that_would_round_otherwise_is_refused(spec: str, reentrant: bool) -> None:
     out = checkpoint(net(SPECS[spec]), normal(3, 8).requires_grad_(), use_reentrant=reentrant)
     with pytest.raises(RuntimeError, match=r"QuantizedLinear\(in_features=8.* leave it out of activation") as refusal:

@@ -2,20 +2,19 @@
 
 import math
 import re
-import warnings
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from optimizer_cases import bits_of, normal
+from laws import each
+from optimizer_cases import bits_of
 from surgery_models import LINEARS, Model
 from torch import Tensor, nn
 
 import fp8manifold as fm
 from fp8manifold import LayerSpec, QuantizedLinear, check_formats, quantization_report, quantize_model
 
-storages = pytest.mark.parametrize("storage", ["master", "grid"])
+storages = each("storage", ["master", "grid"])
 
 
 def sizes_of(model: nn.Module) -> dict[str, tuple[int, int]]:
@@ -31,7 +30,7 @@ def formats_of(model: nn.Module) -> dict[str, str]:
 
 
 @storages
-@pytest.mark.parametrize("formats", ["E4M3", fm.FloatFormat(4, 3), LayerSpec("E4M3"), {"*": "e4m3"}], ids=str)
+@each("formats", ["E4M3", fm.FloatFormat(4, 3), LayerSpec("E4M3"), {"*": "e4m3"}])
 def test_one_format_for_every_linear_layer(formats: Any, storage: Any) -> None:
     model = Model()
     assert quantize_model(model, formats, storage) is model
@@ -40,44 +39,37 @@ def test_one_format_for_every_linear_layer(formats: Any, storage: Any) -> None:
     assert type(model.blocks[0].norm) is nn.LayerNorm
 
 
-@pytest.mark.parametrize(
-    ("pattern", "matches"),
-    [
-        ("attn", lambda n: ".attn." in n),
-        ("attn.qkv", lambda n: n.endswith("attn.qkv")),
-        ("fc", lambda n: n.endswith(".fc")),
-        ("blocks.1", lambda n: n.startswith("blocks.1.")),
-        ("1", lambda n: n.startswith("blocks.1.")),
-        ("blocks.1?", lambda n: n.startswith(("blocks.10.", "blocks.11."))),
-        ("blocks.[0-2].mlp", lambda n: n[7:9] in ("0.", "1.", "2.") and ".mlp." in n),
-        ("q*", lambda n: n.endswith("qkv")),
-        ("blocks.*.out", lambda n: n.endswith("out")),
-        ("lm_head", lambda n: n == "lm_head"),
-        ("blocks.3.attn.proj", lambda n: n == "blocks.3.attn.proj"),
-    ],
-)
-def test_a_pattern_is_a_glob_over_whole_dotted_parts(pattern: str, matches: Any) -> None:
+#: what each pattern matches, as an expression of n
+PATTERNS = {
+    "attn": "'.attn.' in n",
+    "attn.qkv": "n.endswith('attn.qkv')",
+    "fc": "n.endswith('.fc')",
+    "blocks.1": "n.startswith('blocks.1.')",
+    "1": "n.startswith('blocks.1.')",
+    "blocks.1?": "n.startswith(('blocks.10.', 'blocks.11.'))",
+    "blocks.[0-2].mlp": "n[7:9] in ('0.', '1.', '2.') and '.mlp.' in n",
+    "q*": "n.endswith('qkv')",
+    "blocks.*.out": "n.endswith('out')",
+    "lm_head": "n == 'lm_head'",
+    "blocks.3.attn.proj": "n == 'blocks.3.attn.proj'",
+}
+
+
+@each("pattern", PATTERNS)
+def test_a_pattern_is_a_glob_over_whole_dotted_parts(pattern: str) -> None:
     model = quantize_model(Model(), {pattern: "E4M3"})
-    assert set(formats_of(model)) == {name for name in LINEARS if matches(name)}
+    assert set(formats_of(model)) == {name for name in LINEARS if eval(PATTERNS[pattern], {"n": name})}
 
 
 def test_the_most_literal_pattern_wins_in_any_order() -> None:
-    formats = {
-        "blocks.0.attn.qkv": "E5M2",
-        "*": "E4M3",
-        "attn": "E3M4",
-        "mlp": "none",
-        "lm_head": None,
-        "attn.*": "E1M6",
-    }
+    formats = {"blocks.0.attn.qkv": "E5M2", "*": "E4M3", "attn": "E3M4", "mlp": "none", "lm_head": None}
+    formats["attn.*"] = "E1M6"
     for items in (list(formats.items()), list(formats.items())[::-1]):
         got = formats_of(quantize_model(Model(), dict(items)))
         assert got["blocks.0.attn.qkv"] == "E5M2"
         assert got["blocks.0.attn.proj"] == got["blocks.5.attn.qkv"] == "E1M6"
         assert set(got) == {name for name in LINEARS if "attn" in name}
-
-
-def test_of_two_as_specific_the_later_wins() -> None:
+    # of two as specific the later one
     assert set(formats_of(quantize_model(Model(), {"fc": "E4M3", "f?": "E3M4", "?c": "E5M2"})).values()) == {"E4M3"}
     assert set(formats_of(quantize_model(Model(), {"f?": "E3M4", "?c": "E5M2"})).values()) == {"E5M2"}
 
@@ -93,16 +85,8 @@ def test_specs_and_dicts() -> None:
     assert LayerSpec(None, "NONE").quantizes_nothing
 
 
-def test_activations_alone() -> None:
-    layer = quantize_model(nn.Linear(8, 4), LayerSpec(activation="E4M3"))
-    x = normal(3, 8)
-    assert torch.equal(layer(x), F.linear(fm.fake_quantize(x, "E4M3"), layer.weight, layer.bias))
-    assert layer.weight_scale().item() == 1.0
-    assert torch.equal(layer.quantized_weight(), layer.weight)
-
-
-@pytest.mark.parametrize("tied", ["refuse", "untie", "leave"])
-@pytest.mark.parametrize(
+@each("tied", ["refuse", "untie", "leave"])
+@each(
     "formats",
     [
         "E4M3",
@@ -111,7 +95,6 @@ def test_activations_alone() -> None:
         {"*": {"weight": "E4M3", "granularity": "block"}},
         {"*": "E4M3", "lm_head": {"weight": {"format": "E4M3", "rounding": "nearest"}}},
     ],
-    ids=str,
 )
 @storages
 def test_what_is_allowed_is_known_without_a_model(storage: Any, formats: Any, tied: Any) -> None:
@@ -130,7 +113,7 @@ def test_what_is_allowed_is_known_without_a_model(storage: Any, formats: Any, ti
     assert [bits_of(p) for p in again.parameters()] == [bits_of(p) for p in model.parameters()]
 
 
-@pytest.mark.parametrize("storage", ["master", "grid", "fp8"])
+@each("storage", ["master", "grid", "fp8"])
 def test_what_none_names_may_be_anything(storage: Any) -> None:
     """Weights that are not finite, or tied; layers that are quantised already."""
     model = Model(tied=True)
@@ -183,57 +166,3 @@ def test_what_a_model_holds_is_reported() -> None:
     net["attn"].out_proj = QuantizedLinear(nn.Linear(8, 8), LayerSpec("E4M3"))
     assert "attn.out_proj" in {layer.name for layer in quantization_report(net).left}
     assert quantization_report(nn.ReLU()).layers == ()
-
-
-@pytest.fixture
-def peft() -> Any:
-    return pytest.importorskip("peft", reason="needs the extra lora")
-
-
-def adapted(peft: Any) -> nn.Module:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8))
-    found: nn.Module = peft.inject_adapter_in_model(peft.LoraConfig(r=4, target_modules=["0", "2"]), model)
-    return found
-
-
-def quantized(model: nn.Module) -> set[str]:
-    return {name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
-
-
-@pytest.mark.parametrize("formats", ["E2M5", {"*": "E2M5"}, {"0": "E2M5", "2": "E4M3"}])
-@pytest.mark.parametrize("storage", ["master", "grid", "fp8"])
-def test_adapters_stay_and_are_named_once(formats: Any, storage: Any, peft: Any) -> None:
-    names = r"0\.lora_A\.default, 0\.lora_B\.default, 2\.lora_A\.default and 1 more"
-    with pytest.warns(UserWarning, match=names) as said:
-        model = quantize_model(adapted(peft), formats, storage=storage)
-    assert len(said) == 1
-    assert said[0].filename == __file__
-    assert "\n" not in str(said[0].message)
-    assert quantized(model) == {"0.base_layer", "2.base_layer"}
-
-
-@pytest.mark.parametrize("pattern", ["lora_B", "*.lora_B.*", "2.lora_B.default", "lora_*"])
-def test_a_pattern_that_names_them_takes_them(pattern: str, peft: Any) -> None:
-    with warnings.catch_warnings(record=True):
-        warnings.simplefilter("always")
-        model = quantize_model(adapted(peft), {"*": "E2M5", pattern: "E2M5"}, storage="fp8")
-    assert "2.lora_B.default" in quantized(model)
-
-
-def test_no_word_where_adapters_were_left_by_a_pattern(peft: Any) -> None:
-    model = quantize_model(adapted(peft), {"base_layer": "E2M5"}, storage="fp8")
-    again = quantize_model(adapted(peft), {"*": "E2M5", "lora_*": "none"}, storage="fp8")
-    assert quantized(model) == quantized(again)
-
-
-def test_an_adapter_of_zeros_that_is_asked_for_learns(peft: Any) -> None:
-    """``lora_B`` begins with zeros: its scale is fitted in its first step."""
-    model = quantize_model(adapted(peft), {"base_layer": "E4M3", "lora_*": "E2M5"}, storage="fp8")
-    b: Any = model.get_submodule("2.lora_B.default").weight
-    assert not b.codes.any()
-    optimizer = fm.optim.StiffnessAdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
-    model(torch.randn(16, 32)).square().mean().backward()
-    optimizer.step()
-    assert (b.scale <= 2.0**-11).all()
-    assert b.codes.any()

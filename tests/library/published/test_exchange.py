@@ -2,14 +2,15 @@
 
 import copy
 import importlib.util
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hf_cases import llama as seeded_llama
+from hf_cases import gpt2, llama, logits, transformers
 from hf_cases import read as read_whole
-from hf_cases import transformers
+from laws import each
 from torch import Tensor, nn
 
 import fp8manifold as fm
@@ -24,20 +25,11 @@ TOKENS = torch.arange(10).view(2, 5)
 STORED = [
     (s, g) for s in ("fp8", "grid", "master") for g in ("tensor", "channel", "block") if (s, g) != ("grid", "block")
 ]
-stored = pytest.mark.parametrize(("storage", "granularity"), STORED, ids="-".join)
-
-
-def llama(tied: bool = True, **options: Any) -> Any:
-    return seeded_llama(tied, **options).eval()
+stored = each(("storage", "granularity"), STORED)
 
 
 def read(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
-    return read_whole(folder, dtype=dtype, **options)
-
-
-def logits(model: Any) -> Tensor:
-    with torch.no_grad():
-        return model(TOKENS).logits  # type: ignore[no-any-return]
+    return read_whole(folder, dtype=dtype, **options).eval()
 
 
 def assert_same(model: Any, other: Any) -> None:
@@ -58,7 +50,7 @@ def assert_same_weights(model: Any, other: Any) -> None:
 
 @compressed
 @stored
-@pytest.mark.parametrize("dequantize", [False, True])
+@each("dequantize", [False, True])
 def test_transformers_reads_compressed_tensors(
     storage: Any, granularity: Any, dequantize: bool, tmp_path: Path
 ) -> None:
@@ -114,9 +106,9 @@ def in_squares(**sizes: Any) -> Any:
     return quantize_model(model, {"*": "E4M3"}, "fp8", granularity="square")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("told", [False, True])
-@pytest.mark.parametrize("vocabulary", [48, 256])
+@each("dtype", [torch.float32, torch.bfloat16])
+@each("told", [False, True])
+@each("vocabulary", [48, 256])
 def test_transformers_reads_what_was_trained_in_squares(
     vocabulary: int, told: bool, dtype: torch.dtype, tmp_path: Path
 ) -> None:
@@ -241,8 +233,8 @@ def test_a_layer_by_itself_and_special_codes() -> None:
         assert torch.equal(values.nan_to_num(7.0), layer.weight.dequantize().nan_to_num(7.0))
 
 
-@pytest.mark.parametrize("name", [*fm.NAMED_FORMATS, "E4M3_B8", "E4M3IEEE"])
-@pytest.mark.parametrize("layout", ["compressed-tensors", "torchao"])
+@each("name", [*fm.NAMED_FORMATS, "E4M3_B8", "E4M3IEEE"])
+@each("layout", ["compressed-tensors", "torchao"])
 def test_formats_without_a_dtype_are_refused_by_name(name: str, layout: Any) -> None:
     allowed = {"compressed-tensors": ["E4M3"], "torchao": ["E4M3", "E5M2", "E4M3FNUZ", "E5M2FNUZ"]}[layout]
     model = quantize_model(nn.Sequential(nn.Linear(4, 2)), name, "fp8")
@@ -266,10 +258,8 @@ def test_what_no_layout_takes_is_refused(tmp_path: Path) -> None:
     quantized[1].weight = fm.FP8Parameter(quantized[1].weight)
     written, _ = exported_state_dict(quantized)  # in no QuantizedLinear: the floats that it is
     assert torch.equal(written["1.weight"], quantized[1].weight.dequantize())
-    config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=32, n_positions=16, vocab_size=20)
-    gpt2 = quantize_model(transformers.GPT2LMHeadModel(config), {"*": "E4M3"}, "fp8", tied="leave")
     with pytest.raises(ValueError, match=r"'transformer\.h\.0\.attn\.c_attn' is a Conv1D of transformers"):
-        export_model(gpt2, tmp_path)
+        export_model(quantize_model(gpt2(), {"*": "E4M3"}, "fp8", tied="leave"), tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -297,17 +287,9 @@ def test_a_block_scale_that_is_no_e8m0_is_written_as_a_float() -> None:
 
 @pytest.mark.parametrize("missing", ["torchao", "transformers"])
 def test_a_missing_package_is_named(missing: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import importlib
-
-    real = importlib.import_module
-
-    def find(name: str, package: str | None = None) -> Any:
-        if name.partition(".")[0] == missing:
-            raise ImportError(name)
-        return real(name, package)
-
-    monkeypatch.setattr(importlib, "import_module", find)
     model = quantize_model(llama(), {"*": "E4M3"}, "fp8", tied="leave")
+    module = {"torchao": "torchao.quantization", "transformers": "transformers.quantizers.base"}[missing]
+    monkeypatch.setitem(sys.modules, module, None)
     extra = {"torchao": "torchao", "transformers": "hf"}[missing]
     with pytest.raises(ImportError, match=rf"needs {missing}: pip install 'fp8manifold\[{extra}\]'"):
         export_model(model, tmp_path, "torchao")

@@ -1,6 +1,7 @@
 """``from_pretrained`` with a quantisation of floats: each tensor is encoded in its turn, and the bits are the same."""
 
 import gc
+import re
 import weakref
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,10 @@ import pytest
 import torch
 from hf_cases import SIZES, gpt2, llama, seeded, transformers
 from hf_cases import read as read_whole
+from laws import each
+from safetensors.torch import load_file, save_file
 from surgery_models import bits
+from test_only_floats import LAYOUTS, codes, in_codes, said
 from torch import Tensor
 
 import fp8manifold as fm
@@ -36,9 +40,10 @@ def floats(folder: Path, dtype: Any = "auto") -> Any:
 
 
 @pytest.mark.parametrize("kind", sorted(MAKERS))
-@pytest.mark.parametrize("tied", ["leave", "untie", "was not"])
-@pytest.mark.parametrize(("saved", "asked"), [("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "float32")])
+@each("tied", ["leave", "untie", "was not"])
+@each(("saved", "asked"), [("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "float32")])
 def test_the_bits_of_quantising_the_float_model(kind: str, tied: str, saved: str, asked: str, tmp_path: Path) -> None:
+    tmp_path = tmp_path / f"{tied} {saved} {asked}"
     options = {} if tied == "was not" else {"tied": tied}
     dtype = "auto" if asked == "auto" else getattr(torch, asked)
     formats = {"*": "E4M3", "mlp": {"weight": "E5M2", "activation": "E4M3", "granularity": "tensor"}}
@@ -136,8 +141,6 @@ def test_what_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_weight_of_another_shape_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
     llama(False).save_pretrained(tmp_path)
     state = load_file(tmp_path / "model.safetensors")
     state["model.layers.0.mlp.up_proj.weight"] = torch.zeros(8, 64)
@@ -161,3 +164,80 @@ def test_a_missing_layer_is_drawn_and_quantised(tmp_path: Path) -> None:
     )
     assert isinstance(model.score.weight, fm.FP8Parameter)
     assert not any(p.is_meta for p in model.parameters())
+
+
+# Codes where float weights are to be read
+
+
+FIRST = "model.layers.0.mlp.down_proj.weight"
+
+
+def is_projection(name: str, value: Tensor) -> bool:
+    return name.endswith("proj.weight")
+
+
+def folder_of(model: Any, layout: str, folder: Path, **how: Any) -> Path:
+    """A folder that `save_pretrained` wrote, whose linear weights became codes."""
+    model.save_pretrained(folder, **how)
+    for path in folder.glob("*.safetensors"):
+        state = in_codes(load_file(path), layout, is_projection)
+        save_file(state, path, {"format": "pt"})
+    return folder
+
+
+@each(("layout", "storage"), [*((layout, "fp8") for layout in LAYOUTS), ("raw int8", "grid"), ("raw E4M3", "master")])
+def test_from_pretrained(layout: str, storage: str, tmp_path: Path) -> None:
+    folder = folder_of(llama(False), layout, tmp_path)
+    line = said(layout, FIRST, "model.safetensors")
+    with pytest.raises(ValueError, match=f"^{re.escape(line)}$"):
+        read(folder, storage=storage, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("layout", ["DeepSeek, Qwen", "raw int8"])
+def test_from_pretrained_of_shards_pickles_and_bases(layout: str, tmp_path: Path) -> None:
+    model = llama(False)
+    with pytest.raises(ValueError, match=r"of 'model-\d+-of-\d+\.safetensors' holds codes"):
+        read(folder_of(model, layout, tmp_path / "shards", max_shard_size="40KB"))
+    with pytest.raises(ValueError, match=r"^layers\.0\.mlp\.down_proj\.weight of 'model\.safetensors' holds codes"):
+        read(folder_of(model.model, layout, tmp_path / "base"))
+    pickled = tmp_path / "pickled"
+    model.save_pretrained(pickled)
+    state = load_file(pickled / "model.safetensors")
+    (pickled / "model.safetensors").unlink()
+    torch.save(in_codes(state, layout, is_projection), pickled / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"of 'pytorch_model\.bin' holds codes"):
+        read(pickled)
+    torch.save(state, pickled / "pytorch_model.bin")
+    assert isinstance(read(pickled).lm_head.weight, fm.FP8Parameter)
+
+
+def test_from_pretrained_of_experts_that_transformers_renames(tmp_path: Path) -> None:
+    model = seeded("Mixtral", transformers.MixtralConfig(**SIZES, num_local_experts=2))
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    state = load_file(path)
+    name = next(name for name in state if ".experts.0." in name)
+    save_file({**state, name: codes(torch.int8)(state[name])}, path, {"format": "pt"})
+    with pytest.raises(ValueError, match=f"^{re.escape(name)} of 'model.safetensors' holds codes"):
+        read(tmp_path)
+
+
+def test_integers_that_are_no_weights_are_nobodys_business(tmp_path: Path) -> None:
+    """Masks and positions, which old files have, and the scales of nothing."""
+    model = llama(False)
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    extra = {"h.0.attn.bias": torch.ones(1, 1, 4, 4, dtype=torch.uint8), "position_ids": torch.arange(4)[None]}
+    save_file(load_file(path) | extra, path, {"format": "pt"})
+    huggingface.check_floats(model, tmp_path)
+    config = huggingface.quantization_config()
+    other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)
+    assert isinstance(other.lm_head.weight, fm.FP8Parameter)
+
+
+def test_tensors_in_memory_are_cast_before_anybody_is_asked() -> None:
+    model, config = llama(False), huggingface.quantization_config()
+    with pytest.raises(ValueError, match=r"^state_dict= goes with no quantization_config here: call quantize_model"):
+        type(model).from_pretrained(
+            None, config=model.config, state_dict=model.state_dict(), quantization_config=config
+        )

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from laws import each
+from surgery_models import bits
 from torch import Tensor, nn
 
 import fp8manifold as fm
@@ -56,17 +58,9 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def bits(model: nn.Module) -> dict[str, Any]:
-    held = {}
-    for name, x in model.state_dict().items():
-        held[name] = (str(x.dtype), x.contiguous().view(-1).view(torch.uint8).tolist())
-    grads = {name: (p.requires_grad, type(p).__name__) for name, p in model.named_parameters(remove_duplicate=False)}
-    return {"held": held, "parameters": grads, "modules": [repr(m) for m in model.modules()]}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("tied", ["leave", "untie", "was not"])
-@pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
+@each("dtype", [torch.float32, torch.bfloat16])
+@each("tied", ["leave", "untie", "was not"])
+@each("granularity", ["tensor", "channel", "block"])
 def test_the_bits_of_quantising_the_float_model(dtype: Any, tied: Any, granularity: Any, tmp_path: Path) -> None:
     options = {"granularity": granularity, "seed": 3, "keep_remainder": True, "headroom": 4.0}
     if tied != "was not":
@@ -145,7 +139,7 @@ def spoilt(**changes: Tensor | None) -> dict[str, Tensor]:
     return state
 
 
-@pytest.mark.parametrize(
+@each(
     ("changes", "line"),
     [
         ({"two__weight": None}, "the model has 'two.weight', which the source lacks"),

@@ -7,15 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from optimizer_cases import normal
+from laws import each
+from optimizer_cases import frozen, normal
 from safetensors.torch import load_file, save_file
-from tensor_cases import every_format, same_store
+from tensor_cases import FORMATS, GRANULARITIES, same_store
 from torch import Tensor, nn
 
 import fp8manifold as fm
 from fp8manifold import exported_state_dict, quantize_model
-
-GRANULARITIES = pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
 
 
 def made(fmt: str = "E4M3", seed: int = 0, storage: Any = "fp8", width: int = 64, **options: Any) -> Any:
@@ -31,9 +30,9 @@ def through_file(model: nn.Module, path: Path) -> dict[str, Tensor]:
     return load_file(path)
 
 
-@every_format
-@GRANULARITIES
-@pytest.mark.parametrize("assign", [False, True])
+@each("name", FORMATS)
+@each("granularity", GRANULARITIES)
+@each("assign", [False, True])
 def test_a_model_survives_a_file(name: str, granularity: Any, assign: bool, tmp_path: Path) -> None:
     model, other = (made(name, granularity=granularity, seed=seed) for seed in (0, 1))
     with torch.no_grad():
@@ -80,7 +79,7 @@ def test_the_names_and_what_is_left_as_it_is() -> None:
         )  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("storage", ["grid", "master", "fp8"])
+@each("storage", ["grid", "master", "fp8"])
 def test_every_storage_takes_them(storage: Any) -> None:
     model, other = made(), made(storage=storage, seed=1)
     state = model.state_dict()
@@ -93,7 +92,7 @@ def test_every_storage_takes_them(storage: Any) -> None:
         assert torch.equal(value, model[index].weight.dequantize())
 
 
-@GRANULARITIES
+@each("granularity", GRANULARITIES)
 def test_codes_and_scales_alone_are_taken(granularity: Any) -> None:
     model, other = made(granularity=granularity), made(granularity=granularity, seed=1)
     tensors, _ = exported_state_dict(model)
@@ -143,50 +142,29 @@ def test_accelerate_goes_on_to_the_same_bits(optimizer: str, tmp_path: Path) -> 
             steps.zero_grad()
             accelerator.backward(model(normal(8, 64) * (step + 1)).square().sum())
             steps.step()
-        ended.append((model, steps.state_dict()["state"]))
+        ended.append(frozen((model.state_dict(), steps.state_dict()["state"])))
         accelerator.free_memory()
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    (one, state), (other, its) = ended
-    for index in (0, 2):
-        assert same_store(one[index].weight, other[index].weight)
-        assert int(one[index].weight.counter) == int(other[index].weight.counter)
-    for key, entry in state.items():
-        for name, value in entry.items():
-            same = torch.equal(value, its[key][name]) if isinstance(value, Tensor) else value == its[key][name]
-            assert same, (key, name)
+    assert ended[0] == ended[1]
 
 
-@pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize("storage", ["fp8", "grid", "master"])
-@pytest.mark.parametrize("name", ["E4M3", "E2M5"])
+@each("strict", [True, False])
+@each("storage", ["fp8", "grid", "master", "embedded"])
+@each("name", ["E4M3", "E2M5"])
 def test_codes_that_were_averaged_are_refused(name: str, storage: Any, strict: bool) -> None:
-    """They were taken for floats, 128 for 0.18, where ``strict=False`` lets the other parts pass."""
-    first, second = (made(name, seed=seed).state_dict() for seed in (0, 1))
+    """Codes were taken for floats, 128 for 0.18, where ``strict=False`` lets the other parts pass."""
+
+    model = made(name, storage=storage) if storage != "embedded" else None
+    first, second = (made(name, seed).state_dict() for seed in (0, 1))
+    if model is None:
+        model = quantize_model(nn.Sequential(nn.Embedding(8, 32), nn.Linear(32, 4)), name, "fp8", embeddings=name)
+        first = second = model.state_dict()
     averaged = {key: (first[key].float() + second[key].float()) / 2 for key in first}
-    model = made(name, storage=storage)
     before = model[0].weight.detach().clone()
     line = r"0\.weight holds torch\.float32, and by 0\.weight_traits it is codes, .* average decoded weights \(fm\.aver"
     with pytest.raises(RuntimeError, match=line):
         model.load_state_dict(averaged, strict=strict)
     assert torch.equal(model[0].weight.detach(), before)
-
-
-def test_codes_of_parameters_that_were_averaged_are_refused() -> None:
-    def embedded(seed: int) -> Any:
-        net = nn.Sequential(nn.Embedding(8, 32), nn.Linear(32, 4))
-        return quantize_model(net, "E2M5", "fp8", embeddings="E2M5", seed=seed)
-
-    first, second = embedded(0).state_dict(), embedded(1).state_dict()
-    averaged = {key: (first[key].float() + second[key].float()) / 2 for key in first}
-    with pytest.raises(RuntimeError, match=r"0\.weight_traits it is codes, which can't be averaged or cast"):
-        embedded(2).load_state_dict(averaged, strict=False)
-
-
-def test_floats_alone_are_rounded_as_ever() -> None:
-    model = made("E2M5")
-    values = {name: torch.full_like(p.detach(), 0.5) for name, p in made("E2M5").named_parameters()}
-    model.load_state_dict({name: x.dequantize() if isinstance(x, fm.FP8Tensor) else x for name, x in values.items()})
-    assert torch.equal(model[0].weight.dequantize(), torch.full((4, 64), 0.5))
 
 
 def test_states_of_any_module_and_their_weights_without_a_model(tmp_path: Path) -> None:
@@ -204,8 +182,8 @@ def test_states_of_any_module_and_their_weights_without_a_model(tmp_path: Path) 
     assert fm.unflatten_state_dict({"b": torch.ones(1)}, {"fp8": "no prefix", "format": "pt"}).keys() == {"b"}
 
 
-@every_format
-@GRANULARITIES
+@each("name", FORMATS)
+@each("granularity", GRANULARITIES)
 def test_files_of_earlier_versions_are_read(name: str, granularity: Any) -> None:
     """Whose header has in JSON what the numbers of a state say, and whose codes have a dtype of torch's."""
     p = made(name, granularity=granularity, rounding="nearest")[0].weight

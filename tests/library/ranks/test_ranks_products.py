@@ -14,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 import fp8manifold as fm
-from fp8manifold.nn import _code_products
+from fp8manifold.nn import _products
 
 
 def net(fmt: str, **spec: Any) -> Any:
@@ -92,14 +92,14 @@ def test_rows_that_processes_do_not_divide(pool: Pool, case: str) -> None:
 def given_away(fmt: str, products: str) -> list[tuple[str, torch.dtype, int]]:
     """What products take as the weight's operand, by its dtype, and that its memory is what was gathered."""
     made, taken = sharded(net(fmt, products=products)), []
-    operand = _code_products._operand
+    operand = _products._operand
 
     def seen(weight: Any, units: Any) -> Any:
         codes, scale = operand(weight, units)
         taken.append((type(weight).__name__, codes.dtype, codes.data_ptr() == weight.codes.data_ptr()))
         return codes, scale
 
-    with mock.patch.object(_code_products, "_operand", seen), mock.patch.object(fm.FP8Tensor, "dequantize", None):
+    with mock.patch.object(_products, "_operand", seen), mock.patch.object(fm.FP8Tensor, "dequantize", None):
         passed(made, normal(16, 64, seed=1), False)
     return taken
 
