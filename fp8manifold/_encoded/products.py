@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fp8manifold import _triton
 from fp8manifold._native._arrays import has_memory
-from fp8manifold._triton.operands import columns_on_gpu, int8_on_gpu, int8_rows_on_gpu, rows_on_gpu, transpose_on_gpu
+from fp8manifold._triton.whole import columns_on_gpu, copied_on_gpu, int8_rows_on_gpu, rows_on_gpu
 
 LARGEST: Final = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 _MANTISSA: Final = 23
@@ -89,13 +89,13 @@ _LIBRARY.define("codes_to_int8(Tensor codes, bool transposed, Tensor? after) -> 
 
 def _transposed(codes: Tensor, after: Tensor | None) -> Tensor:
     if _has_kernels(codes):
-        return transpose_on_gpu(codes)
+        return copied_on_gpu(codes, integers=False, transposed=True)
     return codes.t().contiguous()
 
 
 def _as_int8(codes: Tensor, transposed: bool, after: Tensor | None) -> Tensor:
     if _has_kernels(codes):
-        return int8_on_gpu(codes, transposed)
+        return copied_on_gpu(codes, integers=True, transposed=transposed)
     magnitude = (codes & 127).to(torch.int8)
     signed = torch.where(codes > 127, -magnitude, magnitude)
     return signed.t().contiguous() if transposed else signed

@@ -1,7 +1,7 @@
 """The step and the codec as Triton kernels, for GPUs of NVIDIA: the bits of native code, one launch for many tensors.
 
-Only ``format``, ``stages``, ``step``, ``widen``, ``arrays`` and ``operand_kernels`` import Triton, and are imported
-when there is something to launch: an installed Triton without a driver fails late.
+Only ``format``, ``stages``, ``step`` and ``arrays`` import Triton, and are imported when there is something to launch:
+an installed Triton without a driver fails late.
 """
 
 import importlib

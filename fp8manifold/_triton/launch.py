@@ -120,8 +120,7 @@ def _kernels() -> tuple[Any, Any, Any]:
     """The step's, the verdict's, and that of scales that double."""
     try:
         from fp8manifold._triton.arrays import finite_kernel
-        from fp8manifold._triton.step import step_kernel
-        from fp8manifold._triton.widen import widen_kernel
+        from fp8manifold._triton.step import step_kernel, widen_kernel
     except Exception as error:  # whatever another release of Triton lacks
         raise KernelsUnavailableError(f"{type(error).__name__}: {error}") from error
     return step_kernel, finite_kernel, widen_kernel

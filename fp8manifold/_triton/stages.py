@@ -29,16 +29,16 @@ from fp8manifold._triton.format import (
     sign_of,
 )
 
-_WORD = 4
+WORD = 4
 
 
 def _at(name: str, more: int = 0) -> tl.constexpr:
     """Where a field of a record begins, in words."""
     assert JOB.fields is not None
-    return tl.constexpr(JOB.fields[name][1] // _WORD + more)
+    return tl.constexpr(JOB.fields[name][1] // WORD + more)
 
 
-WORDS: tl.constexpr = tl.constexpr(JOB.itemsize // _WORD)
+WORDS: tl.constexpr = tl.constexpr(JOB.itemsize // WORD)
 ROWS: tl.constexpr = _at("rows")
 LENGTH: tl.constexpr = _at("length")
 REPEATS: tl.constexpr = _at("facts", 1)

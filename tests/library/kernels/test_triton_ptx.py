@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from fp8manifold import _triton
-from fp8manifold._triton import launch, operands
+from fp8manifold._triton import launch, whole
 from fp8manifold._triton.kinds import KernelSpec, Tile, Widening, as_constants, format_of, widest_scale
 from fp8manifold.formats import as_format
 from fp8manifold.optim._spec import spec_of
@@ -209,7 +209,7 @@ def test_whole_arrays(kernel: str, architecture: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize(("name", "bits", "exponents"), [("E4M3", 0, False), ("E5M2", 8, True), ("E4M3FNUZ", 8, True)])
 def test_scales_that_double(name: str, bits: int, exponents: bool, architecture: int, tmp_path: Path) -> None:
-    from fp8manifold._triton.widen import widen_kernel
+    from fp8manifold._triton.step import widen_kernel
 
     fmt = format_of(as_format(name))
     widening = Widening(
@@ -253,14 +253,14 @@ class Made(Built):
 
 
 def operand(name: str, architecture: int, tmp: Path, width: int = 4096, **changed: Any) -> Made:
-    from fp8manifold._triton import operand_kernels
+    from fp8manifold._triton import arrays
 
     kernel, kind, constants, _ = OPERANDS[name]
     signature = {"height": "i32", "width": "i32", "stride": "i32", "x": kind, "fold": "*fp32", "amax": "*i32"}
     signature |= {"scales": "*fp32", "codes": "*u8", "out": "*u8"}
-    rows, columns, warps = operands._program(width) if kernel == "rows_kernel" else (*operands._TILE, 4)
+    rows, columns, warps = whole._program(width) if kernel == "rows_kernel" else (*whole._TILE, 4)
     shape = {"R": rows, "W": columns, "LONG": width > 16384} if kernel == "rows_kernel" else {"R": rows, "C": columns}
-    built = build(getattr(operand_kernels, kernel), signature, constants | shape | changed, architecture, tmp, warps)
+    built = build(getattr(arrays, kernel), signature, constants | shape | changed, architecture, tmp, warps)
     return Made(**vars(built), values=rows * columns // (32 * warps))
 
 
