@@ -8,11 +8,11 @@ from torch import Tensor
 
 from fp8manifold._base.checks import check_choice, check_int
 from fp8manifold._base.float_bits import working_dtype
-from fp8manifold._base.reading import has_values
 from fp8manifold._numerics.charts import Metric, chart_of, within
 from fp8manifold.formats import LAYOUTS, FloatFormat, FormatLike, as_format
 from fp8manifold.grid import round_to_grid
 from fp8manifold.random_bits import Draws
+from fp8manifold.scaling import broadcasts_to, check_positive
 
 __all__ = ["FP8Manifold", "StiffnessManifold"]
 
@@ -73,18 +73,13 @@ class StiffnessManifold(geoopt.Manifold):  # type: ignore[misc]  # geoopt is unt
         self.format = as_format(fmt)
         self.metric = metric
         self._chart = chart_of(self.format, metric)
-        self._steps_to_end = float(
-            self._chart.forward(torch.tensor(self.format.max, dtype=torch.float64, device="cpu"))
-        )
+        end = torch.tensor(self.format.max, dtype=torch.float64, device="cpu")
+        self._steps_to_end = float(self._chart.forward(end))
         self.register_buffer("scale", _checked_scale(scale))
         self.register_buffer("format_fields", torch.tensor(_fields(self.format)))
 
     def stiffness(self, x: Tensor) -> Tensor:
-        """One ULP at ``x``, in value; of the shape of ``x`` and the scale together, and that of the top binade for NaN.
-
-        Args:
-            x: float tensor.
-        """
+        """One ULP at ``x``, in value, in the shape of ``x`` and the scale together; for NaN that of the top binade."""
         wide, scale = self._working(x)
         return (self._chart.stiffness(self._inside(wide / scale)) * scale).to(x.dtype)
 
@@ -151,7 +146,7 @@ class StiffnessManifold(geoopt.Manifold):  # type: ignore[misc]  # geoopt is unt
         self, *size: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> geoopt.ManifoldTensor:
         """Points uniform in the metric's own volume: every step between neighbours is as likely."""
-        top = self.to_chart(self._scale_like(dtype, device) * self.format.max)
+        top = self.to_chart(self.scale.to(dtype=dtype or torch.get_default_dtype(), device=device) * self.format.max)
         uniform = torch.rand(*size, dtype=dtype, device=device) * 2 - 1
         self._assert_check_shape(uniform.shape, "x")
         return geoopt.ManifoldTensor(self.projx(self.from_chart(uniform * top)), manifold=self)
@@ -192,19 +187,11 @@ class StiffnessManifold(geoopt.Manifold):  # type: ignore[misc]  # geoopt is unt
         working_dtype(x)  # refuses integers, which would truncate the scale
         return self.scale.to(x.dtype)
 
-    def _scale_like(self, dtype: torch.dtype | None, device: torch.device | str | None) -> Tensor:
-        return self.scale.to(dtype=dtype or torch.get_default_dtype(), device=device)
-
     def _check_shape(self, shape: Any, name: str) -> tuple[bool, str | None]:
         """A point must have a shape that the scale broadcasts to without widening it."""
-        shape = tuple(shape)
-        try:
-            fits = torch.broadcast_shapes(shape, self.scale.shape) == shape
-        except RuntimeError:
-            fits = False
-        if fits:
+        if broadcasts_to(self.scale.shape, torch.Size(shape)):
             return True, None
-        return False, f"{name} has shape {shape}, which the scale of shape {tuple(self.scale.shape)} does not fit"
+        return False, f"{name} has shape {tuple(shape)}: the scale of shape {tuple(self.scale.shape)} does not fit"
 
     def _check_point_on_manifold(self, x: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5) -> tuple[bool, str | None]:
         limit = self._scale_for(x) * self.format.max
@@ -313,22 +300,10 @@ class FP8Manifold(StiffnessManifold):
         """Round ``x``, in units of the scale, in the manifold's own mode; stochastic rounding advances ``counter``."""
         if self.rounding == "nearest":
             return round_to_grid(x, self.format)
-        rounded = round_to_grid(
-            x,
-            self.format,
-            "stochastic",
-            seed=int(self.seed_word.item()),
-            step=int(self.counter.item()),
-            draws=self.draws,
-        )
+        key: dict[str, Any] = {"seed": int(self.seed_word.item()), "step": int(self.counter.item())}
+        rounded = round_to_grid(x, self.format, "stochastic", **key, draws=self.draws)
         self.counter += 1
         return rounded
-
-    def random(
-        self, *size: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None
-    ) -> geoopt.ManifoldTensor:
-        """Points of the grid, every code but the last of each sign as likely."""
-        return super().random(*size, dtype=dtype, device=device)
 
     def extra_repr(self) -> str:
         """Format, scale, metric and rounding, and how random bits are drawn if not independently."""
@@ -350,7 +325,5 @@ def _checked_scale(scale: ScaleLike) -> Tensor:
     tensor = torch.as_tensor(scale).detach().clone()
     if not tensor.is_floating_point():
         tensor = tensor.to(torch.get_default_dtype())
-    if has_values(tensor) and not bool((tensor.isfinite() & (tensor > 0)).all()):
-        bad = tensor[~(tensor.isfinite() & (tensor > 0))].flatten()[0].item()
-        raise ValueError(f"scale holds {bad}: every entry must be finite and positive")
+    check_positive(tensor)
     return tensor

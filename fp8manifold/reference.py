@@ -34,23 +34,14 @@ class Fields(Protocol):
     """What there is to know of a format: :class:`~fp8manifold.FloatFormat` has it."""
 
     @property
-    def exponent_bits(self) -> int:
-        """Width of the exponent field."""
-
+    def exponent_bits(self) -> int: ...
     @property
-    def mantissa_bits(self) -> int:
-        """Width of the mantissa field, M."""
-
+    def mantissa_bits(self) -> int: ...
     @property
-    def bias(self) -> int:
-        """What is taken from the exponent field."""
-
+    def bias(self) -> int: ...
     @property
-    def layout(self) -> str:
-        """What the top codes mean: one of :data:`~fp8manifold.formats.LAYOUTS`."""
-
-    def __hash__(self) -> int:
-        """What follows from a format is kept."""
+    def layout(self) -> str: ...
+    def __hash__(self) -> int: ...
 
 
 def _fields(fmt: Fields | str) -> Fields:

@@ -12,7 +12,7 @@ import fp8manifold._encoded.operators  # noqa: F401  # registers them
 from fp8manifold._base.checks import check_choice
 from fp8manifold._base.float_bits import working_dtype
 from fp8manifold._encoded.dispatch import DTYPES, TRACED_AS, Replay, guard_memory, takes_rows
-from fp8manifold._encoded.operators import adopt_parts, checked_scale
+from fp8manifold._encoded.operators import adopt_parts
 from fp8manifold._encoded.scaled import Rounding, ScaledTensor, Traits, check_current, check_own
 from fp8manifold._encoded.storage import (
     SQUARE,
@@ -24,11 +24,11 @@ from fp8manifold._encoded.storage import (
     is_traced,
     next_codes,
     runs_of_rows,
-    spread_rows,
     void_remainder,
 )
 from fp8manifold._encoded.stored_scale import (
     are_powers_of_two,
+    check_covers,
     decoded_scale,
     describe_change,
     describe_scale,
@@ -37,6 +37,7 @@ from fp8manifold._encoded.stored_scale import (
     given_scale,
     kept_fresh_scale,
     largest_of,
+    other_scale,
     own_headroom,
     rewrite_together,
     warn_if_lost,
@@ -46,7 +47,7 @@ from fp8manifold._encoded.stored_scale import (
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
 from fp8manifold.manifolds import FP8Manifold
 from fp8manifold.random_bits import Draws, fresh_seed
-from fp8manifold.scaling import BLOCK_SIZE, STORED_GRANULARITIES, StoredGranularity, widened_scale
+from fp8manifold.scaling import BLOCK_SIZE, SQUARE_SIZE, STORED_GRANULARITIES, StoredGranularity, widened_scale
 
 __all__ = ["FP8Tensor"]
 
@@ -64,11 +65,11 @@ class FP8Tensor(ScaledTensor):
     ``s`` is mostly the largest magnitude by that of the format: the product is rounded to float32, and from there to
     bfloat16.  A value that an operator leaves as it is keeps its code.
 
-    To torch it is a float32 or bfloat16 tensor.  Operators decode it when they run, and autograd keeps codes.  An
-    operator that writes in place (``add_``, ``copy_``, those of torch's own optimizers) decodes, runs in float32 and
-    rounds the result back, once for every such operator: ``fp8manifold.optim`` rounds once a step instead.  The scale
-    stays, unless all values are replaced: what fills a tensor (``normal_``, ``nn.init``) takes a fresh one, and so do
-    floats that are copied into it (``load_state_dict``) wherever the present one would saturate or lose them.
+    To torch it is a float32 or bfloat16 tensor.  Operators decode it when they run, and autograd keeps codes.  One that
+    writes in place (``add_``, ``copy_``, a torch optimizer's) decodes, runs in float32 and rounds the result back, each
+    time: ``fp8manifold.optim`` rounds once a step.  The scale stays, unless all values are replaced: what fills it
+    (``normal_``, ``nn.init``) takes a fresh one, and so do floats that are copied into it where they would saturate or
+    be lost.
 
     Args:
         w: float tensor of any shape; rounded to nearest.
@@ -161,19 +162,7 @@ class FP8Tensor(ScaledTensor):
 
     @classmethod
     def from_float(cls, w: Tensor, fmt: FormatLike = "E4M3", **options: Any) -> Self:
-        """Round a float tensor: the constructor under a name of its own, with its options.
-
-        Args:
-            w, fmt: as in the constructor.
-            options: the constructor's other arguments, by name.
-
-        Raises:
-            TypeError, ValueError: as the constructor.
-
-        Example:
-            >>> FP8Tensor.from_float(torch.ones(2, 64), "E5M2", granularity="block").scale.shape
-            torch.Size([2, 2])
-        """
+        """Round a float tensor: the constructor under a name of its own, with its options."""
         return cls(w, fmt, **options)
 
     @classmethod
@@ -239,21 +228,12 @@ class FP8Tensor(ScaledTensor):
         traits: Traits,
         requires_grad: bool = False,
     ) -> Self:
-        """The tensor around its parts, all set here, as ``torch.nn.Parameter`` would call an ``__init__``.
-
-        ``kept_scale`` is uint8 where blocks have exponents.
-        """
+        """The tensor around its parts, all set here, as ``torch.nn.Parameter`` would call an ``__init__``."""
         traits.check()
         if traits.dtype not in DTYPES:
             raise TypeError(f"dtype={traits.dtype}: an {cls.__name__} appears as torch.float32 or torch.bfloat16")
-        self: Self = torch.Tensor._make_wrapper_subclass(
-            cls,
-            codes.shape,
-            strides=codes.stride(),
-            dtype=traits.dtype,
-            device=codes.device,
-            requires_grad=requires_grad,
-        )
+        how: dict[str, Any] = {"dtype": traits.dtype, "device": codes.device, "requires_grad": requires_grad}
+        self: Self = torch.Tensor._make_wrapper_subclass(cls, codes.shape, strides=codes.stride(), **how)
         self.codes, self.counter, self.remainder = codes, counter, remainder
         self.format, self.rounding, self.seed, _, block_size, self.by_operator, self.draws = traits
         self.kept_scale, self.block_size, self.lent_from = kept_scale, block_size, None
@@ -265,13 +245,7 @@ class FP8Tensor(ScaledTensor):
         return Traits(*own, self.by_operator, self.draws)
 
     def with_parts(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> Self:
-        """The same tensor with every part changed; never requires a gradient, as autograd sees to that.
-
-        Args:
-            change: function of one part (codes, scale as it is kept, counter, remainder) to what takes its place, such
-                as ``clone``.
-            dtype: what the new tensor appears as; None keeps it.
-        """
+        """The same tensor with ``change`` of every part, such as ``clone``, and without a gradient of its own."""
         check_current(self)
         remainder = None if self.remainder is None else change(self.remainder)
         parts = (change(self.codes), change(self.kept_scale), change(self.counter), remainder)
@@ -280,10 +254,7 @@ class FP8Tensor(ScaledTensor):
         return changed
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        """The parts that a compiler sees, by name, and everything else that makes the tensor.
-
-        Without the remainder: a graph has no use for it, and would be compiled anew when an optimizer takes it.
-        """
+        """The parts that a compiler sees, by name (without the remainder, of no use to a graph), and all else."""
         if self.lent_from is not None:
             check_current(self)
         rest = (self.format.name, self.rounding, self.seed, self.dtype, self.block_size, self.by_operator, self.draws)
@@ -296,7 +267,6 @@ class FP8Tensor(ScaledTensor):
 
     @classmethod
     def __tensor_unflatten__(cls, parts: dict[str, Tensor], rest: tuple[Any, ...], size: Any, stride: Any) -> Self:
-        """The way back."""
         kept = next(parts[name] for name in _KEPT_SCALE if name in parts)
         return cls._wrap(parts["codes"], kept, parts["counter"], parts.get("remainder"), Traits.from_flat(rest))
 
@@ -315,20 +285,21 @@ class FP8Tensor(ScaledTensor):
         """The values of a view; of some indices of the first dimension no others are decoded."""
         if not takes_rows(replay) or self.dim() < 2 or is_traced(self.codes):
             return super()._dequantized_view(replay)
+        return self.decoded_rows(replay)
+
+    def decoded_rows(self, take: Callable[[Tensor], Tensor]) -> Tensor:
+        """The values of the indices of the first dimension that ``take`` takes of it."""
         check_current(self)
-        codes: Tensor = replay(self.codes).contiguous()
+        codes = take(self.codes).contiguous()
         if isinstance(self.block_size, tuple) and self.dim() == 2:
-            rows = replay(spread_rows(self.scale, self.shape[0]))
-            return decode_runs(codes, runs_of_rows(rows, self.shape[1]), self.format, self.dtype)
-        scale = replay(self.kept_scale) if self.kept_scale.dim() else self.kept_scale
+            squares = take(torch.arange(self.shape[0], device=self.device)) // SQUARE_SIZE
+            runs = runs_of_rows(decoded_scale(self.kept_scale[squares]), self.shape[1])
+            return decode_runs(codes, runs, self.format, self.dtype)
+        scale = take(self.kept_scale) if self.kept_scale.dim() else self.kept_scale
         return dequantize_codes(codes, decoded_scale(scale), self.format, self.dtype, self.block_size)
 
     def write(self, values: Tensor, operator: str = "write") -> None:
-        """Round ``values`` of the tensor's shape, in its own mode, and store their codes in place.
-
-        Warns where some saturate, and where all under a scale are lost.  ``operator`` is what writes, a word of the
-        key of the draws.
-        """
+        """Round ``values`` in the tensor's mode, in place; warns where some saturate, or all under a scale are lost."""
         check_own(self)
         scale = self.expanded_scale()
         warn_if_saturated(values, scale, self.format)
@@ -340,13 +311,10 @@ class FP8Tensor(ScaledTensor):
         self._changed()
 
     def adopt(self, other: "FP8Tensor") -> None:
-        """Take codes, scale and remainder of ``other``, in place and exactly; what ``copy_`` of a tensor does.
+        """Take codes, scale and remainder of ``other``, in place and exactly, as ``copy_`` of a tensor does.
 
-        The counter becomes the larger one: no draw is used again when a snapshot is put back.  In
+        The counter becomes the larger one, so that no draw is used twice when a snapshot is put back; in
         ``Module.load_state_dict`` it becomes the other's, with its seed, so that a run goes on.
-
-        Raises:
-            ValueError: another format or shape, or scales finer than the own.
         """
         check_own(self)
         left = adopt_parts(self, other)
@@ -399,7 +367,8 @@ class FP8Tensor(ScaledTensor):
             [1.0, 0.25]
         """
         left = (entry := entry_of(self)).get("residual")
-        new = checked_scale(self, scale, largest_of(self, left))
+        new = other_scale(self, scale).expand(self.kept_scale.shape)
+        check_covers(new, largest_of(self, left), self.format)
         _LOG.info("%s of shape %s: %s", self.format.name, tuple(self.shape), describe_change(self.scale, new))
         if left is not None:
             rewrite_together(self, left, new)
@@ -413,13 +382,10 @@ class FP8Tensor(ScaledTensor):
         """Widen or narrow each scale whose weights left its middle, as :func:`fp8manifold.widened_scale` has it.
 
         Args:
-            headroom: as in the constructor.
+            headroom: as in the constructor, 1 or more.
 
         Returns:
             Whether any scale changed, by one :meth:`rescale_`.
-
-        Raises:
-            ValueError: a headroom below 1.
 
         Example:
             >>> w = FP8Tensor(torch.tensor([448.0, 1.0]), "E4M3", scale=1.0)
@@ -433,7 +399,6 @@ class FP8Tensor(ScaledTensor):
         return changes
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A copy of every part."""
         twin = self.with_parts(Tensor.clone)
         twin.requires_grad_(self.requires_grad)
         return twin
@@ -445,7 +410,6 @@ class FP8Tensor(ScaledTensor):
         return _rebuild, (type(self), parts, rest, self.requires_grad)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch has no annotation
-        """Values, format, scale and shape."""
         values = "..." if is_traced(self.codes) else repr(self.dequantize())[len("tensor(") : -1]
         store = f"format={self.format.name}, scale={describe_scale(self.scale)}"
         shape = f"shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}"
@@ -453,7 +417,6 @@ class FP8Tensor(ScaledTensor):
 
 
 def _rebuild(cls: type[FP8Tensor], parts: dict[str, Tensor], rest: tuple[Any, ...], requires_grad: bool) -> FP8Tensor:
-    """What unpickling calls."""
     tensor = cls.__tensor_unflatten__(parts, rest, None, None)
     tensor.requires_grad_(requires_grad)
     return tensor

@@ -42,10 +42,7 @@ def known(x: Tensor, read: Callable[[Tensor], Any]) -> Any:
 
 
 def refuse_on_card(right: Tensor, message: str) -> None:
-    """Have a card stop where something is not right, as it does at an index out of range: nobody waits for it.
-
-    Nothing that is computed afterwards can be read; the error is raised where the host waits next.
-    """
+    """Have a card stop where something is not right: nobody waits, and the host raises where it waits next."""
     torch._assert_async(right, message)
 
 
@@ -56,12 +53,7 @@ def advance(x: Tensor, number: int) -> None:
 
 
 def expect(x: Tensor, number: Any) -> None:
-    """Spare whoever asks :func:`known` for a number that has just been written the wait for it.
-
-    Args:
-        x: on a card, or nothing is kept.
-        number: that number, or a function without arguments that says it when it is asked for.
-    """
+    """Spare :func:`known` the wait for a number just written on a card: the number, or a function that gives it."""
     if not (is_read_at_once(x) or torch.compiler.is_compiling() or type(x) is not Tensor or x.is_inference()):
         _READ[x] = (x._version, number)
 

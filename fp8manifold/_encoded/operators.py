@@ -19,23 +19,13 @@ from fp8manifold._encoded.dispatch import (
     view_of,
 )
 from fp8manifold._encoded.scaled import is_lent_here, lent, write_kept
-from fp8manifold._encoded.storage import decode_runs, dequantize_codes, is_traced, runs_of_rows
-from fp8manifold._encoded.stored_scale import (
-    as_kept,
-    broadcasts_to,
-    check_covers,
-    decoded_scale,
-    refit_scale_,
-    scale_in_float32,
-)
-from fp8manifold.scaling import SQUARE_SIZE
+from fp8manifold._encoded.storage import is_traced
+from fp8manifold._encoded.stored_scale import as_kept, refit_scale_
+from fp8manifold.scaling import broadcasts_to
 
 
 def adopt_parts(own: Any, other: Any) -> Tensor | None:
-    """Codes and scale exactly, and the counter: the larger one, or of one that resumes that, with its seed.
-
-    What rounding left in the other is returned, in memory of its own; scales finer than the own are refused.
-    """
+    """Take codes, scale and the larger counter (of one that resumes its own, with the seed); give its remainder."""
     if other.format != own.format:
         raise ValueError(f"the other tensor is of {other.format.name}, but this one is of {own.format.name}")
     if other.shape != own.shape:
@@ -58,17 +48,6 @@ def adopt_parts(own: Any, other: Any) -> Tensor | None:
     return None if other.remainder is None else other.remainder.to(own.codes.device, copy=True)
 
 
-def checked_scale(own: Any, scale: float | Tensor, largest: Tensor) -> Tensor:
-    """A new scale in the shape of the old one, unless it is too narrow for the ``largest`` magnitude under it."""
-    new, shape = scale_in_float32(scale, own.device), own.kept_scale.shape
-    as_kept(new, blocks=False)  # or refused
-    if not broadcasts_to(new.shape, shape):
-        raise ValueError(f"scale has shape {tuple(new.shape)}: it must fit {tuple(shape)}")
-    new = new.expand(shape)
-    check_covers(new, largest, own.format)
-    return new
-
-
 def checked_remainder(left: Tensor | None, codes: Tensor) -> Tensor | None:
     """What rounding left, as it was saved, if it was."""
     if left is not None and (left.dtype != torch.int8 or left.shape != codes.shape):
@@ -76,9 +55,6 @@ def checked_remainder(left: Tensor | None, codes: Tensor) -> Tensor | None:
             f"remainder is {left.dtype} of shape {tuple(left.shape)}: it must be torch.int8 of {tuple(codes.shape)}"
         )
     return left
-
-
-# ------------------------------------------------------------------------------------------------------------ operators
 
 
 _aten = torch.ops.aten
@@ -151,10 +127,7 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _is_there(x: Any, source: Any) -> bool:
-    """Whether values are copied that are those already, to the sign of a zero.
-
-    DDP's own start does so with ``non_blocking``, of weights that :func:`fp8manifold.distributed.sync` has made equal.
-    """
+    """Whether the values are there already, to the sign of a zero, as where DDP copies after a ``sync``."""
     values = source.dequantize() if isinstance(source, EncodedTensor) else source
     if values.shape != x.shape or values.device != x.device:
         return False
@@ -222,10 +195,4 @@ def _embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, rows = args[:2]
     if not _is_whole(x) or is_traced(x.codes):
         return NotImplemented
-    codes, flat = x.codes[rows.reshape(-1)], rows.reshape(-1)
-    if isinstance(x.block_size, tuple):
-        runs = runs_of_rows(decoded_scale(x.kept_scale[flat // SQUARE_SIZE]), x.shape[1])
-        return decode_runs(codes, runs, x.format, x.dtype).view(*rows.shape, x.shape[1])
-    scale = x.kept_scale[flat] if x.kept_scale.dim() else x.kept_scale
-    values = dequantize_codes(codes, decoded_scale(scale), x.format, x.dtype, x.block_size)
-    return values.view(*rows.shape, x.shape[1])
+    return x.decoded_rows(lambda part: part[rows.reshape(-1)]).view(*rows.shape, x.shape[1])

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from fp8manifold._base.checks import check_choice, check_int
-from fp8manifold._encoded.dispatch import EncodedTensor, View
+from fp8manifold._encoded.dispatch import EncodedTensor, View, root_of
 from fp8manifold._encoded.storage import BlockSize, is_traced, largest_magnitude
-from fp8manifold._encoded.stored_scale import as_kept, broadcasts_to, decoded_scale, expand_kept, scale_in_float32
+from fp8manifold._encoded.stored_scale import decoded_scale, expand_kept, other_scale
 from fp8manifold.formats import FloatFormat
 from fp8manifold.random_bits import Draws
 
@@ -34,18 +34,16 @@ class Traits(NamedTuple):
 
     @property
     def flat(self) -> tuple[Any, ...]:
-        """With the format by name: what can be compared, hashed and unpickled without a class of ours."""
+        """The traits as plain values, the format by name: what can be compared, hashed and unpickled."""
         return (self.format.name, *self[1:])
 
     def check(self) -> None:
-        """Raise TypeError or ValueError unless the options are valid."""
         check_choice("rounding", self.rounding, ROUNDINGS)
         check_choice("draws", self.draws, DRAWS)
         check_int("seed", self.seed, 0, 2**63 - 1)
 
     @classmethod
     def from_flat(cls, flat: tuple[Any, ...]) -> Self:
-        """Read what `flat` gave."""
         if len(flat) != len(cls._fields):
             raise ValueError(f"{flat!r} are not the {len(cls._fields)} traits of a tensor: {', '.join(cls._fields)}")
         return cls(_format_named(flat[0]), *flat[1:])
@@ -57,20 +55,13 @@ def _format_named(name: str) -> FloatFormat:
 
 
 def is_lent_here(x: Any) -> bool:
-    """Whether a cast of a tensor of codes may share them: under autocast, which casts every weight that it meets.
-
-    Not of what several processes hold, and not while a compiler looks on.
-    """
-    root = _root(x)
+    """Whether a cast may share the codes: under autocast, of a whole tensor, with no compiler that looks on."""
+    root = root_of(x)
     if root.is_share or is_traced(root.codes) or root.codes.is_inference():
         return False
     nesting = torch.autocast_increment_nesting() - 1
     torch.autocast_decrement_nesting()
     return nesting > 0
-
-
-def _root(x: Any) -> Any:
-    return _root(x.base) if isinstance(x, View) else x
 
 
 def lent(x: Any, dtype: torch.dtype) -> Any:
@@ -171,10 +162,7 @@ class ScaledTensor(EncodedTensor):
             ([1.0, 2.0], [[126, 127]])
         """
         check_own(self)
-        new, shape = scale_in_float32(scale, self.device), self.kept_scale.shape
-        if not broadcasts_to(new.shape, shape):
-            raise ValueError(f"scale has shape {tuple(new.shape)}: it must fit {tuple(shape)}")
-        new = as_kept(new, blocks=self.exponents is not None)
+        new = other_scale(self, scale, blocks=self.exponents is not None)
         if self.is_share and new.dtype is not self.kept_scale.dtype:
             raise RuntimeError("a sharded FP8Tensor has exponents for scales: give others than powers of two before")
         write_kept(self.kept_scale, new)
@@ -187,11 +175,7 @@ class ScaledTensor(EncodedTensor):
 
 
 def write_kept(kept: Tensor, new: Tensor) -> None:
-    """Write scales, for all that share the memory: exponents become floats where floats are written.
-
-    Raises:
-        RuntimeError: they would in compiled code.
-    """
+    """Write scales, for all that share the memory: in eager mode exponents become floats where floats are written."""
     if kept.dtype is not new.dtype and kept.dtype is torch.uint8:
         if is_traced(kept):
             raise RuntimeError("compiled code can't write floats in place of exponents: set the scale in eager mode")

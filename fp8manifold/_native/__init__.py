@@ -13,8 +13,6 @@ from typing import Final
 
 import torch
 
-__all__ = ["NativeUnavailableWarning", "is_available", "library", "threads_for"]
-
 _WORTH_A_THREAD: Final = 65_536
 
 
@@ -38,8 +36,11 @@ def _found() -> tuple[ctypes.CDLL | None, list[str]]:
     try:
         if not path.exists():
             reason = "it was not built, for want of a C compiler, or was removed since"
-        elif _sources_of(kernels := ctypes.CDLL(str(path))) == _digest(path.parent):
-            return _with_types(kernels), []
+        else:
+            kernels = ctypes.CDLL(str(path))
+            kernels.fp8manifold_sources.restype = ctypes.c_char_p
+            if kernels.fp8manifold_sources().decode() == _digest(path.parent):
+                return _with_types(kernels), []
     except (OSError, AttributeError) as error:
         reason = str(error).splitlines()[0]
     return None, [
@@ -69,11 +70,6 @@ def _with_types(kernels: ctypes.CDLL) -> ctypes.CDLL:
     kernels.fp8manifold_content.argtypes = (pointer, size, pointer)
     kernels.fp8manifold_content.restype = ctypes.c_uint64
     return kernels
-
-
-def _sources_of(kernels: ctypes.CDLL) -> str:
-    kernels.fp8manifold_sources.restype = ctypes.c_char_p
-    return str(kernels.fp8manifold_sources().decode())
 
 
 def _digest(folder: Path) -> str:

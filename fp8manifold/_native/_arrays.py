@@ -15,8 +15,8 @@ from fp8manifold import _triton
 from fp8manifold._base.blocks import blockwise
 from fp8manifold._base.float_bits import check_holds, working_dtype
 from fp8manifold._native import library, threads_for
+from fp8manifold._numerics.codec import round_block
 from fp8manifold._numerics.records import ARRAY, format_record
-from fp8manifold._numerics.rounding import round_block
 from fp8manifold._triton.whole import array_on_gpu
 from fp8manifold.formats import FloatFormat
 from fp8manifold.random_bits import Stream, draw_range, round_keys, signed_word

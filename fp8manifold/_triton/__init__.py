@@ -14,8 +14,6 @@ from typing import Final
 
 import torch
 
-__all__ = ["is_available", "is_installed", "is_interpreted", "options"]
-
 _KEEPS_SUBNORMALS: Final = (3, 6)
 
 

@@ -33,6 +33,32 @@ def _scaled_places(scale, rows, length, in_row, R: tl.constexpr, W: tl.constexpr
     return (row * length)[:, None] + column, inside, tl.load(scale + row, mask=row < rows, other=1.0)[:, None]
 
 
+@triton.jit
+def _units(
+    x,
+    scale,
+    keys,
+    rows,
+    length,
+    in_row,
+    STOCHASTIC: tl.constexpr,
+    SCALED: tl.constexpr,
+    R: tl.constexpr,
+    W: tl.constexpr,
+):
+    """Places and scales, what is there over its scale, of float32 or bfloat16 (uint16 bits), and its draw."""
+    at, inside, s = _scaled_places(scale, rows, length, in_row, R, W)
+    value = tl.load(x + at, mask=inside, other=0)
+    if x.dtype.element_ty == tl.uint16:
+        value = of_bfloat16(value)
+    if SCALED:
+        value = tl.math.div_rn(value, s)
+    draw = 0
+    if STOCHASTIC:
+        draw = draw_of(random_word(keys, at.to(tl.uint32)))
+    return at, inside, s, value, draw
+
+
 @triton.jit(do_not_specialize=["rows", "in_row"])
 def decode_kernel(
     codes, scale, out, rows, length, in_row, F: tl.constexpr, SPACING: tl.constexpr, R: tl.constexpr, W: tl.constexpr
@@ -67,13 +93,7 @@ def round_kernel(
     W: tl.constexpr,
 ):
     """``scale * round(x / scale)``; ``keys`` begin at the first element's position."""
-    at, inside, s = _scaled_places(scale, rows, length, in_row, R, W)
-    value = tl.load(x + at, mask=inside, other=0.0)
-    if SCALED:
-        value = tl.math.div_rn(value, s)
-    draw = 0
-    if STOCHASTIC:
-        draw = draw_of(random_word(keys, at.to(tl.uint32)))
+    at, inside, s, value, draw = _units(x, scale, keys, rows, length, in_row, STOCHASTIC, SCALED, R, W)
     value = round_value(value, draw, F, STOCHASTIC)
     if SCALED and RESCALE:
         value = value * s
@@ -96,19 +116,8 @@ def encode_kernel(
     R: tl.constexpr,
     W: tl.constexpr,
 ):
-    """Codes of ``x / scale``, of float32 or bfloat16 (uint16 bits); NaN has the format's code for it.
-
-    ``keys`` begin at the first element's position.
-    """
-    at, inside, s = _scaled_places(scale, rows, length, in_row, R, W)
-    value = tl.load(x + at, mask=inside, other=0)
-    if x.dtype.element_ty == tl.uint16:
-        value = of_bfloat16(value)
-    if SCALED:
-        value = tl.math.div_rn(value, s)
-    draw = 0
-    if STOCHASTIC:
-        draw = draw_of(random_word(keys, at.to(tl.uint32)))
+    """Codes of ``x / scale``, of float32 or bfloat16 (uint16 bits); NaN has the format's code for it."""
+    at, inside, _, value, draw = _units(x, scale, keys, rows, length, in_row, STOCHASTIC, SCALED, R, W)
     code = encode_finite(value, draw, F, STOCHASTIC, FIXED)
     tl.store(out + at, tl.where(value != value, F.NAN_CODE, code).to(tl.uint8), mask=inside)
 
@@ -210,10 +219,7 @@ def rows_kernel(
     R: tl.constexpr,
     W: tl.constexpr,
 ):
-    """Codes of ``x * fold`` at a scale for each row; LONG rows are read twice.
-
-    FOLDS is 2 for a factor for each column, 1 for one in all, 0 for none.
-    """
+    """Codes of ``x * fold`` at a scale for each row, read twice if LONG; FOLDS: 2 of one a column, 1 of one, 0."""
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     column = tl.arange(0, W)
     if LONG:

@@ -60,10 +60,7 @@ def _unbiased(x, BIAS: tl.constexpr):
 
 @triton.jit
 def magnitude_value(magnitude, F: tl.constexpr, EXTRA: tl.constexpr):
-    """Of a code without sign: its fields go where float32 has its own, and a power corrects the bias.
-
-    A subnormal of the format passes through one of float32.
-    """
+    """Of a code without sign: its fields go where float32 has its own, and a power corrects the bias."""
     return _unbiased(float_of(magnitude << (23 - F.M - EXTRA)), F.BIAS)
 
 

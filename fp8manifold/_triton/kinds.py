@@ -14,19 +14,6 @@ from fp8manifold._numerics.records import format_record
 from fp8manifold._triton import is_interpreted
 from fp8manifold.formats import FloatFormat
 
-__all__ = [
-    "SAID",
-    "WIDENED",
-    "Format",
-    "KernelSpec",
-    "Tile",
-    "Widening",
-    "as_constants",
-    "format_of",
-    "widening_of",
-    "widest_scale",
-]
-
 SAID: Final = 4
 """What kernels say of each parameter, after as many words for all, of which the first refuses the step: whether a
 weight is at the end of its range, how many scales have been doubled, whether its gradient or a square of it is not
@@ -159,14 +146,7 @@ class Widening:
 
 @lru_cache(maxsize=256)
 def widening_of(fmt: FloatFormat, residual_bits: int, exponents: bool, gradient: str, moments: str) -> Widening:
-    """How the scales of codes double.
-
-    Args:
-        fmt: the codes' format.
-        residual_bits: of a weight's residual.
-        exponents: whether scales are kept as exponents.
-        gradient, moments: dtypes of the gradient and of a first average, if there is one.
-    """
+    """How the scales of codes double, with the residual's bits and the dtypes of gradient and first average, if any."""
     known = format_of(fmt)
     return Widening(known, residual_bits, known.fixed(residual_bits), widest_scale(fmt), exponents, gradient, moments)
 
@@ -195,16 +175,12 @@ class Tile:
 
 
 class Constants:
-    """A dataclass of this file as a kernel takes it: each of its values is a ``constexpr``.
-
-    Triton below 3.8 takes an attribute that a function is called with for a value of the GPU's.
-    """
+    """A dataclass of this file whose values are ``constexpr``: to Triton below 3.8 attributes are a GPU's values."""
 
     def __init__(self, known: Any) -> None:
         self._known = known
 
     def __getattr__(self, name: str) -> Any:
-        """The value of that name, for the compiler."""
         if name.startswith("_"):
             raise AttributeError(name)
         from triton.language import constexpr
@@ -212,11 +188,9 @@ class Constants:
         return constexpr(as_constants(getattr(self._known, name)))
 
     def __eq__(self, other: object) -> bool:
-        """True for the same values: they share a kernel."""
         return isinstance(other, Constants) and self._known == other._known
 
     def __hash__(self) -> int:
-        """That of the values."""
         return hash(self._known)
 
     def __repr__(self) -> str:

@@ -264,10 +264,7 @@ def _moves(words, at, inside, S: tl.constexpr):
 
 @triton.jit
 def widen_kernel(table, chunks, refused, S: tl.constexpr, T: tl.constexpr):
-    """Double the scale of every row that has the format's largest magnitude where it is moved, after a step.
-
-    A program has some rows, and looks no further where the step's flag is 0, as it nearly always is.
-    """
+    """Double the scales of rows whose largest magnitude is at the end and moves, after a step that has flagged it."""
     chunk = chunks + 2 * tl.program_id(0)
     words = table + tl.load(chunk).to(tl.int64) * WIDENED_WORDS
     flags = pointer(words, 5, tl.int32, False)

@@ -76,12 +76,7 @@ def _words(keys: tuple[int, ...] | None, device: torch.device) -> Tensor:
 
 
 def rows_on_gpu(x: Tensor, fold: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """E4M3's codes (M, K) of rows and their scales (M, 1): read once up to 16,384 values a row, and twice beyond.
-
-    Args:
-        x: (M, K) of bfloat16, float16 or float32.
-        fold: powers of two that multiply the columns first: float32, K of them or one.
-    """
+    """E4M3 codes (M, K) of rows, read once up to 16,384 values, and scales (M, 1); ``fold`` has K factors or one."""
     return _rows(x, fold, _E4M3)
 
 

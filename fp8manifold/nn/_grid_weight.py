@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8manifold._base.reading import has_values
-from fp8manifold._encoded.stored_scale import are_powers_of_two, fresh_scale, warn_if_saturated, warn_of_rounding
+from fp8manifold._encoded.stored_scale import are_powers_of_two, warn_if_saturated, warn_of_rounding
 from fp8manifold.formats import FloatFormat
 from fp8manifold.manifolds import FP8Manifold, StiffnessManifold
 from fp8manifold.random_bits import Draws
@@ -78,7 +78,7 @@ def grid_weight(
             "take storage='fp8', or quantise a model that has values"
         )
     values = weight.detach()
-    manifold = FP8Manifold(fmt, fresh_scale(values, fmt, granularity, headroom), rounding, seed, draws=draws)
+    manifold = FP8Manifold(fmt, storage_scale(values, fmt, granularity, headroom=headroom), rounding, seed, draws=draws)
     check_dtype_holds(manifold, weight.dtype)
     projected = manifold.projx(values) if has_values(weight) else values.clone()
     return GridParameter(projected, manifold=manifold, requires_grad=weight.requires_grad), manifold
@@ -206,7 +206,7 @@ def renew_grid_weight(
 
     On the continuous manifold they are written as they are.
     """
-    scale = fresh_scale(values, manifold.format, granularity, headroom)
+    scale = storage_scale(values, manifold.format, granularity, headroom=headroom)
     if not isinstance(manifold, FP8Manifold):
         manifold.scale.copy_(scale)
         weight.copy_(values)
@@ -225,7 +225,7 @@ def _scale_of(
     own = manifold.scale
     if isinstance(saved, FP8Tensor) and saved.format == manifold.format and saved.scale.shape == own.shape:
         return saved.scale
-    return fresh_scale(values, manifold.format, granularity, headroom)
+    return storage_scale(values, manifold.format, granularity, headroom=headroom)
 
 
 def _projected(values: Tensor, scale: Tensor, manifold: FP8Manifold) -> Tensor:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from fp8manifold._base.checks import check_choice, check_int, check_number
 from fp8manifold._base.reading import known
-from fp8manifold._encoded.stored_scale import broadcasts_to
 from fp8manifold._ranks import check_share, local_of, share_of
 from fp8manifold.manifolds import StiffnessManifold
 from fp8manifold.optim._directions import DIRECTIONS, MOMENT_NAMES
@@ -22,6 +21,7 @@ from fp8manifold.optim._spec import BOUND_NAMES, MOMENTS, bounds_of
 from fp8manifold.optim._state import STORED, claim, described
 from fp8manifold.optim._writeback import WRITEBACKS, rule_of
 from fp8manifold.random_bits import Draws
+from fp8manifold.scaling import broadcasts_to
 from fp8manifold.tensor import FP8Tensor
 
 Schedule = float | Callable[[int], float]

@@ -26,7 +26,7 @@ from tables import Int64, StochasticSteps, mirrored, steps, stochastic_steps
 
 import fp8manifold as fm
 from fp8manifold import reference
-from fp8manifold._numerics.rounding import OVERFLOWS, ROUNDINGS
+from fp8manifold._numerics.codec import OVERFLOWS, ROUNDINGS
 
 pytestmark = pytest.mark.covering(2)
 
