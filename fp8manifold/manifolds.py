@@ -33,9 +33,8 @@ class StiffnessManifold(geoopt.Manifold):  # type: ignore[misc]  # geoopt is unt
         d(x, y) &= |\\varphi(x/s) - \\varphi(y/s)|, & \\Gamma_{x \\to y} u &= u \\, S(y) / S(x), \\\\
         \\operatorname{grad} f &= S(x)^2 \\nabla f.
 
-    The manifold is one-dimensional in every element (``ndim = 0``), flat, and ends at ``+-s max``, where ``expmap``
-    and ``projx`` stop, and where Inf is taken to.  +0 and -0 are one point.  NaN stays NaN in every map, and an empty
-    tensor stays empty.
+    It is one-dimensional in every element (``ndim = 0``), flat, and ends at ``+-s max``, where ``expmap`` and ``projx``
+    stop, and where Inf is taken to.  +0 and -0 are one point.  NaN stays NaN, and an empty tensor empty.
 
     Args:
         fmt: a format or its name.
@@ -237,9 +236,8 @@ class FP8Manifold(StiffnessManifold):
         metric: as in :class:`StiffnessManifold`.
         retraction: ``exponential`` rounds ``exp_x(u)``; ``euclidean`` rounds ``x + u`` (for ablation: the two differ
             where a step crosses a power of two).
-        draws: how the random bits of one element follow each other, retraction by retraction: ``independent``, or
-            ``dither``, spread evenly (:func:`fp8manifold.random_bits`): a weight that is asked for a tenth of an ULP
-            ten times then moves by one, nearly always, and weights are pulled towards 0.
+        draws: ``independent`` in every retraction, or ``dither``, spread evenly (:func:`fp8manifold.random_bits`): ten
+            steps of a tenth of an ULP then move a weight by one, nearly always, and weights are pulled towards 0.
 
     The stochastic manifold counts its retractions in the int64 buffer ``counter``, which is part of ``state_dict``:
     after loading it, the same random bits follow.

@@ -65,9 +65,9 @@ def random_bits(
 
     .. math:: r_i = f(\\text{seed}, \\text{step}, \\text{stream}, \\text{offset} + i) \\in \\{0, \\dots, 2^{24} - 1\\}
 
-    Each key word goes through its own 64-bit mixing; the three 32-bit keys that come out enter between the three
-    multiply-xorshift rounds that scramble the element index, so streams are not shifted copies of one another.
-    The same bits come out eager and compiled, on CPU and GPU, and for any way of cutting a tensor into parts.
+    Each key word goes through its own 64-bit mixing, and the three keys that come out enter between the rounds that
+    scramble the element index: streams are no shifted copies of one another.  The same bits come out eager and
+    compiled, on CPU and GPU, and for any way of cutting a tensor into parts.
 
     With ``draws="dither"`` an element's draws are spread evenly over the steps: they begin at a random phase, which the
     golden ratio advances in each step and a new one replaces after 256 of them,

@@ -17,11 +17,11 @@ Granularity = Literal["tensor", "channel", "block"]
 GRANULARITIES: Final = ("tensor", "channel", "block")
 WeightGranularity = Literal["tensor", "channel", "block", "square"]
 WEIGHT_GRANULARITIES: Final = (*GRANULARITIES, "square")
-"""With what weights in codes have besides: a scale for each square of 128 x 128, as servers of such weights take."""
+"""And of weights: a scale for each square of 128 x 128, as servers of such weights take."""
 
 StoredGranularity = Literal["tensor", "channel", "block", "square", "row"]
 STORED_GRANULARITIES: Final = (*WEIGHT_GRANULARITIES, "row")
-"""With what codes of more than two dimensions have: a scale for each row of the last dimension."""
+"""And of codes of more than two dimensions: a scale for each row of the last."""
 
 ROUNDING_OF_SCALES: Final = 1 + 2.0**-20
 """Slack of comparisons with the end of the range: a float32 scale of amax / max may put amax itself beyond max."""
@@ -163,22 +163,20 @@ def storage_scale(
 
     .. math:: s = 2^{\\lceil \\log_2 (\\max|w| \\cdot headroom / max) \\rceil}
 
-    The largest weight may grow by ``headroom`` before it saturates.  A format of more than 40 binades is not pushed
-    to its top: the largest weight is placed at most 40 binades above the smallest spacing, where nothing is lost and
-    squares of the stiffness stay within float32.
+    The largest weight may grow by ``headroom`` before it saturates.  It is placed at most 40 binades above the smallest
+    spacing, where nothing is lost and squares of the stiffness stay within float32.
 
     Args:
         w, fmt, axis: as in :func:`amax_scale`.
-        granularity: one scale for the ``tensor``, for each ``channel``, for each ``row`` of the last dimension, for
-            each ``block`` of 32 weights along it, or for each ``square`` of 128 x 128 in the last two.
+        granularity: one scale for the ``tensor``, each ``channel``, each ``row`` of the last dimension, each ``block``
+            of 32 weights along it, or each ``square`` of 128 x 128 in the last two.
         headroom: at least 1.  None takes 16, but in a format of few binades no more than keeps the largest weight at
             8 times the smallest normal, and no less than 2: more would leave most weights subnormal, or zero.
 
     Returns:
         float32 tensor of powers of two, 1 where all weights are 0 (+0 or -0; our optimizers fit such a scale of codes
-        in the step that moves them) and for an empty tensor.  It broadcasts
-        against ``w``; under ``block`` it has the shape of ``w`` with a 32nd of the last dimension, under ``square``
-        with a 128th of the last two, rounded up: the last squares are partial.
+        in the step that moves them) and for an empty tensor.  It broadcasts against ``w``; under ``block`` it has the
+        shape of ``w`` with a 32nd of the last dimension, under ``square`` with a 128th of the last two, rounded up.
 
     Raises:
         ValueError: as :func:`amax_scale`, a headroom below 1, weights that are NaN or Inf, or squares of a vector.
@@ -220,9 +218,8 @@ def widened_scale(amax: Tensor, scale: Tensor, fmt: FormatLike, headroom: float 
               s' = s \\text{ elsewhere},
 
     with ``s*`` the :func:`storage_scale` of ``amax``, times the factor ``f`` in [1, 2) of ``s = 2^e f`` and no larger
-    than that asks for.  Where the largest weight has reached the end of the range, the scale is made wide enough to
-    leave ``headroom`` again; where it has shrunk so far that the scale could be 16 times smaller with that headroom, it
-    is made so narrow (which moves no weight); everywhere else it stays, whatever ``headroom`` it leaves.
+    than that asks for.  A scale whose largest weight has reached the end of the range leaves ``headroom`` again; one
+    that could be 16 times smaller with that headroom becomes so (which moves no weight); any other stays.
 
     Args:
         amax: the largest magnitude under each scale, in value; of the shape of ``scale``.

@@ -74,14 +74,13 @@ class FP8Tensor(ScaledTensor):
     Args:
         w: float tensor of any shape; rounded to nearest.
         fmt: a format or its name.
-        granularity: one scale for the ``tensor``, for each ``channel`` (index of the first dimension), for each ``row``
-            (of the last dimension: of a matrix its channels), for each ``block`` of 32 along the last, or for each
-            ``square`` of 128 x 128 in the last two, which partial ones end.  A tensor of fewer than two dimensions has
-            one scale instead of channels.
+        granularity: one scale for the ``tensor``, each ``channel`` (index of the first dimension), each ``row`` of the
+            last dimension, each ``block`` of 32 along it, or each ``square`` of 128 x 128 in the last two, partial ones
+            at its ends.  A tensor of fewer than two dimensions has one scale instead of channels.
         headroom: of the scale, as in :func:`fp8manifold.storage_scale`, but that None takes 1 in a format of few
             binades: our optimizers double a scale as soon as its end is reached.  Other optimizers need 2 or more.
-        scale: the scale itself, in place of ``headroom``: a positive normal number, rounded to float32, or a tensor of
-            them of the granularity's shape.  What lies beyond its range saturates.
+        scale: the scale itself: positive normal, a number or a tensor of the granularity's shape, rounded to float32.
+            What lies beyond its range saturates.
         rounding: how values written in place are rounded: ``stochastic`` or ``nearest``.
         seed: key of the random bits of ``stochastic``, one for each tensor; None: from torch's default generator.
         dtype: what it appears as, float32 or bfloat16; by default that of ``w``, or float32.
@@ -92,11 +91,10 @@ class FP8Tensor(ScaledTensor):
 
     Attributes:
         codes: uint8, in the shape of the tensor.
-        scale: float32: ``()``, ``(R, 1, .., 1)``, ``(.., 1)``, ``(.., C/32)`` or ``(.., R/128, C/128)``, rounded up.
-            It may be a copy, in which nothing is to be written: take :meth:`set_scale_`, or :meth:`rescale_` where
-            values are to stay.
-        kept_scale: their memory: of blocks and squares uint8, ``127 + log2(scale)``, as in E8M0, unless they were given
-            scales that are no powers of two; otherwise float32.
+        scale: float32: ``()``, ``(R, 1, .., 1)``, ``(.., 1)``, ``(.., C/32)`` or ``(.., R/128, C/128)``, rounded up.  As
+            it may be a copy, write by :meth:`set_scale_`, or :meth:`rescale_` where values are to stay.
+        kept_scale: their memory: uint8, ``127 + log2(scale)`` as in E8M0, of powers of two of blocks and squares;
+            otherwise float32.
         exponents: that memory where it is uint8, otherwise None.
         format: the :class:`FloatFormat`.
         block_size: 32, ``(128, 128)`` of squares, or None where neither have scales.
@@ -185,19 +183,17 @@ class FP8Tensor(ScaledTensor):
 
         Args:
             codes: uint8, contiguous.
-            scale: float32, positive and normal: ``()``, ``(R, 1, .., 1)``, ``(.., 1)``, with ``block_size=32``
-                ``(.., C/32)``, or of squares ``(.., R/128, C/128)``, rounded up; of both it may be uint8: exponents as
-                in E8M0, which float32 becomes where all are powers of two.
-            fmt, rounding, seed, dtype, draws: as in the constructor.
+            scale: float32, positive and normal, in one of the shapes of the attribute; of blocks and squares it may be
+                uint8: exponents as in E8M0, which float32 becomes where all are powers of two.
+            fmt, rounding, seed, dtype, draws, requires_grad: as in the constructor.
             block_size: 32 for one scale a block, ``(128, 128)`` for one a square, otherwise None.
             counter: number of stochastic writes so far.
             by_operator: whether the writing operator's name enters the key of its draws.
-            requires_grad: whether autograd records what is done with it.
 
         Raises:
             TypeError: ``codes`` is not uint8.
-            ValueError: a code that is Inf or beyond the format's width, or a scale that does not fit, of blocks one
-                below 2^-126 among them.  Codes of NaN and -0 are taken as they are.
+            ValueError: a code that is Inf or beyond the format's width, or a scale that does not fit.  Codes of NaN and
+                -0 are taken as they are.
 
         Example:
             >>> FP8Tensor.from_codes(torch.tensor([56], dtype=torch.uint8), torch.tensor(0.5), "E4M3").tolist()
@@ -353,13 +349,10 @@ class FP8Tensor(ScaledTensor):
     def rescale_(self, scale: float | Tensor) -> Self:
         """Change the scale: one stochastic, so unbiased, rounding, exact wherever the new grid holds the value.
 
-        The residual of the optimizer that steps it goes with it: the sum of both stays, rounded to 1/256 of a step.
+        The sum with the residual of the optimizer that steps it stays, rounded to 1/256 of a step.
 
         Args:
-            scale: positive normal numbers; one, or a tensor that broadcasts to the shape of ``scale``.
-
-        Raises:
-            ValueError: a scale that is no such number, does not fit, or is too narrow for a stored value.
+            scale: as in :meth:`set_scale_`, and wide enough for all stored values, or ValueError is raised.
 
         Example:
             >>> w = FP8Tensor(torch.tensor([1.0, 0.25]), "E4M3", scale=0.125)

@@ -146,8 +146,8 @@ class ScaledTensor(EncodedTensor):
         """Write other scales, for all that share them; the codes stay, so that their values change with the scales.
 
         Args:
-            scale: positive normal numbers, rounded to float32; a number, or a tensor that broadcasts to the shape of
-                ``scale``.  Blocks that have exponents hold float32 from then on unless all are powers of two.
+            scale: positive normal, a number or a tensor that broadcasts to the shape of ``scale``, rounded to float32.
+                Blocks that have exponents hold float32 from then on unless all are powers of two.
 
         Raises:
             TypeError: uint8, which might be exponents.

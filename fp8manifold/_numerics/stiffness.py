@@ -11,7 +11,6 @@ from fp8manifold._base.float_bits import float_bits
 from fp8manifold._ranks import ALONE, Ranks
 from fp8manifold.formats import FloatFormat
 
-_UNBOUNDED = 2**20  # an exponent past all others
 _COEFFICIENTS = tuple(math.log(2) ** i / math.factorial(i) for i in range(16))
 _LOGARITHM = tuple(2 / math.log(2) / (2 * i + 1) for i in range(18))
 _PART = 26  # bits of a mantissa that are summed at once
@@ -142,9 +141,8 @@ def bounds(reference: float, damping: float, clip: float) -> tuple[float, float]
 
 def end_exponents(reference: float, damping: float, clip: float, mantissa_bits: int) -> tuple[int, int]:
     """The exponents, in value, of the weights between which the chart's stiffness follows the format."""
-    low, high = bounds(reference, damping, clip)
-    lowest = int(math.log2(low)) + mantissa_bits if low else -_UNBOUNDED
-    return lowest, int(math.log2(high)) + mantissa_bits if math.isfinite(high) else _UNBOUNDED
+    low, high = map(log2_bounded, bounds(reference, damping, clip))
+    return int(low) + mantissa_bits, int(high) + mantissa_bits
 
 
 def bounded_ends(fmt: FloatFormat, scale: Tensor, low: int, high: int) -> dict[str, Tensor]:

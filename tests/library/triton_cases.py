@@ -12,6 +12,7 @@ import torch
 from optimizer_cases import free_weight, frozen, normal, same_bits, snapshot, with_factors
 from scalar_grid import Codes
 from tapes import Tapes
+from test_native import FORMATS, any_floats
 from torch import Tensor
 from triton_twins import CARD, different, twin
 
@@ -26,10 +27,6 @@ from fp8manifold.optim import _backends, _graphed, _optimizer, _steady, _triton_
 from fp8manifold.optim._triton_step import run_triton
 from fp8manifold.random_bits import round_keys, signed_word, stream_of
 
-FORMATS = (
-    *("E4M3", "E5M2", "E3M4", "E1M6", "E7M0", "E2M5", "E2M1", "E2M3", "E6M1", "E4M3FNUZ", "E5M2FNUZ", "E4M3IEEE"),
-    *("P3109_8P3", "P3109_8P4F", "E5M2_B30", "E7M0_B100", "E7M0_B30"),
-)
 SHAPES = (((16, 256), "channel"), ((5, 77), "channel"), ((1000,), "tensor"), ((7, 64), "block"), ((2, 1301), "channel"))
 WAYS = tuple((w, m) for w in ("nearest", "stochastic", "residual8") for m in ("float32", "bfloat16", "8bit"))
 
@@ -124,15 +121,6 @@ def test_a_refused_step_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 # ------------------------------------------------------------------------------------------------------ whole arrays
-def any_floats(n: int, seed: int) -> Tensor:
-    """Random bit patterns, NaN, infinities, zeros and subnormals of either sign among them."""
-    generator = torch.Generator().manual_seed(seed)
-    patterns = torch.randint(-(2**31), 2**31 - 1, (n,), generator=generator, dtype=torch.int64).to(torch.int32)
-    patterns[:6] = torch.tensor([0, -(2**31), 0x7F800000, -0x800000, 0x7FC00000, 1])[:n]
-    near = normal(n, seed=seed) * torch.exp2(normal(n, seed=seed + 1).mul(4).round())
-    return torch.where(torch.arange(n) % 2 == 0, patterns.view(torch.float32), near)
-
-
 @pytest.mark.parametrize("name", FORMATS)
 def test_arrays_against_native_code(name: str) -> None:
     fmt, x = as_format(name), any_floats(3000, 3)

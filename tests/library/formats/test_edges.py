@@ -4,8 +4,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
+from laws import each
 from torch import Tensor
 
 import fp8manifold as fm
@@ -27,7 +27,7 @@ def alike(found: Any, expected: Any) -> bool:
     return bool(found == expected) and math.copysign(1, found) == math.copysign(1, expected)
 
 
-@pytest.mark.parametrize(
+@each(
     ("function", "expected"),
     [
         (fm.ulp, [NAN, 32.0, 2.0**-9, 2.0**-9]),
@@ -49,7 +49,7 @@ def test_codes() -> None:
     assert fm.decode(fm.encode(NONE, "E4M3"), "E4M3").shape == (0,)
 
 
-@pytest.mark.parametrize("amax", [0.0, -0.0, NAN])
+@each("amax", [0.0, -0.0, NAN])
 def test_a_scale_without_a_magnitude_stays(amax: float) -> None:
     assert fm.amax_scale(of(amax), "E4M3").item() == 1.0
     assert fm.widened_scale(of(amax), of(0.25), "E4M3").tolist() == [0.25]
