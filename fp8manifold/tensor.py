@@ -91,8 +91,8 @@ class FP8Tensor(ScaledTensor):
 
     Attributes:
         codes: uint8, in the shape of the tensor.
-        scale: float32: ``()``, ``(R, 1, .., 1)``, ``(.., 1)``, ``(.., C/32)`` or ``(.., R/128, C/128)``, rounded up.  As
-            it may be a copy, write by :meth:`set_scale_`, or :meth:`rescale_` where values are to stay.
+        scale: float32: ``()``, ``(R, 1, .., 1)``, ``(.., 1)``, ``(.., C/32)`` or ``(.., R/128, C/128)``, rounded up;
+            perhaps a copy: write by :meth:`set_scale_`, or :meth:`rescale_` where values are to stay.
         kept_scale: their memory: uint8, ``127 + log2(scale)`` as in E8M0, of powers of two of blocks and squares;
             otherwise float32.
         exponents: that memory where it is uint8, otherwise None.

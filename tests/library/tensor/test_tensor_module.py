@@ -10,7 +10,7 @@ import pytest
 import torch
 from laws import each
 from optimizer_cases import normal, through_disk
-from tensor_cases import INPUT, TARGET, Net, every_format, every_granularity, loss_of, parameter, same_store
+from tensor_cases import INPUT, TARGET, Net, every_granularity, loss_of, parameter, same_store
 from torch import Tensor, nn
 
 import fp8manifold as fm
@@ -71,11 +71,6 @@ def test_files_are_one_byte_a_weight() -> None:
     file = io.BytesIO()
     torch.save(p, file)
     assert file.tell() < 256 * 1024 + 256 * 4 + 4000
-
-
-@every_format
-def test_files_name_the_format(name: str) -> None:
-    assert through_disk(parameter(name)).format == fm.FloatFormat.from_string(name)
 
 
 def test_saved_views_are_values() -> None:
