@@ -303,7 +303,7 @@ def _draws(x: Tensor, key: Stream | None, offset: int, bits: Tensor | None) -> C
 
 
 def _saturates(fmt: FloatFormat, rounding: str, overflow: str) -> bool:
-    """Whether native code has this way to round."""
+    """True if native code has this way to round."""
     return rounding in ("nearest", "stochastic") and (overflow == "saturate" or fmt.layout == "finite")
 
 
@@ -320,7 +320,7 @@ def _native_codes(x: Tensor, fmt: FloatFormat, key: Stream | None, offset: int) 
 
 
 def _may_hold_nan(y: Tensor) -> bool:
-    """Whether there is a NaN, or nobody is to wait for the answer."""
+    """True if there is a NaN, or nobody is to wait for the answer."""
     if torch.compiler.is_compiling() or not is_read_at_once(y):
         return True
     return bool(y.sum().isnan())  # one pass, where a mask would cost four
@@ -338,7 +338,7 @@ def _refuse_nan(y: Tensor, fmt: FloatFormat) -> None:
 
 
 def _codes_of(y: Tensor, fmt: FloatFormat) -> Tensor:
-    """Codes (int32) of finite values that lie on the grid; whatever for Inf and NaN."""
+    """Codes (int32) of finite values on the grid; of Inf and NaN any."""
     return _chart(fmt).forward(y).abs().to(torch.int32) + y.signbit() * fmt.sign_bit
 
 

@@ -28,11 +28,11 @@ _SHIFTS = (17, 11, 15)
 
 Words = tuple[int, ...]
 Draws = Literal["independent", "dither"]
-"""How the draws of one element follow each other in time."""
+"""The order of one element's draws in time."""
 
 EPOCH: Final = 256
-"""Writes after which dithered draws take phases of their own anew."""
-_ADVANCE = 0x9E3779B9  # 2^32 over the golden ratio: multiples of it lie evenly in the circle of words
+"""Writes after which dithered draws take new phases."""
+_ADVANCE = 0x9E3779B9  # 2^32 over the golden ratio: multiples of it are spread evenly over the circle of words
 _DITHERED = 3  # a key word: the phases of dithered draws are no independent draws
 
 
@@ -239,7 +239,7 @@ def _mix64(word: Any) -> Any:
 
 
 def mixed_word(*words: int) -> int:
-    """One word of 63 bits from several: each goes through a 64-bit mixing of its own, as in the key schedule."""
+    """One word of 63 bits from several: each is mixed by itself, as in the key schedule."""
     return _prefix(tuple(word & _LOW for word in words)) >> 1
 
 

@@ -27,11 +27,11 @@ __all__ = [
 ]
 
 DRAWS: Final = 1 << 24
-"""How many values a random draw has."""
+"""The number of values of a random draw."""
 
 
 class Fields(Protocol):
-    """What there is to know of a format: :class:`~fp8manifold.FloatFormat` has it."""
+    """The facts of a format that the definition needs: :class:`~fp8manifold.FloatFormat` has it."""
 
     @property
     def exponent_bits(self) -> int: ...
@@ -324,7 +324,7 @@ def round_to_grid(
 
 
 def _goes_on(code: int, fraction: Fraction, rounding: str, bits: int | None, *, negative: bool) -> bool:
-    """Whether a magnitude between a code and the next one goes to the next one."""
+    """True if a magnitude between a code and the next one goes to the next one."""
     if rounding == "nearest":
         return fraction > Fraction(1, 2) or (fraction == Fraction(1, 2) and code % 2 == 1)
     if rounding == "stochastic":

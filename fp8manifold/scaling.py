@@ -17,11 +17,11 @@ Granularity = Literal["tensor", "channel", "block"]
 GRANULARITIES: Final = ("tensor", "channel", "block")
 WeightGranularity = Literal["tensor", "channel", "block", "square"]
 WEIGHT_GRANULARITIES: Final = (*GRANULARITIES, "square")
-"""And of weights: a scale for each square of 128 x 128, as servers of such weights take."""
+"""Granularities of weights: also a scale for each square of 128 x 128, as servers of such weights take."""
 
 StoredGranularity = Literal["tensor", "channel", "block", "square", "row"]
 STORED_GRANULARITIES: Final = (*WEIGHT_GRANULARITIES, "row")
-"""And of codes of more than two dimensions: a scale for each row of the last."""
+"""Granularities of codes of more than two dimensions: also a scale for each row of the last."""
 
 ROUNDING_OF_SCALES: Final = 1 + 2.0**-20
 """Slack of comparisons with the end of the range: a float32 scale of amax / max may put amax itself beyond max."""
@@ -96,7 +96,7 @@ def amax_of(x: Tensor, granularity: str, axis: int = 0) -> Tensor:
 
 
 def wide_amax(x: Tensor, granularity: str, axis: int = 0) -> Tensor:
-    """The same in the dtype that ``x`` is computed in: float64 for float64."""
+    """The largest magnitude under each scale, in the dtype that ``x`` is computed in."""
     check_choice("granularity", granularity, STORED_GRANULARITIES if axis == 0 else GRANULARITIES)
     if type(x.detach()) is Tensor and in_pieces(x) and axis == 0:
         some = pieces(x, SQUARE_SIZE if granularity == "square" and x.dim() == 2 else 1)
@@ -138,7 +138,7 @@ def _check_fits(amax: Tensor) -> None:
 
 
 def _is_read(x: Tensor) -> bool:
-    """Whether there are values to look at: no compiler looks on."""
+    """True if there are values to look at: no compiler looks on."""
     return type(x) is Tensor and has_values(x) and not torch.compiler.is_compiling()
 
 
@@ -275,7 +275,7 @@ def block_shape(shape: torch.Size) -> torch.Size:
 
 
 def broadcasts_to(shape: torch.Size, other: torch.Size) -> bool:
-    """Whether one shape broadcasts to the other without widening it."""
+    """True if one shape broadcasts to the other without widening it."""
     try:
         return bool(torch.broadcast_shapes(shape, other) == other)
     except RuntimeError:

@@ -12,8 +12,7 @@ import fp8manifold._encoded.operators  # noqa: F401  # registers them
 from fp8manifold._base.checks import check_choice
 from fp8manifold._base.float_bits import working_dtype
 from fp8manifold._encoded.dispatch import DTYPES, TRACED_AS, Replay, guard_memory, takes_rows
-from fp8manifold._encoded.operators import adopt_parts
-from fp8manifold._encoded.scaled import Rounding, ScaledTensor, Traits, check_current, check_own
+from fp8manifold._encoded.scaled import Rounding, ScaledTensor, Traits, check_current, check_own, write_kept
 from fp8manifold._encoded.storage import (
     SQUARE,
     BlockSize,
@@ -21,6 +20,7 @@ from fp8manifold._encoded.storage import (
     codes_of,
     decode_runs,
     dequantize_codes,
+    expand_scale,
     is_traced,
     next_codes,
     runs_of_rows,
@@ -28,12 +28,12 @@ from fp8manifold._encoded.storage import (
 )
 from fp8manifold._encoded.stored_scale import (
     are_powers_of_two,
+    as_kept,
     check_covers,
     decoded_scale,
     describe_change,
     describe_scale,
     entry_of,
-    expand_kept,
     given_scale,
     kept_fresh_scale,
     largest_of,
@@ -47,13 +47,20 @@ from fp8manifold._encoded.stored_scale import (
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
 from fp8manifold.manifolds import FP8Manifold
 from fp8manifold.random_bits import Draws, fresh_seed
-from fp8manifold.scaling import BLOCK_SIZE, SQUARE_SIZE, STORED_GRANULARITIES, StoredGranularity, widened_scale
+from fp8manifold.scaling import (
+    BLOCK_SIZE,
+    SQUARE_SIZE,
+    STORED_GRANULARITIES,
+    StoredGranularity,
+    broadcasts_to,
+    widened_scale,
+)
 
 __all__ = ["FP8Tensor"]
 
 _LOG: Final = logging.getLogger("fp8manifold")
 _KEPT_SCALE: Final = ("kept_scale", "exponents", "scale")
-"""What that part is called, and was in files of earlier versions."""
+"""The name of that part, and those in files of earlier versions."""
 
 
 class FP8Tensor(ScaledTensor):
@@ -153,14 +160,14 @@ class FP8Tensor(ScaledTensor):
         room = own_headroom(fmt, headroom)
         block_size: BlockSize = BLOCK_SIZE if granularity == "block" else SQUARE if granularity == "square" else None
         kept = kept_fresh_scale(w, fmt, granularity, room) if scale is None else given_scale(scale, w, granularity)
-        wide = expand_kept(kept, block_size, w.shape)
+        wide = expand_scale(decoded_scale(kept), block_size, w.shape)
         codes, remainder = codes_of(w, wide, fmt, keep_remainder=keep_remainder)
         traits = Traits(fmt, rounding, fresh_seed() if seed is None else seed, dtype, block_size, draws=draws)
         return cls._wrap(codes, kept, w.new_zeros((), dtype=torch.int64), remainder, traits, requires_grad)
 
     @classmethod
     def from_float(cls, w: Tensor, fmt: FormatLike = "E4M3", **options: Any) -> Self:
-        """Round a float tensor: the constructor under a name of its own, with its options."""
+        """Round a float tensor: the constructor as a method, with its options."""
         return cls(w, fmt, **options)
 
     @classmethod
@@ -241,7 +248,7 @@ class FP8Tensor(ScaledTensor):
         return Traits(*own, self.by_operator, self.draws)
 
     def with_parts(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> Self:
-        """The same tensor with ``change`` of every part, such as ``clone``, and without a gradient of its own."""
+        """A tensor with ``change`` of every part, such as ``clone``, that requires no gradient."""
         check_current(self)
         remainder = None if self.remainder is None else change(self.remainder)
         parts = (change(self.codes), change(self.kept_scale), change(self.counter), remainder)
@@ -258,7 +265,7 @@ class FP8Tensor(ScaledTensor):
 
     @classmethod
     def __metadata_guard__(cls, seen: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
-        """Whether code compiled for one tensor serves another: seeds differ from layer to layer, and none is drawn."""
+        """True if code compiled for one tensor serves another: seeds differ from layer to layer, and none is drawn."""
         return seen[:2] == now[:2] and seen[3:5] == now[3:5]
 
     @classmethod
@@ -267,7 +274,7 @@ class FP8Tensor(ScaledTensor):
         return cls._wrap(parts["codes"], kept, parts["counter"], parts.get("remainder"), Traits.from_flat(rest))
 
     def _stable_hash_for_caching(self) -> str:
-        """What compiled code on disk is found by: all that it may depend on."""
+        """A key that compiled code on disk is found by: all that it may depend on."""
         scales = (tuple(self.kept_scale.shape), str(self.kept_scale.dtype))
         shapes = (tuple(self.shape), *scales, str(self.device), self.requires_grad)
         return hashlib.sha256(repr((TRACED_AS, type(self).__name__, *shapes, self._traits().flat)).encode()).hexdigest()
@@ -311,9 +318,30 @@ class FP8Tensor(ScaledTensor):
 
         The counter becomes the larger one, so that no draw is used twice when a snapshot is put back; in
         ``Module.load_state_dict`` it becomes the other's, with its seed, so that a run goes on.
+
+        Raises:
+            ValueError: another format or shape, or scales finer than the own.
         """
         check_own(self)
-        left = adopt_parts(self, other)
+        if other.format != self.format:
+            raise ValueError(f"the other tensor is of {other.format.name}, but this one is of {self.format.name}")
+        if other.shape != self.shape:
+            raise ValueError(f"the other tensor has shape {tuple(other.shape)}, but this one {tuple(self.shape)}")
+        scale = other.expanded_scale() if other.block_size != self.block_size else other.kept_scale
+        if not broadcasts_to(scale.shape, self.kept_scale.shape):
+            shares = (other.granularity, self.granularity)
+            raise ValueError("the other tensor has a scale for each {}, this one for each {}".format(*shares))
+        if other.block_size != self.block_size and self.exponents is not None and not self.is_share:
+            scale = as_kept(scale, blocks=True)
+        counter = other.counter
+        if other.resumes:
+            self.seed, self.by_operator, self.draws = other.seed, other.by_operator, other.draws
+        else:
+            counter = torch.maximum(self.counter, counter.to(self.counter.device))
+        self.codes.copy_(other.codes)
+        write_kept(self.kept_scale, scale)
+        self.counter.copy_(counter)
+        left = None if other.remainder is None else other.remainder.to(self.codes.device, copy=True)
         self._changed()
         self.remainder = left
 
@@ -368,7 +396,7 @@ class FP8Tensor(ScaledTensor):
         else:
             units = dequantize_codes(self.codes, self.scale / new, self.format, torch.float32, self.block_size)
             self.codes.copy_(next_codes(self, units, "stochastic", "rescale_"))
-        entry.pop("reference", None)  # S_ref is of the old spacing: the next step computes it anew
+        entry.pop("reference", None)  # S_ref is of the old spacing: the next step computes it again
         return self.set_scale_(new)
 
     def adapt_scale_(self, headroom: float | None = None) -> bool:

@@ -17,12 +17,12 @@ _READ: Final = WeakIdKeyDictionary()
 
 
 def has_values(x: Tensor) -> bool:
-    """Whether there is anything to check or to round in ``x``."""
+    """True if there is anything to check or to round in ``x``."""
     return not (x.is_meta or isinstance(x, FakeTensor))
 
 
 def is_read_at_once(x: Tensor) -> bool:
-    """Whether nobody waits for a value."""
+    """True if a value can be read without a wait."""
     return not x.is_cuda
 
 
@@ -42,7 +42,7 @@ def known(x: Tensor, read: Callable[[Tensor], Any]) -> Any:
 
 
 def refuse_on_card(right: Tensor, message: str) -> None:
-    """Have a card stop where something is not right: nobody waits, and the host raises where it waits next."""
+    """Have a card stop where something is not right; the host raises an error where it waits next."""
     torch._assert_async(right, message)
 
 
@@ -71,19 +71,19 @@ class Later:
 
     @property
     def is_there(self) -> bool:
-        """Whether nobody waits for them any more."""
+        """True if they can be read without a wait."""
         return self._there is None or self._there.query()
 
     @cached_property
     def values(self) -> Any:
-        """Them as numbers, in lists."""
+        """The values as numbers, in lists."""
         if self._there is not None:
             self._there.synchronize()
         return self._values.tolist()
 
 
 class LaterMaximum:
-    """The largest of numbers that a card computes, looked at when it is there: nobody waits for it."""
+    """The largest of numbers that a card computes, read when it is there, without a wait."""
 
     def __init__(self) -> None:
         self._largest: Tensor | None = None

@@ -34,7 +34,7 @@ def float8_format(dtype: torch.dtype) -> FloatFormat | None:
 
 
 def recalled(codes: Tensor, gradient: Tensor) -> Tensor:
-    """The same codes, but no sooner than a gradient is there: a graph keeps codes until then, and not their values."""
+    """Codes as they are, but no sooner than a gradient is there: until then a graph keeps no values."""
     if not gradient.numel():
         return codes
     first = gradient[(0,) * gradient.dim()]
@@ -42,7 +42,7 @@ def recalled(codes: Tensor, gradient: Tensor) -> Tensor:
 
 
 def is_backward() -> bool:
-    """Whether autograd is in a backward pass, in this thread."""
+    """True if autograd is in a backward pass, in this thread."""
     running: Any = torch._C._current_graph_task_id()
     return bool(running != -1)
 
@@ -51,7 +51,7 @@ TRACED_AS: Final = 6
 """Counts the changes in what operators are traced to, for code that a compiler has kept on disk."""
 
 DTYPES: Final = (torch.float32, torch.bfloat16)
-"""What an encoded tensor may appear as."""
+"""The dtypes that an encoded tensor may appear as."""
 
 _aten = torch.ops.aten
 Handler = Callable[..., Any]
@@ -76,7 +76,7 @@ class EncodedTensor(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     is_share = False
-    """Whether it is a part of one that several processes hold."""
+    """True if it is a part of one that several processes hold."""
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -102,7 +102,7 @@ class EncodedTensor(torch.Tensor):
         return viewed
 
     def write(self, values: Tensor, operator: str = "write") -> None:
-        """Encode values of the tensor's shape in place of the present ones; ``operator`` says what asked for them."""
+        """Encode values of the tensor's shape in place of the present ones; ``operator`` names what writes."""
         raise NotImplementedError
 
     def check_writable(self) -> None:
@@ -132,7 +132,7 @@ class EncodedTensor(torch.Tensor):
             self._warn_of_rounding()
 
     def _writes(self) -> int:
-        """How often it was written to."""
+        """The number of writes into it."""
         return 0
 
     def _warn_of_rounding(self) -> None:
@@ -145,11 +145,11 @@ class EncodedTensor(torch.Tensor):
         return self
 
     def is_shared(self) -> bool:
-        """Whether processes share the parts."""
+        """True if processes share the parts."""
         return all(bool(getattr(self, name).is_shared()) for name in self.__tensor_flatten__()[0])
 
     def untyped_storage(self) -> Any:
-        """Its size, and nothing else: there is no memory full of floats."""
+        """A storage that has a size and nothing else: there is no memory full of floats."""
         return NoStorage(super().untyped_storage())
 
     storage, data_ptr = _without_memory("storage"), _without_memory("address")
@@ -166,7 +166,7 @@ class EncodedTensor(torch.Tensor):
         return format(value.item(), spec)
 
     def numpy(self, *, force: bool = False) -> Any:
-        """The values as an array of its own memory."""
+        """The values as an array."""
         return self.dequantize().numpy(force=force)
 
 
@@ -185,7 +185,7 @@ class Replay:
         return made if self.part is None else made[self.part]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """With the operator by name: it can't be pickled itself."""
+        """A replay by the operator's name, as it can't be pickled itself."""
         return _replay_named, (str(self.func), self.args, self.kwargs, self.part)
 
 
@@ -197,7 +197,7 @@ _ROWS: Final = (_aten.select.int, _aten.slice.Tensor, _aten.split.Tensor, _aten.
 
 
 def takes_rows(replay: Replay) -> bool:
-    """Whether a view is of some indices of the first dimension, and of all there is under these."""
+    """True if a view is of some indices of the first dimension, and of all there is under these."""
     place = 1 if replay.func is _aten.split.Tensor else 0
     dimension = replay.args[place] if len(replay.args) > place else replay.kwargs.get("dim", 0)
     return replay.func in _ROWS and dimension == 0
@@ -211,7 +211,7 @@ class View(EncodedTensor):
 
     @staticmethod
     def __new__(cls, base: EncodedTensor, replay: Replay, size: Any, stride: Any, offset: Any = 0) -> "View":
-        """``replay(base)``, whose size, stride and offset it is told."""
+        """``replay(base)``, of a size, stride and offset that are known."""
         view: View = torch.Tensor._make_wrapper_subclass(
             cls, size, strides=stride, storage_offset=offset, dtype=base.dtype, device=base.device
         )
@@ -223,7 +223,7 @@ class View(EncodedTensor):
         return ["base"], (self.replay, self.storage_offset())
 
     def _stable_hash_for_caching(self) -> str:
-        """What compiled code on disk is found by."""
+        """A key that compiled code on disk is found by."""
         return f"{self.base._stable_hash_for_caching()} {self.replay} {self.shape} {self.requires_grad}"
 
     @classmethod
@@ -242,7 +242,7 @@ class View(EncodedTensor):
         self.base.check_writable()
 
     def write(self, values: Tensor, operator: str = "write") -> None:
-        """Into the base, where all other values are on the grid already and stay."""
+        """Write into the base, where all other values are on the grid already and stay."""
         whole = self.base._in_float32()
         self.replay(whole).copy_(values)
         self.base.write(whole, operator)
@@ -252,7 +252,7 @@ class View(EncodedTensor):
         return self.dequantize()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """The values, in memory of their own."""
+        """The values, copied."""
         return self.dequantize().clone().__reduce_ex__(protocol)
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -307,7 +307,7 @@ def root_of(x: Any) -> Any:
 
 @eager_only
 def _hidden(cls: type[EncodedTensor], func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    """The same, where a compiler does not see it."""
+    """An operator, run where a compiler does not see it."""
     check_not_sent(func)
     return _run(func, args, kwargs or {})
 
@@ -348,7 +348,7 @@ def _run_writing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], writt
 
 
 def name_of(func: Any) -> str:
-    """What an operator is called, one tensor or many."""
+    """The name of an operator, over one tensor or many."""
     name: str = func._schema.name
     return name.removeprefix("aten::").removeprefix("_foreach_")
 

@@ -30,7 +30,7 @@ def pow2_scales(amax: Tensor, largest: float) -> tuple[Tensor, Tensor]:
 
 
 def _has_kernels(x: Tensor) -> bool:
-    """Whether a kernel reads ``x`` on its card; a compiler has the definition, which it fuses with its neighbours."""
+    """True if a kernel reads ``x`` on its card; a compiler has the definition, which it fuses with its neighbours."""
     return x.is_cuda and _triton.is_available() and has_memory(x)
 
 
@@ -58,7 +58,7 @@ def round_columns(g: Tensor, fold: Tensor | None = None) -> tuple[Tensor, Tensor
 
 
 def int8_rows(x: Tensor, fold: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """As :func:`round_rows`, to whole numbers from -127 to 127, ties to the even one: int8 (M, K)."""
+    """Rows rounded as by :func:`round_rows`, to whole numbers from -127 to 127, ties to the even one: int8 (M, K)."""
     if _has_kernels(x):
         return int8_rows_on_gpu(x, fold)
     units, scale = _units(x, fold, LARGEST[torch.int8], 1)

@@ -1,4 +1,4 @@
-"""What a tensor of codes has beside its codes: constant traits, scales, and the weight that autocast made it of."""
+"""The parts of a tensor beside its codes: constant traits, scales, and the weight that autocast made it of."""
 
 import weakref
 from functools import lru_cache
@@ -9,8 +9,8 @@ from torch import Tensor
 
 from fp8manifold._base.checks import check_choice, check_int
 from fp8manifold._encoded.dispatch import EncodedTensor, View, root_of
-from fp8manifold._encoded.storage import BlockSize, is_traced, largest_magnitude
-from fp8manifold._encoded.stored_scale import decoded_scale, expand_kept, other_scale
+from fp8manifold._encoded.storage import BlockSize, expand_scale, is_traced, largest_magnitude
+from fp8manifold._encoded.stored_scale import decoded_scale, other_scale
 from fp8manifold.formats import FloatFormat
 from fp8manifold.random_bits import Draws
 
@@ -55,7 +55,7 @@ def _format_named(name: str) -> FloatFormat:
 
 
 def is_lent_here(x: Any) -> bool:
-    """Whether a cast may share the codes: under autocast, of a whole tensor, with no compiler that looks on."""
+    """True if a cast may share the codes: under autocast, of a whole tensor, with no compiler that looks on."""
     root = root_of(x)
     if root.is_share or is_traced(root.codes) or root.codes.is_inference():
         return False
@@ -65,7 +65,7 @@ def is_lent_here(x: Any) -> bool:
 
 
 def lent(x: Any, dtype: torch.dtype) -> Any:
-    """A tensor of codes, or a view of one, under another dtype: in memory of its own it has nothing."""
+    """A tensor of codes, or a view of one, under another dtype, without memory that is not shared."""
     if isinstance(x, View):
         return View(lent(x.base, dtype), x.replay, x.size(), x.stride(), x.storage_offset())
     twin = x.with_parts(lambda part: part, dtype)
@@ -105,11 +105,11 @@ class ScaledTensor(EncodedTensor):
     format: FloatFormat
     block_size: BlockSize
     lent_from: Lent | None
-    """Of a cast under autocast, whose codes they are, and their versions."""
+    """The parts that a cast under autocast shares, and their versions; None of any other tensor."""
     stepped_by: "weakref.ref[Any] | None" = None
     """The optimizer whose state has something in units of the scale."""
     resumes = False
-    """Whether it came from a state dict: whoever copies it goes on with its count and seed."""
+    """True if it came from a state dict: whoever copies it goes on with its count and seed."""
 
     @property
     def exponents(self) -> Tensor | None:
@@ -118,7 +118,7 @@ class ScaledTensor(EncodedTensor):
 
     @property
     def scale(self) -> Tensor:
-        """The scales, float32; of exponents a copy, made when it is asked for."""
+        """The scales, float32; of exponents a copy."""
         return decoded_scale(self.kept_scale)
 
     @scale.setter
@@ -136,7 +136,7 @@ class ScaledTensor(EncodedTensor):
 
     def expanded_scale(self) -> Tensor:
         """The scale in a shape that broadcasts against the values."""
-        return expand_kept(self.kept_scale, self.block_size, self.codes.shape)
+        return expand_scale(self.scale, self.block_size, self.codes.shape)
 
     def largest(self) -> Tensor:
         """The largest stored magnitude under each scale, in value; of the shape of ``scale``."""

@@ -20,7 +20,7 @@ from fp8manifold.random_bits import named_word
 from fp8manifold.scaling import BLOCK_SIZE, SQUARE_SIZE, square_amax
 
 BlockSize = int | tuple[int, int] | None
-"""What shares a scale: 32 weights of a row, 128 x 128 of the last two dimensions, or what the scale's shape says."""
+"""The weights that share a scale: 32 of a row, 128 x 128 of the last two dimensions, or what the scale's shape says."""
 SQUARE: Final = (SQUARE_SIZE, SQUARE_SIZE)
 
 _SHORTEST_RUN: Final = 32
@@ -33,7 +33,7 @@ def number_of(block_size: BlockSize) -> int:
 
 
 def block_size_of(number: int) -> BlockSize:
-    """The way back."""
+    """The inverse of :func:`number_of`."""
     if number not in _KNOWN:
         raise ValueError(f"blocks of {number} weights are unknown: {', '.join(map(str, _KNOWN))}")
     return _KNOWN[number]
@@ -53,7 +53,7 @@ def runs_of(scale: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def runs_of_rows(scale: Tensor, columns: int) -> Tensor:
-    """The same of rows that have their scales already, one for each square that a row runs through."""
+    """Runs of rows whose scales are known, one for each square that a row runs through."""
     length = run_length(columns)
     if columns <= SQUARE_SIZE:
         return scale.contiguous()
@@ -77,7 +77,7 @@ REMAINDER_STEPS: Final = 256
 
 
 def is_traced(x: Tensor) -> bool:
-    """Whether ``x`` stands for a tensor while a compiler looks on, so that nothing may depend on its values."""
+    """True if ``x`` stands for a tensor while a compiler looks on, so that nothing may depend on its values."""
     return type(x) is not Tensor or x.is_meta
 
 
@@ -103,7 +103,7 @@ def dequantize_codes(
 
 
 def decode_runs(codes: Tensor, scale: Tensor, fmt: FloatFormat, dtype: torch.dtype) -> Tensor:
-    """The same of codes in memory, with a scale for each of equal runs of them."""
+    """``scale * decode(codes)`` of codes in memory, with a scale for each of equal runs of them."""
     if (native := decoded(codes, fmt, dtype, scale)) is not None:
         return native
     out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
@@ -150,7 +150,7 @@ def codes_of(w: Tensor, scale: Tensor, fmt: FloatFormat, *, keep_remainder: bool
 
 
 def remainder_of(w: Tensor, codes: Tensor, scale: Tensor, fmt: FloatFormat) -> Tensor:
-    """What rounding left, ``round(256 (phi(w / s) - phi(q)))`` in [-128, 127]: int8 of ``w``'s shape, 0 for NaN."""
+    """The remainder ``round(256 (phi(w / s) - phi(q)))`` in [-128, 127]: int8 of ``w``'s shape, 0 for NaN."""
     if not has_values(w):
         return torch.empty_like(w, dtype=torch.int8)
     left = to_chart(w.double() / scale, fmt) - to_chart(decode(codes, fmt, torch.float64), fmt)

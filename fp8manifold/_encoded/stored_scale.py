@@ -7,7 +7,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fp8manifold._encoded.storage import BlockSize, expand_scale, is_traced
+from fp8manifold._encoded.storage import expand_scale, is_traced
 from fp8manifold._numerics.codec import decode_signed, encode_signed, joined_codes, split_codes, unless_special
 from fp8manifold.formats import FloatFormat
 from fp8manifold.grid import round_to_grid
@@ -33,7 +33,7 @@ _FRACTION: Final = 2**_MANTISSA_BITS - 1
 
 
 def are_powers_of_two(scale: Tensor) -> bool:
-    """Whether all of a float32 scale are, so that they can be kept as exponents; False while a compiler looks on."""
+    """True if all of a float32 scale are, so that they can be kept as exponents; False while a compiler looks on."""
     return scale.is_meta or not (is_traced(scale) or bool((scale.view(torch.int32) & _FRACTION).any()))
 
 
@@ -52,13 +52,8 @@ def _exponents_of(scale: Tensor) -> Tensor:
 
 
 def decoded_scale(kept: Tensor) -> Tensor:
-    """The way back, float32; 0 for a byte of 0, which is memory without values."""
+    """A kept scale in float32; 0 for a byte of 0, which is memory without values."""
     return (kept.to(torch.int32) << _MANTISSA_BITS).view(torch.float32) if kept.dtype is torch.uint8 else kept
-
-
-def expand_kept(kept: Tensor, block_size: BlockSize, shape: torch.Size) -> Tensor:
-    """Scales, as they are kept, in a shape that broadcasts against the values."""
-    return expand_scale(decoded_scale(kept), block_size, shape)
 
 
 def checked_exponents(exponents: Tensor) -> Tensor:
@@ -137,7 +132,7 @@ def describe_scale(scale: Tensor) -> str:
 
 
 def describe_change(old: Tensor, new: Tensor) -> str:
-    """How many scales change, and by how much."""
+    """A line on how many scales change, and by how much."""
     if not old.numel():
         return "no scale to change"
     low, high = _ends(new / old, "+")
@@ -209,7 +204,7 @@ _BITS = 8
 
 
 def entry_of(own: Any) -> dict[str, Any]:
-    """What the optimizer that steps a tensor of codes keeps for it; empty where none does."""
+    """The state that the optimizer of a tensor of codes has for it; empty without one."""
     optimizer = None if own.stepped_by is None else own.stepped_by()
     entries = {} if optimizer is None else optimizer.state
     return next((entry for p, entry in entries.items() if getattr(p, "codes", None) is own.codes), {})

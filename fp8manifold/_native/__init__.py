@@ -30,7 +30,7 @@ def library() -> ctypes.CDLL | None:
 
 @cache
 def _found() -> tuple[ctypes.CDLL | None, list[str]]:
-    """The library as it was when it was first asked for, whatever becomes of the file, and what is yet to be said."""
+    """The library as first loaded, whatever becomes of the file, and a warning that is not given yet."""
     path = Path(__file__).with_name("_kernels.so")
     reason = "it was built from other sources"
     try:
@@ -50,7 +50,7 @@ def _found() -> tuple[ctypes.CDLL | None, list[str]]:
 
 
 def threads_for(elements: int) -> int:
-    """How many of torch's threads are worth starting over that many elements."""
+    """The number of torch's threads that are worth starting for so many elements."""
     return min(torch.get_num_threads(), elements // _WORTH_A_THREAD + 1)
 
 
@@ -73,7 +73,7 @@ def _with_types(kernels: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def _digest(folder: Path) -> str:
-    """What a library of the sources in a folder says of itself; see ``hatch_build.py``."""
+    """The digest that a library of the sources in a folder has; see ``hatch_build.py``."""
     found = hashlib.sha256()
     for path in sorted(folder.glob("*.[ch]")):
         found.update(path.name.encode() + b"\0" + path.read_bytes().replace(b"\r\n", b"\n"))

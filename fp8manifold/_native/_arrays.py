@@ -85,7 +85,7 @@ def _made(
     rescale: bool = False,
     spacing: bool = False,
 ) -> Tensor | None:
-    """What ``decode``, ``round`` or ``encode`` makes of an array, in C or on a card."""
+    """An array through ``decode``, ``round`` or ``encode``, in C or on a card."""
     (high, low), numel = divmod(offset, 2**32), given.numel()
     if not 0 < numel <= 2**32 - low or not (has_memory(given) if scale is None else has_memory(given, scale)):
         return None
@@ -121,12 +121,12 @@ def _known(fmt: FloatFormat) -> tuple[bytes, int]:
 
 
 def is_plain(x: Tensor) -> bool:
-    """Whether it is memory of the CPU that may be read now: no subclass, tracer or transform looks on."""
+    """True if it is memory of the CPU that may be read now: no subclass, tracer or transform looks on."""
     return x.device.type == "cpu" and has_memory(x)
 
 
 def has_memory(*parts: Tensor) -> bool:
-    """Whether all is memory that may be read now, on the CPU or elsewhere."""
+    """True if all is memory that may be read now, on the CPU or elsewhere."""
     if torch.compiler.is_compiling() or torch._C._is_tracing():  # what is read now would be a constant
         return False
     try:
@@ -176,6 +176,6 @@ def rounded_at(
 
 
 def _is_of_rows(scale: Tensor, x: Tensor) -> bool:
-    """Whether there is one scale in all, or one for each index of the leading dimensions."""
+    """True if there is one scale in all, or one for each index of the leading dimensions."""
     shapes = ((*x.shape[:n], *(1,) * (x.dim() - n)) for n in range(1, x.dim() + 1))
     return scale.numel() == 1 or any(scale.shape == shape for shape in shapes)

@@ -28,7 +28,7 @@ def reference_stiffness(stiffness: Tensor, ranks: Ranks = ALONE) -> float:
 
 
 def _summed(stiffness: Tensor) -> Tensor:
-    """How many there are of each exponent, and the sums of their mantissas, of 26 bits at once; taken in pieces."""
+    """The number of values of each exponent, and the sums of their mantissas, of 26 bits at once; taken in pieces."""
     fields = float_bits(stiffness.dtype)
     shifts = range(0, fields.mantissa_bits, _PART)
     sums = torch.zeros(1 + len(shifts), 2 * fields.bias + 2, dtype=torch.int64, device=stiffness.device)
@@ -45,7 +45,7 @@ def _summed(stiffness: Tensor) -> Tensor:
 
 
 def bounded_share(stiffness: Tensor, reference: float, damping: float, clip: float, ranks: Ranks = ALONE) -> float:
-    """Share of elements, of all processes, whose ratio to the reference lies outside ``[damping, clip]``."""
+    """Share of elements, of all processes, whose ratio to the reference is outside ``[damping, clip]``."""
     outside = torch.zeros((), dtype=torch.int64, device=stiffness.device)
     for part in stiffness.flatten().split(block_on(stiffness.device)):
         ratio = part / reference

@@ -13,7 +13,7 @@ from fp8manifold._triton import options
 from fp8manifold._triton.kinds import KernelSpec, Tile, Widening, as_constants
 
 Kind = tuple[KernelSpec, Tile]
-"""What a kernel is compiled for."""
+"""The facts that a step's kernel is compiled for."""
 
 _CHECKED: Final = 2048
 """Elements that a program looks at for the verdict on finiteness."""
@@ -84,7 +84,7 @@ def _run(tables: Sequence[Tensor], launches: Launches, said: Tensor) -> None:
 
 
 class Tables:
-    """The tables of launches that have run before, in memory of their own, which a CUDA graph reads in every replay."""
+    """The tables of launches that have run before, in memory that a CUDA graph reads in every replay."""
 
     def __init__(self, launches: Launches, said: Tensor) -> None:
         self.said, self._launches = said, launches
@@ -160,7 +160,7 @@ def _checks(kinds: Sequence[Kind], sizes: Sizes, device: torch.device) -> list[C
 
 
 _compiled: Final[set[tuple[Any, ...]]] = set()
-"""What has been compiled before; Triton keeps the code."""
+"""Kernels that have been compiled before; Triton caches the code."""
 
 
 def _compile(table: Tensor, calls: Sequence[Call], said: Tensor) -> None:

@@ -76,7 +76,7 @@ def _split(words, at, inside, target, draw, old, S: tl.constexpr, T: tl.constexp
 
 @triton.jit
 def _store_weights(words, at, inside, old, x, target, scale, word, S: tl.constexpr, T: tl.constexpr):
-    """Round once; what is stored, in units of the scale, where somebody asks for it."""
+    """Round once and store; the stored value in units of the scale is for momentum alone."""
     after, draw = target, 0
     STOCHASTIC: tl.constexpr = S.writeback != "nearest"
     if STOCHASTIC and (S.storage == "codes" or S.storage == "grid"):

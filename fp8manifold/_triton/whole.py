@@ -12,7 +12,7 @@ from fp8manifold._triton.kinds import as_constants, format_of
 from fp8manifold.formats import FloatFormat, as_format
 
 _ELEMENTS: Final = 2048
-"""Of a program."""
+"""Elements that a program takes."""
 _E4M3, _INT8 = 0x43E00000, 0x42FE0000  # float32 bits of 448 and 127
 _IN_REGISTERS: Final = 16384
 _TILE: Final = (128, 64)
@@ -29,7 +29,7 @@ def array_on_gpu(
     rescale: bool = False,
     spacing: bool = False,
 ) -> Tensor | None:
-    """What ``decode``, ``round`` or ``encode`` of a contiguous array gives; None where scales do not fit it.
+    """A contiguous array through ``decode``, ``round`` or ``encode``; None where scales do not fit it.
 
     ``scale`` is float32, one in all or one for each of equal runs.  ``keys`` are three round keys and a phase, the
     first with the position of the first element.
@@ -81,7 +81,7 @@ def rows_on_gpu(x: Tensor, fold: Tensor | None = None) -> tuple[Tensor, Tensor]:
 
 
 def int8_rows_on_gpu(x: Tensor, fold: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The same in whole numbers from -127 to 127."""
+    """Rows and scales as :func:`rows_on_gpu` makes them, in whole numbers from -127 to 127."""
     codes, scales = _rows(x, fold, _INT8)
     return codes.view(torch.int8), scales
 
