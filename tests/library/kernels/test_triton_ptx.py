@@ -324,7 +324,7 @@ def test_the_page_has_the_recorded_costs_as_arithmetic() -> None:
 
 
 def costs(tmp: Path) -> dict[str, Any]:
-    """What ``triton_costs.json`` records: ``python -m tests.library.test_triton_ptx`` writes it anew."""
+    """What ``triton_costs.json`` records: ``python tests/library/kernels/test_triton_ptx.py`` writes it."""
 
     def recorded(made: Mapping[str, Built]) -> dict[str, dict[str, float]]:
         return {n: {"instructions": round(b.instructions, 1), "registers": b.registers} for n, b in made.items()}
