@@ -19,7 +19,7 @@ import torch
 
 from fp8manifold import _triton
 from fp8manifold._triton import launch, whole
-from fp8manifold._triton.kinds import KernelSpec, Tile, Widening, as_constants, format_of, widest_scale
+from fp8manifold._triton.kinds import KernelSpec, Tile, as_constants, format_of, widening_of
 from fp8manifold.formats import as_format
 from fp8manifold.optim._spec import spec_of
 from fp8manifold.optim._triton_step import kernel_spec
@@ -211,16 +211,7 @@ def test_whole_arrays(kernel: str, architecture: int, tmp_path: Path) -> None:
 def test_scales_that_double(name: str, bits: int, exponents: bool, architecture: int, tmp_path: Path) -> None:
     from fp8manifold._triton.step import widen_kernel
 
-    fmt = format_of(as_format(name))
-    widening = Widening(
-        fmt,
-        bits,
-        fmt.fixed(bits),
-        widest_scale(as_format(name)),
-        exponents,
-        "float32",
-        "8bit" if exponents else "float32",
-    )
+    widening = widening_of(as_format(name), bits, exponents, "float32", "8bit" if exponents else "float32")
     pointers = {"table": "*i32", "chunks": "*i32", "refused": "*i32"}
     constants = {"S": widening, "T": launch._rows_of(widening)}
     assert list(faults(build(widen_kernel, pointers, constants, architecture, tmp_path))) == []
