@@ -57,15 +57,6 @@ def test_a_copy_is_the_same_and_apart(make: Any, granularity: Any, kind: Any) ->
     assert not torch.equal(p.codes, q.codes)
 
 
-def test_detaching_shares() -> None:
-    p = parameter(keep_remainder=True)
-    q = p.detach()
-    assert type(q) is fm.FP8Parameter
-    assert not q.requires_grad
-    pairs = ((p.codes, q.codes), (p.scale, q.scale), (p.counter, q.counter), (p.remainder, q.remainder))
-    assert all(a.data_ptr() == b.data_ptr() for a, b in pairs if a is not None and b is not None)
-
-
 def test_files_are_one_byte_a_weight() -> None:
     p = parameter(shape=(256, 1024))
     file = io.BytesIO()
