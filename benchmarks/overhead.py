@@ -36,7 +36,6 @@ from torch import Tensor, nn
 
 import fp8manifold as fm
 from fp8manifold._encoded import storage
-from fp8manifold._native import _arrays
 from fp8manifold.nn import _products
 
 Step = Callable[[], object]
@@ -143,13 +142,14 @@ def pretend_a_card(until: ExitStack) -> None:
     from triton.runtime import driver
 
     from fp8manifold._triton.arrays import decode_kernel
+    from fp8manifold._triton.whole import array_on_gpu
 
     def compiled(key: Any, signature: Any, device: int, *rest: Any) -> Any:
         return decode_kernel.device_caches[device][0].setdefault(key, KERNEL)
 
     def decode(codes: Tensor, fmt: Any, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor | None:
         given = codes.detach().contiguous().resolve_neg()
-        return _arrays._on_gpu("fp8manifold_decode", given, fmt, dtype, scale, None, rescale=False, spacing=False)
+        return array_on_gpu("decode", given, fmt, dtype, scale)
 
     idle = {"get_current_device": lambda: 0, "get_current_stream": lambda device: 0}
     driver.set_active(SimpleNamespace(**idle, get_current_target=lambda: GPUTarget("cuda", 90, 32)))

@@ -8,13 +8,21 @@ from torch import Tensor
 
 from fp8manifold._base.checks import check_choice
 from fp8manifold._base.float_bits import working_dtype
-from fp8manifold._encoded.storage import is_traced
-from fp8manifold._encoded.stored_scale import broadcasts_to
 from fp8manifold._native._arrays import rounded_at
-from fp8manifold._numerics.rounding import ROUNDINGS, Rounding
+from fp8manifold._numerics.codec import ROUNDINGS, Rounding
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
 from fp8manifold.random_bits import Stream, check_words
-from fp8manifold.scaling import BLOCK_SIZE, GRANULARITIES, ROUNDING_OF_SCALES, Granularity, scale_of_amax, wide_amax
+from fp8manifold.scaling import (
+    BLOCK_SIZE,
+    GRANULARITIES,
+    ROUNDING_OF_SCALES,
+    Granularity,
+    block_shape,
+    broadcasts_to,
+    check_positive,
+    scale_of_amax,
+    wide_amax,
+)
 
 __all__ = ["STE", "STES", "as_scale", "fake_quantize", "quantize_at"]
 
@@ -132,18 +140,9 @@ class _FakeQuantize(torch.autograd.Function):
 def as_scale(x: Tensor, scale: Tensor | float, blocks: bool = False, dtype: torch.dtype = torch.float32) -> Tensor:
     """A scale that the caller chose, in a dtype: broadcasting against ``x``, or one for every block."""
     tensor = torch.as_tensor(scale, dtype=dtype, device=x.device).detach()
-    shape, which = x.shape, f"x of shape {tuple(x.shape)}"
-    if blocks:
-        if x.dim() == 0 or x.shape[-1] % BLOCK_SIZE:
-            raise ValueError(f"granularity='block' needs a last dimension that {BLOCK_SIZE} divides, not {(*shape,)}")
-        shape = torch.Size((*shape[:-1], shape[-1] // BLOCK_SIZE))
-        which = f"{tuple(shape)}, the blocks of x"
+    shape = block_shape(x.shape) if blocks else x.shape
     if not broadcasts_to(tensor.shape, shape):
-        raise ValueError(f"scale of shape {tuple(tensor.shape)} does not fit {which}")
-    tensor = tensor.expand(shape) if blocks else tensor
-    if torch.compiler.is_compiling() or is_traced(tensor):
-        return tensor
-    wrong = ~((tensor > 0) & tensor.isfinite())
-    if bool(wrong.any()):
-        raise ValueError(f"scale holds {tensor[wrong][0].item()}: every entry must be finite and positive")
-    return tensor
+        target = f"{tuple(shape)}, the blocks of x" if blocks else f"x of shape {tuple(shape)}"
+        raise ValueError(f"scale of shape {tuple(tensor.shape)} does not fit {target}")
+    check_positive(tensor)
+    return tensor.expand(shape) if blocks else tensor

@@ -10,7 +10,7 @@ from typing import Final
 __all__ = ["LAYOUTS", "NAMED_FORMATS", "FloatFormat", "FormatLike", "as_format"]
 
 LAYOUTS: Final = ("ieee", "fn", "fnuz", "finite", "p3109e", "p3109f")
-"""What the top codes mean.
+"""The meanings of the top codes.
 
 - ``ieee``: the top exponent is Inf (mantissa 0) and NaN;
 - ``fn``: no Inf, the all-ones code is NaN;
@@ -82,7 +82,7 @@ class FloatFormat:
         for field, fact in facts.items():
             object.__setattr__(self, field, fact)
         self._check_range()
-        object.__setattr__(self, "_name", _name_of(self))  # it is asked for in each pass of a layer
+        object.__setattr__(self, "_name", _name_of(self))  # each pass of a layer reads it
 
     def _check_range(self) -> None:
         if not isinstance(self.bias, int) or isinstance(self.bias, bool):
@@ -194,7 +194,7 @@ class FloatFormat:
 
     @property
     def has_negative_zero(self) -> bool:
-        """Whether the code with only the sign bit set is -0."""
+        """True if the code with only the sign bit set is -0."""
         return self.layout in ("ieee", "fn", "finite")
 
     def decode_code(self, code: int) -> float:
@@ -303,5 +303,5 @@ _NAMES: Final = (
 )
 
 NAMED_FORMATS: Final[dict[str, FloatFormat]] = {}
-"""The formats with a name of their own; :meth:`FloatFormat.from_string` reads any other ExMy too."""
+"""The formats with a name; :meth:`FloatFormat.from_string` reads any other ExMy too."""
 NAMED_FORMATS.update((name, FloatFormat.from_string(name)) for name in _NAMES.split())

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from fp8manifold._base.blocks import blockwise
 from fp8manifold._base.checks import check_choice
-from fp8manifold._base.float_bits import binade, check_holds, float_bits, working_dtype
+from fp8manifold._base.float_bits import binade, check_holds, working_dtype
 from fp8manifold._base.reading import is_read_at_once, refuse_on_card
 from fp8manifold._native._arrays import decoded, encoded, rounded
 from fp8manifold._numerics.charts import UlpChart, within
-from fp8manifold._numerics.rounding import OVERFLOWS, ROUNDINGS, Overflow, Rounding, round_block
+from fp8manifold._numerics.codec import OVERFLOWS, ROUNDINGS, Overflow, Rounding, round_block
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
 from fp8manifold.random_bits import Draws, Stream, check_words, draw_range, stream_of
 
@@ -103,7 +103,7 @@ def round_to_grid(
     work = working_dtype(x)
     check_holds(x.dtype, fmt)
     key = None if rounding != "stochastic" or seed is None else _key(draws, seed, step, stream, offset)
-    drawn = _draws(x, key, offset, bits) if rounding == "stochastic" else _no_draws
+    drawn = _draws(x, key, offset, bits) if rounding == "stochastic" else lambda start, size: None
     native = rounded(x, fmt, key, offset) if bits is None and _saturates(fmt, rounding, overflow) else None
     if native is not None:
         return native
@@ -200,16 +200,12 @@ def decode(codes: Tensor, fmt: FormatLike, dtype: torch.dtype = torch.float32) -
     working_dtype(torch.empty(0, dtype=dtype), "dtype")
     check_holds(dtype, fmt)
     if fmt.bits < 8 and codes.numel():
-        _check_range(codes, fmt)
+        largest, allowed = codes.max(), f"out of range for {fmt.name}: 0 to {2 * fmt.sign_bit - 1}"
+        if not is_read_at_once(codes):
+            refuse_on_card(largest < 2 * fmt.sign_bit, f"a code is {allowed}")
+        elif int(largest) >= 2 * fmt.sign_bit:
+            raise ValueError(f"code {int(largest)} is {allowed}")
     return decode_known(codes, fmt, dtype)
-
-
-def _check_range(codes: Tensor, fmt: FloatFormat) -> None:
-    allowed = f"out of range for {fmt.name}: 0 to {2 * fmt.sign_bit - 1}"
-    if not is_read_at_once(codes):
-        refuse_on_card(codes.max() < 2 * fmt.sign_bit, f"a code is {allowed}")
-    elif int(codes.max()) >= 2 * fmt.sign_bit:
-        raise ValueError(f"code {int(codes.max())} is {allowed}")
 
 
 def decode_known(codes: Tensor, fmt: FloatFormat, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -238,9 +234,8 @@ def to_chart(x: Tensor, fmt: FormatLike) -> Tensor:
         fmt: a format or its name.
 
     Returns:
-        Tensor like ``x``, in steps (ulp); differentiable, with derivative 1/S.
-        Values beyond the range, Inf included, go to its ends; NaN stays NaN; -0
-        gives -0; an empty tensor stays empty.
+        Tensor like ``x``, in steps (ulp); differentiable, with derivative 1/S.  Values beyond the range, Inf included,
+        go to its ends; NaN stays NaN; -0 gives -0; an empty tensor stays empty.
 
     Raises:
         TypeError: ``x`` is not a float tensor, or its dtype can't hold the format.
@@ -266,10 +261,8 @@ def from_chart(c: Tensor, fmt: FormatLike) -> Tensor:
         fmt: a format or its name.
 
     Returns:
-        Tensor like ``c``, differentiable with derivative S; integers give values
-        of the format exactly.  Coordinates beyond the last code, Inf
-        included, give ``+-max``; NaN stays NaN; -0 gives -0; an empty tensor stays
-        empty.
+        Tensor like ``c``, differentiable with derivative S; integers give values of the format exactly.  Coordinates
+        beyond the last code, Inf included, give ``+-max``; NaN stays NaN; -0 gives -0; an empty tensor stays empty.
 
     Raises:
         TypeError: ``c`` is not a float tensor, or its dtype can't hold the format.
@@ -310,7 +303,7 @@ def _draws(x: Tensor, key: Stream | None, offset: int, bits: Tensor | None) -> C
 
 
 def _saturates(fmt: FloatFormat, rounding: str, overflow: str) -> bool:
-    """Whether native code has this way to round."""
+    """True if native code has this way to round."""
     return rounding in ("nearest", "stochastic") and (overflow == "saturate" or fmt.layout == "finite")
 
 
@@ -327,7 +320,7 @@ def _native_codes(x: Tensor, fmt: FloatFormat, key: Stream | None, offset: int) 
 
 
 def _may_hold_nan(y: Tensor) -> bool:
-    """Whether there is a NaN, or nobody is to wait for the answer."""
+    """True if there is a NaN, or nobody is to wait for the answer."""
     if torch.compiler.is_compiling() or not is_read_at_once(y):
         return True
     return bool(y.sum().isnan())  # one pass, where a mask would cost four
@@ -344,24 +337,9 @@ def _refuse_nan(y: Tensor, fmt: FloatFormat) -> None:
         refuse_on_card(largest == largest, f"x holds {rest}")
 
 
-def _no_draws(start: int, size: int) -> None:
-    """Every mode but stochastic."""
-
-
 def _codes_of(y: Tensor, fmt: FloatFormat) -> Tensor:
-    """Codes (int32) of finite values that lie on the grid; whatever for Inf and NaN."""
-    fields = float_bits(y.dtype)
-    power = binade(y, fmt.emin)
-    steps = y.abs() / (power * 2.0**-fmt.mantissa_bits)
-    sign = (y.view(fields.integer) >> (8 * y.element_size() - 1)) & fmt.sign_bit
-    return (_binade_index(power, fmt) + sign).to(torch.int32) + steps.to(torch.int32)
-
-
-def _binade_index(power: Tensor, fmt: FloatFormat) -> Tensor:
-    """``(e - emin) 2^M``: codes below the binade, short of those its own mantissa counts."""
-    fields = float_bits(power.dtype)
-    exponent = (power.view(fields.integer) >> fields.mantissa_bits) - (fields.bias + fmt.emin)
-    return exponent << fmt.mantissa_bits
+    """Codes (int32) of finite values on the grid; of Inf and NaN any."""
+    return _chart(fmt).forward(y).abs().to(torch.int32) + y.signbit() * fmt.sign_bit
 
 
 @lru_cache(maxsize=256)

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from fp8manifold._base.checks import check_choice, check_int
 from fp8manifold._base.float_bits import working_dtype
-from fp8manifold._base.reading import has_values
 from fp8manifold._numerics.charts import Metric, chart_of, within
 from fp8manifold.formats import LAYOUTS, FloatFormat, FormatLike, as_format
 from fp8manifold.grid import round_to_grid
 from fp8manifold.random_bits import Draws
+from fp8manifold.scaling import broadcasts_to, check_positive
 
 __all__ = ["FP8Manifold", "StiffnessManifold"]
 
@@ -33,9 +33,8 @@ class StiffnessManifold(geoopt.Manifold):  # type: ignore[misc]  # geoopt is unt
         d(x, y) &= |\\varphi(x/s) - \\varphi(y/s)|, & \\Gamma_{x \\to y} u &= u \\, S(y) / S(x), \\\\
         \\operatorname{grad} f &= S(x)^2 \\nabla f.
 
-    The manifold is one-dimensional in every element (``ndim = 0``), flat, and ends at ``+-s max``, where ``expmap``
-    and ``projx`` stop, and where Inf is taken to.  +0 and -0 are one point.  NaN stays NaN in every map, and an empty
-    tensor stays empty.
+    It is one-dimensional in every element (``ndim = 0``), flat, and ends at ``+-s max``, where ``expmap`` and ``projx``
+    stop, and where Inf is taken to.  +0 and -0 are one point.  NaN stays NaN, and an empty tensor empty.
 
     Args:
         fmt: a format or its name.
@@ -73,18 +72,13 @@ class StiffnessManifold(geoopt.Manifold):  # type: ignore[misc]  # geoopt is unt
         self.format = as_format(fmt)
         self.metric = metric
         self._chart = chart_of(self.format, metric)
-        self._steps_to_end = float(
-            self._chart.forward(torch.tensor(self.format.max, dtype=torch.float64, device="cpu"))
-        )
+        end = torch.tensor(self.format.max, dtype=torch.float64, device="cpu")
+        self._steps_to_end = float(self._chart.forward(end))
         self.register_buffer("scale", _checked_scale(scale))
         self.register_buffer("format_fields", torch.tensor(_fields(self.format)))
 
     def stiffness(self, x: Tensor) -> Tensor:
-        """One ULP at ``x``, in value; of the shape of ``x`` and the scale together, and that of the top binade for NaN.
-
-        Args:
-            x: float tensor.
-        """
+        """One ULP at ``x``, in value, in the shape of ``x`` and the scale together; for NaN that of the top binade."""
         wide, scale = self._working(x)
         return (self._chart.stiffness(self._inside(wide / scale)) * scale).to(x.dtype)
 
@@ -151,7 +145,7 @@ class StiffnessManifold(geoopt.Manifold):  # type: ignore[misc]  # geoopt is unt
         self, *size: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> geoopt.ManifoldTensor:
         """Points uniform in the metric's own volume: every step between neighbours is as likely."""
-        top = self.to_chart(self._scale_like(dtype, device) * self.format.max)
+        top = self.to_chart(self.scale.to(dtype=dtype or torch.get_default_dtype(), device=device) * self.format.max)
         uniform = torch.rand(*size, dtype=dtype, device=device) * 2 - 1
         self._assert_check_shape(uniform.shape, "x")
         return geoopt.ManifoldTensor(self.projx(self.from_chart(uniform * top)), manifold=self)
@@ -192,19 +186,11 @@ class StiffnessManifold(geoopt.Manifold):  # type: ignore[misc]  # geoopt is unt
         working_dtype(x)  # refuses integers, which would truncate the scale
         return self.scale.to(x.dtype)
 
-    def _scale_like(self, dtype: torch.dtype | None, device: torch.device | str | None) -> Tensor:
-        return self.scale.to(dtype=dtype or torch.get_default_dtype(), device=device)
-
     def _check_shape(self, shape: Any, name: str) -> tuple[bool, str | None]:
         """A point must have a shape that the scale broadcasts to without widening it."""
-        shape = tuple(shape)
-        try:
-            fits = torch.broadcast_shapes(shape, self.scale.shape) == shape
-        except RuntimeError:
-            fits = False
-        if fits:
+        if broadcasts_to(self.scale.shape, torch.Size(shape)):
             return True, None
-        return False, f"{name} has shape {shape}, which the scale of shape {tuple(self.scale.shape)} does not fit"
+        return False, f"{name} has shape {tuple(shape)}: the scale of shape {tuple(self.scale.shape)} does not fit"
 
     def _check_point_on_manifold(self, x: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5) -> tuple[bool, str | None]:
         limit = self._scale_for(x) * self.format.max
@@ -250,9 +236,8 @@ class FP8Manifold(StiffnessManifold):
         metric: as in :class:`StiffnessManifold`.
         retraction: ``exponential`` rounds ``exp_x(u)``; ``euclidean`` rounds ``x + u`` (for ablation: the two differ
             where a step crosses a power of two).
-        draws: how the random bits of one element follow each other, retraction by retraction: ``independent``, or
-            ``dither``, spread evenly (:func:`fp8manifold.random_bits`): a weight that is asked for a tenth of an ULP
-            ten times then moves by one, nearly always, and weights are pulled towards 0.
+        draws: ``independent`` in every retraction, or ``dither``, spread evenly (:func:`fp8manifold.random_bits`): ten
+            steps of a tenth of an ULP then move a weight by one, nearly always, and weights are pulled towards 0.
 
     The stochastic manifold counts its retractions in the int64 buffer ``counter``, which is part of ``state_dict``:
     after loading it, the same random bits follow.
@@ -313,22 +298,10 @@ class FP8Manifold(StiffnessManifold):
         """Round ``x``, in units of the scale, in the manifold's own mode; stochastic rounding advances ``counter``."""
         if self.rounding == "nearest":
             return round_to_grid(x, self.format)
-        rounded = round_to_grid(
-            x,
-            self.format,
-            "stochastic",
-            seed=int(self.seed_word.item()),
-            step=int(self.counter.item()),
-            draws=self.draws,
-        )
+        key: dict[str, Any] = {"seed": int(self.seed_word.item()), "step": int(self.counter.item())}
+        rounded = round_to_grid(x, self.format, "stochastic", **key, draws=self.draws)
         self.counter += 1
         return rounded
-
-    def random(
-        self, *size: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None
-    ) -> geoopt.ManifoldTensor:
-        """Points of the grid, every code but the last of each sign as likely."""
-        return super().random(*size, dtype=dtype, device=device)
 
     def extra_repr(self) -> str:
         """Format, scale, metric and rounding, and how random bits are drawn if not independently."""
@@ -350,7 +323,5 @@ def _checked_scale(scale: ScaleLike) -> Tensor:
     tensor = torch.as_tensor(scale).detach().clone()
     if not tensor.is_floating_point():
         tensor = tensor.to(torch.get_default_dtype())
-    if has_values(tensor) and not bool((tensor.isfinite() & (tensor > 0)).all()):
-        bad = tensor[~(tensor.isfinite() & (tensor > 0))].flatten()[0].item()
-        raise ValueError(f"scale holds {bad}: every entry must be finite and positive")
+    check_positive(tensor)
     return tensor

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fp8manifold._base.checks import check_choice
 from fp8manifold._base.float_bits import working_dtype
-from fp8manifold._native._arrays import encoded_units, rounded_units
+from fp8manifold._native._arrays import encoded_units, rounded_at
 from fp8manifold.fake_quant import as_scale
 from fp8manifold.formats import FormatLike, as_format
 from fp8manifold.nn._spec import ALIGNMENT, NONE, is_none
@@ -198,14 +198,14 @@ def _in_own_order(x: Tensor, scale: Tensor, rounded: Callable[[Tensor, Tensor], 
 def _units(x: Tensor, scale: Tensor, fmt: str) -> Tensor:
     if fmt == NONE:
         return x.to(working_dtype(x))
-    return _in_own_order(x, scale, lambda part, unit: rounded_units(part, unit, as_format(fmt)))
+    return _in_own_order(x, scale, lambda part, unit: rounded_at(part, unit, as_format(fmt), rescale=False))
 
 
 def _codes_of(x: Tensor, scale: Tensor, fmt: str) -> Tensor:
     def rounded(part: Tensor, unit: Tensor) -> Tensor:
         codes = encoded_units(part.float() if part.dtype == torch.float16 else part, as_format(fmt), unit)
         if codes is None:
-            return rounded_units(part, unit, as_format(fmt)).to(_HARDWARE[fmt])
+            return rounded_at(part, unit, as_format(fmt), rescale=False).to(_HARDWARE[fmt])
         return codes.view(_HARDWARE[fmt])
 
     if not scale.dim():

@@ -4,7 +4,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Final, Literal, NamedTuple, get_args
+from typing import Any, Final, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fp8manifold._base.blocks import BLOCK, runs_in_blocks
-from fp8manifold._base.checks import check_choice
+from fp8manifold._base.checks import check_choice, check_int
 from fp8manifold._base.reading import eager_only
 
 __all__ = ["RANDOM_BITS", "random_bits"]
@@ -21,18 +21,18 @@ __all__ = ["RANDOM_BITS", "random_bits"]
 RANDOM_BITS: Final = 24
 """Number of random bits in a draw: as many as a float32 holds exactly."""
 
-_WORD = 2**64
+_LOW = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _MULTIPLIERS = (0xED5AD4BB, 0xAC4C1B51, 0x31848BAB)  # triple32, https://github.com/skeeto/hash-prospector
 _SHIFTS = (17, 11, 15)
 
 Words = tuple[int, ...]
 Draws = Literal["independent", "dither"]
-"""How the draws of one element follow each other in time."""
+"""The order of one element's draws in time."""
 
 EPOCH: Final = 256
-"""Writes after which dithered draws take phases of their own anew."""
-_ADVANCE = 0x9E3779B9  # 2^32 over the golden ratio: multiples of it lie evenly in the circle of words
+"""Writes after which dithered draws take new phases."""
+_ADVANCE = 0x9E3779B9  # 2^32 over the golden ratio: multiples of it are spread evenly over the circle of words
 _DITHERED = 3  # a key word: the phases of dithered draws are no independent draws
 
 
@@ -44,11 +44,7 @@ class Stream(NamedTuple):
 
 
 def stream_of(draws: str, seed: int, step: int, stream: int) -> Stream:
-    """The key of one step's draws.
-
-    ``independent``: the words ``(seed, step, stream)`` and no phase.  ``dither``: the words of the epoch that the step
-    is in, and the phase ``0x9E3779B9 (step mod 256) mod 2^32``.
-    """
+    """The key of one step's draws: its words, or with ``dither`` those of its epoch and a phase."""
     if draws == "independent":
         return Stream((seed, step, stream))
     epoch, since = divmod(step, EPOCH)
@@ -69,9 +65,9 @@ def random_bits(
 
     .. math:: r_i = f(\\text{seed}, \\text{step}, \\text{stream}, \\text{offset} + i) \\in \\{0, \\dots, 2^{24} - 1\\}
 
-    Each key word goes through its own 64-bit mixing; the three 32-bit keys that come out enter between the three
-    multiply-xorshift rounds that scramble the element index, so streams are not shifted copies of one another.
-    The same bits come out eager and compiled, on CPU and GPU, and for any way of cutting a tensor into parts.
+    Each key word goes through its own 64-bit mixing, and the three keys that come out enter between the rounds that
+    scramble the element index: streams are no shifted copies of one another.  The same bits come out eager and
+    compiled, on CPU and GPU, and for any way of cutting a tensor into parts.
 
     With ``draws="dither"`` an element's draws are spread evenly over the steps: they begin at a random phase, which the
     golden ratio advances in each step and a new one replaces after 256 of them,
@@ -80,9 +76,8 @@ def random_bits(
               + \\mathtt{9E3779B9}_{16} (\\text{step} \\bmod 256) \\bmod 2^{32}) \\rfloor
 
     so that each draw is uniform still, and those of different elements and streams are independent.  Those of one
-    element are not: rounding with them is right on average where what is rounded does not depend on earlier draws.  A
-    spacing that changes from write to write makes it do so, and so does decay: weights are pulled towards 0 (a little
-    in E2M5, the most in E7M0).
+    element are not: rounding is right on average where what is rounded does not depend on earlier draws, as it does
+    under a spacing that changes and under decay: weights are pulled towards 0 (a little in E2M5, the most in E7M0).
 
     Args:
         shape: shape of the result; positions count in row-major order.
@@ -116,19 +111,14 @@ def random_bits(
     numel, key = math.prod(shape), stream_of(draws, seed, step, stream)
     if not runs_in_blocks(device, numel):
         return draw_range(offset, numel, key, device).view(shape)
-    out = torch.empty(numel, dtype=torch.int32, device=device)
-    for start in range(0, numel, BLOCK):
-        part = out[start : start + BLOCK]
-        part.copy_(draw_range(offset + start, part.numel(), key, device))
-    return out.view(shape)
+    starts = range(0, numel, BLOCK)
+    parts = [draw_range(offset + start, min(BLOCK, numel - start), key, device) for start in starts]
+    return torch.cat(parts).view(shape)
 
 
 def check_words(**words: int) -> None:
     for name, word in words.items():
-        if not isinstance(word, int) or isinstance(word, bool):
-            raise TypeError(f"{name}={word!r} must be an int, not {type(word).__name__}")
-        if not 0 <= word < _WORD:
-            raise ValueError(f"{name}={word} is out of range: 0 to 2**64 - 1")
+        check_int(name, word, 0, _LOW)
 
 
 def draw_range(offset: int, numel: int, key: Stream, device: torch.device | str | None) -> Tensor:
@@ -138,23 +128,13 @@ def draw_range(offset: int, numel: int, key: Stream, device: torch.device | str 
 
 def draw_of(word: Tensor) -> Tensor:
     """The 24-bit draw in a 32-bit random word: its top bits."""
-    return top_bits(word, RANDOM_BITS)
-
-
-def top_bits(word: Tensor, bits: int) -> Tensor:
-    return word if bits == 32 else (word >> (32 - bits)) & ((1 << bits) - 1)  # int32 shifts copy the sign: clear it
+    return (word >> (32 - RANDOM_BITS)) & ((1 << RANDOM_BITS) - 1)  # int32 shifts copy the sign: clear it
 
 
 def word_range(
     offset: int, numel: int, words: Words, device: torch.device | str | None, bits: int = 32, *, phase: int = 0
 ) -> Tensor:
-    """The random words at positions ``offset .. offset + numel``, flat, under any key words: their upper ``bits``.
-
-    ``phase`` is added to each of them, modulo 2^32.
-
-    Compiled code breaks off at ``round_keys``; what is done with the words in here is one graph with them, and what
-    a caller does is another.
-    """
+    """The upper ``bits`` (24 or 32) of random words plus ``phase`` at positions ``offset .. offset + numel``, flat."""
     high, low = divmod(offset, 2**32)
     if low + numel > 2**32:
         below, above = 2**32 - low, low + numel - 2**32
@@ -163,7 +143,8 @@ def word_range(
     first, second, third = round_keys(words, high)
     x = _positions(numel, device) + signed_word(first + low)
     if not _has_numpy(x):
-        return top_bits(mix(x, second, third) + phase, bits)
+        word = mix(x, second, third) + phase
+        return word if bits == 32 else draw_of(word)
     unsigned = x.numpy().view(np.uint32)
     _mix_unsigned(unsigned, np.uint32(second % 2**32), np.uint32(third % 2**32))
     if phase:
@@ -225,8 +206,8 @@ def round_key_rows(prefixes: Sequence[Words], streams: NDArray[np.uint64], *more
     known = {words: _prefix(words) for words in set(prefixes)}
     mixed = np.array([known[words] for words in prefixes], dtype=np.uint64)
     for word in (streams, *more, 0):
-        mixed = _mix64_array(np.bitwise_xor(mixed, np.asarray(word, dtype=np.uint64)))
-    low, high = _mix64_array(mixed).astype(np.uint32), (mixed >> np.uint64(32)).astype(np.uint32)
+        mixed = _mix64(np.bitwise_xor(mixed, np.asarray(word, dtype=np.uint64)))
+    low, high = _mix64(mixed).astype(np.uint32), (mixed >> np.uint64(32)).astype(np.uint32)
     return np.stack([mixed.astype(np.uint32), high, low], axis=1).view(np.int32)
 
 
@@ -249,19 +230,17 @@ def _block_positions(device: torch.device) -> Tensor:
     return torch.arange(BLOCK, dtype=torch.int32, device=device)
 
 
-def _mix64(word: int) -> int:
-    word = (word + _GOLDEN) % _WORD
-    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) % _WORD
-    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) % _WORD
+def _mix64(word: Any) -> Any:
+    """SplitMix64's mixing of a number, or of an array of uint64."""
+    word = (word + _GOLDEN) & _LOW
+    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _LOW
+    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _LOW
     return word ^ (word >> 31)
 
 
 def mixed_word(*words: int) -> int:
-    """One word of 63 bits from several: each goes through a 64-bit mixing of its own, as in the key schedule."""
-    mixed = 0
-    for word in words:
-        mixed = _mix64(mixed ^ (word % _WORD))
-    return mixed >> 1
+    """One word of 63 bits from several: each is mixed by itself, as in the key schedule."""
+    return _prefix(tuple(word & _LOW for word in words)) >> 1
 
 
 @lru_cache(maxsize=256)
@@ -274,13 +253,6 @@ def fresh_seed() -> int:
     """A seed from torch's default generator: another one at every call, the same again after ``manual_seed``."""
     with _disable_current_modes():
         return int(torch.randint(0, 2**63 - 1, (), dtype=torch.int64, device="cpu"))
-
-
-def _mix64_array(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    words = words + np.uint64(_GOLDEN)
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return words ^ (words >> np.uint64(31))
 
 
 def signed_word(word: int) -> int:

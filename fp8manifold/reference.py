@@ -27,30 +27,21 @@ __all__ = [
 ]
 
 DRAWS: Final = 1 << 24
-"""How many values a random draw has."""
+"""The number of values of a random draw."""
 
 
 class Fields(Protocol):
-    """What there is to know of a format: :class:`~fp8manifold.FloatFormat` has it."""
+    """The facts of a format that the definition needs: :class:`~fp8manifold.FloatFormat` has it."""
 
     @property
-    def exponent_bits(self) -> int:
-        """Width of the exponent field."""
-
+    def exponent_bits(self) -> int: ...
     @property
-    def mantissa_bits(self) -> int:
-        """Width of the mantissa field, M."""
-
+    def mantissa_bits(self) -> int: ...
     @property
-    def bias(self) -> int:
-        """What is taken from the exponent field."""
-
+    def bias(self) -> int: ...
     @property
-    def layout(self) -> str:
-        """What the top codes mean: one of :data:`~fp8manifold.formats.LAYOUTS`."""
-
-    def __hash__(self) -> int:
-        """What follows from a format is kept."""
+    def layout(self) -> str: ...
+    def __hash__(self) -> int: ...
 
 
 def _fields(fmt: Fields | str) -> Fields:
@@ -333,7 +324,7 @@ def round_to_grid(
 
 
 def _goes_on(code: int, fraction: Fraction, rounding: str, bits: int | None, *, negative: bool) -> bool:
-    """Whether a magnitude between a code and the next one goes to the next one."""
+    """True if a magnitude between a code and the next one goes to the next one."""
     if rounding == "nearest":
         return fraction > Fraction(1, 2) or (fraction == Fraction(1, 2) and code % 2 == 1)
     if rounding == "stochastic":

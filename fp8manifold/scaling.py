@@ -13,30 +13,15 @@ from fp8manifold._base.float_bits import float_bits
 from fp8manifold._base.reading import has_values
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
 
-__all__ = [
-    "BLOCK_SIZE",
-    "GRANULARITIES",
-    "Granularity",
-    "SaturationWarning",
-    "UnderflowWarning",
-    "amax_of",
-    "amax_scale",
-    "scale_of_amax",
-    "storage_scale",
-    "usual_headroom",
-    "wide_amax",
-    "widened_scale",
-]
-
 Granularity = Literal["tensor", "channel", "block"]
 GRANULARITIES: Final = ("tensor", "channel", "block")
 WeightGranularity = Literal["tensor", "channel", "block", "square"]
 WEIGHT_GRANULARITIES: Final = (*GRANULARITIES, "square")
-"""With what weights in codes have besides: a scale for each square of 128 x 128, as servers of such weights take."""
+"""Granularities of weights: also a scale for each square of 128 x 128, as servers of such weights take."""
 
 StoredGranularity = Literal["tensor", "channel", "block", "square", "row"]
 STORED_GRANULARITIES: Final = (*WEIGHT_GRANULARITIES, "row")
-"""With what codes of more than two dimensions have: a scale for each row of the last dimension."""
+"""Granularities of codes of more than two dimensions: also a scale for each row of the last."""
 
 ROUNDING_OF_SCALES: Final = 1 + 2.0**-20
 """Slack of comparisons with the end of the range: a float32 scale of amax / max may put amax itself beyond max."""
@@ -111,7 +96,7 @@ def amax_of(x: Tensor, granularity: str, axis: int = 0) -> Tensor:
 
 
 def wide_amax(x: Tensor, granularity: str, axis: int = 0) -> Tensor:
-    """The same in the dtype that ``x`` is computed in: float64 for float64."""
+    """The largest magnitude under each scale, in the dtype that ``x`` is computed in."""
     check_choice("granularity", granularity, STORED_GRANULARITIES if axis == 0 else GRANULARITIES)
     if type(x.detach()) is Tensor and in_pieces(x) and axis == 0:
         some = pieces(x, SQUARE_SIZE if granularity == "square" and x.dim() == 2 else 1)
@@ -125,7 +110,7 @@ def wide_amax(x: Tensor, granularity: str, axis: int = 0) -> Tensor:
 def _amax(x: Tensor, granularity: str, axis: int) -> Tensor:
     magnitude = x.detach().abs() if x.dtype is torch.float64 else x.detach().float().abs()
     if granularity == "block":
-        return _block_amax(magnitude)
+        return magnitude.reshape(*block_shape(x.shape), BLOCK_SIZE).amax(-1)
     if granularity == "square":
         return square_amax(magnitude)
     if granularity == "row":
@@ -136,14 +121,13 @@ def _amax(x: Tensor, granularity: str, axis: int) -> Tensor:
         raise ValueError(f"axis={axis} is out of range for a tensor of shape {tuple(x.shape)}")
     others = [d for d in range(x.dim()) if d != axis % x.dim()]
     if not x.numel():
-        shape = [x.shape[d] if d == axis % x.dim() else 1 for d in range(x.dim())]
-        return magnitude.new_zeros(shape)
+        return magnitude.new_zeros([1 if d in others else size for d, size in enumerate(x.shape)])
     return magnitude.amax(dim=others, keepdim=True) if others else magnitude
 
 
 def _check_fits(amax: Tensor) -> None:
     """Raise ValueError for finite float64 magnitudes that are Inf in float32."""
-    if torch.compiler.is_compiling() or type(amax) is not Tensor or not has_values(amax):
+    if not _is_read(amax):
         return
     beyond = amax.isfinite() & ~amax.float().isfinite()
     if bool(beyond.any()):
@@ -151,6 +135,20 @@ def _check_fits(amax: Tensor) -> None:
             f"a magnitude of {float(amax[beyond][0]):g} is beyond float32 (3.4e38), which scales are kept in: "
             "divide by a power of two before, or take fake_quantize, which has float64 scales for float64"
         )
+
+
+def _is_read(x: Tensor) -> bool:
+    """True if there are values to look at: no compiler looks on."""
+    return type(x) is Tensor and has_values(x) and not torch.compiler.is_compiling()
+
+
+def check_positive(scale: Tensor) -> None:
+    """Raise ValueError for an entry that is not finite and positive."""
+    if not _is_read(scale):
+        return
+    right = scale.isfinite() & (scale > 0)
+    if not bool(right.all()):
+        raise ValueError(f"scale holds {scale[~right][0].item()}: every entry must be finite and positive")
 
 
 def storage_scale(
@@ -165,22 +163,20 @@ def storage_scale(
 
     .. math:: s = 2^{\\lceil \\log_2 (\\max|w| \\cdot headroom / max) \\rceil}
 
-    The largest weight may grow by ``headroom`` before it saturates.  A format of more than 40 binades is not pushed
-    to its top: the largest weight is placed at most 40 binades above the smallest spacing, where nothing is lost and
-    squares of the stiffness stay within float32.
+    The largest weight may grow by ``headroom`` before it saturates.  It is placed at most 40 binades above the smallest
+    spacing, where nothing is lost and squares of the stiffness stay within float32.
 
     Args:
         w, fmt, axis: as in :func:`amax_scale`.
-        granularity: one scale for the ``tensor``, for each ``channel``, for each ``row`` of the last dimension, for
-            each ``block`` of 32 weights along it, or for each ``square`` of 128 x 128 in the last two.
+        granularity: one scale for the ``tensor``, each ``channel``, each ``row`` of the last dimension, each ``block``
+            of 32 weights along it, or each ``square`` of 128 x 128 in the last two.
         headroom: at least 1.  None takes 16, but in a format of few binades no more than keeps the largest weight at
             8 times the smallest normal, and no less than 2: more would leave most weights subnormal, or zero.
 
     Returns:
         float32 tensor of powers of two, 1 where all weights are 0 (+0 or -0; our optimizers fit such a scale of codes
-        in the step that moves them) and for an empty tensor.  It broadcasts
-        against ``w``; under ``block`` it has the shape of ``w`` with a 32nd of the last dimension, under ``square``
-        with a 128th of the last two, rounded up: the last squares are partial.
+        in the step that moves them) and for an empty tensor.  It broadcasts against ``w``; under ``block`` it has the
+        shape of ``w`` with a 32nd of the last dimension, under ``square`` with a 128th of the last two, rounded up.
 
     Raises:
         ValueError: as :func:`amax_scale`, a headroom below 1, weights that are NaN or Inf, or squares of a vector.
@@ -198,22 +194,21 @@ def storage_scale(
 
 
 def refitted_scale(amax: Tensor, scale: Tensor, fmt: FloatFormat, least: float = 1.0) -> Tensor:
-    """The scale for weights whose values have all been replaced: the present one where it suits them, a fresh one else.
-
-    It suits them where none saturates and :func:`widened_scale` would not narrow it; what is no positive normal number
-    (memory without values) suits nothing.  ``least`` is the least :func:`usual_headroom` of a fresh one.
-    """
+    """The scale for weights that are all replaced: the present one where none saturates and it need not be narrower."""
     made = (scale >= torch.finfo(scale.dtype).tiny) & scale.isfinite()
     fresh = _placing_scale(amax, _placed_at(fmt, usual_headroom(fmt, least)), torch.where(made, scale, 1.0))
     beyond = amax >= scale * (fmt.max + fmt.ulp_max / 2)
-    shrunk = (amax > 0) & (fresh * _HYSTERESIS <= scale)
-    return torch.where(beyond | shrunk | ~made, fresh, scale)
+    return torch.where(beyond | _shrunk(amax, scale, fresh) | ~made, fresh, scale)
 
 
 def narrowed_scale(amax: Tensor, scale: Tensor, fmt: FloatFormat) -> Tensor:
     """The narrowing half of :func:`widened_scale`, for codes: a fresh scale where the present one is 16 times that."""
     fresh = _placing_scale(amax, _placed_at(fmt, usual_headroom(fmt, 1.0)), scale)
-    return torch.where((amax > 0) & (fresh * _HYSTERESIS <= scale), fresh, scale)
+    return torch.where(_shrunk(amax, scale, fresh), fresh, scale)
+
+
+def _shrunk(amax: Tensor, scale: Tensor, fresh: Tensor) -> Tensor:
+    return (amax > 0) & (fresh * _HYSTERESIS <= scale)
 
 
 def widened_scale(amax: Tensor, scale: Tensor, fmt: FormatLike, headroom: float | None = None) -> Tensor:
@@ -223,9 +218,8 @@ def widened_scale(amax: Tensor, scale: Tensor, fmt: FormatLike, headroom: float 
               s' = s \\text{ elsewhere},
 
     with ``s*`` the :func:`storage_scale` of ``amax``, times the factor ``f`` in [1, 2) of ``s = 2^e f`` and no larger
-    than that asks for.  Where the largest weight has reached the end of the range, the scale is made wide enough to
-    leave ``headroom`` again; where it has shrunk so far that the scale could be 16 times smaller with that headroom, it
-    is made so narrow (which moves no weight); everywhere else it stays, whatever ``headroom`` it leaves.
+    than that asks for.  A scale whose largest weight has reached the end of the range leaves ``headroom`` again; one
+    that could be 16 times smaller with that headroom becomes so (which moves no weight); any other stays.
 
     Args:
         amax: the largest magnitude under each scale, in value; of the shape of ``scale``.
@@ -247,17 +241,11 @@ def widened_scale(amax: Tensor, scale: Tensor, fmt: FormatLike, headroom: float 
     """
     fmt = as_format(fmt)
     fresh = _placing_scale(amax.float(), _placed_at(fmt, headroom), scale)
-    saturated = amax >= scale * fmt.max
-    shrunk = (amax > 0) & (fresh * _HYSTERESIS <= scale)
-    return torch.where(saturated | shrunk, fresh, scale)
+    return torch.where((amax >= scale * fmt.max) | _shrunk(amax, scale, fresh), fresh, scale)
 
 
 def usual_headroom(fmt: FloatFormat, least: float) -> float:
-    """The headroom where nobody says: 16, or what keeps the largest weight at 8 times the smallest normal.
-
-    ``least`` is 1 for codes, whose scale the library's optimizers widen as soon as its end is reached, and 2 for a
-    scale that stays.
-    """
+    """The usual headroom: 16, or what keeps the largest weight at 8 times the smallest normal, but ``least``."""
     return min(16.0, max(least, fmt.max / (8 * fmt.min_normal)))
 
 
@@ -276,13 +264,22 @@ def _placing_scale(amax: Tensor, top: float, like: Tensor | None = None) -> Tens
     return torch.where(amax > 0, _power_of_two_above(least) * factor, 1.0)
 
 
-def _block_amax(x: Tensor) -> Tensor:
-    if x.dim() == 0 or x.shape[-1] % BLOCK_SIZE:
+def block_shape(shape: torch.Size) -> torch.Size:
+    """The shape of the scales of blocks."""
+    if not shape or shape[-1] % BLOCK_SIZE:
         raise ValueError(
-            f"granularity='block' needs a last dimension that {BLOCK_SIZE} divides, not shape {tuple(x.shape)}: "
+            f"granularity='block' needs a last dimension that {BLOCK_SIZE} divides, not shape {tuple(shape)}: "
             "take 'channel' or 'tensor'"
         )
-    return x.reshape(*x.shape[:-1], x.shape[-1] // BLOCK_SIZE, BLOCK_SIZE).amax(-1)
+    return torch.Size((*shape[:-1], shape[-1] // BLOCK_SIZE))
+
+
+def broadcasts_to(shape: torch.Size, other: torch.Size) -> bool:
+    """True if one shape broadcasts to the other without widening it."""
+    try:
+        return bool(torch.broadcast_shapes(shape, other) == other)
+    except RuntimeError:
+        return False
 
 
 def square_amax(x: Tensor) -> Tensor:

@@ -12,8 +12,7 @@ import fp8manifold._encoded.operators  # noqa: F401  # registers them
 from fp8manifold._base.checks import check_choice
 from fp8manifold._base.float_bits import working_dtype
 from fp8manifold._encoded.dispatch import DTYPES, TRACED_AS, Replay, guard_memory, takes_rows
-from fp8manifold._encoded.operators import adopt_parts, checked_scale
-from fp8manifold._encoded.scaled import Rounding, ScaledTensor, Traits, check_current, check_own
+from fp8manifold._encoded.scaled import Rounding, ScaledTensor, Traits, check_current, check_own, write_kept
 from fp8manifold._encoded.storage import (
     SQUARE,
     BlockSize,
@@ -21,22 +20,24 @@ from fp8manifold._encoded.storage import (
     codes_of,
     decode_runs,
     dequantize_codes,
+    expand_scale,
     is_traced,
     next_codes,
     runs_of_rows,
-    spread_rows,
     void_remainder,
 )
 from fp8manifold._encoded.stored_scale import (
     are_powers_of_two,
+    as_kept,
+    check_covers,
     decoded_scale,
     describe_change,
     describe_scale,
     entry_of,
-    expand_kept,
     given_scale,
     kept_fresh_scale,
     largest_of,
+    other_scale,
     own_headroom,
     rewrite_together,
     warn_if_lost,
@@ -46,13 +47,20 @@ from fp8manifold._encoded.stored_scale import (
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
 from fp8manifold.manifolds import FP8Manifold
 from fp8manifold.random_bits import Draws, fresh_seed
-from fp8manifold.scaling import BLOCK_SIZE, STORED_GRANULARITIES, StoredGranularity, widened_scale
+from fp8manifold.scaling import (
+    BLOCK_SIZE,
+    SQUARE_SIZE,
+    STORED_GRANULARITIES,
+    StoredGranularity,
+    broadcasts_to,
+    widened_scale,
+)
 
 __all__ = ["FP8Tensor"]
 
 _LOG: Final = logging.getLogger("fp8manifold")
 _KEPT_SCALE: Final = ("kept_scale", "exponents", "scale")
-"""What that part is called, and was in files of earlier versions."""
+"""The name of that part, and those in files of earlier versions."""
 
 
 class FP8Tensor(ScaledTensor):
@@ -64,23 +72,22 @@ class FP8Tensor(ScaledTensor):
     ``s`` is mostly the largest magnitude by that of the format: the product is rounded to float32, and from there to
     bfloat16.  A value that an operator leaves as it is keeps its code.
 
-    To torch it is a float32 or bfloat16 tensor.  Operators decode it when they run, and autograd keeps codes.  An
-    operator that writes in place (``add_``, ``copy_``, those of torch's own optimizers) decodes, runs in float32 and
-    rounds the result back, once for every such operator: ``fp8manifold.optim`` rounds once a step instead.  The scale
-    stays, unless all values are replaced: what fills a tensor (``normal_``, ``nn.init``) takes a fresh one, and so do
-    floats that are copied into it (``load_state_dict``) wherever the present one would saturate or lose them.
+    To torch it is a float32 or bfloat16 tensor.  Operators decode it when they run, and autograd keeps codes.  One that
+    writes in place (``add_``, ``copy_``, a torch optimizer's) decodes, runs in float32 and rounds the result back, each
+    time: ``fp8manifold.optim`` rounds once a step.  The scale stays, unless all values are replaced: what fills it
+    (``normal_``, ``nn.init``) takes a fresh one, and so do floats that are copied into it where they would saturate or
+    be lost.
 
     Args:
         w: float tensor of any shape; rounded to nearest.
         fmt: a format or its name.
-        granularity: one scale for the ``tensor``, for each ``channel`` (index of the first dimension), for each ``row``
-            (of the last dimension: of a matrix its channels), for each ``block`` of 32 along the last, or for each
-            ``square`` of 128 x 128 in the last two, which partial ones end.  A tensor of fewer than two dimensions has
-            one scale instead of channels.
+        granularity: one scale for the ``tensor``, each ``channel`` (index of the first dimension), each ``row`` of the
+            last dimension, each ``block`` of 32 along it, or each ``square`` of 128 x 128 in the last two, partial ones
+            at its ends.  A tensor of fewer than two dimensions has one scale instead of channels.
         headroom: of the scale, as in :func:`fp8manifold.storage_scale`, but that None takes 1 in a format of few
             binades: our optimizers double a scale as soon as its end is reached.  Other optimizers need 2 or more.
-        scale: the scale itself, in place of ``headroom``: a positive normal number, rounded to float32, or a tensor of
-            them of the granularity's shape.  What lies beyond its range saturates.
+        scale: the scale itself: positive normal, a number or a tensor of the granularity's shape, rounded to float32.
+            What lies beyond its range saturates.
         rounding: how values written in place are rounded: ``stochastic`` or ``nearest``.
         seed: key of the random bits of ``stochastic``, one for each tensor; None: from torch's default generator.
         dtype: what it appears as, float32 or bfloat16; by default that of ``w``, or float32.
@@ -91,11 +98,10 @@ class FP8Tensor(ScaledTensor):
 
     Attributes:
         codes: uint8, in the shape of the tensor.
-        scale: float32: ``()``, ``(R, 1, .., 1)``, ``(.., 1)``, ``(.., C/32)`` or ``(.., R/128, C/128)``, rounded up.
-            It may be a copy, in which nothing is to be written: take :meth:`set_scale_`, or :meth:`rescale_` where
-            values are to stay.
-        kept_scale: their memory: of blocks and squares uint8, ``127 + log2(scale)``, as in E8M0, unless they were given
-            scales that are no powers of two; otherwise float32.
+        scale: float32: ``()``, ``(R, 1, .., 1)``, ``(.., 1)``, ``(.., C/32)`` or ``(.., R/128, C/128)``, rounded up;
+            perhaps a copy: write by :meth:`set_scale_`, or :meth:`rescale_` where values are to stay.
+        kept_scale: their memory: uint8, ``127 + log2(scale)`` as in E8M0, of powers of two of blocks and squares;
+            otherwise float32.
         exponents: that memory where it is uint8, otherwise None.
         format: the :class:`FloatFormat`.
         block_size: 32, ``(128, 128)`` of squares, or None where neither have scales.
@@ -154,26 +160,14 @@ class FP8Tensor(ScaledTensor):
         room = own_headroom(fmt, headroom)
         block_size: BlockSize = BLOCK_SIZE if granularity == "block" else SQUARE if granularity == "square" else None
         kept = kept_fresh_scale(w, fmt, granularity, room) if scale is None else given_scale(scale, w, granularity)
-        wide = expand_kept(kept, block_size, w.shape)
+        wide = expand_scale(decoded_scale(kept), block_size, w.shape)
         codes, remainder = codes_of(w, wide, fmt, keep_remainder=keep_remainder)
         traits = Traits(fmt, rounding, fresh_seed() if seed is None else seed, dtype, block_size, draws=draws)
         return cls._wrap(codes, kept, w.new_zeros((), dtype=torch.int64), remainder, traits, requires_grad)
 
     @classmethod
     def from_float(cls, w: Tensor, fmt: FormatLike = "E4M3", **options: Any) -> Self:
-        """Round a float tensor: the constructor under a name of its own, with its options.
-
-        Args:
-            w, fmt: as in the constructor.
-            options: the constructor's other arguments, by name.
-
-        Raises:
-            TypeError, ValueError: as the constructor.
-
-        Example:
-            >>> FP8Tensor.from_float(torch.ones(2, 64), "E5M2", granularity="block").scale.shape
-            torch.Size([2, 2])
-        """
+        """Round a float tensor: the constructor as a method, with its options."""
         return cls(w, fmt, **options)
 
     @classmethod
@@ -196,19 +190,17 @@ class FP8Tensor(ScaledTensor):
 
         Args:
             codes: uint8, contiguous.
-            scale: float32, positive and normal: ``()``, ``(R, 1, .., 1)``, ``(.., 1)``, with ``block_size=32``
-                ``(.., C/32)``, or of squares ``(.., R/128, C/128)``, rounded up; of both it may be uint8: exponents as
-                in E8M0, which float32 becomes where all are powers of two.
-            fmt, rounding, seed, dtype, draws: as in the constructor.
+            scale: float32, positive and normal, in one of the shapes of the attribute; of blocks and squares it may be
+                uint8: exponents as in E8M0, which float32 becomes where all are powers of two.
+            fmt, rounding, seed, dtype, draws, requires_grad: as in the constructor.
             block_size: 32 for one scale a block, ``(128, 128)`` for one a square, otherwise None.
             counter: number of stochastic writes so far.
             by_operator: whether the writing operator's name enters the key of its draws.
-            requires_grad: whether autograd records what is done with it.
 
         Raises:
             TypeError: ``codes`` is not uint8.
-            ValueError: a code that is Inf or beyond the format's width, or a scale that does not fit, of blocks one
-                below 2^-126 among them.  Codes of NaN and -0 are taken as they are.
+            ValueError: a code that is Inf or beyond the format's width, or a scale that does not fit.  Codes of NaN and
+                -0 are taken as they are.
 
         Example:
             >>> FP8Tensor.from_codes(torch.tensor([56], dtype=torch.uint8), torch.tensor(0.5), "E4M3").tolist()
@@ -239,21 +231,12 @@ class FP8Tensor(ScaledTensor):
         traits: Traits,
         requires_grad: bool = False,
     ) -> Self:
-        """The tensor around its parts, all set here, as ``torch.nn.Parameter`` would call an ``__init__``.
-
-        ``kept_scale`` is uint8 where blocks have exponents.
-        """
+        """The tensor around its parts, all set here, as ``torch.nn.Parameter`` would call an ``__init__``."""
         traits.check()
         if traits.dtype not in DTYPES:
             raise TypeError(f"dtype={traits.dtype}: an {cls.__name__} appears as torch.float32 or torch.bfloat16")
-        self: Self = torch.Tensor._make_wrapper_subclass(
-            cls,
-            codes.shape,
-            strides=codes.stride(),
-            dtype=traits.dtype,
-            device=codes.device,
-            requires_grad=requires_grad,
-        )
+        how: dict[str, Any] = {"dtype": traits.dtype, "device": codes.device, "requires_grad": requires_grad}
+        self: Self = torch.Tensor._make_wrapper_subclass(cls, codes.shape, strides=codes.stride(), **how)
         self.codes, self.counter, self.remainder = codes, counter, remainder
         self.format, self.rounding, self.seed, _, block_size, self.by_operator, self.draws = traits
         self.kept_scale, self.block_size, self.lent_from = kept_scale, block_size, None
@@ -265,13 +248,7 @@ class FP8Tensor(ScaledTensor):
         return Traits(*own, self.by_operator, self.draws)
 
     def with_parts(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> Self:
-        """The same tensor with every part changed; never requires a gradient, as autograd sees to that.
-
-        Args:
-            change: function of one part (codes, scale as it is kept, counter, remainder) to what takes its place, such
-                as ``clone``.
-            dtype: what the new tensor appears as; None keeps it.
-        """
+        """A tensor with ``change`` of every part, such as ``clone``, that requires no gradient."""
         check_current(self)
         remainder = None if self.remainder is None else change(self.remainder)
         parts = (change(self.codes), change(self.kept_scale), change(self.counter), remainder)
@@ -280,10 +257,7 @@ class FP8Tensor(ScaledTensor):
         return changed
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        """The parts that a compiler sees, by name, and everything else that makes the tensor.
-
-        Without the remainder: a graph has no use for it, and would be compiled anew when an optimizer takes it.
-        """
+        """The parts that a compiler sees, by name (without the remainder, of no use to a graph), and all else."""
         if self.lent_from is not None:
             check_current(self)
         rest = (self.format.name, self.rounding, self.seed, self.dtype, self.block_size, self.by_operator, self.draws)
@@ -291,17 +265,16 @@ class FP8Tensor(ScaledTensor):
 
     @classmethod
     def __metadata_guard__(cls, seen: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
-        """Whether code compiled for one tensor serves another: seeds differ from layer to layer, and none is drawn."""
+        """True if code compiled for one tensor serves another: seeds differ from layer to layer, and none is drawn."""
         return seen[:2] == now[:2] and seen[3:5] == now[3:5]
 
     @classmethod
     def __tensor_unflatten__(cls, parts: dict[str, Tensor], rest: tuple[Any, ...], size: Any, stride: Any) -> Self:
-        """The way back."""
         kept = next(parts[name] for name in _KEPT_SCALE if name in parts)
         return cls._wrap(parts["codes"], kept, parts["counter"], parts.get("remainder"), Traits.from_flat(rest))
 
     def _stable_hash_for_caching(self) -> str:
-        """What compiled code on disk is found by: all that it may depend on."""
+        """A key that compiled code on disk is found by: all that it may depend on."""
         scales = (tuple(self.kept_scale.shape), str(self.kept_scale.dtype))
         shapes = (tuple(self.shape), *scales, str(self.device), self.requires_grad)
         return hashlib.sha256(repr((TRACED_AS, type(self).__name__, *shapes, self._traits().flat)).encode()).hexdigest()
@@ -315,20 +288,21 @@ class FP8Tensor(ScaledTensor):
         """The values of a view; of some indices of the first dimension no others are decoded."""
         if not takes_rows(replay) or self.dim() < 2 or is_traced(self.codes):
             return super()._dequantized_view(replay)
+        return self.decoded_rows(replay)
+
+    def decoded_rows(self, take: Callable[[Tensor], Tensor]) -> Tensor:
+        """The values of the indices of the first dimension that ``take`` takes of it."""
         check_current(self)
-        codes: Tensor = replay(self.codes).contiguous()
+        codes = take(self.codes).contiguous()
         if isinstance(self.block_size, tuple) and self.dim() == 2:
-            rows = replay(spread_rows(self.scale, self.shape[0]))
-            return decode_runs(codes, runs_of_rows(rows, self.shape[1]), self.format, self.dtype)
-        scale = replay(self.kept_scale) if self.kept_scale.dim() else self.kept_scale
+            squares = take(torch.arange(self.shape[0], device=self.device)) // SQUARE_SIZE
+            runs = runs_of_rows(decoded_scale(self.kept_scale[squares]), self.shape[1])
+            return decode_runs(codes, runs, self.format, self.dtype)
+        scale = take(self.kept_scale) if self.kept_scale.dim() else self.kept_scale
         return dequantize_codes(codes, decoded_scale(scale), self.format, self.dtype, self.block_size)
 
     def write(self, values: Tensor, operator: str = "write") -> None:
-        """Round ``values`` of the tensor's shape, in its own mode, and store their codes in place.
-
-        Warns where some saturate, and where all under a scale are lost.  ``operator`` is what writes, a word of the
-        key of the draws.
-        """
+        """Round ``values`` in the tensor's mode, in place; warns where some saturate, or all under a scale are lost."""
         check_own(self)
         scale = self.expanded_scale()
         warn_if_saturated(values, scale, self.format)
@@ -340,16 +314,34 @@ class FP8Tensor(ScaledTensor):
         self._changed()
 
     def adopt(self, other: "FP8Tensor") -> None:
-        """Take codes, scale and remainder of ``other``, in place and exactly; what ``copy_`` of a tensor does.
+        """Take codes, scale and remainder of ``other``, in place and exactly, as ``copy_`` of a tensor does.
 
-        The counter becomes the larger one: no draw is used again when a snapshot is put back.  In
+        The counter becomes the larger one, so that no draw is used twice when a snapshot is put back; in
         ``Module.load_state_dict`` it becomes the other's, with its seed, so that a run goes on.
 
         Raises:
             ValueError: another format or shape, or scales finer than the own.
         """
         check_own(self)
-        left = adopt_parts(self, other)
+        if other.format != self.format:
+            raise ValueError(f"the other tensor is of {other.format.name}, but this one is of {self.format.name}")
+        if other.shape != self.shape:
+            raise ValueError(f"the other tensor has shape {tuple(other.shape)}, but this one {tuple(self.shape)}")
+        scale = other.expanded_scale() if other.block_size != self.block_size else other.kept_scale
+        if not broadcasts_to(scale.shape, self.kept_scale.shape):
+            shares = (other.granularity, self.granularity)
+            raise ValueError("the other tensor has a scale for each {}, this one for each {}".format(*shares))
+        if other.block_size != self.block_size and self.exponents is not None and not self.is_share:
+            scale = as_kept(scale, blocks=True)
+        counter = other.counter
+        if other.resumes:
+            self.seed, self.by_operator, self.draws = other.seed, other.by_operator, other.draws
+        else:
+            counter = torch.maximum(self.counter, counter.to(self.counter.device))
+        self.codes.copy_(other.codes)
+        write_kept(self.kept_scale, scale)
+        self.counter.copy_(counter)
+        left = None if other.remainder is None else other.remainder.to(self.codes.device, copy=True)
         self._changed()
         self.remainder = left
 
@@ -385,13 +377,10 @@ class FP8Tensor(ScaledTensor):
     def rescale_(self, scale: float | Tensor) -> Self:
         """Change the scale: one stochastic, so unbiased, rounding, exact wherever the new grid holds the value.
 
-        The residual of the optimizer that steps it goes with it: the sum of both stays, rounded to 1/256 of a step.
+        The sum with the residual of the optimizer that steps it stays, rounded to 1/256 of a step.
 
         Args:
-            scale: positive normal numbers; one, or a tensor that broadcasts to the shape of ``scale``.
-
-        Raises:
-            ValueError: a scale that is no such number, does not fit, or is too narrow for a stored value.
+            scale: as in :meth:`set_scale_`, and wide enough for all stored values, or ValueError is raised.
 
         Example:
             >>> w = FP8Tensor(torch.tensor([1.0, 0.25]), "E4M3", scale=0.125)
@@ -399,27 +388,25 @@ class FP8Tensor(ScaledTensor):
             [1.0, 0.25]
         """
         left = (entry := entry_of(self)).get("residual")
-        new = checked_scale(self, scale, largest_of(self, left))
+        new = other_scale(self, scale).expand(self.kept_scale.shape)
+        check_covers(new, largest_of(self, left), self.format)
         _LOG.info("%s of shape %s: %s", self.format.name, tuple(self.shape), describe_change(self.scale, new))
         if left is not None:
             rewrite_together(self, left, new)
         else:
             units = dequantize_codes(self.codes, self.scale / new, self.format, torch.float32, self.block_size)
             self.codes.copy_(next_codes(self, units, "stochastic", "rescale_"))
-        entry.pop("reference", None)  # S_ref is of the old spacing: the next step computes it anew
+        entry.pop("reference", None)  # S_ref is of the old spacing: the next step computes it again
         return self.set_scale_(new)
 
     def adapt_scale_(self, headroom: float | None = None) -> bool:
         """Widen or narrow each scale whose weights left its middle, as :func:`fp8manifold.widened_scale` has it.
 
         Args:
-            headroom: as in the constructor.
+            headroom: as in the constructor, 1 or more.
 
         Returns:
             Whether any scale changed, by one :meth:`rescale_`.
-
-        Raises:
-            ValueError: a headroom below 1.
 
         Example:
             >>> w = FP8Tensor(torch.tensor([448.0, 1.0]), "E4M3", scale=1.0)
@@ -433,7 +420,6 @@ class FP8Tensor(ScaledTensor):
         return changes
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A copy of every part."""
         twin = self.with_parts(Tensor.clone)
         twin.requires_grad_(self.requires_grad)
         return twin
@@ -445,7 +431,6 @@ class FP8Tensor(ScaledTensor):
         return _rebuild, (type(self), parts, rest, self.requires_grad)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch has no annotation
-        """Values, format, scale and shape."""
         values = "..." if is_traced(self.codes) else repr(self.dequantize())[len("tensor(") : -1]
         store = f"format={self.format.name}, scale={describe_scale(self.scale)}"
         shape = f"shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}"
@@ -453,7 +438,6 @@ class FP8Tensor(ScaledTensor):
 
 
 def _rebuild(cls: type[FP8Tensor], parts: dict[str, Tensor], rest: tuple[Any, ...], requires_grad: bool) -> FP8Tensor:
-    """What unpickling calls."""
     tensor = cls.__tensor_unflatten__(parts, rest, None, None)
     tensor.requires_grad_(requires_grad)
     return tensor

@@ -1,1 +1,1 @@
-"""What arithmetic on tensors stands on: sizes of blocks, checks of arguments, fields of floats, reading of values."""
+"""The base of arithmetic on tensors: sizes of blocks, checks of arguments, fields of floats, reading of values."""

@@ -20,7 +20,7 @@ def block_on(device: torch.device) -> int:
 
 
 def runs_in_blocks(device: torch.device | str | None, numel: int) -> bool:
-    """Whether a chain of operations over ``numel`` elements is worth cutting up: eager, on the CPU and large."""
+    """True if a chain of operations over ``numel`` elements is worth cutting up: eager, on the CPU and large."""
     if torch.compiler.is_compiling() or numel <= BLOCK:
         return False
     return torch.device(device if device is not None else "cpu").type == "cpu"
@@ -31,7 +31,7 @@ PIECE: Final = 2**20
 
 
 def in_pieces(x: Tensor) -> bool:
-    """Whether a tensor is worth taking some rows at a time, so that temporaries are not as large as it is."""
+    """True if a tensor is worth taking some rows at a time, so that temporaries are not as large as it is."""
     return x.dim() > 1 and x.shape[0] > 1 and runs_in_blocks(x.device, x.numel()) and x.numel() > PIECE
 
 
@@ -43,10 +43,7 @@ def pieces(x: Tensor, whole: int = 1) -> list[slice]:
 
 
 def blockwise(function: Callable[[Tensor, int, Tensor | None], Tensor], x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``function(block, start, out)`` over the flattened ``x``, written block by block into a tensor of its shape.
-
-    ``out`` is where the block's result belongs; a function that can't use it returns a tensor of its own.
-    """
+    """``function(block, start, out)`` over the flattened ``x``, block by block; ``out`` is what it may write into."""
     flat = x.reshape(-1).resolve_neg()  # functions look at bits
     if not runs_in_blocks(x.device, flat.numel()):
         return function(flat, 0, None).to(dtype).view(x.shape)

@@ -11,8 +11,12 @@ def check_choice(name: str, value: object, allowed: Collection[str]) -> None:
     """Raise ValueError, naming the nearest spelling, unless ``value`` is one of ``allowed``."""
     if isinstance(value, str) and value in allowed:
         return
+    raise ValueError(f"{name}={value!r} is unknown: {_one_of(allowed, value)}")
+
+
+def _one_of(allowed: Collection[str], value: object) -> str:
     nearest = difflib.get_close_matches(str(value), allowed, n=1, cutoff=0.0)[0]
-    raise ValueError(f"{name}={value!r} is unknown: one of {', '.join(allowed)}; did you mean {nearest!r}?")
+    return f"one of {', '.join(allowed)}; did you mean {nearest!r}?"
 
 
 def check_number(
@@ -37,10 +41,7 @@ def check_keys(name: str, keys: Iterable[object], allowed: Collection[str]) -> N
     """Raise ValueError, naming the nearest spelling, unless every key is one of ``allowed``."""
     for key in keys:
         if key not in allowed:
-            nearest = difflib.get_close_matches(str(key), allowed, n=1, cutoff=0.0)[0]
-            raise ValueError(
-                f"{name} has an unknown key {key!r}: one of {', '.join(allowed)}; did you mean {nearest!r}?"
-            )
+            raise ValueError(f"{name} has an unknown key {key!r}: {_one_of(allowed, key)}")
 
 
 def needed(module: str, extra: str, by: str) -> Any:

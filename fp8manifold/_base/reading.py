@@ -17,12 +17,12 @@ _READ: Final = WeakIdKeyDictionary()
 
 
 def has_values(x: Tensor) -> bool:
-    """Whether there is anything to check or to round in ``x``."""
+    """True if there is anything to check or to round in ``x``."""
     return not (x.is_meta or isinstance(x, FakeTensor))
 
 
 def is_read_at_once(x: Tensor) -> bool:
-    """Whether nobody waits for a value."""
+    """True if a value can be read without a wait."""
     return not x.is_cuda
 
 
@@ -42,10 +42,7 @@ def known(x: Tensor, read: Callable[[Tensor], Any]) -> Any:
 
 
 def refuse_on_card(right: Tensor, message: str) -> None:
-    """Have a card stop where something is not right, as it does at an index out of range: nobody waits for it.
-
-    Nothing that is computed afterwards can be read; the error is raised where the host waits next.
-    """
+    """Have a card stop where something is not right; the host raises an error where it waits next."""
     torch._assert_async(right, message)
 
 
@@ -56,12 +53,7 @@ def advance(x: Tensor, number: int) -> None:
 
 
 def expect(x: Tensor, number: Any) -> None:
-    """Spare whoever asks :func:`known` for a number that has just been written the wait for it.
-
-    Args:
-        x: on a card, or nothing is kept.
-        number: that number, or a function without arguments that says it when it is asked for.
-    """
+    """Spare :func:`known` the wait for a number just written on a card: the number, or a function that gives it."""
     if not (is_read_at_once(x) or torch.compiler.is_compiling() or type(x) is not Tensor or x.is_inference()):
         _READ[x] = (x._version, number)
 
@@ -79,19 +71,19 @@ class Later:
 
     @property
     def is_there(self) -> bool:
-        """Whether nobody waits for them any more."""
+        """True if they can be read without a wait."""
         return self._there is None or self._there.query()
 
     @cached_property
     def values(self) -> Any:
-        """Them as numbers, in lists."""
+        """The values as numbers, in lists."""
         if self._there is not None:
             self._there.synchronize()
         return self._values.tolist()
 
 
 class LaterMaximum:
-    """The largest of numbers that a card computes, looked at when it is there: nobody waits for it."""
+    """The largest of numbers that a card computes, read when it is there, without a wait."""
 
     def __init__(self) -> None:
         self._largest: Tensor | None = None

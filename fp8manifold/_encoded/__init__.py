@@ -1,1 +1,1 @@
-"""What a tensor whose values are stored in another form stands on: its storage, and what operators do with it."""
+"""Tensors whose values are stored in another form: their storage, and what operators do with them."""

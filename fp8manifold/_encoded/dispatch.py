@@ -34,10 +34,7 @@ def float8_format(dtype: torch.dtype) -> FloatFormat | None:
 
 
 def recalled(codes: Tensor, gradient: Tensor) -> Tensor:
-    """The same codes, but no sooner than a gradient is there: a graph keeps codes until then, and not their values.
-
-    They are joined with the second bit of a truth value, which is 0; no compiler looks for that.
-    """
+    """Codes as they are, but no sooner than a gradient is there: until then a graph keeps no values."""
     if not gradient.numel():
         return codes
     first = gradient[(0,) * gradient.dim()]
@@ -45,19 +42,16 @@ def recalled(codes: Tensor, gradient: Tensor) -> Tensor:
 
 
 def is_backward() -> bool:
-    """Whether autograd is in a backward pass, in this thread."""
+    """True if autograd is in a backward pass, in this thread."""
     running: Any = torch._C._current_graph_task_id()
     return bool(running != -1)
-
-
-# ------------------------------------------------------------------------------------------------------------- dispatch
 
 
 TRACED_AS: Final = 6
 """Counts the changes in what operators are traced to, for code that a compiler has kept on disk."""
 
 DTYPES: Final = (torch.float32, torch.bfloat16)
-"""What an encoded tensor may appear as."""
+"""The dtypes that an encoded tensor may appear as."""
 
 _aten = torch.ops.aten
 Handler = Callable[..., Any]
@@ -72,22 +66,23 @@ _FACTORIES: Final = {
 }
 
 
+def _without_memory(name: str) -> Any:
+    """A method that is refused."""
+    return lambda self, **options: refuse_memory(name)
+
+
 class EncodedTensor(torch.Tensor):
     """A tensor whose values are stored in another form; every operator on it goes through :func:`_run`."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     is_share = False
-    """Whether it is a part of one that several processes hold."""
+    """True if it is a part of one that several processes hold."""
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run an operator of torch's.
-
-        Operators between two graphs run while a compiler looks for functions to compile, and it must not take what
-        runs them for a user's: once it is loaded, they are hidden from it.
-        """
+        """Run an operator, hidden from a compiler once it is loaded: it must not take what runs here for a user's."""
         if "torch._dynamo" in sys.modules:
             EncodedTensor.__torch_dispatch__ = classmethod(_hidden)  # type: ignore[assignment]
         check_not_sent(func)
@@ -107,7 +102,7 @@ class EncodedTensor(torch.Tensor):
         return viewed
 
     def write(self, values: Tensor, operator: str = "write") -> None:
-        """Encode values of the tensor's shape in place of the present ones; ``operator`` says what asked for them."""
+        """Encode values of the tensor's shape in place of the present ones; ``operator`` names what writes."""
         raise NotImplementedError
 
     def check_writable(self) -> None:
@@ -115,10 +110,6 @@ class EncodedTensor(torch.Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         """The parts that a compiler sees, by name, and everything else that makes the tensor."""
-        raise NotImplementedError
-
-    def _stable_hash_for_caching(self) -> str:
-        """A name that compiled code on disk is found by; part of what torch expects of a subclass."""
         raise NotImplementedError
 
     @property
@@ -141,7 +132,7 @@ class EncodedTensor(torch.Tensor):
             self._warn_of_rounding()
 
     def _writes(self) -> int:
-        """How often it was written to."""
+        """The number of writes into it."""
         return 0
 
     def _warn_of_rounding(self) -> None:
@@ -149,37 +140,20 @@ class EncodedTensor(torch.Tensor):
 
     def share_memory_(self) -> Self:
         """Move every part into memory that processes share."""
-        for part in self._held():
-            part.share_memory_()
+        for name in self.__tensor_flatten__()[0]:
+            getattr(self, name).share_memory_()
         return self
 
     def is_shared(self) -> bool:
-        """Whether processes share the parts."""
-        return all(bool(part.is_shared()) for part in self._held())
-
-    def _held(self) -> list[Any]:
-        """What it is made of."""
-        return [getattr(self, name) for name in self.__tensor_flatten__()[0]]
+        """True if processes share the parts."""
+        return all(bool(getattr(self, name).is_shared()) for name in self.__tensor_flatten__()[0])
 
     def untyped_storage(self) -> Any:
-        """Its size, and nothing else: there is no memory full of floats."""
+        """A storage that has a size and nothing else: there is no memory full of floats."""
         return NoStorage(super().untyped_storage())
 
-    def storage(self) -> NoReturn:
-        """Refused: it would be empty."""
-        refuse_memory("storage")
-
-    def data_ptr(self) -> int:
-        """Refused: there is nothing at that address."""
-        refuse_memory("address")
-
-    def __dlpack__(self, **options: Any) -> NoReturn:
-        """Refused: there are no floats to share."""
-        refuse_memory("memory")
-
-    def __dlpack_device__(self) -> NoReturn:
-        """Refused, as :meth:`__dlpack__`."""
-        refuse_memory("memory")
+    storage, data_ptr = _without_memory("storage"), _without_memory("address")
+    __dlpack__ = __dlpack_device__ = _without_memory("memory")
 
     def tolist(self) -> Any:
         """The values as nested lists."""
@@ -192,7 +166,7 @@ class EncodedTensor(torch.Tensor):
         return format(value.item(), spec)
 
     def numpy(self, *, force: bool = False) -> Any:
-        """The values as an array of its own memory."""
+        """The values as an array."""
         return self.dequantize().numpy(force=force)
 
 
@@ -211,7 +185,7 @@ class Replay:
         return made if self.part is None else made[self.part]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """With the operator by name: it can't be pickled itself."""
+        """A replay by the operator's name, as it can't be pickled itself."""
         return _replay_named, (str(self.func), self.args, self.kwargs, self.part)
 
 
@@ -223,7 +197,7 @@ _ROWS: Final = (_aten.select.int, _aten.slice.Tensor, _aten.split.Tensor, _aten.
 
 
 def takes_rows(replay: Replay) -> bool:
-    """Whether a view is of some indices of the first dimension, and of all there is under these."""
+    """True if a view is of some indices of the first dimension, and of all there is under these."""
     place = 1 if replay.func is _aten.split.Tensor else 0
     dimension = replay.args[place] if len(replay.args) > place else replay.kwargs.get("dim", 0)
     return replay.func in _ROWS and dimension == 0
@@ -232,12 +206,12 @@ def takes_rows(replay: Replay) -> bool:
 class View(EncodedTensor):
     """A view of an encoded tensor, as the operator that makes it."""
 
-    base: EncodedTensor
+    base: Any
     replay: Replay
 
     @staticmethod
     def __new__(cls, base: EncodedTensor, replay: Replay, size: Any, stride: Any, offset: Any = 0) -> "View":
-        """``replay(base)``, whose size, stride and offset it is told."""
+        """``replay(base)``, of a size, stride and offset that are known."""
         view: View = torch.Tensor._make_wrapper_subclass(
             cls, size, strides=stride, storage_offset=offset, dtype=base.dtype, device=base.device
         )
@@ -246,32 +220,29 @@ class View(EncodedTensor):
         return view
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        """The base, and how it is viewed."""
         return ["base"], (self.replay, self.storage_offset())
 
     def _stable_hash_for_caching(self) -> str:
-        """What compiled code on disk is found by."""
+        """A key that compiled code on disk is found by."""
         return f"{self.base._stable_hash_for_caching()} {self.replay} {self.shape} {self.requires_grad}"
 
     @classmethod
     def __tensor_unflatten__(cls, parts: dict[str, Any], rest: tuple[Any, ...], size: Any, stride: Any) -> "View":
-        """The way back."""
         return cls(parts["base"], rest[0], size, stride, rest[1])
 
     def dequantize(self) -> Tensor:
-        """The values as a plain tensor."""
-        return self.base._dequantized_view(self.replay)
+        values: Tensor = self.base._dequantized_view(self.replay)
+        return values
 
     def _in_float32(self) -> Tensor:
         viewed: Tensor = self.replay(self.base._in_float32())
         return viewed
 
     def check_writable(self) -> None:
-        """As the base has it."""
         self.base.check_writable()
 
     def write(self, values: Tensor, operator: str = "write") -> None:
-        """Into the base, where all other values are on the grid already and stay."""
+        """Write into the base, where all other values are on the grid already and stay."""
         whole = self.base._in_float32()
         self.replay(whole).copy_(values)
         self.base.write(whole, operator)
@@ -281,11 +252,10 @@ class View(EncodedTensor):
         return self.dequantize()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """The values, in memory of their own."""
+        """The values, copied."""
         return self.dequantize().clone().__reduce_ex__(protocol)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """That of the values."""
         return f"View({self.dequantize()!r})"
 
 
@@ -298,7 +268,8 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func.is_view and isinstance(args[0], EncodedTensor):
         return _view(func, args, kwargs)
     if func in _FACTORIES:
-        return func(_blank(args[0]), *args[1:], **kwargs)
+        x = args[0]
+        return func(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device), *args[1:], **kwargs)
     if torch.Tag.inplace_view in func.tags:
         raise RuntimeError(f"{func}: the shape of an FP8Tensor can't be changed in place; use {func} without the _")
     written = _written(func, args, kwargs)
@@ -310,10 +281,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _decoded_after_gradient(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments in a backward pass, the encoded ones of a graph decoded no sooner than a plain one is there.
-
-    An operator without a plain tensor stays as it is: what is kept for it is for the compiler to say.
-    """
+    """Arguments in a backward pass, the encoded ones of a graph decoded no sooner than a plain one is there."""
     gradient = next((x for x in args if isinstance(x, Tensor) and not isinstance(x, EncodedTensor)), None)
     if gradient is None:
         return args
@@ -322,7 +290,7 @@ def _decoded_after_gradient(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _after(gradient: Tensor, x: Any) -> Tensor:
     if isinstance(x, View):
-        if not is_traced(_root(x).codes):
+        if not is_traced(root_of(x).codes):
             return x.dequantize()
         viewed: Tensor = x.replay(_after(gradient, x.base))
         return viewed
@@ -332,14 +300,14 @@ def _after(gradient: Tensor, x: Any) -> Tensor:
     return decoded
 
 
-def _root(x: Any) -> Any:
-    """What a view of a view is one of."""
-    return _root(x.base) if isinstance(x, View) else x
+def root_of(x: Any) -> Any:
+    """The tensor that a view, or one of a view, is of."""
+    return root_of(x.base) if isinstance(x, View) else x
 
 
 @eager_only
 def _hidden(cls: type[EncodedTensor], func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    """The same, where a compiler does not see it."""
+    """An operator, run where a compiler does not see it."""
     check_not_sent(func)
     return _run(func, args, kwargs or {})
 
@@ -347,11 +315,6 @@ def _hidden(cls: type[EncodedTensor], func: Any, types: Any, args: Any = (), kwa
 def plain(tree: Any) -> Any:
     """A nest of arguments with every encoded tensor decoded."""
     return pytree.tree_map_only(EncodedTensor, lambda x: x.dequantize(), tree)
-
-
-def _blank(x: Tensor) -> Tensor:
-    """A plain tensor of the same shape, dtype and device, without values."""
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -362,11 +325,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[T
 
 
 def _run_writing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Tensor]) -> Any:
-    """Run on decoded copies of what is written, encode these, and return the arguments themselves.
-
-    The copies are float32, lest a bfloat16 loses what the rounding to the format is to see; a fused optimizer alone
-    wants all its tensors of one dtype.
-    """
+    """Run on float32 copies of what is written (a fused optimizer wants one dtype), and encode these."""
     widen = not func._schema.name.startswith("aten::_fused")
     stands_for = {id(x): x for x in written}
     for x in written:
@@ -389,7 +348,7 @@ def _run_writing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], writt
 
 
 def name_of(func: Any) -> str:
-    """What an operator is called, one tensor or many."""
+    """The name of an operator, over one tensor or many."""
     name: str = func._schema.name
     return name.removeprefix("aten::").removeprefix("_foreach_")
 
@@ -435,10 +394,7 @@ def refuse_collective(func: Any) -> NoReturn:
 
 
 def refuse_part_of_buffer(values: Tensor) -> None:
-    """Raise RuntimeError where several processes are to share a buffer that a parameter becomes part of.
-
-    ``ZeroRedundancyOptimizer`` would send the buffer, in which no step of codes is.
-    """
+    """Raise RuntimeError for part of a buffer, as ``ZeroRedundancyOptimizer`` sends it: no step of codes is in it."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()) or hasattr(values, "is_share"):
         return
     if values._base is not None or values.untyped_storage().nbytes() > values.nbytes:
@@ -454,10 +410,7 @@ def guard_memory(x: Tensor) -> None:
 
 
 class NoStorage:
-    """The storage of a tensor that has no memory: it has a size and an identity, and everything else is refused.
-
-    Other libraries compare the size before they save, and compilers keep the identity.
-    """
+    """The storage of a tensor without memory: its size, which libraries compare, and its identity, for compilers."""
 
     def __init__(self, storage: Any) -> None:
         self._storage = storage

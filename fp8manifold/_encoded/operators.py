@@ -1,4 +1,4 @@
-"""Operators that tensors of codes have an implementation of their own for, and what one takes over from another."""
+"""Operators that are implemented for tensors of codes, not by decoding them."""
 
 from collections.abc import Callable
 from functools import reduce
@@ -18,67 +18,18 @@ from fp8manifold._encoded.dispatch import (
     refuse_collective,
     view_of,
 )
-from fp8manifold._encoded.scaled import is_lent_here, lent, write_kept
-from fp8manifold._encoded.storage import decode_runs, dequantize_codes, is_traced, runs_of_rows
-from fp8manifold._encoded.stored_scale import (
-    as_kept,
-    broadcasts_to,
-    check_covers,
-    decoded_scale,
-    refit_scale_,
-    scale_in_float32,
-)
-from fp8manifold.scaling import SQUARE_SIZE
-
-
-def adopt_parts(own: Any, other: Any) -> Tensor | None:
-    """Codes and scale exactly, and the counter: the larger one, or of one that resumes that, with its seed.
-
-    What rounding left in the other is returned, in memory of its own; scales finer than the own are refused.
-    """
-    if other.format != own.format:
-        raise ValueError(f"the other tensor is of {other.format.name}, but this one is of {own.format.name}")
-    if other.shape != own.shape:
-        raise ValueError(f"the other tensor has shape {tuple(other.shape)}, but this one {tuple(own.shape)}")
-    scale = other.expanded_scale() if other.block_size != own.block_size else other.kept_scale
-    if not broadcasts_to(scale.shape, own.kept_scale.shape):
-        raise ValueError(
-            f"the other tensor has a scale for each {other.granularity}, this one for each {own.granularity}"
-        )
-    if other.block_size != own.block_size and own.exponents is not None and not own.is_share:
-        scale = as_kept(scale, blocks=True)
-    counter = other.counter
-    if other.resumes:
-        own.seed, own.by_operator, own.draws = other.seed, other.by_operator, other.draws
-    else:
-        counter = torch.maximum(own.counter, counter.to(own.counter.device))
-    own.codes.copy_(other.codes)
-    write_kept(own.kept_scale, scale)
-    own.counter.copy_(counter)
-    return None if other.remainder is None else other.remainder.to(own.codes.device, copy=True)
-
-
-def checked_scale(own: Any, scale: float | Tensor, largest: Tensor) -> Tensor:
-    """A new scale in the shape of the old one, unless it is too narrow for the ``largest`` magnitude under it."""
-    new, shape = scale_in_float32(scale, own.device), own.kept_scale.shape
-    as_kept(new, blocks=False)  # or refused
-    if not broadcasts_to(new.shape, shape):
-        raise ValueError(f"scale has shape {tuple(new.shape)}: it must fit {tuple(shape)}")
-    new = new.expand(shape)
-    check_covers(new, largest, own.format)
-    return new
+from fp8manifold._encoded.scaled import is_lent_here, lent
+from fp8manifold._encoded.storage import is_traced
+from fp8manifold._encoded.stored_scale import refit_scale_
 
 
 def checked_remainder(left: Tensor | None, codes: Tensor) -> Tensor | None:
-    """What rounding left, as it was saved, if it was."""
+    """The remainder of a saved tensor, or None."""
     if left is not None and (left.dtype != torch.int8 or left.shape != codes.shape):
         raise ValueError(
             f"remainder is {left.dtype} of shape {tuple(left.shape)}: it must be torch.int8 of {tuple(codes.shape)}"
         )
     return left
-
-
-# ------------------------------------------------------------------------------------------------------------ operators
 
 
 _aten = torch.ops.aten
@@ -100,7 +51,7 @@ def _is_whole(x: Any) -> bool:
 
 @implements(_aten.detach.default, _aten.alias.default)
 def alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The same tensor, without its history."""
+    """The tensor without its history."""
     x = args[0]
     if isinstance(x, View):
         return view_of(x.base, x.replay, x)
@@ -151,10 +102,7 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _is_there(x: Any, source: Any) -> bool:
-    """Whether values are copied that are those already, to the sign of a zero.
-
-    DDP's own start does so with ``non_blocking``, of weights that :func:`fp8manifold.distributed.sync` has made equal.
-    """
+    """True if the values are there already, to the sign of a zero, as where DDP copies after a ``sync``."""
     values = source.dequantize() if isinstance(source, EncodedTensor) else source
     if values.shape != x.shape or values.device != x.device:
         return False
@@ -164,7 +112,7 @@ def _is_there(x: Any, source: Any) -> bool:
 
 @implements(*_FILLS)
 def _fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What was there is gone, and its scale with it."""
+    """Fill a tensor at a fresh scale: what was there is gone."""
     return _replace(func, args[0], lambda values: func(values, *plain(args[1:]), **plain(kwargs)), fresh=True)
 
 
@@ -222,10 +170,4 @@ def _embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, rows = args[:2]
     if not _is_whole(x) or is_traced(x.codes):
         return NotImplemented
-    codes, flat = x.codes[rows.reshape(-1)], rows.reshape(-1)
-    if isinstance(x.block_size, tuple):
-        runs = runs_of_rows(decoded_scale(x.kept_scale[flat // SQUARE_SIZE]), x.shape[1])
-        return decode_runs(codes, runs, x.format, x.dtype).view(*rows.shape, x.shape[1])
-    scale = x.kept_scale[flat] if x.kept_scale.dim() else x.kept_scale
-    values = dequantize_codes(codes, decoded_scale(scale), x.format, x.dtype, x.block_size)
-    return values.view(*rows.shape, x.shape[1])
+    return x.decoded_rows(lambda part: part[rows.reshape(-1)]).view(*rows.shape, x.shape[1])

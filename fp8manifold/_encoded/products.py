@@ -12,17 +12,14 @@ from torch import Tensor
 
 from fp8manifold import _triton
 from fp8manifold._native._arrays import has_memory
-from fp8manifold._triton.operands import columns_on_gpu, int8_on_gpu, int8_rows_on_gpu, rows_on_gpu, transpose_on_gpu
+from fp8manifold._triton.whole import columns_on_gpu, copied_on_gpu, int8_rows_on_gpu, rows_on_gpu
 
 LARGEST: Final = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 _MANTISSA: Final = 23
 
 
 def pow2_scales(amax: Tensor, largest: float) -> tuple[Tensor, Tensor]:
-    """The least powers of two that take magnitudes to ``largest`` at most, and their inverses, by float32's bits.
-
-    It is 2^-126 at least, 1 for a magnitude of 0, and NaN for one that is not finite, whose inverse is 0.
-    """
+    """The least powers of two that take magnitudes to ``largest`` at most, or NaN, and their inverses, 0 of NaN."""
     fraction, exponent = math.frexp(largest)
     carry = 2**_MANTISSA - 1 - int((2 * fraction - 1) * 2**_MANTISSA)  # reaches the exponent from the next mantissa on
     biased = ((amax.view(torch.int32) + carry) >> _MANTISSA).sub(exponent - 1).clamp(min=1)
@@ -33,52 +30,38 @@ def pow2_scales(amax: Tensor, largest: float) -> tuple[Tensor, Tensor]:
 
 
 def _has_kernels(x: Tensor) -> bool:
-    """Whether a kernel reads ``x`` on its card; a compiler has the definition, which it fuses with its neighbours."""
+    """True if a kernel reads ``x`` on its card; a compiler has the definition, which it fuses with its neighbours."""
     return x.is_cuda and _triton.is_available() and has_memory(x)
 
 
-def _folded(x: Tensor, fold: Tensor | None) -> Tensor:
-    """``x * fold`` in float32: exact, as ``fold`` holds powers of two."""
-    return x.float() if fold is None else x.float() * fold
-
-
-def _units(wide: Tensor, largest: float, axis: int) -> tuple[Tensor, Tensor]:
-    """Values in units of the scale of their row or column, and the scales; 0 where the scale is NaN."""
+def _units(x: Tensor, fold: Tensor | None, largest: float, axis: int) -> tuple[Tensor, Tensor]:
+    """``x * fold`` in units of the scale of a row or column, exactly, and the scales; 0 where the scale is NaN."""
+    wide = x.float() if fold is None else x.float() * fold
     scale, inverse = pow2_scales(wide.abs().amax(axis, keepdim=True), largest)
     return torch.where(scale.isnan(), 0.0, wide * inverse), scale
 
 
 def round_rows(x: Tensor, fold: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Codes (M, K) of ``x * fold``, each row rounded to E4M3 at a scale of its own, and the scales (M, 1).
-
-    Args:
-        x: bfloat16, float16 or float32 (M, K).
-        fold: powers of two, float32 of K elements or of one, that broadcasts against ``x``.
-    """
+    """E4M3 codes (M, K) of ``x * fold`` and a scale (M, 1) a row; ``fold`` is None, K powers of two or one."""
     if _has_kernels(x):
         return rows_on_gpu(x, fold)
-    units, scale = _units(_folded(x, fold), LARGEST[torch.float8_e4m3fn], 1)
+    units, scale = _units(x, fold, LARGEST[torch.float8_e4m3fn], 1)
     return units.to(torch.float8_e4m3fn).view(torch.uint8), scale
 
 
 def round_columns(g: Tensor, fold: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Codes (N, M) of the transpose of ``g * fold``, each column of g rounded as a row is, and the scales (N, 1).
-
-    Args:
-        g: bfloat16, float16 or float32 (M, N).
-        fold: powers of two, float32 (M, 1).
-    """
+    """E4M3 codes (N, M) of the transpose of ``g * fold``, a scale (N, 1) a column of g; ``fold`` is None or (M, 1)."""
     if _has_kernels(g):
         return columns_on_gpu(g, fold)
-    units, scale = _units(_folded(g, fold), LARGEST[torch.float8_e4m3fn], 0)
+    units, scale = _units(g, fold, LARGEST[torch.float8_e4m3fn], 0)
     return units.to(torch.float8_e4m3fn).view(torch.uint8).t().contiguous(), scale.view(-1, 1)
 
 
 def int8_rows(x: Tensor, fold: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """As :func:`round_rows`, to whole numbers from -127 to 127, ties to the even one: int8 (M, K)."""
+    """Rows rounded as by :func:`round_rows`, to whole numbers from -127 to 127, ties to the even one: int8 (M, K)."""
     if _has_kernels(x):
         return int8_rows_on_gpu(x, fold)
-    units, scale = _units(_folded(x, fold), LARGEST[torch.int8], 1)
+    units, scale = _units(x, fold, LARGEST[torch.int8], 1)
     return units.round().to(torch.int8), scale
 
 
@@ -89,13 +72,13 @@ _LIBRARY.define("codes_to_int8(Tensor codes, bool transposed, Tensor? after) -> 
 
 def _transposed(codes: Tensor, after: Tensor | None) -> Tensor:
     if _has_kernels(codes):
-        return transpose_on_gpu(codes)
+        return copied_on_gpu(codes, integers=False, transposed=True)
     return codes.t().contiguous()
 
 
 def _as_int8(codes: Tensor, transposed: bool, after: Tensor | None) -> Tensor:
     if _has_kernels(codes):
-        return int8_on_gpu(codes, transposed)
+        return copied_on_gpu(codes, integers=True, transposed=transposed)
     magnitude = (codes & 127).to(torch.int8)
     signed = torch.where(codes > 127, -magnitude, magnitude)
     return signed.t().contiguous() if transposed else signed
@@ -106,11 +89,7 @@ _LIBRARY.impl("codes_to_int8", _as_int8, "CompositeExplicitAutograd")
 
 
 def transpose_bytes(codes: Tensor, after: Tensor | None = None) -> Tensor:
-    """The transpose (K, N) of codes (N, K), by rows: a copy of bytes.
-
-    Where a compiler looks on it is a node that can be run only once ``after`` is there, and so no graph holds the
-    copies of all layers at once.
-    """
+    """The transpose (K, N) of codes (N, K), by rows; in a graph, which would keep it, no sooner than ``after``."""
     made: Tensor = torch.ops.fp8manifold.transpose_bytes(codes, after)
     return made
 

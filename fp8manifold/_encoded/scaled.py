@@ -1,4 +1,4 @@
-"""What a tensor of codes has beside its codes: constant traits, scales, and the weight that autocast made it of."""
+"""The parts of a tensor beside its codes: constant traits, scales, and the weight that autocast made it of."""
 
 import weakref
 from functools import lru_cache
@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from fp8manifold._base.checks import check_choice, check_int
-from fp8manifold._encoded.dispatch import EncodedTensor, View
-from fp8manifold._encoded.storage import BlockSize, is_traced, largest_magnitude
-from fp8manifold._encoded.stored_scale import as_kept, broadcasts_to, decoded_scale, expand_kept, scale_in_float32
+from fp8manifold._encoded.dispatch import EncodedTensor, View, root_of
+from fp8manifold._encoded.storage import BlockSize, expand_scale, is_traced, largest_magnitude
+from fp8manifold._encoded.stored_scale import decoded_scale, other_scale
 from fp8manifold.formats import FloatFormat
 from fp8manifold.random_bits import Draws
 
@@ -34,18 +34,16 @@ class Traits(NamedTuple):
 
     @property
     def flat(self) -> tuple[Any, ...]:
-        """With the format by name: what can be compared, hashed and unpickled without a class of ours."""
+        """The traits as plain values, the format by name: what can be compared, hashed and unpickled."""
         return (self.format.name, *self[1:])
 
     def check(self) -> None:
-        """Raise TypeError or ValueError unless the options are valid."""
         check_choice("rounding", self.rounding, ROUNDINGS)
         check_choice("draws", self.draws, DRAWS)
         check_int("seed", self.seed, 0, 2**63 - 1)
 
     @classmethod
     def from_flat(cls, flat: tuple[Any, ...]) -> Self:
-        """Read what `flat` gave."""
         if len(flat) != len(cls._fields):
             raise ValueError(f"{flat!r} are not the {len(cls._fields)} traits of a tensor: {', '.join(cls._fields)}")
         return cls(_format_named(flat[0]), *flat[1:])
@@ -57,11 +55,8 @@ def _format_named(name: str) -> FloatFormat:
 
 
 def is_lent_here(x: Any) -> bool:
-    """Whether a cast of a tensor of codes may share them: under autocast, which casts every weight that it meets.
-
-    Not of what several processes hold, and not while a compiler looks on.
-    """
-    root = _root(x)
+    """True if a cast may share the codes: under autocast, of a whole tensor, with no compiler that looks on."""
+    root = root_of(x)
     if root.is_share or is_traced(root.codes) or root.codes.is_inference():
         return False
     nesting = torch.autocast_increment_nesting() - 1
@@ -69,12 +64,8 @@ def is_lent_here(x: Any) -> bool:
     return nesting > 0
 
 
-def _root(x: Any) -> Any:
-    return _root(x.base) if isinstance(x, View) else x
-
-
 def lent(x: Any, dtype: torch.dtype) -> Any:
-    """A tensor of codes, or a view of one, under another dtype: in memory of its own it has nothing."""
+    """A tensor of codes, or a view of one, under another dtype, without memory that is not shared."""
     if isinstance(x, View):
         return View(lent(x.base, dtype), x.replay, x.size(), x.stride(), x.storage_offset())
     twin = x.with_parts(lambda part: part, dtype)
@@ -114,11 +105,11 @@ class ScaledTensor(EncodedTensor):
     format: FloatFormat
     block_size: BlockSize
     lent_from: Lent | None
-    """Of a cast under autocast, whose codes they are, and their versions."""
+    """The parts that a cast under autocast shares, and their versions; None of any other tensor."""
     stepped_by: "weakref.ref[Any] | None" = None
     """The optimizer whose state has something in units of the scale."""
     resumes = False
-    """Whether it came from a state dict: whoever copies it goes on with its count and seed."""
+    """True if it came from a state dict: whoever copies it goes on with its count and seed."""
 
     @property
     def exponents(self) -> Tensor | None:
@@ -127,7 +118,7 @@ class ScaledTensor(EncodedTensor):
 
     @property
     def scale(self) -> Tensor:
-        """The scales, float32; of exponents a copy, made when it is asked for."""
+        """The scales, float32; of exponents a copy."""
         return decoded_scale(self.kept_scale)
 
     @scale.setter
@@ -145,7 +136,7 @@ class ScaledTensor(EncodedTensor):
 
     def expanded_scale(self) -> Tensor:
         """The scale in a shape that broadcasts against the values."""
-        return expand_kept(self.kept_scale, self.block_size, self.codes.shape)
+        return expand_scale(self.scale, self.block_size, self.codes.shape)
 
     def largest(self) -> Tensor:
         """The largest stored magnitude under each scale, in value; of the shape of ``scale``."""
@@ -155,8 +146,8 @@ class ScaledTensor(EncodedTensor):
         """Write other scales, for all that share them; the codes stay, so that their values change with the scales.
 
         Args:
-            scale: positive normal numbers, rounded to float32; a number, or a tensor that broadcasts to the shape of
-                ``scale``.  Blocks that have exponents hold float32 from then on unless all are powers of two.
+            scale: positive normal, a number or a tensor that broadcasts to the shape of ``scale``, rounded to float32.
+                Blocks that have exponents hold float32 from then on unless all are powers of two.
 
         Raises:
             TypeError: uint8, which might be exponents.
@@ -171,10 +162,7 @@ class ScaledTensor(EncodedTensor):
             ([1.0, 2.0], [[126, 127]])
         """
         check_own(self)
-        new, shape = scale_in_float32(scale, self.device), self.kept_scale.shape
-        if not broadcasts_to(new.shape, shape):
-            raise ValueError(f"scale has shape {tuple(new.shape)}: it must fit {tuple(shape)}")
-        new = as_kept(new, blocks=self.exponents is not None)
+        new = other_scale(self, scale, blocks=self.exponents is not None)
         if self.is_share and new.dtype is not self.kept_scale.dtype:
             raise RuntimeError("a sharded FP8Tensor has exponents for scales: give others than powers of two before")
         write_kept(self.kept_scale, new)
@@ -187,11 +175,7 @@ class ScaledTensor(EncodedTensor):
 
 
 def write_kept(kept: Tensor, new: Tensor) -> None:
-    """Write scales, for all that share the memory: exponents become floats where floats are written.
-
-    Raises:
-        RuntimeError: they would in compiled code.
-    """
+    """Write scales, for all that share the memory: in eager mode exponents become floats where floats are written."""
     if kept.dtype is not new.dtype and kept.dtype is torch.uint8:
         if is_traced(kept):
             raise RuntimeError("compiled code can't write floats in place of exponents: set the scale in eager mode")

@@ -20,7 +20,7 @@ from fp8manifold.random_bits import named_word
 from fp8manifold.scaling import BLOCK_SIZE, SQUARE_SIZE, square_amax
 
 BlockSize = int | tuple[int, int] | None
-"""What shares a scale: 32 weights of a row, 128 x 128 of the last two dimensions, or what the scale's shape says."""
+"""The weights that share a scale: 32 of a row, 128 x 128 of the last two dimensions, or what the scale's shape says."""
 SQUARE: Final = (SQUARE_SIZE, SQUARE_SIZE)
 
 _SHORTEST_RUN: Final = 32
@@ -33,22 +33,14 @@ def number_of(block_size: BlockSize) -> int:
 
 
 def block_size_of(number: int) -> BlockSize:
-    """The way back."""
+    """The inverse of :func:`number_of`."""
     if number not in _KNOWN:
         raise ValueError(f"blocks of {number} weights are unknown: {', '.join(map(str, _KNOWN))}")
     return _KNOWN[number]
 
 
-def expand_squares(scale: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """One scale a square, of the last two dimensions, as one a weight."""
-    return _spread(spread_rows(scale, shape[-2]), shape[-1], -1).contiguous()
-
-
 def run_length(columns: int) -> int:
-    """Weights of a row that share a scale, in equal runs: kernels know no others.
-
-    It is the row of a matrix of one column of squares, otherwise a divisor of 128 that is no shorter than 32, or 1.
-    """
+    """Weights in each of the equal runs of a row that share a scale: 32 to 128, 1, or a row of up to 128."""
     if columns <= SQUARE_SIZE:
         return max(columns, 1)
     length = math.gcd(columns, SQUARE_SIZE)
@@ -61,11 +53,11 @@ def runs_of(scale: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def runs_of_rows(scale: Tensor, columns: int) -> Tensor:
-    """The same of rows that have their scales already, one for each square that a row runs through."""
+    """Runs of rows whose scales are known, one for each square that a row runs through."""
     length = run_length(columns)
     if columns <= SQUARE_SIZE:
         return scale.contiguous()
-    return _cut_to(scale.repeat_interleave(SQUARE_SIZE // length, -1), columns // length)
+    return scale.repeat_interleave(SQUARE_SIZE // length, -1)[..., : columns // length].contiguous()
 
 
 def spread_rows(scale: Tensor, rows: int) -> Tensor:
@@ -80,37 +72,28 @@ def _spread(scale: Tensor, size: int, dim: int) -> Tensor:
     return scale.repeat_interleave(SQUARE_SIZE, dim).narrow(dim, 0, size)
 
 
-def _cut_to(scale: Tensor, columns: int) -> Tensor:
-    return scale[..., :columns].contiguous()
-
-
-# -------------------------------------------------------------------------------------------------------------- storage
-
-
 REMAINDER_STEPS: Final = 256
 """Parts of a chart step in which a remainder is counted."""
 
 
 def is_traced(x: Tensor) -> bool:
-    """Whether ``x`` stands for a tensor while a compiler looks on, so that nothing may depend on its values."""
+    """True if ``x`` stands for a tensor while a compiler looks on, so that nothing may depend on its values."""
     return type(x) is not Tensor or x.is_meta
 
 
 def expand_scale(scale: Tensor, block_size: BlockSize, shape: torch.Size) -> Tensor:
     """The scale in a shape that broadcasts against the values: blocks are spread out, the rest stays as it is."""
     if isinstance(block_size, tuple):
-        return expand_squares(scale, shape)
+        return _spread(spread_rows(scale, shape[-2]), shape[-1], -1).contiguous()
     return scale if block_size is None else scale.repeat_interleave(block_size, dim=-1).view(shape)
 
 
 def dequantize_codes(
     codes: Tensor, scale: Tensor, fmt: FloatFormat, dtype: torch.dtype, block_size: BlockSize
 ) -> Tensor:
-    """``scale * decode(codes)`` in one pass: the only place where stored weights become floats.
+    """``scale * decode(codes)``, where stored weights become floats: rounded to float32, and from there to ``dtype``.
 
-    A float32 scale is ``()``, one entry an index of the first axis ``(R, 1, .., 1)``, one a block of the last, or one a
-    square of the last two.  Products are rounded to float32, and from there to ``dtype``; of powers of two they are
-    exact in both.
+    A scale is ``()``, one a row ``(R, 1, .., 1)``, one a block of the last axis, or one a square of the last two.
     """
     if is_traced(codes) or torch.compiler.is_compiling():
         return (decode_bits(codes, fmt) * expand_scale(scale, block_size, codes.shape)).to(dtype)
@@ -120,24 +103,19 @@ def dequantize_codes(
 
 
 def decode_runs(codes: Tensor, scale: Tensor, fmt: FloatFormat, dtype: torch.dtype) -> Tensor:
-    """The same of codes in memory, with a scale for each of equal runs of them."""
+    """``scale * decode(codes)`` of codes in memory, with a scale for each of equal runs of them."""
     if (native := decoded(codes, fmt, dtype, scale)) is not None:
         return native
     out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
     if out.numel():
         groups = scale.numel()
-        pieces = (codes.reshape(groups, -1), scale.reshape(groups, 1), out.view(groups, -1))
-        _decode_pieces(*pieces, fmt, axis=1 if groups == 1 else 0)
+        matrix, factors, target = codes.reshape(groups, -1), scale.reshape(groups, 1), out.view(groups, -1)
+        axis = 1 if groups == 1 else 0
+        length = max(BLOCK // matrix.shape[1 - axis], 1) if codes.is_cpu else matrix.shape[axis]
+        parts = (x.split(length, axis) for x in (matrix, factors.expand_as(matrix), target))
+        for some, factor, into in zip(*parts, strict=True):
+            torch.mul(decode_known(some, fmt), factor, out=into)
     return out
-
-
-def _decode_pieces(codes: Tensor, scale: Tensor, out: Tensor, fmt: FloatFormat, axis: int) -> None:
-    """Decode a matrix with one scale a row, in pieces of whole rows (axis 0) or of columns (axis 1)."""
-    length = codes.shape[axis] if codes.device.type != "cpu" else max(BLOCK // codes.shape[1 - axis], 1)
-    for start in range(0, codes.shape[axis], length):
-        size = min(length, codes.shape[axis] - start)
-        rows = scale.narrow(0, start, size) if axis == 0 else scale
-        torch.mul(decode_known(codes.narrow(axis, start, size), fmt), rows, out=out.narrow(axis, start, size))
 
 
 def encode_in_graph(units: Tensor, fmt: FloatFormat, rounding: str) -> Tensor:
@@ -172,10 +150,7 @@ def codes_of(w: Tensor, scale: Tensor, fmt: FloatFormat, *, keep_remainder: bool
 
 
 def remainder_of(w: Tensor, codes: Tensor, scale: Tensor, fmt: FloatFormat) -> Tensor:
-    """What rounding ``w`` left, in 1/256 of a chart step: int8 of ``w``'s shape, 0 for NaN.
-
-    .. math:: \\operatorname{round}(256 (\\varphi(w / s) - \\varphi(q))) \\in [-128, 127]
-    """
+    """The remainder ``round(256 (phi(w / s) - phi(q)))`` in [-128, 127]: int8 of ``w``'s shape, 0 for NaN."""
     if not has_values(w):
         return torch.empty_like(w, dtype=torch.int8)
     left = to_chart(w.double() / scale, fmt) - to_chart(decode(codes, fmt, torch.float64), fmt)
@@ -215,11 +190,7 @@ def largest_magnitude(codes: Tensor, scale: Tensor, fmt: FloatFormat, block_size
 
 
 def next_codes(own: Any, units: Tensor, rounding: str, operator: str) -> Tensor:
-    """Codes of what ``operator`` writes, in units of the scale; stochastic rounding advances the counter.
-
-    The draws are independent, whatever the tensor's own are: what an average or a loaded snapshot asks for depends on
-    the draws before it.
-    """
+    """Codes of what ``operator`` writes, in units of the scale; draws are counted, and always independent."""
     if is_traced(own.codes):
         return encode_in_graph(units, own.format, rounding)
     if rounding == "nearest":

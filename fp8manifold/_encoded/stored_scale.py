@@ -7,20 +7,19 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fp8manifold._encoded.storage import BlockSize, expand_scale, is_traced
+from fp8manifold._encoded.storage import expand_scale, is_traced
 from fp8manifold._numerics.codec import decode_signed, encode_signed, joined_codes, split_codes, unless_special
 from fp8manifold.formats import FloatFormat
 from fp8manifold.grid import round_to_grid
 from fp8manifold.random_bits import named_word, random_bits
 from fp8manifold.scaling import (
-    BLOCK_SIZE,
     ROUNDING_OF_SCALES,
     SaturationWarning,
     StoredGranularity,
     UnderflowWarning,
     amax_of,
+    broadcasts_to,
     refitted_scale,
-    square_shape,
     storage_scale,
     usual_headroom,
 )
@@ -34,16 +33,12 @@ _FRACTION: Final = 2**_MANTISSA_BITS - 1
 
 
 def are_powers_of_two(scale: Tensor) -> bool:
-    """Whether all of a float32 scale are, so that they can be kept as exponents; False while a compiler looks on."""
+    """True if all of a float32 scale are, so that they can be kept as exponents; False while a compiler looks on."""
     return scale.is_meta or not (is_traced(scale) or bool((scale.view(torch.int32) & _FRACTION).any()))
 
 
 def as_kept(scale: Tensor, *, blocks: bool) -> Tensor:
-    """A float32 scale as it is kept: of blocks the byte ``e`` of ``2^(e - 127)`` where all are such.
-
-    Raises:
-        ValueError: an entry is no positive normal number.
-    """
+    """A float32 scale, checked, as it is kept: of blocks the byte ``e`` of ``2^(e - 127)`` where all are such."""
     if not is_traced(scale):
         wrong = ~((scale >= torch.finfo(torch.float32).tiny) & scale.isfinite())
         if bool(wrong.any()):
@@ -57,13 +52,8 @@ def _exponents_of(scale: Tensor) -> Tensor:
 
 
 def decoded_scale(kept: Tensor) -> Tensor:
-    """The way back, float32; 0 for a byte of 0, which is memory without values."""
+    """A kept scale in float32; 0 for a byte of 0, which is memory without values."""
     return (kept.to(torch.int32) << _MANTISSA_BITS).view(torch.float32) if kept.dtype is torch.uint8 else kept
-
-
-def expand_kept(kept: Tensor, block_size: BlockSize, shape: torch.Size) -> Tensor:
-    """Scales, as they are kept, in a shape that broadcasts against the values."""
-    return expand_scale(decoded_scale(kept), block_size, shape)
 
 
 def checked_exponents(exponents: Tensor) -> Tensor:
@@ -79,16 +69,9 @@ def checked_exponents(exponents: Tensor) -> Tensor:
 _LOG: Final = logging.getLogger("fp8manifold")
 
 
-def fresh_scale(w: Tensor, fmt: FloatFormat, granularity: StoredGranularity, headroom: float | None) -> Tensor:
-    """:func:`fp8manifold.storage_scale`; of a meta tensor, which has no magnitude, one without values."""
-    if w.is_meta:
-        return torch.empty(_scale_shape(w.shape, granularity), dtype=torch.float32, device="meta")
-    return storage_scale(w, fmt, granularity, headroom=headroom)
-
-
 def kept_fresh_scale(w: Tensor, fmt: FloatFormat, granularity: StoredGranularity, headroom: float | None) -> Tensor:
-    """The same as it is kept: uint8 of blocks, as all are powers of two."""
-    scale = fresh_scale(w, fmt, granularity, headroom)
+    """:func:`fp8manifold.storage_scale` as it is kept: uint8 of blocks, as all are powers of two."""
+    scale = storage_scale(w, fmt, granularity, headroom=headroom)
     return _exponents_of(scale) if granularity in IN_BLOCKS else scale
 
 
@@ -101,22 +84,20 @@ def given_scale(scale: float | Tensor, w: Tensor, granularity: str) -> Tensor:
     """A scale that the caller chose, as it is kept, in the granularity's shape."""
     if not isinstance(scale, Tensor | int | float) or isinstance(scale, bool):
         raise TypeError(f"scale must be a number or a tensor, not {type(scale).__name__}")
-    tensor = _given(scale, w.device, blocks=granularity in IN_BLOCKS)
-    shape = _scale_shape(w.shape, granularity)
-    if tensor.shape == shape:
-        return tensor
-    if tensor.dim() == 0:
-        return tensor.expand(shape).clone()
+    blocks = granularity in IN_BLOCKS
+    if blocks and isinstance(scale, Tensor) and scale.dtype == torch.uint8:
+        kept = checked_exponents(scale.to(w.device))
+    else:
+        kept = as_kept(scale_in_float32(scale, w.device), blocks=blocks)
+    shape = amax_of(torch.empty(w.shape, device="meta"), granularity).shape
+    if kept.shape == shape:
+        return kept
+    if kept.dim() == 0:
+        return kept.expand(shape).clone()
     raise ValueError(
-        f"scale has shape {tuple(tensor.shape)}: with granularity={granularity!r} a tensor of shape {tuple(w.shape)} "
+        f"scale has shape {tuple(kept.shape)}: with granularity={granularity!r} a tensor of shape {tuple(w.shape)} "
         f"needs {tuple(shape)}"
     )
-
-
-def _given(scale: float | Tensor, device: torch.device, *, blocks: bool) -> Tensor:
-    if blocks and isinstance(scale, Tensor) and scale.dtype == torch.uint8:
-        return checked_exponents(scale.to(device))
-    return as_kept(scale_in_float32(scale, device), blocks=blocks)
 
 
 def scale_in_float32(scale: float | Tensor, device: torch.device) -> Tensor:
@@ -126,34 +107,20 @@ def scale_in_float32(scale: float | Tensor, device: torch.device) -> Tensor:
     return torch.as_tensor(scale, dtype=torch.float32, device=device)
 
 
+def other_scale(own: Any, scale: float | Tensor, *, blocks: bool = False) -> Tensor:
+    """A scale to take the place of a tensor's own, which it has to fit, as it is kept."""
+    new, shape = scale_in_float32(scale, own.device), own.kept_scale.shape
+    if not broadcasts_to(new.shape, shape):
+        raise ValueError(f"scale has shape {tuple(new.shape)}: it must fit {tuple(shape)}")
+    return as_kept(new, blocks=blocks)
+
+
 def check_covers(scale: Tensor, largest: Tensor, fmt: FloatFormat) -> None:
     """Raise ValueError unless the largest stored magnitude under each scale is within its range."""
     beyond = largest > scale * fmt.max * ROUNDING_OF_SCALES
     if bool(beyond.any()):
         top = float(largest[beyond].max())
         raise ValueError(f"scale is too narrow: a stored value of {top:g} needs one of at least {top / fmt.max:g}")
-
-
-def _scale_shape(shape: torch.Size, granularity: str) -> torch.Size:
-    if granularity == "tensor":
-        return torch.Size()
-    if granularity == "square":
-        return square_shape(shape)
-    if granularity == "row":
-        return torch.Size((*shape[:-1], 1))
-    if granularity == "channel":
-        return torch.Size((*shape[:1], *(1 for _ in shape[1:])))
-    if not shape or shape[-1] % BLOCK_SIZE:
-        raise ValueError(f"granularity='block' needs a last dimension that {BLOCK_SIZE} divides, not {tuple(shape)}")
-    return torch.Size((*shape[:-1], shape[-1] // BLOCK_SIZE))
-
-
-def broadcasts_to(shape: torch.Size, other: torch.Size) -> bool:
-    """Whether one shape broadcasts to the other without widening it."""
-    try:
-        return bool(torch.broadcast_shapes(shape, other) == other)
-    except RuntimeError:
-        return False
 
 
 def describe_scale(scale: Tensor) -> str:
@@ -165,7 +132,7 @@ def describe_scale(scale: Tensor) -> str:
 
 
 def describe_change(old: Tensor, new: Tensor) -> str:
-    """How many scales change, and by how much."""
+    """A line on how many scales change, and by how much."""
     if not old.numel():
         return "no scale to change"
     low, high = _ends(new / old, "+")
@@ -213,11 +180,7 @@ def warn_of_rounding(fmt: FloatFormat) -> None:
 
 
 def refit_scale_(x: Any, values: Tensor, *, fresh: bool) -> None:
-    """Set the scale for values that are to take the place of all there are; it may be memory without values.
-
-    It is a fresh one for all that are not zero, or unless ``fresh`` only where the present one does not suit them and
-    they are not points of its grid already, as those of a step are.
-    """
+    """Set the scale for values that replace all there are: a fresh one, or where the present one does not suit them."""
     amax = amax_of(values, x.granularity)
     if not bool(amax.isfinite().all()):
         return
@@ -241,7 +204,7 @@ _BITS = 8
 
 
 def entry_of(own: Any) -> dict[str, Any]:
-    """What the optimizer that steps a tensor of codes keeps for it; empty where none does."""
+    """The state that the optimizer of a tensor of codes has for it; empty without one."""
     optimizer = None if own.stepped_by is None else own.stepped_by()
     entries = {} if optimizer is None else optimizer.state
     return next((entry for p, entry in entries.items() if getattr(p, "codes", None) is own.codes), {})
@@ -264,15 +227,7 @@ def _units(own: Any, left: Tensor) -> Tensor:
 
 
 def rewrite_together(own: Any, left: Tensor, new: Tensor) -> None:
-    """Write codes, and what is left beside them, at other scales: their sum stays, rounded at random to 1/256 step.
-
-    .. math:: s' (w' + r') = s (w + r) \\text{ on average,} \\qquad |r'| \\le 1/2 \\text{ step}
-
-    Args:
-        own: the tensor, at its old scales.
-        left: int8, in 1/256 of a step of the chart.
-        new: the other scales, in the shape of its own.
-    """
+    """Write codes and residual (int8, 1/256 step) at other scales: their sum stays, rounded at random to 1/256 step."""
     fmt, codes = own.format, own.codes
     ratio = own.expanded_scale() / expand_scale(new, own.block_size, codes.shape)
     stream = named_word("rescale_") if own.by_operator else 0

@@ -13,8 +13,6 @@ from typing import Final
 
 import torch
 
-__all__ = ["NativeUnavailableWarning", "is_available", "library", "threads_for"]
-
 _WORTH_A_THREAD: Final = 65_536
 
 
@@ -32,14 +30,17 @@ def library() -> ctypes.CDLL | None:
 
 @cache
 def _found() -> tuple[ctypes.CDLL | None, list[str]]:
-    """The library as it was when it was first asked for, whatever becomes of the file, and what is yet to be said."""
+    """The library as first loaded, whatever becomes of the file, and a warning that is not given yet."""
     path = Path(__file__).with_name("_kernels.so")
     reason = "it was built from other sources"
     try:
         if not path.exists():
             reason = "it was not built, for want of a C compiler, or was removed since"
-        elif _sources_of(kernels := ctypes.CDLL(str(path))) == _digest(path.parent):
-            return _with_types(kernels), []
+        else:
+            kernels = ctypes.CDLL(str(path))
+            kernels.fp8manifold_sources.restype = ctypes.c_char_p
+            if kernels.fp8manifold_sources().decode() == _digest(path.parent):
+                return _with_types(kernels), []
     except (OSError, AttributeError) as error:
         reason = str(error).splitlines()[0]
     return None, [
@@ -49,7 +50,7 @@ def _found() -> tuple[ctypes.CDLL | None, list[str]]:
 
 
 def threads_for(elements: int) -> int:
-    """How many of torch's threads are worth starting over that many elements."""
+    """The number of torch's threads that are worth starting for so many elements."""
     return min(torch.get_num_threads(), elements // _WORTH_A_THREAD + 1)
 
 
@@ -71,13 +72,8 @@ def _with_types(kernels: ctypes.CDLL) -> ctypes.CDLL:
     return kernels
 
 
-def _sources_of(kernels: ctypes.CDLL) -> str:
-    kernels.fp8manifold_sources.restype = ctypes.c_char_p
-    return str(kernels.fp8manifold_sources().decode())
-
-
 def _digest(folder: Path) -> str:
-    """What a library of the sources in a folder says of itself; see ``hatch_build.py``."""
+    """The digest that a library of the sources in a folder has; see ``hatch_build.py``."""
     found = hashlib.sha256()
     for path in sorted(folder.glob("*.[ch]")):
         found.update(path.name.encode() + b"\0" + path.read_bytes().replace(b"\r\n", b"\n"))

@@ -1,14 +1,12 @@
 """The charts of the metrics: one coordinate per value, in which the metric is flat.
 
-A chart works in units of the scale.  It is symmetric, strictly increasing and has four maps: ``stiffness`` (the
-derivative of its inverse), ``forward``, ``inverse`` and ``shift`` (``inverse(forward(x) + t)`` without the rounding
-of large coordinates).
+A chart works in units of the scale; it is symmetric and strictly increasing.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -23,24 +21,28 @@ Metric = str | Callable[[Tensor, FloatFormat], Any]
 """``ulp``, ``log``, ``euclidean``, or a positive function S(x, fmt)."""
 
 
-class Chart(Protocol):
-    """What a metric has to offer."""
+class Chart:
+    """The identity, the chart of the euclidean metric: one step is one unit of the scale."""
 
     def stiffness(self, x: Tensor) -> Tensor:
-        """One step in value at ``x``."""
+        """One step in value at ``x``: the derivative of the inverse."""
+        return x * 0 + 1
 
     def forward(self, x: Tensor) -> Tensor:
         """Steps from zero to ``x``."""
+        return x
 
     def inverse(self, c: Tensor) -> Tensor:
         """The value ``c`` steps from zero."""
+        return c
 
     def shift(self, x: Tensor, steps: Tensor) -> Tensor:
         """The value ``steps`` away from ``x``."""
+        return self.inverse(self.forward(x) + steps)
 
 
 @dataclass(frozen=True)
-class UlpChart:
+class UlpChart(Chart):
     """Piecewise linear: one step is one ulp, ``2^(e - M)`` with the exponent held in ``[lowest, highest]``.
 
     ``lowest = emin`` is the format's own chart.  A higher ``lowest`` or a finite ``highest`` bounds the stiffness from
@@ -74,7 +76,7 @@ class UlpChart:
         return (magnitude - index * per_binade) * spacing * sign
 
     def shift(self, x: Tensor, steps: Tensor) -> Tensor:
-        """Move by ``steps``: whole steps are counted in integers, so only the fraction is rounded."""
+        """The value ``steps`` away: whole steps are counted in integers, so only the fraction is rounded."""
         power, sign = self._power(x), sign_of(x)
         position = x * sign / (power * 2.0**-self.mantissa_bits)
         whole = position.detach().floor()
@@ -100,7 +102,7 @@ class UlpChart:
 
 
 @dataclass(frozen=True)
-class LogChart:
+class LogChart(Chart):
     """Smooth: ``S = max(|x|, 2^emin) 2^-M``, so that a step multiplies; linear below the smallest normal."""
 
     mantissa_bits: int
@@ -125,31 +127,9 @@ class LogChart:
         value = torch.where(ratio > 1, (torch.where(ratio > 1, ratio, 1.0) - 1).exp(), ratio)
         return value * sign * 2.0**self.lowest
 
-    def shift(self, x: Tensor, steps: Tensor) -> Tensor:
-        return self.inverse(self.forward(x) + steps)
 
-
-class EuclideanChart:
-    """The identity: one step is one unit of the scale."""
-
-    def stiffness(self, x: Tensor) -> Tensor:
-        return x * 0 + 1
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x
-
-    def inverse(self, c: Tensor) -> Tensor:
-        return c
-
-    def shift(self, x: Tensor, steps: Tensor) -> Tensor:
-        return x + steps
-
-
-class TabulatedChart:
-    """The chart of any positive function: its value midway between two neighbours of the grid holds between them.
-
-    That makes every law of the manifold exact, whatever the function; at the largest value and beyond its own holds.
-    """
+class TabulatedChart(Chart):
+    """The chart of any positive function, whose value midway between neighbours of the grid holds between them."""
 
     def __init__(self, function: Callable[[Tensor, FloatFormat], Any], fmt: FloatFormat) -> None:
         self._function, self._format = function, fmt
@@ -179,9 +159,6 @@ class TabulatedChart:
         gap, sign = _gap(coordinates, c), sign_of(c)
         return (knots[gap] + (c * sign - coordinates[gap]) * gaps[gap]) * sign
 
-    def shift(self, x: Tensor, steps: Tensor) -> Tensor:
-        return self.inverse(self.forward(x) + steps)
-
     def _tables(self, like: Tensor) -> tuple[Tensor, ...]:
         return tuple(table.to(device=like.device, dtype=like.dtype) for table in self._table)
 
@@ -195,7 +172,7 @@ def chart_of(fmt: FloatFormat, metric: Metric) -> Chart:
     check_choice("metric", metric, METRICS)
     if metric == "ulp":
         return UlpChart(fmt.mantissa_bits, fmt.emin, fmt.emax)
-    return LogChart(fmt.mantissa_bits, fmt.emin) if metric == "log" else EuclideanChart()
+    return LogChart(fmt.mantissa_bits, fmt.emin) if metric == "log" else Chart()
 
 
 @lru_cache(maxsize=64)
@@ -214,10 +191,7 @@ def _gap(knots: Tensor, x: Tensor) -> Tensor:
 
 
 def sign_of(x: Tensor) -> Tensor:
-    """+-1 by the sign bit, a constant to autograd: ``abs`` and ``copysign`` have derivative 0 at zero, a chart 1/S.
-
-    Compilers vectorise integer operations on the bits, and not ``copysign``.
-    """
+    """+-1 by the sign bit, a constant to autograd: ``abs`` and ``copysign`` have derivative 0 at zero, a chart 1/S."""
     fields = float_bits(x.dtype)
     return ((x.detach().view(fields.integer) & fields.sign_mask) | fields.power_of_two(0)).view(x.dtype)
 

@@ -1,4 +1,4 @@
-"""What C takes, as records: the same fields in the same order as in ``format.h``, ``step.h`` and ``grid.c``."""
+"""The records that C takes: the same fields in the same order as in ``format.h``, ``step.h`` and ``grid.c``."""
 
 from functools import lru_cache
 from struct import Struct

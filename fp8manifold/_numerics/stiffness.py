@@ -11,17 +11,13 @@ from fp8manifold._base.float_bits import float_bits
 from fp8manifold._ranks import ALONE, Ranks
 from fp8manifold.formats import FloatFormat
 
-_UNBOUNDED = 2**20  # an exponent past all others
 _COEFFICIENTS = tuple(math.log(2) ** i / math.factorial(i) for i in range(16))
 _LOGARITHM = tuple(2 / math.log(2) / (2 * i + 1) for i in range(18))
 _PART = 26  # bits of a mantissa that are summed at once
 
 
 def reference_stiffness(stiffness: Tensor, ranks: Ranks = ALONE) -> float:
-    """The mean of a stiffness field, of which processes may hold a part each, to the last bit or so of float64.
-
-    Integers are summed for each exponent, so the result does not depend on how a tensor is cut up or summed.
-    """
+    """The mean of a field of all processes, float64, from integer sums: the same bits however it is cut up."""
     fields = float_bits(stiffness.dtype)
     counts, *parts = ranks.total(_summed(stiffness)).tolist()
     terms = [math.ldexp(n, e - fields.bias) for e, n in enumerate(counts) if n and e]
@@ -32,7 +28,7 @@ def reference_stiffness(stiffness: Tensor, ranks: Ranks = ALONE) -> float:
 
 
 def _summed(stiffness: Tensor) -> Tensor:
-    """How many there are of each exponent, and the sums of their mantissas, of 26 bits at once; taken in pieces."""
+    """The number of values of each exponent, and the sums of their mantissas, of 26 bits at once; taken in pieces."""
     fields = float_bits(stiffness.dtype)
     shifts = range(0, fields.mantissa_bits, _PART)
     sums = torch.zeros(1 + len(shifts), 2 * fields.bias + 2, dtype=torch.int64, device=stiffness.device)
@@ -49,7 +45,7 @@ def _summed(stiffness: Tensor) -> Tensor:
 
 
 def bounded_share(stiffness: Tensor, reference: float, damping: float, clip: float, ranks: Ranks = ALONE) -> float:
-    """Share of elements, of all processes, whose ratio to the reference lies outside ``[damping, clip]``."""
+    """Share of elements, of all processes, whose ratio to the reference is outside ``[damping, clip]``."""
     outside = torch.zeros((), dtype=torch.int64, device=stiffness.device)
     for part in stiffness.flatten().split(block_on(stiffness.device)):
         ratio = part / reference
@@ -61,18 +57,15 @@ def bounded_share(stiffness: Tensor, reference: float, damping: float, clip: flo
 
 
 def factor(stiffness: Tensor, scale: Tensor, mode: str, numbers: Mapping[str, Tensor]) -> Tensor:
-    """``clamp(S / S_ref, damping, clip)^k``, the same bits everywhere; ``scale`` has the mantissas of ``stiffness``.
-
-    The general power is that of the logarithm: ``2^(k (log2 S - log2 S_ref))``.
-    """
+    """``clamp(S / S_ref, damping, clip)^k``, the same bits everywhere; ``scale`` has the mantissas of ``stiffness``."""
     if mode == "power":
         logarithm = _exponent(stiffness) - (numbers["log_reference"] - log2_of_mantissa(scale))
-        return exp2_exact(_between(logarithm, numbers["log_low"], numbers["log_high"]) * numbers["power"])
+        return exp2_exact(logarithm.clamp(numbers["log_low"], numbers["log_high"]) * numbers["power"])
     # positive floats order like their bits, and integer bounds cost a third of those that look for NaN
     fields = float_bits(stiffness.dtype)
     bits = (stiffness * numbers["inverse_reference"]).view(fields.integer)
     low, high = numbers["low"].view(fields.integer), numbers["high"].view(fields.integer)
-    ratio = _between(bits, low, high).view(stiffness.dtype)
+    ratio = bits.clamp(low, high).view(stiffness.dtype)
     if mode == "sqrt":
         return sqrt_exact(ratio)
     return ratio * ratio if mode == "square" else ratio
@@ -90,23 +83,23 @@ def log2_of_mantissa(x: Tensor) -> Tensor:
     mask, one = (1 << fields.mantissa_bits) - 1, fields.power_of_two(0)
     f = ((x.view(fields.integer) & mask) | one).view(x.dtype)
     t = (f - 1) / (f + 1)
-    square = t * t
-    coefficients = _LOGARITHM if x.dtype == torch.float64 else _LOGARITHM[:8]
-    value = torch.full_like(x, coefficients[-1])
-    for coefficient in reversed(coefficients[:-1]):
-        value = value * square + coefficient
-    return value * t
+    return _polynomial(t * t, _LOGARITHM) * t
+
+
+def _polynomial(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:
+    """Horner's scheme, of eight coefficients in float32."""
+    used = coefficients if x.dtype == torch.float64 else coefficients[:8]
+    value = torch.full_like(x, used[-1])
+    for coefficient in reversed(used[:-1]):
+        value = value * x + coefficient
+    return value
 
 
 def exp2_exact(x: Tensor) -> Tensor:
     """``2^x`` by a polynomial in ``+`` and ``*``: within 4 ULP, and the same bits everywhere."""
     fields = float_bits(x.dtype)
     whole = torch.round(x)
-    fraction = x - whole
-    coefficients = _COEFFICIENTS if x.dtype == torch.float64 else _COEFFICIENTS[:8]
-    value = torch.full_like(x, coefficients[-1])
-    for coefficient in reversed(coefficients[:-1]):
-        value = value * fraction + coefficient
+    value = _polynomial(x - whole, _COEFFICIENTS)
     exponent = whole.to(fields.integer).clamp(1 - fields.bias, fields.bias)
     return value * ((exponent + fields.bias) << fields.mantissa_bits).view(x.dtype)
 
@@ -132,10 +125,6 @@ def _exponent(x: Tensor) -> Tensor:
     return ((x.view(fields.integer) >> fields.mantissa_bits) - fields.bias).to(x.dtype)
 
 
-def _between(x: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    return torch.minimum(torch.maximum(x, low), high)
-
-
 def sqrt_exact(x: Tensor) -> Tensor:
     """The correctly rounded square root: eager float32 ``torch.sqrt`` on the CPU is off by one ULP now and then."""
     if x.dtype == torch.float64 or torch.compiler.is_compiling():
@@ -152,9 +141,8 @@ def bounds(reference: float, damping: float, clip: float) -> tuple[float, float]
 
 def end_exponents(reference: float, damping: float, clip: float, mantissa_bits: int) -> tuple[int, int]:
     """The exponents, in value, of the weights between which the chart's stiffness follows the format."""
-    low, high = bounds(reference, damping, clip)
-    lowest = int(math.log2(low)) + mantissa_bits if low else -_UNBOUNDED
-    return lowest, int(math.log2(high)) + mantissa_bits if math.isfinite(high) else _UNBOUNDED
+    low, high = map(log2_bounded, bounds(reference, damping, clip))
+    return int(low) + mantissa_bits, int(high) + mantissa_bits
 
 
 def bounded_ends(fmt: FloatFormat, scale: Tensor, low: int, high: int) -> dict[str, Tensor]:

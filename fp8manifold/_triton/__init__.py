@@ -1,7 +1,7 @@
 """The step and the codec as Triton kernels, for GPUs of NVIDIA: the bits of native code, one launch for many tensors.
 
-Only ``format``, ``stages``, ``step``, ``widen``, ``arrays`` and ``operand_kernels`` import Triton, and are imported
-when there is something to launch: an installed Triton without a driver fails late.
+Only ``format``, ``stages``, ``step`` and ``arrays`` import Triton, and are imported when there is something to launch:
+an installed Triton without a driver fails late.
 """
 
 import importlib
@@ -14,31 +14,29 @@ from typing import Final
 
 import torch
 
-__all__ = ["is_available", "is_installed", "is_interpreted", "options"]
-
 _KEEPS_SUBNORMALS: Final = (3, 6)
 
 
 @cache
 def is_installed() -> bool:
-    """Whether Triton can be imported."""
+    """True if Triton can be imported."""
     return importlib.util.find_spec("triton") is not None
 
 
 def is_available() -> bool:
-    """Whether kernels run on this machine's GPU: CUDA's, for no other compiler's code was looked at."""
+    """True if kernels run on this machine's GPU: CUDA's, for no other compiler's code was looked at."""
     return torch.version.cuda is not None and is_installed() and not is_interpreted() and _keeps_subnormals()
 
 
 @cache
 def is_interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, on the CPU."""
+    """True if kernels run in Triton's interpreter, on the CPU."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 
 
 @cache
 def _keeps_subnormals() -> bool:
-    """Whether this Triton can compile without flushing subnormals to zero; the process is warned once if not."""
+    """True if this Triton can compile without flushing subnormals to zero; the process is warned once if not."""
     version = importlib.import_module("triton").__version__  # under whatever name it was installed
     if tuple(map(int, re.findall(r"\d+", version)[:2])) >= _KEEPS_SUBNORMALS:
         return True
@@ -53,7 +51,7 @@ def _keeps_subnormals() -> bool:
 
 @cache
 def options() -> dict[str, bool | int]:
-    """What a kernel is compiled with, short of what this Triton doesn't know: no contraction, and subnormals."""
+    """Options of a compilation, as far as this Triton knows them: no contraction, and subnormals."""
     from triton.backends.nvidia.compiler import CUDAOptions
 
     wanted: dict[str, bool | int] = {"num_warps": 4, "enable_fp_fusion": False, "enable_reflect_ftz": False}

@@ -21,20 +21,20 @@ def power_of_two(exponent):
 
 @triton.jit
 def reciprocal(power):
-    """Of a power of two."""
+    """The reciprocal of a power of two."""
     return float_of((254 << 23) - bits_of(power))
 
 
 @triton.jit
 def bounded(x, low, high):
-    """NaN stays."""
+    """``x`` within two bounds; NaN stays."""
     return tl.where(x < low, low, tl.where(x > high, high, x))
 
 
 # ------------------------------------------------------------------------------------------------------------- draws
 @triton.jit
 def random_word(keys, position):
-    """From a row of three round keys and a phase, and positions (uint32)."""
+    """Random words from a row of three round keys and a phase, and positions (uint32)."""
     x = position + tl.load(keys)
     x = (x ^ (x >> 17)) * 0xED5AD4BB + tl.load(keys + 1)
     x = (x ^ (x >> 11)) * 0xAC4C1B51 + tl.load(keys + 2)
@@ -60,16 +60,13 @@ def _unbiased(x, BIAS: tl.constexpr):
 
 @triton.jit
 def magnitude_value(magnitude, F: tl.constexpr, EXTRA: tl.constexpr):
-    """Of a code without sign: its fields go where float32 has its own, and a power corrects the bias.
-
-    A subnormal of the format passes through one of float32.
-    """
+    """The value of a code without sign: its fields go where float32 has its own, and a power corrects the bias."""
     return _unbiased(float_of(magnitude << (23 - F.M - EXTRA)), F.BIAS)
 
 
 @triton.jit
 def code_value(code, F: tl.constexpr):
-    """Of a finite code with its sign, which an arithmetic shift carries along."""
+    """The value of a finite code with its sign, which an arithmetic shift carries along."""
     E: tl.constexpr = F.BITS - 1 - F.M
     MASK: tl.constexpr = ((1 << (23 + E)) - 1) - 2147483648
     return _unbiased(float_of(((code << (32 - F.BITS)) >> (8 - E)) & MASK), F.BIAS)
@@ -84,7 +81,7 @@ def magnitude_ulp(magnitude, F: tl.constexpr, EXTRA: tl.constexpr):
 
 @triton.jit
 def any_value(code, F: tl.constexpr):
-    """Of any code, NaN and Inf included."""
+    """The value of any code, NaN and Inf included."""
     magnitude = code & (F.SIGN - 1)
     sign = (code << (32 - F.BITS)) & -2147483648
     value = bits_of(magnitude_value(magnitude, F, 0)) | sign
@@ -99,7 +96,7 @@ def any_value(code, F: tl.constexpr):
 
 @triton.jit
 def is_special(code, F: tl.constexpr):
-    """Whether a weight's code is none of a number: those stay what they are."""
+    """True if a weight's code is none of a number: those stay what they are."""
     if F.MANY_NANS:
         special = (code & (F.SIGN - 1)) > F.MAX_CODE
     else:
@@ -116,7 +113,7 @@ def round_even(steps):
 
 @triton.jit
 def encoding_steps(bits, F: tl.constexpr, EXTRA: tl.constexpr, PARTS: tl.constexpr):
-    """How many spacings float32 bits without sign have, in parts of 2^-PARTS, and what is added to them for a code."""
+    """The spacings in float32 bits without sign, in parts of 2^-PARTS, and what is added to them for a code."""
     M: tl.constexpr = F.M + EXTRA
     E: tl.constexpr = 254 + M + PARTS
     FACTOR: tl.constexpr = E * (1 << 23) - ((1 << 32) if E >= 256 else 0)
@@ -218,7 +215,7 @@ def _stochastic_value(y, draw, F: tl.constexpr):
 
 @triton.jit
 def round_value(x, draw, F: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """To a value of the grid, saturating; NaN stays."""
+    """The nearest or a drawn value of the grid, saturating; NaN stays."""
     y = bounded(x, -F.LARGEST, F.LARGEST)
     if STOCHASTIC:
         y = _stochastic_value(y, mirrored(draw, bits_of(x)), F)
@@ -279,7 +276,7 @@ def chart_stiffness(x, lowest, highest, F: tl.constexpr):
 
 @triton.jit
 def _below(stiffness, lowest, F: tl.constexpr):
-    """The steps from 0 to the binade, short of those of its own."""
+    """The steps from 0 to the binade, short of those within it."""
     return ((((bits_of(stiffness) >> 23) + F.M) - (127 + lowest)) << F.M).to(tl.float32)
 
 

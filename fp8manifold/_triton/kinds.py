@@ -1,4 +1,4 @@
-"""What kernels know while they are compiled: a format, a step, and how a program walks over a parameter.
+"""Facts that kernels are compiled for: a format, a step, and how a program walks over a parameter.
 
 A kernel is compiled for each such value; nothing here needs Triton.
 """
@@ -14,21 +14,8 @@ from fp8manifold._numerics.records import format_record
 from fp8manifold._triton import is_interpreted
 from fp8manifold.formats import FloatFormat
 
-__all__ = [
-    "SAID",
-    "WIDENED",
-    "Format",
-    "KernelSpec",
-    "Tile",
-    "Widening",
-    "as_constants",
-    "format_of",
-    "widening_of",
-    "widest_scale",
-]
-
 SAID: Final = 4
-"""What kernels say of each parameter, after as many words for all, of which the first refuses the step: whether a
+"""Words that kernels write for each parameter, after as many for all, of which the first refuses the step: whether a
 weight is at the end of its range, how many scales have been doubled, whether its gradient or a square of it is not
 finite, and whether some weights in a row are 0 throughout."""
 
@@ -56,7 +43,7 @@ def _kept_hash(known: Any) -> int:
 
 @dataclass(frozen=True)
 class Format:
-    """What kernels know of a format while they are compiled."""
+    """The facts of a format that kernels are compiled for."""
 
     M: int
     BIAS: int
@@ -69,7 +56,7 @@ class Format:
     """float32 bits of the largest value."""
     SIGNED_ZERO: int
     COARSE: int
-    """Whether the smallest ulp exceeds 1."""
+    """True if the smallest ulp exceeds 1."""
     ONE_NAN: int
     MANY_NANS: int
     INF_CODE: int
@@ -79,7 +66,7 @@ class Format:
     __hash__ = _kept_hash
 
     def fixed(self, extra: int = 0) -> bool:
-        """Whether steps in parts of 2^-24 fit in 31 bits, and float32 has what takes a value there."""
+        """True if steps in parts of 2^-24 fit in 31 bits, and float32 has what takes a value there."""
         m = self.M + extra
         return m <= 5 and all(-127 < m + 24 - e <= 127 for e in (self.EMIN, self.EMAX))
 
@@ -93,7 +80,7 @@ def format_of(fmt: FloatFormat) -> Format:
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """A step, while its kernel is compiled: the spec, its format, and the dtypes of what lies in memory."""
+    """A step, while its kernel is compiled: the spec, its format, and the dtypes in memory."""
 
     direction: str
     storage: str
@@ -106,42 +93,42 @@ class KernelSpec:
     nesterov: bool
     maximize: bool
     first: bool
-    """Whether there is a first average; a second; the largest of the second."""
+    """True if there is a first average; a second; the largest of the second."""
     second: bool
     amsgrad: bool
     exact: bool
-    """Whether dividing by the scale is."""
+    """True if dividing by the scale is."""
     draws: bool
-    """Whether the write-back draws, or what is stored in half as many bits is rounded at random."""
+    """True if the write-back draws, or what is stored in half as many bits is rounded at random."""
     extra: int
     """Bits of the residual."""
     fixed: bool
-    """Whether draws are compared in fixed point."""
+    """True if draws are compared in fixed point."""
     weight: str
     gradient: str
     format: Format
     average: Format
     fitted: bool
-    """Whether the first average's grid is fitted to each block's largest value."""
+    """True if the first average's grid is fitted to each block's largest value."""
     exponents: bool = False
-    """Whether scales are kept as exponents, a byte each."""
+    """True if scales are kept as exponents, a byte each."""
 
     __hash__ = _kept_hash
 
     @property
     def covector(self) -> bool:
-        """Whether the direction is taken in coordinates of a chart."""
+        """True if the direction is taken in coordinates of a chart."""
         return self.storage != "plain" and self.geometry in ("exponential", "tangent")
 
     @property
     def blocks(self) -> bool:
-        """Whether averages are kept in blocks of 8 bits."""
+        """True if averages are kept in blocks of 8 bits."""
         return self.moments == "8bit" and (self.first or self.second)
 
 
 @dataclass(frozen=True)
 class Widening:
-    """What doubling scales is: the format, the residual's bits, how draws are compared and how scales are kept."""
+    """The doubling of scales: the format, the residual's bits, how draws are compared and how scales are kept."""
 
     format: Format
     extra: int
@@ -149,7 +136,7 @@ class Widening:
     widest: float
     """The largest scale."""
     exponents: bool
-    """Whether scales are kept as exponents, a byte each."""
+    """True if scales are kept as exponents, a byte each."""
     gradient: str
     moments: str
     """Dtypes of the gradient, and of a first average; no name where there is none."""
@@ -159,14 +146,7 @@ class Widening:
 
 @lru_cache(maxsize=256)
 def widening_of(fmt: FloatFormat, residual_bits: int, exponents: bool, gradient: str, moments: str) -> Widening:
-    """How the scales of codes double.
-
-    Args:
-        fmt: the codes' format.
-        residual_bits: of a weight's residual.
-        exponents: whether scales are kept as exponents.
-        gradient, moments: dtypes of the gradient and of a first average, if there is one.
-    """
+    """The doubling of a format's scales, with the residual's bits and the dtypes of gradient and first average."""
     known = format_of(fmt)
     return Widening(known, residual_bits, known.fixed(residual_bits), widest_scale(fmt), exponents, gradient, moments)
 
@@ -178,33 +158,29 @@ def widest_scale(fmt: FloatFormat) -> float:
 
 @dataclass(frozen=True)
 class Tile:
-    """How a program walks over a parameter."""
+    """The way of a program over a parameter."""
 
     rows: int
     width: int
     length: int
-    """Of a row; 0 for that of the record, of which there is one row, or which is taken in turns."""
+    """The length of a row; 0 for that of the record, of which there is one row, or which is taken in turns."""
     scales: str
     """``one`` in all, one a ``row``, one for each ``run`` of elements, or one an ``element``."""
     aligned: bool
-    """Whether all arrays begin at multiples of 16 bytes, and have a multiple of 16 elements."""
+    """True if all arrays begin at multiples of 16 bytes, and have a multiple of 16 elements."""
     long: bool = False
-    """Whether a program takes a row in turns, after a pass that finds its largest gradient."""
+    """True if a program takes a row in turns, after a pass that finds its largest gradient."""
 
     __hash__ = _kept_hash
 
 
 class Constants:
-    """A dataclass of this file as a kernel takes it: each of its values is a ``constexpr``.
-
-    Triton below 3.8 takes an attribute that a function is called with for a value of the GPU's.
-    """
+    """A dataclass of this file whose values are ``constexpr``: to Triton below 3.8 attributes are a GPU's values."""
 
     def __init__(self, known: Any) -> None:
         self._known = known
 
     def __getattr__(self, name: str) -> Any:
-        """The value of that name, for the compiler."""
         if name.startswith("_"):
             raise AttributeError(name)
         from triton.language import constexpr
@@ -212,11 +188,9 @@ class Constants:
         return constexpr(as_constants(getattr(self._known, name)))
 
     def __eq__(self, other: object) -> bool:
-        """True for the same values: they share a kernel."""
         return isinstance(other, Constants) and self._known == other._known
 
     def __hash__(self) -> int:
-        """That of the values."""
         return hash(self._known)
 
     def __repr__(self) -> str:
@@ -225,7 +199,7 @@ class Constants:
 
 
 def as_constants(fact: Any) -> Any:
-    """What a kernel is called with for what it is compiled for; the interpreter reads a dataclass as it is."""
+    """The argument of a kernel for a fact that it is compiled for; the interpreter reads a dataclass as it is."""
     compiles = is_dataclass(fact) and not is_interpreted()
     return _constants(fact) if compiles else fact
 

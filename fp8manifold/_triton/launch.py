@@ -12,10 +12,8 @@ from torch import Tensor
 from fp8manifold._triton import options
 from fp8manifold._triton.kinds import KernelSpec, Tile, Widening, as_constants
 
-__all__ = ["KernelsUnavailableError", "Kind", "Launches", "Tables", "chunks_of", "launch", "launches_of"]
-
 Kind = tuple[KernelSpec, Tile]
-"""What a kernel is compiled for."""
+"""The facts that a step's kernel is compiled for."""
 
 _CHECKED: Final = 2048
 """Elements that a program looks at for the verdict on finiteness."""
@@ -36,11 +34,9 @@ def _uploaded(table: NDArray[np.int32], device: torch.device) -> Tensor:
 @lru_cache(maxsize=256)
 def chunks_of(tile: Tile, sizes: tuple[tuple[int, int, int], ...], device: torch.device) -> Tensor:
     """The parameter and the start of every program, int32: (programs, 2)."""
-    parts = []
+    parts, by_rows = [], tile.length or tile.long
     for index, rows, length in sizes:
-        step = tile.rows if tile.length or tile.long else tile.width
-        starts = np.arange(0, rows if tile.length or tile.long else length, step, dtype=np.int64)
-        starts = starts if tile.length or tile.long else starts // tile.width
+        starts = np.arange(0, rows, tile.rows) if by_rows else np.arange(-(-length // tile.width))
         parts.append(np.stack([np.full(len(starts), index), starts], axis=1).astype(np.int32))
     return torch.from_numpy(np.concatenate(parts)).to(device)
 
@@ -63,20 +59,13 @@ def launches_of(
     check: bool = False,
     widenings: Widenings | None = None,
 ) -> Launches:
-    """The launches that take the steps of some records in place, one for each kind.
-
-    ``check`` begins with those of the verdict, which refuse all where the square of a gradient is not finite.
-    ``widenings`` are doubled afterwards, where the step has left a weight at the end of its range.
-    """
+    """The launches of some records, one a kind, after a verdict on gradients (``check``), before scales that double."""
     launches = [(records, _steps(records, kinds, device, check=check))]
     return launches if widenings is None else [*launches, (widenings[0], _doublings(*widenings, device))]
 
 
 def launch(launches: Launches, said: Tensor) -> None:
-    """Take the steps: all kernels are compiled before the first is launched, so what fails has changed nothing.
-
-    Nothing is stepped where the first of ``said`` is not 0.
-    """
+    """Take the steps, unless the first of ``said`` is not 0; all kernels are compiled before the first is launched."""
     with _on(said.device):
         tables = [_uploaded(records.view(np.int32), said.device) for records, _ in launches]
         for table, (_, calls) in zip(tables, launches, strict=True):
@@ -95,12 +84,7 @@ def _run(tables: Sequence[Tensor], launches: Launches, said: Tensor) -> None:
 
 
 class Tables:
-    """The tables of some launches in memory of their own, which a CUDA graph reads in every replay.
-
-    Args:
-        launches: launches whose kernels have run before.
-        said: what the kernels say.
-    """
+    """The tables of launches that have run before, in memory that a CUDA graph reads in every replay."""
 
     def __init__(self, launches: Launches, said: Tensor) -> None:
         self.said, self._launches = said, launches
@@ -120,8 +104,7 @@ def _kernels() -> tuple[Any, Any, Any]:
     """The step's, the verdict's, and that of scales that double."""
     try:
         from fp8manifold._triton.arrays import finite_kernel
-        from fp8manifold._triton.step import step_kernel
-        from fp8manifold._triton.widen import widen_kernel
+        from fp8manifold._triton.step import step_kernel, widen_kernel
     except Exception as error:  # whatever another release of Triton lacks
         raise KernelsUnavailableError(f"{type(error).__name__}: {error}") from error
     return step_kernel, finite_kernel, widen_kernel
@@ -139,20 +122,17 @@ def _sizes(records: NDArray[np.void]) -> Sizes:
 def _steps(records: NDArray[np.void], kinds: Sequence[Kind], device: torch.device, *, check: bool) -> list[Call]:
     """A launch a kind, after those of the verdict."""
     sizes = _sizes(records)
-    calls = _checks(kinds, sizes, device) if check else []
-    for (spec, tile), members in _groups(kinds).items():
-        chunks = chunks_of(tile, tuple(sizes[i] for i in members), device)
-        calls.append((_kernels()[0], chunks, (spec, tile)))
-    return calls
+    return [*(_checks(kinds, sizes, device) if check else []), *_calls(_kernels()[0], kinds, sizes, device)]
+
+
+def _calls(kernel: Any, kinds: Sequence[tuple[Any, Tile]], sizes: Sizes, device: torch.device) -> list[Call]:
+    groups = _groups(kinds).items()
+    return [(kernel, chunks_of(kind[1], tuple(sizes[i] for i in own), device), kind) for kind, own in groups]
 
 
 def _doublings(records: NDArray[np.void], widenings: Sequence[Widening], device: torch.device) -> list[Call]:
     """A launch for each format, for rows and for blocks."""
-    sizes, calls = _sizes(records), []
-    for (widening, tile), members in _groups([(w, _rows_of(w)) for w in widenings]).items():
-        chunks = chunks_of(tile, tuple(sizes[i] for i in members), device)
-        calls.append((_kernels()[2], chunks, (widening, tile)))
-    return calls
+    return _calls(_kernels()[2], [(w, _rows_of(w)) for w in widenings], _sizes(records), device)
 
 
 @lru_cache(maxsize=256)
@@ -180,7 +160,7 @@ def _checks(kinds: Sequence[Kind], sizes: Sizes, device: torch.device) -> list[C
 
 
 _compiled: Final[set[tuple[Any, ...]]] = set()
-"""What has been compiled before; Triton keeps the code."""
+"""Kernels that have been compiled before; Triton caches the code."""
 
 
 def _compile(table: Tensor, calls: Sequence[Call], said: Tensor) -> None:

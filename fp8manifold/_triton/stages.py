@@ -29,16 +29,16 @@ from fp8manifold._triton.format import (
     sign_of,
 )
 
-_WORD = 4
+WORD = 4
 
 
 def _at(name: str, more: int = 0) -> tl.constexpr:
     """Where a field of a record begins, in words."""
     assert JOB.fields is not None
-    return tl.constexpr(JOB.fields[name][1] // _WORD + more)
+    return tl.constexpr(JOB.fields[name][1] // WORD + more)
 
 
-WORDS: tl.constexpr = tl.constexpr(JOB.itemsize // _WORD)
+WORDS: tl.constexpr = tl.constexpr(JOB.itemsize // WORD)
 ROWS: tl.constexpr = _at("rows")
 LENGTH: tl.constexpr = _at("length")
 REPEATS: tl.constexpr = _at("facts", 1)
@@ -165,7 +165,7 @@ def decoded(code, rest, S: tl.constexpr):
 
 @triton.jit
 def load_weights(words, at, inside, scale, S: tl.constexpr, T: tl.constexpr):
-    """What is stored, the weights in units of the scale, and their spacing in the same."""
+    """The stored weights, their values in units of the scale, and their spacing in the same."""
     rest = 0
     if S.extra:
         rest = load(words, 4, tl.int8, at, inside, T.aligned).to(tl.int32)
@@ -188,7 +188,7 @@ def load_weights(words, at, inside, scale, S: tl.constexpr, T: tl.constexpr):
 
 @triton.jit
 def load_gradient(words, at, inside, x, scale, lowest, highest, S: tl.constexpr, T: tl.constexpr):
-    """With respect to the coordinates that the direction is taken in."""
+    """The gradient with respect to the coordinates that the direction is taken in."""
     g = load_float(words, 2, S.gradient, at, inside, T.aligned)
     if S.maximize:
         g = -g
@@ -340,7 +340,7 @@ def _factor(words, ulp, scale, S: tl.constexpr):
 
 @triton.jit
 def move(words, x, ulp, direction, scale, inverse, lowest, highest, S: tl.constexpr):
-    """The value asked for, in units of the scale."""
+    """The value before rounding, in units of the scale."""
     if S.decays:
         x = x * hyper(words, 6)
     rate = hyper(words, 5)

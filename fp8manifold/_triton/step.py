@@ -1,6 +1,6 @@
-"""One step of many parameters: a program finds its parameter and rows in ``chunks``, and all else in a table.
+"""One step of many parameters, and scales that double after it, where a weight is at the end of its range.
 
-The table's records are those that native code reads.
+A program finds its parameter and rows in ``chunks``, and all else in a table: of steps the records of native code.
 """
 
 import triton
@@ -20,17 +20,23 @@ from fp8manifold._triton.format import (
     round_value,
     split_code,
 )
+from fp8manifold._triton.kinds import WIDENED
 from fp8manifold._triton.stages import (
     KEYS,
     LENGTH,
     ROWS,
+    WORD,
     WORDS,
+    decoded,
     descend,
     ends_at,
     fitted_scales,
     inverse_of,
+    load,
     load_average,
+    load_float,
     load_gradient,
+    load_scales,
     load_weights,
     move,
     next_bounds,
@@ -43,7 +49,8 @@ from fp8manifold._triton.stages import (
     with_error,
 )
 
-__all__ = ["step_kernel"]
+WIDENED_WORDS: tl.constexpr = tl.constexpr(WIDENED.itemsize // WORD)
+WIDENED_KEYS: tl.constexpr = tl.constexpr(WIDENED.fields["keys"][1] // WORD)
 
 
 @triton.jit
@@ -69,7 +76,7 @@ def _split(words, at, inside, target, draw, old, S: tl.constexpr, T: tl.constexp
 
 @triton.jit
 def _store_weights(words, at, inside, old, x, target, scale, word, S: tl.constexpr, T: tl.constexpr):
-    """Round once; what is stored, in units of the scale, where somebody asks for it."""
+    """Round once and store; the stored value in units of the scale is for momentum alone."""
     after, draw = target, 0
     STOCHASTIC: tl.constexpr = S.writeback != "nearest"
     if STOCHASTIC and (S.storage == "codes" or S.storage == "grid"):
@@ -211,3 +218,73 @@ def step_kernel(table, chunks, refused, S: tl.constexpr, T: tl.constexpr):
             _take(words, row + start, 0, nothing, S, T)
         else:
             _take(words, row, start.to(tl.int64) * T.width, nothing, S, T)
+
+
+# ------------------------------------------------------------------------------------------------ scales that double
+@triton.jit
+def _double(words, row, doubles, scale, S: tl.constexpr):
+    if S.exponents:
+        places = pointer(words, 2, tl.uint8, False) + row
+        exponents = tl.load(places, mask=doubles, other=0)
+        tl.store(places, (exponents.to(tl.int32) + 1).to(tl.uint8), mask=doubles)
+    else:
+        tl.store(pointer(words, 2, tl.float32, False) + row, scale * 2.0, mask=doubles)
+
+
+@triton.jit
+def _rewrite(words, at, inside, S: tl.constexpr):
+    """Half of each value, rounded stochastically once."""
+    old = load(words, 0, tl.uint8, at, inside, False).to(tl.int32)
+    rest = 0
+    if S.extra:
+        rest = load(words, 1, tl.int8, at, inside, False).to(tl.int32)
+    x, _ = decoded(old, rest, S)
+    draw = draw_of(random_word((words + WIDENED_KEYS).to(tl.pointer_type(tl.uint32)), at.to(tl.uint32)))
+    if S.extra:
+        signed = encode_signed(x * 0.5, draw, S.format, S.extra, S.fixed)
+        code, rest = split_code(signed, old, S.format, S.extra)
+        store(words, 1, tl.int8, at, rest, inside, False)
+    else:
+        code = encode_finite(x * 0.5, draw, S.format, True, S.fixed)
+    if S.format.MANY_NANS or S.format.ONE_NAN >= 0:
+        code = tl.where(is_special(old, S.format), old, code)
+    store(words, 0, tl.uint8, at, code.to(tl.uint8), inside, False)
+
+
+@triton.jit
+def _moves(words, at, inside, S: tl.constexpr):
+    """Which weights have a gradient or a first average that is not 0."""
+    moves = load_float(words, 3, S.gradient, at, inside, False) != 0
+    if S.moments == "8bit":
+        moves = moves | ((load(words, 4, tl.uint8, at, inside, False) & 0x7F) != 0)
+    elif S.moments != "":
+        moves = moves | (load_float(words, 4, S.moments, at, inside, False) != 0)
+    return moves
+
+
+@triton.jit
+def widen_kernel(table, chunks, refused, S: tl.constexpr, T: tl.constexpr):
+    """Double the scales of rows whose largest magnitude is at the end and moves, after a step that has flagged it."""
+    chunk = chunks + 2 * tl.program_id(0)
+    words = table + tl.load(chunk).to(tl.int64) * WIDENED_WORDS
+    flags = pointer(words, 5, tl.int32, False)
+    if (tl.load(refused) == 0) & (tl.load(flags) != 0):
+        places = words.to(tl.pointer_type(tl.int64))
+        length = tl.load(places + 7)
+        row = tl.load(chunk + 1) + tl.arange(0, T.rows)
+        in_rows = row < tl.load(places + 6)
+        tiles = ((length + (T.width - 1)) // T.width).to(tl.int32)
+        ends = tl.zeros((T.rows,), tl.int32)
+        for tile in range(tiles):
+            at, inside = place_of(row, in_rows, tile * T.width, length, T)
+            code = load(words, 0, tl.uint8, at, inside, False).to(tl.int32)
+            last = ((code & (S.format.SIGN - 1)) == S.format.MAX_CODE) & inside
+            last = last & _moves(words, at, inside, S)
+            ends = tl.maximum(ends, tl.max(last.to(tl.int32), axis=1))
+        scale = load_scales(words, 2, row, in_rows, S)
+        doubles = in_rows & (ends > 0) & (scale * 2.0 <= S.widest)
+        for tile in range(tiles):
+            at, inside = place_of(row, doubles, tile * T.width, length, T)
+            _rewrite(words, at, inside, S)
+        _double(words, row, doubles, scale, S)
+        tl.atomic_add(flags + 1, tl.sum(doubles.to(tl.int32), axis=0))

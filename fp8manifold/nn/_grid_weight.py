@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8manifold._base.reading import has_values
-from fp8manifold._encoded.stored_scale import are_powers_of_two, fresh_scale, warn_if_saturated, warn_of_rounding
+from fp8manifold._encoded.stored_scale import are_powers_of_two, warn_if_saturated, warn_of_rounding
 from fp8manifold.formats import FloatFormat
 from fp8manifold.manifolds import FP8Manifold
 from fp8manifold.random_bits import Draws
@@ -77,7 +77,7 @@ def grid_weight(
             "take storage='fp8', or quantise a model that has values"
         )
     values = weight.detach()
-    manifold = FP8Manifold(fmt, fresh_scale(values, fmt, granularity, headroom), rounding, seed, draws=draws)
+    manifold = FP8Manifold(fmt, storage_scale(values, fmt, granularity, headroom=headroom), rounding, seed, draws=draws)
     check_dtype_holds(manifold, weight.dtype)
     projected = manifold.projx(values) if has_values(weight) else values.clone()
     return GridParameter(projected, manifold=manifold, requires_grad=weight.requires_grad), manifold
@@ -173,7 +173,7 @@ def prepare_grid_state(layer: Any, state: dict[str, Any], prefix: str) -> str | 
         if isinstance(saved, FP8Tensor) and saved.format == manifold.format and saved.scale.shape == own.shape:
             scale = saved.scale
         else:
-            scale = fresh_scale(values, manifold.format, *layer._placing)
+            scale = _fresh_scale(layer, values)
     elif scale.shape == own.shape:
         warn_if_saturated(values, scale, manifold.format)
     if refusal := _lacks_points(manifold.format, scale, weight.dtype):
@@ -196,7 +196,7 @@ def renew_grid_weight(layer: Any, values: Tensor) -> None:
     On the continuous manifold they are written as they are.
     """
     weight, manifold = layer.weight, layer.manifold
-    scale = fresh_scale(values, manifold.format, *layer._placing)
+    scale = _fresh_scale(layer, values)
     if not isinstance(manifold, FP8Manifold):
         manifold.scale.copy_(scale)
         weight.copy_(values)
@@ -206,3 +206,8 @@ def renew_grid_weight(layer: Any, values: Tensor) -> None:
     for name in ("scale", *_BUFFERS):
         getattr(manifold, name).copy_(getattr(fresh, name))
     weight.copy_(fresh.projx(values))
+
+
+def _fresh_scale(layer: Any, values: Tensor) -> Tensor:
+    granularity, headroom = layer._placing
+    return storage_scale(values, layer.manifold.format, granularity, headroom=headroom)

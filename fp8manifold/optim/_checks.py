@@ -13,7 +13,6 @@ from torch import Tensor
 
 from fp8manifold._base.checks import check_choice, check_int, check_number
 from fp8manifold._base.reading import known
-from fp8manifold._encoded.stored_scale import broadcasts_to
 from fp8manifold._ranks import check_share, share_of
 from fp8manifold.manifolds import StiffnessManifold
 from fp8manifold.optim._directions import DIRECTIONS
@@ -21,6 +20,7 @@ from fp8manifold.optim._slot import own_manifold
 from fp8manifold.optim._spec import MOMENTS
 from fp8manifold.optim._writeback import WRITEBACKS, rule_of
 from fp8manifold.random_bits import Draws
+from fp8manifold.scaling import broadcasts_to
 from fp8manifold.tensor import FP8Tensor
 
 Schedule = float | Callable[[int], float]

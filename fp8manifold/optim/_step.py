@@ -18,8 +18,8 @@ from fp8manifold._numerics.codec import (
     encoding_steps,
     joined_codes,
     largest_bits,
+    round_block,
 )
-from fp8manifold._numerics.rounding import round_block
 from fp8manifold._numerics.stiffness import exp2_exact, factor
 from fp8manifold.optim._directions import DIRECTIONS, Descent, Numbers, named
 from fp8manifold.optim._slot import Slot

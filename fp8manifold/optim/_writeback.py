@@ -6,8 +6,14 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor
 
-from fp8manifold._numerics.codec import decode_with_ulp, encode_finite, encode_signed, split_codes, unless_special
-from fp8manifold._numerics.rounding import round_block
+from fp8manifold._numerics.codec import (
+    decode_with_ulp,
+    encode_finite,
+    encode_signed,
+    round_block,
+    split_codes,
+    unless_special,
+)
 from fp8manifold.formats import FloatFormat
 
 

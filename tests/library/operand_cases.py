@@ -13,8 +13,8 @@ from triton_twins import CARD, COUNTS, different
 import fp8manifold as fm
 from fp8manifold._encoded import products
 from fp8manifold._encoded.products import codes_to_int8, int8_rows, round_columns, round_rows, transpose_bytes
-from fp8manifold._triton import operands
-from fp8manifold._triton.operands import columns_on_gpu, int8_on_gpu, int8_rows_on_gpu, rows_on_gpu, transpose_on_gpu
+from fp8manifold._triton import whole
+from fp8manifold._triton.whole import columns_on_gpu, copied_on_gpu, int8_rows_on_gpu, rows_on_gpu
 from fp8manifold.formats import as_format
 
 ROWS = {"E4M3": (rows_on_gpu, round_rows), "int8": (int8_rows_on_gpu, int8_rows)}
@@ -104,10 +104,10 @@ def test_codes_by_columns_and_as_integers(shape: tuple[int, int]) -> None:
     unit = as_format("E1M6").ulp_min
     integers = (fm.decode(codes, "E1M6") / unit).to(torch.int8)
     there = codes.to(CARD)
-    assert not different(transpose_on_gpu(there), codes.t())
-    assert not different(transpose_on_gpu(there.t()), codes)
-    assert not different(int8_on_gpu(there, True), integers.t())
-    assert not different(int8_on_gpu(there, False), integers)
+    assert not different(copied_on_gpu(there, integers=False, transposed=True), codes.t())
+    assert not different(copied_on_gpu(there.t(), integers=False, transposed=True), codes)
+    assert not different(copied_on_gpu(there, integers=True, transposed=True), integers.t())
+    assert not different(copied_on_gpu(there, integers=True, transposed=False), integers)
     COUNTS["elements"] += 4 * codes.numel()
 
 
@@ -120,7 +120,7 @@ def test_of_nothing(shape: tuple[int, int]) -> None:
     codes, scales = columns_on_gpu(x, torch.ones(shape[0], 1, device=CARD))
     assert codes.shape == shape[::-1]
     assert scales.tolist() == [[1.0]] * shape[1]
-    assert transpose_on_gpu(codes).shape == shape
+    assert copied_on_gpu(codes, integers=False, transposed=True).shape == shape
 
 
 def test_what_products_ask_for_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,8 +130,8 @@ def test_what_products_ask_for_is_launched(monkeypatch: pytest.MonkeyPatch) -> N
 
     x, codes = matrix(48, torch.bfloat16)[:16], torch.arange(256, dtype=torch.uint8).view(16, 16)
     expected = made(x, codes)
-    launch = mock.Mock(wraps=operands._launch)
-    monkeypatch.setattr(operands, "_launch", launch)
+    launch = mock.Mock(wraps=whole._launch)
+    monkeypatch.setattr(whole, "_launch", launch)
     monkeypatch.setattr(products, "_has_kernels", lambda x: True)
     same(tuple(made(x.to(CARD), codes.to(CARD))), tuple(expected))
     launched = [call.args[0] for call in launch.call_args_list]

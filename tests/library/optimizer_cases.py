@@ -147,13 +147,12 @@ def frozen(x: Any) -> Any:
     return [frozen(value) for value in x] if isinstance(x, list | tuple) else x
 
 
-def through_disk(state: dict[str, Any]) -> dict[str, Any]:
+def through_disk(state: Any) -> Any:
     """Saved and loaded as a checkpoint is, without unpickling objects."""
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
-    loaded: dict[str, Any] = torch.load(file, weights_only=True)
-    return loaded
+    return torch.load(file, weights_only=True)
 
 
 def record(optimizer: Any) -> list[StepView]:

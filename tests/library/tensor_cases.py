@@ -2,8 +2,8 @@
 
 from typing import Any
 
-import pytest
 import torch
+from laws import each
 from optimizer_cases import normal
 from torch import Tensor, nn
 
@@ -13,8 +13,8 @@ import fp8manifold as fm
 FORMATS = ("E4M3", "E5M2", "E3M4", "E1M6", "E7M0", "E4M3FNUZ", "E5M2FNUZ", "P3109_8P3", "E2M3", "E3M2", "E2M1")
 GRANULARITIES = ("tensor", "channel", "block")
 
-every_format = pytest.mark.parametrize("name", FORMATS)
-every_granularity = pytest.mark.parametrize("granularity", GRANULARITIES)
+every_format = each("name", FORMATS)
+every_granularity = each("granularity", GRANULARITIES)
 
 
 def parameter(name: str = "E4M3", shape: tuple[int, ...] = (4, 64), seed: int = 0, **options: Any) -> fm.FP8Parameter:

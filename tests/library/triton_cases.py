@@ -12,6 +12,7 @@ import torch
 from optimizer_cases import free_weight, frozen, normal, same_bits, snapshot, with_factors
 from scalar_grid import Codes
 from tapes import Tapes
+from test_native import FORMATS, any_floats
 from torch import Tensor
 from triton_twins import CARD, different, twin
 
@@ -20,16 +21,12 @@ from fp8manifold import optim
 from fp8manifold._base import reading
 from fp8manifold._encoded.storage import dequantize_codes
 from fp8manifold._native import _arrays
-from fp8manifold._triton.whole import decode_on_gpu, encode_on_gpu, round_on_gpu
+from fp8manifold._triton.whole import array_on_gpu
 from fp8manifold.formats import as_format
 from fp8manifold.optim import _backends, _graphed, _optimizer, _steady, _triton_step
 from fp8manifold.optim._triton_step import run_triton
 from fp8manifold.random_bits import round_keys, signed_word, stream_of
 
-FORMATS = (
-    *("E4M3", "E5M2", "E3M4", "E1M6", "E7M0", "E2M5", "E2M1", "E2M3", "E6M1", "E4M3FNUZ", "E5M2FNUZ", "E4M3IEEE"),
-    *("P3109_8P3", "P3109_8P4F", "E5M2_B30", "E7M0_B100", "E7M0_B30"),
-)
 SHAPES = (((16, 256), "channel"), ((5, 77), "channel"), ((1000,), "tensor"), ((7, 64), "block"), ((2, 1301), "channel"))
 WAYS = tuple((w, m) for w in ("nearest", "stochastic", "residual8") for m in ("float32", "bfloat16", "8bit"))
 
@@ -124,15 +121,6 @@ def test_a_refused_step_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 # ------------------------------------------------------------------------------------------------------ whole arrays
-def any_floats(n: int, seed: int) -> Tensor:
-    """Random bit patterns, NaN, infinities, zeros and subnormals of either sign among them."""
-    generator = torch.Generator().manual_seed(seed)
-    patterns = torch.randint(-(2**31), 2**31 - 1, (n,), generator=generator, dtype=torch.int64).to(torch.int32)
-    patterns[:6] = torch.tensor([0, -(2**31), 0x7F800000, -0x800000, 0x7FC00000, 1])[:n]
-    near = normal(n, seed=seed) * torch.exp2(normal(n, seed=seed + 1).mul(4).round())
-    return torch.where(torch.arange(n) % 2 == 0, patterns.view(torch.float32), near)
-
-
 @pytest.mark.parametrize("name", FORMATS)
 def test_arrays_against_native_code(name: str) -> None:
     fmt, x = as_format(name), any_floats(3000, 3)
@@ -145,12 +133,13 @@ def test_arrays_against_native_code(name: str) -> None:
         at = offset if key_or_not else 0
         expected = _arrays.encoded(x, fmt, key_or_not, at)
         assert expected is not None
-        ours = encode_on_gpu(there, fmt, given)
+        ours = array_on_gpu("encode", there, fmt, torch.uint8, None, given)
         assert ours is not None
         assert not different(ours, expected)
         for s in (None, scale, scale[:1] * 0.3):
             for rescale in (True, False):
-                ours = round_on_gpu(there, fmt, given, None if s is None else s.to(CARD), rescale=rescale)
+                where = None if s is None else s.to(CARD)
+                ours = array_on_gpu("round", there, fmt, torch.float32, where, given, rescale=rescale)
                 expected = _arrays.rounded(x, fmt, key_or_not, at, s, rescale=rescale)
                 assert ours is not None
                 assert expected is not None
@@ -158,17 +147,18 @@ def test_arrays_against_native_code(name: str) -> None:
     codes = torch.randint(0, 2 * fmt.sign_bit, (3000,), dtype=torch.uint8)
     for floats in (x, x.bfloat16()):
         units = floats.float().view(30, 100) / scale.view(-1, 1)
-        ours, expected = encode_on_gpu(floats.to(CARD), fmt, None, scale_there), _arrays.encoded(units, fmt)
+        ours = array_on_gpu("encode", floats.to(CARD), fmt, torch.uint8, scale_there)
+        expected = _arrays.encoded(units, fmt)
         assert ours is not None
         assert expected is not None
         assert not different(ours, expected.view(-1))
     for s in (scale, scale[:1], scale * 1.3):
         for dtype in (torch.float32, torch.bfloat16):
-            ours = decode_on_gpu(codes.to(CARD), fmt, dtype, s.to(CARD), spacing=False)
+            ours = array_on_gpu("decode", codes.to(CARD), fmt, dtype, s.to(CARD))
             assert ours is not None
             assert not different(ours, dequantize_codes(codes.view(30, 100), s.view(-1, 1), fmt, dtype, None).view(-1))
         ours, expected = (
-            decode_on_gpu(codes.to(CARD), fmt, torch.float32, s.to(CARD), spacing=True),
+            array_on_gpu("decode", codes.to(CARD), fmt, torch.float32, s.to(CARD), spacing=True),
             _arrays.spacings(codes, fmt, s),
         )
         assert ours is not None
@@ -181,7 +171,7 @@ def test_codes_against_their_definition(name: str) -> None:
     """Every code's value, and the code of values between all codes, one at a time."""
     fmt, own = as_format(name), Codes(as_format(name))
     codes = torch.arange(2 * fmt.sign_bit, dtype=torch.int32).to(torch.uint8)
-    values = decode_on_gpu(codes.to(CARD), fmt, torch.float32, None, spacing=False)
+    values = array_on_gpu("decode", codes.to(CARD), fmt, torch.float32)
     assert values is not None
     expected = torch.tensor([fmt.decode_code(code) for code in codes.tolist()], dtype=torch.float64).float()
     assert not different(values, expected)
@@ -193,7 +183,7 @@ def test_codes_against_their_definition(name: str) -> None:
     ]
     x = torch.tensor([*between, finite[-1] * 2] if finite[-1] < 1e38 else between)
     wanted = torch.tensor([own.code(own.round(v, None), False) for v in x.tolist()], dtype=torch.int32)
-    codes = encode_on_gpu(x.to(CARD), fmt, None)
+    codes = array_on_gpu("encode", x.to(CARD), fmt, torch.uint8)
     assert codes is not None
     assert codes.int().tolist() == wanted.tolist()
 

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from laws import each
 from numpy.typing import NDArray
 from optimizer_cases import normal, put_gradients, same_bits, snapshot
 from paths import PATHS, by
@@ -34,7 +35,7 @@ def test_a_draw_is_the_epochs_word_and_a_phase() -> None:
     assert abs(np.corrcoef(dithered(EPOCH), dithered(0))[0, 1]) < 4 / N**0.5
 
 
-@pytest.mark.parametrize("step", [0, 1, 17, EPOCH, 2**40])
+@each("step", [0, 1, 17, EPOCH, 2**40])
 def test_each_draw_is_uniform(step: int) -> None:
     draws = dithered(step, 2**16)
     for bit in range(24):
@@ -92,8 +93,8 @@ def errors(updates: Updates, steps: int, draws: str) -> NDArray[np.float64]:
     return codes - exact
 
 
-@pytest.mark.parametrize("name", STREAMS)
-@pytest.mark.parametrize("steps", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
+@each("name", STREAMS)
+@each("steps", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_no_stream_of_updates_is_worse_or_biased(name: str, steps: int) -> None:
     """No more error than independent draws leave, and none in the direction of the movement."""
     left, before = (errors(STREAMS[name], steps, draws) for draws in ("dither", "independent"))
@@ -102,8 +103,8 @@ def test_no_stream_of_updates_is_worse_or_biased(name: str, steps: int) -> None:
     assert abs(left.mean()) < 4 * left.std() / N**0.5 + 1e-9
 
 
-@pytest.mark.parametrize("fmt", ["E4M3", "E5M2", "E2M5", "E4M3FNUZ"])
-@pytest.mark.parametrize("way", [1, -1], ids=["down", "up"])
+@each("fmt", ["E4M3", "E5M2", "E2M5", "E4M3FNUZ"])
+@each("way", [1, -1], ids=["down", "up"])
 def test_a_weight_that_crosses_0_goes_no_further_than_asked(fmt: str, way: int) -> None:
     """Twenty steps of a tenth of the smallest spacing, from one side of 0 to the other."""
     ulp = fm.FloatFormat.from_string(fmt).ulp_min
@@ -123,7 +124,7 @@ def test_an_even_stream_moves_by_what_was_asked_nearly_always() -> None:
     assert np.sqrt((errors(constant(0.1), EPOCH - 2, "independent") ** 2).mean()) == pytest.approx(4.78, rel=0.1)
 
 
-@pytest.mark.parametrize("fmt", ["E4M3", "E5M2", "E2M5", "E7M0", "E2M1"])
+@each("fmt", ["E4M3", "E5M2", "E2M5", "E7M0", "E2M1"])
 def test_rounding_is_the_oracles_and_right_in_the_mean(fmt: str) -> None:
     x = torch.cat([normal(300, seed=1), torch.tensor([0.0, -0.0, 1e-3, -(2.0**-9), 7.0, 1e30, -1e30])])
     bits = fm.random_bits(x.shape, seed=2, step=77, stream=3, draws="dither")
@@ -159,14 +160,14 @@ def stepped(name: str, steps: int, draws: str | None, path: str, own: str = "ind
     return optimizer
 
 
-@pytest.mark.parametrize("name", CASES)
+@each("name", CASES)
 def test_native_and_eager_steps_have_the_same_bits(name: str) -> None:
     ours = [snapshot(stepped(name, 3, "dither", path)) for path in PATHS]
     assert all(each["parameters"] == ours[0]["parameters"] for each in ours)
     assert ours[0]["parameters"] != snapshot(stepped(name, 3, "independent", "native"))["parameters"]
 
 
-@pytest.mark.parametrize("name", CASES)
+@each("name", CASES)
 def test_no_optimizer_dithers_unless_told_to(name: str) -> None:
     unsaid, said = (snapshot(stepped(name, 2, draws, "native")) for draws in (None, "independent"))
     assert unsaid["parameters"] == said["parameters"]

@@ -4,13 +4,12 @@ import dataclasses
 import math
 
 import gfloat
-import ml_dtypes
 import pytest
 from grid_inputs import NAMED, ODD, finite_values
 from hypothesis import given
 from hypothesis import strategies as st
 from laws import each
-from test_grid_external import GFLOAT, ML_DTYPES
+from test_grid_external import GFLOAT
 
 import fp8manifold as fm
 from fp8manifold import reference
@@ -21,15 +20,6 @@ every = each("fmt", ALL.values(), ids=ALL)
 
 def read(name: str) -> fm.FloatFormat:
     return fm.FloatFormat.from_string(name)
-
-
-@each("name", ML_DTYPES)
-def test_equals_ml_dtypes(name: str) -> None:
-    fmt, info = read(name), ml_dtypes.finfo(ML_DTYPES[name])
-    assert fmt.max == float(info.max)
-    assert fmt.min_normal == float(info.smallest_normal)
-    assert fmt.min_subnormal == float(info.smallest_subnormal)
-    assert (fmt.bits, fmt.mantissa_bits) == (info.bits, info.nmant)
 
 
 @each("name", GFLOAT)

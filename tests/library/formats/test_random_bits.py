@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from laws import each
 from numpy.typing import NDArray
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -27,7 +28,7 @@ KEYS = [
     {"seed": 7, "step": 2**40, "stream": 2**35, "offset": 2**50 + 3},
 ]
 LAGS = (1, 2, 3, 4, 7, 8, 16, 31, 64, 127, 128, 129, 256, 512, 768, 1000, 1024, 4096, 65535, 65536, 131072)
-every_key = pytest.mark.parametrize("key", KEYS, ids=str)
+every_key = each("key", KEYS, ids=str)
 
 
 def draws(n: int = N, **key: int) -> NDArray[np.int64]:
@@ -118,11 +119,9 @@ def test_lags_are_uncorrelated(key: dict[str, int]) -> None:
 CHANGES = ((0, 1), (1, 1), (7, 1), (41, 1), (0, 2), (0, 16), (0, 256), (5, 2**16), (3, 2**31), (9, 2**32))
 NEIGHBOURS = [({word: value}, {word: value + change}) for word in WORDS for value, change in CHANGES]
 NEIGHBOURS += [({"seed": 3, "step": 1}, {"seed": 3, "stream": 1}), ({"seed": 1, "step": 0}, {"seed": 0, "step": 1})]
-neighbours = pytest.mark.parametrize(("one", "other"), NEIGHBOURS, ids=str)
+neighbours = each(("one", "other"), NEIGHBOURS, ids=str)
 #: For the tests that compare two streams in many alignments: consecutive keys, and two keys exchanged.
-consecutive = pytest.mark.parametrize(
-    ("one", "other"), NEIGHBOURS[:30:10] + NEIGHBOURS[3:30:10] + NEIGHBOURS[30:], ids=str
-)
+consecutive = each(("one", "other"), NEIGHBOURS[:30:10] + NEIGHBOURS[3:30:10] + NEIGHBOURS[30:], ids=str)
 
 
 @neighbours
@@ -168,7 +167,7 @@ def test_many_small_keys_give_unrelated_draws() -> None:
         assert abs(chi_square_sigmas(np.bincount(along & 255, minlength=256))) < 4.5
 
 
-@pytest.mark.parametrize("offset", [0, 5, 65_536, 2**32 - 1000, 2**32, 2**32 + 77, 2**53, 2**62])
+@each("offset", [0, 5, 65_536, 2**32 - 1000, 2**32, 2**32 + 77, 2**53, 2**62])
 def test_parts_are_cut_from_the_whole(offset: int) -> None:
     key = {"seed": 8, "step": 4, "stream": 6}
     whole = fm.random_bits((200_000,), **key, offset=offset)
@@ -251,7 +250,7 @@ GOLDEN: list[tuple[dict[str, int], list[int]]] = [
 ]
 
 
-@pytest.mark.parametrize(("key", "expected"), GOLDEN, ids=str)
+@each(("key", "expected"), GOLDEN, ids=str)
 def test_pinned_values(key: dict[str, int], expected: list[int]) -> None:
     """Runs are to be repeated in later releases too: these never change."""
     assert fm.random_bits((len(expected),), **key).tolist() == expected

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from laws import each
 from optimizer_cases import normal
 from torch import Tensor
 
@@ -19,8 +20,8 @@ def field(count: int, dtype: torch.dtype) -> Tensor:
     return torch.ldexp(torch.ones(count, dtype=dtype), exponents.to(dtype))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("count", [1, 100, BLOCK, 3 * BLOCK + 7])
+@each("dtype", [torch.float32, torch.float64])
+@each("count", [1, 100, BLOCK, 3 * BLOCK + 7])
 def test_the_mean_and_the_share_are_those_of_the_whole(count: int, dtype: torch.dtype) -> None:
     x = field(count, dtype)
     mean = float(sum(Fraction(value) * int((x == value).sum()) for value in x.unique().tolist()) / count)

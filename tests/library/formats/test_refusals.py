@@ -2,8 +2,8 @@
 
 from typing import Any
 
-import pytest
 import torch
+from laws import each
 from optimizer_cases import normal, stored_weight
 from refused import check_refused
 from tensor_cases import parameter
@@ -228,6 +228,6 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("call", REFUSED)
+@each("call", REFUSED)
 def test_a_call_is_refused_in_one_line_and_nothing_is_changed(call: str) -> None:
     check_refused(call, REFUSED[call], SUBJECTS, **MORE)

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from laws import each
 from optimizer_cases import normal, through_disk
 
 import fp8manifold as fm
@@ -56,19 +57,25 @@ def test_channels() -> None:
     assert amax_scale(x.expand(2, 3, 3), "E4M3", "channel", axis=1).shape == (1, 3, 1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@each("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_other_dtypes_have_float32_scales(dtype: torch.dtype) -> None:
     scale = amax_scale(torch.tensor([224.0, -1.0], dtype=dtype), "E4M3")
     assert scale.dtype == torch.float32
     assert scale.item() == 0.5
 
 
-@pytest.mark.parametrize("granularity", ["tensor", "channel"])
+@each("granularity", ["tensor", "channel"])
 def test_what_has_no_magnitude_has_scale_one(granularity: Any) -> None:
     for row in ([0.0, -0.0], [math.nan, 1.0], [math.inf, 1.0], [-math.inf, math.nan]):
         assert (amax_scale(torch.tensor([row]), "E4M3", granularity) == 1).all()
     assert (amax_scale(torch.empty(0, 3), "E4M3", granularity) == 1).all()
     assert amax_scale(torch.empty(3, 0), "E4M3", "channel").tolist() == [[1.0], [1.0], [1.0]]
+
+
+def test_an_infinite_magnitude_has_the_largest_scale() -> None:
+    infinite, none = torch.tensor([math.inf]), torch.empty(0)
+    assert fm.widened_scale(infinite, torch.ones(1), "E4M3").tolist() == [2.0**127]
+    assert fm.widened_scale(none, none, "E4M3").shape == (0,)
 
 
 def test_tiny_magnitudes_have_a_normal_scale() -> None:
@@ -112,7 +119,7 @@ def test_dynamic_follows_and_logs() -> None:
         assert scale.value.item() == pytest.approx(amax / 448, rel=1e-6)
 
 
-@pytest.mark.parametrize("granularity", ["tensor", "channel"])
+@each("granularity", ["tensor", "channel"])
 def test_static_is_frozen_and_warns_when_it_saturates(granularity: Any) -> None:
     scale = Scale("E4M3", granularity, "static")
     x = torch.tensor([[448.0, 1.0], [896.0, 1.0]])
@@ -135,7 +142,7 @@ def test_what_a_scale_was_made_from_does_not_saturate(x: list[float], name: str)
             scale(torch.tensor(x))
 
 
-@pytest.mark.parametrize("granularity", ["tensor", "channel"])
+@each("granularity", ["tensor", "channel"])
 def test_a_frozen_scale_survives_saving(granularity: Any) -> None:
     scale = Scale("E4M3", granularity, "static")
     x = normal(3, 4)
@@ -150,7 +157,7 @@ def delayed_scales(scale: Scale, magnitudes: list[float]) -> list[float]:
     return [scale(torch.tensor([[m, m / 2]])).max().item() * 448 for m in magnitudes]
 
 
-@pytest.mark.parametrize("granularity", ["tensor", "channel"])
+@each("granularity", ["tensor", "channel"])
 def test_delayed_is_the_largest_of_the_tensors_before(granularity: Any) -> None:
     scale = Scale("E4M3", granularity, "delayed", history=3)
     seen = [1.0, 8.0, 2.0, 4.0, 2.0, 2.0, 2.0]
@@ -200,9 +207,7 @@ def test_repr() -> None:
     assert repr(Scale("E4M3", "channel", "static")) == "Scale(E4M3, channel, static)"
 
 
-@pytest.mark.parametrize(
-    ("name", "headroom"), [("E4M3", 16), ("E5M2", 16), ("E7M0", 16), ("E3M4", 7.75), ("E2M5", 2), ("E2M1", 2)]
-)
+@each(("name", "headroom"), [("E4M3", 16), ("E5M2", 16), ("E7M0", 16), ("E3M4", 7.75), ("E2M5", 2), ("E2M1", 2)])
 def test_default_headroom_leaves_weights_their_precision(name: str, headroom: float) -> None:
     w = torch.randn(4, 256, generator=torch.Generator().manual_seed(0)) * 0.02
     scale = storage_scale(w, name)

@@ -8,6 +8,7 @@ from typing import Any
 import geoopt
 import pytest
 import torch
+from laws import each
 from optimizer_cases import normal, put_gradients, through_disk
 from torch import nn
 
@@ -82,7 +83,7 @@ def test_an_optimizer_without_draws_takes_the_weights(storage: Any) -> None:
 
 
 @STORED
-@pytest.mark.parametrize("name", ["StiffnessAdamW", "StiffnessMuon", "StiffnessSGD", "StiffnessLion", "Madam"])
+@each("name", ["StiffnessAdamW", "StiffnessMuon", "StiffnessSGD", "StiffnessLion", "Madam"])
 def test_an_optimizers_own_draws_go_before_the_weights(storage: Any, name: str) -> None:
     def make(**draws: Any) -> Any:
         return lambda p: getattr(fm.optim, name)([{"params": p}], lr=0.01, **draws)

@@ -4,8 +4,8 @@ from fractions import Fraction
 
 import ml_dtypes
 import numpy as np
-import pytest
 import torch
+from laws import each
 from optimizer_cases import normal
 from torch import Tensor
 
@@ -67,8 +67,8 @@ def same(ours: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
     assert torch.equal(ours[1].nan_to_num(-1.0), expected[1].nan_to_num(-1.0))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("folded", [False, True])
+@each("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@each("folded", [False, True])
 def test_rows_and_columns_are_rounded_as_another_package_does(folded: bool, dtype: torch.dtype) -> None:
     """And powers of two that are folded into them are those of the float64 product."""
     x = edges().to(dtype)
@@ -96,7 +96,7 @@ def test_scales_are_the_least_ones_at_every_end() -> None:
     assert inverse.tolist() == [1.0, 2.0**126, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("fmt", FLOAT8)
+@each("fmt", FLOAT8)
 def test_all_codes_are_numbers_of_the_dtype(fmt: str) -> None:
     read, decoded = ALL_CODES.view(FLOAT8[fmt]).float(), fm.decode(ALL_CODES, fmt)
     assert torch.equal(read.isnan(), decoded.isnan())

@@ -9,6 +9,7 @@ import pytest
 import torch
 from functorch.compile import make_boxed_func
 from functorch.compile import min_cut_rematerialization_partition as min_cut
+from laws import each
 from optimizer_cases import normal
 from refused import check_refused
 from test_code_operands import FLOAT8, quantised
@@ -83,8 +84,8 @@ CASES = [("E4M3", "bfloat16"), ("E4M3", "fp8"), ("E5M2", "fp8"), ("E1M6", "bfloa
 cases = pytest.mark.parametrize(("fmt", "gradient"), CASES)
 
 
-@pytest.mark.parametrize("granularity", ["channel", "tensor"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@each("granularity", ["channel", "tensor"])
+@each("dtype", [torch.bfloat16, torch.float32])
 @cases
 def test_products_are_the_emulations_to_the_bit(fmt: str, gradient: str, dtype: torch.dtype, granularity: str) -> None:
     size = (1024, 256)
@@ -321,7 +322,7 @@ def test_what_no_gradient_needs_is_not_held() -> None:
         assert any(each is net.weight or isinstance(each, fm.FP8Tensor) for each in held)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@each("reentrant", [False, True])
 @cases
 def test_a_pass_is_repeated_to_the_bit(fmt: str, gradient: str, reentrant: bool) -> None:
     net, (x, g) = layer(fmt, (64, 32), gradient_products=gradient), batch((64, 32), 16)
@@ -543,7 +544,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("call", REFUSED)
+@each("call", REFUSED)
 def test_what_does_not_fit_is_refused(call: str) -> None:
     check_refused(call, REFUSED[call], SUBJECTS)
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from laws import each
 from optimizer_cases import normal
 from torch import Tensor, nn
 
@@ -34,8 +35,8 @@ def close(x: Tensor, y: Tensor, tolerance: float = 1e-6) -> bool:
 
 
 @granularities
-@pytest.mark.parametrize("gradient_format", ["E5M2", "E3M4", None])
-@pytest.mark.parametrize(("a_format", "b_format"), [("E4M3", "E4M3"), ("E7M0", "E1M6"), ("E5M2", None), (None, "E4M3")])
+@each("gradient_format", ["E5M2", "E3M4", None])
+@each(("a_format", "b_format"), [("E4M3", "E4M3"), ("E7M0", "E1M6"), ("E5M2", None), (None, "E4M3")])
 def test_products_of_quantised_operands(
     a_format: str | None, b_format: str | None, gradient_format: str | None, granularity: Any
 ) -> None:
@@ -66,7 +67,7 @@ def test_scales_that_are_given() -> None:
     assert close(scaled, fake_quantize(a, "E4M3", rows) @ fake_quantize(b, "E4M3", columns))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@each("dtype", [torch.float16, torch.bfloat16])
 def test_halves_are_added_up_in_float32(dtype: torch.dtype) -> None:
     a, b = normal(4, 600, seed=1).to(dtype), normal(600, 4, seed=2).to(dtype)
     product = fp8_mm(a, b)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from laws import each
 from optimizer_cases import normal
 
 import fp8manifold as fm
@@ -33,7 +34,7 @@ FORMATS = (
     *("E4M3", "E5M2", "E3M4", "E1M6", "E7M0", "E2M5", "E2M1", "E2M3", "E6M1", "E4M3FNUZ", "E5M2FNUZ", "E4M3IEEE"),
     *("P3109_8P3", "P3109_8P4F", "E5M2_B30", "E7M0_B100", "E7M0_B30"),
 )
-formats = pytest.mark.parametrize("name", FORMATS)
+formats = each("name", FORMATS)
 needs_native = pytest.mark.skipif(not is_available(), reason="the native code was not built: there is no C compiler")
 
 
@@ -70,8 +71,8 @@ def same(ours: torch.Tensor, expected: torch.Tensor) -> bool:
 
 @needs_native
 @formats
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-@pytest.mark.parametrize("n", [1, 17, 100_003])
+@each("rounding", ["nearest", "stochastic"])
+@each("n", [1, 17, 100_003])
 def test_rounding_and_codes(name: str, rounding: Any, n: int, plain: Any) -> None:
     x = any_floats(max(n, 6), 3)[:n]
     options = {} if rounding == "nearest" else {"seed": 2**63, "step": 7, "stream": 2**40, "offset": 2**32 - 5 * n}
@@ -82,7 +83,7 @@ def test_rounding_and_codes(name: str, rounding: Any, n: int, plain: Any) -> Non
 
 @needs_native
 @formats
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@each("dtype", [torch.float32, torch.bfloat16])
 def test_all_codes(name: str, dtype: torch.dtype, plain: Any) -> None:
     fmt = fm.FloatFormat.from_string(name)
     codes = torch.arange(2 * fmt.sign_bit, dtype=torch.uint8).repeat(20)
@@ -91,10 +92,8 @@ def test_all_codes(name: str, dtype: torch.dtype, plain: Any) -> None:
 
 
 @needs_native
-@pytest.mark.parametrize("name", ["E4M3", "E7M0", "E5M2"])
-@pytest.mark.parametrize(
-    ("shape", "scale", "block"), [((7, 33), (), None), ((7, 2048), (7, 1), None), ((3, 96), (3, 3), 32)]
-)
+@each("name", ["E4M3", "E7M0", "E5M2"])
+@each(("shape", "scale", "block"), [((7, 33), (), None), ((7, 2048), (7, 1), None), ((3, 96), (3, 3), 32)])
 def test_scaled_codes(name: str, shape: Any, scale: Any, block: int | None, plain: Any) -> None:
     fmt = fm.FloatFormat.from_string(name)
     codes = torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
@@ -105,9 +104,9 @@ def test_scaled_codes(name: str, shape: Any, scale: Any, block: int | None, plai
 
 
 @needs_native
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-@pytest.mark.parametrize("scale", [(), (9, 1)])
-@pytest.mark.parametrize("draws", ["independent", "dither"])
+@each("rounding", ["nearest", "stochastic"])
+@each("scale", [(), (9, 1)])
+@each("draws", ["independent", "dither"])
 def test_scaled_rounding(rounding: str, draws: str, scale: Any, plain: Any) -> None:
     x, scales = any_floats(9 * 131, 5).view(9, 131), normal(*scale, seed=2).abs() + 0.01
     arguments = (x, scales, fm.FloatFormat(4, 3), rounding, stream_of(draws, 1, 2, 3))
@@ -122,8 +121,8 @@ def test_the_word_of_a_content(plain: Any) -> None:
 
 
 @needs_native
-@pytest.mark.parametrize("storage", ["fp8", "grid"])
-@pytest.mark.parametrize("moments", ["float32", "8bit"])
+@each("storage", ["fp8", "grid"])
+@each("moments", ["float32", "8bit"])
 def test_threads_change_nothing(storage: str, moments: str) -> None:
     results = []
     for threads in (1, 2, 5):
@@ -147,7 +146,7 @@ def test_threads_change_nothing(storage: str, moments: str) -> None:
 
 
 @needs_native
-@pytest.mark.parametrize(
+@each(
     "wrong",
     [
         lambda x: x.double(),

@@ -78,12 +78,12 @@ FAULTS = {
     "fitted": ("stages.py", "- F.EMAX, 1) << 23", "- F.EMAX + 1, 1) << 23"),
     "inverse": ("stages.py", 'S.storage == "codes" and S.exponents', 'S.storage == "codes"'),
     "logarithm": ("format.py", "if not EXPONENTS", "if EXPONENTS"),
-    "doubled": ("widen.py", "scale * 2.0 <= S.widest", "scale < S.widest"),
+    "doubled": ("step.py", "scale * 2.0 <= S.widest", "scale < S.widest"),
     "zero": ("format.py", "tl.where(old == F.SIGN, F.SIGN, 0)", "0"),
-    "scale": ("operand_kernels.py", "> (LARGEST & 0x7FFFFF)", ">= (LARGEST & 0x7FFFFF)"),
-    "not finite": ("operand_kernels.py", "tl.where(reciprocal == 0.0, 0.0, x) *", "x *"),
-    "turn": ("operand_kernels.py", "tl.maximum(amax, _largest(value, 1))", "_largest(value, 1)"),
-    "integers": ("operand_kernels.py", "((code & 127) ^ negative) - negative", "(code & 127) ^ negative"),
+    "scale": ("arrays.py", "> (LARGEST & 0x7FFFFF)", ">= (LARGEST & 0x7FFFFF)"),
+    "not finite": ("arrays.py", "tl.where(reciprocal == 0.0, 0.0, x) *", "x *"),
+    "turn": ("arrays.py", "tl.maximum(amax, _largest(value, 1))", "_largest(value, 1)"),
+    "integers": ("arrays.py", "((code & 127) ^ negative) - negative", "(code & 127) ^ negative"),
 }
 CASES = {"phase": "test_arrays", "doubled": "without_a_number", "fitted": "test_momentum_of_matrices"}
 
@@ -100,7 +100,7 @@ def test_a_fault_in_one_constant_is_seen(fault: str, tmp_path: Path) -> None:
     text = source.read_text(encoding="utf-8")
     assert text.count(right) == 1
     source.write_text(text.replace(right, wrong), encoding="utf-8")
-    of_operands = file == "operand_kernels.py"
+    of_operands = file == "arrays.py"
     cases = "" if of_operands else CASES.get(fault, "test_steps_of_every_shape")
     session = str(HERE / ("operand_cases.py" if of_operands else "triton_cases.py"))
     code, output, _ = run(session, "-k", cases, package=package)

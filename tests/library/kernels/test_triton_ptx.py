@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from fp8manifold import _triton
-from fp8manifold._triton import launch, operands
-from fp8manifold._triton.kinds import KernelSpec, Tile, Widening, as_constants, format_of, widest_scale
+from fp8manifold._triton import launch, whole
+from fp8manifold._triton.kinds import KernelSpec, Tile, as_constants, format_of, widening_of
 from fp8manifold.formats import as_format
 from fp8manifold.optim._spec import spec_of
 from fp8manifold.optim._triton_step import kernel_spec
@@ -209,18 +209,9 @@ def test_whole_arrays(kernel: str, architecture: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize(("name", "bits", "exponents"), [("E4M3", 0, False), ("E5M2", 8, True), ("E4M3FNUZ", 8, True)])
 def test_scales_that_double(name: str, bits: int, exponents: bool, architecture: int, tmp_path: Path) -> None:
-    from fp8manifold._triton.widen import widen_kernel
+    from fp8manifold._triton.step import widen_kernel
 
-    fmt = format_of(as_format(name))
-    widening = Widening(
-        fmt,
-        bits,
-        fmt.fixed(bits),
-        widest_scale(as_format(name)),
-        exponents,
-        "float32",
-        "8bit" if exponents else "float32",
-    )
+    widening = widening_of(as_format(name), bits, exponents, "float32", "8bit" if exponents else "float32")
     pointers = {"table": "*i32", "chunks": "*i32", "refused": "*i32"}
     constants = {"S": widening, "T": launch._rows_of(widening)}
     assert list(faults(build(widen_kernel, pointers, constants, architecture, tmp_path))) == []
@@ -253,14 +244,14 @@ class Made(Built):
 
 
 def operand(name: str, architecture: int, tmp: Path, width: int = 4096, **changed: Any) -> Made:
-    from fp8manifold._triton import operand_kernels
+    from fp8manifold._triton import arrays
 
     kernel, kind, constants, _ = OPERANDS[name]
     signature = {"height": "i32", "width": "i32", "stride": "i32", "x": kind, "fold": "*fp32", "amax": "*i32"}
     signature |= {"scales": "*fp32", "codes": "*u8", "out": "*u8"}
-    rows, columns, warps = operands._program(width) if kernel == "rows_kernel" else (*operands._TILE, 4)
+    rows, columns, warps = whole._program(width) if kernel == "rows_kernel" else (*whole._TILE, 4)
     shape = {"R": rows, "W": columns, "LONG": width > 16384} if kernel == "rows_kernel" else {"R": rows, "C": columns}
-    built = build(getattr(operand_kernels, kernel), signature, constants | shape | changed, architecture, tmp, warps)
+    built = build(getattr(arrays, kernel), signature, constants | shape | changed, architecture, tmp, warps)
     return Made(**vars(built), values=rows * columns // (32 * warps))
 
 
@@ -324,7 +315,7 @@ def test_the_page_has_the_recorded_costs_as_arithmetic() -> None:
 
 
 def costs(tmp: Path) -> dict[str, Any]:
-    """What ``triton_costs.json`` records: ``python -m tests.library.test_triton_ptx`` writes it anew."""
+    """What ``triton_costs.json`` records: ``python tests/library/kernels/test_triton_ptx.py`` writes it."""
 
     def recorded(made: Mapping[str, Built]) -> dict[str, dict[str, float]]:
         return {n: {"instructions": round(b.instructions, 1), "registers": b.registers} for n, b in made.items()}

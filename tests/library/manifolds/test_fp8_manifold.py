@@ -90,26 +90,6 @@ def test_retraction_is_the_rounded_exponential(fmt, metric, scale, rounding) -> 
         assert same_bits(manifold.retr(x, u), fm.round_to_grid(moved / scale, fmt, rounding, **key) * scale)
 
 
-@few_formats
-@every_metric
-@every_scale
-def test_the_rest_is_the_ambient_manifold(fmt, metric, scale) -> None:
-    """exp, log, dist, transport, inner and gradient are those of StiffnessManifold; exp leaves the grid."""
-    ours, ambient = fm.FP8Manifold(fmt, scale, metric=metric), fm.StiffnessManifold(fmt, scale, metric)
-    x, y = spread(grid(fmt), scale), spread(grid(fmt).flip(0), scale)
-    u = 0.3 * ambient.stiffness(x)
-    assert same_bits(ours.expmap(x, u), ambient.expmap(x, u))
-    assert same_bits(ours.logmap(x, y), ambient.logmap(x, y))
-    assert same_bits(ours.dist(x, y), ambient.dist(x, y))
-    assert same_bits(ours.transp(x, y, u), ambient.transp(x, y, u))
-    assert same_bits(ours.component_inner(x, u), ambient.component_inner(x, u))
-    assert same_bits(ours.egrad2rgrad(x, u), ambient.egrad2rgrad(x, u))
-    if metric in ("ulp", "log"):
-        assert not ours.check_point_on_manifold(ours.expmap(x, u))
-    assert not ours.reversible
-    assert ambient.reversible
-
-
 @every_format
 @every_scale
 def test_nearest_stalls_below_half_an_ulp(fmt, scale) -> None:

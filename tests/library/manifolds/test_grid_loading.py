@@ -7,13 +7,14 @@ from typing import Any
 import geoopt
 import pytest
 import torch
+from laws import each
 from optimizer_cases import normal, through_disk
 from torch import nn
 
 import fp8manifold as fm
 from fp8manifold import QuantizedLinear
 
-both = pytest.mark.parametrize("assign", [False, True])
+both = each("assign", [False, True])
 
 
 def grid(seed: int = 0, name: str = "E4M3", std: float = 0.1, **options: Any) -> QuantizedLinear:
@@ -53,8 +54,8 @@ def test_a_state_is_taken_to_the_bit(assign: bool) -> None:
 
 
 @both
-@pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize("factor", [1e-5, 1.0, 1e5])
+@each("strict", [True, False])
+@each("factor", [1e-5, 1.0, 1e5])
 def test_floats_are_rounded_at_a_scale_of_their_own(factor: float, strict: bool, assign: bool) -> None:
     floats, layer = nn.Linear(8, 4), grid(1, headroom=8.0)
     with torch.no_grad():
@@ -169,7 +170,7 @@ def test_a_half_precision_layer_without_the_points_is_refused() -> None:
 
 
 @both
-@pytest.mark.parametrize("storage", ["master", "grid", "fp8"])
+@each("storage", ["master", "grid", "fp8"])
 def test_what_a_hook_makes_of_a_state_is_loaded(storage: Any, assign: bool) -> None:
     floats = normal(4, 8, seed=7)
     layer = fm.quantize_model(nn.Linear(8, 4), "E4M3", storage)

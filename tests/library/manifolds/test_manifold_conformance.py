@@ -8,6 +8,7 @@ from typing import Any
 import geoopt
 import pytest
 import torch
+from laws import each
 from manifold_cases import METRICS, same_bits, spread
 
 import fp8manifold as fm
@@ -34,10 +35,8 @@ GRIDS: dict[str, Any] = {
 EVERYWHERE = CONTINUOUS | GRIDS
 
 
-@pytest.fixture(params=[(name, factor) for name in EVERYWHERE for factor in (1.0, 2.0)], ids=lambda x: f"{x[0]}-{x[1]}")
-def case(request: pytest.FixtureRequest) -> SimpleNamespace:
+def made(name: str, factor: float) -> SimpleNamespace:
     """Points x, y uniform in the chart over half of the range, and steps v, w of up to a quarter of it at x."""
-    name, factor = request.param
     base = EVERYWHERE[name]()
     torch.manual_seed(0)
     end = base.to_chart(torch.full(SHAPE, base.format.max, dtype=torch.float64) * base.scale.double())
@@ -53,7 +52,12 @@ def case(request: pytest.FixtureRequest) -> SimpleNamespace:
     return SimpleNamespace(base=base, manifold=manifold, factor=factor, outside=outside, x=x, y=y, v=v, w=w)
 
 
+every_case = each("case", [partial(made, name, factor) for name in EVERYWHERE for factor in (1.0, 2.0)])
+
+
+@every_case
 def test_points_and_vectors(case: Any) -> None:
+    case = case()
     projected = case.manifold.projx(case.outside)
     assert case.manifold.check_point_on_manifold(projected, explain=True) == (True, None)
     assert not case.manifold.check_point_on_manifold(case.outside)
@@ -93,8 +97,10 @@ def test_checks_of_points_explain_themselves() -> None:
             manifold.assert_check_point_on_manifold(torch.tensor(torch.nan))
 
 
+@every_case
 def test_moving_and_transporting_together(case: Any) -> None:
     """exp with transport in one call equals the two calls; so does retr (draw by draw)."""
+    case = case()
     manifold, x, v, w = case.manifold, case.x, case.v, case.w
     y, moved = manifold.expmap_transp(x, v, w)
     assert same_bits(y, manifold.expmap(x, v))
@@ -110,8 +116,10 @@ def test_moving_and_transporting_together(case: Any) -> None:
     assert same_bits(twin.transp_follow_retr(x, v, w), third.transp(x, third.retr(x, v), w))
 
 
+@every_case
 def test_inner_is_an_inner_product(case: Any) -> None:
     """Symmetric, bilinear, positive definite, the square of the norm, and of each element by itself."""
+    case = case()
     manifold, x, v, w = case.manifold, case.x, case.v, case.w
     inner = manifold.inner(x, v, w)
     assert (manifold.ndim, inner.shape) == (0, SHAPE)
@@ -126,8 +134,10 @@ def test_inner_is_an_inner_product(case: Any) -> None:
     assert (manifold.inner(x, v * 0) == 0).all()
 
 
+@every_case
 def test_distance(case: Any) -> None:
     """Length of log, symmetric, squared by dist2, and multiplied by the factor of geoopt.Scaled."""
+    case = case()
     manifold, x, y = case.manifold, case.x, case.y
     dist = manifold.dist(x, y)
     assert torch.allclose(dist, case.factor * case.base.dist(x, y), rtol=1e-14)
@@ -139,8 +149,10 @@ def test_distance(case: Any) -> None:
     assert torch.allclose(manifold.dist(x, reached), manifold.norm(x, case.v), rtol=1e-9, atol=1e-9)
 
 
+@every_case
 def test_riemannian_gradient_gives_the_directional_derivative(case: Any) -> None:
     """<rgrad f, v>_x = df(v) for f with a known gradient, and by moving along exp."""
+    case = case()
     manifold, base, v = case.manifold, case.base, case.v
     x = base.from_chart(torch.floor(base.to_chart(case.x)) + 0.4)  # off the kinks
     size = spread(torch.tensor(base.format.max, dtype=torch.float64), base.scale.double())

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import geoopt
-import pytest
 import torch
+from laws import each
 from manifold_cases import lands_on_grid, ruler
 
 import fp8manifold as fm
@@ -55,9 +55,9 @@ def descend(optimizer: torch.optim.Optimizer, parameter: Tensor, gradient: Calla
     return parameter.detach().clone().as_subclass(torch.Tensor)
 
 
-@pytest.mark.parametrize("name", ["E4M3", "E5M2", "E3M4", "E7M0"])
-@pytest.mark.parametrize("scale", [1.0, 0.3])
-@pytest.mark.parametrize("amsgrad", [False, True])
+@each("name", ["E4M3", "E5M2", "E3M4", "E7M0"])
+@each("scale", [1.0, 0.3])
+@each("amsgrad", [False, True])
 def test_riemannian_adam_is_adam_on_real_valued_codes(name, scale, amsgrad) -> None:
     """The theorem: with gradient S g, to 1e-10 codes over 200 steps, through zero and binades, inside the range."""
     manifold = fm.StiffnessManifold(name, torch.tensor(scale, dtype=torch.float64))
@@ -93,9 +93,9 @@ ON_GRID = {
 }
 
 
-@pytest.mark.parametrize("optimizer", ON_GRID.values(), ids=ON_GRID)
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-@pytest.mark.parametrize("name", ["E4M3", "E5M2", "E3M4"])
+@each("optimizer", ON_GRID.values(), ids=ON_GRID)
+@each("rounding", ["nearest", "stochastic"])
+@each("name", ["E4M3", "E5M2", "E3M4"])
 def test_geoopts_optimizers_stay_on_the_grid(optimizer, rounding, name) -> None:
     """100 steps, every point checked; under stochastic rounding the loss falls."""
     generator = torch.Generator().manual_seed(0)

@@ -1,12 +1,13 @@
 """Manifolds as modules: state, copies, dtypes, parameters of every shape, and what is refused."""
 
 import copy
-import io
 
 import geoopt
 import pytest
 import torch
+from laws import each
 from manifold_cases import same_bits, ulp_as_function
+from optimizer_cases import through_disk
 
 import fp8manifold as fm
 
@@ -19,7 +20,7 @@ MAKERS = {
     "stochastic": lambda: fm.FP8Manifold("E4M3", ROWS, "stochastic", seed=2**40 + 3),
     "euclidean": lambda: fm.FP8Manifold("E7M0", 2.0, "stochastic", retraction="euclidean"),
 }
-every_manifold = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+every_manifold = each("make", MAKERS.values(), ids=MAKERS)
 
 
 def walk(manifold: geoopt.Manifold, steps: int = 3) -> torch.Tensor:
@@ -27,13 +28,6 @@ def walk(manifold: geoopt.Manifold, steps: int = 3) -> torch.Tensor:
     for _ in range(steps):
         x = manifold.retr(x, 0.3 * manifold.stiffness(x))
     return x
-
-
-def through_a_file(state: dict) -> dict:
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
 
 
 class Layer(torch.nn.Module):
@@ -64,7 +58,7 @@ def test_deepcopy_is_equal_and_apart(make) -> None:
 def test_state_survives_a_file_without_pickle(make) -> None:
     manifold, fresh = make(), make()
     walk(manifold, 5)
-    state = through_a_file(manifold.state_dict())
+    state = through_disk(manifold.state_dict())
     fresh.scale.fill_(9.0)
     assert str(fresh.load_state_dict(state)) == "<All keys matched successfully>"
     assert same_bits(fresh.scale, manifold.scale)
@@ -89,7 +83,7 @@ def test_a_layer_registers_its_manifold() -> None:
         layer.weight.grad = torch.ones_like(layer.weight)
         optimizer.step()
     other = Layer(fm.FP8Manifold("E4M3", ROWS, "stochastic"))
-    other.load_state_dict(through_a_file(layer.state_dict()))
+    other.load_state_dict(through_disk(layer.state_dict()))
     assert torch.equal(other.weight, layer.weight)
     assert int(other.manifold.counter) == 3
     for module in (layer, copy.deepcopy(other)):
@@ -111,7 +105,7 @@ def test_to_float64(make) -> None:
     assert same_bits(wide.dist(x, -x), manifold.dist(x, -x))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@each("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_a_layer_in_another_dtype_stays_on_its_grid(dtype) -> None:
     """With power-of-two scales every value of E4M3 is a bfloat16."""
     layer = Layer(fm.FP8Manifold("E4M3", ROWS, "stochastic"))
@@ -141,8 +135,8 @@ def test_scale_is_copied_and_has_no_gradient() -> None:
 SHAPES = [(), (3,), (1,), (2, 3), (0,), (2, 0), (2, 3, 4)]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@each("shape", SHAPES, ids=str)
+@each("rounding", ["nearest", "stochastic"])
 def test_parameters_of_every_shape(shape, rounding) -> None:
     manifold = fm.FP8Manifold("E4M3", 0.5, rounding)
     start = manifold.projx(torch.randn(shape) + 3)
@@ -157,7 +151,7 @@ def test_parameters_of_every_shape(shape, rounding) -> None:
     assert manifold.dist(weight, start).shape == shape
 
 
-@pytest.mark.parametrize("scale_shape", [(2, 1), (3,), (1, 3), (2, 3), (1,)], ids=str)
+@each("scale_shape", [(2, 1), (3,), (1, 3), (2, 3), (1,)], ids=str)
 def test_scales_that_broadcast_are_accepted(scale_shape) -> None:
     manifold = fm.FP8Manifold("E4M3", torch.full(scale_shape, 0.5))
     weight = geoopt.ManifoldParameter(manifold.projx(torch.randn(2, 3)), manifold=manifold)

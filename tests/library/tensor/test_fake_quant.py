@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from laws import each
 from optimizer_cases import bits_of, normal
 
 from fp8manifold import amax_scale, fake_quantize, round_to_grid
@@ -23,9 +24,9 @@ SCALES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@each("scale", SCALES.values(), ids=SCALES)
+@each("name", FORMATS)
+@each("dtype", [torch.float32, torch.float64], ids=str)
 def test_value_is_the_scaled_rounding(name: str, scale: Any, dtype: torch.dtype) -> None:
     x = normal(3, 200, dtype=dtype, std=50.0)
     s = torch.as_tensor(scale).to(dtype)
@@ -35,7 +36,7 @@ def test_value_is_the_scaled_rounding(name: str, scale: Any, dtype: torch.dtype)
         assert y.dtype == dtype
 
 
-@pytest.mark.parametrize("rounding", ["toward_zero", "up", "down", "stochastic"])
+@each("rounding", ["toward_zero", "up", "down", "stochastic"])
 def test_the_other_roundings(rounding: Any) -> None:
     x = normal(500)
     key = {"seed": 3, "step": 7, "stream": 2} if rounding == "stochastic" else {}
@@ -43,8 +44,8 @@ def test_the_other_roundings(rounding: Any) -> None:
     assert torch.equal(y, round_to_grid(x / 0.5, "E4M3", rounding, **key) * 0.5)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("pow2", [False, True])
-@pytest.mark.parametrize(("granularity", "axis"), [("tensor", 0), ("channel", 0), ("channel", 1), ("channel", -1)])
+@each("pow2", [False, True])
+@each(("granularity", "axis"), [("tensor", 0), ("channel", 0), ("channel", 1), ("channel", -1)])
 def test_without_a_scale_amax_gives_it(granularity: Any, axis: int, pow2: bool) -> None:
     x = normal(5, 6, std=3.0)
     scale = amax_scale(x, "E4M3", granularity, axis=axis, pow2=pow2)
@@ -53,9 +54,9 @@ def test_without_a_scale_amax_gives_it(granularity: Any, axis: int, pow2: bool) 
     assert ((y - x).abs() <= x.abs() / 16 + scale * 2.0**-10).all()  # half an ULP: nothing has saturated
 
 
-@pytest.mark.parametrize("size", [1e60, 1e-60, 1e300, 1e-300])
-@pytest.mark.parametrize("pow2", [False, True])
-@pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
+@each("size", [1e60, 1e-60, 1e300, 1e-300])
+@each("pow2", [False, True])
+@each("granularity", ["tensor", "channel", "block"])
 def test_float64_has_scales_of_its_own(granularity: Any, pow2: bool, size: float) -> None:
     """Beyond float32 either way: within half an ULP, as everywhere, and at a scale that is given."""
     x = normal(4, 64, dtype=torch.float64) * size
@@ -67,7 +68,7 @@ def test_float64_has_scales_of_its_own(granularity: Any, pow2: bool, size: float
     assert torch.equal(fake_quantize(x / size * 2.0**-150, "E4M3", 2.0**-150) * 2.0**300, given)
 
 
-@pytest.mark.parametrize(("dtype", "slack"), [(torch.float16, 2.0**-11), (torch.bfloat16, 2.0**-8)])
+@each(("dtype", "slack"), [(torch.float16, 2.0**-11), (torch.bfloat16, 2.0**-8)])
 def test_halves_are_computed_in_float32_and_keep_their_dtype(dtype: torch.dtype, slack: float) -> None:
     x = normal(1000).to(dtype).requires_grad_()
     y = fake_quantize(x, "E7M0", granularity="tensor")
@@ -92,8 +93,8 @@ def test_special_values() -> None:
     assert fake_quantize(torch.zeros(4), "E4M3").tolist() == [0.0] * 4
 
 
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-@pytest.mark.parametrize("scale", ["tensor", "row", "column", "block"])
+@each("rounding", ["nearest", "stochastic"])
+@each("scale", ["tensor", "row", "column", "block"])
 def test_pieces_of_a_large_tensor_are_rounded_as_the_whole(scale: str, rounding: Any) -> None:
     """Division, rounding and multiplication walk over it together; the definition does one after the other."""
     x = normal(600, 320, std=3.0)
@@ -126,7 +127,7 @@ def test_gradients_with_scales_of_blocks() -> None:
 X = torch.tensor([-1000.0, -224.0, -3.0, -0.0, 0.0, 2.0**-20, 3.0, 224.0, 224.5, 1000.0])
 
 
-@pytest.mark.parametrize(
+@each(
     ("ste", "passes"),
     [
         ("identity", [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]),

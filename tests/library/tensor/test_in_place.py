@@ -1,11 +1,12 @@
 """Parameters in one byte where they are: convolutions, embeddings, experts; the model's code knows nothing of it."""
 
 import copy
-import io
 from typing import Any
 
 import pytest
 import torch
+from laws import each
+from optimizer_cases import through_disk
 from surgery_models import bits
 from torch import Tensor, nn
 
@@ -63,8 +64,8 @@ def same_as_its_values(model: nn.Module, *inputs: Tensor) -> None:
         assert torch.equal(ours[name], gradient), name
 
 
-@pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
-@pytest.mark.parametrize("tied", [True, False])
+@each("granularity", ["tensor", "channel", "block"])
+@each("tied", [True, False])
 def test_a_model_computes_with_the_values_of_its_codes(granularity: Any, tied: bool) -> None:
     model = quantize_model(
         seeded(Language, tied), "E4M3", "fp8", granularity=granularity, parameters="experts.*", embeddings="E4M3"
@@ -120,7 +121,7 @@ def test_of_a_view_of_some_experts_no_others_are_decoded(granularity: Any, monke
     assert not own.grad[0].any()  # type: ignore[index]
 
 
-@pytest.mark.parametrize("options", [{}, {"moments": "8bit"}, {"moments": "8bit", "writeback": "residual8"}])
+@each("options", [{}, {"moments": "8bit"}, {"moments": "8bit", "writeback": "residual8"}])
 def test_experts_step_as_the_rows_that_they_are(options: Any) -> None:
     weight = seeded(torch.randn, 3, 4, 32)
     own, flat = (FP8Parameter(weight.view(s), "E4M3", granularity="row", seed=1) for s in ((3, 4, 32), (12, 32)))
@@ -161,7 +162,7 @@ CONVOLUTIONS = {
 }
 
 
-@pytest.mark.parametrize("kind", sorted(CONVOLUTIONS))
+@each("kind", sorted(CONVOLUTIONS))
 def test_convolutions(kind: str) -> None:
     layer, shape = CONVOLUTIONS[kind]
     model = quantize_model(nn.Sequential(copy.deepcopy(layer), nn.Linear(1, 1)), "E4M3", "fp8", parameters="0.weight")
@@ -208,12 +209,9 @@ def test_states_are_saved_and_loaded() -> None:
     optimizer = fm.optim.StiffnessAdamW(model.parameters(), lr=1e-2)
     model(TOKENS).square().sum().backward()
     optimizer.step()
-    file = io.BytesIO()
-    torch.save(model.state_dict(), file)
-    file.seek(0)
     with torch.random.fork_rng():
         other = quantize_model(Language(False), "E4M3", "fp8", seed=5, **options)
-    other.load_state_dict(torch.load(file, weights_only=True))
+    other.load_state_dict(through_disk(model.state_dict()))
     assert bits(other) == bits(model)
     names = list(model.state_dict())
     assert {"experts.up", "experts.up_scale", "tokens.weight_traits"} <= set(names)
@@ -227,7 +225,7 @@ def test_states_are_saved_and_loaded() -> None:
         model.load_state_dict(wrong.state_dict())
 
 
-@pytest.mark.parametrize("tied", ["refuse", "leave", "untie"])
+@each("tied", ["refuse", "leave", "untie"])
 def test_models_are_read_into_codes_where_they_are(tied: Any) -> None:
     with torch.device("meta"):
         model = Language()

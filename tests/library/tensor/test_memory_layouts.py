@@ -7,6 +7,7 @@ import geoopt
 import pytest
 import torch
 from family_cases import NAMES, make
+from laws import each
 from optimizer_cases import normal, stored_weight
 from paths import PATHS, by
 from torch import Tensor, nn
@@ -40,7 +41,7 @@ def of_odd_strides(x: Tensor) -> Tensor:
 
 Change = Callable[[Tensor], Tensor]
 CHANGES: dict[str, Change] = {f.__name__: f for f in (transposed, every_second, negated_later, of_odd_strides)}
-changes = pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+changes = each("change", CHANGES.values(), ids=CHANGES)
 
 
 def as_bytes(x: Tensor) -> bytes:
@@ -73,10 +74,10 @@ def stepped(name: str, storage: str, shape: tuple[int, ...], change: Change, pat
 
 @pytest.mark.covering(2)
 @changes
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("shape", [(24, 8), (1, 33), (33, 1), (6, 3, 2, 2), (17,)], ids=str)
-@pytest.mark.parametrize("storage", ["codes", "grid", "float32", "bfloat16", "float64"])
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "FisherNaturalGradient"])
+@each("path", PATHS)
+@each("shape", [(24, 8), (1, 33), (33, 1), (6, 3, 2, 2), (17,)], ids=str)
+@each("storage", ["codes", "grid", "float32", "bfloat16", "float64"])
+@each("name", [name for name in NAMES if name != "FisherNaturalGradient"])
 def test_steps(name: str, storage: str, shape: tuple[int, ...], path: str, change: Change, products: str) -> None:
     assert stepped(name, storage, shape, change, path) == stepped(name, storage, shape, torch.clone, path)
 
@@ -103,27 +104,28 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @changes
-@pytest.mark.parametrize("native", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", FUNCTIONS)
+@each("native", [True, False])
+@each("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@each("name", FUNCTIONS)
 def test_functions(
     name: str, dtype: torch.dtype, native: bool, change: Change, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of few elements, of so many that they are taken piece by piece, and of one row."""
-    if not native:
-        monkeypatch.setattr(_native, "_found", lambda: (None, []))
-    for shape in ((5, 64), (900, 320), (1, 32)):
-        x = normal(*shape, seed=1).to(dtype)
-        assert as_bytes(FUNCTIONS[name](change(x))) == as_bytes(FUNCTIONS[name](x))
+    with monkeypatch.context() as patch:
+        if not native:
+            patch.setattr(_native, "_found", lambda: (None, []))
+        for shape in ((5, 64), (900, 320), (1, 32)):
+            x = normal(*shape, seed=1).to(dtype)
+            assert as_bytes(FUNCTIONS[name](change(x))) == as_bytes(FUNCTIONS[name](x))
 
 
 @changes
-@pytest.mark.parametrize("shape", [(3, 4), (4, 1), (1, 4), (5,), (1,), (0, 3), ()], ids=str)
+@each("shape", [(3, 4), (4, 1), (1, 4), (5,), (1,), (0, 3), ()], ids=str)
 def test_bytes_are_those_of_a_contiguous_copy(shape: tuple[int, ...], change: Change) -> None:
     if not shape and change is transposed:
         pytest.skip("a number has no dimensions")
     for x in (normal(*shape), normal(*shape).bfloat16()):
         expected = x.view(torch.uint8) if shape else x.reshape(1).view(torch.uint8)
         assert as_bytes(change(x)) == expected.numpy().tobytes()
-        words = [_word_of_start(nn.Parameter(each), {}) for each in (change(x), x)]
+        words = [_word_of_start(nn.Parameter(one), {}) for one in (change(x), x)]
         assert words[0] == words[1]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from laws import each
 from optimizer_cases import normal
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
@@ -53,7 +54,7 @@ def wrapped(parameters: list[Tensor]) -> Any:
     return optim.StiffnessWrapper(torch.optim.SGD(parameters, lr=2.0**-4), 0.5, writeback="stochastic")
 
 
-by_kind = pytest.mark.parametrize("make", [make, wrapped])
+by_kind = each("make", [make, wrapped])
 
 
 @by_kind
@@ -100,7 +101,7 @@ def test_a_removed_parameters_stream_is_not_given_again() -> None:
     assert optimizer.state_dict()["streams_begun"] == resumed.streams_begun + 1 == 3
 
 
-@pytest.mark.parametrize("later", [lambda optimizer: optimizer, copy.deepcopy, "state"])
+@each("later", [lambda optimizer: optimizer, copy.deepcopy, "state"])
 def test_a_removed_parameters_stream_is_not_given_again_by_a_wrapper(later: Any) -> None:
     first, second, third = byte(5), byte(5), byte(5)
     optimizer = wrapped([first, second])
@@ -122,7 +123,7 @@ def test_a_removed_parameters_stream_is_not_given_again_by_a_wrapper(later: Any)
     assert len({gone, optimizer.streams[second], optimizer.streams[third]}) == 3
 
 
-@pytest.mark.parametrize("lacking", ["streams", "streams_begun"])
+@each("lacking", ["streams", "streams_begun"])
 def test_a_state_without_streams_is_refused(lacking: str) -> None:
     optimizer = wrapped([byte(0)])
     saved = optimizer.state_dict()
@@ -176,7 +177,7 @@ def moved_in_turn(writers: list[Any], draws: str, times: int = 64) -> list[Tenso
     return moves
 
 
-@pytest.mark.parametrize("draws", ["independent", "dither"])
+@each("draws", ["independent", "dither"])
 def test_operators_and_a_step_that_write_in_turn_draw_apart(draws: str) -> None:
     """At one time and at times that follow each other, of one element too, whose draws of two streams may go in step.
 
@@ -197,9 +198,9 @@ def test_operators_and_a_step_that_write_in_turn_draw_apart(draws: str) -> None:
     def scaled(parameter: Any) -> None:
         parameter.mul_(1.03)
 
-    moves = [each - 0.24 for each in moved_in_turn([added, scaled, step], draws)]
-    for each in moves:
-        assert abs(each.mean()) < LIMIT / 8
+    moves = [moved - 0.24 for moved in moved_in_turn([added, scaled, step], draws)]
+    for moved in moves:
+        assert abs(moved.mean()) < LIMIT / 8
     for a, b in itertools.combinations_with_replacement(moves, 2):
         for lag in range(a is b, 8):
             products = a[: len(a) - lag] * b[lag:] / (0.24 * 0.76)
@@ -226,10 +227,10 @@ def test_draws_without_the_operator_s_name_stay_so_where_they_are_copied_loaded_
     loaded.load_state_dict({"0": copy.deepcopy(own)})
     exported = fm.unflatten_state_dict(torch.nn.ParameterList([copy.deepcopy(own)]).state_dict())["0"]
     expected = fm.encode(torch.full((N,), 1.03), "E4M3", "stochastic", seed=4, step=0)
-    for each in (own, loaded[0], exported):
+    for one in (own, loaded[0], exported):
         with torch.no_grad():
-            each.add_(0.03)
-        assert torch.equal(each.codes, expected)
+            one.add_(0.03)
+        assert torch.equal(one.codes, expected)
 
 
 def test_traits_of_another_number_are_refused() -> None:
@@ -238,7 +239,7 @@ def test_traits_of_another_number_are_refused() -> None:
         rebuild(kind, parts, rest[:-2], requires)
 
 
-@pytest.mark.parametrize("snapshot", [Tensor.clone, copy.deepcopy, lambda p: p.detach().clone()])
+@each("snapshot", [Tensor.clone, copy.deepcopy, lambda p: p.detach().clone()])
 def test_putting_a_snapshot_back_does_not_rewind_the_draws(snapshot: Any) -> None:
     p, moves = byte(6), []
     with torch.no_grad():
@@ -259,7 +260,7 @@ def quantized(rounding: Any) -> torch.nn.Module:
 
 
 EMAS = [{"multi_avg_fn": get_ema_multi_avg_fn(0.9)}, {"avg_fn": get_ema_avg_fn(0.9)}]
-both = pytest.mark.parametrize("options", EMAS, ids=["foreach lerp", "copy"])
+both = each("options", EMAS, ids=["foreach lerp", "copy"])
 
 
 @both
@@ -282,7 +283,7 @@ def test_an_average_of_bare_parameters_is_in_floats() -> None:
     assert torch.equal(average.module.first, torch.full((N,), 2.0))
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", "codes", "codes and bfloat16"])
+@each("kind", ["bfloat16", "codes", "codes and bfloat16"])
 def test_an_average_of_bfloat16_or_codes_is_in_float32(kind: str) -> None:
     """An average in their own numbers would drop what is below half a spacing of them."""
     model = quantized("nearest") if "codes" in kind else torch.nn.Sequential(torch.nn.Linear(64, 32))
@@ -320,8 +321,8 @@ SPECS = {
 
 
 @both
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-@pytest.mark.parametrize("storage", ["master", "grid", "fp8"])
+@each("spec", SPECS.values(), ids=SPECS)
+@each("storage", ["master", "grid", "fp8"])
 def test_an_average_is_the_plain_average(storage: Any, spec: fm.LayerSpec, options: Any) -> None:
     """Of every storage and of layers with scales, counts and manifolds of their own, to the bit; buffers are copied."""
     torch.manual_seed(0)
@@ -348,7 +349,7 @@ def test_an_average_is_the_plain_average(storage: Any, spec: fm.LayerSpec, optio
     assert not torch.equal(average.module.first.weight, model.first.weight)
 
 
-@pytest.mark.parametrize("storage", ["master", "grid", "fp8"])
+@each("storage", ["master", "grid", "fp8"])
 def test_an_average_of_transposed_weights(storage: Any) -> None:
     """Which GPT-2 has; square ones would be averaged as they lie without a word."""
     layers = pytest.importorskip("transformers", reason="needs the package transformers").pytorch_utils

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from laws import each
 from optimizer_cases import normal
 from torch import Tensor
 
@@ -19,7 +20,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "lion": lambda p: StiffnessLion([p], 1e-3, writeback="residual8"),
     "riemannian": lambda p: RiemannianAdam([p], 0.3, writeback="residual8"),
 }
-GRANULARITIES = pytest.mark.parametrize("granularity", ["tensor", "channel", "block", "square"])
+GRANULARITIES = each("granularity", ["tensor", "channel", "block", "square"])
 
 
 def weight(fmt: str = "E4M3", granularity: Any = "channel", **options: Any) -> fm.FP8Parameter:
@@ -43,8 +44,8 @@ def step_of_chart(p: fm.FP8Tensor) -> Tensor:
 
 
 @GRANULARITIES
-@pytest.mark.parametrize("factor", [2.0, 4.0, 0.5])
-@pytest.mark.parametrize("fmt", ["E4M3", "E2M5", "E5M2"])
+@each("factor", [2.0, 4.0, 0.5])
+@each("fmt", ["E4M3", "E2M5", "E5M2"])
 def test_weight_and_residual_keep_their_sum(fmt: str, factor: float, granularity: str) -> None:
     p = weight(fmt, granularity)
     optimizer = OPTIMIZERS["adamw"](p)
@@ -60,8 +61,8 @@ def test_weight_and_residual_keep_their_sum(fmt: str, factor: float, granularity
     assert int(optimizer.state[p]["residual"].abs().max()) > 64
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("way", ["itself", "detached", "adapted", "loaded", "moved"])
+@each("name", OPTIMIZERS)
+@each("way", ["itself", "detached", "adapted", "loaded", "moved"])
 def test_the_residual_is_found(name: str, way: str) -> None:
     """By whatever name the weight is rescaled, and in a state that was loaded and has not stepped."""
     p = weight(scale=2.0**-2 if way == "adapted" else None)
@@ -133,7 +134,7 @@ def test_a_scale_that_the_sum_does_not_fit_is_refused() -> None:
     assert torch.equal(whole(p, optimizer.state[p]["residual"]), before)
 
 
-@pytest.mark.parametrize("writeback", ["stochastic", "residual8"])
+@each("writeback", ["stochastic", "residual8"])
 def test_without_a_residual_nothing_is_other_than_it_was(writeback: str) -> None:
     """One that a stochastic optimizer steps, and one whose optimizer is gone, draw as one that nobody steps."""
     p, alone = weight(), weight()
@@ -142,7 +143,7 @@ def test_without_a_residual_nothing_is_other_than_it_was(writeback: str) -> None
     alone.adopt(p)
     if writeback == "residual8":
         del optimizer
-    for each in (p, alone):
-        each.rescale_(each.scale * 2)
+    for one in (p, alone):
+        one.rescale_(one.scale * 2)
     assert torch.equal(p.codes, alone.codes)
     assert torch.equal(p.counter, alone.counter)

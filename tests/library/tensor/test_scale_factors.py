@@ -1,7 +1,6 @@
 """Scales `2^e f` as published files have them: stores of every granularity against exact rational arithmetic."""
 
 import copy
-import io
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
@@ -9,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from optimizer_cases import normal
+from laws import each
+from optimizer_cases import normal, through_disk
 from rank_cases import batch, loss_of, model
 from rank_pool import Pool
 from test_ranks_fsdp import sharded
@@ -138,8 +138,8 @@ def stepped(p: fm.FP8Tensor) -> Any:
 
 @every_dtype
 @every_granularity
-@pytest.mark.parametrize("rounding", ROUNDINGS)
-@pytest.mark.parametrize("fmt", ["E4M3", "E1M6"])
+@each("rounding", ROUNDINGS)
+@each("fmt", ["E4M3", "E1M6"])
 def test_an_operator_that_changes_no_value_changes_no_code(
     fmt: str, rounding: Any, granularity: Any, dtype: torch.dtype
 ) -> None:
@@ -191,7 +191,7 @@ def test_a_scale_is_described_with_its_factor() -> None:
     assert "scale=1.25*2^-3" in repr(fm.FP8Tensor(torch.ones(2), "E4M3", scale=1.25 * 2.0**-3))
 
 
-@pytest.mark.parametrize("granularity", ["block", "square"])
+@each("granularity", ["block", "square"])
 def test_exponents_become_floats_for_all_that_share_them(granularity: Any) -> None:
     p, q = fm.FP8Tensor(normal(140, 160), "E4M3", granularity=granularity), made(granularity, shape=(140, 160))
     twin, version = p.detach(), p._version
@@ -223,32 +223,25 @@ def with_factors(net: Any) -> Any:
     return net
 
 
-def through_files(state: dict[str, Tensor]) -> Any:
-    written = io.BytesIO()
-    torch.save(state, written)
-    written.seek(0)
-    return torch.load(written, weights_only=True)
-
-
-@pytest.mark.parametrize("granularity", ["tensor", "channel", "block", "square"])
+@each("granularity", ["tensor", "channel", "block", "square"])
 def test_layers_are_saved_and_read_again(granularity: Any) -> None:
     net, x = with_factors(layers(granularity, 1)), normal(4, 160)
     state = net.state_dict()
     others = [layers(granularity, 2), layers(granularity, 2, keep_remainder=True), copy.deepcopy(net)]
-    others[0].load_state_dict(through_files(state))
+    others[0].load_state_dict(through_disk(state))
     others[1].load_state_dict({name: part.clone() for name, part in state.items()}, assign=True)
     for other in others:
         assert torch.equal(other(x), net(x))
         assert {name: part.dtype for name, part in other.state_dict().items()} == {n: x.dtype for n, x in state.items()}
     flat = fm.unflatten_state_dict(state)
     assert same(flat["0.weight"], net[0].weight)  # type: ignore[arg-type]
-    pickled = through_files({"w": net[0].weight.detach()})["w"]
+    pickled = through_disk({"w": net[0].weight.detach()})["w"]
     assert same(pickled, net[0].weight)
 
 
-@pytest.mark.parametrize("exported", ["weight_scale", "weight_scale_inv"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
+@each("exported", ["weight_scale", "weight_scale_inv"])
+@each("dtype", DTYPES, ids=str)
+@each(
     ("granularity", "shapes"),
     [("tensor", [(), (1,), (1, 1)]), ("channel", [(200, 1), (200,)]), ("block", [(200, 5)]), ("square", [(2, 2)])],
 )
@@ -270,8 +263,8 @@ def test_codes_of_other_libraries_are_read_with_their_scales(
 
 
 @pytest.mark.filterwarnings("ignore:.*partial squares")
-@pytest.mark.parametrize("layout", ["compressed-tensors", "fp8", "torchao"])
-@pytest.mark.parametrize("granularity", ["tensor", "channel", "block", "square"])
+@each("layout", ["compressed-tensors", "fp8", "torchao"])
+@each("granularity", ["tensor", "channel", "block", "square"])
 def test_what_was_exported_is_read_again(granularity: Any, layout: Any) -> None:
     if (layout == "fp8") != (granularity == "square"):
         return
@@ -299,7 +292,7 @@ def test_compiled_code_reads_the_scales_of_the_moment(granularity: Any) -> None:
     assert counter.frame_count == 2
 
 
-@pytest.mark.parametrize("products", ["fp8", "int8"])
+@each("products", ["fp8", "int8"])
 def test_products_of_codes_take_the_scales_that_there_are(products: Any) -> None:
     fmt = "E4M3" if products == "fp8" else "E1M6"
     net = with_factors(fm.quantize_model(nn.Sequential(nn.Linear(64, 32)), fm.LayerSpec(fmt, products=products), "fp8"))

@@ -8,18 +8,12 @@ from typing import Any
 import geoopt
 import pytest
 import torch
+from laws import each
 from optimizer_cases import normal, through_disk
-from tensor_cases import INPUT, TARGET, Net, every_format, every_granularity, loss_of, parameter, same_store
+from tensor_cases import INPUT, TARGET, Net, every_granularity, loss_of, parameter, same_store
 from torch import Tensor, nn
 
 import fp8manifold as fm
-
-
-def loaded(value: Any, **options: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True, **options)
 
 
 def stepped(net: Net, steps: int = 2) -> Net:
@@ -35,17 +29,17 @@ COPIES: dict[str, Any] = {
     "clone": lambda p: p.clone(),
     "deepcopy": copy.deepcopy,
     "pickle": lambda p: pickle.loads(pickle.dumps(p)),
-    "torch.load": loaded,
-    "torch.load-mmap-free": lambda p: loaded({"w": p})["w"],
+    "torch.load": through_disk,
+    "torch.load-mmap-free": lambda p: through_disk({"w": p})["w"],
     "to-copy": lambda p: p.to(torch.float32, copy=True),
     "bfloat16-and-back": lambda p: p.to(torch.bfloat16).to(torch.float32),
     "bfloat16-module": lambda p: p.bfloat16().float(),
 }
 
 
-@pytest.mark.parametrize("kind", [fm.FP8Parameter, fm.FP8Tensor])
+@each("kind", [fm.FP8Parameter, fm.FP8Tensor])
 @every_granularity
-@pytest.mark.parametrize("make", COPIES.values(), ids=COPIES)
+@each("make", COPIES.values(), ids=COPIES)
 def test_a_copy_is_the_same_and_apart(make: Any, granularity: Any, kind: Any) -> None:
     options: dict[str, Any] = {"granularity": granularity, "rounding": "nearest", "seed": 11, "keep_remainder": True}
     values = normal(4, 64)
@@ -63,15 +57,6 @@ def test_a_copy_is_the_same_and_apart(make: Any, granularity: Any, kind: Any) ->
     assert not torch.equal(p.codes, q.codes)
 
 
-def test_detaching_shares() -> None:
-    p = parameter(keep_remainder=True)
-    q = p.detach()
-    assert type(q) is fm.FP8Parameter
-    assert not q.requires_grad
-    pairs = ((p.codes, q.codes), (p.scale, q.scale), (p.counter, q.counter), (p.remainder, q.remainder))
-    assert all(a.data_ptr() == b.data_ptr() for a, b in pairs if a is not None and b is not None)
-
-
 def test_files_are_one_byte_a_weight() -> None:
     p = parameter(shape=(256, 1024))
     file = io.BytesIO()
@@ -79,15 +64,10 @@ def test_files_are_one_byte_a_weight() -> None:
     assert file.tell() < 256 * 1024 + 256 * 4 + 4000
 
 
-@every_format
-def test_files_name_the_format(name: str) -> None:
-    assert loaded(parameter(name)).format == fm.FloatFormat.from_string(name)
-
-
 def test_saved_views_are_values() -> None:
     p = parameter()
-    assert type(loaded(p[1])) is Tensor
-    assert torch.equal(loaded(p[1]), p.dequantize()[1])
+    assert type(through_disk(p[1])) is Tensor
+    assert torch.equal(through_disk(p[1]), p.dequantize()[1])
     assert torch.equal(copy.deepcopy(p[1].detach()), p.dequantize()[1])
 
 
@@ -123,7 +103,7 @@ def test_a_float_model_takes_the_values() -> None:
     assert torch.equal(floats.first.weight, net.first.weight.dequantize())
 
 
-@pytest.mark.parametrize("swap", [False, True])
+@each("swap", [False, True])
 def test_moving_a_module_keeps_class_and_codes(swap: bool) -> None:
     net = stepped(Net(keep_remainder=False))
     loss_of(net).backward()
@@ -145,7 +125,7 @@ def test_moving_a_module_keeps_class_and_codes(swap: bool) -> None:
     assert net(torch.empty(3, 32, device="meta")).shape == (3, 1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+@each("dtype", [torch.float64, torch.float16])
 def test_other_dtypes_are_refused_by_modules_and_plain_elsewhere(dtype: torch.dtype) -> None:
     net = Net()
     with pytest.raises((TypeError, RuntimeError), match="float32 or bfloat16, not"):

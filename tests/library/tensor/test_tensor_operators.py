@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from laws import each
 from optimizer_cases import normal
 from tensor_cases import GRANULARITIES, decoded, every_format, every_granularity, parameter, same_store
 from torch import Tensor, nn
@@ -44,7 +45,7 @@ READS: dict[str, Any] = {
 
 
 @every_granularity
-@pytest.mark.parametrize("read", READS.values(), ids=READS)
+@each("read", READS.values(), ids=READS)
 def test_reading_gives_plain_tensors_of_the_values(read: Any, granularity: Any) -> None:
     p = parameter(granularity=granularity)
     codes = p.codes.clone()
@@ -75,7 +76,7 @@ VIEWS: dict[str, Any] = {
 
 
 @every_granularity
-@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+@each("view", VIEWS.values(), ids=VIEWS)
 def test_a_view_reads_the_values_and_writes_into_the_codes(view: Any, granularity: Any) -> None:
     p = parameter(granularity=granularity)
     plain = p.dequantize()
@@ -97,8 +98,8 @@ def test_expanded_views_read() -> None:
     assert torch.equal(torch.stack(list(p)), p.dequantize())
 
 
-@pytest.mark.parametrize("make", ["zeros_like", "ones_like", "empty_like", "rand_like", "randn_like"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@each("make", ["zeros_like", "ones_like", "empty_like", "rand_like", "randn_like"])
+@each("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_made_like_it_is_plain(make: str, dtype: torch.dtype) -> None:
     p = parameter(dtype=dtype)
     assert type(p.new_zeros(4, 32)) is Tensor
@@ -155,7 +156,7 @@ WRITES: dict[str, Any] = {
 
 
 @every_granularity
-@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+@each("write", WRITES.values(), ids=WRITES)
 def test_writing_rounds_the_result_to_nearest(write: Any, granularity: Any) -> None:
     p = parameter(granularity=granularity, rounding="nearest")
     plain = p.dequantize()
@@ -183,7 +184,7 @@ def test_writing_rounds_stochastically_by_the_counter(name: str) -> None:
             assert int(p.counter) == step + 1
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
+@each("granularity", GRANULARITIES)
 def test_bfloat16_is_written_in_float32(granularity: Any) -> None:
     """An update below half a bfloat16 ULP is still seen by the rounding."""
     p = fm.FP8Tensor(torch.ones(4, 4096, dtype=torch.bfloat16), "E4M3", scale=1.0, granularity=granularity)
@@ -240,7 +241,7 @@ def test_copying_one_into_another_is_exact() -> None:
     assert q.codes.data_ptr() != p.codes.data_ptr()
 
 
-@pytest.mark.parametrize(("own", "other"), [("channel", "tensor"), ("block", "tensor"), ("block", "channel")])
+@each(("own", "other"), [("channel", "tensor"), ("block", "tensor"), ("block", "channel")])
 def test_a_finer_scale_takes_a_coarser_one(own: Any, other: Any) -> None:
     p, q = parameter(granularity=own), parameter(granularity=other, seed=1)
     with torch.no_grad():

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from laws import each
 from optimizer_cases import normal
 from tensor_cases import parameter, same_store
 from torch import Tensor, multiprocessing, nn
@@ -56,7 +57,7 @@ COLLECTIVES: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")  # new names of the same in torch 2.14
-@pytest.mark.parametrize("call", COLLECTIVES.values(), ids=COLLECTIVES)
+@each("call", COLLECTIVES.values(), ids=COLLECTIVES)
 def test_collectives_are_refused(call: Any) -> None:
     p = parameter()
     kept = p.clone()
@@ -130,7 +131,7 @@ def test_other_ways_of_sharding_are_refused_before_a_step() -> None:
         fm.optim.StiffnessAdamW([nn.Parameter(DTensor.from_local(layer("fp8")[0].weight, mesh()))], lr=0.1)
 
 
-@pytest.mark.parametrize("wrap", WRAPS)
+@each("wrap", WRAPS)
 @elsewhere
 def test_a_sharded_weight_on_a_grid_is_not_stepped(wrap: str) -> None:
     """The layer refuses to run without its manifold, whatever steps it, and our optimizers refuse most such parameters.
@@ -171,7 +172,7 @@ def _zero(p: fm.FP8Parameter) -> None:
         p.zero_()
 
 
-@pytest.mark.parametrize(
+@each(
     "access",
     [
         torch.from_dlpack,

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from laws import each
 from optimizer_cases import normal, same_bits
 from tensor_cases import decoded, every_format, every_granularity, parameter, same_store
 from torch import Tensor, nn
@@ -37,7 +38,7 @@ def test_values_are_the_nearest_at_the_scale(name: str, granularity: Any) -> Non
     assert (p.granularity, p.block_size) == (granularity, 32 if granularity == "block" else None)
 
 
-@pytest.mark.parametrize(
+@each(
     ("shape", "granularity", "scale"),
     [
         ((4, 64), "tensor", ()),
@@ -77,7 +78,7 @@ def test_every_code_survives(name: str) -> None:
     assert torch.equal(again.codes, canonical.expand(3, -1))
 
 
-@pytest.mark.parametrize(
+@each(
     ("given_dtype", "dtype"),
     [(torch.float64, torch.float32), (torch.float16, torch.float32), (torch.bfloat16, torch.bfloat16)],
 )
@@ -136,7 +137,7 @@ def test_it_is_one_byte_a_weight() -> None:
     assert new == 64 * 4096 + 64 * 4 + 8
 
 
-@pytest.mark.parametrize("call", ["linear", "bias", "tokens", "matmul", "slice", "embedding", "autocast"])
+@each("call", ["linear", "bias", "tokens", "matmul", "slice", "embedding", "autocast"])
 def test_autograd_keeps_codes(call: str) -> None:
     """Nothing of the size of the weight is saved for the backward pass but views of its codes."""
     p, x, b = parameter(shape=(48, 64)), normal(5, 64, seed=1).requires_grad_(), normal(48, seed=2)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from laws import each
 from optimizer_cases import normal, through_disk
 from surgery_models import TOKENS, Model
 from tensor_cases import FORMATS, GRANULARITIES, same_store
@@ -23,8 +24,8 @@ def layers(model: nn.Module) -> list[QuantizedLinear]:
     return [m for m in model.modules() if isinstance(m, QuantizedLinear)]
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-@pytest.mark.parametrize("name", FORMATS)
+@each("granularity", GRANULARITIES)
+@each("name", FORMATS)
 def test_the_weight_is_the_grids_in_one_byte(name: str, granularity: Any) -> None:
     """The same values, codes and scales as storage grid, where that has the granularity, at one headroom."""
     linear = nn.Linear(64, 6)
@@ -62,17 +63,15 @@ def through_tensors_of_codes(model: nn.Module) -> dict[str, Any]:
     return through_disk(fm.unflatten_state_dict(model.state_dict()))
 
 
-@pytest.mark.parametrize("assign", [False, True])
-@pytest.mark.parametrize(
-    "way", [nn.Module.state_dict, through_state, through_tensors_of_codes], ids=["state", "disk", "tensors of codes"]
-)
+@each("assign", [False, True])
+@each("way", [nn.Module.state_dict, through_state, through_tensors_of_codes], ids=["state", "disk", "tensors of codes"])
 def test_what_rounding_left_is_part_of_the_state(way: Any, assign: bool) -> None:
     """Until an optimizer has taken it: residuals begin with it after a state was loaded, as they do before."""
     model, other = stored(keep_remainder=True), stored(seed=1)
     state, expected = way(model), [layer.weight.remainder.clone() for layer in layers(model)]
     other.load_state_dict(state if assign is False else copy.deepcopy(state), assign=assign)
-    for each in (other, model):
-        for residual, remainder in zip(begun(each), expected, strict=True):
+    for net in (other, model):
+        for residual, remainder in zip(begun(net), expected, strict=True):
             assert remainder.count_nonzero() > 0
             assert torch.equal(residual, remainder)
     assert not any("remainder" in name for name in model.state_dict())
@@ -86,7 +85,7 @@ def test_floats_that_are_loaded_leave_a_remainder() -> None:
         assert all(r.count_nonzero() > 0 for r in begun(model))
 
 
-@pytest.mark.parametrize("writeback", ["stochastic", "nearest", "residual8"])
+@each("writeback", ["stochastic", "nearest", "residual8"])
 def test_a_step_makes_the_remainder_void_for_all_that_share_it(writeback: str) -> None:
     """Codes that were written again have left something else, which no later optimizer may begin with."""
     model = stored(keep_remainder=True)
@@ -106,8 +105,8 @@ def test_a_remainder_that_does_not_fit_is_refused() -> None:
         stored().load_state_dict(state)
 
 
-@pytest.mark.parametrize("assign", [False, True])
-@pytest.mark.parametrize("scale", [2.0**-9, 1.0, 500.0])
+@each("assign", [False, True])
+@each("scale", [2.0**-9, 1.0, 500.0])
 def test_a_float_checkpoint_is_rounded_at_a_scale_of_its_own(assign: bool, scale: float) -> None:
     floats = Model()
     for p in floats.parameters():
@@ -120,7 +119,7 @@ def test_a_float_checkpoint_is_rounded_at_a_scale_of_its_own(assign: bool, scale
         assert (type(a.weight), a.weight.seed, a.weight.requires_grad) == (fm.FP8Parameter, b.weight.seed, True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+@each("dtype", [torch.float64, torch.float16])
 def test_other_dtypes_are_refused_before_anything_changes(dtype: torch.dtype) -> None:
     layer = quantize_model(nn.Linear(8, 4), "E4M3", "fp8")
     with pytest.raises(TypeError, match=f"can't be {dtype}: take float32 or bfloat16"):

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from laws import each
 from tensor_cases import INPUT, every_granularity, parameter, same_store
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -48,7 +49,7 @@ def test_fake_tensors_are_quantized(granularity: Any) -> None:
     assert model.weight.grad.shape == (4, 64)
 
 
-@pytest.mark.parametrize("policy", ["dynamic", "static", "delayed"])
+@each("policy", ["dynamic", "static", "delayed"])
 def test_fake_master_weights_are_quantized(policy: Any) -> None:
     spec = fm.LayerSpec(fm.OperandSpec("E4M3", policy=policy), fm.OperandSpec("E4M3", policy=policy))
     with FakeTensorMode():

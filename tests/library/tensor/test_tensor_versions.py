@@ -7,6 +7,7 @@ import geoopt
 import pytest
 import torch
 import torch.nn.functional as F
+from laws import each
 from optimizer_cases import normal
 from tensor_cases import parameter
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ WRITES: dict[str, Callable[[fm.FP8Parameter], Any]] = {
     "adopt": lambda p: p.adopt(parameter(seed=1)),
     "rescale_": lambda p: p.rescale_(p.scale * 2),
     "adapt_scale_": lambda p: p.adapt_scale_(),
+    "set_scale_": lambda p: p.set_scale_(p.scale * 2),
     "data": lambda p: setattr(p, "data", torch.ones(p.shape)),
     "row": lambda p: p[0].add_(1.0),
     "write of a view": lambda p: p[:2].t().write(torch.ones(64, 2)),
@@ -40,8 +42,8 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-@pytest.mark.parametrize("use", [lambda p: p, lambda p: p[1:3]], ids=["whole", "view"])
-@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+@each("use", [lambda p: p, lambda p: p[1:3]], ids=["whole", "view"])
+@each("write", WRITES.values(), ids=WRITES)
 def test_a_write_between_forward_and_backward_is_an_error(write: Any, use: Any) -> None:
     p, x = parameter(rounding="nearest", scale=1.0), normal(3, 64).requires_grad_()
     loss = F.linear(x, use(p)).sum()
@@ -61,9 +63,9 @@ def test_what_only_reads_is_none() -> None:
     assert torch.equal(x.grad, p.dequantize().sum(0).expand(3, 64))
 
 
-@pytest.mark.parametrize("activation", [None, "E5M2"])
-@pytest.mark.parametrize("storage", ["grid", "fp8"])
-@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@each("activation", [None, "E5M2"])
+@each("storage", ["grid", "fp8"])
+@each("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_a_step_between_forward_and_backward_is_an_error(make: Any, storage: Any, activation: Any) -> None:
     """The first step, which is planned, and the next, which repeats it."""
     if make is OPTIMIZERS["fused"] and storage == "grid":
