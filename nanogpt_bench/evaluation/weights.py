@@ -16,6 +16,7 @@ from nanogpt_bench.data.batches import Corpus, open_corpus
 from nanogpt_bench.data.text import prepare_default
 from nanogpt_bench.evaluation.measurement import Row
 from nanogpt_bench.loop.outcome import count
+from nanogpt_bench.loop.trainer import Trainer
 from nanogpt_bench.model.gpt import GPT, build_model
 from nanogpt_bench.model.weights import fill, quantized_layers, save_weights
 from nanogpt_bench.runs.environment import at, environment
@@ -25,7 +26,6 @@ from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.setup.runtime import runtime
 from nanogpt_bench.setup.start import check_text, model_shape, same_text
 from nanogpt_bench.system.errors import BenchError, say
-from nanogpt_bench.training.trainer import Trainer
 
 #: settings that may differ from the run's: of the measurement, and of the rows in a format
 OF_MEASURE = ("data.dir", "eval.", "runtime.", "train.batch_size")

@@ -18,8 +18,8 @@ from nanogpt_bench.setup.memory import bytes_of, held_bytes
 from nanogpt_bench.setup.resolve import rule_name
 
 if TYPE_CHECKING:
-    from nanogpt_bench.observers import Observers
-    from nanogpt_bench.training.trainer import Trainer
+    from nanogpt_bench.loop.observers import Observers
+    from nanogpt_bench.loop.trainer import Trainer
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from nanogpt_bench.config.metrics import BELOW, LINEAR, MEAN, NATS, Metric
 from nanogpt_bench.model.gpt import Attention
 from nanogpt_bench.monitors.capture import Watched
-from nanogpt_bench.monitors.figures import Monitor
-from nanogpt_bench.monitors.points import Step
+from nanogpt_bench.monitors.points import Monitor, Step
 
 _attention = partial(Metric, monitor="attention", bad=BELOW, chart=LINEAR)
 ENTROPY = _attention(

@@ -16,8 +16,7 @@ from nanogpt_bench.config.metrics import MonitorConfig
 from nanogpt_bench.config.schema import ROUNDED, Config
 from nanogpt_bench.model.gpt import Block
 from nanogpt_bench.model.weights import linear_layers, plain, quantized_layers
-from nanogpt_bench.monitors.figures import Monitor, Turns
-from nanogpt_bench.monitors.points import Observer, Step
+from nanogpt_bench.monitors.points import Monitor, Observer, Step, Turns
 
 
 class Capture(Observer):

@@ -10,8 +10,7 @@ import fp8manifold as fm
 from nanogpt_bench.config.metrics import ABOVE, LARGEST, LINEAR, LOG, MEAN, OPERANDS, SHARE, Metric
 from nanogpt_bench.model.weights import plain
 from nanogpt_bench.monitors.capture import Operand, Update, UpdateMonitor, Watched, flowing, of_weight
-from nanogpt_bench.monitors.figures import Scale, blocks, unit_blocks
-from nanogpt_bench.monitors.points import Step
+from nanogpt_bench.monitors.points import Scale, Step, blocks, unit_blocks
 
 _ranges = partial(Metric, monitor="ranges", over=MEAN, operands=OPERANDS)
 OVERFLOW = _ranges("quant/overflow", "Overflow", SHARE, "Values beyond the format's largest.", bad=ABOVE, chart=LINEAR)

@@ -14,8 +14,7 @@ from nanogpt_bench.config.metrics import ABOVE, BELOW, LINEAR, MEAN, Metric
 from nanogpt_bench.model.gpt import GPT, GPTShape, build_model
 from nanogpt_bench.model.weights import forward_weight, linear_layers, plain
 from nanogpt_bench.monitors.capture import Watched
-from nanogpt_bench.monitors.figures import blocks
-from nanogpt_bench.monitors.points import Observer, Step
+from nanogpt_bench.monitors.points import Observer, Step, blocks
 
 _shadow = partial(Metric, monitor="shadow")
 COSINE = _shadow(

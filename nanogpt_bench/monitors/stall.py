@@ -20,8 +20,7 @@ import fp8manifold as fm
 from nanogpt_bench.config.metrics import ABOVE, LINEAR, LOG, MEAN, SHARE, TOGETHER, ULPS, Metric
 from nanogpt_bench.config.schema import ROUNDED
 from nanogpt_bench.monitors.capture import Update, UpdateMonitor, Watched
-from nanogpt_bench.monitors.figures import Scale, blocks, inside, share, unit_blocks
-from nanogpt_bench.monitors.points import Step
+from nanogpt_bench.monitors.points import Scale, Step, blocks, inside, share, unit_blocks
 
 _stall = partial(Metric, monitor="stall", over=MEAN)
 UPDATE_LOST = _stall(

@@ -10,8 +10,7 @@ from nanogpt_bench.config.metrics import ABOVE, LINEAR, MEAN, SHARE, Metric
 from nanogpt_bench.config.schema import ROUNDED
 from nanogpt_bench.model.weights import forward_weight, is_rounded
 from nanogpt_bench.monitors.capture import Watched
-from nanogpt_bench.monitors.figures import BLOCK, Monitor, Scale, fitting
-from nanogpt_bench.monitors.points import Step
+from nanogpt_bench.monitors.points import BLOCK, Monitor, Scale, Step, fitting
 
 ZERO_GRADIENT_ZONE = Metric(
     "stall/zero_gradient_zone",

@@ -55,7 +55,7 @@ def quantization(config: Resolved) -> dict[str, Any]:
         "storage": "grid" if settings.storage == "continuous" else settings.storage,
         "seed": config.seed,
         "tied": settings.tied or "refuse",
-        "defer_weight_gradients": True,  # see nanogpt_bench.training.clipping
+        "defer_weight_gradients": True,  # see nanogpt_bench.loop.clipping
         **_grid_options(config),
     }
 

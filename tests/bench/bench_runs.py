@@ -8,9 +8,9 @@ import torch
 
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.data.batches import open_corpus
+from nanogpt_bench.loop.trainer import Trainer
 from nanogpt_bench.setup.resolve import Resolved, resolve
 from nanogpt_bench.system.ranks import ALONE, Ranks
-from nanogpt_bench.training.trainer import Trainer
 
 
 def trainer_of(config: Config, ranks: Ranks = ALONE) -> Trainer:

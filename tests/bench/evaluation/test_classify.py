@@ -19,6 +19,7 @@ from nanogpt_bench.config.schema import Config
 from nanogpt_bench.data.batches import documents_of, drawn, open_corpus
 from nanogpt_bench.evaluation.weights import evaluate_run
 from nanogpt_bench.loop.train import run
+from nanogpt_bench.loop.trainer import Trainer
 from nanogpt_bench.model.gpt import PADDING, Classifier, GPTShape, build_model
 from nanogpt_bench.model.weights import quantized_layers
 from nanogpt_bench.report.results import measure
@@ -28,7 +29,6 @@ from nanogpt_bench.runs.load import load_run
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.setup.task import document_losses, f1_scores, r_precision
 from nanogpt_bench.system.errors import BenchError
-from nanogpt_bench.training.trainer import Trainer
 
 SMALL = GPTShape(n_layer=2, n_head=2, n_embd=32, block_size=8, vocab_size=50, labels=5)
 FIGURES = ("val/micro_f1", "val/macro_f1", "val/r_precision")

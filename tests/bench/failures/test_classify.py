@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from nanogpt_bench.failures import KINDS, Finding, classify, diagnose, failures_of
-from nanogpt_bench.failures.evidence import read
-from nanogpt_bench.failures.judge import judge
+from nanogpt_bench.failures.judge import judge, read
 
 Make = Callable[..., Path]
 LOOKS = range(20, 201, 20)

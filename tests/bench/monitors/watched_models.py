@@ -8,10 +8,10 @@ from torch import Tensor, nn
 import fp8manifold as fm
 from nanogpt_bench.config.metrics import MonitorConfig
 from nanogpt_bench.config.schema import Config
+from nanogpt_bench.loop.observers import update_observer
 from nanogpt_bench.model.weights import quantized_layers
 from nanogpt_bench.monitors import MODULES, Observer, Step
 from nanogpt_bench.monitors.capture import Watched
-from nanogpt_bench.observers import update_observer
 
 NAMES = ("E4M3", "E5M2", "E3M4", "E1M6", "E7M0", "E2M1", "E4M3FNUZ", "P3109_8P3F")
 #: of three rows

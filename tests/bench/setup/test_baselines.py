@@ -12,8 +12,8 @@ from nanogpt_bench.config.rules import RULES, available_rules
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import find_config, load_config
 from nanogpt_bench.loop.train import run
+from nanogpt_bench.loop.trainer import Trainer
 from nanogpt_bench.system.errors import BenchError
-from nanogpt_bench.training.trainer import Trainer
 
 Tiny = Callable[..., Config]
 

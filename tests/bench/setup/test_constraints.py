@@ -15,12 +15,12 @@ from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.data.batches import open_corpus
 from nanogpt_bench.loop.train import run
+from nanogpt_bench.loop.trainer import Trainer, initial_model
 from nanogpt_bench.model.weights import constrained_weights
 from nanogpt_bench.report.build import report
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.sweep.plan import applies
 from nanogpt_bench.system.errors import BenchError
-from nanogpt_bench.training.trainer import Trainer, initial_model
 
 STIEFEL = {"model__constraint": "stiefel"}
 SPHERE = {"model__constraint": "sphere"}

@@ -11,9 +11,9 @@ import fp8manifold as fm
 from nanogpt_bench.config.rules import RULES, WITH_TWIN, available_rules
 from nanogpt_bench.config.schema import ROUNDED, Config
 from nanogpt_bench.loop.train import run
+from nanogpt_bench.loop.trainer import Trainer
 from nanogpt_bench.model.weights import quantized_layers
 from nanogpt_bench.setup.memory import bytes_of
-from nanogpt_bench.training.trainer import Trainer
 
 Tiny = Callable[..., Config]
 ONE_BYTE = [name for name in available_rules() if RULES[name].storage in ROUNDED]

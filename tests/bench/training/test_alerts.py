@@ -14,15 +14,15 @@ from torch import nn
 
 from nanogpt_bench.checkpoint import step_file, steps
 from nanogpt_bench.config.schema import Config
+from nanogpt_bench.loop.lines import AlertObserver, _hash
+from nanogpt_bench.loop.observers import TrendObserver
 from nanogpt_bench.loop.outcome import Progress
 from nanogpt_bench.loop.train import run
+from nanogpt_bench.loop.trainer import Trainer
 from nanogpt_bench.monitors import Step
-from nanogpt_bench.observers.alerts import AlertObserver, _hash
-from nanogpt_bench.observers.trend import TrendObserver
 from nanogpt_bench.runs.load import Alert
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.system.errors import BenchError
-from nanogpt_bench.training.trainer import Trainer
 
 Tiny = Callable[..., Config]
 NAN = math.nan

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.data.batches import open_corpus
+from nanogpt_bench.loop.trainer import Trainer
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.setup.runtime import ProductsByFloat32, bfloat16_products
-from nanogpt_bench.training.trainer import Trainer
 
 CPU = torch.device("cpu")
 PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

@@ -12,10 +12,10 @@ from torch import Tensor
 
 import fp8manifold as fm
 from nanogpt_bench.config.schema import Config
+from nanogpt_bench.loop.clipping import Clipping, ClippingFirst
 from nanogpt_bench.loop.train import run
+from nanogpt_bench.loop.trainer import Trainer
 from nanogpt_bench.monitors import Observer, Step
-from nanogpt_bench.training.clipping import Clipping, ClippingFirst
-from nanogpt_bench.training.trainer import Trainer
 
 Tiny = Callable[..., Config]
 Grads = dict[str, Tensor]

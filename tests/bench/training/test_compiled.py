@@ -11,11 +11,11 @@ from bench_runs import recorded
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.data.batches import load_corpus
 from nanogpt_bench.loop.train import run
+from nanogpt_bench.loop.trainer import Trainer
 from nanogpt_bench.model.gpt import GPTShape, build_model
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.setup.runtime import CompiledLoss
 from nanogpt_bench.system.errors import BenchError
-from nanogpt_bench.training.trainer import Trainer
 
 Tiny = Callable[..., Config]
 TOKENS = torch.arange(12).view(2, 6) % 11

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import fp8manifold as fm
+from nanogpt_bench.loop.lines import Standstill
 from nanogpt_bench.monitors.points import Step
-from nanogpt_bench.observers.alerts import Standstill
 
 
 class Run:

@@ -8,8 +8,8 @@ from bench_runs import trainer_of
 
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.data.batches import batch
+from nanogpt_bench.loop.trainer import Trainer
 from nanogpt_bench.monitors import Observer, Step
-from nanogpt_bench.training.trainer import Trainer
 
 Tiny = Callable[..., Config]
 

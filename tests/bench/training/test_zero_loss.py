@@ -11,10 +11,10 @@ from bench_runs import recorded
 
 from nanogpt_bench.cli import main
 from nanogpt_bench.config.schema import Config
+from nanogpt_bench.loop.observers import TrendObserver
 from nanogpt_bench.loop.train import run
+from nanogpt_bench.loop.trainer import Trainer
 from nanogpt_bench.monitors import Step
-from nanogpt_bench.observers.trend import TrendObserver
-from nanogpt_bench.training.trainer import Trainer
 
 SMALL = ["--model.n_layer", "1", "--model.n_head", "1", "--model.n_embd", "32", "--model.block_size", "16"]
 SMALL += ["--train.batch_size", "2", "--eval.batches", "2", "--eval.interval", "2", "--optimizer.warmup_steps", "1"]

@@ -17,13 +17,13 @@ from torch.nn.utils import get_total_norm
 import fp8manifold as fm
 from nanogpt_bench.checkpoint import CheckpointNotWritten, commit
 from nanogpt_bench.config import metrics
+from nanogpt_bench.loop.resume import capture
 from nanogpt_bench.model.weights import plain
 from nanogpt_bench.monitors.points import Anomaly, Observer, Step
 from nanogpt_bench.system.ranks import ALONE, Ranks
-from nanogpt_bench.training.run_state import capture
 
 if TYPE_CHECKING:
-    from nanogpt_bench.training.trainer import Trainer
+    from nanogpt_bench.loop.trainer import Trainer
 
 #: what a step's record says of it, 0 or 1
 _FLAGS = dict(zip(("loss", "gradient", "weight", "state"), metrics.FLAGS, strict=True))

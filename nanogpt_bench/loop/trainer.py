@@ -15,6 +15,7 @@ from nanogpt_bench.config import metrics
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import Resolved
 from nanogpt_bench.data.batches import Corpus, open_also
+from nanogpt_bench.loop.clipping import clipping_of
 from nanogpt_bench.model.gpt import GPT
 from nanogpt_bench.monitors.points import Observer, Step
 from nanogpt_bench.setup.memory import GradientPeak, check_fits
@@ -32,7 +33,6 @@ from nanogpt_bench.setup.surgery import quantize
 from nanogpt_bench.setup.task import Figures, Passes, task_of
 from nanogpt_bench.system.errors import BenchError, one_line
 from nanogpt_bench.system.ranks import ALONE, Ranks
-from nanogpt_bench.training.clipping import clipping_of
 
 
 def initial_model(config: Config, corpus: Corpus) -> Any:
