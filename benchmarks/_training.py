@@ -13,8 +13,8 @@ from torch import Tensor
 
 import fp8manifold as fm
 from nanogpt_bench.config.settings import build_config
-from nanogpt_bench.data import prepare_stdlib
 from nanogpt_bench.data.batches import open_corpus
+from nanogpt_bench.data.text import prepare_stdlib
 from nanogpt_bench.loop.trainer import Trainer
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.sweep.comparison import row_settings

@@ -36,8 +36,8 @@ from _record import add_option, record
 
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import find_config, load_config
-from nanogpt_bench.data import prepare_stdlib
 from nanogpt_bench.data.batches import Corpus, load_corpus
+from nanogpt_bench.data.text import prepare_stdlib
 from nanogpt_bench.loop.anomalies import Sentry
 from nanogpt_bench.loop.outcome import Progress
 from nanogpt_bench.loop.train import run

@@ -99,7 +99,7 @@ def check_save(config: Resolved, out: Path, layout: Layout | Literal["float"] | 
     """
     from nanogpt_bench.checkpoint import check_room
     from nanogpt_bench.model.causal import outline
-    from nanogpt_bench.setup.published import trains_stored
+    from nanogpt_bench.setup.pretrained import trains_stored
 
     found, stored = outline(config.model.pretrained or ""), trains_stored(config.model)
     if not config.checkpoint.last:

@@ -12,8 +12,7 @@ import torch
 from nanogpt_bench.config.metrics import OF_LABELS, VAL_PERPLEXITY
 from nanogpt_bench.config.schema import MANIFOLDS, ROUNDED, Config, OptimizerConfig
 from nanogpt_bench.config.settings import Resolved, build_config, parse_overrides
-from nanogpt_bench.data.batches import Corpus, open_corpus
-from nanogpt_bench.data.text import prepare_default
+from nanogpt_bench.data.batches import Corpus, open_corpus, prepare_default
 from nanogpt_bench.evaluation.measurement import Row
 from nanogpt_bench.loop.outcome import count
 from nanogpt_bench.loop.trainer import Trainer
@@ -24,7 +23,8 @@ from nanogpt_bench.runs.trained import Trained, choose, fill_floats, load, train
 from nanogpt_bench.setup.formats import format_name, format_summary
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.setup.runtime import runtime
-from nanogpt_bench.setup.start import check_text, model_shape, same_text
+from nanogpt_bench.setup.start import check_text, same_text
+from nanogpt_bench.setup.task import model_shape
 from nanogpt_bench.system.errors import BenchError, say
 
 #: settings that may differ from the run's: of the measurement, and of the rows in a format

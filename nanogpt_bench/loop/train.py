@@ -43,7 +43,6 @@ from nanogpt_bench.runs.read import AT_START, SUMS, write_sums
 from nanogpt_bench.setup.memory import check_fits, held_bytes
 from nanogpt_bench.setup.resolve import resolve_for
 from nanogpt_bench.setup.runtime import check_ranks, processes, runtime
-from nanogpt_bench.setup.start import check_start, start_facts
 from nanogpt_bench.setup.surgery import left_in_float
 from nanogpt_bench.system.errors import BenchError, counted, disk_failure
 from nanogpt_bench.system.files import remove_parts, write_json, write_text
@@ -360,7 +359,11 @@ def run(
     with runtime(config) as device:
         corpus = open_corpus(config)
         check_fits(config, corpus)
-        facts = environment(corpus, config.runtime.threads) | start_facts(config) | processes(config, ranks)
+        facts = environment(corpus, config.runtime.threads) | processes(config, ranks)
+        if config.model.init_from:
+            from nanogpt_bench.setup.start import check_start, start_facts
+
+            facts |= start_facts(config)
         baseline = baseline_curve(config.alerts.baseline)
         check_trackers(config)
         if not resume:
@@ -376,7 +379,8 @@ def run(
                 check_unused(run_dir)  # another process may have come and gone
             find = partial(find_checkpoint, run_dir, config, facts, allow_change=allow_config_change, say=say)
             found = found_by_all(ranks, run_dir, find) if resume else None
-            check_start(config, found)
+            if config.model.init_from:
+                check_start(config, found)
             progress = Loop(config, trainer, run_dir, baseline, on_progress, stop or StopRequest(), facts)
             progress.begin(found)
             del found  # its tensors would be held as long as the run takes

@@ -16,7 +16,7 @@ from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import Resolved
 from nanogpt_bench.data.batches import Corpus, open_also
 from nanogpt_bench.loop.clipping import clipping_of
-from nanogpt_bench.model.gpt import GPT
+from nanogpt_bench.model.gpt import GPT, build_model
 from nanogpt_bench.monitors.points import Observer, Step
 from nanogpt_bench.setup.memory import GradientPeak, check_fits
 from nanogpt_bench.setup.optimizers import (
@@ -28,9 +28,8 @@ from nanogpt_bench.setup.optimizers import (
     train_in_float8,
 )
 from nanogpt_bench.setup.runtime import CompiledLoss, Loss, bfloat16_products, joined_model, replicated
-from nanogpt_bench.setup.start import model_shape, start_model
 from nanogpt_bench.setup.surgery import quantize
-from nanogpt_bench.setup.task import Figures, Passes, task_of
+from nanogpt_bench.setup.task import Figures, Passes, model_shape, task_of
 from nanogpt_bench.system.errors import BenchError, one_line
 from nanogpt_bench.system.ranks import ALONE, Ranks
 
@@ -42,7 +41,16 @@ def initial_model(config: Config, corpus: Corpus) -> Any:
         BenchError: a checkpoint that does not fit the corpus or the model, or more than there is memory for.
     """
     check_fits(config, corpus, trained=False)
-    return start_model(model_shape(config, corpus), config, corpus)
+    if config.model.pretrained:
+        from nanogpt_bench.setup.pretrained import pretrained_model
+
+        return pretrained_model(config, corpus)
+    shape = model_shape(config, corpus)
+    if config.model.init_from:
+        from nanogpt_bench.setup.start import start_model
+
+        return start_model(shape, config, corpus)
+    return build_model(shape, config.seed)
 
 
 def trained_model(config: Resolved, corpus: Corpus, device: torch.device, start: GPT | None = None) -> Any:

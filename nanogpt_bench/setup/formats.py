@@ -8,7 +8,6 @@ from typing import Any
 
 import fp8manifold as fm
 from nanogpt_bench.config.schema import Config, ModelConfig
-from nanogpt_bench.model.causal import outline
 from nanogpt_bench.model.gpt import FLOATS, linear_sizes
 from nanogpt_bench.system.errors import BenchError, one_line
 
@@ -112,7 +111,11 @@ class _Asked:
 
 @functools.lru_cache(maxsize=1000)
 def _layers(asked: _Asked) -> dict[str, fm.LayerSpec]:
-    own = outline(asked.pretrained) if asked.pretrained else None
+    own = None
+    if asked.pretrained:
+        from nanogpt_bench.model.causal import outline
+
+        own = outline(asked.pretrained)
     layers: Any = own.layers if own else linear_sizes(*asked.size, vocab_size=16)  # a corpus will say how many
     shared = own.shared if own else _TIED if asked.tie else {}
     options: Any = {"storage": asked.storage, "granularity": asked.granularity, "tied": asked.tied}

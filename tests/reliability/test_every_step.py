@@ -15,7 +15,7 @@ from nanogpt_bench.checkpoint import newest, read
 from nanogpt_bench.config.rules import RULES, available_rules
 from nanogpt_bench.config.schema import MOMENTS, WRITEBACKS
 from nanogpt_bench.config.settings import load_config
-from nanogpt_bench.data import prepare_text
+from nanogpt_bench.data.text import prepare_text
 from nanogpt_bench.data.tokenizers import ByteTokenizer
 from nanogpt_bench.data.write import LabelledText, write_corpus
 from nanogpt_bench.loop import resume as run_state

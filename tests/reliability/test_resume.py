@@ -15,7 +15,7 @@ from small_runs import STEPS, differences, traces, words
 from nanogpt_bench.checkpoint import step_file, step_of
 from nanogpt_bench.cli import main
 from nanogpt_bench.config.settings import find_config, load_config
-from nanogpt_bench.data import prepare_text
+from nanogpt_bench.data.text import prepare_text
 from nanogpt_bench.loop import loop, train
 from nanogpt_bench.loop.trainer import Trainer
 from nanogpt_bench.report.page import _config

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 from nanogpt_bench.config.rules import RULES
-from nanogpt_bench.data import prepare_text
+from nanogpt_bench.data.text import prepare_text
 
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "rule_learning_rates.py"
 

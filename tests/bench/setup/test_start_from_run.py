@@ -11,8 +11,8 @@ import torch
 from nanogpt_bench.checkpoint import Contents, commit, read, step_file, steps
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import load_config
-from nanogpt_bench.data import prepare_text
 from nanogpt_bench.data.batches import open_corpus
+from nanogpt_bench.data.text import prepare_text
 from nanogpt_bench.loop.resume import restore
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.loop.trainer import Trainer, initial_model
