@@ -1,7 +1,6 @@
 """Prepared corpora and batches from them; a batch, of documents too, is a pure function of (seed, step, micro-step)."""
 
 import shlex
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanogpt_bench.config.schema import DEFAULT_DATA_DIR, Config
+from nanogpt_bench.config.schema import Config
 from nanogpt_bench.data.tokenizers import stored_as, tokenizer_from_meta
 from nanogpt_bench.model.gpt import PADDING
 from nanogpt_bench.system.errors import BenchError, counted, one_line
@@ -69,16 +68,6 @@ def load_corpus(folder: Path, block_size: int) -> Corpus:
     meta = _read_meta(folder)
     arrays = {split: _open_split(folder, split, meta, block_size) for split in SPLITS}
     return Corpus(folder, arrays["train"], arrays["val"], meta)
-
-
-def prepare_default(data_dir: str) -> None:
-    """Prepare the standard library's prose if a run asks for the default corpus and it is not there yet."""
-    folder = Path(DEFAULT_DATA_DIR)
-    if Path(data_dir) == folder and not folder.exists():
-        from nanogpt_bench.data.text import prepare_stdlib
-
-        print(f"preparing {folder} (the standard library's prose)", file=sys.stderr)
-        prepare_stdlib(folder, progress=sys.stderr.isatty())
 
 
 def open_corpus(config: Config) -> Corpus:

@@ -12,7 +12,8 @@ import torch
 from nanogpt_bench.config.metrics import OF_LABELS, VAL_PERPLEXITY
 from nanogpt_bench.config.schema import MANIFOLDS, ROUNDED, Config, OptimizerConfig
 from nanogpt_bench.config.settings import Resolved, build_config, parse_overrides
-from nanogpt_bench.data.batches import Corpus, open_corpus, prepare_default
+from nanogpt_bench.data import prepare_default
+from nanogpt_bench.data.batches import Corpus, open_corpus
 from nanogpt_bench.evaluation.measurement import Row
 from nanogpt_bench.loop.outcome import count
 from nanogpt_bench.loop.trainer import Trainer

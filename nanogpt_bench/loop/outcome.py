@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.model.weights import is_packaged, linear_layers, quantized_layers
 from nanogpt_bench.monitors.resources import peak_bytes
+from nanogpt_bench.runs.find import OF_TRAINING
 from nanogpt_bench.runs.load import Alert
 from nanogpt_bench.setup.formats import format_summary
 from nanogpt_bench.setup.memory import bytes_of, held_bytes
@@ -78,8 +79,9 @@ class Outcome:
         """Whether a file could not be written."""
         return self.stop is not None and self.stop["kind"] == "disk"
 
-    def fail(self, kind: Literal["nan", "divergence"], message: str, step: int) -> None:
+    def fail(self, kind: str, message: str, step: int) -> None:
         """Record how the run failed; a failed run has no final loss."""
+        assert kind in OF_TRAINING, kind
         self.status = "failed"
         self.failure = {"kind": kind, "message": message, "step": step}
         self.final_val_loss = self.final_val_loss_se = None

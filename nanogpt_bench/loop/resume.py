@@ -19,6 +19,7 @@ from nanogpt_bench.data.batches import digests_of
 from nanogpt_bench.model.weights import fill, tensors_of
 from nanogpt_bench.monitors.points import Observer
 from nanogpt_bench.runs.environment import at, latest
+from nanogpt_bench.runs.find import summary_of
 from nanogpt_bench.runs.read import SUMS
 from nanogpt_bench.setup.optimizers import sdnq_state, sdnq_state_back
 from nanogpt_bench.system.errors import BenchError, one_line
@@ -225,8 +226,6 @@ def _check_unfinished(run_dir: Path, config: Config, *, allow_change: bool, say:
     """Refuse to begin anew where something would be lost that can't be had again."""
     if not run_dir.exists() or not any(run_dir.iterdir()):
         return
-    from nanogpt_bench.runs.find import summary_of
-
     if summary_of(run_dir).get("status") == "finished":
         raise BenchError(f"run folder {str(run_dir)!r} holds a finished run without a checkpoint; give another --name")
     if not (run_dir / "config.yaml").is_file():

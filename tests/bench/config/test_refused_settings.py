@@ -14,7 +14,7 @@ from nanogpt_bench.config.rules import available_rules, rules_with_format
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import find_config, load_config, shipped_configs
 from nanogpt_bench.model.gpt import SIZES
-from nanogpt_bench.setup import resolve as module
+from nanogpt_bench.setup import pretrained
 from nanogpt_bench.setup.resolve import resolve, rule_name
 from nanogpt_bench.system.errors import BenchError
 
@@ -165,7 +165,7 @@ CONTRADICTIONS = {
 
 @pytest.fixture(autouse=True)
 def _a_pretrained_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "outlined_shape", lambda name: SIZES["0.8M"])
+    monkeypatch.setattr(pretrained, "outlined_shape", lambda name: SIZES["0.8M"])
 
 
 def resolved(words: str) -> Config:
