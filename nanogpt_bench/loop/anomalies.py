@@ -182,12 +182,6 @@ def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
         yield from _leaves(item, f"{name}.{key}" if name else key)
 
 
-def figure_of(step: Step) -> str:
-    """The figure that was not finite, as words."""
-    name = (metrics.TRAIN_LOSS if step.record[metrics.LOSS_IS_NAN.name] else metrics.GRAD_NORM).name
-    return f"{name} is {step.record[name]}"
-
-
 _LOG = logging.getLogger("nanogpt_bench")
 
 

@@ -104,11 +104,6 @@ class Outcome:
         if self.stop is not None and self.stop["kind"] in ("time", "signal", "disk"):
             self.status, self.stop = "finished", None
 
-    def skip(self, step: int) -> None:
-        """Count a step that was skipped."""
-        self.first_anomaly = self.first_anomaly if self.anomalies else step
-        self.anomalies += 1
-
 
 def summarize(name: str, config: Config, trainer: Trainer, outcome: Outcome, watch: Observers) -> dict[str, Any]:
     """Return the content of summary.json; losses in nats a token, or a label, null where there is none."""

@@ -19,7 +19,7 @@ from nanogpt_bench.config.settings import to_yaml
 from nanogpt_bench.data.batches import open_corpus
 from nanogpt_bench.failures import failures_of
 from nanogpt_bench.failures.table import ENDINGS
-from nanogpt_bench.loop.anomalies import Sentry, figure_of
+from nanogpt_bench.loop.anomalies import Sentry
 from nanogpt_bench.loop.observers import baseline_curve, build_observers
 from nanogpt_bench.loop.outcome import Outcome, Progress, summarize
 from nanogpt_bench.loop.resume import (
@@ -177,6 +177,7 @@ class Loop:
         self.trackers.finish(None)
 
     def _one_step(self, number: int) -> None:
+        """Train a step, then count or skip it, validate, record, end the run where that is due, and save."""
         begun = perf_counter()
         step = self.trainer.new_step(number, last=number == self.config.train.max_steps)
         self.sentry.before()
@@ -188,44 +189,14 @@ class Loop:
             self._count(step, spent)
         else:
             self._skip(step, step.anomaly)
-        self._validate_if_due(step)
+        stopped, failed = (self.outcome.status == status for status in ("stopped", "failed"))
+        if not failed and (step.last or stopped or step.number % self.config.eval.interval == 0):
+            self._validate(step)
         self._write(step)
-        self._end_if_asked(step)
-        self._end_if_told(step)
+        self._end_on_trend(step)
+        self._end_on_signal(step)
         self.done = step.number
         self._save_if_due(step)
-
-    def _end_if_told(self, step: Step) -> None:
-        """End the run after a step in which a signal came; the last step ends it anyway."""
-        number = int(self.ranks.largest(self.stop.number))
-        if number and self.outcome.status == "finished" and not step.last:
-            self.outcome.end_early("signal", f"{Signals(number).name} after step {step.number}", step.number)
-
-    def _skip(self, step: Step, anomaly: Anomaly) -> None:
-        """Leave a step out; fail where that is no help, or was not in as many steps as patience allows."""
-        outcome, train = self.outcome, self.config.train
-        patience = 1 if train.on_anomaly == "stop" else ENDINGS["nan"].patience
-        outcome.skip(step.number)
-        if anomaly.lasting:
-            outcome.fail("nan", f"{anomaly.where} is not finite at step {step.number}", step.number)
-        elif outcome.anomalies >= patience and "nan" in train.stop_on:
-            rest = f", and not finite in the {counted(patience - 1, 'step')} before" if patience > 1 else ""
-            message = f"{figure_of(step)} at step {step.number}{rest}; first seen in {anomaly.where}"
-            outcome.fail("nan", message, outcome.first_anomaly)
-
-    def _end_if_asked(self, step: Step) -> None:
-        """End the run on what `train.stop_on` names, seen in this step's validation."""
-        asked, trend, alerts = self.config.train.stop_on, self.watch.trend, self.config.alerts
-        if trend is None or self.outcome.status != "finished" or metrics.VAL_LOSS.name not in step.record or step.last:
-            return
-        if "divergence" in asked and trend.diverging:
-            against = "the baseline's" if alerts.baseline else "its own best"
-            message = f"the smoothed training loss is {trend.excess[-1]:.1%} above {against} at step {step.number}"
-            self.outcome.fail("divergence", message, step.number)
-        elif "plateau" in asked and trend.flat:
-            flat = f"has not fallen for {ENDINGS['plateau'].patience} validations"
-            message = f"{metrics.VAL_LOSS.name} {flat}, up to step {step.number}"
-            self.outcome.end_early("plateau", message, step.number)
 
     def _count(self, step: Step, spent: float) -> None:
         outcome, tokens = self.outcome, self.trainer.tokens_in(step.number)
@@ -237,21 +208,48 @@ class Loop:
         if limit is not None and self.ranks.any(perf_counter() - self.started >= limit) and not step.last:
             outcome.end_early("time", f"train.max_seconds {limit:g} were over after step {step.number}", step.number)
 
+    def _skip(self, step: Step, anomaly: Anomaly) -> None:
+        """Leave a step out; fail where that does not help, or after as many in a row as patience allows."""
+        outcome, train = self.outcome, self.config.train
+        patience = 1 if train.on_anomaly == "stop" else ENDINGS["nan"].patience
+        outcome.first_anomaly = outcome.first_anomaly if outcome.anomalies else step.number
+        outcome.anomalies += 1
+        if anomaly.lasting:
+            outcome.fail("nan", f"{anomaly.where} is not finite at step {step.number}", step.number)
+        elif outcome.anomalies >= patience and "nan" in train.stop_on:
+            bad = (metrics.TRAIN_LOSS if step.record[metrics.LOSS_IS_NAN.name] else metrics.GRAD_NORM).name
+            rest = f", and not finite in the {counted(patience - 1, 'step')} before" if patience > 1 else ""
+            message = f"{bad} is {step.record[bad]} at step {step.number}{rest}; first seen in {anomaly.where}"
+            outcome.fail("nan", message, outcome.first_anomaly)
+
+    def _end_on_trend(self, step: Step) -> None:
+        """End the run where `train.stop_on` names what this step's validation shows."""
+        reasons, trend = self.config.train.stop_on, self.watch.trend
+        if trend is None or self.outcome.status != "finished" or metrics.VAL_LOSS.name not in step.record or step.last:
+            return
+        if "divergence" in reasons and trend.diverging:
+            against = "the baseline's" if self.config.alerts.baseline else "its own best"
+            message = f"the smoothed training loss is {trend.excess[-1]:.1%} above {against} at step {step.number}"
+            self.outcome.fail("divergence", message, step.number)
+        elif "plateau" in reasons and trend.flat:
+            flat = f"has not fallen for {ENDINGS['plateau'].patience} validations"
+            self.outcome.end_early("plateau", f"{metrics.VAL_LOSS.name} {flat}, up to step {step.number}", step.number)
+
+    def _end_on_signal(self, step: Step) -> None:
+        """End the run after a step in which a signal came; the last step ends it anyway."""
+        number = int(self.ranks.largest(self.stop.number))
+        if number and self.outcome.status == "finished" and not step.last:
+            self.outcome.end_early("signal", f"{Signals(number).name} after step {step.number}", step.number)
+
     def _first_validation(self) -> None:
         step = self.trainer.new_step(0, last=False)
         self._validate(step)
         self.outcome.first_val_loss = step.record.get(metrics.VAL_LOSS.name)
         self._write(step)
         self.done = 0
-        self._end_if_told(step)
+        self._end_on_signal(step)
         if self.outcome.ended_by_signal or (self.config.checkpoint.best and self._is_best(step)):
             self.save(step)
-
-    def _validate_if_due(self, step: Step) -> None:
-        if self.outcome.status == "failed":
-            return
-        if step.last or step.number % self.config.eval.interval == 0 or self.outcome.status == "stopped":
-            self._validate(step)
 
     def _validate(self, step: Step) -> None:
         loss, self.outcome.final_val_loss_se = mean_and_error(self.trainer.validation_losses())
