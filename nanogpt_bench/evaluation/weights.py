@@ -253,7 +253,7 @@ def evaluate_run(
                     val_loss=loss,
                     gap=loss - rows[0].val_loss if rows else None,
                     perplexity=figures.get(VAL_PERPLEXITY.name),
-                    bits_per_byte=trainer.bits_per_byte(loss),
+                    bits_per_byte=trainer.task.bits_per_byte(loss),
                     quantized_parameters=count(layer.weight for layer in quantized_layers(trainer.model).values()),
                     storage=trainer.config.model.storage or "",
                     checkpoint=str(trained.path),

@@ -1,7 +1,7 @@
 """Observers of a run: the trend of its losses, and how all of them are made and ordered."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -174,16 +174,8 @@ def build_observers(
     if run_dir is not None:
         sinks = [JsonlObserver(run_dir / "metrics.jsonl"), alerts]
     anomaly = AnomalyObserver(run_dir, trainer) if config.alerts.save_on_anomaly else None
-    updates = update_observer(watched, monitors)
+    watching = [monitor for monitor in monitors if isinstance(monitor, UpdateMonitor)]
+    updates = UpdateObserver(watched, watching) if watching and watched.quantized else None
     ordered = [shadow, watched.capture, updates, *monitors, watched.turns, trend, *sinks, anomaly]
     stall = next((monitor for monitor in monitors if isinstance(monitor, Stall)), None)
     return Observers(trend, stall, shadow, alerts, [observer for observer in ordered if observer is not None])
-
-
-def update_observer(watched: Watched, monitors: Sequence[Observer]) -> UpdateObserver | None:
-    """Return what shows updates to the monitors that look at them; None where none does, or nothing is quantised."""
-    watching = [monitor for monitor in monitors if isinstance(monitor, UpdateMonitor)]
-    storage = watched.config.model.storage or ""
-    return (
-        UpdateObserver(watched.quantized, storage, watching, watched.turns) if watching and watched.quantized else None
-    )

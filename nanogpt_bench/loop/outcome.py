@@ -140,7 +140,7 @@ def summarize(name: str, config: Config, trainer: Trainer, outcome: Outcome, wat
         "seconds": outcome.seconds,
         "tokens": outcome.tokens,
         "lr": config.optimizer.lr,
-        "bits_per_byte": None if loss is None else trainer.bits_per_byte(loss),
+        "bits_per_byte": None if loss is None else trainer.task.bits_per_byte(loss),
         **outcome.final_figures,
         **_processes(trainer),
     }

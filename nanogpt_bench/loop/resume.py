@@ -43,10 +43,11 @@ def capture(step: int, trainer: Trainer, observers: Sequence[Observer], facts: d
     """
     if not trainer.ranks.first:
         return None
+    optimizer = trainer.optimizer.state_dict()
     files = {"model": {name: plain_copy(tensor) for name, tensor in tensors_of(trainer.model).items()}}
     outlines = {}
     for stem, tree in (
-        ("optimizer", {"state": _saved(trainer)}),
+        ("optimizer", {"state": sdnq_state(optimizer) if _steps_by(trainer, "sdnq") else optimizer}),
         ("observers", {type(observer).__name__: observer.state() for observer in observers}),
         ("random", _random_states(trainer.device)),
     ):
@@ -78,13 +79,8 @@ def restore(contents: Contents, trainer: Trainer, observers: Sequence[Observer])
             torch.cuda.set_rng_state(states["cuda"], trainer.device)
 
 
-def _of_sdnq(trainer: Trainer) -> bool:
-    return (trainer.config.optimizer.name or "").startswith("sdnq")
-
-
-def _saved(trainer: Trainer) -> dict[str, Any]:
-    state = trainer.optimizer.state_dict()
-    return sdnq_state(state) if _of_sdnq(trainer) else state
+def _steps_by(trainer: Trainer, package: str) -> bool:
+    return (trainer.config.optimizer.name or "").startswith(package)
 
 
 def expected_bytes(trainer: Trainer) -> int:
@@ -111,7 +107,7 @@ def _tree(contents: Contents, stem: str, classes: Sequence[type] = (), device: t
 
 def _restore_optimizer(contents: Contents, trainer: Trainer, classes: Sequence[type]) -> None:
     tree = _tree(contents, "optimizer", classes)
-    state = sdnq_state_back(tree["state"], trainer.optimizer) if _of_sdnq(trainer) else tree["state"]
+    state = sdnq_state_back(tree["state"], trainer.optimizer) if _steps_by(trainer, "sdnq") else tree["state"]
     if trainer.config.optimizer.writeback_end is not None:  # which a state of the last steps has already
         for group, saved in zip(trainer.optimizer.param_groups, state["param_groups"], strict=True):
             group["writeback"] = saved["writeback"]
@@ -119,14 +115,14 @@ def _restore_optimizer(contents: Contents, trainer: Trainer, classes: Sequence[t
 
 
 def _random_states(device: torch.device) -> dict[str, Any]:
-    """Those of the generators that dropout draws from; all other random numbers are functions of a seed and a count."""
+    """States of the generators that dropout draws from; other random numbers are functions of a seed and a count."""
     states = {"cpu": torch.get_rng_state()}
     return states | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
 
 
 def _state_classes(trainer: Trainer) -> tuple[type, ...]:
     """Return the tensor subclasses that the optimizer's state may consist of."""
-    if not (trainer.config.optimizer.name or "").startswith("torchao"):
+    if not _steps_by(trainer, "torchao"):
         return ()
     from torchao.optim.subclass_8bit import OptimState8bit
     from torchao.optim.subclass_fp8 import OptimStateFp8

@@ -134,7 +134,7 @@ def test_a_validation_is_the_mean_over_different_documents(classify: Tiny) -> No
     with trainer.precision():
         whole = functional.binary_cross_entropy_with_logits(trainer.model(tokens).float(), labels)
     assert trainer.validate() == pytest.approx(whole.item(), rel=1e-3)
-    assert trainer.bits_per_byte(1.0) is None
+    assert trainer.task.bits_per_byte(1.0) is None
 
 
 def test_tokens_are_counted_without_padding(classify: Tiny, tmp_path: Path) -> None:

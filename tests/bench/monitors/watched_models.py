@@ -8,10 +8,9 @@ from torch import Tensor, nn
 import fp8manifold as fm
 from nanogpt_bench.config.metrics import MonitorConfig
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.loop.observers import update_observer
 from nanogpt_bench.model.weights import quantized_layers
 from nanogpt_bench.monitors import MODULES, Observer, Step
-from nanogpt_bench.monitors.capture import Watched
+from nanogpt_bench.monitors.capture import UpdateMonitor, UpdateObserver, Watched
 
 NAMES = ("E4M3", "E5M2", "E3M4", "E1M6", "E7M0", "E2M1", "E4M3FNUZ", "P3109_8P3F")
 #: of three rows
@@ -53,7 +52,7 @@ def watched(
 def observers_of(of: Watched, *names: str) -> list[Observer]:
     """Some monitors of what is watched, in the order of a run, with what shows them what they look at."""
     monitors = [MODULES[name].build(of) for name in names]
-    updates = update_observer(of, monitors)
+    updates = UpdateObserver(of, [monitor for monitor in monitors if isinstance(monitor, UpdateMonitor)])
     return [of.capture, *([updates] if updates else []), *monitors, of.turns]
 
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from nanogpt_bench.checkpoint import read, step_file
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.loop.observers import trackers as build
+from nanogpt_bench.loop import trackers as build
 from nanogpt_bench.loop.trackers import Trackers, finite
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.system.errors import BenchError
