@@ -13,7 +13,7 @@ from nanogpt_bench.config import schema
 from nanogpt_bench.config.rules import RULES, available_rules, stall_counts
 from nanogpt_bench.config.schema import ROUNDED, Config
 from nanogpt_bench.failures import classify
-from nanogpt_bench.loop.lines import AlertObserver
+from nanogpt_bench.loop.observers import AlertObserver
 from nanogpt_bench.monitors.points import Step
 from nanogpt_bench.setup.resolve import resolve
 

@@ -14,8 +14,7 @@ from torch import nn
 
 from nanogpt_bench.checkpoint import step_file, steps
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.loop.lines import AlertObserver, _hash
-from nanogpt_bench.loop.observers import TrendObserver
+from nanogpt_bench.loop.observers import AlertObserver, TrendObserver, _hash
 from nanogpt_bench.loop.outcome import Progress
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.loop.trainer import Trainer

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fp8manifold as fm
-from nanogpt_bench.loop.lines import Standstill
+from nanogpt_bench.loop.observers import Standstill
 from nanogpt_bench.monitors.points import Step
 
 
