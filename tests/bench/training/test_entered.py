@@ -32,21 +32,14 @@ imported = [name for name in sys.modules if name.partition(".")[0] == "nanogpt_b
 print(json.dumps([code, calls, imported]), file=open(sys.argv[2], "w"))
 """
 TINY = {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 16}
-    "model.n_layer=1",
-    "model.n_head=2",
-    "model.n_embd=16",
-    "model.block_size=16",
-    "train.batch_size=4",
-    "eval.batches=2",
-]
 
 
 @pytest.fixture(scope="module")
 def called(tmp_path_factory: pytest.TempPathFactory, corpus_dir: Path) -> tuple[Counter[str], list[str]]:
     """Calls of a run of the shipped e4m3.yaml by FILE:FUNCTION, and the modules of the bench that it imports."""
     place = tmp_path_factory.mktemp("profiled")
-    words = ["run", "e4m3.yaml", "--train.max_steps=5", f"--data.dir={corpus_dir}", "--train.batch_size=4", "--eval.batches=2"]
-    words += [f"--model.{name}={value}" for name, value in TINY.items()]
+    words = ["run", "e4m3.yaml", "--train.max_steps=5", "--train.batch_size=4", "--eval.batches=2"]
+    words += [f"--data.dir={corpus_dir}"] + [f"--model.{name}={value}" for name, value in TINY.items()]
     bench = str(Path(nanogpt_bench.__file__).parent)
     subprocess.run([sys.executable, "-c", COUNT, bench, "calls.json", *words], cwd=place, check=True, timeout=300)
     code, calls, imported = json.loads((place / "calls.json").read_text())
