@@ -32,9 +32,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 #: the library's own, each a class of fp8manifold.optim without its underscores
 OWN_OPTIMIZERS = tuple(name for name in OPTIONS if name not in ("adamw", "sgd", *PEERS))
-#: what the options are called, of which each optimizer takes some
+#: names of the options, of which each optimizer takes some
 OPTION_NAMES = tuple(sorted({option for options in OPTIONS.values() for option in options}))
-#: those that step weights on manifolds of geoopt's too
+#: optimizers that step weights on manifolds of geoopt's too
 RIEMANNIAN = ("riemannian_adam", "riemannian_sgd")
 STORAGES = ("float32", "master", "grid", "fp8", "continuous", "peer")
 #: storages that take no format of the library's
@@ -48,18 +48,18 @@ PEER_WEIGHTS = {
 ROUNDED = ("grid", "fp8")
 #: storages on the library's manifolds, which its optimizers step; continuous ones without rounding
 MANIFOLDS = (*ROUNDED, "continuous")
-#: of the library's own optimizers those that step a model without a format as a peer would: their baseline is their own
+#: own optimizers that also step a model without a format, as a peer does: each is its own baseline
 ON_FLOATS = ("stiffness_adamw", "stiffness_muon")
 #: torchao's own names of its ways to scale
 FLOAT8_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-#: those of fp8manifold.LayerSpec, and the formats that units of FP8 multiply
+#: products of fp8manifold.LayerSpec, and the formats that units of FP8 multiply
 PRODUCTS = ("decoded", "fp8", "int8", "auto")
 FP8_FORMATS = ("E4M3", "E5M2")
-#: those of fp8manifold.optim, which brings torch, and which of them lose updates; a test compares the two
+#: write-backs of fp8manifold.optim, which imports torch, and those that lose updates; a test compares the two
 WRITEBACKS = ("nearest", "stochastic", "residual8", "momentum")
 LOSING = ("nearest",)
 MOMENTS = ("float32", "bfloat16", "8bit")
-#: how the random draws of one weight follow each other, step by step
+#: sequences of the random draws of one weight over the steps
 DRAWS = ("independent", "dither")
 SCHEDULES = ("cosine", "trapezoid", "constant", "linear", "step")
 #: schedules of an option from its value at the first step to that at the last
@@ -69,7 +69,7 @@ STOPS = ("nan", "divergence", "plateau")
 PARALLEL = ("ddp",)
 ANOMALY_POLICIES = ("skip", "stop")
 WANDB_MODES = ("off", "auto", "offline", "online")
-#: what is learnt: the next token, or the labels of a document
+#: tasks: the next token, or the labels of a document
 TASKS = ("language", "classify")
 #: where `prepare stdlib` writes and where a run looks when nobody says otherwise
 DEFAULT_DATA_DIR = "data/stdlib"
@@ -207,7 +207,7 @@ class ModelConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """How a step is computed and written back."""
+    """The optimizer, its options and schedules, and its write-back."""
 
     name: str | None = setting(None, "null: the rule's, or adamw", choices=tuple(OPTIONS), rows_by="--rules")
     lr: float | None = setting(
@@ -394,7 +394,7 @@ class ShadowConfig(Section):
 
 
 class AlertsConfig(Section):
-    """What a run tells of failures as it goes, in alerts.jsonl, on the terminal and in the trackers."""
+    """Alerts of failures as a run goes, in alerts.jsonl, on the terminal and in the trackers."""
 
     enabled: bool = setting(True, "judge the run at every look of its monitors")
     save_on_anomaly: bool = setting(True, "keep the state before the first step that is not finite, in anomaly/")
@@ -404,7 +404,7 @@ class AlertsConfig(Section):
 
 
 class TrackingConfig(Section):
-    """Where the record of every step goes, beside metrics.jsonl."""
+    """Trackers that get the record of every step, beside metrics.jsonl."""
 
     wandb: str = setting(
         "off",

@@ -81,12 +81,12 @@ class Evidence:
 
     @property
     def died(self) -> bool:
-        """Whether the loop gave the run up, so that a series may break off in the middle of a failure."""
+        """The loop gave the run up, so that a series may break off in the middle of a failure."""
         return self.run.status == "failed"
 
     @property
     def ended_on_plateau(self) -> bool:
-        """Whether the loop ended the run because its loss fell no longer."""
+        """The loop ended the run because its loss fell no longer."""
         stop = self.run.summary.get("stop")
         return isinstance(stop, Mapping) and stop.get("kind") == "plateau"
 
@@ -277,7 +277,7 @@ class Criterion:
 
 @dataclass(frozen=True)
 class Finding:
-    """What the records say about one class of failure."""
+    """The judgement of a run's records on one class of failure."""
 
     kind: str
     #: "found", "clear", or "not judged" where too little was recorded
@@ -340,7 +340,7 @@ def holds(row: Row, series: Series, *, died: bool = False, running: bool = False
 
 
 def holds_now(row: Row, values: Sequence[float]) -> bool:
-    """Whether the last looks, as many as the row's patience, lie beyond its bound."""
+    """Return whether the last looks, as many as the row's patience, lie beyond its bound."""
     return len(values) >= row.patience and all(map(row.beyond, values[-row.patience :]))
 
 

@@ -25,7 +25,7 @@ from nanogpt_bench.system.ranks import ALONE, Ranks
 if TYPE_CHECKING:
     from nanogpt_bench.loop.trainer import Trainer
 
-#: what a step's record says of it, 0 or 1
+#: flags of a step's record, 0 or 1
 _FLAGS = dict(zip(("loss", "gradient", "weight", "state"), metrics.FLAGS, strict=True))
 
 
@@ -70,7 +70,7 @@ class Sentry:
         return Anomaly(step.number, kinds, first or second or "")
 
     def _whole(self) -> bool:
-        """Whether all weights and all optimizer state are finite, by one norm; False may be an overflow of that."""
+        """Check weights and optimizer state by one norm; False may be an overflow of that."""
         weights = [weight for weight in self._trainer.model.parameters() if _can_be_bad(weight)]
         # Codes are decoded a layer at a time: all of them would take four times what the weights do.
         norms = [plain(weight).norm() for weight in weights if isinstance(weight, fm.FP8Tensor)]
@@ -156,7 +156,7 @@ def _first_bad(prefix: str, tensors: Mapping[str, Tensor], ranks: Ranks = ALONE)
 
 
 def _can_be_bad(parameter: Tensor) -> bool:
-    """Whether a parameter can hold what is not finite."""
+    """A format without codes for NaN and Inf holds finite values only."""
     return not isinstance(parameter, fm.FP8Tensor) or parameter.format.finite_codes < 2**parameter.format.bits
 
 

@@ -121,7 +121,7 @@ def _finite(value: float | int | None) -> float | int | None:
     return value if value is None or math.isfinite(value) else None
 
 
-#: what is judged of a record: figures by their names, and those of layers by what their names begin with
+#: figures of a record that are judged, by name, and those of layers, by the beginning of their names
 _JUDGED = frozenset((*SOURCES, *(row.figure for row in CLASSES)))
 _OF_LAYERS = tuple(f"{row.figure}/" for row in CLASSES if row.layers or row.figure == UPDATE_LOST.name)
 #: a long run is judged again once it has grown by this share, so that judging takes the same share of its time
@@ -136,7 +136,7 @@ class AlertObserver(Observer):
         self._lines, self._records = LineFile(run_dir / "alerts.jsonl"), Records()
         self._evidence = Evidence(Run(run_dir, yaml.safe_load(to_yaml(config)), metrics=self._records))
         self._standstill, self._judged = Standstill(), 0
-        #: how many were raised, by kind
+        #: alerts raised, by kind
         self.counts: Counter[str] = Counter()
 
     def written(self, step: Step) -> None:
@@ -150,7 +150,7 @@ class AlertObserver(Observer):
                     self._raise(_alert(finding, step))
 
     def _is_due(self, step: Step) -> bool:
-        """Whether there is something new to judge: a first step that is not finite, or a look at the monitors."""
+        """Judge on something new only: a first step that is not finite, or a look at the monitors."""
         if step.last or (step.anomaly is not None and "nan" not in self.counts):
             return True
         looked = step.number % self._interval == 0 or metrics.VAL_LOSS.name in step.record
@@ -181,7 +181,7 @@ def _judged_of(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _alert(finding: Finding, step: Step) -> Alert:
-    """What is told of a class that has just been found; of a step that is not finite where that was first seen."""
+    """The alert of a class just found; of a step that is not finite, with the place where that was first seen."""
     where = f"; first seen in {step.anomaly.where}" if finding.kind == "nan" and step.anomaly else ""
     first = min((c for c in finding.criteria if c.step is not None), key=lambda c: c.step or 0)
     value = first.value if first.value is not None and math.isfinite(first.value) else None
@@ -193,7 +193,7 @@ _FLAGS = tuple(flag.name for flag in metrics.FLAGS)
 
 @dataclass
 class _Look:
-    """What was there at a validation: the step's number, the optimizer's count of steps, and a hash of the weights."""
+    """The state at a validation: the step's number, the optimizer's count of steps, and a hash of the weights."""
 
     number: int
     #: summed over parameters; None where the optimizer counts none
@@ -320,12 +320,12 @@ class TrendObserver(Observer):
 
     @property
     def diverging(self) -> bool:
-        """Whether the loss has been too high for long enough."""
+        """The loss has been too high for long enough."""
         return holds_now(ENDINGS["divergence"], self.excess)
 
     @property
     def flat(self) -> bool:
-        """Whether the validation loss has not fallen for long enough."""
+        """The validation loss has not fallen for long enough."""
         return holds_now(ENDINGS["plateau"], self.flatness)
 
     def state(self) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from nanogpt_bench.system.ranks import Ranks
 if TYPE_CHECKING:
     from nanogpt_bench.loop.trainer import Trainer
 
-#: what may go wrong with a state that was not made by this code
+#: errors of a state that was not made by this code
 _MISFITS = (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError)
 
 
@@ -130,7 +130,7 @@ def _state_classes(trainer: Trainer) -> tuple[type, ...]:
     return OptimState8bit, OptimStateFp8
 
 
-#: what a run leaves behind that begins anew; its other files are written over
+#: files of an earlier attempt that a new run removes; it overwrites the others
 _OUTPUT = (SUMS, "metrics.jsonl", "alerts.jsonl", "summary.json", "tracking.json")
 Say = Callable[[str], None]
 

@@ -61,7 +61,7 @@ class Trackers(Observer):
     def __init__(self, trackers: Sequence[Tracker], dropped: Mapping[str, str] | None = None) -> None:
         self._live = {tracker.facts["name"]: tracker for tracker in trackers}
         self._facts = {name: tracker.facts for name, tracker in self._live.items()}
-        #: what went wrong, by the name of the tracker that was dropped
+        #: errors, by the name of the tracker that was dropped
         self.dropped: dict[str, str] = dict(dropped or {})
 
     @property

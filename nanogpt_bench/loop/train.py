@@ -74,7 +74,7 @@ class Loop:
         self.sentry = Sentry(trainer)
         self.stall_counts = stall_counts(config.model.storage, config.optimizer.writeback)
         self.started = perf_counter()
-        #: whether this process has taken a step
+        #: this process has taken a step
         self.stepped = False
         #: the last step that is over, skipped or not; None before the first validation
         self.done: int | None = None

@@ -97,7 +97,7 @@ class Trainer:
         model_loss: Any = CompiledLoss(self.model) if config.runtime.compile else self.model.loss
         self._model_loss: Loss = model_loss
         replicas = ranks.size > 1 and config.train.parallel == "ddp"
-        #: what a training step passes in place of the model's loss
+        #: the loss of a training step, in place of the model's
         self._replicated = replicated(self.model, self._model_loss) if replicas else None
         #: most bytes of gradients at once, in the first step that this process takes
         self.gradient_peak = GradientPeak(self.model)

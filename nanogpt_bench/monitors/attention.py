@@ -85,7 +85,7 @@ class AttentionEntropy(Monitor):
             step.record[ENTROPY_MIN.name] = min(latest)
 
     def written(self, step: Step) -> None:
-        """Nothing more: a step that was skipped has no look."""
+        """Do nothing more: a step that was skipped is not looked at."""
 
 
 class _SeenAll(Exception):  # no error: nothing that comes later in the forward pass is looked at

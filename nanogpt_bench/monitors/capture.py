@@ -1,4 +1,4 @@
-"""What monitors are shown of a step: what flows through the layers, by hooks, and what became of every weight."""
+"""Tensors of a step for monitors: operands of the layers, by hooks, and the update of every weight."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ class Update:
     name: str
     layer: fm.QuantizedLinear
     before: Tensor
-    #: what the step asked for, before the write-back; where nothing is rounded, what came of it
+    #: the step's result before the write-back; where nothing is rounded, `after`
     target: Tensor
     after: Tensor
     #: uint8 codes before the step, where the weight is a master copy
@@ -210,7 +210,7 @@ class UpdateMonitor(Monitor):
         raise NotImplementedError
 
     def finish(self, step: Step) -> None:
-        """Nothing: what updates have shown is written with the others."""
+        """End the updates of a step; their figures are written with the others."""
 
 
 class UpdateObserver(Observer):

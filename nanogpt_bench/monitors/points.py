@@ -15,7 +15,7 @@ from nanogpt_bench.config.metrics import LARGEST, Metric
 
 @dataclass(frozen=True)
 class Anomaly:
-    """What was not finite in a step."""
+    """Values of a step that are not finite."""
 
     step: int
     #: loss, gradient, weight, state
@@ -25,7 +25,7 @@ class Anomaly:
 
     @property
     def lasting(self) -> bool:
-        """Whether weights or optimizer state hold it, so that leaving the step out would not help."""
+        """Weights or optimizer state hold it, so that leaving the step out does not help."""
         return "weight" in self.kinds or "state" in self.kinds
 
 
@@ -37,27 +37,27 @@ class Step:
     number: int
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    #: whether this is the last step planned
+    #: the last step planned
     last: bool = False
     #: micro-batches in the step, and the one at hand, from 0
     micro_steps: int = 1
     micro_step: int = 0
     #: the micro-batch at hand, int64 (batch, time) each; None before the first
     batch: tuple[Tensor, Tensor] | None = None
-    #: what this micro-batch's gradient was multiplied by before that of the weights was quantised
+    #: factor of this micro-batch's gradient before that of the weights was quantised
     clip_factor: float = 1.0
-    #: what was not finite in this step
+    #: values of this step that are not finite
     anomaly: Anomaly | None = None
     #: the metrics of this step, written to metrics.jsonl after it
     record: dict[str, float | int | None] = field(default_factory=dict)
 
     @property
     def at_last_micro_step(self) -> bool:
-        """Whether the micro-batch at hand completes the gradient."""
+        """The micro-batch at hand completes the gradient."""
         return self.micro_step == self.micro_steps - 1
 
     def due(self, interval: int) -> bool:
-        """Whether something done every `interval` steps, and at the last, is to be done in this one."""
+        """Return whether this is one of every `interval` steps, or the last."""
         return self.number % interval == 0 or self.last
 
     def add(
@@ -144,11 +144,11 @@ class Turns(Observer):
 
     @property
     def takes_all(self) -> bool:
-        """Whether the look at hand takes all layers."""
+        """This step looks at all layers."""
         return self.count == 1 or not self._begun
 
     def takes(self, step: Step, name: str) -> bool:
-        """Whether this step has a look, and that looks at this layer."""
+        """Return whether this step looks at this layer."""
         if not step.due(self.interval):
             return False
         if self.takes_all:
@@ -176,33 +176,28 @@ class Figures:
 
     def __init__(self, turns: Turns) -> None:
         self._turns = turns
-        self._metrics: dict[str, Metric] = {}
-        self._values: dict[str, dict[str, float | None]] = defaultdict(dict)
-        self._sizes: dict[str, int] = {}
+        self._now: dict[Metric, dict[str, tuple[float | None, int]]] = defaultdict(dict)
         self._latest: dict[str, dict[str, tuple[float | None, int]]] = defaultdict(dict)
 
     def __contains__(self, metric: Metric) -> bool:
-        """Whether a figure of that metric was taken in since the last record."""
-        return metric.name in self._values
+        """Return whether a figure of that metric was added since the last record."""
+        return metric in self._now
 
     def add(self, metric: Metric, layer: str, value: float | None, size: int) -> None:
         """Take a figure in."""
-        self._metrics[metric.name] = metric
-        self._values[metric.name][layer] = value
-        self._sizes[metric.of(layer)] = size
+        self._now[metric][layer] = value, size
 
     def write(self, step: Step) -> None:
         """Move everything into the step's record."""
         if self._turns.takes_all:
             self._latest.clear()
-        for name, values in self._values.items():
-            metric, latest = self._metrics[name], self._latest[name]
-            latest |= {layer: (value, self._sizes[metric.of(layer)]) for layer, value in values.items()}
-            of_all = {layer: value for layer, (value, _) in latest.items()}
+        for metric, found in self._now.items():
+            latest = self._latest[metric.name]
+            latest |= found
+            values, of_all = ({layer: value for layer, (value, _) in part.items()} for part in (found, latest))
             sizes = {layer: size for layer, (_, size) in latest.items()}
-            step.add(name, values, sizes, max if metric.over == LARGEST else None, of_all)
-        self._values.clear()
-        self._sizes.clear()
+            step.add(metric.name, values, sizes, max if metric.over == LARGEST else None, of_all)
+        self._now.clear()
 
     def latest(self, metric: Metric) -> list[float]:
         """Return the latest figure of every layer that has one."""
@@ -226,11 +221,11 @@ class Monitor(Observer):
         self._turns, self._figures = turns, Figures(turns)
 
     def looks(self, step: Step) -> bool:
-        """Whether this step has a look."""
+        """Return whether this step is looked at."""
         return step.due(self._turns.interval)
 
     def takes(self, step: Step, name: str) -> bool:
-        """Whether it is this layer's turn."""
+        """Return whether it is this layer's turn."""
         return self._turns.takes(step, name)
 
     def written(self, step: Step) -> None:

@@ -127,7 +127,7 @@ def _out_of_range(x: Tensor, fmt: fm.FloatFormat, scale: Scale) -> dict[Metric, 
 
 
 def _count_above(x: Tensor, threshold: float, scratch: Tensor) -> Tensor:
-    """How many elements exceed a threshold; a comparison into floats costs a quarter of one into a mask."""
+    """The number of elements above a threshold; a comparison into floats costs a quarter of one into a mask."""
     above = torch.gt(x, threshold, out=scratch)
     return above.sum(dtype=torch.float64 if x.numel() > _EXACT else None).double()
 

@@ -1,4 +1,4 @@
-"""What a run uses of its machine: memory, and the share of the arithmetic that the machine could do."""
+"""Resources that a run uses: memory, and the share of the arithmetic that the machine could do."""
 
 import resource
 import sys

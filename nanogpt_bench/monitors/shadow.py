@@ -70,7 +70,7 @@ def shadow_figures(g: Tensor, reference: Tensor) -> tuple[float | None, float | 
 
 
 def _products(a: Tensor, b: Tensor, units: list[float]) -> Tensor:
-    """Of the two, each in its own unit, and the power of their difference in the larger one."""
+    """Products of the two, each in its own unit, and the power of their difference in the larger one."""
     first, second, difference = a / units[0], b / units[1], (a - b) / max(units)
     pairs = (first, second), (first, first), (second, second), (difference, difference)
     return torch.stack([torch.dot(*pair) for pair in pairs]).double()

@@ -71,7 +71,7 @@ def _largest_ratios(rows: Tensor, slack: Tensor, half: Tensor) -> Iterator[tuple
 
 
 def _slack(outputs: Tensor, output: torch.dtype) -> Tensor:
-    """How far each output is from the nearest value that rounds to something else."""
+    """The distance of each output from the nearest value that rounds to something else."""
     rounded = outputs.to(output)
     infinity = torch.full_like(rounded, float("inf"))
     ends = [torch.nextafter(rounded, end).double() for end in (-infinity, infinity)]

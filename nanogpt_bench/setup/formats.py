@@ -13,7 +13,7 @@ from nanogpt_bench.system.errors import BenchError, one_line
 
 #: keys of a layer specification whose values are formats, or mappings that hold some
 _FORMAT_KEYS = ("weight", "activation", "gradient", "format")
-#: of a tied lm_head, the names of its weight
+#: names of the weight of a tied lm_head
 _TIED = {"lm_head": ("token_embedding.weight", "lm_head.weight")}
 #: a format that was read, "none", or a layer specification that holds some
 Read = fm.FloatFormat | str | dict[str, Any]
@@ -96,7 +96,7 @@ def read_layers(model: ModelConfig, formats: Mapping[str, Read]) -> Mapping[str,
 
 @dataclass(frozen=True)
 class _Asked:
-    """What decides on what is allowed; the runs of a sweep ask the same again and again."""
+    """All that decides on what is allowed: a key of the cache, for the runs of a sweep ask the same again."""
 
     written: str
     storage: str

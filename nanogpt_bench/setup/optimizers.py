@@ -23,7 +23,7 @@ Batches = Callable[[int], Sequence[tuple[Tensor, Tensor]]]
 EPS = 1e-8
 #: added to the eigenvalues of a Fisher matrix, in units of their mean
 _FISHER_DAMPING = 0.1
-#: of the schedule trapezoid, the share of the steps in the final descent
+#: share of the steps in the final descent of the schedule trapezoid
 DECAY_SHARE = 0.2
 
 

@@ -20,7 +20,7 @@ _OTHERWISE = ("embeddings", "headroom", "products", "constraint")
 
 
 def trains_stored(model: ModelConfig) -> bool:
-    """Whether a resolved configuration trains codes as a published model has them."""
+    """Return whether a resolved configuration trains codes as a published model has them."""
     return model.storage == "fp8" and bool(_stored(model))
 
 

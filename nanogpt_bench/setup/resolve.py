@@ -13,7 +13,7 @@ from nanogpt_bench.setup.formats import fill_formats, format_name, read_layers
 from nanogpt_bench.setup.surgery import check_constrained_layers, fill_constraint, fill_rates
 from nanogpt_bench.system.errors import BenchError
 
-#: what a run without a rule starts from
+#: defaults of a run without a rule
 _NO_RULE = Rule(storage="float32", optimizer="adamw", lr=1e-3)
 
 
@@ -99,7 +99,7 @@ def _fill_sizes(model: ModelConfig, start: GPTShape | None) -> None:
         )
 
 
-#: what a named size or a checkpoint says about the model
+#: settings that a named size or a checkpoint fills in
 _SHAPED = ("n_layer", "n_head", "n_embd", "block_size", "bias", "tie_weights", "gelu")
 
 

@@ -63,7 +63,6 @@ def start_shape(name: str) -> GPTShape:
 
 
 def _looks_like_one(path: Path) -> bool:
-    """Whether a path that is no checkpoint can only have meant one."""
     return path.parent.name == "checkpoints" and path.name.startswith("step-")
 
 
@@ -139,7 +138,7 @@ def check_text(trained: Trained, corpus: Corpus, called: str) -> None:
 
 
 def same_text(trained: Trained, corpus: Corpus) -> bool:
-    """Whether a corpus is the one that a run was trained on, by the SHA-256 of its splits and of their labels."""
+    """Return whether a corpus is the one that a run was trained on, by the SHA-256 of its splits and labels."""
     facts: Any = trained.environment.get("corpus")
     return digests_of(facts.get("splits") if isinstance(facts, dict) else None) == digests_of(corpus.meta["splits"])
 

@@ -101,7 +101,7 @@ def left_in_float(model: nn.Module) -> str:
 
 #: the layers that are constrained
 ATTENTION = ("attn.qkv", "attn.proj")
-#: of `optimizer.constrained_lr`, where nobody gives one: an angle under Adam, a factor of the gradient under SGD
+#: defaults of `optimizer.constrained_lr`: an angle under Adam, a factor of the gradient under SGD
 _RATES = {"riemannian_adam": 1e-2, "riemannian_sgd": 1e-1}
 
 

@@ -69,9 +69,9 @@ def r_precision(logits: Tensor, labels: Tensor) -> float | None:
 class Passes:
     """A model's forward passes, in evaluation mode and in the precision of the training."""
 
-    #: of a batch's inputs and targets, the mean loss
+    #: mean loss of a batch, from its inputs and targets
     loss: Callable[[Tensor, Tensor], Tensor]
-    #: of a batch's inputs, what the head says
+    #: logits of a batch, from its inputs
     logits: Callable[[Tensor], Tensor]
 
 

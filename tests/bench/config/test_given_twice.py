@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from laws import each
 
 from nanogpt_bench.config.settings import parse_overrides
 from nanogpt_bench.sweep.file import read_sweep
@@ -19,7 +20,7 @@ def test_a_small_version_changes_one_setting_of_a_section_and_leaves_the_others(
     assert (small["train.max_steps"], small["train.batch_size"]) == (2, 4)
 
 
-@pytest.mark.parametrize(
+@each(
     "words",
     [
         ["--model.formats.attn", "E4M3", "--model.formats.attn", "E5M2"],

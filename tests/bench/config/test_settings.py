@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from laws import each
 
 from nanogpt_bench.config.keys import FIELDS
 from nanogpt_bench.config.schema import Config
@@ -43,7 +44,7 @@ def test_sections_of_earlier_files_are_read_where_they_ask_for_what_they_did_by_
         load_config(path)
 
 
-@pytest.mark.parametrize("word", ["null", "~"])
+@each("word", ["null", "~"])
 def test_a_quoted_null_is_null_where_there_are_choices(tmp_path: Path, word: str) -> None:
     path = tmp_path / "my.yaml"
     path.write_text(f'optimizer: {{name: "{word}", lr: "{word}"}}')
@@ -51,12 +52,12 @@ def test_a_quoted_null_is_null_where_there_are_choices(tmp_path: Path, word: str
     assert (config.optimizer.name, config.optimizer.lr) == (None, None)
 
 
-@pytest.mark.parametrize("given", ["StiffnessAdamW", "stiffness-adamw", "stiffness_adamw"])
+@each("given", ["StiffnessAdamW", "stiffness-adamw", "stiffness_adamw"])
 def test_choices_are_read_in_any_case(given: str) -> None:
     assert load_config(None, ["--optimizer.name", given]).optimizer.name == "stiffness_adamw"
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "parts"),
     [
         ("train: 3\n", ["train", "3", "section"]),
@@ -96,7 +97,7 @@ def test_a_setting_that_is_gone_is_read_where_it_asked_for_nothing(tmp_path: Pat
         load_config(path)
 
 
-@pytest.mark.parametrize(
+@each(
     ("filled", "other"),
     [
         ("{seed: 7, data: {seed: 7}, model: {seed: 7}}", "{seed: 7, data: {seed: 8}}"),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from laws import each
 
 from nanogpt_bench.failures import KINDS, Finding, classify, diagnose, failures_of
 from nanogpt_bench.failures.judge import judge, read
@@ -66,16 +67,16 @@ def test_a_healthy_run_has_clear_classes_only(make: Make) -> None:
     assert failures_of(make("again", series=HEALTHY)) == []
 
 
-@pytest.mark.parametrize("kind", FAILING)
+@each("kind", FAILING)
 def test_figures_beyond_the_threshold_are_found_alone_and_at_their_step(make: Make, kind: str) -> None:
     figures, step = FAILING[kind]
-    entries = failures_of(make(series=HEALTHY | figures))
+    entries = failures_of(make(kind, series=HEALTHY | figures))
     assert [(entry["kind"], entry["step"]) for entry in entries] == [(kind, step)]
     assert entries[0]["evidence"]["message"]
     json.dumps(entries, allow_nan=False)
 
 
-@pytest.mark.parametrize("kind", FAILING)
+@each("kind", FAILING)
 def test_one_look_beyond_the_threshold_is_not_a_failure(make: Make, kind: str) -> None:
     figures, step = FAILING[kind]
     if kind in ("nan", "off_manifold"):
@@ -85,7 +86,7 @@ def test_one_look_beyond_the_threshold_is_not_a_failure(make: Make, kind: str) -
         once = {at: failing[at] if at == step else value for at, value in healthy.items()}
     else:
         once = [failing[step - 1] if at == step else value for at, value in enumerate(healthy, start=1)]
-    assert failures_of(make(series=HEALTHY | {metric: once})) == []
+    assert failures_of(make(kind, series=HEALTHY | {metric: once})) == []
 
 
 def test_what_was_not_recorded_is_not_judged_and_named(make: Make) -> None:
@@ -102,12 +103,14 @@ def test_an_empty_run_is_judged_in_nothing(make: Make) -> None:
     assert {finding.state for finding in classify(make(loss=[]))} == {"not judged"}
 
 
-@pytest.mark.parametrize(("storage", "writeback"), [("fp8", "stochastic"), ("grid", "residual8"), ("master", None)])
+@each(("storage", "writeback"), [("fp8", "stochastic"), ("grid", "residual8"), ("master", None)])
 def test_an_update_that_is_kept_or_returned_on_average_is_no_stall(
     make: Make, storage: str, writeback: str | None
 ) -> None:
     settings = {"model": {"storage": storage}, "optimizer": {"writeback": writeback}}
-    path = make(series={"stall/update_lost": at_looks(0.99), "stall/code_unchanged": at_looks(0.99)}, settings=settings)
+    path = make(
+        storage, series={"stall/update_lost": at_looks(0.99), "stall/code_unchanged": at_looks(0.99)}, settings=settings
+    )
     assert judged(path, "stall").state == "clear"
 
 

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import torch
+from laws import each
 from torch import nn
 
 import fp8manifold as fm
@@ -26,17 +26,19 @@ def test_the_write_backs_are_the_librarys() -> None:
     assert tuple(name for name, rule in fm.optim.WRITEBACKS.items() if rule.loses_updates) == schema.LOSING
 
 
-@pytest.mark.parametrize("rule", available_rules())
+@each("rule", available_rules())
 def test_a_rule_loses_steps_for_everybody_or_nobody(
     rule: str, tiny: Callable[..., Config], make: Callable[..., Path], tmp_path: Path
 ) -> None:
     quantized = RULES[rule].storage not in schema.WITHOUT_FORMATS
+    folder = tmp_path / f"alerts of {rule}"
+    folder.mkdir()
     config = resolve(tiny(rule=rule, **({"model__format": "E4M3"} if quantized else {})))
     storage, writeback = config.model.storage, config.optimizer.writeback
     lost = {"stall/update_lost": 0.99, "stall/update_lost/lm_head": 0.99}
 
     raised: list[str] = []
-    observer = AlertObserver(config, tmp_path, lambda alert: raised.append(alert.kind))
+    observer = AlertObserver(config, folder, lambda alert: raised.append(alert.kind))
     for number in range(1, 4):
         step = Step(number, nn.Linear(1, 1), torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1))
         step.record.update(lost)
@@ -44,7 +46,7 @@ def test_a_rule_loses_steps_for_everybody_or_nobody(
 
     settings = {"model": {"storage": storage}, "optimizer": {"writeback": writeback}}
     series = {name: dict.fromkeys(range(20, 201, 20), value) for name, value in lost.items()}
-    stall = next(f for f in classify(make(series=series, settings=settings)) if f.kind == "stall")
+    stall = next(f for f in classify(make(rule, series=series, settings=settings)) if f.kind == "stall")
 
     assert (raised == ["stall"], stall.found) == (rule in LOSING, rule in LOSING)
     assert stall_counts(storage, writeback) == (rule in LOSING or storage not in ROUNDED)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from bench_runs import trainer_of
+from laws import each
 from torch import nn
 
 import fp8manifold as fm
@@ -76,7 +77,7 @@ def test_an_example_quantises_what_it_says_and_trains(name: str, corpus_dir: Pat
     assert summary["final_val_loss"] < summary["first_val_loss"] - 0.2
 
 
-@pytest.mark.parametrize("name", [name for name in EXAMPLES if name != "bf16_baseline"])
+@each("name", [name for name in EXAMPLES if name != "bf16_baseline"])
 def test_every_example_differs_from_the_baseline_in_nothing_else(name: str) -> None:
     baseline, example = (resolve(load_config(FOLDER / f"{file}.yaml")) for file in ("bf16_baseline", name))
     differing = {key for key in FIELDS if get(baseline, key) != get(example, key)}

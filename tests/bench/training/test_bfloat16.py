@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from laws import each
 from torch import Tensor, nn
 
 from nanogpt_bench.config.schema import Config
@@ -41,7 +42,7 @@ def operands(dtype: torch.dtype, *, whole: bool) -> tuple[Tensor, Tensor]:
     return a, b
 
 
-@pytest.mark.parametrize("name", PRODUCTS)
+@each("name", PRODUCTS)
 def test_sums_that_are_exact_are_torch_s_own_to_the_bit(name: str) -> None:
     of = operands(torch.bfloat16, whole=True)
     own, by_float32 = (results(PRODUCTS[name], of, context) for context in (nullcontext(), ProductsByFloat32()))
@@ -50,7 +51,7 @@ def test_sums_that_are_exact_are_torch_s_own_to_the_bit(name: str) -> None:
         assert torch.equal(left, right)
 
 
-@pytest.mark.parametrize("name", PRODUCTS)
+@each("name", PRODUCTS)
 def test_other_sums_are_the_nearest_bfloat16_of_the_exact_one_or_its_neighbour(name: str) -> None:
     of = operands(torch.bfloat16, whole=False)
     exact = results(PRODUCTS[name], (of[0].double(), of[1].double()), nullcontext())
@@ -61,14 +62,14 @@ def test_other_sums_are_the_nearest_bfloat16_of_the_exact_one_or_its_neighbour(n
         assert float((found == near).double().mean()) > 0.99
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@each("dtype", [torch.float32, torch.float64])
 def test_other_dtypes_are_left_alone(dtype: torch.dtype) -> None:
     of = operands(dtype, whole=False)
     own, beside = (results(PRODUCTS["addmm"], of, context) for context in (nullcontext(), ProductsByFloat32()))
     assert all(torch.equal(left, right) for left, right in zip(own, beside, strict=True))
 
 
-@pytest.mark.parametrize(
+@each(
     ("settings", "capability", "device", "expected"),
     [
         ({"rule": "bf16-mixed"}, "AVX2", "cpu", True),

@@ -58,7 +58,7 @@ class Recorder:
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     """Takes the place of TensorBoard."""
     tracker = Recorder()
-    monkeypatch.setitem(build._STARTERS, "tensorboard", lambda config, run_dir, *earlier: tracker)
+    monkeypatch.setattr(build, "TensorBoardTracker", lambda run_dir, after: tracker)
     return tracker
 
 
@@ -122,10 +122,10 @@ def test_a_histogram_is_of_what_is_finite() -> None:
 def test_a_tracker_that_does_not_start_is_reported_and_left_out(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(config: Config, run_dir: Path, *earlier: object) -> Recorder:
+    def refuse(run_dir: Path, after: int) -> Recorder:
         raise RuntimeError("no network")
 
-    monkeypatch.setitem(build._STARTERS, "tensorboard", refuse)
+    monkeypatch.setattr(build, "TensorBoardTracker", refuse)
     summary = run(tracked(tiny), tmp_path / "r")
     assert (summary["status"], len(caplog.records)) == ("finished", 1)
     assert summary["trackers"] == {"tensorboard": {"dropped": "RuntimeError: no network"}}
