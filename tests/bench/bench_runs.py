@@ -18,5 +18,10 @@ def trainer_of(config: Config, ranks: Ranks = ALONE) -> Trainer:
     return Trainer(config, open_corpus(config), torch.device("cpu"), ranks=ranks)
 
 
+def train(trainer: Trainer, steps: int) -> list[float]:
+    """Take the first steps of a training, without observers, and return their losses."""
+    return [trainer.train_step(trainer.new_step(number, last=False), ()) for number in range(1, steps + 1)]
+
+
 def recorded(run_dir: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / name).read_text(encoding="utf-8").splitlines()]

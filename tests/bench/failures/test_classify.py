@@ -2,15 +2,26 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from laws import each
+from torch import nn
 
+import fp8manifold as fm
+from nanogpt_bench.config import schema
+from nanogpt_bench.config.rules import RULES, available_rules, stall_counts
+from nanogpt_bench.config.schema import ROUNDED, Config
 from nanogpt_bench.failures import KINDS, Finding, classify, diagnose, failures_of
 from nanogpt_bench.failures.judge import judge, read
+from nanogpt_bench.loop.observers import AlertObserver
+from nanogpt_bench.monitors.points import Step
+from nanogpt_bench.setup.resolve import resolve
+from nanogpt_bench.sweep.plan import PlannedRun
+from nanogpt_bench.sweep.record import SweepRecord
 
 Make = Callable[..., Path]
 LOOKS = range(20, 201, 20)
@@ -250,3 +261,70 @@ def test_a_last_line_that_was_cut_off_changes_nothing(make: Make) -> None:
         with (path / name).open("a") as file:
             file.write('{"step": 201, "kind": "ov')
     assert asdict(diagnose(path)) == whole
+
+
+@pytest.fixture
+def note(make: Make, tmp_path: Path) -> Make:
+    """Return a function that has a sweep note how a run without a summary failed; gives the summary's path."""
+    record = SweepRecord(tmp_path / "out", "grid")
+
+    def noting(error: dict[str, object], **look: object) -> Path:
+        path = make("01-dead", **look)
+        (path / "summary.json").unlink()
+        record.folder = path.parent
+        record.note_failure(
+            PlannedRun("E4M3 nearest", "nearest", "E4M3", 42, path.name, {"train.max_steps": 100}), error
+        )
+        return path / "summary.json"
+
+    return noting
+
+
+def test_the_sweep_judges_what_a_dead_process_left(note: Make) -> None:
+    look = {"loss": [5.0, 4.9, 30.0, 300.0], "series": {"grad/norm": [1.0, 1.2, 400.0, None]}}
+    summary = json.loads(note({"kind": "crash", "message": "out of memory"}, **look).read_text())
+    assert (summary["status"], summary["failure"]["kind"]) == ("failed", "crash")
+    assert {entry["kind"]: entry["step"] for entry in summary["failures"]} == {
+        "divergence": 3,
+        "exploding_gradients": 3,
+        "nan": 4,
+    }
+
+
+def test_nothing_is_written_of_a_run_that_a_full_disk_ended(note: Make) -> None:
+    assert not note({"kind": "disk", "message": "no space", "step": 1}, loss=[5.0, 4.9]).exists()
+
+
+LOSING = {"nearest", "sgd-nearest", "muon-nearest"}
+
+
+def test_the_write_backs_are_the_librarys() -> None:
+    """The configuration knows them without importing torch."""
+    assert tuple(fm.optim.WRITEBACKS) == schema.WRITEBACKS
+    assert tuple(name for name, rule in fm.optim.WRITEBACKS.items() if rule.loses_updates) == schema.LOSING
+
+
+@each("rule", available_rules())
+def test_a_rule_loses_steps_for_everybody_or_nobody(
+    rule: str, tiny: Callable[..., Config], make: Callable[..., Path], tmp_path: Path
+) -> None:
+    quantized = RULES[rule].storage not in schema.WITHOUT_FORMATS
+    folder = tmp_path / f"alerts of {rule}"
+    folder.mkdir()
+    config = resolve(tiny(rule=rule, **({"model__format": "E4M3"} if quantized else {})))
+    storage, writeback = config.model.storage, config.optimizer.writeback
+    lost = {"stall/update_lost": 0.99, "stall/update_lost/lm_head": 0.99}
+
+    raised: list[str] = []
+    observer = AlertObserver(config, folder, lambda alert: raised.append(alert.kind))
+    for number in range(1, 4):
+        step = Step(number, nn.Linear(1, 1), torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1))
+        step.record.update(lost)
+        observer.written(replace(step, number=number * config.monitor.interval))
+
+    settings = {"model": {"storage": storage}, "optimizer": {"writeback": writeback}}
+    series = {name: dict.fromkeys(range(20, 201, 20), value) for name, value in lost.items()}
+    stall = next(f for f in classify(make(rule, series=series, settings=settings)) if f.kind == "stall")
+
+    assert (raised == ["stall"], stall.found) == (rule in LOSING, rule in LOSING)
+    assert stall_counts(storage, writeback) == (rule in LOSING or storage not in ROUNDED)

@@ -52,8 +52,9 @@ def watched(
 def observers_of(of: Watched, *names: str) -> list[Observer]:
     """Some monitors of what is watched, in the order of a run, with what shows them what they look at."""
     monitors = [MODULES[name].build(of) for name in names]
-    updates = UpdateObserver(of, [monitor for monitor in monitors if isinstance(monitor, UpdateMonitor)])
-    return [of.capture, *([updates] if updates else []), *monitors, of.turns]
+    watching = [monitor for monitor in monitors if isinstance(monitor, UpdateMonitor)]
+    updates = [UpdateObserver(of, watching)] if watching and of.quantized else []
+    return [of.capture, *updates, *monitors, of.turns]
 
 
 def one_step(model: nn.Module, observers: list[Observer], inputs: Tensor, lr: float = 0.0, number: int = 1) -> Step:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from laws import each
 
 from nanogpt_bench.cli import main
 from nanogpt_bench.config.rules import available_rules
@@ -51,8 +52,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("command", TRAINING.values(), ids=TRAINING)
-@pytest.mark.parametrize("asked", TOO_MUCH)
+@each("command", TRAINING.values(), ids=TRAINING)
+@each("asked", TOO_MUCH)
 def test_a_training_that_does_not_fit_is_refused_before_a_text_is_prepared(
     asked: str, command: str, folder: Path, refused: Callable[..., str]
 ) -> None:
@@ -91,7 +92,7 @@ def test_what_is_counted_is_what_a_model_has(tiny: Callable[..., Config]) -> Non
     assert parameters_of(shape) == sum(parameter.numel() for parameter in matrices)
 
 
-@pytest.mark.parametrize(
+@each(
     ("rule", "fmt", "fewest"),
     [("fp32", None, 12), ("bf16-pure", None, 6), ("stochastic", "E4M3", 9), ("stochastic-8bit", "E4M3", 6)],
 )

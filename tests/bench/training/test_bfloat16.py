@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from bench_runs import train, trainer_of
 from laws import each
 from torch import Tensor, nn
 
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.data.batches import open_corpus
-from nanogpt_bench.loop.trainer import Trainer
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.setup.runtime import ProductsByFloat32, bfloat16_products
 
@@ -111,9 +110,8 @@ def test_a_training_ends_where_it_does_with_torch_s_own(
     for capability in ("AVX2", "AVX512"):
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
         before = taken
-        trainer = Trainer(config, open_corpus(config), CPU)
-        for number in range(1, 21):
-            trainer.train_step(trainer.new_step(number, last=False), [])
+        trainer = trainer_of(config)
+        train(trainer, 20)
         losses[capability] = trainer.validate()
         assert (taken > before) == (capability == "AVX2")
     assert losses["AVX2"] < 3.0  # from 3.6
