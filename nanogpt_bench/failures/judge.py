@@ -1,5 +1,7 @@
 """The judge of a run: its records as series, which rows of the table hold in them and since when."""
 
+from __future__ import annotations
+
 import math
 import statistics
 from bisect import insort
@@ -31,6 +33,11 @@ class Series:
     steps: tuple[int, ...] = ()
     values: tuple[float, ...] = ()
 
+    @classmethod
+    def of(cls, looks: Sequence[tuple[int, float]]) -> Series:
+        """Return the series of pairs of a step and a value."""
+        return cls(tuple(step for step, _ in looks), tuple(value for _, value in looks))
+
     def __len__(self) -> int:
         return len(self.steps)
 
@@ -45,11 +52,6 @@ class Evidence:
     def __init__(self, run: Run) -> None:
         self.run = run
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of everything recorded, in order of first appearance."""
-        return self.run.metrics.names
-
     def of(self, row: Row) -> Series:
         """The series that a row of the table judges; empty where it was not recorded, or too little of it to tell."""
         if row.figure in DERIVED:
@@ -60,11 +62,11 @@ class Evidence:
     def series(self, metric: str) -> Series:
         """The finite values of a metric."""
         known = [(int(at), value) for at, value in zip(*self.run.curve(metric), strict=True) if value is not None]
-        return Series(tuple(step for step, _ in known), tuple(value for _, value in known))
+        return Series.of(known)
 
     def layers(self, metric: str) -> list[str]:
         """The layers for which a metric was recorded, as `metric/LAYER`."""
-        return [key[len(metric) + 1 :] for key in self.names if key.startswith(f"{metric}/")]
+        return [key[len(metric) + 1 :] for key in self.run.metrics.names if key.startswith(f"{metric}/")]
 
     def worst_layer(self, metric: str, *, lowest: bool = False) -> tuple[str | None, float | None]:
         """The layer whose mean over the run is highest (lowest), and that mean; (None, None) without layers."""
@@ -145,7 +147,7 @@ def _over_median(evidence: Evidence) -> Series:
         if median > 0:
             kept.append((step, value / median))
         insort(seen, value)
-    return Series(tuple(step for step, _ in kept), tuple(value for _, value in kept))
+    return Series.of(kept)
 
 
 def _of_uniform(evidence: Evidence) -> Series:
@@ -173,8 +175,7 @@ def _not_finite(flag: str, *figures: str) -> Callable[[Evidence], Series]:
         records = evidence.run.metrics
         bad = {row for row, value in records.rows(flag) if value == 1}
         bad |= {row for name in figures for row, value in records.rows(name) if value is None}
-        rows = list(records.rows("step"))
-        return Series(tuple(int(step or 0) for _, step in rows), tuple(float(row in bad) for row, _ in rows))
+        return Series.of([(int(step or 0), float(row in bad)) for row, step in records.rows("step")])
 
     return flags
 
@@ -198,7 +199,7 @@ def _excess(evidence: Evidence) -> Series:
     known = [
         (int(at), math.inf if value is None else value) for at, value in zip(*evidence.run.curve(_EXCESS), strict=True)
     ]
-    return Series(tuple(at for at, _ in known), tuple(value for _, value in known))
+    return Series.of(known)
 
 
 _EXCESS = metrics.EXCESS.name

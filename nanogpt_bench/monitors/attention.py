@@ -120,6 +120,5 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
             module._buffers[name] = buffer.copy_(content)
 
 
-def build(watched: Watched) -> AttentionEntropy:
-    """Return the monitor of a run."""
-    return AttentionEntropy(watched)
+#: makes the monitor of a run
+build = AttentionEntropy

@@ -115,6 +115,5 @@ class Bits(Monitor):
                 yield ("weight", name), (fmt, code_histogram(layer.weight_codes(), fmt))
 
 
-def build(watched: Watched) -> Bits:
-    """Return the monitor of a run."""
-    return Bits(watched)
+#: makes the monitor of a run
+build = Bits

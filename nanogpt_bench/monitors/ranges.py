@@ -174,6 +174,5 @@ class Ranges(UpdateMonitor):
             self._figures.add(metric.by(operand.kind), operand.layer, value, operand.values.numel())
 
 
-def build(watched: Watched) -> Ranges:
-    """Return the monitor of a run."""
-    return Ranges(watched)
+#: makes the monitor of a run
+build = Ranges
