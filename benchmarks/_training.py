@@ -13,11 +13,11 @@ from torch import Tensor
 
 import fp8manifold as fm
 from nanogpt_bench.config.settings import build_config
-from nanogpt_bench.data import prepare_stdlib
 from nanogpt_bench.data.batches import open_corpus
+from nanogpt_bench.data.text import prepare_stdlib
+from nanogpt_bench.loop.trainer import Trainer
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.sweep.comparison import row_settings
-from nanogpt_bench.training.trainer import Trainer
 
 __all__ = ["RULES", "read_options", "text_for", "train", "trainer_of"]
 

@@ -36,14 +36,14 @@ from _record import add_option, record
 
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import find_config, load_config
-from nanogpt_bench.data import prepare_stdlib
 from nanogpt_bench.data.batches import Corpus, load_corpus
+from nanogpt_bench.data.text import prepare_stdlib
+from nanogpt_bench.loop.anomalies import Sentry
 from nanogpt_bench.loop.outcome import Progress
 from nanogpt_bench.loop.train import run
+from nanogpt_bench.loop.trainer import Trainer, initial_model
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.sweep.comparison import row_settings, shipped
-from nanogpt_bench.training.anomalies import Sentry
-from nanogpt_bench.training.trainer import Trainer, initial_model
 
 Step = Callable[[], object]
 #: steps left out: first allocations

@@ -20,9 +20,9 @@ from torch import Tensor
 import fp8manifold as fm
 from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.data.batches import open_corpus
+from nanogpt_bench.loop.trainer import Trainer
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.sweep.comparison import row_settings
-from nanogpt_bench.training.trainer import Trainer
 
 DAMPING, CLIP = 2.0**-8, 2.0**4
 #: bounds of S / S_ref in the time constant: beyond eight times the average no run of a few hundred steps tells it apart

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from nanogpt_bench.config.metrics import WATCHED
 from nanogpt_bench.config.rules import RULES, available_rules, check_available
-from nanogpt_bench.data import prepare_stdlib
+from nanogpt_bench.data.text import prepare_stdlib
 from nanogpt_bench.report.rows import row_label
 from nanogpt_bench.setup.formats import format_name
 from nanogpt_bench.sweep.comparison import row_settings

@@ -21,10 +21,10 @@ from _record import Cell, add_option, record
 from nanogpt_bench.config.rules import RULES
 from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.data.batches import open_corpus
+from nanogpt_bench.loop.trainer import Trainer
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.setup.runtime import runtime
 from nanogpt_bench.sweep.file import read_sweep
-from nanogpt_bench.training.trainer import Trainer
 
 FOLDER = Path(__file__).parent.parent / "study" / "sweeps"
 SWEEPS = ("study_q14_size", "study_q14_tokens", "study_q9_length")

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 import fp8manifold as fm
 from fp8manifold.formats import as_format
-from nanogpt_bench.data import prepare_text
 from nanogpt_bench.data.batches import load_corpus
+from nanogpt_bench.data.text import prepare_text
 from nanogpt_bench.loop.outcome import Progress
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"

@@ -5,7 +5,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-MOST_ROOMS = 29
+MOST_ROOMS = 27
 
 #: from the ground up; what stands on one floor may import from its own and from those below
 LIBRARY = (
@@ -33,8 +33,7 @@ BENCH = (
     ("data", "monitors"),
     ("runs",),
     ("setup", "failures"),
-    ("training",),
-    ("observers", "report"),
+    ("report",),
     ("loop",),
     ("evaluation",),
     ("workers",),

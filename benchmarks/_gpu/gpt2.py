@@ -32,7 +32,7 @@ def gpt2(session: Session) -> dict[str, Any]:
             prepare = "nanogpt-bench prepare packages --tokenizer gpt2"
             raise FileNotFoundError(f"no text in {str(DATA)!r}; prepare one: {prepare}")
         return sweep(session, DATA, RUNS)
-    from nanogpt_bench.data import prepare_text  # its packages are not everywhere
+    from nanogpt_bench.data.text import prepare_text  # its packages are not everywhere
 
     with tempfile.TemporaryDirectory() as folder:
         text, data = Path(folder) / "text.txt", Path(folder) / "data"

@@ -99,7 +99,7 @@ def check_save(config: Resolved, out: Path, layout: Layout | Literal["float"] | 
     """
     from nanogpt_bench.checkpoint import check_room
     from nanogpt_bench.model.causal import outline
-    from nanogpt_bench.setup.published import trains_stored
+    from nanogpt_bench.setup.pretrained import trains_stored
 
     found, stored = outline(config.model.pretrained or ""), trains_stored(config.model)
     if not config.checkpoint.last:
@@ -187,12 +187,12 @@ def save_model(run_dir: Path, out: Path, layout: Layout | Literal["float", "its 
     """
     import fp8manifold as fm
     from nanogpt_bench.data.batches import open_corpus
+    from nanogpt_bench.loop.trainer import trained_model
     from nanogpt_bench.model.causal import find_model, reading
     from nanogpt_bench.model.weights import fill
     from nanogpt_bench.runs.trained import choose, load
     from nanogpt_bench.setup.resolve import resolve
     from nanogpt_bench.setup.runtime import runtime
-    from nanogpt_bench.training.trainer import trained_model
 
     found = load(choose(run_dir))
     config = resolve(build_config(dict(found.settings)))

@@ -138,14 +138,9 @@ def default_folder(args: argparse.Namespace) -> Path:
 
 
 def _prepare(args: argparse.Namespace, out: Path) -> dict[str, Any]:
-    from nanogpt_bench.data import (
-        prepare_eurlex,
-        prepare_hub,
-        prepare_nanogpt,
-        prepare_packages,
-        prepare_stdlib,
-        prepare_text,
-    )
+    from nanogpt_bench.data.dataset import prepare_eurlex, prepare_hub
+    from nanogpt_bench.data.packages import prepare_packages
+    from nanogpt_bench.data.text import prepare_nanogpt, prepare_stdlib, prepare_text
 
     options: dict[str, Any] = {
         "tokenizer": args.tokenizer or "byte",

@@ -89,7 +89,7 @@ def trained(
         BenchError: a configuration, a name or options that don't go together, or nothing whole to go on from.
     """
     # here, since they bring torch, for which neither the help nor a wrong option has to wait
-    from nanogpt_bench.data.text import prepare_default
+    from nanogpt_bench.data import prepare_default
     from nanogpt_bench.loop.train import run
     from nanogpt_bench.setup.memory import check_fits
     from nanogpt_bench.setup.resolve import resolve, resolve_for

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from nanogpt_bench.data.batches import Corpus
     from nanogpt_bench.data.tokenizers import Tokenizer
     from nanogpt_bench.evaluation.weights import RunWeights
-    from nanogpt_bench.training.trainer import Trainer
+    from nanogpt_bench.loop.trainer import Trainer
 
 #: columns that a text needs to stand beside another one
 _COLUMN = 36

@@ -36,7 +36,7 @@ from nanogpt_bench.system.errors import BenchError
 #: that takes the setting away follows where the text has no semicolon, after which it says what to do
 Row = tuple[str, bool, str]
 
-#: what the weights are under a storage without a format of the library's
+#: the weights, in words, under a storage without a format of the library's
 _KEPT = {"float32": "floats", "peer": "another package's"}
 #: under `task: classify`, what can't be used and why
 _NOT_CLASSIFY = {
@@ -168,7 +168,7 @@ def _storage(config: Config) -> Iterator[Row]:
 
 
 def _peer(config: Config) -> Iterator[Row]:
-    """What another package's weights can't be used with, and what its optimizers can't."""
+    """Settings that another package's weights or optimizers exclude."""
     own, peer, name = config.model.storage, config.model.peer, config.optimizer.name or ""
     yield "model.peer", own != "peer", f"needs model.storage peer, not {own!r}"
     yield "model.storage", own == "peer" and not peer, f"needs model.peer {_either([*PEER_WEIGHTS])}"
@@ -215,7 +215,7 @@ def _watching(config: Config) -> Iterator[Row]:
 
 
 def _pretrained(config: Config) -> Iterator[Row]:
-    """What knows the GPT's own modules, and what only models of transformers have."""
+    """Settings of the GPT's own modules, and of models of transformers alone."""
     given = config.model.pretrained is not None
     for key in ("shadow.enabled", "runtime.compile", "model.torchao_float8", "model.dropout"):
         yield key, given and get(config, key) != 0, "can't be used with model.pretrained"
@@ -223,7 +223,7 @@ def _pretrained(config: Config) -> Iterator[Row]:
 
 
 def _in_backward(config: Config) -> Iterator[Row]:
-    """What needs all gradients at once."""
+    """Settings that need all gradients at once."""
     train, name, own = config.train, config.optimizer.name, config.model.storage
     at_once = name == "fisher" or not (own in MANIFOLDS or name in ON_FLOATS)
     why = f"needs an optimizer of the library that steps weights one by one, not {name!r} with model.storage {own!r}"
@@ -244,7 +244,7 @@ def _in_backward(config: Config) -> Iterator[Row]:
 
 
 def _parallel(config: Config) -> Iterator[Row]:
-    """What compares gradients, or measures them, in passes of one process, and manifolds of whole matrices."""
+    """Settings that need one process: passes that compare or measure gradients, manifolds of whole matrices."""
     for key in ("shadow.enabled", "train.step_in_backward", "model.constraint", "model.peer"):
         yield "train.parallel", bool(get(config, key)), f"can't be used with {key}; add {without(key)}"
     fisher = config.optimizer.name == "fisher"
@@ -252,7 +252,7 @@ def _parallel(config: Config) -> Iterator[Row]:
 
 
 def _constraint(config: Config) -> Iterator[Row]:
-    """What geoopt's manifolds can't keep, and two rates or decay where no weight is stepped by ULPs."""
+    """Weights that geoopt's manifolds exclude, and two rates or decay where no weight is stepped by ULPs."""
     model, optimizer, given = config.model, config.optimizer, config.model.constraint is not None
     yield "optimizer.constrained_lr", not given, "needs model.constraint stiefel or sphere"
     called, name = f"model.constraint {model.constraint!r}", optimizer.name

@@ -10,7 +10,7 @@ from pydantic.fields import FieldInfo
 from nanogpt_bench.system import untrusted
 from nanogpt_bench.system.errors import BenchError, not_known
 
-#: what is true of a field that does not say otherwise, and of which no section says it
+#: facts of a field that neither it nor its section gives
 FACTS: dict[str, Any] = {
     #: a run that goes on with another value goes on to other numbers
     "changes_numbers": True,
@@ -26,14 +26,14 @@ FACTS: dict[str, Any] = {
     "of_task": False,
     #: a learning rate, in the optimizer's own unit, of which every rule has one of its own
     "is_rate": False,
-    #: what the rows of a comparison differ in; the option that gives it
+    #: the option of compare that gives it, where its rows differ in it
     "rows_by": None,
-    #: of a mapping: its entries are words, whatever they look like
+    #: a mapping whose entries are words, whatever they look like
     "words": False,
-    #: of a mapping: what it maps to what, where the help does not begin with it
+    #: a mapping in words, where the help does not begin with that
     "maps": None,
 }
-#: of a whole number without a bound of its own
+#: the largest whole number of a field without a bound
 MOST = 2**64 - 1
 #: words of YAML that mean null even in quotes, for a setting that may be null
 NULLS = ("null", "Null", "NULL", "~")
@@ -103,7 +103,7 @@ def check_names(value: Any) -> None:
 
 
 def _said(kind: type, value: Any) -> Any:
-    """What a text says, where it is no text that is meant."""
+    """Read a text as YAML where the field takes something else."""
     if kind is str or not isinstance(value, str):
         return value
     if kind in (int, float) and not untrusted.is_ambiguous(value):

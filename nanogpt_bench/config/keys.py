@@ -23,7 +23,7 @@ class Setting:
     key: str
     #: its type without null; `list` or `dict` where it holds several values
     kind: type
-    #: whether it may be null
+    #: may be null
     optional: bool
     #: the value that it has when nobody gives one
     default: Any
@@ -36,7 +36,7 @@ class Setting:
 
     @property
     def allowed(self) -> str:
-        """What it takes, in words."""
+        """The values it takes, in words."""
         words = {
             int: "a whole number",
             float: "a number",

@@ -13,11 +13,11 @@ from typing import Final
 
 from nanogpt_bench.config.field import Section, setting
 
-#: what a layer multiplies, what comes back, and what the blocks add up; the last are measured for blocks
+#: operands of a layer, forward and backward, and the sums of the blocks, which are measured for blocks
 OPERANDS: Final = ("weight", "activation", "gradient", "weight_gradient", "residual")
 #: the side on which a figure is bad
 ABOVE, BELOW = "above", "below"
-#: how the figures of all layers make one; TOGETHER: as one layer, which its observer sees to
+#: reductions over layers; TOGETHER: all as one layer, which the observer sees to
 MEAN, LARGEST, TOGETHER = "mean", "largest", "together"
 #: scale of a chart
 LINEAR, LOG = "linear", "log"
@@ -40,7 +40,7 @@ class Metric:
     meaning: str
     #: the monitor that has to be on; none where it is always recorded
     monitor: str = ""
-    #: how the figures of all layers make one; none where there is no figure of a layer
+    #: reduction over layers; none where there is no figure of a layer
     over: str = ""
     operands: tuple[str, ...] = ()
     #: ABOVE or BELOW; neither where no side is
@@ -73,7 +73,7 @@ class Metric:
         return tuple(map(self.by, self.operands)) or (self,)
 
 
-#: what can be watched beside the loss, each a module of `nanogpt_bench.monitors`, in the order of the report
+#: monitors, each a module of `nanogpt_bench.monitors`, in the order of the report
 MONITORS = ("resources", "gradients", "stall", "zones", "ranges", "bits", "attention", "geometry")
 #: where the losses are heading
 TREND = "trend"
@@ -81,7 +81,7 @@ WATCHED = (*MONITORS, TREND)
 
 
 class MonitorConfig(Section):
-    """What is watched beside the loss, each figure by layer and over all of them."""
+    """Monitors beside the loss, each figure by layer and over all of them."""
 
     watch: list[str] = setting(
         lambda: list(WATCHED),
@@ -132,9 +132,9 @@ _labels = partial(Metric, bad=BELOW, chart=LINEAR)
 MICRO_F1 = _labels("val/micro_f1", "Micro F1", "F1", "Of all labels of all held-out documents together.")
 MACRO_F1 = _labels("val/macro_f1", "Macro F1", "F1", "Mean over the labels; 0 for one that nobody has or is given.")
 R_PRECISION = _labels("val/r_precision", "R-precision", SHARE, "Of a document's R labels, those scored highest.")
-#: of the task classify, at validations
+#: figures of the task classify, at validations
 OF_LABELS = (MICRO_F1, MACRO_F1, R_PRECISION)
-#: what the last validation has of a run beside its loss
+#: figures of a validation beside its loss
 BESIDE_LOSS = (*OF_LABELS, VAL_ALSO_LOSS)
 
 _trend = partial(Metric, monitor=TREND)

@@ -12,7 +12,7 @@ from nanogpt_bench.system.errors import BenchError, unknown
 
 @dataclass(frozen=True)
 class Rule:
-    """What a rule's name stands for; each field is the default of the configuration key of the same meaning."""
+    """The meaning of a rule's name; each field is the default of the configuration key of the same meaning."""
 
     #: where weights live: float32, master, grid, fp8, continuous or peer (see `model.storage`)
     storage: str
@@ -22,9 +22,9 @@ class Rule:
     lr: float
     #: float32, bf16-mixed (autocast) or bf16-pure (bfloat16 weights and optimizer state)
     precision: str = "bf16-mixed"
-    #: how a step is written back to the grid (None: there is none)
+    #: write-back of a step to the grid (None: there is none)
     writeback: str | None = None
-    #: how running averages are kept (None: as the optimizer does by default, in float32)
+    #: format of running averages (None: the optimizer's default, float32)
     moments: str | None = None
     #: the stiffness exponent k at the first step (None: the optimizer has none)
     stiffness: float | None = None
@@ -32,7 +32,7 @@ class Rule:
     stiffness_end: float | None = None
     #: torchao's recipe of scales, where the linear layers are its own (see `model.torchao_float8`)
     torchao_float8: str | None = None
-    #: what multiplies codes as they are (see `model.products`; None: they are decoded)
+    #: units that multiply codes as they are (see `model.products`; None: they are decoded)
     products: str | None = None
     #: the package whose weights they are, and their format (see `model.peer`)
     peer: str | None = None
@@ -281,7 +281,7 @@ def rules_with_format() -> list[str]:
 
 
 def loses_steps(storage: str | None, writeback: str | None) -> bool | None:
-    """Whether a small step is lost for good when it is written back; None where that is not known.
+    """Return whether a small step is lost for good when it is written back; None where that is not known.
 
     >>> loses_steps("fp8", "nearest"), loses_steps("fp8", "residual8"), loses_steps("master", None)
     (True, False, False)
@@ -294,7 +294,7 @@ def loses_steps(storage: str | None, writeback: str | None) -> bool | None:
 
 
 def stall_counts(storage: str | None, writeback: str | None) -> bool:
-    """Whether the stall says something: under an unbiased write-back standing still and arriving go together.
+    """Return whether the stall counts: under an unbiased write-back standing still and arriving go together.
 
     Of a master copy it says how many codes stayed, and it counts where it is not known how steps are written back.
 

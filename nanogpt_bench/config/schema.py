@@ -32,9 +32,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 #: the library's own, each a class of fp8manifold.optim without its underscores
 OWN_OPTIMIZERS = tuple(name for name in OPTIONS if name not in ("adamw", "sgd", *PEERS))
-#: what the options are called, of which each optimizer takes some
+#: names of the options, of which each optimizer takes some
 OPTION_NAMES = tuple(sorted({option for options in OPTIONS.values() for option in options}))
-#: those that step weights on manifolds of geoopt's too
+#: optimizers that step weights on manifolds of geoopt's too
 RIEMANNIAN = ("riemannian_adam", "riemannian_sgd")
 STORAGES = ("float32", "master", "grid", "fp8", "continuous", "peer")
 #: storages that take no format of the library's
@@ -48,29 +48,17 @@ PEER_WEIGHTS = {
 ROUNDED = ("grid", "fp8")
 #: storages on the library's manifolds, which its optimizers step; continuous ones without rounding
 MANIFOLDS = (*ROUNDED, "continuous")
-#: of the library's own optimizers those that step a model without a format as a peer would: their baseline is their own
+#: own optimizers that also step a model without a format, as a peer does: each is its own baseline
 ON_FLOATS = ("stiffness_adamw", "stiffness_muon")
-#: torchao's own names of its ways to scale
-FLOAT8_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-#: those of fp8manifold.LayerSpec, and the formats that units of FP8 multiply
+#: products of fp8manifold.LayerSpec, and the formats that units of FP8 multiply
 PRODUCTS = ("decoded", "fp8", "int8", "auto")
 FP8_FORMATS = ("E4M3", "E5M2")
-#: those of fp8manifold.optim, which brings torch, and which of them lose updates; a test compares the two
+#: write-backs of fp8manifold.optim, which imports torch, and those that lose updates; a test compares the two
 WRITEBACKS = ("nearest", "stochastic", "residual8", "momentum")
 LOSING = ("nearest",)
 MOMENTS = ("float32", "bfloat16", "8bit")
-#: how the random draws of one weight follow each other, step by step
-DRAWS = ("independent", "dither")
-SCHEDULES = ("cosine", "trapezoid", "constant", "linear", "step")
 #: schedules of an option from its value at the first step to that at the last
 COURSES = ("linear", "cosine", "step")
-PRECISIONS = ("float32", "bf16-mixed", "bf16-pure")
-STOPS = ("nan", "divergence", "plateau")
-PARALLEL = ("ddp",)
-ANOMALY_POLICIES = ("skip", "stop")
-WANDB_MODES = ("off", "auto", "offline", "online")
-#: what is learnt: the next token, or the labels of a document
-TASKS = ("language", "classify")
 #: where `prepare stdlib` writes and where a run looks when nobody says otherwise
 DEFAULT_DATA_DIR = "data/stdlib"
 
@@ -147,7 +135,7 @@ class ModelConfig(Section):
         None,
         "torchao's float8 training of the blocks' linear layers, by its recipe of scales (extra torchao; emulated "
         "where the device has no FP8 products); null: none",
-        choices=FLOAT8_RECIPES,
+        choices=("tensorwise", "rowwise", "rowwise_with_gw_hp"),
         rows_by="--rules",
     )
     products: str | None = setting(
@@ -207,7 +195,7 @@ class ModelConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """How a step is computed and written back."""
+    """The optimizer, its options and schedules, and its write-back."""
 
     name: str | None = setting(None, "null: the rule's, or adamw", choices=tuple(OPTIONS), rows_by="--rules")
     lr: float | None = setting(
@@ -271,7 +259,7 @@ class OptimizerConfig(Section):
     draws: str | None = setting(
         None,
         "grid and fp8 storage: draws of rounding, anew in every step (null: so, too) or spread evenly over them",
-        choices=DRAWS,
+        choices=("independent", "dither"),
         of_formats=True,
         storages=ROUNDED,
     )
@@ -297,7 +285,7 @@ class OptimizerConfig(Section):
     schedule: str = setting(
         "cosine",
         "schedule of the learning rate after the warm-up: to min_lr_ratio, or none",
-        choices=SCHEDULES,
+        choices=("cosine", "trapezoid", "constant", "linear", "step"),
         of_rule=False,
     )
     warmup_steps: int = setting(100, "steps of linear warm-up", minimum=0, of_rule=False)
@@ -326,7 +314,7 @@ class TrainConfig(Section):
     precision: str | None = setting(
         None,
         "float32, bf16-mixed (autocast) or bf16-pure; null: the rule's, or bf16-mixed",
-        choices=PRECISIONS,
+        choices=("float32", "bf16-mixed", "bf16-pure"),
         of_rule=True,
     )
     step_in_backward: bool = setting(
@@ -342,7 +330,7 @@ class TrainConfig(Section):
         None,
         "how the processes of torchrun share a run: ddp, each holds the model and takes train.batch_size / processes "
         "sequences of every batch; null: one process",
-        choices=PARALLEL,
+        choices=("ddp",),
         changes_numbers=False,
     )
     max_seconds: float | None = setting(
@@ -352,14 +340,14 @@ class TrainConfig(Section):
         "skip",
         "what becomes of a step whose loss or gradient is not finite: skip it, and end the run after three of them "
         "in a row; stop at the first. Weights or optimizer state that are not finite are never skipped",
-        choices=ANOMALY_POLICIES,
+        choices=("skip", "stop"),
     )
     stop_on: list[str] = setting(
         lambda: ["nan"],
         "end the run on three steps in a row whose loss or gradient is not finite (nan), on a training loss a tenth "
         "above where it was or should be at three validations in a row (divergence), on a validation loss that did "
         "not fall by a thousandth at five in a row (plateau)",
-        choices=STOPS,
+        choices=("nan", "divergence", "plateau"),
         changes_numbers=False,
     )
 
@@ -394,7 +382,7 @@ class ShadowConfig(Section):
 
 
 class AlertsConfig(Section):
-    """What a run tells of failures as it goes, in alerts.jsonl, on the terminal and in the trackers."""
+    """Alerts of failures as a run goes, in alerts.jsonl, on the terminal and in the trackers."""
 
     enabled: bool = setting(True, "judge the run at every look of its monitors")
     save_on_anomaly: bool = setting(True, "keep the state before the first step that is not finite, in anomaly/")
@@ -404,13 +392,13 @@ class AlertsConfig(Section):
 
 
 class TrackingConfig(Section):
-    """Where the record of every step goes, beside metrics.jsonl."""
+    """Trackers that get the record of every step, beside metrics.jsonl."""
 
     wandb: str = setting(
         "off",
         "Weights & Biases, whose WANDB_PROJECT, WANDB_ENTITY and WANDB_TAGS are read; auto: online with an API key, "
         "otherwise offline",
-        choices=WANDB_MODES,
+        choices=("off", "auto", "offline", "online"),
     )
     wandb_id: str | None = setting(None, "run to resume, online only; null: a new one")
     wandb_artifacts: bool = setting(
@@ -454,7 +442,7 @@ class Config(Section):
         "language",
         "language: predict the next token; classify: tell a document's labels from its first model.block_size tokens, "
         "in a corpus that has labels (prepare eurlex --task labels)",
-        choices=TASKS,
+        choices=("language", "classify"),
         of_task=True,
     )
     data: DataConfig = section(DataConfig)

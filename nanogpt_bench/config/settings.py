@@ -117,7 +117,7 @@ GONE: dict[str, Any] = {
     f"{section}.{key}": value for section, those in yaml.safe_load(_GONE).items() for key, value in those.items()
 }
 GONE |= dict.fromkeys((f"monitor.{name}" for name in WATCHED if name != "zones"), True)
-#: what those that were null became in a run's own config.yaml, where it is what they stand for here, too
+#: values that a run filled in for those that were null, where they mean the same here
 FILLED: dict[str, tuple[Any, ...]] = {
     "model.constrained": (["attn.qkv", "attn.proj"],),
     "model.pooling": ("mean",),
@@ -128,7 +128,7 @@ FILLED: dict[str, tuple[Any, ...]] = {
     "optimizer.representation": ("kfac",),
     "train.accumulate_in": ("bfloat16",),
 }
-#: of the setting `seed`, which they were filled in from
+#: seeds of their own, which the setting `seed` filled in
 SEEDS = ("data.seed", "model.seed")
 
 
@@ -355,7 +355,7 @@ def find_shipped(name: str, folder: Path, kind: str) -> Path:
 
 
 class Resolved(Config):
-    """What a run is made from; `setup.resolve.resolve` alone makes it, once, and nothing in it is left to resolve.
+    """A configuration with every value filled in; `setup.resolve.resolve` alone makes it, once a run.
 
     Its keys are those of `Config`: written down, they are a configuration that resolves to the same.
     """

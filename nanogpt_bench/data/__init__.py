@@ -1,7 +1,16 @@
 """Where text comes from: the standard library's own prose, packages, a file, a data set; how it is written to disk."""
 
-from nanogpt_bench.data.dataset import prepare_eurlex, prepare_hub
-from nanogpt_bench.data.packages import prepare_packages
-from nanogpt_bench.data.text import prepare_nanogpt, prepare_stdlib, prepare_text
+import sys
+from pathlib import Path
 
-__all__ = ["prepare_eurlex", "prepare_hub", "prepare_nanogpt", "prepare_packages", "prepare_stdlib", "prepare_text"]
+from nanogpt_bench.config.schema import DEFAULT_DATA_DIR
+
+
+def prepare_default(data_dir: str) -> None:
+    """Prepare the standard library's prose if a run asks for the default corpus and it is not there yet."""
+    folder = Path(DEFAULT_DATA_DIR)
+    if Path(data_dir) == folder and not folder.exists():
+        from nanogpt_bench.data.text import prepare_stdlib
+
+        print(f"preparing {folder} (the standard library's prose)", file=sys.stderr)
+        prepare_stdlib(folder, progress=sys.stderr.isatty())

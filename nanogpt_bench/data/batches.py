@@ -12,12 +12,14 @@ from torch import Tensor
 
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.data.tokenizers import stored_as, tokenizer_from_meta
-from nanogpt_bench.data.write import ENDS, ENDS_TYPE, LABELS
 from nanogpt_bench.model.gpt import PADDING
 from nanogpt_bench.system.errors import BenchError, counted, one_line
 from nanogpt_bench.system.files import sha256
 from nanogpt_bench.system.untrusted import read_json
 
+#: beside NAME.bin of each split: where its documents end, and their labels
+ENDS, LABELS = "{}.ends.bin", "{}.labels.bin"
+ENDS_TYPE = np.dtype("<u8")
 SPLITS = ("train", "val")
 #: of a split of labelled documents in meta.json, beside that of its tokens
 _OF_LABELS = ("ends_sha256", "labels_sha256")

@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nanogpt_bench.config.schema import DEFAULT_DATA_DIR
 from nanogpt_bench.data.tokenizers import make_tokenizer
 from nanogpt_bench.data.write import write_corpus, write_tokens
 from nanogpt_bench.system.errors import BenchError, counted, unknown
@@ -216,11 +215,3 @@ def _in_source_order(node: ast.AST) -> Iterator[_Documented]:
         yield node
     for child in ast.iter_child_nodes(node):
         yield from _in_source_order(child)
-
-
-def prepare_default(data_dir: str) -> None:
-    """Prepare the standard library's prose if a run asks for the default corpus and it is not there yet."""
-    folder = Path(DEFAULT_DATA_DIR)
-    if Path(data_dir) == folder and not folder.exists():
-        print(f"preparing {folder} (the standard library's prose)", file=sys.stderr)
-        prepare_stdlib(folder, progress=sys.stderr.isatty())

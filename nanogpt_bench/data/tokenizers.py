@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from nanogpt_bench.data import byte_pairs
 from nanogpt_bench.data.byte_pairs import WORDS, is_byte_pairs
-from nanogpt_bench.model.causal import find_model, reading
 from nanogpt_bench.system.errors import BenchError, one_line, unknown
 from nanogpt_bench.system.files import sha256
 from nanogpt_bench.system.hub import within
@@ -375,6 +374,8 @@ def check_tokens(tokenizer: str, model: str, rows: int, corpus: str, largest: in
 
 @functools.lru_cache(maxsize=4)
 def _made(model: str) -> Any:
+    from nanogpt_bench.model.causal import find_model, reading
+
     where = find_model(model)
     with reading(model) as transformers:
         made = transformers.AutoTokenizer.from_pretrained(**where, trust_remote_code=False)

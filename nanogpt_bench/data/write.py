@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from nanogpt_bench.data.batches import ENDS, ENDS_TYPE, LABELS
 from nanogpt_bench.data.tokenizers import Tokenizer, Tokens, stored_as
 from nanogpt_bench.system.errors import BenchError, counted, refused
 from nanogpt_bench.system.files import sha256
@@ -33,9 +34,6 @@ CHUNK = 1 << 20
 REACH = 4096
 #: a blank between two words begins the second for GPT-2's tokenizer, so the tokens don't change if it is cut there
 CUT = re.compile(r"(?<=\S) (?=\S)")
-#: beside NAME.bin of each split: where its documents end, and their labels
-ENDS, LABELS = "{}.ends.bin", "{}.labels.bin"
-ENDS_TYPE = np.dtype("<u8")
 CORPUS_FILES = ("meta.json", *(name.format(split) for split in ("train", "val") for name in ("{}.bin", ENDS, LABELS)))
 
 

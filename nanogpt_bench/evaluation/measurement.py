@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import fp8manifold as fm
+from nanogpt_bench.loop.trainer import mean_and_error
 from nanogpt_bench.model.causal import is_linear, window_losses
 from nanogpt_bench.model.weights import save_weights
 from nanogpt_bench.setup.memory import memory_of
 from nanogpt_bench.system.errors import BenchError, one_line
-from nanogpt_bench.training.trainer import mean_and_error
 
 #: the key, beside layer patterns, by which formats name the embeddings
 EMBEDDINGS = "embeddings"

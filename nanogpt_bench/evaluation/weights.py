@@ -12,10 +12,11 @@ import torch
 from nanogpt_bench.config.metrics import OF_LABELS, VAL_PERPLEXITY
 from nanogpt_bench.config.schema import MANIFOLDS, ROUNDED, Config, OptimizerConfig
 from nanogpt_bench.config.settings import Resolved, build_config, parse_overrides
+from nanogpt_bench.data import prepare_default
 from nanogpt_bench.data.batches import Corpus, open_corpus
-from nanogpt_bench.data.text import prepare_default
 from nanogpt_bench.evaluation.measurement import Row
 from nanogpt_bench.loop.outcome import count
+from nanogpt_bench.loop.trainer import Trainer
 from nanogpt_bench.model.gpt import GPT, build_model
 from nanogpt_bench.model.weights import fill, quantized_layers, save_weights
 from nanogpt_bench.runs.environment import at, environment
@@ -23,9 +24,9 @@ from nanogpt_bench.runs.trained import Trained, choose, fill_floats, load, train
 from nanogpt_bench.setup.formats import format_name, format_summary
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.setup.runtime import runtime
-from nanogpt_bench.setup.start import check_text, model_shape, same_text
+from nanogpt_bench.setup.start import check_text, same_text
+from nanogpt_bench.setup.task import model_shape
 from nanogpt_bench.system.errors import BenchError, say
-from nanogpt_bench.training.trainer import Trainer
 
 #: settings that may differ from the run's: of the measurement, and of the rows in a format
 OF_MEASURE = ("data.dir", "eval.", "runtime.", "train.batch_size")
@@ -252,7 +253,7 @@ def evaluate_run(
                     val_loss=loss,
                     gap=loss - rows[0].val_loss if rows else None,
                     perplexity=figures.get(VAL_PERPLEXITY.name),
-                    bits_per_byte=trainer.bits_per_byte(loss),
+                    bits_per_byte=trainer.task.bits_per_byte(loss),
                     quantized_parameters=count(layer.weight for layer in quantized_layers(trainer.model).values()),
                     storage=trainer.config.model.storage or "",
                     checkpoint=str(trained.path),

@@ -1,4 +1,4 @@
-"""How a run failed: one table of criteria, a judge that reads a run's records by it, and a timeline."""
+"""Failures of a run: one table of criteria, a judge that reads a run's records by it, and a timeline."""
 
 from nanogpt_bench.failures.judge import (
     CLEAR,

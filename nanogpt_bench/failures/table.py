@@ -19,7 +19,7 @@ OVER_LOWEST: Final = f"{metrics.TRAIN_LOSS.name} over its lowest"
 ATTENTION: Final = f"{ENTROPY.name} over that of uniform attention"
 REST: Final = f"share of the run until {metrics.TRAIN_LOSS.name} rests"
 FLATNESS: Final = f"{metrics.VAL_LOSS.name} over its lowest before, less one"
-#: what blocks add up; other activations pass any bound on their kurtosis in runs that are well
+#: sums of the blocks; other activations pass any bound on their kurtosis in runs that are well
 OF_BLOCKS: Final = KURTOSIS.by("residual").name
 
 
@@ -38,9 +38,9 @@ class Row:
     side: str
     bound: float
     patience: int
-    #: what was the case where it held, with the fields of a `Criterion`
+    #: the finding in words, with the fields of a `Criterion`
     says: str
-    #: of layers, at every look the worst
+    #: the worst of the layers at every look
     layers: bool = False
     #: the bound is at least so many times the first look
     growth: float = 0.0
@@ -52,7 +52,7 @@ class Row:
     filled: bool = False
 
     def beyond(self, value: float, first: float = 0.0) -> bool:
-        """Whether a look lies on the side of the failure, the bound included."""
+        """Return whether a look lies on the side of the failure, the bound included."""
         limit = self.limit(first)
         return value >= limit if self.side == ABOVE else value <= limit
 
@@ -100,7 +100,7 @@ CLASSES: Final = (
 #: their names, in the order in which they are listed
 KINDS: Final = tuple(dict.fromkeys(row.kind for row in CLASSES))
 
-#: what ends a run, where `train.stop_on` names it
+#: rows that end a run, where `train.stop_on` names them
 ENDINGS: Final = {
     "nan": Row("nan", metrics.LOSS_IS_NAN.name, ABOVE, 1.0, 3, "", filled=True),
     "divergence": next(row for row in CLASSES if row.figure == metrics.EXCESS.name),

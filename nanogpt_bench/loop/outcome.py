@@ -1,4 +1,4 @@
-"""How a run is going, how it ended, and what it reports: summary.json."""
+"""The outcome of a run, on the way and at its end: progress, status, summary.json."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from nanogpt_bench.setup.memory import bytes_of, held_bytes
 from nanogpt_bench.setup.resolve import rule_name
 
 if TYPE_CHECKING:
-    from nanogpt_bench.observers import Observers
-    from nanogpt_bench.training.trainer import Trainer
+    from nanogpt_bench.loop.observers import Observers
+    from nanogpt_bench.loop.trainer import Trainer
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands after a step; losses in nats a token, or a label."""
+    """A run's figures after a step; losses in nats a token, or a label."""
 
     step: int
     max_steps: int
@@ -44,7 +44,7 @@ class Progress:
 
 @dataclass
 class Outcome:
-    """What the loop found out, beside the weights."""
+    """A run's results beside its weights, and how it ended."""
 
     status: str = "finished"
     failure: dict[str, Any] | None = None
@@ -57,7 +57,7 @@ class Outcome:
     best_val_loss: float | None = None
     #: standard error of the last validation, over its batches or documents
     final_val_loss_se: float | None = None
-    #: what the last validation found beside the loss
+    #: figures of the last validation beside the loss
     final_figures: dict[str, float | None] = field(default_factory=dict)
     seconds: float = 0.0
     training_seconds: float = 0.0
@@ -71,12 +71,12 @@ class Outcome:
 
     @property
     def ended_by_signal(self) -> bool:
-        """Whether a signal asked for the end."""
+        """A signal ended the run."""
         return self.stop is not None and self.stop["kind"] == "signal"
 
     @property
     def ended_by_disk(self) -> bool:
-        """Whether a file could not be written."""
+        """A file could not be written."""
         return self.stop is not None and self.stop["kind"] == "disk"
 
     def fail(self, kind: str, message: str, step: int) -> None:
@@ -103,11 +103,6 @@ class Outcome:
         """Forget that the run was ended from outside: by the clock, a signal or the disk."""
         if self.stop is not None and self.stop["kind"] in ("time", "signal", "disk"):
             self.status, self.stop = "finished", None
-
-    def skip(self, step: int) -> None:
-        """Count a step that was skipped."""
-        self.first_anomaly = self.first_anomaly if self.anomalies else step
-        self.anomalies += 1
 
 
 def summarize(name: str, config: Config, trainer: Trainer, outcome: Outcome, watch: Observers) -> dict[str, Any]:
@@ -145,14 +140,14 @@ def summarize(name: str, config: Config, trainer: Trainer, outcome: Outcome, wat
         "seconds": outcome.seconds,
         "tokens": outcome.tokens,
         "lr": config.optimizer.lr,
-        "bits_per_byte": None if loss is None else trainer.bits_per_byte(loss),
+        "bits_per_byte": None if loss is None else trainer.task.bits_per_byte(loss),
         **outcome.final_figures,
         **_processes(trainer),
     }
 
 
 def _processes(trainer: Trainer) -> dict[str, Any]:
-    """What each of several processes holds; nothing of one. All of them have to ask."""
+    """Bytes in each of several processes; nothing of one. All of them call this."""
     ranks = trainer.ranks
     if ranks.size == 1:
         return {}

@@ -34,6 +34,7 @@ from nanogpt_bench.model.as_read import (
     check_taken,
     shares_head,
 )
+from nanogpt_bench.model.weights import rows_of_outputs
 from nanogpt_bench.system.errors import BenchError, one_line, say, shortened
 from nanogpt_bench.system.free_memory import check_memory
 from nanogpt_bench.system.hub import hub_file
@@ -264,12 +265,6 @@ def _from_settings(settings: Any, name: str) -> Any:
 def is_linear(module: nn.Module) -> bool:
     """Whether it is a linear layer, or the one of transformers' GPT-2."""
     return type(module) is nn.Linear or type(module).__name__ == "Conv1D"
-
-
-def rows_of_outputs(module: Any) -> Tensor:
-    """Return a linear layer's weight as (outputs, inputs), which transformers' GPT-2 has transposed."""
-    weight: Tensor = module.weight
-    return weight if isinstance(module, nn.Linear) else weight.mT.contiguous()
 
 
 def _sizes(module: Any) -> tuple[int, int]:

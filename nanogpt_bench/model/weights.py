@@ -32,6 +32,12 @@ def is_packaged(value: Any) -> bool:
     return type(own).__module__.partition(".")[0] in ("sdnq", "torchao")
 
 
+def rows_of_outputs(layer: Any) -> Tensor:
+    """Return a linear layer's weight as (outputs, inputs), which transformers' GPT-2 has transposed."""
+    weight: Tensor = layer.weight
+    return weight if isinstance(layer, nn.Linear) else weight.mT.contiguous()
+
+
 def parts_of(value: Any) -> dict[str, Tensor]:
     """Return the plain tensors inside another package's, by name."""
     return {name: getattr(value, name) for name in sorted(value.__tensor_flatten__()[0])}

@@ -1,7 +1,7 @@
-"""What a run watches, a module a theme: functions of tensors, the metrics that they find, and the observer.
+"""Monitors of a run, a module a theme: functions of tensors, the metrics that they find, and the observer.
 
-A monitor `NAME` of `monitor.watch` is the module of that name. It has its metrics as constants and a function `build`
-that returns the observer of a run, or None where there is nothing to watch.
+A monitor `NAME` of `monitor.watch` is the module of that name. It has its metrics as constants, and `build`
+makes its observer of a `Watched`, or None where there is nothing to watch.
 """
 
 from importlib import import_module

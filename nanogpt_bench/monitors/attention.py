@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from nanogpt_bench.config.metrics import BELOW, LINEAR, MEAN, NATS, Metric
 from nanogpt_bench.model.gpt import Attention
 from nanogpt_bench.monitors.capture import Watched
-from nanogpt_bench.monitors.figures import Monitor
-from nanogpt_bench.monitors.points import Step
+from nanogpt_bench.monitors.points import Monitor, Step
 
 _attention = partial(Metric, monitor="attention", bad=BELOW, chart=LINEAR)
 ENTROPY = _attention(
@@ -86,7 +85,7 @@ class AttentionEntropy(Monitor):
             step.record[ENTROPY_MIN.name] = min(latest)
 
     def written(self, step: Step) -> None:
-        """Nothing more: a step that was skipped has no look."""
+        """Do nothing more: a step that was skipped is not looked at."""
 
 
 class _SeenAll(Exception):  # no error: nothing that comes later in the forward pass is looked at
@@ -121,6 +120,5 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
             module._buffers[name] = buffer.copy_(content)
 
 
-def build(watched: Watched) -> AttentionEntropy:
-    """Return the monitor of a run."""
-    return AttentionEntropy(watched)
+#: makes the monitor of a run
+build = AttentionEntropy

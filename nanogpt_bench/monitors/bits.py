@@ -11,8 +11,7 @@ import fp8manifold as fm
 from nanogpt_bench.config.metrics import LINEAR, MEAN, OPERANDS, SHARE, Metric
 from nanogpt_bench.model.weights import is_rounded
 from nanogpt_bench.monitors.capture import Watched, flowing
-from nanogpt_bench.monitors.figures import Monitor, Scale, unit_blocks
-from nanogpt_bench.monitors.points import Step
+from nanogpt_bench.monitors.points import Monitor, Scale, Step, unit_blocks
 
 _bits = partial(Metric, monitor="bits", over=MEAN, operands=OPERANDS)
 UNIFORMITY = _bits(
@@ -116,6 +115,5 @@ class Bits(Monitor):
                 yield ("weight", name), (fmt, code_histogram(layer.weight_codes(), fmt))
 
 
-def build(watched: Watched) -> Bits:
-    """Return the monitor of a run."""
-    return Bits(watched)
+#: makes the monitor of a run
+build = Bits

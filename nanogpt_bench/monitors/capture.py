@@ -1,10 +1,10 @@
-"""What monitors are shown of a step: what flows through the layers, by hooks, and what became of every weight."""
+"""Tensors of a step for monitors: operands of the layers, by hooks, and the update of every weight."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -16,8 +16,7 @@ from nanogpt_bench.config.metrics import MonitorConfig
 from nanogpt_bench.config.schema import ROUNDED, Config
 from nanogpt_bench.model.gpt import Block
 from nanogpt_bench.model.weights import linear_layers, plain, quantized_layers
-from nanogpt_bench.monitors.figures import Monitor, Turns
-from nanogpt_bench.monitors.points import Observer, Step
+from nanogpt_bench.monitors.points import Monitor, Observer, Step, Turns
 
 
 class Capture(Observer):
@@ -189,7 +188,7 @@ class Update:
     name: str
     layer: fm.QuantizedLinear
     before: Tensor
-    #: what the step asked for, before the write-back; where nothing is rounded, what came of it
+    #: the step's result before the write-back; where nothing is rounded, `after`
     target: Tensor
     after: Tensor
     #: uint8 codes before the step, where the weight is a master copy
@@ -211,7 +210,7 @@ class UpdateMonitor(Monitor):
         raise NotImplementedError
 
     def finish(self, step: Step) -> None:
-        """Nothing: what updates have shown is written with the others."""
+        """End the updates of a step; their figures are written with the others."""
 
 
 class UpdateObserver(Observer):
@@ -221,31 +220,34 @@ class UpdateObserver(Observer):
     values that the residual stands for.
     """
 
-    def __init__(
-        self, layers: Mapping[str, fm.QuantizedLinear], storage: str, watching: Sequence[UpdateMonitor], turns: Turns
-    ) -> None:
-        self._layers, self._watching, self._turns = layers, watching, turns
+    def __init__(self, watched: Watched, watching: Sequence[UpdateMonitor]) -> None:
+        self._layers, self._watching, self._turns = watched.quantized, watching, watched.turns
+        storage = watched.config.model.storage
         self._rounded, self._coded = storage in ROUNDED, storage == "master"
-        self._names = {id(layer.weight): name for name, layer in layers.items()}
+        self._names = {id(layer.weight): name for name, layer in self._layers.items()}
         self._before: dict[str, tuple[Tensor, Tensor | None]] = {}
 
     def before_step(self, step: Step) -> None:
         if not step.due(self._turns.interval):
             return
         if self._rounded:
-            _watch(step.optimizer, lambda view: self._hand_over(step, view), lambda weight: self._sees(step, weight))
-        else:
-            self._before = {
-                name: self._state(layer) for name, layer in self._layers.items() if self._turns.takes(step, name)
-            }
+            optimizer: Any = step.optimizer
+            optimizer.observer, optimizer.observes = partial(self._hand_over, step), partial(self._sees, step)
+            return
+        for name, layer in self._layers.items():
+            if self._turns.takes(step, name):
+                self._before[name] = plain(layer.weight).clone(), layer.weight_codes() if self._coded else None
 
     def after_step(self, step: Step) -> None:
         if not step.due(self._turns.interval):
             return
         if self._rounded:
-            _watch(step.optimizer, None, None)
-        else:
-            self._compare(step)
+            optimizer: Any = step.optimizer
+            optimizer.observer = optimizer.observes = None
+        for name, (before, codes) in self._before.items():
+            after = plain(self._layers[name].weight)
+            self._show(step, name, before, after, after, codes)
+        self._before = {}
         for monitor in self._watching:
             monitor.finish(step)
 
@@ -253,28 +255,17 @@ class UpdateObserver(Observer):
         name = self._names.get(id(weight))
         return name is not None and self._turns.takes(step, name)
 
-    def _state(self, layer: fm.QuantizedLinear) -> tuple[Tensor, Tensor | None]:
-        return plain(layer.weight).clone(), layer.weight_codes() if self._coded else None
-
     def _hand_over(self, step: Step, view: Any) -> None:
         name = self._names.get(id(view.parameter))
         if name is not None:
-            self._show(step, name, view.before, view.target, view.after, None)
-
-    def _compare(self, step: Step) -> None:
-        for name, (before, codes) in self._before.items():
-            after = plain(self._layers[name].weight)
-            self._show(step, name, before, after, after, codes)
-        self._before = {}
+            self._show(step, name, view.before, view.target, view.after)
 
     @torch.no_grad()
-    def _show(self, step: Step, name: str, before: Tensor, target: Tensor, after: Tensor, codes: Tensor | None) -> None:
+    def _show(
+        self, step: Step, name: str, before: Tensor, target: Tensor, after: Tensor, codes: Tensor | None = None
+    ) -> None:
         layer = self._layers[name]
         assert layer.weight_format is not None
         update = Update(name, layer, before, target, after, codes, layer.weight_format, layer.weight_scale().detach())
         for monitor in self._watching:
             monitor.see(step, update)
-
-
-def _watch(optimizer: Any, see: Any, observes: Any) -> None:
-    optimizer.observer, optimizer.observes = see, observes

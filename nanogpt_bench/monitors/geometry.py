@@ -10,8 +10,7 @@ import fp8manifold as fm
 from nanogpt_bench.config.metrics import ABOVE, LARGEST, LINEAR, LOG, MEAN, SHARE, Metric
 from nanogpt_bench.model.weights import constrained_weights, forward_weight, is_rounded, plain
 from nanogpt_bench.monitors.capture import Watched
-from nanogpt_bench.monitors.figures import Monitor, Scale, inside, scaled_blocks
-from nanogpt_bench.monitors.points import Step
+from nanogpt_bench.monitors.points import Monitor, Scale, Step, inside, scaled_blocks
 
 _geometry = partial(Metric, monitor="geometry", over=MEAN)
 STIFFNESS_MEAN = _geometry("geometry/stiffness_mean", "Mean stiffness", "S", "Mean over the weights.", chart=LOG)

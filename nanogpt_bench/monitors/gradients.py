@@ -12,8 +12,7 @@ import fp8manifold as fm
 from nanogpt_bench.config.metrics import ABOVE, BELOW, LINEAR, LOG, MEAN, RATIO, SHARE, Metric
 from nanogpt_bench.model.weights import plain
 from nanogpt_bench.monitors.capture import Update, UpdateMonitor, Watched
-from nanogpt_bench.monitors.figures import BLOCK, Scale, blocks, inside, unit_blocks
-from nanogpt_bench.monitors.points import Step
+from nanogpt_bench.monitors.points import BLOCK, Scale, Step, blocks, inside, unit_blocks
 
 _gradients = partial(Metric, monitor="gradients", over=MEAN)
 GRAD_L2 = _gradients("grad/l2", "Norm of a layer's gradient", "L2 norm", "Before clipping.")

@@ -10,8 +10,7 @@ import fp8manifold as fm
 from nanogpt_bench.config.metrics import ABOVE, LARGEST, LINEAR, LOG, MEAN, OPERANDS, SHARE, Metric
 from nanogpt_bench.model.weights import plain
 from nanogpt_bench.monitors.capture import Operand, Update, UpdateMonitor, Watched, flowing, of_weight
-from nanogpt_bench.monitors.figures import Scale, blocks, unit_blocks
-from nanogpt_bench.monitors.points import Step
+from nanogpt_bench.monitors.points import Scale, Step, blocks, unit_blocks
 
 _ranges = partial(Metric, monitor="ranges", over=MEAN, operands=OPERANDS)
 OVERFLOW = _ranges("quant/overflow", "Overflow", SHARE, "Values beyond the format's largest.", bad=ABOVE, chart=LINEAR)
@@ -128,7 +127,7 @@ def _out_of_range(x: Tensor, fmt: fm.FloatFormat, scale: Scale) -> dict[Metric, 
 
 
 def _count_above(x: Tensor, threshold: float, scratch: Tensor) -> Tensor:
-    """How many elements exceed a threshold; a comparison into floats costs a quarter of one into a mask."""
+    """The number of elements above a threshold; a comparison into floats costs a quarter of one into a mask."""
     above = torch.gt(x, threshold, out=scratch)
     return above.sum(dtype=torch.float64 if x.numel() > _EXACT else None).double()
 
@@ -175,6 +174,5 @@ class Ranges(UpdateMonitor):
             self._figures.add(metric.by(operand.kind), operand.layer, value, operand.values.numel())
 
 
-def build(watched: Watched) -> Ranges:
-    """Return the monitor of a run."""
-    return Ranges(watched)
+#: makes the monitor of a run
+build = Ranges

@@ -1,4 +1,4 @@
-"""What a run uses of its machine: memory, and the share of the arithmetic that the machine could do."""
+"""Resources that a run uses: memory, and the share of the arithmetic that the machine could do."""
 
 import resource
 import sys
@@ -34,10 +34,10 @@ PEAK_FLOPS = {
 class Resources(Observer):
     """Adds `memory/peak_bytes` to the records of validations, and `mfu` where the machine's speed is known."""
 
-    def __init__(self, model: nn.Module, config: Config, device: torch.device) -> None:
-        self._device = device
-        self._flops = flops_per_token(model, config)
-        self._peak = _peak_flops(device)
+    def __init__(self, watched: Watched) -> None:
+        self._device = watched.device
+        self._flops = flops_per_token(watched.model, watched.config)
+        self._peak = _peak_flops(watched.device)
 
     def written(self, step: Step) -> None:
         if VAL_LOSS.name not in step.record:
@@ -73,6 +73,5 @@ def peak_bytes(device: torch.device) -> int:
     return used if sys.platform == "darwin" else used * 1024
 
 
-def build(watched: Watched) -> Resources:
-    """Return the monitor of a run."""
-    return Resources(watched.model, watched.config, watched.device)
+#: makes the monitor of a run
+build = Resources

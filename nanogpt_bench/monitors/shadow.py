@@ -14,8 +14,7 @@ from nanogpt_bench.config.metrics import ABOVE, BELOW, LINEAR, MEAN, Metric
 from nanogpt_bench.model.gpt import GPT, GPTShape, build_model
 from nanogpt_bench.model.weights import forward_weight, linear_layers, plain
 from nanogpt_bench.monitors.capture import Watched
-from nanogpt_bench.monitors.figures import blocks
-from nanogpt_bench.monitors.points import Observer, Step
+from nanogpt_bench.monitors.points import Observer, Step, blocks
 
 _shadow = partial(Metric, monitor="shadow")
 COSINE = _shadow(
@@ -71,7 +70,7 @@ def shadow_figures(g: Tensor, reference: Tensor) -> tuple[float | None, float | 
 
 
 def _products(a: Tensor, b: Tensor, units: list[float]) -> Tensor:
-    """Of the two, each in its own unit, and the power of their difference in the larger one."""
+    """Products of the two, each in its own unit, and the power of their difference in the larger one."""
     first, second, difference = a / units[0], b / units[1], (a - b) / max(units)
     pairs = (first, second), (first, first), (second, second), (difference, difference)
     return torch.stack([torch.dot(*pair) for pair in pairs]).double()
@@ -110,7 +109,7 @@ class ShadowObserver(Observer):
             return
         if step.micro_step == 0:
             self._take(self._copy, step)
-        self._random = _random_state(_device(step))  # so that dropout drops the same
+        self._random = _dropout(_device(step)).get_state()  # so that dropout drops the same
 
     def after_backward(self, step: Step) -> None:
         if not step.due(self._interval):
@@ -160,7 +159,7 @@ class ShadowObserver(Observer):
         forked = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(devices=forked), torch.autocast(device.type, enabled=False):
             if self._random is not None:
-                _set_random_state(self._random, device)
+                _dropout(device).set_state(self._random)
             loss = self.model.loss(*step.batch) / step.micro_steps * step.clip_factor
             loss.backward()
 
@@ -185,16 +184,9 @@ def _device(step: Step) -> torch.device:
     return step.batch[0].device
 
 
-def _random_state(device: torch.device) -> Tensor:
-    """That of the generator which dropout on a device draws from."""
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-
-
-def _set_random_state(state: Tensor, device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)
+def _dropout(device: torch.device) -> torch.Generator:
+    """The generator that dropout on a device draws from."""
+    return torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
 
 
 def build(watched: Watched) -> ShadowObserver:

@@ -20,8 +20,7 @@ import fp8manifold as fm
 from nanogpt_bench.config.metrics import ABOVE, LINEAR, LOG, MEAN, SHARE, TOGETHER, ULPS, Metric
 from nanogpt_bench.config.schema import ROUNDED
 from nanogpt_bench.monitors.capture import Update, UpdateMonitor, Watched
-from nanogpt_bench.monitors.figures import Scale, blocks, inside, share, unit_blocks
-from nanogpt_bench.monitors.points import Step
+from nanogpt_bench.monitors.points import Scale, Step, blocks, inside, share, unit_blocks
 
 _stall = partial(Metric, monitor="stall", over=MEAN)
 UPDATE_LOST = _stall(
@@ -79,7 +78,7 @@ def code_unchanged(before_codes: Tensor, after_codes: Tensor, before: Tensor, af
 
 @dataclass(frozen=True)
 class Arrival:
-    """What `update_arrived` finds in one step of one tensor; those of several tensors add up."""
+    """The sums of `update_arrived` in one step of one tensor; those of several tensors add up."""
 
     #: sum of (after - before) (target - before), in value squared
     projected: float
@@ -88,7 +87,7 @@ class Arrival:
 
     @property
     def share(self) -> float | None:
-        """What arrived of what was requested; None where nothing was."""
+        """The share of the request that arrived; None where nothing was requested."""
         return self.projected / self.requested if self.requested else None
 
     def __add__(self, other: Arrival) -> Arrival:
@@ -149,7 +148,7 @@ class Stall(UpdateMonitor):
         self._names = list(watched.quantized)
         self._moved: dict[str, Arrival] = {}
         self._stall, self._arrived = _Mean(), _Mean()
-        #: whether the step at hand has shown an update, and whether the last look had none to see
+        #: this step has shown an update; the last step looked at had none to show
         self._seen, self._unseen = False, False
 
     @property
@@ -223,7 +222,7 @@ class Stall(UpdateMonitor):
             self._stall.add(step.record[self.metric] or 0.0)
 
     def written(self, step: Step) -> None:
-        """Nothing more: a step that was skipped shows no update."""
+        """Do nothing more: a step that was skipped shows no update."""
 
 
 class _Mean:

@@ -10,8 +10,7 @@ from nanogpt_bench.config.metrics import ABOVE, LINEAR, MEAN, SHARE, Metric
 from nanogpt_bench.config.schema import ROUNDED
 from nanogpt_bench.model.weights import forward_weight, is_rounded
 from nanogpt_bench.monitors.capture import Watched
-from nanogpt_bench.monitors.figures import BLOCK, Monitor, Scale, fitting
-from nanogpt_bench.monitors.points import Step
+from nanogpt_bench.monitors.points import BLOCK, Monitor, Scale, Step, fitting
 
 ZERO_GRADIENT_ZONE = Metric(
     "stall/zero_gradient_zone",
@@ -72,7 +71,7 @@ def _largest_ratios(rows: Tensor, slack: Tensor, half: Tensor) -> Iterator[tuple
 
 
 def _slack(outputs: Tensor, output: torch.dtype) -> Tensor:
-    """How far each output is from the nearest value that rounds to something else."""
+    """The distance of each output from the nearest value that rounds to something else."""
     rounded = outputs.to(output)
     infinity = torch.full_like(rounded, float("inf"))
     ends = [torch.nextafter(rounded, end).double() for end in (-infinity, infinity)]

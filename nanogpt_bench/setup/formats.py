@@ -8,13 +8,12 @@ from typing import Any
 
 import fp8manifold as fm
 from nanogpt_bench.config.schema import Config, ModelConfig
-from nanogpt_bench.model.causal import outline
 from nanogpt_bench.model.gpt import FLOATS, linear_sizes
 from nanogpt_bench.system.errors import BenchError, one_line
 
 #: keys of a layer specification whose values are formats, or mappings that hold some
 _FORMAT_KEYS = ("weight", "activation", "gradient", "format")
-#: of a tied lm_head, the names of its weight
+#: names of the weight of a tied lm_head
 _TIED = {"lm_head": ("token_embedding.weight", "lm_head.weight")}
 #: a format that was read, "none", or a layer specification that holds some
 Read = fm.FloatFormat | str | dict[str, Any]
@@ -97,7 +96,7 @@ def read_layers(model: ModelConfig, formats: Mapping[str, Read]) -> Mapping[str,
 
 @dataclass(frozen=True)
 class _Asked:
-    """What decides on what is allowed; the runs of a sweep ask the same again and again."""
+    """All that decides on what is allowed: a key of the cache, for the runs of a sweep ask the same again."""
 
     written: str
     storage: str
@@ -112,7 +111,11 @@ class _Asked:
 
 @functools.lru_cache(maxsize=1000)
 def _layers(asked: _Asked) -> dict[str, fm.LayerSpec]:
-    own = outline(asked.pretrained) if asked.pretrained else None
+    own = None
+    if asked.pretrained:
+        from nanogpt_bench.model.causal import outline
+
+        own = outline(asked.pretrained)
     layers: Any = own.layers if own else linear_sizes(*asked.size, vocab_size=16)  # a corpus will say how many
     shared = own.shared if own else _TIED if asked.tie else {}
     options: Any = {"storage": asked.storage, "granularity": asked.granularity, "tied": asked.tied}

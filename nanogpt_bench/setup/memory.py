@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from nanogpt_bench.config.schema import OPTIONS, PEERS, Config
 from nanogpt_bench.data.batches import Corpus
 from nanogpt_bench.model.gpt import GPTShape
-from nanogpt_bench.setup.start import model_shape
-from nanogpt_bench.setup.task import BYTES_HELD
+from nanogpt_bench.setup.task import BYTES_HELD, model_shape
 from nanogpt_bench.system.free_memory import check_memory
 
 

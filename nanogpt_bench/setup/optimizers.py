@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, TypeVar
 
 import torch
@@ -22,7 +23,7 @@ Batches = Callable[[int], Sequence[tuple[Tensor, Tensor]]]
 EPS = 1e-8
 #: added to the eigenvalues of a Fisher matrix, in units of their mean
 _FISHER_DAMPING = 0.1
-#: of the schedule trapezoid, the share of the steps in the final descent
+#: share of the steps in the final descent of the schedule trapezoid
 DECAY_SHARE = 0.2
 
 
@@ -87,11 +88,11 @@ def build_optimizer(model: nn.Module, config: Config, batches: Batches | None = 
     Raises:
         BenchError: an option the optimizer refuses, or a package it needs is missing.
     """
-    kind = _kind(config)
     try:
-        return _fisher(model, config, batches) if kind == "fisher" else _BUILDERS.get(kind, _own)(model, config)
+        built: torch.optim.Optimizer = _built(model, config, batches)
     except (ValueError, TypeError, ImportError) as error:
         raise BenchError(f"optimizer: {one_line(error)}") from None
+    return built
 
 
 #: torch's optimizers round at every operation in place; ours with k = 0 take the same step and round once
@@ -117,54 +118,46 @@ def _groups(*groups: tuple[float, list[nn.Parameter]]) -> list[dict[str, Any]]:
     return [{"params": parameters, "weight_decay": decay} for decay, parameters in groups if parameters]
 
 
-def _decaying_groups(model: nn.Module, config: Config) -> list[dict[str, Any]]:
-    return parameter_groups(model, config.optimizer.weight_decay or 0.0)
-
-
-def _adam_options(config: Config) -> dict[str, Any]:
-    settings = config.optimizer
-    return {"lr": settings.lr, "betas": (settings.beta1, settings.beta2), "eps": EPS}
-
-
-def _own_options(config: Config) -> dict[str, Any]:
-    """Return what every optimizer of the library takes."""
-    settings = config.optimizer
-    written = {name: value for name in ("writeback", "draws") if (value := getattr(settings, name)) is not None}
-    return {"moments": settings.moments or "float32", "seed": config.seed, **written}
-
-
-def _sgd(model: nn.Module, config: Config) -> torch.optim.Optimizer:
-    settings: Any = config.optimizer
-    return torch.optim.SGD(_decaying_groups(model, config), lr=settings.lr, momentum=settings.momentum)
-
-
-def _adamw(model: nn.Module, config: Config) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(_decaying_groups(model, config), fused=True, **_adam_options(config))
-
-
-def _own(model: nn.Module, config: Config) -> Any:
-    """Return the library's optimizer of that name, with the options that it takes."""
+def _built(model: nn.Module, config: Config, batches: Any) -> Any:
+    """The optimizer by its name: torch's, another package's, or the library's, with the options that it takes."""
     settings, name = config.optimizer, _kind(config)
-    options: dict[str, Any] = {option: getattr(settings, option) for option in _AS_THEY_ARE if option in OPTIONS[name]}
-    if "beta1" in OPTIONS[name]:
-        options["betas"] = settings.beta1, settings.beta2
+    groups = parameter_groups(model, settings.weight_decay or 0.0)
+    betas, momentum = (settings.beta1, settings.beta2), settings.momentum
+    adam: dict[str, Any] = {"lr": settings.lr, "betas": betas, "eps": EPS}
+    match name:
+        case "sgd":
+            return torch.optim.SGD(groups, lr=settings.lr or 0.0, momentum=momentum or 0.0)
+        case "adamw":
+            return torch.optim.AdamW(groups, fused=True, **adam)
+        case "torchao_adamw8bit" | "torchao_adamwfp8":  # whose steps torch.compile has to compile
+            torchao: Any = import_module("torchao.optim")
+            return (torchao.AdamW8bit if name == "torchao_adamw8bit" else torchao.AdamWFp8)(groups, **adam)
+        case "optimi_adamw":
+            return import_module("optimi").AdamW(groups, **adam, kahan_sum=True)
+        case "sdnq_adamw":  # it has no eps, and bounds an update by 1
+            options = {"lr": settings.lr, "betas": betas}
+            return import_module("sdnq.optim").AdamW([group | options for group in groups], use_quantized_buffers=True)
+        case "sdnq_muon":
+            muon = fm.optim.StiffnessMuon.for_model(model, weight_decay=settings.weight_decay or 0.0).param_groups
+            made = [_sdnq_group(group, settings) for group in muon]
+            return import_module("sdnq.optim").Muon(made, use_quantized_buffers=True)
+    own: dict[str, Any] = {"moments": settings.moments or "float32", "seed": config.seed}
+    own |= {key: value for key in ("writeback", "draws") if (value := getattr(settings, key)) is not None}
     if "stiffness" in OPTIONS[name]:
-        options["stiffness"] = _stiffness(config)
-    groups = _riemannian_groups if name.startswith("riemannian") else _decaying_groups
+        own["stiffness"] = _stiffness(config)
+    if name == "fisher":
+        own |= {**adam, "momentum": momentum, "damping": _FISHER_DAMPING}
+        return fm.optim.FisherNaturalGradient(groups, model, batches, **own)
+    if name == "stiffness_muon":  # hidden matrices at lr, all others by Adam at float_lr
+        own |= {"betas": betas, "adam_eps": EPS, "momentum": momentum, "weight_decay": settings.weight_decay}
+        return fm.optim.StiffnessMuon.for_model(model, settings.lr or 0.0, other_lr=settings.float_lr, **own)
+    own |= {option: getattr(settings, option) for option in ("lr", "momentum", "float_lr") if option in OPTIONS[name]}
+    if "beta1" in OPTIONS[name]:
+        own["betas"] = betas
+    if name.startswith("riemannian"):
+        groups = _riemannian_groups(model, config)
     kinds = {public.lower(): kind for public, kind in vars(fm.optim).items()}
-    return kinds[name.replace("_", "")](groups(model, config), **options, **_own_options(config))
-
-
-def _stiffness_muon(model: nn.Module, config: Config) -> torch.optim.Optimizer:
-    """Return Muon with AdamW's size of a step: hidden matrices at lr, what else there is by Adam at float_lr."""
-    settings = config.optimizer
-    options: dict[str, Any] = {
-        "betas": (settings.beta1, settings.beta2),
-        "adam_eps": EPS,
-        "momentum": settings.momentum,
-    }
-    options |= {"weight_decay": settings.weight_decay, "stiffness": _stiffness(config), **_own_options(config)}
-    return fm.optim.StiffnessMuon.for_model(model, settings.lr or 0.0, other_lr=settings.float_lr, **options)
+    return kinds[name.replace("_", "")](groups, **own)
 
 
 def peak_lr(group: dict[str, Any], settings: OptimizerConfig) -> float:
@@ -176,13 +169,6 @@ def peak_lr(group: dict[str, Any], settings: OptimizerConfig) -> float:
     others = group.get("direction") == "adam" or group.get("use_muon") is False
     lr = settings.float_lr if others else settings.lr
     return lr or 0.0
-
-
-def _fisher(model: nn.Module, config: Config, batches: Any) -> torch.optim.Optimizer:
-    groups = _decaying_groups(model, config)
-    options: dict[str, Any] = {"momentum": config.optimizer.momentum, "stiffness": _stiffness(config)}
-    options |= _adam_options(config) | _own_options(config) | {"damping": _FISHER_DAMPING}
-    return fm.optim.FisherNaturalGradient(groups, model, batches, **options)
 
 
 def _riemannian_groups(model: nn.Module, config: Config) -> list[dict[str, Any]]:
@@ -204,33 +190,9 @@ def _riemannian_groups(model: nn.Module, config: Config) -> list[dict[str, Any]]
     return groups
 
 
-def _torchao(model: nn.Module, config: Config) -> Any:
-    """Return torchao's AdamW with 8-bit or FP8 averages, whose step torch.compile has to compile."""
-    from torchao.optim import AdamW8bit, AdamWFp8
-
-    made = AdamW8bit if config.optimizer.name == "torchao_adamw8bit" else AdamWFp8
-    return made(_decaying_groups(model, config), **_adam_options(config))
-
-
-def _optimi(model: nn.Module, config: Config) -> Any:
-    import optimi
-
-    return optimi.AdamW(_decaying_groups(model, config), **_adam_options(config), kahan_sum=True)
-
-
 #: by how much SDNQ's Muon has to have a larger rate for a step of ours: it leaves a matrix (m, n) of orthogonal rows or
 #: columns as it is, of 1 / sqrt(max(m, n)), where ours has 0.2; so much are 0.86M parameters' matrices on average
 _SDNQ_RATE = 4.0
-
-
-def _sdnq_muon(model: nn.Module, config: Config) -> Any:
-    """Return SDNQ's Muon with averages of 8 bits; hidden matrices decay by as much a step as under ours."""
-    from sdnq.optim import Muon
-
-    settings = config.optimizer
-    groups = fm.optim.StiffnessMuon.for_model(model, weight_decay=settings.weight_decay or 0.0).param_groups
-    made = [_sdnq_group(group, settings) for group in groups]
-    return Muon(made, use_quantized_buffers=True)
 
 
 def _sdnq_group(group: dict[str, Any], settings: OptimizerConfig) -> dict[str, Any]:
@@ -242,30 +204,6 @@ def _sdnq_group(group: dict[str, Any], settings: OptimizerConfig) -> dict[str, A
         "betas": (settings.momentum if hidden else settings.beta1, settings.beta2),
         "weight_decay": group["weight_decay"] / (_SDNQ_RATE if hidden else 1.0),
     }
-
-
-def _sdnq_adamw(model: nn.Module, config: Config) -> Any:
-    """Return SDNQ's AdamW with averages of 8 bits; it has no eps, and bounds an update by 1."""
-    from sdnq.optim import AdamW
-
-    options = {"lr": config.optimizer.lr, "betas": (config.optimizer.beta1, config.optimizer.beta2)}
-    made = [group | options for group in _decaying_groups(model, config)]
-    return AdamW(made, use_quantized_buffers=True)
-
-
-#: options that the library calls what the bench calls them
-_AS_THEY_ARE = ("lr", "momentum", "float_lr")
-#: every other is an optimizer of the library that is made of groups and options
-_BUILDERS: dict[str, Callable[[nn.Module, Config], torch.optim.Optimizer]] = {
-    "sgd": _sgd,
-    "adamw": _adamw,
-    "torchao_adamw8bit": _torchao,
-    "torchao_adamwfp8": _torchao,
-    "optimi_adamw": _optimi,
-    "sdnq_muon": _sdnq_muon,
-    "sdnq_adamw": _sdnq_adamw,
-    "stiffness_muon": _stiffness_muon,
-}
 
 
 def _stiffness(config: Config) -> float | Callable[[int], float]:

@@ -10,12 +10,10 @@ from nanogpt_bench.config.schema import MANIFOLDS, OPTIONS, OWN_OPTIMIZERS, ROUN
 from nanogpt_bench.config.settings import Resolved, load_config
 from nanogpt_bench.model.gpt import SIZES, GPTShape
 from nanogpt_bench.setup.formats import fill_formats, format_name, read_layers
-from nanogpt_bench.setup.published import fill_stored, stored_layers, trains_stored
-from nanogpt_bench.setup.start import as_begun, outlined_shape, pinned, start_shape
 from nanogpt_bench.setup.surgery import check_constrained_layers, fill_constraint, fill_rates
 from nanogpt_bench.system.errors import BenchError
 
-#: what a run without a rule starts from
+#: defaults of a run without a rule
 _NO_RULE = Rule(storage="float32", optimizer="adamw", lr=1e-3)
 
 
@@ -44,11 +42,14 @@ def resolve(config: Config, start: GPTShape | None = None) -> Resolved:
         _fill(config.model, tied="leave")
     fill_constraint(config)
     _fill_rule(config, preset)
-    fill_stored(config.model)
+    if config.model.pretrained:
+        from nanogpt_bench.setup.pretrained import fill_stored, stored_layers, trains_stored
+
+        fill_stored(config.model)
     refuse_conflicts(config)
     for key in ("activation_format", "gradient_format"):  # to measure against
         _read_format(config.monitor, key, f"monitor.{key}")
-    if trains_stored(config.model):
+    if config.model.pretrained and trains_stored(config.model):
         config.layers = stored_layers(config.model)
     elif formats:
         config.layers = dict(read_layers(config.model, formats))
@@ -69,6 +70,8 @@ def resolve_for(config: Config, run_dir: Path, *, resume: bool) -> Resolved:
     path = run_dir / "config.yaml"
     if not resume or not config.model.init_from or not path.is_file():
         return resolve(config)
+    from nanogpt_bench.setup.start import as_begun
+
     return resolve(*as_begun(config, load_config(path), run_dir))
 
 
@@ -96,12 +99,14 @@ def _fill_sizes(model: ModelConfig, start: GPTShape | None) -> None:
         )
 
 
-#: what a named size or a checkpoint says about the model
+#: settings that a named size or a checkpoint fills in
 _SHAPED = ("n_layer", "n_head", "n_embd", "block_size", "bias", "tie_weights", "gelu")
 
 
 def _checkpoint_shape(model: ModelConfig, start: GPTShape | None) -> GPTShape:
     """Return the shape of the checkpoint to start from, and refuse settings that its weights can't fill."""
+    from nanogpt_bench.setup.start import pinned, start_shape
+
     assert model.init_from is not None
     model.init_from = pinned(model.init_from)
     shape = start or start_shape(model.init_from)
@@ -119,6 +124,8 @@ def _own_shape(model: ModelConfig) -> GPTShape:
             raise BenchError(
                 f"model.{name}: {getattr(model, name)!r} can't be used with model.pretrained; add --model.{name} null"
             )
+    from nanogpt_bench.setup.pretrained import outlined_shape
+
     shape = outlined_shape(model.pretrained or "")
     _fill(model, block_size=min(256, shape.block_size))
     _check_shape(model, shape, f"{model.pretrained!r}")

@@ -1,4 +1,4 @@
-"""What a run computes with: threads, seed, device, one process or replicas, the loss compiled, products of bfloat16."""
+"""The runtime of a run: threads, seed, device, one process or replicas, the loss compiled, products of bfloat16."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -52,7 +52,7 @@ def runtime(config: Config) -> Iterator[torch.device]:
         torch.set_num_threads(threads)
 
 
-#: what `torch.backends.cpu.get_cpu_capability` calls processors on which torch's own product takes ten times float32's
+#: capabilities, by torch's names, of processors on which its product of bfloat16 takes ten times float32's
 WITHOUT = ("NO AVX", "AVX2")
 _ATEN = torch.ops.aten
 PRODUCTS = (_ATEN.mm.default, _ATEN.addmm.default, _ATEN.bmm.default, _ATEN.baddbmm.default)

@@ -10,13 +10,11 @@ from typing import Any
 from nanogpt_bench.checkpoint import check_layout, read_sum, step_file, steps
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import Resolved
-from nanogpt_bench.data.batches import Corpus, digests_of, label_names, open_also, open_corpus
-from nanogpt_bench.data.tokenizers import check_tokens
-from nanogpt_bench.model.causal import load_causal, outline, recompute_activations
+from nanogpt_bench.data.batches import Corpus, digests_of, label_names, open_corpus
 from nanogpt_bench.model.gpt import GPT, GPTShape, build_model
 from nanogpt_bench.model.pretrained import checkpoint_shape, load_checkpoint
 from nanogpt_bench.runs.trained import Trained, choose, fill_floats, is_checkpoint, is_run, load, trained_shape
-from nanogpt_bench.setup.surgery import read_as_codes
+from nanogpt_bench.setup.task import model_shape
 from nanogpt_bench.system.errors import BenchError
 
 KEY = "model.init_from"
@@ -29,38 +27,6 @@ def _named() -> Iterator[None]:
         yield
     except BenchError as error:
         raise BenchError(f"{KEY}: {error}") from None
-
-
-def model_shape(config: Config, corpus: Corpus | None) -> GPTShape:
-    """Return the shape of a resolved configuration's model, whose tokens and labels are a corpus's, none without one.
-
-    Raises:
-        BenchError: a corpus without the labels that the task needs.
-    """
-    settings = config.model
-    return GPTShape(
-        n_layer=settings.n_layer or 0,
-        n_head=settings.n_head or 0,
-        n_embd=settings.n_embd or 0,
-        block_size=settings.block_size or 0,
-        vocab_size=corpus.vocab_size if corpus else 0,
-        dropout=settings.dropout,
-        bias=bool(settings.bias),
-        tie_weights=bool(settings.tie_weights),
-        gelu=settings.gelu or "exact",
-        labels=len(label_names(corpus)) if corpus and config.task == "classify" else 0,
-    )
-
-
-def outlined_shape(name: str) -> GPTShape:
-    """Return the shape of a pretrained model as far as it has one of a GPT; its block is as long as its positions.
-
-    Raises:
-        BenchError: no such model, or none that can be trained.
-    """
-    found = outline(name)
-    sizes = {key: getattr(found, key) for key in ("n_layer", "n_head", "n_embd", "vocab_size")}
-    return GPTShape(**sizes, block_size=found.positions, tie_weights=bool(found.shared))
 
 
 def pinned(name: str) -> str:
@@ -97,7 +63,6 @@ def start_shape(name: str) -> GPTShape:
 
 
 def _looks_like_one(path: Path) -> bool:
-    """Whether a path that is no checkpoint can only have meant one."""
     return path.parent.name == "checkpoints" and path.name.startswith("step-")
 
 
@@ -126,11 +91,7 @@ def start_model(shape: GPTShape, config: Config, corpus: Corpus) -> Any:
     Raises:
         BenchError: weights that do not fit the corpus or the model.
     """
-    name, seed = config.model.init_from, config.seed
-    if config.model.pretrained:
-        return _pretrained(config, corpus)
-    if not name:
-        return build_model(shape, seed)
+    name, seed = config.model.init_from or "", config.seed
     trained = None
     if is_checkpoint(Path(name)):
         with _named():
@@ -151,34 +112,6 @@ def _with_head(language: GPT, shape: GPTShape, seed: int) -> GPT:
     body = {name: value for name, value in language.state_dict().items() if not name.startswith("lm_head.")}
     model.load_state_dict({**model.state_dict(), **body})
     return model
-
-
-def _pretrained(config: Config, corpus: Corpus) -> Any:
-    name = config.model.pretrained or ""
-    also = open_also(config, corpus)
-    for text, splits in [(corpus, (corpus.train, corpus.val)), *([(also, (also.val,))] if also else [])]:
-        largest = max(int(tokens.max()) for tokens in splits)
-        check_tokens(str(corpus.meta["tokenizer"]), name, outline(name).vocab_size, str(text.folder), largest)
-    model = load_causal(name, bytes_each=_bytes_each(config), quantization=read_as_codes(config))
-    if config.train.recompute:
-        recompute_activations(model)
-    return model
-
-
-def _bytes_each(config: Config) -> float:
-    """Return what a parameter takes: its weight, gradient and averages, or while it is read its float and its codes."""
-    state = {"float32": 8, "bfloat16": 4, "8bit": 2}[config.optimizer.moments or "float32"]
-    summed = 2 if config.train.accumulation > 1 else 0  # in bfloat16
-    gradients = summed if config.train.step_in_backward else 4
-    asked = read_as_codes(config)
-    if asked is None:
-        weights = 4 if config.model.storage in ("float32", "master") else 1
-        return max(5, weights + state + gradients)
-    found = outline(config.model.pretrained or "")
-    if found.stored:
-        return found.stored_bytes / found.parameters + state + gradients
-    in_codes = sum(rows * columns for name, (rows, columns) in found.layers.items() if name in asked["formats"])
-    return 4 - 3 * in_codes / found.parameters + state + gradients
 
 
 def check_text(trained: Trained, corpus: Corpus, called: str) -> None:
@@ -205,7 +138,7 @@ def check_text(trained: Trained, corpus: Corpus, called: str) -> None:
 
 
 def same_text(trained: Trained, corpus: Corpus) -> bool:
-    """Whether a corpus is the one that a run was trained on, by the SHA-256 of its splits and of their labels."""
+    """Return whether a corpus is the one that a run was trained on, by the SHA-256 of its splits and labels."""
     facts: Any = trained.environment.get("corpus")
     return digests_of(facts.get("splits") if isinstance(facts, dict) else None) == digests_of(corpus.meta["splits"])
 

@@ -9,10 +9,8 @@ from torch import Tensor, nn
 import fp8manifold as fm
 from nanogpt_bench.config.schema import MANIFOLDS, OPTIONS, RIEMANNIAN, Config, ModelConfig, OptimizerConfig
 from nanogpt_bench.config.settings import Resolved
-from nanogpt_bench.model.causal import rows_of_outputs
 from nanogpt_bench.model.gpt import linear_sizes
-from nanogpt_bench.model.weights import quantized_layers
-from nanogpt_bench.setup.published import trains_stored
+from nanogpt_bench.model.weights import quantized_layers, rows_of_outputs
 from nanogpt_bench.system.errors import BenchError, counted, one_line
 
 #: layers left in float that are named
@@ -55,23 +53,9 @@ def quantization(config: Resolved) -> dict[str, Any]:
         "storage": "grid" if settings.storage == "continuous" else settings.storage,
         "seed": config.seed,
         "tied": settings.tied or "refuse",
-        "defer_weight_gradients": True,  # see nanogpt_bench.training.clipping
+        "defer_weight_gradients": True,  # see nanogpt_bench.loop.clipping
         **_grid_options(config),
     }
-
-
-def read_as_codes(config: Config) -> dict[str, Any] | None:
-    """Return `quantization` where a pretrained model can be read into it; None where its floats are needed first.
-
-    What quantises activations has scales that depend on all tokens, which hides whether a model looks ahead.
-    """
-    if not isinstance(config, Resolved) or config.model.storage != "fp8":
-        return None
-    if not config.layers and not trains_stored(config.model):
-        return None
-    if any(spec.activation is not None for spec in config.layers.values()):
-        return None
-    return quantization(config)
 
 
 def _grid_options(config: Config) -> dict[str, Any]:
@@ -117,7 +101,7 @@ def left_in_float(model: nn.Module) -> str:
 
 #: the layers that are constrained
 ATTENTION = ("attn.qkv", "attn.proj")
-#: of `optimizer.constrained_lr`, where nobody gives one: an angle under Adam, a factor of the gradient under SGD
+#: defaults of `optimizer.constrained_lr`: an angle under Adam, a factor of the gradient under SGD
 _RATES = {"riemannian_adam": 1e-2, "riemannian_sgd": 1e-1}
 
 

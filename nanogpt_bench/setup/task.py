@@ -1,4 +1,4 @@
-"""Figures of a multi-label classification: the loss of a document, F1 over all labels and by label, R-precision."""
+"""The task of a run: the shape of its model, batches, losses and figures, of a text or of documents with labels."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,7 +12,8 @@ from torch.nn import functional
 
 from nanogpt_bench.config import metrics
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.data.batches import Corpus, batch, documents_of, drawn, eval_batches, held_out
+from nanogpt_bench.data.batches import Corpus, batch, documents_of, drawn, eval_batches, held_out, label_names
+from nanogpt_bench.model.gpt import GPTShape
 from nanogpt_bench.system.free_memory import check_memory
 
 #: bytes that a token of a held batch takes, as an input and as a target
@@ -68,9 +69,9 @@ def r_precision(logits: Tensor, labels: Tensor) -> float | None:
 class Passes:
     """A model's forward passes, in evaluation mode and in the precision of the training."""
 
-    #: of a batch's inputs and targets, the mean loss
+    #: mean loss of a batch, from its inputs and targets
     loss: Callable[[Tensor, Tensor], Tensor]
-    #: of a batch's inputs, what the head says
+    #: logits of a batch, from its inputs
     logits: Callable[[Tensor], Tensor]
 
 
@@ -166,6 +167,27 @@ def _answers(passes: Passes, batches: Sequence[Pair]) -> Pair:
     """Logits and labels of all documents, (N, L) each."""
     logits = torch.cat([passes.logits(tokens) for tokens, _ in batches])
     return logits, torch.cat([labels for _, labels in batches])
+
+
+def model_shape(config: Config, corpus: Corpus | None) -> GPTShape:
+    """Return the shape of a resolved configuration's model, whose tokens and labels are a corpus's, none without one.
+
+    Raises:
+        BenchError: a corpus without the labels that the task needs.
+    """
+    settings = config.model
+    return GPTShape(
+        n_layer=settings.n_layer or 0,
+        n_head=settings.n_head or 0,
+        n_embd=settings.n_embd or 0,
+        block_size=settings.block_size or 0,
+        vocab_size=corpus.vocab_size if corpus else 0,
+        dropout=settings.dropout,
+        bias=bool(settings.bias),
+        tie_weights=bool(settings.tie_weights),
+        gelu=settings.gelu or "exact",
+        labels=len(label_names(corpus)) if corpus and config.task == "classify" else 0,
+    )
 
 
 def task_of(config: Config, corpus: Corpus) -> Language | Classify:

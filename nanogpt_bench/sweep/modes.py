@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from nanogpt_bench.config.schema import DEFAULT_DATA_DIR
-from nanogpt_bench.data.text import prepare_default
+from nanogpt_bench.data import prepare_default
 from nanogpt_bench.evaluation.sensitivity import gaps_table
 from nanogpt_bench.report.tables import tuning_table
 from nanogpt_bench.runs.find import has_ended

@@ -8,14 +8,19 @@ import torch
 
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.data.batches import open_corpus
+from nanogpt_bench.loop.trainer import Trainer
 from nanogpt_bench.setup.resolve import Resolved, resolve
 from nanogpt_bench.system.ranks import ALONE, Ranks
-from nanogpt_bench.training.trainer import Trainer
 
 
 def trainer_of(config: Config, ranks: Ranks = ALONE) -> Trainer:
     config = config if isinstance(config, Resolved) else resolve(config)
     return Trainer(config, open_corpus(config), torch.device("cpu"), ranks=ranks)
+
+
+def train(trainer: Trainer, steps: int) -> list[float]:
+    """Take the first steps of a training, without observers, and return their losses."""
+    return [trainer.train_step(trainer.new_step(number, last=False), ()) for number in range(1, steps + 1)]
 
 
 def recorded(run_dir: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:

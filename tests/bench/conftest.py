@@ -11,7 +11,7 @@ import pytest
 from nanogpt_bench.cli import main
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import load_config
-from nanogpt_bench.data import prepare_text
+from nanogpt_bench.data.text import prepare_text
 from nanogpt_bench.data.tokenizers import ByteTokenizer
 from nanogpt_bench.data.write import LabelledText, write_corpus
 from nanogpt_bench.loop.train import run

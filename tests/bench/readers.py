@@ -19,8 +19,8 @@ from torch import nn
 import fp8manifold as fm
 from nanogpt_bench.cli import main
 from nanogpt_bench.config.settings import load_config
-from nanogpt_bench.data import prepare_text
 from nanogpt_bench.data.batches import documents_of, load_corpus
+from nanogpt_bench.data.text import prepare_text
 from nanogpt_bench.model.gpt import GPT
 from nanogpt_bench.model.pretrained import checkpoint_shape, load_checkpoint
 from nanogpt_bench.report.sweep_charts import read_studies

@@ -14,11 +14,11 @@ import fp8manifold as fm
 from nanogpt_bench.checkpoint import read, step_file, steps, verify
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import load_config
+from nanogpt_bench.loop.anomalies import first_bad_weight
+from nanogpt_bench.loop.resume import capture
 from nanogpt_bench.loop.train import run
+from nanogpt_bench.loop.trainer import Trainer
 from nanogpt_bench.monitors.points import Observer, Step
-from nanogpt_bench.training.anomalies import first_bad_weight
-from nanogpt_bench.training.run_state import capture
-from nanogpt_bench.training.trainer import Trainer
 
 KINDS = ("gradient", "weight", "state", "loss", "activation")
 #: where each is first seen

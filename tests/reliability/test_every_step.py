@@ -15,12 +15,12 @@ from nanogpt_bench.checkpoint import newest, read
 from nanogpt_bench.config.rules import RULES, available_rules
 from nanogpt_bench.config.schema import MOMENTS, WRITEBACKS
 from nanogpt_bench.config.settings import load_config
-from nanogpt_bench.data import prepare_text
+from nanogpt_bench.data.text import prepare_text
 from nanogpt_bench.data.tokenizers import ByteTokenizer
 from nanogpt_bench.data.write import LabelledText, write_corpus
+from nanogpt_bench.loop import resume as run_state
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.system.signals import StopRequest
-from nanogpt_bench.training import run_state
 
 FEW, MANY = 4, 50
 OWN = ("adamw", "sgd", "stiffness_adamw", "stiffness_sgd", "stiffness_lion", "madam", "riemannian_adam")

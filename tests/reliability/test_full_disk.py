@@ -17,7 +17,7 @@ from nanogpt_bench.checkpoint import disk, newest, step_file
 from nanogpt_bench.cli import main
 from nanogpt_bench.commands.verify import check_run
 from nanogpt_bench.loop import loop
-from nanogpt_bench.observers.jsonl import LineFile
+from nanogpt_bench.loop.observers import LineFile
 from nanogpt_bench.system import files
 
 KIND = "fp8 stochastic"

@@ -10,9 +10,9 @@ from torch import nn
 import fp8manifold as fm
 from nanogpt_bench.config.settings import find_config, load_config
 from nanogpt_bench.loop import train
+from nanogpt_bench.loop.trainer import Trainer
 from nanogpt_bench.runs.load import Alert
 from nanogpt_bench.system.errors import BenchError
-from nanogpt_bench.training.trainer import Trainer
 
 KIND = "fp8 stochastic"
 WITHIN: dict[str, object] = {"train.step_in_backward": True, "optimizer.grad_clip": 0, "shadow.enabled": False}

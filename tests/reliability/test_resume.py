@@ -15,12 +15,12 @@ from small_runs import STEPS, differences, traces, words
 from nanogpt_bench.checkpoint import step_file, step_of
 from nanogpt_bench.cli import main
 from nanogpt_bench.config.settings import find_config, load_config
-from nanogpt_bench.data import prepare_text
+from nanogpt_bench.data.text import prepare_text
 from nanogpt_bench.loop import loop, train
+from nanogpt_bench.loop.trainer import Trainer
 from nanogpt_bench.report.page import _config
 from nanogpt_bench.runs.load import load_run
 from nanogpt_bench.system.signals import StopRequest
-from nanogpt_bench.training.trainer import Trainer
 
 KIND = "fp8 stochastic"
 RUN = Path("runs/r")

@@ -13,9 +13,9 @@ from small_runs import differences, traces, words
 
 from nanogpt_bench.checkpoint import disk, newest, step_file, steps, verify
 from nanogpt_bench.commands.run import exit_code, trained
+from nanogpt_bench.loop.trainer import Trainer
 from nanogpt_bench.monitors.points import Observer, Step
 from nanogpt_bench.system.signals import RESUMABLE
-from nanogpt_bench.training.trainer import Trainer
 
 POINTS = ("data", "forward", "backward", "step", "eval", "save")
 STEPS, EVERY = 8, 2

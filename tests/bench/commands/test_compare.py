@@ -16,7 +16,7 @@ import pytest
 from nanogpt_bench.cli import main
 from nanogpt_bench.config.rules import RULES, Rule
 from nanogpt_bench.config.settings import build_config
-from nanogpt_bench.data import prepare_text
+from nanogpt_bench.data.text import prepare_text
 from nanogpt_bench.report import build, report
 from nanogpt_bench.sweep.comparison import choose_rows, comparison, label
 from nanogpt_bench.sweep.file import find_sweep, read_sweep

@@ -26,8 +26,9 @@ from nanogpt_bench.report.results import Difference, measure
 from nanogpt_bench.report.rows import Row
 from nanogpt_bench.report.tables import to_csv, to_markdown
 from nanogpt_bench.runs.load import load_run
+from nanogpt_bench.setup.pretrained import read_as_codes
 from nanogpt_bench.setup.resolve import resolve
-from nanogpt_bench.setup.surgery import quantize, read_as_codes
+from nanogpt_bench.setup.surgery import quantize
 
 Settings = Callable[..., Config]
 SMALL = {

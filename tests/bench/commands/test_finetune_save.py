@@ -19,9 +19,9 @@ from nanogpt_bench.checkpoint import disk
 from nanogpt_bench.cli import main
 from nanogpt_bench.config.settings import find_config, load_config
 from nanogpt_bench.data.batches import load_corpus
+from nanogpt_bench.loop.trainer import Trainer
 from nanogpt_bench.model.causal import outline, settings_of
 from nanogpt_bench.setup.resolve import resolve
-from nanogpt_bench.training.trainer import Trainer
 
 SMALL = ["--model.block_size", "16", "--train.max_steps", "2", "--train.batch_size", "2", "--eval.batches", "1"]
 SMALL += ["--optimizer.warmup_steps", "0", "--optimizer.lr", "1e-2"]

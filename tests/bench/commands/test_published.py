@@ -20,8 +20,8 @@ import fp8manifold as fm
 from nanogpt_bench.cli import main
 from nanogpt_bench.config.settings import find_config, load_config
 from nanogpt_bench.model.causal import load_causal, outline, settings_of, window_losses
+from nanogpt_bench.setup.pretrained import _bytes_each
 from nanogpt_bench.setup.resolve import resolve
-from nanogpt_bench.setup.start import _bytes_each
 from nanogpt_bench.system import free_memory
 from nanogpt_bench.system.errors import BenchError
 

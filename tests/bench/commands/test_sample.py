@@ -12,7 +12,7 @@ from torch import Tensor
 from nanogpt_bench.cli import main
 from nanogpt_bench.commands.sample import Draw, sample_run
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.data import prepare_text
+from nanogpt_bench.data.text import prepare_text
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.model.gpt import GPT, GPTShape, KeyValueCache, build_model, sample
 from nanogpt_bench.system.errors import BenchError

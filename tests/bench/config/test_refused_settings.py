@@ -7,6 +7,7 @@ from pathlib import Path
 from types import GeneratorType
 
 import pytest
+from laws import each
 
 from nanogpt_bench.config import conflicts
 from nanogpt_bench.config.keys import get
@@ -14,7 +15,7 @@ from nanogpt_bench.config.rules import available_rules, rules_with_format
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import find_config, load_config, shipped_configs
 from nanogpt_bench.model.gpt import SIZES
-from nanogpt_bench.setup import resolve as module
+from nanogpt_bench.setup import pretrained
 from nanogpt_bench.setup.resolve import resolve, rule_name
 from nanogpt_bench.system.errors import BenchError
 
@@ -165,7 +166,7 @@ CONTRADICTIONS = {
 
 @pytest.fixture(autouse=True)
 def _a_pretrained_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "outlined_shape", lambda name: SIZES["0.8M"])
+    monkeypatch.setattr(pretrained, "outlined_shape", lambda name: SIZES["0.8M"])
 
 
 def resolved(words: str) -> Config:
@@ -179,14 +180,14 @@ def assert_refused(caught: pytest.ExceptionInfo[BenchError], said: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("words", "said"), UNREADABLE.items())
+@each(("words", "said"), UNREADABLE.items())
 def test_what_a_setting_can_not_have_is_refused_by_name(words: str, said: str) -> None:
     with pytest.raises(BenchError) as caught:
         resolve(load_config(None, words.split()))
     assert_refused(caught, said)
 
 
-@pytest.mark.parametrize(("words", "said"), CONTRADICTIONS.items())
+@each(("words", "said"), CONTRADICTIONS.items())
 def test_what_a_rule_means_is_not_contradicted(words: str, said: str) -> None:
     with pytest.raises(BenchError) as caught:
         resolved(words)
@@ -196,7 +197,7 @@ def test_what_a_rule_means_is_not_contradicted(words: str, said: str) -> None:
 ADVICE = re.compile(r"; add ((?:--\S+ [^\s,;]+ ?)+)")
 
 
-@pytest.mark.parametrize(("key", "words"), CASES)
+@each(("key", "words"), CASES)
 def test_what_excludes_each_other_is_refused_by_name_and_the_flags_that_are_advised_make_it_agree(
     key: str, words: str
 ) -> None:
@@ -219,7 +220,7 @@ def test_what_excludes_each_other_is_refused_by_name_and_the_flags_that_are_advi
     raise AssertionError(f"still refused: {caught.value}")
 
 
-@pytest.mark.parametrize("name", [name for name in shipped_configs() if name not in ("gpt2.yaml", "finetune.yaml")])
+@each("name", [name for name in shipped_configs() if name not in ("gpt2.yaml", "finetune.yaml")])
 def test_a_shipped_file_takes_any_rule_once_the_flags_that_are_advised_are_added(name: str) -> None:
     for rule in available_rules():
         given = ["--rule", rule, *(["--model.format", "E4M3"] if rule in rules_with_format() else [])]
@@ -272,7 +273,7 @@ def test_every_row_of_the_tables_refuses_something(monkeypatch: pytest.MonkeyPat
     assert len(there) > 40
 
 
-@pytest.mark.parametrize(
+@each(
     "words",
     [
         *(

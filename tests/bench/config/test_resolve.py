@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from laws import each
 
 from nanogpt_bench.config.rules import RULES, available_rules
 from nanogpt_bench.config.schema import MANIFOLDS, OWN_OPTIMIZERS, ROUNDED, WITHOUT_FORMATS
@@ -19,7 +20,7 @@ def arguments_of(rule: str) -> list[str]:
     return ["--rule", rule, *(["--model.format", "E4M3"] if quantised else [])]
 
 
-@pytest.mark.parametrize("rule", available_rules())
+@each("rule", available_rules())
 def test_a_rule_fills_in_what_it_stands_for(rule: str) -> None:
     config = resolve(load_config(None, arguments_of(rule)))
     entry = RULES[rule]
@@ -32,7 +33,7 @@ def test_a_rule_fills_in_what_it_stands_for(rule: str) -> None:
     assert (config.optimizer.stiffness, config.optimizer.stiffness_end) == (entry.stiffness, entry.stiffness_end)
 
 
-@pytest.mark.parametrize("rule", available_rules())
+@each("rule", available_rules())
 def test_a_resolved_configuration_is_written_down_as_one_that_resolves_to_itself(rule: str, tmp_path: Path) -> None:
     once, path = resolve(load_config(None, arguments_of(rule))), tmp_path / "config.yaml"
     path.write_text(to_yaml(once))
@@ -43,7 +44,7 @@ def test_a_resolved_configuration_is_written_down_as_one_that_resolves_to_itself
         resolve(once)
 
 
-@pytest.mark.parametrize("rule", available_rules())
+@each("rule", available_rules())
 def test_the_rule_is_recognised_from_its_settings(rule: str) -> None:
     config = resolve(load_config(None, arguments_of(rule)))
     config.rule = None
@@ -57,7 +58,7 @@ def test_settings_of_one_s_own_are_called_custom() -> None:
     assert rule_name(resolve(config)) == "custom"
 
 
-@pytest.mark.parametrize("storage", ["grid", "fp8"])
+@each("storage", ["grid", "fp8"])
 def test_a_rule_keeps_its_name_where_one_byte_is_simulated_in_floats(storage: str) -> None:
     config = resolve(load_config(None, [*arguments_of("stiffness"), "--model.storage", storage]))
     assert config.model.storage == storage
@@ -65,7 +66,7 @@ def test_a_rule_keeps_its_name_where_one_byte_is_simulated_in_floats(storage: st
     assert rule_name(config) == "stiffness"
 
 
-@pytest.mark.parametrize("name", OWN_OPTIMIZERS)
+@each("name", OWN_OPTIMIZERS)
 def test_an_optimizer_alone_calls_for_a_grid_and_has_defaults(name: str) -> None:
     config = resolve(load_config(None, ["--model.format", "E4M3", "--optimizer.name", name]))
     optimizer = config.optimizer

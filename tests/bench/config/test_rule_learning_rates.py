@@ -9,9 +9,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from laws import each
 
 from nanogpt_bench.config.rules import RULES
-from nanogpt_bench.data import prepare_text
+from nanogpt_bench.data.text import prepare_text
 
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "rule_learning_rates.py"
 
@@ -40,7 +41,7 @@ def test_every_rule_has_a_grid_that_holds_its_default_or_lies_around_it(search: 
         assert powers == pytest.approx(round(powers), abs=1e-9), name
 
 
-@pytest.mark.parametrize(
+@each(
     ("losses", "grown"),
     [
         ({-1: 3.0, 0: 2.0, 1: 1.0}, [2]),

@@ -1,12 +1,25 @@
-"""Configuration files and overrides: what is read, what is refused and how."""
+"""Configuration files and overrides: where they are found, what is read, what is refused and how."""
 
 from pathlib import Path
 
+import gpt2_checkpoints
 import pytest
+from laws import each
 
 from nanogpt_bench.config.keys import FIELDS
+from nanogpt_bench.config.rules import available_rules
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.config.settings import build_config, defaults_yaml, load_config
+from nanogpt_bench.config.settings import (
+    FOLDER,
+    build_config,
+    defaults_yaml,
+    find_config,
+    load_config,
+    parse_overrides,
+    shipped_configs,
+)
+from nanogpt_bench.setup.resolve import resolve
+from nanogpt_bench.sweep.file import read_sweep
 from nanogpt_bench.system.errors import BenchError
 
 
@@ -43,7 +56,7 @@ def test_sections_of_earlier_files_are_read_where_they_ask_for_what_they_did_by_
         load_config(path)
 
 
-@pytest.mark.parametrize("word", ["null", "~"])
+@each("word", ["null", "~"])
 def test_a_quoted_null_is_null_where_there_are_choices(tmp_path: Path, word: str) -> None:
     path = tmp_path / "my.yaml"
     path.write_text(f'optimizer: {{name: "{word}", lr: "{word}"}}')
@@ -51,12 +64,12 @@ def test_a_quoted_null_is_null_where_there_are_choices(tmp_path: Path, word: str
     assert (config.optimizer.name, config.optimizer.lr) == (None, None)
 
 
-@pytest.mark.parametrize("given", ["StiffnessAdamW", "stiffness-adamw", "stiffness_adamw"])
+@each("given", ["StiffnessAdamW", "stiffness-adamw", "stiffness_adamw"])
 def test_choices_are_read_in_any_case(given: str) -> None:
     assert load_config(None, ["--optimizer.name", given]).optimizer.name == "stiffness_adamw"
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "parts"),
     [
         ("train: 3\n", ["train", "3", "section"]),
@@ -96,7 +109,7 @@ def test_a_setting_that_is_gone_is_read_where_it_asked_for_nothing(tmp_path: Pat
         load_config(path)
 
 
-@pytest.mark.parametrize(
+@each(
     ("filled", "other"),
     [
         ("{seed: 7, data: {seed: 7}, model: {seed: 7}}", "{seed: 7, data: {seed: 8}}"),
@@ -123,3 +136,60 @@ def test_the_file_of_all_defaults_is_read_as_none_at_all_and_explains_every_sett
     given = [place for place, line in enumerate(lines) if not line.lstrip().startswith("#") and line.partition(":")[2]]
     assert len(given) == len(FIELDS)
     assert all(lines[place - 1].lstrip().startswith("#") for place in given)
+
+
+def test_a_small_version_changes_one_setting_of_a_section_and_leaves_the_others(tmp_path: Path) -> None:
+    text = (
+        "settings:\n  train: {max_steps: 300, batch_size: 4}\naxes: {seed: [1]}\n"
+        "smoke:\n  settings:\n    train: {max_steps: 2}\n"
+    )
+    (tmp_path / "mine.yaml").write_text(text, encoding="utf-8")
+    small = read_sweep(tmp_path / "mine.yaml", smoke=True).base
+    assert (small["train.max_steps"], small["train.batch_size"]) == (2, 4)
+
+
+@each(
+    "words",
+    [
+        ["--model.formats.attn", "E4M3", "--model.formats.attn", "E5M2"],
+        ["--model.formats", "{attn: E4M3}", "--model.formats.attn", "E5M2"],
+        ["--model.formats.attn", "E5M2", "--model.formats", "{attn: E4M3}"],
+        ["--model.formats", "{attn: E4M3, attn: E5M2}"],
+    ],
+)
+def test_an_entry_is_given_once(words: list[str]) -> None:
+    with pytest.raises(BenchError, match="given twice"):
+        parse_overrides(words)
+
+
+def test_an_entry_beside_the_others_does_not_drop_them_whatever_the_order() -> None:
+    words = (["--model.formats", "{attn: E4M3}"], ["--model.formats.mlp", "E5M2"])
+    merged = {"model.formats": {"attn": "E4M3", "mlp": "E5M2"}}
+    assert parse_overrides([*words[0], *words[1]]) == parse_overrides([*words[1], *words[0]]) == merged
+
+
+@each("name", shipped_configs())
+def test_every_shipped_file_is_valid(name: str, tmp_path: Path) -> None:
+    config = load_config(find_config(name))
+    if config.rule and config.rule not in available_rules():
+        pytest.skip(f"{config.rule} needs a package that is not installed")
+    if config.model.init_from:
+        config.model.init_from = str(gpt2_checkpoints.write(tmp_path))
+    assert resolve(config).train.max_steps == (763 if name == "gpt2_124m.yaml" else 2000)
+
+
+@each("name", ["e4m3", "e4m3.yaml", "configs/e4m3.yaml"])
+def test_a_shipped_file_is_found_by_its_name(name: str) -> None:
+    assert find_config(name) == FOLDER / "e4m3.yaml"
+
+
+def test_a_file_on_disk_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("e4m3.yaml").write_text("seed: 1\n")
+    assert load_config(find_config("e4m3.yaml")).seed == 1
+
+
+@each("name", ["e4m33.yaml", "elsewhere/e4m3.yaml"])
+def test_a_missing_file_is_named_with_the_nearest_shipped_one(name: str) -> None:
+    with pytest.raises(BenchError, match=r"does not exist; did you mean 'e4m3.yaml'\?"):
+        find_config(name)

@@ -9,8 +9,8 @@ import pytest
 
 from nanogpt_bench.cli import main
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.data import prepare_eurlex, prepare_hub
 from nanogpt_bench.data.batches import load_corpus
+from nanogpt_bench.data.dataset import prepare_eurlex, prepare_hub
 from nanogpt_bench.data.tokenizers import tokenizer_from_meta
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.system.errors import BenchError

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from nanogpt_bench.cli import main
-from nanogpt_bench.data import prepare_eurlex, prepare_text
 from nanogpt_bench.data.batches import Documents, documents_of, drawn, held_out, label_names, load_corpus
+from nanogpt_bench.data.dataset import prepare_eurlex
+from nanogpt_bench.data.text import prepare_text
 from nanogpt_bench.data.tokenizers import ByteTokenizer
 from nanogpt_bench.model.gpt import PADDING
 from nanogpt_bench.system.errors import BenchError

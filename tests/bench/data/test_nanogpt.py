@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from nanogpt_bench.cli import main
-from nanogpt_bench.data import prepare_nanogpt
 from nanogpt_bench.data.batches import load_corpus
+from nanogpt_bench.data.text import prepare_nanogpt
 from nanogpt_bench.data.tokenizers import make_tokenizer, tokenizer_from_meta
 from nanogpt_bench.system.errors import BenchError
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nanogpt_bench.data import prepare_text
+from nanogpt_bench.data.text import prepare_text
 from nanogpt_bench.data.tokenizers import tokenizer_from_meta
 
 

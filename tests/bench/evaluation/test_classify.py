@@ -19,6 +19,7 @@ from nanogpt_bench.config.schema import Config
 from nanogpt_bench.data.batches import documents_of, drawn, open_corpus
 from nanogpt_bench.evaluation.weights import evaluate_run
 from nanogpt_bench.loop.train import run
+from nanogpt_bench.loop.trainer import Trainer
 from nanogpt_bench.model.gpt import PADDING, Classifier, GPTShape, build_model
 from nanogpt_bench.model.weights import quantized_layers
 from nanogpt_bench.report.results import measure
@@ -28,7 +29,6 @@ from nanogpt_bench.runs.load import load_run
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.setup.task import document_losses, f1_scores, r_precision
 from nanogpt_bench.system.errors import BenchError
-from nanogpt_bench.training.trainer import Trainer
 
 SMALL = GPTShape(n_layer=2, n_head=2, n_embd=32, block_size=8, vocab_size=50, labels=5)
 FIGURES = ("val/micro_f1", "val/macro_f1", "val/r_precision")
@@ -134,7 +134,7 @@ def test_a_validation_is_the_mean_over_different_documents(classify: Tiny) -> No
     with trainer.precision():
         whole = functional.binary_cross_entropy_with_logits(trainer.model(tokens).float(), labels)
     assert trainer.validate() == pytest.approx(whole.item(), rel=1e-3)
-    assert trainer.bits_per_byte(1.0) is None
+    assert trainer.task.bits_per_byte(1.0) is None
 
 
 def test_tokens_are_counted_without_padding(classify: Tiny, tmp_path: Path) -> None:

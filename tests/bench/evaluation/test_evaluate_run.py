@@ -11,7 +11,7 @@ import pytest
 from nanogpt_bench.checkpoint import step_file
 from nanogpt_bench.cli import main
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.data import prepare_text
+from nanogpt_bench.data.text import prepare_text
 from nanogpt_bench.evaluation.weights import evaluate_run
 from nanogpt_bench.loop.train import run
 

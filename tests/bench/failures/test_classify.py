@@ -2,15 +2,26 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from laws import each
+from torch import nn
 
+import fp8manifold as fm
+from nanogpt_bench.config import schema
+from nanogpt_bench.config.rules import RULES, available_rules, stall_counts
+from nanogpt_bench.config.schema import ROUNDED, Config
 from nanogpt_bench.failures import KINDS, Finding, classify, diagnose, failures_of
-from nanogpt_bench.failures.evidence import read
-from nanogpt_bench.failures.judge import judge
+from nanogpt_bench.failures.judge import judge, read
+from nanogpt_bench.loop.observers import AlertObserver
+from nanogpt_bench.monitors.points import Step
+from nanogpt_bench.setup.resolve import resolve
+from nanogpt_bench.sweep.plan import PlannedRun
+from nanogpt_bench.sweep.record import SweepRecord
 
 Make = Callable[..., Path]
 LOOKS = range(20, 201, 20)
@@ -67,16 +78,16 @@ def test_a_healthy_run_has_clear_classes_only(make: Make) -> None:
     assert failures_of(make("again", series=HEALTHY)) == []
 
 
-@pytest.mark.parametrize("kind", FAILING)
+@each("kind", FAILING)
 def test_figures_beyond_the_threshold_are_found_alone_and_at_their_step(make: Make, kind: str) -> None:
     figures, step = FAILING[kind]
-    entries = failures_of(make(series=HEALTHY | figures))
+    entries = failures_of(make(kind, series=HEALTHY | figures))
     assert [(entry["kind"], entry["step"]) for entry in entries] == [(kind, step)]
     assert entries[0]["evidence"]["message"]
     json.dumps(entries, allow_nan=False)
 
 
-@pytest.mark.parametrize("kind", FAILING)
+@each("kind", FAILING)
 def test_one_look_beyond_the_threshold_is_not_a_failure(make: Make, kind: str) -> None:
     figures, step = FAILING[kind]
     if kind in ("nan", "off_manifold"):
@@ -86,7 +97,7 @@ def test_one_look_beyond_the_threshold_is_not_a_failure(make: Make, kind: str) -
         once = {at: failing[at] if at == step else value for at, value in healthy.items()}
     else:
         once = [failing[step - 1] if at == step else value for at, value in enumerate(healthy, start=1)]
-    assert failures_of(make(series=HEALTHY | {metric: once})) == []
+    assert failures_of(make(kind, series=HEALTHY | {metric: once})) == []
 
 
 def test_what_was_not_recorded_is_not_judged_and_named(make: Make) -> None:
@@ -103,12 +114,14 @@ def test_an_empty_run_is_judged_in_nothing(make: Make) -> None:
     assert {finding.state for finding in classify(make(loss=[]))} == {"not judged"}
 
 
-@pytest.mark.parametrize(("storage", "writeback"), [("fp8", "stochastic"), ("grid", "residual8"), ("master", None)])
+@each(("storage", "writeback"), [("fp8", "stochastic"), ("grid", "residual8"), ("master", None)])
 def test_an_update_that_is_kept_or_returned_on_average_is_no_stall(
     make: Make, storage: str, writeback: str | None
 ) -> None:
     settings = {"model": {"storage": storage}, "optimizer": {"writeback": writeback}}
-    path = make(series={"stall/update_lost": at_looks(0.99), "stall/code_unchanged": at_looks(0.99)}, settings=settings)
+    path = make(
+        storage, series={"stall/update_lost": at_looks(0.99), "stall/code_unchanged": at_looks(0.99)}, settings=settings
+    )
     assert judged(path, "stall").state == "clear"
 
 
@@ -248,3 +261,70 @@ def test_a_last_line_that_was_cut_off_changes_nothing(make: Make) -> None:
         with (path / name).open("a") as file:
             file.write('{"step": 201, "kind": "ov')
     assert asdict(diagnose(path)) == whole
+
+
+@pytest.fixture
+def note(make: Make, tmp_path: Path) -> Make:
+    """Return a function that has a sweep note how a run without a summary failed; gives the summary's path."""
+    record = SweepRecord(tmp_path / "out", "grid")
+
+    def noting(error: dict[str, object], **look: object) -> Path:
+        path = make("01-dead", **look)
+        (path / "summary.json").unlink()
+        record.folder = path.parent
+        record.note_failure(
+            PlannedRun("E4M3 nearest", "nearest", "E4M3", 42, path.name, {"train.max_steps": 100}), error
+        )
+        return path / "summary.json"
+
+    return noting
+
+
+def test_the_sweep_judges_what_a_dead_process_left(note: Make) -> None:
+    look = {"loss": [5.0, 4.9, 30.0, 300.0], "series": {"grad/norm": [1.0, 1.2, 400.0, None]}}
+    summary = json.loads(note({"kind": "crash", "message": "out of memory"}, **look).read_text())
+    assert (summary["status"], summary["failure"]["kind"]) == ("failed", "crash")
+    assert {entry["kind"]: entry["step"] for entry in summary["failures"]} == {
+        "divergence": 3,
+        "exploding_gradients": 3,
+        "nan": 4,
+    }
+
+
+def test_nothing_is_written_of_a_run_that_a_full_disk_ended(note: Make) -> None:
+    assert not note({"kind": "disk", "message": "no space", "step": 1}, loss=[5.0, 4.9]).exists()
+
+
+LOSING = {"nearest", "sgd-nearest", "muon-nearest"}
+
+
+def test_the_write_backs_are_the_librarys() -> None:
+    """The configuration knows them without importing torch."""
+    assert tuple(fm.optim.WRITEBACKS) == schema.WRITEBACKS
+    assert tuple(name for name, rule in fm.optim.WRITEBACKS.items() if rule.loses_updates) == schema.LOSING
+
+
+@each("rule", available_rules())
+def test_a_rule_loses_steps_for_everybody_or_nobody(
+    rule: str, tiny: Callable[..., Config], make: Callable[..., Path], tmp_path: Path
+) -> None:
+    quantized = RULES[rule].storage not in schema.WITHOUT_FORMATS
+    folder = tmp_path / f"alerts of {rule}"
+    folder.mkdir()
+    config = resolve(tiny(rule=rule, **({"model__format": "E4M3"} if quantized else {})))
+    storage, writeback = config.model.storage, config.optimizer.writeback
+    lost = {"stall/update_lost": 0.99, "stall/update_lost/lm_head": 0.99}
+
+    raised: list[str] = []
+    observer = AlertObserver(config, folder, lambda alert: raised.append(alert.kind))
+    for number in range(1, 4):
+        step = Step(number, nn.Linear(1, 1), torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1))
+        step.record.update(lost)
+        observer.written(replace(step, number=number * config.monitor.interval))
+
+    settings = {"model": {"storage": storage}, "optimizer": {"writeback": writeback}}
+    series = {name: dict.fromkeys(range(20, 201, 20), value) for name, value in lost.items()}
+    stall = next(f for f in classify(make(rule, series=series, settings=settings)) if f.kind == "stall")
+
+    assert (raised == ["stall"], stall.found) == (rule in LOSING, rule in LOSING)
+    assert stall_counts(storage, writeback) == (rule in LOSING or storage not in ROUNDED)

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from nanogpt_bench.config.settings import Resolved, find_config, load_config
-from nanogpt_bench.data import prepare_text
 from nanogpt_bench.data.batches import open_corpus
+from nanogpt_bench.data.text import prepare_text
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.model.gpt import build_model
 from nanogpt_bench.setup.resolve import resolve
-from nanogpt_bench.setup.start import model_shape
+from nanogpt_bench.setup.task import model_shape
 
 #: AdamW as everybody writes it, on a CPU; the file's own on a card differs in its precision, compiled
 PLAIN = ["--rule=fp32", "--runtime.compile=false", "--monitor.watch=[]", "--checkpoint.every=null"]

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from laws import each
 from watched_models import NAMES, SCALES, layer_of, normal, observers_of, of, one_step, watched
 
 import fp8manifold as fm
@@ -15,7 +16,7 @@ def entropy_of(items: list[int]) -> float:
     return -sum(items.count(i) / len(items) * math.log2(items.count(i) / len(items)) for i in set(items))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each("name", NAMES)
 def test_figures_are_the_counts(name: str) -> None:
     fmt = of(name)
     x = normal(1000, seed=5, std=2.0 if name == "E7M0" else fmt.max / 4)
@@ -42,7 +43,7 @@ def test_codes_that_are_no_number_are_left_out() -> None:
     assert (size, set(empty.values())) == (0, {0.0})
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@each("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_counts_are_those_of_encode(dtype: torch.dtype) -> None:
     for fmt in map(of, NAMES):
         x = normal(3, 60_000, dtype=dtype)  # more than a piece

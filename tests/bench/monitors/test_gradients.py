@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from laws import each
 from torch import nn
 from watched_models import SCALES, normal, observers_of, of, on_grid, one_step, watched
 
@@ -11,8 +12,8 @@ import fp8manifold as fm
 from nanogpt_bench.monitors.gradients import GRAD_L2, GRAD_SNR, GRAD_ZERO, DeadRuns, gradient_figures, update_to_noise
 
 
-@pytest.mark.parametrize("shape", [(5,), (400, 700)])
-@pytest.mark.parametrize("size", [1.0, 1e-25, 1e25])
+@each("shape", [(5,), (400, 700)])
+@each("size", [1.0, 1e-25, 1e25])
 def test_norms_and_signal(shape: tuple[int, ...], size: float) -> None:
     for dtype in (torch.float32, torch.float64) if size != 1 else (torch.float32, torch.bfloat16, torch.float16):
         g = ((normal(*shape, seed=1) - 0.3) * size).to(dtype)
@@ -44,7 +45,7 @@ def test_noise_is_the_variance_of_stochastic_rounding() -> None:
         assert update_to_noise(weight, target, of(name), SCALES) == pytest.approx(measured.item(), rel=0.05)
 
 
-@pytest.mark.parametrize(
+@each(
     ("target", "ratio"),
     [(1.0, None), (2.0, math.inf), (1e6, math.inf), (math.inf, math.inf), (1.0625, 0.0625**2 / (0.25 * 0.125**2))],
 )
@@ -57,7 +58,7 @@ def test_noise_at_the_edges(target: float, ratio: float | None) -> None:
     assert tiny == pytest.approx(0.0625**2 / (0.25 * 0.125**2), rel=1e-4)
 
 
-@pytest.mark.parametrize("shape", [(3, 4), (300, 500)])
+@each("shape", [(3, 4), (300, 500)])
 def test_runs_are_counted_of_transposed_half_precision_and_of_several_steps(shape: tuple[int, int]) -> None:
     runs, counts = DeadRuns(), torch.zeros(shape, dtype=torch.int64)
     for seed, steps in enumerate((1, 30000, 1, 5000, 2, 60, 60)):
@@ -93,7 +94,7 @@ def test_figures_are_those_of_the_weight_before_clipping() -> None:
     assert step.record["grad/zero/0"] == 0.5
 
 
-@pytest.mark.parametrize("small", [0.0, 1e-9])
+@each("small", [0.0, 1e-9])
 def test_a_weight_is_dead_after_its_steps_without_a_gradient(small: float) -> None:
     model = nn.Sequential(nn.Linear(2, 1, bias=False))
     observers, dead = observers_of(watched(model, dead_interval=50), "gradients"), []

@@ -5,6 +5,7 @@ from fractions import Fraction
 
 import pytest
 import torch
+from laws import each
 from torch import nn
 from watched_models import NAMES, SCALES, layer_of, normal, observers_of, of, one_step, watched
 
@@ -36,7 +37,7 @@ def shares_by_definition(values: list[float], fmt: fm.FloatFormat) -> list[float
     return [count / len(values) for count in counts]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each("name", NAMES)
 def test_shares_are_those_of_exact_rounding(name: str) -> None:
     fmt = of(name)
     middle = float((reference.magnitude(fmt.max_code, fmt) + reference.magnitude(fmt.max_code + 1, fmt)) / 2)

@@ -6,6 +6,7 @@ import torch
 from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.model.gpt import GPT, GPTShape
 from nanogpt_bench.monitors import Step
+from nanogpt_bench.monitors.capture import Watched
 from nanogpt_bench.monitors.resources import Resources, flops_per_token
 from nanogpt_bench.setup.resolve import resolve
 
@@ -18,9 +19,9 @@ def test_model_flops_utilisation_is_known_where_the_machine_is(monkeypatch: pyte
     step = Step(3, model, torch.optim.SGD(model.parameters()), record={"val/loss": 1.0, "time/tokens_per_s": 1e5})
     with monkeypatch.context() as patched:
         patched.setattr("nanogpt_bench.monitors.resources._peak_flops", lambda device: 2e12)
-        Resources(model, config, torch.device("cpu")).written(step)
+        Resources(Watched.of(config, model, torch.device("cpu"))).written(step)
     assert step.record["mfu"] == pytest.approx(1e5 * flops / 2e12)
     assert (step.record["memory/peak_bytes"] or 0) > 1e7
     step.record.pop("mfu")
-    Resources(model, config, torch.device("cpu")).written(step)
+    Resources(Watched.of(config, model, torch.device("cpu"))).written(step)
     assert "mfu" not in step.record

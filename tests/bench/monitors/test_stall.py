@@ -91,7 +91,7 @@ def model_on(storage: str) -> nn.Module:
 def watch(model: nn.Module, interval: int = 1) -> tuple[Stall, UpdateObserver]:
     of_run = watched(model, interval=interval)
     stall = Stall(of_run)
-    return stall, UpdateObserver(of_run.quantized, of_run.config.model.storage or "", [stall], of_run.turns)
+    return stall, UpdateObserver(of_run, [stall])
 
 
 def step_once(

@@ -13,8 +13,7 @@ from torch import nn
 
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.loop.train import run
-from nanogpt_bench.monitors.figures import Turns
-from nanogpt_bench.monitors.points import Anomaly, Step
+from nanogpt_bench.monitors.points import Anomaly, Step, Turns
 
 Tiny = Callable[..., Config]
 Record = dict[str, Any]

@@ -10,7 +10,7 @@ from bench_runs import recorded
 from nanogpt_bench.config.metrics import WATCHED
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.loop.train import run
-from nanogpt_bench.training.trainer import Trainer
+from nanogpt_bench.loop.trainer import Trainer
 
 Tiny = Callable[..., Config]
 ALL_FORMATS = "{'*': {weight: E4M3, activation: {format: E4M3, policy: delayed}, gradient: E5M2, rounding: split}}"

@@ -10,8 +10,7 @@ from nanogpt_bench.config.metrics import MonitorConfig
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.model.weights import quantized_layers
 from nanogpt_bench.monitors import MODULES, Observer, Step
-from nanogpt_bench.monitors.capture import Watched
-from nanogpt_bench.observers import update_observer
+from nanogpt_bench.monitors.capture import UpdateMonitor, UpdateObserver, Watched
 
 NAMES = ("E4M3", "E5M2", "E3M4", "E1M6", "E7M0", "E2M1", "E4M3FNUZ", "P3109_8P3F")
 #: of three rows
@@ -53,8 +52,9 @@ def watched(
 def observers_of(of: Watched, *names: str) -> list[Observer]:
     """Some monitors of what is watched, in the order of a run, with what shows them what they look at."""
     monitors = [MODULES[name].build(of) for name in names]
-    updates = update_observer(of, monitors)
-    return [of.capture, *([updates] if updates else []), *monitors, of.turns]
+    watching = [monitor for monitor in monitors if isinstance(monitor, UpdateMonitor)]
+    updates = [UpdateObserver(of, watching)] if watching and of.quantized else []
+    return [of.capture, *updates, *monitors, of.turns]
 
 
 def one_step(model: nn.Module, observers: list[Observer], inputs: Tensor, lr: float = 0.0, number: int = 1) -> Step:

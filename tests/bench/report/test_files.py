@@ -8,7 +8,7 @@ import pytest
 
 from nanogpt_bench.checkpoint import steps
 from nanogpt_bench.cli import main
-from nanogpt_bench.data import prepare_text
+from nanogpt_bench.data.text import prepare_text
 from nanogpt_bench.system.files import remove_parts, replacing, write_text
 
 SECRET = "what was there before"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_runs import trainer_of
+from bench_runs import train, trainer_of
 from torch import nn
 
 from nanogpt_bench.config.rules import RULES, available_rules
@@ -13,7 +13,6 @@ from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import find_config, load_config
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.system.errors import BenchError
-from nanogpt_bench.training.trainer import Trainer
 
 Tiny = Callable[..., Config]
 
@@ -70,12 +69,8 @@ def test_a_compiled_step_is_the_step_that_is_written(name: str, corpus_dir: Path
         torch._dynamo.reset()
         with torch.compiler.set_stance(stance):
             trainer = trainer_of(from_file(name, corpus_dir))
-            losses.append([one_step(trainer, number) for number in range(1, 6)])
+            losses.append(train(trainer, 5))
     assert losses[0] == pytest.approx(losses[1], abs=1e-3)
-
-
-def one_step(trainer: Trainer, number: int = 1) -> float:
-    return trainer.train_step(trainer.new_step(number, last=False), [])
 
 
 def test_the_schedule_reaches_an_optimizer_that_keeps_its_learning_rate_in_a_tensor(

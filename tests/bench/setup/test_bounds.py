@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
+from laws import each
 
 from nanogpt_bench.cli import main
 from nanogpt_bench.config.settings import load_config
@@ -75,7 +76,7 @@ def test_values_that_are_there_twice_are_found_among_many():
     assert time.process_time() - begun < 2
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "part"),
     [
         ("seed: " + "9" * 399, "seed: 9"),

@@ -6,7 +6,7 @@ from pathlib import Path
 import geoopt
 import pytest
 import torch
-from bench_runs import recorded
+from bench_runs import recorded, train, trainer_of
 
 import fp8manifold as fm
 from nanogpt_bench.cli import main
@@ -15,12 +15,12 @@ from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.data.batches import open_corpus
 from nanogpt_bench.loop.train import run
+from nanogpt_bench.loop.trainer import Trainer, initial_model
 from nanogpt_bench.model.weights import constrained_weights
 from nanogpt_bench.report.build import report
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.sweep.plan import applies
 from nanogpt_bench.system.errors import BenchError
-from nanogpt_bench.training.trainer import Trainer, initial_model
 
 STIEFEL = {"model__constraint": "stiefel"}
 SPHERE = {"model__constraint": "sphere"}
@@ -57,18 +57,16 @@ def off(weight: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("case", CASES)
 def test_weights_begin_on_their_manifold_and_stay_on_it(tiny: Callable[..., Config], case: str) -> None:
-    config = resolve(tiny(**CASES[case], train__max_steps=12, optimizer__constrained_lr=0.1))
-    trainer = Trainer(config, open_corpus(config), torch.device("cpu"))
+    trainer = trainer_of(tiny(**CASES[case], train__max_steps=12, optimizer__constrained_lr=0.1))
     weights = constrained_weights(trainer.model)
     assert [name.rpartition("attn.")[2] for name in weights] == ["qkv.weight", "proj.weight"]
     before = {name: weight.detach().clone() for name, weight in weights.items()}
-    for number in range(1, 13):
-        trainer.train_step(trainer.new_step(number, last=number == 12), [])
+    train(trainer, 12)
     for name, weight in weights.items():
         assert off(weight) < 1e-5, name
         assert float((weight.detach() - before[name]).norm()) > 1e-3, name
     layer = trainer.model.get_submodule("blocks.0.attn.qkv")
-    if config.model.storage == "master":  # the forward pass reads the rounded value of a copy on the manifold
+    if trainer.config.model.storage == "master":  # the forward pass reads the rounded value of a copy on the manifold
         codes = fm.decode(layer.weight_codes(), "E4M3") * layer.weight_scale()
         assert torch.equal(layer.quantized_weight().detach().as_subclass(torch.Tensor), codes)
     else:
@@ -79,11 +77,10 @@ def test_a_step_turns_rows_and_columns_by_its_rate(tiny: Callable[..., Config]) 
     """Of Adam's first step alone, whose length is its rate whatever the gradient."""
     for settings in (STIEFEL, SPHERE):
         still = {"optimizer__warmup_steps": 0, "optimizer__schedule": "constant", "optimizer__constrained_lr": 1e-3}
-        config = resolve(tiny(**settings, **still))
-        trainer = Trainer(config, open_corpus(config), torch.device("cpu"))
+        trainer = trainer_of(tiny(**settings, **still))
         weights = constrained_weights(trainer.model)
         before = {name: weight.detach().clone() for name, weight in weights.items()}
-        trainer.train_step(trainer.new_step(1, last=False), [])
+        train(trainer, 1)
         for name, weight in weights.items():
             moved = (weight.detach() - before[name]).as_subclass(torch.Tensor)
             vectors = min(weight.shape) if settings is STIEFEL else len(weight)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from laws import each
 
 from nanogpt_bench.cli import main
 from nanogpt_bench.config.rules import available_rules
@@ -14,7 +15,7 @@ from nanogpt_bench.data.batches import open_corpus
 from nanogpt_bench.model.gpt import build_model
 from nanogpt_bench.setup.memory import bytes_each, check_fits, parameters_of
 from nanogpt_bench.setup.resolve import resolve
-from nanogpt_bench.setup.start import model_shape
+from nanogpt_bench.setup.task import model_shape
 from nanogpt_bench.sweep.file import find_sweep, read_sweep, shipped_sweeps
 from nanogpt_bench.sweep.plan import plan_sweep
 from nanogpt_bench.system import free_memory
@@ -51,8 +52,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("command", TRAINING.values(), ids=TRAINING)
-@pytest.mark.parametrize("asked", TOO_MUCH)
+@each("command", TRAINING.values(), ids=TRAINING)
+@each("asked", TOO_MUCH)
 def test_a_training_that_does_not_fit_is_refused_before_a_text_is_prepared(
     asked: str, command: str, folder: Path, refused: Callable[..., str]
 ) -> None:
@@ -91,7 +92,7 @@ def test_what_is_counted_is_what_a_model_has(tiny: Callable[..., Config]) -> Non
     assert parameters_of(shape) == sum(parameter.numel() for parameter in matrices)
 
 
-@pytest.mark.parametrize(
+@each(
     ("rule", "fmt", "fewest"),
     [("fp32", None, 12), ("bf16-pure", None, 6), ("stochastic", "E4M3", 9), ("stochastic-8bit", "E4M3", 6)],
 )

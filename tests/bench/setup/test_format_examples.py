@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_runs import trainer_of
+from bench_runs import train, trainer_of
+from laws import each
 from torch import nn
 
 import fp8manifold as fm
@@ -76,7 +77,7 @@ def test_an_example_quantises_what_it_says_and_trains(name: str, corpus_dir: Pat
     assert summary["final_val_loss"] < summary["first_val_loss"] - 0.2
 
 
-@pytest.mark.parametrize("name", [name for name in EXAMPLES if name != "bf16_baseline"])
+@each("name", [name for name in EXAMPLES if name != "bf16_baseline"])
 def test_every_example_differs_from_the_baseline_in_nothing_else(name: str) -> None:
     baseline, example = (resolve(load_config(FOLDER / f"{file}.yaml")) for file in ("bf16_baseline", name))
     differing = {key for key in FIELDS if get(baseline, key) != get(example, key)}
@@ -110,8 +111,7 @@ def test_every_option_trains_and_repeats(option: str, accumulation: int, corpus_
     for _ in range(2):
         trainer = trainer_of(small("bf16_baseline", corpus_dir, *more))
         before = trainer.validate()
-        for number in range(1, 13):
-            trainer.train_step(trainer.new_step(number, last=False), ())
+        train(trainer, 12)
         losses.append(trainer.validate())
         assert losses[-1] < before - 0.1
     assert losses[0] == losses[1]
@@ -122,7 +122,7 @@ def test_gradients_are_quantised_whatever_the_storage(storage: str, corpus_dir: 
     formats = json.dumps({"*": {"weight": "E4M3", "activation": "E4M3", "gradient": "E5M2", "rounding": "split"}})
     more = ("--model.formats", formats, f"--model.storage={storage}", "--optimizer.name=stiffness_adamw")
     trainer = trainer_of(small("bf16_baseline", corpus_dir, *more))
-    trainer.train_step(trainer.new_step(1, last=False), ())
+    train(trainer, 1)
     layer = trainer.model.lm_head
     assert layer.weight_gradient_scaler.value != 1
     assert math.isfinite(trainer.validate())
@@ -131,8 +131,7 @@ def test_gradients_are_quantised_whatever_the_storage(storage: str, corpus_dir: 
 def test_one_magnitude_for_all_gradients_is_a_choice(corpus_dir: Path) -> None:
     formats = json.dumps({"*": {"weight": "E4M3", "gradient": {"format": "E4M3", "scale": "global"}}})
     trainer = trainer_of(small("bf16_baseline", corpus_dir, "--model.formats", formats))
-    for number in (1, 2):
-        trainer.train_step(trainer.new_step(number, last=False), ())
+    train(trainer, 2)
     layers = [layer for layer in trainer.model.modules() if isinstance(layer, fm.QuantizedLinear)]
     assert len({layer.weight_gradient_scaler.value.item() for layer in layers}) == 1
     assert sum(layer.shared_amax is not None for layer in layers) == 1

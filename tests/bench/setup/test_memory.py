@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from laws import each
 from torch import Tensor, nn
 
 from nanogpt_bench.config.schema import Config
@@ -77,7 +78,7 @@ def test_tensors_are_found_in_nested_containers() -> None:
     assert {id(tensor) for tensor in tensors_in(nested)} == {id(a), id(b), id(c)}
 
 
-@pytest.mark.parametrize(
+@each(
     ("make", "per_parameter"),
     [
         (lambda p: torch.optim.SGD(p, lr=0.1), 4),

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from laws import each
 
 from nanogpt_bench.cli import main
 from nanogpt_bench.workers import pool
@@ -47,7 +48,7 @@ def places(tmp_path: Path, corpus_dir: Path, monkeypatch: pytest.MonkeyPatch) ->
     return {"CORPUS": str(corpus_dir)}
 
 
-@pytest.mark.parametrize("words", COMMANDS.values(), ids=COMMANDS)
+@each("words", COMMANDS.values(), ids=COMMANDS)
 def test_a_gpu_that_is_not_there_is_refused_in_one_line(
     words: str, places: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -64,8 +65,8 @@ def test_a_gpu_that_is_not_there_is_refused_in_one_line(
     assert sorted(tmp_path.iterdir()) == before
 
 
-@pytest.mark.parametrize("name", ["cuda:7", "mps", "gpu", ""])
-@pytest.mark.parametrize("command", ["run fp32.yaml", "compare", "sweep formats.yaml"])
+@each("name", ["cuda:7", "mps", "gpu", ""])
+@each("command", ["run fp32.yaml", "compare", "sweep formats.yaml"])
 def test_other_devices_are_not_known(command: str, name: str, refused: Callable[..., str]) -> None:
     said = refused(*command.split(), "--runtime.device", name)
     assert f"runtime.device: {name!r} is not known" in said

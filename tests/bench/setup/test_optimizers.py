@@ -4,6 +4,7 @@ import sys
 
 import pytest
 import torch
+from laws import each
 
 import fp8manifold as fm
 from nanogpt_bench.config.settings import load_config
@@ -65,7 +66,7 @@ def test_what_all_of_the_library_s_optimizers_take_reaches_them() -> None:
             assert [group[key] for key in ("lr", "writeback", "moments", "seed")] == [0.5, "residual8", "bfloat16", 7]
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "option", "value"),
     [
         ("stiffness_sgd", "momentum", 0.5),
@@ -85,7 +86,7 @@ def test_sgd_on_a_grid_is_plain_sgd() -> None:
     assert {group["stiffness"] for group in on_one_byte("stiffness_sgd").param_groups} == {0.0}
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "arguments", "parts"),
     [
         ("madam", ["--optimizer.writeback=momentum"], ["writeback='momentum'", "Madam"]),
@@ -115,7 +116,7 @@ def test_fisher_takes_its_options_and_names_its_package_where_it_is_missing(monk
         assert (group["momentum"], group["refresh"], group["damping"], group["eps"]) == (0.5, 10, 0.1, 1e-8)
 
 
-@pytest.mark.parametrize("name", ["stiffness_adamw", "stiffness_muon", "riemannian_adam", "adamw", "madam"])
+@each("name", ["stiffness_adamw", "stiffness_muon", "riemannian_adam", "adamw", "madam"])
 def test_draws_reach_the_optimizer_and_are_its_own_unless_asked_for(name: str) -> None:
     asked = on_one_byte(name, "--optimizer.draws=dither")
     assert {group["draws"] for group in asked.param_groups} == {"dither"}

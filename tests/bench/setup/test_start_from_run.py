@@ -11,14 +11,14 @@ import torch
 from nanogpt_bench.checkpoint import Contents, commit, read, step_file, steps
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import load_config
-from nanogpt_bench.data import prepare_text
 from nanogpt_bench.data.batches import open_corpus
+from nanogpt_bench.data.text import prepare_text
+from nanogpt_bench.loop.resume import restore
 from nanogpt_bench.loop.train import run
+from nanogpt_bench.loop.trainer import Trainer, initial_model
 from nanogpt_bench.runs.trained import choose
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.system.errors import BenchError
-from nanogpt_bench.training.run_state import restore
-from nanogpt_bench.training.trainer import Trainer, initial_model
 
 Tiny = Callable[..., Config]
 

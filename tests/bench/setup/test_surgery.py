@@ -4,6 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from laws import each
 from torch import nn
 
 import fp8manifold as fm
@@ -27,7 +28,7 @@ def quantized(*arguments: str, tie: bool = False, said: bool | None = None, widt
     return quantize(model, resolve(load_config(None, [*shape, *arguments])))
 
 
-@pytest.mark.parametrize(("writeback", "kept"), [("residual8", True), ("stochastic", False)])
+@each(("writeback", "kept"), [("residual8", True), ("stochastic", False)])
 def test_a_residual_finds_what_rounding_the_weights_left(writeback: str, kept: bool) -> None:
     model = quantized("--model.format=E4M3", "--model.storage=fp8", f"--optimizer.writeback={writeback}")
     layers = quantized_layers(model).values()
@@ -60,7 +61,7 @@ def test_a_state_keeps_weights_between_the_points_of_a_format_only_where_they_ar
         assert weight.manifold is quantized_layers(other)[name].manifold
 
 
-@pytest.mark.parametrize("storage", ["grid", "fp8"])
+@each("storage", ["grid", "fp8"])
 def test_draws_are_the_weights_own_as_well(storage: str) -> None:
     """So that what writes beside the optimizer draws as it does, and a checkpoint says so."""
     asked = quantized("--model.format=E4M3", f"--model.storage={storage}", "--optimizer.draws=dither")
@@ -69,7 +70,7 @@ def test_draws_are_the_weights_own_as_well(storage: str) -> None:
     assert {layer.weight.manifold.draws for layer in quantized_layers(plain).values()} == {"independent"}
 
 
-@pytest.mark.parametrize("storage", ["master", "grid", "fp8", "continuous"])
+@each("storage", ["master", "grid", "fp8", "continuous"])
 def test_a_tied_head_is_untied_or_left_as_asked(storage: str) -> None:
     options = ("--model.format=E4M3", f"--model.storage={storage}")
     model = quantized(*options, "--model.tied=untie", tie=True)
@@ -83,7 +84,7 @@ def test_a_tied_head_is_untied_or_left_as_asked(storage: str) -> None:
         quantized(*options, tie=True)
 
 
-@pytest.mark.parametrize(
+@each(
     ("formats", "parts"),
     [
         ("{attn.qqv: E4M3}", ["attn.qqv", "attn.qkv"]),
@@ -102,7 +103,7 @@ def test_what_cannot_be_matched_or_read_is_named_in_one_line(formats: str, parts
         assert part in str(caught.value)
 
 
-@pytest.mark.parametrize(
+@each(
     ("pattern", "what"), [("token_embedding", "Embedding 'token_embedding'"), ("norm1", "LayerNorm 'blocks.0.norm1'")]
 )
 def test_what_always_stays_float_is_said_to(pattern: str, what: str) -> None:

@@ -1,35 +1,33 @@
-"""Alerts: what is told of a run as it goes; steps that are not finite; ending a run early."""
+"""Alerts: what a run says as it goes; steps that are not finite or not taken, weights that stand still; early ends."""
 
-import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from bench_runs import recorded
 from safetensors.torch import load_file
 from torch import nn
 
+import fp8manifold as fm
 from nanogpt_bench.checkpoint import step_file, steps
+from nanogpt_bench.cli import main
 from nanogpt_bench.config.schema import Config
+from nanogpt_bench.loop.observers import AlertObserver, Standstill, TrendObserver, _hash
 from nanogpt_bench.loop.outcome import Progress
 from nanogpt_bench.loop.train import run
+from nanogpt_bench.loop.trainer import Trainer
 from nanogpt_bench.monitors import Step
-from nanogpt_bench.observers.alerts import AlertObserver, _hash
-from nanogpt_bench.observers.trend import TrendObserver
 from nanogpt_bench.runs.load import Alert
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.system.errors import BenchError
-from nanogpt_bench.training.trainer import Trainer
 
 Tiny = Callable[..., Config]
 NAN = math.nan
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 Record = dict[str, float | int | None]
@@ -113,11 +111,11 @@ def test_single_steps_that_are_not_finite_are_skipped(
     assert (summary["status"], summary["steps"]) == ("finished", 6)
     assert math.isfinite(summary["final_val_loss"])
     assert summary["alerts"] == {"nan": 1}
-    (alert,) = lines(tmp_path / "r" / "alerts.jsonl")
+    (alert,) = recorded(tmp_path / "r", "alerts.jsonl")
     assert (alert["step"], alert["level"], alert["kind"], alert["value"]) == (2, "WARN", "nan", 1.0)
     assert re.fullmatch(f"the {what} was not finite; from step 2 on; first seen in {what}.*", alert["message"])
     assert [[a.kind for a in progress.alerts] for progress in seen] == [[], [], ["nan"], [], [], [], []]
-    records = lines(tmp_path / "r" / "metrics.jsonl")
+    records = recorded(tmp_path / "r")
     assert [record[kind] for record in records[1:]] == [0, 1, 1, 0, 1, 0]
     assert summary["tokens"] == 3 * 64
     saved = load_file(step_file(tmp_path / "r" / "anomaly", 2))
@@ -150,7 +148,7 @@ def test_a_plateau_stops_the_run(tiny: Tiny, tmp_path: Path) -> None:
     summary = run(tiny(**settings), tmp_path / "r")
     assert (summary["status"], summary["steps"], summary["failure"]) == ("stopped", 5, None)
     assert summary["stop"]["kind"] == "plateau"
-    assert summary["final_val_loss"] == lines(tmp_path / "r" / "metrics.jsonl")[-1]["val/loss"]
+    assert summary["final_val_loss"] == recorded(tmp_path / "r")[-1]["val/loss"]
 
 
 def test_divergence_from_a_baseline_fails_the_run(tiny: Tiny, tmp_path: Path) -> None:
@@ -192,3 +190,104 @@ def test_alerts_can_be_turned_off(tiny: Tiny, tmp_path: Path, monkeypatch: pytes
     summary = run(tiny(rule="fp32", alerts__enabled=False), tmp_path / "r")
     assert summary["alerts"] == {}
     assert not (tmp_path / "r" / "alerts.jsonl").exists()
+
+
+class Run:
+    """A layer and an optimizer; `go` takes steps, or only counts them, and validates at the last."""
+
+    def __init__(self, make: Any, fmt: str = "E4M3") -> None:
+        self.layer = fm.quantize_model(nn.Linear(8, 8), fmt, storage="fp8")
+        self.optimizer, self.seen, self.number = make(self.layer.parameters()), Standstill(), 0
+        self.look(0)
+
+    def look(self, number: int, **flags: int) -> list[str]:
+        record: Any = {**flags, "val/loss": 1.0}
+        return [kind for kind, _ in self.seen.see(Step(number, self.layer, self.optimizer, record=record))]
+
+    def go(self, steps: int = 2, **flags: int) -> list[str]:
+        for _ in range(steps):
+            self.number += 1
+            self.layer(torch.ones(1, 8)).square().sum().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return self.look(self.number, **flags)
+
+
+def adamw(parameters: Any) -> Any:
+    return fm.optim.StiffnessAdamW(parameters, 0.1)
+
+
+def test_steps_that_are_not_taken_and_weights_that_stay() -> None:
+    run = Run(adamw)
+    assert run.go() == []
+    run.optimizer.step = lambda: None
+    assert run.go() == ["no_step", "no_change"]
+
+
+def test_a_learning_rate_that_moves_nothing() -> None:
+    run = Run(adamw)
+    assert run.go() == []
+    run.optimizer.param_groups[0].update(lr=0.0, weight_decay=0.0)
+    assert run.go() == ["no_change"]
+
+
+def test_an_optimizer_that_counts_no_steps_is_seen_by_its_weights() -> None:
+    run = Run(lambda parameters: torch.optim.SGD(parameters, 0.0), "none")
+    assert run.go() == ["no_change"]
+
+
+@pytest.mark.parametrize("flag", ["loss_is_nan", "grad_has_nan"])
+def test_steps_that_are_left_out_have_alerts_of_their_own(flag: str) -> None:
+    run = Run(adamw)
+    run.optimizer.step = lambda: None
+    assert run.go(1, **{flag: 1}) == []
+    assert run.go(1) == ["no_change"]
+
+
+def test_a_run_that_goes_on_compares_with_the_look_before() -> None:
+    run = Run(adamw)
+    assert run.go() == []
+    state, run.seen = run.seen.state(), Standstill()
+    run.seen.load_state(state)
+    run.optimizer.step = lambda: None
+    assert run.go() == ["no_step", "no_change"]
+
+
+SMALL = ["--model.n_layer", "1", "--model.n_head", "1", "--model.n_embd", "32", "--model.block_size", "16"]
+SMALL += ["--train.batch_size", "2", "--eval.batches", "2", "--eval.interval", "2", "--optimizer.warmup_steps", "1"]
+LOOKED_AT = ["--shadow.enabled", "true", "--shadow.interval", "2", "--monitor.interval", "2"]
+
+
+def test_a_text_of_one_character_is_trained_on_and_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("a" * 3000)
+    assert main(["prepare", "text", "--input", "a.txt", "--tokenizer", "char", "--out", "a"]) == 0
+    common = ["--data.dir", "a", "--train.max_steps", "20", *SMALL]
+    assert main(["run", "fp32.yaml", "--name", "fp32", *common]) == 0
+    against = ["--alerts.baseline", "runs/fp32", "--train.stop_on", "divergence"]
+    assert main(["run", "e4m3.yaml", "--name", "e4m3", *LOOKED_AT, *against, *common]) == 0
+    records = recorded(tmp_path / "runs" / "e4m3")
+    assert {record["train/excess"] for record in records if "train/excess" in record} == {0.0}
+    assert records[-1]["val/loss"] == 0.0
+    assert main(["evaluate", "runs/fp32", "--formats", "E4M3"]) == 0
+    monkeypatch.setattr("nanogpt_bench.report.build.write_figures", lambda *_: None)
+    assert main(["report", "runs", "--out", "page", "--baseline", "fp32"]) == 0
+
+
+@pytest.mark.parametrize("baseline", [{}, dict.fromkeys(range(1, 5), 0.0)])
+def test_a_loss_above_one_of_0_is_too_high(baseline: dict[int, float]) -> None:
+    trend = TrendObserver(baseline)
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    for number, loss, excess in ((1, 0.0, 0.0), (2, 0.25, math.inf), (3, 0.25, math.inf), (4, 0.25, math.inf)):
+        step = Step(number, model, optimizer, record={"train/loss": loss, "val/loss": loss})
+        trend.written(step)
+        assert step.record["train/excess"] == excess
+    assert trend.diverging
+
+
+def test_the_lowest_loss_stays_0(tiny: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: Iterator[float] = chain([1.0, 0.0], repeat(0.5))
+    monkeypatch.setattr(Trainer, "validation_losses", lambda _: [next(told)])
+    summary = run(tiny(train__max_steps=4, eval__interval=1), tmp_path / "run")
+    assert (summary["best_val_loss"], summary["final_val_loss"]) == (0.0, 0.5)

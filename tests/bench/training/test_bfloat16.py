@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from bench_runs import train, trainer_of
+from laws import each
 from torch import Tensor, nn
 
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.data.batches import open_corpus
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.setup.runtime import ProductsByFloat32, bfloat16_products
-from nanogpt_bench.training.trainer import Trainer
 
 CPU = torch.device("cpu")
 PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -41,7 +41,7 @@ def operands(dtype: torch.dtype, *, whole: bool) -> tuple[Tensor, Tensor]:
     return a, b
 
 
-@pytest.mark.parametrize("name", PRODUCTS)
+@each("name", PRODUCTS)
 def test_sums_that_are_exact_are_torch_s_own_to_the_bit(name: str) -> None:
     of = operands(torch.bfloat16, whole=True)
     own, by_float32 = (results(PRODUCTS[name], of, context) for context in (nullcontext(), ProductsByFloat32()))
@@ -50,7 +50,7 @@ def test_sums_that_are_exact_are_torch_s_own_to_the_bit(name: str) -> None:
         assert torch.equal(left, right)
 
 
-@pytest.mark.parametrize("name", PRODUCTS)
+@each("name", PRODUCTS)
 def test_other_sums_are_the_nearest_bfloat16_of_the_exact_one_or_its_neighbour(name: str) -> None:
     of = operands(torch.bfloat16, whole=False)
     exact = results(PRODUCTS[name], (of[0].double(), of[1].double()), nullcontext())
@@ -61,14 +61,14 @@ def test_other_sums_are_the_nearest_bfloat16_of_the_exact_one_or_its_neighbour(n
         assert float((found == near).double().mean()) > 0.99
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@each("dtype", [torch.float32, torch.float64])
 def test_other_dtypes_are_left_alone(dtype: torch.dtype) -> None:
     of = operands(dtype, whole=False)
     own, beside = (results(PRODUCTS["addmm"], of, context) for context in (nullcontext(), ProductsByFloat32()))
     assert all(torch.equal(left, right) for left, right in zip(own, beside, strict=True))
 
 
-@pytest.mark.parametrize(
+@each(
     ("settings", "capability", "device", "expected"),
     [
         ({"rule": "bf16-mixed"}, "AVX2", "cpu", True),
@@ -110,9 +110,8 @@ def test_a_training_ends_where_it_does_with_torch_s_own(
     for capability in ("AVX2", "AVX512"):
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
         before = taken
-        trainer = Trainer(config, open_corpus(config), CPU)
-        for number in range(1, 21):
-            trainer.train_step(trainer.new_step(number, last=False), [])
+        trainer = trainer_of(config)
+        train(trainer, 20)
         losses[capability] = trainer.validate()
         assert (taken > before) == (capability == "AVX2")
     assert losses["AVX2"] < 3.0  # from 3.6

@@ -1,4 +1,4 @@
-"""Clipping: before the weights' gradients are quantised, of every micro-batch; of the sum where none is quantised."""
+"""Clipping: before the weights' gradients are quantised, of the sum, and in the backward pass."""
 
 import json
 from collections.abc import Callable
@@ -8,14 +8,18 @@ from typing import Any
 import pytest
 import torch
 from bench_runs import trainer_of
+from laws import each
 from torch import Tensor
 
 import fp8manifold as fm
+from nanogpt_bench.cli import main
 from nanogpt_bench.config.schema import Config
+from nanogpt_bench.config.settings import find_config, load_config
+from nanogpt_bench.loop.clipping import Clipping, ClippingFirst
 from nanogpt_bench.loop.train import run
+from nanogpt_bench.loop.trainer import Trainer
 from nanogpt_bench.monitors import Observer, Step
-from nanogpt_bench.training.clipping import Clipping, ClippingFirst
-from nanogpt_bench.training.trainer import Trainer
+from nanogpt_bench.system.errors import BenchError
 
 Tiny = Callable[..., Config]
 Grads = dict[str, Tensor]
@@ -137,7 +141,7 @@ def test_micro_batches_are_clipped_then_quantised_then_added_up(tiny: Tiny, kind
             assert (gradient - expected[name]).norm() <= 0.01 * expected[name].norm(), (name, number)
 
 
-@pytest.mark.parametrize("kind", ["fixed", "delayed", "global"])
+@each("kind", ["fixed", "delayed", "global"])
 def test_what_is_clipped_first_does_not_saturate(tiny: Tiny, kind: str) -> None:
     """A spike of a million times the gradient passes a scale that does not move with it: clipping takes it away."""
     scale = {"scale": 2.0**-12} if kind == "fixed" else SCALES[kind]
@@ -173,7 +177,7 @@ def test_without_a_format_for_them_gradients_are_clipped_as_torch_does(
     assert all(torch.equal(gradient, expected[name]) for name, gradient in seen.gradients.items())
 
 
-@pytest.mark.parametrize("clip", [1e6, 0.0])
+@each("clip", [1e6, 0.0])
 def test_unclipped_gradients_are_those_that_the_layers_quantise_themselves(tiny: Tiny, clip: float) -> None:
     stochastic = {"rounding": "stochastic"}
     trainer, seen = trainer_of(tiny(**settings_of(stochastic, 2, clip))), Seen()
@@ -191,8 +195,8 @@ def test_unclipped_gradients_are_those_that_the_layers_quantise_themselves(tiny:
         assert (seen.gradients[name] - gradient).norm() <= 1e-3 * gradient.norm()
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("accumulation", [1, 2])
+@each("bad", [float("nan"), float("inf")])
+@each("accumulation", [1, 2])
 def test_a_gradient_that_is_not_finite_is_seen_and_the_weights_stay(tiny: Tiny, bad: float, accumulation: int) -> None:
     trainer = trainer_of(tiny(**settings_of(SCALES["delayed"], accumulation, CLIP)))
     before = trainer.model.lm_head.weight.detach().clone()
@@ -221,3 +225,91 @@ def test_the_shadow_is_compared_at_the_same_clipping(tiny: Tiny, tmp_path: Path,
     assert last["grad/clipped"] == 1
     assert last["grad/cosine_min"] > 0.99
     assert last["grad/quant_snr_db"] > 20
+
+
+STEPS = 6
+KEYS = ("step", "train/loss", "grad/norm", "grad/clipped")
+RULES = {
+    "adamw": {"rule": "stochastic-8bit"},
+    "muon": {"rule": "muon-stochastic"},
+    "dropout": {"rule": "stochastic", "model__dropout": 0.3},
+    "gradients": {
+        "rule": "stochastic",
+        "model__formats": {"*": {"weight": "E4M3", "gradient": {"activation": "E5M2"}}},
+    },
+}
+
+
+def stepped(rule: str, **more: Any) -> dict[str, Any]:
+    given = {"model__format": "E4M3", "optimizer__grad_clip": CLIP, "train__max_steps": STEPS, **RULES[rule]}
+    if "model__formats" in given:
+        given.pop("model__format")
+    return given | more
+
+
+def taken(config: Config) -> tuple[list[dict[str, Any]], list[Tensor]]:
+    """The records of some steps, and the weights after them."""
+    trainer, records = trainer_of(config), []
+    torch.manual_seed(0)  # of dropout
+    for number in range(1, STEPS + 1):
+        step = trainer.new_step(number, last=number == STEPS)
+        trainer.train_step(step, [])
+        records.append({k: v for k, v in step.record.items() if k in KEYS})
+    assert isinstance(step, Step)
+    return records, [p.detach().clone() for p in trainer.model.parameters()]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_exact_is_the_plain_loop(rule: str, tiny: Tiny) -> None:
+    plain = taken(tiny(**stepped(rule)))
+    within = taken(tiny(**stepped(rule, train__step_in_backward=True, optimizer__clip_by="exact")))
+    assert plain[0] == within[0]
+    assert any(record["grad/clipped"] for record in plain[0])
+    assert same(plain[1], within[1])
+
+
+def test_previous_clips_by_the_norm_of_the_step_before(tiny: Tiny) -> None:
+    """The first step by its own, as the plain loop; its record says what was clipped."""
+    plain, _ = taken(tiny(**stepped("adamw")))
+    within, _ = taken(tiny(**stepped("adamw", train__step_in_backward=True, optimizer__clip_by="previous")))
+    assert plain[0] == within[0]
+    assert plain[1:] != within[1:]
+    norms = [record["grad/norm"] for record in within]
+    assert [record["grad/clipped"] for record in within] == [int(n > CLIP) for n in [norms[0], *norms[:-1]]]
+
+
+@pytest.mark.parametrize("clip", [0.0, CLIP])
+def test_sums_are_those_of_the_plain_loop_but_for_their_rounding(clip: float, tiny: Tiny) -> None:
+    more = {"train__accumulation": 3, "optimizer__grad_clip": clip}
+    plain, _ = taken(tiny(**stepped("adamw", **more)))
+    within, _ = taken(tiny(**stepped("adamw", **more, train__step_in_backward=True)))
+    assert [record["grad/clipped"] for record in plain] == [record["grad/clipped"] for record in within]
+    for one, other in zip(plain, within, strict=True):
+        assert other["grad/norm"] == pytest.approx(one["grad/norm"], rel=0.02)
+
+
+def test_gradients_of_weights_with_a_format_are_refused(tiny: Tiny) -> None:
+    formats = {"*": {"weight": "E4M3", "gradient": {"weight": "E5M2"}}}
+    how = {"train__step_in_backward": True, "optimizer__clip_by": "exact", "model__formats": formats}
+    with pytest.raises(BenchError, match=r"gradient of a weight can't be used with train\.step_in_backward"):
+        trainer_of(tiny(rule="stochastic", optimizer__grad_clip=CLIP, **how))
+
+
+def test_a_model_of_transformers_that_recomputes_takes_two_passes(text_file: Path, tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="needs the extra hf")
+    import causal_models
+
+    model, law = causal_models.write(tmp_path / "llama"), tmp_path / "law"
+    assert main(["prepare", "text", "--input", str(text_file), "--tokenizer", str(model), "--out", str(law)]) == 0
+    given = {"model.pretrained": model, "data.dir": law, "model.block_size": 16, "train.batch_size": 2}
+    given |= {"rule": "stochastic-8bit", "optimizer.grad_clip": 0.5, "train.max_steps": STEPS, "train.recompute": True}
+    words = [f"--{key}={value}" for key, value in given.items()]
+    within = ["--train.step_in_backward=true", "--optimizer.clip_by=exact"]
+    plain, two = (taken(load_config(find_config("finetune.yaml"), [*words, *more])) for more in ([], within))
+    assert plain[0] == two[0]
+    assert any(record["grad/clipped"] for record in plain[0])
+    assert same(plain[1], two[1])

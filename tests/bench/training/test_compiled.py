@@ -6,16 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from bench_runs import recorded
+from bench_runs import recorded, train, trainer_of
 
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.data.batches import load_corpus
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.model.gpt import GPTShape, build_model
-from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.setup.runtime import CompiledLoss
 from nanogpt_bench.system.errors import BenchError
-from nanogpt_bench.training.trainer import Trainer
 
 Tiny = Callable[..., Config]
 TOKENS = torch.arange(12).view(2, 6) % 11
@@ -69,10 +66,8 @@ def test_a_compiler_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def losses(config: Config, steps: int) -> list[float]:
-    config = resolve(config)
-    trainer = Trainer(config, load_corpus(Path(config.data.dir), 16), torch.device("cpu"))
-    numbers = range(1, steps + 1)
-    return [trainer.train_step(trainer.new_step(number, last=False), []) for number in numbers] + [trainer.validate()]
+    trainer = trainer_of(config)
+    return [*train(trainer, steps), trainer.validate()]
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # the tracer's own doing

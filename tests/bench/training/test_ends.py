@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from laws import each
 
 from nanogpt_bench.checkpoint import step_file
 from nanogpt_bench.loop.outcome import Outcome
@@ -14,7 +15,7 @@ from nanogpt_bench.sweep.record import SweepRecord
 FAILED = {"status": "failed", "stop": None}
 
 
-@pytest.mark.parametrize(
+@each(
     ("summary", "ended"),
     [
         ({"status": "finished"}, True),

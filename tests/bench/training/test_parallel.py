@@ -14,10 +14,10 @@ from bench_runs import trainer_of
 from nanogpt_bench.checkpoint import CheckpointNotWritten, Contents, commit, read, step_file
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.data.batches import batch, load_corpus
+from nanogpt_bench.loop.resume import capture, restore
+from nanogpt_bench.loop.trainer import Trainer
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.ranks import ALONE, Ranks
-from nanogpt_bench.training.run_state import capture, restore
-from nanogpt_bench.training.trainer import Trainer
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "library"))
 from rank_pool import Pool

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from bench_runs import trainer_of
+from bench_runs import train, trainer_of
 
 from nanogpt_bench.config.schema import COURSES, Config, OptimizerConfig
 from nanogpt_bench.loop.train import run
@@ -55,7 +55,7 @@ def test_k_follows_its_course_by_name(tiny: Callable[..., Config], course: str) 
     config = resolve(tiny(rule="stiffness-anneal", model__format="E4M3", **options))
     assert [stiffness_at(config, step) for step in range(0, 9, 2)] == pytest.approx(LEFT[course], abs=1e-4)
     trainer = trainer_of(config)
-    trainer.train_step(trainer.new_step(1, last=False), ())  # and the optimizer takes it
+    train(trainer, 1)  # and the optimizer takes it
 
 
 @pytest.mark.parametrize("rule", ["muon-stochastic", "stochastic-8bit"])

@@ -20,9 +20,9 @@ from safetensors.torch import load_file
 
 from nanogpt_bench.checkpoint import read, step_file
 from nanogpt_bench.config.schema import Config
+from nanogpt_bench.loop import trackers as build
+from nanogpt_bench.loop.trackers import Trackers, finite
 from nanogpt_bench.loop.train import run
-from nanogpt_bench.observers import trackers as build
-from nanogpt_bench.observers.trackers import Trackers, finite
 from nanogpt_bench.system.errors import BenchError
 
 Tiny = Callable[..., Config]
@@ -58,7 +58,7 @@ class Recorder:
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     """Takes the place of TensorBoard."""
     tracker = Recorder()
-    monkeypatch.setitem(build._STARTERS, "tensorboard", lambda config, run_dir, *earlier: tracker)
+    monkeypatch.setattr(build, "TensorBoardTracker", lambda run_dir, after: tracker)
     return tracker
 
 
@@ -122,10 +122,10 @@ def test_a_histogram_is_of_what_is_finite() -> None:
 def test_a_tracker_that_does_not_start_is_reported_and_left_out(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(config: Config, run_dir: Path, *earlier: object) -> Recorder:
+    def refuse(run_dir: Path, after: int) -> Recorder:
         raise RuntimeError("no network")
 
-    monkeypatch.setitem(build._STARTERS, "tensorboard", refuse)
+    monkeypatch.setattr(build, "TensorBoardTracker", refuse)
     summary = run(tracked(tiny), tmp_path / "r")
     assert (summary["status"], len(caplog.records)) == ("finished", 1)
     assert summary["trackers"] == {"tensorboard": {"dropped": "RuntimeError: no network"}}

@@ -17,15 +17,15 @@ from torch.nn.utils import get_total_norm
 import fp8manifold as fm
 from nanogpt_bench.checkpoint import CheckpointNotWritten, commit
 from nanogpt_bench.config import metrics
+from nanogpt_bench.loop.resume import capture
 from nanogpt_bench.model.weights import plain
 from nanogpt_bench.monitors.points import Anomaly, Observer, Step
 from nanogpt_bench.system.ranks import ALONE, Ranks
-from nanogpt_bench.training.run_state import capture
 
 if TYPE_CHECKING:
-    from nanogpt_bench.training.trainer import Trainer
+    from nanogpt_bench.loop.trainer import Trainer
 
-#: what a step's record says of it, 0 or 1
+#: flags of a step's record, 0 or 1
 _FLAGS = dict(zip(("loss", "gradient", "weight", "state"), metrics.FLAGS, strict=True))
 
 
@@ -70,7 +70,7 @@ class Sentry:
         return Anomaly(step.number, kinds, first or second or "")
 
     def _whole(self) -> bool:
-        """Whether all weights and all optimizer state are finite, by one norm; False may be an overflow of that."""
+        """Check weights and optimizer state by one norm; False may be an overflow of that."""
         weights = [weight for weight in self._trainer.model.parameters() if _can_be_bad(weight)]
         # Codes are decoded a layer at a time: all of them would take four times what the weights do.
         norms = [plain(weight).norm() for weight in weights if isinstance(weight, fm.FP8Tensor)]
@@ -156,7 +156,7 @@ def _first_bad(prefix: str, tensors: Mapping[str, Tensor], ranks: Ranks = ALONE)
 
 
 def _can_be_bad(parameter: Tensor) -> bool:
-    """Whether a parameter can hold what is not finite."""
+    """A format without codes for NaN and Inf holds finite values only."""
     return not isinstance(parameter, fm.FP8Tensor) or parameter.format.finite_codes < 2**parameter.format.bits
 
 
@@ -180,12 +180,6 @@ def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
         yield name, value.detach() if value.element_size() > 1 else value.detach().float()
     for key, item in inner:
         yield from _leaves(item, f"{name}.{key}" if name else key)
-
-
-def figure_of(step: Step) -> str:
-    """The figure that was not finite, as words."""
-    name = (metrics.TRAIN_LOSS if step.record[metrics.LOSS_IS_NAN.name] else metrics.GRAD_NORM).name
-    return f"{name} is {step.record[name]}"
 
 
 _LOG = logging.getLogger("nanogpt_bench")

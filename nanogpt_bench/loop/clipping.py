@@ -16,24 +16,21 @@ from nanogpt_bench.system.errors import BenchError
 
 
 def clipping_of(model: nn.Module, optimizer: torch.optim.Optimizer, config: Config) -> Clipping:
-    """Return the clipping of a run's gradients: of their sum, or where a weight's has a format of every micro-batch."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    layers = [layer for layer in model.modules() if isinstance(layer, fm.QuantizedLinear)]
-    bound = config.optimizer.grad_clip
-    if config.train.step_in_backward:
-        return _within(optimizer, config, any(layer.weight_gradient_scaler is not None for layer in layers))
-    if any(layer.weight_gradient_scaler is not None for layer in layers):
-        return ClippingFirst(parameters, bound, model, config.train.accumulation)
-    return Clipping(parameters, bound)
+    """Return the clipping of a run's gradients: of their sum, or where a weight's has a format of every micro-batch.
 
-
-def _within(optimizer: torch.optim.Optimizer, config: Config, has_format: bool) -> Clipping:
-    """Let an optimizer step in the backward pass, and return the clipping that goes with it.
+    With `train.step_in_backward` the optimizer steps in the backward pass from here on.
 
     Raises:
-        BenchError: weights' gradients have a format, and would have it before they are clipped.
+        BenchError: weights' gradients have a format, and would have it before they are clipped in the backward pass.
     """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    layers = [layer for layer in model.modules() if isinstance(layer, fm.QuantizedLinear)]
+    has_format = any(layer.weight_gradient_scaler is not None for layer in layers)
     bound, own = config.optimizer.grad_clip, config.optimizer.clip_by
+    if not config.train.step_in_backward:
+        if has_format:
+            return ClippingFirst(parameters, bound, model, config.train.accumulation)
+        return Clipping(parameters, bound)
     if bound and has_format:
         raise BenchError(
             "model.formats: gradient of a weight can't be used with train.step_in_backward and optimizer.grad_clip, "
@@ -45,7 +42,6 @@ def _within(optimizer: torch.optim.Optimizer, config: Config, has_format: bool) 
     handle = fm.optim.step_in_backward(optimizer, **options)
     if own:
         return ClippingWithin(handle, bound, exact=own == "exact")
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return Clipping(parameters, bound) if summed else Unclipped([], 0.0)
 
 
@@ -82,14 +78,14 @@ class Clipping:
 
 
 class Unclipped(Clipping):
-    """Of gradients that are gone as soon as they are there: nobody knows their norm."""
+    """No clipping of gradients that are gone as soon as they are there: nobody knows their norm."""
 
     def finish(self) -> tuple[None, bool]:
         return None, False
 
 
 class ClippingWithin(Clipping):
-    """Of gradients that step as they come: by the norm of the step before, or by that of a pass of its own.
+    """Clipping of gradients that step as they come: by the norm of the step before, or by that of a pass of its own.
 
     The first step has none before it, and takes a pass of its own, too.
     """

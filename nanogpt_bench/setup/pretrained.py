@@ -1,4 +1,4 @@
-"""A model whose files hold codes, trained as it is stored: its formats and scales are the files', and nothing else."""
+"""`model.pretrained`: a model of transformers in the GPT's place, of floats or of the codes in its files."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -6,8 +6,13 @@ from typing import Any
 
 import fp8manifold as fm
 from nanogpt_bench.config.conflicts import without
-from nanogpt_bench.config.schema import ModelConfig
-from nanogpt_bench.model.causal import outline
+from nanogpt_bench.config.schema import Config, ModelConfig
+from nanogpt_bench.config.settings import Resolved
+from nanogpt_bench.data.batches import Corpus, open_also
+from nanogpt_bench.data.tokenizers import check_tokens
+from nanogpt_bench.model.causal import load_causal, outline, recompute_activations
+from nanogpt_bench.model.gpt import GPTShape
+from nanogpt_bench.setup.surgery import quantization
 from nanogpt_bench.system.errors import BenchError
 
 #: settings that say otherwise than the files
@@ -15,7 +20,7 @@ _OTHERWISE = ("embeddings", "headroom", "products", "constraint")
 
 
 def trains_stored(model: ModelConfig) -> bool:
-    """Whether a resolved configuration trains codes as a published model has them."""
+    """Return whether a resolved configuration trains codes as a published model has them."""
     return model.storage == "fp8" and bool(_stored(model))
 
 
@@ -82,3 +87,57 @@ def _of_layers(model: ModelConfig) -> dict[str, Any]:
 def stored_layers(model: ModelConfig) -> dict[str, fm.LayerSpec]:
     """Return what the linear layers of a published model are stored in."""
     return {name: fm.LayerSpec(each.format, granularity=each.granularity) for name, each in _of_layers(model).items()}
+
+
+def outlined_shape(name: str) -> GPTShape:
+    """Return the shape of a pretrained model as far as it has one of a GPT; its block is as long as its positions.
+
+    Raises:
+        BenchError: no such model, or none that can be trained.
+    """
+    found = outline(name)
+    sizes = {key: getattr(found, key) for key in ("n_layer", "n_head", "n_embd", "vocab_size")}
+    return GPTShape(**sizes, block_size=found.positions, tie_weights=bool(found.shared))
+
+
+def pretrained_model(config: Config, corpus: Corpus) -> Any:
+    """Return the model that a resolved configuration names, in codes where it can be read so."""
+    name = config.model.pretrained or ""
+    also = open_also(config, corpus)
+    for text, splits in [(corpus, (corpus.train, corpus.val)), *([(also, (also.val,))] if also else [])]:
+        largest = max(int(tokens.max()) for tokens in splits)
+        check_tokens(str(corpus.meta["tokenizer"]), name, outline(name).vocab_size, str(text.folder), largest)
+    model = load_causal(name, bytes_each=_bytes_each(config), quantization=read_as_codes(config))
+    if config.train.recompute:
+        recompute_activations(model)
+    return model
+
+
+def _bytes_each(config: Config) -> float:
+    """Return what a parameter takes: its weight, gradient and averages, or while it is read its float and its codes."""
+    state = {"float32": 8, "bfloat16": 4, "8bit": 2}[config.optimizer.moments or "float32"]
+    summed = 2 if config.train.accumulation > 1 else 0  # in bfloat16
+    gradients = summed if config.train.step_in_backward else 4
+    asked = read_as_codes(config)
+    if asked is None:
+        weights = 4 if config.model.storage in ("float32", "master") else 1
+        return max(5, weights + state + gradients)
+    found = outline(config.model.pretrained or "")
+    if found.stored:
+        return found.stored_bytes / found.parameters + state + gradients
+    in_codes = sum(rows * columns for name, (rows, columns) in found.layers.items() if name in asked["formats"])
+    return 4 - 3 * in_codes / found.parameters + state + gradients
+
+
+def read_as_codes(config: Config) -> dict[str, Any] | None:
+    """Return `quantization` where a pretrained model can be read into it; None where its floats are needed first.
+
+    What quantises activations has scales that depend on all tokens, which hides whether a model looks ahead.
+    """
+    if not isinstance(config, Resolved) or config.model.storage != "fp8":
+        return None
+    if not config.layers and not trains_stored(config.model):
+        return None
+    if any(spec.activation is not None for spec in config.layers.values()):
+        return None
+    return quantization(config)

@@ -15,7 +15,8 @@ from nanogpt_bench.config import metrics
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import Resolved
 from nanogpt_bench.data.batches import Corpus, open_also
-from nanogpt_bench.model.gpt import GPT
+from nanogpt_bench.loop.clipping import clipping_of
+from nanogpt_bench.model.gpt import GPT, build_model
 from nanogpt_bench.monitors.points import Observer, Step
 from nanogpt_bench.setup.memory import GradientPeak, check_fits
 from nanogpt_bench.setup.optimizers import (
@@ -27,12 +28,10 @@ from nanogpt_bench.setup.optimizers import (
     train_in_float8,
 )
 from nanogpt_bench.setup.runtime import CompiledLoss, Loss, bfloat16_products, joined_model, replicated
-from nanogpt_bench.setup.start import model_shape, start_model
 from nanogpt_bench.setup.surgery import quantize
-from nanogpt_bench.setup.task import Figures, Passes, task_of
+from nanogpt_bench.setup.task import Figures, Passes, model_shape, task_of
 from nanogpt_bench.system.errors import BenchError, one_line
 from nanogpt_bench.system.ranks import ALONE, Ranks
-from nanogpt_bench.training.clipping import clipping_of
 
 
 def initial_model(config: Config, corpus: Corpus) -> Any:
@@ -42,7 +41,16 @@ def initial_model(config: Config, corpus: Corpus) -> Any:
         BenchError: a checkpoint that does not fit the corpus or the model, or more than there is memory for.
     """
     check_fits(config, corpus, trained=False)
-    return start_model(model_shape(config, corpus), config, corpus)
+    if config.model.pretrained:
+        from nanogpt_bench.setup.pretrained import pretrained_model
+
+        return pretrained_model(config, corpus)
+    shape = model_shape(config, corpus)
+    if config.model.init_from:
+        from nanogpt_bench.setup.start import start_model
+
+        return start_model(shape, config, corpus)
+    return build_model(shape, config.seed)
 
 
 def trained_model(config: Resolved, corpus: Corpus, device: torch.device, start: GPT | None = None) -> Any:
@@ -84,17 +92,20 @@ class Trainer:
         self.config, self.corpus, self.device, self.ranks = config, corpus, device, ranks
         self.task = task_of(config, corpus)
         self.model: Any = joined_model(trained_model(config, corpus, device, start), ranks)
-        self.optimizer = build_optimizer(self.model, config, self._fresh_batches)
+        unseen = config.train.accumulation  # one micro-batch more than a step trains on
+        self.optimizer = build_optimizer(self.model, config, lambda step: [self._move(self._draw(step, unseen))])
         model_loss: Any = CompiledLoss(self.model) if config.runtime.compile else self.model.loss
         self._model_loss: Loss = model_loss
         replicas = ranks.size > 1 and config.train.parallel == "ddp"
-        #: what a training step passes in place of the model's loss
+        #: the loss of a training step, in place of the model's
         self._replicated = replicated(self.model, self._model_loss) if replicas else None
         #: most bytes of gradients at once, in the first step that this process takes
         self.gradient_peak = GradientPeak(self.model)
         self._clipping = clipping_of(self.model, self.optimizer, config)
         self._eval_batches = [self._move(pair) for pair in self.task.held_out()]
         also = open_also(config, corpus)
+        #: the backward pass steps, with gradients that are gone then: where none are summed up
+        self._steps_within = config.train.step_in_backward and config.train.accumulation == 1
         self._also_batches = [] if also is None else [self._move(pair) for pair in task_of(config, also).held_out()]
 
     def tokens_in(self, number: int) -> int:
@@ -123,16 +134,10 @@ class Trainer:
         # Steps in the backward pass leave out those parameters whose gradient is not finite, and count them.
         whole = self._left_out() == skipped if norm is None else math.isfinite(norm)
         finite = math.isfinite(loss) and whole
-        step.record.update(
-            {
-                metrics.LOSS_IS_NAN.name: int(not math.isfinite(loss)),
-                metrics.GRAD_HAS_NAN.name: int(not whole),
-                metrics.TRAIN_LOSS.name: loss,
-                metrics.LR.name: lr,
-            }
-        )
+        flags = {metrics.LOSS_IS_NAN.name: int(not math.isfinite(loss)), metrics.GRAD_HAS_NAN.name: int(not whole)}
+        step.record |= {**flags, metrics.TRAIN_LOSS.name: loss, metrics.LR.name: lr}
         if norm is not None:
-            step.record.update({metrics.GRAD_NORM.name: norm, metrics.GRAD_CLIPPED.name: int(clipped)})
+            step.record |= {metrics.GRAD_NORM.name: norm, metrics.GRAD_CLIPPED.name: int(clipped)}
         exponent = stiffness_at(self.config, step.number - 1)
         if exponent is not None:
             step.record[metrics.STIFFNESS_EXPONENT.name] = exponent
@@ -176,11 +181,6 @@ class Trainer:
                 observer.after_backward(step)
             total += loss.detach()
         return self.ranks.mean(total.item())
-
-    @property
-    def _steps_within(self) -> bool:
-        """Whether the backward pass steps, with gradients that are gone then: where none are summed up."""
-        return self.config.train.step_in_backward and self.config.train.accumulation == 1
 
     def _backward(self, loss: Tensor, step: Step, observers: Sequence[Observer]) -> None:
         """Take gradients; where steps are taken with them, tell observers before, and leave out a loss of NaN."""
@@ -266,9 +266,8 @@ class Trainer:
 
     def also_loss(self) -> dict[str, float]:
         """Return the mean loss (nats a token) on the other text, where there is one, as a step's record has it."""
-        if not self._also_batches:
-            return {}
-        return {metrics.VAL_ALSO_LOSS.name: mean_and_error(self._losses(self._also_batches))[0]}
+        batches = self._also_batches
+        return {metrics.VAL_ALSO_LOSS.name: mean_and_error(self._losses(batches))[0]} if batches else {}
 
     def _losses(self, batches: Sequence[tuple[Tensor, Tensor]]) -> list[float]:
         """The losses of some batches; of several processes every one passes some of them, and as many as the others."""
@@ -305,19 +304,11 @@ class Trainer:
         finally:  # who has seen enough ends the pass
             self.model.train()
 
-    def bits_per_byte(self, loss: float) -> float | None:
-        """Return a validation loss in nats a token as bits a UTF-8 byte; None of one that is in nats a label."""
-        return self.task.bits_per_byte(loss)
-
     def _draw(self, index: int, micro_step: int) -> tuple[Tensor, Tensor]:
         drawn = self.task.batch(index, micro_step)
         share = self.config.train.batch_size // self.ranks.size
         own = slice(self.ranks.rank * share, (self.ranks.rank + 1) * share)
         return drawn[0][own], drawn[1][own]
-
-    def _fresh_batches(self, index: int) -> list[tuple[Tensor, Tensor]]:
-        """Return a batch that step `index` does not train on."""
-        return [self._move(self._draw(index, self.config.train.accumulation))]
 
     def _move(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         return pair[0].to(self.device), pair[1].to(self.device)

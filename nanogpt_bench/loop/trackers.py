@@ -43,7 +43,7 @@ class Tracker(Protocol):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What the run folder keeps of it: its name and how the run is found there."""
+        """Its name and how the run is found there, for the run folder."""
 
     def log(self, step: int, record: Mapping[str, float]) -> None:
         """Take the figures of one step, in one call; steps increase."""
@@ -61,12 +61,12 @@ class Trackers(Observer):
     def __init__(self, trackers: Sequence[Tracker], dropped: Mapping[str, str] | None = None) -> None:
         self._live = {tracker.facts["name"]: tracker for tracker in trackers}
         self._facts = {name: tracker.facts for name, tracker in self._live.items()}
-        #: what went wrong, by the name of the tracker that was dropped
+        #: errors, by the name of the tracker that was dropped
         self.dropped: dict[str, str] = dict(dropped or {})
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What is known of every tracker, those dropped among them; for summary.json."""
+        """Facts of every tracker, those dropped among them; for summary.json."""
         names = [*self._facts, *(name for name in self.dropped if name not in self._facts)]
         return {name: {**self._facts.get(name, {}), "dropped": self.dropped.get(name)} for name in names}
 
@@ -131,10 +131,13 @@ def start_trackers(
     `after` had of its trackers: it goes on there.
     """
     known = earlier or {}
-    started, dropped = [], {}
+    started, dropped = list[Tracker](), {}
     for name in _wanted(config):
         try:
-            started.append(_STARTERS[name](config, run_dir, known.get(name, {}), after))
+            if name == "wandb":
+                started.append(WandbTracker(config, run_dir, known.get(name, {}), after))
+            else:
+                started.append(TensorBoardTracker(run_dir, after))
         except Exception as error:  # a tracker never stops a training
             dropped[name] = report_failure(name, error)
     trackers = Trackers(started, dropped)
@@ -146,12 +149,6 @@ def start_trackers(
 def _wanted(config: Config) -> list[str]:
     tracking = config.tracking
     return [*(["wandb"] if tracking.wandb != "off" else []), *(["tensorboard"] if tracking.tensorboard else [])]
-
-
-_STARTERS: dict[str, Callable[[Config, Path, Mapping[str, Any], int], Tracker]] = {
-    "wandb": lambda *given: WandbTracker(*given),
-    "tensorboard": lambda _, run_dir, __, after: TensorBoardTracker(run_dir, after),
-}
 
 
 class TensorBoardTracker:
@@ -195,7 +192,9 @@ class WandbTracker:
     ) -> None:
         tracking, known = config.tracking, earlier or {}
         self._wandb: Any = import_module("wandb")
-        mode = _mode(self._wandb, tracking.wandb)
+        mode = tracking.wandb
+        if mode == "auto":  # without a key a run is kept on disk
+            mode = "online" if self._wandb.login(prompt=False, verify=False) else "offline"
         run_id = tracking.wandb_id or known.get("id")
         exists = tracking.wandb_id is not None or known.get("mode") == "online"
         resume = {"resume": "must" if exists else "allow"} if run_id and mode == "online" else {}
@@ -245,10 +244,3 @@ class WandbTracker:
             self._run.log_artifact(artifact, aliases=["latest", checkpoint.stem])
         failed = summary is None or summary["status"] == "failed"
         self._run.finish(exit_code=1 if failed else 0)
-
-
-def _mode(wandb: Any, wanted: str) -> Any:
-    """Return online or offline: without a key, a run that was not asked to be online is kept on disk."""
-    if wanted != "auto":
-        return wanted
-    return "online" if wandb.login(prompt=False, verify=False) else "offline"
