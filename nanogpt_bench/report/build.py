@@ -5,13 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.report.chart import looks
-from nanogpt_bench.report.figures import drawn_in, write_figures
-from nanogpt_bench.report.page import Page, all_sections, render
+from nanogpt_bench.report.chart import drawn_in, looks, write_figures
+from nanogpt_bench.report.page import render
 from nanogpt_bench.report.results import Result, measure
-from nanogpt_bench.report.results_file import is_export, merged_rows, read_export, with_given_up
+from nanogpt_bench.report.results_file import Studies, is_export, merged_rows, read_export, read_studies, with_given_up
 from nanogpt_bench.report.rows import Row, counted_once, find_reference, left_aside, shortfall
-from nanogpt_bench.report.sweep_charts import Studies, read_studies
+from nanogpt_bench.report.sections import Page, all_sections
 from nanogpt_bench.report.tables import to_csv, to_markdown
 from nanogpt_bench.runs.environment import at
 from nanogpt_bench.runs.find import find_runs
@@ -113,8 +112,8 @@ def write_report(
     results = measure(rows, reference)
     chosen = looks(rows, reference, *(result.row for result in results if result.reference))
     found = read_studies([out]) if studies is None else studies
-    sections = all_sections(shown := Page(title, facts, results, chosen, found))
-    page = write_text(out / PAGE, render(shown, sections))
+    sections = all_sections(Page(facts, results, chosen, found))
+    page = write_text(out / PAGE, render(title, sections))
     write_tables(results, out)
     write_figures([chart for section in sections for chart in section.charts], chosen, out / "figures")
     return page

@@ -6,14 +6,14 @@ import math
 import statistics
 import warnings
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nanogpt_bench.config.metrics import BESIDE_LOSS, VAL_ALSO_LOSS
 from nanogpt_bench.monitors.shadow import COSINE
 from nanogpt_bench.report.rows import REFERENCE_RULE, Row, differences, references_of, row_label, seed_of
-from nanogpt_bench.report.verdict import Evidence, Outcome, Verdict, judge
+from nanogpt_bench.report.verdict import Evidence, Judgement, Verdict, judge
 from nanogpt_bench.runs.environment import on_two_processors
 from nanogpt_bench.runs.load import Run
 
@@ -48,7 +48,7 @@ class Result:
     difference: Difference | None = None
     #: standard error of a validation over its batches, the mean over the row's runs
     val_loss_se: float | None = None
-    #: what was found beside the loss, by `config.metric.Metric.figure`
+    #: measured beside the loss, by `config.metric.Metric.figure`
     beside: Mapping[str, Figure] = field(default_factory=dict)
     #: of the losses on the other text (`eval.also`)
     also_difference: Difference | None = None
@@ -91,89 +91,71 @@ def measure(rows: Sequence[Row], reference: Row | None) -> list[Result]:
     return [replace(result, difference=found, also_difference=other) for result, found, other in each]
 
 
+#: figures of a run that a column averages over the seeds of its row, by their name in `Result`
+FIGURES: dict[str, Callable[[Run], float | None]] = {
+    "final_val_loss": lambda run: run.at_end("final_val_loss"),
+    "bytes_per_parameter": lambda run: run.number("bytes_per_parameter"),
+    "stall": lambda run: run.stall,
+    "tokens_per_s": lambda run: run.number("tokens_per_s"),
+    "arrived": lambda run: run.number("arrived"),
+    "cosine": lambda run: getattr(figure(run.curve(COSINE.name)[1]), "mean", None),
+}
+
+
 def _measure_row(row: Row, reference: Row | None) -> Result:
     is_reference = row is reference
     unlike = () if reference is None or is_reference else differences(row.runs, reference.runs)
     measured = None if unlike else reference
+    found: dict[str, Any] = {name: figure(map(of_run, row.runs)) for name, of_run in FIGURES.items()}
+    size = found.pop("bytes_per_parameter")
     gaps = [] if measured is None else [each for run in row.runs if (each := gap_to(run, measured.runs)) is not None]
     gap = figure(gaps)
-    base = figure(run.at_end("final_val_loss") for run in measured.runs) if measured is not None else None
+    base = figure(map(FIGURES["final_val_loss"], measured.runs)) if measured is not None else None
     gap_share = gap.mean / base.mean if gap is not None and base is not None and base.mean > 0 else None
-    stall = figure(run.stall for run in row.runs)
-    bytes_each = figure(run.number("bytes_per_parameter") for run in row.runs)
-    cosine = figure(mean_cosine(run) for run in row.runs)
-    errors = _errors(row)
-    alerts = sum((Counter(run.alert_counts) for run in row.runs), Counter[str]())
+    error = _error(row)
     evidence = Evidence(
         gap_share,
-        stall.mean if stall else None,
-        cosine.mean if cosine else None,
+        *(getattr(found[name], "mean", None) for name in ("stall", "cosine")),
         is_reference,
         unlike,
         unmeasured=reference is None,
         gap=gap.mean if gap else None,
-        gap_error=error_of(
-            gaps, [getattr(_errors(each), "mean", None) for each in (row, measured) if each is not None]
-        ),
+        gap_error=error_of(gaps, [error, *([] if measured is None else [_error(measured)])]),
     )
-    verdict = judge(row.runs, evidence)
-    if row.why:
-        verdict = Verdict(Outcome.FAILED, row.why)
+    beside = {m.figure: figure(run.at_end(m.figure) for run in row.runs) for m in BESIDE_LOSS}
     return Result(
         row=row,
         reference=is_reference,
-        final_val_loss=figure(run.at_end("final_val_loss") for run in row.runs),
-        best_val_loss=_best(row),
+        **found,
+        # of finished runs; without any, of those that ended early
+        best_val_loss=figure(run.at_end("best_val_loss") for run in row.runs)
+        or figure(run.number("best_val_loss") for run in row.runs),
         gap=gap,
         gap_share=gap_share,
-        bytes_per_parameter=bytes_each.mean if bytes_each else None,
-        stall=stall,
+        bytes_per_parameter=size.mean if size else None,
         stall_metric=next((run.stall_metric for run in row.runs if run.stall_metric), None),
-        tokens_per_s=figure(run.number("tokens_per_s") for run in row.runs),
-        arrived=figure(run.number("arrived") for run in row.runs),
-        verdict=verdict,
-        cosine=cosine,
-        alerts=dict(alerts.most_common()),
-        val_loss_se=errors.mean if errors else None,
-        beside=_beside(row),
+        verdict=Verdict(Judgement.FAILED, row.why) if row.why else judge(row.runs, evidence),
+        alerts=dict(sum((Counter(run.alert_counts) for run in row.runs), Counter[str]()).most_common()),
+        val_loss_se=error,
+        beside={name: value for name, value in beside.items() if value is not None},
         also_difference=_difference(row, measured, VAL_ALSO_LOSS.figure),
         difference=_difference(row, measured, "final_val_loss"),
     )
 
 
+def _error(row: Row) -> float | None:
+    """The mean standard error of the runs' last validations."""
+    return getattr(figure(run.at_end("final_val_loss_se") for run in row.runs), "mean", None)
+
+
 def _difference(row: Row, reference: Row | None, name: str) -> Difference | None:
+    """The paired difference, marked if the runs of some seed were made on two processors, as far as records say."""
     if reference is None or row is reference:
         return None
     found = difference(_by_seed(row, name), _by_seed(reference, name))
-    return None if found is None else replace(found, apart=_is_apart(row, reference))
-
-
-def _is_apart(row: Row, reference: Row) -> bool:
-    """True if the runs of some seed were made on two processors, as far as both records say."""
     own, its = ({seed_of(run): run.environment for run in each.runs} for each in (row, reference))
-    return any(on_two_processors(own[seed], its[seed]) for seed in own if seed in its)
-
-
-def _errors(row: Row) -> Figure | None:
-    return figure(run.at_end("final_val_loss_se") for run in row.runs)
-
-
-def _best(row: Row) -> Figure | None:
-    """Return the lowest loss of finished runs; without any, of those that ended early."""
-    return figure(run.at_end("best_val_loss") for run in row.runs) or figure(
-        run.number("best_val_loss") for run in row.runs
-    )
-
-
-def _beside(row: Row) -> dict[str, Figure]:
-    found = {name: figure(run.at_end(name) for run in row.runs) for name in (metric.figure for metric in BESIDE_LOSS)}
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def mean_cosine(run: Run) -> float | None:
-    """Return the mean cosine of a run's gradient and the float32 shadow's; None without a shadow."""
-    seen = figure(run.curve(COSINE.name)[1])
-    return seen.mean if seen else None
+    apart = any(on_two_processors(own[seed], its[seed]) for seed in own if seed in its)
+    return None if found is None else replace(found, apart=apart)
 
 
 def _by_seed(row: Row, name: str) -> dict[Hashable, float]:
@@ -295,14 +277,11 @@ def difference_text(found: Difference | None) -> str:
     """
     if found is None:
         return "-"
-    return _difference_text(found) + MARK * found.apart
-
-
-def _difference_text(found: Difference) -> str:
+    mark = MARK * found.apart
     if found.low is None or found.high is None:
-        return f"{found.mean:+z.3f}, one seed: a lead"
+        return f"{found.mean:+z.3f}, one seed: a lead{mark}"
     interval = f"[{found.low:+z.3f}, {found.high:+z.3f}]"
     if not found.is_found:
-        return f"no difference found {interval}"
+        return f"no difference found {interval}{mark}"
     after = "" if found.holm is None else f", p {found.holm:.2g}" + (" (not after Holm)" if found.holm >= ALPHA else "")
-    return f"{found.mean:+z.3f} {interval}{after}"
+    return f"{found.mean:+z.3f} {interval}{after}{mark}"

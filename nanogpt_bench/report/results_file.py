@@ -25,14 +25,14 @@ from nanogpt_bench.report.rows import Row, group_rows, identity
 from nanogpt_bench.runs.environment import at
 from nanogpt_bench.runs.find import SWEEP, TRIALS, has_ended
 from nanogpt_bench.runs.load import Run, is_run_folder, load_run
-from nanogpt_bench.runs.read import Records, cleaned, finite
+from nanogpt_bench.runs.read import Records, cleaned, finite, mapping
 from nanogpt_bench.system.errors import BenchError, counted, one_line
 from nanogpt_bench.system.untrusted import read_json
 
 #: kinds of entries: a run, a seed that is missing, a row that was given up, what a search of rates has found
 RUN, MISSING, GIVEN_UP, SEARCH = KINDS = ("run", "missing", "given up", "search")
 #: keys of summary.json; its other keys follow from the settings or name files
-OUTCOMES = (
+SUMMARY_KEYS = (
     *("name", "seed", "status", "failure", "stop", "steps", "steps_planned", "tokens", "seconds", "tokens_per_s"),
     *("first_val_loss", "final_val_loss", "final_val_loss_se", "best_val_loss", "bits_per_byte", "lr", "arrived"),
     *("stall", "stall_metric", "alerts", "bytes_per_parameter", "bytes_per_quantized_parameter", "parameters"),
@@ -114,8 +114,8 @@ def flat_run(label: str, run: Run) -> dict[str, Any]:
         "label": label,
         "rule": run.rule,
         "format": run.format,
-        **{key: run.summary[key] for key in OUTCOMES if run.summary.get(key) not in (None, {}, [])},
-        "failures": [finding.kind for finding in run.findings],
+        **{key: run.summary[key] for key in SUMMARY_KEYS if run.summary.get(key) not in (None, {}, [])},
+        "failures": [finding.kind for finding in run.failures],
         **{CONFIG + key: value for key, value in _settings(run.config)},
         **{ENVIRONMENT + key: value for key, value in run.environment.items() if key not in PASSING},
         **{CURVE + name: [values.get(row) for row in validations] for name, values in series.items()},
@@ -210,7 +210,9 @@ def _with_entry(row: Row, entry: Mapping[str, Any], path: Path) -> Row:
 
 
 def _read_run(entry: Mapping[str, Any], path: Path) -> Run:
-    summary = {key: entry[key] for key in OUTCOMES if key in entry} | {key: entry[key] for key in ("rule", "format")}
+    summary = {key: entry[key] for key in SUMMARY_KEYS if key in entry} | {
+        key: entry[key] for key in ("rule", "format")
+    }
     summary["failures"] = [{"kind": kind} for kind in entry["failures"]]
     config: dict[str, Any] = {}
     for key, value in _part(entry, CONFIG).items():
@@ -385,3 +387,83 @@ def with_given_up(
                 found.append(Row(label, rule, fmt, (), why=why))
     places = {label: at for at, label in enumerate(order)}
     return sorted(found, key=lambda row: places.get(row.label, len(places)))
+
+
+@dataclass(frozen=True)
+class SensitivityMap:
+    """The loss gap (nats) with one layer pattern alone in one format; None without a loss."""
+
+    patterns: tuple[str, ...]
+    formats: tuple[str, ...]
+    gap: tuple[tuple[float | None, ...], ...]
+    operand: str = ""
+    rule: str = ""
+    status: tuple[tuple[str, ...], ...] = ()
+    #: the checkpoint whose weights were rounded; "" if every cell was trained
+    of: str = ""
+
+    def ending(self, pattern: int, fmt: int) -> str:
+        """Return the ending of a cell without a gap, in a word or two."""
+        known = self.status[pattern][fmt] if self.status else ""
+        return known or "no loss"
+
+
+@dataclass(frozen=True)
+class Studies:
+    """All such files in the folders of a report."""
+
+    sensitivities: tuple[SensitivityMap, ...] = ()
+    #: the rows of every tuning.json, unchanged
+    tunings: tuple[tuple[Mapping[str, Any], ...], ...] = ()
+    notes: tuple[str, ...] = field(default=())
+
+
+def read_studies(folders: Iterable[Path]) -> Studies:
+    """Read sensitivity.json and tuning.json of folders; `notes` names each malformed file."""
+    notes: list[str] = []
+    sensitivities: list[SensitivityMap] = []
+    tunings: list[tuple[Mapping[str, Any], ...]] = []
+    for folder in dict.fromkeys(folders):
+        sensitivities += _read_sensitivity(folder / "sensitivity.json", notes)
+        tunings += [tuned] if (tuned := tuple(_read_rows(folder / "tuning.json", notes))) else []
+    return Studies(tuple(sensitivities), tuple(tunings), tuple(notes))
+
+
+def _read_sensitivity(path: Path, notes: list[str]) -> list[SensitivityMap]:
+    if not path.is_file():
+        return []
+    content = mapping(path, notes)
+    patterns, formats, gap = (content.get(key) for key in ("patterns", "formats", "gap"))
+    if not _is_table(patterns, formats, gap):
+        notes.append(f"{path.name}: expected patterns, formats and a gap for each pair; left out")
+        return []
+    status = content.get("status")
+    ends = status if isinstance(status, list) and _is_table(patterns, formats, status) else []
+    operand, rule, of = (str(content.get(key) or "") for key in ("operand", "rule", "of"))
+    return [
+        SensitivityMap(
+            tuple(map(str, patterns or ())),
+            tuple(map(str, formats or ())),
+            tuple(tuple(finite(cell) for cell in line) for line in gap or ()),
+            operand,
+            rule,
+            tuple(tuple(str(cell or "") for cell in line) for line in ends),
+            of,
+        )
+    ]
+
+
+def _is_table(patterns: Any, formats: Any, gap: Any) -> bool:
+    if not all(isinstance(part, list) and part for part in (patterns, formats, gap)):
+        return False
+    return len(gap) == len(patterns) and all(isinstance(row, list) and len(row) == len(formats) for row in gap)
+
+
+def _read_rows(path: Path, notes: list[str]) -> list[Mapping[str, Any]]:
+    if not path.is_file():
+        return []
+    rows = mapping(path, notes).get("rows")
+    if not isinstance(rows, Sequence) or isinstance(rows, str):
+        notes.append(f"{path.name}: expected rows; left out")
+        return []
+    return [row for row in rows if isinstance(row, Mapping)]

@@ -38,6 +38,11 @@ class Row:
     aside: tuple[Run, ...] = ()
 
 
+def row_runs(rows: Iterable[Row]) -> list[tuple[Row, Run]]:
+    """Return every run of rows, with its row."""
+    return [(row, run) for row in rows for run in row.runs]
+
+
 def shortfall(rows: Iterable[Row]) -> str:
     """Return the count of runs out of those planned, in words; "" where none is missing.
 

@@ -9,7 +9,6 @@ from enum import StrEnum
 from nanogpt_bench.failures.table import VERDICT
 from nanogpt_bench.runs.load import Run
 
-CLASS_NAMES = {"nan": "NaN"}
 #: classes of the loss itself; the others are possible causes
 OF_THE_LOSS = ("nan", "divergence")
 MOST_CLASSES = 2  # classes that a verdict names
@@ -23,7 +22,7 @@ def class_name(kind: str) -> str:
     >>> class_name("zero_gradients"), class_name("nan")
     ('zero gradients', 'NaN')
     """
-    return CLASS_NAMES.get(kind, kind.replace("_", " "))
+    return "NaN" if kind == "nan" else kind.replace("_", " ")
 
 
 def classes_found(runs: Sequence[Run], *, of_the_loss: bool = False) -> list[str]:
@@ -47,14 +46,16 @@ def class_names(kinds: Sequence[str], runs: Sequence[Run], figures: Mapping[str,
 
 
 def _class_counts(runs: Sequence[Run]) -> Counter[str]:
-    return Counter(kind for run in runs for kind in dict.fromkeys(finding.kind for finding in run.findings))
+    return Counter(kind for run in runs for kind in dict.fromkeys(finding.kind for finding in run.failures))
 
 
 def _share_of_seeds(found: int, of: int) -> str:
     return f" ({found} of {of} seeds)" if found < of else ""
 
 
-class Outcome(StrEnum):
+class Judgement(StrEnum):
+    """How a row compares with its reference, in a word; also the CSS class of its cell."""
+
     REFERENCE = "reference"
     WITHIN = "within"
     DOUBTFUL = "doubtful"
@@ -68,7 +69,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True)
 class Verdict:
-    outcome: Outcome
+    outcome: Judgement
     text: str
 
 
@@ -100,10 +101,10 @@ def judge(runs: Sequence[Run], evidence: Evidence) -> Verdict:
     its failure classes first, and by its stall at or above the limit; a row of unknown gap by those of the loss alone.
     """
     outcome, text = _ending(runs) or _comparison(evidence)
-    if outcome in (Outcome.WITHIN, Outcome.REFERENCE):
+    if outcome in (Judgement.WITHIN, Judgement.REFERENCE):
         return _near(outcome, text, runs, evidence)
-    if outcome in (Outcome.UNKNOWN, Outcome.INCOMPARABLE):
-        doubts = _doubts(evidence) if outcome is Outcome.UNKNOWN else []
+    if outcome in (Judgement.UNKNOWN, Judgement.INCOMPARABLE):
+        doubts = _doubts(evidence) if outcome is Judgement.UNKNOWN else []
         return Verdict(outcome, "; ".join([*_classes(runs, of_the_loss=True), text, *doubts]))
     stalled = _stalled(evidence)
     first = _classes(runs, dict(zip(["stall"], stalled, strict=False)))
@@ -111,11 +112,11 @@ def judge(runs: Sequence[Run], evidence: Evidence) -> Verdict:
     return Verdict(outcome, "; ".join([*first, text, *_doubts(evidence), *rest]))
 
 
-def _near(outcome: Outcome, text: str, runs: Sequence[Run], evidence: Evidence) -> Verdict:
-    doubts = _doubts(evidence) if outcome is Outcome.WITHIN else []
+def _near(outcome: Judgement, text: str, runs: Sequence[Run], evidence: Evidence) -> Verdict:
+    doubts = _doubts(evidence) if outcome is Judgement.WITHIN else []
     doubts += [class_names([DIVERGED], runs)] if DIVERGED in classes_found(runs) else []
-    doubtful = doubts and outcome is Outcome.WITHIN
-    return Verdict(Outcome.DOUBTFUL if doubtful else outcome, "; ".join([text, *doubts]))
+    doubtful = doubts and outcome is Judgement.WITHIN
+    return Verdict(Judgement.DOUBTFUL if doubtful else outcome, "; ".join([text, *doubts]))
 
 
 def _classes(runs: Sequence[Run], figures: Mapping[str, str] | None = None, *, of_the_loss: bool = False) -> list[str]:
@@ -135,18 +136,18 @@ def _stalled(evidence: Evidence) -> list[str]:
     return [f"stall {evidence.stall:.0%}"] if stalled else []
 
 
-def _ending(runs: Sequence[Run]) -> tuple[Outcome, str] | None:
+def _ending(runs: Sequence[Run]) -> tuple[Judgement, str] | None:
     """Return outcome and text of runs that did not reach their planned end; None if all did."""
     for status, outcome in (
-        ("failed", Outcome.FAILED),
-        ("stopped", Outcome.UNFINISHED),
-        ("incomplete", Outcome.UNFINISHED),
+        ("failed", Judgement.FAILED),
+        ("stopped", Judgement.UNFINISHED),
+        ("incomplete", Judgement.UNFINISHED),
     ):
         affected = [run for run in runs if run.status == status]
         if affected:
             share = f" ({len(affected)} of {len(runs)} seeds)" if len(runs) > 1 else ""
             return outcome, describe_ending(affected[0]) + share
-    return None if runs else (Outcome.UNFINISHED, "not run")
+    return None if runs else (Judgement.UNFINISHED, "not run")
 
 
 def describe_ending(run: Run) -> str:
@@ -161,21 +162,21 @@ def describe_ending(run: Run) -> str:
     return f"{verb}{where}" + (f": {message}" if message else "")
 
 
-def _comparison(evidence: Evidence) -> tuple[Outcome, str]:
+def _comparison(evidence: Evidence) -> tuple[Judgement, str]:
     if evidence.reference:
-        return Outcome.REFERENCE, "reference"
+        return Judgement.REFERENCE, "reference"
     if evidence.unlike:
-        return Outcome.INCOMPARABLE, f"not comparable: {', '.join(evidence.unlike)}"
+        return Judgement.INCOMPARABLE, f"not comparable: {', '.join(evidence.unlike)}"
     if evidence.unmeasured:
-        return Outcome.UNKNOWN, "finished"
+        return Judgement.UNKNOWN, "finished"
     if evidence.gap_share is None:
-        return Outcome.UNKNOWN, "no finished reference"
+        return Judgement.UNKNOWN, "no finished reference"
     limit = f"{VERDICT['outside'].bound:.0%}"
     if evidence.gap_share > VERDICT["outside"].bound:
-        return Outcome.OUTSIDE, f"outside {limit}"
+        return Judgement.OUTSIDE, f"outside {limit}"
     if _is_behind(evidence):
-        return Outcome.BEHIND, "behind"
-    return Outcome.WITHIN, f"within {limit}"
+        return Judgement.BEHIND, "behind"
+    return Judgement.WITHIN, f"within {limit}"
 
 
 def _is_behind(evidence: Evidence) -> bool:

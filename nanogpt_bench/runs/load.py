@@ -63,9 +63,9 @@ class Run:
         return failure if isinstance(failure, Mapping) else None
 
     @property
-    def findings(self) -> tuple[Finding, ...]:
+    def failures(self) -> tuple[Failure, ...]:
         """The ways in which the run was found to have failed, by its summary."""
-        return findings_in(self.summary)
+        return failures_in(self.summary)
 
     @property
     def alert_counts(self) -> Mapping[str, int]:
@@ -194,7 +194,7 @@ class Alert:
 
 
 @dataclass(frozen=True)
-class Finding:
+class Failure:
     """A way in which the run failed, the first step at which its criterion held, and the figures behind it."""
 
     kind: str
@@ -220,17 +220,17 @@ def _alert(record: Mapping[str, Any]) -> Alert:
     )
 
 
-def findings_in(summary: Mapping[str, Any]) -> tuple[Finding, ...]:
+def failures_in(summary: Mapping[str, Any]) -> tuple[Failure, ...]:
     """The failures a summary names; what has no kind is left out."""
     listed = summary.get("failures")
     if not isinstance(listed, Sequence) or isinstance(listed, str):
         return ()
-    return tuple(_finding(entry) for entry in listed if isinstance(entry, Mapping) and entry.get("kind"))
+    return tuple(_failure(entry) for entry in listed if isinstance(entry, Mapping) and entry.get("kind"))
 
 
-def _finding(entry: Mapping[str, Any]) -> Finding:
+def _failure(entry: Mapping[str, Any]) -> Failure:
     step, evidence = finite(entry.get("step")), entry.get("evidence")
-    return Finding(
+    return Failure(
         kind=str(entry["kind"]),
         step=None if step is None else int(step),
         evidence=evidence if isinstance(evidence, Mapping) else {},

@@ -10,7 +10,7 @@ from nanogpt_bench.report.chart import looks
 from nanogpt_bench.report.results import measure
 from nanogpt_bench.report.rows import find_reference, group_rows, reference_beside
 from nanogpt_bench.report.tables import to_text
-from nanogpt_bench.report.verdict import Outcome
+from nanogpt_bench.report.verdict import Judgement
 from nanogpt_bench.runs.load import load_run
 
 CONFIG = {
@@ -69,7 +69,7 @@ def judged(tmp_path, write_run):
 )
 def test_the_verdict_names_what_differs_and_gap_and_marks_stay_empty(judged, differences, named):
     result = judged(**differences)
-    assert (result.verdict.outcome, result.verdict.text) == (Outcome.INCOMPARABLE, f"not comparable: {named}")
+    assert (result.verdict.outcome, result.verdict.text) == (Judgement.INCOMPARABLE, f"not comparable: {named}")
     assert (result.gap, result.gap_share) == (None, None)
 
 

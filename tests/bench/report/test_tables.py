@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 from run_folders import measured
 
+from nanogpt_bench.config.metrics import BESIDE_LOSS
 from nanogpt_bench.report.build import report
 from nanogpt_bench.report.results import Figure, Result
 from nanogpt_bench.report.rows import Row
-from nanogpt_bench.report.tables import CSV_FIELDS, WIDEST, shown_columns, to_csv, to_markdown, to_text
-from nanogpt_bench.report.verdict import Outcome, Verdict
+from nanogpt_bench.report.tables import COLUMNS, WIDEST, shown_columns, to_csv, to_markdown, to_text
+from nanogpt_bench.report.verdict import Judgement, Verdict
 from nanogpt_bench.runs.load import Run
 
 #: label, loss, bytes, stall, arrived, alerts
@@ -40,7 +41,7 @@ def result(label: str, loss: float, size: float, stall: float | None, arrived: f
         stall=None if stall is None else Figure(stall),
         stall_metric="code_unchanged" if label == "E4M3 master" else "update_lost",
         tokens_per_s=Figure(18000.0 + 100 * loss),
-        verdict=Verdict(Outcome.WITHIN, "stall 98%; outside 10%" if gap > 1 else "within 10%"),
+        verdict=Verdict(Judgement.WITHIN, "stall 98%; outside 10%" if gap > 1 else "within 10%"),
         arrived=None if arrived is None else Figure(arrived),
         cosine=None if arrived is None else Figure(1.0),
         alerts={"stall": alerts},
@@ -90,7 +91,8 @@ def test_alerts_are_shown_where_they_differ(alerts: tuple[int, ...], shown: bool
 
 def test_csv_reads_back_to_the_numbers_and_has_every_column(results):
     lines = csv_lines(results)
-    assert list(lines[0]) == list(CSV_FIELDS)
+    columns = [name for column in COLUMNS for name in column.csv]
+    assert list(lines[0]) == [name for name in columns if name not in {metric.figure for metric in BESIDE_LOSS}]
     assert [line["run"] for line in lines][:4] == ["bf16-mixed", "fp32", "E4M3 master", "E4M3 nearest"]
     assert float(lines[3]["final_val_loss"]) == results[3].final_val_loss.mean
     assert float(lines[3]["gap"]) == pytest.approx(0.45)
