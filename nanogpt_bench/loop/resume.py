@@ -11,7 +11,7 @@ from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import flatten, load_config
 from nanogpt_bench.data.batches import digests_of
 from nanogpt_bench.runs.environment import at, latest
-from nanogpt_bench.runs.find import summary_of
+from nanogpt_bench.runs.load import summary_of
 from nanogpt_bench.runs.read import SUMS
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.lock import is_unused

@@ -220,7 +220,8 @@ def rate_chart(rows: Sequence[Row], looks: Mapping[str, Look]) -> Chart | None:
     A curve joins the runs of one setting, if it has two learning rates or more, in the look of its first row; its
     losses are means over the seeds.
     """
-    values, crosses = [], []
+    values: list[dict[str, Any]] = []
+    crosses: list[dict[str, Any]] = []
     for i, (label, group) in enumerate(_by_rate(rows)):
         row, points = group[0][0].label, dict[str, list[Any]](x=[], y=[])
         for rate in sorted({rate for _, _, rate in group}):
@@ -304,10 +305,7 @@ def parallel_chart(rows: Sequence[Row], looks: Mapping[str, Look]) -> Chart | No
 
 
 def _axes(runs: Sequence[Run]) -> list[Axis]:
-    """The axes on which runs differ: format, rule, rate, settings in which runs of one rule and format differ, figures.
-
-    A setting is named by the last word of its key.
-    """
+    """Format, rule, rate, settings in which runs of one rule and format differ, and figures, if runs differ."""
     configs = [flat(run.config) for run in runs]
     by_kind: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for run, config in zip(runs, configs, strict=True):

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from typing import Any
 
 from nanogpt_bench.config.metrics import BESIDE_LOSS, VAL_ALSO_LOSS
+from nanogpt_bench.failures.table import VERDICT as BOUNDS
 from nanogpt_bench.monitors.shadow import COSINE
 from nanogpt_bench.report.rows import REFERENCE_RULE, Row, differences, references_of, row_label, seed_of
-from nanogpt_bench.report.verdict import Evidence, Judgement, Verdict, judge
 from nanogpt_bench.runs.environment import on_two_processors
 from nanogpt_bench.runs.load import Run
 
@@ -115,7 +117,8 @@ def _measure_row(row: Row, reference: Row | None) -> Result:
     error = _error(row)
     evidence = Evidence(
         gap_share,
-        *(getattr(found[name], "mean", None) for name in ("stall", "cosine")),
+        getattr(found["stall"], "mean", None),
+        getattr(found["cosine"], "mean", None),
         is_reference,
         unlike,
         unmeasured=reference is None,
@@ -285,3 +288,137 @@ def difference_text(found: Difference | None) -> str:
         return f"no difference found {interval}{mark}"
     after = "" if found.holm is None else f", p {found.holm:.2g}" + (" (not after Holm)" if found.holm >= ALPHA else "")
     return f"{found.mean:+z.3f} {interval}{after}{mark}"
+
+
+MOST_CLASSES = 2  # classes of failure that a verdict names
+LONGEST_MESSAGE = 160
+#: classes of the loss itself; the others are possible causes
+OF_THE_LOSS = ("nan", "divergence")
+
+
+def class_name(kind: str) -> str:
+    """Return the display name of a failure class.
+
+    >>> class_name("zero_gradients"), class_name("nan")
+    ('zero gradients', 'NaN')
+    """
+    return "NaN" if kind == "nan" else kind.replace("_", " ")
+
+
+class Judgement(StrEnum):
+    """How a row compares with its reference, in a word; also the CSS class of its cell."""
+
+    REFERENCE = "reference"
+    WITHIN = "within"
+    DOUBTFUL = "doubtful"
+    BEHIND = "behind"
+    OUTSIDE = "outside"
+    UNFINISHED = "unfinished"
+    FAILED = "failed"
+    INCOMPARABLE = "incomparable"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    outcome: Judgement
+    text: str
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """The measurements that a verdict is reached from; None where there is none.
+
+    `gap_share` is (L - L_ref) / L_ref of the final validation losses in nats, `gap` is L - L_ref and `gap_error` its
+    standard error. `stall` is a share of weights, `cosine` the mean cosine of the gradient and the float32 shadow's.
+    `unlike` names further differences from the reference, such as the corpus, which make the gap meaningless.
+    `unmeasured` rows have no reference.
+    """
+
+    gap_share: float | None = None
+    stall: float | None = None
+    cosine: float | None = None
+    reference: bool = False
+    unlike: tuple[str, ...] = ()
+    unmeasured: bool = False
+    gap: float | None = None
+    gap_error: float | None = None
+
+
+def judge(runs: Sequence[Run], evidence: Evidence) -> Verdict:
+    """Return the verdict on the runs of one row (its seeds).
+
+    A failure outranks an early end, which outranks the comparison of losses. A row within reach of the reference is
+    doubtful if its gradient cosine is beyond its bound or its loss diverged. A row out of reach is named by
+    its failure classes first, and by its stall at or above the limit; a row of unknown gap by those of the loss alone.
+    """
+    outcome, text = _ending(runs) or _comparison(evidence)
+    compared = outcome not in (Judgement.REFERENCE, Judgement.INCOMPARABLE)
+    far = compared and evidence.cosine is not None and BOUNDS["cosine"].beyond(evidence.cosine)
+    doubts = [f"cosine {evidence.cosine:.2f}"] if far else []
+    if outcome in (Judgement.WITHIN, Judgement.REFERENCE):
+        doubts += _classes(runs, ("divergence",))
+        doubtful = doubts and outcome is Judgement.WITHIN
+        return Verdict(Judgement.DOUBTFUL if doubtful else outcome, "; ".join([text, *doubts]))
+    if outcome in (Judgement.UNKNOWN, Judgement.INCOMPARABLE):
+        return Verdict(outcome, "; ".join([*_classes(runs, OF_THE_LOSS), text, *doubts]))
+    stalled = evidence.stall is not None and BOUNDS["stall"].beyond(evidence.stall)
+    stall = f"stall {evidence.stall:.0%}" if stalled else ""
+    first = _classes(runs, stall=stall)
+    rest = [stall] if stall and not any(stall in words for words in first) else []
+    return Verdict(outcome, "; ".join([*first, text, *doubts, *rest]))
+
+
+def _classes(runs: Sequence[Run], only: Sequence[str] = (), *, stall: str = "") -> list[str]:
+    """The first failure classes but the one that ended the run, those of the loss first, as one text."""
+    counts = Counter(kind for run in runs for kind in dict.fromkeys(found.kind for found in run.failures))
+    ended_by = {(run.failure or {}).get("kind") for run in runs if run.status == "failed"}
+    kinds = [kind for kind in counts if kind not in ended_by and (not only or kind in only)]
+    kinds.sort(key=lambda kind: kind not in OF_THE_LOSS)
+    words = []
+    for kind in kinds[:MOST_CLASSES]:
+        share = f" ({counts[kind]} of {len(runs)} seeds)" if counts[kind] < len(runs) else ""
+        words.append((stall if stall and kind == "stall" else class_name(kind)) + share)
+    more = f" and {len(kinds) - MOST_CLASSES} more" if len(kinds) > MOST_CLASSES else ""
+    return [", ".join(words) + more] if words else []
+
+
+def _ending(runs: Sequence[Run]) -> tuple[Judgement, str] | None:
+    """The judgement on runs that did not reach their planned end, and its text; None if all did."""
+    for status in ("failed", "stopped", "incomplete"):
+        affected = [run for run in runs if run.status == status]
+        if affected:
+            share = f" ({len(affected)} of {len(runs)} seeds)" if len(runs) > 1 else ""
+            outcome = Judgement.FAILED if status == "failed" else Judgement.UNFINISHED
+            return outcome, describe_ending(affected[0]) + share
+    return None if runs else (Judgement.UNFINISHED, "not run")
+
+
+def describe_ending(run: Run) -> str:
+    """Return the failure or the last step of an unfinished run in words."""
+    failure = run.failure or {}
+    step = failure.get("step", run.last_step)
+    message = " ".join(str(failure.get("message") or failure.get("kind") or "").split())
+    where = "" if step is None or re.search(rf"\bstep {step}\b", message) else f" at step {step}"
+    verb = run.status if run.status in ("failed", "stopped") else "unfinished"
+    message = message if len(message) <= LONGEST_MESSAGE else message[: LONGEST_MESSAGE - 1] + "…"
+    return f"{verb}{where}" + (f": {message}" if message else "")
+
+
+def _comparison(evidence: Evidence) -> tuple[Judgement, str]:
+    if evidence.reference:
+        return Judgement.REFERENCE, "reference"
+    if evidence.unlike:
+        return Judgement.INCOMPARABLE, f"not comparable: {', '.join(evidence.unlike)}"
+    if evidence.unmeasured:
+        return Judgement.UNKNOWN, "finished"
+    if evidence.gap_share is None:
+        return Judgement.UNKNOWN, "no finished reference"
+    limit = f"{BOUNDS['outside'].bound:.0%}"
+    if evidence.gap_share > BOUNDS["outside"].bound:
+        return Judgement.OUTSIDE, f"outside {limit}"
+    # A gap without a standard error is not behind.
+    error = math.inf if evidence.gap_error is None else evidence.gap_error
+    if evidence.gap is not None and evidence.gap > max(BOUNDS["behind"].bound, 2.0 * error):
+        return Judgement.BEHIND, "behind"
+    return Judgement.WITHIN, f"within {limit}"

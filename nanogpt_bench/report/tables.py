@@ -5,6 +5,8 @@ Readable tables, those of terminal and page among them, have the columns that te
 
 import csv
 import io
+import re
+import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -199,7 +201,11 @@ def shown_columns(results: Sequence[Result]) -> tuple[Column, ...]:
     apart = any(result.difference.apart for result in results if result.difference is not None)
     headings = {GAP: f"{GAP} to {reference_name(results)}", RUN: run_heading(results, lead=bool(leads) and all(leads))}
     headings |= {PAIRED: f"{PAIRED}{MARK}: two processors"} if apart else {}
-    widths = {c.heading: _width(headings.get(c.heading, c.heading), c, results) for c in shown}
+    most = {VERDICT: WIDEST_VERDICT}
+    widths = {}
+    for column in shown:
+        lengths = [min(len(one_line(column.cell(result))), most.get(column.heading, sys.maxsize)) for result in results]
+        widths[column.heading] = max([len(headings.get(column.heading, column.heading)), *lengths])
     paired = PAIRED in widths
     droppable = [column for column in COLUMNS if column.goes is not None]
     for column in sorted(droppable, key=lambda column: column.goes or 0):
@@ -221,11 +227,6 @@ def _tells(column: Column, results: Sequence[Result]) -> bool:
         return False
     alike = set(cells if column.dash_counts else known)
     return bool(known) and (len(alike) > 1 or len(known) == 1)
-
-
-def _width(heading: str, column: Column, results: Sequence[Result]) -> int:
-    widest = max((len(one_line(column.cell(result))) for result in results), default=0)
-    return max(len(heading), min(widest, WIDEST_VERDICT) if column.heading == VERDICT else widest)
 
 
 def line_width(widths: Iterable[int]) -> int:
@@ -290,10 +291,10 @@ def to_csv(results: Sequence[Result]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     there = shortfall(result.row for result in results)
-    beside = [metric.figure for metric in BESIDE_LOSS]
-    fields = {name: value for column in COLUMNS for name, value in column.csv.items() if name not in beside}
-    last = {name: value for column in COLUMNS for name, value in column.csv.items() if name in beside}
-    fields |= {name: value for name, value in last.items() if any(name in result.beside for result in results)}
+    beside = {metric.figure: any(metric.figure in result.beside for result in results) for metric in BESIDE_LOSS}
+    every = {name: value for column in COLUMNS for name, value in column.csv.items()}
+    fields = {name: value for name, value in every.items() if name not in beside}
+    fields |= {name: every[name] for name, known in beside.items() if known}
     fields |= {"partial": lambda _: there} if there else {}
     writer.writerow(fields)
     writer.writerows([cell(value(result)) for value in fields.values()] for result in results)
@@ -302,34 +303,24 @@ def to_csv(results: Sequence[Result]) -> str:
 
 def to_text(results: Sequence[Result]) -> str:
     """Return the table in plain text, columns aligned; a verdict too long for its line goes on in the next ones."""
-    columns = shown_columns(results)
-    lines = [[one_line(column.cell(result)) for column in columns] for result in results]
-    return _padded(columns, [folded for line in lines for folded in _folded(line, _room(columns, lines))])
+    return _table(results, one_line, fold=True)
 
 
 def to_markdown(results: Sequence[Result]) -> str:
     """Return a GitHub table, columns padded so that it reads as plain text too."""
+    return _table(results, lambda text: " ".join(re.sub(r"([\\\\|<>*_`\[\]])", r"\\\1", text).split()))
+
+
+def _table(results: Sequence[Result], text_of: Callable[[str], str], *, fold: bool = False) -> str:
     columns = shown_columns(results)
-    return _padded(columns, [[_markdown_cell(column.cell(result)) for column in columns] for result in results])
-
-
-def _padded(columns: Sequence[Column], lines: Sequence[Sequence[str]]) -> str:
-    headings = [column.heading for column in columns]
-    return padded([headings, *lines], [column.numeric for column in columns], _room(columns, lines))
-
-
-def _room(columns: Sequence[Column], lines: Sequence[Sequence[str]]) -> int:
-    """Return the characters that the others leave to the last column, the verdict."""
-    others = [max([len(column.heading), *(len(line[i]) for line in lines)]) for i, column in enumerate(columns[:-1])]
-    return max(WIDEST_VERDICT, WIDEST - line_width([*others, 0]))
-
-
-def _folded(line: Sequence[str], room: int) -> Iterator[list[str]]:
-    """Yield a line of cells, its last one on as many lines as it takes."""
-    *others, last = line
-    first, *rest = textwrap.wrap(last, room) or [""]
-    yield [*others, first]
-    yield from ([*("" for _ in others), more] for more in rest)
+    lines = [[text_of(column.cell(result)) for column in columns] for result in results]
+    widths = [max([len(column.heading), *(len(line[i]) for line in lines)]) for i, column in enumerate(columns)]
+    room = max(WIDEST_VERDICT, WIDEST - line_width([*widths[:-1], 0]))  # of the verdict, the last column
+    folded = []
+    for *cells, verdict in lines:
+        first, *rest = (textwrap.wrap(verdict, room) if fold else [verdict]) or [""]
+        folded += [[*cells, first], *([*("" for _ in cells), more] for more in rest)]
+    return padded([[column.heading for column in columns], *folded], [column.numeric for column in columns], room)
 
 
 def padded(
@@ -354,12 +345,6 @@ def padded(
         cells = [c.rjust(w) if number else c.ljust(w) for c, number, w in zip(line, numbers, widths, strict=True)]
         text += f"| {' | '.join(cells)} |\n"
     return text
-
-
-def _markdown_cell(text: str) -> str:
-    for character in "\\|<>*_`[]":
-        text = text.replace(character, "\\" + character)
-    return " ".join(text.split())
 
 
 TUNING_HEADINGS = ("tuned", "key", "best", "tried", "trials", "steps", "seconds")

@@ -15,8 +15,18 @@ from nanogpt_bench.report.results import Result, measure
 from nanogpt_bench.report.results_file import read_studies, with_given_up
 from nanogpt_bench.report.rows import Row, find_reference
 from nanogpt_bench.runs.environment import command_line
-from nanogpt_bench.runs.find import SWEEP, drop_checkpoints, has_ended, make_ready, plain, summary_of
-from nanogpt_bench.runs.load import Run, failures_in, is_run_folder, load_run
+from nanogpt_bench.runs.load import (
+    SWEEP,
+    Run,
+    drop_checkpoints,
+    failures_in,
+    has_ended,
+    is_run_folder,
+    load_run,
+    make_ready,
+    plain,
+    summary_of,
+)
 from nanogpt_bench.runs.read import SUMS, finite, write_sums
 from nanogpt_bench.sweep.plan import PlannedRun
 from nanogpt_bench.system.errors import BenchError, one_line

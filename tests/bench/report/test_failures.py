@@ -1,12 +1,11 @@
 """Failed runs get a page with what was found, when, and what came first."""
 
 import pytest
-from run_folders import measured
+from run_folders import measured, rows_of
 
 from nanogpt_bench.failures import diagnose
 from nanogpt_bench.report.chart import looks
 from nanogpt_bench.report.charts import lines_of, loss_charts
-from nanogpt_bench.report.rows import group_rows
 from nanogpt_bench.report.sections import Page, all_sections
 from nanogpt_bench.runs.load import load_run
 
@@ -54,7 +53,7 @@ def test_early_divergence_and_failure_are_marked_on_the_curve(tmp_path, write_ru
     failure = {"kind": "nan", "message": "gone", "step": 200}
     folder = write_run(tmp_path / "a", status="failed", failure=failure)
     write_alerts(folder, ("early_divergence", 110), ("early_divergence", 150))
-    rows = group_rows([load_run(folder)])
+    rows = rows_of([folder])
     chart, *_ = loss_charts(rows, looks(rows))
     early, end = chart.spec["layer"][-1]["data"]["values"]
     assert (early["x"], early["text"]) == (110.0, "bf16-mixed: divergence told at step 110")

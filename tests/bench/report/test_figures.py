@@ -6,22 +6,22 @@ import re
 import xml.etree.ElementTree as ElementTree
 
 import pytest
+from run_folders import measured
 
 from nanogpt_bench.report import chart
 from nanogpt_bench.report.chart import chosen as chosen_charts
 from nanogpt_bench.report.chart import looks, write_figures
 from nanogpt_bench.report.charts import lines_of, loss_charts, loss_range
-from nanogpt_bench.report.results import measure
-from nanogpt_bench.report.rows import find_reference, group_rows
+from nanogpt_bench.report.rows import find_reference
 from nanogpt_bench.report.sections import Page, all_sections
-from nanogpt_bench.runs.load import MAX_POINTS, decimate, load_run, smooth
+from nanogpt_bench.runs.load import MAX_POINTS, decimate, smooth
 from nanogpt_bench.system.errors import BenchError
 
 
 def prepared(paths):
-    rows = group_rows([load_run(path) for path in paths])
-    reference = find_reference(rows)
-    return measure(rows, reference), looks(rows, reference)
+    results = measured(paths)
+    rows = [result.row for result in results]
+    return results, looks(rows, find_reference(rows))
 
 
 def charts_of(results, chosen):

@@ -3,16 +3,11 @@
 import json
 
 import pytest
+from run_folders import rows_of
 
 from nanogpt_bench.report.chart import looks
 from nanogpt_bench.report.charts import ABOVE, parallel_chart, rate_chart, sensitivity_charts
 from nanogpt_bench.report.results_file import read_studies
-from nanogpt_bench.report.rows import group_rows
-from nanogpt_bench.runs.load import load_run
-
-
-def rows_of(paths):
-    return group_rows([load_run(path) for path in paths])
 
 
 def test_learning_rate_curves_join_runs_that_differ_in_nothing_else(tmp_path, write_run):

@@ -1,20 +1,18 @@
 """Every form of the table carries the same numbers, has the columns that tell rows apart, and fits a terminal."""
 
-import csv
-import io
 import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from run_folders import measured
+from laws import each
+from run_folders import csv_lines, measured
 
 from nanogpt_bench.config.metrics import BESIDE_LOSS
 from nanogpt_bench.report.build import report
-from nanogpt_bench.report.results import Figure, Result
+from nanogpt_bench.report.results import Figure, Judgement, Result, Verdict
 from nanogpt_bench.report.rows import Row
-from nanogpt_bench.report.tables import COLUMNS, WIDEST, shown_columns, to_csv, to_markdown, to_text
-from nanogpt_bench.report.verdict import Judgement, Verdict
+from nanogpt_bench.report.tables import COLUMNS, WIDEST, shown_columns, to_markdown, to_text
 from nanogpt_bench.runs.load import Run
 
 #: label, loss, bytes, stall, arrived, alerts
@@ -53,10 +51,6 @@ def headings(results: list[Result]) -> list[str]:
     return [column.heading.partition(" (")[0] for column in shown_columns(results)]
 
 
-def csv_lines(results: list[Result]) -> list[dict[str, str]]:
-    return list(csv.DictReader(io.StringIO(to_csv(results))))
-
-
 @pytest.fixture
 def results(tmp_path, write_comparison):
     return measured(write_comparison(tmp_path))
@@ -79,9 +73,7 @@ def test_the_best_loss_is_not_shown_where_it_is_the_last_of_all() -> None:
     assert "best val loss" in headings([first, results[1]])
 
 
-@pytest.mark.parametrize(
-    ("alerts", "shown"), [((1, 1), False), ((1, 2), True), ((0, 1), True), ((0, 0), False), ((0, 1, 1), True)]
-)
+@each(("alerts", "shown"), [((1, 1), False), ((1, 2), True), ((0, 1), True), ((0, 0), False), ((0, 1, 1), True)])
 def test_alerts_are_shown_where_they_differ(alerts: tuple[int, ...], shown: bool) -> None:
     results = [
         replace(result(*ROWS[place]), alerts={"stall": count} if count else {}) for place, count in enumerate(alerts)
@@ -136,12 +128,6 @@ def test_the_stall_of_an_unbiased_write_back_is_not_shown_and_what_arrived_is(tm
     assert [line["verdict"] for line in lines] == ["reference", "outside 10%", "outside 10%; stall 89%"]
     shown = {column.heading: [column.cell(each) for each in results] for column in shown_columns(results)}
     assert (shown["arrived"], shown["lr"]) == (["-", "99.8%", "21.0%"], ["0.001", "2", "0.001"])
-
-
-def test_text_from_a_run_is_escaped(tmp_path, write_run):
-    failure = {"kind": "x", "message": "50% | a_b & <i> \\ $1 {x} #~^", "step": 1}
-    results = measured([write_run(tmp_path / "a", status="failed", failure=failure)])
-    assert r"50% \| a\_b & \<i\> \\" in to_markdown(results)
 
 
 def test_without_a_reference_nothing_speaks_of_one(tmp_path, write_run):

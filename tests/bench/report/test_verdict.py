@@ -1,10 +1,10 @@
 """The verdict says what happened: thresholds decide, failures come first, seeds are counted."""
 
 import pytest
+from laws import each
+from run_folders import rows_of
 
-from nanogpt_bench.report.results import measure
-from nanogpt_bench.report.rows import group_rows
-from nanogpt_bench.report.verdict import Evidence, Judgement, judge
+from nanogpt_bench.report.results import Evidence, Judgement, judge, measure
 from nanogpt_bench.runs.load import load_run
 
 NAN = {"kind": "nan", "message": "train/loss is nan\nat once", "step": 37}
@@ -23,7 +23,7 @@ def run(tmp_path, write_run):
     return make
 
 
-@pytest.mark.parametrize(
+@each(
     ("evidence", "outcome", "text"),
     [
         # the loss
@@ -55,7 +55,7 @@ def test_limits_decide(run, evidence, outcome, text):
     assert (verdict.outcome, verdict.text) == (outcome, text)
 
 
-@pytest.mark.parametrize(
+@each(
     ("kinds", "evidence", "text"),
     [
         (["divergence"], Evidence(4.0, stall=0.89), "divergence; outside 10%; stall 89%"),
@@ -108,7 +108,7 @@ def test_the_standard_error_of_a_gap_is_over_batches_and_over_seeds_that_of_the_
             for rule in ("fp32", "sgd")
             for seed, final in enumerate(finals)
         ]
-        rows = group_rows([load_run(path) for path in paths])
+        rows = rows_of(paths)
         return measure(rows, rows[0])[1].verdict.text
 
     assert said("sure", (2.724,), 0.0213) == "behind"
@@ -126,7 +126,7 @@ def test_runs_that_differ_in_more_than_the_seed_are_rows_named_by_what_differs(t
             if value is not None:
                 config = [f"{key}: {value}" for key in "abcd"]
                 (paths[-1] / "config.yaml").write_text("\n".join(["rule: fp32", f"seed: {seed}", *config]))
-        return [(row.label, len(row.runs)) for row in group_rows([load_run(path) for path in paths])]
+        return [(row.label, len(row.runs)) for row in rows_of(paths)]
 
     rates = [(f"{lr}-{seed}", seed, lr, None) for lr in (1e-4, 1e-3) for seed in (1, 2)]
     assert labels(*rates) == [("fp32 lr=0.0001", 2), ("fp32 lr=0.001", 2)]
