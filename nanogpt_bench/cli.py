@@ -125,7 +125,9 @@ def build_parser(loaded: Collection[str] = ()) -> tuple[Parser, dict[str, Parser
     parsers = {}
     for name, text in COMMANDS.items():
         module = import_module(f"nanogpt_bench.commands.{name}") if name in loaded else None
-        parsers[name] = module.add_parser(commands, text) if module else commands.add_parser(name, help=text)
+        parsers[name] = commands.add_parser(name, help=text, **(module.TEXTS if module else {}))
+        if module:
+            module.add_options(parsers[name])
     return parser, parsers
 
 

@@ -17,7 +17,7 @@ def failures_table(file: Exported) -> str:
 
 
 def _line(row: Row) -> tuple[str, ...]:
-    classes = Counter(finding.kind for run in row.runs for finding in run.findings)
+    classes = Counter(finding.kind for run in row.runs for finding in run.failures)
     told = ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in classes.most_common())
     return f"`{row.label}`", _share(_mean(row, "arrived")), told or "none"
 

@@ -3,8 +3,7 @@
 from _ladders import LADDERS, Ladder, cells_of, climbed, ladder_chart, line_looks
 from _markdown import markdown
 
-from nanogpt_bench.report.chart import looks
-from nanogpt_bench.report.figures import figure, svg
+from nanogpt_bench.report.chart import figure, looks, svg
 from nanogpt_bench.report.results import Result, measure
 from nanogpt_bench.report.results_file import Exported
 from nanogpt_bench.report.rows import find_reference, references_of

@@ -7,10 +7,10 @@ from _markdown import markdown
 from _paired import losses_of
 from _predictors import Predictor, early_points, rank_predictors
 
-from nanogpt_bench.report.figures import figure, svg
-from nanogpt_bench.report.results_file import Exported
+from nanogpt_bench.report.chart import figure, svg
+from nanogpt_bench.report.charts import sensitivity_charts
+from nanogpt_bench.report.results_file import Exported, SensitivityMap
 from nanogpt_bench.report.rows import Row, find_reference
-from nanogpt_bench.report.sweep_charts import Sensitivity, sensitivity_charts
 
 END = 1.0
 """Share of a run's steps at which it is looked at."""
@@ -27,7 +27,7 @@ def formats_of(row: Row) -> Mapping[str, object]:
     return next((run.config["model"].get("formats") or {} for run in row.runs), {})
 
 
-def map_of(file: Exported) -> Sensitivity:
+def map_of(file: Exported) -> SensitivityMap:
     """Gaps to the float row, means over the seeds that both have."""
     reference = find_reference(file.rows, file.baseline)
     base = losses_of(reference) if reference else {}
@@ -40,7 +40,7 @@ def map_of(file: Exported) -> Sensitivity:
     patterns, formats = (tuple(dict.fromkeys(place[at] for place in gaps)) for at in (0, 1))
     table = tuple(tuple(gaps.get((pattern, name)) for name in formats) for pattern in patterns)
     rule = next(row.rule for row in file.rows if row.format != "none")
-    return Sensitivity(tuple("all layers" if name == "*" else name for name in patterns), formats, table, rule=rule)
+    return SensitivityMap(tuple("all layers" if name == "*" else name for name in patterns), formats, table, rule=rule)
 
 
 def drawn_map(file: Exported) -> str:

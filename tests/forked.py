@@ -12,7 +12,7 @@ import torch
 import torch._dynamo  # which every optimizer imports: here once, rather than in each child
 import torch.distributed.tensor
 
-from nanogpt_bench.report import figures
+from nanogpt_bench.report import chart, page
 
 
 def start(folder: Path, command: Callable[[], int], *, own_group: bool = False) -> int:
@@ -48,7 +48,7 @@ def start(folder: Path, command: Callable[[], int], *, own_group: bool = False) 
 def without_drawing() -> None:
     """Empty pictures from here on: what draws them does not survive a fork, and may have drawn before."""
     empty = '<svg xmlns="http://www.w3.org/2000/svg" width="8" height="8"></svg>'
-    figures.svg, figures.javascript = lambda spec: empty, lambda code: ""
+    chart.svg, page.javascript = lambda spec: empty, lambda code: ""
 
 
 def finish(pid: int) -> int:

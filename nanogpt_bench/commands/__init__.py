@@ -1,1 +1,103 @@
-"""The commands of `nanogpt-bench`: their options, and what they call."""
+"""The commands of `nanogpt-bench`, a module each: `TEXTS`, `add_options` and `main`; and the types of their arguments.
+
+`main` returns the exit code, or raises `BenchError`, one line. It imports all that brings torch itself: help and wrong
+options need not wait for that. A type makes a word a value, or raises one line that says what is allowed.
+"""
+
+import argparse
+import math
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from nanogpt_bench.system.errors import not_known
+
+
+def one_of(choices: Iterable[str]) -> Callable[[str], str]:
+    """Return a type that reads one of some words.
+
+    >>> one_of(["today"])("today")
+    'today'
+
+    Raises:
+        argparse.ArgumentTypeError: from the type, of any other word; names the nearest one.
+    """
+
+    def read(word: str) -> str:
+        if word not in (known := list(choices)):
+            raise argparse.ArgumentTypeError(not_known(word, known))
+        return word
+
+    return read
+
+
+def braced(words: Iterable[str]) -> str:
+    """Return words as the usage of a command shows a choice.
+
+    >>> braced(["a", "b"])
+    '{a,b}'
+    """
+    return "{" + ",".join(words) + "}"
+
+
+def tokenizer(word: str) -> str:
+    """Return a tokenizer's name: one of the bench's, `bpe-N`, or the name of a model, for its own.
+
+    Raises:
+        argparse.ArgumentTypeError: anything else.
+    """
+    if word.startswith("bpe-") or "/" in word or word.endswith(".gguf") or Path(word).is_dir():
+        return word
+    return one_of(("byte", "char", "gpt2", "bpe-N"))(word)
+
+
+def names(text: str) -> list[str]:
+    """Return the names in a list with commas.
+
+    Raises:
+        argparse.ArgumentTypeError: a list without a name.
+
+    >>> names("E4M3, E7M0")
+    ['E4M3', 'E7M0']
+    """
+    found = [name.strip() for name in text.split(",") if name.strip()]
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} names nothing; give names with commas between them")
+    return found
+
+
+def number(kind: Callable[[str], Any], is_allowed: Callable[[Any], bool], what: str) -> Callable[[str], Any]:
+    """Return a type that reads a number of a kind.
+
+    >>> positive("3")
+    3
+
+    Raises:
+        argparse.ArgumentTypeError: from the type, of any other text; says `what` is allowed.
+    """
+
+    def read(text: str) -> Any:
+        with suppress(ValueError):
+            if is_allowed(value := kind(text)):
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; give {what}")
+
+    return read
+
+
+positive = number(int, lambda value: 1 <= value < 2**63, "a whole number >= 1")
+natural = number(int, lambda value: 0 <= value < 2**63, "a whole number >= 0")
+at_least_0 = number(float, lambda value: 0.0 <= value < math.inf, "a number >= 0")
+above_0 = number(float, lambda value: 0.0 < value < math.inf, "a number > 0")
+
+
+def add_executor(parser: Any) -> None:
+    """Add where the runs of several are trained."""
+    parser.add_argument(
+        "--executor",
+        default="local",
+        metavar="local|ray",
+        help="where runs train: processes of this machine (default), or of a Ray cluster",
+    )
+    parser.add_argument("--address", metavar="HOST:PORT", help="ray: a running cluster (default: one of these cores)")

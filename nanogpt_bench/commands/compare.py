@@ -7,30 +7,30 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.commands.arguments import add_executor, names, positive
+from nanogpt_bench.commands import add_executor, names, positive
 from nanogpt_bench.system.errors import BenchError, say
 from nanogpt_bench.system.lock import locked, new_folder
 
 MODE = "compare"
 
 
-def add_parser(commands: Any, text: str) -> Any:
-    """Add the command and return its parser."""
-    parser = commands.add_parser(
-        "compare",
-        help=text,
-        description="Train formats x rules on one corpus, same seeds and batches, and write a report. Without\n"
-        "arguments: a demonstration on the standard library's prose, two to seven minutes on two CPU cores, with an\n"
-        "estimate of the time left from the first minute on. The same command with the same --out goes on where an\n"
-        "interrupted one was. Settings are those of run, each for every row that it means something for; compare says\n"
-        "which, where that is not all.",
-        usage="nanogpt-bench compare [--formats A,B] [--rules A,B|all] [--max-steps N] [--seeds N] [--data.dir DIR]\n"
-        "                             [--reference ROW] [--out DIR] [--section.key VALUE ...]",
-        epilog="examples:\n  nanogpt-bench compare\n"
-        "  nanogpt-bench compare --formats E4M3,E7M0 --rules bf16-mixed,nearest,stochastic --max-steps 500\n"
-        "  nanogpt-bench compare --data.dir data/book --rules all --seeds 3 --out runs/book\n"
-        "  nanogpt-bench compare --formats E4M3 --model.size 10M --optimizer.lr 1e-3 --optimizer.weight_decay 0",
-    )
+TEXTS = {
+    "description": "Train formats x rules on one corpus, same seeds and batches, and write a report. Without\n"
+    "arguments: a demonstration on the standard library's prose, two to seven minutes on two CPU cores, with an\n"
+    "estimate of the time left from the first minute on. The same command with the same --out goes on where an\n"
+    "interrupted one was. Settings are those of run, each for every row that it means something for; compare says\n"
+    "which, where that is not all.",
+    "usage": "nanogpt-bench compare [--formats A,B] [--rules A,B|all] [--max-steps N] [--seeds N] [--data.dir DIR]\n"
+    "                             [--reference ROW] [--out DIR] [--section.key VALUE ...]",
+    "epilog": "examples:\n  nanogpt-bench compare\n"
+    "  nanogpt-bench compare --formats E4M3,E7M0 --rules bf16-mixed,nearest,stochastic --max-steps 500\n"
+    "  nanogpt-bench compare --data.dir data/book --rules all --seeds 3 --out runs/book\n"
+    "  nanogpt-bench compare --formats E4M3 --model.size 10M --optimizer.lr 1e-3 --optimizer.weight_decay 0",
+}
+
+
+def add_options(parser: Any) -> None:
+    """Add the options."""
     parser.add_argument("--data.dir", dest="data_dir", type=Path, metavar="DIR", help="prepared corpus")
     parser.add_argument("--formats", type=names, metavar="A,B", help="formats of the quantised rules")
     parser.add_argument("--rules", type=names, metavar="A,B|all", help="update rules, or all of them")
@@ -39,17 +39,13 @@ def add_parser(commands: Any, text: str) -> Any:
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the results (default: runs/compare-DATE)")
     parser.add_argument("--reference", metavar="ROW", help="row to measure against (default: the BF16 row)")
     add_executor(parser)
-    return parser
 
 
 def main(args: argparse.Namespace) -> int:
     """Train every row at every seed, write the report and print the table; the last line is the report's path.
 
     With an `--out` that holds the same comparison it goes on, as a sweep does.
-
-    Returns and raises as `sweep_grid`, and for an unknown format, rule or row.
     """
-    # here, since they bring torch, for which neither the help nor a wrong option has to wait
     from nanogpt_bench.runs.environment import command_line
     from nanogpt_bench.sweep.comparison import comparison, read_given, told
     from nanogpt_bench.sweep.modes import sweep_grid

@@ -1,18 +1,12 @@
 """`nanogpt-bench evaluate`: one set of weights in several formats, without training: losses, or a report of them."""
 
-from __future__ import annotations
-
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from nanogpt_bench.commands.arguments import above_0, names, one_of, positive
+from nanogpt_bench.commands import above_0, names, one_of, positive
 from nanogpt_bench.system.errors import BenchError, unknown
-from nanogpt_bench.system.files import holds, refuse_to_replace, rows_with
-
-if TYPE_CHECKING:
-    from nanogpt_bench.evaluation.measurement import Row
+from nanogpt_bench.system.files import holds, refuse_to_replace, rows_with, write_json
 
 #: options that go with a report
 OF_REPORT = ("scales", "embeddings", "sensitivity", "budget")
@@ -23,25 +17,25 @@ SCALES = ("tensor", "channel", "block", "square")
 _WIDTH = 120
 
 
-def add_parser(commands: Any, text: str) -> Any:
-    """Add the command and return its parser."""
-    parser = commands.add_parser(
-        "evaluate",
-        help=text,
-        usage="nanogpt-bench evaluate RUN [--checkpoint best|last|step-N] "
-        "[--formats A,B] [--section.key VALUE ...]\n"
-        "       nanogpt-bench evaluate RUN|--model PATH [--input FILE|--data.dir DIR] [--formats A,B|all]\n"
-        "                              [--scales A,B] [--sensitivity [kinds|blocks|layers]]\n"
-        "                              [--budget BYTES] [--save DIR] [--out DIR]",
-        description="Measure the loss of the weights that a run has trained, as they are and rounded to each format.\n"
-        "With --scales, --sensitivity, --budget or --formats all a run's weights get a report; with --model\n"
-        "those of any causal language model of transformers, with its own tokenizer.",
-        epilog="examples:\n  nanogpt-bench evaluate runs/bf16_baseline --formats E4M3,E5M2,E3M4\n"
-        "  nanogpt-bench evaluate runs/e4m3 --checkpoint best --formats E7M0 --model.formats.lm_head none\n"
-        "  nanogpt-bench evaluate runs/fp32 --formats all --scales channel,block --budget 1.5\n"
-        "  nanogpt-bench evaluate --model SmolLM2-135M.gguf --input law.txt --scales tensor,channel,block\n"
-        "  nanogpt-bench evaluate --model models/smollm2 --data.dir data/law --sensitivity --budget 1.2",
-    )
+TEXTS = {
+    "usage": "nanogpt-bench evaluate RUN [--checkpoint best|last|step-N] "
+    "[--formats A,B] [--section.key VALUE ...]\n"
+    "       nanogpt-bench evaluate RUN|--model PATH [--input FILE|--data.dir DIR] [--formats A,B|all]\n"
+    "                              [--scales A,B] [--sensitivity [kinds|blocks|layers]]\n"
+    "                              [--budget BYTES] [--save DIR] [--out DIR]",
+    "description": "Measure the loss of the weights that a run has trained, as they are and rounded to each format.\n"
+    "With --scales, --sensitivity, --budget or --formats all a run's weights get a report; with --model\n"
+    "those of any causal language model of transformers, with its own tokenizer.",
+    "epilog": "examples:\n  nanogpt-bench evaluate runs/bf16_baseline --formats E4M3,E5M2,E3M4\n"
+    "  nanogpt-bench evaluate runs/e4m3 --checkpoint best --formats E7M0 --model.formats.lm_head none\n"
+    "  nanogpt-bench evaluate runs/fp32 --formats all --scales channel,block --budget 1.5\n"
+    "  nanogpt-bench evaluate --model SmolLM2-135M.gguf --input law.txt --scales tensor,channel,block\n"
+    "  nanogpt-bench evaluate --model models/smollm2 --data.dir data/law --sensitivity --budget 1.2",
+}
+
+
+def add_options(parser: Any) -> None:
+    """Add the options."""
     parser.add_argument("run", nargs="?", metavar="RUN", help="a run's folder")
     parser.add_argument(
         "--model",
@@ -70,15 +64,10 @@ def add_parser(commands: Any, text: str) -> Any:
         help="each kind of layer (default), block or layer, and the embeddings, alone in each format: a map of gaps",
     )
     own.add_argument("--budget", type=above_0, metavar="X", help="the best mixture of the map in X bytes a parameter")
-    return parser
 
 
 def main(args: argparse.Namespace) -> int:
-    """Measure losses, or write a report where its options are given.
-
-    Raises:
-        BenchError: options that mean nothing together, and what can't be measured.
-    """
+    """Measure losses, or write a report where its options are given."""
     _check(args)
     if args.model is not None:
         from nanogpt_bench.evaluation.report import report_model
@@ -89,7 +78,7 @@ def main(args: argparse.Namespace) -> int:
     run_dir = run_folder(args.run)
     if run_dir is None:
         raise BenchError(_no_run(Path(args.run)))
-    if _wants_report(args):
+    if "all" in (args.formats or ()) or any(getattr(args, name) not in (None, False) for name in OF_REPORT):
         from nanogpt_bench.evaluation.report import report_run
 
         return report_run(run_dir, args)
@@ -108,17 +97,21 @@ def _check(args: argparse.Namespace) -> None:
             raise unknown("--scales", scale, SCALES)
 
 
-def _wants_report(args: argparse.Namespace) -> bool:
-    return "all" in (args.formats or ()) or any(getattr(args, name) not in (None, False) for name in OF_REPORT)
-
-
 def _losses(run_dir: Path, args: argparse.Namespace) -> int:
-    from nanogpt_bench.evaluation.weights import evaluate_run
+    from rich.console import Console
+
+    from nanogpt_bench.evaluation.measurement import rows_table
+    from nanogpt_bench.evaluation.weights import WRITTEN, evaluate_run
 
     if args.out:
         refuse_to_replace("--out", args.out, holds(rows_with("format", "storage", "val_loss")), "a name of its own")
     rows = evaluate_run(run_dir, args.checkpoint or "last", args.formats or (), args.overrides, save=args.save)
-    _show(rows, args.out)
+    console = Console()
+    console.width = console.width if console.is_terminal else _WIDTH
+    console.print(rows_table(rows, "gap to as trained"))
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        write_json(args.out, [row.facts(WRITTEN) for row in rows])
     return 0
 
 
@@ -131,18 +124,3 @@ def _no_run(path: Path) -> str:
         return f"{str(path)!r} is a checkpoint; give its run's folder and --checkpoint {path.stem}"
     runs = [str(child) for child in sorted(path.glob("*")) if is_run(child)]
     return f"{str(path)!r} is no folder of a run" + (f"; it holds: {', '.join(runs)}" if runs else "")
-
-
-def _show(rows: Sequence[Row], out: Path | None) -> None:
-    from rich.console import Console
-
-    from nanogpt_bench.evaluation.sensitivity import rows_table
-    from nanogpt_bench.evaluation.weights import WRITTEN
-    from nanogpt_bench.system.files import write_json
-
-    console = Console()
-    console.width = console.width if console.is_terminal else _WIDTH
-    console.print(rows_table(rows, "gap to as trained"))
-    if out:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        write_json(out, [row.facts(WRITTEN) for row in rows])

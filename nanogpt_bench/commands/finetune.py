@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from nanogpt_bench.commands.arguments import braced, one_of
+from nanogpt_bench.commands import braced, one_of
 from nanogpt_bench.commands.run import exit_code, trained
 from nanogpt_bench.config.settings import Resolved, build_config, find_config, load_config
 from nanogpt_bench.system.errors import BenchError, one_line, refused
@@ -25,21 +25,21 @@ ADAMW_BYTES = 16
 _MIB = 2**20
 
 
-def add_parser(commands: Any, text: str) -> Any:
-    """Add the command and return its parser."""
-    parser = commands.add_parser(
-        "finetune",
-        help=text,
-        usage="nanogpt-bench finetune --model PATH --data.dir DIR [--rule RULE] [--name NAME] [--resume] [--save DIR] "
-        "[--layout LAYOUT] [--section.key VALUE ...]",
-        description="Train all weights of a causal language model of transformers further, as finetune.yaml says,\n"
-        "with the loop, checkpoints, monitors and report of run; every setting of run can be overridden.",
-        epilog="examples:\n"
-        "  nanogpt-bench prepare text --input law.txt --tokenizer models/smollm2 --out data/law\n"
-        "  nanogpt-bench finetune --model models/smollm2 --data.dir data/law --rule muon-stochastic\n"
-        "  nanogpt-bench finetune --model models/smollm2 --data.dir data/law --train.step_in_backward true "
-        "--optimizer.clip_by previous --train.recompute true --train.precision bf16-mixed --save models/law",
-    )
+TEXTS = {
+    "usage": "nanogpt-bench finetune --model PATH --data.dir DIR [--rule RULE] [--name NAME] [--resume] [--save DIR] "
+    "[--layout LAYOUT] [--section.key VALUE ...]",
+    "description": "Train all weights of a causal language model of transformers further, as finetune.yaml says,\n"
+    "with the loop, checkpoints, monitors and report of run; every setting of run can be overridden.",
+    "epilog": "examples:\n"
+    "  nanogpt-bench prepare text --input law.txt --tokenizer models/smollm2 --out data/law\n"
+    "  nanogpt-bench finetune --model models/smollm2 --data.dir data/law --rule muon-stochastic\n"
+    "  nanogpt-bench finetune --model models/smollm2 --data.dir data/law --train.step_in_backward true "
+    "--optimizer.clip_by previous --train.recompute true --train.precision bf16-mixed --save models/law",
+}
+
+
+def add_options(parser: Any) -> None:
+    """Add the options."""
     parser.add_argument(
         "--model",
         required=True,
@@ -61,15 +61,10 @@ def add_parser(commands: Any, text: str) -> Any:
         help="of --save: floats (default, but of a model published in FP8), codes and scales in the layout of "
         "compressed-tensors or torchao, or fp8: in that of DeepSeek-V3, squares of 128 x 128",
     )
-    return parser
 
 
 def main(args: argparse.Namespace) -> int:
-    """The command line's entry: train, say what memory it took, and write the model where one is asked for.
-
-    Raises:
-        BenchError: a model, a text or settings that can't be used, or a model that can't be written.
-    """
+    """Train, print the memory taken, and write the model with `--save`."""
     overrides = [*args.overrides, "--model.pretrained", args.model]
     layout: Any = args.layout
     if args.layout is not None and args.save is None:
@@ -91,7 +86,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def check_save(config: Resolved, out: Path, layout: Layout | Literal["float"] | None) -> str:
-    """Return the layout to write in, and refuse what would be in the way of it; before a training, no weight is read.
+    """Return the layout to write in, before a training; no weight is read.
 
     Raises:
         BenchError: a folder without room, settings under which no last weights are kept, or a layout that
@@ -115,7 +110,7 @@ def check_save(config: Resolved, out: Path, layout: Layout | Literal["float"] | 
 
 @contextmanager
 def _kept(run_dir: Path, out: Path) -> Iterator[None]:
-    """Leave no part of a model that could not be written, and say that its weights are not lost."""
+    """Remove the parts of a model that could not be written, and say where its weights are."""
     try:
         yield
     except BenchError as error:
@@ -130,7 +125,7 @@ def _kept(run_dir: Path, out: Path) -> Iterator[None]:
 
 @contextmanager
 def _written(out: Path) -> Iterator[None]:
-    """Turn whatever transformers raises while it writes a model into one line."""
+    """Make one line of any error of transformers while it writes a model."""
     try:
         yield
     except BenchError:
@@ -142,7 +137,7 @@ def _written(out: Path) -> Iterator[None]:
 
 
 def memory_line(summary: dict[str, Any]) -> str:
-    """Return what a run held, measured, beside what float32 AdamW holds, by arithmetic.
+    """Return the memory of a run, measured, beside that of float32 AdamW, by arithmetic.
 
     >>> memory_line({"parameters": 2**20, "held_bytes": 3 * 2**20, "gradient_peak_bytes": None})
     'memory: weights and state 3.0 MiB, gradients not measured; float32 AdamW by arithmetic: 16.0 MiB'
@@ -157,7 +152,7 @@ def memory_line(summary: dict[str, Any]) -> str:
 
 
 def check_layout(config: Resolved, layout: Layout) -> None:
-    """Refuse a layout that can't hold what a run is to train, before it does; no weight is read.
+    """Refuse a layout that can't hold the model, before a training; no weight is read.
 
     Raises:
         BenchError: a format or a layer that the layout does not have, weights in float, or a missing package.
@@ -188,7 +183,7 @@ def save_model(run_dir: Path, out: Path, layout: Layout | Literal["float", "its 
     import fp8manifold as fm
     from nanogpt_bench.data.batches import open_corpus
     from nanogpt_bench.loop.trainer import trained_model
-    from nanogpt_bench.model.causal import find_model, reading
+    from nanogpt_bench.model.causal import find_model, reading, without_codes
     from nanogpt_bench.model.weights import fill
     from nanogpt_bench.runs.trained import choose, load
     from nanogpt_bench.setup.resolve import resolve
@@ -198,31 +193,24 @@ def save_model(run_dir: Path, out: Path, layout: Layout | Literal["float", "its 
     config = resolve(build_config(dict(found.settings)))
     name = config.model.pretrained or ""
     with runtime(config) as device:
-        model = trained_model(config, open_corpus(config), device)
+        model: Any = trained_model(config, open_corpus(config), device)
     fill(model, found.tensors, found.metadata, f"checkpoint {str(found.path)!r}")
     with reading(name) as transformers, _written(out):
         if layout == OWN:
             fm.save_fp8(model, out)
             return
-        _write(fm.dequantize_model(model) if layout == FLOAT else model, out, layout)
+        model = fm.dequantize_model(model) if layout == FLOAT else model
+        head = model.get_output_embeddings()
+        settings = model.config = copy.deepcopy(model.config)
+        without_codes(model)
+        settings.use_cache = True
+        settings.tie_word_embeddings = head is not None and head.weight is model.get_input_embeddings().weight
+        if layout == FLOAT:
+            model.save_pretrained(out)
+        else:
+            with _refusals(layout):
+                fm.export_model(model, out, layout)
         transformers.AutoTokenizer.from_pretrained(**find_model(name)).save_pretrained(out)
-
-
-def _write(model: Any, out: Path, layout: Layout | Literal["float"]) -> None:
-    from nanogpt_bench.model.causal import without_codes
-
-    head = model.get_output_embeddings()
-    settings = model.config = copy.deepcopy(model.config)
-    without_codes(model)
-    settings.use_cache = True
-    settings.tie_word_embeddings = head is not None and head.weight is model.get_input_embeddings().weight
-    if layout == "float":
-        model.save_pretrained(out)
-    else:
-        from fp8manifold import export_model
-
-        with _refusals(layout):
-            export_model(model, out, layout)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.commands.arguments import braced, names, one_of, positive, tokenizer
+from nanogpt_bench.commands import braced, names, one_of, positive, tokenizer
 from nanogpt_bench.config.schema import DEFAULT_DATA_DIR
 from nanogpt_bench.system.errors import BenchError, counted
 
@@ -25,27 +25,25 @@ NEEDS = {
     "hub": {"dataset": "--dataset ID", "column": "--column COL"},
     "nanogpt": {"input": "--input FOLDER", "tokenizer": "--tokenizer {byte,char,gpt2}: meta.pkl is never unpickled"},
 }
-
-
 SOURCES = ("stdlib", "packages", "eurlex", "hub", "text", "nanogpt")
 PREPARED = ("text", "labels")
 
 
-def add_parser(commands: Any, text: str) -> Any:
-    """Add the command and return its parser."""
-    parser = commands.add_parser(
-        "prepare",
-        help=text,
-        description="Turn a text into train.bin, val.bin (uint16 tokens) and meta.json.",
-        epilog="examples:\n  nanogpt-bench prepare stdlib\n"
-        "  nanogpt-bench prepare packages --tokenizer gpt2\n"
-        "  nanogpt-bench prepare text --input book.txt --tokenizer char --out data/book\n"
-        "  nanogpt-bench prepare nanogpt --input nanoGPT/data/openwebtext --tokenizer gpt2\n"
-        "  nanogpt-bench prepare eurlex --tokenizer gpt2 --limit-tokens 10000000\n"
-        "  nanogpt-bench prepare eurlex --data-dir lex_glue --out data/eurlex\n"
-        "  nanogpt-bench prepare eurlex --task labels\n"
-        "  nanogpt-bench prepare hub --dataset Salesforce/wikitext --config wikitext-2-raw-v1 --column text",
-    )
+TEXTS = {
+    "description": "Turn a text into train.bin, val.bin (uint16 tokens) and meta.json.",
+    "epilog": "examples:\n  nanogpt-bench prepare stdlib\n"
+    "  nanogpt-bench prepare packages --tokenizer gpt2\n"
+    "  nanogpt-bench prepare text --input book.txt --tokenizer char --out data/book\n"
+    "  nanogpt-bench prepare nanogpt --input nanoGPT/data/openwebtext --tokenizer gpt2\n"
+    "  nanogpt-bench prepare eurlex --tokenizer gpt2 --limit-tokens 10000000\n"
+    "  nanogpt-bench prepare eurlex --data-dir lex_glue --out data/eurlex\n"
+    "  nanogpt-bench prepare eurlex --task labels\n"
+    "  nanogpt-bench prepare hub --dataset Salesforce/wikitext --config wikitext-2-raw-v1 --column text",
+}
+
+
+def add_options(parser: Any) -> None:
+    """Add the options."""
     parser.add_argument(
         "source",
         type=one_of(SOURCES),
@@ -54,24 +52,7 @@ def add_parser(commands: Any, text: str) -> Any:
         "comments in fixed versions of packages of PyPI and Debian; eurlex: English EU legislation; hub: any text data "
         "set of the Hugging Face hub; text: any UTF-8 file; nanogpt: its train.bin and val.bin",
     )
-    _add_source_options(parser)
-    parser.add_argument(
-        "--limit-tokens", type=positive, metavar="N", help="stop after N tokens for training, N/10 for validation"
-    )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder to write (default: data/ and the text's name)")
-    parser.add_argument(
-        "--tokenizer",
-        type=tokenizer,
-        metavar="{byte,char,gpt2,bpe-N,MODEL}",
-        help="byte: 256 bytes and an end of text; char: the text's own characters; gpt2: GPT-2's 50257 byte pairs; "
-        "bpe-N: N tokens of the text's own byte pairs, such as bpe-4096; "
-        "folder/of/a_model, model.gguf or an id on the hub: that model's own tokens (default: byte)",
-    )
-    return parser
-
-
-def _add_source_options(parser: Any) -> None:
-    """Where the text comes from; which option goes with which source is checked when the command runs."""
+    # which option goes with which source is checked when the command runs
     parser.add_argument(
         "--task",
         type=one_of(PREPARED),
@@ -91,6 +72,18 @@ def _add_source_options(parser: Any) -> None:
         help="read DIR/CONFIG/SPLIT-*.parquet or DIR/SPLIT-*.parquet, a local copy, instead (eurlex, hub), or the "
         "archives of the packages in DIR (packages)",
     )
+    parser.add_argument(
+        "--limit-tokens", type=positive, metavar="N", help="stop after N tokens for training, N/10 for validation"
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder to write (default: data/ and the text's name)")
+    parser.add_argument(
+        "--tokenizer",
+        type=tokenizer,
+        metavar="{byte,char,gpt2,bpe-N,MODEL}",
+        help="byte: 256 bytes and an end of text; char: the text's own characters; gpt2: GPT-2's 50257 byte pairs; "
+        "bpe-N: N tokens of the text's own byte pairs, such as bpe-4096; "
+        "folder/of/a_model, model.gguf or an id on the hub: that model's own tokens (default: byte)",
+    )
 
 
 def main(args: argparse.Namespace) -> int:
@@ -98,19 +91,18 @@ def main(args: argparse.Namespace) -> int:
     _check_options(args)
     out = args.out or default_folder(args)
     meta = _prepare(args, out)
-    counts = meta["splits"]
+    train, val = meta["splits"]["train"], meta["splits"]["val"]
+    labels = ""
+    if "labels" in meta:
+        labels = (
+            f"; {counted(len(meta['labels']), 'label')}, {train['documents']:,} documents for training, "
+            f"{val['documents']:,} for validation"
+        )
     print(
-        f"{out}: {counts['train']['tokens']:,} tokens for training, {counts['val']['tokens']:,} for validation, "
-        f"{meta['tokenizer']} tokenizer, vocabulary {meta['vocab_size']}{_labels(meta)}"
+        f"{out}: {train['tokens']:,} tokens for training, {val['tokens']:,} for validation, "
+        f"{meta['tokenizer']} tokenizer, vocabulary {meta['vocab_size']}{labels}"
     )
     return 0
-
-
-def _labels(meta: dict[str, Any]) -> str:
-    if "labels" not in meta:
-        return ""
-    train, val = (f"{meta['splits'][split]['documents']:,}" for split in ("train", "val"))
-    return f"; {counted(len(meta['labels']), 'label')}, {train} documents for training, {val} for validation"
 
 
 def _check_options(args: argparse.Namespace) -> None:
@@ -146,6 +138,7 @@ def _prepare(args: argparse.Namespace, out: Path) -> dict[str, Any]:
         "tokenizer": args.tokenizer or "byte",
         "limit": args.limit_tokens,
         "progress": sys.stderr.isatty(),
+        **{option: getattr(args, option) for option in ("data_dir", "revision") if args.source in GOES_WITH[option]},
     }
     if args.source == "stdlib":
         return prepare_stdlib(out, **options)
@@ -153,10 +146,8 @@ def _prepare(args: argparse.Namespace, out: Path) -> dict[str, Any]:
         return prepare_text(args.input, out, **options)
     if args.source == "nanogpt":
         return prepare_nanogpt(args.input, out, **options)
-    options["data_dir"] = args.data_dir
     if args.source == "packages":
         return prepare_packages(out, **options, packages=args.packages)
-    options["revision"] = args.revision
     if args.source == "eurlex":
         return prepare_eurlex(out, **options, task=args.task or "text")
     return prepare_hub(out, args.dataset, args.column, config=args.config, **options)

@@ -4,17 +4,16 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+TEXTS = {
+    "description": "Rebuild the report of runs on disk: report.html, figures, results.csv and tables.",
+    "epilog": "examples:\n  nanogpt-bench report runs/compare-20260101-120000 --out report\n"
+    "  nanogpt-bench report runs/bf16_baseline runs/e4m3 --out report\n"
+    "  nanogpt-bench report runs/book --out report --baseline fp32",
+}
 
-def add_parser(commands: Any, text: str) -> Any:
-    """Add the command and return its parser."""
-    parser = commands.add_parser(
-        "report",
-        help=text,
-        description="Rebuild the report of runs on disk: report.html, figures, results.csv and tables.",
-        epilog="examples:\n  nanogpt-bench report runs/compare-20260101-120000 --out report\n"
-        "  nanogpt-bench report runs/bf16_baseline runs/e4m3 --out report\n"
-        "  nanogpt-bench report runs/book --out report --baseline fp32",
-    )
+
+def add_options(parser: Any) -> None:
+    """Add the options."""
     parser.add_argument(
         "runs", nargs="+", type=Path, metavar="RUNS", help="run folders, folders of them at any depth, or results files"
     )
@@ -25,14 +24,12 @@ def add_parser(commands: Any, text: str) -> Any:
         metavar="ROW",
         help="row to measure against (default: the BF16 autocast row)",
     )
-    return parser
 
 
 def main(args: argparse.Namespace) -> int:
     """Write the report and print the page's path."""
-    # here, since they bring torch, for which the help need not wait
     from nanogpt_bench.report import check_folder, report
-    from nanogpt_bench.runs.find import say_aside
+    from nanogpt_bench.runs.load import say_aside
 
     check_folder(args.out)
     print(report(args.runs, out=args.out, baseline=args.baseline, say=say_aside))

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.commands.arguments import braced, one_of
+from nanogpt_bench.commands import braced, one_of
 from nanogpt_bench.system.errors import BenchError, counted
 from nanogpt_bench.system.files import holds, refuse_to_replace, write_text
 
@@ -15,20 +15,20 @@ TABLES = ("markdown", "csv")
 GO_WITH = {"out": "export", "reference": "show", "table": "show"}
 
 
-def add_parser(commands: Any, text: str) -> Any:
-    """Add the command and return its parser."""
-    parser = commands.add_parser(
-        "results",
-        help=text,
-        usage="nanogpt-bench results export SWEEP --out FILE.json\n"
-        "       nanogpt-bench results show FILE.json [--reference ROW] [--table markdown|csv]",
-        description="export: write what the runs of a sweep or a comparison have come to, their settings, their\n"
-        "environments and what was tuned into one JSON file. show: print the tables of such a file, whose page\n"
-        "report draws.",
-        epilog="examples:\n  nanogpt-bench results export runs/sweep-my_study/tune --out my_study.json\n"
-        "  nanogpt-bench results show my_study.json --reference muon\n"
-        "  nanogpt-bench report my_study.json --out report",
-    )
+TEXTS = {
+    "usage": "nanogpt-bench results export SWEEP --out FILE.json\n"
+    "       nanogpt-bench results show FILE.json [--reference ROW] [--table markdown|csv]",
+    "description": "export: write what the runs of a sweep or a comparison have come to, their settings, their\n"
+    "environments and what was tuned into one JSON file. show: print the tables of such a file, whose page\n"
+    "report draws.",
+    "epilog": "examples:\n  nanogpt-bench results export runs/sweep-my_study/tune --out my_study.json\n"
+    "  nanogpt-bench results show my_study.json --reference muon\n"
+    "  nanogpt-bench report my_study.json --out report",
+}
+
+
+def add_options(parser: Any) -> None:
+    """Add the options."""
     parser.add_argument("word", type=one_of(WORDS), metavar=braced(WORDS), help="which of these")
     parser.add_argument("path", type=Path, metavar="SWEEP|FILE.json", help="export: a sweep's folder")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="export: file to write")
@@ -36,19 +36,14 @@ def add_parser(commands: Any, text: str) -> Any:
     parser.add_argument(
         "--table", type=one_of(TABLES), metavar=braced(TABLES), help="show: this form of the table alone"
     )
-    return parser
 
 
 def main(args: argparse.Namespace) -> int:
-    """The command line's entry: export a folder, or show a file.
-
-    Raises:
-        BenchError: a folder or a file that holds no results, or options that belong to another word.
-    """
+    """Export a folder, or show a file."""
     for option, word in GO_WITH.items():
         if getattr(args, option) is not None and args.word != word:
-            told = "; show prints, and report FILE.json --out DIR draws" * (option == "out")
-            raise BenchError(f"--{option} goes with results {word}{told}")
+            instead = "; show prints, and report FILE.json --out DIR draws" * (option == "out")
+            raise BenchError(f"--{option} goes with results {word}{instead}")
     if args.word == "show":
         return _show(args.path, args.reference, args.table)
     if args.out is None:
@@ -71,11 +66,7 @@ def _export(folder: Path, out: Path) -> int:
 
 
 def _show(path: Path, reference: str | None, table: str | None) -> int:
-    """Print the table, measured against a row, else the file's own; unless a form of it is asked for, what was tuned.
-
-    Raises:
-        BenchError: no such row; names the nearest one.
-    """
+    """Print the table, measured against a row, else the file's; and the tuning unless one form is named."""
     from nanogpt_bench.report.results import measure
     from nanogpt_bench.report.results_file import read_export
     from nanogpt_bench.report.rows import find_reference

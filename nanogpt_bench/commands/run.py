@@ -25,20 +25,20 @@ if TYPE_CHECKING:
 RUNS = Path("runs")
 
 
-def add_parser(commands: Any, text: str) -> Any:
-    """Add the command and return its parser."""
-    parser = commands.add_parser(
-        "run",
-        help=text,
-        usage="nanogpt-bench run CONFIG.yaml [--name NAME] [--resume] [--section.key VALUE ...]\n"
-        "       nanogpt-bench run --defaults",
-        description="Train one model as CONFIG.yaml says; every setting can be overridden on the command line.\n"
-        "nanogpt-bench run --defaults prints every setting, its default and what it takes.",
-        epilog="examples:\n  nanogpt-bench run e4m3.yaml --train.max_steps 500\n"
-        "  nanogpt-bench run bf16_baseline.yaml --rule stiffness-anneal --model.format E7M0 --name e7m0\n"
-        '  nanogpt-bench run my.yaml --data.dir data/book --model.formats "{attn: E4M3, mlp: E3M4}"\n\n'
-        f"shipped configs: {', '.join(shipped_configs())}",
-    )
+TEXTS = {
+    "usage": "nanogpt-bench run CONFIG.yaml [--name NAME] [--resume] [--section.key VALUE ...]\n"
+    "       nanogpt-bench run --defaults",
+    "description": "Train one model as CONFIG.yaml says; every setting can be overridden on the command line.\n"
+    "nanogpt-bench run --defaults prints every setting, its default and what it takes.",
+    "epilog": "examples:\n  nanogpt-bench run e4m3.yaml --train.max_steps 500\n"
+    "  nanogpt-bench run bf16_baseline.yaml --rule stiffness-anneal --model.format E7M0 --name e7m0\n"
+    '  nanogpt-bench run my.yaml --data.dir data/book --model.formats "{attn: E4M3, mlp: E3M4}"\n\n'
+    f"shipped configs: {', '.join(shipped_configs())}",
+}
+
+
+def add_options(parser: Any) -> None:
+    """Add the options."""
     parser.add_argument("config", nargs="?", metavar="CONFIG.yaml", help="a file, or the name of a shipped one")
     parser.add_argument(
         "--defaults", action="store_true", help="print a file of all settings with their defaults and meanings"
@@ -55,16 +55,12 @@ def add_parser(commands: Any, text: str) -> Any:
         action="store_true",
         help="--resume: go on with settings or a corpus that change the numbers",
     )
-    return parser
 
 
 def main(args: argparse.Namespace) -> int:
     """Train as a configuration file and overrides say, or print the file of all defaults.
 
     Returns 0, 1 when the run failed or the disk ended it, 75 when a signal did.
-
-    Raises:
-        BenchError: as `trained`.
     """
     if args.defaults:
         print(defaults_yaml())
@@ -185,10 +181,7 @@ def latest_name(stem: str) -> Path:
 
 @contextmanager
 def _display(config: Config, first: list[str]) -> Iterator[Any]:
-    """Yield a callback that moves a bar on a terminal and prints a line at every validation.
-
-    The lines that come `first` are printed once the run goes on: one that is refused says why and nothing else.
-    """
+    """A callback that moves a bar on a terminal, and prints `first` once, and a line at every validation."""
     console = Console(stderr=True)
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
     with Bar(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
@@ -223,18 +216,14 @@ def _closing_line(summary: dict[str, Any], run_dir: Path) -> str:
         return f"stopped: {summary['stop']['message']}; make room, --resume goes on; see {run_dir}"
     why = f" ({summary['stop']['message']})" if summary["stop"] else ""
     last, best = (_number(summary[f"{name}_val_loss"], ".4f") for name in ("final", "best"))
+    overhead = summary["shadow_overhead"]
+    shadow = "" if overhead is None else f", each look of the shadow {overhead:.2f} steps long"
     return (
         f"{summary['status']}{why} after {counted(summary['steps'], 'step')}: val loss {last} (best {best}), "
         f"{_number(summary['bytes_per_parameter'], '.2f')} bytes a parameter, "
-        f"{_number(summary['tokens_per_s'], ',.0f')} tokens/s{_shadow(summary)}; see {run_dir}"
+        f"{_number(summary['tokens_per_s'], ',.0f')} tokens/s{shadow}; see {run_dir}"
     )
 
 
 def _number(value: float | None, spec: str) -> str:
     return "-" if value is None else format(value, spec)
-
-
-def _shadow(summary: dict[str, Any]) -> str:
-    """What a comparison with the shadow took, in steps."""
-    overhead = summary["shadow_overhead"]
-    return "" if overhead is None else f", each look of the shadow {overhead:.2f} steps long"

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanogpt_bench.commands.arguments import at_least_0, names, natural, positive
+from nanogpt_bench.commands import at_least_0, names, natural, positive
 from nanogpt_bench.system.errors import BenchError, counted, printable
 from nanogpt_bench.system.files import holds, refuse_to_replace, rows_with, write_json
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from nanogpt_bench.data.batches import Corpus
     from nanogpt_bench.data.tokenizers import Tokenizer
-    from nanogpt_bench.evaluation.weights import RunWeights
     from nanogpt_bench.loop.trainer import Trainer
 
 #: columns that a text needs to stand beside another one
@@ -39,27 +38,27 @@ class Draw:
 
 @dataclass(frozen=True)
 class Sample:
-    """What one set of weights wrote after the prompt."""
+    """The text that one set of weights wrote after the prompt."""
 
     format: str
     text: str
-    #: how many tokens it has; fewer than were asked for where it came to an end of text
+    #: number of tokens; fewer than asked for after an end of text
     tokens: int
     checkpoint: str
 
 
-def add_parser(commands: Any, text: str) -> Any:
-    """Add the command and return its parser."""
-    parser = commands.add_parser(
-        "sample",
-        help=text,
-        usage="nanogpt-bench sample RUN [--checkpoint best|last|step-N] [--formats A,B] [--prompt TEXT] [--tokens N]\n"
-        "                            [--temperature T] [--top-k K] [--seed S] [--out FILE] [--section.key VALUE ...]",
-        description="Let the weights that a run has trained go on with a text, as they are and rounded to each\n"
-        "format, side by side and with the same draws.",
-        epilog='examples:\n  nanogpt-bench sample runs/e4m3 --prompt "The function returns"\n'
-        "  nanogpt-bench sample runs/bf16_baseline --formats E4M3,E7M0 --temperature 0.8 --top-k 40 --seed 3",
-    )
+TEXTS = {
+    "usage": "nanogpt-bench sample RUN [--checkpoint best|last|step-N] [--formats A,B] [--prompt TEXT] [--tokens N]\n"
+    "                            [--temperature T] [--top-k K] [--seed S] [--out FILE] [--section.key VALUE ...]",
+    "description": "Let the weights that a run has trained go on with a text, as they are and rounded to each\n"
+    "format, side by side and with the same draws.",
+    "epilog": 'examples:\n  nanogpt-bench sample runs/e4m3 --prompt "The function returns"\n'
+    "  nanogpt-bench sample runs/bf16_baseline --formats E4M3,E7M0 --temperature 0.8 --top-k 40 --seed 3",
+}
+
+
+def add_options(parser: Any) -> None:
+    """Add the options."""
     parser.add_argument("run", metavar="RUN", help="a run's folder")
     parser.add_argument("--checkpoint", metavar="WHICH", help="best, last (the default) or step-N")
     parser.add_argument(
@@ -73,7 +72,6 @@ def add_parser(commands: Any, text: str) -> Any:
     parser.add_argument("--top-k", type=positive, metavar="K", help="choose among the K likeliest (default: all)")
     parser.add_argument("--seed", type=natural, default=0, metavar="S", help="of the draws (default: 0)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the texts as JSON as well")
-    return parser
 
 
 def sample_run(
@@ -82,18 +80,12 @@ def sample_run(
     """Return the texts of a run's weights: as trained, then rounded to each format, all of the same draws.
 
     A prompt of "" stands for an end of text, where the tokenizer has one, else for the validation text's first token.
-
-    Args:
-        run_dir: the run's folder.
-        draw: the prompt and how tokens are chosen.
-        checkpoint: last, best or step-N.
-        formats: each is that of every weight, in place of the run's; none: float weights.
-        overrides: settings of the rows in a format, and `data.dir`.
+    Each format is that of every weight, in place of the run's; `none` stands for float weights. `overrides` are
+    settings of the rows in a format, and `data.dir`.
 
     Raises:
         BenchError: no such checkpoint, a prompt that the tokenizer can't write, or weights whose logits are not finite.
     """
-    # here, since they bring torch, for which neither the help nor a wrong option has to wait
     from rich.console import Console
     from rich.progress import Progress
 
@@ -117,7 +109,7 @@ def sample_run(
     with runtime(weights.own) as device, bar as progress:
         task = progress.add_task("sample", total=(1 + len(names)) * draw.tokens)
         found = []
-        for name, trainer in _rows(weights, names, corpus, device):
+        for name, trainer in weights.trainers(names, corpus, device):
             progress.update(task, description=name)
             tokens = []
             for token in _written(name, trainer, prompt.to(device), draw):
@@ -127,16 +119,6 @@ def sample_run(
                 tokens.append(token)
             found.append(Sample(name, tokenizer.decode(tokens), len(tokens), folder_of(trained.path)))
     return found
-
-
-def _rows(
-    weights: RunWeights, names: Sequence[str], corpus: Corpus, device: torch.device
-) -> Iterator[tuple[str, Trainer]]:
-    from nanogpt_bench.setup.formats import format_summary
-
-    yield f"{format_summary(weights.own)} (as trained)", weights.as_trained(corpus, device)
-    for name in names:
-        yield name, weights.rounded({} if name == "none" else weights.requantised(name), corpus, device)
 
 
 def _encoded(prompt: str, tokenizer: Tokenizer, corpus: Corpus) -> torch.Tensor:
@@ -172,11 +154,7 @@ def _written(name: str, trainer: Trainer, prompt: torch.Tensor, draw: Draw) -> I
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print what `sample_run` returns, and write it to `--out` as JSON where one is given.
-
-    Raises:
-        BenchError: no folder of a run, and as `sample_run`.
-    """
+    """Print what `sample_run` returns, and write it to `--out` as JSON where one is given."""
     from nanogpt_bench.runs.trained import run_folder
 
     draw = Draw(args.prompt, args.tokens, args.temperature, args.top_k, args.seed)

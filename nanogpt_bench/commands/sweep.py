@@ -5,24 +5,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.commands.arguments import add_executor, positive
+from nanogpt_bench.commands import add_executor, positive
 from nanogpt_bench.system.errors import BenchError
 
+TEXTS = {
+    "usage": "nanogpt-bench sweep FILE.yaml [--sensitivity] [--reference ROW] [--smoke]\n"
+    "                           [--workers N] [--out DIR] [--section.key VALUE ...]",
+    "description": "Train one run for every point of FILE.yaml's axes, several at a time, and write a report. With\n"
+    "tune and confirm in the file: find the best learning rate of every point first, then train it on other\n"
+    "seeds. The same command goes on where an interrupted one was.",
+    "epilog": "examples:\n  nanogpt-bench sweep formats.yaml\n"
+    "  nanogpt-bench sweep my_sweep.yaml --workers 2 --out runs/mine --train.max_steps 500\n"
+    "  nanogpt-bench sweep sensitivity.yaml --sensitivity --data.dir data/book",
+}
 
-def add_parser(commands: Any, text: str) -> Any:
-    """Add the command and return its parser."""
-    parser = commands.add_parser(
-        "sweep",
-        help=text,
-        usage="nanogpt-bench sweep FILE.yaml [--sensitivity] [--reference ROW] [--smoke]\n"
-        "                           [--workers N] [--out DIR] [--section.key VALUE ...]",
-        description="Train one run for every point of FILE.yaml's axes, several at a time, and write a report. With\n"
-        "tune and confirm in the file: find the best learning rate of every point first, then train it on other\n"
-        "seeds. The same command goes on where an interrupted one was.",
-        epilog="examples:\n  nanogpt-bench sweep formats.yaml\n"
-        "  nanogpt-bench sweep my_sweep.yaml --workers 2 --out runs/mine --train.max_steps 500\n"
-        "  nanogpt-bench sweep sensitivity.yaml --sensitivity --data.dir data/book",
-    )
+
+def add_options(parser: Any) -> None:
+    """Add the options."""
     parser.add_argument("file", nargs="?", metavar="FILE.yaml", help="a sweep file, or the name of a shipped one")
     parser.add_argument("--sensitivity", action="store_true", help="quantise one layer pattern at a time: loss gaps")
     parser.add_argument("--reference", metavar="ROW", help="row to measure against (default: the file's, or BF16)")
@@ -30,18 +29,12 @@ def add_parser(commands: Any, text: str) -> Any:
     parser.add_argument("--workers", type=positive, metavar="N", help="runs at a time (default: the file's, or cores)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the results (default: runs/sweep-FILE)")
     add_executor(parser)
-    return parser
 
 
 def main(args: argparse.Namespace) -> int:
-    """The command line's entry: see `nanogpt_bench.sweep.modes`.
-
-    Raises:
-        BenchError: options that don't go together, or no file where one is needed.
-    """
+    """Run the sweep in its mode: see `nanogpt_bench.sweep.modes`."""
     if args.file is None:
         raise BenchError("FILE.yaml is missing: a sweep file, or the name of a shipped one")
-    # here, since they bring torch, for which neither the help nor a wrong option has to wait
     from nanogpt_bench.sweep.file import find_sweep, read_sweep
     from nanogpt_bench.sweep.modes import MODES, sweep_grid
     from nanogpt_bench.system.lock import locked

@@ -16,59 +16,54 @@ METRICS, ALERTS = "metrics.jsonl", "alerts.jsonl"
 
 
 @dataclass
-class Findings:
-    """What is to be said of a run folder, one line each."""
+class Report:
+    """The findings on a run folder, one line each."""
 
-    #: what should not be so in any run folder
+    #: wrong in any run folder
     problems: list[str] = field(default_factory=list)
-    #: what an interruption leaves, and what is not there
+    #: left by an interruption, or missing
     notes: list[str] = field(default_factory=list)
     #: steps recorded, and checkpoints that verify
     last_step: int | None = None
     whole: list[int] = field(default_factory=list)
 
 
-def add_parser(commands: Any, text: str) -> Any:
-    """Add the command and return its parser."""
-    parser = commands.add_parser(
-        "verify",
-        help=text,
-        description="Check run folders: every byte of every checkpoint, records of every step, settings and summary.\n"
-        "The exit code is 1 if anything is wrong. What an interruption leaves is noted and nothing wrong.",
-        epilog="examples:\n  nanogpt-bench verify runs/e4m3\n  nanogpt-bench verify runs/compare-20260101-120000",
-    )
+TEXTS = {
+    "description": "Check run folders: every byte of every checkpoint, records of every step, settings and summary.\n"
+    "The exit code is 1 if anything is wrong. What an interruption leaves is noted and nothing wrong.",
+    "epilog": "examples:\n  nanogpt-bench verify runs/e4m3\n  nanogpt-bench verify runs/compare-20260101-120000",
+}
+
+
+def add_options(parser: Any) -> None:
+    """Add the options."""
     parser.add_argument(
         "runs", nargs="+", type=Path, metavar="RUN", help="run folders, or folders of them at any depth"
     )
-    return parser
 
 
 def main(args: argparse.Namespace) -> int:
     """Print what is wrong with run folders, or those below other folders; return 1 if anything is, else 0."""
-    from nanogpt_bench.runs.find import find_runs, say_aside  # which bring torch, as those below
+    from nanogpt_bench.runs.load import find_runs, say_aside  # which bring torch, as those below
 
     failed = False
     for path in find_runs(args.runs, say_aside):
         found = check_run(path)
         failed |= bool(found.problems)
-        print(printable(_headline(path, found)))
+        recorded = "no steps" if found.last_step is None else f"steps up to {found.last_step:,}"
+        whole = counted(len(found.whole), "whole checkpoint")
+        print(printable(f"{path}: {'not whole' if found.problems else 'whole'}, {recorded}, {whole}"))
         for kind, lines in (("problem", found.problems), ("note", found.notes)):
             for line in lines:
                 print(f"  {kind}: {printable(line)}")
     return int(failed)
 
 
-def _headline(path: Path, found: Findings) -> str:
-    recorded = "no steps" if found.last_step is None else f"steps up to {found.last_step:,}"
-    whole = counted(len(found.whole), "whole checkpoint")
-    return f"{path}: {'not whole' if found.problems else 'whole'}, {recorded}, {whole}"
-
-
-def check_run(path: Path) -> Findings:
+def check_run(path: Path) -> Report:
     """Check a run folder: it can be read, its records have no gap, its files are as they were written."""
     from nanogpt_bench.runs.environment import history_lines
 
-    found = Findings()
+    found = Report()
     try:
         read_yaml(path / "config.yaml")
     except BenchError as error:
@@ -79,11 +74,13 @@ def check_run(path: Path) -> Findings:
     _check_metrics(path / METRICS, ended, found)
     _check_alerts(path / ALERTS, ended, found)
     _check_checkpoints(path, found)
-    _check_sums(path, found, ended=(path / "summary.json").exists())
+    for name, wrong in not_as_written(path, ended=(path / "summary.json").exists()):
+        if not any(name in problem for problem in found.problems):
+            found.problems.append(f"{name} {wrong}")
     return found
 
 
-def _mapping(path: Path, found: Findings, optional: str | None = None) -> dict[str, Any]:
+def _mapping(path: Path, found: Report, optional: str | None = None) -> dict[str, Any]:
     try:
         content = read_json(path)
         if isinstance(content, dict):
@@ -99,7 +96,7 @@ def _mapping(path: Path, found: Findings, optional: str | None = None) -> dict[s
     return {}
 
 
-def _check_metrics(path: Path, ended: bool, found: Findings) -> None:
+def _check_metrics(path: Path, ended: bool, found: Report) -> None:
     """Every step has one record, from 0 on."""
     expected = 0
     for number, step in _records(path, ended, found):
@@ -110,7 +107,7 @@ def _check_metrics(path: Path, ended: bool, found: Findings) -> None:
         found.last_step, expected = step, step + 1
 
 
-def _check_alerts(path: Path, ended: bool, found: Findings) -> None:
+def _check_alerts(path: Path, ended: bool, found: Report) -> None:
     """Records come in the order of their steps, none after the last step of the metrics, or the one interrupted."""
     if not path.exists():
         return
@@ -125,23 +122,16 @@ def _check_alerts(path: Path, ended: bool, found: Findings) -> None:
         said.append(f"{path.name} goes on to step {before}, {METRICS} to {found.last_step}")
 
 
-def _records(path: Path, ended: bool, found: Findings) -> Iterator[tuple[int, Any]]:
-    """Yield number and step of every whole line; what is no record is said."""
-    said: list[str] = []
-    yield from ((number, record["step"]) for number, record in records(path, said))
-    for line in said:
+def _records(path: Path, ended: bool, found: Report) -> Iterator[tuple[int, Any]]:
+    """Yield number and step of every record, and add the lines that are none to the report."""
+    others: list[str] = []
+    yield from ((number, record["step"]) for number, record in records(path, others))
+    for line in others:
         # Only an interruption leaves a line without its end, and a run goes on behind the last whole one.
         (found.notes if CUT_OFF in line and not ended else found.problems).append(line)
 
 
-def _check_sums(path: Path, found: Findings, *, ended: bool) -> None:
-    """Every file is the one that was written; what was said of a file already is not said again."""
-    for name, wrong in not_as_written(path, ended=ended):
-        if not any(name in problem for problem in found.problems):
-            found.problems.append(f"{name} {wrong}")
-
-
-def _check_checkpoints(path: Path, found: Findings) -> None:
+def _check_checkpoints(path: Path, found: Report) -> None:
     from nanogpt_bench.checkpoint import CHECKPOINTS, BrokenCheckpoint, check_layout, step_file, steps, verify
 
     for step in steps(path):

@@ -1,6 +1,11 @@
-"""One model measured on windows of a text, as floats and with its weights rounded: a row for each set of formats."""
+"""One model measured on windows of a text, as floats and with its weights rounded: an evaluation for each format.
 
+Their table, and what each layer pattern loses in each format (sensitivity.json), with mixtures of formats from it.
+"""
+
+import json
 import math
+import shlex
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,9 +15,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from rich.table import Table
 from torch import Tensor, nn
 
 import fp8manifold as fm
+from nanogpt_bench.config.metrics import OF_LABELS
 from nanogpt_bench.loop.trainer import mean_and_error
 from nanogpt_bench.model.causal import is_linear, window_losses
 from nanogpt_bench.model.weights import save_weights
@@ -77,11 +84,7 @@ def _embeddings_rounded(model: nn.Module, fmt: Any, options: Mapping[str, Any]) 
 
 
 def _quantized(model: nn.Module, formats: Any, **options: Any) -> Any:
-    """Quantise in place to one byte a weight.
-
-    Raises:
-        BenchError: formats that can't be used with this model.
-    """
+    """Quantise in place to one byte a weight, or refuse formats that can't be used with this model."""
     try:
         return fm.quantize_model(model, formats, "fp8", **options)
     except (ValueError, TypeError) as error:
@@ -89,7 +92,7 @@ def _quantized(model: nn.Module, formats: Any, **options: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Row:
+class Evaluation:
     """One set of weights in one set of formats; losses in nats a token, or a label."""
 
     format: str
@@ -120,7 +123,7 @@ class Row:
 class Measurement:
     """A model on windows of a text: rows are measured one after the other, on the same weights."""
 
-    #: the path that a reader knows the model by
+    #: the path given by the user
     name: str
     model: nn.Module
     windows: Tensor
@@ -129,7 +132,7 @@ class Measurement:
     options: Mapping[str, Any]
     #: where every row's weights are written
     save: Path | None = None
-    #: reads the model in formats, where each row has a model of its own
+    #: reads the model in formats anew for each row
     reader: Callable[[Mapping[str, Any], Mapping[str, Any]], nn.Module] | None = None
     #: formats and granularities of a published model that is measured as it is
     stored: tuple[str, str] | None = None
@@ -141,7 +144,7 @@ class Measurement:
     left: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Find the layers and the size, which all rows share."""
+        """Find layers and size."""
         owners = Counter(id(each) for _, each in self.model.named_parameters(remove_duplicate=False))
         #: the linear layers with a weight of their own
         self.layers = [
@@ -157,7 +160,7 @@ class Measurement:
         *,
         saves: bool = True,
         against: Sequence[float] = (),
-    ) -> Row:
+    ) -> Evaluation:
         """Measure one set of formats; the first of all has none. Where weights are written, those of rows that save.
 
         The gap is to the losses that are given, window by window; to those of the float weights without any.
@@ -184,7 +187,7 @@ class Measurement:
         differences = [one - other for one, other in zip(losses, against or self.floats, strict=True)]
         loss, error = mean_and_error(losses)
         gap, gap_error = mean_and_error(differences) if formats else (None, None)
-        return Row(
+        return Evaluation(
             format=name,
             scale=scale,
             formats=dict(formats),
@@ -211,3 +214,101 @@ class Measurement:
         held = [*self.model.parameters(), *self.model.buffers()]
         narrow = sum(x.nbytes for x in held if x.dtype in (torch.bfloat16, torch.float16))
         yield memory_of(held) + narrow  # float32 is what they stand for
+
+
+FILE = "sensitivity.json"
+#: parts that a budget is cut into; the bytes of a choice are rounded up to one
+PARTS = 2000
+#: a format's name, what it adds to the loss, and its bytes
+Choice = tuple[str, float, float]
+
+
+def rows_table(rows: Sequence[Evaluation], gap: str = "gap to float") -> Table:
+    """Return the table of a terminal, with the columns that rows have, and their gaps under this name."""
+    labels = [metric for metric in OF_LABELS if any(row.of_labels for row in rows)]
+    measured = rows[0].seconds is not None
+    table = Table("format", "scales" if measured else "storage")
+    beside = [metric.title for metric in labels] or ["perplexity", "bits/byte"]
+    more = ["bytes/param", "quantised", "seconds"] if measured else ["quantised"]
+    for name in ("loss" if measured else "val loss", gap, *beside, *more):
+        table.add_column(name, justify="right")
+    for row in rows:
+        figures = [_cell(row.of_labels.get(metric.figure)) for metric in labels]
+        figures = figures or [_cell(row.perplexity, ".2f"), _cell(row.bits_per_byte)]
+        losses = _cell(row.val_loss) + _error(row.val_loss_se), _cell(row.gap, "+.4f") + _error(row.gap_se)
+        size = [_cell(row.bytes_per_parameter, ".3f")] if measured else []
+        time = [_cell(row.seconds, ".1f")] if measured else []
+        where = row.scale if measured else row.storage
+        table.add_row(row.format, where, *losses, *figures, *size, f"{row.quantized_parameters:,}", *time)
+    return table
+
+
+def _cell(value: float | None, spec: str = ".4f") -> str:
+    return "-" if value is None else format(value, spec)
+
+
+def _error(error: float | None) -> str:
+    return "" if error is None else f" ± {error:.4f}"
+
+
+def gaps_table(content: Mapping[str, Any]) -> str:
+    """Return the gaps as a Markdown table, and below it the settings of the mixture with the lowest ones."""
+    lines = [f"| quantised alone | {' | '.join(content['formats'])} |", "|---|" + "---:|" * len(content["formats"])]
+    for pattern, gaps, ends in zip(content["patterns"], content["gap"], content["status"], strict=True):
+        cells = [end or "-" if gap is None else f"{gap:+.3f}" for gap, end in zip(gaps, ends, strict=True)]
+        lines.append(f"| {'all layers' if pattern == '*' else pattern} | {' | '.join(cells)} |")
+    settings = shlex.join(_settings(content)) if content["operand"] == "weight" else ""
+    return "\n".join(lines) + "\n" + (f"\nlowest gaps: {settings}\n" if settings else "")
+
+
+def _settings(content: Mapping[str, Any]) -> list[str]:
+    """The mixture of the lowest gaps as words of a command line, with the settings that the table had."""
+    found, keys = mixture(content), content.get("keys", {})
+    formats = {key: name for pattern, name in found.items() for key in keys.get(pattern, (pattern,))}
+    if not formats:
+        return []
+    formats |= {pattern: value for pattern, value in content.get("given", {}).items() if pattern != EMBEDDINGS}
+    values = [(pattern, value if isinstance(value, str) else json.dumps(value)) for pattern, value in formats.items()]
+    tied = ["--model.tied", content["tied"]] if content.get("tied") else []
+    return [*(word for pattern, value in values for word in (f"--model.formats.{pattern}", value)), *tied]
+
+
+def mixture(content: Mapping[str, Any]) -> dict[str, str]:
+    """Return the format of the lowest gap by layer pattern.
+
+    Without single blocks, all layers at once, and embeddings, which no setting of a run rounds.
+    """
+    left_out = ("*", EMBEDDINGS)
+    patterns = [name for name in content["patterns"] if name not in left_out and not name.startswith("blocks.")]
+    rows = dict(zip(content["patterns"], content["gap"], strict=True))
+    known = {
+        pattern: [(gap, name) for gap, name in zip(rows[pattern], content["formats"], strict=True) if gap is not None]
+        for pattern in patterns
+    }
+    return {pattern: min(cells)[1] for pattern, cells in known.items() if cells}
+
+
+def best_mixture(choices: Mapping[str, Sequence[Choice]], budget: float) -> dict[str, str] | None:
+    """Return the format of every pattern whose gaps add up to the least among those that fit into `budget` bytes.
+
+    None where the smallest of all takes more. That gaps add up holds where each is small. By dynamic programming over
+    the bytes.
+
+    >>> best_mixture({"attn": [("E4M3", 0.2, 1), ("none", 0.0, 4)], "mlp": [("E4M3", 0.1, 1), ("none", 0.0, 4)]}, 5)
+    {'attn': 'none', 'mlp': 'E4M3'}
+    """
+    spare = budget - sum(min(size for _, _, size in each) for each in choices.values())
+    if spare < 0:
+        return None
+    best: dict[int, tuple[float, dict[str, str]]] = {0: (0.0, {})}
+    for pattern, each in choices.items():
+        least, following = min(size for _, _, size in each), dict[int, tuple[float, dict[str, str]]]()
+        for used, (loss, chosen) in best.items():
+            for name, gap, size in each:
+                more = (
+                    math.ceil((size - least) * PARTS / spare) if size > least and spare else (size > least) * 2 * PARTS
+                )
+                if used + more <= PARTS and loss + gap < following.get(used + more, (math.inf, {}))[0]:
+                    following[used + more] = (loss + gap, {**chosen, pattern: name})
+        best = following
+    return min(best.values(), key=lambda found: found[0])[1]

@@ -22,8 +22,15 @@ from nanogpt_bench.config.settings import build_config, parse_overrides
 from nanogpt_bench.data.batches import Corpus, load_corpus
 from nanogpt_bench.data.text import read_text
 from nanogpt_bench.data.tokenizers import check_tokens, own_tokenizer
-from nanogpt_bench.evaluation.measurement import EMBEDDINGS, Measurement, Row
-from nanogpt_bench.evaluation.sensitivity import FILE, best_mixture, gaps_table, rows_table
+from nanogpt_bench.evaluation.measurement import (
+    EMBEDDINGS,
+    FILE,
+    Evaluation,
+    Measurement,
+    best_mixture,
+    gaps_table,
+    rows_table,
+)
 from nanogpt_bench.evaluation.weights import RunWeights, checked_overrides, folder_of, named_formats
 from nanogpt_bench.model.causal import Outline, find_model, is_linear, load_causal, load_narrow, outline, skeleton
 from nanogpt_bench.report.build import facts_of, write_report
@@ -37,6 +44,8 @@ from nanogpt_bench.system.files import holds, mapping_with, write_json
 from nanogpt_bench.system.lock import is_unused, locked
 
 ROWS = "evaluation.json"
+#: of a layer pattern alone in a format
+Cells = Mapping[tuple[str, str], Evaluation]
 #: what it has of a row
 WRITTEN = (
     *("format", "scale", "formats", "val_loss", "val_loss_se", "gap", "gap_se", "perplexity", "bits_per_byte"),
@@ -78,9 +87,17 @@ def report_model(args: argparse.Namespace) -> int:
         found = outline(args.model)
         corpus = _text(args, config.data.dir if "data.dir" in given else None, found, config.model.block_size)
         block = config.model.block_size or min(BLOCK, found.positions, len(corpus.val) - 1)
-        stored = _as_stored(found) if _measures_stored(args, given) else None
-        anew = not found.stored and _reads_anew(args, given.get("model.formats") or {})
-        model = (load_narrow(args.model) if anew else None) or _load(args.model, found, in_codes=stored is not None)
+        own = dict(given.get("model.formats") or {})
+        floats = (args.sensitivity, args.budget, args.embeddings)
+        more = (args.formats, args.scales, own, given.get("model.tied"), given.get("model.headroom"))
+        # A published model is measured as it is stored unless an option takes its floats. One of floats is read into
+        # codes for each row, never both at once, unless rows share the floats. A .gguf file is read as floats alone.
+        stored = _as_stored(found) if found.stored and not any((*floats, *more)) else None
+        shared = any(floats) or EMBEDDINGS in own
+        anew = not found.stored and not shared and "gguf_file" not in find_model(args.model)
+        size = found.stored_bytes / found.parameters
+        codes: dict[str, Any] = {"bytes_each": size, "quantization": {}} if stored else {}
+        model: Any = (load_narrow(args.model) if anew else None) or load_causal(args.model, **codes)
         windows = spread(corpus.val, args.windows or WINDOWS, block).to(device)
         batch = config.train.batch_size if "train.batch_size" in given else BATCH
         options = {"tied": config.model.tied or "leave", "headroom": config.model.headroom, "seed": config.seed}
@@ -90,44 +107,18 @@ def report_model(args: argparse.Namespace) -> int:
         reader = partial(_read, args.model, device) if anew else None
         at = Measurement(args.model, *measured, reader=reader, stored=stored)
         del model, measured
-        _report(at, args, dict(given.get("model.formats") or {}), out, environment(corpus, config.runtime.threads))
+        _report(at, args, own, out, environment(corpus, config.runtime.threads))
     return 0
 
 
-def _measures_stored(args: argparse.Namespace, given: Mapping[str, Any]) -> bool:
-    """Whether nothing is asked that takes floats: of a published model its codes are then measured as they are."""
-    asked = (args.formats, args.scales, args.embeddings, args.sensitivity, args.budget)
-    return not any(asked) and not any(given.get(key) for key in ("model.formats", "model.tied", "model.headroom"))
-
-
-def _as_stored(found: Outline) -> tuple[str, str] | None:
-    """The formats of a published model's weights, and what shares a scale; None of floats."""
+def _as_stored(found: Outline) -> tuple[str, str]:
+    """The formats of a published model's weights, and what shares a scale."""
     formats = sorted({each.format.name for each in found.stored.values()})
-    shared = sorted({each.granularity for each in found.stored.values()})
-    return (",".join(formats), ",".join(shared)) if formats else None
-
-
-def _load(name: str, found: Outline, *, in_codes: bool) -> Any:
-    if not in_codes:
-        return load_causal(name)
-    return load_causal(name, bytes_each=found.stored_bytes / found.parameters, quantization={})
-
-
-def _reads_anew(args: argparse.Namespace, own: Mapping[str, Any]) -> bool:
-    """Whether each row reads the model into codes, so that its floats are never beside them.
-
-    Floats that are measured against, or that only some are rounded of, stay. A .gguf file is read as floats alone.
-    """
-    beside = args.sensitivity or args.budget is not None or args.embeddings or EMBEDDINGS in own
-    return not beside and "gguf_file" not in find_model(args.model)
+    return ",".join(formats), ",".join(sorted({each.granularity for each in found.stored.values()}))
 
 
 def _read(name: str, device: torch.device, formats: Mapping[str, Any], options: Mapping[str, Any]) -> nn.Module:
-    """The model with the weights of some layers in codes.
-
-    Raises:
-        BenchError: formats that can't be used with it.
-    """
+    """The model with the weights of some layers in codes; wrong formats are refused before a weight is read."""
     asked = {"formats": dict(formats), **options}
     try:
         fm.quantize_model(skeleton(name).float(), asked["formats"], "fp8", **options)  # before a weight is read
@@ -214,18 +205,7 @@ def spread(tokens: Any, count: int, block: int) -> Tensor:
 def _report(
     at: Measurement, args: argparse.Namespace, own: Mapping[str, Any], out: Path, facts: Mapping[str, Any]
 ) -> None:
-    """Measure, write the folder, print the tables and the path of its page.
-
-    Args:
-        at: the model and its windows.
-        args: `formats`, `scales`, `embeddings`, `sensitivity` and `budget` of the command line.
-        own: format by layer pattern, in every row.
-        out: the folder, checked.
-        facts: the environment.
-
-    Raises:
-        BenchError: formats that can't be used with this model.
-    """
+    """Measure in the formats of the command line and of `own`; write the folder and print the tables."""
     formats = named_formats([each for name in args.formats or () for each in (ALL if name == "all" else (name,))])
     if "none" in formats:
         raise BenchError("--formats: 'none' is what the gaps are measured against; leave it out")
@@ -247,15 +227,15 @@ def _check_folder(out: Path) -> None:
 
 def _measure(
     at: Measurement, args: argparse.Namespace, formats: Sequence[str], own: Mapping[str, Any]
-) -> tuple[list[Row], dict[str, Any] | None]:
+) -> tuple[list[Evaluation], dict[str, Any] | None]:
     names = list(formats) or ([] if own or at.stored else list(FORMATS))
     scales = args.scales or ["channel"]
-    embeddings = ["none"] if args.embeddings else []
+    rounded = ("*", EMBEDDINGS) if args.embeddings else ("*",)
     first, shared = at.stored or ("none", "")
     plans: list[tuple[str, Mapping[str, Any], str]] = [(first, {}, shared)]
     plans += [("mixed", own, scale) for scale in scales if own and not formats]
     for name in names:
-        plans += [(name, {"*": name, **dict.fromkeys([EMBEDDINGS] * len(embeddings), name), **own}, s) for s in scales]
+        plans += [(name, {**dict.fromkeys(rounded, name), **own}, scale) for scale in scales]
     parts = _parts(at, args.sensitivity, own) if args.sensitivity else {}
     names = names or (list(FORMATS) if parts else [])
     cells = [(pattern, name) for pattern in parts for name in names]
@@ -268,12 +248,12 @@ def _measure(
                 say(f"not quantised: {'; '.join(at.left) or 'nothing'}")
         if not parts:
             return rows, None
-        # What is said of some layers holds in every cell, and none of them is in one.
+        # The formats given hold in every cell.
         base, losses = rows[0], at.floats
         if any(value != "none" for value in own.values()):
             base = at.row("given", own, scales[0], saves=False)
             losses = at.losses
-        found: dict[tuple[str, str], Row] = {}
+        found: dict[tuple[str, str], Evaluation] = {}
         for pattern, name in cells:
             formats_of_cell = {**dict.fromkeys(parts[pattern], name), **own}
             found[pattern, name] = at.row(name, formats_of_cell, scales[0], saves=False, against=losses)
@@ -285,24 +265,37 @@ def _measure(
             else:
                 chosen = {key: name for pattern, name in mixture.items() for key in parts[pattern]}
                 rows.append(at.row("mixture", {**chosen, **own}, scales[0]))
-    return rows, _sensitivity(at.name, parts, own, names, found, base)
+    return rows, {
+        "patterns": list(parts),
+        "keys": {pattern: list(keys) for pattern, keys in parts.items()},
+        "given": dict(own),
+        "formats": names,
+        "operand": "weight",
+        "seeds": [0],
+        "rule": "",
+        "reference": "the same weights in the formats given" if base.formats else "the same weights as floats",
+        "reference_loss": base.val_loss,
+        "of": at.name,
+        "gap": [[found[pattern, name].gap for name in names] for pattern in parts],
+        "spread": [[found[pattern, name].gap_se for name in names] for pattern in parts],
+        "status": [[None] * len(names) for _ in parts],
+    }
 
 
 def _parts(at: Measurement, by: str, own: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return patterns that together are every linear layer once, and the embeddings, without what `own` speaks of.
-
-    By pattern, its keys in formats: itself, or what is left of its layers.
-
-    Raises:
-        BenchError: nothing is left.
-    """
+    """Patterns and their keys in formats: all linear layers and embeddings, each once, without those of `own`."""
     group = {"blocks": 1, "kinds": 2, "layers": 0}[by]
     layers: dict[str, list[str]] = {}
     for name in at.layers:
         match = re.fullmatch(_IN_BLOCK, name)
         layers.setdefault(match[group] if match else name, []).append(name)
-    spoken_of = _spoken_of(at.model, own)
-    left = {pattern: [name for name in names if name not in spoken_of] for pattern, names in layers.items()}
+    patterns = dict.fromkeys((pattern for pattern in own if pattern != EMBEDDINGS), "E4M3")
+    linear = {name: (1, 1) for name, module in at.model.named_modules() if is_linear(module)}
+    try:
+        given = fm.check_formats(patterns, linear) if patterns else {}
+    except ValueError as error:
+        raise BenchError(f"model.formats: {one_line(error)}") from None
+    left = {pattern: [name for name in names if name not in given] for pattern, names in layers.items()}
     parts = {pattern: [pattern] if names == layers[pattern] else names for pattern, names in left.items() if names}
     parts |= {} if EMBEDDINGS in own else {EMBEDDINGS: [EMBEDDINGS]}
     if not parts:
@@ -310,77 +303,40 @@ def _parts(at: Measurement, by: str, own: Mapping[str, Any]) -> dict[str, list[s
     return parts
 
 
-def _spoken_of(model: nn.Module, own: Mapping[str, Any]) -> set[str]:
-    patterns = dict.fromkeys((pattern for pattern in own if pattern != EMBEDDINGS), "E4M3")
-    linear = {name: (1, 1) for name, module in model.named_modules() if is_linear(module)}
-    try:
-        return set(fm.check_formats(patterns, linear)) if patterns else set()
-    except ValueError as error:
-        raise BenchError(f"model.formats: {one_line(error)}") from None
-
-
-def _mixture(at: Measurement, base: Row, found: Mapping[tuple[str, str], Row], budget: float) -> dict[str, str] | None:
-    """Return the formats of the best mixture of `budget` bytes a parameter, None where none is so small."""
-    count = at.parameters
+def _mixture(at: Measurement, base: Evaluation, found: Cells, budget: float) -> dict[str, str] | None:
+    """The formats of the best mixture of `budget` bytes a parameter, None where none is so small."""
+    whole = base.bytes_per_parameter or 0.0
     choices: dict[str, list[tuple[str, float, float]]] = {}
     for (pattern, name), row in found.items():
-        saved = (_size(base) - _size(row)) * count
-        choices.setdefault(pattern, []).append((name, row.gap or 0.0, -saved))
+        added = ((row.bytes_per_parameter or 0.0) - whole) * at.parameters
+        choices.setdefault(pattern, []).append((name, row.gap or 0.0, added))
     for each in choices.values():
         each.append(("none", 0.0, 0.0))
-    chosen = best_mixture(choices, (budget - _size(base)) * count)
+    chosen = best_mixture(choices, (budget - whole) * at.parameters)
     return None if chosen is None else {pattern: name for pattern, name in chosen.items() if name != "none"}
-
-
-def _size(row: Row) -> float:
-    return row.bytes_per_parameter or 0.0
-
-
-def _sensitivity(
-    model: str,
-    patterns: Mapping[str, Sequence[str]],
-    own: Mapping[str, Any],
-    names: Sequence[str],
-    found: Mapping[tuple[str, str], Row],
-    base: Row,
-) -> dict[str, Any]:
-    return {
-        "patterns": list(patterns),
-        "keys": {pattern: list(keys) for pattern, keys in patterns.items()},
-        "given": dict(own),
-        "formats": list(names),
-        "operand": "weight",
-        "seeds": [0],
-        "rule": "",
-        "reference": "the same weights in the formats given" if base.formats else "the same weights as floats",
-        "reference_loss": base.val_loss,
-        "of": model,
-        "gap": [[found[pattern, name].gap for name in names] for pattern in patterns],
-        "spread": [[found[pattern, name].gap_se for name in names] for pattern in patterns],
-        "status": [[None] * len(names) for _ in patterns],
-    }
 
 
 @contextmanager
 def _progress(count: int) -> Iterator[Callable[[str], None]]:
-    """Yield what is told of every measurement that is over: a bar on a terminal, else a line every so often."""
-    console, begun, told, done = Console(stderr=True), time.monotonic(), time.monotonic(), 0
+    """Yield a function to call after every measurement: a bar on a terminal, else a line every 15 seconds."""
+    console, begun, done = Console(stderr=True), time.monotonic(), 0
+    last = begun
     with Bar(transient=True, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=count)
 
         def tick(what: str) -> None:
-            nonlocal told, done
+            nonlocal last, done
             now, done = time.monotonic(), done + 1
             bar.update(task, completed=done, description=printable(what))
-            if not console.is_terminal and now - told >= _EVERY:
-                told = now
+            if not console.is_terminal and now - last >= _EVERY:
+                last = now
                 left = rough_time((now - begun) / done * (count - done))
                 say(f"{done} of {count}: {what}" + (f"; {left} left" if done < count else ""))
 
         yield tick
 
 
-def _write(out: Path, model: str, rows: Sequence[Row], table: Any, facts: Mapping[str, Any], block: int) -> Path:
+def _write(out: Path, model: str, rows: Sequence[Evaluation], table: Any, facts: Mapping[str, Any], block: int) -> Path:
     (out / FILE).unlink(missing_ok=True)
     if table is not None:
         write_json(out / FILE, table)
@@ -390,7 +346,7 @@ def _write(out: Path, model: str, rows: Sequence[Row], table: Any, facts: Mappin
     return write_report(grouped, out, title=title, facts=facts_of(runs), baseline=grouped[0].label)
 
 
-def _as_run(row: Row, model: str, facts: Mapping[str, Any], block: int) -> Run:
+def _as_run(row: Evaluation, model: str, facts: Mapping[str, Any], block: int) -> Run:
     """Return a row as the report reads it: a run of no step."""
     rule = f"rounded ({row.scale})" if row.formats else "float32" if row.format == "none" else "as stored"
     settings = {"pretrained": model, "block_size": block, "formats": row.formats, "granularity": row.scale or None}

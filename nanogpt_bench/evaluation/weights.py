@@ -11,10 +11,10 @@ import torch
 
 from nanogpt_bench.config.metrics import OF_LABELS, VAL_PERPLEXITY
 from nanogpt_bench.config.schema import MANIFOLDS, ROUNDED, Config, OptimizerConfig
-from nanogpt_bench.config.settings import Resolved, build_config, parse_overrides
+from nanogpt_bench.config.settings import build_config, parse_overrides
 from nanogpt_bench.data import prepare_default
 from nanogpt_bench.data.batches import Corpus, open_corpus
-from nanogpt_bench.evaluation.measurement import Row
+from nanogpt_bench.evaluation.measurement import Evaluation
 from nanogpt_bench.loop.outcome import count
 from nanogpt_bench.loop.trainer import Trainer
 from nanogpt_bench.model.gpt import GPT, build_model
@@ -82,11 +82,7 @@ class RunWeights:
         self._start: GPT | None = None
 
     def open_text(self) -> Corpus:
-        """Return the run's text, or the one given; prepare the default one.
-
-        Raises:
-            BenchError: a text that is not the run's, or whose tokens mean something else.
-        """
+        """Return the run's text, or the one given; prepare the default one, and refuse a text that is not the run's."""
         prepare_default(self.own.data.dir)
         corpus, called = open_corpus(self.own), str(self.trained.path)
         if "data.dir" not in self.given and not same_text(self.trained, corpus):
@@ -115,15 +111,26 @@ class RunWeights:
         Raises:
             BenchError: formats that can't be used with this model.
         """
-        return Trainer(self.config(formats), corpus, device, start=copy.deepcopy(self._floats(corpus)))
+        config = resolve(self._row(formats))
+        if self._start is None:
+            self._start = build_model(model_shape(self._row({}), corpus), 0)
+            fill_floats(self._start, self.trained, _CALLED)
+        return Trainer(config, corpus, device, start=copy.deepcopy(self._start))
 
-    def config(self, formats: Mapping[str, Any]) -> Resolved:
-        """Return the settings of such a model, resolved.
+    def trainers(
+        self, names: Sequence[str], corpus: Corpus, device: torch.device, *, floats: bool = False
+    ) -> Iterator[tuple[str, Trainer]]:
+        """Yield the weights as trained, and rounded to each format; `none` stands for floats.
 
-        Raises:
-            BenchError: formats that can't be used.
+        With `floats` these come before the others where they differ from the weights as trained, and last, without
+        names, the formats given.
         """
-        return resolve(self._row(formats))
+        yield f"{format_summary(self.own)} (as trained)", self.as_trained(corpus, device)
+        first = ["none"] if floats and (not self.is_plain or "none" in names) else []
+        for name in (*first, *(name for name in names if name not in first)):
+            yield name, self.rounded({} if name == "none" else self.requantised(name), corpus, device)
+        if floats and not names and any(key in self.given for key in OF_FORMATS):
+            yield "given", self.rounded({**self.own.model.formats, **self.formats}, corpus, device)
 
     def requantised(self, fmt: str) -> dict[str, Any]:
         """Return `model.formats` that round every weight to `fmt`, but of layers that the run, or the user, left out.
@@ -146,28 +153,17 @@ class RunWeights:
             row.model.storage = row.model.granularity = row.model.headroom = row.model.tied = None
             row.model.embeddings = None
             return row
-        row.model.storage = self._storage()
+        # rounded weights live as in the run, if that rounds; else under a master copy
+        storage, own = self.given.get("model.storage"), self.own.model.storage
+        if storage is not None and storage not in ("master", *ROUNDED):
+            raise BenchError(f"--model.storage: {storage!r} rounds nothing; allowed: master, grid, fp8")
+        row.model.storage = str(storage or (own if own in ROUNDED else "master"))
         row.model.embeddings = row.model.embeddings if row.model.storage == "fp8" else None
         row.model.granularity = self.given.get("model.granularity", row.model.granularity)
         headroom = row.model.headroom if row.model.storage in MANIFOLDS else None
         row.model.headroom = self.given.get("model.headroom", headroom)
         row.model.tied = self.given.get("model.tied", row.model.tied if row.model.tie_weights else None)
         return row
-
-    def _storage(self) -> str:
-        """Where rounded weights live: as in the run, if that rounds; else under a master copy."""
-        asked = self.given.get("model.storage")
-        if asked is not None and asked not in ("master", *ROUNDED):
-            raise BenchError(f"--model.storage: {asked!r} rounds nothing; allowed: master, grid, fp8")
-        own = self.own.model.storage
-        return str(asked or (own if own in ROUNDED else "master"))
-
-    def _floats(self, corpus: Corpus) -> GPT:
-        if self._start is None:
-            row = self._row({})
-            self._start = build_model(model_shape(row, corpus), 0)
-            fill_floats(self._start, self.trained, _CALLED)
-        return self._start
 
 
 def _threads(trained: Trained) -> int | None:
@@ -204,15 +200,6 @@ def folder_of(path: Path) -> str:
     return f"{path.parent.parent}, {path.parent.name}/{path.stem}"
 
 
-def _file_name(row: str) -> str:
-    """A row's name as that of a file.
-
-    >>> _file_name("E4M3 (as trained)")
-    'E4M3-as-trained'
-    """
-    return re.sub(r"[ ()]+", "-", row).strip("-")
-
-
 def evaluate_run(
     run_dir: Path,
     checkpoint: str = "last",
@@ -220,17 +207,12 @@ def evaluate_run(
     overrides: Sequence[str] = (),
     *,
     save: Path | None = None,
-) -> list[Row]:
+) -> list[Evaluation]:
     """Return the validation losses of a run's weights: as trained, as floats where that differs, and in each format.
 
     Standard error gets the text that they are measured on, and whether the first row is the loss that the run recorded.
-
-    Args:
-        run_dir: the run's folder.
-        checkpoint: last, best or step-N.
-        formats: each is that of every weight, in place of the run's.
-        overrides: settings of the measurement, and of the rows in a format.
-        save: folder to write the weights of every row to.
+    Each format is that of every weight, in place of the run's. `overrides` are settings of the measurement, and of the
+    rows in a format; `save` is a folder for the weights of every row.
 
     Raises:
         BenchError: no such checkpoint, another text, or formats that don't go with the model.
@@ -241,14 +223,15 @@ def evaluate_run(
     corpus = weights.open_text()
     say(f"weights of {folder_of(trained.path)}; text {corpus.folder}, tokenizer {corpus.meta['tokenizer']}")
     with runtime(weights.own) as device:
-        rows: list[Row] = []
-        for name, trainer in _trainers(weights, names, corpus, device):
+        rows: list[Evaluation] = []
+        for name, trainer in weights.trainers(names, corpus, device, floats=True):
             if save:
-                save_weights(trainer.model, save / f"{_file_name(name)}.safetensors")
+                file = re.sub(r"[ ()]+", "-", name).strip("-")
+                save_weights(trainer.model, save / f"{file}.safetensors")
             loss = trainer.validate()
             figures = trainer.figures(loss)
             rows.append(
-                Row(
+                Evaluation(
                     format=name,
                     val_loss=loss,
                     gap=loss - rows[0].val_loss if rows else None,
@@ -262,19 +245,6 @@ def evaluate_run(
             )
         say(_comparison(weights, rows[0].val_loss, environment(corpus, weights.own.runtime.threads)))
     return rows
-
-
-def _trainers(
-    weights: RunWeights, names: Sequence[str], corpus: Corpus, device: torch.device
-) -> Iterator[tuple[str, Trainer]]:
-    yield f"{format_summary(weights.own)} (as trained)", weights.as_trained(corpus, device)
-    if not weights.is_plain or "none" in names:
-        yield "none", weights.rounded({}, corpus, device)
-    for name in names:
-        if name != "none":
-            yield name, weights.rounded(weights.requantised(name), corpus, device)
-    if not names and any(key in weights.given for key in OF_FORMATS):
-        yield "given", weights.rounded({**weights.own.model.formats, **weights.formats}, corpus, device)
 
 
 def _comparison(weights: RunWeights, loss: float, now: Mapping[str, Any]) -> str:

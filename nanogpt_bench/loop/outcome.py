@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.model.weights import is_packaged, linear_layers, quantized_layers
 from nanogpt_bench.monitors.resources import peak_bytes
-from nanogpt_bench.runs.find import OF_TRAINING
-from nanogpt_bench.runs.load import Alert
+from nanogpt_bench.runs.load import OF_TRAINING, Alert
 from nanogpt_bench.setup.formats import format_summary
 from nanogpt_bench.setup.memory import bytes_of, held_bytes
 from nanogpt_bench.setup.resolve import rule_name

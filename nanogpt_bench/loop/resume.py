@@ -19,7 +19,7 @@ from nanogpt_bench.data.batches import digests_of
 from nanogpt_bench.model.weights import fill, tensors_of
 from nanogpt_bench.monitors.points import Observer
 from nanogpt_bench.runs.environment import at, latest
-from nanogpt_bench.runs.find import summary_of
+from nanogpt_bench.runs.load import summary_of
 from nanogpt_bench.runs.read import SUMS
 from nanogpt_bench.setup.optimizers import sdnq_state, sdnq_state_back
 from nanogpt_bench.system.errors import BenchError, one_line

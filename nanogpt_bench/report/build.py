@@ -1,21 +1,19 @@
 """Write a report: page, tables and figures in one folder."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.report.chart import looks
-from nanogpt_bench.report.figures import drawn_in, write_figures
-from nanogpt_bench.report.page import Page, all_sections, render
-from nanogpt_bench.report.results import Result, measure
-from nanogpt_bench.report.results_file import is_export, merged_rows, read_export, with_given_up
+from nanogpt_bench.report.chart import drawn_in, looks, write_figures
+from nanogpt_bench.report.page import render
+from nanogpt_bench.report.results import measure
+from nanogpt_bench.report.results_file import Studies, is_export, merged_rows, read_export, read_studies, with_given_up
 from nanogpt_bench.report.rows import Row, counted_once, find_reference, left_aside, shortfall
-from nanogpt_bench.report.sweep_charts import Studies, read_studies
+from nanogpt_bench.report.sections import Page, all_sections
 from nanogpt_bench.report.tables import to_csv, to_markdown
 from nanogpt_bench.runs.environment import at
-from nanogpt_bench.runs.find import find_runs
-from nanogpt_bench.runs.load import Run, load_run
+from nanogpt_bench.runs.load import Run, find_runs, load_run
 from nanogpt_bench.system.errors import BenchError, refused, unknown
 from nanogpt_bench.system.files import refuse_to_replace, write_text
 
@@ -49,25 +47,22 @@ def report(
     rows = with_given_up(
         merged_rows(own, files) if one_file is None else list(map(counted_once, one_file.rows)), studies.tunings
     )
-    for line in (line for row in rows for line in left_aside(row.label, row.runs, row.aside)):
-        if say is not None:
-            say(line)
+    if say is not None:
+        for row in rows:
+            for line in left_aside(row):
+                say(line)
     loaded = [run for row in rows for run in row.runs]
     title = "nanogpt-bench report" if len(loaded) > 1 else f"nanogpt-bench: {loaded[0].name}"
     if baseline is None and one_file is not None:
         baseline = one_file.baseline
-    _check_baseline(rows, baseline)
+    labels = [row.label for row in rows]
+    if baseline is not None and baseline not in labels:
+        raise unknown("--baseline", baseline, labels)
     tunings = (*studies.tunings, *(file.tuning for file in files if file.tuning))
     facts = facts_of(loaded) | ({"Runs": there} if (there := shortfall(rows)) else {})
     return write_report(
         rows, out, title=title, facts=facts, baseline=baseline, studies=replace(studies, tunings=tunings)
     )
-
-
-def _check_baseline(rows: Sequence[Row], label: str | None) -> None:
-    labels = [row.label for row in rows]
-    if label is not None and label not in labels:
-        raise unknown("--baseline", label, labels)
 
 
 def check_folder(out: Path) -> None:
@@ -113,86 +108,73 @@ def write_report(
     results = measure(rows, reference)
     chosen = looks(rows, reference, *(result.row for result in results if result.reference))
     found = read_studies([out]) if studies is None else studies
-    sections = all_sections(shown := Page(title, facts, results, chosen, found))
-    page = write_text(out / PAGE, render(shown, sections))
-    write_tables(results, out)
+    sections = all_sections(Page(facts, results, chosen, found))
+    page = write_text(out / PAGE, render(title, sections))
+    for name, table in zip(TABLES, (to_csv(results), to_markdown(results)), strict=True):
+        write_text(out / name, table)
     write_figures([chart for section in sections for chart in section.charts], chosen, out / "figures")
     return page
 
 
-def write_tables(results: Sequence[Result], out: Path) -> None:
-    """Write results.csv and table.md."""
-    for name, made in zip(TABLES, (to_csv, to_markdown), strict=True):
-        write_text(out / name, made(results))
-
-
 def facts_of(runs: Sequence[Run]) -> dict[str, str]:
     """Return the facts of the runs from their records; a fact that differs lists each value once."""
+    records = [run.environment for run in runs]
     found = {
-        "Command": _listed(run.environment.get("command") for run in runs),
-        "Machine": _listed(_machine(run.environment) for run in runs),
-        "Date": _dates(runs),
-        "Corpus": _listed(_corpus(run.environment) for run in runs),
+        "Command": _listed(record.get("command") for record in records),
+        "Machine": _listed(map(_machine, records)),
+        "Date": _dates(records),
+        "Corpus": _listed(map(_corpus, records)),
         "Model": _model(runs),
         "Steps": _listed(run.summary.get("steps") for run in runs),
-        "Versions": _listed(_versions(run.environment) for run in runs),
+        "Versions": _listed(map(_versions, records)),
         "Runs": str(len(runs)),
     }
     return {name: text for name, text in found.items() if text}
 
 
-def _listed(values: Any) -> str:
+def _listed(values: Iterable[Any]) -> str:
     different = list(dict.fromkeys(str(value) for value in values if value not in (None, "")))
     more = f" and {len(different) - MOST_VALUES} more" if len(different) > MOST_VALUES else ""
     return "; ".join(different[:MOST_VALUES]) + more
 
 
-def _machine(environment: Mapping[str, Any]) -> str:
-    parts = [environment.get("gpu"), environment.get("cpu"), environment.get("platform")]
-    threads = environment.get("threads")
-    return ", ".join(str(part) for part in [*parts, f"threads a run: {threads}" if threads else None] if part)
+def _machine(record: Mapping[str, Any]) -> str:
+    threads = f"threads a run: {record['threads']}" if record.get("threads") else None
+    return ", ".join(str(part) for part in (*map(record.get, ("gpu", "cpu", "platform")), threads) if part)
 
 
-def _dates(runs: Sequence[Run]) -> str:
-    """Return first and last start, to the minute, in UTC."""
-    starts = sorted(str(run.environment["started"])[:16] for run in runs if run.environment.get("started"))
-    different = list(dict.fromkeys(start.replace("T", " ") for start in starts))
-    return (" to ".join(dict.fromkeys((different[0], different[-1]))) + " UTC") if different else ""
+def _dates(records: Sequence[Mapping[str, Any]]) -> str:
+    """First and last start, to the minute, in UTC."""
+    starts = sorted(str(record["started"])[:16].replace("T", " ") for record in records if record.get("started"))
+    return (" to ".join(dict.fromkeys((starts[0], starts[-1]))) + " UTC") if starts else ""
 
 
-def _words(value: Any) -> str:
-    """Format a fact of the source; for files their names and the start of their SHA-256."""
-    if not isinstance(value, Mapping):
-        return str(value)
-    return " ".join(f"{name} ({str(digest)[:8]}…)" for name, digest in value.items())
-
-
-def _corpus(environment: Mapping[str, Any]) -> str:
-    source, splits = at(environment, "corpus.source"), at(environment, "corpus.splits")
-    text = (
-        ", ".join(f"{k}: {_words(v)}" for k, v in source.items() if v is not None)
-        if isinstance(source, Mapping)
-        else str(source or "")
-    )
+def _corpus(record: Mapping[str, Any]) -> str:
+    """The facts of the source, files by their names and the start of their SHA-256; and the tokens of each split."""
+    source, splits = at(record, "corpus.source"), at(record, "corpus.splits")
+    parts = [] if isinstance(source, Mapping) else [str(source or "")]
+    for name, value in source.items() if isinstance(source, Mapping) else ():
+        files = value.items() if isinstance(value, Mapping) else ()
+        text = " ".join(f"{file} ({str(digest)[:8]}…)" for file, digest in files) if files else str(value)
+        parts += [] if value is None else [f"{name}: {text}"]
     sizes = [
         f"{name} {tokens:,} tokens"
         for name in (splits if isinstance(splits, Mapping) else ())
         if isinstance(tokens := at(splits, f"{name}.tokens"), int)
     ]
-    return "; ".join(part for part in (text, ", ".join(sizes)) if part)
+    return "; ".join(part for part in (", ".join(parts), ", ".join(sizes)) if part)
 
 
 def _model(runs: Sequence[Run]) -> str:
-    whole = _listed(f"{n:,.0f}" for run in runs if (n := run.number("parameters")) is not None)
-    part = _listed(f"{n:,.0f}" for run in runs if (n := run.number("quantized_parameters")))
-    return (
-        f"{whole} parameters" + (f", {part} of them quantised in the rows with a format" if part else "")
-        if whole
-        else ""
+    whole, part = (
+        _listed(f"{n:,.0f}" for run in runs if (n := run.number(key)) is not None and (n or key == "parameters"))
+        for key in ("parameters", "quantized_parameters")
     )
+    quantised = f", {part} of them quantised in the rows with a format" if part else ""
+    return f"{whole} parameters{quantised}" if whole else ""
 
 
-def _versions(environment: Mapping[str, Any]) -> str:
-    libraries = environment.get("libraries")
-    named = {"Python": environment.get("python")} | (dict(libraries) if isinstance(libraries, Mapping) else {})
+def _versions(record: Mapping[str, Any]) -> str:
+    libraries = record.get("libraries")
+    named = {"Python": record.get("python")} | (dict(libraries) if isinstance(libraries, Mapping) else {})
     return ", ".join(f"{name} {version}" for name, version in named.items() if version)

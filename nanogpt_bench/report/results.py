@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 import warnings
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from typing import Any
 
 from nanogpt_bench.config.metrics import BESIDE_LOSS, VAL_ALSO_LOSS
+from nanogpt_bench.failures.table import VERDICT as BOUNDS
 from nanogpt_bench.monitors.shadow import COSINE
 from nanogpt_bench.report.rows import REFERENCE_RULE, Row, differences, references_of, row_label, seed_of
-from nanogpt_bench.report.verdict import Evidence, Outcome, Verdict, judge
 from nanogpt_bench.runs.environment import on_two_processors
 from nanogpt_bench.runs.load import Run
 
@@ -48,7 +50,7 @@ class Result:
     difference: Difference | None = None
     #: standard error of a validation over its batches, the mean over the row's runs
     val_loss_se: float | None = None
-    #: what was found beside the loss, by `config.metric.Metric.figure`
+    #: measured beside the loss, by `config.metric.Metric.figure`
     beside: Mapping[str, Figure] = field(default_factory=dict)
     #: of the losses on the other text (`eval.also`)
     also_difference: Difference | None = None
@@ -91,89 +93,72 @@ def measure(rows: Sequence[Row], reference: Row | None) -> list[Result]:
     return [replace(result, difference=found, also_difference=other) for result, found, other in each]
 
 
+#: figures of a run that a column averages over the seeds of its row, by their name in `Result`
+FIGURES: dict[str, Callable[[Run], float | None]] = {
+    "final_val_loss": lambda run: run.at_end("final_val_loss"),
+    "bytes_per_parameter": lambda run: run.number("bytes_per_parameter"),
+    "stall": lambda run: run.stall,
+    "tokens_per_s": lambda run: run.number("tokens_per_s"),
+    "arrived": lambda run: run.number("arrived"),
+    "cosine": lambda run: getattr(figure(run.curve(COSINE.name)[1]), "mean", None),
+}
+
+
 def _measure_row(row: Row, reference: Row | None) -> Result:
     is_reference = row is reference
     unlike = () if reference is None or is_reference else differences(row.runs, reference.runs)
     measured = None if unlike else reference
+    found: dict[str, Any] = {name: figure(map(of_run, row.runs)) for name, of_run in FIGURES.items()}
+    size = found.pop("bytes_per_parameter")
     gaps = [] if measured is None else [each for run in row.runs if (each := gap_to(run, measured.runs)) is not None]
     gap = figure(gaps)
-    base = figure(run.at_end("final_val_loss") for run in measured.runs) if measured is not None else None
+    base = figure(map(FIGURES["final_val_loss"], measured.runs)) if measured is not None else None
     gap_share = gap.mean / base.mean if gap is not None and base is not None and base.mean > 0 else None
-    stall = figure(run.stall for run in row.runs)
-    bytes_each = figure(run.number("bytes_per_parameter") for run in row.runs)
-    cosine = figure(mean_cosine(run) for run in row.runs)
-    errors = _errors(row)
-    alerts = sum((Counter(run.alert_counts) for run in row.runs), Counter[str]())
+    error = _error(row)
     evidence = Evidence(
         gap_share,
-        stall.mean if stall else None,
-        cosine.mean if cosine else None,
+        getattr(found["stall"], "mean", None),
+        getattr(found["cosine"], "mean", None),
         is_reference,
         unlike,
         unmeasured=reference is None,
         gap=gap.mean if gap else None,
-        gap_error=error_of(
-            gaps, [getattr(_errors(each), "mean", None) for each in (row, measured) if each is not None]
-        ),
+        gap_error=error_of(gaps, [error, *([] if measured is None else [_error(measured)])]),
     )
-    verdict = judge(row.runs, evidence)
-    if row.why:
-        verdict = Verdict(Outcome.FAILED, row.why)
+    beside = {m.figure: figure(run.at_end(m.figure) for run in row.runs) for m in BESIDE_LOSS}
     return Result(
         row=row,
         reference=is_reference,
-        final_val_loss=figure(run.at_end("final_val_loss") for run in row.runs),
-        best_val_loss=_best(row),
+        **found,
+        # of finished runs; without any, of those that ended early
+        best_val_loss=figure(run.at_end("best_val_loss") for run in row.runs)
+        or figure(run.number("best_val_loss") for run in row.runs),
         gap=gap,
         gap_share=gap_share,
-        bytes_per_parameter=bytes_each.mean if bytes_each else None,
-        stall=stall,
+        bytes_per_parameter=size.mean if size else None,
         stall_metric=next((run.stall_metric for run in row.runs if run.stall_metric), None),
-        tokens_per_s=figure(run.number("tokens_per_s") for run in row.runs),
-        arrived=figure(run.number("arrived") for run in row.runs),
-        verdict=verdict,
-        cosine=cosine,
-        alerts=dict(alerts.most_common()),
-        val_loss_se=errors.mean if errors else None,
-        beside=_beside(row),
+        verdict=Verdict(Judgement.FAILED, row.why) if row.why else judge(row.runs, evidence),
+        alerts=dict(sum((Counter(run.alert_counts) for run in row.runs), Counter[str]()).most_common()),
+        val_loss_se=error,
+        beside={name: value for name, value in beside.items() if value is not None},
         also_difference=_difference(row, measured, VAL_ALSO_LOSS.figure),
         difference=_difference(row, measured, "final_val_loss"),
     )
 
 
+def _error(row: Row) -> float | None:
+    """The mean standard error of the runs' last validations."""
+    return getattr(figure(run.at_end("final_val_loss_se") for run in row.runs), "mean", None)
+
+
 def _difference(row: Row, reference: Row | None, name: str) -> Difference | None:
+    """The paired difference, marked if the runs of some seed were made on two processors, as far as records say."""
     if reference is None or row is reference:
         return None
     found = difference(_by_seed(row, name), _by_seed(reference, name))
-    return None if found is None else replace(found, apart=_is_apart(row, reference))
-
-
-def _is_apart(row: Row, reference: Row) -> bool:
-    """True if the runs of some seed were made on two processors, as far as both records say."""
     own, its = ({seed_of(run): run.environment for run in each.runs} for each in (row, reference))
-    return any(on_two_processors(own[seed], its[seed]) for seed in own if seed in its)
-
-
-def _errors(row: Row) -> Figure | None:
-    return figure(run.at_end("final_val_loss_se") for run in row.runs)
-
-
-def _best(row: Row) -> Figure | None:
-    """Return the lowest loss of finished runs; without any, of those that ended early."""
-    return figure(run.at_end("best_val_loss") for run in row.runs) or figure(
-        run.number("best_val_loss") for run in row.runs
-    )
-
-
-def _beside(row: Row) -> dict[str, Figure]:
-    found = {name: figure(run.at_end(name) for run in row.runs) for name in (metric.figure for metric in BESIDE_LOSS)}
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def mean_cosine(run: Run) -> float | None:
-    """Return the mean cosine of a run's gradient and the float32 shadow's; None without a shadow."""
-    seen = figure(run.curve(COSINE.name)[1])
-    return seen.mean if seen else None
+    apart = any(on_two_processors(own[seed], its[seed]) for seed in own if seed in its)
+    return None if found is None else replace(found, apart=apart)
 
 
 def _by_seed(row: Row, name: str) -> dict[Hashable, float]:
@@ -295,14 +280,145 @@ def difference_text(found: Difference | None) -> str:
     """
     if found is None:
         return "-"
-    return _difference_text(found) + MARK * found.apart
-
-
-def _difference_text(found: Difference) -> str:
+    mark = MARK * found.apart
     if found.low is None or found.high is None:
-        return f"{found.mean:+z.3f}, one seed: a lead"
+        return f"{found.mean:+z.3f}, one seed: a lead{mark}"
     interval = f"[{found.low:+z.3f}, {found.high:+z.3f}]"
     if not found.is_found:
-        return f"no difference found {interval}"
+        return f"no difference found {interval}{mark}"
     after = "" if found.holm is None else f", p {found.holm:.2g}" + (" (not after Holm)" if found.holm >= ALPHA else "")
-    return f"{found.mean:+z.3f} {interval}{after}"
+    return f"{found.mean:+z.3f} {interval}{after}{mark}"
+
+
+MOST_CLASSES = 2  # classes of failure that a verdict names
+LONGEST_MESSAGE = 160
+#: classes of the loss itself; the others are possible causes
+OF_THE_LOSS = ("nan", "divergence")
+
+
+def class_name(kind: str) -> str:
+    """Return the display name of a failure class.
+
+    >>> class_name("zero_gradients"), class_name("nan")
+    ('zero gradients', 'NaN')
+    """
+    return "NaN" if kind == "nan" else kind.replace("_", " ")
+
+
+class Judgement(StrEnum):
+    """How a row compares with its reference, in a word; also the CSS class of its cell."""
+
+    REFERENCE = "reference"
+    WITHIN = "within"
+    DOUBTFUL = "doubtful"
+    BEHIND = "behind"
+    OUTSIDE = "outside"
+    UNFINISHED = "unfinished"
+    FAILED = "failed"
+    INCOMPARABLE = "incomparable"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    outcome: Judgement
+    text: str
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """The measurements that a verdict is reached from; None where there is none.
+
+    `gap_share` is (L - L_ref) / L_ref of the final validation losses in nats, `gap` is L - L_ref and `gap_error` its
+    standard error. `stall` is a share of weights, `cosine` the mean cosine of the gradient and the float32 shadow's.
+    `unlike` names further differences from the reference, such as the corpus, which make the gap meaningless.
+    `unmeasured` rows have no reference.
+    """
+
+    gap_share: float | None = None
+    stall: float | None = None
+    cosine: float | None = None
+    reference: bool = False
+    unlike: tuple[str, ...] = ()
+    unmeasured: bool = False
+    gap: float | None = None
+    gap_error: float | None = None
+
+
+def judge(runs: Sequence[Run], evidence: Evidence) -> Verdict:
+    """Return the verdict on the runs of one row (its seeds).
+
+    A failure outranks an early end, which outranks the comparison of losses. A row within reach of the reference is
+    doubtful if its gradient cosine is beyond its bound or its loss diverged. A row out of reach is named by
+    its failure classes first, and by its stall at or above the limit; a row of unknown gap by those of the loss alone.
+    """
+    outcome, text = _ending(runs) or _comparison(evidence)
+    compared = outcome not in (Judgement.REFERENCE, Judgement.INCOMPARABLE)
+    far = compared and evidence.cosine is not None and BOUNDS["cosine"].beyond(evidence.cosine)
+    doubts = [f"cosine {evidence.cosine:.2f}"] if far else []
+    if outcome in (Judgement.WITHIN, Judgement.REFERENCE):
+        doubts += _classes(runs, ("divergence",))
+        doubtful = doubts and outcome is Judgement.WITHIN
+        return Verdict(Judgement.DOUBTFUL if doubtful else outcome, "; ".join([text, *doubts]))
+    if outcome in (Judgement.UNKNOWN, Judgement.INCOMPARABLE):
+        return Verdict(outcome, "; ".join([*_classes(runs, OF_THE_LOSS), text, *doubts]))
+    stalled = evidence.stall is not None and BOUNDS["stall"].beyond(evidence.stall)
+    stall = f"stall {evidence.stall:.0%}" if stalled else ""
+    first = _classes(runs, stall=stall)
+    rest = [stall] if stall and not any(stall in words for words in first) else []
+    return Verdict(outcome, "; ".join([*first, text, *doubts, *rest]))
+
+
+def _classes(runs: Sequence[Run], only: Sequence[str] = (), *, stall: str = "") -> list[str]:
+    """The first failure classes but the one that ended the run, those of the loss first, as one text."""
+    counts = Counter(kind for run in runs for kind in dict.fromkeys(found.kind for found in run.failures))
+    ended_by = {(run.failure or {}).get("kind") for run in runs if run.status == "failed"}
+    kinds = [kind for kind in counts if kind not in ended_by and (not only or kind in only)]
+    kinds.sort(key=lambda kind: kind not in OF_THE_LOSS)
+    words = []
+    for kind in kinds[:MOST_CLASSES]:
+        share = f" ({counts[kind]} of {len(runs)} seeds)" if counts[kind] < len(runs) else ""
+        words.append((stall if stall and kind == "stall" else class_name(kind)) + share)
+    more = f" and {len(kinds) - MOST_CLASSES} more" if len(kinds) > MOST_CLASSES else ""
+    return [", ".join(words) + more] if words else []
+
+
+def _ending(runs: Sequence[Run]) -> tuple[Judgement, str] | None:
+    """The judgement on runs that did not reach their planned end, and its text; None if all did."""
+    for status in ("failed", "stopped", "incomplete"):
+        affected = [run for run in runs if run.status == status]
+        if affected:
+            share = f" ({len(affected)} of {len(runs)} seeds)" if len(runs) > 1 else ""
+            outcome = Judgement.FAILED if status == "failed" else Judgement.UNFINISHED
+            return outcome, describe_ending(affected[0]) + share
+    return None if runs else (Judgement.UNFINISHED, "not run")
+
+
+def describe_ending(run: Run) -> str:
+    """Return the failure or the last step of an unfinished run in words."""
+    failure = run.failure or {}
+    step = failure.get("step", run.last_step)
+    message = " ".join(str(failure.get("message") or failure.get("kind") or "").split())
+    where = "" if step is None or re.search(rf"\bstep {step}\b", message) else f" at step {step}"
+    verb = run.status if run.status in ("failed", "stopped") else "unfinished"
+    message = message if len(message) <= LONGEST_MESSAGE else message[: LONGEST_MESSAGE - 1] + "…"
+    return f"{verb}{where}" + (f": {message}" if message else "")
+
+
+def _comparison(evidence: Evidence) -> tuple[Judgement, str]:
+    if evidence.reference:
+        return Judgement.REFERENCE, "reference"
+    if evidence.unlike:
+        return Judgement.INCOMPARABLE, f"not comparable: {', '.join(evidence.unlike)}"
+    if evidence.unmeasured:
+        return Judgement.UNKNOWN, "finished"
+    if evidence.gap_share is None:
+        return Judgement.UNKNOWN, "no finished reference"
+    limit = f"{BOUNDS['outside'].bound:.0%}"
+    if evidence.gap_share > BOUNDS["outside"].bound:
+        return Judgement.OUTSIDE, f"outside {limit}"
+    # A gap without a standard error is not behind.
+    error = math.inf if evidence.gap_error is None else evidence.gap_error
+    if evidence.gap is not None and evidence.gap > max(BOUNDS["behind"].bound, 2.0 * error):
+        return Judgement.BEHIND, "behind"
+    return Judgement.WITHIN, f"within {limit}"

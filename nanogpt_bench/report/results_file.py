@@ -17,22 +17,20 @@ from nanogpt_bench.config.metrics import (
     TRAIN_LOSS,
     VAL_LOSS,
     VAL_LOSS_SE,
-    Metric,
 )
 from nanogpt_bench.monitors import METRICS
 from nanogpt_bench.monitors.shadow import OVERHEAD
 from nanogpt_bench.report.rows import Row, group_rows, identity
 from nanogpt_bench.runs.environment import at
-from nanogpt_bench.runs.find import SWEEP, TRIALS, has_ended
-from nanogpt_bench.runs.load import Run, is_run_folder, load_run
-from nanogpt_bench.runs.read import Records, cleaned, finite
+from nanogpt_bench.runs.load import SWEEP, TRIALS, Run, has_ended, is_run_folder, load_run
+from nanogpt_bench.runs.read import Records, cleaned, finite, mapping
 from nanogpt_bench.system.errors import BenchError, counted, one_line
 from nanogpt_bench.system.untrusted import read_json
 
 #: kinds of entries: a run, a seed that is missing, a row that was given up, what a search of rates has found
 RUN, MISSING, GIVEN_UP, SEARCH = KINDS = ("run", "missing", "given up", "search")
 #: keys of summary.json; its other keys follow from the settings or name files
-OUTCOMES = (
+SUMMARY_KEYS = (
     *("name", "seed", "status", "failure", "stop", "steps", "steps_planned", "tokens", "seconds", "tokens_per_s"),
     *("first_val_loss", "final_val_loss", "final_val_loss_se", "best_val_loss", "bits_per_byte", "lr", "arrived"),
     *("stall", "stall_metric", "alerts", "bytes_per_parameter", "bytes_per_quantized_parameter", "parameters"),
@@ -64,10 +62,12 @@ def export(folder: Path) -> list[dict[str, Any]]:
     Raises:
         BenchError: the folder holds no sweep, or none of its runs has ended.
     """
-    manifest, tuned = _manifest(folder), folder / "tuning.json"
-    tuning = _read(tuned) if tuned.is_file() else {}
+    manifest = _read(folder / SWEEP) if (folder / SWEEP).is_file() else None
+    if not isinstance(manifest, Mapping):
+        raise BenchError(f"{str(folder)!r} holds no results: give the folder of a sweep, with {SWEEP}")
+    tuning = _read(folder / "tuning.json") if (folder / "tuning.json").is_file() else {}
     try:
-        entries = [entry for row in planned_rows(manifest, tuning) for entry in _of_row(folder, row)]
+        entries = list(_entries(folder, manifest, tuning))
         searches = [_search(row, tuning) for row in tuning.get("rows") or ()]
     except (KeyError, TypeError, AttributeError):  # of something else of that name
         raise BenchError(f"{str(folder)!r} holds no results: what its list of runs says can't be read") from None
@@ -85,26 +85,14 @@ def _read(path: Path) -> Any:
         raise BenchError(f"{str(path)!r} can't be read: {one_line(error)}") from None
 
 
-def _manifest(folder: Path) -> Mapping[str, Any]:
-    if (folder / SWEEP).is_file() and isinstance(content := _read(folder / SWEEP), Mapping):
-        return content
-    raise BenchError(f"{str(folder)!r} holds no results: give the folder of a sweep, with {SWEEP}")
-
-
-def _of_row(folder: Path, row: PlannedRow) -> Iterator[dict[str, Any]]:
-    of_row: dict[str, Any] = {"label": row.label, "rule": row.rule, "format": row.format}
-    for seed, name in row.runs:
-        run = load_run(folder / name) if name is not None and is_run_folder(folder / name) else None
-        if run is not None and has_ended(run.summary):
-            yield flat_run(row.label, run)
-        else:
-            yield {"kind": MISSING, **of_row, "seed": seed}
-    if row.why:
-        yield {"kind": GIVEN_UP, **of_row, "why": row.why}
-
-
 def flat_run(label: str, run: Run) -> dict[str, Any]:
     """Return a run as a flat mapping: outcomes, settings, facts of its machine, series and looks."""
+    settings: dict[str, Any] = {}
+    for section, content in run.config.items():
+        if isinstance(content, Mapping):
+            settings |= {f"{CONFIG}{section}.{key}": value for key, value in content.items()}
+        elif section != "seed":  # which is among the keys of the summary
+            settings[CONFIG + section] = content
     looks = monitored_figures(run)
     seen = [name for name in MONITORED if any(name in look for look in looks.values())]
     validations = [row for row, loss in run.metrics.rows(VAL_LOSS.name) if loss is not None]
@@ -114,23 +102,14 @@ def flat_run(label: str, run: Run) -> dict[str, Any]:
         "label": label,
         "rule": run.rule,
         "format": run.format,
-        **{key: run.summary[key] for key in OUTCOMES if run.summary.get(key) not in (None, {}, [])},
-        "failures": [finding.kind for finding in run.findings],
-        **{CONFIG + key: value for key, value in _settings(run.config)},
+        **{key: run.summary[key] for key in SUMMARY_KEYS if run.summary.get(key) not in (None, {}, [])},
+        "failures": [finding.kind for finding in run.failures],
+        **settings,
         **{ENVIRONMENT + key: value for key, value in run.environment.items() if key not in PASSING},
         **{CURVE + name: [values.get(row) for row in validations] for name, values in series.items()},
         **({f"{LOOK}step": list(looks)} if looks else {}),
         **{LOOK + name: [look.get(name) for look in looks.values()] for name in seen},
     }
-
-
-def _settings(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield settings by section and key, without the run's seed, which is an outcome's key."""
-    for section, content in config.items():
-        if isinstance(content, Mapping):
-            yield from ((f"{section}.{key}", value) for key, value in content.items())
-        elif section != "seed":
-            yield section, content
 
 
 def _search(row: Mapping[str, Any], tuning: Mapping[str, Any]) -> dict[str, Any]:
@@ -210,7 +189,9 @@ def _with_entry(row: Row, entry: Mapping[str, Any], path: Path) -> Row:
 
 
 def _read_run(entry: Mapping[str, Any], path: Path) -> Run:
-    summary = {key: entry[key] for key in OUTCOMES if key in entry} | {key: entry[key] for key in ("rule", "format")}
+    summary = {key: entry[key] for key in SUMMARY_KEYS if key in entry} | {
+        key: entry[key] for key in ("rule", "format")
+    }
     summary["failures"] = [{"kind": kind} for kind in entry["failures"]]
     config: dict[str, Any] = {}
     for key, value in _part(entry, CONFIG).items():
@@ -258,43 +239,36 @@ def to_json(content: Sequence[Mapping[str, Any]]) -> str:
     return "[\n" + ",\n".join(lines) + "\n]\n"
 
 
-@dataclass
-class PlannedRow:
-    """A planned row: (seed, folder) of each of its runs, folder None until the run is planned."""
+def _entries(folder: Path, manifest: Mapping[str, Any], tuning: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The entries of the rows of sweep.json and tuning.json, in the order of the table."""
+    rows: dict[str, dict[str, Any]] = {}
+    runs: dict[str, list[tuple[Any, str | None]]] = {}  # seed and folder, without one until the run is planned
+    why: dict[str, str] = {}
 
-    label: str
-    rule: str = "unknown"
-    format: str = "none"
-    runs: list[tuple[int | None, str | None]] = field(default_factory=list)
-    #: why no run will follow
-    why: str = ""
+    def name(label: Any, facts: Mapping[str, Any]) -> str:
+        row = rows.setdefault(label := str(label), {"label": label, "rule": "unknown", "format": "none"})
+        row |= {key: str(facts[key]) for key in ("rule", "format") if facts.get(key)}
+        runs.setdefault(label, [])
+        return label
 
-
-def planned_rows(manifest: Mapping[str, Any], tuning: Mapping[str, Any]) -> list[PlannedRow]:
-    """Return the rows of sweep.json, and those of tuning.json, in the order of the table.
-
-    A row under tuning has a run planned at each seed of the confirmation; a row whose trials all failed has none, and
-    the reason in `why`.
-    """
-    rows = {str(label): PlannedRow(str(label)) for label in manifest.get("order") or ()}
+    for label in manifest.get("order") or ():
+        name(label, {})
     for run in manifest.get("runs") or ():
         if run.get("of_plan", True) and not str(run["name"]).startswith(f"{TRIALS}/"):
-            _planned_row(rows, run).runs.append((run.get("seed"), str(run["name"])))
-    seeds = (tuning.get("confirm") or {}).get("seeds") or ()
+            runs[name(run["label"], run)].append((run.get("seed"), str(run["name"])))
     for search in tuning.get("rows") or ():
-        for label in search.get("rows") or ():
-            told = _planned_row(rows, {**search, "label": label})
-            if not told.runs:
-                told.why = given_up(search)
-                told.runs = [] if told.why else [(seed, None) for seed in seeds]
-    return list(rows.values())
-
-
-def _planned_row(rows: dict[str, PlannedRow], told: Mapping[str, Any]) -> PlannedRow:
-    """Get or make the row of a label, and update its rule and format."""
-    row = rows.setdefault(str(told["label"]), PlannedRow(str(told["label"])))
-    row.rule, row.format = str(told.get("rule") or row.rule), str(told.get("format") or row.format)
-    return row
+        for label in (name(label, search) for label in search.get("rows") or ()):
+            if not runs[label]:
+                why[label] = given_up(search)
+                seeds = () if why[label] else (tuning.get("confirm") or {}).get("seeds") or ()
+                runs[label] = [(seed, None) for seed in seeds]
+    for label, row in rows.items():
+        for seed, place in runs[label]:
+            run = load_run(folder / place) if place is not None and is_run_folder(folder / place) else None
+            ended = run is not None and has_ended(run.summary)
+            yield flat_run(label, run) if run is not None and ended else {"kind": MISSING, **row, "seed": seed}
+        if why.get(label):
+            yield {"kind": GIVEN_UP, **row, "why": why[label]}
 
 
 def given_up(search: Mapping[str, Any]) -> str:
@@ -313,14 +287,9 @@ ALWAYS = (TRAIN_LOSS.name, SMOOTHED_LOSS.name, GRAD_NORM.name)
 DIGITS = 4
 
 
-def _is_watched(metric: Metric) -> bool:
-    """True for a figure of the whole model: not of one bit, nor of the machine."""
-    return bool(metric.monitor) and metric.monitor != "resources" and metric != OVERHEAD and metric.name[-2:] != "_I"
-
-
-#: in the order of display
-_WATCHED = (one.name for metric in METRICS if _is_watched(metric) for one in metric.each)
-MONITORED = tuple(dict.fromkeys((*ALWAYS, *_WATCHED)))
+#: figures of the whole model, not of one bit nor of the machine, in the order of display
+_WATCHED = [m for m in METRICS if m.monitor not in (None, "", "resources") and m != OVERHEAD and m.name[-2:] != "_I"]
+MONITORED = tuple(dict.fromkeys((*ALWAYS, *(one.name for metric in _WATCHED for one in metric.each))))
 
 
 def monitored_figures(run: Run) -> dict[int, Mapping[str, float]]:
@@ -335,13 +304,12 @@ def monitored_figures(run: Run) -> dict[int, Mapping[str, float]]:
     curves = {name: list(zip(*run.curve(name), strict=True)) for name in MONITORED}
     seen = sorted({step for name in MONITORED if name not in ALWAYS for step, _ in curves[name] if step > 0})
     ends = [max((step for step in seen if step <= limit), default=None) for limit in (TENTH * planned, planned)]
-    return {int(end): _until(curves, end) for end in ends if end is not None}
-
-
-def _until(curves: Mapping[str, Sequence[tuple[float, float | None]]], end: float) -> dict[str, float]:
-    """Return the last value of every figure up to a step: each monitor has its own interval."""
-    known = {name: [y for x, y in points if 0 < x <= end and y is not None] for name, points in curves.items()}
-    return {name: float(f"{values[-1]:.{DIGITS}g}") for name, values in known.items() if values}
+    looks: dict[int, Mapping[str, float]] = {}
+    for end in (end for end in ends if end is not None):
+        # the last value up to there, since each monitor has its own interval
+        known = {name: [y for x, y in points if 0 < x <= end and y is not None] for name, points in curves.items()}
+        looks[int(end)] = {name: float(f"{values[-1]:.{DIGITS}g}") for name, values in known.items() if values}
+    return looks
 
 
 def merged_rows(runs: Sequence[Run], files: Sequence[Exported]) -> list[Row]:
@@ -385,3 +353,82 @@ def with_given_up(
                 found.append(Row(label, rule, fmt, (), why=why))
     places = {label: at for at, label in enumerate(order)}
     return sorted(found, key=lambda row: places.get(row.label, len(places)))
+
+
+@dataclass(frozen=True)
+class SensitivityMap:
+    """The loss gap (nats) with one layer pattern alone in one format; None without a loss."""
+
+    patterns: tuple[str, ...]
+    formats: tuple[str, ...]
+    gap: tuple[tuple[float | None, ...], ...]
+    operand: str = ""
+    rule: str = ""
+    status: tuple[tuple[str, ...], ...] = ()
+    #: the checkpoint whose weights were rounded; "" if every cell was trained
+    of: str = ""
+
+    def ending(self, pattern: int, fmt: int) -> str:
+        """Return the ending of a cell without a gap, in a word or two."""
+        known = self.status[pattern][fmt] if self.status else ""
+        return known or "no loss"
+
+
+@dataclass(frozen=True)
+class Studies:
+    """All such files in the folders of a report."""
+
+    sensitivities: tuple[SensitivityMap, ...] = ()
+    #: the rows of every tuning.json, unchanged
+    tunings: tuple[tuple[Mapping[str, Any], ...], ...] = ()
+    notes: tuple[str, ...] = field(default=())
+
+
+def read_studies(folders: Iterable[Path]) -> Studies:
+    """Read sensitivity.json and tuning.json of folders; `notes` names each malformed file."""
+    notes: list[str] = []
+    sensitivities: list[SensitivityMap] = []
+    tunings: list[tuple[Mapping[str, Any], ...]] = []
+    for folder in dict.fromkeys(folders):
+        sensitivities += _read_sensitivity(folder / "sensitivity.json", notes)
+        tunings += [tuned] if (tuned := tuple(_read_rows(folder / "tuning.json", notes))) else []
+    return Studies(tuple(sensitivities), tuple(tunings), tuple(notes))
+
+
+def _read_sensitivity(path: Path, notes: list[str]) -> list[SensitivityMap]:
+    if not path.is_file():
+        return []
+    content = mapping(path, notes)
+    patterns, formats, gap, status = (content.get(key) or () for key in ("patterns", "formats", "gap", "status"))
+    if not _is_table(patterns, formats, gap):
+        notes.append(f"{path.name}: expected patterns, formats and a gap for each pair; left out")
+        return []
+    ends = status if _is_table(patterns, formats, status) else ()
+    operand, rule, of = (str(content.get(key) or "") for key in ("operand", "rule", "of"))
+    return [
+        SensitivityMap(
+            tuple(map(str, patterns)),
+            tuple(map(str, formats)),
+            tuple(tuple(finite(cell) for cell in line) for line in gap),
+            operand,
+            rule,
+            tuple(tuple(str(cell or "") for cell in line) for line in ends),
+            of,
+        )
+    ]
+
+
+def _is_table(patterns: Any, formats: Any, gap: Any) -> bool:
+    if not all(isinstance(part, list) and part for part in (patterns, formats, gap)):
+        return False
+    return len(gap) == len(patterns) and all(isinstance(row, list) and len(row) == len(formats) for row in gap)
+
+
+def _read_rows(path: Path, notes: list[str]) -> list[Mapping[str, Any]]:
+    if not path.is_file():
+        return []
+    rows = mapping(path, notes).get("rows")
+    if not isinstance(rows, list):
+        notes.append(f"{path.name}: expected rows; left out")
+        return []
+    return [row for row in rows if isinstance(row, Mapping)]

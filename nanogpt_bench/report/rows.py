@@ -9,8 +9,7 @@ from nanogpt_bench.config.keys import keys_where
 from nanogpt_bench.config.metrics import ELAPSED, VAL_LOSS
 from nanogpt_bench.data.batches import digests_of
 from nanogpt_bench.runs.environment import at
-from nanogpt_bench.runs.find import has_ended
-from nanogpt_bench.runs.load import Run
+from nanogpt_bench.runs.load import Run, has_ended
 from nanogpt_bench.runs.read import finite
 from nanogpt_bench.system.errors import printable, shortened
 
@@ -36,6 +35,11 @@ class Row:
     why: str = ""
     #: further runs of seeds in `runs`, not counted
     aside: tuple[Run, ...] = ()
+
+
+def row_runs(rows: Iterable[Row]) -> list[tuple[Row, Run]]:
+    """Return every run of rows, with its row."""
+    return [(row, run) for row in rows for run in row.runs]
 
 
 def shortfall(rows: Iterable[Row]) -> str:
@@ -71,9 +75,22 @@ def group_rows(runs: Sequence[Run]) -> list[Row]:
 
 
 def counted_once(row: Row) -> Row:
-    """Return the row with one run per seed and the others aside: a repeated seed adds no spread."""
-    runs, aside = one_a_seed(row.runs)
+    """Return the row with one run per seed and the others aside: a repeated run is no second seed.
+
+    The longest run of a seed counts, of several as long the first.
+    """
+    found: dict[Hashable, list[Run]] = {}
+    for run in row.runs:
+        seed = seed_of(run)
+        found.setdefault(("unknown", id(run)) if seed is None else seed, []).append(run)
+    runs = tuple(max(group, key=_went) for group in found.values())
+    kept = set(map(id, runs))
+    aside = (run for group in found.values() for run in group if id(run) not in kept)
     return replace(row, runs=runs, aside=(*row.aside, *aside))
+
+
+def _went(run: Run) -> tuple[bool, bool, int]:
+    return run.status == "finished", has_ended(run.summary), run.last_step or 0
 
 
 def setting_of(run: Run) -> str:
@@ -122,11 +139,8 @@ def _told_apart(label: str, group: Sequence[Run], groups: Sequence[Sequence[Run]
     keys = [k for k in own if k not in SEED_KEYS and any(other.get(k) != own[k] for other in others)]
     if len(keys) > MOST_SETTINGS:
         return ""
-    return "".join(f" {key.rsplit('.', 1)[-1]}={_short(own[key])}" for key in keys)
-
-
-def _short(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else shortened(" ".join(str(value).split()), LONGEST_SETTING)
+    words = {k: f"{v:g}" if isinstance(v := own[k], float) else " ".join(str(v).split()) for k in keys}
+    return "".join(f" {k.rsplit('.', 1)[-1]}={shortened(text, LONGEST_SETTING)}" for k, text in words.items())
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -226,42 +240,20 @@ def seed_of(run: Run) -> Hashable | None:
     if run.seed is None:
         return None
     own = (at(run.config, key) for key in ("data.seed", "model.seed"))
-    return (run.seed, *(run.seed if seed is None else _plain(seed) for seed in own))
+    return (run.seed, *(run.seed if seed is None else seed if isinstance(seed, int) else repr(seed) for seed in own))
 
 
-def _plain(seed: object) -> Hashable:
-    return seed if isinstance(seed, int) else repr(seed)
-
-
-def one_a_seed(runs: Iterable[Run]) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
-    """Split the runs of one setting into those that count, one per seed, and the rest.
-
-    The longest run of a seed counts, of several as long the first: a repeated run is no second seed.
-    """
-    found: dict[Hashable, list[Run]] = {}
-    for run in runs:
-        seed = seed_of(run)
-        found.setdefault(("unknown", id(run)) if seed is None else seed, []).append(run)
-    counted = tuple(max(group, key=_went) for group in found.values())
-    kept = set(map(id, counted))
-    return counted, tuple(run for group in found.values() for run in group if id(run) not in kept)
-
-
-def _went(run: Run) -> tuple[bool, bool, int]:
-    return run.status == "finished", has_ended(run.summary), run.last_step or 0
-
-
-def left_aside(label: str, counted: Sequence[Run], aside: Sequence[Run]) -> list[str]:
+def left_aside(row: Row) -> list[str]:
     """Return a line for each run aside: its seed, the run that counts instead, and why."""
     lines = []
-    for run in aside:
-        other = next(each for each in counted if seed_of(each) == seed_of(run))
+    for run in row.aside:
+        other = next(each for each in row.runs if seed_of(each) == seed_of(run))
         why = "went further" if _went(other) > _went(run) else "went as far and comes first"
-        lines.append(f"{label}: {run.path} is not counted, since seed {run.seed} is there in {other.path}, which {why}")
+        place = f"{run.path} is not counted, since seed {run.seed} is there in {other.path}"
+        lines.append(f"{row.label}: {place}, which {why}")
     return lines
 
 
-SHAPE = ("model.n_layer", "model.n_head", "model.n_embd", "model.block_size")
 #: reads a comparable value from a run's records; None where they lack it
 Fact = Callable[[Run], Any]
 
@@ -274,9 +266,8 @@ def differences(runs: Sequence[Run], others: Sequence[Run]) -> tuple[str, ...]:
     >>> differences([], [])
     ()
     """
-    return tuple(
-        name for name, fact in FACTS.items() if any(_differ(name, fact, run, other) for other in others for run in runs)
-    )
+    pairs = [(run, other) for run in runs for other in others]
+    return tuple(name for name, fact in FACTS.items() if any(_differ(fact, *pair) for pair in pairs))
 
 
 def depends_on(runs: Sequence[Run]) -> frozenset[str]:
@@ -284,14 +275,10 @@ def depends_on(runs: Sequence[Run]) -> frozenset[str]:
     return frozenset(repr([fact(run) for fact in FACTS.values()]) for run in runs)
 
 
-def _differ(name: str, fact: Fact, run: Run, other: Run) -> bool:
-    if name == "corpus" and _known_to_differ(_tokenizer, run, other):
+def _differ(fact: Fact, run: Run, other: Run) -> bool:
+    if fact is _tokens and _differ(FACTS["tokenizer"], run, other):
         # Two tokenizers make different tokens of one text, so the sources of the text are compared instead.
-        fact = _text
-    return _known_to_differ(fact, run, other)
-
-
-def _known_to_differ(fact: Fact, run: Run, other: Run) -> bool:
+        return _differ(lambda each: at(each.environment, "corpus.source"), run, other)
     own, its = fact(run), fact(other)
     return own is not None and its is not None and own != its
 
@@ -304,22 +291,14 @@ def _tokens(run: Run) -> dict[str, Any] | None:
     return digests | digests_of(splits) if digests and all(digests.values()) else None
 
 
-def _text(run: Run) -> Any:
-    return at(run.environment, "corpus.source")
-
-
-def _tokenizer(run: Run) -> Any:
-    return run.environment.get("tokenizer")
-
-
 def _all(run: Run, *keys: str) -> list[Any] | None:
-    """Return the values of settings; None where the config lacks one."""
+    """The values of settings; None where the config lacks one."""
     found = [at(run.config, key) for key in keys]
     return found if None not in found else None
 
 
 def _given(run: Run, key: str) -> list[Any] | None:
-    """Return the value of a setting, which may be null, in a list; None where the config lacks it."""
+    """The value of a setting, which may be null, in a list; None where the config lacks it."""
     absent = object()
     found = at(run.config, key, absent)
     return None if found is absent else [found]
@@ -340,8 +319,8 @@ FACTS: Mapping[str, Fact] = {
     "task": lambda run: run.config.get("task"),
     "corpus": _tokens,
     "training tokens": lambda run: _given(run, "data.train_tokens"),
-    "tokenizer": _tokenizer,
-    "size": lambda run: _all(run, *SHAPE),
+    "tokenizer": lambda run: run.environment.get("tokenizer"),
+    "size": lambda run: _all(run, *(f"model.{key}" for key in ("n_layer", "n_head", "n_embd", "block_size"))),
     "first weights": lambda run: _given(run, "model.init_from"),  # random weights of all seeds count as one
     "steps": _steps,
     "batch size": _batch,

@@ -5,69 +5,185 @@ Readable tables, those of terminal and page among them, have the columns that te
 
 import csv
 import io
+import re
+import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from nanogpt_bench.config.metrics import BESIDE_LOSS
+from nanogpt_bench.config.metrics import BESIDE_LOSS, Metric
+from nanogpt_bench.failures.table import VERDICT as BOUNDS
 from nanogpt_bench.monitors.stall import CODE_UNCHANGED
 from nanogpt_bench.report.results import MARK, Figure, Result, difference_text, reference_name
 from nanogpt_bench.report.rows import learning_rate, shortfall
 from nanogpt_bench.runs.read import finite
 from nanogpt_bench.system.errors import cell, one_line
 
-
-@dataclass(frozen=True)
-class Column:
-    """A column of the readable tables: heading, cell, and alignment, to the right for numbers.
-
-    An optional column is dropped if no row fills it. With `dash_counts` a dash means zero, and is a value like others.
-    """
-
-    heading: str
-    cell: Callable[[Result], str]
-    numeric: bool = True
-    optional: bool = False
-    dash_counts: bool = False
-
-
-def _beside(name: str, result: Result) -> str:
-    return format_figure(result.beside.get(name))
-
-
-RUN, GAP, PAIRED = "run", "gap", "paired difference (95%)"
-LOSS, BEST, VERDICT = "val loss", "best val loss", "verdict"
+#: what a cell without a value shows
+NOTHING = "-"
+RUN, GAP, PAIRED, BEST, VERDICT = "run", "gap", "paired difference (95%)", "best val loss", "verdict"
 #: suffix of the first heading if all gaps rest on one seed
 LEAD = "one seed: a lead"
 #: characters per line of a table
 WIDEST = 120
 #: characters of a verdict that count; the message of a failed run exceeds its line
 WIDEST_VERDICT = 24
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of all tables: heading and cell of readable ones, fields of the CSV, its axis, and what the page says.
+
+    An optional column is dropped if no row fills it. With `dash_counts` a dash means zero, and is a value like others.
+    """
+
+    heading: str
+    cell: Callable[[Result], str]
+    #: field of the CSV to its value
+    csv: Mapping[str, Callable[[Result], object]] = field(default_factory=dict)
+    #: place in the order in which columns are dropped from a table that is too wide; None: it stays
+    goes: int | None = None
+    #: place and name of its axis in the chart of parallel coordinates, and the figure of a run there
+    axis: tuple[int, str, str] | None = None
+    #: sentences of the note below the page's table
+    note: str = ""
+    numeric: bool = True
+    optional: bool = False
+    dash_counts: bool = False
+
+
+def _part(name: str, part: str, result: Result) -> Any:
+    """A part of something that a result may lack, as the mean of a figure."""
+    return getattr(getattr(result, name), part, None)
+
+
+def _fields(name: str, **parts: str) -> dict[str, Callable[[Result], object]]:
+    """Fields of the CSV, each a part of one figure or difference; its mean and spread if none are named."""
+    named = parts or {name: "mean", f"{name}_spread": "spread"}
+    return {key: partial(_part, name, part) for key, part in named.items()}
+
+
+def _figure_cell(name: str) -> Callable[[Result], str]:
+    return lambda result: format_figure(getattr(result, name))
+
+
+def _mean_cell(name: str, spec: str) -> Callable[[Result], str]:
+    """A cell of the mean alone, in a format."""
+    return lambda result: NOTHING if (mean := _part(name, "mean", result)) is None else format(mean, spec)
+
+
+def _beside(metric: Metric) -> Column:
+    """The column of something measured beside the loss: F1, R-precision, the loss on another text."""
+    found = partial(lambda name, result: result.beside.get(name), metric.figure)
+    mean = {metric.figure: lambda result: getattr(found(result), "mean", None)}
+    return Column(metric.title, lambda result: format_figure(found(result)), mean, goes=10, optional=True)
+
+
 COLUMNS = (
-    Column(RUN, lambda r: r.row.label, numeric=False),
-    Column("lr", lambda r: format_rates(r), optional=True),
-    Column(LOSS, lambda r: format_figure(r.final_val_loss)),
-    Column("val s.e.", lambda r: NOTHING if r.val_loss_se is None else f"{r.val_loss_se:.4f}", optional=True),
-    Column(BEST, lambda r: format_figure(r.best_val_loss)),
-    *(Column(metric.title, partial(_beside, metric.figure), optional=True) for metric in BESIDE_LOSS),
-    Column("its difference (95%)", lambda r: difference_text(r.also_difference), optional=True),
-    Column(GAP, lambda r: format_gap(r)),
-    Column(PAIRED, lambda r: difference_text(r.difference), optional=True),
-    Column("bytes", lambda r: "-" if r.bytes_per_parameter is None else f"{r.bytes_per_parameter:.2f}"),
-    Column("stall", lambda r: format_stall(r)),
-    Column("arrived", lambda r: NOTHING if r.arrived is None else f"{r.arrived.mean:.1%}", optional=True),
-    Column("grad cosine", lambda r: format_figure(r.cosine), optional=True),
-    Column("alerts", lambda r: str(r.alerts_fired or NOTHING), optional=True, dash_counts=True),
-    Column("tokens/s", lambda r: "-" if r.tokens_per_s is None else f"{r.tokens_per_s.mean:,.0f}"),
-    Column(VERDICT, lambda r: r.verdict.text, numeric=False),
-)
-NOTHING = "-"
-#: the order in which columns are dropped from a table that is too wide; others stay
-FIRST_TO_GO = (
-    *("val s.e.", "alerts", "grad cosine", BEST, "arrived", "tokens/s", "its difference (95%)", "lr"),
-    *("stall", *(metric.title for metric in BESIDE_LOSS), "bytes", GAP, PAIRED),
+    Column(
+        *(RUN, lambda r: r.row.label),
+        {
+            "run": lambda r: r.row.label,
+            "rule": lambda r: r.row.rule,
+            "format": lambda r: r.row.format,
+            "seeds": lambda r: len(r.row.runs),
+        },
+        numeric=False,
+    ),
+    Column(
+        *("lr", lambda r: format_rates(r)),
+        {"lr": lambda r: " ".join(f"{rate:g}" for rate in _rates(r))},
+        goes=8,
+        optional=True,
+    ),
+    Column(
+        *("val loss", _figure_cell("final_val_loss"), _fields("final_val_loss")),
+        axis=(6, "final val loss", "final_val_loss"),
+    ),
+    Column(
+        *("val s.e.", lambda r: NOTHING if r.val_loss_se is None else f"{r.val_loss_se:.4f}"),
+        {"final_val_loss_se": lambda r: r.val_loss_se},
+        goes=1,
+        optional=True,
+    ),
+    Column(BEST, _figure_cell("best_val_loss"), _fields("best_val_loss"), goes=4),
+    *map(_beside, BESIDE_LOSS),
+    Column("its difference (95%)", lambda r: difference_text(r.also_difference), goes=7, optional=True),
+    Column(GAP, lambda r: format_gap(r), {**_fields("gap"), "gap_share": lambda r: r.gap_share}, goes=12),
+    Column(
+        *(PAIRED, lambda r: difference_text(r.difference)),
+        _fields(
+            "difference",
+            difference="mean",
+            difference_seeds="seeds",
+            difference_low="low",
+            difference_high="high",
+            difference_p="p",
+            difference_p_holm="holm",
+        ),
+        goes=13,
+        note="Paired difference: that of the final validation losses of the same seed, mean with its 95% t-interval "
+        "and the p-value of the paired t-test, adjusted over the rows of the table (Holm); of one seed it is a lead "
+        "and no more.",
+        optional=True,
+    ),
+    Column(
+        *("bytes", lambda r: NOTHING if r.bytes_per_parameter is None else f"{r.bytes_per_parameter:.2f}"),
+        {"bytes_per_parameter": lambda r: r.bytes_per_parameter},
+        goes=11,
+        axis=(1, "bytes/param", "bytes_per_parameter"),
+        note="Bytes a parameter: measured on the tensors alive after the training, quantised and other weights, scales "
+        "and optimizer state together.",
+    ),
+    Column(
+        *("stall", lambda r: format_stall(r)),
+        {**_fields("stall"), "stall_metric": lambda r: r.stall_metric},
+        goes=9,
+        axis=(3, "stall", "stall"),
+        note="Stall, a mean over the looks: share of weights that a nonzero requested update left on the same grid "
+        "value, where that loses it; (code) marks a float32 master copy, where the update is kept though the code is "
+        "the same.",
+    ),
+    Column(
+        *("arrived", _mean_cell("arrived", ".1%"), _fields("arrived")),
+        goes=5,
+        axis=(4, "arrived", "arrived"),
+        note="Arrived, a mean over the looks: the share of the requested movement that the write-back made, about 100% "
+        "where it is unbiased.",
+        optional=True,
+    ),
+    Column(
+        *("grad cosine", _figure_cell("cosine")),
+        _fields("cosine", grad_cosine="mean", grad_cosine_spread="spread"),
+        goes=3,
+        axis=(5, "grad cosine", "cosine"),
+        optional=True,
+    ),
+    Column(
+        *("alerts", lambda r: str(r.alerts_fired or NOTHING)),
+        {
+            "alerts": lambda r: r.alerts_fired,
+            "alert_kinds": lambda r: " ".join(f"{kind}:{count}" for kind, count in r.alerts.items()),
+            "failures": lambda r: " ".join(dict.fromkeys(found.kind for run in r.row.runs for found in run.failures)),
+        },
+        goes=2,
+        optional=True,
+        dash_counts=True,
+    ),
+    Column(
+        *("tokens/s", _mean_cell("tokens_per_s", ",.0f"), _fields("tokens_per_s", tokens_per_s="mean")),
+        goes=6,
+        axis=(2, "tokens/s", "tokens_per_s"),
+    ),
+    Column(
+        *(VERDICT, lambda r: r.verdict.text, {"verdict": lambda r: r.verdict.text}),
+        note=f"Verdict: final validation loss at most {BOUNDS['outside'].bound:.0%} above the reference's, doubtful "
+        f"with a mean gradient cosine of {BOUNDS['cosine'].bound:g} or less; a stall of {BOUNDS['stall'].bound:.0%} or "
+        "more is named where it is short of the reference.",
+        numeric=False,
+    ),
 )
 
 
@@ -85,12 +201,17 @@ def shown_columns(results: Sequence[Result]) -> tuple[Column, ...]:
     apart = any(result.difference.apart for result in results if result.difference is not None)
     headings = {GAP: f"{GAP} to {reference_name(results)}", RUN: run_heading(results, lead=bool(leads) and all(leads))}
     headings |= {PAIRED: f"{PAIRED}{MARK}: two processors"} if apart else {}
-    widths = {c.heading: _width(headings.get(c.heading, c.heading), c, results) for c in shown}
+    most = {VERDICT: WIDEST_VERDICT}
+    widths = {}
+    for column in shown:
+        lengths = [min(len(one_line(column.cell(result))), most.get(column.heading, sys.maxsize)) for result in results]
+        widths[column.heading] = max([len(headings.get(column.heading, column.heading)), *lengths])
     paired = PAIRED in widths
-    for heading in FIRST_TO_GO:
+    droppable = [column for column in COLUMNS if column.goes is not None]
+    for column in sorted(droppable, key=lambda column: column.goes or 0):
         # either the gap or its interval stays
-        if line_width(widths.values()) > WIDEST and heading != (PAIRED if paired else GAP):
-            widths.pop(heading, None)
+        if line_width(widths.values()) > WIDEST and column.heading != (PAIRED if paired else GAP):
+            widths.pop(column.heading, None)
     return tuple(replace(c, heading=headings.get(c.heading, c.heading)) for c in shown if c.heading in widths)
 
 
@@ -98,7 +219,7 @@ def _tells(column: Column, results: Sequence[Result]) -> bool:
     """True if a column is worth its width: for one row if it is filled, for several if it tells them apart."""
     cells = [column.cell(result) for result in results]
     known = [cell for cell in cells if cell != NOTHING]
-    if column.heading in (RUN, LOSS, GAP, VERDICT):
+    if column.goes is None or column.heading == GAP:
         return True
     if len(results) < 2:
         return bool(known) or not column.optional
@@ -106,11 +227,6 @@ def _tells(column: Column, results: Sequence[Result]) -> bool:
         return False
     alike = set(cells if column.dash_counts else known)
     return bool(known) and (len(alike) > 1 or len(known) == 1)
-
-
-def _width(heading: str, column: Column, results: Sequence[Result]) -> int:
-    widest = max((len(one_line(column.cell(result))) for result in results), default=0)
-    return max(len(heading), min(widest, WIDEST_VERDICT) if column.heading == VERDICT else widest)
 
 
 def line_width(widths: Iterable[int]) -> int:
@@ -136,7 +252,7 @@ def format_figure(value: Figure | None) -> str:
     ('1.500 ± 0.013', '1.500', '-')
     """
     if value is None:
-        return "-"
+        return NOTHING
     return f"{value.mean:.3f}" + (f" ± {value.spread:.3f}" if value.spread is not None else "")
 
 
@@ -152,7 +268,7 @@ def _rates(result: Result) -> list[float]:
 def format_gap(result: Result) -> str:
     """Format the gap to the reference in nats and per cent; a dash for the reference itself."""
     if result.reference or result.gap is None:
-        return "-"
+        return NOTHING
     spread = f" ± {result.gap.spread:.3f}" if result.gap.spread is not None else ""
     share = f" ({result.gap_share:+z.1%})" if result.gap_share is not None else ""
     return f"{result.gap.mean:+z.3f}{spread}{share}"
@@ -161,7 +277,7 @@ def format_gap(result: Result) -> str:
 def format_stall(result: Result) -> str:
     """Format the share of weights that a requested update left unmoved; `code` marks code_unchanged."""
     if result.stall is None:
-        return "-"
+        return NOTHING
     mark = " code" if result.stall_metric == CODE_UNCHANGED.name else ""
     return f"{result.stall.mean:.1%}{mark}"
 
@@ -175,96 +291,36 @@ def to_csv(results: Sequence[Result]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     there = shortfall(result.row for result in results)
-    named = [metric.figure for metric in BESIDE_LOSS if any(metric.figure in result.beside for result in results)]
-    beside = {name: partial(_mean_beside, name) for name in named}
-    fields: dict[str, Callable[[Result], object]] = {
-        **CSV_FIELDS,
-        **beside,
-        **({"partial": lambda _: there} if there else {}),
-    }
+    beside = {metric.figure: any(metric.figure in result.beside for result in results) for metric in BESIDE_LOSS}
+    every = {name: value for column in COLUMNS for name, value in column.csv.items()}
+    fields = {name: value for name, value in every.items() if name not in beside}
+    fields |= {name: every[name] for name, known in beside.items() if known}
+    fields |= {"partial": lambda _: there} if there else {}
     writer.writerow(fields)
-    writer.writerows([cell(field(result)) for field in fields.values()] for result in results)
+    writer.writerows([cell(value(result)) for value in fields.values()] for result in results)
     return text.getvalue()
-
-
-def _mean_beside(name: str, result: Result) -> object:
-    return getattr(result.beside.get(name), "mean", None)
-
-
-def _mean(name: str) -> Callable[[Result], object]:
-    return lambda result: getattr(getattr(result, name), "mean", None)
-
-
-def _spread(name: str) -> Callable[[Result], object]:
-    return lambda result: getattr(getattr(result, name), "spread", None)
-
-
-CSV_FIELDS: dict[str, Callable[[Result], object]] = {
-    "run": lambda r: r.row.label,
-    "rule": lambda r: r.row.rule,
-    "format": lambda r: r.row.format,
-    "seeds": lambda r: len(r.row.runs),
-    "lr": lambda r: " ".join(f"{rate:g}" for rate in _rates(r)),
-    "final_val_loss": _mean("final_val_loss"),
-    "final_val_loss_spread": _spread("final_val_loss"),
-    "final_val_loss_se": lambda r: r.val_loss_se,
-    "best_val_loss": _mean("best_val_loss"),
-    "best_val_loss_spread": _spread("best_val_loss"),
-    "gap": _mean("gap"),
-    "gap_spread": _spread("gap"),
-    "gap_share": lambda r: r.gap_share,
-    "difference": lambda r: getattr(r.difference, "mean", None),
-    "difference_seeds": lambda r: getattr(r.difference, "seeds", None),
-    "difference_low": lambda r: getattr(r.difference, "low", None),
-    "difference_high": lambda r: getattr(r.difference, "high", None),
-    "difference_p": lambda r: getattr(r.difference, "p", None),
-    "difference_p_holm": lambda r: getattr(r.difference, "holm", None),
-    "bytes_per_parameter": lambda r: r.bytes_per_parameter,
-    "stall": _mean("stall"),
-    "stall_spread": _spread("stall"),
-    "stall_metric": lambda r: r.stall_metric,
-    "arrived": _mean("arrived"),
-    "arrived_spread": _spread("arrived"),
-    "grad_cosine": _mean("cosine"),
-    "grad_cosine_spread": _spread("cosine"),
-    "alerts": lambda r: r.alerts_fired,
-    "alert_kinds": lambda r: " ".join(f"{kind}:{count}" for kind, count in r.alerts.items()),
-    "failures": lambda r: " ".join(dict.fromkeys(finding.kind for run in r.row.runs for finding in run.findings)),
-    "tokens_per_s": _mean("tokens_per_s"),
-    "verdict": lambda r: r.verdict.text,
-}
 
 
 def to_text(results: Sequence[Result]) -> str:
     """Return the table in plain text, columns aligned; a verdict too long for its line goes on in the next ones."""
-    columns = shown_columns(results)
-    lines = [[one_line(column.cell(result)) for column in columns] for result in results]
-    return _padded(columns, [folded for line in lines for folded in _folded(line, _room(columns, lines))])
+    return _table(results, one_line, fold=True)
 
 
 def to_markdown(results: Sequence[Result]) -> str:
     """Return a GitHub table, columns padded so that it reads as plain text too."""
+    return _table(results, lambda text: " ".join(re.sub(r"([\\\\|<>*_`\[\]])", r"\\\1", text).split()))
+
+
+def _table(results: Sequence[Result], text_of: Callable[[str], str], *, fold: bool = False) -> str:
     columns = shown_columns(results)
-    return _padded(columns, [[_markdown_cell(column.cell(result)) for column in columns] for result in results])
-
-
-def _padded(columns: Sequence[Column], lines: Sequence[Sequence[str]]) -> str:
-    headings = [column.heading for column in columns]
-    return padded([headings, *lines], [column.numeric for column in columns], _room(columns, lines))
-
-
-def _room(columns: Sequence[Column], lines: Sequence[Sequence[str]]) -> int:
-    """Return the characters that the others leave to the last column, the verdict."""
-    others = [max([len(column.heading), *(len(line[i]) for line in lines)]) for i, column in enumerate(columns[:-1])]
-    return max(WIDEST_VERDICT, WIDEST - line_width([*others, 0]))
-
-
-def _folded(line: Sequence[str], room: int) -> Iterator[list[str]]:
-    """Yield a line of cells, its last one on as many lines as it takes."""
-    *others, last = line
-    first, *rest = textwrap.wrap(last, room) or [""]
-    yield [*others, first]
-    yield from ([*("" for _ in others), more] for more in rest)
+    lines = [[text_of(column.cell(result)) for column in columns] for result in results]
+    widths = [max([len(column.heading), *(len(line[i]) for line in lines)]) for i, column in enumerate(columns)]
+    room = max(WIDEST_VERDICT, WIDEST - line_width([*widths[:-1], 0]))  # of the verdict, the last column
+    folded = []
+    for *cells, verdict in lines:
+        first, *rest = (textwrap.wrap(verdict, room) if fold else [verdict]) or [""]
+        folded += [[*cells, first], *([*("" for _ in cells), more] for more in rest)]
+    return padded([[column.heading for column in columns], *folded], [column.numeric for column in columns], room)
 
 
 def padded(
@@ -284,21 +340,11 @@ def padded(
     if most_of_last is not None:
         widths[-1] = min(widths[-1], most_of_last)
     rule = ["-" * (w - 1) + ":" if number else "-" * w for number, w in zip(numbers, widths, strict=True)]
-    every = [lines[0], rule, *lines[1:]]
-    return "".join(f"| {' | '.join(_aligned(line, numbers, widths))} |\n" for line in every)
-
-
-def _aligned(cells: Sequence[str], numeric: Sequence[bool], widths: Sequence[int]) -> list[str]:
-    return [
-        cell.rjust(width) if number else cell.ljust(width)
-        for cell, number, width in zip(cells, numeric, widths, strict=True)
-    ]
-
-
-def _markdown_cell(text: str) -> str:
-    for character in "\\|<>*_`[]":
-        text = text.replace(character, "\\" + character)
-    return " ".join(text.split())
+    text = ""
+    for line in (lines[0], rule, *lines[1:]):
+        cells = [c.rjust(w) if number else c.ljust(w) for c, number, w in zip(line, numbers, widths, strict=True)]
+        text += f"| {' | '.join(cells)} |\n"
+    return text
 
 
 TUNING_HEADINGS = ("tuned", "key", "best", "tried", "trials", "steps", "seconds")
@@ -309,44 +355,34 @@ TUNING_WORDS = 2
 
 def tuning_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return what was tuned and what it cost as a Markdown table."""
-    lines = [
-        TUNING_HEADINGS,
-        ["---"] * TUNING_WORDS + ["---:"] * (len(TUNING_HEADINGS) - TUNING_WORDS),
-        *tuning_cells(rows),
-    ]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+    rule = ["---"] * TUNING_WORDS + ["---:"] * (len(TUNING_HEADINGS) - TUNING_WORDS)
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in (TUNING_HEADINGS, rule, *tuning_cells(rows)))
 
 
 def tuning_cells(rows: Sequence[Mapping[str, Any]]) -> Iterator[list[str]]:
     """Yield the table's lines, one per row and key, and one of the total cost."""
+    total = dict.fromkeys(TUNING_COSTS, 0.0)
     for row in rows:
-        costs = [_count(_part(row, "cost").get(name)) for name in TUNING_COSTS]
-        for key in _part(row, "start"):
-            yield [one_line(str(row.get("label") or "")), key, _best(row, key), _tried(row, key), *costs]
+        spent = {name: finite(_mapping(row, "cost").get(name)) or 0.0 for name in TUNING_COSTS}
+        total = {name: total[name] + spent[name] for name in TUNING_COSTS}
+        costs = [f"{value:,.0f}" for value in spent.values()]
+        for key in _mapping(row, "start"):
+            best = finite(_mapping(row, "best").get(key))
+            found = NOTHING if best is None else f"{best:g}"
+            yield [one_line(str(row.get("label") or "")), key, found, _tried(row, key), *costs]
             costs = [""] * len(TUNING_COSTS)  # one search tries all keys of a row
-    total = [sum(finite(_part(row, "cost").get(name)) or 0.0 for row in rows) for name in TUNING_COSTS]
-    yield ["all", "", "", "", *map(_count, total)]
+    yield ["all", "", "", "", *(f"{value:,.0f}" for value in total.values())]
 
 
-def _part(row: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+def _mapping(row: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     part = row.get(key)
     return part if isinstance(part, Mapping) else {}
 
 
-def _best(row: Mapping[str, Any], key: str) -> str:
-    value = finite(_part(row, "best").get(key))
-    return "-" if value is None else f"{value:g}"
-
-
 def _tried(row: Mapping[str, Any], key: str) -> str:
-    """Return the range of values tried, with a note if the best of a finished search is at an end of it."""
+    """The range of values tried, with a note if the best of a finished search is at an end of it."""
     trials = row.get("trials")
     trials = [trial for trial in trials if isinstance(trial, Mapping)] if isinstance(trials, list) else []
-    values = [finite(_part(trial, "values").get(key)) for trial in trials]
-    known = [value for value in values if value is not None]
-    edge = ", best not inside" if row.get("over") and not _part(row, "inside").get(key) else ""
-    return f"{min(known):g} to {max(known):g}{edge}" if known else "-"
-
-
-def _count(value: Any) -> str:
-    return f"{finite(value) or 0.0:,.0f}"
+    known = [value for trial in trials if (value := finite(_mapping(trial, "values").get(key))) is not None]
+    edge = ", best not inside" if row.get("over") and not _mapping(row, "inside").get(key) else ""
+    return f"{min(known):g} to {max(known):g}{edge}" if known else NOTHING

@@ -34,13 +34,17 @@ def environment(corpus: Corpus, threads: int | None = None) -> dict[str, Any]:
 
 def machine(threads: int | None = None) -> dict[str, Any]:
     """Return what a result depends on that is the same for all runs of a machine: versions and processors."""
-    import torch  # whoever reads a run folder does without
+    import torch  # not needed to read a run folder
 
+    versions = dict.fromkeys(_LIBRARIES)
+    for name in _LIBRARIES:
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "commit": commit(),
-        "libraries": {name: _version(name) for name in _LIBRARIES} | {"torch": torch.__version__},
+        "libraries": versions | {"torch": torch.__version__},
         "cpu": cpu_model(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),  # the width of its vectors, by torch's name
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
@@ -54,30 +58,20 @@ def command_line() -> str:
     return shlex.join(["nanogpt-bench" if program == "__main__.py" else program, *sys.argv[1:]])  # python -m
 
 
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 @cache
 def commit() -> str | None:
-    """Return the commit that this package is of: as it was installed, or as it is checked out; None if unknown.
-
-    One behind which files were changed ends in `+`.
-    """
+    """Return the commit that was installed, or is checked out, with `+` if files were changed; None if unknown."""
     with suppress(metadata.PackageNotFoundError, ValueError, TypeError, AttributeError):
-        told = json.loads(metadata.distribution("fp8manifold").read_text("direct_url.json") or "{}")
-        if found := told.get("vcs_info", {}).get("commit_id"):
+        origin = json.loads(metadata.distribution("fp8manifold").read_text("direct_url.json") or "{}")
+        if found := origin.get("vcs_info", {}).get("commit_id"):
             return str(found)
     here = ["git", "-C", str(Path(__file__).parent)]
     with suppress(OSError, subprocess.SubprocessError):
         options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 10, "check": True}
-        # An installed copy may lie inside a checkout of something else: that one's commit says nothing.
+        # An installed copy may be inside a checkout of something else.
         subprocess.run([*here, "ls-files", "--error-unmatch", Path(__file__).name], **options)
-        said = subprocess.run([*here, "describe", "--always", "--dirty=+", "--abbrev=40", "--exclude=*"], **options)
-        return str(said.stdout).strip() or None
+        found = subprocess.run([*here, "describe", "--always", "--dirty=+", "--abbrev=40", "--exclude=*"], **options)
+        return str(found.stdout).strip() or None
     return None
 
 
@@ -120,37 +114,36 @@ LONGEST_VALUE = 200
 def config_history(environment: Any) -> list[dict[str, Any]]:
     """Return the changes in the order of their steps, each as {"step": N, "changed": {key: [before, after]}}.
 
-    Only settings that change the numbers are in it, and the corpus. What does not fit is left out: the file may be
-    anyone's.
+    The settings that change the numbers, and the corpus. Entries of another form are left out.
 
     >>> config_history({"resumed": [{"step": 3, "changed": {"optimizer.lr": [0.1, 0.2]}}, {"step": 6}]})
     [{'step': 3, 'changed': {'optimizer.lr': [0.1, 0.2]}}]
     """
-    resumed = environment.get("resumed") if isinstance(environment, Mapping) else None
-    return [
-        {"step": entry["step"], "changed": changed}
-        for entry in (resumed if isinstance(resumed, list) else [])
-        if isinstance(entry, Mapping) and isinstance(entry.get("step"), int) and (changed := _pairs(entry))
-    ]
+    history = []
+    for entry in _resumed(environment):
+        changed = entry.get("changed")
+        pairs = changed.items() if isinstance(changed, Mapping) else ()
+        known = {str(key): list(pair) for key, pair in pairs if isinstance(pair, list | tuple) and len(pair) == 2}
+        if known and isinstance(entry.get("step"), int):
+            history.append({"step": entry["step"], "changed": known})
+    return history
 
 
-def _pairs(entry: Mapping[str, Any]) -> dict[str, list[Any]]:
-    changed = entry.get("changed")
-    if not isinstance(changed, Mapping):
-        return {}
-    return {str(key): list(pair) for key, pair in changed.items() if isinstance(pair, list | tuple) and len(pair) == 2}
+def _resumed(environment: Any) -> list[Mapping[str, Any]]:
+    """The entries of every start after the first."""
+    listed = at(environment, "resumed")
+    return [entry for entry in listed if isinstance(entry, Mapping)] if isinstance(listed, list) else []
 
 
 def latest(environment: Mapping[str, Any]) -> dict[str, Any]:
-    """Return environment.json as it was where a run was last taken up: machine, versions, threads and corpus.
+    """Return environment.json as of the last start: machine, versions, threads and corpus.
 
     >>> latest({"threads": 2, "cpu": "a", "resumed": [{"step": 3, "threads": 1}]})["threads"]
     1
     """
-    resumed = environment.get("resumed")
     now = dict(environment)
-    for entry in resumed if isinstance(resumed, list) else []:
-        now |= entry if isinstance(entry, Mapping) else {}
+    for entry in _resumed(environment):
+        now |= entry
     return now
 
 
@@ -161,17 +154,11 @@ def history_lines(environment: Any) -> Iterator[str]:
     ['settings were changed after step 3: optimizer.lr was 0.1, is 0.2; config.yaml alone does not repeat the run']
     """
     for entry in config_history(environment):
-        changes = ", ".join(
-            f"{key} was {_shown(was)}, is {_shown(now)}" for key, (was, now) in entry["changed"].items()
-        )
+        texts = {key: [shortened(json.dumps(v), LONGEST_VALUE) for v in pair] for key, pair in entry["changed"].items()}
+        changes = ", ".join(f"{key} was {was}, is {now}" for key, (was, now) in texts.items())
         yield f"settings were changed after step {entry['step']}: {changes}; config.yaml alone does not repeat the run"
 
 
 def history_comment(environment: Any) -> str:
     """Return those lines as the first ones of config.yaml; nothing where the settings are those of every step."""
     return "".join(f"# {line}\n" for line in history_lines(environment))
-
-
-def _shown(value: Any) -> str:
-    """A value on one line of printable characters: JSON escapes all others."""
-    return shortened(json.dumps(value), LONGEST_VALUE)

@@ -1,9 +1,14 @@
-"""A run folder as read: settings, records, summary, alerts, failures found; and its curves as they are drawn."""
+"""Run folders: found below others, read whole, tried again or not; and curves of a run, thinned and smoothed."""
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +18,8 @@ from nanogpt_bench.config.rules import stall_counts
 from nanogpt_bench.monitors.stall import ARRIVED, STALLS
 from nanogpt_bench.runs.environment import at, history_lines
 from nanogpt_bench.runs.read import Records, finite, mapping, records
-from nanogpt_bench.system.errors import BenchError, one_line, printable, shortened
+from nanogpt_bench.system.errors import BenchError, counted, one_line, printable, shortened
+from nanogpt_bench.system.untrusted import read_json
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "summary.json")
 #: of a run's name, rule or format
@@ -22,7 +28,7 @@ LONGEST_NAME = 200
 
 @dataclass(frozen=True)
 class Run:
-    """One run folder as read; `notes` says in words what was missing or cut off."""
+    """One run folder as read; `notes` name what was missing or cut off."""
 
     path: Path
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -63,13 +69,13 @@ class Run:
         return failure if isinstance(failure, Mapping) else None
 
     @property
-    def findings(self) -> tuple[Finding, ...]:
-        """The ways in which the run was found to have failed, by its summary."""
-        return findings_in(self.summary)
+    def failures(self) -> tuple[Failure, ...]:
+        """The classes of failure that the summary names."""
+        return failures_in(self.summary)
 
     @property
     def alert_counts(self) -> Mapping[str, int]:
-        """How often each kind of alert fired: by alerts.jsonl, by the summary where there is no such file."""
+        """The number of alerts of each kind: by alerts.jsonl, by the summary where there is no such file."""
         if self.alerts:
             return Counter(alert.kind for alert in self.alerts)
         named = self.summary.get("alerts")
@@ -91,7 +97,7 @@ class Run:
 
     @property
     def stall_counts(self) -> bool:
-        """Whether the stall is one of lost updates or of a master copy's codes; under other rules it says nothing."""
+        """Whether the stall is of lost updates or of a master copy's codes; under other rules it means nothing."""
         storage, writeback = at(self.config, "model.storage"), at(self.config, "optimizer.writeback")
         return stall_counts(str(storage), None if writeback is None else str(writeback))
 
@@ -194,8 +200,8 @@ class Alert:
 
 
 @dataclass(frozen=True)
-class Finding:
-    """A way in which the run failed, the first step at which its criterion held, and the figures behind it."""
+class Failure:
+    """A class of failure found in a run, the first step at which its criterion held, and the figures behind it."""
 
     kind: str
     step: int | None = None
@@ -203,38 +209,31 @@ class Finding:
 
 
 def read_alerts(path: Path, notes: list[str]) -> tuple[Alert, ...]:
-    """The alerts of a run in the order they fired; no file means none."""
-    if not path.is_file():
-        return ()
-    return tuple(_alert(record) for _, record in records(path, notes))
-
-
-def _alert(record: Mapping[str, Any]) -> Alert:
-    return Alert(
-        step=int(record["step"]),
-        kind=str(record.get("kind") or "unnamed"),
-        level=str(record.get("level") or "WARN"),
-        message=" ".join(str(record.get("message") or "").split()),
-        value=finite(record.get("value")),
-        threshold=finite(record.get("threshold")),
+    """Return the alerts of a run in the order they fired; none without a file."""
+    listed = records(path, notes) if path.is_file() else ()
+    return tuple(
+        Alert(
+            step=int(record["step"]),
+            kind=str(record.get("kind") or "unnamed"),
+            level=str(record.get("level") or "WARN"),
+            message=" ".join(str(record.get("message") or "").split()),
+            value=finite(record.get("value")),
+            threshold=finite(record.get("threshold")),
+        )
+        for _, record in listed
     )
 
 
-def findings_in(summary: Mapping[str, Any]) -> tuple[Finding, ...]:
-    """The failures a summary names; what has no kind is left out."""
+def failures_in(summary: Mapping[str, Any]) -> tuple[Failure, ...]:
+    """Return the failures that a summary names, without those of no kind."""
     listed = summary.get("failures")
-    if not isinstance(listed, Sequence) or isinstance(listed, str):
-        return ()
-    return tuple(_finding(entry) for entry in listed if isinstance(entry, Mapping) and entry.get("kind"))
-
-
-def _finding(entry: Mapping[str, Any]) -> Finding:
-    step, evidence = finite(entry.get("step")), entry.get("evidence")
-    return Finding(
-        kind=str(entry["kind"]),
-        step=None if step is None else int(step),
-        evidence=evidence if isinstance(evidence, Mapping) else {},
-    )
+    found = []
+    for entry in listed if isinstance(listed, list | tuple) else ():
+        if isinstance(entry, Mapping) and entry.get("kind"):
+            step, evidence = finite(entry.get("step")), entry.get("evidence")
+            known = evidence if isinstance(evidence, Mapping) else {}
+            found.append(Failure(str(entry["kind"]), None if step is None else int(step), known))
+    return tuple(found)
 
 
 MAX_POINTS = 500
@@ -283,3 +282,130 @@ def smoothing_window(count: int) -> int:
     10
     """
     return min(50, max(1, count // 40))
+
+
+#: what a sweep's folder holds, and where below it the trials of its tuning lie
+SWEEP, TRIALS = "sweep.json", "trials"
+
+
+def find_runs(paths: Iterable[Path], say: Callable[[str], None] | None = None) -> list[Path]:
+    """Return the run folders among `paths`, each once; a folder that is none stands for all run folders below it.
+
+    Run folders, hidden folders and links are not searched. `say` receives how many there are below a folder, how many
+    links were not followed, and how many folders could not be read.
+
+    Raises:
+        BenchError: a path does not exist, or neither is a run folder nor holds one.
+    """
+    found: dict[Path, Path] = {}
+    for path in paths:
+        if not path.exists():
+            raise BenchError(f"run folder {str(path)!r} does not exist")
+        if is_run_folder(path):
+            found.setdefault(path.resolve(), path)
+            continue
+        below, left_out = _runs_below(path)
+        if not below:
+            files = ", ".join(RUN_FILES)
+            raise BenchError(f"{str(path)!r} is not a run folder and holds none{left_out}: expected {files}")
+        for run in below:
+            found.setdefault(run.resolve(), run)
+        if say is not None:
+            places = len({run.parent for run in below})
+            where = f" in {places} folders" if places > 1 else ""
+            say(printable(f"{path}: {counted(len(below), 'run')} found{where}{left_out}"))
+    return list(found.values())
+
+
+def say_aside(line: str) -> None:
+    """Print a line to standard error, apart from a command's output."""
+    print(line, file=sys.stderr)
+
+
+def _runs_below(top: Path) -> tuple[list[Path], str]:
+    """The run folders below one, those of a folder by name, then those further down; and what was not searched."""
+    found: list[Path] = []
+    linked: list[Path] = []
+    closed: list[OSError] = []
+    for place, names, files in os.walk(top, onerror=closed.append):
+        below = [Path(place, name) for name in sorted(names) if not name.startswith(".")]
+        linked += [path for path in below if path.is_symlink()]
+        found += [path for path in below if not path.is_symlink() and is_run_folder(path)]
+        left = {*linked, *found} | ({Path(place, TRIALS)} if SWEEP in files else set())  # trials are no rows
+        names[:] = [path.name for path in below if path not in left]
+    notes = [f"{counted(len(linked), 'link')} not followed"] if linked else []
+    notes += [f"{len(closed)} folders could not be read"] if closed else []
+    return found, f" ({', '.join(notes)})" if notes else ""
+
+
+#: settings of a run among many, whose checkpoints go once it has finished
+PASSING = {"checkpoint.last": False}
+
+
+def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings as JSON gives them back."""
+    content: dict[str, Any] = json.loads(json.dumps(dict(settings), default=str))
+    return content
+
+
+def make_ready(run_dir: Path) -> bool:
+    """Return whether an unfinished run goes on from a checkpoint; without one, remove what it left.
+
+    Raises:
+        BenchError: the folder is a symbolic link, through which nothing is written or removed.
+    """
+    if run_dir.is_symlink():
+        raise BenchError(f"{str(run_dir)!r} is a symbolic link, which is no place for a run; remove it")
+    if not run_dir.exists():
+        return False
+    from nanogpt_bench.checkpoint import steps  # brings torch along
+
+    if steps(run_dir):
+        (run_dir / "traceback.txt").unlink(missing_ok=True)  # of the end of the earlier start
+        return True
+    shutil.rmtree(run_dir)
+    return False
+
+
+def drop_checkpoints(run_dir: Path, settings: Mapping[str, Any]) -> None:
+    """Remove the checkpoints of a run that has finished, unless `checkpoint.last` or `checkpoint.best` keeps them.
+
+    Those of a run that failed stay: they show why.
+    """
+    folder, gone = run_dir / "checkpoints", run_dir / ".checkpoints.removed"
+    asked = settings.get("checkpoint.last") or settings.get("checkpoint.best")
+    if asked or summary_of(run_dir).get("status") != "finished":
+        return
+    with suppress(OSError):  # the next start tries again
+        if folder.is_dir() and not gone.exists():
+            folder.rename(gone)  # at once: what a kill leaves of them is not resumed
+        if gone.is_dir():
+            shutil.rmtree(gone)
+
+
+def summary_of(run_dir: Path) -> dict[str, Any]:
+    """Return the content of a run's summary.json; {} while there is none."""
+    try:
+        content = read_json(run_dir / "summary.json", links=False)
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+#: kinds of `failure` that the same settings bring about again; others (a crash, too little memory) come from outside
+OF_TRAINING = ("nan", "divergence")
+#: kinds of `stop` that the settings ask for; others (a signal, a full disk, a kill) come from outside
+AS_ASKED = ("plateau", "time")
+
+
+def has_ended(summary: Mapping[str, Any]) -> bool:
+    """Return whether the training itself ended a run; one ended from outside, or without a summary ({}), has not.
+
+    >>> nan, gone = ({"status": "failed", "failure": {"kind": kind}} for kind in ("nan", "FileNotFoundError"))
+    >>> has_ended(nan), has_ended(gone), has_ended({"status": "stopped", "stop": {"kind": "signal"}}), has_ended({})
+    (True, False, False, False)
+    """
+    status, failure, stop = (summary.get(key) for key in ("status", "failure", "stop"))
+    if status == "failed":
+        return at(failure, "kind") in OF_TRAINING
+    return status == "finished" or (status == "stopped" and at(stop, "kind") in AS_ASKED)

@@ -17,7 +17,7 @@ from nanogpt_bench.system.untrusted import Refused, read_text
 LONGEST_LINE = 8 * 2**20
 #: above this a step is no whole number any more where numbers are floats
 MOST_STEPS = 2**53
-#: what is said of a file that an interruption ended
+#: the note on a file that an interruption ended
 CUT_OFF = "the last line is cut off"
 
 
@@ -36,7 +36,7 @@ def finite(value: Any) -> float | None:
 
 
 def cleaned(content: Any) -> Any:
-    """Plain data whose texts, those of keys among them, hold nothing that a terminal, a page or a font obeys.
+    """Return plain data whose texts, keys too, have no character that a terminal, a page or a font obeys.
 
     Line breaks and tabs stay; keys that YAML has made numbers or dates become texts.
 
@@ -54,7 +54,7 @@ _BREAKS = re.compile(r"[^\n\t]+")
 
 
 def mapping(path: Path, notes: list[str]) -> dict[str, Any]:
-    """The mapping in a JSON or YAML file; {} with a note when there is none to be read."""
+    """Return the mapping in a JSON or YAML file; {} with a note when there is none."""
     try:
         content = (untrusted.read_yaml if path.suffix == ".yaml" else untrusted.read_json)(path, links=False)
     except FileNotFoundError:
@@ -70,10 +70,7 @@ def mapping(path: Path, notes: list[str]) -> dict[str, Any]:
 
 
 def records(path: Path, notes: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number, object) of every whole line of a JSON lines file that has a step; the others are noted.
-
-    Only the last line can be cut off by an interruption; a damaged line before it is something else.
-    """
+    """Yield (line number, object) of every whole line of a JSON lines file that has a step; the others are noted."""
     try:
         file = untrusted.open_file(path, links=False)
     except FileNotFoundError:
@@ -118,25 +115,6 @@ def _record(line: bytes) -> dict[str, Any] | None:
     return record if step is not None and 0 <= step <= MOST_STEPS else None
 
 
-class _Column:
-    """The values of one figure, and the rows they are in."""
-
-    __slots__ = ("rows", "values")
-
-    def __init__(self) -> None:
-        self.rows = array("I")
-        self.values = array("d")
-
-    def add(self, row: int, value: float) -> None:
-        self.rows.append(row)
-        self.values.append(value)
-
-    def items(self) -> Iterator[tuple[int, float | None]]:
-        """Row and value, None for what is not finite."""
-        for row, value in zip(self.rows, self.values, strict=True):
-            yield row, value if math.isfinite(value) else None
-
-
 class Records:
     """The figures of a run's records, by name and row; texts and nested values are left out.
 
@@ -146,7 +124,8 @@ class Records:
     """
 
     def __init__(self, records: list[dict[str, Any]] | None = None) -> None:
-        self._columns: dict[str, _Column] = {}
+        #: the numbers of the records that have a figure, and its values
+        self._columns: dict[str, tuple[array[int], array[float]]] = {}
         self._rows = 0
         for record in records or []:
             self.add(record)
@@ -155,15 +134,15 @@ class Records:
         return self._rows
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Take in the figures of one more record."""
+        """Append the figures of one record."""
         for name, value in record.items():
             if value is not None and not isinstance(value, int | float):
                 continue
-            column = self._columns.get(name)
-            if column is None:
-                column = self._columns[sys.intern(name)] = _Column()
+            if name not in self._columns:
+                self._columns[sys.intern(name)] = (array("I"), array("d"))
             known = float(value) if isinstance(value, bool) else finite(value)
-            column.add(self._rows, math.nan if known is None else known)
+            self._columns[name][0].append(self._rows)
+            self._columns[name][1].append(math.nan if known is None else known)
         self._rows += 1
 
     @property
@@ -173,13 +152,12 @@ class Records:
 
     @property
     def last_step(self) -> int | None:
-        steps = self._columns.get("step")
-        return int(steps.values[-1]) if steps is not None and steps.values else None
+        return int(self._columns["step"][1][-1]) if "step" in self._columns else None
 
     def rows(self, name: str) -> Iterator[tuple[int, float | None]]:
         """The number of every record that has this figure, and its value, None where it is not finite."""
-        column = self._columns.get(name)
-        return iter(()) if column is None else column.items()
+        for row, value in zip(*self._columns.get(name, ((), ())), strict=True):
+            yield row, value if math.isfinite(value) else None
 
     def values(self, name: str) -> list[float]:
         """The finite values of a figure."""
@@ -187,10 +165,7 @@ class Records:
 
     def curve(self, name: str, against: str = "step") -> tuple[list[float], list[float | None]]:
         """A figure over another, where that is known; a value that is not finite is None."""
-        places = self._columns.get(against)
-        if places is None:
-            return [], []
-        known = {row: place for row, place in places.items() if place is not None}
+        known = {row: place for row, place in self.rows(against) if place is not None}
         points = [(known[row], value) for row, value in self.rows(name) if row in known]
         return [x for x, _ in points], [y for _, y in points]
 
@@ -202,7 +177,7 @@ _LINE = re.compile(r"([0-9a-f]{64})  ([\w.]+)")
 
 
 def write_sums(run_dir: Path, names: Sequence[str] = AT_END) -> None:
-    """Write down the digests of those of a run's files that there are."""
+    """Write the digests of a run's files, as far as these exist."""
     there = [name for name in names if (run_dir / name).is_file()]
     write_text(run_dir / SUMS, "".join(f"{sha256(run_dir / name)}  {name}\n" for name in there))
 
@@ -210,8 +185,7 @@ def write_sums(run_dir: Path, names: Sequence[str] = AT_END) -> None:
 def not_as_written(run_dir: Path, *, ended: bool) -> Iterator[tuple[str, str]]:
     """Yield name and what is wrong for every file that is not what was written; nothing of a run without digests.
 
-    Of a run that has not `ended` only what it began with is looked at: the rest grows, or was being written. In one
-    that has, every file has a digest.
+    Of a run that has not `ended` only the files of its start are compared: the others grow.
     """
     try:
         known = _read(run_dir / SUMS)

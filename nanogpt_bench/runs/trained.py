@@ -1,4 +1,4 @@
-"""The weights of a run, out of one of its checkpoints: which one, the settings they were trained under, the model.
+"""The weights of a run, from one of its checkpoints: which one, the settings they were trained under, the model.
 
 Only plain tensors and JSON are read, every byte of them checked against the digest beside the checkpoint.
 """
@@ -29,6 +29,7 @@ from nanogpt_bench.config.settings import build_config, flatten
 from nanogpt_bench.model.gpt import GPT, GPTShape
 from nanogpt_bench.model.weights import PART
 from nanogpt_bench.runs.environment import latest
+from nanogpt_bench.runs.load import summary_of
 from nanogpt_bench.runs.read import finite
 from nanogpt_bench.system.errors import BenchError, one_line
 
@@ -43,43 +44,42 @@ _WRITTEN = (CHECKPOINTS, "metrics.jsonl", "summary.json", "environment.json")
 
 @dataclass(frozen=True)
 class Trained:
-    """A checkpoint's weights, and what is known of them."""
+    """A checkpoint's weights, and the facts beside them."""
 
     path: Path
     step: int
-    #: the run's settings at that step, by dotted key; those that only watch a run are left out
+    #: the run's settings at that step, by dotted key, without those that only watch a run
     settings: Mapping[str, Any]
-    #: where the run was last taken up
+    #: of the last start
     environment: Mapping[str, Any]
-    #: what the run measured at that step, None where it did not
+    #: measured at that step; None where it was not
     val_loss: float | None
     #: the lowest of all validations up to that step
     best_val_loss: float | None
-    #: `tensors_of` the run's model, empty where only the settings were asked for
+    #: `tensors_of` the run's model; empty without weights
     tensors: Mapping[str, Tensor]
     metadata: Mapping[str, str]
 
     @property
     def config(self) -> Config:
-        """The run's own settings; where its first weights came from does not matter any more."""
+        """The run's settings, without the source of its first weights."""
         return build_config({**self.settings, "model.init_from": None})
 
 
 def run_folder(name: str) -> Path | None:
-    """Return the run folder that `name` is, or whose config.yaml it is; None for anything else."""
+    """Return the run folder of this name, or with this config.yaml; None for anything else."""
     path = Path(name)
-    if path.name == "config.yaml" and path.is_file():
-        path = path.parent
+    path = path.parent if path.name == "config.yaml" and path.is_file() else path
     return path if is_run(path) else None
 
 
 def is_run(path: Path) -> bool:
-    """Whether a run has written into a folder: settings alone are not enough."""
+    """Return whether a run has written into a folder, more than its settings."""
     return (path / "config.yaml").is_file() and any((path / name).exists() for name in _WRITTEN)
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a path is one of a run's checkpoints, by its name and that of its folder."""
+    """Return whether a path is a checkpoint of a run, by its name and that of its folder."""
     return step_of(path.name) is not None and path.parent.name == CHECKPOINTS and path.is_file()
 
 
@@ -94,7 +94,14 @@ def choose(run_dir: Path, which: str = "last") -> Path:
         check_layout(run_dir)
         raise BenchError(f"{str(run_dir)!r} has no checkpoint; {_again(run_dir, '--checkpoint.last true')}")
     if which == "best":
-        return _best(run_dir, [*reversed(known.values())])
+        for path in filter(says_best, reversed(known.values())):
+            loss, lowest = load(path, weights=False).val_loss, _lowest(run_dir, [*known.values()][-1])
+            if lowest is None or (loss is not None and loss <= lowest):
+                return path
+        raise BenchError(
+            f"{str(run_dir)!r} has kept no checkpoint of its lowest validation loss; give --checkpoint last, or "
+            f"step-N; {_again(run_dir, '--checkpoint.best true')}"
+        )
     if which == "last":
         return list(known.values())[-1]
     if which not in known:
@@ -102,26 +109,10 @@ def choose(run_dir: Path, which: str = "last") -> Path:
     return known[which]
 
 
-def _best(run_dir: Path, paths: list[Path]) -> Path:
-    """The checkpoint of the lowest validation loss of the whole run, if it has been kept."""
-    for path in filter(says_best, paths):
-        found, lowest = load(path, weights=False), _lowest(run_dir)
-        if lowest is None or (found.val_loss is not None and found.val_loss <= lowest):
-            return path
-    raise BenchError(
-        f"{str(run_dir)!r} has kept no checkpoint of its lowest validation loss; give --checkpoint last, or step-N; "
-        f"{_again(run_dir, '--checkpoint.best true')}"
-    )
-
-
-def _lowest(run_dir: Path) -> float | None:
-    """The lowest validation loss that the run's newest checkpoint, or its summary, knows of."""
-    from nanogpt_bench.runs.find import summary_of
-
+def _lowest(run_dir: Path, newest: Path) -> float | None:
+    """The lowest validation loss by the run's summary, else by its newest checkpoint."""
     lowest = summary_of(run_dir).get("best_val_loss")
-    if isinstance(lowest, int | float):
-        return lowest
-    return load(choose(run_dir), weights=False).best_val_loss
+    return lowest if isinstance(lowest, int | float) else load(newest, weights=False).best_val_loss
 
 
 def _again(run_dir: Path, option: str) -> str:
@@ -130,7 +121,7 @@ def _again(run_dir: Path, option: str) -> str:
 
 
 def load(path: Path, *, weights: bool = True) -> Trained:
-    """Return what a checkpoint says of its run, and its weights unless they are not wanted.
+    """Return a checkpoint's facts of its run, and its weights unless `weights` is False.
 
     Raises:
         BenchError: it is damaged, or was not made by a run.
@@ -139,15 +130,14 @@ def load(path: Path, *, weights: bool = True) -> Trained:
     config = contents.facts.get("config")
     if not isinstance(config, dict):
         raise BrokenCheckpoint(f"checkpoint {str(path)!r}: it does not have the run's settings")
-    environment, losses = contents.facts.get("environment"), ("val_loss", "best_val_loss")
-    val_loss, best = (finite(contents.facts.get(key)) for key in losses)
+    environment = contents.facts.get("environment")
     return Trained(
         path=path,
         step=contents.step,
         settings=dict(flatten({key: config[key] for key in _SECTIONS if key in config})),
         environment=latest(environment) if isinstance(environment, dict) else {},
-        val_loss=val_loss,
-        best_val_loss=best,
+        val_loss=finite(contents.facts.get("val_loss")),
+        best_val_loss=finite(contents.facts.get("best_val_loss")),
         tensors=contents.tensors.get("model", {}),
         metadata=contents.metadata.get("model", {}),
     )
@@ -220,9 +210,7 @@ def float_weights(trained: Trained) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def fill_floats(model: GPT, trained: Trained, called: str) -> None:
-    """Fill a float model with the weights of a checkpoint.
-
-    `called` is what an error calls them.
+    """Fill a float model with the weights of a checkpoint, which an error names `called`.
 
     A model with fewer positions takes the first ones; one whose lm_head is untied gets a copy of the embedding.
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from nanogpt_bench.config.schema import DEFAULT_DATA_DIR
 from nanogpt_bench.data import prepare_default
-from nanogpt_bench.evaluation.sensitivity import gaps_table
+from nanogpt_bench.evaluation.measurement import gaps_table
 from nanogpt_bench.report.tables import tuning_table
-from nanogpt_bench.runs.find import has_ended
+from nanogpt_bench.runs.load import has_ended
 from nanogpt_bench.sweep.file import SweepFile
 from nanogpt_bench.sweep.plan import PlannedRun, baseline_of, check_inputs, left_out_of_reference, plan_sweep
 from nanogpt_bench.sweep.record import SweepRecord

@@ -12,12 +12,21 @@ from nanogpt_bench.config.metrics import BESIDE_LOSS
 from nanogpt_bench.failures import failures_of
 from nanogpt_bench.report.build import facts_of, write_report
 from nanogpt_bench.report.results import Result, measure
-from nanogpt_bench.report.results_file import with_given_up
+from nanogpt_bench.report.results_file import read_studies, with_given_up
 from nanogpt_bench.report.rows import Row, find_reference
-from nanogpt_bench.report.sweep_charts import read_studies
 from nanogpt_bench.runs.environment import command_line
-from nanogpt_bench.runs.find import SWEEP, drop_checkpoints, has_ended, make_ready, plain, summary_of
-from nanogpt_bench.runs.load import Run, findings_in, is_run_folder, load_run
+from nanogpt_bench.runs.load import (
+    SWEEP,
+    Run,
+    drop_checkpoints,
+    failures_in,
+    has_ended,
+    is_run_folder,
+    load_run,
+    make_ready,
+    plain,
+    summary_of,
+)
 from nanogpt_bench.runs.read import SUMS, finite, write_sums
 from nanogpt_bench.sweep.plan import PlannedRun
 from nanogpt_bench.system.errors import BenchError, one_line
@@ -258,6 +267,6 @@ class SweepRecord:
 
 def _outcome(summary: Mapping[str, Any]) -> dict[str, Any]:
     failure = (summary.get("failure") or {}).get("kind")
-    failures = list(dict.fromkeys(finding.kind for finding in findings_in(summary)))
+    failures = list(dict.fromkeys(finding.kind for finding in failures_in(summary)))
     known = {key: summary.get(key) for key in OUTCOMES} | {key: summary[key] for key in _BESIDE if key in summary}
     return known | {"failure": failure, "failures": failures}

@@ -10,7 +10,7 @@ from typing import Any
 from nanogpt_bench.config.rules import float_rule, reference_settings
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import build_config
-from nanogpt_bench.evaluation.sensitivity import FILE
+from nanogpt_bench.evaluation.measurement import FILE
 from nanogpt_bench.setup.formats import format_name
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.sweep.axes import Axis

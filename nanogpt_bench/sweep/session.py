@@ -17,7 +17,7 @@ from rich.text import Text
 
 from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.report.tables import to_text
-from nanogpt_bench.runs.find import PASSING
+from nanogpt_bench.runs.load import PASSING
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.sweep.plan import PlannedRun
 from nanogpt_bench.sweep.record import SweepRecord

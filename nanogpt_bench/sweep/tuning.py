@@ -11,7 +11,7 @@ from typing import Any
 from nanogpt_bench.config.keys import FIELDS, get, keys_where
 from nanogpt_bench.config.rules import reference_settings
 from nanogpt_bench.config.settings import build_config, unknown_key
-from nanogpt_bench.runs.find import TRIALS
+from nanogpt_bench.runs.load import TRIALS
 from nanogpt_bench.runs.read import finite
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.sweep.axes import Point

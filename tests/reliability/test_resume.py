@@ -18,7 +18,7 @@ from nanogpt_bench.config.settings import find_config, load_config
 from nanogpt_bench.data.text import prepare_text
 from nanogpt_bench.loop import loop, train
 from nanogpt_bench.loop.trainer import Trainer
-from nanogpt_bench.report.page import _config
+from nanogpt_bench.report.sections import _config
 from nanogpt_bench.runs.load import load_run
 from nanogpt_bench.system.signals import StopRequest
 

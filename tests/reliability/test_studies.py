@@ -21,7 +21,7 @@ from nanogpt_bench.commands import compare as command
 from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.report import build
-from nanogpt_bench.runs.find import drop_checkpoints
+from nanogpt_bench.runs.load import drop_checkpoints
 from nanogpt_bench.sweep.comparison import comparison as comparison_of
 from nanogpt_bench.sweep.comparison import read_given
 from nanogpt_bench.sweep.file import read_sweep

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from laws import each
 
 import nanogpt_bench
 from nanogpt_bench.cli import main, parse
@@ -42,7 +43,7 @@ ADVISED = sorted(
 )
 
 
-@pytest.mark.parametrize("line", ADVISED)
+@each("line", ADVISED)
 def test_what_is_advised_can_be_parsed(line: str) -> None:
     line = re.split(r" (?:writes|measures|rounds|prints) ", line)[0]
     words = [NUMBERS.get(word, word) for word in shlex.split(line)]

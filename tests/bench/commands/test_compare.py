@@ -65,23 +65,6 @@ def test_all_leaves_out_what_is_not_installed_and_naming_it_says_so(monkeypatch)
         choose_rows(None, ["all", "absent"])
 
 
-@pytest.mark.parametrize(
-    ("formats", "rules", "named", "suggested"),
-    [
-        (["E4M33"], None, "E4M33", "E4M3"),
-        (None, ["nearst"], "nearst", "nearest"),
-        (None, ["all", "residul8"], "residul8", "residual8"),
-        (["none"], None, "none", ""),
-    ],
-)
-def test_wrong_names_are_answered_with_the_nearest(formats, rules, named, suggested):
-    with pytest.raises(BenchError) as error:
-        choose_rows(formats, rules)
-    assert named in str(error.value)
-    assert suggested in str(error.value).replace(named, "")
-    assert "\n" not in str(error.value)
-
-
 def test_seeds_and_data_are_shared_by_all_rows():
     planned = plan_sweep(comparison(seeds=2, max_steps=50, data_dir=Path("corpus")))
     assert len({run.name for run in planned}) == len(planned) == 24
@@ -222,15 +205,6 @@ def test_every_row_takes_two_steps_on_every_processor(run_cli, tmp_path, corpus_
     assert code == 0, errors
     runs = json.loads((tmp_path / "out" / "sweep.json").read_text(encoding="utf-8"))["runs"]
     assert [run["status"] for run in runs] == ["finished"] * len(choose_rows(None, None))
-
-
-def test_an_output_folder_in_use_is_left_alone(run_cli, tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "mine.txt").write_text("x")
-    code, _, errors = run_cli("--out", "out")
-    assert code == 2
-    assert "'out' is in use" in errors
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine.txt"]
 
 
 @pytest.mark.usefixtures("_forked_workers")

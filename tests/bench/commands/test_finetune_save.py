@@ -14,7 +14,6 @@ pytest.importorskip("transformers", reason="needs the extra hf")
 
 import causal_models
 
-import nanogpt_bench.commands.finetune as finetune
 from nanogpt_bench.checkpoint import disk
 from nanogpt_bench.cli import main
 from nanogpt_bench.config.settings import find_config, load_config
@@ -98,7 +97,7 @@ def test_weights_that_could_not_be_written_are_not_lost(
         raise ValueError("of whatever kind")
 
     with monkeypatch.context() as patch:
-        patch.setattr(finetune, "_write", fails)
+        patch.setattr("fp8manifold.dequantize_model", fails)
         assert main([*words, "--save", "saved"]) == 2
     assert (
         "--save: 'saved' can't be written: ValueError: of whatever kind; the weights are kept in 'runs/finetune': the "

@@ -19,16 +19,6 @@ Refused = Callable[..., str]
 Tiny = Callable[..., Config]
 
 
-def test_a_results_file_that_is_not_there_is_said_to_be_missing(tmp_path: Path, refused: Refused) -> None:
-    said = refused("results", "show", tmp_path / "gone.json")
-    assert said == f"nanogpt-bench: error: results file {str(tmp_path / 'gone.json')!r} does not exist"
-    said = refused("results", "show", tmp_path)
-    assert (
-        f"is a folder, no results file; of a sweep's folder one is made by: nanogpt-bench results export {tmp_path}"
-        in said
-    )
-
-
 def test_one_core_takes() -> None:
     with pytest.raises(BenchError, match="2 is more than the 1 core takes; give at most 1"):
         check_workers(2, "--workers", there=1)

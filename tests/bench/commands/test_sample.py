@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from laws import each
 from torch import Tensor
 
 from nanogpt_bench.cli import main
@@ -55,8 +56,8 @@ def test_a_cache_gives_the_logits_of_a_whole_pass(model: GPT) -> None:
     assert cache.length == 8
 
 
-@pytest.mark.parametrize("prompt", [1, 5, 8, 13])
-@pytest.mark.parametrize("options", [{"temperature": 0.0}, {"temperature": 0.7}, {"top_k": 3}, {"top_k": 99}])
+@each("prompt", [1, 5, 8, 13])
+@each("options", [{"temperature": 0.0}, {"temperature": 0.7}, {"top_k": 3}, {"top_k": 99}])
 def test_tokens_are_those_of_whole_passes_within_the_window_and_beyond(
     model: GPT, prompt: int, options: dict[str, float]
 ) -> None:
@@ -102,7 +103,7 @@ def test_a_run_writes_text_in_each_format_of_the_same_draws(trained: dict[str, P
     assert sample_run(trained["float"], Draw("def ", 20, 0.9, 9, 6))[0].text != rows[0]["text"]
 
 
-@pytest.mark.parametrize("kind", ["one byte", "master copy", "bfloat16", "tied", "untied"])
+@each("kind", ["one byte", "master copy", "bfloat16", "tied", "untied"])
 def test_weights_of_every_kind_write(trained: dict[str, Path], kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sample", str(trained[kind]), "--checkpoint", "step-3", "--tokens", "9", "--temperature", "0"]) == 0
     assert "(as trained), " in capsys.readouterr().out

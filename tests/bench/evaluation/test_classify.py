@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from bench_runs import recorded
+from laws import each
 from torch import Tensor
 from torch.nn import functional
 
@@ -51,7 +52,7 @@ def answers(seed: int, *, documents: int = 40, labels: int = 9) -> tuple[Tensor,
     return logits, held
 
 
-@pytest.mark.parametrize("seed", range(5))
+@each("seed", range(5))
 def test_figures_are_scikit_learns(seed: int) -> None:
     judge = pytest.importorskip("sklearn.metrics")
     logits, held = answers(seed)

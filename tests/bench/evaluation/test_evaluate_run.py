@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from laws import each
 
 from nanogpt_bench.checkpoint import step_file
 from nanogpt_bench.cli import main
@@ -22,7 +23,7 @@ def summary(run_dir: Path) -> dict[str, object]:
     return dict(json.loads((run_dir / "summary.json").read_text()))
 
 
-@pytest.mark.parametrize("kind", ["float", "one byte", "master copy", "bfloat16", "tied", "untied"])
+@each("kind", ["float", "one byte", "master copy", "bfloat16", "tied", "untied"])
 def test_untouched_weights_have_the_loss_that_the_run_recorded(
     trained: dict[str, Path], kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

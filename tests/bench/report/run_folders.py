@@ -1,15 +1,18 @@
 """Synthetic run folders that follow the run-folder contract, so that the report is tested without training."""
 
+import csv
+import io
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from nanogpt_bench.report.results import Result, measure
-from nanogpt_bench.report.rows import find_reference, group_rows
+from nanogpt_bench.report.rows import Row, find_reference, group_rows
+from nanogpt_bench.report.tables import to_csv
 from nanogpt_bench.runs.load import load_run
 
 ROWS = (
@@ -133,7 +136,17 @@ def write_alerts(folder: Path, *alerts: tuple[str, int]) -> None:
     (folder / "alerts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 
+def rows_of(folders: Iterable[Path]) -> list[Row]:
+    """The rows of runs on disk."""
+    return group_rows([load_run(folder) for folder in folders])
+
+
 def measured(folders: Iterable[Path], baseline: str | None = None) -> list[Result]:
     """The results of runs on disk, measured against the reference among them."""
-    rows = group_rows([load_run(folder) for folder in folders])
+    rows = rows_of(folders)
     return measure(rows, find_reference(rows, baseline))
+
+
+def csv_lines(results: Sequence[Result]) -> list[dict[str, str]]:
+    """The lines of the table as CSV, by the names of its columns."""
+    return list(csv.DictReader(io.StringIO(to_csv(results))))

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from laws import each
+from run_folders import measured, rows_of
 
 from nanogpt_bench.report.chart import looks
-from nanogpt_bench.report.results import measure
-from nanogpt_bench.report.rows import find_reference, group_rows, reference_beside
+from nanogpt_bench.report.results import Judgement, measure
+from nanogpt_bench.report.rows import find_reference, reference_beside
 from nanogpt_bench.report.tables import to_text
-from nanogpt_bench.report.verdict import Outcome
-from nanogpt_bench.runs.load import load_run
 
 CONFIG = {
     "data": {"train_tokens": None},
@@ -44,13 +44,12 @@ def judged(tmp_path, write_run):
         folder = tmp_path / str(next(made))
         base = described(write_run(folder / "a"))
         other = described(write_run(folder / "b", rule="nearest", fmt="E4M3", final=1.1), **differences)
-        rows = group_rows([load_run(base), load_run(other)])
-        return measure(rows, find_reference(rows))[1]
+        return measured([base, other])[1]
 
     return compare
 
 
-@pytest.mark.parametrize(
+@each(
     ("differences", "named"),
     [
         ({"text": "hen"}, "corpus"),
@@ -69,7 +68,7 @@ def judged(tmp_path, write_run):
 )
 def test_the_verdict_names_what_differs_and_gap_and_marks_stay_empty(judged, differences, named):
     result = judged(**differences)
-    assert (result.verdict.outcome, result.verdict.text) == (Outcome.INCOMPARABLE, f"not comparable: {named}")
+    assert (result.verdict.outcome, result.verdict.text) == (Judgement.INCOMPARABLE, f"not comparable: {named}")
     assert (result.gap, result.gap_share) == (None, None)
 
 
@@ -82,8 +81,8 @@ def grid(tmp_path, write_run):
         for steps in (100, 200):
             for rule, fmt, final in rules:
                 folder = write_run(tmp_path / f"{rule}-{steps}", rule=rule, fmt=fmt, final=final - (steps == 200))
-                runs.append(load_run(described(folder, train={"max_steps": steps}, **settings)))
-        return group_rows(runs)
+                runs.append(described(folder, train={"max_steps": steps}, **settings))
+        return rows_of(runs)
 
     return rows
 
@@ -105,8 +104,8 @@ def test_of_several_rows_the_one_most_like_the_reference_named_stands_in_for_it(
     runs = []
     for steps, lr in ((100, 0.1), (200, 0.3), (200, 0.1), (200, 0.2)):
         folder = write_run(tmp_path / f"{steps}-{lr}", rule="nearest", fmt="E4M3")
-        runs.append(load_run(described(folder, train={"max_steps": steps}, optimizer={"lr": lr})))
-    rows = group_rows(runs)
+        runs.append(described(folder, train={"max_steps": steps}, optimizer={"lr": lr}))
+    rows = rows_of(runs)
     assert rows[0].label == "E4M3 nearest lr=0.1 max_steps=100"
     results = measure(rows, rows[0])
     assert [result.reference for result in results] == [True, False, True, False]
@@ -120,6 +119,6 @@ def test_tuned_rates_do_not_decide_which_row_stands_in_for_the_reference(tmp_pat
     runs = []
     for text, beta2, lr in (("hen", 0.95, 0.1), ("egg", 0.99, 0.1), ("egg", 0.95, 0.2)):
         folder = write_run(tmp_path / f"{text}-{beta2}", rule="nearest", fmt="E4M3")
-        runs.append(load_run(described(folder, text=text, optimizer={"lr": lr, "beta2": beta2})))
-    rows = group_rows(runs)
+        runs.append(described(folder, text=text, optimizer={"lr": lr, "beta2": beta2}))
+    rows = rows_of(runs)
     assert [result.reference for result in measure(rows, rows[0])] == [True, False, True]

@@ -6,27 +6,26 @@ import re
 import xml.etree.ElementTree as ElementTree
 
 import pytest
+from run_folders import measured
 
-from nanogpt_bench.report import figures
-from nanogpt_bench.report.chart import looks
-from nanogpt_bench.report.curve_charts import lines_of, loss_charts, loss_range
-from nanogpt_bench.report.figures import chosen as chosen_charts
-from nanogpt_bench.report.figures import write_figures
-from nanogpt_bench.report.page import Page, all_sections
-from nanogpt_bench.report.results import measure
-from nanogpt_bench.report.rows import find_reference, group_rows
-from nanogpt_bench.runs.load import MAX_POINTS, decimate, load_run, smooth
+from nanogpt_bench.report import chart
+from nanogpt_bench.report.chart import chosen as chosen_charts
+from nanogpt_bench.report.chart import looks, write_figures
+from nanogpt_bench.report.charts import lines_of, loss_charts, loss_range
+from nanogpt_bench.report.rows import find_reference
+from nanogpt_bench.report.sections import Page, all_sections
+from nanogpt_bench.runs.load import MAX_POINTS, decimate, smooth
 from nanogpt_bench.system.errors import BenchError
 
 
 def prepared(paths):
-    rows = group_rows([load_run(path) for path in paths])
-    reference = find_reference(rows)
-    return measure(rows, reference), looks(rows, reference)
+    results = measured(paths)
+    rows = [result.row for result in results]
+    return results, looks(rows, find_reference(rows))
 
 
 def charts_of(results, chosen):
-    return [chart for section in all_sections(Page("t", {}, results, chosen)) for chart in section.charts]
+    return [chart for section in all_sections(Page({}, results, chosen)) for chart in section.charts]
 
 
 def texts_of(path):
@@ -54,16 +53,16 @@ def test_every_figure_is_an_svg_that_shows_something(tmp_path, write_comparison)
         assert "E4M3 nearest" in "".join(ElementTree.parse(path).getroot().itertext())
 
 
-@pytest.mark.parametrize("call", [lambda: figures.svg({}), lambda: figures.javascript("")], ids=["svg", "javascript"])
+@pytest.mark.parametrize("call", [lambda: chart.svg({}), lambda: chart.javascript("")], ids=["svg", "javascript"])
 def test_a_forked_process_is_refused_where_it_would_wait_for_ever(call, monkeypatch):
-    monkeypatch.setattr(figures, "_process", [os.getpid() + 1])
+    monkeypatch.setattr(chart, "_process", [os.getpid() + 1])
     with pytest.raises(BenchError, match="forked from one that drew"):
         call()
 
 
 def test_a_description_that_can_not_be_drawn_is_one_line():
     with pytest.raises(BenchError, match="a figure can't be drawn: ") as caught:
-        figures.svg({"mark": "none", "data": {"values": []}})
+        chart.svg({"mark": "none", "data": {"values": []}})
     assert "\n" not in str(caught.value)
 
 

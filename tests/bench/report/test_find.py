@@ -2,7 +2,7 @@
 
 import pytest
 
-from nanogpt_bench.runs.find import find_runs
+from nanogpt_bench.runs.load import find_runs
 from nanogpt_bench.system.errors import BenchError
 
 

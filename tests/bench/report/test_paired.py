@@ -1,16 +1,15 @@
 """Differences paired by seed: what is said of one seed, of several, and of many rows at once."""
 
-import csv
-import io
 import json
 
 import pytest
-from run_folders import measured
+from laws import each
+from run_folders import csv_lines, measured
 from scipy.stats import ttest_rel
 
 from nanogpt_bench.report.build import report
 from nanogpt_bench.report.results import Difference, adjusted, difference, difference_text
-from nanogpt_bench.report.tables import to_csv, to_markdown, to_text
+from nanogpt_bench.report.tables import to_markdown, to_text
 
 #: Student's own example (1908): hours of sleep gained under two drugs by the same ten patients
 FIRST = [0.7, -1.6, -0.2, -1.2, -0.1, 3.4, 3.7, 0.8, 0.0, 2.0]
@@ -33,7 +32,7 @@ def test_seeds_are_paired_and_those_without_a_twin_left_out():
     assert difference({1: 2.0}, {1: 1.5}) == Difference(0.5, 1)
 
 
-@pytest.mark.parametrize(("apart", "found"), [(0.0, False), (0.25, True)])
+@each(("apart", "found"), [(0.0, False), (0.25, True)])
 def test_seeds_that_agree_to_the_last_bit(apart, found):
     result = difference({1: 2.0 + apart, 2: 3.0 + apart}, {1: 2.0, 2: 3.0})
     assert (result.mean, result.low, result.high) == (apart, apart, apart)
@@ -80,7 +79,7 @@ def test_every_table_has_the_interval_or_says_that_no_difference_was_found(tmp_p
         assert "-0.100" in text
         assert "one seed: a lead" not in text
         assert "BF16" not in text.partition("<script")[0]
-    lines = list(csv.DictReader(io.StringIO(to_csv(results))))
+    lines = csv_lines(results)
     assert float(lines[1]["difference_high"]) == lower.high
     assert [line["difference_seeds"] for line in lines] == ["", "4", "4"]
     assert lines[0]["difference_p_holm"] == ""
@@ -109,5 +108,5 @@ def test_one_seed_is_a_lead_without_an_interval(tmp_path, write_run):
         assert "run (one seed: a lead)" in text
         assert "gap to fp32" in text
         assert "paired difference" not in text
-    line = list(csv.DictReader(io.StringIO(to_csv(results))))[1]
+    line = csv_lines(results)[1]
     assert (line["difference_seeds"], line["difference_low"], line["difference_p"]) == ("1", "", "")

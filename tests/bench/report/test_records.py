@@ -5,7 +5,7 @@ import math
 import random
 import tracemalloc
 
-import pytest
+from laws import each
 
 from nanogpt_bench.runs.load import load_run
 from nanogpt_bench.runs.read import Records, finite
@@ -28,7 +28,7 @@ def known(value: object) -> float | None:
     return float(value) if isinstance(value, bool) else finite(value)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@each("seed", range(5))
 def test_columns_say_what_the_records_said(seed: int) -> None:
     made = some_records(seed)
     columns = Records(made)

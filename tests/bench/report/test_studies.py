@@ -3,22 +3,11 @@
 import json
 
 import pytest
+from run_folders import rows_of
 
 from nanogpt_bench.report.chart import looks
-from nanogpt_bench.report.rows import group_rows
-from nanogpt_bench.report.sweep_charts import (
-    NOTHING,
-    parallel,
-    rate_chart,
-    rate_curves,
-    read_studies,
-    sensitivity_charts,
-)
-from nanogpt_bench.runs.load import load_run
-
-
-def rows_of(paths):
-    return group_rows([load_run(path) for path in paths])
+from nanogpt_bench.report.charts import ABOVE, parallel_chart, rate_chart, sensitivity_charts
+from nanogpt_bench.report.results_file import read_studies
 
 
 def test_learning_rate_curves_join_runs_that_differ_in_nothing_else(tmp_path, write_run):
@@ -30,13 +19,10 @@ def test_learning_rate_curves_join_runs_that_differ_in_nothing_else(tmp_path, wr
         write_run(tmp_path / "alone", rule="fp32"),
     ]
     rows = rows_of(paths)
-    (curve,) = rate_curves(rows)
-    assert curve.label == "sgd"
-    assert [(p.rate, p.loss, p.failed) for p in curve.points] == [(0.1, 2.6, 0), (0.2, 2.7, 0), (0.4, None, 1)]
     chart = rate_chart(rows, looks(rows, None))
     (line,), (cross,) = chart.values, chart.spec["layer"][-1]["data"]["values"]
-    assert line["y"] == [2.6, 2.7, None]
-    assert cross["x"] == 0.4
+    assert (line["name"], line["x"], line["y"]) == ("sgd", [0.1, 0.2, 0.4], [2.6, 2.7, None])
+    assert (cross["x"], cross["text"]) == (0.4, "sgd, learning rate 0.4: 1 failed")
     assert cross["y"] > 2.7
 
 
@@ -47,13 +33,15 @@ def test_parallel_coordinates_have_an_axis_for_everything_that_differs(tmp_path,
         write_run(tmp_path / "b", rule="nearest", fmt="E4M3", final=2.5, lr=1e-1),
         write_run(tmp_path / "c", rule="nearest", fmt="E7M0", lr=1e-2, **failed),
     ]
-    found = parallel(rows_of(paths))
-    by_name = {axis.name: axis for axis in found.axes}
-    assert list(by_name) == ["format", "rule", "learning rate", "bytes/param", "final val loss"]
-    assert by_name["format"].places == [0.0, 0.5, 1.0]
-    assert by_name["learning rate"].places == pytest.approx([0.0, 1.0, 0.5])  # logarithmic
-    assert by_name["final val loss"].places == [0.0, 1.0, NOTHING]
-    assert parallel(rows_of(paths[:1])) is None
+    rows = rows_of(paths)
+    chart = parallel_chart(rows, looks(rows))
+    names = [head["text"] for head in chart.spec["layer"][-1]["data"]["values"]]
+    assert names == ["format", "rule", "learning rate", "bytes/param", "final val loss"]
+    places = dict(zip(names, zip(*(line["y"] for line in chart.values), strict=True), strict=True))
+    assert places["format"] == (0.0, 0.5, 1.0)
+    assert places["learning rate"] == pytest.approx((0.0, 1.0, 0.5))  # logarithmic
+    assert places["final val loss"] == (0.0, 1.0, ABOVE)
+    assert parallel_chart(rows_of(paths[:1]), looks(rows)) is None
 
 
 @pytest.fixture

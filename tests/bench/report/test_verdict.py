@@ -1,10 +1,10 @@
 """The verdict says what happened: thresholds decide, failures come first, seeds are counted."""
 
 import pytest
+from laws import each
+from run_folders import rows_of
 
-from nanogpt_bench.report.results import measure
-from nanogpt_bench.report.rows import group_rows
-from nanogpt_bench.report.verdict import Evidence, Outcome, judge
+from nanogpt_bench.report.results import Evidence, Judgement, judge, measure
 from nanogpt_bench.runs.load import load_run
 
 NAN = {"kind": "nan", "message": "train/loss is nan\nat once", "step": 37}
@@ -23,31 +23,31 @@ def run(tmp_path, write_run):
     return make
 
 
-@pytest.mark.parametrize(
+@each(
     ("evidence", "outcome", "text"),
     [
         # the loss
-        (Evidence(-0.05), Outcome.WITHIN, "within 10%"),
-        (Evidence(0.10), Outcome.WITHIN, "within 10%"),
-        (Evidence(0.1001), Outcome.OUTSIDE, "outside 10%"),
-        (Evidence(), Outcome.UNKNOWN, "no finished reference"),
-        (Evidence(unmeasured=True), Outcome.UNKNOWN, "finished"),
-        (Evidence(unlike=("corpus", "steps")), Outcome.INCOMPARABLE, "not comparable: corpus, steps"),
+        (Evidence(-0.05), Judgement.WITHIN, "within 10%"),
+        (Evidence(0.10), Judgement.WITHIN, "within 10%"),
+        (Evidence(0.1001), Judgement.OUTSIDE, "outside 10%"),
+        (Evidence(), Judgement.UNKNOWN, "no finished reference"),
+        (Evidence(unmeasured=True), Judgement.UNKNOWN, "finished"),
+        (Evidence(unlike=("corpus", "steps")), Judgement.INCOMPARABLE, "not comparable: corpus, steps"),
         # its noise: twice the standard error, and enough to matter; of no known error nothing is behind
-        (Evidence(0.04, gap=0.104, gap_error=0.03), Outcome.BEHIND, "behind"),
-        (Evidence(0.04, gap=0.104, gap_error=0.06), Outcome.WITHIN, "within 10%"),
-        (Evidence(0.02, gap=0.04, gap_error=0.001), Outcome.WITHIN, "within 10%"),
-        (Evidence(-0.2, gap=-0.4, gap_error=0.03), Outcome.WITHIN, "within 10%"),
-        (Evidence(0.04, gap=0.104), Outcome.WITHIN, "within 10%"),
+        (Evidence(0.04, gap=0.104, gap_error=0.03), Judgement.BEHIND, "behind"),
+        (Evidence(0.04, gap=0.104, gap_error=0.06), Judgement.WITHIN, "within 10%"),
+        (Evidence(0.02, gap=0.04, gap_error=0.001), Judgement.WITHIN, "within 10%"),
+        (Evidence(-0.2, gap=-0.4, gap_error=0.03), Judgement.WITHIN, "within 10%"),
+        (Evidence(0.04, gap=0.104), Judgement.WITHIN, "within 10%"),
         # a stall is named where the loss is short of the reference
-        (Evidence(0.3, 0.5), Outcome.OUTSIDE, "outside 10%; stall 50%"),
-        (Evidence(0.3, 0.49), Outcome.OUTSIDE, "outside 10%"),
-        (Evidence(0.01, 0.9), Outcome.WITHIN, "within 10%"),
+        (Evidence(0.3, 0.5), Judgement.OUTSIDE, "outside 10%; stall 50%"),
+        (Evidence(0.3, 0.49), Judgement.OUTSIDE, "outside 10%"),
+        (Evidence(0.01, 0.9), Judgement.WITHIN, "within 10%"),
         # gradients make a row doubtful
-        (Evidence(0.01, cosine=0.91), Outcome.WITHIN, "within 10%"),
-        (Evidence(0.01, cosine=0.9), Outcome.DOUBTFUL, "within 10%; cosine 0.90"),
-        (Evidence(0.2, cosine=0.3, stall=0.6), Outcome.OUTSIDE, "outside 10%; cosine 0.30; stall 60%"),
-        (Evidence(0.0, cosine=0.3, reference=True), Outcome.REFERENCE, "reference"),
+        (Evidence(0.01, cosine=0.91), Judgement.WITHIN, "within 10%"),
+        (Evidence(0.01, cosine=0.9), Judgement.DOUBTFUL, "within 10%; cosine 0.90"),
+        (Evidence(0.2, cosine=0.3, stall=0.6), Judgement.OUTSIDE, "outside 10%; cosine 0.30; stall 60%"),
+        (Evidence(0.0, cosine=0.3, reference=True), Judgement.REFERENCE, "reference"),
     ],
 )
 def test_limits_decide(run, evidence, outcome, text):
@@ -55,7 +55,7 @@ def test_limits_decide(run, evidence, outcome, text):
     assert (verdict.outcome, verdict.text) == (outcome, text)
 
 
-@pytest.mark.parametrize(
+@each(
     ("kinds", "evidence", "text"),
     [
         (["divergence"], Evidence(4.0, stall=0.89), "divergence; outside 10%; stall 89%"),
@@ -77,7 +77,7 @@ def test_the_class_of_failure_leads_where_a_row_is_short_of_the_reference(run, k
 def test_a_diverged_row_within_reach_is_doubtful_and_seeds_are_counted(run):
     assert judge([run("divergence"), run()], Evidence(0.3)).text == "divergence (1 of 2 seeds); outside 10%"
     verdict = judge([run("divergence")], Evidence(0.01))
-    assert (verdict.outcome, verdict.text) == (Outcome.DOUBTFUL, "within 10%; divergence")
+    assert (verdict.outcome, verdict.text) == (Judgement.DOUBTFUL, "within 10%; divergence")
 
 
 def test_the_end_of_the_runs_outranks_the_loss(run):
@@ -86,11 +86,11 @@ def test_the_end_of_the_runs_outranks_the_loss(run):
         return verdict.outcome, verdict.text
 
     failed = run(status="failed", failure=NAN)
-    assert ended(failed) == (Outcome.FAILED, "failed at step 37: train/loss is nan at once")
+    assert ended(failed) == (Judgement.FAILED, "failed at step 37: train/loss is nan at once")
     assert ended(run(), run(status="failed", failure=CRASH), run())[1] == "failed: gone (1 of 3 seeds)"
-    assert ended(run(status="stopped"), failed)[0] is Outcome.FAILED
-    assert ended(run(status="stopped")) == (Outcome.UNFINISHED, "stopped at step 200")
-    assert ended() == (Outcome.UNFINISHED, "not run")
+    assert ended(run(status="stopped"), failed)[0] is Judgement.FAILED
+    assert ended(run(status="stopped")) == (Judgement.UNFINISHED, "stopped at step 200")
+    assert ended() == (Judgement.UNFINISHED, "not run")
     # a class that ended the run is said once
     assert ended(run("nan", "plateau", status="failed", failure=NAN))[1].startswith("plateau; failed at step 37")
 
@@ -108,7 +108,7 @@ def test_the_standard_error_of_a_gap_is_over_batches_and_over_seeds_that_of_the_
             for rule in ("fp32", "sgd")
             for seed, final in enumerate(finals)
         ]
-        rows = group_rows([load_run(path) for path in paths])
+        rows = rows_of(paths)
         return measure(rows, rows[0])[1].verdict.text
 
     assert said("sure", (2.724,), 0.0213) == "behind"
@@ -126,7 +126,7 @@ def test_runs_that_differ_in_more_than_the_seed_are_rows_named_by_what_differs(t
             if value is not None:
                 config = [f"{key}: {value}" for key in "abcd"]
                 (paths[-1] / "config.yaml").write_text("\n".join(["rule: fp32", f"seed: {seed}", *config]))
-        return [(row.label, len(row.runs)) for row in group_rows([load_run(path) for path in paths])]
+        return [(row.label, len(row.runs)) for row in rows_of(paths)]
 
     rates = [(f"{lr}-{seed}", seed, lr, None) for lr in (1e-4, 1e-3) for seed in (1, 2)]
     assert labels(*rates) == [("fp32 lr=0.0001", 2), ("fp32 lr=0.001", 2)]

@@ -169,7 +169,6 @@ DAMAGED: dict[str, dict[str, str]] = {
         "checkpoints: commit_to(8)": "problem: & step-8.safetensors': metrics.jsonl ends with step 6",
     },
 }
-ROWS = [(name, damage) for name, rows in DAMAGED.items() for damage in rows]
 
 
 def commit_to(step: int) -> Damage:
@@ -226,24 +225,23 @@ def said_of(reader: Reader, whole: Path, file: str, damage: Damage, tmp_path: Pa
     return said
 
 
-@pytest.mark.parametrize(("name", "damage"), ROWS)
+@pytest.mark.parametrize("name", DAMAGED)
 def test_a_damage_is_named(
     name: str,
-    damage: str,
     every: dict[str, tuple[Reader, Path]],
     tmp_path: Path,
     attacks: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    file, _, expression = damage.partition(": ")
-    said = said_of(*every[name], file, eval(expression, NAMES), tmp_path, attacks)
-    words = DAMAGED[name][damage].split(" & ")
-    assert any(all(word in line for word in words) for line in said), said
-    assert len(said) == 1 or name == "verify"
-    names = (Path(file).name, str(tmp_path / "it"))
-    if name not in ("config", "sweep"):  # which name a setting
-        assert any(part in line for line in said for part in names), said
+    for number, (damage, words) in enumerate(DAMAGED[name].items()):
+        (folder := tmp_path / str(number)).mkdir()
+        monkeypatch.chdir(folder)
+        file, _, expression = damage.partition(": ")
+        said = said_of(*every[name], file, eval(expression, NAMES), folder, attacks)
+        assert any(all(word in line for word in words.split(" & ")) for line in said), (damage, said)
+        assert len(said) == 1 or name == "verify", damage
+        if name not in ("config", "sweep"):  # which name a setting
+            assert any(part in line for line in said for part in (Path(file).name, str(folder / "it"))), (damage, said)
 
 
 @pytest.mark.covering(1)

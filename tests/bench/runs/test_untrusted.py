@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+from laws import each
 
 from nanogpt_bench.config.keys import FIELDS
 from nanogpt_bench.system.errors import nearest
@@ -16,7 +17,7 @@ def test_an_honest_alias_and_merge_are_read() -> None:
     assert parse_yaml(text)["other"] == {"a": 1, "b": [2, 3], "c": {"a": 1, "b": [2, 3]}}
 
 
-@pytest.mark.parametrize("depth", [DEEPEST - 2, DEEPEST + 1, 100_000])
+@each("depth", [DEEPEST - 2, DEEPEST + 1, 100_000])
 def test_nesting_is_read_to_the_bound(depth: int) -> None:
     for parse in (parse_yaml, parse_json):
         text = "[" * depth + "]" * depth

@@ -10,7 +10,7 @@ import pytest
 from sweep_runs import train_here
 
 from nanogpt_bench.cli import main
-from nanogpt_bench.runs.find import find_runs
+from nanogpt_bench.runs.load import find_runs
 from nanogpt_bench.sweep.file import read_sweep
 from nanogpt_bench.sweep.record import SweepRecord
 from nanogpt_bench.sweep.tuning import Tuning

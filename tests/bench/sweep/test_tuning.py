@@ -13,7 +13,7 @@ from sweep_runs import read_json, runs_of, train_here, trained
 from nanogpt_bench.cli import main
 from nanogpt_bench.report import build
 from nanogpt_bench.report.tables import tuning_table
-from nanogpt_bench.runs.find import find_runs
+from nanogpt_bench.runs.load import find_runs
 from nanogpt_bench.sweep.file import read_sweep
 from nanogpt_bench.sweep.record import SweepRecord
 from nanogpt_bench.sweep.tuning import Tuning, best_place, is_inside, next_places

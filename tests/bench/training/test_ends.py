@@ -8,7 +8,7 @@ from laws import each
 
 from nanogpt_bench.checkpoint import step_file
 from nanogpt_bench.loop.outcome import Outcome
-from nanogpt_bench.runs.find import has_ended, make_ready
+from nanogpt_bench.runs.load import has_ended, make_ready
 from nanogpt_bench.sweep.plan import plan_point
 from nanogpt_bench.sweep.record import SweepRecord
 
