@@ -9,7 +9,7 @@ from typing import Any
 
 from nanogpt_bench.commands.arguments import add_executor, names, positive
 from nanogpt_bench.system.errors import BenchError, say
-from nanogpt_bench.system.lock import locked, new_folder
+from nanogpt_bench.system.files import locked, new_folder
 
 MODE = "compare"
 
@@ -52,9 +52,8 @@ def main(args: argparse.Namespace) -> int:
     # here, since they bring torch, for which neither the help nor a wrong option has to wait
     from nanogpt_bench.runs.environment import command_line
     from nanogpt_bench.sweep.comparison import comparison, read_given, told
-    from nanogpt_bench.sweep.modes import sweep_grid
-    from nanogpt_bench.workers.executors import check_executor, executor_of
-    from nanogpt_bench.workers.pool import Local, most_workers
+    from nanogpt_bench.sweep.session import sweep_grid
+    from nanogpt_bench.sweep.workers import Local, check_executor, executor_of, most_workers
 
     check_executor(args.executor, args.address)
     given = read_given(args.overrides)

@@ -15,7 +15,7 @@ from rich.progress import Progress as Bar
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import defaults_yaml, find_config, load_config, shipped_configs
 from nanogpt_bench.system.errors import BenchError, counted, printable, say
-from nanogpt_bench.system.lock import new_folder
+from nanogpt_bench.system.files import new_folder
 from nanogpt_bench.system.ranks import Ranks, is_worker, joined
 from nanogpt_bench.system.signals import RESUMABLE, SIGNALS, stop_requests, stop_requests_once
 

@@ -34,7 +34,7 @@ def add_parser(commands: Any, text: str) -> Any:
 
 
 def main(args: argparse.Namespace) -> int:
-    """The command line's entry: see `nanogpt_bench.sweep.modes`.
+    """The command line's entry: see `nanogpt_bench.sweep.session`.
 
     Raises:
         BenchError: options that don't go together, or no file where one is needed.
@@ -43,10 +43,9 @@ def main(args: argparse.Namespace) -> int:
         raise BenchError("FILE.yaml is missing: a sweep file, or the name of a shipped one")
     # here, since they bring torch, for which neither the help nor a wrong option has to wait
     from nanogpt_bench.sweep.file import find_sweep, read_sweep
-    from nanogpt_bench.sweep.modes import MODES, sweep_grid
-    from nanogpt_bench.system.lock import locked
-    from nanogpt_bench.workers.executors import check_executor, executor_of
-    from nanogpt_bench.workers.pool import check_workers
+    from nanogpt_bench.sweep.session import MODES, sweep_grid
+    from nanogpt_bench.sweep.workers import check_executor, check_workers, executor_of
+    from nanogpt_bench.system.files import locked
 
     sweep = read_sweep(find_sweep(args.file), args.overrides, smoke=args.smoke)
     if args.reference is not None:

@@ -14,7 +14,7 @@ from nanogpt_bench.runs.environment import at, latest
 from nanogpt_bench.runs.find import summary_of
 from nanogpt_bench.runs.read import SUMS
 from nanogpt_bench.system.errors import BenchError
-from nanogpt_bench.system.lock import is_unused
+from nanogpt_bench.system.files import is_unused
 from nanogpt_bench.system.ranks import Ranks
 
 #: what a run leaves behind that begins anew; its other files are written over

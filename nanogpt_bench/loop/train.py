@@ -22,7 +22,7 @@ from nanogpt_bench.setup.resolve import resolve_for
 from nanogpt_bench.setup.runtime import check_ranks, processes, runtime
 from nanogpt_bench.setup.start import check_start, start_facts
 from nanogpt_bench.setup.surgery import left_in_float
-from nanogpt_bench.system.lock import locked
+from nanogpt_bench.system.files import locked
 from nanogpt_bench.system.ranks import ALONE, Ranks
 from nanogpt_bench.system.signals import StopRequest
 from nanogpt_bench.training.run_state import expected_bytes

@@ -14,7 +14,7 @@ from nanogpt_bench.data.batches import Corpus, digests_of, label_names, open_als
 from nanogpt_bench.data.tokenizers import check_tokens
 from nanogpt_bench.model.causal import load_causal, outline, recompute_activations
 from nanogpt_bench.model.gpt import GPT, GPTShape, build_model
-from nanogpt_bench.model.pretrained import checkpoint_shape, load_checkpoint
+from nanogpt_bench.model.weights import checkpoint_shape, load_checkpoint
 from nanogpt_bench.runs.trained import Trained, choose, fill_floats, is_checkpoint, is_run, load, trained_shape
 from nanogpt_bench.setup.surgery import read_as_codes
 from nanogpt_bench.system.errors import BenchError

@@ -21,8 +21,7 @@ from nanogpt_bench.runs.load import Run, findings_in, is_run_folder, load_run
 from nanogpt_bench.runs.read import SUMS, finite, write_sums
 from nanogpt_bench.sweep.plan import PlannedRun
 from nanogpt_bench.system.errors import BenchError, one_line
-from nanogpt_bench.system.files import write_text
-from nanogpt_bench.system.lock import is_unused
+from nanogpt_bench.system.files import is_unused, write_text
 from nanogpt_bench.system.untrusted import read_json
 
 DATE = "%Y-%m-%d %H:%M UTC"

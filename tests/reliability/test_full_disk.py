@@ -182,7 +182,7 @@ def stub(job: dict[str, Any]) -> dict[str, Any]:
 def test_a_point_of_a_sweep_that_the_disk_ended_goes_on_with_the_same_command(
     small_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from nanogpt_bench.workers import pool
+    from nanogpt_bench.sweep import workers as pool
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(pool, "CONTEXT", "fork")

@@ -22,12 +22,12 @@ from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.report import build
 from nanogpt_bench.runs.find import drop_checkpoints
+from nanogpt_bench.sweep import workers as pool
 from nanogpt_bench.sweep.comparison import comparison as comparison_of
 from nanogpt_bench.sweep.comparison import read_given
 from nanogpt_bench.sweep.file import read_sweep
 from nanogpt_bench.sweep.plan import PlannedRun, plan_sweep
 from nanogpt_bench.system.signals import RESUMABLE
-from nanogpt_bench.workers import pool
 
 #: time enough for a signal to reach a worker
 STEPS = 400

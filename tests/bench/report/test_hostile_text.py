@@ -19,7 +19,7 @@ from nanogpt_bench.cli import main
 from nanogpt_bench.report import report
 from nanogpt_bench.report.tables import to_text
 from nanogpt_bench.sweep.session import Bar
-from nanogpt_bench.workers.pool import Event
+from nanogpt_bench.sweep.workers import Event
 
 KEYS = ("filter", "calculate", "labelExpr", "expr", "test", "signal", "init", "update", "href", "url")
 

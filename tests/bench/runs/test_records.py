@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from nanogpt_bench.workers.pool import MOST_BYTES, Records
+from nanogpt_bench.sweep.workers import MOST_BYTES, Records
 
 
 def line(step: int, **more: float) -> str:

@@ -7,8 +7,8 @@ from rich.console import Console
 
 from nanogpt_bench.sweep import session
 from nanogpt_bench.sweep.session import Bar
+from nanogpt_bench.sweep.workers import Event
 from nanogpt_bench.system.errors import rough_time
-from nanogpt_bench.workers.pool import Event
 
 
 def test_times_are_said_no_better_than_they_are_known() -> None:

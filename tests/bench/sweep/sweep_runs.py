@@ -13,7 +13,7 @@ from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.report import build
 from nanogpt_bench.sweep import session
-from nanogpt_bench.workers.pool import Event
+from nanogpt_bench.sweep.workers import Event
 
 
 class PoolOfNone:

@@ -13,8 +13,7 @@ import pytest
 
 from nanogpt_bench.checkpoint import steps
 from nanogpt_bench.cli import main
-from nanogpt_bench.workers.executors import RayCluster, executor_of
-from nanogpt_bench.workers.pool import Event, Local, Pool
+from nanogpt_bench.sweep.workers import Event, Local, Pool, RayCluster, executor_of
 
 pytest.importorskip("ray")
 
@@ -201,7 +200,7 @@ def test_a_command_that_dies_leaves_no_process_and_the_same_one_goes_on(
 @pytest.mark.slow  # Ray takes its time to give up
 def test_a_cluster_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     code = (
-        "from pathlib import Path; from nanogpt_bench.workers.executors import executor_of\n"
+        "from pathlib import Path; from nanogpt_bench.sweep.workers import executor_of\n"
         "with executor_of('ray', '127.0.0.1:1', Path('.')): pass"
     )
     env = os.environ | {"RAY_gcs_rpc_server_connect_timeout_s": "1", "RAY_NUM_REDIS_GET_RETRIES": "1"}
