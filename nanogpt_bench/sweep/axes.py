@@ -32,7 +32,7 @@ class Range:
     whole: bool = False
 
     def at(self, share: float) -> float | int:
-        """The number that lies `share` (0 to 1) of the way from low to high."""
+        """The number `share` (0 to 1) of the way from low to high."""
         if self.scale == "log":
             value = self.low * (self.high / self.low) ** share
         else:
@@ -60,11 +60,7 @@ class Axis:
 
     @property
     def size(self) -> int:
-        """The number of values of a grid, at most: rounded to whole numbers, values of a range may coincide.
-
-        Raises:
-            BenchError: a range without a number of points.
-        """
+        """The number of values of a grid, at most: rounded to whole numbers, values of a range may coincide."""
         if not isinstance(self.values, Range):
             return len(self.values)
         if self.values.points is None:
@@ -72,11 +68,7 @@ class Axis:
         return self.values.points
 
     def draw(self, source: random.Random) -> Any:
-        """One value at random.
-
-        Raises:
-            BenchError: a range with a number of points, which are those of a grid.
-        """
+        """One value at random."""
         if not isinstance(self.values, Range):
             return source.choice(self.values)
         if self.values.points is not None:
@@ -97,7 +89,7 @@ def grid_points(axes: tuple[Axis, ...]) -> Iterator[Point]:
 def random_points(axes: tuple[Axis, ...], samples: int, seed: int) -> Iterator[Point]:
     """Yield `samples` points at random, each at every value of the axis `seed` if there is one.
 
-    A point depends on its number, the seed and the keys alone: asking for more leaves the earlier ones as they are.
+    A point depends on its number, the seed and the keys alone: more samples leave the earlier ones as they are.
     """
     drawn = tuple(axis for axis in axes if axis.key != "seed")
     seeds = tuple(axis for axis in axes if axis.key == "seed")
@@ -108,11 +100,7 @@ def random_points(axes: tuple[Axis, ...], samples: int, seed: int) -> Iterator[P
 
 
 def read_axis(key: str, values: Any) -> Axis:
-    """Return the axis that a sweep file gives as `key: values`.
-
-    Raises:
-        BenchError: no such setting, no values, or bounds that make no sense.
-    """
+    """Return the axis that a sweep file gives as `key: values`; refuses what makes no sense."""
     check_key(key)
     if isinstance(values, Mapping):
         return Axis(key, _range(key, values))
@@ -127,7 +115,6 @@ def read_axis(key: str, values: Any) -> Axis:
 
 
 def _hashable(value: Any) -> Any:
-    """A value of a file as one that a set can hold, equal where the values are."""
     if isinstance(value, Mapping):
         return "mapping", frozenset((key, _hashable(item)) for key, item in value.items())
     if isinstance(value, list | tuple):
@@ -171,12 +158,10 @@ def _number(key: str, name: str, value: Any) -> float:
 def read_settings(content: Mapping[Any, Any]) -> Point:
     """Return settings, nested or dotted, entries of model.formats among them, as {dotted key: value}.
 
+    Raises `GivenTwice` for a setting, or an entry of one, that is given dotted and nested.
+
     >>> read_settings({"train": {"max_steps": 3}, "model.formats.attn": "E4M3"})
     {'train.max_steps': 3, 'model.formats.attn': 'E4M3'}
-
-    Raises:
-        BenchError: an unknown key.
-        GivenTwice: a setting, or an entry of one, is given dotted and nested.
     """
     settings: Point = once(
         pair

@@ -30,7 +30,6 @@ MOST_WARM_UP = 100
 
 @cache
 def shipped() -> SweepFile:
-    """The file of the comparison."""
     return read_sweep(find_sweep(SHIPPED))
 
 
@@ -44,12 +43,12 @@ def comparison(
     reference: str | None = None,
     given: Mapping[str, Any] | None = None,
 ) -> SweepFile:
-    """Return the shipped comparison, or one of the formats and rules asked for.
+    """Return the shipped comparison, or one of these formats and rules.
 
     Settings that are `given` go into every row that they mean something for; the intervals follow the steps.
 
     Raises:
-        BenchError: an unknown format or rule, or a setting that no row takes; names it.
+        BenchError: an unknown format or rule, or a setting that no row takes.
     """
     sweep, given = shipped(), dict(given or {})
     steps = _steps(given, max_steps) or sweep.base[STEPS]
@@ -70,13 +69,10 @@ def comparison(
 
 
 def choose_rows(formats: Sequence[str] | None, rules: Sequence[str] | None) -> tuple[Point, ...]:
-    """Return the settings of every row: the shipped ones, or the reference and all formats x rules asked for.
+    """Return the settings of every row: the shipped ones, or the reference and all formats x rules.
 
     Rules that keep float weights have no format and give one row each; `all` stands for every rule whose packages are
     installed, with the formats that its products take.
-
-    Raises:
-        BenchError: a rule or format does not exist (names the nearest one), or a rule's package is missing.
     """
     if formats is None and rules is None:
         return tuple(dict(row) for row in shipped().rows)
@@ -130,11 +126,7 @@ def taken(given: Mapping[str, Any], row: Mapping[str, Any]) -> Point:
 
 
 def read_given(words: Sequence[str]) -> dict[str, Any]:
-    """Return the settings of a command line by dotted key.
-
-    Raises:
-        BenchError: no such setting, or one that the rows differ in.
-    """
+    """Return the settings of a command line by dotted key; refuses those that the rows differ in."""
     if not words:
         return {}
     given = parse_overrides(words)
@@ -175,7 +167,7 @@ def _canonical(formats: Sequence[str]) -> list[str]:
 
 
 def _steps(given: dict[str, Any], asked: int | None) -> int | None:
-    """Return the steps of every run, taken out of what was given, since other settings follow from them."""
+    """Take the steps of every run out of what was given, since other settings follow from them."""
     steps: int | None = given.pop(STEPS, None)
     if None not in (steps, asked) and steps != asked:
         raise BenchError(f"--{STEPS} {steps} and --max-steps {asked} are two numbers of steps; give one")

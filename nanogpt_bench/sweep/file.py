@@ -118,7 +118,7 @@ class SweepFile:
     sensitivity: Sensitivity = field(default_factory=Sensitivity)
 
     def axis(self, key: str) -> Axis | None:
-        """The axis of a setting, None when it is none."""
+        """The axis of a setting, None where there is none."""
         return next((axis for axis in self.axes if axis.key == key), None)
 
 
@@ -141,11 +141,7 @@ def shipped_sweeps() -> list[str]:
 
 
 def find_sweep(name: str) -> Path:
-    """Return the path of a sweep file: `name` itself, or the shipped file of that name.
-
-    Raises:
-        BenchError: neither exists; names the nearest shipped file.
-    """
+    """Return the path of a sweep file: `name` itself, or the shipped file of that name."""
     return find_shipped(name, FOLDER, "sweep file")
 
 
@@ -153,8 +149,7 @@ def read_sweep(path: Path, overrides: Sequence[str] = (), *, smoke: bool = False
     """Read a sweep file; `--section.key VALUE` overrides take precedence over its settings, its section `smoke` too.
 
     Raises:
-        BenchError: unreadable, an unknown key, a key twice, a value out of range, or an axis that is overridden, in
-            one line.
+        BenchError: a file that can't be read, an unknown key, a value out of range, or an axis that is overridden.
     """
     try:
         return _read(path, overrides, smoke)
@@ -220,7 +215,7 @@ def _smoke(tree: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _put_in(name: str, section: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str, Any]:
-    """A section with what smoke says in its place: settings one by one, however nested either is."""
+    """Put what smoke says into a section: settings one by one, however nested either is."""
     if name == "settings":
         return _settings(section, name) | _settings(content, f"smoke.{name}")
     return {**section, **content}
@@ -254,7 +249,6 @@ def _rows(content: Any, axes: Sequence[Axis], path: Path) -> tuple[dict[str, Any
 
 
 def _base(tree: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """The settings of all runs: the configuration named, and what the file sets on top of it."""
     name = tree.get("config")
     base = read_yaml(_beside(path, str(name))) if name is not None else {}
     return base | _settings(tree.get("settings") or {}, "settings")

@@ -31,11 +31,7 @@ MOST_RUNS = 10_000
 
 
 def check_count(runs: int, source: str) -> None:
-    """Refuse more runs than are planned, before any is.
-
-    Raises:
-        BenchError: more than `MOST_RUNS`; names `source`, which asks for them.
-    """
+    """Refuse more runs than `MOST_RUNS`, before any is planned; `source` asks for them."""
     if runs > MOST_RUNS:
         count = f"{runs:,}" if runs < 10**15 else f"about 10^{math.log10(runs):.0f}"
         raise BenchError(f"{source} asks for {count} runs; at most {MOST_RUNS:,} are planned")
@@ -64,11 +60,7 @@ class PlannedRun:
 
 
 def plan_sweep(sweep: SweepFile) -> list[PlannedRun]:
-    """Return every run of the file: the references at every seed first, then the points, each once.
-
-    Raises:
-        BenchError: a point whose settings contradict each other or can't be used.
-    """
+    """Return every run of the file: the references at every seed first, then the points, each once."""
     if not sweep.axes and not sweep.rows:
         raise BenchError(f"{sweep.path.name} has no axes; give settings and the values they take")
     check_count(count_points(sweep), f"{sweep.path.name} (search: {sweep.search})")
@@ -104,11 +96,7 @@ def _apart_from(point: PlannedRun, run: PlannedRun) -> PlannedRun:
 
 
 def count_points(sweep: SweepFile) -> int:
-    """Return how many points the file asks for, at most, without making them.
-
-    Raises:
-        BenchError: a range of a grid that does not say how many.
-    """
+    """Return how many points the file has, at most, without making them."""
     rows = max(1, len(sweep.rows))
     if sweep.search == "random":
         return rows * sweep.samples * math.prod(axis.size for axis in sweep.axes if axis.key == "seed")
@@ -116,7 +104,6 @@ def count_points(sweep: SweepFile) -> int:
 
 
 def points_of(sweep: SweepFile) -> Iterator[Point]:
-    """Return the points of the axes: every combination, or random ones."""
     if sweep.search == "random":
         return random_points(sweep.axes, sweep.samples, sweep.sample_seed)
     return grid_points(sweep.axes)
@@ -137,10 +124,7 @@ def plan_reference(sweep: SweepFile, points: Sequence[Point]) -> list[PlannedRun
 
 
 def left_out_of_reference(sweep: SweepFile) -> str:
-    """Return what a reference given as settings does without, in one line; "" where that is nothing.
-
-    Of what the file gives all runs those options of the optimizer count that weights of any kind have.
-    """
+    """Return the optimizer's options that a reference given as settings does without, in one line; "" for none."""
     if not isinstance(sweep.reference, Mapping):
         return ""
     kept = reference_settings(sweep.base, sweep.reference)
@@ -155,11 +139,7 @@ def left_out_of_reference(sweep: SweepFile) -> str:
 
 
 def plan_point(base: Mapping[str, Any], point: Mapping[str, Any], label: str | None = None) -> PlannedRun:
-    """Return the run at a point, checked; `label` instead of one made from the point.
-
-    Raises:
-        BenchError: settings that don't go together; it says at which point.
-    """
+    """Return the run at a point, its settings checked; `label` instead of one made from the point."""
     idle = _idle(base, point)
     axes = {key: value for key, value in _without_formats(base, point).items() if key not in idle}
     settings = {key: value for key, value in assemble(base, axes).items() if key not in idle}
@@ -192,11 +172,7 @@ def _idle(base: Mapping[str, Any], point: Mapping[str, Any]) -> frozenset[str]:
 
 
 def _without_formats(base: Mapping[str, Any], point: Mapping[str, Any]) -> Point:
-    """The point; without formats where the rule keeps float weights, so that it stands in the grid once.
-
-    Raises:
-        BenchError: the rule is no axis, so that all points of an axis of formats would be the same.
-    """
+    """The point; without formats where the rule keeps float weights, so that it is in the grid once."""
     if not _keeps_floats(base, point):
         return dict(point)
     kept = {key: value for key, value in point.items() if not key.startswith(("model.format", "model.granularity"))}
@@ -280,10 +256,7 @@ def baseline_of(reference: Mapping[str, Any] | str | None, planned: Sequence[Pla
     """Return the label of the row to measure against, None for the first BF16 one.
 
     `planned` begins with those of settings given as reference. A name is that of a row, or of the first with that rule
-    and format.
-
-    Raises:
-        BenchError: no such row; names the nearest one.
+    and format; any other is refused.
     """
     if not isinstance(reference, str):
         return None if reference is None else planned[0].label
@@ -297,11 +270,7 @@ def baseline_of(reference: Mapping[str, Any] | str | None, planned: Sequence[Pla
 
 
 def named_once(planned: Iterable[PlannedRun]) -> list[PlannedRun]:
-    """Return the runs without repetitions of the same settings.
-
-    Raises:
-        BenchError: two runs of other settings would share a folder.
-    """
+    """Return the runs without repetitions; refuses two of other settings that would share a folder."""
     by_name: dict[str, PlannedRun] = {}
     for run in planned:
         other = by_name.setdefault(run.name, run)

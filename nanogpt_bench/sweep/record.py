@@ -35,7 +35,7 @@ _BESIDE = tuple(metric.figure for metric in BESIDE_LOSS)
 
 
 class SweepRecord:
-    """Everything a sweep writes lies in `folder`: a folder a run, sweep.json, the report.
+    """The runs of a sweep in `folder`: a folder a run, sweep.json, the report.
 
     Runs are added one by one, since some are planned by what others found. `mode` is grid, random, compare, tune
     or sensitivity. Gaps are measured against the row labelled `baseline`, without one against the
@@ -57,7 +57,7 @@ class SweepRecord:
         self._entries: dict[str, dict[str, Any]] = {}
 
     def add(self, run: PlannedRun) -> bool:
-        """Add a run; True when an earlier start has brought it to its end.
+        """Add a run; True where an earlier start has ended it.
 
         Otherwise what it left is removed, unless it has checkpoints to go on from.
         """
@@ -70,7 +70,7 @@ class SweepRecord:
         return False
 
     def _read(self, run: PlannedRun) -> bool:
-        """Read what a run's folder says of it; whether it has come to its own end."""
+        """Read a run's folder; returns whether it has come to its own end."""
         summary = self.summary(run)
         self._ended[run.name] = has_ended(summary)
         self._entries[run.name] = self._entry(run, summary)
@@ -79,15 +79,12 @@ class SweepRecord:
         return self._ended[run.name]
 
     def resumes(self, run: PlannedRun) -> bool:
-        """Return whether an added run resumes from a checkpoint."""
         return run.name in self._resumed
 
     def run_dir(self, run: PlannedRun) -> Path:
-        """The folder of a run."""
         return self.folder / run.name
 
     def summary(self, run: PlannedRun) -> dict[str, Any]:
-        """The content of the run's summary.json; {} while there is none."""
         return summary_of(self.run_dir(run))
 
     def final_loss(self, run: PlannedRun) -> float | None:
@@ -139,7 +136,6 @@ class SweepRecord:
                 yield load_run(self.run_dir(run))
 
     def results(self) -> list[Result]:
-        """The table as it stands."""
         rows = self.rows()
         return measure(rows, find_reference(rows, self.baseline))
 
@@ -159,9 +155,8 @@ class SweepRecord:
     def note_failure(self, run: PlannedRun, error: Mapping[str, Any]) -> None:
         """Write down how a run failed that could not do so itself, so that the folder alone tells the story.
 
-        A full disk or a kill is no failure of the run, which goes on when it is started again. Of a full disk the run
-        has told what it could, and nothing more is written to it. Any other error is told as one, with its traceback,
-        and the run is tried again as well.
+        A full disk or a kill is no failure of the run, which goes on when it is started again; to a full disk nothing
+        more is written. Any other error is one, with its traceback, and the run is tried again as well.
         """
         told = {"kind": error["kind"], "message": one_line(str(error["message"]))}
         if error["kind"] == "killed":
@@ -215,11 +210,7 @@ class SweepRecord:
         return entries
 
     def check(self, run: PlannedRun) -> None:
-        """Refuse a run that an earlier start has done with other settings.
-
-        Raises:
-            BenchError: names the first setting that differs.
-        """
+        """Refuse a run that an earlier start has done with other settings."""
         before = self._before.get(run.name)
         if before is None:
             return
@@ -232,7 +223,7 @@ class SweepRecord:
                 )
 
     def write_manifest(self) -> None:
-        """Write sweep.json as things stand."""
+        """Write sweep.json as things are."""
         self.folder.mkdir(parents=True, exist_ok=True)
         entries = [self._entries[run.name] for run in self.planned]
         # What an earlier start did beyond today's plan stays known: its settings guard its folder.

@@ -36,16 +36,11 @@ class Study:
 
     @property
     def planned(self) -> list[PlannedRun]:
-        """Every run, the references first."""
         return named_once([*self.reference, *(run for runs in self.cells.values() for run in runs)])
 
 
 def plan_study(sweep: SweepFile) -> Study:
-    """Return the study that a sweep file asks for: its axes are formats, and seeds if several are wanted.
-
-    Raises:
-        BenchError: no formats, or an axis that has no place in the table.
-    """
+    """Return the study that a sweep file describes: its axes are formats, and seeds if several are wanted."""
     for axis in sweep.axes:
         if axis.key not in AXES:
             raise BenchError(
@@ -141,7 +136,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _status(record: SweepRecord, runs: Sequence[PlannedRun]) -> str | None:
-    """The end of the cell's runs: the kind of the failure where there is one, None when all finished."""
+    """The ends of the cell's runs, by the kind of a failure where there is one; None when all finished."""
     ends = []
     for run in runs:
         summary = record.summary(run)
@@ -151,5 +146,5 @@ def _status(record: SweepRecord, runs: Sequence[PlannedRun]) -> str | None:
 
 
 def write_gaps(study: Study, record: SweepRecord) -> Path:
-    """Write sensitivity.json as things stand."""
+    """Write sensitivity.json as things are."""
     return write_text(record.folder / FILE, json.dumps(measure_gaps(study, record), indent=1) + "\n")

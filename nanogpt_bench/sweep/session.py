@@ -53,7 +53,7 @@ class Entry:
 
 
 class Bar:
-    """Follows the events of a pool and shows them; a context manager, since a bar on a terminal has to be left."""
+    """The events of a pool on a terminal; a context manager, since a bar there has to be left."""
 
     def __init__(self, console: Console) -> None:
         self.entries: list[Entry] = []
@@ -77,7 +77,6 @@ class Bar:
         self._bar.stop()
 
     def add(self, name: str, size: float = 1.0) -> None:
-        """Take one more run in."""
         self.entries.append(Entry(name, size))
 
     def say(self, text: str) -> None:
@@ -109,11 +108,10 @@ class Bar:
         return sum(entry.size * entry.done for entry in self.entries) / sum(sizes) if sizes else 0.0
 
     def words(self) -> str:
-        """How many runs have ended, and the time left."""
         return f"{sum(entry.ended for entry in self.entries)} of {len(self.entries)} runs ended{self.left()}"
 
     def left(self) -> str:
-        """About how long the rest takes at the pace since the first steps, in words; "" while nothing is known of it.
+        """The time that the rest takes at the pace since the first steps, in words; "" while nothing is known of it.
 
         The last runs keep fewer workers busy, so that this is too little by about a run's length.
         """
@@ -130,16 +128,12 @@ def _line(entry: Entry, event: Event) -> str:
 
 
 def threads_set(runs: Iterable[PlannedRun]) -> int | None:
-    """Return the most threads that a run's own settings ask for, None where none does."""
+    """Return the most threads that a run's own settings name, None where none does."""
     return max((run.settings.get("runtime.threads") or 0 for run in runs), default=0) or None
 
 
 def check_machine(runs: Sequence[PlannedRun], executor: Local) -> None:
-    """Refuse runs that ask for what no worker has.
-
-    Raises:
-        BenchError: a device that is not there, or, on this machine, more memory than is free.
-    """
+    """Refuse a device that is not there, or, on this machine, more memory than is free."""
     from nanogpt_bench.setup.memory import DECIDING, check_fits
 
     for device in {str(run.settings.get("runtime.device")) for run in runs}:
@@ -175,11 +169,7 @@ class Session:
         self._threads = 1
 
     def train(self, planned: Iterable[PlannedRun], on_end: OnEnd = nothing_follows) -> bool:
-        """Train the runs and those that follow from them; False when a signal ended it before.
-
-        Raises:
-            BenchError: as `check_machine`; nothing is trained.
-        """
+        """Train the runs and those that follow from them; False when a signal ended it before."""
         todo = [run for first in planned for run in self._left(first, on_end)]
         check_machine(todo, self._executor)
         self._record.write_manifest()
@@ -297,13 +287,10 @@ def sweep_grid(
 ) -> int:
     """Train every point of the file and report; the last line is the report's path.
 
-    `mode` is told in sweep.json in place of the search. `again` is the command that goes on, where it is not the same.
+    `mode` is written to sweep.json in place of the search. `again` is the command that goes on, where it is another.
 
     Returns 0, 1 when not one run finished or one was ended from outside (a full disk, a kill, a crash), 75 when a
     signal ended it (the report then covers what there is).
-
-    Raises:
-        BenchError: a file, corpus or output folder that can't be used; nothing is trained.
     """
     planned = plan_sweep(sweep)
     record = SweepRecord(out, mode or sweep.search, baseline_of(sweep.reference, planned))
@@ -315,7 +302,7 @@ def sweep_grid(
 def _check(
     sweep: SweepFile, record: SweepRecord, planned: Sequence[PlannedRun], workers: int | None, executor: Local
 ) -> None:
-    """Refuse what can't be trained before anything is written, the default corpus apart; open the results file."""
+    """Refuse what can't be trained before anything is written, the default corpus apart."""
     check_workers(workers, "workers", threads_set(planned), executor.cores())
     for run in planned:
         record.check(run)
@@ -328,10 +315,7 @@ def _check(
 
 
 def tune_and_confirm(sweep: SweepFile, out: Path, workers: int | None, executor: Local) -> int:
-    """Search the best rates of every point, train it at these on other seeds, report and write tuning.json.
-
-    Returns and raises as `sweep_grid` does.
-    """
+    """Search the best rates of every point, train it at these on other seeds, report and write tuning.json."""
     record = SweepRecord(out, "tune")
     tuning = Tuning(sweep, record)
     record.order, record.baseline = tuning.labels, tuning.baseline
@@ -344,10 +328,7 @@ def tune_and_confirm(sweep: SweepFile, out: Path, workers: int | None, executor:
 
 
 def measure_sensitivity(sweep: SweepFile, out: Path, workers: int | None, executor: Local) -> int:
-    """Quantise one layer pattern at a time, print the gaps and write sensitivity.json.
-
-    Returns and raises as `sweep_grid` does.
-    """
+    """Quantise one layer pattern at a time, print the gaps and write sensitivity.json."""
     study = plan_study(sweep)
     record = SweepRecord(out, "sensitivity", study.reference[0].label)
     _check(replace(sweep, reference=sweep.reference or {}), record, study.planned, workers, executor)

@@ -71,15 +71,13 @@ class Search:
         return choices[at] if not between and 0 <= at < len(choices) else None
 
     def values(self, place: Place) -> dict[str, float | None]:
-        """The values of the keys at a place."""
         return {key: self.value(key, index) for key, index in zip(self.first, place, strict=True)}
 
     def has(self, place: Place) -> bool:
-        """Whether every key has a value at a place."""
         return None not in self.values(place).values()
 
     def round(self) -> list[PlannedRun]:
-        """The runs to try next, all that can be told from those that have ended; none when the search is over."""
+        """The runs to try next, all that follow from those that have ended; none when the search is over."""
         while places := next_places(self.losses, len(self.first), self.has):
             for place in places:
                 self._try(place)
@@ -120,11 +118,7 @@ class Search:
 
 
 class Tuning:
-    """All searches and what follows from them; tells which runs come next, and writes tuning.json.
-
-    Raises:
-        BenchError: a file whose axes, keys and seeds don't go together, or a point that can't be used.
-    """
+    """All searches and what follows from them: the runs that come next, and tuning.json."""
 
     def __init__(self, sweep: SweepFile, record: SweepRecord) -> None:
         assert sweep.tune is not None
@@ -170,7 +164,7 @@ class Tuning:
                 yield replace(run, label=point.label)
 
     def checked(self) -> list[PlannedRun]:
-        """Runs with all settings that will be trained, for finding out before anything is that they can't be."""
+        """Runs with all settings that will be trained, to be checked before anything is."""
         own = (run for search in self.searches for run in self.confirmations(search, search.first))
         return [*self.first(), *own]
 
@@ -201,7 +195,7 @@ class Tuning:
         return sizes
 
     def write(self) -> Path:
-        """Write tuning.json as things stand."""
+        """Write tuning.json as things are."""
         content = {
             **{key: getattr(self.tune, key) for key in ("factor", "span", "seeds", "steps")},
             "confirm": {"seeds": self.confirm.seeds, "steps": self.confirm.steps},

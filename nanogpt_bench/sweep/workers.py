@@ -41,9 +41,9 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
 
 
 def begin(threads: int, output: str) -> None:
-    """Make a process ready: its threads, its signals, what it prints to the file `output`, and the imports of a run.
+    """Make a process ready: its threads, its signals, its output to the file `output`, and the imports of a run.
 
-    SIGTERM ends it, with a run as soon as that has been put by. Ctrl-C reaches the whole group, and the parent decides.
+    SIGTERM ends it, with a run as soon as that is saved. Ctrl-C reaches the whole group, and the parent decides.
     """
     os.environ.update(dict.fromkeys(THREAD_VARIABLES, str(threads)))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -58,7 +58,7 @@ def begin(threads: int, output: str) -> None:
 
 
 def _end_with_parent() -> None:
-    """Without its parent nobody hands out a job, and a run is better put by than lost."""
+    """End a process without a parent: nobody gives it a job, and a run is better saved than lost."""
     if (parent := parent_process()) is not None:
         parent.join()
         os.kill(os.getpid(), signal.SIGTERM)
@@ -94,7 +94,7 @@ def _leave_without_parent() -> None:
 
 
 def failed(message: str, kind: str = "killed") -> dict[str, Any]:
-    """Return the end of a run whose worker could not tell it."""
+    """Return the end of a run that its worker could not report."""
     return {"kind": "failed", "error": {"kind": kind, "message": message}}
 
 
@@ -119,10 +119,7 @@ def threads_asked() -> int:
 def check_workers(workers: int | None, source: str, threads: int | None = None, there: int | None = None) -> None:
     """Refuse more runs at a time than there are cores, or than have the `threads` each that their settings ask for.
 
-    `there` are the cores; those of this machine without.
-
-    Raises:
-        BenchError: names `source`, which asks for them, and how many there can be.
+    `source` names the number; `there` are the cores, those of this machine without.
 
     >>> check_workers(1, "--workers"), check_workers(None, "--workers")
     (None, None)
@@ -179,7 +176,7 @@ class Worker:
         (self._process,) = set(multiprocessing.active_children()) - before
 
     def submit(self, job: Mapping[str, Any]) -> Future[dict[str, Any]]:
-        """Hand over a job; the result is its end, as `serve` returns it, unless the worker ends first."""
+        """Queue a job; the result is its end, as `serve` returns it, unless the worker ends first."""
         try:
             return self._executor.submit(SERVE, job)
         except BrokenProcessPool as error:  # it has died since its last job
@@ -200,11 +197,9 @@ class Worker:
         return failed(f"worker process ended with exit code {code}{last}", "crash")
 
     def terminate(self) -> None:
-        """Tell the process to end, its run writing down what it has."""
         self._process.terminate()
 
     def kill(self) -> None:
-        """End the process at once."""
         self._process.kill()
 
     def close(self, deadline: float | None) -> None:
@@ -221,21 +216,15 @@ class Local:
     """Starts workers, on this machine."""
 
     def cores(self) -> int:
-        """Return the cores that this process may use."""
         return cores()
 
     def check_device(self, wanted: str) -> None:
-        """Refuse a device that this machine does not have.
-
-        Raises:
-            BenchError: says so.
-        """
+        """Refuse a device that this machine does not have."""
         from nanogpt_bench.setup.runtime import check_device
 
         check_device(wanted)
 
     def worker(self, threads: int) -> Worker:
-        """Start a process."""
         return Worker(threads)
 
 
@@ -252,11 +241,7 @@ _OBJECTS = 80 * 2**20
 
 
 def check_executor(name: str, address: str | None) -> None:
-    """Refuse an unknown executor, and an address without ray.
-
-    Raises:
-        BenchError: says so.
-    """
+    """Refuse an unknown executor, and an address without ray."""
     if name not in EXECUTORS:
         raise unknown("--executor", name, EXECUTORS)
     if address is not None and name != "ray":
@@ -265,11 +250,7 @@ def check_executor(name: str, address: str | None) -> None:
 
 @contextmanager
 def executor_of(name: str, address: str | None, folder: Path) -> Iterator[Local]:
-    """Yield the executor called `name`; runs are written below `folder`, which all its workers have to see.
-
-    Raises:
-        BenchError: as `check_executor`; the package ray is missing, or no cluster answers.
-    """
+    """Yield the executor called `name`; runs are written below `folder`, which all its workers have to see."""
     check_executor(name, address)
     if name == "local":
         yield Local()
@@ -366,8 +347,8 @@ def _serve_there(job: dict[str, Any], marker: str, folder: str) -> dict[str, Any
 class Pool:
     """Workers from entry to exit; leaving stops whatever still runs.
 
-    One thread a worker unless told otherwise: two workers on two cores don't fight, and a run's arithmetic does not
-    depend on the machine.
+    One thread a worker by default: two workers on two cores don't fight, and a run's arithmetic does not depend on the
+    machine.
     """
 
     def __init__(self, size: int, threads: int = 1, executor: Local | None = None) -> None:
@@ -386,7 +367,7 @@ class Pool:
         self.stop()
 
     def stop(self, *, patient: bool = False) -> None:
-        """Tell every worker to end, its run writing down what it has, and wait until all are gone.
+        """Terminate every worker, its run saving what it has, and wait until all are gone.
 
         However long that takes if `patient`: a step may take minutes, and its checkpoint is worth them.
         """
@@ -398,7 +379,6 @@ class Pool:
         self._workers = []
 
     def kill(self) -> None:
-        """End every worker at once."""
         for worker in self._workers:
             worker.kill()
 
