@@ -98,21 +98,13 @@ def read(path: Path, only: Collection[str] | None = None) -> Contents:
 
 
 def read_facts(path: Path) -> dict[str, Any]:
-    """Return the facts in a checkpoint's header, read without the rest of its bytes.
-
-    Raises:
-        BrokenCheckpoint: it can't be read, or is no checkpoint of ours.
-    """
+    """Return the facts in a checkpoint's header, read without the rest of its bytes."""
     with _named(path), open_file(path, links=False) as file:
         return _head(file, path).facts
 
 
 def read_sum(path: Path) -> str:
-    """Return the SHA-256 that is written beside a checkpoint.
-
-    Raises:
-        BrokenCheckpoint: there is none.
-    """
+    """Return the SHA-256 that is written beside a checkpoint."""
     with _named(path):
         return read_text(sum_file(path), 500, links=False).partition(" ")[0]
 
@@ -134,7 +126,7 @@ def _check_digest(file: BufferedReader, path: Path) -> None:
 
 
 def sum_line(digest: str, path: Path) -> str:
-    """Return what a checkpoint's digest is written as: a line of `sha256sum`."""
+    """Return the line of `sha256sum` that a checkpoint's digest is written as."""
     return f"{digest}  {path.name}\n"
 
 
@@ -280,11 +272,7 @@ def bytes_of(contents: Contents) -> int:
 
 
 def check_room(folder: Path, needed: int, what: str) -> None:
-    """Refuse to begin what would not fit: `needed` bytes for `what` below a folder that may not exist yet.
-
-    Raises:
-        BenchError: too little room is left; nothing has been written.
-    """
+    """Refuse to begin what would not fit: `needed` bytes for `what` below a folder that may not exist yet."""
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
     free = shutil.disk_usage(there).free
     if free < needed + OVERHEAD:

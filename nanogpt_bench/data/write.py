@@ -289,7 +289,11 @@ def progress_bar(
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     by_tokens = None not in limits.values()
-    total = sum(limit or 0 for limit in limits.values()) if by_tokens else _characters(splits.values())
+    total: int | None = sum(limit or 0 for limit in limits.values())
+    if not by_tokens:
+        listed = [documents for documents in splits.values() if isinstance(documents, Sequence)]
+        characters = sum(len(text) for documents in listed for text in documents)
+        total = characters if len(listed) == len(splits) else None  # unknown of documents that come in a stream
     columns = (TextColumn("tokenizing"), BarColumn(), TextColumn("{task.fields[tokens]:,} tokens"), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), disable=not show, transient=True) as progress:
         task, written = progress.add_task("", total=total, tokens=0), 0
@@ -300,10 +304,3 @@ def progress_bar(
             progress.update(task, advance=tokens if by_tokens else characters, tokens=written)
 
         yield advance
-
-
-def _characters(splits: Iterable[Iterable[str]]) -> int | None:
-    """Return the characters of all documents, None where they come in a stream."""
-    lists = [documents for documents in splits if isinstance(documents, Sequence)]
-    whole = len(lists) == len(list(splits))
-    return sum(len(text) for documents in lists for text in documents) if whole else None

@@ -102,12 +102,9 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def fill(model: nn.Module, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], source: str) -> None:
-    """Fill a model with what `tensors_of` gave; `source` is what an error calls it.
+    """Fill a model with what `tensors_of` gave; `source` is what a refusal calls it, and leaves the model as it was.
 
     `metadata` are those of a file's header, in which earlier versions said what one-byte weights are.
-
-    Raises:
-        BenchError: tensors of a model of another size or other formats; the model is as it was.
     """
     whole = model.state_dict()
     own = fm.unflatten_state_dict(taken_apart(whole))
@@ -206,11 +203,7 @@ _LAYERS = (
 
 
 def checkpoint_shape(name: str) -> GPTShape:
-    """Return the shape of the GPT-2 checkpoint called `name`: a folder, a short name such as gpt2, or an id on the hub.
-
-    Raises:
-        BenchError: nothing there, a missing package, the hub is out of reach, or a model that is no GPT-2.
-    """
+    """Return the shape of the GPT-2 checkpoint called `name`: a folder, a short name such as gpt2, or a hub's id."""
     found = settings_of(_model(name))
     if found.model_type != "gpt2":
         raise BenchError(f"{name!r} is of model_type {found.model_type!r}; only gpt2 can be loaded")
@@ -229,12 +222,9 @@ def checkpoint_shape(name: str) -> GPTShape:
 
 @torch.no_grad()
 def load_checkpoint(model: GPT, name: str, tokenizer: str) -> None:
-    """Fill a model of the checkpoint's shape with its weights; `tokenizer` is the corpus's, which an error names.
+    """Fill a model of the checkpoint's shape with its weights; `tokenizer` is the corpus's, which a refusal names.
 
     A model with fewer positions takes the first ones; one whose lm_head is untied gets a copy of the embedding.
-
-    Raises:
-        BenchError: another vocabulary, or weights that do not fit the checkpoint's own config.json.
     """
     theirs, ours = checkpoint_shape(name).vocab_size, model.shape.vocab_size
     if theirs != ours:
@@ -257,15 +247,12 @@ def _model(name: str) -> str:
 
 def _sources(n_layer: int) -> dict[str, tuple[str, bool]]:
     """GPT-2's name for each parameter of ours, and whether it lies transposed there."""
-    sources = {
-        "token_embedding.weight": ("transformer.wte.weight", False),
-        "position_embedding.weight": ("transformer.wpe.weight", False),
-        "final_norm.weight": ("transformer.ln_f.weight", False),
-        "final_norm.bias": ("transformer.ln_f.bias", False),
-        "lm_head.weight": ("lm_head.weight", False),
-    }
+    ours = ("token_embedding.weight", "position_embedding.weight", "final_norm.weight", "final_norm.bias")
+    theirs = ("wte.weight", "wpe.weight", "ln_f.weight", "ln_f.bias")
+    sources = {own: (f"transformer.{name}", False) for own, name in zip(ours, theirs, strict=True)}
+    sources["lm_head.weight"] = ("lm_head.weight", False)
     for block in range(n_layer):
-        for ours, theirs, transposed in _LAYERS:
-            sources[f"blocks.{block}.{ours}.weight"] = (f"transformer.h.{block}.{theirs}.weight", transposed)
-            sources[f"blocks.{block}.{ours}.bias"] = (f"transformer.h.{block}.{theirs}.bias", False)
+        for own, name, transposed in _LAYERS:
+            sources[f"blocks.{block}.{own}.weight"] = (f"transformer.h.{block}.{name}.weight", transposed)
+            sources[f"blocks.{block}.{own}.bias"] = (f"transformer.h.{block}.{name}.bias", False)
     return sources

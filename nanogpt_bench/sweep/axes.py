@@ -55,8 +55,8 @@ class Axis:
         """
         if not isinstance(self.values, Range):
             return self.values
-        count = self.size
-        return tuple(dict.fromkeys(self.values.at(place / max(1, count - 1)) for place in range(count)))
+        steps = max(1, self.size - 1)
+        return tuple(dict.fromkeys(self.values.at(place / steps) for place in range(self.size)))
 
     @property
     def size(self) -> int:
@@ -101,16 +101,15 @@ def random_points(axes: tuple[Axis, ...], samples: int, seed: int) -> Iterator[P
 
 def read_axis(key: str, values: Any) -> Axis:
     """Return the axis that a sweep file gives as `key: values`; refuses what makes no sense."""
-    check_key(key)
+    if key not in FIELDS and not mapping_above(key):
+        raise unknown_key(key)
     if isinstance(values, Mapping):
         return Axis(key, _range(key, values))
     if not isinstance(values, list) or not values:
         raise BenchError(f"axes.{key}: {values!r} is not allowed; give a list of values, or min and max")
-    seen: set[Any] = set()
-    for value in values:
-        if (known := _hashable(value)) in seen:
+    for number, value in enumerate(values):
+        if _hashable(value) in map(_hashable, values[:number]):
             raise BenchError(f"axes.{key}: {value!r} is there twice")
-        seen.add(known)
     return Axis(key, tuple(values))
 
 
@@ -120,12 +119,6 @@ def _hashable(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return "list", tuple(map(_hashable, value))
     return frozenset(value) if isinstance(value, set) else value
-
-
-def check_key(key: str) -> None:
-    """Raise for a key that is neither a setting nor an entry of model.formats."""
-    if key not in FIELDS and not mapping_above(key):
-        raise unknown_key(key)
 
 
 def _range(key: str, values: Mapping[Any, Any]) -> Range:
@@ -198,14 +191,10 @@ def assemble(base: Mapping[str, Any], point: Mapping[str, Any]) -> Point:
 
 def _option(key: str) -> str | None:
     """The layer option that a key of model.formats ends with, if any."""
-    last = key.rsplit(".", 1)[-1]
-    return last if key.count(".") > 2 and last in _layer_options() else None
-
-
-def _layer_options() -> frozenset[str]:
     import fp8manifold as fm
 
-    return frozenset(inspect.signature(fm.LayerSpec).parameters)
+    last = key.rsplit(".", 1)[-1]
+    return last if key.count(".") > 2 and last in inspect.signature(fm.LayerSpec).parameters else None
 
 
 def _put(formats: dict[str, Any], key: str, value: Any) -> None:

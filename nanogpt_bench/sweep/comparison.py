@@ -76,11 +76,19 @@ def choose_rows(formats: Sequence[str] | None, rules: Sequence[str] | None) -> t
     """
     if formats is None and rules is None:
         return tuple(dict(row) for row in shipped().rows)
-    named = _chosen(rules or DEFAULT_RULES)
-    grids = _canonical(formats) if formats is not None else list(DEFAULT_FORMATS)
+    named = [name for name in rules or DEFAULT_RULES if name != "all"]
+    for name in named:
+        check_available(name)
+    if "all" in (rules or ()):
+        named = available_rules()
+    grids = DEFAULT_FORMATS if formats is None else [format_name(name, "--formats") for name in formats]
+    if "none" in grids:
+        raise BenchError("--formats: 'none' is no format to compare; the reference row is there already")
     floats = [(name, "none") for name in named if RULES[name].storage in WITHOUT_FORMATS]
     quantised = [name for name in named if RULES[name].storage not in WITHOUT_FORMATS]
-    crossed = [(name, fmt) for fmt in grids for name in quantised if name in (rules or ()) or _multiplies(name, fmt)]
+    # A rule whose products don't take a format is no row of `all`, and refused where it is named.
+    takes = {name: name in (rules or ()) or RULES[name].products is None for name in quantised}
+    crossed = [(name, fmt) for fmt in grids for name in quantised if takes[name] or fmt in FP8_FORMATS]
     return tuple(row_of(*pair) for pair in dict.fromkeys([(REFERENCE, "none"), *floats, *crossed]))
 
 
@@ -145,25 +153,6 @@ def told(given: Mapping[str, Any], sweep: SweepFile) -> Iterator[str]:
             yield f"{key} {value} in every row, in the unit of its optimizer, in place of the rule's own"
         elif len(takers) < len(sweep.rows):
             yield f"{key} {value} in the rows that take it: {', '.join(takers)}"
-
-
-def _chosen(rules: Sequence[str]) -> list[str]:
-    named = [name for name in rules if name != "all"]
-    for name in named:
-        check_available(name)
-    return available_rules() if len(named) < len(rules) else named
-
-
-def _multiplies(name: str, fmt: str) -> bool:
-    """Whether a rule's products take a format; one that does not is no row of `all`, and refused where it is named."""
-    return RULES[name].products is None or fmt in FP8_FORMATS
-
-
-def _canonical(formats: Sequence[str]) -> list[str]:
-    names = list(dict.fromkeys(format_name(name, "--formats") for name in formats))
-    if "none" in names:
-        raise BenchError("--formats: 'none' is no format to compare; the reference row is there already")
-    return names
 
 
 def _steps(given: dict[str, Any], asked: int | None) -> int | None:

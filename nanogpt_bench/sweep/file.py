@@ -168,7 +168,9 @@ def _read(path: Path, overrides: Sequence[str], smoke: bool) -> SweepFile:
     tree = {**tree, **shrunk} if smoke else tree
     axes = _axes(tree.get("axes"), path)
     rows = _rows(tree.get("rows"), axes, path)
-    base = parse_overrides(overrides, assemble({}, _base(tree, path)))
+    base = {} if tree.get("config") is None else read_yaml(_beside(path, str(tree["config"])))
+    base |= _settings(tree.get("settings") or {}, "settings")
+    base = parse_overrides(overrides, assemble({}, base))
     for key in parse_overrides(overrides):
         if key in [axis.key for axis in axes]:
             raise BenchError(f"--{key}: {path.name} has it as an axis; leave one of them out")
@@ -211,14 +213,11 @@ def _smoke(tree: Mapping[str, Any], path: Path) -> dict[str, Any]:
         for where, given in ((f"smoke.{name}", content), (name, tree.get(name) or {})):
             if not isinstance(given, dict):
                 raise BenchError(f"{where} in {path.name}: {given!r} is not allowed; give keys and values")
-    return {name: _put_in(name, tree.get(name) or {}, content) for name, content in smoke.items()}
-
-
-def _put_in(name: str, section: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str, Any]:
-    """Put what smoke says into a section: settings one by one, however nested either is."""
-    if name == "settings":
-        return _settings(section, name) | _settings(content, f"smoke.{name}")
-    return {**section, **content}
+    small = {name: {**(tree.get(name) or {}), **content} for name, content in smoke.items()}
+    if "settings" in smoke:  # one by one, however nested either is
+        own = _settings(tree.get("settings") or {}, "settings")
+        small["settings"] = own | _settings(smoke["settings"], "smoke.settings")
+    return small
 
 
 def _axes(content: Any, path: Path) -> tuple[Axis, ...]:
@@ -227,8 +226,8 @@ def _axes(content: Any, path: Path) -> tuple[Axis, ...]:
     if not isinstance(content, dict) or not content:
         raise BenchError(f"axes in {path.name}: {content!r} is not allowed; give settings and their values")
     axes = tuple(read_axis(str(key), values) for key, values in content.items())
-    twice = [axis.key for axis in axes if [other.key for other in axes].count(axis.key) > 1]
-    if twice:
+    keys = [axis.key for axis in axes]
+    if twice := [key for key in keys if keys.count(key) > 1]:
         raise BenchError(f"axes in {path.name}: {twice[0]!r} is there twice")
     return axes
 
@@ -246,12 +245,6 @@ def _rows(content: Any, axes: Sequence[Axis], path: Path) -> tuple[dict[str, Any
             if axis.key in row:
                 raise BenchError(f"axes.{axis.key} in {path.name}: rows says it; leave one of them out")
     return rows
-
-
-def _base(tree: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    name = tree.get("config")
-    base = read_yaml(_beside(path, str(name))) if name is not None else {}
-    return base | _settings(tree.get("settings") or {}, "settings")
 
 
 def _beside(path: Path, name: str) -> Path:

@@ -2,7 +2,7 @@
 
 import json
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,8 +30,6 @@ OUTCOMES = (
     *("status", "steps", "final_val_loss", "best_val_loss", "first_val_loss", "bytes_per_parameter", "stall"),
     *("arrived", "tokens_per_s", "seconds"),
 )
-#: figures beside the loss
-_BESIDE = tuple(metric.figure for metric in BESIDE_LOSS)
 
 
 class SweepRecord:
@@ -119,21 +117,15 @@ class SweepRecord:
 
     def rows(self) -> list[Row]:
         """The rows in the order of the table, each with those of its runs that have begun; one given up has none."""
-        begun = [Row(runs[0].label, runs[0].rule, runs[0].format, tuple(self._loaded(runs))) for runs in self.by_row()]
-        return with_given_up(begun, read_studies([self.folder]).tunings, self.order)
-
-    def by_row(self) -> list[list[PlannedRun]]:
-        """The runs of every row of the table, in its order."""
         grouped: dict[str, list[PlannedRun]] = {label: [] for label in self.order}
         for run in self.planned:
             if not run.aside:
                 grouped.setdefault(run.label, []).append(run)
-        return [runs for runs in grouped.values() if runs]
-
-    def _loaded(self, runs: Sequence[PlannedRun]) -> Iterator[Run]:
-        for run in runs:
-            if is_run_folder(self.run_dir(run)):
-                yield load_run(self.run_dir(run))
+        begun = []
+        for runs in filter(None, grouped.values()):
+            loaded = (load_run(self.run_dir(run)) for run in runs if is_run_folder(self.run_dir(run)))
+            begun.append(Row(runs[0].label, runs[0].rule, runs[0].format, tuple(loaded)))
+        return with_given_up(begun, read_studies([self.folder]).tunings, self.order)
 
     def results(self) -> list[Result]:
         rows = self.rows()
@@ -147,10 +139,9 @@ class SweepRecord:
 
     def _facts(self, rows: Sequence[Row]) -> dict[str, str]:
         """The facts at the head of the report: command, machine, date, and what its runs share."""
-        own = {"Command": command_line(), "Machine": platform.platform(), "Date": self._started.strftime(DATE)}
-        return (
-            own | facts_of([run for row in rows for run in row.runs]) | {"Command": own["Command"], "Date": own["Date"]}
-        )
+        now = {"Command": command_line(), "Date": self._started.strftime(DATE)}
+        first = {"Command": now["Command"], "Machine": platform.platform(), "Date": now["Date"]}
+        return first | facts_of([run for row in rows for run in row.runs]) | now
 
     def note_failure(self, run: PlannedRun, error: Mapping[str, Any]) -> None:
         """Write down how a run failed that could not do so itself, so that the folder alone tells the story.
@@ -228,8 +219,8 @@ class SweepRecord:
         entries = [self._entries[run.name] for run in self.planned]
         # What an earlier start did beyond today's plan stays known: its settings guard its folder.
         entries += [{**entry, "of_plan": False} for name, entry in self._before.items() if name not in self._entries]
-        told = {"mode": self.mode, "baseline": self.baseline, "order": list(self.order)}
-        content = {**told, "command": command_line(), "runs": entries}
+        facts = {"mode": self.mode, "baseline": self.baseline, "order": list(self.order)}
+        content = {**facts, "command": command_line(), "runs": entries}
         write_text(self.folder / SWEEP, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
     def _entry(self, run: PlannedRun, summary: Mapping[str, Any]) -> dict[str, Any]:
@@ -241,13 +232,9 @@ class SweepRecord:
             "seed": run.seed,
             "axes": plain(run.axes),
             "ended": has_ended(summary),
-            **_outcome(summary),
+            **{key: summary.get(key) for key in OUTCOMES},
+            **{metric.figure: summary[metric.figure] for metric in BESIDE_LOSS if metric.figure in summary},
+            "failure": (summary.get("failure") or {}).get("kind"),
+            "failures": list(dict.fromkeys(finding.kind for finding in findings_in(summary))),
             "settings": plain(run.settings),
         }
-
-
-def _outcome(summary: Mapping[str, Any]) -> dict[str, Any]:
-    failure = (summary.get("failure") or {}).get("kind")
-    failures = list(dict.fromkeys(finding.kind for finding in findings_in(summary)))
-    known = {key: summary.get(key) for key in OUTCOMES} | {key: summary[key] for key in _BESIDE if key in summary}
-    return known | {"failure": failure, "failures": failures}

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
 from nanogpt_bench.config.schema import DEFAULT_DATA_DIR
-from nanogpt_bench.config.settings import build_config
+from nanogpt_bench.config.settings import build_config, load_config
 from nanogpt_bench.data.text import prepare_default
 from nanogpt_bench.evaluation.sensitivity import gaps_table
 from nanogpt_bench.report.tables import to_text, tuning_table
@@ -31,7 +31,7 @@ from nanogpt_bench.sweep.record import SweepRecord
 from nanogpt_bench.sweep.sensitivity import measure_gaps, plan_study, write_gaps
 from nanogpt_bench.sweep.tuning import Tuning
 from nanogpt_bench.sweep.workers import Event, Local, Pool, check_workers, divide, threads_asked
-from nanogpt_bench.system.errors import counted, printable, rough_time
+from nanogpt_bench.system.errors import counted, one_line, printable, rough_time
 from nanogpt_bench.system.signals import RESUMABLE, StopRequest, stop_requests
 
 #: seconds before the first estimate of the time left, and between two estimates, where there is no terminal; in long
@@ -95,7 +95,9 @@ class Bar:
                 self._first = self._first or (self.elapsed(), self.share())
             elif event.kind != "started":
                 entry.ended, entry.done = True, 1.0
-                self.say(_line(entry, event))
+                loss = "" if entry.loss is None else f"  val {entry.loss:.3f}"
+                failed = f"failed  {one_line(event.data['error']['message'])}" if event.kind == "failed" else None
+                self.say(f"{entry.name}: {failed or f'done{loss}'}")
         self._bar.update(self._task, completed=self.share(), description=self.words())
         elapsed = self.elapsed()
         if not self._console.is_terminal and elapsed >= self._next_estimate and self.left():
@@ -121,12 +123,6 @@ class Bar:
         return f", {rough_time((self.elapsed() - since) * rest / done)} left" if done > 0 and rest > 0 else ""
 
 
-def _line(entry: Entry, event: Event) -> str:
-    if event.kind == "failed":
-        return f"{entry.name}: failed  {' '.join(str(event.data['error']['message']).split())}"
-    return f"{entry.name}: done" + ("" if entry.loss is None else f"  val {entry.loss:.3f}")
-
-
 def threads_set(runs: Iterable[PlannedRun]) -> int | None:
     """Return the most threads that a run's own settings name, None where none does."""
     return max((run.settings.get("runtime.threads") or 0 for run in runs), default=0) or None
@@ -138,19 +134,10 @@ def check_machine(runs: Sequence[PlannedRun], executor: Local) -> None:
 
     for device in {str(run.settings.get("runtime.device")) for run in runs}:
         executor.check_device(device)
-    if not isinstance(executor, Local):
-        return
-    for settings in {repr(_those_of(run, DECIDING)): run.settings for run in runs}.values():
-        check_fits(resolve(build_config(settings)))
-
-
-def _those_of(run: PlannedRun, keys: Sequence[str]) -> list[tuple[str, Any]]:
-    return [(key, value) for key, value in run.settings.items() if key.startswith(tuple(keys))]
-
-
-def nothing_follows(_: PlannedRun) -> Iterable[PlannedRun]:
-    """No run is planned by what another found."""
-    return ()
+    keys = tuple(DECIDING)
+    different = {repr([item for item in run.settings.items() if item[0].startswith(keys)]): run for run in runs}
+    for run in different.values():
+        check_fits(resolve(build_config(run.settings)))
 
 
 class Session:
@@ -168,7 +155,7 @@ class Session:
         self.say = self._bar.say
         self._threads = 1
 
-    def train(self, planned: Iterable[PlannedRun], on_end: OnEnd = nothing_follows) -> bool:
+    def train(self, planned: Iterable[PlannedRun], on_end: OnEnd = lambda _: ()) -> bool:
         """Train the runs and those that follow from them; False when a signal ended it before."""
         todo = [run for first in planned for run in self._left(first, on_end)]
         check_machine(todo, self._executor)
@@ -181,7 +168,10 @@ class Session:
         )
         pool = Pool(size, self._threads, self._executor)
         with pool, self._bar:
-            self._announce(len(todo), size)
+            done = len(self._record.planned) - len(todo)
+            before = f", {done} done before" if done else ""
+            threads = counted(self._threads, "thread")
+            self.say(f"{counted(len(todo), 'run')}{before}; {size} at a time, {threads} each")
             with stop_requests(pool.kill) as stop:
                 self._enqueue(todo)
                 self._follow(pool, on_end, stop)
@@ -198,40 +188,33 @@ class Session:
             return [run]
         return [left for following in on_end(run) for left in self._left(following, on_end)]
 
-    def _announce(self, todo: int, size: int) -> None:
-        done = len(self._record.planned) - todo
-        before = f", {done} done before" if done else ""
-        self._bar.say(f"{counted(todo, 'run')}{before}; {size} at a time, {counted(self._threads, 'thread')} each")
-
     def _enqueue(self, runs: Iterable[PlannedRun]) -> None:
         for run in runs:
-            self._add(run)
+            run_dir, resume = self._record.run_dir(run), self._record.resumes(run)
+            threads = self._threads
+            if resume and (before := run_dir / "config.yaml").is_file():  # for the same sums in the same order
+                threads = load_config(before).runtime.threads or threads
+            settings = {"runtime.threads": threads, **PASSING, **run.settings}
+            self._waiting.append(len(self._jobs))
+            self._jobs.append({"settings": settings, "run_dir": str(run_dir), "argv": sys.argv, "resume": resume})
+            self._runs.append(run)
+            self._bar.entries.append(Entry(f"{run.label} · seed {run.seed}", run.cost))
         order = sorted(self._waiting, key=lambda job: _turn(self._runs[job]))
         self._waiting.clear()
         self._waiting.extend(order)
-
-    def _add(self, run: PlannedRun) -> None:
-        run_dir, resume = self._record.run_dir(run), self._record.resumes(run)
-        threads = _threads_of(run_dir) if resume else None  # as before, for the same sums in the same order
-        settings = {"runtime.threads": threads or self._threads, **PASSING, **run.settings}
-        self._jobs.append({"settings": settings, "run_dir": str(run_dir), "argv": sys.argv, "resume": resume})
-        self._runs.append(run)
-        self._bar.add(f"{run.label} · seed {run.seed}", run.cost)
-        self._waiting.append(len(self._jobs) - 1)
 
     def _follow(self, pool: Pool, on_end: OnEnd, stop: StopRequest) -> None:
         for event in pool.run(self._jobs, self._waiting):
             if stop.asked:
                 return
-            self._bar.show(self._judged(event))
-            if event.job is not None and event.kind in ("done", "failed"):
-                self._end(event, self._runs[event.job], on_end)
-
-    def _judged(self, event: Event) -> Event:
-        """The event, the end of a training that went well for the worker and badly for the model as a failure."""
-        summary = self._record.summary(self._runs[event.job]) if event.job is not None and event.kind == "done" else {}
-        failure = summary.get("failure") if summary.get("status") == "failed" else None
-        return event if failure is None else Event(event.job, "failed", {"error": failure})
+            run = None if event.job is None else self._runs[event.job]
+            if run is not None and event.kind == "done":  # of the worker; the training itself may have failed
+                summary = self._record.summary(run)
+                if summary.get("status") == "failed" and summary.get("failure"):
+                    event = Event(event.job, "failed", {"error": summary["failure"]})
+            self._bar.show(event)
+            if run is not None and event.kind in ("done", "failed"):
+                self._end(event, run, on_end)
 
     def _end(self, event: Event, run: PlannedRun, on_end: OnEnd) -> None:
         self._record.end(run, event.data["error"] if event.kind == "failed" else None)
@@ -243,13 +226,6 @@ class Session:
 def _turn(run: PlannedRun) -> tuple[bool, int, float]:
     """The order of runs: trials, then one seed of every row before the next seed, and long runs before short ones."""
     return (not run.aside, run.seed, -run.cost)
-
-
-def _threads_of(run_dir: Path) -> int | None:
-    from nanogpt_bench.config.settings import load_config
-
-    path = run_dir / "config.yaml"
-    return load_config(path).runtime.threads if path.is_file() else None
 
 
 def close(

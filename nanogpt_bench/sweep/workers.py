@@ -71,7 +71,6 @@ def serve(job: Mapping[str, Any], numbers: tuple[signal.Signals, ...] = (signal.
     """
     from nanogpt_bench.config.settings import build_config
     from nanogpt_bench.loop.train import run
-    from nanogpt_bench.system.errors import BenchError
 
     sys.argv = list(job["argv"])  # the command that environment.json records is the one that was typed
     try:
@@ -82,15 +81,10 @@ def serve(job: Mapping[str, Any], numbers: tuple[signal.Signals, ...] = (signal.
         trace = "" if isinstance(error, BenchError) else traceback.format_exc()
         return {"kind": "failed", "error": {"kind": type(error).__name__, "message": str(error), "traceback": trace}}
     finally:
-        _leave_without_parent()
+        if (parent := parent_process()) is not None and not parent.is_alive():
+            os._exit(128 + SIGNALS[0])
     # A full disk, too, is a failure, and the run resumes at the next start.
     return {"kind": "failed", "error": ended} if ended.get("kind") in ("disk", "signal") else {"kind": "done"}
-
-
-def _leave_without_parent() -> None:
-    parent = parent_process()
-    if parent is not None and not parent.is_alive():
-        os._exit(128 + SIGNALS[0])
 
 
 def failed(message: str, kind: str = "killed") -> dict[str, Any]:
@@ -316,15 +310,12 @@ class RayWorker(Worker):
             return failed("its Ray worker was lost, with its node or by a kill")
         return failed(f"{type(error).__name__}: {shortened(one_line(error), _LONGEST_REASON)}", "crash")
 
-    def terminate(self) -> None:
-        self._cancel(force=False)
-
-    def kill(self) -> None:
-        self._cancel(force=True)
-
-    def _cancel(self, *, force: bool) -> None:
+    def terminate(self, *, force: bool = False) -> None:
         if self._future is not None and not self._future.done():
             self._ray.cancel(self._task, force=force)
+
+    def kill(self) -> None:
+        self.terminate(force=True)
 
     def close(self, deadline: float | None) -> None:
         if self._future is not None:

@@ -25,8 +25,8 @@ _PART = re.compile(r"\..*\.[0-9a-f]{16}\.part")
 def replacing(path: Path) -> Iterator[IO[bytes]]:
     """An open file beside `path`; it takes the place of `path` when the block ends without an error.
 
-    It is made under a name that nobody can foresee, and only if there is nothing of that name, so that a link laid in
-    the folder leads no writing elsewhere. A link at `path` itself is replaced, and what it points to stays as it is.
+    It has a name that nobody can foresee, and is made only if there is nothing of that name, so that a link laid in the
+    folder leads no writing elsewhere. A link at `path` itself is replaced, and what it points to stays as it is.
     """
     part = path.with_name(f".{path.name[:LONGEST_STEM]}.{secrets.token_hex(8)}.part")
     try:
@@ -38,7 +38,6 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file so that a reader sees all of it or none."""
     write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
@@ -50,11 +49,7 @@ def remove_parts(folder: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> Path:
-    """Replace the file at `path` by `text` in UTF-8.
-
-    Raises:
-        OSError: the disk does not take it; the error names `path`, and what was there stays.
-    """
+    """Replace the file at `path` by `text` in UTF-8; an OSError names `path`, and what was there stays."""
     try:
         with replacing(path) as file:
             # Half a surrogate pair, as in the name of a folder that is not UTF-8, has no bytes of its own.
@@ -65,7 +60,6 @@ def write_text(path: Path, text: str) -> Path:
 
 
 def sha256(path: Path) -> str:
-    """Return a file's sha256 in hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -74,9 +68,6 @@ def refuse_to_replace(option: str, path: Path, wrote: Callable[[Path], bool], in
     """Refuse to put a file where there is another one; an empty one may be replaced, and one that `wrote` knows.
 
     `option` is how the file was named, `instead` what to give in its place.
-
-    Raises:
-        BenchError: names the file.
     """
     if not path.exists():  # a link to nothing is replaced, and nothing is lost
         return
@@ -87,7 +78,7 @@ def refuse_to_replace(option: str, path: Path, wrote: Callable[[Path], bool], in
 
 
 def holds(shape: Callable[[Any], bool]) -> Callable[[Path], bool]:
-    """Return the function that tells whether a JSON file's content is of a shape."""
+    """Return the test of a JSON file's content for a shape."""
 
     def wrote(path: Path) -> bool:
         from nanogpt_bench.system.untrusted import read_json  # which needs the extra that a command line may lack
@@ -100,7 +91,7 @@ def holds(shape: Callable[[Any], bool]) -> Callable[[Path], bool]:
 
 
 def rows_with(*names: str) -> Callable[[Any], bool]:
-    """Return the function that tells whether a content is a list of mappings that all have these names.
+    """Return the test of a content for a list of mappings that all have these names.
 
     >>> rows_with("a")([{"a": 1, "b": 2}]), rows_with("a")([]), rows_with("a")({"a": 1})
     (True, False, False)
@@ -114,7 +105,7 @@ def rows_with(*names: str) -> Callable[[Any], bool]:
 
 
 def mapping_with(*names: str) -> Callable[[Any], bool]:
-    """Return the function that tells whether a content is a mapping that has these names.
+    """Return the test of a content for a mapping that has these names.
 
     >>> mapping_with("a")({"a": 1, "b": 2}), mapping_with("a")(["a"])
     (True, False)
@@ -130,10 +121,7 @@ LOCK = ".lock"
 def locked(folder: Path, what: str) -> Iterator[None]:
     """Make a folder and keep other processes out of it; what was made and is still empty is gone afterwards.
 
-    Where the file system has no locks, nobody is kept out. `what` begins the line that is said.
-
-    Raises:
-        BenchError: another process works in the folder, or it can't be made.
+    Where the file system has no locks, nobody is kept out. `what` begins the line of a refusal.
     """
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
@@ -164,11 +152,7 @@ def locked(folder: Path, what: str) -> Iterator[None]:
 def new_folder(path: Path) -> Iterator[Path]:
     """Make `path`, or the first of PATH-2, PATH-3, … that does not exist, for this process alone.
 
-    Of several processes that ask at the same instant each gets another one. What was made and is still empty is gone
-    afterwards.
-
-    Raises:
-        BenchError: no folder can be made there.
+    Of several processes at the same instant each gets another one. What was made and is still empty is gone afterwards.
     """
     missing = [parent for parent in path.parents if not parent.exists()]
     folder, number = path, 1

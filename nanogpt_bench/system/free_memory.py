@@ -33,11 +33,7 @@ def _of_group(name: str) -> str:
 
 
 def check_memory(needed: float, what: str) -> None:
-    """Refuse what does not fit.
-
-    Raises:
-        BenchError: `what` needs more bytes than there are.
-    """
+    """Refuse what needs more bytes than are free; `what` is its name."""
     free = free_memory()
     if free is not None and needed > free:
         asked = min(needed, _ENDLESS) / _GIB
