@@ -51,7 +51,7 @@ def main(args: argparse.Namespace) -> int:
     """
     # here, since they bring torch, for which neither the help nor a wrong option has to wait
     from nanogpt_bench.runs.environment import command_line
-    from nanogpt_bench.sweep.comparison import comparison, read_given, told
+    from nanogpt_bench.sweep.comparison import comparison, partly_used, read_given
     from nanogpt_bench.sweep.session import sweep_grid
     from nanogpt_bench.sweep.workers import Local, check_executor, executor_of, most_workers
 
@@ -68,7 +68,7 @@ def main(args: argparse.Namespace) -> int:
         reference=args.reference,
         given=given,
     )
-    for line in told(given, sweep):
+    for line in partly_used(given, sweep):
         say(line)
     default = Path("runs") / f"compare-{datetime.now():%Y%m%d-%H%M%S}"
     with (

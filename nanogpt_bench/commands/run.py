@@ -101,7 +101,7 @@ def trained(
     given = load_config(path, overrides)
     _check_torchrun(given.train.parallel)
     named = None if name is None else RUNS / checked_name(name)
-    earlier = Path(ranks.told(str(named or latest_name(path.stem)))) if resume else None
+    earlier = Path(ranks.broadcast(str(named or latest_name(path.stem)))) if resume else None
     config = resolve(given) if earlier is None else resolve_for(given, earlier, resume=True)
     check_device(config.runtime.device)
     check_fits(config)
@@ -172,7 +172,7 @@ def _folder(stem: str, given: Path | None, ranks: Ranks) -> Iterator[Path]:
         yield given
         return
     with new_folder(RUNS / stem) if ranks.first else nullcontext() as folder:
-        yield Path(ranks.told(str(folder)))
+        yield Path(ranks.broadcast(str(folder)))
 
 
 def latest_name(stem: str) -> Path:

@@ -228,7 +228,7 @@ class Documents:
     def rows(self, which: NDArray[np.int64], block_size: int) -> tuple[Tensor, Tensor]:
         """Return the first tokens of these documents, int64 (B, block_size), and their labels, float32 (B, L).
 
-        Behind a document that is shorter stands `PADDING`.
+        Behind a shorter document comes `PADDING`.
         """
         tokens = np.full((len(which), block_size), PADDING, dtype=np.int64)
         for row, start, length in zip(tokens, self.starts[which], self.lengths(which, block_size), strict=True):

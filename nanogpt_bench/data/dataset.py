@@ -48,7 +48,7 @@ def read_errors() -> tuple[type[Exception], ...]:
 
 
 @dataclass(frozen=True)
-class Rows:
+class Texts:
     """The texts of one column, empty ones left out; iterating refuses a column that is none or of something else."""
 
     stream: Stream
@@ -72,7 +72,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class LabelledRows(Rows):
+class LabelledTexts(Texts):
     """The texts of one column with the numbers from 0 in the column `labels`."""
 
     def _text(self, row: Mapping[str, Any]) -> str | None:
@@ -102,7 +102,7 @@ def names_in(stream: Stream) -> list[str] | None:
 
 
 @dataclass(frozen=True)
-class Share:
+class EveryTenth:
     """Every tenth document of a data set without a validation split, or all the others."""
 
     documents: Iterable[str]
@@ -115,7 +115,7 @@ class Share:
 
 
 def splits_of(
-    streams: Mapping[str, Stream], column: str, what: str, rows: type[Rows] = Rows
+    streams: Mapping[str, Stream], column: str, what: str, rows: type[Texts] = Texts
 ) -> dict[str, Iterable[str]]:
     """Return the documents for training and for validation, read as `rows`."""
     if "train" not in streams:
@@ -123,7 +123,7 @@ def splits_of(
     train = rows(streams["train"], column, what)
     name = next((name for name in VAL_NAMES if name in streams), None)
     if name is None:
-        return {"train": Share(train, validation=False), "val": Share(train, validation=True)}
+        return {"train": EveryTenth(train, validation=False), "val": EveryTenth(train, validation=True)}
     return {"train": train, "val": rows(streams[name], column, what)}
 
 
@@ -190,7 +190,7 @@ EURLEX = ("coastalcph/lex_glue", "eurlex", None)
 EURLEX_FALLBACK = ("coastalcph/multi_eurlex", "en", "refs/pr/9")
 
 #: what is prepared of a data set: its text, or documents with the labels it gives them
-TASKS = {"text": Rows, "labels": LabelledRows}
+TASKS = {"text": Texts, "labels": LabelledTexts}
 
 
 def prepare_eurlex(

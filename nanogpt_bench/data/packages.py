@@ -1,6 +1,6 @@
 """Real text of fixed versions of packages, as their registries have them: 60 million tokens and more of English.
 
-Every archive is told by its sha256 before anything in it is read, so the same command gives the same corpus.
+Every archive is checked by its sha256 before anything in it is read, so the same command gives the same corpus.
 """
 
 import gzip
@@ -203,7 +203,7 @@ VAL_EVERY = 50
 
 @dataclass(frozen=True)
 class Package:
-    """A version of a package, told by its archive's name and sha256, the licence of its text, and what reads it."""
+    """A version of a package, identified by its archive's name and sha256, its licence, and its reader."""
 
     version: str
     archive: str
@@ -365,6 +365,6 @@ def _documents(archives: dict[str, Path], progress: bool) -> tuple[dict[bytes, s
                     documents[hashlib.sha256(f"{name}/{path}".encode()).digest()] = text
                     count, size = count + 1, size + len(text.encode("utf-8"))
                     show(f"{size:,} bytes")
-        told = {key: value for key, value in vars(PACKAGES[name]).items() if key != "read"}
-        facts[name] = {**told, "documents": count, "bytes": size}
+        package = {key: value for key, value in vars(PACKAGES[name]).items() if key != "read"}
+        facts[name] = {**package, "documents": count, "bytes": size}
     return documents, facts

@@ -13,7 +13,7 @@ import platform
 import sys
 import sysconfig
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -160,8 +160,12 @@ def _topics(path: Path) -> list[str]:
 
 
 def _modules(root: Path) -> Iterator[str]:
-    for path in _sources(root):
-        if text := "\n\n".join(docstrings(path.read_bytes())):
+    """Yield the docstrings of each of the standard library's own modules, in the order of their relative paths."""
+    for path in sorted((path.relative_to(root) for path in root.rglob("*.py")), key=lambda path: path.as_posix()):
+        # _sysconfigdata differs from machine to machine
+        if path.parts[0].removesuffix(".py") not in sys.stdlib_module_names or path.name.startswith("_sysconfigdata"):
+            continue
+        if not EXCLUDED.intersection(path.parts) and (text := "\n\n".join(docstrings((root / path).read_bytes()))):
             yield text + "\n"
 
 
@@ -169,19 +173,6 @@ def docstrings(source: bytes) -> list[str]:
     """Return the docstrings of a module, its classes and functions in source order; none of what is no Python."""
     nodes = _in_source_order(tree) if (tree := _parse(source)) else ()
     return list(filter(None, map(ast.get_docstring, nodes)))
-
-
-def _sources(root: Path) -> Iterable[Path]:
-    """Return the sources of the standard library's own modules, in the order of their relative paths."""
-    relative = (path.relative_to(root) for path in root.rglob("*.py"))
-    kept = (
-        path
-        for path in relative
-        if path.parts[0].removesuffix(".py") in sys.stdlib_module_names
-        and not path.name.startswith("_sysconfigdata")  # differs from machine to machine
-        and not EXCLUDED.intersection(path.parts)
-    )
-    return [root / path for path in sorted(kept, key=lambda path: path.as_posix())]
 
 
 def _parse(source: bytes) -> ast.Module | None:

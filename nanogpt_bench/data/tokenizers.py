@@ -51,7 +51,7 @@ class Tokenizer:
         raise NotImplementedError
 
     def bytes_of(self, tokens: Numbers) -> bytes:
-        """Return the UTF-8 bytes that `tokens` stand for; an end of text stands for none."""
+        """Return the UTF-8 bytes of `tokens`; an end of text has none."""
         raise NotImplementedError
 
     def decode(self, tokens: Numbers) -> str:
@@ -126,7 +126,7 @@ def _code_points(text: str) -> NDArray[np.uint32]:
 
 def check_tokenizer(name: str) -> None:
     """Refuse what is wrong with a tokenizer before any text is fetched."""
-    if is_byte_pairs(name):
+    if name.startswith(PAIRS):
         size_of(name)
     elif name != "char":
         make_tokenizer(name, "")
@@ -144,7 +144,7 @@ def make_tokenizer(name: str, text: str, training: Iterable[str] = ()) -> Tokeni
     if name == "gpt2":
         encoding()  # what is missing should be said before any text is fetched
         return Gpt2Tokenizer()
-    if is_byte_pairs(name):
+    if name.startswith(PAIRS):
         return learned(name, training)
     if "/" in name or name.endswith(".gguf") or Path(name).is_dir():
         return own_tokenizer(name)
@@ -164,7 +164,7 @@ def tokenizer_from_meta(meta: dict[str, Any]) -> Tokenizer:
         return CharTokenizer("char", len(meta["characters"]), None, meta["characters"])
     if name == "gpt2":
         return Gpt2Tokenizer()
-    if is_byte_pairs(str(name)):
+    if str(name).startswith(PAIRS):
         return _pairs_from_meta(meta)
     if str(name).startswith(MODEL):
         end, digest = meta["end_of_text"], str(meta["vocabulary_sha256"])
@@ -263,11 +263,6 @@ LONGEST = 2**10
 _RUN = re.compile(r"\S+|\s+")
 
 
-def is_byte_pairs(name: str) -> bool:
-    """Whether a tokenizer is a text's own byte pairs."""
-    return name.startswith(PAIRS)
-
-
 def size_of(name: str) -> int:
     """Return the vocabulary's size that `bpe-4096` asks for, where the packages that it needs are there."""
     word = name.removeprefix(PAIRS)
@@ -313,7 +308,7 @@ def learned(name: str, documents: Iterable[str]) -> BytePairTokenizer:
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=size - 1, initial_alphabet=alphabet, show_progress=False)
-    # In a thread of its own, so that a signal is heard in the minutes that it may take.
+    # In another thread, so that a signal is heard in the minutes that it may take.
     within(None, lambda: made.train_from_iterator(_beginning(documents), trainer))
     bytes_of = _bytes_by_character()
     ranked = sorted(made.get_vocab().items(), key=lambda item: item[1])
@@ -326,11 +321,7 @@ def learned(name: str, documents: Iterable[str]) -> BytePairTokenizer:
 
 
 def in_parts(text: str) -> Iterator[str]:
-    """Yield a text in parts without a word of more than `LONGEST` characters; whole if there is none in it.
-
-    >>> [len(part) for part in in_parts("one " + "a" * 2500 + " two")]
-    [1028, 1024, 456]
-    """
+    """Yield a text in parts without a word of more than `LONGEST` characters; whole if there is none in it."""
     start = 0
     if any(run.end() - run.start() > LONGEST for run in _RUN.finditer(text)):  # else no word is long
         for word in _words().finditer(text):
@@ -388,7 +379,7 @@ def _bytes_by_character() -> dict[str, int]:
 
 @dataclass(frozen=True)
 class OwnTokenizer(Tokenizer):
-    """A model's own tokens, told by a digest of the vocabulary; the model's files are read at the first text."""
+    """A model's own tokens, identified by a digest of the vocabulary; the model's files are read at the first text."""
 
     model: str
     digest: str

@@ -88,11 +88,7 @@ def write_tokens(
 
 
 def split_limits(limit: int | None) -> dict[str, int | None]:
-    """Return the most tokens of each split; refuses so few that no block fits in.
-
-    >>> split_limits(5000)
-    {'train': 5000, 'val': 500}
-    """
+    """Return the most tokens of each split; refuses so few that no block fits in."""
     if limit is None:
         return {"train": None, "val": None}
     if limit < VAL_SHARE * MIN_TOKENS:
@@ -150,11 +146,7 @@ class _Split:
 
 
 def pieces(text: str, size: int = CHUNK) -> Iterator[str]:
-    """Yield `text` in pieces of at most `size` characters, cut where no byte pairs are merged if there is such a place.
-
-    >>> list(pieces("one two three", 9))
-    ['one two', ' three']
-    """
+    """Yield `text` in pieces of at most `size` characters, cut where no byte pairs are merged if there is a place."""
     start = 0
     while len(text) - start > size:
         places = [match.start() for match in CUT.finditer(text, max(start, start + size - REACH), start + size + 2)]
@@ -235,11 +227,7 @@ def _replaced(out: Path) -> Iterator[Path]:
 
 
 class LabelledText(str):
-    """A document's text, and the numbers of its labels.
-
-    >>> LabelledText("Article 1", [3, 5]).labels
-    (3, 5)
-    """
+    """A document's text, and the numbers of its labels."""
 
     labels: tuple[int, ...]
 

@@ -68,7 +68,7 @@ def found_by_all(ranks: Ranks, run_dir: Path, find: Callable[[], Contents | None
     found = None
     with ranks.together():
         found = find() if ranks.first else None
-    step = ranks.told("" if found is None else str(found.step))
+    step = ranks.broadcast("" if found is None else str(found.step))
     with ranks.together():
         if step and not ranks.first:
             found = read(step_file(run_dir, int(step)))

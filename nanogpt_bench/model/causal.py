@@ -1,4 +1,4 @@
-"""A causal language model of transformers: where it lies, what it consists of, and its weights, as floats or in codes.
+"""A causal language model of transformers: its place, its parts, and its weights, as floats or in codes.
 
 Read is a folder that `save_pretrained` wrote (safetensors only) or that was published in FP8, a `.gguf` file, whose
 weights become floats, or an id on the hub. Nothing is unpickled, and no code that comes with a model is run.
@@ -116,7 +116,7 @@ def reading(name: str) -> Iterator[Any]:
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()  # for good: it has advice at the first forward pass, too
     try:
-        # A bar of its own shows how a GGUF is decoded, whatever is asked for.
+        # Another bar shows how a GGUF is decoded, whatever is asked for.
         with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             yield transformers
@@ -271,7 +271,7 @@ def load_causal(name: str, *, bytes_each: float = 5.0, quantization: Mapping[str
     check_memory(found.parameters * max(bytes_each, floats), f"model {name!r}, {found.parameters:,} parameters,")
     read = _as_stored if found.stored else _from_floats
     model = read(name, where, quantization)
-    if (quantization or {}).get("tied") != "untie":  # which gives it a head of its own
+    if (quantization or {}).get("tied") != "untie":  # which gives it another head
         check_head(model, skeleton(name), name)
     model.config.use_cache = False
     check_finite(model, name)
@@ -389,7 +389,7 @@ def computes_in_float32(model: nn.Module) -> bool:
 
     What it computes is what the model of float32 weights computes, to the bit, as every float of 16 bits is a float32.
     Linear layers and embeddings keep their weights and decode them as they run; everything else becomes float32. What
-    a model has computed when it was made, in 16 bits then, can't be told from what it would have been.
+    a model has computed when it was made, in 16 bits then, can't be distinguished from what it would have been.
     """
     for module in model.modules():
         made = [module._buffers[name] for name in module._non_persistent_buffers_set]

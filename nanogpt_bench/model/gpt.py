@@ -20,7 +20,7 @@ from torch.nn import functional
 
 #: takes keys and values of new tokens, and returns those of all
 Extend = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-#: stands behind the end of a document that is shorter than its row of a batch; no token has this number
+#: fills a row behind the end of a document that is shorter than its row of a batch; no token has this number
 PADDING = -1
 #: standard deviation of GPT-2's initial weights
 INIT_STD = 0.02
@@ -67,11 +67,7 @@ FLOATS = {
 
 
 def linear_sizes(n_layer: int, n_embd: int, vocab_size: int = 0) -> dict[str, tuple[int, int]]:
-    """Return (inputs, outputs) of every linear layer of a GPT by its name, in the model's order.
-
-    >>> linear_sizes(1, 8, 257)["lm_head"]
-    (8, 257)
-    """
+    """Return (inputs, outputs) of every linear layer of a GPT by its name, in the model's order."""
     block = {"attn.qkv": (1, 3), "attn.proj": (1, 1), "mlp.fc": (1, 4), "mlp.proj": (4, 1)}
     sizes = {
         f"blocks.{index}.{name}": (inputs * n_embd, outputs * n_embd)
@@ -219,7 +215,7 @@ class Classifier(GPT):
     """Documents (B, T) int64, `PADDING` behind the shorter ones -> logits (B, L) of their labels.
 
     The body is that of a language model; its head, still called `lm_head` so that patterns of layers mean the same,
-    sees one vector a document. Under causal attention no token of a document sees what stands behind it.
+    sees one vector a document. Under causal attention no token of a document sees what comes behind it.
 
     >>> Classifier(GPTShape(1, 2, 8, 16, vocab_size=11, labels=4))(torch.tensor([[1, 2, -1]])).shape
     torch.Size([1, 4])

@@ -191,7 +191,7 @@ HUB_IDS = {name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", 
 _GELUS = {"gelu": "exact", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
 #: settings of GPT-2's relatives that change the function; the model here has these values
 _FIXED = {"layer_norm_epsilon": 1e-5, "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
-#: a block's layers: ours, GPT-2's, and whether the weight lies transposed, as (inputs, outputs)
+#: a block's layers: ours, GPT-2's, and whether the weight is transposed, (inputs, outputs)
 _LAYERS = (
     ("norm1", "ln_1", False),
     ("attn.qkv", "attn.c_attn", True),
@@ -246,7 +246,7 @@ def _model(name: str) -> str:
 
 
 def _sources(n_layer: int) -> dict[str, tuple[str, bool]]:
-    """GPT-2's name for each parameter of ours, and whether it lies transposed there."""
+    """GPT-2's name for each parameter of ours, and whether it is transposed there."""
     ours = ("token_embedding.weight", "position_embedding.weight", "final_norm.weight", "final_norm.bias")
     theirs = ("wte.weight", "wpe.weight", "ln_f.weight", "ln_f.bias")
     sources = {own: (f"transformer.{name}", False) for own, name in zip(ours, theirs, strict=True)}

@@ -77,11 +77,7 @@ class Axis:
 
 
 def grid_points(axes: tuple[Axis, ...]) -> Iterator[Point]:
-    """Yield every combination, the last axis running fastest.
-
-    >>> list(grid_points((Axis("rule", ("nearest",)), Axis("seed", (1, 2)))))
-    [{'rule': 'nearest', 'seed': 1}, {'rule': 'nearest', 'seed': 2}]
-    """
+    """Yield every combination, the last axis running fastest."""
     for values in product(*(axis.grid() for axis in axes)):
         yield dict(zip((axis.key for axis in axes), values, strict=True))
 

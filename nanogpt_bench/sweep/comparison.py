@@ -19,7 +19,7 @@ from nanogpt_bench.system.errors import BenchError, counted
 
 SHIPPED = "compare.yaml"
 REFERENCE = "bf16-mixed"
-# Rules tried on a format when only formats are asked for, and the format when only rules are.
+# Rules tried on a format when only formats are given, and the format when only rules are.
 DEFAULT_RULES = ("master", "nearest", "stochastic", "stiffness-anneal", "muon-stochastic", "muon-residual8")
 DEFAULT_FORMATS = ("E4M3",)
 STEPS, FORMAT = "train.max_steps", "model.format"
@@ -54,7 +54,7 @@ def comparison(
     steps = _steps(given, max_steps) or sweep.base[STEPS]
     first = given.pop("seed", sweep.axes[0].grid()[0])
     base = of_length(sweep.base, steps) | ({} if data_dir is None else {"data.dir": data_dir.as_posix()})
-    if given.get("model.init_from") is not None:  # which has a size of its own
+    if given.get("model.init_from") is not None:  # whose size is the model's
         base.pop("model.size")
     chosen = choose_rows(formats, rules)
     check_count(len(chosen) * seeds, f"{counted(len(chosen), 'row')} at --seeds {seeds:,}")
@@ -107,11 +107,7 @@ def row_settings(rule: str, fmt: str, *, seed: int, max_steps: int, data_dir: st
 
 
 def label(row: Mapping[str, Any]) -> str:
-    """Return the name of a row in the table.
-
-    >>> label({"rule": "nearest", "model.format": "E4M3"}), label({"rule": "fp32"})
-    ('E4M3 nearest', 'fp32')
-    """
+    """Return the name of a row in the table."""
     return row_label(row["rule"], row.get(FORMAT, "none"))
 
 
@@ -145,7 +141,7 @@ def read_given(words: Sequence[str]) -> dict[str, Any]:
     return {key: get(config, key) for key in given}  # 1e-3 is a number
 
 
-def told(given: Mapping[str, Any], sweep: SweepFile) -> Iterator[str]:
+def partly_used(given: Mapping[str, Any], sweep: SweepFile) -> Iterator[str]:
     """Yield in lines which rows a setting given is for, where that is not all of them."""
     for key, value in given.items():
         takers = [label(row) for row in sweep.rows if applies(key, value, RULES[row["rule"]])]

@@ -19,7 +19,7 @@ FOLDER = Path(__file__).parent.parent / "sweeps"
 Kind = TypeVar("Kind", bound=Section)
 
 
-class Sensitivity(Section):
+class SensitivityOptions(Section):
     """The layers that `--sensitivity` quantises, one at a time."""
 
     patterns: list[str] = setting(
@@ -115,7 +115,7 @@ class SweepFile:
     reference: Mapping[str, Any] | str | None = None
     tune: Tune | None = None
     confirm: Confirm | None = None
-    sensitivity: Sensitivity = field(default_factory=Sensitivity)
+    sensitivity: SensitivityOptions = field(default_factory=SensitivityOptions)
 
     def axis(self, key: str) -> Axis | None:
         """The axis of a setting, None where there is none."""
@@ -132,11 +132,7 @@ SMOKE = ("settings", "axes", "tune", "confirm")
 
 
 def shipped_sweeps() -> list[str]:
-    """Return the names of the sweep files that come with the package.
-
-    >>> "formats.yaml" in shipped_sweeps()
-    True
-    """
+    """Return the names of the sweep files that come with the package."""
     return sorted(path.name for path in FOLDER.glob("*.yaml"))
 
 
@@ -185,7 +181,7 @@ def _read(path: Path, overrides: Sequence[str], smoke: bool) -> SweepFile:
         rows=rows,
         reference=reference if isinstance(reference, str | None) else _settings(reference, "reference"),
         **_tuning(tree, path),
-        sensitivity=_section(Sensitivity, tree, "sensitivity"),
+        sensitivity=_section(SensitivityOptions, tree, "sensitivity"),
     )
 
 
@@ -225,11 +221,7 @@ def _axes(content: Any, path: Path) -> tuple[Axis, ...]:
         return ()
     if not isinstance(content, dict) or not content:
         raise BenchError(f"axes in {path.name}: {content!r} is not allowed; give settings and their values")
-    axes = tuple(read_axis(str(key), values) for key, values in content.items())
-    keys = [axis.key for axis in axes]
-    if twice := [key for key in keys if keys.count(key) > 1]:
-        raise BenchError(f"axes in {path.name}: {twice[0]!r} is there twice")
-    return axes
+    return tuple(read_axis(str(key), values) for key, values in content.items())
 
 
 def _rows(content: Any, axes: Sequence[Axis], path: Path) -> tuple[dict[str, Any], ...]:

@@ -71,7 +71,20 @@ class SweepRecord:
         """Read a run's folder; returns whether it has come to its own end."""
         summary = self.summary(run)
         self._ended[run.name] = has_ended(summary)
-        self._entries[run.name] = self._entry(run, summary)
+        self._entries[run.name] = {
+            "name": run.name,
+            "label": run.label,
+            "rule": run.rule,
+            "format": run.format,
+            "seed": run.seed,
+            "axes": plain(run.axes),
+            "ended": self._ended[run.name],
+            **{key: summary.get(key) for key in OUTCOMES},
+            **{metric.figure: summary[metric.figure] for metric in BESIDE_LOSS if metric.figure in summary},
+            "failure": (summary.get("failure") or {}).get("kind"),
+            "failures": list(dict.fromkeys(finding.kind for finding in findings_in(summary))),
+            "settings": plain(run.settings),
+        }
         if self._ended[run.name]:
             drop_checkpoints(self.run_dir(run), run.settings)
         return self._ended[run.name]
@@ -149,12 +162,12 @@ class SweepRecord:
         A full disk or a kill is no failure of the run, which goes on when it is started again; to a full disk nothing
         more is written. Any other error is one, with its traceback, and the run is tried again as well.
         """
-        told = {"kind": error["kind"], "message": one_line(str(error["message"]))}
+        known = {"kind": error["kind"], "message": one_line(str(error["message"]))}
         if error["kind"] == "killed":
-            self._write_summary(run, "stopped", stop=told)
+            self._write_summary(run, "stopped", stop=known)
         if error["kind"] in ("killed", "signal", "disk"):
             return
-        self._write_summary(run, "failed", failure=told)
+        self._write_summary(run, "failed", failure=known)
         if error.get("traceback"):
             write_text(self.run_dir(run) / "traceback.txt", error["traceback"])
 
@@ -222,19 +235,3 @@ class SweepRecord:
         facts = {"mode": self.mode, "baseline": self.baseline, "order": list(self.order)}
         content = {**facts, "command": command_line(), "runs": entries}
         write_text(self.folder / SWEEP, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
-
-    def _entry(self, run: PlannedRun, summary: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            "name": run.name,
-            "label": run.label,
-            "rule": run.rule,
-            "format": run.format,
-            "seed": run.seed,
-            "axes": plain(run.axes),
-            "ended": has_ended(summary),
-            **{key: summary.get(key) for key in OUTCOMES},
-            **{metric.figure: summary[metric.figure] for metric in BESIDE_LOSS if metric.figure in summary},
-            "failure": (summary.get("failure") or {}).get("kind"),
-            "failures": list(dict.fromkeys(finding.kind for finding in findings_in(summary))),
-            "settings": plain(run.settings),
-        }

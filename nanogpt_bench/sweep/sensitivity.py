@@ -14,7 +14,7 @@ from nanogpt_bench.evaluation.sensitivity import FILE
 from nanogpt_bench.setup.formats import format_name
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.sweep.axes import Axis, grid_points
-from nanogpt_bench.sweep.file import Sensitivity, SweepFile
+from nanogpt_bench.sweep.file import SensitivityOptions, SweepFile
 from nanogpt_bench.sweep.plan import PlannedRun, check_count, named_once, plan_point
 from nanogpt_bench.sweep.record import SweepRecord
 from nanogpt_bench.system.errors import BenchError
@@ -87,7 +87,7 @@ def _references(
 
 
 def _cell_run(
-    base: Mapping[str, Any], options: Sensitivity, pattern: str, fmt: str, point: Mapping[str, Any]
+    base: Mapping[str, Any], options: SensitivityOptions, pattern: str, fmt: str, point: Mapping[str, Any]
 ) -> PlannedRun:
     settings = {**base, "model.formats": {pattern: fmt if options.operand == "weight" else {options.operand: fmt}}}
     where = {"pattern": pattern, "model.format": fmt}

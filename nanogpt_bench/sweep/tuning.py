@@ -30,7 +30,7 @@ from nanogpt_bench.system.files import write_text
 
 FILE = "tuning.json"
 STEPS = "train.max_steps"
-#: a point of the grid: for every key, how many half steps it lies from the start
+#: a point of the grid: for every key, its half steps from the start
 Place = tuple[int, ...]
 FULL, HALF = 2, 1
 

@@ -1,6 +1,6 @@
 """Workers that train one run at a time each, jobs for them, and the number of them that the cores take.
 
-A worker is a process of this machine, in a `ProcessPoolExecutor` of its own, or a task of a Ray cluster. It is made
+A worker is a process of this machine, alone in a `ProcessPoolExecutor`, or a task of a Ray cluster. It is made
 ready once, and then trains one run after another. A job is {"settings": {dotted key: value}, "run_dir": path,
 "argv": [...], "resume": bool}.
 """
@@ -114,9 +114,6 @@ def check_workers(workers: int | None, source: str, threads: int | None = None, 
     """Refuse more runs at a time than there are cores, or than have the `threads` each that their settings ask for.
 
     `source` names the number; `there` are the cores, those of this machine without.
-
-    >>> check_workers(1, "--workers"), check_workers(None, "--workers")
-    (None, None)
     """
     there = cores() if there is None else there
     most = most_workers(threads, there)
@@ -135,9 +132,6 @@ def divide(
 
     A run gets the `threads` that the settings give; otherwise its share of the cores, and no more than `asked`, which
     is what this process computes with. Without `workers` there is one for every so many cores.
-
-    >>> divide(1, 10, None, asked=1)
-    (1, 1)
     """
     there = cores() if there is None else there
     count = max(1, min(workers or most_workers(threads, there), runs))
@@ -159,7 +153,7 @@ class Event:
 
 
 class Worker:
-    """A place where one run trains at a time: a process in an executor of its own, whose end breaks no other's."""
+    """A place where one run trains at a time: a process alone in an executor, whose end breaks no other's."""
 
     def __init__(self, threads: int = 1) -> None:
         self._output = tempfile.NamedTemporaryFile()  # noqa: SIM115  (lives as long as the process)
@@ -291,7 +285,7 @@ class RayCluster(Local):
 
 
 class RayWorker(Worker):
-    """One task of the cluster at a time; a run is told to end as Ray cancels a task, by SIGINT."""
+    """One task of the cluster at a time; a run is ended as Ray cancels a task, by SIGINT."""
 
     def __init__(self, ray: Any, threads: int, marker: Path) -> None:
         self._ray, self._given = ray, (str(marker), os.getcwd())
@@ -384,7 +378,7 @@ class Pool:
         while running or waiting:
             while waiting and (idle or len(self._workers) < self._size):
                 worker, job = idle.pop(0) if idle else self._start(), waiting.popleft()
-                running[worker.submit(jobs[job])] = _Running(job, worker, Records(jobs[job]))
+                running[worker.submit(jobs[job])] = _Running(job, worker, NewRecords(jobs[job]))
                 yield Event(job, "started")
             ended, _ = wait(running, tick, FIRST_COMPLETED)
             events = [Event(one.job, "progress", found) for one in running.values() if (found := one.records.new())]
@@ -408,7 +402,7 @@ class Pool:
 class _Running(NamedTuple):
     job: int
     worker: Worker
-    records: Records
+    records: NewRecords
 
 
 #: of a file that has grown more, the last bytes are read
@@ -422,7 +416,7 @@ _NAMES = {
 }
 
 
-class Records:
+class NewRecords:
     """The records of one job's run, read as they come."""
 
     def __init__(self, job: Mapping[str, Any]) -> None:

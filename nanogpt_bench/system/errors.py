@@ -4,7 +4,6 @@ import difflib
 import errno
 import sys
 from collections.abc import Iterable
-from contextlib import suppress
 
 #: of a word whose nearest spelling is looked for
 LONGEST_WORD = 200
@@ -22,7 +21,7 @@ class BenchError(ValueError):
 
 
 class DiskError(BenchError):
-    """What can't be done because a disk refused it: nothing the user asked for was wrong, and exit code 1."""
+    """A refusal by a disk: nothing that the user gave was wrong, and the exit code is 1."""
 
 
 def refused(what: str, error: OSError) -> BenchError:
@@ -158,8 +157,9 @@ def cell(value: object) -> object:
     ("'=1+1", "'-x", -0.178, '-0.178', 'E4M3 nearest', '')
     """
     if isinstance(value, str) and value.startswith(BEGINS_A_FORMULA):
-        with suppress(ValueError):
+        try:
             float(value)
-            return value if value.strip() == value else "'" + value
-        return "'" + value
+        except ValueError:
+            return f"'{value}"
+        return value if value.strip() == value else f"'{value}"
     return "" if value is None else value

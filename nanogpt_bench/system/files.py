@@ -13,6 +13,7 @@ from typing import IO, Any
 from filelock import FileLock, Timeout
 
 from nanogpt_bench.system.errors import BenchError, refused
+from nanogpt_bench.system.untrusted import read_json
 
 #: flags of a file that is opened only if it is no link
 NO_LINKS = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_CLOEXEC", "O_BINARY"))
@@ -52,7 +53,7 @@ def write_text(path: Path, text: str) -> Path:
     """Replace the file at `path` by `text` in UTF-8; an OSError names `path`, and what was there stays."""
     try:
         with replacing(path) as file:
-            # Half a surrogate pair, as in the name of a folder that is not UTF-8, has no bytes of its own.
+            # Half a surrogate pair, as in the name of a folder that is not UTF-8, has no bytes in UTF-8.
             file.write(text.encode("utf-8", errors="backslashreplace"))
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None
@@ -81,8 +82,6 @@ def holds(shape: Callable[[Any], bool]) -> Callable[[Path], bool]:
     """Return the test of a JSON file's content for a shape."""
 
     def wrote(path: Path) -> bool:
-        from nanogpt_bench.system.untrusted import read_json  # which needs the extra that a command line may lack
-
         with suppress(OSError, ValueError):
             return shape(read_json(path, times=8))
         return False

@@ -10,7 +10,7 @@ _GIB = 2**30
 #: bytes beyond which a number is said as this one: a float may not hold it
 _ENDLESS = 10**300
 _MEMINFO, _GROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
-#: kinds of a group's memory that are given back when they are asked for: files that were read
+#: kinds of a group's memory that the system gives back when needed: files that were read
 _CACHE = re.compile(r"^(?:in)?active_file (\d+)$", re.MULTILINE)
 
 

@@ -52,9 +52,6 @@ def within(seconds: float | None, call: Callable[[], T]) -> T:
 
     The call goes on in a daemon thread when time is up or a signal interrupts the waiting, so it must not hold anything
     that has to be closed.
-
-    >>> within(5.0, lambda: 2 + 2)
-    4
     """
     outcome: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
 

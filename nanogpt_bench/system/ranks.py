@@ -27,7 +27,7 @@ class Ranks:
     `store` is torch's store of words that all of them see, and that outlives each.
 
     >>> alone = Ranks()
-    >>> alone.first, alone.any(False), alone.mean(0.5), alone.told("runs/a")
+    >>> alone.first, alone.any(False), alone.mean(0.5), alone.broadcast("runs/a")
     (True, False, 0.5, 'runs/a')
     """
 
@@ -68,12 +68,12 @@ class Ranks:
         torch.distributed.all_reduce(sums)
         return [float(number) for number in sums]
 
-    def told(self, text: str) -> str:
+    def broadcast(self, text: str) -> str:
         """The text of the first process, in all of them."""
         if self.size == 1:
             return text
         self._asked += 1
-        key = f"told/{self._asked}"
+        key = f"broadcast/{self._asked}"
         if self.first:
             self._store.set(key, text)
         self.any(False)  # by now it is there: who waited for a process that has ended would wait long
@@ -101,8 +101,8 @@ class Ranks:
         self._asked += 1
         key = f"failed/{self._asked}"
         if self.rank == source:
-            told = [failure.errno, failure.strerror, failure.filename] if isinstance(failure, OSError) else [failure]
-            self._store.set(key, "\n".join(one_line(str(part)) for part in told))
+            parts = [failure.errno, failure.strerror, failure.filename] if isinstance(failure, OSError) else [failure]
+            self._store.set(key, "\n".join(one_line(str(part)) for part in parts))
         self.any(False)
         if failure is not None:
             return failure
@@ -164,7 +164,7 @@ def as_rank(command: Callable[[], int]) -> int:
 
 
 def _join() -> tuple[Any, int, int]:
-    """Return the store, this process' number and how many there are, once the group stands."""
+    """Return the store, this process' number and their number, once the group is there."""
     import torch
     from torch import distributed
     from torch.distributed.distributed_c10d import PrefixStore

@@ -33,12 +33,7 @@ class StopRequest:
 
     @property
     def name(self) -> str:
-        """The name of the first signal, "" before one has come.
-
-        >>> request = StopRequest()
-        >>> request.note(signal.SIGTERM), request.note(signal.SIGINT), request.name  # at once: one request
-        (True, True, 'SIGTERM')
-        """
+        """The name of the first signal, "" before one has come."""
         return "" if self._signal is None else self._signal.name
 
     def note(self, number: int) -> bool:
@@ -69,7 +64,7 @@ def stop_requests(before_exit: Callable[[], None] = lambda: None) -> Iterator[St
 def stop_requests_once(numbers: tuple[signal.Signals, ...] = (signal.SIGTERM,)) -> AbstractContextManager[StopRequest]:
     """Turn the first SIGTERM into a request and ignore those that follow; other signals stay as they are handled.
 
-    For a process whose parent answers for it: it may be told to stop twice, by its parent and as one of a group.
+    For a process whose parent answers for it: its parent may signal it, and then its whole group.
     """
     return _requests(numbers, lambda _: None)
 

@@ -46,6 +46,14 @@ def train_here(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(build, "write_figures", lambda *_: None)
 
 
+def small(corpus_dir: Path, more: dict[str, object]) -> dict[str, object]:
+    """Settings of a model that trains in a moment, and more."""
+    settings: dict[str, object] = {"data.dir": str(corpus_dir), "runtime.threads": 1}
+    settings |= {"model.n_layer": 1, "model.n_head": 2, "model.n_embd": 16, "model.block_size": 16}
+    settings |= {"train.batch_size": 4, "train.precision": "float32", "eval.interval": 1000, "eval.batches": 2}
+    return settings | more
+
+
 def read_json(path: Path) -> dict:
     return json.loads(path.read_text(encoding="utf-8"))
 
