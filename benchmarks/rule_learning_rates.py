@@ -28,8 +28,8 @@ from nanogpt_bench.data.text import prepare_stdlib
 from nanogpt_bench.report.rows import row_label
 from nanogpt_bench.setup.formats import format_name
 from nanogpt_bench.sweep.comparison import row_settings
+from nanogpt_bench.sweep.workers import Pool
 from nanogpt_bench.system.errors import BenchError
-from nanogpt_bench.workers.pool import Pool
 
 #: where the grid of an optimizer is centred, in its own unit
 CENTRES = {

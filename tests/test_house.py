@@ -1,11 +1,16 @@
-"""The house: which room may import from which, no circle of modules, and how many rooms there are."""
+"""The house: which room may import from which, no circle of modules, how many rooms, and short files."""
 
 import ast
+import re
+import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import fp8manifold as fm
+
 ROOT = Path(__file__).parent.parent
-MOST_ROOMS = 27
+MOST_ROOMS = 25
 
 #: from the ground up; what stands on one floor may import from its own and from those below
 LIBRARY = (
@@ -36,7 +41,6 @@ BENCH = (
     ("report",),
     ("loop",),
     ("evaluation",),
-    ("workers",),
     ("sweep",),
     ("commands",),
 )
@@ -164,3 +168,66 @@ def test_private_names_of_torch_are_listed_with_their_reasons() -> None:
             found |= {each for each in torch_names(ast.parse(text)) if is_private(each)}
     overloads = {name for name in found if name.startswith("torch.ops.aten.") and name.count(".") > 3}
     assert found - overloads == PRIVATE.keys()
+
+
+#: files that ship, and those that a reader takes for examples
+PACKAGES = [*(ROOT / "fp8manifold").rglob("*.py"), *(ROOT / "nanogpt_bench").rglob("*.py")]
+SHIPPED = [*PACKAGES, *(path for name in ("examples", "docs", "study") for path in (ROOT / name).glob("*.py"))]
+PARTS = {"optim": fm.optim, "ops": fm.ops, "reference": fm.reference}
+NAMESPACES = {"fp8manifold": fm, **{f"fp8manifold.{name}": part for name, part in PARTS.items()}}
+
+
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def imports(source: ast.AST) -> Iterator[tuple[str, str | None]]:
+    """(module, name) of every import: `import a.b` is ("a.b", None), `from a import b` is ("a", "b")."""
+    for node in ast.walk(source):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, None) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((node.module or "", alias.name) for alias in node.names)
+
+
+def private_uses(source: ast.Module) -> list[str]:
+    """What a file takes from fp8manifold beyond the public namespaces, which are imported whole or by name."""
+    of_ours = [(module, name) for module, name in imports(source) if module.split(".")[0] == "fp8manifold"]
+    known = {f"{house}.{name}" for house, module in NAMESPACES.items() for name in module.__all__} | {*NAMESPACES}
+    found = [module if name is None else f"{module}.{name}" for module, name in of_ours]
+    written = re.findall(r"\bfm((?:\.\w+)+)", ast.unparse(source)) if ("fp8manifold", None) in of_ours else []
+    for parts in (name.split(".")[1:] for name in written):
+        depth = 2 if f"fp8manifold.{parts[0]}" in NAMESPACES else 1
+        found.append(".".join(["fp8manifold", *parts[:depth]]))
+    return sorted({*found} - known)
+
+
+def test_the_library_imports_its_core_dependencies_only() -> None:
+    allowed = {"fp8manifold", "torch", "geoopt", "numpy", "__future__"} | sys.stdlib_module_names
+    for path in (ROOT / "fp8manifold").rglob("*.py"):
+        more = {"triton"} if path.parent.name == "_triton" else set()
+        assert {name.split(".")[0] for name, _ in imports(tree(path))} <= allowed | more, path
+
+
+def test_only_the_public_surface_is_used() -> None:
+    paths = [
+        path for path in SHIPPED if path.is_relative_to(ROOT / "nanogpt_bench") or path.parent == ROOT / "examples"
+    ]
+    assert {path.name: found for path in paths if (found := private_uses(tree(path)))} == {}
+
+
+def test_the_check_sees_private_names_alone() -> None:
+    codes = ["from fp8manifold.grid import encode", "from fp8manifold import _charts", "import fp8manifold.optim._slot"]
+    codes += ["import fp8manifold as fm\nfm.grid.encode(x)", "import fp8manifold as fm\nfm.optim._optimizer"]
+    assert [code for code in codes if not private_uses(ast.parse(code))] == []
+    code = "import fp8manifold as fm\nfm.optim.StiffnessAdamW.step\nfm.encode(x)\nfrom fp8manifold.optim import anneal"
+    assert private_uses(ast.parse(code)) == []
+
+
+def test_files_are_short_and_compile_nothing() -> None:
+    """And import nothing by a name that they read; what unpickles or evaluates ruff finds."""
+    for path in SHIPPED:
+        assert path.read_text(encoding="utf-8").count("\n") <= 500, path
+        assert path.stem != "utils", path
+        called = [node.func for node in ast.walk(tree(path)) if isinstance(node, ast.Call)]
+        assert not {"compile", "__import__"} & {name.id for name in called if isinstance(name, ast.Name)}, path

@@ -7,11 +7,9 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from nanogpt_bench.checkpoint.format import (
     BrokenCheckpoint,
@@ -31,12 +29,7 @@ from nanogpt_bench.system.untrusted import open_file, read_text
 
 
 def newest(run_dir: Path) -> tuple[Path | None, list[str]]:
-    """Return a run's newest checkpoint that verifies, and one line for each newer one that does not, newest first.
-
-    Example:
-        >>> newest(Path("no such run"))
-        (None, [])
-    """
+    """Return a run's newest checkpoint that verifies, and one line for each newer one that does not, newest first."""
     skipped: list[str] = []
     for step in reversed(steps(run_dir)):
         path = step_file(run_dir, step)
@@ -57,7 +50,8 @@ def best(paths: Sequence[Path]) -> Path | None:
 def says_best(path: Path) -> bool:
     """Whether a checkpoint says that no validation loss had been lower at its step; its other bytes are not checked."""
     try:
-        return read_facts(path).get("best") is True
+        with _named(path), open_file(path, links=False) as file:
+            return _head(file, path).facts.get("best") is True
     except BrokenCheckpoint:
         return False
 
@@ -74,15 +68,6 @@ def verify(path: Path) -> None:
 def read(path: Path, only: Collection[str] | None = None) -> Contents:
     """Return what a checkpoint holds, once all of it has been checked; `only` are the parts whose tensors are wanted.
 
-    Example:
-        >>> from tempfile import TemporaryDirectory
-        >>> import torch
-        >>> from nanogpt_bench.checkpoint import commit
-        >>> with TemporaryDirectory() as run_dir:
-        ...     path = commit(Path(run_dir), Contents(3, {"model": {"w": torch.ones(2)}}), keep_last=1)
-        ...     read(path).tensors
-        {'model': {'w': tensor([1., 1.])}}
-
     Raises:
         BrokenCheckpoint: as `verify` does.
     """
@@ -97,22 +82,8 @@ def read(path: Path, only: Collection[str] | None = None) -> Contents:
         return contents
 
 
-def read_facts(path: Path) -> dict[str, Any]:
-    """Return the facts in a checkpoint's header, read without the rest of its bytes.
-
-    Raises:
-        BrokenCheckpoint: it can't be read, or is no checkpoint of ours.
-    """
-    with _named(path), open_file(path, links=False) as file:
-        return _head(file, path).facts
-
-
 def read_sum(path: Path) -> str:
-    """Return the SHA-256 that is written beside a checkpoint.
-
-    Raises:
-        BrokenCheckpoint: there is none.
-    """
+    """Return the SHA-256 that is written beside a checkpoint."""
     with _named(path):
         return read_text(sum_file(path), 500, links=False).partition(" ")[0]
 
@@ -134,7 +105,7 @@ def _check_digest(file: BufferedReader, path: Path) -> None:
 
 
 def sum_line(digest: str, path: Path) -> str:
-    """Return what a checkpoint's digest is written as: a line of `sha256sum`."""
+    """Return the line of `sha256sum` that a checkpoint's digest is written as."""
     return f"{digest}  {path.name}\n"
 
 
@@ -180,10 +151,13 @@ def commit(run_dir: Path, contents: Contents, *, keep_last: int) -> Path:
     header, tensors = compose(contents)
     try:
         clean(run_dir)
-        _make_folder(path.parent)
+        if not path.parent.is_dir():
+            os.mkdir(path.parent)
+            _sync_folder(run_dir)
+            _sync_folder(run_dir.parent)
         check_room(path.parent, bytes_of(contents) + len(header), "it")
         try:
-            _write(path, [header, *map(_bytes, tensors)])
+            _write(path, [header, *(tensor.reshape(-1).view(torch.uint8).numpy().data for tensor in tensors)])
         except BaseException:
             with suppress(OSError):  # what failed may fail again; the next start removes what is left
                 clean(run_dir)
@@ -197,17 +171,6 @@ def commit(run_dir: Path, contents: Contents, *, keep_last: int) -> Path:
             "those before it are as they were"
         ) from None
     return path
-
-
-def _make_folder(folder: Path) -> None:
-    if not folder.is_dir():
-        os.mkdir(folder)
-        _sync_folder(folder.parent)
-        _sync_folder(folder.parent.parent)
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _write(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
@@ -280,11 +243,7 @@ def bytes_of(contents: Contents) -> int:
 
 
 def check_room(folder: Path, needed: int, what: str) -> None:
-    """Refuse to begin what would not fit: `needed` bytes for `what` below a folder that may not exist yet.
-
-    Raises:
-        BenchError: too little room is left; nothing has been written.
-    """
+    """Refuse to begin what would not fit: `needed` bytes for `what` below a folder that may not exist yet."""
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
     free = shutil.disk_usage(there).free
     if free < needed + OVERHEAD:
@@ -295,9 +254,5 @@ def check_room(folder: Path, needed: int, what: str) -> None:
 
 
 def megabytes(size: int) -> str:
-    """Return a size in words.
-
-    >>> megabytes(1_250_000)
-    '1.2 MB'
-    """
+    """Return a size in words."""
     return f"{size / 1e6:,.1f} MB"

@@ -28,12 +28,10 @@ _LITTER = re.compile(rf"\.{_STEP.pattern}\.part")
 
 
 def step_file(run_dir: Path, step: int) -> Path:
-    """Return where the checkpoint of a step belongs."""
     return run_dir / CHECKPOINTS / f"step-{step}.safetensors"
 
 
 def sum_file(path: Path) -> Path:
-    """Return where the SHA-256 of a checkpoint belongs."""
     return path.with_name(f"{path.name}.sha256")
 
 
@@ -58,11 +56,7 @@ def steps(run_dir: Path) -> list[int]:
 
 
 def clean(run_dir: Path) -> None:
-    """Remove what an interrupted save or removal left behind: a part of a checkpoint, a digest without one.
-
-    Raises:
-        OSError: the litter can't be removed.
-    """
+    """Remove what an interrupted save or removal left behind: a part of a checkpoint, a digest without one."""
     names = set(_names(run_dir))
     for name in names:
         stem, dot, last = name.rpartition(".")
@@ -72,11 +66,7 @@ def clean(run_dir: Path) -> None:
 
 
 def check_layout(run_dir: Path) -> None:
-    """Refuse a run whose checkpoints are folders, as earlier versions wrote them.
-
-    Raises:
-        BenchError: names the first of them.
-    """
+    """Refuse a run whose checkpoints are folders, as earlier versions wrote them."""
     for name in _names(run_dir):
         path = run_dir / CHECKPOINTS / name
         if _FORMER.fullmatch(name) and path.is_dir():
@@ -144,8 +134,7 @@ _DTYPES = dict(
 def compose(contents: Contents) -> tuple[bytes, list[Tensor]]:
     """Return the header of a checkpoint's file and the tensors that follow it, the widest types first.
 
-    Raises:
-        ValueError: a tensor that no file can hold, NaN among the facts, or so much that `read_head` would refuse it.
+    Raises ValueError for a tensor that no file can hold, NaN among the facts, or more than `read_head` reads.
     """
     named = {f"{part}/{name}": value for part, tensors in contents.tensors.items() for name, value in tensors.items()}
     ordered = dict(sorted(named.items(), key=lambda item: (-item[1].element_size(), item[0])))
@@ -167,8 +156,7 @@ def compose(contents: Contents) -> tuple[bytes, list[Tensor]]:
 def read_head(file: BinaryIO) -> Contents:
     """Return what is no tensor out of the header of a file that is read from its beginning.
 
-    Raises:
-        ValueError: a header that is too long or cut off, that is no JSON, or that is not of a checkpoint.
+    Raises ValueError for a header that is too long or cut off, no JSON, or not of a checkpoint.
     """
     prefix = file.read(8)
     size = int.from_bytes(prefix, "little")

@@ -9,7 +9,7 @@ from typing import Any
 
 from nanogpt_bench.commands import add_executor, names, positive
 from nanogpt_bench.system.errors import BenchError, say
-from nanogpt_bench.system.lock import locked, new_folder
+from nanogpt_bench.system.files import locked, new_folder
 
 MODE = "compare"
 
@@ -47,10 +47,9 @@ def main(args: argparse.Namespace) -> int:
     With an `--out` that holds the same comparison it goes on, as a sweep does.
     """
     from nanogpt_bench.runs.environment import command_line
-    from nanogpt_bench.sweep.comparison import comparison, read_given, told
-    from nanogpt_bench.sweep.modes import sweep_grid
-    from nanogpt_bench.workers.executors import check_executor, executor_of
-    from nanogpt_bench.workers.pool import Local, most_workers
+    from nanogpt_bench.sweep.comparison import comparison, partly_used, read_given
+    from nanogpt_bench.sweep.session import sweep_grid
+    from nanogpt_bench.sweep.workers import Local, check_executor, executor_of, most_workers
 
     check_executor(args.executor, args.address)
     given = read_given(args.overrides)
@@ -65,7 +64,7 @@ def main(args: argparse.Namespace) -> int:
         reference=args.reference,
         given=given,
     )
-    for line in told(given, sweep):
+    for line in partly_used(given, sweep):
         say(line)
     default = Path("runs") / f"compare-{datetime.now():%Y%m%d-%H%M%S}"
     with (

@@ -12,7 +12,7 @@ from nanogpt_bench.commands import braced, one_of
 from nanogpt_bench.commands.run import exit_code, trained
 from nanogpt_bench.config.settings import Resolved, build_config, find_config, load_config
 from nanogpt_bench.system.errors import BenchError, one_line, refused
-from nanogpt_bench.system.lock import LOCK, is_unused, locked
+from nanogpt_bench.system.files import LOCK, is_unused, locked
 
 Layout = Literal["compressed-tensors", "torchao", "fp8"]
 CONFIG = "finetune.yaml"

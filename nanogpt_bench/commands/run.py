@@ -15,7 +15,7 @@ from rich.progress import Progress as Bar
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import defaults_yaml, find_config, load_config, shipped_configs
 from nanogpt_bench.system.errors import BenchError, counted, printable, say
-from nanogpt_bench.system.lock import new_folder
+from nanogpt_bench.system.files import new_folder
 from nanogpt_bench.system.ranks import Ranks, is_worker, joined
 from nanogpt_bench.system.signals import RESUMABLE, SIGNALS, stop_requests, stop_requests_once
 
@@ -97,7 +97,7 @@ def trained(
     given = load_config(path, overrides)
     _check_torchrun(given.train.parallel)
     named = None if name is None else RUNS / checked_name(name)
-    earlier = Path(ranks.told(str(named or latest_name(path.stem)))) if resume else None
+    earlier = Path(ranks.broadcast(str(named or latest_name(path.stem)))) if resume else None
     config = resolve(given) if earlier is None else resolve_for(given, earlier, resume=True)
     check_device(config.runtime.device)
     check_fits(config)
@@ -168,7 +168,7 @@ def _folder(stem: str, given: Path | None, ranks: Ranks) -> Iterator[Path]:
         yield given
         return
     with new_folder(RUNS / stem) if ranks.first else nullcontext() as folder:
-        yield Path(ranks.told(str(folder)))
+        yield Path(ranks.broadcast(str(folder)))
 
 
 def latest_name(stem: str) -> Path:

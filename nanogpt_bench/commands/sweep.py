@@ -32,14 +32,13 @@ def add_options(parser: Any) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the sweep in its mode: see `nanogpt_bench.sweep.modes`."""
+    """Run the sweep in its mode: see `nanogpt_bench.sweep.session`."""
     if args.file is None:
         raise BenchError("FILE.yaml is missing: a sweep file, or the name of a shipped one")
     from nanogpt_bench.sweep.file import find_sweep, read_sweep
-    from nanogpt_bench.sweep.modes import MODES, sweep_grid
-    from nanogpt_bench.system.lock import locked
-    from nanogpt_bench.workers.executors import check_executor, executor_of
-    from nanogpt_bench.workers.pool import check_workers
+    from nanogpt_bench.sweep.session import MODES, sweep_grid
+    from nanogpt_bench.sweep.workers import check_executor, check_workers, executor_of
+    from nanogpt_bench.system.files import locked
 
     sweep = read_sweep(find_sweep(args.file), args.overrides, smoke=args.smoke)
     if args.reference is not None:

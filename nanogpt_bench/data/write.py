@@ -14,11 +14,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
-from nanogpt_bench.data.batches import ENDS, ENDS_TYPE, LABELS
+from nanogpt_bench.data.batches import ENDS, ENDS_TYPE, LABELS, SPLITS
 from nanogpt_bench.data.tokenizers import Tokenizer, Tokens, stored_as
 from nanogpt_bench.system.errors import BenchError, counted, refused
 from nanogpt_bench.system.files import sha256
@@ -34,7 +34,9 @@ CHUNK = 1 << 20
 REACH = 4096
 #: a blank between two words begins the second for GPT-2's tokenizer, so the tokens don't change if it is cut there
 CUT = re.compile(r"(?<=\S) (?=\S)")
-CORPUS_FILES = ("meta.json", *(name.format(split) for split in ("train", "val") for name in ("{}.bin", ENDS, LABELS)))
+#: files of each split, and what meta.json calls the SHA-256 of each
+DIGESTS = {"{}.bin": "sha256", ENDS: "ends_sha256", LABELS: "labels_sha256"}
+CORPUS_FILES = ("meta.json", *(name.format(split) for split in SPLITS for name in DIGESTS))
 
 
 def write_corpus(
@@ -54,22 +56,14 @@ def write_corpus(
     renamed.
     """
     limits = split_limits(limit)
-    check_folder(out)
-    with _sibling(out) as folder, progress_bar(splits, limits, progress) as advance:
+    with _replaced(out) as folder, progress_bar(splits, limits, progress) as advance:
         written = {split: _Split(tokenizer, limits[split], advance) for split in splits}
-        counts = {
-            split: _write_split(folder / f"{split}.bin", documents, written[split])
-            for split, documents in splits.items()
-        }
+        counts = {split: written[split].write(folder / f"{split}.bin", splits[split]) for split in splits}
         _check_counts(counts, source)
         meta = {**tokenizer.meta(), "source": source, "splits": counts}
-        if any(None not in split.given.labels for split in written.values()):
-            found = write_labels(folder, {name: split.given for name, split in written.items()}, labels)
-            meta["labels"] = found["labels"]
-            meta["splits"] = {name: {**counts[name], **found["splits"][name]} for name in splits}
+        if any(None not in split.labels for split in written.values()):
+            meta["labels"] = _write_labels(folder, written, counts, labels)
         (folder / "meta.json").write_text(json.dumps(meta, indent=1, ensure_ascii=False), encoding="utf-8")
-        check_folder(out)  # that it may be replaced was looked at before the work
-        _replace(folder, out)
     return meta
 
 
@@ -78,8 +72,7 @@ def write_tokens(
 ) -> dict[str, Any]:
     """Write the tokens of each split, which somebody else made of one text, and return meta.json's content."""
     limits, counts = split_limits(limit), dict[str, dict[str, Any]]()
-    check_folder(out)
-    with _sibling(out) as folder:
+    with _replaced(out) as folder:
         for split, tokens in splits.items():
             path, kept = folder / f"{split}.bin", tokens[: limits[split]]
             kept.tofile(path)
@@ -88,20 +81,11 @@ def write_tokens(
         _check_counts(counts, source)
         meta = {**tokenizer.meta(), "source": source, "splits": counts}
         (folder / "meta.json").write_text(json.dumps(meta, indent=1, ensure_ascii=False), encoding="utf-8")
-        check_folder(out)
-        _replace(folder, out)
     return meta
 
 
 def split_limits(limit: int | None) -> dict[str, int | None]:
-    """Return the most tokens of each split.
-
-    >>> split_limits(5000)
-    {'train': 5000, 'val': 500}
-
-    Raises:
-        BenchError: so few tokens that no block fits in.
-    """
+    """Return the most tokens of each split; refuses so few that no block fits in."""
     if limit is None:
         return {"train": None, "val": None}
     if limit < VAL_SHARE * MIN_TOKENS:
@@ -111,7 +95,7 @@ def split_limits(limit: int | None) -> dict[str, int | None]:
 
 @dataclass
 class _Split:
-    """What has been written of one split."""
+    """The writing of one split: its counts so far, and where each document ends, in tokens, and its labels, if any."""
 
     tokenizer: Tokenizer
     limit: int | None
@@ -119,65 +103,47 @@ class _Split:
     digest: Any = field(default_factory=hashlib.sha256)
     tokens: int = 0
     size: int = 0
-    documents: int = 0
-    given: Given = field(default_factory=lambda: Given([], []))
+    ends: list[int] = field(default_factory=list)
+    labels: list[tuple[int, ...] | None] = field(default_factory=list)
 
-    def data(self, documents: Iterable[str]) -> Iterator[bytes]:
-        """Yield what belongs into the file until the documents or the room end."""
-        for text in documents:
-            self.documents += 1
-            yield from self._document(text)
-            self.given.ends.append(self.tokens)
-            self.given.labels.append(text.labels if isinstance(text, LabelledText) else None)
-            if self.full:
-                return
+    def write(self, path: Path, documents: Iterable[str]) -> dict[str, Any]:
+        """Write documents until they or the room end, and return what meta.json says of the split."""
+        with path.open("wb") as file:
+            for text in documents:
+                self._document(text, file)
+                self.ends.append(self.tokens)
+                self.labels.append(text.labels if isinstance(text, LabelledText) else None)
+                if self._full:
+                    break
+            file.flush()
+            os.fsync(file.fileno())
+        counts = {"documents": len(self.ends), "tokens": self.tokens, "bytes": self.size}
+        return {**counts, "sha256": self.digest.hexdigest()}
 
-    def _document(self, text: str) -> Iterator[bytes]:
+    def _document(self, text: str, file: BinaryIO) -> None:
         for piece in pieces(text):
-            yield self._take(self.tokenizer.encode(piece), piece)
-            if self.full:
+            self._take(self.tokenizer.encode(piece), piece, file)
+            if self._full:
                 return
         if self.tokenizer.end_of_text is not None:
-            yield self._take(np.array([self.tokenizer.end_of_text], dtype=np.uint32), "")
+            self._take(np.array([self.tokenizer.end_of_text], dtype=np.uint32), "", file)
 
     @property
-    def full(self) -> bool:
+    def _full(self) -> bool:
         return self.limit is not None and self.tokens >= self.limit
 
-    def _take(self, tokens: Tokens, text: str) -> bytes:
-        room = len(tokens) if self.limit is None else self.limit - self.tokens
-        kept = tokens[:room]
+    def _take(self, tokens: Tokens, text: str, file: BinaryIO) -> None:
+        kept = tokens if self.limit is None else tokens[: self.limit - self.tokens]
         self.size += len(text.encode("utf-8")) if len(kept) == len(tokens) else self.tokenizer.byte_count(kept)
         self.tokens += len(kept)
         self.advance(characters=len(text), tokens=len(kept))
         data = kept.astype(stored_as(self.tokenizer.vocab_size)).tobytes()
         self.digest.update(data)
-        return data
-
-    def counts(self) -> dict[str, Any]:
-        return {
-            "documents": self.documents,
-            "tokens": self.tokens,
-            "bytes": self.size,
-            "sha256": self.digest.hexdigest(),
-        }
-
-
-def _write_split(path: Path, documents: Iterable[str], split: _Split) -> dict[str, Any]:
-    with path.open("wb") as file:
-        for data in split.data(documents):
-            file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    return split.counts()
+        file.write(data)
 
 
 def pieces(text: str, size: int = CHUNK) -> Iterator[str]:
-    """Yield `text` in pieces of at most `size` characters, cut where no byte pairs are merged if there is such a place.
-
-    >>> list(pieces("one two three", 9))
-    ['one two', ' three']
-    """
+    """Yield `text` in pieces of at most `size` characters, cut where no byte pairs are merged if there is a place."""
     start = 0
     while len(text) - start > size:
         places = [match.start() for match in CUT.finditer(text, max(start, start + size - REACH), start + size + 2)]
@@ -198,12 +164,7 @@ def _check_counts(counts: dict[str, dict[str, Any]], source: Mapping[str, Any]) 
 
 
 def check_folder(out: Path) -> None:
-    """Refuse to write a corpus over anything but a corpus that was prepared.
-
-    Raises:
-        BenchError: `out` is a file, a link, or a folder with other files than a corpus's, or with files of these names
-            whose SHA-256 is not the one that meta.json has of them.
-    """
+    """Refuse to write a corpus over anything but a corpus that was prepared, by the SHA-256 of its files."""
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise BenchError(f"--out {str(out)!r} is a {'link' if out.is_symlink() else 'file'}; give a folder")
     there = sorted(item.name for item in out.iterdir()) if out.exists() else []
@@ -215,64 +176,55 @@ def check_folder(out: Path) -> None:
 
 
 def _not_prepared(out: Path, names: Sequence[str]) -> str | None:
-    """Return what of a folder is not as it was prepared, None where all of it is."""
+    """Return the first file of a folder that is not as it was prepared, in words; None where all are."""
     try:
-        meta = read_json(out / "meta.json", times=8)
-        known = {"meta.json": None, **_digests(meta["splits"])}
+        splits = read_json(out / "meta.json", times=8)["splits"]
+        known = {
+            name.format(split): str(splits[split][key])
+            for split in SPLITS
+            for name, key in DIGESTS.items()
+            if key in dict(splits[split])
+        }
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         why = "without a meta.json" if isinstance(error, FileNotFoundError) else "with a meta.json that can't be read"
         return f"{next(name for name in (*names, 'meta.json') if name != 'meta.json')!r} {why}"
     for name in names:
+        if name == "meta.json":
+            continue
         if name not in known:
             return f"{name!r}, of which its meta.json does not know"
-        if known[name] is not None and not (out / name).is_file():
+        if not (out / name).is_file():
             return f"{name!r}, no ordinary file"
-        if known[name] is not None and sha256(out / name) != known[name]:
+        if sha256(out / name) != known[name]:
             return f"{name!r} with another sha256 than its meta.json gives"
     return None
 
 
-def _digests(splits: Mapping[str, Any]) -> dict[str, str]:
-    """Return the SHA-256 of every file of a corpus by its name, as meta.json gives them."""
-    kinds = {"{}.bin": "sha256", ENDS: "ends_sha256", LABELS: "labels_sha256"}
-    of_split = {split: dict(splits[split]) for split in ("train", "val")}
-    return {
-        name.format(split): str(facts[key])
-        for split, facts in of_split.items()
-        for name, key in kinds.items()
-        if key in facts
-    }
-
-
 @contextmanager
-def _sibling(out: Path) -> Iterator[Path]:
+def _replaced(out: Path) -> Iterator[Path]:
+    """Yield a new folder beside `out`, which takes its place when the block ends without an error."""
+    check_folder(out)
     folder = out.parent / f".{out.name}.partial-{os.getpid()}"
     try:
         folder.mkdir(parents=True)
         yield folder
+        check_folder(out)  # that it may be replaced was looked at before the work
+        if out.exists():
+            # os.replace can't overwrite a folder with content: the old corpus steps aside, then goes.
+            old = folder.with_name(f"{folder.name}-old")
+            os.replace(out, old)
+            os.replace(folder, out)
+            shutil.rmtree(old)
+        else:
+            os.replace(folder, out)
     except OSError as error:  # of this folder only: what reading a source raises has become a BenchError before
         raise refused(f"--out {str(out)!r} can't be written", error) from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _replace(folder: Path, out: Path) -> None:
-    if out.exists():
-        # os.replace can't overwrite a folder with content: the old corpus steps aside, then goes with `folder`.
-        old = folder.with_name(f"{folder.name}-old")
-        os.replace(out, old)
-        os.replace(folder, out)
-        shutil.rmtree(old)
-    else:
-        os.replace(folder, out)
-
-
 class LabelledText(str):
-    """A document's text, and the numbers of its labels.
-
-    >>> LabelledText("Article 1", [3, 5]).labels
-    (3, 5)
-    """
+    """A document's text, and the numbers of its labels."""
 
     labels: tuple[int, ...]
 
@@ -282,22 +234,13 @@ class LabelledText(str):
         return made
 
 
-@dataclass
-class Given:
-    """What the documents of one split have: where each ends, in tokens, and its labels; None without labels."""
-
-    ends: list[int]
-    labels: list[tuple[int, ...] | None]
-
-
-def write_labels(folder: Path, splits: Mapping[str, Given], names: Sequence[str] | None) -> dict[str, Any]:
-    """Write ends and labels of every split, and return what meta.json says of them: the labels' names, and digests.
+def _write_labels(
+    folder: Path, splits: Mapping[str, _Split], counts: dict[str, dict[str, Any]], names: Sequence[str] | None
+) -> list[str]:
+    """Write ends and labels of every split, put their digests into `counts`, and return the labels' names.
 
     Labels are one byte each, 0 or 1, a row a document: shape (documents, labels). Without `names` the labels' numbers
     are their names, as many as the largest one asks for.
-
-    Raises:
-        BenchError: no document has a label, or one has a number that has no name.
     """
     numbers = [number for split in splits.values() for labels in split.labels for number in labels or ()]
     if not numbers:
@@ -305,24 +248,19 @@ def write_labels(folder: Path, splits: Mapping[str, Given], names: Sequence[str]
     named = list(names) if names else list(map(str, range(max(numbers) + 1)))
     if max(numbers) >= len(named):
         raise BenchError(f"a document has label {max(numbers)}, the data set names {len(named)} labels")
-    return {
-        "labels": named,
-        "splits": {name: _write(folder, name, split, len(named)) for name, split in splits.items()},
-    }
-
-
-def _write(folder: Path, name: str, split: Given, width: int) -> dict[str, str]:
-    rows = np.zeros((len(split.labels), width), dtype=np.uint8)
-    for row, labels in zip(rows, split.labels, strict=True):
-        row[list(labels or ())] = 1
-    ends, labels_file = (folder / pattern.format(name) for pattern in (ENDS, LABELS))
-    ends.write_bytes(np.array(split.ends, dtype=ENDS_TYPE).tobytes())
-    labels_file.write_bytes(rows.tobytes())
-    return {"ends_sha256": sha256(ends), "labels_sha256": sha256(labels_file)}
+    for name, split in splits.items():
+        rows = np.zeros((len(split.labels), len(named)), dtype=np.uint8)
+        for row, labels in zip(rows, split.labels, strict=True):
+            row[list(labels or ())] = 1
+        for pattern, content in ((ENDS, np.array(split.ends, dtype=ENDS_TYPE)), (LABELS, rows)):
+            path = folder / pattern.format(name)
+            path.write_bytes(content.tobytes())
+            counts[name][DIGESTS[pattern]] = sha256(path)
+    return named
 
 
 class Advance(Protocol):
-    """What tells the bar how far the writing has come."""
+    """Moves the bar by what has been written."""
 
     def __call__(self, *, characters: int, tokens: int) -> None: ...
 
@@ -336,7 +274,11 @@ def progress_bar(
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     by_tokens = None not in limits.values()
-    total = sum(limit or 0 for limit in limits.values()) if by_tokens else _characters(splits.values())
+    total: int | None = sum(limit or 0 for limit in limits.values())
+    if not by_tokens:
+        listed = [documents for documents in splits.values() if isinstance(documents, Sequence)]
+        characters = sum(len(text) for documents in listed for text in documents)
+        total = characters if len(listed) == len(splits) else None  # unknown of documents that come in a stream
     columns = (TextColumn("tokenizing"), BarColumn(), TextColumn("{task.fields[tokens]:,} tokens"), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), disable=not show, transient=True) as progress:
         task, written = progress.add_task("", total=total, tokens=0), 0
@@ -347,10 +289,3 @@ def progress_bar(
             progress.update(task, advance=tokens if by_tokens else characters, tokens=written)
 
         yield advance
-
-
-def _characters(splits: Iterable[Iterable[str]]) -> int | None:
-    """Return the characters of all documents, None where they come in a stream."""
-    lists = [documents for documents in splits if isinstance(documents, Sequence)]
-    whole = len(lists) == len(list(splits))
-    return sum(len(text) for documents in lists for text in documents) if whole else None

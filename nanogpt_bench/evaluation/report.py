@@ -40,8 +40,7 @@ from nanogpt_bench.runs.load import Run
 from nanogpt_bench.runs.trained import choose, load
 from nanogpt_bench.setup.runtime import runtime
 from nanogpt_bench.system.errors import BenchError, counted, one_line, printable, rough_time, say
-from nanogpt_bench.system.files import holds, mapping_with, write_json
-from nanogpt_bench.system.lock import is_unused, locked
+from nanogpt_bench.system.files import holds, is_unused, locked, mapping_with, write_json
 
 ROWS = "evaluation.json"
 #: of a layer pattern alone in a format

@@ -23,7 +23,7 @@ from nanogpt_bench.runs.load import summary_of
 from nanogpt_bench.runs.read import SUMS
 from nanogpt_bench.setup.optimizers import sdnq_state, sdnq_state_back
 from nanogpt_bench.system.errors import BenchError, one_line
-from nanogpt_bench.system.lock import is_unused
+from nanogpt_bench.system.files import is_unused
 from nanogpt_bench.system.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ def found_by_all(ranks: Ranks, run_dir: Path, find: Callable[[], Contents | None
     found = None
     with ranks.together():
         found = find() if ranks.first else None
-    step = ranks.told("" if found is None else str(found.step))
+    step = ranks.broadcast("" if found is None else str(found.step))
     with ranks.together():
         if step and not ranks.first:
             found = read(step_file(run_dir, int(step)))

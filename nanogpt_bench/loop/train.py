@@ -45,8 +45,7 @@ from nanogpt_bench.setup.resolve import resolve_for
 from nanogpt_bench.setup.runtime import check_ranks, processes, runtime
 from nanogpt_bench.setup.surgery import left_in_float
 from nanogpt_bench.system.errors import BenchError, counted, disk_failure
-from nanogpt_bench.system.files import remove_parts, write_json, write_text
-from nanogpt_bench.system.lock import locked
+from nanogpt_bench.system.files import locked, remove_parts, write_json, write_text
 from nanogpt_bench.system.ranks import ALONE, Ranks
 from nanogpt_bench.system.signals import StopRequest
 

@@ -1,4 +1,4 @@
-"""A causal language model of transformers: where it lies, what it consists of, and its weights, as floats or in codes.
+"""A causal language model of transformers: its place, its parts, and its weights, as floats or in codes.
 
 Read is a folder that `save_pretrained` wrote (safetensors only) or that was published in FP8, a `.gguf` file, whose
 weights become floats, or an id on the hub. Nothing is unpickled, and no code that comes with a model is run.
@@ -7,7 +7,6 @@ weights become floats, or an id on the hub. Nothing is unpickled, and no code th
 import copy
 import functools
 import io
-import json
 import logging
 import math
 import warnings
@@ -44,13 +43,11 @@ LONGEST_REASON = 300
 #: a constant that GPT-2's older files carry beside the weights, which transformers calls unexpected
 _MASK = ".attn.masked_bias"
 _HALVES = {"BF16": torch.bfloat16, "F16": torch.float16}
-#: bytes that say how long the description of a safetensors file is
-_LENGTH = 8
 
 
 @dataclass(frozen=True)
 class Outline:
-    """What a model consists of, known before a weight is read."""
+    """The parts of a model, known before a weight is read."""
 
     kind: str
     n_layer: int
@@ -78,11 +75,7 @@ class Outline:
 
 
 def find_model(name: str) -> dict[str, Any]:
-    """Return the arguments by which transformers finds the model called `name`.
-
-    Raises:
-        BenchError: nothing there, a file that is no GGUF, or a missing package.
-    """
+    """Return the arguments by which transformers finds the model called `name`."""
     _require("transformers")
     path = Path(name)
     if path.is_dir() and not (path / "config.json").is_file():
@@ -116,11 +109,7 @@ def _require(package: str, extra: str = "hf") -> None:
 
 @contextmanager
 def reading(name: str) -> Iterator[Any]:
-    """Yield transformers, quiet for as long, and turn what it raises about a model's files into one line.
-
-    Raises:
-        BenchError: in place of any other exception.
-    """
+    """Yield transformers, quiet for as long, and turn whatever it raises about a model's files into one line."""
     import transformers
 
     show = transformers.utils.logging.is_progress_bar_enabled()
@@ -128,7 +117,7 @@ def reading(name: str) -> Iterator[Any]:
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()  # for good: it has advice at the first forward pass, too
     try:
-        # A bar of its own shows how a GGUF is decoded, whatever is asked for.
+        # Another bar shows how a GGUF is decoded, whatever is asked for.
         with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             yield transformers
@@ -147,7 +136,7 @@ def reading(name: str) -> Iterator[Any]:
 
 @functools.lru_cache(maxsize=4)
 def settings_of(name: str) -> Any:
-    """Return the model's settings as transformers' object, of a model that can be trained and measured here.
+    """Return the model's settings as transformers' object.
 
     Raises:
         BenchError: as `stored_of`, or a model quantised otherwise, no causal language model, or without attention.
@@ -166,7 +155,12 @@ def settings_of(name: str) -> Any:
     if own is None or found.is_encoder_decoder or (saved and own not in saved):
         what = saved[0] if saved else f"of type {found.model_type!r}"
         raise BenchError(f"model {name!r} is {what}, no causal language model (one that predicts the next token)")
-    _check_attention(found, name)
+    if getattr(found.get_text_config(), "num_attention_heads", None) is None:
+        # Layers of Mamba and the like compute with weights themselves, past the layer.
+        raise BenchError(
+            f"model {name!r} is of type {found.model_type!r}, without attention (no num_attention_heads in its "
+            "config.json); only models with attention can be measured and trained here, such as llama, gpt2 or mixtral"
+        )
     check_size(found.get_text_config(), name)
     if "gguf_file" not in where and _has_own_head(found, name):  # which transformers reads, whatever the settings say
         found.tie_word_embeddings = found.get_text_config().tie_word_embeddings = False
@@ -174,10 +168,10 @@ def settings_of(name: str) -> Any:
 
 
 def stored_of(name: str) -> Mapping[str, Any]:
-    """Return what the files of the model called `name` hold as codes and scales, by a weight's name; no weight is read.
+    """Return the codes and scales in the files of the model called `name`, by a weight's name; no weight is read.
 
     Raises:
-        BenchError: as `find_model`, or codes that can't be read, with the names of tensor and file.
+        BenchError: no such model or package, or codes that can't be read, with the names of tensor and file.
     """
     where, folder = find_model(name), Path(name)
     if folder.is_dir():
@@ -211,28 +205,16 @@ def _has_own_head(settings: Any, name: str) -> bool:
     return len(values) > 1 and not all(torch.equal(values[0], other) for other in values[1:])
 
 
-def _check_attention(settings: Any, name: str) -> None:
-    """Refuse a model without attention, as Mamba is: its layers compute with weights themselves, past the layer."""
-    if getattr(settings.get_text_config(), "num_attention_heads", None) is None:
-        raise BenchError(
-            f"model {name!r} is of type {settings.model_type!r}, without attention (no num_attention_heads in its "
-            "config.json); only models with attention can be measured and trained here, such as llama, gpt2 or mixtral"
-        )
-
-
 @functools.lru_cache(maxsize=4)
 def outline(name: str) -> Outline:
-    """Return what the model called `name` consists of; no weight is read.
-
-    Raises:
-        BenchError: as `find_model`, or not a causal language model of float weights.
-    """
+    """Return the outline of the model called `name`; refuses what `settings_of` does."""
     settings, model = settings_of(name), skeleton(name)
     owners: dict[int, list[str]] = {}
     for weight, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(weight)
     linear = {layer: module for layer, module in model.named_modules() if is_linear(module)}
     shared = {layer: tuple(owners[id(module.weight)]) for layer, module in linear.items()}
+    shapes = {layer: tuple(rows_of_outputs(module).shape) for layer, module in linear.items()}
     own = settings.get_text_config()
     return Outline(
         kind=type(model).__name__,
@@ -242,18 +224,14 @@ def outline(name: str) -> Outline:
         positions=getattr(own, "max_position_embeddings", 2**31),
         vocab_size=model.get_input_embeddings().weight.shape[0],
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        layers={layer: _sizes(module) for layer, module in linear.items()},
+        layers={layer: (shape[1], shape[0]) for layer, shape in shapes.items()},
         shared={layer: names for layer, names in shared.items() if len(names) > 1},
         stored=stored_of(name),
     )
 
 
 def skeleton(name: str) -> Any:
-    """Return the model called `name` without values; no weight is read.
-
-    Raises:
-        BenchError: as `outline`.
-    """
+    """Return the model called `name` without values; no weight is read."""
     return _from_settings(settings_of(name), name)
 
 
@@ -265,11 +243,6 @@ def _from_settings(settings: Any, name: str) -> Any:
 def is_linear(module: nn.Module) -> bool:
     """Whether it is a linear layer, or the one of transformers' GPT-2."""
     return type(module) is nn.Linear or type(module).__name__ == "Conv1D"
-
-
-def _sizes(module: Any) -> tuple[int, int]:
-    outputs, inputs = rows_of_outputs(module).shape
-    return int(inputs), int(outputs)
 
 
 def load_causal(name: str, *, bytes_each: float = 5.0, quantization: Mapping[str, Any] | None = None) -> Any:
@@ -293,7 +266,7 @@ def load_causal(name: str, *, bytes_each: float = 5.0, quantization: Mapping[str
     check_memory(found.parameters * max(bytes_each, floats), f"model {name!r}, {found.parameters:,} parameters,")
     read = _as_stored if found.stored else _from_floats
     model = read(name, where, quantization)
-    if (quantization or {}).get("tied") != "untie":  # which gives it a head of its own
+    if (quantization or {}).get("tied") != "untie":  # which gives it another head
         check_head(model, skeleton(name), name)
     model.config.use_cache = False
     check_finite(model, name)
@@ -304,7 +277,7 @@ def load_causal(name: str, *, bytes_each: float = 5.0, quantization: Mapping[str
 
 
 def _as_stored(name: str, where: Mapping[str, Any], quantization: Mapping[str, Any] | None) -> Any:
-    """A model whose files hold codes: with them, or without arguments decoded."""
+    """Read a model whose files hold codes: with them, or without arguments decoded."""
     options = {key: value for key, value in (quantization or {}).items() if key in ("rounding", "draws", "seed")}
     with reading(name):
         model = fm.load_fp8(name, dtype=torch.float32, **options)
@@ -312,7 +285,7 @@ def _as_stored(name: str, where: Mapping[str, Any], quantization: Mapping[str, A
 
 
 def _from_floats(name: str, where: Mapping[str, Any], quantization: Mapping[str, Any] | None) -> Any:
-    """A model whose files hold floats: with them, or with codes that each becomes as it is read."""
+    """Read a model whose files hold floats: with them, or with codes that each becomes as it is read."""
     copies = "gguf_file" in where
     with reading(name) as transformers:
         options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": False, "output_loading_info": True}
@@ -347,14 +320,16 @@ def load_narrow(name: str) -> Any | None:
 
     Its losses are those of `load_causal`, to the bit. Float32 it has to be of files that are not all of one such dtype,
     and of models that would compute anything in it.
-
-    Raises:
-        BenchError: as `load_causal`.
     """
     where = find_model(name)
     folder = Path(where["pretrained_model_name_or_path"])
-    dtype = None if "gguf_file" in where or not folder.is_dir() else half_of_files(folder)
-    if dtype is None:
+    if "gguf_file" in where or not folder.is_dir():
+        return None
+    dtypes = set()
+    for file in folder.glob("*.safetensors"):
+        with reading(name), safe_open(file, framework="pt") as opened:
+            dtypes |= {opened.get_slice(key).get_dtype() for key in opened.keys()}  # noqa: SIM118  (no mapping)
+    if len(dtypes) != 1 or (dtype := _HALVES.get(dtypes.pop())) is None:
         return None
     check_memory(outline(name).parameters * 2.5, f"model {name!r}, {outline(name).parameters:,} parameters,")
     with reading(name) as transformers:
@@ -404,24 +379,12 @@ def window_losses(model: Any, windows: Tensor, batch: int) -> list[float]:
     return losses
 
 
-def half_of_files(folder: Path) -> torch.dtype | None:
-    """Return the dtype of 16 bits that all tensors of a folder's safetensors files have; None of any others."""
-    kinds = {entry["dtype"] for file in folder.glob("*.safetensors") for entry in _entries(file)}
-    return _HALVES.get(kinds.pop()) if len(kinds) == 1 else None
-
-
-def _entries(file: Path) -> list[dict[str, Any]]:
-    with file.open("rb") as opened:
-        described = json.loads(opened.read(int.from_bytes(opened.read(_LENGTH), "little")))
-    return [entry for name, entry in described.items() if name != "__metadata__"]
-
-
 def computes_in_float32(model: nn.Module) -> bool:
     """Let a model of weights of 16 bits compute in float32; False, of one to be read as floats, where it may differ.
 
     What it computes is what the model of float32 weights computes, to the bit, as every float of 16 bits is a float32.
     Linear layers and embeddings keep their weights and decode them as they run; everything else becomes float32. What
-    a model has computed when it was made, in 16 bits then, can't be told from what it would have been.
+    a model has computed when it was made, in 16 bits then, can't be distinguished from what it would have been.
     """
     for module in model.modules():
         made = [module._buffers[name] for name in module._non_persistent_buffers_set]
@@ -438,7 +401,7 @@ def computes_in_float32(model: nn.Module) -> bool:
 
 
 def _run_of(module: nn.Module) -> Any:
-    """What stands for a module's forward pass, of those whose weight is decoded there."""
+    """Return the forward pass of a module whose weight is decoded in it, None of others."""
     if type(module) is nn.Linear:
         return _linear
     if type(module) is nn.Embedding and module.max_norm is None:

@@ -10,14 +10,17 @@ Shapes: B batch, T time (<= block_size), C width (n_embd), H heads, V vocabulary
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-#: stands behind the end of a document that is shorter than its row of a batch; no token has this number
+#: takes keys and values of new tokens, and returns those of all
+Extend = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+#: fills a row behind the end of a document that is shorter than its row of a batch; no token has this number
 PADDING = -1
 #: standard deviation of GPT-2's initial weights
 INIT_STD = 0.02
@@ -25,7 +28,7 @@ INIT_STD = 0.02
 
 @dataclass(frozen=True)
 class GPTShape:
-    """What a GPT is built from; parameters: about 12 n_layer n_embd^2 plus the embeddings."""
+    """The sizes of a GPT; parameters: about 12 n_layer n_embd^2 plus the embeddings."""
 
     n_layer: int
     n_head: int
@@ -64,11 +67,7 @@ FLOATS = {
 
 
 def linear_sizes(n_layer: int, n_embd: int, vocab_size: int = 0) -> dict[str, tuple[int, int]]:
-    """Return (inputs, outputs) of every linear layer of a GPT by its name, in the model's order.
-
-    >>> linear_sizes(1, 8, 257)["lm_head"]
-    (8, 257)
-    """
+    """Return (inputs, outputs) of every linear layer of a GPT by its name, in the model's order."""
     block = {"attn.qkv": (1, 3), "attn.proj": (1, 1), "mlp.fc": (1, 4), "mlp.proj": (4, 1)}
     sizes = {
         f"blocks.{index}.{name}": (inputs * n_embd, outputs * n_embd)
@@ -88,14 +87,14 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(shape.n_embd, 3 * shape.n_embd, bias=shape.bias)
         self.proj = nn.Linear(shape.n_embd, shape.n_embd, bias=shape.bias)
 
-    def forward(self, x: Tensor, cached: Cached | None = None) -> Tensor:
+    def forward(self, x: Tensor, extend: Extend | None = None) -> Tensor:
         batch, time, width = x.shape
         heads = self.qkv(x).view(batch, time, 3, self.n_head, width // self.n_head)
         query, key, value = heads.permute(2, 0, 3, 1, 4)  # each (B, H, T, C / H)
-        if cached is not None:
-            key, value = cached.extend(key, value)
+        if extend is not None:
+            key, value = extend(key, value)
         # a single token after others sees them all
-        causal = cached is None or time == key.shape[2]
+        causal = extend is None or time == key.shape[2]
         mixed = functional.scaled_dot_product_attention(
             query, key, value, is_causal=causal, dropout_p=self.dropout if self.training else 0.0
         )
@@ -126,8 +125,8 @@ class Block(nn.Module):
         self.mlp = MLP(shape)
         self.dropout = nn.Dropout(shape.dropout)
 
-    def forward(self, x: Tensor, cached: Cached | None = None) -> Tensor:
-        x = x + self.dropout(self.attn(self.norm1(x), cached))
+    def forward(self, x: Tensor, extend: Extend | None = None) -> Tensor:
+        x = x + self.dropout(self.attn(self.norm1(x), extend))
         return x + self.dropout(self.mlp(self.norm2(x)))
 
 
@@ -160,7 +159,7 @@ class GPT(nn.Module):
         positions = torch.arange(begin, begin + tokens.shape[1], device=tokens.device)
         x = self.dropout(self.token_embedding(tokens) + self.position_embedding(positions))
         for index, block in enumerate(self.blocks):
-            x = block(x) if cache is None else block(x, cache.blocks[index])
+            x = block(x) if cache is None else block(x, partial(cache.extend, index))
         return self.final_norm(x)
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -216,7 +215,7 @@ class Classifier(GPT):
     """Documents (B, T) int64, `PADDING` behind the shorter ones -> logits (B, L) of their labels.
 
     The body is that of a language model; its head, still called `lm_head` so that patterns of layers mean the same,
-    sees one vector a document. Under causal attention no token of a document sees what stands behind it.
+    sees one vector a document. Under causal attention no token of a document sees what comes behind it.
 
     >>> Classifier(GPTShape(1, 2, 8, 16, vocab_size=11, labels=4))(torch.tensor([[1, 2, -1]])).shape
     torch.Size([1, 4])
@@ -241,32 +240,23 @@ def build_model(shape: GPTShape, seed: int) -> GPT:
         return Classifier(shape) if shape.labels else GPT(shape)
 
 
-class Cached:
-    """Keys and values (B, H, T, C / H) of one block's attention."""
-
-    def __init__(self) -> None:
-        self.key: Tensor | None = None
-        self.value: Tensor | None = None
-
-    def extend(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Take those of new tokens in and return those of all."""
-        if self.key is not None and self.value is not None:
-            key, value = torch.cat([self.key, key], 2), torch.cat([self.value, value], 2)
-        self.key, self.value = key, value
-        return key, value
-
-
 class KeyValueCache:
-    """The keys and values of every block, for tokens that come one at a time."""
+    """The keys and values (B, H, T, C / H) of every block's attention, for tokens that come one at a time."""
 
     def __init__(self, n_layer: int) -> None:
-        self.blocks = [Cached() for _ in range(n_layer)]
+        self._held: list[tuple[Tensor, Tensor] | None] = [None] * n_layer
+
+    def extend(self, block: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Take those of new tokens in and return those of all."""
+        if (before := self._held[block]) is not None:
+            key, value = torch.cat([before[0], key], 2), torch.cat([before[1], value], 2)
+        self._held[block] = key, value
+        return key, value
 
     @property
     def length(self) -> int:
-        """How many tokens have passed."""
-        key = self.blocks[0].key
-        return 0 if key is None else key.shape[2]
+        """The number of tokens that have passed."""
+        return 0 if self._held[0] is None else self._held[0][0].shape[2]
 
 
 def sample(

@@ -1,4 +1,4 @@
-"""A model's layers and their weights in one safetensors file: one-byte weights as codes, others' taken apart."""
+"""A model's layers and weights: in one safetensors file, one-byte weights as codes, and from a checkpoint of GPT-2."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +11,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import fp8manifold as fm
+from nanogpt_bench.model.causal import load_causal, settings_of
+from nanogpt_bench.model.gpt import GPT, GPTShape
 from nanogpt_bench.system.errors import BenchError, DiskError, one_line
 from nanogpt_bench.system.files import refuse_to_replace, replacing
 
@@ -106,12 +108,9 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def fill(model: nn.Module, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], source: str) -> None:
-    """Fill a model with what `tensors_of` gave; `source` is what an error calls it.
+    """Fill a model with what `tensors_of` gave; `source` is what a refusal calls it, and leaves the model as it was.
 
     `metadata` are those of a file's header, in which earlier versions said what one-byte weights are.
-
-    Raises:
-        BenchError: tensors of a model of another size or other formats; the model is as it was.
     """
     whole = model.state_dict()
     own = fm.unflatten_state_dict(taken_apart(whole))
@@ -190,3 +189,76 @@ def forward_weight(layer: nn.Linear) -> Tensor:
     """Return the weight that the forward pass multiplies by, in float32."""
     weight = layer.quantized_weight() if isinstance(layer, fm.QuantizedLinear) else layer.weight
     return plain(weight).float()
+
+
+#: short names and where they lie on the hub
+HUB_IDS = {name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")}
+#: GPT-2's names of its activation function, and ours
+_GELUS = {"gelu": "exact", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
+#: settings of GPT-2's relatives that change the function; the model here has these values
+_FIXED = {"layer_norm_epsilon": 1e-5, "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
+#: a block's layers: ours, GPT-2's, and whether the weight is transposed, (inputs, outputs)
+_LAYERS = (
+    ("norm1", "ln_1", False),
+    ("attn.qkv", "attn.c_attn", True),
+    ("attn.proj", "attn.c_proj", True),
+    ("norm2", "ln_2", False),
+    ("mlp.fc", "mlp.c_fc", True),
+    ("mlp.proj", "mlp.c_proj", True),
+)
+
+
+def checkpoint_shape(name: str) -> GPTShape:
+    """Return the shape of the GPT-2 checkpoint called `name`: a folder, a short name such as gpt2, or a hub's id."""
+    found = settings_of(_model(name))
+    if found.model_type != "gpt2":
+        raise BenchError(f"{name!r} is of model_type {found.model_type!r}; only gpt2 can be loaded")
+    allowed = {**_FIXED, "n_inner": 4 * found.n_embd}
+    for key, value in allowed.items():
+        if getattr(found, key) not in (value, None):
+            raise BenchError(f"{name!r} has {key} {getattr(found, key)!r}; only {value!r} can be loaded")
+    if found.activation_function not in _GELUS:
+        raise BenchError(
+            f"{name!r} has activation_function {found.activation_function!r}; only {', '.join(_GELUS)} can be loaded"
+        )
+    sizes = {key: getattr(found, key) for key in ("n_layer", "n_head", "n_embd", "vocab_size")}
+    tied, gelu = bool(found.tie_word_embeddings), _GELUS[found.activation_function]
+    return GPTShape(**sizes, block_size=found.n_positions, bias=True, tie_weights=tied, gelu=gelu)
+
+
+@torch.no_grad()
+def load_checkpoint(model: GPT, name: str, tokenizer: str) -> None:
+    """Fill a model of the checkpoint's shape with its weights; `tokenizer` is the corpus's, which a refusal names.
+
+    A model with fewer positions takes the first ones; one whose lm_head is untied gets a copy of the embedding.
+    """
+    theirs, ours = checkpoint_shape(name).vocab_size, model.shape.vocab_size
+    if theirs != ours:
+        raise BenchError(
+            f"{name!r} has a vocabulary of {theirs}, the corpus (tokenizer {tokenizer}) one of {ours}; prepare it with "
+            "the checkpoint's own tokenizer (GPT-2: --tokenizer gpt2)"
+        )
+    weights = load_causal(_model(name)).state_dict()
+    sources = _sources(model.shape.n_layer)
+    for key, parameter in model.named_parameters():
+        source, transposed = sources[key]
+        value = weights[source]
+        parameter.copy_((value.T if transposed else value)[: len(parameter)])
+
+
+def _model(name: str) -> str:
+    """The model's name for transformers, of which a folder's own goes before a short one."""
+    return name if Path(name).is_dir() else HUB_IDS.get(name, name)
+
+
+def _sources(n_layer: int) -> dict[str, tuple[str, bool]]:
+    """GPT-2's name for each parameter of ours, and whether it is transposed there."""
+    ours = ("token_embedding.weight", "position_embedding.weight", "final_norm.weight", "final_norm.bias")
+    theirs = ("wte.weight", "wpe.weight", "ln_f.weight", "ln_f.bias")
+    sources = {own: (f"transformer.{name}", False) for own, name in zip(ours, theirs, strict=True)}
+    sources["lm_head.weight"] = ("lm_head.weight", False)
+    for block in range(n_layer):
+        for own, name, transposed in _LAYERS:
+            sources[f"blocks.{block}.{own}.weight"] = (f"transformer.h.{block}.{name}.weight", transposed)
+            sources[f"blocks.{block}.{own}.bias"] = (f"transformer.h.{block}.{name}.bias", False)
+    return sources

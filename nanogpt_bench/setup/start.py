@@ -12,7 +12,7 @@ from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import Resolved
 from nanogpt_bench.data.batches import Corpus, digests_of, label_names, open_corpus
 from nanogpt_bench.model.gpt import GPT, GPTShape, build_model
-from nanogpt_bench.model.pretrained import checkpoint_shape, load_checkpoint
+from nanogpt_bench.model.weights import checkpoint_shape, load_checkpoint
 from nanogpt_bench.runs.trained import Trained, choose, fill_floats, is_checkpoint, is_run, load, trained_shape
 from nanogpt_bench.setup.task import model_shape
 from nanogpt_bench.system.errors import BenchError

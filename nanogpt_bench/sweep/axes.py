@@ -32,7 +32,7 @@ class Range:
     whole: bool = False
 
     def at(self, share: float) -> float | int:
-        """The number that lies `share` (0 to 1) of the way from low to high."""
+        """The number `share` (0 to 1) of the way from low to high."""
         if self.scale == "log":
             value = self.low * (self.high / self.low) ** share
         else:
@@ -55,16 +55,12 @@ class Axis:
         """
         if not isinstance(self.values, Range):
             return self.values
-        count = self.size
-        return tuple(dict.fromkeys(self.values.at(place / max(1, count - 1)) for place in range(count)))
+        steps = max(1, self.size - 1)
+        return tuple(dict.fromkeys(self.values.at(place / steps) for place in range(self.size)))
 
     @property
     def size(self) -> int:
-        """The number of values of a grid, at most: rounded to whole numbers, values of a range may coincide.
-
-        Raises:
-            BenchError: a range without a number of points.
-        """
+        """The number of values of a grid, at most: rounded to whole numbers, values of a range may coincide."""
         if not isinstance(self.values, Range):
             return len(self.values)
         if self.values.points is None:
@@ -72,11 +68,7 @@ class Axis:
         return self.values.points
 
     def draw(self, source: random.Random) -> Any:
-        """One value at random.
-
-        Raises:
-            BenchError: a range with a number of points, which are those of a grid.
-        """
+        """One value at random."""
         if not isinstance(self.values, Range):
             return source.choice(self.values)
         if self.values.points is not None:
@@ -85,11 +77,7 @@ class Axis:
 
 
 def grid_points(axes: tuple[Axis, ...]) -> Iterator[Point]:
-    """Yield every combination, the last axis running fastest.
-
-    >>> list(grid_points((Axis("rule", ("nearest",)), Axis("seed", (1, 2)))))
-    [{'rule': 'nearest', 'seed': 1}, {'rule': 'nearest', 'seed': 2}]
-    """
+    """Yield every combination, the last axis running fastest."""
     for values in product(*(axis.grid() for axis in axes)):
         yield dict(zip((axis.key for axis in axes), values, strict=True))
 
@@ -97,7 +85,7 @@ def grid_points(axes: tuple[Axis, ...]) -> Iterator[Point]:
 def random_points(axes: tuple[Axis, ...], samples: int, seed: int) -> Iterator[Point]:
     """Yield `samples` points at random, each at every value of the axis `seed` if there is one.
 
-    A point depends on its number, the seed and the keys alone: asking for more leaves the earlier ones as they are.
+    A point depends on its number, the seed and the keys alone: more samples leave the earlier ones as they are.
     """
     drawn = tuple(axis for axis in axes if axis.key != "seed")
     seeds = tuple(axis for axis in axes if axis.key == "seed")
@@ -108,37 +96,25 @@ def random_points(axes: tuple[Axis, ...], samples: int, seed: int) -> Iterator[P
 
 
 def read_axis(key: str, values: Any) -> Axis:
-    """Return the axis that a sweep file gives as `key: values`.
-
-    Raises:
-        BenchError: no such setting, no values, or bounds that make no sense.
-    """
-    check_key(key)
+    """Return the axis that a sweep file gives as `key: values`; refuses what makes no sense."""
+    if key not in FIELDS and not mapping_above(key):
+        raise unknown_key(key)
     if isinstance(values, Mapping):
         return Axis(key, _range(key, values))
     if not isinstance(values, list) or not values:
         raise BenchError(f"axes.{key}: {values!r} is not allowed; give a list of values, or min and max")
-    seen: set[Any] = set()
-    for value in values:
-        if (known := _hashable(value)) in seen:
+    for number, value in enumerate(values):
+        if _hashable(value) in map(_hashable, values[:number]):
             raise BenchError(f"axes.{key}: {value!r} is there twice")
-        seen.add(known)
     return Axis(key, tuple(values))
 
 
 def _hashable(value: Any) -> Any:
-    """A value of a file as one that a set can hold, equal where the values are."""
     if isinstance(value, Mapping):
         return "mapping", frozenset((key, _hashable(item)) for key, item in value.items())
     if isinstance(value, list | tuple):
         return "list", tuple(map(_hashable, value))
     return frozenset(value) if isinstance(value, set) else value
-
-
-def check_key(key: str) -> None:
-    """Raise for a key that is neither a setting nor an entry of model.formats."""
-    if key not in FIELDS and not mapping_above(key):
-        raise unknown_key(key)
 
 
 def _range(key: str, values: Mapping[Any, Any]) -> Range:
@@ -171,12 +147,10 @@ def _number(key: str, name: str, value: Any) -> float:
 def read_settings(content: Mapping[Any, Any]) -> Point:
     """Return settings, nested or dotted, entries of model.formats among them, as {dotted key: value}.
 
+    Raises `GivenTwice` for a setting, or an entry of one, that is given dotted and nested.
+
     >>> read_settings({"train": {"max_steps": 3}, "model.formats.attn": "E4M3"})
     {'train.max_steps': 3, 'model.formats.attn': 'E4M3'}
-
-    Raises:
-        BenchError: an unknown key.
-        GivenTwice: a setting, or an entry of one, is given dotted and nested.
     """
     settings: Point = once(
         pair
@@ -213,14 +187,10 @@ def assemble(base: Mapping[str, Any], point: Mapping[str, Any]) -> Point:
 
 def _option(key: str) -> str | None:
     """The layer option that a key of model.formats ends with, if any."""
-    last = key.rsplit(".", 1)[-1]
-    return last if key.count(".") > 2 and last in _layer_options() else None
-
-
-def _layer_options() -> frozenset[str]:
     import fp8manifold as fm
 
-    return frozenset(inspect.signature(fm.LayerSpec).parameters)
+    last = key.rsplit(".", 1)[-1]
+    return last if key.count(".") > 2 and last in inspect.signature(fm.LayerSpec).parameters else None
 
 
 def _put(formats: dict[str, Any], key: str, value: Any) -> None:

@@ -19,7 +19,7 @@ from nanogpt_bench.system.errors import BenchError, counted
 
 SHIPPED = "compare.yaml"
 REFERENCE = "bf16-mixed"
-# Rules tried on a format when only formats are asked for, and the format when only rules are.
+# Rules tried on a format when only formats are given, and the format when only rules are.
 DEFAULT_RULES = ("master", "nearest", "stochastic", "stiffness-anneal", "muon-stochastic", "muon-residual8")
 DEFAULT_FORMATS = ("E4M3",)
 STEPS, FORMAT = "train.max_steps", "model.format"
@@ -30,7 +30,6 @@ MOST_WARM_UP = 100
 
 @cache
 def shipped() -> SweepFile:
-    """The file of the comparison."""
     return read_sweep(find_sweep(SHIPPED))
 
 
@@ -44,18 +43,18 @@ def comparison(
     reference: str | None = None,
     given: Mapping[str, Any] | None = None,
 ) -> SweepFile:
-    """Return the shipped comparison, or one of the formats and rules asked for.
+    """Return the shipped comparison, or one of these formats and rules.
 
     Settings that are `given` go into every row that they mean something for; the intervals follow the steps.
 
     Raises:
-        BenchError: an unknown format or rule, or a setting that no row takes; names it.
+        BenchError: an unknown format or rule, or a setting that no row takes.
     """
     sweep, given = shipped(), dict(given or {})
     steps = _steps(given, max_steps) or sweep.base[STEPS]
     first = given.pop("seed", sweep.axes[0].grid()[0])
     base = of_length(sweep.base, steps) | ({} if data_dir is None else {"data.dir": data_dir.as_posix()})
-    if given.get("model.init_from") is not None:  # which has a size of its own
+    if given.get("model.init_from") is not None:  # whose size is the model's
         base.pop("model.size")
     chosen = choose_rows(formats, rules)
     check_count(len(chosen) * seeds, f"{counted(len(chosen), 'row')} at --seeds {seeds:,}")
@@ -70,21 +69,26 @@ def comparison(
 
 
 def choose_rows(formats: Sequence[str] | None, rules: Sequence[str] | None) -> tuple[Point, ...]:
-    """Return the settings of every row: the shipped ones, or the reference and all formats x rules asked for.
+    """Return the settings of every row: the shipped ones, or the reference and all formats x rules.
 
     Rules that keep float weights have no format and give one row each; `all` stands for every rule whose packages are
     installed, with the formats that its products take.
-
-    Raises:
-        BenchError: a rule or format does not exist (names the nearest one), or a rule's package is missing.
     """
     if formats is None and rules is None:
         return tuple(dict(row) for row in shipped().rows)
-    named = _chosen(rules or DEFAULT_RULES)
-    grids = _canonical(formats) if formats is not None else list(DEFAULT_FORMATS)
+    named = [name for name in rules or DEFAULT_RULES if name != "all"]
+    for name in named:
+        check_available(name)
+    if "all" in (rules or ()):
+        named = available_rules()
+    grids = DEFAULT_FORMATS if formats is None else [format_name(name, "--formats") for name in formats]
+    if "none" in grids:
+        raise BenchError("--formats: 'none' is no format to compare; the reference row is there already")
     floats = [(name, "none") for name in named if RULES[name].storage in WITHOUT_FORMATS]
     quantised = [name for name in named if RULES[name].storage not in WITHOUT_FORMATS]
-    crossed = [(name, fmt) for fmt in grids for name in quantised if name in (rules or ()) or _multiplies(name, fmt)]
+    # A rule whose products don't take a format is no row of `all`, and refused where it is named.
+    takes = {name: name in (rules or ()) or RULES[name].products is None for name in quantised}
+    crossed = [(name, fmt) for fmt in grids for name in quantised if takes[name] or fmt in FP8_FORMATS]
     return tuple(row_of(*pair) for pair in dict.fromkeys([(REFERENCE, "none"), *floats, *crossed]))
 
 
@@ -103,11 +107,7 @@ def row_settings(rule: str, fmt: str, *, seed: int, max_steps: int, data_dir: st
 
 
 def label(row: Mapping[str, Any]) -> str:
-    """Return the name of a row in the table.
-
-    >>> label({"rule": "nearest", "model.format": "E4M3"}), label({"rule": "fp32"})
-    ('E4M3 nearest', 'fp32')
-    """
+    """Return the name of a row in the table."""
     return row_label(row["rule"], row.get(FORMAT, "none"))
 
 
@@ -130,11 +130,7 @@ def taken(given: Mapping[str, Any], row: Mapping[str, Any]) -> Point:
 
 
 def read_given(words: Sequence[str]) -> dict[str, Any]:
-    """Return the settings of a command line by dotted key.
-
-    Raises:
-        BenchError: no such setting, or one that the rows differ in.
-    """
+    """Return the settings of a command line by dotted key; refuses those that the rows differ in."""
     if not words:
         return {}
     given = parse_overrides(words)
@@ -145,7 +141,7 @@ def read_given(words: Sequence[str]) -> dict[str, Any]:
     return {key: get(config, key) for key in given}  # 1e-3 is a number
 
 
-def told(given: Mapping[str, Any], sweep: SweepFile) -> Iterator[str]:
+def partly_used(given: Mapping[str, Any], sweep: SweepFile) -> Iterator[str]:
     """Yield in lines which rows a setting given is for, where that is not all of them."""
     for key, value in given.items():
         takers = [label(row) for row in sweep.rows if applies(key, value, RULES[row["rule"]])]
@@ -155,27 +151,8 @@ def told(given: Mapping[str, Any], sweep: SweepFile) -> Iterator[str]:
             yield f"{key} {value} in the rows that take it: {', '.join(takers)}"
 
 
-def _chosen(rules: Sequence[str]) -> list[str]:
-    named = [name for name in rules if name != "all"]
-    for name in named:
-        check_available(name)
-    return available_rules() if len(named) < len(rules) else named
-
-
-def _multiplies(name: str, fmt: str) -> bool:
-    """Whether a rule's products take a format; one that does not is no row of `all`, and refused where it is named."""
-    return RULES[name].products is None or fmt in FP8_FORMATS
-
-
-def _canonical(formats: Sequence[str]) -> list[str]:
-    names = list(dict.fromkeys(format_name(name, "--formats") for name in formats))
-    if "none" in names:
-        raise BenchError("--formats: 'none' is no format to compare; the reference row is there already")
-    return names
-
-
 def _steps(given: dict[str, Any], asked: int | None) -> int | None:
-    """Return the steps of every run, taken out of what was given, since other settings follow from them."""
+    """Take the steps of every run out of what was given, since other settings follow from them."""
     steps: int | None = given.pop(STEPS, None)
     if None not in (steps, asked) and steps != asked:
         raise BenchError(f"--{STEPS} {steps} and --max-steps {asked} are two numbers of steps; give one")

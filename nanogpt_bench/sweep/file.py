@@ -19,7 +19,7 @@ FOLDER = Path(__file__).parent.parent / "sweeps"
 Kind = TypeVar("Kind", bound=Section)
 
 
-class Sensitivity(Section):
+class SensitivityOptions(Section):
     """The layers that `--sensitivity` quantises, one at a time."""
 
     patterns: list[str] = setting(
@@ -115,10 +115,10 @@ class SweepFile:
     reference: Mapping[str, Any] | str | None = None
     tune: Tune | None = None
     confirm: Confirm | None = None
-    sensitivity: Sensitivity = field(default_factory=Sensitivity)
+    sensitivity: SensitivityOptions = field(default_factory=SensitivityOptions)
 
     def axis(self, key: str) -> Axis | None:
-        """The axis of a setting, None when it is none."""
+        """The axis of a setting, None where there is none."""
         return next((axis for axis in self.axes if axis.key == key), None)
 
 
@@ -132,20 +132,12 @@ SMOKE = ("settings", "axes", "tune", "confirm")
 
 
 def shipped_sweeps() -> list[str]:
-    """Return the names of the sweep files that come with the package.
-
-    >>> "formats.yaml" in shipped_sweeps()
-    True
-    """
+    """Return the names of the sweep files that come with the package."""
     return sorted(path.name for path in FOLDER.glob("*.yaml"))
 
 
 def find_sweep(name: str) -> Path:
-    """Return the path of a sweep file: `name` itself, or the shipped file of that name.
-
-    Raises:
-        BenchError: neither exists; names the nearest shipped file.
-    """
+    """Return the path of a sweep file: `name` itself, or the shipped file of that name."""
     return find_shipped(name, FOLDER, "sweep file")
 
 
@@ -153,8 +145,7 @@ def read_sweep(path: Path, overrides: Sequence[str] = (), *, smoke: bool = False
     """Read a sweep file; `--section.key VALUE` overrides take precedence over its settings, its section `smoke` too.
 
     Raises:
-        BenchError: unreadable, an unknown key, a key twice, a value out of range, or an axis that is overridden, in
-            one line.
+        BenchError: a file that can't be read, an unknown key, a value out of range, or an axis that is overridden.
     """
     try:
         return _read(path, overrides, smoke)
@@ -173,7 +164,9 @@ def _read(path: Path, overrides: Sequence[str], smoke: bool) -> SweepFile:
     tree = {**tree, **shrunk} if smoke else tree
     axes = _axes(tree.get("axes"), path)
     rows = _rows(tree.get("rows"), axes, path)
-    base = parse_overrides(overrides, assemble({}, _base(tree, path)))
+    base = {} if tree.get("config") is None else read_yaml(_beside(path, str(tree["config"])))
+    base |= _settings(tree.get("settings") or {}, "settings")
+    base = parse_overrides(overrides, assemble({}, base))
     for key in parse_overrides(overrides):
         if key in [axis.key for axis in axes]:
             raise BenchError(f"--{key}: {path.name} has it as an axis; leave one of them out")
@@ -188,7 +181,7 @@ def _read(path: Path, overrides: Sequence[str], smoke: bool) -> SweepFile:
         rows=rows,
         reference=reference if isinstance(reference, str | None) else _settings(reference, "reference"),
         **_tuning(tree, path),
-        sensitivity=_section(Sensitivity, tree, "sensitivity"),
+        sensitivity=_section(SensitivityOptions, tree, "sensitivity"),
     )
 
 
@@ -216,14 +209,11 @@ def _smoke(tree: Mapping[str, Any], path: Path) -> dict[str, Any]:
         for where, given in ((f"smoke.{name}", content), (name, tree.get(name) or {})):
             if not isinstance(given, dict):
                 raise BenchError(f"{where} in {path.name}: {given!r} is not allowed; give keys and values")
-    return {name: _put_in(name, tree.get(name) or {}, content) for name, content in smoke.items()}
-
-
-def _put_in(name: str, section: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str, Any]:
-    """A section with what smoke says in its place: settings one by one, however nested either is."""
-    if name == "settings":
-        return _settings(section, name) | _settings(content, f"smoke.{name}")
-    return {**section, **content}
+    small = {name: {**(tree.get(name) or {}), **content} for name, content in smoke.items()}
+    if "settings" in smoke:  # one by one, however nested either is
+        own = _settings(tree.get("settings") or {}, "settings")
+        small["settings"] = own | _settings(smoke["settings"], "smoke.settings")
+    return small
 
 
 def _axes(content: Any, path: Path) -> tuple[Axis, ...]:
@@ -231,11 +221,7 @@ def _axes(content: Any, path: Path) -> tuple[Axis, ...]:
         return ()
     if not isinstance(content, dict) or not content:
         raise BenchError(f"axes in {path.name}: {content!r} is not allowed; give settings and their values")
-    axes = tuple(read_axis(str(key), values) for key, values in content.items())
-    twice = [axis.key for axis in axes if [other.key for other in axes].count(axis.key) > 1]
-    if twice:
-        raise BenchError(f"axes in {path.name}: {twice[0]!r} is there twice")
-    return axes
+    return tuple(read_axis(str(key), values) for key, values in content.items())
 
 
 def _rows(content: Any, axes: Sequence[Axis], path: Path) -> tuple[dict[str, Any], ...]:
@@ -251,13 +237,6 @@ def _rows(content: Any, axes: Sequence[Axis], path: Path) -> tuple[dict[str, Any
             if axis.key in row:
                 raise BenchError(f"axes.{axis.key} in {path.name}: rows says it; leave one of them out")
     return rows
-
-
-def _base(tree: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """The settings of all runs: the configuration named, and what the file sets on top of it."""
-    name = tree.get("config")
-    base = read_yaml(_beside(path, str(name))) if name is not None else {}
-    return base | _settings(tree.get("settings") or {}, "settings")
 
 
 def _beside(path: Path, name: str) -> Path:

@@ -31,11 +31,7 @@ MOST_RUNS = 10_000
 
 
 def check_count(runs: int, source: str) -> None:
-    """Refuse more runs than are planned, before any is.
-
-    Raises:
-        BenchError: more than `MOST_RUNS`; names `source`, which asks for them.
-    """
+    """Refuse more runs than `MOST_RUNS`, before any is planned; `source` asks for them."""
     if runs > MOST_RUNS:
         count = f"{runs:,}" if runs < 10**15 else f"about 10^{math.log10(runs):.0f}"
         raise BenchError(f"{source} asks for {count} runs; at most {MOST_RUNS:,} are planned")
@@ -64,17 +60,15 @@ class PlannedRun:
 
 
 def plan_sweep(sweep: SweepFile) -> list[PlannedRun]:
-    """Return every run of the file: the references at every seed first, then the points, each once.
-
-    Raises:
-        BenchError: a point whose settings contradict each other or can't be used.
-    """
+    """Return every run of the file: the references at every seed first, then the points, each once."""
     if not sweep.axes and not sweep.rows:
         raise BenchError(f"{sweep.path.name} has no axes; give settings and the values they take")
     check_count(count_points(sweep), f"{sweep.path.name} (search: {sweep.search})")
-    points = list(points_of(sweep)) if sweep.axes else [{}]
+    points = points_of(sweep)
     planned = [plan_point(*each) for each in in_rows(sweep, points)]
-    return named_once([*_told_apart(plan_reference(sweep, points), planned), *planned])
+    by_name = {run.name: run for run in planned}
+    references = [plan_point(*each) for each in references_of(sweep, points, "seed")]
+    return named_once([*(_apart_from(by_name.get(run.name, run), run) for run in references), *planned])
 
 
 def in_rows(sweep: SweepFile, points: Sequence[Point]) -> Iterator[tuple[Mapping[str, Any], Point]]:
@@ -90,13 +84,8 @@ def in_rows(sweep: SweepFile, points: Sequence[Point]) -> Iterator[tuple[Mapping
         yield from ((base, {**said, **point}) for point in points)
 
 
-def _told_apart(references: Iterable[PlannedRun], planned: Iterable[PlannedRun]) -> list[PlannedRun]:
-    """The references; for one that a point is itself, that point, and where they share but the name, another label."""
-    points = {run.name: run for run in planned}
-    return [_apart_from(points.get(run.name, run), run) for run in references]
-
-
 def _apart_from(point: PlannedRun, run: PlannedRun) -> PlannedRun:
+    """The point where a reference is the same training; else the reference, by another label than the point's."""
     if resolve(build_config(point.settings)) == resolve(build_config(run.settings)):
         return point
     label = f"{run.label} (reference)"
@@ -104,43 +93,35 @@ def _apart_from(point: PlannedRun, run: PlannedRun) -> PlannedRun:
 
 
 def count_points(sweep: SweepFile) -> int:
-    """Return how many points the file asks for, at most, without making them.
-
-    Raises:
-        BenchError: a range of a grid that does not say how many.
-    """
+    """Return how many points the file has, at most, without making them."""
     rows = max(1, len(sweep.rows))
     if sweep.search == "random":
         return rows * sweep.samples * math.prod(axis.size for axis in sweep.axes if axis.key == "seed")
     return rows * math.prod(axis.size for axis in sweep.axes)
 
 
-def points_of(sweep: SweepFile) -> Iterator[Point]:
+def points_of(sweep: SweepFile) -> list[Point]:
     """Return the points of the axes: every combination, or random ones."""
-    if sweep.search == "random":
-        return random_points(sweep.axes, sweep.samples, sweep.sample_seed)
-    return grid_points(sweep.axes)
+    if sweep.search == "random" and sweep.axes:
+        return list(random_points(sweep.axes, sweep.samples, sweep.sample_seed))
+    return list(grid_points(sweep.axes))
 
 
-def plan_reference(sweep: SweepFile, points: Sequence[Point]) -> list[PlannedRun]:
-    """Return the file's reference at every seed that occurs; nothing where it gives no settings of one.
+def references_of(sweep: SweepFile, points: Iterable[Point], *keys: str) -> Iterator[tuple[Mapping[str, Any], Point]]:
+    """Yield (settings, point) of the file's reference at all `keys` of the points; none where it has no settings.
 
     There is one for every combination of values of the axes without which losses can't be set against each other, such
     as steps: a reference trains on what the points measured against it train on, as far.
     """
-    if not isinstance(sweep.reference, Mapping):
-        return []
-    keys = [key for key in (*keys_where("of_task"), "seed") if key not in sweep.reference]
-    found = [{key: point[key] for key in keys if key in point} for point in points]
-    base = reference_settings(sweep.base, sweep.reference)
-    return [plan_point(base, point) for point in {repr(point): point for point in found}.values()]
+    if isinstance(sweep.reference, Mapping):
+        base = reference_settings(sweep.base, sweep.reference)
+        same = [key for key in (*keys_where("of_task"), *keys) if key not in sweep.reference]
+        found = ({key: point[key] for key in same if key in point} for point in points)
+        yield from ((base, point) for point in {repr(point): point for point in found}.values())
 
 
 def left_out_of_reference(sweep: SweepFile) -> str:
-    """Return what a reference given as settings does without, in one line; "" where that is nothing.
-
-    Of what the file gives all runs those options of the optimizer count that weights of any kind have.
-    """
+    """Return the optimizer's options that a reference given as settings does without, in one line; "" for none."""
     if not isinstance(sweep.reference, Mapping):
         return ""
     kept = reference_settings(sweep.base, sweep.reference)
@@ -155,11 +136,7 @@ def left_out_of_reference(sweep: SweepFile) -> str:
 
 
 def plan_point(base: Mapping[str, Any], point: Mapping[str, Any], label: str | None = None) -> PlannedRun:
-    """Return the run at a point, checked; `label` instead of one made from the point.
-
-    Raises:
-        BenchError: settings that don't go together; it says at which point.
-    """
+    """Return the run at a point, its settings checked; `label` instead of one made from the point."""
     idle = _idle(base, point)
     axes = {key: value for key, value in _without_formats(base, point).items() if key not in idle}
     settings = {key: value for key, value in assemble(base, axes).items() if key not in idle}
@@ -192,11 +169,7 @@ def _idle(base: Mapping[str, Any], point: Mapping[str, Any]) -> frozenset[str]:
 
 
 def _without_formats(base: Mapping[str, Any], point: Mapping[str, Any]) -> Point:
-    """The point; without formats where the rule keeps float weights, so that it stands in the grid once.
-
-    Raises:
-        BenchError: the rule is no axis, so that all points of an axis of formats would be the same.
-    """
+    """The point; without formats where the rule keeps float weights, so that it is in the grid once."""
     if not _keeps_floats(base, point):
         return dict(point)
     kept = {key: value for key, value in point.items() if not key.startswith(("model.format", "model.granularity"))}
@@ -239,18 +212,14 @@ def _keeps_floats(base: Mapping[str, Any], point: Mapping[str, Any]) -> bool:
 def describe(config: Config, axes: Mapping[str, Any]) -> str:
     """Return the label of a point: format and rule, and the other axes by the last word of their key."""
     shorts = [key.rsplit(".", 1)[-1] for key in axes]
-    words = [row_label(rule_name(config), _format_word(config, axes))]
+    fmt, everywhere = format_summary(config), config.model.formats.get("*")
+    if fmt == "mixed" and axes.get("model.format") and everywhere is not None:  # that of the axis, others beside it
+        fmt = weight_format(everywhere)
+    words = [row_label(rule_name(config), fmt)]
     for key, short in zip(axes, shorts, strict=True):
         if key not in _SAID:
             words.append(f"{short if shorts.count(short) == 1 else key}={_shown(axes[key])}")
     return " ".join(words)
-
-
-def _format_word(config: Config, axes: Mapping[str, Any]) -> str:
-    """The format that a label begins with: that of the axis where others beside it make the whole mixed."""
-    summary = format_summary(config)
-    everywhere = config.model.formats.get("*") if axes.get("model.format") and summary == "mixed" else None
-    return summary if everywhere is None else weight_format(everywhere)
 
 
 def _shown(value: Any) -> str:
@@ -280,10 +249,7 @@ def baseline_of(reference: Mapping[str, Any] | str | None, planned: Sequence[Pla
     """Return the label of the row to measure against, None for the first BF16 one.
 
     `planned` begins with those of settings given as reference. A name is that of a row, or of the first with that rule
-    and format.
-
-    Raises:
-        BenchError: no such row; names the nearest one.
+    and format; any other is refused.
     """
     if not isinstance(reference, str):
         return None if reference is None else planned[0].label
@@ -297,11 +263,7 @@ def baseline_of(reference: Mapping[str, Any] | str | None, planned: Sequence[Pla
 
 
 def named_once(planned: Iterable[PlannedRun]) -> list[PlannedRun]:
-    """Return the runs without repetitions of the same settings.
-
-    Raises:
-        BenchError: two runs of other settings would share a folder.
-    """
+    """Return the runs without repetitions; refuses two of other settings that would share a folder."""
     by_name: dict[str, PlannedRun] = {}
     for run in planned:
         other = by_name.setdefault(run.name, run)

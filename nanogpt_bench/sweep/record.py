@@ -2,7 +2,7 @@
 
 import json
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,8 +30,7 @@ from nanogpt_bench.runs.load import (
 from nanogpt_bench.runs.read import SUMS, finite, write_sums
 from nanogpt_bench.sweep.plan import PlannedRun
 from nanogpt_bench.system.errors import BenchError, one_line
-from nanogpt_bench.system.files import write_text
-from nanogpt_bench.system.lock import is_unused
+from nanogpt_bench.system.files import is_unused, write_text
 from nanogpt_bench.system.untrusted import read_json
 
 DATE = "%Y-%m-%d %H:%M UTC"
@@ -40,12 +39,10 @@ OUTCOMES = (
     *("status", "steps", "final_val_loss", "best_val_loss", "first_val_loss", "bytes_per_parameter", "stall"),
     *("arrived", "tokens_per_s", "seconds"),
 )
-#: figures beside the loss
-_BESIDE = tuple(metric.figure for metric in BESIDE_LOSS)
 
 
 class SweepRecord:
-    """Everything a sweep writes lies in `folder`: a folder a run, sweep.json, the report.
+    """The runs of a sweep in `folder`: a folder a run, sweep.json, the report.
 
     Runs are added one by one, since some are planned by what others found. `mode` is grid, random, compare, tune
     or sensitivity. Gaps are measured against the row labelled `baseline`, without one against the
@@ -67,7 +64,7 @@ class SweepRecord:
         self._entries: dict[str, dict[str, Any]] = {}
 
     def add(self, run: PlannedRun) -> bool:
-        """Add a run; True when an earlier start has brought it to its end.
+        """Add a run; True where an earlier start has ended it.
 
         Otherwise what it left is removed, unless it has checkpoints to go on from.
         """
@@ -80,24 +77,34 @@ class SweepRecord:
         return False
 
     def _read(self, run: PlannedRun) -> bool:
-        """Read what a run's folder says of it; whether it has come to its own end."""
+        """Read a run's folder; returns whether it has come to its own end."""
         summary = self.summary(run)
         self._ended[run.name] = has_ended(summary)
-        self._entries[run.name] = self._entry(run, summary)
+        self._entries[run.name] = {
+            "name": run.name,
+            "label": run.label,
+            "rule": run.rule,
+            "format": run.format,
+            "seed": run.seed,
+            "axes": plain(run.axes),
+            "ended": self._ended[run.name],
+            **{key: summary.get(key) for key in OUTCOMES},
+            **{metric.figure: summary[metric.figure] for metric in BESIDE_LOSS if metric.figure in summary},
+            "failure": (summary.get("failure") or {}).get("kind"),
+            "failures": list(dict.fromkeys(finding.kind for finding in failures_in(summary))),
+            "settings": plain(run.settings),
+        }
         if self._ended[run.name]:
             drop_checkpoints(self.run_dir(run), run.settings)
         return self._ended[run.name]
 
     def resumes(self, run: PlannedRun) -> bool:
-        """Return whether an added run resumes from a checkpoint."""
         return run.name in self._resumed
 
     def run_dir(self, run: PlannedRun) -> Path:
-        """The folder of a run."""
         return self.folder / run.name
 
     def summary(self, run: PlannedRun) -> dict[str, Any]:
-        """The content of the run's summary.json; {} while there is none."""
         return summary_of(self.run_dir(run))
 
     def final_loss(self, run: PlannedRun) -> float | None:
@@ -132,24 +139,17 @@ class SweepRecord:
 
     def rows(self) -> list[Row]:
         """The rows in the order of the table, each with those of its runs that have begun; one given up has none."""
-        begun = [Row(runs[0].label, runs[0].rule, runs[0].format, tuple(self._loaded(runs))) for runs in self.by_row()]
-        return with_given_up(begun, read_studies([self.folder]).tunings, self.order)
-
-    def by_row(self) -> list[list[PlannedRun]]:
-        """The runs of every row of the table, in its order."""
         grouped: dict[str, list[PlannedRun]] = {label: [] for label in self.order}
         for run in self.planned:
             if not run.aside:
                 grouped.setdefault(run.label, []).append(run)
-        return [runs for runs in grouped.values() if runs]
-
-    def _loaded(self, runs: Sequence[PlannedRun]) -> Iterator[Run]:
-        for run in runs:
-            if is_run_folder(self.run_dir(run)):
-                yield load_run(self.run_dir(run))
+        begun = []
+        for runs in filter(None, grouped.values()):
+            loaded = (load_run(self.run_dir(run)) for run in runs if is_run_folder(self.run_dir(run)))
+            begun.append(Row(runs[0].label, runs[0].rule, runs[0].format, tuple(loaded)))
+        return with_given_up(begun, read_studies([self.folder]).tunings, self.order)
 
     def results(self) -> list[Result]:
-        """The table as it stands."""
         rows = self.rows()
         return measure(rows, find_reference(rows, self.baseline))
 
@@ -161,24 +161,22 @@ class SweepRecord:
 
     def _facts(self, rows: Sequence[Row]) -> dict[str, str]:
         """The facts at the head of the report: command, machine, date, and what its runs share."""
-        own = {"Command": command_line(), "Machine": platform.platform(), "Date": self._started.strftime(DATE)}
-        return (
-            own | facts_of([run for row in rows for run in row.runs]) | {"Command": own["Command"], "Date": own["Date"]}
-        )
+        now = {"Command": command_line(), "Date": self._started.strftime(DATE)}
+        first = {"Command": now["Command"], "Machine": platform.platform(), "Date": now["Date"]}
+        return first | facts_of([run for row in rows for run in row.runs]) | now
 
     def note_failure(self, run: PlannedRun, error: Mapping[str, Any]) -> None:
         """Write down how a run failed that could not do so itself, so that the folder alone tells the story.
 
-        A full disk or a kill is no failure of the run, which goes on when it is started again. Of a full disk the run
-        has told what it could, and nothing more is written to it. Any other error is told as one, with its traceback,
-        and the run is tried again as well.
+        A full disk or a kill is no failure of the run, which goes on when it is started again; to a full disk nothing
+        more is written. Any other error is one, with its traceback, and the run is tried again as well.
         """
-        told = {"kind": error["kind"], "message": one_line(str(error["message"]))}
+        known = {"kind": error["kind"], "message": one_line(str(error["message"]))}
         if error["kind"] == "killed":
-            self._write_summary(run, "stopped", stop=told)
+            self._write_summary(run, "stopped", stop=known)
         if error["kind"] in ("killed", "signal", "disk"):
             return
-        self._write_summary(run, "failed", failure=told)
+        self._write_summary(run, "failed", failure=known)
         if error.get("traceback"):
             write_text(self.run_dir(run) / "traceback.txt", error["traceback"])
 
@@ -225,11 +223,7 @@ class SweepRecord:
         return entries
 
     def check(self, run: PlannedRun) -> None:
-        """Refuse a run that an earlier start has done with other settings.
-
-        Raises:
-            BenchError: names the first setting that differs.
-        """
+        """Refuse a run that an earlier start has done with other settings."""
         before = self._before.get(run.name)
         if before is None:
             return
@@ -242,31 +236,11 @@ class SweepRecord:
                 )
 
     def write_manifest(self) -> None:
-        """Write sweep.json as things stand."""
+        """Write sweep.json as things are."""
         self.folder.mkdir(parents=True, exist_ok=True)
         entries = [self._entries[run.name] for run in self.planned]
         # What an earlier start did beyond today's plan stays known: its settings guard its folder.
         entries += [{**entry, "of_plan": False} for name, entry in self._before.items() if name not in self._entries]
-        told = {"mode": self.mode, "baseline": self.baseline, "order": list(self.order)}
-        content = {**told, "command": command_line(), "runs": entries}
+        facts = {"mode": self.mode, "baseline": self.baseline, "order": list(self.order)}
+        content = {**facts, "command": command_line(), "runs": entries}
         write_text(self.folder / SWEEP, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
-
-    def _entry(self, run: PlannedRun, summary: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            "name": run.name,
-            "label": run.label,
-            "rule": run.rule,
-            "format": run.format,
-            "seed": run.seed,
-            "axes": plain(run.axes),
-            "ended": has_ended(summary),
-            **_outcome(summary),
-            "settings": plain(run.settings),
-        }
-
-
-def _outcome(summary: Mapping[str, Any]) -> dict[str, Any]:
-    failure = (summary.get("failure") or {}).get("kind")
-    failures = list(dict.fromkeys(finding.kind for finding in failures_in(summary)))
-    known = {key: summary.get(key) for key in OUTCOMES} | {key: summary[key] for key in _BESIDE if key in summary}
-    return known | {"failure": failure, "failures": failures}

@@ -13,8 +13,8 @@ from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.evaluation.measurement import FILE
 from nanogpt_bench.setup.formats import format_name
 from nanogpt_bench.setup.resolve import resolve
-from nanogpt_bench.sweep.axes import Axis
-from nanogpt_bench.sweep.file import Sensitivity, SweepFile
+from nanogpt_bench.sweep.axes import Axis, grid_points
+from nanogpt_bench.sweep.file import SensitivityOptions, SweepFile
 from nanogpt_bench.sweep.plan import PlannedRun, check_count, named_once, plan_point
 from nanogpt_bench.sweep.record import SweepRecord
 from nanogpt_bench.system.errors import BenchError
@@ -36,16 +36,11 @@ class Study:
 
     @property
     def planned(self) -> list[PlannedRun]:
-        """Every run, the references first."""
         return named_once([*self.reference, *(run for runs in self.cells.values() for run in runs)])
 
 
 def plan_study(sweep: SweepFile) -> Study:
-    """Return the study that a sweep file asks for: its axes are formats, and seeds if several are wanted.
-
-    Raises:
-        BenchError: no formats, or an axis that has no place in the table.
-    """
+    """Return the study that a sweep file describes: its axes are formats, and seeds if several are wanted."""
     for axis in sweep.axes:
         if axis.key not in AXES:
             raise BenchError(
@@ -55,19 +50,20 @@ def plan_study(sweep: SweepFile) -> Study:
     if (formats := sweep.axis("model.format")) is None:
         raise BenchError(f"--sensitivity needs the axis model.format in {sweep.path.name}, such as [E4M3, E7M0]")
     seeds = sweep.axis("seed")
-    repeats = seeds.size if seeds is not None else 1
-    check_count(formats.size * repeats, f"{sweep.path.name} (--sensitivity)")
+    check_count(formats.size * (seeds.size if seeds is not None else 1), f"{sweep.path.name} (--sensitivity)")
     names = _names(formats)
-    points = [{"seed": seed} for seed in seeds.grid()] if seeds is not None else [{}]
+    points = list(grid_points((seeds,) if seeds is not None else ()))
     base = {key: value for key, value in sweep.base.items() if key not in ("model.format", "model.formats")}
-    patterns = _patterns(sweep.sensitivity, resolve(build_config({**base, "model.format": names[0]})))
+    config, options = resolve(build_config({**base, "model.format": names[0]})), sweep.sensitivity
+    blocks = [f"blocks.{index}" for index in range(config.model.n_layer or 0)] if options.blocks else []
+    patterns = tuple(dict.fromkeys([*options.patterns, *blocks]))
     check_count(len(patterns) * len(names) * len(points), f"{sweep.path.name} (--sensitivity)")
     cells = {
-        (pattern, name): tuple(_cell_run(base, sweep.sensitivity, pattern, name, point) for point in points)
+        (pattern, name): tuple(_cell_run(base, options, pattern, name, point) for point in points)
         for pattern in patterns
         for name in names
     }
-    return Study(patterns, names, sweep.sensitivity.operand, _references(sweep, base, names[0], points), cells)
+    return Study(patterns, names, options.operand, _references(sweep, base, config, points), cells)
 
 
 def _names(formats: Axis) -> tuple[str, ...]:
@@ -77,18 +73,13 @@ def _names(formats: Axis) -> tuple[str, ...]:
     return names
 
 
-def _patterns(options: Sensitivity, config: Config) -> tuple[str, ...]:
-    blocks = [f"blocks.{index}" for index in range(config.model.n_layer or 0)] if options.blocks else []
-    return tuple(dict.fromkeys([*options.patterns, *blocks]))
-
-
 def _references(
-    sweep: SweepFile, base: Mapping[str, Any], fmt: str, points: Sequence[Mapping[str, Any]]
+    sweep: SweepFile, base: Mapping[str, Any], config: Config, points: Sequence[Mapping[str, Any]]
 ) -> tuple[PlannedRun, ...]:
     """The same training with float weights: as the file says, or AdamW at the precision of the others."""
     own = sweep.reference
     if own is None:
-        own = {"rule": float_rule(resolve(build_config({**base, "model.format": fmt})).train.precision)}
+        own = {"rule": float_rule(config.train.precision)}
     if isinstance(own, str):
         raise BenchError(f"reference: {own!r} names a row; --sensitivity takes settings, such as {{rule: fp32}}")
     settings = reference_settings(base, own)
@@ -96,7 +87,7 @@ def _references(
 
 
 def _cell_run(
-    base: Mapping[str, Any], options: Sensitivity, pattern: str, fmt: str, point: Mapping[str, Any]
+    base: Mapping[str, Any], options: SensitivityOptions, pattern: str, fmt: str, point: Mapping[str, Any]
 ) -> PlannedRun:
     settings = {**base, "model.formats": {pattern: fmt if options.operand == "weight" else {options.operand: fmt}}}
     where = {"pattern": pattern, "model.format": fmt}
@@ -122,7 +113,10 @@ def measure_gaps(study: Study, record: SweepRecord) -> dict[str, Any]:
         "reference": study.reference[0].label,
         "reference_loss": _mean([loss for loss in base.values() if loss is not None]),
     }
-    gaps = {place: _gaps(record, runs, base) for place, runs in study.cells.items()}
+    gaps: dict[tuple[str, str], list[float]] = {}
+    for place, runs in study.cells.items():
+        pairs = [(record.final_loss(run), base[run.seed]) for run in runs]
+        gaps[place] = [loss - of for loss, of in pairs if loss is not None and of is not None]
     rows = [[gaps[pattern, name] for name in study.formats] for pattern in study.patterns]
     return content | {
         "gap": [[_mean(cell) for cell in row] for row in rows],
@@ -131,17 +125,12 @@ def measure_gaps(study: Study, record: SweepRecord) -> dict[str, Any]:
     }
 
 
-def _gaps(record: SweepRecord, runs: Sequence[PlannedRun], base: Mapping[int, float | None]) -> list[float]:
-    pairs = [(record.final_loss(run), base[run.seed]) for run in runs]
-    return [loss - of for loss, of in pairs if loss is not None and of is not None]
-
-
 def _mean(values: Sequence[float]) -> float | None:
     return statistics.fmean(values) if values else None
 
 
 def _status(record: SweepRecord, runs: Sequence[PlannedRun]) -> str | None:
-    """The end of the cell's runs: the kind of the failure where there is one, None when all finished."""
+    """The ends of the cell's runs, by the kind of a failure where there is one; None when all finished."""
     ends = []
     for run in runs:
         summary = record.summary(run)
@@ -151,5 +140,5 @@ def _status(record: SweepRecord, runs: Sequence[PlannedRun]) -> str | None:
 
 
 def write_gaps(study: Study, record: SweepRecord) -> Path:
-    """Write sensitivity.json as things stand."""
+    """Write sensitivity.json as things are."""
     return write_text(record.folder / FILE, json.dumps(measure_gaps(study, record), indent=1) + "\n")

@@ -1,4 +1,7 @@
-"""The training of a sweep in worker processes under one bar, and its end: report, table and exit code."""
+"""A sweep from its plan to its report: grid or random points, rates tuned and confirmed, the sensitivity of layers.
+
+Runs train in worker processes under one bar.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,15 +18,21 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
-from nanogpt_bench.config.settings import build_config
-from nanogpt_bench.report.tables import to_text
-from nanogpt_bench.runs.load import PASSING
+from nanogpt_bench.config.schema import DEFAULT_DATA_DIR
+from nanogpt_bench.config.settings import build_config, load_config
+from nanogpt_bench.data import prepare_default
+from nanogpt_bench.evaluation.measurement import gaps_table
+from nanogpt_bench.report.tables import to_text, tuning_table
+from nanogpt_bench.runs.load import PASSING, has_ended
 from nanogpt_bench.setup.resolve import resolve
-from nanogpt_bench.sweep.plan import PlannedRun
+from nanogpt_bench.sweep.file import SweepFile
+from nanogpt_bench.sweep.plan import PlannedRun, baseline_of, check_inputs, left_out_of_reference, plan_sweep
 from nanogpt_bench.sweep.record import SweepRecord
-from nanogpt_bench.system.errors import counted, printable, rough_time
+from nanogpt_bench.sweep.sensitivity import measure_gaps, plan_study, write_gaps
+from nanogpt_bench.sweep.tuning import Tuning
+from nanogpt_bench.sweep.workers import Event, Local, Pool, check_workers, divide, threads_asked
+from nanogpt_bench.system.errors import counted, one_line, printable, rough_time
 from nanogpt_bench.system.signals import RESUMABLE, StopRequest, stop_requests
-from nanogpt_bench.workers.pool import Event, Local, Pool, divide, threads_asked
 
 #: seconds before the first estimate of the time left, and between two estimates, where there is no terminal; in long
 #: runs two estimates are this share of the elapsed time apart
@@ -44,7 +53,7 @@ class Entry:
 
 
 class Bar:
-    """Follows the events of a pool and shows them; a context manager, since a bar on a terminal has to be left."""
+    """The events of a pool on a terminal; a context manager, since a bar there has to be left."""
 
     def __init__(self, console: Console) -> None:
         self.entries: list[Entry] = []
@@ -68,7 +77,6 @@ class Bar:
         self._bar.stop()
 
     def add(self, name: str, size: float = 1.0) -> None:
-        """Take one more run in."""
         self.entries.append(Entry(name, size))
 
     def say(self, text: str) -> None:
@@ -87,7 +95,9 @@ class Bar:
                 self._first = self._first or (self.elapsed(), self.share())
             elif event.kind != "started":
                 entry.ended, entry.done = True, 1.0
-                self.say(_line(entry, event))
+                loss = "" if entry.loss is None else f"  val {entry.loss:.3f}"
+                failed = f"failed  {one_line(event.data['error']['message'])}" if event.kind == "failed" else None
+                self.say(f"{entry.name}: {failed or f'done{loss}'}")
         self._bar.update(self._task, completed=self.share(), description=self.words())
         elapsed = self.elapsed()
         if not self._console.is_terminal and elapsed >= self._next_estimate and self.left():
@@ -100,11 +110,10 @@ class Bar:
         return sum(entry.size * entry.done for entry in self.entries) / sum(sizes) if sizes else 0.0
 
     def words(self) -> str:
-        """How many runs have ended, and the time left."""
         return f"{sum(entry.ended for entry in self.entries)} of {len(self.entries)} runs ended{self.left()}"
 
     def left(self) -> str:
-        """About how long the rest takes at the pace since the first steps, in words; "" while nothing is known of it.
+        """The time that the rest takes at the pace since the first steps, in words; "" while nothing is known of it.
 
         The last runs keep fewer workers busy, so that this is too little by about a run's length.
         """
@@ -114,40 +123,21 @@ class Bar:
         return f", {rough_time((self.elapsed() - since) * rest / done)} left" if done > 0 and rest > 0 else ""
 
 
-def _line(entry: Entry, event: Event) -> str:
-    if event.kind == "failed":
-        return f"{entry.name}: failed  {' '.join(str(event.data['error']['message']).split())}"
-    return f"{entry.name}: done" + ("" if entry.loss is None else f"  val {entry.loss:.3f}")
-
-
 def threads_set(runs: Iterable[PlannedRun]) -> int | None:
-    """Return the most threads that a run's own settings ask for, None where none does."""
+    """Return the most threads that a run's own settings name, None where none does."""
     return max((run.settings.get("runtime.threads") or 0 for run in runs), default=0) or None
 
 
 def check_machine(runs: Sequence[PlannedRun], executor: Local) -> None:
-    """Refuse runs that ask for what no worker has.
-
-    Raises:
-        BenchError: a device that is not there, or, on this machine, more memory than is free.
-    """
+    """Refuse a device that is not there, or, on this machine, more memory than is free."""
     from nanogpt_bench.setup.memory import DECIDING, check_fits
 
     for device in {str(run.settings.get("runtime.device")) for run in runs}:
         executor.check_device(device)
-    if not isinstance(executor, Local):
-        return
-    for settings in {repr(_those_of(run, DECIDING)): run.settings for run in runs}.values():
-        check_fits(resolve(build_config(settings)))
-
-
-def _those_of(run: PlannedRun, keys: Sequence[str]) -> list[tuple[str, Any]]:
-    return [(key, value) for key, value in run.settings.items() if key.startswith(tuple(keys))]
-
-
-def nothing_follows(_: PlannedRun) -> Iterable[PlannedRun]:
-    """No run is planned by what another found."""
-    return ()
+    keys = tuple(DECIDING)
+    different = {repr([item for item in run.settings.items() if item[0].startswith(keys)]): run for run in runs}
+    for run in different.values():
+        check_fits(resolve(build_config(run.settings)))
 
 
 class Session:
@@ -165,12 +155,8 @@ class Session:
         self.say = self._bar.say
         self._threads = 1
 
-    def train(self, planned: Iterable[PlannedRun], on_end: OnEnd = nothing_follows) -> bool:
-        """Train the runs and those that follow from them; False when a signal ended it before.
-
-        Raises:
-            BenchError: as `check_machine`; nothing is trained.
-        """
+    def train(self, planned: Iterable[PlannedRun], on_end: OnEnd = lambda _: ()) -> bool:
+        """Train the runs and those that follow from them; False when a signal ended it before."""
         todo = [run for first in planned for run in self._left(first, on_end)]
         check_machine(todo, self._executor)
         self._record.write_manifest()
@@ -182,7 +168,10 @@ class Session:
         )
         pool = Pool(size, self._threads, self._executor)
         with pool, self._bar:
-            self._announce(len(todo), size)
+            done = len(self._record.planned) - len(todo)
+            before = f", {done} done before" if done else ""
+            threads = counted(self._threads, "thread")
+            self.say(f"{counted(len(todo), 'run')}{before}; {size} at a time, {threads} each")
             with stop_requests(pool.kill) as stop:
                 self._enqueue(todo)
                 self._follow(pool, on_end, stop)
@@ -199,40 +188,33 @@ class Session:
             return [run]
         return [left for following in on_end(run) for left in self._left(following, on_end)]
 
-    def _announce(self, todo: int, size: int) -> None:
-        done = len(self._record.planned) - todo
-        before = f", {done} done before" if done else ""
-        self._bar.say(f"{counted(todo, 'run')}{before}; {size} at a time, {counted(self._threads, 'thread')} each")
-
     def _enqueue(self, runs: Iterable[PlannedRun]) -> None:
         for run in runs:
-            self._add(run)
+            run_dir, resume = self._record.run_dir(run), self._record.resumes(run)
+            threads = self._threads
+            if resume and (before := run_dir / "config.yaml").is_file():  # for the same sums in the same order
+                threads = load_config(before).runtime.threads or threads
+            settings = {"runtime.threads": threads, **PASSING, **run.settings}
+            self._waiting.append(len(self._jobs))
+            self._jobs.append({"settings": settings, "run_dir": str(run_dir), "argv": sys.argv, "resume": resume})
+            self._runs.append(run)
+            self._bar.entries.append(Entry(f"{run.label} · seed {run.seed}", run.cost))
         order = sorted(self._waiting, key=lambda job: _turn(self._runs[job]))
         self._waiting.clear()
         self._waiting.extend(order)
-
-    def _add(self, run: PlannedRun) -> None:
-        run_dir, resume = self._record.run_dir(run), self._record.resumes(run)
-        threads = _threads_of(run_dir) if resume else None  # as before, for the same sums in the same order
-        settings = {"runtime.threads": threads or self._threads, **PASSING, **run.settings}
-        self._jobs.append({"settings": settings, "run_dir": str(run_dir), "argv": sys.argv, "resume": resume})
-        self._runs.append(run)
-        self._bar.add(f"{run.label} · seed {run.seed}", run.cost)
-        self._waiting.append(len(self._jobs) - 1)
 
     def _follow(self, pool: Pool, on_end: OnEnd, stop: StopRequest) -> None:
         for event in pool.run(self._jobs, self._waiting):
             if stop.asked:
                 return
-            self._bar.show(self._judged(event))
-            if event.job is not None and event.kind in ("done", "failed"):
-                self._end(event, self._runs[event.job], on_end)
-
-    def _judged(self, event: Event) -> Event:
-        """The event, the end of a training that went well for the worker and badly for the model as a failure."""
-        summary = self._record.summary(self._runs[event.job]) if event.job is not None and event.kind == "done" else {}
-        failure = summary.get("failure") if summary.get("status") == "failed" else None
-        return event if failure is None else Event(event.job, "failed", {"error": failure})
+            run = None if event.job is None else self._runs[event.job]
+            if run is not None and event.kind == "done":  # of the worker; the training itself may have failed
+                summary = self._record.summary(run)
+                if summary.get("status") == "failed" and summary.get("failure"):
+                    event = Event(event.job, "failed", {"error": summary["failure"]})
+            self._bar.show(event)
+            if run is not None and event.kind in ("done", "failed"):
+                self._end(event, run, on_end)
 
     def _end(self, event: Event, run: PlannedRun, on_end: OnEnd) -> None:
         self._record.end(run, event.data["error"] if event.kind == "failed" else None)
@@ -244,13 +226,6 @@ class Session:
 def _turn(run: PlannedRun) -> tuple[bool, int, float]:
     """The order of runs: trials, then one seed of every row before the next seed, and long runs before short ones."""
     return (not run.aside, run.seed, -run.cost)
-
-
-def _threads_of(run_dir: Path) -> int | None:
-    from nanogpt_bench.config.settings import load_config
-
-    path = run_dir / "config.yaml"
-    return load_config(path).runtime.threads if path.is_file() else None
 
 
 def close(
@@ -275,3 +250,72 @@ def close(
         print(f"runs not brought to their end: {len(left)}; {going_on}", file=sys.stderr)
         return 1
     return 0 if any(record.summary(run).get("status") == "finished" for run in record.planned) else 1
+
+
+def sweep_grid(
+    sweep: SweepFile,
+    out: Path,
+    workers: int | None,
+    executor: Local,
+    *,
+    mode: str | None = None,
+    again: str | None = None,
+) -> int:
+    """Train every point of the file and report; the last line is the report's path.
+
+    `mode` is written to sweep.json in place of the search. `again` is the command that goes on, where it is another.
+
+    Returns 0, 1 when not one run finished or one was ended from outside (a full disk, a kill, a crash), 75 when a
+    signal ended it (the report then covers what there is).
+    """
+    planned = plan_sweep(sweep)
+    record = SweepRecord(out, mode or sweep.search, baseline_of(sweep.reference, planned))
+    _check(sweep, record, planned, workers, executor)
+    whole = Session(record, workers, executor).train(planned)
+    return close(record, whole=whole, command=again)
+
+
+def _check(
+    sweep: SweepFile, record: SweepRecord, planned: Sequence[PlannedRun], workers: int | None, executor: Local
+) -> None:
+    """Refuse what can't be trained before anything is written, the default corpus apart."""
+    check_workers(workers, "workers", threads_set(planned), executor.cores())
+    for run in planned:
+        record.check(run)
+    check_machine([run for run in planned if not has_ended(record.summary(run))], executor)
+    for folder in {str(run.settings.get("data.dir", DEFAULT_DATA_DIR)) for run in planned}:
+        prepare_default(folder)
+    check_inputs(planned)
+    if said := left_out_of_reference(sweep):
+        print(said, file=sys.stderr)
+
+
+def tune_and_confirm(sweep: SweepFile, out: Path, workers: int | None, executor: Local) -> int:
+    """Search the best rates of every point, train it at these on other seeds, report and write tuning.json."""
+    record = SweepRecord(out, "tune")
+    tuning = Tuning(sweep, record)
+    record.order, record.baseline = tuning.labels, tuning.baseline
+    _check(sweep, record, tuning.checked(), workers, executor)
+    session = Session(record, workers, executor, tuning.to_come)
+    tuning.say = session.say
+    whole = session.train(tuning.first(), tuning.after)
+    tuning.write()
+    return close(record, whole=whole, table=tuning_table(tuning.rows()), rows=True)
+
+
+def measure_sensitivity(sweep: SweepFile, out: Path, workers: int | None, executor: Local) -> int:
+    """Quantise one layer pattern at a time, print the gaps and write sensitivity.json."""
+    study = plan_study(sweep)
+    record = SweepRecord(out, "sensitivity", study.reference[0].label)
+    _check(replace(sweep, reference=sweep.reference or {}), record, study.planned, workers, executor)
+
+    def after(_: PlannedRun) -> Iterable[PlannedRun]:
+        write_gaps(study, record)
+        return ()
+
+    whole = Session(record, workers, executor).train(study.planned, after)
+    write_gaps(study, record)
+    return close(record, whole=whole, table=gaps_table(measure_gaps(study, record)))
+
+
+MODES = {"tune": tune_and_confirm, "sensitivity": measure_sensitivity}

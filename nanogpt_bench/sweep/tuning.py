@@ -8,22 +8,29 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.config.keys import FIELDS, get, keys_where
-from nanogpt_bench.config.rules import reference_settings
+from nanogpt_bench.config.keys import FIELDS, get
 from nanogpt_bench.config.settings import build_config, unknown_key
 from nanogpt_bench.runs.load import TRIALS
 from nanogpt_bench.runs.read import finite
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.sweep.axes import Point
 from nanogpt_bench.sweep.file import SweepFile, Tune
-from nanogpt_bench.sweep.plan import PlannedRun, baseline_of, check_count, count_points, plan_point, points_of
+from nanogpt_bench.sweep.plan import (
+    PlannedRun,
+    baseline_of,
+    check_count,
+    count_points,
+    plan_point,
+    points_of,
+    references_of,
+)
 from nanogpt_bench.sweep.record import SweepRecord
 from nanogpt_bench.system.errors import BenchError, counted
 from nanogpt_bench.system.files import write_text
 
 FILE = "tuning.json"
 STEPS = "train.max_steps"
-#: a point of the grid: for every key, how many half steps it lies from the start
+#: a point of the grid: for every key, its half steps from the start
 Place = tuple[int, ...]
 FULL, HALF = 2, 1
 
@@ -71,15 +78,13 @@ class Search:
         return choices[at] if not between and 0 <= at < len(choices) else None
 
     def values(self, place: Place) -> dict[str, float | None]:
-        """The values of the keys at a place."""
         return {key: self.value(key, index) for key, index in zip(self.first, place, strict=True)}
 
     def has(self, place: Place) -> bool:
-        """Whether every key has a value at a place."""
         return None not in self.values(place).values()
 
     def round(self) -> list[PlannedRun]:
-        """The runs to try next, all that can be told from those that have ended; none when the search is over."""
+        """The runs to try next, all that follow from those that have ended; none when the search is over."""
         while places := next_places(self.losses, len(self.first), self.has):
             for place in places:
                 self._try(place)
@@ -92,15 +97,13 @@ class Search:
     def _try(self, place: Place) -> None:
         """Plan the runs of a place; one beyond what a setting takes is worse than all, as if they had diverged."""
         try:
-            self.trials[place] = [self._trial(place, seed) for seed in self.options.seeds]
+            values = {**self.start.axes, **self.values(place)}
+            runs = [plan_point(self.base, {**values, "seed": seed}) for seed in self.options.seeds]
+            self.trials[place] = [replace(run, name=f"{TRIALS}/{run.name}", aside=True) for run in runs]
         except BenchError:
             if not any(place):
                 raise
             self.losses[place] = math.inf
-
-    def _trial(self, place: Place, seed: int) -> PlannedRun:
-        run = plan_point(self.base, {**self.start.axes, **self.values(place), "seed": seed})
-        return replace(run, name=f"{TRIALS}/{run.name}", aside=True)
 
     def ends(self, run: PlannedRun, loss_of: Callable[[PlannedRun], float | None]) -> bool:
         """Record the end of a run; returns whether it was the last of its round."""
@@ -120,11 +123,7 @@ class Search:
 
 
 class Tuning:
-    """All searches and what follows from them; tells which runs come next, and writes tuning.json.
-
-    Raises:
-        BenchError: a file whose axes, keys and seeds don't go together, or a point that can't be used.
-    """
+    """All searches and what follows from them: the runs that come next, and tuning.json."""
 
     def __init__(self, sweep: SweepFile, record: SweepRecord) -> None:
         assert sweep.tune is not None
@@ -132,10 +131,10 @@ class Tuning:
         _check(sweep, sweep.tune)
         self.sweep, self.tune, self.confirm, self._record = sweep, sweep.tune, sweep.confirm, record
         self.searches: list[Search] = []
-        self._by_name: dict[str, Search] = {}
         #: called with a line about every search that is over
         self.say: Callable[[str], None] = lambda _: None
-        for base, point in _combinations(sweep):
+        points = points_of(sweep)
+        for base, point in (*references_of(sweep, points), *((sweep.base, point) for point in points)):
             self._add(base, point)
         confirmed = [run for search in self.searches for run in search.confirmed]
         self.baseline, self.labels = baseline_of(sweep.reference, confirmed), [run.label for run in confirmed]
@@ -160,7 +159,7 @@ class Tuning:
 
     def first(self) -> list[PlannedRun]:
         """The trials to begin with."""
-        return [run for search in self.searches for run in self._round(search)]
+        return [run for search in self.searches for run in search.round()]
 
     def confirmations(self, search: Search, values: Mapping[str, Any]) -> Iterator[PlannedRun]:
         """Yield the runs that count, of every point of a search, at these values."""
@@ -170,24 +169,24 @@ class Tuning:
                 yield replace(run, label=point.label)
 
     def checked(self) -> list[PlannedRun]:
-        """Runs with all settings that will be trained, for finding out before anything is that they can't be."""
+        """Runs with all settings that will be trained, to be checked before anything is."""
         own = (run for search in self.searches for run in self.confirmations(search, search.first))
         return [*self.first(), *own]
 
-    def _round(self, search: Search) -> list[PlannedRun]:
-        runs = search.round()
-        self._by_name |= {run.name: search for run in runs}
-        return runs
-
     def after(self, run: PlannedRun) -> Iterable[PlannedRun]:
         """The runs that follow from one that has ended: the next trials, or the confirmation."""
-        search = self._by_name.get(run.name)
+        search = next((search for search in self.searches if run.name in search.pending), None)
         if search is None or not search.ends(run, self._record.final_loss):
             return ()
-        following = self._round(search)
+        following = search.round()
         if not following:
-            self.say(_found(search))
-            following = list(self.confirmations(search, search.best)) if search.best is not None else []
+            trials, best = sum(map(len, search.trials.values())), search.best
+            if best is None:
+                self.say(f"{search.start.label}: no trial of {trials} came to its end with a loss")
+            else:
+                values = ", ".join(f"{key} {value:g}" for key, value in best.items())
+                self.say(f"{search.start.label}: best at {values} ({counted(trials, 'run')})")
+                following = list(self.confirmations(search, best))
         self.write()
         return following
 
@@ -201,7 +200,7 @@ class Tuning:
         return sizes
 
     def write(self) -> Path:
-        """Write tuning.json as things stand."""
+        """Write tuning.json as things are."""
         content = {
             **{key: getattr(self.tune, key) for key in ("factor", "span", "seeds", "steps")},
             "confirm": {"seeds": self.confirm.seeds, "steps": self.confirm.steps},
@@ -214,48 +213,34 @@ class Tuning:
         return [self._row(search) for search in self.searches]
 
     def _row(self, search: Search) -> dict[str, Any]:
-        runs = [run for runs in search.trials.values() for run in runs]
-        told = [self._record.summary(run) for run in runs]
-        listed = self.tune.choices
-        keys = {key: at for at, key in enumerate(search.first)}
+        summaries = [self._record.summary(run) for runs in search.trials.values() for run in runs]
+        start, listed = search.start, self.tune.choices
         return {
-            "label": search.start.label,
+            "label": start.label,
             "rows": [point.label for point in search.confirmed],
-            "rule": search.start.rule,
-            "format": search.start.format,
-            "axes": dict(search.start.axes),
+            "rule": start.rule,
+            "format": start.format,
+            "axes": dict(start.axes),
             "over": bool(search.losses) and not search.pending,
             "start": search.first,
             "best": search.best,
-            "inside": {key: key in listed or is_inside(search.losses, at) for key, at in keys.items()},
-            "trials": [self._told(search, place) for place in sorted(search.trials)],
+            "inside": {key: key in listed or is_inside(search.losses, at) for at, key in enumerate(search.first)},
+            "trials": [
+                {
+                    "values": search.values(place),
+                    "loss": finite(search.losses.get(place)),
+                    "losses": {str(run.seed): self._record.final_loss(run) for run in runs},
+                    "status": {str(run.seed): self._record.summary(run).get("status") for run in runs},
+                    "runs": [run.name for run in runs],
+                }
+                for place, runs in sorted(search.trials.items())
+            ],
             "cost": {
-                "runs": sum(bool(summary) for summary in told),
-                "steps": sum(int(finite(summary.get("steps")) or 0) for summary in told),
-                "seconds": sum(finite(summary.get("seconds")) or 0.0 for summary in told),
+                "runs": sum(bool(summary) for summary in summaries),
+                "steps": sum(int(finite(summary.get("steps")) or 0) for summary in summaries),
+                "seconds": sum(finite(summary.get("seconds")) or 0.0 for summary in summaries),
             },
         }
-
-    def _told(self, search: Search, place: Place) -> dict[str, Any]:
-        runs = search.trials[place]
-        return {
-            "values": search.values(place),
-            "loss": finite(search.losses.get(place)),
-            "losses": {str(run.seed): self._record.final_loss(run) for run in runs},
-            "status": {str(run.seed): self._record.summary(run).get("status") for run in runs},
-            "runs": [run.name for run in runs],
-        }
-
-
-def _combinations(sweep: SweepFile) -> Iterator[tuple[Mapping[str, Any], Point]]:
-    """Yield (settings of all runs, point) of the reference, where settings of one are given, and of every point."""
-    points = list(points_of(sweep)) if sweep.axes else [{}]
-    if isinstance(sweep.reference, Mapping):
-        base = reference_settings(sweep.base, sweep.reference)
-        keys = [key for key in keys_where("of_task") if key not in sweep.reference]
-        found = [{key: point[key] for key in keys if key in point} for point in points]
-        yield from ((base, point) for point in {repr(point): point for point in found}.values())
-    yield from ((sweep.base, point) for point in points)
 
 
 def _check(sweep: SweepFile, tune: Tune) -> None:
@@ -275,11 +260,8 @@ def _check(sweep: SweepFile, tune: Tune) -> None:
     for key in tune.start:
         if key not in tune.keys:
             raise BenchError(f"tune.start: {key} is not one of tune.keys: {', '.join(tune.keys)}")
-    said = {
-        "seed": "tune.seeds and confirm.seeds",
-        **dict.fromkeys(tune.keys, "tune.keys"),
-        **dict.fromkeys(tune.choices, "tune.choices"),
-    }
+    said = {"seed": "tune.seeds and confirm.seeds"}
+    said |= dict.fromkeys(tune.keys, "tune.keys") | dict.fromkeys(tune.choices, "tune.choices")
     for key in tune.settings:
         if other := (said | ({STEPS: "tune.steps"} if tune.steps else {})).get(key):
             raise BenchError(f"tune.settings: {other} says {key}; leave one of them out")
@@ -289,15 +271,7 @@ def _check(sweep: SweepFile, tune: Tune) -> None:
             raise BenchError(f"axes.{axis.key} in {sweep.path.name}: {said[axis.key]} says it; leave one of them out")
     trials = (5 * len(tune.keys) + sum(map(len, tune.choices.values()))) * len(tune.seeds)
     each = trials + len(sweep.confirm.seeds if sweep.confirm else ())
-    check_count(each * (count_points(sweep) if sweep.axes else 1), f"{sweep.path.name} (tune)")
-
-
-def _found(search: Search) -> str:
-    runs = sum(len(runs) for runs in search.trials.values())
-    if search.best is None:
-        return f"{search.start.label}: no trial of {runs} came to its end with a loss"
-    values = ", ".join(f"{key} {value:g}" for key, value in search.best.items())
-    return f"{search.start.label}: best at {values} ({counted(runs, 'run')})"
+    check_count(each * count_points(sweep), f"{sweep.path.name} (tune)")
 
 
 def next_places(losses: Mapping[Place, float], keys: int, has: Callable[[Place], bool]) -> list[Place]:

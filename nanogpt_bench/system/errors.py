@@ -2,7 +2,6 @@
 
 import difflib
 import errno
-import re
 import sys
 from collections.abc import Iterable
 
@@ -15,15 +14,14 @@ _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 
 class BenchError(ValueError):
-    """Something the user asked for can't be done; `str(error)` is one line that says what and how to fix it."""
+    """Something that the user asked for can't be done; `str(error)` is one line that says what and how to fix it."""
 
     def __init__(self, message: object) -> None:
-        """Take a message; what is no printable text in it is escaped, its middle left out where it is very long."""
         super().__init__(shortened(printable(str(message)), LONGEST_MESSAGE))
 
 
 class DiskError(BenchError):
-    """What can't be done because a disk refused it: nothing the user asked for was wrong, and exit code 1."""
+    """A refusal by a disk: nothing that the user gave was wrong, and the exit code is 1."""
 
 
 def refused(what: str, error: OSError) -> BenchError:
@@ -69,7 +67,7 @@ def unknown(kind: str, word: object, known: Iterable[str]) -> BenchError:
 
 
 def not_known(word: object, known: Iterable[str]) -> str:
-    """Return that a word is not one of those allowed: it, the nearest of them, and all.
+    """Return in words that a word is not one of those allowed, the nearest of them, and all.
 
     >>> not_known("yesterdya", ["today", "yesterday"])
     "'yesterdya' is not known; did you mean 'yesterday'? allowed: today, yesterday"
@@ -88,21 +86,12 @@ def one_line(error: BaseException | str) -> str:
 
 
 def printable(text: str) -> str:
-    """Return a text on one line and without what a terminal obeys: such characters by their number.
-
-    Escape sequences, marks that turn the direction of what follows, and halves of surrogate pairs are among them.
+    """Return a text on one line, with what a terminal obeys as numbers: escape sequences, marks of direction.
 
     >>> printable("a\\x1b[31m\\u202eb")
     'a\\\\x1b[31m\\\\u202eb'
     """
-    return text if text.isprintable() else _UNPRINTABLE.sub(_escaped, text)
-
-
-_UNPRINTABLE = re.compile(r"[^ -~]")
-
-
-def _escaped(found: re.Match[str]) -> str:
-    return found[0] if found[0].isprintable() else ascii(found[0])[1:-1]
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
 def shortened(text: str, most: int) -> str:
@@ -167,14 +156,10 @@ def cell(value: object) -> object:
     >>> cell("=1+1"), cell("-x"), cell(-0.178), cell("-0.178"), cell("E4M3 nearest"), cell(None)
     ("'=1+1", "'-x", -0.178, '-0.178', 'E4M3 nearest', '')
     """
-    if isinstance(value, str) and value.startswith(BEGINS_A_FORMULA) and not _is_number(value):
-        return "'" + value
+    if isinstance(value, str) and value.startswith(BEGINS_A_FORMULA):
+        try:
+            float(value)
+        except ValueError:
+            return f"'{value}"
+        return value if value.strip() == value else f"'{value}"
     return "" if value is None else value
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return text.strip() == text

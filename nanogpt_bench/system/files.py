@@ -1,4 +1,4 @@
-"""Files replaced whole, and their hashes: a reader sees the old one or the new one; a failure leaves no part behind."""
+"""Files replaced whole, so that a reader sees the old or the new one; their hashes; folders that one process has."""
 
 import hashlib
 import json
@@ -10,7 +10,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from nanogpt_bench.system.errors import BenchError
+from filelock import FileLock, Timeout
+
+from nanogpt_bench.system.errors import BenchError, refused
+from nanogpt_bench.system.untrusted import read_json
 
 #: flags of a file that is opened only if it is no link
 NO_LINKS = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_CLOEXEC", "O_BINARY"))
@@ -23,8 +26,8 @@ _PART = re.compile(r"\..*\.[0-9a-f]{16}\.part")
 def replacing(path: Path) -> Iterator[IO[bytes]]:
     """An open file beside `path`; it takes the place of `path` when the block ends without an error.
 
-    It is made under a name that nobody can foresee, and only if there is nothing of that name, so that a link laid in
-    the folder leads no writing elsewhere. A link at `path` itself is replaced, and what it points to stays as it is.
+    It has a name that nobody can foresee, and is made only if there is nothing of that name, so that a link laid in the
+    folder leads no writing elsewhere. A link at `path` itself is replaced, and what it points to stays as it is.
     """
     part = path.with_name(f".{path.name[:LONGEST_STEM]}.{secrets.token_hex(8)}.part")
     try:
@@ -36,7 +39,6 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file so that a reader sees all of it or none."""
     write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
@@ -48,14 +50,10 @@ def remove_parts(folder: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> Path:
-    """Replace the file at `path` by `text` in UTF-8.
-
-    Raises:
-        OSError: the disk does not take it; the error names `path`, and what was there stays.
-    """
+    """Replace the file at `path` by `text` in UTF-8; an OSError names `path`, and what was there stays."""
     try:
         with replacing(path) as file:
-            # Half a surrogate pair, as in the name of a folder that is not UTF-8, has no bytes of its own.
+            # Half a surrogate pair, as in the name of a folder that is not UTF-8, has no bytes in UTF-8.
             file.write(text.encode("utf-8", errors="backslashreplace"))
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None
@@ -63,7 +61,6 @@ def write_text(path: Path, text: str) -> Path:
 
 
 def sha256(path: Path) -> str:
-    """Return a file's sha256 in hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -72,9 +69,6 @@ def refuse_to_replace(option: str, path: Path, wrote: Callable[[Path], bool], in
     """Refuse to put a file where there is another one; an empty one may be replaced, and one that `wrote` knows.
 
     `option` is how the file was named, `instead` what to give in its place.
-
-    Raises:
-        BenchError: names the file.
     """
     if not path.exists():  # a link to nothing is replaced, and nothing is lost
         return
@@ -85,11 +79,9 @@ def refuse_to_replace(option: str, path: Path, wrote: Callable[[Path], bool], in
 
 
 def holds(shape: Callable[[Any], bool]) -> Callable[[Path], bool]:
-    """Return the function that tells whether a JSON file's content is of a shape."""
+    """Return the test of a JSON file's content for a shape."""
 
     def wrote(path: Path) -> bool:
-        from nanogpt_bench.system.untrusted import read_json  # which needs the extra that a command line may lack
-
         with suppress(OSError, ValueError):
             return shape(read_json(path, times=8))
         return False
@@ -98,7 +90,7 @@ def holds(shape: Callable[[Any], bool]) -> Callable[[Path], bool]:
 
 
 def rows_with(*names: str) -> Callable[[Any], bool]:
-    """Return the function that tells whether a content is a list of mappings that all have these names.
+    """Return the test of a content for a list of mappings that all have these names.
 
     >>> rows_with("a")([{"a": 1, "b": 2}]), rows_with("a")([]), rows_with("a")({"a": 1})
     (True, False, False)
@@ -112,9 +104,75 @@ def rows_with(*names: str) -> Callable[[Any], bool]:
 
 
 def mapping_with(*names: str) -> Callable[[Any], bool]:
-    """Return the function that tells whether a content is a mapping that has these names.
+    """Return the test of a content for a mapping that has these names.
 
     >>> mapping_with("a")({"a": 1, "b": 2}), mapping_with("a")(["a"])
     (True, False)
     """
     return lambda content: isinstance(content, Mapping) and set(names) <= content.keys()
+
+
+#: an empty file in the folder; it is there while somebody works in it, and after one who was killed
+LOCK = ".lock"
+
+
+@contextmanager
+def locked(folder: Path, what: str) -> Iterator[None]:
+    """Make a folder and keep other processes out of it; what was made and is still empty is gone afterwards.
+
+    Where the file system has no locks, nobody is kept out. `what` begins the line of a refusal.
+    """
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise refused(f"{what} {str(folder)!r} can't be used", error) from None
+    lock = FileLock(folder / LOCK, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise BenchError(f"{what} {str(folder)!r} is in use by another process; wait for its end") from None
+    except (OSError, NotImplementedError):
+        pass  # whatever is the matter with the folder, the first file of the work will tell
+    try:
+        yield
+    finally:
+        if lock.is_locked:
+            with suppress(OSError):
+                if not (folder / LOCK).stat().st_size:  # ours is empty
+                    (folder / LOCK).unlink()
+            lock.release()
+        for path in made:
+            with suppress(OSError):  # it has come into use
+                path.rmdir()
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Make `path`, or the first of PATH-2, PATH-3, … that does not exist, for this process alone.
+
+    Of several processes at the same instant each gets another one. What was made and is still empty is gone afterwards.
+    """
+    missing = [parent for parent in path.parents if not parent.exists()]
+    folder, number = path, 1
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        while True:
+            with suppress(FileExistsError):
+                folder.mkdir()
+                break
+            number += 1
+            folder = path.with_name(f"{path.name}-{number}")
+    except OSError as error:
+        raise refused(f"folder {str(folder)!r} can't be made", error) from None
+    try:
+        yield folder
+    finally:
+        for made in (folder, *missing):
+            with suppress(OSError):  # it has come into use
+                made.rmdir()
+
+
+def is_unused(folder: Path) -> bool:
+    """Whether a folder is not there, or has nothing in it but the lock of somebody who was killed, or ours."""
+    return not folder.exists() or all(path.name == LOCK for path in folder.iterdir())

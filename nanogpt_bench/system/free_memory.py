@@ -10,7 +10,7 @@ _GIB = 2**30
 #: bytes beyond which a number is said as this one: a float may not hold it
 _ENDLESS = 10**300
 _MEMINFO, _GROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
-#: kinds of a group's memory that are given back when they are asked for: files that were read
+#: kinds of a group's memory that the system gives back when needed: files that were read
 _CACHE = re.compile(r"^(?:in)?active_file (\d+)$", re.MULTILINE)
 
 
@@ -33,11 +33,7 @@ def _of_group(name: str) -> str:
 
 
 def check_memory(needed: float, what: str) -> None:
-    """Refuse what does not fit.
-
-    Raises:
-        BenchError: `what` needs more bytes than there are.
-    """
+    """Refuse what needs more bytes than are free; `what` is its name."""
     free = free_memory()
     if free is not None and needed > free:
         asked = min(needed, _ENDLESS) / _GIB

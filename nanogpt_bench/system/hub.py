@@ -18,10 +18,7 @@ T = TypeVar("T")
 def hub_file(repository: str, name: str, asked: str = "model.init_from:") -> Path:
     """Return the path of a model repository's file in the local cache, fetched where it is not there yet.
 
-    An error begins with what was `asked`.
-
-    Raises:
-        BenchError: no such repository or file, the hub is out of reach, or its client is not installed.
+    Every refusal begins with what was `asked`.
     """
     if find_spec("huggingface_hub") is None:
         raise BenchError(
@@ -55,9 +52,6 @@ def within(seconds: float | None, call: Callable[[], T]) -> T:
 
     The call goes on in a daemon thread when time is up or a signal interrupts the waiting, so it must not hold anything
     that has to be closed.
-
-    >>> within(5.0, lambda: 2 + 2)
-    4
     """
     outcome: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
 

@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from typing import Any
 
 from nanogpt_bench.system.errors import BenchError, one_line
@@ -27,7 +27,7 @@ class Ranks:
     `store` is torch's store of words that all of them see, and that outlives each.
 
     >>> alone = Ranks()
-    >>> alone.first, alone.any(False), alone.mean(0.5), alone.told("runs/a")
+    >>> alone.first, alone.any(False), alone.mean(0.5), alone.broadcast("runs/a")
     (True, False, 0.5, 'runs/a')
     """
 
@@ -41,15 +41,12 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Whether this is the process that writes files and prints."""
         return self.rank == 0
 
     def any(self, flag: bool) -> bool:
-        """Whether it is so in one of the processes."""
         return flag if self.size == 1 else bool(self.largest(int(flag)))
 
     def largest(self, number: float) -> float:
-        """The largest of the processes' numbers."""
         return number if self.size == 1 else max(self.each(number))
 
     def mean(self, number: float) -> float:
@@ -57,7 +54,6 @@ class Ranks:
         return number if self.size == 1 else sum(self.each(number)) / self.size
 
     def each(self, number: float) -> list[float]:
-        """The number of every process, in their order."""
         own = [0.0] * self.size
         own[self.rank] = number
         return self.total(own)
@@ -72,12 +68,12 @@ class Ranks:
         torch.distributed.all_reduce(sums)
         return [float(number) for number in sums]
 
-    def told(self, text: str) -> str:
-        """What the first process says, in all of them."""
+    def broadcast(self, text: str) -> str:
+        """The text of the first process, in all of them."""
         if self.size == 1:
             return text
         self._asked += 1
-        key = f"told/{self._asked}"
+        key = f"broadcast/{self._asked}"
         if self.first:
             self._store.set(key, text)
         self.any(False)  # by now it is there: who waited for a process that has ended would wait long
@@ -85,7 +81,7 @@ class Ranks:
 
     @contextmanager
     def together(self, kind: type[BenchError] = BenchError) -> Iterator[None]:
-        """What fails in one process fails in all: on the disk with the same OSError, else with the same line.
+        """Make what fails in one process fail in all: on the disk with the same OSError, else with the same line.
 
         The others raise `kind`. Nothing in it may wait for other processes.
         """
@@ -101,12 +97,12 @@ class Ranks:
             raise self._shared(failure, failed[0], kind)
 
     def _shared(self, failure: OSError | BenchError | None, source: int, kind: type[BenchError]) -> Exception:
-        """What to raise here of what failed in the first of them that failed."""
+        """The error to raise here for the first of those that failed."""
         self._asked += 1
         key = f"failed/{self._asked}"
         if self.rank == source:
-            told = [failure.errno, failure.strerror, failure.filename] if isinstance(failure, OSError) else [failure]
-            self._store.set(key, "\n".join(one_line(str(part)) for part in told))
+            parts = [failure.errno, failure.strerror, failure.filename] if isinstance(failure, OSError) else [failure]
+            self._store.set(key, "\n".join(one_line(str(part)) for part in parts))
         self.any(False)
         if failure is not None:
             return failure
@@ -146,10 +142,17 @@ def as_rank(command: Callable[[], int]) -> int:
     ranks = Ranks(rank, size, store)
     _joined[:] = [ranks]
     try:
-        with _silenced(not ranks.first):
+        with ExitStack() as stack:
+            if not ranks.first:
+                nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
+                stack.enter_context(redirect_stdout(nowhere))
+                stack.enter_context(redirect_stderr(nowhere))
             code = command()
     except RuntimeError as error:
-        if size == 1 or not _is_lost(error):
+        from torch.distributed import DistError
+
+        lost = isinstance(error, DistError) or any(words in str(error) for words in _GONE)
+        if size == 1 or not lost:
             raise
         ranks.say_once(LOST)
         sys.stdout.flush()
@@ -161,7 +164,7 @@ def as_rank(command: Callable[[], int]) -> int:
 
 
 def _join() -> tuple[Any, int, int]:
-    """Return the store, this process' number and how many there are, once the group stands."""
+    """Return the store, this process' number and their number, once the group is there."""
     import torch
     from torch import distributed
     from torch.distributed.distributed_c10d import PrefixStore
@@ -175,21 +178,6 @@ def _join() -> tuple[Any, int, int]:
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     distributed.init_process_group(backend, store=store, rank=rank, world_size=size)
     return PrefixStore("nanogpt_bench", store), rank, size
-
-
-@contextmanager
-def _silenced(silent: bool) -> Iterator[None]:
-    if not silent:
-        yield
-        return
-    with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-        yield
-
-
-def _is_lost(error: RuntimeError) -> bool:
-    from torch import distributed
-
-    return isinstance(error, distributed.DistError) or any(words in str(error) for words in _GONE)
 
 
 def _leave(store: Any, size: int, code: int) -> None:

@@ -5,7 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 #: exit code of a command that a signal ended and that goes on from there when it is started again
@@ -16,7 +16,7 @@ SAME_REQUEST_SECONDS = 0.1
 
 
 class StopRequest:
-    """What a signal asked for; whoever works looks at it where stopping loses nothing."""
+    """The request of a signal; the work checks it where stopping loses nothing."""
 
     def __init__(self) -> None:
         self._signal: signal.Signals | None = None
@@ -24,7 +24,6 @@ class StopRequest:
 
     @property
     def asked(self) -> bool:
-        """Whether a signal has come."""
         return self._signal is not None
 
     @property
@@ -34,12 +33,7 @@ class StopRequest:
 
     @property
     def name(self) -> str:
-        """The name of the first signal, "" before one has come.
-
-        >>> request = StopRequest()
-        >>> request.note(signal.SIGTERM), request.note(signal.SIGINT), request.name  # at once: one request
-        (True, True, 'SIGTERM')
-        """
+        """The name of the first signal, "" before one has come."""
         return "" if self._signal is None else self._signal.name
 
     def note(self, number: int) -> bool:
@@ -58,40 +52,37 @@ def stop_requests(before_exit: Callable[[], None] = lambda: None) -> Iterator[St
     What was handled how is restored on leaving. Outside of the main thread, where Python lets nobody handle signals,
     no request ever comes.
     """
+
+    def end(number: int) -> None:
+        before_exit()
+        os._exit(128 + number)  # no clean-up: what is whole on disk stays so, and nothing may hold the exit up
+
+    with _requests(SIGNALS, end) as request:
+        yield request
+
+
+def stop_requests_once(numbers: tuple[signal.Signals, ...] = (signal.SIGTERM,)) -> AbstractContextManager[StopRequest]:
+    """Turn the first SIGTERM into a request and ignore those that follow; other signals stay as they are handled.
+
+    For a process whose parent answers for it: its parent may signal it, and then its whole group.
+    """
+    return _requests(numbers, lambda _: None)
+
+
+@contextmanager
+def _requests(numbers: tuple[signal.Signals, ...], again: Callable[[int], None]) -> Iterator[StopRequest]:
     request = StopRequest()
 
     def handle(number: int, _: Any) -> None:
         if not request.note(number):
-            before_exit()
-            os._exit(128 + number)  # no clean-up: what is whole on disk stays so, and nothing may hold the exit up
+            again(number)
 
-    with _handling(handle):
-        yield request
-
-
-@contextmanager
-def stop_requests_once(numbers: tuple[signal.Signals, ...] = (signal.SIGTERM,)) -> Iterator[StopRequest]:
-    """Turn the first SIGTERM into a request and ignore those that follow; other signals stay as they are handled.
-
-    For a process whose parent answers for it: it may be told to stop twice, by its parent and as one of a group.
-    """
-    request = StopRequest()
-
-    def handle(number: int, _: Any) -> None:
-        request.note(number)
-
-    with _handling(handle, numbers):
-        yield request
-
-
-@contextmanager
-def _handling(handle: Callable[[int, Any], None], numbers: tuple[signal.Signals, ...] = SIGNALS) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield request
         return
     before = {number: signal.signal(number, handle) for number in numbers}
     try:
-        yield
+        yield request
     finally:
         for number, handler in before.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)

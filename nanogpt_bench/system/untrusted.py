@@ -56,12 +56,7 @@ def read_text(path: Path, most: int = MOST_BYTES, *, links: bool = True) -> str:
 
 
 def open_file(path: Path, *, links: bool = True) -> Any:
-    """Open an ordinary file to read its bytes.
-
-    Raises:
-        OSError: it can't be read.
-        Refused: a folder, a device, a pipe, or a symbolic link where `links` are not followed.
-    """
+    """Open an ordinary file to read its bytes; as `read_text`."""
     if not links and path.is_symlink():
         raise Refused("it is a symbolic link, which is not followed here")
     if path.exists() and not path.is_file():  # opening a pipe would wait for its other end
@@ -72,9 +67,7 @@ def open_file(path: Path, *, links: bool = True) -> Any:
 def read_json(path: Path, *, links: bool = True, times: int = 1) -> Any:
     """Return the content of a JSON file; one that grows with the number of runs may be some `times` as large.
 
-    Raises:
-        OSError: it can't be read.
-        ValueError: not JSON, a name given twice, or beyond the bounds.
+    Raises as `read_text` and `parse_json`.
     """
     return parse_json(read_text(path, times * MOST_BYTES, links=links))
 
@@ -82,11 +75,10 @@ def read_json(path: Path, *, links: bool = True, times: int = 1) -> Any:
 def parse_json(data: bytes | str) -> Any:
     """Return what a JSON document says.
 
+    Raises ValueError for no JSON, which has neither NaN nor infinities, a name given twice, or beyond the bounds.
+
     >>> parse_json('{"step": 3}')
     {'step': 3}
-
-    Raises:
-        ValueError: not JSON, which has neither NaN nor infinities, a name given twice, or beyond the bounds.
     """
     text = data if isinstance(data, str) else data.decode("utf-8", errors="replace")
     if sum(map(text.count, ",[{")) > MOST_JSON_MARKS:
@@ -131,24 +123,18 @@ def _check_depth(content: Any) -> None:
 
 
 def read_yaml(path: Path, *, links: bool = True) -> Any:
-    """Return the content of a YAML file, as `parse_yaml` does.
-
-    Raises:
-        OSError: it can't be read.
-        ValueError: not YAML, or beyond the bounds.
-    """
+    """Return the content of a YAML file; raises as `read_text` and `parse_yaml`."""
     return parse_yaml(read_text(path, MOST_YAML_BYTES, links=links))
 
 
 def parse_yaml(text: str) -> Any:
     """Return what a YAML text says, plain data only.
 
+    Raises ValueError for no YAML, a tag that names a class, a key given twice, a number that is read in two ways, or
+    beyond the bounds.
+
     >>> parse_yaml("train: {max_steps: 3}")
     {'train': {'max_steps': 3}}
-
-    Raises:
-        ValueError: not YAML, a tag that names a class, a key given twice, a number that is read in two ways, or beyond
-            the bounds.
     """
     try:
         content = _Loader(text).get_single_data()
@@ -166,7 +152,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def is_ambiguous(number: str) -> bool:
-    """Whether readers differ in what a plain number is: octal or sexagesimal in YAML 1.1, something else in YAML 1.2.
+    """Whether a plain number is octal or sexagesimal in YAML 1.1 and something else in YAML 1.2.
 
     >>> is_ambiguous("010"), is_ambiguous("1:30"), is_ambiguous("10"), is_ambiguous("0.10")
     (True, True, False, False)

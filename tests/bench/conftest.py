@@ -15,7 +15,7 @@ from nanogpt_bench.data.text import prepare_text
 from nanogpt_bench.data.tokenizers import ByteTokenizer
 from nanogpt_bench.data.write import LabelledText, write_corpus
 from nanogpt_bench.loop.train import run
-from nanogpt_bench.workers import pool as pool_module
+from nanogpt_bench.sweep import workers as pool_module
 
 sys.path.insert(0, str(Path(__file__).parent))
 

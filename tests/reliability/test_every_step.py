@@ -2,7 +2,6 @@
 
 import signal
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,41 +35,27 @@ pytestmark = [
 ]
 
 
-@dataclass(frozen=True)
-class Case:
-    """One combination, by the settings that make it."""
-
-    name: str
-    settings: dict[str, Any]
-    steps: int = FEW
+Settings = dict[str, Any]
+E4M3 = {"model.format": "E4M3"}
 
 
-def own_case(optimizer: str, writeback: str, storage: str, moments: str, granularity: str, fmt: str) -> Case:
+def own(optimizer: str, writeback: str, storage: str, moments: str, granularity: str, fmt: str) -> Settings:
     """An optimizer of ours on weights without a master copy."""
-    settings = {
+    course = {"optimizer.stiffness": 1.0, "optimizer.stiffness_end": 0.0} if optimizer == "stiffness_adamw" else {}
+    return {
         "optimizer.name": optimizer,
         "optimizer.writeback": writeback,
         "model.storage": storage,
         "optimizer.moments": moments,
         "model.granularity": granularity,
         "model.formats": f"{{attn: {fmt}, mlp: {fmt}}}",
+        **course,
     }
-    return Case("-".join((optimizer, writeback, storage, moments, granularity, fmt)), _with_options(settings))
 
 
-def _with_options(settings: dict[str, Any]) -> dict[str, Any]:
-    if settings["optimizer.name"] == "stiffness_adamw":
-        settings |= {"optimizer.stiffness": 1.0, "optimizer.stiffness_end": 0.0}
-    return settings
-
-
-def goes(optimizer: str, writeback: str, moments: str = "float32") -> bool:
+def goes(optimizer: str, writeback: str) -> bool:
     """Whether the library takes these together: errors need an average that can hold them."""
-    return writeback != "momentum" or (optimizer not in ("madam", "stiffness_lion") and moments != "8bit")
-
-
-def moments_of(writeback: str, index: int) -> str:
-    return MOMENTS[(index // 2) % (2 if writeback == "momentum" else 3)]
+    return writeback != "momentum" or optimizer not in ("madam", "stiffness_lion")
 
 
 def sample_of_own() -> Iterator[tuple[str, ...]]:
@@ -79,96 +64,74 @@ def sample_of_own() -> Iterator[tuple[str, ...]]:
     for index, (optimizer, writeback) in enumerate(pairs):
         storage = "grid" if index % 3 == 2 else "fp8"
         granularity = GRANULARITIES[index % (2 if storage == "grid" else 3)]
-        yield optimizer, writeback, storage, moments_of(writeback, index), granularity, FORMATS[index % 4]
+        moments = MOMENTS[(index // 2) % (2 if writeback == "momentum" else 3)]
+        yield optimizer, writeback, storage, moments, granularity, FORMATS[index % 4]
 
 
-def continuous_cases() -> Iterator[Case]:
-    for optimizer in ("stiffness_adamw", "stiffness_sgd", "riemannian_adam", "madam"):
-        settings = {"optimizer.name": optimizer, "model.storage": "continuous", "model.format": "E4M3"}
-        yield Case(f"{optimizer}-continuous", _with_options(settings))
-
-
-def master_case(policy: str, granularity: str) -> Case:
+def master(policy: str, granularity: str) -> Settings:
     """A policy with a granularity, in all four operands; stochastic rounding counts its draws."""
     # What flows changes its rows from batch to batch: a scale that looks back has to be the tensor's.
     flowing = f"policy: {policy}, granularity: {granularity if policy == 'dynamic' else 'tensor'}"
     weight = f"{{format: E4M3, policy: {policy}, granularity: {granularity}}}"
-    activation = f"{{format: E4M3, {flowing}}}"
     gradient = f"{{format: E5M2, rounding: stochastic, {flowing}}}"
-    spec = f"{{weight: {weight}, activation: {activation}, gradient: {gradient}}}"
-    settings = {
-        "model.formats": f"{{attn: {spec}, mlp: {spec}}}",
-        "optimizer.name": ("adamw", "sgd")[POLICIES.index(policy) % 2],
-        "model.storage": "master",
-        "train.accumulation": 2,
-    }
-    return Case(f"master-{policy}-{granularity}", settings)
+    spec = f"{{weight: {weight}, activation: {{format: E4M3, {flowing}}}, gradient: {gradient}}}"
+    optimizer = ("adamw", "sgd")[POLICIES.index(policy) % 2]
+    formats = {"model.formats": f"{{attn: {spec}, mlp: {spec}}}", "optimizer.name": optimizer}
+    return {**formats, "model.storage": "master", "train.accumulation": 2}
 
 
-def global_case() -> Case:
-    spec = "{weight: E4M3, activation: E4M3, gradient: {format: E5M2, scale: global}}"
-    return Case("master-global", {"model.formats": f"{{attn: {spec}, mlp: {spec}}}"})
+def continuous(optimizer: str) -> Settings:
+    course = {"optimizer.stiffness": 1.0, "optimizer.stiffness_end": 0.0} if optimizer == "stiffness_adamw" else {}
+    return {"optimizer.name": optimizer, "model.storage": "continuous", **E4M3, **course}
 
 
-def baseline_cases() -> Iterator[Case]:
-    for name, rule in RULES.items():
-        if rule.storage in ("float32", "peer"):
-            peer = {"model.n_embd": 128, "train.precision": "float32"} if rule.storage == "peer" else {}
-            yield Case(f"baseline-{name}", {"rule": name, "model.n_embd": 64, **peer})
-
-
-def long_cases() -> Iterator[Case]:
-    for rule in ("stochastic-8bit", "residual8", "bf16-mixed"):
-        more = {} if rule == "bf16-mixed" else {"model.format": "E4M3"}
-        yield Case(f"{MANY}-steps-{rule}", {"rule": rule, "shadow.enabled": True, "shadow.interval": 7} | more, MANY)
-
-
-def constrained_cases() -> Iterator[Case]:
-    """Weights on geoopt's manifolds, through a copy and beside one-byte weights."""
-    for name, more in {
-        "stiefel-copy": {"model.constraint": "stiefel", "model.format": "E4M3"},
-        "sphere-one-byte": {
-            "model.constraint": "sphere",
-            "rule": "riemannian",
-            "model.formats": "{'*': E4M3, attn: none}",
-        },
-    }.items():
-        yield Case(name, more)
-
-
-def watched_cases() -> Iterator[Case]:
-    """Another write-back for the last steps, steps in the backward pass and what they keep, other monitors."""
-    for rule in ("muon-stochastic", "stochastic-8bit"):
-        course = {"optimizer.writeback_end": "residual8", "optimizer.step_at": 0.5}
-        yield Case(f"writeback-end-{rule}", {"rule": rule, "model.format": "E4M3", **course})
-    within = {"train.step_in_backward": True, "optimizer.grad_clip": 0}
-    yield Case("in-backward", {"rule": "stochastic", "model.format": "E4M3", **within})
-    clipped = {"optimizer.clip_by": "previous", "optimizer.grad_clip": 0.02}
-    summed = {"train.accumulation": 2, "optimizer.grad_clip": 0.02}
-    for name, how in (("clipped", clipped), ("summed", summed)):
-        yield Case(f"in-backward-{name}", {"rule": "stochastic-8bit", "model.format": "E4M3", **within, **how})
-    yield Case("without-trend", {"rule": "stochastic", "model.format": "E4M3", "monitor.watch": "[stall]"})
-    turns = {"monitor.turns": 3, "monitor.interval": 1, "rule": "stochastic", "model.format": "E4M3"}
-    yield Case("monitors-in-turn", turns, 6)
-
-
-def classifying_cases() -> Iterator[Case]:
-    """Documents and their labels, with validations and monitors on the way."""
-    for name, more in {
-        "float": {"rule": "fp32"},
-        "one-byte": {"rule": "stochastic", "model.format": "E4M3"},
-        "residual": {"rule": "residual8", "model.format": "E7M0", "shadow.enabled": True, "shadow.interval": 2},
-        "operands": {"model.formats": "{'*': {weight: E4M3, activation: E4M3, gradient: E5M2}, lm_head: none}"},
-        "head-only": {"rule": "stiffness", "model.formats": "{lm_head: E5M2}", "train.accumulation": 2},
-        "muon": {"rule": "muon-stochastic", "model.format": "E4M3"},
-        "bfloat16": {"rule": "bf16-pure"},
-    }.items():
-        yield Case(f"classify-{name}", {"task": "classify", **more})
-
-
+GLOBAL = "{weight: E4M3, activation: E4M3, gradient: {format: E5M2, scale: global}}"
+PEER = {"model.n_embd": 128, "train.precision": "float32"}
+END = {"optimizer.writeback_end": "residual8", "optimizer.step_at": 0.5, **E4M3}
+WITHIN = {"train.step_in_backward": True, "optimizer.grad_clip": 0, **E4M3}
+CLIPPED = WITHIN | {"rule": "stochastic-8bit", "optimizer.grad_clip": 0.02}
+OPERANDS = "{'*': {weight: E4M3, activation: E4M3, gradient: E5M2}, lm_head: none}"
+#: documents and their labels, with validations and monitors on the way
+CLASSIFYING: dict[str, Settings] = {
+    "float": {"rule": "fp32"},
+    "one-byte": {"rule": "stochastic", **E4M3},
+    "residual": {"rule": "residual8", "model.format": "E7M0", "shadow.enabled": True, "shadow.interval": 2},
+    "operands": {"model.formats": OPERANDS},
+    "head-only": {"rule": "stiffness", "model.formats": "{lm_head: E5M2}", "train.accumulation": 2},
+    "muon": {"rule": "muon-stochastic", **E4M3},
+    "bfloat16": {"rule": "bf16-pure"},
+}
+OTHERS: dict[str, Settings] = {
+    **{
+        f"{name}-continuous": continuous(name)
+        for name in ("stiffness_adamw", "stiffness_sgd", "riemannian_adam", "madam")
+    },
+    "master-global": {"model.formats": f"{{attn: {GLOBAL}, mlp: {GLOBAL}}}"},
+    **{
+        f"baseline-{name}": {"rule": name, "model.n_embd": 64, **(PEER if rule.storage == "peer" else {})}
+        for name, rule in RULES.items()
+        if rule.storage in ("float32", "peer")
+    },
+    # weights on geoopt's manifolds, through a copy and beside one-byte weights
+    "stiefel-copy": {"model.constraint": "stiefel", **E4M3},
+    "sphere-one-byte": {"model.constraint": "sphere", "rule": "riemannian", "model.formats": "{'*': E4M3, attn: none}"},
+    # another write-back for the last steps, steps in the backward pass and what they keep, other monitors
+    "writeback-end-muon-stochastic": {"rule": "muon-stochastic", **END},
+    "writeback-end-stochastic-8bit": {"rule": "stochastic-8bit", **END},
+    "in-backward": {"rule": "stochastic", **WITHIN},
+    "in-backward-clipped": {**CLIPPED, "optimizer.clip_by": "previous"},
+    "in-backward-summed": {**CLIPPED, "train.accumulation": 2},
+    "without-trend": {"rule": "stochastic", "monitor.watch": "[stall]", **E4M3},
+    "monitors-in-turn": {"rule": "stochastic", "monitor.turns": 3, "monitor.interval": 1, "train.max_steps": 6, **E4M3},
+    **{f"classify-{name}": {"task": "classify", **more} for name, more in CLASSIFYING.items()},
+}
+SHADOW = {"shadow.enabled": True, "shadow.interval": 7, "train.max_steps": MANY}
+LONG: dict[str, Settings] = {
+    "stochastic-8bit": {"rule": "stochastic-8bit", **SHADOW, **E4M3},
+    "residual8": {"rule": "residual8", **SHADOW, **E4M3},
+    "bf16-mixed": {"rule": "bf16-mixed", **SHADOW},
+}
 MASTER = [(policy, granularity) for policy in POLICIES for granularity in GRANULARITIES]
-OTHERS = [*continuous_cases(), global_case(), *baseline_cases(), *constrained_cases(), *watched_cases()]
-OTHERS += classifying_cases()
 
 
 @pytest.fixture(scope="module")
@@ -192,15 +155,15 @@ def counted(tally: Callable[..., None]) -> Iterator[dict[str, int]]:
     tally("runs stopped after every step and taken up", counts["combinations"], f"{counts['stops']:,} stops, bit-exact")
 
 
-def settings_of(case: Case, corpus: Path) -> list[str]:
+def settings_of(case: Settings, corpus: Path) -> list[str]:
     settings = {
-        "data.dir": corpus.parent / "labelled" if "task" in case.settings else corpus,
+        "data.dir": corpus.parent / "labelled" if "task" in case else corpus,
         "model.n_layer": 1,
         "model.n_head": 2,
         "model.n_embd": 32,
         "model.block_size": 8,
         "model.dropout": 0.1,
-        "train.max_steps": case.steps,
+        "train.max_steps": FEW,
         "train.batch_size": 2,
         "optimizer.warmup_steps": 2,
         "eval.interval": 2,
@@ -208,7 +171,7 @@ def settings_of(case: Case, corpus: Path) -> list[str]:
         "monitor.interval": 2,
         "checkpoint.every": None,
         "checkpoint.keep": 1,
-        **case.settings,
+        **case,
     }
     return [f"--{key}={'null' if value is None else value}" for key, value in settings.items()]
 
@@ -220,20 +183,26 @@ def stopped() -> StopRequest:
     return request
 
 
-def check_case(case: Case, corpus: Path, tmp_path: Path, counted: dict[str, int]) -> None:
-    skip_unless_available(case)
+def check_case(case: Settings, corpus: Path, tmp_path: Path, counted: dict[str, int]) -> None:
+    rule = case.get("rule") or ("fisher" if case.get("optimizer.name") == "fisher" else None)
+    if rule is not None and rule not in available_rules():
+        pytest.skip(f"{RULES[rule].needs} is not installed")
     with torch.compiler.set_stance("force_eager"):  # torchao's steps: the same without a minute of compiling
         compare_with_whole(case, corpus, tmp_path, counted)
 
 
-def compare_with_whole(case: Case, corpus: Path, tmp_path: Path, counted: dict[str, int]) -> None:
+def compare_with_whole(case: Settings, corpus: Path, tmp_path: Path, counted: dict[str, int]) -> None:
     config = load_config(None, settings_of(case, corpus))
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run(config, whole)
-    for step in range(case.steps + 1):
+    steps = config.train.max_steps
+    for step in range(steps + 1):
         torch.manual_seed(0)  # nothing may depend on what a process happens to hold
         summary = run(config, parts, resume=True, stop=stopped(), say=lambda line: None)
-        assert (summary["status"], summary["steps"]) == ("stopped" if step < case.steps else "finished", step)
+        assert (summary["status"], summary["steps"]) == (
+            "stopped" if step < config.train.max_steps else "finished",
+            step,
+        )
         counted["stops"] += 1
     for ours, theirs in zip(recorded(parts), recorded(whole), strict=True):
         assert ours == theirs, f"step {theirs['step']}"
@@ -254,13 +223,7 @@ def assert_same_state(whole: Path, parts: Path) -> None:
     assert own == others
 
 
-def skip_unless_available(case: Case) -> None:
-    rule = case.settings.get("rule") or ("fisher" if case.settings.get("optimizer.name") == "fisher" else None)
-    if rule is not None and rule not in available_rules():
-        pytest.skip(f"{RULES[rule].needs} is not installed")
-
-
-def covered(make: Callable[..., Case], values: list[tuple[str, ...]]) -> list[Any]:
+def covered(make: Callable[..., Settings], values: list[tuple[str, ...]]) -> list[Any]:
     """The cases of a matrix: in those of the default tier every value occurs, the others take minutes."""
     sample = covering([dict(zip("abcdef", each, strict=False)) for each in values], 1)
     return [
@@ -269,26 +232,18 @@ def covered(make: Callable[..., Case], values: list[tuple[str, ...]]) -> list[An
     ]
 
 
-CASES = [*covered(own_case, list(sample_of_own())), *covered(master_case, MASTER)]
-CASES += [pytest.param(case, id=case.name) for case in OTHERS]
+CASES = [*covered(own, list(sample_of_own())), *covered(master, MASTER)]
+CASES += [pytest.param(case, id=name) for name, case in OTHERS.items()]
+CASES += [pytest.param(case, id=f"{MANY}-steps-{name}", marks=pytest.mark.slow) for name, case in LONG.items()]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_stopped_after_every_step(case: Case, corpus: Path, tmp_path: Path, counted: dict[str, int]) -> None:
-    check_case(case, corpus, tmp_path, counted)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", list(long_cases()), ids=[case.name for case in long_cases()])
-def test_stopped_after_every_one_of_many_steps(
-    case: Case, corpus: Path, tmp_path: Path, counted: dict[str, int]
-) -> None:
+def test_stopped_after_every_step(case: Settings, corpus: Path, tmp_path: Path, counted: dict[str, int]) -> None:
     check_case(case, corpus, tmp_path, counted)
 
 
 def test_what_is_not_put_back_is_noticed(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison can fail: without the optimizer's state, the same chain ends elsewhere."""
     monkeypatch.setattr(run_state, "_restore_optimizer", lambda *parts: None)
-    case = Case("forgetful", {"rule": "stochastic", "model.format": "E4M3"})
     with pytest.raises(AssertionError, match="step 2"):
-        check_case(case, corpus, tmp_path, {"stops": 0, "combinations": 0})
+        check_case({"rule": "stochastic", **E4M3}, corpus, tmp_path, {"stops": 0, "combinations": 0})

@@ -14,7 +14,7 @@ from small_runs import traces, words
 
 from nanogpt_bench.cli import main
 from nanogpt_bench.commands import run as run_command
-from nanogpt_bench.system.lock import LOCK, locked, new_folder
+from nanogpt_bench.system.files import LOCK, locked, new_folder
 
 KIND = "fp8 stochastic"
 REFUSED = "nanogpt-bench: error: run folder 'runs/r' is in use by another process; wait for its end\n"

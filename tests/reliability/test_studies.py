@@ -22,12 +22,12 @@ from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.report import build
 from nanogpt_bench.runs.load import drop_checkpoints
+from nanogpt_bench.sweep import workers as pool
 from nanogpt_bench.sweep.comparison import comparison as comparison_of
 from nanogpt_bench.sweep.comparison import read_given
 from nanogpt_bench.sweep.file import read_sweep
 from nanogpt_bench.sweep.plan import PlannedRun, plan_sweep
 from nanogpt_bench.system.signals import RESUMABLE
-from nanogpt_bench.workers import pool
 
 #: time enough for a signal to reach a worker
 STEPS = 400
@@ -172,24 +172,6 @@ def kill_worker_in(pid: int, run_dir: Path) -> None:
     os.kill(int(worker), signal.SIGKILL)
 
 
-def test_a_run_whose_worker_is_killed_is_left_for_the_same_command(small_corpus: Path, tmp_path: Path) -> None:
-    saving = {"checkpoint.every": 5}
-    _, first, second = planned_of(small_corpus, **saving)
-    pid, out = start(tmp_path, comparison(small_corpus, **saving)), tmp_path / "out"
-    kill_worker_in(pid, out / first.name)
-    assert finish(pid) == 1, said(tmp_path)
-    assert "runs not brought to their end: 1; the same command goes on with them" in said(tmp_path)
-    assert "its process was killed" in said(tmp_path)
-    summary = read_json(out / first.name / "summary.json")
-    assert (summary["status"], summary["failure"], summary["stop"]["kind"]) == ("stopped", None, "killed")
-    assert read_json(out / second.name / "summary.json")["status"] == "finished"
-    assert finish(start(tmp_path, comparison(small_corpus, **saving))) == 0, said(tmp_path)
-    assert 5 <= taken_up_at(out / first.name)[0] < STEPS
-    assert taken_up_at(out / second.name) == []
-    run(build_config(first.settings), tmp_path / first.name)
-    assert differences(traces(tmp_path / first.name), traces(out / first.name)) == []
-
-
 def test_a_command_that_is_killed_takes_its_workers_along(small_corpus: Path, tmp_path: Path) -> None:
     saving = {"checkpoint.every": 5}
     first = planned_of(small_corpus, **saving)[0]
@@ -209,22 +191,27 @@ def test_a_command_that_is_killed_takes_its_workers_along(small_corpus: Path, tm
     assert 5 <= taken_up_at(run_dir)[0] < STEPS
 
 
-def test_a_point_whose_worker_is_killed_goes_on_with_the_same_command(small_corpus: Path, tmp_path: Path) -> None:
+def test_a_run_whose_worker_is_killed_is_left_for_the_same_command(small_corpus: Path, tmp_path: Path) -> None:
     settings = {**SMALL, "data.dir": str(small_corpus), "rule": "stochastic", "runtime.threads": 1}
     settings |= {"checkpoint.every": 5, "train.max_steps": STEPS, **IN_BACKWARD}
-    path = tmp_path / "my.yaml"
-    path.write_text(yaml.safe_dump({"settings": settings, "axes": {"model.format": ["E4M3"]}}))
-    (point,) = plan_sweep(read_sweep(path))
-    words, run_dir = ["sweep", str(path), "--out", "out", "--workers", "1"], tmp_path / "out" / point.name
+    path, out = tmp_path / "my.yaml", tmp_path / "out"
+    path.write_text(yaml.safe_dump({"settings": settings, "axes": {"model.format": ["E4M3", "E5M2"]}}))
+    first, second = plan_sweep(read_sweep(path))
+    words = ["sweep", str(path), "--out", "out", "--workers", "1"]
     pid = start(tmp_path, lambda: main(words))
-    kill_worker_in(pid, run_dir)
+    kill_worker_in(pid, out / first.name)
     assert finish(pid) == 1, said(tmp_path)
     assert "runs not brought to their end: 1; the same command goes on with them" in said(tmp_path)
-    assert [entry["ended"] for entry in read_json(tmp_path / "out" / "sweep.json")["runs"]] == [False]
+    assert "its process was killed" in said(tmp_path)
+    assert [entry["ended"] for entry in read_json(out / "sweep.json")["runs"]] == [False, True]
+    summary = read_json(out / first.name / "summary.json")
+    assert (summary["status"], summary["failure"], summary["stop"]["kind"]) == ("stopped", None, "killed")
+    assert read_json(out / second.name / "summary.json")["status"] == "finished"
     assert finish(start(tmp_path, lambda: main(words))) == 0, said(tmp_path)
-    assert 5 <= taken_up_at(run_dir)[0] < STEPS
-    run(build_config(point.settings), tmp_path / "whole" / point.name)
-    assert differences(traces(tmp_path / "whole" / point.name), traces(run_dir)) == []
+    assert 5 <= taken_up_at(out / first.name)[0] < STEPS
+    assert taken_up_at(out / second.name) == []
+    run(build_config(first.settings), tmp_path / first.name)
+    assert differences(traces(tmp_path / first.name), traces(out / first.name)) == []
 
 
 @pytest.mark.parametrize(

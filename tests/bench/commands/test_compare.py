@@ -18,12 +18,12 @@ from nanogpt_bench.config.rules import RULES, Rule
 from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.data.text import prepare_text
 from nanogpt_bench.report import build, report
+from nanogpt_bench.sweep import workers as pool_module
 from nanogpt_bench.sweep.comparison import choose_rows, comparison, label
 from nanogpt_bench.sweep.file import find_sweep, read_sweep
 from nanogpt_bench.sweep.plan import plan_sweep
+from nanogpt_bench.sweep.workers import Pool
 from nanogpt_bench.system.errors import BenchError
-from nanogpt_bench.workers import pool as pool_module
-from nanogpt_bench.workers.pool import Pool
 
 
 @pytest.fixture
@@ -238,7 +238,7 @@ def _wait_until(condition, seconds: float = 240.0) -> None:
 
 def test_the_command_that_goes_on_says_where(run_cli, monkeypatch) -> None:
     """Without --out the folder's name has the time, so that the same command would begin anew."""
-    command, asked = importlib.import_module("nanogpt_bench.sweep.modes"), []
+    command, asked = importlib.import_module("nanogpt_bench.sweep.session"), []
     monkeypatch.setattr(command, "sweep_grid", lambda *_, **more: asked.append(more["again"]) or 0)
     monkeypatch.setattr(sys, "argv", ["nanogpt-bench", "compare", "--formats", "E4M3"])
     assert run_cli("--formats", "E4M3")[0] == 0

@@ -12,8 +12,8 @@ from nanogpt_bench.report.results import measure
 from nanogpt_bench.report.rows import Row
 from nanogpt_bench.report.tables import WIDEST, to_markdown, to_text
 from nanogpt_bench.runs.load import Run
+from nanogpt_bench.sweep.workers import check_workers
 from nanogpt_bench.system.errors import BenchError
-from nanogpt_bench.workers.pool import check_workers
 
 Refused = Callable[..., str]
 Tiny = Callable[..., Config]

@@ -14,7 +14,7 @@ from nanogpt_bench.cli import main
 from nanogpt_bench.data.tokenizers import ByteTokenizer, Tokens
 from nanogpt_bench.data.write import write_corpus
 from nanogpt_bench.system.errors import BenchError
-from nanogpt_bench.system.lock import locked
+from nanogpt_bench.system.files import locked
 
 Refused = Callable[..., str]
 

@@ -9,7 +9,7 @@ from nanogpt_bench.cli import main
 from nanogpt_bench.config.rules import RULES
 from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.setup.resolve import resolve
-from nanogpt_bench.sweep import modes as command
+from nanogpt_bench.sweep import session as command
 
 ROWS = ["compare", "--formats", "E4M3", "--rules", "sgd,stochastic", "--out", "out"]
 

@@ -18,8 +18,7 @@ import pytest
 from nanogpt_bench.cli import main
 from nanogpt_bench.data import packages
 from nanogpt_bench.data.batches import load_corpus
-from nanogpt_bench.data.packages import PACKAGES, VAL_EVERY, prepare_packages
-from nanogpt_bench.data.prose import Sentences
+from nanogpt_bench.data.packages import PACKAGES, VAL_EVERY, Sentences, prepare_packages
 from nanogpt_bench.data.tokenizers import make_tokenizer
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.files import sha256

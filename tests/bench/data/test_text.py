@@ -1,11 +1,18 @@
-"""Any UTF-8 file."""
+"""Texts as corpora: any UTF-8 file, nanoGPT's own data by the name of its tokenizer, the standard library's prose."""
 
+import pickle
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pytest
 
-from nanogpt_bench.data.text import prepare_text
-from nanogpt_bench.data.tokenizers import tokenizer_from_meta
+from nanogpt_bench.cli import main
+from nanogpt_bench.data.batches import load_corpus
+from nanogpt_bench.data.text import prepare_nanogpt, prepare_stdlib, prepare_text, stdlib_documents
+from nanogpt_bench.data.tokenizers import make_tokenizer, tokenizer_from_meta
+from nanogpt_bench.system.errors import BenchError
 
 
 def test_char_scheme_splits_nine_to_one(tmp_path: Path, text_file: Path) -> None:
@@ -24,3 +31,123 @@ def test_line_ends_are_kept(tmp_path: Path) -> None:
     path.write_bytes(b"one line\r\n" * 100)
     meta = prepare_text(path, tmp_path / "out", "char")
     assert "\r" in meta["characters"]
+
+
+TEXT = "To be, or not to be: that is the question. Grüße.\n" * 90
+
+
+class Trap:
+    """What runs code where it is unpickled."""
+
+    def __reduce__(self) -> tuple[Callable[..., None], tuple[str]]:
+        return pytest.fail, ("meta.pkl was read",)
+
+
+def folder_of(folder: Path, tokenizer: str) -> Path:
+    """What nanoGPT's own scripts write, and a meta.pkl that nobody may read."""
+    folder.mkdir()
+    made = make_tokenizer(tokenizer, TEXT)
+    cut = int(len(TEXT) * 0.9)
+    for name, text in (("train", TEXT[:cut]), ("val", TEXT[cut:])):
+        made.encode(text).astype(np.uint16).tofile(folder / f"{name}.bin")
+    (folder / "input.txt").write_text(TEXT)
+    (folder / "meta.pkl").write_bytes(pickle.dumps(Trap()))
+    return folder
+
+
+@pytest.mark.parametrize("tokenizer", ["byte", "char", "gpt2"])
+def test_the_tokens_are_taken_as_they_are(tmp_path: Path, tokenizer: str, capsys: pytest.CaptureFixture[str]) -> None:
+    given, out = folder_of(tmp_path / "shakespeare", tokenizer), tmp_path / "out"
+    assert main(["prepare", "nanogpt", "--input", str(given), "--tokenizer", tokenizer, "--out", str(out)]) == 0
+    assert f"{tokenizer} tokenizer, vocabulary" in capsys.readouterr().out
+    corpus = load_corpus(out, 16)
+    made = tokenizer_from_meta(corpus.meta)
+    for split, text in (("train", corpus.train), ("val", corpus.val)):
+        assert (out / f"{split}.bin").read_bytes() == (given / f"{split}.bin").read_bytes()
+        assert corpus.meta["splits"][split]["bytes"] == len(made.decode(text).encode())
+    assert made.decode(np.concatenate([corpus.train, corpus.val])) == TEXT
+    assert corpus.meta["source"] == {"kind": "nanogpt", "file": "shakespeare"}
+
+
+def test_a_limit_takes_the_first_tokens(tmp_path: Path) -> None:
+    given = folder_of(tmp_path / "in", "byte")
+    meta = prepare_nanogpt(given, tmp_path / "out", "byte", limit=700)
+    assert [meta["splits"][split]["tokens"] for split in ("train", "val")] == [700, 70]
+    assert (given / "train.bin").read_bytes().startswith((tmp_path / "out" / "train.bin").read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("damage", "tokenizer", "message"),
+    [
+        (lambda f: np.full(99, 257, np.uint16).tofile(f / "val.bin"), "byte", "token 257: byte has 0 to 256"),
+        (lambda f: np.full(99, 50257, np.uint16).tofile(f / "val.bin"), "gpt2", "token 50257: gpt2 has 0 to 50256"),
+        (lambda f: (f / "input.txt").unlink(), "char", "meta.pkl is never unpickled; put the text there"),
+        (lambda f: (f / "input.txt").write_text(TEXT[:-2] + "!\n"), "char", "not the characters of its input.txt"),
+        (lambda f: (f / "train.bin").write_bytes(b"abc"), "byte", "has 3 bytes; uint16 tokens take two each"),
+        (lambda f: (f / "train.bin").write_bytes(b""), "byte", "has 0 bytes; uint16 tokens take two each"),
+        (lambda f: (f / "val.bin").unlink(), "byte", "val.bin' can't be read: No such file"),
+        (lambda f: (f / "val.bin").write_bytes(b"a\0"), "byte", "its val split has 1 token"),
+        (lambda f: None, "bpe-512", "byte, char, gpt2"),
+    ],
+)
+def test_what_is_no_such_data_is_refused(
+    tmp_path: Path, damage: Callable[[Path], object], tokenizer: str, message: str
+) -> None:
+    given = folder_of(tmp_path / "in", "char" if tokenizer == "char" else "byte")
+    damage(given)
+    with pytest.raises(BenchError, match=message):
+        prepare_nanogpt(given, tmp_path / "out", tokenizer)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_tokenizer_is_named_and_where_to_name_it_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = folder_of(tmp_path / "in", "byte")
+    assert main(["prepare", "nanogpt", "--input", str(given)]) == 2
+    assert "prepare nanogpt needs --tokenizer {byte,char,gpt2}: meta.pkl is never unpickled" in capsys.readouterr().err
+    line = r"gpt2, byte or char: nanogpt-bench prepare nanogpt --input \S+/in --tokenizer gpt2 --out DIR$"
+    with pytest.raises(BenchError, match=line):
+        load_corpus(given, 16)
+
+
+def fake_library(root: Path) -> Path:
+    files = {
+        "pydoc_data/topics.py": "topics = {'zip': 'last\\n', 'and': 'first'}\n",
+        "json/__init__.py": '"""JSON, with an \\d escape."""\nimport nowhere\ndef f():\n    """F.\n\n    More."""\n',
+        "json/tests/__init__.py": '"""excluded"""\n',
+        "site-packages/json.py": '"""excluded"""\n',
+        "mine.py": '"""not of the standard library"""\n',
+        "abc.py": "class A:\n    'a class'\n    async def g(self):\n        'a coroutine'\n",
+        "copy.py": "x = 1\n",
+        "ast.py": "def broken(:\n",
+        "_sysconfigdata_linux.py": '"""differs"""\n',
+    }
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def test_topics_then_docstrings_in_order_and_nothing_is_imported(tmp_path: Path) -> None:
+    assert stdlib_documents(fake_library(tmp_path)) == [
+        "first\n",
+        "last\n",
+        "a class\n\na coroutine\n",
+        "JSON, with an \\d escape.\n\nF.\n\nMore.\n",
+    ]
+    assert "nowhere" not in sys.modules
+
+
+def test_an_installation_without_sources_is_named(tmp_path: Path) -> None:
+    with pytest.raises(BenchError, match="no standard library sources"):
+        stdlib_documents(tmp_path)
+
+
+def test_the_real_library_gives_over_a_million_bytes_of_prose(tmp_path: Path) -> None:
+    meta = prepare_stdlib(tmp_path / "a")
+    assert meta["splits"]["train"]["bytes"] > 1_000_000
+    assert meta["splits"]["val"]["bytes"] > 50_000
+    assert meta["source"]["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert len(meta["source"]["sha256"]) == 64

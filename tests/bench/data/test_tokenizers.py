@@ -18,7 +18,7 @@ import tiktoken
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from nanogpt_bench.data import byte_pairs, tokenizers
+from nanogpt_bench.data import tokenizers
 from nanogpt_bench.data.text import stdlib_documents
 from nanogpt_bench.data.tokenizers import (
     CharTokenizer,
@@ -104,30 +104,30 @@ def test_pieces_make_up_the_text(text: str, size: int) -> None:
 def test_byte_pairs_are_those_of_the_training_split_and_survive_meta_json() -> None:
     tokenizer = own_pairs()
     assert (tokenizer.name, tokenizer.vocab_size, tokenizer.end_of_text) == ("bpe-280", 280, 279)
-    assert {b" the", b" words"} <= {*byte_pairs.from_meta(tokenizer.meta()).tokens}
+    assert {b" the", b" words"} <= {*map(base64.b64decode, tokenizer.meta()["pairs"])}
     assert len(tokenizer.encode(TEXT)) < 0.4 * len(TEXT)
     assert tokenizer_from_meta(json.loads(json.dumps(tokenizer.meta()))) == tokenizer
     assert make_tokenizer("bpe-280", "", [TEXT]) == tokenizer
-    assert len(byte_pairs._bytes_by_character()) == 256
+    assert len(tokenizers._bytes_by_character()) == 256
 
 
 def longest_word(text: str) -> int:
     """The characters of a text's longest word, a blank before it left out."""
-    words = (found[0] for found in byte_pairs._words().finditer(text))
+    words = (found[0] for found in tokenizers._words().finditer(text))
     return max((len(word if word.isspace() else word.removeprefix(" ")) for word in words), default=0)
 
 
 @pytest.mark.parametrize("word", ["acgt", "  ", "=", "12", "\n", "é"])
 def test_a_word_of_a_text_without_blanks_is_cut(word: str) -> None:
-    most, text = byte_pairs.LONGEST, "a word " + word * 3000 + " and more " + TEXT
-    parts = list(byte_pairs.in_parts(text))
+    most, text = tokenizers.LONGEST, "a word " + word * 3000 + " and more " + TEXT
+    parts = list(tokenizers.in_parts(text))
     assert "".join(parts) == text
     assert max(map(longest_word, parts)) == most
     tokenizer = make_tokenizer("bpe-280", "", [text])
     assert tokenizer.decode(tokenizer.encode(text)) == text
     longest = (word * most)[: most - 2]
     for short in (f"a word {longest} and more", f"{longest}x.x{longest}", TEXT):  # whose pairs are what they were
-        assert list(byte_pairs.in_parts(short)) == [short]
+        assert list(tokenizers.in_parts(short)) == [short]
 
 
 @settings(deadline=None)
@@ -136,8 +136,8 @@ def test_a_word_of_a_text_without_blanks_is_cut(word: str) -> None:
 @example("     a")
 def test_parts_are_cut_where_a_long_word_is(text: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(byte_pairs, "LONGEST", 4)
-        parts = list(byte_pairs.in_parts(text))
+        patch.setattr(tokenizers, "LONGEST", 4)
+        parts = list(tokenizers.in_parts(text))
     assert "".join(parts) == text
     assert (len(parts) > 1) == (longest_word(text) > 4)
     assert max(map(longest_word, parts)) <= 4
@@ -161,7 +161,7 @@ def test_a_signal_is_heard_while_pairs_are_learned() -> None:
     sender.start()
     try:
         with pytest.raises(KeyboardInterrupt):
-            byte_pairs.learned("bpe-280", documents())
+            tokenizers.learned("bpe-280", documents())
         assert readers != [threading.main_thread()]  # which can't hear a signal while the package learns
     finally:
         ends.set()
@@ -184,7 +184,7 @@ def test_what_names_no_tokenizer_or_one_of_another_text_is_refused() -> None:
 
 @pytest.mark.parametrize("missing", ["tokenizers", "tiktoken"])
 def test_byte_pairs_without_a_package_name_the_extra(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(byte_pairs, "find_spec", lambda name: None if name == missing else True)
+    monkeypatch.setattr(tokenizers, "find_spec", lambda name: None if name == missing else True)
     monkeypatch.setitem(sys.modules, missing, None)
     for ask in (lambda: check_tokenizer("bpe-300"), lambda: make_tokenizer("bpe-300", "", [TEXT])):
         with pytest.raises(BenchError, match=rf"needs {missing}; get it with pip install 'fp8manifold\[\S+\]'"):

@@ -17,7 +17,7 @@ from nanogpt_bench.data.batches import load_corpus
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.loop.trainer import initial_model
 from nanogpt_bench.model.gpt import GPT, SIZES, GPTShape
-from nanogpt_bench.model.pretrained import checkpoint_shape, load_checkpoint
+from nanogpt_bench.model.weights import checkpoint_shape, load_checkpoint
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.system import hub as hub_module
 from nanogpt_bench.system.errors import BenchError

@@ -18,8 +18,8 @@ from test_browser import UNDRAWN
 from nanogpt_bench.cli import main
 from nanogpt_bench.report import report
 from nanogpt_bench.report.tables import to_text
-from nanogpt_bench.sweep.session import Bar
-from nanogpt_bench.workers.pool import Event
+from nanogpt_bench.sweep.session import Bar, Entry
+from nanogpt_bench.sweep.workers import Event
 
 KEYS = ("filter", "calculate", "labelExpr", "expr", "test", "signal", "init", "update", "href", "url")
 
@@ -172,7 +172,7 @@ def test_a_terminal_is_told_nothing(runs, capsys):
     print(to_text(results))
     bar = Bar(Console(width=200))
     for at, text in enumerate(TEXTS):
-        bar.add(text)
+        bar.entries.append(Entry(text))
         bar.show(Event(at, "failed", {"error": {"message": text}}))
     assert main(["verify", *map(str, runs)]) == 1
     assert main(["run", "\x1b[2J\u202e\ud800.yaml"]) == 2

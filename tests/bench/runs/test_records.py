@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from nanogpt_bench.workers.pool import MOST_BYTES, Records
+from nanogpt_bench.sweep.workers import MOST_BYTES, NewRecords
 
 
 def line(step: int, **more: float) -> str:
@@ -11,7 +11,8 @@ def line(step: int, **more: float) -> str:
 
 
 def test_the_newest_whole_line_and_the_last_validation_are_told(tmp_path: Path) -> None:
-    path, records = tmp_path / "metrics.jsonl", Records({"run_dir": str(tmp_path), "settings": {"train.max_steps": 9}})
+    path = tmp_path / "metrics.jsonl"
+    records = NewRecords({"run_dir": str(tmp_path), "settings": {"train.max_steps": 9}})
     assert records.new() is None
     path.write_text(line(0, **{"val/loss": 5.0}) + line(1) + line(2)[:9])
     first = {"max_steps": 9, "step": 1, "train_loss": 3.0, "val_loss": 5.0, "elapsed_s": 1.0}
@@ -25,6 +26,6 @@ def test_the_newest_whole_line_and_the_last_validation_are_told(tmp_path: Path) 
 
 def test_of_a_long_file_the_end_is_read(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("".join(map(line, range(MOST_BYTES // 40))))
-    found = Records({"run_dir": str(tmp_path)}).new()
+    found = NewRecords({"run_dir": str(tmp_path)}).new()
     assert found is not None
     assert found["step"] == MOST_BYTES // 40 - 1

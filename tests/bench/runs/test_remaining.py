@@ -6,9 +6,9 @@ import pytest
 from rich.console import Console
 
 from nanogpt_bench.sweep import session
-from nanogpt_bench.sweep.session import Bar
+from nanogpt_bench.sweep.session import Bar, Entry
+from nanogpt_bench.sweep.workers import Event
 from nanogpt_bench.system.errors import rough_time
-from nanogpt_bench.workers.pool import Event
 
 
 def test_times_are_said_no_better_than_they_are_known() -> None:
@@ -30,7 +30,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_runs_count_by_their_size_and_those_to_come_too(clock: list[float]) -> None:
     bar = Bar(Console(file=io.StringIO()))
     for size in (3.0, 1.0):
-        bar.add(f"run {size}", size)
+        bar.entries.append(Entry(f"run {size}", size))
     clock[0] = 30.0
     bar.show(Event(0, "progress", progress(0)))
     assert bar.words() == "0 of 2 runs ended"
@@ -49,7 +49,7 @@ def test_without_a_terminal_the_estimate_is_a_line_from_the_first_minute_on(cloc
     text = io.StringIO()
     bar = Bar(Console(file=text, width=100))
     for name in ("a", "b"):
-        bar.add(name)
+        bar.entries.append(Entry(name))
     bar.show(Event(0, "started"))
     for second in range(1, 301):
         clock[0] = float(second)
@@ -65,7 +65,7 @@ def test_without_a_terminal_the_estimate_is_a_line_from_the_first_minute_on(cloc
 def test_a_terminal_has_one_bar_and_lines_above_it(clock: list[float]) -> None:
     text = io.StringIO()
     with Bar(Console(file=text, width=100, force_terminal=True)) as bar:
-        bar.add("a")
+        bar.entries.append(Entry("a"))
         clock[0] = 30.0
         bar.show(Event(0, "progress", progress(50)))
         bar.show(Event(0, "done"))

@@ -16,11 +16,11 @@ from nanogpt_bench.model.gpt import build_model
 from nanogpt_bench.setup.memory import bytes_each, check_fits, parameters_of
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.setup.task import model_shape
+from nanogpt_bench.sweep import workers as pool
 from nanogpt_bench.sweep.file import find_sweep, read_sweep, shipped_sweeps
 from nanogpt_bench.sweep.plan import plan_sweep
 from nanogpt_bench.system import free_memory
 from nanogpt_bench.system.errors import BenchError
-from nanogpt_bench.workers import pool
 
 GIB = 2**30
 TOO_MUCH = (

@@ -8,8 +8,8 @@ import torch
 from laws import each
 
 from nanogpt_bench.cli import main
-from nanogpt_bench.workers import pool
-from nanogpt_bench.workers.executors import RayCluster
+from nanogpt_bench.sweep import workers as pool
+from nanogpt_bench.sweep.workers import RayCluster
 
 AXES = "axes: {model.format: [E4M3, E5M2]}\nsettings: {rule: stochastic, runtime.device: cuda, data.dir: CORPUS}\n"
 TUNED = "tune: {seeds: [1]}\nconfirm: {seeds: [2]}\n"

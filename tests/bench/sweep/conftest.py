@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from nanogpt_bench.report import build
-from nanogpt_bench.workers import pool as pool_module
+from nanogpt_bench.sweep import workers as pool_module
 
 sys.path.insert(0, str(Path(__file__).parent))  # for the tests to find sweep_runs.py
 

@@ -13,7 +13,7 @@ from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.report import build
 from nanogpt_bench.sweep import session
-from nanogpt_bench.workers.pool import Event
+from nanogpt_bench.sweep.workers import Event
 
 
 class PoolOfNone:
@@ -44,6 +44,14 @@ def train_here(patch: pytest.MonkeyPatch) -> None:
     """Have sweeps train in this process, and leave out the pictures of their reports."""
     patch.setattr(session, "Pool", PoolOfNone)
     patch.setattr(build, "write_figures", lambda *_: None)
+
+
+def small(corpus_dir: Path, more: dict[str, object]) -> dict[str, object]:
+    """Settings of a model that trains in a moment, and more."""
+    settings: dict[str, object] = {"data.dir": str(corpus_dir), "runtime.threads": 1}
+    settings |= {"model.n_layer": 1, "model.n_head": 2, "model.n_embd": 16, "model.block_size": 16}
+    settings |= {"train.batch_size": 4, "train.precision": "float32", "eval.interval": 1000, "eval.batches": 2}
+    return settings | more
 
 
 def read_json(path: Path) -> dict:

@@ -13,8 +13,8 @@ from sweep_runs import read_json, runs_of, trained
 
 from nanogpt_bench.checkpoint import steps
 from nanogpt_bench.cli import main
-from nanogpt_bench.workers import pool as pool_module
-from nanogpt_bench.workers.pool import cores
+from nanogpt_bench.sweep import workers as pool_module
+from nanogpt_bench.sweep.workers import cores
 
 # Sessions, with workers that only write what a training would have found
 

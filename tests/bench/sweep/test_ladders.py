@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sweep_runs import train_here
+from sweep_runs import small, train_here
 
 from nanogpt_bench.cli import main
 from nanogpt_bench.runs.load import find_runs
@@ -20,14 +20,8 @@ TUNE = {"keys": ["optimizer.lr"], "seeds": [3], "steps": 2}
 
 def sweep_file(folder: Path, corpus_dir: Path, **more: object) -> Path:
     path = folder / "sizes.yaml"
-    settings = {
-        "data.dir": str(corpus_dir),
-        "model": {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 16},
-        "train": {"batch_size": 4, "precision": "float32"},
-        "eval": {"interval": 100, "batches": 5},
-        "optimizer": {"warmup_steps": 1, "stiffness_end": None},
-        "runtime.threads": 1,
-    }
+    own = {"eval.interval": 100, "eval.batches": 5, "optimizer.warmup_steps": 1, "optimizer.stiffness_end": None}
+    settings = small(corpus_dir, own)
     axes = {"rule": ["fp32", "sgd"], "seed": [1, 2]}
     path.write_text(json.dumps({"settings": settings, "axes": axes, "reference": {"rule": "fp32"}} | more))
     return path

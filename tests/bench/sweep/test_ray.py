@@ -10,32 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from sweep_runs import small
 
 from nanogpt_bench.checkpoint import steps
 from nanogpt_bench.cli import main
-from nanogpt_bench.workers.executors import RayCluster, executor_of
-from nanogpt_bench.workers.pool import Event, Local, Pool
+from nanogpt_bench.sweep.workers import Event, Local, Pool, RayCluster, executor_of
 
 pytest.importorskip("ray")
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
-
-
-def settings(corpus_dir: Path, steps: int, **more: object) -> dict[str, object]:
-    return {
-        "data.dir": str(corpus_dir),
-        "model.n_layer": 1,
-        "model.n_head": 2,
-        "model.n_embd": 16,
-        "model.block_size": 16,
-        "train.max_steps": steps,
-        "train.batch_size": 4,
-        "train.precision": "float32",
-        "eval.interval": 1000,
-        "eval.batches": 2,
-        "runtime.threads": 1,
-        **more,
-    }
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +28,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Local]:
 
 
 def job(run_dir: Path, corpus_dir: Path, steps: int) -> dict[str, object]:
-    given = settings(corpus_dir, steps, rule="fp32", **{"checkpoint.every": 10})
+    given = small(corpus_dir, {"train.max_steps": steps, "rule": "fp32", "checkpoint.every": 10})
     return {"settings": given, "run_dir": str(run_dir), "argv": ["test"], "resume": run_dir.exists()}
 
 
@@ -110,7 +93,10 @@ def test_a_folder_that_a_node_does_not_see_is_named(cluster: Local, corpus_dir: 
 
 
 def sweep_file(folder: Path, corpus_dir: Path, steps: int, **more: object) -> Path:
-    content = {"settings": settings(corpus_dir, steps, **more), "axes": {"rule": ["fp32", "sgd"], "seed": [1]}}
+    content = {
+        "settings": small(corpus_dir, {"train.max_steps": steps, **more}),
+        "axes": {"rule": ["fp32", "sgd"], "seed": [1]},
+    }
     (folder / "runs.yaml").write_text(json.dumps(content))
     return folder / "runs.yaml"
 
@@ -147,29 +133,12 @@ def marked(folder: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_a_comparison_has_the_same_losses_there(corpus_dir: Path, tmp_path: Path) -> None:
-    tiny = [
-        "--model.n_layer=1",
-        "--model.n_head=2",
-        "--model.n_embd=16",
-        "--model.block_size=16",
-        "--train.batch_size=4",
-    ]
-    words = [
-        "compare",
-        "--rules",
-        "fp32,nearest",
-        "--formats",
-        "E4M3",
-        "--max-steps",
-        "4",
-        "--data.dir",
-        str(corpus_dir),
-    ]
+    given = {**small(corpus_dir, {"train.max_steps": 4}), "train.precision": None, "runtime.threads": None}
+    tiny = [f"--{key}={value}" for key, value in given.items() if value is not None]
+    words = ["compare", "--rules", "fp32,nearest", "--formats", "E4M3", *tiny]
     for name in ("ray", "local"):
-        given = [*words, *tiny, "--executor", name, "--out", str(tmp_path / name)]
-        done = subprocess.run(
-            [sys.executable, "-m", "nanogpt_bench", *given], capture_output=True, text=True, check=False
-        )
+        line = [sys.executable, "-m", "nanogpt_bench", *words, "--executor", name, "--out", str(tmp_path / name)]
+        done = subprocess.run(line, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
     runs = sorted(path.parent.name for path in (tmp_path / "local").glob("*/summary.json"))
     assert len(runs) == 3  # the reference, too
@@ -201,7 +170,7 @@ def test_a_command_that_dies_leaves_no_process_and_the_same_one_goes_on(
 @pytest.mark.slow  # Ray takes its time to give up
 def test_a_cluster_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     code = (
-        "from pathlib import Path; from nanogpt_bench.workers.executors import executor_of\n"
+        "from pathlib import Path; from nanogpt_bench.sweep.workers import executor_of\n"
         "with executor_of('ray', '127.0.0.1:1', Path('.')): pass"
     )
     env = os.environ | {"RAY_gcs_rpc_server_connect_timeout_s": "1", "RAY_NUM_REDIS_GET_RETRIES": "1"}

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from sweep_runs import train_here
+from sweep_runs import small, train_here
 
 from nanogpt_bench.cli import main
 from nanogpt_bench.report import build
@@ -18,14 +18,8 @@ from nanogpt_bench.runs.environment import commit
 def study(tmp_path_factory, corpus_dir):
     """A sweep that has tuned and confirmed two rules, its table, and what was exported of it; the folders are gone."""
     folder = tmp_path_factory.mktemp("study")
-    settings = {
-        "data.dir": str(corpus_dir),
-        "model": {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 16, "format": "E4M3"},
-        "train": {"max_steps": 4, "batch_size": 4, "precision": "float32"},
-        "eval": {"interval": 2, "batches": 3},
-        "optimizer.warmup_steps": 1,
-        "runtime.threads": 1,
-    }
+    own = {"model.format": "E4M3", "train.max_steps": 4, "eval.interval": 2, "eval.batches": 3}
+    settings = small(corpus_dir, own | {"optimizer.warmup_steps": 1})
     content = {
         "settings": settings,
         "axes": {"rule": ["fp32", "stochastic"]},

@@ -13,6 +13,7 @@ from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.model.gpt import GPT
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.sweep import session as session_module
+from nanogpt_bench.sweep import workers as cores_module
 from nanogpt_bench.sweep.axes import Axis, Range, assemble, grid_points, random_points
 from nanogpt_bench.sweep.file import FOLDER, find_sweep, read_sweep, shipped_sweeps
 from nanogpt_bench.sweep.plan import check_inputs, plan_point, plan_sweep
@@ -20,9 +21,8 @@ from nanogpt_bench.sweep.record import SweepRecord
 from nanogpt_bench.sweep.sensitivity import plan_study
 from nanogpt_bench.sweep.session import threads_set
 from nanogpt_bench.sweep.tuning import Tuning
+from nanogpt_bench.sweep.workers import divide, threads_asked
 from nanogpt_bench.system.errors import BenchError
-from nanogpt_bench.workers import pool as cores_module
-from nanogpt_bench.workers.pool import divide, threads_asked
 
 ON_GRID = {"rule": "nearest", "model.format": "E4M3", "model.storage": "grid"}
 

@@ -14,11 +14,11 @@ from nanogpt_bench.cli import main
 from nanogpt_bench.report import build
 from nanogpt_bench.report.tables import tuning_table
 from nanogpt_bench.runs.load import find_runs
+from nanogpt_bench.sweep import workers as pool_module
 from nanogpt_bench.sweep.file import read_sweep
 from nanogpt_bench.sweep.record import SweepRecord
 from nanogpt_bench.sweep.tuning import Tuning, best_place, is_inside, next_places
 from nanogpt_bench.system.errors import BenchError
-from nanogpt_bench.workers import pool as pool_module
 
 #: loss: a bowl over the logarithms of lr and float_lr, a little apart by seed; above a limit it diverges
 BEST = {"fp32": 0.006, "sgd": 0.1, "muon": 0.03}

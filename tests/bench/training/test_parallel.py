@@ -189,7 +189,7 @@ def test_shares_are_the_batch(tiny: Tiny, pools: dict[int, Pool], size: int) -> 
 # ------------------------------------------------------------------------------------------ what all do together
 def failing(what: str) -> list[Any]:
     ranks = own_ranks()
-    said: list[Any] = [ranks.told(f"from {ranks.rank}"), ranks.each(ranks.rank), ranks.mean(ranks.rank)]
+    said: list[Any] = [ranks.broadcast(f"from {ranks.rank}"), ranks.each(ranks.rank), ranks.mean(ranks.rank)]
     errors = {"disk": OSError(errno.ENOSPC, "No space left on device", "a"), "line": BenchError("no"), "none": None}
     try:
         with ranks.together(CheckpointNotWritten):

@@ -1,15 +1,18 @@
 """Workers that train one run at a time each, jobs for them, and the number of them that the cores take.
 
-A worker is a process of this machine, in a `ProcessPoolExecutor` of its own, or of a Ray cluster (`executors`). It is
-made ready once, and then trains one run after another. A job is {"settings": {dotted key: value}, "run_dir": path,
+A worker is a process of this machine, alone in a `ProcessPoolExecutor`, or a task of a Ray cluster. It is made
+ready once, and then trains one run after another. A job is {"settings": {dotted key: value}, "run_dir": path,
 "argv": [...], "resume": bool}.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import multiprocessing
 import os
+import secrets
 import signal
 import sys
 import tempfile
@@ -21,7 +24,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from multiprocessing import connection, parent_process
 from pathlib import Path
 from types import TracebackType
@@ -29,16 +34,16 @@ from typing import Any, NamedTuple
 
 from nanogpt_bench.config import metrics
 from nanogpt_bench.config.keys import FIELDS
-from nanogpt_bench.system.errors import BenchError, counted, one_line
+from nanogpt_bench.system.errors import BenchError, counted, one_line, shortened, unknown
 from nanogpt_bench.system.signals import SIGNALS, stop_requests_once
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
 def begin(threads: int, output: str) -> None:
-    """Make a process ready: its threads, its signals, what it prints to the file `output`, and the imports of a run.
+    """Make a process ready: its threads, its signals, its output to the file `output`, and the imports of a run.
 
-    SIGTERM ends it, with a run as soon as that has been put by. Ctrl-C reaches the whole group, and the parent decides.
+    SIGTERM ends it, with a run as soon as that is saved. Ctrl-C reaches the whole group, and the parent decides.
     """
     os.environ.update(dict.fromkeys(THREAD_VARIABLES, str(threads)))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -53,7 +58,7 @@ def begin(threads: int, output: str) -> None:
 
 
 def _end_with_parent() -> None:
-    """Without its parent nobody hands out a job, and a run is better put by than lost."""
+    """End a process without a parent: nobody gives it a job, and a run is better saved than lost."""
     if (parent := parent_process()) is not None:
         parent.join()
         os.kill(os.getpid(), signal.SIGTERM)
@@ -66,7 +71,6 @@ def serve(job: Mapping[str, Any], numbers: tuple[signal.Signals, ...] = (signal.
     """
     from nanogpt_bench.config.settings import build_config
     from nanogpt_bench.loop.train import run
-    from nanogpt_bench.system.errors import BenchError
 
     sys.argv = list(job["argv"])  # the command that environment.json records is the one that was typed
     try:
@@ -77,19 +81,14 @@ def serve(job: Mapping[str, Any], numbers: tuple[signal.Signals, ...] = (signal.
         trace = "" if isinstance(error, BenchError) else traceback.format_exc()
         return {"kind": "failed", "error": {"kind": type(error).__name__, "message": str(error), "traceback": trace}}
     finally:
-        _leave_without_parent()
+        if (parent := parent_process()) is not None and not parent.is_alive():
+            os._exit(128 + SIGNALS[0])
     # A full disk, too, is a failure, and the run resumes at the next start.
     return {"kind": "failed", "error": ended} if ended.get("kind") in ("disk", "signal") else {"kind": "done"}
 
 
-def _leave_without_parent() -> None:
-    parent = parent_process()
-    if parent is not None and not parent.is_alive():
-        os._exit(128 + SIGNALS[0])
-
-
 def failed(message: str, kind: str = "killed") -> dict[str, Any]:
-    """Return the end of a run whose worker could not tell it."""
+    """Return the end of a run that its worker could not report."""
     return {"kind": "failed", "error": {"kind": kind, "message": message}}
 
 
@@ -114,13 +113,7 @@ def threads_asked() -> int:
 def check_workers(workers: int | None, source: str, threads: int | None = None, there: int | None = None) -> None:
     """Refuse more runs at a time than there are cores, or than have the `threads` each that their settings ask for.
 
-    `there` are the cores; those of this machine without.
-
-    Raises:
-        BenchError: names `source`, which asks for them, and how many there can be.
-
-    >>> check_workers(1, "--workers"), check_workers(None, "--workers")
-    (None, None)
+    `source` names the number; `there` are the cores, those of this machine without.
     """
     there = cores() if there is None else there
     most = most_workers(threads, there)
@@ -139,9 +132,6 @@ def divide(
 
     A run gets the `threads` that the settings give; otherwise its share of the cores, and no more than `asked`, which
     is what this process computes with. Without `workers` there is one for every so many cores.
-
-    >>> divide(1, 10, None, asked=1)
-    (1, 1)
     """
     there = cores() if there is None else there
     count = max(1, min(workers or most_workers(threads, there), runs))
@@ -163,7 +153,7 @@ class Event:
 
 
 class Worker:
-    """A place where one run trains at a time: a process in an executor of its own, whose end breaks no other's."""
+    """A place where one run trains at a time: a process alone in an executor, whose end breaks no other's."""
 
     def __init__(self, threads: int = 1) -> None:
         self._output = tempfile.NamedTemporaryFile()  # noqa: SIM115  (lives as long as the process)
@@ -174,7 +164,7 @@ class Worker:
         (self._process,) = set(multiprocessing.active_children()) - before
 
     def submit(self, job: Mapping[str, Any]) -> Future[dict[str, Any]]:
-        """Hand over a job; the result is its end, as `serve` returns it, unless the worker ends first."""
+        """Queue a job; the result is its end, as `serve` returns it, unless the worker ends first."""
         try:
             return self._executor.submit(SERVE, job)
         except BrokenProcessPool as error:  # it has died since its last job
@@ -195,11 +185,9 @@ class Worker:
         return failed(f"worker process ended with exit code {code}{last}", "crash")
 
     def terminate(self) -> None:
-        """Tell the process to end, its run writing down what it has."""
         self._process.terminate()
 
     def kill(self) -> None:
-        """End the process at once."""
         self._process.kill()
 
     def close(self, deadline: float | None) -> None:
@@ -216,29 +204,136 @@ class Local:
     """Starts workers, on this machine."""
 
     def cores(self) -> int:
-        """Return the cores that this process may use."""
         return cores()
 
     def check_device(self, wanted: str) -> None:
-        """Refuse a device that this machine does not have.
-
-        Raises:
-            BenchError: says so.
-        """
+        """Refuse a device that this machine does not have."""
         from nanogpt_bench.setup.runtime import check_device
 
         check_device(wanted)
 
     def worker(self, threads: int) -> Worker:
-        """Start a process."""
         return Worker(threads)
+
+
+EXECUTORS = ("local", "ray")
+_LONGEST_REASON = 200
+#: environment of Ray: no usage reports, no advice, no log among the results
+_QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_BACKEND_LOG_LEVEL": "fatal",  # its C++ part writes to standard error itself, such as how it waits for a node
+}
+#: bytes that Ray keeps for objects, of which there are none but small ones
+_OBJECTS = 80 * 2**20
+
+
+def check_executor(name: str, address: str | None) -> None:
+    """Refuse an unknown executor, and an address without ray."""
+    if name not in EXECUTORS:
+        raise unknown("--executor", name, EXECUTORS)
+    if address is not None and name != "ray":
+        raise BenchError(f"--address {address!r} goes with --executor ray")
+
+
+@contextmanager
+def executor_of(name: str, address: str | None, folder: Path) -> Iterator[Local]:
+    """Yield the executor called `name`; runs are written below `folder`, which all its workers have to see."""
+    check_executor(name, address)
+    if name == "local":
+        yield Local()
+        return
+    if find_spec("ray") is None:
+        raise BenchError("--executor ray needs the package ray; get it with pip install 'fp8manifold[ray]'")
+    os.environ.update({key: value for key, value in _QUIET.items() if key not in os.environ})
+    import ray
+
+    own = {} if address else {"num_cpus": cores(), "object_store_memory": _OBJECTS}
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):  # advice on how a cluster is secured
+            ray.init(address, **own, log_to_driver=False, configure_logging=False, include_dashboard=False)
+    except (ConnectionError, ValueError, RuntimeError, OSError) as error:
+        where = f"--address {address!r}" if address else "--executor ray"
+        reason = shortened(one_line(error), _LONGEST_REASON)
+        raise BenchError(f"{where}: no Ray cluster answers ({type(error).__name__}: {reason})") from None
+    marker = folder.resolve() / f".ray-{secrets.token_hex(8)}"
+    try:
+        yield RayCluster(ray, marker)
+    finally:
+        marker.unlink(missing_ok=True)
+        ray.shutdown()
+
+
+class RayCluster(Local):
+    """The nodes of a cluster; `marker` is the file by which a node proves that it sees the folder of the runs."""
+
+    def __init__(self, ray: Any, marker: Path) -> None:
+        self.ray, self.marker = ray, marker
+
+    def cores(self) -> int:
+        return max(1, int(self.ray.cluster_resources().get("CPU", 1)))
+
+    def check_device(self, wanted: str) -> None:
+        from nanogpt_bench.setup.runtime import CUDA, no_device
+
+        if wanted == CUDA and not self.ray.cluster_resources().get("GPU"):
+            raise no_device("any node of the cluster")
+
+    def worker(self, threads: int) -> RayWorker:
+        self.marker.touch()  # in the folder by now is what says whose it is
+        return RayWorker(self.ray, threads, self.marker)
+
+
+class RayWorker(Worker):
+    """One task of the cluster at a time; a run is ended as Ray cancels a task, by SIGINT."""
+
+    def __init__(self, ray: Any, threads: int, marker: Path) -> None:
+        self._ray, self._given = ray, (str(marker), os.getcwd())
+        self._task: Any = None
+        self._future: Future[dict[str, Any]] | None = None
+        # Runs resume themselves: what Ray would repeat is a run that has a folder already.
+        self._serve = ray.remote(_serve_there).options(num_cpus=threads, max_retries=0)
+
+    def submit(self, job: Mapping[str, Any]) -> Future[dict[str, Any]]:
+        self._task = self._serve.remote(dict(job), *self._given)
+        self._future = self._task.future()
+        return self._future
+
+    def why(self, error: BaseException) -> dict[str, Any]:
+        if isinstance(error, self._ray.exceptions.WorkerCrashedError | self._ray.exceptions.NodeDiedError):
+            return failed("its Ray worker was lost, with its node or by a kill")
+        return failed(f"{type(error).__name__}: {shortened(one_line(error), _LONGEST_REASON)}", "crash")
+
+    def terminate(self, *, force: bool = False) -> None:
+        if self._future is not None and not self._future.done():
+            self._ray.cancel(self._task, force=force)
+
+    def kill(self) -> None:
+        self.terminate(force=True)
+
+    def close(self, deadline: float | None) -> None:
+        if self._future is not None:
+            wait([self._future], None if deadline is None else max(0.0, deadline - time.monotonic()))
+            self.kill()
+
+
+def _serve_there(job: dict[str, Any], marker: str, folder: str) -> dict[str, Any]:
+    """Train a run on a node, in the folder where the command was given."""
+    runs = str(Path(marker).parent)
+    try:
+        os.stat(marker)
+        os.chdir(folder)
+    except OSError:
+        what = f"--executor ray: a node does not see the folder {runs!r}; give an --out, and a working folder, on "
+        return failed(f"{what}storage that all nodes share", "BenchError")
+    return serve(job, (signal.SIGTERM, signal.SIGINT))
 
 
 class Pool:
     """Workers from entry to exit; leaving stops whatever still runs.
 
-    One thread a worker unless told otherwise: two workers on two cores don't fight, and a run's arithmetic does not
-    depend on the machine.
+    One thread a worker by default: two workers on two cores don't fight, and a run's arithmetic does not depend on the
+    machine.
     """
 
     def __init__(self, size: int, threads: int = 1, executor: Local | None = None) -> None:
@@ -257,7 +352,7 @@ class Pool:
         self.stop()
 
     def stop(self, *, patient: bool = False) -> None:
-        """Tell every worker to end, its run writing down what it has, and wait until all are gone.
+        """Terminate every worker, its run saving what it has, and wait until all are gone.
 
         However long that takes if `patient`: a step may take minutes, and its checkpoint is worth them.
         """
@@ -269,7 +364,6 @@ class Pool:
         self._workers = []
 
     def kill(self) -> None:
-        """End every worker at once."""
         for worker in self._workers:
             worker.kill()
 
@@ -284,7 +378,7 @@ class Pool:
         while running or waiting:
             while waiting and (idle or len(self._workers) < self._size):
                 worker, job = idle.pop(0) if idle else self._start(), waiting.popleft()
-                running[worker.submit(jobs[job])] = _Running(job, worker, Records(jobs[job]))
+                running[worker.submit(jobs[job])] = _Running(job, worker, NewRecords(jobs[job]))
                 yield Event(job, "started")
             ended, _ = wait(running, tick, FIRST_COMPLETED)
             events = [Event(one.job, "progress", found) for one in running.values() if (found := one.records.new())]
@@ -308,7 +402,7 @@ class Pool:
 class _Running(NamedTuple):
     job: int
     worker: Worker
-    records: Records
+    records: NewRecords
 
 
 #: of a file that has grown more, the last bytes are read
@@ -322,7 +416,7 @@ _NAMES = {
 }
 
 
-class Records:
+class NewRecords:
     """The records of one job's run, read as they come."""
 
     def __init__(self, job: Mapping[str, Any]) -> None:

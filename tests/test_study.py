@@ -1,4 +1,4 @@
-"""The study's pages show every results file. That their tables are what they were, `test_generated.py` says."""
+"""The study's maps, ladders and predictions about E7M0; that its tables are fresh is in `test_generated.py`."""
 
 import json
 from importlib import import_module
@@ -11,6 +11,8 @@ from PIL import Image
 
 from nanogpt_bench.report.results import Difference
 from nanogpt_bench.report.results_file import read_export
+from nanogpt_bench.runs.load import Run
+from nanogpt_bench.runs.read import Records
 
 ROOT = Path(__file__).parent.parent
 
@@ -24,16 +26,10 @@ def _on_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "study")
 
 
-def entries_of(path: Path) -> list[dict[str, Any]]:
-    """The entries of a results file."""
-    found: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
-    return found
-
-
 def rows_of(path: Path) -> dict[str, list[dict[str, Any]]]:
     """The runs of a results file by the label of their row."""
     rows: dict[str, list[dict[str, Any]]] = {}
-    for run in (entry for entry in entries_of(path) if entry["kind"] == "run"):
+    for run in (entry for entry in json.loads(path.read_text(encoding="utf-8")) if entry["kind"] == "run"):
         rows.setdefault(run["label"], []).append(run)
     return rows
 
@@ -90,3 +86,38 @@ def test_a_gap_appears_where_an_interval_first_leaves_0_out() -> None:
     assert _ladders.appearance({100: rungs[100]}) is None
     assert _ladders.appearance({100: SimpleNamespace(difference=Difference(0.5, 1)), 400: rungs[400]}) == 400
     assert _ladders.appearance({50: rung(-0.03, -0.01), **rungs}) == 50
+
+
+#: a loss that falls for eight steps and then stays
+STUCK = [5.5 - 0.2 * step for step in range(8)] + [4.0 + 0.02 * (step % 2) for step in range(192)]
+LEARNS = [2.2 + 3.3 * (step + 1) ** -0.5 for step in range(200)]
+
+
+def run_of(losses: list[float], lost: float | None = None, zone: float | None = None, **more: Any) -> Run:
+    shares = {"stall/update_lost": lost, "stall/zero_gradient_zone": zone}
+    known = {name: share for name, share in shares.items() if share is not None}
+    records = [
+        {"step": step, "train/loss": loss, **(known if step % 20 == 0 else {})} for step, loss in enumerate(losses, 1)
+    ]
+    return Run(Path("a"), more, metrics=Records(records), summary={"format": "E7M0"})
+
+
+@pytest.mark.parametrize(
+    ("run", "answers"),
+    [
+        (run_of(STUCK, 0.97, 0.6), [True, True, True]),
+        (run_of(LEARNS, 0.5, 0.01), [False, False, False]),
+        (run_of(STUCK[:9]), [None, None, None]),
+    ],
+)
+def test_each_prediction_is_confirmed_refuted_or_open(run: Run, answers: list[bool | None]) -> None:
+    assert [each.confirmed for each in import_module("e7m0").predictions(run)] == answers
+
+
+def test_predictions_are_about_nearest_rounding() -> None:
+    nearest, other = (
+        run_of(STUCK, 0.97, 0.2, optimizer={"writeback": writeback}) for writeback in ("nearest", "stochastic")
+    )
+    lines = import_module("e7m0").table([nearest, other]).splitlines()[2:]
+    assert [line.split("|")[3].strip() for line in lines] == ["confirmed", "confirmed", "refuted"]
+    assert "97.0%, 97.0% at step 20 and 97.0% at step 200" in lines[1]
