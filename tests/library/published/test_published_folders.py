@@ -119,7 +119,7 @@ OPTIMIZERS: dict[str, Callable[[Any, float], Any]] = {
     "fisher": lambda m, lr: fm.optim.FisherNaturalGradient(m.parameters(), m, [tokens(1)], lr=lr, refresh=10),
     "wrapper": lambda m, lr: fm.optim.StiffnessWrapper(torch.optim.AdamW(m.parameters(), lr=lr, weight_decay=0.0)),
     "riemannian adam": lambda m, lr: fm.optim.RiemannianAdam(m.parameters(), lr=300 * lr, float_lr=lr),
-    "riemannian sgd": lambda m, lr: fm.optim.RiemannianSGD(m.parameters(), lr=1e5 * lr, float_lr=lr),
+    "riemannian sgd": lambda m, lr: fm.optim.RiemannianSGD(m.parameters(), lr=3e5 * lr, float_lr=lr),
 }
 
 
