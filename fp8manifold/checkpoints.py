@@ -31,6 +31,8 @@ Activations = Literal["float", "as stored"]
 _ACTIVATIONS: Final = ("float", "as stored")
 _BY: Final = "load_fp8"
 _INPUT: Final = ("input_scale", "activation_scale")
+#: experts of gpt-oss
+_TRANSPOSED: Final = "_blocks"
 #: of a repository: weights, settings, and what a tokenizer is made of
 _WANTED: Final = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
 _OF_HUB: Final = ("revision", "token", "cache_dir", "local_files_only", "force_download")
@@ -88,8 +90,8 @@ def load_fp8(
         ImportError: transformers is missing.
         FileNotFoundError: no such folder, or one without weights or settings.
         ValueError: no weight in codes; a layout, dtype or setting that is not read, by its tensor and file; a tensor
-            that the model lacks, or the files; scales that a fused parameter can't keep apart, such as one a tensor for
-            ``gate`` and ``up`` of experts; floats that ``dtype`` has not every number of; ``activations="as stored"``
+            that the model lacks, or the files; unlike scales that a fused parameter can't keep apart, such as one a tensor
+            for ``gate`` and ``up`` of experts; the transposed experts of gpt-oss; floats that ``dtype`` has not every number of; ``activations="as stored"``
             where no layer has an ``input_scale``.
 
     Example:
@@ -296,6 +298,13 @@ class _Reader:
     def begin(self, model: Any) -> None:
         """Read every weight in codes, one tensor at a time, and take its place out of a model without values."""
         layout = self._layout
+        if turned := [each for each in layout.stored.values() if each.codes.endswith(_TRANSPOSED)]:
+            raise ValueError(
+                f"{turned[0].codes!r} of {turned[0].file!r} has 32 weights of an output at a scale, and transformers "
+                "has these experts transposed, which no granularity can follow: decode it, from_pretrained(..., "
+                "quantization_config=Mxfp4Config(dequantize=True)), and then fm.quantize_model(model, "
+                "parameters='*.experts.*')"
+            )
         layout.find(model)
         self._keep()
         self._check_left(model)

@@ -253,10 +253,10 @@ REFUSED: dict[str, tuple[str, Callable[[str, Tensor], dict[str, Tensor]], tuple[
         lambda name, value: {name: value[:64] if "up_proj" in name else value},
         ("up_proj.weight'", "(64, 256)", "(384, 256)"),
     ),
-    "one scale for each of two that are one": (
+    "unlike scales of two that are one": (
         "tensor, experts",
         lambda name, value: {name: value},
-        ("experts.0.w1.weight", "a scale for each tensor", "could not be written back"),
+        ("experts.0.w3.weight", "'model.layers.0.mlp.experts.gate_up_proj'", "the same scale", "a scale for each row"),
     ),
     "an expert that is no more in codes": (
         "squares, experts",
@@ -271,7 +271,7 @@ REFUSED: dict[str, tuple[str, Callable[[str, Tensor], dict[str, Tensor]], tuple[
     "the transposed experts of gpt-oss": (
         "gpt-oss",
         lambda name, value: {name: value},
-        ("experts.down_proj", "(4, 64, 96)", "(4, 96, 64)"),
+        ("experts.down_proj_blocks' of 'model.safetensors'", "transposed", "Mxfp4Config(dequantize=True)"),
     ),
 }
 
