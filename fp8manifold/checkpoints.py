@@ -90,9 +90,9 @@ def load_fp8(
         ImportError: transformers is missing.
         FileNotFoundError: no such folder, or one without weights or settings.
         ValueError: no weight in codes; a layout, dtype or setting that is not read, by its tensor and file; a tensor
-            that the model lacks, or the files; unlike scales that a fused parameter can't keep apart, such as one a tensor
-            for ``gate`` and ``up`` of experts; the transposed experts of gpt-oss; floats that ``dtype`` has not every number of; ``activations="as stored"``
-            where no layer has an ``input_scale``.
+            that the model lacks, or the files; unlike scales that a fused parameter can't keep apart, such as one a
+            tensor for ``gate`` and ``up`` of experts; gpt-oss, whose experts transformers has transposed; floats that
+            ``dtype`` has not every number of; ``activations="as stored"`` where no layer has an ``input_scale``.
 
     Example:
         >>> import fp8manifold as fm
