@@ -386,7 +386,8 @@ def _check_floats_kept(model: Any, tensors: FileTensors, layout: Layout) -> None
             continue
         held = entries[place.target][place.index]
         dtype = layout.headers[name].dtype
-        if _DTYPES.get(dtype, held.dtype) == held.dtype:
+        its = _DTYPES.get(dtype, held.dtype)
+        if its == held.dtype or (its.is_floating_point and torch.promote_types(its, held.dtype) == held.dtype):
             continue
         value = tensors.read(name)
         if not torch.equal(held.to(value), value):

@@ -172,6 +172,7 @@ def settings_of(name: str) -> Any:
     return found
 
 
+@functools.lru_cache(maxsize=4)
 def stored_of(name: str) -> Mapping[str, Any]:
     """Return what the files of the model called `name` hold as codes and scales, by a weight's name; no weight is read.
 

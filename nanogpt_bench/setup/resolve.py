@@ -10,7 +10,7 @@ from nanogpt_bench.config.schema import MANIFOLDS, OPTIONS, OWN_OPTIMIZERS, ROUN
 from nanogpt_bench.config.settings import Resolved, load_config
 from nanogpt_bench.model.gpt import SIZES, GPTShape
 from nanogpt_bench.setup.formats import fill_formats, format_name, read_layers
-from nanogpt_bench.setup.published import fill_stored, stored_layers, trains_stored
+from nanogpt_bench.setup.published import fill_stored, stored_layers
 from nanogpt_bench.setup.start import as_begun, outlined_shape, pinned, start_shape
 from nanogpt_bench.setup.surgery import check_constrained_layers, fill_constraint, fill_rates
 from nanogpt_bench.system.errors import BenchError
@@ -44,11 +44,11 @@ def resolve(config: Config, start: GPTShape | None = None) -> Resolved:
         _fill(config.model, tied="leave")
     fill_constraint(config)
     _fill_rule(config, preset)
-    fill_stored(config.model)
+    stored = fill_stored(config.model)
     refuse_conflicts(config)
     for key in ("activation_format", "gradient_format"):  # to measure against
         _read_format(config.monitor, key, f"monitor.{key}")
-    if trains_stored(config.model):
+    if stored:
         config.layers = stored_layers(config.model)
     elif formats:
         config.layers = dict(read_layers(config.model, formats))
