@@ -1,7 +1,7 @@
 """Distance between the policy that samples and the policy that is trained, where rollouts come from weights in FP8.
 
-    python benchmarks/train_is_serve.py [--model FOLDER_OR_GGUF] [--updates 20] [--json | --markdown] [--record]
-                                        [--prompts 8] [--written 32] [--lr 1e-4] [--reading 300]
+    python benchmarks/train_is_serve.py [--model FOLDER_OR_GGUF | --large] [--updates 20] [--prompts 8] [--written 32]
+                                        [--lr 1e-4] [--reading 300] [--json | --markdown] [--record]
 
 A language model learns by policy gradients (rewards less their mean over 8 samples of one prompt) to write tokens with
 even numbers.  Before the first update, after it and after the last, sequences are sampled from the weights that a
@@ -10,9 +10,10 @@ With r the trained policy's probability of a sampled token over that of the samp
 
     k3 KL = mean(r - 1 - log r),        ratio = mean(r),        argmax = share of places whose likeliest token differs
 
-A server has E4M3 codes at the largest weight of 128 x 128, or of a row, over 448.  In place, StiffnessAdamW trains
-those of such a folder, which is written as it is.  Other weights are trained by AdamW and rounded for the server.  What
-a server has is decoded by hand, as code times scale.  Without a model a Llama of 1.4M weights reads some prose first.
+A server has E4M3 codes at the largest weight of 128 x 128, or of a row, over 448.  In place, StiffnessAdamW or
+StiffnessMuon trains those of such a folder, which is written as it is.  Other weights are trained by AdamW and rounded
+for the server.  What a server has is decoded by hand, as code times scale.  Without a model a Llama of 1.4M weights
+reads some prose first; ``--large`` takes SmolLM2-135M's shape with random weights, in three of the ways.
 """
 
 import argparse
@@ -121,7 +122,9 @@ def publish(model: Any, folder: Path, block: tuple[int, int] | None, dtype: torc
     config.save_pretrained(folder)
 
 
-def in_place(base: Any, lr: float, block: tuple[int, int] | None, dtype: torch.dtype = torch.float32) -> Policy:
+def in_place(
+    base: Any, lr: float, block: tuple[int, int] | None, dtype: torch.dtype = torch.float32, muon: bool = False
+) -> Policy:
     """The codes of a published folder: trained, written, and read by hand."""
     with tempfile.TemporaryDirectory() as folder:
         publish(base, Path(folder), block, dtype)
@@ -136,6 +139,9 @@ def in_place(base: Any, lr: float, block: tuple[int, int] | None, dtype: torch.d
             tensors[name] = decoded(tensors[name], scale, block).to(dtype)
         return tensors
 
+    if muon:
+        rule = fm.optim.StiffnessMuon.for_model(model, lr=lr, other_lr=lr, weight_decay=0.0, moments="8bit")
+        return Policy(model, rule, served)
     return Policy(model, fm.optim.StiffnessAdamW(model.parameters(), lr, moments="8bit"), served)
 
 
@@ -173,6 +179,11 @@ WAYS: Final[dict[str, Callable[[Any, float], Policy]]] = {
     "bfloat16, a copy in squares": partial(from_master, block=SQUARES, dtype=BF16),
     "float32 rounded in training, a copy in squares": partial(from_master, block=SQUARES, trained_rounded=True),
     "the same, the copy by way of bfloat16": partial(from_master, block=SQUARES, trained_rounded=True, copied_in=BF16),
+}
+LARGE: Final[dict[str, Callable[[Any, float], Policy]]] = {
+    "codes in place, squares, AdamW": partial(in_place, block=SQUARES),
+    "codes in place, squares, Muon": partial(in_place, block=SQUARES, muon=True),
+    "float32, a copy in squares": partial(from_master, block=SQUARES),
 }
 
 
@@ -224,10 +235,15 @@ def measure(policy: Policy, base: Any, text: Tensor, args: argparse.Namespace) -
     return found
 
 
+def prose() -> Tensor:
+    """English, a token a byte."""
+    return torch.tensor(list("\n".join(topics.topics.values()).encode("ascii", "replace")))
+
+
 def small(steps: int) -> tuple[Any, Tensor]:
     """A Llama that has read some English for so many steps, a token a byte, and what it has read."""
     torch.manual_seed(0)
-    text = torch.tensor(list("\n".join(topics.topics.values()).encode("ascii", "replace")))
+    text = prose()
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
     model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=128, eos_token_id=None, **sizes))
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
@@ -237,6 +253,15 @@ def small(steps: int) -> tuple[Any, Tensor]:
         model(input_ids=batch, labels=batch).loss.backward()
         optimizer.step()
     return model, text
+
+
+def large() -> tuple[Any, Tensor]:
+    """SmolLM2-135M's shape as transformers draws it, and the text of the small one: tokens are bytes."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
+    sizes |= {"num_key_value_heads": 3, "vocab_size": 49152, "max_position_embeddings": 8192}
+    config = transformers.LlamaConfig(tie_word_embeddings=True, eos_token_id=None, **sizes)
+    return transformers.LlamaForCausalLM(config), prose()
 
 
 def read(path: Path) -> tuple[Any, Tensor]:
@@ -261,6 +286,7 @@ def short(number: float) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", type=Path, help="a folder of save_pretrained or a .gguf file; else a small Llama")
+    parser.add_argument("--large", action="store_true", help="SmolLM2-135M's shape with random weights; takes minutes")
     parser.add_argument("--updates", type=int, default=20, help="of the policy")
     parser.add_argument("--prompts", type=int, default=8, help="an update, each written on from 8 times")
     parser.add_argument("--written", type=int, default=32, help="tokens after each prompt of 16")
@@ -271,11 +297,14 @@ def main() -> None:
     args = parser.parse_args()
     if least := next((name for name in ("updates", "prompts", "written") if getattr(args, name) < 1), None):
         parser.error(f"--{least} {getattr(args, least)}: at least 1")
+    if args.large and (args.model or args.record):
+        parser.error("--large goes with neither --model nor --record, which writes the table of the small one")
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-    base, text = small(args.reading) if args.model is None else read(args.model)
+    base, text = large() if args.large else small(args.reading) if args.model is None else read(args.model)
     base.eval()
-    found = {name: measure(make(base, args.lr), base, text, args) for name, make in WAYS.items()}
+    ways = LARGE if args.large else WAYS
+    found = {name: measure(make(base, args.lr), base, text, args) for name, make in ways.items()}
     if args.json:
         print(json.dumps(found, indent=1))
         return

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, cast
 
 import torch
 from torch import Tensor
@@ -31,6 +31,8 @@ Activations = Literal["float", "as stored"]
 _ACTIVATIONS: Final = ("float", "as stored")
 _BY: Final = "load_fp8"
 _INPUT: Final = ("input_scale", "activation_scale")
+#: experts of gpt-oss
+_TRANSPOSED: Final = "_blocks"
 #: of a repository: weights, settings, and what a tokenizer is made of
 _WANTED: Final = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
 _OF_HUB: Final = ("revision", "token", "cache_dir", "local_files_only", "force_download")
@@ -66,7 +68,8 @@ def load_fp8(
     :class:`QuantizedLinear`; experts that transformers has in one parameter, and other weights, become an
     :class:`FP8Parameter` where they are.  What the files have as floats stays float.  :func:`save_fp8` writes the model
     back, also after ``save_pretrained`` and ``from_pretrained``: ``model.config.quantization_config.published`` says
-    how, with the path of the folder.  Reading takes the memory of the codes and of one tensor.
+    how.  Its ``source``, the path of the folder, is in no saved file.  Reading takes the memory of the codes and of one
+    tensor.
 
     Args:
         folder: of ``*.safetensors`` and ``config.json``, or a model's name on the Hub.
@@ -88,9 +91,9 @@ def load_fp8(
         ImportError: transformers is missing.
         FileNotFoundError: no such folder, or one without weights or settings.
         ValueError: no weight in codes; a layout, dtype or setting that is not read, by its tensor and file; a tensor
-            that the model lacks, or the files; scales that a fused parameter can't keep apart, such as one a tensor for
-            ``gate`` and ``up`` of experts; floats that ``dtype`` has not every number of; ``activations="as stored"``
-            where no layer has an ``input_scale``.
+            that the model lacks, or the files; unlike scales that a fused parameter can't keep apart, such as one a
+            tensor for ``gate`` and ``up`` of experts; gpt-oss, whose experts transformers has transposed; floats that
+            ``dtype`` has not every number of; ``activations="as stored"`` where no layer has an ``input_scale``.
 
     Example:
         >>> import fp8manifold as fm
@@ -135,30 +138,32 @@ def load_fp8(
     return model.to(device)
 
 
-def save_fp8(model: Any, folder: str | Path) -> None:
+def save_fp8(model: Any, folder: str | Path, *, source: str | Path | None = None) -> None:
     """Write a model that :func:`load_fp8` read in the layout it came in: a server loads it as the one it was made of.
 
     .. math:: \\operatorname{save}(\\operatorname{load}(F)) = F
 
     Names, dtypes, shards, index and settings are those of the folder that was read, and a weight that was not trained
-    is the same bytes; the tokenizer's files are copied while that folder is there.  Floats are rounded in no case: what
+    is the same bytes; the tokenizer's files are copied from that folder.  Floats are rounded in no case: what
     the file's dtype does not hold, such as a norm trained in float32, is written in the parameter's own.  So the logits
     of the folder are those of the model, to the bit in float32.
 
     Args:
         model: of :func:`load_fp8`, or saved from it and read by ``from_pretrained``; it stays what it is.
         folder: made if it is not there; files of the same names are replaced once all have been written.
+        source: the folder that was read, or its name on the Hub; by default where :func:`load_fp8` found it, which a
+            model that ``from_pretrained`` has read does not know.
 
     NaN and -0 are kept.
 
     Raises:
         FileNotFoundError: tensors that the model has no place for, such as layers that transformers leaves out, are
-            copied from the folder that was read, and it is not there any more.
+            copied from the folder that was read, and that is unknown or gone.
         TypeError: a model of which several processes hold a part each.
         ValueError: a model that does not say how it was published, or a weight that is in codes no more, or in others.
 
     Warns:
-        UserWarning: files beside the weights that are not there to be copied any more.
+        UserWarning: files beside the weights that are not there to be copied.
 
     Example:
         >>> import fp8manifold as fm
@@ -179,18 +184,20 @@ fm.export_model writes others
         )
     layout = Layout(published)
     layout.find(model)
+    known = published.get("source")
+    place = _folder_of(source, {}) if source is not None else None if known is None else Path(known)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     save_file = needed("safetensors.torch", "hf", "save_fp8").save_file
     entries = entries_of(model)
     where: dict[str, str] = {}
     total = 0
-    with closing(_Source(layout)) as source:
+    with closing(_Source(layout, place)) as origin:
         for file, said in published["files"].items():
             made: dict[str, Tensor] = {}
             for name in said["tensors"]:
                 if name not in made:
-                    made |= _written(name, layout, entries, source)
+                    made |= _written(name, layout, entries, origin)
             tensors = _apart({name: made[name].detach().cpu().contiguous() for name in said["tensors"]})
             where |= dict.fromkeys(tensors, file)
             total += sum(tensor.nbytes for tensor in tensors.values())
@@ -204,20 +211,23 @@ fm.export_model writes others
         _beside(folder / name).write_text(text, "utf-8")
     for name in (*published["files"], *texts):  # whole or not at all, and never into a file that is mapped
         _beside(folder / name).replace(folder / name)
-    _copy_others(published, folder)
+    _copy_others(published["others"], place, folder)
 
 
-def _copy_others(published: Mapping[str, Any], folder: Path) -> None:
+def _copy_others(names: list[str], place: Path | None, folder: Path) -> None:
     """Copy what a server needs beside the weights, such as the tokenizer, from where the model was read."""
-    place = Path(published["source"])
-    gone = [name for name in published["others"] if not (place / name).is_file()]
-    if gone:
-        warnings.warn(
-            f"{', '.join(gone)}: not in {str(place)!r} any more, and so not copied", UserWarning, stacklevel=3
-        )
-    for name in published["others"]:
-        if name not in gone and (place / name).resolve() != (folder / name).resolve():
-            shutil.copyfile(place / name, folder / name)
+    there = [name for name in names if place is not None and (place / name).is_file()]
+    if gone := [name for name in names if name not in there]:
+        warnings.warn(f"{', '.join(gone)}: not copied, {_missing(place)}", UserWarning, stacklevel=3)
+    for name in there:
+        if (found := cast("Path", place) / name).resolve() != (folder / name).resolve():
+            shutil.copyfile(found, folder / name)
+
+
+def _missing(place: Path | None) -> str:
+    """Why nothing can be copied from the folder that was read."""
+    why = "saved settings do not say where it was read" if place is None else f"it is not in {str(place)!r} any more"
+    return f"{why}: give source="
 
 
 def _beside(path: Path) -> Path:
@@ -296,6 +306,13 @@ class _Reader:
     def begin(self, model: Any) -> None:
         """Read every weight in codes, one tensor at a time, and take its place out of a model without values."""
         layout = self._layout
+        if turned := [each for each in layout.stored.values() if each.codes.endswith(_TRANSPOSED)]:
+            raise ValueError(
+                f"{turned[0].codes!r} of {turned[0].file!r} has 32 weights of an output at a scale, and transformers "
+                "has these experts transposed, which no granularity can follow: decode it, from_pretrained(..., "
+                "quantization_config=Mxfp4Config(dequantize=True)), and then fm.quantize_model(model, "
+                "parameters='*.experts.*')"
+            )
         layout.find(model)
         self._keep()
         self._check_left(model)
@@ -369,7 +386,8 @@ def _check_floats_kept(model: Any, tensors: FileTensors, layout: Layout) -> None
             continue
         held = entries[place.target][place.index]
         dtype = layout.headers[name].dtype
-        if _DTYPES.get(dtype, held.dtype) == held.dtype:
+        its = _DTYPES.get(dtype, held.dtype)
+        if its == held.dtype or (its.is_floating_point and torch.promote_types(its, held.dtype) == held.dtype):
             continue
         value = tensors.read(name)
         if not torch.equal(held.to(value), value):
@@ -385,16 +403,13 @@ def _check_floats_kept(model: Any, tensors: FileTensors, layout: Layout) -> None
 class _Source:
     """The folder that a model came from, opened only where it has something that the model does not."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, place: Path | None) -> None:
         names = [name for name in layout.left if name not in layout.published["kept"]]
         self._tensors: FileTensors | None = None
         if not names:
             return
-        place = Path(layout.published["source"])
-        if not place.is_dir():
-            raise FileNotFoundError(
-                f"{str(place)!r} is not there any more: {names[0]!r}, which the model lacks, is copied from it"
-            )
+        if place is None or not place.is_dir():
+            raise FileNotFoundError(f"{names[0]!r}, which the model lacks, can't be copied, {_missing(place)}")
         self._tensors = FileTensors(files_of(place))
         for name in names:
             if self._tensors.names().count(name) != 1 or self._tensors.header(name) != layout.headers[name]:

@@ -1,5 +1,6 @@
 """Quantised models in transformers: ``from_pretrained``, ``save_pretrained`` and ``Trainer`` keep them to the bit."""
 
+import copy
 import functools
 import math
 import re
@@ -171,6 +172,12 @@ class _Config:
         else:
             self.formats, self.storage = _formats_as_json(formats), storage
             self.options = {name: _formats_as_json(value) for name, value in (options or {}).items()}
+
+    def to_dict(self) -> dict[str, Any]:
+        """What a file has of it: no path of this machine."""
+        said = copy.deepcopy(vars(self))
+        said.get("published", {}).pop("source", None)
+        return said
 
 
 def _formats_as_json(formats: Any) -> Any:

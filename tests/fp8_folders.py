@@ -268,6 +268,26 @@ def _observed(weight: Tensor, args: Any) -> Tensor:
     return scale.unsqueeze(-1) if args.strategy == "channel" else scale
 
 
+def shared(folder: Path, model: Any, shards: str) -> None:
+    """One scale a tensor, the same for ``w1`` and ``w3`` of each expert, as publishers write what servers fuse."""
+    transformers()
+    model.save_pretrained(folder, max_shard_size=shards)
+    values = tensors_of(folder)
+
+    def change(name: str, value: Tensor) -> dict[str, Tensor]:
+        if not is_linear(name, value):
+            return {name: value}
+        other = name.replace(".w1.", ".w3.") if ".w1." in name else name.replace(".w3.", ".w1.")
+        both = torch.cat([value, values[other]]) if other != name else value
+        _, scale = by_formula(both, tuple(both.shape), E4M3, torch.float32)  # type: ignore[arg-type]
+        return {name: (value / scale).to(E4M3), name + "_scale": scale.reshape(1)}
+
+    kind = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+    groups = {"group_0": {"targets": ["Linear"], "weights": kind, "format": "float-quantized"}}
+    said = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": groups}
+    rewritten(folder, change, said | {"quantization_status": "compressed", "ignore": ["lm_head"]})
+
+
 def torchao(folder: Path, model: Any, shards: str) -> None:
     """``Float8WeightOnlyConfig`` of torchao through transformers; the files' metadata says what each weight is."""
     ao, library = pytest.importorskip("torchao.quantization"), transformers()
@@ -381,6 +401,7 @@ LAYOUTS: dict[str, Layout] = {
     "tensor, bfloat16": _ct("llama tied", "FP8"),
     "tensor, flat": Layout("llama", flat, {"scheme": "FP8"}),
     "tensor, experts": _ct("mixtral", "FP8_DYNAMIC", weights={"strategy": "tensor"}),
+    "tensor, shared": Layout("mixtral", shared),
     "rows": _ct("llama", "FP8_DYNAMIC", wide=True),
     "rows, bfloat16": _ct("qwen3", "FP8_DYNAMIC"),
     "rows, shards": _ct("llama of 4", "FP8_DYNAMIC", "1MB"),

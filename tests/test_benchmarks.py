@@ -217,6 +217,7 @@ BAD = {
     "draws --rows 0": "--rows 0: at least 1",
     "draws --steps 0": "--steps 0: at least 1",
     "train_is_serve --written 0": "--written 0: at least 1",
+    "train_is_serve --large --record": "--large goes with neither --model nor --record",
 }
 
 

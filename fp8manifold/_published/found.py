@@ -22,9 +22,10 @@ _SIZES: Final = (None, -1, BLOCK_SIZE, [1, BLOCK_SIZE], [SQUARE_SIZE, SQUARE_SIZ
 """Sizes of groups and blocks in settings; shapes of scales say which weight has which."""
 _PACKING: Final = ("_blocks", "_packed", "_qdata")
 """What names of codes end with where they are called otherwise than the weight."""
-_SCALES: Final = ("{0}_scale_inv", "{0}_scale", "{0}_scales", "{0}.absmax")
+_SCALES: Final = ("_scale_inv", "_scale", "_scales", ".absmax")
+"""How names of scales end, after that of the weight."""
 _PLAIN: Final = ("scale", "scales", "qscale_weight", "SCB")
-"""Names of scales, by that of the weight, and by none."""
+"""Names of scales without that of the weight."""
 _SECOND: Final = ("_scale_2", "_global_scale", "_outer_scale_denominator", "_zero_point")
 """How names end of what codes are computed from beside a scale."""
 _OF_OTHERS: Final = re.compile(r"(\w+_)?(input|output|activation|kv|kv_cache|prob|[qkv])_scale(_ub)?")
@@ -109,8 +110,15 @@ def scale_of(name: str, others: Collection[str]) -> str | None:
     """The name of a tensor's scale among those of the same files, or None."""
     owner, dot, entry = name.rpartition(".")
     stem = _stem(entry)
-    entries = [each.format(stem) for each in _SCALES] + list(_PLAIN if stem.endswith("weight") else ())
-    return next((owner + dot + each for each in entries if owner + dot + each in others), None)
+    names = [stem + end for end in _SCALES] + list(_PLAIN if stem.endswith("weight") else ())
+    return next((owner + dot + each for each in names if owner + dot + each in others), None)
+
+
+def names_beside(name: str, others: Collection[str]) -> list[str]:
+    """The names of what a weight is computed from beside its codes, scales first."""
+    owner, dot, entry = name.rpartition(".")
+    stem = owner + dot + _stem(entry)
+    return [stem + end for end in (*_SCALES, *_SECOND) if stem + end in others]
 
 
 def _stem(entry: str) -> str:
@@ -132,8 +140,8 @@ def _stored(name: str, header: Header, headers: Mapping[str, Header], in_squares
         raise _refused(name, header, f"and its scale is missing: neither {name}_scale_inv nor {name}_scale is there")
     beside = headers[scale]
     at = f"at {scale} of {beside.dtype} and shape {beside.shape}"
-    if more := _more(name, scale, headers):
-        raise _refused(name, header, f"{at}, and at {more}")
+    if more := [each for each in names_beside(name, headers) if each != scale]:
+        raise _refused(name, header, f"{at}, and at {more[0]}")
     if name.endswith("_qdata") and beside.dtype in EXPONENTS:  # as its metadata say, which no header of a tensor does
         raise _refused(name, header, f"{at}, which torchao may have written in the order of a kernel")
     packed = unpacked(header, beside)
@@ -165,14 +173,6 @@ def _check_others(found: Mapping[str, StoredWeight], headers: Mapping[str, Heade
             raise _refused(name, header, f"as a scale, and {base} is {beside}")
         if owner in layers and "scale" in entry and not _OF_OTHERS.fullmatch(entry):
             raise _refused(name, header, f"which may change what the weights of {owner or 'the model'} do")
-
-
-def _more(name: str, scale: str, headers: Mapping[str, Header]) -> str | None:
-    """A tensor beside a weight that changes what it is, such as a second scale or a zero point."""
-    owner, dot, entry = name.rpartition(".")
-    stem = owner + dot + _stem(entry)
-    names = (stem + end for end in (*_SECOND, "_scale_inv", "_scale", "_scales"))
-    return next((each for each in names if each in headers and each != scale), None)
 
 
 def _unread(config: Mapping[str, Any]) -> str | None:

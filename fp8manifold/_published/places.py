@@ -62,8 +62,15 @@ def weight_of(
         if index:
             at, sizes = scales_at(index, codes.shape, stored)
             if scales is None:  # transformers has another default dtype while it reads
-                scales = torch.empty(sizes, dtype=torch.float32, device=device)
-            scales[at] = scale.to(scales.device).reshape(scales[at].shape)
+                scales = torch.full(sizes, torch.nan, dtype=torch.float32, device=device)
+            scale = scale.to(scales.device).reshape(scales[at].shape)
+            if bool((scales[at] == scales[at]).any()) and not torch.equal(scales[at], scale):
+                raise ValueError(
+                    f"{stored.codes!r} has the scale {scale.item():g}, and another part of {target!r} in the model "
+                    f"{scales[at].item():g}: one scale is kept for both; read a folder with the same scale for the "
+                    "parts, or with a scale for each row (FP8_DYNAMIC of llm-compressor)"
+                )
+            scales[at] = scale
         else:
             scales = scale.to(device=device, copy=True)
         del part
@@ -76,9 +83,15 @@ def weight_of(
 def scales_at(index: Index, shape: Sequence[int], stored: StoredWeight) -> tuple[Index, tuple[int, ...]]:
     """Where the scales of a part are among those of a parameter, and the shape of these.
 
+    Parts with one scale each share it where they are rows or columns of one matrix: theirs must be equal.
+
     Raises:
         ValueError: what shares a scale in the file would not be what shares one in the parameter.
     """
+    if stored.granularity == "tensor":
+        numbers = tuple(entry for entry in index if isinstance(entry, int))
+        ones = [1] * (len(index) - len(numbers)) if numbers else []
+        return numbers, (*shape[: len(numbers)], *ones)
     shared = iter(_shared(stored))
     at: list[int | slice] = []
     sizes: list[int] = []
@@ -101,8 +114,6 @@ def scales_at(index: Index, shape: Sequence[int], stored: StoredWeight) -> tuple
 def _shared(stored: StoredWeight) -> list[int]:
     """How many entries of each dimension share a scale; 0 where all do."""
     dims = len(stored.shape)
-    if stored.granularity == "tensor":
-        return [0] * dims
     if stored.granularity == "channel":
         return [1] + [0] * (dims - 1)
     last = {"row": [0], "block": [BLOCK_SIZE], "square": list(SQUARE)}[stored.granularity]

@@ -14,7 +14,7 @@ from fp8manifold._encoded.scaled import DRAWS, ROUNDINGS, Traits
 from fp8manifold._encoded.storage import block_size_of, number_of
 from fp8manifold._encoded.stored_scale import as_kept
 from fp8manifold._published import Header, dtype_name, read_parts, stored_weights
-from fp8manifold._published.found import refuse_codes
+from fp8manifold._published.found import names_beside, refuse_codes
 from fp8manifold._ranks import local_of, share_of, spread
 from fp8manifold.formats import LAYOUTS, FloatFormat
 from fp8manifold.parameter import FP8Parameter
@@ -302,9 +302,7 @@ def _take_published(state: dict[str, Any], name: str, saved: Tensor, weight: Ten
         )
     if float8_format(saved.dtype) is None:
         raise ValueError(f"{name} holds uint8 codes, and {name}_traits, which say of which format, are missing")
-    beside = {name: saved} | {
-        key: x for key, x in state.items() if key.startswith(name + "_") and isinstance(x, Tensor)
-    }
+    beside = {key: x for key in (name, *names_beside(name, state)) if isinstance(x := state[key], Tensor)}
     headers = {key: Header(dtype_name(x.dtype), tuple(x.shape), "the state dict") for key, x in beside.items()}
     (stored,) = stored_weights(headers).values()
     scale = state.pop(stored.scale)

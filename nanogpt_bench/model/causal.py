@@ -167,6 +167,7 @@ def settings_of(name: str) -> Any:
     return found
 
 
+@functools.lru_cache(maxsize=4)
 def stored_of(name: str) -> Mapping[str, Any]:
     """Return the codes and scales in the files of the model called `name`, by a weight's name; no weight is read.
 

@@ -1,7 +1,6 @@
 """`model.pretrained`: a model of transformers in the GPT's place, of floats or of the codes in its files."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import fp8manifold as fm
@@ -25,24 +24,21 @@ def trains_stored(model: ModelConfig) -> bool:
 
 
 def _stored(model: ModelConfig) -> Mapping[str, Any]:
-    """The weights in codes of a model that is read; none of a name that the hub does not give: reading it says so."""
-    try:
-        return outline(model.pretrained).stored if model.pretrained else {}
-    except BenchError:
-        if Path(model.pretrained or "").exists():
-            raise
-        return {}
+    return outline(model.pretrained).stored if model.pretrained else {}
 
 
-def fill_stored(model: ModelConfig) -> None:
+def fill_stored(model: ModelConfig) -> bool:
     """Fill in formats and granularity as the files of a published model have them; under float32 it is decoded.
+
+    Returns:
+        Whether codes are trained as they are, as `trains_stored` says.
 
     Raises:
         BenchError: a setting that says otherwise, and the flag that takes it away.
     """
     stored = _stored(model)
     if not stored:
-        return
+        return False
     called = f"{model.pretrained!r}, whose weights are stored in codes"
     if model.storage not in ("fp8", "float32"):
         raise BenchError(
@@ -50,7 +46,7 @@ def fill_stored(model: ModelConfig) -> None:
             "--rule fp32 --model.format null (they are decoded)"
         )
     if model.storage == "float32":
-        return
+        return False
     names, kinds = (sorted({kind(each) for each in stored.values()}) for kind in (_format_of, _granularity_of))
     formats = (
         {"*": names[0]} if len(names) == 1 else {name: _format_of(each) for name, each in _of_layers(model).items()}
@@ -69,6 +65,7 @@ def fill_stored(model: ModelConfig) -> None:
     if model.tied == "untie":
         raise BenchError(f"model.tied: 'untie' can't be used with {called}; add --model.tied null")
     model.formats, model.granularity = formats, kinds[0] if len(kinds) == 1 else None
+    return True
 
 
 def _format_of(stored: Any) -> str:

@@ -42,14 +42,15 @@ def resolve(config: Config, start: GPTShape | None = None) -> Resolved:
         _fill(config.model, tied="leave")
     fill_constraint(config)
     _fill_rule(config, preset)
+    stored = False
     if config.model.pretrained:
-        from nanogpt_bench.setup.pretrained import fill_stored, stored_layers, trains_stored
+        from nanogpt_bench.setup.pretrained import fill_stored, stored_layers
 
-        fill_stored(config.model)
+        stored = fill_stored(config.model)
     refuse_conflicts(config)
     for key in ("activation_format", "gradient_format"):  # to measure against
         _read_format(config.monitor, key, f"monitor.{key}")
-    if config.model.pretrained and trains_stored(config.model):
+    if stored:
         config.layers = stored_layers(config.model)
     elif formats:
         config.layers = dict(read_layers(config.model, formats))

@@ -19,7 +19,7 @@ from nanogpt_bench.cli import main
 from nanogpt_bench.config.settings import find_config, load_config
 from nanogpt_bench.data.batches import load_corpus
 from nanogpt_bench.loop.trainer import Trainer
-from nanogpt_bench.model.causal import outline, settings_of
+from nanogpt_bench.model.causal import outline, settings_of, stored_of
 from nanogpt_bench.setup.resolve import resolve
 
 SMALL = ["--model.block_size", "16", "--train.max_steps", "2", "--train.batch_size", "2", "--eval.batches", "1"]
@@ -60,7 +60,7 @@ def test_every_kind_of_layer_is_saved(
     words = prepared(tmp_path, text_file, kind, tied=tied)
     assert main([*words, *more, "--rule", rule, "--train.precision", "float32", "--save", "saved"]) == 0
     loss = json.loads((tmp_path / "runs" / "finetune" / "summary.json").read_text())["final_val_loss"]
-    for cache in (outline, settings_of):  # of another case's folder "saved"
+    for cache in (outline, settings_of, stored_of):  # of another case's folder "saved"
         cache.cache_clear()
     again = load_config(
         find_config("finetune"),

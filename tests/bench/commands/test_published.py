@@ -19,7 +19,7 @@ import fp8_served
 import fp8manifold as fm
 from nanogpt_bench.cli import main
 from nanogpt_bench.config.settings import find_config, load_config
-from nanogpt_bench.model.causal import load_causal, outline, settings_of, window_losses
+from nanogpt_bench.model.causal import load_causal, outline, settings_of, stored_of, window_losses
 from nanogpt_bench.setup.pretrained import _bytes_each
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.system import free_memory
@@ -35,7 +35,7 @@ SQUARES, ROWS, EXPERTS, FIVE = "squares", "rows", "squares, experts", "squares, 
 def words(tmp_path: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[str]]:
     """Give the words of a small fine-tuning of a folder in the layout of that name, `model` beside its text `law`."""
     monkeypatch.chdir(tmp_path)
-    for cache in (outline, settings_of):  # of another test's folder
+    for cache in (outline, settings_of, stored_of):  # of another test's folder
         cache.cache_clear()
 
     def made(layout: str) -> list[str]:
@@ -163,12 +163,23 @@ def test_codes_that_are_not_understood_are_refused_by_tensor_and_file(
     state = load_file("model/model.safetensors")
     del state["model.layers.0.mlp.up_proj.weight_scale_inv"]
     save_file(state, "model/model.safetensors", {"format": "pt"})
-    for cache in (outline, settings_of):
+    for cache in (outline, settings_of, stored_of):
         cache.cache_clear()
     for command in (finetune, ["evaluate", "--model", "./model", "--input", text_file, "--out", "out"]):
         told = refused(*command)
         assert "model './model': model.layers.0.mlp.up_proj.weight of 'model.safetensors' holds F8_E4M3" in told
         assert "its scale is missing" in told
+
+
+def test_files_are_looked_into_once(words: Callable[[str], list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the hub that is a question to a server, which may be out of reach."""
+    asked: list[str] = []
+    published_weights = fm.published_weights
+    monkeypatch.setattr(fm, "published_weights", lambda name: asked.append(name) or published_weights(name))
+    finetune = words(SQUARES)
+    for _ in range(2):
+        resolve(load_config(find_config("finetune"), [*finetune[3:], "--model.pretrained", "./model"]))
+    assert asked == ["./model"]
 
 
 def test_memory_is_that_of_codes(words: Callable[[str], list[str]], monkeypatch: pytest.MonkeyPatch) -> None:

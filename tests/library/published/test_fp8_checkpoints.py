@@ -28,8 +28,8 @@ def files(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in sorted(folder.iterdir()) if file.is_file()}
 
 
-def written(model: Any, folder: Path) -> dict[str, bytes]:
-    save_fp8(model, folder)
+def written(model: Any, folder: Path, **options: Any) -> dict[str, bytes]:
+    save_fp8(model, folder, **options)
     return files(folder)
 
 
@@ -71,8 +71,26 @@ def test_a_saved_model_still_knows_how_it_was_published(name: str, tmp_path: Pat
     expected = written(model, tmp_path / "trained")
     assert expected.keys() == files(folder).keys()
     assert expected != files(folder)
-    assert written(again, tmp_path / "again") == expected
+    assert written(again, tmp_path / "again", source=folder) == expected
     assert train(model, adamw(model), 2) == train(again, adamw(again), 2)
+
+
+def test_saved_settings_name_no_path_and_say_that_the_source_is_to_be_given(tmp_path: Path) -> None:
+    folder = make("rows", tmp_path / "published")
+    (folder / "tokenizer.model").write_bytes(b"words")
+    model = load_fp8(folder)
+    model.save_pretrained(tmp_path / "saved")
+    assert all(str(tmp_path).encode() not in data for data in files(tmp_path / "saved").values())
+    assert str(tmp_path) not in repr(model.config)
+    again = transformers().AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    with pytest.warns(UserWarning, match=r"tokenizer\.model: not copied, saved settings do not say .*: give source="):
+        save_fp8(again, tmp_path / "again")
+    assert files(tmp_path / "again").keys() == files(folder).keys() - {"tokenizer.model"}
+    (folder / "tokenizer.model").unlink()
+    with pytest.warns(UserWarning, match=r"tokenizer\.model: not copied, it is not in '.*' any more: give source="):
+        save_fp8(model, tmp_path / "again")
+    with refused(FileNotFoundError, "'nowhere' is no folder"):
+        save_fp8(model, tmp_path / "again", source="nowhere")
 
 
 @pytest.mark.parametrize("name", ["rows, fused", "squares, fused"])
@@ -203,9 +221,10 @@ def test_what_the_model_has_no_place_for_is_copied(tmp_path: Path) -> None:
     model = load_fp8(folder)
     assert written(model, tmp_path / "same") == files(folder)
     moved = folder.rename(tmp_path / "moved")
-    with refused(FileNotFoundError, str(folder), "layers.61"):
+    with refused(FileNotFoundError, str(folder), "layers.61", "give source="):
         save_fp8(model, tmp_path / "lost")
     assert not list((tmp_path / "lost").iterdir())
+    assert written(model, tmp_path / "found", source=moved) == files(moved)
     rewritten(moved, lambda name, value: {} if name in more else {name: value}, None)
     moved.rename(folder)
     with refused(ValueError, "layers.61", "is not what it was"):
@@ -253,10 +272,10 @@ REFUSED: dict[str, tuple[str, Callable[[str, Tensor], dict[str, Tensor]], tuple[
         lambda name, value: {name: value[:64] if "up_proj" in name else value},
         ("up_proj.weight'", "(64, 256)", "(384, 256)"),
     ),
-    "one scale for each of two that are one": (
+    "unlike scales of two that are one": (
         "tensor, experts",
         lambda name, value: {name: value},
-        ("experts.0.w1.weight", "a scale for each tensor", "could not be written back"),
+        ("experts.0.w3.weight", "'model.layers.0.mlp.experts.gate_up_proj'", "the same scale", "a scale for each row"),
     ),
     "an expert that is no more in codes": (
         "squares, experts",
@@ -271,7 +290,7 @@ REFUSED: dict[str, tuple[str, Callable[[str, Tensor], dict[str, Tensor]], tuple[
     "the transposed experts of gpt-oss": (
         "gpt-oss",
         lambda name, value: {name: value},
-        ("experts.down_proj", "(4, 64, 96)", "(4, 96, 64)"),
+        ("experts.down_proj_blocks' of 'model.safetensors'", "transposed", "Mxfp4Config(dequantize=True)"),
     ),
 }
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import fp8manifold as fm
 from fp8manifold import exported_state_dict, quantize_model
+from fp8manifold.nn._parts import gather_parts
 
 
 def made(fmt: str = "E4M3", seed: int = 0, storage: Any = "fp8", width: int = 64, **options: Any) -> Any:
@@ -199,3 +200,34 @@ def test_files_of_earlier_versions_are_read(name: str, granularity: Any) -> None
     assert torch.equal(own.codes, p.codes)
     assert own._traits() == p._traits()
     assert (int(own.counter), torch.equal(own.remainder, left)) == (3, True)
+
+
+class Searched(dict[str, Any]):
+    """A state that counts how often all its names are gone through."""
+
+    walks = 0
+
+    def items(self) -> Any:
+        self.walks += 1
+        return super().items()
+
+    def __iter__(self) -> Any:
+        self.walks += 1
+        return super().__iter__()
+
+
+def test_published_scales_are_looked_up_by_name() -> None:
+    """Of many parameters in one module, and of those whose names begin with another's."""
+    module, state = nn.Module(), Searched()
+    names = ["w", "w_b", "w_b_c", *(f"w{index}" for index in range(20))]
+    for name in names:
+        module.register_parameter(name, fm.FP8Parameter(normal(4, 32), "E4M3"))
+        state[name] = normal(4, 32).to(torch.float8_e4m3fn)
+        state[f"{name}_scale"] = torch.rand(4, 1) + 0.5
+    expected = {name: state[name].float() * state[f"{name}_scale"] for name in names}
+    for name in names:
+        gather_parts(state, name, module.get_parameter(name))
+    assert state.walks == 0
+    module.load_state_dict(state)
+    for name in names:
+        assert torch.equal(module.get_parameter(name).dequantize(), expected[name])

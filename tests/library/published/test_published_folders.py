@@ -22,7 +22,7 @@ Get = Callable[[str], Path]
 NOT_SERVED = {"squares, partial", "modelopt", "modelopt, kv", "tensor of fp8, autofp8"} | {
     *("blocks, experts", "mxfp8, experts", "rows, flat")
 }
-#: ``load_fp8`` refuses these: parts of one weight with a scale each, and experts that transformers has transposed
+#: ``load_fp8`` refuses these: parts of one weight with unlike scales, and experts that transformers has transposed
 REFUSED = {"tensor, experts", "gpt-oss"}
 READ = [name for name in LAYOUTS if name not in REFUSED]
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
@@ -119,7 +119,7 @@ OPTIMIZERS: dict[str, Callable[[Any, float], Any]] = {
     "fisher": lambda m, lr: fm.optim.FisherNaturalGradient(m.parameters(), m, [tokens(1)], lr=lr, refresh=10),
     "wrapper": lambda m, lr: fm.optim.StiffnessWrapper(torch.optim.AdamW(m.parameters(), lr=lr, weight_decay=0.0)),
     "riemannian adam": lambda m, lr: fm.optim.RiemannianAdam(m.parameters(), lr=300 * lr, float_lr=lr),
-    "riemannian sgd": lambda m, lr: fm.optim.RiemannianSGD(m.parameters(), lr=1e5 * lr, float_lr=lr),
+    "riemannian sgd": lambda m, lr: fm.optim.RiemannianSGD(m.parameters(), lr=3e5 * lr, float_lr=lr),
 }
 
 
