@@ -44,23 +44,16 @@ def without_fused_operators() -> Iterator[None]:
 @each("storage", ["master", "grid", "fp8", "bare"])
 @each("mode", [torch.no_grad, torch.inference_mode])
 def test_an_encoder_in_evaluation_calls_its_layers(mode: Any, storage: Any, pattern: str, padding: Any) -> None:
+    """And copies of it do."""
     stored = "fp8" if storage == "bare" else storage
-    model = quantize_model(encoder(), {pattern: LayerSpec("E4M3") if storage == "bare" else TOKENS}, stored)
-    with mode():
-        seen = model(X, src_key_padding_mask=padding)
-        with without_fused_operators():
-            expected = model(X, src_key_padding_mask=padding)
-    tokens = torch.ones(3, 5, dtype=torch.bool) if padding is None else ~padding
-    torch.testing.assert_close(seen[tokens], expected[tokens], rtol=1e-5, atol=1e-5)
-
-
-@each("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "disk"])
-def test_a_copy_of_the_encoder_calls_them_too(copied: Any) -> None:
-    model = copied(quantize_model(encoder(), {"*": TOKENS}))
-    with torch.no_grad(), without_fused_operators():
-        expected = model(X)
-    with torch.no_grad():
-        torch.testing.assert_close(model(X), expected, rtol=1e-5, atol=1e-5)
+    made = quantize_model(encoder(), {pattern: LayerSpec("E4M3") if storage == "bare" else TOKENS}, stored)
+    for model in (made, copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        with mode():
+            seen = model(X, src_key_padding_mask=padding)
+            with without_fused_operators():
+                expected = model(X, src_key_padding_mask=padding)
+        tokens = torch.ones(3, 5, dtype=torch.bool) if padding is None else ~padding
+        torch.testing.assert_close(seen[tokens], expected[tokens], rtol=1e-5, atol=1e-5)
 
 
 @each("layout", [torch.strided, torch.jagged], ids=str)

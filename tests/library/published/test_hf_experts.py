@@ -21,8 +21,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "Qwen3Moe": {"num_experts": 4, "moe_intermediate_size": 32, "head_dim": 32},
     "GptOss": {"num_local_experts": 4, "head_dim": 32, "layer_types": ["full_attention"] * 2},
 }
-PARAMETERS: dict[str, Any] = {"*.experts.*": "E4M3", "*_bias": "none"}
-OPTIONS: dict[str, Any] = {"parameters": PARAMETERS, "embeddings": "E4M3"}
 
 
 def mixture(kind: str, **more: Any) -> Any:
@@ -32,16 +30,12 @@ def mixture(kind: str, **more: Any) -> Any:
 
 
 def options_of(kind: str) -> dict[str, Any]:
-    parameters = PARAMETERS if kind == "GptOss" else {"*.experts.*": "E4M3"}
-    return {**OPTIONS, "parameters": parameters}
+    biases = {"*_bias": "none"} if kind == "GptOss" else {}
+    return {"parameters": {"*.experts.*": "E4M3", **biases}, "embeddings": "E4M3"}
 
 
 def quantized(kind: str, **more: Any) -> Any:
     return quantize_model(mixture(kind), "E4M3", "fp8", **options_of(kind), **more)
-
-
-def in_floats(model: Any) -> Any:
-    return fm.dequantize_model(copy.deepcopy(model))
 
 
 def loss_of(model: Any) -> Tensor:
@@ -56,7 +50,7 @@ def test_logits_and_gradients_are_those_of_the_values(kind: str) -> None:
     assert isinstance(experts.down_proj, FP8Parameter)
     report = fm.quantization_report(model)
     assert report.quantized_parameters > 0.95 * report.parameters
-    floats = in_floats(model)
+    floats: Any = fm.dequantize_model(copy.deepcopy(model))
     assert torch.equal(model(TOKENS).logits, floats(TOKENS).logits)
     for each in (model, floats):
         loss_of(each).backward()
