@@ -33,7 +33,6 @@ from nanogpt_bench.model.as_read import (
     check_taken,
     shares_head,
 )
-from nanogpt_bench.model.weights import rows_of_outputs
 from nanogpt_bench.system.errors import BenchError, one_line, say, shortened
 from nanogpt_bench.system.free_memory import check_memory
 from nanogpt_bench.system.hub import hub_file
@@ -215,7 +214,8 @@ def outline(name: str) -> Outline:
         owners.setdefault(id(parameter), []).append(weight)
     linear = {layer: module for layer, module in model.named_modules() if is_linear(module)}
     shared = {layer: tuple(owners[id(module.weight)]) for layer, module in linear.items()}
-    shapes = {layer: tuple(rows_of_outputs(module).shape) for layer, module in linear.items()}
+    shapes = {layer: tuple(module.weight.shape) for layer, module in linear.items()}
+    shapes |= {layer: shapes[layer][::-1] for layer, module in linear.items() if not isinstance(module, nn.Linear)}
     own = settings.get_text_config()
     return Outline(
         kind=type(model).__name__,
