@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from laws import each
 from optimizer_cases import normal
 from torch import Tensor
 
@@ -77,7 +78,7 @@ def test_training_goes_on_where_torch_left_off(steps: int) -> None:
         assert ours.shape == mine[0].shape
 
 
-@pytest.mark.parametrize("storage", ["fp8", "grid"])
+@each("storage", ["fp8", "grid"])
 @pytest.mark.parametrize("moments", MOMENTS)
 def test_averages_of_torch_are_rounded_once(storage: Any, moments: str) -> None:
     net, adamw = of_torch()
@@ -116,8 +117,8 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("after", MOMENTS)
-@pytest.mark.parametrize("before", MOMENTS)
+@each("after", MOMENTS)
+@each("before", MOMENTS)
 def test_moments_change_over_a_run(name: str, before: str, after: str) -> None:
     make = OPTIMIZERS[name]
     net = fm.quantize_model(model(), "E4M3", "fp8")

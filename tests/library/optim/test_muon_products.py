@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from family_cases import VALID
+from laws import each
 from optimizer_cases import bits_of, frozen, grid_weight, normal, put_gradients, stored_weight
 from paths import PATHS, by
 from rank_pool import Pool
@@ -24,7 +25,6 @@ SHAPES = {
     "convolution": (24, 2, 2, 2),
 }
 STORAGES = ("codes", "grid", "float32", "bfloat16")
-every_shape = pytest.mark.parametrize("shape", SHAPES)
 
 
 def weight_of(storage: str, shape: tuple[int, ...]) -> Any:
@@ -41,9 +41,9 @@ def muon(weight: Tensor, shape: str, **options: Any) -> StiffnessMuon:
 
 
 @pytest.mark.covering(2)
-@pytest.mark.parametrize(("writeback", "moments"), [c[1:] for c in VALID if c[0] == "StiffnessMuon"])
-@pytest.mark.parametrize("storage", STORAGES)
-@every_shape
+@each(("writeback", "moments"), [c[1:] for c in VALID if c[0] == "StiffnessMuon"])
+@each("storage", STORAGES)
+@each("shape", SHAPES)
 def test_native_steps_have_the_bits_of_eager_ones(
     products: str, shape: str, storage: str, writeback: str, moments: str
 ) -> None:
@@ -59,8 +59,8 @@ def test_native_steps_have_the_bits_of_eager_ones(
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("storage", STORAGES)
-@every_shape
+@each("storage", STORAGES)
+@each("shape", SHAPES)
 def test_a_step_goes_along_the_factor(products: str, shape: str, storage: str) -> None:
     """Whatever a factor's memory looks like: what is asked for, beside float64."""
     weight, gradient = weight_of(storage, SHAPES[shape]), normal(*SHAPES[shape], seed=9)
@@ -75,7 +75,7 @@ def test_a_step_goes_along_the_factor(products: str, shape: str, storage: str) -
     assert float(error) < 0.1  # that of a write-back among it
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("moments", ["8bit", "bfloat16"])
+@each("dtype", [torch.float32, torch.bfloat16])
+@each("moments", ["8bit", "bfloat16"])
 def test_rows_are_stepped_as_the_whole(pair: Pool, moments: str, dtype: torch.dtype) -> None:
-    pair.run(stepped, "StiffnessMuon", "stochastic", moments, {"granularity": "channel"}, {"ns_dtype": dtype})
+    pair.run(stepped, "StiffnessMuon", "stochastic", moments, {"granularity": "channel"}, ns_dtype=dtype)

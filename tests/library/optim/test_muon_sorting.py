@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from laws import each
 from torch import nn
 
 import fp8manifold as fm
@@ -111,7 +112,7 @@ class Direct(nn.Module):
             setattr(self, name, nn.Parameter(torch.ones(shape)))
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "shape", "expected"),
     [
         *((name, (4, 6), VECTOR) for name in ("out_bias", "bias_table", "pos_embed", "rel_pos_h", "query_tokens", "D")),

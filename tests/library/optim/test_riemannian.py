@@ -7,6 +7,7 @@ import geoopt
 import numpy as np
 import pytest
 import torch
+from laws import each
 from optimizer_cases import ROWS, free_weight, grid_weight, normal, on, pull_to, values
 from paths import PATHS, by
 from torch import Tensor, nn
@@ -78,8 +79,8 @@ def follow(name: str, scale: Any, ours: Any, theirs: Any, steps: int = 200) -> t
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("name", FORMATS)
+@each("scale", SCALES)
+@each("name", FORMATS)
 def test_adam_is_adam_on_codes(name: str, scale: str) -> None:
     """The theorem: 200 steps, 1e-10 codes."""
     worst, crossings = follow(
@@ -93,12 +94,8 @@ def test_adam_is_adam_on_codes(name: str, scale: str) -> None:
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}, {"momentum": 0.7, "dampening": 0.4}],
-    ids=str,
-)
-@pytest.mark.parametrize("name", FORMATS)
+@each("options", [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}, {"momentum": 0.7, "dampening": 0.4}])
+@each("name", FORMATS)
 def test_sgd_is_sgd_on_codes(name: str, options: dict[str, Any]) -> None:
     """Momentum starts from the first gradient in codes, as torch's does.  The step is kept below the curvature, S^2."""
     chart = Chart(name, SCALES["0.3"])

@@ -7,6 +7,7 @@ from typing import Any
 import geoopt
 import pytest
 import torch
+from laws import each
 from optimizer_cases import normal, on_grid, values
 from torch import Tensor, nn
 
@@ -73,7 +74,7 @@ RULES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("rule", RULES, ids=str)
+@each("rule", RULES)
 @pytest.mark.parametrize("name", FOREIGN)
 def test_steps_elsewhere_are_geoopts(name: str, rule: tuple[str, dict[str, Any]]) -> None:
     ours, theirs = (getattr(house, rule[0]) for house in (fm.optim, geoopt.optim))
@@ -95,7 +96,7 @@ STABLE: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("every", [1, 3])
+@each("every", [1, 3])
 @pytest.mark.parametrize("name", STABLE)
 def test_stabilising_elsewhere_is_geoopts(name: str, every: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where geoopt's projection of the momentum is one: what was transported is tangent, and stays."""

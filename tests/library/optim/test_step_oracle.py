@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from family_cases import NAMES, is_valid
+from laws import each
 from optimizer_cases import normal, on
 from paths import PATHS
 from scalar_grid import exp2, f32
@@ -24,7 +25,7 @@ from fp8manifold.optim._writeback import WRITEBACKS
 SCALES = torch.tensor([[2.0**-5], [2.0**-3], [2.0**-9]])
 FACTORS = torch.tensor([[1.2345679], [1.0], [1.9999999]])
 STEPS = 4
-scaled = pytest.mark.parametrize("factor", [1.0, FACTORS], ids=["", "factors"])
+scaled = each("factor", [1.0, FACTORS], ids=["powers of two", "factors"])
 """Scales that are powers of two, and others."""
 
 
@@ -45,13 +46,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "RiemannianAdam": {"lr": 1.7, "betas": (0.9, 0.999)},
     "RiemannianSGD": {"lr": 60.0, "momentum": 0.9, "dampening": 0.3},
 }
-COMBINATIONS = [
-    (kind, writeback, moments)
-    for kind in OPTIONS
-    for writeback in WRITEBACKS
-    for moments in MOMENTS
-    if is_valid(kind, writeback, moments)
-]
 
 
 def first_codes(fmt: fm.FloatFormat, count: int) -> Tensor:
@@ -155,9 +149,13 @@ def follow(
     assert moves(p, optimizer.state[p], before) >= moved
 
 
+@pytest.mark.parametrize("kind", OPTIONS)
 @scaled
-@pytest.mark.parametrize(("kind", "writeback", "moments"), COMBINATIONS)
+@each("moments", MOMENTS)
+@each("writeback", WRITEBACKS)
 def test_every_combination(kind: str, writeback: str, moments: str, factor: Any) -> None:
+    if not is_valid(kind, writeback, moments):
+        return
     options = OPTIONS[kind] | {"writeback": writeback, "moments": moments, "seed": 9, "weight_decay": 0.05}
     follow(kind, stored("E4M3", scale=SCALES * factor), options)
 
@@ -180,7 +178,7 @@ VARIED: dict[str, tuple[str, dict[str, Any]]] = {
     "riemannian residual8": ("RiemannianAdam", {"writeback": "residual8"}),
     "riemannian momentum": ("RiemannianSGD", {"writeback": "momentum"}),
 }
-varied = pytest.mark.parametrize(("kind", "options"), VARIED.values(), ids=VARIED)
+varied = each(("kind", "options"), VARIED.values(), ids=VARIED)
 
 
 def unit(name: str) -> Tensor:
@@ -193,7 +191,7 @@ def unit(name: str) -> Tensor:
 @pytest.mark.covering(1)
 @varied
 @scaled
-@pytest.mark.parametrize("name", FORMATS)
+@each("name", FORMATS)
 def test_formats(name: str, factor: Any, kind: str, options: dict[str, Any]) -> None:
     follow(kind, stored(name, scale=unit(name) * factor), OPTIONS[kind] | options, steps=3, moved=0.02)
 
@@ -214,7 +212,7 @@ GRANULARITIES: dict[str, tuple[tuple[int, ...], Any, dict[str, Any], int]] = {
 
 @pytest.mark.covering(1)
 @varied
-@pytest.mark.parametrize(("shape", "scale", "more", "block"), GRANULARITIES.values(), ids=GRANULARITIES)
+@each(("shape", "scale", "more", "block"), GRANULARITIES.values(), ids=GRANULARITIES)
 def test_shapes(
     shape: tuple[int, ...], scale: Any, more: dict[str, Any], block: int, kind: str, options: dict[str, Any]
 ) -> None:
@@ -261,15 +259,15 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@scaled
 @pytest.mark.parametrize(("kind", "options"), OTHERS.values(), ids=OTHERS)
+@scaled
 def test_options(kind: str, options: dict[str, Any], factor: Any) -> None:
     follow(kind, stored("E4M3", scale=SCALES * factor), OPTIONS[kind] | options, moved=0.02)
 
 
-@pytest.mark.parametrize("stiffness", [0.0, 1.0, 0.37])
-@pytest.mark.parametrize("writeback", ["nearest", "stochastic", "residual8"])
-@pytest.mark.parametrize("moments", ["float32", "bfloat16", "8bit"])
+@each("stiffness", [0.0, 1.0, 0.37])
+@each("writeback", ["nearest", "stochastic", "residual8"])
+@pytest.mark.parametrize("moments", MOMENTS)
 @scaled
 def test_what_native_code_does_in_one_loop(factor: Any, moments: str, writeback: str, stiffness: float) -> None:
     options = {"moments": moments, "writeback": writeback, "stiffness": stiffness}
@@ -288,7 +286,7 @@ def test_scales_are_widened_where_a_weight_is_at_an_end(factor: Any, kind: str, 
     assert (p.scale >= before).all()
 
 
-@pytest.mark.parametrize("kind", OPTIONS)
+@each("kind", OPTIONS)
 def test_the_stream_of_a_parameter_and_the_seed_key_its_draws(kind: str) -> None:
     """The second of two equal weights, whose gradient is the same."""
     p, twin = stored("E4M3"), stored("E4M3")
@@ -327,23 +325,14 @@ def on_manifold(p: fm.FP8Parameter, storage: str, scale: Any) -> Any:
     return on(manifold, x)
 
 
-#: Ordinary parameters have no scale, and take geoopt's steps in the Riemannian optimizers.
-FLOATS = [
-    pytest.param(storage, scale, *case, id=f"{name}-{storage}{label}")
-    for name, case in VARIED.items()
-    for storage, scale, label in (
-        ("grid", SCALES, ""),
-        ("grid", 0.03, "-0.03"),
-        ("free", SCALES, ""),
-        ("free", 0.03, "-0.03"),
-        ("plain", 1.0, ""),
-    )
-    if storage != "plain" or not case[0].startswith("Riemannian")
-]
-
-
-@pytest.mark.parametrize(("storage", "scale", "kind", "options"), FLOATS)
+@pytest.mark.parametrize("storage", ["grid", "free", "plain"])
+@varied
+@each("scale", [SCALES, 0.03], ids=["powers of two", "0.03"])
 def test_floats(storage: str, scale: Any, kind: str, options: dict[str, Any]) -> None:
+    """Ordinary parameters have no scale, and take geoopt's steps in the Riemannian optimizers."""
+    if storage == "plain" and kind.startswith("Riemannian"):
+        return
+    scale = 1.0 if storage == "plain" else scale
     weight = on_manifold(stored("E4M3"), storage, scale)
     given = OPTIONS[kind] | options
     optimizer = getattr(optim, kind)([weight], **given)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from laws import each
 from optimizer_cases import normal
 from paths import PATHS
 from torch import Tensor
@@ -88,7 +89,7 @@ def same_in_parts(slot: Slot, cuts: list[int], offset: int = 0) -> dict[str, Ten
 
 
 @cases
-@pytest.mark.parametrize(("shape", "how"), SHAPES.values(), ids=SHAPES)
+@each(("shape", "how"), SHAPES.values(), ids=SHAPES)
 def test_rows_in_parts(kind: str, options: dict[str, Any], shape: tuple[int, ...], how: dict[str, Any]) -> None:
     """In single rows, in two and in uneven parts; rows are multiples of the blocks of 8-bit averages."""
     p = fm.FP8Parameter(normal(*shape, seed=3, std=0.1), "E4M3", **how)
@@ -98,7 +99,7 @@ def test_rows_in_parts(kind: str, options: dict[str, Any], shape: tuple[int, ...
         same_in_parts(slot, cuts)
 
 
-@pytest.mark.parametrize("name", ["adamw stochastic", "madam", "riemannian sgd injected"])
+@each("name", ["adamw stochastic", "madam", "riemannian sgd injected"])
 def test_a_vector_in_parts_of_any_length(name: str) -> None:
     kind, options = CASES[name]
     p = fm.FP8Parameter(normal(1001, seed=3, std=0.1), "E3M4")
@@ -116,8 +117,6 @@ def test_positions_beyond_32_bits() -> None:
 
 def test_the_blocks_in_which_eager_code_runs_are_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eager steps run some rows at a time; of a different number of rows the same bits come out."""
-    from fp8manifold.optim import _step
-
     for kind, options in CASES.values():
         results = []
         for block in (1, 70, 1 << 20):

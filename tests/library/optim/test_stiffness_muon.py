@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from laws import each
 from optimizer_cases import grid_weight, normal, on_grid, record, same_bits, stored_weight, value_of
 from torch import nn
 
@@ -28,8 +29,8 @@ def run(optimizer: Any, parameters: list[Any], steps: range) -> None:
 
 
 @torch_muon
-@pytest.mark.parametrize("nesterov", [True, False])
-@pytest.mark.parametrize("adjust", [None, "original", "match_rms_adamw"])
+@each("nesterov", [True, False])
+@each("adjust", [None, "original", "match_rms_adamw"])
 def test_float_parameters_take_torchs_steps(nesterov: bool, adjust: str | None) -> None:
     """100 steps with decay: equal to 1e-6; without it the first averages are equal bit for bit."""
     theirs, ours = ([nn.Parameter(normal(*s, seed=i, std=0.05)) for i, s in enumerate(SHAPES)] for _ in "ab")
@@ -113,7 +114,7 @@ def test_a_scheduler_cycles_rates_and_what_is_read(make: Any) -> None:
             assert len({str([value for _, value in each]) for each in seen}) == 4
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@each("shape", SHAPES)
 def test_singular_values_come_near_one(shape: tuple[int, int]) -> None:
     u, _, v = torch.linalg.svd(normal(*shape), full_matrices=False)
     x = u @ torch.diag(torch.linspace(0.2, 3.0, min(shape))) @ v

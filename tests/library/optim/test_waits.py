@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from laws import each
 from optimizer_cases import normal
 from paths import by
 from torch import Tensor, nn
@@ -128,8 +129,8 @@ def test_stored_codes_are_decoded_without_a_look_at_their_range(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("native", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["E2M1", "E2M3", "E3M2", "E4M3", "E5M2", "E4M3FNUZ"])
+@each("dtype", [torch.float32, torch.bfloat16])
+@each("name", ["E2M1", "E2M3", "E3M2", "E4M3", "E5M2", "E4M3FNUZ"])
 def test_codes_are_made_and_read_without_a_wait(
     name: str, dtype: torch.dtype, native: bool, on_a_card: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,11 +141,9 @@ def test_codes_are_made_and_read_without_a_wait(
     with monkeypatch.context() as patch:
         patch.setattr(grid, "is_read_at_once", lambda x: True)
         expected = [fm.encode(x, name, **how) for how in ways]  # type: ignore[arg-type]
-    if not native:
-        monkeypatch.setattr(grid, "encoded", lambda *_: None)
-        monkeypatch.setattr(grid, "decoded", lambda *_: None)
-        monkeypatch.setattr(grid, "rounded", lambda *_: None)
-    with Reads() as reads:
+    with Reads() as reads, monkeypatch.context() as patch:
+        for step in () if native else ("encoded", "decoded", "rounded"):
+            patch.setattr(grid, step, lambda *_: None)
         codes = [fm.encode(x, name, **how) for how in ways]  # type: ignore[arg-type]
         values = [fm.decode(each, name) for each in codes]
         empty = fm.encode(x[:0], name)

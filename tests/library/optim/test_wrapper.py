@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from laws import each
 from optimizer_cases import (
     ROWS,
     free_weight,
@@ -33,7 +34,7 @@ def ratio(x: Tensor, scale: Any, exponent: float, damping: float = 2.0**-8, clip
     return (stiffness / stiffness.mean()).clamp(damping, clip) ** exponent
 
 
-@pytest.mark.parametrize("exponent", [1.0, 0.5, 2.0, 0.37, -1.0])
+@each("exponent", [1.0, 0.5, 2.0, 0.37, -1.0])
 @pytest.mark.parametrize("inner", [SGD, AdamW])
 def test_an_update_is_scaled_element_by_element(inner: Any, exponent: float) -> None:
     """float64 on the continuous manifold: w + scale (S / S_ref)^k (what the optimizer would have added)."""
@@ -81,7 +82,7 @@ def test_by_default_the_manifold_says_how_to_round() -> None:
     assert abs(shares[1] - 0.1) < 4 * 0.003
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, double], ids=str)
+@each("dtype", [torch.float32, double])
 @pytest.mark.parametrize("inner", [SGD, AdamW])
 def test_around_ordinary_parameters_it_is_the_identity_to_one_rounding(inner: Any, dtype: torch.dtype) -> None:
     """What holds: w + (w' - w) is w' but for one rounding of the difference and one of the sum, a step."""

@@ -1,11 +1,11 @@
 """From what was asked for to what is stored: unbiased, without stalling, nothing lost that is kept beside the codes."""
 
 import math
-from fractions import Fraction
 from typing import Any
 
 import pytest
 import torch
+from laws import each
 from optimizer_cases import free_weight, normal
 from torch import Tensor
 
@@ -57,7 +57,7 @@ ASKED = [
 
 
 @pytest.mark.parametrize("writeback", ["stochastic", "momentum"])
-@pytest.mark.parametrize(("start", "asked"), ASKED)
+@each(("start", "asked"), ASKED)
 def test_a_step_is_right_in_the_mean(start: float, asked: float, writeback: str) -> None:
     """SGD at k = 0 asks for exactly ``w - lr g``; the mean of 2^18 equal weights is that, to four sigma."""
     n = 1 << 18
@@ -87,7 +87,7 @@ def test_what_is_out_of_range_saturates_and_comes_back() -> None:
 
 
 @pytest.mark.parametrize("draws", ["independent", "dither"])
-@pytest.mark.parametrize(("start", "asked"), ASKED)
+@each(("start", "asked"), ASKED)
 def test_what_arrives_and_what_is_kept_are_what_was_asked_in_the_mean(start: float, asked: float, draws: str) -> None:
     """Code and residual together are one of two neighbours a part of an ULP apart, right in the mean to four sigma."""
     n = 1 << 16
@@ -185,17 +185,6 @@ def test_code_and_residual_are_one_number() -> None:
         position = position + step
         found = fm.to_chart(held(p, optimizer.state[p]), "E4M3")
         assert torch.equal(found, position)
-
-
-def test_the_injected_error_keeps_the_invariant_in_exact_arithmetic() -> None:
-    """``w - eta beta / (1 - beta) m`` after a rounded step and after an unrounded one: equal as fractions."""
-    beta, eta = Fraction(9, 10), Fraction(3, 1000)
-    for target, after, m in (
-        (Fraction(1, 3), Fraction(3, 8), Fraction(2, 7)),
-        (Fraction(-5, 7), Fraction(-5, 8), Fraction(0)),
-    ):
-        injected = m + (1 - 1 / beta) / eta * (target - after)
-        assert after - eta * beta / (1 - beta) * injected == target - eta * beta / (1 - beta) * m
 
 
 FIXED: dict[str, dict[str, Any]] = {"k = 0": {"stiffness": 0.0}, "dampening": {"stiffness": 0.0, "dampening": 0.5}}
