@@ -132,7 +132,11 @@ SMOKE = ("settings", "axes", "tune", "confirm")
 
 
 def shipped_sweeps() -> list[str]:
-    """Return the names of the sweep files that come with the package."""
+    """Return the names of the sweep files that come with the package.
+
+    >>> "formats.yaml" in shipped_sweeps()
+    True
+    """
     return sorted(path.name for path in FOLDER.glob("*.yaml"))
 
 
