@@ -201,24 +201,24 @@ def places_of(slot: Slot, gradient: Tensor, scale: Tensor | None, *, kept: bool 
     tensors: dict[Any, Any] = {None: None, **slot.tensors}
     blocks, dtype = numel // slot.view.dims[-1], _MOMENT_DTYPES[spec.moments]
     first, second = spec.first, "exp_avg_sq" if "exp_avg_sq" in spec.stores else None
-    bounds = [spec.bounds[name] if name and spec.blockwise else None for name in (first, second)]
+    bounds: dict[Any, str] = dict(spec.bounds)
     exponents = kept and scale is not None and scale.dtype is torch.uint8
-    kinds = [x.dtype if x.dtype in _FLOATS else torch.float32 for x in (weight, gradient)]
+    own = weight.dtype if weight.dtype in _FLOATS else torch.float32
     wanted = [
-        (weight, torch.uint8 if spec.storage == "codes" else kinds[0], numel),
-        (gradient, kinds[1], numel),
+        (weight, torch.uint8 if spec.storage == "codes" else own, numel),
+        (gradient, gradient.dtype if gradient.dtype in _FLOATS else torch.float32, numel),
         (scale, torch.uint8 if exponents else torch.float32, None),
         (tensors["residual" if spec.residual_bits else None], torch.int8, numel),
-        *[(tensors[name], dtype, numel) for name in (first, second)],
+        (tensors[first], dtype, numel),
+        (tensors[second], dtype, numel),
         (tensors["max_exp_avg_sq" if spec.amsgrad else None], torch.float32, numel),
-        *[(tensors[name], torch.float32, blocks) for name in bounds],
+        (tensors[bounds.get(first)], torch.float32, blocks),
+        (tensors[bounds.get(second)], torch.float32, blocks),
     ]
-    return [_address(*each, weight.device) for each in wanted]
+    return [0 if each[0] is None else _address(*each, weight.device) for each in wanted]
 
 
-def _address(tensor: Tensor | None, dtype: torch.dtype, numel: int | None, device: torch.device) -> int:
-    if tensor is None:
-        return 0
+def _address(tensor: Tensor, dtype: torch.dtype, numel: int | None, device: torch.device) -> int:
     fits = tensor.dtype is dtype and tensor.numel() == (numel or tensor.numel()) and tensor.device == device
     if not (fits and tensor.is_contiguous()):
         place = "the CPU" if device.type == "cpu" else device

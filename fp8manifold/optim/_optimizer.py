@@ -156,7 +156,8 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         elif taken := self._may_step(slots):
             for group in self.param_groups:
                 for parameter in group["params"]:
-                    take_remainder(group, parameter, self.state)
+                    if getattr(local_of(parameter), "remainder", None) is not None:
+                        take_remainder(group, parameter, self.state)
             self._take(counted(self._begin(slots)))
         if taken:
             self.skipped_in_row = 0
@@ -196,7 +197,8 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             warn_of_skips(self, culprits)
 
     def _slots(self) -> list[Slot]:
-        return [self._slot(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        members = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        return [slot_of(group, p, self.state.get(p, {})) for group, p in members]
 
     def _slot(self, group: dict[str, Any], parameter: Tensor) -> Slot:
         return slot_of(group, parameter, self.state.get(parameter, {}))

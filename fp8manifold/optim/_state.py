@@ -142,9 +142,9 @@ def check_arrays(state: dict[str, Any], parameter: Tensor, group: dict[str, Any]
     _check_tensors(state, parameter)
     holds = False
     for name in _KEPT:
-        if (value := state.get(name)) is None:
+        if name not in state:
             continue
-        holds = True
+        holds, value = True, state[name]
         if value.device != parameter.device:
             raise ValueError(
                 f"{_whose(parameter)} has {name} on {value.device}, but the parameter is on {parameter.device}: "
