@@ -292,9 +292,10 @@ def test_scales_of_codes_without_a_number_double_as_they_do_on_the_host(
     caplog.set_level("INFO", "fp8manifold")
     made, said = [], []
     for device in (CARD, torch.device("cpu")):
-        p = fm.FP8Parameter(normal(5, 1301, seed=4), "E5M2", seed=4, scale=2.0**-10, keep_remainder=False)
+        p = fm.FP8Parameter(normal(6, 1301, seed=4), "E5M2", seed=4, scale=2.0**-10, keep_remainder=False)
         p.codes[0, 7], p.codes[2, 0], p.codes[3, 1300], p.codes[4, 3] = 0x7F, 0x7B, 0xFB, 0x7B
         p.scale[1:4] = torch.tensor([[1.3 / 1024], [2.0**-10], [2.0**112]])
+        p.codes[5, 9], p.scale[5] = 0x7B, 1.5 * 2.0**111  # below the widest, and beyond it when doubled
         p = torch.nn.Parameter(p.detach().to(device))  # type: ignore[assignment]
         made.append(optim.StiffnessAdamW([p], 1e-9, writeback="residual8", weight_decay=0.0))
     for step in range(2):
