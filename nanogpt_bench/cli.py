@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _guarded(words: list[str]) -> int:
-    """Run one command line; what ends it is said in one line, by one of several processes."""
+    """Run one command line; one line names its error, printed by one of several processes."""
     say = joined().say_once
     try:
         return _dispatch(words)
@@ -174,7 +174,7 @@ def is_setting(word: str, options: Collection[str]) -> bool:
 
 
 def _unknown(word: str, options: Sequence[str], *, settings: bool) -> str:
-    """What is said of an argument that is neither one of a command's own nor a setting."""
+    """The message on an argument that is neither an option of the command nor a setting."""
     from nanogpt_bench.config.keys import FIELDS
 
     last = {key.rpartition(".")[2]: f"--{key}" for key in FIELDS} if settings else {}

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nanogpt_bench.report.chart import Chart, Look, curves, limit_line, of_row, over, quantity
+from nanogpt_bench.report.chart import Chart, Style, curves, limit_line, of_row, over, quantity
 from nanogpt_bench.report.results import Result, difference_text, reference_name
 from nanogpt_bench.report.rows import loss_unit
 from nanogpt_bench.report.tables import run_heading
@@ -101,14 +101,14 @@ def cells_of(ladder: Ladder, found: Rungs) -> list[list[str]]:
     return lines
 
 
-def line_looks(ladder: Ladder, results: Sequence[Result], looks: Mapping[str, Look]) -> dict[str, Look]:
+def line_styles(ladder: Ladder, results: Sequence[Result], styles: Mapping[str, Style]) -> dict[str, Style]:
     """Return the look of each line by its label: that of the row at its first number."""
-    return {label: looks[next(iter(row.values())).row.label] for label, row in climbed(ladder, results).items()}
+    return {label: styles[next(iter(row.values())).row.label] for label, row in climbed(ladder, results).items()}
 
 
-def ladder_chart(ladder: Ladder, results: Sequence[Result], looks: Mapping[str, Look]) -> Chart | None:
+def ladder_chart(ladder: Ladder, results: Sequence[Result], styles: Mapping[str, Style]) -> Chart | None:
     """Return the paired differences by number, with their 95% intervals as bars; None if no row has two numbers."""
-    found, places = climbed(ladder, results), line_looks(ladder, results, looks)
+    found, places = climbed(ladder, results), line_styles(ladder, results, styles)
     if not found:
         return None
     values, bars, firsts = [], [], []

@@ -1,9 +1,9 @@
 """The gap by length or size of a file whose rules were trained for several: a table and a chart, as in the report."""
 
-from _ladders import LADDERS, Ladder, cells_of, climbed, ladder_chart, line_looks
+from _ladders import LADDERS, Ladder, cells_of, climbed, ladder_chart, line_styles
 from _markdown import markdown
 
-from nanogpt_bench.report.chart import figure, looks, svg
+from nanogpt_bench.report.chart import figure, styles, svg
 from nanogpt_bench.report.results import Result, measure
 from nanogpt_bench.report.results_file import Exported
 from nanogpt_bench.report.rows import find_reference, references_of
@@ -25,10 +25,10 @@ def drawn_by(ladder: Ladder, file: Exported) -> str:
     results = _measured(file)
     rows = [result.row for result in results]
     against = references_of(rows, find_reference(rows, file.baseline)).values()
-    every = looks(rows, *against)
+    every = styles(rows, *against)
     chart = ladder_chart(ladder, results, every)
     assert chart is not None
-    return svg(figure([chart], line_looks(ladder, results, every)))
+    return svg(figure([chart], line_styles(ladder, results, every)))
 
 
 def _measured(file: Exported) -> list[Result]:

@@ -117,7 +117,7 @@ def trained(
 
 
 def _warmup(config: Config) -> list[str]:
-    """What to say of a warm-up that the run is over before."""
+    """The warning of a warm-up that outlasts the run, if it does."""
     steps, of_run = config.optimizer.warmup_steps or 0, config.train.max_steps
     if steps < of_run:
         return []

@@ -27,7 +27,7 @@ _COLUMN = 36
 
 @dataclass(frozen=True)
 class Draw:
-    """How the next token is chosen: of the `top_k` likeliest, by softmax(logits / temperature)."""
+    """The choice of the next token: of the `top_k` likeliest, by softmax(logits / temperature)."""
 
     prompt: str = ""
     tokens: int = 200

@@ -118,8 +118,8 @@ def _check_alerts(path: Path, ended: bool, found: Report) -> None:
         before = step
     last = found.last_step or 0
     if before > last:
-        said = found.problems if ended or before > last + 1 else found.notes
-        said.append(f"{path.name} goes on to step {before}, {METRICS} to {found.last_step}")
+        lines = found.problems if ended or before > last + 1 else found.notes
+        lines.append(f"{path.name} goes on to step {before}, {METRICS} to {found.last_step}")
 
 
 def _records(path: Path, ended: bool, found: Report) -> Iterator[tuple[int, Any]]:

@@ -68,10 +68,10 @@ def rounded(
 def _embeddings_rounded(model: nn.Module, fmt: Any, options: Mapping[str, Any]) -> Iterator[int]:
     """Round embeddings a row at a time, as a linear layer's weight; yield the bytes that their codes would save."""
     tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
-    kept = [(table, table.data) for table in tables]
+    floats = [(table, table.data) for table in tables]
     saved = 0
     try:
-        for table, values in kept:
+        for table, values in floats:
             linear = nn.Linear(values.shape[1], values.shape[0], bias=False, device="meta")
             linear.weight = nn.Parameter(values, requires_grad=False)
             codes = _quantized(linear, fmt, **options).weight.detach()
@@ -79,7 +79,7 @@ def _embeddings_rounded(model: nn.Module, fmt: Any, options: Mapping[str, Any]) 
             table.data = codes.dequantize()
         yield saved
     finally:
-        for table, values in kept:
+        for table, values in floats:
             table.data = values
 
 
@@ -132,7 +132,7 @@ class Measurement:
     options: Mapping[str, Any]
     #: where every row's weights are written
     save: Path | None = None
-    #: reads the model in formats anew for each row
+    #: reads the model again, in the formats of each row
     reader: Callable[[Mapping[str, Any], Mapping[str, Any]], nn.Module] | None = None
     #: formats and granularities of a published model that is measured as it is
     stored: tuple[str, str] | None = None

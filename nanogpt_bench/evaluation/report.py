@@ -1,4 +1,4 @@
-"""The report of a model's weights in several formats: rows, the map of which layer bears which, and a mixture."""
+"""The report of a model's weights in several formats: evaluations, the map of gaps by layer, and a mixture."""
 
 import argparse
 import re
@@ -93,17 +93,18 @@ def report_model(args: argparse.Namespace) -> int:
         # codes for each row, never both at once, unless rows share the floats. A .gguf file is read as floats alone.
         stored = _as_stored(found) if found.stored and not any((*floats, *more)) else None
         shared = any(floats) or EMBEDDINGS in own
-        anew = not found.stored and not shared and "gguf_file" not in find_model(args.model)
-        size = found.stored_bytes / found.parameters
-        codes: dict[str, Any] = {"bytes_each": size, "quantization": {}} if stored else {}
-        model: Any = (load_narrow(args.model) if anew else None) or load_causal(args.model, **codes)
+        rereads = not found.stored and not shared and "gguf_file" not in find_model(args.model)
+        codes: dict[str, Any] = {}
+        if stored:
+            codes = {"bytes_each": found.stored_bytes / found.parameters, "quantization": {}}
+        model: Any = (load_narrow(args.model) if rereads else None) or load_causal(args.model, **codes)
         windows = spread(corpus.val, args.windows or WINDOWS, block).to(device)
         batch = config.train.batch_size if "train.batch_size" in given else BATCH
         options = {"tied": config.model.tied or "leave", "headroom": config.model.headroom, "seed": config.seed}
         read = f"{counted(len(windows), 'window')} of {counted(block, 'token')}"
         say(f"{args.model}: {found.kind}, {found.parameters:,} parameters; {read}")
         measured = (model.to(device), windows, corpus.val_tokens_per_byte, batch, options, args.save)
-        reader = partial(_read, args.model, device) if anew else None
+        reader = partial(_read, args.model, device) if rereads else None
         at = Measurement(args.model, *measured, reader=reader, stored=stored)
         del model, measured
         _report(at, args, own, out, environment(corpus, config.runtime.threads))

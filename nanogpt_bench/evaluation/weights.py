@@ -101,7 +101,7 @@ class RunWeights:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the run computed with float weights: as floats they then have the same loss."""
+        """True if the run computed with float weights: as floats these have the same loss."""
         own = self.own
         return own.model.storage == "float32" and own.train.precision != "bf16-pure" and not own.model.torchao_float8
 
@@ -192,7 +192,7 @@ def named_formats(names: Sequence[str]) -> list[str]:
 
 
 def folder_of(path: Path) -> str:
-    """Return where a checkpoint lies in words: the folder of its run, and the step.
+    """Return the place of a checkpoint in words: the folder of its run, and the step.
 
     >>> folder_of(Path("runs/e4m3/checkpoints/step-500.safetensors"))
     'runs/e4m3, checkpoints/step-500'

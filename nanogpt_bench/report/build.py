@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.report.chart import drawn_in, looks, write_figures
+from nanogpt_bench.report.chart import drawn_in, styles, write_figures
 from nanogpt_bench.report.page import render
 from nanogpt_bench.report.results import measure
 from nanogpt_bench.report.results_file import Studies, is_export, merged_rows, read_export, read_studies, with_given_up
@@ -77,7 +77,7 @@ def check_folder(out: Path) -> None:
 
 
 def _is_page(path: Path) -> bool:
-    """Whether a file is the page of a report: its title says so."""
+    """True for the page of a report, by its title."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
@@ -106,7 +106,7 @@ def write_report(
         raise refused(f"output folder {str(out)!r} can't be made", error) from error
     reference = find_reference(rows, baseline)
     results = measure(rows, reference)
-    chosen = looks(rows, reference, *(result.row for result in results if result.reference))
+    chosen = styles(rows, reference, *(result.row for result in results if result.reference))
     found = read_studies([out]) if studies is None else studies
     sections = all_sections(Page(facts, results, chosen, found))
     page = write_text(out / PAGE, render(title, sections))

@@ -3,7 +3,7 @@
 Pictures are some of the page's charts side by side as SVG files, drawn by Vega without a browser.
 
 A description holds its data as columns (an object per line, with lists that `flatten` spreads out) and its colours by
-name, as `{"$": "ink"}`; page and pictures insert those of a light or dark theme. Text of a run stands in the data only,
+name, as `{"$": "ink"}`; page and pictures insert those of a light or dark theme. Text of a run is in the data only,
 never in the name of a field or in an expression: nothing evaluates it.
 """
 
@@ -51,7 +51,7 @@ DASH_ORDER = tuple(DASHES)
 
 
 @dataclass(frozen=True)
-class Look:
+class Style:
     """A row's colour (an index into COLOURS, None for ink), dash, marker and line width in pixels."""
 
     colour: int | None
@@ -65,22 +65,22 @@ class Look:
         return "--ink" if self.colour is None else f"--c{self.colour}"
 
 
-def looks(rows: Sequence[Row], *references: Row | None) -> dict[str, Look]:
-    """Return each row's look by label: references in ink, other rows by rule and format, no two alike."""
+def styles(rows: Sequence[Row], *references: Row | None) -> dict[str, Style]:
+    """Return each row's style by label: references in ink, other rows by rule and format, no two alike."""
     inked = list(dict.fromkeys(row.label for row in references if row is not None))
     formats = list(dict.fromkeys(row.format for row in rows if row.format != "none"))
-    chosen: dict[str, Look] = {}
+    chosen: dict[str, Style] = {}
     taken: set[tuple[int, int]] = set()
     for row in rows:
         width = 2.0 if len(row.runs) < 2 else 1.2  # several seeds lie close to each other
         if row.label in inked:
             dash = inked.index(row.label) % len(DASH_ORDER)
-            chosen[row.label] = Look(None, DASH_ORDER[dash], MARKERS[dash], 0.9 * width)
+            chosen[row.label] = Style(None, DASH_ORDER[dash], MARKERS[dash], 0.9 * width)
             continue
         form = formats.index(row.format) if row.format != "none" else 0
         colour, dash = _free(_rule_place(row.rule), form % len(DASH_ORDER), taken)
         taken.add((colour, dash))
-        chosen[row.label] = Look(colour, DASH_ORDER[dash], MARKERS[dash], width)
+        chosen[row.label] = Style(colour, DASH_ORDER[dash], MARKERS[dash], width)
     return chosen
 
 
@@ -164,22 +164,22 @@ def names(field: str, order: Iterable[str], /, **more: Any) -> Spec:
     return {"field": field, "type": "nominal", "title": None, "scale": {"domain": list(order)}, "axis": more}
 
 
-def of_row(channel: str, looks: Mapping[str, Look]) -> Spec:
-    """Return one channel of rows' looks: `color`, `strokeDash`, `strokeWidth` or `shape`."""
-    value: Callable[[Look], Any] = {
-        "color": lambda look: ink(look.colour),
-        "strokeDash": lambda look: DASHES[look.dash],
-        "strokeWidth": lambda look: look.width,
-        "shape": lambda look: look.marker,
+def of_row(channel: str, styles: Mapping[str, Style]) -> Spec:
+    """Return one channel of rows' styles: `color`, `strokeDash`, `strokeWidth` or `shape`."""
+    value: Callable[[Style], Any] = {
+        "color": lambda style: ink(style.colour),
+        "strokeDash": lambda style: DASHES[style.dash],
+        "strokeWidth": lambda style: style.width,
+        "shape": lambda style: style.marker,
     }[channel]
-    scale = {"domain": list(looks), "range": [value(look) for look in looks.values()]}
+    scale = {"domain": list(styles), "range": [value(style) for style in styles.values()]}
     kind = "ordinal" if channel == "strokeWidth" else "nominal"
     return {"field": "row", "type": kind, "scale": scale, "legend": None}
 
 
-def lines(drawn: Sequence[Line], looks: Mapping[str, Look], x: Spec, y: Spec, *, marked: bool = True) -> Spec:
-    """Return curves in their rows' looks, references on top; `marked` shows the points of short curves."""
-    ordered = sorted(drawn, key=lambda line: looks[line.label].colour is None)
+def lines(drawn: Sequence[Line], styles: Mapping[str, Style], x: Spec, y: Spec, *, marked: bool = True) -> Spec:
+    """Return curves in their rows' styles, references on top; `marked` shows the points of short curves."""
+    ordered = sorted(drawn, key=lambda line: styles[line.label].colour is None)
     values = [
         {
             "row": line.label,
@@ -191,19 +191,19 @@ def lines(drawn: Sequence[Line], looks: Mapping[str, Look], x: Spec, y: Spec, *,
         }
         for i, line in enumerate(ordered)
     ]
-    return curves(values, looks, x, y)
+    return curves(values, styles, x, y)
 
 
-def curves(values: list[dict[str, Any]], looks: Mapping[str, Look], x: Spec, y: Spec) -> Spec:
+def curves(values: list[dict[str, Any]], styles: Mapping[str, Style], x: Spec, y: Spec) -> Spec:
     """Return curves from objects with `row`, `name`, `line` (a unique number), `few`, and the lists `x` and `y`."""
-    pen = {channel: of_row(channel, looks) for channel in ("color", "strokeDash", "strokeWidth")}
+    pen = {channel: of_row(channel, styles) for channel in ("color", "strokeDash", "strokeWidth")}
     line = {
         "mark": {"type": "line", "clip": True},
         "encoding": {"x": x, "y": y, **pen, "detail": {"field": "line", "type": "nominal"}},
     }
     layers = [line]
     if any(value["few"] for value in values):
-        dots = {"color": of_row("color", looks), "shape": of_row("shape", looks)}
+        dots = {"color": of_row("color", styles), "shape": of_row("shape", styles)}
         point = {"type": "point", "filled": True, "size": 26, "opacity": 1, "clip": True}
         layers.append({"transform": [{"filter": "datum.few"}], "mark": point, "encoding": {"x": x, "y": y, **dots}})
     return {"data": {"values": values}, "transform": [{"flatten": ["x", "y"]}], "layer": layers}
@@ -325,10 +325,10 @@ def _start() -> None:
     _process[:] = [os.getpid()]
 
 
-def write_figures(charts: Sequence[Chart], looks: Mapping[str, Look], folder: Path) -> list[Path]:
+def write_figures(charts: Sequence[Chart], styles: Mapping[str, Style], folder: Path) -> list[Path]:
     """Draw every figure that has charts into `folder` as NAME.svg; return the files written."""
     folder.mkdir(parents=True, exist_ok=True)
-    drawn = {name: svg(figure(shown, looks)) for name, shown in chosen(charts).items()}
+    drawn = {name: svg(figure(shown, styles)) for name, shown in chosen(charts).items()}
     return [write_text(folder / f"{name}.svg", text) for name, text in drawn.items()]
 
 
@@ -349,7 +349,7 @@ def chosen(charts: Sequence[Chart]) -> dict[str, list[Chart]]:
     return {name: shown for name, shown in found.items() if shown}
 
 
-def figure(shown: Sequence[Chart], looks: Mapping[str, Look]) -> Spec:
+def figure(shown: Sequence[Chart], styles: Mapping[str, Style]) -> Spec:
     """Return charts side by side as one description, above one legend of their rows."""
     across = min(ACROSS, len(shown))
     width = PIXELS if across == 1 else PANEL_PIXELS
@@ -357,7 +357,7 @@ def figure(shown: Sequence[Chart], looks: Mapping[str, Look]) -> Spec:
         {**chart.spec, "title": chart.title, "width": _whole(chart, width), "height": chart.height - FRAME}
         for chart in shown
     ]
-    rows = {row: looks[row] for chart in shown for row in chart.rows}
+    rows = {row: styles[row] for chart in shown for row in chart.rows}
     whole = {"concat": panels, "columns": across, "spacing": 30}
     parts = [whole, _legend(rows, across * width)] if rows else [whole]
     spec = {"vconcat": parts, "config": CONFIG, "background": "white", "padding": 12}
@@ -371,21 +371,21 @@ def _whole(chart: Chart, width: int) -> int:
     return columns * max(1, width // columns) if columns else width
 
 
-def _legend(looks: Mapping[str, Look], width: int) -> Spec:
+def _legend(styles: Mapping[str, Style], width: int) -> Spec:
     """Return samples of the rows' lines with their names, as many abreast as fit."""
-    wide = KEY_PIXELS + LETTER_PIXELS * min(max(map(len, looks)), LONGEST_LABEL)
+    wide = KEY_PIXELS + LETTER_PIXELS * min(max(map(len, styles)), LONGEST_LABEL)
     columns = max(1, width // wide)
     values = [
         {"row": row, "x": i % columns * wide, "end": i % columns * wide + 36, "y": 10 + i // columns * 20}
-        for i, row in enumerate(looks)
+        for i, row in enumerate(styles)
     ]
     x, y = ({"field": name, "type": "quantitative", "scale": None, "axis": None} for name in "xy")
-    pen = {channel: of_row(channel, looks) for channel in ("color", "strokeDash", "strokeWidth")}
+    pen = {channel: of_row(channel, styles) for channel in ("color", "strokeDash", "strokeWidth")}
     text = {"type": "text", "align": "left", "dx": 6, "limit": wide - 44, "color": ink("ink")}
     return {
         "data": {"values": values},
         "width": width,
-        "height": 20 * -(-len(looks) // columns),
+        "height": 20 * -(-len(styles) // columns),
         "layer": [
             {"mark": {"type": "rule"}, "encoding": {"x": x, "x2": {"field": "end"}, "y": y, **pen}},
             {"mark": text, "encoding": {"x": x | {"field": "end"}, "y": y, "text": {"field": "row"}}},

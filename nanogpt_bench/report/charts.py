@@ -10,8 +10,8 @@ from nanogpt_bench.report.chart import (
     PERCENT,
     Chart,
     Line,
-    Look,
     Spec,
+    Style,
     category,
     curves,
     ink,
@@ -102,7 +102,7 @@ def loss_range(drawn: Sequence[Line]) -> tuple[float, float] | None:
     return bottom - margin, top + margin
 
 
-def loss_charts(rows: Sequence[Row], looks: Mapping[str, Look]) -> list[Chart]:
+def loss_charts(rows: Sequence[Row], styles: Mapping[str, Style]) -> list[Chart]:
     """Return the charts of validation and training loss, by step and by wall-clock, that have data."""
     charts: list[Chart] = []
     for name, metric in (("val", VAL_LOSS), ("train", TRAIN_LOSS)):
@@ -112,10 +112,10 @@ def loss_charts(rows: Sequence[Row], looks: Mapping[str, Look]) -> list[Chart]:
             caption = "Exponential moving average over the steps." if smoothed else "On the same held-out batches."
             if drawn:
                 x, y = quantity("x", axis), quantity("y", loss_unit(rows), loss_range(drawn))
-                spec = lines(drawn, looks, x, y, marked=not smoothed)
+                spec = lines(drawn, styles, x, y, marked=not smoothed)
                 if marks := _marks(rows, drawn, against):
                     diamond = {"type": "point", "shape": "diamond", "size": 150, "strokeWidth": 2.5, "filled": False}
-                    events = {"color": of_row("color", looks), "tooltip": {"field": "text"}}
+                    events = {"color": of_row("color", styles), "tooltip": {"field": "text"}}
                     spec["layer"].append(over(marks, diamond, x=x, y=y, **events))
                 title = f"{metric.title} {words}"
                 charts.append(Chart(f"{name}-{axis}", title, caption, spec, 380, rows=rows_of(drawn)))
@@ -127,19 +127,19 @@ def rows_of(drawn: Sequence[Line]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(line.label for line in drawn))
 
 
-def stall_chart(rows: Sequence[Row], looks: Mapping[str, Look]) -> list[Chart]:
+def stall_chart(rows: Sequence[Row], styles: Mapping[str, Style]) -> list[Chart]:
     """Return the chart of the stall of each row in which it counts, by the measure of its storage; [] without any."""
     drawn = []
     for row in rows:
         metric = next((run.stall_metric for run in row.runs if run.stall_counts and run.stall_metric), None)
         drawn += lines_of([row], metric) if metric is not None else []
-    spec = lines(drawn, looks, quantity("x", "step"), quantity("y", "share of weights", (-0.02, 1.04), format=".0%"))
+    spec = lines(drawn, styles, quantity("x", "step"), quantity("y", "share of weights", (-0.02, 1.04), format=".0%"))
     title = "Stall: weights a requested update did not move"
     return [Chart("stall", title, "", spec, 380, wide=True, rows=rows_of(drawn))] if drawn else []
 
 
 def watched_charts(
-    rows: Sequence[Row], looks: Mapping[str, Look], figures: Sequence[Metric], limits: Mapping[str, float]
+    rows: Sequence[Row], styles: Mapping[str, Style], figures: Sequence[Metric], limits: Mapping[str, float]
 ) -> list[Chart]:
     """Return a chart for each of `figures` that some run recorded; `limits` are dotted lines, by name."""
     recorded = {key for row in rows for run in row.runs for key in run.metrics.names}
@@ -154,7 +154,7 @@ def watched_charts(
         axis: Spec = {"format": PERCENT, "zero": True} if share else {}
         axis |= {"log": True, "format": "~g", "tickCount": 5} if bent else {}
         y = quantity("y", metric.unit, _flat_range(set(known), share=share), **axis)
-        spec = lines(drawn, looks, quantity("x", "step"), y)
+        spec = lines(drawn, styles, quantity("x", "step"), y)
         spec["layer"] += [limit_line(limits[metric.name], y=y)] if metric.name in limits else []
         name = f"watch-{metric.name.replace('/', '-')}"
         charts.append(Chart(name, metric.title, metric.meaning, spec, rows=rows_of(drawn)))
@@ -214,10 +214,10 @@ def _sensitivity_chart(name: str, study: SensitivityMap) -> Chart:
     return Chart(name, "Which format works where", words, spec, height, wide=True, drag="")
 
 
-def rate_chart(rows: Sequence[Row], looks: Mapping[str, Look]) -> Chart | None:
+def rate_chart(rows: Sequence[Row], styles: Mapping[str, Style]) -> Chart | None:
     """Return final validation loss by learning rate, with crosses along the top for failed runs.
 
-    A curve joins the runs of one setting, if it has two learning rates or more, in the look of its first row; its
+    A curve joins the runs of one setting, if it has two learning rates or more, in the style of its first row; its
     losses are means over the seeds.
     """
     values: list[dict[str, Any]] = []
@@ -239,11 +239,11 @@ def rate_chart(rows: Sequence[Row], looks: Mapping[str, Look]) -> Chart | None:
     top = max(known) + 0.12 * ((max(known) - min(known)) or 1.0)
     x = quantity("x", "learning rate", log=True, format=".3~g")
     y = quantity("y", f"final val loss, {loss_unit(rows)}")
-    spec = curves(values, looks, x, y)
+    spec = curves(values, styles, x, y)
     if crosses:
         cross = {"type": "point", "shape": "cross", "angle": 45, "size": 90, "filled": True, "opacity": 1}
         places = [{"row": each["row"], "x": each["x"], "y": top, "text": each["text"]} for each in crosses]
-        colour = of_row("color", looks)
+        colour = of_row("color", styles)
         spec["layer"].append(over(places, cross, x=x, y=y, color=colour, tooltip={"field": "text"}))
     words = "Final validation loss, mean over seeds; a cross at the top is a learning rate at which runs failed."
     shown = tuple(dict.fromkeys(value["row"] for value in values))
@@ -266,7 +266,7 @@ def _by_rate(rows: Sequence[Row]) -> list[tuple[str, list[tuple[Row, Run, float]
 Axis = tuple[str, list[tuple[float, str]], list[float]]
 
 
-def parallel_chart(rows: Sequence[Row], looks: Mapping[str, Look]) -> Chart | None:
+def parallel_chart(rows: Sequence[Row], styles: Mapping[str, Style]) -> Chart | None:
     """Return parallel coordinates, a line a run across settings and figures; None below two runs or three axes."""
     drawn = row_runs(rows)
     axes = _axes([run for _, run in drawn])
@@ -278,7 +278,7 @@ def parallel_chart(rows: Sequence[Row], looks: Mapping[str, Look]) -> Chart | No
     for i, (row, run) in enumerate(drawn):
         points = {"x": list(range(len(axes))), "y": [places[i] for _, _, places in axes]}
         values.append({"row": row.label, "name": run.name, "line": i, "few": False, **points})
-    spec = curves(values, looks, x, y)
+    spec = curves(values, styles, x, y)
     lines = [{"x": place, "y": 0, "end": 1} for place in range(len(axes))]
     heads = [{"x": place, "y": ABOVE + 0.11, "text": name} for place, (name, _, _) in enumerate(axes)]
     marks = [

@@ -7,7 +7,7 @@ from functools import cache
 from html import escape
 from importlib import resources
 
-from nanogpt_bench.report.chart import CONFIG, DASHES, THEMES, Chart, Look, Spec, javascript, short, theme_colours
+from nanogpt_bench.report.chart import CONFIG, DASHES, THEMES, Chart, Spec, Style, javascript, short, theme_colours
 
 # Only the page's own content may run or be shown: a report from elsewhere can't call home.
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
@@ -64,10 +64,10 @@ def _cells(tag: str, cells: Sequence[Cell]) -> str:
     return "".join(f"<{tag}{css_class(kind)}>{escape(text)}</{tag}>" for text, kind in cells)
 
 
-def legend(labels: Sequence[str], looks: Mapping[str, Look], charts: Sequence[Chart]) -> str:
+def legend(labels: Sequence[str], styles: Mapping[str, Style], charts: Sequence[Chart]) -> str:
     """Return the legend of line charts: a button per row, which shows and hides that row everywhere."""
     drawn = {row for chart in charts for row in chart.rows}
-    keys = "".join(_key(label, looks[label]) for label in labels if label in drawn)
+    keys = "".join(_key(label, styles[label]) for label in labels if label in drawn)
     if not keys:
         return ""
     opened = " open" if len(drawn) <= SHORT_LEGEND else ""
@@ -77,11 +77,11 @@ def legend(labels: Sequence[str], looks: Mapping[str, Look], charts: Sequence[Ch
     )
 
 
-def _key(label: str, look: Look) -> str:
-    dash = " ".join(map(str, DASHES[look.dash]))
+def _key(label: str, style: Style) -> str:
+    dash = " ".join(map(str, DASHES[style.dash]))
     sample = (
         '<svg width="30" height="8" aria-hidden="true"><line x1="0" x2="30" y1="4" y2="4" stroke-width="2.5" '
-        f'style="stroke:var({look.variable})" stroke-dasharray="{dash}"/></svg>'
+        f'style="stroke:var({style.variable})" stroke-dasharray="{dash}"/></svg>'
     )
     text = escape(label)
     return (

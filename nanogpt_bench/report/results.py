@@ -306,7 +306,7 @@ def class_name(kind: str) -> str:
 
 
 class Judgement(StrEnum):
-    """How a row compares with its reference, in a word; also the CSS class of its cell."""
+    """The comparison of a row with its reference, in a word; also the CSS class of its cell."""
 
     REFERENCE = "reference"
     WITHIN = "within"

@@ -137,7 +137,7 @@ def is_export(path: Path) -> bool:
 
 
 def is_of_kind(content: Any) -> bool:
-    """Whether the content of a JSON file is that of a results file: entries of the kinds that there are."""
+    """True for the content of a results file: a list of entries of known kinds."""
     return isinstance(content, list) and bool(content) and all(_kind(entry) in KINDS for entry in content)
 
 
@@ -315,7 +315,7 @@ def monitored_figures(run: Run) -> dict[int, Mapping[str, float]]:
 def merged_rows(runs: Sequence[Run], files: Sequence[Exported]) -> list[Row]:
     """Return the rows of run folders and results files together, each seed once, from its longest run.
 
-    A row without runs is kept if no file has runs under its label. A seed is missing if no file has it.
+    A row without runs stays if no file has runs under its label. A seed is missing if no file has it.
     """
     every = [*runs, *(run for file in files for row in file.rows for run in row.runs)]
     rows = group_rows(every)

@@ -84,8 +84,8 @@ def counted_once(row: Row) -> Row:
         seed = seed_of(run)
         found.setdefault(("unknown", id(run)) if seed is None else seed, []).append(run)
     runs = tuple(max(group, key=_went) for group in found.values())
-    kept = set(map(id, runs))
-    aside = (run for group in found.values() for run in group if id(run) not in kept)
+    counted = set(map(id, runs))
+    aside = (run for group in found.values() for run in group if id(run) not in counted)
     return replace(row, runs=runs, aside=(*row.aside, *aside))
 
 
@@ -97,7 +97,7 @@ def setting_of(run: Run) -> str:
     """Return a key that the seeds of one setting share; a run without a config has one of its own."""
     if not run.config:
         return f"path:{run.path}"
-    # A corpus prepared anew under the same name is another one.
+    # A corpus prepared again under the same name is another one.
     parts = [run.rule, run.format, _settings_without(run, SEED_KEYS), sorted(depends_on([run]))]
     return json.dumps(parts, sort_keys=True, default=str)
 
@@ -116,10 +116,10 @@ def _settings_without(run: Run, keys: Set[str]) -> dict[str, Any]:
 def _distinct_labels(groups: Sequence[Sequence[Run]]) -> list[str]:
     """Return labels of rule and format; those that collide get the settings that differ, else names, else paths."""
     labels = plain = [row_label(group[0].rule, group[0].format) for group in groups]
-    told = [_told_apart(label, group, groups, plain) for label, group in zip(plain, groups, strict=True)]
+    differing = [_differing(label, group, groups, plain) for label, group in zip(plain, groups, strict=True)]
     named = [_listed([run.name for run in group]) for group in groups]
     paths = [_listed([printable(str(run.path)) for run in group]) for group in groups]
-    for endings in (told, named, paths):
+    for endings in (differing, named, paths):
         labels = [
             base + ending if labels.count(label) > 1 else label
             for base, ending, label in zip(plain, endings, labels, strict=True)
@@ -132,7 +132,7 @@ def _listed(names: Sequence[str]) -> str:
     return f" ({', '.join(names[:MOST_NAMES])}{f' and {more} more' if more > 0 else ''})"
 
 
-def _told_apart(label: str, group: Sequence[Run], groups: Sequence[Sequence[Run]], labels: Sequence[str]) -> str:
+def _differing(label: str, group: Sequence[Run], groups: Sequence[Sequence[Run]], labels: Sequence[str]) -> str:
     """Return the settings in which the groups of one label differ, such as ` lr=0.001`; "" if there are many."""
     own = flat(group[0].config)
     others = [flat(other[0].config) for other, name in zip(groups, labels, strict=True) if name == label]

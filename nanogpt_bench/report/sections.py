@@ -13,7 +13,7 @@ from nanogpt_bench.failures.table import VERDICT as BOUNDS
 from nanogpt_bench.monitors import CHARTED, charted
 from nanogpt_bench.monitors.shadow import COSINE
 from nanogpt_bench.monitors.stall import UPDATE_LOST
-from nanogpt_bench.report.chart import DOTTED, Chart, Look, ink, lines, over, quantity
+from nanogpt_bench.report.chart import DOTTED, Chart, Style, ink, lines, over, quantity
 from nanogpt_bench.report.charts import (
     TITLES,
     lines_of,
@@ -47,11 +47,11 @@ OPEN_PAGES = 4  # more failure pages start closed
 
 @dataclass(frozen=True)
 class Page:
-    """The content of the page: facts of the runs (in order), results, looks of the rows, and studies."""
+    """The content of the page: facts of the runs (in order), results, styles of the rows, and studies."""
 
     facts: Mapping[str, str]
     results: Sequence[Result]
-    looks: Mapping[str, Look]
+    styles: Mapping[str, Style]
     studies: Studies = field(default_factory=Studies)
 
     @property
@@ -63,7 +63,7 @@ class Page:
         return [result.row for result in self.results if result.reference]
 
     def legend(self, drawn: Sequence[Chart]) -> str:
-        return legend([row.label for row in self.rows], self.looks, drawn)
+        return legend([row.label for row in self.rows], self.styles, drawn)
 
 
 def all_sections(page: Page) -> list[Section]:
@@ -114,7 +114,7 @@ def _results_note(page: Page) -> str:
 
 
 def _loss(page: Page) -> Section | None:
-    drawn = loss_charts(page.rows, page.looks)
+    drawn = loss_charts(page.rows, page.styles)
     marked = any("tooltip" in layer["encoding"] for chart in drawn for layer in chart.spec["layer"])
     words = '<p class="muted">Open diamonds: an alert of divergence, or the end of a run that failed.</p>'
     return _curves(page, "loss", "Loss curves", drawn, below=words if marked else "")
@@ -130,8 +130,8 @@ def _curves(
 def _studies(page: Page) -> Section | None:
     found = [
         *sensitivity_charts(page.studies.sensitivities),
-        rate_chart(page.rows, page.looks),
-        parallel_chart(page.rows, page.looks),
+        rate_chart(page.rows, page.styles),
+        parallel_chart(page.rows, page.styles),
     ]
     drawn = [chart for chart in found if chart is not None]
     notes = "".join(f"<li>{escape(note)}</li>" for note in page.studies.notes)
@@ -142,8 +142,8 @@ def _studies(page: Page) -> Section | None:
 
 
 def _stall(page: Page) -> Section | None:
-    watched = watched_charts(page.rows, page.looks, charted(UPDATE_LOST.namespace), {})
-    drawn = [*stall_chart(page.rows, page.looks), *watched]
+    watched = watched_charts(page.rows, page.styles, charted(UPDATE_LOST.namespace), {})
+    drawn = [*stall_chart(page.rows, page.styles), *watched]
     words = (
         "Share of all quantised weights whose nonzero requested update left them on the same grid value, at single "
         "steps, where such an update is gone, as with nearest rounding; with a master copy (code unchanged) it is kept "
@@ -155,7 +155,7 @@ def _stall(page: Page) -> Section | None:
 
 def _watched(page: Page, namespace: str) -> Section | None:
     title = TITLES.get(namespace, namespace.capitalize())
-    drawn = watched_charts(page.rows, page.looks, charted(namespace), {COSINE.name: BOUNDS["cosine"].bound})
+    drawn = watched_charts(page.rows, page.styles, charted(namespace), {COSINE.name: BOUNDS["cosine"].bound})
     return _curves(page, title.lower(), title, drawn)
 
 
@@ -289,7 +289,7 @@ def _loss_until_failure(place: int, failed: FailedRun, page: Page) -> list[Chart
     if failed.label not in {line.label for line in drawn}:
         return []
     x, y = quantity("x", "step"), quantity("y", loss_unit([own]), loss_range(drawn))
-    spec = lines(drawn, page.looks, x, y, marked=False)
+    spec = lines(drawn, page.styles, x, y, marked=False)
     found = [finding for finding in failed.diagnosis.found if finding.step is not None]
     values = [
         {"x": finding.step or 0, "text": class_name(finding.kind), "above": -9 - 14 * (i % 4)}

@@ -241,8 +241,8 @@ def line_width(widths: Iterable[int]) -> int:
 
 def run_heading(results: Sequence[Result], *, lead: bool = False) -> str:
     """Return the heading of the rows' names, with a note on missing runs and on gaps of one seed."""
-    said = "; ".join(filter(None, (shortfall(result.row for result in results), LEAD if lead else "")))
-    return f"{RUN} ({said})" if said else RUN
+    notes = "; ".join(filter(None, (shortfall(result.row for result in results), LEAD if lead else "")))
+    return f"{RUN} ({notes})" if notes else RUN
 
 
 def format_figure(value: Figure | None) -> str:
@@ -308,7 +308,7 @@ def to_text(results: Sequence[Result]) -> str:
 
 def to_markdown(results: Sequence[Result]) -> str:
     """Return a GitHub table, columns padded so that it reads as plain text too."""
-    return _table(results, lambda text: " ".join(re.sub(r"([\\\\|<>*_`\[\]])", r"\\\1", text).split()))
+    return _table(results, lambda text: " ".join(re.sub(r"([\\|<>*_`\[\]])", r"\\\1", text).split()))
 
 
 def _table(results: Sequence[Result], text_of: Callable[[str], str], *, fold: bool = False) -> str:

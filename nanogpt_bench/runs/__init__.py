@@ -1,1 +1,1 @@
-"""What a run folder says, whatever state an interrupted run left it in."""
+"""Run folders as read, whatever an interruption left of them."""

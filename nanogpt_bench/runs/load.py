@@ -97,7 +97,7 @@ class Run:
 
     @property
     def stall_counts(self) -> bool:
-        """Whether the stall is of lost updates or of a master copy's codes; under other rules it means nothing."""
+        """True if the stall is of lost updates or of a master copy's codes; under other rules it means nothing."""
         storage, writeback = at(self.config, "model.storage"), at(self.config, "optimizer.writeback")
         return stall_counts(str(storage), None if writeback is None else str(writeback))
 
@@ -135,7 +135,7 @@ def _configured_format(config: Mapping[str, Any]) -> str:
 
 
 def is_run_folder(path: Path) -> bool:
-    """Whether `path` is a folder with at least one of the files every run writes."""
+    """Return whether `path` is a folder with at least one of the files that every run writes."""
     return path.is_dir() and any((path / name).is_file() for name in RUN_FILES)
 
 
@@ -159,18 +159,18 @@ def load_run(path: Path) -> Run:
 
 def _metrics(path: Path, notes: list[str]) -> Records:
     """The whole records of a metrics file, in step order; what is cut off or out of order is noted."""
-    kept, last = Records(), -1.0
+    found, last = Records(), -1.0
     for number, record in records(path, notes):
         if record["step"] <= last:
             notes.append(f"{path.name}: line {number} repeats step {record['step']} and was left out")
         else:
             last = record["step"]
-            kept.add(record)
-    return kept
+            found.add(record)
+    return found
 
 
 def _summary_so_far(metrics: Records) -> dict[str, Any]:
-    """What can be said of a run that left no summary: derived from the records it did write."""
+    """The summary of a run that left none, from its records."""
     so_far: dict[str, Any] = {}
     if losses := metrics.curve(VAL_LOSS.name)[1]:
         known = [loss for loss in losses if loss is not None]

@@ -120,6 +120,7 @@ WRITTEN = {
     "report RUN --out DIR   ": "dir/table.md",
     "sweep formats.yaml --data.dir CORPUS --out DIR": "dir/sweep.json",
     "compare --data.dir CORPUS --out DIR": "dir/sweep.json",
+    "compare --data.dir CORPUS --out DIR ": "dir/mine.txt",
     "finetune --model gone --data.dir CORPUS --save DIR": "dir/model.safetensors",
 }
 MINE = '{"mine": [1, 2, 3]}\n'

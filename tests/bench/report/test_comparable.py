@@ -8,7 +8,7 @@ import yaml
 from laws import each
 from run_folders import measured, rows_of
 
-from nanogpt_bench.report.chart import looks
+from nanogpt_bench.report.chart import styles
 from nanogpt_bench.report.results import Judgement, measure
 from nanogpt_bench.report.rows import find_reference, reference_beside
 from nanogpt_bench.report.tables import to_text
@@ -95,9 +95,9 @@ def test_each_number_of_steps_has_the_reference_of_its_own(grid):
     assert to_text(results).count("gap to BF16") == 1
     references = [result.row for result in results if result.reference]
     assert [reference_beside(row.runs[0], references)[0].label for row in rows[1::2]] == [r.label for r in rows[::2]]
-    shown = looks(rows, *references)
+    shown = styles(rows, *references)
     assert [shown[row.label].colour is None for row in rows] == [True, False] * 2
-    assert len({(look.colour, look.dash) for look in shown.values()}) == 4
+    assert len({(style.colour, style.dash) for style in shown.values()}) == 4
 
 
 def test_of_several_rows_the_one_most_like_the_reference_named_stands_in_for_it(tmp_path, write_run):

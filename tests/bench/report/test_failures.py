@@ -4,7 +4,7 @@ import pytest
 from run_folders import measured, rows_of
 
 from nanogpt_bench.failures import diagnose
-from nanogpt_bench.report.chart import looks
+from nanogpt_bench.report.chart import styles
 from nanogpt_bench.report.charts import lines_of, loss_charts
 from nanogpt_bench.report.sections import Page, all_sections
 from nanogpt_bench.runs.load import load_run
@@ -22,7 +22,7 @@ def exploded(tmp_path, write_run, write_metrics, write_alerts):
     write_alerts(folder, ("kurtosis", 50), ("kurtosis", 60))
     results = measured([write_run(tmp_path / "a"), folder])
     rows = [result.row for result in results]
-    sections = {each.name: each for each in all_sections(Page({}, results, looks(rows, rows[0])))}
+    sections = {each.name: each for each in all_sections(Page({}, results, styles(rows, rows[0])))}
     return load_run(folder), sections["failures"]
 
 
@@ -54,7 +54,7 @@ def test_early_divergence_and_failure_are_marked_on_the_curve(tmp_path, write_ru
     folder = write_run(tmp_path / "a", status="failed", failure=failure)
     write_alerts(folder, ("early_divergence", 110), ("early_divergence", 150))
     rows = rows_of([folder])
-    chart, *_ = loss_charts(rows, looks(rows))
+    chart, *_ = loss_charts(rows, styles(rows))
     early, end = chart.spec["layer"][-1]["data"]["values"]
     assert (early["x"], early["text"]) == (110.0, "bf16-mixed: divergence told at step 110")
     assert early["y"] == lines_of(rows, "val/loss")[0].ys[5]  # the validation at step 100, the last before it

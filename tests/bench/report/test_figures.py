@@ -10,7 +10,7 @@ from run_folders import measured
 
 from nanogpt_bench.report import chart
 from nanogpt_bench.report.chart import chosen as chosen_charts
-from nanogpt_bench.report.chart import looks, write_figures
+from nanogpt_bench.report.chart import styles, write_figures
 from nanogpt_bench.report.charts import lines_of, loss_charts, loss_range
 from nanogpt_bench.report.rows import find_reference
 from nanogpt_bench.report.sections import Page, all_sections
@@ -21,7 +21,7 @@ from nanogpt_bench.system.errors import BenchError
 def prepared(paths):
     results = measured(paths)
     rows = [result.row for result in results]
-    return results, looks(rows, find_reference(rows))
+    return results, styles(rows, find_reference(rows))
 
 
 def charts_of(results, chosen):

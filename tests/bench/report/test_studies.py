@@ -5,7 +5,7 @@ import json
 import pytest
 from run_folders import rows_of
 
-from nanogpt_bench.report.chart import looks
+from nanogpt_bench.report.chart import styles
 from nanogpt_bench.report.charts import ABOVE, parallel_chart, rate_chart, sensitivity_charts
 from nanogpt_bench.report.results_file import read_studies
 
@@ -19,7 +19,7 @@ def test_learning_rate_curves_join_runs_that_differ_in_nothing_else(tmp_path, wr
         write_run(tmp_path / "alone", rule="fp32"),
     ]
     rows = rows_of(paths)
-    chart = rate_chart(rows, looks(rows, None))
+    chart = rate_chart(rows, styles(rows, None))
     (line,), (cross,) = chart.values, chart.spec["layer"][-1]["data"]["values"]
     assert (line["name"], line["x"], line["y"]) == ("sgd", [0.1, 0.2, 0.4], [2.6, 2.7, None])
     assert (cross["x"], cross["text"]) == (0.4, "sgd, learning rate 0.4: 1 failed")
@@ -34,14 +34,14 @@ def test_parallel_coordinates_have_an_axis_for_everything_that_differs(tmp_path,
         write_run(tmp_path / "c", rule="nearest", fmt="E7M0", lr=1e-2, **failed),
     ]
     rows = rows_of(paths)
-    chart = parallel_chart(rows, looks(rows))
+    chart = parallel_chart(rows, styles(rows))
     names = [head["text"] for head in chart.spec["layer"][-1]["data"]["values"]]
     assert names == ["format", "rule", "learning rate", "bytes/param", "final val loss"]
     places = dict(zip(names, zip(*(line["y"] for line in chart.values), strict=True), strict=True))
     assert places["format"] == (0.0, 0.5, 1.0)
     assert places["learning rate"] == pytest.approx((0.0, 1.0, 0.5))  # logarithmic
     assert places["final val loss"] == (0.0, 1.0, ABOVE)
-    assert parallel_chart(rows_of(paths[:1]), looks(rows)) is None
+    assert parallel_chart(rows_of(paths[:1]), styles(rows)) is None
 
 
 @pytest.fixture
