@@ -12,7 +12,7 @@ from nanogpt_bench.monitors.ranges import CLAMPED, KURTOSIS, OVERFLOW
 from nanogpt_bench.monitors.shadow import COSINE
 from nanogpt_bench.monitors.stall import UPDATE_LOST
 
-#: figures that `failures.evidence` makes of those of the records
+#: figures that the judge derives from those of the records
 OVER_MEDIAN: Final = f"{metrics.GRAD_NORM.name} over its median so far"
 OVER_FIRST: Final = f"{metrics.TRAIN_LOSS.name} over its first"
 OVER_LOWEST: Final = f"{metrics.TRAIN_LOSS.name} over its lowest"
