@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from nanogpt_bench.train.trainer import Trainer
 from small_runs import STEPS, differences, traces, words
 
 from nanogpt_bench.checkpoint import step_file, step_of
 from nanogpt_bench.cli import main
 from nanogpt_bench.config.settings import find_config, load_config
 from nanogpt_bench.data.text import prepare_text
-from nanogpt_bench.loop import loop, train
-from nanogpt_bench.loop.trainer import Trainer
+from nanogpt_bench.loop import train
 from nanogpt_bench.report.page import _config
 from nanogpt_bench.runs.load import load_run
 from nanogpt_bench.system.signals import StopRequest
@@ -230,7 +230,7 @@ class Clock:
             return step(trainer, *arguments)
 
         patch.setattr(Trainer, "train_step", train_step)
-        patch.setattr(loop, "perf_counter", lambda: self.now)
+        patch.setattr(train, "perf_counter", lambda: self.now)
 
 
 def after(step: int) -> tuple[StopRequest, Callable[[train.Progress], None]]:

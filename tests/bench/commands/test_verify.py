@@ -12,7 +12,7 @@ from nanogpt_bench.checkpoint import Contents, commit, step_file
 from nanogpt_bench.cli import main
 from nanogpt_bench.commands.verify import check_run
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.loop import loop
+from nanogpt_bench.loop import train as loop
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.runs.read import AT_END, AT_START, SUMS
 
