@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nanogpt_bench.train.trainer import Trainer
 from small_runs import STEPS, differences, traces, words
 
 from nanogpt_bench.checkpoint import step_file, step_of
@@ -18,6 +17,7 @@ from nanogpt_bench.cli import main
 from nanogpt_bench.config.settings import find_config, load_config
 from nanogpt_bench.data.text import prepare_text
 from nanogpt_bench.loop import train
+from nanogpt_bench.loop.trainer import Trainer
 from nanogpt_bench.report.page import _config
 from nanogpt_bench.runs.load import load_run
 from nanogpt_bench.system.signals import StopRequest
