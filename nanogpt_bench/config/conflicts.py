@@ -34,7 +34,7 @@ from nanogpt_bench.system.errors import BenchError
 
 #: a setting, whether it is refused where it asks for something, and what follows `KEY: VALUE` in the error; the flag
 #: that takes the setting away follows where the text has no semicolon, after which it says what to do
-Row = tuple[str, bool, str]
+Conflict = tuple[str, bool, str]
 
 #: the weights, in words, under a storage without a format of the library's
 _KEPT = {"float32": "floats", "peer": "another package's"}
@@ -109,7 +109,7 @@ def refuse_conflicts(config: Config) -> None:
         _refuse(config, table(config))
 
 
-def _refuse(config: Config, rows: Iterable[Row]) -> None:
+def _refuse(config: Config, rows: Iterable[Conflict]) -> None:
     for key, refused, why in rows:
         value = get(config, key)
         if refused and _asks(value):
@@ -131,7 +131,7 @@ def _asks(value: Any) -> bool:
     return value is not None and value is not False and value not in ("none", [], {})
 
 
-def _storages(config: Config) -> Iterator[Row]:
+def _storages(config: Config) -> Iterator[Conflict]:
     """Settings that mean something under some storages only."""
     codes = config.rule is not None and config.model.products is not None and config.model.storage == "grid"
     yield "model.storage", codes, f"can't be used with rule {config.rule!r}; give fp8, whose codes it multiplies"
@@ -140,7 +140,7 @@ def _storages(config: Config) -> Iterator[Row]:
         yield key, own not in storages, f"needs model.storage {_either(storages)}, not {own!r}"
 
 
-def _options(config: Config) -> Iterator[Row]:
+def _options(config: Config) -> Iterator[Conflict]:
     """Options that the optimizer would ignore."""
     name = config.optimizer.name
     for option in OPTION_NAMES:
@@ -149,7 +149,7 @@ def _options(config: Config) -> Iterator[Row]:
         yield f"optimizer.{option}", name not in takers, why
 
 
-def _storage(config: Config) -> Iterator[Row]:
+def _storage(config: Config) -> Iterator[Conflict]:
     model, own = config.model, config.model.storage
     floats, impure = own in WITHOUT_FORMATS, config.train.precision == "bf16-pure"
     by, kept = f"rule {config.rule!r}" if config.rule else f"storage {own}", _KEPT.get(own or "", "")
@@ -167,7 +167,7 @@ def _storage(config: Config) -> Iterator[Row]:
     yield "model.torchao_float8", impure, "can't be used with train.precision 'bf16-pure'"
 
 
-def _peer(config: Config) -> Iterator[Row]:
+def _peer(config: Config) -> Iterator[Conflict]:
     """Settings that another package's weights or optimizers exclude."""
     own, peer, name = config.model.storage, config.model.peer, config.optimizer.name or ""
     yield "model.peer", own != "peer", f"needs model.storage peer, not {own!r}"
@@ -184,7 +184,7 @@ def _peer(config: Config) -> Iterator[Row]:
     yield ("train.precision", mixed, f"can't be used with model.peer {peer!r}, of one dtype in products; give float32")
 
 
-def _optimizer(config: Config) -> Iterator[Row]:
+def _optimizer(config: Config) -> Iterator[Conflict]:
     optimizer, name, own = config.optimizer, config.optimizer.name, config.model.storage
     on_floats = (*ON_FLOATS, *(RIEMANNIAN if config.model.constraint else ()))
     needs = own not in MANIFOLDS and name in OWN_OPTIMIZERS and name not in on_floats
@@ -204,7 +204,7 @@ def _optimizer(config: Config) -> Iterator[Row]:
     yield "optimizer.name", config.task == "classify" and name == "fisher", why
 
 
-def _watching(config: Config) -> Iterator[Row]:
+def _watching(config: Config) -> Iterator[Conflict]:
     watched = config.monitor.watch
     followed = TREND in watched
     why = f"needs {TREND!r} in monitor.watch; add --monitor.watch {','.join([*watched, TREND])}"
@@ -214,7 +214,7 @@ def _watching(config: Config) -> Iterator[Row]:
     yield "alerts.baseline", not followed, why
 
 
-def _pretrained(config: Config) -> Iterator[Row]:
+def _pretrained(config: Config) -> Iterator[Conflict]:
     """Settings of the GPT's own modules, and of models of transformers alone."""
     given = config.model.pretrained is not None
     for key in ("shadow.enabled", "runtime.compile", "model.torchao_float8", "model.dropout"):
@@ -222,7 +222,7 @@ def _pretrained(config: Config) -> Iterator[Row]:
     yield "train.recompute", not given, "needs model.pretrained; the GPT here keeps its activations"
 
 
-def _in_backward(config: Config) -> Iterator[Row]:
+def _in_backward(config: Config) -> Iterator[Conflict]:
     """Settings that need all gradients at once."""
     train, name, own = config.train, config.optimizer.name, config.model.storage
     at_once = name == "fisher" or not (own in MANIFOLDS or name in ON_FLOATS)
@@ -243,7 +243,7 @@ def _in_backward(config: Config) -> Iterator[Row]:
     yield "optimizer.clip_by", optimizer.clip_by is not None and compiled, why
 
 
-def _parallel(config: Config) -> Iterator[Row]:
+def _parallel(config: Config) -> Iterator[Conflict]:
     """Settings that need one process: passes that compare or measure gradients, manifolds of whole matrices."""
     for key in ("shadow.enabled", "train.step_in_backward", "model.constraint", "model.peer"):
         yield "train.parallel", bool(get(config, key)), f"can't be used with {key}; add {without(key)}"
@@ -251,7 +251,7 @@ def _parallel(config: Config) -> Iterator[Row]:
     yield "train.parallel", fisher, "can't be used with optimizer.name 'fisher'"
 
 
-def _constraint(config: Config) -> Iterator[Row]:
+def _constraint(config: Config) -> Iterator[Conflict]:
     """Weights that geoopt's manifolds exclude, and two rates or decay where no weight is stepped by ULPs."""
     model, optimizer, given = config.model, config.optimizer, config.model.constraint is not None
     yield "optimizer.constrained_lr", not given, "needs model.constraint stiefel or sphere"

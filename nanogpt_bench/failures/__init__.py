@@ -12,7 +12,7 @@ from nanogpt_bench.failures.judge import (
     diagnose,
     failures_of,
 )
-from nanogpt_bench.failures.table import CLASSES, KINDS, Row
+from nanogpt_bench.failures.table import CLASSES, KINDS, Limit
 
 __all__ = [
     "CLASSES",
@@ -24,7 +24,7 @@ __all__ = [
     "Diagnosis",
     "Event",
     "Finding",
-    "Row",
+    "Limit",
     "classify",
     "diagnose",
     "failures_of",

@@ -15,7 +15,7 @@ from nanogpt_bench.config import metrics
 from nanogpt_bench.config.metrics import ABOVE
 from nanogpt_bench.config.rules import loses_steps
 from nanogpt_bench.config.schema import ROUNDED
-from nanogpt_bench.failures.table import ATTENTION, CLASSES, KINDS, OVER_FIRST, OVER_LOWEST, OVER_MEDIAN, REST, Row
+from nanogpt_bench.failures.table import ATTENTION, CLASSES, KINDS, OVER_FIRST, OVER_LOWEST, OVER_MEDIAN, REST, Limit
 from nanogpt_bench.monitors.attention import ENTROPY
 from nanogpt_bench.monitors.ranges import CLAMPED, OVERFLOW
 from nanogpt_bench.runs.environment import at
@@ -52,7 +52,7 @@ class Evidence:
     def __init__(self, run: Run) -> None:
         self.run = run
 
-    def of(self, row: Row) -> Series:
+    def of(self, row: Limit) -> Series:
         """The series that a row of the table judges; empty where it was not recorded, or too little of it to tell."""
         if row.figure in DERIVED:
             return DERIVED[row.figure](self)
@@ -258,7 +258,7 @@ Facts = dict[str, float | int | str | None]
 class Criterion:
     """A row of the table, and what a series says of it."""
 
-    row: Row
+    row: Limit
     #: the row's, or more where it grows with the first look
     bound: float
     #: first step from which on it held; None: it never did
@@ -313,7 +313,7 @@ class Event:
     text: str
 
 
-def holds(row: Row, series: Series, *, died: bool = False, running: bool = False) -> Criterion:
+def holds(row: Limit, series: Series, *, died: bool = False, running: bool = False) -> Criterion:
     """Return whether, and since when, a row of the table holds in a series that has a look at least.
 
     A series of fewer looks than the row's patience has to lie beyond its bound throughout; of a run that still goes
@@ -340,7 +340,7 @@ def holds(row: Row, series: Series, *, died: bool = False, running: bool = False
     )
 
 
-def holds_now(row: Row, values: Sequence[float]) -> bool:
+def holds_now(row: Limit, values: Sequence[float]) -> bool:
     """Return whether the last looks, as many as the row's patience, lie beyond its bound."""
     return len(values) >= row.patience and all(map(row.beyond, values[-row.patience :]))
 

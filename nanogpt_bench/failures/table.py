@@ -12,7 +12,7 @@ from nanogpt_bench.monitors.ranges import CLAMPED, KURTOSIS, OVERFLOW
 from nanogpt_bench.monitors.shadow import COSINE
 from nanogpt_bench.monitors.stall import UPDATE_LOST
 
-#: figures that `failures.evidence` makes of those of the records
+#: figures that the judge derives from those of the records
 OVER_MEDIAN: Final = f"{metrics.GRAD_NORM.name} over its median so far"
 OVER_FIRST: Final = f"{metrics.TRAIN_LOSS.name} over its first"
 OVER_LOWEST: Final = f"{metrics.TRAIN_LOSS.name} over its lowest"
@@ -24,10 +24,10 @@ OF_BLOCKS: Final = KURTOSIS.by("residual").name
 
 
 @dataclass(frozen=True)
-class Row:
+class Limit:
     """One criterion. It holds from the first of `patience` looks in a row on that lie on `side` of `bound`, or on it.
 
-    >>> row = Row("stall", "stall/update_lost", ABOVE, 0.5, 3, "{mean:.1%} of the weights lost a requested update")
+    >>> row = Limit("stall", "stall/update_lost", ABOVE, 0.5, 3, "{mean:.1%} of the weights lost a requested update")
     >>> row.beyond(0.5), row.beyond(0.4)
     (True, False)
     """
@@ -61,10 +61,10 @@ class Row:
         return max(self.bound, self.growth * first) if self.growth else self.bound
 
 
-def _overflow(metric: metrics.Metric) -> Row:
+def _overflow(metric: metrics.Metric) -> Limit:
     operand = metric.name.rsplit("/", 1)[-1].replace("_", " ")
     says = f"up to {{extreme:.2%}} of the {operand} values of a layer lay beyond the format"
-    return Row("overflow", metric.name, ABOVE, 0.01, 3, says, layers=True)
+    return Limit("overflow", metric.name, ABOVE, 0.01, 3, says, layers=True)
 
 
 _LOST = "{mean:.1%} of the weights lost a requested update"
@@ -77,40 +77,40 @@ _OFF = "was up to {extreme:.2g}"
 
 #: the classes of failure: one is found where any of its rows holds
 CLASSES: Final = (
-    Row("stall", UPDATE_LOST.name, ABOVE, 0.5, 3, _LOST),
+    Limit("stall", UPDATE_LOST.name, ABOVE, 0.5, 3, _LOST),
     *(_overflow(metric) for metric in (*OVERFLOW.each, *CLAMPED.each)),
-    Row("outlier_explosion", OF_BLOCKS, ABOVE, 10.0, 3, _HEAVY, layers=True, growth=3.0, broken_off=True),
-    Row("attention_collapse", ATTENTION, BELOW, 0.1, 3, _NARROW),
-    Row("zero_gradients", metrics.GRAD_NORM.name, BELOW, 1e-8, 3, "the gradient norm was down to {extreme:.2g}"),
-    Row("zero_gradients", GRAD_ZERO.name, ABOVE, 0.9, 3, "up to {extreme:.1%} of the gradient was zero"),
-    Row("zero_gradients", GRAD_DEAD.name, ABOVE, 0.9, 3, "up to {extreme:.1%} of the gradient was dead"),
-    Row("exploding_gradients", OVER_MEDIAN, ABOVE, 100.0, 3, _STEEP, broken_off=True),
-    Row("nan", metrics.LOSS_IS_NAN.name, ABOVE, 1.0, 1, "the loss was not finite"),
-    Row("nan", metrics.GRAD_HAS_NAN.name, ABOVE, 1.0, 1, "the gradient was not finite"),
-    Row("nan", metrics.WEIGHT_HAS_NAN.name, ABOVE, 1.0, 1, "a weight was not finite"),
-    Row("nan", metrics.STATE_HAS_NAN.name, ABOVE, 1.0, 1, "the optimizer's state was not finite"),
-    Row("plateau", REST, BELOW, 0.5, 1, "the training loss had come to rest, and stayed there"),
-    Row("divergence", OVER_FIRST, ABOVE, 0.5, 3, _RISEN + "first", broken_off=True),
-    Row("divergence", OVER_LOWEST, ABOVE, 0.5, 3, _RISEN + "lowest", broken_off=True, lasting=True),
-    Row("divergence", metrics.EXCESS.name, ABOVE, 0.1, 3, _EXCESS, filled=True),
-    Row("off_manifold", OFF_GRID.name, ABOVE, 1e-12, 1, f"the share of weights off the grid {_OFF}"),
-    Row("off_manifold", ORTHOGONALITY.name, ABOVE, 1e-4, 1, f"|Q^T Q - I| {_OFF}"),
-    Row("off_manifold", OFF_SPHERE.name, ABOVE, 1e-4, 1, f"the rows' lengths less 1 {_OFF}"),
+    Limit("outlier_explosion", OF_BLOCKS, ABOVE, 10.0, 3, _HEAVY, layers=True, growth=3.0, broken_off=True),
+    Limit("attention_collapse", ATTENTION, BELOW, 0.1, 3, _NARROW),
+    Limit("zero_gradients", metrics.GRAD_NORM.name, BELOW, 1e-8, 3, "the gradient norm was down to {extreme:.2g}"),
+    Limit("zero_gradients", GRAD_ZERO.name, ABOVE, 0.9, 3, "up to {extreme:.1%} of the gradient was zero"),
+    Limit("zero_gradients", GRAD_DEAD.name, ABOVE, 0.9, 3, "up to {extreme:.1%} of the gradient was dead"),
+    Limit("exploding_gradients", OVER_MEDIAN, ABOVE, 100.0, 3, _STEEP, broken_off=True),
+    Limit("nan", metrics.LOSS_IS_NAN.name, ABOVE, 1.0, 1, "the loss was not finite"),
+    Limit("nan", metrics.GRAD_HAS_NAN.name, ABOVE, 1.0, 1, "the gradient was not finite"),
+    Limit("nan", metrics.WEIGHT_HAS_NAN.name, ABOVE, 1.0, 1, "a weight was not finite"),
+    Limit("nan", metrics.STATE_HAS_NAN.name, ABOVE, 1.0, 1, "the optimizer's state was not finite"),
+    Limit("plateau", REST, BELOW, 0.5, 1, "the training loss had come to rest, and stayed there"),
+    Limit("divergence", OVER_FIRST, ABOVE, 0.5, 3, _RISEN + "first", broken_off=True),
+    Limit("divergence", OVER_LOWEST, ABOVE, 0.5, 3, _RISEN + "lowest", broken_off=True, lasting=True),
+    Limit("divergence", metrics.EXCESS.name, ABOVE, 0.1, 3, _EXCESS, filled=True),
+    Limit("off_manifold", OFF_GRID.name, ABOVE, 1e-12, 1, f"the share of weights off the grid {_OFF}"),
+    Limit("off_manifold", ORTHOGONALITY.name, ABOVE, 1e-4, 1, f"|Q^T Q - I| {_OFF}"),
+    Limit("off_manifold", OFF_SPHERE.name, ABOVE, 1e-4, 1, f"the rows' lengths less 1 {_OFF}"),
 )
 #: their names, in the order in which they are listed
 KINDS: Final = tuple(dict.fromkeys(row.kind for row in CLASSES))
 
 #: rows that end a run, where `train.stop_on` names them
 ENDINGS: Final = {
-    "nan": Row("nan", metrics.LOSS_IS_NAN.name, ABOVE, 1.0, 3, "", filled=True),
+    "nan": Limit("nan", metrics.LOSS_IS_NAN.name, ABOVE, 1.0, 3, "", filled=True),
     "divergence": next(row for row in CLASSES if row.figure == metrics.EXCESS.name),
-    "plateau": Row("plateau", FLATNESS, ABOVE, -0.001, 5, "", filled=True),
+    "plateau": Limit("plateau", FLATNESS, ABOVE, -0.001, 5, "", filled=True),
 }
 
 #: the verdict on a row of a comparison: its mean final val loss or gap beyond these, or its mean cosine or stall
 VERDICT: Final = {
-    "outside": Row("outside", "gap over the reference's loss", ABOVE, 0.10, 1, ""),
-    "behind": Row("behind", "gap in nats", ABOVE, 0.05, 1, ""),
-    "cosine": Row("doubtful", COSINE.name, BELOW, 0.90, 1, ""),
-    "stall": Row("stall", UPDATE_LOST.name, ABOVE, 0.5, 1, ""),
+    "outside": Limit("outside", "gap over the reference's loss", ABOVE, 0.10, 1, ""),
+    "behind": Limit("behind", "gap in nats", ABOVE, 0.05, 1, ""),
+    "cosine": Limit("doubtful", COSINE.name, BELOW, 0.90, 1, ""),
+    "stall": Limit("stall", UPDATE_LOST.name, ABOVE, 0.5, 1, ""),
 }

@@ -192,7 +192,7 @@ _FLAGS = tuple(flag.name for flag in metrics.FLAGS)
 
 
 @dataclass
-class _Look:
+class _Snapshot:
     """The state at a validation: the step's number, the optimizer's count of steps, and a hash of the weights."""
 
     number: int
@@ -214,7 +214,7 @@ class Standstill:
     """
 
     def __init__(self) -> None:
-        self._last: _Look | None = None
+        self._last: _Snapshot | None = None
         #: steps since then whose loss and gradient were finite
         self._due = 0
 
@@ -224,7 +224,7 @@ class Standstill:
             self._due += 1
         if metrics.VAL_LOSS.name not in step.record:
             return
-        last, now = self._last, _Look(step.number, _steps(step.optimizer), _hash(step.model))
+        last, now = self._last, _Snapshot(step.number, _steps(step.optimizer), _hash(step.model))
         if last is not None and self._due:
             between = f"from step {last.number} to step {now.number}, in {counted(self._due, 'step')}"
             if now.steps is not None and now.steps == last.steps:
@@ -238,7 +238,7 @@ class Standstill:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         last = state["last"]
-        self._last, self._due = None if last is None else _Look(**last), state["due"]
+        self._last, self._due = None if last is None else _Snapshot(**last), state["due"]
 
 
 def _steps(optimizer: torch.optim.Optimizer) -> float | None:

@@ -1,6 +1,7 @@
 """What tests of runs share: a trainer without its loop, and what a run has recorded."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ from nanogpt_bench.data.batches import open_corpus
 from nanogpt_bench.loop.trainer import Trainer
 from nanogpt_bench.setup.resolve import Resolved, resolve
 from nanogpt_bench.system.ranks import ALONE, Ranks
+
+#: from overrides to the configuration of a small run: the fixture `tiny`
+Tiny = Callable[..., Config]
 
 
 def trainer_of(config: Config, ranks: Ranks = ALONE) -> Trainer:

@@ -16,7 +16,7 @@ from small_runs import differences, traces, words
 from nanogpt_bench.checkpoint import disk, newest, step_file
 from nanogpt_bench.cli import main
 from nanogpt_bench.commands.verify import check_run
-from nanogpt_bench.loop import train
+from nanogpt_bench.loop import train as loop
 from nanogpt_bench.loop.observers import LineFile
 from nanogpt_bench.system import files
 
@@ -87,7 +87,7 @@ def at_the_summary(patch: pytest.MonkeyPatch) -> None:
 
     write = files.write_text
     patch.setattr(files, "write_text", refusing)
-    patch.setattr(train, "write_text", refusing)
+    patch.setattr(loop, "write_text", refusing)
 
 
 def without_a_summary(patch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from nanogpt_bench.checkpoint import Contents, commit, step_file
 from nanogpt_bench.cli import main
 from nanogpt_bench.commands.verify import check_run
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.loop import train
+from nanogpt_bench.loop import train as loop
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.runs.read import AT_END, AT_START, SUMS
 
@@ -126,7 +126,7 @@ def test_a_kill_before_the_digests_leaves_none(folder: Path, tiny: Tiny, monkeyp
     def killed(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(train, "failures_of", killed)
+    monkeypatch.setattr(loop, "failures_of", killed)
     with pytest.raises(KeyboardInterrupt):
         run(tiny(train__max_steps=2), folder.parent / "killed")
     assert (folder.parent / "killed" / "summary.json").is_file()

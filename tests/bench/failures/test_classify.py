@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from bench_runs import Tiny
 from laws import each
 from torch import nn
 
 import fp8manifold as fm
 from nanogpt_bench.config import schema
 from nanogpt_bench.config.rules import RULES, available_rules, stall_counts
-from nanogpt_bench.config.schema import ROUNDED, Config
+from nanogpt_bench.config.schema import ROUNDED
 from nanogpt_bench.failures import KINDS, Finding, classify, diagnose, failures_of
 from nanogpt_bench.failures.judge import judge, read
 from nanogpt_bench.loop.observers import AlertObserver
@@ -306,7 +307,7 @@ def test_the_write_backs_are_the_librarys() -> None:
 
 @each("rule", available_rules())
 def test_a_rule_loses_steps_for_everybody_or_nobody(
-    rule: str, tiny: Callable[..., Config], make: Callable[..., Path], tmp_path: Path
+    rule: str, tiny: Tiny, make: Callable[..., Path], tmp_path: Path
 ) -> None:
     quantized = RULES[rule].storage not in schema.WITHOUT_FORMATS
     folder = tmp_path / f"alerts of {rule}"

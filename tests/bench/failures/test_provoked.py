@@ -5,13 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bench_runs import Tiny
 
-from nanogpt_bench.config.schema import Config
 from nanogpt_bench.failures import classify, diagnose
 from nanogpt_bench.failures.table import OVER_FIRST, OVER_MEDIAN, REST
 from nanogpt_bench.loop.train import run
 
-Tiny = Callable[..., Config]
 Runs = Callable[[str], Path]
 #: a learning rate that suits the tiny model under AdamW
 GOOD_LR = 0.02

@@ -2,15 +2,14 @@
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from bench_runs import Tiny
 
 import nanogpt_bench
 from nanogpt_bench.config import metrics
 from nanogpt_bench.config.metrics import ABOVE, BELOW, LARGEST, MEAN, OPERANDS, TOGETHER, WATCHED, Metric
-from nanogpt_bench.config.schema import Config
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.monitors import METRICS, MODULES
 
@@ -63,7 +62,7 @@ def registered(key: str) -> Metric | None:
 
 
 def test_all_that_a_watched_run_writes_is_registered(
-    tiny: Callable[..., Config], corpus_dir: Path, labelled_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, corpus_dir: Path, labelled_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shadow = {"shadow__enabled": True, "shadow__interval": 2}
     monkeypatch.setattr("nanogpt_bench.monitors.resources._peak_flops", lambda device: 1e12)

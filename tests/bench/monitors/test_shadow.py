@@ -1,20 +1,16 @@
 """The comparison of gradients with a shadow's, against definitions in float64, and runs beside one."""
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from bench_runs import recorded
+from bench_runs import Tiny, recorded
 from watched_models import normal
 
-from nanogpt_bench.config.schema import Config
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.monitors.shadow import shadow_figures
-
-Tiny = Callable[..., Config]
 
 
 @pytest.mark.parametrize("shape", [(5,), (400, 700)])

@@ -2,20 +2,18 @@
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from bench_runs import recorded
+from bench_runs import Tiny, recorded
 from torch import nn
 
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.monitors.points import Anomaly, Step, Turns
 
-Tiny = Callable[..., Config]
 Record = dict[str, Any]
 FORMATS = "{'*': {weight: E4M3, activation: {format: E4M3, rounding: stochastic}, gradient: E5M2}}"
 STEPS = 9

@@ -1,18 +1,16 @@
 """Whole runs under watch: nothing changes, and what is not watched is gone."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_runs import recorded
+from bench_runs import Tiny, recorded
 
 from nanogpt_bench.config.metrics import WATCHED
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.loop.trainer import Trainer
 
-Tiny = Callable[..., Config]
 ALL_FORMATS = "{'*': {weight: E4M3, activation: {format: E4M3, policy: delayed}, gradient: E5M2, rounding: split}}"
 GRID_FORMATS = "{'*': {weight: E4M3, activation: {format: E4M3, rounding: stochastic}, gradient: E5M2}}"
 

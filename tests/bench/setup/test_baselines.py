@@ -1,6 +1,6 @@
 """The baselines: each shipped file trains for a few steps, with the bytes a parameter that its scheme has."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,8 +13,6 @@ from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import find_config, load_config
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.system.errors import BenchError
-
-Tiny = Callable[..., Config]
 
 #: shipped file, its rule, and the bytes of a weight and its state, block scales and small tensors left out
 BASELINES = {

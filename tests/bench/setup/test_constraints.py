@@ -1,12 +1,11 @@
 """Weights on geoopt's manifolds: they stay there, are resumed bit for bit, watched, and refused where they can't be."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import geoopt
 import pytest
 import torch
-from bench_runs import recorded, train, trainer_of
+from bench_runs import Tiny, recorded, train, trainer_of
 
 import fp8manifold as fm
 from nanogpt_bench.cli import main
@@ -56,7 +55,7 @@ def off(weight: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_weights_begin_on_their_manifold_and_stay_on_it(tiny: Callable[..., Config], case: str) -> None:
+def test_weights_begin_on_their_manifold_and_stay_on_it(tiny: Tiny, case: str) -> None:
     trainer = trainer_of(tiny(**CASES[case], train__max_steps=12, optimizer__constrained_lr=0.1))
     weights = constrained_weights(trainer.model)
     assert [name.rpartition("attn.")[2] for name in weights] == ["qkv.weight", "proj.weight"]
@@ -73,7 +72,7 @@ def test_weights_begin_on_their_manifold_and_stay_on_it(tiny: Callable[..., Conf
         assert type(layer) is torch.nn.Linear
 
 
-def test_a_step_turns_rows_and_columns_by_its_rate(tiny: Callable[..., Config]) -> None:
+def test_a_step_turns_rows_and_columns_by_its_rate(tiny: Tiny) -> None:
     """Of Adam's first step alone, whose length is its rate whatever the gradient."""
     for settings in (STIEFEL, SPHERE):
         still = {"optimizer__warmup_steps": 0, "optimizer__schedule": "constant", "optimizer__constrained_lr": 1e-3}
@@ -88,7 +87,7 @@ def test_a_step_turns_rows_and_columns_by_its_rate(tiny: Callable[..., Config]) 
 
 
 @pytest.fixture(scope="module")
-def watched(tiny: Callable[..., Config], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def watched(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Folders of a run under each constraint, with a format that is read through a copy."""
     folders = {}
     for name, settings in {"stiefel": STIEFEL, "sphere": SPHERE, "float": {"model__constraint": "stiefel"}}.items():
@@ -160,7 +159,7 @@ def test_what_cannot_be_constrained_is_refused(said: str) -> None:
     assert "\n" not in str(refusal.value)
 
 
-def test_a_row_of_zeros_has_no_nearest_point(tiny: Callable[..., Config]) -> None:
+def test_a_row_of_zeros_has_no_nearest_point(tiny: Tiny) -> None:
     config = resolve(tiny(**SPHERE))
     corpus = open_corpus(config)
     model = initial_model(config, corpus)

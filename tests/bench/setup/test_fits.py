@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from bench_runs import Tiny
 from laws import each
 
 from nanogpt_bench.cli import main
@@ -85,7 +86,7 @@ def test_layers_and_threads_have_a_limit(corpus_dir: Path, refused: Callable[...
     assert f"model.n_layer: {10**9} is out of range; give a whole number >= 1 and <= 4096" in said
 
 
-def test_what_is_counted_is_what_a_model_has(tiny: Callable[..., Config]) -> None:
+def test_what_is_counted_is_what_a_model_has(tiny: Tiny) -> None:
     config = resolve(tiny())
     shape = model_shape(config, open_corpus(config))
     matrices = [parameter for parameter in build_model(shape, 0).parameters() if parameter.dim() == 2]

@@ -10,16 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from bench_runs import Tiny
 from laws import each
 from torch import Tensor, nn
 
-from nanogpt_bench.config.schema import Config
 from nanogpt_bench.loop.outcome import Progress
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.setup.memory import bytes_of, held_bytes, tensors_in
 from nanogpt_bench.system.signals import StopRequest
-
-Tiny = Callable[..., Config]
 
 
 class Packed(Tensor):

@@ -2,14 +2,13 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from bench_runs import Tiny
 
 from nanogpt_bench.checkpoint import Contents, commit, read, step_file, steps
-from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.data.batches import open_corpus
 from nanogpt_bench.data.text import prepare_text
@@ -19,8 +18,6 @@ from nanogpt_bench.loop.trainer import Trainer, initial_model
 from nanogpt_bench.runs.trained import choose
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.system.errors import BenchError
-
-Tiny = Callable[..., Config]
 
 
 @pytest.mark.parametrize("kind", ["float", "one byte", "master copy", "bfloat16", "tied", "untied"])

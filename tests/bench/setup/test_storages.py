@@ -2,13 +2,12 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from bench_runs import recorded, train, trainer_of
+from bench_runs import Tiny, recorded, train, trainer_of
 from laws import each
 from torch import nn
 
@@ -16,7 +15,7 @@ import fp8manifold as fm
 from nanogpt_bench.checkpoint import step_file
 from nanogpt_bench.cli import main
 from nanogpt_bench.config.rules import RULES, WITH_TWIN, available_rules
-from nanogpt_bench.config.schema import FP8_FORMATS, PRODUCTS, ROUNDED, Config
+from nanogpt_bench.config.schema import FP8_FORMATS, PRODUCTS, ROUNDED
 from nanogpt_bench.config.settings import build_config, find_config, load_config, read_yaml
 from nanogpt_bench.data.batches import load_corpus
 from nanogpt_bench.loop.train import run
@@ -28,7 +27,6 @@ from nanogpt_bench.setup.resolve import resolve, rule_name
 from nanogpt_bench.sweep.comparison import choose_rows
 from nanogpt_bench.system.errors import BenchError
 
-Tiny = Callable[..., Config]
 ONE_BYTE = [name for name in available_rules() if RULES[name].storage in ROUNDED]
 #: values of a simulated byte are multiplied as they are, so it has no products of codes
 SIMULATED = [name for name in ONE_BYTE if RULES[name].products is None]

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from bench_runs import recorded
+from bench_runs import Tiny, recorded
 from safetensors.torch import load_file
 from torch import nn
 
 import fp8manifold as fm
 from nanogpt_bench.checkpoint import step_file, steps
 from nanogpt_bench.cli import main
-from nanogpt_bench.config.schema import Config
 from nanogpt_bench.loop.observers import AlertObserver, Standstill, TrendObserver, _hash
 from nanogpt_bench.loop.outcome import Progress
 from nanogpt_bench.loop.train import run
@@ -26,7 +25,6 @@ from nanogpt_bench.runs.load import Alert
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.system.errors import BenchError
 
-Tiny = Callable[..., Config]
 NAN = math.nan
 
 
@@ -286,7 +284,7 @@ def test_a_loss_above_one_of_0_is_too_high(baseline: dict[int, float]) -> None:
     assert trend.diverging
 
 
-def test_the_lowest_loss_stays_0(tiny: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lowest_loss_stays_0(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: Iterator[float] = chain([1.0, 0.0], repeat(0.5))
     monkeypatch.setattr(Trainer, "validation_losses", lambda _: [next(told)])
     summary = run(tiny(train__max_steps=4, eval__interval=1), tmp_path / "run")

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from bench_runs import train, trainer_of
+from bench_runs import Tiny, train, trainer_of
 from laws import each
 from torch import Tensor, nn
 
-from nanogpt_bench.config.schema import Config
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.setup.runtime import ProductsByFloat32, bfloat16_products
 
@@ -81,12 +80,7 @@ def test_other_dtypes_are_left_alone(dtype: torch.dtype) -> None:
     ],
 )
 def test_it_is_chosen_where_torch_s_own_are_slow(
-    tiny: Callable[..., Config],
-    monkeypatch: pytest.MonkeyPatch,
-    settings: dict[str, Any],
-    capability: str,
-    device: str,
-    expected: bool,
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], capability: str, device: str, expected: bool
 ) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     context = bfloat16_products(resolve(tiny(**settings)), torch.device(device))
@@ -94,9 +88,7 @@ def test_it_is_chosen_where_torch_s_own_are_slow(
 
 
 @pytest.mark.parametrize("rule", ["bf16-mixed", "bf16-pure"])
-def test_a_training_ends_where_it_does_with_torch_s_own(
-    tiny: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, rule: str
-) -> None:
+def test_a_training_ends_where_it_does_with_torch_s_own(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
     losses, taken = {}, 0
     dispatch = ProductsByFloat32.__torch_dispatch__
 

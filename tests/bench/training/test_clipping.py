@@ -1,13 +1,12 @@
 """Clipping: before the weights' gradients are quantised, of the sum, and in the backward pass."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from bench_runs import trainer_of
+from bench_runs import Tiny, trainer_of
 from laws import each
 from torch import Tensor
 
@@ -21,7 +20,6 @@ from nanogpt_bench.loop.trainer import Trainer
 from nanogpt_bench.monitors import Observer, Step
 from nanogpt_bench.system.errors import BenchError
 
-Tiny = Callable[..., Config]
 Grads = dict[str, Tensor]
 CLIP = 0.02
 SCALES: dict[str, dict[str, Any]] = {

@@ -1,12 +1,11 @@
 """runtime.compile: the same losses, monitors that still see the layers, and an error in one line."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from bench_runs import recorded, train, trainer_of
+from bench_runs import Tiny, recorded, train, trainer_of
 
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.loop.train import run
@@ -14,7 +13,6 @@ from nanogpt_bench.model.gpt import GPTShape, build_model
 from nanogpt_bench.setup.runtime import CompiledLoss
 from nanogpt_bench.system.errors import BenchError
 
-Tiny = Callable[..., Config]
 TOKENS = torch.arange(12).view(2, 6) % 11
 
 

@@ -2,14 +2,14 @@
 
 import errno
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from bench_runs import trainer_of
+from bench_runs import Tiny, trainer_of
 
 from nanogpt_bench.checkpoint import CheckpointNotWritten, Contents, commit, read, step_file
 from nanogpt_bench.config.schema import Config
@@ -44,7 +44,6 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 #: stepped by torch's own AdamW, whose last bits depend on where in its memory a number lies
 OF_TORCH = ("fp32", "delayed")
-Tiny = Callable[..., Config]
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,11 @@
 """Learning-rate schedules."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from bench_runs import train, trainer_of
+from bench_runs import Tiny, train, trainer_of
 
-from nanogpt_bench.config.schema import COURSES, Config, OptimizerConfig
+from nanogpt_bench.config.schema import COURSES, OptimizerConfig
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.setup.optimizers import lr_factor, stiffness_at
 from nanogpt_bench.setup.resolve import resolve
@@ -50,7 +49,7 @@ LEFT = {"linear": [1, 0.75, 0.5, 0.25, 0], "cosine": [1, 0.8536, 0.5, 0.1464, 0]
 
 
 @pytest.mark.parametrize("course", COURSES)
-def test_k_follows_its_course_by_name(tiny: Callable[..., Config], course: str) -> None:
+def test_k_follows_its_course_by_name(tiny: Tiny, course: str) -> None:
     options = {"optimizer__stiffness_schedule": course, "train__max_steps": 8}
     config = resolve(tiny(rule="stiffness-anneal", model__format="E4M3", **options))
     assert [stiffness_at(config, step) for step in range(0, 9, 2)] == pytest.approx(LEFT[course], abs=1e-4)
@@ -59,7 +58,7 @@ def test_k_follows_its_course_by_name(tiny: Callable[..., Config], course: str) 
 
 
 @pytest.mark.parametrize("rule", ["muon-stochastic", "stochastic-8bit"])
-def test_the_last_steps_are_written_back_in_another_way(tiny: Callable[..., Config], rule: str, tmp_path: Path) -> None:
+def test_the_last_steps_are_written_back_in_another_way(tiny: Tiny, rule: str, tmp_path: Path) -> None:
     """Residuals come to be at the fourth of six steps."""
     options = {"optimizer__writeback_end": "residual8", "optimizer__step_at": 0.5}
     config = tiny(rule=rule, model__format="E4M3", train__max_steps=6, **options)
@@ -76,7 +75,7 @@ def test_the_last_steps_are_written_back_in_another_way(tiny: Callable[..., Conf
     )
 
 
-def test_the_rate_in_ulps_follows_the_schedule_of_the_learning_rate(tiny: Callable[..., Config]) -> None:
+def test_the_rate_in_ulps_follows_the_schedule_of_the_learning_rate(tiny: Tiny) -> None:
     options = {"optimizer__schedule": "step", "optimizer__warmup_steps": 0, "optimizer__min_lr_ratio": 0.5}
     trainer = trainer_of(tiny(rule="riemannian", model__format="E4M3", train__max_steps=4, **options))
     rates = []

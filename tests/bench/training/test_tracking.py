@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import import_module
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from bench_runs import recorded
+from bench_runs import Tiny, recorded
 from safetensors.torch import load_file
 
 from nanogpt_bench.checkpoint import read, step_file
@@ -24,8 +24,6 @@ from nanogpt_bench.loop import trackers as build
 from nanogpt_bench.loop.trackers import Trackers, finite
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.system.errors import BenchError
-
-Tiny = Callable[..., Config]
 
 
 class Recorder:

@@ -3,21 +3,18 @@
 import hashlib
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from bench_runs import recorded, trainer_of
+from bench_runs import Tiny, recorded, trainer_of
 
-from nanogpt_bench.config.schema import Config
 from nanogpt_bench.data.batches import batch
 from nanogpt_bench.loop.outcome import Progress
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.loop.trainer import Trainer
 from nanogpt_bench.monitors import Observer, Step
 
-Tiny = Callable[..., Config]
 #: figures of the clock, which no two runs share
 CLOCK = ("time/elapsed_s", "time/tokens_per_s")
 

@@ -1,11 +1,10 @@
 """Runs with 8-bit weights: they learn, repeat, stay on the grid and report what the contract asks."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from bench_runs import recorded, train, trainer_of
+from bench_runs import Tiny, recorded, train, trainer_of
 from covering import covering
 from laws import each
 
@@ -15,7 +14,6 @@ from nanogpt_bench.config.schema import ROUNDED, Config
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.model.weights import quantized_layers
 
-Tiny = Callable[..., Config]
 QUANTIZED = [name for name in available_rules() if name in rules_with_format()]
 ON_GRID = [name for name in QUANTIZED if RULES[name].storage in ROUNDED]
 #: larger than the defaults, for runs of few steps; the unit is the optimizer's
