@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fp8manifold as fm
 from fp8manifold import optim
-from fp8manifold.optim import _backends, _steady, anneal
+from fp8manifold.optim import _backends, _steady, _step, anneal
 from fp8manifold.optim._backends import run_all
 from fp8manifold.optim._slot import Slot, View
 
