@@ -1,4 +1,4 @@
-/* Codes to values and back, and rounding to the grid, as codec.py and codec.py of fp8manifold/_numerics have them. */
+/* Codes to values and back, and rounding to the grid, as codec.py of fp8manifold/_numerics has them. */
 #ifndef FP8MANIFOLD_FORMAT_H
 #define FP8MANIFOLD_FORMAT_H
 
