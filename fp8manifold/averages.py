@@ -24,9 +24,8 @@ def averaged_model(model: nn.Module, **options: Any) -> AveragedModel:
 
     .. math:: a \\leftarrow a + (w - a) / (n + 1)
 
-    ``AveragedModel(model)`` itself would average codes, which stall, and is refused.  ``update_parameters(model)``
-    works as ever; :func:`quantize_model` takes the average's ``module`` back to a format.  Under ``fully_shard`` each
-    process averages its rows: the average is made of the whole model, and its ``module`` is sharded as the model is.
+    ``AveragedModel(model)`` itself would average codes, which stall, and is refused.  :func:`quantize_model` takes the
+    average's ``module`` back to a format.  Under ``fully_shard`` each process averages its rows.
 
     Args:
         model: is not changed; its quantised layers are ordinary ``nn.Linear`` in the average.

@@ -63,43 +63,35 @@ def load_fp8(
 
     .. math:: w = s \\cdot \\operatorname{decode}(code)
 
-    Codes, formats and scales stay what the files have, in the layouts of DeepSeek (``weight_scale_inv``, squares of
-    128 x 128), compressed-tensors, ModelOpt, torchao, MXFP8 and MXFP4.  A linear layer becomes a
-    :class:`QuantizedLinear`; experts that transformers has in one parameter, and other weights, become an
-    :class:`FP8Parameter` where they are.  What the files have as floats stays float.  :func:`save_fp8` writes the model
-    back, also after ``save_pretrained`` and ``from_pretrained``: ``model.config.quantization_config.published`` says
-    how.  Its ``source``, the path of the folder, is in no saved file.  Reading takes the memory of the codes and of one
-    tensor.
+    Codes, formats and scales stay what the files have, in the layouts of DeepSeek (squares of 128 x 128),
+    compressed-tensors, ModelOpt, torchao, MXFP8 and MXFP4.  A linear layer becomes a :class:`QuantizedLinear`, and
+    experts and other weights an :class:`FP8Parameter` where they are; floats stay float.  :func:`save_fp8` writes the
+    model back, also after ``save_pretrained``.  Reading takes the memory of the codes and of one tensor.
 
     Args:
         folder: of ``*.safetensors`` and ``config.json``, or a model's name on the Hub.
         dtype: in which weights appear, and floats are held: ``torch.bfloat16`` or ``torch.float32``.
         device: where the weights go, one at a time.
-        activations: what layers multiply the weights with.  ``float`` leaves their inputs as they are; ``as stored``
-            rounds the input of each layer that has an ``input_scale`` in the files, at that scale, as a server does.
+        activations: ``float`` leaves inputs as they are; ``as stored`` rounds them at the files' ``input_scale``.
         rounding, draws, seed: of the weights, as in :func:`fp8manifold.quantize_model`.
-        options: of transformers' ``from_pretrained``, such as ``attn_implementation``; for the Hub ``revision``,
-            ``token``, ``cache_dir``, ``local_files_only`` and ``force_download``.
+        options: of transformers' ``from_pretrained``, and for the Hub ``revision``, ``token``, ``cache_dir``,
+            ``local_files_only`` and ``force_download``.
 
     Returns:
         The model, of the class that ``config.json`` names, in evaluation mode.
 
-    NaN and -0 among the codes are kept.  Tensors without a place in the model, such as scales of a cache or layers that
-    transformers leaves out, are written back as they were.
+    NaN and -0 among the codes are kept, and tensors without a place in the model written back as they were.
 
     Raises:
         ImportError: transformers is missing.
         FileNotFoundError: no such folder, or one without weights or settings.
-        ValueError: no weight in codes; a layout, dtype or setting that is not read, by its tensor and file; a tensor
-            that the model lacks, or the files; unlike scales that a fused parameter can't keep apart, such as one a
-            tensor for ``gate`` and ``up`` of experts; gpt-oss, whose experts transformers has transposed; floats that
-            ``dtype`` has not every number of; ``activations="as stored"`` where no layer has an ``input_scale``.
+        ValueError: no weight in codes; a layout, dtype or setting that is not read; a tensor that the model or the
+            files lack; scales that a fused parameter can't keep apart; gpt-oss; floats that ``dtype`` has not every
+            number of; ``activations="as stored"`` where no layer has an ``input_scale``.
 
     Example:
         >>> import fp8manifold as fm
         >>> model = fm.load_fp8("Qwen/Qwen3-8B-FP8")  # doctest: +SKIP
-        >>> optimizer = fm.optim.StiffnessAdamW(model.parameters(), lr=1e-5)  # doctest: +SKIP
-        >>> model(tokens, labels=tokens).loss.backward(); optimizer.step()  # doctest: +SKIP
         >>> fm.save_fp8(model, "trained")  # doctest: +SKIP
         >>> fm.load_fp8("Qwen3-8B-FP8", activations="e4m3")
         Traceback (most recent call last):
@@ -143,22 +135,19 @@ def save_fp8(model: Any, folder: str | Path, *, source: str | Path | None = None
 
     .. math:: \\operatorname{save}(\\operatorname{load}(F)) = F
 
-    Names, dtypes, shards, index and settings are those of the folder that was read, and a weight that was not trained
-    is the same bytes; the tokenizer's files are copied from that folder.  Floats are rounded in no case: what
-    the file's dtype does not hold, such as a norm trained in float32, is written in the parameter's own.  So the logits
-    of the folder are those of the model, to the bit in float32.
+    Names, dtypes, shards, index and settings are those of the folder that was read, a weight that was not trained is
+    the same bytes, and the tokenizer's files are copied.  Floats are not rounded: what the file's dtype does not hold
+    is written in the parameter's own.
 
     Args:
         model: of :func:`load_fp8`, or saved from it and read by ``from_pretrained``; it stays what it is.
         folder: made if it is not there; files of the same names are replaced once all have been written.
-        source: the folder that was read, or its name on the Hub; by default where :func:`load_fp8` found it, which a
-            model that ``from_pretrained`` has read does not know.
+        source: the folder that was read, or its name on the Hub; by default where :func:`load_fp8` found it.
 
     NaN and -0 are kept.
 
     Raises:
-        FileNotFoundError: tensors that the model has no place for, such as layers that transformers leaves out, are
-            copied from the folder that was read, and that is unknown or gone.
+        FileNotFoundError: the folder, of which tensors without a place in the model are copied, is unknown or gone.
         TypeError: a model of which several processes hold a part each.
         ValueError: a model that does not say how it was published, or a weight that is in codes no more, or in others.
 

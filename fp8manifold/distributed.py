@@ -27,16 +27,12 @@ _BLOCK: Final = 2**20
 def sync(model: nn.Module, group: Any = None) -> None:
     """Give every process the model of the first one, to the bit, and let them train it together.
 
-    Codes, scales, counters, seeds, what the first rounding left, ordinary parameters, and buffers with the histories of
-    delayed scales are sent as they are: nothing is decoded or rounded.  From then on
-
-    - the magnitudes that delayed and global scales remember are the largest over the processes,
-    - this library's optimizers leave out a step in all processes where a gradient is not finite in one,
-    - and their first step compares the parameters over the processes, and raises where they are not equal.
-
-    The layers have to be kept as long as they are trained; the model may be moved (``to``, ``share_memory``).  Call it
-    in every process, before ``DistributedDataParallel(model, init_sync=False)``, ``ZeroRedundancyOptimizer`` and
-    ``fully_shard``.  DDP's own start (``init_sync=True``) of a model with one-byte weights calls it.
+    Codes, scales, counters, seeds, what the first rounding left, ordinary parameters and buffers are sent as they are.
+    From then on the magnitudes of delayed and global scales are the largest over the processes, this library's
+    optimizers leave out a step in all where a gradient is not finite in one, and their first step compares the
+    parameters.  Called in every process before ``DistributedDataParallel(model, init_sync=False)``,
+    ``ZeroRedundancyOptimizer`` and ``fully_shard``; DDP's own start (``init_sync=True``) of a model with one-byte
+    weights calls it.
 
     Args:
         model: of the same layers, formats and shapes in every process.
@@ -45,9 +41,8 @@ def sync(model: nn.Module, group: Any = None) -> None:
     NaN, Inf and -0 are sent as they are, and empty tensors as nothing.
 
     Raises:
-        RuntimeError: no process group, a model that is sharded already, or one that is made otherwise in some process:
-            in that process all names and formats are compared before anything changes.  From the model, when it is run
-            in torch's ``Join``, without ``throw_on_early_termination=True``.
+        RuntimeError: no process group, a model that is sharded already, or made otherwise in some process, before
+            anything changes; from the model, in torch's ``Join`` without ``throw_on_early_termination=True``.
 
     Example:
         >>> import torch.distributed as dist, fp8manifold as fm
@@ -56,8 +51,7 @@ def sync(model: nn.Module, group: Any = None) -> None:
         ...     fm.distributed.sync(model)
         ...     return nn.parallel.DistributedDataParallel(model, init_sync=False)
 
-    Source: Li et al. 2020 (PyTorch Distributed, arXiv 2006.15704) for replicas that start equal; the magnitudes are
-    shared as in Micikevicius et al. 2022 (FP8 Formats for Deep Learning).
+    Source: Li et al. 2020 (PyTorch Distributed, arXiv 2006.15704) for replicas that start equal.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         raise RuntimeError("there is no process group: call torch.distributed.init_process_group first")
@@ -192,14 +186,12 @@ def digest(state: Mapping[str, Any]) -> Tensor:
 
     .. math:: \\sum_{name} \\sum_i \\mathrm{mix}(key_{name}, i, bits_i) \\bmod 2^{64}
 
-    A sum over elements is the same however rows are divided among processes, so that what two processes have saved is
-    checked by one or three.  Save it with the state; ``torch.distributed.checkpoint`` has no checksums of its own, and
-    reads a flipped bit as a number.  It tells damage, not forgery.  Of NaN and -0 the bits count; empty tensors
-    count by their name.
+    The sum is the same however rows are divided among processes.  ``torch.distributed.checkpoint`` has no checksums of
+    its own; this tells damage, not forgery.  Of NaN and -0 the bits count; empty tensors count by their name.
 
     Args:
-        state: nested dicts and lists of tensors, DTensors of rows, numbers, strings and None, as ``get_state_dict``
-            gives them; an entry ``digest`` on top is left out.  All processes have to ask, of the same names.
+        state: nested dicts and lists of tensors, DTensors of rows, numbers, strings and None; an entry ``digest`` on
+            top is left out.  All processes call it, with the same names.
 
     Returns:
         int64 of shape ``()``, the same in every process.
@@ -216,8 +208,7 @@ def digest(state: Mapping[str, Any]) -> Tensor:
         Traceback (most recent call last):
         RuntimeError: the state is not the one whose digest was saved: what was read is damaged, or incomplete
 
-    Source: sums of mixed words are the multiset hashes of Clarke et al. 2003; the mixing is SplitMix64's (Steele et
-    al. 2014).
+    Source: Clarke et al. 2003 (multiset hashes); SplitMix64 (Steele et al. 2014).
     """
     found = [(name, value) for name, value in _leaves(state, "") if name != NAME]
     shares = [share for _, value in found if (share := _share(value)) is not None]

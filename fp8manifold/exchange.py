@@ -51,41 +51,35 @@ def exported_state_dict(
 
     .. math:: w = s \\cdot \\operatorname{decode}(code)
 
-    - ``compressed-tensors``: ``weight`` is float8_e4m3fn, ``weight_scale`` float32 of shape ``(1,)`` or ``(R, 1)``
-      (format ``float-quantized``), or where blocks of 32 have scales uint8 exponents ``(R, C/32)`` (E8M0, format
-      ``mxfp8-quantized``), or float32 unless all are powers of two.
+    - ``compressed-tensors``: ``weight`` is float8_e4m3fn, ``weight_scale`` float32 ``(1,)`` or ``(R, 1)``, or of blocks
+    uint8
+      exponents ``(R, C/32)`` (E8M0), float32 unless all are powers of two.
     - ``torchao``: ``weight`` is a ``Float8Tensor``, whose ``block_size`` is that of what shares a scale.
-    - ``fp8``: ``weight`` is float8_e4m3fn, ``weight_scale_inv`` float32 ``(R/128, C/128)``, rounded up: the layout of
-      DeepSeek-V3, which transformers (``FineGrainedFP8Config``), vLLM and SGLang read, of a model that was quantised
-      with ``granularity="square"``; partial squares end rows and columns, as there.
+    - ``fp8``: ``weight_scale_inv`` is float32 ``(R/128, C/128)``, rounded up: the layout of DeepSeek-V3, of a model
+      quantised with ``granularity="square"``.
 
-    Only weights are described, not how a layer quantises its input and gradients in training.  The values that the
-    other library decodes are :meth:`QuantizedLinear.quantized_weight` to the bit, in float32, and in bfloat16 where
-    scales are powers of two, as those of stored weights.  NaN and -0 are kept, Inf does not occur.
+    Only weights are described.  The values that the other library decodes are :meth:`QuantizedLinear.quantized_weight`
+    to the bit, in float32, and in bfloat16 where scales are powers of two.  NaN and -0 are kept, Inf does not occur.
 
     Args:
-        model: of :func:`quantize_model`, in any storage; what is not quantised stays as it is, and parameters in codes
-            that are no linear layer's weight (experts, convolutions, embeddings) are written as floats.
+        model: of :func:`quantize_model`; parameters in codes that are no linear layer's weight are written as floats.
         layout: ``compressed-tensors`` or ``fp8``, which take E4M3, or ``torchao``, which takes E4M3, E5M2, E4M3FNUZ
             and E5M2FNUZ.  Squares of 128 x 128 are ``fp8``'s alone.
-        activations: ``float`` leaves a layer's inputs as they are (W8A16).  ``E4M3``, of ``compressed-tensors`` alone,
-            lets a server round them, at a scale per token, or per 32 values where blocks have scales, and multiply in
-            FP8 (W8A8, the schemes ``FP8_DYNAMIC`` and ``MXFP8``).  With ``fp8`` the reader decides.
+        activations: ``float`` (W8A16), or of ``compressed-tensors`` ``E4M3``, with which a server rounds inputs, at a
+            scale per token, or per 32 values where blocks have scales (W8A8); with ``fp8`` the reader decides.
 
     Returns:
-        The tensors, of which codes share the model's memory, and tied ones are there once; and the
-        ``quantization_config`` that transformers' ``config.json`` has for them.
+        The tensors, which share the model's memory, and ``quantization_config`` of transformers' ``config.json``.
 
     Raises:
         ImportError: torchao is missing.
         TypeError: no module, or a sharded one.
-        ValueError: an unknown layout, activations that it can't describe, a format that it has no dtype for, scales of
-            another shape than it takes, a layer that it does not take (transformers' ``Conv1D``), values between those
-            of the format, or no quantised weight.
+        ValueError: an unknown layout; activations, a format, scales or a layer that it can't describe; values between
+            those of the format; or no quantised weight.
 
     Warns:
-        UserWarning: with ``fp8``, once, of matrices that end in a partial square after a whole one, which transformers'
-            ``dequantize=True`` reads as squares of equal size, thus wrongly or not at all.
+        UserWarning: with ``fp8``, of matrices that end in a partial square after a whole one, which transformers'
+            ``dequantize=True`` reads wrongly or not at all.
 
     Example:
         >>> from fp8manifold import quantize_model
@@ -131,8 +125,7 @@ def export_model(
     Args:
         model: of transformers, and of :func:`quantize_model`.
         folder: as of ``save_pretrained``.
-        layout: as in :func:`exported_state_dict`.
-        activations: as there.
+        layout, activations: as in :func:`exported_state_dict`.
 
     Raises:
         ImportError: transformers or torchao is missing.

@@ -67,9 +67,9 @@ def round_to_grid(
 
     .. math:: P = \\lceil 2^{24} f \\rceil / 2^{24}, \\qquad f = |x|/S(x) - \\lfloor |x|/S(x) \\rfloor
 
-    which is ``f`` itself for every normal float32 (its bias is below ``2^-24`` ulp for subnormals of the format and
-    for float64).  It does so where the draw ``r < 2^24 f``, and below 0 where ``2^24 - 1 - r < 2^24 f``: one draw moves
-    both signs in one direction on the line.
+    which is ``f`` itself for normal float32 (within ``2^-24`` ulp for subnormals of the format and for float64): where
+    the draw ``r < 2^24 f``, and below 0 where ``2^24 - 1 - r < 2^24 f``, so that one draw moves both signs in one
+    direction.
 
     Args:
         x: float16, bfloat16, float32 or float64 tensor of any shape; float64 is rounded once.

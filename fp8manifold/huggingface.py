@@ -63,10 +63,9 @@ def quantization_config(formats: Formats = "E4M3", storage: str = "fp8", **optio
         formats, storage, options: of :func:`fp8manifold.quantize_model`; here one byte per weight by default.
 
     Returns:
-        A configuration of transformers.  With ``storage="fp8"`` each weight becomes codes as it is read, one at a time,
-        of one file of safetensors or of shards, in any float dtype; they are those that
-        :func:`fp8manifold.quantize_model` gives a float model.  Files of codes are refused (:func:`check_floats`), and
-        so is ``state_dict=``.  transformers itself refuses it beside ``gguf_file``.
+        A configuration of transformers; with ``storage="fp8"`` each weight becomes codes as it is read, those that
+        :func:`fp8manifold.quantize_model` gives.  Files of codes (:func:`check_floats`) and ``state_dict=`` are
+            refused.
 
     Raises:
         ImportError: as :func:`register`.
@@ -98,14 +97,12 @@ def published_of(model: Any) -> dict[str, Any] | None:
 def attach(model: Any) -> Any:
     """Let transformers save a model that :func:`fp8manifold.quantize_model` has changed, and its ``Trainer`` train it.
 
-    ``save_pretrained`` then writes codes, scales, counts and seeds, as :func:`fp8manifold.unflatten_state_dict` says,
-    and ``config.json`` has each layer's options.  ``from_pretrained`` gives the model back to the bit, and ``Trainer``
-    goes on so with ``resume_from_checkpoint``, the optimizer's state included.  NaN and -0 are kept.  A model that
-    ``from_pretrained`` has read or quantised is attached already.
+    ``save_pretrained`` then writes what :func:`fp8manifold.unflatten_state_dict` says, and each layer's options into
+    ``config.json``; ``from_pretrained`` and ``Trainer``'s ``resume_from_checkpoint`` give all of it back to the bit,
+    NaN and -0 included.  A model that ``from_pretrained`` has read or quantised is attached already.
 
     Args:
-        model: of transformers; changed in place, with its ``config``, which says that an output layer that was untied
-            is not tied.
+        model: of transformers; changed in place, with its ``config``.
 
     Returns:
         The model.
@@ -394,13 +391,9 @@ def trainer_optimizer(
 
     .. math:: (F, o) \\text{ with } F()(\\text{model}, **o) = \\text{the optimizer}
 
-    The learning rate, betas, eps and decay are those of the arguments, and biases and norms don't decay.  Nothing of
-    ``Trainer`` has to be overridden: it clips, accumulates, logs the norm, saves and resumes to the bit.
-
-    With ``in_backward`` each parameter steps as soon as its gradient is there, by
-    :func:`fp8manifold.optim.step_in_backward`: without ``gradient_accumulation_steps``, ``clip="previous"``, by the
-    norm of the step before, the first of which trains nothing; with it, ``accumulate="bfloat16"``, sums in two bytes
-    per weight, clipped by their own norm.
+    Learning rate, betas, eps and decay are the arguments', and biases and norms don't decay.  With ``in_backward``
+    steps are taken by :func:`fp8manifold.optim.step_in_backward`: with ``clip="previous"``, whose first trains nothing,
+    or under ``gradient_accumulation_steps`` with ``accumulate="bfloat16"``, clipped by the norm of the sums.
 
     Args:
         arguments: ``TrainingArguments``, or those of a library on it (``SFTConfig``).

@@ -33,15 +33,14 @@ class StiffnessManifold(geoopt.Manifold):  # type: ignore[misc]  # geoopt is unt
         d(x, y) &= |\\varphi(x/s) - \\varphi(y/s)|, & \\Gamma_{x \\to y} u &= u \\, S(y) / S(x), \\\\
         \\operatorname{grad} f &= S(x)^2 \\nabla f.
 
-    It is one-dimensional in every element (``ndim = 0``), flat, and ends at ``+-s max``, where ``expmap`` and ``projx``
-    stop, and where Inf is taken to.  +0 and -0 are one point.  NaN stays NaN, and an empty tensor empty.
+    It is flat, one-dimensional in every element (``ndim = 0``), and ends at ``+-s max``, where ``expmap`` and ``projx``
+    stop, Inf included.  +0 and -0 are one point.  NaN stays NaN, and an empty tensor empty.
 
     Args:
         fmt: a format or its name.
         scale: positive; a number, or a tensor that broadcasts against the points (one entry a row, say).
-        metric: ``ulp`` (the format's own spacing), ``log`` (``S = max(|x|, 2^emin) 2^-M``), ``euclidean``
-            (``S = 1``), or a positive function ``S(x, fmt)``, whose value midway between neighbours of the grid then
-            holds between them.
+        metric: ``ulp`` (the format's own spacing), ``log`` (``S = max(|x|, 2^emin) 2^-M``), ``euclidean`` (``S = 1``),
+            or a positive function ``S(x, fmt)``, taken midway between neighbours of the grid.
 
     Raises:
         TypeError: a format, scale or metric of another type.
@@ -217,16 +216,14 @@ class StiffnessManifold(geoopt.Manifold):  # type: ignore[misc]  # geoopt is unt
 class FP8Manifold(StiffnessManifold):
     """The representable numbers of a format as the points, inside the continuous manifold around them.
 
-    ``retr(x, u)`` rounds ``exp_x(u)`` to the grid and ``projx`` takes the nearest value; ``expmap``, ``logmap``,
-    ``dist`` and ``transp`` are those of the ambient :class:`StiffnessManifold`, so ``expmap`` leaves the grid.
+    ``retr`` rounds to the grid; ``expmap``, ``logmap``, ``dist`` and ``transp`` are the ambient
+    :class:`StiffnessManifold`'s.
 
     .. math:: R_x(u) = s \\, \\mathrm{round}(\\exp_x(u) / s), \\qquad \\mathrm{projx}(x) = s \\, \\mathrm{round}(x / s)
 
-    NaN, Inf, -0 and empty tensors are treated as in :class:`StiffnessManifold`; where the layout has no -0 its points
-    are +0.  What the two retractions keep of the definition, openly:
-
-    - ``nearest`` breaks ``dR_x(0) = id``: a step below half an ULP does nothing.  That *is* bit stall.
-    - ``stochastic`` keeps it in the mean: ``E[R_x(u)] = exp_x(u)`` away from the ends of the range.
+    NaN, Inf, -0 and empty tensors are treated as there; where the layout has no -0 its points are +0.  Of a
+    retraction's definition ``nearest`` breaks ``dR_x(0) = id``, as a step below half an ULP does nothing (bit stall);
+    ``stochastic`` keeps it in the mean: ``E[R_x(u)] = exp_x(u)`` away from the ends of the range.
 
     Args:
         fmt: a format or its name.
@@ -234,13 +231,10 @@ class FP8Manifold(StiffnessManifold):
         rounding: how ``retr`` rounds, ``nearest`` or ``stochastic``.
         seed: key of the random bits; give every parameter a manifold with a seed of its own.
         metric: as in :class:`StiffnessManifold`.
-        retraction: ``exponential`` rounds ``exp_x(u)``; ``euclidean`` rounds ``x + u`` (for ablation: the two differ
-            where a step crosses a power of two).
-        draws: ``independent`` in every retraction, or ``dither``, spread evenly (:func:`fp8manifold.random_bits`): ten
-            steps of a tenth of an ULP then move a weight by one, nearly always, and weights are pulled towards 0.
+        retraction: ``exponential`` rounds ``exp_x(u)``; ``euclidean`` rounds ``x + u`` (for ablation).
+        draws: ``independent`` in every retraction, or ``dither``, spread evenly (:func:`fp8manifold.random_bits`).
 
-    The stochastic manifold counts its retractions in the int64 buffer ``counter``, which is part of ``state_dict``:
-    after loading it, the same random bits follow.
+    The stochastic manifold counts its retractions in the buffer ``counter``, part of ``state_dict``.
 
     Raises:
         TypeError, ValueError: as :class:`StiffnessManifold`; ``ValueError``: unknown rounding, retraction, draws.

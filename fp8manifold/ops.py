@@ -43,22 +43,20 @@ def fp8_mm(
     :math:`dA = Q(G) Q(B)^T` and :math:`dB = Q(A)^T Q(G)`.  Rounding is to nearest, and gradients pass through it
     unchanged.
 
-    Operands of E4M3 and E5M2 (but not two of E5M2) are multiplied by ``torch._scaled_mm`` on CUDA devices of compute
-    capability 9.0 or later, where 16 divides the two outer dimensions of the second matrix.  Everywhere else their
-    exact values are multiplied in float32 (float64 for float64 operands).  This is the operator
-    ``torch.ops.fp8manifold.fp8_mm``, which compilers treat as one node.
+    ``torch._scaled_mm`` multiplies E4M3 and E5M2 (but not two of E5M2) on CUDA devices of compute capability 9.0 or
+    later, where 16 divides the two outer dimensions of the second matrix; everywhere else the exact values are
+    multiplied in float32 (float64 for float64 operands).  Compilers treat ``torch.ops.fp8manifold.fp8_mm`` as one node.
 
     Args:
         a: float matrix ``(M, K)``.
         b: float matrix ``(K, N)``.
         a_format, b_format: of the operands; None (or ``"none"``) takes an operand as it is.
         gradient_format: of G; None takes it as it is.
-        granularity: one scale for each matrix (``tensor``), or one for each row of the first and each column of the
-            second (``channel``).  In the gradients' products rows and columns are others, so that all three matrices
-            are quantised again there, at scales of their own.
-        a_scale, b_scale: positive scales of the forward product: numbers, or float32 of shape ``()``; with ``channel``
-            ``(M, 1)`` and ``(1, N)``.  None takes :func:`fp8manifold.amax_scale`.  With ``tensor`` the backward
-            products use them too.
+        granularity: one scale for each matrix (``tensor``), or for each row of the first and each column of the second
+            (``channel``), with which the gradients' products quantise all three matrices again.
+        a_scale, b_scale: positive scales of the forward product, with ``tensor`` of the backward ones too: numbers, or
+            float32 of shape ``()``; with ``channel`` ``(M, 1)`` and ``(1, N)``.  None takes
+            :func:`fp8manifold.amax_scale`.
         pow2: round measured scales up to powers of two.
         out_dtype: of the result; that of ``a`` if None.
 

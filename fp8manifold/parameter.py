@@ -26,8 +26,7 @@ class FP8Parameter(FP8Tensor, geoopt.ManifoldParameter):  # type: ignore[misc]  
         options: ``granularity``, ``headroom``, ``scale``, ``rounding``, ``draws``, ``seed``, ``dtype`` and
             ``keep_remainder``, as there, and ``requires_grad``, True by default.
 
-    An :class:`FP8Tensor` without ``fmt`` and options is taken as it is: the parameter shares its codes and scales.  So
-    it is with the attributes of a parameter for options, which is how libraries that move weights rebuild one.
+    An :class:`FP8Tensor`, or a parameter's attributes for options, is taken as it is: codes and scales are shared.
 
     Raises:
         TypeError, ValueError: as :class:`FP8Tensor`.

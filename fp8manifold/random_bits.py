@@ -65,19 +65,17 @@ def random_bits(
 
     .. math:: r_i = f(\\text{seed}, \\text{step}, \\text{stream}, \\text{offset} + i) \\in \\{0, \\dots, 2^{24} - 1\\}
 
-    Each key word goes through its own 64-bit mixing, and the three keys that come out enter between the rounds that
-    scramble the element index: streams are no shifted copies of one another.  The same bits come out eager and
-    compiled, on CPU and GPU, and for any way of cutting a tensor into parts.
+    The same bits come out eager and compiled, on CPU and GPU, and for any way of cutting a tensor into parts; streams
+    are no shifted copies of one another.
 
-    With ``draws="dither"`` an element's draws are spread evenly over the steps: they begin at a random phase, which the
-    golden ratio advances in each step and a new one replaces after 256 of them,
+    With ``draws="dither"`` an element's draws begin at a random phase, which the golden ratio advances in each step and
+    a new one replaces after 256 of them,
 
     .. math:: r_i = \\lfloor 2^{-8} (f_{32}(\\text{seed}, \\lfloor \\text{step} / 256 \\rfloor, \\text{stream}, i)
               + \\mathtt{9E3779B9}_{16} (\\text{step} \\bmod 256) \\bmod 2^{32}) \\rfloor
 
-    so that each draw is uniform still, and those of different elements and streams are independent.  Those of one
-    element are not: rounding is right on average where what is rounded does not depend on earlier draws, as it does
-    under a spacing that changes and under decay: weights are pulled towards 0 (a little in E2M5, the most in E7M0).
+    each uniform still and independent of other elements and streams, but not of the element's earlier ones: where what
+    is rounded depends on these (a spacing that changes, decay), weights are pulled towards 0.
 
     Args:
         shape: shape of the result; positions count in row-major order.
@@ -101,9 +99,8 @@ def random_bits(
         >>> torch.equal(whole[2:], part)
         True
 
-    Source: the rounds are those of C. Wellons' triple32 hash, keyed; the key schedule is SplitMix64
-    (Steele, Lea, Flood 2014); additive recurrences of the golden ratio are the most even of their kind (Knuth, The Art
-    of Computer Programming, 6.4).
+    Source: C. Wellons' triple32 hash, keyed; SplitMix64 (Steele, Lea, Flood 2014) for the keys; Knuth, The Art of
+    Computer Programming, 6.4, for the golden ratio.
     """
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
     check_words(seed=seed, step=step, stream=stream, offset=offset)

@@ -72,8 +72,7 @@ def amax_scale(
         >>> amax_scale(torch.tensor([[1.0, -896.0], [0.0, 0.0]]), "E4M3", "channel").flatten().tolist()
         [2.0, 1.0]
 
-    Source: Micikevicius et al. 2022 (FP8 Formats for Deep Learning), whose scaling factor is the reciprocal; OCP
-    Microscaling Formats 1.0 for blocks, whose scale rounds down and lets the largest values saturate.
+    Source: Micikevicius et al. 2022 (FP8 Formats for Deep Learning); OCP Microscaling Formats 1.0 for blocks.
     """
     check_choice("granularity", granularity, GRANULARITIES)
     return scale_of_amax(amax_of(x, granularity, axis), as_format(fmt), pow2=pow2 or granularity == "block")
@@ -174,9 +173,8 @@ def storage_scale(
             8 times the smallest normal, and no less than 2: more would leave most weights subnormal, or zero.
 
     Returns:
-        float32 tensor of powers of two, 1 where all weights are 0 (+0 or -0; our optimizers fit such a scale of codes
-        in the step that moves them) and for an empty tensor.  It broadcasts against ``w``; under ``block`` it has the
-        shape of ``w`` with a 32nd of the last dimension, under ``square`` with a 128th of the last two, rounded up.
+        float32 tensor of powers of two, 1 where all weights are 0 (+0 or -0) and for an empty tensor.  It broadcasts
+        against ``w``; ``block`` and ``square`` divide the last dimension by 32, or the last two by 128, rounded up.
 
     Raises:
         ValueError: as :func:`amax_scale`, a headroom below 1, weights that are NaN or Inf, or squares of a vector.
@@ -217,9 +215,8 @@ def widened_scale(amax: Tensor, scale: Tensor, fmt: FormatLike, headroom: float 
     .. math:: s' = s^* \\text{ where } amax \\ge s \\, max \\text{ or } 16 s^* \\le s, \\qquad
               s' = s \\text{ elsewhere},
 
-    with ``s*`` the :func:`storage_scale` of ``amax``, times the factor ``f`` in [1, 2) of ``s = 2^e f`` and no larger
-    than that asks for.  A scale whose largest weight has reached the end of the range leaves ``headroom`` again; one
-    that could be 16 times smaller with that headroom becomes so (which moves no weight); any other stays.
+    with ``s*`` the :func:`storage_scale` of ``amax``, times the factor ``f`` in [1, 2) of ``s = 2^e f``: a scale whose
+    end was reached, or that could be 16 times smaller, leaves ``headroom`` again.
 
     Args:
         amax: the largest magnitude under each scale, in value; of the shape of ``scale``.

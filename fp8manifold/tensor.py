@@ -68,41 +68,34 @@ class FP8Tensor(ScaledTensor):
 
     .. math:: w = s \\cdot \\operatorname{decode}(code)
 
-    Scales of its own making are powers of two, so that products are exact.  Others are those of a file, in which
-    ``s`` is mostly the largest magnitude by that of the format: the product is rounded to float32, and from there to
-    bfloat16.  A value that an operator leaves as it is keeps its code.
-
-    To torch it is a float32 or bfloat16 tensor.  Operators decode it when they run, and autograd keeps codes.  One that
-    writes in place (``add_``, ``copy_``, a torch optimizer's) decodes, runs in float32 and rounds the result back, each
-    time: ``fp8manifold.optim`` rounds once a step.  The scale stays, unless all values are replaced: what fills it
-    (``normal_``, ``nn.init``) takes a fresh one, and so do floats that are copied into it where they would saturate or
-    be lost.
+    Scales of its own making are powers of two, so that products are exact; with those of a file the product is rounded
+    to float32, and from there to bfloat16.  To torch it is a float32 or bfloat16 tensor, which operators decode when
+    they run.  One that writes in place (``add_``, a torch optimizer's) runs in float32 and rounds the result back, at
+    the same scale unless all values are replaced: ``normal_`` takes a fresh one, and so do copied floats that would
+    saturate or be lost.
 
     Args:
         w: float tensor of any shape; rounded to nearest.
         fmt: a format or its name.
         granularity: one scale for the ``tensor``, each ``channel`` (index of the first dimension), each ``row`` of the
-            last dimension, each ``block`` of 32 along it, or each ``square`` of 128 x 128 in the last two, partial ones
-            at its ends.  A tensor of fewer than two dimensions has one scale instead of channels.
+            last dimension, each ``block`` of 32 along it, or each ``square`` of 128 x 128 in the last two.
         headroom: of the scale, as in :func:`fp8manifold.storage_scale`, but that None takes 1 in a format of few
-            binades: our optimizers double a scale as soon as its end is reached.  Other optimizers need 2 or more.
+            binades; other optimizers than ours need 2 or more.
         scale: the scale itself: positive normal, a number or a tensor of the granularity's shape, rounded to float32.
             What lies beyond its range saturates.
         rounding: how values written in place are rounded: ``stochastic`` or ``nearest``.
         seed: key of the random bits of ``stochastic``, one for each tensor; None: from torch's default generator.
         dtype: what it appears as, float32 or bfloat16; by default that of ``w``, or float32.
         keep_remainder: keep what the rounding of ``w`` left in ``remainder``.
-        draws: of ``stochastic`` in steps of an optimizer without draws of its own: ``independent``, or ``dither``
-            (:func:`fp8manifold.random_bits`).  Operators that write have independent draws always.
+        draws: as in :func:`fp8manifold.quantize_model`.
         requires_grad: whether autograd records what is done with it.
 
     Attributes:
         codes: uint8, in the shape of the tensor.
         scale: float32: ``()``, ``(R, 1, .., 1)``, ``(.., 1)``, ``(.., C/32)`` or ``(.., R/128, C/128)``, rounded up;
-            perhaps a copy: write by :meth:`set_scale_`, or :meth:`rescale_` where values are to stay.
-        kept_scale: their memory: uint8, ``127 + log2(scale)`` as in E8M0, of powers of two of blocks and squares;
-            otherwise float32.
-        exponents: that memory where it is uint8, otherwise None.
+            written by :meth:`set_scale_`, or :meth:`rescale_` where values are to stay.
+        kept_scale, exponents: their memory, which for powers of two of blocks and squares is uint8 (``127 +
+            log2(scale)``, as in E8M0): ``exponents`` is None where it is float32.
         format: the :class:`FloatFormat`.
         block_size: 32, ``(128, 128)`` of squares, or None where neither have scales.
         counter: int64, advanced by every stochastic write, so that no draw is used twice; part of the state.

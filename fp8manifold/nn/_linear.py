@@ -73,42 +73,33 @@ class QuantizedLinear(nn.Linear):
     .. math:: y = Q_x(x) \\, Q_W(W)^T + b, \\qquad
               g_x = Q_g(g_y) \\, Q_W(W), \\qquad g_W = Q_{gW}\\left( Q_g(g_y)^T Q_x(x) \\right)
 
-    With storage ``master`` the weight is an ordinary float parameter that is fake-quantised in the forward pass
-    (quantisation-aware training); with ``grid`` it is a ``geoopt.ManifoldParameter`` on an :class:`FP8Manifold`, whose
-    float32 values lie on the grid at a static power-of-two scale, and there is no master copy.  With ``fp8`` it is an
-    :class:`FP8Parameter`, the same weights in one byte each.
-
-    Input, the gradient of the output and the gradient of the weight are quantised as they come, where the specification
-    gives them a format.  A gradient that holds Inf or NaN becomes NaN as a whole, so that no saturation hides it; an
-    input that does so is treated as in :func:`fake_quantize`.  -0 is kept where the layout has it, and an empty batch
-    has an empty output.  A state dict gives an ``fp8`` weight exactly, with scale, counter, seed and remainder; a float
-    weight is rounded, at a fresh scale.
+    With storage ``master`` the weight is a float parameter, fake-quantised in the forward pass; with ``grid`` a
+    ``geoopt.ManifoldParameter`` on an :class:`FP8Manifold`, without a master copy; with ``fp8`` an
+    :class:`FP8Parameter`, the same weights in one byte each.  A gradient that holds Inf or NaN becomes NaN as a whole,
+    so that no saturation hides it; an input that does so is treated as in :func:`fake_quantize`.  -0 is kept where the
+    layout has it, and an empty batch has an empty output.
 
     Args:
         linear: the layer to take over; its bias parameter is kept, its weight too with storage ``master``.
         spec: formats and options.
         storage: ``master``, ``grid`` or ``fp8``.
-        headroom: of the stored weights' scale, as in :func:`fp8manifold.storage_scale`.
-        rounding, draws: of stored weights, where the writer has none; see :func:`quantize_model`.
+        headroom, rounding, draws: of stored weights, as in :func:`quantize_model`.
         seed: of stored weights and of stochastic rounding in the two passes; every layer needs another.
         keep_remainder: with ``fp8``, keep what rounding left, for residuals to begin with; fine-tuning needs it.
-        defer_weight_gradient: leave the weight's gradient in float in the backward pass, for
-            :meth:`quantize_weight_gradient` to quantise once it has been clipped.
+        defer_weight_gradient: leave the weight's gradient in float for :meth:`quantize_weight_gradient`.
         global_with: a layer whose gradients under ``scale="global"`` share their magnitude with this one's.
-        codes: with ``fp8``, the weight in codes of the specification's format and granularity, which is held as it is,
+        codes: with ``fp8``, the weight in codes of the specification's format and granularity, held as it is, under
             under ``seed``; of ``linear.weight`` only the shape counts then.
 
     The modules ``weight_scaler``, ``activation_scaler``, ``activation_gradient_scaler`` and ``weight_gradient_scaler``
-    give the scales, the last one as ``value``; None for a stored weight or what is not quantised.  Rows of a nested
-    tensor share their scale as those of a batch do.  A forward pre-hook that does nothing keeps the fused operators of
-    ``nn.TransformerEncoderLayer`` away, which would read the weight and never call the layer.  Under activation
-    checkpointing a repeated pass gives the same bits; a layer that draws random bits or delays its scales refuses it.
+    give the scales, as ``value``; None for a stored weight or what is not quantised.  A forward pre-hook that does
+    nothing keeps the fused operators of ``nn.TransformerEncoderLayer`` away.  Under activation checkpointing a repeated
+    pass gives the same bits; a layer that draws random bits or delays its scales refuses it.
 
     Raises:
         TypeError: ``linear`` is no ``nn.Linear``; with ``fp8`` a weight that is neither float32 nor bfloat16.
         ValueError: an unknown storage, weights that are not finite, or an option that the storage does not have.
-        RuntimeError: in a call within a backward pass, with gradients enabled, of a layer that draws random bits or
-            delays its scales; in a call, where something has taken the weight's manifold or codes away.
+        RuntimeError: in a call, a repetition as above, or something has taken the weight's manifold or codes away.
 
     Example:
         >>> layer = QuantizedLinear(nn.Linear(4, 2), LayerSpec("E4M3", gradient="E5M2"), "grid")

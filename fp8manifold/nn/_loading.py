@@ -46,19 +46,16 @@ def load_quantized(
 ) -> nn.Module:
     """Fill a model without values from float weights, each rounded to its codes as soon as it is read.
 
-    The result is, to the bit, that of ``quantize_model(model, formats, "fp8", **options)`` of the model with all its
-    floats, which is never there: at its peak loading takes the bytes of the result and one float tensor.  A model of
-    transformers is read so by ``from_pretrained`` with :func:`fp8manifold.huggingface.quantization_config`.
+    The result is, to the bit, that of ``quantize_model(model, formats, "fp8", **options)``; at its peak loading takes
+    the bytes of the result and one float tensor.  Models of transformers are read so by ``from_pretrained`` with
+    :func:`fp8manifold.huggingface.quantization_config`.
 
     Args:
-        model: all its parameters on ``torch.device("meta")``; changed in place, once everything has been read.  Weights
-            appear in the dtype that the model has them in, whatever that of the files.
-        source: a safetensors file, several, the folder they are in (of shards, with their index), or a mapping from
-            name to tensor, which may make each tensor when it is asked for.  Names are those of
+        model: all its parameters on ``torch.device("meta")``; changed in place once everything has been read.
+        source: a safetensors file, several, their folder, or a mapping from name to tensor, by the names of
             ``model.state_dict()``; of a tied weight one is enough.
-        formats, options: of :func:`fp8manifold.quantize_model`, but ``storage``, which is ``fp8``.  ``"as stored"``
-            takes files whose weights are in FP8 already, in a published layout (:func:`fp8manifold.load_fp8`): codes,
-            formats and scales stay what they are, and options are ``rounding``, ``draws`` and ``seed``.
+        formats, options: of :func:`fp8manifold.quantize_model`, but ``storage``; ``"as stored"`` takes codes, formats
+            and scales of files in a published layout (:func:`fp8manifold.load_fp8`).
         device: where the weights go, one at a time.
 
     Returns:
@@ -66,9 +63,7 @@ def load_quantized(
 
     Raises:
         TypeError, ValueError: as :func:`fp8manifold.quantize_model`, of NaN and Inf too; a parameter that has values
-            already, a buffer that has none and is in no state dict; tensors that are missing,
-            unknown to the model, of another shape, or no floats; names of one weight with different values.  The model
-            is as it was.
+            already; tensors that are missing, unknown, of another shape, or no floats.  The model is as it was.
         FileNotFoundError: no such file.
         ImportError: safetensors is missing.
 

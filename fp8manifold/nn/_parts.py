@@ -201,20 +201,14 @@ def unflatten_state_dict(tensors: Mapping[str, Tensor], metadata: Mapping[str, s
 
     .. math:: w = s \\cdot \\operatorname{decode}(code)
 
-    ``state_dict()`` of a module gives a weight ``w`` in codes as plain tensors, which everything that writes tensors
-    keeps to the bit (safetensors, ``torch.save``, distributed checkpoints, accelerate, transformers):
+    ``state_dict()`` of a module gives a weight ``w`` in codes as plain tensors: ``w``, uint8 codes; ``w_scale``,
+    float32, or uint8 exponents (E8M0) of blocks and squares; ``w_counter``, int64, stochastic writes; ``w_remainder``,
+    int8, what rounding left until an optimizer takes it; ``w_traits``, ten int64: exponent bits, mantissa bits, bias,
+    numbers of layout and rounding, seed, number of the dtype, block size or 0 (negative: scales in float32), whether
+    operators' names enter the draws, and how these follow each other.
 
-    - ``w``: the codes, uint8;
-    - ``w_scale``: float32, of blocks and squares uint8 exponents, 127 + log2, as in E8M0, unless they were given
-      scales that are no powers of two;
-    - ``w_counter``: int64, how many stochastic writes there were;
-    - ``w_remainder``: int8, what rounding left, where it is kept: until an optimizer has taken it;
-    - ``w_traits``: ten int64: exponent bits, mantissa bits, bias, number of the layout, of the rounding, seed, number
-      of the dtype, block size or 0, negative of scales in float32, whether an operator's name enters its draws, and
-      how these follow each other.
-
-    ``load_state_dict`` takes them, in quantised layers of every storage; so it takes codes and scales alone, as
-    compressed-tensors has them.  Weights that ``fully_shard`` has spread over processes have parts that are spread.
+    ``load_state_dict`` takes them in quantised layers of every storage, and codes with scales alone, as
+    compressed-tensors has them.
 
     Args:
         tensors: as ``safetensors.torch.load_file`` gives them, say.

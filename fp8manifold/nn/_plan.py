@@ -170,13 +170,12 @@ def check_formats(
         shared: for a layer whose weight is another module's too, the names of that weight; None: there is none.
 
     Returns:
-        The specification of every layer that is quantised, by its name; as ``formats`` of :func:`quantize_model` it
-        says the same, unless it is empty.
+        The specification of every layer that is quantised, by its name.
 
     Raises:
         TypeError: formats of another type.
-        ValueError: a pattern that matches no layer; an unknown format or option, one that the storage does not have,
-            or blocks that do not divide a row; a layer whose weight is shared under ``tied="refuse"``.
+        ValueError: a pattern that matches no layer; a format or option that is unknown or does not fit the layer's
+            storage or shape; a layer whose weight is shared under ``tied="refuse"``.
 
     Example:
         >>> layers = {"attn.qkv": (64, 192), "mlp.fc": (64, 256)}

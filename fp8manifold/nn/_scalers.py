@@ -125,9 +125,8 @@ class Scale(Scaler):
             ``history`` tensors before this one, whose own then joins them, and what exceeds it saturates.
         history: how many, for ``delayed``.  A tensor that is NaN or Inf, or is seen in evaluation mode, does not join.
 
-    The last scale is in the buffer ``value`` (part of ``state_dict``, as the history is), for logging.  The first
-    tensor that a delayed scale sees has no past: it is given its own scale.  A tensor that is empty, all zeros (+0 or
-    -0), or holds NaN or Inf has the scale 1.
+    The last scale is in the buffer ``value``, for logging.  The first tensor of a delayed scale has its own.  A tensor
+    that is empty, all zeros (+0 or -0), or holds NaN or Inf has the scale 1.
 
     Raises:
         TypeError, ValueError: an unknown granularity or policy, or a history that is no positive integer.

@@ -36,8 +36,8 @@ class OperandSpec:
         policy: of the scale, as in :class:`Scale`.
         history: of the policy ``delayed``, usually 16 to 100 tensors.
         rounding: ``nearest`` or ``stochastic``.
-        scale: None measures it.  A number is the scale itself; ``global``, for gradients, takes one magnitude for all
-            gradients of the model (the control that fails).
+        scale: None measures it; a number is the scale itself; ``global`` takes one magnitude for all gradients of a
+            model.
         ste: the straight-through gradient, as in :func:`fake_quantize`; gradients have none.
 
     Raises:
@@ -157,27 +157,21 @@ GradientLike = OperandLike | Mapping[str, OperandLike]
 class LayerSpec:
     """The formats of a linear layer's operands, and how they are quantised.
 
-    An operand is a format, an :class:`OperandSpec`, a mapping of its arguments, or None (or ``"none"``), which leaves
-    it as it is.  The layer's own options stand for those that an operand does not have.
+    An operand is a format, an :class:`OperandSpec`, a mapping of its arguments, or None or ``"none"`` (left as it is),
+    and has the layer's options where it has none.
 
     Args:
-        weight: of the weight.
-        activation: of the layer's input.
-        granularity: of the weight's scale, as in :class:`OperandSpec`.  Activations and gradients have one scale per
-            tensor, unless they have an option of theirs.
-        policy: of the measured scales, as in :class:`Scale`; None takes ``dynamic``.  Stored weights always have a
-            static power-of-two scale.
-        ste: the straight-through gradient of weight and activation, as in :func:`fake_quantize`; None takes
-            ``identity``.
-        gradient: of both gradients, or a mapping with the keys ``activation`` (the gradient of the output, in both
-            backward products) and ``weight`` (the weight's gradient of one backward pass: quantised, and
-            added up in float32); they become ``activation_gradient`` and ``weight_gradient``.
-        rounding: ``nearest``, ``stochastic``, or ``split``: nearest in the forward pass, stochastic in the backward;
-            None takes ``nearest``.  Stored weights are rounded when they are written.
-        history: of the policy ``delayed``, usually 16 to 100 tensors; None takes 16.
-        products: what multiplies, with storage ``fp8``: ``decoded`` codes; the codes themselves, on units of ``fp8``
-            (E4M3, E5M2) or ``int8`` (E1M6), with the rows of input and gradient rounded to E4M3 or INT8 at powers of
-            two; or ``auto``: codes on a card with such units where they fit, otherwise ``decoded``.  Numbers differ.
+        weight, activation: of the weight, and of the layer's input.
+        granularity: of the weight's scale, as in :class:`OperandSpec`; activations and gradients have one per tensor.
+        policy: of the measured scales, as in :class:`Scale`; None takes ``dynamic``.
+        ste: of weight and activation, as in :func:`fake_quantize`; None takes ``identity``.
+        gradient: of both gradients, or a mapping with the keys ``activation`` (the gradient of the output) and
+            ``weight``; they become ``activation_gradient`` and ``weight_gradient``.
+        rounding: ``nearest`` (None), ``stochastic``, or ``split``: stochastic in the backward pass alone.
+        history: of the policy ``delayed``; None takes 16.
+        products: what multiplies, with storage ``fp8``: ``decoded`` codes; codes on units of ``fp8`` (E4M3, E5M2) or
+            ``int8`` (E1M6), with input and gradient rounded to E4M3 or INT8 at powers of two; or ``auto``.  Numbers
+            differ.
         gradient_products: of products on ``fp8`` units, what the weight's gradient is computed in.
 
     Codes are multiplied where 16 divides rows and columns, with one scale per ``tensor`` or ``channel``, and neither

@@ -41,20 +41,13 @@ def quantize_model(
 ) -> nn.Module:
     """Replace a model's linear layers by :class:`QuantizedLinear`, without touching the model's own code.
 
-    A pattern is a glob over whole dotted parts of a layer's name: ``mlp`` and ``mlp.fc`` both match
-    ``blocks.0.mlp.fc``, ``blocks.0`` matches everything in that block, ``*`` everything.  Where several match, the one
-    with the most literal characters wins, and of two as specific the later one.  Layers whose class is ``nn.Linear``
-    itself or transformers' ``Conv1D`` are replaced; embeddings, norms and attention products stay in their own
-    precision, unless ``parameters`` or ``embeddings`` asks for codes.  :func:`quantization_report` says what was
-    replaced, and what was left and why.
-
-    PEFT's adapters (``lora_A``, ``lora_B``) stay as they are, with a warning that names them, unless a pattern names
-    their part: ``{"*": "E4M3", "lora_*": "E4M3"}``.
-
-    Hooks of every kind, of the weight too, attributes and the gradient go over to the new layer.  A layer whose weight
-    is computed (pruned, parametrised, ``weight_norm``, ``spectral_norm``) or whose ``forward`` was replaced is left by
-    ``*`` and refused where a pattern names it.  A ``Conv1D`` becomes a :class:`QuantizedLinear` whose weight is a new
-    parameter, ``(out, in)``, while float weights in its state dict stay ``(in, out)``.
+    A pattern is a glob over whole dotted parts of a layer's name: ``mlp`` matches ``blocks.0.mlp.fc``, ``*``
+    everything; the one with the most literal characters wins, and of two as specific the later one.  ``nn.Linear``
+    itself and transformers' ``Conv1D`` are replaced, with their hooks, attributes and gradients; embeddings, norms and
+    attention products are not, unless ``parameters`` or ``embeddings`` says so, nor are PEFT's adapters, unless a
+    pattern names their part (``lora_*``).  A layer whose weight is computed or whose ``forward`` was replaced is left
+    by ``*`` and refused where a pattern names it.  :func:`quantization_report` says what was replaced, and what was
+    left and why.
 
     Args:
         model: changed in place.
@@ -62,41 +55,31 @@ def quantize_model(
             dict of :class:`LayerSpec`'s arguments, or ``"none"`` (leave as it is).
         storage: ``master`` (float copy, quantised forward), ``grid`` (float values on the grid, no master copy) or
             ``fp8`` (the same in one byte per weight).
-        granularity: of the weight scales, where a bare format is given: ``tensor``, ``channel`` (row), ``block`` (32 of
-            a row), or with ``fp8`` ``square`` (128 x 128, partial ones at the ends, which :func:`export_model` writes
-            for servers with ``layout="fp8"``).
+        granularity: of the weight scales, where a bare format is given, as in :class:`OperandSpec`.
         headroom, keep_remainder: as in :class:`QuantizedLinear`.
         rounding: of stored weights, where the writer has none, as geoopt's and torch's optimizers.
-        seed: the seeds of stored weights and of stochastic rounding derive from it, one per layer.
-        defer_weight_gradients: leave the weights' gradients in float in the backward pass, for
-            :func:`quantize_weight_gradients` to quantise once they have been clipped.
-        tied: for a layer whose weight is another module's too, as an output layer that shares the embedding's:
-            ``refuse``, ``untie`` it (it gets a copy) or ``leave`` it as it is.  The embedding stays float unless
-            ``embeddings`` asks for codes.
-        draws: random draws of one stored weight, step by step: ``independent``, or ``dither``, which spreads them
-            evenly, with less noise and a pull towards 0 (:func:`fp8manifold.random_bits`).  An optimizer's own option
-            goes first: those here that have a write-back draw ``independent`` unless given another; those that may have
-            none (``draws=None`` in ``RiemannianAdam``, ``RiemannianSGD`` and ``StiffnessWrapper``), and geoopt's, take
-            the weight's.  Operators that write have independent ones.  A state dict has it with ``fp8``; with ``grid``,
-            as rounding, it is the layer's.
+        seed: of stored weights and of stochastic rounding, from which each layer's derives.
+        defer_weight_gradients: leave the weights' gradients in float for :func:`quantize_weight_gradients`.
+        tied: for a layer whose weight is another module's too: ``refuse``, ``untie`` it (a copy) or ``leave`` it as it
+            is.
+        draws: of stored weights: ``independent``, or ``dither`` (:func:`fp8manifold.random_bits`); an optimizer's own
+            option goes first, and operators that write have independent ones.
         products: what multiplies where a bare format is given, as in :class:`LayerSpec`.
         parameters: with ``fp8``, any others of two or more dimensions by patterns over their names, such as
-            ``"*.experts.*"`` or ``"conv"``: each becomes an :class:`FP8Parameter` where it is, decoded by its reader.
-            One pattern or several take the weight's format that ``formats`` has for ``*``; a mapping from pattern to
-            format, or ``"none"``, has its own.  A row of the last dimension has a scale (experts: ``(E, R, 1)``), of a
-            convolution a filter, unless ``granularity`` is ``tensor``, ``block`` or ``square`` (not of convolutions).
-        embeddings: with ``fp8``, a format for every ``nn.Embedding``, or a mapping from pattern to format.  Only the
-            rows that are looked up are decoded.  A head that shares the weight shares its codes, and stays an
-            ``nn.Linear``, unless it is untied.
+            ``"*.experts.*"``, or a mapping from pattern to format: each becomes an :class:`FP8Parameter` where it is,
+            with a scale for each row of the last dimension, of a convolution for each filter, unless ``granularity`` is
+            another.
+        embeddings: with ``fp8``, a format for every ``nn.Embedding``, or a mapping from pattern to format; only the
+            rows that are looked up are decoded, and a head that shares the weight shares its codes.
 
     Returns:
         The model; a new layer if ``model`` is itself an ``nn.Linear``.
 
     Raises:
         TypeError: a model or formats of another type.
-        ValueError: a pattern that matches no linear layer, or none that can be replaced, or names one whose weight is
-            computed; an unknown format or option, a layer that is quantised already or in two places, weights that are
-            not finite, one shared under ``tied="refuse"``, or an attribute that has no place on a quantised layer.
+        ValueError: a pattern that matches no linear layer, or none that can be replaced; an unknown format or option; a
+            layer that is quantised already, in two places or shared under ``tied="refuse"``; weights that are not
+            finite.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -192,9 +175,8 @@ def encoded(planned: Plan, entry: Entry, weight: Tensor, *, requires_grad: bool)
 def quantize_weight_gradients(model: nn.Module) -> None:
     """Quantise the weight gradients of one backward pass, in a model of ``defer_weight_gradients=True``.
 
-    The order is: backward pass, clipping, this function; with several micro-batches in a step, once for each, and
-    their sum is float32.  A gradient is replaced by its quantised values, in its own dtype, at the scale of the layer's
-    specification; one that holds Inf or NaN becomes NaN as a whole.  Other layers are left alone.
+    It comes after the backward pass and clipping, of several micro-batches once for each.  Gradients keep their dtype;
+    one that holds Inf or NaN becomes NaN as a whole.
 
     Args:
         model: of :func:`quantize_model`.

@@ -225,8 +225,7 @@ def _indexed(index: Path) -> list[Path]:
 def check_floats(model: nn.Module, source: Source) -> None:
     """Refuse files that hold codes where a model has float weights, which transformers alone reads as numbers.
 
-    Those are float8 and integers, whether or not their scales lie beside them.  ``from_pretrained`` with
-    :func:`quantization_config` asks this itself, and other readers of this library refuse codes in the same words.
+    ``from_pretrained`` with :func:`quantization_config` does this itself.
 
     Args:
         model: with or without values.

@@ -34,7 +34,7 @@ def adopted_state(state_dict: dict[str, Any], optimizer: Any) -> dict[str, Any]:
 
     Args:
         state_dict: as ``torch.load(path, weights_only=True)`` gives it; unchanged.
-        optimizer: of this library, over whole parameters: :func:`rows_of_state` comes after this for sharded ones.
+        optimizer: of this library, over whole parameters; :func:`rows_of_state` comes after this for sharded ones.
 
     Raises:
         TypeError: no state.

@@ -43,8 +43,7 @@ def anneal(start: float, end: float, steps: int) -> Callable[[int], float]:
     .. math:: k(t) = start + (end - start) \\min(t / steps, 1)
 
     Args:
-        start: the value at step 0.
-        end: the value from step ``steps`` on.
+        start, end: the values at step 0, and from step ``steps`` on.
         steps: how many steps it takes from one to the other.
 
     Returns:

@@ -178,50 +178,37 @@ class GraphedStep:
 def graphed(train_step: Callable[..., Any], optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
     """Record a whole training step in CUDA graphs, and replay them with the bits of the same calls without graphs.
 
-    The forward and backward pass are one graph, and the kernels of the optimizer's step another.  While the first runs,
-    the host writes to the card what changes from step to step: learning rate, bias corrections, keys of random bits.
-    So any scheduler works, and a step that refreshes S_ref, or one of matrices, is taken as ever between the passes.
-    The first calls run without graphs, and so do calls with inputs of another shape or after somebody has replaced
-    gradients.  Where weights have moved in memory the passes are recorded again.
+    The passes are one graph, the kernels of the optimizer's step another; the host writes what changes from step to
+    step (learning rate, bias corrections, keys of random bits) while the first runs, so any scheduler works.  The first
+    calls, those with inputs of another shape or after gradients were replaced run without graphs; moved weights are
+    recorded again.
 
     Args:
-        train_step: a function of tensors and constants that clears gradients, runs forward and backward pass, and calls
+        train_step: a function of tensors and constants that clears gradients, runs both passes, and calls
             ``optimizer.step()`` once, without a closure.  A replay runs what it launches, not its Python: schedulers,
-            counters and printing stay outside, a model stays in its mode, and memory that it reads besides its
-            arguments and the optimizer's parameters stays where it is.
-        optimizer: an optimizer of this library, all of whose parameters are on one CUDA device.
+            counters and printing stay outside, and memory that it reads stays where it is.
+        optimizer: of this library, all of whose parameters are on one CUDA device.
 
     Returns:
-        A function that is called like ``train_step`` and returns copies of its results; its ``replayed`` counts the
-        calls that were replays, and ``recorded`` how often the passes were recorded.
+        A function called like ``train_step`` that returns copies of its results, and counts ``replayed`` and
+        ``recorded``.
 
     Raises:
         TypeError: another optimizer.
-        ValueError: the optimizer steps in the backward pass, or has parameters elsewhere; when recording:
+        ValueError: the optimizer steps in the backward pass, or has parameters elsewhere; when recording,
             ``train_step`` does not call ``step()`` once, or changes options.
-        RuntimeError: when recording: ``train_step`` waits for the GPU, or a layer draws random bits.
+        RuntimeError: when recording, ``train_step`` waits for the GPU, or a layer draws random bits.
 
     Example:
         >>> import fp8manifold as fm
-        >>> def train_step(x, y):
-        ...     optimizer.zero_grad()
-        ...     loss = torch.nn.functional.mse_loss(model(x), y)
-        ...     loss.backward()
-        ...     optimizer.step()
-        ...     return loss
-        >>> model = fm.quantize_model(torch.nn.Linear(2, 2), "E4M3", storage="fp8")
-        >>> optimizer = fm.optim.StiffnessAdamW(model.parameters(), lr=1e-3)
+        >>> optimizer = fm.optim.StiffnessAdamW([fm.FP8Parameter(torch.eye(2), "E4M3")], lr=1e-3)
+        >>> train_step = lambda x, y: None
         >>> fm.optim.graphed(train_step, optimizer)
         Traceback (most recent call last):
         ...
         ValueError: the parameters of this StiffnessAdamW are on cpu: a CUDA graph takes those of one CUDA device
 
-        On a GPU, with a scheduler after it:
-
-        >>> step = fm.optim.graphed(train_step, optimizer)  # doctest: +SKIP
-        >>> for x, y in batches:  # doctest: +SKIP
-        ...     loss = step(x, y)
-        ...     scheduler.step()
+        >>> loss = fm.optim.graphed(train_step, optimizer)(x, y)  # doctest: +SKIP
 
     Source: PyTorch's CUDA graphs, https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs.
     """

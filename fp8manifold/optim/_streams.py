@@ -35,19 +35,11 @@ def new_stream(
 ) -> int:
     """A stream of 63 bits from what is the parameter's own, which no other parameter of the state has or had.
 
-    Its own are its first values, and the seed of a one-byte tensor or of a grid's manifold, so that the two
-    storages draw the same bits.  Parameters that share both differ by their order in the optimizer, or, without a
-    seed and in an optimizer each, by their first gradients: these differ between machines in the last bits, so they
-    enter nowhere else.
-
-    Args:
-        parameter: with its gradient.
-        twin: how many before it share its seed, as :func:`twins` has it.
-        state: the optimizer's, with the streams in use.
-        begun: how many streams have been given: more than are in use where parameters or states were removed.
-        draws: whether random bits are drawn for an ordinary parameter.
-        alone: whether it is the optimizer's only parameter.
-        values: the first values, where the parameter has others by now.
+    Its own are its first values, and the seed of a one-byte tensor or of a grid's manifold: both storages draw the same
+    bits.  Parameters that share both differ by their order in the optimizer (``twin``, as :func:`twins` counts it) or,
+    without a seed and ``alone`` in an optimizer each, by their first gradients, whose last bits differ between
+    machines.  ``begun`` counts the streams given, also to what was removed; ``values`` are the first values, if others
+    are there now.
     """
     used = [entry["stream"] for entry in state.values() if "stream" in entry]
     seed, words = _seed_of(parameter), _seed_words(parameter)

@@ -210,46 +210,40 @@ class RiemannianAdam(Riemannian):
     .. math:: w \\leftarrow \\mathrm{round}\\left(\\exp_{(1 - \\lambda \\eta / \\eta_0) w}(-\\eta \\, S \\, d)\\right),
               \\qquad d = \\frac{\\hat m}{\\sqrt{\\hat v} + \\epsilon S_{ref}}
 
-    so ``lr`` is in **ULPs a step** (default 0.5).  The averages live in code coordinates, where parallel transport
-    does nothing, in multiples of a power of two next to the stiffness (``unit`` in the state).  On other manifolds of
-    geoopt's and on ordinary parameters it takes geoopt's steps, L2 decay included, at ``float_lr``.
+    so ``lr`` is in **ULPs a step**.  The averages live in code coordinates, where parallel transport does nothing, in
+    multiples of a power of two next to the stiffness (``unit`` in the state).  On other manifolds of geoopt's and on
+    ordinary parameters it takes geoopt's steps, L2 decay included, at ``float_lr``.
 
     Args:
         params: parameters or groups.
         lr: ULPs a step on our manifolds; by default 0.5 there, and geoopt's 1e-3 for a group without any.
         betas, eps, weight_decay, amsgrad: as in geoopt; on our manifolds decay is decoupled, a fraction
             ``weight_decay * lr / initial_lr`` of the weight a step, ``initial_lr`` being the one given here.
-        stabilize: project every so many steps (geoopt's name of ``stabilize_every``).  The momentum stays as it was
-            transported; geoopt's is projected by ``proju``, which on its canonical Stiefel manifold doubles a part.
+        stabilize: geoopt's name of ``stabilize_every``; the momentum stays as it was transported.
         float_lr: learning rate of the parameters that are not on our manifolds; it follows ``lr``'s schedule and is
             required where a list mixes both kinds.
-        writeback, draws, moments: as in :class:`StiffnessAdamW`; None takes the manifold's own rounding and draws, with
-            stochastic and independent ones for ordinary bfloat16 and float16 parameters.  The random bits are the
-            optimizer's, not the manifold's counter.  Parameters elsewhere have float32 averages.
-        seed: key of all random bits.
-        damping, clip: bounds of S / S_ref, as powers of two, outside of which the chart is linear.  Metrics other than
-            ``ulp`` are not bounded.
-        refresh_every: steps between two computations of S_ref.
-        maximize, on_nonfinite, stabilize_every, reset_every, flags: as in :class:`StiffnessAdamW`.
+        writeback, draws: as in :class:`StiffnessAdamW`; None takes the manifold's own, with stochastic and independent
+            ones for ordinary bfloat16 and float16 parameters.  The random bits are the optimizer's, not the manifold's
+            counter.
+        damping, clip: bounds of S / S_ref, as powers of two, outside of which the chart of ``ulp`` is linear; other
+            metrics have none.
+        moments, seed, refresh_every, maximize, on_nonfinite, stabilize_every, reset_every, flags: as in
+            :class:`StiffnessAdamW`; parameters elsewhere have float32 averages.
 
     Attributes:
         bounded_share: share of the quantised weights that met a bound at the last refresh.
 
     Raises:
-        TypeError: an option of another type.
-        ValueError: an option out of range, an unsupported torch flag, no parameters, a mixed list without
-            ``float_lr``.
+        TypeError, ValueError: as :class:`StiffnessAdamW`; a mixed list without ``float_lr``.
 
     Example:
         >>> import fp8manifold as fm, geoopt
         >>> manifold = fm.FP8Manifold("E4M3", rounding="stochastic")
         >>> weight = geoopt.ManifoldParameter(manifold.projx(torch.linspace(0.25, 1, 4)), manifold=manifold)
-        >>> optimizer = RiemannianAdam([weight], lr=0.5)
-        >>> for _ in range(300):
-        ...     optimizer.zero_grad()
-        ...     (weight - 0.5).square().sum().backward()
-        ...     optimizer.step()
-        >>> bool((weight - 0.5).abs().max() < 0.15)
+        >>> optimizer = RiemannianAdam([weight], lr=2.0)
+        >>> weight.square().sum().backward()
+        >>> optimizer.step()
+        >>> bool((weight < torch.linspace(0.25, 1, 4)).all())
         True
 
     Source: Becigneul and Ganea 2019; geoopt (Kochurov et al. 2020).
@@ -329,8 +323,7 @@ class RiemannianAdam(Riemannian):
 class RiemannianSGD(Riemannian):
     """Riemannian SGD with geoopt's signature, over quantised and other parameters.
 
-    On this library's manifolds it is SGD in the chart: the code moves by ``-lr S g`` ULPs, momentum is kept in code
-    coordinates and starts from the first gradient there, decay is decoupled, and the result is rounded once:
+    On this library's manifolds it is SGD in the chart, with momentum in code coordinates and one rounding:
 
     .. math:: w \\leftarrow \\mathrm{round}\\left(\\exp_{(1 - \\lambda \\eta / \\eta_0) w}(-\\eta \\, S \\, b)\\right),
               \\qquad b = \\mu b + (1 - \\tau) S g
@@ -351,11 +344,9 @@ class RiemannianSGD(Riemannian):
         >>> manifold = fm.FP8Manifold("E4M3", rounding="stochastic")
         >>> weight = geoopt.ManifoldParameter(manifold.projx(torch.linspace(0.25, 1, 4)), manifold=manifold)
         >>> optimizer = RiemannianSGD([weight], lr=10.0)
-        >>> for _ in range(200):
-        ...     optimizer.zero_grad()
-        ...     (weight - 0.5).square().sum().backward()
-        ...     optimizer.step()
-        >>> bool((weight - 0.5).abs().max() < 0.1)
+        >>> weight.square().sum().backward()
+        >>> optimizer.step()
+        >>> bool(weight.sum() < 2.5)
         True
 
     Source: Bonnabel 2013; geoopt (Kochurov et al. 2020).

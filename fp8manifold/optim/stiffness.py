@@ -105,32 +105,28 @@ class StiffnessAdamW(StiffnessOptimizer):
     .. math:: w \\leftarrow \\mathrm{round}\\left( (1 - \\eta \\lambda) w
               - \\eta \\left( \\mathrm{clamp}(S(w) / S_{ref}, damping, clip) \\right)^k d \\right)
 
-    with Adam's direction ``d`` (of size about 1), learning rate ``eta``, decoupled decay ``lambda`` and ``S_ref`` the
-    mean of ``S`` over the tensor.  Everything is computed in float32 (float64 for float64 parameters) and rounded
-    once.  ``k = 0``, the default, is AdamW with a rounded write-back; ``k = 1`` approximates the Riemannian step.
-
-    Parameters in one byte or on an :class:`~fp8manifold.FP8Manifold` are rounded to their grid, those on a
-    :class:`~fp8manifold.StiffnessManifold` are not rounded, and ordinary ones get plain AdamW; all may share a list.
+    with Adam's direction ``d``, learning rate ``eta``, decoupled decay ``lambda`` and ``S_ref`` the mean of ``S``;
+    computed in float32 (float64 for float64 parameters) and rounded once.  ``k = 0``, the default, is AdamW with a
+    rounded write-back (``docs/optimizers.md`` lists what differs from torch's); ``k = 1`` approximates the Riemannian
+    step.  Points of a :class:`~fp8manifold.StiffnessManifold` are not rounded, and ordinary parameters get plain AdamW.
 
     Args:
         params: parameters, or groups of them with options of their own, as for any ``torch.optim`` optimizer.
-        lr: learning rate in value, AdamW's: a number or a tensor of one element.
+        lr: learning rate in value, a number or a tensor of one element.
         betas: decay rates of the running averages.
         eps: added to the denominator.
         weight_decay: decoupled decay, times ``lr`` a step.
-        stiffness: the exponent k, 0 for AdamW: a number, or a function of the steps taken, such as :func:`anneal`.
+        stiffness: the exponent k: a number, or a function of the steps taken, such as :func:`anneal`.
         metric: what S is: ``ulp``, ``log``, ``euclidean`` or a function S(x, fmt).
-        writeback: how a target becomes a point of the grid.  ``nearest`` and ``stochastic`` round.  ``residual8`` keeps
-            what rounding leaves in a byte a weight, rounded stochastically to 1/256 of an ULP (a -0 becomes +0).
-            ``momentum`` rounds stochastically and gives the error to the first average.  Ordinary bfloat16 and float16
-            parameters are rounded to their dtype, under all but ``nearest`` stochastically, finite values saturating.
-        draws: random draws of one weight, step by step: ``independent``, or ``dither``, which spreads them evenly, so
-            that less noise adds up, and pulls weights towards 0: decay is 7% too strong in E4M3, 12% in E5M2
-            (:func:`fp8manifold.random_bits`).  Those of moments are independent.
-        moments: how the averages are stored: ``float32``, ``bfloat16`` or ``8bit`` (block-wise E4M3, the second as its
-            square root; of Muon E2M5), the last two with stochastic rounding that is right in the mean: in 8 bits of
-            ``1 / sqrt(v)``, with ``v`` itself 4 to 6% above.  Under ``float32`` float64 parameters have float64 ones.
-        seed: key of all random bits; they also depend on the step and on the parameter's position.
+        writeback: ``nearest``, ``stochastic``, ``residual8`` (a byte a weight for what rounding leaves, to 1/256 of an
+            ULP; a -0 becomes +0) or ``momentum`` (its error goes into the first average).  Ordinary bfloat16 and
+            float16 parameters are rounded stochastically under all but ``nearest``, finite values saturating.
+        draws: ``independent``, or ``dither``, with less noise and a pull towards 0: decay is 7% too strong in E4M3, 12%
+            in E5M2 (:func:`fp8manifold.random_bits`).  Those of moments are independent.
+        moments: the averages in ``float32``, ``bfloat16`` or ``8bit`` (block-wise E4M3, the second as its square root;
+            of Muon E2M5), the last two rounded stochastically: in 8 bits ``1 / sqrt(v)`` is right in the mean, ``v`` 4
+            to 6% above.
+        seed: key of all random bits, with the step and the parameter's position.
         damping: lower bound of S / S_ref, so that weights near zero keep moving in formats of many binades.
         clip: upper bound of S / S_ref, so that outliers do not run away.
         refresh_every: steps between two computations of S_ref (and of ``bounded_share``).
@@ -158,23 +154,6 @@ class StiffnessAdamW(StiffnessOptimizer):
         ...     optimizer.step()
         >>> bool((weight - 0.5).abs().max() < 0.15)
         True
-
-    What differs from ``torch.optim.AdamW``:
-
-    ==================  ==================================  ========================================================
-    option              ``torch.optim.AdamW``               here
-    ==================  ==================================  ========================================================
-    ``betas``           (0.9, 0.999)                        (0.9, 0.95)
-    ``weight_decay``    0.01                                0.0; decoupled alike, times ``lr``
-    ``eps``             1e-8, added to sqrt(v / (1 - b^t))  the same
-    write-back          each operation rounds in place      float32 (float64) throughout, rounded once
-    averages            in the parameter's dtype            float32, bfloat16 or 8 bits (``moments``)
-    non-finite          steps, and the weights become NaN   the step is left out and counted (``on_nonfinite``)
-    ``amsgrad``         offered                             not offered
-    torch's flags       ``foreach``, ``fused``, ...         refused: native code steps all parameters in one call
-    ==================  ==================================  ========================================================
-
-    With ``betas=(0.9, 0.999), weight_decay=0.01`` the steps of float32 parameters are torch's to within rounding.
 
     Source: Loshchilov and Hutter 2019 for the decoupled decay; the stiffness factor is this library's.
     """
@@ -222,13 +201,11 @@ class StiffnessSGD(StiffnessOptimizer):
     .. math:: b = \\mu b + (1 - \\tau) g, \\qquad w \\leftarrow \\mathrm{round}\\left( (1 - \\eta \\lambda) w
               - \\eta \\left( \\mathrm{clamp}(S(w) / S_{ref}, damping, clip) \\right)^k b \\right)
 
-    ``k = 0``, the default, is SGD with a rounded write-back.  A gradient is a covector, so that its Riemannian step is
-    ``S^2 g``: ``stiffness=2.0``.  Unlike torch's the decay is decoupled.  Ordinary parameters get plain SGD.
+    The Riemannian step is ``S^2 g``: ``stiffness=2.0``.  Unlike torch's the decay is decoupled.
 
     Args:
         params: parameters or groups, quantised and ordinary ones mixed.
-        lr: learning rate, SGD's.
-        momentum, dampening, nesterov: as in ``torch.optim.SGD``; the buffer starts from the first gradient.
+        lr, momentum, dampening, nesterov: as in ``torch.optim.SGD``; the buffer starts from the first gradient.
         weight_decay: decoupled decay, times ``lr`` a step.
         stiffness, metric, writeback, draws, moments, seed, damping, clip, refresh_every, maximize,
             on_nonfinite, stabilize_every, reset_every, flags: as in :class:`StiffnessAdamW`; ``writeback="momentum"``
@@ -239,14 +216,12 @@ class StiffnessSGD(StiffnessOptimizer):
 
     Example:
         >>> import fp8manifold as fm, torch
-        >>> weight = fm.FP8Parameter(torch.linspace(0.25, 1, 4), "E4M3", seed=0)
-        >>> optimizer = StiffnessSGD([weight], lr=0.1, momentum=0.5)
-        >>> for _ in range(200):
-        ...     optimizer.zero_grad()
-        ...     (weight - 0.5).square().sum().backward()
-        ...     optimizer.step()
-        >>> bool((weight - 0.5).abs().max() < 0.1)
-        True
+        >>> weight = fm.FP8Parameter(torch.ones(2), "E4M3", seed=0)
+        >>> optimizer = StiffnessSGD([weight], lr=0.25, momentum=0.5)
+        >>> weight.square().sum().backward()
+        >>> optimizer.step()
+        >>> weight.tolist()
+        [0.5, 0.5]
 
     Source: Bonnabel 2013 for Riemannian SGD; the momentum is torch's.
     """
@@ -323,8 +298,7 @@ class StiffnessLion(StiffnessOptimizer):
               - \\eta \\left( \\mathrm{clamp}(S(w) / S_{ref}, damping, clip) \\right)^k
               \\operatorname{sign}(\\beta_1 m + (1 - \\beta_1) g) \\right), \\quad m = \\beta_2 m + (1 - \\beta_2) g
 
-    ``k = 0``, the default, is Lion with a rounded write-back; with ``k = 1`` a step is ``lr / S_ref`` ULPs everywhere
-    between the bounds.  Ordinary parameters get plain Lion.
+    With ``k = 1`` a step is ``lr / S_ref`` ULPs everywhere between the bounds.  Ordinary parameters get plain Lion.
 
     Args:
         params: parameters or groups, quantised and ordinary ones mixed.
@@ -340,16 +314,12 @@ class StiffnessLion(StiffnessOptimizer):
 
     Example:
         >>> import fp8manifold as fm, torch
-        >>> weight = fm.FP8Parameter(torch.linspace(0.25, 1, 4), "E4M3", seed=0)
-        >>> optimizer = StiffnessLion([weight], lr=0.02)
-        >>> schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
-        >>> for _ in range(600):
-        ...     optimizer.zero_grad()
-        ...     (weight - 0.5).square().sum().backward()
-        ...     optimizer.step()
-        ...     schedule.step()
-        >>> bool((weight - 0.5).abs().max() < 0.15)
-        True
+        >>> weight = fm.FP8Parameter(torch.ones(2), "E4M3", seed=0)
+        >>> optimizer = StiffnessLion([weight], lr=0.25)
+        >>> weight.square().sum().backward()
+        >>> optimizer.step()
+        >>> weight.tolist()
+        [0.75, 0.75]
 
     Source: Chen et al. 2023 (Symbolic Discovery of Optimization Algorithms).
     """
@@ -394,15 +364,13 @@ class Madam(StiffnessOptimizer):
               \\text{ where } |w| \\ge f, \\qquad \\mathrm{round}(w - f \\eta d) \\text{ elsewhere}, \\qquad
               d = \\mathrm{clamp}(g / \\sqrt{\\hat v}, -c, c)
 
-    A multiplicative step can't change a sign, nor leave zero.  So below the floor ``f = escape * 2^M S_ref`` it
-    becomes additive: the two have the same value and slope where they meet.  Ordinary parameters (norms, embeddings,
-    biases), where zeros are common, get AdamW at ``float_lr``.
+    A multiplicative step can't change a sign, nor leave zero: below the floor ``f = escape * 2^M S_ref`` it becomes
+    additive, with the same value and slope there.  Ordinary parameters get AdamW at ``float_lr``.
 
     Args:
         params: parameters or groups, quantised and ordinary ones mixed.
-        lr: learning rate: the share by which a weight changes in a step, times ``d``.
-        betas: of ordinary parameters; the second one is that of ``v`` everywhere.
-        eps: added to the denominator.
+        lr: the share by which a weight changes in a step, times ``d``.
+        betas, eps: of ordinary parameters; the second beta and eps are those of ``v`` everywhere.
         weight_decay: decoupled decay, times ``lr`` (``float_lr`` for ordinary parameters) a step.
         float_lr: learning rate of ordinary parameters; it follows ``lr``'s schedule.
         max_direction: the bound ``c``.
@@ -416,14 +384,12 @@ class Madam(StiffnessOptimizer):
 
     Example:
         >>> import fp8manifold as fm, torch
-        >>> weight = fm.FP8Parameter(torch.tensor([-1.0, 0.0, 0.25, 1.0]), "E7M0", seed=0)
-        >>> optimizer = Madam([weight], lr=0.05)
-        >>> for _ in range(300):
-        ...     optimizer.zero_grad()
-        ...     (weight - 0.5).square().sum().backward()
-        ...     optimizer.step()
-        >>> bool((weight > 0.2).all())  # also those that started at -1 and 0
-        True
+        >>> weight = fm.FP8Parameter(torch.ones(2), "E7M0", seed=0)
+        >>> optimizer = Madam([weight], lr=0.7)
+        >>> weight.square().sum().backward()
+        >>> optimizer.step()
+        >>> weight.tolist()
+        [0.5, 0.5]
 
     Source: Bernstein et al. 2020 (arXiv 2006.14560); the additive escape is this library's.
     """

@@ -57,30 +57,25 @@ class StiffnessMuon(StiffnessOptimizer):
               \\qquad F = \\left( \\mathrm{clamp}(S(w) / S_{ref}, damping, clip) \\right)^k
 
     ``msign`` is the orthogonal factor ``U V^T`` of ``U diag(s) V^T``, by five Newton-Schulz products; ``a`` follows
-    from the matrix' shape.  With ``k = 0``, the default, this is ``torch.optim.Muon`` with one rounding a step, and on
-    float parameters its numbers; ``k = 1`` takes the steepest step of the spectral norm in the chart's coordinates.
-
-    With ``writeback="stochastic"`` and ``moments="8bit"`` a matrix takes two bytes a weight, its momentum in E2M5
-    included.  Embeddings, heads, norms and biases are for Adam: in groups with ``direction="adam"``, stepped as by
-    :class:`StiffnessAdamW`; :meth:`for_model` sorts a whole model.
+    from the matrix' shape.  ``k = 0``, the default, is ``torch.optim.Muon`` with one rounding a step; ``k = 1`` takes
+    the steepest step of the spectral norm in the chart's coordinates.  Embeddings, heads, norms and biases are stepped
+    as by :class:`StiffnessAdamW`, in groups with ``direction="adam"``; :meth:`for_model` sorts a whole model.
 
     Args:
         params: parameters or groups, quantised and ordinary ones mixed; matrices, where ``direction`` is ``muon``.
-        lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps: as in ``torch.optim.Muon``; the decay is
-            decoupled, times ``lr`` a step.
-        adjust_lr_fn: how ``a`` follows from a matrix of R rows and C columns: ``original`` (None), ``sqrt(max(1,
-            R/C))``; ``match_rms_adamw``, ``0.2 sqrt(max(R, C))``, with which AdamW's learning rate and decay serve; or
-            ``spectral_unclamped``, ``sqrt(R/C)``.
+        lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps: as in ``torch.optim.Muon``.
+        adjust_lr_fn: ``a`` of a matrix of R rows and C columns: ``original`` (None), ``sqrt(max(1, R/C))``;
+            ``match_rms_adamw``, ``0.2 sqrt(max(R, C))``, for AdamW's rate and decay; ``spectral_unclamped``,
+            ``sqrt(R/C)``.
         direction: ``muon``, or ``adam`` for a group's parameters.
-        matrix_shape: what a parameter of more than two dimensions is: with ``flatten`` one matrix, a row for each
-            entry of its first dimension (a convolution's filters); with ``batch`` a matrix for each entry of the
-            first of its three (experts).  With ``auto`` such a parameter is refused.
+        matrix_shape: of a parameter with more dimensions ``flatten`` makes one matrix, a row for each entry of its
+            first (a convolution's filters), ``batch`` one for each entry of the first of three (experts); ``auto``
+            refuses it.
         ns_dtype: what the products are computed in; None is bfloat16 where the device has it, float32 elsewhere.
         betas, adam_eps: of groups with ``direction="adam"``.
         stiffness, metric, writeback, draws, moments, seed, damping, clip, refresh_every, maximize,
             on_nonfinite, stabilize_every, reset_every, flags: as in :class:`StiffnessAdamW`.  ``moments`` and
-            ``writeback="momentum"`` need ``momentum`` > 0; the latter gives the momentum what the rounding took as
-            if the step were linear in it.
+            ``writeback="momentum"`` need ``momentum`` > 0; the latter feeds it errors as if the step were linear in it.
 
     A gradient of zeros has a step of zeros.  Matrices are orthogonalised one by one, so that no step depends on what
     else is stepped; their products are the same bits on the same machine with the same number of threads.
@@ -92,13 +87,11 @@ class StiffnessMuon(StiffnessOptimizer):
 
     Example:
         >>> import fp8manifold as fm, torch
-        >>> weight = fm.FP8Parameter(torch.eye(4) / 2, "E4M3", seed=0)
-        >>> optimizer = StiffnessMuon([weight], lr=0.05, moments="8bit")
-        >>> for _ in range(150):
-        ...     optimizer.zero_grad()
-        ...     (weight - torch.eye(4)).square().sum().backward()
-        ...     optimizer.step()
-        >>> bool((weight - torch.eye(4)).abs().max() < 0.25)
+        >>> weight = fm.FP8Parameter(torch.eye(2), "E4M3", seed=0)
+        >>> optimizer = StiffnessMuon([weight], lr=0.5, moments="8bit", weight_decay=0.0)
+        >>> weight.square().sum().backward()
+        >>> optimizer.step()
+        >>> bool((weight.diag() < 1).all())
         True
 
     Source: Jordan et al. 2024 (Muon); Liu et al. 2025 (arXiv 2502.16982) for ``match_rms_adamw``; the chart's
@@ -157,13 +150,9 @@ class StiffnessMuon(StiffnessOptimizer):
         .. math:: d = \\mathrm{msign}(u) \\text{ for matrices}, \\qquad
                   d = \\hat m / (\\sqrt{\\hat v} + \\epsilon) \\text{ for the rest}
 
-        A matrix is a parameter of two dimensions, the kernel of a convolution, or a batch of matrices (three
-        dimensions), unless it is that of an embedding, of the head, or of a convolution of each channel alone.  The
-        head is what ``get_output_embeddings`` gives, or else a module called ``lm_head``, ``head``, ``classifier``,
-        ``score``, ``embed_out`` or ``output_projection``.  A parameter that is no layer's weight is a vector, if all
-        but one of its dimensions are 1, or by the name of a bias (``gate_up_proj_bias``), of positions or tokens
-        (``pos_embed``, ``cls_token``) or of a state space (``A_log``, ``D``); so is what the model marks
-        (``no_weight_decay()``, ``_no_weight_decay``).  :func:`muon_report` prints all of this for a model.
+        Matrices, kernels of convolutions and batches of matrices are Muon's, but those of embeddings, the head and
+        convolutions of each channel alone.  Vectors, positions, tokens, a state space's own and what the model marks
+        (``_no_weight_decay``) don't decay.  :func:`muon_report` prints all of this for a model.
 
         Args:
             model: quantised or not; parameters that require no gradient are left out.
@@ -301,25 +290,19 @@ def muon_report(model: nn.Module, others: Sequence[str] | None = None) -> MuonRe
     """Sort a model's parameters as :meth:`StiffnessMuon.for_model` does, with the reasons.
 
     Args:
-        model: any, quantised or not; nothing is changed.
-        others: as in :meth:`StiffnessMuon.for_model`.
-
-    Returns:
-        A :class:`MuonReport` of the parameters that require a gradient.
+        model, others: as in :meth:`StiffnessMuon.for_model`; nothing is changed.
 
     Raises:
         TypeError: ``model`` is not an ``nn.Module``.
         ValueError: a pattern that names nothing.
 
     Example:
-        >>> print(muon_report(nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 8), nn.LayerNorm(8))))
+        >>> print(muon_report(nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 8))))
         parameter  shape    direction  decays
         0.weight   (10, 8)  adam       yes     an embedding
         1.weight   (8, 8)   muon       yes     a matrix
         1.bias     (8,)     adam       no      a vector
-        2.weight   (8,)     adam       no      a vector
-        2.bias     (8,)     adam       no      a vector
-        Muon's: 1 of 5 parameters, the rest Adam's
+        Muon's: 1 of 3 parameters, the rest Adam's
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")

@@ -37,38 +37,30 @@ class StiffnessWrapper(torch.optim.Optimizer):
               f = scale(t) \\left( \\mathrm{clamp}(S(w) / S_{ref}, damping, clip) \\right)^{exponent}
 
     where ``Delta`` is the wrapped optimizer's own update (``on="update"``), or ``f`` multiplies its gradient
-    (``on="gradient"``; the gradients themselves are left as they were).  A parameter on an
-    :class:`~fp8manifold.FP8Manifold` is written back to its grid once, after the step; an ordinary parameter has no
-    stiffness and takes ``f = scale(t)``.
-
-    The wrapped optimizer's own writes into an :class:`~fp8manifold.FP8Parameter` are rounded already, as the parameter
-    says: there ``writeback`` is a second rounding, and does not bring back what a nearest first one has lost.
+    (``on="gradient"``).  Points of an :class:`~fp8manifold.FP8Manifold` are written back to their grid once, after the
+    step; ordinary parameters take ``f = scale(t)``.  Writes into an :class:`~fp8manifold.FP8Parameter` are rounded
+    already, as the parameter says: ``writeback`` is a second rounding there.
 
     Args:
         optimizer: any ``torch.optim.Optimizer``; its groups, state and learning rate stay its own.
-        scale: a number, or a function of the number of steps taken.
-        exponent: a number, or a function of the number of steps taken.
+        scale, exponent: numbers, or functions of the number of steps taken.
         on: ``update`` or ``gradient``.
         metric, damping, clip, refresh_every, seed: as in :class:`StiffnessAdamW`.
         writeback: ``nearest`` or ``stochastic``; None takes each manifold's own rounding.  Ordinary bfloat16 and
-            float16 parameters whose update is scaled are rounded stochastically but under ``nearest``; what the wrapped
-            optimizer itself has lost in writing them does not come back.
+            float16 parameters whose update is scaled are rounded stochastically but under ``nearest``.
         draws: of ``stochastic``: ``independent`` or ``dither``; None takes each manifold's own, or independent ones.
 
     Attributes:
-        steps_taken: number of steps.
-        references: the reference stiffness of each quantised parameter.
-        streams: for each parameter that has been rounded stochastically, the key word that makes its draws its own.
-        streams_begun: how many have been given; those of parameters that are removed are not given again.
+        steps_taken, references: the number of steps, and the reference stiffness of each quantised parameter.
+        streams, streams_begun: the key word of each parameter that has been rounded stochastically, and their number.
 
     Raises:
         TypeError: ``optimizer`` is not a torch optimizer, or an option of another type.
         ValueError: an option out of range.
 
     Warns:
-        UserWarning: ``on="gradient"`` around an optimizer that divides by a running root mean square of the gradient
-            (Adam and its kin): there a factor cancels, a scalar one exactly and an element-wise one but for its
-            changes, so it does next to nothing.
+        UserWarning: ``on="gradient"`` around an optimizer that divides by the gradient's root mean square, as Adam
+            does: the factor nearly cancels.
 
     Example:
         >>> import fp8manifold as fm

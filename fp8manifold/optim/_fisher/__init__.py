@@ -31,52 +31,41 @@ class FisherNaturalGradient(StiffnessOptimizer):
     .. math:: \\Delta = T (T F T + \\delta \\bar f I)^{-1} T g = (F + \\delta \\bar f \\, T^{-2})^{-1} g, \\qquad
               T = \\mathrm{clamp}(S / S_{ref}, floor, clip)^k
 
-    where ``f`` is the mean eigenvalue of ``T F T`` and ``delta`` the damping.  With ``k = 1`` that is the damped
-    natural gradient step taken on codes and carried back to values: little damping gives ``F^-1 g``, much of it the
-    Riemannian gradient ``S^2 g``; ``k = 0`` and ordinary parameters give the usual natural gradient.  Then
+    where ``f`` is the mean eigenvalue of ``T F T`` and ``delta`` the damping: little of it gives ``F^-1 g``, much of it
+    the Riemannian gradient ``S^2 g``; ``k = 0`` and ordinary parameters give the usual natural gradient.  Then
 
     .. math:: d = \\Delta / \\mathrm{rms}(\\Delta), \\qquad m \\leftarrow \\mu m + (1 - \\mu) d, \\qquad
               w \\leftarrow \\mathrm{round} \\left( (1 - \\eta \\lambda) w - \\eta \\, m / (1 - \\mu^t) \\right)
 
-    With ``normalize=False``, ``d`` is ``Delta`` and ``lr`` is a fraction of the natural step.
-
-    ``F`` is the Fisher information of a token under labels drawn from the model's own softmax, layer by layer:
-    its ``diagonal``, or the Kronecker product of the second moments of inputs and output gradients (``kfac``), or that
-    product's eigenbasis with second moments measured in it (``ekfac``); tokens count as independent.  The last two
-    take for ``T`` the outer product that is nearest to it in the logarithm, at the last refresh.  ``F`` is computed by
+    ``F`` is the Fisher information of a token under labels drawn from the model's own softmax, layer by layer: its
+    ``diagonal``, a Kronecker product (``kfac``), or that product's eigenbasis (``ekfac``).  It is computed by
     nngeometry in float32, in evaluation mode, and changes neither model, nor gradients, nor the global generator.
-
-    A natural step is taken by the weight of every ``nn.Linear`` or :class:`~fp8manifold.QuantizedLinear` of ``model``
-    that is among the parameters and belongs to no other module.  Everything else (biases, norms, embeddings, tied or
-    very wide heads) takes :class:`StiffnessAdamW`'s step, with the ``lr`` of its group.
+    Weights of linear layers that belong to no other module take natural steps, and everything else
+    :class:`StiffnessAdamW`'s.
 
     Args:
         params: parameters, or groups of them with options of their own.
-        model: what the gradients are taken of; not the result of ``torch.compile`` but what was given to it.
-        loader: batches for measuring ``F``: anything that can be iterated over again and again, such as a
-            ``DataLoader``, or a function from the number of steps taken to such a thing.
-        lr: learning rate: AdamW's, unless ``normalize=False``.
+        model: what the gradients are taken of, before ``torch.compile``.
+        loader: batches to measure ``F`` with, iterated again and again, or a function from the steps taken to such a
+            thing.
+        lr: learning rate: AdamW's; with ``normalize=False`` a fraction of the natural step.
         momentum: decay rate of the running average of directions.
-        betas, eps: StiffnessAdamW's, for the other parameters.
-        weight_decay: decoupled decay, times ``lr`` a step.
+        betas, eps, weight_decay: as in :class:`StiffnessAdamW`.
         representation: ``diagonal``, ``kfac`` or ``ekfac``.
         refresh: steps between two measurements of ``F``.
         damping: added to each eigenvalue of ``T F T``, in units of their mean.
-        decay: weight of earlier measurements in the running average of ``F`` (in ekfac: of the matrices that the
-            eigenbasis is taken from).
-        batches: batches for one measurement: the first of the loader, which begins again each time.
+        decay: weight of earlier measurements in the running average of ``F``.
+        batches: batches for one measurement: the first of the loader.
         samples: labels drawn for each token.
         normalize: divide each natural gradient by its root mean square.
         max_features: kfac and ekfac leave layers that are wider, on either side, to StiffnessAdamW.
-        logits: function (model, batch) to the logits (..., V); the default calls the model with the batch, or its first
-            entry if it is a sequence, and takes ``.logits`` of the result if there is such a thing.
-        stiffness: the exponent k (0 by default) of both kinds of step: a number, or a function of the steps taken.
-        metric, writeback, draws, moments, seed, clip, refresh_every, maximize, stabilize_every, flags: as in
+        logits: function (model, batch) to the logits (..., V), or to what has them as ``.logits``.
+        stiffness, metric, writeback, draws, moments, seed, clip, refresh_every, maximize, stabilize_every, flags: as in
             :class:`StiffnessAdamW`; the labels depend on ``seed`` too.
         floor: lower bound of S / S_ref, called ``damping`` there.
-        on_nonfinite: what happens when a gradient is not finite, or a damped ``F`` not positive definite: ``skip``
-            leaves out the whole step (with a ``RuntimeWarning`` if it is because of ``F``), ``raise`` raises.
-        reset_every: forget momentum, running averages and ``F``, which is then measured again, every so many steps.
+        on_nonfinite: of gradients, and of a damped ``F`` that is not positive definite: ``skip``, with a
+            ``RuntimeWarning`` because of ``F``, or ``raise``.
+        reset_every: forget momentum, running averages and ``F`` every so many steps.
 
     Raises:
         TypeError: an option of another type, a loader that can be iterated over once only.

@@ -313,62 +313,38 @@ def step_in_backward(
               g \\leftarrow \\min(1, \\mathrm{max\\_norm} / (\\lVert g \\rVert + 10^{-6}))\\, g
 
     in place of ``weights + state + sum_i gradient_i``.  Without ``clip`` the numbers are those of ``optimizer.step()``
-    after the same backward pass.  The loop stays as it is; ``step()`` only ends the step.
-
-    A used gradient is replaced by a stand-in without memory.  A second backward pass before ``zero_grad()``,
-    ``GradScaler``, reading gradients, and more than one process are refused.  Options allow clipping and accumulation:
-
-    ``clip="exact"``
-        two backward passes a step, of which the first, under ``handle.measure()``, takes the norm.  The numbers are
-        those of ``clip_grad_norm_``, to the bit if the passes compute the same and the parameters are in the same
-        order; the norms of bfloat16 and float16 gradients are float32 here.
-    ``clip="previous"``
-        one pass: the factor has the norm of the step before, which groups and states have as ``previous_norm``; one
-        that is not finite is left out.  The first step is refused until ``handle.measure()`` has taken a norm, or,
-        with ``first="measure"``, only takes it.
-    ``accumulate="bfloat16"``
-        gradients of several passes are summed up in bfloat16, each rounded stochastically, 2 bytes a weight, and
-        ``optimizer.step()`` takes the steps.  The sums are in ``grad``: ``clip_grad_norm_`` works, without ``clip``.
-
-    A gradient that is not finite leaves out the step of its own parameter only, with a warning
-    (``on_nonfinite="raise"``: ends the backward pass); with ``clip="exact"`` and of sums it leaves out all steps.
-    On a GPU the card decides on that of one parameter, and the warning comes with its next step.
+    after the same pass, and ``step()`` only ends the step.  A used gradient becomes a stand-in without memory; a second
+    pass before ``zero_grad()``, ``GradScaler`` and several processes are refused.  A gradient that is not finite leaves
+    out the step of its own parameter, with a warning (``on_nonfinite="raise"``: ends the pass; with ``clip="exact"``
+    and of sums it leaves out all steps).  ``docs/in-backward.md`` has each option with an example.
 
     Args:
         optimizer: any of this library but :class:`FisherNaturalGradient` and :class:`StiffnessWrapper`.
-        clip: None, ``previous`` or ``exact``; then ``clip_grad_norm_`` of all parameters may be called after the
-            backward pass, with the same ``max_norm`` or with inf, and gives the norm.
+        clip: None; ``exact``, two passes a step, of which the first, under ``handle.measure()``, takes the norm: the
+            numbers of ``clip_grad_norm_``; or ``previous``, one pass by the norm of the step before (``previous_norm``
+            of groups and states), of which one that is not finite is left out.
         max_norm: what the norm of the whole gradient is clipped to; inf only takes norms.
-        first: what ``clip="previous"`` does without a norm: ``refuse``, or ``measure``.
-        accumulate: None or ``bfloat16``.
+        first: what ``clip="previous"`` does without a norm: ``refuse``, or ``measure``, which steps nothing.
+        accumulate: None or ``bfloat16``: sums of several passes, each rounded stochastically, in ``grad``, 2 bytes a
+            weight.
 
     Returns:
-        A handle with ``remove()``, which is a context manager too.  Groups added later, and parameters that are frozen
-        now, are stepped alike.
+        A handle with ``remove()``, a context manager; groups added later and parameters that thaw are stepped alike.
 
     Raises:
         TypeError: another optimizer.
-        ValueError: ``max_norm`` without ``clip`` or ``clip`` without it, ``clip`` with ``accumulate``, an unknown
-            choice.
-        RuntimeError: a gradient is there already, a parameter is stepped in backward already, or there are several
-            processes.
+        ValueError: ``max_norm`` without ``clip`` or the reverse, ``clip`` with ``accumulate``, an unknown choice.
+        RuntimeError: a gradient, or another optimizer in backward, is there already, or there are several processes.
 
     Example:
         >>> import fp8manifold as fm
         >>> model = fm.quantize_model(torch.nn.Linear(4, 2), "E4M3", storage="fp8")
         >>> optimizer = fm.optim.StiffnessMuon.for_model(model, 1e-2, moments="8bit")
-        >>> handle = fm.optim.step_in_backward(optimizer, clip="previous", max_norm=1.0)
-        >>> loss = lambda: model(torch.ones(1, 4)).square().sum()
-        >>> with handle.measure():  # once, before the first step
-        ...     loss().backward()
-        >>> for _ in range(3):
-        ...     optimizer.zero_grad()
-        ...     loss().backward()
+        >>> with fm.optim.step_in_backward(optimizer):
+        ...     model(torch.ones(1, 4)).square().sum().backward()
         ...     optimizer.step()
         >>> model.weight.grad
         SpentGradient(shape=(2, 4), dtype=torch.float32)
-        >>> optimizer.param_groups[0]["previous_norm"] > 0
-        True
 
     Source: Lv et al. 2023 (LOMO, arXiv 2306.09782) for stepping in the backward pass, and for two passes to clip.
     """
