@@ -61,8 +61,7 @@ class Ranks:
         return x
 
 
-ALONE: Final = Ranks()
-"""One process."""
+ALONE: Final = Ranks()  #: One process.
 
 
 class Replicas(Ranks):

@@ -281,8 +281,7 @@ class _Reader:
         self._made: dict[str, FP8Parameter] = {}
         self._scales: dict[str, Tensor] = {}
         self._aside: dict[str, Any] = {}
-        self.floats: dict[str, Any] = {}
-        """Floats for transformers to read, once it is known which the model has."""
+        self.floats: dict[str, Any] = {}  #: Floats for transformers to read, once it is known which the model has.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Reader":
         """Itself: settings are copied, and files are not."""

@@ -16,8 +16,7 @@ from fp8manifold.tensor import FP8Tensor
 
 __all__ = ["check_digest", "digest", "in_rows_of", "rows_of", "sync"]
 
-NAME: Final = "digest"
-"""The key under which a state keeps its own."""
+NAME: Final = "digest"  #: The key under which a state keeps its own.
 _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 #: odd numbers of 64 bits (the golden ratio's, and those of SplitMix64), as signed ones
 _GOLDEN, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15

@@ -23,7 +23,6 @@ _DEFAULT_LAYOUTS: Final = {(4, 3): "fn", (5, 2): "ieee", (3, 4): "ieee"}
 _LARGEST_EXPONENT: Final = 100  # float32 holds 1.5 * 2^23 times the power of two of any value, as exact rounding needs
 _SMALLEST_EXPONENT: Final = -102  # float32 holds 2^-24 of the smallest ulp, the resolution of a random draw
 _LARGEST_ULP_EXPONENT: Final = 24  # the smallest float32 is still a nonzero fraction of the smallest ulp
-
 _LONGEST_NAME: Final = 40  # of a name that is read; an error quotes no more of it
 _EXMY = re.compile(r"E([0-9]+)M([0-9]+)(FNUZ|FN|IEEE|FINITE|P3109E|P3109F)?(?:_B(-?[0-9]+))?")
 _P3109 = re.compile(r"P3109_([0-9]+)P([0-9]+)(F)?")
@@ -258,8 +257,7 @@ class FloatFormat:
         return 2.0 ** (self.emax - self.mantissa_bits)
 
 
-FormatLike = FloatFormat | str
-"""A format or its name."""
+FormatLike = FloatFormat | str  #: A format or its name.
 
 
 def _name_of(fmt: FloatFormat) -> str:

@@ -192,8 +192,7 @@ class _Quantizer:
     pre_quantized: bool
     reader: Any = None
     """A reader that makes codes of tensors from transformers, or puts in those that it read itself."""
-    own_parameters: tuple[str, ...] = ()
-    """Names of parameters in codes that are called otherwise than ``weight``."""
+    own_parameters: tuple[str, ...] = ()  #: Names of parameters in codes that are called otherwise than ``weight``.
     requires_calibration = False
     is_trainable = True
     is_qat_trainable = True

@@ -18,20 +18,14 @@ from fp8manifold._base.reading import eager_only
 
 __all__ = ["RANDOM_BITS", "random_bits"]
 
-RANDOM_BITS: Final = 24
-"""Number of random bits in a draw: as many as a float32 holds exactly."""
-
+RANDOM_BITS: Final = 24  #: Number of random bits in a draw: as many as a float32 holds exactly.
 _LOW = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _MULTIPLIERS = (0xED5AD4BB, 0xAC4C1B51, 0x31848BAB)  # triple32, https://github.com/skeeto/hash-prospector
 _SHIFTS = (17, 11, 15)
-
 Words = tuple[int, ...]
-Draws = Literal["independent", "dither"]
-"""The order of one element's draws in time."""
-
-EPOCH: Final = 256
-"""Writes after which dithered draws take new phases."""
+Draws = Literal["independent", "dither"]  #: The order of one element's draws in time.
+EPOCH: Final = 256  #: Writes after which dithered draws take new phases.
 _ADVANCE = 0x9E3779B9  # 2^32 over the golden ratio: multiples of it are spread evenly over the circle of words
 _DITHERED = 3  # a key word: the phases of dithered draws are no independent draws
 

@@ -26,8 +26,7 @@ __all__ = [
     "ulp",
 ]
 
-DRAWS: Final = 1 << 24
-"""The number of values of a random draw."""
+DRAWS: Final = 1 << 24  #: The number of values of a random draw.
 
 
 class Fields(Protocol):

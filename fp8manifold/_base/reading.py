@@ -12,8 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 # torch.compiler.disable does the same and imports the whole compiler at once: more than half of this library's import.
 eager_only = _disable_dynamo
-_READ: Final = WeakIdKeyDictionary()
-"""By tensor: its version when it was read, and what was read of it."""
+_READ: Final = WeakIdKeyDictionary()  #: By tensor: its version when it was read, and what was read of it.
 
 
 def has_values(x: Tensor) -> bool:

@@ -50,9 +50,7 @@ def is_backward() -> bool:
 TRACED_AS: Final = 6
 """Counts the changes in what operators are traced to, for code that a compiler has kept on disk."""
 
-DTYPES: Final = (torch.float32, torch.bfloat16)
-"""The dtypes that an encoded tensor may appear as."""
-
+DTYPES: Final = (torch.float32, torch.bfloat16)  #: The dtypes that an encoded tensor may appear as.
 _aten = torch.ops.aten
 Handler = Callable[..., Any]
 _HANDLERS: Final[dict[Any, Handler]] = {}
@@ -75,8 +73,7 @@ class EncodedTensor(torch.Tensor):
     """A tensor whose values are stored in another form; every operator on it goes through :func:`_run`."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    is_share = False
-    """True if it is a part of one that several processes hold."""
+    is_share = False  #: True if it is a part of one that several processes hold.
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -92,8 +92,7 @@ def check_own(x: Any) -> None:
         )
 
 
-Lent = tuple[tuple[Tensor, int], ...]
-"""Parts of the tensor that was cast, and their versions then."""
+Lent = tuple[tuple[Tensor, int], ...]  #: Parts of the tensor that was cast, and their versions then.
 
 
 class ScaledTensor(EncodedTensor):
@@ -106,10 +105,8 @@ class ScaledTensor(EncodedTensor):
     block_size: BlockSize
     lent_from: Lent | None
     """The parts that a cast under autocast shares, and their versions; None of any other tensor."""
-    stepped_by: "weakref.ref[Any] | None" = None
-    """The optimizer whose state has something in units of the scale."""
-    resumes = False
-    """True if it came from a state dict: whoever copies it goes on with its count and seed."""
+    stepped_by: "weakref.ref[Any] | None" = None  #: The optimizer whose state has something in units of the scale.
+    resumes = False  #: True if it came from a state dict: whoever copies it goes on with its count and seed.
 
     @property
     def exponents(self) -> Tensor | None:

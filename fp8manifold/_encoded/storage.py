@@ -22,7 +22,6 @@ from fp8manifold.scaling import BLOCK_SIZE, SQUARE_SIZE, square_amax
 BlockSize = int | tuple[int, int] | None
 """The weights that share a scale: 32 of a row, 128 x 128 of the last two dimensions, or what the scale's shape says."""
 SQUARE: Final = (SQUARE_SIZE, SQUARE_SIZE)
-
 _SHORTEST_RUN: Final = 32
 _KNOWN: Final[dict[int, BlockSize]] = {0: None, BLOCK_SIZE: BLOCK_SIZE, SQUARE_SIZE**2: SQUARE}
 
@@ -72,8 +71,7 @@ def _spread(scale: Tensor, size: int, dim: int) -> Tensor:
     return scale.repeat_interleave(SQUARE_SIZE, dim).narrow(dim, 0, size)
 
 
-REMAINDER_STEPS: Final = 256
-"""Parts of a chart step in which a remainder is counted."""
+REMAINDER_STEPS: Final = 256  #: Parts of a chart step in which a remainder is counted.
 
 
 def is_traced(x: Tensor) -> bool:

@@ -24,8 +24,7 @@ from fp8manifold.scaling import (
     usual_headroom,
 )
 
-ONE: Final = 127
-"""The byte of a scale of 1."""
+ONE: Final = 127  #: The byte of a scale of 1.
 IN_BLOCKS: Final = ("block", "square")
 """Granularities whose scales are kept as exponents, a byte each, where all are powers of two."""
 _MANTISSA_BITS: Final = 23

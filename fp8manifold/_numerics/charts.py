@@ -16,7 +16,6 @@ from fp8manifold._base.float_bits import binade, float_bits
 from fp8manifold.formats import FloatFormat
 
 METRICS: Final = ("ulp", "log", "euclidean")
-
 Metric = str | Callable[[Tensor, FloatFormat], Any]
 """``ulp``, ``log``, ``euclidean``, or a positive function S(x, fmt)."""
 

@@ -18,7 +18,6 @@ Rounding = Literal["nearest", "toward_zero", "up", "down", "stochastic"]
 Overflow = Literal["saturate", "inf_or_nan"]
 ROUNDINGS: Final[tuple[str, ...]] = get_args(Rounding)
 OVERFLOWS: Final[tuple[str, ...]] = get_args(Overflow)
-
 _MANTISSA, _BIAS = 23, 127
 _EXPONENT_MASK, _MAGNITUDE_MASK, _SIGN = 0x7F800000, 0x7FFFFFFF, -(2**31)
 _IN_FIXED_POINT = 5  # mantissa bits up to which a whole number of steps and a draw fit in 31 bits

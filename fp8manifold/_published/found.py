@@ -22,10 +22,8 @@ _SIZES: Final = (None, -1, BLOCK_SIZE, [1, BLOCK_SIZE], [SQUARE_SIZE, SQUARE_SIZ
 """Sizes of groups and blocks in settings; shapes of scales say which weight has which."""
 _PACKING: Final = ("_blocks", "_packed", "_qdata")
 """What names of codes end with where they are called otherwise than the weight."""
-_SCALES: Final = ("_scale_inv", "_scale", "_scales", ".absmax")
-"""How names of scales end, after that of the weight."""
-_PLAIN: Final = ("scale", "scales", "qscale_weight", "SCB")
-"""Names of scales without that of the weight."""
+_SCALES: Final = ("_scale_inv", "_scale", "_scales", ".absmax")  #: How names of scales end, after that of the weight.
+_PLAIN: Final = ("scale", "scales", "qscale_weight", "SCB")  #: Names of scales without that of the weight.
 _SECOND: Final = ("_scale_2", "_global_scale", "_outer_scale_denominator", "_zero_point")
 """How names end of what codes are computed from beside a scale."""
 _OF_OTHERS: Final = re.compile(r"(\w+_)?(input|output|activation|kv|kv_cache|prob|[qkv])_scale(_ub)?")

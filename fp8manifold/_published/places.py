@@ -21,10 +21,8 @@ Index = tuple[int | slice, ...]
 class Place:
     """The part of a parameter that one tensor of a file is."""
 
-    target: str
-    """Name of the parameter."""
-    index: Index = ()
-    """What of it, a number or a slice for each dimension; empty of the whole."""
+    target: str  #: Name of the parameter.
+    index: Index = ()  #: What of it, a number or a slice for each dimension; empty of the whole.
 
 
 def weight_of(

@@ -18,10 +18,8 @@ FORMATS: Final = {
 """Formats of codes of a byte each, by the dtypes of safetensors."""
 PACKED: Final = ("F4", "U8", "I8")
 """Dtypes of codes of E2M1, two a byte; of ``F4`` a header counts codes, and torch bytes."""
-EXPONENTS: Final = ("F8_E8M0", "U8")
-"""Dtypes in which scales are exponents, E8M0."""
-SCALES: Final = ("F32", "BF16", "F16", *EXPONENTS)
-"""Dtypes that scales are read from."""
+EXPONENTS: Final = ("F8_E8M0", "U8")  #: Dtypes in which scales are exponents, E8M0.
+SCALES: Final = ("F32", "BF16", "F16", *EXPONENTS)  #: Dtypes that scales are read from.
 _A_BYTE: Final = 2
 
 

@@ -52,11 +52,9 @@ class Format:
     BITS: int
     SIGN: int
     MAX_CODE: int
-    TOP: int
-    """float32 bits of the largest value."""
+    TOP: int  #: float32 bits of the largest value.
     SIGNED_ZERO: int
-    COARSE: int
-    """True if the smallest ulp exceeds 1."""
+    COARSE: int  #: True if the smallest ulp exceeds 1.
     ONE_NAN: int
     MANY_NANS: int
     INF_CODE: int
@@ -92,26 +90,19 @@ class KernelSpec:
     decays: bool
     nesterov: bool
     maximize: bool
-    first: bool
-    """True if there is a first average; a second; the largest of the second."""
+    first: bool  #: True if there is a first average; a second; the largest of the second.
     second: bool
     amsgrad: bool
-    exact: bool
-    """True if dividing by the scale is."""
-    draws: bool
-    """True if the write-back draws, or what is stored in half as many bits is rounded at random."""
-    extra: int
-    """Bits of the residual."""
-    fixed: bool
-    """True if draws are compared in fixed point."""
+    exact: bool  #: True if dividing by the scale is.
+    draws: bool  #: True if the write-back draws, or what is stored in half as many bits is rounded at random.
+    extra: int  #: Bits of the residual.
+    fixed: bool  #: True if draws are compared in fixed point.
     weight: str
     gradient: str
     format: Format
     average: Format
-    fitted: bool
-    """True if the first average's grid is fitted to each block's largest value."""
-    exponents: bool = False
-    """True if scales are kept as exponents, a byte each."""
+    fitted: bool  #: True if the first average's grid is fitted to each block's largest value.
+    exponents: bool = False  #: True if scales are kept as exponents, a byte each.
 
     __hash__ = _kept_hash
 
@@ -133,13 +124,10 @@ class Widening:
     format: Format
     extra: int
     fixed: bool
-    widest: float
-    """The largest scale."""
-    exponents: bool
-    """True if scales are kept as exponents, a byte each."""
+    widest: float  #: The largest scale.
+    exponents: bool  #: True if scales are kept as exponents, a byte each.
     gradient: str
-    moments: str
-    """Dtypes of the gradient, and of a first average; no name where there is none."""
+    moments: str  #: Dtypes of the gradient, and of a first average; no name where there is none.
 
     __hash__ = _kept_hash
 
@@ -164,12 +152,9 @@ class Tile:
     width: int
     length: int
     """The length of a row; 0 for that of the record, of which there is one row, or which is taken in turns."""
-    scales: str
-    """``one`` in all, one a ``row``, one for each ``run`` of elements, or one an ``element``."""
-    aligned: bool
-    """True if all arrays begin at multiples of 16 bytes, and have a multiple of 16 elements."""
-    long: bool = False
-    """True if a program takes a row in turns, after a pass that finds its largest gradient."""
+    scales: str  #: ``one`` in all, one a ``row``, one for each ``run`` of elements, or one an ``element``.
+    aligned: bool  #: True if all arrays begin at multiples of 16 bytes, and have a multiple of 16 elements.
+    long: bool = False  #: True if a program takes a row in turns, after a pass that finds its largest gradient.
 
     __hash__ = _kept_hash
 

@@ -12,11 +12,8 @@ from torch import Tensor
 from fp8manifold._triton import options
 from fp8manifold._triton.kinds import KernelSpec, Tile, Widening, as_constants
 
-Kind = tuple[KernelSpec, Tile]
-"""The facts that a step's kernel is compiled for."""
-
-_CHECKED: Final = 2048
-"""Elements that a program looks at for the verdict on finiteness."""
+Kind = tuple[KernelSpec, Tile]  #: The facts that a step's kernel is compiled for.
+_CHECKED: Final = 2048  #: Elements that a program looks at for the verdict on finiteness.
 
 
 class KernelsUnavailableError(RuntimeError):
@@ -41,12 +38,8 @@ def chunks_of(tile: Tile, sizes: tuple[tuple[int, int, int], ...], device: torch
     return torch.from_numpy(np.concatenate(parts)).to(device)
 
 
-Call = tuple[Any, Tensor, tuple[Any, ...]]
-"""A kernel, its table of chunks, and what it is compiled for."""
-
-Launches = list[tuple[NDArray[np.void], list[Call]]]
-"""Records, and the calls that take them, in their order."""
-
+Call = tuple[Any, Tensor, tuple[Any, ...]]  #: A kernel, its table of chunks, and what it is compiled for.
+Launches = list[tuple[NDArray[np.void], list[Call]]]  #: Records, and the calls that take them, in their order.
 Widenings = tuple[NDArray[np.void], Sequence[Widening]]
 """Records of parameters whose scales may double, and what that is."""
 
@@ -110,8 +103,7 @@ def _kernels() -> tuple[Any, Any, Any]:
     return step_kernel, finite_kernel, widen_kernel
 
 
-Sizes = list[tuple[int, int, int]]
-"""Index, rows and length of each parameter."""
+Sizes = list[tuple[int, int, int]]  #: Index, rows and length of each parameter.
 
 
 def _sizes(records: NDArray[np.void]) -> Sizes:
@@ -159,8 +151,7 @@ def _checks(kinds: Sequence[Kind], sizes: Sizes, device: torch.device) -> list[C
     return calls
 
 
-_compiled: Final[set[tuple[Any, ...]]] = set()
-"""Kernels that have been compiled before; Triton caches the code."""
+_compiled: Final[set[tuple[Any, ...]]] = set()  #: Kernels that have been compiled before; Triton caches the code.
 
 
 def _compile(table: Tensor, calls: Sequence[Call], said: Tensor) -> None:

@@ -11,8 +11,7 @@ from fp8manifold._triton import is_interpreted, options
 from fp8manifold._triton.kinds import as_constants, format_of
 from fp8manifold.formats import FloatFormat, as_format
 
-_ELEMENTS: Final = 2048
-"""Elements that a program takes."""
+_ELEMENTS: Final = 2048  #: Elements that a program takes.
 _E4M3, _INT8 = 0x43E00000, 0x42FE0000  # float32 bits of 448 and 127
 _IN_REGISTERS: Final = 16384
 _TILE: Final = (128, 64)

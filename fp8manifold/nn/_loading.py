@@ -32,8 +32,7 @@ from fp8manifold.parameter import FP8Parameter
 from fp8manifold.random_bits import Draws
 
 _NAMED: Final = 3
-AS_STORED: Final = "as stored"
-"""In place of formats: those that the files have."""
+AS_STORED: Final = "as stored"  #: In place of formats: those that the files have.
 
 
 def load_quantized(

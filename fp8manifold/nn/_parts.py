@@ -24,8 +24,7 @@ _LEFT: Final = "_remainder"
 PARTS: Final = ("", "_scale", "_counter", "_traits", _LEFT)
 """Suffixes of a weight's name for its parts; the last exists where a weight has kept a remainder."""
 _EARLIER: Final = "fp8:"
-TAKES_PARTS: Final = "_fp8_takes_parts"
-"""An attribute of classes that save and load parts themselves."""
+TAKES_PARTS: Final = "_fp8_takes_parts"  #: An attribute of classes that save and load parts themselves.
 AT_OWN_SCALE: Final = "_fp8_at_own_scale"
 """An attribute of modules whose parameters in codes take floats at a scale of these."""
 _REGISTERED: Final = "_fp8_in_states"

@@ -52,23 +52,16 @@ _SHOWN: Final = 3
 class Entry:
     """The decision on one weight."""
 
-    name: str
-    """The module's; of a parameter that becomes codes where it is, its first name."""
-    module: nn.Module
-    """The holder of the weight."""
+    name: str  #: The module's; of a parameter that becomes codes where it is, its first name.
+    module: nn.Module  #: The holder of the weight.
     parameters: tuple[str, ...] = ()
     """All names that the weight has in the model; none where the module has none of its own."""
-    spec: LayerSpec | None = None
-    """The specification of the quantised layer that takes the module's place."""
-    format: FloatFormat | None = None
-    """The format of the codes that the weight becomes."""
-    granularity: StoredGranularity | None = None
-    """The granularity of their scale."""
+    spec: LayerSpec | None = None  #: The specification of the quantised layer that takes the module's place.
+    format: FloatFormat | None = None  #: The format of the codes that the weight becomes.
+    granularity: StoredGranularity | None = None  #: The granularity of their scale.
     seed: int = 0
-    is_copied: bool = False
-    """True where the layer gets a copy of a weight that others have, too."""
-    left: str = ""
-    """Why it stays as it is."""
+    is_copied: bool = False  #: True where the layer gets a copy of a weight that others have, too.
+    left: str = ""  #: Why it stays as it is.
 
 
 @dataclass(frozen=True)

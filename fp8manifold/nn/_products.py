@@ -21,8 +21,7 @@ from fp8manifold.parameter import FP8Parameter
 from fp8manifold.random_bits import Stream
 from fp8manifold.tensor import FP8Tensor
 
-Rounded = Callable[[Tensor], Tensor] | None
-"""From a gradient to its quantised values; None leaves it as it is."""
+Rounded = Callable[[Tensor], Tensor] | None  #: From a gradient to its quantised values; None leaves it as it is.
 
 
 def byte_weight(weight: Tensor, fmt: FloatFormat, **how: Any) -> FP8Parameter:
@@ -228,8 +227,7 @@ def over_nested(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 _E4M3: Final = torch.float8_e4m3fn
 _LEAST: Final = {"fp8": (8, 9), "int8": (8, 0)}
-_LEAST_ROWS: Final = 17
-"""Rows of the first matrix of a product of INT8 on a card."""
+_LEAST_ROWS: Final = 17  #: Rows of the first matrix of a product of INT8 on a card.
 
 
 def units_on(units: Units | None, spec: LayerSpec, device: torch.device) -> Units | None:

@@ -59,8 +59,7 @@ class Operand(NamedTuple):
         return said[6:]
 
 
-UNSHARED = Operand(ALONE, 0, "")
-"""The operand of a single process."""
+UNSHARED = Operand(ALONE, 0, "")  #: The operand of a single process.
 
 
 class _End:
@@ -80,18 +79,15 @@ class _End:
 
 Policy = Literal["dynamic", "static", "delayed"]
 POLICIES: Final[tuple[Policy, ...]] = get_args(Policy)
-HISTORY: Final = 16
-"""Tensors whose magnitudes a delayed scale looks back on by default."""
+HISTORY: Final = 16  #: Tensors whose magnitudes a delayed scale looks back on by default.
 
 
 class Scaler(nn.Module):
     """The source of a tensor's scale; the last one is in the buffer ``value``, for logging."""
 
     value: Tensor
-    remembers = False
-    """True where a tensor has a say in the scales of later ones."""
-    shared: Operand = UNSHARED
-    """The operand of the processes that share what it remembers."""
+    remembers = False  #: True where a tensor has a say in the scales of later ones.
+    shared: Operand = UNSHARED  #: The operand of the processes that share what it remembers.
 
     def preview(self, x: Tensor) -> Tensor:
         """The scale that ``x`` would be given; nothing is remembered."""

@@ -20,8 +20,7 @@ _WILD: Final = frozenset("*?[")
 @dataclass(frozen=True)
 class Obstacle:
     reason: str
-    is_done_to_it: bool
-    """Something that was done to the layer, and can be undone; otherwise it is its class."""
+    is_done_to_it: bool  #: Something that was done to the layer, and can be undone; otherwise it is its class.
 
 
 def is_conv1d(module: nn.Module) -> bool:

@@ -16,8 +16,7 @@ from fp8manifold.nn._scalers import HISTORY, POLICIES, Policy
 from fp8manifold.scaling import BLOCK_SIZE, WEIGHT_GRANULARITIES, WeightGranularity
 from fp8manifold.tensor import FP8Tensor
 
-NONE: Final = "none"
-"""The format that leaves an operand, or a pattern's layers, as they are."""
+NONE: Final = "none"  #: The format that leaves an operand, or a pattern's layers, as they are.
 OperandName = Literal["weight", "activation", "activation_gradient", "weight_gradient"]
 OPERANDS: Final[tuple[OperandName, ...]] = get_args(OperandName)
 OperandRounding = Literal["nearest", "stochastic"]
@@ -148,8 +147,7 @@ Units = Literal["fp8", "int8"]
 _UNITS: Final[dict[str, Units]] = {"E4M3": "fp8", "E5M2": "fp8", "E1M6": "int8"}
 """The units that multiply the codes of a format as they are."""
 ALIGNMENT: Final = 16
-_LONGEST_SUM: Final = (2**31 - 1) // 127**2
-"""Products of INT8 whose sum is an int32, whatever they are."""
+_LONGEST_SUM: Final = (2**31 - 1) // 127**2  #: Products of INT8 whose sum is an int32, whatever they are.
 GradientLike = OperandLike | Mapping[str, OperandLike]
 
 

@@ -250,28 +250,20 @@ def dequantize_model(model: nn.Module) -> nn.Module:
 class ReportedLayer:
     """The result for one layer of a model."""
 
-    name: str
-    """Its dotted name; empty where the model is the layer."""
-    kind: str
-    """Its class."""
-    parameters: int
-    """Count of numbers in its parameters, shared ones among them."""
-    quantized: bool
-    """True where its weight or its input is quantised."""
-    detail: str
-    """Formats and storage, or why it was left."""
+    name: str  #: Its dotted name; empty where the model is the layer.
+    kind: str  #: Its class.
+    parameters: int  #: Count of numbers in its parameters, shared ones among them.
+    quantized: bool  #: True where its weight or its input is quantised.
+    detail: str  #: Formats and storage, or why it was left.
 
 
 @dataclass(frozen=True)
 class QuantizationReport:
     """The quantised and the other layers of a model; as a string a table."""
 
-    layers: tuple[ReportedLayer, ...]
-    """Every layer with a weight of two dimensions or more, in the model's order."""
-    parameters: int
-    """Count of numbers in the model's parameters, shared ones once."""
-    quantized_parameters: int
-    """Count of those that have a format."""
+    layers: tuple[ReportedLayer, ...]  #: Every layer with a weight of two dimensions or more, in the model's order.
+    parameters: int  #: Count of numbers in the model's parameters, shared ones once.
+    quantized_parameters: int  #: Count of those that have a format.
 
     @property
     def quantized(self) -> tuple[ReportedLayer, ...]:

@@ -20,8 +20,7 @@ _OF_ADAMW: Final = {"step", "exp_avg", "exp_avg_sq"}
 _OPTIONS: Final = ("params", "lr", "initial_lr", "betas", "eps", "weight_decay", "maximize")
 _STILL: Final = {name: torch.tensor(float(name.startswith("beta"))) for name in NUMBERS}
 """Numbers of a step at which bounds stay what they are."""
-_HALF: Final = 0x8000_8000 - 2**32
-"""The random word by which a moment is rounded to nearest."""
+_HALF: Final = 0x8000_8000 - 2**32  #: The random word by which a moment is rounded to nearest.
 
 
 @torch.no_grad()

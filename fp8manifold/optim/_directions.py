@@ -31,9 +31,7 @@ NUMBERS: Final = (
 )
 
 POSITIONS: Final = {name: i for i, name in enumerate(NUMBERS)}
-
-Numbers = Mapping[str, Tensor]
-"""The numbers of a step by name, each a 0-dim tensor."""
+Numbers = Mapping[str, Tensor]  #: The numbers of a step by name, each a 0-dim tensor.
 
 
 def named(row: Tensor) -> Numbers:

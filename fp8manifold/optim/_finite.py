@@ -13,8 +13,7 @@ from fp8manifold.optim._native_step import sum_of_squares
 from fp8manifold.optim._slot import Slot, in_words
 
 _NAMED: Final = 3
-_DOT = 2**30
-"""Elements of a product: those of a GPU are counted in 31 bits."""
+_DOT = 2**30  #: Elements of a product: those of a GPU are counted in 31 bits.
 
 
 def all_finite(optimizer: Any, slots: Sequence[Slot]) -> bool:

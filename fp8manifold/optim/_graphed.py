@@ -19,8 +19,7 @@ from fp8manifold.tensor import FP8Tensor
 
 __all__ = ["graphed"]
 
-_WARMUP: Final = 3
-"""Calls before a recording: libraries choose and load their kernels in them."""
+_WARMUP: Final = 3  #: Calls before a recording: libraries choose and load their kernels in them.
 
 
 class _Graphs:

@@ -41,8 +41,7 @@ from fp8manifold.optim._streams import new_stream, twins
 from fp8manifold.optim._triton_step import hear
 from fp8manifold.optim._writeback import rounds_at_random
 
-_RESET: Final = frozenset((*MOMENT_NAMES, *BOUND_NAMES))
-"""Entries of the state that ``reset_every`` clears."""
+_RESET: Final = frozenset((*MOMENT_NAMES, *BOUND_NAMES))  #: Entries of the state that ``reset_every`` clears.
 _COUNTS: Final = ("skipped_steps", "skipped_in_row", "widened_scales", "fitted_scales", "streams_begun")
 _PLANNING: Final = ("_begin", "_may_step", "_prepare", "_run", "_take", "_widen")
 

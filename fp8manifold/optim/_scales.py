@@ -30,10 +30,8 @@ from fp8manifold.scaling import narrowed_scale, refitted_scale
 from fp8manifold.tensor import FP8Tensor
 
 _LOG: Final = logging.getLogger("fp8manifold")
-_FEW: Final = 16
-"""Codes at the start of a row, one of which nearly always is not 0."""
-_ROOM: Final = 2.0
-"""The next step of weights that were 0 moves them as far again."""
+_FEW: Final = 16  #: Codes at the start of a row, one of which nearly always is not 0.
+_ROOM: Final = 2.0  #: The next step of weights that were 0 moves them as far again.
 
 
 def _held(slot: Slot) -> FP8Tensor:

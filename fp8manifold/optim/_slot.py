@@ -96,8 +96,7 @@ def view_of(shape: tuple[int, ...], scale_shape: tuple[int, ...] | None, block_s
     return View(dims, row_dims, repeats if row_dims else 1)
 
 
-_FOLLOWING: Final = frozenset(("scale", "arrays", "row"))
-"""Attributes of a slot that follow from the others."""
+_FOLLOWING: Final = frozenset(("scale", "arrays", "row"))  #: Attributes of a slot that follow from the others.
 
 
 @dataclass(eq=False)

@@ -10,7 +10,6 @@ from fp8manifold.optim._directions import DIRECTIONS
 from fp8manifold.optim._writeback import WRITEBACKS, WriteBack
 
 MOMENTS: Final = ("float32", "bfloat16", "8bit")
-
 BOUNDS: Final = {"exp_avg": "avg_bound", "momentum_buffer": "avg_bound", "exp_avg_sq": "sq_bound"}
 """The float32 bound of each block of a moment: the running average of its largest gradient.
 
@@ -21,7 +20,6 @@ LARGEST: Final = "avg_largest"
 """In their place, of a moment whose grid is fitted to it: the largest magnitude in each block, float32."""
 
 BOUND_NAMES: Final = frozenset((*BOUNDS.values(), LARGEST))
-
 MOMENT_FORMAT: Final = FloatFormat(4, 3)
 """The format of both moments in 8 bits; the second is stored as its square root, for 36 binades of ``v``."""
 

@@ -18,8 +18,7 @@ from fp8manifold.tensor import FP8Tensor
 
 STORED: Final = {"float32": None, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
 """The dtype of moments; None is the one that is computed in."""
-_FUNCTIONS: Final = ("stiffness", "metric")
-"""Options that may be functions, in whose place a state has None."""
+_FUNCTIONS: Final = ("stiffness", "metric")  #: Options that may be functions, in whose place a state has None.
 _KEPT: Final = (*MOMENT_NAMES, "residual", *sorted(BOUND_NAMES))
 
 

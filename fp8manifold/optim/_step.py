@@ -377,16 +377,12 @@ def _rows(array: Tensor, start: int, rows: int, total: int) -> Tensor:
 class StepView:
     """One quantised parameter in one step, for an observer; the tensors are detached and not to be changed."""
 
-    parameter: Tensor
-    """The parameter itself, after the step."""
+    parameter: Tensor  #: The parameter itself, after the step.
     before: Tensor
     """Its values before the step; as those below of its shape, in float32 (float64 for float64 parameters)."""
-    target: Tensor
-    """The value requested, before the write-back rounds it."""
-    after: Tensor
-    """The value after the write-back."""
-    stiffness: Tensor
-    """One step of the metric at ``before``: an ULP, where that is ``ulp``."""
+    target: Tensor  #: The value requested, before the write-back rounds it.
+    after: Tensor  #: The value after the write-back.
+    stiffness: Tensor  #: One step of the metric at ``before``: an ULP, where that is ``ulp``.
 
 
 def observed_step(slot: Slot) -> StepView:

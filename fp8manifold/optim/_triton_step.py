@@ -23,10 +23,8 @@ from fp8manifold.optim._slot import FOR_RESCALING, Slot, row_view
 from fp8manifold.optim._spec import MOMENT_FORMAT, Spec
 from fp8manifold.tensor import FP8Tensor
 
-_ELEMENTS: Final = 2048
-"""Elements of a program: 16 a thread, so that it loads and stores bytes by 128 bits."""
-_LONGEST: Final = 1024
-"""The longest row with moments in blocks that one program steps at once."""
+_ELEMENTS: Final = 2048  #: Elements of a program: 16 a thread, so that it loads and stores bytes by 128 bits.
+_LONGEST: Final = 1024  #: The longest row with moments in blocks that one program steps at once.
 _PIECES: Final = (256, 128, 64, 32, 16)
 _DTYPES: Final = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16", torch.uint8: "uint8"}
 _LOG: Final = logging.getLogger("fp8manifold")
@@ -167,8 +165,7 @@ def _widenings(slots: Sequence[Slot]) -> Widenings | None:
     return records, made
 
 
-_given_up: Final[list[str]] = []
-"""The first line of the error for which kernels were given up, after its warning."""
+_given_up: Final[list[str]] = []  #: The first line of the error for which kernels were given up, after its warning.
 
 
 def _scale(slot: Slot) -> Tensor | None:

@@ -23,7 +23,6 @@ from fp8manifold.random_bits import Draws
 
 _DIRECTIONS = ("muon", "adam")
 _PRODUCTS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-
 _HEADS: Final = ("lm_head", "head", "classifier", "score", "embed_out", "output_projection")
 """Last parts of the names under which models keep the layer that gives their outputs."""
 
@@ -257,16 +256,11 @@ def _check_matrix(parameter: Tensor, matrix_shape: str) -> None:
 class ReportedParameter:
     """One parameter of a model, and the direction that steps it."""
 
-    name: str
-    """Its dotted name."""
-    shape: tuple[int, ...]
-    """Its shape."""
-    direction: str
-    """``muon`` or ``adam``."""
-    decays: bool
-    """True where ``weight_decay`` is for it."""
-    reason: str
-    """Why."""
+    name: str  #: Its dotted name.
+    shape: tuple[int, ...]  #: Its shape.
+    direction: str  #: ``muon`` or ``adam``.
+    decays: bool  #: True where ``weight_decay`` is for it.
+    reason: str  #: Why.
 
 
 @dataclass(frozen=True)

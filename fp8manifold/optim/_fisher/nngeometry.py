@@ -21,15 +21,13 @@ from fp8manifold._base.checks import needed
 from fp8manifold.nn._linear import QuantizedLinear
 from fp8manifold.random_bits import RANDOM_BITS, random_bits
 
-Pair = tuple[Tensor, Tensor]
-"""Moments of inputs (I, I) and of output gradients (O, O)."""
+Pair = tuple[Tensor, Tensor]  #: Moments of inputs (I, I) and of output gradients (O, O).
 NEEDED: Final = {"diagonal": "fisher_diagonal", "kfac": "inverse_inputs", "ekfac": "eigenvalues"}
 """Representations, with a name in a parameter's state of each."""
 METRIC: Final = ("fisher_", "inverse_", "basis_", "eigenvalues")
 """Beginnings of the names in a parameter's state that make a metric."""
 _KINDS: Final = {"diagonal": "PMatDiag", "kfac": "PMatKFAC", "ekfac": "PMatEKFAC"}
 _LAYER: Final = ""  # the name that a module has in itself: a matrix is of one layer
-
 _LABELS = 0xF15E12_0000_0000  # keeps the draws of labels apart from those of the write-back
 _BATCHES = 0xBA7C4E_0000_0000
 _CHUNK = 1 << 22

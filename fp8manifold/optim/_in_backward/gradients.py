@@ -111,8 +111,7 @@ class SpentGradient(StandIn):
         return [one.norm_before if isinstance(one, SpentGradient) else torch.linalg.vector_norm(one) for one in args[0]]
 
 
-FOR_SUMS: Final = 4
-"""The fourth key word: sums draw from streams of their own, apart from those of steps."""
+FOR_SUMS: Final = 4  #: The fourth key word: sums draw from streams of their own, apart from those of steps.
 
 
 class GradientSum(StandIn):
