@@ -6,23 +6,13 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor
 
+from fp8manifold import scaling
 from fp8manifold._base.checks import check_choice
 from fp8manifold._base.float_bits import working_dtype
 from fp8manifold._native._arrays import rounded_at
 from fp8manifold._numerics.codec import ROUNDINGS, Rounding
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
 from fp8manifold.random_bits import Stream, check_words
-from fp8manifold.scaling import (
-    BLOCK_SIZE,
-    GRANULARITIES,
-    ROUNDING_OF_SCALES,
-    Granularity,
-    block_shape,
-    broadcasts_to,
-    check_positive,
-    scale_of_amax,
-    wide_amax,
-)
 
 __all__ = ["STE", "STES", "as_scale", "fake_quantize", "quantize_at"]
 
@@ -35,7 +25,7 @@ def fake_quantize(
     fmt: FormatLike,
     scale: Tensor | float | None = None,
     *,
-    granularity: Granularity = "tensor",
+    granularity: scaling.Granularity = "tensor",
     axis: int = 0,
     pow2: bool = False,
     ste: STE = "identity",
@@ -77,10 +67,10 @@ def fake_quantize(
     fmt = as_format(fmt)
     check_choice("ste", ste, STES)
     check_choice("rounding", rounding, ROUNDINGS)
-    check_choice("granularity", granularity, GRANULARITIES)
+    check_choice("granularity", granularity, scaling.GRANULARITIES)
     work, blocks = working_dtype(x), granularity == "block"
     if scale is None:
-        given = scale_of_amax(wide_amax(x, granularity, axis), fmt, pow2=pow2 or blocks)
+        given = scaling.scale_of_amax(scaling.wide_amax(x, granularity, axis), fmt, pow2=pow2 or blocks)
     else:
         given = as_scale(x, scale, blocks, work)
     key = None
@@ -114,8 +104,8 @@ class _FakeQuantize(torch.autograd.Function):
     ) -> Tensor:
         ctx.ste = ste
         if ste == "clipped":
-            work, spread = working_dtype(x), scale.repeat_interleave(BLOCK_SIZE, -1) if blocks else scale
-            ctx.save_for_backward((x.to(work) / spread.to(work)).abs() <= fmt.max * ROUNDING_OF_SCALES)
+            work, spread = working_dtype(x), scale.repeat_interleave(scaling.BLOCK_SIZE, -1) if blocks else scale
+            ctx.save_for_backward((x.to(work) / spread.to(work)).abs() <= fmt.max * scaling.ROUNDING_OF_SCALES)
         elif ste == "relu":
             ctx.save_for_backward(x > 0)
         return rounded_at(x, scale, fmt, rounding, key, blocks=blocks)
@@ -134,9 +124,9 @@ class _FakeQuantize(torch.autograd.Function):
 def as_scale(x: Tensor, scale: Tensor | float, blocks: bool = False, dtype: torch.dtype = torch.float32) -> Tensor:
     """A scale that the caller chose, in a dtype: broadcasting against ``x``, or one for every block."""
     tensor = torch.as_tensor(scale, dtype=dtype, device=x.device).detach()
-    shape = block_shape(x.shape) if blocks else x.shape
-    if not broadcasts_to(tensor.shape, shape):
+    shape = scaling.block_shape(x.shape) if blocks else x.shape
+    if not scaling.broadcasts_to(tensor.shape, shape):
         target = f"{tuple(shape)}, the blocks of x" if blocks else f"x of shape {tuple(shape)}"
         raise ValueError(f"scale of shape {tuple(tensor.shape)} does not fit {target}")
-    check_positive(tensor)
+    scaling.check_positive(tensor)
     return tensor.expand(shape) if blocks else tensor

@@ -9,52 +9,15 @@ import torch
 from torch import Tensor
 
 import fp8manifold._encoded.operators  # noqa: F401  # registers them
+from fp8manifold import scaling
 from fp8manifold._base.checks import check_choice
 from fp8manifold._base.float_bits import working_dtype
+from fp8manifold._encoded import storage, stored_scale
 from fp8manifold._encoded.dispatch import DTYPES, TRACED_AS, Replay, guard_memory, takes_rows
 from fp8manifold._encoded.scaled import Rounding, ScaledTensor, Traits, check_current, check_own, write_kept
-from fp8manifold._encoded.storage import (
-    SQUARE,
-    BlockSize,
-    checked_codes,
-    codes_of,
-    decode_runs,
-    dequantize_codes,
-    expand_scale,
-    is_traced,
-    next_codes,
-    runs_of_rows,
-    void_remainder,
-)
-from fp8manifold._encoded.stored_scale import (
-    are_powers_of_two,
-    as_kept,
-    check_covers,
-    decoded_scale,
-    describe_change,
-    describe_scale,
-    entry_of,
-    given_scale,
-    kept_fresh_scale,
-    largest_of,
-    other_scale,
-    own_headroom,
-    rewrite_together,
-    warn_if_lost,
-    warn_if_saturated,
-    warn_of_rounding,
-)
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
 from fp8manifold.manifolds import FP8Manifold
 from fp8manifold.random_bits import Draws, fresh_seed
-from fp8manifold.scaling import (
-    BLOCK_SIZE,
-    SQUARE_SIZE,
-    STORED_GRANULARITIES,
-    StoredGranularity,
-    broadcasts_to,
-    widened_scale,
-)
 
 __all__ = ["FP8Tensor"]
 
@@ -133,7 +96,7 @@ class FP8Tensor(ScaledTensor):
         w: Tensor,
         fmt: FormatLike = "E4M3",
         *,
-        granularity: StoredGranularity = "channel",
+        granularity: scaling.StoredGranularity = "channel",
         headroom: float | None = None,
         scale: float | Tensor | None = None,
         rounding: Rounding = "stochastic",
@@ -144,17 +107,23 @@ class FP8Tensor(ScaledTensor):
         requires_grad: bool = False,
     ) -> Self:
         working_dtype(w, "w")
-        check_choice("granularity", granularity, STORED_GRANULARITIES)
+        check_choice("granularity", granularity, scaling.STORED_GRANULARITIES)
         w, fmt = w.detach(), as_format(fmt)
         if dtype is None:
             dtype = w.dtype if w.dtype in DTYPES else torch.float32
         if granularity in ("channel", "row"):
             granularity = "tensor" if w.dim() < 2 else "channel" if w.dim() == 2 else granularity
-        room = own_headroom(fmt, headroom)
-        block_size: BlockSize = BLOCK_SIZE if granularity == "block" else SQUARE if granularity == "square" else None
-        kept = kept_fresh_scale(w, fmt, granularity, room) if scale is None else given_scale(scale, w, granularity)
-        wide = expand_scale(decoded_scale(kept), block_size, w.shape)
-        codes, remainder = codes_of(w, wide, fmt, keep_remainder=keep_remainder)
+        room = stored_scale.own_headroom(fmt, headroom)
+        block_size: storage.BlockSize = (
+            scaling.BLOCK_SIZE if granularity == "block" else storage.SQUARE if granularity == "square" else None
+        )
+        kept = (
+            stored_scale.kept_fresh_scale(w, fmt, granularity, room)
+            if scale is None
+            else stored_scale.given_scale(scale, w, granularity)
+        )
+        wide = storage.expand_scale(stored_scale.decoded_scale(kept), block_size, w.shape)
+        codes, remainder = storage.codes_of(w, wide, fmt, keep_remainder=keep_remainder)
         traits = Traits(fmt, rounding, fresh_seed() if seed is None else seed, dtype, block_size, draws=draws)
         return cls._wrap(codes, kept, w.new_zeros((), dtype=torch.int64), remainder, traits, requires_grad)
 
@@ -170,7 +139,7 @@ class FP8Tensor(ScaledTensor):
         scale: float | Tensor,
         fmt: FormatLike,
         *,
-        block_size: BlockSize | list[int] = None,
+        block_size: storage.BlockSize | list[int] = None,
         counter: int | Tensor = 0,
         rounding: Rounding = "stochastic",
         seed: int | None = None,
@@ -200,14 +169,16 @@ class FP8Tensor(ScaledTensor):
             [0.5]
         """
         fmt = as_format(fmt)
-        codes = checked_codes(codes, fmt)
+        codes = storage.checked_codes(codes, fmt)
         block_size = tuple(block_size) if isinstance(block_size, list) else block_size  # type: ignore[assignment]
-        if block_size not in (None, BLOCK_SIZE, SQUARE):
-            raise ValueError(f"block_size={block_size!r} must be {BLOCK_SIZE}, {SQUARE} or None")
+        if block_size not in (None, scaling.BLOCK_SIZE, storage.SQUARE):
+            raise ValueError(f"block_size={block_size!r} must be {scaling.BLOCK_SIZE}, {storage.SQUARE} or None")
         rows = isinstance(scale, Tensor) and scale.dim() > 0
         of_rows = isinstance(scale, Tensor) and scale.shape == (*codes.shape[:-1], 1)
         plain = "row" if of_rows else "channel" if rows else "tensor"
-        scale = given_scale(scale, codes, {BLOCK_SIZE: "block", SQUARE: "square"}.get(block_size, plain))
+        scale = stored_scale.given_scale(
+            scale, codes, {scaling.BLOCK_SIZE: "block", storage.SQUARE: "square"}.get(block_size, plain)
+        )
         count = torch.as_tensor(counter, dtype=torch.int64, device=codes.device)
         if count.dim():
             raise ValueError(f"counter has shape {tuple(count.shape)}: it must be a single number")
@@ -275,11 +246,11 @@ class FP8Tensor(ScaledTensor):
     def dequantize(self) -> Tensor:
         """The values as a plain tensor of the apparent dtype; not differentiable."""
         check_current(self)
-        return dequantize_codes(self.codes, self.scale, self.format, self.dtype, self.block_size)
+        return storage.dequantize_codes(self.codes, self.scale, self.format, self.dtype, self.block_size)
 
     def _dequantized_view(self, replay: Replay) -> Tensor:
         """The values of a view; of some indices of the first dimension no others are decoded."""
-        if not takes_rows(replay) or self.dim() < 2 or is_traced(self.codes):
+        if not takes_rows(replay) or self.dim() < 2 or storage.is_traced(self.codes):
             return super()._dequantized_view(replay)
         return self.decoded_rows(replay)
 
@@ -288,20 +259,22 @@ class FP8Tensor(ScaledTensor):
         check_current(self)
         codes = take(self.codes).contiguous()
         if isinstance(self.block_size, tuple) and self.dim() == 2:
-            squares = take(torch.arange(self.shape[0], device=self.device)) // SQUARE_SIZE
-            runs = runs_of_rows(decoded_scale(self.kept_scale[squares]), self.shape[1])
-            return decode_runs(codes, runs, self.format, self.dtype)
+            squares = take(torch.arange(self.shape[0], device=self.device)) // scaling.SQUARE_SIZE
+            runs = storage.runs_of_rows(stored_scale.decoded_scale(self.kept_scale[squares]), self.shape[1])
+            return storage.decode_runs(codes, runs, self.format, self.dtype)
         scale = take(self.kept_scale) if self.kept_scale.dim() else self.kept_scale
-        return dequantize_codes(codes, decoded_scale(scale), self.format, self.dtype, self.block_size)
+        return storage.dequantize_codes(
+            codes, stored_scale.decoded_scale(scale), self.format, self.dtype, self.block_size
+        )
 
     def write(self, values: Tensor, operator: str = "write") -> None:
         """Round ``values`` in the tensor's mode, in place; warns where some saturate, or all under a scale are lost."""
         check_own(self)
         scale = self.expanded_scale()
-        warn_if_saturated(values, scale, self.format)
-        warn_if_lost(values, self.scale, self.format, self.granularity)
-        codes = next_codes(self, values / scale, self.rounding, operator)
-        if self.rounding == "stochastic" and self.exponents is None and not are_powers_of_two(self.scale):
+        stored_scale.warn_if_saturated(values, scale, self.format)
+        stored_scale.warn_if_lost(values, self.scale, self.format, self.granularity)
+        codes = storage.next_codes(self, values / scale, self.rounding, operator)
+        if self.rounding == "stochastic" and self.exponents is None and not stored_scale.are_powers_of_two(self.scale):
             codes = torch.where(self._has(values), self.codes, codes)  # the division may leave them a hair off the grid
         self.codes.copy_(codes)
         self._changed()
@@ -321,11 +294,11 @@ class FP8Tensor(ScaledTensor):
         if other.shape != self.shape:
             raise ValueError(f"the other tensor has shape {tuple(other.shape)}, but this one {tuple(self.shape)}")
         scale = other.expanded_scale() if other.block_size != self.block_size else other.kept_scale
-        if not broadcasts_to(scale.shape, self.kept_scale.shape):
+        if not scaling.broadcasts_to(scale.shape, self.kept_scale.shape):
             shares = (other.granularity, self.granularity)
             raise ValueError("the other tensor has a scale for each {}, this one for each {}".format(*shares))
         if other.block_size != self.block_size and self.exponents is not None and not self.is_share:
-            scale = as_kept(scale, blocks=True)
+            scale = stored_scale.as_kept(scale, blocks=True)
         counter = other.counter
         if other.resumes:
             self.seed, self.by_operator, self.draws = other.seed, other.by_operator, other.draws
@@ -340,7 +313,7 @@ class FP8Tensor(ScaledTensor):
 
     def _in_float32(self) -> Tensor:
         check_current(self)
-        return dequantize_codes(self.codes, self.scale, self.format, torch.float32, self.block_size)
+        return storage.dequantize_codes(self.codes, self.scale, self.format, torch.float32, self.block_size)
 
     def _has(self, values: Tensor) -> Tensor:
         """Where values are those of the tensor already, as it appears or in float32, to the sign of a zero."""
@@ -351,14 +324,14 @@ class FP8Tensor(ScaledTensor):
         return self.codes._version
 
     def _warn_of_rounding(self) -> None:
-        warn_of_rounding(self.format)
+        stored_scale.warn_of_rounding(self.format)
 
     def _changed(self) -> None:
         """After every write: autograd, which knows of no codes, refuses what it saved; the last remainder is void."""
-        if not is_traced(self.codes):
+        if not storage.is_traced(self.codes):
             parts = [part for part in (self.codes, self.kept_scale) if not part.is_inference()]
             torch.autograd.graph.increment_version([self, *parts])
-        void_remainder(self)
+        storage.void_remainder(self)
 
     @property
     def manifold(self) -> FP8Manifold:
@@ -380,15 +353,17 @@ class FP8Tensor(ScaledTensor):
             >>> w.rescale_(2.0).tolist()
             [1.0, 0.25]
         """
-        left = (entry := entry_of(self)).get("residual")
-        new = other_scale(self, scale).expand(self.kept_scale.shape)
-        check_covers(new, largest_of(self, left), self.format)
-        _LOG.info("%s of shape %s: %s", self.format.name, tuple(self.shape), describe_change(self.scale, new))
+        left = (entry := stored_scale.entry_of(self)).get("residual")
+        new = stored_scale.other_scale(self, scale).expand(self.kept_scale.shape)
+        stored_scale.check_covers(new, stored_scale.largest_of(self, left), self.format)
+        _LOG.info(
+            "%s of shape %s: %s", self.format.name, tuple(self.shape), stored_scale.describe_change(self.scale, new)
+        )
         if left is not None:
-            rewrite_together(self, left, new)
+            stored_scale.rewrite_together(self, left, new)
         else:
-            units = dequantize_codes(self.codes, self.scale / new, self.format, torch.float32, self.block_size)
-            self.codes.copy_(next_codes(self, units, "stochastic", "rescale_"))
+            units = storage.dequantize_codes(self.codes, self.scale / new, self.format, torch.float32, self.block_size)
+            self.codes.copy_(storage.next_codes(self, units, "stochastic", "rescale_"))
         entry.pop("reference", None)  # S_ref is of the old spacing: the next step computes it again
         return self.set_scale_(new)
 
@@ -406,8 +381,8 @@ class FP8Tensor(ScaledTensor):
             >>> w.adapt_scale_(headroom=2.0), w.scale.item(), w.tolist(), w.adapt_scale_(headroom=2.0)
             (True, 2.0, [448.0, 1.0], False)
         """
-        largest = largest_of(self, entry_of(self).get("residual"))
-        new = widened_scale(largest, self.scale, self.format, own_headroom(self.format, headroom))
+        largest = stored_scale.largest_of(self, stored_scale.entry_of(self).get("residual"))
+        new = scaling.widened_scale(largest, self.scale, self.format, stored_scale.own_headroom(self.format, headroom))
         if changes := bool((new != self.scale).any()):
             self.rescale_(new)
         return changes
@@ -424,8 +399,8 @@ class FP8Tensor(ScaledTensor):
         return _rebuild, (type(self), parts, rest, self.requires_grad)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch has no annotation
-        values = "..." if is_traced(self.codes) else repr(self.dequantize())[len("tensor(") : -1]
-        store = f"format={self.format.name}, scale={describe_scale(self.scale)}"
+        values = "..." if storage.is_traced(self.codes) else repr(self.dequantize())[len("tensor(") : -1]
+        store = f"format={self.format.name}, scale={stored_scale.describe_scale(self.scale)}"
         shape = f"shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}"
         return f"{type(self).__name__}({values}, {store}, {shape}{', requires_grad=True' * self.requires_grad})"
 

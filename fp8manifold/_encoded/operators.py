@@ -7,17 +7,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fp8manifold._encoded.dispatch import (
-    DTYPES,
-    EncodedTensor,
-    Replay,
-    View,
-    implements,
-    name_of,
-    plain,
-    refuse_collective,
-    view_of,
-)
+from fp8manifold._encoded import dispatch
 from fp8manifold._encoded.scaled import is_lent_here, lent
 from fp8manifold._encoded.storage import is_traced
 from fp8manifold._encoded.stored_scale import refit_scale_
@@ -46,21 +36,21 @@ _FILLS: Final = {
 
 
 def _is_whole(x: Any) -> bool:
-    return isinstance(x, EncodedTensor) and not isinstance(x, View)
+    return isinstance(x, dispatch.EncodedTensor) and not isinstance(x, dispatch.View)
 
 
-@implements(_aten.detach.default, _aten.alias.default)
+@dispatch.implements(_aten.detach.default, _aten.alias.default)
 def alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The tensor without its history."""
     x = args[0]
-    if isinstance(x, View):
-        return view_of(x.base, x.replay, x)
+    if isinstance(x, dispatch.View):
+        return dispatch.view_of(x.base, x.replay, x)
     twin = x.with_parts(func if is_traced(x.codes) else lambda part: part)  # the parts count their writes themselves
     twin.lent_from = x.lent_from
     return twin
 
 
-@implements(_aten.clone.default)
+@dispatch.implements(_aten.clone.default)
 def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x = args[0]
     if not _is_whole(x):
@@ -71,58 +61,60 @@ def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return twin
 
 
-@implements(_aten._to_copy.default)
+@dispatch.implements(_aten._to_copy.default)
 def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Another device or apparent dtype; a dtype that it can't appear as gives a plain tensor."""
     x, dtype = args[0], kwargs.get("dtype")
-    if dtype in DTYPES and kwargs.get("device") in (None, x.device) and is_lent_here(x):
+    if dtype in dispatch.DTYPES and kwargs.get("device") in (None, x.device) and is_lent_here(x):
         return lent(x, dtype)
-    if x.is_share and dtype not in (None, *DTYPES):
+    if x.is_share and dtype not in (None, *dispatch.DTYPES):
         raise TypeError(f"a sharded FP8Tensor appears as float32 or bfloat16, not {dtype}")
-    if not _is_whole(x) or dtype not in (None, *DTYPES):
+    if not _is_whole(x) or dtype not in (None, *dispatch.DTYPES):
         return NotImplemented
     places = {name: value for name, value in kwargs.items() if name in ("device", "non_blocking", "pin_memory")}
     return x.with_parts(lambda part: func(part, **places), dtype)
 
 
-@implements(_aten.copy_.default)
+@dispatch.implements(_aten.copy_.default)
 def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Another FP8Tensor exactly; anything else is rounded, at a scale that suits it."""
     x, source = args[0], args[1]
     if _is_whole(x) and _is_whole(source):
         x.adopt(source)
         return x
-    if _is_whole(x) and x.is_share and isinstance(source, View):
+    if _is_whole(x) and x.is_share and isinstance(source, dispatch.View):
         x.adopt(source)
         return x
     not_waiting = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
     if not_waiting and _is_whole(x) and not is_traced(x.codes) and _is_there(x, source):
         return x
-    return _replace(func, x, lambda values: values.copy_(plain(source)), fresh=False)
+    return _replace(func, x, lambda values: values.copy_(dispatch.plain(source)), fresh=False)
 
 
 def _is_there(x: Any, source: Any) -> bool:
     """True if the values are there already, to the sign of a zero, as where DDP copies after a ``sync``."""
-    values = source.dequantize() if isinstance(source, EncodedTensor) else source
+    values = source.dequantize() if isinstance(source, dispatch.EncodedTensor) else source
     if values.shape != x.shape or values.device != x.device:
         return False
     own = x.dequantize().float()
     return bool(((own == values) & (own.signbit() == values.signbit()) | (own.isnan() & values.isnan())).all())
 
 
-@implements(*_FILLS)
+@dispatch.implements(*_FILLS)
 def _fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Fill a tensor at a fresh scale: what was there is gone."""
-    return _replace(func, args[0], lambda values: func(values, *plain(args[1:]), **plain(kwargs)), fresh=True)
+    return _replace(
+        func, args[0], lambda values: func(values, *dispatch.plain(args[1:]), **dispatch.plain(kwargs)), fresh=True
+    )
 
 
 def _replace(func: Any, x: Any, put: Callable[[Tensor], Any], *, fresh: bool) -> Any:
     """Put other values in place of all there are, through a view of them all too; NotImplemented of less than all."""
-    if not isinstance(x, EncodedTensor):
+    if not isinstance(x, dispatch.EncodedTensor):
         return NotImplemented
     root: Any = x
-    replays: list[Replay] = []
-    while isinstance(root, View):
+    replays: list[dispatch.Replay] = []
+    while isinstance(root, dispatch.View):
         replays.append(root.replay)
         root = root.base
     if x.numel() != root.numel() or is_traced(root.codes):
@@ -131,17 +123,17 @@ def _replace(func: Any, x: Any, put: Callable[[Tensor], Any], *, fresh: bool) ->
     values = root._in_float32()
     put(reduce(lambda viewed, replay: replay(viewed), reversed(replays), values))
     refit_scale_(root, values, fresh=fresh)
-    root.write(values, name_of(func))
+    root.write(values, dispatch.name_of(func))
     return x
 
 
 def _broadcast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Every part of a whole tensor; format, seed and rounding are not sent."""
     (x,), rest = args[0], args[1:]
-    if isinstance(x, View) and x.numel() == x.base.numel():  # all of it, flat, as DDP's own start has a single one
+    if isinstance(x, dispatch.View) and x.numel() == x.base.numel():  # flat, as DDP's own start has a single one
         x = x.base
     if not _is_whole(x):
-        refuse_collective(func)
+        dispatch.refuse_collective(func)
     for part in (x.kept_scale, x.counter):
         func([part], *rest, **kwargs)[1].wait()
     _, work = func([x.codes], *rest, **kwargs)
@@ -150,21 +142,21 @@ def _broadcast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 if torch.distributed.is_available():
-    implements(torch.ops.c10d.broadcast_.default)(_broadcast)
+    dispatch.implements(torch.ops.c10d.broadcast_.default)(_broadcast)
 
 
-@implements(_aten.empty_like.default)
+@dispatch.implements(_aten.empty_like.default)
 def _empty_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A meta tensor is given memory (``Module.to_empty``); of any other it is a plain tensor."""
     x = args[0]
-    if not _is_whole(x) or not x.is_meta or kwargs.get("dtype") not in (None, *DTYPES):
+    if not _is_whole(x) or not x.is_meta or kwargs.get("dtype") not in (None, *dispatch.DTYPES):
         return NotImplemented
     made = x.with_parts(lambda part: torch.zeros_like(part, device=kwargs.get("device")), kwargs.get("dtype"))
     made.set_scale_(1.0)  # a tensor in order, of zeros: nothing could tell a scale without a value from another
     return made
 
 
-@implements(_aten.embedding.default)
+@dispatch.implements(_aten.embedding.default)
 def _embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Only the rows that are looked up are decoded."""
     x, rows = args[:2]

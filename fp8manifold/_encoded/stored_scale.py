@@ -7,22 +7,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from fp8manifold import scaling
 from fp8manifold._encoded.storage import expand_scale, is_traced
 from fp8manifold._numerics.codec import decode_signed, encode_signed, joined_codes, split_codes, unless_special
 from fp8manifold.formats import FloatFormat
 from fp8manifold.grid import round_to_grid
 from fp8manifold.random_bits import named_word, random_bits
-from fp8manifold.scaling import (
-    ROUNDING_OF_SCALES,
-    SaturationWarning,
-    StoredGranularity,
-    UnderflowWarning,
-    amax_of,
-    broadcasts_to,
-    refitted_scale,
-    storage_scale,
-    usual_headroom,
-)
 
 ONE: Final = 127  #: The byte of a scale of 1.
 IN_BLOCKS: Final = ("block", "square")
@@ -68,15 +58,17 @@ def checked_exponents(exponents: Tensor) -> Tensor:
 _LOG: Final = logging.getLogger("fp8manifold")
 
 
-def kept_fresh_scale(w: Tensor, fmt: FloatFormat, granularity: StoredGranularity, headroom: float | None) -> Tensor:
+def kept_fresh_scale(
+    w: Tensor, fmt: FloatFormat, granularity: scaling.StoredGranularity, headroom: float | None
+) -> Tensor:
     """:func:`fp8manifold.storage_scale` as it is kept: uint8 of blocks, as all are powers of two."""
-    scale = storage_scale(w, fmt, granularity, headroom=headroom)
+    scale = scaling.storage_scale(w, fmt, granularity, headroom=headroom)
     return _exponents_of(scale) if granularity in IN_BLOCKS else scale
 
 
 def own_headroom(fmt: FloatFormat, headroom: float | None) -> float:
     """The headroom that a caller gives to codes, or the usual one, of 1 at least."""
-    return usual_headroom(fmt, 1.0) if headroom is None else headroom
+    return scaling.usual_headroom(fmt, 1.0) if headroom is None else headroom
 
 
 def given_scale(scale: float | Tensor, w: Tensor, granularity: str) -> Tensor:
@@ -88,7 +80,7 @@ def given_scale(scale: float | Tensor, w: Tensor, granularity: str) -> Tensor:
         kept = checked_exponents(scale.to(w.device))
     else:
         kept = as_kept(scale_in_float32(scale, w.device), blocks=blocks)
-    shape = amax_of(torch.empty(w.shape, device="meta"), granularity).shape
+    shape = scaling.amax_of(torch.empty(w.shape, device="meta"), granularity).shape
     if kept.shape == shape:
         return kept
     if kept.dim() == 0:
@@ -109,14 +101,14 @@ def scale_in_float32(scale: float | Tensor, device: torch.device) -> Tensor:
 def other_scale(own: Any, scale: float | Tensor, *, blocks: bool = False) -> Tensor:
     """A scale to take the place of a tensor's own, which it has to fit, as it is kept."""
     new, shape = scale_in_float32(scale, own.device), own.kept_scale.shape
-    if not broadcasts_to(new.shape, shape):
+    if not scaling.broadcasts_to(new.shape, shape):
         raise ValueError(f"scale has shape {tuple(new.shape)}: it must fit {tuple(shape)}")
     return as_kept(new, blocks=blocks)
 
 
 def check_covers(scale: Tensor, largest: Tensor, fmt: FloatFormat) -> None:
     """Raise ValueError unless the largest stored magnitude under each scale is within its range."""
-    beyond = largest > scale * fmt.max * ROUNDING_OF_SCALES
+    beyond = largest > scale * fmt.max * scaling.ROUNDING_OF_SCALES
     if bool(beyond.any()):
         top = float(largest[beyond].max())
         raise ValueError(f"scale is too narrow: a stored value of {top:g} needs one of at least {top / fmt.max:g}")
@@ -147,7 +139,7 @@ def warn_if_saturated(values: Tensor, scale: Tensor, fmt: FloatFormat) -> None:
         warnings.warn(
             f"{beyond} of {values.numel()} values lie beyond the range of a stored {fmt.name} scale, and saturate: "
             "widen it with adapt_scale_ or rescale_, or make a new FP8Parameter of them",
-            SaturationWarning,
+            scaling.SaturationWarning,
             stacklevel=2,
         )
 
@@ -156,13 +148,13 @@ def warn_if_lost(values: Tensor, scale: Tensor, fmt: FloatFormat, granularity: s
     """Warn where even the largest of the values under a scale rounds to zero."""
     if is_traced(scale) or is_traced(values) or not values.numel():
         return
-    amax = amax_of(values, granularity)
+    amax = scaling.amax_of(values, granularity)
     lost = int(((amax > 0) & (amax <= scale * (fmt.ulp_min / 2))).sum())
     if lost:
         warnings.warn(
             f"under {lost} of {amax.numel()} scales all values are below half a step of a stored {fmt.name} weight, "
             "and most become 0: narrow it with adapt_scale_ or rescale_ beforehand, or make a new FP8Parameter of them",
-            UnderflowWarning,
+            scaling.UnderflowWarning,
             stacklevel=2,
         )
 
@@ -180,11 +172,11 @@ def warn_of_rounding(fmt: FloatFormat) -> None:
 
 def refit_scale_(x: Any, values: Tensor, *, fresh: bool) -> None:
     """Set the scale for values that replace all there are: a fresh one, or where the present one does not suit them."""
-    amax = amax_of(values, x.granularity)
+    amax = scaling.amax_of(values, x.granularity)
     if not bool(amax.isfinite().all()):
         return
     old = x.scale
-    new = refitted_scale(amax, torch.where(amax > 0, 0.0, old) if fresh else old, x.format)
+    new = scaling.refitted_scale(amax, torch.where(amax > 0, 0.0, old) if fresh else old, x.format)
     if torch.equal(new, old):
         return
     points = round_to_grid(values / x.expanded_scale(), x.format) * x.expanded_scale()
@@ -216,7 +208,7 @@ def largest_of(own: Any, left: Tensor | None) -> Tensor:
         return largest
     finite = (own.codes & (own.format.sign_bit - 1)) <= own.format.max_code
     values = torch.where(finite, _units(own, left) * own.expanded_scale(), 0.0)
-    return amax_of(values, own.granularity).minimum(own.scale * own.format.max)
+    return scaling.amax_of(values, own.granularity).minimum(own.scale * own.format.max)
 
 
 def _units(own: Any, left: Tensor) -> Tensor:

@@ -18,15 +18,7 @@ from fp8manifold.fake_quant import quantize_at
 from fp8manifold.formats import FloatFormat
 from fp8manifold.grid import encode
 from fp8manifold.manifolds import FP8Manifold
-from fp8manifold.nn._grid_weight import (
-    check_dtype_holds,
-    check_kept,
-    grid_weight,
-    keep_on_manifold,
-    prepare_grid_state,
-    renew_grid_weight,
-    warn_off_grid,
-)
+from fp8manifold.nn import _grid_weight, _spec
 from fp8manifold.nn._parts import gather_parts, holds_codes, is_in_codes, name_parts, write_parts
 from fp8manifold.nn._products import (
     Rounded,
@@ -43,19 +35,6 @@ from fp8manifold.nn._products import (
 )
 from fp8manifold.nn._scalers import Scaler, SharedAmax, announce_gradients
 from fp8manifold.nn._selection import linear_around, linear_of
-from fp8manifold.nn._spec import (
-    GLOBAL,
-    NONE,
-    OPERANDS,
-    LayerSpec,
-    OperandName,
-    check_blocks,
-    check_codes_fit,
-    check_draws,
-    check_storage,
-    is_stored,
-    units_of,
-)
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.random_bits import Draws, Stream
 from fp8manifold.scaling import BLOCK_SIZE
@@ -63,7 +42,7 @@ from fp8manifold.tensor import FP8Tensor
 
 Storage = Literal["master", "grid", "fp8"]
 STORAGES: Final = ("master", "grid", "fp8")
-_STREAMS: Final = {name: 2**32 + index for index, name in enumerate(OPERANDS)}
+_STREAMS: Final = {name: 2**32 + index for index, name in enumerate(_spec.OPERANDS)}
 """Random bits of the operands' rounding: far from the streams that optimizers use."""
 
 
@@ -120,7 +99,7 @@ class QuantizedLinear(nn.Linear):
     def __init__(
         self,
         linear: nn.Linear,
-        spec: LayerSpec,
+        spec: _spec.LayerSpec,
         storage: Storage = "master",
         *,
         headroom: float | None = None,
@@ -135,10 +114,10 @@ class QuantizedLinear(nn.Linear):
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"linear must be an nn.Linear, not {type(linear).__name__}")
         check_choice("storage", storage, STORAGES)
-        check_storage(storage, spec, keep_remainder)
-        check_draws(draws, storage)
+        _spec.check_storage(storage, spec, keep_remainder)
+        _spec.check_draws(draws, storage)
         if codes is not None:
-            check_codes_fit(codes, linear, spec, storage)
+            _spec.check_codes_fit(codes, linear, spec, storage)
         if headroom is not None:
             check_number("headroom", headroom, 1.0)
         nn.Module.__init__(self)
@@ -152,8 +131,8 @@ class QuantizedLinear(nn.Linear):
         self._defers = defer_weight_gradient
         name_parts(self, "weight")
         self._operands = spec.operands
-        check_blocks(self._operands, linear.in_features, linear.out_features)
-        self._units = units_of(spec, linear.in_features, linear.out_features)
+        _spec.check_blocks(self._operands, linear.in_features, linear.out_features)
+        self._units = _spec.units_of(spec, linear.in_features, linear.out_features)
         units_on(self._units, spec, linear.weight.device)  # or refused
         if codes is None:
             self._take_weight(linear.weight, rounding, seed, draws)
@@ -186,7 +165,7 @@ class QuantizedLinear(nn.Linear):
         draw, repeats = self._pass()
         weight: Tensor = self.weight
         if self.storage != "master" and not torch.compiler.is_compiling():
-            check_kept(self)
+            _grid_weight.check_kept(self)
         if (scaler := self.weight_scaler) is not None:
             weight = self._fake_quantized("weight", weight, (scaler.preview if repeats else scaler)(weight), draw)
         quantized = input
@@ -226,7 +205,7 @@ class QuantizedLinear(nn.Linear):
 
     def weight_scale(self) -> Tensor:
         """The scale of the weight, broadcasting against it; 1 for a weight that is not quantised."""
-        if is_stored(self.weight):
+        if _spec.is_stored(self.weight):
             return self.weight.expanded_scale()
         if self.manifold is not None:
             return self.manifold.scale
@@ -244,9 +223,9 @@ class QuantizedLinear(nn.Linear):
         """
         if self.weight_format is None:
             raise ValueError("this layer has weight=None: only a weight with a format has codes; see spec")
-        if is_stored(self.weight):
+        if _spec.is_stored(self.weight):
             return self.weight.codes.clone()
-        warn_off_grid(self)
+        _grid_weight.warn_off_grid(self)
         return encode(self.quantized_weight().detach() / self.weight_scale(), self.weight_format)
 
     def extra_repr(self) -> str:
@@ -254,8 +233,14 @@ class QuantizedLinear(nn.Linear):
         return f"{super().extra_repr()}, {self._described_formats()}"
 
     def _described_formats(self) -> str:
-        names = {name: self._operands[name].format.name if name in self._operands else NONE for name in OPERANDS}
-        shown = [f"{name}={names[name]}" for name in OPERANDS if name in OPERANDS[:2] or names[name] != NONE]
+        names = {
+            name: self._operands[name].format.name if name in self._operands else _spec.NONE for name in _spec.OPERANDS
+        }
+        shown = [
+            f"{name}={names[name]}"
+            for name in _spec.OPERANDS
+            if name in _spec.OPERANDS[:2] or names[name] != _spec.NONE
+        ]
         draws = getattr(self.weight if isinstance(self.weight, FP8Tensor) else self.manifold, "draws", "independent")
         shown += [f"storage={self.storage}", *([f"draws={draws}"] if draws != "independent" else [])]
         multiplied = {"gradient_products": self.spec.gradient_products, "products": self.spec.products}
@@ -271,15 +256,17 @@ class QuantizedLinear(nn.Linear):
         if has_values(weight) and not bool(weight.isfinite().all()):
             raise ValueError(f"a weight of shape {tuple(weight.shape)} holds NaN or Inf: it can't be quantised")
         if self.storage == "grid":
-            self.weight, self.manifold = grid_weight(weight, operand.format, *self._placing, rounding, seed, draws)
+            self.weight, self.manifold = _grid_weight.grid_weight(
+                weight, operand.format, *self._placing, rounding, seed, draws
+            )
         elif self.storage == "fp8":
             self.weight = self._in_codes(weight, operand.format, rounding=rounding, seed=seed, draws=draws)
 
     def _make_scalers(self, shared: SharedAmax | None) -> None:
         """Make one for every operand whose scale is not stored with it."""
-        if shared is None and any(operand.scale == GLOBAL for operand in self._operands.values()):
+        if shared is None and any(operand.scale == _spec.GLOBAL for operand in self._operands.values()):
             shared = self.shared_amax = SharedAmax()
-        for name in OPERANDS:
+        for name in _spec.OPERANDS:
             stored = name == "weight" and self.storage != "master"
             operand = None if stored else self._operands.get(name)
             setattr(self, f"{name}_scaler", None if operand is None else scaler_of(operand, shared))
@@ -287,18 +274,18 @@ class QuantizedLinear(nn.Linear):
     def _rows(self, x: Tensor) -> Tensor:
         return x.reshape(-1, x.shape[-1]) if self._operands["activation"].granularity == "channel" else x
 
-    def _fake_quantized(self, name: OperandName, x: Tensor, scale: Tensor, draw: int) -> Tensor:
+    def _fake_quantized(self, name: _spec.OperandName, x: Tensor, scale: Tensor, draw: int) -> Tensor:
         operand = self._operands[name]
         how = operand.ste or "identity", operand.rounding or "nearest", self._key(name, draw)
         return quantize_at(x, scale, operand.format, *how, blocks=operand.granularity == "block")
 
-    def _rounded(self, name: OperandName, draw: int) -> Rounded:
+    def _rounded(self, name: _spec.OperandName, draw: int) -> Rounded:
         scaler: Scaler | None = getattr(self, f"{name}_scaler")
         if scaler is None:
             return None
         return partial(round_gradient, scaler=scaler, operand=self._operands[name], key=self._key(name, draw))
 
-    def _key(self, name: OperandName, draw: int) -> Stream:
+    def _key(self, name: _spec.OperandName, draw: int) -> Stream:
         return Stream((self._seed, draw, _STREAMS[name]))
 
     def _draw(self) -> int:
@@ -356,7 +343,7 @@ class QuantizedLinear(nn.Linear):
             self.weight.counter.zero_()
             self.weight.remainder = weight.remainder
         elif self.manifold is not None:
-            renew_grid_weight(self, fresh.weight)
+            _grid_weight.renew_grid_weight(self, fresh.weight)
         else:
             self.weight.copy_(fresh.weight)
         for module in self.children():
@@ -375,7 +362,7 @@ class QuantizedLinear(nn.Linear):
         if isinstance(self.weight, FP8Tensor) and dtype not in (torch.float32, torch.bfloat16):
             raise TypeError(f"a layer with storage='fp8' can't be {dtype}: take float32 or bfloat16")
         if self.manifold is not None:
-            check_dtype_holds(self.manifold, dtype)
+            _grid_weight.check_dtype_holds(self.manifold, dtype)
 
         def moved(x: Tensor) -> Tensor:
             made = fn(x)
@@ -392,12 +379,12 @@ class QuantizedLinear(nn.Linear):
                 f"a layer with storage='fp8' can't be moved ({self.extra_repr()}): a graph that is still there, or a "
                 "weak reference, holds its weight; end the backward pass, or drop outputs and losses, and move it then"
             ) from error
-        keep_on_manifold(self)
+        _grid_weight.keep_on_manifold(self)
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        warn_off_grid(self)
+        _grid_weight.warn_off_grid(self)
         write_parts(self, destination, prefix)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -410,7 +397,7 @@ class QuantizedLinear(nn.Linear):
                 args[-1].append(refusal)
             else:
                 super()._load_from_state_dict(state_dict, prefix, *args)
-                keep_on_manifold(self)
+                _grid_weight.keep_on_manifold(self)
         finally:
             self._load_state_dict_pre_hooks = hooks
 
@@ -425,7 +412,7 @@ class QuantizedLinear(nn.Linear):
             return str(error)
         saved = state_dict.get(prefix + "weight")
         if isinstance(self.manifold, FP8Manifold):  # on a continuous manifold every value is a point
-            return prepare_grid_state(self, state_dict, prefix)
+            return _grid_weight.prepare_grid_state(self, state_dict, prefix)
         if not isinstance(weight, FP8Tensor) or not isinstance(saved, Tensor):
             return None
         if not isinstance(saved, FP8Tensor):
@@ -443,7 +430,7 @@ class QuantizedConv1D(QuantizedLinear):
     ``Conv1D`` has it, and takes it so, too; only codes lie in a state dict as they lie here.
     """
 
-    def __init__(self, conv: nn.Module, spec: LayerSpec, storage: Storage = "master", **options: Any) -> None:
+    def __init__(self, conv: nn.Module, spec: _spec.LayerSpec, storage: Storage = "master", **options: Any) -> None:
         own: Any = conv
         bare = options.get("codes") is not None
         linear = linear_around(torch.empty(own.nf, own.nx, device="meta"), own) if bare else linear_of(own)

@@ -12,6 +12,7 @@ from fp8manifold._base.checks import check_int
 from fp8manifold._encoded.scaled import Rounding
 from fp8manifold._published.found import FLOATS, refuse_codes
 from fp8manifold._published.places import weight_of
+from fp8manifold.nn import _tensor_files
 from fp8manifold.nn._carried import check_layers, parameter_names, put_parameter, replace_layers
 from fp8manifold.nn._linear import QuantizedLinear
 from fp8manifold.nn._plan import Plan, plan
@@ -19,15 +20,6 @@ from fp8manifold.nn._scalers import Scale
 from fp8manifold.nn._selection import obstacle
 from fp8manifold.nn._spec import Formats, LayerSpec, OperandSpec
 from fp8manifold.nn._surgery import carry_out, encoded, layers_of, parameters_of
-from fp8manifold.nn._tensor_files import (
-    FileTensors,
-    GivenTensors,
-    MappedFiles,
-    Source,
-    StoredTensors,
-    Tensors,
-    files_of,
-)
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.random_bits import Draws
 
@@ -37,7 +29,7 @@ AS_STORED: Final = "as stored"  #: In place of formats: those that the files hav
 
 def load_quantized(
     model: nn.Module,
-    source: Mapping[str, Any] | Source,
+    source: Mapping[str, Any] | _tensor_files.Source,
     formats: Formats = "E4M3",
     *,
     device: torch.device | str = "cpu",
@@ -87,7 +79,11 @@ def load_quantized(
     check_layers(model, layers_of(planned))
     parameters_of(model, planned)
     becomes_codes = planned.encoded
-    tensors: Tensors = GivenTensors(source) if isinstance(source, Mapping) else FileTensors(files_of(source))
+    tensors: _tensor_files.Tensors = (
+        _tensor_files.GivenTensors(source)
+        if isinstance(source, Mapping)
+        else _tensor_files.FileTensors(_tensor_files.files_of(source))
+    )
     with closing(tensors):
         codes: dict[str, FP8Parameter] = {}
         floats: dict[str, Tensor] = {}
@@ -108,7 +104,7 @@ def load_quantized(
 
 def _load_as_stored(
     model: nn.Module,
-    source: Mapping[str, Any] | Source,
+    source: Mapping[str, Any] | _tensor_files.Source,
     device: torch.device | str,
     *,
     rounding: Rounding = "stochastic",
@@ -121,7 +117,7 @@ def _load_as_stored(
     _check_without_values(model)
     codes: dict[str, FP8Parameter] = {}
     floats: dict[str, Tensor] = {}
-    with closing(StoredTensors(source)) as tensors:
+    with closing(_tensor_files.StoredTensors(source)) as tensors:
         for name, there, own in _checked(model, tensors):
             if (stored := tensors.stored.get(there[0])) is None:
                 value = _read(tensors, there, own)
@@ -164,7 +160,7 @@ def _groups(model: nn.Module) -> dict[int, tuple[list[str], Tensor]]:
     return found
 
 
-def _checked(model: nn.Module, tensors: Tensors) -> list[tuple[str, list[str], Tensor]]:
+def _checked(model: nn.Module, tensors: _tensor_files.Tensors) -> list[tuple[str, list[str], Tensor]]:
     """The entries of a model's state, each with its first name in the model and those that the source has for it."""
     there = set(tensors.names())
     found: list[tuple[str, list[str], Tensor]] = []
@@ -205,7 +201,7 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names[:_NAMED])) + more
 
 
-def _read(tensors: Tensors, names: Sequence[str], entry: Tensor) -> Tensor:
+def _read(tensors: _tensor_files.Tensors, names: Sequence[str], entry: Tensor) -> Tensor:
     value = tensors.read(names[0])
     if entry.is_floating_point():
         refuse_codes(names[0], value.dtype, tensors.names(), tensors.known(names[0])[2])
@@ -272,7 +268,7 @@ class Reader:
         self._how = formats, storage, dict(options)
         self._plan = self._planned(model)
         self._codes: dict[str, FP8Parameter] = {}
-        self._files = MappedFiles(files or ())
+        self._files = _tensor_files.MappedFiles(files or ())
         ties: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
         dtype, tied = torch.get_default_dtype(), {*ties, *ties.values()}
         self._wanted = {

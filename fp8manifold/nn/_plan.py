@@ -13,6 +13,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from fp8manifold._base.checks import check_choice, check_int
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
+from fp8manifold.nn import _spec
 from fp8manifold.nn._carried import parameter_names
 from fp8manifold.nn._linear import STORAGES, QuantizedLinear, Storage
 from fp8manifold.nn._selection import (
@@ -25,17 +26,6 @@ from fp8manifold.nn._selection import (
     names_part,
     nearest,
     obstacle,
-)
-from fp8manifold.nn._spec import (
-    Formats,
-    LayerSpec,
-    Products,
-    check_blocks,
-    check_draws,
-    check_storage,
-    is_none,
-    read_formats,
-    units_of,
 )
 from fp8manifold.random_bits import Draws
 from fp8manifold.scaling import StoredGranularity, WeightGranularity
@@ -56,7 +46,7 @@ class Entry:
     module: nn.Module  #: The holder of the weight.
     parameters: tuple[str, ...] = ()
     """All names that the weight has in the model; none where the module has none of its own."""
-    spec: LayerSpec | None = None  #: The specification of the quantised layer that takes the module's place.
+    spec: _spec.LayerSpec | None = None  #: The specification of the quantised layer that takes the module's place.
     format: FloatFormat | None = None  #: The format of the codes that the weight becomes.
     granularity: StoredGranularity | None = None  #: The granularity of their scale.
     seed: int = 0
@@ -92,7 +82,7 @@ class Plan:
 
 def plan(
     model: nn.Module,
-    formats: Formats | None,
+    formats: _spec.Formats | None,
     storage: str = "master",
     *,
     granularity: WeightGranularity = "channel",
@@ -103,7 +93,7 @@ def plan(
     defer_weight_gradients: bool = False,
     tied: str = "refuse",
     draws: Draws = "independent",
-    products: Products = "decoded",
+    products: _spec.Products = "decoded",
     parameters: Parameters | None = None,
     embeddings: Embeddings | None = None,
 ) -> Plan:
@@ -114,14 +104,14 @@ def plan(
     check_choice("rounding", rounding, ("nearest", "stochastic"))
     check_choice("tied", tied, TIED)
     check_int("seed", seed, 0, 2**31 - 1)
-    check_draws(draws, storage)
-    read = {} if formats is None else read_formats(formats, granularity, products)
+    _spec.check_draws(draws, storage)
+    read = {} if formats is None else _spec.read_formats(formats, granularity, products)
     names = {key: tuple(its) for key, its in parameter_names(model).items()}
     linears = _linears(model, names)
     specs = _chosen_specs(linears, read)
     _check_in_one_place(model, specs, linears)
     placed: list[Entry] = []
-    if parameters is not None or not (embeddings is None or is_none(embeddings)):
+    if parameters is not None or not (embeddings is None or _spec.is_none(embeddings)):
         if storage != "fp8":
             raise ValueError(f"parameters and embeddings become codes with storage='fp8', not with storage={storage!r}")
         taken = {linears[name].names for name in specs if not linears[name].is_shared}
@@ -145,7 +135,7 @@ def plan(
 
 
 def check_formats(
-    formats: Formats,
+    formats: _spec.Formats,
     layers: Mapping[str, tuple[int, int]],
     storage: Storage = "master",
     *,
@@ -153,8 +143,8 @@ def check_formats(
     keep_remainder: bool = False,
     shared: Mapping[str, tuple[str, ...]] | None = None,
     tied: Tied = "refuse",
-    products: Products = "decoded",
-) -> dict[str, LayerSpec]:
+    products: _spec.Products = "decoded",
+) -> dict[str, _spec.LayerSpec]:
     """Read formats as :func:`quantize_model` does, and refuse what it would refuse of them; no model is needed.
 
     Args:
@@ -181,11 +171,11 @@ def check_formats(
     check_choice("storage", storage, STORAGES)
     check_choice("tied", tied, TIED)
     linears = {name: _Linear((shared or {}).get(name, (f"{name}.weight",))) for name in layers}
-    specs = _chosen_specs(linears, read_formats(formats, granularity, products))
+    specs = _chosen_specs(linears, _spec.read_formats(formats, granularity, products))
     specs = _settled(specs, linears, storage, keep_remainder, tied, [])
     for name, spec in specs.items():
-        check_blocks(spec.operands, *layers[name])
-        units_of(spec, *layers[name])
+        _spec.check_blocks(spec.operands, *layers[name])
+        _spec.units_of(spec, *layers[name])
     return specs
 
 
@@ -216,7 +206,7 @@ def _linears(model: nn.Module, names: Mapping[int, tuple[str, ...]]) -> dict[str
     return found
 
 
-def _chosen_specs(linears: Mapping[str, _Linear], specs: Mapping[str, LayerSpec]) -> dict[str, LayerSpec]:
+def _chosen_specs(linears: Mapping[str, _Linear], specs: Mapping[str, _spec.LayerSpec]) -> dict[str, _spec.LayerSpec]:
     left = {name: linear.obstacle for name, linear in linears.items() if linear.obstacle is not None}
 
     def check(pattern: str, matched: list[str]) -> None:
@@ -266,13 +256,13 @@ def _check_in_one_place(model: nn.Module, layers: Iterable[str], linears: Mappin
 
 
 def _settled(
-    specs: Mapping[str, LayerSpec],
+    specs: Mapping[str, _spec.LayerSpec],
     linears: Mapping[str, _Linear],
     storage: str,
     keep_remainder: bool,
     tied: str,
     placed: Sequence[Entry],
-) -> dict[str, LayerSpec]:
+) -> dict[str, _spec.LayerSpec]:
     """The layers to replace once shared weights are decided on, some of which may be among ``placed``."""
     shared = [name for name in specs if linears[name].is_shared]
     for name in shared:
@@ -284,11 +274,11 @@ def _settled(
             )
     kept = {name: spec for name, spec in specs.items() if tied == "untie" or name not in shared}
     for spec in kept.values():
-        check_storage(storage, spec, keep_remainder)
+        _spec.check_storage(storage, spec, keep_remainder)
     return kept
 
 
-def _serves(entry: Entry, names: Sequence[str], spec: LayerSpec) -> bool:
+def _serves(entry: Entry, names: Sequence[str], spec: _spec.LayerSpec) -> bool:
     """True where a parameter becomes just the codes that a layer with it for its weight needs."""
     weight = spec.operands.get("weight")
     if weight is None or len(spec.operands) > 1 or spec.products != "decoded" or entry.name not in names:
@@ -305,7 +295,7 @@ def _placed(
     taken: Collection[tuple[str, ...]],
     parameters: Parameters | None,
     embeddings: Embeddings | None,
-    formats: Mapping[str, LayerSpec],
+    formats: Mapping[str, _spec.LayerSpec],
     granularity: str,
 ) -> list[Entry]:
     found = {
@@ -328,7 +318,7 @@ def _placed(
 
 
 def _chosen_parameters(
-    names: Mapping[str, tuple[str, ...]], parameters: Parameters | None, formats: Mapping[str, LayerSpec]
+    names: Mapping[str, tuple[str, ...]], parameters: Parameters | None, formats: Mapping[str, _spec.LayerSpec]
 ) -> dict[str, FloatFormat | None]:
     if parameters is None:
         return {}
@@ -347,7 +337,7 @@ def _chosen_parameters(
 def _chosen_embeddings(
     model: nn.Module, names: Mapping[str, tuple[str, ...]], embeddings: Embeddings | None
 ) -> dict[str, FloatFormat | None]:
-    if embeddings is None or is_none(embeddings):
+    if embeddings is None or _spec.is_none(embeddings):
         return {}
     tables = {f"{name}.weight".lstrip(".") for name, m in model.named_modules() if isinstance(m, nn.Embedding)}
     own = {first: found for first, its in names.items() if (found := [each for each in its if each in tables])}
@@ -371,7 +361,7 @@ def _formats_chosen(
             )
 
     chosen = by_pattern(given, names, check)
-    formats = {key: None if is_none(fmt) else as_format(fmt) for key, fmt in given.items()}  # type: ignore[arg-type]
+    formats = {key: None if _spec.is_none(fmt) else as_format(fmt) for key, fmt in given.items()}  # type: ignore[arg-type]
     return {first: formats[pattern] for first, pattern in chosen.items()}
 
 

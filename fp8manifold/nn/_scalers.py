@@ -7,19 +7,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from fp8manifold import scaling
 from fp8manifold._base.checks import check_choice, check_int
 from fp8manifold._base.reading import LaterMaximum, has_values, is_read_at_once, known
 from fp8manifold._encoded.dispatch import is_backward
 from fp8manifold._ranks import ALONE, Ranks
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
-from fp8manifold.scaling import (
-    GRANULARITIES,
-    ROUNDING_OF_SCALES,
-    Granularity,
-    SaturationWarning,
-    amax_of,
-    scale_of_amax,
-)
 
 
 class Operand(NamedTuple):
@@ -144,7 +137,7 @@ class Scale(Scaler):
     def __init__(
         self,
         fmt: FormatLike,
-        granularity: Granularity = "tensor",
+        granularity: scaling.Granularity = "tensor",
         policy: Policy = "dynamic",
         *,
         axis: int = 0,
@@ -152,7 +145,7 @@ class Scale(Scaler):
         history: int = HISTORY,
     ) -> None:
         super().__init__()
-        check_choice("granularity", granularity, GRANULARITIES)
+        check_choice("granularity", granularity, scaling.GRANULARITIES)
         check_choice("policy", policy, POLICIES)
         check_int("history", history, 1, 2**20)
         self.format: FloatFormat = as_format(fmt)
@@ -212,21 +205,21 @@ class Scale(Scaler):
         return f"{self.format.name}, {self.granularity}, {self.policy}"
 
     def _amax(self, x: Tensor) -> Tensor:
-        return amax_of(x, self.granularity, self.axis)
+        return scaling.amax_of(x, self.granularity, self.axis)
 
     def _is_frozen(self) -> bool:
         return has_values(self.frozen) and bool(known(self.frozen, bool))
 
     def _fresh(self, x: Tensor) -> Tensor:
-        return scale_of_amax(self._amax(x), self.format, pow2=self.pow2)
+        return scaling.scale_of_amax(self._amax(x), self.format, pow2=self.pow2)
 
     def _delayed(self, amax: Tensor) -> Tensor:
         past = self.history.amax(0)
-        return scale_of_amax(torch.where(past > 0, past, amax), self.format, pow2=self.pow2)
+        return scaling.scale_of_amax(torch.where(past > 0, past, amax), self.format, pow2=self.pow2)
 
     def _warn_if_saturated(self, x: Tensor) -> None:
         """At once, or on a card, where that would be to wait, when a later tensor is seen."""
-        limit = self.value * (self.format.max * ROUNDING_OF_SCALES)
+        limit = self.value * (self.format.max * scaling.ROUNDING_OF_SCALES)
         amax = self._amax(x)
         worst: float | None = None
         if not has_values(amax):
@@ -238,7 +231,7 @@ class Scale(Scaler):
         if worst:
             warnings.warn(
                 f"a frozen {self.format.name} scale saturates: the largest magnitude is {worst:.3g} times its range",
-                SaturationWarning,
+                scaling.SaturationWarning,
                 stacklevel=3,
             )
 
@@ -331,7 +324,7 @@ class GlobalScale(Scaler):
 
     @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:
-        amax = amax_of(x, "tensor")
+        amax = scaling.amax_of(x, "tensor")
         if self.training:
             self._shared[0].add(self._member, amax)
         self.value = self._scale(amax)
@@ -339,7 +332,7 @@ class GlobalScale(Scaler):
 
     @torch.no_grad()
     def preview(self, x: Tensor) -> Tensor:
-        return self._scale(amax_of(x, "tensor"))
+        return self._scale(scaling.amax_of(x, "tensor"))
 
     def announce(self, device: torch.device) -> None:
         self._shared[0].shared.announce(device, self._member)
@@ -348,7 +341,7 @@ class GlobalScale(Scaler):
         return self.format.name
 
     def _scale(self, amax: Tensor) -> Tensor:
-        return scale_of_amax(self._shared[0].of_last_pass(amax), self.format, pow2=False)
+        return scaling.scale_of_amax(self._shared[0].of_last_pass(amax), self.format, pow2=False)
 
 
 def share_magnitudes(model: nn.Module, ranks: Ranks) -> None:

@@ -8,23 +8,12 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from fp8manifold.optim import _step
 from fp8manifold.optim._backends import run_all
 from fp8manifold.optim._directions import named
 from fp8manifold.optim._scales import fit_scales
 from fp8manifold.optim._slot import Slot
 from fp8manifold.optim._spec import LARGEST
-from fp8manifold.optim._step import (
-    Outcome,
-    StepView,
-    block_noise,
-    blocks_of,
-    load_weights,
-    rescaled,
-    run_eager,
-    stiffness_factor,
-    store_moments,
-    viewed,
-)
 
 COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
 """Coefficients of the quintic that takes singular values of 0 .. 1 to about 1 (Jordan et al. 2024)."""
@@ -40,7 +29,7 @@ _STATE: Final = (_BUFFER, LARGEST)
 _TOGETHER: Final = 2**20  # weights
 
 
-def take_muon_steps(slots: Sequence[Slot], observed: Set[Slot]) -> list[StepView]:
+def take_muon_steps(slots: Sequence[Slot], observed: Set[Slot]) -> list[_step.StepView]:
     """Take steps of the same matrices in every process, in place and in two halves, and show those that are observed.
 
     .. math:: m \\leftarrow \\mu m + (1 - \\mu) g, \\quad u = (1 - \\mu) g + \\mu m, \\quad
@@ -190,48 +179,48 @@ def second_half(slot: Slot, direction: Tensor) -> Slot:
 
 def _write(
     slots: Sequence[Slot], momenta: Sequence[Tensor], factors: Sequence[tuple[Tensor, float]], observed: Set[Slot]
-) -> list[StepView]:
+) -> list[_step.StepView]:
     """Write weights along their factors; those of injected errors and observed ones eagerly, one by one."""
     halves = {slot: second_half(slot, f) for slot, (f, _) in zip(slots, factors, strict=True) if slot.weight.numel()}
     fit_scales([halves.get(slot, slot) for slot in slots])
     run_all([half for slot, half in halves.items() if not (slot.spec.injects or slot in observed)])
-    views: list[StepView] = []
+    views: list[_step.StepView] = []
     for slot, momentum, (_, ratio) in zip(slots, momenta, factors, strict=True):
         if slot in observed:
-            views.append(viewed(halves[slot], partial(_write_alone, slot, halves[slot], momentum, ratio)))
+            views.append(_step.viewed(halves[slot], partial(_write_alone, slot, halves[slot], momentum, ratio)))
         elif slot.spec.injects and slot in halves:
             _write_alone(slot, halves[slot], momentum, ratio)
     return views
 
 
-def _write_alone(slot: Slot, half: Slot, momentum: Tensor, ratio: float) -> list[Outcome]:
+def _write_alone(slot: Slot, half: Slot, momentum: Tensor, ratio: float) -> list[_step.Outcome]:
     """Write weights eagerly, and give the momentum the rounding error, as if the step were linear in it."""
-    outcomes = run_eager(half, observed=True)
+    outcomes = _step.run_eager(half, observed=True)
     if not slot.spec.injects:
         return outcomes
     if slot.next_scale:
         slot.arrays["next_scale"] = half.arrays["next_scale"]
     inject, target = ratio * named(slot.row)["inject"], torch.cat([outcome.target for outcome in outcomes])
     for (arrays, part, start), (_, asked, _) in zip(_parts(slot, momentum), _parts(slot, target), strict=True):
-        shift, arrays = rescaled(arrays)
+        shift, arrays = _step.rescaled(arrays)
         asked = asked if shift is None else asked * shift
-        error = (asked - load_weights(slot.spec, arrays, slot.dtype).x) / (1 / arrays["scale"])
+        error = (asked - _step.load_weights(slot.spec, arrays, slot.dtype).x) / (1 / arrays["scale"])
         if slot.spec.stiffness != "none":
             error = error / _stiffness(slot, arrays).square()
-        noise = block_noise(slot, arrays["gradient"], start).get("moments")
-        stored = store_moments(slot.spec, {_BUFFER: part - error * inject}, arrays, noise, None)
+        noise = _step.block_noise(slot, arrays["gradient"], start).get("moments")
+        stored = _step.store_moments(slot.spec, {_BUFFER: part - error * inject}, arrays, noise, None)
         arrays[_BUFFER].copy_(stored[_BUFFER])
     return outcomes
 
 
 def _stiffness(slot: Slot, arrays: dict[str, Tensor]) -> Tensor:
-    return stiffness_factor(slot.spec, load_weights(slot.spec, arrays, slot.dtype), arrays, named(slot.row))
+    return _step.stiffness_factor(slot.spec, _step.load_weights(slot.spec, arrays, slot.dtype), arrays, named(slot.row))
 
 
 def _parts(slot: Slot, whole: Tensor) -> Iterator[tuple[dict[str, Tensor], Tensor, int]]:
     """The slot's arrays some rows at a time, those rows of another array, and the position of their first element."""
     row = 0
-    for arrays, start in blocks_of(slot):
+    for arrays, start in _step.blocks_of(slot):
         count = arrays["gradient"].shape[0]
         yield arrays, whole[row : row + count], start
         row += count

@@ -9,32 +9,14 @@ from torch import Tensor
 from fp8manifold._base.reading import Later, eager_only
 from fp8manifold._numerics.stiffness import bounded_share, end_exponents, reference_stiffness
 from fp8manifold._ranks import local_of
+from fp8manifold.optim import _checks, _state
 from fp8manifold.optim._agreement import in_every_process
 from fp8manifold.optim._backends import gathered, note_changes, run_all
-from fp8manifold.optim._checks import (
-    CHANGING,
-    check_combination,
-    check_lr,
-    check_parameters,
-    check_shared,
-    refuse_recording,
-    unshare,
-    warn_of_overridden,
-)
 from fp8manifold.optim._directions import MOMENT_NAMES
 from fp8manifold.optim._finite import all_finite, warn_of_one, warn_of_skips
 from fp8manifold.optim._scales import fit_scales, mark_zero, narrow, take_fitted, widen_full
 from fp8manifold.optim._slot import Slot, counted, is_quantized, slot_of, stabilize, stiffness_field
 from fp8manifold.optim._spec import BOUND_NAMES, Spec, spec_of
-from fp8manifold.optim._state import (
-    check_arrays,
-    check_entry,
-    check_state,
-    claim,
-    make_state,
-    restore_dtypes,
-    take_remainder,
-)
 from fp8manifold.optim._steady import Table, is_steady, planned
 from fp8manifold.optim._step import StepView, observed_step
 from fp8manifold.optim._streams import new_stream, twins
@@ -142,7 +124,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         if self._recorder is not None:
             self._recorder()
             return loss
-        refuse_recording(self)
+        _checks.refuse_recording(self)
         if self._unheard:
             self._hear()
         table, self._table = self._table, None
@@ -156,7 +138,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             for group in self.param_groups:
                 for parameter in group["params"]:
                     if getattr(local_of(parameter), "remainder", None) is not None:
-                        take_remainder(group, parameter, self.state)
+                        _state.take_remainder(group, parameter, self.state)
             self._take(counted(self._begin(slots)))
         if taken:
             self.skipped_in_row = 0
@@ -166,13 +148,13 @@ class ManifoldOptimizer(torch.optim.Optimizer):
 
     def step_alone(self, group: dict[str, Any], parameter: Tensor) -> None:
         """Take the step of one parameter as :meth:`step` would; where it is skipped, warn and count it."""
-        refuse_recording(self)
+        _checks.refuse_recording(self)
         self._hear(parameter)
         slots = [self._slot(group, parameter)]
         if is_steady(self, slots) and (table := planned(self, slots)) is not None:
             taken = table.take(self, alone=True)
         elif taken := self._may_step(slots):
-            take_remainder(group, parameter, self.state)
+            _state.take_remainder(group, parameter, self.state)
             self._take(counted(self._begin(slots)))
         if taken is False:
             self._count_skipped([parameter], alone=True)
@@ -224,7 +206,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         slots = [slot for slot in slots if slot.parameter.numel()]
         for slot in slots:
             stores_moments = self.stores_all_moments or slot.fmt is not None
-            check_arrays(slot.state, slot.parameter, slot.group, stores_moments=stores_moments)
+            _state.check_arrays(slot.state, slot.parameter, slot.group, stores_moments=stores_moments)
         everyone = [p for group in self.param_groups for p in group["params"]]
         earlier = twins(everyone) if [slot for slot in slots if "stream" not in slot.state] else {}
         for slot in slots:
@@ -237,7 +219,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         """Give a parameter its state; stabilise and reset it when that is due."""
         group, parameter = slot.group, slot.parameter
         state = slot.state = self.state.setdefault(parameter, slot.state)  # somebody may have put a plain dict there
-        claim(self, parameter)
+        _state.claim(self, parameter)
         home, step = slot.device if slot.device.type == "cuda" else torch.device("cpu"), state.get("step")
         if not isinstance(step, Tensor) or step.device != home:  # older states of torch's have a number
             state["step"] = torch.full((), slot.done, dtype=torch.float32, device=home)
@@ -262,7 +244,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         # the blocks of a vector's moments are cut by other processes' rows: each of them steps all of it
         slot.whole = slot.share is not None and slot.spec.blockwise and slot.parameter.dim() == 1
         slot.view = slot.view_in(blocks=slot.spec.moments == "8bit")
-        make_state(slot)
+        _state.make_state(slot)
         slot.tensors |= {name: local_of(slot.state[name]) for name in slot.spec.keeps}
         if "gradient" not in slot.tensors:
             slot.tensors["gradient"] = local_of(slot.parameter.grad).contiguous().resolve_neg()  # code sees memory
@@ -339,16 +321,16 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         """Add a group, whose options and parameters are checked."""
         super().add_param_group(param_group)
         self._table, group = None, self.param_groups[-1]
-        unshare(self.param_groups)
+        _checks.unshare(self.param_groups)
         try:
-            check_parameters(group["params"])
+            _checks.check_parameters(group["params"])
             self._check_group(group)
             if self._in_backward is not None:
                 self._in_backward.watch(group)
         except (TypeError, ValueError, RuntimeError):
             self.param_groups.pop()
             raise
-        self.__dict__.setdefault("_checked_options", {})[id(group)] = group | CHANGING
+        self.__dict__.setdefault("_checked_options", {})[id(group)] = group | _checks.CHANGING
         self._has_started = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -379,7 +361,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         """
         self._table = None  # and with it what is held of the state that there was
         if not isinstance(state_dict, dict):
-            check_state(self, state_dict)
+            _state.check_state(self, state_dict)
         schedules = [{k: v for k, v in group.items() if callable(v)} for group in self.param_groups]
         before, loaded = self.param_groups, list[dict[str, Any]]()
 
@@ -390,8 +372,8 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         def take_over(_: object) -> None:
             for group, ours in zip(self.param_groups, schedules, strict=True):
                 group.update({name: value for name, value in ours.items() if group.get(name) is None})
-            restore_dtypes(self, loaded[0])
-            unshare(self.param_groups)
+            _state.restore_dtypes(self, loaded[0])
+            _checks.unshare(self.param_groups)
             self._has_started = False
             for name in _COUNTS:
                 setattr(self, name, int(loaded[0].get(name, 0)))
@@ -407,34 +389,34 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         finally:
             for hook in hooks:
                 hook.remove()
-        warn_of_overridden(self, before)
+        _checks.warn_of_overridden(self, before)
 
     def _check_loaded(self, state_dict: dict[str, Any], schedules: list[dict[str, Any]]) -> None:
         """Raise before anything has changed unless a state is one for these parameters, with options in range."""
-        check_state(self, state_dict)
+        _state.check_state(self, state_dict)
         for saved, ours, group in zip(state_dict["param_groups"], schedules, self.param_groups, strict=True):
             merged = saved | {name: schedule for name, schedule in ours.items() if saved.get(name) is None}
             merged["params"] = group["params"]
             self._check_group(merged)
             for index, parameter in zip(saved["params"], group["params"], strict=True):
                 stores = self.stores_all_moments or is_quantized(parameter)
-                check_entry(state_dict["state"].get(index, {}), parameter, merged, stores_moments=stores)
+                _state.check_entry(state_dict["state"].get(index, {}), parameter, merged, stores_moments=stores)
 
     def _check_options(self) -> None:
         """Raise before anything has changed if what somebody set since the last step is not valid."""
         checked = self.__dict__.setdefault("_checked_options", {})  # as they were when last valid; no part of the state
         for group in self.param_groups:
-            check_lr(group)
-            if checked.get(id(group)) == (options := group | CHANGING):
+            _checks.check_lr(group)
+            if checked.get(id(group)) == (options := group | _checks.CHANGING):
                 continue
             self._check_group(group)
             for parameter in group["params"]:
                 if parameter in self.state:
                     stores = self.stores_all_moments or is_quantized(parameter)
-                    check_entry(self.state[parameter], parameter, group, stores_moments=stores)
+                    _state.check_entry(self.state[parameter], parameter, group, stores_moments=stores)
             checked[id(group)] = options
 
     def _check_group(self, group: dict[str, Any]) -> None:
         """Raise unless the options of a group are valid; subclasses add their own."""
-        check_shared(type(self).__name__, group, self.damping_option)
-        check_combination(type(self).__name__, self.direction, group)
+        _checks.check_shared(type(self).__name__, group, self.damping_option)
+        _checks.check_combination(type(self).__name__, self.direction, group)

@@ -9,17 +9,8 @@ import torch
 from torch import Tensor
 
 from fp8manifold._base.blocks import block_on
+from fp8manifold._numerics import codec
 from fp8manifold._numerics.charts import Chart, UlpChart, chart_of, sign_of
-from fp8manifold._numerics.codec import (
-    decode_magnitude,
-    decode_signed,
-    decode_with_ulp,
-    encode_finite,
-    encoding_steps,
-    joined_codes,
-    largest_bits,
-    round_block,
-)
 from fp8manifold._numerics.stiffness import exp2_exact, factor
 from fp8manifold.optim._directions import DIRECTIONS, Descent, Numbers, named
 from fp8manifold.optim._slot import Slot
@@ -138,16 +129,16 @@ def load_weights(spec: Spec, arrays: dict[str, Tensor], dtype: torch.dtype) -> W
     if spec.storage != "codes":
         x = weight.to(dtype) / arrays["scale"]
         if spec.storage == "grid" and not spec.scale_is_power_of_two:  # the division leaves its points a hair off it
-            x = round_block(x, fmt, "nearest", "saturate", None)
+            x = codec.round_block(x, fmt, "nearest", "saturate", None)
         if spec.storage == "free" or not bits:
             return Weights(x, chart_of(fmt, "ulp").stiffness(x))
-        codes = encode_finite(x.to(torch.float32), fmt)
+        codes = codec.encode_finite(x.to(torch.float32), fmt)
     if bits:
-        x, ulp = decode_signed(
-            joined_codes(codes.to(torch.int32), arrays["residual"].to(torch.int32), fmt, bits), fmt, bits
+        x, ulp = codec.decode_signed(
+            codec.joined_codes(codes.to(torch.int32), arrays["residual"].to(torch.int32), fmt, bits), fmt, bits
         )
     else:
-        x, ulp = decode_with_ulp(codes.to(torch.int32), fmt)
+        x, ulp = codec.decode_with_ulp(codes.to(torch.int32), fmt)
     return Weights(x.to(dtype), (ulp * 2.0**bits).to(dtype))
 
 
@@ -225,7 +216,9 @@ def stiffness_factor(spec: Spec, weights: Weights, arrays: dict[str, Tensor], nu
 
 
 _FIELD, _BIAS = 23, 127
-_CARRY = ~largest_bits(MOMENTUM_FORMAT) & ((1 << _FIELD) - 1)  # what is above the format's largest is of the next power
+_CARRY = ~codec.largest_bits(MOMENTUM_FORMAT) & (
+    (1 << _FIELD) - 1
+)  # what is above the format's largest is of the next power
 _HEADROOM = 7  # the bound is placed at 2^7 of MOMENT_FORMAT's 448: rounding noise has room above it
 
 
@@ -259,10 +252,10 @@ def load_moments(spec: Spec, arrays: dict[str, Tensor], dtype: torch.dtype) -> d
     moments = {}
     for name in spec.stores:
         if name == "exp_avg_sq":
-            root = decode_magnitude(arrays[name].to(torch.int32), MOMENT_FORMAT)[0] * arrays["sq_scale"]
+            root = codec.decode_magnitude(arrays[name].to(torch.int32), MOMENT_FORMAT)[0] * arrays["sq_scale"]
             moments[name] = (root * root).to(dtype)
         else:
-            moments[name] = (decode_with_ulp(arrays[name], spec.first_format)[0] * arrays["avg_scale"]).to(dtype)
+            moments[name] = (codec.decode_with_ulp(arrays[name], spec.first_format)[0] * arrays["avg_scale"]).to(dtype)
     return moments
 
 
@@ -289,7 +282,7 @@ def store_moments(
             kept[name] = _root_codes(root.to(torch.float32), arrays["sq_inverse"], (noise >> 8) & 0xFFFFFF)
         else:
             draws = draw_of(noise) if spec.fitted else (draws << 8) | 0x80  # the middle of the odds
-            kept[name] = encode_finite(value * arrays["avg_inverse"], spec.first_format, draws).to(torch.uint8)
+            kept[name] = codec.encode_finite(value * arrays["avg_inverse"], spec.first_format, draws).to(torch.uint8)
     return kept
 
 
@@ -304,7 +297,7 @@ def _root_codes(root: Tensor, inverse: Tensor, draws: Tensor) -> Tensor:
     ``(1 - p) s`` above, and to one of ``1 / sqrt(v)`` that is ``3/8 s - (1 - p) s / 2`` above: nothing for ``p = 1/4``,
     whatever ``s`` is.  With ``p = 1`` steps are up to 3% too long.  Draws have 24 bits.
     """
-    steps, below = encoding_steps(root * inverse, MOMENT_FORMAT)
+    steps, below = codec.encoding_steps(root * inverse, MOMENT_FORMAT)
     whole = steps.to(torch.int32)
     unit = (4 * whole + 2).to(torch.float32)
     part = steps - whole.to(torch.float32)

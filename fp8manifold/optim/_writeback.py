@@ -6,14 +6,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor
 
-from fp8manifold._numerics.codec import (
-    decode_with_ulp,
-    encode_finite,
-    encode_signed,
-    round_block,
-    split_codes,
-    unless_special,
-)
+from fp8manifold._numerics import codec
 from fp8manifold.formats import FloatFormat
 
 
@@ -89,18 +82,20 @@ class WriteBack:
         weight, bits = arrays["weight"], self.residual_bits
         if bits:
             old = weight if storage == "codes" else ((weight == 0) & weight.signbit()) * fmt.sign_bit
-            codes, residual = split_codes(encode_signed(target.to(torch.float32), fmt, draws, bits), fmt, bits, old)
+            codes, residual = codec.split_codes(
+                codec.encode_signed(target.to(torch.float32), fmt, draws, bits), fmt, bits, old
+            )
             stored = {"residual": residual.to(torch.int8)}
             if storage == "codes":
-                return stored | {"weight": unless_special(codes, weight, fmt)}, target
-            value = decode_with_ulp(codes, fmt)[0].to(target.dtype) * arrays["scale"]
+                return stored | {"weight": codec.unless_special(codes, weight, fmt)}, target
+            value = codec.decode_with_ulp(codes, fmt)[0].to(target.dtype) * arrays["scale"]
             return stored | {"weight": torch.where(weight.isnan(), weight, value.to(weight.dtype))}, target
         if storage == "grid":
-            after = round_block(target, fmt, self.rounding, "saturate", draws)
+            after = codec.round_block(target, fmt, self.rounding, "saturate", draws)
             return {"weight": (after * arrays["scale"]).to(weight.dtype)}, after
-        codes = encode_finite(target, fmt, draws)
-        after = decode_with_ulp(codes, fmt)[0] if self.injects else target
-        return {"weight": unless_special(codes, weight, fmt)}, after
+        codes = codec.encode_finite(target, fmt, draws)
+        after = codec.decode_with_ulp(codes, fmt)[0] if self.injects else target
+        return {"weight": codec.unless_special(codes, weight, fmt)}, after
 
 
 WRITEBACKS: Final[dict[str, WriteBack]] = {
