@@ -15,8 +15,7 @@ from torch import Tensor
 from fp8manifold._base.checks import check_choice, check_int, needed
 from fp8manifold._encoded.scaled import Rounding
 from fp8manifold._published import StoredWeight, written_parts
-from fp8manifold._published.layout import GENERATION, INDEX, Layout, described
-from fp8manifold._published.naming import entries_of
+from fp8manifold._published.layout import GENERATION, INDEX, Layout, described, entries_of
 from fp8manifold._published.places import part_of, weight_of
 from fp8manifold._ranks import share_of
 from fp8manifold.huggingface import published_of, reading

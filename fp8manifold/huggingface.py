@@ -64,8 +64,7 @@ def quantization_config(formats: Formats = "E4M3", storage: str = "fp8", **optio
 
     Returns:
         A configuration of transformers; with ``storage="fp8"`` each weight becomes codes as it is read, those that
-        :func:`fp8manifold.quantize_model` gives.  Files of codes (:func:`check_floats`) and ``state_dict=`` are
-            refused.
+        :func:`fp8manifold.quantize_model` gives.  Files of codes and ``state_dict=`` are refused.
 
     Raises:
         ImportError: as :func:`register`.

@@ -33,10 +33,10 @@ def as_kept(scale: Tensor, *, blocks: bool) -> Tensor:
         if bool(wrong.any()):
             entry = scale[wrong][0].item()
             raise ValueError(f"scale holds {entry:g}: every entry must be finite, and 2^-126 at least")
-    return _exponents_of(scale) if blocks and are_powers_of_two(scale) else scale
+    return exponents_of(scale) if blocks and are_powers_of_two(scale) else scale
 
 
-def _exponents_of(scale: Tensor) -> Tensor:
+def exponents_of(scale: Tensor) -> Tensor:
     return (scale.view(torch.int32) >> _MANTISSA_BITS).to(torch.uint8)
 
 
@@ -63,7 +63,7 @@ def kept_fresh_scale(
 ) -> Tensor:
     """:func:`fp8manifold.storage_scale` as it is kept: uint8 of blocks, as all are powers of two."""
     scale = scaling.storage_scale(w, fmt, granularity, headroom=headroom)
-    return _exponents_of(scale) if granularity in IN_BLOCKS else scale
+    return exponents_of(scale) if granularity in IN_BLOCKS else scale
 
 
 def own_headroom(fmt: FloatFormat, headroom: float | None) -> float:

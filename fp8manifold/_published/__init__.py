@@ -4,7 +4,6 @@ Nothing here opens a file or knows a model: headers come in, and tensors by a fu
 """
 
 from fp8manifold._published.found import quantization_of, stored_weights
-from fp8manifold._published.parts import dtype_name, read_parts, written_parts
-from fp8manifold._published.stored import Header, StoredWeight
+from fp8manifold._published.stored import Header, StoredWeight, dtype_name, read_parts, written_parts
 
 __all__ = ["Header", "StoredWeight", "dtype_name", "quantization_of", "read_parts", "stored_weights", "written_parts"]

@@ -31,12 +31,7 @@ _OF_OTHERS: Final = re.compile(r"(\w+_)?(input|output|activation|kv|kv_cache|pro
 
 
 def quantization_of(config: Mapping[str, Any], modelopt: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
-    """The settings of quantisation that a folder has, wherever they are.
-
-    Args:
-        config: ``config.json``.
-        modelopt: ``hf_quant_config.json``, if there is one.
-    """
+    """The settings of quantisation in ``config.json``, wherever they are, or else in ``hf_quant_config.json``."""
     inner = config.get("text_config") or {}
     for place, key in ((config, "quantization_config"), (config, "compression_config"), (inner, "quantization_config")):
         if place.get(key):
@@ -45,17 +40,9 @@ def quantization_of(config: Mapping[str, Any], modelopt: Mapping[str, Any] | Non
 
 
 def stored_weights(headers: Mapping[str, Header], config: Mapping[str, Any] | None = None) -> dict[str, StoredWeight]:
-    """Find every weight in codes of a folder: dtypes, names and shapes say what each is.
+    """Every weight in codes of a folder, by the names that a model has: dtypes, names and shapes say what each is.
 
-    Args:
-        headers: of all tensors of all its files, by name.
-        config: what :func:`quantization_of` gives: settings that change what codes mean are refused.
-
-    Returns:
-        The weights by the names that a model has; none of a folder of floats.
-
-    Raises:
-        ValueError: names a tensor, its file, what is there and what is read.
+    Settings (of :func:`quantization_of`) that change what codes mean are refused.
     """
     found = {}
     in_squares = any(where.get("block_structure") for where in _with_groups(config or {}))
@@ -89,10 +76,7 @@ def refuse_codes(name: str, dtype: torch.dtype | str, others: Collection[str] = 
 
 
 def may_be_weight(name: str, dtype: torch.dtype | str, others: Collection[str]) -> bool:
-    """Whether a tensor holds codes of a weight, by its dtype and by its name among those of the same files.
-
-    Masks and positions do not, nor do scales.
-    """
+    """True for codes of a weight, by dtype and name among those of the same files; masks and positions are none."""
     entry = name.rpartition(".")[2]
     if dtype in FLOATS or any(word in entry.lower() for word in ("scale", "scb", "absmax")):
         return False
@@ -100,7 +84,7 @@ def may_be_weight(name: str, dtype: torch.dtype | str, others: Collection[str]) 
 
 
 def _is_short(dtype: torch.dtype | str) -> bool:
-    """Whether it is a float of at most eight bits, as files or as torch name it."""
+    """True for a float of at most eight bits, as files or as torch name it."""
     return re.match(r"f(loat)?[468]", str(dtype).removeprefix("torch.").lower()) is not None and dtype not in FLOATS
 
 
@@ -174,7 +158,7 @@ def _check_others(found: Mapping[str, StoredWeight], headers: Mapping[str, Heade
 
 
 def _unread(config: Mapping[str, Any]) -> str | None:
-    """What settings say that no shape of a tensor does, and that is not read."""
+    """An entry of the settings that no shape of a tensor says, and that is not read."""
     for where in _with_groups(config):
         for key in ("weight_block_size", "group_size", "block_structure"):
             if where.get(key) not in _SIZES:

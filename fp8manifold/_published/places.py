@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from fp8manifold._encoded.storage import SQUARE
-from fp8manifold._published.parts import read_parts
-from fp8manifold._published.stored import StoredWeight
+from fp8manifold._published.stored import StoredWeight, read_parts
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.scaling import BLOCK_SIZE
 from fp8manifold.tensor import FP8Tensor
@@ -33,15 +32,10 @@ def weight_of(
     done: Callable[[int], None],
     **options: Any,
 ) -> FP8Parameter:
-    """Put a parameter in codes together from what files have of it, one tensor at a time.
+    """The parameter ``target``, put together from its parts in files, which ``read`` gives one at a time.
 
-    Args:
-        target: its name, for messages.
-        parts: what covers it, and where.
-        shape: of the parameter.
-        read: gives a tensor of the files by its name.
-        done: is told how many bytes were read and are needed no more.
-        options: ``device``, and those of :meth:`FP8Tensor.from_codes`.
+    ``done`` is called with the number of bytes that are needed no more; ``options`` are ``device`` and those of
+    :meth:`FP8Tensor.from_codes`.
     """
     first = parts[0][1]
     for _, stored in parts[1:]:
@@ -79,12 +73,9 @@ def weight_of(
 
 
 def scales_at(index: Index, shape: Sequence[int], stored: StoredWeight) -> tuple[Index, tuple[int, ...]]:
-    """Where the scales of a part are among those of a parameter, and the shape of these.
+    """The index of a part's scales among those of a parameter, and the shape of these.
 
     Parts with one scale each share it where they are rows or columns of one matrix: theirs must be equal.
-
-    Raises:
-        ValueError: what shares a scale in the file would not be what shares one in the parameter.
     """
     if stored.granularity == "tensor":
         numbers = tuple(entry for entry in index if isinstance(entry, int))
@@ -110,7 +101,7 @@ def scales_at(index: Index, shape: Sequence[int], stored: StoredWeight) -> tuple
 
 
 def _shared(stored: StoredWeight) -> list[int]:
-    """How many entries of each dimension share a scale; 0 where all do."""
+    """Number of entries of each dimension that share a scale; 0 where all do."""
     dims = len(stored.shape)
     if stored.granularity == "channel":
         return [1] + [0] * (dims - 1)
@@ -119,7 +110,7 @@ def _shared(stored: StoredWeight) -> list[int]:
 
 
 def part_of(weight: FP8Tensor, place: Place, stored: StoredWeight) -> FP8Tensor:
-    """What a file has of a parameter, sharing its memory."""
+    """The part of a parameter that a file has, in the same memory."""
     if not place.index:
         return weight
     scale = weight.kept_scale[scales_at(place.index, weight.shape, stored)[0]]

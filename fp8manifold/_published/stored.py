@@ -1,13 +1,18 @@
-"""What a file holds for one weight: dtypes and shapes of its codes and of its scales."""
+"""One stored weight: dtypes and shapes of its codes and scales, and both for FP8Tensor and back for files."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from fp8manifold._encoded.storage import SQUARE, BlockSize
+import torch
+from torch import Tensor
+
+from fp8manifold._encoded.storage import SQUARE, BlockSize, checked_codes, largest_magnitude
+from fp8manifold._encoded.stored_scale import decoded_scale, exponents_of
 from fp8manifold.formats import FloatFormat, as_format
 from fp8manifold.scaling import BLOCK_SIZE, SQUARE_SIZE, StoredGranularity
+from fp8manifold.tensor import FP8Tensor
 
 FORMATS: Final = {
     "F8_E4M3": as_format("E4M3"),
@@ -21,6 +26,27 @@ PACKED: Final = ("F4", "U8", "I8")
 EXPONENTS: Final = ("F8_E8M0", "U8")  #: Dtypes in which scales are exponents, E8M0.
 SCALES: Final = ("F32", "BF16", "F16", *EXPONENTS)  #: Dtypes that scales are read from.
 _A_BYTE: Final = 2
+_DTYPES: Final = {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F4": torch.float4_e2m1fn_x2,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+}
+_TINY: Final = torch.finfo(torch.float32).tiny
+_NOTHING: Final = {True: 2.0, False: 1 + 2.0**-7}
+"""The scale of codes whose scale in the file is 0, by whether it is an exponent there.
+
+Quantisers write 0 where all weights are 0, or by 0 / 0 NaN: no value depends on it.  Others write there 1 or a small
+number, but not this, which a file may not have there.  It is about what our own scales of zeros are, and a number of
+bfloat16 and float16, as is what a step makes of it by powers of two.
+"""
 
 
 @dataclass(frozen=True)
@@ -93,3 +119,74 @@ def unpacked(codes: Header, scale: Header) -> tuple[tuple[int, ...], tuple[int, 
     if codes.dtype == "F4":
         return (shape, flat) if codes.shape == shape else None
     return (shape, codes.shape) if codes.shape in (flat, (*rows, blocks, BLOCK_SIZE // _A_BYTE)) else None
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """What safetensors calls a dtype of codes or of scales; any other as torch has it."""
+    return next((name for name, known in _DTYPES.items() if known is dtype), str(dtype))
+
+
+def read_parts(stored: StoredWeight, read: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
+    """Codes, uint8, and scales as :meth:`FP8Tensor.from_codes` takes them; ``read`` gives a tensor by its name.
+
+    A scale below 2^-126 or not finite is refused, but for 0 (in E8M0 the byte 0) where all codes are 0 or NaN.
+    """
+    codes = read(stored.codes).view(torch.uint8)
+    if stored.code_dtype not in FORMATS:
+        codes = torch.stack((codes & 15, codes >> 4), -1).view(stored.shape)  # the first of two in the low bits
+    if stored.format.inf_code is not None:
+        try:
+            checked_codes(codes, stored.format)
+        except ValueError as error:
+            raise ValueError(f"{stored.codes} of {stored.file!r}: {error}") from None
+    scale = read(stored.scale).reshape(stored.own_scale_shape)
+    exponents = stored.scale_dtype in EXPONENTS
+    if exponents:
+        kept = scale.view(torch.uint8)
+        wrong, scale = (kept == 0) | (kept == 255), decoded_scale(kept)
+    else:
+        kept = scale = scale.float()
+        wrong = ~((scale >= _TINY) & scale.isfinite())
+    nothing = _NOTHING[exponents]
+    if bool((wrong | (scale == nothing)).any()):
+        is_empty = _holds_nothing(stored, codes)
+        wrong &= ~(is_empty & (scale == 0) & ~scale.signbit())
+        clash = is_empty & (scale == nothing)
+        if bool((wrong | clash).any()):
+            entry = ("the exponent " if exponents else "") + f"{kept[wrong | clash][0].item():g}"
+            raise ValueError(
+                f"{stored.scale}, of the codes {stored.codes} of {stored.file!r}, holds {entry}: scales are finite and "
+                f"2^-126 at least; where all codes are 0, it may be 0 (E8M0: the byte 0), but not {nothing:g}"
+            )
+        scale = scale.masked_fill(scale == 0, nothing)
+    return codes, scale
+
+
+def written_parts(stored: StoredWeight, weight: FP8Tensor) -> dict[str, Tensor]:
+    """The two tensors of the files by their names: of a weight that no step has changed, the same bytes."""
+    if (weight.format, tuple(weight.shape), weight.block_size, tuple(weight.scale.shape)) != (
+        stored.format, stored.shape, stored.block_size, stored.own_scale_shape,
+    ):  # fmt: skip
+        its, wanted = ((x.format.name, x.granularity, tuple(x.shape)) for x in (weight, stored))
+        raise ValueError(f"{stored.name} is {its}, and {wanted} in {stored.file!r}: it can't be written so")
+    codes, scale, dtype = weight.codes, weight.scale, _DTYPES[stored.scale_dtype]
+    exponents = stored.scale_dtype in EXPONENTS
+    if bool((nothing := scale == _NOTHING[exponents]).any()):
+        scale = scale.masked_fill(nothing & _holds_nothing(stored, codes), 0.0)
+    kept = exponents_of(scale) if exponents else scale.to(dtype)
+    if not torch.equal(decoded_scale(kept).float(), scale):
+        entry = scale[decoded_scale(kept).float() != scale][0].item()
+        raise ValueError(f"{stored.name} has a scale of {entry!r}, which is no {stored.scale_dtype} of {stored.scale}")
+    if stored.code_dtype not in FORMATS:
+        pairs = codes.unflatten(-1, (-1, 2))
+        codes = (pairs[..., 0] | pairs[..., 1] << 4).view(stored.code_shape)
+    return {
+        stored.codes: codes.view(_DTYPES[stored.code_dtype]),
+        stored.scale: kept.view(dtype).reshape(stored.scale_shape),
+    }
+
+
+def _holds_nothing(stored: StoredWeight, codes: Tensor) -> Tensor:
+    """Where all codes of a scale are zeros or NaN."""
+    ones = torch.ones(stored.own_scale_shape, device=codes.device)
+    return largest_magnitude(codes, ones, stored.format, stored.block_size) == 0

@@ -3,19 +3,7 @@
 import triton
 import triton.language as tl
 
-from fp8manifold._triton.format import (
-    any_value,
-    bits_of,
-    draw_of,
-    encode_finite,
-    float_of,
-    magnitude_ulp,
-    nearest_bfloat16,
-    of_bfloat16,
-    random_word,
-    round_even,
-    round_value,
-)
+from fp8manifold._triton import format as floats
 from fp8manifold._triton.kinds import SAID as _SAID
 from fp8manifold._triton.stages import ROWS, WORDS, load_float
 
@@ -50,12 +38,12 @@ def _units(
     at, inside, s = _scaled_places(scale, rows, length, in_row, R, W)
     value = tl.load(x + at, mask=inside, other=0)
     if x.dtype.element_ty == tl.uint16:
-        value = of_bfloat16(value)
+        value = floats.of_bfloat16(value)
     if SCALED:
         value = tl.math.div_rn(value, s)
     draw = 0
     if STOCHASTIC:
-        draw = draw_of(random_word(keys, at.to(tl.uint32)))
+        draw = floats.draw_of(floats.random_word(keys, at.to(tl.uint32)))
     return at, inside, s, value, draw
 
 
@@ -67,11 +55,11 @@ def decode_kernel(
     at, inside, s = _scaled_places(scale, rows, length, in_row, R, W)
     code = tl.load(codes + at, mask=inside, other=0).to(tl.int32) & (2 * F.SIGN - 1)
     if SPACING:
-        value = magnitude_ulp(code & (F.SIGN - 1), F, 0) * s
+        value = floats.magnitude_ulp(code & (F.SIGN - 1), F, 0) * s
     else:
-        value = any_value(code, F) * s
+        value = floats.any_value(code, F) * s
     if out.dtype.element_ty == tl.uint16:
-        tl.store(out + at, nearest_bfloat16(value), mask=inside)
+        tl.store(out + at, floats.nearest_bfloat16(value), mask=inside)
     else:
         tl.store(out + at, value, mask=inside)
 
@@ -94,7 +82,7 @@ def round_kernel(
 ):
     """``scale * round(x / scale)``; ``keys`` begin at the first element's position."""
     at, inside, s, value, draw = _units(x, scale, keys, rows, length, in_row, STOCHASTIC, SCALED, R, W)
-    value = round_value(value, draw, F, STOCHASTIC)
+    value = floats.round_value(value, draw, F, STOCHASTIC)
     if SCALED and RESCALE:
         value = value * s
     tl.store(out + at, value, mask=inside)
@@ -118,7 +106,7 @@ def encode_kernel(
 ):
     """Codes of ``x / scale``, of float32 or bfloat16 (uint16 bits); NaN has the format's code for it."""
     at, inside, _, value, draw = _units(x, scale, keys, rows, length, in_row, STOCHASTIC, SCALED, R, W)
-    code = encode_finite(value, draw, F, STOCHASTIC, FIXED)
+    code = floats.encode_finite(value, draw, F, STOCHASTIC, FIXED)
     tl.store(out + at, tl.where(value != value, F.NAN_CODE, code).to(tl.uint8), mask=inside)
 
 
@@ -132,7 +120,7 @@ def finite_kernel(table, chunks, refused, KIND: tl.constexpr, W: tl.constexpr):
     numel = tl.load(places + ROWS // 2) * tl.load(places + ROWS // 2 + 1)
     at = tl.load(chunk + 1).to(tl.int64) * W + tl.arange(0, W)
     g = load_float(words, 2, KIND, at, at < numel, False)
-    largest = tl.max(bits_of(g) & 0x7FFFFFFF, axis=0)
+    largest = tl.max(floats.bits_of(g) & 0x7FFFFFFF, axis=0)
     if largest > 0x5F7FFFFF:  # the square of the next one is Inf
         tl.store(refused, 1)
         tl.store(refused + (index + 1) * SAID + 2, 1)
@@ -148,8 +136,8 @@ def _scales_of(amax, LARGEST: tl.constexpr):
     field = (amax >> 23) - ((LARGEST >> 23) - 127) + ((amax & 0x7FFFFF) > (LARGEST & 0x7FFFFF)).to(tl.int32)
     field = tl.where(amax == 0, 127, tl.maximum(field, 1))
     finite = amax < 0x7F800000
-    scale = float_of(tl.where(finite, field << 23, 0x7FC00000))
-    return scale, float_of(tl.where(finite, (254 - field) << 23, 0))
+    scale = floats.float_of(tl.where(finite, field << 23, 0x7FC00000))
+    return scale, floats.float_of(tl.where(finite, (254 - field) << 23, 0))
 
 
 @triton.jit
@@ -161,7 +149,7 @@ def _code(x, reciprocal, LARGEST: tl.constexpr, F: tl.constexpr):
     """
     x = tl.where(reciprocal == 0.0, 0.0, x) * reciprocal
     if LARGEST == LARGEST_INT8:
-        code = round_even(x).to(tl.uint8)
+        code = floats.round_even(x).to(tl.uint8)
     elif F is None:
         code = tl.inline_asm_elementwise(
             "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; "
@@ -173,7 +161,7 @@ def _code(x, reciprocal, LARGEST: tl.constexpr, F: tl.constexpr):
             pack=4,
         )
     else:
-        code = encode_finite(x, 0, F, False, False).to(tl.uint8)
+        code = floats.encode_finite(x, 0, F, False, False).to(tl.uint8)
     return code
 
 
@@ -182,7 +170,7 @@ def _values(x, row, column, stride, inside):
     """In float32, of float32, float16 or bfloat16 (uint16 bits)."""
     value = tl.load(x + row[:, None] * stride + column[None, :], mask=inside, other=0)
     if x.dtype.element_ty == tl.uint16:
-        value = of_bfloat16(value)
+        value = floats.of_bfloat16(value)
     return value.to(tl.float32)
 
 
@@ -200,7 +188,7 @@ def _row_values(x, fold, row, column, height, width, stride, FOLDS: tl.constexpr
 @triton.jit
 def _largest(value, axis: tl.constexpr):
     """Float32 bits of the largest magnitude: those of Inf are larger than a number's, and NaN's larger still."""
-    return tl.max(bits_of(value) & 0x7FFFFFFF, axis=axis)
+    return tl.max(floats.bits_of(value) & 0x7FFFFFFF, axis=axis)
 
 
 @triton.jit(do_not_specialize=["height"])

@@ -8,26 +8,7 @@ import triton
 import triton.language as tl
 
 from fp8manifold._numerics.records import JOB
-from fp8manifold._triton.format import (
-    bits_of,
-    bounded,
-    chart_forward,
-    chart_shift,
-    chart_stiffness,
-    code_value,
-    draw_of,
-    encode_finite,
-    encoding_steps,
-    exp2_exact,
-    field_factor,
-    float_of,
-    magnitude_ulp,
-    magnitude_value,
-    of_bfloat16,
-    reciprocal,
-    round_value,
-    sign_of,
-)
+from fp8manifold._triton import format as floats
 
 WORD = 4
 
@@ -74,7 +55,7 @@ def store(words, SLOT: tl.constexpr, DTYPE: tl.constexpr, at, value, inside, ALI
 @triton.jit
 def load_float(words, SLOT: tl.constexpr, KIND: tl.constexpr, at, inside, ALIGNED: tl.constexpr):
     if KIND == "bfloat16":
-        x = of_bfloat16(load(words, SLOT, tl.uint16, at, inside, ALIGNED))
+        x = floats.of_bfloat16(load(words, SLOT, tl.uint16, at, inside, ALIGNED))
     elif KIND == "float16":
         x = load(words, SLOT, tl.float16, at, inside, ALIGNED).to(tl.float32)
     else:
@@ -98,7 +79,7 @@ def load_scales(words, SLOT: tl.constexpr, at, inside, S: tl.constexpr):
     """Scales, of which blocks keep the exponents alone."""
     if S.exponents:
         exponents = tl.load(pointer(words, SLOT, tl.uint8, False) + at, mask=inside, other=127)
-        scale = float_of(exponents.to(tl.int32) << 23)
+        scale = floats.float_of(exponents.to(tl.int32) << 23)
     else:
         scale = tl.load(pointer(words, SLOT, tl.float32, False) + at, mask=inside, other=1.0)
     return scale
@@ -125,8 +106,8 @@ def ends_at(words, scale, S: tl.constexpr):
     """Exponents between which the chart follows the format, in units of the scale."""
     lowest, highest = 0, 0
     if S.covector and S.metric == "ulp":
-        exponent = (bits_of(scale) >> 23) - 127
-        tiny = (bits_of(scale * 16777216.0) >> 23) - (127 + 24)
+        exponent = (floats.bits_of(scale) >> 23) - 127
+        tiny = (floats.bits_of(scale * 16777216.0) >> 23) - (127 + 24)
         exponent = tl.where(exponent == -127, tiny, exponent)
         lowest = tl.maximum(tl.load(words + LOW) - exponent, S.format.EMIN)
         highest = tl.maximum(tl.minimum(tl.load(words + LOW + 1) - exponent, S.format.EMAX), lowest)
@@ -137,7 +118,7 @@ def ends_at(words, scale, S: tl.constexpr):
 def inverse_of(scale, S: tl.constexpr):
     inverse = scale
     if S.storage == "codes" and S.exponents:
-        inverse = reciprocal(scale)
+        inverse = floats.reciprocal(scale)
     elif S.storage != "plain":
         inverse = tl.math.div_rn(scale * 0.0 + 1.0, scale)
     return inverse
@@ -157,10 +138,12 @@ def decoded(code, rest, S: tl.constexpr):
     if S.extra:
         count = _joined(code, rest, S)
         magnitude = tl.abs(count)
-        value = float_of(bits_of(magnitude_value(magnitude, S.format, S.extra)) | (count & -2147483648))
+        value = floats.float_of(
+            floats.bits_of(floats.magnitude_value(magnitude, S.format, S.extra)) | (count & -2147483648)
+        )
     else:
-        magnitude, value = code & (S.format.SIGN - 1), code_value(code, S.format)
-    return value, magnitude_ulp(magnitude, S.format, S.extra)
+        magnitude, value = code & (S.format.SIGN - 1), floats.code_value(code, S.format)
+    return value, floats.magnitude_ulp(magnitude, S.format, S.extra)
 
 
 @triton.jit
@@ -178,11 +161,11 @@ def load_weights(words, at, inside, scale, S: tl.constexpr, T: tl.constexpr):
         if S.storage != "plain":
             x = tl.math.div_rn(old, scale)
             if S.storage == "grid" and not S.exact:
-                x = round_value(x, 0, S.format, False)
+                x = floats.round_value(x, 0, S.format, False)
             if S.extra:
-                x, ulp = decoded(encode_finite(x, 0, S.format, False, False), rest, S)
+                x, ulp = decoded(floats.encode_finite(x, 0, S.format, False, False), rest, S)
             else:
-                ulp = chart_stiffness(x, S.format.EMIN, tl.full((), S.format.EMAX, tl.int32), S.format)
+                ulp = floats.chart_stiffness(x, S.format.EMIN, tl.full((), S.format.EMAX, tl.int32), S.format)
     return old, x, ulp
 
 
@@ -194,60 +177,62 @@ def load_gradient(words, at, inside, x, scale, lowest, highest, S: tl.constexpr,
         g = -g
     if S.covector:
         unit = scale * hyper(words, 18)
-        g = g * (chart_stiffness(x, lowest, highest, S.format) * unit) if S.metric == "ulp" else g * unit
+        g = g * (floats.chart_stiffness(x, lowest, highest, S.format) * unit) if S.metric == "ulp" else g * unit
     return g
 
 
 # ---------------------------------------------------------------------------------------------------------- averages
 @triton.jit
 def _scale_of_bound(bound, ROOT: tl.constexpr):
-    field = bits_of(bound) >> 23
+    field = floats.bits_of(bound) >> 23
     if ROOT:
         field = ((field - 125) >> 1) + 120
     else:
         field = tl.maximum(field - 6, 1)
-    return float_of(field << 23)
+    return floats.float_of(field << 23)
 
 
 @triton.jit
 def _fitted_scale(largest, F: tl.constexpr):
     """The smallest power of two that takes float32 bits of the largest magnitude within the format."""
     CARRY: tl.constexpr = 0x7FFFFF - F.TOP % 0x800000
-    return float_of(tl.maximum(((largest + CARRY) >> 23) - F.EMAX, 1) << 23)
+    return floats.float_of(tl.maximum(((largest + CARRY) >> 23) - F.EMAX, 1) << 23)
 
 
 @triton.jit
 def fitted_scales(words, row, in_rows, S: tl.constexpr):
     """The scales of the rows' average before the step."""
     largest = tl.load(pointer(words, 8, tl.float32, False) + row, mask=in_rows, other=0.0)
-    return _fitted_scale(bits_of(largest), S.average)[:, None]
+    return _fitted_scale(floats.bits_of(largest), S.average)[:, None]
 
 
 @triton.jit
 def refit(words, largest, row, in_rows, S: tl.constexpr):
     """Keep the float32 bits of the largest magnitudes after the step, and give 1 over their scales."""
-    tl.store(pointer(words, 8, tl.float32, False) + row, float_of(largest), mask=in_rows)
-    return reciprocal(_fitted_scale(largest, S.average))[:, None]
+    tl.store(pointer(words, 8, tl.float32, False) + row, floats.float_of(largest), mask=in_rows)
+    return floats.reciprocal(_fitted_scale(largest, S.average))[:, None]
 
 
 @triton.jit
 def next_bounds(words, largest, row, in_rows, S: tl.constexpr):
     """Advance the bounds of the rows' averages: the scales of these before the step, and 1 over those after it."""
-    one = float_of(largest) * 0.0 + 1.0
+    one = floats.float_of(largest) * 0.0 + 1.0
     first, first_inverse, second, second_inverse = one, one, one, one
     if S.first:
         SECOND: tl.constexpr = 2 if S.direction == "lion" else 0
         bounds = pointer(words, 8, tl.float32, False) + row
         before = tl.load(bounds, mask=in_rows, other=0.0)
-        after = before * hyper(words, SECOND) + tl.abs(hyper(words, SECOND + 1)) * float_of(largest)
+        after = before * hyper(words, SECOND) + tl.abs(hyper(words, SECOND + 1)) * floats.float_of(largest)
         tl.store(bounds, after, mask=in_rows)
-        first, first_inverse = _scale_of_bound(before, False), reciprocal(_scale_of_bound(after, False))
+        first, first_inverse = _scale_of_bound(before, False), floats.reciprocal(_scale_of_bound(after, False))
     if S.second:
         bounds = pointer(words, 9, tl.float32, False) + row
         before = tl.load(bounds, mask=in_rows, other=0.0)
-        after = before * hyper(words, 2) + tl.abs(hyper(words, 3)) * (float_of(largest) * float_of(largest))
+        after = before * hyper(words, 2) + tl.abs(hyper(words, 3)) * (
+            floats.float_of(largest) * floats.float_of(largest)
+        )
         tl.store(bounds, after, mask=in_rows)
-        second, second_inverse = _scale_of_bound(before, True), reciprocal(_scale_of_bound(after, True))
+        second, second_inverse = _scale_of_bound(before, True), floats.reciprocal(_scale_of_bound(after, True))
     return first[:, None], first_inverse[:, None], second[:, None], second_inverse[:, None]
 
 
@@ -258,9 +243,9 @@ def load_average(words, SLOT: tl.constexpr, at, inside, scale, S: tl.constexpr, 
     else:
         code = load(words, SLOT, tl.uint8, at, inside, T.aligned).to(tl.int32)
         if SLOT == 5:
-            average = code_value(code, S.average) * scale
+            average = floats.code_value(code, S.average) * scale
         else:
-            average = magnitude_value(code, S.average, 0) * scale
+            average = floats.magnitude_value(code, S.average, 0) * scale
             average = average * average
     return average
 
@@ -268,11 +253,11 @@ def load_average(words, SLOT: tl.constexpr, at, inside, scale, S: tl.constexpr, 
 @triton.jit
 def _root_code(root, inverse, draw, S: tl.constexpr):
     """A root that 1 over it is right in the mean of, over steps; one that is not zero stays so: it is divided by."""
-    steps, below = encoding_steps(bits_of(root * inverse), S.average, 0, 0)
+    steps, below = floats.encoding_steps(floats.bits_of(root * inverse), S.average, 0, 0)
     whole = steps.to(tl.int32)
     unit, part = (4 * whole + 2).to(tl.float32), steps - whole.to(tl.float32)
     away = draw.to(tl.float32) * 5.9604644775390625e-08 * unit < part * (unit + (1.0 - part))
-    return tl.maximum(whole + below + away.to(tl.int32), tl.minimum(bits_of(root), 1))
+    return tl.maximum(whole + below + away.to(tl.int32), tl.minimum(floats.bits_of(root), 1))
 
 
 @triton.jit
@@ -283,14 +268,14 @@ def store_average(words, SLOT: tl.constexpr, at, inside, value, inverse, root, w
     else:
         half = ((word >> 16) if UPPER else (word & 0xFFFF)).to(tl.int32)
         if S.moments == "bfloat16":
-            bits = ((bits_of(value) + half) >> 16).to(tl.uint16)
+            bits = ((floats.bits_of(value) + half) >> 16).to(tl.uint16)
             store(words, SLOT, tl.uint16, at, bits, inside, T.aligned)
         elif SLOT == 5:
-            draw = draw_of(word) if S.fitted else (half << 8) | 0x80
-            code = encode_finite(value * inverse, draw, S.average, True, True)
+            draw = floats.draw_of(word) if S.fitted else (half << 8) | 0x80
+            code = floats.encode_finite(value * inverse, draw, S.average, True, True)
             store(words, SLOT, tl.uint8, at, code.to(tl.uint8), inside, T.aligned)
         else:
-            code = _root_code(root, inverse, draw_of(word), S)
+            code = _root_code(root, inverse, floats.draw_of(word), S)
             store(words, SLOT, tl.uint8, at, code.to(tl.uint8), inside, T.aligned)
 
 
@@ -314,7 +299,7 @@ def descend(words, at, inside, g, m, v, S: tl.constexpr, T: tl.constexpr):
         direction = tl.math.div_rn(m, denominator)
     elif S.direction == "madam":
         direction = tl.math.div_rn(g * hyper(words, 7), denominator)
-        direction = bounded(direction, -hyper(words, 8), hyper(words, 8))
+        direction = floats.bounded(direction, -hyper(words, 8), hyper(words, 8))
     elif S.direction == "lion":
         mixed = m * hyper(words, 0) + g * hyper(words, 1)
         direction = (mixed > 0.0).to(tl.float32) - (mixed < 0.0).to(tl.float32)
@@ -335,7 +320,7 @@ def descend(words, at, inside, g, m, v, S: tl.constexpr, T: tl.constexpr):
 def _factor(words, ulp, scale, S: tl.constexpr):
     stiffness = ulp * scale if S.metric == "ulp" else scale
     reference = (words + HYPER + 9).to(tl.pointer_type(tl.float32))
-    return field_factor(stiffness, scale, reference, S.stiffness, S.exponents)
+    return floats.field_factor(stiffness, scale, reference, S.stiffness, S.exponents)
 
 
 @triton.jit
@@ -352,10 +337,10 @@ def move(words, x, ulp, direction, scale, inverse, lowest, highest, S: tl.conste
         moved = x - direction * (rate * inverse)
     elif S.geometry == "multiplicative":
         step, floor = direction * rate, hyper(words, 17) * inverse
-        outward = sign_of(x) * step
-        moved = tl.where(tl.abs(x) >= floor, x * exp2_exact(outward * -1.4426950408889634), x - floor * step)
+        outward = floats.sign_of(x) * step
+        moved = tl.where(tl.abs(x) >= floor, x * floats.exp2_exact(outward * -1.4426950408889634), x - floor * step)
     else:
-        moved = _moved_on_chart(x, bounded(direction * -rate, -16777216.0, 16777216.0), lowest, highest, S)
+        moved = _moved_on_chart(x, floats.bounded(direction * -rate, -16777216.0, 16777216.0), lowest, highest, S)
     return moved
 
 
@@ -363,13 +348,13 @@ def move(words, x, ulp, direction, scale, inverse, lowest, highest, S: tl.conste
 def _moved_on_chart(x, steps, lowest, highest, S: tl.constexpr):
     if S.geometry == "tangent":
         if S.metric == "ulp":
-            steps = steps * chart_stiffness(x, lowest, highest, S.format)
+            steps = steps * floats.chart_stiffness(x, lowest, highest, S.format)
         moved = x + steps
     elif S.metric == "ulp":
-        moved = tl.where(steps == 0.0, x, chart_shift(x, steps, lowest, highest, S.format))
+        moved = tl.where(steps == 0.0, x, floats.chart_shift(x, steps, lowest, highest, S.format))
     else:
         moved = tl.where(steps == 0.0, x, x + steps)
-    return bounded(moved, -S.format.LARGEST, S.format.LARGEST)
+    return floats.bounded(moved, -S.format.LARGEST, S.format.LARGEST)
 
 
 @triton.jit
@@ -380,7 +365,9 @@ def with_error(words, m, target, after, ulp, denominator, scale, inverse, lowest
         if S.stiffness != "none":
             error = tl.math.div_rn(error, _factor(words, ulp, scale, S))
     elif S.metric == "ulp":
-        error = chart_forward(target, lowest, highest, S.format) - chart_forward(after, lowest, highest, S.format)
+        error = floats.chart_forward(target, lowest, highest, S.format) - floats.chart_forward(
+            after, lowest, highest, S.format
+        )
     else:
         error = target - after
     if S.direction == "adam":

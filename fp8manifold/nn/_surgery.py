@@ -87,23 +87,7 @@ def quantize_model(
         >>> [type(layer).__name__ for layer in model]
         ['QuantizedLinear', 'ReLU', 'Linear']
     """
-    planned = plan(
-        model,
-        formats,
-        storage,
-        granularity=granularity,
-        headroom=headroom,
-        rounding=rounding,
-        seed=seed,
-        keep_remainder=keep_remainder,
-        defer_weight_gradients=defer_weight_gradients,
-        tied=tied,
-        draws=draws,
-        products=products,
-        parameters=parameters,
-        embeddings=embeddings,
-    )
-    return carry_out(model, planned)
+    return carry_out(model, plan(**locals()))
 
 
 def carry_out(model: nn.Module, planned: Plan, codes: Mapping[str, FP8Parameter] = MappingProxyType({})) -> nn.Module:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fp8manifold._base.float_bits import working_dtype
 from fp8manifold._base.reading import Later, expect, known
-from fp8manifold._encoded.storage import number_of, run_length, runs_of
+from fp8manifold._encoded.storage import expand_scale, number_of, run_length, runs_of
 from fp8manifold._encoded.stored_scale import decoded_scale
 from fp8manifold._native._arrays import spacings
 from fp8manifold._numerics.charts import Metric, chart_of
@@ -358,8 +358,4 @@ def stiffness_field(slot: Slot, metric: Metric) -> Tensor:
         else:
             x = slot.weight.to(working_dtype(slot.weight)) / slot.scale
         stiffness = chart_of(slot.fmt, metric).stiffness(x)
-    return stiffness * expanded(slot.scale, slot.weight.shape, slot.block_size)
-
-
-def expanded(scale: Tensor, shape: torch.Size, block_size: int | None) -> Tensor:
-    return scale if block_size is None else scale.repeat_interleave(block_size, dim=-1).view(shape)
+    return stiffness * expand_scale(slot.scale, slot.block_size, slot.weight.shape)

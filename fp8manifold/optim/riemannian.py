@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fp8manifold._base.float_bits import working_dtype
+from fp8manifold._encoded.storage import expand_scale
 from fp8manifold._numerics.stiffness import bounded_share, bounds, reference_stiffness
 from fp8manifold._ranks import local_of, spread
 from fp8manifold.optim._agreement import in_every_process
@@ -15,7 +16,7 @@ from fp8manifold.optim._checks import check_first_moment, lr_of, options_in
 from fp8manifold.optim._directions import DIRECTIONS, MOMENT_NAMES
 from fp8manifold.optim._finite import squares_are_finite
 from fp8manifold.optim._optimizer import ManifoldOptimizer
-from fp8manifold.optim._slot import Parameters, Slot, expanded, is_quantized, manifold_of, stiffness_field
+from fp8manifold.optim._slot import Parameters, Slot, is_quantized, manifold_of, stiffness_field
 from fp8manifold.optim._spec import BOUNDS
 from fp8manifold.optim._writeback import rounds_at_random, to_half
 from fp8manifold.optim.stiffness import adam_numbers, check_momentum, sgd_numbers
@@ -150,7 +151,7 @@ class Riemannian(ManifoldOptimizer):
             return 0.0
         low, high = bounds(reference, slot.group["damping"], slot.group["clip"])
         assert slot.scale is not None
-        unit = torch.frexp(expanded(slot.scale, slot.weight.shape, slot.block_size)).mantissa * 2
+        unit = torch.frexp(expand_scale(slot.scale, slot.block_size, slot.weight.shape)).mantissa * 2
         return bounded_share(stiffness / unit, 1.0, low, high, slot.ranks)
 
     def _step_elsewhere(
