@@ -229,8 +229,7 @@ def published_weights(folder: str | Path, **options: Any) -> dict[str, StoredWei
         folder, options: as in :func:`load_fp8`.
 
     Returns:
-        By the name of each weight its ``format``, ``granularity`` and ``shape``, the names, dtypes and shapes of its
-        tensors, and their file.  Of a model of floats there are none.
+        A description of each weight by its name; of a model of floats there are none.
 
     Raises:
         FileNotFoundError, ValueError: as :func:`load_fp8`.
@@ -264,9 +263,6 @@ def _class_of(library: Any, config: Any) -> Any:
     if found is None:
         raise ValueError(f"config.json has architectures={names!r}: the name of a class of transformers is needed")
     return found
-
-
-# Reading
 
 
 class _Reader:
@@ -382,9 +378,6 @@ def _check_floats_kept(model: Any, tensors: FileTensors, layout: Layout) -> None
                 f"{name!r} of {layout.headers[name].file!r} is {dtype}, of which {held.dtype} has not every number: "
                 "give dtype=torch.float32"
             )
-
-
-# Writing
 
 
 class _Source:

@@ -70,9 +70,8 @@ def rows_of(whole: Tensor, like: Tensor) -> Tensor:
     ``load_state_dict`` of a sharded model takes whole one-byte weights as they are, and cuts their rows itself.
 
     Args:
-        whole: plain, the same in every process, with as many rows as ``like``.  NaN, Inf and -0 are kept, no rows
-            are an empty tensor.
-        like: spread over processes, as by ``fully_shard``; of any other the whole is returned as it is.
+        whole: the same in every process, with as many rows as ``like``; NaN, Inf, -0 and an empty tensor as they are.
+        like: spread over processes, as by ``fully_shard``; of any other the whole is returned.
 
     Raises:
         ValueError: another number of rows.

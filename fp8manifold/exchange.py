@@ -52,8 +52,7 @@ def exported_state_dict(
     .. math:: w = s \\cdot \\operatorname{decode}(code)
 
     - ``compressed-tensors``: ``weight`` is float8_e4m3fn, ``weight_scale`` float32 ``(1,)`` or ``(R, 1)``, or of blocks
-    uint8
-      exponents ``(R, C/32)`` (E8M0), float32 unless all are powers of two.
+      uint8 exponents ``(R, C/32)`` (E8M0), float32 unless all are powers of two.
     - ``torchao``: ``weight`` is a ``Float8Tensor``, whose ``block_size`` is that of what shares a scale.
     - ``fp8``: ``weight_scale_inv`` is float32 ``(R/128, C/128)``, rounded up: the layout of DeepSeek-V3, of a model
       quantised with ``granularity="square"``.

@@ -112,8 +112,6 @@ class FloatFormat:
         Example:
             >>> FloatFormat.from_string("e5m2").max
             57344.0
-            >>> FloatFormat.from_string("P3109_8P7").max
-            1.96875
         """
         if not isinstance(name, str):
             raise TypeError(f"format name must be a str, not {type(name).__name__}: {name!r}")

@@ -26,8 +26,7 @@ def ulp(x: Tensor, fmt: FormatLike) -> Tensor:
     .. math:: S(x) = 2^{e(x) - M}, \\qquad e(x) = \\max(\\lfloor \\log_2 |x| \\rfloor, e_{min})
 
     Args:
-        x: float tensor of any shape.
-        fmt: a format or its name.
+        x, fmt: a float tensor of any shape; a format or its name.
 
     Returns:
         Tensor like ``x``, positive.  NaN gives NaN; values beyond the range, Inf included, have the spacing of the top
@@ -92,8 +91,6 @@ def round_to_grid(
     Example:
         >>> round_to_grid(torch.tensor([1.06, 500.0, -0.0]), "E4M3").tolist()
         [1.0, 448.0, -0.0]
-        >>> round_to_grid(torch.tensor([3.0]), "E7M0").item()  # a tie: 2 has the even code
-        2.0
 
     Source: OCP FP8 specification 1.0; IEEE P3109.
     """
@@ -132,8 +129,6 @@ def encode(
 
     .. math:: \\mathrm{decode}(\\mathrm{encode}(x)) = \\mathrm{round\\_to\\_grid}(x)
 
-    for every ``x`` that is accepted.
-
     Args:
         x, fmt, rounding, overflow, seed, step, stream, offset, bits, draws: as in :func:`round_to_grid`.
 
@@ -150,8 +145,6 @@ def encode(
     Example:
         >>> encode(torch.tensor([1.0, -1.0, 448.0]), "E4M3").tolist()
         [56, 184, 126]
-
-    Source: OCP FP8 specification 1.0; IEEE P3109, for the codes.
     """
     fmt = as_format(fmt)
     check_choice("rounding", rounding, ROUNDINGS)
@@ -180,9 +173,8 @@ def decode(codes: Tensor, fmt: FormatLike, dtype: torch.dtype = torch.float32) -
     for sign ``s``, exponent field ``E`` and mantissa field ``m``.
 
     Args:
-        codes: uint8 tensor of any shape.
-        fmt: a format or its name.
-        dtype: dtype of the result: float16, bfloat16, float32 or float64.
+        codes, fmt: a uint8 tensor of any shape; a format or its name.
+        dtype: float16, bfloat16, float32 or float64.
 
     Returns:
         Tensor of ``codes``' shape; the codes of NaN, Inf and -0 give NaN, Inf and -0, no codes an empty tensor.
@@ -230,8 +222,7 @@ def to_chart(x: Tensor, fmt: FormatLike) -> Tensor:
     At a value of the format it is the signed integer code; between neighbours it is linear.
 
     Args:
-        x: float tensor of any shape.
-        fmt: a format or its name.
+        x, fmt: a float tensor of any shape; a format or its name.
 
     Returns:
         Tensor like ``x``, in steps (ulp); differentiable, with derivative 1/S.  Values beyond the range, Inf included,
@@ -257,8 +248,7 @@ def from_chart(c: Tensor, fmt: FormatLike) -> Tensor:
               b = \\max(\\lfloor |c| / 2^M \\rfloor - 1, 0)
 
     Args:
-        c: float tensor of any shape, in steps from zero.
-        fmt: a format or its name.
+        c, fmt: a float tensor of any shape, in steps from zero; a format or its name.
 
     Returns:
         Tensor like ``c``, differentiable with derivative S; integers give values of the format exactly.  Coordinates

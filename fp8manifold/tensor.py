@@ -152,17 +152,16 @@ class FP8Tensor(ScaledTensor):
 
         Args:
             codes: uint8, contiguous.
-            scale: float32, positive and normal, in one of the shapes of the attribute; of blocks and squares it may be
-                uint8: exponents as in E8M0, which float32 becomes where all are powers of two.
+            scale: float32, positive and normal, in one of the shapes of the attribute, or uint8 exponents (E8M0) of
+                blocks.
             fmt, rounding, seed, dtype, draws, requires_grad: as in the constructor.
             block_size: 32 for one scale a block, ``(128, 128)`` for one a square, otherwise None.
-            counter: number of stochastic writes so far.
-            by_operator: whether the writing operator's name enters the key of its draws.
+            counter, by_operator: stochastic writes so far; whether the writing operator's name enters the key of its
+                draws.
 
         Raises:
             TypeError: ``codes`` is not uint8.
-            ValueError: a code that is Inf or beyond the format's width, or a scale that does not fit.  Codes of NaN and
-                -0 are taken as they are.
+            ValueError: a code that is Inf or beyond the format's width, or a scale that does not fit.
 
         Example:
             >>> FP8Tensor.from_codes(torch.tensor([56], dtype=torch.uint8), torch.tensor(0.5), "E4M3").tolist()
@@ -282,8 +281,8 @@ class FP8Tensor(ScaledTensor):
     def adopt(self, other: "FP8Tensor") -> None:
         """Take codes, scale and remainder of ``other``, in place and exactly, as ``copy_`` of a tensor does.
 
-        The counter becomes the larger one, so that no draw is used twice when a snapshot is put back; in
-        ``Module.load_state_dict`` it becomes the other's, with its seed, so that a run goes on.
+        The counter becomes the larger one, so that no draw is used twice, and in ``Module.load_state_dict`` the
+        other's.
 
         Raises:
             ValueError: another format or shape, or scales finer than the own.
@@ -372,9 +371,6 @@ class FP8Tensor(ScaledTensor):
 
         Args:
             headroom: as in the constructor, 1 or more.
-
-        Returns:
-            Whether any scale changed, by one :meth:`rescale_`.
 
         Example:
             >>> w = FP8Tensor(torch.tensor([448.0, 1.0]), "E4M3", scale=1.0)

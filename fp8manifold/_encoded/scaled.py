@@ -152,11 +152,10 @@ class ScaledTensor(EncodedTensor):
             RuntimeError: exponents that would become floats in compiled code, or in one process of several.
 
         Example:
-            >>> import torch
             >>> from fp8manifold import FP8Tensor
-            >>> w = FP8Tensor(torch.ones(1, 64), "E4M3", granularity="block", scale=0.5)
-            >>> w.set_scale_(torch.tensor([[0.5, 1.0]])).unique().tolist(), w.exponents.tolist()
-            ([1.0, 2.0], [[126, 127]])
+            >>> w = FP8Tensor(torch.ones(2), "E4M3", scale=0.5)
+            >>> w.set_scale_(1.0).tolist()
+            [2.0, 2.0]
         """
         check_own(self)
         new = other_scale(self, scale, blocks=self.exponents is not None)

@@ -26,9 +26,6 @@ _REGISTERED: Final = ("_parameters", "_buffers", "_modules")
 _TENSOR_HOOKS: Final = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
-# Parameters
-
-
 def parameter_names(model: nn.Module) -> dict[int, list[str]]:
     """All names of each parameter, by its identity, in the model's order."""
     names: dict[int, list[str]] = {}
@@ -69,9 +66,6 @@ def _carry_weight(before: Tensor, after: Tensor, transposed: bool) -> None:
             setattr(after, kind, hooks)
     if before.grad is not None:
         after.grad = before.grad.t().contiguous() if transposed else before.grad
-
-
-# Layers
 
 
 def replace_layers(model: nn.Module, layers: dict[str, nn.Module]) -> nn.Module:

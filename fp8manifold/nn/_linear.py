@@ -68,7 +68,7 @@ class QuantizedLinear(nn.Linear):
         defer_weight_gradient: leave the weight's gradient in float for :meth:`quantize_weight_gradient`.
         global_with: a layer whose gradients under ``scale="global"`` share their magnitude with this one's.
         codes: with ``fp8``, the weight in codes of the specification's format and granularity, held as it is, under
-            under ``seed``; of ``linear.weight`` only the shape counts then.
+            ``seed``; of ``linear.weight`` only the shape counts then.
 
     The modules ``weight_scaler``, ``activation_scaler``, ``activation_gradient_scaler`` and ``weight_gradient_scaler``
     give the scales, as ``value``; None for a stored weight or what is not quantised.  A forward pre-hook that does
@@ -426,8 +426,8 @@ class QuantizedLinear(nn.Linear):
 class QuantizedConv1D(QuantizedLinear):
     """A :class:`QuantizedLinear` in place of a ``Conv1D``, whose weight is ``(in, out)``.
 
-    Its own is ``(out, in)``, so that an output has a row, and with it a scale.  A state dict has a float weight as
-    ``Conv1D`` has it, and takes it so, too; only codes lie in a state dict as they lie here.
+    Its own is ``(out, in)``, a row and a scale for each output; float weights in a state dict are as ``Conv1D`` has
+    them.
     """
 
     def __init__(self, conv: nn.Module, spec: _spec.LayerSpec, storage: Storage = "master", **options: Any) -> None:

@@ -41,16 +41,10 @@ def holds_codes(saved: Any) -> bool:
 
 
 def name_parts(module: nn.Module, name: str) -> None:
-    """Let a module have attributes that are called as its parts: torch looks names of a state up in the model.
-
-    ``torch.distributed.checkpoint.state_dict`` does so; it makes nothing of what it finds.
-    """
+    """Let a module have attributes that are called as its parts: torch looks names of a state up in the model."""
     for suffix in PARTS[1:]:
         if not hasattr(module, name + suffix):
             vars(module)[name + suffix] = None
-
-
-# Every module writes its parameters in codes as parts
 
 
 def _register(module: nn.Module, name: str, parameter: Any) -> None:
@@ -109,9 +103,6 @@ def _read_parts(module: nn.Module, state: dict[str, Any], prefix: str, *args: An
             state[key] = FP8Parameter(saved.detach().to(own.dtype), own.format, **how)
 
 
-# Parts of a weight
-
-
 def parts_of(name: str, weight: Tensor) -> dict[str, Tensor]:
     """The parts by name, on the weight's memory; those with its rows are spread over processes as it is."""
     held: FP8Tensor = local_of(weight)
@@ -134,12 +125,9 @@ def _numbers(traits: Traits, *, floats: bool) -> list[int]:
 def gather_parts(state: dict[str, Any], name: str, own: Tensor) -> None:
     """Put one weight together again in the place of its parts, where a state has them: who loads it goes on with it.
 
-    Codes and scales alone are taken too, of a file that another library wrote: the count is 0 then.  Rows of several
-    processes and whole tensors are taken alike; ``own``, the layer's weight, says which rows this process holds.
-
-    Raises:
-        ValueError: parts that do not fit together, codes that nothing says the format or the scales of, integers, or
-            numbers that codes were averaged or cast to, beside what says of which format they are.
+    Codes and scales alone are taken too, with a count of 0.  Rows of several processes and whole tensors are taken
+    alike; ``own``, the layer's weight, says which rows this process holds.  What does not fit together raises
+    ValueError.
     """
     saved = state.get(name)
     if not isinstance(saved, Tensor):

@@ -179,9 +179,6 @@ def check_formats(
     return specs
 
 
-# Linear layers
-
-
 class _Linear(NamedTuple):
     """The facts that decide on a linear layer: all names of its weight, and what is in the way."""
 
@@ -286,9 +283,6 @@ def _serves(entry: Entry, names: Sequence[str], spec: _spec.LayerSpec) -> bool:
     return (weight.format, weight.granularity) == (entry.format, entry.granularity)
 
 
-# Parameters that become codes where they are
-
-
 def _placed(
     model: nn.Module,
     names: Mapping[int, tuple[str, ...]],
@@ -375,9 +369,6 @@ def _shares(name: str, module: nn.Module, parameter: Tensor, granularity: str) -
     if granularity != "channel":
         return granularity  # type: ignore[return-value]
     return "channel" if kernel or parameter.dim() == 2 else "row"
-
-
-# What is left
 
 
 def _left(model: nn.Module, names: Mapping[int, tuple[str, ...]], entries: Sequence[Entry]) -> Iterator[Entry]:

@@ -31,9 +31,6 @@ def byte_weight(weight: Tensor, fmt: FloatFormat, **how: Any) -> FP8Parameter:
     return FP8Parameter(weight.detach(), fmt, requires_grad=weight.requires_grad, **how)
 
 
-# Products with codes
-
-
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``x W^T + b``, as ``torch.nn.functional.linear`` has it; of a weight in codes autograd keeps the codes."""
     if not isinstance(weight, FP8Tensor) or (dtype := _dtype_of_codes(x, weight, bias)) is None:
@@ -192,9 +189,8 @@ def scaler_of(operand: OperandSpec, shared: SharedAmax | None) -> Scaler:
 def forbid_fused_operators(layer: Any) -> None:
     """Give the layer a hook that does nothing: torch's fused operators pass by a module that has one.
 
-    ``nn.TransformerEncoderLayer`` hands the weights of its linear layers to one fused operator in evaluation, which
-    would pass over what a quantised layer does to weight and input.  Weights in codes that are only decoded need none:
-    they are decoded for any operator, and a hook costs a small layer a tenth of its time.
+    ``nn.TransformerEncoderLayer`` hands the weights of its linear layers to one fused operator in evaluation.  Weights
+    in codes that are only decoded need no hook, which costs a small layer a tenth of its time.
     """
     scaled = any(getattr(layer, f"{name}_scaler") is not None for name in OPERANDS)
     if layer.storage != "fp8" or layer._units is not None or scaled:
@@ -206,10 +202,7 @@ def is_called(layer: nn.Module, args: Any) -> None:
 
 
 def over_nested(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """``forward`` of the rows of a nested tensor, which has no padding among them, in the same nesting.
-
-    ``nn.TransformerEncoder`` makes nested tensors of a padded batch.
-    """
+    """``forward`` of the rows of a nested tensor, which has no padding among them, in the same nesting."""
     if x.layout == torch.jagged:
         jagged: Any = x
         rows = forward(jagged.values())
@@ -220,9 +213,6 @@ def over_nested(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return torch.nested.as_nested_tensor(
         [row.view(*part.shape[:-1], -1) for row, part in zip(split, parts, strict=True)]
     )
-
-
-# Products straight from codes, on units of eight bits: forward, and both gradients
 
 
 _E4M3: Final = torch.float8_e4m3fn

@@ -67,9 +67,6 @@ class _End:
             self.operand.announce(torch.device("cpu") if parameter is None else parameter.device)
 
 
-# Scalers
-
-
 Policy = Literal["dynamic", "static", "delayed"]
 POLICIES: Final[tuple[Policy, ...]] = get_args(Policy)
 HISTORY: Final = 16  #: Tensors whose magnitudes a delayed scale looks back on by default.
@@ -121,9 +118,6 @@ class Scale(Scaler):
         TypeError, ValueError: an unknown granularity or policy, or a history that is no positive integer.
 
     Example:
-        >>> scale = Scale("E4M3", policy="static")
-        >>> scale(torch.tensor([448.0])).item(), scale(torch.tensor([44.8])).item()
-        (1.0, 1.0)
         >>> scale = Scale("E4M3", policy="delayed")
         >>> [scale(torch.tensor([x])).item() for x in (448.0, 896.0, 448.0)]
         [1.0, 1.0, 2.0]
@@ -311,8 +305,7 @@ class SharedAmax(nn.Module):
 class GlobalScale(Scaler):
     """One magnitude for every gradient of a model, as under loss scaling: small gradients underflow.
 
-    It shows what per-tensor scales avoid.  The magnitude is that of the previous pass; the share that
-    a tensor has in it is measured in training mode.
+    The magnitude is that of the previous pass; the share that a tensor has in it is measured in training mode.
     """
 
     def __init__(self, fmt: FormatLike, shared: SharedAmax) -> None:
@@ -359,10 +352,7 @@ def share_magnitudes(model: nn.Module, ranks: Ranks) -> None:
 
 
 def announce_gradients(layer: Any, x: Tensor) -> None:
-    """Let processes see in the forward pass that they run the same layers, whose gradients they will measure together.
-
-    A layer whose forward pass sends a magnitude has shown it.
-    """
+    """Let processes see in the forward pass that they run the same layers, whose gradients they will measure together."""
     sent = (layer.weight_scaler, layer.activation_scaler)
     if not any(scaler is not None and scaler.remembers for scaler in sent):
         for scaler in (layer.activation_gradient_scaler, layer.weight_gradient_scaler):

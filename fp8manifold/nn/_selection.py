@@ -103,9 +103,6 @@ def linear_around(values: Tensor, layer: Any) -> nn.Linear:
     return linear.train(layer.training)
 
 
-# Patterns
-
-
 def by_pattern(
     patterns: Iterable[str], names: Mapping[str, Sequence[str]], check: Callable[[str, list[str]], None]
 ) -> dict[str, str]:

@@ -136,9 +136,6 @@ def is_none(value: object) -> bool:
     return value is None or (isinstance(value, str) and value.lower() == NONE)
 
 
-# The specification of a layer
-
-
 LayerRounding = Literal["nearest", "stochastic", "split"]
 Products = Literal["decoded", "fp8", "int8", "auto"]
 PRODUCTS: Final = get_args(Products)

@@ -188,8 +188,7 @@ def quantize_weight_gradients(model: nn.Module) -> None:
 def dequantize_model(model: nn.Module) -> nn.Module:
     """Put ordinary ``nn.Linear`` layers back, holding the quantised values of the weights as float parameters.
 
-    What was a ``Conv1D`` becomes one again, and other parameters in codes become floats where they are.  Hooks and
-    attributes go over as in :func:`quantize_model`.
+    Other parameters in codes become floats where they are.  Hooks and attributes go over as in :func:`quantize_model`.
 
     Args:
         model: changed in place.
@@ -225,9 +224,6 @@ def dequantize_model(model: nn.Module) -> nn.Module:
         values = nn.Parameter(parameter.dequantize(), requires_grad=parameter.requires_grad)
         put_parameter(model, names[id(parameter)], values)
     return replace_layers(model, layers)
-
-
-# The report
 
 
 @dataclass(frozen=True)
@@ -278,9 +274,6 @@ def quantization_report(model: nn.Module) -> QuantizationReport:
 
     Args:
         model: any, of :func:`quantize_model` or not.
-
-    Returns:
-        A :class:`QuantizationReport`, to print or to look through.
 
     Raises:
         TypeError: ``model`` is not an ``nn.Module``.

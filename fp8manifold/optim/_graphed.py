@@ -191,6 +191,7 @@ def graphed(train_step: Callable[..., Any], optimizer: torch.optim.Optimizer) ->
     Returns:
         A function called like ``train_step`` that returns copies of its results, and counts ``replayed`` and
         ``recorded``.
+        ``recorded``.
 
     Raises:
         TypeError: another optimizer.

@@ -234,8 +234,7 @@ def orthogonal_factor(
     .. math:: X_0 = \\frac{M}{\\max(\\lVert M \\rVert_F, \\epsilon)}, \\qquad
               X_{i+1} = a X_i + \\left( b\\, X_i X_i^T + c\\, (X_i X_i^T)^2 \\right) X_i
 
-    A matrix of zeros stays one, by ``eps``.  Products are computed in ``dtype``, and norms too, but in float32 for
-    float16, whose range they may exceed.
+    A matrix of zeros stays one, by ``eps``.  Norms are computed in ``dtype`` too, of float16 in float32.
 
     Source: Bernstein and Newhouse 2024; Jordan et al. 2024 (Muon) for the coefficients.
     """
@@ -253,8 +252,6 @@ def orthogonal_factor(
 
 def adjusted_rate(lr: float, adjustment: str | None, rows: int, columns: int) -> float:
     """The learning rate that a matrix of ``rows`` x ``columns`` is stepped with.
-
-    ``match_rms_adamw`` gives a step the root mean square that AdamW's has, so that AdamW's rate serves.
 
     Source: Liu et al. 2025 (Muon is Scalable for LLM Training); Bernstein 2025 (Deriving Muon).
     """

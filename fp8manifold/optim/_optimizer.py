@@ -48,14 +48,12 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     Attributes:
         observer: called with a :class:`StepView` for every quantised parameter in every step; None costs nothing.
         observes: a function of a parameter, true where the observer is called for it; None: for all.
-        skipped_steps: number of steps left out because a gradient was not finite: steps of all parameters, or of one
-            under :func:`step_in_backward`.
-        skipped_in_row: how many of them came last, with no step taken since.
+        skipped_steps, skipped_in_row: steps left out because a gradient was not finite, and how many came last in a
+            row.
         warn_after: a ``RuntimeWarning`` names the parameters at fault when so many have come in a row.
-        widened_scales: how many scales of one-byte weights this process has doubled, as a weight had reached the end.
-            To read one of these three numbers waits for a GPU's steps.
-        fitted_scales: how many it has fitted to first values, of weights that all were 0, or has narrowed by far.
-        streams_begun: how many parameters have been given random bits of their own (``stream`` in their state).
+        widened_scales, fitted_scales: scales of one-byte weights doubled by this process; fitted to first values or
+            narrowed.
+        streams_begun: parameters that were given random bits of their own (``stream`` in their state).
     """
 
     observer: Callable[[StepView], None] | None = None
@@ -105,9 +103,8 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step; in a function that ``torch.compile`` compiles it is taken between two graphs.
 
-        If any gradient is not finite, or so large that its square is not, nothing changes at all, step counts
-        included: the step is counted in ``skipped_steps``, or a ``FloatingPointError`` is raised
-        (``on_nonfinite="raise"``).  Gradients are never modified.  Returns what ``closure`` returns, or None.
+        If a gradient or its square is not finite, nothing changes, and the step is counted in ``skipped_steps``.
+        Gradients are never modified.  Returns what ``closure`` returns, or None.
 
         Raises:
             ValueError: a sparse or complex gradient.
@@ -356,8 +353,8 @@ class ManifoldOptimizer(torch.optim.Optimizer):
 
         Raises:
             TypeError: no state, or an option in it of another type.
-            ValueError: the state of another optimizer, of other parameters or of another format, or an option in it
-                out of range; nothing has changed then.
+            ValueError: the state of another optimizer, of other parameters or format, or an option out of range;
+                nothing has changed then.
         """
         self._table = None  # and with it what is held of the state that there was
         if not isinstance(state_dict, dict):

@@ -40,9 +40,6 @@ def _held(slot: Slot) -> FP8Tensor:
     return held
 
 
-# Scales that double
-
-
 def widen_full(optimizer: Any, slots: Sequence[Slot]) -> None:
     """Double and count the scales of one-byte parameters that a step has left a weight at the end of.
 
@@ -143,9 +140,6 @@ def _rewrite(slot: Slot, new: Tensor) -> None:
     else:
         rounded = encode_finite(x, fmt, draws)
     weight[rows] = unless_special(rounded, arrays["weight"], fmt)
-
-
-# Scales that are fitted
 
 
 def zero_scales(held: FP8Tensor) -> Tensor | None:

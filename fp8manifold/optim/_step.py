@@ -94,8 +94,8 @@ def _with_error(
 
     .. math:: m \\leftarrow m + \\frac{1}{\\eta} \\left( 1 - \\frac{1}{\\beta_1} \\right) (target - after)
 
-    where ``eta`` is what ``m`` is multiplied by in this step, element by element.  A weight and its momentum then move
-    together as an unrounded weight would: ``w - eta beta_1 / (1 - beta_1) m`` is as if nothing had been rounded.
+    where ``eta`` is what ``m`` is multiplied by in this step.  ``w - eta beta_1 / (1 - beta_1) m`` is then as if
+    nothing had been rounded.
 
     Source: ECO (arXiv 2601.22101), for momentum and Adam.
     """
@@ -264,9 +264,8 @@ def store_moments(
 ) -> dict[str, Tensor]:
     """The moments as they are kept; ``noise`` is one 32-bit word a value, whose halves serve one moment each.
 
-    A fitted moment has the draw of the whole word.  The root in 8 bits takes 24 of its bits: with the odds of 16 a
-    bias of ``2^-17`` a step would add up to 0.1% of a second moment of decay 0.999.  Of the first moment's draw it
-    shares no more than what is below these 16.
+    A fitted moment has the draw of the whole word.  The root in 8 bits takes 24 of its bits: odds of 16 would add up to
+    0.1% of a second moment of decay 0.999.
     """
     if spec.moments == "float32" or not moments:
         return moments
@@ -292,10 +291,9 @@ def _root_codes(root: Tensor, inverse: Tensor, draws: Tensor) -> Tensor:
     .. math:: P(n + 1) = \\frac{\\delta (4 n + 3 - \\delta)}{4 n + 2}
                        \\approx \\frac{\\sqrt{r} - \\sqrt{n}}{\\sqrt{n + 1} - \\sqrt{n}}, \\qquad \\delta = r - n
 
-    for ``r`` spacings, ``n`` of them whole: the root of the root, ``v^{1/4}``, keeps its mean.  Where a rounding keeps
-    that of ``v^p`` and the average forgets, its noise of relative variance ``s`` adds up to a mean of ``v`` that is
-    ``(1 - p) s`` above, and to one of ``1 / sqrt(v)`` that is ``3/8 s - (1 - p) s / 2`` above: nothing for ``p = 1/4``,
-    whatever ``s`` is.  With ``p = 1`` steps are up to 3% too long.  Draws have 24 bits.
+    for ``r`` spacings, ``n`` of them whole: the root of the root, ``v^{1/4}``, keeps its mean.  A rounding that keeps
+    that of ``v^p``, of relative variance ``s``, puts the mean of ``1 / sqrt(v)`` by ``3/8 s - (1 - p) s / 2`` above:
+    nothing for ``p = 1/4``, and up to 3% for ``p = 1``.
     """
     steps, below = codec.encoding_steps(root * inverse, MOMENT_FORMAT)
     whole = steps.to(torch.int32)

@@ -157,8 +157,7 @@ class InBackward:
     def measure(self) -> Iterator[None]:
         """Within it, a backward pass takes the norm of the whole gradient, frees it, and steps nothing.
 
-        With ``clip="exact"`` it comes before each pass that steps, which computes the same; with ``"previous"`` before
-        the first.
+        With ``clip="exact"`` it comes before each pass that steps, with ``"previous"`` before the first.
 
         Raises:
             RuntimeError: nothing is clipped here; in it, a second backward pass; at its end, no gradient has passed.

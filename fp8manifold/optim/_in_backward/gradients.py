@@ -195,9 +195,6 @@ class Accumulation:
             p.grad = SpentGradient(p)
 
 
-# Clipping
-
-
 _KINDS: Final = ("previous", "exact")
 _FIRSTS: Final = ("refuse", "measure")
 _CLOSE: Final = 1e-5  # relative difference of two sums of the same squares in another order
