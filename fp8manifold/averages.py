@@ -36,8 +36,8 @@ def averaged_model(model: nn.Module, **options: Any) -> AveragedModel:
 
     Raises:
         TypeError: ``model`` is not an ``nn.Module``.
-        ValueError: ``use_buffers=True``, as quantised layers have buffers that the average lacks; a model that
-            ``fully_shard`` has cut into rows; in ``update_parameters`` rows for an average of other rows or of none.
+        ValueError: ``use_buffers=True``; a model that ``fully_shard`` has cut into rows; in ``update_parameters`` other
+            rows.
 
     Example:
         >>> import torch, fp8manifold as fm

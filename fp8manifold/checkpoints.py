@@ -82,8 +82,7 @@ def load_fp8(
     NaN and -0 among the codes are kept, and tensors without a place in the model written back as they were.
 
     Raises:
-        ImportError: transformers is missing.
-        FileNotFoundError: no such folder, or one without weights or settings.
+        ImportError, FileNotFoundError: transformers is missing; no such folder, or one without weights or settings.
         ValueError: no weight in codes; a layout, dtype or setting that is not read; a tensor that the model or the
             files lack; scales that a fused parameter can't keep apart; gpt-oss; floats that ``dtype`` has not every
             number of; ``activations="as stored"`` where no layer has an ``input_scale``.
@@ -96,8 +95,8 @@ def load_fp8(
         Traceback (most recent call last):
         ValueError: activations='e4m3' is unknown: one of float, as stored; did you mean 'as stored'?
 
-    Source: DeepSeek-V3 (arXiv 2412.19437) for squares; compressed-tensors (vllm-project) 0.20; Model-Optimizer; OCP
-    Microscaling Formats 1.0.
+    Source: DeepSeek-V3 (arXiv 2412.19437); compressed-tensors (vllm-project); Model-Optimizer; OCP Microscaling Formats
+    1.0.
     """
     check_choice("activations", activations, _ACTIVATIONS)
     check_int("seed", seed, 0, 2**31 - 1)

@@ -201,10 +201,6 @@ def digest(state: Mapping[str, Any]) -> Tensor:
         >>> state = {"model": {"w": torch.arange(4.0)}}
         >>> state["digest"] = digest(state)
         >>> check_digest(state)
-        >>> state["model"]["w"][1] = 1.5
-        >>> check_digest(state)
-        Traceback (most recent call last):
-        RuntimeError: the state is not the one whose digest was saved: what was read is damaged, or incomplete
 
     Source: Clarke et al. 2003 (multiset hashes); SplitMix64 (Steele et al. 2014).
     """

@@ -71,8 +71,7 @@ def exported_state_dict(
         The tensors, which share the model's memory, and ``quantization_config`` of transformers' ``config.json``.
 
     Raises:
-        ImportError: torchao is missing.
-        TypeError: no module, or a sharded one.
+        ImportError, TypeError: torchao is missing; no module, or a sharded one.
         ValueError: an unknown layout; activations, a format, scales or a layer that it can't describe; values between
             those of the format; or no quantised weight.
 
@@ -86,11 +85,9 @@ def exported_state_dict(
         >>> tensors, config = exported_state_dict(model)
         >>> {name: (str(x.dtype), tuple(x.shape)) for name, x in tensors.items() if "weight" in name}
         {'0.weight': ('torch.float8_e4m3fn', (2, 4)), '0.weight_scale': ('torch.float32', (2, 1))}
-        >>> config["format"], config["config_groups"]["group_0"]["weights"]["strategy"]
-        ('float-quantized', 'channel')
 
-    Source: compressed-tensors (vllm-project) 0.20 and torchao 0.18, as transformers 5.23 reads them; OCP Microscaling
-    Formats 1.0 for E8M0; DeepSeek-V3 (arXiv 2412.19437) for squares.
+    Source: compressed-tensors (vllm-project) 0.20; torchao 0.18; OCP Microscaling Formats 1.0; DeepSeek-V3 (arXiv
+    2412.19437).
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")

@@ -55,8 +55,7 @@ def fake_quantize(
         empty.
 
     Raises:
-        TypeError: ``x`` is not a float tensor.
-        ValueError: an unknown option, or a scale that is not positive or does not broadcast to ``x``.
+        TypeError, ValueError: ``x`` is not a float tensor; an unknown option; a scale that does not fit.
 
     Example:
         >>> fake_quantize(torch.tensor([0.1, 1000.0]), "E4M3", scale=1.0).tolist()

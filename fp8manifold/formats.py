@@ -18,7 +18,6 @@ LAYOUTS: Final = ("ieee", "fn", "fnuz", "finite", "p3109e", "p3109f")
 - ``finite``: every code is a number;
 - ``p3109e``, ``p3109f``: IEEE P3109 extended (with Inf) and finite, NaN in place of -0.
 """
-
 _DEFAULT_LAYOUTS: Final = {(4, 3): "fn", (5, 2): "ieee", (3, 4): "ieee"}
 _LARGEST_EXPONENT: Final = 100  # float32 holds 1.5 * 2^23 times the power of two of any value, as exact rounding needs
 _SMALLEST_EXPONENT: Final = -102  # float32 holds 2^-24 of the smallest ulp, the resolution of a random draw
@@ -45,8 +44,7 @@ class FloatFormat:
             ``finite``.
 
     Raises:
-        TypeError: a width or the bias is not an integer.
-        ValueError: widths, bias or layout out of range, or a format without a nonzero finite value.
+        TypeError, ValueError: widths, bias or layout out of range, or a format without a nonzero finite value.
 
     Example:
         >>> fmt = FloatFormat(4, 3)
@@ -297,7 +295,6 @@ _NAMES: Final = (
     "P3109_8P1 P3109_8P2 P3109_8P3 P3109_8P4 P3109_8P5 P3109_8P6 P3109_8P7 "
     "P3109_8P1F P3109_8P2F P3109_8P3F P3109_8P4F P3109_8P5F P3109_8P6F P3109_8P7F"
 )
-
 NAMED_FORMATS: Final[dict[str, FloatFormat]] = {}
 """The formats with a name; :meth:`FloatFormat.from_string` reads any other ExMy too."""
 NAMED_FORMATS.update((name, FloatFormat.from_string(name)) for name in _NAMES.split())

@@ -107,8 +107,7 @@ def attach(model: Any) -> Any:
         The model.
 
     Raises:
-        ImportError: as :func:`register`.
-        TypeError: no model of transformers.
+        ImportError, TypeError: as :func:`register`; no model of transformers.
         ValueError: no quantised layer, or one on the continuous manifold.
 
     Example:
@@ -404,11 +403,9 @@ def trainer_optimizer(
         A factory, and the options that it is called with beside the model.
 
     Raises:
-        ImportError: in the factory, transformers is missing.
         TypeError: no arguments of a trainer; in the factory, an unknown option.
-        ValueError: another rule; ``fp16=True``, which scales gradients, with ``in_backward``; in the factory, options
-            of the optimizer's.
-        RuntimeError: in the factory, ``in_backward`` in several processes.
+        ValueError: another rule; ``fp16=True`` with ``in_backward``; in the factory, options of the optimizer's.
+        ImportError, RuntimeError: in the factory, transformers is missing; ``in_backward`` in several processes.
 
     Example:
         >>> from transformers import TrainingArguments

@@ -43,8 +43,7 @@ class StiffnessManifold(geoopt.Manifold):  # type: ignore[misc]  # geoopt is unt
             or a positive function ``S(x, fmt)``, taken midway between neighbours of the grid.
 
     Raises:
-        TypeError: a format, scale or metric of another type.
-        ValueError: an unknown format or metric, or a scale that is not finite and positive.
+        TypeError, ValueError: a format, scale or metric of another type or unknown, or a scale that is not positive.
 
     Example:
         >>> manifold = StiffnessManifold("E4M3")
@@ -54,8 +53,7 @@ class StiffnessManifold(geoopt.Manifold):  # type: ignore[misc]  # geoopt is unt
         >>> manifold.expmap(x, manifold.logmap(x, y)).tolist()
         [2.0, 0.25]
 
-    Source: the metric is a mirror-descent potential in one dimension (Amid and Warmuth 2020); geoopt (Kochurov,
-    Karimov, Kozlukov 2020) for the interface.
+    Source: Amid and Warmuth 2020 (a mirror-descent potential); geoopt (Kochurov et al. 2020) for the interface.
     """
 
     __scaling__ = geoopt.Manifold.__scaling__.copy()
@@ -237,7 +235,7 @@ class FP8Manifold(StiffnessManifold):
     The stochastic manifold counts its retractions in the buffer ``counter``, part of ``state_dict``.
 
     Raises:
-        TypeError, ValueError: as :class:`StiffnessManifold`; ``ValueError``: unknown rounding, retraction, draws.
+        TypeError, ValueError: as :class:`StiffnessManifold`; an unknown rounding, retraction or kind of draws.
 
     Example:
         >>> manifold = FP8Manifold("E4M3", rounding="stochastic", seed=1)

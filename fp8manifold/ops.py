@@ -48,8 +48,7 @@ def fp8_mm(
     multiplied in float32 (float64 for float64 operands).  Compilers treat ``torch.ops.fp8manifold.fp8_mm`` as one node.
 
     Args:
-        a: float matrix ``(M, K)``.
-        b: float matrix ``(K, N)``.
+        a, b: float matrices ``(M, K)`` and ``(K, N)``.
         a_format, b_format: of the operands; None (or ``"none"``) takes an operand as it is.
         gradient_format: of G; None takes it as it is.
         granularity: one scale for each matrix (``tensor``), or for each row of the first and each column of the second
@@ -67,8 +66,7 @@ def fp8_mm(
 
     Raises:
         TypeError: an operand that is no float tensor.
-        ValueError: shapes that do not fit, an unknown format or granularity, or a scale that is not positive or of
-            another shape.
+        ValueError: shapes that do not fit, an unknown format or granularity, or a scale that is not positive.
 
     Example:
         >>> a, b = torch.tensor([[1.06, 2.0]]), torch.tensor([[1.0], [448.0]])

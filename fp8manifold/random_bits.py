@@ -73,9 +73,7 @@ def random_bits(
 
     Args:
         shape: shape of the result; positions count in row-major order.
-        seed: key word shared by a run, ``0 <= seed < 2**64``, like the three that follow.
-        step: key word of the optimizer step.
-        stream: key word of the parameter.
+        seed, step, stream: key words of a run, an optimizer's step and a parameter, ``0 <= word < 2**64``.
         offset: global position of the first element, for a part of a larger tensor.
         device: where the result lives.
         draws: ``independent`` or ``dither``.
@@ -84,8 +82,7 @@ def random_bits(
         int32 tensor of ``shape``; empty for an empty shape.
 
     Raises:
-        TypeError: a key word is not an int.
-        ValueError: a key word is out of range (below 0, or ``2**64`` and more), or ``draws`` is neither.
+        TypeError, ValueError: a key word is no int, or below 0 or above ``2**64 - 1``; unknown ``draws``.
 
     Example:
         >>> whole = random_bits(6, seed=1, step=2, stream=3)

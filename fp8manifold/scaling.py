@@ -18,20 +18,15 @@ GRANULARITIES: Final = ("tensor", "channel", "block")
 WeightGranularity = Literal["tensor", "channel", "block", "square"]
 WEIGHT_GRANULARITIES: Final = (*GRANULARITIES, "square")
 """Granularities of weights: also a scale for each square of 128 x 128, as servers of such weights take."""
-
 StoredGranularity = Literal["tensor", "channel", "block", "square", "row"]
 STORED_GRANULARITIES: Final = (*WEIGHT_GRANULARITIES, "row")
 """Granularities of codes of more than two dimensions: also a scale for each row of the last."""
-
 ROUNDING_OF_SCALES: Final = 1 + 2.0**-20
 """Slack of comparisons with the end of the range: a float32 scale of amax / max may put amax itself beyond max."""
-
 BLOCK_SIZE: Final = 32
 """Values along the last dimension that share a scale under the granularity ``block``, as in the OCP MX formats."""
-
 SQUARE_SIZE: Final = 128
 """Rows and columns of the last two dimensions that share a scale under ``square``, as in DeepSeek-V3's checkpoints."""
-
 _DEPTH = 40  # binades kept below amax: S and S^2 of stored weights then stay within float32
 _HYSTERESIS = 2.0**4  # an amax that swings by less than this keeps its scale
 

@@ -44,10 +44,9 @@ class FP8Tensor(ScaledTensor):
             last dimension, each ``block`` of 32 along it, or each ``square`` of 128 x 128 in the last two.
         headroom: of the scale, as in :func:`fp8manifold.storage_scale`, but that None takes 1 in a format of few
             binades; other optimizers than ours need 2 or more.
-        scale: the scale itself: positive normal, a number or a tensor of the granularity's shape, rounded to float32.
-            What lies beyond its range saturates.
+        scale: positive normal, a number or a tensor of the granularity's shape; what lies beyond its range saturates.
         rounding: how values written in place are rounded: ``stochastic`` or ``nearest``.
-        seed: key of the random bits of ``stochastic``, one for each tensor; None: from torch's default generator.
+        seed: key of the random bits, one for each tensor; None: from torch's default generator.
         dtype: what it appears as, float32 or bfloat16; by default that of ``w``, or float32.
         keep_remainder: keep what the rounding of ``w`` left in ``remainder``.
         draws: as in :func:`fp8manifold.quantize_model`.
@@ -69,8 +68,7 @@ class FP8Tensor(ScaledTensor):
 
     Raises:
         TypeError: ``w`` is no float tensor, or an option of another type.
-        ValueError: an unknown format or option, a scale that is no positive normal number or does not fit, NaN without
-            a code for it, or without ``scale`` any value that is not finite.
+        ValueError: an unknown format or option, a scale that does not fit, NaN without a code, or values not finite.
 
     Example:
         >>> w = FP8Tensor(torch.tensor([[0.3, -0.7]]), "E4M3")

@@ -49,12 +49,10 @@ def is_backward() -> bool:
 
 TRACED_AS: Final = 6
 """Counts the changes in what operators are traced to, for code that a compiler has kept on disk."""
-
 DTYPES: Final = (torch.float32, torch.bfloat16)  #: The dtypes that an encoded tensor may appear as.
 _aten = torch.ops.aten
 Handler = Callable[..., Any]
 _HANDLERS: Final[dict[Any, Handler]] = {}
-
 _FACTORIES: Final = {
     getattr(_aten, name).default
     for name in (

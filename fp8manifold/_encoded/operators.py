@@ -23,7 +23,6 @@ def checked_remainder(left: Tensor | None, codes: Tensor) -> Tensor | None:
 
 
 _aten = torch.ops.aten
-
 _FILLS: Final = {
     getattr(getattr(_aten, name), overload)
     for name in (

@@ -1,8 +1,7 @@
 """Floats to values of a format, to its codes, and back: pure functions of tensors and draws.
 
-Codes are integer arithmetic on float32 fields, which a compiler fuses into one pass: no tables, and no float32
-subnormals, which some processors handle a hundred times more slowly.  They are bit for bit what
-:func:`fp8manifold.encode` and :func:`fp8manifold.decode` give, eager and compiled.
+Codes are integer arithmetic on float32 fields, which a compiler fuses into one pass, without float32 subnormals, which
+some processors handle a hundred times more slowly.
 """
 
 from typing import Final, Literal, get_args
@@ -136,9 +135,6 @@ def largest_bits(fmt: FloatFormat) -> int:
     return ((exponent + _BIAS) << _MANTISSA) + ((steps - (1 << leading)) << (_MANTISSA - leading))
 
 
-# -------------------------------------------------------------------------- codes with what rounding left beside them
-
-
 def joined_codes(codes: Tensor, residual: Tensor, fmt: FloatFormat, bits: int) -> Tensor:
     """Code and residual as one signed code of the format with that many more mantissa bits."""
     negative = -((codes & fmt.sign_bit) >> (fmt.bits - 1))
@@ -162,7 +158,6 @@ def unless_special(codes: Tensor, old: Tensor, fmt: FloatFormat) -> Tensor:
     return codes.to(torch.uint8)
 
 
-# ------------------------------------------------------------------------------------------------------- to values
 def round_block(
     x: Tensor, fmt: FloatFormat, rounding: str, overflow: str, bits: Tensor | None, out: Tensor | None = None
 ) -> Tensor:

@@ -18,7 +18,6 @@ FORMAT: Final = np.dtype(
     ],
     align=True,
 )
-
 SPEC: Final = np.dtype(
     [
         *[(name, np.int32) for name in ("direction", "storage", "writeback", "moments", "geometry", "stiffness")],
@@ -27,7 +26,6 @@ SPEC: Final = np.dtype(
     ],
     align=True,
 )
-
 JOB: Final = np.dtype(
     [
         # spec, weight, gradient, scale, residual, first, second, largest, first_bound, second_bound, reached

@@ -126,7 +126,6 @@ def finite_kernel(table, chunks, refused, KIND: tl.constexpr, W: tl.constexpr):
         tl.store(refused + (index + 1) * SAID + 2, 1)
 
 
-# ---------------------------------------------------------------------------------------------- operands of products
 @triton.jit
 def _scales_of(amax, LARGEST: tl.constexpr):
     """The least power of two that takes a magnitude (float32 bits) to at most LARGEST, and its reciprocal.

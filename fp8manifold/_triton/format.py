@@ -31,7 +31,6 @@ def bounded(x, low, high):
     return tl.where(x < low, low, tl.where(x > high, high, x))
 
 
-# ------------------------------------------------------------------------------------------------------------- draws
 @triton.jit
 def random_word(keys, position):
     """Random words from a row of three round keys and a phase, and positions (uint32)."""
@@ -47,7 +46,6 @@ def draw_of(word):
     return (word >> 8).to(tl.int32)
 
 
-# ------------------------------------------------------------------------------------------------------------ decode
 @triton.jit
 def _unbiased(x, BIAS: tl.constexpr):
     """x 2^(127 - bias), in two steps where that is no float32."""
@@ -104,7 +102,6 @@ def is_special(code, F: tl.constexpr):
     return special
 
 
-# ------------------------------------------------------------------------------------------------------------ encode
 @triton.jit
 def round_even(steps):
     """int32 of a float32 below 2^22, without a conversion, which a GPU does at an eighth of the rate of sums."""
@@ -179,7 +176,6 @@ def split_code(signed, old, F: tl.constexpr, EXTRA: tl.constexpr):
     return code, (signed - (nearest << EXTRA)).to(tl.int8)
 
 
-# ------------------------------------------------------------------------------------------------------------- round
 @triton.jit
 def binade_of(x, lowest):
     """2^max(floor(log2|x|), lowest)."""
@@ -228,7 +224,6 @@ def round_value(x, draw, F: tl.constexpr, STOCHASTIC: tl.constexpr):
     return y
 
 
-# ------------------------------------------------------------------------------------------------------------ halves
 @triton.jit
 def nearest_bfloat16(x):
     """uint16 bits."""

@@ -18,7 +18,6 @@ SAID: Final = 4
 """Words that kernels write for each parameter, after as many for all, of which the first refuses the step: whether a
 weight is at the end of its range, how many scales have been doubled, whether its gradient or a square of it is not
 finite, and whether some weights in a row are 0 throughout."""
-
 WIDENED: Final = np.dtype(
     [
         # codes, residual, scales as they are kept, gradient, first average, what is said of the parameter

@@ -28,7 +28,6 @@ KEYS: tl.constexpr = _at("keys")
 HYPER: tl.constexpr = _at("hyper")
 
 
-# ------------------------------------------------------------------------------------------------------------ memory
 @triton.jit
 def pointer(words, SLOT: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
     place = tl.load(words.to(tl.pointer_type(tl.int64)) + SLOT).to(tl.pointer_type(DTYPE))
@@ -73,7 +72,6 @@ def place_of(row, in_rows, start, length, T: tl.constexpr):
     return (row.to(tl.int64) * length)[:, None] + column, inside
 
 
-# ------------------------------------------------------------------------------------------------------------ scales
 @triton.jit
 def load_scales(words, SLOT: tl.constexpr, at, inside, S: tl.constexpr):
     """Scales, of which blocks keep the exponents alone."""
@@ -124,7 +122,6 @@ def inverse_of(scale, S: tl.constexpr):
     return inverse
 
 
-# ----------------------------------------------------------------------------------------------------------- weights
 @triton.jit
 def _joined(code, rest, S: tl.constexpr):
     """Code and residual as one signed code of the format with that many more mantissa bits."""
@@ -181,7 +178,6 @@ def load_gradient(words, at, inside, x, scale, lowest, highest, S: tl.constexpr,
     return g
 
 
-# ---------------------------------------------------------------------------------------------------------- averages
 @triton.jit
 def _scale_of_bound(bound, ROOT: tl.constexpr):
     field = floats.bits_of(bound) >> 23
@@ -279,7 +275,6 @@ def store_average(words, SLOT: tl.constexpr, at, inside, value, inverse, root, w
             store(words, SLOT, tl.uint8, at, code.to(tl.uint8), inside, T.aligned)
 
 
-# -------------------------------------------------------------------------------------------------------- directions
 @triton.jit
 def descend(words, at, inside, g, m, v, S: tl.constexpr, T: tl.constexpr):
     """The direction, both averages after the step, the second's root, and what the first is divided by."""
@@ -315,7 +310,6 @@ def descend(words, at, inside, g, m, v, S: tl.constexpr, T: tl.constexpr):
     return direction, m, v, root, denominator
 
 
-# ---------------------------------------------------------------------------------------------------------- geometry
 @triton.jit
 def _factor(words, ulp, scale, S: tl.constexpr):
     stiffness = ulp * scale if S.metric == "ulp" else scale

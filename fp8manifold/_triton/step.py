@@ -183,7 +183,6 @@ def step_kernel(table, chunks, refused, S: tl.constexpr, T: tl.constexpr):
             _take(words, row, start.to(tl.int64) * T.width, nothing, S, T)
 
 
-# ------------------------------------------------------------------------------------------------ scales that double
 @triton.jit
 def _double(words, row, doubles, scale, S: tl.constexpr):
     if S.exponents:

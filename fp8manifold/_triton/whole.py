@@ -71,9 +71,6 @@ def _words(keys: tuple[int, ...] | None, device: torch.device) -> Tensor:
     return words.view(torch.uint32)
 
 
-# ---------------------------------------------------------------------------------------------- operands of products
-
-
 def rows_on_gpu(x: Tensor, fold: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """E4M3 codes (M, K) of rows, read once up to 16,384 values, and scales (M, 1); ``fold`` has K factors or one."""
     return _rows(x, fold, _E4M3)
@@ -149,9 +146,6 @@ def _format(device: torch.device) -> Any:
     if device.type == "cuda" and not is_interpreted() and torch.cuda.get_device_capability(device) >= (8, 9):
         return None
     return as_constants(format_of(as_format("E4M3")))
-
-
-# ------------------------------------------------------------------------------------------------------------ launch
 
 
 @cache

@@ -85,8 +85,7 @@ class QuantizedLinear(nn.Linear):
         >>> layer(torch.zeros(1, 4)).shape, layer.weight_codes().dtype
         (torch.Size([1, 2]), torch.uint8)
 
-    Source: Micikevicius et al. 2022 (FP8 Formats for Deep Learning) for quantised operands; Jacob et al. 2018 for
-    quantisation-aware training.
+    Source: Micikevicius et al. 2022 (FP8 Formats for Deep Learning); Jacob et al. 2018 (quantisation-aware training).
     """
 
     _fp8_takes_parts = True

@@ -55,8 +55,7 @@ def load_quantized(
     Raises:
         TypeError, ValueError: as :func:`fp8manifold.quantize_model`, of NaN and Inf too; a parameter that has values
             already; tensors that are missing, unknown, of another shape, or no floats.  The model is as it was.
-        FileNotFoundError: no such file.
-        ImportError: safetensors is missing.
+        FileNotFoundError, ImportError: no such file; safetensors is missing.
 
     Example:
         >>> import fp8manifold as fm
@@ -65,9 +64,6 @@ def load_quantized(
         ...     model = nn.Sequential(nn.Linear(8, 4), nn.LayerNorm(4))
         >>> load_quantized(model, floats, "E4M3")[0]
         QuantizedLinear(in_features=8, out_features=4, bias=True, weight=E4M3, activation=none, storage=fp8)
-        >>> load_quantized(nn.Linear(8, 4), "model.safetensors")
-        Traceback (most recent call last):
-        ValueError: parameter 'weight' has values already: build the model under torch.device('meta')
     """
     if isinstance(formats, str) and formats == AS_STORED:
         return _load_as_stored(model, source, device, **options)

@@ -156,9 +156,8 @@ def check_formats(
         The specification of every layer that is quantised, by its name.
 
     Raises:
-        TypeError: formats of another type.
-        ValueError: a pattern that matches no layer; a format or option that is unknown or does not fit the layer's
-            storage or shape; a layer whose weight is shared under ``tied="refuse"``.
+        TypeError, ValueError: a pattern that matches no layer; a format or option that is unknown or does not fit; a
+            layer whose weight is shared under ``tied="refuse"``.
 
     Example:
         >>> layers = {"attn.qkv": (64, 192), "mlp.fc": (64, 256)}

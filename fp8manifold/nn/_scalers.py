@@ -352,7 +352,7 @@ def share_magnitudes(model: nn.Module, ranks: Ranks) -> None:
 
 
 def announce_gradients(layer: Any, x: Tensor) -> None:
-    """Let processes see in the forward pass that they run the same layers, whose gradients they will measure together."""
+    """Let processes see in the forward pass that they run the same layers, and will measure gradients together."""
     sent = (layer.weight_scaler, layer.activation_scaler)
     if not any(scaler is not None and scaler.remembers for scaler in sent):
         for scaler in (layer.activation_gradient_scaler, layer.weight_gradient_scaler):

@@ -76,9 +76,8 @@ def quantize_model(
         The model; a new layer if ``model`` is itself an ``nn.Linear``.
 
     Raises:
-        TypeError: a model or formats of another type.
-        ValueError: a pattern that matches no linear layer, or none that can be replaced; an unknown format or option; a
-            layer that is quantised already, in two places or shared under ``tied="refuse"``; weights that are not
+        TypeError, ValueError: a pattern that matches no linear layer, or none that can be replaced; an unknown format
+            or option; a layer that is quantised already, in two places or shared under ``tied="refuse"``; weights not
             finite.
 
     Example:

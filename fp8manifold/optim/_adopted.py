@@ -36,9 +36,8 @@ def adopted_state(state_dict: dict[str, Any], optimizer: Any) -> dict[str, Any]:
         optimizer: of this library, over whole parameters; :func:`rows_of_state` comes after this for sharded ones.
 
     Raises:
-        TypeError: no state.
-        ValueError: another optimizer's state or groups, entries that are unknown, missing, of another shape, or
-            averages that are not finite or squares below 0; each is named.
+        TypeError, ValueError: no state, another optimizer's, or entries that are unknown, missing, of another shape,
+            not finite or squares below 0; each is named.
 
     Example:
         >>> import fp8manifold as fm

@@ -29,7 +29,6 @@ NUMBERS: Final = (
     "floor",  # magnitude below which a multiplicative step becomes additive
     "per_unit",  # what gradients with respect to codes are multiplied by, a power of two
 )
-
 POSITIONS: Final = {name: i for i, name in enumerate(NUMBERS)}
 Numbers = Mapping[str, Tensor]  #: The numbers of a step by name, each a 0-dim tensor.
 

@@ -17,13 +17,10 @@ from fp8manifold.optim._spec import LARGEST
 
 COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
 """Coefficients of the quintic that takes singular values of 0 .. 1 to about 1 (Jordan et al. 2024)."""
-
 ADJUSTMENTS: Final = ("original", "match_rms_adamw", "spectral_unclamped")
 """Rules for the size of a step by the shape of a matrix, as ``torch.optim.Muon`` spells them; None is ``original``."""
-
 SHAPES: Final = ("auto", "flatten", "batch")
 """Readings of a parameter of more than two dimensions: refused, one matrix, or one matrix an entry."""
-
 _BUFFER = "momentum_buffer"
 _STATE: Final = (_BUFFER, LARGEST)
 _TOGETHER: Final = 2**20  # weights

@@ -1,14 +1,9 @@
 """Scales that a step changes: doubled at the end of the range, fitted to first values, narrowed where far too large.
 
 A weight at the end of its range has its row, block or tensor widened after the step, if its own gradient or first
-average is not 0: published scales put one of each group there, and what nothing moves stays to the byte.
-
-The scale of weights that all are 0 says nothing of those to come.  The step that moves them is computed as any other;
-only its write-back is under a scale for its targets, which follow from what is stored alone: shards and resumed runs
-have the same bits.  Where a step is counted in spacings of the format there is nothing to fit.
-
-A scale that is 16 times what a new parameter of these weights had is narrowed on a step that computes S_ref again.  It
-is exact: powers of two further down the grid has every value that it has above.  Of a scale ``2^e f`` both move ``e``.
+average is not 0: what nothing moves stays to the byte.  The scale of weights that all are 0 is fitted to the targets of
+the step that moves them, which follow from what is stored alone: shards and resumed runs have the same bits.  A scale
+that is 16 times what a new parameter of these weights had is narrowed, exactly, where S_ref is computed again.
 """
 
 import logging

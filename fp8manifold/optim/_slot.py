@@ -28,7 +28,6 @@ from fp8manifold.tensor import FP8Tensor
 
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 """Parameters as they are given to an optimizer."""
-
 FOR_MOMENTS, FOR_RESCALING = 1, 2
 """A fourth key word, for draws apart from those of weights: of moments, and of weights whose scale doubles."""
 _LONGEST_BLOCK: Final = 256

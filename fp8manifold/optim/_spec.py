@@ -15,14 +15,11 @@ BOUNDS: Final = {"exp_avg": "avg_bound", "momentum_buffer": "avg_bound", "exp_av
 
 No value of the block exceeds it but by rounding noise, so a scale taken from it leaves room and needs no second pass.
 """
-
 LARGEST: Final = "avg_largest"
 """In their place, of a moment whose grid is fitted to it: the largest magnitude in each block, float32."""
-
 BOUND_NAMES: Final = frozenset((*BOUNDS.values(), LARGEST))
 MOMENT_FORMAT: Final = FloatFormat(4, 3)
 """The format of both moments in 8 bits; the second is stored as its square root, for 36 binades of ``v``."""
-
 MOMENTUM_FORMAT: Final = FloatFormat(2, 5)
 """The format of a fitted moment, with even spacing: of an orthogonal factor an error counts beside the whole matrix."""
 

@@ -1,7 +1,6 @@
 """Steps on a GPU by Triton kernels: the records of native code, one launch for all parameters of a kind.
 
-A steady step is left to the card, which decides by itself whether it is taken and which scales double.  The host reads
-what the kernels have found at the parameter's next step, or where somebody reads a count.
+A steady step is left to the card, and the host reads what the kernels have found at the parameter's next step.
 """
 
 import logging

@@ -141,8 +141,8 @@ class StiffnessAdamW(StiffnessOptimizer):
 
     Raises:
         TypeError: an option of another type.
-        ValueError: an option out of range, an unsupported flag or combination, no parameters, or a parameter on a
-            manifold of another library (use :class:`RiemannianAdam` there).
+        ValueError: an option out of range, an unsupported flag or combination, no parameters, or one on another
+            manifold.
 
     Example:
         >>> import fp8manifold as fm, torch

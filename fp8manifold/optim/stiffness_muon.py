@@ -25,9 +25,7 @@ _DIRECTIONS = ("muon", "adam")
 _PRODUCTS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _HEADS: Final = ("lm_head", "head", "classifier", "score", "embed_out", "output_projection")
 """Last parts of the names under which models keep the layer that gives their outputs."""
-
 _Kind = Literal["matrices", "kernels", "experts", "others", "vectors"]
-
 _KINDS: Final[dict[_Kind, dict[str, Any]]] = {
     "matrices": {},
     "kernels": {"matrix_shape": "flatten"},
@@ -36,14 +34,12 @@ _KINDS: Final[dict[_Kind, dict[str, Any]]] = {
     "vectors": {"direction": "adam", "weight_decay": 0.0},
 }
 """Options of the groups, in their order, where they are not ``direction="muon"`` with the given decay."""
-
 _NO_DECAY: Final = re.compile(
     r"(.*_)?(bias|biases|pos|position|positions|positional)(_.*)?"  # gate_up_proj_bias, pos_embed, rel_pos_h
     r"|(.*_)?(token|tokens|latent|latents)"  # cls_token, register_tokens
     r"|A_log|A_logs|A_b_log|log_.*|D|Ds|D_b|time_(decay|first|faaaa)"  # state spaces
 )
 """Names of a module's own parameters that are no matrix of a layer, and decay nowhere."""
-
 _EMBEDDING: Final = re.compile(r"(.*_)?(embed|embeds|embedding|embeddings)")
 
 
@@ -76,13 +72,10 @@ class StiffnessMuon(StiffnessOptimizer):
             on_nonfinite, stabilize_every, reset_every, flags: as in :class:`StiffnessAdamW`.  ``moments`` and
             ``writeback="momentum"`` need ``momentum`` > 0; the latter feeds it errors as if the step were linear in it.
 
-    A gradient of zeros has a step of zeros.  Matrices are orthogonalised one by one, so that no step depends on what
-    else is stepped; their products are the same bits on the same machine with the same number of threads.
+    A gradient of zeros has a step of zeros, and no step depends on what else is stepped.
 
     Raises:
-        TypeError: an option of another type.
-        ValueError: as :class:`StiffnessAdamW`; a parameter that is no matrix under ``direction="muon"``; in a step, a
-            scheduler that cycles ``betas`` (``cycle_momentum=True``) over matrices, which read ``momentum``.
+        ValueError: as :class:`StiffnessAdamW`; a parameter that is no matrix; in a step, ``cycle_momentum=True``.
 
     Example:
         >>> import fp8manifold as fm, torch
@@ -93,8 +86,7 @@ class StiffnessMuon(StiffnessOptimizer):
         >>> bool((weight.diag() < 1).all())
         True
 
-    Source: Jordan et al. 2024 (Muon); Liu et al. 2025 (arXiv 2502.16982) for ``match_rms_adamw``; the chart's
-    coordinates and the write-backs are this library's.
+    Source: Jordan et al. 2024 (Muon); Liu et al. 2025 (arXiv 2502.16982) for ``match_rms_adamw``.
     """
 
     direction = "muon"

@@ -48,15 +48,14 @@ class StiffnessWrapper(torch.optim.Optimizer):
         metric, damping, clip, refresh_every, seed: as in :class:`StiffnessAdamW`.
         writeback: ``nearest`` or ``stochastic``; None takes each manifold's own rounding.  Ordinary bfloat16 and
             float16 parameters whose update is scaled are rounded stochastically but under ``nearest``.
-        draws: of ``stochastic``: ``independent`` or ``dither``; None takes each manifold's own, or independent ones.
+        draws: ``independent`` or ``dither``; None takes each manifold's own, or independent ones.
 
     Attributes:
         steps_taken, references: the number of steps, and the reference stiffness of each quantised parameter.
         streams, streams_begun: the key word of each parameter that has been rounded stochastically, and their number.
 
     Raises:
-        TypeError: ``optimizer`` is not a torch optimizer, or an option of another type.
-        ValueError: an option out of range.
+        TypeError, ValueError: ``optimizer`` is not a torch optimizer; an option of another type or out of range.
 
     Warns:
         UserWarning: ``on="gradient"`` around an optimizer that divides by the gradient's root mean square, as Adam

@@ -68,25 +68,22 @@ class FisherNaturalGradient(StiffnessOptimizer):
         reset_every: forget momentum, running averages and ``F`` every so many steps.
 
     Raises:
-        TypeError: an option of another type, a loader that can be iterated over once only.
-        ValueError: an option out of range, no linear layer that can take a natural step, an empty loader, a model
-            without logits.
-        FloatingPointError: as ``on_nonfinite`` says.
-        ImportError: nngeometry is not installed (``pip install 'fp8manifold[fisher]'``).
+        TypeError: an option of another type, a loader to iterate over once only.
+        ValueError: an option out of range, no linear layer that can take a natural step, an empty loader, no logits.
+        FloatingPointError, ImportError: as ``on_nonfinite`` says; nngeometry is missing (``fp8manifold[fisher]``).
 
     Example:
         >>> import fp8manifold as fm
-        >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
-        >>> model = fm.quantize_model(model, "E4M3", storage="grid")
+        >>> model = fm.quantize_model(nn.Linear(4, 3), "E4M3", storage="grid")
         >>> x, y = torch.randn(64, 4), torch.randint(0, 3, (64,))
         >>> optimizer = FisherNaturalGradient(model.parameters(), model, [(x, y)], lr=0.01)
         >>> nn.functional.cross_entropy(model(x), y).backward()
         >>> optimizer.step()
-        >>> optimizer.state[model[0].weight]["inverse_inputs"].shape
+        >>> optimizer.state[model.weight]["inverse_inputs"].shape
         torch.Size([4, 4])
 
-    Source: Amari 1998; Martens and Grosse 2015 (KFAC); Eschenhagen et al. 2023 for tokens that share a weight; George
-    et al. 2018 (EKFAC).  Damping in the stiffness metric is this library's.
+    Source: Amari 1998; Martens and Grosse 2015 (KFAC); George et al. 2018 (EKFAC); Eschenhagen et al. 2023 (shared
+    weights).
     """
 
     direction = "adam"

@@ -1,8 +1,7 @@
 """The Fisher metric of linear layers, measured by nngeometry on rows of plain linear layers.
 
-nngeometry's hooks look for ``nn.Linear`` with float weights and 2-D inputs, called once.  Layers here are of one
-byte, see (B, T, I), quantise their inputs and may be called twice: a hook of ours takes the rows of each call, and
-nngeometry measures a plain layer of the same shape on them.
+nngeometry's hooks look for ``nn.Linear`` with float weights and 2-D inputs, called once: a hook of ours takes the rows
+of each call, and nngeometry measures a plain layer of the same shape on them.
 """
 
 import math

@@ -331,8 +331,8 @@ def step_in_backward(
         A handle with ``remove()``, a context manager; groups added later and parameters that thaw are stepped alike.
 
     Raises:
-        TypeError: another optimizer.
-        ValueError: ``max_norm`` without ``clip`` or the reverse, ``clip`` with ``accumulate``, an unknown choice.
+        TypeError, ValueError: another optimizer; ``max_norm`` without ``clip`` or the reverse, ``clip`` with
+            ``accumulate``.
         RuntimeError: a gradient, or another optimizer in backward, is there already, or there are several processes.
 
     Example:
