@@ -245,7 +245,8 @@ def _compressed(weight: _Weight) -> dict[str, Tensor]:
     scale = weight.scale.reshape(1) if weight.shares == "tensor" else weight.scale
     if weight.shares == "block":
         scale = as_kept(scale, blocks=True)
-    return {weight.name: weight.codes.view(FLOAT8[weight.format]), f"{weight.name}_scale": scale}
+    name = f"{weight.name}_scale_inv" if weight.in_squares else f"{weight.name}_scale"
+    return {weight.name: weight.codes.view(FLOAT8[weight.format]), name: scale}
 
 
 def _compressed_config(weights: list[_Weight], left: list[str], rounded: bool) -> dict[str, Any]:
@@ -270,10 +271,6 @@ def _compressed_config(weights: list[_Weight], left: list[str], rounded: bool) -
         "config_groups": groups,
         "ignore": left,
     }
-
-
-def _in_squares(weight: _Weight) -> dict[str, Tensor]:
-    return {weight.name: weight.codes.view(FLOAT8[weight.format]), f"{weight.name}_scale_inv": weight.scale}
 
 
 def _warn_of_partial_squares(weights: Iterable[_Weight]) -> None:
@@ -311,5 +308,5 @@ def _torchao_config(weights: list[_Weight], left: list[str], rounded: bool) -> d
     return {"quant_method": "torchao", "quant_type": {"default": default}, "modules_to_not_convert": left}
 
 
-_TENSORS: Final = {"compressed-tensors": _compressed, "torchao": _float8_tensors, "fp8": _in_squares}
+_TENSORS: Final = {"compressed-tensors": _compressed, "torchao": _float8_tensors, "fp8": _compressed}
 _CONFIGS: Final = {"compressed-tensors": _compressed_config, "torchao": _torchao_config, "fp8": _squares_config}

@@ -49,9 +49,7 @@ class Traits(NamedTuple):
         return cls(_format_named(flat[0]), *flat[1:])
 
 
-@lru_cache(maxsize=256)
-def _format_named(name: str) -> FloatFormat:
-    return FloatFormat.from_string(name)
+_format_named = lru_cache(maxsize=256)(FloatFormat.from_string)
 
 
 def is_lent_here(x: Any) -> bool:

@@ -45,16 +45,6 @@ def decoded_scale(kept: Tensor) -> Tensor:
     return (kept.to(torch.int32) << _MANTISSA_BITS).view(torch.float32) if kept.dtype is torch.uint8 else kept
 
 
-def checked_exponents(exponents: Tensor) -> Tensor:
-    """Bytes as files have them; 0 and 255, which stand for 2^-127 and NaN, are refused."""
-    if not is_traced(exponents):
-        wrong = (exponents == 0) | (exponents == 255)
-        if bool(wrong.any()):
-            entry = int(exponents[wrong][0])
-            raise ValueError(f"scale holds the exponent {entry}: they are 1 to 254, from 2^-126 to 2^127")
-    return exponents
-
-
 _LOG: Final = logging.getLogger("fp8manifold")
 
 
@@ -77,7 +67,10 @@ def given_scale(scale: float | Tensor, w: Tensor, granularity: str) -> Tensor:
         raise TypeError(f"scale must be a number or a tensor, not {type(scale).__name__}")
     blocks = granularity in IN_BLOCKS
     if blocks and isinstance(scale, Tensor) and scale.dtype == torch.uint8:
-        kept = checked_exponents(scale.to(w.device))
+        kept = scale.to(w.device)
+        wrong = (kept == 0) | (kept == 255)  # 2^-127 and NaN
+        if not is_traced(kept) and bool(wrong.any()):
+            raise ValueError(f"scale holds the exponent {int(kept[wrong][0])}: they are 1 to 254, from 2^-126 to 2^127")
     else:
         kept = as_kept(scale_in_float32(scale, w.device), blocks=blocks)
     shape = scaling.amax_of(torch.empty(w.shape, device="meta"), granularity).shape

@@ -188,6 +188,4 @@ def as_constants(fact: Any) -> Any:
     return _constants(fact) if compiles else fact
 
 
-@lru_cache(maxsize=1024)
-def _constants(known: Any) -> Constants:
-    return Constants(known)
+_constants = lru_cache(maxsize=1024)(Constants)

@@ -214,7 +214,10 @@ def _put(model: nn.Module, floats: Mapping[str, Tensor], device: torch.device | 
     made: dict[int, Tensor] = {}
     for names, entry in _groups(model).values():
         if names[0] in floats:
-            made[id(entry)] = _like(entry, floats[names[0]])
+            value = made[id(entry)] = floats[names[0]]
+            if isinstance(entry, nn.Parameter):
+                made[id(entry)] = nn.Parameter(value, requires_grad=entry.requires_grad)
+                vars(made[id(entry)]).update(vars(entry))
     for module in model.modules():
         for place in (module._parameters, module._buffers):
             entries: dict[str, Any] = place
@@ -222,14 +225,6 @@ def _put(model: nn.Module, floats: Mapping[str, Tensor], device: torch.device | 
         for name, buffer in module._buffers.items():
             if buffer is not None and not buffer.is_meta:
                 module._buffers[name] = buffer.to(device)
-
-
-def _like(entry: Tensor, value: Tensor) -> Tensor:
-    if not isinstance(entry, nn.Parameter):
-        return value
-    parameter = nn.Parameter(value, requires_grad=entry.requires_grad)
-    vars(parameter).update(vars(entry))
-    return parameter
 
 
 def put_codes(

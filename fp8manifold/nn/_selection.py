@@ -113,7 +113,12 @@ def by_pattern(
     parts = {each: [part for name in its for part in _parts(name)] for each, its in names.items()}
     chosen: dict[str, str] = {}
     for pattern in sorted(patterns, key=lambda p: len(literal(p))):
-        matched = [each for each in names if _matches(pattern, parts[each])]
+        wild = not _WILD.isdisjoint(pattern)
+        matched = [
+            each
+            for each, its in parts.items()
+            if pattern in its or (wild and any(fnmatch.fnmatchcase(part, pattern) for part in its))
+        ]
         check(pattern, matched)
         chosen.update(dict.fromkeys(matched, pattern))
     return chosen
@@ -139,9 +144,3 @@ def _parts(name: str) -> list[str]:
     """Every run of whole dotted parts of a name."""
     words = name.split(".")
     return [".".join(words[i:j]) for i in range(len(words)) for j in range(i + 1, len(words) + 1)]
-
-
-def _matches(pattern: str, parts: Sequence[str]) -> bool:
-    return pattern in parts or (
-        not _WILD.isdisjoint(pattern) and any(fnmatch.fnmatchcase(part, pattern) for part in parts)
-    )
