@@ -81,6 +81,7 @@ class QuantizedLinear(nn.Linear):
         RuntimeError: in a call, a repetition as above, or something has taken the weight's manifold or codes away.
 
     Example:
+        >>> from fp8manifold import LayerSpec
         >>> layer = QuantizedLinear(nn.Linear(4, 2), LayerSpec("E4M3", gradient="E5M2"), "grid")
         >>> layer(torch.zeros(1, 4)).shape, layer.weight_codes().dtype
         (torch.Size([1, 2]), torch.uint8)
