@@ -136,9 +136,6 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
     >>> parse(["run", "--seed", "3", "e4m3.yaml", "--name=a"]).overrides
     ['--seed', '3']
-
-    Raises:
-        BenchError: an option that is not known, or given twice.
     """
     name, *queue = words
     parser, parsers = build_parser([name])

@@ -86,12 +86,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def check_save(config: Resolved, out: Path, layout: Layout | Literal["float"] | None) -> str:
-    """Return the layout to write in, before a training; no weight is read.
-
-    Raises:
-        BenchError: a folder without room, settings under which no last weights are kept, or a layout that
-            can't hold the model.
-    """
+    """Return the layout to write in, before a training; no weight is read."""
     from nanogpt_bench.checkpoint import check_room
     from nanogpt_bench.model.causal import outline
     from nanogpt_bench.setup.pretrained import trains_stored
@@ -152,11 +147,7 @@ def memory_line(summary: dict[str, Any]) -> str:
 
 
 def check_layout(config: Resolved, layout: Layout) -> None:
-    """Refuse a layout that can't hold the model, before a training; no weight is read.
-
-    Raises:
-        BenchError: a format or a layer that the layout does not have, weights in float, or a missing package.
-    """
+    """Refuse a layout that can't hold the model, before a training; no weight is read."""
     import fp8manifold as fm
     from nanogpt_bench.model.causal import skeleton
 
@@ -176,9 +167,6 @@ def save_model(run_dir: Path, out: Path, layout: Layout | Literal["float", "its 
 
     `layout` is float, for their values, or one that `fm.export_model` has, for their codes and scales; of a published
     model that was trained as it is stored its own, files beside the weights included.
-
-    Raises:
-        BenchError: no checkpoint, one of something else, or a layout that can't hold the model.
     """
     import fp8manifold as fm
     from nanogpt_bench.data.batches import open_corpus

@@ -79,11 +79,7 @@ def trained(
     resume: bool = False,
     allow_config_change: bool = False,
 ) -> tuple[dict[str, Any], Path]:
-    """Train as a configuration file and overrides say, tell how it goes, and return the run's summary and folder.
-
-    Raises:
-        BenchError: a configuration, a name or options that don't go together, or nothing whole to go on from.
-    """
+    """Train as a configuration file and overrides say, tell how it goes, and return the run's summary and folder."""
     # here, since they bring torch, for which neither the help nor a wrong option has to wait
     from nanogpt_bench.data import prepare_default
     from nanogpt_bench.loop.train import run
@@ -151,11 +147,7 @@ def _of_disk(summary: dict[str, Any]) -> bool:
 
 
 def checked_name(name: str) -> str:
-    """Return a run's name if it is one folder below runs/.
-
-    Raises:
-        BenchError: it is empty, a path, hidden, or holds what can't be printed.
-    """
+    """Return a run's name if it is one folder below runs/."""
     if not name or Path(name).name != name or name.startswith(".") or not name.isprintable():
         raise BenchError(f"--name {name!r} is not allowed; give the name of one folder, such as e4m3-lr2")
     return name

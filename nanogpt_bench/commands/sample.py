@@ -82,9 +82,6 @@ def sample_run(
     A prompt of "" stands for an end of text, where the tokenizer has one, else for the validation text's first token.
     Each format is that of every weight, in place of the run's; `none` stands for float weights. `overrides` are
     settings of the rows in a format, and `data.dir`.
-
-    Raises:
-        BenchError: no such checkpoint, a prompt that the tokenizer can't write, or weights whose logits are not finite.
     """
     from rich.console import Console
     from rich.progress import Progress

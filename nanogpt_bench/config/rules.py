@@ -205,9 +205,6 @@ def rule(name: str) -> Rule:
 
     >>> rule("nearest").writeback
     'nearest'
-
-    Raises:
-        BenchError: no such rule; names the nearest one.
     """
     if name not in RULES:
         raise unknown("rule", name, RULES)
@@ -265,11 +262,7 @@ def available_rules() -> list[str]:
 
 
 def check_available(name: str) -> None:
-    """Raise for a rule whose package is missing.
-
-    Raises:
-        BenchError: it is not installed; says how to get it.
-    """
+    """Raise for a rule whose package is missing."""
     needs = rule(name).needs
     if needs is not None and name not in available_rules():
         raise BenchError(f"rule {name!r} needs {needs[0]}; get it with pip install 'fp8manifold[{needs[1]}]'")

@@ -26,10 +26,6 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
 
     >>> load_config(None, ["--train.max_steps", "7"]).train.max_steps
     7
-
-    Raises:
-        BenchError: unreadable file, unknown key, wrong type, a value out of range, or one of the file that what is
-            said beside it gives another meaning, in one line.
     """
     file = read_yaml(path) if path else {}
     merged = parse_overrides(overrides, file)
@@ -40,11 +36,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Return the settings of a YAML file as {dotted key: value}, its keys checked.
-
-    Raises:
-        BenchError: a file that can't be read, is not YAML, or holds an unknown key or one key twice.
-    """
+    """Return the settings of a YAML file as {dotted key: value}, its keys checked."""
     try:
         loaded = untrusted.read_yaml(path)
     except OSError as error:
@@ -133,11 +125,7 @@ SEEDS = ("data.seed", "model.seed")
 
 
 def flatten(tree: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of nested sections, the keys checked; settings that are gone are left out.
-
-    Raises:
-        BenchError: an unknown key, a value in place of a section, or one that asks for what is gone.
-    """
+    """Yield (dotted key, value) of nested sections, the keys checked; settings that are gone are left out."""
     found = list(_flat(tree, ""))
     settings = dict(found)
     for key, value in found:
@@ -197,9 +185,6 @@ def parse_overrides(arguments: Sequence[str], base: dict[str, Any] | None = None
 
     >>> parse_overrides(["--model.format", "E4M3", "--seed=3"])
     {'model.format': 'E4M3', 'seed': 3}
-
-    Raises:
-        BenchError: an unknown key, an option without a value, or a setting or an entry that is given twice.
     """
     queue, said = list(arguments), dict[str, str]()
     while queue:
@@ -222,11 +207,7 @@ def _twice(key: str) -> BenchError:
 
 
 def entries_of(values: Mapping[str, Any], mapping: str) -> dict[str, Any]:
-    """Return the entries that a mapping setting has so far.
-
-    Raises:
-        BenchError: it was given something else.
-    """
+    """Return the entries that a mapping setting has so far."""
     entries = values.get(mapping) or {}
     if not isinstance(entries, dict):
         raise BenchError(f"{mapping}: {entries!r} is not allowed; give {FIELDS[mapping].allowed}")
@@ -256,11 +237,7 @@ def _read_value(key: str, text: str) -> Any:
 
 
 def build_config(values: Mapping[str, Any]) -> Config:
-    """Return the `Config` with these {dotted key: value} settings, types and ranges checked.
-
-    Raises:
-        BenchError: an unknown key, a value of a wrong type, out of range, or null where that means nothing.
-    """
+    """Return the `Config` with these {dotted key: value} settings, types and ranges checked."""
     tree: dict[str, Any] = {}
     for key, value in values.items():
         if key not in FIELDS:
@@ -326,19 +303,12 @@ def find_config(name: str) -> Path:
 
     >>> find_config("configs/e4m3.yaml").name
     'e4m3.yaml'
-
-    Raises:
-        BenchError: neither exists; names the nearest shipped file.
     """
     return find_shipped(name, FOLDER, "config")
 
 
 def find_shipped(name: str, folder: Path, kind: str) -> Path:
-    """Return the path of a YAML file: `name` itself, or the file of that name in a folder of the package.
-
-    Raises:
-        BenchError: neither exists; names the nearest shipped file.
-    """
+    """Return the path of a YAML file: `name` itself, or the file of that name in a folder of the package."""
     path = Path(name)
     try:
         if path.is_file():

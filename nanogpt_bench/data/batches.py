@@ -58,12 +58,7 @@ def digests_of(splits: Any) -> dict[str, Any]:
 
 
 def load_corpus(folder: Path, block_size: int) -> Corpus:
-    """Open a prepared corpus and check that it can feed blocks of `block_size` tokens.
-
-    Raises:
-        BenchError: missing files, odd sizes, a meta.json that disagrees with them (counts, sha256) or with its own
-            tokenizer (vocabulary), tokens beyond the vocabulary, or a split shorter than a block.
-    """
+    """Open a prepared corpus; its files, meta.json and tokens have to agree, and fill blocks of `block_size` tokens."""
     meta = _read_meta(folder)
     arrays = {split: _open_split(folder, split, meta, block_size) for split in SPLITS}
     return Corpus(folder, arrays["train"], arrays["val"], meta)

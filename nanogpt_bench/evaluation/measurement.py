@@ -44,9 +44,6 @@ def rounded(
         formats: layer pattern, or `embeddings`, to format or specification; nothing is rounded without any.
         tied: `untie` or `leave`, of a head that shares the embedding's weight.
         options: of `fm.quantize_model`.
-
-    Raises:
-        BenchError: formats that can't be used with this model.
     """
     linear = {pattern: value for pattern, value in formats.items() if pattern != EMBEDDINGS}
     fmt = formats.get(EMBEDDINGS, "none")
@@ -164,9 +161,6 @@ class Measurement:
         """Measure one set of formats; the first of all has none. Where weights are written, those of rows that save.
 
         The gap is to the losses that are given, window by window; to those of the float weights without any.
-
-        Raises:
-            BenchError: formats that can't be used with this model.
         """
         begun = time.perf_counter()
         options = {**self.options, **({"granularity": scale} if scale else {})}

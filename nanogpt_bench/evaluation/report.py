@@ -70,11 +70,7 @@ _WIDTH = 130
 
 
 def report_model(args: argparse.Namespace) -> int:
-    """Measure a causal language model of transformers, print the tables, write the folder and print its page's path.
-
-    Raises:
-        BenchError: a model, a text or options that can't be used.
-    """
+    """Measure a causal language model of transformers, print the tables, write the folder and print its page's path."""
     given = parse_overrides(args.overrides)
     for key in given:
         if key not in SETTINGS:
@@ -132,9 +128,6 @@ def report_run(run_dir: Path, args: argparse.Namespace) -> int:
     """Measure the float weights of a run, then rounded, on the run's validation batches; print and write as above.
 
     In float32, whatever the run computed in.
-
-    Raises:
-        BenchError: no such checkpoint, another text, or options that can't be used.
     """
     given = checked_overrides(args.overrides)
     for key, instead in _SET_OTHERWISE.items():
@@ -190,11 +183,7 @@ def _text(args: argparse.Namespace, folder: str | None, found: Outline, block: i
 
 
 def spread(tokens: Any, count: int, block: int) -> Tensor:
-    """Return windows spread evenly over a text, (N, T + 1); as many as there are without overlap where it is short.
-
-    Raises:
-        BenchError: it is shorter than one.
-    """
+    """Return windows spread evenly over a text, (N, T + 1); as many as there are without overlap where it is short."""
     if len(tokens) <= block:
         raise BenchError(f"the text has {counted(len(tokens), 'token')}, a window of {block} needs {block + 1}")
     count = max(1, min(count, (len(tokens) - 1) // block))

@@ -110,11 +110,7 @@ class Evidence:
 
 
 def read(run: Run | Path) -> Evidence:
-    """Return a run's evidence.
-
-    Raises:
-        BenchError: the path is no run folder.
-    """
+    """Return a run's evidence."""
     return Evidence(load_run(run) if isinstance(run, Path) else run)
 
 
@@ -401,19 +397,12 @@ def classify(run: Run | Path) -> list[Finding]:
     """Judge the classes of failure from a run's folder; one finding a class, in the order of `KINDS`.
 
     A class whose figures were not recorded is "not judged" and says what is missing.
-
-    Raises:
-        BenchError: the path is no run folder.
     """
     return list(judge(read(run)))
 
 
 def diagnose(run: Run | Path) -> Diagnosis:
-    """Return the findings of `classify`, and the timeline.
-
-    Raises:
-        BenchError: the path is no run folder.
-    """
+    """Return the findings of `classify`, and the timeline."""
     evidence = read(run)
     found = judge(evidence)
     return Diagnosis(found, _timeline(evidence.run, found))

@@ -19,9 +19,6 @@ def clipping_of(model: nn.Module, optimizer: torch.optim.Optimizer, config: Conf
     """Return the clipping of a run's gradients: of their sum, or where a weight's has a format of every micro-batch.
 
     With `train.step_in_backward` the optimizer steps in the backward pass from here on.
-
-    Raises:
-        BenchError: weights' gradients have a format, and would have it before they are clipped in the backward pass.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     layers = [layer for layer in model.modules() if isinstance(layer, fm.QuantizedLinear)]

@@ -73,11 +73,7 @@ class LineFile:
         return self._path.stat().st_size
 
     def cut(self, length: int) -> None:
-        """Drop what came after the first `length` bytes.
-
-        Raises:
-            BenchError: the file is shorter.
-        """
+        """Drop what came after the first `length` bytes."""
         self.close()
         size = self._path.stat().st_size if self._path.exists() else 0
         if size < length:
@@ -288,11 +284,7 @@ class Smoothed:
 
 
 def baseline_curve(baseline: str | None) -> Mapping[int, float]:
-    """Return the smoothed training loss of `alerts.baseline`, a run folder, by step; empty without a baseline.
-
-    Raises:
-        BenchError: the folder holds no training loss.
-    """
+    """Return the smoothed training loss of `alerts.baseline`, a run folder, by step; empty without a baseline."""
     if baseline is None:
         return {}
     from nanogpt_bench.runs.load import is_run_folder, load_run

@@ -59,9 +59,6 @@ def restore(contents: Contents, trainer: Trainer, observers: Sequence[Observer])
     """Put a run that has just been made into the state that `capture` took; the tensors are the run's own afterwards.
 
     An observer that the checkpoint knows nothing of begins anew.
-
-    Raises:
-        BenchError: the state is that of another model, optimizer or monitor.
     """
     source = f"the checkpoint of step {contents.step}"
     fill(trainer.model, contents.tensors.get("model", {}), contents.metadata.get("model", {}), f"{source}'s weights")
@@ -136,11 +133,7 @@ Say = Callable[[str], None]
 
 
 def check_unused(run_dir: Path) -> None:
-    """Refuse to begin a run in a folder that holds one.
-
-    Raises:
-        BenchError: says so.
-    """
+    """Refuse to begin a run in a folder that holds one."""
     if not is_unused(run_dir):
         raise BenchError(
             f"run folder {str(run_dir)!r} already holds a run; give another --name, or --resume to go on with it"
@@ -150,12 +143,7 @@ def check_unused(run_dir: Path) -> None:
 def find_checkpoint(
     run_dir: Path, config: Config, environment: Mapping[str, Any], *, allow_change: bool, say: Say
 ) -> Contents | None:
-    """Return the newest checkpoint that verifies, None where the run begins at step 0; `say` is told what is noticed.
-
-    Raises:
-        BenchError: a configuration or a corpus that would change the numbers, a finished run without a checkpoint, or
-            a folder that holds no run, or one of an earlier version.
-    """
+    """Return the newest checkpoint that verifies, None where the run begins at step 0; `say` gets what is noticed."""
     check_layout(run_dir)
     clean(run_dir)
     path, skipped = newest(run_dir)
@@ -173,11 +161,7 @@ def find_checkpoint(
 
 
 def found_by_all(ranks: Ranks, run_dir: Path, find: Callable[[], Contents | None]) -> Contents | None:
-    """Return in every process what the first one finds: the others read the same checkpoint from the same folder.
-
-    Raises:
-        BenchError: it can't be found or read in one of them.
-    """
+    """Return in every process what the first one finds: the others read the same checkpoint from the same folder."""
     found = None
     with ranks.together():
         found = find() if ranks.first else None

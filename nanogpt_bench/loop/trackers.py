@@ -109,11 +109,7 @@ def report_failure(name: str, error: Exception) -> str:
 
 
 def check_trackers(config: Config) -> None:
-    """Refuse a tracker whose package is missing, and a run to resume without one.
-
-    Raises:
-        BenchError: names the extra that brings it, or the setting that is missing.
-    """
+    """Refuse a tracker whose package is missing, and a run to resume without one."""
     tracking = config.tracking
     if tracking.wandb_id is not None and tracking.wandb == "off":
         raise BenchError(f"tracking.wandb_id: {tracking.wandb_id!r} needs tracking.wandb online; leave it out")

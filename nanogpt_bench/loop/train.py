@@ -346,10 +346,7 @@ def run(
     KeyboardInterrupt writes the summary, then interrupts.
 
     Of several `ranks`, each of which calls this, the first one writes; all stop together, and read the same checkpoint.
-
-    Raises:
-        BenchError: settings or corpus that can't be used, or a `run_dir` that already holds a run; nothing is written.
-            With `resume`, settings that would change the numbers, unless `allow_config_change`.
+    Settings that are refused leave nothing written.
     """
     config = resolve_for(config, run_dir, resume=resume)
     check_ranks(config, ranks)

@@ -35,11 +35,7 @@ from nanogpt_bench.system.ranks import ALONE, Ranks
 
 
 def initial_model(config: Config, corpus: Corpus) -> Any:
-    """Return the float model that a resolved configuration starts from: random weights, or those of a checkpoint.
-
-    Raises:
-        BenchError: a checkpoint that does not fit the corpus or the model, or more than there is memory for.
-    """
+    """Return the float model that a resolved configuration starts from: random weights, or those of a checkpoint."""
     check_fits(config, corpus, trained=False)
     if config.model.pretrained:
         from nanogpt_bench.setup.pretrained import pretrained_model
@@ -57,9 +53,6 @@ def trained_model(config: Resolved, corpus: Corpus, device: torch.device, start:
     """Return the model that a resolved configuration trains: its layers quantised, in its precision, on its device.
 
     `start` is its float model, if there is one already. Nothing of a training is hung on it yet.
-
-    Raises:
-        BenchError: as `initial_model`, or weights that can't be quantised.
     """
     model = initial_model(config, corpus) if start is None else start
     dtype = torch.bfloat16 if config.train.precision == "bf16-pure" else torch.float32
@@ -199,11 +192,7 @@ class Trainer:
         self.gradient_peak.known()
 
     def _end_steps(self) -> None:
-        """End steps that were taken in the backward pass, and free what stands for their gradients.
-
-        Raises:
-            BenchError: a gradient is left that no step has used.
-        """
+        """End steps that were taken in the backward pass, and free what stands for their gradients."""
         try:
             self.optimizer.step()
         except RuntimeError as error:

@@ -135,11 +135,7 @@ def reading(name: str) -> Iterator[Any]:
 
 @functools.lru_cache(maxsize=4)
 def settings_of(name: str) -> Any:
-    """Return the model's settings as transformers' object.
-
-    Raises:
-        BenchError: as `stored_of`, or a model quantised otherwise, no causal language model, or without attention.
-    """
+    """Return the model's settings as transformers' object."""
     where = find_model(name)
     with reading(name) as transformers:
         found = transformers.AutoConfig.from_pretrained(**where, trust_remote_code=False)
@@ -168,11 +164,7 @@ def settings_of(name: str) -> Any:
 
 @functools.lru_cache(maxsize=4)
 def stored_of(name: str) -> Mapping[str, Any]:
-    """Return the codes and scales in the files of the model called `name`, by a weight's name; no weight is read.
-
-    Raises:
-        BenchError: no such model or package, or codes that can't be read, with the names of tensor and file.
-    """
+    """Return the codes and scales in the files of the model called `name`, by a weight's name; no weight is read."""
     where, folder = find_model(name), Path(name)
     if folder.is_dir():
         speaks = any(folder.glob("*.safetensors"))
@@ -256,10 +248,6 @@ def load_causal(name: str, *, bytes_each: float = 5.0, quantization: Mapping[str
             .gguf file, which transformers reads as floats only: the model is then of floats, and to be quantised.
             Weights that are in codes already stay as they are stored; of these arguments `rounding`, `draws` and
             `seed` are theirs. Without any they become the floats that they stand for.
-
-    Raises:
-        BenchError: as `outline`; not enough memory, said before a weight is read; weights that are missing; or a model
-            that looks ahead.
     """
     found, where = outline(name), find_model(name)
     copies = 4.0 if "gguf_file" in where else 0.0  # transformers has all floats of a GGUF twice while it reads it

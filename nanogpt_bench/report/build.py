@@ -30,9 +30,6 @@ def report(
     """Rebuild page, figures and tables in `out` from run folders, folders of these, or results files; return the page.
 
     `say` receives the number of runs found and where.
-
-    Raises:
-        BenchError: a path neither is nor holds a run folder, no row is labelled `baseline`, or `out` is a file.
     """
     files = [read_export(path) for path in runs if is_export(path)]
     given = [path for path in runs if not is_export(path)]
@@ -66,11 +63,7 @@ def report(
 
 
 def check_folder(out: Path) -> None:
-    """Refuse a folder whose page, tables or figures are somebody else's; those of a report have its page beside them.
-
-    Raises:
-        BenchError: names the file.
-    """
+    """Refuse a folder whose page, tables or figures are somebody else's; a report's have its page beside them."""
     page = out / PAGE
     for path in (page, *(out / name for name in TABLES), *drawn_in(out / "figures")):
         refuse_to_replace("--out", path, lambda _: _is_page(page), "a folder of its own")
@@ -96,9 +89,6 @@ def write_report(
     """Write report.html, the tables and the figures; return the page's path.
 
     `studies` are the files of sweeps beside their runs, by default those in `out`.
-
-    Raises:
-        BenchError: the folder can't be made, or `baseline` is no row.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)

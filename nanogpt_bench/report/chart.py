@@ -306,11 +306,7 @@ def javascript(code: str) -> str:
 
 
 def svg(spec: Mapping[str, Any]) -> str:
-    """Draw a description as SVG.
-
-    Raises:
-        BenchError: this process was forked from one that drew, or Vega refuses the description.
-    """
+    """Draw a description as SVG."""
     _start()
     try:
         drawn: str = vl_convert.vegalite_to_svg(dict(spec))

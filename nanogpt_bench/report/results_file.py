@@ -58,9 +58,6 @@ def export(folder: Path) -> list[dict[str, Any]]:
 
     A run that has not ended is an entry that says so (`missing`), and a row none of whose trials reached its end one
     that says why (`given up`).
-
-    Raises:
-        BenchError: the folder holds no sweep, or none of its runs has ended.
     """
     manifest = _read(folder / SWEEP) if (folder / SWEEP).is_file() else None
     if not isinstance(manifest, Mapping):
@@ -146,11 +143,7 @@ def _kind(entry: Any) -> Any:
 
 
 def read_export(path: Path) -> Exported:
-    """Read a results file.
-
-    Raises:
-        BenchError: the file can't be read or is no results file; in one line.
-    """
+    """Read a results file."""
     if not path.exists():
         raise BenchError(f"results file {str(path)!r} does not exist")
     if path.is_dir():

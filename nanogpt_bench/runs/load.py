@@ -140,11 +140,7 @@ def is_run_folder(path: Path) -> bool:
 
 
 def load_run(path: Path) -> Run:
-    """Read one run folder; what is missing or damaged is left out and named in `notes`.
-
-    Raises:
-        BenchError: `path` is not a run folder.
-    """
+    """Read one run folder; what is missing or damaged is left out and named in `notes`."""
     if not is_run_folder(path):
         raise BenchError(f"{str(path)!r} is not a run folder: expected {', '.join(RUN_FILES)}")
     notes: list[str] = []
@@ -293,9 +289,6 @@ def find_runs(paths: Iterable[Path], say: Callable[[str], None] | None = None) -
 
     Run folders, hidden folders and links are not searched. `say` receives how many there are below a folder, how many
     links were not followed, and how many folders could not be read.
-
-    Raises:
-        BenchError: a path does not exist, or neither is a run folder nor holds one.
     """
     found: dict[Path, Path] = {}
     for path in paths:
@@ -349,11 +342,7 @@ def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def make_ready(run_dir: Path) -> bool:
-    """Return whether an unfinished run goes on from a checkpoint; without one, remove what it left.
-
-    Raises:
-        BenchError: the folder is a symbolic link, through which nothing is written or removed.
-    """
+    """Return whether an unfinished run goes on from a checkpoint; without one, remove what it left."""
     if run_dir.is_symlink():
         raise BenchError(f"{str(run_dir)!r} is a symbolic link, which is no place for a run; remove it")
     if not run_dir.exists():

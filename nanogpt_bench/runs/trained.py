@@ -84,11 +84,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def choose(run_dir: Path, which: str = "last") -> Path:
-    """Return a run's checkpoint: `last`, the newest; `best`, of the lowest validation loss; `step-N`.
-
-    Raises:
-        BenchError: there is none, or one of an earlier layout; the line says how to get one.
-    """
+    """Return a run's checkpoint: `last`, the newest; `best`, of the lowest validation loss; `step-N`."""
     known = {f"step-{step}": step_file(run_dir, step) for step in steps(run_dir)}
     if not known:
         check_layout(run_dir)
@@ -121,11 +117,7 @@ def _again(run_dir: Path, option: str) -> str:
 
 
 def load(path: Path, *, weights: bool = True) -> Trained:
-    """Return a checkpoint's facts of its run, and its weights unless `weights` is False.
-
-    Raises:
-        BenchError: it is damaged, or was not made by a run.
-    """
+    """Return a checkpoint's facts of its run, and its weights unless `weights` is False."""
     contents = read(path, only=("model",) if weights else ())
     config = contents.facts.get("config")
     if not isinstance(config, dict):
@@ -147,9 +139,6 @@ def trained_shape(path: Path) -> GPTShape:
     """Return the shape of the model that a checkpoint's weights fill; an lm_head that was untied is one of its own.
 
     Only the header of the weights is read.
-
-    Raises:
-        BenchError: settings that name no size, or weights of another one.
     """
     config = load(path, weights=False).config
     settings = config.model
@@ -188,11 +177,7 @@ def _shape_in(file: Any, spelt: Sequence[str]) -> list[int]:
 
 
 def float_weights(trained: Trained) -> dict[str, Tensor]:
-    """Return the weights as float32: one-byte weights dequantised, exactly; master copies where there were.
-
-    Raises:
-        BenchError: one-byte weights that can't be put together.
-    """
+    """Return the weights as float32: one-byte weights dequantised, exactly; master copies where there were."""
     if any(PART in name for name in trained.tensors):
         raise BenchError(
             f"checkpoint {str(trained.path)!r} has the weights of another package (model.peer), which none but its "
@@ -213,9 +198,6 @@ def fill_floats(model: GPT, trained: Trained, called: str) -> None:
     """Fill a float model with the weights of a checkpoint, which an error names `called`.
 
     A model with fewer positions takes the first ones; one whose lm_head is untied gets a copy of the embedding.
-
-    Raises:
-        BenchError: tensors that are missing, of another shape, or unknown.
     """
     state = float_weights(trained)
     state.setdefault("lm_head.weight", state.get(EMBEDDING, torch.empty(0)))

@@ -83,11 +83,7 @@ class Course:
 
 
 def build_optimizer(model: nn.Module, config: Config, batches: Batches | None = None) -> torch.optim.Optimizer:
-    """Return the optimizer of a resolved configuration; `batches` is for the one that measures a Fisher matrix.
-
-    Raises:
-        BenchError: an option the optimizer refuses, or a package it needs is missing.
-    """
+    """Return the optimizer of a resolved configuration; `batches` is for the one that measures a Fisher matrix."""
     try:
         built: torch.optim.Optimizer = _built(model, config, batches)
     except (ValueError, TypeError, ImportError) as error:
@@ -238,11 +234,7 @@ FP8_CAPABILITY = (8, 9)
 
 
 def keep_peer_weights(model: Model, config: Config) -> Model:
-    """Give every linear layer the weights that `model.peer` names, its head among them; embeddings stay float32.
-
-    Raises:
-        BenchError: the package is missing or refuses.
-    """
+    """Give every linear layer the weights that `model.peer` names, its head among them; embeddings stay float32."""
     peer = config.model.peer
     if peer is None:
         return model
@@ -317,9 +309,6 @@ def train_in_float8(model: Model, config: Config, device: torch.device) -> Model
 
     lm_head stays as it is, and so does a layer whose sizes are no multiples of 16: no hardware multiplies it.
     The weights stay float32. Without FP8 products in hardware, the same roundings are emulated in float32.
-
-    Raises:
-        BenchError: torchao is missing or refuses, or there is no layer to replace.
     """
     recipe = config.model.torchao_float8
     if recipe is None:

@@ -32,9 +32,6 @@ def fill_stored(model: ModelConfig) -> bool:
 
     Returns:
         Whether codes are trained as they are, as `trains_stored` says.
-
-    Raises:
-        BenchError: a setting that says otherwise, and the flag that takes it away.
     """
     stored = _stored(model)
     if not stored:
@@ -87,11 +84,7 @@ def stored_layers(model: ModelConfig) -> dict[str, fm.LayerSpec]:
 
 
 def outlined_shape(name: str) -> GPTShape:
-    """Return the shape of a pretrained model as far as it has one of a GPT; its block is as long as its positions.
-
-    Raises:
-        BenchError: no such model, or none that can be trained.
-    """
+    """Return the shape of a pretrained model as far as it has one of a GPT; its block is as long as its positions."""
     found = outline(name)
     sizes = {key: getattr(found, key) for key in ("n_layer", "n_head", "n_embd", "vocab_size")}
     return GPTShape(**sizes, block_size=found.positions, tie_weights=bool(found.shared))

@@ -62,9 +62,6 @@ def resolve_for(config: Config, run_dir: Path, *, resume: bool) -> Resolved:
     """Return a configuration resolved for the run in `run_dir`; one that goes on is resolved from what it began with.
 
     One that is resolved already is that.
-
-    Raises:
-        BenchError: settings that can't be used, or a config.yaml that can't be read.
     """
     if isinstance(config, Resolved):
         return config

@@ -18,11 +18,7 @@ CUDA = "cuda"
 
 
 def check_device(wanted: str) -> None:
-    """Refuse a GPU that is asked for and not there.
-
-    Raises:
-        BenchError: says what can be asked for.
-    """
+    """Refuse a GPU that is asked for and not there."""
     if wanted == CUDA and not torch.cuda.is_available():
         raise no_device("this machine")
 
@@ -34,11 +30,7 @@ def no_device(where: str) -> BenchError:
 
 @contextmanager
 def runtime(config: Config) -> Iterator[torch.device]:
-    """Set threads and seeds for the run, and put back what was there.
-
-    Raises:
-        BenchError: a GPU is asked for and there is none.
-    """
+    """Set threads and seeds for the run, and put back what was there."""
     wanted = config.runtime.device
     check_device(wanted)
     device = torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
@@ -100,11 +92,7 @@ class CompiledLoss:
         self._own_hooks = _hooks(model)
 
     def __call__(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy in nats, as `GPT.loss` does.
-
-        Raises:
-            BenchError: the model can't be compiled here, for want of a C++ compiler, say.
-        """
+        """Return the mean cross-entropy in nats, as `GPT.loss` does."""
         if _hooks(self._model) != self._own_hooks:
             loss: Tensor = self._model.loss(tokens, targets)
             return loss
@@ -124,11 +112,7 @@ def _hooks(model: nn.Module) -> int:
 
 
 def check_ranks(config: Config, ranks: Ranks) -> None:
-    """Refuse processes that nothing says how to use, and a batch that they can't share.
-
-    Raises:
-        BenchError: says what to give.
-    """
+    """Refuse processes that nothing says how to use, and a batch that they can't share."""
     size = ranks.size
     if ranks is ALONE:
         refuse_parallel(config.train.parallel, "this")
@@ -146,11 +130,7 @@ def check_ranks(config: Config, ranks: Ranks) -> None:
 
 
 def refuse_parallel(mode: str | None, who: str) -> None:
-    """Refuse `train.parallel` where runs are trained in one process.
-
-    Raises:
-        BenchError: says so.
-    """
+    """Refuse `train.parallel` where runs are trained in one process."""
     if mode is not None:
         raise BenchError(
             f"train.parallel: {mode!r} is for torchrun -m nanogpt_bench run; {who} trains in one process; add "

@@ -30,11 +30,7 @@ def _named() -> Iterator[None]:
 
 
 def pinned(name: str) -> str:
-    """Return the very checkpoint that a run's folder stands for, its newest; any other name as it is.
-
-    Raises:
-        BenchError: a run without a checkpoint.
-    """
+    """Return the very checkpoint that a run's folder stands for, its newest; any other name as it is."""
     path = Path(name)
     if is_checkpoint(path) or not is_run(path):
         return name
@@ -43,11 +39,7 @@ def pinned(name: str) -> str:
 
 
 def start_shape(name: str) -> GPTShape:
-    """Return the shape of the model that the weights called `name` fill.
-
-    Raises:
-        BenchError: nothing there, or nothing that can be started from.
-    """
+    """Return the shape of the model that the weights called `name` fill."""
     path = Path(name)
     if is_checkpoint(path):
         with _named():
@@ -73,11 +65,7 @@ def _others(path: Path) -> str:
 
 
 def start_facts(config: Config) -> dict[str, Any]:
-    """Return what environment.json says of the run that a training starts from; nothing where it starts from none.
-
-    Raises:
-        BenchError: a checkpoint whose digest can't be read.
-    """
+    """Return what environment.json says of the run that a training starts from; nothing where it starts from none."""
     path = Path(config.model.init_from or "")
     if not config.model.init_from or not is_checkpoint(path):
         return {}
@@ -86,11 +74,7 @@ def start_facts(config: Config) -> dict[str, Any]:
 
 
 def start_model(shape: GPTShape, config: Config, corpus: Corpus) -> Any:
-    """Return the float model of that shape with the weights that a resolved configuration starts from.
-
-    Raises:
-        BenchError: weights that do not fit the corpus or the model.
-    """
+    """Return the float model of that shape with the weights that a resolved configuration starts from."""
     name, seed = config.model.init_from or "", config.seed
     trained = None
     if is_checkpoint(Path(name)):
@@ -115,11 +99,7 @@ def _with_head(language: GPT, shape: GPTShape, seed: int) -> GPT:
 
 
 def check_text(trained: Trained, corpus: Corpus, called: str) -> None:
-    """Refuse a text whose tokens are not those that the weights were trained on.
-
-    Raises:
-        BenchError: another tokenizer or vocabulary, or the characters of another text.
-    """
+    """Refuse a text whose tokens are not those that the weights were trained on."""
     theirs, ours = trained.environment.get("tokenizer"), corpus.meta["tokenizer"]
     if theirs is not None and theirs != ours:
         raise BenchError(f"{called} was trained on text of tokenizer {theirs!r}, {str(corpus.folder)!r} is of {ours!r}")
@@ -165,10 +145,6 @@ def as_begun(config: Config, saved: Config, run_dir: Path) -> tuple[Config, GPTS
 
 
 def check_start(config: Resolved, found: object) -> None:
-    """Refuse to begin without the weights to begin with.
-
-    Raises:
-        BenchError: nothing to go on from was found, and what the run started from is gone.
-    """
+    """Refuse to begin without the weights to begin with."""
     if found is None and config.begun is not None:
         raise BenchError(f"{KEY}: {config.model.init_from!r} does not exist any more, and nothing whole to go on from")

@@ -21,9 +21,6 @@ def quantize(model: nn.Module, config: Resolved) -> nn.Module:
     """Replace the linear layers that `model.formats` names, and constrain the weights that are to be.
 
     A run in float without a constraint returns the model as it is.
-
-    Raises:
-        BenchError: weights that can't be quantised or constrained.
     """
     settings = config.model
     if config.layers and not quantized_layers(model):  # of a pretrained model they may have been read so
@@ -128,11 +125,7 @@ def fill_rates(config: Config) -> None:
 
 
 def check_constrained_layers(config: Resolved) -> None:
-    """Refuse weights that are to lie on a grid as well.
-
-    Raises:
-        BenchError: names the layer, and what to give for it.
-    """
+    """Refuse weights that are to lie on a grid as well."""
     model = config.model
     for name in constrained_layers(model) if model.constraint and model.storage in MANIFOLDS else ():
         spec = config.layers.get(name)
@@ -151,11 +144,7 @@ def constrained_layers(model: ModelConfig) -> list[str]:
 
 @torch.no_grad()
 def constrain(model: nn.Module, settings: ModelConfig) -> None:
-    """Put the weights that a resolved configuration constrains onto their manifold, the nearest point of it.
-
-    Raises:
-        BenchError: a weight without a nearest point, such as one with a row of zeros on the sphere.
-    """
+    """Put the weights that a resolved configuration constrains onto their manifold, the nearest point of it."""
     if settings.constraint is None:
         return
     for name in constrained_layers(settings):

@@ -146,11 +146,7 @@ def find_sweep(name: str) -> Path:
 
 
 def read_sweep(path: Path, overrides: Sequence[str] = (), *, smoke: bool = False) -> SweepFile:
-    """Read a sweep file; `--section.key VALUE` overrides take precedence over its settings, its section `smoke` too.
-
-    Raises:
-        BenchError: a file that can't be read, an unknown key, a value out of range, or an axis that is overridden.
-    """
+    """Read a sweep file; `--section.key VALUE` overrides take precedence over its settings, its section `smoke` too."""
     try:
         return _read(path, overrides, smoke)
     except GivenTwice as error:

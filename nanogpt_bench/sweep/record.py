@@ -47,9 +47,6 @@ class SweepRecord:
     Runs are added one by one, since some are planned by what others found. `mode` is grid, random, compare, tune
     or sensitivity. Gaps are measured against the row labelled `baseline`, without one against the
     first BF16 row. The table has the rows labelled `order` first.
-
-    Raises:
-        BenchError: `folder` can't be used, or holds something else than a sweep of this mode.
     """
 
     def __init__(self, folder: Path, mode: str, baseline: str | None = None) -> None:

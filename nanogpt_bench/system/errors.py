@@ -1,4 +1,7 @@
-"""The one exception that the command line turns into a line and exit code 2, and the words of such lines."""
+"""The one exception that the command line turns into a line and exit code 2, and the words of such lines.
+
+Any function of the harness may raise it; a docstring has `Raises` for other exceptions only.
+"""
 
 import difflib
 import errno
