@@ -132,7 +132,8 @@ def _records(path: Path, ended: bool, found: Report) -> Iterator[tuple[int, Any]
 
 
 def _check_checkpoints(path: Path, found: Report) -> None:
-    from nanogpt_bench.checkpoint import CHECKPOINTS, BrokenCheckpoint, check_layout, step_file, steps, verify
+    from nanogpt_bench.checkpoint import verify
+    from nanogpt_bench.checkpoint.format import CHECKPOINTS, BrokenCheckpoint, check_layout, step_file, steps
 
     for step in steps(path):
         file = step_file(path, step)

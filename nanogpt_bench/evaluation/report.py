@@ -33,7 +33,7 @@ from nanogpt_bench.evaluation.measurement import (
 )
 from nanogpt_bench.evaluation.weights import RunWeights, checked_overrides, folder_of, named_formats
 from nanogpt_bench.model.causal import Outline, find_model, is_linear, load_causal, load_narrow, outline, skeleton
-from nanogpt_bench.report.build import facts_of, write_report
+from nanogpt_bench.report import facts_of, write_report
 from nanogpt_bench.report.rows import group_rows
 from nanogpt_bench.runs.environment import environment
 from nanogpt_bench.runs.load import Run

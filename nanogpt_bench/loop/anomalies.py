@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 import fp8manifold as fm
-from nanogpt_bench.checkpoint import CheckpointNotWritten, commit
+from nanogpt_bench.checkpoint import commit
+from nanogpt_bench.checkpoint.format import CheckpointNotWritten
 from nanogpt_bench.config import metrics
 from nanogpt_bench.loop.resume import capture
 from nanogpt_bench.model.weights import plain

@@ -18,7 +18,7 @@ from nanogpt_bench.config import metrics
 from nanogpt_bench.config.metrics import MONITORS, TREND
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import to_yaml
-from nanogpt_bench.failures.judge import SOURCES, Evidence, Finding, holds_now, judge
+from nanogpt_bench.failures import SOURCES, Evidence, Finding, holds_now, judge
 from nanogpt_bench.failures.table import CLASSES, ENDINGS
 from nanogpt_bench.loop.anomalies import AnomalyObserver
 from nanogpt_bench.loop.trainer import Trainer

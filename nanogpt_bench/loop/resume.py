@@ -10,8 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nanogpt_bench.checkpoint import Contents, check_layout, clean, newest, read, step_file
-from nanogpt_bench.checkpoint.format import capture_tree, plain_copy, restore_tree
+from nanogpt_bench.checkpoint import newest, read
+from nanogpt_bench.checkpoint.format import (
+    Contents,
+    capture_tree,
+    check_layout,
+    clean,
+    plain_copy,
+    restore_tree,
+    step_file,
+)
 from nanogpt_bench.config.keys import FIELDS
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import flatten, load_config

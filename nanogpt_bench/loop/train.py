@@ -11,7 +11,8 @@ from signal import Signals
 from time import perf_counter
 from typing import Any
 
-from nanogpt_bench.checkpoint import CheckpointNotWritten, Contents, check_room, commit
+from nanogpt_bench.checkpoint import check_room, commit
+from nanogpt_bench.checkpoint.format import CheckpointNotWritten, Contents
 from nanogpt_bench.config import metrics
 from nanogpt_bench.config.rules import stall_counts
 from nanogpt_bench.config.schema import Config

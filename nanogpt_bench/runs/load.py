@@ -347,7 +347,7 @@ def make_ready(run_dir: Path) -> bool:
         raise BenchError(f"{str(run_dir)!r} is a symbolic link, which is no place for a run; remove it")
     if not run_dir.exists():
         return False
-    from nanogpt_bench.checkpoint import steps  # brings torch along
+    from nanogpt_bench.checkpoint.format import steps  # brings torch along
 
     if steps(run_dir):
         (run_dir / "traceback.txt").unlink(missing_ok=True)  # of the end of the earlier start

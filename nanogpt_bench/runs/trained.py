@@ -14,16 +14,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 import fp8manifold as fm
-from nanogpt_bench.checkpoint import (
-    CHECKPOINTS,
-    BrokenCheckpoint,
-    check_layout,
-    read,
-    says_best,
-    step_file,
-    step_of,
-    steps,
-)
+from nanogpt_bench.checkpoint import read, says_best
+from nanogpt_bench.checkpoint.format import CHECKPOINTS, BrokenCheckpoint, check_layout, step_file, step_of, steps
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import build_config, flatten
 from nanogpt_bench.model.gpt import GPT, GPTShape

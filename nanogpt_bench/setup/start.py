@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.checkpoint import check_layout, read_sum, step_file, steps
+from nanogpt_bench.checkpoint import read_sum
+from nanogpt_bench.checkpoint.format import check_layout, step_file, steps
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import Resolved
 from nanogpt_bench.data.batches import Corpus, digests_of, label_names, open_corpus

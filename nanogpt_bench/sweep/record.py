@@ -10,7 +10,7 @@ from typing import Any
 
 from nanogpt_bench.config.metrics import BESIDE_LOSS
 from nanogpt_bench.failures import failures_of
-from nanogpt_bench.report.build import facts_of, write_report
+from nanogpt_bench.report import facts_of, write_report
 from nanogpt_bench.report.results import Result, measure
 from nanogpt_bench.report.results_file import read_studies, with_given_up
 from nanogpt_bench.report.rows import Row, find_reference
