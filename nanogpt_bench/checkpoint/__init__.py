@@ -7,7 +7,7 @@ is no tensor. Beside it `step-N.safetensors.sha256` has its SHA-256.
 import hashlib
 import os
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
@@ -46,11 +46,6 @@ def newest(run_dir: Path) -> tuple[Path | None, list[str]]:
     return None, skipped
 
 
-def best(paths: Sequence[Path]) -> Path | None:
-    """Return the last of some checkpoints whose header says that no validation loss had been lower, None without."""
-    return next(filter(says_best, reversed(paths)), None)
-
-
 def says_best(path: Path) -> bool:
     """Whether a checkpoint says that no validation loss had been lower at its step; its other bytes are not checked."""
     try:
@@ -61,20 +56,12 @@ def says_best(path: Path) -> bool:
 
 
 def verify(path: Path) -> None:
-    """Check that every byte of a checkpoint is the one that was written; takes little memory, whatever its size.
-
-    Raises:
-        BrokenCheckpoint: the file or its digest is missing, changed, cut off or unreadable, or no checkpoint of ours.
-    """
+    """Check that every byte of a checkpoint is the one that was written; takes little memory, whatever its size."""
     read(path, only=())
 
 
 def read(path: Path, only: Collection[str] | None = None) -> Contents:
-    """Return what a checkpoint holds, once all of it has been checked; `only` are the parts whose tensors are wanted.
-
-    Raises:
-        BrokenCheckpoint: as `verify` does.
-    """
+    """Return what a checkpoint holds, once all of it is checked; `only` are the parts whose tensors are wanted."""
     with _named(path), open_file(path, links=False) as file:
         _check_digest(file, path)
         contents = _head(file, path)
@@ -196,7 +183,7 @@ def _prune(run_dir: Path, step: int, keep_last: int) -> None:
     """Remove the checkpoints before the one of `step` but the last ones and the best."""
     paths = [step_file(run_dir, number) for number in steps(run_dir) if number <= step]
     old = paths[:-keep_last]
-    kept = best(paths) if old else None
+    kept = next(filter(says_best, reversed(paths)), None) if old else None
     for path in old:
         if path != kept:
             _remove(path)
@@ -252,11 +239,6 @@ def check_room(folder: Path, needed: int, what: str) -> None:
     free = shutil.disk_usage(there).free
     if free < needed + OVERHEAD:
         raise BenchError(
-            f"{what} needs {megabytes(needed + OVERHEAD)} below {str(folder)!r}, {megabytes(free)} are free; "
+            f"{what} needs {(needed + OVERHEAD) / 1e6:,.1f} MB below {str(folder)!r}, {free / 1e6:,.1f} MB are free; "
             "make room or choose another folder"
         )
-
-
-def megabytes(size: int) -> str:
-    """Return a size in words."""
-    return f"{size / 1e6:,.1f} MB"

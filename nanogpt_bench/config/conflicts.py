@@ -8,16 +8,7 @@ from typing import Any
 
 from nanogpt_bench.config.keys import FIELDS, get, keys_where
 from nanogpt_bench.config.metrics import TREND
-from nanogpt_bench.config.rules import (
-    RULES,
-    Rule,
-    contradicting,
-    has_moments,
-    meaning,
-    optimizer_of,
-    rules_with_format,
-    unit,
-)
+from nanogpt_bench.config.rules import RULES, Rule, contradicting, has_moments, meaning, optimizer_of, unit
 from nanogpt_bench.config.schema import (
     MANIFOLDS,
     ON_FLOATS,
@@ -140,7 +131,8 @@ def _storage(config: Config) -> Iterator[Conflict]:
     by, kept = f"rule {config.rule!r}" if config.rule else f"storage {own}", _KEPT.get(own or "", "")
     tied = bool(model.tie_weights and model.formats)
     yield "model.tied", not tied, "needs model.tie_weights and a format"
-    others = f"add --model.format null --model.formats {{}}, or give another --rule: {', '.join(rules_with_format())}"
+    rules = ", ".join(name for name, rule in RULES.items() if rule.storage not in WITHOUT_FORMATS)
+    others = f"add --model.format null --model.formats {{}}, or give another --rule: {rules}"
     yield "model.formats", floats, f"can't be used with {by}, whose weights are {kept}; {others}"
     yield "model.granularity", floats, f"means nothing under {by}, whose weights are {kept}"
     for key in ("rule", "model.storage"):

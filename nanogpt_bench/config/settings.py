@@ -18,7 +18,7 @@ from nanogpt_bench.config.metrics import WATCHED
 from nanogpt_bench.config.rules import RULES, optimizer_of
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.system import untrusted
-from nanogpt_bench.system.errors import BenchError, nearest, one_line, unknown
+from nanogpt_bench.system.errors import BenchError, nearest, one_line, refusals, unknown
 
 
 def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
@@ -37,12 +37,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """Return the settings of a YAML file as {dotted key: value}, its keys checked."""
-    try:
-        loaded = untrusted.read_yaml(path)
-    except OSError as error:
-        raise BenchError(f"config {str(path)!r} can't be read: {error.strerror or error}") from None
-    except ValueError as error:
-        raise BenchError(f"config {str(path)!r} is not YAML: {one_line(error)}") from None
+    loaded = content_of(path, "config")
     if loaded is None:
         raise BenchError(
             f"config {str(path)!r} is empty; give settings, such as rule: fp32, or {{}} for the defaults of all"
@@ -53,6 +48,15 @@ def read_yaml(path: Path) -> dict[str, Any]:
         return once(flatten(loaded))
     except GivenTwice as error:
         raise error.in_file(path) from None
+
+
+def content_of(path: Path, kind: str) -> Any:
+    """Return what a YAML file says; `kind` is what a refusal calls it."""
+    with refusals(f"{kind} {str(path)!r} is not YAML", ValueError):
+        try:
+            return untrusted.read_yaml(path)
+        except OSError as error:
+            raise BenchError(f"{kind} {str(path)!r} can't be read: {error.strerror or error}") from None
 
 
 class GivenTwice(BenchError):
@@ -73,9 +77,6 @@ def once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
     >>> once([("seed", 1), ("rule", "fp32")])
     {'seed': 1, 'rule': 'fp32'}
-
-    Raises:
-        GivenTwice: a key is there twice.
     """
     found: dict[str, Any] = {}
     for key, value in pairs:

@@ -223,10 +223,7 @@ class Documents:
         return np.minimum(self.ends[which] - self.starts[which], block_size)
 
     def rows(self, which: NDArray[np.int64], block_size: int) -> tuple[Tensor, Tensor]:
-        """Return the first tokens of these documents, int64 (B, block_size), and their labels, float32 (B, L).
-
-        Behind a shorter document comes `PADDING`.
-        """
+        """Return the first tokens, int64 (B, block_size), `PADDING` behind; and labels, float32 (B, L)."""
         tokens = np.full((len(which), block_size), PADDING, dtype=np.int64)
         for row, start, length in zip(tokens, self.starts[which], self.lengths(which, block_size), strict=True):
             row[:length] = self.tokens[start : start + length]

@@ -57,10 +57,7 @@ def checked_overrides(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 class RunWeights:
-    """A checkpoint's weights, from which trainers are made.
-
-    `given` are settings as `checked_overrides` returns them.
-    """
+    """A checkpoint's weights, from which trainers are made."""
 
     def __init__(self, trained: Trained, given: Mapping[str, Any]) -> None:
         self.trained, self.given = trained, given

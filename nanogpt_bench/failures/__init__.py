@@ -86,12 +86,6 @@ class Evidence:
         """The loop gave the run up, so that a series may break off in the middle of a failure."""
         return self.run.status == "failed"
 
-    @property
-    def ended_on_plateau(self) -> bool:
-        """The loop ended the run because its loss fell no longer."""
-        stop = self.run.summary.get("stop")
-        return isinstance(stop, Mapping) and stop.get("kind") == "plateau"
-
     def excuse(self, kind: str) -> str | None:
         """Why a class can't befall this run; None where it can, or the config does not say."""
         if kind == "stall":
@@ -115,22 +109,18 @@ def read(run: Run | Path) -> Evidence:
 
 
 def worst(evidence: Evidence, metric: str) -> Series:
-    """The largest value at every look, over the whole and all layers.
-
-    Of layers that are looked at in turn, the latest figure of as many looks back as a turn takes counts.
-    """
+    """The largest value at every look over the whole and all layers, of layers in turn the latest within a turn."""
     names = (metric, *(f"{metric}/{layer}" for layer in evidence.layers(metric)))
     found = [dict(zip(series.steps, series.values, strict=True)) for series in map(evidence.series, names)]
     steps = sorted(set().union(*found))
     turns = evidence.setting("monitor.turns")
     back = turns if isinstance(turns, int) else 1
-    peaks = [_largest(found, steps[max(index + 1 - back, 0) : index + 1]) for index in range(len(steps))]
+    peaks = []
+    for index in range(len(steps)):
+        looks = steps[max(index + 1 - back, 0) : index + 1]
+        latest = (next((values[step] for step in reversed(looks) if step in values), None) for values in found)
+        peaks.append(max(value for value in latest if value is not None))
     return Series(tuple(steps), tuple(peaks))
-
-
-def _largest(found: Sequence[Mapping[int, float]], looks: Sequence[int]) -> float:
-    latest = (next((values[step] for step in reversed(looks) if step in values), None) for values in found)
-    return max(value for value in latest if value is not None)
 
 
 def _over_median(evidence: Evidence) -> Series:
@@ -219,7 +209,7 @@ def _rest(evidence: Evidence) -> Series:
     # The lowest of many means lies a band below their mean by chance.
     stayed = statistics.fmean(losses[-max(len(losses) // 4, 1) :]) <= level + 2 * band
     # A run that the loop ended on its plateau would have stayed there: however late, it is one.
-    share = 0.0 if evidence.ended_on_plateau else steps[first] / max(steps[-1], 1)
+    share = 0.0 if at(evidence.run.summary, "stop.kind") == "plateau" else steps[first] / max(steps[-1], 1)
     return Series((steps[first],), (share if stayed else 1.0,))
 
 
@@ -291,10 +281,6 @@ class Finding:
     @property
     def found(self) -> bool:
         return self.state == FOUND
-
-    def summary_entry(self) -> dict[str, Any]:
-        """Return the entry in the list `failures` of summary.json."""
-        return {"kind": self.kind, "step": self.step, "evidence": {"message": self.message, **self.evidence}}
 
 
 @dataclass(frozen=True)
@@ -410,7 +396,8 @@ def diagnose(run: Run | Path) -> Diagnosis:
 
 def failures_of(run: Run | Path) -> list[dict[str, Any]]:
     """Return the list `failures` of summary.json: the classes found, in the order in which they set in."""
-    return [finding.summary_entry() for finding in diagnose(run).found]
+    found = diagnose(run).found
+    return [{"kind": f.kind, "step": f.step, "evidence": {"message": f.message, **f.evidence}} for f in found]
 
 
 def _timeline(run: Run, judged: Sequence[Finding]) -> tuple[Event, ...]:

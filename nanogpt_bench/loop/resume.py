@@ -52,22 +52,22 @@ def capture(step: int, trainer: Trainer, observers: Sequence[Observer], facts: d
     if not trainer.ranks.first:
         return None
     optimizer = trainer.optimizer.state_dict()
+    # What dropout draws from; other random numbers are functions of a seed and a count.
+    cuda = {"cuda": torch.cuda.get_rng_state(trainer.device)} if trainer.device.type == "cuda" else {}
+    random = {"cpu": torch.get_rng_state(), **cuda}
     files = {"model": {name: plain_copy(tensor) for name, tensor in tensors_of(trainer.model).items()}}
     outlines = {}
     for stem, tree in (
         ("optimizer", {"state": sdnq_state(optimizer) if _steps_by(trainer, "sdnq") else optimizer}),
         ("observers", {type(observer).__name__: observer.state() for observer in observers}),
-        ("random", _random_states(trainer.device)),
+        ("random", random),
     ):
         files[stem], outlines[stem] = capture_tree(tree)
     return Contents(step, files, facts={"step": step, **facts, "state": outlines})
 
 
 def restore(contents: Contents, trainer: Trainer, observers: Sequence[Observer]) -> None:
-    """Put a run that has just been made into the state that `capture` took; the tensors are the run's own afterwards.
-
-    An observer that the checkpoint knows nothing of begins anew.
-    """
+    """Put a new run into the state that `capture` took, tensors its own from then on; unknown observers begin anew."""
     source = f"the checkpoint of step {contents.step}"
     fill(trainer.model, contents.tensors.get("model", {}), contents.metadata.get("model", {}), f"{source}'s weights")
     with _fitting(f"{source} does not fit the optimizer"):
@@ -117,12 +117,6 @@ def _restore_optimizer(contents: Contents, trainer: Trainer, classes: Sequence[t
         for group, saved in zip(trainer.optimizer.param_groups, state["param_groups"], strict=True):
             group["writeback"] = saved["writeback"]
     trainer.optimizer.load_state_dict(state)
-
-
-def _random_states(device: torch.device) -> dict[str, Any]:
-    """States of the generators that dropout draws from; other random numbers are functions of a seed and a count."""
-    states = {"cpu": torch.get_rng_state()}
-    return states | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
 
 
 def _state_classes(trainer: Trainer) -> tuple[type, ...]:
@@ -193,10 +187,7 @@ def remove_output(run_dir: Path) -> None:
 
 
 def resumed_environment(contents: Contents, environment: Mapping[str, Any], config: Config) -> dict[str, Any]:
-    """Return environment.json of a run that goes on: that of its beginning, and every place where it was taken up.
-
-    What was changed there that changes the numbers is told with it (`nanogpt_bench.runs.history`).
-    """
+    """Return environment.json of a run that goes on: its beginning, and each start since with what it changed."""
     first = dict(contents.facts.get("environment", {}))
     again = {"step": contents.step, **{key: value for key, value in environment.items() if key != "corpus"}}
     changes = _changes(contents.facts.get("config", {}), config_facts(config))

@@ -148,10 +148,7 @@ def _wanted(config: Config) -> list[str]:
 
 
 class TensorBoardTracker:
-    """Scalars of every step, histograms of weights and gradients.
-
-    What was written of steps beyond `after` is withdrawn.
-    """
+    """Scalars of every step, histograms of weights and gradients; those of steps beyond `after` are withdrawn."""
 
     def __init__(self, run_dir: Path, after: int = -1) -> None:
         from torch.utils.tensorboard import SummaryWriter  # of an extra, as wandb is

@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ from nanogpt_bench.model.as_read import (
     check_taken,
     shares_head,
 )
-from nanogpt_bench.system.errors import BenchError, one_line, say, shortened
+from nanogpt_bench.system.errors import BenchError, one_line, refusals, say, shortened
 from nanogpt_bench.system.free_memory import check_memory
 from nanogpt_bench.system.hub import hub_file
 
@@ -173,11 +172,8 @@ def stored_of(name: str) -> Mapping[str, Any]:
         speaks = settings is not None and "quantization_config" in settings
     if "gguf_file" in where or not speaks:
         return {}
-    with reading(name):
-        try:
-            return fm.published_weights(name)
-        except ValueError as error:
-            raise BenchError(f"model {name!r}: {one_line(error)}") from None
+    with reading(name), refusals(f"model {name!r}", ValueError):
+        return fm.published_weights(name)
 
 
 def _has_own_head(settings: Any, name: str) -> bool:
@@ -355,10 +351,7 @@ class _WithLoss:
 
 @torch.no_grad()
 def window_losses(model: Any, windows: Tensor, batch: int) -> list[float]:
-    """Return the mean loss of each window, (N, T + 1) tokens, in nats a token; `batch` of them are taken at a time.
-
-    A model gives logits (B, T, V), or an object that has them.
-    """
+    """Return the mean loss of each window, (N, T + 1) tokens, in nats a token; `batch` of them are taken at a time."""
     losses: list[float] = []
     for rows in windows.split(batch):
         given = model.eval()(rows[:, :-1])
@@ -382,7 +375,7 @@ def computes_in_float32(model: nn.Module) -> bool:
     kept = {id(module.weight) for module in model.modules() if _run_of(module) is not None}
     for module in model.modules():
         if (run := _run_of(module)) is not None:
-            module.forward = partial(run, module)
+            module.forward = run
     for tensor in (*model.parameters(), *model.buffers()):
         if id(tensor) not in kept and tensor.is_floating_point():
             tensor.data = tensor.data.float()
@@ -392,20 +385,10 @@ def computes_in_float32(model: nn.Module) -> bool:
 def _run_of(module: nn.Module) -> Any:
     """Return the forward pass of a module whose weight is decoded in it, None of others."""
     if type(module) is nn.Linear:
-        return _linear
+        return lambda x: functional.linear(x, module.weight.float(), module.bias)
     if type(module) is nn.Embedding and module.max_norm is None:
-        return _embedding
-    return _conv1d if type(module).__name__ == "Conv1D" else None
-
-
-def _linear(module: Any, x: Tensor) -> Tensor:
-    return functional.linear(x, module.weight.float(), module.bias)
-
-
-def _embedding(module: Any, rows: Tensor) -> Tensor:
-    return functional.embedding(rows, module.weight).float()
-
-
-def _conv1d(module: Any, x: Tensor) -> Tensor:
-    flat = torch.addmm(module.bias, x.reshape(-1, x.shape[-1]), module.weight.float())
-    return flat.view(*x.shape[:-1], module.nf)
+        return lambda rows: functional.embedding(rows, module.weight).float()
+    if type(module).__name__ != "Conv1D":
+        return None
+    own: Any = module
+    return lambda x: torch.addmm(own.bias, x.reshape(-1, x.shape[-1]), own.weight.float()).view(*x.shape[:-1], own.nf)

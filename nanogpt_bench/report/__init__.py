@@ -27,10 +27,7 @@ _HEAD = 4096
 def report(
     runs: Sequence[Path], *, out: Path, baseline: str | None = None, say: Callable[[str], None] | None = None
 ) -> Path:
-    """Rebuild page, figures and tables in `out` from run folders, folders of these, or results files; return the page.
-
-    `say` receives the number of runs found and where.
-    """
+    """Rebuild page, figures and tables in `out` from run folders, folders of them or results files; return the page."""
     files = [read_export(path) for path in runs if is_export(path)]
     given = [path for path in runs if not is_export(path)]
     folders = find_runs(given, say)
@@ -86,10 +83,7 @@ def write_report(
     baseline: str | None = None,
     studies: Studies | None = None,
 ) -> Path:
-    """Write report.html, the tables and the figures; return the page's path.
-
-    `studies` are the files of sweeps beside their runs, by default those in `out`.
-    """
+    """Write report.html, tables and figures; return the page's path. `studies` are by default those in `out`."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -240,9 +239,6 @@ def decimate(count: int, limit: int = MAX_POINTS) -> list[int]:
 
     >>> decimate(5, 3), decimate(2, 3)
     ([0, 2, 4], [0, 1])
-
-    Raises:
-        ValueError: `limit` is below 2.
     """
     if limit < 2:
         raise ValueError(f"limit = {limit!r}: expected at least 2, the first and the last point")
@@ -310,11 +306,6 @@ def find_runs(paths: Iterable[Path], say: Callable[[str], None] | None = None) -
     return list(found.values())
 
 
-def say_aside(line: str) -> None:
-    """Print a line to standard error, apart from a command's output."""
-    print(line, file=sys.stderr)
-
-
 def _runs_below(top: Path) -> tuple[list[Path], str]:
     """The run folders below one, those of a folder by name, then those further down; and what was not searched."""
     found: list[Path] = []
@@ -357,10 +348,7 @@ def make_ready(run_dir: Path) -> bool:
 
 
 def drop_checkpoints(run_dir: Path, settings: Mapping[str, Any]) -> None:
-    """Remove the checkpoints of a run that has finished, unless `checkpoint.last` or `checkpoint.best` keeps them.
-
-    Those of a run that failed stay: they show why.
-    """
+    """Remove a finished run's checkpoints, unless `checkpoint.last` or `.best` keeps them; a failed run's show why."""
     folder, gone = run_dir / "checkpoints", run_dir / ".checkpoints.removed"
     asked = settings.get("checkpoint.last") or settings.get("checkpoint.best")
     if asked or summary_of(run_dir).get("status") != "finished":

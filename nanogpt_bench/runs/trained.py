@@ -23,7 +23,7 @@ from nanogpt_bench.model.weights import PART
 from nanogpt_bench.runs.environment import latest
 from nanogpt_bench.runs.load import summary_of
 from nanogpt_bench.runs.read import finite
-from nanogpt_bench.system.errors import BenchError, one_line
+from nanogpt_bench.system.errors import BenchError, refusals
 
 EMBEDDING = "token_embedding.weight"
 #: the embedding, and an lm_head of its own, as floats or as codes
@@ -82,8 +82,11 @@ def choose(run_dir: Path, which: str = "last") -> Path:
         check_layout(run_dir)
         raise BenchError(f"{str(run_dir)!r} has no checkpoint; {_again(run_dir, '--checkpoint.last true')}")
     if which == "best":
+        lowest = summary_of(run_dir).get("best_val_loss")
+        if not isinstance(lowest, int | float):
+            lowest = load([*known.values()][-1], weights=False).best_val_loss
         for path in filter(says_best, reversed(known.values())):
-            loss, lowest = load(path, weights=False).val_loss, _lowest(run_dir, [*known.values()][-1])
+            loss = load(path, weights=False).val_loss
             if lowest is None or (loss is not None and loss <= lowest):
                 return path
         raise BenchError(
@@ -95,12 +98,6 @@ def choose(run_dir: Path, which: str = "last") -> Path:
     if which not in known:
         raise BenchError(f"--checkpoint: {which!r} is not there; allowed: best, last, {', '.join(known)}")
     return known[which]
-
-
-def _lowest(run_dir: Path, newest: Path) -> float | None:
-    """The lowest validation loss by the run's summary, else by its newest checkpoint."""
-    lowest = summary_of(run_dir).get("best_val_loss")
-    return lowest if isinstance(lowest, int | float) else load(newest, weights=False).best_val_loss
 
 
 def _again(run_dir: Path, option: str) -> str:
@@ -128,10 +125,7 @@ def load(path: Path, *, weights: bool = True) -> Trained:
 
 
 def trained_shape(path: Path) -> GPTShape:
-    """Return the shape of the model that a checkpoint's weights fill; an lm_head that was untied is one of its own.
-
-    Only the header of the weights is read.
-    """
+    """Return the shape of the model that a checkpoint's weights fill; an lm_head that was untied is one of its own."""
     config = load(path, weights=False).config
     settings = config.model
     if settings.pretrained:
@@ -142,12 +136,10 @@ def trained_shape(path: Path) -> GPTShape:
             "model, from its settings, which evaluate --model DIR and finetune --model DIR take"
         )
     sizes = {key: getattr(settings, key) for key in ("n_layer", "n_head", "n_embd", "block_size")}
-    try:
-        with safe_open(path, framework="pt") as file:
-            names = {name.removeprefix("model/") for name in file.keys()}  # noqa: SIM118  (it is no mapping)
-            embedding, head = (_shape_in(file, spelt) for spelt in (EMBEDDINGS, HEADS))
-    except (SafetensorError, OSError, ValueError) as error:
-        raise BenchError(f"checkpoint {str(path)!r}: its weights can't be read: {one_line(error)}") from None
+    unread = f"checkpoint {str(path)!r}: its weights can't be read"
+    with refusals(unread, SafetensorError, OSError, ValueError), safe_open(path, framework="pt") as file:
+        names = {name.removeprefix("model/") for name in file.keys()}  # noqa: SIM118  (it is no mapping)
+        embedding, head = (_shape_in(file, spelt) for spelt in (EMBEDDINGS, HEADS))
     if len(embedding) != 2 or None in sizes.values():
         raise BenchError(f"checkpoint {str(path)!r} has no weights of a GPT")
     claimed, size = sizes["n_embd"] * (12 * sizes["n_layer"] * sizes["n_embd"]), path.stat().st_size
@@ -175,10 +167,8 @@ def float_weights(trained: Trained) -> dict[str, Tensor]:
             f"checkpoint {str(trained.path)!r} has the weights of another package (model.peer), which none but its "
             "own run can use"
         )
-    try:
+    with refusals(f"checkpoint {str(trained.path)!r}", ValueError):
         state = fm.unflatten_state_dict(trained.tensors, trained.metadata)
-    except ValueError as error:
-        raise BenchError(f"checkpoint {str(trained.path)!r}: {one_line(error)}") from None
     named = {name: value for name, value in state.items() if name.rpartition(".")[2] in ("weight", "bias")}
     return {
         name: value.dequantize() if isinstance(value, fm.FP8Tensor) else value.float() for name, value in named.items()

@@ -9,7 +9,7 @@ from typing import Any
 import fp8manifold as fm
 from nanogpt_bench.config.schema import Config, ModelConfig
 from nanogpt_bench.model.gpt import FLOATS, linear_sizes
-from nanogpt_bench.system.errors import BenchError, one_line
+from nanogpt_bench.system.errors import BenchError, one_line, refusals
 
 #: keys of a layer specification whose values are formats, or mappings that hold some
 _FORMAT_KEYS = ("weight", "activation", "gradient", "format")
@@ -45,10 +45,8 @@ def _written(value: Any) -> Any:
 def _format(name: Any, key: str) -> fm.FloatFormat | str:
     if name is None or str(name).lower() == "none":
         return "none"
-    try:
+    with refusals(key, ValueError, TypeError):
         return _named(name) if isinstance(name, str) else fm.FloatFormat.from_string(name)
-    except (ValueError, TypeError) as error:
-        raise BenchError(f"{key}: {one_line(error)}") from None
 
 
 @functools.lru_cache(maxsize=1000)

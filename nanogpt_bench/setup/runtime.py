@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import fp8manifold as fm
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.system.errors import BenchError, counted, one_line
 from nanogpt_bench.system.ranks import ALONE, Ranks
@@ -80,11 +79,7 @@ def bfloat16_products(config: Config, device: torch.device) -> AbstractContextMa
 
 
 class CompiledLoss:
-    """`model.loss`, compiled; as it is written while anybody has hooked himself into a layer.
-
-    Hooks come and go with the monitors' intervals: tracing them would compile the model anew each time, and hand out
-    tensors that the compiled step would not have kept.
-    """
+    """`model.loss`, compiled; run as written while a layer is hooked: tracing hooks would compile anew at each look."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -138,11 +133,6 @@ def refuse_parallel(mode: str | None, who: str) -> None:
         )
 
 
-def processes(config: Config, ranks: Ranks) -> dict[str, Any]:
-    """Return what environment.json says of a run in several processes; nothing of a run in one."""
-    return {"parallel": config.train.parallel, "processes": ranks.size} if ranks.size > 1 else {}
-
-
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -161,10 +151,3 @@ class _Loss(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         return self._loss(tokens, targets)
-
-
-def joined_model(model: nn.Module, ranks: Ranks) -> nn.Module:
-    """Return the first process' model, to the bit, in every process."""
-    if ranks.size > 1:
-        fm.distributed.sync(model)
-    return model

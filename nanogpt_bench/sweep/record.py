@@ -61,10 +61,7 @@ class SweepRecord:
         self._entries: dict[str, dict[str, Any]] = {}
 
     def add(self, run: PlannedRun) -> bool:
-        """Add a run; True where an earlier start has ended it.
-
-        Otherwise what it left is removed, unless it has checkpoints to go on from.
-        """
+        """Add a run; True where an earlier start has ended it. Else what it left without a checkpoint is removed."""
         self.check(run)
         self.planned.append(run)
         if self._read(run):
@@ -152,15 +149,11 @@ class SweepRecord:
 
     def write_page(self) -> Path:
         """Write the tables, the page and the figures; returns the page's path."""
-        rows = self.rows()
+        rows, now = self.rows(), {"Command": command_line(), "Date": self._started.strftime(DATE)}
         title = f"nanogpt-bench {self.mode if self.mode == 'compare' else f'sweep ({self.mode})'}"
-        return write_report(rows, self.folder, title=title, facts=self._facts(rows), baseline=self.baseline)
-
-    def _facts(self, rows: Sequence[Row]) -> dict[str, str]:
-        """The facts at the head of the report: command, machine, date, and what its runs share."""
-        now = {"Command": command_line(), "Date": self._started.strftime(DATE)}
         first = {"Command": now["Command"], "Machine": platform.platform(), "Date": now["Date"]}
-        return first | facts_of([run for row in rows for run in row.runs]) | now
+        facts = first | facts_of([run for row in rows for run in row.runs]) | now
+        return write_report(rows, self.folder, title=title, facts=facts, baseline=self.baseline)
 
     def note_failure(self, run: PlannedRun, error: Mapping[str, Any]) -> None:
         """Write down how a run failed that could not do so itself, so that the folder alone tells the story.
