@@ -93,20 +93,16 @@ def _dispatch(words: list[str]) -> int:
         return 0
     if name not in COMMANDS:
         raise BenchError(not_known(name, COMMANDS))
-    _require_packages()
+    # What a missing package would end halfway is not begun: the library alone installs without them.
+    missing = [package for package in ("pydantic", "rich", "vl_convert", "yaml") if find_spec(package) is None]
+    if missing:
+        raise BenchError(f"not installed: {', '.join(missing)}; get them with pip install 'fp8manifold[bench]'")
     args = parse(words)
     if is_worker() and name != "run":
         raise BenchError(f"torchrun is for run: {name} works in one process; start it without")
     signal.signal(signal.SIGTERM, _interrupt)  # so that a terminated preparation removes what it had begun
     code: int = import_module(f"nanogpt_bench.commands.{name}").main(args)
     return code
-
-
-def _require_packages() -> None:
-    """Refuse to begin what a missing package would end halfway: the library alone installs without them."""
-    missing = [name for name in ("pydantic", "rich", "vl_convert", "yaml") if find_spec(name) is None]
-    if missing:
-        raise BenchError(f"not installed: {', '.join(missing)}; get them with pip install 'fp8manifold[bench]'")
 
 
 def _interrupt(number: int, _: object) -> NoReturn:
@@ -136,9 +132,6 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
     >>> parse(["run", "--seed", "3", "e4m3.yaml", "--name=a"]).overrides
     ['--seed', '3']
-
-    Raises:
-        BenchError: an option that is not known, or given twice.
     """
     name, *queue = words
     parser, parsers = build_parser([name])

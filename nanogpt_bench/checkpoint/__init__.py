@@ -1,39 +1,244 @@
-"""Checkpoints on disk: written whole or not at all, every byte of them checked before it is believed.
+"""Checkpoints to disk and back: written whole or not at all, every byte checked before any of it is used.
 
-This package knows files, not trainers. A checkpoint is one file of a run, `checkpoints/step-N.safetensors`, with all
-tensors, and in its header everything that is no tensor. Beside it `step-N.safetensors.sha256` has its SHA-256.
+A checkpoint is one file of a run, `checkpoints/step-N.safetensors`, with all tensors, and in its header everything that
+is no tensor. Beside it `step-N.safetensors.sha256` has its SHA-256.
 """
 
-from nanogpt_bench.checkpoint.disk import best, bytes_of, check_room, commit, newest, read, read_sum, says_best, verify
+import hashlib
+import os
+import shutil
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from io import BufferedReader
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
 from nanogpt_bench.checkpoint.format import (
-    CHECKPOINTS,
     BrokenCheckpoint,
     CheckpointNotWritten,
     Contents,
-    check_layout,
     clean,
+    compose,
+    part_file,
+    read_head,
     step_file,
     step_of,
     steps,
+    sum_file,
 )
+from nanogpt_bench.system.errors import BenchError, one_line
+from nanogpt_bench.system.untrusted import open_file, read_text
 
-__all__ = [
-    "CHECKPOINTS",
-    "BrokenCheckpoint",
-    "CheckpointNotWritten",
-    "Contents",
-    "best",
-    "bytes_of",
-    "check_layout",
-    "check_room",
-    "clean",
-    "commit",
-    "newest",
-    "read",
-    "read_sum",
-    "says_best",
-    "step_file",
-    "step_of",
-    "steps",
-    "verify",
-]
+
+def newest(run_dir: Path) -> tuple[Path | None, list[str]]:
+    """Return a run's newest checkpoint that verifies, and one line for each newer one that does not, newest first."""
+    skipped: list[str] = []
+    for step in reversed(steps(run_dir)):
+        path = step_file(run_dir, step)
+        try:
+            verify(path)
+        except BrokenCheckpoint as error:
+            skipped.append(str(error))
+        else:
+            return path, skipped
+    return None, skipped
+
+
+def says_best(path: Path) -> bool:
+    """Whether a checkpoint says that no validation loss had been lower at its step; its other bytes are not checked."""
+    try:
+        with _named(path), open_file(path, links=False) as file:
+            return _head(file, path).facts.get("best") is True
+    except BrokenCheckpoint:
+        return False
+
+
+def verify(path: Path) -> None:
+    """Check that every byte of a checkpoint is the one that was written; takes little memory, whatever its size."""
+    read(path, only=())
+
+
+def read(path: Path, only: Collection[str] | None = None) -> Contents:
+    """Return what a checkpoint holds, once all of it is checked; `only` are the parts whose tensors are wanted."""
+    with _named(path), open_file(path, links=False) as file:
+        _check_digest(file, path)
+        contents = _head(file, path)
+        with safe_open(path, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  (it is no mapping)
+                part, _, rest = name.partition("/")
+                if only is None or part in only:
+                    contents.tensors.setdefault(part, {})[rest] = opened.get_tensor(name).clone()
+        return contents
+
+
+def read_sum(path: Path) -> str:
+    """Return the SHA-256 that is written beside a checkpoint."""
+    with _named(path):
+        return read_text(sum_file(path), 500, links=False).partition(" ")[0]
+
+
+def _head(file: BufferedReader, path: Path) -> Contents:
+    file.seek(0)
+    contents = read_head(file)
+    if step_of(path.name) not in (None, contents.step):
+        raise ValueError(f"it is that of step {contents.step}")
+    return contents
+
+
+def _check_digest(file: BufferedReader, path: Path) -> None:
+    size, beside = os.fstat(file.fileno()).st_size, sum_file(path)
+    if size > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+        raise ValueError(f"has {size:,} bytes, more than this machine's memory")
+    if read_text(beside, 500, links=False) != sum_line(hashlib.file_digest(file, "sha256").hexdigest(), path):
+        raise ValueError(f"does not have the sha256 that {beside.name} gives: one of them was cut off or changed")
+
+
+def sum_line(digest: str, path: Path) -> str:
+    """Return the line of `sha256sum` that a checkpoint's digest is written as."""
+    return f"{digest}  {path.name}\n"
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Turn whatever is wrong with a checkpoint into one line that names it."""
+    try:
+        yield
+    except OSError as error:
+        other = Path(error.filename).name if error.filename else path.name
+        what = "" if other == path.name else f"{other}: "
+        raise BrokenCheckpoint(f"checkpoint {str(path)!r}: {what}{error.strerror or one_line(error)}") from None
+    except MemoryError:
+        raise BrokenCheckpoint(f"checkpoint {str(path)!r}: more than this machine's memory") from None
+    except (ValueError, SafetensorError, RuntimeError) as error:
+        raise BrokenCheckpoint(f"checkpoint {str(path)!r}: {one_line(error)}") from None
+
+
+def commit(run_dir: Path, contents: Contents, *, keep_last: int) -> Path:
+    """Write a checkpoint and return its file, `run_dir`/checkpoints/step-N.safetensors; then remove older ones.
+
+    It is written beside, and gets its name once it and its digest are on the disk: whatever happens on the way, the
+    checkpoints before are as they were. Kept are the `keep_last` newest, this one included, and the newest whose
+    `facts["best"]` is true. A checkpoint of the same step is removed first; those of later steps are left alone.
+
+    Example:
+        >>> from tempfile import TemporaryDirectory
+        >>> with TemporaryDirectory() as run_dir:
+        ...     for step in (1, 2, 3):
+        ...         facts = {"best": step == 1}
+        ...         contents = Contents(step, {"model": {"w": torch.ones(2)}}, facts=facts)
+        ...         path = commit(Path(run_dir), contents, keep_last=1)
+        ...     steps(Path(run_dir)), path.name
+        ([1, 3], 'step-3.safetensors')
+
+    Raises:
+        CheckpointNotWritten: the disk is full, can't be written or fails otherwise; no litter is left if that can be.
+        ValueError: `keep_last` below 1, or contents that no file can hold.
+    """
+    if keep_last < 1:
+        raise ValueError(f"keep_last={keep_last} is not allowed; give 1 or more")
+    path = step_file(run_dir, contents.step)
+    header, tensors = compose(contents)
+    try:
+        clean(run_dir)
+        if not path.parent.is_dir():
+            os.mkdir(path.parent)
+            _sync_folder(run_dir)
+            _sync_folder(run_dir.parent)
+        check_room(path.parent, bytes_of(contents) + len(header), "it")
+        try:
+            _write(path, [header, *(tensor.reshape(-1).view(torch.uint8).numpy().data for tensor in tensors)])
+        except BaseException:
+            with suppress(OSError):  # what failed may fail again; the next start removes what is left
+                clean(run_dir)
+            raise
+        with suppress(OSError):  # this checkpoint is safe; the next commit tries again
+            _prune(run_dir, contents.step, keep_last)
+    except (OSError, BenchError) as error:
+        reason = f"{error.strerror or error}" if isinstance(error, OSError) else str(error)
+        raise CheckpointNotWritten(
+            f"checkpoint of step {contents.step} can't be written to {str(path.parent)!r}: {one_line(reason)}; "
+            "those before it are as they were"
+        ) from None
+    return path
+
+
+def _write(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
+    digest = _write_file(part_file(path), pieces)
+    _remove(path)
+    _write_file(sum_file(path), [sum_line(digest, path).encode()])
+    os.rename(part_file(path), path)
+    _sync_folder(path.parent)
+
+
+def _remove(path: Path) -> None:
+    """Remove a checkpoint, its digest last: one without would look like a broken one."""
+    for file in (path, sum_file(path)):
+        if file.exists():
+            os.unlink(file)
+
+
+def _prune(run_dir: Path, step: int, keep_last: int) -> None:
+    """Remove the checkpoints before the one of `step` but the last ones and the best."""
+    paths = [step_file(run_dir, number) for number in steps(run_dir) if number <= step]
+    old = paths[:-keep_last]
+    kept = next(filter(says_best, reversed(paths)), None) if old else None
+    for path in old:
+        if path != kept:
+            _remove(path)
+
+
+#: bytes handed to the system at a time
+CHUNK = 1 << 20
+
+
+def _write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> str:
+    """Write a new file, wait until it is on the disk, and return the SHA-256 of what it should hold."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    digest, size = hashlib.sha256(), 0
+    try:
+        for piece in pieces:
+            rest = memoryview(piece)
+            digest.update(rest)
+            size += len(rest)
+            while len(rest):
+                written = os.write(file, rest[:CHUNK])
+                if written <= 0:
+                    raise OSError(f"the system took {written} of {len(rest)} bytes")
+                rest = rest[written:]
+        os.fsync(file)
+        if (found := os.fstat(file).st_size) != size:
+            raise OSError(f"the system took {size:,} bytes and has {found:,} of them")
+    finally:
+        os.close(file)
+    return digest.hexdigest()
+
+
+def _sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
+    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+#: for digests and the file system's own bookkeeping
+OVERHEAD = 1 << 20
+
+
+def bytes_of(contents: Contents) -> int:
+    """Return the bytes that a checkpoint's tensors take on disk, without its header."""
+    return sum(tensor.nbytes for part in contents.tensors.values() for tensor in part.values())
+
+
+def check_room(folder: Path, needed: int, what: str) -> None:
+    """Refuse to begin what would not fit: `needed` bytes for `what` below a folder that may not exist yet."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
+    free = shutil.disk_usage(there).free
+    if free < needed + OVERHEAD:
+        raise BenchError(
+            f"{what} needs {(needed + OVERHEAD) / 1e6:,.1f} MB below {str(folder)!r}, {free / 1e6:,.1f} MB are free; "
+            "make room or choose another folder"
+        )

@@ -19,9 +19,6 @@ def one_of(choices: Iterable[str]) -> Callable[[str], str]:
 
     >>> one_of(["today"])("today")
     'today'
-
-    Raises:
-        argparse.ArgumentTypeError: from the type, of any other word; names the nearest one.
     """
 
     def read(word: str) -> str:
@@ -42,11 +39,7 @@ def braced(words: Iterable[str]) -> str:
 
 
 def tokenizer(word: str) -> str:
-    """Return a tokenizer's name: one of the bench's, `bpe-N`, or the name of a model, for its own.
-
-    Raises:
-        argparse.ArgumentTypeError: anything else.
-    """
+    """Return a tokenizer's name: one of the bench's, `bpe-N`, or the name of a model, for its own."""
     if word.startswith("bpe-") or "/" in word or word.endswith(".gguf") or Path(word).is_dir():
         return word
     return one_of(("byte", "char", "gpt2", "bpe-N"))(word)
@@ -54,9 +47,6 @@ def tokenizer(word: str) -> str:
 
 def names(text: str) -> list[str]:
     """Return the names in a list with commas.
-
-    Raises:
-        argparse.ArgumentTypeError: a list without a name.
 
     >>> names("E4M3, E7M0")
     ['E4M3', 'E7M0']
@@ -72,9 +62,6 @@ def number(kind: Callable[[str], Any], is_allowed: Callable[[Any], bool], what: 
 
     >>> positive("3")
     3
-
-    Raises:
-        argparse.ArgumentTypeError: from the type, of any other text; says `what` is allowed.
     """
 
     def read(text: str) -> Any:

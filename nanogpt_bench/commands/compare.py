@@ -13,7 +13,6 @@ from nanogpt_bench.system.files import locked, new_folder
 
 MODE = "compare"
 
-
 TEXTS = {
     "description": "Train formats x rules on one corpus, same seeds and batches, and write a report. Without\n"
     "arguments: a demonstration on the standard library's prose, two to seven minutes on two CPU cores, with an\n"
@@ -30,7 +29,6 @@ TEXTS = {
 
 
 def add_options(parser: Any) -> None:
-    """Add the options."""
     parser.add_argument("--data.dir", dest="data_dir", type=Path, metavar="DIR", help="prepared corpus")
     parser.add_argument("--formats", type=names, metavar="A,B", help="formats of the quantised rules")
     parser.add_argument("--rules", type=names, metavar="A,B|all", help="update rules, or all of them")
@@ -42,10 +40,7 @@ def add_options(parser: Any) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Train every row at every seed, write the report and print the table; the last line is the report's path.
-
-    With an `--out` that holds the same comparison it goes on, as a sweep does.
-    """
+    """Train every row at every seed, write the report and print the table; the last line is the report's path."""
     from nanogpt_bench.runs.environment import command_line
     from nanogpt_bench.sweep.comparison import comparison, partly_used, read_given
     from nanogpt_bench.sweep.session import sweep_grid

@@ -16,7 +16,6 @@ SCALES = ("tensor", "channel", "block", "square")
 #: columns of the table where no terminal says how wide it is
 _WIDTH = 120
 
-
 TEXTS = {
     "usage": "nanogpt-bench evaluate RUN [--checkpoint best|last|step-N] "
     "[--formats A,B] [--section.key VALUE ...]\n"
@@ -35,7 +34,6 @@ TEXTS = {
 
 
 def add_options(parser: Any) -> None:
-    """Add the options."""
     parser.add_argument("run", nargs="?", metavar="RUN", help="a run's folder")
     parser.add_argument(
         "--model",

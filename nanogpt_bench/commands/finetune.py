@@ -4,14 +4,14 @@ import argparse
 import copy
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from nanogpt_bench.commands import braced, one_of
 from nanogpt_bench.commands.run import exit_code, trained
 from nanogpt_bench.config.settings import Resolved, build_config, find_config, load_config
-from nanogpt_bench.system.errors import BenchError, one_line, refused
+from nanogpt_bench.system.errors import BenchError, one_line, refusals, refused
 from nanogpt_bench.system.files import LOCK, is_unused, locked
 
 Layout = Literal["compressed-tensors", "torchao", "fp8"]
@@ -23,7 +23,6 @@ LAYOUTS = (FLOAT, "compressed-tensors", "torchao", "fp8")
 #: of float32 AdamW: a weight, two averages and a gradient, four bytes each
 ADAMW_BYTES = 16
 _MIB = 2**20
-
 
 TEXTS = {
     "usage": "nanogpt-bench finetune --model PATH --data.dir DIR [--rule RULE] [--name NAME] [--resume] [--save DIR] "
@@ -39,7 +38,6 @@ TEXTS = {
 
 
 def add_options(parser: Any) -> None:
-    """Add the options."""
     parser.add_argument(
         "--model",
         required=True,
@@ -86,12 +84,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def check_save(config: Resolved, out: Path, layout: Layout | Literal["float"] | None) -> str:
-    """Return the layout to write in, before a training; no weight is read.
-
-    Raises:
-        BenchError: a folder without room, settings under which no last weights are kept, or a layout that
-            can't hold the model.
-    """
+    """Return the layout to write in, before a training; no weight is read."""
     from nanogpt_bench.checkpoint import check_room
     from nanogpt_bench.model.causal import outline
     from nanogpt_bench.setup.pretrained import trains_stored
@@ -152,11 +145,7 @@ def memory_line(summary: dict[str, Any]) -> str:
 
 
 def check_layout(config: Resolved, layout: Layout) -> None:
-    """Refuse a layout that can't hold the model, before a training; no weight is read.
-
-    Raises:
-        BenchError: a format or a layer that the layout does not have, weights in float, or a missing package.
-    """
+    """Refuse a layout that can't hold the model, before a training; no weight is read."""
     import fp8manifold as fm
     from nanogpt_bench.model.causal import skeleton
 
@@ -176,9 +165,6 @@ def save_model(run_dir: Path, out: Path, layout: Layout | Literal["float", "its 
 
     `layout` is float, for their values, or one that `fm.export_model` has, for their codes and scales; of a published
     model that was trained as it is stored its own, files beside the weights included.
-
-    Raises:
-        BenchError: no checkpoint, one of something else, or a layout that can't hold the model.
     """
     import fp8manifold as fm
     from nanogpt_bench.data.batches import open_corpus
@@ -213,9 +199,5 @@ def save_model(run_dir: Path, out: Path, layout: Layout | Literal["float", "its 
         transformers.AutoTokenizer.from_pretrained(**find_model(name)).save_pretrained(out)
 
 
-@contextmanager
-def _refusals(layout: str) -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, TypeError, ImportError) as error:
-        raise BenchError(f"--layout {layout}: {one_line(error)}") from None
+def _refusals(layout: str) -> AbstractContextManager[None]:
+    return refusals(f"--layout {layout}", ValueError, TypeError, ImportError)

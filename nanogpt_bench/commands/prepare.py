@@ -28,7 +28,6 @@ NEEDS = {
 SOURCES = ("stdlib", "packages", "eurlex", "hub", "text", "nanogpt")
 PREPARED = ("text", "labels")
 
-
 TEXTS = {
     "description": "Turn a text into train.bin, val.bin (uint16 tokens) and meta.json.",
     "epilog": "examples:\n  nanogpt-bench prepare stdlib\n"
@@ -43,7 +42,6 @@ TEXTS = {
 
 
 def add_options(parser: Any) -> None:
-    """Add the options."""
     parser.add_argument(
         "source",
         type=one_of(SOURCES),

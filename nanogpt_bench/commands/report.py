@@ -13,7 +13,6 @@ TEXTS = {
 
 
 def add_options(parser: Any) -> None:
-    """Add the options."""
     parser.add_argument(
         "runs", nargs="+", type=Path, metavar="RUNS", help="run folders, folders of them at any depth, or results files"
     )
@@ -29,8 +28,8 @@ def add_options(parser: Any) -> None:
 def main(args: argparse.Namespace) -> int:
     """Write the report and print the page's path."""
     from nanogpt_bench.report import check_folder, report
-    from nanogpt_bench.runs.load import say_aside
+    from nanogpt_bench.system.errors import say
 
     check_folder(args.out)
-    print(report(args.runs, out=args.out, baseline=args.baseline, say=say_aside))
+    print(report(args.runs, out=args.out, baseline=args.baseline, say=say))
     return 0

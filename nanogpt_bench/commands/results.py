@@ -14,7 +14,6 @@ TABLES = ("markdown", "csv")
 #: options, and the word that they go with
 GO_WITH = {"out": "export", "reference": "show", "table": "show"}
 
-
 TEXTS = {
     "usage": "nanogpt-bench results export SWEEP --out FILE.json\n"
     "       nanogpt-bench results show FILE.json [--reference ROW] [--table markdown|csv]",
@@ -28,7 +27,6 @@ TEXTS = {
 
 
 def add_options(parser: Any) -> None:
-    """Add the options."""
     parser.add_argument("word", type=one_of(WORDS), metavar=braced(WORDS), help="which of these")
     parser.add_argument("path", type=Path, metavar="SWEEP|FILE.json", help="export: a sweep's folder")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="export: file to write")

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 RUNS = Path("runs")
 
-
 TEXTS = {
     "usage": "nanogpt-bench run CONFIG.yaml [--name NAME] [--resume] [--section.key VALUE ...]\n"
     "       nanogpt-bench run --defaults",
@@ -38,7 +37,6 @@ TEXTS = {
 
 
 def add_options(parser: Any) -> None:
-    """Add the options."""
     parser.add_argument("config", nargs="?", metavar="CONFIG.yaml", help="a file, or the name of a shipped one")
     parser.add_argument(
         "--defaults", action="store_true", help="print a file of all settings with their defaults and meanings"
@@ -58,10 +56,7 @@ def add_options(parser: Any) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Train as a configuration file and overrides say, or print the file of all defaults.
-
-    Returns 0, 1 when the run failed or the disk ended it, 75 when a signal did.
-    """
+    """Train as a configuration file and overrides say, or print the file of all defaults."""
     if args.defaults:
         print(defaults_yaml())
         return 0
@@ -79,11 +74,7 @@ def trained(
     resume: bool = False,
     allow_config_change: bool = False,
 ) -> tuple[dict[str, Any], Path]:
-    """Train as a configuration file and overrides say, tell how it goes, and return the run's summary and folder.
-
-    Raises:
-        BenchError: a configuration, a name or options that don't go together, or nothing whole to go on from.
-    """
+    """Train as a configuration file and overrides say, tell how it goes, and return the run's summary and folder."""
     # here, since they bring torch, for which neither the help nor a wrong option has to wait
     from nanogpt_bench.data import prepare_default
     from nanogpt_bench.loop.train import run
@@ -96,7 +87,9 @@ def trained(
     path, ranks = find_config(config_name), joined()
     given = load_config(path, overrides)
     _check_torchrun(given.train.parallel)
-    named = None if name is None else RUNS / checked_name(name)
+    if name is not None and (not name.isprintable() or Path(name).name != name or name[:1] in ("", ".")):
+        raise BenchError(f"--name {name!r} is not allowed; give the name of one folder, such as e4m3-lr2")
+    named = None if name is None else RUNS / name
     earlier = Path(ranks.broadcast(str(named or latest_name(path.stem)))) if resume else None
     config = resolve(given) if earlier is None else resolve_for(given, earlier, resume=True)
     check_device(config.runtime.device)
@@ -148,17 +141,6 @@ def exit_code(summary: dict[str, Any]) -> int:
 
 def _of_disk(summary: dict[str, Any]) -> bool:
     return (summary["stop"] or {}).get("kind") == "disk"
-
-
-def checked_name(name: str) -> str:
-    """Return a run's name if it is one folder below runs/.
-
-    Raises:
-        BenchError: it is empty, a path, hidden, or holds what can't be printed.
-    """
-    if not name or Path(name).name != name or name.startswith(".") or not name.isprintable():
-        raise BenchError(f"--name {name!r} is not allowed; give the name of one folder, such as e4m3-lr2")
-    return name
 
 
 @contextmanager

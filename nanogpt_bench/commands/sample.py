@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanogpt_bench.commands import at_least_0, names, natural, positive
-from nanogpt_bench.system.errors import BenchError, counted, printable
+from nanogpt_bench.system.errors import BenchError, counted, printable, refusals
 from nanogpt_bench.system.files import holds, refuse_to_replace, rows_with, write_json
 
 if TYPE_CHECKING:
@@ -58,7 +58,6 @@ TEXTS = {
 
 
 def add_options(parser: Any) -> None:
-    """Add the options."""
     parser.add_argument("run", metavar="RUN", help="a run's folder")
     parser.add_argument("--checkpoint", metavar="WHICH", help="best, last (the default) or step-N")
     parser.add_argument(
@@ -82,9 +81,6 @@ def sample_run(
     A prompt of "" stands for an end of text, where the tokenizer has one, else for the validation text's first token.
     Each format is that of every weight, in place of the run's; `none` stands for float weights. `overrides` are
     settings of the rows in a format, and `data.dir`.
-
-    Raises:
-        BenchError: no such checkpoint, a prompt that the tokenizer can't write, or weights whose logits are not finite.
     """
     from rich.console import Console
     from rich.progress import Progress
@@ -126,10 +122,8 @@ def _encoded(prompt: str, tokenizer: Tokenizer, corpus: Corpus) -> torch.Tensor:
     import torch
 
     if prompt:
-        try:
+        with refusals("--prompt"):
             tokens = tokenizer.encode(prompt).tolist()
-        except BenchError as error:
-            raise BenchError(f"--prompt: {error}") from None
     else:
         tokens = [int(corpus.val[0]) if tokenizer.end_of_text is None else tokenizer.end_of_text]
     return torch.tensor([tokens])

@@ -21,7 +21,6 @@ TEXTS = {
 
 
 def add_options(parser: Any) -> None:
-    """Add the options."""
     parser.add_argument("file", nargs="?", metavar="FILE.yaml", help="a sweep file, or the name of a shipped one")
     parser.add_argument("--sensitivity", action="store_true", help="quantise one layer pattern at a time: loss gaps")
     parser.add_argument("--reference", metavar="ROW", help="row to measure against (default: the file's, or BF16)")

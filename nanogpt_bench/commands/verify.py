@@ -9,7 +9,7 @@ from typing import Any
 
 from nanogpt_bench.config.settings import read_yaml
 from nanogpt_bench.runs.read import CUT_OFF, not_as_written, records
-from nanogpt_bench.system.errors import BenchError, counted, one_line, printable
+from nanogpt_bench.system.errors import BenchError, counted, one_line, printable, say
 from nanogpt_bench.system.untrusted import read_json
 
 METRICS, ALERTS = "metrics.jsonl", "alerts.jsonl"
@@ -36,7 +36,6 @@ TEXTS = {
 
 
 def add_options(parser: Any) -> None:
-    """Add the options."""
     parser.add_argument(
         "runs", nargs="+", type=Path, metavar="RUN", help="run folders, or folders of them at any depth"
     )
@@ -44,10 +43,10 @@ def add_options(parser: Any) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Print what is wrong with run folders, or those below other folders; return 1 if anything is, else 0."""
-    from nanogpt_bench.runs.load import find_runs, say_aside  # which bring torch, as those below
+    from nanogpt_bench.runs.load import find_runs  # which brings torch, as those below
 
     failed = False
-    for path in find_runs(args.runs, say_aside):
+    for path in find_runs(args.runs, say):
         found = check_run(path)
         failed |= bool(found.problems)
         recorded = "no steps" if found.last_step is None else f"steps up to {found.last_step:,}"
@@ -132,7 +131,8 @@ def _records(path: Path, ended: bool, found: Report) -> Iterator[tuple[int, Any]
 
 
 def _check_checkpoints(path: Path, found: Report) -> None:
-    from nanogpt_bench.checkpoint import CHECKPOINTS, BrokenCheckpoint, check_layout, step_file, steps, verify
+    from nanogpt_bench.checkpoint import verify
+    from nanogpt_bench.checkpoint.format import CHECKPOINTS, BrokenCheckpoint, check_layout, step_file, steps
 
     for step in steps(path):
         file = step_file(path, step)

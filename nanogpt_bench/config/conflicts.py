@@ -8,16 +8,7 @@ from typing import Any
 
 from nanogpt_bench.config.keys import FIELDS, get, keys_where
 from nanogpt_bench.config.metrics import TREND
-from nanogpt_bench.config.rules import (
-    RULES,
-    Rule,
-    contradicting,
-    has_moments,
-    meaning,
-    optimizer_of,
-    rules_with_format,
-    unit,
-)
+from nanogpt_bench.config.rules import RULES, Rule, contradicting, has_moments, meaning, optimizer_of, unit
 from nanogpt_bench.config.schema import (
     MANIFOLDS,
     ON_FLOATS,
@@ -52,9 +43,6 @@ def refuse_new_meanings(file: Mapping[str, Any], merged: Mapping[str, Any], said
     """Refuse settings of a file that mean something else beside what is said on top of it.
 
     A rate is in the unit of its optimizer, and formats of single layers stay beside one for all.
-
-    Raises:
-        BenchError: the setting, its value, and the flag that takes it away.
     """
     before, now = optimizer_of(file), optimizer_of(merged)
     for key in keys_where("is_rate"):
@@ -72,11 +60,7 @@ def refuse_new_meanings(file: Mapping[str, Any], merged: Mapping[str, Any], said
 
 
 def refuse_disagreement(config: Config, rule: Rule) -> None:
-    """Refuse a setting that contradicts the rule: the run would bear the wrong name.
-
-    Raises:
-        BenchError: names the rule that means it, or the flags that say the rule's settings one by one.
-    """
+    """Refuse a setting that contradicts the rule: the run would bear the wrong name."""
     means = meaning(rule)
     for key, given in contradicting(lambda key: get(config, key), means).items():
         asked = means | {key: given}
@@ -90,21 +74,13 @@ def refuse_disagreement(config: Config, rule: Rule) -> None:
 
 
 def refuse_as_given(config: Config) -> None:
-    """Refuse settings that mean nothing under the task, before anything is filled in.
-
-    Raises:
-        BenchError: the setting, its value, and why.
-    """
+    """Refuse settings that mean nothing under the task, before anything is filled in."""
     classify = config.task == "classify"
     _refuse(config, ((k, classify, f"can't be used with task 'classify', {why}") for k, why in _NOT_CLASSIFY.items()))
 
 
 def refuse_conflicts(config: Config) -> None:
-    """Refuse a setting of a configuration, filled in, that can't be used beside the others or would be ignored.
-
-    Raises:
-        BenchError: the setting, its value, what it can't be used with, and what to give.
-    """
+    """Refuse a setting of a configuration, filled in, that can't be used beside the others or would be ignored."""
     for table in TABLES:
         _refuse(config, table(config))
 
@@ -155,7 +131,8 @@ def _storage(config: Config) -> Iterator[Conflict]:
     by, kept = f"rule {config.rule!r}" if config.rule else f"storage {own}", _KEPT.get(own or "", "")
     tied = bool(model.tie_weights and model.formats)
     yield "model.tied", not tied, "needs model.tie_weights and a format"
-    others = f"add --model.format null --model.formats {{}}, or give another --rule: {', '.join(rules_with_format())}"
+    rules = ", ".join(name for name, rule in RULES.items() if rule.storage not in WITHOUT_FORMATS)
+    others = f"add --model.format null --model.formats {{}}, or give another --rule: {rules}"
     yield "model.formats", floats, f"can't be used with {by}, whose weights are {kept}; {others}"
     yield "model.granularity", floats, f"means nothing under {by}, whose weights are {kept}"
     for key in ("rule", "model.storage"):

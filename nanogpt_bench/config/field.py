@@ -88,11 +88,7 @@ def facts_of(field: FieldInfo) -> dict[str, Any]:
 
 
 def check_names(value: Any) -> None:
-    """Refuse a mapping, anywhere in a value, that names an entry by something else than a word.
-
-    Raises:
-        BenchError: names it.
-    """
+    """Refuse a mapping, anywhere in a value, that names an entry by something else than a word."""
     if isinstance(value, dict):
         for name, item in value.items():
             if not isinstance(name, str):
@@ -114,11 +110,7 @@ def _said(kind: type, value: Any) -> Any:
 
 
 def parse_text(text: str) -> Any:
-    """Return what a text says as YAML, the text itself where it says nothing.
-
-    Raises:
-        BenchError: it gives a key twice.
-    """
+    """Return what a text says as YAML, the text itself where it says nothing."""
     try:
         return untrusted.parse_yaml(text)
     except untrusted.GivenTwice as error:

@@ -101,10 +101,7 @@ def bounds_in_words(bounds: tuple[Any, ...]) -> str:
 
 
 def refusal(error: ValidationError, fields: Mapping[str, Setting] = FIELDS, prefix: str = "") -> BenchError:
-    """Return the first of pydantic's findings in one line: the setting, its value and what it takes.
-
-    `prefix` is what is before the places that pydantic tells in the keys of the `fields`.
-    """
+    """Return pydantic's first finding in one line: the setting, behind `prefix`, its value and what it takes."""
     found = error.errors(include_url=False)[0]
     place = [str(part) for part in found["loc"]]
     key = next((key for end in range(1, 4) if (key := prefix + ".".join(place[:end])) in fields), "")

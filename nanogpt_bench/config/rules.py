@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from nanogpt_bench.config.keys import keys_where
-from nanogpt_bench.config.schema import LOSING, MANIFOLDS, ON_FLOATS, RIEMANNIAN, ROUNDED, WITHOUT_FORMATS
+from nanogpt_bench.config.schema import LOSING, MANIFOLDS, ON_FLOATS, RIEMANNIAN, ROUNDED
 from nanogpt_bench.system.errors import BenchError, unknown
 
 
@@ -205,9 +205,6 @@ def rule(name: str) -> Rule:
 
     >>> rule("nearest").writeback
     'nearest'
-
-    Raises:
-        BenchError: no such rule; names the nearest one.
     """
     if name not in RULES:
         raise unknown("rule", name, RULES)
@@ -265,19 +262,10 @@ def available_rules() -> list[str]:
 
 
 def check_available(name: str) -> None:
-    """Raise for a rule whose package is missing.
-
-    Raises:
-        BenchError: it is not installed; says how to get it.
-    """
+    """Raise for a rule whose package is missing."""
     needs = rule(name).needs
     if needs is not None and name not in available_rules():
         raise BenchError(f"rule {name!r} needs {needs[0]}; get it with pip install 'fp8manifold[{needs[1]}]'")
-
-
-def rules_with_format() -> list[str]:
-    """Return the names of the rules whose weights have a format."""
-    return [name for name, entry in RULES.items() if entry.storage not in WITHOUT_FORMATS]
 
 
 def loses_steps(storage: str | None, writeback: str | None) -> bool | None:
@@ -312,15 +300,6 @@ def reference_settings(base: Mapping[str, Any], reference: Mapping[str, Any]) ->
     """
     of_rule = keys_where("of_rule")
     return {key: value for key, value in base.items() if key not in of_rule} | dict(reference)
-
-
-def float_rule(precision: str | None) -> str:
-    """Return the rule of AdamW on float weights at a precision: autocast unless it is float32.
-
-    >>> float_rule("float32"), float_rule("bf16-mixed")
-    ('fp32', 'bf16-mixed')
-    """
-    return "fp32" if precision == "float32" else "bf16-mixed"
 
 
 def has_moments(storage: str | None, optimizer: str | None) -> bool:

@@ -18,7 +18,7 @@ from nanogpt_bench.config.metrics import WATCHED
 from nanogpt_bench.config.rules import RULES, optimizer_of
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.system import untrusted
-from nanogpt_bench.system.errors import BenchError, nearest, one_line, unknown
+from nanogpt_bench.system.errors import BenchError, nearest, one_line, refusals, unknown
 
 
 def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
@@ -26,10 +26,6 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
 
     >>> load_config(None, ["--train.max_steps", "7"]).train.max_steps
     7
-
-    Raises:
-        BenchError: unreadable file, unknown key, wrong type, a value out of range, or one of the file that what is
-            said beside it gives another meaning, in one line.
     """
     file = read_yaml(path) if path else {}
     merged = parse_overrides(overrides, file)
@@ -40,17 +36,8 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Return the settings of a YAML file as {dotted key: value}, its keys checked.
-
-    Raises:
-        BenchError: a file that can't be read, is not YAML, or holds an unknown key or one key twice.
-    """
-    try:
-        loaded = untrusted.read_yaml(path)
-    except OSError as error:
-        raise BenchError(f"config {str(path)!r} can't be read: {error.strerror or error}") from None
-    except ValueError as error:
-        raise BenchError(f"config {str(path)!r} is not YAML: {one_line(error)}") from None
+    """Return the settings of a YAML file as {dotted key: value}, its keys checked."""
+    loaded = content_of(path, "config")
     if loaded is None:
         raise BenchError(
             f"config {str(path)!r} is empty; give settings, such as rule: fp32, or {{}} for the defaults of all"
@@ -61,6 +48,15 @@ def read_yaml(path: Path) -> dict[str, Any]:
         return once(flatten(loaded))
     except GivenTwice as error:
         raise error.in_file(path) from None
+
+
+def content_of(path: Path, kind: str) -> Any:
+    """Return what a YAML file says; `kind` is what a refusal calls it."""
+    with refusals(f"{kind} {str(path)!r} is not YAML", ValueError):
+        try:
+            return untrusted.read_yaml(path)
+        except OSError as error:
+            raise BenchError(f"{kind} {str(path)!r} can't be read: {error.strerror or error}") from None
 
 
 class GivenTwice(BenchError):
@@ -81,9 +77,6 @@ def once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
     >>> once([("seed", 1), ("rule", "fp32")])
     {'seed': 1, 'rule': 'fp32'}
-
-    Raises:
-        GivenTwice: a key is there twice.
     """
     found: dict[str, Any] = {}
     for key, value in pairs:
@@ -133,11 +126,7 @@ SEEDS = ("data.seed", "model.seed")
 
 
 def flatten(tree: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of nested sections, the keys checked; settings that are gone are left out.
-
-    Raises:
-        BenchError: an unknown key, a value in place of a section, or one that asks for what is gone.
-    """
+    """Yield (dotted key, value) of nested sections, the keys checked; settings that are gone are left out."""
     found = list(_flat(tree, ""))
     settings = dict(found)
     for key, value in found:
@@ -197,9 +186,6 @@ def parse_overrides(arguments: Sequence[str], base: dict[str, Any] | None = None
 
     >>> parse_overrides(["--model.format", "E4M3", "--seed=3"])
     {'model.format': 'E4M3', 'seed': 3}
-
-    Raises:
-        BenchError: an unknown key, an option without a value, or a setting or an entry that is given twice.
     """
     queue, said = list(arguments), dict[str, str]()
     while queue:
@@ -222,11 +208,7 @@ def _twice(key: str) -> BenchError:
 
 
 def entries_of(values: Mapping[str, Any], mapping: str) -> dict[str, Any]:
-    """Return the entries that a mapping setting has so far.
-
-    Raises:
-        BenchError: it was given something else.
-    """
+    """Return the entries that a mapping setting has so far."""
     entries = values.get(mapping) or {}
     if not isinstance(entries, dict):
         raise BenchError(f"{mapping}: {entries!r} is not allowed; give {FIELDS[mapping].allowed}")
@@ -256,11 +238,7 @@ def _read_value(key: str, text: str) -> Any:
 
 
 def build_config(values: Mapping[str, Any]) -> Config:
-    """Return the `Config` with these {dotted key: value} settings, types and ranges checked.
-
-    Raises:
-        BenchError: an unknown key, a value of a wrong type, out of range, or null where that means nothing.
-    """
+    """Return the `Config` with these {dotted key: value} settings, types and ranges checked."""
     tree: dict[str, Any] = {}
     for key, value in values.items():
         if key not in FIELDS:
@@ -326,19 +304,12 @@ def find_config(name: str) -> Path:
 
     >>> find_config("configs/e4m3.yaml").name
     'e4m3.yaml'
-
-    Raises:
-        BenchError: neither exists; names the nearest shipped file.
     """
     return find_shipped(name, FOLDER, "config")
 
 
 def find_shipped(name: str, folder: Path, kind: str) -> Path:
-    """Return the path of a YAML file: `name` itself, or the file of that name in a folder of the package.
-
-    Raises:
-        BenchError: neither exists; names the nearest shipped file.
-    """
+    """Return the path of a YAML file: `name` itself, or the file of that name in a folder of the package."""
     path = Path(name)
     try:
         if path.is_file():

@@ -58,12 +58,7 @@ def digests_of(splits: Any) -> dict[str, Any]:
 
 
 def load_corpus(folder: Path, block_size: int) -> Corpus:
-    """Open a prepared corpus and check that it can feed blocks of `block_size` tokens.
-
-    Raises:
-        BenchError: missing files, odd sizes, a meta.json that disagrees with them (counts, sha256) or with its own
-            tokenizer (vocabulary), tokens beyond the vocabulary, or a split shorter than a block.
-    """
+    """Open a prepared corpus; its files, meta.json and tokens have to agree, and fill blocks of `block_size` tokens."""
     meta = _read_meta(folder)
     arrays = {split: _open_split(folder, split, meta, block_size) for split in SPLITS}
     return Corpus(folder, arrays["train"], arrays["val"], meta)
@@ -228,10 +223,7 @@ class Documents:
         return np.minimum(self.ends[which] - self.starts[which], block_size)
 
     def rows(self, which: NDArray[np.int64], block_size: int) -> tuple[Tensor, Tensor]:
-        """Return the first tokens of these documents, int64 (B, block_size), and their labels, float32 (B, L).
-
-        Behind a shorter document comes `PADDING`.
-        """
+        """Return the first tokens, int64 (B, block_size), `PADDING` behind; and labels, float32 (B, L)."""
         tokens = np.full((len(which), block_size), PADDING, dtype=np.int64)
         for row, start, length in zip(tokens, self.starts[which], self.lengths(which, block_size), strict=True):
             row[:length] = self.tokens[start : start + length]

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import chain, islice
@@ -12,7 +12,7 @@ from typing import Any
 from nanogpt_bench.data.text import VAL_EVERY
 from nanogpt_bench.data.tokenizers import check_tokenizer, make_tokenizer
 from nanogpt_bench.data.write import LabelledText, check_folder, split_limits, write_corpus
-from nanogpt_bench.system.errors import BenchError, one_line, unknown
+from nanogpt_bench.system.errors import BenchError, one_line, refusals, unknown
 from nanogpt_bench.system.files import sha256
 
 #: names under which data sets keep what is for validation
@@ -26,16 +26,9 @@ Stream = Iterable[Mapping[str, Any]]
 LOOKUP_SECONDS = 8.0
 
 
-@contextmanager
-def reading(what: str) -> Iterator[None]:
+def reading(what: str) -> AbstractContextManager[None]:
     """Turn whatever reading a data set can raise into one line that begins with `what`."""
-    expected = read_errors()
-    try:
-        yield
-    except BenchError:
-        raise
-    except expected as error:
-        raise BenchError(f"{what} can't be read: {one_line(error)}") from None
+    return refusals(f"{what} can't be read", *read_errors())
 
 
 def read_errors() -> tuple[type[Exception], ...]:
@@ -140,10 +133,7 @@ class NotOnHubError(BenchError):
 
 
 def find_commit(dataset: str, revision: str | None) -> str:
-    """Return the commit that a revision (default: the newest) of a data set stands for.
-
-    It is one request without retries, so that a hub out of reach is known within seconds.
-    """
+    """Return the commit that a revision (default: the newest) of a data set stands for."""
     from huggingface_hub import HfApi, errors
 
     try:

@@ -118,10 +118,7 @@ _Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 def prepare_stdlib(
     out: Path, tokenizer: str = "byte", *, limit: int | None = None, progress: bool = False
 ) -> dict[str, Any]:
-    """Prepare the standard library's prose in folder `out` and return what was written to meta.json.
-
-    The text differs a little between Python versions: meta.json records the version and the text's sha256.
-    """
+    """Prepare the standard library's prose in folder `out` and return what was written to meta.json."""
     documents = stdlib_documents()
     text = "\n".join(documents)
     splits = {

@@ -408,10 +408,7 @@ def own_tokenizer(model: str) -> OwnTokenizer:
 
 
 def check_tokens(tokenizer: str, model: str, rows: int, corpus: str, largest: int) -> None:
-    """Refuse a text whose tokens mean something else to a model, by the name of the tokenizer that wrote it.
-
-    `rows` are the model's embeddings, `largest` is the largest token of the text.
-    """
+    """Refuse a text of another tokenizer than the model's, or a largest token beyond its `rows` of embeddings."""
     own = own_tokenizer(model)
     if tokenizer != own.name:
         path = model if "/" in model or not Path(model).is_dir() else f"./{model}"  # no other tokenizer's name

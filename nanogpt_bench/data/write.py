@@ -237,11 +237,7 @@ class LabelledText(str):
 def _write_labels(
     folder: Path, splits: Mapping[str, _Split], counts: dict[str, dict[str, Any]], names: Sequence[str] | None
 ) -> list[str]:
-    """Write ends and labels of every split, put their digests into `counts`, and return the labels' names.
-
-    Labels are one byte each, 0 or 1, a row a document: shape (documents, labels). Without `names` the labels' numbers
-    are their names, as many as the largest one asks for.
-    """
+    """Write ends and labels (uint8, documents x labels) of every split, digests into `counts`; return the names."""
     numbers = [number for split in splits.values() for labels in split.labels for number in labels or ()]
     if not numbers:
         raise BenchError("no document has a label; there is nothing to learn")

@@ -24,7 +24,7 @@ from nanogpt_bench.loop.trainer import mean_and_error
 from nanogpt_bench.model.causal import is_linear, window_losses
 from nanogpt_bench.model.weights import save_weights
 from nanogpt_bench.setup.memory import memory_of
-from nanogpt_bench.system.errors import BenchError, one_line
+from nanogpt_bench.system.errors import refusals
 
 #: the key, beside layer patterns, by which formats name the embeddings
 EMBEDDINGS = "embeddings"
@@ -44,9 +44,6 @@ def rounded(
         formats: layer pattern, or `embeddings`, to format or specification; nothing is rounded without any.
         tied: `untie` or `leave`, of a head that shares the embedding's weight.
         options: of `fm.quantize_model`.
-
-    Raises:
-        BenchError: formats that can't be used with this model.
     """
     linear = {pattern: value for pattern, value in formats.items() if pattern != EMBEDDINGS}
     fmt = formats.get(EMBEDDINGS, "none")
@@ -55,7 +52,7 @@ def rounded(
         with ExitStack() as stack:
             saved = stack.enter_context(_embeddings_rounded(model, fmt, options)) if fmt != "none" else 0
             if linear:
-                _quantized(model, linear, tied=tied, **options)
+                quantized(model, linear, tied=tied, **options)
             yield memory_of([*model.parameters(), *model.buffers()]) - saved
     finally:
         for name, module in list(model.named_modules()):
@@ -74,7 +71,7 @@ def _embeddings_rounded(model: nn.Module, fmt: Any, options: Mapping[str, Any]) 
         for table, values in floats:
             linear = nn.Linear(values.shape[1], values.shape[0], bias=False, device="meta")
             linear.weight = nn.Parameter(values, requires_grad=False)
-            codes = _quantized(linear, fmt, **options).weight.detach()
+            codes = quantized(linear, fmt, **options).weight.detach()
             saved += values.nbytes - memory_of([codes])
             table.data = codes.dequantize()
         yield saved
@@ -83,12 +80,10 @@ def _embeddings_rounded(model: nn.Module, fmt: Any, options: Mapping[str, Any]) 
             table.data = values
 
 
-def _quantized(model: nn.Module, formats: Any, **options: Any) -> Any:
+def quantized(model: nn.Module, formats: Any, **options: Any) -> Any:
     """Quantise in place to one byte a weight, or refuse formats that can't be used with this model."""
-    try:
+    with refusals("formats", ValueError, TypeError):
         return fm.quantize_model(model, formats, "fp8", **options)
-    except (ValueError, TypeError) as error:
-        raise BenchError(f"formats: {one_line(error)}") from None
 
 
 @dataclass(frozen=True)
@@ -164,9 +159,6 @@ class Measurement:
         """Measure one set of formats; the first of all has none. Where weights are written, those of rows that save.
 
         The gap is to the losses that are given, window by window; to those of the float weights without any.
-
-        Raises:
-            BenchError: formats that can't be used with this model.
         """
         begun = time.perf_counter()
         options = {**self.options, **({"granularity": scale} if scale else {})}
@@ -274,10 +266,7 @@ def _settings(content: Mapping[str, Any]) -> list[str]:
 
 
 def mixture(content: Mapping[str, Any]) -> dict[str, str]:
-    """Return the format of the lowest gap by layer pattern.
-
-    Without single blocks, all layers at once, and embeddings, which no setting of a run rounds.
-    """
+    """Return the format of the lowest gap by layer pattern; blocks, `*` and embeddings are no settings of a run."""
     left_out = ("*", EMBEDDINGS)
     patterns = [name for name in content["patterns"] if name not in left_out and not name.startswith("blocks.")]
     rows = dict(zip(content["patterns"], content["gap"], strict=True))

@@ -29,17 +29,18 @@ from nanogpt_bench.evaluation.measurement import (
     Measurement,
     best_mixture,
     gaps_table,
+    quantized,
     rows_table,
 )
 from nanogpt_bench.evaluation.weights import RunWeights, checked_overrides, folder_of, named_formats
 from nanogpt_bench.model.causal import Outline, find_model, is_linear, load_causal, load_narrow, outline, skeleton
-from nanogpt_bench.report.build import facts_of, write_report
+from nanogpt_bench.report import facts_of, write_report
 from nanogpt_bench.report.rows import group_rows
 from nanogpt_bench.runs.environment import environment
 from nanogpt_bench.runs.load import Run
 from nanogpt_bench.runs.trained import choose, load
 from nanogpt_bench.setup.runtime import runtime
-from nanogpt_bench.system.errors import BenchError, counted, one_line, printable, rough_time, say
+from nanogpt_bench.system.errors import BenchError, counted, printable, refusals, rough_time, say
 from nanogpt_bench.system.files import holds, is_unused, locked, mapping_with, write_json
 
 ROWS = "evaluation.json"
@@ -70,11 +71,7 @@ _WIDTH = 130
 
 
 def report_model(args: argparse.Namespace) -> int:
-    """Measure a causal language model of transformers, print the tables, write the folder and print its page's path.
-
-    Raises:
-        BenchError: a model, a text or options that can't be used.
-    """
+    """Measure a causal language model of transformers, print the tables, write the folder and print its page's path."""
     given = parse_overrides(args.overrides)
     for key in given:
         if key not in SETTINGS:
@@ -120,22 +117,13 @@ def _as_stored(found: Outline) -> tuple[str, str]:
 def _read(name: str, device: torch.device, formats: Mapping[str, Any], options: Mapping[str, Any]) -> nn.Module:
     """The model with the weights of some layers in codes; wrong formats are refused before a weight is read."""
     asked = {"formats": dict(formats), **options}
-    try:
-        fm.quantize_model(skeleton(name).float(), asked["formats"], "fp8", **options)  # before a weight is read
-    except (ValueError, TypeError) as error:
-        raise BenchError(f"formats: {one_line(error)}") from None
+    quantized(skeleton(name).float(), asked["formats"], **options)  # before a weight is read
     read: nn.Module = load_causal(name, bytes_each=1.25, quantization=asked).to(device)
     return read
 
 
 def report_run(run_dir: Path, args: argparse.Namespace) -> int:
-    """Measure the float weights of a run, then rounded, on the run's validation batches; print and write as above.
-
-    In float32, whatever the run computed in.
-
-    Raises:
-        BenchError: no such checkpoint, another text, or options that can't be used.
-    """
+    """Measure a run's weights in float32, then rounded, on its validation batches; print and write likewise."""
     given = checked_overrides(args.overrides)
     for key, instead in _SET_OTHERWISE.items():
         if key in given:
@@ -190,11 +178,7 @@ def _text(args: argparse.Namespace, folder: str | None, found: Outline, block: i
 
 
 def spread(tokens: Any, count: int, block: int) -> Tensor:
-    """Return windows spread evenly over a text, (N, T + 1); as many as there are without overlap where it is short.
-
-    Raises:
-        BenchError: it is shorter than one.
-    """
+    """Return windows spread evenly over a text, (N, T + 1); as many as there are without overlap where it is short."""
     if len(tokens) <= block:
         raise BenchError(f"the text has {counted(len(tokens), 'token')}, a window of {block} needs {block + 1}")
     count = max(1, min(count, (len(tokens) - 1) // block))
@@ -291,10 +275,8 @@ def _parts(at: Measurement, by: str, own: Mapping[str, Any]) -> dict[str, list[s
         layers.setdefault(match[group] if match else name, []).append(name)
     patterns = dict.fromkeys((pattern for pattern in own if pattern != EMBEDDINGS), "E4M3")
     linear = {name: (1, 1) for name, module in at.model.named_modules() if is_linear(module)}
-    try:
+    with refusals("model.formats", ValueError):
         given = fm.check_formats(patterns, linear) if patterns else {}
-    except ValueError as error:
-        raise BenchError(f"model.formats: {one_line(error)}") from None
     left = {pattern: [name for name in names if name not in given] for pattern, names in layers.items()}
     parts = {pattern: [pattern] if names == layers[pattern] else names for pattern, names in left.items() if names}
     parts |= {} if EMBEDDINGS in own else {EMBEDDINGS: [EMBEDDINGS]}

@@ -43,11 +43,7 @@ _CALLED = "the checkpoint"
 
 
 def checked_overrides(overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the settings of a command line by dotted key.
-
-    Raises:
-        BenchError: one that means nothing for trained weights.
-    """
+    """Return the settings of a command line by dotted key."""
     given = parse_overrides(overrides)
     for key in given:
         if key == "model.format":
@@ -61,13 +57,7 @@ def checked_overrides(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 class RunWeights:
-    """A checkpoint's weights, from which trainers are made.
-
-    `given` are settings as `checked_overrides` returns them.
-
-    Raises:
-        BenchError: settings that can't be used.
-    """
+    """A checkpoint's weights, from which trainers are made."""
 
     def __init__(self, trained: Trained, given: Mapping[str, Any]) -> None:
         self.trained, self.given = trained, given
@@ -106,11 +96,7 @@ class RunWeights:
         return own.model.storage == "float32" and own.train.precision != "bf16-pure" and not own.model.torchao_float8
 
     def rounded(self, formats: Mapping[str, Any], corpus: Corpus, device: torch.device) -> Trainer:
-        """Return a model of the weights rounded to the formats of layer patterns; of the floats without any.
-
-        Raises:
-            BenchError: formats that can't be used with this model.
-        """
+        """Return a model of the weights rounded to the formats of layer patterns; of the floats without any."""
         config = resolve(self._row(formats))
         if self._start is None:
             self._start = build_model(model_shape(self._row({}), corpus), 0)
@@ -213,9 +199,6 @@ def evaluate_run(
     Standard error gets the text that they are measured on, and whether the first row is the loss that the run recorded.
     Each format is that of every weight, in place of the run's. `overrides` are settings of the measurement, and of the
     rows in a format; `save` is a folder for the weights of every row.
-
-    Raises:
-        BenchError: no such checkpoint, another text, or formats that don't go with the model.
     """
     names, given = named_formats(formats), checked_overrides(overrides)
     trained = load(choose(run_dir, checkpoint))

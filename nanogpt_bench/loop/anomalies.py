@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 import fp8manifold as fm
-from nanogpt_bench.checkpoint import CheckpointNotWritten, commit
+from nanogpt_bench.checkpoint import commit
+from nanogpt_bench.checkpoint.format import CheckpointNotWritten
 from nanogpt_bench.config import metrics
 from nanogpt_bench.loop.resume import capture
 from nanogpt_bench.model.weights import plain
@@ -44,11 +45,7 @@ class Sentry:
         ]
 
     def after(self, step: Step) -> Anomaly | None:
-        """Fill in the step's flags and return what was not finite; called after it.
-
-        Weights and optimizer state are looked at in every step. After one that has to be left out for its loss or
-        gradient, and is whole otherwise, the model's buffers are those of before it.
-        """
+        """Fill in the step's flags and return what was not finite; a step to be left out gets the buffers put back."""
         step.record |= {metrics.WEIGHT_HAS_NAN.name: 0, metrics.STATE_HAS_NAN.name: 0}
         passed = not (step.record[metrics.LOSS_IS_NAN.name] or step.record[metrics.GRAD_HAS_NAN.name])
         if passed and self._whole():
@@ -134,7 +131,7 @@ def _first_bad_activation(trainer: Trainer, model: Any, batch: tuple[Tensor, Ten
 
     handles = [module.register_forward_hook(watch(name)) for name, module in model.named_modules() if name]
     with torch.random.fork_rng():
-        loss = trainer.loss_of(model, *batch) / trainer.config.train.accumulation
+        loss = trainer.loss(*batch, model.loss) / trainer.config.train.accumulation
     for handle in handles:
         handle.remove()
     if found or not math.isfinite(loss.item()):

@@ -16,13 +16,7 @@ from nanogpt_bench.system.errors import BenchError
 
 
 def clipping_of(model: nn.Module, optimizer: torch.optim.Optimizer, config: Config) -> Clipping:
-    """Return the clipping of a run's gradients: of their sum, or where a weight's has a format of every micro-batch.
-
-    With `train.step_in_backward` the optimizer steps in the backward pass from here on.
-
-    Raises:
-        BenchError: weights' gradients have a format, and would have it before they are clipped in the backward pass.
-    """
+    """Return a run's clipping, of sums or micro-batches; the optimizer may step in the backward pass from here on."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     layers = [layer for layer in model.modules() if isinstance(layer, fm.QuantizedLinear)]
     has_format = any(layer.weight_gradient_scaler is not None for layer in layers)
@@ -46,10 +40,7 @@ def clipping_of(model: nn.Module, optimizer: torch.optim.Optimizer, config: Conf
 
 
 class Clipping:
-    """Multiplies the complete gradient so that its norm is `bound` at most; with 0 it is left alone.
-
-    So is a gradient that is not finite: a factor of NaN would hide where it came from.
-    """
+    """Scales the complete gradient to a norm of `bound` at most; left alone with 0, and where it is not finite."""
 
     def __init__(self, parameters: Sequence[Tensor], bound: float) -> None:
         self._parameters, self._bound = parameters, bound
@@ -85,10 +76,7 @@ class Unclipped(Clipping):
 
 
 class ClippingWithin(Clipping):
-    """Clipping of gradients that step as they come: by the norm of the step before, or by that of a pass of its own.
-
-    The first step has none before it, and takes a pass of its own, too.
-    """
+    """Clips gradients that step as they come, by the norm of the step before; if `exact`, or at first, of a pass."""
 
     def __init__(self, handle: Any, bound: float, *, exact: bool) -> None:
         groups = handle.optimizer.param_groups
@@ -143,7 +131,10 @@ class ClippingFirst(Clipping):
         self._norm = norm.item()
         if self._micro_steps > 1:
             self._unclipped = _added(self._unclipped, [None if g is None else g.clone() for g in gradients])
-        factor = self._clip(norm)
+        factor, bound = 1.0, self._bound / self._micro_steps
+        if 0 < bound < self._norm < math.inf:
+            clip_grads_with_norm_(self._parameters, bound, norm)
+            self._clipped, factor = True, bound / (self._norm + 1e-6)  # torch's own
         fm.quantize_weight_gradients(self._model)
         for parameter, total in zip(self._parameters, self._sums, strict=True):
             (parameter.grad,) = _added([total], [parameter.grad])
@@ -156,14 +147,6 @@ class ClippingFirst(Clipping):
             norm = get_total_norm([gradient for gradient in self._unclipped if gradient is not None]).item()
         self._unclipped, self._clipped = [None] * len(self._parameters), False
         return norm, clipped
-
-    def _clip(self, norm: Tensor) -> float:
-        bound = self._bound / self._micro_steps
-        if not 0 < bound < self._norm < math.inf:
-            return 1.0
-        clip_grads_with_norm_(self._parameters, bound, norm)
-        self._clipped = True
-        return bound / (self._norm + 1e-6)  # torch's own
 
 
 def _added(sums: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:

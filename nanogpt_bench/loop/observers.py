@@ -18,7 +18,7 @@ from nanogpt_bench.config import metrics
 from nanogpt_bench.config.metrics import MONITORS, TREND
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import to_yaml
-from nanogpt_bench.failures.judge import SOURCES, Evidence, Finding, holds_now, judge
+from nanogpt_bench.failures import SOURCES, Evidence, Finding, holds_now, judge
 from nanogpt_bench.failures.table import CLASSES, ENDINGS
 from nanogpt_bench.loop.anomalies import AnomalyObserver
 from nanogpt_bench.loop.trainer import Trainer
@@ -42,11 +42,7 @@ class LineFile:
         self._file: TextIO | None = None
 
     def append(self, lines: Iterable[str]) -> None:
-        """Add lines; whoever reads the file sees them.
-
-        Raises:
-            OSError: the disk does not take them; it names the file.
-        """
+        """Add lines; whoever reads the file sees them."""
         if self._file is None:
             self._file = os.fdopen(self._open(os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a", encoding="utf-8")
         try:
@@ -73,11 +69,7 @@ class LineFile:
         return self._path.stat().st_size
 
     def cut(self, length: int) -> None:
-        """Drop what came after the first `length` bytes.
-
-        Raises:
-            BenchError: the file is shorter.
-        """
+        """Drop what came after the first `length` bytes."""
         self.close()
         size = self._path.stat().st_size if self._path.exists() else 0
         if size < length:
@@ -113,12 +105,9 @@ class JsonlObserver(Observer):
         self._lines.cut(state["bytes"])
 
     def written(self, step: Step) -> None:
-        record = {key: _finite(value) for key, value in step.record.items()}
+        known = {key: value for key, value in step.record.items() if value is not None and math.isfinite(value)}
+        record = {**dict.fromkeys(step.record), **known}
         self._lines.append([json.dumps({"step": step.number, **record}, allow_nan=False)])
-
-
-def _finite(value: float | int | None) -> float | int | None:
-    return value if value is None or math.isfinite(value) else None
 
 
 #: figures of a record that are judged, by name, and those of layers, by the beginning of their names
@@ -288,11 +277,7 @@ class Smoothed:
 
 
 def baseline_curve(baseline: str | None) -> Mapping[int, float]:
-    """Return the smoothed training loss of `alerts.baseline`, a run folder, by step; empty without a baseline.
-
-    Raises:
-        BenchError: the folder holds no training loss.
-    """
+    """Return the smoothed training loss of `alerts.baseline`, a run folder, by step; empty without a baseline."""
     if baseline is None:
         return {}
     from nanogpt_bench.runs.load import is_run_folder, load_run
@@ -349,17 +334,13 @@ class TrendObserver(Observer):
             self._smoothed = step.record[metrics.SMOOTHED_LOSS.name] = self._average.add(loss)
         if metrics.VAL_LOSS.name not in step.record:
             return
-        self._follow_val(step.record[metrics.VAL_LOSS.name], first=step.number == 0)
-        if math.isfinite(self._smoothed):
-            self._follow_train(step)
-
-    def _follow_val(self, loss: float | None, *, first: bool) -> None:
-        loss = math.inf if loss is None or not math.isfinite(loss) else loss
-        if not first:
-            self.flatness.append(math.inf if loss == math.inf else share_above(loss, self._best_val))
-        self._best_val = min(loss, self._best_val)
-
-    def _follow_train(self, step: Step) -> None:
+        val = step.record[metrics.VAL_LOSS.name]
+        val = math.inf if val is None or not math.isfinite(val) else val
+        if step.number:
+            self.flatness.append(math.inf if val == math.inf else share_above(val, self._best_val))
+        self._best_val = min(val, self._best_val)
+        if not math.isfinite(self._smoothed):
+            return
         self._own_best = min(self._own_best, self._smoothed)
         reference = self._baseline.get(step.number) if self._baseline else self._own_best
         if reference is not None:  # the baseline may be shorter

@@ -68,15 +68,9 @@ class Outcome:
     anomalies: int = 0
     first_anomaly: int = 0
 
-    @property
-    def ended_by_signal(self) -> bool:
-        """A signal ended the run."""
-        return self.stop is not None and self.stop["kind"] == "signal"
-
-    @property
-    def ended_by_disk(self) -> bool:
-        """A file could not be written."""
-        return self.stop is not None and self.stop["kind"] == "disk"
+    def ended_by(self, *kinds: str) -> bool:
+        """Return whether one of these ended the run early: plateau, time, signal, or disk, which took no file."""
+        return self.stop is not None and self.stop["kind"] in kinds
 
     def fail(self, kind: str, message: str, step: int) -> None:
         """Record how the run failed; a failed run has no final loss."""
@@ -100,7 +94,7 @@ class Outcome:
 
     def go_on(self) -> None:
         """Forget that the run was ended from outside: by the clock, a signal or the disk."""
-        if self.stop is not None and self.stop["kind"] in ("time", "signal", "disk"):
+        if self.ended_by("time", "signal", "disk"):
             self.status, self.stop = "finished", None
 
 

@@ -10,8 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nanogpt_bench.checkpoint import Contents, check_layout, clean, newest, read, step_file
-from nanogpt_bench.checkpoint.format import capture_tree, plain_copy, restore_tree
+from nanogpt_bench.checkpoint import newest, read
+from nanogpt_bench.checkpoint.format import (
+    Contents,
+    capture_tree,
+    check_layout,
+    clean,
+    plain_copy,
+    restore_tree,
+    step_file,
+)
 from nanogpt_bench.config.keys import FIELDS
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import flatten, load_config
@@ -44,25 +52,22 @@ def capture(step: int, trainer: Trainer, observers: Sequence[Observer], facts: d
     if not trainer.ranks.first:
         return None
     optimizer = trainer.optimizer.state_dict()
+    # What dropout draws from; other random numbers are functions of a seed and a count.
+    cuda = {"cuda": torch.cuda.get_rng_state(trainer.device)} if trainer.device.type == "cuda" else {}
+    random = {"cpu": torch.get_rng_state(), **cuda}
     files = {"model": {name: plain_copy(tensor) for name, tensor in tensors_of(trainer.model).items()}}
     outlines = {}
     for stem, tree in (
         ("optimizer", {"state": sdnq_state(optimizer) if _steps_by(trainer, "sdnq") else optimizer}),
         ("observers", {type(observer).__name__: observer.state() for observer in observers}),
-        ("random", _random_states(trainer.device)),
+        ("random", random),
     ):
         files[stem], outlines[stem] = capture_tree(tree)
     return Contents(step, files, facts={"step": step, **facts, "state": outlines})
 
 
 def restore(contents: Contents, trainer: Trainer, observers: Sequence[Observer]) -> None:
-    """Put a run that has just been made into the state that `capture` took; the tensors are the run's own afterwards.
-
-    An observer that the checkpoint knows nothing of begins anew.
-
-    Raises:
-        BenchError: the state is that of another model, optimizer or monitor.
-    """
+    """Put a new run into the state that `capture` took, tensors its own from then on; unknown observers begin anew."""
     source = f"the checkpoint of step {contents.step}"
     fill(trainer.model, contents.tensors.get("model", {}), contents.metadata.get("model", {}), f"{source}'s weights")
     with _fitting(f"{source} does not fit the optimizer"):
@@ -114,12 +119,6 @@ def _restore_optimizer(contents: Contents, trainer: Trainer, classes: Sequence[t
     trainer.optimizer.load_state_dict(state)
 
 
-def _random_states(device: torch.device) -> dict[str, Any]:
-    """States of the generators that dropout draws from; other random numbers are functions of a seed and a count."""
-    states = {"cpu": torch.get_rng_state()}
-    return states | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
-
-
 def _state_classes(trainer: Trainer) -> tuple[type, ...]:
     """Return the tensor subclasses that the optimizer's state may consist of."""
     if not _steps_by(trainer, "torchao"):
@@ -136,11 +135,7 @@ Say = Callable[[str], None]
 
 
 def check_unused(run_dir: Path) -> None:
-    """Refuse to begin a run in a folder that holds one.
-
-    Raises:
-        BenchError: says so.
-    """
+    """Refuse to begin a run in a folder that holds one."""
     if not is_unused(run_dir):
         raise BenchError(
             f"run folder {str(run_dir)!r} already holds a run; give another --name, or --resume to go on with it"
@@ -150,12 +145,7 @@ def check_unused(run_dir: Path) -> None:
 def find_checkpoint(
     run_dir: Path, config: Config, environment: Mapping[str, Any], *, allow_change: bool, say: Say
 ) -> Contents | None:
-    """Return the newest checkpoint that verifies, None where the run begins at step 0; `say` is told what is noticed.
-
-    Raises:
-        BenchError: a configuration or a corpus that would change the numbers, a finished run without a checkpoint, or
-            a folder that holds no run, or one of an earlier version.
-    """
+    """Return the newest checkpoint that verifies, None where the run begins at step 0; `say` gets what is noticed."""
     check_layout(run_dir)
     clean(run_dir)
     path, skipped = newest(run_dir)
@@ -173,11 +163,7 @@ def find_checkpoint(
 
 
 def found_by_all(ranks: Ranks, run_dir: Path, find: Callable[[], Contents | None]) -> Contents | None:
-    """Return in every process what the first one finds: the others read the same checkpoint from the same folder.
-
-    Raises:
-        BenchError: it can't be found or read in one of them.
-    """
+    """Return in every process what the first one finds: the others read the same checkpoint from the same folder."""
     found = None
     with ranks.together():
         found = find() if ranks.first else None
@@ -201,10 +187,7 @@ def remove_output(run_dir: Path) -> None:
 
 
 def resumed_environment(contents: Contents, environment: Mapping[str, Any], config: Config) -> dict[str, Any]:
-    """Return environment.json of a run that goes on: that of its beginning, and every place where it was taken up.
-
-    What was changed there that changes the numbers is told with it (`nanogpt_bench.runs.history`).
-    """
+    """Return environment.json of a run that goes on: its beginning, and each start since with what it changed."""
     first = dict(contents.facts.get("environment", {}))
     again = {"step": contents.step, **{key: value for key, value in environment.items() if key != "corpus"}}
     changes = _changes(contents.facts.get("config", {}), config_facts(config))

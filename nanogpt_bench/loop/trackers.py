@@ -109,11 +109,7 @@ def report_failure(name: str, error: Exception) -> str:
 
 
 def check_trackers(config: Config) -> None:
-    """Refuse a tracker whose package is missing, and a run to resume without one.
-
-    Raises:
-        BenchError: names the extra that brings it, or the setting that is missing.
-    """
+    """Refuse a tracker whose package is missing, and a run to resume without one."""
     tracking = config.tracking
     if tracking.wandb_id is not None and tracking.wandb == "off":
         raise BenchError(f"tracking.wandb_id: {tracking.wandb_id!r} needs tracking.wandb online; leave it out")
@@ -152,10 +148,7 @@ def _wanted(config: Config) -> list[str]:
 
 
 class TensorBoardTracker:
-    """Scalars of every step, histograms of weights and gradients.
-
-    What was written of steps beyond `after` is withdrawn.
-    """
+    """Scalars of every step, histograms of weights and gradients; those of steps beyond `after` are withdrawn."""
 
     def __init__(self, run_dir: Path, after: int = -1) -> None:
         from torch.utils.tensorboard import SummaryWriter  # of an extra, as wandb is

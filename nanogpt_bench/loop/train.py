@@ -11,7 +11,8 @@ from signal import Signals
 from time import perf_counter
 from typing import Any
 
-from nanogpt_bench.checkpoint import CheckpointNotWritten, Contents, check_room, commit
+from nanogpt_bench.checkpoint import check_room, commit
+from nanogpt_bench.checkpoint.format import CheckpointNotWritten, Contents
 from nanogpt_bench.config import metrics
 from nanogpt_bench.config.rules import stall_counts
 from nanogpt_bench.config.schema import Config
@@ -42,7 +43,7 @@ from nanogpt_bench.runs.load import Alert
 from nanogpt_bench.runs.read import AT_START, SUMS, write_sums
 from nanogpt_bench.setup.memory import check_fits, held_bytes
 from nanogpt_bench.setup.resolve import resolve_for
-from nanogpt_bench.setup.runtime import check_ranks, processes, runtime
+from nanogpt_bench.setup.runtime import check_ranks, runtime
 from nanogpt_bench.setup.surgery import left_in_float
 from nanogpt_bench.system.errors import BenchError, counted, disk_failure
 from nanogpt_bench.system.files import locked, remove_parts, write_json, write_text
@@ -81,7 +82,11 @@ class Loop:
     def begin(self, found: Contents | None) -> None:
         """Make the folder ready and start the trackers, at step 0 or where a checkpoint was committed."""
         if found is not None:
-            self._take_up(found)
+            restore(found, self.trainer, self.watch.all)
+            self.outcome, self.done = Outcome(**found.facts["outcome"]), found.step
+            self.outcome.go_on()
+            self.started = perf_counter() - found.facts["elapsed_s"]
+            self.environment = resumed_environment(found, self.environment, self.config)
         with self.ranks.together():
             if self.ranks.first:
                 self._make_ready({} if found is None else found.facts["trackers"])
@@ -100,14 +105,6 @@ class Loop:
         write_json(self.run_dir / "environment.json", self.environment)
         write_sums(self.run_dir, AT_START)
         self.trackers = start_trackers(self.config, self.run_dir, earlier, after)
-
-    def _take_up(self, found: Contents) -> None:
-        restore(found, self.trainer, self.watch.all)
-        facts = found.facts
-        self.outcome, self.done = Outcome(**facts["outcome"]), found.step
-        self.outcome.go_on()
-        self.started = perf_counter() - facts["elapsed_s"]
-        self.environment = resumed_environment(found, self.environment, self.config)
 
     def save(self, step: Step) -> None:
         """Commit a checkpoint of the state after a step."""
@@ -146,7 +143,7 @@ class Loop:
         ends = settings.last and (step.last or status == "stopped")
         due = settings.every is not None and step.number % settings.every == 0
         due = (due or (settings.best and self._is_best(step))) and step.anomaly is None
-        if status != "failed" and (ends or due or self.outcome.ended_by_signal):
+        if status != "failed" and (ends or due or self.outcome.ended_by("signal")):
             self.save(step)
 
     def go(self) -> dict[str, Any]:
@@ -247,7 +244,7 @@ class Loop:
         self._write(step)
         self.done = 0
         self._end_on_signal(step)
-        if self.outcome.ended_by_signal or (self.config.checkpoint.best and self._is_best(step)):
+        if self.outcome.ended_by("signal") or (self.config.checkpoint.best and self._is_best(step)):
             self.save(step)
 
     def _validate(self, step: Step) -> None:
@@ -294,7 +291,7 @@ class Loop:
 
     def _finish(self) -> dict[str, Any]:
         """Write the run's end down and return the summary; what a disk that has ended the run refuses is left out."""
-        attempt = suppress(OSError, BenchError) if self.outcome.ended_by_disk else nullcontext()
+        attempt = suppress(OSError, BenchError) if self.outcome.ended_by("disk") else nullcontext()
         self._close()
         self._measure()
         self.outcome.seconds = perf_counter() - self.started
@@ -315,7 +312,7 @@ class Loop:
         return summary
 
     def _close(self) -> None:
-        attempt = suppress(OSError) if self.outcome.ended_by_disk else nullcontext()
+        attempt = suppress(OSError) if self.outcome.ended_by("disk") else nullcontext()
         for observer in self.observers:
             with attempt:
                 observer.close()
@@ -346,17 +343,15 @@ def run(
     KeyboardInterrupt writes the summary, then interrupts.
 
     Of several `ranks`, each of which calls this, the first one writes; all stop together, and read the same checkpoint.
-
-    Raises:
-        BenchError: settings or corpus that can't be used, or a `run_dir` that already holds a run; nothing is written.
-            With `resume`, settings that would change the numbers, unless `allow_config_change`.
+    Settings that are refused leave nothing written.
     """
     config = resolve_for(config, run_dir, resume=resume)
     check_ranks(config, ranks)
     with runtime(config) as device:
         corpus = open_corpus(config)
         check_fits(config, corpus)
-        facts = environment(corpus, config.runtime.threads) | processes(config, ranks)
+        facts = environment(corpus, config.runtime.threads)
+        facts |= {"parallel": config.train.parallel, "processes": ranks.size} if ranks.size > 1 else {}
         if config.model.init_from:
             from nanogpt_bench.setup.start import check_start, start_facts
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import fp8manifold as fm
 from nanogpt_bench.config import metrics
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import Resolved
@@ -27,7 +28,7 @@ from nanogpt_bench.setup.optimizers import (
     stiffness_at,
     train_in_float8,
 )
-from nanogpt_bench.setup.runtime import CompiledLoss, Loss, bfloat16_products, joined_model, replicated
+from nanogpt_bench.setup.runtime import CompiledLoss, Loss, bfloat16_products, replicated
 from nanogpt_bench.setup.surgery import quantize
 from nanogpt_bench.setup.task import Figures, Passes, model_shape, task_of
 from nanogpt_bench.system.errors import BenchError, one_line
@@ -35,11 +36,7 @@ from nanogpt_bench.system.ranks import ALONE, Ranks
 
 
 def initial_model(config: Config, corpus: Corpus) -> Any:
-    """Return the float model that a resolved configuration starts from: random weights, or those of a checkpoint.
-
-    Raises:
-        BenchError: a checkpoint that does not fit the corpus or the model, or more than there is memory for.
-    """
+    """Return the float model that a resolved configuration starts from: random weights, or those of a checkpoint."""
     check_fits(config, corpus, trained=False)
     if config.model.pretrained:
         from nanogpt_bench.setup.pretrained import pretrained_model
@@ -54,13 +51,7 @@ def initial_model(config: Config, corpus: Corpus) -> Any:
 
 
 def trained_model(config: Resolved, corpus: Corpus, device: torch.device, start: GPT | None = None) -> Any:
-    """Return the model that a resolved configuration trains: its layers quantised, in its precision, on its device.
-
-    `start` is its float model, if there is one already. Nothing of a training is hung on it yet.
-
-    Raises:
-        BenchError: as `initial_model`, or weights that can't be quantised.
-    """
+    """Return the model that a resolved configuration trains: quantised, in its precision, on its device."""
     model = initial_model(config, corpus) if start is None else start
     dtype = torch.bfloat16 if config.train.precision == "bf16-pure" else torch.float32
     model = quantize(train_in_float8(model, config, device), config).to(device, dtype)
@@ -81,17 +72,16 @@ def mean_and_error(losses: Sequence[float]) -> tuple[float, float | None]:
 
 
 class Trainer:
-    """Model, optimizer and batches of a resolved configuration; `start` is its float model, if there is one already.
-
-    `ranks` train it together, as `train.parallel` says.
-    """
+    """Model, optimizer and batches of a resolved configuration, trained by `ranks` together, from the model `start`."""
 
     def __init__(
         self, config: Resolved, corpus: Corpus, device: torch.device, start: GPT | None = None, ranks: Ranks = ALONE
     ) -> None:
         self.config, self.corpus, self.device, self.ranks = config, corpus, device, ranks
         self.task = task_of(config, corpus)
-        self.model: Any = joined_model(trained_model(config, corpus, device, start), ranks)
+        self.model: Any = trained_model(config, corpus, device, start)
+        if ranks.size > 1:  # the first process' model, to the bit
+            fm.distributed.sync(self.model)
         unseen = config.train.accumulation  # one micro-batch more than a step trains on
         self.optimizer = build_optimizer(self.model, config, lambda step: [self._move(self._draw(step, unseen))])
         model_loss: Any = CompiledLoss(self.model) if config.runtime.compile else self.model.loss
@@ -117,16 +107,17 @@ class Trainer:
         return Step(number, self.model, self.optimizer, last, micro_steps=self.config.train.accumulation)
 
     def train_step(self, step: Step, observers: Sequence[Observer]) -> float:
-        """Do one optimizer step, fill in its record and return the training loss (nats a token, or a label).
-
-        The weights stay as they are when the loss or the gradient is not finite.
-        """
+        """Do one step, unless loss or gradient is not finite; record it, return the loss (nats a token, or a label)."""
         if self.ranks.size > 1:
             # what dropout draws from in this process is a function of the step, so that nothing of it has to be saved
             drawn = np.random.SeedSequence([self.config.seed, step.number, self.ranks.rank])
             torch.manual_seed(int(drawn.generate_state(1, np.uint64)[0]))
         lr = self._set_lr(step.number - 1)
-        self._set_writeback(step.number - 1)
+        options = self.config.optimizer
+        if options.writeback_end is not None:  # of the last steps; `writeback` is of those before
+            last = step.number - 1 >= options.step_at * self.config.train.max_steps
+            for group in self.optimizer.param_groups:
+                group["writeback"] = options.writeback_end if last else options.writeback
         self.optimizer.zero_grad(set_to_none=True)
         skipped = self._left_out()
         loss = self._accumulate(step, observers)
@@ -141,8 +132,14 @@ class Trainer:
         exponent = stiffness_at(self.config, step.number - 1)
         if exponent is not None:
             step.record[metrics.STIFFNESS_EXPONENT.name] = exponent
-        if finite:
-            self._update(step, observers)
+        if not finite:
+            return loss
+        if not self._steps_within:
+            for observer in observers:
+                observer.before_step(step)
+            self._end_steps() if self.config.train.step_in_backward else self.optimizer.step()
+        for observer in observers:
+            observer.after_step(step)
         return loss
 
     def _set_lr(self, index: int) -> float:
@@ -156,14 +153,6 @@ class Trainer:
                 group["lr"] = lr
         return (settings.lr or 0.0) * factor
 
-    def _set_writeback(self, index: int) -> None:
-        """Have the last steps written back as `optimizer.writeback_end` says, and those before as `writeback` does."""
-        options = self.config.optimizer
-        if options.writeback_end is not None:
-            last = index >= options.step_at * self.config.train.max_steps
-            for group in self.optimizer.param_groups:
-                group["writeback"] = options.writeback_end if last else options.writeback
-
     def _accumulate(self, step: Step, observers: Sequence[Observer]) -> float:
         train, total = self.config.train, torch.zeros((), device=self.device)
         for micro_step in range(train.accumulation):
@@ -171,7 +160,7 @@ class Trainer:
             step.micro_step = micro_step
             for observer in observers:
                 observer.before_forward(step)
-            loss = self._loss(tokens, targets, self._replicated) / train.accumulation
+            loss = self.loss(tokens, targets, self._replicated) / train.accumulation
             for observer in observers:
                 observer.after_forward(step)
             self._clipping.before_backward()
@@ -199,11 +188,7 @@ class Trainer:
         self.gradient_peak.known()
 
     def _end_steps(self) -> None:
-        """End steps that were taken in the backward pass, and free what stands for their gradients.
-
-        Raises:
-            BenchError: a gradient is left that no step has used.
-        """
+        """End steps that were taken in the backward pass, and free what stands for their gradients."""
         try:
             self.optimizer.step()
         except RuntimeError as error:
@@ -213,15 +198,8 @@ class Trainer:
     def _left_out(self) -> int:
         return int(getattr(self.optimizer, "skipped_steps", 0))
 
-    def _update(self, step: Step, observers: Sequence[Observer]) -> None:
-        if not self._steps_within:
-            for observer in observers:
-                observer.before_step(step)
-            self._end_steps() if self.config.train.step_in_backward else self.optimizer.step()
-        for observer in observers:
-            observer.after_step(step)
-
-    def _loss(self, tokens: Tensor, targets: Tensor, of: Loss | None = None) -> Tensor:
+    def loss(self, tokens: Tensor, targets: Tensor, of: Loss | None = None) -> Tensor:
+        """Return the loss on a batch in the precision of the training, the model's or, instead, `of`."""
         with self.precision():
             loss: Tensor = (of or self._model_loss)(tokens, targets)
         return loss
@@ -235,12 +213,6 @@ class Trainer:
 
     def _products(self) -> AbstractContextManager[Any]:
         return bfloat16_products(self.config, self.device)
-
-    def loss_of(self, model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss of a copy of the model on a batch, in the precision of the training, uncompiled."""
-        with self.precision():
-            loss: Tensor = model.loss(tokens, targets)
-        return loss
 
     def micro_batches(self, number: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the micro-batches of step `number` (from 1)."""
@@ -286,7 +258,7 @@ class Trainer:
     def _evaluating(self) -> Iterator[Passes]:
         self.model.eval()
         with torch.no_grad():
-            yield Passes(self._loss, self._logits)
+            yield Passes(self.loss, self._logits)
         self.model.train()
 
     def _logits(self, tokens: Tensor) -> Tensor:
@@ -300,7 +272,7 @@ class Trainer:
         self.model.eval()
         tokens, targets = self._eval_batches[0]
         try:
-            self._loss(tokens[::one_in], targets[::one_in])
+            self.loss(tokens[::one_in], targets[::one_in])
         finally:  # who has seen enough ends the pass
             self.model.train()
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import fp8manifold as fm
-from nanogpt_bench.system.errors import BenchError, one_line
+from nanogpt_bench.system.errors import BenchError, refusals
 from nanogpt_bench.system.hub import hub_file
 
 
@@ -20,10 +20,8 @@ def check_floats(model: Any, name: str) -> None:
         return
     folder = Path(name) if Path(name).is_dir() else hub_file(name, "config.json", asked="model").parent
     whole = folder / "model.safetensors"
-    try:
+    with refusals(f"model {name!r}", ValueError):
         fm.huggingface.check_floats(model, whole if whole.is_file() else folder)
-    except ValueError as error:
-        raise BenchError(f"model {name!r}: {one_line(error)}") from None
 
 
 def check_size(settings: Any, name: str) -> None:
@@ -81,10 +79,7 @@ _FACTORS = "rope_freqs.weight"
 
 
 def check_taken(model: Any, path: Path, unexpected: Iterable[str]) -> list[str]:
-    """Return the names of a GGUF file's tensors that `model` was read without, and that change nothing.
-
-    `unexpected` are names that transformers itself has called so. A tensor that was left out and counts is refused.
-    """
+    """Return a GGUF file's tensors left out that change nothing, `unexpected` among them; refuse one that counts."""
     from gguf import GGUFReader
 
     reader = GGUFReader(str(path))

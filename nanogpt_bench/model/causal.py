@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ from nanogpt_bench.model.as_read import (
     check_taken,
     shares_head,
 )
-from nanogpt_bench.system.errors import BenchError, one_line, say, shortened
+from nanogpt_bench.system.errors import BenchError, one_line, refusals, say, shortened
 from nanogpt_bench.system.free_memory import check_memory
 from nanogpt_bench.system.hub import hub_file
 
@@ -135,11 +134,7 @@ def reading(name: str) -> Iterator[Any]:
 
 @functools.lru_cache(maxsize=4)
 def settings_of(name: str) -> Any:
-    """Return the model's settings as transformers' object.
-
-    Raises:
-        BenchError: as `stored_of`, or a model quantised otherwise, no causal language model, or without attention.
-    """
+    """Return the model's settings as transformers' object."""
     where = find_model(name)
     with reading(name) as transformers:
         found = transformers.AutoConfig.from_pretrained(**where, trust_remote_code=False)
@@ -168,11 +163,7 @@ def settings_of(name: str) -> Any:
 
 @functools.lru_cache(maxsize=4)
 def stored_of(name: str) -> Mapping[str, Any]:
-    """Return the codes and scales in the files of the model called `name`, by a weight's name; no weight is read.
-
-    Raises:
-        BenchError: no such model or package, or codes that can't be read, with the names of tensor and file.
-    """
+    """Return the codes and scales in the files of the model called `name`, by a weight's name; no weight is read."""
     where, folder = find_model(name), Path(name)
     if folder.is_dir():
         speaks = any(folder.glob("*.safetensors"))
@@ -181,11 +172,8 @@ def stored_of(name: str) -> Mapping[str, Any]:
         speaks = settings is not None and "quantization_config" in settings
     if "gguf_file" in where or not speaks:
         return {}
-    with reading(name):
-        try:
-            return fm.published_weights(name)
-        except ValueError as error:
-            raise BenchError(f"model {name!r}: {one_line(error)}") from None
+    with reading(name), refusals(f"model {name!r}", ValueError):
+        return fm.published_weights(name)
 
 
 def _has_own_head(settings: Any, name: str) -> bool:
@@ -256,10 +244,6 @@ def load_causal(name: str, *, bytes_each: float = 5.0, quantization: Mapping[str
             .gguf file, which transformers reads as floats only: the model is then of floats, and to be quantised.
             Weights that are in codes already stay as they are stored; of these arguments `rounding`, `draws` and
             `seed` are theirs. Without any they become the floats that they stand for.
-
-    Raises:
-        BenchError: as `outline`; not enough memory, said before a weight is read; weights that are missing; or a model
-            that looks ahead.
     """
     found, where = outline(name), find_model(name)
     copies = 4.0 if "gguf_file" in where else 0.0  # transformers has all floats of a GGUF twice while it reads it
@@ -367,10 +351,7 @@ class _WithLoss:
 
 @torch.no_grad()
 def window_losses(model: Any, windows: Tensor, batch: int) -> list[float]:
-    """Return the mean loss of each window, (N, T + 1) tokens, in nats a token; `batch` of them are taken at a time.
-
-    A model gives logits (B, T, V), or an object that has them.
-    """
+    """Return the mean loss of each window, (N, T + 1) tokens, in nats a token; `batch` of them are taken at a time."""
     losses: list[float] = []
     for rows in windows.split(batch):
         given = model.eval()(rows[:, :-1])
@@ -394,7 +375,7 @@ def computes_in_float32(model: nn.Module) -> bool:
     kept = {id(module.weight) for module in model.modules() if _run_of(module) is not None}
     for module in model.modules():
         if (run := _run_of(module)) is not None:
-            module.forward = partial(run, module)
+            module.forward = run
     for tensor in (*model.parameters(), *model.buffers()):
         if id(tensor) not in kept and tensor.is_floating_point():
             tensor.data = tensor.data.float()
@@ -404,20 +385,10 @@ def computes_in_float32(model: nn.Module) -> bool:
 def _run_of(module: nn.Module) -> Any:
     """Return the forward pass of a module whose weight is decoded in it, None of others."""
     if type(module) is nn.Linear:
-        return _linear
+        return lambda x: functional.linear(x, module.weight.float(), module.bias)
     if type(module) is nn.Embedding and module.max_norm is None:
-        return _embedding
-    return _conv1d if type(module).__name__ == "Conv1D" else None
-
-
-def _linear(module: Any, x: Tensor) -> Tensor:
-    return functional.linear(x, module.weight.float(), module.bias)
-
-
-def _embedding(module: Any, rows: Tensor) -> Tensor:
-    return functional.embedding(rows, module.weight).float()
-
-
-def _conv1d(module: Any, x: Tensor) -> Tensor:
-    flat = torch.addmm(module.bias, x.reshape(-1, x.shape[-1]), module.weight.float())
-    return flat.view(*x.shape[:-1], module.nf)
+        return lambda rows: functional.embedding(rows, module.weight).float()
+    if type(module).__name__ != "Conv1D":
+        return None
+    own: Any = module
+    return lambda x: torch.addmm(own.bias, x.reshape(-1, x.shape[-1]), own.weight.float()).view(*x.shape[:-1], own.nf)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fp8manifold as fm
 from nanogpt_bench.model.causal import load_causal, settings_of
 from nanogpt_bench.model.gpt import GPT, GPTShape
-from nanogpt_bench.system.errors import BenchError, DiskError, one_line
+from nanogpt_bench.system.errors import BenchError, DiskError, one_line, refusals
 from nanogpt_bench.system.files import refuse_to_replace, replacing
 
 #: between the name of a packaged tensor and that of a plain one inside it, in a checkpoint
@@ -76,10 +76,6 @@ def save_weights(model: nn.Module, path: Path) -> None:
     """Write a model's parameters and buffers, so that a reader sees all of the file or none; a tied weight once.
 
     One-byte weights are written in the parts that a state has (`fm.unflatten_state_dict`).
-
-    Raises:
-        DiskError: the disk does not take them.
-        BenchError: there is another file of that name, not of such a model's weights.
     """
     tensors = tensors_of(model)
     refuse_to_replace("--save", path, lambda _: _names_in(path) == tensors.keys(), "a folder of its own")
@@ -114,10 +110,8 @@ def fill(model: nn.Module, tensors: Mapping[str, Tensor], metadata: Mapping[str,
     """
     whole = model.state_dict()
     own = fm.unflatten_state_dict(taken_apart(whole))
-    try:
+    with refusals(f"{source} can't be read", ValueError):
         state = fm.unflatten_state_dict(tensors, metadata)
-    except ValueError as error:
-        raise BenchError(f"{source} can't be read: {one_line(error)}") from None
     state |= {name: state[first] for name, first in _ties(model).items() if first in state}
     _check(state, own, source, _measured(model))
     model.load_state_dict(put_back(state, whole))
@@ -228,10 +222,7 @@ def checkpoint_shape(name: str) -> GPTShape:
 
 @torch.no_grad()
 def load_checkpoint(model: GPT, name: str, tokenizer: str) -> None:
-    """Fill a model of the checkpoint's shape with its weights; `tokenizer` is the corpus's, which a refusal names.
-
-    A model with fewer positions takes the first ones; one whose lm_head is untied gets a copy of the embedding.
-    """
+    """Fill a model of the checkpoint's shape with its weights; `tokenizer` is the corpus's, which a refusal names."""
     theirs, ours = checkpoint_shape(name).vocab_size, model.shape.vocab_size
     if theirs != ours:
         raise BenchError(

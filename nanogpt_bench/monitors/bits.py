@@ -77,10 +77,7 @@ def _entropy(counts: Sequence[int]) -> float:
 
 
 class Bits(Monitor):
-    """Records `bits/FIGURE/OPERAND/LAYER`, from one code histogram an operand.
-
-    Only what is quantised is measured, or what `monitor` gives a format to measure against.
-    """
+    """Records `bits/FIGURE/OPERAND/LAYER` of what is quantised, or has a format to be measured against."""
 
     def __init__(self, watched: Watched) -> None:
         super().__init__(watched.turns)

@@ -108,11 +108,7 @@ class Operand:
 
 
 def flowing(layers: Mapping[str, nn.Linear], capture: Capture, monitor: MonitorConfig) -> Iterator[Operand]:
-    """Yield what flows through the layers, before it is quantised.
-
-    These are their inputs, the gradients at their outputs, those of their weights where they are quantised, and the
-    blocks' outputs.
-    """
+    """Yield, not yet quantised, layers' inputs, gradients at outputs and of weights, and blocks' outputs."""
     for name, layer in layers.items():
         if name in capture.inputs:
             yield _operand("activation", name, layer, capture.inputs[name], monitor.activation_format)
@@ -214,11 +210,7 @@ class UpdateMonitor(Monitor):
 
 
 class UpdateObserver(Observer):
-    """Shows quantised weights' updates in the steps of a look to those that watch them; otherwise it costs nothing.
-
-    On grid and fp8 storage the optimizer itself hands over what it asked for. With an ULP residual these are the
-    values that the residual stands for.
-    """
+    """Shows quantised weights' updates at a look, as the optimizer hands them over, or from copies."""
 
     def __init__(self, watched: Watched, watching: Sequence[UpdateMonitor]) -> None:
         self._layers, self._watching, self._turns = watched.quantized, watching, watched.turns

@@ -87,8 +87,14 @@ class Geometry(Monitor):
         for name, layer in self._layers.items():
             if self.takes(step, name):
                 self._measure(name, layer)
+        # How far a weight is off its manifold, and how far off it what the layer multiplies by is.
         for name, parameter in self._constrained.items():
-            self._measure_constraint(name, parameter)
+            on_sphere, size = isinstance(parameter.manifold, geoopt.Sphere), parameter.numel()
+            distance = row_length_error if on_sphere else orthogonality
+            self._figures.add(OFF_SPHERE if on_sphere else ORTHOGONALITY, name, distance(plain(parameter)), size)
+            found = self._layers.get(name.removesuffix(".weight"))
+            if found is not None and found.weight_scaler is not None:
+                self._figures.add(CONSTRAINT_ROUNDED, name, distance(forward_weight(found)), size)
 
     def _measure(self, name: str, layer: fm.QuantizedLinear) -> None:
         fmt, scale, weight = layer.weight_format, layer.weight_scale().detach(), forward_weight(layer)
@@ -98,15 +104,6 @@ class Geometry(Monitor):
             del found[OFF_GRID]
         for metric, value in found.items():
             self._figures.add(metric, name, value, weight.numel())
-
-    def _measure_constraint(self, name: str, parameter: geoopt.ManifoldParameter) -> None:
-        """Measure how far a weight is off its manifold, and how far off it what the layer multiplies by is."""
-        on_sphere, size = isinstance(parameter.manifold, geoopt.Sphere), parameter.numel()
-        distance = row_length_error if on_sphere else orthogonality
-        self._figures.add(OFF_SPHERE if on_sphere else ORTHOGONALITY, name, distance(plain(parameter)), size)
-        layer = self._layers.get(name.removesuffix(".weight"))
-        if layer is not None and layer.weight_scaler is not None:
-            self._figures.add(CONSTRAINT_ROUNDED, name, distance(forward_weight(layer)), size)
 
 
 def build(watched: Watched) -> Geometry | None:

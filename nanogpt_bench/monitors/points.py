@@ -169,10 +169,7 @@ class Turns(Observer):
 
 
 class Figures:
-    """Figures by metric and layer with the sizes they are weighted by.
-
-    Under `turns` the figure over all layers is that of the latest figure of each.
-    """
+    """Figures by metric and layer with their sizes; under `turns` the whole is of the latest figure of each."""
 
     def __init__(self, turns: Turns) -> None:
         self._turns = turns

@@ -69,10 +69,7 @@ def range_figures(x: Tensor, fmt: fm.FloatFormat | None = None, scale: Scale = 1
 
 
 def _moments(x: Tensor) -> tuple[float, float, float]:
-    """The largest magnitude; second and fourth central moments of `x` divided by it.
-
-    Divided first: fourth powers leave the range of float32 soon.
-    """
+    """Largest magnitude; second and fourth central moments of `x` over it, as fourth powers leave float32 soon."""
     n = x.numel()
     if n == 0:
         return 0.0, 0.0, 0.0
@@ -119,17 +116,13 @@ def _out_of_range(x: Tensor, fmt: fm.FloatFormat, scale: Scale) -> dict[Metric, 
         magnitude = units.abs_()
         overflow = _below(tie, magnitude.dtype) if fmt.max_code % 2 else tie  # a tie goes where the even code is
         limits = overflow, fmt.max * _OF_SCALES, 0.0, fmt.ulp_min / 2
-        scratch = torch.empty_like(magnitude)
-        found.append(torch.stack([_count_above(magnitude, limit, scratch) for limit in limits]))
+        scratch, kind = torch.empty_like(magnitude), torch.float64 if magnitude.numel() > _EXACT else None
+        # A comparison into floats costs a quarter of one into a mask.
+        counts = [torch.gt(magnitude, limit, out=scratch).sum(dtype=kind).double() for limit in limits]
+        found.append(torch.stack(counts))
     beyond, clamped, nonzero, kept = torch.stack(found).sum(0).tolist()
     n = max(x.numel(), 1)
     return {OVERFLOW: beyond / n, UNDERFLOW: (nonzero - kept) / n, CLAMPED: clamped / n}
-
-
-def _count_above(x: Tensor, threshold: float, scratch: Tensor) -> Tensor:
-    """The number of elements above a threshold; a comparison into floats costs a quarter of one into a mask."""
-    above = torch.gt(x, threshold, out=scratch)
-    return above.sum(dtype=torch.float64 if x.numel() > _EXACT else None).double()
 
 
 def _below(value: float, dtype: torch.dtype) -> float:

@@ -163,10 +163,7 @@ class Stall(UpdateMonitor):
 
     @property
     def arrived(self) -> float | None:
-        """Mean over the steps observed of the share of the requested movement that arrived.
-
-        None with a master copy, and where the last step to be looked at moved no weight at all.
-        """
+        """Mean share of requested movement that arrived; None with a master copy, or if the last look had none."""
         return None if self._unseen else self._arrived.value
 
     def state(self) -> dict[str, Any]:
@@ -188,20 +185,17 @@ class Stall(UpdateMonitor):
         self._note(UPDATE_ULPS, update, update_ulps(before, target, update.format, update.scale))
         if self._grid:
             self._note(UPDATE_LOST, update, update_lost(before, target, after))
-            self._see_movement(update)
+            moved = update_arrived(before, target, after)
+            self._note(ARRIVED, update, moved.share)
+            if moved.share is not None and math.isfinite(moved.share):
+                self._moved[update.name] = moved
+            else:
+                self._moved.pop(update.name, None)
             residual = step.optimizer.state.get(update.layer.weight, {}).get("residual")
             if residual is not None and residual.dtype is torch.int8:
                 self._note(RESIDUAL_SATURATION, update, residual_saturation(residual))
         if update.codes is not None:
             self._note(CODE_UNCHANGED, update, code_unchanged(update.codes, update.codes_after, before, after))
-
-    def _see_movement(self, update: Update) -> None:
-        found = update_arrived(update.before, update.target, update.after)
-        self._note(ARRIVED, update, found.share)
-        if found.share is not None and math.isfinite(found.share):
-            self._moved[update.name] = found
-        else:
-            self._moved.pop(update.name, None)
 
     def _note(self, metric: Metric, update: Update, value: float | None) -> None:
         self._figures.add(metric, update.name, value, update.before.numel())

@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -78,14 +79,11 @@ def styles(rows: Sequence[Row], *references: Row | None) -> dict[str, Style]:
             chosen[row.label] = Style(None, DASH_ORDER[dash], MARKERS[dash], 0.9 * width)
             continue
         form = formats.index(row.format) if row.format != "none" else 0
-        colour, dash = _free(_rule_place(row.rule), form % len(DASH_ORDER), taken)
+        place = RULE_ORDER.index(row.rule) % len(COLOURS) if row.rule in RULE_ORDER else len(COLOURS) - 1
+        colour, dash = _free(place, form % len(DASH_ORDER), taken)
         taken.add((colour, dash))
         chosen[row.label] = Style(colour, DASH_ORDER[dash], MARKERS[dash], width)
     return chosen
-
-
-def _rule_place(rule: str) -> int:
-    return RULE_ORDER.index(rule) % len(COLOURS) if rule in RULE_ORDER else len(COLOURS) - 1
 
 
 def _free(colour: int, dash: int, taken: set[tuple[int, int]]) -> tuple[int, int]:
@@ -298,6 +296,7 @@ FRAME = 60  # pixels of a chart's height for axis and title
 LETTER_PIXELS, KEY_PIXELS, LONGEST_LABEL = 7, 60, 36
 
 
+@cache
 def javascript(code: str) -> str:
     """Return Vega's code bundled with `code`; this takes seconds."""
     _start()
@@ -306,11 +305,7 @@ def javascript(code: str) -> str:
 
 
 def svg(spec: Mapping[str, Any]) -> str:
-    """Draw a description as SVG.
-
-    Raises:
-        BenchError: this process was forked from one that drew, or Vega refuses the description.
-    """
+    """Draw a description as SVG."""
     _start()
     try:
         drawn: str = vl_convert.vegalite_to_svg(dict(spec))

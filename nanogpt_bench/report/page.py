@@ -3,7 +3,6 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from html import escape
 from importlib import resources
 
@@ -103,19 +102,13 @@ def render(title: str, sections: Sequence[Section]) -> str:
             f"<h1>{escape(title)}</h1><nav>{links}</nav>",
             *(section.html() for section in sections),
             f'</main>\n<script id="charts" type="application/json">{_packed(drawn)}</script>\n',
-            f"<script>{_vega()}</script>\n<script>{_asset('page.js')}</script>\n</body></html>\n",
+            f"<script>{javascript(VEGA)}</script>\n<script>{_asset('page.js')}</script>\n</body></html>\n",
         )
     )
 
 
 def _asset(name: str) -> str:
     return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
-
-
-@cache
-def _vega() -> str:
-    """Return the code that draws the charts; bundling it takes seconds."""
-    return javascript(VEGA)
 
 
 def _packed(charts: Sequence[Chart]) -> str:

@@ -167,10 +167,7 @@ def _by_seed(row: Row, name: str) -> dict[Hashable, float]:
 
 
 def gap_to(run: Run, others: Sequence[Run]) -> float | None:
-    """Return L - L_ref against the reference's run of the same seed, without one against the reference's mean.
-
-    None for a run that ended early: its loss belongs to another number of steps.
-    """
+    """Return L - L_ref against the reference's run of the seed, else its mean; None for a run that ended early."""
     twins = [other for other in others if other.status == "finished" and seed_of(other) == seed_of(run)]
     base = [loss for other in twins or others if (loss := other.at_end("final_val_loss")) is not None]
     loss = run.at_end("final_val_loss")

@@ -24,7 +24,7 @@ from nanogpt_bench.report.rows import Row, group_rows, identity
 from nanogpt_bench.runs.environment import at
 from nanogpt_bench.runs.load import SWEEP, TRIALS, Run, has_ended, is_run_folder, load_run
 from nanogpt_bench.runs.read import Records, cleaned, finite, mapping
-from nanogpt_bench.system.errors import BenchError, counted, one_line
+from nanogpt_bench.system.errors import BenchError, counted, one_line, refusals
 from nanogpt_bench.system.untrusted import read_json
 
 #: kinds of entries: a run, a seed that is missing, a row that was given up, what a search of rates has found
@@ -58,9 +58,6 @@ def export(folder: Path) -> list[dict[str, Any]]:
 
     A run that has not ended is an entry that says so (`missing`), and a row none of whose trials reached its end one
     that says why (`given up`).
-
-    Raises:
-        BenchError: the folder holds no sweep, or none of its runs has ended.
     """
     manifest = _read(folder / SWEEP) if (folder / SWEEP).is_file() else None
     if not isinstance(manifest, Mapping):
@@ -79,10 +76,8 @@ def export(folder: Path) -> list[dict[str, Any]]:
 
 
 def _read(path: Path) -> Any:
-    try:
+    with refusals(f"{str(path)!r} can't be read", OSError, ValueError):
         return read_json(path, times=8)
-    except (OSError, ValueError) as error:
-        raise BenchError(f"{str(path)!r} can't be read: {one_line(error)}") from None
 
 
 def flat_run(label: str, run: Run) -> dict[str, Any]:
@@ -146,17 +141,14 @@ def _kind(entry: Any) -> Any:
 
 
 def read_export(path: Path) -> Exported:
-    """Read a results file.
-
-    Raises:
-        BenchError: the file can't be read or is no results file; in one line.
-    """
+    """Read a results file."""
     if not path.exists():
         raise BenchError(f"results file {str(path)!r} does not exist")
     if path.is_dir():
         advice = f"nanogpt-bench results export {shlex.quote(str(path))} --out FILE.json"
         raise BenchError(f"{str(path)!r} is a folder, no results file; of a sweep's folder one is made by: {advice}")
-    try:
+    unread = (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError)
+    with refusals(f"{str(path)!r} can't be read", *unread):
         content = cleaned(read_json(path, times=8))
         if _kind(content) == "nanogpt-bench results":
             raise BenchError(f"{str(path)!r} is of the former layout; export the sweep's folder again")
@@ -172,10 +164,6 @@ def read_export(path: Path) -> Exported:
         baseline = next((str(entry["label"]) for entry in content if entry.get("reference")), None)
         tuning = tuple(_tuned(entry) for entry in content if entry["kind"] == SEARCH)
         return Exported(tuple(rows.values()), baseline, tuning)
-    except BenchError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise BenchError(f"{str(path)!r} can't be read: {one_line(error)}") from None
 
 
 def _with_entry(row: Row, entry: Mapping[str, Any], path: Path) -> Row:

@@ -75,10 +75,7 @@ def group_rows(runs: Sequence[Run]) -> list[Row]:
 
 
 def counted_once(row: Row) -> Row:
-    """Return the row with one run per seed and the others aside: a repeated run is no second seed.
-
-    The longest run of a seed counts, of several as long the first.
-    """
+    """Return the row with one run per seed, the longest, of these the first; others aside: they are no second seed."""
     found: dict[Hashable, list[Run]] = {}
     for run in row.runs:
         seed = seed_of(run)
@@ -222,10 +219,7 @@ def reference_beside(run: Run, references: Sequence[Row]) -> list[Row]:
 
 
 def identity(run: Run) -> Hashable:
-    """Return a key that records of one run share, and no two runs: settings, name, seed, first validation.
-
-    The time of that validation, to its last bit, tells runs of the same settings apart.
-    """
+    """Return a key that records of one run share, and no two runs: settings, name, seed, first validation, its time."""
     times, losses = run.curve(VAL_LOSS.name, ELAPSED.name)
     return (setting_of(run), run.name, run.seed, times[0], losses[0]) if times else str(run.path)
 

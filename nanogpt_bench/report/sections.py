@@ -68,8 +68,10 @@ class Page:
 
 def all_sections(page: Page) -> list[Section]:
     """Return all sections with data, in reading order."""
+    facts = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in page.facts.items())
+    settings = "".join(_config(row.label, run) for row, run in row_runs(page.rows))
     found: list[Section | None] = [
-        _what(page),
+        Section("what", "What was run", f"<dl>{facts}</dl>"),
         _results(page),
         _tuned(page),
         _loss(page),
@@ -79,14 +81,9 @@ def all_sections(page: Page) -> list[Section]:
         *(_watched(page, namespace) for namespace in CHARTED if namespace != UPDATE_LOST.namespace),
         _alerts(page),
         _endings(page),
-        _configs(page),
+        Section("configs", "Configuration of every run", settings),
     ]
     return [section for section in found if section is not None]
-
-
-def _what(page: Page) -> Section:
-    facts = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in page.facts.items())
-    return Section("what", "What was run", f"<dl>{facts}</dl>")
 
 
 def _results(page: Page) -> Section:
@@ -179,12 +176,6 @@ def _endings(page: Page) -> Section | None:
     items += [f"{row.label}: {row.why or 'not run'}" for row in page.rows if not row.runs]
     listed = "".join(f"<li>{escape(item)}</li>" for item in items)
     return Section("endings", "Early ends and gaps in the record", f"<ul>{listed}</ul>") if items else None
-
-
-def _configs(page: Page) -> Section:
-    return Section(
-        "configs", "Configuration of every run", "".join(_config(row.label, run) for row, run in row_runs(page.rows))
-    )
 
 
 def _config(label: str, run: Run) -> str:

@@ -86,10 +86,7 @@ def cpu_model() -> str:
 
 
 def on_two_processors(there: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
-    """Return whether two runs were made on two processors, by their names, vectors and systems.
-
-    One name may stand for several processors, so the system counts. A fact that either record lacks is skipped.
-    """
+    """Return whether two runs were made on two processors, by names, vectors and systems that both records have."""
     pairs = [(there.get(key), here.get(key)) for key in ("cpu", "cpu_capability", "platform")]
     return any(then != now for then, now in pairs if None not in (then, now))
 

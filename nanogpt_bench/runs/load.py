@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -140,11 +139,7 @@ def is_run_folder(path: Path) -> bool:
 
 
 def load_run(path: Path) -> Run:
-    """Read one run folder; what is missing or damaged is left out and named in `notes`.
-
-    Raises:
-        BenchError: `path` is not a run folder.
-    """
+    """Read one run folder; what is missing or damaged is left out and named in `notes`."""
     if not is_run_folder(path):
         raise BenchError(f"{str(path)!r} is not a run folder: expected {', '.join(RUN_FILES)}")
     notes: list[str] = []
@@ -244,9 +239,6 @@ def decimate(count: int, limit: int = MAX_POINTS) -> list[int]:
 
     >>> decimate(5, 3), decimate(2, 3)
     ([0, 2, 4], [0, 1])
-
-    Raises:
-        ValueError: `limit` is below 2.
     """
     if limit < 2:
         raise ValueError(f"limit = {limit!r}: expected at least 2, the first and the last point")
@@ -293,9 +285,6 @@ def find_runs(paths: Iterable[Path], say: Callable[[str], None] | None = None) -
 
     Run folders, hidden folders and links are not searched. `say` receives how many there are below a folder, how many
     links were not followed, and how many folders could not be read.
-
-    Raises:
-        BenchError: a path does not exist, or neither is a run folder nor holds one.
     """
     found: dict[Path, Path] = {}
     for path in paths:
@@ -315,11 +304,6 @@ def find_runs(paths: Iterable[Path], say: Callable[[str], None] | None = None) -
             where = f" in {places} folders" if places > 1 else ""
             say(printable(f"{path}: {counted(len(below), 'run')} found{where}{left_out}"))
     return list(found.values())
-
-
-def say_aside(line: str) -> None:
-    """Print a line to standard error, apart from a command's output."""
-    print(line, file=sys.stderr)
 
 
 def _runs_below(top: Path) -> tuple[list[Path], str]:
@@ -349,16 +333,12 @@ def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def make_ready(run_dir: Path) -> bool:
-    """Return whether an unfinished run goes on from a checkpoint; without one, remove what it left.
-
-    Raises:
-        BenchError: the folder is a symbolic link, through which nothing is written or removed.
-    """
+    """Return whether an unfinished run goes on from a checkpoint; without one, remove what it left."""
     if run_dir.is_symlink():
         raise BenchError(f"{str(run_dir)!r} is a symbolic link, which is no place for a run; remove it")
     if not run_dir.exists():
         return False
-    from nanogpt_bench.checkpoint import steps  # brings torch along
+    from nanogpt_bench.checkpoint.format import steps  # brings torch along
 
     if steps(run_dir):
         (run_dir / "traceback.txt").unlink(missing_ok=True)  # of the end of the earlier start
@@ -368,10 +348,7 @@ def make_ready(run_dir: Path) -> bool:
 
 
 def drop_checkpoints(run_dir: Path, settings: Mapping[str, Any]) -> None:
-    """Remove the checkpoints of a run that has finished, unless `checkpoint.last` or `checkpoint.best` keeps them.
-
-    Those of a run that failed stay: they show why.
-    """
+    """Remove a finished run's checkpoints, unless `checkpoint.last` or `.best` keeps them; a failed run's show why."""
     folder, gone = run_dir / "checkpoints", run_dir / ".checkpoints.removed"
     asked = settings.get("checkpoint.last") or settings.get("checkpoint.best")
     if asked or summary_of(run_dir).get("status") != "finished":

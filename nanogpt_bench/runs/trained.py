@@ -14,16 +14,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 import fp8manifold as fm
-from nanogpt_bench.checkpoint import (
-    CHECKPOINTS,
-    BrokenCheckpoint,
-    check_layout,
-    read,
-    says_best,
-    step_file,
-    step_of,
-    steps,
-)
+from nanogpt_bench.checkpoint import read, says_best
+from nanogpt_bench.checkpoint.format import CHECKPOINTS, BrokenCheckpoint, check_layout, step_file, step_of, steps
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import build_config, flatten
 from nanogpt_bench.model.gpt import GPT, GPTShape
@@ -31,7 +23,7 @@ from nanogpt_bench.model.weights import PART
 from nanogpt_bench.runs.environment import latest
 from nanogpt_bench.runs.load import summary_of
 from nanogpt_bench.runs.read import finite
-from nanogpt_bench.system.errors import BenchError, one_line
+from nanogpt_bench.system.errors import BenchError, refusals
 
 EMBEDDING = "token_embedding.weight"
 #: the embedding, and an lm_head of its own, as floats or as codes
@@ -84,18 +76,17 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def choose(run_dir: Path, which: str = "last") -> Path:
-    """Return a run's checkpoint: `last`, the newest; `best`, of the lowest validation loss; `step-N`.
-
-    Raises:
-        BenchError: there is none, or one of an earlier layout; the line says how to get one.
-    """
+    """Return a run's checkpoint: `last`, the newest; `best`, of the lowest validation loss; `step-N`."""
     known = {f"step-{step}": step_file(run_dir, step) for step in steps(run_dir)}
     if not known:
         check_layout(run_dir)
         raise BenchError(f"{str(run_dir)!r} has no checkpoint; {_again(run_dir, '--checkpoint.last true')}")
     if which == "best":
+        lowest = summary_of(run_dir).get("best_val_loss")
+        if not isinstance(lowest, int | float):
+            lowest = load([*known.values()][-1], weights=False).best_val_loss
         for path in filter(says_best, reversed(known.values())):
-            loss, lowest = load(path, weights=False).val_loss, _lowest(run_dir, [*known.values()][-1])
+            loss = load(path, weights=False).val_loss
             if lowest is None or (loss is not None and loss <= lowest):
                 return path
         raise BenchError(
@@ -109,23 +100,13 @@ def choose(run_dir: Path, which: str = "last") -> Path:
     return known[which]
 
 
-def _lowest(run_dir: Path, newest: Path) -> float | None:
-    """The lowest validation loss by the run's summary, else by its newest checkpoint."""
-    lowest = summary_of(run_dir).get("best_val_loss")
-    return lowest if isinstance(lowest, int | float) else load(newest, weights=False).best_val_loss
-
-
 def _again(run_dir: Path, option: str) -> str:
     command = shlex.join(["nanogpt-bench", "run", str(run_dir / "config.yaml")])
     return f"{command} {option} trains it once more and keeps one"
 
 
 def load(path: Path, *, weights: bool = True) -> Trained:
-    """Return a checkpoint's facts of its run, and its weights unless `weights` is False.
-
-    Raises:
-        BenchError: it is damaged, or was not made by a run.
-    """
+    """Return a checkpoint's facts of its run, and its weights unless `weights` is False."""
     contents = read(path, only=("model",) if weights else ())
     config = contents.facts.get("config")
     if not isinstance(config, dict):
@@ -144,13 +125,7 @@ def load(path: Path, *, weights: bool = True) -> Trained:
 
 
 def trained_shape(path: Path) -> GPTShape:
-    """Return the shape of the model that a checkpoint's weights fill; an lm_head that was untied is one of its own.
-
-    Only the header of the weights is read.
-
-    Raises:
-        BenchError: settings that name no size, or weights of another one.
-    """
+    """Return the shape of the model that a checkpoint's weights fill; an lm_head that was untied is one of its own."""
     config = load(path, weights=False).config
     settings = config.model
     if settings.pretrained:
@@ -161,12 +136,10 @@ def trained_shape(path: Path) -> GPTShape:
             "model, from its settings, which evaluate --model DIR and finetune --model DIR take"
         )
     sizes = {key: getattr(settings, key) for key in ("n_layer", "n_head", "n_embd", "block_size")}
-    try:
-        with safe_open(path, framework="pt") as file:
-            names = {name.removeprefix("model/") for name in file.keys()}  # noqa: SIM118  (it is no mapping)
-            embedding, head = (_shape_in(file, spelt) for spelt in (EMBEDDINGS, HEADS))
-    except (SafetensorError, OSError, ValueError) as error:
-        raise BenchError(f"checkpoint {str(path)!r}: its weights can't be read: {one_line(error)}") from None
+    unread = f"checkpoint {str(path)!r}: its weights can't be read"
+    with refusals(unread, SafetensorError, OSError, ValueError), safe_open(path, framework="pt") as file:
+        names = {name.removeprefix("model/") for name in file.keys()}  # noqa: SIM118  (it is no mapping)
+        embedding, head = (_shape_in(file, spelt) for spelt in (EMBEDDINGS, HEADS))
     if len(embedding) != 2 or None in sizes.values():
         raise BenchError(f"checkpoint {str(path)!r} has no weights of a GPT")
     claimed, size = sizes["n_embd"] * (12 * sizes["n_layer"] * sizes["n_embd"]), path.stat().st_size
@@ -188,20 +161,14 @@ def _shape_in(file: Any, spelt: Sequence[str]) -> list[int]:
 
 
 def float_weights(trained: Trained) -> dict[str, Tensor]:
-    """Return the weights as float32: one-byte weights dequantised, exactly; master copies where there were.
-
-    Raises:
-        BenchError: one-byte weights that can't be put together.
-    """
+    """Return the weights as float32: one-byte weights dequantised, exactly; master copies where there were."""
     if any(PART in name for name in trained.tensors):
         raise BenchError(
             f"checkpoint {str(trained.path)!r} has the weights of another package (model.peer), which none but its "
             "own run can use"
         )
-    try:
+    with refusals(f"checkpoint {str(trained.path)!r}", ValueError):
         state = fm.unflatten_state_dict(trained.tensors, trained.metadata)
-    except ValueError as error:
-        raise BenchError(f"checkpoint {str(trained.path)!r}: {one_line(error)}") from None
     named = {name: value for name, value in state.items() if name.rpartition(".")[2] in ("weight", "bias")}
     return {
         name: value.dequantize() if isinstance(value, fm.FP8Tensor) else value.float() for name, value in named.items()
@@ -213,9 +180,6 @@ def fill_floats(model: GPT, trained: Trained, called: str) -> None:
     """Fill a float model with the weights of a checkpoint, which an error names `called`.
 
     A model with fewer positions takes the first ones; one whose lm_head is untied gets a copy of the embedding.
-
-    Raises:
-        BenchError: tensors that are missing, of another shape, or unknown.
     """
     state = float_weights(trained)
     state.setdefault("lm_head.weight", state.get(EMBEDDING, torch.empty(0)))

@@ -9,7 +9,7 @@ from typing import Any
 import fp8manifold as fm
 from nanogpt_bench.config.schema import Config, ModelConfig
 from nanogpt_bench.model.gpt import FLOATS, linear_sizes
-from nanogpt_bench.system.errors import BenchError, one_line
+from nanogpt_bench.system.errors import BenchError, one_line, refusals
 
 #: keys of a layer specification whose values are formats, or mappings that hold some
 _FORMAT_KEYS = ("weight", "activation", "gradient", "format")
@@ -20,11 +20,7 @@ Read = fm.FloatFormat | str | dict[str, Any]
 
 
 def fill_formats(model: ModelConfig) -> dict[str, Read]:
-    """Put `model.format` into `model.formats`, all in canonical names, and return the formats that were read.
-
-    Raises:
-        BenchError: no such format.
-    """
+    """Put `model.format` into `model.formats`, all in canonical names, and return the formats that were read."""
     if model.format is not None:
         model.formats, model.format = {**model.formats, "*": model.format}, None
     formats = {pattern: _read(value, f"model.formats.{pattern}") for pattern, value in model.formats.items()}
@@ -49,10 +45,8 @@ def _written(value: Any) -> Any:
 def _format(name: Any, key: str) -> fm.FloatFormat | str:
     if name is None or str(name).lower() == "none":
         return "none"
-    try:
+    with refusals(key, ValueError, TypeError):
         return _named(name) if isinstance(name, str) else fm.FloatFormat.from_string(name)
-    except (ValueError, TypeError) as error:
-        raise BenchError(f"{key}: {one_line(error)}") from None
 
 
 @functools.lru_cache(maxsize=1000)
@@ -65,20 +59,12 @@ def format_name(name: Any, key: str = "model.format") -> str:
 
     >>> format_name("e4m3")
     'E4M3'
-
-    Raises:
-        BenchError: no such format.
     """
     return str(_written(_format(name, key)))
 
 
 def read_layers(model: ModelConfig, formats: Mapping[str, Read]) -> Mapping[str, fm.LayerSpec]:
-    """Return what is quantised in which linear layer, where the rest of the model's configuration is filled in.
-
-    Raises:
-        BenchError: a pattern that matches no linear layer, options that do not go together or that the storage does
-            not have, or a tied lm_head that nobody decided on.
-    """
+    """Return what is quantised in which linear layer, where the rest of the model's configuration is filled in."""
     return _layers(
         _Asked(
             repr(model.formats),

@@ -111,9 +111,6 @@ def check_fits(config: Config, corpus: Corpus | None = None, *, trained: bool = 
     an average of each, logits, and what a block keeps for the backward pass. A text: its validation batches. Without a
     `corpus` its tokens or labels are not counted. On a GPU, of which nothing is asked here, a model is made before it
     goes there. Weights of others are looked at where they are read.
-
-    Raises:
-        BenchError: the settings that decide, and what is free.
     """
     shape, train = model_shape(config, corpus), config.train
     tokens = 0 if config.task == "classify" else train.batch_size * shape.block_size  # documents may be few, and short

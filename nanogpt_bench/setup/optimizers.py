@@ -13,7 +13,7 @@ import fp8manifold as fm
 from nanogpt_bench.config.schema import MANIFOLDS, OPTIONS, Config, OptimizerConfig
 from nanogpt_bench.model.weights import constrained_weights, is_packaged, parts_of, quantized_layers
 from nanogpt_bench.setup.surgery import rate_of
-from nanogpt_bench.system.errors import BenchError, one_line
+from nanogpt_bench.system.errors import BenchError, refusals
 
 #: from the number of steps taken to batches (tokens, targets) that a Fisher matrix is measured on
 Batches = Callable[[int], Sequence[tuple[Tensor, Tensor]]]
@@ -83,15 +83,9 @@ class Course:
 
 
 def build_optimizer(model: nn.Module, config: Config, batches: Batches | None = None) -> torch.optim.Optimizer:
-    """Return the optimizer of a resolved configuration; `batches` is for the one that measures a Fisher matrix.
-
-    Raises:
-        BenchError: an option the optimizer refuses, or a package it needs is missing.
-    """
-    try:
+    """Return the optimizer of a resolved configuration; `batches` is for the one that measures a Fisher matrix."""
+    with refusals("optimizer", ValueError, TypeError, ImportError):
         built: torch.optim.Optimizer = _built(model, config, batches)
-    except (ValueError, TypeError, ImportError) as error:
-        raise BenchError(f"optimizer: {one_line(error)}") from None
     return built
 
 
@@ -238,40 +232,22 @@ FP8_CAPABILITY = (8, 9)
 
 
 def keep_peer_weights(model: Model, config: Config) -> Model:
-    """Give every linear layer the weights that `model.peer` names, its head among them; embeddings stay float32.
-
-    Raises:
-        BenchError: the package is missing or refuses.
-    """
+    """Give every linear layer the weights that `model.peer` names, its head among them; embeddings stay float32."""
     peer = config.model.peer
     if peer is None:
         return model
     package, _, fmt = peer.partition("-")
-    try:
-        return _in_sdnq(model, fmt) if package == "sdnq" else _in_torchao(model)
-    except (ImportError, ValueError, TypeError, AssertionError, NotImplementedError) as error:
-        raise BenchError(f"model.peer: {peer!r}: {one_line(error)}") from None
+    with refusals(f"model.peer: {peer!r}", ImportError, ValueError, TypeError, AssertionError, NotImplementedError):
+        if package == "sdnq":  # its own defaults, but for the least size: a scale for 32 weights, products of floats
+            from sdnq.training import sdnq_training_post_load_quant
 
+            least = {"minimum_allowed_numel": 0, "minimum_allowed_channel_size": 0}
+            model = sdnq_training_post_load_quant(model, weights_dtype=SDNQ_FORMATS[fmt], add_skip_keys=False, **least)
+        else:
+            from torchao.prototype.quantized_training import int8_weight_only_quantized_training
+            from torchao.quantization import quantize_
 
-def _in_sdnq(model: Model, fmt: str) -> Model:
-    """SDNQ's own defaults, but for its least size of a layer: a scale for 32 weights, products of floats."""
-    from sdnq.training import sdnq_training_post_load_quant
-
-    made: Model = sdnq_training_post_load_quant(
-        model,
-        weights_dtype=SDNQ_FORMATS[fmt],
-        add_skip_keys=False,
-        minimum_allowed_numel=0,
-        minimum_allowed_channel_size=0,
-    )
-    return made
-
-
-def _in_torchao(model: Model) -> Model:
-    from torchao.prototype.quantized_training import int8_weight_only_quantized_training
-    from torchao.quantization import quantize_
-
-    quantize_(model, int8_weight_only_quantized_training())
+            quantize_(model, int8_weight_only_quantized_training())
     return model
 
 
@@ -285,11 +261,7 @@ def sdnq_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sdnq_state_back(state: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
-    """Return what `sdnq_state` took apart, put into new tensors that the optimizer makes.
-
-    Raises:
-        KeyError, RuntimeError: parts of another model's or another setting's.
-    """
+    """Return what `sdnq_state` took apart, put into new tensors that the optimizer makes."""
     places = [(group, parameter) for group in optimizer.param_groups for parameter in group["params"]]
     made = {index: _filled(optimizer, places[index], entries) for index, entries in state["state"].items()}
     return {**state, "state": made}
@@ -317,36 +289,23 @@ def train_in_float8(model: Model, config: Config, device: torch.device) -> Model
 
     lm_head stays as it is, and so does a layer whose sizes are no multiples of 16: no hardware multiplies it.
     The weights stay float32. Without FP8 products in hardware, the same roundings are emulated in float32.
-
-    Raises:
-        BenchError: torchao is missing or refuses, or there is no layer to replace.
     """
     recipe = config.model.torchao_float8
     if recipe is None:
         return model
-    wanted = {name for name, module in model.named_modules() if _takes_float8(name, module)}
+    linear = ((name, x) for name, x in model.named_modules() if isinstance(x, nn.Linear) and name.startswith("blocks."))
+    wanted = {name for name, x in linear if x.in_features % MULTIPLE == 0 and x.out_features % MULTIPLE == 0}
     if not wanted:
         raise BenchError(
             f"model.torchao_float8: {recipe!r} needs a layer whose sizes are multiples of {MULTIPLE}; "
             "give another model.n_embd"
         )
-    try:
+    multiplies = device.type == "cuda" and torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
+    with refusals("model.torchao_float8", ImportError, ValueError, AssertionError):
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         settings = Float8LinearConfig.from_recipe_name(recipe)
         # The class is frozen, and from_recipe_name takes no other argument.
-        object.__setattr__(settings, "emulate", not _multiplies_fp8(device))
+        object.__setattr__(settings, "emulate", not multiplies)
         convert_to_float8_training(model, module_filter_fn=lambda _, name: name in wanted, config=settings)
-    except (ImportError, ValueError, AssertionError) as error:
-        raise BenchError(f"model.torchao_float8: {one_line(error)}") from None
     return model
-
-
-def _takes_float8(name: str, module: nn.Module) -> bool:
-    if not isinstance(module, nn.Linear) or not name.startswith("blocks."):
-        return False
-    return module.in_features % MULTIPLE == 0 and module.out_features % MULTIPLE == 0
-
-
-def _multiplies_fp8(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FP8_CAPABILITY

@@ -28,14 +28,7 @@ def _stored(model: ModelConfig) -> Mapping[str, Any]:
 
 
 def fill_stored(model: ModelConfig) -> bool:
-    """Fill in formats and granularity as the files of a published model have them; under float32 it is decoded.
-
-    Returns:
-        Whether codes are trained as they are, as `trains_stored` says.
-
-    Raises:
-        BenchError: a setting that says otherwise, and the flag that takes it away.
-    """
+    """Fill in formats and granularity as a published model's files have them; return whether its codes are trained."""
     stored = _stored(model)
     if not stored:
         return False
@@ -47,7 +40,7 @@ def fill_stored(model: ModelConfig) -> bool:
         )
     if model.storage == "float32":
         return False
-    names, kinds = (sorted({kind(each) for each in stored.values()}) for kind in (_format_of, _granularity_of))
+    names, kinds = sorted(set(map(_format_of, stored.values()))), sorted({str(e.granularity) for e in stored.values()})
     formats = (
         {"*": names[0]} if len(names) == 1 else {name: _format_of(each) for name, each in _of_layers(model).items()}
     )
@@ -72,10 +65,6 @@ def _format_of(stored: Any) -> str:
     return str(stored.format.name)
 
 
-def _granularity_of(stored: Any) -> str:
-    return str(stored.granularity)
-
-
 def _of_layers(model: ModelConfig) -> dict[str, Any]:
     found = outline(model.pretrained or "")
     return {name: found.stored[f"{name}.weight"] for name in found.layers if f"{name}.weight" in found.stored}
@@ -87,11 +76,7 @@ def stored_layers(model: ModelConfig) -> dict[str, fm.LayerSpec]:
 
 
 def outlined_shape(name: str) -> GPTShape:
-    """Return the shape of a pretrained model as far as it has one of a GPT; its block is as long as its positions.
-
-    Raises:
-        BenchError: no such model, or none that can be trained.
-    """
+    """Return the shape of a pretrained model as far as it has one of a GPT; its block is as long as its positions."""
     found = outline(name)
     sizes = {key: getattr(found, key) for key in ("n_layer", "n_head", "n_embd", "vocab_size")}
     return GPTShape(**sizes, block_size=found.positions, tie_weights=bool(found.shared))
@@ -127,14 +112,12 @@ def _bytes_each(config: Config) -> float:
 
 
 def read_as_codes(config: Config) -> dict[str, Any] | None:
-    """Return `quantization` where a pretrained model can be read into it; None where its floats are needed first.
-
-    What quantises activations has scales that depend on all tokens, which hides whether a model looks ahead.
-    """
+    """Return `quantization` where a pretrained model can be read into it; None where its floats are needed first."""
     if not isinstance(config, Resolved) or config.model.storage != "fp8":
         return None
     if not config.layers and not trains_stored(config.model):
         return None
+    # Scales of activations depend on all tokens, which hides whether a model looks ahead.
     if any(spec.activation is not None for spec in config.layers.values()):
         return None
     return quantization(config)

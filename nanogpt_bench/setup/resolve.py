@@ -23,7 +23,6 @@ def resolve(config: Config, start: GPTShape | None = None) -> Resolved:
     `start` is the shape of what `model.init_from` names where that can't be looked up any more.
 
     Raises:
-        BenchError: unknown rule or format, settings that contradict each other, or formats that no layer can take.
         TypeError: it is resolved already.
     """
     if isinstance(config, Resolved):
@@ -59,13 +58,7 @@ def resolve(config: Config, start: GPTShape | None = None) -> Resolved:
 
 
 def resolve_for(config: Config, run_dir: Path, *, resume: bool) -> Resolved:
-    """Return a configuration resolved for the run in `run_dir`; one that goes on is resolved from what it began with.
-
-    One that is resolved already is that.
-
-    Raises:
-        BenchError: settings that can't be used, or a config.yaml that can't be read.
-    """
+    """Return a configuration resolved for the run in `run_dir`; one that goes on is resolved from its own beginning."""
     if isinstance(config, Resolved):
         return config
     path = run_dir / "config.yaml"
@@ -208,10 +201,7 @@ def _read_format(section: Any, name: str, key: str) -> None:
 
 
 def rule_name(config: Config) -> str:
-    """Return the rule a resolved configuration follows: its own, the one with the same settings, or "custom".
-
-    Quantised weights may be trained at any precision under the same name, as they may where the rule is named.
-    """
+    """Return the rule a resolved configuration follows: its own, the one with the same settings, or "custom"."""
     return config.rule or next((name for name, entry in RULES.items() if _follows(config, entry)), "custom")
 
 
@@ -220,7 +210,7 @@ def _follows(config: Config, entry: Rule) -> bool:
     return (
         (storage == entry.storage or {storage, entry.storage} <= set(ROUNDED))
         and optimizer.name == entry.optimizer
-        and (entry.storage != "float32" or config.train.precision == entry.precision)
+        and (entry.storage != "float32" or config.train.precision == entry.precision)  # else any, as where it is named
         and config.model.torchao_float8 == entry.torchao_float8
         and config.model.products == entry.products
         and (optimizer.writeback, optimizer.writeback_end) == (entry.writeback, None)

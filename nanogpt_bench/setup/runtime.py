@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import fp8manifold as fm
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.system.errors import BenchError, counted, one_line
 from nanogpt_bench.system.ranks import ALONE, Ranks
@@ -18,11 +17,7 @@ CUDA = "cuda"
 
 
 def check_device(wanted: str) -> None:
-    """Refuse a GPU that is asked for and not there.
-
-    Raises:
-        BenchError: says what can be asked for.
-    """
+    """Refuse a GPU that is asked for and not there."""
     if wanted == CUDA and not torch.cuda.is_available():
         raise no_device("this machine")
 
@@ -34,11 +29,7 @@ def no_device(where: str) -> BenchError:
 
 @contextmanager
 def runtime(config: Config) -> Iterator[torch.device]:
-    """Set threads and seeds for the run, and put back what was there.
-
-    Raises:
-        BenchError: a GPU is asked for and there is none.
-    """
+    """Set threads and seeds for the run, and put back what was there."""
     wanted = config.runtime.device
     check_device(wanted)
     device = torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
@@ -88,11 +79,7 @@ def bfloat16_products(config: Config, device: torch.device) -> AbstractContextMa
 
 
 class CompiledLoss:
-    """`model.loss`, compiled; as it is written while anybody has hooked himself into a layer.
-
-    Hooks come and go with the monitors' intervals: tracing them would compile the model anew each time, and hand out
-    tensors that the compiled step would not have kept.
-    """
+    """`model.loss`, compiled; run as written while a layer is hooked: tracing hooks would compile anew at each look."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -100,11 +87,7 @@ class CompiledLoss:
         self._own_hooks = _hooks(model)
 
     def __call__(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy in nats, as `GPT.loss` does.
-
-        Raises:
-            BenchError: the model can't be compiled here, for want of a C++ compiler, say.
-        """
+        """Return the mean cross-entropy in nats, as `GPT.loss` does."""
         if _hooks(self._model) != self._own_hooks:
             loss: Tensor = self._model.loss(tokens, targets)
             return loss
@@ -124,11 +107,7 @@ def _hooks(model: nn.Module) -> int:
 
 
 def check_ranks(config: Config, ranks: Ranks) -> None:
-    """Refuse processes that nothing says how to use, and a batch that they can't share.
-
-    Raises:
-        BenchError: says what to give.
-    """
+    """Refuse processes that nothing says how to use, and a batch that they can't share."""
     size = ranks.size
     if ranks is ALONE:
         refuse_parallel(config.train.parallel, "this")
@@ -146,21 +125,12 @@ def check_ranks(config: Config, ranks: Ranks) -> None:
 
 
 def refuse_parallel(mode: str | None, who: str) -> None:
-    """Refuse `train.parallel` where runs are trained in one process.
-
-    Raises:
-        BenchError: says so.
-    """
+    """Refuse `train.parallel` where runs are trained in one process."""
     if mode is not None:
         raise BenchError(
             f"train.parallel: {mode!r} is for torchrun -m nanogpt_bench run; {who} trains in one process; add "
             "--train.parallel null"
         )
-
-
-def processes(config: Config, ranks: Ranks) -> dict[str, Any]:
-    """Return what environment.json says of a run in several processes; nothing of a run in one."""
-    return {"parallel": config.train.parallel, "processes": ranks.size} if ranks.size > 1 else {}
 
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -181,10 +151,3 @@ class _Loss(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         return self._loss(tokens, targets)
-
-
-def joined_model(model: nn.Module, ranks: Ranks) -> nn.Module:
-    """Return the first process' model, to the bit, in every process."""
-    if ranks.size > 1:
-        fm.distributed.sync(model)
-    return model

@@ -1,64 +1,48 @@
 """`model.init_from`: the weights that a training starts from, those of a GPT-2 checkpoint or of a run."""
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.checkpoint import check_layout, read_sum, step_file, steps
+from nanogpt_bench.checkpoint import read_sum
+from nanogpt_bench.checkpoint.format import check_layout, step_file, steps
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import Resolved
 from nanogpt_bench.data.batches import Corpus, digests_of, label_names, open_corpus
-from nanogpt_bench.model.gpt import GPT, GPTShape, build_model
+from nanogpt_bench.model.gpt import GPTShape, build_model
 from nanogpt_bench.model.weights import checkpoint_shape, load_checkpoint
 from nanogpt_bench.runs.trained import Trained, choose, fill_floats, is_checkpoint, is_run, load, trained_shape
 from nanogpt_bench.setup.task import model_shape
-from nanogpt_bench.system.errors import BenchError
+from nanogpt_bench.system.errors import BenchError, refusals
 
 KEY = "model.init_from"
 
 
-@contextmanager
-def _named() -> Iterator[None]:
-    """Begin what is said of the weights to start from with the setting's name."""
-    try:
-        yield
-    except BenchError as error:
-        raise BenchError(f"{KEY}: {error}") from None
-
-
 def pinned(name: str) -> str:
-    """Return the very checkpoint that a run's folder stands for, its newest; any other name as it is.
-
-    Raises:
-        BenchError: a run without a checkpoint.
-    """
+    """Return the very checkpoint that a run's folder stands for, its newest; any other name as it is."""
     path = Path(name)
     if is_checkpoint(path) or not is_run(path):
         return name
-    with _named():
+    with refusals(KEY):
         return str(choose(path))
 
 
 def start_shape(name: str) -> GPTShape:
-    """Return the shape of the model that the weights called `name` fill.
-
-    Raises:
-        BenchError: nothing there, or nothing that can be started from.
-    """
+    """Return the shape of the model that the weights called `name` fill."""
     path = Path(name)
     if is_checkpoint(path):
-        with _named():
+        with refusals(KEY):
             shape = trained_shape(path)
         if shape.labels:
             raise BenchError(f"{KEY}: {name!r} is of task 'classify'; give a run of task 'language'")
         return shape
     if _looks_like_one(path):
         check_layout(path.parent.parent)
-        raise BenchError(f"{KEY}: {name!r} does not exist; give a run's folder, or one of its {_others(path)}")
-    with _named():
+        found = [str(step_file(path.parent.parent, step)) for step in steps(path.parent.parent)]
+        others = "checkpoints" + (f": {', '.join(found)}" if found else "")
+        raise BenchError(f"{KEY}: {name!r} does not exist; give a run's folder, or one of its {others}")
+    with refusals(KEY):
         return checkpoint_shape(name)
 
 
@@ -66,60 +50,39 @@ def _looks_like_one(path: Path) -> bool:
     return path.parent.name == "checkpoints" and path.name.startswith("step-")
 
 
-def _others(path: Path) -> str:
-    run_dir = path.parent.parent
-    found = [str(step_file(run_dir, step)) for step in steps(run_dir)]
-    return "checkpoints" + (f": {', '.join(found)}" if found else "")
-
-
 def start_facts(config: Config) -> dict[str, Any]:
-    """Return what environment.json says of the run that a training starts from; nothing where it starts from none.
-
-    Raises:
-        BenchError: a checkpoint whose digest can't be read.
-    """
+    """Return what environment.json says of the run that a training starts from; nothing where it starts from none."""
     path = Path(config.model.init_from or "")
     if not config.model.init_from or not is_checkpoint(path):
         return {}
-    with _named():
+    with refusals(KEY):
         return {"init_from": {"checkpoint": str(path), "sha256": read_sum(path)}}
 
 
 def start_model(shape: GPTShape, config: Config, corpus: Corpus) -> Any:
-    """Return the float model of that shape with the weights that a resolved configuration starts from.
-
-    Raises:
-        BenchError: weights that do not fit the corpus or the model.
-    """
+    """Return the float model of that shape with the weights that a resolved configuration starts from."""
     name, seed = config.model.init_from or "", config.seed
     trained = None
     if is_checkpoint(Path(name)):
-        with _named():
+        with refusals(KEY):
             trained = load(Path(name))
         check_text(trained, corpus, f"{KEY}: {name!r}")
     language = build_model(replace(shape, labels=0), seed)
     if trained is not None:
         fill_floats(language, trained, f"{KEY}: {name!r}")
     else:
-        with _named():
+        with refusals(KEY):
             load_checkpoint(language, name, str(corpus.meta["tokenizer"]))
-    return _with_head(language, shape, seed) if shape.labels else language
-
-
-def _with_head(language: GPT, shape: GPTShape, seed: int) -> GPT:
-    """Return a classifier with the body of a language model, and a head whose weights are random."""
-    model = build_model(shape, seed)
+    if not shape.labels:
+        return language
+    model = build_model(shape, seed)  # a classifier: that body, and a head whose weights are random
     body = {name: value for name, value in language.state_dict().items() if not name.startswith("lm_head.")}
     model.load_state_dict({**model.state_dict(), **body})
     return model
 
 
 def check_text(trained: Trained, corpus: Corpus, called: str) -> None:
-    """Refuse a text whose tokens are not those that the weights were trained on.
-
-    Raises:
-        BenchError: another tokenizer or vocabulary, or the characters of another text.
-    """
+    """Refuse a text whose tokens are not those that the weights were trained on."""
     theirs, ours = trained.environment.get("tokenizer"), corpus.meta["tokenizer"]
     if theirs is not None and theirs != ours:
         raise BenchError(f"{called} was trained on text of tokenizer {theirs!r}, {str(corpus.folder)!r} is of {ours!r}")
@@ -165,10 +128,6 @@ def as_begun(config: Config, saved: Config, run_dir: Path) -> tuple[Config, GPTS
 
 
 def check_start(config: Resolved, found: object) -> None:
-    """Refuse to begin without the weights to begin with.
-
-    Raises:
-        BenchError: nothing to go on from was found, and what the run started from is gone.
-    """
+    """Refuse to begin without the weights to begin with."""
     if found is None and config.begun is not None:
         raise BenchError(f"{KEY}: {config.model.init_from!r} does not exist any more, and nothing whole to go on from")

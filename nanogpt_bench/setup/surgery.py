@@ -4,27 +4,21 @@ from typing import Any
 
 import geoopt
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import fp8manifold as fm
 from nanogpt_bench.config.schema import MANIFOLDS, OPTIONS, RIEMANNIAN, Config, ModelConfig, OptimizerConfig
 from nanogpt_bench.config.settings import Resolved
 from nanogpt_bench.model.gpt import linear_sizes
 from nanogpt_bench.model.weights import quantized_layers, rows_of_outputs
-from nanogpt_bench.system.errors import BenchError, counted, one_line
+from nanogpt_bench.system.errors import BenchError, counted, refusals
 
 #: layers left in float that are named
 _NAMED = 4
 
 
 def quantize(model: nn.Module, config: Resolved) -> nn.Module:
-    """Replace the linear layers that `model.formats` names, and constrain the weights that are to be.
-
-    A run in float without a constraint returns the model as it is.
-
-    Raises:
-        BenchError: weights that can't be quantised or constrained.
-    """
+    """Replace the linear layers that `model.formats` names, and constrain the weights that are to be."""
     settings = config.model
     if config.layers and not quantized_layers(model):  # of a pretrained model they may have been read so
         model = _in_formats(model, config)
@@ -36,12 +30,13 @@ def _in_formats(model: nn.Module, config: Resolved) -> nn.Module:
     continuous = config.model.storage == "continuous"
     named = {name: model.get_submodule(name) for name in config.layers} if continuous else {}
     weights = {name: rows_of_outputs(layer).detach().clone() for name, layer in named.items()}
-    try:
+    with refusals("model.formats", ValueError, TypeError):
         model = fm.quantize_model(model, **quantization(config))
-    except (ValueError, TypeError) as error:
-        raise BenchError(f"model.formats: {one_line(error)}") from None
-    if continuous:
-        _put_back(model, weights)
+    # The float weights again, on the continuous manifold of their format and scale.
+    for name, layer in quantized_layers(model).items() if continuous else ():
+        assert layer.weight_format is not None, "a layer whose weights are quantised"
+        layer.manifold = fm.StiffnessManifold(layer.weight_format, layer.weight_scale())
+        layer.weight = geoopt.ManifoldParameter(weights[name], manifold=layer.manifold)
     return model
 
 
@@ -73,15 +68,6 @@ def _grid_options(config: Config) -> dict[str, Any]:
     if settings.storage == "fp8" and rule.residual_bits:
         options["keep_remainder"] = True  # the residual starts from what rounding the initial weights leaves
     return options
-
-
-def _put_back(model: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Give quantised layers their float weights again, on the continuous manifold of their format and scale."""
-    for name, layer in quantized_layers(model).items():
-        assert layer.weight_format is not None, "a layer whose weights are quantised"
-        manifold = fm.StiffnessManifold(layer.weight_format, layer.weight_scale())
-        layer.manifold = manifold
-        layer.weight = geoopt.ManifoldParameter(weights[name], manifold=manifold)
 
 
 def left_in_float(model: nn.Module) -> str:
@@ -128,11 +114,7 @@ def fill_rates(config: Config) -> None:
 
 
 def check_constrained_layers(config: Resolved) -> None:
-    """Refuse weights that are to lie on a grid as well.
-
-    Raises:
-        BenchError: names the layer, and what to give for it.
-    """
+    """Refuse weights that are to lie on a grid as well."""
     model = config.model
     for name in constrained_layers(model) if model.constraint and model.storage in MANIFOLDS else ():
         spec = config.layers.get(name)
@@ -151,11 +133,7 @@ def constrained_layers(model: ModelConfig) -> list[str]:
 
 @torch.no_grad()
 def constrain(model: nn.Module, settings: ModelConfig) -> None:
-    """Put the weights that a resolved configuration constrains onto their manifold, the nearest point of it.
-
-    Raises:
-        BenchError: a weight without a nearest point, such as one with a row of zeros on the sphere.
-    """
+    """Put the weights that a resolved configuration constrains onto their manifold, the nearest point of it."""
     if settings.constraint is None:
         return
     for name in constrained_layers(settings):

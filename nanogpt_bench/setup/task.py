@@ -97,11 +97,7 @@ class Language:
         return train.batch_size * train.accumulation * self._block
 
     def held_out(self) -> list[Pair]:
-        """Return the fixed validation batches.
-
-        Raises:
-            BenchError: more than there is memory for.
-        """
+        """Return the fixed validation batches."""
         evaluation, size = self._config.eval, self._config.train.batch_size
         what = f"eval.batches {evaluation.batches} with train.batch_size {size} and model.block_size {self._block}"
         check_memory(BYTES_HELD * evaluation.batches * size * self._block, what)
@@ -170,11 +166,7 @@ def _answers(passes: Passes, batches: Sequence[Pair]) -> Pair:
 
 
 def model_shape(config: Config, corpus: Corpus | None) -> GPTShape:
-    """Return the shape of a resolved configuration's model, whose tokens and labels are a corpus's, none without one.
-
-    Raises:
-        BenchError: a corpus without the labels that the task needs.
-    """
+    """Return the shape of a resolved configuration's model, whose tokens and labels are a corpus's, if there is one."""
     settings = config.model
     return GPTShape(
         n_layer=settings.n_layer or 0,
@@ -191,9 +183,5 @@ def model_shape(config: Config, corpus: Corpus | None) -> GPTShape:
 
 
 def task_of(config: Config, corpus: Corpus) -> Language | Classify:
-    """Return what a resolved configuration learns on a corpus.
-
-    Raises:
-        BenchError: a corpus without the labels that it needs.
-    """
+    """Return what a resolved configuration learns on a corpus."""
     return Classify(config, corpus) if config.task == "classify" else Language(config, corpus)

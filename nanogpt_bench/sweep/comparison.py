@@ -46,9 +46,6 @@ def comparison(
     """Return the shipped comparison, or one of these formats and rules.
 
     Settings that are `given` go into every row that they mean something for; the intervals follow the steps.
-
-    Raises:
-        BenchError: an unknown format or rule, or a setting that no row takes.
     """
     sweep, given = shipped(), dict(given or {})
     steps = _steps(given, max_steps) or sweep.base[STEPS]

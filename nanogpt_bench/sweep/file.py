@@ -10,10 +10,9 @@ from pydantic import ValidationError, field_validator
 
 from nanogpt_bench.config.field import Section, setting
 from nanogpt_bench.config.keys import refusal, settings_of
-from nanogpt_bench.config.settings import GivenTwice, find_config, find_shipped, parse_overrides, read_yaml
+from nanogpt_bench.config.settings import GivenTwice, content_of, find_config, find_shipped, parse_overrides, read_yaml
 from nanogpt_bench.sweep.axes import Axis, assemble, read_axis, read_settings
-from nanogpt_bench.system import untrusted
-from nanogpt_bench.system.errors import BenchError, one_line, unknown
+from nanogpt_bench.system.errors import BenchError, unknown
 
 FOLDER = Path(__file__).parent.parent / "sweeps"
 Kind = TypeVar("Kind", bound=Section)
@@ -131,26 +130,13 @@ KEYS = (
 SMOKE = ("settings", "axes", "tune", "confirm")
 
 
-def shipped_sweeps() -> list[str]:
-    """Return the names of the sweep files that come with the package.
-
-    >>> "formats.yaml" in shipped_sweeps()
-    True
-    """
-    return sorted(path.name for path in FOLDER.glob("*.yaml"))
-
-
 def find_sweep(name: str) -> Path:
     """Return the path of a sweep file: `name` itself, or the shipped file of that name."""
     return find_shipped(name, FOLDER, "sweep file")
 
 
 def read_sweep(path: Path, overrides: Sequence[str] = (), *, smoke: bool = False) -> SweepFile:
-    """Read a sweep file; `--section.key VALUE` overrides take precedence over its settings, its section `smoke` too.
-
-    Raises:
-        BenchError: a file that can't be read, an unknown key, a value out of range, or an axis that is overridden.
-    """
+    """Read a sweep file; `--section.key VALUE` overrides take precedence over its settings, its section `smoke` too."""
     try:
         return _read(path, overrides, smoke)
     except GivenTwice as error:
@@ -158,7 +144,9 @@ def read_sweep(path: Path, overrides: Sequence[str] = (), *, smoke: bool = False
 
 
 def _read(path: Path, overrides: Sequence[str], smoke: bool) -> SweepFile:
-    tree = _load(path)
+    tree = content_of(path, "sweep file")
+    if not isinstance(tree, dict):
+        raise BenchError(f"sweep file {str(path)!r} must hold keys and values; allowed: {', '.join(KEYS)}")
     for key in tree:
         if key not in KEYS:
             raise unknown(f"key in {path.name}", key, KEYS)
@@ -187,18 +175,6 @@ def _read(path: Path, overrides: Sequence[str], smoke: bool) -> SweepFile:
         **_tuning(tree, path),
         sensitivity=_section(SensitivityOptions, tree, "sensitivity"),
     )
-
-
-def _load(path: Path) -> dict[str, Any]:
-    try:
-        tree = untrusted.read_yaml(path)
-    except OSError as error:
-        raise BenchError(f"sweep file {str(path)!r} can't be read: {error.strerror or error}") from None
-    except ValueError as error:
-        raise BenchError(f"sweep file {str(path)!r} is not YAML: {one_line(error)}") from None
-    if not isinstance(tree, dict):
-        raise BenchError(f"sweep file {str(path)!r} must hold keys and values; allowed: {', '.join(KEYS)}")
-    return tree
 
 
 def _smoke(tree: Mapping[str, Any], path: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from nanogpt_bench.config.metrics import BESIDE_LOSS
 from nanogpt_bench.failures import failures_of
-from nanogpt_bench.report.build import facts_of, write_report
+from nanogpt_bench.report import facts_of, write_report
 from nanogpt_bench.report.results import Result, measure
 from nanogpt_bench.report.results_file import read_studies, with_given_up
 from nanogpt_bench.report.rows import Row, find_reference
@@ -47,9 +47,6 @@ class SweepRecord:
     Runs are added one by one, since some are planned by what others found. `mode` is grid, random, compare, tune
     or sensitivity. Gaps are measured against the row labelled `baseline`, without one against the
     first BF16 row. The table has the rows labelled `order` first.
-
-    Raises:
-        BenchError: `folder` can't be used, or holds something else than a sweep of this mode.
     """
 
     def __init__(self, folder: Path, mode: str, baseline: str | None = None) -> None:
@@ -64,10 +61,7 @@ class SweepRecord:
         self._entries: dict[str, dict[str, Any]] = {}
 
     def add(self, run: PlannedRun) -> bool:
-        """Add a run; True where an earlier start has ended it.
-
-        Otherwise what it left is removed, unless it has checkpoints to go on from.
-        """
+        """Add a run; True where an earlier start has ended it. Else what it left without a checkpoint is removed."""
         self.check(run)
         self.planned.append(run)
         if self._read(run):
@@ -155,15 +149,11 @@ class SweepRecord:
 
     def write_page(self) -> Path:
         """Write the tables, the page and the figures; returns the page's path."""
-        rows = self.rows()
+        rows, now = self.rows(), {"Command": command_line(), "Date": self._started.strftime(DATE)}
         title = f"nanogpt-bench {self.mode if self.mode == 'compare' else f'sweep ({self.mode})'}"
-        return write_report(rows, self.folder, title=title, facts=self._facts(rows), baseline=self.baseline)
-
-    def _facts(self, rows: Sequence[Row]) -> dict[str, str]:
-        """The facts at the head of the report: command, machine, date, and what its runs share."""
-        now = {"Command": command_line(), "Date": self._started.strftime(DATE)}
         first = {"Command": now["Command"], "Machine": platform.platform(), "Date": now["Date"]}
-        return first | facts_of([run for row in rows for run in row.runs]) | now
+        facts = first | facts_of([run for row in rows for run in row.runs]) | now
+        return write_report(rows, self.folder, title=title, facts=facts, baseline=self.baseline)
 
     def note_failure(self, run: PlannedRun, error: Mapping[str, Any]) -> None:
         """Write down how a run failed that could not do so itself, so that the folder alone tells the story.

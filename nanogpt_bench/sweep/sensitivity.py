@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.config.rules import float_rule, reference_settings
+from nanogpt_bench.config.rules import reference_settings
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.evaluation.measurement import FILE
 from nanogpt_bench.setup.formats import format_name
 from nanogpt_bench.setup.resolve import resolve
-from nanogpt_bench.sweep.axes import Axis, grid_points
+from nanogpt_bench.sweep.axes import grid_points
 from nanogpt_bench.sweep.file import SensitivityOptions, SweepFile
 from nanogpt_bench.sweep.plan import PlannedRun, check_count, named_once, plan_point
 from nanogpt_bench.sweep.record import SweepRecord
@@ -51,7 +51,9 @@ def plan_study(sweep: SweepFile) -> Study:
         raise BenchError(f"--sensitivity needs the axis model.format in {sweep.path.name}, such as [E4M3, E7M0]")
     seeds = sweep.axis("seed")
     check_count(formats.size * (seeds.size if seeds is not None else 1), f"{sweep.path.name} (--sensitivity)")
-    names = _names(formats)
+    names = tuple(dict.fromkeys(format_name(name, "axes.model.format") for name in formats.grid()))
+    if "none" in names:
+        raise BenchError("axes.model.format: 'none' is what the gaps are measured against; leave it out")
     points = list(grid_points((seeds,) if seeds is not None else ()))
     base = {key: value for key, value in sweep.base.items() if key not in ("model.format", "model.formats")}
     config, options = resolve(build_config({**base, "model.format": names[0]})), sweep.sensitivity
@@ -66,20 +68,13 @@ def plan_study(sweep: SweepFile) -> Study:
     return Study(patterns, names, options.operand, _references(sweep, base, config, points), cells)
 
 
-def _names(formats: Axis) -> tuple[str, ...]:
-    names = tuple(dict.fromkeys(format_name(name, "axes.model.format") for name in formats.grid()))
-    if "none" in names:
-        raise BenchError("axes.model.format: 'none' is what the gaps are measured against; leave it out")
-    return names
-
-
 def _references(
     sweep: SweepFile, base: Mapping[str, Any], config: Config, points: Sequence[Mapping[str, Any]]
 ) -> tuple[PlannedRun, ...]:
     """The same training with float weights: as the file says, or AdamW at the precision of the others."""
     own = sweep.reference
     if own is None:
-        own = {"rule": float_rule(config.train.precision)}
+        own = {"rule": "fp32" if config.train.precision == "float32" else "bf16-mixed"}
     if isinstance(own, str):
         raise BenchError(f"reference: {own!r} names a row; --sensitivity takes settings, such as {{rule: fp32}}")
     settings = reference_settings(base, own)

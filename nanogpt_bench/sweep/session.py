@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
@@ -71,13 +70,8 @@ class Bar:
         self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._bar.stop()
-
-    def add(self, name: str, size: float = 1.0) -> None:
-        self.entries.append(Entry(name, size))
 
     def say(self, text: str) -> None:
         """Print one line above the bar."""
@@ -113,10 +107,7 @@ class Bar:
         return f"{sum(entry.ended for entry in self.entries)} of {len(self.entries)} runs ended{self.left()}"
 
     def left(self) -> str:
-        """The time that the rest takes at the pace since the first steps, in words; "" while nothing is known of it.
-
-        The last runs keep fewer workers busy, so that this is too little by about a run's length.
-        """
+        """The time left at the pace since the first steps, in words, short by about a run's length; none if unknown."""
         since, before = self._first or (0.0, self.share())
         done = self.share() - before
         rest = 1.0 - self.share()
@@ -214,13 +205,9 @@ class Session:
                     event = Event(event.job, "failed", {"error": summary["failure"]})
             self._bar.show(event)
             if run is not None and event.kind in ("done", "failed"):
-                self._end(event, run, on_end)
-
-    def _end(self, event: Event, run: PlannedRun, on_end: OnEnd) -> None:
-        self._record.end(run, event.data["error"] if event.kind == "failed" else None)
-        if not self._record.ended(run):  # it was ended from outside: nothing follows from that
-            return
-        self._enqueue(left for following in on_end(run) for left in self._left(following, on_end))
+                self._record.end(run, event.data["error"] if event.kind == "failed" else None)
+                if self._record.ended(run):  # else it was ended from outside: nothing follows from that
+                    self._enqueue(left for following in on_end(run) for left in self._left(following, on_end))
 
 
 def _turn(run: PlannedRun) -> tuple[bool, int, float]:
@@ -264,9 +251,6 @@ def sweep_grid(
     """Train every point of the file and report; the last line is the report's path.
 
     `mode` is written to sweep.json in place of the search. `again` is the command that goes on, where it is another.
-
-    Returns 0, 1 when not one run finished or one was ended from outside (a full disk, a kill, a crash), 75 when a
-    signal ended it (the report then covers what there is).
     """
     planned = plan_sweep(sweep)
     record = SweepRecord(out, mode or sweep.search, baseline_of(sweep.reference, planned))

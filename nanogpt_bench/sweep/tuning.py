@@ -37,10 +37,7 @@ FULL, HALF = 2, 1
 
 @dataclass
 class Search:
-    """The search for the best values at one point, and the points that are confirmed at them.
-
-    `start` is the point's own training, whose settings give the values that the search begins with.
-    """
+    """The search for the best values at one point, from those of its run `start`, and the points confirmed at them."""
 
     base: Mapping[str, Any]
     start: PlannedRun

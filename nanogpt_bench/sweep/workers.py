@@ -29,7 +29,6 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from multiprocessing import connection, parent_process
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from nanogpt_bench.config import metrics
@@ -41,10 +40,7 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
 
 
 def begin(threads: int, output: str) -> None:
-    """Make a process ready: its threads, its signals, its output to the file `output`, and the imports of a run.
-
-    SIGTERM ends it, with a run as soon as that is saved. Ctrl-C reaches the whole group, and the parent decides.
-    """
+    """Make a process ready: threads, output, a run's imports; SIGTERM ends it, Ctrl-C is for its parent to decide."""
     os.environ.update(dict.fromkeys(THREAD_VARIABLES, str(threads)))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -65,10 +61,7 @@ def _end_with_parent() -> None:
 
 
 def serve(job: Mapping[str, Any], numbers: tuple[signal.Signals, ...] = (signal.SIGTERM,)) -> dict[str, Any]:
-    """Train a run and return its end: {"kind": "done"}, or {"kind": "failed", "error": {...}}.
-
-    One of the signals ends it after the step at hand, with a checkpoint.
-    """
+    """Train a run and return its end: {"kind": "done"}, or {"kind": "failed", "error": {...}}."""
     from nanogpt_bench.config.settings import build_config
     from nanogpt_bench.loop.train import run
 
@@ -111,10 +104,7 @@ def threads_asked() -> int:
 
 
 def check_workers(workers: int | None, source: str, threads: int | None = None, there: int | None = None) -> None:
-    """Refuse more runs at a time than there are cores, or than have the `threads` each that their settings ask for.
-
-    `source` names the number; `there` are the cores, those of this machine without.
-    """
+    """Refuse more runs at a time than there are cores, or than have the `threads` each that their settings ask for."""
     there = cores() if there is None else there
     most = most_workers(threads, there)
     if workers is not None and workers > most:
@@ -346,16 +336,11 @@ class Pool:
             self._start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     def stop(self, *, patient: bool = False) -> None:
-        """Terminate every worker, its run saving what it has, and wait until all are gone.
-
-        However long that takes if `patient`: a step may take minutes, and its checkpoint is worth them.
-        """
+        """Terminate every worker, its run saved first, and wait until all are gone, however long if `patient`."""
         for worker in self._workers:
             worker.terminate()
         deadline = None if patient else time.monotonic() + SECONDS_TO_STOP

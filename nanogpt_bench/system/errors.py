@@ -1,9 +1,13 @@
-"""The one exception that the command line turns into a line and exit code 2, and the words of such lines."""
+"""The one exception that the command line turns into a line and exit code 2, and the words of such lines.
+
+Any function of the harness may raise it; a docstring has `Raises` for other exceptions only.
+"""
 
 import difflib
 import errno
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 #: of a word whose nearest spelling is looked for
 LONGEST_WORD = 200
@@ -31,6 +35,24 @@ def refused(what: str, error: OSError) -> BenchError:
     DiskError("--out 'a' can't be written: No space left on device")
     """
     return (DiskError if error.errno in _DISK else BenchError)(f"{what}: {error.strerror or error}")
+
+
+@contextmanager
+def refusals(what: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Make refusals of errors of some kinds, each beginning with `what`; without kinds, of other refusals.
+
+    >>> with refusals("--out", OSError):
+    ...     raise OSError("no")
+    Traceback (most recent call last):
+    nanogpt_bench.system.errors.BenchError: --out: no
+    """
+    caught = kinds or (BenchError,)
+    try:
+        yield
+    except caught as error:
+        if kinds and isinstance(error, BenchError):
+            raise
+        raise BenchError(f"{what}: {error if isinstance(error, BenchError) else one_line(error)}") from None
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:

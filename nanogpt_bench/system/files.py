@@ -66,10 +66,7 @@ def sha256(path: Path) -> str:
 
 
 def refuse_to_replace(option: str, path: Path, wrote: Callable[[Path], bool], instead: str) -> None:
-    """Refuse to put a file where there is another one; an empty one may be replaced, and one that `wrote` knows.
-
-    `option` is how the file was named, `instead` what to give in its place.
-    """
+    """Refuse to put a file where there is another one; an empty one may be replaced, and one that `wrote` knows."""
     if not path.exists():  # a link to nothing is replaced, and nothing is lost
         return
     if not path.is_file():

@@ -16,10 +16,7 @@ T = TypeVar("T")
 
 
 def hub_file(repository: str, name: str, asked: str = "model.init_from:") -> Path:
-    """Return the path of a model repository's file in the local cache, fetched where it is not there yet.
-
-    Every refusal begins with what was `asked`.
-    """
+    """Return the path of a model repository's file in the local cache, fetched if missing; `asked` begins errors."""
     if find_spec("huggingface_hub") is None:
         raise BenchError(
             f"{asked} {repository!r} is no folder here, and the hub needs huggingface_hub; "

@@ -134,10 +134,7 @@ def joined() -> Ranks:
 
 
 def as_rank(command: Callable[[], int]) -> int:
-    """Join the other processes, run a command, and end when all have; what others than the first print is dropped.
-
-    A process that has ended on the way ends the others, with one line.
-    """
+    """Join the other processes, run a command, end when all have; only the first prints, and a lost one ends all."""
     store, rank, size = _join()
     ranks = Ranks(rank, size, store)
     _joined[:] = [ranks]

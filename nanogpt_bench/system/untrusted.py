@@ -65,10 +65,7 @@ def open_file(path: Path, *, links: bool = True) -> Any:
 
 
 def read_json(path: Path, *, links: bool = True, times: int = 1) -> Any:
-    """Return the content of a JSON file; one that grows with the number of runs may be some `times` as large.
-
-    Raises as `read_text` and `parse_json`.
-    """
+    """Return the content of a JSON file of `times` the usual size at most; raises as `read_text` and `parse_json`."""
     return parse_json(read_text(path, times * MOST_BYTES, links=links))
 
 

@@ -13,7 +13,8 @@ import yaml
 from forked import finish, said, start
 from small_runs import differences, traces, words
 
-from nanogpt_bench.checkpoint import disk, newest, step_file
+from nanogpt_bench import checkpoint
+from nanogpt_bench.checkpoint import newest, step_file
 from nanogpt_bench.cli import main
 from nanogpt_bench.commands.verify import check_run
 from nanogpt_bench.loop import train as loop
@@ -59,7 +60,7 @@ def during_the_save(patch: pytest.MonkeyPatch) -> None:
                 raise full()
             return os.write(file, data)
 
-    patch.setattr(disk, "os", Filling())
+    patch.setattr(checkpoint, "os", Filling())
 
 
 def during_a_record(patch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,8 @@ import forked
 import pytest
 from small_runs import differences, traces, words
 
-from nanogpt_bench.checkpoint import disk, newest, step_file, steps, verify
+from nanogpt_bench import checkpoint
+from nanogpt_bench.checkpoint import newest, step_file, steps, verify
 from nanogpt_bench.commands.run import exit_code, trained
 from nanogpt_bench.loop.trainer import Trainer
 from nanogpt_bench.monitors.points import Observer, Step
@@ -73,7 +74,7 @@ def send_at(point: str, number: int, what: signal.Signals, times: int = 1) -> Ca
         for owner, name, at in (
             (Trainer, "_draw", "data"),
             (Trainer, "validation_losses", "eval"),
-            (disk, "_write_file", "save"),
+            (checkpoint, "_write_file", "save"),
         ):
             wrap(owner, name, at)
 

@@ -20,7 +20,6 @@ from nanogpt_bench.cli import main, parse
 from nanogpt_bench.commands import compare as command
 from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.loop.train import run
-from nanogpt_bench.report import build
 from nanogpt_bench.runs.load import drop_checkpoints
 from nanogpt_bench.sweep import workers as pool
 from nanogpt_bench.sweep.comparison import comparison as comparison_of
@@ -45,7 +44,7 @@ SMALL = {
 def _quick() -> Iterator[None]:
     """Reports without their pictures and workers that find torch imported: most of the time, and no part in this."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "write_figures", lambda *_: None)
+        patch.setattr("nanogpt_bench.report.write_figures", lambda *_: None)
         patch.setattr(pool, "CONTEXT", "fork")
         patch.setattr(pool, "most_workers", lambda *_: 1)
         yield

@@ -17,7 +17,7 @@ from nanogpt_bench.cli import main
 from nanogpt_bench.config.rules import RULES, Rule
 from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.data.text import prepare_text
-from nanogpt_bench.report import build, report
+from nanogpt_bench.report import report
 from nanogpt_bench.sweep import workers as pool_module
 from nanogpt_bench.sweep.comparison import choose_rows, comparison, label
 from nanogpt_bench.sweep.file import find_sweep, read_sweep
@@ -176,7 +176,7 @@ def test_a_comparison_from_start_to_report(run_cli, tmp_path, text_file, monkeyp
     again, own = ((folder / "results.csv").read_text().splitlines() for folder in (tmp_path / "again", out))
     assert sorted(again) == sorted(own)
     # And against another row: nothing is trained again.
-    monkeypatch.setattr(build, "write_figures", lambda *_: None)
+    monkeypatch.setattr("nanogpt_bench.report.write_figures", lambda *_: None)
     code, _, errors = run_cli(*options, *small, "--reference", "fp23")
     assert (code, "did you mean 'fp32'" in errors) == (2, True)
     assert run_cli(*options, *small, "--reference", "fp32")[0] == 0
@@ -199,7 +199,7 @@ def test_a_comparison_from_start_to_report(run_cli, tmp_path, text_file, monkeyp
 
 @pytest.mark.usefixtures("_forked_workers")
 def test_every_row_takes_two_steps_on_every_processor(run_cli, tmp_path, corpus_dir, products, monkeypatch):
-    monkeypatch.setattr(build, "write_figures", lambda *_: None)
+    monkeypatch.setattr("nanogpt_bench.report.write_figures", lambda *_: None)
     small = ("--data.dir", str(corpus_dir), "--model.n_layer", "1", "--model.n_embd", "32", "--model.block_size", "16")
     code, _, errors = run_cli(*small, "--max-steps", "2", "--out", "out")
     assert code == 0, errors

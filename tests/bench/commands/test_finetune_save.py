@@ -14,7 +14,7 @@ pytest.importorskip("transformers", reason="needs the extra hf")
 
 import causal_models
 
-from nanogpt_bench.checkpoint import disk
+from nanogpt_bench import checkpoint
 from nanogpt_bench.cli import main
 from nanogpt_bench.config.settings import find_config, load_config
 from nanogpt_bench.data.batches import load_corpus
@@ -80,7 +80,7 @@ def test_what_is_in_the_way_of_saving_is_said_before_the_training(
     }.items():
         assert told in refused(*words, "--rule", "fp32", "--model.format", "null", *more.split())
     with monkeypatch.context() as patch:
-        patch.setattr(disk.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+        patch.setattr(checkpoint.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
         assert "--save needs 1.1 MB below 'saved', 0.0 MB are free" in refused(*words, "--save", "saved")
     shutil.copytree("model", "bare", ignore=shutil.ignore_patterns("tokenizer*"))
     words[words.index("--model") + 1] = str(Path("bare").absolute())

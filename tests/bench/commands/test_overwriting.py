@@ -168,7 +168,7 @@ def test_what_a_command_wrote_it_writes_again(
 
 @pytest.fixture
 def _no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nanogpt_bench.report.build.write_figures", lambda *_: None)
+    monkeypatch.setattr("nanogpt_bench.report.write_figures", lambda *_: None)
 
 
 def test_a_pipe_is_no_file_to_replace(trained: dict[str, Path], refused: Refused, tmp_path: Path) -> None:

@@ -16,8 +16,7 @@ import fp8manifold as fm
 from nanogpt_bench.config import schema
 from nanogpt_bench.config.rules import RULES, available_rules, stall_counts
 from nanogpt_bench.config.schema import ROUNDED
-from nanogpt_bench.failures import KINDS, Finding, classify, diagnose, failures_of
-from nanogpt_bench.failures.judge import judge, read
+from nanogpt_bench.failures import KINDS, Finding, classify, diagnose, failures_of, judge, read
 from nanogpt_bench.loop.observers import AlertObserver
 from nanogpt_bench.monitors.points import Step
 from nanogpt_bench.setup.resolve import resolve

@@ -6,7 +6,6 @@ import json
 import pytest
 
 from nanogpt_bench.cli import main
-from nanogpt_bench.report import build
 
 
 @pytest.fixture
@@ -35,7 +34,7 @@ FORMATS = {"nearest": "E4M3", "stochastic": "E4M3"}
 
 
 def test_a_sweep_that_is_not_finished_says_how_much_of_it_there_is(tmp_path, unfinished, capsys, monkeypatch):
-    monkeypatch.setattr(build, "write_figures", lambda *_: None)
+    monkeypatch.setattr("nanogpt_bench.report.write_figures", lambda *_: None)
     file = tmp_path / "partial.json"
     assert main(["results", "export", str(unfinished), "--out", str(file)]) == 0
     assert "3 runs of 6; 3 are missing" in capsys.readouterr().err
@@ -60,7 +59,7 @@ def test_a_sweep_that_is_not_finished_says_how_much_of_it_there_is(tmp_path, unf
 
 
 def test_what_several_files_hold_counts_once(tmp_path, unfinished, monkeypatch, write_run):
-    monkeypatch.setattr(build, "write_figures", lambda *_: None)
+    monkeypatch.setattr("nanogpt_bench.report.write_figures", lambda *_: None)
     before, after = tmp_path / "before.json", tmp_path / "after.json"
     assert main(["results", "export", str(unfinished), "--out", str(before)]) == 0
     write_run(tmp_path / "again", rule="nearest", fmt="E4M3", final=2.4, seed=4)

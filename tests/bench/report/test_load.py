@@ -4,7 +4,6 @@ import pytest
 from damages import cut
 
 from nanogpt_bench.cli import main
-from nanogpt_bench.report import build
 from nanogpt_bench.runs.load import load_run
 
 
@@ -53,7 +52,7 @@ def test_without_a_summary_the_records_speak(tmp_path, write_run):
 
 
 def test_the_page_says_what_is_cut_off(tmp_path, write_run, monkeypatch):
-    monkeypatch.setattr(build, "write_figures", lambda *_: None)
+    monkeypatch.setattr("nanogpt_bench.report.write_figures", lambda *_: None)
     metrics = write_run(tmp_path / "a") / "metrics.jsonl"
     cut(7)(metrics)
     whole = metrics.read_bytes()

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nanogpt_bench.report import report, write_report
-from nanogpt_bench.report.build import facts_of
+from nanogpt_bench.report import facts_of, report, write_report
 from nanogpt_bench.report.rows import Row
 from nanogpt_bench.runs.load import Run, load_run
 from nanogpt_bench.system.errors import BenchError

@@ -7,7 +7,7 @@ from laws import each
 from run_folders import csv_lines, measured
 from scipy.stats import ttest_rel
 
-from nanogpt_bench.report.build import report
+from nanogpt_bench.report import report
 from nanogpt_bench.report.results import Difference, adjusted, difference, difference_text
 from nanogpt_bench.report.tables import to_markdown, to_text
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from run_folders import measured, write_run
 
-from nanogpt_bench.report.build import report
+from nanogpt_bench.report import report
 from nanogpt_bench.report.results import measure
 from nanogpt_bench.report.rows import find_reference, group_rows
 from nanogpt_bench.report.tables import to_csv

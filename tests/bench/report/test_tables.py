@@ -9,7 +9,7 @@ from laws import each
 from run_folders import csv_lines, measured
 
 from nanogpt_bench.config.metrics import BESIDE_LOSS
-from nanogpt_bench.report.build import report
+from nanogpt_bench.report import report
 from nanogpt_bench.report.results import Figure, Judgement, Result, Verdict
 from nanogpt_bench.report.rows import Row
 from nanogpt_bench.report.tables import COLUMNS, WIDEST, shown_columns, to_markdown, to_text

@@ -16,7 +16,7 @@ from nanogpt_bench.data.batches import open_corpus
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.loop.trainer import Trainer, initial_model
 from nanogpt_bench.model.weights import constrained_weights
-from nanogpt_bench.report.build import report
+from nanogpt_bench.report import report
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.sweep.plan import applies
 from nanogpt_bench.system.errors import BenchError

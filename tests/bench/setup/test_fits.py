@@ -18,7 +18,7 @@ from nanogpt_bench.setup.memory import bytes_each, check_fits, parameters_of
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.setup.task import model_shape
 from nanogpt_bench.sweep import workers as pool
-from nanogpt_bench.sweep.file import find_sweep, read_sweep, shipped_sweeps
+from nanogpt_bench.sweep.file import FOLDER, find_sweep, read_sweep
 from nanogpt_bench.sweep.plan import plan_sweep
 from nanogpt_bench.system import free_memory
 from nanogpt_bench.system.errors import BenchError
@@ -109,7 +109,7 @@ def test_shipped_files_are_for_a_machine_of_24_gigabytes(monkeypatch: pytest.Mon
         config = load_config(find_config(name))
         if config.rule in (None, *there) and not config.model.pretrained and not config.model.init_from:
             check_fits(resolve(config))
-    for name in shipped_sweeps():
+    for name in (path.name for path in FOLDER.glob("*.yaml")):
         sweep = read_sweep(find_sweep(name), [])
         rules = sweep.axis("rule")
         if sweep.axes and {sweep.base.get("rule"), *(rules.grid() if rules else ())} <= {None, *there}:

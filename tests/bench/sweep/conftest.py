@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import yaml
 
-from nanogpt_bench.report import build
 from nanogpt_bench.sweep import workers as pool_module
 
 sys.path.insert(0, str(Path(__file__).parent))  # for the tests to find sweep_runs.py
@@ -69,5 +68,5 @@ def write(tmp_path: Path, corpus_dir: Path, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.fixture
 def _stub_workers(monkeypatch, _forked_workers):
     """Workers that train nothing, and reports without pictures, which take most of the time and no part in this."""
-    monkeypatch.setattr(build, "write_figures", lambda *_: None)
+    monkeypatch.setattr("nanogpt_bench.report.write_figures", lambda *_: None)
     monkeypatch.setattr(pool_module, "SERVE", stub)

@@ -11,7 +11,6 @@ import pytest
 
 from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.loop.train import run
-from nanogpt_bench.report import build
 from nanogpt_bench.sweep import session
 from nanogpt_bench.sweep.workers import Event
 
@@ -43,7 +42,7 @@ class PoolOfNone:
 def train_here(patch: pytest.MonkeyPatch) -> None:
     """Have sweeps train in this process, and leave out the pictures of their reports."""
     patch.setattr(session, "Pool", PoolOfNone)
-    patch.setattr(build, "write_figures", lambda *_: None)
+    patch.setattr("nanogpt_bench.report.write_figures", lambda *_: None)
 
 
 def small(corpus_dir: Path, more: dict[str, object]) -> dict[str, object]:

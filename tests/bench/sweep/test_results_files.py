@@ -10,7 +10,6 @@ import pytest
 from sweep_runs import small, train_here
 
 from nanogpt_bench.cli import main
-from nanogpt_bench.report import build
 from nanogpt_bench.runs.environment import commit
 
 
@@ -39,7 +38,7 @@ def study(tmp_path_factory, corpus_dir):
 
 
 def test_tables_and_page_are_drawn_without_the_run_folders(study, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(build, "write_figures", lambda *_: None)
+    monkeypatch.setattr("nanogpt_bench.report.write_figures", lambda *_: None)
     file, tables = study
     for form, name in (("markdown", "table.md"), ("csv", "results.csv")):
         assert main(["results", "show", str(file), "--table", form]) == 0

@@ -11,7 +11,6 @@ import pytest
 from sweep_runs import read_json, runs_of, train_here, trained
 
 from nanogpt_bench.cli import main
-from nanogpt_bench.report import build
 from nanogpt_bench.report.tables import tuning_table
 from nanogpt_bench.runs.load import find_runs
 from nanogpt_bench.sweep import workers as pool_module
@@ -61,7 +60,7 @@ CONFIRM = {"seeds": [5, 6, 7], "steps": 8}
 
 @pytest.fixture
 def _bowl(monkeypatch, _forked_workers):
-    monkeypatch.setattr(build, "write_figures", lambda *_: None)
+    monkeypatch.setattr("nanogpt_bench.report.write_figures", lambda *_: None)
     monkeypatch.setattr(pool_module, "SERVE", stub)
 
 

@@ -268,7 +268,7 @@ def test_a_text_of_one_character_is_trained_on_and_measured(tmp_path: Path, monk
     assert {record["train/excess"] for record in records if "train/excess" in record} == {0.0}
     assert records[-1]["val/loss"] == 0.0
     assert main(["evaluate", "runs/fp32", "--formats", "E4M3"]) == 0
-    monkeypatch.setattr("nanogpt_bench.report.build.write_figures", lambda *_: None)
+    monkeypatch.setattr("nanogpt_bench.report.write_figures", lambda *_: None)
     assert main(["report", "runs", "--out", "page", "--baseline", "fp32"]) == 0
 
 

@@ -64,8 +64,8 @@ class Watched(Disk):
 def commit_on(disk: Disk, run_dir: Path, step: int, keep_last: int = 1, size: int = 24) -> Path:
     """Commit a checkpoint there, whatever the real disk says of its room."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nanogpt_bench.checkpoint.disk.os", disk)
-        patch.setattr("nanogpt_bench.checkpoint.disk.check_room", lambda *_: None)
+        patch.setattr("nanogpt_bench.checkpoint.os", disk)
+        patch.setattr("nanogpt_bench.checkpoint.check_room", lambda *_: None)
         return commit(run_dir, small(step, size), keep_last=keep_last)
 
 
