@@ -28,10 +28,6 @@ def optimizer_of(kind: Any = StiffnessAdamW, rows: int = ROWS, **options: Any) -
     return p, kind([p], **{"lr": 1.0, **options})
 
 
-def root_scale(state: dict[str, Tensor]) -> Tensor:
-    return _scale(state["sq_bound"], root=True)
-
-
 def first_of(state: dict[str, Tensor], name: str = "exp_avg") -> Tensor:
     """The first average in float32."""
     if state[name].dtype != torch.uint8:
@@ -42,7 +38,7 @@ def first_of(state: dict[str, Tensor], name: str = "exp_avg") -> Tensor:
 def second_of(state: dict[str, Tensor]) -> Tensor:
     if state["exp_avg_sq"].dtype != torch.uint8:
         return state["exp_avg_sq"].float()
-    return (fm.decode(state["exp_avg_sq"], MOMENT_FORMAT) * root_scale(state)).square()
+    return (fm.decode(state["exp_avg_sq"], MOMENT_FORMAT) * _scale(state["sq_bound"], root=True)).square()
 
 
 @each("x", [1.00001, -3.14159, 1e-30, -7e20, 2.0**-126, 255.99999, 0.0])
