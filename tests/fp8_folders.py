@@ -207,7 +207,7 @@ def compressed(
         args = getattr(preset, part)
         setattr(preset, part, values if args is None or values is None else args.model_copy(update=values))
     config = QuantizationConfig(config_groups={"group_0": preset}, ignore=[] if head else ["lm_head"])
-    if _has_experts(model):
+    if any(("experts" in name for name, _ in model.named_parameters())):
         _compressed_tensors(folder, model, shards, config, preset, wide)
         return
     apply_quantization_config(model, config, show_progress=False)
@@ -225,10 +225,6 @@ def compressed(
     compressor.compress_model(model)
     model.save_pretrained(folder, max_shard_size=shards)
     compressor.update_config(str(folder))
-
-
-def _has_experts(model: Any) -> bool:
-    return any("experts" in name for name, _ in model.named_parameters())
 
 
 def _compressed_tensors(folder: Path, model: Any, shards: str, config: Any, scheme: Any, wide: bool) -> None:

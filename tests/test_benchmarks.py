@@ -632,12 +632,8 @@ def test_an_exact_write_back_leaves_no_error(modules: dict[str, ModuleType], dra
 KEY = {"seed": 1, "stream": 0, "first": 1}
 
 
-def normal_weights(rows: int) -> Tensor:
-    return torch.randn(rows, 128, generator=torch.Generator().manual_seed(1))
-
-
 def test_a_write_back_is_right_on_average_while_scales_widen(modules: dict[str, ModuleType]) -> None:
-    script, start = modules["_write_back"], normal_weights(256)
+    script, start = modules["_write_back"], torch.randn(256, 128, generator=torch.Generator().manual_seed(1))
     updates = [start * 0.02 + 0.003] * 60  # more than twice as large in the end
     for way in (way for way in modules["write_back_noise"].WAYS if way.every < 2):
         code, exact = script.replayed(start, updates, way, "independent", **KEY)

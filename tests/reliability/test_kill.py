@@ -157,7 +157,7 @@ def _kill(whole: Undisturbed, chance: random.Random, folder: Path) -> tuple[int,
     if code == 0:
         return code, None
     first = first and not _steps(folder)
-    where = place(_last_line(folder / "died")) if aimed else _where(litter, folder)
+    where = place(_last_line(folder / "died")) if aimed else (SAVING if _litter(folder) - litter else "between saves")
     return code, Kill(aimed, where, first)
 
 
@@ -177,11 +177,6 @@ def _operation(operations: list[str], chance: random.Random) -> int:
     if wanted is None:
         return chance.randint(0, places.index(RENAMING))
     return chance.choice([index for index, found in enumerate(places) if found == wanted])
-
-
-def _where(litter: set[tuple[str, int]], folder: Path) -> str:
-    """Where a kill at a random moment came: a part that was not there before was being written."""
-    return SAVING if _litter(folder) - litter else "between saves"
 
 
 def _check_newest(run_dir: Path, what: str) -> None:

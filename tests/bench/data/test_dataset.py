@@ -18,6 +18,7 @@ from nanogpt_bench.system.files import sha256
 
 pytest.importorskip("datasets")
 
+SAMPLE = Path(__file__).parents[3] / "../shared/data/eurlex_sample"
 TRAIN = [f"Article {number}: the Member States shall notify measure {number * 37} to Brussels." for number in range(40)]
 Parquet = Callable[[Path, list[str | None]], None]
 VAL = [f"Annex {number}: done at Strasbourg, {number % 28 + 1} May." for number in range(12)]
@@ -136,13 +137,22 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", "gpt2"])
-def test_a_model_learns_from_eu_law(tmp_path: Path, copy: Path, tiny: Callable[..., Config], tokenizer: str) -> None:
-    """The path a user takes: the command, then a run on what it wrote."""
-    out = tmp_path / "corpus"
-    assert main(["prepare", "eurlex", "--data-dir", str(copy), "--tokenizer", tokenizer, "--out", str(out)]) == 0
+@pytest.mark.parametrize("place", ["sample", "own"])
+def test_a_model_learns_from_eu_law(
+    tmp_path: Path, copy: Path, tiny: Callable[..., Config], tokenizer: str, place: str
+) -> None:
+    """The path a user takes: the command, then a run on what it wrote; of the data set's real layout too."""
+    if place == "sample" and not SAMPLE.is_dir():
+        pytest.skip("the sample of EU legislation is not there")
+    folder, out = SAMPLE if place == "sample" else copy, tmp_path / "corpus"
+    assert main(["prepare", "eurlex", "--data-dir", str(folder), "--tokenizer", tokenizer, "--out", str(out)]) == 0
+    corpus = load_corpus(out, 16)
+    if place == "sample":
+        assert corpus.meta["splits"]["train"]["tokens"] == {"byte": 446_512, "gpt2": 83_201}[tokenizer]
+        assert "Regulation" in text_of(out, "train")[:10_000]
     config = tiny(data__dir=out, train__max_steps=12, eval__interval=12, optimizer__lr=1e-2)
     summary = run(config, tmp_path / "run")
     assert summary["status"] == "finished"
-    assert summary["final_val_loss"] < np.log(load_corpus(out, 16).vocab_size) - 0.3
+    assert summary["final_val_loss"] < np.log(corpus.vocab_size) - 0.3
     facts = json.loads((tmp_path / "run" / "environment.json").read_text())
     assert facts["corpus"]["source"]["dataset"] == "coastalcph/lex_glue"

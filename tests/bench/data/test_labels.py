@@ -17,6 +17,7 @@ from nanogpt_bench.system.files import sha256
 
 pytest.importorskip("datasets")
 
+SAMPLE = Path(__file__).parents[3] / "../shared/data/eurlex_sample"
 TEXTS = [f"Council decision {number} on fisheries and trade." for number in range(20)]
 LABELS = [sorted({number % 3, number % 5}) for number in range(20)]
 
@@ -125,6 +126,19 @@ def test_the_command_says_how_many_labels_there_are(
     said = capsys.readouterr().out
     assert said.startswith("data/eurlex-labels: ")
     assert "; 5 labels, 15 documents for training, 5 for validation" in said
+
+
+def test_the_sample_of_eu_law_is_read(tmp_path: Path) -> None:
+    """The real layout; every label in it is 0."""
+    if not SAMPLE.is_dir():
+        pytest.skip("the sample of EU legislation is not there")
+    words = ["prepare", "eurlex", "--task", "labels", "--data-dir", str(SAMPLE), "--out", str(tmp_path / "out")]
+    assert main(words) == 0
+    corpus = load_corpus(tmp_path / "out", 16)
+    train, val = (documents_of(corpus, split) for split in ("train", "val"))
+    assert (label_names(corpus), len(train), len(val)) == (["0"], 183, 15)
+    assert train.labels.all()
+    assert val.labels.all()
 
 
 def test_rows_are_first_tokens_with_padding_behind(prepared: Path) -> None:

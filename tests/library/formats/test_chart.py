@@ -6,7 +6,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from grid_inputs import NAMED, ODD, critical, critical64, every_16_bit, float16_holds, random_in_range
+from grid_inputs import NAMED, ODD, critical, critical64, every_16_bit, float16_holds
 from laws import each
 
 import fp8manifold as fm
@@ -86,24 +86,6 @@ def test_from_chart_is_the_definition(fmt, compare_bits) -> None:
     expected = np.array([float(reference.from_chart(v, fmt)) for v in c.tolist()])
     compare_bits(fm.from_chart(c, fmt), expected, c, fmt.name)
     compare_bits(fm.from_chart(c.float(), fmt), expected, c.float(), fmt.name)
-
-
-@named
-def test_chart_and_its_inverse_undo_each_other(fmt) -> None:
-    x = finite_in_range(torch.cat([torch.from_numpy(critical(fmt)), random_in_range(fmt.max, 20_000).double()]), fmt)
-    back = fm.from_chart(fm.to_chart(x, fmt), fmt)
-    ulps = (back - x).abs() / fm.ulp(x, fmt)
-    assert ulps.max() <= 2.0**-45
-    c = torch.linspace(-reference.max_code(fmt), reference.max_code(fmt), 20_001, dtype=torch.float64)
-    assert (fm.to_chart(fm.from_chart(c, fmt), fmt) - c).abs().max() <= 2.0**-44
-
-
-@named
-def test_round_trip_of_float32_is_within_its_resolution(fmt) -> None:
-    x = random_in_range(fmt.max / 2, 20_000)
-    c = fm.to_chart(x, fmt)
-    resolution = torch.finfo(torch.float32).eps * c.abs().clamp(min=1e-30)
-    assert ((fm.from_chart(c, fmt) - x).abs() / fm.ulp(x, fmt) <= resolution).all()
 
 
 @named

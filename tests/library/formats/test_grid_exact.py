@@ -99,15 +99,6 @@ def test_every_16_bit_pattern(fmt, compare_bits) -> None:
         compare_bits(fm.round_to_grid(x, fmt, mode, policy), expected, x, f"{fmt.name} {mode} {policy}")
 
 
-@named
-@rounding
-@overflow
-def test_a_million_random_float32_patterns(fmt, rounding, overflow, compare_bits) -> None:
-    x = torch.cat([random_float32(), random_in_range(fmt.max)])
-    expected = steps(fmt, rounding, overflow)(as_float64(x))
-    compare_bits(fm.round_to_grid(x, fmt, rounding, overflow), expected, x, fmt.name)
-
-
 @every_in_turn
 def test_critical_points(fmt, compare_bits) -> None:
     """Every code, midpoint and neighbour, tiny, huge and special values: those of float64 are rounded once."""
@@ -131,21 +122,6 @@ def test_stochastic_turns_at_the_exact_draw(fmt, compare_bits) -> None:
         for draws in critical_draws(as_float64(x), table):
             ours = fm.round_to_grid(x, fmt, "stochastic", policy, bits=bits_tensor(draws))
             compare_bits(ours, table(as_float64(x), draws), x, f"{fmt.name} {policy}")
-
-
-@named
-@overflow
-def test_stochastic_a_million_random_float32_patterns(fmt, overflow, compare_bits) -> None:
-    x = torch.cat([random_float32(), random_in_range(fmt.max)])
-    check_random_draws(x, fmt, overflow, compare_bits)
-    check_random_draws(random_float64(fmt.max), fmt, overflow, compare_bits)
-
-
-def check_random_draws(x: torch.Tensor, fmt: fm.FloatFormat, overflow: str, compare_bits) -> None:
-    draws = np.random.default_rng(5).integers(0, reference.DRAWS, len(x))
-    expected = stochastic_steps(fmt, overflow)(as_float64(x), draws)
-    ours = fm.round_to_grid(x, fmt, "stochastic", overflow, bits=bits_tensor(draws))
-    compare_bits(ours, expected, x, fmt.name)
 
 
 @named

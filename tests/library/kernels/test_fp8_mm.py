@@ -16,10 +16,6 @@ from fp8manifold.ops import fp8_mm
 granularities = pytest.mark.parametrize("granularity", ["tensor", "channel"])
 
 
-def quantized(x: Tensor, fmt: str | None, granularity: Any, axis: int) -> Tensor:
-    return x if fmt is None else fake_quantize(x, fmt, granularity=granularity, axis=axis)
-
-
 def both_gradients(a: Tensor, b: Tensor, gradient: Tensor, **options: Any) -> list[Tensor]:
     """The product and the gradients of its operands."""
     a, b = a.clone().requires_grad_(), b.clone().requires_grad_()
@@ -46,7 +42,7 @@ def test_products_of_quantised_operands(
     product, for_a, for_b = both_gradients(a, b, g, granularity=granularity, **options)
 
     def q(x: Tensor, fmt: str | None, axis: int) -> Tensor:
-        return quantized(x, fmt, granularity, axis)
+        return x if fmt is None else fake_quantize(x, fmt, granularity=granularity, axis=axis)
 
     assert close(product, q(a, a_format, 0) @ q(b, b_format, 1))
     assert close(for_a, q(g, gradient_format, 0) @ q(b.t(), b_format, 1))

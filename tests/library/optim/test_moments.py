@@ -28,10 +28,6 @@ def optimizer_of(kind: Any = StiffnessAdamW, rows: int = ROWS, **options: Any) -
     return p, kind([p], **{"lr": 1.0, **options})
 
 
-def root_scale(state: dict[str, Tensor]) -> Tensor:
-    return _scale(state["sq_bound"], root=True)
-
-
 def first_of(state: dict[str, Tensor], name: str = "exp_avg") -> Tensor:
     """The first average in float32."""
     if state[name].dtype != torch.uint8:
@@ -42,7 +38,7 @@ def first_of(state: dict[str, Tensor], name: str = "exp_avg") -> Tensor:
 def second_of(state: dict[str, Tensor]) -> Tensor:
     if state["exp_avg_sq"].dtype != torch.uint8:
         return state["exp_avg_sq"].float()
-    return (fm.decode(state["exp_avg_sq"], MOMENT_FORMAT) * root_scale(state)).square()
+    return (fm.decode(state["exp_avg_sq"], MOMENT_FORMAT) * _scale(state["sq_bound"], root=True)).square()
 
 
 @each("x", [1.00001, -3.14159, 1e-30, -7e20, 2.0**-126, 255.99999, 0.0])
@@ -115,13 +111,6 @@ def test_steps_are_as_long_as_with_exact_averages(beta2: float, path: str) -> No
     assert all(abs(longer) < 0.006 for longer in lengthening(beta2, 0.0, path))
 
 
-@each("growth", [-0.3, 0.3])
-@pytest.mark.parametrize("beta2", [0.95, 0.99, 0.999])
-def test_steps_are_as_long_where_gradients_fall_and_rise(beta2: float, growth: float) -> None:
-    """In variance by 30% while the average forgets what is a factor of e; right for v they are 1.4 to 3.5% longer."""
-    assert all(abs(longer) < 0.006 for longer in lengthening(beta2, growth, "native"))
-
-
 def test_the_words_halves_are_uniform_and_uncorrelated() -> None:
     """Each average has one half of a 32-bit word: also the eight bits that no weight's draw looks at."""
     n = 1 << 20
@@ -169,21 +158,6 @@ def test_averages_follow_where_nearest_rounding_freezes(moments: str) -> None:
     assert rising < 0.6 * 64 * (1 - 0.999**2000)
     falling = rounded_to_nearest(moments, 0.999, 64.0, 16.0, 3000)
     assert falling == 64.0
-
-
-def test_small_second_moments_do_not_vanish() -> None:
-    """Seven decimal orders in one block: no second moment is 0, no step longer than four times Adam's."""
-    p, optimizer = optimizer_of(betas=(0.9, 0.999), moments="8bit")
-    sizes = torch.logspace(-7, 0, WIDTH).expand(ROWS, WIDTH)
-    for t in range(300):
-        before = p.detach().clone()
-        p.grad = sizes * normal(ROWS, WIDTH, seed=t)
-        optimizer.step()
-        assert (optimizer.state[p]["exp_avg_sq"] > 0).all(), t
-        assert (p - before).abs().max() < 4 * (1 - 0.9) / (1 - 0.999) ** 0.5, t
-    exact = sizes.square() * (1 - 0.999**300)
-    share = (second_of(optimizer.state[p]) / exact).mean(0)
-    assert ((share > 0.6) & (share < 1.6))[sizes[0] > 2.0**-13].all()
 
 
 def ordinary_but_one(t: int, outlier: float, until: int) -> Tensor:
@@ -237,18 +211,3 @@ def test_nothing_saturates_when_gradients_jump_or_vanish(betas: tuple[float, flo
             touching = max(touching, int((codes == MOMENT_FORMAT.max_code).sum()))
     assert 0x60 < highest < MOMENT_FORMAT.max_code
     assert touching <= 2 * 4 * WIDTH / 100
-
-
-@pytest.mark.parametrize("moments", ["bfloat16", "8bit"])
-def test_a_badly_scaled_quadratic_is_solved_as_with_float32(moments: str) -> None:
-    """Curvatures over three decades in every block: the loss after 100 steps is within 10% of float32's."""
-    losses = {}
-    curvature = torch.logspace(-2, 1, WIDTH)
-    for kept in ("float32", moments):
-        p, optimizer = optimizer_of(moments=kept, lr=0.02, betas=(0.9, 0.95))
-        target = normal(ROWS, WIDTH, seed=1)
-        for _ in range(100):
-            p.grad = curvature * (p.detach() - target)
-            optimizer.step()
-        losses[kept] = (curvature * (p.detach() - target).square()).mean().item()
-    assert abs(losses[moments] / losses["float32"] - 1) < 0.1

@@ -99,14 +99,6 @@ def test_rows_in_parts(kind: str, options: dict[str, Any], shape: tuple[int, ...
         same_in_parts(slot, cuts)
 
 
-@each("name", ["adamw stochastic", "madam", "riemannian sgd injected"])
-def test_a_vector_in_parts_of_any_length(name: str) -> None:
-    kind, options = CASES[name]
-    p = fm.FP8Parameter(normal(1001, seed=3, std=0.1), "E3M4")
-    slot = third_step(kind, p, options)
-    same_in_parts(slot, [1, 2, 500, 1000])
-
-
 def test_positions_beyond_32_bits() -> None:
     """A part that starts below 2^32 and ends above it, and one far out: none draws what the first one does."""
     kind, options = CASES["adamw residual8, 8 bits"]

@@ -32,17 +32,11 @@ def extreme(**options: Any) -> fm.FP8Parameter:
     return fm.FP8Parameter.from_codes(codes, scale, "E4M3", block_size=32, **options)
 
 
-def held(x: Any) -> dict[str, Tensor]:
-    return {name: getattr(x, name) for name in x.__tensor_flatten__()[0]}
-
-
 def test_a_block_has_one_byte() -> None:
     p = parameter(shape=(16, 128), granularity="block")
-    assert {name: (x.dtype, x.nbytes) for name, x in held(p).items()} == {
-        "codes": (torch.uint8, p.numel()),
-        "kept_scale": (torch.uint8, p.numel() // 32),
-        "counter": (torch.int64, 8),
-    }
+    assert {
+        name: (x.dtype, x.nbytes) for name, x in {name: getattr(p, name) for name in p.__tensor_flatten__()[0]}.items()
+    } == {"codes": (torch.uint8, p.numel()), "kept_scale": (torch.uint8, p.numel() // 32), "counter": (torch.int64, 8)}
     assert memory_of([p]) == p.numel() + p.numel() // 32 + 8
     assert (p.scale.dtype, p.scale.shape, p.granularity) == (torch.float32, (16, 4), "block")
     for granularity in ("tensor", "channel"):

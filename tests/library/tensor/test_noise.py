@@ -155,15 +155,6 @@ def test_bare_parameters_have_seeds_of_their_own() -> None:
     assert_unrelated([(p.detach() - 1).dequantize() if isinstance(p, fm.FP8Tensor) else p for p in parameters])
 
 
-def test_an_average_does_not_draw_what_its_weights_do() -> None:
-    weight = byte(4)
-    average = copy.deepcopy(weight)
-    with torch.no_grad():
-        weight.add_(0.03)
-        average.lerp_(torch.full((N,), 1.06), 0.5)
-    assert_unrelated([weight.dequantize() - 1, average.dequantize() - 1])
-
-
 def moved_in_turn(writers: list[Any], draws: str, times: int = 64) -> list[Tensor]:
     """Which elements each writer has moved up from 1, time after time, of one weight: a row a time."""
     parameter = fm.FP8Parameter(torch.ones(N), "E4M3", scale=1.0, seed=0, draws=draws)

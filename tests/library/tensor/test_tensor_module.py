@@ -135,19 +135,6 @@ def test_other_dtypes_are_refused_by_modules_and_plain_elsewhere(dtype: torch.dt
     assert converted.dtype == dtype
 
 
-def test_a_deep_copy_of_a_module_is_independent() -> None:
-    net = stepped(Net())
-    twin = copy.deepcopy(net)
-    assert all(same_store(a, b) for a, b in zip(net.stored, twin.stored, strict=True))
-    expected = net(INPUT)
-    stepped(twin)
-    assert torch.equal(net(INPUT), expected)
-    assert not torch.equal(twin(INPUT), expected)
-    tied = nn.ModuleList([net.first, net.first])
-    copied = copy.deepcopy(tied)
-    assert copied[0].weight is copied[1].weight
-
-
 @every_granularity
 def test_the_manifold_is_that_of_format_and_scale(granularity: Any) -> None:
     p = parameter("E3M4", granularity=granularity, seed=8)

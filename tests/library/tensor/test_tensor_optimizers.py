@@ -6,8 +6,8 @@ from typing import Any
 import geoopt
 import pytest
 import torch
-from optimizer_cases import normal, through_disk
-from tensor_cases import Net, loss_of, parameter, same_store, train
+from optimizer_cases import normal
+from tensor_cases import Net, loss_of, parameter, train
 from torch import Tensor, optim
 
 import fp8manifold as fm
@@ -66,16 +66,6 @@ def test_it_learns(make: Make, share: float) -> None:
         assert int(p.counter) >= 40
 
 
-@everyone
-def test_runs_repeat_to_the_bit(make: Make, share: float) -> None:
-    """Whatever the global generator does meanwhile."""
-    nets = [Net(), Net()]
-    for i, net in enumerate(nets):
-        torch.manual_seed(i)
-        train(net, make(net.parameters()), 3)
-    assert all(same_store(a, b) for a, b in zip(nets[0].stored, nets[1].stored, strict=True))
-
-
 def test_optimi() -> None:
     optimi = pytest.importorskip("optimi", reason="the extra optimi is not installed")
     for options in ({}, {"foreach": False}, {"decouple_lr": True, "weight_decay": 1e-5}):
@@ -113,20 +103,3 @@ def test_geoopt_steps_as_on_the_grid_of_floats() -> None:
         manifold.counter += 1  # copying into codes is a write as well, if one that moves nothing
         assert torch.equal(p.dequantize(), q.detach().as_subclass(Tensor))
     assert int(p.counter) == int(manifold.counter) == 10
-
-
-def test_resuming_is_bit_exact() -> None:
-    """From the files of every step into a model and an optimizer made anew, to the end of the run."""
-    net = Net()
-    optimizer, files = optim.AdamW(net.parameters(), 1e-2), []
-    for _ in range(5):
-        train(net, optimizer, 1)
-        files.append(through_disk({"model": net.state_dict(), "optimizer": optimizer.state_dict()}))
-    for done, file in enumerate(files, 1):
-        again = Net()
-        resumed = optim.AdamW(again.parameters(), 1e-2)
-        again.load_state_dict(file["model"])
-        resumed.load_state_dict(file["optimizer"])
-        for _ in range(5 - done):
-            train(again, resumed, 1)
-        assert all(same_store(a, b) for a, b in zip(net.stored, again.stored, strict=True))

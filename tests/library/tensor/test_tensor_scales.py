@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from optimizer_cases import normal
-from tensor_cases import FORMATS, every_format, every_granularity, parameter, same_store
+from tensor_cases import FORMATS, every_format, every_granularity, parameter
 
 import fp8manifold as fm
 from fp8manifold import storage_scale, widened_scale
@@ -115,17 +115,6 @@ def test_what_is_lost_is_rounded_without_bias() -> None:
     assert abs(p.double().mean().item() - values[0].item()) < 4 * standard_error
 
 
-def test_draws_of_a_change_are_counted() -> None:
-    p, q = parameter(seed=1), parameter(seed=1)
-    for x in (p, q):
-        x.rescale_(x.scale * 2**10)
-    assert same_store(p, q)
-    assert int(p.counter) == 1
-    p.rescale_(2.0**-3)
-    assert p.scale.unique().tolist() == [2.0**-3]
-    assert int(p.counter) == 2
-
-
 def test_a_change_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     p = parameter()
     new = p.scale.clone()
@@ -152,13 +141,3 @@ def test_only_scales_that_are_due_change(granularity: Any) -> None:
     values[1, 5] = p[1, 5].item()
     error = (p.dequantize() - values).abs()
     assert (error < fm.ulp(values / p.expanded_scale(), "E4M3") * p.expanded_scale()).all()
-
-
-def test_weights_that_shrank_get_their_precision_back() -> None:
-    p = parameter(rounding="nearest")
-    with torch.no_grad():
-        p.mul_(2.0**-8)
-    values = p.dequantize()
-    assert p.adapt_scale_()
-    assert torch.equal(p.dequantize(), values)
-    assert torch.equal(p.scale, storage_scale(values, "E4M3"))
