@@ -130,7 +130,7 @@ class QuantizedLinear(nn.Linear):
         self,
         linear: nn.Linear,
         spec: LayerSpec,
-        storage: Storage = "master",
+        storage: Storage = "fp8",
         *,
         headroom: float | None = None,
         rounding: Rounding = "stochastic",
@@ -452,7 +452,7 @@ class QuantizedConv1D(QuantizedLinear):
     ``Conv1D`` has it, and takes it so, too; only codes lie in a state dict as they lie here.
     """
 
-    def __init__(self, conv: nn.Module, spec: LayerSpec, storage: Storage = "master", **options: Any) -> None:
+    def __init__(self, conv: nn.Module, spec: LayerSpec, storage: Storage = "fp8", **options: Any) -> None:
         own: Any = conv
         bare = options.get("codes") is not None
         linear = linear_around(torch.empty(own.nf, own.nx, device="meta"), own) if bare else linear_of(own)

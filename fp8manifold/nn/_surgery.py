@@ -25,7 +25,7 @@ Wanted = tuple[str, nn.Module, Any, Mapping[str, Any]]
 def quantize_model(
     model: nn.Module,
     formats: Formats = "E4M3",
-    storage: Storage = "master",
+    storage: Storage = "fp8",
     *,
     granularity: WeightGranularity = "channel",
     headroom: float | None = None,
