@@ -2,11 +2,11 @@
 
     python benchmarks/recipe.py models/smollm2 data/law runs/recipe.jsonl [--seeds 42,43,44] [--ways readme,float32]
 
-The model is a folder of floats, or one with a ``.gguf`` file; ``nanogpt-bench prepare`` writes the text.  A seed decides
-on the batches, which are those of the bench's runs of that seed, and on the random bits; ``readme`` has its lines with
-the name of the model and the seed put in.  ``float32`` and ``bfloat16`` are torch's AdamW over all weights in that
-dtype, clipped, with the rates, averages and decay of the lines.  The loss is that of the bench's twelve windows of
-held-out text, as the model computes it, and computed in float32 on its decoded weights.  Bytes are those of weights
+The model is a folder of floats, or one with a ``.gguf`` file; ``nanogpt-bench prepare`` writes the text.  A seed
+decides on the batches, which are those of the bench's runs of that seed, and on the random bits; ``readme`` has its
+lines with the name of the model and the seed put in.  ``float32`` and ``bfloat16`` are torch's AdamW over all weights
+in that dtype, clipped, with the rates, betas and decay of the lines.  The loss is that of the bench's twelve windows
+of held-out text, as the model computes it, and computed in float32 on its decoded weights.  Bytes are those of weights
 and optimizer state.  Every run that ends is one line of JSON; a run that the file has is not made again, so that the
 same command goes on where one ended.
 """
@@ -100,7 +100,7 @@ def run(way: str, folder: Path, corpus: Corpus, seed: int, steps: int) -> dict[s
     names: dict[str, Any] = {"batches": batches_of(corpus, way, seed, steps)}
     torch.manual_seed(seed)
     begun = time.perf_counter()
-    exec(compile(code_of(way, folder, seed), way, "exec"), names)
+    exec(compile(code_of(way, folder, seed), way, "exec"), names)  # noqa: S102
     seconds = time.perf_counter() - begun
     model = names["model"]
     plain = fm.dequantize_model(copy.deepcopy(model)).float()
@@ -151,7 +151,9 @@ def main() -> None:
     parser.add_argument("data", type=Path, help="a text that nanogpt-bench prepare has written in the model's tokens")
     parser.add_argument("out", type=Path, help="the file of the runs, a line of JSON each")
     parser.add_argument("--seeds", default="42,43,44", help="separated by commas")
-    parser.add_argument("--ways", default="readme,float32,bfloat16", help="in their order, for one seed after the other")
+    parser.add_argument(
+        "--ways", default="readme,float32,bfloat16", help="in their order, for one seed after the other"
+    )
     parser.add_argument("--steps", type=int, default=STEPS, help="fewer than the lines say, to try it")
     parser.add_argument("--threads", type=int, default=1)
     add_form_options(parser)

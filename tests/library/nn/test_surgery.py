@@ -77,9 +77,9 @@ def test_the_most_literal_pattern_wins_in_any_order() -> None:
 def test_specs_and_dicts() -> None:
     spec = LayerSpec("E4M3", activation="E5M2", granularity="tensor", policy="static", ste="clipped")
     as_dict = {"weight": "E4M3", "activation": "E5M2", "granularity": "tensor", "policy": "static", "ste": "clipped"}
-    model = quantize_model(Model(), {"attn": spec, "mlp": as_dict})
+    model = quantize_model(Model(), {"attn": spec, "mlp": as_dict}, storage="master")
     assert model.blocks[0].attn.qkv.spec == model.blocks[0].mlp["fc"].spec == spec
-    model = quantize_model(Model(), {"fc": {"weight": "E4M3"}, "qkv": "E4M3"}, granularity="tensor")
+    model = quantize_model(Model(), {"fc": {"weight": "E4M3"}, "qkv": "E4M3"}, granularity="tensor", storage="master")
     assert model.blocks[0].mlp["fc"].spec.granularity == model.blocks[0].attn.qkv.spec.granularity == "tensor"
     assert LayerSpec("none").quantizes_nothing
     assert LayerSpec(None, "NONE").quantizes_nothing
@@ -163,6 +163,6 @@ def test_what_a_model_holds_is_reported() -> None:
     assert report.quantized_parameters == 64
     assert report.parameters == sum(p.numel() for p in net.parameters())
     assert str(report).splitlines()[-1].startswith("quantised: 1 of 6 layers, 64 of ")
-    net["attn"].out_proj = QuantizedLinear(nn.Linear(8, 8), LayerSpec("E4M3"))
+    net["attn"].out_proj = QuantizedLinear(nn.Linear(8, 8), LayerSpec("E4M3"), storage="master")
     assert "attn.out_proj" in {layer.name for layer in quantization_report(net).left}
     assert quantization_report(nn.ReLU()).layers == ()
