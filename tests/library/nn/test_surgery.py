@@ -1,5 +1,6 @@
 """quantize_model: which layers are replaced and which are left, as patterns, ties, adapters and the report say it."""
 
+import inspect
 import math
 import re
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 import fp8manifold as fm
 from fp8manifold import LayerSpec, QuantizedLinear, check_formats, quantization_report, quantize_model
 
-storages = each("storage", ["master", "grid"])
+storages = each("storage", ["fp8", "grid", "master"])
 
 
 def sizes_of(model: nn.Module) -> dict[str, tuple[int, int]]:
@@ -72,6 +73,19 @@ def test_the_most_literal_pattern_wins_in_any_order() -> None:
     # of two as specific the later one
     assert set(formats_of(quantize_model(Model(), {"fc": "E4M3", "f?": "E3M4", "?c": "E5M2"})).values()) == {"E4M3"}
     assert set(formats_of(quantize_model(Model(), {"f?": "E3M4", "?c": "E5M2"})).values()) == {"E5M2"}
+
+
+def test_one_byte_is_the_default() -> None:
+    """Of everything that takes a storage; a spec with formats for the passes has codes too, and trains."""
+    for call in (quantize_model, check_formats, QuantizedLinear):
+        assert inspect.signature(call).parameters["storage"].default == "fp8"
+    model: Any = quantize_model(Model(), LayerSpec("E4M3", activation="E4M3", gradient="E5M2", policy="delayed"))
+    layers = [layer for layer in model.modules() if isinstance(layer, QuantizedLinear)]
+    assert layers
+    assert {layer.weight_codes().dtype for layer in layers} == {torch.uint8}
+    model(torch.zeros(1, 4, dtype=torch.long)).square().sum().backward()
+    assert all(layer.weight.grad.isfinite().all() for layer in layers)
+    assert 'storage="master"' in str(quantize_model.__doc__).partition("\n")[0]
 
 
 def test_specs_and_dicts() -> None:
