@@ -40,28 +40,28 @@ from fp8manifold.random_bits import Draws, Stream
 from fp8manifold.scaling import BLOCK_SIZE
 from fp8manifold.tensor import FP8Tensor
 
-Storage = Literal["master", "grid", "fp8"]
-STORAGES: Final = ("master", "grid", "fp8")
+Storage = Literal["fp8", "grid", "master"]
+STORAGES: Final = ("fp8", "grid", "master")
 _STREAMS: Final = {name: 2**32 + index for index, name in enumerate(_spec.OPERANDS)}
 """Random bits of the operands' rounding: far from the streams that optimizers use."""
 
 
 class QuantizedLinear(nn.Linear):
-    """A linear layer whose operands take values of float formats.
+    """A linear layer with weights of one byte; quantisation-aware training is ``storage="master"``.
 
     .. math:: y = Q_x(x) \\, Q_W(W)^T + b, \\qquad
               g_x = Q_g(g_y) \\, Q_W(W), \\qquad g_W = Q_{gW}\\left( Q_g(g_y)^T Q_x(x) \\right)
 
-    With storage ``master`` the weight is a float parameter, fake-quantised in the forward pass; with ``grid`` a
-    ``geoopt.ManifoldParameter`` on an :class:`FP8Manifold`, without a master copy; with ``fp8`` an
-    :class:`FP8Parameter`, the same weights in one byte each.  A gradient that holds Inf or NaN becomes NaN as a whole,
-    so that no saturation hides it; an input that does so is treated as in :func:`fake_quantize`.  -0 is kept where the
-    layout has it, and an empty batch has an empty output.
+    With storage ``fp8`` the weight is an :class:`FP8Parameter`, one byte each; with ``grid`` a
+    ``geoopt.ManifoldParameter`` on an :class:`FP8Manifold`, the same values in float32; with ``master`` a float
+    parameter, fake-quantised in the forward pass.  A gradient that holds Inf or NaN becomes NaN as a whole, so that no
+    saturation hides it; an input that does so is treated as in :func:`fake_quantize`.  -0 is kept where the layout has
+    it, and an empty batch has an empty output.
 
     Args:
         linear: the layer to take over; its bias parameter is kept, its weight too with storage ``master``.
         spec: formats and options.
-        storage: ``master``, ``grid`` or ``fp8``.
+        storage: ``fp8``, ``grid`` or ``master``.
         headroom, rounding, draws: of stored weights, as in :func:`quantize_model`.
         seed: of stored weights and of stochastic rounding in the two passes; every layer needs another.
         keep_remainder: with ``fp8``, keep what rounding left, for residuals to begin with; fine-tuning needs it.
@@ -100,7 +100,7 @@ class QuantizedLinear(nn.Linear):
         self,
         linear: nn.Linear,
         spec: _spec.LayerSpec,
-        storage: Storage = "master",
+        storage: Storage = "fp8",
         *,
         headroom: float | None = None,
         rounding: Rounding = "stochastic",
@@ -430,7 +430,7 @@ class QuantizedConv1D(QuantizedLinear):
     them.
     """
 
-    def __init__(self, conv: nn.Module, spec: _spec.LayerSpec, storage: Storage = "master", **options: Any) -> None:
+    def __init__(self, conv: nn.Module, spec: _spec.LayerSpec, storage: Storage = "fp8", **options: Any) -> None:
         own: Any = conv
         bare = options.get("codes") is not None
         linear = linear_around(torch.empty(own.nf, own.nx, device="meta"), own) if bare else linear_of(own)

@@ -83,7 +83,7 @@ class Plan:
 def plan(
     model: nn.Module,
     formats: _spec.Formats | None,
-    storage: str = "master",
+    storage: str = "fp8",
     *,
     granularity: WeightGranularity = "channel",
     headroom: float | None = None,
@@ -137,7 +137,7 @@ def plan(
 def check_formats(
     formats: _spec.Formats,
     layers: Mapping[str, tuple[int, int]],
-    storage: Storage = "master",
+    storage: Storage = "fp8",
     *,
     granularity: WeightGranularity = "channel",
     keep_remainder: bool = False,

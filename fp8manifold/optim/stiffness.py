@@ -155,6 +155,8 @@ class StiffnessAdamW(StiffnessOptimizer):
         >>> bool((weight - 0.5).abs().max() < 0.15)
         True
 
+    Options that ``torch.optim.AdamW`` has too have its defaults.
+
     Source: Loshchilov and Hutter 2019 for the decoupled decay; the stiffness factor is this library's.
     """
 
@@ -164,9 +166,9 @@ class StiffnessAdamW(StiffnessOptimizer):
         self,
         params: Parameters,
         lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.95),
+        betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
-        weight_decay: float = 0.0,
+        weight_decay: float = 0.01,
         *,
         stiffness: Schedule = 0.0,
         metric: Metric = "ulp",
@@ -231,8 +233,8 @@ class StiffnessSGD(StiffnessOptimizer):
     def __init__(
         self,
         params: Parameters,
-        lr: float | Tensor = 1e-1,
-        momentum: float = 0.9,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0.0,
         dampening: float = 0.0,
         weight_decay: float = 0.0,
         nesterov: bool = False,

@@ -276,7 +276,7 @@ def _parts(at: Measurement, by: str, own: Mapping[str, Any]) -> dict[str, list[s
     patterns = dict.fromkeys((pattern for pattern in own if pattern != EMBEDDINGS), "E4M3")
     linear = {name: (1, 1) for name, module in at.model.named_modules() if is_linear(module)}
     with refusals("model.formats", ValueError):
-        given = fm.check_formats(patterns, linear) if patterns else {}
+        given = fm.check_formats(patterns, linear, "fp8") if patterns else {}
     left = {pattern: [name for name in names if name not in given] for pattern, names in layers.items()}
     parts = {pattern: [pattern] if names == layers[pattern] else names for pattern, names in left.items() if names}
     parts |= {} if EMBEDDINGS in own else {EMBEDDINGS: [EMBEDDINGS]}
