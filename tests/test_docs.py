@@ -132,7 +132,7 @@ def compare_output(example: Example) -> None:
 
 PLAIN = [page for page in PAGES if page.suffix == ".md"]
 #: README's lines are run by `test_recipe.py`
-WITH_CODE = [page for page in PLAIN if page not in (README, ROOT / "docs" / "log.md") and blocks(page, "python")]
+WITH_CODE = [page for page in PLAIN if page not in (README, ROOT / "study" / "log.md") and blocks(page, "python")]
 RUNS = Sybil([CodeBlockParser("python", run_python), CodeBlockParser("text", compare_output), SkipParser()])
 
 
