@@ -23,7 +23,7 @@ EMBEDDINGS = Path(__file__).parent / "measured" / "embeddings" / "study_embeddin
 BASELINE = "fp32"
 #: what embeddings in one byte are measured against
 WITHOUT = "E4M3 stochastic-8bit embeddings=none"
-#: what is drawn
+#: what is shown
 FORMAT = "E4M3"
 #: nats; beyond, the axis of the figure is logarithmic
 LINEAR = 0.01
@@ -60,11 +60,10 @@ def groups(files: Path = FOLDER) -> Iterator[tuple[str, list[Exported]]]:
 
 
 def tables(files: Sequence[Exported]) -> str:
-    """Losses of float32 before and after; for each format a line per rule and a column for each text and rate."""
+    """Losses of float32 before and after; in E4M3 a line per rule and a column for each text and rate."""
     each = {rate(file): measured_against(file, BASELINE) for file in files}
-    formats = dict.fromkeys(r.row.format for results in each.values() for r in results if not r.reference)
     parts = [*map(_came_from, each, each.values())]
-    parts += [f"{fmt}, losses less those of `{BASELINE}` on either text:\n\n{_grid(each, fmt)}" for fmt in formats]
+    parts.append(f"{FORMAT}, losses minus those of `{BASELINE}` on either text:\n\n{_grid(each)}")
     return "\n\n".join([*parts, source(replace(files[0], rows=tuple(row for file in files for row in file.rows)))])
 
 
@@ -119,8 +118,8 @@ def _came_from(rate: float, results: Sequence[Result]) -> str:
     return f"`{BASELINE}` at {named(rate)}: {ends} on the new text, {len(runs)} seed{'s' * (len(runs) > 1)}."
 
 
-def _grid(each: Mapping[float, Sequence[Result]], fmt: str) -> str:
-    by_rule = {rate: {r.row.rule: r for r in results if r.row.format == fmt} for rate, results in each.items()}
+def _grid(each: Mapping[float, Sequence[Result]]) -> str:
+    by_rule = {rate: {r.row.rule: r for r in results if r.row.format == FORMAT} for rate, results in each.items()}
     columns = [(text, rate) for text in TEXTS for rate in each]
     rows = []
     for rule in dict.fromkeys(rule for of in by_rule.values() for rule in of):

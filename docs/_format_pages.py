@@ -1,6 +1,6 @@
-"""The page of formats: for each one with a name its facts, its number line and where its codes are."""
+"""The page of formats: the facts of each named one and its number line."""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
@@ -33,39 +33,42 @@ def number_line(fmt: fm.FloatFormat) -> Figure:
     return figure
 
 
-def facts(fmt: fm.FloatFormat) -> str:
-    """Facts that `FloatFormat` derives of a format, as a table."""
-    steps = sum(1 <= value < 2 for value in fmt.values) or "none"
-    inf = "none" if fmt.inf_code is None else f"`0x{fmt.inf_code:02X}`"
-    rows: Iterator[tuple[str, str]] = iter(
-        (
-            ("sign, exponent, mantissa bits", f"1, {fmt.exponent_bits}, {fmt.mantissa_bits}"),
-            ("bias, layout", f"{fmt.bias}, `{fmt.layout}`"),
-            ("largest value", f"{number(fmt.max)}, code `0x{fmt.max_code:02X}`"),
-            ("smallest normal", number(fmt.min_normal)),
-            ("smallest subnormal", "none" if fmt.min_subnormal is None else number(fmt.min_subnormal)),
-            ("binades of normal values", str(fmt.emax - fmt.emin + 1)),
-            ("values from 1 to below 2", str(steps)),
-            ("one ULP, smallest and largest", f"{number(fmt.ulp_min)}, {number(fmt.ulp_max)}"),
-            ("infinity", inf),
-            ("NaN", ", ".join(f"`0x{code:02X}`" for code in fmt.nan_codes) or "none"),
-            ("negative zero", "yes" if fmt.has_negative_zero else "no"),
-            ("finite codes", str(fmt.finite_codes)),
-        )
-    )
-    return markdown((fmt.name, ""), rows)
+def facts(formats: Sequence[fm.FloatFormat]) -> str:
+    """Facts that `FloatFormat` derives of formats, a line per format."""
+    header = ("format", "binades", "values in [1, 2)", "one ULP, smallest and largest", "code of the largest")
+    rows = []
+    for fmt in formats:
+        steps = sum(1 <= value < 2 for value in fmt.values) or "none"
+        ulps = f"{number(fmt.ulp_min)}, {number(fmt.ulp_max)}"
+        inf = "none" if fmt.inf_code is None else f"`0x{fmt.inf_code:02X}`"
+        cells = (fmt.name, str(fmt.emax - fmt.emin + 1), str(steps), ulps, f"`0x{fmt.max_code:02X}`", inf)
+        rows.append((*cells, spans(fmt.nan_codes), "yes" if fmt.has_negative_zero else "no"))
+    return markdown((*header, "infinity", "NaN", "negative zero"), rows)
+
+
+def spans(codes: Sequence[int]) -> str:
+    """Codes, those that follow one another by the first and the last.
+
+    >>> spans([0x7D, 0x7E, 0x7F, 0xFF]), spans([])
+    ('`0x7D` to `0x7F`, `0xFF`', 'none')
+    """
+    first = [code for code in codes if code - 1 not in codes]
+    last = [code for code in codes if code + 1 not in codes]
+    ends = zip(first, last, strict=True)
+    return ", ".join(f"`0x{a:02X}`" if a == b else f"`0x{a:02X}` to `0x{b:02X}`" for a, b in ends) or "none"
 
 
 def section(fmt: fm.FloatFormat) -> str:
-    """The heading, figure and table of one format."""
+    """The heading and figure of one format."""
     drawn = f"Ticks at the positive values of {fmt.name}, above from zero, below on a logarithmic axis."
-    return f"### {fmt.name}\n\n![{drawn}](figures/format-{fmt.name}.svg)\n\n{facts(fmt)}\n"
+    return f"### {fmt.name}\n\n![{drawn}](figures/format-{fmt.name}.svg)\n"
 
 
 def write_formats(folder: Path) -> None:
-    """Write all sections into one file that the page includes."""
-    text = "\n".join(section(fm.FloatFormat.from_string(name)) for name in TABLED_FORMATS)
-    (folder / "format-sections.md").write_text(text, encoding="utf-8")
+    """Write the table of facts and the sections."""
+    formats = [fm.FloatFormat.from_string(name) for name in TABLED_FORMATS]
+    (folder / "format-facts.md").write_text(facts(formats), encoding="utf-8")
+    (folder / "format-sections.md").write_text("\n".join(map(section, formats)), encoding="utf-8")
 
 
 def draw_formats(folder: Path) -> None:

@@ -20,7 +20,7 @@ PAGE = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
 ELSEWHERE = {
     name: ROOT / "docs" / f"{page}.md"
     for name, page in (
-        *(("arrived_share", "related-work"), ("loading", "fits"), ("whole_step", "fits")),
+        *(("arrived_share", "related-work"), ("loading", "finetune"), ("whole_step", "finetune")),
         *(("study_steps", "../study/study-q14"), ("draws", "noise"), ("train_is_serve", "other-libraries")),
     )
 }
