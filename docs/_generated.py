@@ -189,7 +189,6 @@ DOCS = Pages(
             "measured/finetune/*.json measured/embeddings/*.json measured/published/*.json",
         ),
         "geometry": Maker("_figures", "draw_all"),
-        "number lines": Maker("_format_pages", "draw_formats"),
     },
     "python docs/_generated.py --write",
 )

@@ -179,7 +179,6 @@ def test_the_tables_of_memory_are_those_of_the_arithmetic(cards: ModuleType) -> 
         assert cards.recipe_table() in page
     assert cards.measured_table() in PAGE
     assert cards.memory_table() in PAGE
-    assert cards.cards_table() in PAGE
 
 
 def test_the_arithmetic_gives_what_smollm2_was_measured_at(cards: ModuleType) -> None:
