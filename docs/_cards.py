@@ -1,4 +1,4 @@
-"""Memory that training a language model of a Llama's shape takes, by arithmetic, and the card that it fits.
+"""Memory that training a language model of a Llama's shape takes, by arithmetic.
 
 Counted are weights, optimizer state and gradients, as ``nanogpt_bench.setup.memory`` counts them on live tensors, and
 activations by an estimate.  ``python docs/_cards.py`` prints the tables of the pages on memory and fine-tuning.
