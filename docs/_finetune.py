@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
-from _compared import measured_against, source, table
+from _compared import measured_against, source
 from _looks import STYLE
 from _markdown import markdown
 from matplotlib import pyplot as plt
@@ -19,10 +19,7 @@ from nanogpt_bench.report.tables import format_figure
 
 FOLDER = Path(__file__).parent / "measured" / "finetune"
 PUBLISHED = Path(__file__).parent / "measured" / "published"
-EMBEDDINGS = Path(__file__).parent / "measured" / "embeddings" / "study_embeddings.json"
 BASELINE = "fp32"
-#: what embeddings in one byte are measured against
-WITHOUT = "E4M3 stochastic-8bit embeddings=none"
 #: what is shown
 FORMAT = "E4M3"
 #: nats; beyond, the axis of the figure is logarithmic
@@ -172,9 +169,6 @@ def _panel(axis: Axes, files: Sequence[Exported], of: Of) -> None:
 
 def write_finetune(folder: Path, files: Path = FOLDER) -> None:
     """Write the tables of every group of results files into the folder, and the figure of those at several rates."""
-    embeddings = read_export(EMBEDDINGS)
-    text = f"{table(embeddings, [WITHOUT])}\n{source(embeddings)}"
-    (folder / f"{EMBEDDINGS.stem}.md").write_text(text, encoding="utf-8")
     folders = {path.stem: read_export(path) for path in sorted(PUBLISHED.glob("*.json"), reverse=True)}
     (folder / "finetune-published.md").write_text(table_of_folders(folders), encoding="utf-8")
     for name, of in groups(files):
