@@ -266,7 +266,9 @@ CONTENDERS: Final[dict[str, Contender]] = {
     "stiffness-adamw-e7m0": stiffness_adamw("stochastic, float32 moments", "E7M0"),
     "stiffness-adamw-grid": Contender("ours", "StiffnessAdamW E4M3 stochastic, float32 grid weights", grid_adamw),
     "riemannian-adam": ours("RiemannianAdam E4M3 stochastic", "RiemannianAdam", lr=0.5, float_lr=1e-3),
-    "stiffness-sgd": ours("StiffnessSGD E4M3 stochastic, momentum 0.9", "StiffnessSGD", stiffness=2.0),
+    "stiffness-sgd": ours(
+        "StiffnessSGD E4M3 stochastic, momentum 0.9", "StiffnessSGD", lr=0.1, momentum=0.9, stiffness=2.0
+    ),
     "stiffness-lion": ours("StiffnessLion E4M3 stochastic", "StiffnessLion", stiffness=1.0),
     "madam": ours("Madam E4M3 stochastic", "Madam"),
 }

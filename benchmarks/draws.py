@@ -55,7 +55,11 @@ STREAMS: Final = {
     "normal": Stream(*SGD, lambda step, noise: 0.3 * noise),
     "alternating": Stream(*SGD, lambda step, noise: torch.full_like(noise, 0.3 if step % 2 else -0.3)),
     "every fifth": Stream(*SGD, lambda step, noise: torch.full_like(noise, -0.075 if step % 5 else 0.3)),
-    "AdamW": Stream(fm.optim.StiffnessAdamW, {"lr": SPREAD / 50}, lambda step, noise: noise),
+    "AdamW": Stream(
+        fm.optim.StiffnessAdamW,
+        {"lr": SPREAD / 50, "betas": (0.9, 0.95), "weight_decay": 0.0},
+        lambda step, noise: noise,
+    ),
     "Muon": Stream(
         fm.optim.StiffnessMuon, {"lr": SPREAD / 5, "weight_decay": 0.0}, lambda step, noise: noise, share=0.2
     ),

@@ -59,7 +59,7 @@ def ours(linear: nn.Linear, recipe: str) -> nn.Module:
     spec = fm.LayerSpec(
         {"format": "E4M3", **rows}, {"format": "E4M3", **rows}, gradient={"activation": {"format": "E5M2", **rows}}
     )
-    return fm.QuantizedLinear(copy.deepcopy(linear), spec)
+    return fm.QuantizedLinear(copy.deepcopy(linear), spec, storage="master")
 
 
 def torchaos(linear: nn.Linear, recipe: str) -> nn.Module:

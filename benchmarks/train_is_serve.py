@@ -142,7 +142,9 @@ def in_place(
     if muon:
         rule = fm.optim.StiffnessMuon.for_model(model, lr=lr, other_lr=lr, weight_decay=0.0, moments="8bit")
         return Policy(model, rule, served)
-    return Policy(model, fm.optim.StiffnessAdamW(model.parameters(), lr, moments="8bit"), served)
+    return Policy(
+        model, fm.optim.StiffnessAdamW(model.parameters(), lr, (0.9, 0.95), weight_decay=0.0, moments="8bit"), served
+    )
 
 
 def from_master(

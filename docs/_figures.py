@@ -167,7 +167,9 @@ def _cross_zero(damping: float, steps: int = 300) -> list[float]:
     goal = torch.full((64,), 0.25)
     manifold = fm.FP8Manifold("E7M0", fm.storage_scale(goal, "E7M0", "tensor"))
     weight = geoopt.ManifoldParameter(manifold.projx(goal), manifold=manifold)
-    optimizer = fm.optim.StiffnessAdamW([weight], lr=0.05, stiffness=1.0, damping=damping)
+    optimizer = fm.optim.StiffnessAdamW(
+        [weight], lr=0.05, betas=(0.9, 0.95), weight_decay=0.0, stiffness=1.0, damping=damping
+    )
     goal[0] = -0.25
     path = [0.25]
     for _ in range(steps):

@@ -94,7 +94,7 @@ def _fields(steps: int = 300) -> tuple[Tensor, Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(1, 33), nn.Tanh(), nn.Linear(33, 33), nn.Tanh(), nn.Linear(33, 1))
     model = fm.quantize_model(model, "E4M3", storage="fp8", granularity="tensor")
-    optimizer = fm.optim.StiffnessAdamW(model.parameters(), lr=4e-3)
+    optimizer = fm.optim.StiffnessAdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.95), weight_decay=0.0)
     x = torch.linspace(-1, 1, 128)[:, None]
     before = _stiffness(model[2])
     for _ in range(steps):

@@ -172,7 +172,7 @@ BYTES: dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]] = 
     'StiffnessAdamW(..., writeback="momentum")': lambda p: fm.optim.StiffnessAdamW(p, writeback="momentum"),
     "RiemannianAdam(...)": lambda p: fm.optim.RiemannianAdam(p),
     "StiffnessSGD(...)": lambda p: fm.optim.StiffnessSGD(p),
-    "StiffnessSGD(..., momentum=0)": lambda p: fm.optim.StiffnessSGD(p, momentum=0.0),
+    "StiffnessSGD(..., momentum=0.9)": lambda p: fm.optim.StiffnessSGD(p, momentum=0.9),
     "StiffnessMuon(...)": lambda p: fm.optim.StiffnessMuon(p),
     'StiffnessMuon(..., moments="8bit")': lambda p: fm.optim.StiffnessMuon(p, moments="8bit"),
     'StiffnessMuon(..., writeback="residual8", moments="8bit")': lambda p: fm.optim.StiffnessMuon(

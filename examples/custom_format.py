@@ -42,7 +42,7 @@ def train(model: nn.Module) -> float:
     """Fit the sine and return the mean squared error."""
     x = torch.linspace(-1, 1, 128)[:, None]
     y = torch.sin(2 * math.pi * x)
-    optimizer = fm.optim.StiffnessAdamW(model.parameters(), lr=4e-3)
+    optimizer = fm.optim.StiffnessAdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.95), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     for _ in range(STEPS):
         optimizer.zero_grad()

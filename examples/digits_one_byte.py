@@ -70,4 +70,8 @@ if __name__ == "__main__":
     report("float32, AdamW", model, torch.optim.AdamW(model.parameters(), lr=3e-3))
     for name, moments in (("", "float32"), (", 8-bit averages", "8bit")):
         model = fm.quantize_model(network(), "E4M3", storage="fp8")
-        report(f"E4M3, StiffnessAdamW{name}", model, fm.optim.StiffnessAdamW(model.parameters(), 3e-3, moments=moments))
+        report(
+            f"E4M3, StiffnessAdamW{name}",
+            model,
+            fm.optim.StiffnessAdamW(model.parameters(), 3e-3, betas=(0.9, 0.95), weight_decay=0.0, moments=moments),
+        )

@@ -61,7 +61,7 @@ def finetune(model: nn.Module, text: Tensor, lr: float) -> None:
     report("as it was", model, held_out)
     fm.quantize_model(model, "E4M3", storage="fp8", tied="leave")
     report("in one byte a weight", model, held_out)
-    optimizer = fm.optim.StiffnessAdamW(model.parameters(), lr, moments="8bit")
+    optimizer = fm.optim.StiffnessAdamW(model.parameters(), lr, betas=(0.9, 0.95), weight_decay=0.0, moments="8bit")
     fm.optim.step_in_backward(optimizer)
     train(model, optimizer, learnt, STEPS)
     report("fine-tuned", model, held_out)

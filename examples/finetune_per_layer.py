@@ -73,5 +73,10 @@ if __name__ == "__main__":
     report("quantised, before fine-tuning", in_bytes)
     train(llama, torch.optim.AdamW(llama.parameters(), lr=1e-3), TRAIN, steps=100)
     report("fine-tuned, float32", llama)
-    train(in_bytes, fm.optim.StiffnessAdamW(in_bytes.parameters(), lr=1e-3), TRAIN, steps=100)
+    train(
+        in_bytes,
+        fm.optim.StiffnessAdamW(in_bytes.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0),
+        TRAIN,
+        steps=100,
+    )
     report("fine-tuned, one byte a weight", in_bytes)

@@ -64,7 +64,9 @@ def fisher(representation: str) -> Callable[[nn.Module, Batches], torch.optim.Op
 
 if __name__ == "__main__":
     optimizers = {
-        "StiffnessAdamW": lambda model, _: fm.optim.StiffnessAdamW(model.parameters(), lr=LR),
+        "StiffnessAdamW": lambda model, _: fm.optim.StiffnessAdamW(
+            model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0
+        ),
         "FisherNaturalGradient, diagonal": fisher("diagonal"),
         "FisherNaturalGradient, kfac": fisher("kfac"),
     }

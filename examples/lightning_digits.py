@@ -42,7 +42,7 @@ class Digits(lightning.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return the optimizer."""
-        return fm.optim.StiffnessAdamW(self.parameters(), lr=5e-3, moments="8bit")
+        return fm.optim.StiffnessAdamW(self.parameters(), lr=5e-3, betas=(0.9, 0.95), weight_decay=0.0, moments="8bit")
 
 
 def fit(model: Digits, loader: DataLoader, epochs: int, start: Path | None = None) -> lightning.Trainer:

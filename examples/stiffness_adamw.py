@@ -48,7 +48,9 @@ def main() -> None:
     print(f"float32, AdamW:                    {train(model, torch.optim.AdamW(model.parameters(), lr=4e-3)):.5f}")
     for writeback in ("nearest", "stochastic"):
         model = fm.quantize_model(network(), "E4M3", storage="fp8")
-        optimizer = fm.optim.StiffnessAdamW(model.parameters(), lr=4e-3, writeback=writeback)
+        optimizer = fm.optim.StiffnessAdamW(
+            model.parameters(), lr=4e-3, betas=(0.9, 0.95), weight_decay=0.0, writeback=writeback
+        )
         print(f"{f'E4M3, StiffnessAdamW, {writeback}:':<35}{train(model, optimizer):.5f}")
 
 

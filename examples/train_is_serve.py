@@ -84,7 +84,7 @@ if __name__ == "__main__":
         save_rounded(floats, Path(folder))
         codes = fm.load_fp8(folder, dtype=torch.float32)
         print(f"{'':<19}{'reward first':>16}{'last':>8}{'|log ratio| at most':>23}")
-        adam = fm.optim.StiffnessAdamW(codes.parameters(), lr=1e-3, moments="8bit")
+        adam = fm.optim.StiffnessAdamW(codes.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0, moments="8bit")
         assert train("codes in place", codes, adam, fm.save_fp8, Path(folder)) == 0
         adam = torch.optim.AdamW(floats.parameters(), lr=1e-3)
         train("float32, rounded", floats, adam, save_rounded, Path(folder))

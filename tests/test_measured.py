@@ -20,7 +20,7 @@ PAGE = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
 ELSEWHERE = {
     name: ROOT / "docs" / f"{page}.md"
     for name, page in (
-        *(("arrived_share", "../study/study-rounding"), ("loading", "fits"), ("whole_step", "fits")),
+        *(("arrived_share", "../study/study-rounding"), ("loading", "finetune"), ("whole_step", "finetune")),
         *(("study_steps", "../study/study-q14"), ("train_is_serve", "other-libraries")),
         *((name, "../study/study-rounding") for name in ("draws", "moment_formats", "second_moment", "write_back_noise")),
         *((name, "../study/study-speed") for name in ("overhead", "fake_quantized_linear", "harness_overhead")),

@@ -11,7 +11,6 @@ import pytest
 import torch
 import transformers
 from fp8_folders import make, tensors_of
-from torch import Tensor
 
 import fp8manifold as fm
 from nanogpt_bench.config.settings import load_config
@@ -24,16 +23,17 @@ from nanogpt_bench.sweep.file import find_sweep, read_sweep
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGE, FITS = ((ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("finetune", "fits"))
+PAGE = (ROOT / "docs" / "finetune.md").read_text(encoding="utf-8")
 #: of the measured training
 STEPS, TOKENS, RULE = 200, 256, "stochastic-8bit"
+NAME = "HuggingFaceTB/SmolLM2-135M"
 #: layers, width, inner width, vocabulary, width of all queries, and of all keys
 SHAPE = (2, 64, 96, 128, 64, 32)
 
 
-def recipe(page: str) -> str:
-    """The first Python of a page."""
-    found = re.search(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+def recipe(page: str, after: str = "") -> str:
+    """The first Python of a page, or the first after some words of it."""
+    found = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL).search(page, page.index(after))
     assert found is not None
     return found[1]
 
@@ -57,30 +57,45 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def run(code: str, llama: Path) -> dict[str, Any]:
+    """The names that the lines leave behind, the model's name replaced, over a few batches of one text."""
+    text = torch.randint(128, (1, 33), generator=torch.Generator().manual_seed(1))
+    before = transformers.AutoModelForCausalLM.from_pretrained(llama)(input_ids=text, labels=text).loss.item()
+    names: dict[str, Any] = {"batches": [text] * 40, "before": before}
+    assert code.count(NAME) == 1
+    exec(compile(code.replace(NAME, llama.as_posix()), "README.md", "exec"), names)
+    return names
+
+
 @pytest.fixture(scope="module")
 def ran(llama: Path) -> dict[str, Any]:
-    """The names that README's lines leave behind, the model's name replaced, over a few batches of one text."""
-    text = torch.randint(128, (1, 33), generator=torch.Generator().manual_seed(1))
-    batches = [text] * 40
-    before = transformers.AutoModelForCausalLM.from_pretrained(llama)(input_ids=text, labels=text).loss.item()
-    names: dict[str, Any] = {"batches": batches, "before": before}
-    code = recipe(README).replace("HuggingFaceTB/SmolLM2-135M", llama.as_posix())
-    assert llama.as_posix() in code
-    exec(compile(code, "README.md", "exec"), names)
-    return names
+    return run(recipe(README), llama)
+
+
+@pytest.fixture(scope="module")
+def ran_plainly(llama: Path) -> dict[str, Any]:
+    """The lines of the page on fine-tuning, for which all gradients are there at once."""
+    lines = recipe(README).splitlines(keepends=True)
+    loop = lines.index(next(line for line in lines if line.startswith("for ")))
+    begun = "".join(line for line in lines[:loop] if "step_in_backward" not in line)
+    return run(begun + recipe(PAGE, "In the plain loop"), llama)
 
 
 def test_there_are_ten_lines_and_they_stand_on_both_pages() -> None:
     lines = [line for line in recipe(README).splitlines() if line and not line.startswith(("import", "from"))]
     assert len(lines) == 10
-    assert recipe(PAGE.partition("## Ten lines of Python")[2]) == recipe(README)
+    assert recipe(PAGE, "## Ten lines of Python") == recipe(README)
 
 
 def test_the_lines_for_an_fp8_checkpoint_train_it(tmp_path: Path) -> None:
-    """Those of the first screen, the model's name replaced: what is saved has the layout that was read, and learnt."""
+    """The page's lines, the model's name replaced: what is saved has the layout that was read, and learnt."""
     published, trained = make("squares, tied", tmp_path / "published"), tmp_path / "trained"
     text = torch.randint(96, (1, 33), generator=torch.Generator().manual_seed(1))
-    code = recipe(PAGE).replace("Qwen/Qwen3-8B-FP8", published.as_posix()).replace('"trained"', repr(str(trained)))
+    code = (
+        recipe(PAGE, "## Fine-tune an FP8 checkpoint")
+        .replace("Qwen/Qwen3-8B-FP8", published.as_posix())
+        .replace('"trained"', repr(str(trained)))
+    )
     code = code.replace("lr=2e-4", "lr=5e-3")
     exec(compile(code, "finetune.md", "exec"), {"batches": [text] * 20})
     decoded: Any = {"quantization_config": transformers.FineGrainedFP8Config(dequantize=True), "dtype": torch.float32}
@@ -92,23 +107,42 @@ def test_the_lines_for_an_fp8_checkpoint_train_it(tmp_path: Path) -> None:
     assert kinds[0] == kinds[1]
 
 
-def test_the_ten_lines_train(ran: dict[str, Any]) -> None:
-    text: Tensor = ran["batches"][0]
-    assert ran["model"](input_ids=text, labels=text).loss.item() < ran["before"] - 0.02
-    codes = [layer.weight_codes() for layer in ran["model"].modules() if isinstance(layer, fm.QuantizedLinear)]
-    assert len(codes) == 7 * SHAPE[0]
-    assert {code.dtype for code in codes} == {torch.uint8}
+@pytest.mark.parametrize("lines", ["ran", "ran_plainly"])
+def test_the_ten_lines_train(lines: str, request: pytest.FixtureRequest) -> None:
+    """Every matrix is in codes, the embedding too, and no gradient is left."""
+    names = request.getfixturevalue(lines)
+    text, model = names["batches"][0], names["model"]
+    assert model(input_ids=text, labels=text).loss.item() < names["before"] - 0.02
+    codes = {name: p.codes.dtype for name, p in model.named_parameters() if isinstance(p, fm.FP8Parameter)}
+    assert codes == {name: torch.uint8 for name, p in model.named_parameters() if p.dim() > 1}
+    assert len(codes) == 7 * SHAPE[0] + 1
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert all(p.grad is None for p in model.parameters())
+    steps = {float(state["step"]) for state in names["optimizer"].state.values()}
+    assert steps == {39.0 if lines == "ran" else 40.0}
+
+
+def test_steps_in_backward_are_those_of_the_plain_loop_but_for_the_clipping(
+    ran: dict[str, Any], ran_plainly: dict[str, Any]
+) -> None:
+    own, its = (names["optimizer"].param_groups[0] for names in (ran, ran_plainly))
+    assert {**own, "previous_norm": None} == {**its, "previous_norm": None, "params": own["params"]}
+    assert "previous_norm" not in its
 
 
 def test_the_lines_for_a_card_train_and_what_they_save_is_read(llama: Path, tmp_path: Path) -> None:
     """Those of 7B, the model's name replaced: everything but norms in codes, no gradient left."""
     text = torch.randint(128, (1, 33), generator=torch.Generator().manual_seed(1))
     names: dict[str, Any] = {"batches": [text] * 60, "device": "cpu"}
-    code = recipe(FITS).replace("meta-llama/Llama-2-7b-hf", llama.as_posix()).replace("lr=2e-4", "lr=5e-3")
+    code = (
+        recipe(PAGE, "### Does 7B fit")
+        .replace("meta-llama/Llama-2-7b-hf", llama.as_posix())
+        .replace("lr=2e-4", "lr=5e-3")
+    )
     code = code.replace('"trained"', repr((tmp_path / "trained").as_posix()))
     assert code.count(llama.as_posix()) == 1
     before = transformers.AutoModelForCausalLM.from_pretrained(llama)(input_ids=text, labels=text).loss.item()
-    exec(compile(code, "fits.md", "exec"), names)
+    exec(compile(code, "finetune.md", "exec"), names)
     model = names["model"]
     assert model(input_ids=text, labels=text).loss.item() < before - 0.1
     floats = [name for name, p in model.named_parameters() if not isinstance(p, fm.FP8Parameter)]
@@ -120,7 +154,7 @@ def test_the_lines_for_a_card_train_and_what_they_save_is_read(llama: Path, tmp_
 
 def test_each_way_of_saving_keeps_what_the_model_computes(ran: dict[str, Any], tmp_path: Path) -> None:
     """The page's three: codes to train on, codes for others, floats."""
-    code = recipe(PAGE.partition("Afterwards, one of these:")[2])
+    code = recipe(PAGE, "Afterwards, one of these:")
     ways = {line.split('"')[1]: line for line in code.splitlines()}
     assert set(ways) == {"codes", "served", "floats"}
     tokens, trained = torch.arange(8).view(1, 8), copy.deepcopy(ran["model"]).eval()
@@ -129,15 +163,19 @@ def test_each_way_of_saving_keeps_what_the_model_computes(ran: dict[str, Any], t
     for folder, line in ways.items():
         names = {"model": copy.deepcopy(trained), "fm": fm}
         exec(compile(line.replace(f'"{folder}"', repr((tmp_path / folder).as_posix())), "finetune.md", "exec"), names)
-        read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / folder, dtype=torch.float32)
+        read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / folder, dtype=torch.bfloat16)
         assert torch.equal(read.eval()(input_ids=tokens).logits, logits), folder
 
 
 def test_the_ten_lines_are_the_rule_that_was_measured(ran: dict[str, Any], llama: Path) -> None:
-    """That of the sweep over fine-tuning rules: the optimizer's options, every rate, the clipping, the weights."""
+    """That of the sweep over fine-tuning rules: the optimizer's options, every rate, the clipping, the weights.
+
+    The embedding in codes and steps in the backward pass are the bench's options for it; bfloat16 is not.
+    """
     base = read_sweep(find_sweep("finetune_rules.yaml")).base
     given = {key: value for key, value in base.items() if value is not None}
-    given |= {"rule": RULE, "model.pretrained": llama}
+    given |= {"rule": RULE, "model.pretrained": llama, "model.embeddings": "E4M3", "model.tied": "leave"}
+    given |= {"train.step_in_backward": "true", "optimizer.clip_by": "previous"}
     config = resolve(load_config(None, [f"--{key}={value}" for key, value in given.items()]))
     model = quantize(load_causal(str(llama)), config)
     own = {name: value for name, value in ran["optimizer"].defaults.items() if name != "seed"}
@@ -146,7 +184,8 @@ def test_the_ten_lines_are_the_rule_that_was_measured(ran: dict[str, Any], llama
     (factor,) = ran["schedule"].lr_lambdas
     rates = [lr_factor(config.optimizer, step, STEPS) for step in range(STEPS)]
     assert [factor(step) for step in range(STEPS)] == pytest.approx(rates)
-    assert f"clip_grad_norm_(model.parameters(), {config.optimizer.grad_clip})" in recipe(README)
+    clipping = f'clip="{config.optimizer.clip_by}", max_norm={config.optimizer.grad_clip}'
+    assert f"step_in_backward(optimizer, {clipping}" in recipe(README)
     assert f"# {STEPS} tensors of token ids, (1, {TOKENS + 1}) each" in recipe(README)
     assert (config.train.max_steps, config.train.batch_size, config.model.block_size) == (STEPS, 1, TOKENS)
     assert weights_of(ran["model"]) == weights_of(model)
@@ -170,8 +209,7 @@ def test_the_tables_of_memory_are_those_of_the_arithmetic(cards: ModuleType) -> 
     for page in (README, PAGE):
         assert cards.recipe_table() in page
     assert cards.measured_table() in PAGE
-    assert cards.memory_table() in FITS
-    assert cards.cards_table() in FITS
+    assert cards.memory_table() in PAGE
 
 
 def test_the_arithmetic_gives_what_smollm2_was_measured_at(cards: ModuleType) -> None:

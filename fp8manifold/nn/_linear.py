@@ -61,22 +61,22 @@ from fp8manifold.random_bits import Draws, Stream
 from fp8manifold.scaling import BLOCK_SIZE
 from fp8manifold.tensor import FP8Tensor
 
-Storage = Literal["master", "grid", "fp8"]
-STORAGES: Final = ("master", "grid", "fp8")
+Storage = Literal["fp8", "grid", "master"]
+STORAGES: Final = ("fp8", "grid", "master")
 _STREAMS: Final = {name: 2**32 + index for index, name in enumerate(OPERANDS)}
 """Random bits of the operands' rounding: far from the streams that optimizers use."""
 
 
 class QuantizedLinear(nn.Linear):
-    """A linear layer whose operands take values of float formats.
+    """A linear layer with weights of one byte; quantisation-aware training is ``storage="master"``.
 
     .. math:: y = Q_x(x) \\, Q_W(W)^T + b, \\qquad
               g_x = Q_g(g_y) \\, Q_W(W), \\qquad g_W = Q_{gW}\\left( Q_g(g_y)^T Q_x(x) \\right)
 
-    With storage ``master`` the weight is an ordinary float parameter that is fake-quantised in the forward pass
-    (quantisation-aware training); with ``grid`` it is a ``geoopt.ManifoldParameter`` on an :class:`FP8Manifold`, whose
-    float32 values lie on the grid at a static power-of-two scale, and there is no master copy.  With ``fp8`` it is an
-    :class:`FP8Parameter`, the same weights in one byte each.
+    All operands may take values of float formats.  With storage ``fp8`` the weight is an :class:`FP8Parameter`, one
+    byte each at a static power-of-two scale; with ``grid`` it is a ``geoopt.ManifoldParameter`` on an
+    :class:`FP8Manifold`, the same values in float32.  With ``master`` it is an ordinary float parameter that is
+    fake-quantised in the forward pass.
 
     Input, the gradient of the output and the gradient of the weight are quantised as they come, where the specification
     gives them a format.  A gradient that holds Inf or NaN becomes NaN as a whole, so that no saturation hides it; an
@@ -87,7 +87,7 @@ class QuantizedLinear(nn.Linear):
     Args:
         linear: the layer to take over; its bias parameter is kept, its weight too with storage ``master``.
         spec: formats and options.
-        storage: ``master``, ``grid`` or ``fp8``.
+        storage: ``fp8``, ``grid`` or ``master``.
         headroom: of the stored weights' scale, as in :func:`fp8manifold.storage_scale`.
         rounding, draws: of stored weights, where the writer has none; see :func:`quantize_model`.
         seed: of stored weights and of stochastic rounding in the two passes; every layer needs another.
@@ -130,7 +130,7 @@ class QuantizedLinear(nn.Linear):
         self,
         linear: nn.Linear,
         spec: LayerSpec,
-        storage: Storage = "master",
+        storage: Storage = "fp8",
         *,
         headroom: float | None = None,
         rounding: Rounding = "stochastic",
@@ -452,7 +452,7 @@ class QuantizedConv1D(QuantizedLinear):
     ``Conv1D`` has it, and takes it so, too; only codes lie in a state dict as they lie here.
     """
 
-    def __init__(self, conv: nn.Module, spec: LayerSpec, storage: Storage = "master", **options: Any) -> None:
+    def __init__(self, conv: nn.Module, spec: LayerSpec, storage: Storage = "fp8", **options: Any) -> None:
         own: Any = conv
         bare = options.get("codes") is not None
         linear = linear_around(torch.empty(own.nf, own.nx, device="meta"), own) if bare else linear_of(own)

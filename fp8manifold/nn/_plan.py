@@ -100,7 +100,7 @@ class Plan:
 def plan(
     model: nn.Module,
     formats: Formats | None,
-    storage: str = "master",
+    storage: str = "fp8",
     *,
     granularity: WeightGranularity = "channel",
     headroom: float | None = None,
@@ -154,7 +154,7 @@ def plan(
 def check_formats(
     formats: Formats,
     layers: Mapping[str, tuple[int, int]],
-    storage: Storage = "master",
+    storage: Storage = "fp8",
     *,
     granularity: WeightGranularity = "channel",
     keep_remainder: bool = False,

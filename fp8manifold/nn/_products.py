@@ -28,7 +28,10 @@ Rounded = Callable[[Tensor], Tensor] | None
 def byte_weight(weight: Tensor, fmt: FloatFormat, **how: Any) -> FP8Parameter:
     """The codes of a float weight at a scale of its own, with options of :class:`FP8Parameter`."""
     if weight.dtype not in (torch.float32, torch.bfloat16):
-        raise TypeError(f"a weight has dtype {weight.dtype}: storage='fp8' takes float32 or bfloat16 layers")
+        raise TypeError(
+            f"a weight has dtype {weight.dtype}: storage='fp8' takes float32 or bfloat16 layers, and storage='master' "
+            "others too"
+        )
     return FP8Parameter(weight.detach(), fmt, requires_grad=weight.requires_grad, **how)
 
 

@@ -404,9 +404,10 @@ def check_storage(storage: str, spec: LayerSpec, keep_remainder: bool) -> None:
     for option in _CHOICES:
         value = getattr(spec, option)
         if value is not None and not any(_takes(name, operand, option) for name, operand in operands.items()):
+            instead = ", or give storage='master'" if stored is not None and _takes("weight", stored, option) else ""
             raise ValueError(
                 f"the layer has {option}={value!r}, which no operand takes: with storage={storage!r} those that are "
-                f"quantised in the passes are {', '.join(operands) or 'none'}; leave {option} out"
+                f"quantised in the passes are {', '.join(operands) or 'none'}; leave {option} out{instead}"
             )
 
 

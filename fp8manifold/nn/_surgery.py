@@ -25,7 +25,7 @@ Wanted = tuple[str, nn.Module, Any, Mapping[str, Any]]
 def quantize_model(
     model: nn.Module,
     formats: Formats = "E4M3",
-    storage: Storage = "master",
+    storage: Storage = "fp8",
     *,
     granularity: WeightGranularity = "channel",
     headroom: float | None = None,
@@ -39,7 +39,9 @@ def quantize_model(
     parameters: Parameters | None = None,
     embeddings: Embeddings | None = None,
 ) -> nn.Module:
-    """Replace a model's linear layers by :class:`QuantizedLinear`, without touching the model's own code.
+    """Put a model's linear weights into one byte each; quantisation-aware training is ``storage="master"``.
+
+    Its linear layers become :class:`QuantizedLinear`, and the model's own code stays as it is.
 
     A pattern is a glob over whole dotted parts of a layer's name: ``mlp`` and ``mlp.fc`` both match
     ``blocks.0.mlp.fc``, ``blocks.0`` matches everything in that block, ``*`` everything.  Where several match, the one
@@ -60,8 +62,8 @@ def quantize_model(
         model: changed in place.
         formats: one format or :class:`LayerSpec` for every linear layer, or a mapping from pattern to format, spec,
             dict of :class:`LayerSpec`'s arguments, or ``"none"`` (leave as it is).
-        storage: ``master`` (float copy, quantised forward), ``grid`` (float values on the grid, no master copy) or
-            ``fp8`` (the same in one byte per weight).
+        storage: ``fp8`` (one byte per weight, no copy), ``grid`` (the same values in float32) or ``master``
+            (quantisation-aware training: float weights, rounded in the forward pass).
         granularity: of the weight scales, where a bare format is given: ``tensor``, ``channel`` (row), ``block`` (32 of
             a row), or with ``fp8`` ``square`` (128 x 128, partial ones at the ends, which :func:`export_model` writes
             for servers with ``layout="fp8"``).

@@ -159,22 +159,18 @@ class StiffnessAdamW(StiffnessOptimizer):
         >>> bool((weight - 0.5).abs().max() < 0.15)
         True
 
-    What differs from ``torch.optim.AdamW``:
+    Options that ``torch.optim.AdamW`` has too have its defaults, and the steps of float32 parameters are its steps to
+    within rounding.  What differs:
 
-    ==================  ==================================  ========================================================
-    option              ``torch.optim.AdamW``               here
-    ==================  ==================================  ========================================================
-    ``betas``           (0.9, 0.999)                        (0.9, 0.95)
-    ``weight_decay``    0.01                                0.0; decoupled alike, times ``lr``
-    ``eps``             1e-8, added to sqrt(v / (1 - b^t))  the same
-    write-back          each operation rounds in place      float32 (float64) throughout, rounded once
-    averages            in the parameter's dtype            float32, bfloat16 or 8 bits (``moments``)
-    non-finite          steps, and the weights become NaN   the step is left out and counted (``on_nonfinite``)
-    ``amsgrad``         offered                             not offered
-    torch's flags       ``foreach``, ``fused``, ...         refused: native code steps all parameters in one call
-    ==================  ==================================  ========================================================
-
-    With ``betas=(0.9, 0.999), weight_decay=0.01`` the steps of float32 parameters are torch's to within rounding.
+    ==============  ===============================  ===================================================================
+                    ``torch.optim.AdamW``            here
+    ==============  ===============================  ===================================================================
+    write-back      each operation rounds in place   float32 (float64) throughout, rounded once
+    averages        in the parameter's dtype         float32, bfloat16 or 8 bits (``moments``)
+    non-finite      steps, and weights become NaN    the step is left out and counted (``on_nonfinite``)
+    ``amsgrad``     offered                          not offered
+    torch's flags   ``foreach``, ``fused``, ...      refused: native code steps all parameters in one call
+    ==============  ===============================  ===================================================================
 
     Source: Loshchilov and Hutter 2019 for the decoupled decay; the stiffness factor is this library's.
     """
@@ -185,9 +181,9 @@ class StiffnessAdamW(StiffnessOptimizer):
         self,
         params: Parameters,
         lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.95),
+        betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
-        weight_decay: float = 0.0,
+        weight_decay: float = 0.01,
         *,
         stiffness: Schedule = 0.0,
         metric: Metric = "ulp",
@@ -256,8 +252,8 @@ class StiffnessSGD(StiffnessOptimizer):
     def __init__(
         self,
         params: Parameters,
-        lr: float | Tensor = 1e-1,
-        momentum: float = 0.9,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0.0,
         dampening: float = 0.0,
         weight_decay: float = 0.0,
         nesterov: bool = False,

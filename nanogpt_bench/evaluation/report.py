@@ -292,7 +292,7 @@ def _parts(at: Measurement, by: str, own: Mapping[str, Any]) -> dict[str, list[s
     patterns = dict.fromkeys((pattern for pattern in own if pattern != EMBEDDINGS), "E4M3")
     linear = {name: (1, 1) for name, module in at.model.named_modules() if is_linear(module)}
     try:
-        given = fm.check_formats(patterns, linear) if patterns else {}
+        given = fm.check_formats(patterns, linear, "fp8") if patterns else {}
     except ValueError as error:
         raise BenchError(f"model.formats: {one_line(error)}") from None
     left = {pattern: [name for name in names if name not in given] for pattern, names in layers.items()}

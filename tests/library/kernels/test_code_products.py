@@ -529,7 +529,7 @@ REFUSED = {
     "LayerSpec('E4M3', granularity='square', products='fp8')": "ValueError: granularity='square'",
     "LayerSpec('E4M3', activation='E4M3', products='fp8')": "ValueError: activation=E4M3 is given & 'decoded'",
     "LayerSpec('E4M3', gradient='E5M2', products='fp8')": "ValueError: activation_gradient=E5M2 is given",
-    "quantize_model(linear, 'E4M3', products='fp8')": "ValueError: needs storage='fp8', not storage='master'",
+    "quantize_model(linear, 'E4M3', 'master', products='fp8')": "ValueError: needs storage='fp8', not storage='master'",
     "quantize_model(linear, 'E4M3', 'grid', products='auto')": "ValueError: products='auto' needs storage='fp8'",
     "quantize_model(linear, LayerSpec('E4M3'), 'fp8', products='fp8')": "ValueError: LayerSpec of formats has its own",
     "quantize_model(linear, 'E4M3', 'fp8', products='FP8')": "ValueError: products='FP8' & 'fp8'",

@@ -146,7 +146,7 @@ def test_an_attribute_without_a_place_is_refused(name: str) -> None:
 
 
 def test_a_layer_in_two_places_comes_back_as_one() -> None:
-    layer = QuantizedLinear(nn.Linear(8, 8), LayerSpec("E4M3"))
+    layer = QuantizedLinear(nn.Linear(8, 8), LayerSpec("E4M3"), storage="master")
     net = dequantize_model(nn.Sequential(layer, nn.ReLU(), layer))
     assert net[0] is net[2]  # type: ignore[index]
     assert type(net[0]) is nn.Linear  # type: ignore[index]

@@ -187,6 +187,7 @@ def test_one_models_layers_draw_apart() -> None:
     model = quantize_model(
         nn.ModuleList([nn.Linear(32, 64), nn.Linear(32, 64)]),
         {"*": LayerSpec(activation="E4M3", rounding="stochastic")},
+        storage="master",
     )
     model[1].load_state_dict(model[0].state_dict())  # type: ignore[index]
     assert not torch.equal(model[0](X), model[1](X))  # type: ignore[index]
@@ -253,7 +254,7 @@ def net(scale: Any) -> nn.Module:
     """Two layers whose gradients lie a millionth apart."""
     model = nn.Sequential(nn.Linear(32, 32, bias=False), nn.Linear(32, 64, bias=False))
     model[0].weight.data, model[1].weight.data = normal(32, 32, seed=3), normal(64, 32, seed=4) * 1e-6
-    return quantize_model(model, LayerSpec(gradient={"format": "E4M3", "scale": scale}))
+    return quantize_model(model, LayerSpec(gradient={"format": "E4M3", "scale": scale}), storage="master")
 
 
 def test_the_global_magnitude_is_the_largest_of_the_previous_pass() -> None:
@@ -308,7 +309,7 @@ def test_blocks_must_fit(operand: str) -> None:
     with pytest.raises(
         ValueError, match=f"granularity='block' of {operand} needs rows whose length 32 divides, not 40"
     ):
-        QuantizedLinear(nn.Linear(*shape), LayerSpec(**arguments))
+        QuantizedLinear(nn.Linear(*shape), LayerSpec(**arguments), storage="master")
 
 
 @pytest.mark.usefixtures("cpp_compiler")

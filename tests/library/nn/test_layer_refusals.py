@@ -199,7 +199,10 @@ FORMATS = {
     "{'attn': 'E9M9'}": "ValueError: E9M9",
     "{'attn': {'weights': 'E4M3'}}": "ValueError: unknown key 'weights' & did you mean 'weight'",
     "{'attn': {'weight': 'E4M3', 'ste': 'clip'}}": "ValueError: ste='clip' & 'clipped'",
-    "{'attn': {'weight': 'E4M3', 'ste': 'clipped'}}": "ValueError: ste='clipped', which no operand takes",
+    "{'attn': {'weight': 'E4M3', 'ste': 'clipped'}}": "ValueError: ste='clipped', which no operand takes & leave "
+    "ste out, or give storage='master'",
+    "{'attn': {'weight': 'E4M3', 'policy': 'static'}}": "ValueError: policy='static' & or give storage='master'",
+    "{'attn': {'weight': {'format': 'E4M3', 'scale': 0.5}}}": "ValueError: scale=0.5, which needs storage='master'",
     "{'attn': {'activation': 'E4M3', 'granularity': 'tensor'}}": "ValueError: granularity='tensor' & of a weight",
     "{'attn': {'weight': 'E4M3', 'policy': 'late'}}": "ValueError: policy='late'",
     "{'attn': 4}": "TypeError: formats['attn'] & int",
@@ -245,6 +248,7 @@ SURGERY = {
     "quantize_model(nn.Linear(8, 4, dtype=float16), 'E4M3', 'fp8')": "TypeError: storage='fp8' takes float32 or "
     "bfloat16",
     "quantize_model({}, 'E4M3')": "TypeError: dict",
+    "quantize_model(nn.Linear(8, 4).double(), 'E4M3')": "TypeError: torch.float64 & and storage='master' others too",
     "quantize_model(nn.Sequential(nn.ReLU()), 'E4M3')": "ValueError: matches none of the 0 linear layers",
     "QuantizedLinear(nn.Conv1d(1, 1, 1), LayerSpec('E4M3'))": "TypeError: Conv1d",
     "inputs.weight_codes()": "ValueError: this layer has weight=None: only a weight with a format has codes",
@@ -377,5 +381,6 @@ def test_a_call_is_refused_in_one_line_and_nothing_is_changed(call: str) -> None
 
 @each("formats", FORMATS)
 def test_what_is_not_allowed_is_known_without_a_model(formats: str) -> None:
-    calls = (f"quantize_model(model, {formats}, 'grid')", f"check_formats({formats}, SIZES, 'grid')")
-    assert len({check_refused(call, FORMATS[formats], SUBJECTS, SIZES=SIZES) for call in calls}) == 1
+    for more in ("", ", 'grid'"):
+        calls = (f"quantize_model(model, {formats}{more})", f"check_formats({formats}, SIZES{more})")
+        assert len({check_refused(call, FORMATS[formats], SUBJECTS, SIZES=SIZES) for call in calls}) == 1

@@ -35,7 +35,7 @@ def layers(model: nn.Module) -> list[QuantizedLinear]:
 def test_master_is_a_fake_quantised_weight(name: str, granularity: Any, bias: bool) -> None:
     linear = nn.Linear(16, 5, bias=bias)
     weight = linear.weight
-    layer = quantize_model(linear, LayerSpec(name, granularity=granularity))
+    layer = quantize_model(linear, LayerSpec(name, granularity=granularity), storage="master")
     assert layer.weight is weight
     x = normal(3, 16)
     expected = fm.fake_quantize(weight, name, granularity=granularity)
@@ -72,7 +72,7 @@ def test_grid_is_the_weight_itself(name: str, granularity: Any, bias: bool) -> N
 
 
 def test_static_scales_are_frozen_after_the_first_forward() -> None:
-    layer = quantize_model(nn.Linear(8, 4), LayerSpec("E4M3", activation="E4M3", policy="static"))
+    layer = quantize_model(nn.Linear(8, 4), LayerSpec("E4M3", activation="E4M3", policy="static"), storage="master")
     x = normal(3, 8)
     layer(x)
     scales = [layer.weight_scale().clone(), layer.activation_scaler.value.clone()]

@@ -24,7 +24,7 @@ def net(spec: LayerSpec) -> nn.Module:
     model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
     for i, p in enumerate(model.parameters()):
         p.data = normal(*p.shape, seed=i, std=0.3)
-    return quantize_model(model, spec)
+    return quantize_model(model, spec, storage="master")
 
 
 @ways
@@ -47,7 +47,7 @@ def test_one_that_would_round_otherwise_is_refused(spec: str, reentrant: bool) -
 
 
 def test_a_new_pass_within_the_backward_pass_is_one_more() -> None:
-    layer = QuantizedLinear(nn.Linear(8, 8), SPECS["stochastic"])
+    layer = QuantizedLinear(nn.Linear(8, 8), SPECS["stochastic"], storage="master")
     x = normal(3, 8).requires_grad_()
 
     def once_more(gradient: Tensor) -> None:
@@ -61,7 +61,7 @@ def test_a_new_pass_within_the_backward_pass_is_one_more() -> None:
 
 def test_without_gradients_nothing_changes() -> None:
     """Training mode under no_grad draws anew in every pass, as it did."""
-    layer = QuantizedLinear(nn.Linear(8, 8), SPECS["delayed"])
+    layer = QuantizedLinear(nn.Linear(8, 8), SPECS["delayed"], storage="master")
     with torch.no_grad():
         layer(normal(3, 8))
         layer(normal(3, 8))

@@ -1,5 +1,6 @@
 """quantize_model: which layers are replaced and which are left, as patterns, ties, adapters and the report say it."""
 
+import inspect
 import math
 import re
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 import fp8manifold as fm
 from fp8manifold import LayerSpec, QuantizedLinear, check_formats, quantization_report, quantize_model
 
-storages = each("storage", ["master", "grid"])
+storages = each("storage", ["fp8", "grid", "master"])
 
 
 def sizes_of(model: nn.Module) -> dict[str, tuple[int, int]]:
@@ -74,12 +75,25 @@ def test_the_most_literal_pattern_wins_in_any_order() -> None:
     assert set(formats_of(quantize_model(Model(), {"f?": "E3M4", "?c": "E5M2"})).values()) == {"E5M2"}
 
 
+def test_one_byte_is_the_default() -> None:
+    """Of everything that takes a storage; a spec with formats for the passes has codes too, and trains."""
+    for call in (quantize_model, check_formats, QuantizedLinear):
+        assert inspect.signature(call).parameters["storage"].default == "fp8"
+    model: Any = quantize_model(Model(), LayerSpec("E4M3", activation="E4M3", gradient="E5M2", policy="delayed"))
+    layers = [layer for layer in model.modules() if isinstance(layer, QuantizedLinear)]
+    assert layers
+    assert {layer.weight_codes().dtype for layer in layers} == {torch.uint8}
+    model(torch.zeros(1, 4, dtype=torch.long)).square().sum().backward()
+    assert all(layer.weight.grad.isfinite().all() for layer in layers)
+    assert 'storage="master"' in str(quantize_model.__doc__).partition("\n")[0]
+
+
 def test_specs_and_dicts() -> None:
     spec = LayerSpec("E4M3", activation="E5M2", granularity="tensor", policy="static", ste="clipped")
     as_dict = {"weight": "E4M3", "activation": "E5M2", "granularity": "tensor", "policy": "static", "ste": "clipped"}
-    model = quantize_model(Model(), {"attn": spec, "mlp": as_dict})
+    model = quantize_model(Model(), {"attn": spec, "mlp": as_dict}, storage="master")
     assert model.blocks[0].attn.qkv.spec == model.blocks[0].mlp["fc"].spec == spec
-    model = quantize_model(Model(), {"fc": {"weight": "E4M3"}, "qkv": "E4M3"}, granularity="tensor")
+    model = quantize_model(Model(), {"fc": {"weight": "E4M3"}, "qkv": "E4M3"}, granularity="tensor", storage="master")
     assert model.blocks[0].mlp["fc"].spec.granularity == model.blocks[0].attn.qkv.spec.granularity == "tensor"
     assert LayerSpec("none").quantizes_nothing
     assert LayerSpec(None, "NONE").quantizes_nothing
@@ -163,6 +177,6 @@ def test_what_a_model_holds_is_reported() -> None:
     assert report.quantized_parameters == 64
     assert report.parameters == sum(p.numel() for p in net.parameters())
     assert str(report).splitlines()[-1].startswith("quantised: 1 of 6 layers, 64 of ")
-    net["attn"].out_proj = QuantizedLinear(nn.Linear(8, 8), LayerSpec("E4M3"))
+    net["attn"].out_proj = QuantizedLinear(nn.Linear(8, 8), LayerSpec("E4M3"), storage="master")
     assert "attn.out_proj" in {layer.name for layer in quantization_report(net).left}
     assert quantization_report(nn.ReLU()).layers == ()

@@ -37,8 +37,8 @@ ROUNDED = f"writeback='stochastic', draws='independent', moments='float32', seed
 STIFF = f"stiffness=0.0, metric='ulp', {ROUNDED}"
 CHARTED = f"float_lr=None, writeback=None, draws=None, moments='float32', seed=0, {BOUNDS}"
 SIGNATURES = {
-    "StiffnessAdamW": f"lr=0.001, betas=(0.9, 0.95), eps=1e-08, weight_decay=0.0, *, {STIFF}",
-    "StiffnessSGD": f"lr=0.1, momentum=0.9, dampening=0.0, weight_decay=0.0, nesterov=False, *, {STIFF}",
+    "StiffnessAdamW": f"lr=0.001, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.01, *, {STIFF}",
+    "StiffnessSGD": f"lr=0.001, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, *, {STIFF}",
     "StiffnessLion": f"lr=0.0001, betas=(0.9, 0.99), weight_decay=0.0, *, {STIFF}",
     "StiffnessMuon": "lr=0.001, weight_decay=0.1, momentum=0.95, nesterov=True, "
     "ns_coefficients=(3.4445, -4.775, 2.0315), eps=1e-07, ns_steps=5, adjust_lr_fn=None, *, direction='muon', "
@@ -61,6 +61,28 @@ def test_the_matrix_is_the_registry() -> None:
     assert set(NAMES) == steps - {"StiffnessWrapper"} == set(OPTIONS) == set(SIGNATURES) == {c[0] for c in VALID}
     assert len(COMBINATIONS) == len(optim.WRITEBACKS) * len(MOMENTS) * len(NAMES) == len(VALID) + len(INVALID)
     assert len(VALID) >= 80
+
+
+@each("name", ("StiffnessAdamW", "StiffnessSGD", "StiffnessMuon"))
+def test_options_that_torch_has_too_have_its_defaults_and_places(name: str) -> None:
+    """Of the torch that is installed; Muon is in it since 2.9."""
+    if (theirs := getattr(torch.optim, name.removeprefix("Stiffness"), None)) is None:
+        return
+    plain, own = (inspect.signature(kind).parameters for kind in (theirs, getattr(optim, name)))
+    shared = [option for option in plain if option in own]
+    assert {"params", "lr", "weight_decay"} < {*shared}
+    assert {option: own[option].default for option in shared} == {option: plain[option].default for option in shared}
+    by_place = [option for option in shared if plain[option].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    assert [*own][: len(by_place)] == by_place
+
+
+def test_lions_defaults_are_its_papers() -> None:
+    own = inspect.signature(optim.StiffnessLion).parameters
+    assert {name: own[name].default for name in ("lr", "betas", "weight_decay")} == {
+        "lr": 1e-4,
+        "betas": (0.9, 0.99),
+        "weight_decay": 0.0,
+    }
 
 
 @by_name

@@ -17,12 +17,13 @@ from fp8manifold import optim
 from fp8manifold.optim import WRITEBACKS
 
 SHAPE = (4, 64)
+ADAMW: dict[str, Any] = {"lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.0}
 MAKE: dict[str, Any] = {
-    "adamw": lambda p, **o: optim.StiffnessAdamW([p], lr=3e-3, weight_decay=0.0, **o),
-    "adamw8": lambda p, **o: optim.StiffnessAdamW([p], lr=3e-3, weight_decay=0.0, moments="8bit", **o),
-    "stiff": lambda p, **o: optim.StiffnessAdamW([p], lr=3e-3, weight_decay=0.0, stiffness=1.0, **o),
+    "adamw": lambda p, **o: optim.StiffnessAdamW([p], **ADAMW, **o),
+    "adamw8": lambda p, **o: optim.StiffnessAdamW([p], **ADAMW, moments="8bit", **o),
+    "stiff": lambda p, **o: optim.StiffnessAdamW([p], **ADAMW, stiffness=1.0, **o),
     "muon": lambda p, **o: optim.StiffnessMuon([p], lr=1e-2, weight_decay=0.0, ns_dtype=torch.float32, **o),
-    "sgd": lambda p, **o: optim.StiffnessSGD([p], lr=0.3, **o),
+    "sgd": lambda p, **o: optim.StiffnessSGD([p], lr=0.3, momentum=0.9, **o),
     "lion": lambda p, **o: optim.StiffnessLion([p], lr=1e-3, weight_decay=0.0, **o),
 }
 IN_SPACINGS: dict[str, Any] = {

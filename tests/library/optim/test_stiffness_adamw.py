@@ -59,7 +59,8 @@ def test_every_metric_is_the_definition(metric: str, scale: Any) -> None:
         fields = [s * field_of(w / s, fmt) for w, s in zip(before.flatten().tolist(), scales, strict=True)]
         mean = float(sum(Fraction(f) for f in fields) / 15)
         expected = torch.tensor([min(max(f / mean, 0.25), 2.0) ** k for f in fields], dtype=double).view(3, 5)
-        optimizer = StiffnessAdamW([weight], LR, eps=0.0, stiffness=k, metric=given, damping=0.25, clip=2.0)
+        options = {"eps": 0.0, "weight_decay": 0.0, "stiffness": k, "metric": given, "damping": 0.25, "clip": 2.0}
+        optimizer = StiffnessAdamW([weight], LR, **options)
         weight.grad = torch.ones(3, 5, dtype=double)
         optimizer.step()
         assert ((before - weight.detach()) / LR - expected).abs().max() < 1e-11, k
@@ -75,7 +76,7 @@ def first_factors(**options: Any) -> tuple[Tensor, StiffnessAdamW]:
     weight = free_weight(constructed(), "E7M0")
     before = values([weight])[0]
     weight.grad = torch.ones(6, dtype=double)
-    optimizer = StiffnessAdamW([weight], lr=2.0**-30, eps=0.0, **options)
+    optimizer = StiffnessAdamW([weight], lr=2.0**-30, eps=0.0, weight_decay=0.0, **options)
     optimizer.step()
     return (before - weight.detach()) * 2.0**30, optimizer
 

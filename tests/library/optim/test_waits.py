@@ -49,7 +49,7 @@ def stochastic_layer() -> Any:
     """Stochastic operands, the scale of the input frozen."""
     gradient = {"activation": "E5M2"}
     spec = fm.LayerSpec("E4M3", "E4M3", policy="static", rounding="stochastic", gradient=gradient)
-    return fm.quantize_model(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 16)), spec, seed=1)
+    return fm.quantize_model(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 16)), spec, seed=1, storage="master")
 
 
 def losses(model: nn.Module, scale: float, steps: int) -> list[float]:

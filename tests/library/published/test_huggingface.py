@@ -89,7 +89,9 @@ def test_a_specification_survives_json(spec: LayerSpec) -> None:
 def test_what_layers_are_made_as_comes_back(maker: Any, tmp_path: Path) -> None:
     """Formats by pattern, measured scales with their histories, counts of draws, deferred gradients, two seeds."""
     names = {"llama": ("q_proj", "mlp"), "gpt2": ("c_attn", "mlp")}[maker.__name__]
-    model = quantize_model(maker(), {"*": "none", names[0]: DELAYED}, tied="leave", defer_weight_gradients=True)
+    model = quantize_model(
+        maker(), {"*": "none", names[0]: DELAYED}, tied="leave", defer_weight_gradients=True, storage="master"
+    )
     quantize_model(
         model, {"*": "none", names[1]: "E5M2", "lm_head": "none"}, "fp8", seed=5, headroom=4.0, keep_remainder=True
     )

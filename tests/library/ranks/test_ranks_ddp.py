@@ -359,7 +359,7 @@ def remembered(net: nn.Module) -> dict[str, bytes]:
 def with_other_layers(spec: str, each: list[str]) -> Any:
     """What is said where ranks run these layers, or else what they remember."""
     rank = dist.get_rank()
-    net = fm.quantize_model(Choosing(), fm.LayerSpec(**{"weight": "E4M3", **SHARED[spec]}))
+    net = fm.quantize_model(Choosing(), fm.LayerSpec(**{"weight": "E4M3", **SHARED[spec]}), storage="master")
     fm.distributed.sync(net)
     wrapped = DistributedDataParallel(net, init_sync=False, find_unused_parameters=True)
     wrapped(batch(0, rank), "first second").square().sum().backward()

@@ -50,7 +50,7 @@ def begun(model: nn.Module) -> list[Tensor]:
     """The residuals that a first step of nothing begins with."""
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
-    optimizer = fm.optim.StiffnessSGD(model.parameters(), lr=1e-9, writeback="residual8")
+    optimizer = fm.optim.StiffnessSGD(model.parameters(), lr=1e-9, momentum=0.9, writeback="residual8")
     optimizer.step()
     return [optimizer.state[layer.weight]["residual"] for layer in layers(model)]
 
@@ -91,7 +91,7 @@ def test_a_step_makes_the_remainder_void_for_all_that_share_it(writeback: str) -
     model = stored(keep_remainder=True)
     shared = model.state_dict()["lm_head.weight_remainder"]
     assert shared.count_nonzero() > 0
-    optimizer = fm.optim.StiffnessSGD(model.parameters(), lr=0.01, writeback=writeback)
+    optimizer = fm.optim.StiffnessSGD(model.parameters(), lr=0.01, momentum=0.9, writeback=writeback)
     model(TOKENS).sum().backward()
     optimizer.step()
     assert model.lm_head.weight.remainder is None
