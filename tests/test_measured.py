@@ -18,14 +18,15 @@ FILES = sorted((ROOT / "docs" / "measured").glob("*.json"))
 PAGE = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
 #: pages of the tables that are not on performance's
 ELSEWHERE = {
-    name: ROOT / "docs" / f"{page}.md"
-    for name, page in (
-        *(("arrived_share", "../study/study-rounding"), ("loading", "finetune"), ("whole_step", "finetune")),
-        *(("study_steps", "../study/study-q14"), ("train_is_serve", "other-libraries")),
-        *((name, "../study/study-rounding") for name in ("draws", "moment_formats", "second_moment", "write_back_noise")),
-        *((name, "../study/study-speed") for name in ("overhead", "fake_quantized_linear", "harness_overhead")),
-        *((name, "../study/study-speed") for name in ("round_to_grid", "checkpoint")),
-    )
+    name: ROOT / f"{page}.md"
+    for page, names in {
+        "docs/finetune": ("loading", "whole_step"),
+        "docs/other-libraries": ("train_is_serve",),
+        "study/study-q14": ("study_steps",),
+        "study/study-rounding": ("arrived_share", "draws", "moment_formats", "second_moment", "write_back_noise"),
+        "study/study-speed": ("checkpoint", "fake_quantized_linear", "harness_overhead", "overhead", "round_to_grid"),
+    }.items()
+    for name in names
 }
 
 
