@@ -1,4 +1,4 @@
-"""Memory that training a language model of a Llama's shape takes, by arithmetic, and the card that it fits.
+"""Memory that training a language model of a Llama's shape takes, by arithmetic.
 
 Counted are weights, optimizer state and gradients, as ``nanogpt_bench.setup.memory`` counts them on live tensors, and
 activations by an estimate.  ``python docs/_cards.py`` prints the tables of the pages on memory and fine-tuning.
@@ -10,10 +10,6 @@ from _markdown import markdown
 
 #: of an 8-bit average, the longest run of weights with one bound
 LONGEST_BLOCK = 256
-#: GB of the cards that are sold
-CARDS = (8, 12, 16, 24, 32, 48, 80)
-#: share of a card that a training may take: the allocator, the driver and copies of a layer need the rest
-SHARE = 0.9
 #: of one sequence
 TOKENS = 2048
 #: experts that a token goes through, of the one mixture here
@@ -170,15 +166,6 @@ def peaks(model: Model) -> dict[str, float]:
     }
 
 
-def card(size: float) -> str:
-    """The smallest card of whose memory the bytes are nine tenths at most.
-
-    >>> card(7.2e9), card(7.3e9), card(73e9)
-    ('8 GB', '12 GB', 'none')
-    """
-    return next((f"{each} GB" for each in CARDS if size <= SHARE * each * 1e9), "none")
-
-
 def memory_table() -> str:
     """GB at the peak with gradients, of activations, and to read into codes."""
     header = ("model", "parameters, billion", *peaks(MODELS[0]), f"activations, {TOKENS:,} tokens", "to load")
@@ -187,12 +174,6 @@ def memory_table() -> str:
         for m in MODELS
     ]
     return markdown(header, rows)
-
-
-def cards_table() -> str:
-    """The smallest card for each model and way of training."""
-    rows = [[m.name, *(card(peak + activations(m)) for peak in peaks(m).values())] for m in MODELS]
-    return markdown(("model", *peaks(MODELS[0])), rows)
 
 
 #: losses that SmolLM2-135M ended at after 200 steps of EU law, in nats per token, of seeds 42, 43 and 44, as the log
@@ -245,4 +226,4 @@ def gb(size: float) -> str:
 
 
 if __name__ == "__main__":
-    print("\n".join([recipe_table(), memory_table(), cards_table(), measured_table()]))
+    print("\n".join([recipe_table(), memory_table(), measured_table()]))

@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
-from _compared import measured_against, source, table
+from _compared import measured_against, source
 from _looks import STYLE
 from _markdown import markdown
 from matplotlib import pyplot as plt
@@ -19,11 +19,8 @@ from nanogpt_bench.report.tables import format_figure
 
 FOLDER = Path(__file__).parent / "measured" / "finetune"
 PUBLISHED = Path(__file__).parent / "measured" / "published"
-EMBEDDINGS = Path(__file__).parent / "measured" / "embeddings" / "study_embeddings.json"
 BASELINE = "fp32"
-#: what embeddings in one byte are measured against
-WITHOUT = "E4M3 stochastic-8bit embeddings=none"
-#: what is drawn
+#: what is shown
 FORMAT = "E4M3"
 #: nats; beyond, the axis of the figure is logarithmic
 LINEAR = 0.01
@@ -60,11 +57,10 @@ def groups(files: Path = FOLDER) -> Iterator[tuple[str, list[Exported]]]:
 
 
 def tables(files: Sequence[Exported]) -> str:
-    """Losses of float32 before and after; for each format a line per rule and a column for each text and rate."""
+    """Losses of float32 before and after; in E4M3 a line per rule and a column for each text and rate."""
     each = {rate(file): measured_against(file, BASELINE) for file in files}
-    formats = dict.fromkeys(r.row.format for results in each.values() for r in results if not r.reference)
     parts = [*map(_came_from, each, each.values())]
-    parts += [f"{fmt}, losses less those of `{BASELINE}` on either text:\n\n{_grid(each, fmt)}" for fmt in formats]
+    parts.append(f"{FORMAT}, losses minus those of `{BASELINE}` on either text:\n\n{_grid(each)}")
     return "\n\n".join([*parts, source(replace(files[0], rows=tuple(row for file in files for row in file.rows)))])
 
 
@@ -119,8 +115,8 @@ def _came_from(rate: float, results: Sequence[Result]) -> str:
     return f"`{BASELINE}` at {named(rate)}: {ends} on the new text, {len(runs)} seed{'s' * (len(runs) > 1)}."
 
 
-def _grid(each: Mapping[float, Sequence[Result]], fmt: str) -> str:
-    by_rule = {rate: {r.row.rule: r for r in results if r.row.format == fmt} for rate, results in each.items()}
+def _grid(each: Mapping[float, Sequence[Result]]) -> str:
+    by_rule = {rate: {r.row.rule: r for r in results if r.row.format == FORMAT} for rate, results in each.items()}
     columns = [(text, rate) for text in TEXTS for rate in each]
     rows = []
     for rule in dict.fromkeys(rule for of in by_rule.values() for rule in of):
@@ -173,9 +169,6 @@ def _panel(axis: Axes, files: Sequence[Exported], of: Of) -> None:
 
 def write_finetune(folder: Path, files: Path = FOLDER) -> None:
     """Write the tables of every group of results files into the folder, and the figure of those at several rates."""
-    embeddings = read_export(EMBEDDINGS)
-    text = f"{table(embeddings, [WITHOUT])}\n{source(embeddings)}"
-    (folder / f"{EMBEDDINGS.stem}.md").write_text(text, encoding="utf-8")
     folders = {path.stem: read_export(path) for path in sorted(PUBLISHED.glob("*.json"), reverse=True)}
     (folder / "finetune-published.md").write_text(table_of_folders(folders), encoding="utf-8")
     for name, of in groups(files):

@@ -183,13 +183,8 @@ DOCS = Pages(
         "tables": Maker("_tables", "write_all", quick=True),
         "formats": Maker("_format_pages", "write_formats", quick=True),
         "performance": Maker("_measured", "write_measured", "measured/*.json", quick=True),
-        "finetune": Maker(
-            "_finetune",
-            "write_finetune",
-            "measured/finetune/*.json measured/embeddings/*.json measured/published/*.json",
-        ),
+        "finetune": Maker("_finetune", "write_finetune", "measured/finetune/*.json measured/published/*.json"),
         "geometry": Maker("_figures", "draw_all"),
-        "number lines": Maker("_format_pages", "draw_formats"),
     },
     "python docs/_generated.py --write",
 )

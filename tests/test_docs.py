@@ -106,9 +106,8 @@ def test_the_site_describes_every_public_name(site: Path) -> None:
 
 
 def test_figures_are_each_on_one_page_and_examples_have_their_own(site: Path) -> None:
-    formats = load(ROOT / "docs" / "_tables.py").TABLED_FORMATS
     texts = [page.read_text(encoding="utf-8") for page in site.glob("*.html")]
-    for name in (*load(ROOT / "docs" / "_figures.py").FIGURES, *(f"format-{name}" for name in formats)):
+    for name in load(ROOT / "docs" / "_figures.py").FIGURES:
         assert sum(f"_images/{name}.svg" in text for text in texts) == 1, name
         assert (site / "_images" / f"{name}.svg").stat().st_size > 5000
     names = [path.stem for path in (ROOT / "examples").glob("*.py")]
@@ -132,7 +131,7 @@ def compare_output(example: Example) -> None:
 
 PLAIN = [page for page in PAGES if page.suffix == ".md"]
 #: README's lines are run by `test_recipe.py`
-WITH_CODE = [page for page in PLAIN if page not in (README, ROOT / "docs" / "log.md") and blocks(page, "python")]
+WITH_CODE = [page for page in PLAIN if page not in (README, ROOT / "study" / "log.md") and blocks(page, "python")]
 RUNS = Sybil([CodeBlockParser("python", run_python), CodeBlockParser("text", compare_output), SkipParser()])
 
 

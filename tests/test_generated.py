@@ -54,8 +54,7 @@ def test_what_is_stale_is_named_with_the_command(docs: Any, study: Any, monkeypa
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("folder", "name"),
-    [("study", "results"), ("study", "study"), ("docs", "finetune"), ("docs", "geometry"), ("docs", "number lines")],
+    ("folder", "name"), [("study", "results"), ("study", "study"), ("docs", "finetune"), ("docs", "geometry")]
 )
 def test_what_is_made_again_is_what_stands_there(
     generated: ModuleType, folder: str, name: str, request: pytest.FixtureRequest

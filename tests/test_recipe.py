@@ -25,7 +25,7 @@ from nanogpt_bench.sweep.file import find_sweep, read_sweep
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGE, FITS = ((ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("finetune", "fits"))
+PAGE = (ROOT / "docs" / "finetune.md").read_text(encoding="utf-8")
 #: of the measured training
 STEPS, TOKENS, RULE = 200, 256, "stochastic-8bit"
 NAME = "HuggingFaceTB/SmolLM2-135M"
@@ -33,9 +33,9 @@ NAME = "HuggingFaceTB/SmolLM2-135M"
 SHAPE = (2, 64, 96, 128, 64, 32)
 
 
-def recipe(page: str) -> str:
-    """The first Python of a page."""
-    found = re.search(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+def recipe(page: str, after: str = "") -> str:
+    """The first Python of a page, or the first after some words of it."""
+    found = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL).search(page, page.index(after))
     assert found is not None
     return found[1]
 
@@ -80,20 +80,24 @@ def ran_plainly(llama: Path) -> dict[str, Any]:
     lines = recipe(README).splitlines(keepends=True)
     loop = lines.index(next(line for line in lines if line.startswith("for ")))
     begun = "".join(line for line in lines[:loop] if "step_in_backward" not in line)
-    return run(begun + recipe(PAGE.partition("In the plain loop")[2]), llama)
+    return run(begun + recipe(PAGE, "In the plain loop"), llama)
 
 
 def test_there_are_ten_lines_and_they_stand_on_both_pages() -> None:
     lines = [line for line in recipe(README).splitlines() if line and not line.startswith(("import", "from"))]
     assert len(lines) == 10
-    assert recipe(PAGE.partition("## Ten lines of Python")[2]) == recipe(README)
+    assert recipe(PAGE, "## Ten lines of Python") == recipe(README)
 
 
 def test_the_lines_for_an_fp8_checkpoint_train_it(tmp_path: Path) -> None:
-    """Those of the first screen, the model's name replaced: what is saved has the layout that was read, and learnt."""
+    """The page's lines, the model's name replaced: what is saved has the layout that was read, and learnt."""
     published, trained = make("squares, tied", tmp_path / "published"), tmp_path / "trained"
     text = torch.randint(96, (1, 33), generator=torch.Generator().manual_seed(1))
-    code = recipe(PAGE).replace("Qwen/Qwen3-8B-FP8", published.as_posix()).replace('"trained"', repr(str(trained)))
+    code = (
+        recipe(PAGE, "## Fine-tune an FP8 checkpoint")
+        .replace("Qwen/Qwen3-8B-FP8", published.as_posix())
+        .replace('"trained"', repr(str(trained)))
+    )
     code = code.replace("lr=2e-4", "lr=5e-3")
     exec(compile(code, "finetune.md", "exec"), {"batches": [text] * 20})
     decoded: Any = {"quantization_config": transformers.FineGrainedFP8Config(dequantize=True), "dtype": torch.float32}
@@ -132,11 +136,15 @@ def test_the_lines_for_a_card_train_and_what_they_save_is_read(llama: Path, tmp_
     """Those of 7B, the model's name replaced: everything but norms in codes, no gradient left."""
     text = torch.randint(128, (1, 33), generator=torch.Generator().manual_seed(1))
     names: dict[str, Any] = {"batches": [text] * 60, "device": "cpu"}
-    code = recipe(FITS).replace("meta-llama/Llama-2-7b-hf", llama.as_posix()).replace("lr=2e-4", "lr=5e-3")
+    code = (
+        recipe(PAGE, "### Does 7B fit")
+        .replace("meta-llama/Llama-2-7b-hf", llama.as_posix())
+        .replace("lr=2e-4", "lr=5e-3")
+    )
     code = code.replace('"trained"', repr((tmp_path / "trained").as_posix()))
     assert code.count(llama.as_posix()) == 1
     before = transformers.AutoModelForCausalLM.from_pretrained(llama)(input_ids=text, labels=text).loss.item()
-    exec(compile(code, "fits.md", "exec"), names)
+    exec(compile(code, "finetune.md", "exec"), names)
     model = names["model"]
     assert model(input_ids=text, labels=text).loss.item() < before - 0.1
     floats = [name for name, p in model.named_parameters() if not isinstance(p, fm.FP8Parameter)]
@@ -148,7 +156,7 @@ def test_the_lines_for_a_card_train_and_what_they_save_is_read(llama: Path, tmp_
 
 def test_each_way_of_saving_keeps_what_the_model_computes(ran: dict[str, Any], tmp_path: Path) -> None:
     """The page's three: codes to train on, codes for others, floats."""
-    code = recipe(PAGE.partition("Afterwards, one of these:")[2])
+    code = recipe(PAGE, "Afterwards, one of these:")
     ways = {line.split('"')[1]: line for line in code.splitlines()}
     assert set(ways) == {"codes", "served", "floats"}
     tokens, trained = torch.arange(8).view(1, 8), copy.deepcopy(ran["model"]).eval()
@@ -253,8 +261,7 @@ def test_the_tables_of_memory_are_those_of_the_arithmetic(cards: ModuleType) -> 
     for page in (README, PAGE):
         assert cards.recipe_table() in page
     assert cards.measured_table() in PAGE
-    assert cards.memory_table() in FITS
-    assert cards.cards_table() in FITS
+    assert cards.memory_table() in PAGE
 
 
 def test_the_arithmetic_gives_what_smollm2_was_measured_at(cards: ModuleType) -> None:
