@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -14,6 +15,7 @@ from fp8_folders import make, tensors_of
 
 import fp8manifold as fm
 from nanogpt_bench.config.settings import load_config
+from nanogpt_bench.data.batches import Corpus
 from nanogpt_bench.model.causal import load_causal
 from nanogpt_bench.setup.memory import held_bytes
 from nanogpt_bench.setup.optimizers import build_optimizer, lr_factor
@@ -197,6 +199,56 @@ def weights_of(model: torch.nn.Module) -> dict[str, Any]:
         name: (p.format, tuple(p.scale.shape), p.rounding) if isinstance(p, fm.FP8Parameter) else None
         for name, p in model.named_parameters()
     }
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return import_module("recipe")
+
+
+def test_the_benchmark_runs_the_lines_of_readme_beside_adamw(measured: Any, cards: Any, llama: Path) -> None:
+    corpus = Corpus(llama, *(np.arange(700, dtype=np.uint16) * 7 % 128 for _ in range(2)), {})
+    assert measured.code_of("readme", llama, 7).replace(llama.as_posix(), NAME).replace(", seed=7", "") == recipe(
+        README
+    )
+    ways = ("readme", "float32", "bfloat16")
+    begun, found = ({way: measured.run(way, llama, corpus, 7, steps) for way in ways} for steps in (0, 12))
+    assert all(found[way]["loss"] < begun[way]["loss"] - 0.01 for way in ways)
+    model = cards.Model("llama", *SHAPE, tied=True)
+    memory = (cards.all_in_codes(model, muon=False), cards.in_float32(model), cards.in_bfloat16(model, 2))
+    for way, counted in zip(ways, memory, strict=True):
+        assert found[way]["bytes"] == pytest.approx(counted.held, rel=0.02), way
+    assert found["float32"]["loss"] == found["float32"]["loss_in_float32"]
+    assert found["readme"]["loss"] == pytest.approx(found["readme"]["loss_in_float32"], abs=0.01)
+
+
+def test_the_benchmark_goes_on_where_it_ended(
+    measured: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made: list[tuple[str, int]] = []
+
+    def run(way: str, folder: Path, corpus: Any, seed: int, steps: int) -> dict[str, Any]:
+        if len(made) == 3:
+            raise KeyboardInterrupt
+        made.append((way, seed))
+        loss = seed / 10 + (0.01 * seed if way == "readme" else 0.0)
+        same = {"way": way, "seed": seed, "steps": steps, "bytes": 6, "parameters": 2}
+        return same | {"loss": loss, "loss_in_float32": loss}
+
+    for name, function in (("run", run), ("write_floats", lambda *_: None), ("load_corpus", lambda *_: None)):
+        monkeypatch.setattr(measured, name, function)
+    words = ["recipe.py", "model", "data", str(tmp_path / "runs.jsonl"), "--seeds", "1,2", "--ways", "readme,float32"]
+    monkeypatch.setattr("sys.argv", words)
+    with pytest.raises(KeyboardInterrupt):
+        measured.main()
+    assert made == [("readme", 1), ("float32", 1), ("readme", 2)]
+    made.clear()
+    measured.main()
+    assert made == [("float32", 2)]
+    readme, exact = (re.split("  +", line.strip()) for line in capsys.readouterr().out.splitlines()[-2:])
+    assert readme == ["readme", "1, 2", "0.1100, 0.2200", "+0.0150 ± 0.0635", "0.1100, 0.2200", "3.00"]
+    assert exact == ["float32", "1, 2", "0.1000, 0.2000", "0.1000, 0.2000", "3.00"]
 
 
 @pytest.fixture
