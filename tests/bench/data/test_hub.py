@@ -21,8 +21,8 @@ from nanogpt_bench.data.dataset import NotOnHubError, find_commit
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.hub import within
 
-pytest.importorskip("datasets")
-OfflineModeIsEnabled = pytest.importorskip("huggingface_hub.errors").OfflineModeIsEnabled
+pytestmark = pytest.mark.extra("datasets")
+from huggingface_hub.errors import OfflineModeIsEnabled
 
 TRAIN = [f"Article {number}: the Council has adopted decision {number * 41}." for number in range(30)]
 VAL = [f"Annex {number}: done at Luxembourg, {number % 28 + 1} June." for number in range(12)]

@@ -1,6 +1,7 @@
 """PEFT: adapters that stay floats, merges that are rounded once and said, and a grid that is never left silently."""
 
 import copy
+import importlib
 import warnings
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ def is_on_grid(layer: Any) -> bool:
 def peft() -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what it announces as it is imported
-        return pytest.importorskip("peft", reason="needs the extra lora")
+        return importlib.import_module("peft")
 
 
 #: adapters by name: PEFT's configuration and its options

@@ -76,8 +76,10 @@ def test_runs_repeat_to_the_bit(make: Make, share: float) -> None:
     assert all(same_store(a, b) for a, b in zip(nets[0].stored, nets[1].stored, strict=True))
 
 
+@pytest.mark.extra("optimi")
 def test_optimi() -> None:
-    optimi = pytest.importorskip("optimi", reason="the extra optimi is not installed")
+    import optimi
+
     for options in ({}, {"foreach": False}, {"decouple_lr": True, "weight_decay": 1e-5}):
         net = Net()
         first = loss_of(net).item()
