@@ -42,7 +42,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what needs a package that is missing; of a matrix that asks for it, the default run has a covering sample."""
+    """Skip what needs a package that is missing; leave a covering sample of marked matrices to the default run."""
     for item in items:
         packages = (name for mark in item.iter_markers("extra") for name in mark.args)
         if not all(map(_installed, packages)):

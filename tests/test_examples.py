@@ -1,7 +1,6 @@
 """Every example runs, prints what its docstring says, and shows what it is there to show."""
 
 import ast
-import importlib
 import re
 import runpy
 import sys
