@@ -3,7 +3,14 @@
 Sessions run in the environment that nox was started in, which has the extra `dev`; only `package` makes its own.
 """
 
+import sys
+from pathlib import Path
+
 import nox
+
+sys.path.insert(0, str(Path(__file__).parent / "tests"))
+
+from of_source import where_tested
 
 nox.options.default_venv_backend = "none"
 nox.options.sessions = ["lint", "tests", "docs"]
@@ -36,8 +43,17 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """The default tests; arguments after -- go to pytest."""
-    session.run("pytest", *session.posargs, env=ONE_THREAD)
+    """The default tests; a source file after -- stands for its tests, and everything else goes to pytest."""
+    sources = [source for source in session.posargs if source.startswith(("fp8manifold/", "nanogpt_bench/"))]
+    tests = [test for source in sources for test in where_tested(source)]
+    others = [argument for argument in session.posargs if argument not in sources]
+    session.run("pytest", *dict.fromkeys(tests), *others, env=ONE_THREAD)
+
+
+@nox.session
+def first(session: nox.Session) -> None:
+    """A sample of everything, in about a minute: is this environment whole?"""
+    session.run("pytest", *FIRST, *session.posargs, env=ONE_THREAD)
 
 
 @nox.session
