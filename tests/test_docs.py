@@ -155,6 +155,7 @@ def test_no_page_loads_anything_from_elsewhere(site: Path) -> None:
         assert re.findall(r'<(?:script|img|link)[^>]+(?:src|href)="(https?://[^"]+)"', text) == [], page.name
 
 
+@IN_SPHINX
 def test_the_doctests_of_the_page_writers_pass() -> None:
     for path in sorted({*(ROOT / "docs").glob("_*.py"), *(ROOT / "study").glob("_*.py")}):
         assert ">>>" not in path.read_text(encoding="utf-8") or doctest.testmod(load(path)).failed == 0, path

@@ -33,6 +33,7 @@ def rows_of(path: Path) -> dict[str, list[dict[str, Any]]]:
     return rows
 
 
+@pytest.mark.extra("matplotlib")
 def test_the_first_tables_are_drawn_from_the_results() -> None:
     front = import_module("_front")
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
