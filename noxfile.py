@@ -23,6 +23,26 @@ BENCHMARKS = (
     "harness_overhead",
     "checkpoint",
 )
+#: of the session `first`: doctests, formats, layers, storage, a step against its definition, a run of the bench, its report
+FIRST = (
+    "fp8manifold",
+    "tests/library/formats/test_codec.py",
+    "tests/library/formats/test_formats.py",
+    "tests/library/formats/test_scaling.py",
+    "tests/library/manifolds/test_manifold_laws.py",
+    "tests/library/nn/test_quantized_linear.py",
+    "tests/library/nn/test_surgery.py",
+    "tests/library/tensor/test_tensor_storage.py",
+    "tests/library/optim/test_step_oracle.py::test_options",
+    "tests/library/optim/test_stiffness_adamw.py",
+    "tests/library/optim/test_writebacks.py",
+    "tests/bench/config/test_settings.py",
+    "tests/bench/data/test_data.py",
+    "tests/bench/failures/test_classify.py",
+    "tests/bench/monitors/test_zones.py",
+    "tests/bench/report/test_tables.py",
+    "tests/bench/training/test_train.py",
+)
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 #: torch, oneDNN, MKL and the C library as on a processor without AVX, which has no products in bfloat16 either
 BASELINE = {
