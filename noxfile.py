@@ -23,7 +23,7 @@ BENCHMARKS = (
     "harness_overhead",
     "checkpoint",
 )
-#: of the session `first`: doctests, formats, layers, storage, a step against its definition, a run of the bench, its report
+#: of the session `first`: doctests, formats, layers, a step against its definition, a run of the bench and its report
 FIRST = (
     "fp8manifold",
     "tests/library/formats/test_codec.py",
