@@ -3,7 +3,14 @@
 Sessions run in the environment that nox was started in, which has the extra `dev`; only `package` makes its own.
 """
 
+import sys
+from pathlib import Path
+
 import nox
+
+sys.path.insert(0, str(Path(__file__).parent / "tests"))
+
+from of_source import where_tested
 
 nox.options.default_venv_backend = "none"
 nox.options.sessions = ["lint", "tests", "docs"]
@@ -15,6 +22,26 @@ BENCHMARKS = (
     "fake_quantized_linear",
     "harness_overhead",
     "checkpoint",
+)
+#: of the session `first`: doctests, formats, layers, a step against its definition, a run of the bench and its report
+FIRST = (
+    "fp8manifold",
+    "tests/library/formats/test_codec.py",
+    "tests/library/formats/test_formats.py",
+    "tests/library/formats/test_scaling.py",
+    "tests/library/manifolds/test_manifold_laws.py",
+    "tests/library/nn/test_quantized_linear.py",
+    "tests/library/nn/test_surgery.py",
+    "tests/library/tensor/test_tensor_storage.py",
+    "tests/library/optim/test_step_oracle.py::test_options",
+    "tests/library/optim/test_stiffness_adamw.py",
+    "tests/library/optim/test_writebacks.py",
+    "tests/bench/config/test_settings.py",
+    "tests/bench/data/test_data.py",
+    "tests/bench/failures/test_classify.py",
+    "tests/bench/monitors/test_zones.py",
+    "tests/bench/report/test_tables.py",
+    "tests/bench/training/test_train.py",
 )
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 #: torch, oneDNN, MKL and the C library as on a processor without AVX, which has no products in bfloat16 either
@@ -36,8 +63,17 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """The default tests; arguments after -- go to pytest."""
-    session.run("pytest", *session.posargs, env=ONE_THREAD)
+    """The default tests; a source file after -- stands for its tests, and everything else goes to pytest."""
+    sources = [source for source in session.posargs if source.startswith(("fp8manifold/", "nanogpt_bench/"))]
+    tests = [test for source in sources for test in where_tested(source)]
+    others = [argument for argument in session.posargs if argument not in sources]
+    session.run("pytest", *dict.fromkeys(tests), *others, env=ONE_THREAD)
+
+
+@nox.session
+def first(session: nox.Session) -> None:
+    """A sample of everything, in about a minute: is this environment whole?"""
+    session.run("pytest", *FIRST, *session.posargs, env=ONE_THREAD)
 
 
 @nox.session

@@ -1,6 +1,8 @@
 """What every test may ask for: the full tier, a covering sample of a matrix, and a tally that is printed at the end."""
 
+import functools
 import gc
+import importlib.util
 import os
 import platform
 import sys
@@ -18,6 +20,8 @@ from laws import loop_inside
 # Sums depend on the number of threads: a test and the processes it starts take one, unless told otherwise.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+#: why a test marked `extra` is skipped where a package is missing
+TEST_ALL = 'pip install -e ".[test-all]"'
 _TALLY = pytest.StashKey[list[str]]()
 
 
@@ -27,6 +31,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_TALLY] = []
+    chosen = config.option.markexpr
+    if chosen and "slow" not in chosen:  # `-m extra` replaces `-m 'not slow'`, and would run for hours
+        config.option.markexpr = f"({chosen}) and not slow"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -35,7 +42,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of a matrix that asks for it, leave a covering sample to the default run, and the rest to the slow one."""
+    """Skip what needs a package that is missing; leave a covering sample of marked matrices to the default run."""
+    for item in items:
+        packages = (name for mark in item.iter_markers("extra") for name in mark.args)
+        if not all(map(_installed, packages)):
+            item.add_marker(pytest.mark.skip(reason=TEST_ALL))
     if config.getoption("--full"):
         return
     matrices: dict[str, list[pytest.Item]] = {}
@@ -49,6 +60,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for index, item in enumerate(matrix):
             if index not in sample:
                 item.add_marker(pytest.mark.slow)
+
+
+@functools.cache
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
 def _values(item: Any) -> dict[str, Hashable]:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -52,7 +51,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def transformers() -> Any:
-    library = pytest.importorskip("transformers", reason="needs the package transformers")
+    import transformers as library
+
     library.utils.logging.set_verbosity_error()
     library.utils.logging.disable_progress_bar()
     return library
@@ -149,7 +149,6 @@ def fine_grained(folder: Path, model: Any, shards: str, **options: Any) -> None:
     transformers refuses to quantise without a GPU, though its operation runs anywhere: the refusal is what is left out.
     """
     library = transformers()
-    pytest.importorskip("accelerate")
     from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer as Quantizer
 
     model.save_pretrained(folder / "floats")
@@ -198,7 +197,6 @@ def compressed(
     folder: Path, model: Any, shards: str, scheme: str, wide: bool = False, head: bool = False, **changes: Any
 ) -> None:
     """``ModelCompressor`` of compressed-tensors with the recipe of llm-compressor: scales from each group's range."""
-    pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config, preset_name_to_scheme
 
@@ -286,7 +284,9 @@ def shared(folder: Path, model: Any, shards: str) -> None:
 
 def torchao(folder: Path, model: Any, shards: str) -> None:
     """``Float8WeightOnlyConfig`` of torchao through transformers; the files' metadata says what each weight is."""
-    ao, library = pytest.importorskip("torchao.quantization"), transformers()
+    from torchao import quantization as ao
+
+    library = transformers()
     model.save_pretrained(folder / "floats")
     config = library.TorchAoConfig(ao.Float8WeightOnlyConfig())
     made = type(model).from_pretrained(folder / "floats", quantization_config=config, dtype=torch.bfloat16)

@@ -36,6 +36,8 @@ PAGES = [
     *sorted((ROOT / "study").glob("*.md")),
     *sorted((ROOT / "docs" / "api").glob("*.*")),
 ]
+#: what builds the site, and what `docs/_figures.py` draws with
+IN_SPHINX = pytest.mark.extra("sphinx", "matplotlib")
 NAMESPACES = ("distributed", "huggingface", "ops", "optim", "reference")
 
 
@@ -98,6 +100,7 @@ def documented(site: Path) -> set[str]:
     return {line.split()[0] for line in lines if " py:" in line}
 
 
+@IN_SPHINX
 def test_the_site_describes_every_public_name(site: Path) -> None:
     parts = {name: getattr(fm, name) for name in NAMESPACES}
     namespaces = {"fp8manifold": fm, **{f"fp8manifold.{name}": part for name, part in parts.items()}}
@@ -105,6 +108,7 @@ def test_the_site_describes_every_public_name(site: Path) -> None:
     assert public - documented(site) - namespaces.keys() == set()
 
 
+@IN_SPHINX
 def test_figures_are_each_on_one_page_and_examples_have_their_own(site: Path) -> None:
     texts = [page.read_text(encoding="utf-8") for page in site.glob("*.html")]
     for name in load(ROOT / "docs" / "_figures.py").FIGURES:
@@ -143,12 +147,14 @@ def test_the_code_on_the_pages_prints_what_they_say(page: Path, tmp_path: Path) 
             example.evaluate()
 
 
+@IN_SPHINX
 def test_no_page_loads_anything_from_elsewhere(site: Path) -> None:
     for page in site.rglob("*.html"):
         text = page.read_text(encoding="utf-8")
         assert re.findall(r'<(?:script|img|link)[^>]+(?:src|href)="(https?://[^"]+)"', text) == [], page.name
 
 
+@IN_SPHINX
 def test_the_doctests_of_the_page_writers_pass() -> None:
     for path in sorted({*(ROOT / "docs").glob("_*.py"), *(ROOT / "study").glob("_*.py")}):
         assert ">>>" not in path.read_text(encoding="utf-8") or doctest.testmod(load(path)).failed == 0, path

@@ -1,7 +1,6 @@
 """Every example runs, prints what its docstring says, and shows what it is there to show."""
 
 import ast
-import importlib
 import re
 import runpy
 import sys
@@ -34,21 +33,15 @@ CLAIMS: dict[str, Claim] = {
     "finetune_llm": lambda n: abs(n[1] - n[0]) < 0.05 and n[2] < n[1] - 0.1 and n[3] < 3.3,
     "train_is_serve": lambda n: min(n[1], n[4]) > 0.8 > max(n[0], n[3]) and n[2] == 0 < 0.01 < n[5],
 }
-# packages of extras that an example needs
-NEEDS = {
+#: the packages that only the extra test-all brings
+EXTRA = {
     "digits_one_byte": ["sklearn"],
     "muon_two_bytes": ["sklearn"],
     "fisher_nngeometry": ["sklearn", "nngeometry"],
-    "accelerate_digits": ["accelerate", "sklearn"],
+    "accelerate_digits": ["sklearn"],
     "lightning_digits": ["lightning", "sklearn"],
-    "finetune_per_layer": ["transformers"],
-    "finetune_llm": ["transformers"],
-    "train_is_serve": ["transformers"],
-    "read_run_folder": ["pandas"],
-    "diffusion_one_byte": ["sklearn"],
+    "diffusion_one_byte": ["diffusers", "sklearn"],
 }
-# and those of extras that the tests do without
-ALONE = {"diffusion_one_byte": "diffusers"}
 
 
 def expected(path: Path) -> str:
@@ -63,14 +56,12 @@ def words(text: str) -> list[str]:
     return NUMBER.sub("#", text).split()
 
 
-@pytest.mark.parametrize("name", CLAIMS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.extra(*EXTRA[name]) if name in EXTRA else []) for name in CLAIMS]
+)
 def test_example_prints_what_it_says(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for package in NEEDS.get(name, ()):
-        importlib.import_module(package)
-    if name in ALONE:
-        pytest.importorskip(ALONE[name], reason=f"needs the package {ALONE[name]} (extra {ALONE[name]})")
     monkeypatch.setattr(sys, "argv", [f"{name}.py"])
     with torch.random.fork_rng():
         runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parent.parent
+#: pages draw their figures with it, and are made to compare their tables
+pytestmark = pytest.mark.extra("matplotlib")
 FOLDERS = (ROOT / "docs", ROOT / "study")
 
 

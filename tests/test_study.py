@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from PIL import Image
 
 from nanogpt_bench.report.results import Difference
 from nanogpt_bench.report.results_file import read_export
@@ -34,6 +33,7 @@ def rows_of(path: Path) -> dict[str, list[dict[str, Any]]]:
     return rows
 
 
+@pytest.mark.extra("matplotlib")
 def test_the_first_tables_are_drawn_from_the_results() -> None:
     front = import_module("_front")
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -56,7 +56,10 @@ def test_a_map_has_the_mean_gap_of_every_layer_in_every_format() -> None:
             assert gap == pytest.approx(sum(own[seed] - losses["fp32"][seed] for seed in own) / len(own))
 
 
+@pytest.mark.extra("PIL", "matplotlib")
 def test_the_first_picture_shows_what_the_study_found() -> None:
+    from PIL import Image
+
     frontier = import_module("_frontier")
     found = frontier.points()
     for path in (frontier.PICTURE, frontier.NARROW):

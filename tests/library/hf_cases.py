@@ -3,11 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
+import transformers
 from torch import Tensor
 
-transformers = pytest.importorskip("transformers", reason="needs the package transformers")
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 SIZES: dict[str, Any] = {

@@ -57,7 +57,6 @@ def test_enough_is_looked_at() -> None:
 def test_the_text_s_advice_for_a_model_of_a_bare_name_works(
     tmp_path: Path, text_file: Path, corpus_dir: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("transformers", reason="needs the extra hf")
     import causal_models
 
     monkeypatch.chdir(tmp_path)

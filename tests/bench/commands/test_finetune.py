@@ -8,13 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import causal_models
 import pytest
 import torch
 from bench_runs import recorded, trainer_of
-
-pytest.importorskip("transformers", reason="needs the extra hf")
-
-import causal_models
 
 import fp8manifold as fm
 from nanogpt_bench.cli import main
@@ -197,14 +194,10 @@ def test_the_command_trains_says_its_memory_and_saves(
 
 
 @pytest.mark.filterwarnings("ignore")  # what other libraries' imports announce is their own business
-@pytest.mark.parametrize(
-    ("layout", "package", "rule"),
-    [("compressed-tensors", "compressed_tensors", "stochastic"), ("torchao", "torchao", "master")],
-)
+@pytest.mark.parametrize(("layout", "rule"), [("compressed-tensors", "stochastic"), ("torchao", "master")])
 def test_a_fine_tuned_model_is_saved_as_others_keep_it(
-    layout: str, package: str, rule: str, model: Path, law: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    layout: str, rule: str, model: Path, law: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
     words = ["finetune", "--model", str(model), "--data.dir", str(law), "--rule", rule]
     words += [f"--{key}={value}" for key, value in SMALL.items()]

@@ -7,12 +7,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import causal_models
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="needs the extra hf")
-
-import causal_models
 
 from nanogpt_bench import checkpoint
 from nanogpt_bench.cli import main

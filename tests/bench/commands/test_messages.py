@@ -45,7 +45,6 @@ def test_a_long_verdict_is_folded_and_widens_no_other_line() -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_a_head_of_its_own_counts_whatever_the_settings_say(kind: str, tmp_path: Path) -> None:
-    pytest.importorskip("transformers", reason="needs the extra hf")
     import causal_models
 
     from nanogpt_bench.model.causal import load_causal, outline
@@ -60,7 +59,6 @@ def test_a_head_of_its_own_counts_whatever_the_settings_say(kind: str, tmp_path:
 
 
 def test_a_copy_of_the_embedding_is_the_tied_head_and_none_is_refused(tmp_path: Path) -> None:
-    pytest.importorskip("transformers", reason="needs the extra hf")
     import causal_models
 
     from nanogpt_bench.model.causal import load_causal, outline

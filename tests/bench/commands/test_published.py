@@ -5,16 +5,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import causal_models
+import fp8_folders
+import fp8_served
 import pytest
 import torch
 from bench_runs import trainer_of
 from safetensors.torch import load_file, save_file
-
-pytest.importorskip("transformers", reason="needs the extra hf")
-
-import causal_models
-import fp8_folders
-import fp8_served
 
 import fp8manifold as fm
 from nanogpt_bench.cli import main

@@ -173,7 +173,6 @@ REFUSED: dict[str, str] = {
 @pytest.fixture(scope="session")
 def pretrained(text_file: Path) -> dict[str, str]:
     """A model of transformers, and the text in its tokens."""
-    pytest.importorskip("transformers", reason="needs the extra hf")
     import causal_models
 
     model, own = causal_models.write(text_file.parent / "pretrained"), text_file.parent / "own tokens"

@@ -16,7 +16,7 @@ from nanogpt_bench.loop.train import run
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.files import sha256
 
-pytest.importorskip("datasets")
+pytestmark = pytest.mark.extra("datasets")
 
 SAMPLE = Path(__file__).parents[3] / "../shared/data/eurlex_sample"
 TRAIN = [f"Article {number}: the Member States shall notify measure {number * 37} to Brussels." for number in range(40)]

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from huggingface_hub.errors import OfflineModeIsEnabled
 
 from nanogpt_bench.cli import main
 from nanogpt_bench.data import dataset
@@ -21,8 +22,7 @@ from nanogpt_bench.data.dataset import NotOnHubError, find_commit
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.hub import within
 
-pytest.importorskip("datasets")
-OfflineModeIsEnabled = pytest.importorskip("huggingface_hub.errors").OfflineModeIsEnabled
+pytestmark = pytest.mark.extra("datasets")
 
 TRAIN = [f"Article {number}: the Council has adopted decision {number * 41}." for number in range(30)]
 VAL = [f"Annex {number}: done at Luxembourg, {number % 28 + 1} June." for number in range(12)]

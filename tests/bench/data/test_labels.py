@@ -15,7 +15,7 @@ from nanogpt_bench.model.gpt import PADDING
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.files import sha256
 
-pytest.importorskip("datasets")
+pytestmark = pytest.mark.extra("datasets")
 
 SAMPLE = Path(__file__).parents[3] / "../shared/data/eurlex_sample"
 TEXTS = [f"Council decision {number} on fisheries and trade." for number in range(20)]

@@ -52,9 +52,11 @@ def answers(seed: int, *, documents: int = 40, labels: int = 9) -> tuple[Tensor,
     return logits, held
 
 
+@pytest.mark.extra("sklearn")
 @each("seed", range(5))
 def test_figures_are_scikit_learns(seed: int) -> None:
-    judge = pytest.importorskip("sklearn.metrics")
+    from sklearn import metrics as judge
+
     logits, held = answers(seed)
     micro, macro = f1_scores(logits, held)
     given, true = (logits > 0).numpy(), held.numpy()

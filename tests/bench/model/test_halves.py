@@ -4,12 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import causal_models
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="needs the extra hf")
-
-import causal_models
 import transformers
 
 import fp8manifold as fm

@@ -4,12 +4,9 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import causal_models
 import pytest
 from safetensors.torch import load_file, save_file
-
-pytest.importorskip("transformers", reason="needs the extra hf")
-
-import causal_models
 
 from nanogpt_bench.cli import main
 

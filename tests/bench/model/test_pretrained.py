@@ -39,7 +39,8 @@ def loaded(folder: Path, **shape: Any) -> GPT:
 @pytest.mark.parametrize("function", ["gelu_new", "gelu"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_logits_are_those_of_transformers(tmp_path: Path, function: str, tied: bool) -> None:
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(0)
@@ -161,7 +162,6 @@ def test_another_vocabulary_is_refused(tiny: Tiny, folder: Path, tmp_path: Path)
 @pytest.fixture
 def hub_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
     """Return a function that points an empty cache's client at an address."""
-    pytest.importorskip("huggingface_hub")
     from huggingface_hub import constants
 
     def use(address: str) -> None:

@@ -109,7 +109,6 @@ def test_float8_training_rounds_the_products_of_the_blocks(corpus_dir: Path, rec
 
 
 def test_a_model_without_a_layer_for_float8_is_refused(corpus_dir: Path) -> None:
-    pytest.importorskip("torchao")
     config = from_file("torchao_float8.yaml", corpus_dir, width=24)
     with pytest.raises(BenchError, match="multiples of 16"):
         trainer_of(config)

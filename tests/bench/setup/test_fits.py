@@ -67,7 +67,6 @@ def test_a_training_that_does_not_fit_is_refused_before_a_text_is_prepared(
 
 
 def test_nor_is_a_model_trained_further(folder: Path, refused: Callable[..., str]) -> None:
-    pytest.importorskip("transformers", reason="needs the extra hf")
     import causal_models
 
     finetune = ["finetune", "--model", str(causal_models.write(folder / "model")), "--model.block_size", "16"]

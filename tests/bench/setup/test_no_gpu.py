@@ -53,7 +53,6 @@ def test_a_gpu_that_is_not_there_is_refused_in_one_line(
     words: str, places: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if "MODEL" in words:
-        pytest.importorskip("transformers", reason="needs the extra hf")
         import causal_models
 
         places["MODEL"] = str(causal_models.write(tmp_path / "model"))

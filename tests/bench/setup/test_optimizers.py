@@ -103,13 +103,16 @@ def test_a_combination_the_library_refuses_is_one_line(name: str, arguments: lis
         assert part in str(caught.value)
 
 
-def test_fisher_takes_its_options_and_names_its_package_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fisher_names_its_package_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = resolve(load_config(None, [*ONE_BYTE, "--optimizer.name=fisher"]))
+    monkeypatch.setitem(sys.modules, "nngeometry", None)
+    with pytest.raises(BenchError, match=r"optimizer: .*nngeometry"):
+        build_optimizer(quantize(GPT(UNTIED), config), config, lambda step: [])
+
+
+@pytest.mark.extra("nngeometry")
+def test_fisher_takes_its_options() -> None:
     config = resolve(load_config(None, [*ONE_BYTE, "--optimizer.name=fisher", "--optimizer.momentum=0.5"]))
-    with monkeypatch.context() as patched:
-        patched.setitem(sys.modules, "nngeometry", None)
-        with pytest.raises(BenchError, match=r"optimizer: .*nngeometry"):
-            build_optimizer(quantize(GPT(UNTIED), config), config, lambda step: [])
-    pytest.importorskip("nngeometry")
     optimizer = build_optimizer(quantize(GPT(UNTIED), config), config, lambda step: [])
     assert type(optimizer) is fm.optim.FisherNaturalGradient
     for group in optimizer.param_groups:

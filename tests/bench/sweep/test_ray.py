@@ -16,9 +16,7 @@ from nanogpt_bench.checkpoint import steps
 from nanogpt_bench.cli import main
 from nanogpt_bench.sweep.workers import Event, Local, Pool, RayCluster, executor_of
 
-pytest.importorskip("ray")
-
-pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
+pytestmark = [pytest.mark.extra("ray"), pytest.mark.filterwarnings("ignore")]  # Ray's own warnings
 
 
 @pytest.fixture(scope="module")

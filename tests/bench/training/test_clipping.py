@@ -298,7 +298,6 @@ def test_gradients_of_weights_with_a_format_are_refused(tiny: Tiny) -> None:
 
 
 def test_a_model_of_transformers_that_recomputes_takes_two_passes(text_file: Path, tmp_path: Path) -> None:
-    pytest.importorskip("transformers", reason="needs the extra hf")
     import causal_models
 
     model, law = causal_models.write(tmp_path / "llama"), tmp_path / "law"

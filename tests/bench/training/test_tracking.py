@@ -169,8 +169,8 @@ def assert_every_loss_is_in_tensorboard(run_dir: Path) -> Any:
     return events
 
 
+@pytest.mark.extra("tensorboard")
 def test_tensorboard_holds_every_scalar(tiny: Tiny, tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
     run(tracked(tiny), tmp_path / "r")
     events = assert_every_loss_is_in_tensorboard(tmp_path / "r")
     (event,) = events.Histograms("weights/lm_head.weight")
@@ -186,7 +186,8 @@ class FakeWandb:
     """Takes the place of wandb.init: what it is called with, and a run that remembers."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, key: str | None) -> None:
-        wandb = pytest.importorskip("wandb")
+        import wandb
+
         self.given: dict[str, Any] = {}
         self.logged: list[tuple[int, dict[str, float]]] = []
         self.summary: dict[str, Any] = {}
@@ -218,6 +219,7 @@ class FakeWandb:
         ("offline", "k", "abc123", "offline", None),
     ],
 )
+@pytest.mark.extra("wandb")
 def test_wandb_is_told_its_mode_and_resumes_online_only(
     tiny: Tiny,
     tmp_path: Path,
@@ -270,8 +272,10 @@ def records_of(file: Path) -> list[Any]:
     return found
 
 
+@pytest.mark.extra("wandb")
 def test_wandb_offline_holds_histograms_and_an_artifact(tiny: Tiny, tmp_path: Path) -> None:
-    wandb = pytest.importorskip("wandb")
+    import wandb
+
     settings = {"tracking__wandb": "offline", "tracking__wandb_artifacts": True}
     run(tiny(rule="fp32", eval__interval=2, checkpoint__every=2, **settings), tmp_path / "my run")
     wandb.teardown()  # its process writes the file to its end
@@ -305,6 +309,7 @@ def broken_off(config: Config, run_dir: Path, at: int) -> None:
 @pytest.mark.parametrize("mode", ["online", "offline"])
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("rewinds", [False, True])
+@pytest.mark.extra("wandb")
 def test_a_resumed_run_goes_on_in_the_same_wandb_run(
     tiny: Tiny,
     tmp_path: Path,
@@ -335,10 +340,10 @@ def test_a_resumed_run_goes_on_in_the_same_wandb_run(
     assert caplog.messages.count(refused) == (not rewinds and not given)
 
 
+@pytest.mark.extra("wandb")
 def test_a_server_that_withdraws_no_steps_is_called_again_without(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("wandb")
     called = []
 
     class Refusing(BaseHTTPRequestHandler):
@@ -359,9 +364,11 @@ def test_a_server_that_withdraws_no_steps_is_called_again_without(
     assert list(dict.fromkeys(called)) == ["RewindRun", "RunResumeStatus"]
 
 
+@pytest.mark.extra("wandb")
 def test_a_resumed_run_withdraws_steps_in_wandbs_own_files(tiny: Tiny, tmp_path: Path) -> None:
     """A reader of both parts, as `wandb sync` is, has every step once: those after the checkpoint are the second's."""
-    wandb = pytest.importorskip("wandb")
+    import wandb
+
     config = tiny(rule="fp32", tracking__wandb="offline", checkpoint__every=2)
     broken_off(config, tmp_path / "r", at=5)
     summary = run(config, tmp_path / "r", resume=True, say=lambda line: None)
@@ -387,8 +394,8 @@ def test_a_resumed_run_withdraws_steps_in_wandbs_own_files(tiny: Tiny, tmp_path:
     assert losses == {record["step"]: pytest.approx(record["train/loss"]) for record in records}
 
 
+@pytest.mark.extra("tensorboard")
 def test_a_resumed_run_goes_on_in_tensorboard(tiny: Tiny, tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
     config = tiny(rule="fp32", tracking__tensorboard=True, checkpoint__every=2)
     broken_off(config, tmp_path / "r", at=5)
     run(config, tmp_path / "r", resume=True, say=lambda line: None)

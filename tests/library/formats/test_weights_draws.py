@@ -123,7 +123,8 @@ def test_codes_of_another_library_leave_the_layers_own() -> None:
 @pytest.mark.filterwarnings("ignore")  # what other libraries announce is their own business
 @STORED
 def test_a_model_of_transformers_keeps_them(storage: Any, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers", reason="needs the package transformers")
+    import transformers
+
     transformers.utils.logging.disable_progress_bar()
     sizes = {"n_layer": 1, "n_head": 2, "n_embd": 32, "n_positions": 16, "vocab_size": 48}
     transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).save_pretrained(tmp_path / "floats")

@@ -214,8 +214,9 @@ def test_on_a_gpu_it_is_what_it_is_on_the_cpu(granularity: Any) -> None:
 
 def float8_linear(weight: Tensor, granularity: str, pow2: bool) -> nn.Module:
     """torchao's layer with E5M2 gradients, emulated."""
-    float8 = pytest.importorskip("torchao.float8", reason="torchao is not installed")
-    config = pytest.importorskip("torchao.float8.config")
+    from torchao import float8
+    from torchao.float8 import config
+
     rows = config.ScalingGranularity.AXISWISE if granularity == "channel" else config.ScalingGranularity.TENSORWISE
     casts = {
         name: config.CastConfig(scaling_granularity=rows, target_dtype=dtype)

@@ -200,7 +200,6 @@ def test_a_view_that_is_negated_later_is_negated() -> None:
 
 
 def build_hook() -> ModuleType:
-    pytest.importorskip("hatchling")
     spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
     assert spec is not None
     assert spec.loader is not None
@@ -393,7 +392,6 @@ def test_no_access_out_of_bounds_and_nothing_undefined(tmp_path: Path) -> None:
 @needs_sources
 def test_a_source_distribution_builds_a_wheel_with_and_without_a_compiler(tmp_path: Path) -> None:
     """The wheel is one of the platform and of any Python where there is a compiler, and one of any platform else."""
-    pytest.importorskip("hatchling")
 
     def hatch(target: str, cwd: Path, **environment: str) -> Path:
         command = [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(tmp_path / "dist")]

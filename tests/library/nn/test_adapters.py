@@ -1,6 +1,7 @@
 """PEFT: adapters that stay floats, merges that are rounded once and said, and a grid that is never left silently."""
 
 import copy
+import importlib
 import warnings
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ def is_on_grid(layer: Any) -> bool:
 def peft() -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what it announces as it is imported
-        return pytest.importorskip("peft", reason="needs the extra lora")
+        return importlib.import_module("peft")
 
 
 #: adapters by name: PEFT's configuration and its options
@@ -77,6 +78,7 @@ def adapted(peft: Any, kind: str, model: Any, target: str = "fc") -> Any:
 STORAGES = ("grid", "fp8")
 
 
+@pytest.mark.extra("peft")
 @pytest.mark.filterwarnings("ignore:Unmerge result can be inaccurate")  # IA3's own
 @each("storage", STORAGES)
 @each("safe", [False, True])
@@ -100,6 +102,7 @@ def test_a_merge_is_said_and_stays_on_the_grid(kind: str, safe: bool, storage: A
     assert torch.equal(again(torch.arange(16)), merged(torch.arange(16)))
 
 
+@pytest.mark.extra("peft")
 def test_a_merge_takes_a_scale_that_holds_the_sum(peft: Any) -> None:
     model = made("grid")
     layer, wrapped = model.fc, adapted(peft, "LoRA", model)
@@ -114,6 +117,7 @@ def test_a_merge_takes_a_scale_that_holds_the_sum(peft: Any) -> None:
     assert bool(((layer.weight.detach() - wanted).abs() <= half_an_ulp).all())
 
 
+@pytest.mark.extra("peft")
 def test_adapters_of_an_embedding_in_codes(peft: Any) -> None:
     model = made("fp8", embeddings="E4M3")
     wrapped = adapted(peft, "LoRA", model, "emb")
@@ -124,6 +128,7 @@ def test_adapters_of_an_embedding_in_codes(peft: Any) -> None:
     assert not torch.equal(merged.emb.weight.dequantize(), before)
 
 
+@pytest.mark.extra("peft")
 @each("storage", STORAGES)
 @each("kind", KINDS)
 def test_decoded_merged_and_quantised(kind: str, storage: Any, peft: Any) -> None:
@@ -152,6 +157,7 @@ def quantized(model: nn.Module) -> set[str]:
     return {name for name, module in model.named_modules() if isinstance(module, fm.QuantizedLinear)}
 
 
+@pytest.mark.extra("peft")
 @each("formats", ["E2M5", {"*": "E2M5"}, {"fc": "E2M5", "head": "E4M3"}])
 @each("storage", ["master", *STORAGES])
 def test_adapters_stay_and_are_named_once(formats: Any, storage: Any, peft: Any) -> None:
@@ -164,6 +170,7 @@ def test_adapters_stay_and_are_named_once(formats: Any, storage: Any, peft: Any)
     assert quantized(model) == {"fc.base_layer", "head.base_layer"}
 
 
+@pytest.mark.extra("peft")
 @pytest.mark.filterwarnings("ignore:adapters of PEFT stay as they are")
 @each("pattern", ["lora_B", "*.lora_B.*", "head.lora_B.default", "lora_*"])
 def test_a_pattern_that_names_them_takes_them(pattern: str, peft: Any) -> None:
@@ -171,12 +178,14 @@ def test_a_pattern_that_names_them_takes_them(pattern: str, peft: Any) -> None:
     assert "head.lora_B.default" in quantized(model)
 
 
+@pytest.mark.extra("peft")
 def test_no_word_where_adapters_were_left_by_a_pattern(peft: Any) -> None:
     model = quantize_model(injected(peft), {"base_layer": "E2M5"}, storage="fp8")
     again = quantize_model(injected(peft), {"*": "E2M5", "lora_*": "none"}, storage="fp8")
     assert quantized(model) == quantized(again)
 
 
+@pytest.mark.extra("peft")
 def test_an_adapter_of_zeros_that_is_asked_for_learns(peft: Any) -> None:
     """``lora_B`` begins with zeros: its scale is fitted in its first step."""
     model = quantize_model(injected(peft), {"base_layer": "E4M3", "lora_*": "E2M5"}, storage="fp8")

@@ -28,7 +28,7 @@ import fp8manifold as fm
 from fp8manifold.optim import FisherNaturalGradient, StiffnessAdamW, anneal
 from fp8manifold.optim._fisher.nngeometry import METRIC
 
-pytest.importorskip("nngeometry", reason="extra fisher")
+pytestmark = pytest.mark.extra("nngeometry")
 
 
 @each("bounds", [(2.0**-8, 16.0), (0.75, 1.5)])

@@ -25,7 +25,7 @@ from fp8manifold.optim._fisher.nngeometry import (
 )
 from nanogpt_bench.model.gpt import GPTShape, build_model
 
-pytest.importorskip("nngeometry", reason="extra fisher")
+pytestmark = pytest.mark.extra("nngeometry")
 EVERY = pytest.mark.parametrize("representation", NEEDED)
 
 

@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from laws import each
 from torch import nn
 
 import fp8manifold as fm
 from fp8manifold.optim import StiffnessMuon, muon_report
 
-transformers = pytest.importorskip("transformers", reason="needs the package transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")  # what other libraries announce is their own business
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1}
 HEADS = {"num_attention_heads": 2, "intermediate_size": 8}

@@ -281,6 +281,8 @@ def calls() -> Iterable[tuple[str, str]]:
 
 
 REFUSED = dict(calls())
+#: the calls that import nngeometry
+OF_FISHER = [call for call in REFUSED if "fisher" in call.lower()]
 SUBJECTS: dict[str, Callable[[], Any]] = {
     **{f"own_{name}": partial(trained, kind, stored_weight()) for name, kind in KINDS.items()},
     "weight": grid_weight,
@@ -303,10 +305,18 @@ MORE: dict[str, Any] = {
 
 
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate:UserWarning")
-@each("call", REFUSED)
+@each("call", [call for call in REFUSED if call not in OF_FISHER])
 def test_a_call_is_refused_in_one_line_and_nothing_is_changed(call: str) -> None:
-    if "fisher" in call.lower():
-        pytest.importorskip("nngeometry", reason="extra fisher")
+    assert_refused(call)
+
+
+@pytest.mark.extra("nngeometry")
+@each("call", OF_FISHER)
+def test_a_call_of_the_fisher_optimizer_is_refused_likewise(call: str) -> None:
+    assert_refused(call)
+
+
+def assert_refused(call: str) -> None:
     said = check_refused(call, REFUSED[call], SUBJECTS, **MORE)
     assert "load_state_dict" not in call or len(said) < 300
 

@@ -175,7 +175,8 @@ def test_groups_come_and_go_after_a_state_is_loaded(stepping: tuple[nn.Module, A
 
 def test_accelerate_and_its_resume_step_in_backward(tmp_path: Path) -> None:
     """``prepare`` and ``load_state`` load the state that the optimizer has, or another."""
-    accelerate = pytest.importorskip("accelerate")
+    import accelerate
+
     whole = network("fp8")
     uninterrupted = OPTIMIZERS["muon"](whole)
     train(whole, uninterrupted, 4)

@@ -157,10 +157,12 @@ def test_a_last_step_of_fewer_micro_batches_is_a_step(tmp_path: Path) -> None:
     assert {int(state["step"]) for state in trainer.optimizer.state.values()} == {4}
 
 
+@pytest.mark.extra("trl", "datasets")
 def test_sft_trainer_of_trl_trains_with_it(tmp_path: Path) -> None:
-    trl = pytest.importorskip("trl", reason="needs the package trl (extra trl)")
-    tokenizers = pytest.importorskip("tokenizers")
-    datasets = pytest.importorskip("datasets")
+    import datasets
+    import tokenizers
+    import trl
+
     words = {word: i for i, word in enumerate(["<pad>", "</s>", "<unk>", *map(str, range(45))])}
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>")),

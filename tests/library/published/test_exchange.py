@@ -1,7 +1,6 @@
 """Quantised models in the layouts of other libraries: read back to the bit, and what is refused."""
 
 import copy
-import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,15 +10,12 @@ import torch
 from hf_cases import gpt2, llama, logits, transformers
 from hf_cases import read as read_whole
 from laws import each
+from safetensors import torch as safetensors
 from torch import Tensor, nn
 
 import fp8manifold as fm
 from fp8manifold import LayerSpec, QuantizedLinear, export_model, exported_state_dict, quantize_model
 
-safetensors = pytest.importorskip("safetensors.torch")
-COMPRESSED, TORCHAO = (importlib.util.find_spec(name) is not None for name in ("compressed_tensors", "torchao"))
-compressed = pytest.mark.skipif(not COMPRESSED, reason="needs the package compressed-tensors")
-torchao = pytest.mark.skipif(not TORCHAO, reason="needs the package torchao")
 pytestmark = pytest.mark.filterwarnings("ignore")  # what other libraries' imports announce is their own business
 TOKENS = torch.arange(10).view(2, 5)
 STORED = [
@@ -48,7 +44,6 @@ def assert_same_weights(model: Any, other: Any) -> None:
             assert torch.equal(theirs.view(torch.int32), ours.contiguous().view(torch.int32)), name
 
 
-@compressed
 @stored
 @each("dequantize", [False, True])
 def test_transformers_reads_compressed_tensors(
@@ -67,7 +62,6 @@ def test_transformers_reads_compressed_tensors(
         assert_same(model, read(tmp_path, **options))
 
 
-@compressed
 @pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
 def test_a_server_may_round_what_it_multiplies(granularity: Any, tmp_path: Path) -> None:
     """By a scale a token, which transformers emulates: the same logits as from inputs rounded by hand."""
@@ -157,7 +151,6 @@ def test_partial_squares_are_written_as_their_layout_has_them() -> None:
     assert config["modules_to_not_convert"] == []
 
 
-@torchao
 @stored
 def test_torchao_reads_its_own(storage: Any, granularity: Any, tmp_path: Path) -> None:
     for fmt in ("E4M3", "E5M2"):
@@ -170,8 +163,6 @@ def test_torchao_reads_its_own(storage: Any, granularity: Any, tmp_path: Path) -
         assert_same(model, read(tmp_path / fmt))
 
 
-@compressed
-@torchao
 def test_bfloat16_weights_are_exact_too(tmp_path: Path) -> None:
     model = quantize_model(llama().bfloat16(), {"*": "E4M3"}, "fp8", tied="leave")
     tensors, _ = exported_state_dict(model)
@@ -182,8 +173,6 @@ def test_bfloat16_weights_are_exact_too(tmp_path: Path) -> None:
         assert_same_weights(quantize_model(llama().bfloat16().float(), {"*": "E4M3"}, "fp8", tied="leave"), other)
 
 
-@compressed
-@torchao
 def test_granularities_and_layers_are_mixed(tmp_path: Path) -> None:
     """Float layers, scales of three kinds, an untied output layer, activations that only training quantises."""
     formats = {
@@ -228,9 +217,8 @@ def test_a_layer_by_itself_and_special_codes() -> None:
     assert torch.equal(tensors["weight"].view(torch.uint8), codes)
     assert torch.equal(tensors["weight_scale"], layer.weight.scale)
     assert described["ignore"] == []
-    if TORCHAO:
-        values = exported_state_dict(layer, "torchao")[0]["weight"].dequantize()
-        assert torch.equal(values.nan_to_num(7.0), layer.weight.dequantize().nan_to_num(7.0))
+    values = exported_state_dict(layer, "torchao")[0]["weight"].dequantize()
+    assert torch.equal(values.nan_to_num(7.0), layer.weight.dequantize().nan_to_num(7.0))
 
 
 @each("name", [*fm.NAMED_FORMATS, "E4M3_B8", "E4M3IEEE"])
@@ -239,8 +227,6 @@ def test_formats_without_a_dtype_are_refused_by_name(name: str, layout: Any) -> 
     allowed = {"compressed-tensors": ["E4M3"], "torchao": ["E4M3", "E5M2", "E4M3FNUZ", "E5M2FNUZ"]}[layout]
     model = quantize_model(nn.Sequential(nn.Linear(4, 2)), name, "fp8")
     if name in allowed:
-        if layout == "torchao":
-            pytest.importorskip("torchao", reason="needs the package torchao")
         tensors, _ = exported_state_dict(model, layout)
         weight = tensors["0.weight"]
         values = weight.dequantize() if layout == "torchao" else weight.float() * tensors["0.weight_scale"]

@@ -112,7 +112,6 @@ def test_a_tied_embedding_in_codes_is_saved_and_read(tied: Any, tmp_path: Path) 
 
 
 def test_the_experts_are_exported_as_the_floats_that_they_are(tmp_path: Path) -> None:
-    pytest.importorskip("compressed_tensors", reason="needs the package compressed-tensors")
     model = quantized("Mixtral")
     fm.export_model(model, tmp_path)
     other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)

@@ -224,7 +224,6 @@ def test_a_trainer_goes_on_from_what_was_read(more: dict[str, Any], tmp_path: Pa
 @pytest.mark.parametrize("device_map", [{"": "cpu"}, "auto"])
 def test_layers_are_placed_by_accelerate(device_map: Any, tmp_path: Path) -> None:
     """Whose estimates count a byte for each of these weights."""
-    pytest.importorskip("accelerate")
     model = huggingface.attach(quantize_model(llama(), {"*": DELAYED}, "fp8", tied="leave"))
     model.save_pretrained(tmp_path)
     assert bits(read(tmp_path, device_map=device_map)) == bits(model)

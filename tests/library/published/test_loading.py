@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 import torch
 from laws import each
+from safetensors import torch as safetensors
 from surgery_models import bits
 from torch import Tensor, nn
 
 import fp8manifold as fm
 from fp8manifold import load_quantized, quantize_model
-
-safetensors = pytest.importorskip("safetensors.torch", reason="needs the package safetensors")
 
 
 class Small(nn.Module):

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from laws import each
+from safetensors import torch as safetensors
 from test_loading import Watched, state_of
 from torch import Tensor, nn
 
 from fp8manifold import load_quantized, quantize_model
 
-safetensors = pytest.importorskip("safetensors.torch", reason="needs the package safetensors")
 WANTED = "weights are read from float64, float32, float16 or bfloat16; decode it first, values times scales"
 NAME = "one.weight"
 

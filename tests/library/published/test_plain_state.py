@@ -104,7 +104,8 @@ def test_codes_and_scales_alone_are_taken(granularity: Any) -> None:
 
 
 def test_safetensors_writes_a_whole_model(tmp_path: Path) -> None:
-    safetensors = pytest.importorskip("safetensors.torch")
+    from safetensors import torch as safetensors
+
     model, other = made(), made(seed=1)
     safetensors.save_model(model, str(tmp_path / "m"))
     assert safetensors.load_model(other, str(tmp_path / "m")) == (set(), [])
@@ -113,7 +114,8 @@ def test_safetensors_writes_a_whole_model(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")  # what other libraries announce is their own business
 def test_accelerate_writes_and_reads_a_model(tmp_path: Path) -> None:
-    accelerate = pytest.importorskip("accelerate")
+    import accelerate
+
     model, other, placed = made(), made(seed=1), made(seed=2)
     kept = copy.deepcopy(placed[0].weight)
     accelerate.Accelerator(cpu=True).save_model(model, tmp_path)
@@ -128,7 +130,8 @@ def test_accelerate_writes_and_reads_a_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize("optimizer", ["8bit", "residual8", "momentum"])
 def test_accelerate_goes_on_to_the_same_bits(optimizer: str, tmp_path: Path) -> None:
     """Two steps after what was saved, and two after what was loaded into a model and an optimizer made anew."""
-    accelerate = pytest.importorskip("accelerate")
+    import accelerate
+
     options: Any = {"moments": "8bit"} if optimizer == "8bit" else {"writeback": optimizer}
     ended = []
     for load in (False, True):

@@ -170,7 +170,8 @@ def test_a_folder_of_floats_has_none() -> None:
 
 
 def scheme(strategy: str, **more: Any) -> Any:
-    package = pytest.importorskip("compressed_tensors.quantization")
+    from compressed_tensors import quantization as package
+
     weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy} | more
     return package.QuantizationScheme(targets=["Linear"], weights=package.QuantizationArgs(**weights))
 
@@ -195,8 +196,9 @@ COMPRESSED: dict[str, tuple[str, Any, dict[str, Any], Callable[[Tensor], Tensor]
 @pytest.mark.parametrize("kind", COMPRESSED)
 def test_what_compressed_tensors_writes_is_what_it_reads(kind: str, dtype: torch.dtype) -> None:
     """Its own scales and codes, rows and blocks of zeros among them, and its own decompressor."""
-    helpers = pytest.importorskip("compressed_tensors.quantization.utils.helpers")
-    base = pytest.importorskip("compressed_tensors.compressors")
+    from compressed_tensors import compressors as base
+    from compressed_tensors.quantization.utils import helpers
+
     name, strategy, more, amax = COMPRESSED[kind]
     args = scheme(strategy, **more)
     w = (torch.randn(300, 256) * torch.logspace(-3, 1, 300)[:, None]).to(dtype)
@@ -227,7 +229,9 @@ def test_what_compressed_tensors_writes_is_what_it_reads(kind: str, dtype: torch
     ],
 )
 def test_transformers_reads_the_same(shape: Any, scale_shape: Any, scale: torch.dtype, dtype: torch.dtype) -> None:
-    theirs = pytest.importorskip("transformers.integrations.finegrained_fp8").Fp8Dequantize(None)
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    theirs = Fp8Dequantize(None)
     tensors = {"weight": codes(shape), "weight_scale_inv": scales(scale_shape, scale)}
     read = weight_of(only(tensors), tensors, dtype).dequantize()
     wanted = theirs._dequantize_one(tensors["weight"], tensors["weight_scale_inv"], output_dtype=dtype)
@@ -237,7 +241,8 @@ def test_transformers_reads_the_same(shape: Any, scale_shape: Any, scale: torch.
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_transformers_reads_the_same_of_gpt_oss(dtype: torch.dtype) -> None:
-    theirs = pytest.importorskip("transformers.integrations.mxfp4").convert_moe_packed_tensors
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors as theirs
+
     packed = torch.randint(0, 256, (3, 5, 4, 16), dtype=torch.uint8)
     tensors = {"e.down_proj_blocks": packed, "e.down_proj_scales": scales((3, 5, 4), torch.uint8)}
     read = weight_of(only(tensors, {"quant_method": "mxfp4"}), tensors, dtype).dequantize()

@@ -110,7 +110,6 @@ def prepared() -> Any:
 
 @pytest.mark.filterwarnings("ignore")  # what other libraries announce is their own business
 def test_accelerate_starts_several_processes(pair: Pool) -> None:
-    pytest.importorskip("accelerate", reason="needs the package accelerate")
     each = pair.run(prepared)
     equal_everywhere(each)
     assert each[0][1] == seeds(model(seed=0))
@@ -137,7 +136,6 @@ def trained_by_others(folder: str) -> Any:
 
 @pytest.mark.slow
 def test_a_trainer_runs_and_resumes_in_several_processes(pair: Pool, tmp_path: Path) -> None:
-    pytest.importorskip("transformers", reason="needs the package transformers")
     equal_everywhere(pair.run(trained_by_others, str(tmp_path)))
 
 

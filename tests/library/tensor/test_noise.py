@@ -343,7 +343,8 @@ def test_an_average_is_the_plain_average(storage: Any, spec: fm.LayerSpec, optio
 @each("storage", ["master", "grid", "fp8"])
 def test_an_average_of_transposed_weights(storage: Any) -> None:
     """Which GPT-2 has; square ones would be averaged as they lie without a word."""
-    layers = pytest.importorskip("transformers", reason="needs the package transformers").pytorch_utils
+    from transformers import pytorch_utils as layers
+
     torch.manual_seed(0)
     model = fm.quantize_model(torch.nn.Sequential(layers.Conv1D(8, 8), layers.Conv1D(4, 8)), "E4M3", storage)
     average = fm.averaged_model(model)

@@ -268,8 +268,6 @@ def test_codes_of_other_libraries_are_read_with_their_scales(
 def test_what_was_exported_is_read_again(granularity: Any, layout: Any) -> None:
     if (layout == "fp8") != (granularity == "square"):
         return
-    if layout == "torchao":
-        pytest.importorskip("torchao")
     net, x = with_factors(layers(granularity, 1)), normal(4, 160)
     other = layers(granularity, 2)
     other.load_state_dict(exported_state_dict(net, layout)[0])

@@ -220,7 +220,8 @@ def test_loading_floats() -> None:
 
 
 def test_transformers_keep_it(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     torch.manual_seed(0)
     settings = {"hidden_size": 160, "intermediate_size": 192, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = transformers.LlamaConfig(**settings, vocab_size=140, num_key_value_heads=2)

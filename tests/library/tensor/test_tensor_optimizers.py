@@ -66,8 +66,10 @@ def test_it_learns(make: Make, share: float) -> None:
         assert int(p.counter) >= 40
 
 
+@pytest.mark.extra("optimi")
 def test_optimi() -> None:
-    optimi = pytest.importorskip("optimi", reason="the extra optimi is not installed")
+    import optimi
+
     for options in ({}, {"foreach": False}, {"decouple_lr": True, "weight_decay": 1e-5}):
         net = Net()
         first = loss_of(net).item()

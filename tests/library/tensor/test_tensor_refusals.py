@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from laws import each
 from optimizer_cases import normal
+from safetensors import torch as safetensors
 from tensor_cases import parameter, same_store
 from torch import Tensor, multiprocessing, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -19,7 +20,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import fp8manifold as fm
 
-safetensors = pytest.importorskip("safetensors.torch")
 NOT_FLOATS = "an FP8Tensor.*codes"
 WAYS = "use DistributedDataParallel, or storage='fp8' or 'master' with fully_shard"
 STATE = r"take state_dict\(\) of the module"

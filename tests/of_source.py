@@ -1,0 +1,60 @@
+"""The tests of a source file: those named after it in their folders of tests, or else all of these folders."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+#: the folders of tests by the start of the source's path; of several that fit, the longest counts
+FOLDERS: dict[str, str] = {
+    "fp8manifold/": "tests/library/formats tests/library/tensor",
+    "fp8manifold/_base/": "tests/library/formats",
+    "fp8manifold/_encoded/": "tests/library/tensor tests/library/kernels",
+    "fp8manifold/_encoded/dispatch.py": "tests/library/tensor",
+    "fp8manifold/_geoopt_import.py": "tests/library/manifolds",
+    "fp8manifold/_native/": "tests/library/kernels",
+    "fp8manifold/_numerics/": "tests/library/formats",
+    "fp8manifold/_published/": "tests/library/published",
+    "fp8manifold/_ranks.py": "tests/library/ranks",
+    "fp8manifold/_shards.py": "tests/library/ranks",
+    "fp8manifold/_triton/": "tests/library/kernels tests/gpu",
+    "fp8manifold/averages.py": "tests/library/tensor/test_noise.py",
+    "fp8manifold/checkpoints.py": "tests/library/published",
+    "fp8manifold/distributed.py": "tests/library/ranks",
+    "fp8manifold/exchange.py": "tests/library/published",
+    "fp8manifold/huggingface.py": "tests/library/published",
+    "fp8manifold/manifolds.py": "tests/library/manifolds",
+    "fp8manifold/nn/": "tests/library/nn",
+    "fp8manifold/optim/": "tests/library/optim",
+    "fp8manifold/optim/_native_step.py": "tests/library/kernels tests/library/optim",
+    "fp8manifold/optim/_triton_step.py": "tests/library/kernels tests/library/optim",
+    "fp8manifold/reference.py": "tests/library/formats/test_chart.py tests/library/formats/test_grid_exact.py",
+    "nanogpt_bench/": "tests/bench/commands",
+    **{f"nanogpt_bench/{folder.name}/": f"tests/bench/{folder.name}" for folder in (ROOT / "tests/bench").glob("*/")},
+    "nanogpt_bench/loop/": "tests/bench/training",
+    "nanogpt_bench/system/": "tests/bench/runs tests/bench/data tests/bench/training",
+    "benchmarks/": "tests/test_benchmarks.py tests/test_gpu_benchmark.py tests/test_measured.py",
+    "docs/": "tests/test_docs.py tests/test_generated.py",
+    "examples/": "tests/test_examples.py",
+    "study/": "tests/test_study.py tests/test_generated.py",
+    "hatch_build.py": "tests/library/kernels/test_native.py tests/test_package.py",
+    "hatch_urls.py": "tests/test_project.py tests/test_package.py",
+    "pyproject.toml": "tests/test_project.py tests/test_house.py",
+}
+
+
+def where_tested(source: str) -> list[str]:
+    """The arguments of pytest for a source file: its own doctests, and its tests.
+
+    >>> where_tested("nanogpt_bench/monitors/zones.py")
+    ['nanogpt_bench/monitors/zones.py', 'tests/bench/monitors/test_zones.py']
+    >>> where_tested("fp8manifold/optim/_slot.py")
+    ['fp8manifold/optim/_slot.py', 'tests/library/optim']
+    """
+    start = max((start for start in FOLDERS if source.startswith(start)), key=len, default=None)
+    if start is None or not (ROOT / source).exists():
+        raise ValueError(f"source: {source!r}; allowed: a file below {', '.join(sorted(FOLDERS))}")
+    places = FOLDERS[start].split()
+    word = f"_{Path(source).stem.strip('_')}_"
+    named = [path for place in places for path in sorted((ROOT / place).glob("test_*.py")) if word in f"{path.stem}_"]
+    tests = [path.relative_to(ROOT).as_posix() for path in named] or places
+    return [source, *tests] if source.startswith(("fp8manifold/", "nanogpt_bench/")) else tests
