@@ -95,6 +95,12 @@ def put_gradients(parameters: Iterable[Tensor], step: int, size: float = 1.0) ->
             p.grad = normal(*p.shape, seed=1000 * step + i, std=size).to(p.dtype)
 
 
+def step_from(optimizer: Any, parameter: Tensor, gradient: Tensor) -> None:
+    """A step in which one parameter has this gradient, and the others what they had."""
+    parameter.grad = gradient
+    optimizer.step()
+
+
 def take_steps(
     optimizers: Iterable[Any], parameters: Iterable[Iterable[Tensor]], steps: range, size: float = 1.0
 ) -> None:

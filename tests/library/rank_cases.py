@@ -46,6 +46,18 @@ def loss_of(net: nn.Module, x: Tensor) -> Tensor:
     return (out.float() - 0.5).square().mean()
 
 
+def synced(net: nn.Module) -> Any:
+    """A model that every rank has as the first one had it."""
+    fm.distributed.sync(net)
+    return net
+
+
+def train_on(net: nn.Module, optimizer: Any, x: Tensor) -> None:
+    optimizer.zero_grad()
+    loss_of(net, x).backward()
+    optimizer.step()
+
+
 def refusal(call: Callable[[], Any]) -> str:
     """The error of a call, or nothing where there is none."""
     try:

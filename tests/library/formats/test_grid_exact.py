@@ -174,18 +174,6 @@ def test_decode_of_encode_is_round_to_grid(fmt, compare_bits) -> None:
             compare_bits(fm.decode(codes, fmt, x.dtype), rounded, x, f"{fmt.name} {mode} {policy}")
 
 
-@each("size", [1, 65535, 65536, 65537, 200_003])
-def test_every_chunk_is_rounded(size: int, compare_bits) -> None:
-    """Sizes on both sides of any power-of-two block."""
-    x = torch.from_numpy(np.random.default_rng(size).normal(size=size).astype(np.float32))
-    fmt = fm.FloatFormat.from_string("E4M3")
-    for mode in DETERMINISTIC:
-        compare_bits(fm.round_to_grid(x, fmt, mode), steps(fmt, mode, "saturate")(as_float64(x)), x, mode)
-    draws = fm.random_bits((size,), seed=3, step=1, stream=2)
-    expected = stochastic_steps(fmt, "saturate")(as_float64(x), draws.numpy().astype(np.int64))
-    compare_bits(fm.round_to_grid(x, fmt, "stochastic", seed=3, step=1, stream=2), expected, x, "stochastic")
-
-
 def test_requires_grad_input_is_accepted_and_left_alone() -> None:
     x = torch.linspace(-3, 3, 101, requires_grad=True)
     assert torch.equal(fm.round_to_grid(x, "E4M3"), fm.round_to_grid(x.detach(), "E4M3"))

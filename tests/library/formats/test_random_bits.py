@@ -87,7 +87,6 @@ def test_neighbouring_keys_are_uncorrelated(one: dict[str, int], other: dict[str
 
 @consecutive
 def test_one_stream_is_no_shift_of_another(one: dict[str, int], other: dict[str, int]) -> None:
-    """Not by any small number of elements, nor by a power of two, forwards or backwards."""
     a, b = draws(**one), draws(**other)
     for shift in (*range(1, 17), *(1 << k for k in range(5, 18))):
         assert_independent(a[shift:], b[:-shift], f"shift {shift}")

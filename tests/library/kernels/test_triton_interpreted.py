@@ -61,7 +61,6 @@ def test_kernels_have_the_bits_of_native_code_and_of_the_oracle(file: str) -> No
 
 @pytest.mark.slow
 def test_the_matrix() -> None:
-    """Every option, format and shape of both files."""
     both = (str(HERE / "optim" / "test_step_oracle.py"), str(HERE / "triton_cases.py"))
     for marked in ("not slow", "slow"):
         code, output, _ = run(*both, "-k", "native or triton_cases", "-m", marked)
@@ -92,7 +91,6 @@ CASES = {"phase": "test_arrays", "doubled": "without_a_number", "fitted": "test_
     "fault", ["hash", *(pytest.param(name, marks=pytest.mark.slow) for name in FAULTS if name != "hash")]
 )
 def test_a_fault_in_one_constant_is_seen(fault: str, tmp_path: Path) -> None:
-    """In a copy of the package."""
     package = tmp_path / "fp8manifold"
     shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
     file, right, wrong = FAULTS[fault]

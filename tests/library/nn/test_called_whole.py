@@ -44,7 +44,6 @@ def without_fused_operators() -> Iterator[None]:
 @each("storage", ["master", "grid", "fp8", "bare"])
 @each("mode", [torch.no_grad, torch.inference_mode])
 def test_an_encoder_in_evaluation_calls_its_layers(mode: Any, storage: Any, pattern: str, padding: Any) -> None:
-    """And copies of it do."""
     stored = "fp8" if storage == "bare" else storage
     made = quantize_model(encoder(), {pattern: LayerSpec("E4M3") if storage == "bare" else TOKENS}, stored)
     for model in (made, copy.deepcopy(made), pickle.loads(pickle.dumps(made))):

@@ -44,7 +44,6 @@ def test_initialisers_take_a_fresh_scale(fill: Any, std: float, granularity: Any
 
 
 def test_zeros_keep_the_scale() -> None:
-    """So that what is added to them next is not lost."""
     p = parameter(rounding="nearest")
     with torch.no_grad():
         values = p.dequantize()

@@ -104,7 +104,6 @@ def test_gradients_flow_to_what_they_did_before(storage: Any) -> None:
 
 @each("storage", ["grid", "fp8"])
 def test_options_reach_the_weights(storage: Any) -> None:
-    """Every weight has another seed."""
     options: dict[str, Any] = {"rounding": "nearest", "headroom": 4.0, "granularity": "tensor"}
     model, other = (quantize_model(Model(), "E4M3", storage, seed=seed, **options) for seed in (3, 4))
     seeds = [{int(layer.weight.manifold.seed_word) for layer in layers(each)} for each in (model, other)]
@@ -195,7 +194,6 @@ FOUR = LayerSpec("E4M3", activation="E4M3", gradient="E5M2", rounding="split")
 @each("formats", ["E4M3", FOUR], ids=["weights", "four"])
 @each(("storage", "make"), TRAINERS.values(), ids=TRAINERS)
 def test_a_small_network_learns(storage: str, make: Any, formats: Any) -> None:
-    """To a fraction of the loss it began with, on weights, or all four operands, of eight bits."""
     first, last, model = trained_loss(storage, make, formats)
     assert last < (0.2 if formats == "E4M3" else 0.25) * first
     if storage == "grid":

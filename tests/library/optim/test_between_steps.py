@@ -338,7 +338,6 @@ def test_what_cannot_be_stepped_is_refused_as_without_a_table(edit: str, path: s
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_changed_weight_is_seen_by_autograd(path: str) -> None:
-    """What a graph saved is no longer there after a step."""
     optimizer = made(path=path)
     for t in range(4):
         loss = everyone(optimizer)[2].square().sum()
@@ -424,7 +423,6 @@ def test_others_classes_are_planned() -> None:
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("i", [0, 2])
 def test_a_parameter_taken_out_is_let_go(i: int, path: str) -> None:
-    """With all that is its own, and the table that was made of it."""
     optimizer = stepped(made("adamw-8bit", path=path), 4)
     p, table = everyone(optimizer)[i], optimizer._table
     parts = [p, p.grad, *optimizer.state[p].values(), *([p.codes, p.kept_scale] if i == 0 else [])]

@@ -25,6 +25,7 @@ from optimizer_cases import (
     same_bits,
     same_parameters,
     snapshot,
+    step_from,
     stored_weight,
     take_steps,
     through_disk,
@@ -154,7 +155,6 @@ def test_a_parameter_keeps_its_stream(kind: Any) -> None:
 @sampled
 @combined
 def test_global_settings_do_not_enter(name: str, writeback: str, moments: str) -> None:
-    """Neither the global generator, which is left alone too, nor torch's default dtype."""
     results = []
     other = torch.float32 if name == "FisherNaturalGradient" else torch.float64  # nngeometry has float32 only
     for seed, dtype in ((0, torch.float32), (1, other)):
@@ -178,7 +178,6 @@ def test_global_settings_do_not_enter(name: str, writeback: str, moments: str) -
 # ---------------------------------------------------------------------------------- what is due, and options of groups
 @by_name
 def test_stabilize_projects_when_due(name: str) -> None:
-    """A weight that something else has pushed off its grid is back on it; without a step of its own it stays."""
     weight = grid_weight("E4M3", (3, 7), ROWS)
     optimizer = make(name, [weight], lr=0.0, **{"stabilize" if name in RIEMANNIAN_NAMES else "stabilize_every": 3})
     views = record(optimizer)
@@ -366,7 +365,6 @@ def test_nothing_else_is_held(name: str, writeback: str, moments: str) -> None:
 @sampled
 @combined
 def test_codes_step_as_the_grid_they_stand_for(name: str, writeback: str, moments: str) -> None:
-    """A stored weight and a float one on its manifold: the same codes after every step."""
     granularities = ["tensor", "channel"] + (["block"] if moments != "8bit" else [])  # there blocks follow the scales
     for granularity, factors in itertools.product(granularities, (False, True)):
         kind: dict[str, Any] = {"seed": 2, "granularity": granularity, "headroom": 8.0, "factors": factors}
@@ -433,7 +431,6 @@ def test_a_step_breaks_the_graph() -> None:
 @sampled
 @combined
 def test_a_step_is_left_out_as_a_whole(name: str, writeback: str, moments: str) -> None:
-    """Before the first step and after it: parameters and state stay, to the bit."""
     kinds, others = zoo(), zoo()
     optimizer, untroubled = (make(name, z.values(), writeback=writeback, moments=moments) for z in (kinds, others))
     for o in (optimizer, untroubled):
@@ -458,8 +455,7 @@ def test_what_the_first_rounding_left_survives_a_step_left_out(name: str) -> Non
     kept = stored_weight("E4M3", (3, 7), seed=1, keep_remainder=True)
     remainder, codes = kept.remainder.clone(), kept.codes.clone()
     optimizer = make(name, [kept], writeback="residual8")
-    kept.grad = torch.full((3, 7), math.nan)
-    optimizer.step()
+    step_from(optimizer, kept, torch.full((3, 7), math.nan))
     assert torch.equal(kept.codes, codes)
     assert optimizer.skipped_steps == 1
     state = optimizer.state_dict()["state"].get(0, {})
@@ -506,8 +502,7 @@ def test_a_code_gradient_whose_square_overflows_does_not_stick(name: str) -> Non
     p = on(fm.FP8Manifold("E5M2"), torch.full((4,), 40_000.0))
     optimizer = make(name, [p], lr=0.5, **({"momentum": 0.0} if name == "RiemannianSGD" else {}))
     for t in range(60):
-        p.grad = torch.full((4,), 3e17 if t == 3 else 1e-4)
-        optimizer.step()
+        step_from(optimizer, p, torch.full((4,), 3e17 if t == 3 else 1e-4))
     assert all(x.isfinite().all() for x in (p, *optimizer.state[p].values()) if isinstance(x, Tensor))
     assert optimizer.skipped_steps <= 1
 

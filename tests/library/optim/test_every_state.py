@@ -56,7 +56,6 @@ SIGNATURES = {
 
 
 def test_the_matrix_is_the_registry() -> None:
-    """Every row is an optimizer of the public surface, and almost every combination is one."""
     steps = {name for name in optim.__all__ if hasattr(getattr(optim, name), "step")}
     assert set(NAMES) == steps - {"StiffnessWrapper"} == set(OPTIONS) == set(SIGNATURES) == {c[0] for c in VALID}
     assert len(COMBINATIONS) == len(optim.WRITEBACKS) * len(MOMENTS) * len(NAMES) == len(VALID) + len(INVALID)
@@ -87,7 +86,6 @@ def test_lions_defaults_are_its_papers() -> None:
 
 @by_name
 def test_a_signature_has_every_option_and_so_have_groups(name: str) -> None:
-    """Those that all of them share are written out too."""
     signature = inspect.signature(getattr(optim, name))
     plain = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
     shown = str(signature.replace(parameters=plain, return_annotation=inspect.Signature.empty))
@@ -193,7 +191,6 @@ def construct(name: str, params: Any, kwargs: dict[str, Any], tensors: list[nn.P
 
 @by_name
 def test_errors(name: str) -> None:
-    """torch's own bad input."""
     for bad in get_error_inputs_for_all_optims("cpu", torch.float32):
         if bad.error_type is FutureWarning:  # not bad input: what a release of torch announces of its own classes
             continue
@@ -225,7 +222,6 @@ def test_tensor_lr(name: str) -> None:
 
 @by_name
 def test_param_groups_lr(name: str) -> None:
-    """A group's lr of 0 holds its parameters still."""
     for kwargs in configurations(name):
         kwargs.pop("lr", None)
         parameters, loss = model()

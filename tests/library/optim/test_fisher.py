@@ -165,7 +165,6 @@ def test_another_representation_takes_the_place_of_the_first() -> None:
 
 @EVERY
 def test_reset_forgets_what_was_measured(representation: str) -> None:
-    """After a reset the state is that of an optimizer which begins there with the same step count."""
     model = tagger("plain")
     asked, loader = counting([batch()])
     optimizer = optimizer_of(model, loader, representation=representation, refresh=100, reset_every=4, decay=0.9)

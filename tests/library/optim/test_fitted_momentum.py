@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from optimizer_cases import normal, stored_weight
+from optimizer_cases import normal, step_from, stored_weight
 from paths import PATHS, by
 from scalar_grid import F32, Codes, exponent_of, f32
 from torch import Tensor, nn
@@ -86,8 +86,7 @@ def test_codes_and_largest_are_those_of_the_definition(
     optimizer = by(path, StiffnessMuon([weight], 0.01, momentum=MU, seed=5, moments="8bit", draws=draws))
     slow = None
     for t in range(4):
-        weight.grad = gradient((rows, columns), t)
-        optimizer.step()
+        step_from(optimizer, weight, gradient((rows, columns), t))
         state = optimizer.state[weight]
         slow = slow or Slow(rows * columns, block, MU, (5, state["stream"]))
         slow.step(weight.grad.view(-1).tolist())
@@ -102,8 +101,7 @@ def test_nothing_saturates_whatever_gradients_do() -> None:
     sizes = [1.0] * 20 + [1e6] * 20 + [1.0] * 20 + [0.0] * 1000 + [1e-40] * 5 + [1e-3] * 20 + [1e9, 1e-9] * 10
     before = torch.zeros(4, 64)
     for t, size in enumerate(sizes):
-        weight.grad = normal(4, 64, seed=t) * size
-        optimizer.step()
+        step_from(optimizer, weight, normal(4, 64, seed=t) * size)
         state = optimizer.state[weight]
         exact = before * torch.tensor(MU) + weight.grad * torch.tensor(1 - MU)
         before = momentum_of(state)
@@ -115,8 +113,7 @@ def test_nothing_saturates_whatever_gradients_do() -> None:
 def stepped() -> tuple[Any, StiffnessMuon]:
     weight = stored_weight(shape=(4, 64))
     optimizer = StiffnessMuon([weight], 0.01, moments="8bit")
-    weight.grad = normal(4, 64, seed=1)
-    optimizer.step()
+    step_from(optimizer, weight, normal(4, 64, seed=1))
     return weight, optimizer
 
 
@@ -145,8 +142,7 @@ def test_a_momentum_of_another_format_is_refused(change: Callable[[dict[str, Any
 def test_a_second_moment_without_its_bound_is_refused() -> None:
     weight = stored_weight(shape=(4, 64))
     optimizer = fm.optim.StiffnessAdamW([weight], 0.01, moments="8bit")
-    weight.grad = normal(4, 64, seed=1)
-    optimizer.step()
+    step_from(optimizer, weight, normal(4, 64, seed=1))
     saved = copy.deepcopy(optimizer.state_dict())
     del saved["state"][0]["sq_bound"]
     with pytest.raises(ValueError, match="exp_avg_sq in 8 bits without sq_bound"):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from family_cases import is_valid
 from laws import each
-from optimizer_cases import normal
+from optimizer_cases import normal, step_from
 from paths import PATHS, by
 from test_step_oracle import OPTIONS, SCALES, follow, scaled, stored
 from torch import Tensor
@@ -69,8 +69,7 @@ def test_a_layer_of_zeros_learns(kind: str, fmt: str) -> None:
 def test_where_steps_are_counted_in_spacings_a_scale_of_zeros_comes_down_later(kind: str, fmt: str) -> None:
     p = zeros(fmt, (8, 32))
     optimizer = IN_SPACINGS[kind](p)
-    p.grad = normal(8, 32, seed=1)
-    optimizer.step()
+    step_from(optimizer, p, normal(8, 32, seed=1))
     assert (p.scale == 1).all()
     assert optimizer.fitted_scales == 0
     loss_left(p, optimizer, 60)
@@ -139,8 +138,7 @@ def test_narrowing_moves_no_weight_and_does_not_flap(factor: float, caplog: pyte
     optimizer = optim.StiffnessAdamW([p], lr=0.0, refresh_every=2)
     with caplog.at_level(logging.INFO, logger="fp8manifold"):
         for _ in range(9):
-            p.grad = normal(*SHAPE, seed=4)
-            optimizer.step()
+            step_from(optimizer, p, normal(*SHAPE, seed=4))
     assert torch.equal(p.dequantize(), before)
     assert (p.scale <= factor * 2.0**-10).all()
     assert optimizer.fitted_scales == 4
@@ -191,8 +189,7 @@ def test_every_shape_of_zeros_begins_with_a_scale_of_its_own(shape: tuple[int, .
     """A bias, a convolution and experts."""
     p = zeros(shape=shape, granularity="row" if len(shape) == 3 else "channel")
     optimizer = optim.StiffnessAdamW([p], lr=1e-3)
-    p.grad = normal(*shape, seed=1)
-    optimizer.step()
+    step_from(optimizer, p, normal(*shape, seed=1))
     assert (p.scale <= 2.0**-11).all()
     assert optimizer.fitted_scales == p.scale.numel()
     assert torch.allclose(p.detach(), -1e-3 * p.grad.sign(), rtol=0.1)
@@ -202,8 +199,7 @@ def test_an_observer_sees_what_was_stored() -> None:
     p = zeros()
     optimizer, views = optim.StiffnessAdamW([p], lr=1e-3), []
     optimizer.observer = views.append
-    p.grad = normal(*SHAPE, seed=1)
-    optimizer.step()
+    step_from(optimizer, p, normal(*SHAPE, seed=1))
     assert torch.equal(views[0].after, p.dequantize())
     assert torch.allclose(views[0].target, views[0].after, rtol=0.1)
 
@@ -211,7 +207,6 @@ def test_an_observer_sees_what_was_stored() -> None:
 def test_no_step_that_moves_nothing_fits() -> None:
     p = zeros()
     optimizer = optim.StiffnessAdamW([p], lr=0.0)
-    p.grad = normal(*SHAPE, seed=1)
-    optimizer.step()
+    step_from(optimizer, p, normal(*SHAPE, seed=1))
     assert optimizer.fitted_scales == 0
     assert (p.scale == 1).all()

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from optimizer_cases import free_weight, muon_groups, normal
+from optimizer_cases import free_weight, muon_groups, normal, step_from
 from paths import PATHS, by
 from torch import Tensor, nn
 
@@ -103,8 +103,7 @@ def test_one_step_by_the_definition() -> None:
     p = nn.Parameter(normal(3, 40).bfloat16())
     start, gradient = p.detach().float(), normal(3, 40, seed=1).bfloat16()
     optimizer = optim.StiffnessSGD([p], lr=1e-3, seed=5)
-    p.grad = gradient
-    optimizer.step()
+    step_from(optimizer, p, gradient)
     draws = fm.random_bits(120, seed=5, step=1, stream=optimizer.state[p]["stream"]).tolist()
     asked = (start.numpy() - gradient.float().numpy() * np.float32(1e-3)).reshape(-1).tolist()
     expected = [slow(x, torch.bfloat16, d) for x, d in zip(asked, draws, strict=True)]
@@ -148,6 +147,5 @@ def test_the_wrapper_rounds_what_it_scales(dtype: torch.dtype) -> None:
     ):
         p = nn.Parameter(torch.ones(64, 64, dtype=dtype))
         optimizer = optim.StiffnessWrapper(torch.optim.SGD([p], lr=eps), scale=scale, writeback=writeback)
-        p.grad = -torch.ones_like(p)
-        optimizer.step()
+        step_from(optimizer, p, -torch.ones_like(p))
         assert abs(float((p > 1).double().mean()) - share) < 0.03 * bool(share % 1) + 1e-9

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from optimizer_cases import ROWS, free_weight, normal
+from optimizer_cases import ROWS, free_weight, normal, step_from
 from torch import Tensor, nn
 from torch.testing._internal.common_optimizers import optim_db
 
@@ -24,8 +24,7 @@ def plain(p: Tensor) -> Tensor:
 def stepped(optimizer: Any, p: Tensor, gradient: Tensor) -> Tensor:
     """The change of a float weight."""
     before = plain(p)
-    p.grad = gradient
-    optimizer.step()
+    step_from(optimizer, p, gradient)
     return plain(p) - before
 
 
@@ -67,8 +66,7 @@ def test_madam_crosses_zero(fmt: str) -> None:
     optimizer = Madam([p], lr=0.05)
     for t in range(600):
         optimizer.param_groups[0]["lr"] = 0.05 if t < 400 else 0.02
-        p.grad = p.dequantize() - 0.5
-        optimizer.step()
+        step_from(optimizer, p, p.dequantize() - 0.5)
     found = p.dequantize()
     assert (found > 0).all()
     assert abs(found.mean() - 0.5) < 0.1
@@ -85,8 +83,7 @@ def test_madam_gives_ordinary_parameters_adamw() -> None:
         if t == 20:
             ours.param_groups[0]["lr"], torchs.param_groups[0]["lr"] = 0.1, 1.5e-3
         weight.grad = normal(30, seed=t, dtype=double)
-        twin.grad = weight.grad.clone()
-        ours.step()
+        step_from(ours, twin, weight.grad.clone())
         torchs.step()
     torch.testing.assert_close(weight, twin, rtol=0, atol=1e-13)
 
@@ -98,8 +95,7 @@ def test_lion_is_the_published_algorithm() -> None:
     optimizer = StiffnessLion([p], lr=0.01, betas=(0.9, 0.99), weight_decay=0.5)
     for t in range(60):
         g = normal(50, seed=10 + t, dtype=double)
-        p.grad = g
-        optimizer.step()
+        step_from(optimizer, p, g)
         w = (1 - 0.01 * 0.5) * w - 0.01 * torch.sign(0.9 * m + 0.1 * g)
         m = 0.99 * m + 0.01 * g
     torch.testing.assert_close(p.detach(), w, rtol=0, atol=1e-13)

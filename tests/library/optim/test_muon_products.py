@@ -6,7 +6,7 @@ import pytest
 import torch
 from family_cases import VALID
 from laws import each
-from optimizer_cases import bits_of, frozen, grid_weight, normal, put_gradients, stored_weight
+from optimizer_cases import bits_of, frozen, grid_weight, normal, put_gradients, step_from, stored_weight
 from paths import PATHS, by
 from rank_pool import Pool
 from test_ranks_fsdp import stepped
@@ -69,8 +69,7 @@ def test_a_step_goes_along_the_factor(products: str, shape: str, storage: str) -
     rate = adjusted_rate(1.0, None, *matrices.shape[-2:])
     before = weight.detach().clone().double()
     optimizer = muon(weight, shape, lr=1.0, momentum=0.0, weight_decay=0.0)
-    weight.grad = gradient.to(weight.dtype)
-    optimizer.step()
+    step_from(optimizer, weight, gradient.to(weight.dtype))
     error = (before - weight.detach().double() - rate * factor.view(weight.shape)).norm() / (rate * factor.norm())
     assert float(error) < 0.1  # that of a write-back among it
 

@@ -215,19 +215,3 @@ def test_weights_loaded_in_the_middle_of_a_run_are_stepped_with_their_own_scales
             optimizer.step()
         runs.append((bits_of(p), frozen(optimizer.state_dict())))
     assert runs[0] == runs[1]
-
-
-@by_name
-def test_the_options_of_a_file_are_taken_over(name: str) -> None:
-    """torch's contract: an optimizer made with other write-back, moments and seed goes on as the saved one."""
-    run = Run(lambda p: make(name, p, moments="bfloat16", writeback="residual8", seed=9))
-    for t in range(4):
-        run.step(t)
-    other = Run(lambda p: make(name, p, moments="8bit", writeback="nearest", seed=1), seed=40)
-    other.step(0)
-    with pytest.warns(UserWarning, match=f"^{name} goes on with options of the loaded state, .* in place of '8bit'"):
-        other.load(run.saved())
-    for t in range(4, 7):
-        run.step(t)
-        other.step(t)
-        assert run.bits() == other.bits()

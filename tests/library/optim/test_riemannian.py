@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from laws import each
-from optimizer_cases import ROWS, free_weight, grid_weight, normal, on, pull_to, values
+from optimizer_cases import ROWS, free_weight, grid_weight, normal, on, pull_to, step_from, values
 from paths import PATHS, by
 from torch import Tensor, nn
 
@@ -147,8 +147,7 @@ def test_groups_that_share_an_lr_in_ulps_are_a_mixed_list(kind: Any) -> None:
 
 def float_step(optimizer: torch.optim.Optimizer, plain: nn.Parameter) -> float:
     before = plain.detach().clone()
-    plain.grad = torch.ones_like(plain)
-    optimizer.step()
+    step_from(optimizer, plain, torch.ones_like(plain))
     return float((before - plain.detach()).max())
 
 
@@ -182,8 +181,7 @@ def test_decay_follows_the_schedule_and_not_the_size_of_lr(kind: Any, tensor: bo
     optimizer = kind([weight], torch.tensor(0.5) if tensor else 0.5, weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1.0 / 2**t)
     for _ in range(3):
-        weight.grad = torch.zeros_like(weight).as_subclass(Tensor)
-        optimizer.step()
+        step_from(optimizer, weight, torch.zeros_like(weight).as_subclass(Tensor))
         scheduler.step()
     assert torch.allclose(weight.detach(), x * 0.9 * 0.95 * 0.975, rtol=1e-13, atol=0)
 
@@ -231,8 +229,7 @@ def test_weights_of_any_size_take_the_same_steps(amsgrad: bool, path: str) -> No
         p = fm.FP8Parameter(normal(8, 32) * 2.0**exponent, "E4M3", seed=0)
         optimizer = by(path, RiemannianAdam([p], lr=0.7, writeback="nearest", refresh_every=2, amsgrad=amsgrad))
         for t in range(6):
-            p.grad = normal(8, 32, seed=t)
-            optimizer.step()
+            step_from(optimizer, p, normal(8, 32, seed=t))
         state = optimizer.state[p]
         assert optimizer.skipped_steps == 0
         taken.append([p.codes, state["exp_avg"], state["exp_avg_sq"]])
@@ -245,8 +242,7 @@ def test_a_state_of_before_there_were_units_goes_on() -> None:
     ours, old = (RiemannianAdam([p], lr=0.7, refresh_every=3) for p in weights)
     for t in range(7):
         for p, optimizer in zip(weights, (ours, old), strict=True):
-            p.grad = normal(8, 32, seed=t)
-            optimizer.step()
+            step_from(optimizer, p, normal(8, 32, seed=t))
         state = old.state[weights[1]]
         if t in (1, 4):
             change_unit(state, 1.0)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from optimizer_cases import normal, with_factors
+from optimizer_cases import normal, step_from, with_factors
 from torch import Tensor, nn
 
 import fp8manifold as fm
@@ -66,8 +66,7 @@ def pull(name: str, fmt: str, steps: int, factors: bool = False, **draws: str) -
     for step in range(steps):
         moves = asked(step, torch.randn(SIDE, SIDE, generator=generator)) * ulp * pair[0].expanded_scale()
         for p, optimizer in zip(pair, optimizers, strict=True):
-            p.grad = -moves
-            optimizer.step()
+            step_from(optimizer, p, -moves)
     return outward(start, less(*pair))
 
 
@@ -95,15 +94,13 @@ def test_weights_go_where_they_are_pushed_while_their_scales_double(factors: boo
     optimizers = [optim.StiffnessSGD([p], **SGD) for p in pair]
     for _ in range(60):
         for p, optimizer in zip(pair, optimizers, strict=True):
-            p.grad = -moves
-            optimizer.step()
+            step_from(optimizer, p, -moves)
     assert optimizers[0].widened_scales > SIDE / 8
     assert is_right(outward(start, less(*pair)))
 
 
 @pytest.mark.parametrize(("name", "fmt", "steps"), SHORT)
 def test_dithered_draws_do_pull(name: str, fmt: str, steps: int) -> None:
-    """Those above see what they are for."""
     assert not is_right(pull(name, fmt, steps, draws="dither"))
 
 

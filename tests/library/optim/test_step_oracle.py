@@ -8,7 +8,7 @@ import pytest
 import torch
 from family_cases import NAMES, is_valid
 from laws import each
-from optimizer_cases import normal, on
+from optimizer_cases import normal, on, step_from
 from paths import PATHS
 from scalar_grid import exp2, f32
 from scalar_grid import log2_of_mantissa as slow_log2
@@ -141,8 +141,7 @@ def follow(
     slow = slow_of(kind, p, options, **more)
     before = p.codes.clone()
     for t in range(steps):
-        p.grad = gradient(p, t)
-        optimizer.step()
+        step_from(optimizer, p, gradient(p, t))
         slow.stream = optimizer.state[p]["stream"]
         slow.step(p.grad.view(-1).tolist())
         assert_same(p, optimizer, slow, f"step {t + 1}")
@@ -343,8 +342,7 @@ def test_floats(storage: str, scale: Any, kind: str, options: dict[str, Any]) ->
     fmt = fm.FloatFormat.from_string("E4M3")
     slow = Slow(kind, fmt, tuple(weight.shape), scales, list(first), given, storage=storage)
     for t in range(STEPS):
-        weight.grad = gradient(weight, t)
-        optimizer.step()
+        step_from(optimizer, weight, gradient(weight, t))
         slow.stream = optimizer.state[weight]["stream"]
         slow.step(weight.grad.view(-1).tolist())
         now, state = weight.detach().as_subclass(Tensor), optimizer.state[weight]

@@ -123,23 +123,6 @@ def strided(g: Tensor, how: str) -> Tensor:
     return g[:1].expand(g.shape) if how == "expanded" else g
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_what_is_negated_later_is_negated(path: str) -> None:
-    """``torch.conj(z).imag`` is memory of ``z`` with a bit for its sign, which no kernel sees: of gradients."""
-    z = torch.complex(normal(8, 16, seed=1), normal(8, 16, seed=2))
-    found = []
-    for negative in (z.conj().imag, -z.imag.clone()):
-        weights = [fm.FP8Parameter(normal(8, 16, seed=3), "E4M3", seed=0), nn.Parameter(negative.detach().clone())]
-        if negative.is_neg():
-            weights[1] = nn.Parameter(torch.empty(8, 16).copy_(z.imag)._neg_view())
-            assert weights[1].is_neg()
-        for p in weights:
-            p.grad = negative
-        by(path, optim.StiffnessAdamW(weights, lr=0.1)).step()
-        found.append([weights[0].codes, weights[1].detach().resolve_neg()])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-
-
 @pytest.mark.parametrize("moments", ["float32", "8bit"])
 def test_gradients_of_any_strides(moments: str) -> None:
     """Before and after contiguous ones."""

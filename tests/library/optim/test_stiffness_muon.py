@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from laws import each
-from optimizer_cases import grid_weight, normal, on_grid, record, same_bits, stored_weight, value_of
+from optimizer_cases import grid_weight, normal, on_grid, record, same_bits, step_from, stored_weight, value_of
 from torch import nn
 
 import fp8manifold as fm
@@ -114,17 +114,6 @@ def test_a_scheduler_cycles_rates_and_what_is_read(make: Any) -> None:
             assert len({str([value for _, value in each]) for each in seen}) == 4
 
 
-@each("shape", SHAPES)
-def test_singular_values_come_near_one(shape: tuple[int, int]) -> None:
-    u, _, v = torch.linalg.svd(normal(*shape), full_matrices=False)
-    x = u @ torch.diag(torch.linspace(0.2, 3.0, min(shape))) @ v
-    factor = orthogonal_factor(x, COEFFICIENTS, 5, 1e-7, torch.float32)
-    values = torch.linalg.svdvals(factor)
-    assert float(values.min()) > 0.6
-    assert float(values.max()) < 1.3
-    assert torch.allclose(u.T @ factor @ v.T, torch.diag(torch.diagonal(u.T @ factor @ v.T)), atol=1e-4)
-
-
 def test_zeros_and_deficient_matrices_have_finite_factors() -> None:
     assert not orthogonal_factor(torch.zeros(4, 6), COEFFICIENTS, 5, 1e-7, torch.float32).any()
     rank_one = torch.ones(6, 1) @ torch.arange(1.0, 5.0).unsqueeze(0)
@@ -144,21 +133,6 @@ def test_the_size_of_a_matrix_is_not_in_its_factor(shape: tuple[int, ...], size:
     assert found.dtype is dtype
     error = (found.double() - exact).norm() / exact.norm()
     assert float(error) < {torch.float16: 0.01, torch.bfloat16: 0.06}[dtype]
-
-
-@pytest.mark.parametrize("storage", ["float", "codes"])
-@pytest.mark.parametrize("size", [1e-8, 1e3, 1e6])
-def test_products_in_float16_step_whatever_the_gradients_size(size: float, storage: str) -> None:
-    moved = {}
-    for dtype in (torch.float16, torch.float32):
-        weight = nn.Parameter(normal(64, 64, std=0.05)) if storage == "float" else stored_weight(shape=(64, 64))
-        before = value_of(weight).clone()
-        optimizer = StiffnessMuon([weight], lr=0.1, weight_decay=0.0, momentum=0.0, eps=1e-12, ns_dtype=dtype)
-        weight.grad = normal(64, 64, seed=3) * size
-        optimizer.step()
-        moved[dtype] = value_of(weight) - before
-    error = (moved[torch.float16] - moved[torch.float32]).norm() / moved[torch.float32].norm()
-    assert float(error) < 0.05
 
 
 def test_a_batch_is_its_matrices_one_by_one_and_a_kernel_is_one_matrix() -> None:
@@ -187,8 +161,7 @@ def test_a_step_in_the_chart_is_the_one_written_out(k: float) -> None:
     factor = (stiffness / stiffness.mean()).clamp(2.0**-8, 2.0**4) ** k
     optimizer = StiffnessMuon([weight], lr=0.01, weight_decay=0.5, stiffness=k, ns_dtype=torch.float32)
     views = record(optimizer)
-    weight.grad = gradient
-    optimizer.step()
+    step_from(optimizer, weight, gradient)
     u = gradient.double() * (0.05 + 0.95 * 0.05)
     direction = factor * orthogonal_factor(factor * u, COEFFICIENTS, 5, 1e-7, torch.float64)
     expected = w * (1 - 0.01 * 0.5) - adjusted_rate(0.01, None, 8, 12) * direction

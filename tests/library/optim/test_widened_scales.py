@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from optimizer_cases import step_from
 from torch import Tensor
 
 import fp8manifold as fm
@@ -34,8 +35,7 @@ def test_one_scale_for_all_renews_the_reference() -> None:
     for granularity, renewed in (("tensor", True), ("channel", False)):
         p = at_the_end(granularity=granularity)
         optimizer = StiffnessAdamW([p], lr=0.0, stiffness=1.0, weight_decay=0.0)
-        p.grad = upwards(p)
-        optimizer.step()
+        step_from(optimizer, p, upwards(p))
         first = optimizer.state[p]["reference"]
         p.codes[1, 3] = p.format.max_code
         optimizer.step()
@@ -51,8 +51,7 @@ def test_widening_is_right_on_average() -> None:
     p = fm.FP8Parameter.from_codes(codes, torch.ones(512, 1), fmt, requires_grad=True)
     before = p.dequantize()
     optimizer = StiffnessAdamW([p], lr=0.0, weight_decay=0.0, writeback="stochastic")
-    p.grad = upwards(p)
-    optimizer.step()
+    step_from(optimizer, p, upwards(p))
     after = p.dequantize()
     assert optimizer.widened_scales == 512
     change = (after - before)[:, 1:]
@@ -74,8 +73,7 @@ def test_a_nan_code_is_not_an_end() -> None:
     p = at_the_end("E4M3")
     p.codes[2, 2] = 0x7F
     optimizer = StiffnessAdamW([p], lr=0.0, weight_decay=0.0)
-    p.grad = upwards(p)
-    optimizer.step()
+    step_from(optimizer, p, upwards(p))
     assert optimizer.widened_scales == 0
     assert p.codes[2, 2] == 0x7F
 

@@ -114,7 +114,6 @@ def test_what_layers_are_made_as_comes_back(maker: Any, tmp_path: Path) -> None:
 def test_a_model_is_read_in_the_dtype_asked_for(
     maker: Any, storage: Any, saved: torch.dtype, wanted: torch.dtype, tmp_path: Path
 ) -> None:
-    """The same codes at the same scales, which appear as what everything else is."""
     model = quantize_model(maker().to(saved), {"*": "E4M3"}, storage, tied="leave")
     huggingface.attach(model).save_pretrained(tmp_path)
     other = read(tmp_path, dtype=wanted)
@@ -233,7 +232,6 @@ def test_layers_are_placed_by_accelerate(device_map: Any, tmp_path: Path) -> Non
 
 
 def test_what_is_saved_is_what_the_model_is_now(tmp_path: Path) -> None:
-    """Layers that were dequantised or quantised after it was attached."""
     model = huggingface.attach(quantize_model(llama(), {"*": "none", "mlp": "E4M3"}, "fp8"))
     quantize_model(model, {"*": "none", "q_proj": "E5M2"}, "fp8")
     model.save_pretrained(tmp_path / "more")

@@ -129,7 +129,6 @@ def test_accelerate_writes_and_reads_a_model(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("optimizer", ["8bit", "residual8", "momentum"])
 def test_accelerate_goes_on_to_the_same_bits(optimizer: str, tmp_path: Path) -> None:
-    """Two steps after what was saved, and two after what was loaded into a model and an optimizer made anew."""
     import accelerate
 
     options: Any = {"moments": "8bit"} if optimizer == "8bit" else {"writeback": optimizer}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rank_cases import batch, loss_of, model, refusal, stored
+from rank_cases import batch, loss_of, model, refusal, stored, synced, train_on
 from rank_pool import Pool
 from test_ranks_fsdp import sharded
 from torch import Tensor, nn
@@ -97,8 +97,7 @@ def test_what_differs_is_refused_in_every_process(pair: Pool, name: str, shards:
 
 def refused_alone() -> tuple[str, str]:
     """An option out of range, and a sparse gradient, in one process only: the other does not wait."""
-    net = matrices()
-    fm.distributed.sync(net)
+    net = synced(matrices())
     optimizer = fm.optim.StiffnessMuon([{"params": list(net.parameters())}], lr=0.01)
     with_gradients(net)
     sparse = next(net.parameters())
@@ -121,8 +120,7 @@ def test_a_refusal_in_one_process_ends_the_step_in_all(pair: Pool) -> None:
 
 def of_another_state(kind: str) -> str:
     """States of the same length whose averages differ; a remainder that one process lacks."""
-    net = model(keep_remainder=kind == "remainder")
-    fm.distributed.sync(net)
+    net = synced(model(keep_remainder=kind == "remainder"))
     options: dict[str, Any] = {"lr": 0.01, "writeback": "residual8" if kind == "remainder" else "stochastic"}
     optimizer = fm.optim.StiffnessAdamW(net.parameters(), **options)
     if kind == "remainder":
@@ -149,15 +147,12 @@ def test_loaded_states_and_remainders_are_compared(pair: Pool, kind: str) -> Non
 
 def loaded_everywhere() -> list[Tensor]:
     """The same state in all processes goes on; the comparison is made once more, by all of them."""
-    net = model()
-    fm.distributed.sync(net)
+    net = synced(model())
     optimizer = fm.optim.StiffnessAdamW(net.parameters(), lr=0.01)
     for step in range(4):
         if step == 2:
             optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        optimizer.zero_grad()
-        loss_of(net, batch(step)).backward()
-        optimizer.step()
+        train_on(net, optimizer, batch(step))
     return [p.detach().clone() for p in net.parameters() if not isinstance(p, fm.FP8Tensor)]
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from family_cases import VALID, make
 from laws import each
 from optimizer_cases import bits_of, frozen
-from rank_cases import batch, loss_of, model, refusal, seeds, stored
+from rank_cases import batch, loss_of, model, refusal, seeds, stored, synced, train_on
 from rank_pool import Pool
 from tensor_cases import parameter
 from test_ranks_fsdp import BORDER, near_the_border
@@ -75,9 +75,7 @@ def started_by_ddp(storage: str) -> Any:
         assert all(p.detach().shape == p.shape for p in net.parameters())
     optimizer = fm.optim.StiffnessAdamW(net.parameters(), lr=0.01)
     for step in range(2):
-        optimizer.zero_grad()
-        loss_of(wrapped, batch(step, rank)).backward()
-        optimizer.step()
+        train_on(wrapped, optimizer, batch(step, rank))
     return stored(net)
 
 
@@ -169,8 +167,7 @@ def test_without_processes_there_is_nothing_to_sync() -> None:
 
 
 def changed_after_the_start(name: str) -> str:
-    net = model()
-    fm.distributed.sync(net)
+    net = synced(model())
     if dist.get_rank() == 1:
         p = dict(net.named_parameters())[name]
         if isinstance(p, fm.FP8Tensor):
@@ -201,8 +198,7 @@ def backward_beside(wrapped: Any, alone: nn.Module, step: int) -> None:
 def trained(name: str, writeback: str, moments: str, granularity: str, border: bool = False, **more: Any) -> Any:
     """Ranks under DDP, and in each of them one process that steps the averaged gradients."""
     rank = dist.get_rank()
-    net = model(granularity, seed=rank, keep_remainder=True)
-    fm.distributed.sync(net)
+    net = synced(model(granularity, seed=rank, keep_remainder=True))
     alone = copy.deepcopy(net)
     wrapped = DistributedDataParallel(net, init_sync=False)
     options = {"writeback": writeback, "moments": moments, "refresh_every": 2, **more}
@@ -277,8 +273,7 @@ def test_tensors_that_dither_do_so_in_every_process(pool: Pool) -> None:
 
 def with_nan_in_one(on_nonfinite: str, kind: str) -> Any:
     """A gradient that is not finite in the last rank only, and no averaging that would spread it."""
-    net = model()
-    fm.distributed.sync(net)
+    net = synced(model())
     optimizer = make(kind, net.parameters(), on_nonfinite=on_nonfinite)
     before, said = stored(net), ""
     for step in range(2):
@@ -309,8 +304,7 @@ def magnitudes(scale: str) -> Any:
     gradient = {"gradient": fm.OperandSpec(**operand)}
     spec = fm.LayerSpec("E4M3", activation=fm.OperandSpec("E4M3", policy="delayed", history=4), **gradient)
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    net = fm.quantize_model(model(storage="float"), spec, "fp8", seed=3)
-    fm.distributed.sync(net)
+    net = synced(fm.quantize_model(model(storage="float"), spec, "fp8", seed=3))
     wrapped = DistributedDataParallel(net, init_sync=False)
     seen = []
     for step in range(3):
@@ -357,8 +351,7 @@ def remembered(net: nn.Module) -> dict[str, bytes]:
 def with_other_layers(spec: str, each: list[str]) -> Any:
     """What is said where ranks run these layers, or else what they remember."""
     rank = dist.get_rank()
-    net = fm.quantize_model(Choosing(), fm.LayerSpec(**{"weight": "E4M3", **SHARED[spec]}), storage="master")
-    fm.distributed.sync(net)
+    net = synced(fm.quantize_model(Choosing(), fm.LayerSpec(**{"weight": "E4M3", **SHARED[spec]}), storage="master"))
     wrapped = DistributedDataParallel(net, init_sync=False, find_unused_parameters=True)
     wrapped(batch(0, rank), "first second").square().sum().backward()
     before = remembered(net)
@@ -390,8 +383,7 @@ def test_ranks_that_leave_out_the_same_layers_share_scales(pair: Pool, spec: str
 
 
 def of_other_sizes() -> str:
-    net = nn.Sequential(fm.Scale("E4M3", "channel", "delayed"))
-    fm.distributed.sync(net)
+    net = synced(nn.Sequential(fm.Scale("E4M3", "channel", "delayed")))
     return refusal(lambda: net(batch(0)[: 2 + dist.get_rank()]))
 
 
@@ -433,8 +425,7 @@ MOVES: dict[str, Any] = {
 def moved_after_the_start(storage: str, move: str, differs: bool) -> Any:
     """A model that is moved between ``sync`` and its first step is the same model still, in step with its replicas."""
     rank = dist.get_rank()
-    net = model(seed=rank, storage=storage)
-    fm.distributed.sync(net)
+    net = synced(model(seed=rank, storage=storage))
     MOVES[move](net)
     optimizer = fm.optim.StiffnessAdamW([net[0].weight, net[4].weight], lr=0.01)
     if differs and rank:
@@ -464,8 +455,7 @@ def test_replicas_that_differ_after_a_move_are_named(pair: Pool) -> None:
 
 
 def whose_model_is_gone() -> int:
-    net = model()
-    fm.distributed.sync(net)
+    net = synced(model())
     copied = copy.deepcopy(net)
     assert not ranks_of(copied.parameters())
     assert len(ranks_of(net.parameters())) == 1
@@ -482,8 +472,7 @@ def test_nothing_keeps_a_model_alive(pair: Pool) -> None:
 def with_uneven_inputs(scales: str, **options: Any) -> tuple[str, int, Any]:
     """What is said where a process has a batch less than another, the steps until then, and the weights."""
     activation: Any = None if scales == "none" else {"format": "E4M3", "policy": scales}
-    net = fm.quantize_model(model(storage="float"), fm.LayerSpec("E4M3", activation=activation), "fp8")
-    fm.distributed.sync(net)
+    net = synced(fm.quantize_model(model(storage="float"), fm.LayerSpec("E4M3", activation=activation), "fp8"))
     fm.distributed.sync(net)
     wrapped = DistributedDataParallel(net, init_sync=False)
     optimizer = fm.optim.StiffnessAdamW(net.parameters(), lr=0.01)
@@ -491,9 +480,7 @@ def with_uneven_inputs(scales: str, **options: Any) -> tuple[str, int, Any]:
     def run() -> None:
         with Join([wrapped], **options):
             for step in range(2 + dist.get_rank()):
-                optimizer.zero_grad()
-                loss_of(wrapped, batch(step)).backward()
-                optimizer.step()
+                train_on(wrapped, optimizer, batch(step))
 
     said = refusal(run)
     steps = next((int(state["step"]) for state in optimizer.state.values()), 0)
@@ -524,8 +511,7 @@ def test_one_process_joins_itself() -> None:
 def sharded_state(name: str, writeback: str, moments: str) -> Any:
     """Each rank steps some of the parameters and sends them; one process steps them all."""
     rank = dist.get_rank()
-    net = model(seed=rank)
-    fm.distributed.sync(net)
+    net = synced(model(seed=rank))
     alone = copy.deepcopy(net)
     wrapped = DistributedDataParallel(net, init_sync=False)
     options = {"writeback": writeback, "moments": moments, "lr": 0.01}
@@ -575,8 +561,7 @@ def test_buckets_of_floats_are_refused(pair: Pool) -> None:
 def with_one_parameter(what: str) -> Any:
     """Two ranks and one parameter: one of them steps it, the other agrees on the step and receives it."""
     rank, gradient = dist.get_rank(), torch.full((8, 64), 0.5)
-    net = fm.quantize_model(nn.Sequential(nn.Linear(64, 8, bias=False)), "E4M3", "fp8", seed=rank)
-    fm.distributed.sync(net)
+    net = synced(fm.quantize_model(nn.Sequential(nn.Linear(64, 8, bias=False)), "E4M3", "fp8", seed=rank))
     alone = copy.deepcopy(net)
     options = {"lr": 0.01, "on_nonfinite": "raise" if what == "raises" else "skip"}
     optimizer = ZeroRedundancyOptimizer(net.parameters(), optimizer_class=fm.optim.StiffnessAdamW, **options)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from laws import each
-from optimizer_cases import through_disk
+from optimizer_cases import step_from, through_disk
 from surgery_models import bits
 from torch import Tensor, nn
 
@@ -129,8 +129,7 @@ def test_experts_step_as_the_rows_that_they_are(options: Any) -> None:
     for step in range(4):
         gradient = torch.randn(3, 4, 32, generator=torch.Generator().manual_seed(step))
         for parameter, optimizer in zip((own, flat), steppers, strict=True):
-            parameter.grad = gradient.view(parameter.shape)
-            optimizer.step()
+            step_from(optimizer, parameter, gradient.view(parameter.shape))
     assert torch.equal(own.codes.view(12, 32), flat.codes)
     assert torch.equal(own.scale.view(12, 1), flat.scale)
     assert not torch.equal(own.dequantize(), weight)

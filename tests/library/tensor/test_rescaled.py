@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from laws import each
-from optimizer_cases import normal
+from optimizer_cases import normal, step_from
 from torch import Tensor
 
 import fp8manifold as fm
@@ -34,8 +34,7 @@ def whole(p: fm.FP8Tensor, left: Tensor) -> Tensor:
 
 
 def step(p: fm.FP8Parameter, optimizer: Any, seed: int) -> None:
-    p.grad = normal(64, 64, seed=seed, std=0.1)
-    optimizer.step()
+    step_from(optimizer, p, normal(64, 64, seed=seed, std=0.1))
 
 
 def step_of_chart(p: fm.FP8Tensor) -> Tensor:
@@ -122,8 +121,7 @@ def test_a_scale_that_the_sum_does_not_fit_is_refused() -> None:
     """The largest weight is the format's, and more than that with its residual."""
     p = fm.FP8Parameter(torch.full((4, 4), 224.0), "E4M3", granularity="tensor", scale=1.0)
     optimizer = StiffnessAdamW([p], 2.0, weight_decay=0.0, writeback="residual8")
-    p.grad = -torch.ones(4, 4)
-    optimizer.step()
+    step_from(optimizer, p, -torch.ones(4, 4))
     assert p.tolist() == [[224.0] * 4] * 4
     before = whole(p, optimizer.state[p]["residual"])
     with pytest.raises(ValueError, match="scale is too narrow: a stored value of 226"):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from laws import each
-from optimizer_cases import frozen, normal, snapshot, with_factors
+from optimizer_cases import frozen, normal, snapshot, step_from, with_factors
 from paths import PATHS, by
 from tensor_cases import same_store
 from torch import Tensor, nn
@@ -153,8 +153,7 @@ def test_a_square_widens_as_a_whole(columns: int, writeback: str, path: str) -> 
     p = fm.FP8Parameter.from_codes(codes, torch.ones(2, 2), fmt, block_size=(128, 128), requires_grad=True, seed=2)
     before = p.dequantize()
     optimizer = by(path, optim.StiffnessAdamW([p], lr=0.0, weight_decay=0.0, writeback=writeback))
-    p.grad = torch.ones(200, columns)
-    optimizer.step()
+    step_from(optimizer, p, torch.ones(200, columns))
     assert p.scale.tolist() == [[1.0, 1.0], [2.0, 1.0]]
     assert optimizer.widened_scales == 1
     after = p.dequantize()
@@ -167,8 +166,7 @@ def test_what_a_widened_square_rounds_is_right_on_average() -> None:
     p = fm.FP8Parameter.from_codes(codes, torch.ones(2, 2), "E4M3", block_size=(128, 128), requires_grad=True, seed=2)
     before = p.dequantize()
     optimizer = optim.StiffnessAdamW([p], lr=0.0, weight_decay=0.0)
-    p.grad = torch.ones(256, 256)
-    optimizer.step()
+    step_from(optimizer, p, torch.ones(256, 256))
     inside, rest = p.dequantize()[:128, :128].flatten()[1:], p.dequantize()[128:]
     assert torch.equal(rest, before[128:])
     assert set((inside / before[0, 1]).tolist()) == {0.0, 2.0}

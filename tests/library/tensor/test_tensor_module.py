@@ -239,13 +239,6 @@ def test_checkpointed_activations() -> None:
     assert torch.equal(net.first.weight.grad, again.first.weight.grad)  # type: ignore[arg-type]
 
 
-def test_a_layer_that_is_cast_under_autocast_has_codes_of_its_own() -> None:
-    layer = fm.quantize_model(nn.Sequential(nn.Linear(8, 4)), storage="fp8", keep_remainder=True)[0]
-    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        layer.to(torch.bfloat16).weight.mul_(0.5)
-    assert layer.weight.dtype is torch.bfloat16
-
-
 def test_a_layer_is_not_moved_while_a_graph_holds_its_weight() -> None:
     """In one line, with nothing of the layer changed; after the backward pass it moves."""
     layer = fm.quantize_model(nn.Sequential(nn.Linear(8, 4)), storage="fp8")[0]

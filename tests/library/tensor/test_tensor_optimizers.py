@@ -6,7 +6,7 @@ from typing import Any
 import geoopt
 import pytest
 import torch
-from optimizer_cases import normal
+from optimizer_cases import normal, step_from
 from tensor_cases import Net, loss_of, parameter, train
 from torch import Tensor, optim
 
@@ -100,8 +100,7 @@ def test_geoopt_steps_as_on_the_grid_of_floats() -> None:
     optimizers = [geoopt.optim.RiemannianAdam([x], lr=0.5) for x in (p, q)]
     for step in range(5):
         for x, optimizer in zip((p, q), optimizers, strict=True):
-            x.grad = normal(4, 64, seed=step)
-            optimizer.step()
+            step_from(optimizer, x, normal(4, 64, seed=step))
         manifold.counter += 1  # copying into codes is a write as well, if one that moves nothing
         assert torch.equal(p.dequantize(), q.detach().as_subclass(Tensor))
     assert int(p.counter) == int(manifold.counter) == 10
