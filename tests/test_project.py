@@ -63,3 +63,21 @@ def test_one_version_everywhere() -> None:
     newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert newest is not None
     assert newest[1] == version
+
+
+def test_a_missing_package_is_the_markers_business() -> None:
+    """`pytest -m extra` finds what is marked; what a test asks for itself is in no extra of the tests, or torch's."""
+    asked = r'importorskip\(\s*"(\w+)'
+    found = {name for path in (ROOT / "tests").rglob("*.py") for name in re.findall(asked, path.read_text("utf-8"))}
+    assert found == {"build", "sdnq", "triton"}
+
+
+def test_a_package_in_the_way_of_the_default_tests_is_marked() -> None:
+    """Of a package that only `test-all` brings, every import at a test module's top level would stop collecting."""
+    only = {"datasets", "diffusers", "lightning", "matplotlib", "nngeometry", "optimi", "peft", "PIL", "ray", "sklearn"}
+    only |= {"sphinx", "tensorboard", "trl", "wandb"}
+    marked = r"mark\.extra\(([^*)]*)\)"
+    names = [re.findall(marked, path.read_text("utf-8")) for path in (ROOT / "tests").rglob("test_*.py")]
+    assert {name.strip('" ') for found in names for given in found for name in given.split(",")} <= only
+    imports = re.compile(rf"^(?:import|from) (?:{'|'.join(sorted(only))})\b", re.MULTILINE)
+    assert [path.name for path in (ROOT / "tests").rglob("*.py") if imports.search(path.read_text("utf-8"))] == []
