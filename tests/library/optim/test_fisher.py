@@ -115,7 +115,7 @@ def test_direction_averages_and_decays() -> None:
 def test_other_parameters_take_the_step_of_stiffness_adamw(storage: str) -> None:
     """Bias, norm, embedding, and a linear layer that is too wide for its group."""
     ours, theirs = tagger(storage), tagger(storage)
-    shared: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "seed": 3, "stiffness": 0.5}
+    shared: dict[str, Any] = {"lr": 0.02, "betas": (0.9, 0.95), "weight_decay": 0.1, "seed": 3, "stiffness": 0.5}
     groups = [{"params": [p for n, p in ours.named_parameters() if n != "head.weight"], "max_features": 11}]
     optimizer = FisherNaturalGradient([*groups, {"params": [ours.head.weight]}], ours, [batch()], **shared)
     reference = StiffnessAdamW(theirs.parameters(), **shared)

@@ -102,7 +102,7 @@ def test_one_step_by_the_definition() -> None:
     """SGD in float32 scalars, then the draws of seed, step, stream and position."""
     p = nn.Parameter(normal(3, 40).bfloat16())
     start, gradient = p.detach().float(), normal(3, 40, seed=1).bfloat16()
-    optimizer = optim.StiffnessSGD([p], lr=1e-3, seed=5)
+    optimizer = optim.StiffnessSGD([p], lr=1e-3, momentum=0.9, seed=5)
     step_from(optimizer, p, gradient)
     draws = fm.random_bits(120, seed=5, step=1, stream=optimizer.state[p]["stream"]).tolist()
     asked = (start.numpy() - gradient.float().numpy() * np.float32(1e-3)).reshape(-1).tolist()

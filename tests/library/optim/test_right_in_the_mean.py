@@ -108,7 +108,7 @@ WRITTEN: dict[str, Any] = {"writeback": "stochastic"}
 #: a decay of 0.005 a step
 DECAYING: dict[str, tuple[Any, dict[str, Any]]] = {
     "StiffnessAdamW": (optim.StiffnessAdamW, {}),
-    "StiffnessSGD": (optim.StiffnessSGD, {}),
+    "StiffnessSGD": (optim.StiffnessSGD, {"momentum": 0.9}),
     "StiffnessLion": (optim.StiffnessLion, {}),
     "StiffnessMuon": (optim.StiffnessMuon, {"ns_steps": 1}),
     "StiffnessMuon, adam": (optim.StiffnessMuon, {"direction": "adam"}),

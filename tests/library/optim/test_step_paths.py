@@ -90,7 +90,11 @@ CASES: dict[str, Case] = {
         {"lr": 0.01, "writeback": "residual8", "stiffness": 1.0},
     ),
     "adamw bfloat16": (ADAMW, lambda: of_codes(dtype=torch.bfloat16), {"lr": 0.01, "moments": "bfloat16", **DECAY}),
-    "sgd, 8 bits": ("StiffnessSGD", of_codes, {"lr": 0.1, "moments": "8bit", "stiffness": 2.0, **DECAY}),
+    "sgd, 8 bits": (
+        "StiffnessSGD",
+        of_codes,
+        {"lr": 0.1, "momentum": 0.9, "moments": "8bit", "stiffness": 2.0, **DECAY},
+    ),
     "lion, 8 bits": (LION, lambda: of_codes("E5M2FNUZ"), {"lr": 0.01, "moments": "8bit", **DECAY}),
     "riemannian adam, 8 bits": ("RiemannianAdam", of_codes, {"lr": 1.7, "writeback": "stochastic", "moments": "8bit"}),
     "axes beyond two and single rows": (

@@ -111,8 +111,10 @@ def test_the_model_is_the_one_that_others_decode(published: Get, name: str, tmp_
 
 OPTIMIZERS: dict[str, Callable[[Any, float], Any]] = {
     "muon": lambda m, lr: fm.optim.StiffnessMuon.for_model(m, lr=lr, other_lr=lr, weight_decay=0.0, moments="8bit"),
-    "adamw": lambda m, lr: fm.optim.StiffnessAdamW(m.parameters(), lr=lr),
-    "adamw residual": lambda m, lr: fm.optim.StiffnessAdamW(m.parameters(), lr=lr, writeback="residual8"),
+    "adamw": lambda m, lr: fm.optim.StiffnessAdamW(m.parameters(), lr=lr, weight_decay=0.0),
+    "adamw residual": lambda m, lr: fm.optim.StiffnessAdamW(
+        m.parameters(), lr=lr, weight_decay=0.0, writeback="residual8"
+    ),
     "lion": lambda m, lr: fm.optim.StiffnessLion(m.parameters(), lr=lr),
     "sgd": lambda m, lr: fm.optim.StiffnessSGD(m.parameters(), lr=300 * lr, momentum=0.9),
     "madam": lambda m, lr: fm.optim.Madam(m.parameters(), lr=lr, float_lr=lr),
