@@ -93,7 +93,7 @@ COLUMNS = (
         numeric=False,
     ),
     Column(
-        *("lr", lambda r: ", ".join(f"{rate:g}" for rate in _rates(r)) or NOTHING),
+        *("lr", lambda r: format_rates(r)),
         {"lr": lambda r: " ".join(f"{rate:g}" for rate in _rates(r))},
         goes=8,
         optional=True,
@@ -254,6 +254,11 @@ def format_figure(value: Figure | None) -> str:
     if value is None:
         return NOTHING
     return f"{value.mean:.3f}" + (f" ± {value.spread:.3f}" if value.spread is not None else "")
+
+
+def format_rates(result: Result) -> str:
+    """Format the learning rates of the row's runs, in the unit of their optimizer."""
+    return ", ".join(f"{rate:g}" for rate in _rates(result)) or NOTHING
 
 
 def _rates(result: Result) -> list[float]:

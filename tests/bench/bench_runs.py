@@ -1,6 +1,7 @@
 """What tests of runs share: a trainer without its loop, and what a run has recorded."""
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.data.batches import open_corpus
+from nanogpt_bench.loop.train import run
 from nanogpt_bench.loop.trainer import Trainer
 from nanogpt_bench.setup.resolve import Resolved, resolve
 from nanogpt_bench.system.ranks import ALONE, Ranks
@@ -29,3 +31,19 @@ def train(trainer: Trainer, steps: int) -> list[float]:
 
 def recorded(run_dir: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / name).read_text(encoding="utf-8").splitlines()]
+
+
+def records_of(config: Config, run_dir: Path, **more: Any) -> list[dict[str, Any]]:
+    run(config, run_dir, **more)
+    return recorded(run_dir)
+
+
+def summary_of(run_dir: Path) -> dict[str, Any]:
+    return dict(json.loads((run_dir / "summary.json").read_text()))
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 240.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "nothing happened in time"
+        time.sleep(0.1)

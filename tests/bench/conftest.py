@@ -101,6 +101,11 @@ def _forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_module, "CONTEXT", "fork")
 
 
+@pytest.fixture
+def _no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nanogpt_bench.report.write_figures", lambda *_: None)
+
+
 #: what a run may store its weights as
 KINDS = {
     "float": {},

@@ -6,12 +6,12 @@ import json
 import os
 import signal
 import sys
-import time
 from collections import deque
 from pathlib import Path
 
 import forked
 import pytest
+from bench_runs import summary_of, wait_until
 
 from nanogpt_bench.cli import main
 from nanogpt_bench.config.rules import RULES, Rule
@@ -172,11 +172,11 @@ def test_a_comparison_from_start_to_report(run_cli, tmp_path, text_file, monkeyp
     assert (manifest["mode"], manifest["baseline"]) == ("compare", "bf16-mixed")
     assert {run["status"] for run in manifest["runs"]} == {"finished"}
     # The folder alone tells the same story again.
+    monkeypatch.setattr("nanogpt_bench.report.write_figures", lambda *_: None)
     report([out], out=tmp_path / "again")
     again, own = ((folder / "results.csv").read_text().splitlines() for folder in (tmp_path / "again", out))
     assert sorted(again) == sorted(own)
     # And against another row: nothing is trained again.
-    monkeypatch.setattr("nanogpt_bench.report.write_figures", lambda *_: None)
     code, _, errors = run_cli(*options, *small, "--reference", "fp23")
     assert (code, "did you mean 'fp32'" in errors) == (2, True)
     assert run_cli(*options, *small, "--reference", "fp32")[0] == 0
@@ -197,9 +197,8 @@ def test_a_comparison_from_start_to_report(run_cli, tmp_path, text_file, monkeyp
         }
 
 
-@pytest.mark.usefixtures("_forked_workers")
-def test_every_row_takes_two_steps_on_every_processor(run_cli, tmp_path, corpus_dir, products, monkeypatch):
-    monkeypatch.setattr("nanogpt_bench.report.write_figures", lambda *_: None)
+@pytest.mark.usefixtures("_forked_workers", "_no_figures")
+def test_every_row_takes_two_steps_on_every_processor(run_cli, tmp_path, corpus_dir, products):
     small = ("--data.dir", str(corpus_dir), "--model.n_layer", "1", "--model.n_embd", "32", "--model.block_size", "16")
     code, _, errors = run_cli(*small, "--max-steps", "2", "--out", "out")
     assert code == 0, errors
@@ -214,11 +213,11 @@ def test_ctrl_c_stops_the_workers_and_reports_what_there_is(tmp_path, corpus_dir
     group = forked.start(tmp_path, lambda: main(line), own_group=True)
     try:
         metrics = tmp_path / "out" / "bf16-mixed-seed=42" / "metrics.jsonl"
-        _wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3)
+        wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3)
         os.killpg(group, signal.SIGINT)  # as a terminal does: to the whole group
         assert forked.finish(group) == 75, forked.said(tmp_path)
         assert str(Path("out") / "report.html") in forked.said(tmp_path).strip().splitlines()[-2:]
-        summary = json.loads((tmp_path / "out" / "bf16-mixed-seed=42" / "summary.json").read_text())
+        summary = summary_of(tmp_path / "out" / "bf16-mixed-seed=42")
         assert summary["status"] == "stopped"
         table = {line["run"]: line for line in read_table(tmp_path / "out")}
         assert table["bf16-mixed"]["verdict"].startswith("stopped at step")
@@ -227,13 +226,6 @@ def test_ctrl_c_stops_the_workers_and_reports_what_there_is(tmp_path, corpus_dir
             os.killpg(group, 0)  # nobody of the group is left
     finally:
         forked.kill_group(group)
-
-
-def _wait_until(condition, seconds: float = 240.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "nothing happened in time"
-        time.sleep(0.1)
 
 
 def test_the_command_that_goes_on_says_where(run_cli, monkeypatch) -> None:

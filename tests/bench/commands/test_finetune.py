@@ -1,6 +1,5 @@
 """Fine-tuning of pretrained models: the loop, checkpoints and memory of `run`, and models that others can read."""
 
-import json
 import re
 import shlex
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from typing import Any
 import causal_models
 import pytest
 import torch
-from bench_runs import recorded, trainer_of
+from bench_runs import recorded, summary_of, trainer_of
 
 import fp8manifold as fm
 from nanogpt_bench.cli import main
@@ -114,10 +113,7 @@ def test_steps_in_the_backward_pass_are_those_after_it(settings: Settings, tmp_p
         for key in ours.keys() & {"stall/arrived", "stall/update_lost"}:
             assert theirs[key] == pytest.approx(ours[key], rel=1e-12)
         assert "grad/norm" not in theirs
-    peaks = [
-        json.loads((tmp_path / name / "summary.json").read_text())["gradient_peak_bytes"]
-        for name in ("after", "within")
-    ]
+    peaks = [summary_of(tmp_path / name)["gradient_peak_bytes"] for name in ("after", "within")]
     assert peaks == [4 * 19616, 4 * 64 * 32]
 
 
@@ -181,7 +177,7 @@ def test_the_command_trains_says_its_memory_and_saves(
     said = capsys.readouterr().out
     assert "memory: weights and state" in said
     assert "float32 AdamW by arithmetic: 0.3 MiB" in said
-    loss = json.loads((tmp_path / "runs" / "finetune" / "summary.json").read_text())["final_val_loss"]
+    loss = summary_of(tmp_path / "runs" / "finetune")["final_val_loss"]
     again = load_config(
         find_config("finetune"),
         [*options, "--model.pretrained=./saved", f"--data.dir={law}", "--rule=fp32", "--model.format=null"],

@@ -1,6 +1,5 @@
 """`finetune --save`: every kind of layer is written, and what would be in the way of it is said before the training."""
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 import causal_models
 import pytest
 import torch
+from bench_runs import summary_of
 
 from nanogpt_bench import checkpoint
 from nanogpt_bench.cli import main
@@ -56,7 +56,7 @@ def test_every_kind_of_layer_is_saved(
     monkeypatch.chdir(tmp_path)
     words = prepared(tmp_path, text_file, kind, tied=tied)
     assert main([*words, *more, "--rule", rule, "--train.precision", "float32", "--save", "saved"]) == 0
-    loss = json.loads((tmp_path / "runs" / "finetune" / "summary.json").read_text())["final_val_loss"]
+    loss = summary_of(tmp_path / "runs" / "finetune")["final_val_loss"]
     for cache in (outline, settings_of, stored_of):  # of another case's folder "saved"
         cache.cache_clear()
     again = load_config(

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from nanogpt_bench.config.schema import Config
 from nanogpt_bench.report.results import measure
 from nanogpt_bench.report.rows import Row
 from nanogpt_bench.report.tables import WIDEST, to_markdown, to_text
@@ -16,7 +15,6 @@ from nanogpt_bench.sweep.workers import check_workers
 from nanogpt_bench.system.errors import BenchError
 
 Refused = Callable[..., str]
-Tiny = Callable[..., Config]
 
 
 def test_one_core_takes() -> None:

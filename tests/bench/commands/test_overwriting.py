@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from damages import GARBAGE, Damage, contents, gone, text
 from laws import each
 
 from nanogpt_bench.cli import main
@@ -17,10 +18,6 @@ from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.files import locked
 
 Refused = Callable[..., str]
-
-
-def contents(root: Path) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
 
 def own_tokens(folder: Path) -> Path:
@@ -35,39 +32,14 @@ def prepare(text: Path, out: Path) -> list[str]:
     return ["prepare", "text", "--input", str(text), "--out", str(out)]
 
 
-def _none(folder: Path) -> None:
-    (folder / "meta.json").unlink()
-
-
-def _other_meta(folder: Path) -> None:
-    (folder / "meta.json").write_text('{"vocab_size": 65}')
-
-
-def _cut_meta(folder: Path) -> None:
-    text = (folder / "meta.json").read_text()
-    (folder / "meta.json").write_text(text[: len(text) // 2])
-
-
-def _other_tokens(folder: Path) -> None:
-    np.arange(1000, dtype=np.uint16).tofile(folder / "val.bin")
-
-
-def _labels(folder: Path) -> None:
-    (folder / "train.labels.bin").write_bytes(b"mine")
-
-
-def _folder(folder: Path) -> None:
-    (folder / "val.bin").unlink()
-    (folder / "val.bin").mkdir()
-
-
-CHANGES = {
-    "'train.bin' without a meta.json": _none,
-    "'train.bin' with a meta.json that can't be read": _other_meta,
-    "'train.bin' with a meta.json that can't be read,": _cut_meta,
-    "'val.bin' with another sha256 than its meta.json gives": _other_tokens,
-    "'train.labels.bin', of which its meta.json does not know": _labels,
-    "'val.bin', no ordinary file": _folder,
+#: what is said of a folder, the file that is changed in it, and how
+CHANGES: dict[str, tuple[str, Damage]] = {
+    "'train.bin' without a meta.json": ("meta.json", gone()),
+    "'train.bin' with a meta.json that can't be read": ("meta.json", text('{"vocab_size": 65}')),
+    "'train.bin' with a meta.json that can't be read,": ("meta.json", GARBAGE["half"]),
+    "'val.bin' with another sha256 than its meta.json gives": ("val.bin", GARBAGE["zeros"]),
+    "'train.labels.bin', of which its meta.json does not know": ("train.labels.bin", Path.touch),
+    "'val.bin', no ordinary file": ("val.bin", GARBAGE["folder"]),
 }
 
 
@@ -79,7 +51,8 @@ def test_prepare_replaces_what_it_made_and_nothing_else(
     shutil.copytree(corpus_dir, folder)
     assert main(prepare(text_file, folder)) == 0
     assert json.loads((folder / "meta.json").read_text())["tokenizer"] == "byte"
-    CHANGES[what](folder)
+    name, damage = CHANGES[what]
+    damage(folder / name)
     before = contents(folder)
     assert f"--out {str(folder)!r} holds {what}" in refused(*prepare(text_file, folder))
     assert contents(folder) == before
@@ -164,11 +137,6 @@ def test_what_a_command_wrote_it_writes_again(
     places = {"RUN": str(trained["float"]), "FILE": "x.json", "DIR": "dir", "SWEEP": "sweep"}
     for _ in range(2):
         assert main([places.get(word, word) for word in words.split()]) == 0
-
-
-@pytest.fixture
-def _no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nanogpt_bench.report.write_figures", lambda *_: None)
 
 
 def test_a_pipe_is_no_file_to_replace(trained: dict[str, Path], refused: Refused, tmp_path: Path) -> None:

@@ -122,11 +122,7 @@ def test_the_values_of_what_was_trained_in_codes_can_be_saved(words: Callable[[s
     finetune = [*words(FIVE), "--model.format", "null", "--rule", "stochastic"]
     assert main([*finetune, "--save", "saved"]) == 0
     assert main([*finetune, "--name", "finetune", "--resume", "--save", "floats", "--layout", "float"]) == 0
-    assert all(torch.equal(value, tensors("floats")[name]) for name, value in _decoded("saved").items())
-
-
-def _decoded(folder: str) -> dict[str, torch.Tensor]:
-    return fp8_served.decoded(Path(folder))
+    assert all(torch.equal(value, tensors("floats")[name]) for name, value in fp8_served.decoded(Path("saved")).items())
 
 
 REFUSED = {

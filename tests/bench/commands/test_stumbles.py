@@ -2,20 +2,18 @@
 
 import errno
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from bench_runs import Tiny
 
 from nanogpt_bench.cli import main
-from nanogpt_bench.config.schema import Config
 from nanogpt_bench.data.batches import load_corpus
 from nanogpt_bench.data.text import prepare_text, read_text
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.system.errors import BenchError
 
-Tiny = Callable[..., Config]
 SMALL = {"model.n_layer": 1, "model.n_head": 2, "model.n_embd": 16, "model.block_size": 8, "model.size": "null"}
 SMALL |= {"train.max_steps": 2, "eval.batches": 1, "eval.interval": 2}
 

@@ -1,23 +1,20 @@
 """`verify`: a run folder as it was written is whole; every damage is named, and what an interruption leaves is none."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from bench_runs import Tiny
 from damages import changed, cut, text
 from laws import each
 
 from nanogpt_bench.checkpoint import Contents, commit, step_file
 from nanogpt_bench.cli import main
 from nanogpt_bench.commands.verify import check_run
-from nanogpt_bench.config.schema import Config
 from nanogpt_bench.loop import train as loop
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.runs.read import AT_END, AT_START, SUMS
-
-Tiny = Callable[..., Config]
 
 
 @pytest.fixture(scope="module")
@@ -69,11 +66,6 @@ def test_a_folder_of_runs_stands_for_the_runs_in_it(folder: Path, capsys: pytest
     assert "other: whole, steps up to 6, 0 whole checkpoints\n  note: there are no checkpoints\n" in output
 
 
-def by_lines(data: bytes) -> bytes:
-    """The first lines of a file, so that what is left can be read; of a single line a part."""
-    return data[: data.index(b"\n", len(data) // 2) + 1] if data.count(b"\n") > 1 else data[:-2]
-
-
 def digit_changed(data: bytes) -> bytes:
     """A digit changed into its neighbour, so that whatever the file is it can still be read."""
     place = next(place for place in range(len(data) // 2, len(data)) if data[place : place + 1].isdigit())
@@ -81,7 +73,9 @@ def digit_changed(data: bytes) -> bytes:
 
 
 DAMAGES = {
-    "cut between lines": changed(by_lines),
+    "cut between lines": changed(
+        lambda data: data[: data.index(b"\n", len(data) // 2) + 1] if data.count(b"\n") > 1 else data[:-2]
+    ),
     "cut": changed(lambda data: data[: len(data) // 2]),
     "emptied": text(""),
     "a digit changed": changed(digit_changed),

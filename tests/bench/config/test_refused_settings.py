@@ -11,8 +11,8 @@ from laws import each
 
 from nanogpt_bench.config import conflicts
 from nanogpt_bench.config.keys import get
-from nanogpt_bench.config.rules import available_rules, rules_with_format
-from nanogpt_bench.config.schema import Config
+from nanogpt_bench.config.rules import RULES, available_rules
+from nanogpt_bench.config.schema import WITHOUT_FORMATS, Config
 from nanogpt_bench.config.settings import find_config, load_config, shipped_configs
 from nanogpt_bench.model.gpt import SIZES
 from nanogpt_bench.setup import pretrained
@@ -223,7 +223,7 @@ def test_what_excludes_each_other_is_refused_by_name_and_the_flags_that_are_advi
 @each("name", [name for name in shipped_configs() if name not in ("gpt2.yaml", "finetune.yaml")])
 def test_a_shipped_file_takes_any_rule_once_the_flags_that_are_advised_are_added(name: str) -> None:
     for rule in available_rules():
-        given = ["--rule", rule, *(["--model.format", "E4M3"] if rule in rules_with_format() else [])]
+        given = ["--rule", rule, *([] if RULES[rule].storage in WITHOUT_FORMATS else ["--model.format", "E4M3"])]
         for _ in range(6):
             try:
                 config = resolve(load_config(find_config(name), given))
@@ -256,7 +256,7 @@ def test_every_row_of_the_tables_refuses_something(monkeypatch: pytest.MonkeyPat
     there: set[tuple[str, int]] = set()
     fired: set[tuple[str, int]] = set()
 
-    def note(config: Config, rows: Iterable[conflicts.Row]) -> None:
+    def note(config: Config, rows: Iterable[conflicts.Conflict]) -> None:
         name = rows.__name__ if isinstance(rows, GeneratorType) else "as given"
         for place, (key, refused, _) in enumerate(rows):
             row = (name, 0 if name in ("_storages", "_options") else place)

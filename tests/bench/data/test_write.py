@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from damages import contents
 
 from nanogpt_bench.data.tokenizers import ByteTokenizer, Tokens
 from nanogpt_bench.data.write import write_corpus
@@ -46,16 +47,12 @@ def test_what_ends_it_leaves_what_was_there(tmp_path: Path, there_before: bool) 
     out = tmp_path / "out"
     if there_before:
         write(out)
-    before = dict(contents(tmp_path))
+    before = contents(tmp_path)
     with pytest.raises(KeyboardInterrupt):
         write(out, Failing(KeyboardInterrupt()))
     with pytest.raises(BenchError, match=r"--out '.*out' can't be written: No space left on device"):
         write(out, Failing(OSError(28, "No space left on device")))
-    assert dict(contents(tmp_path)) == before
-
-
-def contents(root: Path) -> Iterator[tuple[str, bytes]]:
-    return ((str(path), path.read_bytes()) for path in root.rglob("*") if path.is_file())
+    assert contents(tmp_path) == before
 
 
 def test_a_prepared_corpus_is_replaced(tmp_path: Path) -> None:
@@ -73,7 +70,7 @@ def test_what_is_in_the_way_or_too_short_is_named_and_left_alone(tmp_path: Path)
         write(tmp_path / "thesis.tex")
     with pytest.raises(BenchError, match="too short: its val split has 11 tokens, at least 65"):
         write_corpus(tmp_path / "o", {"train": ["x" * 99], "val": ["y" * 10]}, ByteTokenizer(), {}, progress=False)
-    assert dict(contents(tmp_path)) == {str(tmp_path / "thesis.tex"): b"precious"}
+    assert contents(tmp_path) == {"thesis.tex": b"precious"}
 
 
 def test_no_more_of_a_stream_is_taken_than_is_written(tmp_path: Path) -> None:

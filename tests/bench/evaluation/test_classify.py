@@ -2,14 +2,14 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from bench_runs import recorded
+from bench_runs import Tiny, recorded, summary_of
+from damages import put, signed
 from laws import each
 from torch import Tensor
 from torch.nn import functional
@@ -33,7 +33,6 @@ from nanogpt_bench.system.errors import BenchError
 
 SMALL = GPTShape(n_layer=2, n_head=2, n_embd=32, block_size=8, vocab_size=50, labels=5)
 FIGURES = ("val/micro_f1", "val/macro_f1", "val/r_precision")
-Tiny = Callable[..., Config]
 
 
 @pytest.fixture
@@ -178,7 +177,7 @@ def classified(tiny: Tiny, labelled_dir: Path, tmp_path_factory: pytest.TempPath
 def test_evaluate_measures_its_weights(classified: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     rows = evaluate_run(classified, formats=["E7M0", "none"])
     assert "had the val loss of the first row, to the bit" in capsys.readouterr().err
-    summary = json.loads((classified / "summary.json").read_text())
+    summary = summary_of(classified)
     assert [row.format for row in rows] == ["E4M3 (as trained)", "none", "E7M0"]
     assert rows[0].val_loss == summary["final_val_loss"]
     assert rows[0].of_labels == {key: summary[key] for key in ("micro_f1", "macro_f1", "r_precision")}
@@ -227,35 +226,15 @@ def _place(config: Config) -> tuple[Any, torch.device]:
     return open_corpus(config), torch.device("cpu")
 
 
-def other_labels(folder: Path, out: Path, change: Callable[[dict[str, Any]], object]) -> Path:
-    shutil.copytree(folder, out)
-    meta = json.loads((out / "meta.json").read_text())
-    change(meta)
-    (out / "meta.json").write_text(json.dumps(meta))
-    return out
-
-
-def flipped(folder: Path, out: Path) -> Path:
-    """The same documents with the opposite labels."""
-    from nanogpt_bench.system.files import sha256
-
-    shutil.copytree(folder, out)
-    meta = json.loads((out / "meta.json").read_text())
-    for split in ("train", "val"):
-        path = out / f"{split}.labels.bin"
-        path.write_bytes((1 - np.fromfile(path, np.uint8)).tobytes())
-        meta["splits"][split]["labels_sha256"] = sha256(path)
-    (out / "meta.json").write_text(json.dumps(meta))
-    return out
-
-
 def test_other_labels_are_another_corpus(classified: Path, classify: Tiny, labelled_dir: Path, tmp_path: Path) -> None:
     shutil.copytree(classified, tmp_path / "r")
-    other = flipped(labelled_dir, tmp_path / "flipped")
+    other, renamed = (Path(shutil.copytree(labelled_dir, tmp_path / name)) for name in ("flipped", "renamed"))
+    for path in other.glob("*.labels.bin"):
+        signed((1 - np.fromfile(path, np.uint8)).tobytes())(path)
     settings = {"rule": "stochastic", "model__format": "E4M3", "data__dir": other}
     with pytest.raises(BenchError, match="the corpus is not the one that the run was begun on"):
         run(classify(**settings), tmp_path / "r", resume=True)
-    renamed = other_labels(labelled_dir, tmp_path / "renamed", lambda meta: meta["labels"].reverse())
+    put("labels", json.loads((renamed / "meta.json").read_text())["labels"][::-1])(renamed / "meta.json")
     with pytest.raises(BenchError, match="was trained on other labels than those of"):
         evaluate_run(classified, overrides=["--data.dir", str(renamed)])
     (row,) = evaluate_run(classified, overrides=["--data.dir", str(other)])[:1]

@@ -7,20 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from bench_runs import Tiny, recorded, summary_of
 from laws import each
 
 from nanogpt_bench.checkpoint import step_file
 from nanogpt_bench.cli import main
-from nanogpt_bench.config.schema import Config
 from nanogpt_bench.data.text import prepare_text
 from nanogpt_bench.evaluation.weights import evaluate_run
 from nanogpt_bench.loop.train import run
-
-Tiny = Callable[..., Config]
-
-
-def summary(run_dir: Path) -> dict[str, object]:
-    return dict(json.loads((run_dir / "summary.json").read_text()))
 
 
 @each("kind", ["float", "one byte", "master copy", "bfloat16", "tied", "untied"])
@@ -28,7 +22,7 @@ def test_untouched_weights_have_the_loss_that_the_run_recorded(
     trained: dict[str, Path], kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = evaluate_run(trained[kind])
-    assert rows[0].val_loss == summary(trained[kind])["final_val_loss"]
+    assert rows[0].val_loss == summary_of(trained[kind])["final_val_loss"]
     assert rows[0].checkpoint == str(step_file(trained[kind], 6))
     assert "at step 6 had the val loss of the first row, to the bit" in capsys.readouterr().err
     assert [row.format for row in rows[1:]] == ([] if kind in ("float", "tied") else ["none"])
@@ -64,9 +58,7 @@ def test_an_earlier_checkpoint_and_the_table_as_json(trained: dict[str, Path], t
     command = ["evaluate", str(run_dir / "config.yaml"), "--checkpoint", "step-3", "--out", str(out)]
     assert main([*command, "--formats", "E4M3", "--save", str(tmp_path / "w")]) == 0
     rows = json.loads(out.read_text())
-    losses = {
-        record["step"]: record for record in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    }
+    losses = {record["step"]: record for record in recorded(run_dir)}
     assert rows[0]["val_loss"] == losses[3]["val/loss"]
     assert rows[0]["checkpoint"].endswith("step-3.safetensors")
     assert [row["format"] for row in rows] == ["E4M3 (as trained)", "none", "E4M3"]

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bench_runs import summary_of
 from safetensors import safe_open
 
 import fp8manifold as fm
@@ -27,7 +28,7 @@ def test_every_format_and_scale_of_a_run_beside_its_floats(trained: dict[str, Pa
         ("none", ""),
         *((name, scale) for name in ALL for scale in ("channel", "tensor")),
     ]
-    recorded = json.loads((run_dir / "summary.json").read_text())["final_val_loss"]
+    recorded = summary_of(run_dir)["final_val_loss"]
     assert rows[0]["val_loss"] == pytest.approx(recorded, rel=1e-4)  # the run computed in bfloat16
     assert all(row["gap"] == pytest.approx(row["val_loss"] - rows[0]["val_loss"], abs=1e-9) for row in rows[1:])
     assert abs(rows[-1]["gap"]) > abs(rows[3]["gap"])  # E7M0, E2M5
@@ -37,7 +38,7 @@ def test_every_format_and_scale_of_a_run_beside_its_floats(trained: dict[str, Pa
 
 def test_one_byte_weights_of_a_run_are_the_floats_that_are_rounded(trained: dict[str, Path], tmp_path: Path) -> None:
     rows = report_of(trained["one byte"], tmp_path / "out", "--formats", "E4M3,E2M1", "--scales", "channel")["rows"]
-    recorded = json.loads((trained["one byte"] / "summary.json").read_text())["final_val_loss"]
+    recorded = summary_of(trained["one byte"])["final_val_loss"]
     assert rows[0]["val_loss"] == pytest.approx(recorded, rel=1e-4)  # the run computed in bfloat16
     assert abs(rows[1]["gap"]) < 1e-4 < abs(rows[2]["gap"])
 

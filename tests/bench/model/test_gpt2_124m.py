@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from bench_runs import records_of
 
 from nanogpt_bench.config.settings import Resolved, find_config, load_config
 from nanogpt_bench.data.batches import open_corpus
 from nanogpt_bench.data.text import prepare_text
-from nanogpt_bench.loop.train import run
 from nanogpt_bench.model.gpt import build_model
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.setup.task import model_shape
@@ -89,15 +89,10 @@ def transformers_losses(config: Resolved, steps: int) -> list[float]:
     return losses
 
 
-def bench_losses(config: Resolved, folder: Path) -> list[float]:
-    run(config, folder)
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [line["train/loss"] for line in lines if "train/loss" in line]
-
-
 def check(config: Resolved, folder: Path, moves: float) -> None:
     steps = config.train.max_steps
-    ours, theirs = bench_losses(config, folder), transformers_losses(config, steps)
+    ours = [line["train/loss"] for line in records_of(config, folder) if "train/loss" in line]
+    theirs = transformers_losses(config, steps)
     assert len(ours) == steps
     assert ours == pytest.approx(theirs, abs=1e-5, rel=0)  # ten of float32's units at losses from 8 to 16
     assert max(ours) - min(ours) > moves

@@ -10,8 +10,8 @@ from typing import Any
 import gpt2_checkpoints
 import pytest
 import torch
+from bench_runs import Tiny
 
-from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.data.batches import load_corpus
 from nanogpt_bench.loop.train import run
@@ -21,8 +21,6 @@ from nanogpt_bench.model.weights import checkpoint_shape, load_checkpoint
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.system import hub as hub_module
 from nanogpt_bench.system.errors import BenchError
-
-Tiny = Callable[..., Config]
 
 
 @pytest.fixture(scope="module")

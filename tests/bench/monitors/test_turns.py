@@ -1,13 +1,12 @@
 """Layers in turn: which a look takes, that its figures are those of the step, and what is said of all of them."""
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from bench_runs import Tiny, recorded
+from bench_runs import Tiny, recorded, records_of, summary_of
 from torch import nn
 
 from nanogpt_bench.config.schema import Config
@@ -70,11 +69,6 @@ def test_a_run_that_goes_on_with_other_turns_begins_with_all_layers(count: int, 
     assert taken(later, "abc", 2) == first
 
 
-def records_of(config: Config, folder: Path, **more: Any) -> list[Record]:
-    run(config, folder, **more)
-    return recorded(folder)
-
-
 def watched(tiny: Tiny, turns: int, **more: object) -> Config:
     more = {"rule": "stochastic", "model__formats": FORMATS, "train__max_steps": STEPS, **more}
     return tiny(monitor__interval=1, monitor__turns=turns, eval__interval=STEPS, **more)
@@ -129,5 +123,5 @@ def test_what_arrived_of_all_layers_is_of_the_latest_movement_of_each(tiny: Tiny
     some = recorded(in_turn)[1:]
     shares = [record["stall/arrived"] for record in some]
     assert all(math.isfinite(share) for share in shares)
-    summary = json.loads((in_turn / "summary.json").read_text())
+    summary = summary_of(in_turn)
     assert summary["arrived"] == pytest.approx(sum(shares) / STEPS)

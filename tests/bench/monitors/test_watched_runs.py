@@ -4,20 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_runs import Tiny, recorded
+from bench_runs import Tiny, records_of
 
 from nanogpt_bench.config.metrics import WATCHED
-from nanogpt_bench.config.schema import Config
-from nanogpt_bench.loop.train import run
 from nanogpt_bench.loop.trainer import Trainer
 
 ALL_FORMATS = "{'*': {weight: E4M3, activation: {format: E4M3, policy: delayed}, gradient: E5M2, rounding: split}}"
 GRID_FORMATS = "{'*': {weight: E4M3, activation: {format: E4M3, rounding: stochastic}, gradient: E5M2}}"
-
-
-def records_of(config: Config, folder: Path) -> list[dict[str, Any]]:
-    run(config, folder)
-    return recorded(folder)
 
 
 @pytest.mark.parametrize(

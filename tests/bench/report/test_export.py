@@ -4,6 +4,7 @@ import csv
 import json
 
 import pytest
+from bench_runs import summary_of
 
 from nanogpt_bench.cli import main
 
@@ -33,8 +34,8 @@ def unfinished(tmp_path, write_run):
 FORMATS = {"nearest": "E4M3", "stochastic": "E4M3"}
 
 
-def test_a_sweep_that_is_not_finished_says_how_much_of_it_there_is(tmp_path, unfinished, capsys, monkeypatch):
-    monkeypatch.setattr("nanogpt_bench.report.write_figures", lambda *_: None)
+@pytest.mark.usefixtures("_no_figures")
+def test_a_sweep_that_is_not_finished_says_how_much_of_it_there_is(tmp_path, unfinished, capsys):
     file = tmp_path / "partial.json"
     assert main(["results", "export", str(unfinished), "--out", str(file)]) == 0
     assert "3 runs of 6; 3 are missing" in capsys.readouterr().err
@@ -58,13 +59,13 @@ def test_a_sweep_that_is_not_finished_says_how_much_of_it_there_is(tmp_path, unf
     assert "3 of 6 runs" in (tmp_path / "page" / "report.html").read_text()
 
 
-def test_what_several_files_hold_counts_once(tmp_path, unfinished, monkeypatch, write_run):
-    monkeypatch.setattr("nanogpt_bench.report.write_figures", lambda *_: None)
+@pytest.mark.usefixtures("_no_figures")
+def test_what_several_files_hold_counts_once(tmp_path, unfinished, write_run):
     before, after = tmp_path / "before.json", tmp_path / "after.json"
     assert main(["results", "export", str(unfinished), "--out", str(before)]) == 0
     write_run(tmp_path / "again", rule="nearest", fmt="E4M3", final=2.4, seed=4)
     (tmp_path / "again" / "summary.json").rename(unfinished / "nearest-4" / "summary.json")
-    summary = json.loads((unfinished / "nearest-4" / "summary.json").read_text()) | {"name": "nearest-4"}
+    summary = summary_of(unfinished / "nearest-4") | {"name": "nearest-4"}
     (unfinished / "nearest-4" / "summary.json").write_text(json.dumps(summary))
     assert main(["results", "export", str(unfinished), "--out", str(after)]) == 0
     for given in ([before, after], [after, before], [before, unfinished], [after, after, unfinished]):

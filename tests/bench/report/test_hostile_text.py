@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from bench_runs import summary_of
 from chromium import EXECUTABLE, Chromium
 from rich.console import Console
 from run_folders import measured, write_metrics, write_run
@@ -73,7 +74,7 @@ def _run(folder: Path, text: str) -> Path:
     failure = {"kind": text, "message": text, "step": 150}
     findings = [{"kind": text, "step": 100, "evidence": {"message": text, text: text}}]
     write_run(folder, rule=text, fmt="E4M3", seed=0, name=text, status="failed", failure=failure, failures=findings)
-    summary = json.loads((folder / "summary.json").read_text())
+    summary = summary_of(folder)
     _json(folder / "summary.json", summary | {"format": text, "alerts": {text: 3}})
     config: dict[str, Any] = yaml.safe_load((folder / "config.yaml").read_text())
     printed = text if "\ud800" not in text else "half"  # what YAML can hold

@@ -51,8 +51,8 @@ def test_without_a_summary_the_records_speak(tmp_path, write_run):
     assert run.stall_metric == "stall/update_lost"
 
 
-def test_the_page_says_what_is_cut_off(tmp_path, write_run, monkeypatch):
-    monkeypatch.setattr("nanogpt_bench.report.write_figures", lambda *_: None)
+@pytest.mark.usefixtures("_no_figures")
+def test_the_page_says_what_is_cut_off(tmp_path, write_run):
     metrics = write_run(tmp_path / "a") / "metrics.jsonl"
     cut(7)(metrics)
     whole = metrics.read_bytes()

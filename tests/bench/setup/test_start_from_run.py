@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_runs import Tiny
+from bench_runs import Tiny, recorded, summary_of
 
 from nanogpt_bench.checkpoint import Contents, commit, read, step_file, steps
 from nanogpt_bench.config.settings import load_config
@@ -36,7 +36,7 @@ def test_a_model_starts_from_the_very_weights_of_a_run(tiny: Tiny, trained: dict
 
 def test_a_run_goes_on_where_the_other_one_ended(tiny: Tiny, trained: dict[str, Path], tmp_path: Path) -> None:
     first = run(tiny(model__init_from=trained["float"]), tmp_path / "more")
-    other = json.loads((trained["float"] / "summary.json").read_text())
+    other = summary_of(trained["float"])
     assert first["first_val_loss"] == other["final_val_loss"]
     facts = json.loads((tmp_path / "more" / "environment.json").read_text())["init_from"]
     assert facts["checkpoint"] == str(step_file(trained["float"], 6))
@@ -125,10 +125,7 @@ def test_a_checkpoint_that_attacks_is_one_line(tmp_path: Path, changed: dict[str
 def test_the_best_checkpoint_is_kept(tiny: Tiny, tmp_path: Path) -> None:
     settings = {"eval__interval": 1, "train__max_steps": 4, "optimizer__lr": 0.5, "optimizer__warmup_steps": 6}
     found = run(tiny(checkpoint__best=True, checkpoint__keep=1, **settings), tmp_path / "a")
-    losses = {
-        record["step"]: record["val/loss"]
-        for record in map(json.loads, (tmp_path / "a" / "metrics.jsonl").read_text().splitlines())
-    }
+    losses = {record["step"]: record["val/loss"] for record in recorded(tmp_path / "a")}
     lowest = min(losses, key=lambda step: losses[step])
     assert 0 < lowest < 4  # or this shows nothing
     assert losses[lowest] == found["best_val_loss"]

@@ -1,13 +1,12 @@
 """Storages of weights: one byte and its simulation, products of codes, embeddings in codes, floats that never round."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from bench_runs import Tiny, recorded, train, trainer_of
+from bench_runs import Tiny, recorded, summary_of, train, trainer_of
 from laws import each
 from torch import nn
 
@@ -233,10 +232,7 @@ def test_a_run_goes_on_and_is_measured_and_sampled(
     assert all(torch.equal(value, other[name]) for name, value in one.items())
     floats = tiny(rule="stochastic-8bit", model__format="E4M3", **more)
     run(floats, tmp_path / "floats")
-    held = [
-        json.loads((tmp_path / name / "summary.json").read_text())["bytes_per_parameter"]
-        for name in ("whole", "floats")
-    ]
+    held = [summary_of(tmp_path / name)["bytes_per_parameter"] for name in ("whole", "floats")]
     assert held[0] < held[1] - 0.5  # norms, counters and seeds are a tenth of so small a model
     for command in (["evaluate", str(tmp_path / "whole")], ["sample", str(tmp_path / "whole"), "--tokens", "3"]):
         assert main(command) == 0, capsys.readouterr().err

@@ -66,7 +66,6 @@ def write(tmp_path: Path, corpus_dir: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture
-def _stub_workers(monkeypatch, _forked_workers):
+def _stub_workers(monkeypatch, _forked_workers, _no_figures):
     """Workers that train nothing, and reports without pictures, which take most of the time and no part in this."""
-    monkeypatch.setattr("nanogpt_bench.report.write_figures", lambda *_: None)
     monkeypatch.setattr(pool_module, "SERVE", stub)

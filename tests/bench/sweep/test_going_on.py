@@ -4,11 +4,11 @@ import csv
 import os
 import shutil
 import signal
-import time
 from pathlib import Path
 
 import forked
 import pytest
+from bench_runs import wait_until
 from sweep_runs import read_json, runs_of, trained
 
 from nanogpt_bench.checkpoint import steps
@@ -103,10 +103,7 @@ def test_an_interrupted_sweep_goes_on_and_past_a_run_that_fails(write, tmp_path)
     group = forked.start(tmp_path, lambda: main(line), own_group=True)
     short, endless = (f"sgd-max_steps={steps}-lr=0.1-seed=42" for steps in (3, 100_000))
     try:
-        end = time.monotonic() + 240
-        while not (Path("out") / short / "summary.json").exists() or not _begun(Path("out") / endless):
-            assert time.monotonic() < end, "nothing happened in time"
-            time.sleep(0.1)
+        wait_until(lambda: (Path("out") / short / "summary.json").exists() and _begun(Path("out") / endless))
         os.killpg(group, signal.SIGINT)
         assert forked.finish(group) == 75, forked.said(tmp_path)
     finally:

@@ -4,9 +4,9 @@ import csv
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
+from bench_runs import recorded, summary_of
 from sweep_runs import small, train_here
 
 from nanogpt_bench.cli import main
@@ -50,17 +50,9 @@ def sizes(tmp_path_factory: pytest.TempPathFactory, corpus_dir: Path) -> Path:
     return swept(folder, sweep_file(folder, corpus_dir, axes=axes))
 
 
-def read(run: Path) -> dict[str, Any]:
-    return dict(json.loads((run / "summary.json").read_text()))
-
-
-def records(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 def test_every_length_has_the_whole_of_its_schedule(lengths: Path) -> None:
     for steps in (4, 8):
-        rates = [record["lr"] for record in records(lengths / f"sgd-max_steps={steps}-seed=1")[1:]]
+        rates = [record["lr"] for record in recorded(lengths / f"sgd-max_steps={steps}-seed=1")[1:]]
         cosine = [0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * (step - 1) / (steps - 1))) for step in range(1, steps)]
         assert rates == pytest.approx([0.05, *(0.1 * factor for factor in cosine)])
 
@@ -72,7 +64,7 @@ def test_each_row_is_measured_against_the_reference_of_its_own(by: str, lengths:
     rows = {row["run"]: row for row in csv.DictReader((out / "results.csv").read_text().splitlines())}
     for label in labels.values():
         ends = [
-            [read(out / f"{rule}-{label.replace(' ', '-')}-seed={seed}")["final_val_loss"] for seed in (1, 2)]
+            [summary_of(out / f"{rule}-{label.replace(' ', '-')}-seed={seed}")["final_val_loss"] for seed in (1, 2)]
             for rule in ("sgd", "fp32")
         ]
         row = rows[f"sgd {label}"]
@@ -82,7 +74,7 @@ def test_each_row_is_measured_against_the_reference_of_its_own(by: str, lengths:
 
 def test_a_validation_states_its_standard_error(lengths: Path) -> None:
     for run in find_runs([lengths]):
-        assert 0 < read(run)["final_val_loss_se"] == records(run)[-1]["val/loss_se"] < 1
+        assert 0 < summary_of(run)["final_val_loss_se"] == recorded(run)[-1]["val/loss_se"] < 1
     assert "val s.e." not in (lengths / "table.md").read_text().splitlines()[0]  # intervals of seeds take its place
     head, *lines = csv.reader((lengths / "results.csv").read_text().splitlines())
     assert all(0 < float(line[head.index("final_val_loss_se")]) < 1 for line in lines)

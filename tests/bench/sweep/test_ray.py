@@ -5,11 +5,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from bench_runs import summary_of, wait_until
 from sweep_runs import small
 
 from nanogpt_bench.checkpoint import steps
@@ -42,15 +42,8 @@ def workers_of(run_dir: Path) -> list[int]:
     return found
 
 
-def wait_for(happened: object, seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not happened():  # type: ignore[operator]
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.1)
-
-
 def loss_of(run_dir: Path) -> float:
-    return float(json.loads((run_dir / "summary.json").read_text())["final_val_loss"])
+    return float(summary_of(run_dir)["final_val_loss"])
 
 
 def test_what_dies_loses_its_run_alone_and_that_goes_on(cluster: Local, corpus_dir: Path, tmp_path: Path) -> None:
@@ -68,7 +61,7 @@ def test_what_dies_loses_its_run_alone_and_that_goes_on(cluster: Local, corpus_d
                 ended[event.job] = event
     assert ended[0].data["error"]["kind"] == "killed"
     assert ended[1].kind == "done"
-    wait_for(lambda: not workers_of(runs[0]), 30)
+    wait_until(lambda: not workers_of(runs[0]), 30)
     step = max(steps(runs[0]))
     assert step >= 10
     with Pool(1, executor=cluster) as pool:
@@ -77,7 +70,7 @@ def test_what_dies_loses_its_run_alone_and_that_goes_on(cluster: Local, corpus_d
             if event.kind == "progress":
                 assert event.data["step"] >= step  # and not from the beginning
                 break
-    wait_for(lambda: not workers_of(runs[0]), 30)
+    wait_until(lambda: not workers_of(runs[0]), 30)
 
 
 def test_a_folder_that_a_node_does_not_see_is_named(cluster: Local, corpus_dir: Path, tmp_path: Path) -> None:
@@ -114,7 +107,7 @@ def test_a_sweep_has_the_same_losses_there_and_leaves_nothing_running(corpus_dir
     for run in ("fp32-seed=1", "sgd-seed=1"):
         assert loss_of(tmp_path / "ray" / run) == loss_of(tmp_path / "local" / run)
     assert not list((tmp_path / "ray").glob(".ray-*"))
-    wait_for(lambda: not marked(tmp_path), 30)
+    wait_until(lambda: not marked(tmp_path), 30)
 
 
 def marked(folder: Path) -> list[str]:
@@ -152,12 +145,12 @@ def test_a_command_that_dies_leaves_no_process_and_the_same_one_goes_on(
     path = sweep_file(tmp_path, corpus_dir, 600, **{"checkpoint.every": 20})
     words = [str(path), "--workers", "1", "--out", str(tmp_path / "out")]
     begun = subprocess.Popen(command(*words, "--executor", "ray"), env=os.environ | {"MARKER": str(tmp_path)})
-    wait_for(lambda: list((tmp_path / "out").glob("*/checkpoints/step-*.safetensors")))
+    wait_until(lambda: list((tmp_path / "out").glob("*/checkpoints/step-*.safetensors")))
     begun.send_signal(with_what)
     begun.wait(120)
     assert begun.returncode == (75 if with_what is signal.SIGTERM else -signal.SIGKILL)
-    wait_for(lambda: not [line for line in marked(tmp_path) if "worker" in line.lower()], 30)
-    wait_for(lambda: not marked(tmp_path), 150)  # two agents of Ray's own notice later
+    wait_until(lambda: not [line for line in marked(tmp_path) if "worker" in line.lower()], 30)
+    wait_until(lambda: not marked(tmp_path), 150)  # two agents of Ray's own notice later
     assert main(["sweep", *words]) == 0
     whole = sweep_file(tmp_path, corpus_dir, 600, **{"checkpoint.every": 20})
     assert main(["sweep", str(whole), "--workers", "1", "--out", str(tmp_path / "whole")]) == 0

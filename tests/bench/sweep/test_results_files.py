@@ -37,8 +37,8 @@ def study(tmp_path_factory, corpus_dir):
     patch.undo()
 
 
-def test_tables_and_page_are_drawn_without_the_run_folders(study, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("nanogpt_bench.report.write_figures", lambda *_: None)
+@pytest.mark.usefixtures("_no_figures")
+def test_tables_and_page_are_drawn_without_the_run_folders(study, tmp_path, capsys):
     file, tables = study
     for form, name in (("markdown", "table.md"), ("csv", "results.csv")):
         assert main(["results", "show", str(file), "--table", form]) == 0

@@ -59,8 +59,7 @@ CONFIRM = {"seeds": [5, 6, 7], "steps": 8}
 
 
 @pytest.fixture
-def _bowl(monkeypatch, _forked_workers):
-    monkeypatch.setattr("nanogpt_bench.report.write_figures", lambda *_: None)
+def _bowl(monkeypatch, _forked_workers, _no_figures):
     monkeypatch.setattr(pool_module, "SERVE", stub)
 
 

@@ -215,18 +215,30 @@ def adamw(parameters: Any) -> Any:
     return fm.optim.StiffnessAdamW(parameters, 0.1)
 
 
-def test_steps_that_are_not_taken_and_weights_that_stay() -> None:
-    run = Run(adamw)
-    assert run.go() == []
+def nothing_taken(run: Run) -> None:
     run.optimizer.step = lambda: None
-    assert run.go() == ["no_step", "no_change"]
 
 
-def test_a_learning_rate_that_moves_nothing() -> None:
+def nothing_moved(run: Run) -> None:
+    run.optimizer.param_groups[0].update(lr=0.0, weight_decay=0.0)
+
+
+def gone_on(run: Run) -> None:
+    """Compares with the look before."""
+    state, run.seen = run.seen.state(), Standstill()
+    run.seen.load_state(state)
+    nothing_taken(run)
+
+
+STILL = [(nothing_taken, ["no_step", "no_change"]), (nothing_moved, ["no_change"]), (gone_on, ["no_step", "no_change"])]
+
+
+@pytest.mark.parametrize(("change", "kinds"), STILL)
+def test_steps_that_are_not_taken_and_weights_that_stay(change: Callable[[Run], None], kinds: list[str]) -> None:
     run = Run(adamw)
     assert run.go() == []
-    run.optimizer.param_groups[0].update(lr=0.0, weight_decay=0.0)
-    assert run.go() == ["no_change"]
+    change(run)
+    assert run.go() == kinds
 
 
 def test_an_optimizer_that_counts_no_steps_is_seen_by_its_weights() -> None:
@@ -242,20 +254,12 @@ def test_steps_that_are_left_out_have_alerts_of_their_own(flag: str) -> None:
     assert run.go(1) == ["no_change"]
 
 
-def test_a_run_that_goes_on_compares_with_the_look_before() -> None:
-    run = Run(adamw)
-    assert run.go() == []
-    state, run.seen = run.seen.state(), Standstill()
-    run.seen.load_state(state)
-    run.optimizer.step = lambda: None
-    assert run.go() == ["no_step", "no_change"]
-
-
 SMALL = ["--model.n_layer", "1", "--model.n_head", "1", "--model.n_embd", "32", "--model.block_size", "16"]
 SMALL += ["--train.batch_size", "2", "--eval.batches", "2", "--eval.interval", "2", "--optimizer.warmup_steps", "1"]
 LOOKED_AT = ["--shadow.enabled", "true", "--shadow.interval", "2", "--monitor.interval", "2"]
 
 
+@pytest.mark.usefixtures("_no_figures")
 def test_a_text_of_one_character_is_trained_on_and_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("a.txt").write_text("a" * 3000)
@@ -268,7 +272,6 @@ def test_a_text_of_one_character_is_trained_on_and_measured(tmp_path: Path, monk
     assert {record["train/excess"] for record in records if "train/excess" in record} == {0.0}
     assert records[-1]["val/loss"] == 0.0
     assert main(["evaluate", "runs/fp32", "--formats", "E4M3"]) == 0
-    monkeypatch.setattr("nanogpt_bench.report.write_figures", lambda *_: None)
     assert main(["report", "runs", "--out", "page", "--baseline", "fp32"]) == 0
 
 

@@ -69,7 +69,7 @@ def float_micro_gradients(trainer: Trainer, index: int) -> list[Grads]:
     for micro_step in range(trainer.config.train.accumulation):
         trainer.model.zero_grad()
         tokens, targets = trainer._move(trainer._draw(index, micro_step))
-        (trainer._loss(tokens, targets) / trainer.config.train.accumulation).backward()
+        (trainer.loss(tokens, targets) / trainer.config.train.accumulation).backward()
         found.append(grads_of(trainer.model))
     return found
 
@@ -185,7 +185,7 @@ def test_unclipped_gradients_are_those_that_the_layers_quantise_themselves(tiny:
         if isinstance(layer, fm.QuantizedLinear):
             layer._defers = False
     for micro_step in (0, 1):
-        (itself._loss(*itself._draw(0, micro_step)) / 2).backward()
+        (itself.loss(*itself._draw(0, micro_step)) / 2).backward()
     step = trainer.new_step(1, last=False)
     trainer.train_step(step, [seen])
     assert step.record["grad/clipped"] == 0

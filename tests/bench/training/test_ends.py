@@ -1,9 +1,9 @@
 """Which ends of a run are its own, and what the same command tries again."""
 
-import json
 from pathlib import Path
 
 import pytest
+from bench_runs import summary_of
 from laws import each
 
 from nanogpt_bench.checkpoint import step_file
@@ -44,7 +44,7 @@ def test_a_sweep_tries_again_what_an_outside_cause_ended(tmp_path: Path, kind: s
     run, record = plan_point({"train.max_steps": 4}, {"rule": "fp32"}), SweepRecord(tmp_path, "grid")
     record.add(run)
     record.note_failure(run, {"kind": kind, "message": "it is gone", "traceback": "Traceback"})
-    assert json.loads((tmp_path / run.name / "summary.json").read_text())["failure"]["kind"] == kind
+    assert summary_of(tmp_path / run.name)["failure"]["kind"] == kind
     assert record.left() == ([run] if again else [])
 
 

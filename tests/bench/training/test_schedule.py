@@ -16,32 +16,25 @@ def factors(**settings: object) -> list[float]:
     return [lr_factor(config, step, 100) for step in range(101)]
 
 
-def test_warm_up_rises_linearly_to_the_peak() -> None:
-    rising = factors(warmup_steps=9)[:10]
-    assert rising == pytest.approx([step / 10 for step in range(1, 11)])
+#: settings, and the factors from a step on
+FACTORS = [
+    ({"warmup_steps": 9}, 0, [step / 10 for step in range(1, 11)]),
+    ({"warmup_steps": 0, "schedule": "trapezoid", "min_lr_ratio": 0.0}, 0, [1.0] * 80),
+    ({"warmup_steps": 0, "schedule": "trapezoid", "min_lr_ratio": 0.0}, 80, [1 - step / 20 for step in range(21)]),
+    ({"warmup_steps": 20, "schedule": "linear", "min_lr_ratio": 0.0}, 20, [1 - step / 80 for step in range(81)]),
+    ({"warmup_steps": 10, "schedule": "step", "step_at": 0.25, "min_lr_ratio": 0.1}, 10, [1.0] * 15 + [0.1] * 76),
+]
+
+
+@pytest.mark.parametrize(("settings", "start", "expected"), FACTORS)
+def test_a_schedule_has_its_factors(settings: dict[str, object], start: int, expected: list[float]) -> None:
+    assert factors(**settings)[start : start + len(expected)] == pytest.approx(expected)
 
 
 def test_cosine_falls_to_its_floor_and_passes_the_middle_halfway() -> None:
     values = factors(warmup_steps=0, min_lr_ratio=0.1)
     assert (values[0], values[50], values[100]) == pytest.approx((1.0, 0.55, 0.1))
     assert values == sorted(values, reverse=True)
-
-
-def test_trapezoid_stays_then_falls_linearly() -> None:
-    values = factors(warmup_steps=0, schedule="trapezoid", min_lr_ratio=0.0)
-    assert values[:81] == [1.0] * 81
-    assert values[80:] == pytest.approx([1 - step / 20 for step in range(21)])
-
-
-def test_linear_falls_along_a_line_from_the_end_of_the_warm_up() -> None:
-    values = factors(warmup_steps=20, schedule="linear", min_lr_ratio=0.0)
-    assert values[20:] == pytest.approx([1 - step / 80 for step in range(81)])
-
-
-def test_a_step_falls_at_its_share_of_the_run_whatever_the_warm_up() -> None:
-    values = factors(warmup_steps=10, schedule="step", step_at=0.25, min_lr_ratio=0.1)
-    assert values[10:25] == [1.0] * 15
-    assert values[25:] == pytest.approx([0.1] * 76)
 
 
 #: what is left of the way after 0, 2, 4, 6 and 8 of 8 steps

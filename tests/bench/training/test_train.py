@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_runs import Tiny, recorded, trainer_of
+from bench_runs import Tiny, recorded, summary_of, trainer_of
 
 from nanogpt_bench.data.batches import batch
 from nanogpt_bench.loop.outcome import Progress
@@ -25,7 +25,7 @@ def test_a_run_writes_its_files_and_the_summary_it_returns(tiny: Tiny, tmp_path:
     assert {path.name for path in (tmp_path / "r").iterdir()} == names | {"SHA256SUMS", "checkpoints"}
     sums = dict(reversed(line.split("  ")) for line in (tmp_path / "r" / "SHA256SUMS").read_text().splitlines())
     assert sums == {name: hashlib.sha256((tmp_path / "r" / name).read_bytes()).hexdigest() for name in names}
-    assert json.loads((tmp_path / "r" / "summary.json").read_text()) == summary
+    assert summary_of(tmp_path / "r") == summary
     told = [summary[key] for key in ("name", "rule", "format", "status")]
     assert told == ["r", "bf16-mixed", "none", "finished"]
     assert summary["steps"] == summary["steps_planned"] == 6
@@ -78,7 +78,7 @@ def test_ctrl_c_leaves_a_summary(tiny: Tiny, tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         run(tiny(), tmp_path / "r", on_progress=interrupt)
-    summary = json.loads((tmp_path / "r" / "summary.json").read_text())
+    summary = summary_of(tmp_path / "r")
     assert (summary["status"], summary["steps"]) == ("stopped", 4)
 
 

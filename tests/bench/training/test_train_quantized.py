@@ -9,12 +9,12 @@ from covering import covering
 from laws import each
 
 import fp8manifold as fm
-from nanogpt_bench.config.rules import RULES, available_rules, rules_with_format
-from nanogpt_bench.config.schema import ROUNDED, Config
+from nanogpt_bench.config.rules import RULES, available_rules
+from nanogpt_bench.config.schema import ROUNDED, WITHOUT_FORMATS, Config
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.model.weights import quantized_layers
 
-QUANTIZED = [name for name in available_rules() if name in rules_with_format()]
+QUANTIZED = [name for name in available_rules() if RULES[name].storage not in WITHOUT_FORMATS]
 ON_GRID = [name for name in QUANTIZED if RULES[name].storage in ROUNDED]
 #: larger than the defaults, for runs of few steps; the unit is the optimizer's
 LR = {
