@@ -20,7 +20,7 @@ from fp8manifold.optim._spec import BOUND_NAMES, Spec, spec_of
 from fp8manifold.optim._steady import Table, is_steady, planned
 from fp8manifold.optim._step import StepView, observed_step
 from fp8manifold.optim._streams import new_stream, twins
-from fp8manifold.optim._triton_step import hear
+from fp8manifold.optim._triton_step import count_decided
 from fp8manifold.optim._writeback import rounds_at_random
 
 _RESET: Final = frozenset((*MOMENT_NAMES, *BOUND_NAMES))  #: Entries of the state that ``reset_every`` clears.
@@ -32,11 +32,11 @@ def _count(name: str) -> Any:
     """A count of what a card decides on: whoever reads it hears of the steps that were launched, and waits for them."""
 
     def read(optimizer: "ManifoldOptimizer") -> int:
-        optimizer._hear()
+        optimizer._count_decided()
         return int(vars(optimizer).get(name, 0))
 
     def write(optimizer: "ManifoldOptimizer", number: int) -> None:
-        optimizer._hear()
+        optimizer._count_decided()
         vars(optimizer)[name] = number
 
     return property(read, write)
@@ -64,11 +64,9 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     widened_scales: int = _count("widened_scales")
     fitted_scales: int = 0
     streams_begun: int = 0
-    _unheard: tuple[tuple[Later, dict[Tensor, int | None], bool], ...] = ()  # what ``hear`` takes of each step
+    _unheard: tuple[tuple[Later, dict[Tensor, int | None], bool], ...] = ()  # what ``count_decided`` takes of each step
     _table: Table | None = None  # of the last steady step; looked over before each use
-    _recorder: Callable[[], None] | None = (
-        None  # called in place of a step while a graph of the passes around it is recorded
-    )
+    _recorder: Callable[[], None] | None = None  # called in place of a step while a graph of the passes is recorded
     _graph: Callable[[Any, list[Slot]], Later] | None = None  # takes and counts what a card's table launches
     _in_backward: Any = None  # the handle of ``step_in_backward``
     _has_started: bool = False
@@ -123,7 +121,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             return loss
         _checks.refuse_recording(self)
         if self._unheard:
-            self._hear()
+            self._count_decided()
         table, self._table = self._table, None
         if table is None or not table.serves(self):
             slots = self._slots()
@@ -146,7 +144,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     def step_alone(self, group: dict[str, Any], parameter: Tensor) -> None:
         """Take the step of one parameter as :meth:`step` would; where it is skipped, warn and count it."""
         _checks.refuse_recording(self)
-        self._hear(parameter)
+        self._count_decided(parameter)
         slots = [self._slot(group, parameter)]
         if is_steady(self, slots) and (table := planned(self, slots)) is not None:
             taken = table.take(self, alone=True)
@@ -156,12 +154,12 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         if taken is False:
             self._count_skipped([parameter], alone=True)
 
-    def _hear(self, parameter: Tensor | None = None) -> None:
+    def _count_decided(self, parameter: Tensor | None = None) -> None:
         """Count the steps that a card was given: all, or those up to a parameter's last one."""
         while self._unheard and (parameter is None or any(parameter in each for _, each, _ in self._unheard)):
             (said, versions, alone), *others = self._unheard
             self._unheard = tuple(others)
-            hear(self, said, versions, alone=alone)
+            count_decided(self, said, versions, alone=alone)
 
     def _count_skipped(self, culprits: Sequence[Tensor] | None = None, *, alone: bool = False) -> None:
         """Count a step that was left out because of some parameters' gradients, None: those that there are now."""

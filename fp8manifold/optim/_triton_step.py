@@ -131,7 +131,7 @@ def run_triton(slots: Sequence[Slot], *, decides: bool = False) -> Later | None:
                 slot.emptied.append(bool(emptied))
             if doubles_on_card(slot):
                 slot.doubled.append(doubled)
-                _tell(slot.parameter, doubled)
+                _log_doubled(slot.parameter, doubled)
     return said
 
 
@@ -246,7 +246,7 @@ def kernel_spec(spec: Spec, weight: torch.dtype, gradient: torch.dtype, exponent
     )
 
 
-def hear(optimizer: Any, said: Later, versions: dict[Tensor, int | None], *, alone: bool) -> None:
+def count_decided(optimizer: Any, said: Later, versions: dict[Tensor, int | None], *, alone: bool) -> None:
     """Wait for a step that a card has decided on, and count it; ``versions`` are those it has left the codes at."""
     (refused, *_), *words = said.values
     if refused:
@@ -257,12 +257,12 @@ def hear(optimizer: Any, said: Later, versions: dict[Tensor, int | None], *, alo
     for (parameter, version), (_, doubled, _, emptied) in zip(versions.items(), words, strict=True):
         if doubled:
             optimizer.widened_scales += doubled
-            _tell(parameter, doubled)
+            _log_doubled(parameter, doubled)
         if not emptied and isinstance(parameter, FP8Tensor):
             parameter.filled = version
 
 
-def _tell(parameter: Tensor, doubled: int) -> None:
+def _log_doubled(parameter: Tensor, doubled: int) -> None:
     if doubled and isinstance(parameter, FP8Tensor):
         scales = parameter.kept_scale.numel()
         _LOG.info(
