@@ -167,6 +167,7 @@ CONTRADICTIONS = {
 @pytest.fixture(autouse=True)
 def _a_pretrained_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pretrained, "outlined_shape", lambda name: SIZES["0.8M"])
+    monkeypatch.setattr(pretrained, "_stored", lambda model: {})
 
 
 def resolved(words: str) -> Config:
