@@ -282,7 +282,7 @@ class _Reader:
         return self
 
     def wants(self, name: str) -> bool:
-        """Whether a tensor that transformers reads becomes codes, which none does."""
+        """Return whether a tensor that transformers reads becomes codes, which none does."""
         return False
 
     def begin(self, model: Any) -> None:

@@ -169,7 +169,7 @@ class _Config:
             self.options = {name: _formats_as_json(value) for name, value in (options or {}).items()}
 
     def to_dict(self) -> dict[str, Any]:
-        """What a file has of it: no path of this machine."""
+        """Settings as a file has them: no path of this machine."""
         said = copy.deepcopy(vars(self))
         said.get("published", {}).pop("source", None)
         return said

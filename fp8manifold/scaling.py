@@ -242,7 +242,7 @@ def usual_headroom(fmt: FloatFormat, least: float) -> float:
 
 
 def _placed_at(fmt: FloatFormat, headroom: float | None) -> float:
-    """Where the largest of stored weights is placed, in units of the scale."""
+    """The place of the largest stored weight, in units of the scale."""
     if headroom is None:
         headroom = usual_headroom(fmt, 2.0)
     check_number("headroom", headroom, 1.0)

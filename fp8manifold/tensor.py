@@ -313,7 +313,7 @@ class FP8Tensor(ScaledTensor):
         return storage.dequantize_codes(self.codes, self.scale, self.format, torch.float32, self.block_size)
 
     def _has(self, values: Tensor) -> Tensor:
-        """Where values are those of the tensor already, as it appears or in float32, to the sign of a zero."""
+        """A mask of values that are the tensor's already, as it appears or in float32, to the sign of a zero."""
         own, bits = self._in_float32(), values.float().view(torch.int32)
         return (own.view(torch.int32) == bits) | (own.to(self.dtype).float().view(torch.int32) == bits)
 

@@ -112,6 +112,18 @@ def test_there_are_few_rooms() -> None:
     assert len(rooms) <= MOST_ROOMS
 
 
+#: a docstring opens with the thing, and not with one of these
+LEADS = {"How", "It", "Of", "That", "They", "Those", "What", "Where", "Whether", "Which", "Who"}
+
+
+def test_docstrings_open_with_the_thing() -> None:
+    folders = ("fp8manifold", "nanogpt_bench", "benchmarks", "docs", "study")
+    for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            text = ast.get_docstring(node) if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module) else None
+            assert not text or text.split()[0].rstrip(",") not in LEADS, f"{path}: {text}"
+
+
 #: names of torch that are private and have no public way, each with what it is for; whoever adds one says why here
 PRIVATE = {
     "torch.Tensor._make_wrapper_subclass": "a tensor around others: codes, scale, counter",

@@ -40,7 +40,7 @@ def described(place: Path, tensors: Any) -> dict[str, Any]:
 
 
 class Layout:
-    """What the tensors of a folder are, by its description and, once it is found in a model, where that has them."""
+    """The tensors of a folder by its description and, once it is found in a model, their places there."""
 
     def __init__(self, published: dict[str, Any]) -> None:
         self.published = published

@@ -86,7 +86,7 @@ class StoredWeight:
 
     @property
     def block_size(self) -> BlockSize:
-        """What shares a scale, as :meth:`fp8manifold.FP8Tensor.from_codes` takes it."""
+        """The elements that share a scale, as :meth:`fp8manifold.FP8Tensor.from_codes` takes them."""
         return BLOCK_SIZE if self.granularity == "block" else SQUARE if self.granularity == "square" else None
 
 
@@ -122,7 +122,7 @@ def unpacked(codes: Header, scale: Header) -> tuple[tuple[int, ...], tuple[int, 
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """What safetensors calls a dtype of codes or of scales; any other as torch has it."""
+    """Safetensors' name of a dtype of codes or of scales; any other as torch has it."""
     return next((name for name, known in _DTYPES.items() if known is dtype), str(dtype))
 
 
@@ -187,6 +187,6 @@ def written_parts(stored: StoredWeight, weight: FP8Tensor) -> dict[str, Tensor]:
 
 
 def _holds_nothing(stored: StoredWeight, codes: Tensor) -> Tensor:
-    """Where all codes of a scale are zeros or NaN."""
+    """A mask of scales whose codes are all zeros or NaN."""
     ones = torch.ones(stored.own_scale_shape, device=codes.device)
     return largest_magnitude(codes, ones, stored.format, stored.block_size) == 0

@@ -14,7 +14,7 @@ WORD = 4
 
 
 def _at(name: str, more: int = 0) -> tl.constexpr:
-    """Where a field of a record begins, in words."""
+    """Offset of a field of a record, in words."""
     assert JOB.fields is not None
     return tl.constexpr(JOB.fields[name][1] // WORD + more)
 

@@ -215,7 +215,7 @@ def _rewrite(words, at, inside, S: tl.constexpr):
 
 @triton.jit
 def _moves(words, at, inside, S: tl.constexpr):
-    """Which weights have a gradient or a first average that is not 0."""
+    """A mask of weights with a gradient or a first average that is not 0."""
     moves = stages.load_float(words, 3, S.gradient, at, inside, False) != 0
     if S.moments == "8bit":
         moves = moves | ((stages.load(words, 4, tl.uint8, at, inside, False) & 0x7F) != 0)

@@ -47,7 +47,7 @@ def newest(run_dir: Path) -> tuple[Path | None, list[str]]:
 
 
 def says_best(path: Path) -> bool:
-    """Whether a checkpoint says that no validation loss had been lower at its step; its other bytes are not checked."""
+    """Read whether no validation loss had been lower at a checkpoint's step; its other bytes are not checked."""
     try:
         with _named(path), open_file(path, links=False) as file:
             return _head(file, path).facts.get("best") is True

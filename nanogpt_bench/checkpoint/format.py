@@ -1,4 +1,4 @@
-"""What a checkpoint consists of on disk: its names, its contents, and the header that has what is no tensor.
+"""The parts of a checkpoint on disk: its names, its contents, and the header for everything but tensors.
 
 The header of `step-N.safetensors` names every tensor as `part/name`, and has one text, a JSON document:
 

@@ -64,7 +64,7 @@ DEFAULT_DATA_DIR = "data/stdlib"
 
 
 class DataConfig(Section):
-    """Which text, and in which order it is read."""
+    """The text, and the order in which it is read."""
 
     dir: str = setting(
         DEFAULT_DATA_DIR,

@@ -1,4 +1,4 @@
-"""Where text comes from: the standard library's own prose, packages, a file, a data set; how it is written to disk."""
+"""Sources of text: the standard library's own prose, packages, a file, a data set; and writing it to disk."""
 
 import sys
 from pathlib import Path

@@ -76,7 +76,7 @@ class Sentences:
 
 
 def _first(text: str, seen: set[bytes]) -> bool:
-    """Whether a text was not seen before, but is from now on."""
+    """Return whether a text is new, and remember it."""
     count = len(seen)
     seen.add(hashlib.blake2b(text.encode(), digest_size=8).digest())
     return len(seen) > count

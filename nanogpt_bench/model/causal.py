@@ -177,7 +177,7 @@ def stored_of(name: str) -> Mapping[str, Any]:
 
 
 def _has_own_head(settings: Any, name: str) -> bool:
-    """Whether the files of a folder have a head beside an embedding that, by the settings, is the head too."""
+    """Return whether a folder's files have a head beside an embedding that, by the settings, is the head too."""
     if not Path(name).is_dir():
         return False
     model = _from_settings(settings, name)
@@ -230,7 +230,7 @@ def _from_settings(settings: Any, name: str) -> Any:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether it is a linear layer, or the one of transformers' GPT-2."""
+    """Return whether it is a linear layer, or the one of transformers' GPT-2."""
     return type(module) is nn.Linear or type(module).__name__ == "Conv1D"
 
 

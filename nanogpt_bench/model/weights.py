@@ -23,7 +23,7 @@ _PARTS = ("", "_scale", "_counter", "_traits", "_remainder")
 
 
 def is_packaged(value: Any) -> bool:
-    """Whether a tensor is another package's: plain tensors inside, and a `dequantize`.
+    """Return whether a tensor is another package's: plain tensors inside, and a `dequantize`.
 
     >>> is_packaged(torch.zeros(2)), is_packaged(fm.FP8Parameter(torch.zeros(2, 2), "E4M3"))
     (False, False)
@@ -166,7 +166,7 @@ def constrained_weights(model: nn.Module) -> dict[str, geoopt.ManifoldParameter]
 
 
 def is_rounded(layer: fm.QuantizedLinear) -> bool:
-    """Whether the layer multiplies by values of its format: not so where only the format's geometry is used."""
+    """Return whether the layer multiplies by values of its format, of which it may use the geometry alone."""
     continuous = isinstance(layer.manifold, fm.StiffnessManifold) and not isinstance(layer.manifold, fm.FP8Manifold)
     return layer.weight_format is not None and not continuous
 

@@ -89,7 +89,7 @@ class Tune(Confirm):
 
 
 class Points(Section):
-    """How the points of a sweep are chosen, and how many of its runs are trained at a time."""
+    """The choice of a sweep's points, and the number of its runs that are trained at a time."""
 
     search: str = setting("grid", "every combination, or random points", choices=("grid", "random"))
     samples: int = setting(20, "random: how many points", minimum=1)

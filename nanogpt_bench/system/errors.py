@@ -68,7 +68,7 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 
 
 def _one_edit_apart(word: str, other: str) -> bool:
-    """Whether one letter too many, too few or another, or two neighbours swapped, make the one into the other."""
+    """Return whether one letter too many, too few or another, or two neighbours swapped, make one into the other."""
     short, long = sorted((word, other), key=len)
     if len(short) < 3 or len(long) - len(short) > 1:
         return False

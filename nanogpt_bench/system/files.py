@@ -171,5 +171,5 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def is_unused(folder: Path) -> bool:
-    """Whether a folder is not there, or has nothing in it but the lock of somebody who was killed, or ours."""
+    """Return whether a folder is missing, or holds only our lock or one left by a process that was killed."""
     return not folder.exists() or all(path.name == LOCK for path in folder.iterdir())

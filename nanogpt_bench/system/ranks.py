@@ -124,7 +124,7 @@ _joined: list[Ranks] = []
 
 
 def is_worker() -> bool:
-    """Whether torchrun started this process."""
+    """Return whether torchrun started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 

@@ -149,7 +149,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def is_ambiguous(number: str) -> bool:
-    """Whether a plain number is octal or sexagesimal in YAML 1.1 and something else in YAML 1.2.
+    """Return whether a plain number is octal or sexagesimal in YAML 1.1 and something else in YAML 1.2.
 
     >>> is_ambiguous("010"), is_ambiguous("1:30"), is_ambiguous("10"), is_ambiguous("0.10")
     (True, True, False, False)
