@@ -156,7 +156,7 @@ def pretend_a_card(until: ExitStack) -> None:
     until.callback(driver.set_active, None)  # which is asked for anew
     places: list[tuple[Any, str, Any]] = [(decode_kernel, "_do_compile", compiled), (storage, "decoded", decode)]
     places += [(torch.cuda, "device", lambda device: nullcontext())]
-    places += [(_products, "decoded", decode), (_products, "_is_on_card", lambda codes: True)]
+    places += [(_products, "decoded", decode), (_products, "is_on_card", lambda codes: True)]
     for owner, name, instead in places:
         until.enter_context(patch.object(owner, name, instead))
 

@@ -164,7 +164,7 @@ class QuantizedLinear(nn.Linear):
             return linear(input, own, parameters["bias"])  # nothing is drawn, remembered or announced
         draw, repeats = self._pass()
         weight: Tensor = self.weight
-        if self.storage != "master" and not torch.compiler.is_compiling():
+        if self.storage != "master" and self.spec.weight is not None and not torch.compiler.is_compiling():
             _grid_weight.check_kept(self)
         if (scaler := self.weight_scaler) is not None:
             weight = self._fake_quantized("weight", weight, (scaler.preview if repeats else scaler)(weight), draw)

@@ -14,8 +14,27 @@ from fp8manifold.optim.stiffness_muon import MuonReport, ReportedParameter, Stif
 from fp8manifold.optim.wrapper import StiffnessWrapper
 
 __all__ = [
-    "WRITEBACKS", "CompileUnavailableWarning", "FisherNaturalGradient", "InBackward", "Madam", "MuonReport",
-    "ReportedParameter", "RiemannianAdam", "RiemannianSGD", "StepView", "StiffnessAdamW", "StiffnessLion",
-    "StiffnessMuon", "StiffnessSGD", "StiffnessWrapper", "WriteBack", "adamw_state", "adopted_state",
-    "anneal", "graphed", "muon_report", "rows_of_state", "step_in_backward",
-]  # fmt: skip
+    "WRITEBACKS",
+    "CompileUnavailableWarning",
+    "FisherNaturalGradient",
+    "InBackward",
+    "Madam",
+    "MuonReport",
+    "ReportedParameter",
+    "RiemannianAdam",
+    "RiemannianSGD",
+    "StepView",
+    "StiffnessAdamW",
+    "StiffnessLion",
+    "StiffnessMuon",
+    "StiffnessSGD",
+    "StiffnessWrapper",
+    "WriteBack",
+    "adamw_state",
+    "adopted_state",
+    "anneal",
+    "graphed",
+    "muon_report",
+    "rows_of_state",
+    "step_in_backward",
+]

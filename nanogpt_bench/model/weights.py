@@ -11,7 +11,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import fp8manifold as fm
-from nanogpt_bench.model.causal import load_causal, settings_of
 from nanogpt_bench.model.gpt import GPT, GPTShape
 from nanogpt_bench.system.errors import BenchError, DiskError, one_line, refusals
 from nanogpt_bench.system.files import refuse_to_replace, replacing
@@ -204,6 +203,8 @@ _LAYERS = (
 
 def checkpoint_shape(name: str) -> GPTShape:
     """Return the shape of the GPT-2 checkpoint called `name`: a folder, a short name such as gpt2, or a hub's id."""
+    from nanogpt_bench.model.causal import settings_of
+
     found = settings_of(_model(name))
     if found.model_type != "gpt2":
         raise BenchError(f"{name!r} is of model_type {found.model_type!r}; only gpt2 can be loaded")
@@ -229,6 +230,8 @@ def load_checkpoint(model: GPT, name: str, tokenizer: str) -> None:
             f"{name!r} has a vocabulary of {theirs}, the corpus (tokenizer {tokenizer}) one of {ours}; prepare it with "
             "the checkpoint's own tokenizer (GPT-2: --tokenizer gpt2)"
         )
+    from nanogpt_bench.model.causal import load_causal
+
     weights = load_causal(_model(name)).state_dict()
     sources = _sources(model.shape.n_layer)
     for key, parameter in model.named_parameters():

@@ -103,9 +103,11 @@ def read_axis(key: str, values: Any) -> Axis:
         return Axis(key, _range(key, values))
     if not isinstance(values, list) or not values:
         raise BenchError(f"axes.{key}: {values!r} is not allowed; give a list of values, or min and max")
-    for number, value in enumerate(values):
-        if _hashable(value) in map(_hashable, values[:number]):
+    seen: set[Any] = set()
+    for value in values:
+        if (known := _hashable(value)) in seen:
             raise BenchError(f"axes.{key}: {value!r} is there twice")
+        seen.add(known)
     return Axis(key, tuple(values))
 
 

@@ -30,7 +30,7 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "adamw-8bit": (optim.StiffnessAdamW, {"lr": 3.0, "moments": "8bit", "draws": "dither"}),
     "adamw-residual8": (optim.StiffnessAdamW, {"lr": 1e-2, "writeback": "residual8", "moments": "bfloat16"}),
     "annealed": (optim.StiffnessAdamW, {"lr": 1e-2, "stiffness": optim.anneal(1.0, 0.0, 6), "reset_every": 4}),
-    "sgd": (optim.StiffnessSGD, {"lr": 1e-1, "dampening": 0.5, "writeback": "momentum"}),
+    "sgd": (optim.StiffnessSGD, {"lr": 1e-1, "momentum": 0.9, "dampening": 0.5, "writeback": "momentum"}),
     "sgd-8bit": (optim.StiffnessSGD, {"lr": 1e-1, "momentum": 0.9, "moments": "8bit"}),
     "lion": (optim.StiffnessLion, {"lr": 1e-3, "moments": "8bit"}),
     "madam": (optim.Madam, {"lr": 1e-2, "weight_decay": 0.1}),

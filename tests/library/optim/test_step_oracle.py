@@ -39,7 +39,7 @@ def _path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 #: Large enough that most weights move and some cross binades, zero and the ends.
 OPTIONS: dict[str, dict[str, Any]] = {
-    "StiffnessAdamW": {"lr": 0.02, "betas": (0.9, 0.95), "stiffness": 1.0},
+    "StiffnessAdamW": {"lr": 0.02, "betas": (0.9, 0.95), "weight_decay": 0.0, "stiffness": 1.0},
     "StiffnessSGD": {"lr": 0.3, "momentum": 0.9, "dampening": 0.3, "stiffness": 2.0},
     "StiffnessLion": {"lr": 0.02, "betas": (0.9, 0.99), "stiffness": 1.0},
     "Madam": {"lr": 0.1, "betas": (0.9, 0.99), "max_direction": 2.0},
@@ -307,7 +307,7 @@ def test_the_residual_of_the_float_weights_is_taken_over() -> None:
     p = fm.FP8Parameter(w, "E4M3", keep_remainder=True)
     kept = p.remainder.view(-1).tolist()
     assert len(set(kept)) > 20
-    follow("StiffnessAdamW", p, {"lr": 2e-2, "writeback": "residual8"}, residual=kept)
+    follow("StiffnessAdamW", p, {"lr": 2e-2, "weight_decay": 0.0, "writeback": "residual8"}, residual=kept)
     assert p.remainder is None
 
 

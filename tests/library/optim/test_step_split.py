@@ -23,7 +23,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "StiffnessAdamW",
         {"lr": 0.02, "writeback": "residual8", "stiffness": anneal(1.0, 0.0, 5), "draws": "dither"},
     ),
-    "sgd injected, bfloat16": ("StiffnessSGD", {"lr": 0.3, "writeback": "momentum", "moments": "bfloat16"}),
+    "sgd injected, bfloat16": (
+        "StiffnessSGD",
+        {"lr": 0.3, "momentum": 0.9, "writeback": "momentum", "moments": "bfloat16"},
+    ),
     "lion, 8 bits": ("StiffnessLion", {"lr": 0.02, "moments": "8bit"}),
     "madam": ("Madam", {"lr": 0.1, "moments": "bfloat16"}),
     "riemannian adam, 8 bits": ("RiemannianAdam", {"lr": 1.7, "moments": "8bit"}),

@@ -199,7 +199,7 @@ def test_adams_groups_are_stiffness_adamw() -> None:
     ours, theirs = weights(), weights()
     options: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1, "stiffness": 1.0, "moments": "8bit", "seed": 4}
     one = StiffnessMuon(ours, direction="adam", **options)
-    other = StiffnessAdamW(theirs, **options)
+    other = StiffnessAdamW(theirs, betas=(0.9, 0.95), **options)
     run(one, ours, range(5))
     run(other, theirs, range(5))
     assert same_bits(ours, theirs)
