@@ -56,8 +56,9 @@ class FP8Tensor(ScaledTensor):
         codes: uint8, in the shape of the tensor.
         scale: float32: ``()``, ``(R, 1, .., 1)``, ``(.., 1)``, ``(.., C/32)`` or ``(.., R/128, C/128)``, rounded up;
             written by :meth:`set_scale_`, or :meth:`rescale_` where values are to stay.
-        kept_scale, exponents: their memory, which for powers of two of blocks and squares is uint8 (``127 +
-            log2(scale)``, as in E8M0): ``exponents`` is None where it is float32.
+        kept_scale: its memory, which for powers of two of blocks and squares is uint8 (``127 + log2(scale)``, as in
+            E8M0).
+        exponents: the same where it is uint8, or None.
         format: the :class:`FloatFormat`.
         block_size: 32, ``(128, 128)`` of squares, or None where neither have scales.
         counter: int64, advanced by every stochastic write, so that no draw is used twice; part of the state.

@@ -51,8 +51,10 @@ class StiffnessWrapper(torch.optim.Optimizer):
         draws: ``independent`` or ``dither``; None takes each manifold's own, or independent ones.
 
     Attributes:
-        steps_taken, references: the number of steps, and the reference stiffness of each quantised parameter.
-        streams, streams_begun: the key word of each parameter that has been rounded stochastically, and their number.
+        steps_taken: the number of steps.
+        references: the reference stiffness of each quantised parameter.
+        streams: the key word of each parameter that has been rounded stochastically.
+        streams_begun: their number.
 
     Raises:
         TypeError, ValueError: ``optimizer`` is not a torch optimizer; an option of another type or out of range.

@@ -307,7 +307,7 @@ def test_the_residual_of_the_float_weights_is_taken_over() -> None:
     p = fm.FP8Parameter(w, "E4M3", keep_remainder=True)
     kept = p.remainder.view(-1).tolist()
     assert len(set(kept)) > 20
-    follow("StiffnessAdamW", p, {"lr": 2e-2, "weight_decay": 0.0, "writeback": "residual8"}, residual=kept)
+    follow("StiffnessAdamW", p, OPTIONS["StiffnessAdamW"] | {"stiffness": 0.0, "writeback": "residual8"}, residual=kept)
     assert p.remainder is None
 
 
