@@ -208,7 +208,7 @@ def pair(stored: Any = None, **options: Any) -> tuple[Any, Any]:
         weights = [with_factors(p, factors) for p in weights]
         weights.append(torch.nn.Parameter(normal(7, seed=3)))  # type: ignore[arg-type]
         weights = [torch.nn.Parameter(p.detach().to(device)) for p in weights]  # type: ignore[misc]
-        made.append(optim.StiffnessAdamW(weights, 1.0, **options))
+        made.append(optim.StiffnessAdamW(weights, 1.0, **{"betas": (0.9, 0.95), "weight_decay": 0.0} | options))
     return made[0], made[1]
 
 
