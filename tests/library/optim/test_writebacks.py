@@ -121,7 +121,7 @@ def test_a_quadratic_is_followed_like_float32() -> None:
     w, targets = normal(64, 32, seed=1, std=0.2), normal(64, 32, seed=2, std=0.2)
     p = fm.FP8Parameter(w, "E4M3", granularity="tensor", keep_remainder=True)
     free = free_weight(w, "E4M3", p.scale.item())
-    options = {"weight_decay": 0.1, "stiffness": 0.0}
+    options = {"betas": (0.9, 0.95), "weight_decay": 0.1, "stiffness": 0.0}
     ours = StiffnessAdamW([p], lr=1.0, writeback="residual8", **options)
     exact = StiffnessAdamW([free], lr=1.0, **options)
     for t in range(300):
