@@ -84,7 +84,7 @@ def quantize_model(
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
-        >>> model = quantize_model(model, {"*": "E4M3", "2": "none"}, storage="grid")
+        >>> model = quantize_model(model, {"*": "E4M3", "2": "none"})
         >>> [type(layer).__name__ for layer in model]
         ['QuantizedLinear', 'ReLU', 'Linear']
     """

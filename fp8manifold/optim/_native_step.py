@@ -138,16 +138,20 @@ def number_rows(slots: Sequence[Slot]) -> NDArray[np.float32]:
 def run_native(slots: Sequence[Slot]) -> None:
     """Take the steps in place; no two of them share memory."""
     for part in _parts(slots):
-        wide = [slot.replaced(tensors=slot.tensors | _in_float32(slot)) for slot in part]
-        for slot, stepped, found in zip(part, wide, NativeStep(wide).run(wide).tolist(), strict=True):
-            if slot.spec.storage == "codes":
-                slot.reached.append(bool(found[0]))
-                slot.emptied.append(bool(found[1]))
-            if (weight := slot.weight) is not (after := stepped.weight):  # rounded once
-                if slot.spec.draws_for_weight:
-                    draws = draw_range(slot.offset, weight.numel(), slot.rounding_key, weight.device)
-                    after = to_half(after, weight.dtype, draws.view(weight.shape))
-                weight.copy_(after)
+        _run_part(part)  # and free its copies before the next ones are made
+
+
+def _run_part(part: Sequence[Slot]) -> None:
+    wide = [slot.replaced(tensors=slot.tensors | _in_float32(slot)) for slot in part]
+    for slot, stepped, found in zip(part, wide, NativeStep(wide).run(wide).tolist(), strict=True):
+        if slot.spec.storage == "codes":
+            slot.reached.append(bool(found[0]))
+            slot.emptied.append(bool(found[1]))
+        if (weight := slot.weight) is not (after := stepped.weight):  # rounded once
+            if slot.spec.draws_for_weight:
+                draws = draw_range(slot.offset, weight.numel(), slot.rounding_key, weight.device)
+                after = to_half(after, weight.dtype, draws.view(weight.shape))
+            weight.copy_(after)
 
 
 def _parts(slots: Sequence[Slot]) -> Iterator[list[Slot]]:

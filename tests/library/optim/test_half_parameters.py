@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fp8manifold as fm
 from fp8manifold import optim
-from fp8manifold.optim import _backends
+from fp8manifold.optim import _backends, _native_step
 from fp8manifold.optim._writeback import to_half
 
 HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -133,6 +133,30 @@ def test_native_steps_have_the_bits_of_eager_ones(dtype: torch.dtype, monkeypatc
             found.append([p.detach().view(torch.int16) for p in parameters])
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     assert taken == [3] * 6
+
+
+def test_few_gradients_are_in_float32_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as the bound allows, a larger one alone, and the bits of all at once."""
+    found, run = [], _native_step.NativeStep.run
+    for bound in (2**20, 64):
+        sizes: list[int] = []
+
+        def counted(step: Any, slots: Any, sizes: list[int] = sizes) -> Any:
+            sizes.append(len(slots))
+            return run(step, slots)
+
+        monkeypatch.setattr(_native_step, "_COPIED", bound)
+        monkeypatch.setattr(_native_step.NativeStep, "run", counted)
+        weights: list[Any] = [nn.Parameter(normal(size, seed=size).bfloat16()) for size in (100, 16, 16, 8)]
+        weights.append(nn.Parameter(normal(40, seed=5)))  # of float32, nothing of which is copied
+        optimizer = optim.StiffnessAdamW(weights, 0.1, seed=1)
+        for p in weights:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        found.append((sizes, weights))
+    (whole, first), (parts, second) = found
+    assert (whole, parts) == ([5], [1, 2, 2])
+    assert all(map(torch.equal, first, second))
 
 
 @both
