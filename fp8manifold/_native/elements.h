@@ -86,12 +86,17 @@ INLINE Decoded load_floats(const Spec *s, const Local *l, float weight, int32_t 
     return (Decoded){x, chart_stiffness(l->own, x)};
 }
 
-/* The nearest code of a finer one and what is left; of the two zeros -0 where the old code was. */
-INLINE int32_t split_code(const Format *f, int32_t count, int32_t extra, int32_t *residual, int32_t old)
+/* The nearest code of a finer one and what is left. */
+INLINE int32_t split_code(const Format *f, int32_t count, int32_t extra, int32_t *residual)
 {
     const int32_t nearest = (count + (1 << (extra - 1))) >> extra;
     *residual = count - nearest * (1 << extra);
-    const int32_t code = (nearest < 0 ? -nearest : nearest) | (nearest & f->sign_bit);
+    return (nearest < 0 ? -nearest : nearest) | (nearest & f->sign_bit);
+}
+
+/* Of the two zeros -0 where the old code was. */
+INLINE int32_t signed_zero(const Format *f, int32_t code, int32_t old)
+{
     return code | (code == 0 && old == f->sign_bit ? f->sign_bit : 0);
 }
 

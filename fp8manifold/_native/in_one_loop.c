@@ -58,7 +58,7 @@ INLINE void adam_over_codes(const Job *j, const Local *l, const Block *b, Tile *
         const int32_t draw = writeback ? draw_of(random_word(weight_keys, at + (uint32_t)i)) : 0;
         int32_t new;
         if (extra)
-            new = split_code(f, encode_signed(f, target, 1, draw, extra, 0), extra, &rest[i], 0);
+            new = split_code(f, encode_signed(f, target, 1, draw, extra, 0), extra, &rest[i]);
         else
             new = encode_finite(f, target, writeback, draw, 1);
         code[i] = new;
@@ -75,10 +75,12 @@ INLINE void adam_over_codes(const Job *j, const Local *l, const Block *b, Tile *
         }
     }
     const uint8_t without_sign = (uint8_t)(f->sign_bit - 1), top = (uint8_t)(f->many_nans ? f->max_code : 255);
-    if (extra)
-        LOOP(const uint8_t old = codes[i], new = (uint8_t)code[i], zero = (uint8_t)((old == f->sign_bit) & !new);
-             codes[i] = (uint8_t)(old & without_sign) > top || zero ? old : new; residual[i] = (int8_t)rest[i];)
-    else
+    if (extra) { /* of the two zeros -0 stays; no new code is -0 */
+        const uint8_t minus = (uint8_t)f->sign_bit;
+        LOOP(const uint8_t old = codes[i], new = (uint8_t)code[i];
+             codes[i] = (uint8_t)(old & without_sign) > top || (!new && old == minus) ? old : new;)
+        LOOP(residual[i] = (int8_t)rest[i];)
+    } else
         LOOP(codes[i] = (uint8_t)(codes[i] & without_sign) > top ? codes[i] : (uint8_t)code[i];)
     if (moments == EIGHT_BITS)
         LOOP(first_codes[i] = (uint8_t)first_code[i]; second_codes[i] = (uint8_t)second_code[i];)

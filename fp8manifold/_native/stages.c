@@ -34,12 +34,12 @@ CLONED static void store_with_residual(const Job *j, const Local *l, Tile *t, in
     int32_t count, left, code;
     if (j->spec->storage == CODES) {
         LOOP_FOR(fixed, count = encode_signed(f, t->target[i], 1, draw_of(t->words[i]), extra, FLAG);
-                 code = split_code(f, count, extra, &left, codes[i]); residual[i] = (int8_t)left;
+                 code = signed_zero(f, split_code(f, count, extra, &left), codes[i]); residual[i] = (int8_t)left;
                  codes[i] = (uint8_t)(is_special(f, codes[i]) ? codes[i] : code);)
     } else {
         LOOP_FOR(fixed, count = encode_signed(f, t->target[i], 1, draw_of(t->words[i]), extra, FLAG);
-                 code = split_code(f, count, extra, &left, bits_of(floats[i]) == INT32_MIN ? f->sign_bit : 0);
-                 residual[i] = (int8_t)left;
+                 code = split_code(f, count, extra, &left);
+                 code = signed_zero(f, code, bits_of(floats[i]) == INT32_MIN ? f->sign_bit : 0); residual[i] = (int8_t)left;
                  floats[i] = isnan(floats[i]) ? floats[i] : decode_code(f, code).value * scale;)
     }
 }
