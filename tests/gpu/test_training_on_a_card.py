@@ -159,8 +159,8 @@ def test_training_makes_no_wait() -> None:
 
     for _ in range(3):
         train()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         train()
     finally:
         torch.cuda.set_sync_debug_mode("default")

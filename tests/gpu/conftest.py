@@ -1,0 +1,17 @@
+"""Warnings of torch's own on a card, in every test of this folder: of its profiler, its graphs and its compiler."""
+
+import pytest
+
+WARNINGS = (
+    "ignore:Warning. Profiler clears events:UserWarning",
+    "ignore:Synchronization debug mode is a prototype:UserWarning",
+    "ignore:The CUDA Graph is empty:UserWarning",  # the compiler records an empty one to have a pool of memory
+    "ignore:.*should not be instantiated. Methods on autograd functions:DeprecationWarning",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.parent.name == "gpu":
+            for warning in WARNINGS:
+                item.add_marker(pytest.mark.filterwarnings(warning))
