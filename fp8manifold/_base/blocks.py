@@ -8,8 +8,8 @@ from torch import Tensor
 
 BLOCK: Final = 131_072
 """Elements a block: few enough that temporaries stay in the second-level cache, many enough to hide the calls."""
-_LAUNCHED = 2**26
-"""Elements a block where each operation is a launch: a third of a gigabyte for a float32 temporary is what is left."""
+_LAUNCHED = 2**22
+"""Elements a block where each operation is a launch: a card moves them for longer than Python takes to the next one."""
 
 
 def block_on(device: torch.device) -> int:

@@ -31,7 +31,7 @@ def pow2_scales(amax: Tensor, largest: float) -> tuple[Tensor, Tensor]:
 
 def _has_kernels(x: Tensor) -> bool:
     """True if a kernel reads ``x`` on its card; a compiler has the definition, which it fuses with its neighbours."""
-    return x.is_cuda and _triton.is_available() and has_memory(x)
+    return x.is_cuda and has_memory(x) and _triton.is_available()  # in this order: no compiler traces the last
 
 
 def _units(x: Tensor, fold: Tensor | None, largest: float, axis: int) -> tuple[Tensor, Tensor]:

@@ -42,8 +42,9 @@ class _Graphs:
         """Begin another graph, with the memory of those before."""
         torch.cuda.synchronize()
         self._graphs.append(torch.cuda.CUDAGraph())
+        if self._pool is None:  # a graph tells its own only when it has ended
+            self._pool = torch.cuda.graph_pool_handle()
         self._graphs[-1].capture_begin(self._pool)
-        self._pool = self._graphs[-1].pool()
 
     def end(self) -> None:
         with warnings.catch_warnings():  # as the one after the step often is

@@ -205,6 +205,19 @@ def test_layouts_scales_and_sizes_are_those_of_a_card(
                 assert a.shape[0] > 16
 
 
+@cases
+def test_a_compiler_sees_one_graph_on_a_card(fmt: str, gradient: str) -> None:
+    """Of fake tensors: which kernels there are is nothing that it may trace."""
+    torch._dynamo.reset()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        codes, scale = torch.empty(32, 64, dtype=torch.uint8, device="cuda"), torch.empty(32, 1, device="cuda")
+        weight = fm.FP8Parameter(fm.FP8Tensor.from_codes(codes, scale, fmt, dtype=torch.bfloat16, seed=1))
+        spec = fm.LayerSpec(fmt, products=UNITS[fmt], gradient_products=gradient)  # type: ignore[arg-type]
+        x = torch.empty(32, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        product = partial(_products.linear_from_codes, weight=weight, bias=None, units=UNITS[fmt], spec=spec)
+        assert torch.compile(product, backend="eager", fullgraph=True)(x).shape == (32, 32)
+
+
 def test_what_a_cpu_takes_and_a_card_does_not_is_refused_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = torch.zeros(16, 32, dtype=torch.uint8).view(E4M3), torch.zeros(48, 32, dtype=torch.uint8).view(E4M3)
     check_operands(a, b)
