@@ -85,7 +85,7 @@ def test_links_of_readme_lead_to_the_tag_where_it_is_read_elsewhere(monkeypatch:
 
 def test_one_version_everywhere() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
-    newest = re.search(r"^## (.+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    newest = re.search(r"^## (\d.+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert newest is not None
     assert newest[1] == f"{fm.__version__} - {citation['date-released']}"
     assert citation["version"] == fm.__version__
