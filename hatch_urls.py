@@ -1,4 +1,4 @@
-"""The project's URLs: those of the repository that the checkout came from, and none where that is not known."""
+"""The project's URLs, and those in its README: of the repository that the checkout came from, or none."""
 
 import re
 from email import message_from_string
@@ -13,14 +13,34 @@ ORIGIN = re.compile(
     r"(?:https://|ssh://|(?=git@))(?:[^@/\s]*@)?([\w.-]+)(?::\d+(?=/))?[:/]([\w./-]+?)(?:\.git)?/?\s*$",
     re.MULTILINE,
 )
+#: code, which stays as it is, or where a link or a picture begins and the file of the repository that it names
+LINK = re.compile(
+    r'(^```.*?^```|`[^`\n]*`)|(\]\(|\b(?:href|src|srcset)=")(?![a-z+]+:|[#/])([^)"\s]+)', re.MULTILINE | re.DOTALL
+)
+PICTURES = (".png", ".svg")
 
 
 class UrlsMetadataHook(MetadataHookInterface):
-    """Fills `urls` of the metadata: a source distribution keeps those that it was made with."""
+    """Fills `urls` and `readme` of the metadata: a source distribution keeps the URLs that it was made with."""
 
     def update(self, metadata: dict[str, Any]) -> None:
-        """Set them."""
+        """Set both."""
         metadata["urls"] = urls(Path(self.root))
+        text = (Path(self.root) / "README.md").read_text(encoding="utf-8")
+        text = described(text, metadata["urls"].get("Source", ""), metadata["version"])
+        metadata["readme"] = {"content-type": "text/markdown", "text": text}
+
+
+def described(readme: str, source: str, version: str) -> str:
+    """README for a page elsewhere: its relative links lead to this version's tag on GitHub, if its source is there."""
+    if not source.startswith("https://github.com/"):
+        return readme
+
+    def absolute(found: re.Match[str]) -> str:
+        kind = "raw" if (found[3] or "").endswith(PICTURES) else "blob"
+        return found[1] or f"{found[2]}{source}/{kind}/v{version}/{found[3]}"
+
+    return LINK.sub(absolute, readme)
 
 
 def urls(root: Path) -> dict[str, str]:

@@ -28,6 +28,8 @@ from fp8manifold.random_bits import random_bits
 from fp8manifold.scaling import SaturationWarning, UnderflowWarning, amax_scale, storage_scale, widened_scale
 from fp8manifold.tensor import FP8Tensor
 
+__version__ = "0.1.0"
+
 __all__ = [
     "NAMED_FORMATS", "FP8Manifold", "FP8Parameter", "FP8Tensor", "FloatFormat", "LayerSpec",
     "NativeUnavailableWarning", "OperandSpec", "QuantizationReport", "QuantizedLinear", "ReportedLayer",
