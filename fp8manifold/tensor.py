@@ -339,7 +339,7 @@ class FP8Tensor(ScaledTensor):
         return manifold
 
     def rescale_(self, scale: float | Tensor) -> Self:
-        """Change the scale: one stochastic, so unbiased, rounding, exact wherever the new grid holds the value.
+        """Change the scale, by one unbiased (stochastic) rounding, exact for values that the new grid has.
 
         The sum with the residual of the optimizer that steps it stays, rounded to 1/256 of a step.
 

@@ -38,7 +38,7 @@ class _Hook:
 class InBackward:
     """The hooks by which an optimizer steps in the backward pass, as :func:`step_in_backward` gives them.
 
-    A context manager that removes them at its end.  It does not keep the optimizer: when that is deleted, steps end.
+    A context manager that removes them at its end.  It does not keep the optimizer alive: deleting that ends the steps.
 
     Args:
         optimizer: whose parameters step.
@@ -202,7 +202,7 @@ class InBackward:
             )
 
     def finish(self) -> None:
-        """Do what ``optimizer.step()`` has left: end the step, and step by accumulated gradients.
+        """Do the rest of ``optimizer.step()``: end the step, and step by accumulated gradients.
 
         Raises:
             RuntimeError: a gradient that no hook has seen.
