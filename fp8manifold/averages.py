@@ -24,8 +24,8 @@ def averaged_model(model: nn.Module, **options: Any) -> AveragedModel:
 
     .. math:: a \\leftarrow a + (w - a) / (n + 1)
 
-    ``AveragedModel(model)`` itself would average codes, which stall, and is refused.  :func:`quantize_model` takes the
-    average's ``module`` back to a format.  Under ``fully_shard`` each process averages its rows.
+    ``AveragedModel(model)`` itself is refused, because averages in codes stall.  :func:`quantize_model` quantises the
+    average's ``module`` again.  Under ``fully_shard`` each process averages its rows.
 
     Args:
         model: is not changed; its quantised layers are ordinary ``nn.Linear`` in the average.

@@ -26,18 +26,17 @@ _BLOCK: Final = 2**20
 def sync(model: nn.Module, group: Any = None) -> None:
     """Give every process the model of the first one, to the bit, and let them train it together.
 
-    Codes, scales, counters, seeds, what the first rounding left, ordinary parameters and buffers are sent as they are.
-    From then on the magnitudes of delayed and global scales are the largest over the processes, this library's
-    optimizers leave out a step in all where a gradient is not finite in one, and their first step compares the
-    parameters.  Called in every process before ``DistributedDataParallel(model, init_sync=False)``,
-    ``ZeroRedundancyOptimizer`` and ``fully_shard``; DDP's own start (``init_sync=True``) of a model with one-byte
-    weights calls it.
+    It sends codes, scales, counters, seeds, remainders of the first rounding, ordinary parameters and buffers.  From
+    then on the magnitudes of delayed and global scales are the largest over the processes, this library's optimizers
+    skip a step in all processes if a gradient is not finite in one, and their first step compares the parameters.  Call
+    it in every process before ``DistributedDataParallel(model, init_sync=False)``, ``ZeroRedundancyOptimizer`` and
+    ``fully_shard``; with ``init_sync=True`` DDP calls it for a model with one-byte weights.
 
     Args:
         model: of the same layers, formats and shapes in every process.
         group: the process group; None takes the default one.
 
-    NaN, Inf and -0 are sent as they are, and empty tensors as nothing.
+    NaN, Inf and -0 are preserved, and empty tensors allowed.
 
     Raises:
         RuntimeError: no process group, a model that is sharded already, or made otherwise in some process, before

@@ -47,7 +47,7 @@ _PLAIN, _BLOCKS, _MIXED = "float-quantized", "mxfp8-quantized", "mixed-precision
 def exported_state_dict(
     model: nn.Module, layout: ExchangeLayout = "compressed-tensors", *, activations: Activations = "float"
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Give a model's state as another library keeps it, with the codes and scales that it has: nothing is rounded.
+    """Return a model's state in another library's layout, with the model's codes and scales: nothing is rounded.
 
     .. math:: w = s \\cdot \\operatorname{decode}(code)
 
@@ -58,12 +58,13 @@ def exported_state_dict(
       quantised with ``granularity="square"``.
 
     Only weights are described.  The values that the other library decodes are :meth:`QuantizedLinear.quantized_weight`
-    to the bit, in float32, and in bfloat16 where scales are powers of two.  NaN and -0 are kept, Inf does not occur.
+    to the bit, in float32, and in bfloat16 where scales are powers of two.  NaN and -0 are preserved, Inf does not
+    occur.
 
     Args:
-        model: of :func:`quantize_model`; parameters in codes that are no linear layer's weight are written as floats.
-        layout: ``compressed-tensors`` or ``fp8``, which take E4M3, or ``torchao``, which takes E4M3, E5M2, E4M3FNUZ
-            and E5M2FNUZ.  Squares of 128 x 128 are ``fp8``'s alone.
+        model: of :func:`quantize_model`; other parameters in codes than weights of linear layers are written as floats.
+        layout: ``compressed-tensors`` or ``fp8``, which take E4M3, or ``torchao``, which takes E4M3, E5M2, E4M3FNUZ and
+            E5M2FNUZ.  Squares of 128 x 128 are ``fp8``'s alone.
         activations: ``float`` (W8A16), or of ``compressed-tensors`` ``E4M3``, with which a server rounds inputs, at a
             scale per token, or per 32 values where blocks have scales (W8A8); with ``fp8`` the reader decides.
 
@@ -113,10 +114,10 @@ def exported_state_dict(
 def export_model(
     model: Any, folder: str | Path, layout: ExchangeLayout = "compressed-tensors", *, activations: Activations = "float"
 ) -> None:
-    """Write a model of transformers as a folder that ``from_pretrained`` reads as another library's.
+    """Write a model of transformers to a folder that ``from_pretrained`` reads with another library.
 
-    Written is what :func:`exported_state_dict` gives, in safetensors, beside a ``config.json`` that says so; the model
-    stays what it is.  A tokenizer is saved by itself (``tokenizer.save_pretrained(folder)``).
+    The folder has the tensors of :func:`exported_state_dict` as safetensors, and a ``config.json`` that describes them;
+    the model does not change.  Save the tokenizer separately (``tokenizer.save_pretrained(folder)``).
 
     Args:
         model: of transformers, and of :func:`quantize_model`.

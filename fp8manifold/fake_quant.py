@@ -51,7 +51,7 @@ def fake_quantize(
         rounding, seed, step, stream: as in :func:`round_to_grid`.
 
     Returns:
-        Tensor like ``x``.  NaN stays NaN, Inf saturates, -0 is kept where the layout has it, an empty tensor stays
+        Tensor like ``x``.  NaN stays NaN, Inf saturates, -0 is preserved if the layout has it, an empty tensor stays
         empty.
 
     Raises:

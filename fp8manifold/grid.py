@@ -81,7 +81,7 @@ def round_to_grid(
         draws: ``independent``, or ``dither``: spread evenly over the steps, as in :func:`fp8manifold.random_bits`.
 
     Returns:
-        Tensor of the shape and dtype of ``x``, detached.  NaN stays NaN; -0 is kept where the layout has it; an empty
+        Tensor of the shape and dtype of ``x``, detached.  NaN stays NaN; -0 is preserved if the layout has it; an empty
         tensor stays empty.
 
     Raises:
@@ -139,8 +139,8 @@ def encode(
 
     Raises:
         TypeError: as :func:`round_to_grid`.
-        ValueError: as :func:`round_to_grid`, and for a NaN in a format that has none.  A GPU stops at that by itself:
-            the host, which does not wait, hears of it as a RuntimeError.
+        ValueError: as :func:`round_to_grid`, and for a NaN in a format that has none.  On a GPU that is a device
+            assertion, which the host raises later as a RuntimeError.
 
     Example:
         >>> encode(torch.tensor([1.0, -1.0, 448.0]), "E4M3").tolist()
@@ -181,7 +181,7 @@ def decode(codes: Tensor, fmt: FormatLike, dtype: torch.dtype = torch.float32) -
 
     Raises:
         TypeError: ``codes`` is not uint8, or ``dtype`` can't hold the format.
-        ValueError: a code has bits above the format's width; a GPU stops at it, as :func:`encode` says.
+        ValueError: a code has bits above the format's width; on a GPU as in :func:`encode`.
 
     Example:
         >>> decode(torch.tensor([56, 184, 127], dtype=torch.uint8), "E4M3").tolist()

@@ -35,9 +35,9 @@ _RULES: Final = ("adamw", "muon")
 
 
 def register() -> None:
-    """Teach transformers the method ``fp8manifold``: ``from_pretrained`` then reads what was saved under it.
+    """Register the quantisation method ``fp8manifold``, so that ``from_pretrained`` reads models saved with it.
 
-    Called in a process before ``from_pretrained``; :func:`attach` and :func:`quantization_config` do it too.
+    Call it before ``from_pretrained``; :func:`attach` and :func:`quantization_config` call it too.
 
     Raises:
         ImportError: transformers is missing, or older than version 5.
@@ -57,14 +57,14 @@ def register() -> None:
 
 
 def quantization_config(formats: Formats = "E4M3", storage: str = "fp8", **options: Any) -> Any:
-    """Give what ``from_pretrained(..., quantization_config=...)`` quantises a float model by while it loads it.
+    """Return the ``quantization_config`` with which ``from_pretrained`` quantises a float model while it loads it.
 
     Args:
         formats, storage, options: of :func:`fp8manifold.quantize_model`; here one byte per weight by default.
 
     Returns:
-        A configuration of transformers; with ``storage="fp8"`` each weight becomes codes as it is read, those that
-        :func:`fp8manifold.quantize_model` gives.  Files of codes and ``state_dict=`` are refused.
+        A configuration of transformers; with ``storage="fp8"`` each weight becomes codes as soon as it is read, the
+        same as by :func:`fp8manifold.quantize_model`.  Files of codes and ``state_dict=`` are refused.
 
     Raises:
         ImportError: as :func:`register`.
@@ -94,11 +94,11 @@ def published_of(model: Any) -> dict[str, Any] | None:
 
 
 def attach(model: Any) -> Any:
-    """Let transformers save a model that :func:`fp8manifold.quantize_model` has changed, and its ``Trainer`` train it.
+    """Let transformers save a model that :func:`fp8manifold.quantize_model` quantised, and its ``Trainer`` train it.
 
-    ``save_pretrained`` then writes what :func:`fp8manifold.unflatten_state_dict` says, and each layer's options into
-    ``config.json``; ``from_pretrained`` and ``Trainer``'s ``resume_from_checkpoint`` give all of it back to the bit,
-    NaN and -0 included.  A model that ``from_pretrained`` has read or quantised is attached already.
+    ``save_pretrained`` then writes the tensors that :func:`fp8manifold.unflatten_state_dict` describes, and each
+    layer's options to ``config.json``; ``from_pretrained`` and ``Trainer``'s ``resume_from_checkpoint`` read all of it
+    to the bit, NaN and -0 included.  A model that ``from_pretrained`` has read or quantised is attached already.
 
     Args:
         model: of transformers; changed in place, with its ``config``.
@@ -384,16 +384,16 @@ class TrainerOptimizer:
 def trainer_optimizer(
     arguments: Any, rule: str = "adamw", *, in_backward: bool = False, **options: Any
 ) -> tuple[type[Any], dict[str, Any]]:
-    """Give what a ``Trainer`` of transformers, or of a library on it, takes as ``optimizer_cls_and_kwargs``.
+    """Return the ``optimizer_cls_and_kwargs`` of a ``Trainer`` of transformers, or of a library that builds on it.
 
     .. math:: (F, o) \\text{ with } F()(\\text{model}, **o) = \\text{the optimizer}
 
-    Learning rate, betas, eps and decay are the arguments', and biases and norms don't decay.  With ``in_backward``
-    steps are taken by :func:`fp8manifold.optim.step_in_backward`: with ``clip="previous"``, whose first trains nothing,
-    or under ``gradient_accumulation_steps`` with ``accumulate="bfloat16"``, clipped by the norm of the sums.
+    Learning rate, betas, eps and decay are those of the arguments, and biases and norms don't decay.  ``in_backward``
+    uses :func:`fp8manifold.optim.step_in_backward`: with ``clip="previous"``, where the first step only measures the
+    norm, or under ``gradient_accumulation_steps`` with ``accumulate="bfloat16"``, clipped by the norm of the sums.
 
     Args:
-        arguments: ``TrainingArguments``, or those of a library on it (``SFTConfig``).
+        arguments: ``TrainingArguments``, or those of a library that builds on it (``SFTConfig``).
         rule: ``adamw`` (:class:`~fp8manifold.optim.StiffnessAdamW`) or ``muon``
             (:class:`~fp8manifold.optim.StiffnessMuon`, by ``for_model``).
         in_backward: whether to step in the backward pass.

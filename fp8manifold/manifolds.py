@@ -38,7 +38,7 @@ class StiffnessManifold(geoopt.Manifold):  # type: ignore[misc]  # geoopt is unt
 
     Args:
         fmt: a format or its name.
-        scale: positive; a number, or a tensor that broadcasts against the points (one entry a row, say).
+        scale: positive; a number, or a tensor that broadcasts against the points (for example one entry per row).
         metric: ``ulp`` (the format's own spacing), ``log`` (``S = max(|x|, 2^emin) 2^-M``), ``euclidean`` (``S = 1``),
             or a positive function ``S(x, fmt)``, taken midway between neighbours of the grid.
 
@@ -219,15 +219,15 @@ class FP8Manifold(StiffnessManifold):
 
     .. math:: R_x(u) = s \\, \\mathrm{round}(\\exp_x(u) / s), \\qquad \\mathrm{projx}(x) = s \\, \\mathrm{round}(x / s)
 
-    NaN, Inf, -0 and empty tensors are treated as there; where the layout has no -0 its points are +0.  Of a
-    retraction's definition ``nearest`` breaks ``dR_x(0) = id``, as a step below half an ULP does nothing (bit stall);
-    ``stochastic`` keeps it in the mean: ``E[R_x(u)] = exp_x(u)`` away from the ends of the range.
+    NaN, Inf, -0 and empty tensors are treated as there; where the layout has no -0 its points are +0.  ``nearest``
+    violates ``dR_x(0) = id``, a part of the definition of a retraction, because a step below half an ULP does nothing
+    (stall); ``stochastic`` satisfies it in the mean: ``E[R_x(u)] = exp_x(u)`` away from the ends of the range.
 
     Args:
         fmt: a format or its name.
         scale: positive; points are ``scale`` times a value of the format.
         rounding: how ``retr`` rounds, ``nearest`` or ``stochastic``.
-        seed: key of the random bits; give every parameter a manifold with a seed of its own.
+        seed: key of the random bits; give every parameter its own manifold with another seed.
         metric: as in :class:`StiffnessManifold`.
         retraction: ``exponential`` rounds ``exp_x(u)``; ``euclidean`` rounds ``x + u`` (for ablation).
         draws: ``independent`` in every retraction, or ``dither``, spread evenly (:func:`fp8manifold.random_bits`).

@@ -35,7 +35,7 @@ def fp8_mm(
     pow2: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The product of two matrices that are quantised on the way in.
+    """The product of two matrices that are quantised before.
 
     .. math:: C = s_a s_b \\, Q(A / s_a) \\, Q(B / s_b)
 
@@ -44,13 +44,13 @@ def fp8_mm(
     unchanged.
 
     ``torch._scaled_mm`` multiplies E4M3 and E5M2 (but not two of E5M2) on CUDA devices of compute capability 9.0 or
-    later, where 16 divides the two outer dimensions of the second matrix; everywhere else the exact values are
-    multiplied in float32 (float64 for float64 operands).  Compilers treat ``torch.ops.fp8manifold.fp8_mm`` as one node.
+    later, if both dimensions of the second matrix are multiples of 16; everywhere else the exact values are multiplied
+    in float32 (float64 for float64 operands).  Compilers treat ``torch.ops.fp8manifold.fp8_mm`` as one node.
 
     Args:
         a, b: float matrices ``(M, K)`` and ``(K, N)``.
-        a_format, b_format: of the operands; None (or ``"none"``) takes an operand as it is.
-        gradient_format: of G; None takes it as it is.
+        a_format, b_format: of the operands; an operand with None (or ``"none"``) is not quantised.
+        gradient_format: of G; None does not quantise it.
         granularity: one scale for each matrix (``tensor``), or for each row of the first and each column of the second
             (``channel``), with which the gradients' products quantise all three matrices again.
         a_scale, b_scale: positive scales of the forward product, with ``tensor`` of the backward ones too: numbers, or
@@ -61,8 +61,8 @@ def fp8_mm(
 
     Returns:
         ``(M, N)``, empty where M or N is 0.  NaN in an operand is NaN in what depends on it, Inf saturates, -0 counts
-        as 0; a sum over nothing (K = 0) is 0.  A G that holds Inf or NaN makes both gradients NaN, so that no
-        saturation hides it.
+        as 0; a sum over nothing (K = 0) is 0.  A G with Inf or NaN makes both gradients NaN, so that saturation does
+        not hide it.
 
     Raises:
         TypeError: an operand that is no float tensor.

@@ -26,7 +26,7 @@ class FP8Parameter(FP8Tensor, geoopt.ManifoldParameter):  # type: ignore[misc]  
         options: ``granularity``, ``headroom``, ``scale``, ``rounding``, ``draws``, ``seed``, ``dtype`` and
             ``keep_remainder``, as there, and ``requires_grad``, True by default.
 
-    An :class:`FP8Tensor`, or a parameter's attributes for options, is taken as it is: codes and scales are shared.
+    If ``w`` is an :class:`FP8Tensor`, or the options are a parameter's attributes, codes and scales are shared.
 
     Raises:
         TypeError, ValueError: as :class:`FP8Tensor`.

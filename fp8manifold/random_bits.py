@@ -55,21 +55,21 @@ def random_bits(
     device: torch.device | str | None = None,
     draws: Draws = "independent",
 ) -> Tensor:
-    """Uniform 24-bit integers that depend on nothing but their key and their position.
+    """Uniform 24-bit integers that depend only on their key and their position.
 
     .. math:: r_i = f(\\text{seed}, \\text{step}, \\text{stream}, \\text{offset} + i) \\in \\{0, \\dots, 2^{24} - 1\\}
 
-    The same bits come out eager and compiled, on CPU and GPU, and for any way of cutting a tensor into parts; streams
-    are no shifted copies of one another.
+    The bits are the same eager and compiled, on CPU and GPU, and however a tensor is cut into parts; streams are not
+    shifted copies of one another.
 
     With ``draws="dither"`` an element's draws begin at a random phase, which the golden ratio advances in each step and
-    a new one replaces after 256 of them,
+    a new phase replaces after 256 steps,
 
     .. math:: r_i = \\lfloor 2^{-8} (f_{32}(\\text{seed}, \\lfloor \\text{step} / 256 \\rfloor, \\text{stream}, i)
               + \\mathtt{9E3779B9}_{16} (\\text{step} \\bmod 256) \\bmod 2^{32}) \\rfloor
 
-    each uniform still and independent of other elements and streams, but not of the element's earlier ones: where what
-    is rounded depends on these (a spacing that changes, decay), weights are pulled towards 0.
+    each uniform and independent of other elements and streams, but not of the element's earlier draws: where the
+    rounded value depends on these (the spacing changes, or weights decay), weights are pulled towards 0.
 
     Args:
         shape: shape of the result; positions count in row-major order.

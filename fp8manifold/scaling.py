@@ -60,8 +60,8 @@ def amax_scale(
         and nowhere less than ``2^-126``.
 
     Raises:
-        ValueError: an unknown granularity, an axis that ``x`` does not have, a last dimension that 32 does not
-            divide, or float64 values beyond float32, whose scale there is none for.
+        ValueError: an unknown granularity, an axis that ``x`` does not have, a last dimension that 32 does not divide,
+            or float64 values beyond float32, which have no scale.
 
     Example:
         >>> amax_scale(torch.tensor([[1.0, -896.0], [0.0, 0.0]]), "E4M3", "channel").flatten().tolist()

@@ -27,45 +27,45 @@ _KEPT_SCALE: Final = ("kept_scale", "exponents", "scale")
 
 
 class FP8Tensor(ScaledTensor):
-    """A tensor that holds a code of at most eight bits for every value, and scales that they share.
+    """A tensor that stores a code of at most eight bits for every value, and scales that the values share.
 
     .. math:: w = s \\cdot \\operatorname{decode}(code)
 
-    Scales of its own making are powers of two, so that products are exact; with those of a file the product is rounded
-    to float32, and from there to bfloat16.  To torch it is a float32 or bfloat16 tensor, which operators decode when
-    they run.  One that writes in place (``add_``, a torch optimizer's) runs in float32 and rounds the result back, at
-    the same scale unless all values are replaced: ``normal_`` takes a fresh one, and so do copied floats that would
-    saturate or be lost.
+    Scales that it chooses are powers of two, so products are exact; with scales from a file the product is rounded to
+    float32, and from there to bfloat16.  To torch it is a float32 or bfloat16 tensor, which operators decode when they
+    run.  In-place operators (``add_``, a torch optimizer's) run in float32 and round the result, at the same scale
+    unless all values are replaced: ``normal_`` gives a new scale, and so do copied floats that would saturate or be
+    lost.
 
     Args:
         w: float tensor of any shape; rounded to nearest.
         fmt: a format or its name.
         granularity: one scale for the ``tensor``, each ``channel`` (index of the first dimension), each ``row`` of the
             last dimension, each ``block`` of 32 along it, or each ``square`` of 128 x 128 in the last two.
-        headroom: of the scale, as in :func:`fp8manifold.storage_scale`, but that None takes 1 in a format of few
-            binades; other optimizers than ours need 2 or more.
-        scale: positive normal, a number or a tensor of the granularity's shape; what lies beyond its range saturates.
+        headroom: of the scale, as in :func:`fp8manifold.storage_scale`, except that None is 1 in a format of few
+            binades; other libraries' optimizers need 2 or more.
+        scale: positive normal, a number or a tensor of the granularity's shape; values beyond its range saturate.
         rounding: how values written in place are rounded: ``stochastic`` or ``nearest``.
         seed: key of the random bits, one for each tensor; None: from torch's default generator.
-        dtype: what it appears as, float32 or bfloat16; by default that of ``w``, or float32.
-        keep_remainder: keep what the rounding of ``w`` left in ``remainder``.
+        dtype: the apparent dtype, float32 or bfloat16; by default that of ``w``, or float32.
+        keep_remainder: store the remainder of rounding ``w`` in ``remainder``.
         draws: as in :func:`fp8manifold.quantize_model`.
         requires_grad: whether autograd records what is done with it.
 
     Attributes:
         codes: uint8, in the shape of the tensor.
         scale: float32: ``()``, ``(R, 1, .., 1)``, ``(.., 1)``, ``(.., C/32)`` or ``(.., R/128, C/128)``, rounded up;
-            written by :meth:`set_scale_`, or :meth:`rescale_` where values are to stay.
+            written by :meth:`set_scale_`, or by :meth:`rescale_`, which preserves values.
         kept_scale: its memory, which for powers of two of blocks and squares is uint8 (``127 + log2(scale)``, as in
             E8M0).
         exponents: the same where it is uint8, or None.
         format: the :class:`FloatFormat`.
         block_size: 32, ``(128, 128)`` of squares, or None where neither have scales.
         counter: int64, advanced by every stochastic write, so that no draw is used twice; part of the state.
-        remainder: None, or int8: what the rounding of ``w`` left, in 1/256 of a chart step.  Writing drops it.
+        remainder: None, or int8: the remainder of rounding ``w``, in 1/256 of a chart step.  Writing drops it.
 
-    NaN is kept where the format has a code for it, Inf saturates, -0 is kept where the layout has it, and an empty
-    tensor has no codes and a scale of 1.
+    NaN is preserved if the format has a code for it, -0 if the layout has it; Inf saturates, and an empty tensor has no
+    codes and a scale of 1.
 
     Raises:
         TypeError: ``w`` is no float tensor, or an option of another type.
@@ -339,7 +339,7 @@ class FP8Tensor(ScaledTensor):
         return manifold
 
     def rescale_(self, scale: float | Tensor) -> Self:
-        """Change the scale: one stochastic, so unbiased, rounding, exact wherever the new grid holds the value.
+        """Change the scale, by one unbiased (stochastic) rounding, exact for values that the new grid has.
 
         The sum with the residual of the optimizer that steps it stays, rounded to 1/256 of a step.
 

@@ -27,7 +27,7 @@ ELSEWHERE = {
         "study/study-speed": ("checkpoint", "fake_quantized_linear", "harness_overhead", "overhead", "round_to_grid"),
     }.items()
     for name in names
-}
+} | dict.fromkeys(("linear_forward", "muon_step"), ROOT / "study" / "study-speed.md")
 
 
 def load(path: Path) -> ModuleType:

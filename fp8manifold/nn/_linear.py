@@ -54,31 +54,31 @@ class QuantizedLinear(nn.Linear):
 
     With storage ``fp8`` the weight is an :class:`FP8Parameter`, one byte each; with ``grid`` a
     ``geoopt.ManifoldParameter`` on an :class:`FP8Manifold`, the same values in float32; with ``master`` a float
-    parameter, fake-quantised in the forward pass.  A gradient that holds Inf or NaN becomes NaN as a whole, so that no
-    saturation hides it; an input that does so is treated as in :func:`fake_quantize`.  -0 is kept where the layout has
-    it, and an empty batch has an empty output.
+    parameter, fake-quantised in the forward pass.  A gradient that contains Inf or NaN becomes NaN as a whole, so that
+    saturation does not hide it; Inf and NaN in the input are treated as in :func:`fake_quantize`.  -0 is preserved if
+    the layout has it, and an empty batch has an empty output.
 
     Args:
-        linear: the layer to take over; its bias parameter is kept, its weight too with storage ``master``.
+        linear: the layer to replace; its bias parameter is reused, and with storage ``master`` its weight too.
         spec: formats and options.
         storage: ``fp8``, ``grid`` or ``master``.
         headroom, rounding, draws: of stored weights, as in :func:`quantize_model`.
         seed: of stored weights and of stochastic rounding in the two passes; every layer needs another.
-        keep_remainder: with ``fp8``, keep what rounding left, for residuals to begin with; fine-tuning needs it.
+        keep_remainder: with ``fp8``, store the rounding's remainder, with which residuals begin; fine-tuning needs it.
         defer_weight_gradient: leave the weight's gradient in float for :meth:`quantize_weight_gradient`.
         global_with: a layer whose gradients under ``scale="global"`` share their magnitude with this one's.
-        codes: with ``fp8``, the weight in codes of the specification's format and granularity, held as it is, under
-            ``seed``; of ``linear.weight`` only the shape counts then.
+        codes: with ``fp8``, the weight in codes of the specification's format and granularity, used without a copy,
+            under ``seed``; of ``linear.weight`` only the shape is used then.
 
     The modules ``weight_scaler``, ``activation_scaler``, ``activation_gradient_scaler`` and ``weight_gradient_scaler``
-    give the scales, as ``value``; None for a stored weight or what is not quantised.  A forward pre-hook that does
-    nothing keeps the fused operators of ``nn.TransformerEncoderLayer`` away.  Under activation checkpointing a repeated
-    pass gives the same bits; a layer that draws random bits or delays its scales refuses it.
+    have the scales, as ``value``; they are None for stored weights and operands that are not quantised.  An empty
+    forward pre-hook prevents the fused operators of ``nn.TransformerEncoderLayer``.  Under activation checkpointing a
+    repeated pass gives the same bits; a layer that draws random bits or delays its scales refuses it.
 
     Raises:
         TypeError: ``linear`` is no ``nn.Linear``; with ``fp8`` a weight that is neither float32 nor bfloat16.
         ValueError: an unknown storage, weights that are not finite, or an option that the storage does not have.
-        RuntimeError: in a call, a repetition as above, or something has taken the weight's manifold or codes away.
+        RuntimeError: in a call, a repetition as above, or the weight's manifold or codes were removed.
 
     Example:
         >>> from fp8manifold import LayerSpec

@@ -37,24 +37,24 @@ def load_quantized(
 ) -> nn.Module:
     """Fill a model without values from float weights, each rounded to its codes as soon as it is read.
 
-    The result is, to the bit, that of ``quantize_model(model, formats, "fp8", **options)``; at its peak loading takes
-    the bytes of the result and one float tensor.  Models of transformers are read so by ``from_pretrained`` with
+    The result is bit-identical to ``quantize_model(model, formats, "fp8", **options)``; at its peak loading takes the
+    bytes of the result and one float tensor.  ``from_pretrained`` does the same for models of transformers, with
     :func:`fp8manifold.huggingface.quantization_config`.
 
     Args:
         model: all its parameters on ``torch.device("meta")``; changed in place once everything has been read.
-        source: a safetensors file, several, their folder, or a mapping from name to tensor, by the names of
-            ``model.state_dict()``; of a tied weight one is enough.
-        formats, options: of :func:`fp8manifold.quantize_model`, but ``storage``; ``"as stored"`` takes codes, formats
-            and scales of files in a published layout (:func:`fp8manifold.load_fp8`).
+        source: a safetensors file, several, their folder, or a mapping from name to tensor, with the names of
+            ``model.state_dict()``; for a tied weight one name is enough.
+        formats, options: as in :func:`fp8manifold.quantize_model`, without ``storage``; ``"as stored"`` loads codes,
+            formats and scales of files in a published layout (:func:`fp8manifold.load_fp8`).
         device: where the weights go, one at a time.
 
     Returns:
-        The model; a new layer if ``model`` is itself an ``nn.Linear``.  -0 is kept where the layout has it.
+        The model; a new layer if ``model`` is itself an ``nn.Linear``.  -0 is preserved if the layout has it.
 
     Raises:
-        TypeError, ValueError: as :func:`fp8manifold.quantize_model`, of NaN and Inf too; a parameter that has values
-            already; tensors that are missing, unknown, of another shape, or no floats.  The model is as it was.
+        TypeError, ValueError: as :func:`fp8manifold.quantize_model`, for NaN and Inf too; a parameter that already has
+            values; tensors that are missing, unknown, of another shape, or not floats.  The model is then unchanged.
         FileNotFoundError, ImportError: no such file; safetensors is missing.
 
     Example:

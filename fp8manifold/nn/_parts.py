@@ -184,17 +184,17 @@ def _going_on(made: FP8Tensor, like: Tensor) -> Tensor:
 
 
 def unflatten_state_dict(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> dict[str, Tensor]:
-    """Put the one-byte weights of a state dict together again, without a model that they belong to.
+    """Put the one-byte weights of a state dict together again, without their model.
 
     .. math:: w = s \\cdot \\operatorname{decode}(code)
 
     ``state_dict()`` of a module gives a weight ``w`` in codes as plain tensors: ``w``, uint8 codes; ``w_scale``,
     float32, or uint8 exponents (E8M0) of blocks and squares; ``w_counter``, int64, stochastic writes; ``w_remainder``,
-    int8, what rounding left until an optimizer takes it; ``w_traits``, ten int64: exponent bits, mantissa bits, bias,
-    numbers of layout and rounding, seed, number of the dtype, block size or 0 (negative: scales in float32), whether
-    operators' names enter the draws, and how these follow each other.
+    int8, the remainder of the first rounding, until an optimizer uses it; ``w_traits``, ten int64: exponent bits,
+    mantissa bits, bias, numbers of layout and rounding, seed, number of the dtype, block size or 0 (negative: scales in
+    float32), whether operators' names enter the draws, and how these follow each other.
 
-    ``load_state_dict`` takes them in quantised layers of every storage, and codes with scales alone, as
+    ``load_state_dict`` of quantised layers loads them in every storage, and also codes with only scales, as
     compressed-tensors has them.
 
     Args:
@@ -202,9 +202,9 @@ def unflatten_state_dict(tensors: Mapping[str, Tensor], metadata: Mapping[str, s
         metadata: of a file that an earlier version wrote, whose header has what ``w_traits`` has now.
 
     Returns:
-        The state with an :class:`FP8Parameter` for every weight in codes; the tensors are held, not copied.
+        The state with an :class:`FP8Parameter` for every weight in codes; it shares the memory of the tensors.
 
-    NaN and -0 are kept, and empty tensors are taken as any other.
+    NaN and -0 are preserved, and empty tensors allowed.
 
     Raises:
         ValueError: parts that are missing or do not fit together, or metadata that can't be read.

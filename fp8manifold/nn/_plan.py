@@ -145,12 +145,12 @@ def check_formats(
     tied: Tied = "refuse",
     products: _spec.Products = "decoded",
 ) -> dict[str, _spec.LayerSpec]:
-    """Read formats as :func:`quantize_model` does, and refuse what it would refuse of them; no model is needed.
+    """Read formats as :func:`quantize_model` does, and refuse those that it would refuse; no model is needed.
 
     Args:
         formats, storage, granularity, keep_remainder, tied, products: as in :func:`quantize_model`.
         layers: ``(in_features, out_features)`` of every linear layer by its dotted name, in the model's order.
-        shared: for a layer whose weight is another module's too, the names of that weight; None: there is none.
+        shared: for layers that share their weight with another module, all names of the weight; None: there are none.
 
     Returns:
         The specification of every layer that is quantised, by its name.

@@ -106,13 +106,13 @@ class Scale(Scaler):
     Args:
         fmt: a format or its name.
         granularity, axis, pow2: as in :func:`amax_scale`.
-        policy: ``dynamic`` measures every tensor; ``static`` keeps the scale of the first one it sees, and warns with
-            :class:`SaturationWarning` when a later one exceeds it; ``delayed`` takes the largest magnitude of the last
-            ``history`` tensors before this one, whose own then joins them, and what exceeds it saturates.
-        history: how many, for ``delayed``.  A tensor that is NaN or Inf, or is seen in evaluation mode, does not join.
+        policy: ``dynamic`` measures every tensor; ``static`` uses the scale of the first tensor, and warns with
+            :class:`SaturationWarning` when a later one exceeds it; ``delayed`` uses the largest magnitude of the last
+            ``history`` tensors before this one, and values beyond it saturate.
+        history: the number of tensors for ``delayed``; those with NaN or Inf, and in evaluation mode, do not count.
 
     The last scale is in the buffer ``value``, for logging.  The first tensor of a delayed scale has its own.  A tensor
-    that is empty, all zeros (+0 or -0), or holds NaN or Inf has the scale 1.
+    that is empty, all zeros (+0 or -0), or contains NaN or Inf has the scale 1.
 
     Raises:
         TypeError, ValueError: an unknown granularity or policy, or a history that is no positive integer.

@@ -25,7 +25,7 @@ GLOBAL: Final = "global"
 
 @dataclass(frozen=True)
 class OperandSpec:
-    """A specification of a weight, an activation or a gradient; options that are None are the layer's.
+    """The format and options of a weight, an activation or a gradient; options that are None are the layer's.
 
     Args:
         format: a format or its name.
@@ -150,10 +150,10 @@ GradientLike = OperandLike | Mapping[str, OperandLike]
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """The formats of a linear layer's operands, and how they are quantised.
+    """The formats of a linear layer's operands, and how these are quantised.
 
-    An operand is a format, an :class:`OperandSpec`, a mapping of its arguments, or None or ``"none"`` (left as it is),
-    and has the layer's options where it has none.
+    An operand is a format, an :class:`OperandSpec`, a mapping of its arguments, or None or ``"none"`` (not quantised).
+    Options that it does not have are the layer's.
 
     Args:
         weight, activation: of the weight, and of the layer's input.
@@ -162,16 +162,16 @@ class LayerSpec:
         ste: of weight and activation, as in :func:`fake_quantize`; None takes ``identity``.
         gradient: of both gradients, or a mapping with the keys ``activation`` (the gradient of the output) and
             ``weight``; they become ``activation_gradient`` and ``weight_gradient``.
-        rounding: ``nearest`` (None), ``stochastic``, or ``split``: stochastic in the backward pass alone.
+        rounding: ``nearest`` (None), ``stochastic``, or ``split``: stochastic in the backward pass only.
         history: of the policy ``delayed``; None takes 16.
         products: what multiplies, with storage ``fp8``: ``decoded`` codes; codes on units of ``fp8`` (E4M3, E5M2) or
             ``int8`` (E1M6), with input and gradient rounded to E4M3 or INT8 at powers of two; or ``auto``.  Numbers
             differ.
         gradient_products: of products on ``fp8`` units, what the weight's gradient is computed in.
 
-    Codes are multiplied where 16 divides rows and columns, with one scale per ``tensor`` or ``channel``, and neither
-    ``activation`` nor ``gradient``.  A row of the input that holds NaN or Inf makes its output NaN; a gradient that
-    does so makes both gradients NaN.
+    Codes are multiplied if rows and columns are multiples of 16, with one scale per ``tensor`` or ``channel``, and
+    without ``activation`` and ``gradient``.  NaN or Inf in a row of the input makes its output NaN; in a gradient it
+    makes both gradients NaN.
 
     Raises:
         TypeError, ValueError: a format or option that can't be read, or that would change nothing.

@@ -41,36 +41,35 @@ def quantize_model(
 ) -> nn.Module:
     """Put a model's linear weights into one byte each; quantisation-aware training is ``storage="master"``.
 
-    Its linear layers become :class:`QuantizedLinear`, and the model's own code stays as it is.
+    Its linear layers become :class:`QuantizedLinear`; the model's own code does not change.
 
-    A pattern is a glob over whole dotted parts of a layer's name: ``mlp`` matches ``blocks.0.mlp.fc``, ``*``
-    everything; the one with the most literal characters wins, and of two as specific the later one.  ``nn.Linear``
-    itself and transformers' ``Conv1D`` are replaced, with their hooks, attributes and gradients; embeddings, norms and
-    attention products are not, unless ``parameters`` or ``embeddings`` says so, nor are PEFT's adapters, unless a
-    pattern names their part (``lora_*``).  A layer whose weight is computed or whose ``forward`` was replaced is left
-    by ``*`` and refused where a pattern names it.  :func:`quantization_report` says what was replaced, and what was
-    left and why.
+    A pattern is a glob over whole dotted parts of a layer's name: ``mlp`` matches ``blocks.0.mlp.fc``, ``*`` matches
+    everything. The one with the most literal characters wins, or the later one of two that have equally many.
+    ``nn.Linear`` itself and transformers' ``Conv1D`` are replaced, with their hooks, attributes and gradients;
+    embeddings, norms and attention products are not, unless ``parameters`` or ``embeddings`` says so, nor are PEFT's
+    adapters, unless a pattern names their part (``lora_*``).  A layer whose weight is computed or whose ``forward`` was
+    replaced is skipped by ``*`` and refused if a pattern names it.  :func:`quantization_report` says what was replaced,
+    what was not, and why.
 
     Args:
         model: changed in place.
         formats: one format or :class:`LayerSpec` for every linear layer, or a mapping from pattern to format, spec,
-            dict of :class:`LayerSpec`'s arguments, or ``"none"`` (leave as it is).
+            dict of :class:`LayerSpec`'s arguments, or ``"none"`` (not quantised).
         storage: ``fp8`` (one byte per weight, no copy), ``grid`` (the same values in float32) or ``master``
             (quantisation-aware training: float weights, rounded in the forward pass).
-        granularity: of the weight scales, where a bare format is given, as in :class:`OperandSpec`.
+        granularity: of the weight scales, if only a format is given, as in :class:`OperandSpec`.
         headroom, keep_remainder: as in :class:`QuantizedLinear`.
-        rounding: of stored weights, where the writer has none, as geoopt's and torch's optimizers.
-        seed: of stored weights and of stochastic rounding, from which each layer's derives.
+        rounding: of stored weights, for writers without such an option, such as geoopt's and torch's optimizers.
+        seed: of stored weights and of stochastic rounding; each layer's seed is derived from it.
         defer_weight_gradients: leave the weights' gradients in float for :func:`quantize_weight_gradients`.
-        tied: for a layer whose weight is another module's too: ``refuse``, ``untie`` it (a copy) or ``leave`` it as it
-            is.
+        tied: for a layer that shares its weight with another module: ``refuse``, ``untie`` it (a copy) or ``leave`` it.
         draws: of stored weights: ``independent``, or ``dither`` (:func:`fp8manifold.random_bits`); an optimizer's own
-            option goes first, and operators that write have independent ones.
-        products: what multiplies where a bare format is given, as in :class:`LayerSpec`.
-        parameters: with ``fp8``, any others of two or more dimensions by patterns over their names, such as
-            ``"*.experts.*"``, or a mapping from pattern to format: each becomes an :class:`FP8Parameter` where it is,
-            with a scale for each row of the last dimension, of a convolution for each filter, unless ``granularity`` is
-            another.
+            option takes precedence, and other operators that write always have independent ones.
+        products: what multiplies, if only a format is given, as in :class:`LayerSpec`.
+        parameters: with ``fp8``, other parameters of two or more dimensions, by patterns over their names such as
+            ``"*.experts.*"``, or a mapping from pattern to format.  Each becomes an :class:`FP8Parameter` of its
+            module, with one scale per row of the last dimension, or per filter of a convolution, unless ``granularity``
+            differs.
         embeddings: with ``fp8``, a format for every ``nn.Embedding``, or a mapping from pattern to format; only the
             rows that are looked up are decoded, and a head that shares the weight shares its codes.
 
@@ -160,8 +159,8 @@ def encoded(planned: Plan, entry: Entry, weight: Tensor, *, requires_grad: bool)
 def quantize_weight_gradients(model: nn.Module) -> None:
     """Quantise the weight gradients of one backward pass, in a model of ``defer_weight_gradients=True``.
 
-    It comes after the backward pass and clipping, of several micro-batches once for each.  Gradients keep their dtype;
-    one that holds Inf or NaN becomes NaN as a whole.
+    Call it after the backward pass and clipping, once for each micro-batch.  Gradients do not change their dtype; one
+    that contains Inf or NaN becomes NaN as a whole.
 
     Args:
         model: of :func:`quantize_model`.
@@ -187,9 +186,9 @@ def quantize_weight_gradients(model: nn.Module) -> None:
 
 
 def dequantize_model(model: nn.Module) -> nn.Module:
-    """Put ordinary ``nn.Linear`` layers back, holding the quantised values of the weights as float parameters.
+    """Put ordinary ``nn.Linear`` layers back, with the quantised values of the weights as float parameters.
 
-    Other parameters in codes become floats where they are.  Hooks and attributes go over as in :func:`quantize_model`.
+    Other parameters in codes become floats too.  Hooks and attributes are transferred as in :func:`quantize_model`.
 
     Args:
         model: changed in place.
@@ -274,7 +273,7 @@ def quantization_report(model: nn.Module) -> QuantizationReport:
     """Report which layers of a model are quantised, in which formats, and why others are not; nothing is changed.
 
     Args:
-        model: any, of :func:`quantize_model` or not.
+        model: any model, quantised or not.
 
     Raises:
         TypeError: ``model`` is not an ``nn.Module``.

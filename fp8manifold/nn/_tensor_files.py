@@ -223,7 +223,7 @@ def _indexed(index: Path) -> list[Path]:
 
 
 def check_floats(model: nn.Module, source: Source) -> None:
-    """Refuse files that hold codes where a model has float weights, which transformers alone reads as numbers.
+    """Refuse files with codes where a model has float weights: transformers by itself reads codes as numbers.
 
     ``from_pretrained`` with :func:`quantization_config` does this itself.
 

@@ -27,9 +27,9 @@ _HALF: Final = 0x8000_8000 - 2**32  #: The random word by which a moment is roun
 def adopted_state(state_dict: dict[str, Any], optimizer: Any) -> dict[str, Any]:
     """A state of torch's ``AdamW``, or one saved with other ``moments``, as ``optimizer.load_state_dict`` takes it.
 
-    Parameters are matched by their order.  Averages that are stored shorter are rounded to nearest.  Of torch's state,
-    for :class:`StiffnessAdamW`, averages, step counts and the options that both have are taken; of one of this
-    library's all but ``moments``.
+    Parameters are matched by their order.  Averages that need fewer bits are rounded to nearest.  From torch's state it
+    takes, for :class:`StiffnessAdamW`, averages, step counts and the options that both have; from one of this library
+    everything but ``moments``.
 
     Args:
         state_dict: as ``torch.load(path, weights_only=True)`` gives it; unchanged.
@@ -94,7 +94,7 @@ def adopted_state(state_dict: dict[str, Any], optimizer: Any) -> dict[str, Any]:
 def adamw_state(state_dict: dict[str, Any]) -> dict[str, Any]:
     """A state of :class:`StiffnessAdamW` as torch's ``AdamW`` loads it: averages in floats, step counts and options.
 
-    Residuals, streams and what is about a grid stay behind; averages that were in float32 are the same to the bit.
+    Residuals, streams and entries about grids are left out; averages that were in float32 are the same to the bit.
 
     Args:
         state_dict: as ``optimizer.state_dict()`` gives it; unchanged.

@@ -185,20 +185,19 @@ def graphed(train_step: Callable[..., Any], optimizer: torch.optim.Optimizer) ->
 
     Args:
         train_step: a function of tensors and constants that clears gradients, runs both passes, and calls
-            ``optimizer.step()`` once, without a closure.  A replay runs what it launches, not its Python: schedulers,
-            counters and printing stay outside, and memory that it reads stays where it is.
+            ``optimizer.step()`` once, without a closure.  A replay runs its kernels, not its Python: schedulers,
+            counters and printing belong outside, and memory that it reads must not move.
         optimizer: of this library, all of whose parameters are on one CUDA device.
 
     Returns:
         A function called like ``train_step`` that returns copies of its results, and counts ``replayed`` and
-        ``recorded``.
         ``recorded``.
 
     Raises:
         TypeError: another optimizer.
         ValueError: the optimizer steps in the backward pass, or has parameters elsewhere; when recording,
             ``train_step`` does not call ``step()`` once, or changes options.
-        RuntimeError: when recording, ``train_step`` waits for the GPU, or a layer draws random bits.
+        RuntimeError: when recording, ``train_step`` synchronises, or a layer draws random bits.
 
     Example:
         >>> import fp8manifold as fm

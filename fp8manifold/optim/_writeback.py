@@ -14,9 +14,9 @@ from fp8manifold.formats import FloatFormat
 class WriteBack:
     r"""One way from the target of a step to the weight that is stored.
 
-    An update is lost where rounding undoes it and nothing of it is kept, put into a moment or returned on average.
-    With the target :math:`t`, :math:`u` uniform in one ULP, :math:`r` the remainder, and :math:`\rho_b` rounding, at
-    random too, to :math:`2^{-b}` ULP:
+    An update is lost if rounding undoes it and it is not stored, added to a moment or made up for on average. With the
+    target :math:`t`, :math:`u` uniform in one ULP, :math:`r` the remainder, and :math:`\rho_b` rounding, at random too,
+    to :math:`2^{-b}` ULP:
 
     .. math:: w = \lfloor t + u \rfloor \qquad\text{or, with } b \text{ bits,}\quad
         w = \operatorname{round}\rho_b(t + r), \quad r' = \rho_b(t + r) - w
@@ -25,9 +25,9 @@ class WriteBack:
 
     Args:
         name: what optimizers call it.
-        rounding: how a value goes to the grid, ``"nearest"`` or ``"stochastic"``.
-        residual_bits: bits a weight in which the state keeps what the rounding left: 0 or 8.
-        injects: whether what the rounding took goes into the first moment.
+        rounding: how values are rounded, ``"nearest"`` or ``"stochastic"``.
+        residual_bits: bits per weight in which the state stores the remainder of the rounding: 0 or 8.
+        injects: whether the rounding error is added to the first moment.
 
     Raises:
         ValueError: another number of residual bits.

@@ -206,21 +206,21 @@ def _progress(group: dict[str, Any]) -> float:
 class RiemannianAdam(Riemannian):
     """Riemannian Adam with geoopt's signature, a drop-in over quantised parameters.
 
-    On this library's manifolds it is Adam in the chart: with gradient ``S g`` of the code, one rounding a step,
+    On this library's manifolds it is Adam in the chart, with the gradient ``S g`` of the code and one rounding a step,
 
     .. math:: w \\leftarrow \\mathrm{round}\\left(\\exp_{(1 - \\lambda \\eta / \\eta_0) w}(-\\eta \\, S \\, d)\\right),
               \\qquad d = \\frac{\\hat m}{\\sqrt{\\hat v} + \\epsilon S_{ref}}
 
-    so ``lr`` is in **ULPs a step**.  The averages live in code coordinates, where parallel transport does nothing, in
+    so ``lr`` is in **ULPs per step**.  The averages are in code coordinates, where parallel transport does nothing, in
     multiples of a power of two next to the stiffness (``unit`` in the state).  On other manifolds of geoopt's and on
     ordinary parameters it takes geoopt's steps, L2 decay included, at ``float_lr``.
 
     Args:
         params: parameters or groups.
-        lr: ULPs a step on our manifolds; by default 0.5 there, and geoopt's 1e-3 for a group without any.
+        lr: ULPs per step on our manifolds; by default 0.5 there, and geoopt's 1e-3 for a group without any.
         betas, eps, weight_decay, amsgrad: as in geoopt; on our manifolds decay is decoupled, a fraction
-            ``weight_decay * lr / initial_lr`` of the weight a step, ``initial_lr`` being the one given here.
-        stabilize: geoopt's name of ``stabilize_every``; the momentum stays as it was transported.
+            ``weight_decay * lr / initial_lr`` of the weight per step, where ``initial_lr`` is the one given here.
+        stabilize: geoopt's name of ``stabilize_every``; it does not change the momentum.
         float_lr: learning rate of the parameters that are not on our manifolds; it follows ``lr``'s schedule and is
             required where a list mixes both kinds.
         writeback, draws: as in :class:`StiffnessAdamW`; None takes the manifold's own, with stochastic and independent
@@ -331,11 +331,11 @@ class RiemannianSGD(Riemannian):
 
     Args:
         params: parameters or groups.
-        lr: ULPs a step for a code gradient ``S g`` of 1; by default 0.5 on our manifolds, 1e-3 elsewhere.
+        lr: ULPs per step for a code gradient ``S g`` of 1; by default 0.5 on our manifolds, 1e-3 elsewhere.
         momentum, dampening, nesterov: as in ``torch.optim.SGD``.
         weight_decay: as in :class:`RiemannianAdam`.
-        stabilize, float_lr, writeback, draws, moments, seed, damping, clip, refresh_every, maximize,
-            on_nonfinite, stabilize_every, reset_every, flags: as in :class:`RiemannianAdam`.
+        stabilize, float_lr, writeback, draws, moments, seed, damping, clip, refresh_every, maximize, on_nonfinite,
+            stabilize_every, reset_every, flags: as in :class:`RiemannianAdam`.
 
     Raises:
         TypeError, ValueError: as :class:`RiemannianAdam`; Nesterov needs momentum and no dampening.

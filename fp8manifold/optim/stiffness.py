@@ -100,7 +100,7 @@ def adam_numbers(lr: float, betas: tuple[float, float], eps: float, step: int) -
 
 
 class StiffnessAdamW(StiffnessOptimizer):
-    """AdamW over weights that live on a grid, with steps proportional to a power of the local spacing.
+    """AdamW over weights on a grid, with steps proportional to a power of the local spacing.
 
     .. math:: w \\leftarrow \\mathrm{round}\\left( (1 - \\eta \\lambda) w
               - \\eta \\left( \\mathrm{clamp}(S(w) / S_{ref}, damping, clip) \\right)^k d \\right)
@@ -115,12 +115,12 @@ class StiffnessAdamW(StiffnessOptimizer):
         lr: learning rate in value, a number or a tensor of one element.
         betas: decay rates of the running averages.
         eps: added to the denominator.
-        weight_decay: decoupled decay, times ``lr`` a step.
+        weight_decay: decoupled decay, times ``lr`` per step.
         stiffness: the exponent k: a number, or a function of the steps taken, such as :func:`anneal`.
         metric: what S is: ``ulp``, ``log``, ``euclidean`` or a function S(x, fmt).
-        writeback: ``nearest``, ``stochastic``, ``residual8`` (a byte a weight for what rounding leaves, to 1/256 of an
-            ULP; a -0 becomes +0) or ``momentum`` (its error goes into the first average).  Ordinary bfloat16 and
-            float16 parameters are rounded stochastically under all but ``nearest``, finite values saturating.
+        writeback: ``nearest``, ``stochastic``, ``residual8`` (a byte per weight for the remainder of rounding, to 1/256
+            of an ULP; -0 becomes +0) or ``momentum`` (the error is added to the first average).  Ordinary bfloat16 and
+            float16 parameters are rounded stochastically under all but ``nearest``; finite values saturate.
         draws: ``independent``, or ``dither``, with less noise and a pull towards 0: decay is 7% too strong in E4M3, 12%
             in E5M2 (:func:`fp8manifold.random_bits`).  Those of moments are independent.
         moments: the averages in ``float32``, ``bfloat16`` or ``8bit`` (block-wise E4M3, the second as its square root;
@@ -131,13 +131,13 @@ class StiffnessAdamW(StiffnessOptimizer):
         clip: upper bound of S / S_ref, so that outliers do not run away.
         refresh_every: steps between two computations of S_ref (and of ``bounded_share``).
         maximize: ascend instead.
-        on_nonfinite: ``skip`` leaves out a whole step with a gradient that is not finite, ``raise`` raises.
+        on_nonfinite: ``skip`` skips the whole step if a gradient is not finite, ``raise`` raises.
         stabilize_every: project parameters to their manifold every so many steps.
         reset_every: clear the running averages every so many steps.
         flags: torch's ``foreach``, ``fused``, ``capturable`` and ``differentiable``, which must be False or None.
 
     Attributes:
-        bounded_share: share of the quantised weights whose ratio met ``damping`` or ``clip`` at the last refresh.
+        bounded_share: share of the quantised weights whose ratio was at ``damping`` or ``clip`` at the last refresh.
 
     Raises:
         TypeError: an option of another type.
@@ -155,7 +155,7 @@ class StiffnessAdamW(StiffnessOptimizer):
         >>> bool((weight - 0.5).abs().max() < 0.15)
         True
 
-    Options that ``torch.optim.AdamW`` has too have its defaults.
+    Options that ``torch.optim.AdamW`` has too have the same defaults.
 
     Source: Loshchilov and Hutter 2019 for the decoupled decay; the stiffness factor is this library's.
     """
@@ -208,7 +208,7 @@ class StiffnessSGD(StiffnessOptimizer):
     Args:
         params: parameters or groups, quantised and ordinary ones mixed.
         lr, momentum, dampening, nesterov: as in ``torch.optim.SGD``; the buffer starts from the first gradient.
-        weight_decay: decoupled decay, times ``lr`` a step.
+        weight_decay: decoupled decay, times ``lr`` per step.
         stiffness, metric, writeback, draws, moments, seed, damping, clip, refresh_every, maximize,
             on_nonfinite, stabilize_every, reset_every, flags: as in :class:`StiffnessAdamW`; ``writeback="momentum"``
             and ``moments`` need ``momentum`` > 0, the former without Nesterov.
@@ -306,7 +306,7 @@ class StiffnessLion(StiffnessOptimizer):
         params: parameters or groups, quantised and ordinary ones mixed.
         lr: learning rate, Lion's: a third to a tenth of AdamW's.
         betas: of the interpolation, and of the average.
-        weight_decay: decoupled decay, times ``lr`` a step.
+        weight_decay: decoupled decay, times ``lr`` per step.
         stiffness, metric, writeback, draws, moments, seed, damping, clip, refresh_every, maximize,
             on_nonfinite, stabilize_every, reset_every, flags: as in :class:`StiffnessAdamW`, without
             ``writeback="momentum"``.

@@ -44,7 +44,7 @@ _EMBEDDING: Final = re.compile(r"(.*_)?(embed|embeds|embedding|embeddings)")
 
 
 class StiffnessMuon(StiffnessOptimizer):
-    """Muon over matrices that live on a grid: one average, and a step of one size in every direction of the matrix.
+    """Muon over matrices on a grid: one average, and a step of one size in every direction of the matrix.
 
     .. math:: m \\leftarrow \\mu m + (1 - \\mu) g, \\qquad u = (1 - \\mu) g + \\mu m, \\\\
               w \\leftarrow \\mathrm{round}\\left( (1 - \\eta \\lambda) w
@@ -52,7 +52,7 @@ class StiffnessMuon(StiffnessOptimizer):
               \\qquad F = \\left( \\mathrm{clamp}(S(w) / S_{ref}, damping, clip) \\right)^k
 
     ``msign`` is the orthogonal factor ``U V^T`` of ``U diag(s) V^T``, by five Newton-Schulz products; ``a`` follows
-    from the matrix' shape.  ``k = 0``, the default, is ``torch.optim.Muon`` with one rounding a step; ``k = 1`` takes
+    from the matrix' shape.  ``k = 0``, the default, is ``torch.optim.Muon`` with one rounding per step; ``k = 1`` takes
     the steepest step of the spectral norm in the chart's coordinates.  Embeddings, heads, norms and biases are stepped
     as by :class:`StiffnessAdamW`, in groups with ``direction="adam"``; :meth:`for_model` sorts a whole model.
 
@@ -72,7 +72,7 @@ class StiffnessMuon(StiffnessOptimizer):
             on_nonfinite, stabilize_every, reset_every, flags: as in :class:`StiffnessAdamW`.  ``moments`` and
             ``writeback="momentum"`` need ``momentum`` > 0; the latter feeds it errors as if the step were linear in it.
 
-    A gradient of zeros has a step of zeros, and no step depends on what else is stepped.
+    A gradient of zeros gives a step of zeros, and no step depends on other parameters.
 
     Raises:
         ValueError: as :class:`StiffnessAdamW`; a parameter that is no matrix; in a step, ``cycle_momentum=True``.
@@ -141,8 +141,8 @@ class StiffnessMuon(StiffnessOptimizer):
         .. math:: d = \\mathrm{msign}(u) \\text{ for matrices}, \\qquad
                   d = \\hat m / (\\sqrt{\\hat v} + \\epsilon) \\text{ for the rest}
 
-        Matrices, kernels of convolutions and batches of matrices are Muon's, but those of embeddings, the head and
-        convolutions of each channel alone.  Vectors, positions, tokens, a state space's own and what the model marks
+        Muon steps matrices, kernels of convolutions and batches of matrices, except embeddings, the head and depthwise
+        convolutions.  Vectors, positions, tokens, parameters of state spaces and those that the model marks
         (``_no_weight_decay``) don't decay.  :func:`muon_report` prints all of this for a model.
 
         Args:

@@ -31,18 +31,18 @@ _OVER_DRAWN = 3
 
 
 class StiffnessWrapper(torch.optim.Optimizer):
-    """Scale what another optimizer does, element by element, by its weights' stiffness.
+    """Scale another optimizer's updates, element by element, by the stiffness of the weights.
 
     .. math:: w \\leftarrow \\mathrm{round}(w + f \\, \\Delta), \\qquad
               f = scale(t) \\left( \\mathrm{clamp}(S(w) / S_{ref}, damping, clip) \\right)^{exponent}
 
     where ``Delta`` is the wrapped optimizer's own update (``on="update"``), or ``f`` multiplies its gradient
     (``on="gradient"``).  Points of an :class:`~fp8manifold.FP8Manifold` are written back to their grid once, after the
-    step; ordinary parameters take ``f = scale(t)``.  Writes into an :class:`~fp8manifold.FP8Parameter` are rounded
-    already, as the parameter says: ``writeback`` is a second rounding there.
+    step; ordinary parameters have ``f = scale(t)``.  Writes into an :class:`~fp8manifold.FP8Parameter` are rounded by
+    the parameter already, so ``writeback`` is a second rounding there.
 
     Args:
-        optimizer: any ``torch.optim.Optimizer``; its groups, state and learning rate stay its own.
+        optimizer: any ``torch.optim.Optimizer``, with its own groups, state and learning rate.
         scale, exponent: numbers, or functions of the number of steps taken.
         on: ``update`` or ``gradient``.
         metric, damping, clip, refresh_every, seed: as in :class:`StiffnessAdamW`.
@@ -155,7 +155,7 @@ class StiffnessWrapper(torch.optim.Optimizer):
         return changed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` of another wrapper gave.
+        """Load the :meth:`state_dict` of another wrapper.
 
         Raises:
             ValueError: the state of another kind of optimizer, or of another number of parameters.

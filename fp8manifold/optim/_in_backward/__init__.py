@@ -38,7 +38,7 @@ class _Hook:
 class InBackward:
     """The hooks by which an optimizer steps in the backward pass, as :func:`step_in_backward` gives them.
 
-    A context manager that removes them at its end.  It does not keep the optimizer: when that is deleted, steps end.
+    A context manager that removes them at its end.  It does not keep the optimizer alive: deleting that ends the steps.
 
     Args:
         optimizer: whose parameters step.
@@ -202,7 +202,7 @@ class InBackward:
             )
 
     def finish(self) -> None:
-        """Do what ``optimizer.step()`` has left: end the step, and step by accumulated gradients.
+        """Do the rest of ``optimizer.step()``: end the step, and step by accumulated gradients.
 
         Raises:
             RuntimeError: a gradient that no hook has seen.
@@ -306,34 +306,35 @@ def step_in_backward(
     first: str = "refuse",
     accumulate: str | None = None,
 ) -> InBackward:
-    """Step each parameter as soon as its gradient is there, and free the gradient: no two need memory at once.
+    """Step each parameter as soon as its gradient is computed, and free the gradient: no two need memory at once.
 
     .. math:: \\text{peak} = \\text{weights} + \\text{state} + \\max_i \\text{gradient}_i, \\qquad
               g \\leftarrow \\min(1, \\mathrm{max\\_norm} / (\\lVert g \\rVert + 10^{-6}))\\, g
 
     in place of ``weights + state + sum_i gradient_i``.  Without ``clip`` the numbers are those of ``optimizer.step()``
-    after the same pass, and ``step()`` only ends the step.  A used gradient becomes a stand-in without memory; a second
-    pass before ``zero_grad()``, ``GradScaler`` and several processes are refused.  A gradient that is not finite leaves
-    out the step of its own parameter, with a warning (``on_nonfinite="raise"``: ends the pass; with ``clip="exact"``
-    and of sums it leaves out all steps).  ``docs/in-backward.md`` has each option with an example.
+    after the same pass, and ``step()`` only ends the step.  A used gradient becomes a placeholder without memory; a
+    second pass before ``zero_grad()``, ``GradScaler`` and several processes are refused.  If a gradient is not finite,
+    its parameter skips the step, with a warning (with ``clip="exact"`` and with sums all parameters do;
+    ``on_nonfinite="raise"`` ends the pass).  ``docs/in-backward.md`` has each option with an example.
 
     Args:
-        optimizer: any of this library but :class:`FisherNaturalGradient` and :class:`StiffnessWrapper`.
-        clip: None; ``exact``, two passes a step, of which the first, under ``handle.measure()``, takes the norm: the
-            numbers of ``clip_grad_norm_``; or ``previous``, one pass by the norm of the step before (``previous_norm``
-            of groups and states), of which one that is not finite is left out.
-        max_norm: what the norm of the whole gradient is clipped to; inf only takes norms.
+        optimizer: any of this library except :class:`FisherNaturalGradient` and :class:`StiffnessWrapper`.
+        clip: None; ``exact``, with the numbers of ``clip_grad_norm_`` and two passes per step, the first under
+            ``handle.measure()`` for the norm; or ``previous``, one pass, clipped by the last finite norm of an earlier
+            step (``previous_norm`` of groups and states).
+        max_norm: the bound of the norm of the whole gradient; inf only measures norms.
         first: what ``clip="previous"`` does without a norm: ``refuse``, or ``measure``, which steps nothing.
-        accumulate: None or ``bfloat16``: sums of several passes, each rounded stochastically, in ``grad``, 2 bytes a
+        accumulate: None or ``bfloat16``: sums of several passes, each rounded stochastically, in ``grad``, 2 bytes per
             weight.
 
     Returns:
-        A handle with ``remove()``, a context manager; groups added later and parameters that thaw are stepped alike.
+        A handle with ``remove()``, a context manager; groups and parameters that are added or unfrozen later step as
+        well.
 
     Raises:
         TypeError, ValueError: another optimizer; ``max_norm`` without ``clip`` or the reverse, ``clip`` with
             ``accumulate``.
-        RuntimeError: a gradient, or another optimizer in backward, is there already, or there are several processes.
+        RuntimeError: a gradient exists, another optimizer steps in backward already, or there are several processes.
 
     Example:
         >>> import fp8manifold as fm

@@ -297,7 +297,7 @@ def test_contraction_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_the_page_has_the_recorded_costs_as_arithmetic() -> None:
     """Instructions over what 132 x 128 lanes issue at 1.74 GHz, bytes over 3 TB/s: 124M weights, 8,192 x 4,096."""
-    page = (Path(__file__).parents[3] / "docs" / "performance.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "study" / "study-speed.md").read_text(encoding="utf-8")
     recorded = json.loads(RECORD.read_text(encoding="utf-8"))["sm_90"]
     assert recorded.keys() == STEPS.keys()
     for name, (writeback, moments, _) in STEPS.items():
