@@ -65,7 +65,9 @@ class Model:
 MODELS = (
     Model("SmolLM2-135M", 30, 576, 1536, 49152, 576, 192, tied=True),
     Model("Llama-3.2-1B", 16, 2048, 8192, 128256, 2048, 512, tied=True),
+    Model("SmolLM2-1.7B", 24, 2048, 8192, 49152, 2048, 2048, tied=True),
     Model("Qwen2.5-3B", 36, 2048, 11008, 151936, 2048, 256, tied=True, biases=True),
+    Model("Qwen3-4B", 36, 2560, 9728, 151936, 4096, 1024, tied=True, head=128),
     Model("Llama-2-7B", 32, 4096, 11008, 32000, 4096, 4096, tied=False),
     Model("Llama-3.1-8B", 32, 4096, 14336, 128256, 4096, 1024, tied=False),
     Model("Qwen3-8B", 36, 4096, 12288, 151936, 4096, 1024, tied=False, head=128),
@@ -143,7 +145,7 @@ def _byte(rows: int, columns: int) -> int:
 
 
 def _average(rows: int, columns: int) -> int:
-    """A byte a weight and a bound of four bytes for each block: the longest that divides a row."""
+    """A byte per weight and a bound of four bytes for each block: the longest that divides a row."""
     block = max(size for size in range(1, min(columns, LONGEST_BLOCK) + 1) if columns % size == 0)
     return rows * columns + 4 * rows * columns // block
 
@@ -156,10 +158,12 @@ def _gradients(model: Model, width: int) -> tuple[int, int]:
 def peaks(model: Model) -> dict[str, float]:
     """Bytes at the moment when they are most, by way of training."""
     adam, muon = all_in_codes(model, muon=False), all_in_codes(model, muon=True)
+    of_8_bits = in_bfloat16(model, 1 + 4 / LONGEST_BLOCK)
     return {
         "float32 AdamW": in_float32(model).peak,
         "bfloat16 AdamW": in_bfloat16(model, 2).peak,
-        "bfloat16, 8-bit AdamW": in_bfloat16(model, 1 + 4 / LONGEST_BLOCK).peak,
+        "bfloat16, 8-bit AdamW": of_8_bits.peak,
+        "bfloat16, 8-bit AdamW, steps in backward": of_8_bits.in_backward,
         "one-byte AdamW": adam.peak,
         "one-byte AdamW, steps in backward": adam.in_backward,
         "one-byte Muon, steps in backward": muon.in_backward,
@@ -174,6 +178,30 @@ def memory_table() -> str:
         for m in MODELS
     ]
     return markdown(header, rows)
+
+
+#: README's: models, and ways of training with the name of their peak
+OWNED = ("SmolLM2-1.7B", "Qwen3-4B", "Llama-3.1-8B")
+WAYS = {
+    "bfloat16, torch AdamW": "bfloat16 AdamW",
+    "bfloat16, 8-bit AdamW": "bfloat16, 8-bit AdamW",
+    "bfloat16, 8-bit AdamW, steps in backward": "bfloat16, 8-bit AdamW, steps in backward",
+    "one byte, AdamW": "one-byte AdamW",
+    "**one byte, AdamW, steps in backward**": "one-byte AdamW, steps in backward",
+    "**one byte, Muon, steps in backward**": "one-byte Muon, steps in backward",
+}
+
+
+def named(name: str) -> Model:
+    """One of the models."""
+    return next(model for model in MODELS if model.name == name)
+
+
+def owned_table() -> str:
+    """GB of README's models by way of training, activations of one sequence included."""
+    found = [(peaks(model), activations(model)) for model in map(named, OWNED)]
+    rows = [[name, *(gb(peak[way] + more) for peak, more in found)] for name, way in WAYS.items()]
+    return markdown((f"GB, one sequence of {TOKENS:,} tokens", *OWNED), rows)
 
 
 #: losses that SmolLM2-135M ended at after 200 steps of EU law, in nats per token, of seeds 42, 43 and 44, as the log
@@ -214,7 +242,7 @@ def measured_table() -> str:
     count = MODELS[0].parameters()
     sizes = {name: [mib * 2**20 for mib in found] for name, found in MEASURED.items()}
     rows = [[name, *(f"{size / count:.1f} ({gb(size)} GB)" for size in of)] for name, of in sizes.items()]
-    return markdown(("SmolLM2-135M", "bytes a parameter", "at the peak, with gradients"), rows)
+    return markdown(("SmolLM2-135M", "bytes per parameter", "at the peak, with gradients"), rows)
 
 
 def gb(size: float) -> str:
@@ -227,4 +255,4 @@ def gb(size: float) -> str:
 
 
 if __name__ == "__main__":
-    print("\n".join([recipe_table(), memory_table(), measured_table()]))
+    print("\n".join([owned_table(), recipe_table(), memory_table(), measured_table()]))

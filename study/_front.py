@@ -5,15 +5,11 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
 
 from _compared import short
 from _markdown import markdown
 from _paired import in_figures
 from _study import against_baseline
-
-from nanogpt_bench.report.results import Result
-from nanogpt_bench.runs.environment import on_two_processors
 
 #: each line's files (one for all texts, or one a text), its rule, what it is called, and its baseline in float32
 LINES = (
@@ -52,53 +48,27 @@ FOUND = (
     ("study_q11_e4m3 study_q11_e4m3_law", "E4M3 muon-stochastic draws=dither", "Muon, E4M3, one-byte moments", "muon"),
     ("study_q1", "E4M3 muon-residual8", "Muon, E4M3, residual of 8 bits", "muon"),
 )
-#: files whose runs were made beside other work, and the file and rule whose times stand in for theirs
-BUSY = {"study_q11_e4m3 study_q11_e4m3_law": ("study_q1", "E4M3 muon-stochastic")}
-HEADER = (
-    "training",
-    "bytes a parameter",
-    "loss above the same optimizer in float32, STDLIB",
-    "the same, EULAW",
-    "time a step, of the same",
-)
+HEADER = ("training", "bytes per parameter", "loss minus the same optimizer's in float32, STDLIB", "the same, EULAW")
 
 
 def front_table(lines: Sequence[tuple[str, str, str, str]] = LINES) -> str:
-    """Bytes, differences of final losses on two texts with half of their 95% intervals, times as a ratio."""
+    """Bytes, and differences of final losses on two texts with half of their 95% intervals."""
     return markdown(HEADER, [_line(*line) for line in lines])
 
 
 def _line(stems: str, rule: str, name: str, baseline: str) -> list[str]:
-    texts = [results for _, results in against_baseline(stems, baseline)]
-    own, exact = ([next(r for r in results if short(r) == wanted) for results in texts] for wanted in (rule, baseline))
-    together = not any(apart(one, other) for one, other in zip(own, exact, strict=True))
+    own = [next(r for r in results if short(r) == rule) for _, results in against_baseline(stems, baseline)]
     losses = ["0" if r.reference or r.difference is None else in_figures(r.difference) for r in own]
-    losses = [loss.replace(" ", "\N{NO-BREAK SPACE}") for loss in losses]
-    size = f"{own[0].bytes_per_parameter:.2f}"
-    if stems in BUSY:
-        return [name, size, *losses, _line(*BUSY[stems], name, baseline)[-1]]
-    ratio = median(seconds(own)) / median(seconds(exact))
-    return [name, size, *losses, f"{ratio:.1f}" if together else "-"]
+    return [name, f"{own[0].bytes_per_parameter:.2f}", *(loss.replace(" ", "\N{NO-BREAK SPACE}") for loss in losses)]
 
 
 def found_table(lines: Sequence[tuple[str, str, str, str]] = FOUND) -> str:
     """The same of the results page: beside the optimizer's own differences those to AdamW in float32."""
     against = [[_line(stems, rule, name, by) for by in (own, "fp32")] for stems, rule, name, own in lines]
-    header = ("training", "bytes", "above itself in float32, STDLIB", "EULAW", "above float32 AdamW, STDLIB", "EULAW")
-    return markdown(header, [[*own[:4], *adamw[2:4]] for own, adamw in against])
+    header = ("training", "bytes", "minus itself in float32, STDLIB", "EULAW", "minus float32 AdamW, STDLIB", "EULAW")
+    return markdown(header, [[*own, *adamw[2:]] for own, adamw in against])
 
 
 def write_front(folder: Path) -> None:
     """Write the table of the results page."""
     (folder / "study-found.md").write_text(found_table(), encoding="utf-8")
-
-
-def apart(one: Result, other: Result) -> bool:
-    """Return whether some runs of two rows were made on two processors, so that their times can't be compared."""
-    return any(on_two_processors(a.environment, b.environment) for a in one.row.runs for b in other.row.runs)
-
-
-def seconds(results: list[Result]) -> list[float]:
-    """Seconds per step, run by run, with all that a run does between its steps."""
-    known = [(run.number("seconds"), run.number("steps")) for result in results for run in result.row.runs]
-    return [time / steps for time, steps in known if time and steps]

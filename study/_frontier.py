@@ -1,82 +1,205 @@
-"""README's first picture: final losses of the study by the bytes that weights and optimizer state take.
+"""README's pictures: GB that one model takes in training, and what going from float32 to one byte costs in loss.
 
-``python study/make.py --front`` draws it, and a narrow one for phones; metadata have the figures of both.
+``python study/make.py --front`` draws them for light and dark pages, each narrow enough for a phone. The memory is that
+of the arithmetic in ``docs/_cards.py``, losses are those of the study.
 """
 
 import json
+from math import atan2, degrees
 from pathlib import Path
+from typing import Any
 
+from _cards import TOKENS, activations, named, peaks
 from _compared import short
-from _looks import EXACT, NEAREST, STOCHASTIC, STYLE
+from _generated import digest
 from _study import against_baseline
-from matplotlib import pyplot as plt
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
+from nanogpt_bench.report.chart import CONFIG, RULE_ORDER, THEMES, coloured, ink, over, quantity, svg, theme_colours
 from nanogpt_bench.report.results import Result
 
-PICTURE = Path(__file__).parent.parent / "docs" / "_static" / "frontier.png"
-NARROW = PICTURE.with_stem("frontier-narrow")
-MUON = "#009E73"
-#: each row's files, what it is called in the picture, its colour, and where that stands beside the point
+FOLDER = Path(__file__).parent.parent / "docs" / "_static"
+#: what is around it on GitHub, which the dark theme of a report is not
+DARK_PAGE = "#0D1117"
+WIDTH, HEIGHT, TALLER = 372, 236, 17
+Spec = dict[str, Any]
+
+FLOATS = "fp32"
+MODEL, CARD = "Llama-3.1-8B", 24
+#: each bar's name, its way of training, and the rule whose colour it has
+BARS = (
+    ("bfloat16 + 8-bit AdamW", "bfloat16, 8-bit AdamW", FLOATS),
+    ("the same, steps in backward", "bfloat16, 8-bit AdamW, steps in backward", FLOATS),
+    ("one byte + AdamW", "one-byte AdamW", "stochastic"),
+    ("the same, steps in backward", "one-byte AdamW, steps in backward", "stochastic"),
+    ("one byte + Muon, steps in backward", "one-byte Muon, steps in backward", "muon-stochastic"),
+)
+
+
+def memory() -> Spec:
+    """A bar for each way of training, its activations paler, and a line at the memory of a card."""
+    model = named(MODEL)
+    sizes, more = peaks(model), activations(model)
+    height = HEIGHT + TALLER  # of the other picture's axis
+    step = height / len(BARS)
+    rows = [
+        {"name": name, "rule": rule, "peak": sizes[way] / 1e9, "all": (sizes[way] + more) / 1e9, "y": i * step}
+        for i, (name, way, rule) in enumerate(BARS)
+    ]
+    for row in rows:
+        row |= {"label": row["y"] + 6, "low": row["y"] + 18, "high": row["y"] + 37, "middle": row["y"] + 28}
+        row |= {"text": f"{row['all']:.1f}", "end": max(row["all"], CARD)}
+    x = quantity("peak", None, (0, 58), grid=False, domain=False, ticks=False, labels=False)
+    colour = {"field": "rule", "type": "nominal", "legend": None, "scale": _colours({bar[2] for bar in BARS})}
+    bar = {"y": _pixels("low"), "y2": {"field": "high"}, "color": colour}
+    line = [{"peak": CARD, "low": -8, "high": height, "name": f"{CARD} GB card"}]
+    across = {"x": x, "y": _pixels("low"), "y2": {"field": "high"}}
+    head = {"x": x, "y": _pixels("low"), "text": {"field": "name"}}
+    layers = [
+        over(rows, {"type": "rect"}, x=x, x2={"datum": 0}, **bar),
+        over(rows, {"type": "rect", "opacity": 0.4}, x=x | {"field": "all"}, x2={"field": "peak"}, **bar),
+        over(line, {"type": "rule", "strokeWidth": 2, "strokeDash": [5, 4], "color": ink("bad")}, **across),
+        *_words(rows, x={"value": 0}, y=_pixels("label"), text={"field": "name"}),
+        *_words(rows, dx=6, bold=True, x=x | {"field": "end"}, y=_pixels("middle"), text={"field": "text"}),
+        *_words(line, dx=6, bold=True, color=ink("bad"), **head),
+    ]
+    lines = ("GB at the peak, every weight trained, by arithmetic.", f"Pale: activations of {TOKENS:,} tokens.")
+    return _view(f"Memory to train {MODEL}", lines, layers) | {"height": height}
+
+
+#: each row's files, the row in float32 that it is measured from, and the rule whose colour it has
 ROWS = {
-    "fp32": ("study_q1", "AdamW, float32", EXACT, (8, 8), "right"),
-    "muon": ("study_q1", "Muon, float32", EXACT, (0, -15), "center"),
-    "E4M3 nearest": ("study_q1", "AdamW, E4M3,\nnearest rounding", NEAREST, (-9, -8), "right"),
-    "E4M3 stochastic-8bit": ("study_q1", "AdamW, E4M3, stochastic,\n8-bit moments", STOCHASTIC, (9, -19), "left"),
-    "E4M3 muon-stochastic draws=dither": ("study_q11_e4m3 study_q11_e4m3_law", "Muon, E4M3", MUON, (0, 11), "center"),
-    "E4M3 muon-residual8": ("study_q1", "Muon, E4M3,\n8-bit residual", MUON, (9, -6), "left"),
-    "E2M5 muon-stochastic": ("study_q12_e2m5 study_q12_law", "Muon, E2M5", MUON, (0, -21), "center"),
+    "E4M3 nearest": ("study_q1", "fp32", "nearest"),
+    "E4M3 stochastic-8bit": ("study_q1", "fp32", "stochastic"),
+    "E2M5 muon-stochastic": ("study_q12_e2m5 study_q12_law", "muon", "muon-stochastic"),
 }
+#: names in the units of the axes, and the side that they begin or end at
+LABELS = (
+    (8.7, 0.235, "AdamW in one byte,", "nearest", "right"),
+    (8.7, 0.205, "rounded to nearest", "nearest", "right"),
+    (0.3, 0.045, "Muon in one byte", "muon-stochastic", "left"),
+    (0.3, -0.06, "AdamW in one byte", "stochastic", "left"),
+    (9.9, 0.035, "Muon, float32", FLOATS, "right"),
+    (12.9, -0.04, "AdamW, float32", FLOATS, "right"),
+)
+ENDS, TALL, WIDE = (0, 13), (-0.09, 0.28), 346
 Points = dict[str, dict[str, list[float]]]
-"""By text and row: bytes a parameter, and the final loss less float32 AdamW's with the ends of its interval."""
+"""By text and row: bytes per parameter, those in float32, the loss minus float32's and the ends of its interval."""
 
 
 def points() -> Points:
-    """Points of the drawing; float32 AdamW is at 0."""
+    """Points of the drawing; the optimizer in float32 is at 0."""
     found: Points = {}
-    for stems in dict.fromkeys(stems for stems, *_ in ROWS.values()):
-        for text, results in against_baseline(stems, "fp32"):
-            shown = [result for result in results if ROWS.get(short(result), ("",))[0] == stems]
-            found.setdefault(text, {}).update((short(result), _point(result)) for result in shown)
+    for row, (stems, baseline, _) in ROWS.items():
+        for text, results in against_baseline(stems, baseline):
+            own, exact = (next(r for r in results if short(r) == wanted) for wanted in (row, baseline))
+            found.setdefault(text, {})[row] = _point(own, exact)
     return found
 
 
-def _point(result: Result) -> list[float]:
-    apart = result.difference
-    ends = [0.0] * 3 if apart is None or result.reference else [apart.mean, apart.low, apart.high]
-    return [round(figure or 0.0, 3) for figure in (result.bytes_per_parameter, *ends)]
+def _point(own: Result, exact: Result) -> list[float]:
+    apart = own.difference
+    assert apart is not None
+    figures = (own.bytes_per_parameter, exact.bytes_per_parameter, apart.mean, apart.low, apart.high)
+    return [round(figure or 0.0, 3) for figure in figures]
 
 
-def drawn(found: Points, *, narrow: bool = False) -> Figure:
-    """A panel a text: the fewer bytes, the further left; the lower the loss, the further down."""
-    shape, size = ((len(found), 1), (4.8, 7.4)) if narrow else ((1, len(found)), (9.6, 3.9))
-    figure, axes = plt.subplots(*shape, figsize=size, layout="constrained", squeeze=False)
-    for axis, (text, rows) in zip(axes.flat, found.items(), strict=True):
-        axis.set_title(text)
-        _panel(axis, rows)
-    axes[0][0].set_ylabel("final loss less that of float32 AdamW,\nnats a byte")
-    break_ = "\n" if narrow else " "
-    text = f"bytes a parameter of weights and optimizer state,{break_}embeddings in float32 included"
-    figure.supxlabel(text, fontsize=10)
-    return figure
+def loss() -> Spec:
+    """Arrows from float32 to one byte, one for each text, with 95% intervals at their ends."""
+    found = points()
+    x = quantity("x", "bytes per parameter, weights and optimizer state", ENDS, values=[*range(0, 13, 2)], grid=False)
+    y = quantity("y", None, TALL, values=[0, 0.1, 0.2], format=".1~f")
+    ends: list[Spec] = []
+    for text, rows in found.items():
+        for row, (size, exact, mean, low, high) in rows.items():
+            slope = atan2(mean * HEIGHT / (TALL[1] - TALL[0]), (size - exact) * WIDE / (ENDS[1] - ENDS[0]))
+            end = {"x": size, "y": mean, "low": low, "high": high, "begun": exact, "exact": 0}
+            ends.append(end | {"rule": ROWS[row][2], "angle": 90 - degrees(slope), "text": text})
+    colour = {
+        "field": "rule",
+        "type": "nominal",
+        "legend": None,
+        "scale": _colours({FLOATS, *(e["rule"] for e in ends)}),
+    }
+    dashes = {
+        "field": "text",
+        "type": "nominal",
+        "legend": None,
+        "scale": {"domain": [*found], "range": [[1, 0], [4, 3]]},
+    }
+    begun = [{"x": exact, "y": 0} for exact in sorted({end["begun"] for end in ends})]
+    by, within = {"x": x, "y": y, "color": colour}, {"y": y | {"field": "low"}, "y2": {"field": "high"}}
+    arrows = {"x": x | {"field": "begun"}, "y": y | {"field": "exact"}, "x2": {"field": "x"}, "y2": {"field": "y"}}
+    point = {"type": "point", "filled": True, "opacity": 1}
+    turned = {"angle": {"field": "angle", "type": "quantitative", "scale": None}}
+    names = [{"x": x, "y": y, "words": words, "rule": rule, "side": side} for x, y, words, rule, side in LABELS]
+    layers = [
+        over([{"y": 0}], {"type": "rule", "color": ink("muted")}, y=y),
+        over(ends, {"type": "rule", "strokeWidth": 2}, color=colour, strokeDash=dashes, **arrows),
+        over(ends, {"type": "rule", "strokeWidth": 1.5}, x=x, color=colour, **within),
+        over(ends, point | {"shape": "triangle-up", "size": 90}, **by, **turned),
+        over(begun, point | {"size": 70, "color": ink("muted")}, x=x, y=y),
+    ]
+    for side in ("left", "right"):
+        shown = [name for name in names if name["side"] == side]
+        layers += _words(shown, align=side, bold=True, **by, text={"field": "words"})
+    lines = (
+        "Loss minus the same optimizer's in float32, nats per byte.",
+        "Solid: docstrings of Python. Dashed: EU law.",
+    )
+    return _view("A quarter of the bytes, nearly the same loss", lines, layers) | {"width": WIDE}
 
 
-def _panel(axis: Axes, rows: dict[str, list[float]]) -> None:
-    axis.axhline(0, color="#999999", linewidth=1)
-    for row, (size, mean, low, high) in rows.items():
-        _, name, colour, offset, side = ROWS[row]
-        axis.vlines(size, low, high, color=colour, linewidth=2.2)
-        axis.plot(size, mean, "o", color=colour, markersize=6)
-        axis.annotate(name, (size, mean), offset, textcoords="offset points", ha=side, size=9, color=colour)
-    axis.set(xlim=(0, 13), xticks=range(0, 13, 2))
-    axis.margins(y=0.12)
-    axis.grid(color="#eeeeee", linewidth=0.8)
+def _colours(rules: set[str]) -> Spec:
+    """A scale from rules to the colours that reports give them; floats are grey."""
+    colours = [ink("muted" if rule == FLOATS else RULE_ORDER.index(rule)) for rule in sorted(rules)]
+    return {"domain": sorted(rules), "range": colours}
+
+
+def _pixels(field: str) -> Spec:
+    return {"field": field, "type": "quantitative", "scale": None, "axis": None}
+
+
+def _words(rows: list[Spec], *, align: str = "left", dx: int = 0, bold: bool = False, **encoding: Any) -> list[Spec]:
+    """Text, above the same text drawn wider in the colour of the page, so that lines behind it end before it."""
+    colour = encoding.pop("color", ink("ink"))
+    kind = {"type": "text", "align": align, "baseline": "middle", "dx": dx, "fontSize": 13}
+    kind |= {"fontWeight": "bold" if bold else "normal"}
+    behind = over(
+        rows, kind | {"stroke": ink("page"), "strokeWidth": 4, "strokeJoin": "round", "color": ink("page")}, **encoding
+    )
+    if "field" in colour:
+        return [behind, over(rows, kind, **encoding, color=colour)]
+    return [behind, over(rows, kind | {"color": colour}, **encoding)]
+
+
+def _view(title: str, words: tuple[str, ...], layers: list[Spec]) -> Spec:
+    """Layers under a title and lines of words, of the size that README has side by side."""
+    head = {"text": title, "subtitle": list(words), "fontSize": 15, "subtitleFontSize": 12, "offset": 16}
+    head |= {"subtitleColor": ink("muted"), "subtitlePadding": 5, "frame": "bounds"}
+    return {"title": head, "width": WIDTH, "height": HEIGHT, "layer": layers}
+
+
+PICTURES = {"memory": memory, "frontier": loss}
+
+
+def themed(name: str) -> dict[Path, Spec]:
+    """A picture's descriptions by file, one for light and one for dark pages."""
+    spec = {**PICTURES[name](), "config": CONFIG, "padding": 8}
+    files = {"light": FOLDER / f"{name}.svg", "dark": FOLDER / f"{name}-dark.svg"}
+    found = {}
+    for theme, path in files.items():
+        page = {"light": THEMES["light"]["page"], "dark": DARK_PAGE}[theme]
+        found[path] = coloured(spec, theme_colours(theme) | {"page": page}) | {"background": page}
+    return found
+
+
+def mark(spec: Spec) -> str:
+    """What a drawn picture says of the description it was made from."""
+    return f"<!-- made from {digest(json.dumps(spec, sort_keys=True))} -->"
 
 
 def write_pictures() -> None:
-    """Draw both."""
-    with plt.rc_context(STYLE):
-        about = {"Description": json.dumps(found := points())}
-        drawn(found).savefig(PICTURE, dpi=160, metadata=about)
-        drawn(found, narrow=True).savefig(NARROW, dpi=160, metadata=about)
+    """Draw all."""
+    for name in PICTURES:
+        for path, spec in themed(name).items():
+            path.write_text(f"{svg(spec)}\n{mark(spec)}\n", encoding="utf-8")

@@ -1,6 +1,6 @@
 """The tables and figures of the study's pages, made from the files in `results`: what is stale, or everything.
 
-With --front instead the first tables of README and of the page on optimizers, printed, and README's first picture.
+With --front instead the first tables of README and of the page on optimizers, printed, and README's pictures.
 What these share with the site's other pages is in `docs`.
 """
 
@@ -30,7 +30,7 @@ def main() -> None:
     """Make them and write them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--all", action="store_true", help="make everything, minutes")
-    parser.add_argument("--front", action="store_true", help="print the first tables and draw the first picture")
+    parser.add_argument("--front", action="store_true", help="print the first tables and draw README's pictures")
     arguments = parser.parse_args()
     if arguments.front:
         print(f"{front_table()}\n{front_table(MORE)}")

@@ -173,9 +173,17 @@ def test_pages_are_plain_markdown(page: Path) -> None:
         assert not (one.type == "text" and two.type == "code_inline" and re.search(r"\{[\w:-]+\}$", one.content)), two
 
 
+def test_readme_comes_to_its_code_within_120_words() -> None:
+    tokens = MarkdownIt("commonmark").parse(README.read_text(encoding="utf-8"))
+    before = itertools.takewhile(lambda token: token.type != "fence", tokens)
+    shown = [child.content for token in before for child in token.children or [] if child.type != "html_inline"]
+    assert 30 < len(" ".join(shown).split()) <= 120
+
+
 def test_links_and_pictures_lead_somewhere() -> None:
     for page in (page for page in PAGES if page.suffix == ".md"):
         text = page.read_text(encoding="utf-8")
+        assert re.findall(r'!\[\]|<img (?![^>]*alt="[^"]{20})', text) == [], page.name
         targets = re.findall(r"\]\(([^)#\s]+)|<(?:img|source)[^>]* (?:src|srcset)=\"([^\"]+)\"", text)
         local = [target for target in map("".join, targets) if not target.startswith(("http", "mailto:"))]
         assert [target for target in local if not (page.parent / target).exists()] == [], page.name
