@@ -82,7 +82,6 @@ def float_model(kind: str) -> Any:
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of the folder's files, by name."""
     from safetensors.torch import load_file
 
     return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
@@ -114,7 +113,7 @@ def rewritten(folder: Path, change: Callable[[str, Tensor], dict[str, Tensor]], 
 
 
 def is_linear(name: str, tensor: Tensor) -> bool:
-    """Whether recipes quantise the tensor: a layer's matrix, neither the embedding nor the head nor a router."""
+    """True where recipes quantise the tensor: a layer's matrix, neither the embedding nor the head nor a router."""
     kept = ("embed_tokens", "lm_head", "mlp.gate.weight", "block_sparse_moe.gate.weight", "router")
     return tensor.dim() == 2 and name.endswith(".weight") and not any(part in name for part in kept)
 
@@ -301,7 +300,7 @@ def flat(folder: Path, model: Any, shards: str, **options: Any) -> None:
 
 
 def autofp8(folder: Path, model: Any, shards: str) -> None:
-    """What AutoFP8 wrote, by its formula: one scale a tensor, and one of its input, without dimensions."""
+    """AutoFP8's files by its formula: one scale a tensor, and one of its input, without dimensions."""
     modelopt(folder, model, shards)
     (folder / "hf_quant_config.json").unlink()
     said = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
@@ -309,7 +308,7 @@ def autofp8(folder: Path, model: Any, shards: str) -> None:
 
 
 def modelopt(folder: Path, model: Any, shards: str, kv: bool = False) -> None:
-    """What ``export_hf_checkpoint`` of Model-Optimizer writes for FP8, by its formula: ``amax / 448``, one a tensor."""
+    """Files of Model-Optimizer's ``export_hf_checkpoint`` for FP8, by its formula: ``amax / 448``, one a tensor."""
     transformers()
     model.save_pretrained(folder, max_shard_size=shards)
     drawn = torch.Generator().manual_seed(3)

@@ -187,7 +187,6 @@ def test_llama_is_that_of_transformers(gpu: Any) -> None:
 
 
 def renamed(name: str) -> str:
-    """A parameter's name in transformers."""
     own = {"embedding": "embed_tokens", "blocks": "layers", "norm1": "input_layernorm"}
     own |= {"norm2": "post_attention_layernorm"} | {part: f"self_attn.{part}_proj" for part in "qkvo"}
     own |= {part: f"mlp.{part}_proj" for part in ("gate", "up", "down")}

@@ -54,7 +54,6 @@ FLOORS = {
 
 @cache
 def modules() -> dict[str, Path]:
-    """Every module of both packages by its name."""
     found = {}
     for package in ("fp8manifold", "nanogpt_bench"):
         for path in (ROOT / package).rglob("*.py"):
@@ -65,7 +64,6 @@ def modules() -> dict[str, Path]:
 
 @cache
 def imported(module: str) -> frozenset[str]:
-    """The modules of ours that a module imports, for its annotations too."""
     names = set()
     for node in ast.walk(ast.parse(modules()[module].read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -77,7 +75,6 @@ def imported(module: str) -> frozenset[str]:
 
 
 def room_of(module: str) -> str:
-    """The longest name among the rooms that the module's begins with."""
     parts = module.split(".")
     return next(name for i in range(len(parts), 0, -1) if (name := ".".join(parts[:i])) in FLOORS)
 
@@ -117,7 +114,7 @@ LEADS = {"How", "It", "Of", "That", "They", "Those", "What", "Where", "Whether",
 
 
 def test_docstrings_open_with_the_thing() -> None:
-    folders = ("fp8manifold", "nanogpt_bench", "benchmarks", "docs", "study")
+    folders = ("fp8manifold", "nanogpt_bench", "benchmarks", "docs", "study", "tests/library", "tests/reliability")
     for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             text = ast.get_docstring(node) if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module) else None
@@ -203,7 +200,7 @@ def imports(source: ast.AST) -> Iterator[tuple[str, str | None]]:
 
 
 def private_uses(source: ast.Module) -> list[str]:
-    """What a file takes from fp8manifold beyond the public namespaces, which are imported whole or by name."""
+    """Names that a file uses of fp8manifold beyond the public namespaces, which are imported whole or by name."""
     of_ours = [(module, name) for module, name in imports(source) if module.split(".")[0] == "fp8manifold"]
     known = {f"{house}.{name}" for house, module in NAMESPACES.items() for name in module.__all__} | {*NAMESPACES}
     found = [module if name is None else f"{module}.{name}" for module, name in of_ours]

@@ -34,14 +34,12 @@ SHAPE = (2, 64, 96, 128, 64, 32)
 
 
 def recipe(page: str, after: str = "") -> str:
-    """The first Python of a page, or the first after some words of it."""
     found = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL).search(page, page.index(after))
     assert found is not None
     return found[1]
 
 
 def table(page: str, first: str) -> str:
-    """The table of a page whose header begins so."""
     return page[page.index(f"| {first} |") :].partition("\n\n")[0] + "\n"
 
 
@@ -133,7 +131,7 @@ def test_steps_in_backward_are_those_of_the_plain_loop_but_for_the_clipping(
 
 
 def test_the_lines_for_a_card_train_and_what_they_save_is_read(llama: Path, tmp_path: Path) -> None:
-    """Those of 7B, the model's name replaced: everything but norms in codes, no gradient left."""
+    """The lines of 7B, the model's name replaced: everything but norms in codes, no gradient left."""
     text = torch.randint(128, (1, 33), generator=torch.Generator().manual_seed(1))
     names: dict[str, Any] = {"batches": [text] * 60, "device": "cpu"}
     code = (
@@ -170,10 +168,7 @@ def test_each_way_of_saving_keeps_what_the_model_computes(ran: dict[str, Any], t
 
 
 def test_the_ten_lines_are_the_rule_that_was_measured(ran: dict[str, Any], llama: Path) -> None:
-    """That of the sweep over fine-tuning rules: the optimizer's options, every rate, the clipping, the weights.
-
-    The embedding in codes and steps in the backward pass are the bench's options for it; bfloat16 is not.
-    """
+    """The sweep's rule: optimizer's options, every rate, clipping, weights; the embedding in codes is the bench's option."""
     base = read_sweep(find_sweep("finetune_rules.yaml")).base
     given = {key: value for key, value in base.items() if value is not None}
     given |= {"rule": RULE, "model.pretrained": llama, "model.embeddings": "E4M3", "model.tied": "leave"}
@@ -194,7 +189,6 @@ def test_the_ten_lines_are_the_rule_that_was_measured(ran: dict[str, Any], llama
 
 
 def weights_of(model: torch.nn.Module) -> dict[str, Any]:
-    """Format, shape of the scales and rounding of every parameter; None for a float one."""
     return {
         name: (p.format, tuple(p.scale.shape), p.rounding) if isinstance(p, fm.FP8Parameter) else None
         for name, p in model.named_parameters()

@@ -62,7 +62,6 @@ def train(model: nn.Module, optimizer: Any, steps: int) -> None:
 
 
 def flat(value: Any) -> list[Any]:
-    """Everything in a state, by name, tensors as lists of numbers."""
     if isinstance(value, dict):
         return [part for name in sorted(value, key=str) for part in [name, *flat(value[name])]]
     if isinstance(value, list | tuple):

@@ -47,7 +47,6 @@ def loss_of(net: nn.Module, x: Tensor) -> Tensor:
 
 
 def synced(net: nn.Module) -> Any:
-    """A model that every rank has as the first one had it."""
     fm.distributed.sync(net)
     return net
 
@@ -59,7 +58,6 @@ def train_on(net: nn.Module, optimizer: Any, x: Tensor) -> None:
 
 
 def refusal(call: Callable[[], Any]) -> str:
-    """The error of a call, or nothing where there is none."""
     try:
         call()
     except (RuntimeError, ValueError, TypeError) as error:

@@ -25,7 +25,6 @@ NAMES = {
 
 
 def held(x: Any) -> Any:
-    """Everything of a thing that a refused call must leave: which modules and tensors it has, and their bits."""
     if isinstance(x, Tensor):
         return x.shape if x.is_meta else frozen(x)
     if isinstance(x, nn.Module):

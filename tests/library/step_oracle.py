@@ -203,7 +203,6 @@ class Slow:
         return largest
 
     def _fresh_scale(self, largest: float, headroom: float, scale: float) -> float:
-        """The scale times a power of two that leaves a headroom: 16, or 8 times the smallest normal for the largest."""
         room = min(16.0, max(headroom, self.fmt.max / (8 * self.fmt.min_normal)))
         top = min(self.fmt.max / room, self.fmt.ulp_min * 2.0**40)
         factor = math.frexp(scale)[0] * 2
@@ -258,7 +257,7 @@ class Slow:
         return True
 
     def _mean_stiffness(self) -> float:
-        """Of the codes, without what is kept beside them."""
+        """The mean over the codes, without their residuals."""
         extra, self.extra = self.extra, 0
         weights = [self.weight(i) for i in range(len(self.stored))]
         self.extra = extra

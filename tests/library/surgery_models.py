@@ -58,7 +58,6 @@ LINEARS = [f"blocks.{i}.{part}" for i in range(12) for part in ("attn.qkv", "att
 
 
 def bits(model: nn.Module) -> dict[str, Any]:
-    """Everything that a model holds, as bytes, and what each parameter and layer of it was made as."""
     state = copy.deepcopy(model).state_dict()
     held = {name: (str(x.dtype), x.contiguous().view(-1).view(torch.uint8).tolist()) for name, x in state.items()}
     kinds = {name: (type(p).__name__, p.requires_grad) for name, p in model.named_parameters(remove_duplicate=False)}

@@ -84,13 +84,11 @@ def traces(run_dir: Path) -> dict[str, Any]:
 
 
 def recorded(run_dir: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
-    """Return the lines of a run's records without what depends on the clock or the machine."""
     lines = (run_dir / name).read_text(encoding="utf-8").splitlines()
     return [without_machine(json.loads(line)) for line in lines]
 
 
 def bits(contents: Contents) -> dict[str, tuple[torch.dtype, bytes]]:
-    """Return every tensor of a captured or a read state, by its part and name."""
     return {
         f"{part}/{name}": (t.dtype, t.reshape(-1).view(torch.uint8).numpy().tobytes())
         for part, tensors in contents.tensors.items()

@@ -40,7 +40,6 @@ E4M3 = {"model.format": "E4M3"}
 
 
 def own(optimizer: str, writeback: str, storage: str, moments: str, granularity: str, fmt: str) -> Settings:
-    """An optimizer of ours on weights without a master copy."""
     course = {"optimizer.stiffness": 1.0, "optimizer.stiffness_end": 0.0} if optimizer == "stiffness_adamw" else {}
     return {
         "optimizer.name": optimizer,
@@ -54,7 +53,7 @@ def own(optimizer: str, writeback: str, storage: str, moments: str, granularity:
 
 
 def goes(optimizer: str, writeback: str) -> bool:
-    """Whether the library takes these together: errors need an average that can hold them."""
+    """True where the library takes these together: errors need an average that can hold them."""
     return writeback != "momentum" or optimizer not in ("madam", "stiffness_lion")
 
 
@@ -177,7 +176,6 @@ def settings_of(case: Settings, corpus: Path) -> list[str]:
 
 
 def stopped() -> StopRequest:
-    """A request that came before the step at hand."""
     request = StopRequest()
     request.note(signal.SIGTERM)
     return request

@@ -38,7 +38,6 @@ GFLOAT_STRIDE = 4
 def gfloat_info(
     e: int, m: int, *, domain: Domain, high_nans: int, nz: bool = True, bias: int | None = None
 ) -> FormatInfo:
-    """gfloat's own description of a signed format."""
     return FormatInfo(
         f"e{e}m{m}",
         k=1 + e + m,
@@ -93,7 +92,6 @@ def inputs_float32(fmt: fm.FloatFormat) -> dict[str, torch.Tensor]:
 
 @ml_dtypes_formats
 def test_nearest_against_ml_dtypes(name: str, compare_bits) -> None:
-    """Clamped before the cast, ml_dtypes saturates too."""
     fmt, dtype = fm.FloatFormat.from_string(name), ML_DTYPES[name]
     for label, x in inputs_float32(fmt).items():
         if ml_dtypes.finfo(dtype).bits < 8:

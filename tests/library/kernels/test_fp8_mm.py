@@ -17,7 +17,6 @@ granularities = pytest.mark.parametrize("granularity", ["tensor", "channel"])
 
 
 def both_gradients(a: Tensor, b: Tensor, gradient: Tensor, **options: Any) -> list[Tensor]:
-    """The product and the gradients of its operands."""
     a, b = a.clone().requires_grad_(), b.clone().requires_grad_()
     product = fp8_mm(a, b, **options)
     product.backward(gradient)
@@ -50,7 +49,6 @@ def test_products_of_quantised_operands(
 
 
 def test_scales_that_are_given() -> None:
-    """What exceeds their range saturates, and one for the tensor holds in the backward pass too."""
     a, b, g = normal(4, 8, std=300.0), normal(8, 3), normal(4, 3)
     product, for_a, for_b = both_gradients(a, b, g, a_scale=0.5, b_scale=torch.tensor(2.0**-5), gradient_format=None)
     left, right = fake_quantize(a, "E4M3", 0.5), fake_quantize(b, "E4M3", 2.0**-5)
@@ -81,7 +79,6 @@ def test_doubles_are_added_up_in_doubles() -> None:
 
 
 def test_strides_and_large_operands_change_nothing() -> None:
-    """Quantised in the order of memory, and in pieces."""
     a, b = normal(300, 600, seed=1), normal(500, 600, seed=2)
     assert torch.equal(fp8_mm(a, b.t()), fp8_mm(a.t().contiguous().t(), b.t().contiguous()))
     expected = fake_quantize(a, "E4M3", granularity="channel") @ fake_quantize(b, "E4M3", granularity="channel").t()
@@ -186,7 +183,6 @@ def test_the_hardware_is_given_scales_and_dtype(
 
 
 def test_operands_for_the_hardware_are_made_by_one_kernel(products: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the order of their memory: no float32 copy of what is bfloat16, and none transposed that need not be."""
     made: list[tuple[torch.dtype, torch.Size]] = []
 
     def encoded_units(x: Tensor, fmt: fm.FloatFormat, scale: Tensor) -> Tensor:

@@ -61,7 +61,6 @@ def any_floats(n: int, seed: int) -> torch.Tensor:
 
 
 def same(ours: torch.Tensor, expected: torch.Tensor) -> bool:
-    """The same bits; NaN is NaN."""
     assert ours.dtype == expected.dtype
     assert ours.shape == expected.shape
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[ours.element_size()]
@@ -209,7 +208,6 @@ def build_hook() -> ModuleType:
 
 
 def sources(tmp_path: Path) -> Path:
-    """A copy of the C files alone."""
     for path in FOLDER.glob("*.[ch]"):
         (tmp_path / path.name).write_bytes(path.read_bytes())
     return tmp_path

@@ -36,7 +36,6 @@ SESSIONS = {
 
 
 def run(*arguments: str, package: Path = PACKAGE, interpreted: bool = True) -> tuple[int, str, dict[str, int]]:
-    """A session of pytest's in a process of its own: its exit code, its output, and what it compared."""
     environment = {**os.environ, "TRITON_INTERPRET": str(int(interpreted)), "OMP_NUM_THREADS": "1"}
     path = [str(package.parent), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment["PYTHONPATH"] = os.pathsep.join(path)

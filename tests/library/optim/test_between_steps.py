@@ -83,7 +83,6 @@ def stepped(optimizer: Any, steps: int) -> Any:
 
 
 def bits(optimizer: Any) -> Any:
-    """Weights, scales, all of the state, and what is counted."""
     parts = [(p.codes, p.scale) if isinstance(p, fm.FP8Tensor) else p.detach() for p in everyone(optimizer)]
     return frozen([parts, optimizer.state_dict()])
 
@@ -99,7 +98,7 @@ def forget(optimizer: Any) -> None:
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether each table that was looked over served."""
+    """For each table that was looked up, True where it could be used."""
     own, found = Table.serves, list[bool]()
 
     def serves(table: Table, optimizer: Any) -> bool:
@@ -142,7 +141,7 @@ def average_of(state: dict[str, Any]) -> str:
 
 
 def away_and_back(x: Tensor) -> Tensor:
-    """What offloading does, into other memory and out of it again."""
+    """Offload: into other memory and out of it again."""
     away = x.detach().to(torch.float64 if x.is_floating_point() else x.dtype, copy=True)
     x.data = torch.empty(0, dtype=x.dtype)
     return away.to(x.dtype, copy=True)
@@ -450,8 +449,6 @@ def test_a_table_is_no_state(way: Callable[[Any], Any]) -> None:
 # --------------------------------------------------------------------------------------------------------- on a card
 @pytest.fixture
 def uploads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The tables that steps on a card upload; their kernels do nothing."""
-
     class Idle:
         def __getitem__(self, grid: Any) -> Any:
             return lambda *_, **__: None
@@ -504,7 +501,6 @@ def test_what_a_card_is_given_is_what_is_planned(
 
 
 def test_a_gradient_that_is_aligned_otherwise_is_planned(uploads: list[Any], served: list[bool]) -> None:
-    """Its kernel may load by 128 bits."""
     optimizer = made()
     for t in range(5):
         put(optimizer, t)

@@ -22,7 +22,7 @@ def everyone(optimizer: Any) -> list[Tensor]:
 
 
 def without_norms(saved: list[Any]) -> list[Any]:
-    """What :func:`everything` gives, but for the norm that an ordinary optimizer's groups don't have."""
+    """:func:`everything` but for the norm that an ordinary optimizer's groups don't have."""
     places = [i for i, each in enumerate(saved) if each == "previous_norm"]
     return [each for i, each in enumerate(saved) if i not in places and i - 1 not in places]
 
@@ -50,7 +50,6 @@ def test_two_passes_are_clip_grad_norm_to_the_bit(name: str, storage: str | None
 
 
 def clipped_by_hand(model: nn.Module, optimizer: Any, steps: int, previous: Tensor, max_norm: float) -> Tensor:
-    """The readable definition of ``clip="previous"``."""
     for _ in range(steps):
         optimizer.zero_grad()
         loss(model).backward()
@@ -163,7 +162,7 @@ def test_an_exact_norm_that_is_not_finite_leaves_out_the_step(bad: float, raises
 
 
 def test_infinity_takes_norms_and_clips_nothing() -> None:
-    """What a trainer asks for its log: without a first pass, to the numbers of steps that are not clipped."""
+    """A trainer wants the norm for its log: no first pass, and the numbers of steps that are not clipped."""
     (plain, whole), (model, optimizer, _) = ordinary(), stepping(clip="previous", max_norm=math.inf)
     for _ in range(3):
         for net, by in ((plain, whole), (model, optimizer)):

@@ -263,7 +263,6 @@ def test_bad_gradients_leave_the_step_out_and_measure_nothing() -> None:
 
 
 def resumes(storage: str, steps: int, **options: Any) -> None:
-    """After every step a checkpoint, loaded elsewhere, takes the next step as the run itself does."""
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*batch(9)), 3, shuffle=True)
     model, other = tagger(storage), tagger(storage, seed=1)
     optimizer = optimizer_of(model, loader, **options)

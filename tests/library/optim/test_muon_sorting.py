@@ -35,7 +35,6 @@ def swin() -> Any:
 
 
 def found(model: nn.Module, **options: Any) -> dict[str, tuple[str, bool]]:
-    """Direction and decay of each parameter, as the optimizer has them."""
     groups = StiffnessMuon.for_model(model, 1e-2, **options).param_groups
     return {name: (g["direction"], g["weight_decay"] > 0) for g in groups for name in g["param_names"]}
 
@@ -104,8 +103,6 @@ def test_quantised_layers_are_sorted_as_their_floats_are(name: str) -> None:
 
 
 class Direct(nn.Module):
-    """Parameters that are no layer's."""
-
     def __init__(self, **shapes: tuple[int, ...]) -> None:
         super().__init__()
         for name, shape in shapes.items():

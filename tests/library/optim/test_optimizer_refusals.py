@@ -333,7 +333,6 @@ def test_what_is_off_may_be_said(kind: Any) -> None:
 @every_class
 @each("lr", [math.nan, math.inf, -0.1, torch.tensor(math.nan)], ids=str)
 def test_a_learning_rate_that_went_astray_is_refused_by_the_step(kind: Any, lr: Any) -> None:
-    """Set by a scheduler or by hand after construction: named, and nothing has changed."""
     weight = stored_weight()
     optimizer = kind([weight])
     for t in range(2):
@@ -365,7 +364,6 @@ def test_a_learning_rate_that_went_astray_is_refused_by_the_step(kind: Any, lr: 
     ids=str,
 )
 def test_options_set_between_steps_are_checked(kind: Any, change: dict[str, Any], error: Any, message: str) -> None:
-    """Out of range, or against what the state holds: named, nothing has changed, and the old ones still do."""
     weight, plain = stored_weight(), nn.Parameter(normal(5))
     optimizer = kind(
         [{"params": [plain]}, {"params": [weight]}],
@@ -408,7 +406,6 @@ ANOTHER: dict[str, tuple[Any, Any, str]] = {
 @every_class
 @each(("saved", "ours", "message"), ANOTHER.values(), ids=ANOTHER)
 def test_a_state_made_for_another_parameter_is_refused(kind: Any, saved: Any, ours: Any, message: str) -> None:
-    """In one line that names both, with the optimizer left as it was."""
     state = trained(kind, saved(), moments="8bit", writeback="residual8").state_dict()
     optimizer = trained(kind, ours(), moments="8bit", writeback="residual8")
     before, kept = snapshot(optimizer), frozen(state)

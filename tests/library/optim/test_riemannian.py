@@ -46,7 +46,6 @@ class Chart:
         return torch.from_numpy(np.interp(c.detach().numpy(), self.codes, self.values)) * self.scale
 
     def stiffness(self, w: Tensor) -> Tensor:
-        """The gap that holds w, or begins there."""
         index = np.searchsorted(self.positive, (w / self.scale).abs().numpy(), side="right") - 1
         return torch.from_numpy(self.gaps[index]) * self.scale
 
@@ -202,7 +201,6 @@ def test_the_bounded_share_counts_what_is_bounded(scale: Any) -> None:
 
 
 def crosses_zero(steps: int, **options: Any) -> bool:
-    """Whether weights of E7M0 asked to change sign have all done so."""
     weight = on(fm.FP8Manifold("E7M0", rounding="stochastic"), torch.tensor([0.25, 0.25, 0.25, 0.25, 1.0, 0.5]))
     targets = torch.tensor([-0.25] * 4 + [1.0, 0.5])
     optimizer = RiemannianAdam([weight], 0.5, **options)

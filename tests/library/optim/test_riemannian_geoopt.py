@@ -42,7 +42,6 @@ FOREIGN: dict[str, Any] = {
 
 
 def pairs(name: str) -> tuple[list[nn.Parameter], Tensor]:
-    """The same point twice, and a target for it."""
     manifold, shape = FOREIGN[name]
     x = normal(*shape, seed=1, dtype=double, std=0.3)
     if manifold is None:
@@ -99,7 +98,6 @@ STABLE: dict[str, Any] = {
 @each("every", [1, 3])
 @pytest.mark.parametrize("name", STABLE)
 def test_stabilising_elsewhere_is_geoopts(name: str, every: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where geoopt's projection of the momentum is one: what was transported is tangent, and stays."""
     monkeypatch.setitem(FOREIGN, name, STABLE[name])
     for ours, theirs in ((RiemannianAdam, geoopt.optim.RiemannianAdam), (RiemannianSGD, geoopt.optim.RiemannianSGD)):
         assert_follows_geoopt(

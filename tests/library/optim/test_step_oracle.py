@@ -31,7 +31,6 @@ scaled = each("factor", [1.0, FACTORS], ids=["powers of two", "factors"])
 
 @pytest.fixture(params=PATHS, autouse=True)
 def _path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test of this module is one of each way to run a step."""
     if request.param == "eager":
         for module in (_backends, _steady):
             monkeypatch.setattr(module, "is_native", lambda slot: False)
@@ -65,7 +64,6 @@ def first_codes(fmt: fm.FloatFormat, count: int) -> Tensor:
 
 
 def moves(p: fm.FP8Parameter, state: dict[str, Tensor], before: Tensor) -> float:
-    """Share of the weights whose code or residual has changed."""
     changed = p.codes != before
     if "residual" in state and state["residual"].dtype == torch.int8:
         changed = changed | (state["residual"] != 0)
@@ -84,7 +82,6 @@ def stored(name: str, shape: tuple[int, ...] = (3, 14), scale: Any = SCALES, **o
 
 
 def gradient(p: Tensor, step: int) -> Tensor:
-    """Over some binades, with zeros, and of either sign."""
     g = normal(*p.shape, seed=100 + step) * torch.exp2(normal(*p.shape, seed=200 + step).mul(3).round())
     g.view(-1)[step::7] = 0.0
     return g
@@ -109,7 +106,6 @@ def slow_of(kind: str, p: fm.FP8Parameter, options: dict[str, Any], **more: Any)
 
 
 def bit_list(x: Any) -> list[int]:
-    """float32, bfloat16 or integers as integers that differ where any bit does."""
     if isinstance(x, Tensor):
         x = x.detach().reshape(-1)
         if x.dtype == torch.uint8:
@@ -120,7 +116,6 @@ def bit_list(x: Any) -> list[int]:
 
 
 def assert_same(p: fm.FP8Parameter, optimizer: Any, slow: Slow, context: str) -> None:
-    """Codes, residual, averages and their bounds."""
     state = optimizer.state[p]
     assert p.codes.view(-1).tolist() == slow.stored, context
     assert p.expanded_scale().expand(p.shape).reshape(-1).tolist() == slow.scales, context
@@ -215,7 +210,6 @@ GRANULARITIES: dict[str, tuple[tuple[int, ...], Any, dict[str, Any], int]] = {
 def test_shapes(
     shape: tuple[int, ...], scale: Any, more: dict[str, Any], block: int, kind: str, options: dict[str, Any]
 ) -> None:
-    """What shares a scale, and what shares the bound of 8-bit averages, is told apart."""
     follow(kind, stored("E4M3", shape, scale, **more), OPTIONS[kind] | options, steps=2, moved=0, block=block)
 
 
@@ -328,7 +322,6 @@ def on_manifold(p: fm.FP8Parameter, storage: str, scale: Any) -> Any:
 @varied
 @each("scale", [SCALES, 0.03], ids=["powers of two", "0.03"])
 def test_floats(storage: str, scale: Any, kind: str, options: dict[str, Any]) -> None:
-    """Ordinary parameters have no scale, and take geoopt's steps in the Riemannian optimizers."""
     if storage == "plain" and kind.startswith("Riemannian"):
         return
     scale = 1.0 if storage == "plain" else scale

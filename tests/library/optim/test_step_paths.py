@@ -25,7 +25,6 @@ def of_codes(name: str = "E4M3", granularity: Any = "channel", shapes: Any = SHA
 
 
 def take(optimizer: Any, t: int) -> None:
-    """A step with gradients over a few binades and some zeros."""
     for i, p in enumerate(optimizer.param_groups[0]["params"]):
         g = normal(*p.shape, seed=1000 * t + i) * torch.exp2(normal(*p.shape, seed=t).mul(2).round())
         p.grad = torch.where(g.abs() < 0.05, 0.0, g).to(p.dtype)
@@ -33,7 +32,6 @@ def take(optimizer: Any, t: int) -> None:
 
 
 def same_steps(kind: str, make: Any, options: dict[str, Any], factors: bool, steps: int = 4) -> None:
-    """Everything that a step may change, after each step."""
     weights = ([with_factors(p, factors) for p in make()] for _ in PATHS)
     ours, eager = (by(path, getattr(optim, kind)(w, **options)) for path, w in zip(PATHS, weights, strict=True))
     first = snapshot(ours)["parameters"]
@@ -48,7 +46,6 @@ def same_steps(kind: str, make: Any, options: dict[str, Any], factors: bool, ste
 
 
 def everything(optimizer: Any) -> dict[tuple[int, str], Any]:
-    """Weights and state by parameter and name, as bytes."""
     saved = snapshot(optimizer)
     found = {(i, "weight"): bits for i, bits in enumerate(saved["parameters"])}
     for i, state in saved["state"]["state"].items():
@@ -129,7 +126,6 @@ def strided(g: Tensor, how: str) -> Tensor:
 
 @pytest.mark.parametrize("moments", ["float32", "8bit"])
 def test_gradients_of_any_strides(moments: str) -> None:
-    """Before and after contiguous ones."""
     order = ["transposed", "", "transposed", "sliced", "shifted", "expanded", "", "expanded", "sliced"]
     for skip in (0, 1):
         ours, eager = (

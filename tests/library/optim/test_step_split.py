@@ -44,14 +44,12 @@ SHAPES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 
 @pytest.fixture(params=PATHS, autouse=True)
 def _path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test of this module is one of each way to run a step."""
     if request.param == "eager":
         for module in (_backends, _steady):
             monkeypatch.setattr(module, "is_native", lambda slot: False)
 
 
 def third_step(kind: str, p: Any, options: dict[str, Any]) -> Slot:
-    """The slot of the third step."""
     optimizer = getattr(optim, kind)([p], seed=2**40 + 1, **options)
     for t in range(3):
         p.grad = normal(*p.shape, seed=t)

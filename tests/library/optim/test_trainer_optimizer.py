@@ -51,7 +51,6 @@ def settings(folder: Path, micro_batches: int, **more: Any) -> dict[str, Any]:
 def by_trainer(
     model: Any, arguments: Any, rule: str, resume: Path | None = None, **options: Any
 ) -> tuple[Any, list[dict[str, Any]]]:
-    """A Trainer that has trained, and what the model was given in each of its passes."""
     passes: list[dict[str, Any]] = []
     hook = model.register_forward_pre_hook(lambda _, args, given: passes.append(dict(given)), with_kwargs=True)
     trainer = transformers.Trainer(
@@ -65,7 +64,6 @@ def by_trainer(
 def by_hand(
     model: Any, passes: list[dict[str, Any]], optimizer: Any, micro_batches: int, *, clips: bool = True
 ) -> list[float]:
-    """The same passes in a loop without a trainer; the norms of the gradients."""
     schedule = transformers.get_scheduler("linear", optimizer, 0, STEPS)
     norms = []
     model.train()

@@ -19,12 +19,11 @@ double = torch.float64
 
 
 def constant(value: float, count: int, fmt: str = "E4M3") -> fm.FP8Parameter:
-    """Many equal weights of scale 1."""
     return fm.FP8Parameter(torch.full((count,), value), fmt, scale=1.0)
 
 
 def held(p: fm.FP8Parameter, state: dict[str, Any]) -> Tensor:
-    """What code and residual stand for, in float64: a position on the chart between two codes."""
+    """The value of code and residual in float64: a position on the chart between two codes."""
     if "residual" not in state:
         return p.dequantize().double()
     scale = p.expanded_scale().double()

@@ -20,8 +20,6 @@ from fp8manifold import load_quantized, quantize_model
 
 
 class Small(nn.Module):
-    """Linear layers, an embedding that is the head's, a norm, a buffer, one weight that two parameters are."""
-
     def __init__(self, dtype: torch.dtype = torch.float32, tied: bool = True) -> None:
         super().__init__()
         self.tokens = nn.Embedding(12, 32, dtype=dtype)

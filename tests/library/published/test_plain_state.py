@@ -219,7 +219,7 @@ class Searched(dict[str, Any]):
 
 
 def test_published_scales_are_looked_up_by_name() -> None:
-    """Of many parameters in one module, and of those whose names begin with another's."""
+    """Many parameters in one module, and names that begin with another's."""
     module, state = nn.Module(), Searched()
     names = ["w", "w_b", "w_b_c", *(f"w{index}" for index in range(20))]
     for name in names:

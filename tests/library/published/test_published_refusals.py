@@ -35,7 +35,7 @@ NAN, MINUS_ZERO = 127, 128
 @pytest.mark.parametrize("scale", [torch.float32, torch.bfloat16, torch.float16, torch.uint8, E8M0], ids=str)
 @pytest.mark.parametrize("code", [0, MINUS_ZERO, NAN])
 def test_a_scale_of_zero_over_zeros_or_nan_comes_back(kind: str, scale: torch.dtype, code: int) -> None:
-    """What 0 / 0 gives, and what E8M0 has for zeros; the values do not depend on it."""
+    """0 / 0 gives NaN, and E8M0 has no zero; the values do not depend on it."""
     shape, (first, *_) = SHAPES[kind]
     tensors = {"w": codes(shape), "w_scale": scales(first, scale)}
     tensors["w_scale"].view(-1)[:1].view(torch.uint8).zero_()

@@ -64,7 +64,7 @@ def remainders(net: nn.Module) -> list[bytes]:
 
 
 def started_by_ddp(storage: str) -> Any:
-    """What DDP's own start makes of models that are others in every rank, and where two steps take them."""
+    """Models that are others in every rank after DDP's own start, and after two steps."""
     rank = dist.get_rank()
     net = model(storage=storage, seed=rank, **({"keep_remainder": True} if storage == "fp8" else {}))
     first = stored(model(storage=storage, seed=0)), seeds(model(storage=storage, seed=0))
@@ -85,13 +85,12 @@ def test_ddps_own_start_sends_codes(pool: Pool, storage: str) -> None:
 
 
 def as_launched() -> None:
-    """What a launcher says to libraries that look for their processes by themselves."""
+    """The variables by which libraries find a launcher's processes."""
     rank, size = str(dist.get_rank()), str(dist.get_world_size())
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size, ACCELERATE_USE_CPU="true")
 
 
 def prepared() -> Any:
-    """A model that accelerate wraps, steps, and saves."""
     from accelerate import Accelerator
 
     as_launched()
@@ -299,7 +298,7 @@ def test_no_rank_skips_a_step_alone(pair: Pool, kind: str) -> None:
 
 
 def magnitudes(scale: str) -> Any:
-    """What delayed scales have seen, over ranks with batches of other sizes, and over one with all of them."""
+    """The history of delayed scales, over ranks with batches of other sizes, and over one with all of them."""
     operand = {"format": "E4M3"} | ({"policy": "delayed", "history": 4} if scale == "delayed" else {"scale": "global"})
     gradient = {"gradient": fm.OperandSpec(**operand)}
     spec = fm.LayerSpec("E4M3", activation=fm.OperandSpec("E4M3", policy="delayed", history=4), **gradient)
@@ -349,7 +348,7 @@ def remembered(net: nn.Module) -> dict[str, bytes]:
 
 
 def with_other_layers(spec: str, each: list[str]) -> Any:
-    """What is said where ranks run these layers, or else what they remember."""
+    """The error where ranks run these layers, or else their histories."""
     rank = dist.get_rank()
     net = synced(fm.quantize_model(Choosing(), fm.LayerSpec(**{"weight": "E4M3", **SHARED[spec]}), storage="master"))
     wrapped = DistributedDataParallel(net, init_sync=False, find_unused_parameters=True)
@@ -470,7 +469,7 @@ def test_nothing_keeps_a_model_alive(pair: Pool) -> None:
 
 
 def with_uneven_inputs(scales: str, **options: Any) -> tuple[str, int, Any]:
-    """What is said where a process has a batch less than another, the steps until then, and the weights."""
+    """The error where a process has a batch less than another, the steps until then, and the weights."""
     activation: Any = None if scales == "none" else {"format": "E4M3", "policy": scales}
     net = synced(fm.quantize_model(model(storage="float"), fm.LayerSpec("E4M3", activation=activation), "fp8"))
     fm.distributed.sync(net)

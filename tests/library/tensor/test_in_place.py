@@ -45,7 +45,6 @@ def seeded(kind: Any, *args: Any, **options: Any) -> Any:
 
 
 def valued(model: nn.Module) -> nn.Module:
-    """The same model in floats, of the values that the codes have."""
     return fm.dequantize_model(copy.deepcopy(model))
 
 

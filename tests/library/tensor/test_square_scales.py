@@ -30,7 +30,6 @@ def weight(
 
 
 def squares(shape: tuple[int, ...]) -> list[tuple[Any, ...]]:
-    """The indices of each square, and those of its scale."""
     starts = [(i, j) for i in range(0, shape[-2], 128) for j in range(0, shape[-1], 128)]
     return [((..., slice(i, i + 128), slice(j, j + 128)), (..., i // 128, j // 128)) for i, j in starts]
 
@@ -101,7 +100,6 @@ def step(optimizer: Any, parameters: list[Tensor], number: int) -> None:
 @pytest.mark.parametrize("factors", [False, True], ids=["", "factors"])
 @pytest.mark.parametrize("kind", STEPS)
 def test_paths_have_the_same_bits(kind: str, factors: bool) -> None:
-    """Through a scale that widens, too: gradients point outwards in one square."""
     shapes = SHAPES[:-1] if kind.startswith("muon") else SHAPES
     twins = [[weight(shape, seed=i, factors=factors) for i, shape in enumerate(shapes)] for _ in PATHS]
     made = [by(path, STEPS[kind](p, seed=3)) for p, path in zip(twins, PATHS, strict=True)]

@@ -17,7 +17,6 @@ import fp8manifold as fm
 
 
 def stepped(net: Net, steps: int = 2) -> Net:
-    """Advance codes and counters, so that there is more to keep than the first rounding."""
     with torch.no_grad():
         for p in net.stored:
             for _ in range(steps):

@@ -41,7 +41,6 @@ everyone = pytest.mark.parametrize(("make", "share"), OPTIMIZERS.values(), ids=O
 
 
 def in_ulps(params: Iterable[Tensor], lr: float, float_lr: float) -> list[dict[str, Any]]:
-    """Two groups: geoopt's learning rates are in ULPs on our manifolds."""
     params = list(params)
     own = [p for p in params if isinstance(p, fm.FP8Parameter)]
     return [{"params": own, "lr": lr}, {"params": [p for p in params if p not in set(own)], "lr": float_lr}]

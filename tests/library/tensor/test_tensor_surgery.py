@@ -128,7 +128,6 @@ def test_other_dtypes_are_refused_before_anything_changes(dtype: torch.dtype) ->
 
 
 def test_between_storages_through_floats() -> None:
-    """grid to fp8 and back keeps every value: both round to the same grid at the same scale."""
     model = quantize_model(Model(), "E3M4", "grid", headroom=4.0)
     expected = model(TOKENS)
     quantize_model(dequantize_model(model), "E3M4", "fp8", headroom=4.0)
