@@ -1,4 +1,4 @@
-"""What every test may ask for: the full tier, a covering sample of a matrix, and a tally that is printed at the end."""
+"""Shared by all tests: the full tier, a covering sample of a matrix, and a tally that is printed at the end."""
 
 import functools
 import gc

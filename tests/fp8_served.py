@@ -1,4 +1,4 @@
-"""What the libraries that publish FP8 folders make of one: values of its weights, and a model to run."""
+"""An FP8 folder as its publisher reads it: values of its weights, and a model to run."""
 
 import json
 import shutil

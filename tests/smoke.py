@@ -1,4 +1,4 @@
-"""What an installed wheel has to pass: `python tests/smoke.py [--native]`, with torch, geoopt and numpy alone.
+"""A check of an installed wheel: `python tests/smoke.py [--native]`, with torch, geoopt and numpy alone.
 
 A layer on one byte a weight is trained, saved, read back and stepped again; rounding is that of the definition.
 """

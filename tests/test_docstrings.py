@@ -1,4 +1,4 @@
-"""What every public docstring says: parameters, examples, errors, equations, and what becomes of NaN, Inf and -0."""
+"""Every public docstring has parameters, examples, errors, equations, and what becomes of NaN, Inf and -0."""
 
 import ast
 import doctest

@@ -1,4 +1,4 @@
-"""What pip makes of the project: a wheel and an sdist that install without extras, and a quick import."""
+"""The project as pip builds it: a wheel and an sdist that install without extras, and a quick import."""
 
 import os
 import statistics

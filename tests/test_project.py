@@ -1,4 +1,4 @@
-"""What a repository needs to be depended on: a wheel's own test, URLs that are true, one version, no workflow amiss."""
+"""A repository that can be depended on: a wheel's own test, URLs that are true, one version, no workflow amiss."""
 
 import re
 import tomllib

@@ -168,7 +168,7 @@ def test_each_way_of_saving_keeps_what_the_model_computes(ran: dict[str, Any], t
 
 
 def test_the_ten_lines_are_the_rule_that_was_measured(ran: dict[str, Any], llama: Path) -> None:
-    """The sweep's rule: optimizer's options, every rate, clipping, weights; the embedding in codes is the bench's option."""
+    """The sweep's rule: options, every rate, clipping and weights; the embedding in codes is the bench's option."""
     base = read_sweep(find_sweep("finetune_rules.yaml")).base
     given = {key: value for key, value in base.items() if value is not None}
     given |= {"rule": RULE, "model.pretrained": llama, "model.embeddings": "E4M3", "model.tied": "leave"}

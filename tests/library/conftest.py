@@ -1,4 +1,4 @@
-"""What the library's tests share: the oracle on the import path, bitwise comparison, and a count of it."""
+"""Shared by the library's tests: the oracle on the import path, bitwise comparison, and a count of it."""
 
 import importlib
 import shutil

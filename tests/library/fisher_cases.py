@@ -1,4 +1,4 @@
-"""What the tests of FisherNaturalGradient share: a small tagger with every kind of parameter, and its training."""
+"""Cases of FisherNaturalGradient: a small tagger with every kind of parameter, and its training."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -1,4 +1,4 @@
-"""What the tests of steps in the backward pass share: a network, optimizers by name, a loop, everything as lists."""
+"""Cases of steps in the backward pass: a network, optimizers by name, a loop, everything as lists."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""What the tests of the manifolds share: formats, scales, metrics, and an oracle made of nothing but a list of values.
+"""Cases of the manifolds: formats, scales, metrics, and an oracle made of nothing but a list of values.
 
 The oracle reads the geometry off the representable numbers by linear interpolation, with no exponent, bias or bit in
 sight: the chart interpolates codes over values, its inverse values over codes, and the stiffness is the gap above.

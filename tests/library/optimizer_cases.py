@@ -1,4 +1,4 @@
-"""What the tests of the optimizers share: parameters of every kind, optimizers by name, and a step to compare."""
+"""Cases of the optimizers: parameters of every kind, optimizers by name, and a step to compare."""
 
 import copy
 import io

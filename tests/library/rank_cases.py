@@ -1,4 +1,4 @@
-"""What the tests over several processes share: a small model, its batches, and steps to compare."""
+"""Cases for several processes: a small model, its batches, and steps to compare."""
 
 from collections.abc import Callable
 from typing import Any

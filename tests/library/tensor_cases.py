@@ -1,4 +1,4 @@
-"""What the tests of one-byte weights share: formats, granularities, the definition to compare with, a small network."""
+"""Cases of one-byte weights: formats, granularities, the definition to compare with, a small network."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What kernels do that no other test has: run by ``test_triton_interpreted.py``, interpreted, and on a card."""
+"""Tests of kernels alone: run by ``test_triton_interpreted.py``, interpreted, and on a card."""
 
 import contextlib
 import math

@@ -1,4 +1,4 @@
-"""What runs inside a child: one command line of the bench, and whoever is told of what it does to files."""
+"""The inside of a child: one command line of the bench, and whoever is told of what it does to files."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""What a step on a GPU asks of the card and of the host, counted without one, and what becomes of failures."""
+"""Launches and waits of a step on a GPU, counted without one, and failures of kernels."""
 
 import contextlib
 import copy

@@ -1,4 +1,4 @@
-"""What Triton makes of the kernels for GPUs that are not here: no contraction, no approximation, no spills, wide loads.
+"""PTX that Triton compiles for GPUs that are not here: no contraction, no approximation, no spills, wide loads.
 
 Compiled ahead of time for sm_80, sm_90 and sm_100, without a driver, and for sm_89 what makes operands for its units.
 What a weight costs is recorded and held to 5%.

@@ -1,4 +1,4 @@
-"""What is asked of every optimizer around its steps: options, torch's own harness, hooks, groups, states and counts."""
+"""Every optimizer around its steps: options, torch's own harness, hooks, groups, states and counts."""
 
 import copy
 import inspect

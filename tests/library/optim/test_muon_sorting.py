@@ -1,4 +1,4 @@
-"""Which parameters of models that others wrote are Muon's, which Adam's, and which decay: by layer, name and shape."""
+"""Parameters of other people's models: Muon's, Adam's, and those that decay, by layer, name and shape."""
 
 from typing import Any
 

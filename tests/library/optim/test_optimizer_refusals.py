@@ -1,4 +1,4 @@
-"""What the optimizers don't take, and what they say about it."""
+"""Refusals of the optimizers, a line each."""
 
 import math
 from collections.abc import Callable, Iterable

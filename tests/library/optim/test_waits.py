@@ -1,4 +1,4 @@
-"""What the host reads of a card: numbers that it knows already are not read again, and nothing is read of codes."""
+"""Reads of a card by the host: none of codes, and none of numbers that it knows already."""
 
 import copy
 from collections import Counter

@@ -1,4 +1,4 @@
-"""What must not differ between processes is refused in all of them, before anything has changed, with what it is."""
+"""Differences between processes are named and refused in all of them, before anything has changed."""
 
 import copy
 from collections.abc import Callable
