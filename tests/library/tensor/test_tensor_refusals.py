@@ -1,4 +1,4 @@
-"""Code that takes an FP8Tensor for memory full of floats works or is refused: collectives, sharding, sharing, writers."""
+"""Code that takes an FP8Tensor for memory of floats works or is refused: collectives, sharding, sharing, writes."""
 
 import copy
 from collections.abc import Callable, Iterator
