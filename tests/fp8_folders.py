@@ -16,18 +16,9 @@ import torch
 from torch import Tensor
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-BASE: dict[str, Any] = {
-    "hidden_size": 256,
-    "intermediate_size": 384,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "vocab_size": 96,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+BASE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 1, "num_attention_heads": 4}
+BASE |= {"num_key_value_heads": 2, "head_dim": 64, "vocab_size": 96}
+BASE |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 RANKS = {"q_lora_rank": 128, "kv_lora_rank": 128, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64}
 DEPTHS = {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "num_hidden_layers": 2, "num_key_value_heads": 4}

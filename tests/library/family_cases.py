@@ -34,12 +34,11 @@ RIEMANNIAN_NAMES = ("RiemannianAdam", "RiemannianSGD")
 
 #: Options with which weights of size 0.1 move by a fraction of an ULP a step.
 OPTIONS: dict[str, dict[str, Any]] = {
+    **{name: {"lr": 0.01} for name in ("StiffnessAdamW", "StiffnessLion")},
     "RiemannianAdam": {"lr": 0.6, "float_lr": 0.01},
     "RiemannianSGD": {"lr": 150.0, "float_lr": 0.05, "momentum": 0.9},
-    "StiffnessAdamW": {"lr": 0.01},
     "StiffnessSGD": {"lr": 0.1, "momentum": 0.5, "stiffness": 1.0},
     "StiffnessMuon": {"lr": 0.02, "weight_decay": 0.0},
-    "StiffnessLion": {"lr": 0.01},
     "Madam": {"lr": 0.05, "float_lr": 0.01},
     "FisherNaturalGradient": {"lr": 0.01, "refresh": 4},
 }

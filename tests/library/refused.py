@@ -24,6 +24,11 @@ NAMES = {
 }
 
 
+def named(error: str, given: str, more: str = "") -> dict[str, str]:
+    """Options, apart by ``;``, each of which is refused with its own words, and more."""
+    return {each: f"{error}: {each}{more}" for each in given.split("; ")}
+
+
 def held(x: Any) -> Any:
     if isinstance(x, Tensor):
         return x.shape if x.is_meta else frozen(x)

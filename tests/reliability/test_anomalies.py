@@ -36,17 +36,9 @@ STEPS = 20
 
 @pytest.fixture
 def make(small_corpus: Path) -> Callable[..., Config]:
-    base: dict[str, object] = {
-        **BASE,
-        "data.dir": small_corpus,
-        "model.bias": True,
-        "train.max_steps": STEPS,
-        "eval.interval": STEPS,
-        "optimizer.warmup_steps": 0,
-        "checkpoint.every": 2,
-        "monitor.interval": 1000,
-        "monitor.watch": "[stall, zones, ranges, bits, gradients, geometry, resources, trend]",
-    }
+    base: dict[str, object] = {**BASE, "data.dir": small_corpus, "model.bias": True, "train.max_steps": STEPS}
+    base |= {"eval.interval": STEPS, "optimizer.warmup_steps": 0, "checkpoint.every": 2, "monitor.interval": 1000}
+    base["monitor.watch"] = "[stall, zones, ranges, bits, gradients, geometry, resources, trend]"
     del base["checkpoint.keep"]
 
     def config(**overrides: object) -> Config:

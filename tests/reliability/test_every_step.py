@@ -41,15 +41,10 @@ E4M3 = {"model.format": "E4M3"}
 
 def own(optimizer: str, writeback: str, storage: str, moments: str, granularity: str, fmt: str) -> Settings:
     course = {"optimizer.stiffness": 1.0, "optimizer.stiffness_end": 0.0} if optimizer == "stiffness_adamw" else {}
-    return {
-        "optimizer.name": optimizer,
-        "optimizer.writeback": writeback,
-        "model.storage": storage,
-        "optimizer.moments": moments,
-        "model.granularity": granularity,
-        "model.formats": f"{{attn: {fmt}, mlp: {fmt}}}",
-        **course,
-    }
+    of_model = {"storage": storage, "granularity": granularity, "formats": f"{{attn: {fmt}, mlp: {fmt}}}"}
+    of_optimizer = {"name": optimizer, "writeback": writeback, "moments": moments}
+    model = {f"model.{name}": value for name, value in of_model.items()}
+    return model | {f"optimizer.{name}": value for name, value in of_optimizer.items()} | course
 
 
 def goes(optimizer: str, writeback: str) -> bool:
@@ -155,23 +150,11 @@ def counted(tally: Callable[..., None]) -> Iterator[dict[str, int]]:
 
 
 def settings_of(case: Settings, corpus: Path) -> list[str]:
-    settings = {
-        "data.dir": corpus.parent / "labelled" if "task" in case else corpus,
-        "model.n_layer": 1,
-        "model.n_head": 2,
-        "model.n_embd": 32,
-        "model.block_size": 8,
-        "model.dropout": 0.1,
-        "train.max_steps": FEW,
-        "train.batch_size": 2,
-        "optimizer.warmup_steps": 2,
-        "eval.interval": 2,
-        "eval.batches": 1,
-        "monitor.interval": 2,
-        "checkpoint.every": None,
-        "checkpoint.keep": 1,
-        **case,
-    }
+    small = {"n_layer": 1, "n_head": 2, "n_embd": 32, "block_size": 8, "dropout": 0.1}
+    settings: Settings = {"data.dir": corpus.parent / "labelled" if "task" in case else corpus}
+    settings |= {f"model.{name}": value for name, value in small.items()}
+    settings |= {"train.max_steps": FEW, "train.batch_size": 2, "optimizer.warmup_steps": 2, "monitor.interval": 2}
+    settings |= {"eval.interval": 2, "eval.batches": 1, "checkpoint.every": None, "checkpoint.keep": 1, **case}
     return [f"--{key}={'null' if value is None else value}" for key, value in settings.items()]
 
 

@@ -402,27 +402,15 @@ def test_every_way_to_a_model_takes_it() -> None:
 
 
 def test_auto_takes_codes_where_they_fit_and_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    specs: dict[str, Any] = {
-        "0": fm.LayerSpec("E4M3", products="auto"),
-        "1": fm.LayerSpec("E1M6", products="auto"),
-        "2": fm.LayerSpec("E3M4", products="auto"),
-        "3": fm.LayerSpec("E4M3", products="auto", granularity="block"),
-        "4": fm.LayerSpec("E4M3", products="auto", gradient="E5M2"),
-        "5": fm.LayerSpec("E4M3", products="auto", activation="E4M3"),
-        "6": fm.LayerSpec("E4M3", products="auto"),
-        "7": fm.LayerSpec("E4M3"),
-    }
+    automatic: dict[str, dict[str, Any]] = {"3": {"granularity": "block"}, "4": {"gradient": "E5M2"}}
+    automatic |= {"0": {}, "1": {"weight": "E1M6"}, "2": {"weight": "E3M4"}, "5": {"activation": "E4M3"}, "6": {}}
+    specs = {name: fm.LayerSpec(**{"weight": "E4M3", "products": "auto", **given}) for name, given in automatic.items()}
+    specs["7"] = fm.LayerSpec("E4M3")
     net = nn.Sequential(*(nn.Linear(32, 32 if i != 6 else 33) for i in range(8)))
     fm.quantize_model(net, specs, storage="fp8")
-    words = [
-        *("cpu has no fast FP8 units", "cpu has no fast INT8 units", "no units multiply codes of weight=E3M4"),
-        *(
-            "granularity='block'",
-            "activation_gradient=E5M2 is given",
-            "activation=E4M3 is given",
-            "16 does not divide 33",
-        ),
-    ]
+    words = ["cpu has no fast FP8 units", "cpu has no fast INT8 units", "no units multiply codes of weight=E3M4"]
+    words += ["granularity='block'", "activation_gradient=E5M2 is given", "activation=E4M3 is given"]
+    words += ["16 does not divide 33"]
     reported = [each.detail for each in fm.quantization_report(net).layers]
     assert all("products=auto: decoded, as " in said for said in reported[:7])
     assert [word for word, said in zip(words, reported, strict=False) if word not in said] == []

@@ -214,13 +214,10 @@ def float8_linear(weight: Tensor, granularity: str, pow2: bool) -> nn.Module:
     from torchao.float8 import config
 
     rows = config.ScalingGranularity.AXISWISE if granularity == "channel" else config.ScalingGranularity.TENSORWISE
+    dtypes = {"input": torch.float8_e4m3fn, "weight": torch.float8_e4m3fn, "grad_output": torch.float8_e5m2}
     casts = {
-        name: config.CastConfig(scaling_granularity=rows, target_dtype=dtype)
-        for name, dtype in (
-            ("cast_config_input", torch.float8_e4m3fn),
-            ("cast_config_weight", torch.float8_e4m3fn),
-            ("cast_config_grad_output", torch.float8_e5m2),
-        )
+        f"cast_config_{name}": config.CastConfig(scaling_granularity=rows, target_dtype=dtype)
+        for name, dtype in dtypes.items()
     }
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
     linear.weight.data = weight.clone()

@@ -272,14 +272,9 @@ def run_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], list
 
 
 def steps_of_a_process(folder: Path, **environment: str) -> list[str]:
-    done = subprocess.run(
-        [sys.executable, "-c", f"folder = {str(folder)!r}\n{STEPS}"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | environment,
-        timeout=280,
-    )
+    command = [sys.executable, "-c", f"folder = {str(folder)!r}\n{STEPS}"]
+    how: dict[str, Any] = {"capture_output": True, "text": True, "check": False, "timeout": 280}
+    done = subprocess.run(command, env=os.environ | environment, **how)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.strip().splitlines()
 

@@ -406,14 +406,13 @@ def in_backward(p: Any) -> Any:
     return optimizer
 
 
+OF_TORCH = "optimizer is a SGD: graphed takes those of fp8manifold.optim"
+
+
 @pytest.mark.parametrize(
     ("made", "error", "message"),
     [
-        (
-            lambda p: torch.optim.SGD([p], 1.0),
-            TypeError,
-            "optimizer is a SGD: graphed takes those of fp8manifold.optim",
-        ),
+        (lambda p: torch.optim.SGD([p], 1.0), TypeError, OF_TORCH),
         (lambda p: optim.StiffnessAdamW([p], 1.0), ValueError, "StiffnessAdamW are on cpu: a CUDA graph takes"),
         (in_backward, ValueError, "this StiffnessSGD steps in the backward pass"),
     ],

@@ -23,12 +23,9 @@ pytestmark = [
 
 
 #: a file, what of it native code steps, and how many steps or elements are compared at least
+MOST = "native and not (test_options or in_one_loop or residual_of or widened)"
 SESSIONS = {
-    "optim/test_step_oracle.py": (
-        "native and not (test_options or in_one_loop or residual_of or widened)",
-        "slots",
-        400,
-    ),
+    "optim/test_step_oracle.py": (MOST, "slots", 400),
     "optim/test_fitted_momentum.py": ("definition and native", "slots", 60),
     "triton_cases.py": ("", "elements", 100_000),
     "operand_cases.py": ("", "elements", 500_000),

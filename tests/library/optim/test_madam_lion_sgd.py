@@ -99,13 +99,8 @@ def test_lion_is_the_published_algorithm() -> None:
 
 
 #: ours, on ordinary parameters alone, and the one of torch's that it then is
-SAME = {
-    "StiffnessAdamW": "AdamW",
-    "StiffnessSGD": "SGD",
-    "RiemannianAdam": "Adam",
-    "RiemannianSGD": "SGD",
-    "Madam": "AdamW",
-}
+SAME = {"StiffnessAdamW": "AdamW", "StiffnessSGD": "SGD", "RiemannianAdam": "Adam", "RiemannianSGD": "SGD"}
+SAME["Madam"] = "AdamW"
 THEIRS = {info.name: info for info in optim_db}
 
 

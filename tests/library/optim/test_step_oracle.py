@@ -92,17 +92,8 @@ def slow_of(kind: str, p: fm.FP8Parameter, options: dict[str, Any], **more: Any)
     entries = entries.repeat_interleave(p.block_size, -1) if p.block_size else entries
     groups = entries.expand(p.shape).reshape(-1).tolist()
     scales = [p.scale.view(-1).tolist()[g] for g in groups]
-    return Slow(
-        kind,
-        p.format,
-        tuple(p.shape),
-        scales,
-        p.codes.view(-1).tolist(),
-        options,
-        groups=groups,
-        one_scale=not p.scale.dim(),
-        **more,
-    )
+    facts = (kind, p.format, tuple(p.shape), scales, p.codes.view(-1).tolist(), options)
+    return Slow(*facts, groups=groups, one_scale=not p.scale.dim(), **more)
 
 
 def bit_list(x: Any) -> list[int]:

@@ -16,17 +16,12 @@ from fp8manifold.optim import _backends, _steady, _step, anneal
 from fp8manifold.optim._backends import run_all
 from fp8manifold.optim._slot import Slot, View
 
+ANNEALED: dict[str, Any] = {"stiffness": anneal(1.0, 0.0, 5), "draws": "dither"}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "adamw stochastic": ("StiffnessAdamW", {"lr": 0.02, "weight_decay": 0.1}),
     "adamw residual8, 8 bits": ("StiffnessAdamW", {"lr": 0.02, "writeback": "residual8", "moments": "8bit"}),
-    "adamw residual8, annealed": (
-        "StiffnessAdamW",
-        {"lr": 0.02, "writeback": "residual8", "stiffness": anneal(1.0, 0.0, 5), "draws": "dither"},
-    ),
-    "sgd injected, bfloat16": (
-        "StiffnessSGD",
-        {"lr": 0.3, "momentum": 0.9, "writeback": "momentum", "moments": "bfloat16"},
-    ),
+    "adamw residual8, annealed": ("StiffnessAdamW", {"lr": 0.02, "writeback": "residual8", **ANNEALED}),
+    "sgd injected": ("StiffnessSGD", {"lr": 0.3, "momentum": 0.9, "writeback": "momentum", "moments": "bfloat16"}),
     "lion, 8 bits": ("StiffnessLion", {"lr": 0.02, "moments": "8bit"}),
     "madam": ("Madam", {"lr": 0.1, "moments": "bfloat16"}),
     "riemannian adam, 8 bits": ("RiemannianAdam", {"lr": 1.7, "moments": "8bit"}),

@@ -31,21 +31,10 @@ def quantised() -> Any:
 
 
 def settings(folder: Path, micro_batches: int, **more: Any) -> dict[str, Any]:
-    return {
-        "output_dir": str(folder),
-        "max_steps": STEPS,
-        "save_steps": 3,
-        "logging_steps": 1,
-        "learning_rate": 1e-2,
-        "max_grad_norm": 0.5,
-        "per_device_train_batch_size": 4 // micro_batches,
-        "gradient_accumulation_steps": micro_batches,
-        "use_cpu": True,
-        "report_to": [],
-        "disable_tqdm": True,
-        "seed": 0,
-        **more,
-    }
+    logs = {"output_dir": str(folder), "save_steps": 3, "logging_steps": 1, "report_to": [], "disable_tqdm": True}
+    steps = {"max_steps": STEPS, "learning_rate": 1e-2, "max_grad_norm": 0.5, "seed": 0, "use_cpu": True}
+    parts = {"gradient_accumulation_steps": micro_batches, "per_device_train_batch_size": 4 // micro_batches}
+    return {**logs, **steps, **parts, **more}
 
 
 def by_trainer(

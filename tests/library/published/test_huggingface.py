@@ -157,17 +157,9 @@ def trained(
         "wrapper": lambda p: fm.optim.StiffnessWrapper(torch.optim.SGD(p, lr=1e-2)),
         "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3),
     }
-    arguments = transformers.TrainingArguments(
-        output_dir=str(folder),
-        max_steps=6,
-        save_steps=3,
-        logging_steps=1,
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        seed=0,
-        **(sizes | more),
-    )
+    quiet: Any = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "seed": 0}
+    steps = {"output_dir": str(folder), "max_steps": 6, "save_steps": 3, "logging_steps": 1}
+    arguments = transformers.TrainingArguments(**steps, **quiet, **(sizes | more))
     made = makers[optimizer](model.parameters())
     if in_backward:
         fm.optim.step_in_backward(made)
