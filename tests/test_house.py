@@ -13,43 +13,18 @@ ROOT = Path(__file__).parent.parent
 MOST_ROOMS = 26
 
 #: from the ground up; what stands on one floor may import from its own and from those below
-LIBRARY = (
-    ("formats", "_geoopt_import"),
-    ("_base", "_ranks"),
-    ("random_bits", "scaling"),
-    ("_numerics",),
-    ("_triton",),
-    ("_native",),
-    ("grid", "reference"),
-    ("_encoded", "manifolds"),
-    ("tensor", "fake_quant"),
-    ("parameter",),
-    ("_shards", "_published"),
-    ("nn",),
-    ("ops", "averages", "distributed", "exchange"),
-    ("optim",),
-    ("huggingface",),
-    ("checkpoints",),
-)
-BENCH = (
-    ("system",),
-    ("model", "checkpoint"),
-    ("config",),
-    ("data", "monitors"),
-    ("runs",),
-    ("setup", "failures"),
-    ("report",),
-    ("loop",),
-    ("evaluation",),
-    ("sweep",),
-    ("commands",),
-)
+LIBRARY = """formats _geoopt_import | _base _ranks | random_bits scaling | _numerics | _triton | _native
+| grid reference | _encoded manifolds | tensor fake_quant | parameter | _shards _published | nn
+| ops averages distributed exchange | optim | huggingface | checkpoints"""
+BENCH = """system | model checkpoint | config | data monitors | runs | setup failures | report | loop
+| evaluation | sweep | commands"""
+ABOVE = LIBRARY.count("|") + 1
 FLOORS = {
     f"{package}.{name}": floor
-    for package, floors, first in (("fp8manifold", LIBRARY, 0), ("nanogpt_bench", BENCH, len(LIBRARY) + 1))
-    for floor, names in enumerate(floors, first)
-    for name in names
-} | {"fp8manifold": len(LIBRARY), "nanogpt_bench.cli": 90, "nanogpt_bench": 90, "nanogpt_bench.__main__": 91}
+    for package, floors, first in (("fp8manifold", LIBRARY, 0), ("nanogpt_bench", BENCH, ABOVE + 1))
+    for floor, names in enumerate(floors.split("|"), first)
+    for name in names.split()
+} | {"fp8manifold": ABOVE, "nanogpt_bench.cli": 90, "nanogpt_bench": 90, "nanogpt_bench.__main__": 91}
 
 
 @cache

@@ -91,12 +91,8 @@ def test_the_lines_for_an_fp8_checkpoint_train_it(tmp_path: Path) -> None:
     """The page's lines, the model's name replaced: what is saved has the layout that was read, and learnt."""
     published, trained = make("squares, tied", tmp_path / "published"), tmp_path / "trained"
     text = torch.randint(96, (1, 33), generator=torch.Generator().manual_seed(1))
-    code = (
-        recipe(PAGE, "## Fine-tune an FP8 checkpoint")
-        .replace("Qwen/Qwen3-8B-FP8", published.as_posix())
-        .replace('"trained"', repr(str(trained)))
-    )
-    code = code.replace("lr=2e-4", "lr=5e-3")
+    code = recipe(PAGE, "## Fine-tune an FP8 checkpoint").replace("Qwen/Qwen3-8B-FP8", published.as_posix())
+    code = code.replace('"trained"', repr(str(trained))).replace("lr=2e-4", "lr=5e-3")
     exec(compile(code, "finetune.md", "exec"), {"batches": [text] * 20})
     decoded: Any = {"quantization_config": transformers.FineGrainedFP8Config(dequantize=True), "dtype": torch.float32}
     read = transformers.AutoModelForCausalLM.from_pretrained
@@ -134,12 +130,8 @@ def test_the_lines_for_a_card_train_and_what_they_save_is_read(llama: Path, tmp_
     """The lines of 7B, the model's name replaced: everything but norms in codes, no gradient left."""
     text = torch.randint(128, (1, 33), generator=torch.Generator().manual_seed(1))
     names: dict[str, Any] = {"batches": [text] * 60, "device": "cpu"}
-    code = (
-        recipe(PAGE, "### Does 7B fit")
-        .replace("meta-llama/Llama-2-7b-hf", llama.as_posix())
-        .replace("lr=2e-4", "lr=5e-3")
-    )
-    code = code.replace('"trained"', repr((tmp_path / "trained").as_posix()))
+    code = recipe(PAGE, "### Does 7B fit").replace("meta-llama/Llama-2-7b-hf", llama.as_posix())
+    code = code.replace("lr=2e-4", "lr=5e-3").replace('"trained"', repr((tmp_path / "trained").as_posix()))
     assert code.count(llama.as_posix()) == 1
     before = transformers.AutoModelForCausalLM.from_pretrained(llama)(input_ids=text, labels=text).loss.item()
     exec(compile(code, "finetune.md", "exec"), names)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from optimizer_cases import bits_of, normal, with_factors
 from torch import Tensor, nn
@@ -72,3 +73,9 @@ def stored(net: nn.Module) -> dict[str, bytes]:
 
 def seeds(net: nn.Module) -> list[int]:
     return [p.seed for p in net.parameters() if isinstance(p, fm.FP8Tensor)]
+
+
+def combined(names: str) -> Any:
+    """Mark a test of combinations that are written as optimizer-writeback-moments."""
+    cases = names.split()
+    return pytest.mark.parametrize("combination", [tuple(name.split("-")) for name in cases], ids=cases)

@@ -168,6 +168,8 @@ REMOVED = "del groups[0]['params'][1]; o.state.pop(p[1])"
 ADDED = (
     "extra = nn.Parameter(torch.ones(5)); extra.grad = torch.full((5,), 0.5); o.add_param_group({'params': [extra]})"
 )
+OPTIONS = {"weight_decay": 0.3, "damping": 0.5, "clip": 1.0, "seed": 3, "maximize": True, "refresh_every": 3}
+OPTIONS |= {"writeback": "nearest", "draws": "dither"}
 #: what is done between steps to the parameters p, the optimizer o, its groups and the states s of the parameters, and
 #: drops the table; of the first moment, where it is called so
 EDITS = {
@@ -203,19 +205,7 @@ EDITS = {
     "the step replaced": "s[0]['step'] = torch.tensor(50.0)",
     "S_ref edited": "s[0]['reference'] = 0.5",
     "the stream edited": "s[0]['stream'] = 12345",
-    **{
-        f"the option {name}": f"groups[0][{name!r}] = {value!r}"
-        for name, value in {
-            "weight_decay": 0.3,
-            "damping": 0.5,
-            "clip": 1.0,
-            "seed": 3,
-            "maximize": True,
-            "writeback": "nearest",
-            "draws": "dither",
-            "refresh_every": 3,
-        }.items()
-    },
+    **{f"the option {name}": f"groups[0][{name!r}] = {value!r}" for name, value in OPTIONS.items()},
     "a parameter taken out": "del groups[0]['params'][2]; o.state.pop(p[2])",
     "taken out and added": f"{REMOVED}; {ADDED}",
     "parameters in another order": "groups[0]['params'].reverse()",

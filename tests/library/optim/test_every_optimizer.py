@@ -66,10 +66,8 @@ def test_an_observer_sees_the_step_and_changes_nothing(name: str) -> None:
             assert not torch.equal(view.target, view.before)
             if not isinstance(manifold, fm.FP8Manifold):
                 continue
-            scale, draw = (
-                manifold.scale.to(view.target.dtype),
-                {"seed": 5, "step": t, "stream": seen.state[p]["stream"]},
-            )
+            scale = manifold.scale.to(view.target.dtype)
+            draw = {"seed": 5, "step": t, "stream": seen.state[p]["stream"]}
             rounded = fm.round_to_grid(view.target / scale, manifold.format, "stochastic", **draw) * scale
             assert torch.equal(view.after, rounded)
     assert same_bits(values(parameters), values(others))

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from family_cases import VALID, make
 from laws import each
 from optimizer_cases import bits_of, frozen
-from rank_cases import batch, loss_of, model, refusal, seeds, stored, synced, train_on
+from rank_cases import batch, combined, loss_of, model, refusal, seeds, stored, synced, train_on
 from rank_pool import Pool
 from tensor_cases import parameter
 from test_ranks_fsdp import BORDER, near_the_border
@@ -233,15 +233,7 @@ def test_ranks_stay_identical_in_every_combination(pool: Pool, combination: tupl
         equal_everywhere(pool.run(trained, *combination, granularity))
 
 
-@pytest.mark.parametrize(
-    "combination",
-    [
-        ("RiemannianAdam", "stochastic", "8bit"),
-        ("StiffnessMuon", "stochastic", "8bit"),
-        ("StiffnessAdamW", "residual8", "bfloat16"),
-    ],
-    ids=lambda c: "-".join(c),
-)
+@combined("RiemannianAdam-stochastic-8bit StiffnessMuon-stochastic-8bit StiffnessAdamW-residual8-bfloat16")
 def test_ranks_dither_as_one_process(pool: Pool, combination: tuple[str, str, str]) -> None:
     equal_everywhere(pool.run(trained, *combination, "channel", border=True, draws="dither"))
 
@@ -532,18 +524,12 @@ def sharded_state(name: str, writeback: str, moments: str) -> Any:
     return stored(net)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        ("StiffnessAdamW", "residual8", "float32"),
-        ("StiffnessAdamW", "stochastic", "8bit"),
-        ("StiffnessLion", "stochastic", "float32"),
-        ("RiemannianAdam", "nearest", "float32"),
-    ],
-    ids=lambda c: "-".join(c),
+@combined(
+    "StiffnessAdamW-residual8-float32 StiffnessAdamW-stochastic-8bit StiffnessLion-stochastic-float32 "
+    "RiemannianAdam-nearest-float32"
 )
-def test_zero_redundancy_is_one_process(pair: Pool, case: tuple[str, str, str]) -> None:
-    equal_everywhere(pair.run(sharded_state, *case))
+def test_zero_redundancy_is_one_process(pair: Pool, combination: tuple[str, str, str]) -> None:
+    equal_everywhere(pair.run(sharded_state, *combination))
 
 
 def in_buckets() -> str:

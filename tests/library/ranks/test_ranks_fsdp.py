@@ -9,7 +9,7 @@ from family_cases import VALID, make
 from laws import each
 from optimizer_cases import bits_of, normal
 from paths import by
-from rank_cases import batch, loss_of, model
+from rank_cases import batch, combined, loss_of, model
 from rank_pool import Pool
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -159,16 +159,9 @@ def test_rows_are_stepped_as_the_whole(pool: Pool, combination: tuple[str, str, 
 
 @each("factors", [False, True])
 @each("granularity", ["tensor", "block"])
-@pytest.mark.parametrize(
-    "combination",
-    [
-        ("StiffnessAdamW", "residual8", "8bit"),
-        ("StiffnessAdamW", "stochastic", "bfloat16"),
-        ("StiffnessMuon", "residual8", "8bit"),
-        ("StiffnessMuon", "momentum", "bfloat16"),
-        ("RiemannianAdam", "stochastic", "8bit"),
-    ],
-    ids=lambda c: "-".join(c),
+@combined(
+    "StiffnessAdamW-residual8-8bit StiffnessAdamW-stochastic-bfloat16 StiffnessMuon-residual8-8bit "
+    "StiffnessMuon-momentum-bfloat16 RiemannianAdam-stochastic-8bit"
 )
 def test_every_granularity(pair: Pool, combination: tuple[str, str, str], granularity: str, factors: bool) -> None:
     pair.run(stepped, *combination, {"granularity": granularity, "factors": factors})
@@ -343,17 +336,9 @@ def vectors_stepped(name: str, writeback: str, moments: str, path: str) -> tuple
 OPTIONS_OF_LARGE_STEPS = {"RiemannianAdam": 8.0, "Madam": 0.8}
 
 
-@pytest.mark.parametrize(
-    "combination",
-    [
-        ("StiffnessAdamW", "residual8", "8bit"),
-        ("StiffnessMuon", "momentum", "float32"),
-        ("StiffnessMuon", "residual8", "8bit"),
-        ("StiffnessLion", "stochastic", "8bit"),
-        ("Madam", "residual8", "bfloat16"),
-        ("RiemannianAdam", "residual8", "8bit"),
-    ],
-    ids=lambda c: "-".join(c),
+@combined(
+    "StiffnessAdamW-residual8-8bit StiffnessMuon-momentum-float32 StiffnessMuon-residual8-8bit "
+    "StiffnessLion-stochastic-8bit Madam-residual8-bfloat16 RiemannianAdam-residual8-8bit"
 )
 def test_vectors_batches_single_rows_and_wider_scales(pool: Pool, combination: tuple[str, str, str]) -> None:
     found = pool.run(vectors_stepped, *combination, path_of(combination))

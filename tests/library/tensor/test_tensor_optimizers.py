@@ -50,11 +50,8 @@ def in_ulps(params: Iterable[Tensor], lr: float, float_lr: float) -> list[dict[s
 def test_it_learns(make: Make, share: float) -> None:
     """The loss falls, codes move, and everything stays what it was: one byte a weight, on the grid."""
     net = Net()
-    first, codes, scales = (
-        loss_of(net).item(),
-        [p.codes.clone() for p in net.stored],
-        [p.scale.clone() for p in net.stored],
-    )
+    first = loss_of(net).item()
+    codes, scales = [p.codes.clone() for p in net.stored], [p.scale.clone() for p in net.stored]
     last = train(net, make(net.parameters()))
     assert last < share * first
     for p, before, scale in zip(net.stored, codes, scales, strict=True):
