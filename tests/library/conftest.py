@@ -94,3 +94,11 @@ def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Any]]:
     with ExitStack() as stack:
         one_each = {size: contextmanager(ranks)(size, tmp_path_factory.mktemp("ranks")) for size in (1, 2, 3)}
         yield {size: stack.enter_context(each) for size, each in one_each.items()}
+
+
+@pytest.fixture(params=["native", "eager"])
+def each_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps by each of the paths of ``paths.PATHS``."""
+    if request.param == "eager":
+        for module in ("_backends", "_steady"):
+            monkeypatch.setattr(f"fp8manifold.optim.{module}.is_native", lambda slot: False)

@@ -187,3 +187,11 @@ CLASSES = (StiffnessAdamW, StiffnessSGD, StiffnessLion, Madam, *RIEMANNIAN)
 
 
 every_class = pytest.mark.parametrize("kind", CLASSES)
+
+
+def everyone(optimizer: Any) -> list[Any]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def close(x: Tensor, y: Tensor, tolerance: float = 1e-6) -> bool:
+    return bool((x - y).norm() <= tolerance * y.norm())

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from optimizer_cases import normal
 from torch import Tensor, nn
 
-from fp8manifold import QuantizedLinear
+from fp8manifold import QuantizedLinear, quantize_model
 
 
 class Attention(nn.Module):
@@ -64,3 +64,11 @@ def bits(model: nn.Module) -> dict[str, Any]:
     layers = [layer for layer in model.modules() if isinstance(layer, QuantizedLinear)]
     made = [(repr(layer), layer.spec, layer.storage) for layer in layers]
     return {"held": held, "kinds": kinds, "made": made}
+
+
+def stored(name: str = "E4M3", **options: Any) -> nn.Module:
+    return quantize_model(Model(), name, "fp8", **options)
+
+
+def layers(model: nn.Module) -> list[QuantizedLinear]:
+    return [m for m in model.modules() if isinstance(m, QuantizedLinear)]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from optimizer_cases import free_weight, frozen, normal, same_bits, snapshot, with_factors
+from paths import as_on_a_card
 from scalar_grid import Codes
 from tapes import Tapes
 from test_native import FORMATS, any_floats
@@ -18,7 +19,6 @@ from triton_twins import CARD, different, twin
 
 import fp8manifold as fm
 from fp8manifold import optim
-from fp8manifold._base import reading
 from fp8manifold._encoded.storage import dequantize_codes
 from fp8manifold._native import _arrays
 from fp8manifold._triton.whole import array_on_gpu
@@ -187,9 +187,7 @@ def test_codes_against_their_definition(name: str) -> None:
 @pytest.fixture
 def on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps go the way that they go on a GPU, and their kernels are interpreted where there is none."""
-    monkeypatch.setattr(_steady, "on_gpu", lambda device: True)
-    monkeypatch.setattr(_steady, "is_triton", lambda slot: True)
-    monkeypatch.setattr(reading, "is_read_at_once", lambda x: False)
+    as_on_a_card(monkeypatch)
 
 
 def pair(stored: Any = None, **options: Any) -> tuple[Any, Any]:

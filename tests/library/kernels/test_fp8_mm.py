@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from laws import each
-from optimizer_cases import normal
+from optimizer_cases import close, normal
 from torch import Tensor, nn
 
 import fp8manifold as fm
@@ -23,10 +23,6 @@ def both_gradients(a: Tensor, b: Tensor, gradient: Tensor, **options: Any) -> li
     assert a.grad is not None
     assert b.grad is not None
     return [product.detach(), a.grad, b.grad]
-
-
-def close(x: Tensor, y: Tensor, tolerance: float = 1e-6) -> bool:
-    return bool((x - y).norm() <= tolerance * y.norm())
 
 
 @granularities

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from optimizer_cases import normal
+from paths import as_on_a_card
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -83,9 +84,7 @@ class Watch(TorchDispatchMode):
 def on_a_card(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Steps go the way that they go on a GPU, to kernels that count."""
     counts: Counter[str] = Counter()
-    monkeypatch.setattr(_steady, "on_gpu", lambda device: True)
-    monkeypatch.setattr(_steady, "is_triton", lambda slot: True)
-    monkeypatch.setattr(reading, "is_read_at_once", lambda x: False)
+    as_on_a_card(monkeypatch)
     monkeypatch.setattr(Kernel, "bad", [])
     names = ("step", "verdict", "widen")
     monkeypatch.setattr(launch, "_kernels", lambda: tuple(Kernel(name, counts) for name in names))

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from laws import each
-from optimizer_cases import normal, through_disk
+from optimizer_cases import close, normal, through_disk
 from torch import Tensor, nn
 
 import fp8manifold as fm
@@ -30,10 +30,6 @@ def gradients(layer: nn.Module, x: Tensor = X, g: Tensor = G, run: Any = None) -
     layer.zero_grad()
     (run or layer)(x).backward(g)
     return x.grad, layer.weight.grad, layer.bias.grad  # type: ignore[return-value]
-
-
-def close(x: Tensor, y: Tensor, tolerance: float = 1e-6) -> bool:
-    return bool((x - y).norm() <= tolerance * y.norm())
 
 
 @storages

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from laws import each
 from optimizer_cases import normal, on_grid
-from surgery_models import LINEARS, TOKENS, Model
+from surgery_models import LINEARS, TOKENS, Model, layers, stored
 from torch import Tensor, nn
 
 import fp8manifold as fm
@@ -18,14 +18,6 @@ from fp8manifold import LayerSpec, QuantizedLinear, SaturationWarning, dequantiz
 storages = each("storage", ["master", "grid"])
 all_storages = each("storage", ["master", "grid", "fp8"])
 FORMATS = ("E4M3", "E5M2", "E3M4", "E1M6", "E7M0")
-
-
-def stored(name: str = "E4M3", **options: Any) -> nn.Module:
-    return quantize_model(Model(), name, "fp8", **options)
-
-
-def layers(model: nn.Module) -> list[QuantizedLinear]:
-    return [m for m in model.modules() if isinstance(m, QuantizedLinear)]
 
 
 # ---------------------------------------------------------------------------------------------- what a layer computes

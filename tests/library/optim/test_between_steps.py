@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 import torch
 from laws import each
-from optimizer_cases import frozen, normal, with_factors
-from paths import PATHS, by
+from optimizer_cases import everyone, frozen, normal, with_factors
+from paths import PATHS, as_on_a_card, by
 from torch import Tensor, nn
 
 import fp8manifold as fm
 from fp8manifold import optim
-from fp8manifold._base import reading
 from fp8manifold._numerics.records import JOB
 from fp8manifold._triton import launch
 from fp8manifold._triton.kinds import WIDENED
@@ -61,10 +60,6 @@ def made(
     optimizer = by(path, cls(groups, **{"refresh_every": 1000, **given, **options}))
     optimizer.keeps_table = keeps
     return optimizer
-
-
-def everyone(optimizer: Any) -> list[Any]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def put(optimizer: Any, t: int, bad: float | None = None) -> None:
@@ -444,9 +439,7 @@ def uploads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     seen: list[Any] = []
     own = launch._uploaded
-    monkeypatch.setattr(_steady, "on_gpu", lambda device: True)
-    monkeypatch.setattr(_steady, "is_triton", lambda slot: True)
-    monkeypatch.setattr(reading, "is_read_at_once", lambda x: False)
+    as_on_a_card(monkeypatch)
     monkeypatch.setattr(launch, "_kernels", lambda: (Idle(),) * 3)
     monkeypatch.setattr(launch, "options", dict)
     monkeypatch.setattr(launch, "_uploaded", lambda table, device: seen.append(table.copy()) or own(table, device))

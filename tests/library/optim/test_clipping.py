@@ -8,6 +8,7 @@ import pytest
 import torch
 from in_backward_cases import OPTIMIZERS, everything, loss, measure, network, ordinary, stepping, train
 from laws import each
+from optimizer_cases import everyone
 from torch import Tensor, nn
 
 from fp8manifold import optim
@@ -15,10 +16,6 @@ from fp8manifold.optim._in_backward.gradients import clip_factor
 
 SMALL = 1e-3
 """What every gradient of the network is clipped by."""
-
-
-def everyone(optimizer: Any) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def without_norms(saved: list[Any]) -> list[Any]:

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import geoopt
 import pytest
 import torch
 from family_cases import COMBINATIONS, INVALID, NAMES, OPTIONS, RIEMANNIAN_NAMES, VALID, make, zoo
@@ -62,26 +63,24 @@ def test_the_matrix_is_the_registry() -> None:
     assert len(VALID) >= 80
 
 
-@each("name", ("StiffnessAdamW", "StiffnessSGD", "StiffnessMuon"))
-def test_options_that_torch_has_too_have_its_defaults_and_places(name: str) -> None:
-    """Muon is in torch since 2.9."""
-    if (theirs := getattr(torch.optim, name.removeprefix("Stiffness"), None)) is None:
+@each(
+    ("name", "theirs"),
+    [
+        *((f"Stiffness{rule}", getattr(torch.optim, rule, None)) for rule in ("AdamW", "SGD", "Muon")),
+        *(("RiemannianAdam", torch.optim.Adam), ("RiemannianSGD", geoopt.optim.RiemannianSGD)),
+    ],
+)
+def test_options_that_torch_or_geoopt_has_too_have_its_defaults_and_places(name: str, theirs: Any) -> None:
+    """Muon is in torch since 2.9; a Riemannian lr has a default of its own."""
+    if theirs is None:
         return
     plain, own = (inspect.signature(kind).parameters for kind in (theirs, getattr(optim, name)))
     shared = [option for option in plain if option in own]
     assert {"params", "lr", "weight_decay"} < {*shared}
-    assert {option: own[option].default for option in shared} == {option: plain[option].default for option in shared}
+    alike = {*shared} - ({"lr"} if name in RIEMANNIAN_NAMES else {*()})
+    assert {option: own[option].default for option in alike} == {option: plain[option].default for option in alike}
     by_place = [option for option in shared if plain[option].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
     assert [*own][: len(by_place)] == by_place
-
-
-def test_lions_defaults_are_its_papers() -> None:
-    own = inspect.signature(optim.StiffnessLion).parameters
-    assert {name: own[name].default for name in ("lr", "betas", "weight_decay")} == {
-        "lr": 1e-4,
-        "betas": (0.9, 0.99),
-        "weight_decay": 0.0,
-    }
 
 
 @by_name

@@ -345,13 +345,14 @@ def test_options_set_between_steps_are_checked(kind: Any, change: dict[str, Any]
 
 
 #: What a state was saved with and what it is loaded for, and the words that say so.
-BLOCK, TENSOR = ({"shape": (4, 64), "granularity": granularity} for granularity in ("block", "tensor"))
+BLOCK, SQUARE, TENSOR = ({"shape": (4, 64), "granularity": kind} for kind in ("block", "square", "tensor"))
 ANOTHER: dict[str, tuple[Any, Any, str]] = {
     "shape": (lambda: stored_weight(shape=(4, 64)), lambda: stored_weight(shape=(64, 4)), r"\(4, 64\).*\(64, 4\)"),
     "format": (lambda: stored_weight("E4M3"), lambda: stored_weight("E5M2"), "E4M3.*E5M2"),
     "layout": (lambda: stored_weight("E4M3"), lambda: stored_weight("E4M3FNUZ"), "E4M3, .*E4M3FNUZ, "),
     "grid format": (lambda: grid_weight("E4M3"), lambda: grid_weight("E3M4"), "E4M3.*E3M4"),
     "granularity": (lambda: stored_weight(**BLOCK), lambda: stored_weight(**TENSOR), "a block of 32.*a tensor"),
+    "square": (lambda: stored_weight(**SQUARE), lambda: stored_weight(**TENSOR), "a square of 128 x 128.*a tensor"),
 }
 
 

@@ -9,7 +9,6 @@ import torch
 from family_cases import NAMES, is_valid
 from laws import each
 from optimizer_cases import normal, on, step_from
-from paths import PATHS
 from scalar_grid import exp2, f32
 from scalar_grid import log2_of_mantissa as slow_log2
 from step_oracle import Slow
@@ -18,7 +17,7 @@ from torch import Tensor
 import fp8manifold as fm
 from fp8manifold import optim
 from fp8manifold._numerics.stiffness import exp2_exact, log2_of_mantissa
-from fp8manifold.optim import _backends, _steady, anneal
+from fp8manifold.optim import anneal
 from fp8manifold.optim._spec import MOMENTS
 from fp8manifold.optim._writeback import WRITEBACKS
 
@@ -29,12 +28,7 @@ scaled = each("factor", [1.0, FACTORS], ids=["powers of two", "factors"])
 """Scales that are powers of two, and others."""
 
 
-@pytest.fixture(params=PATHS, autouse=True)
-def _path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "eager":
-        for module in (_backends, _steady):
-            monkeypatch.setattr(module, "is_native", lambda slot: False)
-
+pytestmark = pytest.mark.usefixtures("each_path")
 
 #: Large enough that most weights move and some cross binades, zero and the ends.
 OPTIONS: dict[str, dict[str, Any]] = {

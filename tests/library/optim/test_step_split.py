@@ -7,12 +7,11 @@ import pytest
 import torch
 from laws import each
 from optimizer_cases import normal
-from paths import PATHS
 from torch import Tensor
 
 import fp8manifold as fm
 from fp8manifold import optim
-from fp8manifold.optim import _backends, _steady, _step, anneal
+from fp8manifold.optim import _step, anneal
 from fp8manifold.optim._backends import run_all
 from fp8manifold.optim._slot import Slot, View
 
@@ -37,11 +36,7 @@ SHAPES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(params=PATHS, autouse=True)
-def _path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "eager":
-        for module in (_backends, _steady):
-            monkeypatch.setattr(module, "is_native", lambda slot: False)
+pytestmark = pytest.mark.usefixtures("each_path")
 
 
 def third_step(kind: str, p: Any, options: dict[str, Any]) -> Slot:

@@ -56,7 +56,7 @@ def test_a_model_comes_back_to_the_bit(maker: Any, storage: Any, tied: Any, tmp_
 
 
 @each("name", ["E5M2", "E3M4", "E1M6", "E7M0", "E4M3FNUZ", "P3109_8P4", "E2M1"])
-@each("granularity", ["tensor", "channel", "block"])
+@each("granularity", ["tensor", "channel", "block", "square"])
 def test_every_format_and_scale_comes_back(name: str, granularity: Any, tmp_path: Path) -> None:
     options: Any = {"granularity": granularity, "tied": "leave", "seed": 3, "rounding": "nearest"}
     model = huggingface.attach(quantize_model(llama(), {"*": name}, "fp8", **options))

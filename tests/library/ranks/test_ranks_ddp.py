@@ -5,6 +5,7 @@ import gc
 import os
 import pickle
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -178,12 +179,6 @@ def changed_after_the_start(name: str) -> str:
     before, said = stored(net), refusal(optimizer.step)
     assert stored(net) == before
     return said
-
-
-@pytest.mark.parametrize("name", ["2.weight", "1.bias"])
-def test_replicas_that_differ_at_the_first_step_are_named(pair: Pool, name: str) -> None:
-    for said in pair.run(changed_after_the_start, name):
-        assert f"'{name}' is not the same in every process (1 of 7 are not)" in said
 
 
 def backward_beside(wrapped: Any, alone: nn.Module, step: int) -> None:
@@ -378,10 +373,6 @@ def of_other_sizes() -> str:
     return refusal(lambda: net(batch(0)[: 2 + dist.get_rank()]))
 
 
-def test_magnitudes_of_other_shapes_are_refused(pair: Pool) -> None:
-    assert all("its magnitudes have another shape there" in said for said in pair.run(of_other_sizes))
-
-
 def sent(asynchronous: bool) -> Any:
     rank = dist.get_rank()
     p = parameter(seed=rank, granularity="block", rounding="nearest", keep_remainder=True)
@@ -438,11 +429,6 @@ def moved_after_the_start(storage: str, move: str, differs: bool) -> Any:
 @pytest.mark.parametrize("storage", ["fp8", "grid", "master"])
 def test_a_model_may_be_moved_after_the_start(pair: Pool, storage: str, move: str) -> None:
     equal_everywhere(pair.run(moved_after_the_start, storage, move, False))
-
-
-def test_replicas_that_differ_after_a_move_are_named(pair: Pool) -> None:
-    for said in pair.run(moved_after_the_start, "fp8", "to", True):
-        assert "'4.weight' is not the same in every process" in said
 
 
 def whose_model_is_gone() -> int:
@@ -538,11 +524,6 @@ def in_buckets() -> str:
     return refusal(lambda: ZeroRedundancyOptimizer(p, adamw, parameters_as_bucket_view=True, lr=0.1))
 
 
-def test_buckets_of_floats_are_refused(pair: Pool) -> None:
-    for said in pair.run(in_buckets):
-        assert "take parameters_as_bucket_view=False" in said
-
-
 def with_one_parameter(what: str) -> Any:
     """Two ranks and one parameter: one of them steps it, the other agrees on the step and receives it."""
     rank, gradient = dist.get_rank(), torch.full((8, 64), 0.5)
@@ -570,3 +551,20 @@ def test_zero_redundancy_with_a_rank_that_has_no_parameter(pair: Pool, what: str
     each = pair.run(with_one_parameter, what)
     equal_everywhere(each)
     assert (each[0] == "raised") == (what == "raises")
+
+
+OTHER = "is not the same in every process"
+
+
+@pytest.mark.parametrize(
+    ("work", "line"),
+    [
+        (partial(changed_after_the_start, "2.weight"), f"'2.weight' {OTHER} (1 of 7 are not)"),
+        (partial(changed_after_the_start, "1.bias"), f"'1.bias' {OTHER} (1 of 7 are not)"),
+        (partial(moved_after_the_start, "fp8", "to", True), f"'4.weight' {OTHER}"),
+        (of_other_sizes, "its magnitudes have another shape there"),
+        (in_buckets, "take parameters_as_bucket_view=False"),
+    ],
+)
+def test_every_process_is_told(pair: Pool, work: Any, line: str) -> None:
+    assert all(line in said for said in pair.run(work))

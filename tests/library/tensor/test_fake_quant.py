@@ -126,9 +126,7 @@ def test_gradients_with_scales_of_blocks() -> None:
 X = torch.tensor([-1000.0, -224.0, -3.0, -0.0, 0.0, 2.0**-20, 3.0, 224.0, 224.5, 1000.0])
 
 
-@each(
-    ("ste", "passes"), [("identity", "1" * 10), ("clipped", "0111111100"), ("relu", "0000011111"), ("none", "0" * 10)]
-)
+@each(("ste", "kept"), [("identity", "1" * 10), ("clipped", "0111111100"), ("relu", "0000011111"), ("none", "0" * 10)])
 def test_the_four_gradients(ste: str, kept: str) -> None:
     upstream = normal(10)
     assert torch.equal(gradient_of(X, upstream, scale=0.5, ste=ste), upstream * torch.tensor([*map(int, kept)]))

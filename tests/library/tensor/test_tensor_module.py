@@ -93,15 +93,6 @@ def test_floats_are_rounded_at_the_scale_that_is_there() -> None:
         assert torch.equal(p.codes, fm.encode(layer.weight.detach() / scale, "E4M3"))
 
 
-def test_a_float_model_takes_the_values() -> None:
-    net, floats = Net(), Net()
-    for layer in (floats.first, floats.second):
-        layer.weight = nn.Parameter(torch.zeros_like(layer.weight))
-    floats.load_state_dict(fm.unflatten_state_dict(net.state_dict()))
-    assert type(floats.first.weight) is nn.Parameter
-    assert torch.equal(floats.first.weight, net.first.weight.dequantize())
-
-
 @each("swap", [False, True])
 def test_moving_a_module_keeps_class_and_codes(swap: bool) -> None:
     net = stepped(Net(keep_remainder=False))
